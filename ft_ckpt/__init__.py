@@ -1,0 +1,50 @@
+"""ft_ckpt: the checkpoint manager for Hugging Face and PEFT fine-tuning.
+
+The names in `__all__` are the public interface. They load on first use, so `import ft_ckpt` costs nothing and brings
+no torch.
+"""
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from ft_ckpt import errors
+    from ft_ckpt.catalog import latest, verify
+    from ft_ckpt.config import SaverConfig
+    from ft_ckpt.read import LoadReport, load_model
+    from ft_ckpt.saver import CheckpointSaver, SaveReport
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "CheckpointSaver",
+    "LoadReport",
+    "SaveReport",
+    "SaverConfig",
+    "errors",
+    "latest",
+    "load_model",
+    "verify",
+]
+
+_HOME = {
+    "CheckpointSaver": "ft_ckpt.saver",
+    "LoadReport": "ft_ckpt.read",
+    "SaveReport": "ft_ckpt.saver",
+    "SaverConfig": "ft_ckpt.config",
+    "latest": "ft_ckpt.catalog",
+    "load_model": "ft_ckpt.read",
+    "verify": "ft_ckpt.catalog",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name == "errors":
+        return importlib.import_module("ft_ckpt.errors")
+    if name in _HOME:
+        return getattr(importlib.import_module(_HOME[name]), name)
+    raise AttributeError(f"module 'ft_ckpt' has no attribute {name!r}; public names: {', '.join(__all__)}")
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)
