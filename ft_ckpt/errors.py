@@ -92,3 +92,9 @@ class RankError(CheckpointError, RuntimeError):
 
 class RanksDisagreeError(RankError):
     """Ranks called the same operation with different arguments, or some did not call it."""
+
+
+def listing(items: list[str], separator: str = "; ", most: int = 8) -> str:
+    """The first `most` of `items` in one line, with the number left out: every message lists problems this way."""
+    shown = separator.join(items[:most])
+    return shown if len(items) <= most else f"{shown}{separator}and {len(items) - most} more"

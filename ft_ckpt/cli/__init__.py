@@ -1,1 +1,122 @@
+"""`ft-ckpt`: list, verify and look into checkpoints. Parse, call, print; starts without torch."""
 
+import sys
+import warnings
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from typer.core import TyperCommand, TyperGroup
+
+from ft_ckpt import __version__, catalog
+from ft_ckpt.cli import views
+from ft_ckpt.errors import CheckpointError, ConfigError, NotACheckpointError
+
+# What typer itself would import before the first word costs more than a listing. Hence plain help and no completion
+# (rich), a help flag that is never None and no declared arguments (pydantic): the path is what typer leaves over.
+_LEFT_OVER = {"allow_extra_args": True}
+
+
+class _Lean:
+    def get_help_option(self, context: Any) -> Any:
+        option = super().get_help_option(context)  # type: ignore[misc]
+        if option is not None:
+            option.default = False
+        return option
+
+
+class _Group(_Lean, TyperGroup):
+    pass
+
+
+class _Command(_Lean, TyperCommand):
+    pass
+
+
+app = typer.Typer(
+    name="ft-ckpt",
+    help="List, verify and look into the checkpoints of ft_ckpt.",
+    cls=_Group,
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+)
+_Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+_Fast = Annotated[bool, typer.Option("--fast", help="Names, sizes and headers only; do not read every byte.")]
+
+
+def _version(asked: bool) -> None:
+    if asked:
+        typer.echo(f"ft-ckpt {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print version.")
+    ] = False,
+) -> None:
+    pass
+
+
+@app.command("ls", cls=_Command, options_metavar="RUN [OPTIONS]", context_settings=_LEFT_OVER)
+def list_run(context: typer.Context, as_json: _Json = False) -> None:
+    """List the checkpoints of the folder RUN, oldest first."""
+    run = _folder(context)
+    infos = catalog.discover(run)
+    rows = [views.row(info, catalog.verify(info.path, deep=False)) for info in infos]
+    views.show_run(run, rows, as_json=as_json)
+
+
+@app.command(cls=_Command, options_metavar="RUN [OPTIONS]", context_settings=_LEFT_OVER)
+def latest(context: typer.Context, as_json: _Json = False) -> None:
+    """Print the newest valid checkpoint of the folder RUN."""
+    run = _folder(context)
+    found = catalog.latest(run)
+    if found is None:
+        raise NotACheckpointError(f"{run}: no valid checkpoint in it; `ft-ckpt ls` and `ft-ckpt verify` say why")
+    views.show_latest(catalog.CheckpointInfo(found, catalog.read_manifest(found)), as_json=as_json)
+
+
+@app.command(cls=_Command, options_metavar="PATH [OPTIONS]", context_settings=_LEFT_OVER)
+def verify(context: typer.Context, fast: _Fast = False, as_json: _Json = False) -> None:
+    """Compare PATH with its manifest; exit code 1 if they differ."""
+    report = catalog.verify(_path(context), deep=not fast)
+    views.show_report(report, as_json=as_json)
+    raise typer.Exit(0 if report.ok else 1)
+
+
+@app.command(cls=_Command, options_metavar="PATH [OPTIONS]", context_settings=_LEFT_OVER)
+def show(context: typer.Context, as_json: _Json = False) -> None:
+    """List the parts and tensors of the checkpoint PATH."""
+    path = _path(context)
+    views.show_checkpoint(catalog.CheckpointInfo(path, catalog.read_manifest(path)), as_json=as_json)
+
+
+def _path(context: typer.Context) -> Path:
+    if len(context.args) != 1:
+        given = " ".join(context.args) or "none"
+        raise ConfigError(f"{context.info_name}: {given} given, expected one folder; see `ft-ckpt --help`")
+    return Path(context.args[0])
+
+
+def _folder(context: typer.Context) -> Path:
+    run = _path(context)
+    if not run.is_dir():
+        raise NotACheckpointError(f"{run}: no such folder; give one that holds checkpoints")
+    return run
+
+
+def main() -> None:
+    """Run `ft-ckpt` on the arguments of the process: exit code 0, 1 when a check failed, 2 for an error."""
+    warnings.showwarning = lambda message, *_rest, **_more: print(f"ft-ckpt: {message}", file=sys.stderr)
+    try:
+        app(prog_name="ft-ckpt")
+    except BrokenPipeError:  # the reader of our output, `head` for one, has seen enough
+        sys.stderr.close()
+        sys.exit(0)
+    except (CheckpointError, OSError) as error:
+        print(f"ft-ckpt: {error}", file=sys.stderr)
+        sys.exit(2)

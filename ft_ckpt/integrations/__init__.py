@@ -1,1 +1,1 @@
-
+"""Drop-in replacements for what other projects' scripts call."""

@@ -1,0 +1,319 @@
+"""Which tensors make up an adapter: everything PEFT knows how to load, and everything that was trained.
+
+PEFT's own selection decides the names, method by method. It is given stand-ins instead of tensors, under the names it
+finds by walking the module tree (wrapper parts included), so nothing has to be gathered to ask it. What it would
+leave out although it was trained or resized is added.
+"""
+
+import copy
+import json
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import xxhash
+from torch import Tensor, nn
+
+from ft_ckpt.engines import Source, clean_name
+from ft_ckpt.errors import IncompleteError, NotAnAdapterError, listing
+from ft_ckpt.select import Entry, Group, Part, View, cast_entries
+
+ADAPTER_FILE = "adapter_model"
+PREFIX = "base_model.model."  # what PEFT puts before the names of the model an adapter is injected into
+_PASSING = {"_name_or_path", "transformers_version", "dtype", "torch_dtype", "architectures", "use_cache", "vocab_size"}
+_TO_BASE = ("base_layer", "original_module")  # the child of a PEFT layer that is the model's own
+
+
+def has_adapters(module: nn.Module) -> bool:
+    """Whether the module carries PEFT adapters, wrapped in a PeftModel or injected."""
+    return bool(getattr(module, "peft_config", None))
+
+
+def is_peft_model(module: nn.Module) -> bool:
+    """Whether the module is a PeftModel, not a model with adapters injected into it."""
+    return has_adapters(module) and hasattr(module, "base_model") and hasattr(module, "get_base_model")
+
+
+def adapter_parts(part: View, name: str, path: str, dtype: str, in_folders: bool = False) -> list[Part]:
+    """One part per adapter; "default" in the folder `path` itself, as PEFT does, unless `in_folders`.
+
+    Raises NotAnAdapterError when the module has none, IncompleteError when an adapter has no tensors.
+    """
+    if not has_adapters(part.module):
+        raise NotAnAdapterError(
+            f"adapter_only=True: {type(part.module).__name__} has no PEFT adapter; wrap it with peft.get_peft_model, "
+            "inject one, or save with adapter_only=False"
+        )
+    names = list(part.module.peft_config)
+    chosen = {adapter: _entries(part, adapter) for adapter in names}
+    extra, notes = _left_out(part, chosen)
+    added_sources = {id(entry.source) for entry in extra}
+    frozen = {n: s for n, s in base_sources(part) if not s.trainable and id(s) not in added_sources}
+    active = active_adapters(part.module)
+    parts = []
+    for adapter, entries in chosen.items():
+        folder = _folder(path, adapter, in_folders)
+        added = [entry for entry in extra if adapter in active or not active]
+        made = cast_entries([*entries, *added], part.module, dtype)
+        label = "/".join(filter(None, (name, "" if adapter == "default" and not in_folders else adapter)))
+        parts.append(
+            Part(
+                label, folder, "adapter", part.module, made, ADAPTER_FILE, (), adapter, adapter in active, frozen, notes
+            )
+        )
+    empty = [p.adapter for p in parts if not p.entries]
+    if empty:
+        raise IncompleteError(f"adapter {empty[0]!r}: PEFT selects no tensors for it; nothing is written")
+    return parts
+
+
+def active_adapters(module: Any) -> list[str]:
+    """Names of the adapters in use, for a PeftModel and for injected adapters alike."""
+    active = getattr(module, "active_adapters", None)
+    if callable(active):  # a method where transformers injected them
+        active = active()
+    if not active:  # injected by PEFT alone: only the layers know
+        layers = (getattr(inner, "active_adapters", None) for inner in module.modules() if hasattr(inner, "base_layer"))
+        active = next((names for names in layers if names and not callable(names)), ())
+    return [active] if isinstance(active, str) else list(active)
+
+
+def base_view(part: View) -> View:
+    """The model below the adapters, under the names it had before they came."""
+    module = part.module.get_base_model() if is_peft_model(part.module) else part.module
+    return View(module, dict(base_sources(part)))
+
+
+def base_sources(part: View) -> Iterable[tuple[str, Source]]:
+    """(name in the base model, source) of every tensor that is the base model's own."""
+    from peft.tuners.tuners_utils import BaseTunerLayer
+    from peft.utils.other import AuxiliaryTrainingWrapper
+
+    wrapped = _paths(part.module, (BaseTunerLayer, AuxiliaryTrainingWrapper))
+    start = ["base_model", *(["model"] if hasattr(part.module.base_model, "peft_config") else [])]
+    root = start if is_peft_model(part.module) else []
+    for name, source in part.sources.items():
+        steps = name.split(".")
+        if steps[: len(root)] != root:
+            continue  # a prompt encoder, a projection shared by all layers
+        kept = _base_steps(steps, wrapped)
+        if kept is not None:
+            yield ".".join(kept[len(root) :]), source
+
+
+def _paths(module: nn.Module, kinds: tuple[type, ...]) -> frozenset[str]:
+    return frozenset(
+        clean_name(path) for path, inner in module.named_modules(remove_duplicate=False) if isinstance(inner, kinds)
+    )
+
+
+def _base_steps(steps: list[str], wrapped: frozenset[str]) -> list[str] | None:
+    """The path without PEFT's layers, or None when it belongs to an adapter."""
+    kept, path = [], ""
+    for step in steps:
+        if path in wrapped:
+            if step not in (*_TO_BASE, "token_adapter"):
+                return None
+        else:
+            kept.append(step)
+        path = f"{path}.{step}" if path else step
+    return kept
+
+
+def _folder(path: str, adapter: str, in_folders: bool) -> str:
+    if in_folders:
+        return "/".join(filter(None, (path, "adapters", adapter)))
+    return "/".join(filter(None, (path, "" if adapter == "default" else adapter)))
+
+
+def _entries(part: View, adapter: str) -> list[Entry]:
+    """What PEFT selects for the adapter, under the names it stores."""
+    config = part.module.peft_config[adapter]
+    if config.is_prompt_learning:
+        return _prompt_entries(part, adapter)
+    standins = {source.raw: torch.zeros(1, dtype=source.dtype).expand(source.shape) for source in _of(part)}
+    stored = _peft_names(part.module, standins, adapter)
+    origin = {id(tensor): source for tensor, source in zip(standins.values(), _of(part), strict=True)}
+    prefix = "" if is_peft_model(part.module) else PREFIX
+    made = {name: tensor for name, tensor in stored.items() if id(tensor) not in origin}
+    group = _computed(part, adapter, made)
+    return [
+        Entry(
+            prefix + clean_name(name),
+            tuple(tensor.shape),
+            tensor.dtype,
+            tensor.dtype,
+            origin.get(id(tensor)),
+            group if name in made else None,
+        )
+        for name, tensor in stored.items()
+    ]
+
+
+def _of(part: View) -> list[Source]:
+    return list(part.sources.values())
+
+
+def _peft_names(module: Any, state_dict: Mapping[str, Tensor], adapter: str) -> dict[str, Tensor]:
+    from peft import get_peft_model_state_dict
+
+    # PEFT's "auto" would ask the Hub for the base's vocabulary, and looks at bare names only: decided in _left_out.
+    result: dict[str, Tensor] = get_peft_model_state_dict(
+        module, state_dict=dict(state_dict), adapter_name=adapter, save_embedding_layers=False
+    )
+    return result
+
+
+def _computed(part: View, adapter: str, made: Mapping[str, Tensor]) -> Group | None:
+    """The group for tensors that PEFT computes from others when it saves: pruned ranks, top-k indices."""
+    if not made:
+        return None
+    base = {id(source) for _, source in base_sources(part)}
+    needed = tuple(source for source in _of(part) if id(source) not in base)
+    prefix = "" if is_peft_model(part.module) else PREFIX
+
+    def convert(full: dict[str, Tensor]) -> dict[str, Tensor]:
+        stored = _peft_names(part.module, {source.raw: full[source.name] for source in needed}, adapter)
+        return {prefix + clean_name(name): tensor.contiguous() for name, tensor in stored.items() if name in made}
+
+    return Group(needed, convert)
+
+
+def _prompt_entries(part: View, adapter: str) -> list[Entry]:
+    """Prompt methods store what their encoder yields, so the encoder is rebuilt from full tensors and run."""
+    inside = f"prompt_encoder.{adapter}."
+    needed = tuple(source for name, source in part.sources.items() if name.startswith(inside))
+    others = {name: source for name, source in part.sources.items() if "modules_to_save" in name.split(".")}
+
+    def convert(full: dict[str, Tensor]) -> dict[str, Tensor]:
+        encoder = _rebuilt(
+            part.module.prompt_encoder[adapter],
+            {s.name[s.name.index(inside) + len(inside) :]: full[s.name] for s in needed},
+        )
+        model = copy.copy(part.module)  # a shallow copy: only this one sees the rebuilt encoder
+        model.__dict__["_modules"] = {**model._modules, "prompt_encoder": nn.ModuleDict({adapter: encoder})}
+        with torch.no_grad():
+            stored = _peft_names(model, {s.raw: torch.zeros(1) for s in others.values()}, adapter)
+        return {
+            name: tensor.detach().contiguous()
+            for name, tensor in stored.items()
+            if tensor.numel() != 0 and "modules_to_save" not in name
+        }
+
+    group = Group(needed, convert)
+    made = convert({source.name: torch.zeros(source.shape, dtype=source.dtype) for source in needed})
+    entries = [Entry(name, tuple(t.shape), t.dtype, t.dtype, group=group) for name, t in made.items()]
+    kept = [(name, s) for name, s in others.items() if f".modules_to_save.{adapter}." in name]
+    return entries + [
+        Entry(name.replace(f".modules_to_save.{adapter}.", "."), s.shape, s.dtype, s.dtype, s) for name, s in kept
+    ]
+
+
+def _rebuilt(module: nn.Module, full: Mapping[str, Tensor]) -> nn.Module:
+    """A copy of `module` with ordinary parameters holding `full`, whatever shards the live one has."""
+    own = {id(parameter): parameter for parameter in module.parameters()}
+    twin = copy.deepcopy(module, memo={key: nn.Parameter(torch.empty(0), requires_grad=False) for key in own})
+    for name, tensor in full.items():
+        path, _, key = name.rpartition(".")
+        owner = twin.get_submodule(path)
+        owner.__dict__.pop(key, None)
+        if key in owner._buffers:
+            owner._buffers[key] = tensor
+        else:
+            owner._parameters[key] = nn.Parameter(tensor, requires_grad=False)
+    return twin
+
+
+def _left_out(part: View, chosen: Mapping[str, list[Entry]]) -> tuple[list[Entry], tuple[str, ...]]:
+    """Base tensors that the adapter cannot do without: trained ones, and embeddings whose rows were added."""
+    taken = {entry.source.identity for entries in chosen.values() for entry in entries if entry.source is not None}
+    taken |= {s.identity for entries in chosen.values() for e in entries if e.group for s in e.group.sources}
+    resized = _resized_embeddings(part)
+    prefix = "" if is_peft_model(part.module) else PREFIX
+    owned = {id(source) for _, source in base_sources(part)}
+    extra, notes = [], []
+    for name, source in part.sources.items():
+        if id(source) not in owned or source.identity in taken:
+            continue
+        if source.trainable or name in resized:
+            extra.append(Entry(prefix + name, source.shape, source.dtype, source.dtype, source))
+            taken.add(source.identity)
+            notes.append(
+                f"{name}: saved with the adapter because it was {'trained' if source.trainable else 'resized'}"
+            )
+    return extra, tuple(notes)
+
+
+def _resized_embeddings(part: View) -> set[str]:
+    """Names of the embedding weights, when their number of rows is not the base model's."""
+    module: Any = part.module
+    model = module.get_base_model() if is_peft_model(module) else module
+    if not hasattr(model, "get_input_embeddings") or not hasattr(model, "config"):
+        return set()
+    layers = [getattr(model, ask)() for ask in ("get_input_embeddings", "get_output_embeddings") if hasattr(model, ask)]
+    own = {id(_own_layer(layer)) for layer in layers if layer is not None}
+    paths = (path for path, inner in module.named_modules(remove_duplicate=False) if id(inner) in own)
+    names = [name for path in paths if (name := f"{clean_name(path)}.weight") in part.sources]
+    known = _rows_of_base(module, model)
+    return {name for name in names if known is not None and part.sources[name].shape[0] != known}
+
+
+def _own_layer(layer: Any) -> Any:
+    """The model's own layer inside PEFT's."""
+    while hasattr(layer, "base_layer") or hasattr(layer, "original_module"):
+        layer = getattr(layer, "base_layer", None) or layer.original_module
+    return layer
+
+
+def _rows_of_base(module: Any, model: Any) -> int | None:
+    """Vocabulary of the base as it was loaded: from its config on this disk, else from the layers inside the model.
+
+    `resize_token_embeddings` sets the vocabulary of the config and of the outermost module only; the decoder inside
+    still knows the number it was made with.
+    """
+    for config in module.peft_config.values():
+        place = getattr(config, "base_model_name_or_path", None)
+        if place and (known := _configured_rows(place, model)) is not None:
+            return known
+    inner = (getattr(child, "vocab_size", None) for child in model.modules() if child is not model)
+    return next((rows for rows in inner if isinstance(rows, int)), None)
+
+
+def _configured_rows(place: str, model: Any) -> int | None:
+    from transformers import AutoConfig
+
+    try:
+        config = AutoConfig.from_pretrained(place, local_files_only=not Path(place).is_dir())
+    except (OSError, ValueError):
+        return None  # not on this machine: the other evidence decides
+    rows = getattr(config.get_text_config(), "vocab_size", None)
+    return rows if isinstance(rows, int) and type(config) is type(model.config) else None
+
+
+def base_identity(module: Any, adapter: str) -> tuple[str | None, str | None, str]:
+    """The base model's id (None when it was built in memory), its revision, and a digest of its architecture."""
+    model = module.get_base_model() if is_peft_model(module) else module
+    settings, config = module.peft_config[adapter], getattr(model, "config", None)
+    name = settings.base_model_name_or_path or getattr(model, "name_or_path", None) or None
+    revision = settings.revision or getattr(config, "_commit_hash", None)
+    described = config.to_dict() if hasattr(config, "to_dict") else {}
+    lasting = {key: value for key, value in described.items() if key not in _PASSING}
+    return name, revision, xxhash.xxh3_128_hexdigest(json.dumps(lasting, sort_keys=True, default=str).encode())
+
+
+def missing_trainable(part: View, parts: Iterable[Part]) -> list[str]:
+    """Trainable tensors that none of `parts` stores: must be empty before an adapter checkpoint is committed."""
+    stored = {entry.source.identity for p in parts for entry in p.entries if entry.source is not None}
+    stored |= {s.identity for p in parts for entry in p.entries if entry.group for s in entry.group.sources}
+    return [name for name, source in part.sources.items() if source.trainable and source.identity not in stored]
+
+
+def check_complete(part: View, parts: list[Part]) -> None:
+    """Raise IncompleteError naming every trained tensor of the model that no adapter part would keep."""
+    missing = missing_trainable(part, parts)
+    if missing:
+        raise IncompleteError(
+            f"{listing(missing, ', ')}: trained, but in no adapter's selection; save with adapter_only=False, or "
+            "freeze them"
+        )

@@ -1,0 +1,335 @@
+"""What checkpoints are there, and are they whole? Reads only; needs no torch."""
+
+import json
+import os
+import re
+import warnings
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+import xxhash
+
+from ft_ckpt.errors import ManifestError, NotACheckpointError, listing
+from ft_ckpt.manifest import MANIFEST_NAME, FileRecord, Manifest, PartRecord, TensorRecord, from_json
+
+_BLOCK_BYTES = 4 << 20
+_HEADER_LIMIT_BYTES = 100_000_000  # the safetensors format's own bound
+_DIGEST_KIND = "xxh3-128:"
+
+# What a reader of a model (or of an adapter) goes by. One of these that the manifest does not list is left over from
+# another save: from_pretrained takes model.safetensors before an index, vLLM takes every shard, and an
+# adapter_config.json beside a model is applied to it unasked. An adapter's folder may be its base's: only names of
+# adapters count there.
+_WEIGHTS = r"(-\d+-of-\d+)?\.(safetensors|bin|h5)(\.index\.json)?"
+_MISLEADING = {
+    "model": re.compile(rf"(pytorch_)?model{_WEIGHTS}|adapter_config\.json"),
+    "module": re.compile(rf"(pytorch_)?model{_WEIGHTS}|adapter_config\.json"),
+    "adapter": re.compile(rf"adapter_model{_WEIGHTS}"),
+}
+_DTYPES = {
+    "BOOL": "bool",
+    "U8": "uint8",
+    "I8": "int8",
+    "U16": "uint16",
+    "I16": "int16",
+    "U32": "uint32",
+    "I32": "int32",
+    "U64": "uint64",
+    "I64": "int64",
+    "F16": "float16",
+    "BF16": "bfloat16",
+    "F32": "float32",
+    "F64": "float64",
+    "C64": "complex64",
+    "F8_E4M3": "float8_e4m3fn",
+    "F8_E5M2": "float8_e5m2",
+    "F8_E4M3FNUZ": "float8_e4m3fnuz",
+    "F8_E5M2FNUZ": "float8_e5m2fnuz",
+    "F8_E8M0": "float8_e8m0fnu",
+}
+
+
+@dataclass(frozen=True)
+class CheckpointInfo:
+    """A committed checkpoint and what its manifest says."""
+
+    path: Path
+    manifest: Manifest
+
+
+@dataclass(frozen=True)
+class VerifyReport:
+    """What `verify` found: `ok` when `problems` is empty; `files` and `bytes` are those the manifest lists."""
+
+    path: Path
+    ok: bool
+    problems: tuple[str, ...]
+    files: int
+    bytes: int
+
+
+def read_manifest(path: str | os.PathLike[str]) -> Manifest:
+    """The manifest of the checkpoint folder `path`.
+
+    Raises NotACheckpointError when nothing is committed there; ManifestError when the manifest is damaged, from a
+    newer ft_ckpt, or names a place outside the folder.
+    """
+    file = Path(path) / MANIFEST_NAME
+    try:
+        text = file.read_text(encoding="utf-8")
+    except (FileNotFoundError, NotADirectoryError) as error:
+        raise NotACheckpointError(
+            f"{path}: no {MANIFEST_NAME} in it, so no save was completed there; use another folder or save again"
+        ) from error
+    except UnicodeDecodeError as error:
+        raise ManifestError(f"{file}: not text ({error}); the checkpoint is damaged, use an older one") from error
+    manifest = from_json(text, str(file))
+    check_paths(manifest, str(file))
+    return manifest
+
+
+def check_paths(manifest: Manifest, source: str) -> None:
+    """Refuse a manifest with a path that leads out of its folder; `source` names it.
+
+    Raises ManifestError naming every such path.
+    """
+    paths = {file.path for file in manifest.files} | {tensor.file for part in manifest.parts for tensor in part.tensors}
+    unsafe = [path for path in paths if not is_inside(path)]
+    unsafe += [part.path for part in manifest.parts if part.path != "" and not is_inside(part.path)]
+    if unsafe:
+        raise ManifestError(
+            f"{source}: {listing(sorted(map(repr, unsafe)))}: a path in a manifest must be relative, with forward "
+            f"slashes and without '..'; do not use this checkpoint"
+        )
+
+
+def is_inside(path: object) -> bool:
+    """True for a relative path in its plainest form (no "..", ".", empty step, backslash or NUL)."""
+    return isinstance(path, str) and not re.search(r"[\\\0]", path) and not {"", ".", ".."} & set(path.split("/"))
+
+
+def misleading(path: str, manifest: Manifest) -> bool:
+    """True when `path`, relative to the checkpoint, is not listed and readers would mix it up with the weights."""
+    where, name = str(PurePosixPath(path).parent), PurePosixPath(path).name
+    kinds = {part.kind for part in manifest.parts if (part.path or ".") == where}
+    if not any(kind in _MISLEADING and _MISLEADING[kind].fullmatch(name) for kind in kinds):
+        return False
+    return all(file.path != path for file in manifest.files)
+
+
+def strays(folder: Path, manifest: Manifest) -> list[str]:
+    """Paths of the misleading files in the folders of the manifest's parts, sorted."""
+    paths = {part.path for part in manifest.parts}
+    found = [(Path(path) / name).as_posix() for path in paths for name in _names(folder / path)]
+    return sorted(path for path in found if misleading(path, manifest))
+
+
+def discover(root: str | os.PathLike[str]) -> list[CheckpointInfo]:
+    """The committed checkpoints in `root` and directly below it, oldest first by step (none first), then by time.
+
+    Hidden folders, folders without a manifest and those whose manifest cannot be read are left out.
+    """
+    root = Path(root)
+    below = [root / name for name in _names(root) if not name.startswith(".")]
+    found: dict[str, CheckpointInfo] = {}
+    for path in [root, *sorted(below, key=os.path.islink)]:  # a link to a sibling is not a second checkpoint
+        if info := _info(path):
+            found.setdefault(os.path.realpath(path), info)
+    return sorted(found.values(), key=_age)
+
+
+def latest(directory: str | os.PathLike[str]) -> Path | None:
+    """The newest checkpoint in `directory` that passes `verify(deep=False)`; None when there is none.
+
+    One that does not pass is left out with a warning that says why.
+    """
+    for info in reversed(discover(directory)):
+        try:
+            problems = verify(info.path, deep=False).problems
+        except (ManifestError, OSError) as error:  # deleted or damaged since it was discovered
+            problems = (str(error),)
+        if not problems:
+            return info.path
+        warnings.warn(f"{info.path}: not valid, using an older checkpoint: {'; '.join(problems)}", stacklevel=2)
+    return None
+
+
+def verify(path: str | os.PathLike[str], *, deep: bool = True) -> VerifyReport:
+    """Compare the files of checkpoint `path` with its manifest.
+
+    Always: names, sizes, the tensors in every safetensors header, every index, and no weights left from another save.
+    `deep` also reads every byte and compares the digests.
+
+    Raises NotACheckpointError or ManifestError as `read_manifest` does.
+    """
+    path = Path(path)
+    while True:
+        before = _identity(path)
+        manifest = read_manifest(path)
+        problems = tuple(_problems(path, manifest, deep=deep))
+        # One save may overwrite the checkpoint while it is read here: what was seen is then half of each. Look again.
+        if not problems or _identity(path) == before:
+            size = sum(file.size_bytes for file in manifest.files)
+            return VerifyReport(path, not problems, problems, len(manifest.files), size)
+
+
+def _info(path: Path) -> CheckpointInfo | None:
+    try:
+        return CheckpointInfo(path, read_manifest(path))
+    except (ManifestError, OSError):
+        return None
+
+
+def digest_of(file: Path) -> str:
+    """The digest of a file as a manifest records it, or words that no digest equals when it cannot be read."""
+    """The digest of the whole file as a FileRecord has it: "xxh3-128:" and 32 hex digits. Raises OSError."""
+    state, buffer = xxhash.xxh3_128(), memoryview(bytearray(_BLOCK_BYTES))
+    with file.open("rb", buffering=0) as stream:
+        while count := stream.readinto(buffer):
+            state.update(buffer[:count])
+    return _DIGEST_KIND + state.hexdigest()
+
+
+def _age(info: CheckpointInfo) -> tuple[int, str]:
+    return (-1 if info.manifest.step is None else info.manifest.step, info.manifest.created)
+
+
+def _names(folder: Path) -> list[str]:
+    try:
+        return sorted(entry.name for entry in folder.iterdir())
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+
+
+def _identity(path: Path) -> tuple[int, int] | None:
+    try:
+        found = (path / MANIFEST_NAME).stat()
+    except OSError:
+        return None
+    return found.st_ino, found.st_mtime_ns
+
+
+def _problems(path: Path, manifest: Manifest, *, deep: bool) -> Iterator[str]:
+    bad = {file.path: problem for file in manifest.files if (problem := _size_problem(path, file))}
+    yield from bad.values()
+    for name in strays(path, manifest):
+        yield f"{name}: not of this checkpoint, and readers would take it for its weights; move it away"
+    sound = [file for file in manifest.files if file.path not in bad]
+    yield from _tensor_problems(path, manifest, {file.path for file in sound})
+    for part in manifest.parts:
+        yield from _index_problems(path, part, {file.path for file in sound})
+    if deep:
+        yield from _digest_problems(path, sound)
+
+
+def _size_problem(path: Path, file: FileRecord) -> str | None:
+    place = path / file.path
+    if not place.is_file():
+        return f"{file.path}: missing"
+    size = place.stat().st_size
+    if size != file.size_bytes:
+        return f"{file.path}: {size:,} bytes, expected {file.size_bytes:,}: cut short or overwritten"
+    return None
+
+
+def _tensor_problems(path: Path, manifest: Manifest, sound: set[str]) -> Iterator[str]:
+    records: dict[str, list[TensorRecord]] = {}
+    for part in manifest.parts:
+        for tensor in part.tensors:
+            records.setdefault(tensor.file, []).append(tensor)
+    listed = {file.path for file in manifest.files}
+    for file, tensors in records.items():
+        if file not in listed:
+            yield f"{file}: holds {len(tensors)} tensors but is not among the listed files"
+        elif file in sound and file.endswith(".safetensors"):
+            yield from _header_problems(path, file, tensors)
+
+
+def _header_problems(path: Path, file: str, tensors: list[TensorRecord]) -> Iterator[str]:
+    try:
+        found = read_header(path / file)
+    except (OSError, ValueError) as error:
+        yield f"{file}: not a readable safetensors file ({error})"
+        return
+    expected = {t.name: (t.dtype, t.shape, t.start, t.end) for t in tensors}
+    if lost := expected.keys() - found.keys():
+        yield f"{file}: tensors missing: {listing(sorted(lost), ', ')}"
+    if extra := found.keys() - expected.keys():
+        yield f"{file}: tensors that the manifest does not list: {listing(sorted(extra), ', ')}"
+    changed = [name for name in expected.keys() & found.keys() if expected[name] != found[name]]
+    if changed:
+        facts = (f"{name} is {_fact(found[name])}, expected {_fact(expected[name])}" for name in sorted(changed))
+        yield f"{file}: {listing(list(facts), ', ')}"
+
+
+def read_header(file: Path) -> dict[str, tuple[str, tuple[int, ...], int, int]]:
+    """The tensors of a safetensors file: name to (dtype, shape, first byte, byte after the last), offsets in the file.
+
+    Raises ValueError when the header does not hold together or its tensors do not fill the file.
+    """
+    size = file.stat().st_size
+    with file.open("rb") as stream:
+        length = int.from_bytes(stream.read(8), "little")
+        if not 2 <= length <= min(_HEADER_LIMIT_BYTES, size - 8):
+            raise ValueError(f"header of {length:,} bytes in a file of {size:,}")
+        document = json.loads(stream.read(length))
+    try:
+        tensors = {name: _entry(entry, 8 + length) for name, entry in document.items() if name != "__metadata__"}
+    except (AttributeError, KeyError, TypeError) as error:
+        raise ValueError(f"malformed header, {error!r}") from error
+    end = max((entry[3] for entry in tensors.values()), default=8 + length)
+    if end != size:
+        raise ValueError(f"tensors end at byte {end:,}, the file at {size:,}")
+    return tensors
+
+
+def _entry(entry: dict[str, Any], data_start: int) -> tuple[str, tuple[int, ...], int, int]:
+    start, end = entry["data_offsets"]
+    dtype = _DTYPES.get(entry["dtype"], entry["dtype"])
+    return dtype, tuple(entry["shape"]), data_start + start, data_start + end
+
+
+def _index_problems(path: Path, part: PartRecord, sound: set[str]) -> Iterator[str]:
+    """The index of a part must send each tensor to the file that holds it; several shards must have one."""
+    files = {tensor.file for tensor in part.tensors}
+    folder = f"{part.path}/" if part.path else ""
+    indexes = [name for name in sound if re.fullmatch(rf"{re.escape(folder)}[^/]+\.safetensors\.index\.json", name)]
+    if not indexes and len(files) > 1 and all(file.endswith(".safetensors") for file in files):
+        yield f"{folder or './'}: {len(files)} shards without an index; readers of sharded weights need one"
+    expected = {tensor.name: tensor.file for tensor in part.tensors}
+    for name in sorted(indexes):
+        if (found := _weight_map(path / name, folder)) != expected:
+            wrong = sorted(key for key in expected.keys() | found.keys() if expected.get(key) != found.get(key))
+            yield f"{name}: sends these tensors elsewhere than the manifest: {listing(wrong, ', ')}"
+
+
+def _weight_map(index: Path, folder: str) -> dict[str, str]:
+    try:
+        entries = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        return {name: f"{folder}{file}" for name, file in entries.items()}
+    except (AttributeError, KeyError, OSError, TypeError, ValueError):
+        return {}
+
+
+def _digest_problems(path: Path, files: Iterable[FileRecord]) -> Iterator[str]:
+    from concurrent.futures import ThreadPoolExecutor  # here, so that listing does not pay for it
+
+    files = list(files)
+    with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:  # hashing and reading both let other threads run
+        for file, found in zip(files, pool.map(lambda file: _digest_or_reason(path / file.path), files), strict=True):
+            if found != file.digest:
+                yield f"{file.path}: digest {found}, expected {file.digest}: its bytes have changed"
+
+
+def _digest_or_reason(file: Path) -> str:
+    try:
+        return digest_of(file)
+    except OSError as error:
+        return f"unreadable ({error.strerror})"
+
+
+def _fact(entry: tuple[str, tuple[int, ...], int, int]) -> str:
+    dtype, shape, start, end = entry
+    return f"{dtype} {list(shape)} at bytes {start:,} to {end:,}"

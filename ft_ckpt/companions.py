@@ -1,0 +1,325 @@
+"""What stands beside the weights: config, generation config, tokenizer, chat template, custom code, model card.
+
+The files are those `save_pretrained` writes. Everything here runs on rank 0 alone while parameters may be sharded, so
+no tensor is read; and training goes on with the same objects, so fields are set on copies.
+"""
+
+import copy
+import json
+import shutil
+import sys
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import peft
+import torch
+from torch import nn
+from transformers import GenerationConfig, PreTrainedTokenizerBase
+from transformers.dynamic_module_utils import custom_object_save, get_relative_import_files
+
+from ft_ckpt.errors import CompanionError
+from ft_ckpt.manifest import BaseRecord
+from ft_ckpt.modules import global_shape, peel, plain_class
+
+_OLMO_EOS = ("<|im_end|>", "<|endoftext|>")
+_MODES = ("do_sample", "num_beams", "return_dict_in_generate", "use_cache")  # other fields are valid under these
+_CARD = """---
+{head}library_name: peft
+tags:
+{tags}
+---
+
+# Model Card
+
+Adapter trained on top of {base}.
+
+### Framework versions
+
+- PEFT {version}
+"""
+_PACKED_DTYPES = (torch.int8, torch.uint8, torch.int16, torch.int32, torch.float8_e4m3fn, torch.float8_e5m2)
+
+
+def generation_config(model: nn.Module, tokenizer: Any, chat_template_name: str | None) -> Any:
+    """The GenerationConfig to save, or None when the model cannot generate; the live one is left alone.
+
+    `chat_template_name` None: a copy of the live one without the fields that would make it invalid. One with "olmo"
+    in it: no BOS, two EOS ids, <|im_end|> and <|endoftext|>. Any other: EOS and BOS of the tokenizer. Raises
+    CompanionError when a token is not in the vocabulary, or its id is past the embedding rows.
+    """
+    live = getattr(model, "generation_config", None)
+    if live is None or not model.can_generate():  # type: ignore[operator]
+        return None
+    if chat_template_name is None:
+        return _repaired(_with_config_fields(live, model.config))
+    text = _text_tokenizer(tokenizer)
+    if text is None:
+        raise CompanionError(f"chat_template_name {chat_template_name!r} takes its tokens from a tokenizer; pass one")
+    if "olmo" in chat_template_name:
+        ids: dict[str, Any] = {"eos_token_id": [_token_id(model, text, token) for token in _OLMO_EOS]}
+    else:
+        ids = {f"{kind}_token_id": _special_id(model, text, kind) for kind in ("eos", "bos")}
+    return GenerationConfig(temperature=None, top_p=None, **ids)
+
+
+def check_tokenizer(model: nn.Module, tokenizer: Any) -> None:
+    """Raise CompanionError when the tokenizer has more tokens than the model has input embedding rows.
+
+    More rows than tokens is padding, and fine.
+    """
+    text, rows = _text_tokenizer(tokenizer), _embedding_rows(model)
+    if text is not None and rows is not None and len(text) > rows:
+        raise CompanionError(
+            f"tokenizer: {len(text)} tokens, the model has {rows} embedding rows; call model.resize_token_embeddings("
+            f"{len(text)}) before training, or pass the tokenizer the model was trained with"
+        )
+
+
+def write_model(folder: Path, model: Any, *, dtype: str, tokenizer: Any = None, generation: Any = None) -> None:
+    """Write all of a Hugging Face model but its weights into `folder`, which exists.
+
+    `dtype`: torch's name of what the weights file holds, e.g. "bfloat16". `generation` comes from `generation_config`.
+    Raises CompanionError when the config does not pass its own checks.
+    """
+    config = _saved_config(model, dtype)
+    _write_code(folder, model, config)
+    try:
+        config.save_pretrained(str(folder))
+    except Exception as error:
+        raise CompanionError(f"config.json: {type(config).__name__} refuses to be saved: {error}") from error
+    if generation is not None:  # not its save_pretrained, which would refuse a published config that nobody changed
+        generation.to_json_file(folder / "generation_config.json", keys_to_pop=["compile_config"])
+    _write_tokenizer(folder, tokenizer)
+
+
+def write_adapter(folder: Path, model: Any, adapter: str, *, base: BaseRecord, tokenizer: Any = None) -> None:
+    """Write `adapter_config.json` and a model card for one adapter into `folder`, which exists.
+
+    `model`: a PeftModel, or a model with adapters injected into it; `peft_config` lists them.
+    """
+    config = copy.copy(model.peft_config[adapter])  # shallow: a copied set may be listed in another order
+    config.inference_mode = True
+    if base.id is not None:
+        config.base_model_name_or_path = config.base_model_name_or_path or base.id
+        config.revision = config.revision or base.revision
+    mapping = _auto_mapping(model) if config.task_type is None else None
+    config.save_pretrained(str(folder), auto_mapping_dict=mapping)
+    if isinstance(model, peft.PeftModel):
+        model.create_or_update_model_card(str(folder))
+    else:
+        (folder / "README.md").write_text(_injected_card(config), encoding="utf-8")
+    _write_tokenizer(folder, tokenizer)
+
+
+# Generation config
+
+
+def _with_config_fields(live: Any, config: Any) -> Any:
+    """A copy of `live`, with generation settings that were made on the model config, where they cannot be saved."""
+    generation = copy.deepcopy(live)
+    for name, value in _misplaced(config).items():
+        if getattr(generation, name, None) is None:
+            setattr(generation, name, value)
+    return generation
+
+
+def _misplaced(config: Any) -> dict[str, Any]:
+    parameters: dict[str, Any] = getattr(config, "_get_generation_parameters", dict)()
+    return parameters
+
+
+def _repaired(generation: Any) -> Any:
+    """The same, or a new one of all fields that are valid together; one as published is kept as it is."""
+    if getattr(generation, "_original_object_hash", None) == hash(generation) or _is_valid(generation):
+        return generation
+    repaired = type(generation)()
+    defaults = dict(vars(repaired))
+    fields = dict(vars(generation))
+    for name in sorted(fields, key=lambda name: name not in _MODES):
+        setattr(repaired, name, fields[name])
+        if not _is_valid(repaired):
+            delattr(repaired, name)
+            vars(repaired).update({name: defaults[name]} if name in defaults else {})
+    return repaired
+
+
+def _is_valid(generation: Any) -> bool:
+    try:
+        generation.validate(strict=True)
+    except (ValueError, TypeError):
+        return False
+    return True
+
+
+# Tokenizer
+
+
+def _text_tokenizer(tokenizer: Any) -> Any:
+    """The tokenizer itself, also when it sits in a processor."""
+    return getattr(tokenizer, "tokenizer", tokenizer)
+
+
+def _special_id(model: nn.Module, tokenizer: Any, kind: str) -> int | None:
+    token = getattr(tokenizer, f"{kind}_token")
+    return None if token is None else _token_id(model, tokenizer, str(token))
+
+
+def _token_id(model: nn.Module, tokenizer: Any, token: str) -> int:
+    found = tokenizer.convert_tokens_to_ids(token)
+    unknown = found == tokenizer.unk_token_id and token != str(tokenizer.unk_token)
+    if found is None or unknown:
+        raise CompanionError(
+            f"tokenizer: {token!r} is not in the vocabulary (id {found}), expected it as a stop token; add it to the "
+            "tokenizer before training, or use another chat_template_name"
+        )
+    rows = _embedding_rows(model)
+    if rows is not None and found >= rows:
+        raise CompanionError(
+            f"tokenizer: {token!r} has id {found}, the model has {rows} embedding rows; call "
+            "model.resize_token_embeddings(len(tokenizer)) before training"
+        )
+    return int(found)
+
+
+def _embedding_rows(model: nn.Module) -> int | None:
+    """Rows of the input embedding, from its declared size or global shape; None when the model has none."""
+    embedding = _input_embedding(model)
+    rows = getattr(embedding, "num_embeddings", None)
+    if isinstance(rows, int):
+        return rows
+    weight = getattr(embedding, "weight", None)
+    if isinstance(weight, torch.Tensor) and len(global_shape(weight)) == 2:  # a picture's is a convolution
+        return global_shape(weight)[0]
+    return getattr(_text_config(model), "vocab_size", None)
+
+
+def _input_embedding(model: Any) -> Any:
+    """The embedding itself, also when an adapter is put on it; None when the model has none or several."""
+    try:
+        embedding = model.get_input_embeddings()
+    except (AttributeError, NotImplementedError):
+        return None
+    while (inner := getattr(embedding, "base_layer", getattr(embedding, "original_module", None))) is not None:
+        embedding = inner
+    return embedding
+
+
+def _text_config(model: Any) -> Any:
+    try:
+        return model.config.get_text_config(decoder=True)
+    except (AttributeError, ValueError):  # no config, or several texts in it
+        return None
+
+
+def _write_tokenizer(folder: Path, tokenizer: Any) -> None:
+    if tokenizer is None:
+        return
+    if not isinstance(tokenizer, PreTrainedTokenizerBase):
+        tokenizer = copy.deepcopy(tokenizer)  # a processor signs its tokenizer when it is saved
+    tokenizer.save_pretrained(str(folder))
+
+
+# Model config and code
+
+
+def _saved_config(model: Any, dtype: str) -> Any:
+    config = copy.deepcopy(model.config)
+    for name in _misplaced(config):
+        vars(config).pop(name, None)
+    if not _is_quantised(model, config):
+        for name in ("quantization_config", "_pre_quantization_dtype"):
+            vars(config).pop(name, None)
+    cast = dtype != str(model.dtype).removeprefix("torch.")
+    for part in _subconfigs(config):
+        part._name_or_path = ""  # written for nested configs, and a path of this machine
+        part.dtype = dtype if cast and part.dtype is not None else part.dtype
+    config.dtype = dtype
+    config.architectures = [plain_class(type(model)).__name__]
+    return config
+
+
+def _subconfigs(config: Any) -> Iterator[Any]:
+    for name in getattr(config, "sub_configs", ()):
+        part = getattr(config, name, None)
+        if hasattr(part, "sub_configs"):
+            yield part
+            yield from _subconfigs(part)
+
+
+def _is_quantised(model: nn.Module, config: Any) -> bool:
+    """Whether the weights are still packed: a merged or dequantised model often keeps a config that says so."""
+    settings = getattr(config, "quantization_config", None)
+    if settings is None:
+        return False
+    method = settings.get("quant_method") if isinstance(settings, dict) else settings.quant_method
+    flagged = bool(getattr(model, "hf_quantizer", None) or getattr(model, "is_quantized", False))
+    if flagged and "bitsandbytes" not in str(getattr(method, "value", method)):
+        return True  # some methods hide packed weights in tensor subclasses that report the original dtype
+    return any(_is_packed(module) for module in model.modules())
+
+
+def _is_packed(module: nn.Module) -> bool:
+    """4-bit and 8-bit layers by name, because FSDP may store their weights as any dtype; others by a packed dtype."""
+    if {base.__name__ for base in type(module).__mro__} & {"Linear4bit", "Linear8bitLt"}:
+        return True
+    tensors = [*module._parameters.values(), *module._buffers.values()]
+    return any(tensor is not None and tensor.ndim > 1 and tensor.dtype in _PACKED_DTYPES for tensor in tensors)
+
+
+def _write_code(folder: Path, model: nn.Module, config: Any) -> None:
+    """Copy the files that define a custom model, and point `config.auto_map` at them. Nothing is executed."""
+    cls = plain_class(type(model))
+    if getattr(cls, "_auto_class", None) is None:
+        return
+    source = getattr(sys.modules[cls.__module__], "__file__", None)
+    if cls.__module__ == "__main__" or source is None:
+        warnings.warn(
+            f"{cls.__name__}: its code is in {cls.__module__} and cannot be saved with the model; move the class to a "
+            "file of its own",
+            stacklevel=2,
+        )
+        return
+    # a bare instance of the written class stands in: FSDP2's class lives in a file of torch
+    custom_object_save(object.__new__(cls), str(folder), config=config)
+    auto_map = getattr(config, "auto_map", None)
+    if auto_map:
+        config.auto_map = {name: _localised(entry, folder, Path(source).parent) for name, entry in auto_map.items()}
+
+
+def _localised(entry: Any, folder: Path, source: Path) -> Any:
+    """An `auto_map` entry without "repo--", its file copied; left as it is when the code is not on this machine."""
+    if isinstance(entry, (list, tuple)):
+        return [_localised(item, folder, source) for item in entry]
+    if not isinstance(entry, str):
+        return entry
+    local = entry.rpartition("--")[2]
+    file = source / (local.split(".")[0] + ".py")
+    if not file.is_file():
+        return entry
+    for needed in (file, *map(Path, get_relative_import_files(file))):
+        shutil.copyfile(needed, folder / needed.name)
+    return local
+
+
+# Adapters
+
+
+def _auto_mapping(model: Any) -> dict[str, str]:
+    base = model.get_base_model() if isinstance(model, peft.PeftModel) else model
+    cls = plain_class(type(peel(base)))
+    return {"base_model_class": cls.__name__, "parent_library": cls.__module__}
+
+
+def _injected_card(config: Any) -> str:
+    """What PEFT would say of a PeftModel, for adapters that were injected into a model."""
+    base = config.base_model_name_or_path
+    kind = str(getattr(config.peft_type, "value", config.peft_type)).lower()
+    tags = [kind, "transformers"] + ([f"base_model:adapter:{base}"] if base else [])
+    return _CARD.format(
+        head=f"base_model: {json.dumps(base)}\n" if base else "",  # a JSON string is a YAML string
+        tags="\n".join(f"- {json.dumps(tag)}" for tag in sorted(tags)),
+        base=f"`{base}`" if base else "a model built in memory",
+        version=peft.__version__,
+    )

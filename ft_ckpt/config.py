@@ -1,0 +1,107 @@
+"""What a saver can be told, with the rules that prove it when it is made."""
+
+import re
+from dataclasses import dataclass, fields
+from typing import Any
+
+from ft_ckpt.errors import ConfigError
+
+_UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+_DTYPES = ("as_is", "config", "float64", "float32", "bfloat16", "float16")
+
+
+@dataclass(frozen=True, kw_only=True)
+class SaverConfig:
+    """Settings of a `CheckpointSaver`; every field may also be given to it as a keyword.
+
+    Raises ConfigError, with every problem at once, when a value cannot work.
+    """
+
+    dtype: str = "as_is"
+    """Floating-point type in the file: "as_is", "config" (what the model's config says) or a torch name."""
+    max_shard_size: int | str = "50GB"
+    """Largest weight file, in bytes or as "5GB" (decimal units, as in transformers)."""
+    chat_template_name: str | None = None
+    """Names containing "olmo" end generation at <|im_end|> and <|endoftext|>; None keeps the model's own settings."""
+    bucket_bytes: int = 256 << 20
+    """Memory rank 0 may use for tensors on their way from other ranks to the disk, in bytes."""
+    nonfinite: str = "save"
+    """NaN and infinities in weights: "save" writes them as they are, "raise" refuses the checkpoint."""
+    name_template: str = "checkpoint-{step}"
+    """Folder name under the saver's directory when `save` is given a step and no path."""
+    enter_timeout_seconds: float = 600.0
+    """How long ranks wait for each other to call `save` before the missing ones are named in an error."""
+    io_threads: int = 4
+    """Writer threads on rank 0."""
+    direct_io: str = "auto"
+    """Unbuffered writes (O_DIRECT): "auto" where the file system takes them, "on" or "off"."""
+
+    def __post_init__(self) -> None:
+        problems = [problem for rule in _RULES for problem in rule(self)]
+        if problems:
+            raise ConfigError("; ".join(problems))
+
+    @property
+    def max_shard_bytes(self) -> int:
+        """`max_shard_size` in bytes."""
+        return parse_size(self.max_shard_size)
+
+
+def make_config(config: SaverConfig | None, settings: dict[str, Any]) -> SaverConfig:
+    """The configuration given as an object or as keywords, not both; ConfigError names unknown keywords."""
+    if config is not None and settings:
+        raise ConfigError(f"config= and {', '.join(sorted(settings))}= were both given; use one of the two ways")
+    known = [field.name for field in fields(SaverConfig)]
+    unknown = sorted(set(settings) - set(known))
+    if unknown:
+        raise ConfigError(f"{', '.join(unknown)}: not a setting; settings are {', '.join(known)}")
+    return config or SaverConfig(**settings)
+
+
+def parse_size(size: int | str) -> int:
+    """Bytes in `size`: an int, or a string such as "500MB" (decimal units). ConfigError when it is neither."""
+    if isinstance(size, int):
+        return size
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?B?)\s*", size.upper())
+    if match is None or match[2] not in _UNITS:
+        raise ConfigError(f"{size!r} is not a size; write bytes as a number, or a string such as '5GB'")
+    return int(float(match[1]) * _UNITS[match[2]])
+
+
+def _dtype_rule(config: SaverConfig) -> list[str]:
+    return [] if config.dtype in _DTYPES else [f"dtype={config.dtype!r}: expected one of {', '.join(_DTYPES)}"]
+
+
+def _size_rule(config: SaverConfig) -> list[str]:
+    try:
+        size = parse_size(config.max_shard_size)
+    except ConfigError as error:
+        return [f"max_shard_size: {error}"]
+    return [] if size > 0 else [f"max_shard_size={config.max_shard_size!r}: must be larger than 0"]
+
+
+def _choice_rule(config: SaverConfig) -> list[str]:
+    choices = {"nonfinite": ("save", "raise"), "direct_io": ("auto", "on", "off")}
+    return [
+        f"{name}={getattr(config, name)!r}: expected one of {', '.join(allowed)}"
+        for name, allowed in choices.items()
+        if getattr(config, name) not in allowed
+    ]
+
+
+def _number_rule(config: SaverConfig) -> list[str]:
+    least = {"bucket_bytes": 1 << 16, "enter_timeout_seconds": 0.1, "io_threads": 1}
+    return [
+        f"{name}={getattr(config, name)!r}: must be at least {bound}"
+        for name, bound in least.items()
+        if not getattr(config, name) >= bound
+    ]
+
+
+def _template_rule(config: SaverConfig) -> list[str]:
+    if "{step}" in config.name_template and "/" not in config.name_template:
+        return []
+    return [f"name_template={config.name_template!r}: must contain {{step}} and no slash"]
+
+
+_RULES = (_dtype_rule, _size_rule, _choice_rule, _number_rule, _template_rule)

@@ -1,0 +1,174 @@
+"""Between selection and files: which tensor goes into which file, and its bytes in the order the file wants them.
+
+The plan is the same on every rank, for all take part in bringing the tensors; the pieces come out on rank 0.
+"""
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from huggingface_hub import split_state_dict_into_shards_factory
+from torch import Tensor
+
+from ft_ckpt.engines import Source
+from ft_ckpt.errors import IncompleteError, listing
+from ft_ckpt.formats.safetensors import Layout, Spec, lay_out, read_specs
+from ft_ckpt.gather import gather, stream
+from ft_ckpt.ranks import Ranks
+from ft_ckpt.select import Entry, Group, Part, dtype_name
+from ft_ckpt.write import FilePlan, Piece
+
+_SLICE = 4 << 20  # elements converted at a time
+_METADATA = {"format": "pt"}  # transformers refuses files that do not say who wrote them
+
+
+@dataclass(frozen=True, eq=False)
+class PartPlan:
+    """One part and the files it becomes; `index` is the text of its shard index, None with one file."""
+
+    part: Part
+    files: tuple[FilePlan, ...]
+    index_path: str
+    index: str | None
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of all weight files."""
+        return sum(file.layout.size_bytes for file in self.files)
+
+
+def plan(part: Part, max_shard_bytes: int) -> PartPlan:
+    """Files for `part`, split as transformers splits them: in the model's order, none above `max_shard_bytes`."""
+    specs = {entry.name: Spec(entry.name, entry.shape, dtype_name(entry.dtype)) for entry in part.entries}
+    unsplit = lay_out(list(specs.values()), _METADATA)  # also says which dtypes cannot be stored
+    folder = f"{part.path}/" if part.path else ""
+    index_path = f"{folder}{part.file}.safetensors.index.json"
+    if unsplit.size_bytes <= max_shard_bytes or part.kind == "adapter":  # PEFT reads one file only
+        return PartPlan(part, (FilePlan(f"{folder}{part.file}.safetensors", unsplit),), index_path, None)
+    split = split_state_dict_into_shards_factory(
+        specs,
+        get_storage_size=lambda spec: spec.size_bytes,
+        filename_pattern=f"{part.file}{{suffix}}.safetensors",
+        max_shard_size=max_shard_bytes,
+    )
+    files = tuple(
+        FilePlan(folder + name, _layout([specs[tensor] for tensor in tensors]))
+        for name, tensors in split.filename_to_tensors.items()
+    )
+    if not split.is_sharded:
+        return PartPlan(part, files, index_path, None)
+    total = {"total_parameters": _parameters(part), **split.metadata}
+    index = json.dumps({"metadata": total, "weight_map": split.tensor_to_filename}, indent=2, sort_keys=True) + "\n"
+    return PartPlan(part, files, index_path, index)
+
+
+def pieces(plans: Sequence[PartPlan], ranks: Ranks, bucket_bytes: int, nonfinite: str = "save") -> Iterator[Piece]:
+    """The bytes of every planned file in file order, on rank 0; nothing elsewhere. Collective.
+
+    With `nonfinite="raise"` ends in IncompleteError naming every tensor that holds NaN or infinity.
+    """
+    counter = _Counter(nonfinite == "raise")
+    for part_plan in plans:
+        entries = {entry.name: entry for entry in part_plan.part.entries}
+        for file in part_plan.files:
+            ordered = [entries[spec.name] for spec in file.layout.specs if spec.size_bytes]
+            for entry, data in _tensors(ordered, ranks, bucket_bytes):
+                yield from _bytes(file.path, entry, data, counter)
+    counter.settle()
+
+
+def check_written(part_plan: PartPlan, folder: Path) -> None:
+    """Read the headers of the written files back and compare them with the live model's names, shapes and dtypes.
+
+    Raises IncompleteError naming every difference.
+    """
+    expected = {entry.name: Spec(entry.name, entry.shape, dtype_name(entry.dtype)) for entry in part_plan.part.entries}
+    found: dict[str, Spec] = {}
+    for file in part_plan.files:
+        found.update(read_specs(folder / file.path))
+    problems = [f"{name}: in the model, not in the file" for name in expected if name not in found]
+    problems += [f"{name}: in the file, not in the model" for name in found if name not in expected]
+    problems += [
+        f"{name}: {found[name].dtype} {found[name].shape} in the file, {spec.dtype} {spec.shape} in the model"
+        for name, spec in expected.items()
+        if name in found and found[name] != spec
+    ]
+    if problems:
+        raise IncompleteError(f"{listing(problems)}; nothing is committed")
+
+
+@dataclass
+class _Counter:
+    """Names of tensors with values that are no numbers, if anybody asked."""
+
+    looks: bool
+    found: set[str] = field(default_factory=set)
+
+    def look(self, name: str, data: Tensor) -> None:
+        if self.looks and data.dtype.is_floating_point and not bool(torch.isfinite(data).all()):
+            self.found.add(name)
+
+    def settle(self) -> None:
+        if self.found:
+            raise IncompleteError(
+                f"{listing(sorted(self.found), ', ')}: NaN or infinity in {len(self.found)} tensor(s), and "
+                "nonfinite='raise'; nothing is committed, the earlier checkpoint is untouched"
+            )
+
+
+def _tensors(ordered: Sequence[Entry], ranks: Ranks, bucket_bytes: int) -> Iterator[tuple[Entry, Tensor]]:
+    """(entry, its next flat elements) in order. Neighbours that need no conversion travel in the same buckets."""
+    waiting: list[Entry] = []
+    made: dict[Group, dict[str, Tensor]] = {}
+    for entry in ordered:
+        if entry.group is None:
+            waiting.append(entry)
+            continue
+        yield from _streamed(waiting, ranks, bucket_bytes)
+        waiting = []
+        yield from _made(entry, entry.group, made, ranks, bucket_bytes)
+    yield from _streamed(waiting, ranks, bucket_bytes)
+
+
+def _streamed(entries: Sequence[Entry], ranks: Ranks, bucket_bytes: int) -> Iterator[tuple[Entry, Tensor]]:
+    chosen: list[Source] = [entry.source for entry in entries if entry.source is not None]
+    position, arrived = 0, 0
+    for chunk in stream(chosen, ranks, bucket_bytes):
+        yield entries[position], chunk.data
+        arrived += chunk.data.numel()
+        if arrived == chosen[position].numel:
+            position, arrived = position + 1, 0
+
+
+def _made(
+    entry: Entry, group: Group, made: dict[Group, dict[str, Tensor]], ranks: Ranks, bucket_bytes: int
+) -> Iterator[tuple[Entry, Tensor]]:
+    """The entry's tensor, its group gathered and converted when its first entry is asked for, and freed by its last."""
+    if group not in made:
+        full = gather(group.sources, ranks, bucket_bytes)
+        made[group] = group.convert(full) if ranks.leads else {}
+    if ranks.leads:
+        tensor = made[group].pop(entry.name)
+        if tuple(tensor.shape) != entry.shape:
+            raise IncompleteError(f"{entry.name}: converted to shape {tuple(tensor.shape)}, planned {entry.shape}")
+        yield entry, tensor.reshape(-1)
+
+
+def _bytes(path: str, entry: Entry, data: Tensor, counter: _Counter) -> Iterator[Piece]:
+    """`data` in the entry's dtype as pieces; converted in slices, so that a cast needs little memory."""
+    step = data.numel() if data.dtype == entry.dtype and not counter.looks else _SLICE
+    for low in range(0, data.numel(), max(step, 1)):
+        part = data[low : low + step]
+        counter.look(entry.name, part)
+        part = part.to(entry.dtype).contiguous()
+        yield Piece(path, entry.name, part.data_ptr(), part.nbytes, part)
+
+
+def _layout(specs: list[Spec]) -> Layout:
+    return lay_out(specs, _METADATA)
+
+
+def _parameters(part: Part) -> int:
+    return sum(torch.Size(entry.shape).numel() for entry in part.entries)

@@ -1,0 +1,129 @@
+"""Durable steps on a local file system, each safe to stop at any call. Knows folders, not checkpoints."""
+
+import contextlib
+import ctypes
+import errno
+import functools
+import os
+import re
+import shutil
+import stat
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+# The calls that change the disk, each by one name, so that a test can stop the process at every one of them.
+mkdir = os.mkdir
+move = os.replace
+unlink = os.unlink
+chmod = os.chmod
+fsync = os.fsync
+rmtree = functools.partial(shutil.rmtree, ignore_errors=True)  # a file held open over NFS must not fail a save
+
+_AT_FDCWD, _RENAME_EXCHANGE = -100, 2  # linux/fcntl.h, linux/fs.h
+
+
+def exchange(one: Path, other: Path) -> None:
+    """Swap two folders in one step. Raises OSError, with ENOSYS where the C library has no such call."""
+    call = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
+    if call is None:
+        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS), "renameat2")
+    if call(_AT_FDCWD, os.fsencode(one), _AT_FDCWD, os.fsencode(other), _RENAME_EXCHANGE) != 0:
+        code = ctypes.get_errno()
+        raise OSError(code, os.strerror(code), str(other))
+
+
+def sync(path: Path) -> None:
+    """Return when the file's bytes, or the folder's names, would survive a power cut."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        fsync(handle)
+    except OSError as error:
+        if error.errno != errno.EINVAL or not path.is_dir():  # some file systems cannot sync a folder
+            raise
+    finally:
+        os.close(handle)
+
+
+def make_folder(folder: Path) -> None:
+    """Make `folder` and its parents; each is synced into its own parent, or a power cut could take the branch."""
+    if not folder.is_dir():
+        make_folder(folder.parent)
+        with contextlib.suppress(FileExistsError):
+            mkdir(folder)
+        sync(folder.parent)
+
+
+def shift(paths: Iterable[str], source: Path, goal: Path) -> None:
+    """Move those of `paths` that are in `source` to the same place in `goal`, durably."""
+    touched = set()
+    for path in sorted(paths):
+        here, there = source / path, goal / path
+        if os.path.lexists(here):
+            make_folder(there.parent)
+            move(here, there)
+            touched |= {here.parent, there.parent}
+    for folder in sorted(touched):
+        sync(folder)
+
+
+def prune(paths: Iterable[str], folder: Path) -> None:
+    """Remove the folders of `paths` that moving them away has left empty."""
+    parents = {parent for path in paths for parent in Path(path).parents if parent != Path()}
+    for parent in sorted(parents, reverse=True):  # the deepest first
+        with contextlib.suppress(OSError):
+            (folder / parent).rmdir()
+
+
+def tree(folder: Path) -> Iterator[Path]:
+    """Every file and folder below `folder`, contents ahead of their folder; links are not followed."""
+    for place, folders, files in os.walk(folder, topdown=False):
+        yield from (Path(place) / name for name in (*files, *folders))
+
+
+def pieces(source: Path, goal: Path, ours: set[str]) -> list[str]:
+    """What is in `source` and not among `ours`, in pieces as large as can be moved into `goal` at once."""
+    shared = {parent.as_posix() for path in ours for parent in Path(path).parents}
+
+    def walk(folder: str) -> Iterator[str]:
+        for entry in os.scandir(source / folder):
+            path = f"{folder}{entry.name}"
+            if entry.is_dir(follow_symlinks=False) and (path in shared or (goal / path).is_dir()):
+                yield from walk(f"{path}/")
+            elif path not in ours:
+                yield path
+
+    return list(walk(""))
+
+
+def mode(path: Path) -> int:
+    """The permission bits of `path`."""
+    return stat.S_IMODE(path.stat().st_mode)
+
+
+def take_access(folder: Path, other: Path) -> None:
+    """Give `folder` the mode and group of `other`, as far as this process may."""
+    with contextlib.suppress(OSError):
+        os.chown(folder, -1, other.stat().st_gid)
+    if mode(folder) != mode(other):
+        chmod(folder, mode(other))
+
+
+def holds_cwd(folder: Path) -> bool:
+    """True when this process works in `folder`: moved and deleted, it would pull the ground from under it."""
+    try:
+        return Path.cwd().resolve().is_relative_to(folder)
+    except FileNotFoundError:
+        return False
+
+
+def holds_mount(folder: Path) -> bool:
+    """True when `folder` is a mount point or has one in it: such folders cannot be moved."""
+    if os.path.ismount(folder):
+        return True
+    try:
+        table = Path("/proc/self/mountinfo").read_text(encoding="utf-8", errors="surrogateescape")
+    except OSError:
+        return False
+    escaped = re.sub(r"[\\ \t\n]", lambda found: f"\\{ord(found[0]):03o}", str(folder))
+    points = (line.split(" ")[4] for line in table.splitlines())
+    return any(point == escaped or point.startswith(f"{escaped}/") for point in points)

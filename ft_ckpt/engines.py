@@ -1,0 +1,384 @@
+"""What each rank holds of the model, under every wrapper.
+
+A rank holds, of each full tensor, either all of it or one block: rows of it (FSDP2), a run of its flattened elements
+(FSDP1, ZeRO-3), a slab (tensor parallelism). `sources` finds these without moving a byte; `gather` moves them.
+Wrappers are told by their tensors and modules, never by what a launcher says it configured.
+"""
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ft_ckpt.errors import IncompleteError, listing
+from ft_ckpt.ranks import Ranks
+
+WRAPPER_PARTS = frozenset({"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
+
+
+@dataclass(frozen=True)
+class Block:
+    """A box cut from a tensor: `offsets` inclusive, `sizes` in elements, one of each per dimension."""
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class Holding:
+    """How the ranks hold one tensor. Over all `owners`, each element of `view` lies in exactly one block."""
+
+    view: tuple[int, ...]  # the shape blocks are cut from: the tensor's own, or (numel,) for flat shards
+    local: Tensor | None  # this rank's block, None where it has none
+    owners: tuple[int, ...]  # global ranks that contribute, as far as this rank can tell
+    block: Callable[[int], Block | None]  # global rank -> its block
+    moves: bool = False  # cut over ranks by its engine; the same on every rank, whoever owns what
+    whole: Callable[[], Tensor] | None = None  # collective that gives the full tensor, for layouts that are no blocks
+
+
+@dataclass(frozen=True, eq=False)
+class Source:
+    """One tensor of the live model, under its canonical name."""
+
+    name: str  # without wrapper parts
+    raw: str  # as `named_modules` spells it, wrapper parts included
+    shape: tuple[int, ...]  # global
+    dtype: torch.dtype
+    trainable: bool
+    live: Any  # the parameter or buffer itself, kept so that its id stays its own
+    identity: int  # equal for names that are one parameter
+    engine: str  # "plain", "fsdp1", "fsdp2", "zero3", "tensor parallel"
+    holding: Holding
+
+    @property
+    def numel(self) -> int:
+        """Elements of the full tensor."""
+        return math.prod(self.shape)
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of the full tensor."""
+        return self.numel * self.dtype.itemsize
+
+
+def unwrap(model: nn.Module) -> nn.Module:
+    """The user's own module inside any stack of DDP, FSDP1, DeepSpeed and torch.compile wrappers."""
+    while True:
+        inner = _inner(model)
+        if inner is None:
+            return model
+        model = inner
+
+
+def sources(model: nn.Module) -> dict[str, Source]:
+    """Every parameter and persistent buffer of `model` by canonical name, tied names included. Moves no data.
+
+    The order and the names are the same on every rank and under every wrapper. Raises IncompleteError naming tensors
+    that have no data here: on the meta device, or partitioned away without a trace.
+    """
+    root = unwrap(model)
+    flat = _flat_holdings(model)
+    found: dict[str, Source] = {}
+    for path, module in root.named_modules(remove_duplicate=False):
+        for key, tensor in _own_tensors(module, flat):
+            raw = f"{path}.{key}" if path else key
+            name = clean_name(raw)
+            found[name] = _source(name, raw, tensor, flat.get((id(module), key)))
+    homeless = [name for name, source in found.items() if not _has_data(source)]
+    if homeless:
+        raise IncompleteError(
+            f"{listing(homeless, ', ')}: {len(homeless)} tensor(s) of the model have no data on this rank (meta "
+            "device, offloaded, or partitioned by an engine this version does not know); materialise the model first"
+        )
+    return found
+
+
+def clean_name(raw: str) -> str:
+    """The canonical name: `raw` without the parts that wrappers put in."""
+    return ".".join(part for part in raw.split(".") if part not in WRAPPER_PARTS)
+
+
+def from_state_dict(
+    state_dict: Mapping[str, Tensor] | None, live: Mapping[str, Source], ranks: Ranks
+) -> dict[str, Source]:
+    """Sources that take their data from a state dict the caller gathered, checked against the `live` model.
+
+    Only rank 0's dict is read. Raises IncompleteError naming every entry that is missing, unexpected or of another
+    shape.
+    """
+    if not ranks.leads:
+        return {name: replace(source, holding=_elsewhere(source.shape)) for name, source in live.items()}
+    tied: dict[int, list[str]] = {}
+    for name, source in live.items():
+        tied.setdefault(source.identity, []).append(name)
+    given = {name: tensor for name, tensor in (state_dict or {}).items() if isinstance(tensor, Tensor)}
+    problems = [f"{name}: not in the model" for name in given if name not in live]
+    result: dict[str, Source] = {}
+    for name, source in live.items():
+        tensor = next((given[alias] for alias in [name, *tied[source.identity]] if alias in given), None)
+        if tensor is None:
+            problems.append(f"{name}: missing")
+        elif tuple(tensor.shape) != source.shape:
+            problems.append(f"{name}: shape {tuple(tensor.shape)}, the model has {source.shape}")
+        else:
+            given_source = _source(name, source.raw, tensor.detach(), None)
+            result[name] = replace(given_source, trainable=source.trainable, identity=source.identity)
+    if problems:
+        raise IncompleteError(
+            f"{listing(problems)}: the state dict differs from the live model in {len(problems)} place(s); gather it "
+            "with accelerator.get_state_dict under the unwrapped model's names, or leave state_dict= out"
+        )
+    return result
+
+
+def sample(
+    chosen: Mapping[str, Source], rank: int, tensors: int = 32, elements: int = 8
+) -> dict[str, dict[str, float]]:
+    """A few elements of `chosen` that `rank` holds, as {name: {flat index: value}}: the stuff of fingerprints.
+
+    Evenly spread over the floating tensors; over all ranks together at most `tensors` x `elements` values, each held
+    by one rank. Not collective: merge what the ranks return.
+    """
+    floating = sorted(name for name, s in chosen.items() if s.dtype.is_floating_point and s.numel > 0)
+    picked = floating[:: max(1, -(-len(floating) // tensors))]
+    indices = {name: sorted({chosen[name].numel * i // elements for i in range(elements)}) for name in picked}
+    return {name: values for name in picked if (values := elements_at(chosen[name], rank, indices[name]))}
+
+
+def elements_at(source: Source, rank: int, indices: Sequence[int]) -> dict[str, float]:
+    """The elements at flat `indices` that `rank`, this one, contributes to `source`, by index."""
+    holding = source.holding
+    mine = holding.block(rank)
+    if mine is None or holding.local is None or not holding.local.numel():
+        return {}
+    values = {}
+    for index in indices:
+        inside = [at - low for at, low in zip(_unravel(index, holding.view), mine.offsets, strict=True)]
+        if all(0 <= at < size for at, size in zip(inside, mine.sizes, strict=True)):
+            values[str(index)] = float(holding.local[tuple(inside)])
+    return values
+
+
+def engine_names(found: Mapping[str, Source]) -> str:
+    """Which engines hold the tensors, for the manifest: "plain", or e.g. "fsdp2"."""
+    names = {source.engine for source in found.values()} - {"plain"}
+    return "+".join(sorted(names)) or "plain"
+
+
+def _inner(model: nn.Module) -> nn.Module | None:
+    if isinstance(model, torch._dynamo.OptimizedModule):
+        return model._orig_mod
+    kind = type(model).__name__
+    if kind in {"DistributedDataParallel", "DataParallel", "FullyShardedDataParallel"} or (
+        kind.endswith("Engine") and "deepspeed" in type(model).__module__
+    ):
+        inner: nn.Module = model.module
+        return inner
+    if "_checkpoint_wrapped_module" in model._modules:
+        return model._modules["_checkpoint_wrapped_module"]
+    return None
+
+
+def _own_tensors(module: nn.Module, flat: Mapping[tuple[int, str], "_Flat"]) -> Iterator[tuple[str, Any]]:
+    """The module's own parameters, persistent buffers, and tensors its state dict adds, in that order."""
+    own = {key: value for key, value in module._parameters.items() if key != "_flat_param"}
+    yield from ((key, value) for key, value in own.items() if value is not None)
+    # With use_orig_params=False the wrapped module's parameters are plain attributes that only FSDP knows of.
+    yield from ((key, None) for owner, key in flat if owner == id(module) and key not in own)
+    for key, buffer in module._buffers.items():
+        if buffer is not None and key not in module._non_persistent_buffers_set:
+            yield key, buffer
+    if type(module)._save_to_state_dict is not nn.Module._save_to_state_dict:
+        yield from _added_tensors(module, own)
+
+
+def _added_tensors(module: nn.Module, own: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
+    """What a module's own way of saving adds, such as the quantisation state of a 4-bit layer."""
+    saved: dict[str, Any] = {}
+    module._save_to_state_dict(saved, "", False)
+    for key, value in saved.items():
+        if isinstance(value, Tensor) and key not in own and key not in module._buffers:
+            yield key, value
+
+
+def _source(name: str, raw: str, tensor: Any, flat: "_Flat | None") -> Source:
+    if flat is not None:
+        return Source(name, raw, flat.shape, flat.dtype, flat.trainable, flat, id(flat), "fsdp1", flat.holding())
+    shape = tuple(tensor.shape)
+    if hasattr(tensor, "ds_shape"):
+        shape = tuple(tensor.ds_shape)
+        engine, holding = "zero3", _zero3_holding(tensor, shape)
+    elif _is_dtensor(tensor):
+        engine, holding = _dtensor_holding(tensor)
+    else:
+        engine, holding = "plain", _replicated(tensor)
+    return Source(name, raw, shape, tensor.dtype, bool(tensor.requires_grad), tensor, id(tensor), engine, holding)
+
+
+def _has_data(source: Source) -> bool:
+    holding = source.holding
+    if holding.whole is not None or (holding.moves and not holding.owners):
+        return True  # torch gathers it, or another group of replicas speaks for this one
+    if not holding.owners:
+        return source.numel == 0
+    return holding.local is None or holding.local.device.type != "meta"
+
+
+def _replicated(tensor: Tensor) -> Holding:
+    everything = Block((0,) * tensor.dim(), tuple(tensor.shape))
+    return Holding(tuple(tensor.shape), tensor.detach(), (0,), lambda rank: everything if rank == 0 else None)
+
+
+def _elsewhere(shape: tuple[int, ...]) -> Holding:
+    """A tensor that rank 0 has in full and this rank need not know."""
+    return Holding(shape, None, (0,), lambda rank: None)
+
+
+def _runs(local: Tensor | None, numel: int, first: int, shard: int, members: Sequence[int]) -> Holding:
+    """A tensor that lies at [first, first + numel) of a flat buffer cut into equal shards, one per member."""
+    place = {rank: index for index, rank in enumerate(members)}
+
+    def block(rank: int) -> Block | None:
+        if rank not in place:
+            return None
+        start = max(place[rank] * shard, first) - first
+        stop = min((place[rank] + 1) * shard, first + numel) - first
+        return Block((start,), (stop - start,)) if stop > start else None
+
+    low, high = first // shard, (first + numel - 1) // shard
+    return Holding((numel,), local, tuple(members[low : high + 1]) if numel else (), block, moves=True)
+
+
+def _zero3_holding(parameter: Any, shape: tuple[int, ...]) -> Holding:
+    """DeepSpeed stage 3: every rank of the group keeps one equal part of the flattened, padded parameter."""
+    shard = getattr(parameter, "ds_tensor", None)
+    if shard is None or (shard.numel() == 0 and math.prod(shape)):
+        return Holding(shape, None, (), lambda rank: None)
+    import torch.distributed as dist
+
+    members = dist.get_process_group_ranks(parameter.ds_process_group) if dist.is_initialized() else [0]
+    first_copy = members if 0 in members else []  # further replica groups hold the same again
+    holding = _runs(None, math.prod(shape), 0, shard.numel(), first_copy)
+    mine = holding.block(dist.get_rank() if dist.is_initialized() else 0)
+    local = shard.detach().view(-1)[: mine.sizes[0]] if mine else None
+    return replace(holding, local=local)
+
+
+def _is_dtensor(tensor: Any) -> bool:
+    return hasattr(tensor, "device_mesh") and hasattr(tensor, "placements") and hasattr(tensor, "full_tensor")
+
+
+def _dtensor_holding(tensor: Any) -> tuple[str, Holding]:
+    shape, mesh, placements = tuple(tensor.shape), tensor.device_mesh, tensor.placements
+    sharded = [p.dim % max(len(shape), 1) for p in placements if p.is_shard()]
+    engine = "fsdp2" if sharded in ([], [0]) else "tensor parallel"
+    plain = all(type(p).__name__ in {"Shard", "Replicate"} for p in placements)
+    where, owners = _owners(mesh, placements)
+    if not plain or len(set(sharded)) != len(sharded) or 0 not in where:
+        # A dimension cut twice, a strided shard or a pending sum: no block describes it, torch's own gather does.
+        return engine, Holding(shape, None, (0,), lambda rank: None, whole=lambda: tensor.detach().full_tensor())
+
+    def block(rank: int) -> Block | None:
+        if rank not in owners:
+            return None
+        cuts = zip(where[rank], placements, mesh.mesh.shape, strict=True)
+        return _cut(shape, [(p.dim % len(shape), index, parts) for index, p, parts in cuts if p.is_shard()])
+
+    local = tensor.detach().to_local()
+    local = local.wait() if hasattr(local, "wait") else local  # still on its way when a collective made it
+    return engine, Holding(shape, local, owners, block, moves=True)
+
+
+@lru_cache(maxsize=64)  # one entry for each mesh and layout of a model, however many tensors
+def _owners(mesh: Any, placements: tuple[Any, ...]) -> tuple[dict[int, tuple[int, ...]], tuple[int, ...]]:
+    """Each global rank's place in the mesh, and the ranks that contribute: of replicas, the first."""
+    grid = mesh.mesh
+    where = {int(grid[tuple(index)]): tuple(index) for index in torch.ones_like(grid).nonzero().tolist()}
+    first = [
+        rank
+        for rank, at in where.items()
+        if not any(c for c, p in zip(at, placements, strict=True) if not p.is_shard())
+    ]
+    return where, tuple(sorted(first))
+
+
+def _cut(shape: tuple[int, ...], cuts: list[tuple[int, int, int]]) -> Block | None:
+    """The block left of `shape` after cutting dimension d into n chunks and taking the i-th, as torch.chunk does."""
+    offsets, sizes = [0] * len(shape), list(shape)
+    for dim, index, parts in cuts:
+        step = -(-shape[dim] // parts)
+        offsets[dim] = min(index * step, shape[dim])
+        sizes[dim] = min(step, shape[dim] - offsets[dim])
+    return Block(tuple(offsets), tuple(sizes)) if all(sizes) else None
+
+
+@dataclass(frozen=True, eq=False)
+class _Flat:
+    """One original parameter inside an FSDP1 flat parameter."""
+
+    handle: Any
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    trainable: bool
+    first: int  # index of its first element in the unsharded flat parameter
+
+    def holding(self) -> Holding:
+        import torch.distributed as dist
+
+        parameter, numel = self.handle.flat_param, math.prod(self.shape)
+        members = dist.get_process_group_ranks(self.handle.process_group)
+        first_copy = members if 0 in members else []
+        local = getattr(parameter, "_local_shard", None)
+        local = (parameter if local is None else local).detach().view(-1)
+        if not self.handle.uses_sharded_strategy:
+            return Holding((numel,), local[self.first : self.first + numel], (0,), _everything(numel))
+        runs = _runs(None, numel, self.first, local.numel(), first_copy)
+        mine = runs.block(dist.get_rank())
+        if mine is None:
+            return runs
+        begin = self.first + mine.offsets[0] - self.handle.rank * local.numel()
+        return replace(runs, local=local[begin : begin + mine.sizes[0]])
+
+
+def _everything(numel: int) -> Callable[[int], Block | None]:
+    return lambda rank: Block((0,), (numel,)) if rank == 0 else None
+
+
+def _flat_holdings(model: nn.Module) -> dict[tuple[int, str], _Flat]:
+    """(id of the owning module, parameter name) -> its place in an FSDP1 flat parameter."""
+    found: dict[tuple[int, str], _Flat] = {}
+    for module in model.modules():
+        handle = getattr(module, "_handle", None) if type(module).__name__ == "FullyShardedDataParallel" else None
+        if handle is not None:
+            found.update(_flat_parameters(handle))
+    return found
+
+
+def _flat_parameters(handle: Any) -> Iterator[tuple[tuple[int, str], _Flat]]:
+    flat = handle.flat_param
+    originals = flat._params or [None] * len(flat._param_infos)  # None with use_orig_params=False
+    trainable = {id(info.module): flat.requires_grad for info in flat._param_infos}
+    starts, position = [], 0
+    for numel, padding in zip(flat._numels_with_padding, flat._is_padding_mask, strict=True):
+        if not padding:
+            starts.append(position)
+        position += numel
+    places = {}
+    for info, shape, first, original in zip(flat._param_infos, flat._shapes, starts, originals, strict=True):
+        wants = trainable[id(info.module)] if original is None else bool(original.requires_grad)
+        places[id(info.module), info.param_name] = _Flat(handle, tuple(shape), flat.dtype, wants, first)
+    yield from places.items()
+    for shared in flat._shared_param_infos:
+        yield (id(shared.module), shared.param_name), places[id(shared.prim_module), shared.prim_param_name]
+
+
+def _unravel(index: int, shape: tuple[int, ...]) -> tuple[int, ...]:
+    places = []
+    for size in reversed(shape):
+        places.append(index % size)
+        index //= size
+    return tuple(reversed(places))

@@ -1,0 +1,267 @@
+"""How the blocks that ranks hold come together on rank 0.
+
+`stream` brings chosen tensors to rank 0 a bucket at a time, so that it never holds more than its own shard and the
+bucket. Every rank works out by itself who sends what: nothing but tensor bytes travels.
+"""
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import chain
+
+import torch
+import xxhash
+from torch import Tensor, nn
+
+from ft_ckpt.engines import Block, Source, sources
+from ft_ckpt.ranks import Ranks, current
+
+
+@dataclass(frozen=True, eq=False)
+class Chunk:
+    """Consecutive elements of one source on rank 0, flat, valid until the next chunk is asked for."""
+
+    name: str
+    start: int  # index of the first element in the flattened full tensor
+    data: Tensor
+
+
+def stream(chosen: Sequence[Source], ranks: Ranks, bucket_bytes: int) -> Iterator[Chunk]:
+    """The elements of `chosen`, in order, as chunks on rank 0; nothing on the others. Collective.
+
+    Every rank must run it to its end with the same `chosen`. Beside its own shard rank 0 holds at most
+    `bucket_bytes`, or one row of a tensor where a row alone is larger.
+    """
+    courier = _Courier(ranks, bucket_bytes // 2)  # one half is filled from the other
+    for bucket in _buckets(chosen, bucket_bytes // 2):
+        yield from courier.carry(bucket)
+
+
+def full_state_dict(
+    model: nn.Module, names: Sequence[str] | None = None, ranks: Ranks | None = None, bucket_bytes: int = 256 << 20
+) -> dict[str, Tensor]:
+    """The full state dict by canonical names, on the host of rank 0; `{}` on other ranks. Collective.
+
+    `names` limits it; nothing else is moved. The tensors are copies.
+    """
+    found = sources(model)
+    chosen = [found[name] for name in (names if names is not None else found)]
+    return gather(chosen, ranks or current(), bucket_bytes)
+
+
+def equal(one: Source, other: Source, ranks: Ranks, bucket_bytes: int) -> bool:
+    """Whether two sources hold the same bits; True on ranks other than 0. Collective."""
+    digests = []
+    for source in (one, other):
+        digest = xxhash.xxh3_128()
+        for chunk in stream([source], ranks, bucket_bytes):
+            digest.update(chunk.data.contiguous().view(torch.uint8).numpy())
+        digests.append(digest.digest())
+    return digests[0] == digests[1]
+
+
+def gather(chosen: Sequence[Source], ranks: Ranks, bucket_bytes: int) -> dict[str, Tensor]:
+    """Full copies of `chosen` on the host of rank 0, by name; `{}` elsewhere. Collective."""
+    full: dict[str, Tensor] = {}
+    if ranks.leads:
+        full = {source.name: torch.empty(source.shape, dtype=source.dtype) for source in chosen}
+    for chunk in stream(chosen, ranks, bucket_bytes):
+        flat = full[chunk.name].view(-1)
+        flat[chunk.start : chunk.start + chunk.data.numel()].copy_(chunk.data)
+    return full
+
+
+@dataclass(frozen=True, eq=False)
+class _Unit:
+    """Rows [low, high) of one source's view."""
+
+    source: Source
+    low: int
+    high: int
+
+    @property
+    def row(self) -> int:
+        """Elements per row."""
+        return math.prod(self.source.holding.view[1:])
+
+    @property
+    def size_bytes(self) -> int:
+        return (self.high - self.low) * self.row * self.source.dtype.itemsize
+
+    def part(self, rank: int) -> Block | None:
+        """What `rank` contributes to these rows, in coordinates of the view."""
+        block = self.source.holding.block(rank)
+        if block is None or not block.sizes:
+            return block
+        low, high = max(block.offsets[0], self.low), min(block.offsets[0] + block.sizes[0], self.high)
+        if low >= high:
+            return None
+        return Block((low, *block.offsets[1:]), (high - low, *block.sizes[1:]))
+
+    def own(self, rank: int) -> Tensor | None:
+        """This rank's data of `part(rank)`."""
+        part, holding = self.part(rank), self.source.holding
+        if part is None or holding.local is None:
+            return None
+        if not part.sizes:
+            return holding.local
+        block = holding.block(rank)
+        begin = part.offsets[0] - (block.offsets[0] if block else 0)
+        return holding.local[begin : begin + part.sizes[0]]
+
+
+def _buckets(chosen: Sequence[Source], limit: int) -> Iterator[list[_Unit]]:
+    """The sources cut at whole rows into lists of units of at most `limit` bytes (or one row).
+
+    What moves between ranks is cut the same way on all of them: it shares no bucket with what does not.
+    """
+    bucket: list[_Unit] = []
+    room = limit
+    for source in chosen:
+        if bucket and not source.holding.moves:
+            yield bucket
+            bucket, room = [], limit
+        for unit in _units(source, limit):
+            if bucket and unit.size_bytes > room:
+                yield bucket
+                bucket, room = [], limit
+            if not source.holding.moves:
+                yield [unit]
+                continue
+            bucket.append(unit)
+            room -= unit.size_bytes
+    if bucket:
+        yield bucket
+
+
+def _units(source: Source, limit: int) -> Iterator[_Unit]:
+    rows = source.holding.view[0] if source.holding.view else 1
+    if source.holding.whole is not None or (not source.holding.moves and _on_host(source)):
+        yield _Unit(source, 0, rows)  # nothing to stage: the tensor itself is the chunk
+        return
+    row_bytes = max(1, math.prod(source.holding.view[1:]) * source.dtype.itemsize)
+    step = max(1, limit // row_bytes)
+    yield from (_Unit(source, low, min(low + step, rows)) for low in range(0, max(rows, 1), step))
+
+
+def _on_host(source: Source) -> bool:
+    local = source.holding.local
+    return local is not None and local.device.type == "cpu" and local.is_contiguous()
+
+
+@dataclass
+class _Courier:
+    """Carries buckets to rank 0 through two buffers that are allocated once and reused."""
+
+    ranks: Ranks
+    limit: int
+    buffers: dict[str, Tensor] = field(default_factory=dict)
+
+    def carry(self, bucket: list[_Unit]) -> Iterator[Chunk]:
+        """Send this rank's contributions of `bucket`, or receive the others' and yield the chunks."""
+        moving = [unit for unit in bucket if unit.source.holding.moves]
+        if not self.ranks.leads:
+            self._send(moving)
+            for unit in bucket:
+                if unit.source.holding.whole is not None:
+                    unit.source.holding.whole()
+            return
+        filled = self._receive(moving) if moving else {}
+        for unit in bucket:
+            yield Chunk(unit.source.name, unit.low * unit.row, self._data(unit, filled))
+
+    def _data(self, unit: _Unit, filled: Mapping[int, Tensor]) -> Tensor:
+        if unit.source.holding.whole is not None:
+            return unit.source.holding.whole().cpu().reshape(-1)
+        if id(unit) in filled:
+            return filled[id(unit)].cpu().view(-1)
+        own = unit.own(self.ranks.rank)
+        if own is None:  # an empty tensor has no owner
+            return torch.empty(0, dtype=unit.source.dtype)
+        return own.cpu().reshape(-1)
+
+    def _send(self, moving: list[_Unit]) -> None:
+        import torch.distributed as dist
+
+        mine = [own for unit in moving if (own := unit.own(self.ranks.rank)) is not None]
+        if not mine:
+            return
+        packed = self._buffer("packed", sum(_padded(own.nbytes) for own in mine))
+        position = 0
+        for own in mine:
+            _bytes_as(packed, position, own.dtype, own.shape).copy_(own)
+            position += _padded(own.nbytes)
+        dist.send(packed, dst=0)
+
+    def _receive(self, moving: list[_Unit]) -> dict[int, Tensor]:
+        """The full rows of each unit, by id of the unit, in the receive buffer."""
+        import torch.distributed as dist
+
+        room = self._buffer("rows", sum(_padded(unit.size_bytes) for unit in moving))
+        rows, position = {}, 0
+        for unit in moving:
+            shape = (unit.high - unit.low, *unit.source.holding.view[1:])
+            rows[id(unit)] = _bytes_as(room, position, unit.source.dtype, shape)
+            position += _padded(unit.size_bytes)
+        owners = sorted(set(chain.from_iterable(unit.source.holding.owners for unit in moving)))
+        for rank in owners:
+            parts = [(unit, part) for unit in moving if (part := unit.part(rank)) is not None]
+            if rank == self.ranks.rank:
+                for unit, part in parts:
+                    _paste(rows[id(unit)], unit, part, unit.own(rank))
+                continue
+            if parts:
+                packed = self._buffer("packed", sum(_padded(_part_bytes(unit, part)) for unit, part in parts))
+                dist.recv(packed, src=rank)
+                _unpack(packed, parts, rows)
+        return rows
+
+    def _buffer(self, use: str, size: int) -> Tensor:
+        """The first `size` bytes of the buffer for `use`, which grows only while the first buckets pass."""
+        held = self.buffers.get(use)
+        if held is None or held.numel() < size:
+            self.buffers.pop(use, None)  # the old one goes before the larger one comes
+            held = self.buffers[use] = torch.empty(size, dtype=torch.uint8, device=_wire_device())
+        return held[:size]
+
+
+def _unpack(packed: Tensor, parts: list[tuple[_Unit, Block]], rows: Mapping[int, Tensor]) -> None:
+    position = 0
+    for unit, part in parts:
+        _paste(rows[id(unit)], unit, part, _bytes_as(packed, position, unit.source.dtype, part.sizes))
+        position += _padded(_part_bytes(unit, part))
+
+
+def _part_bytes(unit: _Unit, part: Block) -> int:
+    return math.prod(part.sizes) * unit.source.dtype.itemsize
+
+
+def _padded(size: int) -> int:
+    """`size` rounded up so that whatever follows it in a buffer is aligned for every dtype."""
+    return size + -size % 16
+
+
+def _paste(rows: Tensor, unit: _Unit, part: Block, data: Tensor | None) -> None:
+    if data is None:
+        return
+    box = rows
+    for dim, (offset, size) in enumerate(zip(part.offsets, part.sizes, strict=True)):
+        box = box.narrow(dim, offset - (unit.low if dim == 0 else 0), size)
+    box.copy_(data)
+
+
+def _bytes_as(flat: Tensor, start: int, dtype: torch.dtype, shape: Sequence[int]) -> Tensor:
+    """The bytes of `flat` from `start` on, seen as a tensor."""
+    stop = start + math.prod(shape) * dtype.itemsize
+    return flat[start:stop].view(dtype).view(tuple(shape))
+
+
+def _wire_device() -> torch.device:
+    """Where the default process group wants its tensors: the accelerator under NCCL and its like, else the host."""
+    import torch.distributed as dist
+
+    backend = str(dist.get_backend())
+    accelerator = torch.accelerator.current_accelerator()
+    if "gloo" in backend or "mpi" in backend or accelerator is None:
+        return torch.device("cpu")
+    return torch.device(accelerator.type, torch.accelerator.current_device_index())

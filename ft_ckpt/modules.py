@@ -1,0 +1,323 @@
+"""A plain `nn.Module` as a small JSON tree, and back, without running a constructor or importing anything.
+
+A value head has no config of its own to rebuild it from. `describe_module` records its classes, simple attributes,
+parameter and buffer shapes; `build_module` puts the same tree together again, parameters on the meta device, from
+classes this process has already imported. The values come from the safetensors file beside the description.
+"""
+
+import base64
+import json
+import math
+import sys
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+
+from ft_ckpt.errors import LoadError
+
+MODULE_NAME = "module.json"
+DESCRIPTION_FORMAT = 1  # raised when an older reader could misread a newer description
+
+Shapes = Mapping[str, Sequence[int]]
+
+_WRAPPED = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
+_INTERNAL = frozenset(vars(nn.Module())) | {name for name in dir(nn.Module) if name.startswith("_")}
+_ENGINE = frozenset({"forward", "_is_torch_compile", "ds_id", "ds_grads_remaining"})  # set on a module by its wrappers
+_ENGINE_PREFIXES = ("_fsdp_", "_is_fsdp_", "_ddp_", "_ds_", "__composable", "_hf_hook", "_old_forward")
+_MAX_DEPTH = 32  # of one attribute's value; a list that holds itself is not simple
+_MAX_BUFFER_BYTES = 16 << 20  # a non-persistent buffer larger than this is described by its shape only
+
+
+class _NotSimpleError(Exception):
+    pass
+
+
+def plain_class(cls: type) -> type:
+    """The class as written: FSDP2 gives a module a class of its own that inherits from it, this is the one below."""
+    return next(base for base in cls.__mro__ if not issubclass(base, FSDPModule))
+
+
+def peel(module: nn.Module) -> nn.Module:
+    """The module inside torch.compile, activation checkpointing, FSDP1 and DDP wrappers, in any order."""
+    inner = _wrapped(module)
+    return module if inner is None else peel(inner)
+
+
+def global_shape(tensor: torch.Tensor) -> tuple[int, ...]:
+    """Full shape of a parameter that may be sharded (ZeRO-3, DTensor); its values are not touched."""
+    shape: Sequence[int] = getattr(tensor, "ds_shape", tensor.shape)
+    return tuple(int(size) for size in shape)
+
+
+def write_module(folder: Path, module: nn.Module, shapes: Shapes | None = None) -> None:
+    """Write `module.json` into `folder`; arguments as for `describe_module`."""
+    text = json.dumps(describe_module(module, shapes), indent=1)
+    (folder / MODULE_NAME).write_text(text + "\n", encoding="utf-8")
+
+
+def describe_module(module: nn.Module, shapes: Shapes | None = None) -> dict[str, Any]:
+    """A JSON tree from which `build_module` makes an equal module.
+
+    `shapes`: global shapes by clean parameter name, where the engine holds flat shards whose own shape says nothing
+    (FSDP1). Without it the shape is the parameter's, `ds_shape` under ZeRO-3.
+    """
+    return {"format": DESCRIPTION_FORMAT, **_Describer(shapes or {}).node(module, "")}
+
+
+def build_module(description: Mapping[str, Any], classes: Mapping[str, type] | None = None) -> nn.Module:
+    """The module `describe_module` described: parameters and persistent buffers on the meta device, in train mode.
+
+    `classes`: "package.module:Class" or "Class" to the class to use, before those already imported in this process.
+    No constructor runs and nothing is imported. Attributes that could not be recorded are named in a warning.
+    Raises LoadError when a class is not to be had or is no nn.Module, or the description is malformed.
+    """
+    try:
+        version = description["format"]
+        if version > DESCRIPTION_FORMAT:
+            raise LoadError(f"{MODULE_NAME}: format {version}, this ft_ckpt reads up to {DESCRIPTION_FORMAT}; upgrade")
+        found = _find_classes(description, classes or {})
+        _warn_opaque(description)
+        return _Builder(found).node(description, "")
+    except (KeyError, TypeError, ValueError, AttributeError, RuntimeError) as error:
+        if isinstance(error, LoadError):
+            raise
+        raise LoadError(f"{MODULE_NAME}: malformed description ({error!r}); the checkpoint is damaged") from error
+
+
+class _Describer:
+    """One walk over a module; tensors and modules met twice are recorded once, then as `same_as` their first name."""
+
+    def __init__(self, shapes: Shapes) -> None:
+        self.shapes = shapes
+        self.names: dict[int, str] = {}
+
+    def node(self, module: nn.Module, path: str) -> dict[str, Any]:
+        module = peel(module)
+        if id(module) in self.names:
+            return {"same_as": self.names[id(module)]}
+        self.names[id(module)] = path
+        cls = plain_class(type(module))
+        parameters = self.parameters(module, path)
+        attributes, opaque = _attributes(module, {parameter["name"] for parameter in parameters})
+        return {
+            "class": f"{cls.__module__}:{cls.__qualname__}",
+            "attributes": attributes,
+            "parameters": parameters,
+            "buffers": [self.buffer(module, name, path) for name in module._buffers],
+            "children": [
+                [name, None if child is None else self.node(child, _join(path, name))]
+                for name, child in module._modules.items()
+            ],
+            "opaque": opaque,
+        }
+
+    def parameters(self, module: nn.Module, path: str) -> list[dict[str, Any]]:
+        # FSDP1 leaves plain views of its flat parameter where the parameters were
+        views = {name: value for name, value in vars(module).items() if isinstance(value, torch.Tensor)}
+        own: dict[str, torch.Tensor | None] = dict(module._parameters.items())
+        own |= {name: view for name, view in views.items() if _join(path, name) in self.shapes}
+        return [self.tensor(tensor, name, path) for name, tensor in own.items()]
+
+    def tensor(self, tensor: torch.Tensor | None, name: str, path: str) -> dict[str, Any]:
+        full = _join(path, name)
+        if tensor is None:
+            return {"name": name, "shape": None}
+        if id(tensor) in self.names:
+            return {"name": name, "same_as": self.names[id(tensor)]}
+        self.names[id(tensor)] = full
+        shape = self.shapes.get(full, global_shape(tensor))
+        record = {"name": name, "shape": list(shape), "dtype": _dtype_name(tensor.dtype)}
+        return {**record, "requires_grad": tensor.requires_grad}
+
+    def buffer(self, module: nn.Module, name: str, path: str) -> dict[str, Any]:
+        record = self.tensor(module._buffers[name], name, path)
+        if name not in module._non_persistent_buffers_set:
+            return {**record, "persistent": True}
+        return {**record, "persistent": False, "data": _buffer_data(module._buffers[name])}
+
+
+class _Builder:
+    """One walk over a description; keeps what it made by full name, for `same_as`."""
+
+    def __init__(self, classes: Mapping[str, type]) -> None:
+        self.classes = classes
+        self.made: dict[str, Any] = {}
+
+    def node(self, node: Mapping[str, Any], path: str) -> nn.Module:
+        if "same_as" in node:
+            shared: nn.Module = self.made[node["same_as"]]
+            return shared
+        module: nn.Module = object.__new__(self.classes[node["class"]])
+        nn.Module.__init__(module)
+        self.made[path] = module
+        # past __setattr__ and properties: those are code of the class, and what they expect is not there yet
+        vars(module).update({key: _decode(value) for key, value in node["attributes"].items() if key not in _INTERNAL})
+        for record in node["parameters"]:
+            module._parameters[record["name"]] = self.tensor(record, path, _empty_parameter)
+        for record in node["buffers"]:
+            module._buffers[record["name"]] = self.tensor(record, path, _buffer_value)
+            if not record["persistent"]:
+                module._non_persistent_buffers_set.add(record["name"])
+        for name, child in node["children"]:
+            module._modules[name] = None if child is None else self.node(child, _join(path, name))
+        return module
+
+    def tensor(self, record: Mapping[str, Any], path: str, make: Any) -> Any:
+        if "same_as" in record:
+            return self.made[record["same_as"]]
+        value = None if record["shape"] is None else make(record)
+        self.made[_join(path, record["name"])] = value
+        return value
+
+
+def _wrapped(module: nn.Module) -> nn.Module | None:
+    for name in _WRAPPED:
+        if name in module._modules:
+            return module._modules[name]
+    if isinstance(module, nn.parallel.DistributedDataParallel | nn.DataParallel):
+        inner: nn.Module = module.module
+        return inner
+    return None
+
+
+def _attributes(module: nn.Module, parameters: set[str]) -> tuple[dict[str, Any], list[str]]:
+    simple: dict[str, Any] = {}
+    opaque: list[str] = []
+    for name, value in vars(module).items():
+        if name in _INTERNAL | _ENGINE | parameters or name.startswith(_ENGINE_PREFIXES):
+            continue
+        try:
+            simple[name] = _encode(value)
+        except _NotSimpleError:
+            opaque.append(name)
+    return simple, opaque
+
+
+def _encode(value: Any, depth: int = 0) -> Any:
+    """JSON for a simple value; what JSON lacks is a one-key object such as {"tuple": [...]}."""
+    if depth > _MAX_DEPTH:
+        raise _NotSimpleError
+    kind = type(value)  # exact: a subclass (an enum, a path) would come back as something else
+    if value is None or kind in (bool, int, str):
+        return value
+    if kind is float:
+        return value if math.isfinite(value) else {"float": repr(value)}
+    if kind is torch.dtype:
+        return {"dtype": _dtype_name(value)}
+    if kind is dict:
+        return {"dict": [[_encode(key, depth + 1), _encode(item, depth + 1)] for key, item in value.items()]}
+    if kind in (list, tuple, torch.Size):
+        items = [_encode(item, depth + 1) for item in value]
+        return items if kind is list else {"tuple" if kind is tuple else "size": items}
+    raise _NotSimpleError
+
+
+def _decode(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_decode(item) for item in value]
+    if not isinstance(value, dict):
+        return value
+    ((kind, content),) = value.items()
+    if kind == "dict":
+        return {_decode(key): _decode(item) for key, item in content}
+    decoders = {"float": float, "dtype": _dtype, "tuple": tuple, "size": torch.Size}
+    return decoders[kind](_decode(content))  # type: ignore[operator]
+
+
+def _dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _dtype(name: str) -> torch.dtype:
+    dtype = vars(torch).get(name)
+    if not isinstance(dtype, torch.dtype):
+        raise LoadError(f"{MODULE_NAME}: {name!r} is no torch dtype; the checkpoint is damaged, use another")
+    return dtype
+
+
+def _buffer_data(buffer: torch.Tensor | None) -> str | None:
+    """The bytes of a non-persistent buffer, which no weights file holds; None when they cannot be had here."""
+    if buffer is None or type(buffer) is not torch.Tensor or buffer.is_meta or buffer.is_quantized:
+        return None
+    if buffer.layout is not torch.strided or buffer.numel() * buffer.element_size() > _MAX_BUFFER_BYTES:
+        return None
+    flat = buffer.detach().cpu().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
+    return base64.b64encode(flat.numpy().tobytes()).decode()
+
+
+def _empty_parameter(record: Mapping[str, Any]) -> nn.Parameter:
+    tensor = torch.empty(record["shape"], dtype=_dtype(record["dtype"]), device="meta")
+    return nn.Parameter(tensor, requires_grad=record["requires_grad"])
+
+
+def _buffer_value(record: Mapping[str, Any]) -> torch.Tensor:
+    dtype, data = _dtype(record["dtype"]), record.get("data")
+    if data is None:
+        return torch.empty(record["shape"], dtype=dtype, device="meta")
+    raw = bytearray(base64.b64decode(data))
+    if not raw:  # frombuffer refuses to make an empty tensor
+        return torch.empty(record["shape"], dtype=dtype)
+    return torch.frombuffer(raw, dtype=torch.uint8).view(dtype).reshape(record["shape"])
+
+
+def _find_classes(description: Mapping[str, Any], classes: Mapping[str, type]) -> dict[str, type]:
+    names = dict.fromkeys(node["class"] for _, node in _nodes(description, ""))
+    found = {name: _find_class(name, classes) for name in names}
+    problems = [f"{name} ({cls})" for name, cls in found.items() if isinstance(cls, str)]
+    if problems:
+        raise LoadError(
+            f"{MODULE_NAME}: no class to rebuild {', '.join(problems)}; ft_ckpt imports nothing on behalf of a "
+            "checkpoint: import the module first, or pass classes={name: Class} or into=module"
+        )
+    return {name: cls for name, cls in found.items() if not isinstance(cls, str)}
+
+
+def _find_class(name: str, classes: Mapping[str, type]) -> type | str:
+    """The class, or what is wrong. Reads dictionaries only: getattr on a lazy module would import."""
+    module_name, _, qualname = name.partition(":")
+    found: Any = classes.get(name, classes.get(qualname))
+    if found is None:
+        found = sys.modules.get(module_name)
+        if found is None:
+            return f"{module_name} is not imported"
+        for part in qualname.split("."):
+            found = getattr(found, "__dict__", {}).get(part)
+    if found is None:
+        return f"{module_name} has no such class"
+    if not isinstance(found, type) or not issubclass(found, nn.Module):
+        return f"{type(found).__name__}, not an nn.Module class"
+    return found
+
+
+def _nodes(node: Mapping[str, Any], path: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    if "same_as" in node:
+        return
+    yield path, node
+    for name, child in node["children"]:
+        if child is not None:
+            yield from _nodes(child, _join(path, name))
+
+
+def _warn_opaque(description: Mapping[str, Any]) -> None:
+    lost = [_join(path, name) for path, node in _nodes(description, "") for name in node["opaque"]]
+    lost += [
+        _join(path, record["name"])
+        for path, node in _nodes(description, "")
+        for record in node["buffers"]
+        if not record["persistent"] and record.get("data") is None and record.get("shape") is not None
+    ]
+    if lost:
+        warnings.warn(
+            f"{MODULE_NAME}: {', '.join(lost)} could not be recorded when saving and are not restored; set them, "
+            "or pass into= with a module that has them",
+            stacklevel=4,
+        )
+
+
+def _join(path: str, name: str) -> str:
+    return f"{path}.{name}" if path else name

@@ -1,0 +1,24 @@
+"""Progress bars: on rank 0, on a terminal, and only for what takes long."""
+
+import sys
+from collections.abc import Iterable, Iterator
+
+from ft_ckpt.write import Piece
+
+_WORTH_SHOWING_BYTES = 64 << 20
+
+
+def tracked(pieces: Iterable[Piece], total_bytes: int, label: str, leads: bool) -> Iterator[Piece]:
+    """`pieces`, passed through, with a bar of the bytes that went by on rank 0's terminal."""
+    if not leads or total_bytes < _WORTH_SHOWING_BYTES or not sys.stderr.isatty():
+        yield from pieces
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
+
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task(label, total=total_bytes)
+        for piece in pieces:
+            yield piece
+            bar.advance(task, piece.size_bytes)

@@ -1,0 +1,185 @@
+"""Which rank this is, and how all ranks agree.
+
+Agreement goes through the process group's key-value store, not through a collective: nobody sits in a GPU operation
+while rank 0 writes (so no watchdog fires), a rank that does not come is known by number, and an error on one rank
+reaches the others in milliseconds. The same calls work with one process and no process group.
+"""
+
+import json
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+from ft_ckpt.errors import CheckpointError, RankError, RanksDisagreeError
+
+_POLL_SECONDS = (0.0005, 0.05)  # first and longest pause between looks at the store
+
+
+@dataclass
+class Ranks:
+    """This process among its peers: `rank` of `size`, joined by a key-value `store` (None with one process)."""
+
+    rank: int
+    size: int
+    store: Any = None
+    timeout_seconds: float = 600.0
+    rounds: int = 0
+
+    @property
+    def leads(self) -> bool:
+        """Whether this is the rank that writes."""
+        return self.rank == 0
+
+    def agree(
+        self,
+        what: str,
+        value: Mapping[str, Any] | None = None,
+        error: BaseException | None = None,
+        same: tuple[str, ...] = (),
+        timeout_seconds: float | None = None,
+    ) -> list[dict[str, Any]]:
+        """Meet at `what`, and return every rank's `value` (JSON) in rank order, on every rank.
+
+        The fields named in `same` must be equal everywhere. Raises this rank's own `error` unchanged; on the other
+        ranks RankError naming the one that failed. Raises RanksDisagreeError when values differ or when a rank does
+        not come within `timeout_seconds` (default: the object's).
+        """
+        own = {"what": what, "value": dict(value or {}), "error": _describe(error)}
+        if self.size == 1:
+            if error is not None:
+                raise error
+            return [own["value"]]
+        self.rounds += 1
+        limit = self.timeout_seconds if timeout_seconds is None else timeout_seconds
+        self._put(f"{self.rounds}/{self.rank}", own)
+        verdict = self._lead(what, same, limit) if self.leads else self._follow(what, limit)
+        if error is not None:
+            raise error
+        if verdict["problem"]:
+            raise (RanksDisagreeError if verdict["disagree"] else RankError)(verdict["problem"])
+        return [entry["value"] for entry in verdict["entries"]]
+
+    def _lead(self, what: str, same: tuple[str, ...], limit: float) -> dict[str, Any]:
+        """Collect what the ranks put, judge it, and put the verdict where the others wait for it."""
+        entries: dict[int, dict[str, Any]] = {}
+        deadline, pause = time.monotonic() + limit, _POLL_SECONDS[0]
+        while len(entries) < self.size and time.monotonic() < deadline:
+            for rank in range(self.size):
+                if rank not in entries and self.store.check([self._key(f"{self.rounds}/{rank}")]):
+                    entries[rank] = self._get(f"{self.rounds}/{rank}")
+            if len(entries) < self.size:
+                time.sleep(pause)
+                pause = min(pause * 1.5, _POLL_SECONDS[1])
+        verdict = _judge(what, entries, self.size, same, limit)
+        self._put(f"{self.rounds}/verdict", verdict)
+        self._sweep(self.rounds - 2)
+        return verdict
+
+    def _follow(self, what: str, limit: float) -> dict[str, Any]:
+        """Wait for rank 0's verdict; it comes in any case within `limit` seconds of rank 0's own arrival."""
+        arrived = self._wait(f"{self.rounds}/0", limit)
+        if arrived and self._wait(f"{self.rounds}/verdict", limit + 60.0):
+            return self._get(f"{self.rounds}/verdict")
+        found = "rank 0 came and then fell silent" if arrived else f"rank(s) 0 did not enter {what}"
+        return {"problem": f"{what}: {found} within {limit:g} s; {_ADVICE}", "disagree": True, "entries": []}
+
+    def _wait(self, name: str, limit: float) -> bool:
+        deadline, pause = time.monotonic() + limit, _POLL_SECONDS[0]
+        while not self.store.check([self._key(name)]):
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(pause)
+            pause = min(pause * 1.5, _POLL_SECONDS[1])
+        return True
+
+    def _sweep(self, finished: int) -> None:
+        # Every rank has put its entry of this round, so all have read the verdict of the one before: two rounds
+        # back nobody looks any more, and the store stays small however long the run.
+        for name in [*map(str, range(self.size)), "verdict"]:
+            with suppress(RuntimeError, NotImplementedError):  # stores without deletion only grow
+                self.store.delete_key(self._key(f"{finished}/{name}"))
+
+    def _key(self, name: str) -> str:
+        return f"ft_ckpt/{name}"
+
+    def _put(self, name: str, value: dict[str, Any]) -> None:
+        self.store.set(self._key(name), json.dumps(value))
+
+    def _get(self, name: str) -> dict[str, Any]:
+        value: dict[str, Any] = json.loads(self.store.get(self._key(name)))
+        return value
+
+
+_ADVICE = "call it on every rank, not under `if accelerator.is_main_process`, and with the same arguments"
+_shared: dict[int, Ranks] = {}
+
+
+def current(timeout_seconds: float = 600.0) -> Ranks:
+    """The ranks of the default process group, or one rank when there is none.
+
+    One object per process group: its count of rounds must be the same on every rank, whichever saver asks.
+    """
+    import torch.distributed as dist
+
+    if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
+        return Ranks(0, 1)
+    from torch.distributed.distributed_c10d import _get_default_group, _get_default_store
+
+    group = _get_default_group()
+    if id(group) not in _shared:
+        _shared.clear()  # a destroyed group's store is gone with it
+        _shared[id(group)] = Ranks(dist.get_rank(), dist.get_world_size(), _get_default_store())
+    ranks = _shared[id(group)]
+    ranks.timeout_seconds = timeout_seconds
+    return ranks
+
+
+def attempt(action: Callable[[], Any]) -> tuple[Any, BaseException | None]:
+    """The result of `action` and None, or None and what it raised: for steps whose outcome is agreed on next."""
+    try:
+        return action(), None
+    except Exception as error:  # noqa: BLE001 - carried to `agree`, which raises it after telling the other ranks
+        return None, error
+
+
+def _describe(error: BaseException | None) -> str | None:
+    if error is None:
+        return None
+    return str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
+
+
+def _judge(
+    what: str, entries: dict[int, dict[str, Any]], size: int, same: tuple[str, ...], limit: float
+) -> dict[str, Any]:
+    ordered = [entries[rank] for rank in sorted(entries)]
+    missing = [rank for rank in range(size) if rank not in entries]
+    if missing:
+        text = f"{what}: rank(s) {_numbers(missing)} did not enter it within {limit:g} s; {_ADVICE}"
+        return {"problem": text, "disagree": True, "entries": []}
+    elsewhere = [rank for rank, entry in entries.items() if entry["what"] != what]
+    if elsewhere:
+        text = f"{what}: rank(s) {_numbers(elsewhere)} called {entries[elsewhere[0]]['what']} instead; {_ADVICE}"
+        return {"problem": text, "disagree": True, "entries": []}
+    failed = [rank for rank, entry in entries.items() if entry["error"] is not None]
+    if failed:
+        text = "; ".join(f"rank {rank}: {entries[rank]['error']}" for rank in sorted(failed)[:4])
+        return {"problem": f"{what} failed, nothing was committed: {text}", "disagree": False, "entries": []}
+    differing = [text for name in same if (text := _difference(name, ordered))]
+    if differing:
+        return {"problem": f"{what}: ranks disagree: {'; '.join(differing)}", "disagree": True, "entries": []}
+    return {"problem": None, "disagree": False, "entries": ordered}
+
+
+def _difference(name: str, entries: list[dict[str, Any]]) -> str | None:
+    first = entries[0]["value"].get(name)
+    odd = [rank for rank, entry in enumerate(entries) if entry["value"].get(name) != first]
+    if not odd:
+        return None
+    return f"{name} is {first!r} on rank 0 and {entries[odd[0]]['value'].get(name)!r} on rank(s) {_numbers(odd)}"
+
+
+def _numbers(ranks: list[int]) -> str:
+    shown = ", ".join(map(str, sorted(ranks)[:8]))
+    return shown if len(ranks) <= 8 else f"{shown} and {len(ranks) - 8} more"

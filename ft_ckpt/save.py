@@ -1,0 +1,289 @@
+"""One save, from the request to the commit: the road out, the same for every caller.
+
+Three steps, each ended by an agreement of all ranks: choose and check (nothing moves), move and write, commit.
+"""
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from datetime import datetime, timezone
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import xxhash
+from torch import Tensor, nn
+
+from ft_ckpt import commit, companions, engines
+from ft_ckpt.adapters import base_identity
+from ft_ckpt.catalog import digest_of
+from ft_ckpt.config import SaverConfig
+from ft_ckpt.deliver import PartPlan, check_written, pieces, plan
+from ft_ckpt.errors import IncompleteError, TargetError
+from ft_ckpt.gather import equal
+from ft_ckpt.manifest import BaseRecord, FileRecord, Manifest, PartRecord
+from ft_ckpt.modules import write_module
+from ft_ckpt.parts import Attribute, kind_of, parts_of
+from ft_ckpt.progress import tracked
+from ft_ckpt.ranks import Ranks, attempt
+from ft_ckpt.select import Part, dtype_name, lossy_casts, main_dtype, shared_between
+from ft_ckpt.write import Writer, write_files
+
+_COMPANION_BYTES = 16 << 20  # room for config and tokenizer files in the look at free space
+_LIBRARIES = ("torch", "transformers", "peft", "accelerate", "safetensors")
+
+
+@dataclass(frozen=True)
+class SaveReport:
+    """What a save committed, the same on every rank."""
+
+    path: Path
+    kind: str  # "full" | "adapter" | "attribute"
+    bytes: int  # of all files
+    tensors: int
+    seconds: float  # from the call to the commit, synced
+    casts: Mapping[str, int]  # "float32->bfloat16": number of tensors
+    notes: tuple[str, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class Request:
+    """One call of `save`, its defaults filled in."""
+
+    model: nn.Module
+    target: Path
+    adapter_only: bool
+    attribute: Attribute
+    dtype: str
+    chat_template_name: str | None
+    tokenizer: Any
+    max_shard_bytes: int
+    state_dict: Mapping[str, Tensor] | None
+    state_dict_given: bool
+    step: int | None
+    metrics: Mapping[str, float]
+
+
+@dataclass(frozen=True, eq=False)
+class _Prepared:
+    """Everything known before the first tensor moves."""
+
+    plans: tuple[PartPlan, ...]
+    engine: str
+    ties_to_check: tuple[tuple[engines.Source, engines.Source], ...]
+    stage: Path | None  # on rank 0
+    samples: dict[str, dict[str, dict[str, float]]] = field(default_factory=dict)  # part name -> fingerprint
+
+
+def run(
+    request: Request | None, error: BaseException | None, ranks: Ranks, config: SaverConfig, begun: float
+) -> SaveReport:
+    """Carry out `request`, or tell the other ranks of the `error` that there is instead. Collective.
+
+    `begun` is when the call came, by `time.monotonic`. Raises what `CheckpointSaver.save` says.
+    """
+    prepared: _Prepared | None = None
+    try:
+        if request is not None:
+            prepared, error = attempt(lambda: _prepare(request, ranks))
+        # Everything that can be refused is refused here, before a tensor moves: later, ranks depend on each other.
+        answers = ranks.agree("save()", _facts(request, prepared), error, same=("path", "kind", "step", "tensors"))
+        if request is None or prepared is None:
+            raise RuntimeError("agreement without a plan")  # agree() raises this rank's error before
+        report, error = attempt(lambda: _carry_out(request, prepared, answers, ranks, config, begun))
+        outcome = ranks.agree("the commit of save()", report, error)[0]
+    finally:
+        if prepared is not None and prepared.stage is not None:
+            commit.discard(prepared.stage)
+    return SaveReport(**{**outcome, "path": Path(outcome["path"]), "notes": tuple(outcome["notes"])})
+
+
+def _prepare(request: Request, ranks: Ranks) -> _Prepared:
+    """Choose, lay out and check; on rank 0 also fill the stage with everything but weights."""
+    found = engines.sources(request.model)
+    if request.state_dict_given:
+        found = engines.from_state_dict(request.state_dict, found, ranks)
+    parts = parts_of(
+        request.model, found, adapter_only=request.adapter_only, attribute=request.attribute, dtype=request.dtype
+    )
+    plans = tuple(plan(part, request.max_shard_bytes) for part in parts)
+    doubtful = tuple(pair for part in parts for pair in part.doubtful)
+    samples = {part.name: engines.sample(part.base, ranks.rank) for part in parts if part.base}
+    stage = _fill_stage(request, plans) if ranks.leads else None
+    return _Prepared(plans, engines.engine_names(found), doubtful, stage, samples)
+
+
+def _fill_stage(request: Request, plans: tuple[PartPlan, ...]) -> Path:
+    commit.check_target(request.target, sum(one.size_bytes for one in plans) + _COMPANION_BYTES)
+    for one in plans:
+        if one.part.kind != "module":
+            check_companions(one.part.module, request.tokenizer, request.chat_template_name)
+    stage = commit.open_stage(request.target)
+    try:
+        for one in plans:
+            _write_companions(stage, one, request)
+    except BaseException:
+        commit.discard(stage)
+        raise
+    return stage
+
+
+def check_companions(module: nn.Module, tokenizer: Any, chat_template_name: str | None) -> None:
+    """Raise CompanionError when the tokenizer or the generation settings do not fit `module`."""
+    if hasattr(module, "config") and tokenizer is not None:
+        companions.check_tokenizer(module, tokenizer)
+    if hasattr(module, "generation_config"):
+        companions.generation_config(module, tokenizer, chat_template_name)
+
+
+def _write_companions(stage: Path, one: PartPlan, request: Request) -> None:
+    part, folder = one.part, stage / one.part.path
+    folder.mkdir(parents=True, exist_ok=True)
+    if part.kind == "model":
+        generation = companions.generation_config(part.module, request.tokenizer, request.chat_template_name)
+        companions.write_model(
+            folder, part.module, dtype=main_dtype(part), tokenizer=request.tokenizer, generation=generation
+        )
+    elif part.kind == "adapter":
+        base = _base_record(part, {})
+        companions.write_adapter(folder, part.module, str(part.adapter), base=base, tokenizer=request.tokenizer)
+    else:
+        write_module(folder, part.module, {entry.name: entry.shape for entry in part.entries})
+    if one.index is not None:
+        (stage / one.index_path).write_text(one.index, encoding="utf-8")
+
+
+def _facts(request: Request | None, prepared: _Prepared | None) -> dict[str, Any]:
+    """What every rank must see alike, and what rank 0 wants to know of each."""
+    if request is None or prepared is None:
+        return {}
+    names = repr([(f.path, f.layout.specs) for one in prepared.plans for f in one.files])
+    return {
+        "path": str(request.target),
+        "kind": kind_of(request.adapter_only, request.attribute),
+        "step": request.step,
+        "tensors": xxhash.xxh3_64_hexdigest(names.encode()),
+        "samples": prepared.samples,
+    }
+
+
+def _carry_out(
+    request: Request,
+    prepared: _Prepared,
+    answers: list[dict[str, Any]],
+    ranks: Ranks,
+    config: SaverConfig,
+    begun: float,
+) -> dict[str, Any]:
+    """Move and write the tensors, compare the files with the model, commit. Collective; the result is rank 0's."""
+    untied = [pair for pair in prepared.ties_to_check if not equal(*pair, ranks, config.bucket_bytes)]
+    total = sum(one.size_bytes for one in prepared.plans)
+    feed = tracked(pieces(prepared.plans, ranks, config.bucket_bytes, config.nonfinite), total, "saving", ranks.leads)
+    if prepared.stage is None:
+        for _ in feed:
+            pass
+        return {}
+    try:
+        _refuse_untied(untied)
+        plans = [file for one in prepared.plans for file in one.files]
+        with Writer(config.io_threads, config.direct_io) as writer:
+            written = list(write_files(plans, feed, prepared.stage, writer))
+    except Exception:
+        for _ in feed:  # the other ranks are sending: take what they send, so that they come to the agreement
+            pass
+        raise
+    for one in prepared.plans:
+        check_written(one, prepared.stage)
+    manifest = _manifest(request, prepared, answers, written, ranks)
+    commit.commit(prepared.stage, request.target, manifest)
+    return {
+        "path": str(request.target),
+        "kind": manifest.kind,
+        "bytes": sum(file.size_bytes for file in manifest.files),
+        "tensors": sum(len(part.tensors) for part in manifest.parts),
+        "seconds": time.monotonic() - begun,
+        "casts": _summed([part.casts for part in manifest.parts]),
+        "notes": list(manifest.notes),
+    }
+
+
+def _refuse_untied(pairs: list[tuple[engines.Source, engines.Source]]) -> None:
+    if pairs:
+        names = ", ".join(f"{one.name} and {other.name}" for one, other in pairs)
+        raise IncompleteError(
+            f"{names}: the model's config ties them, but their values differ; call model.tie_weights(), or set "
+            "config.tie_word_embeddings=False to keep both"
+        )
+
+
+def _manifest(
+    request: Request, prepared: _Prepared, answers: list[dict[str, Any]], written: list[FileRecord], ranks: Ranks
+) -> Manifest:
+    if prepared.stage is None:
+        raise TargetError("only rank 0 has a stage")
+    known = {file.path for file in written}
+    paths = sorted(p.relative_to(prepared.stage).as_posix() for p in prepared.stage.rglob("*") if p.is_file())
+    others = [p for p in paths if p not in known]
+    files = [FileRecord(p, (prepared.stage / p).stat().st_size, digest_of(prepared.stage / p)) for p in others]
+    parts = [one.part for one in prepared.plans]
+    return Manifest(
+        parts=tuple(_part_record(one, _merged(one.part.name, answers)) for one in prepared.plans),
+        files=(*written, *files),
+        kind=kind_of(request.adapter_only, request.attribute),
+        created=datetime.now(timezone.utc).isoformat(),
+        step=request.step,
+        metrics=request.metrics,
+        world={"size": ranks.size, "engine": prepared.engine},
+        versions=_versions(),
+        shared=shared_between(parts),
+        notes=tuple(dict.fromkeys(note for part in parts for note in part.notes)),
+    )
+
+
+def _part_record(one: PartPlan, fingerprint: dict[str, dict[str, float]]) -> PartRecord:
+    part = one.part
+    trainable = tuple(e.name for e in part.entries if e.source is not None and e.source.trainable)
+    return PartRecord(
+        name=part.name,
+        path=part.path,
+        kind=part.kind,
+        format="safetensors",
+        class_name=type(part.module).__name__.removeprefix("FSDP"),
+        tensors=tuple(record for file in one.files for record in file.records()),
+        ties=part.ties,
+        trainable=trainable,
+        adapter=part.adapter,
+        active=part.active,
+        base=_base_record(part, fingerprint) if part.kind == "adapter" else None,
+        casts=lossy_casts(part),
+    )
+
+
+def _base_record(part: Part, fingerprint: Mapping[str, Any]) -> BaseRecord:
+    identity, revision, digest = base_identity(part.module, str(part.adapter))
+    dtypes = [source.dtype for source in part.base.values() if source.dtype.is_floating_point]
+    common = max(set(dtypes), key=dtypes.count, default=None)
+    return BaseRecord(identity, revision, dtype_name(common) if common else "float32", digest, fingerprint)
+
+
+def _merged(name: str, answers: list[dict[str, Any]]) -> dict[str, dict[str, float]]:
+    """The fingerprint of a part's base: each rank's samples put together."""
+    merged: dict[str, dict[str, float]] = {}
+    for answer in answers:
+        for tensor, values in answer["samples"].get(name, {}).items():
+            merged.setdefault(tensor, {}).update(values)
+    return merged
+
+
+def _summed(counts: list[Mapping[str, int]]) -> dict[str, int]:
+    total: dict[str, int] = {}
+    for count in counts:
+        for key, number in count.items():
+            total[key] = total.get(key, 0) + number
+    return total
+
+
+def _versions() -> dict[str, str]:
+    from ft_ckpt import __version__
+
+    return {"ft_ckpt": __version__, **{name: metadata.version(name) for name in _LIBRARIES}}

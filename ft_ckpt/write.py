@@ -1,0 +1,258 @@
+"""Tensors become durable files: several threads write behind one that copies and hashes.
+
+A file is laid out before its first byte arrives, and filled from front to back. Bytes are copied into aligned blocks
+and written from them past the page cache (O_DIRECT) where the file system takes that, which on most disks is several
+times the rate of buffered writing followed by fsync; elsewhere the same blocks go through the page cache. The copy
+also means that a chunk may be reused the moment `append` returns.
+"""
+
+import ctypes
+import errno
+import fcntl
+import mmap
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from queue import SimpleQueue
+from typing import Any
+
+import xxhash
+
+from ft_ckpt.errors import IncompleteError, NoSpaceError
+from ft_ckpt.formats.safetensors import Layout
+from ft_ckpt.manifest import FileRecord, TensorRecord
+
+BLOCK_BYTES = 8 << 20
+_ALIGNMENT = 4096  # what O_DIRECT asks of addresses, offsets and lengths on any disk in use
+_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+@dataclass(frozen=True)
+class FilePlan:
+    """One weight file to be: where it goes, relative to the checkpoint, and its layout."""
+
+    path: str
+    layout: Layout
+
+    def records(self) -> list[TensorRecord]:
+        """Where each tensor will lie."""
+        return [
+            TensorRecord(spec.name, spec.shape, spec.dtype, self.path, start, start + spec.size_bytes)
+            for spec, start in zip(self.layout.specs, self.layout.starts, strict=True)
+        ]
+
+
+@dataclass(frozen=True)
+class Piece:
+    """The next bytes of one tensor: `address` on the host, alive until the piece after it is asked for."""
+
+    path: str
+    name: str
+    address: int
+    size_bytes: int
+    keeper: Any = None  # whatever owns the memory
+
+
+class Writer:
+    """Writer threads and the aligned blocks they share; one for all files of a save."""
+
+    def __init__(self, threads: int = 4, direct: str = "auto") -> None:
+        self.direct = direct
+        self.pool = ThreadPoolExecutor(threads, "ft_ckpt-write")
+        self.free: SimpleQueue[mmap.mmap] = SimpleQueue()
+        self.blocks = [mmap.mmap(-1, BLOCK_BYTES) for _ in range(threads + 2)]
+        for block in self.blocks:
+            self.free.put(block)
+
+    def __enter__(self) -> "Writer":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.pool.shutdown(wait=True)
+        for block in self.blocks:
+            with suppress(BufferError):  # a view that an exception's traceback still holds; freed with it
+                block.close()
+
+    def create(self, path: Path, size_bytes: int) -> "DurableFile":
+        """A new file of exactly `size_bytes`, its space allocated. Raises NoSpaceError when there is none."""
+        direct = self.direct == "on" or (self.direct == "auto" and size_bytes >= BLOCK_BYTES)
+        return DurableFile(self, path, _create(path, size_bytes, direct), size_bytes)
+
+
+@dataclass
+class DurableFile:
+    """A file filled from front to back by `append`, on the disk for good once `finish` returns."""
+
+    writer: Writer
+    path: Path
+    descriptor: int
+    size_bytes: int
+    written: int = 0
+    digest: Any = field(default_factory=xxhash.xxh3_128)
+    jobs: list[Future[None]] = field(default_factory=list)
+    block: mmap.mmap | None = None
+    filled: int = 0
+
+    def append(self, address: int, size_bytes: int) -> None:
+        """Copy `size_bytes` from `address`; they may change as soon as this returns."""
+        while size_bytes:
+            block = self._open_block()
+            count = min(size_bytes, BLOCK_BYTES - self.filled)
+            ctypes.memmove(_address(block) + self.filled, address, count)
+            address, size_bytes = address + count, size_bytes - count
+            self.filled += count
+            if self.filled == BLOCK_BYTES:
+                self._dispatch()
+
+    def finish(self) -> tuple[int, str]:
+        """Write what is left and sync; the file's size in bytes and its digest. Raises what any writer raised."""
+        if self.filled:
+            self._dispatch()
+        for job in self.jobs:
+            job.result()
+        if self.written != self.size_bytes:
+            raise IncompleteError(
+                f"{self.path.name}: {self.written} of {self.size_bytes} bytes arrived; nothing is kept"
+            )
+        os.ftruncate(self.descriptor, self.size_bytes)  # O_DIRECT wrote whole sectors
+        os.fsync(self.descriptor)
+        os.close(self.descriptor)
+        self.descriptor = -1
+        return self.size_bytes, f"xxh3-128:{self.digest.hexdigest()}"
+
+    def abandon(self) -> None:
+        """Let go of the file after an error; nothing is raised."""
+        for job in self.jobs:
+            with suppress(Exception):
+                job.result()
+        if self.descriptor >= 0:
+            os.close(self.descriptor)
+
+    def _open_block(self) -> mmap.mmap:
+        if self.block is None:
+            self.block = self.writer.free.get()  # waits while all blocks are being written: that is the back-pressure
+        return self.block
+
+    def _dispatch(self) -> None:
+        block, count, offset = self._open_block(), self.filled, self.written
+        self.digest.update(memoryview(block)[:count])
+        self.block, self.filled, self.written = None, 0, offset + count
+        self.jobs = [job for job in self.jobs if not job.done() or job.result() is not None]  # raises a writer's error
+        self.jobs.append(self.writer.pool.submit(self._flush, block, count, offset))
+
+    def _flush(self, block: mmap.mmap, count: int, offset: int) -> None:
+        try:
+            _write_all(self.descriptor, block, count + -count % _ALIGNMENT, offset)
+        except OSError as error:
+            raise _no_space(self.path, error) from error
+        finally:
+            self.writer.free.put(block)
+
+
+def write_files(
+    plans: Sequence[FilePlan], pieces: Iterable[Piece], folder: Path, writer: Writer
+) -> Iterator[FileRecord]:
+    """Write the planned files below `folder` from `pieces`, which come in the order of the plans.
+
+    Raises IncompleteError when a piece is not the one the layout expects next, NoSpaceError when the disk is full.
+    """
+    feed = iter(pieces)
+    for plan in plans:
+        with _file(writer, folder / plan.path, plan.layout) as file:
+            for spec in plan.layout.specs:
+                _fill(file, plan.path, spec.name, spec.size_bytes, feed)
+            size, digest = file.finish()
+        yield FileRecord(plan.path, size, digest)
+    for extra in feed:
+        raise IncompleteError(f"{extra.name}: arrived after the last planned tensor; nothing is kept")
+
+
+@contextmanager
+def _file(writer: Writer, path: Path, layout: Layout) -> Iterator[DurableFile]:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    file = writer.create(path, layout.size_bytes)
+    try:
+        header = ctypes.create_string_buffer(layout.header, len(layout.header))
+        file.append(ctypes.addressof(header), len(layout.header))
+        yield file
+    except BaseException:
+        file.abandon()
+        raise
+
+
+def _fill(file: DurableFile, path: str, name: str, size_bytes: int, feed: Iterator[Piece]) -> None:
+    """Append pieces of tensor `name` until `size_bytes` have come."""
+    while size_bytes:
+        piece = next(feed, None)
+        if piece is None or (piece.path, piece.name) != (path, name) or piece.size_bytes > size_bytes:
+            found = "nothing" if piece is None else f"{piece.size_bytes} bytes of {piece.name}"
+            raise IncompleteError(f"{name}: {size_bytes} bytes missing when {found} arrived; nothing is kept")
+        file.append(piece.address, piece.size_bytes)
+        size_bytes -= piece.size_bytes
+
+
+def _create(path: Path, size_bytes: int, direct: bool) -> int:
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
+    try:
+        descriptor = _open(path, flags, direct)
+        _allocate(descriptor, size_bytes)
+    except OSError as error:
+        raise _no_space(path, error) from error
+    return descriptor
+
+
+def _open(path: Path, flags: int, direct: bool) -> int:
+    if direct and hasattr(os, "O_DIRECT"):
+        with suppress(OSError):  # a file system without it refuses at open (EINVAL) and made no file, or an empty one
+            return os.open(path, flags | os.O_DIRECT, 0o666)
+        path.unlink(missing_ok=True)
+    return os.open(path, flags, 0o666)
+
+
+def _allocate(descriptor: int, size_bytes: int) -> None:
+    """Take the space now, so that a full disk is known before anything is written.
+
+    Not posix_fallocate: where the file system cannot, the C library would write every block itself.
+    """
+    if size_bytes and hasattr(_libc, "fallocate"):
+        result = _libc.fallocate(descriptor, 0, ctypes.c_int64(0), ctypes.c_int64(size_bytes))
+        if result and ctypes.get_errno() in _FULL:
+            raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+
+
+def _write_all(descriptor: int, block: mmap.mmap, count: int, offset: int) -> None:
+    with memoryview(block) as view:
+        while count:
+            try:
+                done = os.pwrite(descriptor, view[:count], offset)
+            except OSError as error:
+                if error.errno != errno.EINVAL or not _leave_direct(descriptor):
+                    raise
+                continue
+            view, count, offset = view[done:], count - done, offset + done
+
+
+def _leave_direct(descriptor: int) -> bool:
+    """Go on through the page cache; False when the file was not unbuffered. Some file systems refuse only here."""
+    flags = fcntl.fcntl(descriptor, fcntl.F_GETFL)
+    direct = getattr(os, "O_DIRECT", 0)
+    if not flags & direct:
+        return False
+    fcntl.fcntl(descriptor, fcntl.F_SETFL, flags & ~direct)
+    return True
+
+
+def _no_space(path: Path, error: OSError) -> OSError:
+    if error.errno not in _FULL:
+        return error
+    return NoSpaceError(
+        f"{path.name}: {os.strerror(error.errno)} while writing in {path.parent}; free space or save elsewhere"
+    )
+
+
+def _address(block: mmap.mmap) -> int:
+    return ctypes.addressof(ctypes.c_char.from_buffer(block))

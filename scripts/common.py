@@ -1,0 +1,139 @@
+"""What the example scripts share: a text to read, a tokenizer, a tiny model, and a table of what was saved."""
+
+import json
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import broadcast_object_list
+from rich.console import Console
+from rich.table import Table
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import AutoTokenizer, Olmo2Config, Olmo2ForCausalLM, PreTrainedTokenizerFast
+
+from ft_ckpt import SaveReport
+
+Document = str | list[dict[str, str]]  # a text, or the messages of a conversation
+
+SPECIAL_TOKENS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|pad|>"]
+CHAT_TEMPLATE = (
+    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def make_accelerator() -> Accelerator:
+    """The Accelerator of this process, on the CPU where a launcher started it and there is no other device.
+
+    Without that word each rank of `accelerate launch` on a CPU-only machine believes that it is alone, trains by
+    itself and writes over the others' files.
+    """
+    launched = "RANK" in os.environ
+    return Accelerator(cpu=launched and not torch.accelerator.is_available())
+
+
+def read_documents(dataset: Path | None) -> list[Document]:
+    """The documents of a text or JSONL file (fields "text" or "messages"); without one, Python's own sources."""
+    if dataset is None:
+        return list(standard_library())
+    if dataset.suffix != ".jsonl":
+        return [dataset.read_text(encoding="utf-8")]
+    rows = [json.loads(line) for line in dataset.read_text(encoding="utf-8").splitlines() if line.strip()]
+    return [row["messages"] if "messages" in row else row["text"] for row in rows]
+
+
+def standard_library(limit_bytes: int = 1_500_000) -> Iterable[str]:
+    """Modules of the standard library in the order of their names, whole, at most `limit_bytes` together."""
+    for path in sorted(Path(os.__file__).parent.glob("*.py")):
+        text = path.read_text(encoding="utf-8", errors="replace")
+        limit_bytes -= len(text)
+        if limit_bytes < 0:
+            return
+        yield text
+
+
+def get_tokenizer(accelerator: Accelerator, model: str | None, documents: Sequence[Document]) -> Any:
+    """The tokenizer of a model folder, or one trained on the documents by rank 0 and sent to every rank."""
+    if model is not None:
+        return AutoTokenizer.from_pretrained(model)
+    trained = [train_bpe(documents).to_str() if accelerator.is_main_process else ""]
+    broadcast_object_list(trained)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer.from_str(trained[0]),
+        eos_token="<|endoftext|>",
+        pad_token="<|pad|>",
+        additional_special_tokens=["<|im_start|>", "<|im_end|>"],
+        chat_template=CHAT_TEMPLATE,
+    )
+
+
+def train_bpe(documents: Sequence[Document], vocabulary_size: int = 2048) -> Tokenizer:
+    """A byte-level BPE: any text can be written in it."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocabulary_size,
+        special_tokens=SPECIAL_TOKENS,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator((text for document in documents for text in _texts(document)), trainer)
+    return tokenizer
+
+
+def pack(tokenizer: Any, documents: Sequence[Document], length: int) -> torch.Tensor:
+    """All documents as one stream of tokens, cut into rows: a [rows, length] tensor of int64."""
+    texts = [
+        document if isinstance(document, str) else tokenizer.apply_chat_template(document, tokenize=False)
+        for document in documents
+    ]
+    stream: list[int] = []
+    for ids in tokenizer(texts, add_special_tokens=False, return_attention_mask=False, verbose=False)["input_ids"]:
+        stream += [*ids, tokenizer.eos_token_id]
+    rows = len(stream) // length
+    return torch.tensor(stream[: rows * length]).view(rows, length)
+
+
+def endless(loader: Iterable[Any]) -> Iterator[Any]:
+    """The batches of a loader, epoch after epoch."""
+    while True:
+        yield from loader
+
+
+def tiny_olmo(tokenizer: Any) -> Olmo2ForCausalLM:
+    """OLMo-2 of two layers, about a million parameters, and random weights."""
+    config = Olmo2Config(
+        vocab_size=len(tokenizer),
+        hidden_size=128,
+        intermediate_size=384,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        max_position_embeddings=512,
+        bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    return Olmo2ForCausalLM(config)
+
+
+def print_saves(reports: Sequence[SaveReport]) -> None:
+    """A table with one line for each save, and the saver's notes below it."""
+    table = Table(title="saved")
+    for heading in ("checkpoint", "kind", "tensors", "size", "time", "casts"):
+        table.add_column(heading, overflow="fold")
+    for report in reports:
+        casts = ", ".join(f"{count} x {cast}" for cast, count in report.casts.items())
+        size, time = f"{report.bytes / 2**20:.2f} MiB", f"{report.seconds:.2f} s"
+        table.add_row(str(report.path), report.kind, str(report.tensors), size, time, casts or "none")
+    console = Console()
+    console.print(table)
+    for note in dict.fromkeys(note for report in reports for note in report.notes):
+        console.print(f"note: {note}")
+
+
+def _texts(document: Document) -> list[str]:
+    return [document] if isinstance(document, str) else [message["content"] for message in document]

@@ -1,0 +1,105 @@
+"""Which wrappers are launched together, and what is saved under each: the plan that workers and tests share."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+# what is saved: the model (a function of models.py) and the arguments of `save`
+SAVES: dict[str, tuple[str, dict[str, Any]]] = {
+    "full": ("partly_frozen", {}),
+    "converted": ("mixtral", {}),
+    "sharded": ("gpt2", {"max_shard_size": 30_000}),
+    "cast": ("olmo2", {"dtype": "bfloat16"}),
+    "attribute": ("policy_and_value", {"attribute": "policy"}),
+    "attributes": ("policy_and_value", {"attribute": ["policy", "value_head"]}),
+    "untouched": ("qwen3", {"chat_template_name": "olmo"}),
+    "adapter": ("lora", {"adapter_only": True}),
+    "adapter_attribute": ("lora_policy_and_value", {"adapter_only": True, "attribute": "policy"}),
+    "shared_trunk": ("shared_trunk", {"attribute": ["policy", "value_model"]}),
+    "adapter_bytes": ("lora_wide", {"adapter_only": True}),
+    "streaming": ("big", {}),
+}
+
+FULL = ("full", "converted", "sharded", "cast", "attribute", "attributes", "untouched")
+ADAPTER = ("adapter", "adapter_attribute")
+TRUNK = ("shared_trunk",)
+BYTES = ("adapter_bytes",)
+EVERYTHING = FULL + ADAPTER + TRUNK
+
+
+@dataclass(frozen=True)
+class Group:
+    """Wrappers that share one torchrun launch."""
+
+    ranks: int
+    wrappers: dict[str, tuple[str, ...]]  # wrapper -> what is saved under it
+    env: dict[str, str] = field(default_factory=dict)
+
+    def cases(self) -> list[str]:
+        return [f"{wrapper}/{what}" for wrapper, saves in self.wrappers.items() for what in saves]
+
+
+ACCELERATE_CPU = {"ACCELERATE_USE_CPU": "true", "ACCELERATE_TORCH_DEVICE": "cpu"}
+COMPILED = ("full", "adapter", "attribute", "untouched")
+
+GROUPS = {
+    "single": Group(
+        1,
+        {
+            "none": EVERYTHING,
+            "compiled": (*COMPILED, "converted"),
+            "compiled_in_place": COMPILED,
+            "compiled_blocks": COMPILED,
+            "checkpointed": COMPILED,
+        },
+    ),
+    "ddp": Group(
+        2,
+        {
+            "ddp": EVERYTHING,
+            "ddp_compiled": COMPILED,
+            "compiled_ddp": COMPILED,
+            "ddp_compiled_blocks": COMPILED,
+        },
+        ACCELERATE_CPU,
+    ),
+    "fsdp1": Group(
+        2,
+        {
+            "fsdp1": FULL + ADAPTER + BYTES,
+            "fsdp1_flat": FULL,
+            "fsdp1_checkpointed": COMPILED,
+            "fsdp1_compiled": COMPILED,
+            "fsdp1_accelerate": ("full", "adapter", "attribute"),
+        },
+        ACCELERATE_CPU,
+    ),
+    "fsdp2": Group(
+        2,
+        {
+            "fsdp2": (*EVERYTHING, *BYTES, "streaming"),
+            "fsdp2_checkpointed": COMPILED,
+            "fsdp2_compiled_blocks": COMPILED,
+            "fsdp2_accelerate": ("full", "adapter", "attribute"),
+            "tensor_parallel": ("full", "attribute", "untouched"),
+        },
+        ACCELERATE_CPU,
+    ),
+    "four": Group(
+        4,
+        {
+            "hsdp": ("full", "converted", "adapter", "attributes"),
+            "fsdp2_tensor_parallel": ("full", "attribute", "untouched"),
+        },
+    ),
+    "zero12": Group(2, {"zero1": COMPILED, "zero2": EVERYTHING}, {"DS_ACCELERATOR": "cpu"}),
+    "zero3": Group(2, {"zero3": (*EVERYTHING, *BYTES)}, {"DS_ACCELERATOR": "cpu"}),
+}
+
+
+def wrappers_that_save(what: str) -> list[str]:
+    """Every wrapper under which `what` is saved, in launch order."""
+    return [wrapper for group in GROUPS.values() for wrapper, saves in group.wrappers.items() if what in saves]
+
+
+def group_of(wrapper: str) -> str:
+    return next(name for name, group in GROUPS.items() if wrapper in group.wrappers)

@@ -1,0 +1,65 @@
+"""What is in a folder, read with safetensors alone, and the model that should have been saved there."""
+
+from pathlib import Path
+from typing import Any
+
+import models
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file
+from torch import nn
+
+
+def stored(folder: Path, pattern: str = "*.safetensors") -> dict[str, torch.Tensor]:
+    """Every tensor of the folder's weight files by name; a name in two files is an error."""
+    tensors: dict[str, torch.Tensor] = {}
+    for path in sorted(folder.glob(pattern)):
+        with safe_open(path, "pt") as file:
+            assert (file.metadata() or {}).get("format") == "pt", path
+            for name in file.keys():  # noqa: SIM118 - safe_open is no mapping
+                assert name not in tensors, f"{name} is in two files"
+                tensors[name] = file.get_tensor(name)
+    return tensors
+
+
+def assert_same_tensors(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> None:
+    """The same names, and for each the same dtype, shape and bytes."""
+    assert theirs
+    assert sorted(ours) == sorted(theirs)
+    for name, tensor in theirs.items():
+        assert ours[name].dtype == tensor.dtype, name
+        assert ours[name].shape == tensor.shape, name
+        assert raw(ours[name]) == raw(tensor), f"{name}: bytes differ"
+
+
+def raw(tensor: torch.Tensor) -> bytes:
+    return tensor.detach().contiguous().flatten().view(torch.uint8).numpy().tobytes()
+
+
+def true_model(model: str, folder: Path) -> nn.Module:
+    """The bare model of that name with the parameters the wrapped one had when it was saved."""
+    built = models.build(model, seed=99)  # other values than the worker started from
+    truth = load_file(folder / "truth.safetensors")
+    tensors = {**dict(built.named_parameters(remove_duplicate=False)), **dict(built.named_buffers())}
+    wanted = {name for name in tensors if "rotary_emb" not in name}
+    assert set(truth) == wanted
+    with torch.no_grad():
+        for name, tensor in truth.items():
+            assert tensors[name].shape == tensor.shape, name
+            tensors[name].copy_(tensor)
+    return built.eval()
+
+
+def reference(model: nn.Module, folder: Path, **settings: Any) -> dict[str, torch.Tensor]:
+    """What `save_pretrained` writes for `model`."""
+    model.save_pretrained(folder, **settings)
+    return stored(folder)
+
+
+@torch.no_grad()
+def logits(model: nn.Module, seed: int = 5) -> torch.Tensor:
+    return model.eval()(input_ids=models.batch(seed)["input_ids"]).logits
+
+
+def files(folder: Path) -> set[str]:
+    return {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}

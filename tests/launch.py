@@ -1,0 +1,109 @@
+"""Run a worker under torchrun, and read back what each of its cases came to on each rank."""
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+TESTS = Path(__file__).resolve().parent
+TIMED_OUT = -1
+MAX_LAUNCHES = 4  # a case that kills its process costs one launch; more than this many such cases are not worth waiting
+
+
+@dataclass(frozen=True)
+class Result:
+    """How a launch ended: everything its ranks printed, and torchrun's exit status or TIMED_OUT."""
+
+    log: str
+    returncode: int
+
+
+def launch(
+    worker: str,
+    ranks: int = 2,
+    args: Sequence[object] = (),
+    timeout: float = 120,
+    env: Mapping[str, str] | None = None,
+) -> Result:
+    """Run `tests/workers/{worker}.py` on `ranks` processes for at most `timeout` seconds; leaves no process behind."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks)]
+    command += [str(TESTS / "workers" / f"{worker}.py"), *map(str, args)]
+    with tempfile.TemporaryFile("w+", errors="replace") as log:
+        process = subprocess.Popen(
+            command, stdout=log, stderr=subprocess.STDOUT, env=_environment(timeout, env or {}), start_new_session=True
+        )
+        try:
+            returncode = process.wait(timeout)
+        except subprocess.TimeoutExpired:
+            returncode = TIMED_OUT
+        finally:
+            _kill_tree(process)
+        log.seek(0)
+        return Result(log.read(), returncode)
+
+
+def run_cases(
+    worker: str,
+    cases: Sequence[str],
+    folder: Path,
+    ranks: int = 2,
+    timeout: float = 180,
+    env: Mapping[str, str] | None = None,
+) -> dict[str, str]:
+    """What went wrong in each case, over all ranks ("" when nothing did).
+
+    A case that takes its process down is charged with the log, and the cases after it are launched again, so that one
+    crash does not hide the others.
+    """
+    errors: dict[str, str] = {}
+    for attempt in range(MAX_LAUNCHES):
+        remaining = [case for case in cases if case not in errors]
+        if not remaining:
+            break
+        outcomes = folder / f"outcomes-{attempt}"
+        outcomes.mkdir(parents=True)
+        result = launch(worker, ranks, [folder, outcomes, *remaining], timeout, env)
+        errors.update(_finished(outcomes, ranks))
+        crashed = next((case for case in remaining if case not in errors), None)
+        if crashed is not None:
+            errors[crashed] = f"the process ended with status {result.returncode}\n{result.log[-6000:]}"
+    return {case: errors.get(case, "not run: too many cases before it crashed") for case in cases}
+
+
+def _environment(timeout: float, extra: Mapping[str, str]) -> dict[str, str]:
+    path = os.pathsep.join([str(TESTS.parent), str(TESTS), os.environ.get("PYTHONPATH", "")])
+    # The worker prints every rank's stack shortly before it would be killed.
+    fixed = {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "STACKS_AFTER": str(timeout * 0.9)}
+    return {**os.environ, **fixed, **extra}
+
+
+def _kill_tree(process: subprocess.Popen[bytes]) -> None:
+    # torchrun puts each rank in a session of its own, so killing its process group would leave the ranks behind.
+    with suppress(psutil.NoSuchProcess):
+        for child in psutil.Process(process.pid).children(recursive=True):
+            with suppress(psutil.NoSuchProcess):
+                child.kill()
+    process.kill()
+    process.wait()
+
+
+def _finished(outcomes: Path, ranks: int) -> dict[str, str]:
+    """The cases every rank came to the end of, with the ranks' errors joined."""
+    rows: dict[str, dict[int, str]] = {}
+    for rank in range(ranks):
+        path = outcomes / f"rank{rank}.jsonl"
+        for line in path.read_text().splitlines() if path.exists() else ():
+            row = json.loads(line)
+            rows.setdefault(row["case"], {})[rank] = row["error"]
+    return {
+        case: "\n".join(f"[rank {rank}] {error}" for rank, error in sorted(by_rank.items()) if error)
+        for case, by_rank in rows.items()
+        if len(by_rank) == ranks
+    }

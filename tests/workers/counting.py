@@ -1,0 +1,62 @@
+"""What a save costs: bytes moved between ranks, and memory above what the process held."""
+
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+
+class CollectiveBytes(TorchDispatchMode):
+    """Counts the bytes of every collective and point-to-point operation this thread starts.
+
+    Each of them passes the dispatcher as an operator of `c10d` or `_c10d_functional`; the largest of its arguments
+    (the output of a gather, the tensor of a send) is what it moved, to within a factor of the world size.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.by_op: Counter[str] = Counter()
+
+    @property
+    def bytes(self) -> int:
+        return sum(self.by_op.values())
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if func.namespace in ("c10d", "_c10d_functional", "_dtensor"):
+            self.by_op[str(func)] += max((_size(arg) for arg in [*args, out]), default=0)
+        return out
+
+
+def _size(argument: Any) -> int:
+    return sum(leaf.numel() * leaf.element_size() for leaf in tree_leaves(argument) if isinstance(leaf, torch.Tensor))
+
+
+def peak_memory(action: Callable[[], Any]) -> int:
+    """Bytes by which the process grew at most while `action` ran, sampled every millisecond."""
+    before, peak, done = _resident(), 0, threading.Event()
+
+    def watch() -> None:
+        nonlocal peak
+        while not done.is_set():
+            peak = max(peak, _resident())
+            time.sleep(0.001)
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    try:
+        action()
+    finally:
+        done.set()
+        watcher.join()
+    return peak - before
+
+
+def _resident() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * 4096

@@ -1,0 +1,134 @@
+"""Train one step under a wrapper, save through ft_ckpt, and leave the true parameters beside what was saved.
+
+A case is "wrapper/what"; its folder gets `saved/` (by ft_ckpt) and `truth.safetensors` (by torch).
+"""
+
+import hashlib
+import os
+from pathlib import Path
+from typing import Any
+
+import harness  # first: it arms the stack dump
+import models
+import torch
+import torch.distributed as dist
+from cases import SAVES
+from counting import CollectiveBytes, peak_memory
+from safetensors.torch import save_file
+from wrappers import WRAPPERS, Live, named_tensors, truth
+
+from ft_ckpt import CheckpointSaver
+
+Settings = dict[str, Any]
+
+
+def live_model(wrapper: str, model: str) -> Live:
+    """That model under that wrapper, after one step on data that differs by rank."""
+    torch._dynamo.reset()
+    live = WRAPPERS[wrapper](models.build(model))
+    live.step(models.batch(seed=harness.RANK))
+    return live
+
+
+def save(live: Live, folder: Path, tokenizer: Any = None, **settings: Any) -> None:
+    """What was saved, with what should have been beside it."""
+    with CheckpointSaver(live.accelerator, tokenizer=tokenizer, enter_timeout_seconds=60) as saver:
+        report = saver.save(live.model, folder / "saved", **settings)
+    assert report.path == folder / "saved", report
+    write_truth(live, folder)
+
+
+def write_truth(live: Live, folder: Path) -> None:
+    tensors = truth(live)
+    if harness.RANK == 0:
+        save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / "truth.safetensors")
+
+
+def plain_save(live: Live, folder: Path, settings: Settings) -> None:
+    save(live, folder, models.tokenizer(), **settings)
+
+
+def untouched(live: Live, folder: Path, settings: Settings) -> None:
+    """Saving changes no local tensor, and the next step still trains."""
+    before, flags = digest(live), gradient_flags(live)
+    save(live, folder, models.tokenizer(), **settings)
+    assert digest(live) == before, "saving changed the live model"
+    assert gradient_flags(live) == flags, "saving changed which parameters are trained"
+    live.step(models.batch(seed=10 + harness.RANK))
+    changed = digest(live) != before or harness.WORLD > 1
+    assert changed, "the step after saving trained nothing"
+    after = truth(live)
+    assert any(not torch.equal(after[name], tensor) for name, tensor in saved_truth(folder).items())
+
+
+def digest(live: Live) -> str:
+    """A hash over the name, type, shape and bytes of every tensor this rank holds."""
+    sha = hashlib.sha256()
+    for name, tensor in named_tensors(live.model):
+        local = getattr(tensor, "ds_tensor", tensor)
+        local = local.to_local() if hasattr(local, "to_local") else local
+        sha.update(f"{name} {type(tensor).__name__} {tuple(tensor.shape)} {tuple(local.shape)}".encode())
+        sha.update(local.detach().contiguous().flatten().view(torch.uint8).numpy().tobytes())
+    return sha.hexdigest()
+
+
+def gradient_flags(live: Live) -> list[bool]:
+    return [parameter.requires_grad for parameter in live.model.parameters()]
+
+
+def saved_truth(folder: Path) -> dict[str, torch.Tensor]:
+    from safetensors.torch import load_file
+
+    if dist.is_initialized():
+        dist.barrier()  # rank 0 has written it by then
+    return load_file(folder / "truth.safetensors")
+
+
+def adapter_bytes(live: Live, folder: Path, settings: Settings) -> None:
+    """An adapter save moves no bytes of the base between ranks, and a full save does (so the counter counts)."""
+    named = dict(named_tensors(live.model))
+    sizes = {name: (getattr(t, "ds_numel", None) or t.numel()) * t.element_size() for name, t in named.items()}
+    adapter = sum(size for name, size in sizes.items() if "lora_" in name)
+    with CollectiveBytes() as moved:
+        saver_only(live, folder, settings)
+    assert moved.bytes <= adapter + 65536, f"moved {moved.bytes} bytes for an adapter of {adapter}: {moved.by_op}"
+    with CollectiveBytes() as moved, CheckpointSaver(live.accelerator) as saver:
+        saver.save(live.model, folder / "all")
+    assert moved.bytes > sum(sizes.values()) / 4, f"the counter saw {moved.bytes} bytes of a full save"
+    write_truth(live, folder)
+
+
+def saver_only(live: Live, folder: Path, settings: Settings) -> None:
+    with CheckpointSaver(live.accelerator) as saver:
+        saver.save(live.model, folder / "saved", **settings)
+
+
+def streaming(live: Live, folder: Path, settings: Settings) -> None:
+    """Rank 0 holds a bucket of 1 MiB and its own shard, never the whole model."""
+    with CheckpointSaver(live.accelerator, bucket_bytes=1 << 20) as saver:
+        saver.save(live.model, folder / "warm-up", **settings)
+        extra = peak_memory(lambda: saver.save(live.model, folder / "saved", **settings))
+    whole = sum(tensor.numel() * tensor.element_size() for _, tensor in named_tensors(live.model))
+    assert whole > 55 << 20, whole
+    assert extra < whole / 3, f"{extra >> 20} MiB more than at rest for a model of {whole >> 20} MiB"
+    write_truth(live, folder)
+
+
+SPECIAL = {"untouched": untouched, "adapter_bytes": adapter_bytes, "streaming": streaming}
+
+
+def case(name: str, folder: Path) -> None:
+    wrapper, what = name.split("/")
+    model, settings = SAVES[what]
+    SPECIAL.get(what, plain_save)(live_model(wrapper, model), folder, dict(settings))
+
+
+if __name__ == "__main__":
+    torch.manual_seed(0)
+    if "DS_ACCELERATOR" in os.environ:
+        import deepspeed
+
+        deepspeed.init_distributed("gloo")
+    elif harness.WORLD > 1:
+        dist.init_process_group("gloo")
+    harness.run(case)
