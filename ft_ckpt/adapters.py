@@ -8,6 +8,7 @@ leave out although it was trained or resized is added.
 import copy
 import json
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -57,11 +58,8 @@ def adapter_parts(part: View, name: str, path: str, dtype: str, in_folders: bool
         added = [entry for entry in extra if adapter in active or not active]
         made = cast_entries([*entries, *added], part.module, dtype)
         label = "/".join(filter(None, (name, "" if adapter == "default" and not in_folders else adapter)))
-        parts.append(
-            Part(
-                label, folder, "adapter", part.module, made, ADAPTER_FILE, (), adapter, adapter in active, frozen, notes
-            )
-        )
+        where = Part(label, folder, "adapter", part.module, made, file=ADAPTER_FILE, base=frozen, notes=notes)
+        parts.append(replace(where, adapter=adapter, active=adapter in active))
     empty = [p.adapter for p in parts if not p.entries]
     if empty:
         raise IncompleteError(f"adapter {empty[0]!r}: PEFT selects no tensors for it; nothing is written")

@@ -74,11 +74,11 @@ def unwrap(model: nn.Module) -> nn.Module:
         model = inner
 
 
-def sources(model: nn.Module) -> dict[str, Source]:
+def sources(model: nn.Module, allow_meta: bool = False) -> dict[str, Source]:
     """Every parameter and persistent buffer of `model` by canonical name, tied names included. Moves no data.
 
     The order and the names are the same on every rank and under every wrapper. Raises IncompleteError naming tensors
-    that have no data here: on the meta device, or partitioned away without a trace.
+    that have no data here (on the meta device, or partitioned away without a trace) unless `allow_meta`.
     """
     root = unwrap(model)
     flat = _flat_holdings(model)
@@ -88,7 +88,7 @@ def sources(model: nn.Module) -> dict[str, Source]:
             raw = f"{path}.{key}" if path else key
             name = clean_name(raw)
             found[name] = _source(name, raw, tensor, flat.get((id(module), key)))
-    homeless = [name for name, source in found.items() if not _has_data(source)]
+    homeless = [] if allow_meta else [name for name, source in found.items() if not _has_data(source)]
     if homeless:
         raise IncompleteError(
             f"{listing(homeless, ', ')}: {len(homeless)} tensor(s) of the model have no data on this rank (meta "

@@ -108,10 +108,7 @@ def is_pretrained(module: nn.Module) -> bool:
 
 def stored_as_in_memory(module: nn.Module, names: Mapping[str, Source]) -> bool:
     """Whether transformers writes this model's tensors under the names and in the form they have in memory."""
-    return all(
-        entry.source is not None and entry.name == name
-        for name, entry in zip(names, _converted(module, names), strict=False)
-    )
+    return all(names.get(entry.name) is entry.source for entry in _converted(module, names))
 
 
 def cast_entries(entries: Iterable[Entry], module: nn.Module, dtype: str) -> tuple[Entry, ...]:

@@ -4,7 +4,7 @@ import json
 import os
 import signal
 from collections.abc import Callable
-from datetime import datetime, timezone
+from datetime import datetime, timedelta, timezone
 from pathlib import Path
 
 from ft_ckpt import disk
@@ -37,7 +37,8 @@ def make_checkpoint(folder, *, step=1, shards=1, kind="model", part_path="", fil
 def manifest_of(folder, parts, step) -> Manifest:
     paths = sorted(path for path in Path(folder).rglob("*") if path.is_file())
     files = [FileRecord(p.relative_to(folder).as_posix(), p.stat().st_size, digest_of(p)) for p in paths]
-    return Manifest(tuple(parts), tuple(files), "full", datetime.now(timezone.utc).isoformat(), step=step)
+    created = datetime(2026, 1, 1, tzinfo=timezone.utc) + timedelta(seconds=step)  # the same save, the same bytes
+    return Manifest(tuple(parts), tuple(files), "full", created.isoformat(), step=step)
 
 
 def write_safetensors(path, names, fill, file) -> list[TensorRecord]:
@@ -57,41 +58,68 @@ def save(target, **what) -> Manifest:
     return manifest
 
 
+def contents(folder) -> dict[str, bytes]:
+    """Every file below `folder`, hidden ones too: relative path to bytes; of a link, where it leads to."""
+    paths = [path for path in Path(folder).rglob("*") if path.is_symlink() or path.is_file()]
+    return {
+        p.relative_to(folder).as_posix(): os.readlink(p).encode() if p.is_symlink() else p.read_bytes() for p in paths
+    }
+
+
 def dies_at(call: int, action: Callable[[], object]) -> bool:
     """Run `action` in a forked process that is killed just before its `call`-th call (1 is the first) to the disk.
 
     False when `action` made fewer calls and returned. A removal of a folder is killed half way, too.
     """
-    child = os.fork()
-    if child == 0:
-        _count_down(call)
-        try:
-            action()
-        except BaseException:
-            os._exit(3)
-        os._exit(0)
-    status = os.waitpid(child, 0)[1]
-    assert os.WIFSIGNALED(status) or os.WEXITSTATUS(status) == 0, f"the action raised, at call {call}"
+
+    def doomed():
+        stop_at(call, lambda: os.kill(os.getpid(), signal.SIGKILL), partial=True)
+        action()
+
+    status, said = _forked(doomed)
+    assert os.WIFSIGNALED(status) or os.WEXITSTATUS(status) == 0, said
     return os.WIFSIGNALED(status)
 
 
-def _count_down(call: int) -> None:
+def in_child(action: Callable[[], object]) -> str:
+    """Run `action` in a forked process; "" when it returned, the name and text of what it raised otherwise."""
+    return _forked(action)[1]
+
+
+def _forked(action) -> tuple[int, str]:
+    end, start = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            action()
+        except BaseException as error:
+            os.write(start, f"{type(error).__name__}: {error}".encode())
+            os._exit(1)
+        os._exit(0)
+    os.close(start)
+    with open(end, encoding="utf-8") as pipe:
+        said = pipe.read()
+    return os.waitpid(child, 0)[1], said
+
+
+def stop_at(call: int, stop: Callable[[], object], *, partial: bool = False, patch=setattr) -> None:
+    """From now on, count the calls to the disk and do `stop` just before the `call`-th. Nothing is really synced."""
     left = call
 
-    def killing(name, real):
+    def counting(name, real):
         def run(*args):
             nonlocal left
             left -= 1
             if left == 0:
-                if name == "rmtree":
+                if partial and name == "rmtree":
                     _remove_half(args[0])
-                os.kill(os.getpid(), signal.SIGKILL)
-            return None if name == "fsync" else real(*args)  # no power is cut here: leave the disk alone
+                stop()
+            return None if name == "fsync" else real(*args)  # no power is cut here: spare the disk
 
         return run
 
     for name in CALLS:
-        setattr(disk, name, killing(name, getattr(disk, name)))
+        patch(disk, name, counting(name, getattr(disk, name)))
 
 
 def _remove_half(folder) -> None:

@@ -153,8 +153,8 @@ def partly_frozen() -> nn.Module:
 
 
 def big() -> nn.Module:
-    """Some 60 MB in float32, no tensor above 4 MB."""
-    sizes = {"vocab_size": 1024, "hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 4}
+    """Some 120 MB in float32, no tensor above 4 MB."""
+    sizes = {"vocab_size": 1024, "hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 8}
     return qwen3(**sizes, head_dim=64)
 
 

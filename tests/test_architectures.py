@@ -36,6 +36,8 @@ VISION = {
     "patch_size": 8,
 }
 SEQ2SEQ = {"d_model": 32, "encoder_layers": 1, "decoder_layers": 1, "encoder_ffn_dim": 48, "decoder_ffn_dim": 48}
+GEMMA3 = {**TEXT, "head_dim": 8, "query_pre_attn_scalar": 8, "sliding_window": 8}
+ROUTED = {"n_routed_experts": 4, "n_group": 2, "topk_group": 1, "first_k_dense_replace": 1}
 HEADS = {"encoder_attention_heads": 4, "decoder_attention_heads": 4}
 LATENT = {"q_lora_rank": 16, "kv_lora_rank": 8, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8}
 
@@ -61,7 +63,9 @@ ARCHITECTURES = {
     "qwen3": causal("Qwen3", head_dim=8),
     "gemma2": causal("Gemma2", head_dim=8, sliding_window=8),
     "gemma3": Architecture(
-        "Gemma3ForCausalLM", "Gemma3TextConfig", {**TEXT, "head_dim": 8, "query_pre_attn_scalar": 8, "sliding_window": 8}
+        "Gemma3ForCausalLM",
+        "Gemma3TextConfig",
+        {**TEXT, "head_dim": 8, "query_pre_attn_scalar": 8, "sliding_window": 8},
     ),
     "phi3": causal("Phi3"),
     "olmo2": causal("Olmo2"),
@@ -76,7 +80,8 @@ ARCHITECTURES = {
     "olmoe": causal("Olmoe", num_experts=4, num_experts_per_tok=2),
     "qwen3-moe": causal("Qwen3Moe", **{**MOE, "num_experts": 4, "head_dim": 8}),
     "deepseek-v3": causal(
-        "DeepseekV3", **{**MOE, **LATENT, "n_routed_experts": 4, "n_group": 2, "topk_group": 1, "first_k_dense_replace": 1}
+        "DeepseekV3",
+        **{**MOE, **LATENT, "n_routed_experts": 4, "n_group": 2, "topk_group": 1, "first_k_dense_replace": 1},
     ),
     "mamba": causal("Mamba", state_size=4, conv_kernel=4),
     "mamba2": causal("Mamba2", state_size=4, num_heads=8, head_dim=8, n_groups=2, expand=2, chunk_size=4),

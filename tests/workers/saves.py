@@ -104,12 +104,12 @@ def saver_only(live: Live, folder: Path, settings: Settings) -> None:
 
 
 def streaming(live: Live, folder: Path, settings: Settings) -> None:
-    """Rank 0 holds a bucket of 1 MiB and its own shard, never the whole model."""
-    with CheckpointSaver(live.accelerator, bucket_bytes=1 << 20) as saver:
-        saver.save(live.model, folder / "warm-up", **settings)
+    """Rank 0 holds a bucket of 1 MiB, three blocks of 8 MiB to write from, and its own shard, never the whole model."""
+    with CheckpointSaver(live.accelerator, bucket_bytes=1 << 20, io_threads=1) as saver:
+        saver.save(torch.nn.Linear(3, 3), folder / "warm-up")  # whatever is imported on first use is imported here
         extra = peak_memory(lambda: saver.save(live.model, folder / "saved", **settings))
     whole = sum(tensor.numel() * tensor.element_size() for _, tensor in named_tensors(live.model))
-    assert whole > 55 << 20, whole
+    assert whole > 110 << 20, whole
     assert extra < whole / 3, f"{extra >> 20} MiB more than at rest for a model of {whole >> 20} MiB"
     write_truth(live, folder)
 

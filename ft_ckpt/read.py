@@ -1,0 +1,325 @@
+"""The road back: a committed checkpoint becomes a model again, strictly, without running anything it contains."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import Tensor, nn
+
+from ft_ckpt.catalog import read_manifest, verify
+from ft_ckpt.engines import sources
+from ft_ckpt.errors import CorruptError, LoadError, NotACheckpointError, listing
+from ft_ckpt.manifest import MANIFEST_NAME, Manifest, PartRecord
+from ft_ckpt.modules import MODULE_NAME, build_module
+from ft_ckpt.reattach import attach, base_of
+from ft_ckpt.select import stored_as_in_memory
+
+
+@dataclass(frozen=True)
+class LoadReport:
+    """What a load found. A strict load raises instead of returning one with the first three filled."""
+
+    path: Path
+    part: str  # "" for the whole checkpoint
+    missing: tuple[str, ...] = ()  # in the model, not in the files
+    unexpected: tuple[str, ...] = ()  # in the files, not in the model
+    reshaped: tuple[str, ...] = ()  # of another shape
+    tensors: int = 0
+    zero_copy: bool = False  # the parameters are the mapped file; they are copied only when written to
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class _Options:
+    """How to load, the same for every part."""
+
+    base: Any
+    into: nn.Module | None
+    classes: Mapping[str, type]
+    strict: bool
+    check_base: bool
+    trust_remote_code: bool
+
+
+def load_model(
+    path: str | Path,
+    *,
+    part: str | None = None,
+    base: Any = None,
+    into: nn.Module | None = None,
+    classes: Mapping[str, type] | None = None,
+    device: str | torch.device | None = None,
+    strict: bool = True,
+    check_base: bool = True,
+    trust_remote_code: bool = False,
+    with_report: bool = False,
+) -> Any:
+    """The model committed at `path`: a Hugging Face model, a PeftModel on its base, or a plain module, in eval mode.
+
+    `path` is a checkpoint or the folder of one of its parts; `part` names one as well. A checkpoint of several
+    attributes gives a dict by name, parameters they shared shared again. Files are mapped, not copied, where the
+    model keeps tensors as they are stored; weights that are trained further are copied as they are written.
+
+    `base`: the model an adapter goes on, as module, folder or id; default is the id it was trained on, whose sampled
+    weights are compared unless `check_base` is off. `into`: a module of yours to load a single part into. `classes`:
+    classes of plain modules by name, beside those already imported. `trust_remote_code`: run model code that lies in
+    the checkpoint, as in transformers. `with_report`: return (model, LoadReport).
+
+    Raises NotACheckpointError, CorruptError when files differ from the manifest in size or header, LoadError naming
+    every missing, unexpected or reshaped tensor unless `strict` is off, BaseMismatchError for the wrong base.
+    """
+    root, manifest, wanted = _find(Path(path), part)
+    report = verify(root, deep=False)
+    if not report.ok:
+        raise CorruptError(f"{root}: {listing(list(report.problems))}; use an older checkpoint")
+    options = _Options(base, into, classes or {}, strict, check_base, trust_remote_code)
+    groups = _groups(manifest.parts, wanted, root)
+    if into is not None and len(groups) > 1:
+        raise LoadError(f"into=: {root} holds {', '.join(groups)}; name one of them with part=")
+    loaded = {name: _load(root, records, options) for name, records in groups.items()}
+    models = {name: model.to(device) if device is not None else model for name, (model, _) in loaded.items()}
+    _share(manifest, models)
+    single = len(models) == 1 and (wanted is not None or "" in models)
+    result = next(iter(models.values())) if single else models
+    found = _summary(root, wanted or "", [one for _, one in loaded.values()], copied=device not in (None, "cpu"))
+    return (result, found) if with_report else result
+
+
+def _find(path: Path, part: str | None) -> tuple[Path, Manifest, str | None]:
+    """The checkpoint's folder, its manifest, and the folder of the part asked for (None: all of it)."""
+    for depth, folder in enumerate([path, *path.absolute().parents][:4]):
+        if (folder / MANIFEST_NAME).is_file():
+            manifest = read_manifest(folder)
+            below = path.absolute().relative_to(folder.absolute()).as_posix() if depth else None
+            if below is not None and part is None:
+                part = below
+            return folder, manifest, part
+    raise NotACheckpointError(
+        f"{path}: no {MANIFEST_NAME} in it, so no save was completed there; ft_ckpt.latest(folder) finds one that was"
+    )
+
+
+def _groups(parts: Sequence[PartRecord], wanted: str | None, root: Path) -> dict[str, list[PartRecord]]:
+    """Records by the thing they make up: a model with its adapters is one."""
+    groups: dict[str, list[PartRecord]] = {}
+    for record in parts:
+        groups.setdefault(_owner(record), []).append(record)
+    if wanted is None:
+        return groups
+    if wanted in groups:
+        return {wanted: groups[wanted]}
+    exact = [record for record in parts if wanted in (record.name, record.path)]
+    if not exact:
+        names = sorted({*groups, *(record.name for record in parts)} - {""})
+        raise LoadError(
+            f"part {wanted!r}: not in {root}; it has {', '.join(names) or 'one part only, leave part= out'}"
+        )
+    return {wanted: exact}
+
+
+def _owner(record: PartRecord) -> str:
+    """The folder of the model the record belongs to."""
+    if record.kind != "adapter":
+        return record.path
+    tail = f"adapters/{record.adapter}" if record.path.endswith(f"adapters/{record.adapter}") else str(record.adapter)
+    if record.adapter == "default" and tail == "default":
+        return record.path
+    return record.path.removesuffix(tail).rstrip("/")
+
+
+def _load(root: Path, records: list[PartRecord], options: _Options) -> tuple[nn.Module, LoadReport]:
+    whole = [record for record in records if record.kind != "adapter"]
+    adapters = [record for record in records if record.kind == "adapter"]
+    if whole and whole[0].kind == "module":
+        return _load_plain(root, whole[0], options)
+    model, report = (None, None) if not whole else _load_pretrained(root, whole[0], options)
+    if not adapters:
+        if model is None or report is None:
+            raise LoadError(f"{root}: no part to load")
+        return model, report
+    if model is None:
+        model = options.into if options.into is not None else base_of(adapters[0], options.base)
+    notes = attach(model, root, adapters, check_base=options.check_base and not whole)
+    count = sum(len(record.tensors) for record in adapters) + (report.tensors if report else 0)
+    return notes.model, LoadReport(
+        root, "", notes.missing, notes.unexpected, (), count, bool(report and report.zero_copy), notes.notes
+    )
+
+
+def _load_plain(root: Path, record: PartRecord, options: _Options) -> tuple[nn.Module, LoadReport]:
+    import json
+
+    folder = root / record.path
+    tensors = _tensors(root, record)
+    module = options.into
+    if module is None:
+        module = build_module(json.loads((folder / MODULE_NAME).read_text(encoding="utf-8")), options.classes).eval()
+        return module, _assign(module, record, tensors, root, options.strict, assign=True)
+    return module, _assign(module, record, tensors, root, options.strict, assign=False)
+
+
+def _load_pretrained(root: Path, record: PartRecord, options: _Options) -> tuple[nn.Module, LoadReport]:
+    folder = root / record.path
+    if options.into is not None:
+        return options.into, _assign(options.into, record, _tensors(root, record), root, options.strict, assign=False)
+    model = None if options.trust_remote_code else _empty_model(folder, record)
+    if model is None:
+        return _through_transformers(folder, root, record, options)
+    report = _assign(model, record, _tensors(root, record), root, options.strict, assign=True)
+    model.tie_weights()
+    return model.eval(), report
+
+
+def _empty_model(folder: Path, record: PartRecord) -> Any:
+    """The model without memory for its parameters; None when transformers has to convert, quantise or find its code."""
+    import transformers
+    from accelerate import init_empty_weights
+
+    config = transformers.AutoConfig.from_pretrained(folder)
+    cls = getattr(transformers, record.class_name, None)
+    if cls is None or getattr(config, "quantization_config", None) is not None:
+        return None
+    with init_empty_weights(include_buffers=False):
+        model = cls(config)
+    names = _live(model)
+    if not stored_as_in_memory(model, names) or any(name not in names for name in _stored(record)):
+        return None
+    if model.can_generate() and (folder / "generation_config.json").is_file():
+        model.generation_config = transformers.GenerationConfig.from_pretrained(folder)
+    model.name_or_path = str(folder)
+    return model
+
+
+def _through_transformers(
+    folder: Path, root: Path, record: PartRecord, options: _Options
+) -> tuple[nn.Module, LoadReport]:
+    """Let transformers load what is converted on the way in; its account of the load is held to the same strictness."""
+    import transformers
+
+    cls = getattr(transformers, record.class_name, None)
+    if cls is None:
+        auto = transformers.AutoModelForCausalLM if _is_causal(folder) else transformers.AutoModel
+        cls = auto
+    model, info = cls.from_pretrained(
+        folder,
+        dtype="auto",
+        local_files_only=True,
+        output_loading_info=True,
+        trust_remote_code=options.trust_remote_code,
+    )
+    report = LoadReport(
+        root,
+        record.path,
+        tuple(sorted(info["missing_keys"])),
+        tuple(sorted(info["unexpected_keys"])),
+        tuple(sorted(str(item[0]) for item in info["mismatched_keys"])),
+        len(record.tensors),
+        notes=("converted by transformers while loading",),
+    )
+    _refuse(report, options.strict)
+    return model.eval(), report
+
+
+def _is_causal(folder: Path) -> bool:
+    return '"AutoModelForCausalLM"' in (folder / "config.json").read_text(encoding="utf-8")
+
+
+def _assign(
+    module: nn.Module, record: PartRecord, tensors: dict[str, Tensor], root: Path, strict: bool, *, assign: bool
+) -> LoadReport:
+    """Put stored tensors into `module`, ties included: the mapped memory itself with `assign`, else its values."""
+    for kept, *aliases in record.ties:
+        tensors.update({alias: tensors[kept] for alias in aliases if kept in tensors and alias not in tensors})
+    live = {name: tuple(tensor.shape) for name, tensor in module.state_dict(keep_vars=True).items()}
+    reshaped = [n for n, tensor in tensors.items() if n in live and live[n] != tuple(tensor.shape)]
+    report = LoadReport(
+        root,
+        record.path,
+        tuple(name for name in live if name not in tensors),
+        tuple(name for name in tensors if name not in live),
+        tuple(f"{name}: {tuple(tensors[name].shape)} in the file, {live[name]} in the model" for name in reshaped),
+        len(record.tensors),
+        zero_copy=assign,
+    )
+    _refuse(report, strict)
+    fitting = {name: tensor for name, tensor in tensors.items() if name in live and name not in reshaped}
+    wants = {name: parameter.requires_grad for name, parameter in module.named_parameters()}
+    module.load_state_dict(fitting, strict=False, assign=assign)
+    for name, parameter in module.named_parameters():
+        parameter.requires_grad_(wants.get(name, parameter.requires_grad) and parameter.dtype.is_floating_point)
+    for kept, *aliases in record.ties if assign else ():
+        for alias in aliases:
+            _set(module, alias, _get(module, kept))
+    return report
+
+
+def _refuse(report: LoadReport, strict: bool) -> None:
+    problems = [f"{name}: missing in the files" for name in report.missing]
+    problems += [f"{name}: not in the model" for name in report.unexpected]
+    problems += list(report.reshaped)
+    if strict and problems:
+        raise LoadError(
+            f"{listing(problems)}: {len(problems)} difference(s) between {report.path} and the model; load it into the "
+            "class it was saved from, or pass strict=False to take what fits"
+        )
+
+
+def _tensors(root: Path, record: PartRecord) -> dict[str, Tensor]:
+    """The part's tensors by stored name, mapped from their files."""
+    tensors: dict[str, Tensor] = {}
+    for file in dict.fromkeys(tensor.file for tensor in record.tensors):
+        with safe_open(str(root / file), framework="pt") as opened:
+            tensors.update({name: opened.get_tensor(name) for name in opened.keys()})  # noqa: SIM118 - no mapping
+    return tensors
+
+
+def _stored(record: PartRecord) -> list[str]:
+    return [tensor.name for tensor in record.tensors]
+
+
+def _live(model: nn.Module) -> dict[str, Any]:
+    return sources(model, allow_meta=True)
+
+
+def _share(manifest: Manifest, models: Mapping[str, nn.Module]) -> None:
+    """Make parameters that parts shared when they were saved one parameter again."""
+    for group in manifest.shared:
+        members = [member.partition(":")[::2] for member in group]
+        here = [(models[part], name) for part, name in members if part in models]
+        if len(here) < 2:
+            continue
+        first = _get(*here[0])
+        for module, name in here[1:]:
+            if first is not None and _get(module, name) is not None:
+                _set(module, name, first)
+
+
+def _get(module: nn.Module, name: str) -> Any:
+    path, _, key = name.rpartition(".")
+    try:
+        return getattr(module.get_submodule(path), key)
+    except AttributeError:
+        return None
+
+
+def _set(module: nn.Module, name: str, value: Any) -> None:
+    path, _, key = name.rpartition(".")
+    setattr(module.get_submodule(path), key, value)
+
+
+def _summary(root: Path, part: str, reports: list[LoadReport], copied: bool) -> LoadReport:
+    first = replace(reports[0], path=root, part=part)
+    for other in reports[1:]:
+        first = replace(
+            first,
+            missing=first.missing + other.missing,
+            unexpected=first.unexpected + other.unexpected,
+            reshaped=first.reshaped + other.reshaped,
+            tensors=first.tensors + other.tensors,
+            zero_copy=first.zero_copy and other.zero_copy,
+            notes=first.notes + other.notes,
+        )
+    return replace(first, zero_copy=first.zero_copy and not copied)

@@ -1,0 +1,187 @@
+"""Adapters back onto their base: the right base, all their tensors, the active one active."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import Tensor, nn
+
+from ft_ckpt.adapters import PREFIX, adapter_parts, base_sources, is_peft_model
+from ft_ckpt.engines import Source, elements_at, sources
+from ft_ckpt.errors import BaseMismatchError, LoadError, listing
+from ft_ckpt.manifest import BaseRecord, PartRecord
+from ft_ckpt.select import View
+
+_ULPS = 2  # sampled values may differ by this many units of the coarser dtype: a base loaded in another precision
+
+
+@dataclass(frozen=True, eq=False)
+class Attached:
+    """The model with its adapters, and what did not fit."""
+
+    model: nn.Module
+    missing: tuple[str, ...]
+    unexpected: tuple[str, ...]
+    notes: tuple[str, ...]
+
+
+def base_of(record: PartRecord, given: Any) -> nn.Module:
+    """The base model for an adapter: `given` as module, folder or id, else the one it was trained on.
+
+    Raises LoadError when there is neither, or when it cannot be had.
+    """
+    if isinstance(given, nn.Module):
+        return given
+    recorded = record.base.id if record.base else None
+    place = given if given is not None else recorded
+    if place is None:
+        raise LoadError(f"adapter {record.adapter!r}: its base was built in memory and has no id; pass base=")
+
+    revision = record.base.revision if record.base and given is None else None
+    cls = _base_class(str(place), revision)
+    try:
+        model: nn.Module = cls.from_pretrained(place, revision=revision, dtype="auto")
+    except (OSError, ValueError) as error:
+        raise LoadError(
+            f"adapter {record.adapter!r}: base model {str(place)!r} cannot be loaded ({error}); pass base= with a "
+            "model, a folder or an id"
+        ) from error
+    return model
+
+
+def attach(model: nn.Module, root: Path, records: Sequence[PartRecord], *, check_base: bool) -> Attached:
+    """Put the adapters in `records` onto `model`, which may be a base or already carry adapters of these names.
+
+    Raises BaseMismatchError when sampled weights show another base, LoadError naming every tensor that is missing
+    or has no place.
+    """
+    from peft import PeftModel
+
+    notes = _prepare_base(model, root, records, check_base)
+    peft_model: Any = model if is_peft_model(model) else None
+    for record in records:
+        folder = str(root / record.path)
+        if peft_model is None:
+            peft_model = PeftModel.from_pretrained(model, folder, adapter_name=str(record.adapter))
+        else:
+            peft_model.load_adapter(folder, adapter_name=str(record.adapter))
+    missing, unexpected = _settle(peft_model, root, records)
+    problems = [f"{name}: missing in the files" for name in missing]
+    problems += [f"{name}: no place in the model" for name in unexpected]
+    if problems:
+        raise LoadError(f"{listing(problems)}: the adapter in {root} does not fit this base")
+    _activate(peft_model, records)
+    return Attached(peft_model.eval(), tuple(missing), tuple(unexpected), notes)
+
+
+def _base_class(place: str, revision: str | None) -> Any:
+    import transformers
+
+    try:
+        config = transformers.AutoConfig.from_pretrained(place, revision=revision)
+    except (OSError, ValueError):
+        return transformers.AutoModel  # its own error will say what is wrong with the place
+    names = getattr(config, "architectures", None) or ()
+    return next((cls for name in names if (cls := getattr(transformers, name, None))), transformers.AutoModel)
+
+
+def _prepare_base(model: Any, root: Path, records: Sequence[PartRecord], check: bool) -> tuple[str, ...]:
+    """Compare the base with the one trained on, then give it the rows that were added for the adapter."""
+    if is_peft_model(model):
+        return ()
+    if check:
+        for record in records:
+            if record.base is not None:
+                _check_fingerprint(model, record, record.base)
+    rows = _stored_rows(model, records)
+    if rows is None or rows == model.get_input_embeddings().weight.shape[0]:
+        return ()
+    model.resize_token_embeddings(rows, mean_resizing=False)
+    return (f"embeddings resized to {rows} rows, as the adapter in {root} was trained with",)
+
+
+def _stored_rows(model: Any, records: Sequence[PartRecord]) -> int | None:
+    """Rows of the input embeddings that the adapter brings with it, if it does."""
+    if not hasattr(model, "get_input_embeddings"):
+        return None
+    layer = model.get_input_embeddings()
+    name = next((name for name, inner in model.named_modules() if inner is layer), None)
+    wanted = {f"{PREFIX}{name}.weight", f"{PREFIX}{name}.base_layer.weight"}
+    found = (t.shape[0] for record in records for t in record.tensors if t.name in wanted)
+    return next(found, None)
+
+
+def _check_fingerprint(model: nn.Module, record: PartRecord, base: BaseRecord) -> None:
+    here = sources(model)
+    differing, compared = [], 0
+    for name, values in base.fingerprint.items():
+        source = here.get(name)
+        if source is None or not source.dtype.is_floating_point:
+            continue  # quantised here or there: the tensors that stayed floating speak for it
+        compared += 1
+        if not _agree(source, values, base.dtype):
+            differing.append(name)
+    if differing:
+        raise BaseMismatchError(
+            f"{listing(differing, ', ')}: {len(differing)} of {compared} sampled tensors of this base differ from the "
+            f"one that adapter {record.adapter!r} was trained on ({base.id or 'built in memory'}, revision "
+            f"{base.revision}); load it on that base, or pass check_base=False"
+        )
+    if base.fingerprint and not compared:
+        raise BaseMismatchError(
+            f"adapter {record.adapter!r}: none of the {len(base.fingerprint)} sampled tensors of its base is in "
+            f"{type(model).__name__}; load it on {base.id or 'the model it was trained on'}, or pass check_base=False"
+        )
+
+
+def _agree(source: Source, values: Mapping[str, float], dtype: str) -> bool:
+    """Whether the live elements equal the recorded ones, as far as the coarser of the two dtypes can tell."""
+    here = elements_at(source, 0, [int(index) for index in values if int(index) < source.numel])
+    if len(here) != len(values):
+        return False
+    recorded = getattr(torch, dtype, torch.float32)
+    coarse = max((recorded, source.dtype), key=lambda one: torch.finfo(one).eps)
+    limit = _ULPS * torch.finfo(coarse).eps
+    same = source.dtype == recorded
+    return all(
+        here[index] == value or (not same and abs(here[index] - value) <= limit * max(abs(value), 1e-6))
+        for index, value in values.items()
+    )
+
+
+def _settle(model: Any, root: Path, records: Sequence[PartRecord]) -> tuple[list[str], list[str]]:
+    """Names that did not meet; base tensors that came with the adapter are put in place, whatever PEFT did."""
+    one = View(model, sources(model))
+    expected = {part.adapter: {entry.name for entry in part.entries} for part in adapter_parts(one, "", "", "as_is")}
+    base = {PREFIX + name: source for name, source in base_sources(one)}
+    base.update({source.name: source for _, source in base_sources(one)})
+    missing: list[str] = []
+    unexpected: list[str] = []
+    for record in records:
+        stored = {tensor.name for tensor in record.tensors}
+        missing += sorted(expected[record.adapter] - stored)
+        brought = stored - expected[record.adapter]
+        unexpected += sorted(brought - set(base))
+        _place(root, record, {name: base[name] for name in brought if name in base})
+    return missing, unexpected
+
+
+def _place(root: Path, record: PartRecord, brought: Mapping[str, Source]) -> None:
+    for file in {tensor.file for tensor in record.tensors if tensor.name in brought}:
+        with safe_open(str(root / file), framework="pt") as opened, torch.no_grad():
+            for name in (tensor.name for tensor in record.tensors if tensor.name in brought):
+                live: Tensor = brought[name].live
+                live.copy_(opened.get_tensor(name))
+
+
+def _activate(model: Any, records: Sequence[PartRecord]) -> None:
+    active = [str(record.adapter) for record in records if record.active]
+    if len(active) == 1:
+        model.set_adapter(active[0])
+    elif active:
+        model.base_model.set_adapter(active)
+    for parameter in model.parameters():
+        parameter.requires_grad_(False)

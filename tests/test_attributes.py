@@ -1,0 +1,132 @@
+"""Submodels by name: a policy, a value head, a trunk two of them share."""
+
+import models
+import pytest
+import torch
+from compare import assert_same_tensors, files, logits, reference, stored
+from peft import PeftModel
+from torch import nn
+from transformers import AutoModelForCausalLM
+
+import ft_ckpt
+from ft_ckpt import CheckpointSaver, errors
+from ft_ckpt.catalog import read_manifest
+
+
+class Holder(nn.Module):
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+
+@pytest.fixture
+def pair():
+    return models.build("policy_and_value").eval()
+
+
+def test_policy_alone_is_a_hugging_face_folder(pair, tmp_path):
+    """Pain 13: the composite saved instead of its policy."""
+    report = CheckpointSaver().save(pair, tmp_path / "ours", attribute="policy", tokenizer=models.tokenizer())
+    assert report.kind == "attribute"
+    assert_same_tensors(stored(tmp_path / "ours"), reference(pair.policy, tmp_path / "theirs"))
+    assert torch.equal(logits(AutoModelForCausalLM.from_pretrained(tmp_path / "ours")), logits(pair.policy))
+
+
+def test_value_head_alone_loads_without_its_constructor(pair, tmp_path):
+    """Pain 13: the head, its buffer included, comes back as a module."""
+    CheckpointSaver().save(pair, tmp_path, attribute="value_head")
+    assert_same_tensors(stored(tmp_path), pair.value_head.state_dict())
+    loaded = ft_ckpt.load_model(tmp_path)
+    states = torch.ones(3, 24)
+    assert type(loaded) is models.ValueHead
+    assert torch.equal(loaded(states), pair.value_head(states))
+    assert torch.equal(loaded.mean, pair.value_head.mean)
+
+
+def test_value_head_loads_into_a_module_at_hand(pair, tmp_path):
+    CheckpointSaver().save(pair, tmp_path, attribute="value_head")
+    head = models.ValueHead()
+    assert ft_ckpt.load_model(tmp_path, into=head) is head
+    assert torch.equal(head.score.weight, pair.value_head.score.weight)
+
+
+def test_a_module_of_another_shape_is_refused(pair, tmp_path):
+    """Pain 10: what does not fit is skipped, and the rest of the module stays random."""
+    CheckpointSaver().save(pair, tmp_path, attribute="value_head")
+    head = models.ValueHead()
+    head.score = nn.Linear(5, 2)
+    head.extra = nn.Linear(2, 2)
+    before = head.hidden.weight.clone()
+    with pytest.raises(errors.LoadError, match=r"(?s)score\.weight.*extra\.weight|extra\.weight.*score\.weight"):
+        ft_ckpt.load_model(tmp_path, into=head)
+    assert torch.equal(head.hidden.weight, before)
+
+
+def test_nested_attribute(pair, tmp_path):
+    holder = Holder(pair)
+    CheckpointSaver().save(holder, tmp_path / "one", attribute="model.policy")
+    assert_same_tensors(stored(tmp_path / "one"), reference(pair.policy, tmp_path / "theirs"))
+    CheckpointSaver().save(holder, tmp_path / "two", attribute=["model.policy", "model.value_head"])
+    assert_same_tensors(stored(tmp_path / "two" / "model.policy"), stored(tmp_path / "theirs"))
+    assert set(ft_ckpt.load_model(tmp_path / "two")) == {"model.policy", "model.value_head"}
+
+
+def test_parts_load_one_by_one(pair, tmp_path):
+    CheckpointSaver().save(pair, tmp_path, attribute=["policy", "value_head"])
+    assert not [name for name in files(tmp_path) if name.endswith(".safetensors") and "/" not in name]
+    assert torch.equal(logits(ft_ckpt.load_model(tmp_path, part="policy")), logits(pair.policy))
+    assert isinstance(ft_ckpt.load_model(tmp_path, part="value_head"), models.ValueHead)
+    with pytest.raises(errors.CheckpointError, match=r"critic.*policy"):
+        ft_ckpt.load_model(tmp_path, part="critic")
+
+
+@pytest.mark.parametrize("attribute", ["critic", "policy.critic", ["policy", "critic"]])
+def test_unknown_attribute_lists_what_exists(pair, tmp_path, attribute):
+    """Pain 13: a filter that matches nothing writes an empty model."""
+    with pytest.raises(errors.UnknownAttributeError, match=r"critic.*(policy, value_head|lm_head)"):
+        CheckpointSaver().save(pair, tmp_path / "out", attribute=attribute)
+    assert not (tmp_path / "out").exists()
+
+
+def test_attribute_without_tensors_is_refused(tmp_path):
+    """Pain 13: the same, with an attribute that exists and holds nothing."""
+    model = models.build("llama")
+    with pytest.raises(errors.SelectionError, match="act_fn"):
+        CheckpointSaver().save(model, tmp_path / "out", attribute="model.layers.0.mlp.act_fn")
+
+
+def test_shared_trunk_is_recorded_and_shared_again(tmp_path):
+    """Pains 8, 13: one trunk under two names."""
+    model = models.build("shared_trunk").eval()
+    CheckpointSaver().save(model, tmp_path, attribute=["policy", "value_model"])
+    shared = {name for group in read_manifest(tmp_path).shared for name in group}
+    assert {"policy:model.norm.weight", "value_model:trunk.norm.weight"} <= shared
+    assert "policy:lm_head.weight" not in shared
+    parts = ft_ckpt.load_model(tmp_path)
+    trunk = dict(parts["policy"].model.named_parameters())
+    assert all(trunk[name] is tensor for name, tensor in parts["value_model"].trunk.named_parameters())
+    ids = models.batch(5)["input_ids"]
+    assert torch.equal(parts["value_model"].eval()(ids), model.value_model(ids))
+
+
+def test_lora_policy_inside_a_composite(tmp_path):
+    """Pains 4, 13: the adapter of one attribute, without base, head or prefix."""
+    model = models.build("lora_policy_and_value").eval()
+    CheckpointSaver().save(model, tmp_path / "ours", adapter_only=True, attribute="policy")
+    model.policy.save_pretrained(tmp_path / "theirs")
+    assert_same_tensors(stored(tmp_path / "ours"), stored(tmp_path / "theirs"))
+    base = models.build("qwen3")
+    state = model.policy.state_dict()
+    for name, tensor in base.state_dict().items():
+        names = [key for key in state if key.replace("base_layer.", "").replace("original_module.", "").endswith(name)]
+        tensor.copy_(state[names[0]])
+    assert torch.equal(logits(PeftModel.from_pretrained(base, tmp_path / "ours")), logits(model.policy))
+
+
+def test_whole_composite_is_one_module(pair, tmp_path):
+    CheckpointSaver().save(pair, tmp_path)
+    loaded = ft_ckpt.load_model(tmp_path)
+    assert isinstance(loaded, models.PolicyAndValue)
+    batch = models.batch(5)
+    assert torch.equal(loaded.eval()(**batch).loss, pair(**batch).loss)
+    assert loaded.policy.lm_head.weight is loaded.policy.model.embed_tokens.weight

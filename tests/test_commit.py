@@ -1,0 +1,563 @@
+"""A save that is killed, interrupted, refused or read meanwhile: the old or the new checkpoint is whole, never neither."""
+
+import errno
+import json
+import os
+import shutil
+import subprocess
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from faults import contents, dies_at, in_child, make_checkpoint, save, stop_at
+
+from ft_ckpt import disk
+from ft_ckpt.catalog import latest, read_manifest, verify
+from ft_ckpt.commit import check_target, commit, discard, open_stage, recover, uncommit
+from ft_ckpt.errors import CorruptError, ManifestError, NoSpaceError, TargetError
+from ft_ckpt.manifest import MANIFEST_NAME, FileRecord
+
+root_only = pytest.mark.skipif(os.geteuid() != 0, reason="mounts and other users need root")
+
+
+def add_foreign(target):
+    """What users and other tools keep in a checkpoint folder; no save may lose it."""
+    (target / "logs" / "run").mkdir(parents=True)
+    (target / "logs" / "run" / "events.txt").write_text("loss 1.0")
+    (target / "notes.txt").write_text("the good one")
+    (target / "best").symlink_to("notes.txt")
+
+
+def fresh(target):
+    pass
+
+
+def empty(target):
+    target.mkdir()
+
+
+def foreign(target):
+    make_checkpoint(target, step=1, shards=3)  # no manifest: another tool's save
+    add_foreign(target)
+
+
+def committed(target):
+    save(target, step=1, shards=3)
+    add_foreign(target)
+
+
+def overwrite(target):
+    save(target, step=2, shards=2)
+
+
+def overwrite_from_inside(target):
+    os.chdir(target)
+    overwrite(target)
+
+
+CASES = {
+    "rename": (fresh, overwrite),
+    "rename over empty": (empty, overwrite),
+    "pour": (foreign, overwrite),
+    "exchange": (committed, overwrite),
+    "sideline": (committed, overwrite_from_inside),
+}
+in_every_case = pytest.mark.parametrize(("prepare", "act"), CASES.values(), ids=CASES)
+
+
+@pytest.fixture(scope="module")
+def outcomes(tmp_path_factory):
+    """For each way to prepare: what is in the target before, and what after a save that nothing disturbs."""
+
+    def outcome(prepare):
+        target = tmp_path_factory.mktemp("outcome") / "checkpoint"
+        prepare(target)
+        before = contents(target)
+        overwrite(target)
+        return before, contents(target)
+
+    return {prepare: outcome(prepare) for prepare, _ in CASES.values()}
+
+
+def check_settled(target, outcomes, prepare):
+    """Whole, old or new, with everything foreign, and nothing left over beside or inside."""
+    before, after = outcomes[prepare]
+    found = contents(target)
+    assert found in (before, after)
+    assert [path for path in target.parent.rglob(".*")] == []
+    steps = {None: None, **{1: 1, 2: 2}}
+    newest = latest(target.parent)
+    expected = 2 if found == after else 1 if MANIFEST_NAME in before else None
+    assert steps[newest and read_manifest(newest).step] == expected
+    assert newest is None or verify(newest).ok
+
+
+def every_call(check):
+    """Call `check` with 1, 2, ... until it says that nothing was stopped any more."""
+    call = 1
+    while check(call):
+        call += 1
+    return call
+
+
+@in_every_case
+def test_killed_at_every_call(tmp_path, outcomes, prepare, act):
+    """Pain 20: killed mid-save, the newest folder is half-written."""
+
+    def killed(call):
+        target = tmp_path / str(call) / "checkpoint"
+        target.parent.mkdir()
+        prepare(target)
+        died = dies_at(call, lambda: act(target))
+        recover(target)
+        check_settled(target, outcomes, prepare)
+        assert died or contents(target) == outcomes[prepare][1]
+        return died
+
+    assert every_call(killed) > 10
+
+
+@pytest.mark.parametrize("case", ["pour", "exchange", "sideline"])
+def test_killed_and_its_recovery_killed(tmp_path, outcomes, case):
+    """Pain 20: the machine that died once dies again while it cleans up."""
+    prepare, act = CASES[case]
+
+    def killed(call):
+        crashed = tmp_path / "crashed"
+        crashed.mkdir()
+        prepare(crashed / "checkpoint")
+        died = dies_at(call, lambda: act(crashed / "checkpoint"))
+        every_call(lambda again: recovery_killed(again, crashed))
+        shutil.rmtree(crashed)
+        return died
+
+    def recovery_killed(call, crashed):
+        target = tmp_path / "again" / "checkpoint"
+        shutil.copytree(crashed, target.parent, symlinks=True)
+        died = dies_at(call, lambda: recover(target))
+        recover(target)
+        check_settled(target, outcomes, prepare)
+        shutil.rmtree(target.parent)
+        return died
+
+    every_call(killed)
+
+
+@in_every_case
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), OSError(errno.EIO, "I/O error")], ids=["Ctrl-C", "EIO"])
+def test_interrupted_at_every_call(tmp_path, outcomes, prepare, act, error):
+    """Ctrl-C or a failing disk in the middle: the same, in a process that lives on."""
+
+    def stop():
+        raise error
+
+    def interrupted(call):
+        target = tmp_path / str(call) / "checkpoint"
+        target.parent.mkdir()
+        prepare(target)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.chdir(tmp_path)
+            stop_at(call, stop, patch=patch.setattr)
+            try:
+                act(target)
+                raised = False
+            except (KeyboardInterrupt, TargetError):
+                raised = True
+        recover(target)
+        check_settled(target, outcomes, prepare)
+        return raised
+
+    assert every_call(interrupted) > 10
+
+
+def test_a_reader_always_sees_a_whole_one(tmp_path):
+    """Pain 20: an overwrite never passes through a state in which neither the old nor the new is whole."""
+    target = tmp_path / "checkpoint"
+    save(target, step=0)
+    writer = os.fork()
+    if writer == 0:
+        disk.fsync = lambda handle: None
+        for step in range(1, 201):
+            save(target, step=step, shards=1 + step % 3)
+        os._exit(0)
+    reads = 0
+    while os.waitpid(writer, os.WNOHANG)[0] == 0:
+        (target / MANIFEST_NAME).read_bytes()
+        report = verify(target)
+        assert report.ok, report.problems
+        reads += 1
+    assert reads > 10
+    assert read_manifest(target).step == 200
+
+
+def test_everything_is_synced_and_in_order(tmp_path, monkeypatch):
+    """Files and folders first, then the manifest's name, then the checkpoint's; else a power cut tears them."""
+    done = []
+    monkeypatch.setattr(disk, "fsync", lambda handle: done.append(os.readlink(f"/proc/self/fd/{handle}")))
+    move = disk.move
+    monkeypatch.setattr(disk, "move", lambda one, other: (done.append((one, other)), move(one, other)))
+    target = tmp_path / "new" / "checkpoint"
+    stage = open_stage(target)
+    assert str(tmp_path) in done  # or the folder "new" might not outlive the power cut
+    done.clear()
+    manifest = make_checkpoint(stage, part_path="policy")
+    commit(stage, target, manifest)
+    sealed, placed = done.index((stage / ".ft_ckpt.json.draft", stage / MANIFEST_NAME)), done.index((stage, target))
+    files = [str(stage / file.path) for file in manifest.files]
+    assert {*files, str(stage), str(stage / "policy"), str(stage / ".ft_ckpt.json.draft")} == set(done[:sealed])
+    assert str(stage) in done[sealed:placed]
+    assert str(target.parent) in done[placed:]
+
+
+@pytest.mark.parametrize("umask", [0o022, 0o077, 0o002])
+@pytest.mark.parametrize("case", ["rename", "pour"])
+def test_modes_follow_the_umask(tmp_path, umask, case):
+    """Pain 25: saved files that other users cannot read (mode 0600)."""
+    target, before = tmp_path / "runs" / "checkpoint", os.umask(umask)
+    try:
+        CASES[case][0](target)
+        stage = open_stage(target)
+        manifest = make_checkpoint(stage, part_path="policy")
+        for path in stage.rglob("*"):
+            path.chmod(0o700 if path.is_dir() else 0o600)
+        commit(stage, target, manifest)
+    finally:
+        os.umask(before)
+    assert disk.mode(target) == disk.mode(target / "policy") == 0o777 & ~umask
+    assert {
+        disk.mode(target / name) for name in (*contents(target / "policy"), MANIFEST_NAME) if (target / name).exists()
+    } == {0o666 & ~umask}
+    assert {disk.mode(path) for path in (target / "policy").iterdir()} == {0o666 & ~umask}
+
+
+def test_an_overwritten_folder_keeps_its_mode(tmp_path):
+    save(tmp_path / "checkpoint", step=1)
+    (tmp_path / "checkpoint").chmod(0o2770)
+    save(tmp_path / "checkpoint", step=2)
+    assert disk.mode(tmp_path / "checkpoint") == 0o2770
+
+
+def test_foreign_folders_are_moved_not_copied(tmp_path):
+    """A logger that has the folder open goes on writing into it."""
+    target = tmp_path / "checkpoint"
+    committed(target)
+    before = (target / "logs").stat().st_ino
+    overwrite(target)
+    assert (target / "logs").stat().st_ino == before
+
+
+@pytest.mark.parametrize("prepare", [foreign, committed])
+@pytest.mark.parametrize("shards", [1, 2])
+def test_no_stale_shard_survives(tmp_path, prepare, shards):
+    """Pain 26: old shards and a stale index mix with the new weights."""
+    prepare(tmp_path / "checkpoint")
+    (tmp_path / "checkpoint" / "pytorch_model-00001-of-00009.bin").write_text("stale")
+    (tmp_path / "checkpoint" / "optimizer.bin").write_text("not weights")
+    manifest = save(tmp_path / "checkpoint", step=2, shards=shards)
+    weights = {name for name in contents(tmp_path / "checkpoint") if "model" in name}
+    assert weights == {file.path for file in manifest.files if "model" in file.path}
+    assert (tmp_path / "checkpoint" / "optimizer.bin").exists()
+    assert verify(tmp_path / "checkpoint").ok
+
+
+def test_an_adapter_saved_into_the_folder_of_its_base_leaves_the_base(tmp_path):
+    make_checkpoint(tmp_path / "base", step=1)
+    save(tmp_path / "base", step=2, kind="adapter")
+    assert (tmp_path / "base" / "model.safetensors").exists()
+    assert verify(tmp_path / "base").ok
+
+
+def test_a_model_is_not_left_with_the_adapter_of_another_save(tmp_path):
+    """from_pretrained would put the adapter that adapter_config.json describes on the new model, unasked."""
+    make_checkpoint(tmp_path / "out", step=1, kind="adapter")
+    save(tmp_path / "out", step=2)
+    assert not (tmp_path / "out" / "adapter_config.json").exists()
+
+
+def test_through_a_link(tmp_path):
+    (tmp_path / "big").mkdir()
+    (tmp_path / "out").symlink_to("big")
+    for step in (1, 2):
+        save(tmp_path / "out", step=step)
+        assert (tmp_path / "out").is_symlink()
+        assert read_manifest(tmp_path / "big").step == step
+    assert sorted(os.listdir(tmp_path)) == ["big", "out"]
+
+
+def test_without_exchange(tmp_path, monkeypatch):
+    """File systems and kernels that cannot exchange get the same result."""
+
+    def refuse(*_paths):
+        raise OSError(errno.EINVAL, "Invalid argument")
+
+    committed(tmp_path / "checkpoint")
+    monkeypatch.setattr(disk, "exchange", refuse)
+    overwrite(tmp_path / "checkpoint")
+    assert read_manifest(tmp_path / "checkpoint").step == 2
+    assert (tmp_path / "checkpoint" / "notes.txt").exists()
+    assert not [name for name in contents(tmp_path) if "ft_ckpt-" in name]
+
+
+def test_the_working_directory_stays_usable(tmp_path, monkeypatch):
+    save(tmp_path / "checkpoint", step=1)
+    monkeypatch.chdir(tmp_path / "checkpoint")
+    save(tmp_path / "checkpoint", step=2)
+    assert json.loads(Path("config.json").read_text()) == {"step": 2}
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    place = tmp_path / "disk"
+    place.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=96k", "none", place]
+    if os.geteuid() != 0 or subprocess.run(mount, check=False, capture_output=True).returncode != 0:
+        pytest.skip("cannot mount a small disk")
+    yield place
+    subprocess.run(["umount", place], check=True)
+
+
+def fill(folder):
+    with (folder / "ballast").open("wb", buffering=0) as file:
+        while file.write(bytes(4096)) == 4096:
+            pass
+
+
+@pytest.mark.parametrize("prepare", [fresh, committed])
+def test_disk_full_keeps_the_old_one(small_disk, prepare):
+    """Pain 22: a full disk destroys the previous checkpoint."""
+    target = small_disk / "run" / "checkpoint"
+    target.parent.mkdir()
+    prepare(target)
+    before = contents(target)
+    stage = open_stage(target)
+    manifest = make_checkpoint(stage, step=2)
+    with pytest.raises(OSError, match="space"):
+        fill(small_disk)
+    with pytest.raises(NoSpaceError, match="no room") as caught:
+        commit(stage, target, manifest)
+    assert caught.value.errno == errno.ENOSPC
+    assert contents(target) == before
+    assert contents(target.parent).keys() == {f"checkpoint/{name}" for name in before}
+
+
+def test_file_size_limit_keeps_the_old_one(tmp_path):
+    """Pain 22: the same under RLIMIT_FSIZE, met while the manifest is written."""
+    resource = pytest.importorskip("resource")
+    committed(tmp_path / "checkpoint")
+    before = contents(tmp_path)
+
+    def limited():
+        stage = open_stage(tmp_path / "checkpoint")
+        manifest = make_checkpoint(stage, step=2)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (100, 100))
+        commit(stage, tmp_path / "checkpoint", manifest)
+
+    assert in_child(limited).startswith("NoSpaceError: ")
+    assert contents(tmp_path) == before
+
+
+def test_too_little_room_is_found_first(tmp_path):
+    """Pain 22: no size check before hours of writing."""
+    check_target(tmp_path / "new" / "checkpoint", 1000)
+    with pytest.raises(NoSpaceError, match="bytes free on its device, expected at least 1,000,000,000,000,000,000"):
+        check_target(tmp_path / "new" / "checkpoint", 10**18)
+    assert not (tmp_path / "new").exists()
+
+
+@pytest.mark.parametrize("prepare", [empty, foreign, committed])
+def test_target_is_a_mount_point(small_disk, prepare):
+    """A volume mounted at the target cannot be renamed; the stage and the sideline are inside it."""
+    if prepare is not empty:
+        shutil.copytree(_prepared(small_disk.parent, prepare), small_disk, dirs_exist_ok=True, symlinks=True)
+    overwrite(small_disk)
+    assert verify(small_disk).ok
+    assert read_manifest(small_disk).step == 2
+    assert prepare is empty or (small_disk / "notes.txt").exists()
+    assert not [name for name in os.listdir(small_disk) if name.startswith(".")]
+
+
+def _prepared(folder, prepare):
+    prepare(folder / "prepared")
+    return folder / "prepared"
+
+
+@pytest.mark.parametrize("inside", ["", "logs"])
+def test_mounted_from_the_same_disk(tmp_path, inside):
+    """A bind mount at the target or in it: the device number does not tell."""
+    target = tmp_path / "my checkpoint"
+    committed(target)
+    (tmp_path / "volume").mkdir()
+    bind = ["mount", "--bind", tmp_path / "volume", target / inside]
+    if os.geteuid() != 0 or subprocess.run(bind, check=False, capture_output=True).returncode != 0:
+        pytest.skip("cannot bind")
+    try:
+        overwrite(target)
+        assert read_manifest(target).step == 2
+        assert contents(tmp_path / "volume").keys() == (set() if inside else contents(target).keys())
+    finally:
+        subprocess.run(["umount", target / inside], check=True)
+
+
+def test_read_only_disk(small_disk):
+    subprocess.run(["mount", "-o", "remount,ro", small_disk], check=True)
+    with pytest.raises(TargetError, match="not writable"):
+        open_stage(small_disk / "run" / "checkpoint")
+
+
+@root_only
+def test_parent_that_is_not_ours(tmp_path):
+    """Only the target folder was made for us: everything happens inside it."""
+    home = Path(tempfile.mkdtemp())
+    home.chmod(0o755)
+    target = home / "checkpoint"
+    target.mkdir()
+    target.chmod(0o777)
+
+    def as_nobody():
+        os.setuid(65534)
+        save(target, step=1)
+        save(target, step=2)
+        check_target(home / "other", 0)
+
+    said = in_child(as_nobody)
+    found = verify(target).ok, read_manifest(target).step, sorted(os.listdir(home))
+    shutil.rmtree(home)
+    assert found == (True, 2, ["checkpoint"])
+    assert said.startswith("TargetError: ")
+    assert "not writable by this process" in said
+
+
+@pytest.mark.parametrize("below", ["", "deeper/still"])
+def test_target_is_a_file(tmp_path, below):
+    (tmp_path / "out").write_text("a file")
+    for refuse in (open_stage, lambda path: check_target(path, 0)):
+        with pytest.raises(TargetError, match="out: a file, expected a folder"):
+            refuse(tmp_path / "out" / below)
+
+
+def test_a_loop_of_links_is_refused(tmp_path):
+    (tmp_path / "a").symlink_to("b")
+    (tmp_path / "b").symlink_to("a")
+    with pytest.raises(TargetError, match="a: "):
+        open_stage(tmp_path / "a")
+
+
+@pytest.mark.parametrize("obstacle", ["config.json/mine.txt", "policy"])
+@pytest.mark.parametrize("prepare", [fresh, committed])
+def test_nothing_in_the_way_is_deleted(tmp_path, prepare, obstacle):
+    target = tmp_path / "checkpoint"
+    prepare(target)
+    (target / "config.json").unlink(missing_ok=True)
+    (target / obstacle).parent.mkdir(parents=True, exist_ok=True)
+    (target / obstacle).write_text("mine")
+    before = contents(tmp_path)
+    stage = open_stage(target)
+    make_checkpoint(stage, step=2)
+    manifest = make_checkpoint(stage, step=2, part_path="policy")
+    with pytest.raises(TargetError, match="move it away"):
+        commit(stage, target, manifest)
+    assert contents(tmp_path) == before
+
+
+@pytest.mark.parametrize("path", ["/etc/passwd", "../outside", "a/../../b", "a//b", "..\\b", ""])
+def test_paths_that_lead_outside_are_refused(tmp_path, path):
+    save(tmp_path / "checkpoint", step=1)
+    stage = open_stage(tmp_path / "checkpoint")
+    manifest = make_checkpoint(stage, step=2)
+    manifest = replace(manifest, files=(*manifest.files, FileRecord(path, 1, "")))
+    with pytest.raises(ManifestError, match="must be relative"):
+        commit(stage, tmp_path / "checkpoint", manifest)
+    assert read_manifest(tmp_path / "checkpoint").step == 1
+
+
+def test_a_forged_old_manifest_moves_nothing_outside(tmp_path):
+    (tmp_path / "precious").write_text("mine")
+    save(tmp_path / "checkpoint", step=1)
+    old = (tmp_path / "checkpoint" / MANIFEST_NAME).read_text()
+    (tmp_path / "checkpoint" / MANIFEST_NAME).write_text(old.replace('"config.json"', '"../precious"'))
+    save(tmp_path / "checkpoint", step=2)
+    assert (tmp_path / "precious").read_text() == "mine"
+    assert verify(tmp_path / "checkpoint").ok
+
+
+def _drop(stage):
+    (stage / "config.json").unlink()
+
+
+def _cut(stage):
+    os.truncate(stage / "model.safetensors", 20)
+
+
+def _add(stage):
+    (stage / "extra.bin").write_text("?")
+
+
+def _link(stage):
+    (stage / "link").symlink_to("/etc/passwd")
+
+
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [
+        (_drop, "config.json: not in the stage"),
+        (_cut, "model.safetensors: 20 bytes in the stage, [0-9]+ in the manifest"),
+        (_add, "extra.bin: not in the manifest"),
+        (_link, "link: a symbolic link"),
+    ],
+)
+def test_a_stage_that_is_not_what_was_described(tmp_path, spoil, message):
+    committed(tmp_path / "checkpoint")
+    before = contents(tmp_path)
+    stage = open_stage(tmp_path / "checkpoint")
+    manifest = make_checkpoint(stage, step=2)
+    spoil(stage)
+    with pytest.raises(CorruptError, match=message):
+        commit(stage, tmp_path / "checkpoint", manifest)
+    assert contents(tmp_path) == before
+
+
+def test_recover_leaves_the_living_alone(tmp_path):
+    """Pain 21: one process cleans up what another is still writing."""
+    target = tmp_path / "checkpoint"
+    ours = open_stage(target)
+    theirs = tmp_path / f".checkpoint.ft_ckpt-stage-elsewhere-1-{'0' * 8}"
+    neighbour = tmp_path / f".checkpoint-2.ft_ckpt-stage-elsewhere-1-{'0' * 8}"
+    theirs.mkdir()
+    neighbour.mkdir()
+    os.utime(neighbour, (0, 0))
+    other = in_child(lambda: recover(target))
+    assert other == ""
+    assert recover(target) == ()
+    assert ours.is_dir()
+    os.utime(theirs, (0, 0))
+    assert recover(target) == (f"{theirs.name}: removed what was left of a save",)
+    assert neighbour.is_dir()
+
+
+def test_the_next_save_settles_the_last_one(tmp_path):
+    committed(tmp_path / "checkpoint")
+    assert dies_at(20, lambda: overwrite_from_inside(tmp_path / "checkpoint"))
+    assert [name for name in contents(tmp_path) if ".ft_ckpt-" in name]
+    discard(open_stage(tmp_path / "checkpoint"))
+    assert verify(tmp_path / "checkpoint").ok
+    assert not [name for name in contents(tmp_path) if "ft_ckpt-" in name]
+
+
+def test_discard(tmp_path):
+    stage = open_stage(tmp_path / "checkpoint")
+    make_checkpoint(stage)
+    discard(stage)
+    discard(stage)
+    assert os.listdir(tmp_path) == []
+    with pytest.raises(TargetError, match="not a stage"):
+        discard(tmp_path)
+    assert tmp_path.is_dir()
+
+
+def test_uncommit_comes_before_deleting(tmp_path):
+    save(tmp_path / "checkpoint-1", step=1)
+    uncommit(tmp_path / "checkpoint-1")
+    uncommit(tmp_path / "checkpoint-1")
+    assert latest(tmp_path) is None
+    assert (tmp_path / "checkpoint-1" / "model.safetensors").exists()

@@ -1,0 +1,193 @@
+"""The functions open-instruct's scripts call, by their names and with their results."""
+
+import copy
+import subprocess
+import sys
+from pathlib import Path
+
+import models
+import pytest
+import torch
+from accelerate import Accelerator
+from peft import PeftModel
+from torch import nn
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, LlamaForCausalLM
+
+from ft_ckpt import verify
+from ft_ckpt.errors import UnknownAttributeError
+from ft_ckpt.integrations.open_instruct import clean_last_n_checkpoints, get_last_checkpoint, save_with_accelerate
+from ft_ckpt.manifest import MANIFEST_NAME
+
+# An entry is a folder; "name!" is one with open-instruct's marker, "name*" one with our manifest, "name." a file.
+# layout, the newest complete one, the newest of all
+LAST = [
+    ("", None, None),
+    ("step_1! step_10! step_9!", "step_10", "step_10"),
+    ("step_1! step_10", "step_1", "step_10"),
+    ("step_2* step_1!", "step_2", "step_2"),
+    ("step_1 step_2", None, "step_2"),
+    ("epoch_0! epoch_1!", "epoch_1", "epoch_1"),
+    ("step_5! epoch_7!", "step_5", "step_5"),
+    ("step_5 epoch_7!", None, "step_5"),
+    ("step_notes. epoch_7!", None, None),
+    ("checkpoint-30! final! steps_3! Step_4!", None, None),
+    ("step_2! step_final! step_", "step_2", "step_2"),
+    ("step_7. step_3!", "step_3", "step_7"),
+    ("step_007! step_6!", "step_007", "step_007"),
+    ("epoch_1_step_30! epoch_2_step_4!", "epoch_1_step_30", "epoch_1_step_30"),
+]
+
+# layout, how many to keep, what is left
+CLEAN = [
+    ("step_1! step_2! step_10!", 2, "step_2 step_10"),
+    ("step_1! step_2! step_10!", 0, ""),
+    ("step_1! step_2! step_10!", -1, "step_1 step_2 step_10"),
+    ("step_1! step_2! step_10!", 5, "step_1 step_2 step_10"),
+    ("step_1* step_2 step_3!", 1, "step_3"),
+    ("step_3! step_4 step_5", 2, "step_4 step_5"),
+    ("epoch_0! epoch_1! step_50!", 1, "step_50"),
+    ("step_1! step_2! step_99. checkpoint-7! notes best_3!", 1, "step_2 step_99 checkpoint-7 notes best_3"),
+    ("step_1! step_final! step_2!", 1, "step_final step_2"),
+    ("", 3, ""),
+]
+
+
+def lay_out(folder: Path, layout: str) -> Path:
+    for entry in layout.split():
+        path = folder / entry.rstrip("!*.")
+        if entry.endswith("."):
+            path.write_text("")
+            continue
+        path.mkdir()
+        (path / "model.safetensors").write_text("weights")
+        for mark, name in (("!", "COMPLETED"), ("*", MANIFEST_NAME)):
+            if entry.endswith(mark):
+                (path / name).write_text("")
+    return folder
+
+
+@pytest.mark.parametrize(("layout", "complete", "any_state"), LAST)
+def test_last_checkpoint(layout: str, complete: str | None, any_state: str | None, tmp_path: Path) -> None:
+    folder = str(lay_out(tmp_path, layout))
+    assert get_last_checkpoint(folder) == (complete and f"{folder}/{complete}")
+    assert get_last_checkpoint(folder, incomplete=True) == (any_state and f"{folder}/{any_state}")
+
+
+def test_path_is_spelt_as_the_folder_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    lay_out(tmp_path, "step_1!")
+    monkeypatch.chdir(tmp_path)
+    assert get_last_checkpoint("./") == "./step_1"
+
+
+@pytest.mark.parametrize("function", [get_last_checkpoint, lambda folder: clean_last_n_checkpoints(folder, 1)])
+def test_folder_that_is_not_there(function, tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError):
+        function(str(tmp_path / "nowhere"))
+
+
+@pytest.mark.parametrize(("layout", "keep", "left"), CLEAN)
+def test_clean_last_n(layout: str, keep: int, left: str, tmp_path: Path) -> None:
+    clean_last_n_checkpoints(str(lay_out(tmp_path, layout)), keep)
+    assert {path.name for path in tmp_path.iterdir()} == set(left.split())
+
+
+def test_interrupted_cleaning_leaves_nothing_that_looks_whole(tmp_path: Path, monkeypatch) -> None:
+    """Pain 24: both marks go before the weights do."""
+    lay_out(tmp_path, "step_1! step_2* step_3!")
+
+    def killed(path: Path, **_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("shutil.rmtree", killed)
+    for name in ("step_1", "step_2"):
+        with pytest.raises(KeyboardInterrupt):
+            clean_last_n_checkpoints(str(tmp_path), 1)
+        assert [path.name for path in (tmp_path / name).iterdir()] == ["model.safetensors"]
+        (tmp_path / name / "model.safetensors").unlink()
+        (tmp_path / name).rmdir()
+    assert get_last_checkpoint(str(tmp_path)) == f"{tmp_path}/step_3"
+
+
+def test_linked_checkpoint_is_not_followed(tmp_path: Path) -> None:
+    elsewhere = lay_out(tmp_path, "kept") / "kept"
+    (elsewhere / "COMPLETED").write_text("")
+    runs = tmp_path / "runs"
+    runs.mkdir()
+    (runs / "step_1").symlink_to(elsewhere)
+    clean_last_n_checkpoints(str(runs), 0)
+    assert {path.name for path in elsewhere.iterdir()} == {"model.safetensors", "COMPLETED"}
+
+
+def test_finding_and_cleaning_bring_no_torch(tmp_path: Path) -> None:
+    lay_out(tmp_path, "step_1! step_2!")
+    code = (
+        "import sys; from ft_ckpt.integrations.open_instruct import *\n"
+        "clean_last_n_checkpoints(sys.argv[1], 1); print(get_last_checkpoint(sys.argv[1]), 'torch' in sys.modules)"
+    )
+    out = subprocess.run([sys.executable, "-c", code, tmp_path], capture_output=True, text=True, timeout=60, check=True)
+    assert out.stdout.split() == [f"{tmp_path}/step_2", "False"]
+
+
+# Saving
+
+
+@pytest.fixture
+def accelerator() -> Accelerator:
+    return Accelerator(cpu=True)
+
+
+def saved(accelerator: Accelerator, model: nn.Module, folder: Path, **options: object) -> Path:
+    """What `save_with_accelerate` makes of a prepared model; the live generation configs are checked on the way."""
+    holders = [m for m in model.modules() if getattr(m, "generation_config", None) is not None]
+    before = [copy.deepcopy(vars(m.generation_config)) for m in holders]
+    save_with_accelerate(accelerator, accelerator.prepare(model), models.tokenizer(), str(folder), **options)
+    assert [vars(m.generation_config) for m in holders] == before
+    assert verify(folder).ok
+    assert AutoTokenizer.from_pretrained(folder).chat_template == models.CHAT_TEMPLATE
+    return folder
+
+
+def equal(one: nn.Module, other: nn.Module) -> bool:
+    pairs = zip(one.state_dict().items(), other.state_dict().items(), strict=True)
+    return all(a == b and torch.equal(x, y) for (a, x), (b, y) in pairs)
+
+
+def test_whole_model(accelerator: Accelerator, tmp_path: Path) -> None:
+    model = models.build("llama")
+    folder = saved(accelerator, model, tmp_path / "out")
+    assert equal(AutoModelForCausalLM.from_pretrained(folder), model)
+    generation = GenerationConfig.from_pretrained(folder)
+    assert (generation.eos_token_id, generation.bos_token_id) == (1, 0)
+
+
+@pytest.mark.parametrize(("template", "eos"), [("olmo_thinker", [5, 6]), ("tulu", 1), (None, 1)])
+def test_stop_tokens_follow_the_template(template, eos, accelerator: Accelerator, tmp_path: Path) -> None:
+    model = models.build("llama")
+    model.generation_config.eos_token_id = 9
+    folder = saved(accelerator, model, tmp_path / "out", chat_template_name=template)
+    assert GenerationConfig.from_pretrained(folder).eos_token_id == eos
+
+
+def test_lora_saves_the_adapter_only(accelerator: Accelerator, tmp_path: Path) -> None:
+    model = models.build("lora")
+    folder = saved(accelerator, model, tmp_path / "out", use_lora=True)
+    assert not list(folder.glob("model*.safetensors"))
+    base = models.qwen3()
+    models.fill(base)
+    loaded = PeftModel.from_pretrained(base, folder)
+    adapter = {n: t for n, t in model.state_dict().items() if "lora_" in n and ".default" in n}
+    assert adapter
+    assert all(torch.equal(loaded.state_dict()[name], tensor) for name, tensor in adapter.items())
+
+
+def test_attribute_is_saved_as_the_model(accelerator: Accelerator, tmp_path: Path) -> None:
+    """Pain 13: PPO's policy alone, loadable by from_pretrained."""
+    model = models.build("policy_and_value")
+    folder = saved(accelerator, model, tmp_path / "out", model_attribute_to_save="policy")
+    assert equal(LlamaForCausalLM.from_pretrained(folder), model.policy)
+
+
+def test_attribute_that_is_not_there(accelerator: Accelerator, tmp_path: Path) -> None:
+    with pytest.raises(UnknownAttributeError, match="critic"):
+        saved(accelerator, models.build("policy_and_value"), tmp_path / "out", model_attribute_to_save="critic")
+    assert not (tmp_path / "out").exists()
