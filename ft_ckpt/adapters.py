@@ -295,7 +295,7 @@ def base_identity(module: Any, adapter: str) -> tuple[str | None, str | None, st
     settings, config = module.peft_config[adapter], getattr(model, "config", None)
     name = settings.base_model_name_or_path or getattr(model, "name_or_path", None) or None
     revision = settings.revision or getattr(config, "_commit_hash", None)
-    described = config.to_dict() if hasattr(config, "to_dict") else {}
+    described = config.to_dict() if config is not None and hasattr(config, "to_dict") else {}
     lasting = {key: value for key, value in described.items() if key not in _PASSING}
     return name, revision, xxhash.xxh3_128_hexdigest(json.dumps(lasting, sort_keys=True, default=str).encode())
 

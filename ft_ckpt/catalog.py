@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import stat
 import warnings
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -225,12 +226,14 @@ def _problems(path: Path, manifest: Manifest, *, deep: bool) -> Iterator[str]:
 
 
 def _size_problem(path: Path, file: FileRecord) -> str | None:
-    place = path / file.path
-    if not place.is_file():
-        return f"{file.path}: missing"
-    size = place.stat().st_size
-    if size != file.size_bytes:
-        return f"{file.path}: {size:,} bytes, expected {file.size_bytes:,}: cut short or overwritten"
+    try:
+        found = (path / file.path).stat()
+    except OSError as error:
+        return f"{file.path}: missing ({error.strerror})"
+    if not stat.S_ISREG(found.st_mode):
+        return f"{file.path}: not a file"
+    if found.st_size != file.size_bytes:
+        return f"{file.path}: {found.st_size:,} bytes, expected {file.size_bytes:,}: cut short or overwritten"
     return None
 
 

@@ -67,11 +67,8 @@ class Source:
 
 def unwrap(model: nn.Module) -> nn.Module:
     """The user's own module inside any stack of DDP, FSDP1, DeepSpeed and torch.compile wrappers."""
-    while True:
-        inner = _inner(model)
-        if inner is None:
-            return model
-        model = inner
+    inner = _inner(model)
+    return model if inner is None else unwrap(inner)
 
 
 def sources(model: nn.Module, allow_meta: bool = False) -> dict[str, Source]:

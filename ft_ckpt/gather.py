@@ -55,7 +55,7 @@ def equal(one: Source, other: Source, ranks: Ranks, bucket_bytes: int) -> bool:
     for source in (one, other):
         digest = xxhash.xxh3_128()
         for chunk in stream([source], ranks, bucket_bytes):
-            digest.update(chunk.data.contiguous().view(torch.uint8).numpy())
+            digest.update(chunk.data.contiguous().view(torch.uint8).numpy().data)
         digests.append(digest.digest())
     return digests[0] == digests[1]
 

@@ -6,15 +6,17 @@ reaches the others in milliseconds. The same calls work with one process and no 
 """
 
 import json
+import threading
 import time
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
 from ft_ckpt.errors import CheckpointError, RankError, RanksDisagreeError
 
 _POLL_SECONDS = (0.0005, 0.05)  # first and longest pause between looks at the store
+_BEAT_SECONDS = 1.0  # between signs of life of a rank at work; well below any sensible time-out
 
 
 @dataclass
@@ -46,11 +48,11 @@ class Ranks:
         ranks RankError naming the one that failed. Raises RanksDisagreeError when values differ or when a rank does
         not come within `timeout_seconds` (default: the object's).
         """
-        own = {"what": what, "value": dict(value or {}), "error": _describe(error)}
         if self.size == 1:
             if error is not None:
                 raise error
-            return [own["value"]]
+            return [dict(value or {})]
+        own = {"what": what, "value": dict(value or {}), "error": _describe(error)}
         self.rounds += 1
         limit = self.timeout_seconds if timeout_seconds is None else timeout_seconds
         self._put(f"{self.rounds}/{self.rank}", own)
@@ -60,6 +62,31 @@ class Ranks:
         if verdict["problem"]:
             raise (RanksDisagreeError if verdict["disagree"] else RankError)(verdict["problem"])
         return [entry["value"] for entry in verdict["entries"]]
+
+    @contextmanager
+    def working(self) -> Iterator[None]:
+        """Tell the other ranks, while the block runs, that this one is alive and at work: they go on waiting.
+
+        From a thread, since the work may sit in one long system call. When the process dies, so does the thread.
+        """
+        if self.size == 1:
+            yield
+            return
+        done = threading.Event()
+
+        def beat() -> None:
+            count = 0
+            while not done.wait(_BEAT_SECONDS):
+                count += 1
+                self.store.set(self._key(f"beat/{self.rank}"), f"{self.rounds}.{count}")
+
+        thread = threading.Thread(target=beat, name="ft_ckpt-beat", daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            done.set()
+            thread.join()
 
     def _lead(self, what: str, same: tuple[str, ...], limit: float) -> dict[str, Any]:
         """Collect what the ranks put, judge it, and put the verdict where the others wait for it."""
@@ -78,17 +105,26 @@ class Ranks:
         return verdict
 
     def _follow(self, what: str, limit: float) -> dict[str, Any]:
-        """Wait for rank 0's verdict; it comes in any case within `limit` seconds of rank 0's own arrival."""
+        """Wait for rank 0, however long it is at work, and then for its verdict, which it gives within `limit`."""
         arrived = self._wait(f"{self.rounds}/0", limit)
         if arrived and self._wait(f"{self.rounds}/verdict", limit + 60.0):
             return self._get(f"{self.rounds}/verdict")
+        # Rank 0 may still come: it must not take this rank's entry for its presence.
+        self._put(f"{self.rounds}/{self.rank}", {"what": what, "value": {}, "error": f"gave up after {limit:g} s"})
         found = "rank 0 came and then fell silent" if arrived else f"rank(s) 0 did not enter {what}"
         return {"problem": f"{what}: {found} within {limit:g} s; {_ADVICE}", "disagree": True, "entries": []}
 
     def _wait(self, name: str, limit: float) -> bool:
-        deadline, pause = time.monotonic() + limit, _POLL_SECONDS[0]
+        """Wait until rank 0 has put `name`; False when it has given no sign of life for `limit` seconds."""
+        deadline, pause, heard, look = time.monotonic() + limit, _POLL_SECONDS[0], b"", 0.0
         while not self.store.check([self._key(name)]):
-            if time.monotonic() > deadline:
+            now = time.monotonic()
+            if now > look and self.store.check([self._key("beat/0")]):
+                beat, look = self.store.get(self._key("beat/0")), now + _BEAT_SECONDS / 2
+                if beat != heard:
+                    # A beat seen for the first time may be an old one: it counts only as what the next is compared to.
+                    heard, deadline = beat, now + limit if heard else deadline
+            if now > deadline:
                 return False
             time.sleep(pause)
             pause = min(pause * 1.5, _POLL_SECONDS[1])
@@ -166,7 +202,7 @@ def _judge(
     if failed:
         text = "; ".join(f"rank {rank}: {entries[rank]['error']}" for rank in sorted(failed)[:4])
         return {"problem": f"{what} failed, nothing was committed: {text}", "disagree": False, "entries": []}
-    differing = [text for name in same if (text := _difference(name, ordered))]
+    differing = [difference for name in same if (difference := _difference(name, ordered))]
     if differing:
         return {"problem": f"{what}: ranks disagree: {'; '.join(differing)}", "disagree": True, "entries": []}
     return {"problem": None, "disagree": False, "entries": ordered}

@@ -7,6 +7,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
+from functools import cache
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -85,12 +86,14 @@ def run(
     prepared: _Prepared | None = None
     try:
         if request is not None:
-            prepared, error = attempt(lambda: _prepare(request, ranks))
+            with ranks.working():
+                prepared, error = attempt(lambda: _prepare(request, ranks))
         # Everything that can be refused is refused here, before a tensor moves: later, ranks depend on each other.
         answers = ranks.agree("save()", _facts(request, prepared), error, same=("path", "kind", "step", "tensors"))
         if request is None or prepared is None:
             raise RuntimeError("agreement without a plan")  # agree() raises this rank's error before
-        report, error = attempt(lambda: _carry_out(request, prepared, answers, ranks, config, begun))
+        with ranks.working():
+            report, error = attempt(lambda: _carry_out(request, prepared, answers, ranks, config, begun))
         outcome = ranks.agree("the commit of save()", report, error)[0]
     finally:
         if prepared is not None and prepared.stage is not None:
@@ -283,6 +286,7 @@ def _summed(counts: list[Mapping[str, int]]) -> dict[str, int]:
     return total
 
 
+@cache  # reading a package's metadata takes milliseconds
 def _versions() -> dict[str, str]:
     from ft_ckpt import __version__
 

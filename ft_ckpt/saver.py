@@ -46,7 +46,8 @@ class CheckpointSaver:
         if self.directory is not None:
             commit.check_target(self.directory, 0)
         for model in getattr(accelerator, "_models", None) or ():
-            check_companions(engines.unwrap(model), tokenizer, self.config.chat_template_name)
+            # A template takes its tokens from the tokenizer, which may only come with the call of save().
+            check_companions(engines.unwrap(model), tokenizer, self.config.chat_template_name if tokenizer else None)
 
     def save(
         self,
@@ -75,7 +76,11 @@ class CheckpointSaver:
         was committed before is whole.
         """
         begun = time.monotonic()
-        given = {"dtype": dtype, "chat_template_name": chat_template_name, "max_shard_size": max_shard_size}
+        given: dict[str, Any] = {
+            "dtype": dtype,
+            "chat_template_name": chat_template_name,
+            "max_shard_size": max_shard_size,
+        }
         config = replace(self.config, **{name: value for name, value in given.items() if value is not None})
         ranks = current(config.enter_timeout_seconds)
         request, error = attempt(

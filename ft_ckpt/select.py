@@ -45,7 +45,7 @@ class Part:
     name: str
     path: str  # folder relative to the checkpoint, "" for the checkpoint itself
     kind: str  # "model" | "module" | "adapter"
-    module: nn.Module  # unwrapped
+    module: Any  # the nn.Module, unwrapped
     entries: tuple[Entry, ...]
     file: str = MODEL_FILE
     ties: tuple[tuple[str, ...], ...] = ()
@@ -60,7 +60,7 @@ class Part:
 class View:
     """A module of the live model, unwrapped, with the sources below it by names relative to it."""
 
-    module: nn.Module
+    module: Any  # an nn.Module; what else it may have depends on its class
     sources: Mapping[str, Source] = field(default_factory=dict)
 
 

@@ -64,9 +64,8 @@ class Writer:
         self.direct = direct
         self.pool = ThreadPoolExecutor(threads, "ft_ckpt-write")
         self.free: SimpleQueue[mmap.mmap] = SimpleQueue()
-        self.blocks = [mmap.mmap(-1, BLOCK_BYTES) for _ in range(threads + 2)]
-        for block in self.blocks:
-            self.free.put(block)
+        self.blocks: list[mmap.mmap] = []
+        self.most_blocks = threads + 2  # one being filled, one on its way, the others under a writer's hands
 
     def __enter__(self) -> "Writer":
         return self
@@ -76,6 +75,13 @@ class Writer:
         for block in self.blocks:
             with suppress(BufferError):  # a view that an exception's traceback still holds; freed with it
                 block.close()
+
+    def take(self) -> mmap.mmap:
+        """An aligned block of BLOCK_BYTES, new while there are few; waits while all are being written."""
+        if self.free.empty() and len(self.blocks) < self.most_blocks:
+            self.blocks.append(mmap.mmap(-1, BLOCK_BYTES))
+            return self.blocks[-1]
+        return self.free.get()  # that is the back-pressure
 
     def create(self, path: Path, size_bytes: int) -> "DurableFile":
         """A new file of exactly `size_bytes`, its space allocated. Raises NoSpaceError when there is none."""
@@ -134,7 +140,7 @@ class DurableFile:
 
     def _open_block(self) -> mmap.mmap:
         if self.block is None:
-            self.block = self.writer.free.get()  # waits while all blocks are being written: that is the back-pressure
+            self.block = self.writer.take()
         return self.block
 
     def _dispatch(self) -> None:

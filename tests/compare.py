@@ -25,7 +25,7 @@ def stored(folder: Path, pattern: str = "*.safetensors") -> dict[str, torch.Tens
 def assert_same_tensors(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> None:
     """The same names, and for each the same dtype, shape and bytes."""
     assert theirs
-    assert sorted(ours) == sorted(theirs)
+    assert set(ours) == set(theirs), f"names in one only: {sorted(set(ours) ^ set(theirs))}"
     for name, tensor in theirs.items():
         assert ours[name].dtype == tensor.dtype, name
         assert ours[name].shape == tensor.shape, name
@@ -48,6 +48,15 @@ def true_model(model: str, folder: Path) -> nn.Module:
             assert tensors[name].shape == tensor.shape, name
             tensors[name].copy_(tensor)
     return built.eval()
+
+
+def base_of(state: dict[str, torch.Tensor]) -> nn.Module:
+    """The bare qwen3 below a PEFT model, from that model's tensors."""
+    plain = {name.removeprefix("base_model.model."): tensor for name, tensor in state.items()}
+    own = {name.replace(".base_layer.", ".").replace(".original_module.", "."): t for name, t in plain.items()}
+    base = models.build("qwen3", seed=98)
+    base.load_state_dict({name: own[name] for name in base.state_dict()})
+    return base
 
 
 def reference(model: nn.Module, folder: Path, **settings: Any) -> dict[str, torch.Tensor]:

@@ -61,9 +61,11 @@ def save(target, **what) -> Manifest:
 def contents(folder) -> dict[str, bytes]:
     """Every file below `folder`, hidden ones too: relative path to bytes; of a link, where it leads to."""
     paths = [path for path in Path(folder).rglob("*") if path.is_symlink() or path.is_file()]
-    return {
-        p.relative_to(folder).as_posix(): os.readlink(p).encode() if p.is_symlink() else p.read_bytes() for p in paths
-    }
+    return {path.relative_to(folder).as_posix(): _content(path) for path in paths}
+
+
+def _content(path) -> bytes:
+    return bytes(path.readlink()) if path.is_symlink() else path.read_bytes()
 
 
 def dies_at(call: int, action: Callable[[], object]) -> bool:
@@ -97,7 +99,7 @@ def _forked(action) -> tuple[int, str]:
             os._exit(1)
         os._exit(0)
     os.close(start)
-    with open(end, encoding="utf-8") as pipe:
+    with os.fdopen(end, encoding="utf-8") as pipe:
         said = pipe.read()
     return os.waitpid(child, 0)[1], said
 

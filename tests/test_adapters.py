@@ -92,7 +92,8 @@ def test_adapter_is_the_one_peft_writes(method, tmp_path):
     """Pains 3, 5: what PEFT's own key logic keeps, no tensor less."""
     model = tuned(method)
     save_adapter(model, tmp_path / "ours")
-    model.save_pretrained(tmp_path / "theirs")
+    # PEFT adds the whole frozen embedding when a target of that name is adapted; nothing needs it.
+    model.save_pretrained(tmp_path / "theirs", save_embedding_layers=False)
     assert_same_tensors(stored(tmp_path / "ours"), stored(tmp_path / "theirs"))
     ours, theirs = (json.loads((tmp_path / side / "adapter_config.json").read_text()) for side in ("ours", "theirs"))
     assert ours == theirs
@@ -197,7 +198,7 @@ def resized(folder: Any, with_path: bool, seed: int) -> Any:
 
 def test_the_active_adapter_is_active_again(tmp_path):
     """Pain 39: only one of several adapters comes back."""
-    model = models.build("lora").eval()
+    model = trained(models.lora(models.build("qwen3")))
     model.set_adapter("second")
     save_adapter(model, tmp_path)
     parts = {part.adapter: part for part in read_manifest(tmp_path).parts}
@@ -243,9 +244,9 @@ def test_a_renamed_key_is_refused(tmp_path):
     """Pain 10: keys that do not match are ignored, and the adapter does nothing."""
     save_adapter(tuned("lora"), tmp_path)
     path = tmp_path / "adapter_model.safetensors"
-    tensors = {name.replace("layers.0", "layer.0"): tensor for name, tensor in load_file(path).items()}
+    tensors = {name.replace("layers.0", "layerz.0"): tensor for name, tensor in load_file(path).items()}
     save_file(tensors, path, metadata={"format": "pt"})
-    with pytest.raises(errors.CheckpointError, match=r"layers?\.0"):
+    with pytest.raises(errors.CheckpointError, match=r"layer[sz]\.0"):
         ft_ckpt.load_model(tmp_path, base=models.build("qwen3"))
 
 

@@ -3,7 +3,7 @@
 import models
 import pytest
 import torch
-from compare import assert_same_tensors, files, logits, reference, stored
+from compare import assert_same_tensors, base_of, files, logits, reference, stored
 from peft import PeftModel
 from torch import nn
 from transformers import AutoModelForCausalLM
@@ -115,11 +115,7 @@ def test_lora_policy_inside_a_composite(tmp_path):
     CheckpointSaver().save(model, tmp_path / "ours", adapter_only=True, attribute="policy")
     model.policy.save_pretrained(tmp_path / "theirs")
     assert_same_tensors(stored(tmp_path / "ours"), stored(tmp_path / "theirs"))
-    base = models.build("qwen3")
-    state = model.policy.state_dict()
-    for name, tensor in base.state_dict().items():
-        names = [key for key in state if key.replace("base_layer.", "").replace("original_module.", "").endswith(name)]
-        tensor.copy_(state[names[0]])
+    base = base_of(model.policy.state_dict())
     assert torch.equal(logits(PeftModel.from_pretrained(base, tmp_path / "ours")), logits(model.policy))
 
 

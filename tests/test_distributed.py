@@ -11,7 +11,7 @@ import models
 import pytest
 import torch
 from cases import ADAPTER, GROUPS, group_of, wrappers_that_save
-from compare import assert_same_tensors, logits, reference, stored, true_model
+from compare import assert_same_tensors, base_of, logits, reference, stored, true_model
 from launch import run_cases
 from peft import PeftModel
 from safetensors.torch import load_file
@@ -216,11 +216,7 @@ def true_peft_model(what: str, folder: Path) -> PeftModel:
 
 
 def true_base(what: str, folder: Path) -> nn.Module:
-    """The base model alone, read from the truth under the names it had before PEFT wrapped it."""
-    prefix = {"adapter": "base_model.model.", "adapter_attribute": "policy.base_model.model."}[what]
-    truth, base = load_file(folder / "truth.safetensors"), models.build("qwen3", seed=98)
-    plain = {name: tensor for name, tensor in truth.items() if name.startswith(prefix)}
-    shorter = {name.removeprefix(prefix).replace(".base_layer.", "."): tensor for name, tensor in plain.items()}
-    state = {name.replace(".original_module.", "."): tensor for name, tensor in shorter.items()}
-    base.load_state_dict({name: state[name] for name in base.state_dict()})
-    return base
+    """The base model alone, from the truth."""
+    prefix = {"adapter": "", "adapter_attribute": "policy."}[what]
+    truth = load_file(folder / "truth.safetensors")
+    return base_of({name.removeprefix(prefix): tensor for name, tensor in truth.items() if name.startswith(prefix)})
