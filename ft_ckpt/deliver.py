@@ -14,7 +14,8 @@ from torch import Tensor
 
 from ft_ckpt.engines import Source
 from ft_ckpt.errors import IncompleteError, listing
-from ft_ckpt.formats.safetensors import Layout, Spec, lay_out, read_specs
+from ft_ckpt.formats import Layout, Spec
+from ft_ckpt.formats.safetensors import lay_out, read_specs
 from ft_ckpt.gather import gather, stream
 from ft_ckpt.ranks import Ranks
 from ft_ckpt.select import Entry, Group, Part, dtype_name

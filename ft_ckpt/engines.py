@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -173,8 +173,7 @@ def _inner(model: nn.Module) -> nn.Module | None:
     if kind in {"DistributedDataParallel", "DataParallel", "FullyShardedDataParallel"} or (
         kind.endswith("Engine") and "deepspeed" in type(model).__module__
     ):
-        inner: nn.Module = model.module
-        return inner
+        return cast("nn.Module", model.module)
     if "_checkpoint_wrapped_module" in model._modules:
         return model._modules["_checkpoint_wrapped_module"]
     return None

@@ -11,7 +11,7 @@ import errno
 import fcntl
 import mmap
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -22,7 +22,7 @@ from typing import Any
 import xxhash
 
 from ft_ckpt.errors import IncompleteError, NoSpaceError
-from ft_ckpt.formats.safetensors import Layout
+from ft_ckpt.formats import Layout, Spec
 from ft_ckpt.manifest import FileRecord, TensorRecord
 
 BLOCK_BYTES = 8 << 20
@@ -114,6 +114,17 @@ class DurableFile:
             if self.filled == BLOCK_BYTES:
                 self._dispatch()
 
+    def append_bytes(self, data: bytes) -> None:
+        """Append `data`."""
+        held = ctypes.create_string_buffer(data, max(len(data), 1))
+        self.append(ctypes.addressof(held), len(data))
+
+    def skip_to(self, position: int) -> None:
+        """Append zeros up to `position` in the file."""
+        gap = position - self.written - self.filled
+        if gap > 0:
+            self.append_bytes(bytes(gap))
+
     def finish(self) -> tuple[int, str]:
         """Write what is left and sync; the file's size in bytes and its digest. Raises what any writer raised."""
         if self.filled:
@@ -169,12 +180,23 @@ def write_files(
     feed = iter(pieces)
     for plan in plans:
         with _file(writer, folder / plan.path, plan.layout) as file:
-            for spec in plan.layout.specs:
-                _fill(file, plan.path, spec.name, spec.size_bytes, feed)
+            digests = {spec.name: _fill(file, plan, spec, start, feed) for spec, start in _places(plan.layout)}
+            _end(file, plan.layout, digests)
             size, digest = file.finish()
         yield FileRecord(plan.path, size, digest)
     for extra in feed:
         raise IncompleteError(f"{extra.name}: arrived after the last planned tensor; nothing is kept")
+
+
+def _places(layout: Layout) -> Iterator[tuple[Spec, int]]:
+    return zip(layout.specs, layout.starts, strict=True)
+
+
+def _end(file: DurableFile, layout: Layout, digests: Mapping[str, bytes]) -> None:
+    if layout.trailer is not None and layout.trailer_start is not None:
+        file.skip_to(layout.trailer_start)
+        file.append_bytes(layout.trailer(digests))
+    file.skip_to(layout.size_bytes)
 
 
 @contextmanager
@@ -182,23 +204,28 @@ def _file(writer: Writer, path: Path, layout: Layout) -> Iterator[DurableFile]:
     path.parent.mkdir(parents=True, exist_ok=True)
     file = writer.create(path, layout.size_bytes)
     try:
-        header = ctypes.create_string_buffer(layout.header, len(layout.header))
-        file.append(ctypes.addressof(header), len(layout.header))
+        file.append_bytes(layout.header)
         yield file
     except BaseException:
         file.abandon()
         raise
 
 
-def _fill(file: DurableFile, path: str, name: str, size_bytes: int, feed: Iterator[Piece]) -> None:
-    """Append pieces of tensor `name` until `size_bytes` have come."""
-    while size_bytes:
+def _fill(file: DurableFile, plan: FilePlan, spec: Spec, start: int, feed: Iterator[Piece]) -> bytes:
+    """Append the pieces of one tensor at `start`; its digest, if the layout has a place for digests."""
+    file.skip_to(start)
+    digest = xxhash.xxh3_128()
+    missing = spec.size_bytes
+    while missing:
         piece = next(feed, None)
-        if piece is None or (piece.path, piece.name) != (path, name) or piece.size_bytes > size_bytes:
+        if piece is None or (piece.path, piece.name) != (plan.path, spec.name) or piece.size_bytes > missing:
             found = "nothing" if piece is None else f"{piece.size_bytes} bytes of {piece.name}"
-            raise IncompleteError(f"{name}: {size_bytes} bytes missing when {found} arrived; nothing is kept")
+            raise IncompleteError(f"{spec.name}: {missing} bytes missing when {found} arrived; nothing is kept")
+        if plan.layout.trailer is not None:
+            digest.update((ctypes.c_char * piece.size_bytes).from_address(piece.address))
         file.append(piece.address, piece.size_bytes)
-        size_bytes -= piece.size_bytes
+        missing -= piece.size_bytes
+    return digest.digest()
 
 
 def _create(path: Path, size_bytes: int, direct: bool) -> int:

@@ -40,9 +40,9 @@ class ActorCritic(nn.Module):
         self._no_split_modules = policy._no_split_modules  # where FSDP may cut
 
     def forward(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        """[batch, length] tokens to [batch, length, vocabulary] logits and [batch, length] values."""
+        """[batch, length] tokens to [batch, length, vocabulary] logits and [batch, length, 1] values."""
         output = self.policy(input_ids=tokens, output_hidden_states=True, use_cache=False)
-        return output.logits, self.value_head(output.hidden_states[-1]).squeeze(-1)
+        return output.logits, self.value_head(output.hidden_states[-1])
 
 
 @dataclass(frozen=True)
@@ -120,7 +120,7 @@ def sample(model: Any, reference: Any, prompts: Tensor, target: Tensor, args: ar
     logits, values = model(tokens)
     log_probs, _ = judge(logits, tokens, args.new_tokens)
     reference_log_probs, _ = judge(reference(tokens).logits, tokens, args.new_tokens)
-    values = before_new(values, args.new_tokens)
+    values = before_new(values, args.new_tokens).squeeze(-1)
     score = target[tokens[:, -args.new_tokens :]].float().mean(dim=1, keepdim=True)
     rewards = -args.kl * (log_probs - reference_log_probs)
     rewards[:, -1:] += score
@@ -152,7 +152,7 @@ def losses(model: Any, rollout: Rollout, args: argparse.Namespace) -> Iterator[T
             part, advantage = rollout.rows(index), advantages[index]
             logits, values = model(part.tokens)
             log_probs, entropy = judge(logits, part.tokens, args.new_tokens)
-            values = before_new(values, args.new_tokens)
+            values = before_new(values, args.new_tokens).squeeze(-1)
             ratio = (log_probs - part.log_probs).exp()
             clipped = ratio.clamp(1 - args.clip, 1 + args.clip)
             policy_loss = -torch.min(ratio * advantage, clipped * advantage).mean()

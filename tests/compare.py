@@ -1,5 +1,6 @@
 """What is in a folder, read with safetensors alone, and the model that should have been saved there."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -68,6 +69,12 @@ def reference(model: nn.Module, folder: Path, **settings: Any) -> dict[str, torc
 @torch.no_grad()
 def logits(model: nn.Module, seed: int = 5) -> torch.Tensor:
     return model.eval()(input_ids=models.batch(seed)["input_ids"]).logits
+
+
+def adapter_config(folder: Path) -> dict[str, Any]:
+    """The adapter's configuration; PEFT writes sets, whose order differs between processes."""
+    config = json.loads((folder / "adapter_config.json").read_text())
+    return {key: sorted(value) if isinstance(value, list) else value for key, value in config.items()}
 
 
 def files(folder: Path) -> set[str]:

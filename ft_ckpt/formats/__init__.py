@@ -1,1 +1,47 @@
-"""One module per tensor format: how its files are laid out, and how they are read."""
+"""One module per tensor format: how its files are laid out, and how they are read.
+
+A format answers with a `Layout` before the first tensor byte is there; writing is the same for all of them.
+"""
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+ITEM_BYTES = {  # torch's name of a dtype: bytes per element
+    **dict.fromkeys(("bool", "uint8", "int8", "float8_e5m2", "float8_e4m3fn", "float8_e8m0fnu"), 1),
+    **dict.fromkeys(("float8_e4m3fnuz", "float8_e5m2fnuz"), 1),
+    **dict.fromkeys(("int16", "uint16", "float16", "bfloat16"), 2),
+    **dict.fromkeys(("int32", "uint32", "float32", "complex32"), 4),
+    **dict.fromkeys(("int64", "uint64", "float64", "complex64"), 8),
+    "complex128": 16,
+}
+
+
+@dataclass(frozen=True)
+class Spec:
+    """What a file will hold under one name."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str  # torch's name without "torch."
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of the tensor in the file."""
+        return math.prod(self.shape) * ITEM_BYTES[self.dtype]
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A file before it is written: its header, the tensors in file order with their places, and what ends it.
+
+    Bytes between them are zero. The trailer is made when the digests of the tensors (16 bytes of xxh3-128 by name)
+    are known, and its size is known before.
+    """
+
+    header: bytes
+    specs: tuple[Spec, ...]
+    starts: tuple[int, ...]  # absolute, inclusive, ascending
+    size_bytes: int  # of the whole file
+    trailer_start: int | None = None
+    trailer: Callable[[Mapping[str, bytes]], bytes] | None = None

@@ -6,75 +6,50 @@ header padded with spaces to a multiple of 8, and the tensors without gaps. The 
 """
 
 import json
-import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
-from ft_ckpt.errors import SelectionError
+from ft_ckpt.errors import SelectionError, listing
+from ft_ckpt.formats import Layout, Spec
 
-DTYPES = {  # torch name: (name in the file, bytes per element), narrowest first, in the reference writer's order
-    "bool": ("BOOL", 1),
-    "uint8": ("U8", 1),
-    "int8": ("I8", 1),
-    "float8_e5m2": ("F8_E5M2", 1),
-    "float8_e4m3fn": ("F8_E4M3", 1),
-    "float8_e8m0fnu": ("F8_E8M0", 1),
-    "float8_e4m3fnuz": ("F8_E4M3FNUZ", 1),
-    "float8_e5m2fnuz": ("F8_E5M2FNUZ", 1),
-    "int16": ("I16", 2),
-    "uint16": ("U16", 2),
-    "float16": ("F16", 2),
-    "bfloat16": ("BF16", 2),
-    "int32": ("I32", 4),
-    "uint32": ("U32", 4),
-    "float32": ("F32", 4),
-    "complex64": ("C64", 8),
-    "float64": ("F64", 8),
-    "int64": ("I64", 8),
-    "uint64": ("U64", 8),
+NAMES = {  # torch name: name in the file, narrowest first, in the reference writer's order
+    "bool": "BOOL",
+    "uint8": "U8",
+    "int8": "I8",
+    "float8_e5m2": "F8_E5M2",
+    "float8_e4m3fn": "F8_E4M3",
+    "float8_e8m0fnu": "F8_E8M0",
+    "float8_e4m3fnuz": "F8_E4M3FNUZ",
+    "float8_e5m2fnuz": "F8_E5M2FNUZ",
+    "int16": "I16",
+    "uint16": "U16",
+    "float16": "F16",
+    "bfloat16": "BF16",
+    "int32": "I32",
+    "uint32": "U32",
+    "float32": "F32",
+    "complex64": "C64",
+    "float64": "F64",
+    "int64": "I64",
+    "uint64": "U64",
 }
-_RANK = {name: index for index, name in enumerate(DTYPES)}
-
-
-@dataclass(frozen=True)
-class Spec:
-    """What a file will hold under one name."""
-
-    name: str
-    shape: tuple[int, ...]
-    dtype: str  # torch's name without "torch."
-
-    @property
-    def size_bytes(self) -> int:
-        """Bytes of the tensor in the file."""
-        return math.prod(self.shape) * DTYPES[self.dtype][1]
-
-
-@dataclass(frozen=True)
-class Layout:
-    """A file before it is written: its header, and the tensors in file order with their byte ranges."""
-
-    header: bytes
-    specs: tuple[Spec, ...]
-    starts: tuple[int, ...]  # absolute, inclusive
-    size_bytes: int
+_RANK = {name: index for index, name in enumerate(NAMES)}
 
 
 def lay_out(specs: Sequence[Spec], metadata: Mapping[str, str]) -> Layout:
     """The layout of a file holding `specs`. Raises SelectionError naming dtypes the format cannot keep."""
-    foreign = [f"{spec.name}: {spec.dtype}" for spec in specs if spec.dtype not in DTYPES]
+    foreign = [f"{spec.name}: {spec.dtype}" for spec in specs if spec.dtype not in NAMES]
     if foreign:
         raise SelectionError(
-            f"{', '.join(foreign[:5])}: safetensors has no such type; convert the tensor, or leave it out of the "
-            "model's state dict (persistent=False)"
+            f"{listing(foreign, ', ')}: safetensors has no such type; convert it, or leave it out of the model's "
+            "state dict (persistent=False)"
         )
     ordered = sorted(specs, key=lambda spec: (-_RANK[spec.dtype], spec.name))
     head: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
     begin, offsets = 0, []
     for spec in ordered:
         end = begin + spec.size_bytes
-        head[spec.name] = {"dtype": DTYPES[spec.dtype][0], "shape": list(spec.shape), "data_offsets": [begin, end]}
+        head[spec.name] = {"dtype": NAMES[spec.dtype], "shape": list(spec.shape), "data_offsets": [begin, end]}
         offsets.append(begin)
         begin = end
     text = json.dumps(head, ensure_ascii=False, separators=(",", ":")).encode()
@@ -88,7 +63,7 @@ def read_specs(path: Path) -> dict[str, Spec]:
     """What a file holds, by name, read with the safetensors library (which checks ranges and the file's size)."""
     from safetensors import safe_open
 
-    names = {stored: name for name, (stored, _) in DTYPES.items()}
+    names = {stored: name for name, stored in NAMES.items()}
     with safe_open(str(path), framework="pt") as file:
         slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 - not a mapping
         return {
