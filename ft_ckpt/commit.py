@@ -213,10 +213,9 @@ def _place(stage: Path, target: Path, manifest: Manifest) -> None:
     old = _listed(target)
     new = [file.path for file in manifest.files]
     _check_obstacles(target, new, old or frozenset())
-    movable = stage.parent != target and not disk.holds_cwd(target) and not disk.holds_mount(target)
+    movable = stage.parent != target and not disk.holds_cwd(target)  # beside it means that it holds no mount either
     if not (movable and _swap(stage, target, committed=old is not None)):
         _pour(stage, target, {*(old or ()), *new, *strays(target, manifest)}, new)
-        disk.prune(old or (), target)
 
 
 def _check_obstacles(target: Path, new: list[str], old: frozenset[str]) -> None:
@@ -274,6 +273,7 @@ def _settle(stage: Path, target: Path) -> str:
         if not (target / MANIFEST_NAME).exists():
             _undo(stage, target, sideline)
             done = f"{target}: undid an unfinished overwrite"
+        disk.prune(disk.pieces(sideline, target, set()), target)  # folders that only the old one had
         _delete(sideline)
     if stage.is_dir():
         _carry(stage, target)

@@ -13,6 +13,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 
 from ft_ckpt.errors import IncompleteError, listing
 from ft_ckpt.ranks import Ranks
@@ -78,6 +79,7 @@ def sources(model: nn.Module, allow_meta: bool = False) -> dict[str, Source]:
     that have no data here (on the meta device, or partitioned away without a trace) unless `allow_meta`.
     """
     root = unwrap(model)
+    _to_sharded(root)
     flat = _flat_holdings(model)
     found: dict[str, Source] = {}
     for path, module in root.named_modules(remove_duplicate=False):
@@ -177,6 +179,17 @@ def _inner(model: nn.Module) -> nn.Module | None:
     if "_checkpoint_wrapped_module" in model._modules:
         return model._modules["_checkpoint_wrapped_module"]
     return None
+
+
+def _to_sharded(root: nn.Module) -> None:
+    """Let FSDP2 put its shards back in place, as it does for a state dict.
+
+    Between a forward and what follows it, the outermost parameters are whole and in the compute dtype: copies, with
+    less precision than the shards.
+    """
+    for module in root.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
 
 
 def _own_tensors(module: nn.Module, flat: Mapping[tuple[int, str], "_Flat"]) -> Iterator[tuple[str, Any]]:

@@ -149,7 +149,7 @@ class Ranks:
 
 
 _ADVICE = "call it on every rank, not under `if accelerator.is_main_process`, and with the same arguments"
-_shared: dict[int, Ranks] = {}
+_shared: dict[Any, Ranks] = {}  # by process group, which is kept alive so that no other can be taken for it
 
 
 def current(timeout_seconds: float = 600.0) -> Ranks:
@@ -164,10 +164,10 @@ def current(timeout_seconds: float = 600.0) -> Ranks:
     from torch.distributed.distributed_c10d import _get_default_group, _get_default_store
 
     group = _get_default_group()
-    if id(group) not in _shared:
+    if group not in _shared:
         _shared.clear()  # a destroyed group's store is gone with it
-        _shared[id(group)] = Ranks(dist.get_rank(), dist.get_world_size(), _get_default_store())
-    ranks = _shared[id(group)]
+        _shared[group] = Ranks(dist.get_rank(), dist.get_world_size(), _get_default_store())
+    ranks = _shared[group]
     ranks.timeout_seconds = timeout_seconds
     return ranks
 
