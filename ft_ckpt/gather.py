@@ -13,7 +13,8 @@ import torch
 import xxhash
 from torch import Tensor, nn
 
-from ft_ckpt.engines import Block, Source, sources
+from ft_ckpt.engines import Source, sources
+from ft_ckpt.holdings import Block
 from ft_ckpt.ranks import Ranks, current
 
 
