@@ -1,0 +1,63 @@
+"""Settings prove themselves when they are made."""
+
+import pytest
+
+from ft_ckpt import CheckpointSaver, SaverConfig
+from ft_ckpt.config import parse_size
+from ft_ckpt.errors import CheckpointError, ConfigError, TargetError
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"dtype": "fp7"}, "dtype='fp7': expected one of as_is, config, float64"),
+        ({"max_shard_size": "5 bananas"}, "'5 bananas' is not a size"),
+        ({"max_shard_size": 0}, "max_shard_size=0: must be larger than 0"),
+        ({"nonfinite": "ignore"}, "nonfinite='ignore': expected one of save, raise"),
+        ({"bucket_bytes": 3}, "bucket_bytes=3: must be at least"),
+        ({"io_threads": 0}, "io_threads=0: must be at least 1"),
+        ({"name_template": "latest"}, "must contain {step}"),
+    ],
+)
+def test_bad_settings(settings, words):
+    with pytest.raises(ConfigError, match=words):
+        SaverConfig(**settings)
+    with pytest.raises(ValueError, match=words):
+        CheckpointSaver(**settings)
+
+
+def test_all_problems_at_once():
+    with pytest.raises(ConfigError, match=r"dtype=.*; nonfinite=.*; io_threads="):
+        SaverConfig(dtype="x", nonfinite="y", io_threads=0)
+
+
+def test_unknown_setting_names_those_there_are():
+    with pytest.raises(ConfigError, match=r"dtypes: not a setting; settings are dtype, max_shard_size"):
+        CheckpointSaver(dtypes="float32")
+    with pytest.raises(ConfigError, match="both given"):
+        CheckpointSaver(config=SaverConfig(), dtype="float32")
+
+
+@pytest.mark.parametrize(
+    ("text", "size"), [("5GB", 5 * 10**9), ("1.5 mb", 1_500_000), ("12", 12), (7, 7), ("2kB", 2000)]
+)
+def test_sizes(text, size):
+    assert parse_size(text) == size
+
+
+def test_saver_refuses_at_once_what_can_never_work(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(TargetError, match="a file, expected a folder"):
+        CheckpointSaver(directory=tmp_path / "file")
+
+
+def test_save_needs_a_place_and_an_open_saver(tmp_path):
+    import torch
+
+    saver = CheckpointSaver()
+    with pytest.raises(ConfigError, match="give it a path, or both"):
+        saver.save(torch.nn.Linear(1, 1))
+    with CheckpointSaver(directory=tmp_path) as saver:
+        assert saver.save(torch.nn.Linear(1, 1), step=7).path == tmp_path / "checkpoint-7"
+    with pytest.raises(CheckpointError, match="closed"):
+        saver.save(torch.nn.Linear(1, 1), step=8)

@@ -1,0 +1,100 @@
+"""Sources and streaming gather under every wrapper, against the state dict before; the cases are in the worker."""
+
+import pytest
+import torch
+from launch import run_cases
+from torch import nn
+
+from ft_ckpt.engines import clean_name, from_state_dict, sources, unwrap
+from ft_ckpt.errors import IncompleteError
+from ft_ckpt.gather import full_state_dict
+from ft_ckpt.ranks import Ranks
+
+TWO = [
+    *("plain", "ddp", "compiled_ddp", "fsdp2", "fsdp1", "fsdp1_flat", "tensor_parallel"),
+    *("shards_not_copies", "comparing", "bounded"),
+]
+FOUR = ["fsdp2", "hybrid", "two_dimensions"]
+
+
+@pytest.fixture(scope="module")
+def errors(tmp_path_factory):
+    seen: dict[int, dict[str, str]] = {}
+
+    def errors(ranks: int, case: str) -> str:
+        if ranks not in seen:
+            seen[ranks] = run_cases("engines", TWO if ranks == 2 else FOUR, tmp_path_factory.mktemp("engines"), ranks)
+        return seen[ranks][case]
+
+    return errors
+
+
+@pytest.mark.parametrize("case", TWO)
+def test_two_ranks(errors, case):
+    assert errors(2, case) == ""
+
+
+@pytest.mark.parametrize("case", FOUR)
+def test_four_ranks(errors, case):
+    assert errors(4, case) == ""
+
+
+def test_one_process():
+    model = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2))
+    full = full_state_dict(model)
+    assert all(torch.equal(full[name], tensor) for name, tensor in model.state_dict().items())
+    assert full["0.weight"].data_ptr() != model[0].weight.data_ptr(), "a copy: the next step must not show in it"
+
+
+def test_ties_are_identity_not_storage():
+    """Pain 7: views of one flat buffer look tied to whoever compares storage."""
+    flat = torch.randn(12)
+    model = nn.Module()
+    model.one, model.two = nn.Parameter(flat[:6]), nn.Parameter(flat[6:])
+    model.alias = model.one
+    found = sources(model)
+    assert found["one"].identity == found["alias"].identity != found["two"].identity
+
+
+def test_non_contiguous_and_non_persistent():
+    model = nn.Linear(3, 2)
+    model.register_buffer("table", torch.arange(6).view(2, 3).t())
+    model.register_buffer("scratch", torch.ones(1), persistent=False)
+    full = full_state_dict(model)
+    assert "scratch" not in full
+    assert torch.equal(full["table"], model.table)
+
+
+def test_meta_device_is_refused():
+    with torch.device("meta"):
+        model = nn.Linear(3, 2)
+    with pytest.raises(IncompleteError, match=r"weight, bias: 2 tensor\(s\) of the model have no data"):
+        sources(model)
+
+
+def test_partitioned_without_a_trace_is_refused():
+    """Pain 1: ZeRO-3 parameters are `Size([0])`; whatever cannot be gathered is named, not written."""
+    model = nn.Linear(3, 2)
+    model.weight.ds_shape = model.weight.shape
+    model.weight.data = torch.empty(0)
+    with pytest.raises(IncompleteError, match="weight: 1 tensor"):
+        sources(model)
+
+
+def test_given_state_dict_must_be_the_model_s():
+    """Pains 1, 9: empty, partial, prefix-mangled and zero-size dicts name their first offenders."""
+    live, ranks = sources(nn.Linear(3, 2)), Ranks(0, 1)
+    for given, words in (
+        ({}, "weight: missing; bias: missing"),
+        ({"weight": torch.empty(0), "bias": torch.empty(2)}, r"weight: shape \(0,\), the model has \(2, 3\)"),
+        ({"_orig_mod.weight": torch.empty(2, 3), "bias": torch.empty(2)}, "_orig_mod.weight: not in the model"),
+    ):
+        with pytest.raises(IncompleteError, match=words):
+            from_state_dict(given, live, ranks)
+
+
+def test_names_of_nested_wrappers():
+    """Pain 9: wrapper parts at any depth and order."""
+    assert clean_name("_orig_mod.layers._fsdp_wrapped_module.0._checkpoint_wrapped_module.w") == "layers.0.w"
+    inner = nn.Linear(2, 2)
+    assert unwrap(torch.compile(inner, backend="eager")) is inner

@@ -1,0 +1,195 @@
+"""The durable writer: any sizes, its fall-backs, and what a full disk leaves."""
+
+import ctypes
+import errno
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import xxhash
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ft_ckpt import write
+from ft_ckpt.errors import IncompleteError, NoSpaceError
+from ft_ckpt.formats import Layout, Spec
+from ft_ckpt.write import BLOCK_BYTES, FilePlan, Piece, Writer, write_files
+
+
+def plan(sizes, header=b"head", gap=0, trailer=b""):
+    specs = tuple(Spec(f"t{index}", (size,), "uint8") for index, size in enumerate(sizes))
+    starts, position = [], len(header)
+    for size in sizes:
+        starts.append(position + gap)
+        position += gap + size
+    end = position + gap
+    if not trailer:
+        return FilePlan("file.bin", Layout(header, specs, tuple(starts), end))
+    return FilePlan("file.bin", Layout(header, specs, tuple(starts), end + len(trailer), end, lambda digests: trailer))
+
+
+def feed(datas, pieces=1):
+    for index, data in enumerate(datas):
+        buffer = ctypes.create_string_buffer(data, len(data))
+        step = -(-len(data) // pieces) or 1
+        for low in range(0, len(data), step):
+            size = min(step, len(data) - low)
+            yield Piece("file.bin", f"t{index}", ctypes.addressof(buffer) + low, size, buffer)
+
+
+def written(tmp_path, sizes, *, direct="auto", threads=2, pieces=1, **layout):
+    """The file's bytes as written and as they should be."""
+    datas = [os.urandom(size) for size in sizes]
+    one = plan(sizes, **layout)
+    with Writer(threads, direct) as writer:
+        (record,) = write_files([one], feed(datas, pieces), tmp_path, writer)
+    content = (tmp_path / "file.bin").read_bytes()
+    expected = bytearray(one.layout.size_bytes)
+    expected[: len(one.layout.header)] = one.layout.header
+    for data, start in zip(datas, one.layout.starts, strict=True):
+        expected[start : start + len(data)] = data
+    trailer = layout.get("trailer", b"")
+    expected[len(expected) - len(trailer) :] = trailer
+    assert (record.size_bytes, record.digest) == (len(content), f"xxh3-128:{xxhash.xxh3_128_hexdigest(content)}")
+    return content, bytes(expected)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    sizes=st.lists(st.integers(0, 5000), max_size=12),
+    gap=st.sampled_from([0, 1, 4095]),
+    trailer=st.sampled_from([b"", b"index"]),
+    pieces=st.integers(1, 3),
+    direct=st.sampled_from(["on", "off"]),
+)
+def test_any_layout(tmp_path_factory, sizes, gap, trailer, pieces, direct):
+    folder = tmp_path_factory.mktemp("layout")
+    content, expected = written(folder, sizes, gap=gap, trailer=trailer, pieces=pieces, direct=direct)
+    assert content == expected
+
+
+@pytest.mark.parametrize("direct", ["on", "off"])
+@pytest.mark.parametrize("size", [BLOCK_BYTES - 5, BLOCK_BYTES - 4, BLOCK_BYTES, 3 * BLOCK_BYTES + 4097])
+def test_around_the_block(tmp_path, size, direct):
+    """Tails: a file that ends before, at and after a block, a sector and a byte."""
+    content, expected = written(tmp_path, [size, 1, 4096], direct=direct, pieces=3)
+    assert content == expected
+
+
+def test_ten_thousand_small_ones(tmp_path):
+    content, expected = written(tmp_path, [7] * 10_000)
+    assert content == expected
+
+
+def test_file_system_without_unbuffered_writes(tmp_path, monkeypatch):
+    """Refused at open: the file goes through the page cache, and is the same."""
+    real = os.open
+    monkeypatch.setattr(
+        write.os, "open", lambda path, flags, mode: _refuse(flags) or real(path, flags, mode), raising=True
+    )
+    content, expected = written(tmp_path, [BLOCK_BYTES + 3], direct="on")
+    assert content == expected
+
+
+def _refuse(flags):
+    if flags & os.O_DIRECT:
+        raise OSError(errno.EINVAL, "no O_DIRECT here")
+
+
+def test_unbuffered_write_refused_late(tmp_path, monkeypatch):
+    real, refused = os.pwrite, []
+
+    def pwrite(descriptor, data, offset):
+        if not refused:
+            refused.append(offset)
+            raise OSError(errno.EINVAL, "misaligned, says the device")
+        return real(descriptor, data, offset)
+
+    monkeypatch.setattr(write.os, "pwrite", pwrite)
+    content, expected = written(tmp_path, [2 * BLOCK_BYTES + 3], direct="on")
+    assert refused
+    assert content == expected
+
+
+def test_short_writes_go_on(tmp_path, monkeypatch):
+    real = os.pwrite
+    monkeypatch.setattr(write.os, "pwrite", lambda fd, data, offset: real(fd, data[: max(1, len(data) // 2)], offset))
+    content, expected = written(tmp_path, [100_003], direct="off")
+    assert content == expected
+
+
+def test_memory_may_change_once_appended(tmp_path):
+    """A chunk is copied before `append` returns: the bucket it lies in is filled again at once."""
+    buffer = bytearray(os.urandom(3 * BLOCK_BYTES))
+    before = bytes(buffer)
+    view = (ctypes.c_char * len(buffer)).from_buffer(buffer)
+    with Writer(1) as writer:
+        file = writer.create(tmp_path / "f", len(buffer))
+        file.append(ctypes.addressof(view), len(buffer))
+        ctypes.memset(ctypes.addressof(view), 0, len(buffer))
+        file.finish()
+    assert (tmp_path / "f").read_bytes() == before
+
+
+@pytest.mark.parametrize(
+    ("datas", "words"),
+    [([b"abc"], r"t1: 4 bytes missing when nothing arrived"), ([b"abc", b"defgh"], r"5 bytes of t1 arrived")],
+)
+def test_wrong_feed_is_refused(tmp_path, datas, words):
+    """Pain 1: what arrives must be exactly what the live model promised."""
+    with Writer() as writer, pytest.raises(IncompleteError, match=words):
+        list(write_files([plan([3, 4])], feed(datas), tmp_path, writer))
+
+
+def test_more_than_planned_is_refused(tmp_path):
+    with Writer() as writer, pytest.raises(IncompleteError, match="t1: arrived after the last"):
+        list(write_files([plan([3])], feed([b"abc", b"d"]), tmp_path, writer))
+
+
+@pytest.mark.parametrize("direct", ["on", "off"])
+def test_full_disk(tmp_path, direct):
+    """Pain 22: known at once, as an OSError of ours, and the writer's threads end."""
+    code = f"""
+import resource, sys
+resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))
+sys.path.insert(0, {str(Path(__file__).parent)!r})
+from test_write import written
+from pathlib import Path
+from ft_ckpt.errors import NoSpaceError
+try:
+    written(Path({str(tmp_path)!r}), [9 << 20], direct={direct!r})
+except NoSpaceError as error:
+    print("refused:", error)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    assert done.stdout.startswith("refused: file.bin: File too large while writing in"), done.stderr
+
+
+def test_error_in_a_writer_thread_is_raised(tmp_path, monkeypatch):
+    def fails(descriptor, data, offset):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(write.os, "pwrite", fails)
+    with pytest.raises(NoSpaceError, match=r"file\.bin: No space left"):
+        written(tmp_path, [20 * BLOCK_BYTES], direct="off", threads=1)
+
+
+def test_memory_stays_bounded(tmp_path):
+    """Half a gigabyte goes through a few blocks."""
+    code = f"""
+import ctypes, resource
+from pathlib import Path
+from ft_ckpt.write import Writer
+block = ctypes.create_string_buffer(1 << 20)
+with Writer(4) as writer:
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    file = writer.create(Path({str(tmp_path / "f")!r}), 512 << 20)
+    for _ in range(512):
+        file.append(ctypes.addressof(block), 1 << 20)
+    file.finish()
+    print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert int(done.stdout) < 96 << 10, "KiB above what the process had"

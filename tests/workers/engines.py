@@ -1,0 +1,141 @@
+"""What the engines see and gather, case by case, against the state dict before wrapping."""
+
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from harness import RANK, WORLD, run
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+from ft_ckpt.engines import sample, sources
+from ft_ckpt.gather import equal, full_state_dict, gather, stream
+from ft_ckpt.ranks import current
+
+CPU = torch.device("cpu")
+
+
+def build() -> nn.Sequential:
+    """Odd sizes, so that shards are uneven or empty; buffers; a 0-d counter."""
+    torch.manual_seed(0)
+    inner = nn.Sequential(nn.Linear(7, 3), nn.Linear(3, 11, bias=False))
+    return nn.Sequential(nn.Linear(5, 7), inner, nn.BatchNorm1d(11))
+
+
+def plain(model: nn.Sequential) -> nn.Module:
+    return model
+
+
+def ddp(model: nn.Sequential) -> nn.Module:
+    return nn.parallel.DistributedDataParallel(model)
+
+
+def compiled_ddp(model: nn.Sequential) -> nn.Module:
+    model[1] = torch.compile(model[1], backend="eager")
+    return torch.compile(nn.parallel.DistributedDataParallel(model), backend="eager")
+
+
+def fsdp2(model: nn.Sequential) -> nn.Module:
+    mesh = init_device_mesh("cpu", (WORLD,))
+    fully_shard(model[1], mesh=mesh)
+    return fully_shard(model, mesh=mesh)
+
+
+def fsdp1(model: nn.Sequential, use_orig_params: bool = True) -> nn.Module:
+    model[1] = FullyShardedDataParallel(model[1], use_orig_params=use_orig_params, device_id=CPU)
+    return FullyShardedDataParallel(model, use_orig_params=use_orig_params, device_id=CPU)
+
+
+def fsdp1_flat(model: nn.Sequential) -> nn.Module:
+    return fsdp1(model, use_orig_params=False)
+
+
+def hybrid(model: nn.Sequential) -> nn.Module:
+    mesh = init_device_mesh("cpu", (2, WORLD // 2), mesh_dim_names=("replicate", "shard"))
+    fully_shard(model[1], mesh=mesh)
+    return fully_shard(model, mesh=mesh)
+
+
+def tensor_parallel(model: nn.Sequential) -> nn.Module:
+    mesh = init_device_mesh("cpu", (WORLD,))
+    return parallelize_module(model, mesh, {"1.0": ColwiseParallel(), "1.1": RowwiseParallel()})
+
+
+def two_dimensions(model: nn.Sequential) -> nn.Module:
+    mesh = init_device_mesh("cpu", (2, WORLD // 2), mesh_dim_names=("dp", "tp"))
+    parallelize_module(model, mesh["tp"], {"1.0": ColwiseParallel(), "1.1": RowwiseParallel()})
+    return fully_shard(model, mesh=mesh["dp"])
+
+
+def gathers(wrap) -> None:
+    """Same names, same bits, from the largest bucket to one row at a time, in any order; samples are elements."""
+    truth = {name: tensor.clone() for name, tensor in build().state_dict().items()}
+    found = sources(wrap(build()))
+    assert list(found) == list(truth)
+    for bucket_bytes, order in ((1 << 20, list(found)), (1, list(found)), (64, list(reversed(found)))):
+        full = gather([found[name] for name in order], current(), bucket_bytes)
+        assert set(full) == (set(truth) if RANK == 0 else set())
+        assert all(torch.equal(full[name], truth[name]) for name in full)
+    samples: dict[str, dict[str, float]] = {}
+    for one in current().agree("samples", sample(found, RANK)):
+        for name, values in one.items():
+            assert not set(values) & set(samples.setdefault(name, {})), f"{name}: sampled by two ranks"
+            samples[name].update(values)
+    for name, values in samples.items():
+        assert len(values) == min(8, truth[name].numel()) or "full_tensor" in name or wrap is two_dimensions
+        assert all(float(truth[name].flatten()[int(index)]) == value for index, value in values.items())
+
+
+def shards_not_copies() -> None:
+    """After a forward alone, FSDP2's outermost parameters are bf16 copies; what is gathered is the float32 shards."""
+    model = build()[:2]
+    truth = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    mesh, policy = init_device_mesh("cpu", (WORLD,)), MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+    fully_shard(model[1], mesh=mesh, mp_policy=policy)
+    fully_shard(model, mesh=mesh, mp_policy=policy)
+    model.eval()
+    model(torch.randn(4, 5))
+    assert model[0].weight.dtype == torch.bfloat16, "the premise of this case"
+    full = full_state_dict(model, ["0.weight", "1.0.weight"])
+    assert all(torch.equal(full[name], truth[name]) for name in full)
+    assert len(full) == (2 if RANK == 0 else 0)
+
+
+def comparing() -> None:
+    """`equal` tells one bit apart, wherever the shards lie."""
+    model = nn.Sequential(nn.Linear(5, 7), nn.Linear(5, 7))
+    model[1].load_state_dict(model[0].state_dict())
+    with torch.no_grad():
+        model[1].bias[6] += 1
+    found = sources(fully_shard(model, mesh=init_device_mesh("cpu", (WORLD,))))
+    assert equal(found["0.weight"], found["1.weight"], current(), 64)
+    assert equal(found["0.bias"], found["1.bias"], current(), 64) == (RANK != 0)
+
+
+def bounded() -> None:
+    """A chunk is never larger than half the bucket, so that the other half can be on its way."""
+    model = fully_shard(nn.Sequential(nn.Linear(512, 512), nn.Linear(512, 256)), mesh=init_device_mesh("cpu", (WORLD,)))
+    largest = total = 0
+    for chunk in stream(list(sources(model).values()), current(), 64 << 10):
+        largest, total = max(largest, chunk.data.nbytes), total + chunk.data.nbytes
+    assert largest <= 32 << 10
+    assert total == (4 * (512 * 512 + 512 + 512 * 256 + 256) if RANK == 0 else 0)
+
+
+WRAPPERS = (plain, ddp, compiled_ddp, fsdp2, fsdp1, fsdp1_flat, hybrid, tensor_parallel, two_dimensions)
+CASES = {
+    **{wrap.__name__: (lambda wrap=wrap: gathers(wrap)) for wrap in WRAPPERS},
+    **{case.__name__: case for case in (shards_not_copies, comparing, bounded)},
+}
+
+
+def case(name: str, folder: Path) -> None:
+    CASES[name]()
+
+
+if __name__ == "__main__":
+    dist.init_process_group("gloo")
+    run(case)
+    dist.destroy_process_group()
