@@ -6,6 +6,7 @@ reaches the others in milliseconds. The same calls work with one process and no 
 """
 
 import json
+import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -155,11 +156,15 @@ _shared: dict[Any, Ranks] = {}  # by process group, which is kept alive so that 
 def current(timeout_seconds: float = 600.0) -> Ranks:
     """The ranks of the default process group, or one rank when there is none.
 
-    One object per process group: its count of rounds must be the same on every rank, whichever saver asks.
+    One object per process group: its count of rounds must be the same on every rank, whichever saver asks. Raises
+    RanksDisagreeError in a process that was launched as one of several and has no process group.
     """
     import torch.distributed as dist
 
-    if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
+    if not (dist.is_available() and dist.is_initialized()):
+        _refuse_split_brain()
+        return Ranks(0, 1)
+    if dist.get_world_size() == 1:
         return Ranks(0, 1)
     from torch.distributed.distributed_c10d import _get_default_group, _get_default_store
 
@@ -170,6 +175,17 @@ def current(timeout_seconds: float = 600.0) -> Ranks:
     ranks = _shared[group]
     ranks.timeout_seconds = timeout_seconds
     return ranks
+
+
+def _refuse_split_brain() -> None:
+    """Each of several processes that believes to be alone would write the same folder."""
+    launched = os.environ.get("WORLD_SIZE", "1")
+    if launched.isdigit() and int(launched) > 1 and "RANK" in os.environ:
+        raise RanksDisagreeError(
+            f"WORLD_SIZE={launched} in the environment, but this process has no process group: every rank would take "
+            "itself for the only one. Use Accelerator(cpu=True) or ACCELERATE_USE_CPU=true on a machine without "
+            "accelerators, or torch.distributed.init_process_group; unset WORLD_SIZE if the process really is alone"
+        )
 
 
 def attempt(action: Callable[[], Any]) -> tuple[Any, BaseException | None]:

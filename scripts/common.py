@@ -98,6 +98,15 @@ def pack(tokenizer: Any, documents: Sequence[Document], length: int) -> torch.Te
     return torch.tensor(stream[: rows * length]).view(rows, length)
 
 
+def check_enough(rows: torch.Tensor, needed: int) -> None:
+    """Ends the program when a text is too short for a batch on every process."""
+    if len(rows) < needed:
+        raise SystemExit(
+            f"the text makes {len(rows)} rows of {rows.shape[1]} tokens, {needed} are needed: give more text with "
+            "--dataset, or shorter rows or smaller batches"
+        )
+
+
 def endless(loader: Iterable[Any]) -> Iterator[Any]:
     """The batches of a loader, epoch after epoch."""
     while True:
@@ -127,8 +136,9 @@ def print_saves(reports: Sequence[SaveReport]) -> None:
         table.add_column(heading, overflow="fold")
     for report in reports:
         casts = ", ".join(f"{count} x {cast}" for cast, count in report.casts.items())
-        size, time = f"{report.bytes / 2**20:.2f} MiB", f"{report.seconds:.2f} s"
-        table.add_row(str(report.path), report.kind, str(report.tensors), size, time, casts or "none")
+        size, time = f"{report.bytes / 1e6:.1f} MB", f"{report.seconds:.2f} s"
+        path = report.path.relative_to(Path.cwd()) if report.path.is_relative_to(Path.cwd()) else report.path
+        table.add_row(str(path), report.kind, str(report.tensors), size, time, casts or "none")
     console = Console()
     console.print(table)
     for note in dict.fromkeys(note for report in reports for note in report.notes):

@@ -1,6 +1,8 @@
 """Take the policy out of a checkpoint that holds more, and write it as a plain Hugging Face folder.
 
     python scripts/extract_policy.py runs/ppo/both runs/ppo/extracted
+
+Any other model in the checkpoint can be taken with --part.
 """
 
 import argparse

@@ -9,9 +9,9 @@ The same script runs under every file of configs/: the saver looks at the model 
 """
 
 import argparse
-import math
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -19,13 +19,13 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 from accelerate.utils import set_seed
-from common import endless, get_tokenizer, make_accelerator, pack, print_saves, read_documents, tiny_olmo
+from common import check_enough, endless, get_tokenizer, make_accelerator, pack, print_saves, read_documents, tiny_olmo
 from peft import LoraConfig, get_peft_model
 from rich.progress import Progress
 from torch.utils.data import DataLoader
 from transformers import AutoModelForCausalLM, get_cosine_schedule_with_warmup
 
-from ft_ckpt import CheckpointSaver, SaveReport
+from ft_ckpt import CheckpointSaver
 
 
 def main() -> None:
@@ -39,27 +39,23 @@ def main() -> None:
     model = make_model(tokenizer, args)
     optimizer, scheduler = make_optimizer(accelerator, model, args)
     model, optimizer, train, held_out, scheduler = accelerator.prepare(model, optimizer, train, held_out, scheduler)
+    learner = Learner(accelerator, model, optimizer, scheduler)
 
     # Every rank makes the saver and every rank saves: each holds a part of the weights when the model is sharded.
     settings = {"dtype": args.dtype, "max_shard_size": args.max_shard_size, "chat_template_name": args.chat_template}
     with CheckpointSaver(accelerator, tokenizer=tokenizer, **settings) as saver:
         reports = []
-        for step, loss in training(accelerator, model, optimizer, scheduler, train, args):
-            if args.save_every and step % args.save_every == 0:
-                reports.append(save(saver, model, f"checkpoint-{step}", args, step, {"loss": loss}))
-        final_loss = evaluate(accelerator, model, held_out)
-        reports.append(save(saver, model, "final", args, args.steps, {"held_out_loss": final_loss}))
+        for step, loss in training(learner, train, args):
+            if is_due(step, args.save_every):
+                path = args.output_dir / f"checkpoint-{step}"
+                reports.append(saver.save(model, path, adapter_only=args.lora, step=step, metrics={"loss": loss}))
+        final_loss = learner.evaluate(held_out)
+        path, metrics = args.output_dir / "final", {"held_out_loss": final_loss}
+        reports.append(saver.save(model, path, adapter_only=args.lora, step=args.steps, metrics=metrics))
 
     if accelerator.is_main_process:
         print(f"held-out loss {final_loss:.3f}")
         print_saves(reports)
-
-
-def save(
-    saver: CheckpointSaver, model: Any, name: str, args: argparse.Namespace, step: int, metrics: dict[str, float]
-) -> SaveReport:
-    """Saves the wrapped model as it is: all of it, or with --lora the adapter alone."""
-    return saver.save(model, args.output_dir / name, adapter_only=args.lora, step=step, metrics=metrics)
 
 
 def make_model(tokenizer: Any, args: argparse.Namespace) -> Any:
@@ -70,9 +66,7 @@ def make_model(tokenizer: Any, args: argparse.Namespace) -> Any:
         # Full training keeps float32 weights (mixed precision is the launcher's business); frozen ones stay small.
         model = AutoModelForCausalLM.from_pretrained(args.model, dtype="auto" if args.lora else torch.float32)
     if args.lora:
-        lora = LoraConfig(
-            task_type="CAUSAL_LM", r=args.lora_r, lora_alpha=args.lora_alpha, target_modules="all-linear"
-        )
+        lora = LoraConfig(task_type="CAUSAL_LM", r=args.lora_r, lora_alpha=args.lora_alpha, target_modules="all-linear")
         model = get_peft_model(model, lora)
     return model
 
@@ -82,13 +76,9 @@ def make_loaders(
 ) -> tuple[DataLoader[Any], DataLoader[Any]]:
     """Loaders of [batch, length] token tensors: every twentieth block is held out (at most 16 batches a rank)."""
     world = args.batch_size * accelerator.num_processes
+    check_enough(blocks, max(20, 2 * world))
     kept = torch.arange(len(blocks)) % 20 != 19
     train, held_out = blocks[kept], blocks[~kept][: 16 * world]
-    if len(train) < world or not len(held_out):
-        raise SystemExit(
-            f"{len(blocks)} blocks of {args.sequence_length} tokens are too few for {accelerator.num_processes} "
-            f"processes with batches of {args.batch_size}: give more text, or lower --sequence-length or --batch-size"
-        )
     return (
         DataLoader(train, args.batch_size, shuffle=True, drop_last=True),  # type: ignore[arg-type]
         DataLoader(held_out, args.batch_size),  # type: ignore[arg-type]
@@ -105,48 +95,56 @@ def make_optimizer(
     return optimizer, get_cosine_schedule_with_warmup(optimizer, ticks // 10, ticks)
 
 
-def training(
-    accelerator: Accelerator, model: Any, optimizer: Any, scheduler: Any, loader: Any, args: argparse.Namespace
-) -> Iterator[tuple[int, float]]:
-    """Trains, and yields (step, loss) after each step that is logged or saved; steps count from 1.
+@dataclass(frozen=True)
+class Learner:
+    """What Accelerate prepared."""
+
+    accelerator: Accelerator
+    model: Any
+    optimizer: Any
+    scheduler: Any
+
+    def learn(self, batch: torch.Tensor) -> torch.Tensor:
+        """One optimizer step; this rank's loss before it, a scalar on the device."""
+        self.model.train()
+        loss = self.model(input_ids=batch, labels=batch).loss
+        self.accelerator.backward(loss)
+        self.accelerator.clip_grad_norm_(self.model.parameters(), 1.0)
+        self.optimizer.step()
+        self.scheduler.step()
+        self.optimizer.zero_grad()
+        return loss.detach()
+
+    @torch.no_grad()
+    def evaluate(self, loader: Iterable[torch.Tensor]) -> float:
+        """The mean loss over the batches of all ranks."""
+        self.model.eval()
+        losses = torch.stack([self.model(input_ids=batch, labels=batch).loss for batch in loader])
+        return self.accelerator.reduce(losses.mean(), "mean").item()
+
+
+def training(learner: Learner, loader: Iterable[torch.Tensor], args: argparse.Namespace) -> Iterator[tuple[int, float]]:
+    """Trains, and yields (step, mean loss of the ranks) for each step that is logged or saved; steps count from 1.
 
     On rank 0 the loss appears in a progress bar when the output is a terminal, else on a line every --log-every steps.
     """
-    bar = accelerator.is_main_process and sys.stdout.isatty()
+    leads = learner.accelerator.is_main_process
+    bar = leads and sys.stdout.isatty()
     with Progress(disable=not bar) as progress:
         task = progress.add_task("training", total=args.steps)
         for step, batch in enumerate(islice(endless(loader), args.steps), start=1):
-            loss = train_step(accelerator, model, optimizer, scheduler, batch)
+            loss = learner.learn(batch)
             progress.advance(task)
-            if step == 1 or step == args.steps or is_due(step, args.log_every) or is_due(step, args.save_every):
-                mean = accelerator.reduce(loss, "mean").item()
+            if step in (1, args.steps) or is_due(step, args.log_every) or is_due(step, args.save_every):
+                mean = learner.accelerator.reduce(loss, "mean").item()
                 progress.update(task, description=f"loss {mean:.3f}")
-                if accelerator.is_main_process and not bar:
+                if leads and not bar:
                     print(f"step {step}/{args.steps} loss {mean:.3f}", flush=True)
                 yield step, mean
 
 
-def train_step(accelerator: Accelerator, model: Any, optimizer: Any, scheduler: Any, batch: Any) -> torch.Tensor:
-    """One optimizer step; this rank's loss, a scalar tensor on the device."""
-    model.train()
-    loss = model(input_ids=batch, labels=batch).loss
-    accelerator.backward(loss)
-    accelerator.clip_grad_norm_(model.parameters(), 1.0)
-    optimizer.step()
-    scheduler.step()
-    optimizer.zero_grad()
-    return loss.detach()
-
-
-@torch.no_grad()
-def evaluate(accelerator: Accelerator, model: Any, loader: Any) -> float:
-    """The mean loss over the held-out batches of all ranks."""
-    model.eval()
-    losses = torch.stack([model(input_ids=batch, labels=batch).loss for batch in loader])
-    return accelerator.reduce(losses.mean(), "mean").item()
-
-
 def is_due(step: int, every: int) -> bool:
+    """Whether `step` is one of every `every`; never, when that is 0."""
     return every > 0 and step % every == 0
 
 

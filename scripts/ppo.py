@@ -18,9 +18,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate import Accelerator
 from accelerate.utils import set_seed
-from common import endless, get_tokenizer, make_accelerator, pack, print_saves, read_documents, tiny_olmo
+from common import check_enough, endless, get_tokenizer, make_accelerator, pack, print_saves, read_documents, tiny_olmo
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812  the name everyone reads without thinking
 from torch.utils.data import DataLoader
@@ -56,6 +55,7 @@ class Rollout:
     scores: Tensor  # share of new tokens that match the target, in every column
 
     def rows(self, index: Tensor) -> "Rollout":
+        """The given rows of every tensor."""
         return Rollout(*(getattr(self, field.name)[index] for field in fields(self)))
 
 
@@ -67,7 +67,9 @@ def main() -> None:
     documents = read_documents(args.dataset)
     tokenizer = get_tokenizer(accelerator, args.model, documents)
     target = matching_tokens(tokenizer, args.target).to(accelerator.device)
-    prompts = DataLoader(pack(tokenizer, documents, args.prompt_length), args.batch_size, shuffle=True, drop_last=True)
+    beginnings = pack(tokenizer, documents, args.prompt_length)
+    check_enough(beginnings, args.batch_size * accelerator.num_processes)
+    prompts: Any = DataLoader(beginnings, args.batch_size, shuffle=True, drop_last=True)  # type: ignore[arg-type]
     policy = make_policy(tokenizer, args)
     reference = copy.deepcopy(policy).eval().requires_grad_(False).to(accelerator.device)
     model: Any = ActorCritic(policy)
@@ -115,7 +117,8 @@ def sample(model: Any, reference: Any, prompts: Tensor, target: Tensor, args: ar
     tokens = prompts
     for _ in range(args.new_tokens):
         logits, _ = model(tokens)
-        drawn = torch.multinomial(logits[:, -1].float().softmax(-1), num_samples=1)
+        known = logits[:, -1, : len(target)]  # embeddings may have more rows than the tokenizer has tokens
+        drawn = torch.multinomial(known.float().softmax(-1), num_samples=1)
         tokens = torch.cat([tokens, drawn], dim=1)
     logits, values = model(tokens)
     log_probs, _ = judge(logits, tokens, args.new_tokens)

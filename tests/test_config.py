@@ -4,7 +4,7 @@ import pytest
 
 from ft_ckpt import CheckpointSaver, SaverConfig
 from ft_ckpt.config import parse_size
-from ft_ckpt.errors import CheckpointError, ConfigError, TargetError
+from ft_ckpt.errors import CheckpointError, ConfigError, RanksDisagreeError, TargetError
 
 
 @pytest.mark.parametrize(
@@ -61,3 +61,14 @@ def test_save_needs_a_place_and_an_open_saver(tmp_path):
         assert saver.save(torch.nn.Linear(1, 1), step=7).path == tmp_path / "checkpoint-7"
     with pytest.raises(CheckpointError, match="closed"):
         saver.save(torch.nn.Linear(1, 1), step=8)
+
+
+def test_launched_as_two_but_alone(tmp_path, monkeypatch):
+    """Pain 27: a launcher that started two processes which do not know of each other: both would write."""
+    import torch
+
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("RANK", "1")
+    with pytest.raises(RanksDisagreeError, match="WORLD_SIZE=2 in the environment, but this process has no"):
+        CheckpointSaver().save(torch.nn.Linear(1, 1), tmp_path / "out")
+    assert not any(tmp_path.iterdir())
