@@ -91,6 +91,7 @@ def view(model: nn.Module, found: Mapping[str, Source], attribute: str = "") -> 
 def model_part(part: View, name: str, path: str, dtype: str) -> Part:
     """The part for a module saved in full: what `save_pretrained` would write, or a plain module's tensors."""
     hugging_face = is_pretrained(part.module)
+    _refuse_unserialisable(part.module)
     kept, ties, notes = _without_aliases(part, hugging_face)
     entries = _converted(part.module, kept) if hugging_face else _as_they_are(kept)
     kind = "model" if hugging_face else "module"
@@ -159,6 +160,19 @@ def main_dtype(part: Part) -> str:
             size = max(1, torch.Size(entry.shape).numel())
             weight[dtype_name(entry.dtype)] = weight.get(dtype_name(entry.dtype), 0) + size
     return max(weight, key=lambda name: weight[name]) if weight else "float32"
+
+
+def _refuse_unserialisable(module: Any) -> None:
+    """Quantisers that keep weights in forms of their own, such as torchao's tensor subclasses, cannot be stored."""
+    quantizer = getattr(module, "hf_quantizer", None)
+    if quantizer is None:
+        return
+    makes = (cls.__name__ for cls in type(quantizer).__mro__ if "get_state_dict_and_metadata" in vars(cls))
+    if next(makes, "HfQuantizer") != "HfQuantizer" or not quantizer.is_serializable():
+        raise SelectionError(
+            f"{type(module).__name__}: its quantised weights ({type(quantizer).__name__}) cannot be stored as they are; "
+            "save the adapter alone with adapter_only=True, or dequantise the model first"
+        )
 
 
 def _without_aliases(
