@@ -12,7 +12,7 @@ from typing import Any
 
 import xxhash
 
-from ft_ckpt.errors import ManifestError, NotACheckpointError, listing
+from ft_ckpt.errors import CorruptError, ManifestError, NotACheckpointError, listing
 from ft_ckpt.manifest import MANIFEST_NAME, FileRecord, Manifest, PartRecord, TensorRecord, from_json
 
 _BLOCK_BYTES = 4 << 20
@@ -253,7 +253,7 @@ def _tensor_problems(path: Path, manifest: Manifest, sound: set[str]) -> Iterato
 def _header_problems(path: Path, file: str, tensors: list[TensorRecord]) -> Iterator[str]:
     try:
         found = read_header(path / file)
-    except (OSError, ValueError) as error:
+    except (CorruptError, OSError) as error:
         yield f"{file}: not a readable safetensors file ({error})"
         return
     expected = {t.name: (t.dtype, t.shape, t.start, t.end) for t in tensors}
@@ -270,21 +270,24 @@ def _header_problems(path: Path, file: str, tensors: list[TensorRecord]) -> Iter
 def read_header(file: Path) -> dict[str, tuple[str, tuple[int, ...], int, int]]:
     """The tensors of a safetensors file: name to (dtype, shape, first byte, byte after the last), offsets in the file.
 
-    Raises ValueError when the header does not hold together or its tensors do not fill the file.
+    Raises CorruptError when the header does not hold together or its tensors do not fill the file.
     """
     size = file.stat().st_size
     with file.open("rb") as stream:
         length = int.from_bytes(stream.read(8), "little")
         if not 2 <= length <= min(_HEADER_LIMIT_BYTES, size - 8):
-            raise ValueError(f"header of {length:,} bytes in a file of {size:,}")
-        document = json.loads(stream.read(length))
+            raise CorruptError(
+                f"{file.name}: a header of {length:,} bytes in a file of {size:,}; use an older checkpoint"
+            )
+        text = stream.read(length)
     try:
-        tensors = {name: _entry(entry, 8 + length) for name, entry in document.items() if name != "__metadata__"}
-    except (AttributeError, KeyError, TypeError) as error:
-        raise ValueError(f"malformed header, {error!r}") from error
+        entries = json.loads(text).items()
+        tensors = {name: _entry(entry, 8 + length) for name, entry in entries if name != "__metadata__"}
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise CorruptError(f"{file.name}: malformed header ({error!r}); use an older checkpoint") from error
     end = max((entry[3] for entry in tensors.values()), default=8 + length)
     if end != size:
-        raise ValueError(f"tensors end at byte {end:,}, the file at {size:,}")
+        raise CorruptError(f"{file.name}: its tensors end at byte {end:,}, it at {size:,}; use an older checkpoint")
     return tensors
 
 

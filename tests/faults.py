@@ -15,23 +15,27 @@ from ft_ckpt.manifest import FileRecord, Manifest, PartRecord, TensorRecord
 CALLS = ("mkdir", "move", "exchange", "unlink", "chmod", "fsync", "rmtree")  # every call that changes the disk
 
 
-def make_checkpoint(folder, *, step=1, shards=1, kind="model", part_path="", fill=None, tensors=4) -> Manifest:
-    """Fill `folder` with a checkpoint (but not its manifest); each byte of its weights is `fill` (default `step`)."""
-    fill, part = step if fill is None else fill, Path(folder) / part_path
-    part.mkdir(parents=True, exist_ok=True)
+def make_checkpoint(folder, *, step=1, shards=1, kind="model", parts=("",)) -> Manifest:
+    """Fill `folder` with a checkpoint of small `parts`, but not its manifest; each byte of its weights is `step`."""
+    records = [_make_part(Path(folder), part, step, shards, kind) for part in parts]
+    return manifest_of(folder, records, step)
+
+
+def _make_part(folder, part, step, shards, kind) -> PartRecord:
+    (folder / part).mkdir(parents=True, exist_ok=True)
     stem = "adapter_model" if kind == "adapter" else "model"
-    names = [f"layers.{i}.weight" for i in range(tensors)]
-    records, files = [], {}
+    names = [f"layers.{number}.weight" for number in range(4)]
+    records, where = [], {}
     for shard in range(shards):
         file = f"{stem}.safetensors" if shards == 1 else f"{stem}-{shard + 1:05d}-of-{shards:05d}.safetensors"
-        mine = names[shard::shards]
-        files |= dict.fromkeys(mine, file)
-        records += write_safetensors(part / file, mine, fill, (Path(part_path) / file).as_posix())
+        records += write_safetensors(folder / part / file, names[shard::shards], step, (Path(part) / file).as_posix())
+        where |= dict.fromkeys(names[shard::shards], file)
     if shards > 1:
-        (part / f"{stem}.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": files}))
-    (part / ("adapter_config.json" if kind == "adapter" else "config.json")).write_text(json.dumps({"step": step}))
-    record = PartRecord(part_path, part_path, kind, "safetensors", "Tiny", tuple(records))
-    return manifest_of(folder, (record,), step)
+        index = {"metadata": {}, "weight_map": where}
+        (folder / part / f"{stem}.safetensors.index.json").write_text(json.dumps(index))
+    config = "adapter_config.json" if kind == "adapter" else "config.json"
+    (folder / part / config).write_text(json.dumps({"step": step}))
+    return PartRecord(part, part, kind, "safetensors", "Tiny", tuple(records))
 
 
 def manifest_of(folder, parts, step) -> Manifest:
@@ -59,13 +63,14 @@ def save(target, **what) -> Manifest:
 
 
 def contents(folder) -> dict[str, bytes]:
-    """Every file below `folder`, hidden ones too: relative path to bytes; of a link, where it leads to."""
-    paths = [path for path in Path(folder).rglob("*") if path.is_symlink() or path.is_file()]
-    return {path.relative_to(folder).as_posix(): _content(path) for path in paths}
+    """Everything below `folder`, hidden or not: relative path to bytes; of a link, where it leads to."""
+    return {path.relative_to(folder).as_posix(): _content(path) for path in Path(folder).rglob("*")}
 
 
 def _content(path) -> bytes:
-    return bytes(path.readlink()) if path.is_symlink() else path.read_bytes()
+    if path.is_symlink():
+        return bytes(path.readlink())
+    return b"" if path.is_dir() else path.read_bytes()
 
 
 def dies_at(call: int, action: Callable[[], object]) -> bool:
@@ -126,5 +131,5 @@ def stop_at(call: int, stop: Callable[[], object], *, partial: bool = False, pat
 
 def _remove_half(folder) -> None:
     files = sorted(path for path in Path(folder).rglob("*") if path.is_file())
-    for path in files[: (len(files) + 1) // 2]:
+    for path in files[len(files) // 2 :]:
         path.unlink()

@@ -114,9 +114,6 @@ def main() -> None:
     warnings.showwarning = lambda message, *_rest, **_more: print(f"ft-ckpt: {message}", file=sys.stderr)
     try:
         app(prog_name="ft-ckpt")
-    except BrokenPipeError:  # the reader of our output, `head` for one, has seen enough
-        sys.stderr.close()
-        sys.exit(0)
     except (CheckpointError, OSError) as error:
         print(f"ft-ckpt: {error}", file=sys.stderr)
         sys.exit(2)
