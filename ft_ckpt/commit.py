@@ -182,11 +182,12 @@ def _seal(stage: Path, manifest: Manifest) -> None:
     draft.write_text(to_json(manifest), encoding="utf-8")
     # Files made by libraries may be for the owner only. What we just made has what the umask, or the folder, grants.
     file_mode, folder_mode = disk.mode(draft), disk.mode(stage)
-    for path in (*disk.tree(stage), stage):
+    everything = [*disk.tree(stage), stage]
+    for path in everything:
         wanted = folder_mode if path.is_dir() else file_mode
         if disk.mode(path) != wanted:
             disk.chmod(path, wanted)
-        disk.sync(path)
+    disk.sync_all(everything)
     disk.move(draft, stage / MANIFEST_NAME)
     disk.sync(stage)
 
