@@ -20,7 +20,7 @@ from ft_ckpt.adapters import base_identity
 from ft_ckpt.catalog import digest_of
 from ft_ckpt.config import SaverConfig
 from ft_ckpt.deliver import PartPlan, check_written, pieces, plan
-from ft_ckpt.errors import IncompleteError, TargetError
+from ft_ckpt.errors import IncompleteError, RankError, TargetError
 from ft_ckpt.gather import equal
 from ft_ckpt.manifest import BaseRecord, FileRecord, Manifest, PartRecord
 from ft_ckpt.modules import write_module
@@ -91,7 +91,7 @@ def run(
         # Everything that can be refused is refused here, before a tensor moves: later, ranks depend on each other.
         answers = ranks.agree("save()", _facts(request, prepared), error, same=("path", "kind", "step", "tensors"))
         if request is None or prepared is None:
-            raise RuntimeError("agreement without a plan")  # agree() raises this rank's error before
+            raise RankError("save(): agreed on without a plan on this rank; please report it")
         with ranks.working():
             report, error = attempt(lambda: _carry_out(request, prepared, answers, ranks, config, begun))
         outcome = ranks.agree("the commit of save()", report, error)[0]

@@ -170,8 +170,8 @@ def _refuse_unserialisable(module: Any) -> None:
     makes = (cls.__name__ for cls in type(quantizer).__mro__ if "get_state_dict_and_metadata" in vars(cls))
     if next(makes, "HfQuantizer") != "HfQuantizer" or not quantizer.is_serializable():
         raise SelectionError(
-            f"{type(module).__name__}: its quantised weights ({type(quantizer).__name__}) cannot be stored as they are; "
-            "save the adapter alone with adapter_only=True, or dequantise the model first"
+            f"{type(module).__name__}: its quantised weights ({type(quantizer).__name__}) cannot be stored as they "
+            "are; save the adapter alone with adapter_only=True, or dequantise the model first"
         )
 
 

@@ -142,6 +142,7 @@ def test_every_command_has_help():
         assert f"ft-ckpt {command}" in ft_ckpt_command(command, "--help")
 
 
+@pytest.mark.skipif(not (ROOT / ".git").exists(), reason="only git knows which files belong to the project")
 def test_no_text_depends_on_one_machine():
     """An absolute path of a developer's machine works nowhere else."""
     machine = re.compile(r"(?<![\w./])/(?:work|home|root|Users)/\w+")
