@@ -69,8 +69,8 @@ def adapter_parts(part: View, name: str, path: str, dtype: str, in_folders: bool
 def active_adapters(module: Any) -> list[str]:
     """Names of the adapters in use, for a PeftModel and for injected adapters alike."""
     active = getattr(module, "active_adapters", None)
-    if callable(active):  # a method where transformers injected them
-        active = active()
+    if callable(active):  # a method where transformers injected them, which raises where PEFT alone did
+        active = active() if getattr(module, "_hf_peft_config_loaded", True) else None
     if not active:  # injected by PEFT alone: only the layers know
         layers = (getattr(inner, "active_adapters", None) for inner in module.modules() if hasattr(inner, "base_layer"))
         active = next((names for names in layers if names and not callable(names)), ())

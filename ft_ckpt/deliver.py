@@ -18,7 +18,8 @@ from ft_ckpt.formats import Layout, Spec
 from ft_ckpt.formats.safetensors import lay_out, read_specs
 from ft_ckpt.gather import gather, stream
 from ft_ckpt.ranks import Ranks
-from ft_ckpt.select import Entry, Group, Part, dtype_name
+from ft_ckpt.select import Entry, Group, Part
+from ft_ckpt.values import dtype_name
 from ft_ckpt.write import FilePlan, Piece
 
 _SLICE = 4 << 20  # elements converted at a time

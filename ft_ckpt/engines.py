@@ -95,8 +95,8 @@ def from_state_dict(
 ) -> dict[str, Source]:
     """Sources that take their data from a state dict the caller gathered, checked against the `live` model.
 
-    Only rank 0's dict is read. Raises IncompleteError naming every entry that is missing, unexpected or of another
-    shape.
+    Only rank 0's dict is read. Raises IncompleteError naming every entry that is missing, unexpected, or of another
+    shape or dtype.
     """
     if not ranks.leads:
         return {name: replace(source, holding=elsewhere(source.shape)) for name, source in live.items()}
@@ -112,6 +112,8 @@ def from_state_dict(
             problems.append(f"{name}: missing")
         elif tuple(tensor.shape) != source.shape:
             problems.append(f"{name}: shape {tuple(tensor.shape)}, the model has {source.shape}")
+        elif tensor.dtype != source.dtype:
+            problems.append(f"{name}: {tensor.dtype}, the model has {source.dtype} (dtype= casts while saving)")
         else:
             given_source = _source(name, source.raw, tensor.detach(), None)
             result[name] = replace(given_source, trainable=source.trainable, identity=source.identity)

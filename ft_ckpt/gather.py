@@ -161,12 +161,17 @@ class _Courier:
     def carry(self, bucket: list[_Unit]) -> Iterator[Chunk]:
         """Send this rank's contributions of `bucket`, or receive the others' and yield the chunks."""
         moving = [unit for unit in bucket if unit.source.holding.moves]
+        together = any(unit.source.holding.whole is not None for unit in bucket)
         if not self.ranks.leads:
+            if moving or together:
+                self.ranks.await_turn()
             self._send(moving)
             for unit in bucket:
                 if unit.source.holding.whole is not None:
                     unit.source.holding.whole()
             return
+        if (moving or together) and self.ranks.size > 1:
+            self.ranks.open_turn()
         filled = self._receive(moving) if moving else {}
         for unit in bucket:
             yield Chunk(unit.source.name, unit.low * unit.row, self._data(unit, filled))

@@ -87,9 +87,12 @@ def dtensor_holding(tensor: Any) -> tuple[str, Holding]:
     engine = "fsdp2" if sharded in ([], [0]) else "tensor parallel"
     plain = all(type(p).__name__ in {"Shard", "Replicate"} for p in placements)
     where, owners = _owners(mesh, placements)
-    if not plain or len(set(sharded)) != len(sharded) or 0 not in where:
+    if not plain or len(set(sharded)) != len(sharded):
         # A dimension cut twice, a strided shard or a pending sum: no block describes it, torch's own gather does.
         return engine, Holding(shape, None, (0,), lambda rank: None, whole=lambda: tensor.detach().full_tensor())
+
+    if 0 not in where:  # another group of ranks that holds the same again, such as the next tensor-parallel column
+        return engine, Holding(shape, None, (), lambda rank: None, moves=True)
 
     def block(rank: int) -> Block | None:
         if rank not in owners:

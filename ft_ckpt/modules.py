@@ -7,8 +7,6 @@ classes this process has already imported. The values come from the safetensors 
 
 import base64
 import json
-import math
-import sys
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -19,6 +17,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from ft_ckpt.errors import LoadError
+from ft_ckpt.values import NotSimpleError, decode, dtype_name, dtype_of, encode, imported
 
 MODULE_NAME = "module.json"
 DESCRIPTION_FORMAT = 1  # raised when an older reader could misread a newer description
@@ -29,12 +28,7 @@ _WRAPPED = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
 _INTERNAL = frozenset(vars(nn.Module())) | {name for name in dir(nn.Module) if name.startswith("_")}
 _ENGINE = frozenset({"forward", "_is_torch_compile", "ds_id", "ds_grads_remaining"})  # set on a module by its wrappers
 _ENGINE_PREFIXES = ("_fsdp_", "_is_fsdp_", "_ddp_", "_ds_", "__composable", "_hf_hook", "_old_forward")
-_MAX_DEPTH = 32  # of one attribute's value; a list that holds itself is not simple
 _MAX_BUFFER_BYTES = 16 << 20  # a non-persistent buffer larger than this is described by its shape only
-
-
-class _NotSimpleError(Exception):
-    pass
 
 
 def plain_class(cls: type) -> type:
@@ -73,8 +67,8 @@ def build_module(description: Mapping[str, Any], classes: Mapping[str, type] | N
     """The module `describe_module` described: parameters and persistent buffers on the meta device, in train mode.
 
     `classes`: "package.module:Class" or "Class" to the class to use, before those already imported in this process.
-    No constructor runs and nothing is imported. Attributes that could not be recorded are named in a warning.
-    Raises LoadError when a class is not to be had or is no nn.Module, or the description is malformed.
+    No constructor runs and nothing but transformers' own models is imported. Attributes that could not be recorded
+    are named in a warning. Raises LoadError when a class is not to be had or is no nn.Module, or the description is malformed.
     """
     try:
         version = description["format"]
@@ -85,7 +79,7 @@ def build_module(description: Mapping[str, Any], classes: Mapping[str, type] | N
         return _Builder(found).node(description, "")
     except (KeyError, TypeError, ValueError, AttributeError, RuntimeError) as error:
         if isinstance(error, LoadError):
-            raise
+            raise error if MODULE_NAME in str(error) else LoadError(f"{MODULE_NAME}: {error}") from error
         raise LoadError(f"{MODULE_NAME}: malformed description ({error!r}); the checkpoint is damaged") from error
 
 
@@ -131,7 +125,7 @@ class _Describer:
             return {"name": name, "same_as": self.names[id(tensor)]}
         self.names[id(tensor)] = full
         shape = self.shapes.get(full, global_shape(tensor))
-        record = {"name": name, "shape": list(shape), "dtype": _dtype_name(tensor.dtype)}
+        record = {"name": name, "shape": list(shape), "dtype": dtype_name(tensor.dtype)}
         return {**record, "requires_grad": tensor.requires_grad}
 
     def buffer(self, module: nn.Module, name: str, path: str) -> dict[str, Any]:
@@ -156,7 +150,7 @@ class _Builder:
         nn.Module.__init__(module)
         self.made[path] = module
         # past __setattr__ and properties: those are code of the class, and what they expect is not there yet
-        vars(module).update({key: _decode(value) for key, value in node["attributes"].items() if key not in _INTERNAL})
+        vars(module).update({key: decode(value) for key, value in node["attributes"].items() if key not in _INTERNAL})
         for record in node["parameters"]:
             module._parameters[record["name"]] = self.tensor(record, path, _empty_parameter)
         for record in node["buffers"]:
@@ -192,52 +186,10 @@ def _attributes(module: nn.Module, parameters: set[str]) -> tuple[dict[str, Any]
         if name in _INTERNAL | _ENGINE | parameters or name.startswith(_ENGINE_PREFIXES):
             continue
         try:
-            simple[name] = _encode(value)
-        except _NotSimpleError:
+            simple[name] = encode(value)
+        except NotSimpleError:
             opaque.append(name)
     return simple, opaque
-
-
-def _encode(value: Any, depth: int = 0) -> Any:
-    """JSON for a simple value; what JSON lacks is a one-key object such as {"tuple": [...]}."""
-    if depth > _MAX_DEPTH:
-        raise _NotSimpleError
-    kind = type(value)  # exact: a subclass (an enum, a path) would come back as something else
-    if value is None or kind in (bool, int, str):
-        return value
-    if kind is float:
-        return value if math.isfinite(value) else {"float": repr(value)}
-    if kind is torch.dtype:
-        return {"dtype": _dtype_name(value)}
-    if kind is dict:
-        return {"dict": [[_encode(key, depth + 1), _encode(item, depth + 1)] for key, item in value.items()]}
-    if kind in (list, tuple, torch.Size):
-        items = [_encode(item, depth + 1) for item in value]
-        return items if kind is list else {"tuple" if kind is tuple else "size": items}
-    raise _NotSimpleError
-
-
-def _decode(value: Any) -> Any:
-    if isinstance(value, list):
-        return [_decode(item) for item in value]
-    if not isinstance(value, dict):
-        return value
-    ((kind, content),) = value.items()
-    if kind == "dict":
-        return {_decode(key): _decode(item) for key, item in content}
-    decoders = {"float": float, "dtype": _dtype, "tuple": tuple, "size": torch.Size}
-    return decoders[kind](_decode(content))  # type: ignore[operator]
-
-
-def _dtype_name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
-def _dtype(name: str) -> torch.dtype:
-    dtype = vars(torch).get(name)
-    if not isinstance(dtype, torch.dtype):
-        raise LoadError(f"{MODULE_NAME}: {name!r} is no torch dtype; the checkpoint is damaged, use another")
-    return dtype
 
 
 def _buffer_data(buffer: torch.Tensor | None) -> str | None:
@@ -251,12 +203,12 @@ def _buffer_data(buffer: torch.Tensor | None) -> str | None:
 
 
 def _empty_parameter(record: Mapping[str, Any]) -> nn.Parameter:
-    tensor = torch.empty(record["shape"], dtype=_dtype(record["dtype"]), device="meta")
+    tensor = torch.empty(record["shape"], dtype=dtype_of(record["dtype"]), device="meta")
     return nn.Parameter(tensor, requires_grad=record["requires_grad"])
 
 
 def _buffer_value(record: Mapping[str, Any]) -> torch.Tensor:
-    dtype, data = _dtype(record["dtype"]), record.get("data")
+    dtype, data = dtype_of(record["dtype"]), record.get("data")
     if data is None:
         return torch.empty(record["shape"], dtype=dtype, device="meta")
     raw = bytearray(base64.b64decode(data))
@@ -282,7 +234,7 @@ def _find_class(name: str, classes: Mapping[str, type]) -> type | str:
     module_name, _, qualname = name.partition(":")
     found: Any = classes.get(name, classes.get(qualname))
     if found is None:
-        found = sys.modules.get(module_name)
+        found = imported(module_name)
         if found is None:
             return f"{module_name} is not imported"
         for part in qualname.split("."):

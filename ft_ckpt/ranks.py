@@ -12,11 +12,11 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any
 
 from ft_ckpt.errors import CheckpointError, RankError, RanksDisagreeError
 
-_POLL_SECONDS = (0.0005, 0.05)  # first and longest pause between looks at the store
 _BEAT_SECONDS = 1.0  # between signs of life of a rank at work; well below any sensible time-out
 
 
@@ -29,6 +29,7 @@ class Ranks:
     store: Any = None
     timeout_seconds: float = 600.0
     rounds: int = 0
+    turns: int = 0
 
     @property
     def leads(self) -> bool:
@@ -58,6 +59,7 @@ class Ranks:
         limit = self.timeout_seconds if timeout_seconds is None else timeout_seconds
         self._put(f"{self.rounds}/{self.rank}", own)
         verdict = self._lead(what, same, limit) if self.leads else self._follow(what, limit)
+        self.turns = 0
         if error is not None:
             raise error
         if verdict["problem"]:
@@ -89,17 +91,26 @@ class Ranks:
             done.set()
             thread.join()
 
+    def open_turn(self) -> None:
+        """On rank 0: from here on it takes what the others bring. Each of them waits for this before it sends.
+
+        A send that nobody receives would end with the group's time-out, however healthy the disk rank 0 waits for.
+        """
+        self.turns += 1
+        self.store.set(self._key(f"{self.rounds}/turn/{self.turns}"), "")
+
+    def await_turn(self) -> None:
+        """On the other ranks: wait until rank 0 takes what they bring. Raises RankError when it falls silent."""
+        self.turns += 1
+        if not self._wait(f"{self.rounds}/turn/{self.turns}", self.timeout_seconds):
+            raise RankError(f"rank 0 gave no sign of life for {self.timeout_seconds:g} s while tensors were gathered")
+
     def _lead(self, what: str, same: tuple[str, ...], limit: float) -> dict[str, Any]:
         """Collect what the ranks put, judge it, and put the verdict where the others wait for it."""
-        entries: dict[int, dict[str, Any]] = {}
-        deadline, pause = time.monotonic() + limit, _POLL_SECONDS[0]
-        while len(entries) < self.size and time.monotonic() < deadline:
-            for rank in range(self.size):
-                if rank not in entries and self.store.check([self._key(f"{self.rounds}/{rank}")]):
-                    entries[rank] = self._get(f"{self.rounds}/{rank}")
-            if len(entries) < self.size:
-                time.sleep(pause)
-                pause = min(pause * 1.5, _POLL_SECONDS[1])
+        names = [f"{self.rounds}/{rank}" for rank in range(self.size)]
+        self._arrive(names, limit)
+        here = [rank for rank, name in enumerate(names) if self.store.check([self._key(name)])]
+        entries = {rank: self._get(names[rank]) for rank in here}
         verdict = _judge(what, entries, self.size, same, limit)
         self._put(f"{self.rounds}/verdict", verdict)
         self._sweep(self.rounds - 2)
@@ -117,26 +128,36 @@ class Ranks:
 
     def _wait(self, name: str, limit: float) -> bool:
         """Wait until rank 0 has put `name`; False when it has given no sign of life for `limit` seconds."""
-        deadline, pause, heard, look = time.monotonic() + limit, _POLL_SECONDS[0], b"", 0.0
-        while not self.store.check([self._key(name)]):
-            now = time.monotonic()
-            if now > look and self.store.check([self._key("beat/0")]):
-                beat, look = self.store.get(self._key("beat/0")), now + _BEAT_SECONDS / 2
+        deadline, heard = time.monotonic() + limit, b""
+        while not self._arrive([name], min(_BEAT_SECONDS, max(deadline - time.monotonic(), 0.001))):
+            if self.store.check([self._key("beat/0")]):
+                beat = self.store.get(self._key("beat/0"))
                 if beat != heard:
                     # A beat seen for the first time may be an old one: it counts only as what the next is compared to.
-                    heard, deadline = beat, now + limit if heard else deadline
-            if now > deadline:
+                    heard, deadline = beat, time.monotonic() + limit if heard else deadline
+            if time.monotonic() > deadline:
                 return False
-            time.sleep(pause)
-            pause = min(pause * 1.5, _POLL_SECONDS[1])
+        return True
+
+    def _arrive(self, names: list[str], seconds: float) -> bool:
+        """Whether all of `names` are in the store within `seconds`; the store wakes us, nobody polls."""
+        try:
+            self.store.wait([self._key(name) for name in names], timedelta(seconds=seconds))
+        except RuntimeError:  # DistStoreError: time is up
+            return False
         return True
 
     def _sweep(self, finished: int) -> None:
         # Every rank has put its entry of this round, so all have read the verdict of the one before: two rounds
         # back nobody looks any more, and the store stays small however long the run.
         for name in [*map(str, range(self.size)), "verdict"]:
-            with suppress(RuntimeError, NotImplementedError):  # stores without deletion only grow
-                self.store.delete_key(self._key(f"{finished}/{name}"))
+            self._forget(f"{finished}/{name}")
+        for turn in range(1, self.turns + 1):  # not sooner: a rank that had nothing to bring may come late to its turn
+            self._forget(f"{self.rounds - 1}/turn/{turn}")
+
+    def _forget(self, name: str) -> None:
+        with suppress(RuntimeError, NotImplementedError):  # stores without deletion only grow
+            self.store.delete_key(self._key(name))
 
     def _key(self, name: str) -> str:
         return f"ft_ckpt/{name}"

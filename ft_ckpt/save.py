@@ -27,7 +27,8 @@ from ft_ckpt.modules import write_module
 from ft_ckpt.parts import Attribute, kind_of, parts_of
 from ft_ckpt.progress import tracked
 from ft_ckpt.ranks import Ranks, attempt
-from ft_ckpt.select import Part, dtype_name, lossy_casts, main_dtype, shared_between
+from ft_ckpt.select import Part, lossy_casts, main_dtype, shared_between
+from ft_ckpt.values import dtype_name
 from ft_ckpt.write import Writer, write_files
 
 _COMPANION_BYTES = 16 << 20  # room for config and tokenizer files in the look at free space

@@ -12,8 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ft_ckpt.engines import Source, clean_name, unwrap
+from ft_ckpt.engines import WRAPPER_PARTS, Source, clean_name, unwrap
 from ft_ckpt.errors import IncompleteError, SelectionError, UnknownAttributeError, listing
+from ft_ckpt.values import dtype_name
 
 MODEL_FILE = "model"
 
@@ -67,7 +68,8 @@ class View:
 def view(model: nn.Module, found: Mapping[str, Source], attribute: str = "") -> View:
     """The whole model, or the submodule at the dotted path `attribute`.
 
-    Raises UnknownAttributeError naming what exists, SelectionError when it is no module or has no tensors.
+    Raises UnknownAttributeError naming what exists, SelectionError when it is no module, IncompleteError when it has
+    no tensors.
     """
     module = unwrap(model)
     for part in attribute.split(".") if attribute else []:
@@ -82,10 +84,23 @@ def view(model: nn.Module, found: Mapping[str, Source], attribute: str = "") -> 
             raise SelectionError(f"attribute {attribute!r}: {part!r} is a {type(inner).__name__}, expected a module")
         module = unwrap(inner)
     prefix = f"{attribute}." if attribute else ""
-    below = {name.removeprefix(prefix): source for name, source in found.items() if name.startswith(prefix)}
+    depth = len(attribute.split(".")) if attribute else 0
+    below = {
+        name.removeprefix(prefix): replace(source, raw=_raw_below(source.raw, depth))
+        for name, source in found.items()
+        if name.startswith(prefix)
+    }
     if not below:
         raise IncompleteError(f"{attribute or type(module).__name__}: no tensors to save; nothing is written")
     return View(module, below)
+
+
+def _raw_below(raw: str, depth: int) -> str:
+    """`raw` as the submodule `depth` attributes down spells it, once it is unwrapped itself."""
+    steps = raw.split(".")
+    while depth or (steps[0] in WRAPPER_PARTS and len(steps) > 1):
+        depth -= steps.pop(0) not in WRAPPER_PARTS
+    return ".".join(steps)
 
 
 def model_part(part: View, name: str, path: str, dtype: str) -> Part:
@@ -145,11 +160,6 @@ def lossy_casts(part: Part) -> dict[str, int]:
             key = f"{dtype_name(entry.memory_dtype)}->{dtype_name(entry.dtype)}"
             counts[key] = counts.get(key, 0) + 1
     return counts
-
-
-def dtype_name(dtype: torch.dtype) -> str:
-    """torch's name of a dtype without "torch."."""
-    return str(dtype).removeprefix("torch.")
 
 
 def main_dtype(part: Part) -> str:

@@ -17,11 +17,13 @@ SAVES: dict[str, tuple[str, dict[str, Any]]] = {
     "shared_trunk": ("shared_trunk", {"attribute": ["policy", "value_model"]}),
     "adapter_bytes": ("lora_wide", {"adapter_only": True}),
     "streaming": ("big", {}),
+    "after_eval": ("qwen3", {}),
 }
 
 FULL = ("full", "converted", "sharded", "cast", "attribute", "attributes", "untouched")
 ADAPTER = ("adapter", "adapter_attribute")
 TRUNK = ("shared_trunk",)
+EVAL = ("after_eval",)
 BYTES = ("adapter_bytes",)
 EVERYTHING = FULL + ADAPTER + TRUNK
 
@@ -39,36 +41,37 @@ class Group:
 
 
 ACCELERATE_CPU = {"ACCELERATE_USE_CPU": "true", "ACCELERATE_TORCH_DEVICE": "cpu"}
-COMPILED = ("full", "adapter", "attribute", "untouched")
+WRAPPED = ("full", "adapter", "attribute", "untouched")
 
 GROUPS = {
     "single": Group(
         1,
         {
             "none": EVERYTHING,
-            "compiled": (*COMPILED, "converted"),
-            "compiled_in_place": COMPILED,
-            "compiled_blocks": COMPILED,
-            "checkpointed": COMPILED,
+            "compiled": WRAPPED,
+            "compiled_in_place": WRAPPED,
+            "compiled_blocks": WRAPPED,
+            "checkpointed": WRAPPED,
         },
     ),
     "ddp": Group(
         2,
         {
             "ddp": EVERYTHING,
-            "ddp_compiled": COMPILED,
-            "compiled_ddp": COMPILED,
-            "ddp_compiled_blocks": COMPILED,
+            "ddp_compiled": WRAPPED,
+            "compiled_ddp": WRAPPED,
+            "ddp_compiled_blocks": WRAPPED,
         },
         ACCELERATE_CPU,
     ),
     "fsdp1": Group(
         2,
         {
-            "fsdp1": FULL + ADAPTER + BYTES,
+            "fsdp1": FULL + ADAPTER + BYTES + EVAL,
+            "fsdp1_mixed": ("full", "adapter", *EVAL),
             "fsdp1_flat": FULL,
-            "fsdp1_checkpointed": COMPILED,
-            "fsdp1_compiled": COMPILED,
+            "fsdp1_checkpointed": WRAPPED,
+            "fsdp1_compiled": WRAPPED,
             "fsdp1_accelerate": ("full", "adapter", "attribute"),
         },
         ACCELERATE_CPU,
@@ -76,9 +79,10 @@ GROUPS = {
     "fsdp2": Group(
         2,
         {
-            "fsdp2": (*EVERYTHING, *BYTES, "streaming"),
-            "fsdp2_checkpointed": COMPILED,
-            "fsdp2_compiled_blocks": COMPILED,
+            "fsdp2": (*EVERYTHING, *BYTES, *EVAL, "streaming"),
+            "fsdp2_mixed": ("full", "adapter", *EVAL),
+            "fsdp2_checkpointed": WRAPPED,
+            "fsdp2_compiled_blocks": WRAPPED,
             "fsdp2_accelerate": ("full", "adapter", "attribute"),
             "tensor_parallel": ("full", "attribute", "untouched"),
         },
@@ -91,8 +95,8 @@ GROUPS = {
             "fsdp2_tensor_parallel": ("full", "attribute", "untouched"),
         },
     ),
-    "zero12": Group(2, {"zero1": COMPILED, "zero2": EVERYTHING}, {"DS_ACCELERATOR": "cpu"}),
-    "zero3": Group(2, {"zero3": (*EVERYTHING, *BYTES)}, {"DS_ACCELERATOR": "cpu"}),
+    "zero12": Group(2, {"zero1": WRAPPED, "zero2": EVERYTHING}, {"DS_ACCELERATOR": "cpu"}),
+    "zero3": Group(2, {"zero3": (*EVERYTHING, *BYTES, *EVAL)}, {"DS_ACCELERATOR": "cpu"}),
 }
 
 

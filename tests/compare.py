@@ -33,6 +33,11 @@ def assert_same_tensors(ours: dict[str, torch.Tensor], theirs: dict[str, torch.T
         assert raw(ours[name]) == raw(tensor), f"{name}: bytes differ"
 
 
+def assert_agree(ours: torch.Tensor, theirs: torch.Tensor) -> None:
+    """Outputs of equal weights: equal but for rounding, which depends on where in memory the weights lie."""
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-6)
+
+
 def raw(tensor: torch.Tensor) -> bytes:
     return tensor.detach().contiguous().flatten().view(torch.uint8).numpy().tobytes()
 

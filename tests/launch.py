@@ -80,7 +80,12 @@ def run_cases(
 def _environment(timeout: float, extra: Mapping[str, str]) -> dict[str, str]:
     path = os.pathsep.join([str(TESTS.parent), str(TESTS), os.environ.get("PYTHONPATH", "")])
     # The worker prints every rank's stack shortly before it would be killed.
-    fixed = {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "STACKS_AFTER": str(timeout * 0.9)}
+    fixed = {
+        "PYTHONPATH": path,
+        "OMP_NUM_THREADS": "1",
+        "HF_HUB_OFFLINE": "1",
+        "STACKS_AFTER": str(max(timeout - 15, timeout / 2)),
+    }
     return {**os.environ, **fixed, **extra}
 
 

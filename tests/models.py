@@ -127,10 +127,14 @@ def lora(base: nn.Module | None = None) -> PeftModel:
     return model
 
 
+def wide() -> nn.Module:
+    """Some 7 MB, so that many small buckets are needed."""
+    return qwen3(vocab_size=3001, hidden_size=192, intermediate_size=257, head_dim=48)
+
+
 def lora_wide() -> PeftModel:
-    """A base of some 5 MB under an adapter of some 8 KB: what moves tells one from the other."""
-    base = qwen3(vocab_size=3001, hidden_size=192, intermediate_size=257, head_dim=48)
-    return get_peft_model(base, LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM"))
+    """An adapter of some 8 KB on a base of some 7 MB: what moves tells one from the other."""
+    return get_peft_model(wide(), LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM"))
 
 
 def policy_and_value() -> nn.Module:

@@ -4,6 +4,7 @@ A worker trains one step under the wrapper, saves, and writes down the true para
 a single process, the bare model is filled with that truth and saved by `save_pretrained`, and the folders compared.
 """
 
+import importlib.util
 import json
 from pathlib import Path
 
@@ -11,7 +12,7 @@ import models
 import pytest
 import torch
 from cases import ADAPTER, GROUPS, group_of, wrappers_that_save
-from compare import adapter_config, assert_same_tensors, base_of, logits, reference, stored, true_model
+from compare import adapter_config, assert_agree, assert_same_tensors, base_of, logits, reference, stored, true_model
 from launch import run_cases
 from peft import PeftModel
 from safetensors.torch import load_file
@@ -20,6 +21,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import ft_ckpt
 from ft_ckpt.catalog import read_manifest
+
+pytestmark = pytest.mark.timeout(900)  # the first test of a group waits for its launch, and for one more per crash
 
 
 class Runs:
@@ -32,11 +35,14 @@ class Runs:
     def case(self, wrapper: str, what: str) -> Path:
         """The folder of that case; fails with every rank's traceback when the worker had an error."""
         name = group_of(wrapper)
+        if "DS_ACCELERATOR" in GROUPS[name].env and importlib.util.find_spec("deepspeed") is None:
+            pytest.skip("deepspeed is not installed")
         if name not in self.errors:
             group = GROUPS[name]
             self.errors[name] = run_cases("saves", group.cases(), self.root / name, group.ranks, 280, group.env)
         error = self.errors[name][f"{wrapper}/{what}"]
-        assert not error, error
+        if error:
+            pytest.fail(error, pytrace=False)
         return self.root / name / wrapper / what
 
 
@@ -57,8 +63,8 @@ def test_full_save_is_save_pretrained_of_the_bare_model(runs, wrapper, tmp_path)
     assert_same_tensors(stored(saved), reference(model, tmp_path))
     assert (saved / "config.json").read_text() == (tmp_path / "config.json").read_text()
     assert json.loads((saved / "config.json").read_text())["architectures"] == ["LlamaForCausalLM"]
-    assert torch.equal(logits(AutoModelForCausalLM.from_pretrained(saved)), logits(model))
-    assert torch.equal(logits(ft_ckpt.load_model(saved)), logits(model))
+    assert_agree(logits(AutoModelForCausalLM.from_pretrained(saved)), logits(model))
+    assert_agree(logits(ft_ckpt.load_model(saved)), logits(model))
     assert ft_ckpt.verify(saved).ok
 
 
@@ -89,7 +95,7 @@ def test_fused_experts_get_their_names_on_disk(runs, wrapper, tmp_path):
     model = true_model("mixtral", folder)
     assert_same_tensors(stored(folder / "saved"), reference(model, tmp_path))
     assert any(".experts.0.w1." in name for name in stored(folder / "saved"))
-    assert torch.equal(logits(AutoModelForCausalLM.from_pretrained(folder / "saved")), logits(model))
+    assert_agree(logits(AutoModelForCausalLM.from_pretrained(folder / "saved")), logits(model))
 
 
 @under("sharded")
@@ -101,7 +107,7 @@ def test_small_shards_come_with_an_index(runs, wrapper, tmp_path):
     assert set(index["weight_map"]) == set(stored(saved))
     assert set(index["weight_map"].values()) == {path.name for path in saved.glob("*.safetensors")}
     assert len(list(saved.glob("model-0000?-of-0000?.safetensors"))) > 1
-    assert torch.equal(logits(AutoModelForCausalLM.from_pretrained(saved)), logits(model))
+    assert_agree(logits(AutoModelForCausalLM.from_pretrained(saved)), logits(model))
 
 
 @under("cast")
@@ -120,7 +126,7 @@ def test_one_attribute_lies_at_the_root(runs, wrapper, tmp_path):
     folder = runs.case(wrapper, "attribute")
     model, saved = true_model("policy_and_value", folder).policy, folder / "saved"
     assert_same_tensors(stored(saved), reference(model, tmp_path))
-    assert torch.equal(logits(AutoModelForCausalLM.from_pretrained(saved)), logits(model))
+    assert_agree(logits(AutoModelForCausalLM.from_pretrained(saved)), logits(model))
 
 
 @under("attributes")
@@ -131,7 +137,7 @@ def test_several_attributes_have_a_folder_each(runs, wrapper, tmp_path):
     assert_same_tensors(stored(saved / "policy"), reference(model.policy, tmp_path))
     assert_same_tensors(stored(saved / "value_head"), model.value_head.state_dict())
     parts = ft_ckpt.load_model(saved)
-    assert torch.equal(logits(parts["policy"]), logits(model.policy))
+    assert_agree(logits(parts["policy"]), logits(model.policy))
     states = torch.ones(2, 24)
     assert torch.equal(parts["value_head"](states), model.value_head(states))
 
@@ -146,7 +152,7 @@ def test_a_shared_trunk_is_shared_again_after_loading(runs, wrapper, tmp_path):
     parts = ft_ckpt.load_model(saved)
     assert parts["policy"].model.embed_tokens.weight is parts["value_model"].trunk.embed_tokens.weight
     ids = models.batch(5)["input_ids"]
-    assert torch.equal(parts["value_model"].eval()(ids), model.value_model(ids))
+    assert_agree(parts["value_model"].eval()(ids), model.value_model(ids))
 
 
 @under("untouched")
@@ -157,6 +163,13 @@ def test_saving_leaves_the_live_model_as_it_was(runs, wrapper, tmp_path):
     assert_same_tensors(stored(saved), reference(model, tmp_path))
     ends = AutoTokenizer.from_pretrained(saved).convert_tokens_to_ids(["<|im_end|>", "<|endoftext|>"])
     assert json.loads((saved / "generation_config.json").read_text())["eos_token_id"] == ends
+
+
+@under("after_eval")
+def test_saving_after_an_evaluation_saves_the_master_weights(runs, wrapper, tmp_path):
+    """Pain 18: what lies gathered in bfloat16 after a forward pass is not what is trained."""
+    folder = runs.case(wrapper, "after_eval")
+    assert_same_tensors(stored(folder / "saved"), reference(true_model("qwen3", folder), tmp_path))
 
 
 @pytest.mark.parametrize(
@@ -182,15 +195,15 @@ def test_adapters_load_on_their_base(runs, wrapper, what):
     folder = runs.case(wrapper, what)
     model, saved = true_peft_model(what, folder), folder / "saved"
     theirs = PeftModel.from_pretrained(true_base(what, folder), saved)
-    assert torch.equal(logits(theirs), logits(model))
+    assert_agree(logits(theirs), logits(model))
     ours = ft_ckpt.load_model(saved, base=true_base(what, folder))
-    assert torch.equal(logits(ours), logits(model))
+    assert_agree(logits(ours), logits(model))
     theirs.load_adapter(saved / "second", "second")
     for loaded in (theirs, ours):
         loaded.set_adapter("second")
     model.set_adapter("second")
-    assert torch.equal(logits(theirs), logits(model))
-    assert torch.equal(logits(ours), logits(model))
+    assert_agree(logits(theirs), logits(model))
+    assert_agree(logits(ours), logits(model))
 
 
 @under("adapter_bytes")

@@ -7,6 +7,7 @@ import faulthandler
 import json
 import os
 import sys
+import time
 import traceback
 from collections.abc import Callable
 from pathlib import Path
@@ -25,7 +26,9 @@ def run(case: Callable[[str, Path], None]) -> None:
             print(f"[rank {RANK}] {name}", flush=True)
             folder = Path(root) / name
             folder.mkdir(parents=True, exist_ok=True)
-            file.write(json.dumps({"case": name, "error": _error(case, name, folder)}) + "\n")
+            begun = time.monotonic()
+            row = {"case": name, "error": _error(case, name, folder), "seconds": round(time.monotonic() - begun, 2)}
+            file.write(json.dumps(row) + "\n")
             file.flush()
 
 

@@ -14,7 +14,13 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.fsdp import (
+    FSDPModule,
+    FullyShardedDataParallel,
+    MixedPrecision,
+    MixedPrecisionPolicy,
+    fully_shard,
+)
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
@@ -45,6 +51,9 @@ class Live:
 def truth(live: Live) -> dict[str, torch.Tensor]:
     """Every parameter and persistent buffer under the bare model's names, whole, on every rank."""
     model = live.model
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()  # an evaluation leaves the root gathered
     flat = any(isinstance(module, FullyShardedDataParallel) for module in model.modules())
     options = {"writeback": False, "rank0_only": False, "offload_to_cpu": False}
     with FullyShardedDataParallel.summon_full_params(model, **options) if flat else nullcontext():
@@ -108,17 +117,29 @@ def ddp(model: nn.Module) -> nn.Module:
     return DistributedDataParallel(model, find_unused_parameters=True)
 
 
-def fsdp1(model: nn.Module, use_orig_params: bool = True) -> nn.Module:
-    classes = {type(block) for block in blocks(model)}
-    policy, cpu = ModuleWrapPolicy(classes), torch.device("cpu")
-    return FullyShardedDataParallel(model, auto_wrap_policy=policy, use_orig_params=use_orig_params, device_id=cpu)
+def fsdp1(model: nn.Module, **settings: Any) -> nn.Module:
+    policy = ModuleWrapPolicy({type(block) for block in blocks(model)})
+    settings = {"use_orig_params": True, "device_id": torch.device("cpu"), **settings}
+    return FullyShardedDataParallel(model, auto_wrap_policy=policy, **settings)
 
 
-def fsdp2(model: nn.Module, mesh: Any = None) -> nn.Module:
+def flat(model: nn.Module) -> nn.Module:
+    return fsdp1(model, use_orig_params=False)
+
+
+def fsdp1_mixed(model: nn.Module) -> nn.Module:
+    return fsdp1(model, mixed_precision=MixedPrecision(param_dtype=torch.bfloat16))
+
+
+def fsdp2(model: nn.Module, mesh: Any = None, **settings: Any) -> nn.Module:
     mesh = mesh if mesh is not None else init_device_mesh("cpu", (dist.get_world_size(),))
     for block in blocks(model):
-        fully_shard(block, mesh=mesh)
-    return fully_shard(model, mesh=mesh)
+        fully_shard(block, mesh=mesh, **settings)
+    return fully_shard(model, mesh=mesh, **settings)
+
+
+def fsdp2_mixed(model: nn.Module) -> nn.Module:
+    return fsdp2(model, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
 
 
 def tensor_parallel(model: nn.Module, mesh: Any = None) -> nn.Module:
@@ -226,10 +247,6 @@ def deepspeed_accelerator(stage: int) -> Callable[[nn.Module], Any]:
     return make
 
 
-def flat(model: nn.Module) -> nn.Module:
-    return fsdp1(model, use_orig_params=False)
-
-
 WRAPPERS: dict[str, Callable[[nn.Module], Live]] = {
     "none": direct(),
     "compiled": direct(compiled),
@@ -242,10 +259,12 @@ WRAPPERS: dict[str, Callable[[nn.Module], Live]] = {
     "ddp_compiled_blocks": accelerated(cpu_accelerator, compiled_blocks),
     "fsdp1": direct(fsdp1),
     "fsdp1_flat": direct(flat),
+    "fsdp1_mixed": direct(fsdp1_mixed),
     "fsdp1_checkpointed": direct(fsdp1, checkpointed),
     "fsdp1_compiled": direct(fsdp1, compiled),
     "fsdp1_accelerate": accelerated(fsdp_accelerator(1)),
     "fsdp2": direct(fsdp2),
+    "fsdp2_mixed": direct(fsdp2_mixed),
     "fsdp2_checkpointed": direct(checkpointed, fsdp2),
     "fsdp2_compiled_blocks": direct(compiled_blocks, fsdp2),
     "fsdp2_accelerate": accelerated(fsdp_accelerator(2)),

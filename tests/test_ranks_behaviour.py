@@ -1,0 +1,67 @@
+"""Two ranks, one fault: every rank raises, nobody hangs, nothing half-written is left. The cases are in the worker."""
+
+import pytest
+from launch import run_cases
+
+# Cases of one list share a launch. One that leaves the ranks out of step is the last of its list.
+LAUNCHES = {
+    "together": [
+        "different_arguments",
+        "error_on_one_rank",
+        "writer_raises",
+        "one_writer",
+        "overwriting",
+        "only_rank_0",
+    ],
+    "short group timeout": ["slow_writer", "only_rank_1"],
+}
+
+
+@pytest.fixture(scope="module")
+def passed(tmp_path_factory):
+    seen: dict[str, dict[str, str]] = {}
+
+    def passed(case: str) -> None:
+        launch = next(name for name, cases in LAUNCHES.items() if case in cases)
+        if launch not in seen:
+            seen[launch] = run_cases("behaviour", LAUNCHES[launch], tmp_path_factory.mktemp("ranks"), timeout=120)
+        if seen[launch][case]:
+            pytest.fail(seen[launch][case], pytrace=False)
+
+    return passed
+
+
+def test_different_arguments_are_an_error_on_every_rank(passed):
+    """Pain 29: ranks disagree about what to save, and hang."""
+    passed("different_arguments")
+
+
+def test_error_on_one_rank_reaches_the_others(passed):
+    """Pain 28: one rank fails, the others wait until the watchdog comes."""
+    passed("error_on_one_rank")
+
+
+def test_failed_write_leaves_the_older_checkpoint_and_latest(passed):
+    """Pains 23, 28: `latest` moved, or the old checkpoint gone, though the new one failed; ranks left waiting."""
+    passed("writer_raises")
+
+
+def test_every_file_has_one_writer(passed):
+    """Pain 27: all ranks write the same tokenizer and config."""
+    passed("one_writer")
+
+
+def test_a_hundred_overwriting_saves(passed):
+    """Pain 21: the atomic rename itself breaks with several ranks."""
+    passed("overwriting")
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_save_called_on_one_rank_only(passed, rank):
+    """Pain 29: `if is_main_process: save(...)` hangs until the timeout."""
+    passed(f"only_rank_{rank}")
+
+
+def test_slow_disk_outlasts_the_group_timeout(passed):
+    """Pain 28: the watchdog kills the job while rank 0 writes."""
+    passed("slow_writer")

@@ -1,0 +1,181 @@
+"""How ranks fail together: each case is a fault on one rank, and what every rank must see of it."""
+
+import contextlib
+import os
+import random
+import sys
+import time
+from collections.abc import Iterator
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import harness  # first: it arms the stack dump
+import models
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from wrappers import fsdp2
+
+import ft_ckpt.write
+from ft_ckpt import CheckpointSaver, errors, latest, verify
+from ft_ckpt.catalog import read_manifest
+
+BUCKET = 1 << 16  # the smallest: the wide model takes some hundred of them
+
+
+def saver(**settings: Any) -> CheckpointSaver:
+    return CheckpointSaver(**{"enter_timeout_seconds": 30, "bucket_bytes": BUCKET, **settings})
+
+
+def raised(kind: type[Exception], action: Any, *said: str) -> None:
+    """`action()` must raise `kind`, saying all of `said`."""
+    with pytest.raises(kind) as caught:
+        action()
+    missing = [text for text in said if text not in str(caught.value)]
+    assert not missing, f"{missing} not in: {caught.value}"
+
+
+def nothing_in(folder: Path) -> None:
+    dist.barrier()  # rank 0 may still be clearing up when the others have raised
+    found = list(folder.iterdir())
+    dist.barrier()  # and its next save already under way when they look
+    assert not found
+
+
+@contextlib.contextmanager
+def failing_writer(action: Any) -> Iterator[None]:
+    """On rank 0, `action()` runs before the tenth write of a save."""
+    original, calls = ft_ckpt.write.DurableFile.append, []
+
+    def append(self: Any, *args: Any) -> None:
+        calls.append(1)
+        if len(calls) == 10 and harness.RANK == 0:
+            action()
+        original(self, *args)
+
+    ft_ckpt.write.DurableFile.append = append
+    try:
+        yield
+    finally:
+        ft_ckpt.write.DurableFile.append = original
+    assert harness.RANK or len(calls) >= 10, f"only {len(calls)} writes: the fault was never there"
+
+
+def broken_disk() -> None:
+    raise OSError(5, "the disk has gone")
+
+
+def different_arguments(folder: Path) -> None:
+    model = models.build("llama")
+    raised(errors.RanksDisagreeError, lambda: saver().save(model, folder / "a", step=harness.RANK), "step", "rank(s) 1")
+    other = folder / f"rank{harness.RANK}"
+    raised(errors.RanksDisagreeError, lambda: saver().save(model, other), "path", "rank(s) 1")
+    parts = models.build("policy_and_value")
+    attribute = ("policy", "value_head")[harness.RANK]
+    raised(errors.RanksDisagreeError, lambda: saver().save(parts, folder / "b", attribute=attribute), "rank(s) 1")
+    nothing_in(folder)
+
+
+def error_on_one_rank(folder: Path) -> None:
+    """The rank that erred raises its own error, the others name it."""
+    model = models.build("policy_and_value")
+    attribute = ("policy", "critic")[harness.RANK]
+    kind = (errors.RankError, errors.UnknownAttributeError)[harness.RANK]
+    raised(kind, lambda: saver().save(model, folder / "out", attribute=attribute), "critic")
+    nothing_in(folder)
+
+
+def writer_raises(folder: Path) -> None:
+    """Rank 1 is in the middle of sending: it must come out, and the checkpoint of before must still be whole."""
+    for name, model in {"replicated": models.build("wide"), "sharded": fsdp2(models.build("wide"))}.items():
+        root = folder / name
+        saver(directory=root).save(model, step=1)
+        saver(directory=root).save(model, step=2)
+        for step in (2, 3):
+            fails_to_write(model, root, step)
+            dist.barrier()  # rank 0 may still be clearing up when the others have raised
+            assert latest(root) == root / "checkpoint-2"
+            assert verify(root / "checkpoint-2").ok
+            found = sorted(path.name for path in root.iterdir())
+            dist.barrier()  # and its next save already under way when they look
+            assert found == ["checkpoint-1", "checkpoint-2"]
+        saver(directory=root).save(model, step=3)
+        assert latest(root) == root / "checkpoint-3"
+
+
+def fails_to_write(model: nn.Module, root: Path, step: int) -> None:
+    kind = (OSError, errors.RankError)[harness.RANK]
+    with failing_writer(broken_disk):
+        raised(kind, lambda: saver(directory=root).save(model, step=step), "the disk has gone")
+
+
+def one_writer(folder: Path) -> None:
+    """No two ranks open the same file to write it."""
+    opened: set[str] = set()
+
+    def watch(event: str, args: tuple[Any, ...]) -> None:
+        if event == "open" and isinstance(args[0], (str, os.PathLike)) and str(folder) in str(args[0]):
+            writes = (args[2] or 0) & (os.O_WRONLY | os.O_RDWR | os.O_CREAT)
+            opened.update([Path(args[0]).name] if writes else [])
+
+    sys.addaudithook(watch)
+    for name, model in {"replicated": models.build("llama"), "sharded": fsdp2(models.build("lora"))}.items():
+        saver(tokenizer=models.tokenizer()).save(model, folder / name)
+    everybody: list[Any] = [None, None]
+    dist.all_gather_object(everybody, sorted(opened))
+    wanted = {"model.safetensors", "config.json", "adapter_model.safetensors", "tokenizer_config.json"}
+    assert wanted <= set(everybody[0]), everybody
+    assert not everybody[1], everybody[1]
+
+
+def overwriting(folder: Path) -> None:
+    """A hundred saves over one another, the ranks out of step: every one is there, whole, when `save` returns."""
+    model, dice = nn.Linear(5, 3), random.Random(harness.RANK)
+    keeper = saver()
+    for step in range(100):
+        with torch.no_grad():
+            model.weight.fill_(step)
+        time.sleep(dice.random() * 0.005)
+        keeper.save(model, folder / "only", step=step)
+        assert read_manifest(folder / "only").step == step
+    assert verify(folder / "only").ok
+    assert [path.name for path in folder.iterdir()] == ["only"]
+
+
+def slow_writer(folder: Path) -> None:
+    """The disk stalls for longer than the process group waits for anything."""
+    for name, model in {"replicated": models.build("wide"), "sharded": fsdp2(models.build("wide"))}.items():
+        with failing_writer(lambda: time.sleep(6)):
+            saver().save(model, folder / name)
+        assert verify(folder / name).ok
+        dist.barrier()  # the group is still good
+
+
+def only_rank_0(folder: Path) -> None:
+    _only(0, folder)
+
+
+def only_rank_1(folder: Path) -> None:
+    _only(1, folder)
+
+
+def _only(rank: int, folder: Path) -> None:
+    if rank == harness.RANK:
+        eager = saver(enter_timeout_seconds=2)
+        model = models.build("llama")
+        raised(errors.RanksDisagreeError, lambda: eager.save(model, folder / "out"), f"rank(s) {1 - rank} did not")
+        assert not list(folder.iterdir())
+    else:
+        time.sleep(3)
+
+
+def case(name: str, folder: Path) -> None:
+    globals()[name](folder)
+
+
+if __name__ == "__main__":
+    seconds = 3 if "slow_writer" in sys.argv else 60
+    dist.init_process_group("gloo", timeout=timedelta(seconds=seconds))
+    harness.run(case)
