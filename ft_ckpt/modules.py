@@ -68,7 +68,8 @@ def build_module(description: Mapping[str, Any], classes: Mapping[str, type] | N
 
     `classes`: "package.module:Class" or "Class" to the class to use, before those already imported in this process.
     No constructor runs and nothing but transformers' own models is imported. Attributes that could not be recorded
-    are named in a warning. Raises LoadError when a class is not to be had or is no nn.Module, or the description is malformed.
+    are named in a warning. Raises LoadError when a class is not to be had or is no nn.Module, or the description is
+    malformed.
     """
     try:
         version = description["format"]

@@ -6,10 +6,14 @@ A format answers with a `Layout` before the first tensor byte is there; writing 
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    import torch
 
 ITEM_BYTES = {  # torch's name of a dtype: bytes per element
     **dict.fromkeys(("bool", "uint8", "int8", "float8_e5m2", "float8_e4m3fn", "float8_e8m0fnu"), 1),
-    **dict.fromkeys(("float8_e4m3fnuz", "float8_e5m2fnuz"), 1),
+    **dict.fromkeys(("float8_e4m3fnuz", "float8_e5m2fnuz", "float4_e2m1fn_x2"), 1),
     **dict.fromkeys(("int16", "uint16", "float16", "bfloat16"), 2),
     **dict.fromkeys(("int32", "uint32", "float32", "complex32"), 4),
     **dict.fromkeys(("int64", "uint64", "float64", "complex64"), 8),
@@ -45,3 +49,23 @@ class Layout:
     size_bytes: int  # of the whole file
     trailer_start: int | None = None
     trailer: Callable[[Mapping[str, bytes]], bytes] | None = None
+
+
+class TensorFile(Protocol):
+    """Tensors on disk, read when asked for. What `open_file` of every format gives."""
+
+    @property
+    def specs(self) -> Mapping[str, Spec]:
+        """What there is by name, in file order; no tensor is read to know it."""
+        ...
+
+    def read(self, name: str, start: int = 0, stop: int | None = None) -> "torch.Tensor":
+        """Flat elements [start, stop) of the tensor in row-major order: 1-D, on the CPU; only their bytes are read.
+
+        What is written to the result never reaches the file.
+        """
+        ...
+
+    def close(self) -> None:
+        """Let go of the file."""
+        ...
