@@ -11,6 +11,8 @@ if TYPE_CHECKING:
     from ft_ckpt import errors
     from ft_ckpt.catalog import latest, verify
     from ft_ckpt.config import SaverConfig
+    from ft_ckpt.converting import convert
+    from ft_ckpt.objects import load, save
     from ft_ckpt.read import LoadReport, load_model
     from ft_ckpt.saver import CheckpointSaver, SaveReport
 
@@ -21,9 +23,12 @@ __all__ = [
     "LoadReport",
     "SaveReport",
     "SaverConfig",
+    "convert",
     "errors",
     "latest",
+    "load",
     "load_model",
+    "save",
     "verify",
 ]
 
@@ -32,8 +37,11 @@ _HOME = {
     "LoadReport": "ft_ckpt.read",
     "SaveReport": "ft_ckpt.saver",
     "SaverConfig": "ft_ckpt.config",
+    "convert": "ft_ckpt.converting",
     "latest": "ft_ckpt.catalog",
+    "load": "ft_ckpt.objects",
     "load_model": "ft_ckpt.read",
+    "save": "ft_ckpt.objects",
     "verify": "ft_ckpt.catalog",
 }
 

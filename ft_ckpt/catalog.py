@@ -250,6 +250,9 @@ def _tensor_problems(path: Path, manifest: Manifest, sound: set[str]) -> Iterato
             yield from _header_problems(path, file, tensors)
 
 
+HDF5_HALF = "__hdf5__"  # begins the name of the helper tensor in a file that is safetensors and HDF5 at once
+
+
 def _header_problems(path: Path, file: str, tensors: list[TensorRecord]) -> Iterator[str]:
     try:
         found = read_header(path / file)
@@ -259,7 +262,7 @@ def _header_problems(path: Path, file: str, tensors: list[TensorRecord]) -> Iter
     expected = {t.name: (t.dtype, t.shape, t.start, t.end) for t in tensors}
     if lost := expected.keys() - found.keys():
         yield f"{file}: tensors missing: {listing(sorted(lost), ', ')}"
-    if extra := found.keys() - expected.keys():
+    if extra := {name for name in found.keys() - expected.keys() if not name.startswith(HDF5_HALF)}:
         yield f"{file}: tensors that the manifest does not list: {listing(sorted(extra), ', ')}"
     changed = [name for name in expected.keys() & found.keys() if expected[name] != found[name]]
     if changed:

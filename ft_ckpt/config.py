@@ -19,6 +19,8 @@ class SaverConfig:
 
     dtype: str = "as_is"
     """Floating-point type in the file: "as_is", "config" (what the model's config says) or a torch name."""
+    format: str = "safetensors"
+    """Of weight files: "safetensors", "h5" (HDF5), or "dual" (one file that is valid as both)."""
     max_shard_size: int | str = "50GB"
     """Largest weight file, in bytes or as "5GB" (decimal units, as in transformers)."""
     chat_template_name: str | None = None
@@ -81,7 +83,11 @@ def _size_rule(config: SaverConfig) -> list[str]:
 
 
 def _choice_rule(config: SaverConfig) -> list[str]:
-    choices = {"nonfinite": ("save", "raise"), "direct_io": ("auto", "on", "off")}
+    choices = {
+        "format": ("safetensors", "h5", "dual"),
+        "nonfinite": ("save", "raise"),
+        "direct_io": ("auto", "on", "off"),
+    }
     return [
         f"{name}={getattr(config, name)!r}: expected one of {', '.join(allowed)}"
         for name, allowed in choices.items()

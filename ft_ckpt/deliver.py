@@ -4,8 +4,10 @@ The plan is the same on every rank, for all take part in bringing the tensors; t
 """
 
 import json
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
@@ -14,15 +16,21 @@ from torch import Tensor
 
 from ft_ckpt.engines import Source
 from ft_ckpt.errors import IncompleteError, listing
-from ft_ckpt.formats import Layout, Spec
-from ft_ckpt.formats.safetensors import lay_out, read_specs
+from ft_ckpt.formats import Layout, Spec, TensorFile, dual, hdf5, safetensors
 from ft_ckpt.gather import gather, stream
+from ft_ckpt.manifest import FileRecord
 from ft_ckpt.ranks import Ranks
 from ft_ckpt.select import Entry, Group, Part
 from ft_ckpt.values import dtype_name
 from ft_ckpt.write import FilePlan, Piece
 
 _SLICE = 4 << 20  # elements converted at a time
+_SUFFIXES = {"safetensors": ".safetensors", "h5": ".h5", "dual": ".safetensors"}
+_OPENERS: dict[str, tuple[Callable[[Path], TensorFile], ...]] = {
+    "safetensors": (dual.open_file,),
+    "h5": (hdf5.open_file,),
+    "dual": (dual.open_file,),  # which compares its two tables
+}
 _METADATA = {"format": "pt"}  # transformers refuses files that do not say who wrote them
 
 
@@ -31,6 +39,7 @@ class PartPlan:
     """One part and the files it becomes; `index` is the text of its shard index, None with one file."""
 
     part: Part
+    format: str
     files: tuple[FilePlan, ...]
     index_path: str
     index: str | None
@@ -41,29 +50,47 @@ class PartPlan:
         return sum(file.layout.size_bytes for file in self.files)
 
 
-def plan(part: Part, max_shard_bytes: int) -> PartPlan:
-    """Files for `part`, split as transformers splits them: in the model's order, none above `max_shard_bytes`."""
+def plan(part: Part, max_shard_bytes: int, format_name: str = "safetensors") -> PartPlan:
+    """Files for `part`, split as transformers splits them: in the model's order, none above `max_shard_bytes`.
+
+    Raises SelectionError naming tensors of a dtype that the format cannot keep.
+    """
+    suffix = _SUFFIXES[format_name]
     specs = {entry.name: Spec(entry.name, entry.shape, dtype_name(entry.dtype)) for entry in part.entries}
-    unsplit = lay_out(list(specs.values()), _METADATA)  # also says which dtypes cannot be stored
+    unsplit = _layout(list(specs.values()), format_name, part)
     folder = f"{part.path}/" if part.path else ""
-    index_path = f"{folder}{part.file}.safetensors.index.json"
+    index_path = f"{folder}{part.file}{suffix}.index.json"
     if unsplit.size_bytes <= max_shard_bytes or part.kind == "adapter":  # PEFT reads one file only
-        return PartPlan(part, (FilePlan(f"{folder}{part.file}.safetensors", unsplit),), index_path, None)
+        return PartPlan(part, format_name, (FilePlan(f"{folder}{part.file}{suffix}", unsplit),), index_path, None)
     split = split_state_dict_into_shards_factory(
         specs,
         get_storage_size=lambda spec: spec.size_bytes,
-        filename_pattern=f"{part.file}{{suffix}}.safetensors",
+        filename_pattern=f"{part.file}{{suffix}}{suffix}",
         max_shard_size=max_shard_bytes,
     )
     files = tuple(
-        FilePlan(folder + name, _layout([specs[tensor] for tensor in tensors]))
+        FilePlan(folder + name, _layout([specs[tensor] for tensor in tensors], format_name, part))
         for name, tensors in split.filename_to_tensors.items()
     )
     if not split.is_sharded:
-        return PartPlan(part, files, index_path, None)
+        return PartPlan(part, format_name, files, index_path, None)
     total = {"total_parameters": _parameters(part), **split.metadata}
     index = json.dumps({"metadata": total, "weight_map": split.tensor_to_filename}, indent=2, sort_keys=True) + "\n"
-    return PartPlan(part, files, index_path, index)
+    return PartPlan(part, format_name, files, index_path, index)
+
+
+def second_names(part_plan: PartPlan, written: Sequence[FileRecord], stage: Path) -> list[FileRecord]:
+    """Give each dual file of the part its HDF5 name too, as a hard link; none where the file system has no links."""
+    if part_plan.format != "dual":
+        return []
+    known = {record.path: record for record in written}
+    links = []
+    for file in part_plan.files:
+        twin = file.path.removesuffix(_SUFFIXES["dual"]) + _SUFFIXES["h5"]
+        with suppress(OSError):
+            os.link(stage / file.path, stage / twin)
+            links.append(replace(known[file.path], path=twin))
+    return links
 
 
 def pieces(plans: Sequence[PartPlan], ranks: Ranks, bucket_bytes: int, nonfinite: str = "save") -> Iterator[Piece]:
@@ -89,7 +116,10 @@ def check_written(part_plan: PartPlan, folder: Path) -> None:
     expected = {entry.name: Spec(entry.name, entry.shape, dtype_name(entry.dtype)) for entry in part_plan.part.entries}
     found: dict[str, Spec] = {}
     for file in part_plan.files:
-        found.update(read_specs(folder / file.path))
+        for opener in _OPENERS[part_plan.format]:
+            opened = opener(folder / file.path)
+            found.update(opened.specs)
+            opened.close()
     problems = [f"{name}: in the model, not in the file" for name in expected if name not in found]
     problems += [f"{name}: in the file, not in the model" for name in found if name not in expected]
     problems += [
@@ -168,8 +198,14 @@ def _bytes(path: str, entry: Entry, data: Tensor, counter: _Counter) -> Iterator
         yield Piece(path, entry.name, part.data_ptr(), part.nbytes, part)
 
 
-def _layout(specs: list[Spec]) -> Layout:
-    return lay_out(specs, _METADATA)
+def _layout(specs: list[Spec], format_name: str, part: Part) -> Layout:
+    if format_name == "h5":
+        stored = {spec.name for spec in specs}
+        ties = {
+            alias: kept for kept, *aliases in part.ties if kept in stored for alias in aliases if alias not in stored
+        }
+        return hdf5.lay_out_tied(specs, ties, _METADATA)
+    return dual.lay_out(specs, _METADATA) if format_name == "dual" else safetensors.lay_out(specs, _METADATA)
 
 
 def _parameters(part: Part) -> int:

@@ -6,7 +6,9 @@ import errno
 import functools
 import os
 import re
+import secrets
 import shutil
+import socket
 import stat
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -81,6 +83,16 @@ def prune(paths: Iterable[str], folder: Path) -> None:
     for parent in sorted(parents, reverse=True):  # the deepest first
         with contextlib.suppress(OSError):
             (folder / parent).rmdir()
+
+
+def temporary_name(target: Path) -> str:
+    """The name of a new hidden file beside `target`; those that processes of this host left when they died go."""
+    start = f".{target.name[:100]}.ft_ckpt-{socket.gethostname()}-"
+    for file in target.parent.iterdir() if target.parent.is_dir() else ():
+        owner = file.name[len(start) :].partition("-")[0] if file.name.startswith(start) else ""
+        if owner.isdigit() and Path("/proc/self").exists() and not Path(f"/proc/{owner}").exists():
+            file.unlink(missing_ok=True)
+    return f"{start}{os.getpid()}-{secrets.token_hex(4)}"
 
 
 def tree(folder: Path) -> Iterator[Path]:

@@ -16,8 +16,8 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from ft_ckpt.errors import LoadError
-from ft_ckpt.values import NotSimpleError, decode, dtype_name, dtype_of, encode, imported
+from ft_ckpt.errors import LoadError, SelectionError
+from ft_ckpt.values import decode, dtype_name, dtype_of, encode, imported
 
 MODULE_NAME = "module.json"
 DESCRIPTION_FORMAT = 1  # raised when an older reader could misread a newer description
@@ -80,7 +80,7 @@ def build_module(description: Mapping[str, Any], classes: Mapping[str, type] | N
         return _Builder(found).node(description, "")
     except (KeyError, TypeError, ValueError, AttributeError, RuntimeError) as error:
         if isinstance(error, LoadError):
-            raise error if MODULE_NAME in str(error) else LoadError(f"{MODULE_NAME}: {error}") from error
+            raise LoadError(f"{MODULE_NAME}: {str(error).removeprefix(f'{MODULE_NAME}: ')}") from error
         raise LoadError(f"{MODULE_NAME}: malformed description ({error!r}); the checkpoint is damaged") from error
 
 
@@ -188,7 +188,7 @@ def _attributes(module: nn.Module, parameters: set[str]) -> tuple[dict[str, Any]
             continue
         try:
             simple[name] = encode(value)
-        except NotSimpleError:
+        except SelectionError:
             opaque.append(name)
     return simple, opaque
 

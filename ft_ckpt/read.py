@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
 from torch import Tensor, nn
 
 from ft_ckpt.catalog import read_manifest, verify
@@ -14,7 +13,7 @@ from ft_ckpt.engines import sources
 from ft_ckpt.errors import CorruptError, LoadError, NotACheckpointError, listing
 from ft_ckpt.manifest import MANIFEST_NAME, Manifest, PartRecord
 from ft_ckpt.modules import MODULE_NAME, build_module
-from ft_ckpt.reattach import attach, base_of
+from ft_ckpt.reattach import attach, base_of, read_tensors
 from ft_ckpt.select import stored_as_in_memory
 
 
@@ -203,13 +202,14 @@ def _through_transformers(
     if cls is None:
         auto = transformers.AutoModelForCausalLM if _is_causal(folder) else transformers.AutoModel
         cls = auto
-    model, info = cls.from_pretrained(
-        folder,
-        dtype="auto",
-        local_files_only=True,
-        output_loading_info=True,
-        trust_remote_code=options.trust_remote_code,
-    )
+    asked: dict[str, Any] = {"output_loading_info": True, "trust_remote_code": options.trust_remote_code}
+    if record.format == "h5":  # which transformers does not open: it gets the tensors themselves
+        config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=options.trust_remote_code)
+        model, info = cls.from_pretrained(
+            None, config=config, state_dict=_tensors(root, record), dtype=config.dtype, **asked
+        )
+    else:
+        model, info = cls.from_pretrained(folder, dtype="auto", local_files_only=True, **asked)
     report = LoadReport(
         root,
         record.path,
@@ -271,8 +271,7 @@ def _tensors(root: Path, record: PartRecord) -> dict[str, Tensor]:
     """The part's tensors by stored name, mapped from their files."""
     tensors: dict[str, Tensor] = {}
     for file in dict.fromkeys(tensor.file for tensor in record.tensors):
-        with safe_open(str(root / file), framework="pt") as opened:
-            tensors.update({name: opened.get_tensor(name) for name in opened.keys()})  # noqa: SIM118 - no mapping
+        tensors.update(read_tensors(root / file))
     return tensors
 
 

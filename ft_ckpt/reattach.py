@@ -6,12 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
 from torch import Tensor, nn
 
 from ft_ckpt.adapters import PREFIX, adapter_parts, base_sources, is_peft_model
 from ft_ckpt.engines import Source, elements_at, sources
 from ft_ckpt.errors import BaseMismatchError, LoadError, listing
+from ft_ckpt.formats import dual, hdf5
 from ft_ckpt.manifest import BaseRecord, PartRecord
 from ft_ckpt.select import View
 
@@ -63,11 +63,13 @@ def attach(model: nn.Module, root: Path, records: Sequence[PartRecord], *, check
     notes = _prepare_base(model, root, records, check_base)
     peft_model: Any = model if is_peft_model(model) else None
     for record in records:
-        folder = str(root / record.path)
-        if peft_model is None:
-            peft_model = PeftModel.from_pretrained(model, folder, adapter_name=str(record.adapter))
+        folder, name = str(root / record.path), str(record.adapter)
+        if record.format == "h5":  # which PEFT does not open
+            peft_model = _add_adapter(peft_model or model, root, record)
+        elif peft_model is None:
+            peft_model = PeftModel.from_pretrained(model, folder, adapter_name=name)
         else:
-            peft_model.load_adapter(folder, adapter_name=str(record.adapter))
+            peft_model.load_adapter(folder, adapter_name=name)
     missing, unexpected = _settle(peft_model, root, records)
     problems = [f"{name}: missing in the files" for name in missing]
     problems += [f"{name}: no place in the model" for name in unexpected]
@@ -75,6 +77,26 @@ def attach(model: nn.Module, root: Path, records: Sequence[PartRecord], *, check
         raise LoadError(f"{listing(problems)}: the adapter in {root} does not fit this base")
     _activate(peft_model, records)
     return Attached(peft_model.eval(), tuple(missing), tuple(unexpected), notes)
+
+
+def read_tensors(file: Path) -> dict[str, Tensor]:
+    """The tensors of a weight file by name, mapped from it; its suffix tells the format."""
+    opened = (hdf5 if file.suffix == ".h5" else dual).open_file(file)
+    return {name: opened.read(name).view(spec.shape) for name, spec in opened.specs.items()}
+
+
+def _add_adapter(model: Any, root: Path, record: PartRecord) -> Any:
+    """The adapter of an HDF5 file: made from its config, then filled."""
+    from peft import PeftConfig, get_peft_model, set_peft_model_state_dict
+
+    config, name = PeftConfig.from_pretrained(str(root / record.path)), str(record.adapter)
+    if is_peft_model(model):
+        model.add_adapter(name, config)
+    else:
+        model = get_peft_model(model, config, adapter_name=name)
+    for file in dict.fromkeys(tensor.file for tensor in record.tensors):
+        set_peft_model_state_dict(model, read_tensors(root / file), adapter_name=name)
+    return model
 
 
 def _base_class(place: str, revision: str | None) -> Any:
@@ -171,10 +193,11 @@ def _settle(model: Any, root: Path, records: Sequence[PartRecord]) -> tuple[list
 
 def _place(root: Path, record: PartRecord, brought: Mapping[str, Source]) -> None:
     for file in {tensor.file for tensor in record.tensors if tensor.name in brought}:
-        with safe_open(str(root / file), framework="pt") as opened, torch.no_grad():
-            for name in (tensor.name for tensor in record.tensors if tensor.name in brought):
+        stored = read_tensors(root / file)
+        with torch.no_grad():
+            for name in brought:
                 live: Tensor = brought[name].live
-                live.copy_(opened.get_tensor(name))
+                live.copy_(stored[name])
 
 
 def _activate(model: Any, records: Sequence[PartRecord]) -> None:

@@ -13,7 +13,7 @@ from ft_ckpt.config import SaverConfig, make_config, parse_size
 from ft_ckpt.errors import CheckpointError, ConfigError
 from ft_ckpt.parts import Attribute
 from ft_ckpt.ranks import attempt, current
-from ft_ckpt.save import Request, SaveReport, check_companions, run
+from ft_ckpt.saving import Request, SaveReport, check_companions, run
 
 __all__ = ["CheckpointSaver", "SaveReport"]
 
@@ -59,6 +59,7 @@ class CheckpointSaver:
         dtype: str | None = None,
         chat_template_name: str | None = None,
         tokenizer: Any = None,
+        format: str | None = None,  # noqa: A002 - the name its users know from other savers
         max_shard_size: int | str | None = None,
         state_dict: Mapping[str, Tensor] | None = None,
         step: int | None = None,
@@ -79,6 +80,7 @@ class CheckpointSaver:
         given: dict[str, Any] = {
             "dtype": dtype,
             "chat_template_name": chat_template_name,
+            "format": format,
             "max_shard_size": max_shard_size,
         }
         config = replace(self.config, **{name: value for name, value in given.items() if value is not None})
@@ -92,6 +94,7 @@ class CheckpointSaver:
                 dtype=config.dtype,
                 chat_template_name=config.chat_template_name,
                 tokenizer=self.tokenizer if tokenizer is None else tokenizer,
+                format=config.format,
                 max_shard_bytes=parse_size(config.max_shard_size),
                 state_dict=state_dict,
                 state_dict_given=state_dict is not None,

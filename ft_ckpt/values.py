@@ -14,21 +14,17 @@ from typing import Any
 
 import torch
 
-from ft_ckpt.errors import LoadError
+from ft_ckpt.errors import LoadError, SelectionError
 
 _MAX_DEPTH = 32  # a list that holds itself is not simple
 _OF_TRANSFORMERS = re.compile(r"transformers\.models\.\w+\.(modeling|configuration)_\w+|transformers\.generation\.\w+")
 _UNWRITTEN = ("_attn_implementation", "_experts_implementation")  # fields of a config that its JSON leaves out
 
 
-class NotSimpleError(LoadError):
-    """A value that is neither simple nor made of simple ones."""
-
-
 def encode(value: Any, depth: int = 0) -> Any:
-    """JSON for a simple value. Raises NotSimpleError for any other."""
+    """JSON for a simple value. Raises SelectionError for any other."""
     if depth > _MAX_DEPTH:
-        raise NotSimpleError("nested too deeply")
+        raise SelectionError("nested too deeply")
     kind = type(value)  # exact: a subclass (an enum, a path) would come back as something else
     if value is None or kind in (bool, int, str):
         return value
@@ -46,7 +42,7 @@ def encode(value: Any, depth: int = 0) -> Any:
         return {"size" if kind is torch.Size else kind.__name__: ordered}
     if is_config(kind):
         return {"config": _encode_config(value)}
-    raise NotSimpleError(f"{kind.__name__} is no simple value")
+    raise SelectionError(f"{kind.__name__} is no simple value")
 
 
 def decode(value: Any) -> Any:
@@ -108,7 +104,7 @@ def _encode_config(config: Any) -> dict[str, Any]:
     try:
         fields = json.loads(config.to_json_string(use_diff=False))
     except Exception as error:
-        raise NotSimpleError(f"{kind.__name__} cannot be written as JSON: {error}") from error
+        raise SelectionError(f"{kind.__name__} cannot be written as JSON: {error}") from error
     extra = {name: value for name in _UNWRITTEN if isinstance(value := getattr(config, name, None), str)}
     return {"class": f"{kind.__module__}:{kind.__qualname__}", "fields": fields, "extra": extra}
 

@@ -7,6 +7,8 @@ from typing import Any
 SAVES: dict[str, tuple[str, dict[str, Any]]] = {
     "full": ("partly_frozen", {}),
     "converted": ("mixtral", {}),
+    "hdf5": ("mixtral", {"format": "h5"}),
+    "dual": ("partly_frozen", {"format": "dual", "max_shard_size": 30_000}),
     "sharded": ("gpt2", {"max_shard_size": 30_000}),
     "cast": ("olmo2", {"dtype": "bfloat16"}),
     "attribute": ("policy_and_value", {"attribute": "policy"}),
@@ -24,6 +26,7 @@ FULL = ("full", "converted", "sharded", "cast", "attribute", "attributes", "unto
 ADAPTER = ("adapter", "adapter_attribute")
 TRUNK = ("shared_trunk",)
 EVAL = ("after_eval",)
+FORMATS = ("hdf5", "dual")
 BYTES = ("adapter_bytes",)
 EVERYTHING = FULL + ADAPTER + TRUNK
 
@@ -47,7 +50,7 @@ GROUPS = {
     "single": Group(
         1,
         {
-            "none": EVERYTHING,
+            "none": EVERYTHING + FORMATS,
             "compiled": WRAPPED,
             "compiled_in_place": WRAPPED,
             "compiled_blocks": WRAPPED,
@@ -57,7 +60,7 @@ GROUPS = {
     "ddp": Group(
         2,
         {
-            "ddp": EVERYTHING,
+            "ddp": EVERYTHING + FORMATS,
             "ddp_compiled": WRAPPED,
             "compiled_ddp": WRAPPED,
             "ddp_compiled_blocks": WRAPPED,
@@ -67,7 +70,7 @@ GROUPS = {
     "fsdp1": Group(
         2,
         {
-            "fsdp1": FULL + ADAPTER + BYTES + EVAL,
+            "fsdp1": FULL + ADAPTER + BYTES + EVAL + FORMATS,
             "fsdp1_mixed": ("full", "adapter", *EVAL),
             "fsdp1_flat": FULL,
             "fsdp1_checkpointed": WRAPPED,
@@ -79,7 +82,7 @@ GROUPS = {
     "fsdp2": Group(
         2,
         {
-            "fsdp2": (*EVERYTHING, *BYTES, *EVAL, "streaming"),
+            "fsdp2": (*EVERYTHING, *BYTES, *EVAL, *FORMATS, "streaming"),
             "fsdp2_mixed": ("full", "adapter", *EVAL),
             "fsdp2_checkpointed": WRAPPED,
             "fsdp2_compiled_blocks": WRAPPED,
@@ -96,7 +99,7 @@ GROUPS = {
         },
     ),
     "zero12": Group(2, {"zero1": WRAPPED, "zero2": EVERYTHING}, {"DS_ACCELERATOR": "cpu"}),
-    "zero3": Group(2, {"zero3": (*EVERYTHING, *BYTES, *EVAL)}, {"DS_ACCELERATOR": "cpu"}),
+    "zero3": Group(2, {"zero3": (*EVERYTHING, *BYTES, *EVAL, *FORMATS)}, {"DS_ACCELERATOR": "cpu"}),
 }
 
 

@@ -110,7 +110,7 @@ def test_show_json(run):
         (["ls", "{run}/absent"], "{run}/absent: no such folder"),
         (["latest", "{run}"], "{run}: no valid checkpoint in it"),
         (["verify", "{run}/absent"], "{run}/absent: no ft_ckpt.json in it"),
-        (["show", "{run}"], "{run}: no ft_ckpt.json in it"),
+        (["show", "{run}"], "{run}: no weights found; expected"),
     ],
 )
 def test_errors_are_one_line(tmp_path, arguments, message):

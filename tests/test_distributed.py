@@ -8,6 +8,7 @@ import importlib.util
 import json
 from pathlib import Path
 
+import h5py
 import models
 import pytest
 import torch
@@ -233,3 +234,23 @@ def true_base(what: str, folder: Path) -> nn.Module:
     prefix = {"adapter": "", "adapter_attribute": "policy."}[what]
     truth = load_file(folder / "truth.safetensors")
     return base_of({name.removeprefix(prefix): tensor for name, tensor in truth.items() if name.startswith(prefix)})
+
+
+@under("hdf5")
+def test_hdf5_holds_the_true_parameters(runs, wrapper, tmp_path):
+    """Pain 46: the same bits as the safetensors save, from every engine, for a reader that is not ours."""
+    folder = runs.case(wrapper, "hdf5")
+    expected = reference(true_model("mixtral", folder), tmp_path)
+    with h5py.File(folder / "saved" / "model.h5") as file:
+        assert set(expected) <= set(file)
+        assert all(torch.equal(torch.from_numpy(file[name][()]), tensor) for name, tensor in expected.items())
+    assert ft_ckpt.verify(folder / "saved").ok
+
+
+@under("dual")
+def test_dual_files_are_save_pretrained_of_the_bare_model(runs, wrapper, tmp_path):
+    folder = runs.case(wrapper, "dual")
+    model, saved = true_model("partly_frozen", folder), folder / "saved"
+    assert_agree(logits(AutoModelForCausalLM.from_pretrained(saved)), logits(model))
+    assert_agree(logits(ft_ckpt.load_model(saved)), logits(model))
+    assert len(list(saved.glob("model-*.h5"))) == len(list(saved.glob("model-*.safetensors"))) > 1

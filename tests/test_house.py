@@ -40,9 +40,12 @@ def test_public_names_are_pinned_sorted_and_resolve():
         "LoadReport",
         "SaveReport",
         "SaverConfig",
+        "convert",
         "errors",
         "latest",
+        "load",
         "load_model",
+        "save",
         "verify",
     ]
     assert ft_ckpt.__all__ == sorted(ft_ckpt.__all__)

@@ -9,8 +9,10 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from ft_ckpt import __version__, catalog
+from ft_ckpt.cli import convert as converting
 from ft_ckpt.cli import views
 from ft_ckpt.errors import CheckpointError, ConfigError, NotACheckpointError
+from ft_ckpt.manifest import MANIFEST_NAME
 
 # What typer itself would import before the first word costs more than a listing. Hence plain help and no completion
 # (rich), a help flag that is never None and no declared arguments (pydantic): the path is what typer leaves over.
@@ -90,9 +92,15 @@ def verify(context: typer.Context, fast: _Fast = False, as_json: _Json = False) 
 
 @app.command(cls=_Command, options_metavar="PATH [OPTIONS]", context_settings=_LEFT_OVER)
 def show(context: typer.Context, as_json: _Json = False) -> None:
-    """List the parts and tensors of the checkpoint PATH."""
+    """List the parts and tensors of the checkpoint PATH, or the tensors of a weight file or foreign folder."""
     path = _path(context)
+    if path.exists() and not (path / MANIFEST_NAME).is_file():
+        converting.show_file(path, as_json=as_json)
+        return
     views.show_checkpoint(catalog.CheckpointInfo(path, catalog.read_manifest(path)), as_json=as_json)
+
+
+app.command(cls=_Command, options_metavar="SRC DST [OPTIONS]", context_settings=_LEFT_OVER)(converting.convert)
 
 
 def _path(context: typer.Context) -> Path:

@@ -30,11 +30,11 @@ def row(info: CheckpointInfo, report: VerifyReport) -> dict[str, Any]:
 def show_run(run: Path, rows: Sequence[dict[str, Any]], *, as_json: bool) -> None:
     """The checkpoints of a run, and below the table what is wrong with the invalid ones."""
     if as_json:
-        _print_json(list(rows))
+        print_json(list(rows))
     elif not rows:
         print(f"{run}: no checkpoints")
     else:
-        _print_table(("checkpoint", "step", "age", "size", "kind", "parts", "valid"), map(_cells, rows))
+        print_table(("checkpoint", "step", "age", "size", "kind", "parts", "valid"), map(_cells, rows))
         for each in rows:
             _print_problems(each["path"], each["problems"])
 
@@ -42,7 +42,7 @@ def show_run(run: Path, rows: Sequence[dict[str, Any]], *, as_json: bool) -> Non
 def show_latest(info: CheckpointInfo, *, as_json: bool) -> None:
     """The path alone, so that a script can use it; its step and time in JSON."""
     if as_json:
-        _print_json({"path": str(info.path), "step": info.manifest.step, "created": info.manifest.created})
+        print_json({"path": str(info.path), "step": info.manifest.step, "created": info.manifest.created})
     else:
         print(info.path)
 
@@ -50,23 +50,23 @@ def show_latest(info: CheckpointInfo, *, as_json: bool) -> None:
 def show_report(report: VerifyReport, *, as_json: bool) -> None:
     """The verdict in one line, then one line for each problem."""
     if as_json:
-        _print_json({**dataclasses.asdict(report), "path": str(report.path)})
+        print_json({**dataclasses.asdict(report), "path": str(report.path)})
         return
     verdict = "ok" if report.ok else f"{len(report.problems)} problem(s)"
-    print(f"{report.path}: {verdict}, {report.files} files, {_size(report.bytes)}")
+    print(f"{report.path}: {verdict}, {report.files} files, {human_size(report.bytes)}")
     _print_problems("", report.problems)
 
 
 def show_checkpoint(info: CheckpointInfo, *, as_json: bool) -> None:
     """Every part with its tensors: name, shape, dtype, size, file."""
     if as_json:
-        _print_json({"path": str(info.path), **dataclasses.asdict(info.manifest)})
+        print_json({"path": str(info.path), **dataclasses.asdict(info.manifest)})
         return
     print(f"{info.path}: {info.manifest.kind}, step {_or_dash(info.manifest.step)}, created {info.manifest.created}")
     for part in info.manifest.parts:
         print(f"\n{part.name or 'model'}: {part.kind} {part.class_name}, {len(part.tensors)} tensors{_base(part)}")
-        tensors = ((t.name, _shape(t.shape), t.dtype, _size(t.end - t.start), t.file) for t in part.tensors)
-        _print_table(("tensor", "shape", "dtype", "size", "file"), tensors)
+        tensors = ((t.name, human_shape(t.shape), t.dtype, human_size(t.end - t.start), t.file) for t in part.tensors)
+        print_table(("tensor", "shape", "dtype", "size", "file"), tensors)
 
 
 def _base(part: PartRecord) -> str:
@@ -77,10 +77,11 @@ def _cells(each: dict[str, Any]) -> tuple[str, ...]:
     parts = ", ".join(name or "model" for name in each["parts"])
     valid = "yes" if each["valid"] else "no"
     name = Path(each["path"]).name or each["path"]
-    return name, _or_dash(each["step"]), _since(each["created"]), _size(each["bytes"]), each["kind"], parts, valid
+    return name, _or_dash(each["step"]), _since(each["created"]), human_size(each["bytes"]), each["kind"], parts, valid
 
 
-def _print_table(heads: Sequence[str], rows: Iterable[tuple[str, ...]]) -> None:
+def print_table(heads: Sequence[str], rows: Iterable[tuple[str, ...]]) -> None:
+    """A table as wide as its contents."""
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
@@ -98,7 +99,8 @@ def _print_problems(path: str, problems: Iterable[str]) -> None:
         print(f"  {path + ': ' if path else ''}{problem}")
 
 
-def _print_json(value: Any) -> None:
+def print_json(value: Any) -> None:
+    """`value` as indented JSON."""
     print(json.dumps(value, indent=2, ensure_ascii=False))
 
 
@@ -106,11 +108,13 @@ def _or_dash(value: object) -> str:
     return "-" if value is None else str(value)
 
 
-def _shape(shape: tuple[int, ...]) -> str:
+def human_shape(shape: tuple[int, ...]) -> str:
+    """A shape as "2x3"."""
     return "x".join(map(str, shape)) or "scalar"
 
 
-def _size(size_bytes: float) -> str:
+def human_size(size_bytes: float) -> str:
+    """Bytes in decimal units."""
     if size_bytes < 1000:
         return f"{size_bytes:.0f} B"
     power = min(4, (len(str(int(size_bytes))) - 1) // 3)

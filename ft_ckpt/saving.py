@@ -19,7 +19,7 @@ from ft_ckpt import commit, companions, engines
 from ft_ckpt.adapters import base_identity
 from ft_ckpt.catalog import digest_of
 from ft_ckpt.config import SaverConfig
-from ft_ckpt.deliver import PartPlan, check_written, pieces, plan
+from ft_ckpt.deliver import PartPlan, check_written, pieces, plan, second_names
 from ft_ckpt.errors import IncompleteError, RankError, TargetError
 from ft_ckpt.gather import equal
 from ft_ckpt.manifest import BaseRecord, FileRecord, Manifest, PartRecord
@@ -59,6 +59,7 @@ class Request:
     dtype: str
     chat_template_name: str | None
     tokenizer: Any
+    format: str
     max_shard_bytes: int
     state_dict: Mapping[str, Tensor] | None
     state_dict_given: bool
@@ -110,7 +111,7 @@ def _prepare(request: Request, ranks: Ranks) -> _Prepared:
     parts = parts_of(
         request.model, found, adapter_only=request.adapter_only, attribute=request.attribute, dtype=request.dtype
     )
-    plans = tuple(plan(part, request.max_shard_bytes) for part in parts)
+    plans = tuple(plan(part, request.max_shard_bytes, request.format) for part in parts)
     doubtful = tuple(pair for part in parts for pair in part.doubtful)
     samples = {part.name: engines.sample(part.base, ranks.rank) for part in parts if part.base}
     stage = _fill_stage(request, plans) if ranks.leads else None
@@ -192,6 +193,7 @@ def _carry_out(
         plans = [file for one in prepared.plans for file in one.files]
         with Writer(config.io_threads, config.direct_io) as writer:
             written = list(write_files(plans, feed, prepared.stage, writer))
+        written += [link for one in prepared.plans for link in second_names(one, written, prepared.stage)]
     except Exception:
         for _ in feed:  # the other ranks are sending: take what they send, so that they come to the agreement
             pass
@@ -251,7 +253,7 @@ def _part_record(one: PartPlan, fingerprint: dict[str, dict[str, float]]) -> Par
         name=part.name,
         path=part.path,
         kind=part.kind,
-        format="safetensors",
+        format=one.format,
         class_name=type(part.module).__name__.removeprefix("FSDP"),
         tensors=tuple(record for file in one.files for record in file.records()),
         ties=part.ties,

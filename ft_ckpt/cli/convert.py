@@ -1,0 +1,109 @@
+"""`ft-ckpt convert SRC DST`, and what `ft-ckpt show` says of a file. Torch is imported when there is work for it."""
+
+import dataclasses
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from ft_ckpt.cli import views
+from ft_ckpt.errors import ConfigError
+
+if TYPE_CHECKING:
+    from ft_ckpt.converting import ConvertReport
+    from ft_ckpt.formats import Spec
+
+_Format = Annotated[str | None, typer.Option(help="safetensors, h5, dual, torch, tensorflow or dcp; else by suffix.")]
+_Dtype = Annotated[str | None, typer.Option(help="Cast floating-point tensors to float64, float32, bfloat16, float16.")]
+_Map = Annotated[str | None, typer.Option("--map", help='File of lines "old new", or JSON; * at the end of both.')]
+_Shard = Annotated[str | None, typer.Option(help='Largest weight file of a folder, as in "5GB".')]
+_Verify = Annotated[bool, typer.Option("--verify", help="Read DST back and compare it with SRC, bit for bit.")]
+_HERE = "\0"  # key of the tensor itself among what its name leads to
+_Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+
+
+def convert(
+    context: typer.Context,
+    format: _Format = None,  # noqa: A002
+    dtype: _Dtype = None,
+    names: _Map = None,
+    max_shard_size: _Shard = None,
+    verify: _Verify = False,
+    as_json: _Json = False,
+) -> None:
+    """Write the weights of SRC to DST in another format; DST is a file with its format's suffix, or a folder."""
+    if len(context.args) != 2:
+        raise ConfigError(f"convert: {' '.join(context.args) or 'nothing'} given, expected SRC DST; see --help")
+    from ft_ckpt.converting import convert as run
+
+    source, target = context.args
+    report = run(source, target, format=format, dtype=dtype, map=names, max_shard_size=max_shard_size, verify=verify)
+    _print_report(source, report, verify, as_json=as_json)
+
+
+def show_file(path: Path, *, as_json: bool) -> None:
+    """The tensors of a file or folder that is no checkpoint of ours, as a tree; none of them is read."""
+    from ft_ckpt.converting import open_source
+
+    with closing(open_source(path)) as file:
+        specs, ties = dict(file.specs), dict(getattr(file, "ties", {}))
+        skipped = list(getattr(file, "skipped", ()))
+    size = sum(spec.size_bytes for spec in specs.values())
+    if as_json:
+        tensors = [{**dataclasses.asdict(spec), "bytes": spec.size_bytes} for spec in specs.values()]
+        views.print_json({"path": str(path), "bytes": size, "tensors": tensors, "ties": ties, "others": skipped})
+        return
+    print(f"{path}: {len(specs)} tensors, {views.human_size(size)}")
+    views.print_table(("tensor", "shape", "dtype", "size"), _tree(specs, ties))
+    for other in skipped:
+        print(f"  {other}")
+
+
+Row = tuple[str, str, str, str]
+
+
+def _tree(specs: dict[str, "Spec"], ties: dict[str, str]) -> Iterator[Row]:
+    """A row for each tensor, indented below what several names begin with."""
+    root: dict[str, Any] = {}
+    for name in (*specs, *ties):
+        node = root
+        for step in name.split("."):
+            node = node.setdefault(step, {})
+        node[_HERE] = name
+    for step, node in root.items():
+        yield from _rows(node, step, 0, specs, ties)
+
+
+def _rows(
+    node: dict[str, Any], label: str, depth: int, specs: dict[str, "Spec"], ties: dict[str, str]
+) -> Iterator[Row]:
+    below = [(step, inner) for step, inner in node.items() if step != _HERE]
+    if _HERE not in node and len(below) == 1:
+        yield from _rows(below[0][1], f"{label}.{below[0][0]}", depth, specs, ties)
+        return
+    name, label = node.get(_HERE), "  " * depth + label
+    if name in specs:
+        yield label, views.human_shape(specs[name].shape), specs[name].dtype, views.human_size(specs[name].size_bytes)
+    else:
+        yield label, "" if name is None else f"= {ties[name]}", "", ""
+    for step, inner in below:
+        yield from _rows(inner, step, depth + 1, specs, ties)
+
+
+def _print_report(source: str, report: "ConvertReport", verified: bool, *, as_json: bool) -> None:
+    if as_json:
+        found: dict[str, Any] = {**dataclasses.asdict(report), "path": str(report.path), "verified": verified}
+        views.print_json(found)
+        return
+    casts = ", ".join(f"{count} x {cast}" for cast, count in report.casts.items())
+    facts = [f"{report.tensors} tensors", views.human_size(report.bytes), f"{report.seconds:.1f} s"]
+    facts += [f"cast {casts}"] if casts else []
+    facts += ["verified"] if verified else []
+    print(f"{source} -> {report.path} ({report.format}): {', '.join(facts)}")
+    for note in report.notes:
+        print(f"  {note}")
+    if report.skipped:
+        shown = ", ".join(report.skipped[:8]) + (", ..." if len(report.skipped) > 8 else "")
+        print(f"  {len(report.skipped)} values that are no tensors were left out: {shown}")

@@ -1,0 +1,321 @@
+"""From any format to any other, slice by slice: what is held is a few slices, whatever the size of the model."""
+
+import dataclasses
+import json
+import os
+import shutil
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import closing
+from dataclasses import dataclass
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub import split_state_dict_into_shards_factory
+
+from ft_ckpt import __version__, commit, disk
+from ft_ckpt.catalog import digest_of
+from ft_ckpt.config import parse_size
+from ft_ckpt.errors import ConfigError, TargetError, listing
+from ft_ckpt.formats import Spec, TensorFile, dcp, detect, folder, tensorflow
+from ft_ckpt.manifest import BaseRecord, FileRecord, Manifest, PartRecord
+from ft_ckpt.outputs import Output, output, write
+from ft_ckpt.translate import Translated, Untied, check_used, compare, read_map
+
+FORMATS = ("safetensors", "h5", "dual", "torch", "tensorflow", "dcp")
+_ENDINGS = {"safetensors": ".safetensors", "dual": ".safetensors", "h5": ".h5", "torch": ".bin"}
+_FOREIGN: Mapping[str, Any] = {"tensorflow": tensorflow, "dcp": dcp}  # whole folders that their own libraries write
+_ROOM_BYTES = 16 << 20  # for companions, in the look at free space
+
+
+@dataclass(frozen=True)
+class ConvertReport:
+    """What a conversion wrote."""
+
+    path: Path
+    format: str
+    bytes: int  # of all weight files
+    tensors: int  # a tied one once
+    seconds: float
+    casts: Mapping[str, int]  # "float32->bfloat16": number of tensors
+    skipped: tuple[str, ...]  # "name: what it is" of what is no tensor
+    notes: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class _Options:
+    target: Path
+    format: str
+    dtype: str | None
+    names: Mapping[str, str]
+    max_shard_bytes: int
+    verify: bool
+    progress: bool
+
+
+def convert(
+    src: str | Path,
+    dst: str | Path,
+    *,
+    format: str | None = None,  # noqa: A002
+    dtype: str | None = None,
+    map: str | Path | Mapping[str, str] | None = None,  # noqa: A002
+    verify: bool = False,
+    max_shard_size: int | str | None = None,
+    progress: bool = True,
+) -> ConvertReport:
+    """Write the tensors of `src` to `dst` in another format; either everything arrives, durably, or nothing changes.
+
+    `src` is a file (HDF5, safetensors, torch), a Hugging Face folder, a checkpoint of ours, or a folder of torch's
+    distributed checkpoint, DeepSpeed or TensorFlow. `dst` is a file whose suffix names the format, or a folder, which
+    gets the companions of a source folder and a manifest. `format`: one of FORMATS. `dtype` casts floating-point
+    tensors, `map` renames (see `translate.read_map`), `verify` reads the result and compares it bit for bit with the
+    source, `max_shard_size` (bytes or "5GB") splits the weights of a folder. At most a few slices are held, or one
+    tensor where it is not stored in row-major order.
+
+    Raises ConfigError, SelectionError for names and types that cannot be, LoadError or CorruptError for the source,
+    TargetError or NoSpaceError for the target.
+    """
+    begun, source, target = time.monotonic(), Path(src), Path(os.path.realpath(dst))
+    to_folder = format in _FOREIGN or target.is_dir() or str(dst).endswith("/") or not target.suffix
+    kind = (format or "safetensors") if to_folder else detect.format_by_name(target, format)
+    _check(source, target, kind, to_folder, max_shard_size)
+    most = parse_size(max_shard_size or "50GB")
+    options = _Options(target, kind, dtype, read_map(map), most, verify, progress)
+    with closing(open_source(source)) as opened:
+        check_used(options.names, [*opened.specs, *getattr(opened, "ties", {})], str(source))
+        run = _to_foreign if kind in _FOREIGN else _to_folder if to_folder else _to_file
+        written = run(opened, source, options)
+    return dataclasses.replace(written, path=Path(dst), seconds=time.monotonic() - begun)
+
+
+def open_source(path: Path) -> TensorFile:
+    """The tensors at `path`, whatever wrote them; bytes are copied, so a file that shrinks ends in an error."""
+    return detect.open_file(path) if path.is_file() else folder.open_file(path)
+
+
+def _check(source: Path, target: Path, kind: str, to_folder: bool, max_shard_size: object) -> None:
+    if kind not in FORMATS:
+        raise ConfigError(f"format={kind!r}: expected one of {', '.join(FORMATS)}")
+    if target.is_file() and to_folder:
+        raise TargetError(f"{target}: a file, expected a folder for {kind}; choose another path")
+    here = source.resolve()
+    if to_folder and here.is_dir() and (target == here or here in target.parents):
+        raise ConfigError(f"{target}: in the folder that is to be converted; choose a path outside of it")
+    if not to_folder and max_shard_size is not None:
+        raise ConfigError(
+            f"max_shard_size={max_shard_size!r}: {target.name} is one file; give a folder to have several"
+        )
+
+
+def _to_file(opened: TensorFile, _source: Path, options: _Options) -> ConvertReport:
+    file, target = Translated(opened, options.names, options.dtype), options.target
+    one = output(options.format, disk.temporary_name(target), file)
+    commit.check_target(target.parent, one.plan.layout.size_bytes)
+    disk.make_folder(target.parent)
+    stage = target.parent / one.plan.path
+    try:
+        (record,) = write([one], target.parent, options.progress)
+        if options.verify:
+            with closing(detect.open_file(stage)) as found:
+                compare(file, found, target.name)
+        disk.move(stage, target)
+        disk.sync(target.parent)
+    except BaseException:
+        stage.unlink(missing_ok=True)
+        raise
+    return _report(options, [file], record.size_bytes, ())
+
+
+def _to_foreign(opened: TensorFile, source: Path, options: _Options) -> ConvertReport:
+    room, target = _FOREIGN[options.format], options.target
+    file = Translated(opened, options.names, options.dtype)
+    whole = Untied(file)  # these formats know no ties
+    specs = list(whole.specs.values())
+    room.check(specs)
+    commit.check_target(target, sum(spec.size_bytes for spec in specs) + _ROOM_BYTES)
+    stage = commit.open_stage(target)
+    try:
+        room.write(stage, specs, whole.read)
+        if options.verify:
+            with closing(room.open_file(stage)) as found:
+                compare(whole, found, target.name)
+        files = _records(stage, ())
+        part = PartRecord("", "", "model", options.format, "", (), casts=file.casts)
+        commit.commit(stage, target, _manifest(opened, source, [part], files))
+    finally:
+        commit.discard(stage)
+    notes = (f"{len(file.ties)} tied names stored as tensors of their own",) if file.ties else ()
+    return _report(options, [file], sum(file.size_bytes for file in files), notes)
+
+
+# A folder
+
+
+@dataclass(frozen=True)
+class _PartPlan:
+    """One part of a folder and the files it becomes; `index` is the text of their index, None with one file."""
+
+    part: folder.Part
+    file: Translated
+    outputs: tuple[Output, ...]
+    index_path: str
+    index: str | None
+
+    def record(self, kind: str) -> PartRecord:
+        """The part in the manifest."""
+        tensors = tuple(record for one in self.outputs for record in one.inner.records())
+        groups: dict[str, list[str]] = {}
+        for name, kept in self.file.ties.items():
+            groups.setdefault(kept, [kept]).append(name)
+        known = self.part.record
+        if known is None:
+            return PartRecord(
+                "", self.part.path, self.part.kind, kind, "", tensors, tuple(map(tuple, groups.values())),
+                casts=self.file.casts,
+            )  # fmt: skip
+        new = {old: name for name, old in self.file.old.items()}
+        return dataclasses.replace(
+            known,
+            format=kind,
+            tensors=tensors,
+            ties=tuple(map(tuple, groups.values())),
+            trainable=tuple(new[name] for name in known.trainable if name in new),
+            casts={**known.casts, **self.file.casts},
+        )
+
+
+def _to_folder(opened: TensorFile, source: Path, options: _Options) -> ConvertReport:
+    is_folder = isinstance(opened, folder.Folder)
+    parts = opened.parts if isinstance(opened, folder.Folder) else (folder.Part("", "model", opened),)
+    plans = [_plan(part, options) for part in parts]
+    outputs = [one for plan in plans for one in plan.outputs]
+    kept, left = opened.companions() if isinstance(opened, folder.Folder) else ([], [])
+    size = sum(one.plan.layout.size_bytes for one in outputs)
+    commit.check_target(options.target, size + _ROOM_BYTES + sum((source / name).stat().st_size for name in kept))
+    stage = commit.open_stage(options.target)
+    try:
+        _copy(source, kept, stage, options.dtype)
+        written = write(outputs, stage, options.progress)
+        for plan in plans:
+            if plan.index is not None:
+                (stage / plan.index_path).write_text(plan.index, encoding="utf-8")
+            if options.verify:
+                with closing(folder.joined(stage, [one.plan.path for one in plan.outputs])) as found:
+                    compare(plan.file, found, options.target.name)
+        if options.format == "dual":
+            written += _linked(stage, written)
+        manifest = _manifest(opened, source, [plan.record(options.format) for plan in plans], _records(stage, written))
+        commit.commit(stage, options.target, manifest)
+    finally:
+        commit.discard(stage)
+    notes = (f"{listing(left, ', ')}: not taken along",) if is_folder and left else ()
+    return _report(options, [plan.file for plan in plans], size, notes)
+
+
+def _plan(part: folder.Part, options: _Options) -> _PartPlan:
+    file = Translated(part.file, options.names, options.dtype)
+    stem = "adapter_model" if part.kind == "adapter" else "pytorch_model" if options.format == "torch" else "model"
+    ending, place = _ENDINGS[options.format], f"{part.path}/" if part.path else ""
+    index_path = f"{place}{stem}{ending}.index.json"
+    split = split_state_dict_into_shards_factory(
+        file.specs,
+        get_storage_size=lambda spec: spec.size_bytes,
+        filename_pattern=f"{stem}{{suffix}}{ending}",
+        max_shard_size=options.max_shard_bytes,
+    )
+    shards = split.filename_to_tensors
+    if part.kind == "adapter" or not shards:  # PEFT reads one file only
+        shards = {f"{stem}{ending}": list(file.specs)}
+    outputs = tuple(output(options.format, place + name, _Shard(file, names)) for name, names in shards.items())
+    if len(shards) == 1:
+        return _PartPlan(part, file, outputs, index_path, None)
+    places = {**split.tensor_to_filename, **{n: split.tensor_to_filename[kept] for n, kept in file.ties.items()}}
+    index = json.dumps({"metadata": split.metadata, "weight_map": places}, indent=2, sort_keys=True) + "\n"
+    return _PartPlan(part, file, outputs, index_path, index)
+
+
+class _Shard:
+    """Some tensors of a file."""
+
+    def __init__(self, file: Translated, names: Sequence[str]) -> None:
+        self.specs: Mapping[str, Spec] = {name: file.specs[name] for name in names}
+        self.ties = {name: kept for name, kept in file.ties.items() if kept in self.specs}
+        self.metadata = file.metadata
+        self.read, self.close = file.read, file.close
+
+
+def _copy(source: Path, names: Sequence[str], stage: Path, dtype: str | None) -> None:
+    for name in names:
+        (stage / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(source / name, stage / name)
+        if dtype is not None and Path(name).name == "config.json":
+            _set_dtype(stage / name, dtype)
+
+
+def _set_dtype(config: Path, dtype: str) -> None:
+    """Let a config say what type its weights are in now: readers go by it."""
+    try:
+        found = json.loads(config.read_text(encoding="utf-8"))
+    except ValueError:
+        return
+    if isinstance(found, dict) and found.keys() & {"dtype", "torch_dtype"}:
+        found |= {key: dtype for key in ("dtype", "torch_dtype") if key in found}
+        config.write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
+
+
+def _linked(stage: Path, written: Sequence[FileRecord]) -> list[FileRecord]:
+    """The same files under the names that HDF5 tools expect."""
+    links = [(record, record.path.removesuffix(".safetensors") + ".h5") for record in written]
+    for record, name in links:
+        os.link(stage / record.path, stage / name)
+    return [FileRecord(name, record.size_bytes, record.digest) for record, name in links]
+
+
+def _records(stage: Path, written: Sequence[FileRecord]) -> tuple[FileRecord, ...]:
+    """All files of the stage; those not among `written` are read for their digests."""
+    known = {record.path for record in written}
+    paths = (path.relative_to(stage).as_posix() for path in sorted(stage.rglob("*")) if path.is_file())
+    others = [path for path in paths if path not in known]
+    return (*written, *(FileRecord(p, (stage / p).stat().st_size, digest_of(stage / p)) for p in others))
+
+
+def _manifest(opened: TensorFile, source: Path, parts: Sequence[PartRecord], files: tuple[FileRecord, ...]) -> Manifest:
+    """A checkpoint of ours keeps what its manifest says; anything else gets one."""
+    note = f"converted from {source.name}"
+    known = opened.manifest if isinstance(opened, folder.Folder) else None
+    if known is not None:
+        return dataclasses.replace(known, parts=tuple(parts), files=files, notes=(*known.notes, note))
+    named = tuple(_described(part, source) for part in parts)
+    kind = "adapter" if all(part.kind == "adapter" for part in named) else "full"
+    created = datetime.now(timezone.utc).isoformat()
+    return Manifest(named, files, kind, created, versions={"ft_ckpt": __version__}, notes=(note,))
+
+
+def _described(part: PartRecord, source: Path) -> PartRecord:
+    """A part of a folder that is not ours, with what its configs say of it."""
+    name = "adapter_config.json" if part.kind == "adapter" else "config.json"
+    try:
+        config: Any = json.loads((source / name).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return part
+    if part.kind == "adapter":
+        base = BaseRecord(config.get("base_model_name_or_path"), config.get("revision"), "float32", "", {})
+        return dataclasses.replace(
+            part, name="default", adapter="default", active=True, class_name="PeftModel", base=base
+        )
+    return dataclasses.replace(part, class_name=str((config.get("architectures") or [""])[0]))
+
+
+def _report(options: _Options, files: list[Translated], size: int, notes: tuple[str, ...]) -> ConvertReport:
+    casts: dict[str, int] = {}
+    for file in files:
+        for key, count in file.casts.items():
+            casts[key] = casts.get(key, 0) + count
+    beyond = sorted(name for file in files for name in file.overflown)
+    if beyond:
+        notes = (*notes, f"{listing(beyond, ', ')}: values beyond what {options.dtype} can hold have become infinite")
+    skipped = tuple(what for file in files for what in file.skipped)
+    tensors = sum(len(file.specs) for file in files)
+    return ConvertReport(options.target, options.format, size, tensors, 0.0, casts, skipped, notes)

@@ -1,0 +1,254 @@
+"""How an object looks in a Cerebras checkpoint of format 0.5: names, tree and the description of every leaf.
+
+The format is described from files that its own tools wrote and read. It knows dicts with simple keys, lists, tuples,
+sets and deques; what it cannot say (named tuples, tuple keys, two keys that give one name) is put in its nearest
+words, since our own index beside it says everything exactly. No HDF5 library is needed here.
+"""
+
+import json
+import pickle
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+from urllib.parse import quote
+
+import numpy as np
+
+from ft_ckpt.errors import SelectionError
+from ft_ckpt.formats import Spec
+from ft_ckpt.formats.hdf5_bytes import Attribute, Dataset
+from ft_ckpt.tree import MAPPINGS, Node
+
+VERSION = 0.5
+INDEX = "__ft_index__"
+GROUP = "__ft__"  # datasets whose names HDF5 would take for paths
+LONGEST_NAME_BYTES = 30_000
+RTFX = {
+    "bool": 1, "int16": 3, "int32": 4, "int64": 5, "uint8": 6, "uint16": 7, "uint32": 8, "uint64": 9, "float16": 10,
+    "float32": 11, "float64": 12, "bfloat16": 15,
+}  # fmt: skip
+STORED = {  # torch's type: (type in the file, label), where other readers must be told another type than ours
+    "bfloat16": ("i2", "bfloat16"),
+    "complex32": ("u4", "uint32"),
+    **dict.fromkeys(("float8_e5m2", "float8_e4m3fn", "float8_e8m0fnu", "float8_e4m3fnuz"), ("u1", "uint8")),
+    **dict.fromkeys(("float8_e5m2fnuz", "float4_e2m1fn_x2"), ("u1", "uint8")),
+}
+NATIVE = {"bfloat16": ("bf16", "float32"), "float8_e5m2": ("e5m2", "float32")}  # shown as numbers by every reader
+_PLAIN = {
+    "bool": "bool", "int8": "i1", "int16": "i2", "int32": "i4", "int64": "i8", "uint8": "u1", "uint16": "u2",
+    "uint32": "u4", "uint64": "u8", "float16": "f2", "float32": "f4", "float64": "f8", "complex64": "c8",
+    "complex128": "c16",
+}  # fmt: skip
+DTYPES = (*_PLAIN, *STORED)  # every type of tensor that can be kept
+_LEAF: dict[str, Any] = {"type": None, "context": None, "children_spec": []}
+_TORCH_TREES = {
+    "dict": "builtins.dict", "odict": "collections.OrderedDict", "list": "builtins.list", "tuple": "builtins.tuple",
+    "set": "builtins.set", "deque": "collections.deque",
+}  # fmt: skip
+_NEAREST = {"counter": "dict", "defaultdict": "dict", "namedtuple": "tuple", "size": "tuple", "frozenset": "set"}
+_UNSAFE = str.maketrans({"\0": "\u2400", **{chr(code): "\ufffd" for code in range(0xD800, 0xE000)}})
+
+
+@dataclass(frozen=True)
+class Content:
+    """The checkpoint without its tensors' bytes: the root's attributes, a name for each leaf, and the datasets.
+
+    The first datasets are those of the leaves, in order, their places not yet known.
+    """
+
+    attributes: Mapping[str, Attribute]
+    names: Sequence[str]
+    datasets: Sequence[Dataset]
+
+
+def describe(root: Node, leaves: Sequence[Spec], arrays: Iterable[int] = (), native_floats: bool = False) -> Content:
+    """The content for the object `root`; `leaves` give shape and type by index, those in `arrays` are numpy's.
+
+    Raises SelectionError for a name that is too long.
+    """
+    try:
+        walk = _Walk().run(root)
+    except _CollisionError:
+        walk = _Walk(escape=True).run(root)
+    writer = _Describer(leaves, frozenset(arrays), native_floats)
+    attributes: dict[str, Attribute] = {
+        "__version__": VERSION,
+        "__spec__": json.dumps([None, _dump([1, walk.tree])]),
+        "__SUCCESS__": True,  # an unfinished file has no superblock, or is a temporary file
+    }
+    for name, node in walk.leaves.items():
+        attributes[f"{name}.__metadata__"] = _wrapped(name, writer.leaf(name, node))
+    objects = list(writer.objects.values())
+    return Content(attributes, writer.names, [writer.datasets[index] for index in range(len(leaves))] + objects)
+
+
+class _CollisionError(Exception):
+    pass
+
+
+@dataclass
+class _Walk:
+    """Leaves by their dotted names, and the tree as torch writes its tree specifications."""
+
+    escape: bool = False  # dots in keys, so that no two paths give one name
+    leaves: dict[str, Node] = field(default_factory=dict)
+    tree: dict[str, Any] = field(default_factory=dict)
+
+    def run(self, root: Node) -> "_Walk":
+        """Walk it all. Raises _CollisionError when two leaves have one name, which escaping prevents."""
+        self.tree = self._node(root, "", "")
+        return self
+
+    def _node(self, node: Node, prefix: str, name: str) -> dict[str, Any]:
+        kind = _NEAREST.get(node.kind, node.kind)
+        if kind not in _TORCH_TREES:
+            if name in self.leaves:
+                raise _CollisionError
+            if len(name.encode()) > LONGEST_NAME_BYTES:
+                raise SelectionError(
+                    f"{name[:60]}...: a name of {len(name.encode())} bytes; HDF5 takes {LONGEST_NAME_BYTES}, shorten "
+                    "the keys"
+                )
+            self.leaves[name] = node
+            return _LEAF
+        keys: list[Any] = list(range(len(node.children)))
+        context: Any = None
+        if node.kind in MAPPINGS:
+            context = keys = list(self._keys(node.keys))
+        pairs = zip(keys, node.children, strict=True)
+        children = [self._node(child, f"{prefix}{key}.", f"{prefix}{key}") for key, child in pairs]
+        return {"type": _TORCH_TREES[kind], "context": json.dumps(context), "children_spec": children}
+
+    def _keys(self, keys: Iterable[Node]) -> Iterator[Any]:
+        used: set[str] = set()
+        for node in keys:
+            key: Any = node.value if node.kind == "value" else _text_key(node)
+            if type(key) not in (str, int, bool, float, type(None)):
+                key = str(key)
+            if type(key) is str:
+                key = key.translate(_UNSAFE)
+                key = key.replace("%", "%25").replace(".", "%2E") if self.escape else key
+            elif self.escape and "." in str(key):
+                key = str(key).replace(".", "%2E")
+            while str(key) in used:
+                key = f"{key}~"
+            used.add(str(key))
+            yield key
+
+
+def _text_key(node: Node) -> str:
+    parts = [_text_key(child) if child.kind != "value" else repr(child.value) for child in node.children]
+    return f"({', '.join(parts)})"
+
+
+@dataclass
+class _Describer:
+    """What is said of each leaf, and the datasets that this needs."""
+
+    leaves: Sequence[Spec]
+    arrays: frozenset[int]
+    native_floats: bool
+    datasets: dict[int, Dataset] = field(default_factory=dict)
+    objects: dict[str, Dataset] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.names = [""] * len(self.leaves)
+
+    def leaf(self, name: str, node: Node) -> dict[str, Any]:
+        """The metadata of one leaf."""
+        if node.kind == "value":
+            return self._value(name, node.value)
+        index = node.value if node.kind == "tensor" else node.value[0]
+        if index in self.datasets:
+            return {"__TYPE__": "LinkedObject", "key": self.names[index], "__LINKED__": True, "__NONE__": True}
+        self.names[index] = name
+        spec = self.leaves[index]
+        known = self._array(spec, node) if index in self.arrays else self._tensor(spec)
+        kind = _PLAIN.get(spec.dtype) or self._stored(spec.dtype)[0]
+        self.datasets[index] = Dataset(_path(name), kind, spec.shape, _as_attributes(known, spec.shape))
+        return known | _moved(name)
+
+    def _stored(self, dtype: str) -> tuple[str, str]:
+        return (NATIVE.get(dtype) if self.native_floats else None) or STORED[dtype]
+
+    def _tensor(self, spec: Spec) -> dict[str, Any]:
+        label = spec.dtype if spec.dtype in _PLAIN else self._stored(spec.dtype)[1]
+        known = {
+            "__TYPE__": "TorchTensorSerializer",
+            "__NUMPY__": True,
+            "__TORCH__": True,
+            "shapes": [list(spec.shape)],
+            "dtypes": [f"torch.{label}"],
+            "rtfx_dtypes": [RTFX.get(label, 0)],
+            "compressed": False,
+        }
+        return known if label == spec.dtype else known | {"ft_dtype": spec.dtype}
+
+    def _array(self, spec: Spec, node: Node) -> dict[str, Any]:
+        known = {"__TYPE__": "NumpyArraySerializer", "__NUMPY__": True, "is_bfloat16": False, "compressed": False}
+        return known if node.kind == "blob" else known | {"ft_array": _dump(node.value[1:])}
+
+    def _value(self, name: str, value: Any) -> dict[str, Any]:
+        if isinstance(value, np.generic):
+            value = value.item() if value.dtype.kind in "biuf" and value.dtype.itemsize <= 8 else str(value)
+        if value is None:
+            return {"__TYPE__": "NoneSerializer", "__NONE__": True}
+        if isinstance(value, int) and abs(value) >= 1 << 4096:
+            value = hex(value)  # json's readers have a limit on digits
+        if isinstance(value, (bool, int, float)):
+            return {"__TYPE__": "ScalarSerializer", "scalar_value": value, "__NONE__": True}
+        if isinstance(value, str):
+            return {"__TYPE__": "StringSerializer", "string_value": value, "__NONE__": True}
+        data = pickle.dumps(value, protocol=4)  # bytes, complex, torch's dtype and device: nothing that runs
+        known: dict[str, Attribute] = {"__BYTES__": data, "__TYPE__": "ObjectSerializer"}
+        self.objects[name] = Dataset(_path(name), "f4", None, known)
+        return {"__TYPE__": "ObjectSerializer", "__BYTES__": True} | _moved(name)
+
+
+def stored_type(dtype: str, native_floats: bool = False) -> str:
+    """The type in the file of torch's `dtype`."""
+    native = NATIVE.get(dtype) if native_floats else None
+    return _PLAIN.get(dtype) or (native or STORED[dtype])[0]
+
+
+def dataset_path(name: str) -> tuple[str, ...]:
+    """Where the dataset of a leaf is, given the leaf's name in the index."""
+    return _path(name.translate(_UNSAFE))
+
+
+def _path(name: str) -> tuple[str, ...]:
+    """Where a leaf's dataset is: under its own name, unless HDF5 would read that as a path."""
+    if "/" in name or name in ("", ".", "..", INDEX, GROUP):
+        return (GROUP, "=" + quote(name, safe=""))
+    return (name,)
+
+
+def _moved(name: str) -> dict[str, str]:
+    path = _path(name)
+    return {} if len(path) == 1 else {"key": "/".join(path)}
+
+
+def _as_attributes(known: Mapping[str, Any], shape: tuple[int, ...]) -> dict[str, Attribute]:
+    """The same facts on the dataset itself, where the format's tools look first."""
+    attributes: dict[str, Attribute] = {}
+    for name, value in known.items():
+        if name == "shapes":
+            attributes[name] = np.array([shape], np.int64).reshape(1, len(shape))
+        elif name == "rtfx_dtypes":
+            attributes[name] = np.array(value, np.int64)
+        else:
+            attributes[name] = tuple(value) if isinstance(value, list) else value
+    return attributes
+
+
+def _wrapped(name: str, known: Mapping[str, Any]) -> str:
+    tree = {"type": "builtins.dict", "context": json.dumps([name]), "children_spec": [_LEAF]}
+    return json.dumps({
+        "__spec__": [None, _dump([1, tree])],
+        "__objects__": [name],
+        f"{name}.__metadata__": known,
+    })  # fmt: skip
+
+
+def _dump(value: Any) -> str:
+    return json.dumps(value)

@@ -1,0 +1,252 @@
+"""Checkpoints of torch.distributed.checkpoint: a folder with `.metadata` and `.distcp` files.
+
+Source: the classes of `torch.distributed.checkpoint.metadata`. The metadata, a pickle that is read without running
+it, says of every tensor which boxes of it are stored, and where: each box is a small torch archive inside a file.
+"""
+
+import math
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ft_ckpt.catalog import is_inside
+from ft_ckpt.errors import CorruptError, LoadError, SelectionError, listing
+from ft_ckpt.formats import ITEM_BYTES, Spec
+from ft_ckpt.formats.raw import RawFile
+from ft_ckpt.formats.spans import numel
+from ft_ckpt.formats.torch_pickle import Passive, Stored, load, loads
+from ft_ckpt.formats.torch_zip import row_major
+
+METADATA = ".metadata"
+_READ_BYTES = 16 << 20
+Places = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class _Box:
+    """A stored part of a tensor: where it begins in the tensor, its shape, and its place on disk."""
+
+    offsets: Places
+    sizes: Places
+    path: str
+    start: int
+    size_bytes: int
+
+
+class DcpFile:
+    """The tensors of a distributed checkpoint, each put together from its boxes, a slice at a time."""
+
+    def __init__(self, folder: Path, specs: Mapping[str, Spec], boxes: Mapping[str, Sequence[_Box]]) -> None:
+        self.specs, self.boxes = specs, boxes
+        self.skipped: tuple[str, ...] = ()
+        self.ties: dict[str, str] = {}  # the format stores one tensor under each of its names
+        self.files = {
+            path: RawFile(folder / path) for path in sorted({b.path for many in boxes.values() for b in many})
+        }
+        self.known: dict[_Box, Stored] = {}
+
+    def read(self, name: str, start: int = 0, stop: int | None = None) -> Tensor:
+        """Flat elements [start, stop) of tensor `name` in row-major order: 1-D, on the CPU.
+
+        Raises CorruptError when a file has changed or does not hold what the metadata say.
+        """
+        spec = self.specs[name]
+        stop = numel(spec) if stop is None else stop
+        data = torch.empty(stop - start, dtype=getattr(torch, spec.dtype))
+        filled = 0
+        for origin, extent in _cut(start, stop, spec.shape) if stop > start else ():
+            target = data[filled : filled + math.prod(extent)].view(extent)
+            filled += math.prod(extent)
+            for box in self.boxes[name]:
+                self._fill(target, origin, box, spec)
+        return data
+
+    def close(self) -> None:
+        """Let go of the files."""
+        for file in self.files.values():
+            file.close()
+
+    def _fill(self, target: Tensor, origin: Places, box: _Box, spec: Spec) -> None:
+        """Copy what `box` has of the part of the tensor at `origin` that `target` stands for."""
+        low = [max(a, b) for a, b in zip(origin, box.offsets, strict=True)]
+        ends = zip(origin, target.shape, box.offsets, box.sizes, strict=True)
+        high = [min(a + size, b + length) for a, size, b, length in ends]
+        shape = [b - a for a, b in zip(low, high, strict=True)]
+        if any(size <= 0 for size in shape):
+            return
+        # What _cut gives is a run in every box too: single indices, then a range, then whole dimensions.
+        first = 0
+        for size, a, b in zip(box.sizes, low, box.offsets, strict=True):
+            first = first * size + a - b
+        part = self._elements(box, spec, first, math.prod(shape)).view(shape)
+        place = tuple(slice(a - o, b - o) for a, b, o in zip(low, high, origin, strict=True))
+        target[place].copy_(part)
+
+    def _elements(self, box: _Box, spec: Spec, first: int, count: int) -> Tensor:
+        stored = self.known.get(box) or self._open_box(box, spec)
+        self.known[box] = stored
+        if not stored.is_row_major:
+            return row_major(stored)[first : first + count]
+        return stored.file.tensor(stored.start + first * ITEM_BYTES[spec.dtype], count, getattr(torch, spec.dtype))
+
+    def _open_box(self, box: _Box, spec: Spec) -> Stored:
+        found = load(self.files[box.path], box.start, box.size_bytes)
+        if not isinstance(found, Stored) or (found.shape, found.dtype) != (box.sizes, spec.dtype):
+            raise CorruptError(
+                f"{spec.name}: {box.path} holds {found} at byte {box.start}, expected {spec.dtype} {box.sizes}; "
+                "the checkpoint is damaged, use another"
+            )
+        return found
+
+
+def open_file(path: str | Path) -> DcpFile:
+    """The tensors of the checkpoint folder `path`; nothing in it is run.
+
+    What is no tensor is named in `skipped`. Raises LoadError naming what the metadata refer to beyond tensors and
+    plain data; CorruptError when boxes are missing or do not fill their tensor.
+    """
+    folder = Path(path)
+    metadata = loads((folder / METADATA).read_bytes(), f"{folder.name}/{METADATA}")
+    try:
+        entries = metadata.state["state_dict_metadata"]
+        stored = {_key(index.state): info.state for index, info in metadata.state["storage_data"].items()}
+        tensors = {name: one for name, one in entries.items() if _is(one, "TensorStorageMetadata")}
+        specs = {name: _spec(name, one.state) for name, one in tensors.items()}
+        boxes = {name: _boxes(name, one.state["chunks"], stored) for name, one in tensors.items()}
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise CorruptError(
+            f"{folder.name}/{METADATA}: not as torch.distributed.checkpoint writes it ({error!r}); it may be damaged, "
+            "or from a newer torch"
+        ) from error
+    _check(folder, specs, boxes)
+    opened = DcpFile(folder, specs, boxes)
+    opened.skipped = tuple(f"{name}: an object" for name in entries if name not in tensors)
+    return opened
+
+
+def _is(value: Any, kind: str) -> bool:
+    return isinstance(value, Passive) and value.kind.endswith(f".{kind}")
+
+
+def _spec(name: str, state: Mapping[str, Any]) -> Spec:
+    properties = state["properties"].state
+    dtype = properties["dtype"] if isinstance(properties, dict) else properties[0]
+    return Spec(name, tuple(state["size"]), dtype)
+
+
+def _key(index: Mapping[str, Any]) -> tuple[str, Places | None]:
+    offset = index.get("offset")
+    return index["fqn"], None if offset is None else tuple(offset)
+
+
+def _boxes(name: str, chunks: Sequence[Any], stored: Mapping[tuple[str, Places | None], Any]) -> list[_Box]:
+    found = []
+    for chunk in chunks:
+        offsets, sizes = tuple(chunk.state["offsets"]), tuple(chunk.state["sizes"])
+        info = stored[name, offsets] if (name, offsets) in stored else stored[name, None]
+        if info.get("transform_descriptors"):
+            raise LoadError(
+                f"{name}: stored through {info['transform_descriptors']}; load it with torch and save it anew"
+            )
+        found.append(_Box(offsets, sizes, info["relative_path"], int(info["offset"]), int(info["length"])))
+    return found
+
+
+def _check(folder: Path, specs: Mapping[str, Spec], boxes: Mapping[str, Sequence[_Box]]) -> None:
+    """Raise CorruptError naming every tensor whose boxes are not in the folder or do not fill it."""
+    wrong = []
+    for name, spec in specs.items():
+        if spec.dtype not in ITEM_BYTES:
+            raise LoadError(f"{name}: {spec.dtype}, which is no plain dtype; convert it before saving")
+        if sum(math.prod(box.sizes) for box in boxes[name]) != numel(spec) or _overlap(boxes[name]):
+            wrong.append(f"{name}: its stored parts do not fill {list(spec.shape)}")
+        wrong += [
+            f"{name}: {box.path} is missing"
+            for box in boxes[name]
+            if not is_inside(box.path) or not (folder / box.path).is_file()
+        ]
+    if wrong:
+        raise CorruptError(f"{folder.name}: {listing(wrong)}; every rank must have saved to this folder")
+
+
+def _overlap(boxes: Sequence[_Box]) -> bool:
+    """True when two boxes share an element: then the others leave a gap, though the numbers of elements agree."""
+    ordered = sorted((box for box in boxes if 0 not in box.sizes), key=lambda box: box.offsets)
+    for index, one in enumerate(ordered):
+        for other in ordered[index + 1 :]:
+            if one.offsets and other.offsets[0] >= one.offsets[0] + one.sizes[0]:
+                break
+            ends = zip(one.offsets, one.sizes, other.offsets, other.sizes, strict=True)
+            if all(a < d + e and d < a + b for a, b, d, e in ends):
+                return True
+    return False
+
+
+def _cut(start: int, stop: int, shape: Places) -> Iterator[tuple[Places, Places]]:
+    """Flat elements [start, stop) of `shape` as boxes (origin, extent), in order: few, and each a run of elements."""
+    if not shape:
+        yield (), ()
+        return
+    row = math.prod(shape[1:])
+    first, last = -(-start // row), stop // row
+    if first > last:  # within one row
+        yield from _inner(last, start - last * row, stop - last * row, shape)
+        return
+    if start < first * row:
+        yield from _inner(first - 1, start - (first - 1) * row, row, shape)
+    if first < last:
+        yield (first, *[0] * (len(shape) - 1)), (last - first, *shape[1:])
+    if last * row < stop:
+        yield from _inner(last, 0, stop - last * row, shape)
+
+
+def _inner(index: int, start: int, stop: int, shape: Places) -> Iterator[tuple[Places, Places]]:
+    for origin, extent in _cut(start, stop, shape[1:]):
+        yield (index, *origin), (1, *extent)
+
+
+# Writing
+
+
+def check(specs: Iterable[Spec]) -> None:
+    """Raise SelectionError naming tensors of types that torch has not."""
+    foreign = [f"{spec.name}: {spec.dtype}" for spec in specs if spec.dtype not in ITEM_BYTES]
+    if foreign:
+        raise SelectionError(f"{listing(foreign, ', ')}: torch has no such type; convert it first")
+
+
+def write(folder: Path, specs: Sequence[Spec], read: Callable[[str, int, int], Tensor]) -> None:
+    """Write `specs` as a checkpoint of one rank; `read(name, start, stop)` gives the flat elements of a tensor.
+
+    One tensor is held at a time. Raises SelectionError as `check` does.
+    """
+    from torch.distributed import checkpoint
+
+    check(specs)
+    held: list[Tensor] = []
+
+    class Planner(checkpoint.DefaultSavePlanner):  # type: ignore[misc]  # its base is not seen by the type checker
+        def resolve_data(self, item: Any) -> Tensor:
+            while held:
+                held.pop().untyped_storage().resize_(0)  # torch.save leaves it in a cycle, for the collector to find
+            held.append(_whole(self.state_dict[item.index.fqn], item.index.fqn, read))
+            return held[0]
+
+    stands = {spec.name: torch.empty(spec.shape, dtype=getattr(torch, spec.dtype), device="meta") for spec in specs}
+    writer = checkpoint.FileSystemWriter(folder, single_file_per_rank=True, thread_count=1)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "torch.distributed is disabled")  # which is as it should be here
+        checkpoint.save(stands, storage_writer=writer, planner=Planner(), no_dist=True)
+
+
+def _whole(like: Tensor, name: str, read: Callable[[str, int, int], Tensor]) -> Tensor:
+    data = torch.empty(like.numel(), dtype=like.dtype)
+    step = max(1, _READ_BYTES // like.itemsize)
+    for low in range(0, like.numel(), step):
+        data[low : low + step] = read(name, low, min(low + step, like.numel()))
+    return data.view(like.shape)

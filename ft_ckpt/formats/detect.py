@@ -1,0 +1,102 @@
+"""Which format a file is of, told by its first bytes, and how it is opened."""
+
+from pathlib import Path
+
+from torch import Tensor
+
+from ft_ckpt.errors import ConfigError, LoadError
+from ft_ckpt.formats import Spec, TensorFile, dual, hdf5, torch_zip
+from ft_ckpt.tree import Node
+
+SUFFIXES = {
+    **dict.fromkeys((".h5", ".hdf5", ".mdl"), "h5"),
+    ".safetensors": "safetensors",
+    **dict.fromkeys((".pt", ".bin", ".pth"), "torch"),
+}
+_LEAST_USER_BLOCK, _MOST_USER_BLOCK = 512, 1 << 30
+
+
+def format_by_name(path: Path, given: str | None) -> str:
+    """The format to write `path` in: the one `given`, or that of its suffix. Raises ConfigError when there is none."""
+    if given is not None:
+        return given
+    found = SUFFIXES.get(path.suffix.lower())
+    if found is None:
+        raise ConfigError(f"{path}: no format goes by {path.suffix!r}; use {', '.join(SUFFIXES)}, or give a format")
+    return found
+
+
+def format_of(path: Path) -> str:
+    """ "h5", "dual", "safetensors" or "torch", by content. Raises LoadError when it is none of them."""
+    with path.open("rb") as stream:
+        head = stream.read(16)
+        size, at = path.stat().st_size, _LEAST_USER_BLOCK
+        if head.startswith(hdf5.SIGNATURE):
+            return "h5"
+        if head.startswith(b"PK\3\4") or (head[:1] == b"\x80" and head[8:9] != b"{"):  # a length can begin so too
+            return "torch"
+        while at < min(size, _MOST_USER_BLOCK):
+            stream.seek(at)
+            if stream.read(len(hdf5.SIGNATURE)) == hdf5.SIGNATURE:
+                return "dual" if head[8:9] == b"{" else "h5"
+            at *= 2
+    if head[8:9] == b"{":
+        return "safetensors"
+    raise LoadError(f"{path}: begins with {head!r}; expected HDF5, safetensors or a file of torch.save")
+
+
+def open_file(path: Path) -> TensorFile:
+    """The tensors of a single file, read by copying. Raises LoadError or CorruptError as its format does."""
+    kind = format_of(path)
+    if kind == "torch":
+        return torch_zip.open_file(path)
+    opened = hdf5.open_file(path, mapped=False) if kind == "h5" else dual.open_file(path, mapped=False)
+    return TreeFile(opened)
+
+
+class TreeFile:
+    """A file that holds an object: its tensors and arrays, further names of them, and names of everything else."""
+
+    def __init__(self, file: hdf5.HDF5File) -> None:
+        index = file.index
+        self.file, self.names = file, index.names
+        self.ties: dict[str, str] = {}
+        self.skipped: list[str] = []
+        self.plain: dict[int, str] = {}  # leaf: the name it was found under first
+        if index.root is None:
+            self.specs: dict[str, Spec] = dict(file.specs)
+        else:
+            self._walk(index.root, "")
+            self.specs = {name: file.specs[name] for name in (index.names[leaf] for leaf in sorted(self.plain))}
+        metadata = {str(key): str(value) for key, value in index.metadata.items()}
+        told = {name: kept for name, kept in metadata.items() if kept in self.specs and name not in self.specs}
+        self.ties |= told
+        self.metadata = {key: value for key, value in metadata.items() if key not in told}
+
+    def read(self, name: str, start: int = 0, stop: int | None = None) -> Tensor:
+        """Flat elements [start, stop) of tensor `name`: 1-D, on the CPU."""
+        return self.file.read(name, start, stop)
+
+    def close(self) -> None:
+        """Let go of the file."""
+        self.file.close()
+
+    def _walk(self, node: Node, name: str) -> None:
+        leaf = _leaf(node)
+        if leaf is not None:
+            if leaf in self.plain and self.plain[leaf] != name:
+                self.ties[name] = self.names[leaf]
+            self.plain.setdefault(leaf, name)
+        elif node.children:
+            keys = [str(key.value) if key.kind == "value" else f"{place}" for place, key in enumerate(node.keys)]
+            for key, child in zip(keys or map(str, range(len(node.children))), node.children, strict=True):
+                self._walk(child, f"{name}.{key}" if name else key)
+        elif node.kind not in ("dict", "list", "tuple"):
+            self.skipped.append(f"{name}: {type(node.value).__name__ if node.kind == 'value' else node.kind}")
+
+
+def _leaf(node: Node) -> int | None:
+    """The leaf of a tensor, or of an array that is stored as numbers."""
+    if node.kind == "tensor":
+        return int(node.value)
+    return int(node.value[0]) if node.kind == "array" and node.value[1] is None else None

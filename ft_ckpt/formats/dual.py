@@ -1,0 +1,154 @@
+"""Safetensors files as we read them, and the dual file: valid safetensors and valid HDF5 at once.
+
+    safetensors length and header, padded to a power of two | HDF5 metadata, our index | tensors without gaps
+
+HDF5 allows a user block of 512 * 2**n bytes ahead of its superblock: that is where the safetensors header is. For
+safetensors, all of the HDF5 metadata is one helper tensor of bytes, since that format allows no byte outside tensors.
+There is no way without it: the superblock's signature has bytes that JSON forbids, so it cannot lie in the header,
+and every byte after the header belongs to exactly one tensor.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from ft_ckpt.errors import CorruptError
+from ft_ckpt.formats import ITEM_BYTES, Layout, Spec, cerebras, hdf5, hdf5_bytes, safetensors
+from ft_ckpt.formats.raw import RawFile
+from ft_ckpt.tree import Node
+from ft_ckpt.tree_json import decode, encode
+
+# What `from_pretrained` drops in silence: names with "rotary_emb.inv_freq" where the model has rotary embeddings, and
+# those that end in ".position_ids" where it has position ids. Elsewhere it is listed as unexpected, and ignored.
+HELPER = "__hdf5__.rotary_emb.inv_freq.position_ids"
+TREE = "ft_ckpt_tree"  # key of the safetensors metadata that holds the tree of an object that is no flat dict
+_MOST_HEADER_BYTES = 100_000_000  # what the safetensors library takes
+_NAMES = {stored: name for name, stored in safetensors.NAMES.items()}
+
+
+def lay_out(specs: Sequence[Spec], metadata: Mapping[str, str], native_floats: bool = False) -> Layout:
+    """The layout of a dual file that holds `specs` as one flat dict. Raises SelectionError for types it cannot keep."""
+    safetensors.lay_out(specs, {})  # for its refusals: it has fewer types than HDF5
+    content = cerebras.describe(hdf5.flat_tree(specs), specs, native_floats=native_floats)
+    return _lay_out(specs, content, None, metadata)
+
+
+def lay_out_tree(
+    root: Node, leaves: Sequence[Spec], arrays: Sequence[int], native_floats: bool = False
+) -> tuple[Layout, Sequence[str]]:
+    """The layout of a dual file that holds the object `root`, and the name of each leaf in it."""
+    content = cerebras.describe(root, leaves, arrays, native_floats)
+    specs = [Spec(name, leaf.shape, leaf.dtype) for name, leaf in zip(content.names, leaves, strict=True)]
+    safetensors.lay_out(specs, {})
+    metadata = {} if hdf5.is_flat(root, content.names) else {TREE: json.dumps([list(content.names), encode(root)])}
+    return _lay_out(specs, content, root, metadata), content.names
+
+
+def _lay_out(
+    specs: Sequence[Spec], content: cerebras.Content, root: Node | None, metadata: Mapping[str, str]
+) -> Layout:
+    order = sorted(range(len(specs)), key=lambda leaf: -ITEM_BYTES[specs[leaf].dtype])  # no gaps, yet all aligned
+    starts, at = [], 0
+    for leaf in order:
+        starts.append(at)
+        at += specs[leaf].size_bytes
+    by_leaf = dict(zip(order, starts, strict=True))
+    text = hdf5.index_text(hdf5.Index(hdf5.rows(specs, order, starts, ""), root, metadata))
+    datasets = hdf5.placed(content.datasets, by_leaf)
+    base = 512
+    while True:  # the header counts the bytes of the metadata, whose padding depends on where the header ends
+        middle = _middle(datasets, content, text, at, base)
+        head = _head(specs, by_leaf, len(middle), metadata)
+        if len(head) <= base - 8:
+            break
+        base = max(2 * base, 1 << (len(head) + 7).bit_length())
+    header = (base - 8).to_bytes(8, "little") + head + b" " * (base - 8 - len(head)) + middle
+    return Layout(header, tuple(specs[leaf] for leaf in order),
+                  tuple(len(header) + start for start in starts), len(header) + at)  # fmt: skip
+
+
+def _middle(
+    datasets: Sequence[hdf5_bytes.Dataset], content: cerebras.Content, text: bytes, data_bytes: int, base: int
+) -> bytes:
+    """The HDF5 metadata and the index, up to the first tensor."""
+    room = len(text) + hdf5.FOOTER_BYTES
+    page = room + -room % hdf5_bytes.PAGE_BYTES
+    moved = [
+        hdf5_bytes.Dataset(item.path, item.type, item.shape, item.attributes, item.start + page)
+        if item.start is not None
+        else item
+        for item in datasets
+    ]
+    moved.append(hdf5.index_dataset(room, page - room))
+    bare = hdf5_bytes.header(moved, content.attributes, page + data_bytes, base)
+    data_start = base + len(bare) + page
+    end = hdf5.footer(text, data_start, data_start - room, data_start + data_bytes)
+    return bare + bytes(page - room) + text + end
+
+
+def _head(specs: Sequence[Spec], starts: Mapping[int, int], middle_bytes: int, metadata: Mapping[str, str]) -> bytes:
+    head: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
+    head[HELPER] = {"dtype": "U8", "shape": [middle_bytes], "data_offsets": [0, middle_bytes]}
+    for leaf, start in starts.items():
+        spec = specs[leaf]
+        places = [middle_bytes + start, middle_bytes + start + spec.size_bytes]
+        head[spec.name] = {"dtype": safetensors.NAMES[spec.dtype], "shape": list(spec.shape), "data_offsets": places}
+    return json.dumps(head, ensure_ascii=False, separators=(",", ":")).encode()
+
+
+def lay_out_object(root: Node, leaves: Sequence[Spec], arrays: Sequence[int]) -> tuple[Layout, Sequence[str]]:
+    """A plain safetensors file that holds the object `root`, its tree in the metadata unless it is a flat dict."""
+    names = cerebras.describe(root, leaves, arrays).names
+    specs = [Spec(name, leaf.shape, leaf.dtype) for name, leaf in zip(names, leaves, strict=True)]
+    metadata = {} if hdf5.is_flat(root, names) else {TREE: json.dumps([list(names), encode(root)])}
+    return safetensors.lay_out(specs, metadata), names
+
+
+class SafetensorsFile(hdf5.HDF5File):
+    """An open safetensors file; the helper tensor of a dual file is not among its `specs`."""
+
+
+def open_file(path: Path, mapped: bool = True, verify: bool = False) -> SafetensorsFile:
+    """Open a safetensors file, dual or not. Raises CorruptError when its header is not sound."""
+    raw = RawFile(path, mapped)
+    try:
+        index, helper_end = _parse(raw)
+    except (ValueError, KeyError, TypeError, IndexError, AttributeError, RecursionError) as error:
+        raise CorruptError(f"{path.name}: not a whole safetensors file ({error}); use another copy") from error
+    other = hdf5.read_index(raw, helper_end) if helper_end else None
+    if other is not None and _differ(index, other):
+        raise CorruptError(f"{path.name}: its two tables of tensors differ; use another copy of the file")
+    return SafetensorsFile(raw, other or index, verify)
+
+
+def _differ(one: hdf5.Index, other: hdf5.Index) -> bool:
+    places = [{name: index.start(name) for name in index.rows} for index in (one, other)]
+    return one.specs != other.specs or places[0] != places[1]
+
+
+def _parse(raw: RawFile) -> tuple[hdf5.Index, int]:
+    """What the header says, and the end of the HDF5 half (0: none). Raises ValueError and its like."""
+    length = int.from_bytes(raw.bytes(0, 8), "little")
+    if length > min(_MOST_HEADER_BYTES, raw.size_bytes - 8):
+        raise CorruptError(f"a header of {length} bytes")
+    head = json.loads(bytes(raw.bytes(8, length)))
+    metadata = dict(head.pop("__metadata__", {}))
+    specs, starts, at, helper_end = {}, {}, 8 + length, 0
+    for name, row in sorted(head.items(), key=lambda item: item[1]["data_offsets"]):
+        spec = Spec(name, tuple(row["shape"]), _NAMES[row["dtype"]])
+        start, end = row["data_offsets"]
+        if 8 + length + start != at or end - start != spec.size_bytes or min(spec.shape, default=0) < 0:
+            raise CorruptError(f"{name}: bytes {start} to {end}")
+        specs[name], starts[name], at = spec, at, at + spec.size_bytes
+        helper_end = at if name == HELPER else helper_end
+    if at != raw.size_bytes:
+        raise CorruptError(f"{raw.size_bytes} bytes, {at} in its table")
+    ordered = [name for name in head if name != HELPER]
+    names, root = ordered, None
+    if TREE in metadata:
+        names, tree = json.loads(metadata.pop(TREE))
+        root = decode(tree)
+    leaves = {name: leaf for leaf, name in enumerate(names)}
+    rows = {name: [specs[name].dtype, specs[name].shape, starts[name], "", leaves[name]] for name in ordered}
+    return hdf5.Index(rows, root, metadata), helper_end

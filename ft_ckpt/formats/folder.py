@@ -1,0 +1,189 @@
+"""Folders of weights: of Hugging Face, sharded or not, and checkpoints of ours; each as one file of tensors."""
+
+import json
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from ft_ckpt.catalog import is_inside, read_manifest
+from ft_ckpt.errors import CorruptError, LoadError, listing
+from ft_ckpt.formats import Spec, TensorFile, dcp, detect, tensorflow, zero
+from ft_ckpt.manifest import MANIFEST_NAME, Manifest, PartRecord
+
+ENDINGS = (".safetensors", ".h5", ".bin")  # in the order in which readers choose
+_STEMS = {"model": ("model", "pytorch_model"), "adapter": ("adapter_model",)}
+# Files that hold weights or a training state in some format; what else is in a folder goes along with its weights.
+_BULK = re.compile(r"\.(safetensors|bin|h5|hdf5|mdl|pt|pth|ckpt|msgpack|onnx|onnx_data|gguf|distcp|npz|npy|index)$")
+
+
+class Joined:
+    """Several files as one, each with a prefix for its names."""
+
+    def __init__(self, files: Sequence[tuple[str, TensorFile]], source: str) -> None:
+        self.files = [file for _, file in files]
+        self.places: dict[str, tuple[TensorFile, str]] = {}
+        self.specs: dict[str, Spec] = {}
+        self.ties: dict[str, str] = {}
+        self.metadata: dict[str, str] = {}
+        self.skipped: list[str] = []
+        twice = []
+        for prefix, file in files:
+            for name, spec in file.specs.items():
+                full = prefix + name
+                twice += [full] if full in self.specs else []
+                self.specs[full] = Spec(full, spec.shape, spec.dtype)
+                self.places[full] = (file, name)
+            self.ties |= {prefix + name: prefix + kept for name, kept in getattr(file, "ties", {}).items()}
+            self.skipped += [prefix + what for what in getattr(file, "skipped", ())]
+            self.metadata |= getattr(file, "metadata", {})
+        if twice:
+            raise LoadError(f"{source}: {listing(twice, ', ')}: in several of its files; expected each tensor once")
+
+    def read(self, name: str, start: int = 0, stop: int | None = None) -> Tensor:
+        """Flat elements [start, stop) of tensor `name`: 1-D, on the CPU."""
+        file, inner = self.places[name]
+        return file.read(inner, start, stop)
+
+    def close(self) -> None:
+        """Close every file."""
+        for file in self.files:
+            file.close()
+
+
+@dataclass(frozen=True, eq=False)
+class Part:
+    """One loadable thing in a folder: where, what, and its weights as one file."""
+
+    path: str  # relative to the folder, "" for the folder itself
+    kind: str  # "model" | "adapter" | "module"
+    file: TensorFile
+    record: PartRecord | None = None  # of a checkpoint of ours
+
+    @property
+    def prefix(self) -> str:
+        """What tells its tensors from those of other parts in one list of names."""
+        return f"{self.path.replace('/', '.')}." if self.path else ""
+
+
+class Folder(Joined):
+    """A folder with config and weights; `parts` are what can be loaded from it."""
+
+    def __init__(self, path: Path, parts: Sequence[Part], manifest: Manifest | None = None) -> None:
+        super().__init__([(part.prefix, part.file) for part in parts], path.name)
+        self.path, self.parts, self.manifest = path, tuple(parts), manifest
+
+    def companions(self) -> tuple[list[str], list[str]]:
+        """Files that belong to the weights whatever their format, and files of bulk that are no part of them."""
+        kept: list[str] = []
+        left: list[str] = []
+        weights = {(self.path / name).stat().st_ino for name in self._weights()}  # a dual file goes by two names
+        for file in sorted(self.path.rglob("*")):
+            name = file.relative_to(self.path).as_posix()
+            hidden = any(step.startswith(".") for step in name.split("/"))
+            if not file.is_file() or hidden or name == MANIFEST_NAME or file.stat().st_ino in weights:
+                continue
+            if self.manifest is not None and all(record.path != name for record in self.manifest.files):
+                continue
+            bulk = _BULK.search(name) or name.endswith(".index.json")
+            (left if bulk else kept).append(name)
+        return kept, left
+
+    def _weights(self) -> set[str]:
+        found = set()
+        for part in self.parts:
+            names, index = weight_files(self.path / part.path, part.kind)
+            found |= {f"{part.path}/{name}".lstrip("/") for name in (*names, *([index] if index else []))}
+        return found
+
+
+def open_file(path: str | Path) -> TensorFile:
+    """The tensors in a folder (or under the prefix of a TensorFlow checkpoint), whatever wrote it.
+
+    Raises LoadError when there are none; CorruptError when files are missing or do not fit together.
+    """
+    path = Path(path)
+    if tensorflow.prefix_of(path) is not None and not any(weight_files(path, kind)[0] for kind in _STEMS):
+        return tensorflow.open_file(path)
+    if not path.is_dir():
+        raise LoadError(f"{path}: no such file or folder")
+    if (path / MANIFEST_NAME).is_file():
+        return _ours(path)
+    parts = list(_found(path))
+    if parts:
+        return Folder(path, parts)
+    if (path / dcp.METADATA).is_file():
+        return dcp.open_file(path)
+    if zero.folder_of(path) is not None:
+        return zero.open_file(path)
+    raise LoadError(
+        f"{path}: no weights found; expected {', '.join(f'*{e}' for e in ENDINGS)}, a {MANIFEST_NAME}, or a folder of "
+        "torch.distributed.checkpoint, DeepSpeed or TensorFlow"
+    )
+
+
+def _ours(path: Path) -> TensorFile:
+    manifest = read_manifest(path)
+    kinds = {part.format for part in manifest.parts}
+    if kinds & {"tensorflow", "dcp"}:
+        return tensorflow.open_file(path) if "tensorflow" in kinds else dcp.open_file(path)
+    parts = []
+    for record in manifest.parts:
+        names = sorted({tensor.file for tensor in record.tensors})
+        file = joined(path, names)
+        file.ties |= {other: group[0] for group in record.ties for other in group[1:] if group[0] in file.specs}
+        parts.append(Part(record.path, record.kind, file, record))
+    return Folder(path, parts, manifest)
+
+
+def _found(path: Path) -> Iterator[Part]:
+    for kind in _STEMS:
+        names, index = weight_files(path, kind)
+        if names:
+            if index is not None:
+                _check_index(path, index, names)
+            yield Part("", kind, joined(path, names))
+
+
+def joined(folder: Path, names: Iterable[str]) -> Joined:
+    """Weight files of `folder` as one. Raises CorruptError naming those that are missing."""
+    names = list(names)
+    missing = [name for name in names if not is_inside(name) or not (folder / name).is_file()]
+    if missing:
+        raise CorruptError(f"{folder}: {listing(missing, ', ')}: missing; the folder is incomplete, use another copy")
+    return Joined([("", detect.open_file(folder / name)) for name in names], str(folder))
+
+
+def weight_files(folder: Path, kind: str) -> tuple[list[str], str | None]:
+    """The weight files in `folder` that a reader would choose, and their index if there are shards."""
+    for ending in ENDINGS:
+        for stem in _STEMS["adapter" if kind == "adapter" else "model"]:
+            index = f"{stem}{ending}.index.json"
+            if (folder / f"{stem}{ending}").is_file():
+                return [f"{stem}{ending}"], None
+            if (folder / index).is_file():
+                return sorted(set(_weight_map(folder / index).values())), index
+    if kind == "adapter":
+        return [], None
+    others = sorted(file.name for file in folder.glob("*.safetensors") if not file.name.startswith("adapter_model"))
+    return others, None
+
+
+def _weight_map(index: Path) -> Mapping[str, str]:
+    try:
+        found: Any = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        return {str(name): str(file) for name, file in found.items()}
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise CorruptError(f"{index.name}: not an index of shards ({error!r}); use another copy") from error
+
+
+def _check_index(folder: Path, index: str, names: Sequence[str]) -> None:
+    """Raise CorruptError when shards lack tensors that the index says they have."""
+    there = joined(folder, names)
+    lost = [name for name in _weight_map(folder / index) if name not in there.specs and name not in there.ties]
+    there.close()
+    if lost:
+        raise CorruptError(f"{index}: {listing(lost, ', ')}: in no shard; the folder is incomplete, use another copy")

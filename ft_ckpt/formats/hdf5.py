@@ -1,0 +1,320 @@
+"""HDF5 files that can be mapped: all metadata first, then the tensors, then an index with their digests.
+
+    superblock and metadata | to a page | large tensors, each on a page | small ones, each on 64 bytes | index
+
+The file is at the same time a Cerebras checkpoint of format 0.5, and any HDF5 tool lists it. The index is a dataset of
+bytes that ends the file: JSON (metadata, tree of the object, and of each tensor type, shape, place and xxh3-128
+digest) and a footer of 64 bytes. Our reader asks the HDF5 library only when there is no index, or when the footer
+says that another program has moved things since.
+"""
+
+import json
+import math
+import struct
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import xxhash
+
+from ft_ckpt.errors import CorruptError, SelectionError, listing
+from ft_ckpt.formats import Layout, Spec, cerebras, hdf5_bytes
+from ft_ckpt.formats.raw import MAP_BYTES, RawFile
+from ft_ckpt.tree import Node
+from ft_ckpt.tree_json import decode, encode
+
+SIGNATURE = b"\x89HDF\r\n\x1a\n"
+_MAGIC = b"ft_ckpt1"
+_FOOTER = "<8sQQQ16s8x"  # magic, data start, index start, file size, digest of the JSON; then the digest of these
+FOOTER_BYTES = 64
+_SMALL_STEP = 64
+
+
+def lay_out(specs: Sequence[Spec], metadata: Mapping[str, str], native_floats: bool = False) -> Layout:
+    """The layout of a file that holds `specs` as one flat dict.
+
+    `native_floats` gives bfloat16 and float8_e5m2 HDF5's own types, so every reader shows their values. Raises
+    SelectionError naming dtypes the format cannot keep.
+    """
+    foreign = [f"{spec.name}: {spec.dtype}" for spec in specs if spec.dtype not in cerebras.DTYPES]
+    if foreign:
+        raise SelectionError(f"{listing(foreign, ', ')}: HDF5 files keep no such type here; convert it")
+    root = flat_tree(specs)
+    content = cerebras.describe(root, specs, native_floats=native_floats)
+    return _lay_out(specs, content, None, dict(metadata))
+
+
+def lay_out_tree(
+    root: Node, leaves: Sequence[Spec], arrays: Sequence[int], native_floats: bool = False
+) -> tuple[Layout, Sequence[str]]:
+    """The layout of a file that holds the object `root`, and the name of each leaf in it."""
+    content = cerebras.describe(root, leaves, arrays, native_floats)
+    specs = [Spec(name, leaf.shape, leaf.dtype) for name, leaf in zip(content.names, leaves, strict=True)]
+    return _lay_out(specs, content, None if is_flat(root, content.names) else root, {}), content.names
+
+
+def lay_out_tied(specs: Sequence[Spec], ties: Mapping[str, str], metadata: Mapping[str, str]) -> Layout:
+    """The layout of a flat dict in which a tied tensor stands under each of its names; `ties`: alias to kept name."""
+    if not ties:
+        return lay_out(specs, metadata)
+    places = {spec.name: place for place, spec in enumerate(specs)}
+    places |= {name: places[kept] for name, kept in ties.items()}
+    keys = tuple(Node("value", name) for name in places)
+    root = Node("dict", None, keys, tuple(Node("tensor", place) for place in places.values()))
+    return lay_out_tree(root, specs, ())[0]
+
+
+def flat_tree(specs: Sequence[Spec]) -> Node:
+    """The tree of a flat dict of tensors."""
+    keys = tuple(Node("value", spec.name) for spec in specs)
+    return Node("dict", None, keys, tuple(Node("tensor", index) for index in range(len(specs))))
+
+
+def is_flat(root: Node, names: Sequence[str]) -> bool:
+    """True for a dict of tensors, each under its own name: safetensors needs no tree to say that."""
+    keys = [key.value for key in root.keys]
+    children = [(child.kind, child.value) for child in root.children]
+    return root.kind == "dict" and keys == list(names) and children == [("tensor", i) for i in range(len(names))]
+
+
+Row = Sequence[Any]  # of the index: torch's dtype, shape, start (from the data start), digest in hexadecimal, leaf
+
+
+@dataclass(frozen=True)
+class Index:
+    """What the index says: a row for each tensor, in file order; the tree (None: a flat dict); the metadata."""
+
+    rows: Mapping[str, Row]
+    root: Node | None
+    metadata: Mapping[str, str]
+    data_start: int = 0
+
+    @cached_property
+    def names(self) -> list[str]:
+        """The names of the leaves in the order of the tree."""
+        names = [""] * len(self.rows)
+        for name, row in self.rows.items():
+            names[row[4]] = name
+        return names
+
+    @cached_property
+    def specs(self) -> dict[str, Spec]:
+        """What there is, in file order."""
+        return {name: Spec(name, tuple(row[1]), row[0]) for name, row in self.rows.items()}
+
+    @property
+    def tree(self) -> Node:
+        """The tree of the object."""
+        return flat_tree([self.specs[name] for name in self.names]) if self.root is None else self.root
+
+    def start(self, name: str) -> int:
+        """Where in the file the tensor starts."""
+        return int(self.rows[name][2]) + self.data_start
+
+
+def rows(specs: Sequence[Spec], order: Sequence[int], starts: Sequence[int], digest: str) -> dict[str, Row]:
+    """The rows of `specs`, in file order, all with one `digest`."""
+    return {
+        specs[leaf].name: [specs[leaf].dtype, specs[leaf].shape, start, digest, leaf]
+        for leaf, start in zip(order, starts, strict=True)
+    }
+
+
+def place(specs: Sequence[Spec], start: int = 0) -> tuple[list[int], list[int], int]:
+    """The order of `specs` in the file as indexes, their starts in that order, and the end of the last."""
+    large = [index for index, spec in enumerate(specs) if spec.size_bytes >= MAP_BYTES]
+    small = [index for index, spec in enumerate(specs) if spec.size_bytes < MAP_BYTES]
+    starts, at = [], start
+    for step, group in ((hdf5_bytes.PAGE_BYTES, large), (_SMALL_STEP, small)):
+        for index in group:
+            at += -at % step
+            starts.append(at)
+            at += specs[index].size_bytes
+    return large + small, starts, at
+
+
+def _lay_out(
+    specs: Sequence[Spec], content: cerebras.Content, root: Node | None, metadata: Mapping[str, str]
+) -> Layout:
+    order, starts, end = place(specs)
+    index = Index(rows(specs, order, starts, "0" * 32), root, metadata)
+    index_start = end + -end % _SMALL_STEP
+    index_bytes = len(index_text(index)) + FOOTER_BYTES
+    datasets = placed(content.datasets, dict(zip(order, starts, strict=True)))
+    datasets.append(index_dataset(index_bytes, index_start))
+    header = hdf5_bytes.header(datasets, content.attributes, index_start + index_bytes)
+    data_start, size_bytes = len(header), len(header) + index_start + index_bytes
+
+    def trailer(digests: Mapping[str, bytes]) -> bytes:
+        final = {name: [*row[:3], digests[name].hex(), row[4]] for name, row in index.rows.items()}
+        text = index_text(Index(final, root, metadata))
+        return text + footer(text, data_start, data_start + index_start, size_bytes)
+
+    ordered = tuple(specs[leaf] for leaf in order)
+    return Layout(header, ordered, tuple(data_start + start for start in starts), size_bytes,
+                  data_start + index_start, trailer)  # fmt: skip
+
+
+def placed(datasets: Sequence[hdf5_bytes.Dataset], starts: Mapping[int, int]) -> list[hdf5_bytes.Dataset]:
+    """`datasets` with the places of their bytes; those without bytes have none."""
+    return [
+        hdf5_bytes.Dataset(item.path, item.type, item.shape, item.attributes, starts[number])
+        if number in starts and item.size_bytes
+        else item
+        for number, item in enumerate(datasets)
+    ]
+
+
+def index_dataset(size_bytes: int, start: int) -> hdf5_bytes.Dataset:
+    """The dataset that holds the index."""
+    return hdf5_bytes.Dataset((cerebras.INDEX,), "u1", (size_bytes,), {}, start)
+
+
+def index_text(index: Index) -> bytes:
+    """The index as JSON, of the same length whatever the digests are."""
+    whole = {"ft_index": 1, "metadata": index.metadata, "tensors": index.rows}
+    if index.root is not None:
+        whole["tree"] = encode(index.root)
+    return json.dumps(whole, separators=(",", ":")).encode()
+
+
+def footer(text: bytes, data_start: int, index_start: int, file_bytes: int) -> bytes:
+    """What follows the JSON and proves that nothing has moved."""
+    known = struct.pack(_FOOTER, _MAGIC, data_start, index_start, file_bytes, xxhash.xxh3_128_digest(text))
+    return known + xxhash.xxh3_64_digest(known)
+
+
+def read_index(raw: RawFile, end: int | None = None) -> Index | None:
+    """The index whose footer ends at byte `end` (default: of the file). None when there is none to be trusted.
+
+    Raises CorruptError when it is where it should be but damaged.
+    """
+    end = raw.size_bytes if end is None else end
+    if end < FOOTER_BYTES:
+        return None
+    known = _footer(bytes(raw.bytes(end - FOOTER_BYTES, FOOTER_BYTES)))
+    if known is None:
+        return None
+    data_start, start, file_bytes, digest = known
+    if file_bytes != raw.size_bytes or start > end - FOOTER_BYTES:
+        return None
+    return parse_index(bytes(raw.bytes(start, end - FOOTER_BYTES - start)), digest, data_start, raw.path.name)
+
+
+def moved_index(data: bytes, source: str) -> Index:
+    """The index in the bytes of its dataset, wherever that is now; its places are worthless.
+
+    Raises CorruptError when it is damaged: then the file is, and what it says without an index is no better.
+    """
+    known = _footer(data[-FOOTER_BYTES:])
+    if known is None:
+        raise CorruptError(f"{source}: its index is damaged; use another copy of the file")
+    return parse_index(data[:-FOOTER_BYTES], known[3], 0, source)
+
+
+def _footer(tail: bytes) -> tuple[int, int, int, bytes] | None:
+    if len(tail) != FOOTER_BYTES or xxhash.xxh3_64_digest(tail[:-8]) != tail[-8:]:
+        return None
+    magic, *known = struct.unpack(_FOOTER, tail[:-8])
+    return tuple(known) if magic == _MAGIC else None
+
+
+def parse_index(text: bytes, digest: bytes, data_start: int, source: str) -> Index:
+    """The index in `text`, places counted from the start of the file. Raises CorruptError, naming `source`."""
+    if xxhash.xxh3_128_digest(text) != digest:
+        raise CorruptError(f"{source}: its index is damaged (digest differs); use another copy of the file")
+    try:
+        whole = json.loads(text)
+        if whole["ft_index"] != 1:
+            raise CorruptError(f"{source}: an index of version {whole['ft_index']!r}; upgrade ft_ckpt")
+        root = decode(whole["tree"]) if "tree" in whole else None
+        index = Index(whole["tensors"], root, whole["metadata"], data_start)
+        twice = len(index.names) != len(set(index.names))
+    except (ValueError, KeyError, TypeError, IndexError, AttributeError, RecursionError) as error:
+        raise CorruptError(f"{source}: its index is malformed ({error}); use another copy of the file") from error
+    if twice:
+        raise CorruptError(f"{source}: its index names a tensor twice; use another copy of the file")
+    return index
+
+
+class HDF5File:
+    """An open HDF5 file: `specs` by name, and its `index` with the tree of the object and the names of its leaves."""
+
+    def __init__(self, raw: RawFile, index: Index, verify: bool = False) -> None:
+        self.raw, self.index, self.verify = raw, index, verify
+        self.readers: dict[str, Callable[[int, int], Any]] = {}  # of those that cannot be mapped
+        self.library: Any = None  # h5py's file, where its calls are needed
+
+    @property
+    def specs(self) -> dict[str, Spec]:
+        """What there is, in file order; for a foreign file, in the order of its tree."""
+        return self.index.specs
+
+    def read(self, name: str, start: int = 0, stop: int | None = None) -> torch.Tensor:
+        """Elements [start, stop) of the flat tensor `name`; only their bytes are read or mapped.
+
+        Raises CorruptError when the file has changed, is too short or, with `verify`, has another digest.
+        """
+        kind, shape, *_ = self.index.rows[name]
+        dtype = getattr(torch, kind, None)
+        if not isinstance(dtype, torch.dtype):
+            raise CorruptError(f"{self.raw.path.name}: {name} is of type {kind!r}, which this torch has not")
+        whole = start == 0 and stop is None
+        stop = math.prod(shape) if stop is None else stop
+        if name in self.readers:
+            self.raw.check()
+            return torch.as_tensor(self.readers[name](start, stop)).reshape(-1)
+        tensor = self.raw.tensor(self.index.start(name) + start * dtype.itemsize, stop - start, dtype)
+        if whole and self.verify:
+            self._compare(name, tensor)
+        return tensor
+
+    def maps(self, name: str) -> bool:
+        """True when a part of the tensor is as dear as all of it."""
+        return name not in self.readers and (self.raw.mapped or self.specs[name].size_bytes < MAP_BYTES)
+
+    def check(self) -> None:
+        """Raise CorruptError when the file was cut short or written to since it was opened."""
+        self.raw.check()
+
+    def array(self, number: int) -> np.ndarray[Any, Any]:
+        """The leaf `number` as a numpy array of its own memory."""
+        name = self.index.names[number]
+        if name in self.readers:
+            self.raw.check()
+            return np.asarray(self.readers[name](0, -1))
+        spec = self.specs[name]
+        data = self.raw.bytes(self.index.start(name), spec.size_bytes)
+        if self.verify:
+            self._compare(name, torch.frombuffer(data, dtype=torch.uint8) if data else torch.empty(0))
+        return np.frombuffer(data, np.dtype(spec.dtype)).reshape(spec.shape)
+
+    def close(self) -> None:
+        """Let go of the file."""
+        self.raw.close()
+
+    def _compare(self, name: str, tensor: torch.Tensor) -> None:
+        known = self.index.rows[name][3]
+        data: Any = tensor.view(torch.uint8).numpy() if tensor.numel() else b""
+        if known and xxhash.xxh3_128_hexdigest(data) != known:
+            raise CorruptError(
+                f"{self.raw.path.name}: {name} is damaged (its digest differs); use another copy of the file"
+            )
+
+
+def open_file(path: Path, mapped: bool = True, verify: bool = False) -> HDF5File:
+    """Open an HDF5 file: ours, a Cerebras checkpoint, or any other of plain datasets and groups.
+
+    Raises CorruptError when it is damaged, incomplete, or leads outside itself.
+    """
+    raw = RawFile(path, mapped)
+    index = read_index(raw)
+    if index is not None:
+        return HDF5File(raw, index, verify)
+    from ft_ckpt.formats.hdf5_walk import walk  # brings h5py, which a file of ours does not need
+
+    return walk(raw, verify)

@@ -1,0 +1,152 @@
+"""Bytes of an open file as tensors: mapped or copied, and never those of a file that has changed since.
+
+A file that is deleted or replaced by rename stays whole here, since it is held by its descriptor. One that is cut
+short or written to in place is noticed before its bytes are handed out: size and time of change are compared each
+time. What was copied is safe for good. What was mapped and handed out lies in the file itself: cutting the file short
+after that takes the ground from under it (SIGBUS), for us as for every program that maps files.
+"""
+
+import ctypes
+import mmap
+import os
+import weakref
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ft_ckpt.errors import CorruptError
+
+MAP_BYTES = 1 << 16  # smaller tensors are copied: that is no slower, and safe whatever happens to the file
+_PAGE = mmap.ALLOCATIONGRANULARITY
+_NORESERVE = 0x4000  # linux: a private mapping of a large file must not count as memory promised
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.mmap.restype = ctypes.c_void_p
+_libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long]
+_libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+_libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+_FAILED = ctypes.c_void_p(-1).value
+_DONTNEED = 4  # linux: MADV_DONTNEED
+
+
+class RawFile:
+    """A file held open for reading; `mapped=False` copies everything that is read."""
+
+    def __init__(self, path: Path, mapped: bool = True) -> None:
+        self.path, self.mapped = path, mapped
+        self.descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        self._closer = weakref.finalize(self, os.close, self.descriptor)
+        found = os.fstat(self.descriptor)
+        self.size_bytes = found.st_size
+        self._whole: _Mapping | None = None
+        self._parts: weakref.WeakValueDictionary[tuple[int, int], Any] = weakref.WeakValueDictionary()
+        self._known = (found.st_size, found.st_mtime_ns)
+
+    def close(self) -> None:
+        """Let go of the file. What was mapped from it stays."""
+        self._closer()
+
+    def check(self) -> None:
+        """Raise CorruptError if the file was written to or cut short since it was opened."""
+        if not self._closer.alive:
+            raise CorruptError(f"{self.path.name}: closed; load it again")
+        try:
+            found = os.fstat(self.descriptor)
+        except OSError as error:
+            raise CorruptError(f"{self.path.name}: cannot be read any more ({error}); load it again") from error
+        if (found.st_size, found.st_mtime_ns) != self._known:
+            raise CorruptError(
+                f"{self.path.name}: changed while it was open, {self._known[0]} bytes then and {found.st_size} now; "
+                "load it again, and replace checkpoints by renaming, never in place"
+            )
+
+    def bytes(self, start: int, size_bytes: int) -> bytearray:
+        """A copy of the bytes from `start`. Raises CorruptError where the file has not so many, or has changed."""
+        self._inside(start, size_bytes)
+        data = bytearray(size_bytes)
+        view, at = memoryview(data), start
+        while view:
+            try:
+                count = os.preadv(self.descriptor, [view[: 1 << 30]], at)
+            except OSError as error:
+                raise CorruptError(f"{self.path.name}: cannot be read at byte {at} ({error})") from error
+            if not count:
+                break
+            view, at = view[count:], at + count
+        self.check()  # after reading, so that bytes written meanwhile are not taken for the file's
+        return data
+
+    def tensor(self, start: int, count: int, dtype: torch.dtype, mapped: bool | None = None) -> torch.Tensor:
+        """`count` elements from byte `start`, one dimension; writable, and no write reaches the file."""
+        if not count:
+            return torch.empty(0, dtype=dtype)
+        size_bytes = count * dtype.itemsize
+        wanted = self.mapped if mapped is None else mapped
+        if wanted and size_bytes >= MAP_BYTES and start % dtype.itemsize == 0:
+            held = self._map(start, size_bytes)
+            if held is not None:
+                return torch.frombuffer(held, dtype=dtype, count=count)
+        return torch.frombuffer(self.bytes(start, size_bytes), dtype=dtype, count=count)
+
+    def _inside(self, start: int, size_bytes: int) -> None:
+        self.check()
+        if start < 0 or size_bytes < 0 or start + size_bytes > self.size_bytes:
+            raise CorruptError(
+                f"{self.path.name}: bytes {start} to {start + size_bytes} asked for, the file has {self.size_bytes}; "
+                "it was cut short or its table is damaged"
+            )
+
+    def _map(self, start: int, size_bytes: int) -> Any:
+        """A part of the file's mapping as a buffer; None when the system gives no mapping."""
+        self._inside(start, size_bytes)
+        held = self._parts.get((start, size_bytes))
+        if held is None:
+            self._whole = self._whole or _Mapping.of(self.descriptor, self.size_bytes)
+            if self._whole is None:
+                return None
+            held = self._parts[start, size_bytes] = self._whole.part(start, size_bytes)
+            if (start, size_bytes) in self._whole.given_back:
+                for first, last in _edges(start, start + size_bytes):
+                    place = self._whole.address + first
+                    ctypes.memmove(place, bytes(self.bytes(first, last - first)), last - first)
+        return held
+
+
+def _edges(start: int, end: int) -> list[tuple[int, int]]:
+    """What [start, end) has of pages that may be its neighbours' too, which are therefore not given back."""
+    first, last = start + -start % _PAGE, end // _PAGE * _PAGE
+    return [(start, min(first, end)), (max(last, start), end)] if first < last else [(start, end)]
+
+
+class _Mapping:
+    """All of a file as private memory: read where it is touched, and what is written to it stays here.
+
+    One mapping for all tensors, since many are slower to touch. Not Python's mmap, since memory must be given back
+    tensor by tensor.
+    """
+
+    def __init__(self, address: int, size_bytes: int) -> None:
+        self.address = address
+        self.given_back: set[tuple[int, int]] = (
+            set()
+        )  # runs that may still have, at their edges, what was written there
+        weakref.finalize(self, _libc.munmap, address, size_bytes).atexit = False  # tensors may outlive the exit
+
+    @staticmethod
+    def of(descriptor: int, size_bytes: int) -> "_Mapping | None":
+        """The mapping of an open file, or None."""
+        protection, flags = mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_PRIVATE | _NORESERVE
+        address = _libc.mmap(None, size_bytes, protection, flags, descriptor, 0)
+        return None if address in (None, _FAILED) else _Mapping(address, size_bytes)
+
+    def part(self, start: int, size_bytes: int) -> Any:
+        """Some of it as a buffer; when nothing uses that any more, its memory is given back."""
+        held = (ctypes.c_char * size_bytes).from_address(self.address + start)
+        weakref.finalize(held, self._give_back, start, size_bytes).atexit = False  # and this keeps the mapping alive
+        return held
+
+    def _give_back(self, start: int, size_bytes: int) -> None:
+        self.given_back.add((start, size_bytes))
+        first, last = start + -start % _PAGE, (start + size_bytes) // _PAGE * _PAGE
+        if first < last:
+            _libc.madvise(self.address + first, last - first, _DONTNEED)

@@ -1,0 +1,71 @@
+"""Tensors as runs of bytes in files, read a slice at a time: what most formats come down to."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ft_ckpt.formats import ITEM_BYTES, Spec
+from ft_ckpt.formats.raw import RawFile
+
+
+@dataclass(frozen=True, eq=False)
+class Span:
+    """The next elements of a tensor, in one file."""
+
+    file: RawFile
+    start: int  # byte of the first
+    numel: int
+
+
+class SpanFile:
+    """Tensors each made of spans that follow one another."""
+
+    def __init__(
+        self,
+        specs: Mapping[str, Spec],
+        spans: Mapping[str, Sequence[Span]],
+        *,
+        ties: Mapping[str, str] | None = None,
+        skipped: Sequence[str] = (),
+        metadata: Mapping[str, str] | None = None,
+    ) -> None:
+        self.specs, self.spans = specs, spans
+        self.ties = dict(ties or {})  # further name of a tensor: the one it is kept under
+        self.skipped = tuple(skipped)  # "name: what it is" of what is no tensor
+        self.metadata = dict(metadata or {})
+
+    def read(self, name: str, start: int = 0, stop: int | None = None) -> Tensor:
+        """Flat elements [start, stop) of tensor `name`: 1-D, on the CPU, of a copy or of the file's own pages.
+
+        Raises CorruptError when a file has changed since it was opened.
+        """
+        spec = self.specs[name]
+        dtype = getattr(torch, spec.dtype)
+        chosen = _overlaps(self.spans[name], start, numel(spec) if stop is None else stop, dtype.itemsize)
+        parts = [span.file.tensor(span.start, span.numel, dtype) for span in chosen]
+        if not parts:
+            return torch.empty(0, dtype=dtype)
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def close(self) -> None:
+        """Let go of the files; what was read stays."""
+        for spans in self.spans.values():
+            for span in spans:
+                span.file.close()
+
+
+def _overlaps(spans: Sequence[Span], start: int, stop: int, item_bytes: int) -> Iterator[Span]:
+    """Elements [start, stop) as spans."""
+    begin = 0
+    for span in spans:
+        low, high = max(start, begin), min(stop, begin + span.numel)
+        if low < high:
+            yield Span(span.file, span.start + (low - begin) * item_bytes, high - low)
+        begin += span.numel
+
+
+def numel(spec: Spec) -> int:
+    """Elements of a tensor."""
+    return spec.size_bytes // ITEM_BYTES[spec.dtype]

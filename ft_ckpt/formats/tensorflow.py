@@ -1,0 +1,204 @@
+"""TensorFlow's checkpoints of version 2 ("bundles"): an index and data files under one prefix.
+
+TensorFlow itself writes and reads them, on the CPU and a few tensors at a time: shards are saved one by one, tensors
+larger than a shard as slices, and merged by their indexes alone. `tf.train.load_checkpoint` reads the result.
+"""
+
+import math
+import os
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ft_ckpt.errors import ConfigError, CorruptError, SelectionError, listing
+from ft_ckpt.formats import Spec
+from ft_ckpt.formats.spans import numel
+
+PREFIX = "model.ckpt"  # of the files in a folder that we write
+STATE = "checkpoint"  # the file by which TensorFlow finds the newest prefix in a folder
+SHARD_BYTES = 96 << 20
+_READ_BYTES = 16 << 20
+DTYPES = {
+    *("bool", "uint8", "int8", "int16", "uint16", "int32", "uint32", "int64", "uint64"),
+    *("float16", "bfloat16", "float32", "float64", "complex64", "complex128", "float8_e5m2", "float8_e4m3fn"),
+}
+_UNSLICED = {
+    "float16",
+    "uint16",
+    "uint32",
+    "uint64",
+    "float8_e5m2",
+    "float8_e4m3fn",
+}  # TensorFlow reads and writes them whole
+Read = Callable[[str, int, int], Tensor]
+Rows = tuple[int, int] | None  # of the first dimension, stop exclusive; None: the whole tensor
+
+
+def load_library() -> Any:
+    """The tensorflow package, told to be quiet. Raises ConfigError where it is not installed."""
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+    try:
+        import tensorflow  # type: ignore[import-untyped,import-not-found,unused-ignore]
+    except ImportError as error:
+        raise ConfigError(
+            f"TensorFlow checkpoints need tensorflow ({error}); pip install 'ft_ckpt[tensorflow]'"
+        ) from error
+    return tensorflow
+
+
+def prefix_of(path: Path) -> Path | None:
+    """The prefix of the checkpoint at `path`: the prefix itself, or the newest in a folder; None when there is none."""
+    if path.with_name(path.name + ".index").is_file():
+        return path
+    if not path.is_dir():
+        return None
+    state = path / STATE
+    if state.is_file():
+        named = re.search(r'^model_checkpoint_path: "(.+)"', state.read_text(errors="replace"), re.MULTILINE)
+        if named and (path / f"{named[1]}.index").is_file():
+            return path / named[1]
+    found = sorted(path.glob("*.ckpt*.index"))
+    return found[-1].with_suffix("") if found else None
+
+
+class TensorFlowFile:
+    """The tensors of a bundle, rows of them read by TensorFlow."""
+
+    def __init__(self, prefix: Path) -> None:
+        self.tf, self.prefix = load_library(), prefix
+        try:
+            reader = self.tf.train.load_checkpoint(str(prefix))
+        except (self.tf.errors.OpError, ValueError) as error:
+            raise CorruptError(f"{prefix.name}: TensorFlow cannot read it ({error}); use another copy") from error
+        self.specs: dict[str, Spec] = {}
+        self.ties: dict[str, str] = {}
+        self.skipped: list[str] = []
+        self.held: tuple[str | None, Tensor] = (None, torch.empty(0))
+        shapes, types = reader.get_variable_to_shape_map(), reader.get_variable_to_dtype_map()
+        for name in sorted(shapes):
+            if types[name].name in DTYPES:
+                self.specs[name] = Spec(name, tuple(shapes[name]), types[name].name)
+            else:
+                self.skipped.append(f"{name}: {types[name].name}")
+
+    def read(self, name: str, start: int = 0, stop: int | None = None) -> Tensor:
+        """Flat elements [start, stop) of tensor `name`: 1-D, on the CPU. Raises CorruptError when bytes differ."""
+        spec = self.specs[name]
+        stop = numel(spec) if stop is None else min(stop, numel(spec))
+        if stop <= start:
+            return torch.empty(0, dtype=getattr(torch, spec.dtype))
+        if not spec.shape or spec.dtype in _UNSLICED:
+            if self.held[0] != name:
+                self.held = (None, torch.empty(0))  # one at a time: the last is freed before the next is read
+                self.held = (name, self._restore(spec, ""))
+            return self.held[1][start:stop]
+        row = math.prod(spec.shape[1:])
+        first, last = start // row, -(-stop // row)
+        return self._restore(spec, _slice(spec.shape, first, last))[start - first * row : stop - first * row]
+
+    def close(self) -> None:
+        """Let go of the tensor that was read last."""
+        self.held = (None, torch.empty(0))
+
+    def _restore(self, spec: Spec, part: str) -> Tensor:
+        try:
+            with self.tf.device("CPU:0"):
+                (found,) = self.tf.raw_ops.RestoreV2(
+                    prefix=str(self.prefix),
+                    tensor_names=[spec.name],
+                    shape_and_slices=[part],
+                    dtypes=[self.tf.as_dtype(spec.dtype)],
+                )
+        except self.tf.errors.OpError as error:
+            raise CorruptError(f"{self.prefix.name}: {spec.name} cannot be read ({error}); use another copy") from error
+        data = found.numpy().copy().reshape(-1)  # what TensorFlow hands out is not for writing
+        return torch.from_numpy(data.view("uint8")).view(getattr(torch, spec.dtype))
+
+
+def open_file(path: str | Path) -> TensorFlowFile:
+    """The tensors of the checkpoint with prefix `path`, or of the newest in the folder `path`.
+
+    Raises ConfigError where TensorFlow is not installed, CorruptError when there is no checkpoint or it is damaged.
+    """
+    prefix = prefix_of(Path(path))
+    if prefix is None:
+        raise CorruptError(f"{path}: no TensorFlow checkpoint there; expected {PREFIX}.index or another prefix's")
+    return TensorFlowFile(prefix)
+
+
+def check(specs: Iterable[Spec]) -> None:
+    """Raise SelectionError naming tensors of types that TensorFlow has not."""
+    foreign = [f"{spec.name}: {spec.dtype}" for spec in specs if spec.dtype not in DTYPES]
+    if foreign:
+        raise SelectionError(f"{listing(foreign, ', ')}: TensorFlow has no such type; convert it with --dtype")
+
+
+def write(folder: Path, specs: Sequence[Spec], read: Read, shard_bytes: int = SHARD_BYTES) -> None:
+    """Write `specs` as a bundle into `folder`; `read(name, start, stop)` gives the flat elements of a tensor.
+
+    About `shard_bytes` (one row, if that is more) are held at a time, twice. Raises SelectionError as `check` does.
+    """
+    check(specs)
+    tf, prefix = load_library(), folder / PREFIX
+    shards: list[str] = []
+    for shard in _shards(specs, shard_bytes):
+        shards.append(str(folder / f".shard-{len(shards):05d}" / "part"))
+        parts = [_array(tf, spec, rows, read) for spec, rows in shard]
+        places = ["" if rows is None else _slice(spec.shape, *rows) for spec, rows in shard]
+        with tf.device("CPU:0"):
+            tf.raw_ops.SaveV2(
+                prefix=shards[-1], tensor_names=[s.name for s, _ in shard], shape_and_slices=places, tensors=parts
+            )
+        del parts
+    with tf.device("CPU:0"):
+        tf.raw_ops.MergeV2Checkpoints(checkpoint_prefixes=shards, destination_prefix=str(prefix), delete_old_dirs=True)
+    (folder / STATE).write_text(f'model_checkpoint_path: "{PREFIX}"\nall_model_checkpoint_paths: "{PREFIX}"\n')
+
+
+def _array(tf: Any, spec: Spec, rows: Rows, read: Read) -> Any:
+    first, last = rows or (0, spec.shape[0] if spec.shape else 1)
+    row = math.prod(spec.shape[1:])
+    data = torch.empty((last - first) * row, dtype=getattr(torch, spec.dtype))
+    step = max(1, _READ_BYTES // data.itemsize)
+    for low in range(0, data.numel(), step):
+        high = min(low + step, data.numel())
+        data[low:high] = read(spec.name, first * row + low, first * row + high)
+    shape = (last - first, *spec.shape[1:]) if spec.shape else ()
+    array = data.view(torch.uint8).numpy().view(tf.as_dtype(spec.dtype).as_numpy_dtype)
+    return tf.constant(array.reshape(shape))
+
+
+def _shards(specs: Sequence[Spec], most: int) -> Iterator[list[tuple[Spec, Rows]]]:
+    shard: list[tuple[Spec, Rows]] = []
+    size = 0
+    for spec, rows, part_bytes in _parts(specs, most):
+        if shard and size + part_bytes > most:
+            yield shard
+            shard, size = [], 0
+        shard.append((spec, rows))
+        size += part_bytes
+    if shard:
+        yield shard
+
+
+def _parts(specs: Sequence[Spec], most: int) -> Iterator[tuple[Spec, Rows, int]]:
+    """Every tensor whole, or as slices of rows none larger than `most` bytes (one row at least)."""
+    for spec in specs:
+        if spec.size_bytes <= most or not spec.shape or spec.shape[0] == 1 or spec.dtype in _UNSLICED:
+            yield spec, None, spec.size_bytes
+            continue
+        row = spec.size_bytes // spec.shape[0]
+        step = max(1, most // row)
+        for first in range(0, spec.shape[0], step):
+            last = min(first + step, spec.shape[0])
+            yield spec, (first, last), (last - first) * row
+
+
+def _slice(shape: Sequence[int], first: int, last: int) -> str:
+    """TensorFlow's words for rows [first, last) of a tensor."""
+    rest = ":".join(["-"] * (len(shape) - 1))
+    return f"{' '.join(map(str, shape))} {first},{last - first}{':' + rest if rest else ''}"

@@ -1,0 +1,337 @@
+"""What a torch pickle says, without running any of it.
+
+Every name a pickle refers to is looked up in a table of this module; what it finds there are plain containers and
+stand-ins that note what they were given. Nothing is imported, no tensor byte is read: tensors come out as `Stored`,
+the place of their bytes. Names that are in no table are refused, all of them at once.
+
+Source: the layout of `torch.save` archives (a zip file, uncompressed, `data.pkl` and one record for each storage).
+"""
+
+import io
+import math
+import pickle
+import pickletools
+import struct
+import zipfile
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from ft_ckpt.errors import CorruptError, LoadError, listing
+from ft_ckpt.formats import ITEM_BYTES
+from ft_ckpt.formats.raw import RawFile
+
+_STORAGES = {
+    "BoolStorage": "bool", "ByteStorage": "uint8", "CharStorage": "int8", "ShortStorage": "int16",
+    "IntStorage": "int32", "LongStorage": "int64", "HalfStorage": "float16", "BFloat16Storage": "bfloat16",
+    "FloatStorage": "float32", "DoubleStorage": "float64", "ComplexFloatStorage": "complex64",
+    "ComplexDoubleStorage": "complex128", "UntypedStorage": "uint8",
+}  # fmt: skip
+# Classes of these become stand-ins: common in training checkpoints, and of no interest beside the tensors.
+_PASSIVE = {"argparse", "deepspeed", "enum", "numpy", "omegaconf", "pathlib", "peft", "torch", "transformers"}
+_FORBIDDEN = {"BYTEARRAY8", "NEXT_BUFFER", "READONLY_BUFFER", "EXT1", "EXT2", "EXT4"}  # torch writes none of them
+_NUMBERED = {"PUT", "BINPUT", "LONG_BINPUT"}  # memory is taken for a table up to their number
+_HEAD = struct.Struct("<4s22xHH")  # of a zip record: signature, then the lengths of its name and of what follows that
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A tensor in a file: where its first element is, and how the others lie."""
+
+    file: RawFile
+    start: int  # byte of the first element
+    dtype: str
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]  # in elements
+
+    @property
+    def is_row_major(self) -> bool:
+        """True when its elements follow one another in row-major order."""
+        step = 1
+        for size, stride in zip(reversed(self.shape), reversed(self.stride), strict=True):
+            if size != 1 and stride != step:
+                return 0 in self.shape
+            step *= size
+        return True
+
+
+@dataclass(frozen=True)
+class Unreadable:
+    """A tensor of a kind that is more than bytes in a file (quantised, sparse, sharded...)."""
+
+    kind: str
+
+
+@dataclass(frozen=True)
+class _Storage:
+    file: RawFile
+    start: int
+    end: int
+    dtype: str
+
+
+class _Sealed(type):
+    def __setattr__(cls, name: str, value: object) -> None:
+        raise CorruptError(f"a pickle may not change {cls.__name__}.{name}")
+
+
+class Passive(metaclass=_Sealed):
+    """Stand-in for an object of a class that is not imported: keeps what the pickle gives it, does nothing."""
+
+    kind = "object"  # its class, with the module
+    args: tuple[Any, ...]
+    state: Any
+
+    def __new__(cls, *args: Any, **_named: Any) -> "Passive":
+        """Note the arguments."""
+        made = object.__new__(cls)
+        made.args, made.state = args, None
+        return made
+
+    def __setstate__(self, state: Any) -> None:
+        self.state = state
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        pass
+
+    def append(self, value: Any) -> None:
+        """What list subclasses are filled by."""
+
+    def extend(self, values: Any) -> None:
+        """What list subclasses are filled by."""
+
+
+class _Call:
+    """A function of the table. No pickle can change it: it has no attributes, and refuses a state."""
+
+    __slots__ = ("_run",)
+
+    def __init__(self, run: Callable[..., Any]) -> None:
+        self._run = run
+
+    def __call__(self, *args: Any) -> Any:
+        return self._run(*args)
+
+    def __setstate__(self, state: Any) -> None:
+        raise CorruptError("a pickle may not change a function")
+
+
+class _Archive:
+    """The records of a torch zip file, which may be part of a larger file."""
+
+    def __init__(self, file: RawFile, start: int, size_bytes: int) -> None:
+        self.file, self.start = file, start
+        with file.path.open("rb") as stream, zipfile.ZipFile(_Window(stream, start, size_bytes)) as names:
+            self.records = {entry.filename: entry for entry in names.infolist()}
+        found = [name for name in self.records if name.count("/") == 1 and name.endswith("/data.pkl")]
+        if len(found) != 1 or any(entry.compress_type for entry in self.records.values()):
+            raise CorruptError("a zip file, but not one that torch.save wrote")
+        self.prefix = found[0][: -len("data.pkl")]
+
+    def place(self, name: str) -> tuple[int, int]:
+        """First byte and size of a record. Raises CorruptError when there is no such record."""
+        entry = self.records.get(self.prefix + name)
+        if entry is None:
+            raise CorruptError(f"{name} is missing")
+        head = self.start + entry.header_offset
+        signature, *lengths = _HEAD.unpack(self.file.bytes(head, _HEAD.size))
+        begin = head + _HEAD.size + sum(lengths)
+        if signature != b"PK\3\4" or begin + entry.file_size > self.file.size_bytes:
+            raise CorruptError(f"{name} leads out of the file")
+        return begin, entry.file_size
+
+    def read(self, name: str) -> bytes:
+        """The bytes of a record."""
+        return bytes(self.file.bytes(*self.place(name)))
+
+
+def load(file: RawFile, start: int = 0, size_bytes: int | None = None) -> Any:
+    """What the torch zip file at [start, start + size_bytes) of `file` holds, its tensors as `Stored`.
+
+    Raises CorruptError when it is no such file, LoadError naming everything it refers to that is neither a tensor nor
+    plain data.
+    """
+    name = file.path.name
+    try:
+        archive = _Archive(file, start, file.size_bytes - start if size_bytes is None else size_bytes)
+        order = archive.read("byteorder") if f"{archive.prefix}byteorder" in archive.records else b"little"
+        pickled = archive.read("data.pkl")
+    except (zipfile.BadZipFile, NotImplementedError, ValueError) as error:
+        raise _damaged(name, error) from error
+    if order != b"little":
+        raise LoadError(f"{name}: written on a big-endian machine; load it there, or with torch.load, and save it anew")
+    if f"{archive.prefix}constants.pkl" in archive.records:
+        raise LoadError(f"{name}: a TorchScript program, expected saved tensors; save its state_dict() instead")
+    places: dict[str, tuple[int, int]] = {}
+
+    def storage(reference: tuple[Any, ...]) -> _Storage:
+        kind, dtype, key, _location, _numel = reference
+        if kind != "storage" or not isinstance(dtype, str) or not isinstance(key, str):
+            raise CorruptError(f"a reference to {kind!r}")
+        if key not in places:
+            places[key] = archive.place(f"data/{key}")
+        begin, size = places[key]
+        return _Storage(file, begin, begin + size, dtype)
+
+    return loads(pickled, name, storage)
+
+
+def loads(data: bytes, source: str, storage: Callable[[tuple[Any, ...]], _Storage] | None = None) -> Any:
+    """What the pickle `data` holds; `source` names it in errors. Raises as `load` does."""
+    reader = _Reader(io.BytesIO(data), storage)
+    try:
+        _inspect(data)
+        value = reader.load()
+    except Exception as error:  # a mutated pickle can make the machine fail in any way
+        if not reader.foreign:
+            raise _damaged(source, error) from error
+    if reader.foreign:
+        raise LoadError(
+            f"{source}: refers to {listing(sorted(reader.foreign), ', ')}; expected tensors and plain data. "
+            "Nothing of it was run; save a state dict alone, or load it yourself if you trust it"
+        )
+    return value
+
+
+def _inspect(data: bytes) -> None:
+    """Raise before anything is built, if an instruction is unknown, cut short, or would bring the interpreter down."""
+    for opcode, argument, _ in pickletools.genops(data):
+        if opcode.name in _FORBIDDEN or (opcode.name in _NUMBERED and int(argument or 0) > len(data)):
+            raise CorruptError(f"the instruction {opcode.name} {argument}")
+
+
+class _Reader(pickle.Unpickler):
+    def __init__(self, stream: io.BytesIO, storage: Callable[[tuple[Any, ...]], _Storage] | None) -> None:
+        super().__init__(stream)
+        self.storage = storage
+        self.foreign: set[str] = set()
+        self.classes: dict[str, type] = {}
+
+    def find_class(self, module: str, name: str) -> Any:
+        """What stands for a global: nothing is imported, and a name outside the tables is noted as foreign."""
+        full, root = f"{module}.{name}", module.partition(".")[0]
+        if root == "torch" and name in _STORAGES:
+            return _STORAGES[name]
+        if module == "torch" and name in ITEM_BYTES:
+            return name
+        if full in _GLOBALS:
+            return _GLOBALS[full]
+        if module == "torch._utils" and name.startswith("_rebuild"):
+            return _Call(lambda *_args: Unreadable(name))
+        if root not in _PASSIVE:
+            self.foreign.add(full)
+        return self.classes.setdefault(full, _Sealed(name, (Passive,), {"kind": full}))
+
+    def persistent_load(self, reference: Any) -> _Storage:
+        """The storage a pickle refers to."""
+        if self.storage is None or not isinstance(reference, tuple) or len(reference) != 5:
+            raise CorruptError(f"a reference to {reference!r}")
+        return self.storage(reference)
+
+
+def _rebuild_v2(
+    storage: _Storage, offset: int, shape: Any, stride: Any, _grad: Any = None, _hooks: Any = None, flags: Any = None
+) -> Stored | Unreadable:
+    return _stored(storage, offset, shape, stride, storage.dtype, flags)
+
+
+def _rebuild_v3(
+    storage: _Storage, offset: int, shape: Any, stride: Any, _grad: Any, _hooks: Any, dtype: str, flags: Any = None
+) -> Stored | Unreadable:
+    return _stored(storage, offset, shape, stride, dtype, flags)
+
+
+def _stored(storage: _Storage, offset: int, shape: Any, stride: Any, dtype: str, flags: Any) -> Stored | Unreadable:
+    if flags:  # values that stand for their conjugates or negatives
+        return Unreadable(f"lazily {' and '.join(flags)}")
+    if dtype not in ITEM_BYTES:
+        return Unreadable(str(dtype))
+    item, count = ITEM_BYTES[dtype], math.prod(shape)
+    last = sum((size - 1) * step for size, step in zip(shape, stride, strict=True))
+    first = storage.start + offset * item if count else storage.start  # an empty one may begin anywhere
+    if min(offset, *shape, *stride, 0) < 0 or (count and first + (last + 1) * item > storage.end):
+        raise CorruptError(f"a tensor of shape {tuple(shape)} that leads out of its storage")
+    return Stored(storage.file, first, dtype, tuple(shape), tuple(stride))
+
+
+def _rebuild_type(function: Callable[..., Any], _type: Any, args: Any, _state: Any) -> Any:
+    return function(*args)
+
+
+def _encode(text: str, encoding: str) -> bytes:
+    return text.encode("latin1") if encoding == "latin1" else b""
+
+
+_GLOBALS: dict[str, Any] = {
+    "torch._utils._rebuild_tensor": _Call(_rebuild_v2),
+    "torch._utils._rebuild_tensor_v2": _Call(_rebuild_v2),
+    "torch._utils._rebuild_tensor_v3": _Call(_rebuild_v3),
+    "torch._utils._rebuild_parameter": _Call(lambda data, *_rest: data),
+    "torch._utils._rebuild_parameter_with_state": _Call(lambda data, *_rest: data),
+    "torch._tensor._rebuild_from_type_v2": _Call(_rebuild_type),
+    "torch.Size": tuple,
+    "collections.OrderedDict": OrderedDict,
+    "collections.defaultdict": _Call(lambda *_factory: defaultdict()),
+    "_codecs.encode": _Call(_encode),
+    **dict.fromkeys(("copyreg._reconstructor", "copy_reg._reconstructor"), _Call(lambda kind, *_rest: kind())),
+    **{
+        f"{module}.{kind.__name__}": kind
+        for module in ("builtins", "__builtin__")
+        for kind in (set, frozenset, complex)
+    },
+    **{f"{module}.{kind.__name__}": kind for module in ("builtins", "__builtin__") for kind in (int, float, str)},
+    **{f"{module}.{kind.__name__}": kind for module in ("builtins", "__builtin__") for kind in (dict, list, tuple)},
+}
+
+
+def leaves(value: Any, source: str) -> Iterator[tuple[str, Any]]:
+    """(dotted name, leaf) of nested dicts, lists and tuples, in order. Raises CorruptError when one holds itself."""
+    stack: list[tuple[str, Any, frozenset[int]]] = [("", value, frozenset())]
+    while stack:
+        name, one, above = stack.pop()
+        if not isinstance(one, (dict, list, tuple)):
+            yield name, one
+            continue
+        if id(one) in above:
+            raise CorruptError(f"{source}: {name} holds itself; expected nested dicts and lists")
+        items = list(one.items()) if isinstance(one, dict) else list(enumerate(one))
+        inner = above | {id(one)}
+        stack += [(f"{name}.{key}" if name else str(key), part, inner) for key, part in reversed(items)]
+
+
+def _damaged(source: str, error: Exception) -> CorruptError:
+    found = str(error) if isinstance(error, CorruptError) else repr(error)
+    return CorruptError(f"{source}: not readable as saved by torch ({found}); the file is damaged or cut short")
+
+
+class _Window(io.RawIOBase):
+    """Bytes [start, start + size_bytes) of a file as a file."""
+
+    def __init__(self, stream: Any, start: int, size_bytes: int) -> None:
+        self.stream, self.start, self.size_bytes, self.position = stream, start, size_bytes, 0
+
+    def seekable(self) -> bool:
+        """Yes."""
+        return True
+
+    def readable(self) -> bool:
+        """Yes."""
+        return True
+
+    def seek(self, offset: int, whence: int = 0) -> int:
+        """As of any file."""
+        self.position = max(0, (0, self.position, self.size_bytes)[whence] + offset)
+        return self.position
+
+    def tell(self) -> int:
+        """As of any file."""
+        return self.position
+
+    def read(self, size: int = -1) -> bytes:
+        """As of any file."""
+        left = max(0, self.size_bytes - self.position)
+        self.stream.seek(self.start + self.position)
+        data: bytes = self.stream.read(left if size < 0 else min(size, left))
+        self.position += len(data)
+        return data

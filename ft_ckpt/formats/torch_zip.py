@@ -1,0 +1,299 @@
+"""Torch's own files (.pt, .bin, .pth): read without running them, written without holding them.
+
+Source: the layout of `torch.save` archives. One zip file without compression: `archive/data.pkl` names the tensors
+and the record of each storage, `archive/data/N` are the storages, each at a multiple of 64 bytes, followed by its
+checksum. A file written here has the same records at the same places as one that torch writes.
+"""
+
+import ctypes
+import io
+import pickle
+import struct
+import zlib
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ft_ckpt.errors import LoadError, SelectionError, listing
+from ft_ckpt.formats import ITEM_BYTES, Layout, Spec
+from ft_ckpt.formats.raw import RawFile
+from ft_ckpt.formats.spans import Span, SpanFile, numel
+from ft_ckpt.formats.torch_pickle import Passive, Stored, Unreadable, leaves, load
+
+_ALIGNMENT = 64
+_LARGE = 0xFFFFFFFF  # sizes and offsets from here on need the 64-bit fields of zip
+_SIZES_AHEAD, _UTF8 = 0x8, 0x800  # flags: sizes and checksum follow the data; the name is UTF-8
+_LEGACY = (b"\x80\x02\x8a\x0al\xfc\x9cF\xf9 j\xa8P\x19.", b"\x80\x02}", b"\x80\x02c")
+
+
+class TorchFile(SpanFile):
+    """A SpanFile some of whose tensors do not lie in row-major order; each of those is made so, one at a time."""
+
+    def __init__(self, specs: Mapping[str, Spec], stored: Mapping[str, Stored], **more: Any) -> None:
+        spans = {name: [Span(one.file, one.start, numel(specs[name]))] for name, one in stored.items()}
+        super().__init__(specs, spans, **more)
+        self.odd = {name: one for name, one in stored.items() if not one.is_row_major}
+        self.made: tuple[str | None, Tensor] = (None, torch.empty(0))
+
+    def read(self, name: str, start: int = 0, stop: int | None = None) -> Tensor:
+        """Flat elements [start, stop) in row-major order: 1-D, on the CPU."""
+        if name not in self.odd:
+            return super().read(name, start, stop)
+        if self.made[0] != name:
+            self.made = (None, torch.empty(0))  # one at a time: the last is freed before the next is read
+            self.made = (name, row_major(self.odd[name]))
+        return self.made[1][start:stop]
+
+    def close(self) -> None:
+        """Let go of the tensor that was made."""
+        self.made = (None, torch.empty(0))
+
+
+@dataclass(frozen=True)
+class MemoryFile:
+    """Tensors of a file that can only be read as a whole."""
+
+    specs: Mapping[str, Spec]
+    tensors: Mapping[str, Tensor]
+    ties: Mapping[str, str] = field(default_factory=dict)
+    skipped: tuple[str, ...] = ()
+
+    def read(self, name: str, start: int = 0, stop: int | None = None) -> Tensor:
+        """Flat elements [start, stop) in row-major order: 1-D, on the CPU."""
+        return self.tensors[name].reshape(-1)[start:stop]
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+
+def open_file(path: str | Path) -> TorchFile | MemoryFile:
+    """The tensors of a file written by `torch.save`, nested dicts and lists as dotted names; nothing in it is run.
+
+    What is no tensor is named in `skipped`, further names of one tensor in `ties`. A file from before torch 1.6 is
+    read whole. Raises LoadError naming what cannot be read as tensors or plain data, and names that are not unique;
+    CorruptError when the file is damaged.
+    """
+    file = RawFile(Path(path))
+    head = bytes(file.bytes(0, min(16, file.size_bytes)))
+    if head.startswith(_LEGACY):
+        return _open_legacy(Path(path))
+    tensors, skipped = split(load(file), file.path.name)
+    specs, kept, ties = {}, {}, {}
+    seen: dict[Stored, str] = {}
+    for name, one in tensors.items():
+        first = seen.setdefault(one, name) if 0 not in one.shape else name
+        if first == name:
+            specs[name], kept[name] = Spec(name, one.shape, one.dtype), one
+        else:
+            ties[name] = first
+    return TorchFile(specs, kept, ties=ties, skipped=skipped)
+
+
+def split(value: Any, source: str) -> tuple[dict[str, Stored], list[str]]:
+    """The tensors of nested dicts and lists by dotted name, and what else there is.
+
+    Raises LoadError when two of them get one name, or one is more than bytes in a file.
+    """
+    tensors: dict[str, Stored] = {}
+    twice, odd, skipped = [], [], []
+    for found, leaf in leaves(value, source):
+        name = found or "tensor"  # the file is one tensor, without a name
+        if isinstance(leaf, Stored):
+            twice += [name] if name in tensors else []
+            tensors[name] = leaf
+        elif isinstance(leaf, Unreadable):
+            odd.append(f"{name} ({leaf.kind})")
+        else:
+            skipped.append(f"{name}: {leaf.kind if isinstance(leaf, Passive) else type(leaf).__name__}")
+    if twice:
+        raise LoadError(f"{source}: {listing(twice, ', ')}: names of several tensors once nesting is written as dots")
+    if odd:
+        raise LoadError(
+            f"{source}: {listing(odd, ', ')}: expected plain dense tensors; save them so, or leave them out"
+        )
+    return tensors, skipped
+
+
+def _open_legacy(path: Path) -> MemoryFile:
+    try:
+        value = torch.load(path, map_location="cpu", weights_only=True)
+    except (pickle.UnpicklingError, EOFError, RuntimeError, ValueError) as error:
+        raise LoadError(f"{path.name}: torch cannot read it as tensors alone ({error}); save it anew") from error
+    tensors = {name: leaf for name, leaf in leaves(value, path.name) if isinstance(leaf, Tensor)}
+    others = [f"{name}: {type(leaf).__name__}" for name, leaf in leaves(value, path.name) if name not in tensors]
+    specs = {n: Spec(n, tuple(t.shape), str(t.dtype).removeprefix("torch.")) for n, t in tensors.items()}
+    return MemoryFile(specs, tensors, skipped=tuple(others))
+
+
+def row_major(one: Stored) -> Tensor:
+    """All elements of a tensor in row-major order, 1-D, whatever order they are stored in."""
+    reach = sum((size - 1) * step for size, step in zip(one.shape, one.stride, strict=True)) + 1
+    data = one.file.tensor(one.start, reach, getattr(torch, one.dtype))
+    return torch.as_strided(data, one.shape, one.stride).clone(memory_format=torch.contiguous_format).view(-1)
+
+
+# Writing
+
+
+class _Storage:
+    """Stands for a storage in the pickle."""
+
+    def __init__(self, key: int, spec: Spec) -> None:
+        self.key, self.spec = key, spec
+
+    def reference(self) -> tuple[object, ...]:
+        """What torch's pickles have in place of a storage."""
+        kind = _STORAGE_KINDS.get(self.spec.dtype)
+        count = self.spec.size_bytes if kind is None else numel(self.spec)
+        return ("storage", torch.UntypedStorage if kind is None else getattr(torch, kind), str(self.key), "cpu", count)
+
+
+class _Stand:
+    """Stands for a tensor in the pickle."""
+
+    def __init__(self, storage: _Storage) -> None:
+        self.storage = storage
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        spec = self.storage.spec
+        steps, step = [], 1
+        for size in reversed(spec.shape):
+            steps.append(step)
+            step *= max(1, size)
+        place: tuple[Any, ...] = (self.storage, 0, spec.shape, tuple(reversed(steps)), False, OrderedDict())
+        if spec.dtype in _STORAGE_KINDS:
+            return torch._utils._rebuild_tensor_v2, place
+        return torch._utils._rebuild_tensor_v3, (*place, getattr(torch, spec.dtype))
+
+
+class _Pickler(pickle.Pickler):
+    def persistent_id(self, value: object) -> Any:
+        """Storages are written as references."""
+        return value.reference() if isinstance(value, _Storage) else None
+
+
+_STORAGE_KINDS = {
+    "bool": "BoolStorage", "uint8": "ByteStorage", "int8": "CharStorage", "int16": "ShortStorage",
+    "int32": "IntStorage", "int64": "LongStorage", "float16": "HalfStorage", "bfloat16": "BFloat16Storage",
+    "float32": "FloatStorage", "float64": "DoubleStorage", "complex64": "ComplexFloatStorage",
+    "complex128": "ComplexDoubleStorage",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class _Record:
+    name: str
+    size_bytes: int
+    header_start: int
+    data: bytes | None  # None: a tensor's, which come later
+
+    @property
+    def large(self) -> bool:
+        return self.size_bytes >= _LARGE or self.header_start >= _LARGE
+
+    @property
+    def head(self) -> bytes:
+        """The record's header, padded so that its data are aligned."""
+        name = self.name.encode()
+        wide = b""
+        if self.large:
+            wide = struct.pack("<QQ", self.size_bytes, self.size_bytes) if self.size_bytes >= _LARGE else b""
+            wide += struct.pack("<Q", self.header_start) if self.header_start >= _LARGE else b""
+            wide = struct.pack("<HH", 1, len(wide)) + wide
+        pad = -(self.header_start + 30 + len(name) + len(wide) + 4) % _ALIGNMENT
+        extra = wide + struct.pack("<2sH", b"FB", pad) + b"Z" * pad
+        head = struct.pack("<4sHHHHHIIIHH", b"PK\3\4", 0, self.flags, 0, 0, 0, 0, 0, 0, len(name), len(extra))
+        return head + name + extra
+
+    @property
+    def flags(self) -> int:
+        return _UTF8 | (_SIZES_AHEAD if self.size_bytes else 0)
+
+    def tail(self, checksum: int) -> bytes:
+        """What follows the data."""
+        if not self.size_bytes:
+            return b""
+        size = "Q" if self.large else "I"
+        return struct.pack(f"<4sI{size}{size}", b"PK\7\10", checksum, self.size_bytes, self.size_bytes)
+
+    @property
+    def end(self) -> int:
+        return self.header_start + len(self.head) + self.size_bytes + len(self.tail(0))
+
+    def entry(self, checksum: int) -> bytes:
+        """The record in the directory at the end of the file."""
+        name, size, start = self.name.encode(), self.size_bytes, self.header_start
+        wide = struct.pack("<QQ", size, size) if size >= _LARGE else b""
+        wide += struct.pack("<Q", start) if start >= _LARGE else b""
+        extra = struct.pack("<HH", 1, len(wide)) + wide if wide else b""
+        facts = (0, 0, self.flags, 0, 0, 0, checksum, min(size, _LARGE), min(size, _LARGE), len(name), len(extra))
+        return struct.pack("<4sHHHHHHIIIHHHHHII", b"PK\1\2", *facts, 0, 0, 0, 0, min(start, _LARGE)) + name + extra
+
+
+@dataclass(frozen=True)
+class Archive:
+    """A torch file before it is written: `layout` sees it as one run of bytes, which `weave` makes."""
+
+    specs: tuple[Spec, ...]
+    starts: tuple[int, ...]
+    layout: Layout
+    records: tuple[_Record, ...]
+
+    def weave(self, chunks: Iterable[tuple[int, int]]) -> Iterator[bytes | tuple[int, int]]:
+        """The file's bytes in order; `chunks` are (address, bytes) of the tensors' bytes in order of `specs`."""
+        feed, checksums = iter(chunks), []
+        for record in self.records:
+            yield record.head
+            checksum, missing = zlib.crc32(record.data or b""), record.size_bytes
+            if record.data is not None:
+                yield record.data
+                missing = 0
+            while missing:
+                address, size = next(feed)
+                checksum = zlib.crc32((ctypes.c_char * size).from_address(address), checksum)
+                yield address, size
+                missing -= size
+            yield record.tail(checksum)
+            checksums.append(checksum)
+        yield _directory(self.records, checksums)
+
+
+def lay_out(specs: Sequence[Spec], metadata: Mapping[str, str], ties: Mapping[str, str] | None = None) -> Archive:
+    """A file that `torch.load` reads as a dict of tensors; `ties` are further names of a tensor.
+
+    `metadata` has no place in such a file. Raises SelectionError naming dtypes that torch cannot save.
+    """
+    foreign = [f"{spec.name}: {spec.dtype}" for spec in specs if spec.dtype not in ITEM_BYTES]
+    if foreign:
+        raise SelectionError(f"{listing(foreign, ', ')}: torch has no such type; convert it first")
+    stands = {spec.name: _Stand(_Storage(index, spec)) for index, spec in enumerate(specs)}
+    stands |= {name: stands[kept] for name, kept in (ties or {}).items()}
+    buffer = io.BytesIO()
+    _Pickler(buffer, protocol=2).dump(stands)
+    contents: list[tuple[str, int, bytes | None]] = [("data.pkl", 0, buffer.getvalue())]
+    contents += [(".format_version", 0, b"1"), (".storage_alignment", 0, b"64"), ("byteorder", 0, b"little")]
+    contents += [(f"data/{index}", spec.size_bytes, None) for index, spec in enumerate(specs)]
+    contents += [("version", 0, b"3\n")]
+    records: list[_Record] = []
+    for name, size, data in contents:
+        start = records[-1].end if records else 0
+        records.append(_Record(f"archive/{name}", size if data is None else len(data), start, data))
+    starts = tuple(r.header_start + len(r.head) for r in records if r.data is None)
+    size = records[-1].end + len(_directory(records, [0] * len(records)))
+    body = Spec("archive", (size,), "uint8")
+    return Archive(tuple(specs), starts, Layout(b"", (body,), (0,), size), tuple(records))
+
+
+def _directory(records: Sequence[_Record], checksums: Sequence[int]) -> bytes:
+    start = records[-1].end
+    entries = b"".join(record.entry(checksum) for record, checksum in zip(records, checksums, strict=True))
+    count, size = len(records), len(entries)
+    ends = struct.pack("<4sQHHIIQQQQ", b"PK\6\6", 44, 0, 45, 0, 0, count, count, size, start)
+    ends += struct.pack("<4sIQI", b"PK\6\7", 0, start + size, 1)
+    few, small, near = min(count, 0xFFFF), min(size, _LARGE), min(start, _LARGE)
+    return entries + ends + struct.pack("<4sHHHHIIH", b"PK\5\6", 0, 0, few, few, small, near, 0)

@@ -1,0 +1,214 @@
+"""DeepSpeed checkpoints: the weights put together from the ranks' files, without DeepSpeed and without running them.
+
+Source: the files of a ZeRO-1, -2 and -3 `save_checkpoint`. Under 1 and 2 each rank has a piece of one long vector for
+each group of parameters; under 3 it has a piece of every parameter. Those are the float32 weights that are trained;
+frozen ones and buffers are in the files of the model states, as they were, and tied ones are there by name only.
+"""
+
+import math
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ft_ckpt.catalog import is_inside
+from ft_ckpt.errors import CorruptError, LoadError, listing
+from ft_ckpt.formats import ITEM_BYTES, Spec
+from ft_ckpt.formats.raw import RawFile
+from ft_ckpt.formats.spans import Span, SpanFile, numel
+from ft_ckpt.formats.torch_pickle import Passive, Stored, load
+
+_RANK = re.compile(r"zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
+_OPTIMIZER, _MODEL = "*_optim_states.pt", "*_model_states.pt"
+Shapes = Mapping[str, tuple[int, ...]]
+
+
+@dataclass
+class _Found:
+    """What the files say so far: each tensor with its spans, and further names."""
+
+    specs: dict[str, Spec] = field(default_factory=dict)
+    spans: dict[str, list[Span]] = field(default_factory=dict)
+    ties: dict[str, str] = field(default_factory=dict)
+
+    def add(self, name: str, shape: tuple[int, ...], dtype: str, spans: Sequence[Span]) -> None:
+        """A tensor whose elements are those of `spans`."""
+        self.specs[name], self.spans[name] = Spec(name, shape, dtype), list(spans)
+
+    def add_whole(self, name: str, stored: Stored) -> None:
+        """A tensor that one file has whole."""
+        if not stored.is_row_major:
+            raise LoadError(f"{name}: stored with the strides {stored.stride}; save the checkpoint from plain tensors")
+        self.add(name, stored.shape, stored.dtype, [_span(stored)])
+
+
+def folder_of(path: Path) -> Path | None:
+    """The folder with the ranks' files: `path`, or the one in it that its `latest` names; None when there is none."""
+    latest = path / "latest"
+    named = latest.read_text(errors="replace").strip() if latest.is_file() else ""
+    choices = [path, path / named] if is_inside(named) else [path]
+    return next((folder for folder in choices if any(folder.glob(_MODEL)) or any(folder.glob(_OPTIMIZER))), None)
+
+
+def open_file(path: str | Path) -> SpanFile:
+    """The weights of the DeepSpeed checkpoint `path` (its folder, or the one that holds `latest`).
+
+    Trained weights come in float32, the others as they were saved; names that shared a parameter are ties. Raises
+    LoadError for model parallelism and experts, and for anything beyond tensors and plain data; CorruptError when
+    files are missing or do not add up.
+    """
+    folder = folder_of(Path(path))
+    if folder is None:
+        raise LoadError(f"{path}: no {_MODEL} in it; expected a folder that DeepSpeed's save_checkpoint wrote")
+    models = [load(RawFile(file)) for file in _model_files(folder)]
+    if not models or "module" not in models[0]:
+        raise CorruptError(f"{folder.name}: no model states in it; every rank must have saved to this folder")
+    optimizers = [load(RawFile(file)).get("optimizer_state_dict", {}) for file in _optimizer_files(folder)]
+    found = _Found()
+    module = {name: one for name, one in (models[0]["module"] or {}).items() if isinstance(one, Stored)}
+    try:
+        if optimizers and models[0].get("param_shapes"):
+            _weights(found, models, optimizers, folder.name)
+        _rest(found, models[0], module, folder.name)
+    except (AttributeError, IndexError, KeyError, TypeError) as error:
+        raise CorruptError(f"{folder.name}: not as DeepSpeed writes it ({error!r}); it may be damaged") from error
+    order = {name: place for place, name in enumerate(module)}
+    names = sorted(found.specs, key=lambda name: order.get(name, len(order)))
+    return SpanFile({name: found.specs[name] for name in names}, found.spans, ties=found.ties)
+
+
+def _model_files(folder: Path) -> list[Path]:
+    files = sorted(folder.glob(_MODEL), key=_natural)
+    experts = sorted(file.name for file in folder.glob("*expert*"))
+    if experts:
+        raise LoadError(f"{folder.name}: {experts[0]}: experts over ranks; expected data parallelism alone")
+    return files
+
+
+def _optimizer_files(folder: Path) -> list[Path]:
+    files = sorted(folder.glob(_OPTIMIZER), key=_natural)
+    ranks = [match for match in (_RANK.search(file.name) for file in files) if match]
+    if any(int(match[2]) for match in ranks) or any(folder.glob("mp_rank_01_*")):
+        raise LoadError(f"{folder.name}: of a model in parallel parts (mp_rank_01); expected data parallelism alone")
+    if [int(match[1]) for match in ranks] != list(range(len(files))):
+        raise CorruptError(
+            f"{folder.name}: files of ranks {[m[1] for m in ranks]}; some rank's is missing or left over"
+        )
+    return files
+
+
+def _natural(path: Path) -> list[tuple[int, str]]:
+    return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", path.name)]
+
+
+def _weights(found: _Found, models: Sequence[Any], optimizers: Sequence[Any], source: str) -> None:
+    """Trained and frozen parameters."""
+    stage, count = _number(optimizers[0]["zero_stage"]), optimizers[0]["partition_count"]
+    count = max(count) if isinstance(count, list) else count
+    if count != len(optimizers):
+        raise CorruptError(f"{source}: {len(optimizers)} optimizer files, written by {count} ranks; some are missing")
+    shapes, frozen = models[0]["param_shapes"], models[0].get("frozen_param_shapes") or {}
+    if stage <= 2:
+        paddings = optimizers[0].get("param_alignment_paddings")
+        groups = [one["single_partition_of_fp32_groups"] for one in optimizers]
+        for index, group in enumerate(shapes):
+            parts = [rank[index] for rank in groups]
+            _of_long_vector(found, group, parts, paddings[index] if paddings else [0] * len(group), source)
+        for name in frozen:
+            found.add_whole(name, models[0]["frozen_param_fragments"][name])
+        return
+    merged = {name: shape for group in shapes for name, shape in group.items()}
+    _of_pieces(found, merged, [one["fp32_flat_groups"] for one in optimizers], source)
+    if frozen and len(models) != count:
+        raise CorruptError(f"{source}: {len(models)} model files, written by {count} ranks; some are missing")
+    for name, shape in frozen.items():
+        parts = [model["frozen_param_fragments"][name] for model in models]
+        found.add(name, tuple(shape), parts[0].dtype, _run(parts, 0, math.prod(shape), name))
+
+
+def _of_long_vector(
+    found: _Found, group: Shapes, parts: Sequence[Stored], paddings: Sequence[int], source: str
+) -> None:
+    at = 0
+    for (name, shape), padding in zip(group.items(), paddings, strict=True):
+        size = math.prod(shape)
+        found.add(name, tuple(shape), parts[0].dtype, _run(parts, at, size, name))
+        at += size + padding
+    _check_used(at, sum(_size(part) for part in parts), 2 * len(parts), source)
+
+
+def _of_pieces(found: _Found, shapes: Shapes, ranks: Sequence[Sequence[Stored]], source: str) -> None:
+    at = 0
+    for name, shape in shapes.items():
+        size = math.prod(shape)
+        piece = -(-size // len(ranks))  # the same on every rank; the last ones are padded
+        spans = []
+        for rank, parts in enumerate(ranks):
+            spans += _run(parts, at, max(0, min(piece, size - rank * piece)), name)
+        found.add(name, tuple(shape), ranks[0][0].dtype, spans)
+        at += piece
+    _check_used(at, sum(_size(part) for part in ranks[0]), 1, source)
+
+
+def _check_used(used: int, there: int, step: int, source: str) -> None:
+    """All that is there was used, but for what fills the ranks' pieces up to equal sizes."""
+    if -(-used // step) != -(-there // step):
+        raise CorruptError(
+            f"{source}: {there:,} elements in the files, {used:,} expected; the files do not fit together"
+        )
+
+
+def _run(parts: Sequence[Stored], start: int, size: int, name: str) -> list[Span]:
+    """Elements [start, start + size) of `parts` one after another."""
+    spans, begin = list(_cuts(parts, start, start + size)), sum(map(_size, parts))
+    if sum(span.numel for span in spans) != size:
+        raise CorruptError(
+            f"{name}: elements {start:,} to {start + size:,}, the files have {begin:,}; one is cut short"
+        )
+    return spans
+
+
+def _cuts(parts: Sequence[Stored], start: int, stop: int) -> Iterator[Span]:
+    begin = 0
+    for part in parts:
+        low, high = max(start, begin), min(stop, begin + _size(part))
+        if low < high:
+            yield Span(part.file, part.start + (low - begin) * ITEM_BYTES[part.dtype], high - low)
+        begin += _size(part)
+
+
+def _rest(found: _Found, model: Mapping[str, Any], module: Mapping[str, Stored], source: str) -> None:
+    """What the parameters' files do not have: buffers, tied names, and whatever else the model's state has whole."""
+    for name, kept in (model.get("shared_params") or {}).items():
+        one, other = (name, kept) if kept in found.specs else (kept, name)
+        if other in found.specs and one not in found.specs:
+            found.ties[one] = other
+    places = {module[name]: name for name in module if name in found.specs}
+    lost = []
+    for name, stored in module.items():
+        if name in found.specs or name in found.ties:
+            continue
+        if stored in places and 0 not in stored.shape:
+            found.ties[name] = places[stored]
+        elif 0 in stored.shape and name not in (model.get("buffer_names") or ()):
+            lost.append(name)  # under ZeRO-3 a parameter's place in the model's state is empty
+        else:
+            found.add_whole(name, stored)
+            places[stored] = name
+    if lost:
+        raise CorruptError(
+            f"{source}: {listing(lost, ', ')}: in the model, but no file has them; use another checkpoint"
+        )
+
+
+def _span(stored: Stored) -> Span:
+    return Span(stored.file, stored.start, numel(Spec("", stored.shape, stored.dtype)))
+
+
+def _size(stored: Stored) -> int:
+    return math.prod(stored.shape)
+
+
+def _number(value: Any) -> int:
+    return int(value.args[0] if isinstance(value, Passive) else value)

@@ -1,0 +1,83 @@
+"""A weight file to be, in any format, filled from the tensors of another file."""
+
+import ctypes
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ft_ckpt.formats import Layout, Spec, TensorFile, dual, hdf5, safetensors, torch_zip
+from ft_ckpt.manifest import FileRecord
+from ft_ckpt.progress import tracked
+from ft_ckpt.translate import slices
+from ft_ckpt.write import FilePlan, Piece, Writer, write_files
+
+
+@dataclass(frozen=True)
+class Output:
+    """One weight file to be: how it is written, and where its tensors will be."""
+
+    plan: FilePlan
+    inner: FilePlan  # the same with one record for each tensor
+    file: TensorFile
+    archive: torch_zip.Archive | None = None
+
+    def pieces(self) -> Iterator[Piece]:
+        """The file's bytes in order."""
+        chunks = _pieces(self.plan.path, self.file, list(self.inner.layout.specs))
+        return chunks if self.archive is None else _woven(self.plan.path, self.archive, chunks)
+
+
+def output(kind: str, path: str, file: TensorFile) -> Output:
+    """The file `path` of format `kind` that will hold what `file` holds.
+
+    Raises SelectionError naming tensors of types that the format cannot keep.
+    """
+    specs, ties = list(file.specs.values()), dict(getattr(file, "ties", {}))
+    metadata = {"format": "pt", **getattr(file, "metadata", {})}  # transformers refuses files that do not say it
+    if kind == "torch":
+        archive = torch_zip.lay_out(specs, {}, ties)
+        inner = Layout(b"", archive.specs, archive.starts, archive.layout.size_bytes)
+        return Output(FilePlan(path, archive.layout), FilePlan(path, inner), file, archive)
+    if kind == "h5":
+        layout = hdf5.lay_out_tied(specs, ties, metadata)
+    else:
+        layout = (dual if kind == "dual" else safetensors).lay_out(specs, {**metadata, **ties})
+    return Output(FilePlan(path, layout), FilePlan(path, layout), file)
+
+
+def _pieces(path: str, file: TensorFile, specs: list[Spec]) -> Iterator[Piece]:
+    for spec, data in _ahead(slices(file, specs)):
+        yield Piece(path, spec.name, data.data_ptr(), data.nbytes, data)
+
+
+def _ahead(items: Iterable[Any]) -> Iterator[Any]:
+    """`items`, the next of which is being made while one is in use: reading and writing overlap."""
+    feed, end = iter(items), object()
+    with ThreadPoolExecutor(1, "ft_ckpt-read") as reader:
+        coming = reader.submit(next, feed, end)
+        while (item := coming.result()) is not end:
+            coming = reader.submit(next, feed, end)
+            yield item
+
+
+def _woven(path: str, archive: torch_zip.Archive, chunks: Iterator[Piece]) -> Iterator[Piece]:
+    def places() -> Iterator[tuple[int, int]]:
+        for piece in chunks:  # which stays alive here until the next is asked for
+            yield piece.address, piece.size_bytes
+
+    for part in archive.weave(places()):
+        if isinstance(part, tuple):
+            yield Piece(path, "archive", *part)
+        elif part:
+            held = ctypes.create_string_buffer(part, len(part))
+            yield Piece(path, "archive", ctypes.addressof(held), len(part), held)
+
+
+def write(outputs: list[Output], place: Path, progress: bool) -> list[FileRecord]:
+    """Write `outputs` into the folder `place`, durably, with a bar if `progress` and on a terminal."""
+    total = sum(one.plan.layout.size_bytes for one in outputs)
+    feed = tracked((piece for one in outputs for piece in one.pieces()), total, "converting", progress)
+    with Writer() as writer:
+        return list(write_files([one.plan for one in outputs], feed, place, writer))

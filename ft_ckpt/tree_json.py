@@ -1,0 +1,146 @@
+"""A tree of nodes as JSON, exactly: what JSON has is itself, everything else is a list with its kind in front."""
+
+import base64
+import math
+import struct
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+
+from ft_ckpt.arrays import descr, described_dtype
+from ft_ckpt.errors import CorruptError
+from ft_ckpt.tree import MAPPINGS, MOST_LEVELS, SEQUENCES, Node
+
+_WORD = 1 << 63  # integers from here on are written in hexadecimal, which has no limit on digits
+
+
+def encode(node: Node) -> Any:
+    """`node` as what `json.dumps` takes."""
+    kind = node.kind
+    if kind == "tensor":
+        return ["tensor", node.value]
+    if kind == "value":
+        return _encode_value(node.value)
+    if kind in ("array", "blob"):
+        return [kind, *node.value]
+    children = [encode(child) for child in node.children]
+    if kind == "dict" and all(type(key.value) is str and _clean(key.value) for key in node.keys):
+        return dict(zip((key.value for key in node.keys), children, strict=True))
+    if kind in MAPPINGS:
+        detail = encode(node.value) if isinstance(node.value, Node) else node.value
+        keys = [encode(key) for key in node.keys]
+        return [kind, detail, [list(pair) for pair in zip(keys, children, strict=True)]]
+    if kind in ("deque", "namedtuple"):
+        return [kind, node.value, *children]
+    return [kind, *children]
+
+
+def decode(document: Any, most: int = MOST_LEVELS + 2) -> Node:
+    """The node that `encode` was given. Raises CorruptError for anything else."""
+    try:
+        return _decode(document, most)
+    except (TypeError, ValueError, KeyError, IndexError, AttributeError, struct.error, RuntimeError) as error:
+        raise CorruptError(f"the tree of the object is damaged ({error!r}); use another copy of the file") from error
+
+
+def _decode(document: Any, most: int) -> Node:
+    if most == 0:
+        raise CorruptError("too deep")
+    if type(document) is dict:
+        keys = tuple(Node("value", key) for key in document)
+        return Node("dict", None, keys, tuple(_decode(child, most - 1) for child in document.values()))
+    if type(document) is not list:
+        return Node("value", document)
+    kind, *rest = document
+    if kind == "tensor":
+        return Node("tensor", int(rest[0]))
+    if kind == "array":
+        index, described, shape = rest
+        return Node("array", (int(index), described, tuple(map(int, shape))))
+    if kind == "blob":
+        return Node("blob", (int(rest[0]), str(rest[1])))
+    if kind in MAPPINGS:
+        return _decode_mapping(kind, rest, most)
+    if kind in ("deque", "namedtuple"):
+        return Node(kind, rest[0], (), tuple(_decode(child, most - 1) for child in rest[1:]))
+    if kind in SEQUENCES:
+        return Node(kind, None, (), tuple(_decode(child, most - 1) for child in rest))
+    return Node("value", _VALUES[kind](*rest))
+
+
+def _decode_mapping(kind: str, rest: list[Any], most: int) -> Node:
+    detail, pairs = rest
+    keys = tuple(_decode(key, most - 1) for key, _ in pairs)
+    if kind == "odict" and detail is not None:
+        detail = _decode(detail, most - 1)
+    return Node(kind, detail, keys, tuple(_decode(child, most - 1) for _, child in pairs))
+
+
+def _clean(text: str) -> bool:
+    """True when `text` survives UTF-8: it has no lone halves of surrogate pairs."""
+    return text.isascii() or not any("\ud800" <= letter <= "\udfff" for letter in text)
+
+
+def _encode_value(value: Any) -> Any:
+    kind = type(value)
+    if value is None or kind is bool:
+        return value
+    if kind is int:
+        return value if -_WORD <= value < _WORD else ["int", hex(value)]
+    if kind is float:
+        return value if math.isfinite(value) else ["float", _bits(value)]
+    if kind is str:
+        return value if _clean(value) else ["str", value.encode("utf-8", "surrogatepass").hex()]
+    if kind is complex:
+        return ["complex", _bits(value.real), _bits(value.imag)]
+    if isinstance(value, np.generic):
+        return ["scalar", descr(value.dtype), _text(value.tobytes())]
+    if isinstance(value, (bytes, bytearray)):
+        return [kind.__name__, _text(value)]
+    return [kind.__name__, str(value).removeprefix("torch.")]  # a torch dtype or device
+
+
+def _bits(value: float) -> str:
+    return struct.pack(">d", value).hex()  # every NaN is kept as it is
+
+
+def _float(bits: str) -> float:
+    (value,) = struct.unpack(">d", bytes.fromhex(bits))
+    return float(value)
+
+
+def _text(data: bytes | bytearray) -> str:
+    return base64.b64encode(data).decode()
+
+
+def _data(text: str) -> bytes:
+    return base64.b64decode(text, validate=True)
+
+
+def _dtype(name: str) -> torch.dtype:
+    dtype = getattr(torch, name)
+    if not isinstance(dtype, torch.dtype):
+        raise CorruptError(f"no torch type {name!r}")
+    return dtype
+
+
+def _scalar(described: Any, text: str) -> Any:
+    dtype = described_dtype(described)
+    if dtype.hasobject:
+        raise CorruptError("an object of numpy")
+    return np.frombuffer(_data(text), np.uint8).view(dtype)[0] if dtype.itemsize else np.ndarray((), dtype)[()]
+
+
+_VALUES: dict[str, Callable[..., Any]] = {
+    "int": lambda text: int(text, 16),
+    "float": _float,
+    "str": lambda text: bytes.fromhex(text).decode("utf-8", "surrogatepass"),
+    "complex": lambda real, imag: complex(_float(real), _float(imag)),
+    "bytes": _data,
+    "bytearray": lambda text: bytearray(_data(text)),
+    "scalar": _scalar,
+    "dtype": _dtype,
+    "device": torch.device,
+}

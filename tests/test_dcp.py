@@ -1,0 +1,166 @@
+"""Folders of torch.distributed.checkpoint, written by torch under real sharding, read without running their pickles."""
+
+import math
+import pickle
+import shutil
+
+import pickles
+import pytest
+import torch
+import torch.distributed.checkpoint as torch_dcp
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from launch import run_cases
+from safetensors.torch import load_file
+
+import ft_ckpt
+from ft_ckpt.converting import convert
+from ft_ckpt.errors import CheckpointError, CorruptError, LoadError
+from ft_ckpt.formats import dcp
+
+CASES = ("fsdp2/llama", "tensor_parallel/llama")
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory):
+    """A folder for each case: `saved/` by two ranks, `truth.safetensors` gathered by torch."""
+    folder = tmp_path_factory.mktemp("dcp")
+    errors = run_cases("foreign", CASES, folder)
+    assert [error for error in errors.values() if error] == []
+    return folder
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_every_tensor_is_put_together(written, case):
+    truth = load_file(written / case / "truth.safetensors")
+    file = dcp.open_file(written / case / "saved")
+    assert {name for name in file.specs if name.startswith("model.")} == set(truth)
+    assert any(len(boxes) > 1 for boxes in file.boxes.values()), "nothing was sharded"
+    assert any("optimizer" in name for name in file.specs)
+    assert "step: an object" in file.skipped
+    for name, tensor in truth.items():
+        assert torch.equal(file.read(name).view(tensor.shape), tensor), name
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_any_slice_is_that_of_the_whole(written, case):
+    file = dcp.open_file(written / case / "saved")
+    for name, spec in file.specs.items():
+        whole = file.read(name)
+        for start, stop in [(0, 1), (1, 5), (spec.shape[-1] - 1 if spec.shape else 0, whole.numel()), (7, 7), (30, 75)]:
+            stop = max(start, min(stop, whole.numel()))
+            assert torch.equal(file.read(name, start, stop), whole[start:stop]), (name, start, stop)
+
+
+@settings(max_examples=200, deadline=None)
+@given(shape=st.lists(st.integers(1, 5), max_size=4).map(tuple), data=st.data())
+def test_a_range_is_cut_into_boxes_that_are_runs_in_order(shape, data):
+    count = math.prod(shape)
+    start = data.draw(st.integers(0, count - 1))
+    stop = data.draw(st.integers(start + 1, count))
+    elements = torch.arange(count).view(shape)
+    found = []
+    for origin, extent in dcp._cut(start, stop, shape):
+        found.append(elements[tuple(slice(o, o + e) for o, e in zip(origin, extent, strict=True))].reshape(-1))
+        assert torch.equal(found[-1], torch.arange(int(found[-1][0]), int(found[-1][-1]) + 1))
+    assert torch.equal(torch.cat(found), torch.arange(start, stop))
+    assert len(found) <= 2 * max(len(shape), 1)
+
+
+TYPES = {name: getattr(torch, name) for name in ("float32", "bfloat16", "int64", "bool", "float8_e4m3fn", "complex64")}
+
+
+@pytest.fixture
+def plain(tmp_path):
+    """A checkpoint of one process, with every kind of tensor."""
+    state = {name: torch.arange(6).view(2, 3).to(dtype) for name, dtype in TYPES.items()}
+    state |= {"scalar": torch.tensor(2.5), "empty": torch.empty(0, 3), "é/x": torch.ones(2), "t": torch.randn(3, 4).t()}
+    torch_dcp.save(state, checkpoint_id=tmp_path / "saved", no_dist=True)
+    return tmp_path / "saved", state
+
+
+def test_every_type_and_shape(plain):
+    folder, state = plain
+    file = dcp.open_file(folder)
+    assert {name: (spec.shape, spec.dtype) for name, spec in file.specs.items()} == {
+        name: (tuple(tensor.shape), str(tensor.dtype)[6:]) for name, tensor in state.items()
+    }
+    for name, tensor in state.items():
+        found = file.read(name).view(tensor.shape)
+        assert torch.equal(found.view(torch.uint8), tensor.contiguous().view(torch.uint8)) if tensor.dim() else True, (
+            name
+        )
+    assert file.read("scalar").tolist() == [2.5]
+
+
+def test_torch_reads_what_is_written(plain, tmp_path):
+    """From a checkpoint to a file and back to a checkpoint, loaded by torch into a nested state."""
+    folder, state = plain
+    convert(folder, tmp_path / "x.h5", verify=True, map={"float32": "model.w", "bfloat16": "model.layers.0"})
+    report = convert(tmp_path / "x.h5", tmp_path / "again", format="dcp", verify=True)
+    assert report.tensors == len(state)
+    assert ft_ckpt.verify(tmp_path / "again").ok
+    into = {"model": {"w": torch.zeros(2, 3), "layers.0": torch.zeros(2, 3).bfloat16()}, "scalar": torch.tensor(0.0)}
+    torch_dcp.load(into, checkpoint_id=tmp_path / "again", no_dist=True)
+    assert torch.equal(into["model"]["w"], state["float32"])
+    assert torch.equal(into["model"]["layers.0"], state["bfloat16"])
+    assert into["scalar"] == 2.5
+
+
+@pytest.mark.parametrize("way", sorted(pickles.evil("")))
+def test_metadata_are_not_run(plain, tmp_path, way):
+    folder, _ = plain
+    mark = tmp_path / "mark"
+    metadata = pickle.loads((folder / ".metadata").read_bytes())
+    metadata.planner_data = pickles.evil(mark)[way]
+    (folder / ".metadata").write_bytes(pickle.dumps(metadata))
+    with pytest.raises(LoadError, match=r"saved/\.metadata: refers to"):
+        dcp.open_file(folder)
+    assert not mark.exists()
+
+
+def test_missing_files_are_named(plain):
+    folder, _ = plain
+    (data,) = folder.glob("*.distcp")
+    data.rename(folder / "elsewhere")
+    with pytest.raises(CorruptError, match=r"__0_0\.distcp is missing"):
+        dcp.open_file(folder)
+
+
+def test_parts_that_do_not_fill_their_tensor_are_refused(plain):
+    folder, _ = plain
+    metadata = pickle.loads((folder / ".metadata").read_bytes())
+    metadata.state_dict_metadata["float32"].size = torch.Size([5, 3])
+    (folder / ".metadata").write_bytes(pickle.dumps(metadata))
+    with pytest.raises(CorruptError, match=r"float32: its stored parts do not fill \[5, 3\]"):
+        dcp.open_file(folder)
+
+
+def test_a_place_outside_the_folder_is_refused(plain):
+    folder, _ = plain
+    (data,) = folder.glob("*.distcp")
+    shutil.copy(data, folder.parent / "outside.distcp")
+    metadata = pickle.loads((folder / ".metadata").read_bytes())
+    for info in metadata.storage_data.values():
+        info.relative_path = "../outside.distcp"
+    (folder / ".metadata").write_bytes(pickle.dumps(metadata))
+    with pytest.raises(CorruptError, match="outside"):
+        dcp.open_file(folder)
+
+
+@settings(max_examples=60, deadline=None)
+@given(data=st.data())
+def test_damaged_metadata_give_an_error_or_whole_tensors(tmp_path_factory, data):
+    folder = tmp_path_factory.mktemp("damage")
+    torch_dcp.save({"a": torch.randn(3, 4), "n": 1}, checkpoint_id=folder, no_dist=True)
+    name = data.draw(st.sampled_from([".metadata", "__0_0.distcp"]))
+    content = bytearray((folder / name).read_bytes())
+    for _ in range(data.draw(st.integers(1, 4))):
+        content[data.draw(st.integers(0, len(content) - 1))] = data.draw(st.integers(0, 255))
+    (folder / name).write_bytes(content)
+    try:
+        file = dcp.open_file(folder)
+        for spec in file.specs.values():
+            assert file.read(spec.name).nbytes == spec.size_bytes
+    except CheckpointError:
+        pass

@@ -1,0 +1,229 @@
+"""`save` and `load`: every kind of object comes back as it was, or is refused by its place, in every format."""
+
+import collections
+import json
+import math
+import struct
+
+import numpy as np
+import pytest
+import torch
+from contract_format import FormatContract, equal
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
+
+from ft_ckpt import tree, tree_json
+from ft_ckpt.errors import ConfigError, CorruptError, SelectionError
+from ft_ckpt.formats import cerebras
+from ft_ckpt.objects import load, save
+
+pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf")  # torch, whenever it makes a complex32
+
+
+class TestHDF5(FormatContract):
+    kind, suffix = "h5", ".h5"
+
+
+class TestDual(FormatContract):
+    kind, suffix = "dual", ".safetensors"
+
+
+class TestSafetensors(FormatContract):
+    kind, suffix, ordered = "safetensors", ".safetensors", False
+
+
+class TestTorch(FormatContract):
+    kind, suffix, lazy = "torch", ".pt", False
+
+
+Point = collections.namedtuple("Point", "x y")
+
+
+def same(one, other):
+    """Equal in value, type and order, to the bit."""
+    if isinstance(one, torch.Tensor):
+        return isinstance(other, torch.Tensor) and equal(one, other)
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, float):
+        return struct.pack(">d", one) == struct.pack(">d", other)
+    if isinstance(one, complex):
+        return same(one.real, other.real) and same(one.imag, other.imag)
+    if isinstance(one, np.ndarray):
+        return one.dtype == other.dtype and one.shape == other.shape and one.tobytes() == other.tobytes()
+    if isinstance(one, np.generic):
+        return one.dtype == other.dtype and one.tobytes() == other.tobytes()
+    if isinstance(one, dict):
+        return same(list(one), list(other)) and all(same(one[k], other[m]) for k, m in zip(one, other, strict=True))
+    if isinstance(one, (list, tuple, collections.deque)):
+        return len(one) == len(other) and all(map(same, one, other))
+    return one == other
+
+
+NUMBERS = st.one_of(st.none(), st.booleans(), st.integers(), st.floats(), st.complex_numbers(allow_nan=True))
+TEXTS = st.one_of(
+    st.text(st.characters(exclude_categories=())), st.sampled_from(["a", "a.b", "b", "", ".", "a/b", "0"])
+)
+KEYS = st.one_of(TEXTS, st.integers(), st.tuples(TEXTS, st.integers()))
+DTYPES = sorted(cerebras.DTYPES)
+ARRAYS = hnp.arrays(
+    st.one_of(
+        hnp.scalar_dtypes(), hnp.unicode_string_dtypes(max_len=5), hnp.byte_string_dtypes(max_len=5),
+        hnp.array_dtypes(subtype_strategy=hnp.scalar_dtypes()),
+    ),
+    hnp.array_shapes(min_dims=0, max_side=4),
+)  # fmt: skip
+
+
+@st.composite
+def tensors(draw):
+    """A tensor of any type, any bits, with or without gaps between its elements."""
+    dtype = getattr(torch, draw(st.sampled_from(DTYPES)))
+    shape = draw(hnp.array_shapes(min_dims=0, max_side=4))
+    shape = (*shape, 0) if draw(st.integers(0, 9)) == 0 else shape
+    data = draw(st.binary(min_size=math.prod(shape) * dtype.itemsize, max_size=math.prod(shape) * dtype.itemsize))
+    if dtype == torch.bool:
+        data = bytes(byte & 1 for byte in data)
+    tensor = torch.frombuffer(bytearray(data), dtype=dtype).view(shape) if data else torch.empty(shape, dtype=dtype)
+    return tensor.transpose(0, -1) if tensor.dim() > 1 and draw(st.booleans()) else tensor
+
+
+LEAVES = st.one_of(
+    NUMBERS, TEXTS, st.binary(), tensors(), ARRAYS, ARRAYS.map(lambda array: array.reshape(-1)[0] if array.size else 0),
+    st.sampled_from([torch.float8_e4m3fn, torch.device("cuda:1"), torch.Size([2, 3]), bytearray(b"x"), b"y" * 5000]),
+)  # fmt: skip
+OBJECTS = st.recursive(
+    LEAVES,
+    lambda inner: st.one_of(
+        st.lists(inner, max_size=4),
+        st.lists(inner, max_size=4).map(tuple),
+        st.dictionaries(KEYS, inner, max_size=5),
+        st.dictionaries(TEXTS, inner, max_size=4).map(collections.OrderedDict),
+        st.tuples(inner, inner).map(lambda pair: Point(*pair)),
+        st.lists(inner, max_size=3).map(lambda items: collections.deque(items, 5)),
+    ),
+    max_leaves=12,
+)
+
+
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
+@given(obj=OBJECTS)
+def test_any_object_comes_back(obj, tmp_path_factory):
+    path = tmp_path_factory.getbasetemp() / "any.h5"
+    save(obj, path)
+    assert same(load(path, verify=True), obj)
+
+
+@settings(max_examples=50, deadline=None)
+@given(obj=st.dictionaries(KEYS, st.one_of(NUMBERS, TEXTS, st.lists(NUMBERS))))
+def test_any_object_comes_back_from_safetensors(obj, tmp_path_factory):
+    path = tmp_path_factory.getbasetemp() / "any.safetensors"
+    save(obj, path)
+    assert same(load(path), obj)
+
+
+@pytest.mark.parametrize("name", DTYPES)
+def test_every_type_of_torch(name, tmp_path):
+    dtype = getattr(torch, name)
+    every = torch.arange(256, dtype=torch.uint8).repeat(16)
+    tensor = (every % 2).to(torch.bool) if name == "bool" else every.view(dtype)
+    save({"x": tensor}, tmp_path / "x.h5")
+    assert equal(load(tmp_path / "x.h5")["x"], tensor)
+
+
+def test_a_whole_training_state(tmp_path):
+    model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4))
+    optimizer = torch.optim.AdamW(model.parameters())
+    scheduler = torch.optim.lr_scheduler.MultiStepLR(optimizer, [2, 4])
+    model(torch.randn(5, 3)).sum().backward()
+    optimizer.step()
+    state = {
+        "model": model.state_dict(), "optimizer": optimizer.state_dict(), "scheduler": scheduler.state_dict(),
+        "rng": (torch.get_rng_state(), np.random.get_state(), __import__("random").getstate()), "step": 2**70,
+    }  # fmt: skip
+    save(state, tmp_path / "state.h5")
+    found = load(tmp_path / "state.h5")
+    assert same(found, state)
+    assert found["model"]._metadata == state["model"]._metadata
+    optimizer.load_state_dict(found["optimizer"])
+    assert model.load_state_dict(found["model"]).missing_keys == []
+
+
+def test_names_that_collide_lose_nothing(tmp_path):
+    obj = {
+        "a": {"b": 1, "": 5},
+        "a.b": torch.ones(2),
+        "a/b": torch.ones(3),
+        1: 2,
+        "1": 3,
+        "a.": 6,
+        ("x",): 7,
+        "('x',)": 8,
+    }
+    obj |= {"b": {"c": torch.ones(4)}, "b.c": torch.ones(5), "b\0": torch.ones(6), "b\u2400": torch.ones(7), "..": [9]}
+    save(obj, tmp_path / "x.h5")
+    assert same(load(tmp_path / "x.h5"), obj)
+
+
+@pytest.mark.parametrize("bare", [torch.ones(3), 5, None, [], "text", b"z" * 10_000])
+def test_bare_values(bare, tmp_path):
+    save(bare, tmp_path / "x.h5")
+    assert same(load(tmp_path / "x.h5"), bare)
+
+
+@pytest.mark.parametrize("suffix", [".h5", ".safetensors"])
+def test_refusals_name_their_places_before_anything_is_written(suffix, tmp_path):
+    class Odd(dict):
+        pass
+
+    obj = {
+        "optimizer": {"foo": [0, 1, 2, lambda: 0]}, "odd": Odd(), "sparse": torch.eye(2).to_sparse(),
+        "meta": torch.ones(2, device="meta"), "objects": np.array([None]), "two": Point(1, {object(): 2}),
+    }  # fmt: skip
+    with pytest.raises(SelectionError) as caught:
+        save(obj, tmp_path / f"x{suffix}")
+    for place in ('state["optimizer"]["foo"][3]', 'state["odd"]', 'state["sparse"]', 'state["meta"]',
+                  'state["objects"]', 'state["two"][1][<object'):  # fmt: skip
+        assert place in str(caught.value)
+    assert not list(tmp_path.iterdir())
+
+
+def test_an_object_inside_itself_is_refused(tmp_path):
+    obj = {"a": []}
+    obj["a"].append(obj)
+    with pytest.raises(SelectionError, match=r'state\["a"\]\[0\]: contains itself'):
+        save(obj, tmp_path / "x.h5")
+
+
+def test_types_that_safetensors_lacks_are_refused(tmp_path):
+    with pytest.raises(SelectionError, match="complex128"):
+        save({"x": torch.zeros(2, dtype=torch.complex128)}, tmp_path / "x.safetensors")
+
+
+def test_unknown_suffixes_and_formats(tmp_path):
+    with pytest.raises(ConfigError, match=r"\.xyz"):
+        save({}, tmp_path / "state.xyz")
+    with pytest.raises(ConfigError, match="'zip'"):
+        save({}, tmp_path / "state.h5", "zip")
+
+
+def test_a_pickle_that_runs_code_is_refused(tmp_path):
+    torch.save({"x": tmp_path.exists}, tmp_path / "x.pt")
+    with pytest.raises(CorruptError, match="without running code"):
+        load(tmp_path / "x.pt")
+
+
+def test_named_tuples_of_unknown_classes_keep_name_and_fields():
+    node = tree.Node(
+        "namedtuple", ("no.such.module", "Outer.Pair", ("left", "right")), (), (tree.Node("value", 1),) * 2
+    )
+    found = tree.unflatten(tree_json.decode(json.loads(json.dumps(tree_json.encode(node)))), None, None)
+    assert (type(found).__name__, found.left, found._fields) == ("Pair", 1, ("left", "right"))
+
+
+@pytest.mark.parametrize("text", ['["what", 1]', '["tensor"]', '["array", 0]', '["scalar", "|O", ""]', '["int", "x"]',
+                                  '["dict", null, [[1]]]', '["dtype", "load"]', '["namedtuple", 5]'])  # fmt: skip
+def test_damaged_trees_are_refused(text):
+    with pytest.raises(CorruptError):
+        tree.unflatten(tree_json.decode(json.loads(text)), None, None)

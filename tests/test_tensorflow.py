@@ -1,0 +1,116 @@
+"""TensorFlow checkpoints: what TensorFlow's own reader says of what is written, and the way back."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ft_ckpt.converting import convert
+from ft_ckpt.errors import CheckpointError, ConfigError, CorruptError, SelectionError
+from ft_ckpt.formats import ITEM_BYTES, Spec, tensorflow
+
+DTYPES = sorted(tensorflow.DTYPES)
+
+
+@pytest.fixture(scope="module")
+def tf():
+    pytest.importorskip("tensorflow", reason="the [tensorflow] extra is not installed")
+    return tensorflow.load_library()
+
+
+def filled(dtype, *shape):
+    count = torch.Size(shape).numel()
+    size = ITEM_BYTES[dtype]
+    data = torch.randint(0, 2 if dtype == "bool" else 120, (count * size,), dtype=torch.uint8)
+    return data.view(getattr(torch, dtype)).reshape(shape)
+
+
+def write(folder, tensors, shard_bytes=700):
+    folder.mkdir(exist_ok=True)
+    specs = [Spec(name, tuple(one.shape), str(one.dtype).removeprefix("torch.")) for name, one in tensors.items()]
+    tensorflow.write(folder, specs, lambda name, low, high: tensors[name].reshape(-1)[low:high], shard_bytes)
+
+
+def bits(array):
+    return np.ascontiguousarray(array).reshape(-1).view(np.uint8).tobytes()
+
+
+def raw(tensor):
+    return bytes(tensor.contiguous().view(-1).view(torch.uint8).numpy()) if tensor.numel() else b""
+
+
+def test_every_type_is_read_by_tensorflow_and_by_us(tf, tmp_path):
+    tensors = {f"layer.{dtype}/é": filled(dtype, 300, 3) for dtype in DTYPES}  # larger than a shard
+    tensors |= {f"{dtype}.scalar": filled(dtype) for dtype in DTYPES}
+    tensors |= {"empty": torch.empty(0, 4), "row": torch.randn(1, 500), "long": torch.randn(1000)}
+    write(tmp_path, tensors)
+    reader = tf.train.load_checkpoint(str(tmp_path))
+    shapes = {name: tuple(shape) for name, shape in reader.get_variable_to_shape_map().items()}
+    assert shapes == {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+    assert {name: bits(reader.get_tensor(name)) for name in tensors} == {n: raw(t) for n, t in tensors.items()}
+    file = tensorflow.open_file(tmp_path)
+    for name, tensor in tensors.items():
+        assert file.specs[name] == Spec(name, tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."))
+        assert raw(file.read(name)) == raw(tensor), name
+        assert raw(file.read(name, 1, 7)) == raw(tensor.reshape(-1)[1:7]), name
+
+
+@settings(max_examples=15, deadline=None)
+@given(shape=st.lists(st.integers(0, 9), max_size=3).map(tuple), shard=st.integers(1, 2000), data=st.data())
+def test_any_shards_hold_the_same(tf, tmp_path_factory, shape, shard, data):
+    tensor = filled("float32", *shape)
+    folder = tmp_path_factory.mktemp("tf")
+    write(folder, {"a": tensor, "b": filled("int64", 5)}, shard)
+    low = data.draw(st.integers(0, tensor.numel()))
+    high = data.draw(st.integers(low, tensor.numel()))
+    assert raw(tensorflow.open_file(folder).read("a", low, high)) == raw(tensor.reshape(-1)[low:high])
+
+
+def test_variables_of_keras_are_read(tf, tmp_path):
+    variables = {"w": tf.Variable([[1.0, 2.0]]), "h": tf.Variable(tf.constant([3.0], tf.bfloat16))}
+    prefix = tf.train.Checkpoint(**variables).write(str(tmp_path / "own"))
+    file = tensorflow.open_file(prefix)
+    assert file.read("w/.ATTRIBUTES/VARIABLE_VALUE").tolist() == [1.0, 2.0]
+    assert file.read("h/.ATTRIBUTES/VARIABLE_VALUE").dtype == torch.bfloat16
+    assert file.skipped == ["_CHECKPOINTABLE_OBJECT_GRAPH: string"]
+
+
+def test_there_and_back(tf, tmp_path):
+    shared = torch.randn(40, 6).bfloat16()
+    torch.save({"a": shared, "b": shared, "n": {"c": torch.arange(5)}}, tmp_path / "x.pt")
+    report = convert(tmp_path / "x.pt", tmp_path / "tf", format="tensorflow", verify=True, map={"n.*": "m.*"})
+    assert report.notes == ("1 tied names stored as tensors of their own",)
+    assert set(tf.train.load_checkpoint(str(tmp_path / "tf")).get_variable_to_dtype_map()) == {"a", "b", "m.c"}
+    convert(tmp_path / "tf", tmp_path / "y.pt", verify=True, dtype="float32")
+    loaded = torch.load(tmp_path / "y.pt")
+    assert torch.equal(loaded["b"], shared.float())
+    assert torch.equal(loaded["m.c"], torch.arange(5))
+
+
+def test_damage_is_noticed(tf, tmp_path):
+    write(tmp_path, {"a": torch.randn(100)}, 10_000)
+    data = next(tmp_path.glob("*.data-*"))
+    content = bytearray(data.read_bytes())
+    content[7] ^= 1
+    data.write_bytes(content)
+    with pytest.raises(CorruptError, match="a cannot be read"):
+        tensorflow.open_file(tmp_path).read("a")
+    next(tmp_path.glob("*.index")).write_bytes(b"no index")
+    with pytest.raises(CheckpointError):
+        tensorflow.open_file(tmp_path)
+
+
+# Without TensorFlow too
+
+
+def test_types_it_has_not_are_refused():
+    with pytest.raises(SelectionError, match="w: complex32"):
+        tensorflow.check([Spec("w", (1,), "complex32")])
+
+
+def test_it_says_what_to_install(tmp_path, monkeypatch):
+    monkeypatch.setitem(__import__("sys").modules, "tensorflow", None)
+    (tmp_path / "x.ckpt.index").touch()
+    with pytest.raises(ConfigError, match=r"pip install 'ft_ckpt\[tensorflow\]'"):
+        tensorflow.open_file(tmp_path / "x.ckpt")
