@@ -11,7 +11,7 @@ from ft_ckpt.errors import ConfigError, CorruptError, SelectionError, listing
 from ft_ckpt.formats import Spec, TensorFile
 from ft_ckpt.formats.spans import numel
 
-SLICE_BYTES = 16 << 20
+SLICE_BYTES = 4 << 20  # small, since what several threads free stays with their heaps
 DTYPES = ("float64", "float32", "bfloat16", "float16")
 _FLOATS = (*DTYPES, "float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz", "float8_e8m0fnu")
 Names = Mapping[str, str]

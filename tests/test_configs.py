@@ -28,6 +28,7 @@ from accelerate import Accelerator
 accelerator = Accelerator(cpu=True)
 ranks = accelerator.gather(torch.tensor([accelerator.process_index]))
 print(accelerator.process_index, accelerator.num_processes, accelerator.device.type, ranks.tolist())
+accelerator.end_training()  # or gloo's threads may take the process down when it ends
 """
 
 FSDP = """
