@@ -87,6 +87,11 @@ def save_adapter(model: Any, folder: Any, **settings: Any) -> Any:
     return CheckpointSaver().save(model, folder, adapter_only=True, **settings)
 
 
+def has_lora_only_biases() -> bool:
+    """Whether this PEFT saves the biases it trains with bias="lora_only"; 0.18 left them out, which ours never does."""
+    return tuple(map(int, peft.__version__.split(".")[:2])) > (0, 18)
+
+
 @pytest.mark.parametrize("method", METHODS)
 def test_adapter_is_the_one_peft_writes(method, tmp_path):
     """Pains 3, 5: what PEFT's own key logic keeps, no tensor less."""
@@ -94,7 +99,10 @@ def test_adapter_is_the_one_peft_writes(method, tmp_path):
     save_adapter(model, tmp_path / "ours")
     # PEFT adds the whole frozen embedding when a target of that name is adapted; nothing needs it.
     model.save_pretrained(tmp_path / "theirs", save_embedding_layers=False)
-    assert_same_tensors(stored(tmp_path / "ours"), stored(tmp_path / "theirs"))
+    kept = stored(tmp_path / "ours")
+    if method == "bias-lora-only" and not has_lora_only_biases():
+        kept = {name: tensor for name, tensor in kept.items() if not name.endswith("base_layer.bias")}
+    assert_same_tensors(kept, stored(tmp_path / "theirs"))
     ours, theirs = (json.loads((tmp_path / side / "adapter_config.json").read_text()) for side in ("ours", "theirs"))
     assert ours == theirs
 
