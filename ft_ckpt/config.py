@@ -21,6 +21,8 @@ class SaverConfig:
     """Floating-point type in the file: "as_is", "config" (what the model's config says) or a torch name."""
     format: str = "safetensors"
     """Of weight files: "safetensors", "h5" (HDF5), or "dual" (one file that is valid as both)."""
+    compression: str | None = None
+    """Of HDF5 files: "zstd", "lz4" or "blosc2" (with hdf5plugin), bits shuffled; None writes them to be mapped."""
     max_shard_size: int | str = "50GB"
     """Largest weight file, in bytes or as "5GB" (decimal units, as in transformers)."""
     chat_template_name: str | None = None
@@ -110,4 +112,12 @@ def _template_rule(config: SaverConfig) -> list[str]:
     return [f"name_template={config.name_template!r}: must contain {{step}} and no slash"]
 
 
-_RULES = (_dtype_rule, _size_rule, _choice_rule, _number_rule, _template_rule)
+def _compression_rule(config: SaverConfig) -> list[str]:
+    if config.compression not in (None, "zstd", "lz4", "blosc2"):
+        return [f"compression={config.compression!r}: expected zstd, lz4, blosc2 or None"]
+    if config.compression and config.format != "h5":
+        return [f"compression={config.compression!r} and format={config.format!r}: only format='h5' is compressed"]
+    return []
+
+
+_RULES = (_compression_rule, _dtype_rule, _size_rule, _choice_rule, _number_rule, _template_rule)

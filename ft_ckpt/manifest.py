@@ -33,7 +33,7 @@ class TensorRecord:
     shape: tuple[int, ...]
     dtype: str  # torch's name without "torch.", e.g. "bfloat16"
     file: str  # path of a FileRecord
-    start: int  # first byte in the file, inclusive
+    start: int  # first byte in the file, inclusive; with `end` 0 when it is compressed, in chunks all over it
     end: int  # last byte in the file, exclusive
 
 

@@ -60,6 +60,7 @@ class CheckpointSaver:
         chat_template_name: str | None = None,
         tokenizer: Any = None,
         format: str | None = None,  # noqa: A002 - the name its users know from other savers
+        compression: str | None = None,
         max_shard_size: int | str | None = None,
         state_dict: Mapping[str, Tensor] | None = None,
         step: int | None = None,
@@ -81,6 +82,7 @@ class CheckpointSaver:
             "dtype": dtype,
             "chat_template_name": chat_template_name,
             "format": format,
+            "compression": compression,
             "max_shard_size": max_shard_size,
         }
         config = replace(self.config, **{name: value for name, value in given.items() if value is not None})

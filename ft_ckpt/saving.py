@@ -5,7 +5,7 @@ Three steps, each ended by an agreement of all ranks: choose and check (nothing 
 
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import datetime, timezone
 from functools import cache
 from importlib import metadata
@@ -24,6 +24,7 @@ from ft_ckpt.errors import IncompleteError, RankError, TargetError
 from ft_ckpt.gather import equal
 from ft_ckpt.manifest import BaseRecord, FileRecord, Manifest, PartRecord
 from ft_ckpt.modules import write_module
+from ft_ckpt.objects import compress_file
 from ft_ckpt.parts import Attribute, kind_of, parts_of
 from ft_ckpt.progress import tracked
 from ft_ckpt.ranks import Ranks, attempt
@@ -200,7 +201,9 @@ def _carry_out(
         raise
     for one in prepared.plans:
         check_written(one, prepared.stage)
-    manifest = _manifest(request, prepared, answers, written, ranks)
+    if config.compression is not None:
+        written = [_compressed(file, prepared.stage, config.compression) for file in written]
+    manifest = _manifest(request, prepared, answers, written, ranks, config.compression is not None)
     commit.commit(prepared.stage, request.target, manifest)
     return {
         "path": str(request.target),
@@ -213,6 +216,13 @@ def _carry_out(
     }
 
 
+def _compressed(file: FileRecord, stage: Path, compression: str) -> FileRecord:
+    """The file's record once it is compressed in place: sizes are known only afterwards, so this is a second pass."""
+    path = stage / file.path
+    compress_file(path, compression)
+    return FileRecord(file.path, path.stat().st_size, digest_of(path))
+
+
 def _refuse_untied(pairs: list[tuple[engines.Source, engines.Source]]) -> None:
     if pairs:
         names = ", ".join(f"{one.name} and {other.name}" for one, other in pairs)
@@ -223,7 +233,12 @@ def _refuse_untied(pairs: list[tuple[engines.Source, engines.Source]]) -> None:
 
 
 def _manifest(
-    request: Request, prepared: _Prepared, answers: list[dict[str, Any]], written: list[FileRecord], ranks: Ranks
+    request: Request,
+    prepared: _Prepared,
+    answers: list[dict[str, Any]],
+    written: list[FileRecord],
+    ranks: Ranks,
+    compressed: bool,
 ) -> Manifest:
     if prepared.stage is None:
         raise TargetError("only rank 0 has a stage")
@@ -233,7 +248,7 @@ def _manifest(
     files = [FileRecord(p, (prepared.stage / p).stat().st_size, digest_of(prepared.stage / p)) for p in others]
     parts = [one.part for one in prepared.plans]
     return Manifest(
-        parts=tuple(_part_record(one, _merged(one.part.name, answers)) for one in prepared.plans),
+        parts=tuple(_part_record(one, _merged(one.part.name, answers), compressed) for one in prepared.plans),
         files=(*written, *files),
         kind=kind_of(request.adapter_only, request.attribute),
         created=datetime.now(timezone.utc).isoformat(),
@@ -246,8 +261,9 @@ def _manifest(
     )
 
 
-def _part_record(one: PartPlan, fingerprint: dict[str, dict[str, float]]) -> PartRecord:
+def _part_record(one: PartPlan, fingerprint: dict[str, dict[str, float]], compressed: bool) -> PartRecord:
     part = one.part
+    tensors = (record for file in one.files for record in file.records())
     trainable = tuple(e.name for e in part.entries if e.source is not None and e.source.trainable)
     return PartRecord(
         name=part.name,
@@ -255,7 +271,7 @@ def _part_record(one: PartPlan, fingerprint: dict[str, dict[str, float]]) -> Par
         kind=part.kind,
         format=one.format,
         class_name=type(part.module).__name__.removeprefix("FSDP"),
-        tensors=tuple(record for file in one.files for record in file.records()),
+        tensors=tuple(replace(record, start=0, end=0) if compressed else record for record in tensors),
         ties=part.ties,
         trainable=trainable,
         adapter=part.adapter,

@@ -32,7 +32,7 @@ def test_all_problems_at_once():
 
 
 def test_unknown_setting_names_those_there_are():
-    with pytest.raises(ConfigError, match=r"dtypes: not a setting; settings are dtype, format, max_shard_size"):
+    with pytest.raises(ConfigError, match=r"dtypes: not a setting; settings are dtype, format, compression"):
         CheckpointSaver(dtypes="float32")
     with pytest.raises(ConfigError, match="both given"):
         CheckpointSaver(config=SaverConfig(), dtype="float32")

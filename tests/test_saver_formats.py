@@ -10,6 +10,7 @@ from transformers import AutoModelForCausalLM
 import ft_ckpt
 from ft_ckpt import CheckpointSaver
 from ft_ckpt.catalog import read_manifest
+from ft_ckpt.errors import ConfigError
 
 FORMATS = ("safetensors", "h5", "dual")
 
@@ -107,3 +108,21 @@ def test_changed_bytes_are_found(tmp_path, form):
         file.seek(-40_000, 2)
         file.write(bytes([byte[0] ^ 1]))
     assert any("model.h5: digest" in problem for problem in ft_ckpt.verify(report.path).problems)
+
+
+@pytest.mark.parametrize("codec", ["zstd", "lz4", "blosc2"])
+def test_compressed(tmp_path, codec):
+    """Smaller, committed with the digests of what lies there, and the same model again."""
+    pytest.importorskip("hdf5plugin")
+    model = models.build("wide").to(torch.bfloat16)
+    plain = CheckpointSaver(format="h5").save(model, tmp_path / "plain")
+    report = CheckpointSaver(format="h5", compression=codec).save(model, tmp_path / "out")
+    assert report.bytes < 0.9 * plain.bytes
+    assert ft_ckpt.verify(report.path).ok
+    loaded, live = ft_ckpt.load_model(report.path).state_dict(), model.state_dict()
+    assert all(torch.equal(loaded[name], tensor) for name, tensor in live.items())
+
+
+def test_compression_is_for_hdf5():
+    with pytest.raises(ConfigError, match="only format='h5' is compressed"):
+        CheckpointSaver(compression="zstd")

@@ -66,6 +66,8 @@ class Dataset:
     shape: tuple[int, ...] | None  # None: no elements and no shape
     attributes: Mapping[str, Attribute] = field(default_factory=dict)
     start: int | None = None  # of its bytes, counted from the end of the header; None: it has none
+    chunk: tuple[int, ...] = ()  # the shape of its chunks, where it has any; then `start` is that of their tree
+    filters: bytes = b""  # the pipeline message, as `pipeline` makes it
 
     @property
     def size_bytes(self) -> int:
@@ -154,14 +156,21 @@ _LAYOUT_AT = 4 + 6 + 4 + 2  # of the address in a dataset's header: its layout m
 
 
 def _dataset_head(dataset: Dataset, strings: _Strings) -> bytes:
-    layout = struct.pack("<BB8sQ", 3, 1, UNDEFINED, dataset.size_bytes)
-    messages = _message(8, layout) + _message(1, _space(dataset.shape))
+    messages = _message(8, _layout(dataset)) + _message(1, _space(dataset.shape))
+    messages += _message(11, dataset.filters, 1) if dataset.filters else b""
     messages += _message(3, TYPES[dataset.type][1], 1)
     messages += _message(5, b"\x03\x06", 1)  # fill value: never written, none defined
     messages += _message(21, b"\0\0" + UNDEFINED + UNDEFINED, 4)  # attributes: few, in this header
     for name, value in dataset.attributes.items():
         messages += _message(12, _attribute(name, value, strings))
     return _object(messages)
+
+
+def _layout(dataset: Dataset) -> bytes:
+    if not dataset.chunk:
+        return struct.pack("<BB8sQ", 3, 1, UNDEFINED, dataset.size_bytes)
+    sizes = (*dataset.chunk, TYPES[dataset.type][0])
+    return struct.pack(f"<BBB8s{len(sizes)}I", 3, 2, len(sizes), UNDEFINED, *sizes)
 
 
 def _space(shape: tuple[int, ...] | None) -> bytes:
@@ -197,7 +206,8 @@ def _with_addresses(heads: Sequence[bytes], datasets: Sequence[Dataset], start: 
     whole = []
     for head, dataset in zip(heads, datasets, strict=True):
         place = UNDEFINED if dataset.start is None else (start + dataset.start).to_bytes(8, "little")
-        whole.append(head[:_LAYOUT_AT] + place + head[_LAYOUT_AT + 8 :])
+        at = _LAYOUT_AT + bool(dataset.chunk)
+        whole.append(head[:at] + place + head[at + 8 :])
     sums = lookup3(whole)
     return b"".join(head + int(value).to_bytes(4, "little") for head, value in zip(whole, sums, strict=True))
 

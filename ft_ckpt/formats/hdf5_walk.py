@@ -4,9 +4,11 @@ Soft links that lead in circles, external links and storage, virtual datasets, s
 filters that are not installed are refused by name. A dataset without chunks is mapped like ours.
 """
 
+import importlib
 import io
 import math
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from typing import Any
 
 import h5py
@@ -35,9 +37,9 @@ def walk(raw: RawFile, verify: bool = False) -> HDF5File:
         raise CorruptError(f"{raw.path.name}: {trouble}; use another copy of the file")
     try:
         file = h5py.File(_Bytes(raw), "r")
-        stale = _stale_index(raw, file)
+        stale = _stale(raw, file, verify)
         if stale is not None:
-            return HDF5File(raw, stale, verify)
+            return stale
         if "__version__" in file.attrs:
             return _cerebras(raw, file)
         return _plain(raw, file)
@@ -81,6 +83,9 @@ class Dataset:
         self.dtype: np.dtype[Any] = handle.dtype
         self.attributes: Mapping[str, Any] = handle.attrs
         self.start: int | None = handle.id.get_offset()
+        if set(handle._filters) - {str(LZ4)}:  # h5py's only way to see filters it has no name for
+            with suppress(ImportError):
+                importlib.import_module("hdf5plugin")  # which tells the HDF5 library of its filters
         _check(self)
 
     @property
@@ -102,7 +107,7 @@ class Dataset:
     def value(self) -> np.ndarray[Any, Any]:
         """All of it."""
         try:
-            filters = self.handle._filters  # h5py's only way to see filters it has no name for
+            filters = self.handle._filters
             if str(LZ4) in filters and not h5py.h5z.filter_avail(LZ4):
                 return read_lz4(self.handle)
             return np.asarray(self.handle[()])
@@ -159,7 +164,7 @@ def _find(raw: RawFile, file: Any, path: str) -> Dataset:
     return Dataset(raw, place, path)
 
 
-def _stale_index(raw: RawFile, file: Any) -> Index | None:
+def _stale(raw: RawFile, file: Any, verify: bool) -> HDF5File | None:
     """Our own index where another program has moved the data: what it says is kept, the places are looked up.
 
     None where there is none, or where that program has changed more than places. Raises CorruptError for a damaged one.
@@ -167,7 +172,7 @@ def _stale_index(raw: RawFile, file: Any) -> Index | None:
     if file.get(cerebras.INDEX, getlink=True) is None:
         return None
     index = moved_index(_find(raw, file, cerebras.INDEX).value().tobytes(), raw.path.name)
-    rows = {}
+    rows, readers = {}, {}
     for name, spec in index.specs.items():
         try:
             dataset = _find(raw, file, "/".join(cerebras.dataset_path(name)))
@@ -175,10 +180,14 @@ def _stale_index(raw: RawFile, file: Any) -> Index | None:
             return None
         size = TYPES[cerebras.stored_type(spec.dtype)][0]
         same = dataset.shape == spec.shape and dataset.handle.id.get_type().get_size() == size
-        if not same or (dataset.start is None and spec.size_bytes):
+        if not same:
             return None
-        rows[name] = [*index.rows[name][:2], dataset.start or 0, *index.rows[name][3:]]
-    return Index(rows, index.root, index.metadata)
+        if dataset.start is None and spec.size_bytes:
+            readers[name] = _converter(spec.dtype, dataset)
+        rows[name] = [*index.rows[name][:2], dataset.start or 0, *index.rows[name][3:5]]
+    result = HDF5File(raw, Index(rows, index.root, index.metadata), verify)
+    result.readers, result.library = readers, file
+    return result
 
 
 def _cerebras(raw: RawFile, file: Any) -> HDF5File:

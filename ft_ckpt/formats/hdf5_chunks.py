@@ -1,0 +1,319 @@
+"""Compressed tensors in HDF5 files: cut into chunks that pass the HDF5 filters of hdf5plugin, several at a time.
+
+    superblock and metadata | chunks, and small tensors as they are | trees of the chunks | index
+
+The filters are called as the HDF5 library would call them, but without that library: its lock would let one chunk
+pass at a time, and its way of writing ends the process when the disk is full. Compressed sizes are known only
+afterwards, so chunks go to a temporary file without a name first. Source of the bytes: HDF5 File Format Specification,
+version 3.0 (version 1 B-trees, layout message 3, pipeline message 2), as every library from 1.8 reads them.
+"""
+
+import ctypes
+import math
+import os
+import struct
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any, BinaryIO
+
+import numpy as np
+import torch
+
+from ft_ckpt.errors import CorruptError
+from ft_ckpt.formats import ITEM_BYTES, Layout, Spec, cerebras, hdf5, hdf5_bytes
+from ft_ckpt.formats.hdf5_filters import PLUGINS, Codec, Filters, decode, encode
+from ft_ckpt.formats.raw import RawFile
+from ft_ckpt.tree import Node
+
+CHUNK_BYTES = 1 << 20  # at most; also what HDF5 libraries keep in memory of a dataset by default
+SMALLEST_BYTES = 4096  # below, a tree of chunks is larger than what compression could save
+_NODE_CHUNKS = 64  # children of a tree's node: twice the K that holds where a file names none
+
+
+@dataclass(frozen=True)
+class Grid:
+    """How a tensor is cut: along one dimension; those before it element by element, those after it not at all."""
+
+    shape: Sequence[int]
+    chunk: Sequence[int]
+
+    @staticmethod
+    def of(shape: Sequence[int], item_bytes: int) -> "Grid":
+        """The grid of a tensor that has elements."""
+        chunk = list(shape)
+        for dim in range(len(shape)):
+            row_bytes = math.prod(shape[dim + 1 :]) * item_bytes
+            if shape[dim] * row_bytes <= CHUNK_BYTES:
+                break
+            chunk[dim] = max(1, CHUNK_BYTES // row_bytes)
+        return Grid(shape, tuple(chunk))
+
+    @cached_property
+    def dim(self) -> int:
+        """The dimension that is cut."""
+        sizes = enumerate(zip(self.shape, self.chunk, strict=True))
+        return max((dim for dim, (size, step) in sizes if step < size), default=0)
+
+    @cached_property
+    def line(self) -> int:
+        """Elements up to where the dimension begins anew, and chunks with it."""
+        return math.prod(self.shape[self.dim :])
+
+    @cached_property
+    def step(self) -> int:
+        """Elements of a chunk."""
+        return math.prod(self.chunk)
+
+    @property
+    def steps(self) -> int:
+        """Chunks of a line."""
+        return -(-self.shape[self.dim] // self.chunk[self.dim])
+
+    @property
+    def count(self) -> int:
+        """How many chunks there are."""
+        return math.prod(self.shape[: self.dim]) * self.steps
+
+    def at(self, element: int) -> int:
+        """The chunk that holds an element, both counted in row-major order."""
+        return element // self.line * self.steps + element % self.line // self.step
+
+    def span(self, number: int) -> tuple[int, int]:
+        """The first element of a chunk and the one after its last; those beyond the tensor's edge are not counted."""
+        line, step = divmod(number, self.steps)
+        return line * self.line + step * self.step, line * self.line + min((step + 1) * self.step, self.line)
+
+    def corner(self, number: int) -> tuple[int, ...]:
+        """Where in the tensor the chunk starts."""
+        line, step = divmod(number, self.steps)
+        above = np.unravel_index(line, tuple(self.shape[: self.dim])) if self.dim else ()
+        return (*map(int, above), step * self.chunk[self.dim], *[0] * (len(self.shape) - self.dim - 1))
+
+
+@dataclass(frozen=True)
+class Packed:
+    """One compressed tensor: its grid and filters, its place in the spool, and each chunk's size, mask, checksum."""
+
+    grid: Grid
+    filters: Filters
+    start: int
+    chunks: list[tuple[int, int, str]]
+    digest: str  # of the values
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of all its chunks."""
+        return sum(size for size, _, _ in self.chunks)
+
+
+Memory = Callable[[int], tuple[int, Any]]  # where the values of a leaf are, and what keeps them there
+
+
+def pack(leaves: Sequence[Spec], memory: Memory, codec: Codec, spool: BinaryIO) -> dict[int, Packed]:
+    """Compress all leaves that are worth it into `spool`, an unbuffered file; the first of them by index."""
+    packed: dict[int, Packed] = {}
+    with ThreadPoolExecutor(threads(), "ft_ckpt-compress") as pool:
+        waiting: deque[tuple[Packed, Future[tuple[bytes, int]]]] = deque()
+        for leaf, spec in enumerate(leaves):
+            if spec.size_bytes < SMALLEST_BYTES:
+                continue
+            address, keeper = memory(leaf)
+            packed[leaf] = _open(spec, codec, address)
+            for number in range(packed[leaf].grid.count):
+                if len(waiting) >= 4 * threads():
+                    _keep(*waiting.popleft(), spool)
+                waiting.append((packed[leaf], pool.submit(_encode, packed[leaf], number, spec, address, keeper)))
+        while waiting:
+            _keep(*waiting.popleft(), spool)
+    starts = np.cumsum([0, *(item.size_bytes for item in packed.values())]).tolist()
+    return {leaf: replace(item, start=start) for (leaf, item), start in zip(packed.items(), starts, strict=False)}
+
+
+def threads() -> int:
+    """How many chunks are worked on at a time."""
+    return min(16, os.cpu_count() or 1)
+
+
+def _open(spec: Spec, codec: Codec, address: int) -> Packed:
+    item = ITEM_BYTES[spec.dtype]
+    grid = Grid.of(spec.shape, item)
+    digest = hdf5.digest((ctypes.c_char * spec.size_bytes).from_address(address))
+    return Packed(grid, codec.filters(item, grid.step * item), 0, [], digest)
+
+
+def _encode(packed: Packed, number: int, spec: Spec, address: int, _keeper: Any) -> tuple[bytes, int]:
+    item = ITEM_BYTES[spec.dtype]
+    start, stop = packed.grid.span(number)
+    data = ctypes.string_at(address + start * item, (stop - start) * item)
+    return encode(packed.filters, data + bytes((packed.grid.step - stop + start) * item))
+
+
+def _keep(packed: Packed, job: Future[tuple[bytes, int]], spool: BinaryIO) -> None:
+    data, mask = job.result()
+    packed.chunks.append((len(data), mask, hdf5.checksum(data)))
+    view = memoryview(data)
+    while view:
+        view = view[spool.write(view) :]
+
+
+def lay_out_tree(
+    root: Node, leaves: Sequence[Spec], arrays: Sequence[int], native_floats: bool, packed: Mapping[int, Packed]
+) -> tuple[Layout, Sequence[str]]:
+    """The layout of a file that holds the object `root`, and the name of each leaf in it.
+
+    What is `packed` stands in the layout as so many bytes.
+    """
+    content = cerebras.describe(root, leaves, arrays, native_floats)
+    names = content.names
+    specs = [Spec(name, spec.shape, spec.dtype) for name, spec in zip(names, leaves, strict=True)]
+    stored = [
+        Spec(spec.name, (packed[leaf].size_bytes,), "uint8") if leaf in packed else spec
+        for leaf, spec in enumerate(specs)
+    ]
+    order, starts, end = hdf5.place(stored)
+    places = dict(zip(order, starts, strict=True))
+    index = hdf5.Index(_rows(specs, order, starts, packed), None if hdf5.is_flat(root, names) else root, {})
+    first = end + -end % 8
+    _, roots, index_start = _trees(packed, places, first)
+    index_bytes = len(hdf5.index_text(index)) + hdf5.FOOTER_BYTES
+    datasets = hdf5.placed(content.datasets, places)
+    for leaf, item in packed.items():
+        pipeline = _pipeline(item.filters)
+        datasets[leaf] = replace(datasets[leaf], start=roots[leaf], chunk=tuple(item.grid.chunk), filters=pipeline)
+    datasets.append(hdf5.index_dataset(index_bytes, index_start))
+    header = hdf5_bytes.header(datasets, content.attributes, index_start + index_bytes)
+    base, size_bytes = len(header), len(header) + index_start + index_bytes
+
+    def trailer(digests: Mapping[str, bytes]) -> bytes:
+        trees = _trees(packed, places, first, base)[0]
+        text = hdf5.index_text(hdf5.with_digests(index, digests))
+        return trees + text + hdf5.footer(text, base, base + index_start, size_bytes)
+
+    return Layout(header, tuple(stored[leaf] for leaf in order), tuple(base + start for start in starts), size_bytes,
+                  base + first, trailer), names  # fmt: skip
+
+
+def _rows(
+    specs: Sequence[Spec], order: Sequence[int], starts: Sequence[int], packed: Mapping[int, Packed]
+) -> dict[str, hdf5.Row]:
+    rows = hdf5.rows(specs, order, starts, "0" * 32)
+    for leaf, item in packed.items():
+        name = specs[leaf].name
+        rows[name] = [*rows[name][:3], item.digest, leaf, [item.grid.chunk, item.filters, item.chunks]]
+    return rows
+
+
+def _pipeline(filters: Filters) -> bytes:
+    """The pipeline message: filters may be left out where they give up."""
+    message = struct.pack("<BB", 2, len(filters))
+    for number, settings in filters:
+        name = PLUGINS[number].encode() + b"\0" if number >= 256 else b""  # HDF5's own have no name
+        message += struct.pack("<HH", number, len(name)) if name else struct.pack("<H", number)
+        message += struct.pack("<HH", 1, len(settings)) + name + struct.pack(f"<{len(settings)}I", *settings)
+    return message
+
+
+def _trees(
+    packed: Mapping[int, Packed], places: Mapping[int, int], start: int, base: int = 0
+) -> tuple[bytes, dict[int, int], int]:
+    """All trees, where they start at `start` from the end of a header of `base` bytes; their roots; their end."""
+    body, roots = bytearray(), {}
+    for leaf, item in packed.items():
+        tree, root = _tree(item, base + places[leaf], base + start + len(body))
+        roots[leaf] = root - base
+        body += tree
+    return bytes(body), roots, start + len(body)
+
+
+def _tree(packed: Packed, data: int, at: int) -> tuple[bytes, int]:
+    """The tree, from address `at`, of chunks that lie one after the other from address `data`; and its root."""
+    grid = packed.grid
+    keys, places = [], []
+    for number, (size, mask, _) in enumerate(packed.chunks):
+        keys.append(struct.pack(f"<II{len(grid.shape) + 1}Q", size, mask, *grid.corner(number), 0))
+        places.append(data)
+        data += size
+    beyond = [place + step for place, step in zip(grid.corner(grid.count - 1), grid.chunk, strict=True)]
+    end = struct.pack(f"<II{len(beyond) + 1}Q", 0, 0, *beyond, 0)
+    body, level = b"", 0
+    while True:
+        nodes = _level(keys, end, places, level, at + len(body))
+        places = [at + len(body) + number * len(nodes[0]) for number in range(len(nodes))]
+        keys = keys[::_NODE_CHUNKS]
+        body, level = body + b"".join(nodes), level + 1
+        if len(nodes) == 1:
+            return body, places[0]
+
+
+def _level(keys: Sequence[bytes], end: bytes, places: Sequence[int], level: int, at: int) -> list[bytes]:
+    """The nodes of one level, which all have the same size and lie one after the other from address `at`."""
+    node_bytes = 24 + _NODE_CHUNKS * 8 + (_NODE_CHUNKS + 1) * len(end)
+    firsts = range(0, len(keys), _NODE_CHUNKS)
+    bounds, nodes = [*keys, end], []
+    for number, first in enumerate(firsts):
+        last = min(first + _NODE_CHUNKS, len(keys))
+        place = at + number * node_bytes
+        left = struct.pack("<Q", place - node_bytes) if first else hdf5_bytes.UNDEFINED
+        right = struct.pack("<Q", place + node_bytes) if last < len(keys) else hdf5_bytes.UNDEFINED
+        node = b"TREE" + struct.pack("<BBH", 1, level, last - first) + left + right
+        node += b"".join(bounds[i] + places[i].to_bytes(8, "little") for i in range(first, last)) + bounds[last]
+        nodes.append(node + bytes(node_bytes - len(node)))
+    return nodes
+
+
+def readers(raw: RawFile, index: hdf5.Index) -> dict[str, Callable[[int, int], torch.Tensor]]:
+    """How to read the compressed tensors of `index`. Raises CorruptError when it says nothing sensible of them."""
+    try:
+        return {name: _Reader(raw, name, row, index.start(name)) for name, row in index.rows.items() if len(row) > 5}
+    except CorruptError:
+        raise
+    except (ValueError, TypeError, AttributeError, KeyError, IndexError, ArithmeticError) as error:
+        raise CorruptError(f"{raw.path.name}: its index is malformed ({error}); use another copy") from error
+
+
+class _Reader:
+    """Elements of one compressed tensor, from the chunks that hold them. Each chunk is compared with its checksum."""
+
+    def __init__(self, raw: RawFile, name: str, row: hdf5.Row, start: int) -> None:
+        self.raw, self.label = raw, f"{raw.path.name}: {name}"
+        self.item_bytes = ITEM_BYTES[row[0]]
+        self.dtype: torch.dtype = getattr(torch, row[0])
+        chunk, self.filters, self.chunks = row[5]
+        self.grid = Grid(row[1], chunk)
+        if len(self.chunks) != self.grid.count:
+            raise CorruptError(
+                f"{self.label}: {len(self.chunks)} chunks, {self.grid.count} expected; use another copy of the file"
+            )
+        self.starts = [start]
+        for size, *_ in self.chunks:
+            self.starts.append(self.starts[-1] + size)
+
+    def __call__(self, start: int, stop: int) -> torch.Tensor:
+        """Elements [start, stop). Raises CorruptError for a damaged chunk."""
+        room = torch.empty(max(0, stop - start) * self.item_bytes, dtype=torch.uint8)
+        if stop > start:
+            numbers = range(self.grid.at(start), self.grid.at(stop - 1) + 1)
+            data = room.numpy()
+            if len(numbers) == 1:
+                self._fill(data, start, stop, numbers[0])
+            else:
+                with ThreadPoolExecutor(min(threads(), len(numbers)), "ft_ckpt-decompress") as pool:
+                    list(pool.map(lambda number: self._fill(data, start, stop, number), numbers))
+        return room.view(self.dtype)
+
+    def _fill(self, data: Any, start: int, stop: int, number: int) -> None:
+        """Put into `data`, which is [start, stop), what chunk `number` has of it."""
+        size, mask, checksum = self.chunks[number]
+        stored = bytes(self.raw.bytes(self.starts[number], size))
+        if hdf5.checksum(stored) != checksum:
+            raise CorruptError(f"{self.label} is damaged (a chunk's checksum differs); use another copy of the file")
+        item = self.item_bytes
+        chunk = decode(self.filters, stored, mask, self.grid.step * item, self.label)
+        first, last = self.grid.span(number)
+        low, high = max(first, start), min(last, stop)
+        data[(low - start) * item : (high - start) * item] = np.frombuffer(chunk, np.uint8)[
+            (low - first) * item : (high - first) * item
+        ]

@@ -1,0 +1,123 @@
+"""HDF5's filters without the HDF5 library: one chunk through the functions that hdf5plugin's libraries export.
+
+They are called with the arguments the HDF5 library would give them, by as many threads as there are chunks.
+"""
+
+import ctypes
+import importlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache
+
+import numpy as np
+
+from ft_ckpt.errors import ConfigError, CorruptError
+
+METHODS, SHUFFLES = ("zstd", "lz4", "blosc2"), ("bit", "byte", None)
+INSTALL = "pip install 'ft_ckpt[compression]'"
+_SHUFFLE = 2
+PLUGINS = {32004: "lz4", 32008: "bshuf", 32015: "zstd", 32026: "blosc2"}
+_LEVEL = 1  # of Zstandard: on weights, higher ones take twice the time and more room
+_ZSTD = 5  # its number in Blosc2
+_BLOCK_BYTES = 1 << 18  # what bitshuffle works on at a time; with its own 8 KB, Zstandard sees too little
+_REVERSE = 0x100  # the flag that makes a filter undo its work
+_libc = ctypes.CDLL(None)
+_libc.malloc.restype, _libc.malloc.argtypes = ctypes.c_void_p, [ctypes.c_size_t]
+_libc.free.argtypes = [ctypes.c_void_p]
+
+Filters = Sequence[tuple[int, Sequence[int]]]  # number and settings, in the order of compressing
+
+
+@dataclass(frozen=True)
+class Codec:
+    """What the caller asks for. Raises ConfigError for what is not known, or not installed."""
+
+    method: str
+    shuffle: str | None = "bit"
+
+    def __post_init__(self) -> None:
+        for name, value, known in (("compression", self.method, METHODS), ("shuffle", self.shuffle, SHUFFLES)):
+            if value not in known:
+                raise ConfigError(f"{name} {value!r}: one of {', '.join(map(repr, known))} is expected")
+        try:
+            _filter(next(number for number, _ in reversed(self.filters(2, 2))))
+        except ImportError as error:
+            raise ConfigError(f"compression {self.method!r}: hdf5plugin is not installed; {INSTALL}") from error
+
+    def filters(self, item_bytes: int, chunk_bytes: int) -> Filters:
+        """The HDF5 filters for elements and chunks of these sizes."""
+        if self.method == "blosc2":
+            return [(32026, (1, 0, item_bytes, chunk_bytes, _LEVEL, SHUFFLES[::-1].index(self.shuffle), _ZSTD))]
+        if self.shuffle == "bit":
+            block = _BLOCK_BYTES // item_bytes
+            return [(32008, (0, 4, item_bytes, block, *((3, _LEVEL) if self.method == "zstd" else (2,))))]
+        last = (32015, (_LEVEL,)) if self.method == "zstd" else (32004, (0,))
+        return [(_SHUFFLE, (item_bytes,)), last] if self.shuffle and item_bytes > 1 else [last]
+
+
+class _Class(ctypes.Structure):
+    """What a filter's library says of itself (H5Z_class2_t)."""
+
+    _fields_ = (
+        ("version", ctypes.c_int), ("id", ctypes.c_int), ("encodes", ctypes.c_uint), ("decodes", ctypes.c_uint),
+        ("name", ctypes.c_char_p), ("can_apply", ctypes.c_void_p), ("set_local", ctypes.c_void_p),
+        ("filter", ctypes.CFUNCTYPE(
+            ctypes.c_size_t, ctypes.c_uint, ctypes.c_size_t, ctypes.POINTER(ctypes.c_uint), ctypes.c_size_t,
+            ctypes.POINTER(ctypes.c_size_t), ctypes.POINTER(ctypes.c_void_p))),
+    )  # fmt: skip
+
+
+@cache
+def _filter(number: int) -> Callable[..., int]:
+    """The function of a filter, which leaves Python's lock to others. Raises ImportError without hdf5plugin."""
+    plugin = importlib.import_module("hdf5plugin")
+    name = PLUGINS[number]
+    if name not in plugin.get_config().registered_filters:  # another program's plugin came first
+        plugin.register(name, force=True)
+    library = ctypes.CDLL(plugin.get_config().registered_filters[name])
+    library.H5PLget_plugin_info.restype = ctypes.POINTER(_Class)
+    found: Callable[..., int] = library.H5PLget_plugin_info().contents.filter
+    return found
+
+
+def _through(number: int, settings: Sequence[int], data: bytes, flags: int) -> bytes | None:
+    """What a filter makes of `data`; None when it gives up."""
+    if number == _SHUFFLE:
+        rows = np.frombuffer(data, np.uint8).reshape((settings[0], -1) if flags else (-1, settings[0]))
+        shuffled: bytes = rows.T.tobytes()
+        return shuffled
+    held, room = ctypes.c_void_p(_libc.malloc(len(data))), ctypes.c_size_t(len(data))
+    values = (ctypes.c_uint * len(settings))(*settings)
+    try:
+        ctypes.memmove(held, data, len(data))
+        size = _filter(number)(flags, len(values), values, len(data), ctypes.byref(room), ctypes.byref(held))
+        return ctypes.string_at(held, size) if size else None
+    finally:
+        _libc.free(held)  # a filter frees what it was given when it puts its own in place
+
+
+def encode(filters: Filters, data: bytes) -> tuple[bytes, int]:
+    """The bytes of a chunk in the file, and a bit for each filter that gave up and is left out."""
+    mask = 0
+    for place, (number, settings) in enumerate(filters):
+        done = _through(number, settings, data, 0)
+        mask |= (done is None) << place
+        data = data if done is None else done
+    return data, mask
+
+
+def decode(filters: Filters, data: bytes, mask: int, size_bytes: int, name: str) -> bytes:
+    """The bytes of a chunk. Raises CorruptError, naming `name`."""
+    for place, (number, settings) in reversed(list(enumerate(filters))):
+        if mask >> place & 1:
+            continue
+        try:
+            done = _through(number, settings, data, _REVERSE)
+        except ImportError as error:
+            raise CorruptError(f"{name}: compressed, and hdf5plugin is not installed; {INSTALL}") from error
+        if done is None:
+            raise CorruptError(f"{name}: a chunk that filter {number} cannot read; use another copy of the file")
+        data = done
+    if len(data) != size_bytes:
+        raise CorruptError(f"{name}: a chunk of {len(data)} bytes, {size_bytes} expected; use another copy of the file")
+    return data
