@@ -1,4 +1,4 @@
-"""Tensors become durable files: several threads write behind one that copies and hashes.
+"""Tensors become durable files: several threads write, and one hashes, behind one that copies.
 
 A file is laid out before its first byte arrives, and filled from front to back. Bytes are copied into aligned blocks
 and written from them past the page cache (O_DIRECT) where the file system takes that, which on most disks is several
@@ -12,7 +12,7 @@ import fcntl
 import mmap
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -63,6 +63,7 @@ class Writer:
     def __init__(self, threads: int = 4, direct: str = "auto") -> None:
         self.direct = direct
         self.pool = ThreadPoolExecutor(threads, "ft_ckpt-write")
+        self.hasher = ThreadPoolExecutor(1, "ft_ckpt-hash")  # one, since a digest takes its bytes in order
         self.free: SimpleQueue[mmap.mmap] = SimpleQueue()
         self.blocks: list[mmap.mmap] = []
         self.most_blocks = threads + 2  # one being filled, one on its way, the others under a writer's hands
@@ -72,6 +73,7 @@ class Writer:
 
     def __exit__(self, *_: object) -> None:
         self.pool.shutdown(wait=True)
+        self.hasher.shutdown(wait=True)
         for block in self.blocks:
             with suppress(BufferError):  # a view that an exception's traceback still holds; freed with it
                 block.close()
@@ -156,17 +158,22 @@ class DurableFile:
 
     def _dispatch(self) -> None:
         block, count, offset = self._open_block(), self.filled, self.written
-        self.digest.update(memoryview(block)[:count])
+        hashed = self.writer.hasher.submit(self._hash, block, count)
         self.block, self.filled, self.written = None, 0, offset + count
         self.jobs = [job for job in self.jobs if not job.done() or job.result() is not None]  # raises a writer's error
-        self.jobs.append(self.writer.pool.submit(self._flush, block, count, offset))
+        self.jobs.append(self.writer.pool.submit(self._flush, block, count, offset, hashed))
 
-    def _flush(self, block: mmap.mmap, count: int, offset: int) -> None:
+    def _hash(self, block: mmap.mmap, count: int) -> None:
+        with memoryview(block) as view:
+            self.digest.update(view[:count])
+
+    def _flush(self, block: mmap.mmap, count: int, offset: int, hashed: Future[None]) -> None:
         try:
             _write_all(self.descriptor, block, count + -count % _ALIGNMENT, offset)
         except OSError as error:
             raise _no_space(self.path, error) from error
         finally:
+            wait([hashed])  # both are done with the block before it is filled again
             self.writer.free.put(block)
 
 

@@ -56,6 +56,7 @@ def main() -> None:
     if accelerator.is_main_process:
         print(f"held-out loss {final_loss:.3f}")
         print_saves(reports)
+    accelerator.end_training()  # the ranks leave together: one that ends alone may take the others down
 
 
 def make_model(tokenizer: Any, args: argparse.Namespace) -> Any:

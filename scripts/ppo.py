@@ -93,6 +93,7 @@ def main() -> None:
         alone = saver.save(model, args.output_dir / "policy", attribute="policy", step=args.iterations)
     if accelerator.is_main_process:
         print_saves([both, alone])
+    accelerator.end_training()  # the ranks leave together: one that ends alone may take the others down
 
 
 def make_policy(tokenizer: Any, args: argparse.Namespace) -> Any:

@@ -23,12 +23,15 @@ EXPECTED = {
 }
 
 RANKS = """
+import os
 import torch
 from accelerate import Accelerator
 accelerator = Accelerator(cpu=True)
 ranks = accelerator.gather(torch.tensor([accelerator.process_index]))
-print(accelerator.process_index, accelerator.num_processes, accelerator.device.type, ranks.tolist())
-accelerator.end_training()  # or gloo's threads may take the process down when it ends
+line = f"{accelerator.process_index} {accelerator.num_processes} {accelerator.device.type} {ranks.tolist()}"
+os.write(1, f"{line}\\n".encode())  # in one piece, since two ranks write to the same pipe
+accelerator.wait_for_everyone()
+os._exit(0)  # gloo's threads sometimes take the process down when the interpreter ends
 """
 
 FSDP = """
