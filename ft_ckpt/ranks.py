@@ -102,8 +102,10 @@ class Ranks:
     def await_turn(self) -> None:
         """On the other ranks: wait until rank 0 takes what they bring. Raises RankError when it falls silent."""
         self.turns += 1
-        if not self._wait(f"{self.rounds}/turn/{self.turns}", self.timeout_seconds):
-            raise RankError(f"rank 0 gave no sign of life for {self.timeout_seconds:g} s while tensors were gathered")
+        if not self._wait(f"{self.rounds}/turn/{self.turns}", self.timeout_seconds, f"{self.rounds + 1}/0"):
+            raise RankError(
+                f"rank 0 stopped taking tensors: it failed, or gave no sign of life for {self.timeout_seconds:g} s"
+            )
 
     def _lead(self, what: str, same: tuple[str, ...], limit: float) -> dict[str, Any]:
         """Collect what the ranks put, judge it, and put the verdict where the others wait for it."""
@@ -126,10 +128,15 @@ class Ranks:
         found = "rank 0 came and then fell silent" if arrived else f"rank(s) 0 did not enter {what}"
         return {"problem": f"{what}: {found} within {limit:g} s; {_ADVICE}", "disagree": True, "entries": []}
 
-    def _wait(self, name: str, limit: float) -> bool:
-        """Wait until rank 0 has put `name`; False when it has given no sign of life for `limit` seconds."""
+    def _wait(self, name: str, limit: float, instead: str | None = None) -> bool:
+        """Wait until rank 0 has put `name`; False when it has given no sign of life for `limit` seconds.
+
+        False, too, when it has put `instead`, which it puts after `name` if at all: it has given up and gone on.
+        """
         deadline, heard = time.monotonic() + limit, b""
         while not self._arrive([name], min(_BEAT_SECONDS, max(deadline - time.monotonic(), 0.001))):
+            if instead is not None and self.store.check([self._key(instead)]):
+                return bool(self.store.check([self._key(name)]))
             if self.store.check([self._key("beat/0")]):
                 beat = self.store.get(self._key("beat/0"))
                 if beat != heard:

@@ -20,7 +20,7 @@ from ft_ckpt.adapters import base_identity
 from ft_ckpt.catalog import digest_of
 from ft_ckpt.config import SaverConfig
 from ft_ckpt.deliver import PartPlan, check_written, pieces, plan, second_names
-from ft_ckpt.errors import IncompleteError, RankError, TargetError
+from ft_ckpt.errors import IncompleteError, RankError, RanksDisagreeError, TargetError
 from ft_ckpt.gather import equal
 from ft_ckpt.manifest import BaseRecord, FileRecord, Manifest, PartRecord
 from ft_ckpt.modules import write_module
@@ -95,6 +95,7 @@ def run(
         answers = ranks.agree("save()", _facts(request, prepared), error, same=("path", "kind", "step", "tensors"))
         if request is None or prepared is None:
             raise RankError("save(): agreed on without a plan on this rank; please report it")
+        _refuse_lonely_dicts(answers)
         with ranks.working():
             report, error = attempt(lambda: _carry_out(request, prepared, answers, ranks, config, begun))
         outcome = ranks.agree("the commit of save()", report, error)[0]
@@ -169,8 +170,18 @@ def _facts(request: Request | None, prepared: _Prepared | None) -> dict[str, Any
         "kind": kind_of(request.adapter_only, request.attribute),
         "step": request.step,
         "tensors": xxhash.xxh3_64_hexdigest(names.encode()),
+        "state_dict": request.state_dict_given,
         "samples": prepared.samples,
     }
+
+
+def _refuse_lonely_dicts(answers: list[dict[str, Any]]) -> None:
+    """Rank 0 writes: a state dict that others were handed and it was not leaves it waiting for tensors."""
+    given = [str(rank) for rank, answer in enumerate(answers) if answer["state_dict"]]
+    if given and not answers[0]["state_dict"]:
+        raise RanksDisagreeError(
+            f"state_dict= was given on rank(s) {', '.join(given)} and not on rank 0, which writes it; give it on rank 0"
+        )
 
 
 def _carry_out(
@@ -182,6 +193,8 @@ def _carry_out(
     begun: float,
 ) -> dict[str, Any]:
     """Move and write the tensors, compare the files with the model, commit. Collective; the result is rank 0's."""
+    if not ranks.leads and answers[0]["state_dict"]:
+        return {}  # rank 0 was handed everything; a gather leaves the others with {} or None, which says nothing
     untied = [pair for pair in prepared.ties_to_check if not equal(*pair, ranks, config.bucket_bytes)]
     total = sum(one.size_bytes for one in prepared.plans)
     feed = tracked(pieces(prepared.plans, ranks, config.bucket_bytes, config.nonfinite), total, "saving", ranks.leads)

@@ -12,7 +12,7 @@ from ft_ckpt.ranks import Ranks
 
 TWO = [
     *("plain", "ddp", "compiled_ddp", "fsdp2", "fsdp1", "fsdp1_flat", "tensor_parallel"),
-    *("shards_not_copies", "comparing", "bounded"),
+    *("shards_not_copies", "comparing", "bounded", "handed_over", "gathering_fails"),
 ]
 FOUR = ["fsdp2", "hybrid", "two_dimensions"]
 

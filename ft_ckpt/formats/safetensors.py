@@ -7,7 +7,6 @@ header padded with spaces to a multiple of 8, and the tensors without gaps. The 
 
 import json
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 
 from ft_ckpt.errors import SelectionError, listing
 from ft_ckpt.formats import Layout, Spec
@@ -57,16 +56,3 @@ def lay_out(specs: Sequence[Spec], metadata: Mapping[str, str]) -> Layout:
     header = len(text).to_bytes(8, "little") + text
     starts = tuple(len(header) + offset for offset in offsets)
     return Layout(header, tuple(ordered), starts, len(header) + begin)
-
-
-def read_specs(path: Path) -> dict[str, Spec]:
-    """What a file holds, by name, read with the safetensors library (which checks ranges and the file's size)."""
-    from safetensors import safe_open
-
-    names = {stored: name for name, stored in NAMES.items()}
-    with safe_open(str(path), framework="pt") as file:
-        slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 - not a mapping
-        return {
-            name: Spec(name, tuple(part.get_shape()), names.get(part.get_dtype(), part.get_dtype()))
-            for name, part in slices.items()
-        }

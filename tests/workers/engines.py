@@ -1,7 +1,11 @@
 """What the engines see and gather, case by case, against the state dict before wrapping."""
 
+import sys
+import time
+from contextlib import suppress
 from pathlib import Path
 
+import pytest
 import torch
 import torch.distributed as dist
 from harness import RANK, WORLD, run
@@ -10,7 +14,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
+from ft_ckpt import CheckpointSaver
 from ft_ckpt.engines import sample, sources
+from ft_ckpt.errors import RankError, RanksDisagreeError
 from ft_ckpt.gather import equal, full_state_dict, gather, stream
 from ft_ckpt.ranks import current
 
@@ -124,10 +130,38 @@ def bounded() -> None:
     assert total == (4 * (512 * 512 + 512 + 512 * 256 + 256) if RANK == 0 else 0)
 
 
+def handed_over() -> None:
+    """Pain 1: a gathered state dict is on rank 0 alone, the others have None; none on rank 0 is an error on all."""
+    model = fsdp2(build())
+    full = full_state_dict(model)
+    folder = Path(sys.argv[1]) / "handed"
+    report = CheckpointSaver(enter_timeout_seconds=20).save(model, folder, state_dict=full or None)
+    assert report.tensors == len(build().state_dict())
+    with pytest.raises(RanksDisagreeError, match="not on rank 0"):
+        CheckpointSaver(enter_timeout_seconds=20).save(model, folder, state_dict=None if RANK == 0 else {})
+
+
+def gathering_fails() -> None:
+    """Pain 28: rank 0 fails between two tensors; the others learn it at once, not when their patience ends."""
+    begun, ranks = time.monotonic(), current(60)
+    feed = stream(list(sources(fsdp2(build())).values()), ranks, 64)
+    error: BaseException | None = None
+    try:
+        for _ in feed:
+            raise MemoryError("no room for the next one")
+    except (MemoryError, RankError) as found:
+        error = found
+        feed.close()
+    with suppress(MemoryError, RankError):
+        ranks.agree("the end", error=error)
+    assert error is not None
+    assert time.monotonic() - begun < 20
+
+
 WRAPPERS = (plain, ddp, compiled_ddp, fsdp2, fsdp1, fsdp1_flat, hybrid, tensor_parallel, two_dimensions)
 CASES = {
     **{wrap.__name__: (lambda wrap=wrap: gathers(wrap)) for wrap in WRAPPERS},
-    **{case.__name__: case for case in (shards_not_copies, comparing, bounded)},
+    **{case.__name__: case for case in (shards_not_copies, comparing, bounded, handed_over, gathering_fails)},
 }
 
 
