@@ -10,19 +10,28 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from ft_ckpt import errors
     from ft_ckpt.catalog import latest, verify
+    from ft_ckpt.closure import checkpoint_closure
     from ft_ckpt.config import SaverConfig
     from ft_ckpt.converting import convert
     from ft_ckpt.objects import load, save
     from ft_ckpt.read import LoadReport, load_model
-    from ft_ckpt.saver import CheckpointSaver, SaveReport
+    from ft_ckpt.resume import RestoreReport
+    from ft_ckpt.retain import Keep
+    from ft_ckpt.saver import CheckpointSaver, Progress, SaveReport
+    from ft_ckpt.schedule import Every
 
 __version__ = "0.1.0"
 
 __all__ = [
     "CheckpointSaver",
+    "Every",
+    "Keep",
     "LoadReport",
+    "Progress",
+    "RestoreReport",
     "SaveReport",
     "SaverConfig",
+    "checkpoint_closure",
     "convert",
     "errors",
     "latest",
@@ -34,9 +43,14 @@ __all__ = [
 
 _HOME = {
     "CheckpointSaver": "ft_ckpt.saver",
+    "Every": "ft_ckpt.schedule",
+    "Keep": "ft_ckpt.retain",
     "LoadReport": "ft_ckpt.read",
+    "Progress": "ft_ckpt.saver",
+    "RestoreReport": "ft_ckpt.resume",
     "SaveReport": "ft_ckpt.saver",
     "SaverConfig": "ft_ckpt.config",
+    "checkpoint_closure": "ft_ckpt.closure",
     "convert": "ft_ckpt.converting",
     "latest": "ft_ckpt.catalog",
     "load": "ft_ckpt.objects",

@@ -305,7 +305,8 @@ def _index_problems(path: Path, part: PartRecord, sound: set[str]) -> Iterator[s
     files = {tensor.file for tensor in part.tensors}
     folder = f"{part.path}/" if part.path else ""
     indexes = [name for name in sound if re.fullmatch(rf"{re.escape(folder)}[^/]+\.safetensors\.index\.json", name)]
-    if not indexes and len(files) > 1 and all(file.endswith(".safetensors") for file in files):
+    sharded = len(files) > 1 and all(file.endswith(".safetensors") for file in files)
+    if sharded and not indexes and part.kind != "state":  # a state has a file of each rank, and a reader of its own
         yield f"{folder or './'}: {len(files)} shards without an index; readers of sharded weights need one"
     expected = {tensor.name: tensor.file for tensor in part.tensors}
     for name in sorted(indexes):

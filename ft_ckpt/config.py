@@ -5,6 +5,8 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from ft_ckpt.errors import ConfigError
+from ft_ckpt.retain import Keep
+from ft_ckpt.schedule import Every
 
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 _DTYPES = ("as_is", "config", "float64", "float32", "bfloat16", "float16")
@@ -39,6 +41,18 @@ class SaverConfig:
     """Writer threads on rank 0."""
     direct_io: str = "auto"
     """Unbuffered writes (O_DIRECT): "auto" where the file system takes them, "on" or "off"."""
+    every: Every | None = None
+    """When `step` saves a checkpoint to resume from; None: only when it is told to."""
+    keep: Keep | None = None
+    """Which checkpoints of the run stay after such a save; None: all."""
+    on_failure: str = "raise"
+    """A save by `step` that fails: "raise", or "warn" and go on training."""
+    when_full: str = "raise"
+    """A disk without room for a checkpoint: "raise"; "prune" as `keep` says first; "wait" until there is room."""
+    on_difference: str = "warn"
+    """A run resumed with other settings than it was saved with: "warn", "raise" or "ignore"."""
+    verify_resume: bool = True
+    """Compare the digests of all files of a checkpoint before a run is resumed from it."""
 
     def __post_init__(self) -> None:
         problems = [problem for rule in _RULES for problem in rule(self)]
@@ -89,6 +103,9 @@ def _choice_rule(config: SaverConfig) -> list[str]:
         "format": ("safetensors", "h5", "dual"),
         "nonfinite": ("save", "raise"),
         "direct_io": ("auto", "on", "off"),
+        "on_failure": ("raise", "warn"),
+        "when_full": ("raise", "prune", "wait"),
+        "on_difference": ("warn", "raise", "ignore"),
     }
     return [
         f"{name}={getattr(config, name)!r}: expected one of {', '.join(allowed)}"
@@ -120,4 +137,13 @@ def _compression_rule(config: SaverConfig) -> list[str]:
     return []
 
 
-_RULES = (_compression_rule, _dtype_rule, _size_rule, _choice_rule, _number_rule, _template_rule)
+def _class_rule(config: SaverConfig) -> list[str]:
+    wanted = {"every": Every, "keep": Keep}
+    return [
+        f"{name}={getattr(config, name)!r}: expected {kind.__name__}(...) or None"
+        for name, kind in wanted.items()
+        if not isinstance(getattr(config, name), kind | None)
+    ]
+
+
+_RULES = (_class_rule, _compression_rule, _dtype_rule, _size_rule, _choice_rule, _number_rule, _template_rule)

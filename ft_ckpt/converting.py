@@ -243,7 +243,7 @@ class _Shard:
         self.specs: Mapping[str, Spec] = {name: file.specs[name] for name in names}
         self.ties = {name: kept for name, kept in file.ties.items() if kept in self.specs}
         self.metadata = file.metadata
-        self.read, self.close = file.read, file.close
+        self.read, self.runs, self.close = file.read, file.runs, file.close
 
 
 def _copy(source: Path, names: Sequence[str], stage: Path, dtype: str | None) -> None:

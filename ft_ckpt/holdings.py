@@ -6,7 +6,7 @@ parameters as its `ds_tensor` shows it. Everything else is held whole by every r
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
@@ -32,12 +32,14 @@ class Holding:
     block: Callable[[int], Block | None]  # global rank -> its block
     moves: bool = False  # cut over ranks by its engine; the same on every rank, whoever owns what
     whole: Callable[[], Tensor] | None = None  # collective that gives the full tensor, for layouts that are no blocks
+    mine: Block | None = None  # where `local` lies in `view` on this rank, even if another speaks for it in a gather
 
 
 def replicated(tensor: Tensor) -> Holding:
     """A tensor that every rank has in full; rank 0's is the one that counts."""
     everything = Block((0,) * tensor.dim(), tuple(tensor.shape))
-    return Holding(tuple(tensor.shape), tensor.detach(), (0,), lambda rank: everything if rank == 0 else None)
+    block = _only_rank_0(everything)
+    return Holding(tuple(tensor.shape), tensor.detach(), (0,), block, mine=everything)
 
 
 def elsewhere(shape: tuple[int, ...]) -> Holding:
@@ -45,19 +47,40 @@ def elsewhere(shape: tuple[int, ...]) -> Holding:
     return Holding(shape, None, (0,), lambda rank: None)
 
 
-def _runs(local: Tensor | None, numel: int, first: int, shard: int, members: Sequence[int]) -> Holding:
-    """A tensor that lies at [first, first + numel) of a flat buffer cut into equal shards, one per member."""
-    place = {rank: index for index, rank in enumerate(members)}
+def held_by(owner: int, shape: tuple[int, ...], local: Tensor | None) -> Holding:
+    """A tensor that the rank `owner` alone speaks for; `local` is what this rank has of it, all or nothing."""
+    everything = Block((0,) * len(shape), shape)
+    mine = everything if local is not None else None
+    block: Callable[[int], Block | None] = lambda rank: everything if rank == owner else None  # noqa: E731 - a value
+    return Holding(shape, local, (owner,), block, moves=owner != 0, mine=mine)
 
-    def block(rank: int) -> Block | None:
-        if rank not in place:
-            return None
-        start = max(place[rank] * shard, first) - first
-        stop = min((place[rank] + 1) * shard, first + numel) - first
-        return Block((start,), (stop - start,)) if stop > start else None
+
+def runs(buffer: Tensor, numel: int, first: int, shard: int, members: Sequence[int], rank: int) -> Holding:
+    """A tensor that lies at [first, first + numel) of a flat buffer cut into equal shards, one per member.
+
+    `buffer` is the shard, of `shard` elements or the rest, that this `rank` has. Members without rank 0 hold again
+    what others hold, and contribute nothing.
+    """
+    place = {member: index for index, member in enumerate(members)}
+
+    def block(member: int) -> Block | None:
+        return _run(numel, first, shard, place[member]) if member in place and 0 in place else None
 
     low, high = first // shard, (first + numel - 1) // shard
-    return Holding((numel,), local, tuple(members[low : high + 1]) if numel else (), block, moves=True)
+    owners = tuple(members[low : high + 1]) if numel and 0 in place else ()
+    mine = _run(numel, first, shard, place[rank]) if rank in place else None
+    if mine is None:
+        return Holding((numel,), None, owners, block, moves=True)
+    begin = first + mine.offsets[0] - place[rank] * shard
+    local = buffer.detach().view(-1)[begin : begin + mine.sizes[0]]
+    return Holding((numel,), local, owners, block, moves=True, mine=mine)
+
+
+def _run(numel: int, first: int, shard: int, index: int) -> Block | None:
+    """What of [first, first + numel) lies in the shard at `index`, counted from `first`."""
+    start = max(index * shard, first) - first
+    stop = min((index + 1) * shard, first + numel) - first
+    return Block((start,), (stop - start,)) if stop > start else None
 
 
 def zero3_holding(parameter: Any, shape: tuple[int, ...]) -> Holding:
@@ -68,11 +91,7 @@ def zero3_holding(parameter: Any, shape: tuple[int, ...]) -> Holding:
     import torch.distributed as dist
 
     members = dist.get_process_group_ranks(parameter.ds_process_group) if dist.is_initialized() else [0]
-    first_copy = members if 0 in members else []  # further replica groups hold the same again
-    holding = _runs(None, math.prod(shape), 0, shard.numel(), first_copy)
-    mine = holding.block(dist.get_rank() if dist.is_initialized() else 0)
-    local = shard.detach().view(-1)[: mine.sizes[0]] if mine else None
-    return replace(holding, local=local)
+    return runs(shard, math.prod(shape), 0, shard.numel(), members, dist.get_rank() if dist.is_initialized() else 0)
 
 
 def is_dtensor(tensor: Any) -> bool:
@@ -87,12 +106,16 @@ def dtensor_holding(tensor: Any) -> tuple[str, Holding]:
     engine = "fsdp2" if sharded in ([], [0]) else "tensor parallel"
     plain = all(type(p).__name__ in {"Shard", "Replicate"} for p in placements)
     where, owners = _owners(mesh, placements)
+    local = tensor.detach().to_local()
+    local = local.wait() if hasattr(local, "wait") else local  # still on its way when a collective made it
+    mine = _place(shape, mesh, placements)
     if not plain or len(set(sharded)) != len(sharded):
-        # A dimension cut twice, a strided shard or a pending sum: no block describes it, torch's own gather does.
-        return engine, Holding(shape, None, (0,), lambda rank: None, whole=lambda: tensor.detach().full_tensor())
+        # A dimension cut twice, a strided shard or a pending sum: torch's own gather puts it together.
+        full = lambda: tensor.detach().full_tensor()  # noqa: E731 - a def would hide that it is one call
+        return engine, Holding(shape, local, (0,), lambda rank: None, whole=full, mine=mine)
 
     if 0 not in where:  # another group of ranks that holds the same again, such as the next tensor-parallel column
-        return engine, Holding(shape, None, (), lambda rank: None, moves=True)
+        return engine, Holding(shape, local, (), lambda rank: None, moves=True, mine=mine)
 
     def block(rank: int) -> Block | None:
         if rank not in owners:
@@ -100,9 +123,15 @@ def dtensor_holding(tensor: Any) -> tuple[str, Holding]:
         cuts = zip(where[rank], placements, mesh.mesh.shape, strict=True)
         return _cut(shape, [(p.dim % len(shape), index, parts) for index, p, parts in cuts if p.is_shard()])
 
-    local = tensor.detach().to_local()
-    local = local.wait() if hasattr(local, "wait") else local  # still on its way when a collective made it
-    return engine, Holding(shape, local, owners, block, moves=True)
+    return engine, Holding(shape, local, owners, block, moves=True, mine=mine)
+
+
+def _place(shape: tuple[int, ...], mesh: Any, placements: tuple[Any, ...]) -> Block | None:
+    """Where this rank's part of a distributed tensor lies, for any layout torch knows; None when it is empty."""
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    sizes, offsets = compute_local_shape_and_global_offset(shape, mesh, placements)
+    return Block(tuple(offsets), tuple(sizes)) if all(sizes) and offsets is not None else None
 
 
 @lru_cache(maxsize=64)  # one entry for each mesh and layout of a model, however many tensors
@@ -137,28 +166,29 @@ class Flat:
     dtype: torch.dtype
     trainable: bool
     first: int  # index of its first element in the unsharded flat parameter
+    original: Any = None  # the parameter that optimizers are given; None where that is the flat parameter itself
 
     def holding(self) -> Holding:
         """Its runs in the ranks' flat shards."""
+
+        local = getattr(self.handle.flat_param, "_local_shard", None)
+        return self.holding_of(self.handle.flat_param if local is None else local)
+
+    def holding_of(self, buffer: Tensor) -> Holding:
+        """The same runs in any `buffer` that is cut like the flat parameter, such as its optimizer state."""
         import torch.distributed as dist
 
-        parameter, numel = self.handle.flat_param, math.prod(self.shape)
-        members = dist.get_process_group_ranks(self.handle.process_group)
-        first_copy = members if 0 in members else []
-        local = getattr(parameter, "_local_shard", None)
-        local = (parameter if local is None else local).detach().view(-1)
+        numel, buffer = math.prod(self.shape), buffer.detach().view(-1)
         if not self.handle.uses_sharded_strategy:
-            return Holding((numel,), local[self.first : self.first + numel], (0,), _everything(numel))
-        runs = _runs(None, numel, self.first, local.numel(), first_copy)
-        mine = runs.block(dist.get_rank())
-        if mine is None:
-            return runs
-        begin = self.first + mine.offsets[0] - self.handle.rank * local.numel()
-        return replace(runs, local=local[begin : begin + mine.sizes[0]])
+            everything = Block((0,), (numel,))
+            local = buffer[self.first : self.first + numel]
+            return Holding((numel,), local, (0,), _only_rank_0(everything), mine=everything)
+        members = dist.get_process_group_ranks(self.handle.process_group)
+        return runs(buffer, numel, self.first, buffer.numel(), members, dist.get_rank())
 
 
-def _everything(numel: int) -> Callable[[int], Block | None]:
-    return lambda rank: Block((0,), (numel,)) if rank == 0 else None
+def _only_rank_0(block: Block) -> Callable[[int], Block | None]:
+    return lambda rank: block if rank == 0 else None
 
 
 def flat_holdings(model: nn.Module) -> dict[tuple[int, str], Flat]:
@@ -183,7 +213,7 @@ def _flat_parameters(handle: Any) -> Iterator[tuple[tuple[int, str], Flat]]:
     places = {}
     for info, shape, first, original in zip(flat._param_infos, flat._shapes, starts, originals, strict=True):
         wants = trainable[id(info.module)] if original is None else bool(original.requires_grad)
-        places[id(info.module), info.param_name] = Flat(handle, tuple(shape), flat.dtype, wants, first)
+        places[id(info.module), info.param_name] = Flat(handle, tuple(shape), flat.dtype, wants, first, original)
     yield from places.items()
     for shared in flat._shared_param_infos:
         yield (id(shared.module), shared.param_name), places[id(shared.prim_module), shared.prim_param_name]

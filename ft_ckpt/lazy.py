@@ -59,9 +59,9 @@ class _Held:
         self.values: torch.Tensor | None = None
 
     def get(self) -> torch.Tensor:
-        """The values. Raises CorruptError when the file has changed."""
+        """The values in one dimension. Raises CorruptError when the file has changed."""
         if self.values is None:
-            self.values = self.file.read(self.name).view(self.shape)
+            self.values = self.file.read(self.name)
         else:
             self.file.check()
         return self.values
@@ -92,7 +92,7 @@ class LazyTensor(torch.Tensor):
     ) -> Any:
         """Answer from the description where that is enough, else run `func` on the values."""
         with torch._C.DisableTorchFunctionSubclass():
-            if args and isinstance(args[0], LazyTensor):
+            if args and type(args[0]) is LazyTensor:
                 if args[0]._own is None and func in _ABOUT:
                     return func(*args, **(kwargs or {}))
                 special = _SPECIAL.get(func)
@@ -111,7 +111,7 @@ class LazyTensor(torch.Tensor):
         """The plain tensor. Raises CorruptError when the file was cut short or rewritten in place."""
         found = self._held.get()
         if self._own is None:
-            self._own = found.detach()
+            self._own = found.view(self._held.shape)
         return self._own
 
     def release(self) -> None:
@@ -147,7 +147,9 @@ PLAIN.add(LazyTensor)
 
 
 def _on_values(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None) -> Any:
-    return func(*map(_plain, args), **{name: _plain(value) for name, value in (kwargs or {}).items()})
+    if not kwargs:
+        return func(*map(_plain, args))
+    return func(*map(_plain, args), **{name: _plain(value) for name, value in kwargs.items()})
 
 
 def _plain(value: Any) -> Any:

@@ -14,13 +14,14 @@ import numpy as np
 import torch
 
 from ft_ckpt import disk
+from ft_ckpt.blocks import BLOCK_BYTES
 from ft_ckpt.errors import ConfigError, CorruptError, NoSpaceError, TargetError
 from ft_ckpt.formats import Layout, Spec, cerebras, dual, hdf5, hdf5_chunks, safetensors
 from ft_ckpt.formats.detect import format_by_name, format_of
 from ft_ckpt.formats.hdf5_filters import Codec
 from ft_ckpt.lazy import LazyTensor, lazy_tensor
 from ft_ckpt.tree import Leaf, flatten, unflatten
-from ft_ckpt.write import BLOCK_BYTES, FilePlan, Piece, Writer, write_files
+from ft_ckpt.write import FilePlan, Piece, Writer, write_files
 
 FORMATS = ("h5", "dual", "safetensors", "torch")
 

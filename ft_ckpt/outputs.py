@@ -4,13 +4,15 @@ import ctypes
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
+from ft_ckpt.blocks import read_ahead
 from ft_ckpt.formats import Layout, Spec, TensorFile, dual, hdf5, safetensors, torch_zip
 from ft_ckpt.manifest import FileRecord
 from ft_ckpt.progress import tracked
-from ft_ckpt.translate import slices
+from ft_ckpt.translate import runs, slices
 from ft_ckpt.write import FilePlan, Piece, Writer, write_files
 
 
@@ -48,8 +50,15 @@ def output(kind: str, path: str, file: TensorFile) -> Output:
 
 
 def _pieces(path: str, file: TensorFile, specs: list[Spec]) -> Iterator[Piece]:
-    for spec, data in _ahead(slices(file, specs)):
-        yield Piece(path, spec.name, data.data_ptr(), data.nbytes, data)
+    """What lies in a file as it shall be is read in blocks, anything else a slice at a time."""
+    stored = {spec.name: runs(file, spec.name) for spec in specs}
+    for plain, some in groupby(specs, lambda spec: stored[spec.name] is not None):
+        if plain:
+            for part in read_ahead(run for spec in some for run in stored[spec.name] or ()):
+                yield Piece(path, part.run.name, part.address, part.size_bytes, part)
+        else:
+            for spec, data in _ahead(slices(file, list(some))):
+                yield Piece(path, spec.name, data.data_ptr(), data.nbytes, data)
 
 
 def _ahead(items: Iterable[Any]) -> Iterator[Any]:

@@ -4,8 +4,8 @@ from collections.abc import Mapping, Sequence
 
 from torch import nn
 
-from ft_ckpt.adapters import adapter_parts, base_view, check_complete, has_adapters
-from ft_ckpt.engines import Source
+from ft_ckpt.adapters import adapter_parts, base_view, check_complete, has_adapters, missing_trainable
+from ft_ckpt.engines import Source, sources
 from ft_ckpt.errors import NotAnAdapterError, SelectionError
 from ft_ckpt.select import Part, View, model_part, view
 
@@ -34,6 +34,12 @@ def parts_of(
         for name, one in views.items()  # beside an adapter a plain attribute, such as a value head, is saved in full
         for part in _parts(one, name, name, adapter_only and has_adapters(one.module), dtype)
     ]
+
+
+def leaves_out_trained(model: nn.Module) -> bool:
+    """Whether a save of the adapters alone would leave out tensors that are trained."""
+    whole = view(model, sources(model))
+    return bool(missing_trainable(whole, adapter_parts(whole, "", "", "as_is")))
 
 
 def kind_of(adapter_only: bool, attribute: Attribute) -> str:

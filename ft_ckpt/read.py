@@ -12,6 +12,7 @@ from ft_ckpt.catalog import read_manifest, verify
 from ft_ckpt.engines import sources
 from ft_ckpt.errors import CorruptError, LoadError, NotACheckpointError, listing
 from ft_ckpt.manifest import MANIFEST_NAME, Manifest, PartRecord
+from ft_ckpt.marks import lease
 from ft_ckpt.modules import MODULE_NAME, build_module
 from ft_ckpt.reattach import attach, base_of, read_tensors
 from ft_ckpt.select import stored_as_in_memory
@@ -70,13 +71,19 @@ def load_model(
     Raises NotACheckpointError, CorruptError when files differ from the manifest in size or header, LoadError naming
     every missing, unexpected or reshaped tensor unless `strict` is off, BaseMismatchError for the wrong base.
     """
-    root, manifest, wanted = _find(Path(path), part)
+    options = _Options(base, into, classes or {}, strict, check_base, trust_remote_code)
+    with lease(_find(Path(path), part)[0]):  # not deleted while it is read; what is mapped stays readable afterwards
+        model, report = _load_checkpoint(Path(path), part, options, device)
+    return (model, report) if with_report else model
+
+
+def _load_checkpoint(path: Path, part: str | None, options: _Options, device: Any) -> tuple[Any, LoadReport]:
+    root, manifest, wanted = _find(path, part)
     report = verify(root, deep=False)
     if not report.ok:
         raise CorruptError(f"{root}: {listing(list(report.problems))}; use an older checkpoint")
-    options = _Options(base, into, classes or {}, strict, check_base, trust_remote_code)
-    groups = _groups(manifest.parts, wanted, root)
-    if into is not None and len(groups) > 1:
+    groups = _groups([part for part in manifest.parts if part.kind != "state"], wanted, root)
+    if options.into is not None and len(groups) > 1:
         raise LoadError(f"into=: {root} holds {', '.join(groups)}; name one of them with part=")
     loaded = {name: _load(root, records, options) for name, records in groups.items()}
     models = {name: model.to(device) if device is not None else model for name, (model, _) in loaded.items()}
@@ -84,7 +91,7 @@ def load_model(
     single = len(models) == 1 and (wanted is not None or "" in models)
     result = next(iter(models.values())) if single else models
     found = _summary(root, wanted or "", [one for _, one in loaded.values()], copied=device not in (None, "cpu"))
-    return (result, found) if with_report else result
+    return result, found
 
 
 def _find(path: Path, part: str | None) -> tuple[Path, Manifest, str | None]:

@@ -1,21 +1,30 @@
 """`CheckpointSaver`: the one object a training script talks to."""
 
 import time
-from collections.abc import Mapping
+import warnings
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from weakref import WeakSet
 
 from torch import Tensor, nn
 
-from ft_ckpt import commit, engines
+from ft_ckpt import commit, engines, rehearsal, resume
+from ft_ckpt.adapters import has_adapters
 from ft_ckpt.config import SaverConfig, make_config, parse_size
 from ft_ckpt.errors import CheckpointError, ConfigError
-from ft_ckpt.parts import Attribute
-from ft_ckpt.ranks import attempt, current
+from ft_ckpt.marks import lease
+from ft_ckpt.parts import Attribute, leaves_out_trained
+from ft_ckpt.ranks import Ranks, attempt, current
+from ft_ckpt.records import versions
+from ft_ckpt.running import Progress, Run
 from ft_ckpt.saving import Request, SaveReport, check_companions, run
+from ft_ckpt.signals import exit_code
+from ft_ckpt.sweep import clear, sweep
 
-__all__ = ["CheckpointSaver", "SaveReport"]
+__all__ = ["CheckpointSaver", "Progress", "SaveReport"]
+_OPEN: WeakSet["CheckpointSaver"] = WeakSet()
 
 
 class CheckpointSaver:
@@ -26,7 +35,8 @@ class CheckpointSaver:
     a step and no path. `settings` are the fields of `SaverConfig`, which may be passed as `config` instead.
 
     Raises ConfigError for settings that cannot work, CompanionError for a tokenizer or generation config that does
-    not fit, TargetError when `directory` cannot be written.
+    not fit, SelectionError for optimizers and other objects of a run whose state cannot be kept, TargetError when
+    `directory` cannot be written.
     """
 
     def __init__(
@@ -39,6 +49,8 @@ class CheckpointSaver:
         **settings: Any,
     ) -> None:
         self.config = make_config(config, settings)
+        self._rehearsal = rehearsal.begun()
+        directory = directory if self._rehearsal is None else self._rehearsal.directory
         self.accelerator = accelerator
         self.directory = None if directory is None else Path(directory)
         self.tokenizer = tokenizer
@@ -48,6 +60,11 @@ class CheckpointSaver:
         for model in getattr(accelerator, "_models", None) or ():
             # A template takes its tokens from the tokenizer, which may only come with the call of save().
             check_companions(engines.unwrap(model), tokenizer, self.config.chat_template_name if tokenizer else None)
+        self._run = Run(accelerator, self.config)
+        self._epochs: int | None = None  # that `remaining` was asked for
+        if self.config.every is not None:
+            self._run.check()
+        _OPEN.add(self)
 
     def save(
         self,
@@ -65,19 +82,20 @@ class CheckpointSaver:
         state_dict: Mapping[str, Tensor] | None = None,
         step: int | None = None,
         metrics: Mapping[str, float] | None = None,
+        extra_files: Mapping[str, str | bytes] | None = None,
     ) -> SaveReport:
         """Save `model`, or what is asked of it, to the folder `path`; call on every rank. Returns when it is durable.
 
         The whole model by default; its PEFT adapters with `adapter_only`; the submodule at `attribute`, or several, a
         folder each. `path` defaults to `directory`/checkpoint-`step`. `state_dict` is taken instead of the live
-        tensors, if it agrees with the model. The other keywords override the saver's settings for this call.
+        tensors, if it agrees with the model. `extra_files` of rank 0, by path in the checkpoint, are committed with it.
+        The other keywords override the saver's settings for this call.
 
         Raises SelectionError when the model lacks what was asked for, IncompleteError when the result would differ
         from the live model, TargetError or NoSpaceError when it cannot be written, RankError when another rank
         failed, RanksDisagreeError when ranks called differently or not at all. Nothing is committed then, and what
         was committed before is whole.
         """
-        begun = time.monotonic()
         given: dict[str, Any] = {
             "dtype": dtype,
             "chat_template_name": chat_template_name,
@@ -86,35 +104,224 @@ class CheckpointSaver:
             "max_shard_size": max_shard_size,
         }
         config = replace(self.config, **{name: value for name, value in given.items() if value is not None})
-        ranks = current(config.enter_timeout_seconds)
-        request, error = attempt(
-            lambda: Request(
-                model=model,
-                target=self._target(path, step),
+        return self._save(
+            config,
+            lambda: self._request(
+                config,
+                model,
+                self._target(path, step),
                 adapter_only=adapter_only,
                 attribute=attribute,
-                dtype=config.dtype,
-                chat_template_name=config.chat_template_name,
                 tokenizer=self.tokenizer if tokenizer is None else tokenizer,
-                format=config.format,
-                max_shard_bytes=parse_size(config.max_shard_size),
                 state_dict=state_dict,
                 state_dict_given=state_dict is not None,
                 step=step,
                 metrics=dict(metrics or {}),
-            )
+                extra_files=dict(extra_files or {}),
+            ),
         )
-        return run(request, error, ranks, config, begun)
+
+    def register(self, **objects: Any) -> None:
+        """Name objects of the run that Accelerate does not know, to be saved and resumed with it; on every rank.
+
+        `model` is the one whose weights are saved; further modules (an average of the weights), optimizers, schedulers
+        and whatever has `state_dict` and `load_state_dict` keep their state. Raises SelectionError for anything else.
+        """
+        self._run.register(objects)
+
+    @property
+    def progress(self) -> Progress:
+        """How far the run is: steps as `step` counts them, place in the data as `remaining` gives it."""
+        return self._run.progress
+
+    def remaining(self, loader: Any, epochs: int | None = None) -> Iterator[Any]:
+        """The batches of `loader` that the run has not seen: the rest of a pass, or with `epochs` of that many passes.
+
+        After `resume` it goes on exactly where the checkpoint was made. At the end of a pass, checkpoints that `every`
+        wants for it are made, where the loader could not tell in time which batch is the last.
+        """
+        ranks, self._epochs = self._ranks(), epochs or self._epochs
+        while epochs is None or self._run.progress.epoch < epochs:
+            batches = self._run.remaining(loader, ranks)
+            yield from batches if self._rehearsal is None else self._rehearsal.watched(batches)
+            if self.config.every is not None and self.config.every.epochs:
+                self._save_if_due({}, pass_ended=True)
+            if epochs is None:
+                return
+
+    def step(self, metrics: Mapping[str, float] | None = None, *, step: int | None = None) -> SaveReport | None:
+        """Say that a batch is done; saves the run when `every` wants it. On every rank, after every batch.
+
+        Counts a step when the optimizer has stepped: batches within gradient accumulation are passed over. `step`
+        sets the count instead. After a save for a signal the process exits on all ranks, see `Every.signals`.
+
+        Raises what `save_state` raises; with on_failure="warn" a save that fails is warned of, and training goes on.
+        """
+        if not self._run.is_between_steps:
+            return None
+        self._run.stepped(step)
+        given = dict(metrics or {})
+        report = self._save_if_due(given)
+        if self._rehearsal is not None:
+            save, leads = lambda path: self.save_state(path=path, metrics=given), self._ranks().leads
+            self._rehearsal.stepped(self._run.step, given, report is not None, leads, save)
+        return report
+
+    def save_state(
+        self,
+        model: nn.Module | None = None,
+        path: str | Path | None = None,
+        *,
+        adapter_only: bool | None = None,
+        metrics: Mapping[str, float] | None = None,
+        extra_files: Mapping[str, str | bytes] | None = None,
+        **objects: Any,
+    ) -> SaveReport:
+        """Save a checkpoint that the run can be resumed from: weights, and the state of everything else; on every rank.
+
+        Without arguments it is of what Accelerate prepared, and of what was registered; `objects` are registered
+        first. Of a model with PEFT adapters that are all that is trained, only these are saved, unless `adapter_only`
+        says otherwise. Weights that the checkpoint holds in another dtype, or not at all, are kept exactly beside it.
+        `extra_files` as for `save`.
+        Then what `keep` does not ask for is deleted. Raises what `save` raises.
+        """
+        counted = self._run.agreed(metrics or {}, self._ranks())
+        return self._save_state(None, model, path, adapter_only, counted, objects, dict(extra_files or {}))
+
+    def resume(self, checkpoint: str | Path = "auto", *, allow: Iterable[str] | bool = (), **objects: Any) -> Progress:
+        """Put the run back to where a checkpoint was made, and say how far it is; on every rank.
+
+        `checkpoint`: "auto", the newest in `directory` that is whole, or a fresh start if there is none; "must", the
+        newest, or an error; "never", a fresh start; or one by its name or path. `objects` are registered first.
+        `progress.report` lists what became of each item; those named in `allow` (True: any) may be absent or fail.
+
+        Raises LoadError when something was not restored, NotACheckpointError when there is none to resume from,
+        CorruptError naming damaged files and the newest whole checkpoint, RankError when another rank failed.
+        """
+        self.register(**objects)
+        ranks, mode = self._ranks(), str(checkpoint)
+        chosen: Path | None = None
+        error: BaseException | None = None
+        with ranks.working():
+            if ranks.leads:
+                chosen, error = attempt(lambda: self._chosen(mode))
+        found = None if chosen is None else str(chosen.absolute())
+        path = ranks.agree("resume()", {"mode": mode, "path": found}, error, same=("mode",))[0]["path"]
+        if path is not None:
+            with lease(path):
+                self._run.report = self._run.reinstate(Path(path), ranks, allow, versions())
+        return self._run.progress
 
     def close(self) -> None:
         """End of use: later saves are refused. Also called when a `with` block ends."""
         self._closed = True
+        _OPEN.discard(self)
+        self._run.close()
 
     def __enter__(self) -> "CheckpointSaver":
         return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    def _chosen(self, mode: str) -> Path | None:
+        if self.directory is not None:
+            clear(self.directory)  # of what saves have left that were killed
+        return resume.choose(self.directory, mode, self.config.verify_resume)
+
+    def _save_if_due(self, metrics: dict[str, float], pass_ended: bool = False) -> SaveReport | None:
+        metrics = self._run.agreed(metrics, self._ranks())
+        reason = self._run.due(metrics, self._ranks(), pass_ended)
+        if reason is None:
+            return None
+        report = None
+        try:
+            report = self._save_state(reason, None, None, None, metrics, {})
+        except CheckpointError as error:
+            if self.config.on_failure == "raise":
+                raise
+            warnings.warn(f"step {self._run.step}: no checkpoint was made, training goes on: {error}", stacklevel=3)
+        if reason.startswith("SIG"):
+            self.close()
+            raise SystemExit(exit_code(reason, self.config.every.exit_code if self.config.every else None))
+        return report
+
+    def _save_state(
+        self,
+        reason: str | None,
+        model: nn.Module | None,
+        path: str | Path | None,
+        adapter_only: bool | None,
+        metrics: dict[str, float],
+        objects: dict[str, Any],
+        extra_files: dict[str, str | bytes] | None = None,
+    ) -> SaveReport:
+        begun = time.monotonic()
+        now, history = self._run, self._run.history
+        self.register(**objects, **({} if model is None else {"model": model}))
+        now.note_saved(reason, metrics)
+        try:
+            found, state = now.capture(self._ranks(), versions())
+            report = self._save(
+                self.config,
+                lambda: self._request(
+                    self.config,
+                    now.model,
+                    self._target(path, now.step),
+                    adapter_only=_is_adapter_run(now.model) if adapter_only is None else adapter_only,
+                    tokenizer=self.tokenizer,
+                    step=now.step,
+                    metrics=metrics,
+                    state=state,
+                    found=found,
+                    run_id=state.document["run_id"],
+                    protect=self._protected(),
+                    extra_files=extra_files or {},
+                ),
+            )
+        except BaseException:
+            now.history = history
+            now.note_saved(reason, {})  # the next try comes an interval later
+            raise
+        now.history = history
+        now.note_saved(reason, metrics, time.monotonic() - begun)
+        self._prune(report.path)
+        return report
+
+    def _save(self, config: SaverConfig, make: Any) -> SaveReport:
+        begun, ranks = time.monotonic(), current(config.enter_timeout_seconds)
+        request, error = attempt(make)
+        return run(request, error, ranks, config, begun)
+
+    def _request(self, config: SaverConfig, model: nn.Module, target: Path, **given: Any) -> Request:
+        defaults: dict[str, Any] = {"attribute": None, "state_dict": None, "state_dict_given": False}
+        return Request(
+            model=model,
+            target=target,
+            dtype=config.dtype,
+            chat_template_name=config.chat_template_name,
+            format=config.format,
+            max_shard_bytes=parse_size(config.max_shard_size),
+            **{**defaults, **given},
+        )
+
+    def _prune(self, newest: Path) -> None:
+        """Delete what need not be kept, once the new checkpoint is there; trouble with it must not end the run."""
+        if self.config.keep is None or self.directory is None or not self._ranks().leads:
+            return
+        protected = (newest, *self._protected())
+        report, error = attempt(
+            lambda: sweep(self.directory, self.config.keep, run_id=self._run.run_id, protect=protected)  # type: ignore[arg-type]  # looked at above
+        )
+        problems = [str(error)] if error is not None else list(report.problems)
+        for problem in problems:
+            warnings.warn(f"{self.directory}: an old checkpoint was not deleted: {problem}", stacklevel=4)
+
+    def _protected(self) -> tuple[Path, ...]:
+        return () if self._run.resumed_from is None else (self._run.resumed_from,)
+
+    def _ranks(self) -> Ranks:
+        return current(self.config.enter_timeout_seconds)
 
     def _target(self, path: str | Path | None, step: int | None) -> Path:
         if self._closed:
@@ -124,3 +331,13 @@ class CheckpointSaver:
         if self.directory is None or step is None:
             raise ConfigError("save() without a path needs the saver's directory and a step; give it a path, or both")
         return (self.directory / self.config.name_template.format(step=step)).absolute()
+
+
+def open_savers() -> list[CheckpointSaver]:
+    """The savers of this process that are neither closed nor gone."""
+    return list(_OPEN)
+
+
+def _is_adapter_run(model: nn.Module) -> bool:
+    """Whether adapters are all that is trained."""
+    return has_adapters(engines.unwrap(model)) and not leaves_out_trained(model)

@@ -3,37 +3,34 @@
 Three steps, each ended by an agreement of all ranks: choose and check (nothing moves), move and write, commit.
 """
 
+import json
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
-from datetime import datetime, timezone
-from functools import cache
-from importlib import metadata
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import xxhash
 from torch import Tensor, nn
 
-from ft_ckpt import commit, companions, engines
-from ft_ckpt.adapters import base_identity
-from ft_ckpt.catalog import digest_of
+from ft_ckpt import commit, companions, engines, room
+from ft_ckpt.catalog import digest_of, is_inside
 from ft_ckpt.config import SaverConfig
 from ft_ckpt.deliver import PartPlan, check_written, pieces, plan, second_names
-from ft_ckpt.errors import IncompleteError, RankError, RanksDisagreeError, TargetError
+from ft_ckpt.errors import ConfigError, IncompleteError, NoSpaceError, RankError, RanksDisagreeError
 from ft_ckpt.gather import equal
-from ft_ckpt.manifest import BaseRecord, FileRecord, Manifest, PartRecord
+from ft_ckpt.manifest import FileRecord
 from ft_ckpt.modules import write_module
 from ft_ckpt.objects import compress_file
 from ft_ckpt.parts import Attribute, kind_of, parts_of
 from ft_ckpt.progress import tracked
 from ft_ckpt.ranks import Ranks, attempt
-from ft_ckpt.select import Part, lossy_casts, main_dtype, shared_between
-from ft_ckpt.values import dtype_name
+from ft_ckpt.records import base_record, manifest_of
+from ft_ckpt.select import main_dtype
+from ft_ckpt.training import DOCUMENT_NAME, State, state_part
 from ft_ckpt.write import Writer, write_files
 
 _COMPANION_BYTES = 16 << 20  # room for config and tokenizer files in the look at free space
-_LIBRARIES = ("torch", "transformers", "peft", "accelerate", "safetensors")
 
 
 @dataclass(frozen=True)
@@ -66,6 +63,11 @@ class Request:
     state_dict_given: bool
     step: int | None
     metrics: Mapping[str, float]
+    state: State | None = None  # of the run, to be resumed from the checkpoint
+    found: Mapping[str, engines.Source] | None = None  # the sources the state was captured from
+    run_id: str | None = None
+    protect: tuple[Path, ...] = ()  # checkpoints not to be deleted for want of room
+    extra_files: Mapping[str, str | bytes] = field(default_factory=dict)  # the caller's own, by path in the checkpoint
 
 
 @dataclass(frozen=True, eq=False)
@@ -86,11 +88,22 @@ def run(
 
     `begun` is when the call came, by `time.monotonic`. Raises what `CheckpointSaver.save` says.
     """
+    tries, outcome = 0, _once(request, error, ranks, config, begun, 0)
+    while "full" in outcome:  # the disk was filled by others meanwhile, and the saver was told not to give up
+        tries += 1
+        outcome = _once(request, None, ranks, config, begun, tries)
+    return SaveReport(**{**outcome, "path": Path(outcome["path"]), "notes": tuple(outcome["notes"])})
+
+
+def _once(
+    request: Request | None, error: BaseException | None, ranks: Ranks, config: SaverConfig, begun: float, tries: int
+) -> dict[str, Any]:
+    """One try: what was committed, or {"full": why} on every rank."""
     prepared: _Prepared | None = None
     try:
         if request is not None:
             with ranks.working():
-                prepared, error = attempt(lambda: _prepare(request, ranks))
+                prepared, error = attempt(lambda: _prepare(request, ranks, config, tries))
         # Everything that can be refused is refused here, before a tensor moves: later, ranks depend on each other.
         answers = ranks.agree("save()", _facts(request, prepared), error, same=("path", "kind", "step", "tensors"))
         if request is None or prepared is None:
@@ -98,37 +111,51 @@ def run(
         _refuse_lonely_dicts(answers)
         with ranks.working():
             report, error = attempt(lambda: _carry_out(request, prepared, answers, ranks, config, begun))
-        outcome = ranks.agree("the commit of save()", report, error)[0]
+        if isinstance(error, NoSpaceError) and config.when_full != "raise":
+            report, error = {"full": str(error)}, None
+        return ranks.agree("the commit of save()", report, error)[0]
     finally:
         if prepared is not None and prepared.stage is not None:
             commit.discard(prepared.stage)
-    return SaveReport(**{**outcome, "path": Path(outcome["path"]), "notes": tuple(outcome["notes"])})
 
 
-def _prepare(request: Request, ranks: Ranks) -> _Prepared:
+def _prepare(request: Request, ranks: Ranks, config: SaverConfig, tries: int) -> _Prepared:
     """Choose, lay out and check; on rank 0 also fill the stage with everything but weights."""
-    found = engines.sources(request.model)
+    found = dict(request.found or engines.sources(request.model))
     if request.state_dict_given:
         found = engines.from_state_dict(request.state_dict, found, ranks)
+    own = {name: source for name, source in found.items() if ":" not in name}  # not of a run's further models
     parts = parts_of(
-        request.model, found, adapter_only=request.adapter_only, attribute=request.attribute, dtype=request.dtype
+        request.model, own, adapter_only=request.adapter_only, attribute=request.attribute, dtype=request.dtype
     )
+    if request.state is not None:
+        parts.append(state_part(request.state, parts, own, frozen=not request.adapter_only))
     plans = tuple(plan(part, request.max_shard_bytes, request.format) for part in parts)
     doubtful = tuple(pair for part in parts for pair in part.doubtful)
     samples = {part.name: engines.sample(part.base, ranks.rank) for part in parts if part.base}
-    stage = _fill_stage(request, plans) if ranks.leads else None
+    stage = _fill_stage(request, plans, config, tries) if ranks.leads else None
     return _Prepared(plans, engines.engine_names(found), doubtful, stage, samples)
 
 
-def _fill_stage(request: Request, plans: tuple[PartPlan, ...]) -> Path:
-    commit.check_target(request.target, sum(one.size_bytes for one in plans) + _COMPANION_BYTES)
+def _fill_stage(request: Request, plans: tuple[PartPlan, ...], config: SaverConfig, tries: int) -> Path:
+    needed = sum(one.size_bytes for one in plans) + _COMPANION_BYTES
+    room.ensure(
+        request.target,
+        needed,
+        config,
+        step=request.step,
+        run_id=request.run_id,
+        protect=request.protect,
+        tries=tries,
+    )
     for one in plans:
-        if one.part.kind != "module":
+        if one.part.kind not in ("module", "state"):
             check_companions(one.part.module, request.tokenizer, request.chat_template_name)
     stage = commit.open_stage(request.target)
     try:
         for one in plans:
             _write_companions(stage, one, request)
+        _write_extras(stage, request.extra_files)
     except BaseException:
         commit.discard(stage)
         raise
@@ -152,12 +179,23 @@ def _write_companions(stage: Path, one: PartPlan, request: Request) -> None:
             folder, part.module, dtype=main_dtype(part), tokenizer=request.tokenizer, generation=generation
         )
     elif part.kind == "adapter":
-        base = _base_record(part, {})
+        base = base_record(part, {})
         companions.write_adapter(folder, part.module, str(part.adapter), base=base, tokenizer=request.tokenizer)
+    elif part.kind == "state" and request.state is not None:
+        (folder / DOCUMENT_NAME).write_text(json.dumps(request.state.document, separators=(",", ":")), encoding="utf-8")
     else:
         write_module(folder, part.module, {entry.name: entry.shape for entry in part.entries})
     if one.index is not None:
         (stage / one.index_path).write_text(one.index, encoding="utf-8")
+
+
+def _write_extras(stage: Path, files: Mapping[str, str | bytes]) -> None:
+    outside = [path for path in files if not is_inside(path)]
+    if outside:
+        raise ConfigError(f"extra_files: {', '.join(outside)}: expected plain paths inside the checkpoint")
+    for path, content in files.items():
+        (stage / path).parent.mkdir(parents=True, exist_ok=True)
+        (stage / path).write_bytes(content.encode() if isinstance(content, str) else content)
 
 
 def _facts(request: Request | None, prepared: _Prepared | None) -> dict[str, Any]:
@@ -216,7 +254,18 @@ def _carry_out(
         check_written(one, prepared.stage)
     if config.compression is not None:
         written = [_compressed(file, prepared.stage, config.compression) for file in written]
-    manifest = _manifest(request, prepared, answers, written, ranks, config.compression is not None)
+    manifest = manifest_of(
+        prepared.stage,
+        prepared.plans,
+        written,
+        answers,
+        compressed=config.compression is not None,
+        kind=kind_of(request.adapter_only, request.attribute),
+        step=request.step,
+        metrics=request.metrics,
+        world={"size": ranks.size, "engine": prepared.engine},
+        run_id=request.run_id,
+    )
     commit.commit(prepared.stage, request.target, manifest)
     return {
         "path": str(request.target),
@@ -245,81 +294,9 @@ def _refuse_untied(pairs: list[tuple[engines.Source, engines.Source]]) -> None:
         )
 
 
-def _manifest(
-    request: Request,
-    prepared: _Prepared,
-    answers: list[dict[str, Any]],
-    written: list[FileRecord],
-    ranks: Ranks,
-    compressed: bool,
-) -> Manifest:
-    if prepared.stage is None:
-        raise TargetError("only rank 0 has a stage")
-    known = {file.path for file in written}
-    paths = sorted(p.relative_to(prepared.stage).as_posix() for p in prepared.stage.rglob("*") if p.is_file())
-    others = [p for p in paths if p not in known]
-    files = [FileRecord(p, (prepared.stage / p).stat().st_size, digest_of(prepared.stage / p)) for p in others]
-    parts = [one.part for one in prepared.plans]
-    return Manifest(
-        parts=tuple(_part_record(one, _merged(one.part.name, answers), compressed) for one in prepared.plans),
-        files=(*written, *files),
-        kind=kind_of(request.adapter_only, request.attribute),
-        created=datetime.now(timezone.utc).isoformat(),
-        step=request.step,
-        metrics=request.metrics,
-        world={"size": ranks.size, "engine": prepared.engine},
-        versions=_versions(),
-        shared=shared_between(parts),
-        notes=tuple(dict.fromkeys(note for part in parts for note in part.notes)),
-    )
-
-
-def _part_record(one: PartPlan, fingerprint: dict[str, dict[str, float]], compressed: bool) -> PartRecord:
-    part = one.part
-    tensors = (record for file in one.files for record in file.records())
-    trainable = tuple(e.name for e in part.entries if e.source is not None and e.source.trainable)
-    return PartRecord(
-        name=part.name,
-        path=part.path,
-        kind=part.kind,
-        format=one.format,
-        class_name=type(part.module).__name__.removeprefix("FSDP"),
-        tensors=tuple(replace(record, start=0, end=0) if compressed else record for record in tensors),
-        ties=part.ties,
-        trainable=trainable,
-        adapter=part.adapter,
-        active=part.active,
-        base=_base_record(part, fingerprint) if part.kind == "adapter" else None,
-        casts=lossy_casts(part),
-    )
-
-
-def _base_record(part: Part, fingerprint: Mapping[str, Any]) -> BaseRecord:
-    identity, revision, digest = base_identity(part.module, str(part.adapter))
-    dtypes = [source.dtype for source in part.base.values() if source.dtype.is_floating_point]
-    common = max(set(dtypes), key=dtypes.count, default=None)
-    return BaseRecord(identity, revision, dtype_name(common) if common else "float32", digest, fingerprint)
-
-
-def _merged(name: str, answers: list[dict[str, Any]]) -> dict[str, dict[str, float]]:
-    """The fingerprint of a part's base: each rank's samples put together."""
-    merged: dict[str, dict[str, float]] = {}
-    for answer in answers:
-        for tensor, values in answer["samples"].get(name, {}).items():
-            merged.setdefault(tensor, {}).update(values)
-    return merged
-
-
 def _summed(counts: list[Mapping[str, int]]) -> dict[str, int]:
     total: dict[str, int] = {}
     for count in counts:
         for key, number in count.items():
             total[key] = total.get(key, 0) + number
     return total
-
-
-@cache  # reading a package's metadata takes milliseconds
-def _versions() -> dict[str, str]:
-    from ft_ckpt import __version__
-
-    return {"ft_ckpt": __version__, **{name: metadata.version(name) for name in _LIBRARIES}}

@@ -2,11 +2,13 @@
 
 import json
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from ft_ckpt.blocks import Run
 from ft_ckpt.errors import ConfigError, CorruptError, SelectionError, listing
 from ft_ckpt.formats import Spec, TensorFile
 from ft_ckpt.formats.spans import numel
@@ -94,6 +96,11 @@ class Translated:
         self.skipped: tuple[str, ...] = tuple(getattr(file, "skipped", ()))
         self.overflown: set[str] = set()  # with values that became infinite
 
+    def runs(self, name: str) -> list[Run] | None:
+        """Where the bytes of a tensor lie, unless it is cast."""
+        old = self.old[name]
+        return runs(self.file, old) if self.file.specs[old].dtype == self.specs[name].dtype else None
+
     @property
     def casts(self) -> dict[str, int]:
         """ "float32->bfloat16": number of tensors."""
@@ -137,6 +144,13 @@ class Untied:
     def close(self) -> None:
         """Let go of the file."""
         self.file.close()
+
+
+def runs(file: TensorFile, name: str) -> list[Run] | None:
+    """Where the bytes of a tensor lie; None when they do not lie in a file as they are."""
+    ask = getattr(file, "runs", None)
+    found: list[Run] | None = None if ask is None else ask(name)
+    return found and [replace(run, name=name) for run in found]
 
 
 def slices(file: TensorFile, specs: list[Spec]) -> Iterator[tuple[Spec, Tensor]]:

@@ -9,7 +9,7 @@ to autograd (`requires_grad`, being a Parameter) is not data and is not kept.
 
 import collections
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Collection, Hashable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -60,12 +60,16 @@ class Leaf:
     is_array: bool = False
 
 
-def flatten(obj: Any, dtypes: Iterable[str], root: str = "state") -> tuple[Node, list[Leaf]]:
+def flatten(
+    obj: Any, dtypes: Iterable[str], root: str = "state", classes: Collection[type] = PLAIN
+) -> tuple[Node, list[Leaf]]:
     """`obj` as nodes and leaves; `dtypes` are the tensor types that can be stored, `root` names `obj` in errors.
+
+    `classes` are those of tensors that may be leaves.
 
     Raises SelectionError listing the places of what cannot be kept. Shared lists and dicts come back as equal copies.
     """
-    flattener = _Flattener(frozenset(dtypes))
+    flattener = _Flattener(frozenset(dtypes), classes)
     node = flattener.node(obj, root)
     if flattener.refused:
         raise SelectionError(
@@ -78,6 +82,7 @@ def flatten(obj: Any, dtypes: Iterable[str], root: str = "state") -> tuple[Node,
 @dataclass
 class _Flattener:
     dtypes: frozenset[str]
+    classes: Collection[type]
     leaves: list[Leaf] = field(default_factory=list)
     refused: list[str] = field(default_factory=list)
     known: dict[Hashable, Node] = field(default_factory=dict)  # tensors and arrays by identity and by memory
@@ -148,7 +153,7 @@ class _Flattener:
     def _tensor(self, tensor: torch.Tensor, path: str) -> Node:
         if id(tensor) in self.known:
             return self.known[id(tensor)]
-        problem = _tensor_problem(tensor, self.dtypes)
+        problem = _tensor_problem(tensor, self.dtypes, self.classes)
         if problem:
             return self._refuse(path, problem)
         memory = _memory(tensor)
@@ -238,8 +243,8 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _tensor_problem(tensor: torch.Tensor, dtypes: frozenset[str]) -> str | None:
-    if type(tensor) not in PLAIN:
+def _tensor_problem(tensor: torch.Tensor, dtypes: frozenset[str], classes: Collection[type]) -> str | None:
+    if type(tensor) not in classes:
         return f"{type(tensor).__module__}.{type(tensor).__qualname__}, a tensor with a meaning of its own"
     if tensor.layout is not torch.strided or tensor.is_nested:
         return f"a tensor of layout {tensor.layout}"

@@ -11,7 +11,7 @@ import errno
 import fcntl
 import mmap
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -21,12 +21,11 @@ from typing import Any
 
 import xxhash
 
+from ft_ckpt.blocks import ALIGNMENT, BLOCK_BYTES, address_of, new_block
 from ft_ckpt.errors import IncompleteError, NoSpaceError
 from ft_ckpt.formats import Layout, Spec
 from ft_ckpt.manifest import FileRecord, TensorRecord
 
-BLOCK_BYTES = 8 << 20
-_ALIGNMENT = 4096  # what O_DIRECT asks of addresses, offsets and lengths on any disk in use
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -81,7 +80,7 @@ class Writer:
     def take(self) -> mmap.mmap:
         """An aligned block of BLOCK_BYTES, new while there are few; waits while all are being written."""
         if self.free.empty() and len(self.blocks) < self.most_blocks:
-            self.blocks.append(_new_block())
+            self.blocks.append(new_block())
             return self.blocks[-1]
         return self.free.get()  # that is the back-pressure
 
@@ -104,14 +103,18 @@ class DurableFile:
     jobs: list[Future[None]] = field(default_factory=list)
     block: mmap.mmap | None = None
     filled: int = 0
+    tensor: Any = None  # the digest that what is appended goes into as well
+    parts: list[tuple[Any, int, int]] = field(default_factory=list)  # of the open block: digest, start, end
 
     def append(self, address: int, size_bytes: int) -> None:
         """Copy `size_bytes` from `address`; they may change as soon as this returns."""
         while size_bytes:
             block = self._open_block()
             count = min(size_bytes, BLOCK_BYTES - self.filled)
-            ctypes.memmove(_address(block) + self.filled, address, count)
+            ctypes.memmove(address_of(block) + self.filled, address, count)
             address, size_bytes = address + count, size_bytes - count
+            if self.tensor is not None:
+                self.parts.append((self.tensor, self.filled, self.filled + count))
             self.filled += count
             if self.filled == BLOCK_BYTES:
                 self._dispatch()
@@ -158,18 +161,27 @@ class DurableFile:
 
     def _dispatch(self) -> None:
         block, count, offset = self._open_block(), self.filled, self.written
-        hashed = self.writer.hasher.submit(self._hash, block, count)
-        self.block, self.filled, self.written = None, 0, offset + count
+        hashed = self.writer.hasher.submit(self._hash, block, count, self.parts)
+        self.block, self.filled, self.written, self.parts = None, 0, offset + count, []
         self.jobs = [job for job in self.jobs if not job.done() or job.result() is not None]  # raises a writer's error
         self.jobs.append(self.writer.pool.submit(self._flush, block, count, offset, hashed))
 
-    def _hash(self, block: mmap.mmap, count: int) -> None:
+    def hashed(self) -> None:
+        """Return when the digests of all tensors so far are what they will be."""
+        if self.block is not None:
+            self.writer.hasher.submit(self._hash, self.block, 0, self.parts).result()
+            self.parts = []
+        self.writer.hasher.submit(int).result()  # what was asked of it before is done
+
+    def _hash(self, block: mmap.mmap, count: int, parts: list[tuple[Any, int, int]]) -> None:
         with memoryview(block) as view:
             self.digest.update(view[:count])
+            for digest, start, end in parts:
+                digest.update(view[start:end])
 
     def _flush(self, block: mmap.mmap, count: int, offset: int, hashed: Future[None]) -> None:
         try:
-            _write_all(self.descriptor, block, count + -count % _ALIGNMENT, offset)
+            _write_all(self.descriptor, block, count + -count % ALIGNMENT, offset)
         except OSError as error:
             raise _no_space(self.path, error) from error
         finally:
@@ -187,23 +199,11 @@ def write_files(
     feed = iter(pieces)
     for plan in plans:
         with _file(writer, folder / plan.path, plan.layout) as file:
-            digests = {spec.name: _fill(file, plan, spec, start, feed) for spec, start in _places(plan.layout)}
-            _end(file, plan.layout, digests)
+            _fill(file, plan, feed)
             size, digest = file.finish()
         yield FileRecord(plan.path, size, digest)
     for extra in feed:
         raise IncompleteError(f"{extra.name}: arrived after the last planned tensor; nothing is kept")
-
-
-def _places(layout: Layout) -> Iterator[tuple[Spec, int]]:
-    return zip(layout.specs, layout.starts, strict=True)
-
-
-def _end(file: DurableFile, layout: Layout, digests: Mapping[str, bytes]) -> None:
-    if layout.trailer is not None and layout.trailer_start is not None:
-        file.skip_to(layout.trailer_start)
-        file.append_bytes(layout.trailer(digests))
-    file.skip_to(layout.size_bytes)
 
 
 @contextmanager
@@ -218,21 +218,32 @@ def _file(writer: Writer, path: Path, layout: Layout) -> Iterator[DurableFile]:
         raise
 
 
-def _fill(file: DurableFile, plan: FilePlan, spec: Spec, start: int, feed: Iterator[Piece]) -> bytes:
-    """Append the pieces of one tensor at `start`; its digest, if the layout has a place for digests."""
-    file.skip_to(start)
-    digest = xxhash.xxh3_128()
+def _fill(file: DurableFile, plan: FilePlan, feed: Iterator[Piece]) -> None:
+    """Append everything of one file that follows its header."""
+    layout = plan.layout
+    digests = {spec.name: xxhash.xxh3_128() for spec in layout.specs} if layout.trailer is not None else {}
+    for spec, start in zip(layout.specs, layout.starts, strict=True):
+        file.skip_to(start)
+        file.tensor = digests.get(spec.name)
+        _append(file, plan, spec, feed)
+        file.tensor = None
+    if layout.trailer is not None and layout.trailer_start is not None:
+        file.skip_to(layout.trailer_start)
+        file.hashed()
+        file.append_bytes(layout.trailer({name: digest.digest() for name, digest in digests.items()}))
+    file.skip_to(layout.size_bytes)
+
+
+def _append(file: DurableFile, plan: FilePlan, spec: Spec, feed: Iterator[Piece]) -> None:
+    """Append the pieces of one tensor."""
     missing = spec.size_bytes
     while missing:
         piece = next(feed, None)
         if piece is None or (piece.path, piece.name) != (plan.path, spec.name) or piece.size_bytes > missing:
             found = "nothing" if piece is None else f"{piece.size_bytes} bytes of {piece.name}"
             raise IncompleteError(f"{spec.name}: {missing} bytes missing when {found} arrived; nothing is kept")
-        if plan.layout.trailer is not None:
-            digest.update((ctypes.c_char * piece.size_bytes).from_address(piece.address))
         file.append(piece.address, piece.size_bytes)
         missing -= piece.size_bytes
-    return digest.digest()
 
 
 def _create(path: Path, size_bytes: int, direct: bool) -> int:
@@ -294,14 +305,3 @@ def _no_space(path: Path, error: OSError) -> OSError:
     return NoSpaceError(
         f"{path.name}: {os.strerror(error.errno)} while writing in {path.parent}; free space or save elsewhere"
     )
-
-
-def _new_block() -> mmap.mmap:
-    block = mmap.mmap(-1, BLOCK_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    with suppress(OSError, AttributeError):  # first touch costs a fifth with large pages, where there are any
-        block.madvise(mmap.MADV_HUGEPAGE)
-    return block
-
-
-def _address(block: mmap.mmap) -> int:
-    return ctypes.addressof(ctypes.c_char.from_buffer(block))

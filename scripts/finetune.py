@@ -6,26 +6,27 @@
 
 Without --model a tiny OLMo-2 learns to write Python from the standard library's sources; nothing is downloaded.
 The same script runs under every file of configs/: the saver looks at the model it is handed, not at the launcher.
+Started again with the same --output-dir it goes on from its newest checkpoint, on any number of processes.
 """
 
 import argparse
+import os
 import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import torch
 from accelerate import Accelerator
 from accelerate.utils import set_seed
-from common import check_enough, endless, get_tokenizer, make_accelerator, pack, print_saves, read_documents, tiny_olmo
+from common import check_enough, get_tokenizer, make_accelerator, pack, print_saves, read_documents, tiny_olmo
 from peft import LoraConfig, get_peft_model
 from rich.progress import Progress
 from torch.utils.data import DataLoader
 from transformers import AutoModelForCausalLM, get_cosine_schedule_with_warmup
 
-from ft_ckpt import CheckpointSaver
+from ft_ckpt import CheckpointSaver, Every, Keep, SaveReport
 
 
 def main() -> None:
@@ -43,12 +44,12 @@ def main() -> None:
 
     # Every rank makes the saver and every rank saves: each holds a part of the weights when the model is sharded.
     settings = {"dtype": args.dtype, "max_shard_size": args.max_shard_size, "chat_template_name": args.chat_template}
-    with CheckpointSaver(accelerator, tokenizer=tokenizer, **settings) as saver:
-        reports = []
-        for step, loss in training(learner, train, args):
-            if is_due(step, args.save_every):
-                path = args.output_dir / f"checkpoint-{step}"
-                reports.append(saver.save(model, path, adapter_only=args.lora, step=step, metrics={"loss": loss}))
+    schedule = {"every": Every(steps=args.save_every or None), "keep": Keep(last=args.keep)}
+    with CheckpointSaver(accelerator, args.output_dir, tokenizer=tokenizer, **schedule, **settings) as saver:
+        begun = saver.resume(args.resume)
+        if accelerator.is_main_process and begun.resumed_from is not None:
+            print(f"resumed from {begun.resumed_from.name}: step {begun.step}, epoch {begun.epoch}", flush=True)
+        reports = list(training(learner, saver, train, args))
         final_loss = learner.evaluate(held_out)
         path, metrics = args.output_dir / "final", {"held_out_loss": final_loss}
         reports.append(saver.save(model, path, adapter_only=args.lora, step=args.steps, metrics=metrics))
@@ -124,29 +125,39 @@ class Learner:
         return self.accelerator.reduce(losses.mean(), "mean").item()
 
 
-def training(learner: Learner, loader: Iterable[torch.Tensor], args: argparse.Namespace) -> Iterator[tuple[int, float]]:
-    """Trains, and yields (step, mean loss of the ranks) for each step that is logged or saved; steps count from 1.
+def training(
+    learner: Learner, saver: CheckpointSaver, loader: Iterable[torch.Tensor], args: argparse.Namespace
+) -> Iterator[SaveReport]:
+    """Trains up to --steps, pass after pass, from where the saver says; yields what it saved on the way.
 
-    On rank 0 the loss appears in a progress bar when the output is a terminal, else on a line every --log-every steps.
+    On rank 0 the loss appears in a progress bar when the output is a terminal, else on a line every --log-every steps;
+    with --losses every step's is appended to a file.
     """
     leads = learner.accelerator.is_main_process
     bar = leads and sys.stdout.isatty()
-    with Progress(disable=not bar) as progress:
-        task = progress.add_task("training", total=args.steps)
-        for step, batch in enumerate(islice(endless(loader), args.steps), start=1):
-            loss = learner.learn(batch)
-            progress.advance(task)
-            if step in (1, args.steps) or is_due(step, args.log_every) or is_due(step, args.save_every):
-                mean = learner.accelerator.reduce(loss, "mean").item()
-                progress.update(task, description=f"loss {mean:.3f}")
-                if leads and not bar:
-                    print(f"step {step}/{args.steps} loss {mean:.3f}", flush=True)
-                yield step, mean
+    with Progress(disable=not bar) as progress, log_of(args.losses if leads else None) as log:
+        task = progress.add_task("training", total=args.steps, completed=saver.progress.step)
+        while saver.progress.step < args.steps:
+            for batch in saver.remaining(loader):
+                loss = learner.accelerator.reduce(learner.learn(batch), "mean").item()
+                step = saver.progress.step + 1
+                log.write(f"{step} {loss!r}\n")
+                progress.update(task, advance=1, description=f"loss {loss:.3f}")
+                if leads and not bar and (step in (1, args.steps) or (args.log_every and step % args.log_every == 0)):
+                    print(f"step {step}/{args.steps} loss {loss:.3f}", flush=True)
+                report = saver.step({"loss": loss})
+                if report is not None:
+                    yield report
+                if step == args.steps:
+                    break
 
 
-def is_due(step: int, every: int) -> bool:
-    """Whether `step` is one of every `every`; never, when that is 0."""
-    return every > 0 and step % every == 0
+def log_of(path: Path | None) -> TextIO:
+    """A file to append lines to; nowhere without a path."""
+    if path is None:
+        return Path(os.devnull).open("w")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    return path.open("a", buffering=1)
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -162,7 +173,10 @@ def parse_arguments() -> argparse.Namespace:
     add("--lora", action="store_true", help="train and save a LoRA adapter on all linear layers")
     add("--lora-r", type=int, default=8, help="rank of the adapter (default %(default)s)")
     add("--lora-alpha", type=int, default=16, help="the adapter is scaled by alpha/r (default %(default)s)")
-    add("--save-every", type=int, default=0, help="steps between checkpoints, 0 for the final save alone")
+    add("--save-every", type=int, default=0, help="steps between checkpoints, 0 for signals and the final save alone")
+    add("--keep", type=int, default=2, help="checkpoints to keep on the way (default %(default)s)")
+    add("--resume", default="auto", help="auto (default), never, must, or a checkpoint's name")
+    add("--losses", type=Path, help="append every step's loss to this file")
     add("--log-every", type=int, default=25, help="steps between lines (default %(default)s)")
     add("--seed", type=int, default=0)
     add("--dtype", default="as_is", help="of the saved weights: as_is, config, float32, bfloat16, ...")

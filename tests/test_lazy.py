@@ -3,6 +3,8 @@
 import copy
 import os
 import pickle
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -157,3 +159,15 @@ def test_saving_what_was_loaded(path, tmp_path):
     save(load(path), path)
     for found in (load(tmp_path / "y.safetensors"), load(path)):
         assert equal(found["big"], torch.arange(100_000.0).view(1000, 100))
+
+
+def test_tensors_that_outlive_the_end_of_the_process(path):
+    """Nothing is unmapped, and no callback fails, while the interpreter takes its modules apart."""
+    code = f"""
+import torch
+from ft_ckpt.objects import load
+kept = load({str(path)!r})["big"].values()
+torch.kept = kept
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stderr == ""

@@ -5,6 +5,7 @@ import errno
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,9 +14,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ft_ckpt import write
+from ft_ckpt.blocks import BLOCK_BYTES
 from ft_ckpt.errors import IncompleteError, NoSpaceError
 from ft_ckpt.formats import Layout, Spec
-from ft_ckpt.write import BLOCK_BYTES, FilePlan, Piece, Writer, write_files
+from ft_ckpt.write import FilePlan, Piece, Writer, write_files
 
 
 def plan(sizes, header=b"head", gap=0, trailer=b""):
@@ -76,6 +78,17 @@ def test_around_the_block(tmp_path, size, direct):
     """Tails: a file that ends before, at and after a block, a sector and a byte."""
     content, expected = written(tmp_path, [size, 1, 4096], direct=direct, pieces=3)
     assert content == expected
+
+
+def test_the_trailer_has_the_digest_of_every_tensor(tmp_path):
+    """Tensors that share a block, span several, are empty, or come in pieces."""
+    datas = [os.urandom(size) for size in (5, 0, 2 * BLOCK_BYTES + 77, 4096, 1)]
+    told = {}
+    one = plan([len(data) for data in datas], gap=3, trailer=b"index")
+    layout = replace(one.layout, trailer=lambda found: told.update(found) or b"index")
+    with Writer(2) as writer:
+        list(write_files([FilePlan("file.bin", layout)], feed(datas, pieces=3), tmp_path, writer))
+    assert told == {f"t{index}": xxhash.xxh3_128_digest(data) for index, data in enumerate(datas)}
 
 
 def test_ten_thousand_small_ones(tmp_path):

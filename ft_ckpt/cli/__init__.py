@@ -1,4 +1,4 @@
-"""`ft-ckpt`: list, verify and look into checkpoints. Parse, call, print; starts without torch."""
+"""`ft-ckpt`: list, verify, compare and prune checkpoints. Parse, call, print; starts without torch."""
 
 import sys
 import warnings
@@ -9,7 +9,11 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from ft_ckpt import __version__, catalog
+from ft_ckpt.cli import check as checking
 from ft_ckpt.cli import convert as converting
+from ft_ckpt.cli import diff as differing
+from ft_ckpt.cli import plan as planning
+from ft_ckpt.cli import prune as pruning
 from ft_ckpt.cli import views
 from ft_ckpt.errors import CheckpointError, ConfigError, NotACheckpointError
 from ft_ckpt.manifest import MANIFEST_NAME
@@ -17,6 +21,7 @@ from ft_ckpt.manifest import MANIFEST_NAME
 # What typer itself would import before the first word costs more than a listing. Hence plain help and no completion
 # (rich), a help flag that is never None and no declared arguments (pydantic): the path is what typer leaves over.
 _LEFT_OVER = {"allow_extra_args": True}
+_SCRIPT = {**_LEFT_OVER, "allow_interspersed_args": False}  # what follows the script is its own
 
 
 class _Lean:
@@ -37,7 +42,7 @@ class _Command(_Lean, TyperCommand):
 
 app = typer.Typer(
     name="ft-ckpt",
-    help="List, verify and look into the checkpoints of ft_ckpt.",
+    help="List, verify, compare and prune the checkpoints of ft_ckpt.",
     cls=_Group,
     no_args_is_help=True,
     add_completion=False,
@@ -101,6 +106,14 @@ def show(context: typer.Context, as_json: _Json = False) -> None:
 
 
 app.command(cls=_Command, options_metavar="SRC DST [OPTIONS]", context_settings=_LEFT_OVER)(converting.convert)
+app.command(cls=_Command, options_metavar="A B [OPTIONS]", context_settings=_LEFT_OVER)(differing.diff)
+app.command(cls=_Command, options_metavar="RUN [OPTIONS]", context_settings=_LEFT_OVER)(pruning.prune)
+app.command(cls=_Command, options_metavar="PATH [OPTIONS]", context_settings=_LEFT_OVER)(pruning.pin)
+app.command(cls=_Command, options_metavar="PATH", context_settings=_LEFT_OVER)(pruning.unpin)
+app.command(cls=_Command, options_metavar="[FOLDER] [OPTIONS]", context_settings=_LEFT_OVER)(planning.plan)
+app.command("check-resume", cls=_Command, options_metavar="[OPTIONS] SCRIPT [ARGS]", context_settings=_SCRIPT)(
+    checking.check_resume
+)
 
 
 def _path(context: typer.Context) -> Path:

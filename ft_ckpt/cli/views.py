@@ -8,8 +8,10 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
+from ft_ckpt import marks
 from ft_ckpt.catalog import CheckpointInfo, VerifyReport
 from ft_ckpt.manifest import PartRecord
+from ft_ckpt.remove import STATE
 
 
 def row(info: CheckpointInfo, report: VerifyReport) -> dict[str, Any]:
@@ -21,7 +23,10 @@ def row(info: CheckpointInfo, report: VerifyReport) -> dict[str, Any]:
         "created": manifest.created,
         "bytes": report.bytes,
         "kind": manifest.kind,
-        "parts": [part.name for part in manifest.parts],
+        "parts": [part.name for part in manifest.parts if part.kind != STATE],
+        "state": any(part.kind == STATE for part in manifest.parts),
+        "metrics": dict(manifest.metrics),
+        "pinned": marks.pinned(info.path) is not None,
         "valid": report.ok,
         "problems": list(report.problems),
     }
@@ -34,7 +39,10 @@ def show_run(run: Path, rows: Sequence[dict[str, Any]], *, as_json: bool) -> Non
     elif not rows:
         print(f"{run}: no checkpoints")
     else:
-        print_table(("checkpoint", "step", "age", "size", "kind", "parts", "valid"), map(_cells, rows))
+        print_table(
+            ("checkpoint", "step", "age", "size", "kind", "parts", "state", "metrics", "pinned", "valid"),
+            map(_cells, rows),
+        )
         for each in rows:
             _print_problems(each["path"], each["problems"])
 
@@ -75,9 +83,11 @@ def _base(part: PartRecord) -> str:
 
 def _cells(each: dict[str, Any]) -> tuple[str, ...]:
     parts = ", ".join(name or "model" for name in each["parts"])
-    valid = "yes" if each["valid"] else "no"
-    name = Path(each["path"]).name or each["path"]
-    return name, _or_dash(each["step"]), _since(each["created"]), human_size(each["bytes"]), each["kind"], parts, valid
+    metrics = ", ".join(f"{name} {value:.4g}" for name, value in each["metrics"].items()) or "-"
+    state, pinned, valid = ("yes" if each[key] else "no" for key in ("state", "pinned", "valid"))
+    name, size = Path(each["path"]).name or each["path"], human_size(each["bytes"])
+    head = (name, _or_dash(each["step"]), _since(each["created"]), size, each["kind"])
+    return *head, parts, state, metrics, pinned, valid
 
 
 def print_table(heads: Sequence[str], rows: Iterable[tuple[str, ...]]) -> None:

@@ -4,6 +4,7 @@ from pathlib import Path
 
 from torch import Tensor
 
+from ft_ckpt.blocks import Run
 from ft_ckpt.errors import ConfigError, LoadError
 from ft_ckpt.formats import Spec, TensorFile, dual, hdf5, torch_zip
 from ft_ckpt.tree import Node
@@ -76,6 +77,10 @@ class TreeFile:
     def read(self, name: str, start: int = 0, stop: int | None = None) -> Tensor:
         """Flat elements [start, stop) of tensor `name`: 1-D, on the CPU."""
         return self.file.read(name, start, stop)
+
+    def runs(self, name: str) -> list[Run] | None:
+        """Where the bytes of tensor `name` lie; None when it is not stored in one piece."""
+        return self.file.runs(name)
 
     def close(self) -> None:
         """Let go of the file."""

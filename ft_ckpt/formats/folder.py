@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
+from ft_ckpt.blocks import Run
 from ft_ckpt.catalog import is_inside, read_manifest
 from ft_ckpt.errors import CorruptError, LoadError, listing
 from ft_ckpt.formats import Spec, TensorFile, dcp, detect, tensorflow, zero
@@ -47,6 +48,12 @@ class Joined:
         """Flat elements [start, stop) of tensor `name`: 1-D, on the CPU."""
         file, inner = self.places[name]
         return file.read(inner, start, stop)
+
+    def runs(self, name: str) -> list[Run] | None:
+        """Where the bytes of tensor `name` lie; None when they do not lie in a file as they are."""
+        file, inner = self.places[name]
+        ask = getattr(file, "runs", None)
+        return None if ask is None else ask(inner)
 
     def close(self) -> None:
         """Close every file."""
@@ -131,7 +138,7 @@ def _ours(path: Path) -> TensorFile:
     if kinds & {"tensorflow", "dcp"}:
         return tensorflow.open_file(path) if "tensorflow" in kinds else dcp.open_file(path)
     parts = []
-    for record in manifest.parts:
+    for record in (record for record in manifest.parts if record.kind != "state"):
         names = sorted({tensor.file for tensor in record.tensors})
         file = joined(path, names)
         file.ties |= {other: group[0] for group in record.ties for other in group[1:] if group[0] in file.specs}

@@ -21,6 +21,7 @@ import numpy as np
 import torch
 import xxhash
 
+from ft_ckpt.blocks import Run
 from ft_ckpt.errors import CorruptError, SelectionError, listing
 from ft_ckpt.formats import Layout, Spec, cerebras, hdf5_bytes
 from ft_ckpt.formats.raw import MAP_BYTES, RawFile
@@ -279,8 +280,7 @@ class HDF5File:
         dtype = getattr(torch, kind, None)
         if not isinstance(dtype, torch.dtype):
             raise CorruptError(f"{self.raw.path.name}: {name} is of type {kind!r}, which this torch has not")
-        whole = start == 0 and stop is None
-        stop = math.prod(shape) if stop is None else stop
+        whole, stop = start == 0 and stop is None, math.prod(shape) if stop is None else stop
         if name in self.readers:
             self.raw.check()
             tensor = torch.as_tensor(self.readers[name](start, stop)).reshape(-1)
@@ -291,6 +291,11 @@ class HDF5File:
         if whole and self.verify:
             self._compare(name, tensor)
         return tensor
+
+    def runs(self, name: str) -> list[Run] | None:
+        """Where the bytes of tensor `name` lie; None when it is not stored in one piece."""
+        run = Run(name, self.raw, self.index.start(name), self.specs[name].size_bytes)
+        return None if name in self.readers else [run]
 
     def maps(self, name: str) -> bool:
         """True when a part of the tensor is as dear as all of it."""

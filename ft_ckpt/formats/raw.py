@@ -35,20 +35,20 @@ class RawFile:
     def __init__(self, path: Path, mapped: bool = True) -> None:
         self.path, self.mapped = path, mapped
         self.descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-        self._closer = weakref.finalize(self, os.close, self.descriptor)
+        self._closer, self._closed = weakref.finalize(self, os.close, self.descriptor), False
         found = os.fstat(self.descriptor)
         self.size_bytes = found.st_size
         self._whole: _Mapping | None = None
-        self._parts: weakref.WeakValueDictionary[tuple[int, int], Any] = weakref.WeakValueDictionary()
         self._known = (found.st_size, found.st_mtime_ns)
 
     def close(self) -> None:
         """Let go of the file. What was mapped from it stays."""
+        self._closed = True
         self._closer()
 
     def check(self) -> None:
         """Raise CorruptError if the file was written to or cut short since it was opened."""
-        if not self._closer.alive:
+        if self._closed:
             raise CorruptError(f"{self.path.name}: closed; load it again")
         try:
             found = os.fstat(self.descriptor)
@@ -99,12 +99,12 @@ class RawFile:
     def _map(self, start: int, size_bytes: int) -> Any:
         """A part of the file's mapping as a buffer; None when the system gives no mapping."""
         self._inside(start, size_bytes)
-        held = self._parts.get((start, size_bytes))
+        self._whole = self._whole or _Mapping.of(self.descriptor, self.size_bytes)
+        if self._whole is None:
+            return None
+        held = self._whole.lent(start, size_bytes)
         if held is None:
-            self._whole = self._whole or _Mapping.of(self.descriptor, self.size_bytes)
-            if self._whole is None:
-                return None
-            held = self._parts[start, size_bytes] = self._whole.part(start, size_bytes)
+            held = self._whole.lend(start, size_bytes)
             if (start, size_bytes) in self._whole.given_back:
                 for first, last in _edges(start, start + size_bytes):
                     place = self._whole.address + first
@@ -127,9 +127,9 @@ class _Mapping:
 
     def __init__(self, address: int, size_bytes: int) -> None:
         self.address = address
-        self.given_back: set[tuple[int, int]] = (
-            set()
-        )  # runs that may still have, at their edges, what was written there
+        self.given_back: set[tuple[int, int]] = set()  # runs whose edges may still have what was written there
+        self._bytes = memoryview((ctypes.c_char * size_bytes).from_address(address))
+        self.parts: dict[tuple[int, int], _Part] = {}
         weakref.finalize(self, _libc.munmap, address, size_bytes).atexit = False  # tensors may outlive the exit
 
     @staticmethod
@@ -139,14 +139,42 @@ class _Mapping:
         address = _libc.mmap(None, size_bytes, protection, flags, descriptor, 0)
         return None if address in (None, _FAILED) else _Mapping(address, size_bytes)
 
-    def part(self, start: int, size_bytes: int) -> Any:
-        """Some of it as a buffer; when nothing uses that any more, its memory is given back."""
-        held = (ctypes.c_char * size_bytes).from_address(self.address + start)
-        weakref.finalize(held, self._give_back, start, size_bytes).atexit = False  # and this keeps the mapping alive
+    def lend(self, start: int, size_bytes: int) -> memoryview:
+        """Some of it; when nothing uses that any more, its memory is given back."""
+        held = self._bytes[start : start + size_bytes]
+        part = self.parts[start, size_bytes] = _Part(held, _Part.end)
+        part.mapping, part.start, part.size_bytes = self, start, size_bytes
+        _lent[id(part)] = part
         return held
 
-    def _give_back(self, start: int, size_bytes: int) -> None:
+    def lent(self, start: int, size_bytes: int) -> memoryview | None:
+        """What `lend` gave, if it is still in use."""
+        part = self.parts.get((start, size_bytes))
+        return None if part is None else part()
+
+    def give_back(self, start: int, size_bytes: int) -> None:
+        """Drop the pages that are of this part alone."""
         self.given_back.add((start, size_bytes))
         first, last = start + -start % _PAGE, (start + size_bytes) // _PAGE * _PAGE
         if first < last:
             _libc.madvise(self.address + first, last - first, _DONTNEED)
+
+
+class _Part(weakref.ref[memoryview]):
+    """A part that was lent; it keeps the mapping. As small as can be, since it is made at a tensor's first use."""
+
+    __slots__ = ("mapping", "size_bytes", "start")
+    mapping: _Mapping
+    start: int
+    size_bytes: int
+
+    def end(self) -> None:
+        """Nothing uses the part any more."""
+        del _lent[id(self)]
+        key = self.start, self.size_bytes
+        if self.mapping.parts.get(key) is self:  # and not of another thread, which asked at the same moment
+            del self.mapping.parts[key]
+            self.mapping.give_back(*key)
+
+
+_lent: dict[int, _Part] = {}  # those in use: a reference that is itself forgotten would not be called

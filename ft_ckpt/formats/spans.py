@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ft_ckpt.blocks import Run
 from ft_ckpt.formats import ITEM_BYTES, Spec
 from ft_ckpt.formats.raw import RawFile
 
@@ -48,6 +49,11 @@ class SpanFile:
         if not parts:
             return torch.empty(0, dtype=dtype)
         return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def runs(self, name: str) -> list[Run] | None:
+        """Where the bytes of tensor `name` lie."""
+        item_bytes = ITEM_BYTES[self.specs[name].dtype]
+        return [Run(name, span.file, span.start, span.numel * item_bytes) for span in self.spans[name]]
 
     def close(self) -> None:
         """Let go of the files; what was read stays."""

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ft_ckpt.blocks import Run
 from ft_ckpt.errors import LoadError, SelectionError, listing
 from ft_ckpt.formats import ITEM_BYTES, Layout, Spec
 from ft_ckpt.formats.raw import RawFile
@@ -48,6 +49,10 @@ class TorchFile(SpanFile):
             self.made = (None, torch.empty(0))  # one at a time: the last is freed before the next is read
             self.made = (name, row_major(self.odd[name]))
         return self.made[1][start:stop]
+
+    def runs(self, name: str) -> list[Run] | None:
+        """Where the bytes of tensor `name` lie; None when they are not in row-major order."""
+        return None if name in self.odd else super().runs(name)
 
     def close(self) -> None:
         """Let go of the tensor that was made."""

@@ -1,0 +1,244 @@
+"""`ft-ckpt check-resume`: runs a script without a stop, then stopped and resumed, and proves that both did the same."""
+
+import os
+import shlex
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, replace
+from math import isfinite
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from ft_ckpt import catalog
+from ft_ckpt.cli import views
+from ft_ckpt.errors import CheckpointError, ConfigError, LoadError, listing
+from ft_ckpt.rehearsal import END, VARIABLE, Rehearsal, Step, read_steps
+
+_TAIL_LINES = 30  # of the output of a script that failed
+
+_Steps = Annotated[int, typer.Option(min=2, help="Steps to run.")]
+_At = Annotated[int | None, typer.Option("--stop", min=1, help="Step after which it is stopped; else half of them.")]
+_Nproc = Annotated[int, typer.Option(min=1, help="Processes, launched by torchrun.")]
+_Launch = Annotated[str | None, typer.Option(help='What launches it, as in "accelerate launch --config_file FILE".')]
+_Scratch = Annotated[str | None, typer.Option(help="Folder for three checkpoints or more; else the system's for such.")]
+_Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+
+
+@dataclass(frozen=True)
+class Row:
+    """One metric of one step in both runs: the numbers as exact text, None where there is none."""
+
+    step: int
+    metric: str | None
+    through: str | None
+    resumed: str | None
+    batches: bool | None  # whether the digests agree; None where batches were not seen
+
+    @property
+    def equal(self) -> bool:
+        """Whether both runs did the same."""
+        return self.through == self.resumed and self.batches is not False
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What the two runs came to; `tensors` at the end, of weights and training state, of which some are `different`."""
+
+    stop: int
+    rows: tuple[Row, ...]
+    tensors: int
+    different: tuple[str, ...]
+
+    @property
+    def first(self) -> Row | None:
+        """The first difference."""
+        return next((row for row in self.rows if not row.equal), None)
+
+    @property
+    def equal(self) -> bool:
+        """Whether the resumed run did what the other one did, and became the same."""
+        return self.first is None and not self.different
+
+
+def check_resume(
+    context: typer.Context,
+    steps: _Steps = 10,
+    stop: _At = None,
+    nproc: _Nproc = 1,
+    launch: _Launch = None,
+    scratch: _Scratch = None,
+    as_json: _Json = False,
+) -> None:
+    """Run SCRIPT for some steps, then again with a stop and a resume half-way; exit code 1 if that made a difference.
+
+    Options come before SCRIPT; what follows it is the script's. It makes a CheckpointSaver, calls resume() before its
+    loop and step(metrics) in it. Checkpoints go to a scratch folder, whatever its saver says.
+    """
+    if stop is not None and stop >= steps:
+        raise ConfigError(f"check-resume: --stop {stop}: expected less than --steps {steps}")
+    command = _command(context.args, nproc, launch)
+    with tempfile.TemporaryDirectory(prefix="ft_ckpt-rehearsal-", dir=scratch) as room:
+        found = rehearse(command, Path(room).absolute(), steps, stop or steps // 2)
+    _show(found, as_json=as_json)
+    sys.exit(0 if found.equal else 1)
+
+
+def rehearse(command: Sequence[str], room: Path, steps: int, stop: int) -> Finding:
+    """Run `command` three times in the folder `room`: for `steps`, up to `stop`, and from there.
+
+    Raises CheckpointError for a script that fails, ends too soon, has no saver or does not step it; LoadError for one
+    that is not resumed.
+    """
+    one, other = (Rehearsal(str(room / name), "", steps) for name in ("through", "resumed"))
+    through = _run(command, replace(one, record=str(room / "through.jsonl")), f"{steps} steps without a stop")
+    before = _run(command, replace(other, record=str(room / "before.jsonl"), stop=stop), f"a stop after step {stop}")
+    stopped = before[-1].number
+    after = _run(command, replace(other, record=str(room / "after.jsonl")), f"resumed at step {stopped}")
+    if after[0].number <= stopped:
+        raise LoadError(
+            f"{_script(command)}: started again it began with step {after[0].number}, though there was a checkpoint of "
+            f"step {stopped}: call saver.resume() before the loop, with no path and no step of your own"
+        )
+    tensors, different = _ends(Path(one.directory) / END, Path(other.directory) / END)
+    return Finding(stopped, tuple(_rows(through, [*before, *after])), tensors, tuple(different))
+
+
+def _command(words: Sequence[str], nproc: int, launch: str | None) -> list[str]:
+    if not words or not Path(words[0]).is_file():
+        given = words[0] if words else "nothing"
+        raise ConfigError(f"check-resume: {given}: no such file, expected [OPTIONS] SCRIPT [ARGS]; see --help")
+    if launch and nproc > 1:
+        raise ConfigError("check-resume: --launch and --nproc: expected one of them; the launcher has its own option")
+    if launch:
+        return [*shlex.split(launch), *words]
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(nproc)]
+    return [sys.executable, *(torchrun if nproc > 1 else ()), *words]
+
+
+def _run(command: Sequence[str], told: Rehearsal, what: str) -> list[Step]:
+    """The steps of one run."""
+    print(f"ft-ckpt: {what} ...", file=sys.stderr)
+    last = told.steps if told.stop is None else told.stop
+    code, tail = _process(command, told)
+    found = read_steps(Path(told.record))
+    if code:
+        problem = f"ended with exit code {code}"
+    elif found is None:
+        problem = "made no CheckpointSaver: make one, call its resume() before the loop and its step() in it"
+    elif not found:
+        problem = "never called saver.step(): call it after each batch, with metrics={'loss': loss}"
+    elif found[-1].number < last:
+        problem = f"ended after step {found[-1].number}, {last} are needed: let it run longer, or give fewer --steps"
+    else:
+        return found
+    raise CheckpointError(f"{_script(command)}: {problem}\n{what}; the end of its output:\n{tail}")
+
+
+def _process(command: Sequence[str], told: Rehearsal) -> tuple[int, str]:
+    """The exit code of `command`, and the end of what it printed."""
+    environment = {**os.environ, VARIABLE: told.to_json()}
+    with tempfile.TemporaryFile("w+", errors="replace") as log:
+        try:
+            # The command is the user's own.
+            done = subprocess.run(command, env=environment, stdout=log, stderr=subprocess.STDOUT, check=False)  # noqa: S603
+        except OSError as error:
+            raise ConfigError(f"{command[0]}: {error.strerror}; --launch is a command that takes a script") from error
+        log.seek(0)
+        return done.returncode, "".join(log.readlines()[-_TAIL_LINES:])
+
+
+def _script(command: Sequence[str]) -> str:
+    return next((word for word in command if word.endswith(".py")), command[-1])
+
+
+def _rows(through: Sequence[Step], resumed: Sequence[Step]) -> Iterator[Row]:
+    ones, others = ({step.number: step for step in steps} for steps in (through, resumed))
+    for number in sorted(ones.keys() | others.keys()):
+        one, other = ones.get(number, Step(number, {}, None)), others.get(number, Step(number, {}, None))
+        seen = one.batches is not None or other.batches is not None or (number in ones) != (number in others)
+        alike = one.batches == other.batches and number in ones and number in others if seen else None
+        for name in dict.fromkeys([*one.metrics, *other.metrics]) or [None]:
+            yield Row(number, name, one.metrics.get(name or ""), other.metrics.get(name or ""), alike)
+
+
+def _ends(one: Path, other: Path) -> tuple[int, list[str]]:
+    """How many tensors the two runs ended with, and which of them differ; random numbers and places are left out."""
+    from ft_ckpt.differences import compare
+    from ft_ckpt.formats import detect
+    from ft_ckpt.formats.folder import Joined
+
+    with ExitStack() as stack:
+        joined = []
+        for path in (one, other):
+            parts = {tensor.file: part.path for part in catalog.read_manifest(path).parts for tensor in part.tensors}
+            files = [(f"{part}/" if part else "", detect.open_file(path / file)) for file, part in parts.items()]
+            joined.append(Joined(files, path.name))
+            stack.callback(joined[-1].close)
+        found = [each for each in compare(*joined) if not each.name.startswith("state/rank-")]
+    return len(found), [each.name for each in found if each.changed]
+
+
+def _show(found: Finding, *, as_json: bool) -> None:
+    if as_json:
+        views.print_json(_json(found))
+        return
+    heads = ("step", "metric", "without a stop", "stopped and resumed", "batches", "")
+    views.print_table(heads, (_cells(row, found) for row in found.rows))
+    print(_verdict(found))
+
+
+def _cells(row: Row, found: Finding) -> tuple[str, ...]:
+    batches = {None: "-", True: "same", False: "differ"}[row.batches]
+    stopped = "stopped here" if row.step == found.stop else ""
+    mark = "<- first difference" if row is found.first else "differs" if not row.equal else stopped
+    return str(row.step), row.metric or "-", _number(row.through), _number(row.resumed), batches, mark
+
+
+def _number(exact: str | None) -> str:
+    return "-" if exact is None else repr(float.fromhex(exact))
+
+
+def _verdict(found: Finding) -> str:
+    """What the table says, in a sentence or two."""
+    first, ends = found.first, f"{len(found.different)} of {found.tensors} tensors differ at the end"
+    if found.equal:
+        lacking = "" if any(row.metric for row in found.rows) else "; no metrics were given to saver.step()"
+        return f"the same, to the bit, with {found.tensors} tensors of weights and training state at the end{lacking}"
+    if first is None:
+        return f"not the same: {ends}, though no metric does: {listing(list(found.different), ', ')}"
+    numbers = f"{first.metric} {_number(first.through)} and {_number(first.resumed)}" if first.metric else "the batches"
+    return f"not the same: they differ from step {first.step} on ({numbers}); {ends}. {_advice(first, found.stop)}"
+
+
+def _advice(first: Row, stop: int) -> str:
+    if first.step <= stop:
+        return (
+            "That is before the stop: the script does something else each time it runs, so nothing can be said of "
+            "resuming. Seed it before it makes model and data (accelerate.utils.set_seed)"
+        )
+    if first.batches is False:
+        return "It was given other data: take the batches from saver.remaining(loader), and draw nothing unseeded in it"
+    data = "The data was the same" if first.batches else "If the data was the same (see saver.remaining)"
+    return (
+        f"{data}: something that moves the loss is not in the checkpoint, such as a scheduler that is neither prepared "
+        "by Accelerate nor registered, or random numbers of a generator of the script's own"
+    )
+
+
+def _json(found: Finding) -> dict[str, Any]:
+    rows = [{**asdict(row), "equal": row.equal, **_values(row)} for row in found.rows]
+    first = rows[found.rows.index(found.first)] if found.first else None
+    ends = {"tensors": found.tensors, "different": list(found.different)}
+    return {"equal": found.equal, "stop": found.stop, "first_difference": first, "end": ends, "rows": rows}
+
+
+def _values(row: Row) -> Mapping[str, float | str | None]:
+    """The numbers as JSON has them: text where it has none."""
+    exact = {"through": row.through, "resumed": row.resumed}
+    values = {name: None if text is None else float.fromhex(text) for name, text in exact.items()}
+    return {name: value if value is None or isfinite(value) else str(value) for name, value in values.items()}

@@ -1,0 +1,96 @@
+"""`ft-ckpt diff A B`. Torch is imported when the two are compared."""
+
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import closing
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from ft_ckpt.cli import views
+from ft_ckpt.errors import ConfigError
+
+if TYPE_CHECKING:
+    from ft_ckpt.differences import Difference
+
+_Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+_Top = Annotated[int, typer.Option(help="Layers, and tensors, to list; 0 for all.")]
+_HEADS = ("changed", "largest", "mean", "relative")
+
+
+def diff(context: typer.Context, top: _Top = 20, as_json: _Json = False) -> None:
+    """Compare the tensors of the files, checkpoints or folders A and B: what changed, by how much, in which layers."""
+    if len(context.args) != 2:
+        raise ConfigError(f"diff: {' '.join(context.args) or 'nothing'} given, expected A B; see --help")
+    from ft_ckpt.converting import open_source
+    from ft_ckpt.differences import by_layer, compare
+
+    one, other = context.args
+    with closing(open_source(Path(one))) as first, closing(open_source(Path(other))) as second:
+        tensors = compare(first, second)
+    layers, most = by_layer(tensors), top if top > 0 else None
+    counts = {status: [each.status for each in tensors].count(status) for status in _statuses(tensors)}
+    if as_json:
+        found = {"tensors": list(map(_json, tensors[:most])), "layers": list(map(_json, layers[:most]))}
+        views.print_json({"a": one, "b": other, "counts": counts, **found})
+        return
+    print(f"{one} -> {other}: {', '.join(f'{count} {status}' for status, count in counts.items()) or 'no tensors'}")
+    _print(("layer", "tensors", *_HEADS[1:]), layers, most)
+    _print(("tensor", *_HEADS), tensors, most)
+
+
+def _statuses(tensors: Sequence["Difference"]) -> list[str]:
+    return list(dict.fromkeys(each.status for each in tensors))
+
+
+def _print(heads: tuple[str, ...], found: Sequence["Difference"], most: int | None) -> None:
+    unequal = [each for each in found if each.changed]
+    if not unequal:
+        return
+    print()
+    views.print_table(heads, map(_cells, unequal[:most]))
+    if len(unequal) > len(unequal[:most]):
+        print(f"and {len(unequal) - len(unequal[:most])} more; see --top")
+
+
+def _cells(each: "Difference") -> tuple[str, ...]:
+    figures = (
+        tuple(_figures(each)) if each.sums.elements else ("", "", "")
+    )  # of what could not be compared there are none
+    return each.name, " ".join(_what(each)), *figures
+
+
+def _what(each: "Difference") -> Iterator[str]:
+    """Of a layer how many of its tensors changed; of a tensor what did, besides values."""
+    if each.before is None and each.after is None:
+        yield f"{each.changed} of {each.tensors}"
+        return
+    sides = [spec for spec in (each.before, each.after) if spec is not None]
+    yield from [each.status] if each.status != "changed" else []
+    shapes = list(dict.fromkeys(views.human_shape(spec.shape) for spec in sides))
+    yield " -> ".join(shapes)
+    yield " -> ".join(dict.fromkeys(spec.dtype for spec in sides))
+
+
+def _figures(each: "Difference") -> Iterator[str]:
+    yield f"{each.sums.largest:.3g}" + (f" ({each.sums.unbounded} not finite)" if each.sums.unbounded else "")
+    yield f"{each.mean:.3g}"
+    yield f"{each.relative:.3g}" if math.isfinite(each.relative) else "-"
+
+
+def _json(each: "Difference") -> dict[str, Any]:
+    sides = {
+        side: {"shape": list(spec.shape), "dtype": spec.dtype}
+        for side, spec in (("a", each.before), ("b", each.after))
+        if spec is not None
+    }
+    return {
+        "name": each.name,
+        "status": each.status,
+        **(sides or {"tensors": each.tensors, "changed": each.changed}),
+        "largest": each.sums.largest if each.sums.elements else None,
+        "mean": each.mean if each.sums.elements else None,
+        "relative": each.relative if each.sums.elements and math.isfinite(each.relative) else None,
+        "not_finite": each.sums.unbounded,
+    }

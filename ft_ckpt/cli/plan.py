@@ -1,0 +1,210 @@
+"""`ft-ckpt plan`: what saving at different intervals costs in time and disk, and which interval costs least."""
+
+import math
+import os
+import tempfile
+import time
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from ft_ckpt import catalog
+from ft_ckpt.cli import plots, views
+from ft_ckpt.config import parse_size
+from ft_ckpt.errors import ConfigError, NotACheckpointError
+from ft_ckpt.intervals import bounded_interval, expected_overhead, optimal_interval, parse_seconds
+
+_SAMPLE_BYTES = 256 << 20
+_CHUNK_BYTES = 8 << 20
+_SPREAD = 12  # the table reaches from the optimum divided by this to the optimum times this
+_ROUND = (1, 2, 5)
+
+_Size = Annotated[str | None, typer.Option(help='Size of a checkpoint, as in "2.5GB"; else that of FOLDER.')]
+_Step = Annotated[str | None, typer.Option(help='Time of a training step, as in "1.2" (seconds) or "2min".')]
+_Save = Annotated[
+    str | None, typer.Option(help="Time a save keeps the run from training; else measured by writing here.")
+]
+_Mtbf = Annotated[str | None, typer.Option(help='Mean time between failures of one node, as in "30d".')]
+_Nodes = Annotated[int, typer.Option(min=1, help="Nodes of the run; each failure of any stops it.")]
+_Restart = Annotated[str, typer.Option(help="Time from a failure to the first new step.")]
+_Last = Annotated[int | None, typer.Option("--keep-last", min=1, help="Checkpoints kept; else all.")]
+_Hours = Annotated[float, typer.Option(min=0.01, help="Length of the run.")]
+_Most = Annotated[float, typer.Option(min=0.001, max=1, help="Fraction of the time that saving may take.")]
+_Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+_Plot = Annotated[str | None, typer.Option(help="Draw the cost curve into this .png, .svg or .pdf file.")]
+
+
+@dataclass(frozen=True)
+class Job:
+    """The run that is planned for; `size_bytes` is None when only the save time is known."""
+
+    step_seconds: float
+    save_seconds: float
+    mtbf_seconds: float  # of all nodes together
+    restart_seconds: float
+    size_bytes: int | None
+    keep_last: int | None
+    hours: float
+    max_overhead: float
+
+
+@dataclass(frozen=True)
+class Row:
+    """One interval. Fractions are of the time spent on work that lasts; `disk_bytes` is the most held at once."""
+
+    steps: int
+    interval_seconds: float
+    saves: int
+    disk_bytes: int | None
+    saving: float
+    recomputation: float  # repeated work, repeated saves and restarts
+    total: float
+    optimum: bool
+
+
+def plan(
+    context: typer.Context,
+    model_size: _Size = None,
+    step_time: _Step = None,
+    save_time: _Save = None,
+    mtbf: _Mtbf = None,
+    nodes: _Nodes = 1,
+    restart_time: _Restart = "5min",
+    keep_last: _Last = None,
+    hours: _Hours = 24.0,
+    max_overhead: _Most = 0.05,
+    as_json: _Json = False,
+    plot: _Plot = None,
+) -> None:
+    """Compare intervals between saves, of a run that fails now and then; FOLDER is a checkpoint or a run like it."""
+    folder = _folder(context)
+    size_of = model_size or save_time or folder
+    needs = {"--step-time": step_time, "--mtbf": mtbf, "--model-size, --save-time or FOLDER": size_of}
+    missing = [name for name, given in needs.items() if not given]
+    if missing or step_time is None or mtbf is None:
+        raise ConfigError(f"plan: expected {'; '.join(missing)}; see `ft-ckpt plan --help`")
+    size = parse_size(model_size) if model_size else _size_of(folder) if folder else None
+    job = Job(
+        step_seconds=parse_seconds(step_time),
+        save_seconds=parse_seconds(save_time) if save_time else _measure(folder or Path(), size or 0),
+        mtbf_seconds=parse_seconds(mtbf) / nodes,
+        restart_seconds=parse_seconds(restart_time),
+        size_bytes=size,
+        keep_last=keep_last,
+        hours=hours,
+        max_overhead=max_overhead,
+    )
+    if math.isinf(total(job, best_steps(job))):
+        times = f"a save of {human_time(job.save_seconds)} and a failure every {human_time(job.mtbf_seconds)}"
+        raise ConfigError(f"plan: {times}: the run would never get from one checkpoint to the next")
+    if plot:
+        plots.draw_costs(Path(plot), best_steps(job), job.step_seconds, partial(saving, job), partial(total, job))
+    _show(job, rows(job), measured=not save_time, as_json=as_json)
+
+
+def best_steps(job: Job) -> int:
+    """The number of whole steps between saves that costs least within the overhead that saving may have."""
+    least = math.ceil(bounded_interval(job.save_seconds, job.max_overhead) / job.step_seconds)
+    wanted = int(optimal_interval(job.save_seconds, job.mtbf_seconds) / job.step_seconds)
+    return min((max(1, least, steps) for steps in (wanted, wanted + 1)), key=lambda steps: total(job, steps))
+
+
+def saving(job: Job, steps: float) -> float:
+    """The part of `total` that saving takes."""
+    return job.save_seconds / (steps * job.step_seconds)
+
+
+def total(job: Job, steps: float) -> float:
+    """Expected overhead of a save every `steps` steps, see `expected_overhead`."""
+    return expected_overhead(steps * job.step_seconds, job.save_seconds, job.mtbf_seconds, job.restart_seconds)
+
+
+def rows(job: Job) -> list[Row]:
+    """The optimum, and the round numbers of steps around it."""
+    best = best_steps(job)
+    rounds = (digit * 10**power for power in range(len(str(best * _SPREAD)) + 1) for digit in _ROUND)
+    around = {steps for steps in rounds if best / _SPREAD <= steps <= best * _SPREAD}
+    return [_row(job, steps, steps == best) for steps in sorted({best, *around})]
+
+
+def _row(job: Job, steps: int, optimum: bool) -> Row:
+    interval, overhead, share = steps * job.step_seconds, total(job, steps), saving(job, steps)
+    saves = int(job.hours * 3600 / (interval * (1 + overhead)))
+    held = saves if job.keep_last is None else min(saves, job.keep_last + 1)  # one more while the next is written
+    disk = None if job.size_bytes is None else held * job.size_bytes
+    return Row(steps, interval, saves, disk, share, overhead - share, overhead, optimum)
+
+
+def _show(job: Job, found: list[Row], *, measured: bool, as_json: bool) -> None:
+    if as_json:
+        best = next(row.steps for row in found if row.optimum)
+        table = [_finite(row) for row in found]
+        views.print_json({**asdict(job), "measured": measured, "optimum_steps": best, "rows": table})
+        return
+    size = "" if job.size_bytes is None else f" of {views.human_size(job.size_bytes)}"
+    how = ", measured by writing" if measured else ""
+    print(f"a save{size} takes {human_time(job.save_seconds)}{how}; a failure every {human_time(job.mtbf_seconds)}")
+    print(f"{job.hours:g} hours of running; a restart takes {human_time(job.restart_seconds)} (in recomputation)")
+    heads = ("steps", "interval", "saves", "disk", "saving", "recomputation", "total", "")
+    views.print_table(heads, map(_cells, found))
+
+
+def _cells(row: Row) -> tuple[str, ...]:
+    disk = "-" if row.disk_bytes is None else views.human_size(row.disk_bytes)
+    shares = (_percent(row.saving), _percent(row.recomputation), _percent(row.total))
+    return f"{row.steps}", human_time(row.interval_seconds), f"{row.saves}", disk, *shares, "<- optimum" * row.optimum
+
+
+def _finite(row: Row) -> dict[str, Any]:
+    """A row as JSON, which has no infinity."""
+    return {name: None if value == math.inf else value for name, value in asdict(row).items()}
+
+
+def _percent(fraction: float) -> str:
+    return "never ends" if math.isinf(fraction) else f"{fraction:.2%}"
+
+
+def human_time(seconds: float) -> str:
+    """A time in the unit that shows it best."""
+    for unit, length in (("d", 86400), ("h", 3600), ("min", 60)):
+        if seconds >= 2 * length:
+            return f"{seconds / length:.1f} {unit}"
+    return f"{seconds:.3g} s"
+
+
+def _folder(context: typer.Context) -> Path | None:
+    if len(context.args) > 1:
+        raise ConfigError(f"plan: {' '.join(context.args)} given, expected at most one folder; see --help")
+    folder = Path(context.args[0]) if context.args else None
+    if folder and not folder.is_dir():
+        raise NotACheckpointError(f"{folder}: no such folder; give a checkpoint, a run or a model")
+    return folder
+
+
+def _size_of(folder: Path) -> int:
+    """Bytes of a checkpoint, of the newest in a run, or of the files of any other model folder."""
+    found = catalog.discover(folder)
+    if found:
+        return sum(file.size_bytes for file in found[-1].manifest.files)
+    size = sum(path.stat().st_size for path in folder.iterdir() if path.is_file())
+    if not size:
+        raise NotACheckpointError(f"{folder}: neither checkpoints nor files in it; give --model-size")
+    return size
+
+
+def _measure(folder: Path, size_bytes: int) -> float:
+    """Seconds to write `size_bytes` durably into `folder`, from a file of 256 MiB at most; gathering is not in it."""
+    from ft_ckpt.write import Writer
+
+    sample = max(1, min(size_bytes, _SAMPLE_BYTES))
+    chunk = os.urandom(min(sample, _CHUNK_BYTES))  # what a disk that compresses cannot make smaller
+    with tempfile.TemporaryDirectory(prefix=".ft_ckpt-plan-", dir=folder) as room, Writer() as writer:
+        began = time.perf_counter()
+        file = writer.create(Path(room) / "sample", sample)
+        for start in range(0, sample, len(chunk)):
+            file.append_bytes(chunk[: sample - start])
+        file.finish()
+        return (time.perf_counter() - began) * max(size_bytes, 1) / sample

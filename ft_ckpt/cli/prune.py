@@ -1,0 +1,129 @@
+"""`ft-ckpt prune`, `pin` and `unpin`: what stays of a run."""
+
+import re
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from ft_ckpt import catalog, marks
+from ft_ckpt.cli import views
+from ft_ckpt.errors import ConfigError, NotACheckpointError, TargetError, listing
+from ft_ckpt.retain import Best, Keep
+from ft_ckpt.sweep import SweepReport, sweep
+
+_Last = Annotated[int | None, typer.Option(help="Keep the newest so many.")]
+_Every = Annotated[int | None, typer.Option(help="Keep each whose step is a multiple of this.")]
+_Best = Annotated[list[str] | None, typer.Option(help='Keep the best by a metric, as in "eval_loss:min:2".')]
+_Hourly = Annotated[int | None, typer.Option(help="Keep the newest of each of the last so many hours with one.")]
+_Daily = Annotated[int | None, typer.Option(help="The same for days.")]
+_Weekly = Annotated[int | None, typer.Option(help="The same for weeks.")]
+_StateLast = Annotated[int | None, typer.Option(help="Keep the training state of the newest so many only.")]
+_StateEvery = Annotated[int | None, typer.Option(help="And of each whose step is a multiple of this.")]
+_Run = Annotated[str | None, typer.Option(help='Only of the run with this id; "all" for every run in the folder.')]
+_DryRun = Annotated[bool, typer.Option("--dry-run", help="Say what would be done, and do nothing.")]
+_Reason = Annotated[str, typer.Option(help="Shown to whoever asks why it stays.")]
+_Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+
+
+def prune(
+    context: typer.Context,
+    last: _Last = None,
+    every: _Every = None,
+    best: _Best = None,
+    hourly: _Hourly = None,
+    daily: _Daily = None,
+    weekly: _Weekly = None,
+    state_last: _StateLast = None,
+    state_every: _StateEvery = None,
+    run: _Run = None,
+    dry_run: _DryRun = False,
+    as_json: _Json = False,
+) -> None:
+    """Delete the checkpoints of the folder RUN that no rule keeps; never the newest, pinned ones, or those in use."""
+    root = _only_path(context, "the folder of a run")
+    if not root.is_dir():
+        raise NotACheckpointError(f"{root}: no such folder; give one that holds checkpoints")
+    state = Keep(last=state_last, every_steps=state_every)
+    keep = Keep(
+        last=last,
+        every_steps=every,
+        best=[_best(text) for text in best or ()],
+        hourly=hourly,
+        daily=daily,
+        weekly=weekly,
+        state=state if state.has_rules else None,
+    )
+    if not keep.has_rules and keep.state is None:
+        raise ConfigError("prune: no rule given, so everything stays; give --last, --every, --best, --daily, ...")
+    report = sweep(root, keep, run_id=_run_id(root, run), dry_run=dry_run)
+    _show(root, report, dry_run=dry_run, as_json=as_json)
+    if report.problems:
+        raise TargetError(listing(list(report.problems)))
+
+
+def pin(context: typer.Context, reason: _Reason = "") -> None:
+    """Keep the checkpoint PATH whatever any rule says, until it is unpinned."""
+    path = _only_path(context, "a checkpoint")
+    marks.pin(path, reason)
+    print(f"{path}: {marks.pinned(path)}")
+
+
+def unpin(context: typer.Context) -> None:
+    """Let rules decide about the checkpoint PATH again."""
+    path = _only_path(context, "a checkpoint")
+    print(f"{path}: {'no longer pinned' if marks.unpin(path) else 'was not pinned'}")
+
+
+def _only_path(context: typer.Context, what: str) -> Path:
+    if len(context.args) != 1:
+        raise ConfigError(f"{context.info_name}: {' '.join(context.args) or 'nothing'} given, expected {what}")
+    return Path(context.args[0])
+
+
+def _best(text: str) -> Best:
+    found = re.fullmatch(r"(.+?):(min|max)(?::(\d+))?", text)
+    if found is None:
+        raise ConfigError(f"--best {text}: expected a metric, min or max, and perhaps how many, as in eval_loss:min:2")
+    return found[1], found[2], int(found[3] or 1)
+
+
+def _run_id(root: Path, asked: str | None) -> str | None:
+    """The run whose checkpoints are judged, None for all. Raises ConfigError when it has to be said which."""
+    runs = Counter(info.manifest.run_id for info in catalog.discover(root) if info.path != root)
+    if asked == "all" or (asked is None and len(runs) <= 1):
+        return None
+    if asked is None or asked not in runs:
+        there = [f"{name or 'no id'} ({count} checkpoints)" for name, count in runs.items()]
+        raise ConfigError(f"{root}: holds the runs {listing(there, ', ')}; give --run with one of them, or all")
+    return asked
+
+
+def _show(root: Path, report: SweepReport, *, dry_run: bool, as_json: bool) -> None:
+    if as_json:
+        views.print_json(
+            {
+                "path": str(root),
+                "dry_run": dry_run,
+                "kept": {str(path): list(why) for path, why in report.kept.items()},
+                "dropped": _texts(report.dropped),
+                "stripped": _texts(report.stripped),
+                "freed_bytes": report.freed_bytes,
+                "left": _texts(report.left),
+                "problems": list(report.problems),
+            }
+        )
+        return
+    rows = [(path.name, "drop", "") for path in report.dropped]
+    for path, why in report.kept.items():
+        rows.append((path.name, "keep without state" if path in report.stripped else "keep", ", ".join(why)))
+    views.print_table(("checkpoint", "verdict", "why"), rows)
+    print(f"{root}: {views.human_size(report.freed_bytes)} {'would be freed' if dry_run else 'freed'}")
+    for file in report.left:
+        print(f"  {file}: stays, as no checkpoint listed it")
+
+
+def _texts(paths: Sequence[Path]) -> list[str]:
+    return list(map(str, paths))

@@ -1,0 +1,64 @@
+"""What makes two runs the same run: the facts that decide its losses, told apart when it is resumed."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import nn
+
+from ft_ckpt.engines import Source, engine_names, unwrap
+
+Fingerprint = dict[str, Any]
+
+
+def fingerprint(
+    model: nn.Module,
+    found: Mapping[str, Source],
+    objects: Mapping[str, Any],
+    loaders: Sequence[Any],
+    accelerator: Any,
+    world_size: int,
+    versions: Mapping[str, str],
+) -> Fingerprint:
+    """The facts of this run, as plain values under dotted names; `objects` are those whose class matters."""
+    facts: Fingerprint = {
+        "world size": world_size,
+        "engine": engine_names(found),
+        "model": type(unwrap(model)).__name__.removeprefix("FSDP"),
+        "parameters": sum(one.numel for one in {s.identity: s for s in found.values()}.values()),
+        "gradient accumulation": getattr(accelerator, "gradient_accumulation_steps", None),
+        "mixed precision": getattr(accelerator, "mixed_precision", None),
+    }
+    for name, value in objects.items():
+        facts[name] = type(_inner(value)).__name__
+    for index, loader in enumerate(loaders):
+        facts |= {f"loader {index}: {name}": value for name, value in _of_loader(loader).items()}
+    facts |= {f"version of {name}": version for name, version in versions.items()}
+    return {name: value for name, value in facts.items() if value is not None}
+
+
+def differences(saved: Fingerprint, now: Fingerprint) -> tuple[str, ...]:
+    """A sentence for each fact that both know and that is not the same."""
+    return tuple(
+        f"{name}: {saved[name]!r} when it was saved, {now[name]!r} now"
+        for name in saved
+        if name in now and saved[name] != now[name]
+    )
+
+
+def _inner(value: Any) -> Any:
+    for attribute in ("optimizer", "scheduler"):
+        if type(value).__module__.startswith("accelerate.") and hasattr(value, attribute):
+            return _inner(getattr(value, attribute))
+    return value
+
+
+def _of_loader(loader: Any) -> dict[str, Any]:
+    batch = getattr(loader, "total_batch_size", None) or getattr(loader, "batch_size", None)
+    return {"batch size": batch, "samples": _length(getattr(loader, "dataset", None))}
+
+
+def _length(dataset: Any) -> int | None:
+    try:
+        return len(dataset)
+    except (TypeError, NotImplementedError, AttributeError):
+        return None

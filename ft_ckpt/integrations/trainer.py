@@ -1,0 +1,325 @@
+"""Checkpoints of transformers' `Trainer` and of the trainers built on it (TRL's), made and read by ft_ckpt.
+
+    trainer = SFTTrainer(..., callbacks=[FtCkptCallback()])   # of one that is there: FtCkptCallback.attach(trainer)
+    trainer.train(resume_from_checkpoint=True)
+
+A Trainer has no place to put another way of saving in. The callback therefore slips a class between the trainer's own
+and `Trainer`, which replaces what `Trainer` alone does; what a subclass adds stays. Schedule (`save_strategy`),
+metrics, early stopping and the best model remain the Trainer's business.
+"""
+
+import math
+import re
+import sys
+import tempfile
+import warnings
+from collections import deque
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+from transformers import Trainer, TrainerCallback, TrainerState
+from transformers.trainer import TRAINER_STATE_NAME
+from transformers.trainer_callback import ExportableState
+
+from ft_ckpt import CheckpointSaver, engines, resume, rng, training
+from ft_ckpt.adapters import has_adapters
+from ft_ckpt.catalog import discover, read_manifest, verify
+from ft_ckpt.config import make_config
+from ft_ckpt.errors import ConfigError, CorruptError, LoadError, ManifestError, NotACheckpointError, listing
+from ft_ckpt.manifest import MANIFEST_NAME
+from ft_ckpt.marks import DROPPED
+from ft_ckpt.ranks import attempt, current
+from ft_ckpt.retain import Keep
+from ft_ckpt.sweep import sweep
+
+__all__ = ["FtCkptCallback"]
+
+_NAME = re.compile(r"checkpoint-(\d+)")
+
+
+class FtCkptCallback(TrainerCallback):  # type: ignore[misc]  # transformers is not typed
+    """Makes the one trainer it is given to save and resume through ft_ckpt; give it on every rank.
+
+    `keep` says which checkpoints stay (the best that the Trainer knows of always does); None: the Trainer's
+    `save_total_limit` does, of this run's checkpoints. `allow` names items that a resume may do without. `settings`
+    are those of `CheckpointSaver`.
+
+    Raises ConfigError for settings that cannot work.
+    """
+
+    def __init__(
+        self,
+        *,
+        keep: Keep | None = None,
+        allow: Iterable[str] | bool = (),
+        verify_resume: bool = True,
+        **settings: Any,
+    ) -> None:
+        if "every" in settings:
+            raise ConfigError("every=: when to save is the Trainer's to say; set save_strategy and save_steps")
+        self.keep, self.allow, self.verify = keep, allow, verify_resume
+        # What is resumed from is verified when it is chosen, and need not be read twice for that.
+        self.config = make_config(None, {**settings, "verify_resume": False})
+        self._trainer: Any = None
+
+    @classmethod
+    def attach(cls, trainer: Any, **settings: Any) -> "FtCkptCallback":
+        """A new callback with `settings`, added to a `trainer` that is there already and not yet training."""
+        callback = cls(**settings)
+        trainer.add_callback(callback)
+        callback._take(trainer)
+        return callback
+
+    def on_init_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Find the trainer that is being made."""
+        self._take(_caller(self))
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Refuse to be forgotten: without its trainer nothing would be saved in our way."""
+        if self._trainer is None:
+            raise ConfigError("FtCkptCallback: added to a trainer that was there; use FtCkptCallback.attach(trainer)")
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """A step is whole: what was asked for in the middle of it is done now."""
+        if self._trainer.ft_ckpt_step_ended():
+            control.should_save = control.should_training_stop = True
+
+    def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """A pass is over, perhaps in the middle of a step."""
+        self._trainer.ft_ckpt_step_ended()
+
+    def _take(self, trainer: Any) -> None:
+        kind = type(trainer)
+        if self._trainer is not None or issubclass(kind, _Checkpointed):
+            raise ConfigError("FtCkptCallback: one for one trainer; make another for another")
+        bases = (_Checkpointed,) if kind is Trainer else (kind, _Checkpointed)
+        trainer.__class__ = type(kind.__name__, bases, {"__module__": kind.__module__, "__doc__": kind.__doc__})
+        trainer.ft_ckpt = self
+        self._trainer = trainer
+
+
+class _Checkpointed(Trainer):  # type: ignore[misc]  # transformers is not typed
+    """What `Trainer` does about checkpoints, done by ft_ckpt. Names of its own are mangled: subclasses have many."""
+
+    ft_ckpt: FtCkptCallback
+    __saver: CheckpointSaver | None = None
+    __loader: Any = None
+    __resumed = False  # whether from a checkpoint of ours
+    __skip = 0  # batches of the first pass that were done, as the Trainer counts
+    __random: rng.State | None = None  # of the moment of the save, until the first batch is read
+    __pass: tuple[Any, Iterator[Any]] | None = None  # the Trainer's iterator over the data, and ours instead of it
+    __mid_step = False
+    __late = False  # a save was asked for in the middle of a step
+
+    def train(self, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
+        chosen = self.__chosen(resume_from_checkpoint) if resume_from_checkpoint else None
+        self.__resumed = chosen is not None and _is_resumable(Path(chosen))
+        return super().train(chosen, *args, **kwargs)
+
+    def get_batch_samples(self, epoch_iterator: Any, *args: Any) -> Any:
+        if self.__saver is None:
+            return super().get_batch_samples(epoch_iterator, *args)
+        if self.__pass is None or self.__pass[0] is not epoch_iterator:
+            self.__pass = epoch_iterator, self.__begin_pass()
+        self.__mid_step = True
+        return super().get_batch_samples(self.__pass[1], *args)
+
+    def ft_ckpt_step_ended(self) -> bool:
+        """Note that no step is under way; whether a save is overdue."""
+        late, self.__late, self.__mid_step = self.__late, False, False
+        return late
+
+    def _init_training_state(self, *args: Any, **kwargs: Any) -> Any:
+        epochs, self.__skip = super()._init_training_state(*args, **kwargs)
+        return epochs, self.__skip
+
+    def _prepare_for_training(self, max_steps: Any, train_dataloader: Any, resume_from_checkpoint: Any) -> Any:
+        path = None if self.__resumed else resume_from_checkpoint
+        prepared = super()._prepare_for_training(max_steps, train_dataloader, path)
+        if self.__saver is not None:
+            self.__saver.close()
+        self.__loader, self.__pass, self.__random = prepared[1], None, None
+        config, directory = self.ft_ckpt.config, self.args.output_dir
+        self.__saver = CheckpointSaver(self.accelerator, directory, tokenizer=self.__tokenizer(), config=config)
+        self.__saver.register(model=self.model_wrapped, optimizer=self.optimizer, scheduler=self.lr_scheduler)
+        if self.__resumed:
+            self.__resume(self.__saver, resume_from_checkpoint)
+        return prepared
+
+    def __resume(self, saver: CheckpointSaver, path: Any) -> None:
+        progress = saver.resume(path, allow=self.ft_ckpt.allow)
+        if progress.batch and not self.__skip and not self.args.ignore_data_skip:
+            deque(
+                saver.remaining(self.__loader), 0
+            )  # saved at the end of a pass, which ends now: nothing is left of it
+        self.__random = rng.capture()
+
+    def __begin_pass(self) -> Iterator[Any]:
+        assert self.__saver is not None  # noqa: S101 - the only caller has looked
+        batches, skip = self.__saver.remaining(self.__loader), 0 if self.__resumed else self.__skip
+        self.__skip = 0
+        if self.__random is not None:  # what came since the resume (callbacks, an evaluation) may have drawn some
+            rng.restore(self.__random)
+            self.__random = None
+        for _ in range(skip):  # resumed the Trainer's way: it puts the random state back after the first batches
+            next(batches, None)
+        return batches
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: Any, model: Any = None) -> None:
+        if not self.__resumed:  # ours are read when the model is wrapped and the optimizer made
+            super()._load_from_checkpoint(resume_from_checkpoint, model)
+
+    def _load_rng_state(self, checkpoint: Any) -> None:
+        if not self.__resumed:
+            super()._load_rng_state(checkpoint)
+
+    def _load_best_model(self) -> None:
+        path = Path(self.state.best_model_checkpoint)
+        if not _is_resumable(path):
+            return super()._load_best_model()  # type: ignore[no-any-return]  # transformers is not typed
+        outcome, error = attempt(lambda: _load_weights(self.model_wrapped, path))
+        current(self.ft_ckpt.config.enter_timeout_seconds).agree("load_best_model_at_end", outcome, error)
+        return None
+
+    def _finalize_training(self, *args: Any, **kwargs: Any) -> Any:
+        # With a limit of 1 the Trainer would delete here whatever is called like a checkpoint, the newest one too.
+        limit, self.args.save_total_limit = self.args.save_total_limit, None
+        try:
+            return super()._finalize_training(*args, **kwargs)
+        finally:
+            self.args.save_total_limit = limit
+
+    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
+        if self.__mid_step:  # asked for by a callback: the data is ahead of the weights until the step is done
+            self.__late, self.control.should_training_stop = True, False
+            return
+        if self.hp_search_backend is None and trial is None:
+            self.store_flos()
+        folder = Path(self._get_output_dir(trial=trial))
+        target = folder / f"checkpoint-{self.state.global_step}"
+        self.__commit(folder, target)
+        if self.args.push_to_hub:
+            self._push_from_checkpoint(str(target))
+        if self.is_world_process_zero():
+            self.__sweep(folder, target)
+
+    def __commit(self, folder: Path, target: Path) -> None:
+        if self.__saver is None:
+            raise ConfigError(f"{target}: a checkpoint of a run that has not begun; save within train()")
+        step, best = self.state.global_step, self.state.best_global_step
+        best_path = folder / f"checkpoint-{best}"
+        if best and (best == step or best_path.exists()):
+            self.state.best_model_checkpoint = str(best_path)
+        given: dict[str, Any] = {
+            "metrics": _metrics(self.state),
+            "extra_files": {TRAINER_STATE_NAME: self.__state_text()},
+        }
+        if self.args.save_only_model:
+            adapters = has_adapters(engines.unwrap(self.model_wrapped))
+            self.__saver.save(self.model_wrapped, target, adapter_only=adapters, step=step, **given)
+        else:
+            # A pass may have been broken off in the middle of a step, whose gradients the Trainer keeps nowhere either.
+            self.accelerator.gradient_state._set_sync_gradients(True)
+            self.__saver.step(step=step)
+            self.__saver.save_state(path=target, **given)
+
+    def __state_text(self) -> str:
+        """What the Trainer writes about itself, and its callbacks as they are now."""
+        told = [*self.callback_handler.callbacks, self.control]
+        exported = [each for each in told if isinstance(each, ExportableState)]
+        self.state.stateful_callbacks = TrainerState(stateful_callbacks=exported).stateful_callbacks
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder, TRAINER_STATE_NAME)
+            self.state.save_to_json(str(path))
+            return path.read_text(encoding="utf-8")
+
+    def __sweep(self, folder: Path, newest: Path) -> None:
+        best, limit = self.state.best_model_checkpoint, self.args.save_total_limit
+        run_id = read_manifest(newest).run_id
+        keep = self.ft_ckpt.keep
+        if keep is None and limit is not None and limit > 0:
+            last = [info.path for info in discover(folder) if run_id in (None, info.manifest.run_id)][-limit:]
+            is_beside = best is not None and Path(best) not in last  # the best counts among the limit
+            keep = Keep(last=max(limit - is_beside, 1))
+        if keep is not None:
+            report = sweep(folder, keep, run_id=run_id, protect=[newest] if best is None else [newest, best])
+            for problem in report.problems:
+                warnings.warn(f"{folder}: an old checkpoint was not deleted: {problem}", stacklevel=3)
+
+    def __tokenizer(self) -> Any:
+        return self.processing_class or getattr(self.data_collator, "tokenizer", None)
+
+    def __chosen(self, wanted: Any) -> str:
+        """The checkpoint to resume from, the same on every rank. `wanted` True is the newest that is whole."""
+        ranks, deep = current(self.ft_ckpt.config.enter_timeout_seconds), self.ft_ckpt.verify
+        folder = Path(self.args.output_dir) if wanted is True else Path(wanted).parent
+        path: str | None = None
+        error: BaseException | None = None
+        with ranks.working():
+            if ranks.leads:
+                path, error = attempt(lambda: str(_newest(folder, deep) if wanted is True else _whole(wanted, deep)))
+        return str(ranks.agree("train(resume_from_checkpoint=...)", {"path": path}, error)[0]["path"])
+
+
+def _caller(callback: TrainerCallback) -> Any:
+    """The trainer on the stack that is being made with `callback`: it tells its callbacks everything but itself."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        found = frame.f_locals.get("self")
+        if isinstance(found, Trainer) and callback in found.callback_handler.callbacks:
+            return found
+        frame = frame.f_back  # type: ignore[assignment]  # None ends the loop
+    raise ConfigError("FtCkptCallback: no trainer is being made; use FtCkptCallback.attach(trainer)")
+
+
+def _newest(folder: Path, deep: bool) -> Path:
+    """The checkpoint in `folder` with the highest step that is whole, ours or the Trainer's."""
+    named = [(int(match[1]), path) for path in folder.iterdir() if (match := _NAME.fullmatch(path.name))]
+    for _, path in sorted(named, reverse=True):
+        problems = _problems(path, deep)
+        if not problems:
+            return path
+        warnings.warn(f"{path}: not whole, trying an older one: {listing(list(problems))}", stacklevel=2)
+    raise NotACheckpointError(f"{folder}: no whole checkpoint in it; begin without resume_from_checkpoint")
+
+
+def _whole(wanted: Any, deep: bool) -> Path:
+    """The checkpoint that was asked for by its path; one that is not ours is the Trainer's to judge."""
+    path = Path(wanted)
+    problems = _problems(path, deep) if (path / MANIFEST_NAME).exists() else ()
+    if problems:
+        raise CorruptError(f"{path}: {listing(list(problems))}; resume_from_checkpoint=True takes the newest whole one")
+    return path
+
+
+def _problems(path: Path, deep: bool) -> tuple[str, ...]:
+    try:
+        if (path / MANIFEST_NAME).exists():
+            return verify(path, deep=deep).problems
+        if (path / DROPPED).exists():
+            return ("it is being deleted",)
+        TrainerState.load_from_json(str(path / TRAINER_STATE_NAME))  # the last thing that the Trainer writes
+    except (ManifestError, OSError, ValueError, TypeError) as error:
+        return (str(error),)
+    return ()
+
+
+def _is_resumable(path: Path) -> bool:
+    """Whether the checkpoint has a training state of ours."""
+    return (path / MANIFEST_NAME).exists() and resume.is_resumable(read_manifest(path))
+
+
+def _load_weights(model: nn.Module, path: Path) -> None:
+    with resume.opened(path) as stored:
+        outcome = resume.restore_weights(training.known_sources(model, []), resume.read_document(path), stored)
+    if outcome.status != "restored":
+        raise LoadError(f"{path}: the best model was not loaded: {outcome.detail}")
+
+
+def _metrics(state: Any) -> dict[str, float]:
+    """What was logged at this step, as far as it is numbers."""
+    rows = [row for row in state.log_history if row.get("step") == state.global_step]
+    found = {name: value for row in rows for name, value in row.items() if name not in ("step", "epoch")}
+    return {name: float(v) for name, v in found.items() if isinstance(v, (int, float)) and math.isfinite(v)}

@@ -1,0 +1,251 @@
+"""The state of a torch optimizer, by the names of the parameters, and back.
+
+`describe` tells, on each rank, what there is; `merged` makes one description of those of all ranks; `captured` gives
+the tensors as sources, cut over the ranks like the parameters they belong to; `restore` makes the state anew, whatever
+order, number of ranks or wrapper it was saved under. Nothing is moved here.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ft_ckpt.engines import Source
+from ft_ckpt.errors import LoadError, SelectionError, listing
+from ft_ckpt.holdings import Flat, Holding, dtensor_holding, held_by, is_dtensor
+from ft_ckpt.tree import PLAIN
+from ft_ckpt.values import decode, dtype_name, dtype_of, encode
+
+Description = dict[str, Any]  # {"class": str, "groups": [{"params": [names], ...}], "state": {name: {key: entry}}}
+
+
+def inner(optimizer: Any) -> Any:
+    """The optimizer inside Accelerate's wrapper, if there is one."""
+    while type(optimizer).__module__.startswith("accelerate.") and hasattr(optimizer, "optimizer"):
+        optimizer = optimizer.optimizer
+    return optimizer
+
+
+def describe(optimizer: Any, found: Mapping[str, Source]) -> Description:
+    """What this rank has of the optimizer's state, as JSON can say it: plain values, and facts of the tensors.
+
+    `found` are the sources of the models it trains. Raises SelectionError naming what cannot be kept: tensors with a
+    meaning of their own, Python objects, parameters of no known model, further entries of its state dict.
+    """
+    owners, problems = _owners(found), _further(optimizer)
+    groups: list[Description] = []
+    state: Description = {}
+    for number, group in enumerate(optimizer.param_groups):
+        names = [[source.name for source in owners.get(id(p), [])] for p in group["params"]]
+        problems += [f"parameter {i} of group {number}: of no known model" for i, n in enumerate(names) if not n]
+        values = {key: _hyperparameter(value) for key, value in group.items() if key != "params"}
+        problems += [
+            f"group {number}: {key} is a {type(group[key]).__name__}" for key, v in values.items() if v is None
+        ]
+        trained = [s.name for p in group["params"] for s in owners.get(id(p), []) if s.trainable]
+        groups.append({"params": trained, "values": values})
+        for parameter in group["params"]:
+            for key, value in optimizer.state.get(parameter, {}).items():
+                for source in owners.get(id(parameter), []):
+                    entry = _entry(value, parameter, source)
+                    problem = _problem(value, source, parameter) if entry is not None else type(value).__name__
+                    problems += [f"{source.name}: {key}: {problem}"] if problem else []
+                    state.setdefault(source.name, {})[key] = entry
+    if problems:
+        raise SelectionError(
+            f"{type(optimizer).__name__}: {listing(problems)}: cannot be kept, so a run could not be resumed exactly; "
+            "use an optimizer whose state is tensors and numbers, or save without its state"
+        )
+    return {"class": type(optimizer).__name__, "groups": groups, "state": state}
+
+
+def merged(descriptions: Sequence[Description]) -> Description:
+    """One description: a rank that holds nothing of a parameter (FSDP1) may have no state for it."""
+    state: dict[str, dict[str, Any]] = {}
+    for rank, one in enumerate(descriptions):
+        for name, entries in one["state"].items():
+            known = state.setdefault(name, {})
+            known.update({k: {**v, "rank": rank} if rank else v for k, v in entries.items() if k not in known})
+    return {**descriptions[0], "state": state}
+
+
+def captured(optimizer: Any, description: Description, found: Mapping[str, Source]) -> dict[str, Source]:
+    """The tensors of the described state as sources, by "parameter/key"; the same names on every rank."""
+    parameters = _parameters(optimizer, found)
+    sources = {}
+    for name, entries in description["state"].items():
+        for key, entry in entries.items():
+            if _is_tensor(entry):
+                state = optimizer.state.get(parameters[name], {}) if name in parameters else {}
+                sources[f"{name}/{key}"] = _source(found[name], key, entry, state.get(key))
+    return sources
+
+
+def restore(
+    optimizer: Any, description: Description, found: Mapping[str, Source], fill: Callable[[Source], Any]
+) -> tuple[str, ...]:
+    """Give the optimizer the described state; `fill` reads into what this rank holds of a source. Returns notes.
+
+    State is matched by name, groups by the names in them. Raises LoadError for parameters or groups that the
+    description does not have, and for those that only it has.
+    """
+    parameters = _parameters(optimizer, found)
+    groups = _matched(optimizer, description, found)
+    fresh: dict[Any, dict[str, Any]] = {}
+    for name, entries in description["state"].items():
+        state = fresh.setdefault(parameters[name], {})
+        for key, entry in entries.items():
+            if not _is_tensor(entry):
+                state[key] = decode(entry["value"])
+                continue
+            if key not in state:
+                state[key] = _empty(entry, parameters[name], found[name])
+            fill(_source(found[name], key, entry, state[key]))
+    for parameter, state in fresh.items():
+        optimizer.state[parameter] = state
+    for name, dtype in description.get("masters", {}).items():  # of ZeRO: more exact than the weights beside them
+        if found[name].dtype == dtype_of(dtype):
+            fill(replace(found[name], name=f"{name}/master"))
+    for group, values in groups:
+        for key, value in values.items():
+            _set(group, key, value)
+    missing = sorted({n for g in description["groups"] for n in g["params"]} - set(description["state"]))
+    return (f"{len(missing)} parameter(s) had no state when saved",) if missing and description["state"] else ()
+
+
+def _owners(found: Mapping[str, Source]) -> dict[int, list[Source]]:
+    """The sources that are in each parameter object: one, or those of a whole FSDP1 flat parameter."""
+    owners: dict[int, list[Source]] = {}
+    seen: set[int] = set()
+    for source in found.values():
+        if source.identity in seen:
+            continue  # a tied name
+        seen.add(source.identity)
+        owners.setdefault(id(_object(source)), []).append(source)
+    return owners
+
+
+def _object(source: Source) -> Any:
+    """The parameter object that an optimizer was given for `source`."""
+    if not isinstance(source.live, Flat):
+        return source.live
+    return source.live.handle.flat_param if source.live.original is None else source.live.original
+
+
+def _parameters(optimizer: Any, found: Mapping[str, Source]) -> dict[str, Any]:
+    owners = _owners(found)
+    return {s.name: p for group in optimizer.param_groups for p in group["params"] for s in owners.get(id(p), [])}
+
+
+def _further(optimizer: Any) -> list[str]:
+    """Entries of the optimizer's own state dict that are neither state nor groups."""
+    if type(optimizer).state_dict is torch.optim.Optimizer.state_dict:
+        return []
+    return [f"its state dict has {key!r} too" for key in optimizer.state_dict() if key not in ("state", "param_groups")]
+
+
+def _hyperparameter(value: Any) -> Any:
+    """{"tensor": dtype, "value": number} or {"value": JSON of a simple value}; None for what is neither."""
+    if isinstance(value, Tensor) and type(value) in PLAIN and value.numel() == 1:
+        return {"tensor": dtype_name(value.dtype), "value": encode(value.item())}
+    try:
+        return {"value": encode(value)}
+    except SelectionError:
+        return None
+
+
+def _entry(value: Any, parameter: Any, owner: Source) -> Any:
+    """The facts of a tensor, its shape the whole one, or {"value": plain value}; None for anything else."""
+    if isinstance(value, Tensor):
+        host = value.device.type == "cpu" and parameter.device.type != "cpu"
+        cut = isinstance(owner.live, Flat) and value.dim() > 0  # FSDP1 shows each rank its own run of it
+        shape = list(owner.shape if cut else value.shape)
+        return {"shape": shape, "dtype": dtype_name(value.dtype), "host": host}
+    try:
+        return {"value": encode(value)}
+    except SelectionError:
+        return None
+
+
+def _is_alike(entry: Any, owner: Source) -> bool:
+    """Whether a state tensor is laid out like its parameter; one number for all of it is not."""
+    return bool(entry["shape"]) and tuple(entry["shape"]) == owner.shape
+
+
+def _is_tensor(entry: Any) -> bool:
+    return "dtype" in entry
+
+
+def _problem(value: Any, source: Source, parameter: Any) -> str | None:
+    if not isinstance(value, Tensor) or is_dtensor(value):
+        return None
+    if type(value) not in PLAIN or value.layout is not torch.strided or value.is_quantized:
+        return f"{type(value).__module__}.{type(value).__qualname__}, a tensor with a meaning of its own"
+    cut = is_dtensor(parameter) or isinstance(source.live, Flat)
+    if cut and value.numel() > 1 and not (isinstance(source.live, Flat) and value.shape == parameter.shape):
+        return f"shape {list(value.shape)} on this rank, not cut like the parameter"
+    return None
+
+
+def _source(owner: Source, key: str, entry: Any, value: Any) -> Source:
+    """The source of one state tensor; `value` is what this rank has of it, None for nothing."""
+    dtype = dtype_of(entry["dtype"])
+    shape, holding, engine = _holding(owner, entry, value)
+    return Source(f"{owner.name}/{key}", owner.raw, shape, dtype, False, value, id(value), engine, holding)
+
+
+def _holding(owner: Source, entry: Any, value: Any) -> tuple[tuple[int, ...], Holding, str]:
+    if is_dtensor(value):
+        engine, holding = dtensor_holding(value)
+        return tuple(value.shape), holding, engine
+    if isinstance(owner.live, Flat) and _is_alike(entry, owner):
+        flat = owner.live
+        if flat.original is None and value is not None:
+            return owner.shape, flat.holding_of(value), "fsdp1"
+        like = owner.holding
+        return owner.shape, replace(like, local=None if value is None else value.detach().view(-1)), "fsdp1"
+    shape = tuple(entry["shape"])
+    return shape, held_by(entry.get("rank", 0), shape, None if value is None else value.detach()), "plain"
+
+
+def _empty(entry: Any, parameter: Any, owner: Source) -> Tensor:
+    """Memory for a state tensor, cut like its parameter where that is cut."""
+    dtype = dtype_of(entry["dtype"])
+    device = torch.device("cpu") if entry["host"] else parameter.device
+    if _is_alike(entry, owner):
+        return torch.zeros_like(parameter.detach(), dtype=dtype, device=None if not entry["host"] else device)
+    return torch.zeros(entry["shape"], dtype=dtype, device=device)
+
+
+def _matched(
+    optimizer: Any, description: Description, found: Mapping[str, Source]
+) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
+    """Each live group with the values described for the same names."""
+    owners = _owners(found)
+    stored = {frozenset(group["params"]): group["values"] for group in description["groups"]}
+    known = {name for names in stored for name in names}
+    live = {s.name for g in optimizer.param_groups for p in g["params"] for s in owners.get(id(p), []) if s.trainable}
+    problems = [f"{name}: trained here, not in the checkpoint's optimizer" for name in sorted(live - known)]
+    problems += [f"{name}: in the checkpoint's optimizer, not trained here" for name in sorted(known - live)]
+    pairs = []
+    for number, group in enumerate(optimizer.param_groups):
+        names = frozenset(s.name for p in group["params"] for s in owners.get(id(p), []) if s.trainable)
+        if names in stored:
+            pairs.append((group, stored[names]))
+        elif not problems:
+            problems.append(f"parameter group {number}: its {len(names)} parameters are no group in the checkpoint")
+    if problems:
+        raise LoadError(f"{listing(problems)}; resume with the model and parameter groups of the saved run")
+    return iter(pairs)
+
+
+def _set(group: dict[str, Any], key: str, stored: dict[str, Any]) -> None:
+    value = decode(stored["value"])
+    if "tensor" not in stored:
+        group[key] = value
+    elif isinstance(group.get(key), Tensor):
+        group[key].fill_(value)  # in place: captured graphs hold on to it
+    else:
+        group[key] = torch.tensor(value, dtype=dtype_of(stored["tensor"]))

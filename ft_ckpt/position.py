@@ -1,0 +1,262 @@
+"""Where a run is in its data, and the way back there.
+
+The batches after a resume, and every random number after it, are those of the run that was not interrupted. For that
+a feed remembers the random state that the pass began with (the order of the samples comes from it) and, for loaders
+that read ahead of what they give (Accelerate's), the one before the last batch was asked for (what they hold was made
+with it). On the way back the pass is begun again from the first; what was given is left out at the sampler, unread;
+the last batch or two are read again and dropped, so that the loader is where it was, with all it counts; and the
+process gets back the random state that it had. Nothing of a loader is replaced: its next pass is its own.
+
+Not exact, because a loader keeps it to itself: random augmentation inside workers (unless `replay`); workers that
+are kept between passes, once they are new; a data set read in order whose own state comes out of the process's global
+generators at every batch, in this process (a shuffle buffer on `random`, say); and what the `state_dict` of a data
+set leaves out, in a stateful loader.
+"""
+
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack
+from itertools import chain, islice
+from typing import Any
+
+import numpy as np
+import torch
+
+from ft_ckpt import loaders
+from ft_ckpt.errors import CorruptError, LoadError
+from ft_ckpt.loaders import Moment
+
+_AHEAD = 2  # batches to read again so that a loader which reads one ahead holds the right one
+_KEYS = (
+    "size", "epoch", "batch", "samples", "given", "offset", "warm", "at_end", "numbers", "start", "last", "own",
+    "loader",
+)  # fmt: skip
+
+
+class Feed:
+    """One data loader, and where the run is in it. Each rank has its own; no call communicates."""
+
+    def __init__(self, loader: Any, rank: int = 0, size: int = 1, *, replay: bool | None = None) -> None:
+        """`replay`: on the way back, read all batches of the pass again and drop them. True is exact for random
+        augmentation inside workers too; None does it only for data that is read in order and cannot say exactly where
+        it is; False only where it cannot say at all (the shuffle buffer of a `datasets` stream is filled anew then).
+        """
+        self.loader, self.rank, self.size, self.replay = loader, rank, size, replay
+        self.epoch = 0  # passes done
+        self.batch = 0  # batches of this rank given in the current pass
+        self.samples = 0  # given to all ranks since the run began, if theirs are as large as ours
+        self._given = 0  # the same, of the current pass
+        self._offset = 0  # samples of all ranks left out at the innermost sampler: what another world size had seen
+        self._start: Moment | None = None
+        self._last: Moment | None = None
+        self._numbers: dict[str, int] = {}
+        self._warm = False
+        self._states: list[Any] = []  # the loader's own, after each of the last three batches
+        self._pending = False  # loaded, and not yet wound forward
+        self._loaded_at_end: bool | None = None
+
+    @property
+    def at_end(self) -> bool | None:
+        """Whether the last batch of the pass has been given; None when that cannot be known before asking for more."""
+        if self._pending:
+            return self._loaded_at_end
+        if not self.batch:
+            return False
+        known = getattr(self.loader, "end_of_dataloader", None)
+        if isinstance(known, bool):
+            return known
+        length = None if self._offset else loaders.length(self.loader)
+        return None if length is None else self.batch >= length
+
+    def batches(self) -> Iterator[Any]:
+        """One pass: what is left of the current one after `load_state_dict`, otherwise a whole new one.
+
+        A loop left by `break` leaves its pass unfinished: saved then, the run resumes within it; called again here,
+        a new pass begins. Raises LoadError when the data has become shorter than what was given of it.
+        """
+        iterator = self._resumed() if self._pending else self._begun()
+        while True:
+            self._before()
+            try:
+                batch = next(iterator)
+            except StopIteration:
+                break
+            self._count(batch)
+            yield batch
+        self._end_pass()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where the run is: plain values, numpy arrays and tensors, about 15 KB for each random state in it (two or
+        three). May differ between ranks.
+        """
+        if not self._start:
+            self._numbers = loaders.numbers(self.loader)
+        return {
+            "size": self.size,
+            "epoch": self.epoch,
+            "batch": self.batch,
+            "samples": self.samples,
+            "given": self._given,
+            "offset": self._offset,
+            "warm": self._warm,
+            "at_end": self.at_end,
+            "numbers": self._numbers,
+            "start": self._start and self._start.state,
+            "last": None if self._last is self._start or not self._last else self._last.state,
+            "own": loaders.generator_states(self.loader),
+            "loader": self._own_state(),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> list[str]:
+        """Be where `state` says; what could not be exact, in sentences. Draws no random number and reads no data.
+
+        The state is this rank's, or, when another number of ranks saved it, rank 0's on all ranks; then the data goes
+        on after the samples that all ranks together had seen. Raises CorruptError for a state that is none.
+        """
+        missing = [key for key in _KEYS if key not in state]
+        if missing:
+            raise CorruptError(f"position in the data: {', '.join(missing)} missing; it is not what state_dict returns")
+        state = _plain(state)
+        self.epoch, self.batch, self.samples = state["epoch"], state["batch"], state["samples"]
+        self._given, self._offset, self._warm = state["given"], state["offset"], state["warm"]
+        self._numbers, self._loaded_at_end = state["numbers"], state["at_end"]
+        self._start = Moment(self.loader, state["start"]) if state["start"] else None
+        self._last = Moment(self.loader, state["last"]) if state["last"] else self._start
+        self._states = [state["loader"]] if state["loader"] is not None and self._jumps_by_state else []
+        self._pending = self._start is not None
+        loaders.set_numbers(self.loader, self._numbers)
+        is_same = state["size"] == self.size
+        # Accelerate gives samplers a generator when there are several ranks, and none when there is one.
+        own = {key: value for key, value in state["own"].items() if is_same or value is not None}
+        loaders.set_generator_states(self.loader, own)
+        return self._rescale(state["size"]) if self._pending and not is_same else []
+
+    def _begun(self) -> Iterator[Any]:
+        if self._start is not None:  # the last loop was left in the middle
+            self._end_pass()
+        loaders.forget_premade(self.loader)
+        self._numbers, self._warm = loaders.numbers(self.loader), loaders.is_warm(self.loader)
+        self._start = self._last = Moment(self.loader)
+        iterator: Iterator[Any] = iter(self.loader)
+        return iterator
+
+    def _end_pass(self) -> None:
+        self.epoch, self.batch, self._given, self._offset = self.epoch + 1, 0, 0, 0
+        self._start, self._last, self._states = None, None, []
+        loaders.forget_start(self.loader)
+
+    def _before(self) -> None:
+        # The first batch is asked for in the state that the pass began with; workers draw nothing here.
+        if self.batch and loaders.looks_ahead(self.loader) and loaders.reads_here(self.loader):
+            self._last = Moment(self.loader)
+
+    def _count(self, batch: Any) -> None:
+        given = loaders.samples_in(batch) * self.size
+        self.batch, self.samples, self._given = self.batch + 1, self.samples + given, self._given + given
+        self._remember_own_state()
+
+    def _remember_own_state(self) -> None:
+        if self._jumps_by_state and loaders.looks_ahead(self.loader):
+            self._states = [*self._states[-2:], _plain(self.loader.state_dict())]
+
+    @property
+    def _jumps_by_state(self) -> bool:
+        if self.replay or loaders.is_map(self.loader) or not loaders.has_own_state(self.loader):
+            return False
+        return self.replay is False or not loaders.refills_a_buffer(self.loader)
+
+    def _own_state(self) -> Any:
+        """The loader's own position, before the batches that the way back reads again; None to read from the first."""
+        if self._pending:
+            return self._states[0] if self._states else None
+        if not self.batch or not self._jumps_by_state:
+            return None
+        if not loaders.looks_ahead(self.loader):
+            return _plain(self.loader.state_dict())
+        return self._states[0] if len(self._states) > _AHEAD else None
+
+    def _resumed(self) -> Iterator[Any]:
+        """The loader's iterator, having given what was given; random state and generators are left as they are."""
+        now = Moment(self.loader)
+        self._pending = False
+        loaders.forget_premade(self.loader)
+        loaders.set_numbers(self.loader, self._numbers)  # again: the script may have set an epoch since
+        if self._start is not None:
+            self._start.put_back()
+        try:
+            return self._wound()
+        finally:
+            now.put_back()
+
+    def _wound(self) -> Iterator[Any]:
+        again, jumps = self._way()
+        with ExitStack() as stack:
+            for jump in jumps:
+                stack.enter_context(jump)
+            iterator: Iterator[Any] = iter(self.loader)
+            first = self._read(iterator) if again or self._offset else []  # here the sampler draws its order
+        if not again:
+            return chain(first, iterator)
+        for left in range(again - 1, 0, -1):
+            if left == 1 and self._last is not None and self._last is not self._start:
+                self._last.put_back()  # what was read ahead in this call was made with it
+            first = first and self._read(iterator)
+        if not first:
+            raise LoadError(
+                f"the data: {self.batch} batches of the pass were given when it was saved, now it has fewer; resume "
+                "with the same data"
+            )
+        return iterator
+
+    def _read(self, iterator: Iterator[Any]) -> list[Any]:
+        read = list(islice(iterator, 1))
+        self._remember_own_state()
+        return read
+
+    def _way(self) -> tuple[int, list[AbstractContextManager[None]]]:
+        """How many batches are read again, and what is left out before them."""
+        ahead, unit = loaders.looks_ahead(self.loader), loaders.per_call(self.loader)
+        if self._states:
+            self.loader.load_state_dict(self._states[0])
+            return (_AHEAD if ahead else 0), []
+        if not loaders.is_map(self.loader):
+            return self.batch, []
+        again = self.batch if self.replay else min(self.batch, _AHEAD if ahead else 1)
+        jumps: list[AbstractContextManager[None]] = []
+        if self._offset:
+            unseen = self._offset // loaders.readers(self.loader, self.size)
+            jumps.append(loaders.jumping(self.loader, 0, unseen, inside=True))
+        # The first batch stays: loaders that fill up the last batch do it with the first.
+        keep, drop = max(again - 1, 0) * unit, (self.batch - again) * unit
+        jumps.append(loaders.jumping(self.loader, keep, drop, self._start if self._warm else None))
+        return again, jumps
+
+    def _rescale(self, saved: int) -> list[str]:
+        """Go on after the samples that `saved` ranks had seen together."""
+        self._last, self._states = self._start, []
+        full, length = loaders.global_batch(self.loader, self.size), loaders.length(self.loader)
+        full = full or self._given // max(self.batch * saved, 1) * self.size
+        done = f"{saved} ranks had seen {self._given} samples of this pass, {self.size} go on"
+        if self._loaded_at_end and length is not None and not self._offset:
+            self.batch = length
+            return [f"{done} after its end"]
+        if full and self._given % full == 0 and not self._offset:
+            self.batch = self._given // full
+            return [f"{done} with batch {self.batch + 1} of theirs"]
+        if loaders.is_map(self.loader):
+            self.batch, self._offset = 0, self._given
+            left = self._given % loaders.readers(self.loader, self.size)
+            twice = f"; {left} of them are given again, so that all ranks begin alike" if left else ""
+            return [f"{done} in the middle of a batch of theirs: batches are cut anew from there{twice}"]
+        self.batch = self._given // full if full else 0
+        return [f"{done} with batch {self.batch + 1} of theirs; {self._given - self.batch * full} are given again"]
+
+
+def _plain(value: Any) -> Any:
+    """A copy that shares nothing with a file or with the loader."""
+    if isinstance(value, torch.Tensor):
+        return value.detach().clone()
+    if isinstance(value, np.ndarray):
+        return np.array(value)
+    if isinstance(value, Mapping):
+        return {key: _plain(item) for key, item in value.items()}
+    return type(value)(map(_plain, value)) if type(value) in (list, tuple) else value

@@ -1,0 +1,91 @@
+"""What a checkpoint says of itself: the manifest of a stage, from its plans and what was written."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from datetime import datetime, timezone
+from functools import cache
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from ft_ckpt.adapters import base_identity
+from ft_ckpt.catalog import digest_of
+from ft_ckpt.deliver import PartPlan
+from ft_ckpt.manifest import BaseRecord, FileRecord, Manifest, PartRecord
+from ft_ckpt.select import Part, lossy_casts, shared_between
+from ft_ckpt.values import dtype_name
+
+_LIBRARIES = ("torch", "transformers", "peft", "accelerate", "safetensors")
+
+
+def manifest_of(
+    stage: Path,
+    plans: Sequence[PartPlan],
+    written: Iterable[FileRecord],
+    answers: Sequence[Mapping[str, Any]],
+    *,
+    compressed: bool,
+    **facts: Any,
+) -> Manifest:
+    """The manifest of all files in `stage`, of which those in `written` are known already.
+
+    `answers` are what each rank said of the tensors it sampled; `facts` are further fields of the manifest.
+    """
+    files = {file.path: file for file in written}
+    paths = sorted(p.relative_to(stage).as_posix() for p in stage.rglob("*") if p.is_file())
+    others = [FileRecord(p, (stage / p).stat().st_size, digest_of(stage / p)) for p in paths if p not in files]
+    parts = [one.part for one in plans]
+    return Manifest(
+        parts=tuple(_part_record(one, _merged(one.part.name, answers), compressed) for one in plans),
+        files=(*files.values(), *others),
+        created=datetime.now(timezone.utc).isoformat(),
+        versions=versions(),
+        shared=shared_between(parts),
+        notes=tuple(dict.fromkeys(note for part in parts for note in part.notes)),
+        **facts,
+    )
+
+
+def _part_record(one: PartPlan, fingerprint: dict[str, dict[str, float]], compressed: bool) -> PartRecord:
+    part = one.part
+    tensors = (record for file in one.files for record in file.records())
+    trainable = tuple(e.name for e in part.entries if e.source is not None and e.source.trainable)
+    return PartRecord(
+        name=part.name,
+        path=part.path,
+        kind=part.kind,
+        format=one.format,
+        class_name="" if part.module is None else type(part.module).__name__.removeprefix("FSDP"),
+        tensors=tuple(replace(record, start=0, end=0) if compressed else record for record in tensors),
+        ties=part.ties,
+        trainable=trainable,
+        adapter=part.adapter,
+        active=part.active,
+        base=base_record(part, fingerprint) if part.kind == "adapter" else None,
+        casts=lossy_casts(part),
+    )
+
+
+def base_record(part: Part, fingerprint: Mapping[str, Any]) -> BaseRecord:
+    """What an adapter part was trained on."""
+    identity, revision, digest = base_identity(part.module, str(part.adapter))
+    dtypes = [source.dtype for source in part.base.values() if source.dtype.is_floating_point]
+    common = max(set(dtypes), key=dtypes.count, default=None)
+    return BaseRecord(identity, revision, dtype_name(common) if common else "float32", digest, fingerprint)
+
+
+def _merged(name: str, answers: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, float]]:
+    """The fingerprint of a part's base: each rank's samples put together."""
+    merged: dict[str, dict[str, float]] = {}
+    for answer in answers:
+        for tensor, values in answer["samples"].get(name, {}).items():
+            merged.setdefault(tensor, {}).update(values)
+    return merged
+
+
+@cache  # reading a package's metadata takes milliseconds
+def versions() -> dict[str, str]:
+    """The versions of ft_ckpt and of the libraries that decide what is saved."""
+    from ft_ckpt import __version__
+
+    return {"ft_ckpt": __version__, **{name: metadata.version(name) for name in _LIBRARIES}}

@@ -1,0 +1,124 @@
+"""A rehearsal: a script runs for a few steps, as `ft-ckpt check-resume` tells it, and what it did is written down.
+
+One variable in the environment steers it, which the `CheckpointSaver` of the script reads. So the script is the one
+that will train, with its own launcher and arguments, and holds nothing for this.
+"""
+
+import json
+import os
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import xxhash
+
+from ft_ckpt.errors import ConfigError
+
+VARIABLE = "FT_CKPT_REHEARSAL"
+END = "rehearsal-end"  # folder of the checkpoint after the last step
+
+
+@dataclass(frozen=True)
+class Rehearsal:
+    """What a script is to do. It ends with exit code 0 on all ranks, after a checkpoint."""
+
+    directory: str  # for checkpoints, instead of the saver's own
+    record: str  # file to which rank 0 adds a line of JSON for each step
+    steps: int  # the script ends after this one, with a checkpoint called END
+    stop: int | None = None  # the script ends after this one, with a checkpoint to resume from
+
+    def to_json(self) -> str:
+        """The text that the variable holds."""
+        return json.dumps(asdict(self))
+
+
+@dataclass(frozen=True)
+class Step:
+    """One step of a rehearsal, as it was written down: numbers as exact hexadecimal text, such as "0x1.8p+1"."""
+
+    number: int
+    metrics: Mapping[str, str]
+    batches: str | None  # digest of what `saver.remaining` gave since the step before; None when it gave nothing
+
+
+class Recorder:
+    """The side of a rehearsal that is in the script's process: looks at batches and steps, and ends the script."""
+
+    def __init__(self, told: Rehearsal) -> None:
+        self.directory = told.directory
+        self._told = told
+        self._batches: Any = None
+        Path(told.record).touch()  # a file without lines: there was a saver, and it was never stepped
+
+    def watched(self, batches: Iterable[Any]) -> Iterator[Any]:
+        """The same batches; what is in them goes into the digest of the step."""
+        for batch in batches:
+            self._batches = self._batches or xxhash.xxh3_128()
+            _add(self._batches, batch)
+            yield batch
+
+    def stepped(
+        self,
+        number: int,
+        metrics: Mapping[str, Any],
+        is_saved: bool,
+        leads: bool,
+        save: Callable[[Path | None], object],
+    ) -> None:
+        """Write the step down; after the last one save, and end the process (SystemExit). On every rank."""
+        if leads:
+            digest = None if self._batches is None else self._batches.hexdigest()
+            exact = {name: float(value).hex() for name, value in metrics.items()}
+            with Path(self._told.record).open("a", encoding="utf-8") as file:
+                file.write(json.dumps(asdict(Step(number, exact, digest))) + "\n")
+        self._batches = None
+        if number >= self._told.steps:
+            save(Path(self._told.directory) / END)
+        elif self._told.stop is None or number < self._told.stop:
+            return
+        elif not is_saved:
+            save(None)
+        sys.exit(0)
+
+
+def begun() -> Recorder | None:
+    """The rehearsal that this process is part of, if any. Raises ConfigError when the variable cannot be read."""
+    text = os.environ.get(VARIABLE)
+    if not text:
+        return None
+    try:
+        return Recorder(Rehearsal(**json.loads(text)))
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"{VARIABLE}={text!r}: {error}; only `ft-ckpt check-resume` sets it, unset it") from error
+
+
+def read_steps(record: Path) -> list[Step] | None:
+    """The steps that a script has taken; None when it made no saver."""
+    if not record.exists():
+        return None
+    return [Step(**json.loads(line)) for line in record.read_text(encoding="utf-8").splitlines()]
+
+
+def _add(digest: Any, value: Any) -> None:
+    """Add the contents of a batch: tensors and arrays byte by byte, in mappings and sequences, other objects by class
+    and, where that says what they are, by value.
+    """
+    if isinstance(value, Mapping):
+        for key, item in value.items():
+            digest.update(repr(key).encode())
+            _add(digest, item)
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            _add(digest, item)
+    elif hasattr(value, "detach"):
+        import torch  # not above: the command that reads what was written has no need of it
+
+        local = value.to_local() if hasattr(value, "to_local") else value
+        digest.update(f"{value.dtype} {tuple(value.shape)}".encode())
+        digest.update(local.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+    elif hasattr(value, "tobytes"):
+        digest.update(value.tobytes())
+    else:
+        digest.update((repr(value) if isinstance(value, (str, bytes, int, float)) else type(value).__name__).encode())

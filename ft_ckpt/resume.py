@@ -1,0 +1,275 @@
+"""The way back into a run: choose a checkpoint, put every object's state back, and say of each how that went.
+
+Each rank reads what it holds, by ranges, from plain tensor files and one JSON document: nothing is executed, and the
+number of ranks and their wrappers may be others than those that saved.
+"""
+
+import json
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ft_ckpt import optimizers
+from ft_ckpt.catalog import CheckpointInfo, discover, read_manifest, verify
+from ft_ckpt.engines import Source
+from ft_ckpt.errors import (
+    CheckpointError,
+    CorruptError,
+    LoadError,
+    ManifestError,
+    NotACheckpointError,
+    SelectionError,
+    listing,
+)
+from ft_ckpt.fill import fill
+from ft_ckpt.formats import TensorFile, dual, hdf5
+from ft_ckpt.holdings import is_dtensor
+from ft_ckpt.manifest import Manifest
+from ft_ckpt.training import (
+    DOCUMENT_NAME,
+    DOCUMENT_VERSION,
+    ENGINE,
+    FOLDER,
+    Document,
+    Item,
+    manner,
+    source_of,
+    tensors_of,
+)
+from ft_ckpt.tree import unflatten
+from ft_ckpt.tree_json import decode
+
+
+@dataclass(frozen=True)
+class Restored:
+    """What became of one item: `status` is "restored", "absent" (on one side) or "failed"; `detail` says why."""
+
+    name: str
+    status: str
+    detail: str = ""
+
+
+@dataclass(frozen=True)
+class RestoreReport:
+    """What a resume brought back, item by item, and how the run differs from the one that saved."""
+
+    path: Path
+    items: tuple[Restored, ...]
+    differences: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+
+    @property
+    def problems(self) -> tuple[str, ...]:
+        """A line for each item that was not restored."""
+        return tuple(f"{item.name}: {item.status}: {item.detail}" for item in self.items if item.status != "restored")
+
+
+def choose(directory: Path | None, mode: str, deep: bool = True) -> Path | None:
+    """The checkpoint to resume from; None to start afresh.
+
+    `mode`: "never"; "auto", the newest that is whole and resumable, if any; "must", the newest, or an error; else a
+    checkpoint's name in `directory` or its path. `deep` compares the digests of all its files. Raises
+    NotACheckpointError when there is none, CorruptError naming its damaged files and the newest whole one.
+    """
+    if mode == "never":
+        return None
+    if mode in ("auto", "must"):
+        candidates = [] if directory is None else [i for i in reversed(discover(directory)) if is_resumable(i.manifest)]
+    else:
+        named = Path(mode) if directory is None or Path(mode).exists() else directory / mode
+        if not is_resumable(read_manifest(named)):
+            raise NotACheckpointError(f"{named}: holds weights and no training state; ft_ckpt.load_model reads them")
+        candidates = [CheckpointInfo(named, read_manifest(named))]
+    for number, info in enumerate(candidates):
+        problems = _problems(info, deep)
+        if not problems:
+            return info.path
+        if mode != "auto":
+            older = next((one.path for one in candidates[number + 1 :] if not _problems(one, deep)), None)
+            advice = f"the newest whole one is {older}" if older else "there is no older one that is whole"
+            raise CorruptError(f"{info.path}: {listing(list(problems))}; {advice}")
+        warnings.warn(f"{info.path}: damaged, trying an older one: {listing(list(problems))}", stacklevel=2)
+    if mode == "must":
+        raise NotACheckpointError(f"{directory}: no checkpoint with training state in it; use resume('auto') to begin")
+    return None
+
+
+def is_resumable(manifest: Manifest) -> bool:
+    """Whether the checkpoint has training state."""
+    return any(part.kind == "state" for part in manifest.parts)
+
+
+def read_document(path: Path) -> Document:
+    """The JSON half of the training state of checkpoint `path`. Raises CorruptError when it cannot be read."""
+    file = path / FOLDER / DOCUMENT_NAME
+    try:
+        document: Document = json.loads(file.read_text(encoding="utf-8"))
+        version = document["version"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise CorruptError(f"{file}: cannot be read ({error}); resume from another checkpoint") from error
+    if version > DOCUMENT_VERSION:
+        raise CorruptError(
+            f"{file}: training state version {version}, this ft_ckpt reads up to {DOCUMENT_VERSION}; upgrade ft_ckpt"
+        )
+    return document
+
+
+class Stored:
+    """The tensor files of one checkpoint, opened when first needed; tensors by the folder of their part and name."""
+
+    def __init__(self, path: Path, manifest: Manifest) -> None:
+        self._path = path
+        self._formats = {part.path: part.format for part in manifest.parts}
+        self._files = {(part.path, tensor.name): tensor.file for part in manifest.parts for tensor in part.tensors}
+        self._open: dict[str, TensorFile] = {}
+
+    def file(self, part: str, name: str) -> TensorFile:
+        """The file that holds the tensor `name` of the part in folder `part`. Raises LoadError when none does."""
+        place = self._files.get((part, name))
+        if place is None:
+            raise LoadError(f"{name}: not among the tensors of the checkpoint {self._path}")
+        if place not in self._open:
+            opener: Callable[[Path], TensorFile] = hdf5.open_file if self._formats[part] == "h5" else dual.open_file
+            self._open[place] = opener(self._path / place)
+        return self._open[place]
+
+    def state(self, name: str) -> Tensor:
+        """The tensor `name` of the training state, whole, on the host."""
+        file = self.file(FOLDER, name)
+        return file.read(name).view(file.specs[name].shape)
+
+    def close(self) -> None:
+        """Let go of the files."""
+        for file in self._open.values():
+            file.close()
+
+
+@contextmanager
+def opened(path: Path) -> Iterator[Stored]:
+    """The tensor files of checkpoint `path` while the block runs."""
+    stored = Stored(path, read_manifest(path))
+    try:
+        yield stored
+    finally:
+        stored.close()
+
+
+def restore_weights(found: Mapping[str, Source], document: Document, stored: Stored) -> Restored:
+    """Every live tensor that the checkpoint has, in place, on each rank its block."""
+    weights = document["weights"]
+    known = {name: source for name, source in found.items() if ":" not in name}
+    unknown = [name for name in weights if name not in known]
+    if unknown:
+        return Restored("weights", "failed", f"{listing(unknown, ', ')}: in the checkpoint, not in the model")
+    done: set[int] = set()
+
+    def put() -> None:
+        for name, (part, stored_name) in weights.items():
+            source = known[name]
+            if source.identity not in done:
+                fill(source, stored.file(part, stored_name), stored_name)
+                done.add(source.identity)
+
+    left = [name for name, source in known.items() if name not in weights and source.trainable]
+    if left:
+        return Restored("weights", "failed", f"{listing(left, ', ')}: trained here, not in the checkpoint")
+    return _attempt("weights", put)
+
+
+def restore_items(
+    items: Sequence[Item], found: Mapping[str, Source], document: Document, stored: Stored, rank: int
+) -> list[Restored]:
+    """The state of each item; what only the checkpoint or only this run has is "absent"."""
+    outcomes = []
+    for item in items:
+        if item.name not in document["items"]:
+            if item.name == ENGINE:
+                continue  # counts of DeepSpeed's, which begin anew where the run comes from elsewhere
+            outcomes.append(Restored(item.name, "absent", "not in the checkpoint"))
+            continue
+        entry = own(document, rank).get(item.name) or document["items"][item.name]
+        prefix = f"rank-{rank}/{item.name}" if item.name in own(document, rank) else item.name
+        outcomes.append(_attempt(item.name, lambda: _restore(item, entry, prefix, found, stored)))  # noqa: B023 - called at once
+    names = {ENGINE, *(item.name for item in items)}
+    gone = [name for name in document["items"] if name not in names]
+    return outcomes + [Restored(name, "absent", "in the checkpoint, not in this run") for name in gone]
+
+
+def own(document: Document, rank: int) -> Document:
+    """What the document has of this rank alone; nothing for a rank that was not there."""
+    ranks: list[Document] = document["ranks"]
+    return ranks[rank] if rank < len(ranks) else {}
+
+
+def own_tree(document: Document, stored: Stored, rank: int, name: str) -> Any:
+    """The object `name` that the rank stored for itself; None when there is none."""
+    entry = own(document, rank).get(name)
+    return None if entry is None else _tree(entry, f"rank-{rank}/{name}", stored)
+
+
+def _problems(info: CheckpointInfo, deep: bool) -> tuple[str, ...]:
+    try:
+        found = verify(info.path, deep=deep).problems
+        if not found:
+            read_document(info.path)
+    except (ManifestError, CorruptError, OSError) as error:
+        return (str(error),)
+    return found
+
+
+def _attempt(name: str, action: Callable[[], Any]) -> Restored:
+    try:
+        detail = action()
+    except Exception as error:  # noqa: BLE001 - every item is tried, and all failures are told together
+        text = str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
+        return Restored(name, "failed", text)
+    return Restored(name, "restored", detail or "")
+
+
+def _restore(item: Item, entry: Document, prefix: str, found: Mapping[str, Source], stored: Stored) -> str:
+    def put(source: Source, name: str | None = None) -> None:
+        stored_name = f"{prefix}/{name or source.name}"
+        fill(source, stored.file(FOLDER, stored_name), stored_name)
+
+    if item.kind == "optimizer":
+        return "; ".join(manner(item).restore(optimizers.inner(item.value), entry["optimizer"], found, put))
+    if item.kind == "model":
+        done: set[int] = set()
+        for name, source in found.items():
+            if name.startswith(f"{item.name}:") and source.identity not in done:
+                done.add(source.identity)
+                put(source, name.removeprefix(f"{item.name}:"))
+        return ""
+    item.value.load_state_dict(_tree(entry, prefix, stored, item.value))
+    return ""
+
+
+def _tree(entry: Document, prefix: str, stored: Stored, like: Any = None) -> Any:
+    """The object that `entry` describes. Tensors that `like` has cut over the ranks are made and read in its way."""
+    cut = _cut_tensors(like)
+
+    def tensor(index: int) -> Any:
+        name = f"{prefix}/{index}"
+        if index not in cut:
+            return stored.state(name)
+        fresh = torch.empty_like(cut[index])
+        fill(source_of(name, fresh), stored.file(FOLDER, name), name)
+        return fresh
+
+    return unflatten(decode(entry["tree"]), tensor, lambda index: stored.state(f"{prefix}/{index}").numpy())
+
+
+def _cut_tensors(like: Any) -> dict[int, Tensor]:
+    """The distributed tensors in the state of an object as it is now, by their place in its tree."""
+    if like is None:
+        return {}
+    with suppress(SelectionError):  # what it holds before it is loaded may be of any kind
+        tensors = tensors_of(like.state_dict())
+        return {index: tensor for index, tensor in enumerate(tensors) if is_dtensor(tensor)}
+    return {}

@@ -1,0 +1,176 @@
+"""The state of random number generators, the global ones of this process and single ones: taken, and put back.
+
+Python's `random`, NumPy's legacy global generator, torch's CPU generator and the accelerator's. A process that shares
+the machine with other ranks has the generator of its current device; a process alone has those of all its devices.
+Reading an accelerator's state copies a few bytes of host memory (seed and offset on CUDA): no kernel, no wait. A
+device that this process has not touched yet is left untouched; it has no state beyond the seed. Nothing is pickled.
+"""
+
+import random
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+
+from ft_ckpt.errors import CorruptError
+
+State = dict[str, Any]
+KINDS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)  # what `state_of` knows
+_BAD = (AttributeError, IndexError, KeyError, OverflowError, RuntimeError, TypeError, ValueError)  # what setters raise
+
+
+def capture() -> State:
+    """The state of all generators, in about 5 KB per generator.
+
+    "python", "numpy", "torch", and the accelerator under its type ("cuda") where there is one: plain values, numpy
+    arrays and CPU tensors.
+    """
+    state: State = {
+        "python": _python(random.getstate()),
+        "numpy": np.random.get_state(legacy=False),
+        "torch": torch.get_rng_state(),
+    }
+    for kind, indices in _devices().items():
+        state[kind] = [torch.get_device_module(kind).get_rng_state(*index) for index in indices]
+    return state
+
+
+def restore(state: Mapping[str, Any]) -> list[str]:
+    """Put all generators into `state`, which `capture` made; what could not be restored, a sentence each.
+
+    One that fails leaves its generator as it was and does not keep the others from being restored. What is in the
+    state for an accelerator that is not here, and one in use here of which the state knows nothing, are named too.
+    """
+    problems = []
+    for name, put in _PUTTERS.items():
+        problems += _attempt(name, put, state)
+    here = _devices() | {kind: indices for kind, indices in _devices(wake=True).items() if kind in state}
+    for kind, indices in here.items():
+        problems += _attempt(kind, _put_devices(kind, indices), state)
+    strangers = [kind for kind in state if kind not in _PUTTERS and kind not in here]
+    return problems + [f"{kind}: saved from a device this process has none of" for kind in strangers]
+
+
+def state_of(generator: Any) -> State | None:
+    """The state of one generator of torch, NumPy or Python; None for what is none of these."""
+    if isinstance(generator, torch.Generator):
+        return {"kind": "torch", "device": str(generator.device), "state": generator.get_state()}
+    if isinstance(generator, np.random.Generator):
+        return {"kind": "numpy", "state": dict(generator.bit_generator.state)}
+    if isinstance(generator, np.random.RandomState):
+        return {"kind": "numpy legacy", "state": generator.get_state(legacy=False)}
+    if isinstance(generator, random.Random) and not isinstance(generator, random.SystemRandom):
+        return {"kind": "python", "state": _python(generator.getstate())}
+    return None
+
+
+def generator_in(state: Mapping[str, Any], generator: Any = None) -> Any:
+    """`generator` put into `state`, which `state_of` made; a new one where it is None or of another kind.
+
+    Raises CorruptError for a state that is none.
+    """
+    try:
+        kind, inner = state["kind"], state["state"]
+        if generator is None or (state_of(generator) or {}).get("kind") != kind:
+            generator = _MAKERS[kind](state)
+        if kind == "torch":
+            generator.set_state(_octets(inner))
+        elif kind == "python":
+            generator.setstate(_python_tuple(inner))
+        elif kind == "numpy":
+            generator.bit_generator.state = dict(inner)
+        else:
+            generator.set_state(dict(inner))
+    except _BAD as error:
+        raise CorruptError(f"a random number generator: the saved state does not fit: {error}") from error
+    return generator
+
+
+def _attempt(name: str, put: Callable[[Any], str | None], state: Mapping[str, Any]) -> list[str]:
+    if name not in state:
+        return [f"{name}: not in the saved state"]
+    try:
+        problem = put(state[name])
+    except _BAD as error:
+        problem = f"the saved state does not fit ({type(error).__name__}: {error})"
+    return [f"{name}: {problem}"] if problem else []
+
+
+def _python(state: tuple[Any, ...]) -> State:
+    version, words, gauss = state
+    return {"version": version, "words": np.array(words, dtype=np.uint32), "gauss": gauss}
+
+
+def _python_tuple(state: Mapping[str, Any]) -> tuple[Any, ...]:
+    words, gauss = tuple(int(word) for word in state["words"]), state["gauss"]
+    return int(state["version"]), words, None if gauss is None else float(gauss)
+
+
+def _put_python(state: Mapping[str, Any]) -> None:
+    before = random.getstate()
+    try:
+        random.setstate(_python_tuple(state))
+    except _BAD:  # it sets half of the state before it looks at the rest
+        random.setstate(before)
+        raise
+
+
+def _put_numpy(state: Mapping[str, Any]) -> None:
+    before = np.random.get_state(legacy=False)
+    try:
+        np.random.set_state(dict(state))
+    except _BAD:  # as above
+        np.random.set_state(before)
+        raise
+
+
+def _put_torch(state: Any) -> None:
+    torch.set_rng_state(_octets(state))
+
+
+_PUTTERS: dict[str, Callable[[Any], str | None]] = {"python": _put_python, "numpy": _put_numpy, "torch": _put_torch}
+
+
+def _put_devices(kind: str, indices: list[tuple[int, ...]]) -> Callable[[Any], str | None]:
+    def put(states: Any) -> str | None:
+        for saved, index in zip(states, indices, strict=False):
+            torch.get_device_module(kind).set_rng_state(_octets(saved), *index)
+        if len(states) != len(indices):
+            return f"{len(states)} devices when it was saved, {len(indices)} here; the first ones were restored"
+        return None
+
+    return put
+
+
+def _octets(state: Any) -> torch.Tensor:
+    # A plain copy: what was read lazily from a file, or mapped, is not what generators take.
+    return torch.as_tensor(state, dtype=torch.uint8).clone()
+
+
+def _devices(wake: bool = False) -> dict[str, list[tuple[int, ...]]]:
+    """The arguments that name this process's devices to their module; `wake` counts a device not yet touched too."""
+    device = torch.accelerator.current_accelerator(check_available=True)
+    if device is None:
+        return {}
+    module = torch.get_device_module(device)
+    if not wake and not getattr(module, "is_initialized", lambda: True)():
+        return {}
+    count = torch.accelerator.device_count()
+    # One device is asked for without a number: not every kind of device takes one (mps).
+    return {device.type: [(index,) for index in range(count)] if count > 1 and not _shared() else [()]}
+
+
+# A file names the kind, and no kind but these is made.
+_BITS = {kind.__name__: kind for kind in (np.random.PCG64, np.random.MT19937, np.random.Philox, np.random.SFC64)}
+_MAKERS: dict[str, Callable[[Mapping[str, Any]], Any]] = {
+    "torch": lambda state: torch.Generator(state["device"]),
+    "numpy": lambda state: np.random.Generator(_BITS[state["state"]["bit_generator"]]()),
+    "numpy legacy": lambda state: np.random.RandomState(),
+    "python": lambda state: random.Random(),  # noqa: S311  # not a secret
+}
+
+
+def _shared() -> bool:
+    distributed = torch.distributed
+    return bool(distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1)

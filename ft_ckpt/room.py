@@ -1,0 +1,57 @@
+"""Room on the disk for a checkpoint, and what to do where there is none: give up, delete old ones, or wait."""
+
+import time
+from collections.abc import Iterable
+from pathlib import Path
+
+from ft_ckpt import commit
+from ft_ckpt.config import SaverConfig
+from ft_ckpt.errors import NoSpaceError
+from ft_ckpt.sweep import make_room
+
+POLL_SECONDS = 10.0
+
+
+def ensure(
+    target: Path,
+    needed_bytes: int,
+    config: SaverConfig,
+    *,
+    step: int | None = None,
+    run_id: str | None = None,
+    protect: Iterable[Path] = (),
+    tries: int = 0,
+) -> None:
+    """Return when `target` can be written and its disk has `needed_bytes`.
+
+    `tries` is how often a save has filled the disk all the same. Raises NoSpaceError when there is no room and
+    `config.when_full` has no more to offer, TargetError when the place cannot be written.
+    """
+    if config.when_full == "wait":
+        _wait(target, needed_bytes, tries)
+        return
+    if tries == 0:
+        try:
+            commit.check_target(target, needed_bytes)
+        except NoSpaceError:
+            if config.when_full == "raise" or config.keep is None:
+                raise
+        else:
+            return
+    if config.keep is not None and tries < 2:
+        make_room(target.parent, config.keep, step, run_id=run_id, protect=protect)
+    elif tries:
+        raise NoSpaceError(f"{target}: its disk was full {tries} times; make room and save again")
+    commit.check_target(target, needed_bytes)
+
+
+def _wait(target: Path, needed_bytes: int, tries: int) -> None:
+    while True:
+        if tries:  # there seemed to be room, and there was not
+            time.sleep(POLL_SECONDS)
+        try:
+            commit.check_target(target, needed_bytes)
+        except NoSpaceError:
+            tries += 1
+        else:
+            return

@@ -1,0 +1,335 @@
+"""When to save. Pure: times are handed in, and what happened so far is a `History` that each function answers anew.
+
+Two kinds of reasons, for ranks must save together or not at all. `own_reason` depends on what every rank knows (step,
+epochs, metrics they share), so each may act on its own answer. `shared_reason` depends on clocks and signals, which
+differ: ranks compare their answers at steps all of them know in advance (`next_poll`), and one "yes" is everyone's.
+"""
+
+import math
+import os
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from datetime import datetime, timedelta
+from typing import Any
+
+from ft_ckpt.errors import ConfigError, LoadError
+from ft_ckpt.intervals import bounded_interval, optimal_interval, parse_seconds
+
+SIGNALS = ("SIGTERM", "SIGINT", "SIGUSR1", "SIGUSR2", "SIGHUP", "SIGQUIT", "SIGXCPU")  # what asks a process to end
+ROUTINE = ("steps", "epochs", "best", "minutes", "optimum")  # reasons after which a run means to go on
+DEADLINE_VARIABLE = "SLURM_JOB_END_TIME"  # unix seconds, set by Slurm in the environment of a job
+
+_POLL_SECONDS = 1.0  # a signal is heard of about this soon
+_POLL_SHARE = 0.005  # of the time, which asking each other may take
+_MOST_STEPS_UNASKED = 100  # so that a run whose steps suddenly take long is still heard
+_FIRST_SAVE_SECONDS = 1.0  # assumed until a save was measured: the first comes early, since it is what measures
+_UNMEASURED_MARGIN_SECONDS = 300.0
+_LEAST_MARGIN_SECONDS = 60.0
+_STEP_WEIGHT, _SAVE_WEIGHT = 0.1, 0.3  # of the newest measurement in the running mean
+
+
+@dataclass(frozen=True, kw_only=True)
+class Every:
+    """When to save: at whichever of these comes. `Every()` alone saves on signals and before a Slurm job's end.
+
+    Raises ConfigError, with every problem at once, when a value cannot work.
+    """
+
+    steps: int | None = None
+    """At each multiple of this many steps."""
+    epochs: int | None = None
+    """At the end of each multiple of this many epochs."""
+    minutes: float | None = None
+    """This long after the last save ended."""
+    best: tuple[str, str] | None = None
+    """Name of a metric and "min" or "max": whenever it is better than at any save before."""
+    signals: tuple[str, ...] = ("SIGTERM", "SIGUSR1", "SIGINT")
+    """On any of these: saved at the end of the step, then the process exits (see `signals.py`)."""
+    exit_code: int | None = None
+    """After a save on a signal; None is 128 and the signal's number, as a shell shows it."""
+    deadline: float | datetime | str | None = "auto"
+    """Before this time: unix seconds, a datetime, ISO 8601 text (else local); "auto" is the end of a Slurm job."""
+    deadline_margin_minutes: float | None = None
+    """How long before; None is three saves and two steps as measured, at least a minute (5 with no save measured)."""
+    mtbf: float | timedelta | str | None = None
+    """Mean time between failures of the run, in seconds or as "24h": saves at the interval of the smallest loss."""
+    max_overhead: float = 0.05
+    """Fraction of the time that saving for `mtbf` may take, in (0, 1]; other reasons are saved for as asked."""
+
+    def __post_init__(self) -> None:
+        problems = [problem for rule in _RULES for problem in rule(self)]
+        if problems:
+            raise ConfigError("; ".join(problems))
+
+    @classmethod
+    def optimal(cls, mtbf: float | timedelta | str, max_overhead: float = 0.05, **others: Any) -> "Every":
+        """At the interval that loses least when the run fails on average every `mtbf`, re-estimated as it runs."""
+        return cls(mtbf=mtbf, max_overhead=max_overhead, **others)
+
+    def deadline_unix(self) -> float | None:
+        """The deadline in unix seconds; None when there is none."""
+        if self.deadline == "auto":
+            return _slurm_end(os.environ.get(DEADLINE_VARIABLE))
+        return _unix(self.deadline)
+
+
+@dataclass(frozen=True)
+class History:
+    """What the schedule needs to know of the run so far. Times are of a monotonic clock, in seconds."""
+
+    step: int = 0
+    seen_at: float = 0.0  # when that step, or the save after it, ended
+    saved_step: int = 0
+    saved_epochs: int = 0
+    saved_at: float = 0.0
+    step_seconds: float | None = None  # running means; None before the first measurement
+    save_seconds: float | None = None
+    best: Mapping[str, float] = field(default_factory=dict)
+    run_seconds: float = 0.0  # over all restarts
+    failures: int = 0
+    reason: str | None = None  # of the last save
+
+    def to_json(self) -> dict[str, Any]:
+        """What a resumed run goes on from: best metrics, measurements, failures; no clock times."""
+        return {name: getattr(self, name) for name in _KEPT} | {"best": dict(self.best)}
+
+
+_KEPT = ("saved_epochs", "best", "step_seconds", "save_seconds", "run_seconds", "failures", "reason")
+
+
+def started(step: int, epochs_done: int, now: float, kept: Mapping[str, Any] | None = None) -> History:
+    """The history of a run that begins at `step`, or resumes there with what `History.to_json` kept.
+
+    What was kept knows the epochs done as they were counted for that save, and goes before `epochs_done`.
+    A run that resumes from a save made as a matter of routine must have failed after it, and this is counted.
+    Raises LoadError when `kept` is not from `to_json`.
+    """
+    begun = History(step=step, seen_at=now, saved_step=step, saved_epochs=epochs_done, saved_at=now)
+    if kept is None:
+        return begun
+    if problems := _kept_problems(kept):
+        raise LoadError(f"history: {'; '.join(problems)}; the file was not written by ft_ckpt or was changed since")
+    failures = kept["failures"] + (kept["reason"] in ROUTINE)
+    return replace(begun, **{name: kept[name] for name in _KEPT} | {"failures": failures, "best": dict(kept["best"])})
+
+
+def own_reason(
+    every: Every, history: History, step: int, epochs_done: int, metrics: Mapping[str, float] | None = None
+) -> str | None:
+    """Why to save after `step`, from what all ranks know: "steps", "epochs", "best" or None.
+
+    The same on every rank if `metrics` are. Never twice for one step.
+    """
+    if step <= history.saved_step:
+        return None
+    if every.steps and step // every.steps > history.saved_step // every.steps:
+        return "steps"
+    if every.epochs and epochs_done // every.epochs > history.saved_epochs // every.epochs:
+        return "epochs"
+    return "best" if _improved(every, history, metrics or {}) else None
+
+
+def shared_reason(every: Every, history: History, now: float, now_unix: float, signal: str | None = None) -> str | None:
+    """Why this rank wants to save, from clocks and signals: the `signal`, "deadline", "minutes", "optimum" or None.
+
+    Ranks differ; to be agreed on at polls. A signal is answered even where its step is saved already, so that the
+    caller exits; the others never ask twice for one step.
+    """
+    if signal is not None or history.step <= history.saved_step:
+        return signal
+    if _before_deadline(every, history, now, now_unix):
+        return "deadline"
+    waited = now - history.saved_at
+    if every.minutes and waited >= every.minutes * 60:
+        return "minutes"
+    interval = interval_seconds(every, history)
+    return "optimum" if interval is not None and waited >= interval else None
+
+
+def interval_seconds(every: Every, history: History) -> float | None:
+    """The interval that `every.mtbf` asks for now, in seconds from the end of a save; None without it.
+
+    The time between failures is estimated as if one failure in `every.mtbf` had been seen before the run began, so
+    it is what was given at first and what was met with in the end (where two failures between saves count as one).
+    """
+    if every.mtbf is None:
+        return None
+    cost = history.save_seconds or _FIRST_SAVE_SECONDS
+    mtbf = (parse_seconds(every.mtbf) + history.run_seconds) / (1 + history.failures)
+    return max(optimal_interval(cost, mtbf), bounded_interval(cost, every.max_overhead))
+
+
+def needs_poll(every: Every) -> bool:
+    """Whether ranks have to meet at all; rank 0's answer holds for all, as environments may differ."""
+    return bool(every.minutes or every.signals or every.mtbf) or every.deadline_unix() is not None
+
+
+def next_poll(history: History, step: int, poll_seconds: float) -> int:
+    """The step after `step` at which all ranks meet next: about once a second, for 0.5 % of the time at most.
+
+    Every step before steps are measured, never more than 100 steps on. `poll_seconds` is what a meeting itself
+    takes, the least measured: waiting for a slow rank is no cost of it. Ranks measure different times, so rank 0's
+    answer is to be handed out at the meeting.
+    """
+    if not history.step_seconds:
+        return step + 1
+    gap = max(int(_POLL_SECONDS / history.step_seconds), math.ceil(poll_seconds / _POLL_SHARE / history.step_seconds))
+    return step + int(min(max(1, gap), _MOST_STEPS_UNASKED))
+
+
+def stepped(history: History, step: int, now: float) -> History:
+    """The history after `step` ended at `now`; unchanged when that step is already in it."""
+    if step <= history.step:
+        return history
+    passed = now - history.seen_at
+    seconds = _mean(history.step_seconds, passed / (step - history.step), _STEP_WEIGHT)
+    return replace(history, step=step, seen_at=now, step_seconds=seconds, run_seconds=history.run_seconds + passed)
+
+
+def saved(
+    every: Every,
+    history: History,
+    step: int,
+    epochs_done: int,
+    now: float,
+    *,
+    cost_seconds: float | None = None,
+    metrics: Mapping[str, float] | None = None,
+    reason: str | None = None,
+) -> History:
+    """The history after a save at `step` ended at `now`, having kept the run from training for `cost_seconds`.
+
+    With no cost nothing is learnt from it: for what goes into the checkpoint itself, whose cost is not known yet,
+    and, with no metrics either, for a save that failed, so that the next try is an interval later.
+    """
+    best = dict(history.best)
+    if every.best and _improved(every, history, metrics or {}):
+        best[every.best[0]] = float((metrics or {})[every.best[0]])
+    return replace(
+        history,
+        step=max(step, history.step),
+        seen_at=now,
+        saved_step=step,
+        saved_epochs=epochs_done,
+        saved_at=now,
+        save_seconds=_mean(history.save_seconds, cost_seconds, _SAVE_WEIGHT),
+        best=best,
+        run_seconds=history.run_seconds + now - history.seen_at,
+        reason=reason,
+    )
+
+
+def _improved(every: Every, history: History, metrics: Mapping[str, float]) -> bool:
+    if every.best is None or every.best[0] not in metrics:
+        return False
+    name, mode = every.best
+    value, before = float(metrics[name]), history.best.get(name)
+    if before is None or not math.isfinite(value):
+        return math.isfinite(value)
+    return value < before if mode == "min" else value > before
+
+
+def _before_deadline(every: Every, history: History, now: float, now_unix: float) -> bool:
+    """Once when the margin begins, then whenever as much was done since the last save as there is time left.
+
+    The second saves work done in the margin, and that of a job as short as the margin; only while two saves fit.
+    """
+    deadline = every.deadline_unix()
+    if deadline is None or not 0 < (left := deadline - now_unix) <= (margin := _margin(every, history)):
+        return False
+    waited = now - history.saved_at
+    return left + waited > margin or (waited >= left >= 2 * (history.save_seconds or 0))
+
+
+def _margin(every: Every, history: History) -> float:
+    if every.deadline_margin_minutes is not None:
+        return every.deadline_margin_minutes * 60
+    if history.save_seconds is None:
+        return _UNMEASURED_MARGIN_SECONDS
+    return max(_LEAST_MARGIN_SECONDS, 3 * history.save_seconds + 2 * (history.step_seconds or 0))
+
+
+def _mean(before: float | None, value: float | None, weight: float) -> float | None:
+    if before is None or value is None:
+        return value if before is None else before
+    return before + weight * (value - before)
+
+
+def _unix(when: float | datetime | str | None) -> float | None:
+    if isinstance(when, str):
+        when = datetime.fromisoformat(when.replace("Z", "+00:00"))  # Python 3.10 does not know the letter
+    return when.timestamp() if isinstance(when, datetime) else when
+
+
+def _slurm_end(text: str | None) -> float | None:
+    return float(text) if text and text.isdecimal() else None
+
+
+def _number_rule(every: Every) -> list[str]:
+    return [
+        f"{name}={value!r}: expected {expected}"
+        for name, (kind, least, most, expected) in _NUMBERS.items()
+        if not (_within(value := getattr(every, name), kind, least, most) or value is getattr(Every, name))
+    ]
+
+
+def _within(value: Any, kind: type, least: float, most: float = math.inf) -> bool:
+    kinds = (int,) if kind is int else (int, float)
+    return isinstance(value, kinds) and not isinstance(value, bool) and least <= value <= most
+
+
+def _mtbf_rule(every: Every) -> list[str]:
+    try:
+        _ = every.mtbf is None or parse_seconds(every.mtbf)
+    except ConfigError as error:
+        return [f"mtbf: {error}"]
+    return []
+
+
+def _best_rule(every: Every) -> list[str]:
+    best = every.best
+    if best is None or (isinstance(best, (tuple, list)) and len(best) == 2 and best[1] in ("min", "max")):
+        return []
+    return [f'best={best!r}: expected the name of a metric and "min" or "max"']
+
+
+def _signal_rule(every: Every) -> list[str]:
+    if not isinstance(every.signals, (tuple, list)):
+        return [f"signals={every.signals!r}: expected a tuple of names"]
+    return [f"signals: {name!r}: expected {', '.join(SIGNALS)}" for name in every.signals if name not in SIGNALS]
+
+
+def _deadline_rule(every: Every) -> list[str]:
+    try:
+        good = every.deadline in (None, "auto") or _within(_unix(every.deadline), float, 0, sys.float_info.max)
+    except ValueError:
+        good = False
+    return [] if good else [f'deadline={every.deadline!r}: expected "auto", unix seconds, a datetime or ISO 8601 text']
+
+
+def _kept_problems(kept: Mapping[str, Any]) -> list[str]:
+    problems = [f"{name} is missing" for name in _KEPT if name not in kept]
+    for name in ("saved_epochs", "step_seconds", "save_seconds", "run_seconds", "failures"):
+        value = kept.get(name, 0)
+        optional = name in ("step_seconds", "save_seconds")
+        if not (
+            _within(value, int if name in ("saved_epochs", "failures") else float, 0) or (optional and value is None)
+        ):
+            problems.append(f"{name} is {value!r}, expected a number")
+    best = kept.get("best", {})
+    if not (isinstance(best, Mapping) and all(_within(value, float, -math.inf) for value in best.values())):
+        problems.append(f"best is {best!r}, expected a number for each name")
+    return problems
+
+
+_ABOVE_ZERO = math.ulp(0.0)
+_NUMBERS = {  # type, least, most, in words; a default is good, too
+    "steps": (int, 1, math.inf, "a whole number above 0"),
+    "epochs": (int, 1, math.inf, "a whole number above 0"),
+    "minutes": (float, _ABOVE_ZERO, math.inf, "a number above 0"),
+    "exit_code": (int, 0, 255, "0 to 255"),
+    "deadline_margin_minutes": (float, 0, math.inf, "0 or more"),
+    "max_overhead": (float, _ABOVE_ZERO, 1, "a number above 0, at most 1"),
+}
+_RULES = (_number_rule, _best_rule, _signal_rule, _deadline_rule, _mtbf_rule)

@@ -1,0 +1,90 @@
+"""Signals that ask a process to end: the first is remembered until the step is over, the second ends it at once."""
+
+import _thread
+import ctypes
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterable
+from contextlib import suppress
+from types import FrameType
+from typing import Any
+
+DUPLICATE_SECONDS = 1.0
+
+
+def exit_code(name: str, chosen: int | None = None) -> int:
+    """The code to exit with after saving on the signal `name`: `chosen`, or else 128 and the signal's number.
+
+    On Linux:
+
+        SIGHUP  129      SIGUSR1  138
+        SIGINT  130      SIGUSR2  140
+        SIGQUIT 131      SIGTERM  143
+                         SIGXCPU  152
+
+    A process that a second signal has ended was killed by that signal (its return code in Python is minus the
+    number), which a shell shows as the same code.
+    """
+    return 128 + signal.Signals[name] if chosen is None else chosen
+
+
+class SignalWatch:
+    """Remembers, in `received`, the name of the first of some signals to arrive; `close` puts things back.
+
+    Duplicates within a second are ignored, since launchers pass on what the scheduler has sent to everyone already.
+    After that second the signals have their default effect: any of them ends the process at once, even one that
+    hangs in a collective. A committed checkpoint loses nothing by it, and one being written is as if never begun.
+
+    Signals that the process was told to ignore (`nohup`, shell background jobs) stay ignored. Child processes made
+    by forking get the previous handlers. Python lets only the main thread handle signals: elsewhere, nothing is
+    watched and `note` says so.
+    """
+
+    def __init__(self, names: Iterable[str]) -> None:
+        self.received: str | None = None
+        self.note: str | None = None
+        self._process = os.getpid()
+        self._previous: dict[int, Any] = {}
+        self._lock = threading.RLock()  # re-entered when a signal interrupts `close`
+        numbers = [signal.Signals[name] for name in names]
+        if threading.current_thread() is not threading.main_thread():
+            self.note = "signals are not watched: only the main thread can, and this is another"
+            return
+        for number in numbers:
+            if signal.getsignal(number) is not signal.SIG_IGN:
+                self._previous[number] = signal.signal(number, self._on_signal)
+
+    def close(self) -> None:
+        """Restore the previous handlers, except where someone else's has been set since. May be called twice."""
+        if threading.current_thread() is threading.main_thread():  # from elsewhere they cannot be changed, and go on
+            with self._lock:
+                self._restore()
+
+    def _restore(self) -> None:
+        while self._previous:
+            number, previous = self._previous.popitem()
+            if signal.getsignal(number) == self._on_signal:
+                signal.signal(number, signal.SIG_DFL if previous is None else previous)
+
+    def _on_signal(self, number: int, _frame: FrameType | None) -> None:
+        if os.getpid() != self._process:  # a forked child, where nobody asks for `received`
+            self._restore()
+            os.kill(os.getpid(), number)
+        elif self.received is None:
+            self.received = signal.Signals(number).name
+            with suppress(RuntimeError):  # no more threads: a second signal is then ignored
+                # Not a threading.Timer: starting one takes a lock that the code interrupted here may hold.
+                _thread.start_new_thread(self._let_kill, (DUPLICATE_SECONDS,))
+
+    def _let_kill(self, after_seconds: float) -> None:
+        """Give the signals back to the system, which acts even while the main thread is not running Python.
+
+        Through C, as Python would only let the main thread do it; Python's own record still says the handler is
+        ours, so `close` restores the one before.
+        """
+        time.sleep(after_seconds)
+        with self._lock:
+            for number in self._previous:
+                ctypes.pythonapi.PyOS_setsig(int(number), None)

@@ -1,0 +1,117 @@
+"""Where DeepSpeed's ZeRO puts each parameter: the flat partitions of a rank, and the runs of parameters in them.
+
+Every rank works out from sizes and orders what all of them hold; nothing is asked and nothing moves. Other rooms know
+nothing of DeepSpeed's fields.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+from itertools import accumulate
+from typing import Any
+
+from torch import Tensor
+
+from ft_ckpt.engines import Source
+from ft_ckpt.errors import SelectionError, listing
+from ft_ckpt.holdings import Holding, runs
+
+_KNOWN = ("DeepSpeedZeroOptimizer", "DeepSpeedZeroOptimizer_Stage3", "BF16_Optimizer")
+
+
+@dataclass(frozen=True, eq=False)
+class Place:
+    """One parameter in a partition: its weight, and how it is held by any buffer that is cut like the partition."""
+
+    owner: Source
+    cut: Callable[[Tensor], Holding]
+
+
+@dataclass(frozen=True, eq=False)
+class Partition:
+    """A flat run of parameters that this rank updates: to the inner optimizer, one parameter of one group."""
+
+    master: Tensor
+    group: int
+    places: tuple[Place, ...]
+
+
+def laid_out(optimizer: Any, found: Mapping[str, Source]) -> list[Partition]:
+    """This rank's partitions; on every rank as many, with the same parameters.
+
+    `found` are the sources of the models it trains. Raises SelectionError for parameters of no known model, and for
+    settings that keep state where it cannot be reached by name.
+    """
+    problems = _refusals(optimizer)
+    if problems:
+        raise SelectionError(
+            f"{type(optimizer).__name__}: {listing(problems)}: its state cannot be kept by name; change these "
+            "settings, or save without the optimizer's state"
+        )
+    owners = {id(source.live): source for source in reversed(list(found.values()))}  # of tied names the first
+    return list(_stage_3(optimizer, owners) if hasattr(optimizer, "fp16_groups") else _stages_1_2(optimizer, owners))
+
+
+def _stage_3(optimizer: Any, owners: Mapping[int, Source]) -> Iterator[Partition]:
+    """Each parameter is cut into equal shards by itself; a partition is this rank's shards one after the other."""
+    import torch.distributed as dist
+
+    rank = dist.get_rank()
+    for number, master in enumerate(optimizer.fp32_partitioned_groups_flat):
+        places, start = [], 0
+        for source in _known(owners, optimizer.fp16_groups[number]):
+            shard = source.live.ds_tensor.ds_numel
+            members = dist.get_process_group_ranks(source.live.ds_process_group)
+            places.append(Place(source, partial(_cut_shard, source.numel, start, shard, members, rank)))
+            start += shard
+        yield Partition(master, optimizer.sub_group_to_group_id[number], tuple(places))
+
+
+def _stages_1_2(optimizer: Any, owners: Mapping[int, Source]) -> Iterator[Partition]:
+    """A group's parameters lie one after the other, perhaps aligned; a partition is an equal shard of the whole."""
+    import torch.distributed as dist
+
+    mixed = hasattr(optimizer, "bf16_groups")  # stage 1 in bfloat16 with float32 gradients has a class of its own
+    masters = optimizer.fp32_groups_flat_partition if mixed else optimizer.single_partition_of_fp32_groups
+    rank = dist.get_rank()
+    for number, master in enumerate(masters):
+        laid = optimizer.bf16_groups[number] if mixed else optimizer.round_robin_bit16_groups[number]
+        ends = [0, *accumulate(parameter.numel() for parameter in laid)]
+        starts = getattr(optimizer, "round_robin_bit16_offsets", {number: ends})[number]
+        first = {id(parameter): start for parameter, start in zip(laid, starts, strict=False)}
+        members = dist.get_process_group_ranks(optimizer.real_dp_process_group[number])
+        places = [
+            Place(source, partial(_cut_flat, source.numel, first[id(source.live)], master.numel(), members, rank))
+            for source in _known(owners, laid if mixed else optimizer.bit16_groups[number])
+        ]
+        yield Partition(master, number, tuple(places))
+
+
+def _cut_flat(numel: int, first: int, shard: int, members: list[int], rank: int, buffer: Tensor) -> Holding:
+    return runs(buffer, numel, first, shard, members, rank)
+
+
+def _cut_shard(numel: int, start: int, shard: int, members: list[int], rank: int, buffer: Tensor) -> Holding:
+    return runs(buffer.detach()[start : start + shard], numel, 0, shard, members, rank)
+
+
+def _refusals(optimizer: Any) -> list[str]:
+    """What of this optimizer's configuration keeps its state where it cannot be reached by name."""
+    kind, groups = type(optimizer).__name__, optimizer.optimizer.param_groups
+    facts = {
+        f"{kind} is not one of {', '.join(_KNOWN)}": kind not in _KNOWN,
+        "state on NVMe": getattr(optimizer, "swap_optimizer", False),
+        "weights on NVMe": getattr(optimizer, "params_in_nvme_and_cpu", False),
+        "state offloaded in part (ratio)": getattr(optimizer, "backup_optimizer", None) is not None,
+        "states moved away (reload_states() first)": bool(getattr(optimizer, "offloaded_states", ())),
+        "experts spread over ranks": getattr(optimizer, "has_moe_layers", False) or any(g.get("moe") for g in groups),
+        "model parallelism": getattr(optimizer, "model_parallel_world_size", 1) > 1,
+    }
+    return [fact for fact, true in facts.items() if true]
+
+
+def _known(owners: Mapping[int, Source], parameters: list[Any]) -> list[Source]:
+    unknown = [i for i, parameter in enumerate(parameters) if id(parameter) not in owners]
+    if unknown:
+        raise SelectionError(f"parameters {unknown} of a group: of no known model; give the model they are of, too")
+    return [owners[id(parameter)] for parameter in parameters]

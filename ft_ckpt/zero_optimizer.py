@@ -1,0 +1,329 @@
+"""The state of DeepSpeed's ZeRO optimizers (stages 1, 2 and 3), by the names of the parameters, and back.
+
+ZeRO trains flat float32 partitions, one or more on each rank, with pieces of many parameters one after the other. The
+functions here are those of `optimizers`: what they describe has each parameter's own shape, whoever holds which run
+of it, so that it comes back on any number of ranks, in another stage, and in a plain optimizer.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ft_ckpt import optimizers
+from ft_ckpt.engines import Source
+from ft_ckpt.errors import LoadError, SelectionError, listing
+from ft_ckpt.holdings import Holding, replicated
+from ft_ckpt.optimizers import Description, inner
+from ft_ckpt.values import decode, dtype_name, dtype_of, encode
+from ft_ckpt.zero_layout import Partition, Place, laid_out
+
+MASTER = "master"  # the key of the float32 weights that ZeRO trains beside half-precision ones
+
+_SCALER = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
+_COUNTERS = ("global_steps", "global_samples", "micro_steps", "skipped_steps")
+
+
+@dataclass(frozen=True, eq=False)
+class _Unflattened:
+    """The inner optimizer's groups with the model's own parameters in them, as `optimizers` wants to see them."""
+
+    param_groups: list[dict[str, Any]]
+    state: dict[Any, Any]
+    state_dict = torch.optim.Optimizer.state_dict  # which tells that groups and state are all there is
+
+
+def is_zero(optimizer: Any) -> bool:
+    """Whether `optimizer`, inside Accelerate's wrapper or not, is one that DeepSpeed partitions. Imports nothing."""
+    kinds = type(inner(optimizer)).__mro__
+    return any(kind.__name__ == "ZeROOptimizer" and kind.__module__.startswith("deepspeed.") for kind in kinds)
+
+
+def describe(optimizer: Any, found: Mapping[str, Source]) -> Description:
+    """As `optimizers.describe`, with "masters" ({name: dtype}) and "scaler" (the loss scaler's numbers) beside.
+
+    The same on every rank. Masters of the weights' own dtype are the weights and are left out. Raises SelectionError
+    naming what cannot be kept; it can be asked before the first step.
+    """
+    optimizer = inner(optimizer)
+    partitions = laid_out(optimizer, found)
+    groups = optimizers.describe(_unflattened(optimizer, partitions), found)
+    masters = {
+        place.owner.name: dtype_name(partition.master.dtype)
+        for partition in partitions
+        for place in partition.places
+        if partition.master.dtype != place.owner.dtype
+    }
+    own = {"class": type(optimizer.optimizer).__name__, "state": _entries(optimizer.optimizer, partitions)}
+    return {**groups, **own, "masters": masters, "scaler": _scaler(optimizer)}
+
+
+def captured(optimizer: Any, description: Description, found: Mapping[str, Source]) -> dict[str, Source]:
+    """The described tensors as sources by "parameter/key", masters as "parameter/master"; the same on every rank."""
+    optimizer = inner(optimizer)
+    sources: dict[str, Source] = {}
+    for partition in laid_out(optimizer, found):
+        buffers = {**optimizer.optimizer.state.get(partition.master, {}), MASTER: partition.master}
+        for place in partition.places:
+            name = place.owner.name
+            entries = description["state"].get(name, {})
+            keys = [key for key, entry in entries.items() if "dtype" in entry]
+            for key in [*keys, *([MASTER] if name in description["masters"] else [])]:
+                cut = _is_cut(buffers[key], partition.master)
+                holding = place.cut(buffers[key]) if cut else replicated(buffers[key])
+                sources[f"{name}/{key}"] = _source(place.owner, key, buffers[key].dtype, holding)
+    return sources
+
+
+def restore(
+    optimizer: Any, description: Description, found: Mapping[str, Source], fill: Callable[[Source], Any]
+) -> tuple[str, ...]:
+    """Give the optimizer the described state, on any number of ranks. Not collective. Returns notes.
+
+    The weights must be back already: masters that the description does not have are made from them. Call `refresh`
+    once every rank has come through. `fill` reads into what this rank holds of a source. Raises LoadError for
+    parameters, groups or state that only one of the two sides has, and for step counts that differ within a partition.
+    """
+    adopt_weights(optimizer)
+    optimizer = inner(optimizer)
+    partitions = laid_out(optimizer, found)
+    _restore_groups(optimizer, partitions, description, found)
+    _restore_masters(partitions, description.get("masters", {}), fill)
+    for partition in partitions:
+        _restore_state(optimizer.optimizer, partition, description["state"], fill)
+    _link(optimizer, partitions)
+    _restore_scaler(optimizer, description.get("scaler", {}))
+    names = {place.owner.name for partition in partitions for place in partition.places}
+    missing = names - set(description["state"])
+    return (f"{len(missing)} parameter(s) had no state when saved",) if missing and description["state"] else ()
+
+
+def adopt_weights(optimizer: Any) -> None:
+    """Make the masters from the live weights, as they are rounded. Not collective.
+
+    `restore` begins with it. It is for weights that came back without an optimizer's state, too: the masters would
+    overwrite them at the next step, or in `refresh`.
+    """
+    inner(optimizer).refresh_fp32_params()
+
+
+def refresh(optimizer: Any) -> None:
+    """Make every copy of the weights agree with the restored masters and shards. Collective.
+
+    Under stages 1 and 2 each rank's part of the live weights comes from its masters and goes to the others; under
+    stage 3 the shards do, and small parameters that every rank keeps whole are gathered again.
+    """
+    optimizer = inner(optimizer)
+    if hasattr(optimizer, "update_lp_params"):
+        optimizer.update_lp_params()
+    elif hasattr(optimizer, "fp32_partitioned_groups_flat"):
+        for number in range(len(optimizer.fp32_partitioned_groups_flat)):
+            optimizer._reassign_or_swap_out_partitioned_parameters(number)
+        optimizer.checkpoint_event_prologue()  # releases what is whole
+        optimizer.checkpoint_event_epilogue()  # gathers what must be whole between steps
+
+
+def accumulating(optimizer: Any) -> bool:
+    """Whether it holds gradients of a step that is not finished: these are not part of what is captured."""
+    optimizer = inner(optimizer)
+    if hasattr(optimizer, "fp32_groups_has_gradients"):
+        return any(any(group) for group in optimizer.fp32_groups_has_gradients)
+    if hasattr(optimizer, "fp16_groups"):  # stage 3 counts on at the next forward only
+        return bool(optimizer.micro_step_id > 0 or optimizer._epilogue_ran_this_backward)
+    return bool(optimizer.micro_step_id >= 0)
+
+
+def engine_counters(engine: Any) -> dict[str, int]:
+    """What the DeepSpeed engine counts: steps, skipped ones, samples of all ranks, micro-batches and their number."""
+    counts = {name: int(getattr(engine, name)) for name in _COUNTERS}
+    return {**counts, "accumulation": int(engine.gradient_accumulation_steps())}
+
+
+def restore_engine_counters(engine: Any, counters: Mapping[str, int]) -> None:
+    """Let the engine count on from `counters`; micro-batches are recounted when as many make a step no longer."""
+    for name in _COUNTERS:
+        setattr(engine, name, counters[name])
+    steps, rest = divmod(counters["micro_steps"], counters["accumulation"])
+    engine.micro_steps = steps * engine.gradient_accumulation_steps() + rest
+
+
+def _unflattened(optimizer: Any, partitions: list[Partition]) -> _Unflattened:
+    groups = [{**group, "params": []} for group in optimizer.optimizer.param_groups]
+    for partition in partitions:
+        groups[partition.group]["params"] += [place.owner.live for place in partition.places]
+    return _Unflattened(groups, {})
+
+
+def _entries(base: Any, partitions: list[Partition]) -> dict[str, dict[str, Any]]:
+    """The facts of each parameter's state."""
+    state: dict[str, dict[str, Any]] = {}
+    problems = []
+    for partition in partitions:
+        for key, value in base.state.get(partition.master, {}).items():
+            for place in partition.places:
+                entry = _entry(value, partition.master, place.owner)
+                problems += [f"{place.owner.name}: {key}: {_kind(value)}"] if entry is None else []
+                state.setdefault(place.owner.name, {})[key] = entry
+    if problems:
+        raise SelectionError(
+            f"{type(base).__name__}: {listing(problems)}: cannot be kept, so a run could not be resumed exactly; use "
+            "an optimizer whose state is numbers and tensors like the parameters, or save without its state"
+        )
+    return state
+
+
+def _is_cut(value: Any, master: Tensor) -> bool:
+    return isinstance(value, Tensor) and value.shape == master.shape
+
+
+def _entry(value: Any, master: Tensor, owner: Source) -> Any:
+    """The facts of a tensor as the parameter's own, or {"value": plain value}; None for anything else."""
+    if not isinstance(value, Tensor):
+        try:
+            return {"value": encode(value)}
+        except SelectionError:
+            return None
+    if _is_cut(value, master):
+        return {"shape": list(owner.shape), "dtype": dtype_name(value.dtype), "host": False}
+    if value.numel() != 1:
+        return None
+    host = value.device.type == "cpu" and owner.live.device.type != "cpu"
+    return {"shape": list(value.shape), "dtype": dtype_name(value.dtype), "host": host}
+
+
+def _kind(value: Any) -> str:
+    if isinstance(value, Tensor):
+        return f"shape {list(value.shape)}, not cut like the parameters"
+    return type(value).__name__
+
+
+def _scaler(optimizer: Any) -> dict[str, Any]:
+    """What changes of its dynamic loss scaler, which there is in half precision only: DeepSpeed's own, or torch's."""
+    scaler, torch_scaler = getattr(optimizer, "loss_scaler", None), optimizer.torch_autocast_gradscaler
+    if torch_scaler is not None:
+        return {key: encode(value) for key, value in torch_scaler.state_dict().items()}
+    return {key: encode(getattr(scaler, key)) for key in _SCALER} if getattr(scaler, "dynamic", False) else {}
+
+
+def _restore_scaler(optimizer: Any, stored: Mapping[str, Any]) -> None:
+    values = {key: decode(value) for key, value in stored.items()}
+    if set(values) == set(_scaler(optimizer)):  # else the run has gone to or from float16, or to the other scaler
+        if optimizer.torch_autocast_gradscaler is not None:
+            optimizer.torch_autocast_gradscaler.load_state_dict(values)
+            return
+        for key, value in values.items():
+            setattr(optimizer.loss_scaler, key, value)
+
+
+def _source(owner: Source, key: str, dtype: torch.dtype, holding: Holding) -> Source:
+    shape = owner.shape if holding.moves else holding.view
+    engine = "zero" if holding.moves else "plain"
+    # The local views are made anew each time: the holding lives as long as the source, and so does its id.
+    return Source(f"{owner.name}/{key}", owner.raw, shape, dtype, False, holding.local, id(holding), engine, holding)
+
+
+def _restore_groups(
+    optimizer: Any, partitions: list[Partition], description: Description, found: Mapping[str, Source]
+) -> None:
+    """The hyperparameters, matched by the names of what is trained: ZeRO forgets that groups had frozen parameters."""
+    frozen = {name for name, source in found.items() if not source.trainable}
+    groups = [{**g, "params": [name for name in g["params"] if name not in frozen]} for g in description["groups"]]
+    shown = _unflattened(optimizer, partitions)
+    optimizers.restore(shown, {**description, "groups": groups, "state": {}}, found, lambda source: None)
+    for group, restored in zip(optimizer.optimizer.param_groups, shown.param_groups, strict=True):
+        group.update({key: value for key, value in restored.items() if key != "params"})
+
+
+def _restore_masters(partitions: list[Partition], stored: Mapping[str, str], fill: Callable[[Source], Any]) -> None:
+    for partition in partitions:
+        for place in partition.places:
+            if place.owner.name in stored:
+                _read(place, MASTER, dtype_of(stored[place.owner.name]), partition.master, fill)
+
+
+def _restore_state(
+    base: Any, partition: Partition, stored: Mapping[str, dict[str, Any]], fill: Callable[[Source], Any]
+) -> None:
+    kept = {place: stored[place.owner.name] for place in partition.places if stored.get(place.owner.name)}
+    if not kept:
+        base.state.pop(partition.master, None)
+        return
+    if not base.state.get(partition.master):
+        _begin(base, partition)
+    state = base.state[partition.master]
+    cut = [key for key, value in state.items() if _is_cut(value, partition.master)]
+    problems = [
+        f"{place.owner.name}: {', '.join(sorted(entries))} in the checkpoint, {', '.join(sorted(state))} in this run"
+        for place, entries in kept.items()
+        if set(entries) != set(state) or any(entries[key].get("shape") != list(place.owner.shape) for key in cut)
+    ]
+    if problems:
+        raise LoadError(f"{listing(problems)}; resume with the optimizer class and options of the saved run")
+    for key, value in list(state.items()):
+        if key not in cut:
+            state[key] = _restored_number(key, value, kept, fill)
+            continue
+        value.zero_()  # for parameters that had no state
+        for place, entries in kept.items():
+            _read(place, key, dtype_of(entries[key]["dtype"]), value, fill)
+
+
+def _link(optimizer: Any, partitions: list[Partition]) -> None:
+    """Let DeepSpeed's own functions for a parameter's full state find what is there now."""
+    if hasattr(optimizer, "_hp_optimizer_states_linked"):
+        optimizer._hp_optimizer_states_linked = False  # else by itself after the next step
+        if all(optimizer.optimizer.state.get(partition.master) for partition in partitions):
+            optimizer._lazy_init_hp_params_optimizer_state()
+
+
+def _begin(base: Any, partition: Partition) -> None:
+    """Let the inner optimizer make its state as at a first step, which is taken with no gradient and no rate."""
+    master, groups = partition.master, base.param_groups
+    before, gradient = master.detach().clone(), master.grad
+    group = {**groups[partition.group], "params": [master]}
+    if "lr" in group:
+        group["lr"] = torch.zeros_like(group["lr"]) if isinstance(group["lr"], Tensor) else 0.0
+    master.grad, base.param_groups = torch.zeros_like(master), [group]
+    try:
+        base.step()
+    finally:
+        master.grad, base.param_groups = gradient, groups
+    master.data.copy_(before)
+
+
+def _restored_number(key: str, live: Any, kept: Mapping[Place, dict[str, Any]], fill: Callable[[Source], Any]) -> Any:
+    """The one number, such as the step, that all parameters of a partition share, in the form of `live`."""
+    numbers = {place.owner.name: _number(place, key, entries[key], fill) for place, entries in kept.items()}
+    first, value = next(iter(numbers.items()))
+    other = next((name for name, number in numbers.items() if number != value), None)
+    if other is not None:
+        raise LoadError(
+            f"{key} is {value} for {first} and {numbers[other]} for {other}: ZeRO has one for all parameters of a "
+            "group; resume without ZeRO, or without the optimizer's state"
+        )
+    if isinstance(live, Tensor):
+        return live.fill_(value)
+    return int(value) if type(live) is int else value
+
+
+def _number(place: Place, key: str, entry: Any, fill: Callable[[Source], Any]) -> Any:
+    if "dtype" not in entry:
+        return decode(entry["value"])
+    holding = replicated(torch.zeros(entry["shape"], dtype=dtype_of(entry["dtype"])))
+    source = _source(place.owner, key, dtype_of(entry["dtype"]), holding)
+    fill(source)
+    return source.live.item()
+
+
+def _read(place: Place, key: str, dtype: torch.dtype, into: Tensor, fill: Callable[[Source], Any]) -> None:
+    """Read this rank's run of a tensor stored as `dtype` into its place in the flat buffer `into`."""
+    holding = place.cut(into)
+    local = holding.local
+    if local is None or dtype == into.dtype:
+        fill(_source(place.owner, key, dtype, holding))
+        return
+    read = torch.empty(local.shape, dtype=dtype)
+    fill(_source(place.owner, key, dtype, replace(holding, local=read)))
+    local.copy_(read)

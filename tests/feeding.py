@@ -1,0 +1,154 @@
+"""Data, and a training loop over it that draws random numbers at every step, to be interrupted and resumed."""
+
+import hashlib
+import random
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import Dataset, IterableDataset, get_worker_info
+
+from ft_ckpt import rng
+from ft_ckpt.position import Feed
+
+Make = Callable[[], Any]
+SAMPLES, EPOCHS = 11, 3
+
+
+class Numbers(Dataset):
+    """0, 1, 2 …; `noise` adds random augmentation from all three global generators, or from one of its own."""
+
+    def __init__(self, noise: str = "", count: int = SAMPLES) -> None:
+        self.noise, self.count = noise, count
+        self.own = np.random.default_rng(3)
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.tensor([float(index), self.draw()], dtype=torch.float64)
+
+    def draw(self) -> float:
+        if self.noise == "global":
+            return random.random() + np.random.rand() + float(torch.rand(()))
+        return float(self.own.random()) if self.noise == "own" else 0.0
+
+
+class Stream(Numbers, IterableDataset):
+    """The same in order, each worker its share."""
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        raise NotImplementedError
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        info = get_worker_info()
+        for index in range(info.id if info else 0, self.count, info.num_workers if info else 1):
+            yield Numbers.__getitem__(self, index)
+
+
+class Counted(Stream):
+    """A stream that knows where it is, and goes on from there without reading what was before."""
+
+    def __init__(self, hands_out: Callable[[Any], Any] = dict, **settings: Any) -> None:
+        super().__init__(**settings)
+        self.hands_out = hands_out  # `lambda where: where`: itself, so that whoever keeps it has to copy it
+        self.where = {"next": 0}
+        self.read = 0
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        while self.where["next"] < self.count:
+            self.where["next"] += 1
+            self.read += 1
+            yield Numbers.__getitem__(self, self.where["next"] - 1)
+        self.where["next"] = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.hands_out(self.where)
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.where = dict(state)
+
+
+@dataclass(frozen=True)
+class Step:
+    """What a step saw: where it was, its batch, whether it was the last of its pass, and all random state after it."""
+
+    place: tuple[int, int, int]
+    batch: Any
+    at_end: bool | None
+    random: str
+
+
+def scramble(seed: int) -> None:
+    random.seed(seed)
+    np.random.seed(seed)
+    torch.manual_seed(seed)
+
+
+def fingerprint() -> str:
+    state = rng.capture()
+    parts = [state["python"]["words"].tobytes(), state["numpy"]["state"]["key"].tobytes(), state["torch"].numpy()]
+    numbers = (state["python"]["gauss"], state["numpy"]["state"]["pos"], state["numpy"]["gauss"])
+    return hashlib.sha256(b"".join(map(bytes, parts)) + repr(numbers).encode()).hexdigest()[:12]
+
+
+def train(
+    feed: Feed,
+    after_step: Callable[[int], None] = lambda step: None,
+    look: Callable[[], Any] = lambda: None,
+    set_epoch: Callable[[int], None] = lambda epoch: None,
+    epochs: int = EPOCHS,
+) -> list[Step]:
+    """Run to the end; `after_step` is called in the loop's body, where a training script saves."""
+    steps = []
+    while feed.epoch < epochs:
+        set_epoch(feed.epoch)
+        for batch in feed.batches():
+            torch.nn.functional.dropout(torch.ones(8))
+            random.gauss(0, 1), np.random.randn()
+            at = (feed.epoch, feed.batch, feed.samples)
+            steps.append(Step(at, (plain(batch), look()), feed.at_end, fingerprint()))
+            after_step(len(steps))
+        random.random(), torch.rand(())  # an evaluation between passes
+    return steps
+
+
+def plain(batch: Any) -> Any:
+    if isinstance(batch, torch.Tensor):
+        return batch.tolist()
+    if isinstance(batch, dict):
+        return {key: plain(value) for key, value in batch.items()}
+    return [plain(item) for item in batch] if isinstance(batch, (list, tuple)) else batch
+
+
+def saved(feed: Feed) -> dict[str, Any]:
+    """What a checkpoint would hold."""
+    return {"feed": feed.state_dict(), "rng": rng.capture()}
+
+
+def resumed(feed: Feed, state: dict[str, Any]) -> Feed:
+    """`feed`, of a process that has done other things before, put where `state` was saved."""
+    scramble(1000)
+    assert feed.load_state_dict(state["feed"]) == []
+    assert rng.restore(state["rng"]) == []
+    return feed
+
+
+def uninterrupted(make: Make, rank: int = 0, **settings: Any) -> tuple[list[Step], list[dict[str, Any]]]:
+    """All steps of a run, and what a checkpoint after each of them holds (0: before the first)."""
+    scramble(1)
+    loader = make()
+    scramble(1 + rank)
+    feed = Feed(loader, rank, **settings)
+    states = [saved(feed)]
+    steps = train(feed, lambda step: states.append(saved(feed)))
+    return steps, states
+
+
+def differing(
+    make: Make, steps: list[Step], states: list[dict[str, Any]], stops: Iterable[int], **settings: Any
+) -> list[int]:
+    """The stops after which a resumed run is not the uninterrupted one."""
+    return [stop for stop in stops if train(resumed(Feed(make(), **settings), states[stop])) != steps[stop:]]

@@ -1,0 +1,104 @@
+"""Runs in forked processes that are killed, started again, and killed again, until they come to their end."""
+
+import os
+import random
+import signal
+import sys
+import time
+import traceback
+import warnings
+from contextlib import suppress
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from training import QUIET, learn, prepared
+
+from ft_ckpt import CheckpointSaver, Every, Keep
+
+
+def lives(folder: Path, ranks: int, chances: random.Random, most_seconds: float, kills: int) -> int:
+    """Start the run in `folder` again and again, each time killed after a while, `kills` times at most; then let it
+    end. The number of kills."""
+    for killed in range(kills):
+        if _life(folder, ranks, killed, chances.uniform(0, most_seconds)):
+            return killed
+        look(folder)
+    assert _life(folder, ranks, kills, None)
+    return kills
+
+
+def look(folder: Path) -> None:
+    """What must hold at any moment: a folder that looks like a checkpoint is one, and nothing piles up."""
+    from ft_ckpt import verify
+
+    names = [path.name for path in folder.iterdir()] if folder.exists() else []
+    for name in names:
+        if name.startswith("checkpoint-") and (folder / name / "ft_ckpt.json").exists():
+            assert verify(folder / name).ok, name
+    assert len(names) <= 5, names  # two kept, one new, one being dropped, one stage
+
+
+def _life(folder: Path, ranks: int, number: int, seconds: float | None) -> bool:
+    """Whether the run came to its end before it was killed."""
+    children = [_fork(folder, rank, ranks, number) for rank in range(ranks)]
+    if seconds is not None:
+        time.sleep(seconds)
+        for child in children:
+            with suppress(ProcessLookupError):
+                os.kill(child, signal.SIGKILL)
+    ends = [os.waitpid(child, 0)[1] for child in children]
+    codes = [os.waitstatus_to_exitcode(end) for end in ends]
+    assert set(codes) <= {0, -signal.SIGKILL}, codes
+    return not any(codes)
+
+
+def _fork(folder: Path, rank: int, ranks: int, number: int) -> int:
+    child = os.fork()
+    if child:
+        return child
+    code = 1
+    try:
+        warnings.simplefilter("ignore")
+        if ranks > 1:
+            names = {
+                "RANK": rank,
+                "WORLD_SIZE": ranks,
+                "LOCAL_RANK": rank,
+                "MASTER_ADDR": "localhost",
+                "MASTER_PORT": 1,
+            }
+            os.environ |= {name: str(value) for name, value in names.items()}
+            store = dist.FileStore(f"{folder}.store-{number}", ranks)
+            dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks, timeout=timedelta(seconds=60))
+        _train(folder, rank)
+        code = 0
+    except BaseException:
+        traceback.print_exc(file=sys.__stderr__)
+    os._exit(code)
+
+
+def _train(folder: Path, rank: int) -> None:
+    torch.set_num_threads(1)
+    run = prepared()
+    every, keep = Every(steps=1, signals=()), Keep(last=2)
+    with CheckpointSaver(run.accelerator, folder, every=every, keep=keep, **QUIET) as saver:
+        saver.resume()
+        if saver.progress.resumed_from is None:
+            torch.manual_seed(5)
+        with Path(f"{folder}.log-{rank}").open("a", buffering=1) as log:
+            for batch in saver.remaining(run.loader, epochs=3):
+                step, (first, loss) = saver.progress.step + 1, learn(run, batch[0])
+                log.write(f"{step} {first.hex()} {loss.hex()}\n")
+                saver.step()
+
+
+def losses(folder: Path, rank: int) -> dict[int, str]:
+    """What the run wrote for each step; steps done more than once must have come to the same."""
+    found: dict[int, str] = {}
+    for line in Path(f"{folder}.log-{rank}").read_text().splitlines():
+        step, rest = line.split(" ", 1)
+        if len(rest.split()) == 2 and found.setdefault(int(step), rest) != rest:
+            raise AssertionError(f"step {step}: {rest}, before the kill {found[int(step)]}")
+    return found

@@ -1,0 +1,258 @@
+"""`checkpoint_closure`: at which calls the function runs, and what it may rely on."""
+
+from functools import partial
+
+import pytest
+import torch
+from accelerate import Accelerator
+from launch import run_cases
+from torch import nn
+from torch.utils.data import DataLoader
+
+from ft_ckpt import CheckpointSaver, Every
+from ft_ckpt.closure import checkpoint_closure
+from ft_ckpt.errors import CheckpointError, ConfigError
+
+
+@pytest.fixture
+def model():
+    return nn.Linear(2, 2)
+
+
+def saver_of(model, folder, **settings):
+    saver = CheckpointSaver(directory=folder / "run", **settings)
+    saver.register(model=model)
+    return saver
+
+
+def ran(function, count, before=lambda: None):
+    """The numbers of the calls, from 1, that were not skipped."""
+    found = []
+    for call in range(1, count + 1):
+        before()
+        if function(call) is not None:
+            found.append(call)
+    return found
+
+
+# At which calls
+
+
+def test_at_checkpoint_steps_and_at_the_last_one():
+    seen = []
+
+    @checkpoint_closure(every=Every(steps=3), total_steps=8)
+    def save(call, *, scale=1):
+        """Saves."""
+        seen.append(call * scale)
+        return "saved"
+
+    assert ran(save, 10) == [3, 6, 8, 9]
+    assert seen == [3, 6, 8, 9]
+    assert (save.__name__, save.__doc__) == ("save", "Saves.")
+
+
+def test_a_last_step_that_is_a_checkpoint_step_comes_once():
+    assert ran(checkpoint_closure(every=Every(steps=2), total_steps=4)(str), 5) == [2, 4]
+    assert ran(checkpoint_closure(total_steps=4)(str), 5) == [4]
+
+
+def test_clocks_count_too():
+    assert ran(checkpoint_closure(every=Every(minutes=1e-9))(str), 2) == [1, 2]
+    assert ran(checkpoint_closure(every=Every(minutes=60), total_steps=3)(str), 3) == [3]
+    assert ran(checkpoint_closure(every=Every(deadline=0.0), total_steps=3)(str), 3) == [3]
+
+
+def test_methods():
+    class Trainer:
+        @checkpoint_closure(every=Every(steps=2))
+        def save(self, call):
+            return self, call
+
+    assert checkpoint_closure(every=Every(steps=1))(partial(str, 5))() == "5", "anything that can be called"
+    trainer = Trainer()
+    assert [trainer.save(1), trainer.save(2)] == [None, (trainer, 2)]
+
+
+# The saver's steps, epochs and settings
+
+
+def test_the_open_saver_counts_the_steps(model, tmp_path):
+    save = checkpoint_closure(every=Every(steps=10), total_steps=35)(str)
+    with saver_of(model, tmp_path) as saver:
+        steps = iter(range(5, 100, 5))
+        assert ran(save, 8, before=lambda: saver.step(step=next(steps))) == [2, 4, 6, 7, 8]
+    assert ran(save, 20) == [], "its saver is closed, and no step is done"
+
+
+def test_the_saver_says_how_often_unless_told(model, tmp_path):
+    with saver_of(model, tmp_path, every=Every(steps=2)) as saver:
+        usual, rare = checkpoint_closure(str), checkpoint_closure(every=Every(steps=3))(str)
+        found = [(saver.step() is not None, usual(1) is not None, rare(1) is not None) for _ in range(4)]
+    assert found == [(False, False, False), (True, True, False), (False, False, True), (True, True, False)]
+
+
+def test_a_resumed_run_goes_on_counting(model, tmp_path):
+    with saver_of(model, tmp_path) as saver:
+        saver.step(step=6)
+        saver.save_state()
+    save = checkpoint_closure(every=Every(steps=4))(str)
+    with saver_of(model, tmp_path) as saver:
+        assert saver.resume().step == 6
+        assert ran(save, 6, before=saver.step) == [2, 6], "at 8 and 12"
+        saver.resume()
+        assert ran(save, 2, before=saver.step) == [2], "again at 8"
+
+
+def test_a_saver_that_is_never_stepped_only_saves(model, tmp_path):
+    with CheckpointSaver(directory=tmp_path) as saver:
+
+        @checkpoint_closure(every=Every(steps=2))
+        def save(call):
+            return saver.save(model, step=call)
+
+        assert ran(save, 5) == [2, 4]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint-2", "checkpoint-4"]
+
+
+def test_a_saver_made_in_passing_does_not_disturb(model, tmp_path):
+    @checkpoint_closure(every=Every(steps=2))
+    def save(call):
+        return CheckpointSaver().save(model, tmp_path / str(call))
+
+    assert ran(save, 6) == [2, 4, 6]
+
+
+@pytest.mark.parametrize(("epochs", "expected"), [(None, [4]), (1, [4, 5]), (2, [4, 8, 10])])
+def test_the_end_of_the_data_is_the_last_step(model, tmp_path, epochs, expected):
+    """Passes of five batches; a loop over one pass does not say whether it is the last."""
+    save, found = checkpoint_closure(every=Every(steps=4))(str), []
+    with saver_of(model, tmp_path) as saver:
+        for _ in saver.remaining(DataLoader(torch.arange(10), batch_size=2), epochs):
+            saver.step()
+            if save("") is not None:
+                found.append(saver.progress.step)
+    assert found == expected
+
+
+def test_epochs(model, tmp_path):
+    save, found = checkpoint_closure(every=Every(epochs=2))(str), []
+    with saver_of(model, tmp_path) as saver:
+        for _ in saver.remaining(DataLoader(torch.arange(6), batch_size=2), 5):
+            saver.step()
+            if save("") is not None:
+                found.append(saver.progress.step)
+    assert found == [6, 12, 15]
+
+
+def test_nothing_runs_within_gradient_accumulation(tmp_path):
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=3)
+    model, optimizer = accelerator.prepare(nn.Linear(2, 2), torch.optim.SGD(nn.Linear(2, 2).parameters()))
+    save, found = checkpoint_closure(every=Every(steps=2))(str), []
+    with CheckpointSaver(accelerator, tmp_path) as saver:
+        for batch in range(1, 13):
+            with accelerator.accumulate(model):
+                accelerator.backward(model(torch.ones(1, 2)).sum())
+                optimizer.step()
+                saver.step()
+                if save("") is not None:
+                    found.append((batch, saver.progress.step))
+    assert found == [(6, 2), (12, 4)]
+
+
+# What goes wrong
+
+
+def test_an_error_is_raised_and_the_next_try_is_an_interval_later():
+    @checkpoint_closure(every=Every(steps=2))
+    def save(call):
+        if call == 2:
+            raise KeyError("full")
+        return call
+
+    assert save(1) is None
+    with pytest.raises(KeyError, match="full"):
+        save(2)
+    assert [save(3), save(4)] == [None, 4]
+
+
+def test_one_inside_another_is_refused_whether_it_is_due_or_not():
+    inner = checkpoint_closure(every=Every(steps=100))(str)
+
+    @checkpoint_closure(every=Every(steps=1))
+    def outer(function):
+        return function("")
+
+    for function in (inner, outer):
+        with pytest.raises(CheckpointError, match=r"called inside outer\(\)"):
+            outer(function)
+    assert inner("") is None, "the loop may call it again"
+
+
+def test_several_open_savers(model, tmp_path):
+    save = checkpoint_closure(every=Every(steps=1))(str)
+    with saver_of(model, tmp_path) as one, saver_of(model, tmp_path) as other:
+        with pytest.raises(ConfigError, match=r"save_it\(\): 2 savers are open.*saver=saver"):
+            checkpoint_closure(every=Every(steps=1))(_named("save_it"))()
+        one.step(step=4)
+        assert save("") == "", "one of them counts the steps"
+        other.step(step=7)
+        with pytest.raises(ConfigError, match="2 savers"):
+            save("")
+        told = checkpoint_closure(every=Every(steps=7), saver=other)(str)
+        assert told("") == ""
+
+
+def test_called_before_the_savers_step(model, tmp_path):
+    save = checkpoint_closure(every=Every(steps=2), total_steps=9)(str)
+    with saver_of(model, tmp_path) as saver:
+        save("")
+        saver.step()
+        with pytest.raises(ConfigError, match=r"call it after saver\.step"):
+            save("")
+
+
+def test_what_nothing_can_decide():
+    with pytest.raises(ConfigError, match="nothing says when it runs"):
+        checkpoint_closure(str)("")
+    with pytest.raises(ConfigError, match="no saver knows the epochs"):
+        checkpoint_closure(every=Every(epochs=1))(str)("")
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"every": 100}, "every=100: expected Every"),
+        ({"every": Every(best=("loss", "min"))}, "calls have no metrics"),
+        ({"total_steps": 0}, "total_steps=0: expected a whole number above 0"),
+        ({"every": 1, "total_steps": 1.5}, "every=1.*total_steps=1.5"),
+    ],
+)
+def test_settings_that_cannot_work(settings, words):
+    with pytest.raises(ConfigError, match=words):
+        checkpoint_closure(**settings)
+    with pytest.raises(ConfigError, match="100: expected a function"):
+        checkpoint_closure(100)
+
+
+def _named(name):
+    def function():
+        return name
+
+    function.__name__ = name
+    return function
+
+
+# Two ranks
+
+CASES = ["sharded", "clocks", "error", "alone"]
+
+
+@pytest.fixture(scope="module")
+def outcomes(tmp_path_factory):
+    return run_cases("closure", CASES, tmp_path_factory.mktemp("closure"))
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_on_two_ranks(outcomes, case):
+    assert outcomes[case] == ""

@@ -1,0 +1,46 @@
+"""Pain 20: killed at any moment, a run goes on as if it had not been."""
+
+import os
+import random
+import subprocess
+import sys
+
+import pytest
+
+SCRIPT = """
+import random, sys
+from pathlib import Path
+from killing import lives, losses, look
+folder, ranks, kills, seed = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4])
+assert lives(folder / "whole", ranks, random.Random(0), 0.0, 0) == 0
+chances, done, runs = random.Random(seed), 0, 0
+while done < kills:
+    run = folder / f"run-{runs}"
+    done += lives(run, ranks, chances, 0.5 * ranks + 0.3, kills - done)
+    look(run)
+    for rank in range(ranks):
+        assert losses(run, rank) == losses(folder / "whole", rank), run
+    runs += 1
+print("killed", done, "in", runs)
+"""
+
+
+def killed(folder, ranks, kills):
+    seed = random.randrange(10**6)
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
+    command = [sys.executable, "-c", SCRIPT, str(folder), str(ranks), str(kills), str(seed)]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=1200, check=False)
+    assert done.returncode == 0, f"seed {seed}\n{done.stdout}\n{done.stderr[-4000:]}"
+    assert f"killed {kills} in" in done.stdout
+
+
+@pytest.mark.parametrize(("ranks", "kills"), [(1, 25), (2, 8)])
+def test_killed_while_it_saves_at_every_step(tmp_path, ranks, kills):
+    killed(tmp_path, ranks, kills)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1300)
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_killed_two_hundred_times(tmp_path, ranks):
+    killed(tmp_path, ranks, 200)

@@ -1,0 +1,193 @@
+"""Pins that outlive everything, and leases that are worth as much as the process that holds them."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+from faults import contents, dies_at, in_child, save
+
+from ft_ckpt import marks
+from ft_ckpt.catalog import verify
+from ft_ckpt.errors import NotACheckpointError
+from ft_ckpt.manifest import MANIFEST_NAME
+from ft_ckpt.marks import lease, leased, pin, pinned, unpin
+
+HOLD = """
+import sys, time
+from ft_ckpt.marks import lease
+with lease(sys.argv[1]):
+    print("held", flush=True)
+    time.sleep(600)
+"""
+
+
+@pytest.fixture
+def checkpoint(tmp_path):
+    save(tmp_path / "checkpoint-1", step=1, shards=2)
+    return tmp_path / "checkpoint-1"
+
+
+@pytest.fixture
+def holder(checkpoint):
+    """Another process that reads the checkpoint until it is killed."""
+    process = subprocess.Popen([sys.executable, "-c", HOLD, checkpoint], stdout=subprocess.PIPE, text=True)
+    assert process.stdout.readline() == "held\n"
+    yield process
+    process.kill()
+    process.wait()
+    process.stdout.close()
+
+
+def hidden(folder):
+    return sorted(path.name for path in folder.iterdir() if path.name.startswith("."))
+
+
+def test_pin_and_unpin(checkpoint, monkeypatch):
+    monkeypatch.setenv("LOGNAME", "ann")
+    before = contents(checkpoint)
+    assert pinned(checkpoint) is None
+    pin(checkpoint, "the paper's é")
+    assert pinned(checkpoint) == "pinned by ann: the paper's é"
+    assert json.loads((checkpoint / marks.PIN).read_text())["time"].endswith("+00:00")
+    assert hidden(checkpoint) == [marks.PIN]
+    assert verify(checkpoint).ok
+    pin(checkpoint)
+    assert pinned(checkpoint) == "pinned by ann"
+    assert (unpin(checkpoint), unpin(checkpoint)) == (True, False)
+    assert contents(checkpoint) == before
+
+
+def test_a_pin_that_is_cut_short_is_a_pin(checkpoint):
+    (checkpoint / marks.PIN).write_text('{"reas')
+    assert pinned(checkpoint) == "pinned"
+
+
+def test_only_checkpoints_are_pinned(tmp_path):
+    with pytest.raises(NotACheckpointError, match=r"ft_ckpt.json.*ft-ckpt ls"):
+        pin(tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_checkpoint_that_goes_while_it_is_pinned(checkpoint, monkeypatch):
+    """Whoever deletes it may have looked for pins before there was one: then there must be none."""
+    write = marks.write
+    monkeypatch.setattr(marks, "write", lambda *what: (write(*what), (checkpoint / MANIFEST_NAME).unlink()))
+    with pytest.raises(NotACheckpointError):
+        pin(checkpoint)
+    assert hidden(checkpoint) == []
+
+
+@pytest.mark.parametrize("shards", [1, 3])
+def test_pins_outlive_an_overwrite(checkpoint, shards):
+    pin(checkpoint, "keep me")
+    save(checkpoint, step=1, shards=shards)
+    assert "keep me" in pinned(checkpoint)
+    assert verify(checkpoint).ok
+
+
+def test_pinning_is_all_or_nothing(checkpoint):
+    call = 1
+    while dies_at(call, lambda: pin(checkpoint, "why")):
+        assert pinned(checkpoint) is None or pinned(checkpoint).endswith(": why")
+        unpin(checkpoint)
+        call += 1
+    assert call > 2
+    assert pinned(checkpoint).endswith(": why")
+    assert hidden(checkpoint) == [marks.PIN]  # what a dead one drafted is no more
+
+
+def test_a_lease_lasts_as_long_as_its_block(checkpoint):
+    with lease(checkpoint), lease(checkpoint):
+        assert leased(checkpoint) == (f"in use by process {os.getpid()} on {os.uname().nodename}",) * 2
+        assert verify(checkpoint).ok
+    assert (leased(checkpoint), hidden(checkpoint)) == ((), [])
+    with pytest.raises(KeyError), lease(checkpoint):
+        raise KeyError
+    assert hidden(checkpoint) == []
+
+
+def test_a_dead_holder_holds_nothing(checkpoint, holder):
+    assert leased(checkpoint) == (f"in use by process {holder.pid} on {os.uname().nodename}",)
+    holder.send_signal(signal.SIGKILL)
+    while holder.poll() is None or leased(checkpoint):
+        assert holder.returncode is None, "dead and buried, and its lease is believed"
+        time.sleep(0.01)
+    assert len(hidden(checkpoint)) == 1
+    with lease(checkpoint):  # who comes next cleans up
+        assert len(hidden(checkpoint)) == 1
+    assert hidden(checkpoint) == []
+
+
+def test_a_stopped_holder_holds(checkpoint, holder):
+    """A process that was put to sleep will go on reading, however long ago it was heard of."""
+    holder.send_signal(signal.SIGSTOP)
+    age(checkpoint, 1e6)
+    assert len(leased(checkpoint)) == 1
+
+
+@pytest.mark.parametrize("change", [{"machine": "another"}, {"machine": None}])
+def test_holders_whose_locks_are_not_seen(checkpoint, monkeypatch, change):
+    """Of another machine, or on a file system without locks: what counts is when it was last heard of."""
+    monkeypatch.setattr(marks, "_lock", lambda handle: False)
+    with lease(checkpoint):
+        rewrite(checkpoint, **change)
+        assert len(leased(checkpoint)) == 1
+        age(checkpoint, 601)
+        assert leased(checkpoint) == ()
+
+
+def test_a_lease_goes_where_its_checkpoint_goes(checkpoint, tmp_path):
+    """A save moves it for an instant; if it is let go just then, what is moved back holds nothing."""
+    with lease(checkpoint):
+        checkpoint.rename(tmp_path / "aside")
+        assert len(leased(tmp_path / "aside")) == 1
+    (tmp_path / "aside").rename(checkpoint)
+    assert (len(hidden(checkpoint)), leased(checkpoint)) == (1, ())
+
+
+def test_the_holder_is_heard_of(checkpoint, monkeypatch):
+    monkeypatch.setattr(marks, "_BEAT_SECONDS", 0.01)
+    with lease(checkpoint):
+        age(checkpoint, 1e6)
+        old = time.time() - 1e5
+        while lease_of(checkpoint).stat().st_mtime < old:
+            time.sleep(0.01)
+
+
+def test_leases_where_there_is_nothing_to_hold(tmp_path, checkpoint):
+    with lease(tmp_path), lease(tmp_path / "absent"):
+        assert hidden(tmp_path) == []
+    assert leased(tmp_path / "absent") == ()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become somebody who may not write")
+def test_a_lease_on_what_cannot_be_written(checkpoint):
+    """Reading needs no right to write; what is another's to delete is another's to keep."""
+
+    def read():
+        os.setuid(65534)
+        with lease(checkpoint):
+            assert hidden(checkpoint) == []
+
+    checkpoint.parent.chmod(0o755)
+    for parent in checkpoint.parents[1:3]:
+        parent.chmod(0o755)
+    assert in_child(read) == ""
+
+
+def lease_of(checkpoint):
+    (file,) = checkpoint.glob(".ft_ckpt-lease-*")
+    return file
+
+
+def rewrite(checkpoint, **change):
+    file = lease_of(checkpoint)
+    file.write_text(json.dumps(json.loads(file.read_text()) | change))
+
+
+def age(checkpoint, seconds):
+    os.utime(lease_of(checkpoint), (time.time() - seconds,) * 2)

@@ -1,0 +1,55 @@
+"""A run is resumed bit for bit under every wrapper, and on other numbers of ranks under other wrappers."""
+
+import importlib.util
+
+import pytest
+from launch import run_cases
+
+TWO_RANKS = ["ddp", "fsdp1", "fsdp1_flat", "fsdp1_mixed", "fsdp2", "fsdp2_mixed", "ddp_compiled"]
+OTHERS = ["fsdp2/lora", "ddp/partly_frozen", "fsdp1/lora", "ddp/mixtral", "fsdp2_accelerate/llama"]
+ELASTIC = [
+    ("ddp", 2, "fsdp2", 2),
+    ("fsdp2", 2, "none", 1),
+    ("none", 1, "fsdp1", 2),
+    ("fsdp2", 2, "fsdp2", 4),
+    ("fsdp1", 2, "fsdp2_tensor_parallel", 4),
+    ("ddp", 2, "hsdp", 4),
+]
+ZERO = {"DS_ACCELERATOR": "cpu"}
+
+
+@pytest.fixture(scope="module")
+def exact(tmp_path_factory):
+    cases = [f"exact/{wrapper}/llama" for wrapper in TWO_RANKS]
+    cases += [f"exact/{case}" for case in OTHERS]  # the last one turns all later Accelerators to FSDP
+    return run_cases("resume", cases, tmp_path_factory.mktemp("exact"), timeout=280)
+
+
+@pytest.mark.parametrize("wrapper", TWO_RANKS)
+def test_the_next_losses_are_the_same_bits(exact, wrapper):
+    assert exact[f"exact/{wrapper}/llama"] == ""
+
+
+@pytest.mark.parametrize("case", OTHERS)
+def test_adapters_frozen_layers_and_converted_names_too(exact, case):
+    assert exact[f"exact/{case}"] == ""
+
+
+@pytest.mark.parametrize(("before", "ranks", "after", "more"), ELASTIC, ids=lambda value: str(value))
+def test_another_number_of_ranks_under_another_wrapper(tmp_path, before, ranks, after, more):
+    """Pain 38: a run that can only go on with as many devices as it began with."""
+    left = f"leave/{before}/llama"
+    assert run_cases("resume", [left], tmp_path / "first", ranks)[left] == ""
+    taken = f"take/{after}/llama"
+    env = {"LEFT": str(tmp_path / "first" / left)}
+    assert run_cases("resume", [taken], tmp_path / "second", more, env=env)[taken] == ""
+
+
+@pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="needs the deepspeed extra")
+def test_under_zero_and_out_of_it(tmp_path):
+    """Pain 38: DeepSpeed refuses another number of ranks."""
+    cases = ["exact/zero1/partly_frozen", "exact/zero2/llama", "exact/zero3/lora", "leave/zero3/llama"]
+    outcomes = run_cases("resume", cases, tmp_path / "first", timeout=280, env=ZERO)
+    assert outcomes == dict.fromkeys(cases, "")
+    env = {"LEFT": str(tmp_path / "first" / "leave/zero3/llama")}
+    assert run_cases("resume", ["take/none/llama"], tmp_path / "alone", 1, env=env)["take/none/llama"] == ""

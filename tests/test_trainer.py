@@ -1,0 +1,260 @@
+"""transformers' Trainer, and TRL's, save and resume through ft_ckpt."""
+
+import json
+
+import pytest
+import torch
+import trainers
+from launch import run_cases
+from safetensors.torch import load_file
+from trainers import Recorded, Sentences, Stream, ours, run, trainer
+from transformers import EarlyStoppingCallback, Trainer, TrainerCallback
+
+import ft_ckpt
+from ft_ckpt import Every, Keep
+from ft_ckpt.errors import ConfigError, CorruptError, NotACheckpointError
+from ft_ckpt.integrations.trainer import FtCkptCallback
+
+EVALUATED = {"eval_dataset": Sentences(noise=False), "eval_strategy": "steps", "eval_steps": 1}
+SHAPES = {
+    "shuffled": {},
+    "accumulating": {"gradient_accumulation_steps": 3},
+    "workers": {"dataloader_num_workers": 2, "train_dataset": Sentences(noise=False)},
+    "stream": {"train_dataset": Stream(), "max_steps": 12},
+    "evaluated": {**EVALUATED, "eval_on_start": True},
+    "plateau": {**EVALUATED, "lr_scheduler_type": "reduce_lr_on_plateau"},
+    "lora": {"kind": "lora"},
+    "by epoch": {"save_strategy": "epoch", "eval_dataset": Sentences(), "eval_strategy": "epoch"},
+}
+
+
+def names(folder):
+    return sorted(path.name for path in folder.glob("checkpoint-*"))
+
+
+def losses(made):
+    return [row["loss"] for row in made.state.log_history if "loss" in row]
+
+
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+def test_resumed_after_any_step(tmp_path, shape):
+    """Pains 35 and 36: other batches, other random numbers, other losses after a resume."""
+    expected = run(trainer(tmp_path / "plain", **{**shape, "save_strategy": "no"}))
+    whole = ours(tmp_path / "run", **shape)
+    assert run(whole) == expected
+    steps, accumulate = whole.state.global_step, shape.get("gradient_accumulation_steps", 1)
+    by_epoch = shape.get("save_strategy") == "epoch"
+    assert names(tmp_path / "run") == sorted(f"checkpoint-{n}" for n in ((7, 14) if by_epoch else range(1, steps + 1)))
+    for stop in (7,) if by_epoch else (1, 3, 4) if accumulate == 3 else (1, 7, 8) if len(shape) < 2 else (3, 8):
+        given = 7 * (stop // 3) + stop % 3 * 3 if accumulate == 3 else stop
+        again = ours(tmp_path / "again", seed=0 if "kind" in shape else 1, **{**shape, "save_strategy": "no"})
+        assert run(again, tmp_path / "run" / f"checkpoint-{stop}") == expected[given:], stop
+        assert losses(again) == losses(whole)
+
+
+def test_killed_twice_and_resumed_from_the_newest(tmp_path):
+    expected = run(trainer(tmp_path / "plain", save_strategy="no"))
+    seen = run(ours(tmp_path / "run", stop_after=5))
+    seen += run(ours(tmp_path / "run", stop_after=8), True)
+    assert seen + run(ours(tmp_path / "run"), True) == expected
+
+
+def test_a_damaged_and_a_half_written_checkpoint_are_passed_over(tmp_path):
+    """Pain 20: killed in the middle of a save, the newest folder is half-written."""
+    expected = run(ours(tmp_path, stop_after=4))
+    (tmp_path / "checkpoint-5").mkdir()
+    (tmp_path / "checkpoint-5" / "model.safetensors").write_bytes(b"half")
+    damaged = tmp_path / "checkpoint-4" / "state" / "training.safetensors"
+    damaged.write_bytes(damaged.read_bytes()[:-8])
+    with pytest.raises(CorruptError, match=r"training\.safetensors"):
+        run(ours(tmp_path), tmp_path / "checkpoint-4")
+    with pytest.warns(UserWarning, match="checkpoint-4: not whole"):
+        assert run(ours(tmp_path, stop_after=4), True) == expected[3:]
+
+
+def test_nothing_to_resume_from(tmp_path):
+    with pytest.raises(NotACheckpointError, match="no whole checkpoint"):
+        ours(tmp_path).train(resume_from_checkpoint=True)
+
+
+def test_a_checkpoint_holds_no_pickle(tmp_path):
+    made = ours(tmp_path, stop_after=2, processing_class=trainers.models.tokenizer())
+    run(made)
+    folder = tmp_path / "checkpoint-2"
+    report = ft_ckpt.verify(folder)
+    assert report.ok, report.problems
+    files = {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
+    assert {"model.safetensors", "config.json", "tokenizer.json", "trainer_state.json", "state/training.json"} <= files
+    assert {path.rsplit(".", 1)[-1] for path in files} <= {"json", "safetensors", "jinja"}
+    state = json.loads((folder / "trainer_state.json").read_text())
+    assert (state["global_step"], losses(made)) == (2, [row["loss"] for row in state["log_history"]])
+    assert ft_ckpt.load_model(folder).num_parameters() == made.model.num_parameters()
+
+
+def test_an_adapter_without_its_base(tmp_path):
+    run(ours(tmp_path, kind="lora", stop_after=1))
+    files = {path.name for path in (tmp_path / "checkpoint-1").rglob("*.safetensors")}
+    assert files == {"adapter_model.safetensors", "training.safetensors"}
+
+
+def test_the_limit_and_the_best(tmp_path):
+    """Pain 22: the best checkpoint deleted by the limit, or folders of others."""
+    foreign = tmp_path / "checkpoint-99"
+    foreign.mkdir()
+    metrics = iter([0.5, 0.1, *[0.7] * 20])
+    shape = {**EVALUATED, "save_total_limit": 2, "load_best_model_at_end": True, "metric_for_best_model": "figure"}
+    made = ours(tmp_path, greater_is_better=False, compute_metrics=lambda _: {"figure": next(metrics)}, **shape)
+    made.train()
+    assert names(tmp_path) == ["checkpoint-14", "checkpoint-2", "checkpoint-99"]
+    assert made.state.best_model_checkpoint == str(tmp_path / "checkpoint-2")
+    best = load_file(tmp_path / "checkpoint-2" / "model.safetensors")
+    live = made.model.state_dict()
+    assert all(torch.equal(live[name], tensor) for name, tensor in best.items())
+
+
+def test_the_last_stays_with_a_limit_of_one(tmp_path):
+    metrics = iter([0.1, *[0.7] * 20])
+    shape = {**EVALUATED, "save_total_limit": 1, "load_best_model_at_end": True, "metric_for_best_model": "figure"}
+    made = ours(tmp_path, greater_is_better=False, compute_metrics=lambda _: {"figure": next(metrics)}, **shape)
+    made.train()
+    assert names(tmp_path) == ["checkpoint-1", "checkpoint-14"]
+    assert made.args.save_total_limit == 1
+
+
+def test_keep_by_what_the_trainer_logged(tmp_path):
+    keep = Keep(last=1, best=("figure", "max"), state=Keep(last=1))
+    metrics = iter([0.2, 0.3, 0.9, *[0.1] * 20])
+    ours(tmp_path, keep=keep, compute_metrics=lambda _: {"eval_figure": next(metrics)}, **EVALUATED).train()
+    assert names(tmp_path) == ["checkpoint-14"]  # no metric of that name
+    keep = Keep(last=1, best=("eval_figure", "max"), state=Keep(last=1))
+    metrics = iter([0.2, 0.3, 0.9, *[0.1] * 20])
+    ours(tmp_path / "b", keep=keep, compute_metrics=lambda _: {"figure": next(metrics)}, **EVALUATED).train()
+    assert names(tmp_path / "b") == ["checkpoint-14", "checkpoint-3"]
+    assert not (tmp_path / "b" / "checkpoint-3" / "state").exists()
+
+
+def test_a_checkpoint_of_the_trainers_own(tmp_path):
+    """It is resumed the Trainer's way, also in the middle of an epoch; what is saved after it is resumed ours."""
+    data = {"train_dataset": Sentences(noise=False)}  # with noise the Trainer's way is not exact
+    run(trainer(tmp_path / "theirs", stop_after=4, save_steps=3, **data))
+    path = tmp_path / "theirs" / "checkpoint-3"
+    assert (path / "optimizer.pt").exists()
+    expected = run(trainer(tmp_path / "plain", seed=1, save_strategy="no", **data), path)
+    taken = tmp_path / "ours"
+    assert run(ours(taken, seed=1, **data), path) == expected
+    assert run(ours(tmp_path / "again", seed=1, **data), taken / "checkpoint-6") == expected[3:]
+    assert run(ours(tmp_path / "theirs", seed=1, save_strategy="no", **data), True) == expected
+
+
+def test_weights_alone(tmp_path):
+    made = ours(tmp_path, stop_after=2, save_only_model=True)
+    run(made)
+    assert not (tmp_path / "checkpoint-2" / "state").exists()
+    again = ours(tmp_path, stop_after=2, seed=1, save_only_model=True)
+    assert run(again, True) == []
+    assert again.state.global_step == 2
+    assert all(map(torch.equal, made.model.parameters(), again.model.parameters()))
+
+
+def test_callbacks_keep_their_state(tmp_path):
+    """Patience is counted over a resume, as the Trainer does on request."""
+    metrics = iter([0.1, *[0.7] * 20])
+    shape = {
+        **EVALUATED,
+        "compute_metrics": lambda _: {"figure": next(metrics)},
+        "metric_for_best_model": "figure",
+        "greater_is_better": False,
+        "restore_callback_states_from_checkpoint": True,
+    }
+    made = ours(tmp_path, stop_after=4, load_best_model_at_end=True, **shape)
+    made.add_callback(EarlyStoppingCallback(6))
+    run(made)
+    again = ours(tmp_path, load_best_model_at_end=True, **shape)
+    again.add_callback(EarlyStoppingCallback(6))
+    run(again, True)
+    assert again.state.global_step == 7
+    assert again.state.best_model_checkpoint == str(tmp_path / "checkpoint-1")
+
+
+def test_a_save_in_the_middle_of_a_step_waits_for_its_end(tmp_path):
+    """The Trainer's own checkpoint on SIGTERM asks for one before the optimizer has stepped."""
+
+    class Asked(TrainerCallback):
+        def on_pre_optimizer_step(self, args, state, control, **kwargs):
+            if state.global_step == 2:
+                control.should_training_stop = True
+                made._save_checkpoint(made.model, None)
+
+    expected = run(trainer(tmp_path / "plain", save_strategy="no", gradient_accumulation_steps=2))
+    made = ours(tmp_path / "run", gradient_accumulation_steps=2, save_steps=100)
+    made.add_callback(Asked())
+    first = run(made)
+    assert names(tmp_path / "run") == ["checkpoint-3"]
+    assert first + run(ours(tmp_path / "run", gradient_accumulation_steps=2), True) == expected
+
+
+def test_what_a_subclass_adds_to_saving_stays(tmp_path):
+    class Noting(Recorded):
+        def _save_checkpoint(self, model, trial):
+            self.noted = self.state.global_step
+            super()._save_checkpoint(model, trial)
+
+    made = ours(tmp_path, cls=Noting, stop_after=2)
+    run(made)
+    assert (made.noted, type(made).__name__, isinstance(made, Noting)) == (2, "Noting", True)
+    assert ft_ckpt.latest(tmp_path) == tmp_path / "checkpoint-2"
+
+
+def test_attached_to_a_trainer_that_is_there(tmp_path):
+    made = trainer(tmp_path, cls=Trainer, max_steps=1)
+    FtCkptCallback.attach(made, dtype="bfloat16")
+    made.train()
+    assert ft_ckpt.latest(tmp_path) == tmp_path / "checkpoint-1"
+    with pytest.raises(ConfigError, match="one trainer"):
+        FtCkptCallback.attach(made)
+
+
+def test_what_cannot_work_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match="save_strategy"):
+        FtCkptCallback(every=Every(steps=3))
+    with pytest.raises(ConfigError, match="not a setting"):
+        FtCkptCallback(keep_last=3)
+    made = trainer(tmp_path)
+    made.add_callback(FtCkptCallback())
+    with pytest.raises(ConfigError, match="attach"):
+        made.train()
+
+
+def test_two_ranks(tmp_path):
+    cases = ["exact/llama", "exact/lora", "exact/fsdp2", "best/llama", "best/fsdp2", "nothing/llama"]
+    assert run_cases("trainer", cases, tmp_path, timeout=280) == dict.fromkeys(cases, "")
+    # One rank goes on with the samples that the two had not seen.
+    shape = {"train_dataset": Sentences(noise=False), "per_device_train_batch_size": 4, "save_strategy": "no"}
+    expected = run(trainer(tmp_path / "plain", **shape))
+    found = run(ours(tmp_path / "one", **shape), tmp_path / "exact/llama" / "run" / "checkpoint-3")
+    assert [batch for batch, _ in found] == [batch for batch, _ in expected[3:]]
+
+
+def test_sft_trainer(tmp_path):
+    trl = pytest.importorskip("trl")
+    datasets = pytest.importorskip("datasets")
+    rows = datasets.Dataset.from_list([{"text": f"w{i} w{i + 1} w{3 * i} w2"} for i in range(8)])
+
+    def made(folder, callbacks=(), **settings):
+        defaults = {"per_device_train_batch_size": 2, "num_train_epochs": 2, "save_steps": 1, "max_length": 16}
+        args = trl.SFTConfig(str(folder), **{**trainers.SILENT, **defaults, **settings}, bf16=False)
+        tokenizer = trainers.models.tokenizer()
+        return trl.SFTTrainer(
+            trainers.model(), args, train_dataset=rows, processing_class=tokenizer, callbacks=list(callbacks)
+        )
+
+    plain = made(tmp_path / "plain", save_strategy="no")
+    plain.train()
+    first = made(tmp_path / "run", [FtCkptCallback(), trainers.Stop(3)])
+    with pytest.raises(trainers.Stop.Killed):
+        first.train()
+    again = made(tmp_path / "run", [FtCkptCallback()])
+    again.train(resume_from_checkpoint=True)
+    assert losses(again) == losses(plain)
+    assert all(map(torch.equal, plain.model.parameters(), again.model.parameters()))
+    assert ft_ckpt.verify(tmp_path / "run" / "checkpoint-8").ok

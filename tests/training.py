@@ -1,0 +1,113 @@
+"""A small run: a model with dropout, shuffled data, a schedule; trained, saved, and resumed."""
+
+import random
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from accelerate import Accelerator
+from torch import nn
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+
+from ft_ckpt import CheckpointSaver
+
+SAMPLES, EPOCHS = 12, 3
+QUIET = {"on_difference": "ignore"}
+
+
+class Stream(IterableDataset):
+    """The same rows in the same order at every pass."""
+
+    def __iter__(self):
+        info = torch.utils.data.get_worker_info()
+        yield from (rows()[index] for index in range(info.id if info else 0, SAMPLES, info.num_workers if info else 1))
+
+
+@dataclass(eq=False)
+class Trained:
+    accelerator: Accelerator
+    model: nn.Module
+    optimizer: Any
+    scheduler: Any
+    loader: Any
+
+
+def rows() -> torch.Tensor:
+    return torch.randn(SAMPLES, 3, generator=torch.Generator().manual_seed(3))
+
+
+def network() -> nn.Module:
+    return nn.Sequential(nn.Linear(3, 8), nn.BatchNorm1d(8), nn.Dropout(0.3), nn.Linear(8, 1))
+
+
+def prepared(accumulate: int = 1, workers: int = 0, stream: bool = False, wrap=lambda model: model) -> Trained:
+    """A fresh run, as a new process makes it; the process's random numbers are left anywhere."""
+    torch.manual_seed(0)
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=accumulate)
+    accelerator.gradient_state._set_sync_gradients(True)  # one object for all accelerators of a process
+    model = wrap(network())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 20)
+    if stream:
+        loader = DataLoader(Stream(), 2, num_workers=workers)
+    else:
+        loader = DataLoader(TensorDataset(rows()), 2, shuffle=True, num_workers=workers)
+    made = Trained(accelerator, *accelerator.prepare(model, optimizer, scheduler, loader))
+    for seed in (torch.manual_seed, random.seed, np.random.seed):
+        seed(77)
+    return made
+
+
+def train(run: Trained, saver: CheckpointSaver, batches: int | None = None, first_seed: int | None = 5) -> list[Any]:
+    """Losses, with the first number of each batch, until `batches` of them are done or all epochs are."""
+    done: list[Any] = []
+    progress = saver.progress
+    if first_seed is not None and progress.resumed_from is None:
+        torch.manual_seed(first_seed)
+    for epoch in range(progress.epoch, EPOCHS):
+        for batch in saver.remaining(run.loader):
+            done.append(learn(run, batch[0] if isinstance(batch, (list, tuple)) else batch))
+            saver.step({"loss": done[-1][1]})
+            if len(done) == batches:
+                return done
+        done.append((epoch, float(torch.rand(())) + random.random() + float(np.random.rand())))
+    return done
+
+
+def learn(run: Trained, inputs: torch.Tensor) -> tuple[float, float]:
+    with run.accelerator.accumulate(run.model):
+        loss = run.model(inputs).square().mean()
+        run.accelerator.backward(loss)
+        run.optimizer.step()
+        run.scheduler.step()
+        run.optimizer.zero_grad()
+    return float(inputs[0, 0]), float(loss.detach())
+
+
+def whole(folder: Path, **settings: Any) -> list[Any]:
+    """The run that nobody interrupts."""
+    run = prepared(**settings)
+    with CheckpointSaver(run.accelerator, folder, **QUIET) as saver:
+        return train(run, saver)
+
+
+def begin(folder: Path, batches: int, **settings: Any) -> list[Any]:
+    """The first `batches`, then a checkpoint."""
+    run = prepared(**settings)
+    with CheckpointSaver(run.accelerator, folder, **QUIET) as saver:
+        done = train(run, saver, batches)
+        saver.save_state()
+        return done
+
+
+def go_on(folder: Path, batches: int | None = None, **settings: Any) -> list[Any]:
+    """On from the newest checkpoint; with `batches` that many and another checkpoint."""
+    run = prepared(**settings)
+    with CheckpointSaver(run.accelerator, folder, **QUIET) as saver:
+        saver.resume("must")
+        done = train(run, saver, batches)
+        if batches is not None:
+            saver.save_state()
+        return done

@@ -1,0 +1,116 @@
+"""Save a run and resume it: in the same launch (exact), or in another one under another wrapper (leave, take).
+
+A case is "exact/wrapper/model", "leave/wrapper/model" or "take/wrapper/model"; takers find what was left in $LEFT.
+"""
+
+import os
+import sys
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import harness  # first: it arms the stack dump
+import models
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file, save_file
+from wrappers import WRAPPERS, Live, truth
+
+from ft_ckpt import CheckpointSaver, training
+from ft_ckpt.gather import gather
+from ft_ckpt.ranks import current
+
+TOLD = {"enter_timeout_seconds": 60, "on_difference": "ignore"}
+
+
+def live_model(wrapper: str, model: str, seed: int = 0) -> Live:
+    live = WRAPPERS[wrapper](models.build(model, seed))
+    torch.compiler.set_stance("force_eager")
+    return live
+
+
+def saver_of(live: Live, folder: Path) -> CheckpointSaver:
+    saver = CheckpointSaver(live.accelerator, folder, **TOLD)
+    saver.register(model=live.model, optimizer=live.optimizer)
+    return saver
+
+
+def train(live: Live, saver: CheckpointSaver, first: int, count: int) -> list[float]:
+    """Losses of steps on data that differs by step and rank, and on random numbers drawn beside it."""
+    rank = 0 if hasattr(next(live.model.parameters()), "placements") else harness.RANK  # tensor parallel: one input
+    losses = []
+    for step in range(first, first + count):
+        losses.append(live.step(models.batch(seed=97 * step + rank)) + float(torch.rand(())))
+        saver.step()
+    return losses
+
+
+def exact(wrapper: str, model: str, folder: Path) -> None:
+    live = live_model(wrapper, model)
+    with saver_of(live, folder / "run") as saver:
+        train(live, saver, 0, 2)
+        saver.save_state()
+        before = truth(live)
+        expected = train(live, saver, 2, 2)
+        after = truth(live)
+    fresh = live_model(wrapper, model, seed=0 if model == "lora" else 1)  # a base is not part of an adapter's run
+    torch.manual_seed(1234)
+    with saver_of(fresh, folder / "run") as saver:
+        progress = saver.resume("must")
+        assert (progress.step, progress.report.problems) == (2, ()), progress
+        same(before, truth(fresh))
+        assert train(fresh, saver, 2, 2) == expected
+        same(after, truth(fresh))
+
+
+def leave(wrapper: str, model: str, folder: Path) -> None:
+    live = live_model(wrapper, model)
+    with saver_of(live, folder / "run") as saver:
+        train(live, saver, 0, 2)
+        saver.save_state()
+    tensors, moments = truth(live), optimizer_state(live)
+    if harness.RANK == 0:
+        save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / "truth.safetensors")
+        save_file(moments, folder / "moments.safetensors")
+
+
+def take(wrapper: str, model: str, folder: Path) -> None:
+    left = Path(os.environ["LEFT"])
+    live = live_model(wrapper, model, seed=1)
+    with saver_of(live, left / "run") as saver:
+        progress = saver.resume("must")
+        assert (progress.step, progress.report.problems) == (2, ()), progress
+        same(load_file(left / "truth.safetensors"), truth(live))
+        moments = optimizer_state(live)
+        if harness.RANK == 0:
+            same(load_file(left / "moments.safetensors"), moments)
+        train(live, saver, 2, 1)
+
+
+def optimizer_state(live: Live) -> dict[str, torch.Tensor]:
+    """The optimizer's tensors, whole, on rank 0; checked against torch's own gather where that works."""
+    items = training.items_of(None, {"model": live.model, "optimizer": live.optimizer})
+    items = [item for item in items if item.kind == "optimizer"]
+    found = training.known_sources(live.model, items)
+    ranks = current()
+    local = training.look(items, found, {})
+    state = training.assemble(local, training.exchange(local, ranks), items, found, ranks.rank)
+    return gather([entry.source for entry in state.entries if entry.source is not None], ranks, 1 << 20)
+
+
+def same(expected: dict[str, torch.Tensor], found: dict[str, torch.Tensor]) -> None:
+    assert expected.keys() == found.keys(), expected.keys() ^ found.keys()
+    different = [name for name in expected if not torch.equal(expected[name], found[name])]
+    assert not different, different
+
+
+def case(name: str, folder: Path) -> None:
+    action, wrapper, model = name.split("/")
+    actions: dict[str, Any] = {"exact": exact, "leave": leave, "take": take}
+    actions[action](wrapper, model, folder)
+
+
+if __name__ == "__main__":
+    if not any("/zero" in name for name in sys.argv):
+        dist.init_process_group("gloo", timeout=timedelta(seconds=60))
+    harness.run(case)

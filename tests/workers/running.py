@@ -1,0 +1,123 @@
+"""Two ranks that train and decide together when to save: signals, clocks, metrics, and steps that are not complete."""
+
+import os
+import signal
+import sys
+import time
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import harness  # first: it arms the stack dump
+import models
+import pytest
+import torch
+import torch.distributed as dist
+from training import QUIET, learn, network, prepared
+from wrappers import WRAPPERS, Live
+
+from ft_ckpt import CheckpointSaver, Every
+from ft_ckpt.errors import LoadError
+
+SHORT = {"enter_timeout_seconds": 30, **QUIET}
+
+
+def one_signal(folder: Path) -> None:
+    """Rank 1 alone is told to end; both save the same step and exit with its code."""
+    run = prepared()
+    with CheckpointSaver(run.accelerator, folder, every=Every(), **SHORT) as saver:
+        with pytest.raises(SystemExit) as end:
+            endless(run, saver)
+        assert end.value.code == 143
+    saved = [path.name for path in folder.iterdir()]
+    assert saved == [f"checkpoint-{saver.progress.step}"], saved
+    assert saver.progress.step >= 4
+
+
+def endless(run: Any, saver: CheckpointSaver) -> None:
+    for step in range(100000):
+        learn(run, torch.ones(2, 3))
+        if step == 3 and harness.RANK == 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+        saver.step()
+
+
+def by_the_clock(folder: Path) -> None:
+    """The ranks' clocks differ: rank 0's decides."""
+    run = prepared()
+    minutes = 0.02 if harness.RANK == 0 else 100.0
+    with CheckpointSaver(run.accelerator, folder, every=Every(minutes=minutes, signals=()), **SHORT) as saver:
+        begun = time.monotonic()
+        while time.monotonic() - begun < 6 and not any(folder.iterdir()):
+            learn(run, torch.ones(2, 3))
+            saver.step()
+    assert any(folder.iterdir())
+
+
+def by_a_metric(folder: Path) -> None:
+    """Each rank has a loss of its own: rank 0's counts."""
+    run = prepared()
+    with CheckpointSaver(run.accelerator, folder, every=Every(best=("loss", "min"), signals=()), **SHORT) as saver:
+        reports = [saver.step({"loss": value * (1 - 2 * harness.RANK)}) for value in (3.0, 2.0, 4.0, 1.0)]
+    assert [report is not None for report in reports] == [True, True, False, True], reports
+
+
+def incomplete_ddp(folder: Path) -> None:
+    incomplete("ddp", folder)
+
+
+def incomplete_fsdp2(folder: Path) -> None:
+    incomplete("fsdp2_accelerate", folder)
+
+
+def incomplete(wrapper: str, folder: Path) -> None:
+    """Saved after each batch of an accumulated step and resumed, the next losses are the same bits."""
+    live = accumulating(wrapper, 0)
+    expected = []
+    with CheckpointSaver(live.accelerator, folder, **SHORT) as saver:
+        for number in range(10):
+            expected.append(micro_step(live, number))
+            saver.step()
+            if number in (3, 4, 5, 6):
+                saver.save_state(path=folder / f"after-{number}")
+    for number in (3, 4, 5, 6):
+        fresh = accumulating(wrapper, 1)
+        with CheckpointSaver(fresh.accelerator, folder, **SHORT) as saver:
+            report = saver.resume(f"after-{number}").report
+            assert any(item.name == "gradients" for item in report.items) == (number != 3), report
+            found = [micro_step(fresh, later) for later in range(number + 1, 10)]
+            assert found == expected[number + 1 :], (number, found, expected)
+
+
+def accumulating(wrapper: str, seed: int) -> Live:
+    live = WRAPPERS[wrapper](models.build("llama", seed))
+    live.accelerator.gradient_accumulation_steps = 4
+    live.accelerator.step = 0
+    live.accelerator.gradient_state._set_sync_gradients(True)
+    return live
+
+
+def micro_step(live: Live, number: int) -> float:
+    with live.accelerator.accumulate(live.model):
+        return live.step(models.batch(seed=31 * number + harness.RANK))
+
+
+def unlike(folder: Path) -> None:
+    """What fails on one rank alone is raised on all, and named."""
+    run = prepared()
+    saver = CheckpointSaver(run.accelerator, folder, **SHORT)
+    saver.save_state()
+    other = network() if harness.RANK == 0 else torch.nn.Linear(2, 2)
+    fresh = CheckpointSaver(None, folder, **SHORT)
+    with pytest.raises(LoadError, match="weights: failed: on rank 1"):
+        fresh.resume(model=other, allow=["optimizer", "scheduler", "data"])
+
+
+def case(name: str, folder: Path) -> None:
+    globals()[name](folder)
+
+
+if __name__ == "__main__":
+    sys.setswitchinterval(0.001)
+    dist.init_process_group("gloo", timeout=timedelta(seconds=60))
+    harness.run(case)

@@ -1,0 +1,72 @@
+"""The Trainer on several ranks, each with its share of the data: "exact/kind", "best/kind" and "nothing/kind".
+
+A kind is a model under DDP, or "fsdp2".
+"""
+
+from pathlib import Path
+from typing import Any
+
+import harness  # first: it arms the stack dump
+import pytest
+import torch
+from safetensors.torch import load_file
+from trainers import Sentences, ours, run, trainer
+
+from ft_ckpt import verify
+from ft_ckpt.errors import CheckpointError
+
+EVALUATED = {"eval_dataset": Sentences(noise=False), "eval_strategy": "steps", "eval_steps": 1}
+SHARDED = {
+    "fsdp": "full_shard",
+    "fsdp_config": {"version": 2, "fsdp_version": 2, "state_dict_type": "SHARDED_STATE_DICT"},
+}
+
+
+def shape_of(kind: str) -> dict[str, Any]:
+    return {"train_dataset": Sentences(noise=False), **(SHARDED if kind == "fsdp2" else {"kind": kind})}
+
+
+def exact(folder: Path, kind: str) -> None:
+    shape = shape_of(kind)
+    expected = run(trainer(folder / "plain", **shape, save_strategy="no"))
+    first = run(ours(folder / "run", **shape, stop_after=3))
+    assert first == expected[:3]
+    again = run(ours(folder / "run", **shape, seed=0 if kind == "lora" else 1), True)
+    assert first + again == expected, (first, again, expected)
+    assert verify(folder / "run" / "checkpoint-8").ok
+
+
+def best(folder: Path, kind: str) -> None:
+    """The best model comes back on every rank, and the limit is kept."""
+    metrics = iter([0.5, 0.1, *[0.7] * 20])
+    made = ours(
+        folder,
+        **shape_of(kind),
+        compute_metrics=lambda _: {"figure": next(metrics)},
+        metric_for_best_model="figure",
+        greater_is_better=False,
+        load_best_model_at_end=True,
+        save_total_limit=2,
+        **EVALUATED,
+    )
+    made.train()
+    assert made.state.best_global_step == 2
+    assert sorted(path.name for path in folder.glob("checkpoint-*")) == ["checkpoint-2", "checkpoint-8"]
+    saved, live = load_file(folder / "checkpoint-2" / "model.safetensors"), made.model.state_dict()
+    whole = {name: getattr(live[name], "full_tensor", lambda name=name: live[name])() for name in saved}
+    assert all(torch.equal(whole[name], tensor) for name, tensor in saved.items())
+
+
+def nothing(folder: Path, kind: str) -> None:
+    """All ranks learn that there is nothing to resume from."""
+    with pytest.raises(CheckpointError, match="no whole checkpoint"):
+        ours(folder, kind=kind).train(resume_from_checkpoint=True)
+
+
+def case(name: str, folder: Path) -> None:
+    action, kind = name.split("/")
+    {"exact": exact, "best": best, "nothing": nothing}[action](folder, kind)
+
+
+if __name__ == "__main__":
+    harness.run(case)

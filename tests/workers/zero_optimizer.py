@@ -1,0 +1,465 @@
+"""The state of ZeRO optimizers: captured, compared with DeepSpeed's own view, put into fresh engines, trained on.
+
+A case is one of CASES and an engine: its stage, and options of SETTINGS, as in "whole/zero2_bf16". What a launch leaves
+for another with another number of ranks is in the folder LEFT of the environment.
+"""
+
+import json
+import os
+from collections.abc import Mapping
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from harness import RANK, WORLD, run
+from torch import nn
+from wrappers import deepspeed_accelerator
+
+from ft_ckpt import optimizers, zero_optimizer
+from ft_ckpt.engines import Source, sources
+from ft_ckpt.errors import LoadError, SelectionError
+from ft_ckpt.gather import gather
+from ft_ckpt.holdings import Block
+from ft_ckpt.ranks import current
+
+SETTINGS: dict[str, dict[str, Any]] = {
+    "bf16": {"bf16": {"enabled": True}},
+    "fp16": {"fp16": {"enabled": True, "initial_scale_power": 4, "loss_scale_window": 2, "hysteresis": 2}},
+    "gradients32": {"data_types": {"grad_accum_dtype": "fp32"}},
+    "robin": {"zero_optimization": {"round_robin_gradients": True}},
+    "offload": {
+        "zero_optimization": {"offload_optimizer": {"device": "cpu", "pin_memory": False}},
+        "zero_force_ds_cpu_optimizer": False,
+    },
+    "subgroups": {"zero_optimization": {"sub_group_size": 20}},
+    "persistent": {"zero_optimization": {"stage3_param_persistence_threshold": 40}},
+}
+
+
+class Model(nn.Module):
+    """Odd sizes, so that shards are uneven, padded or empty; a tied pair, a frozen layer, a vector of one element."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(13, 5)
+        self.inner = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 7), nn.Tanh(), nn.Linear(7, 5, bias=False))
+        self.inner[2].requires_grad_(False)
+        self.scale = nn.Parameter(torch.ones(1))
+        self.head = nn.Linear(5, 13)
+        self.head.weight = self.embed.weight
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        scores = self.head(self.inner(self.embed(tokens)) * self.scale)
+        return nn.functional.cross_entropy(scores.float().flatten(0, 1), tokens.flatten())
+
+
+def build() -> Model:
+    torch.manual_seed(0)
+    return Model()
+
+
+def adam(model: nn.Module, lr: float = 0.02, frozen: bool = True) -> torch.optim.Optimizer:
+    parameters = [p for p in model.parameters() if frozen or p.requires_grad]
+    matrices, vectors = [p for p in parameters if p.dim() > 1], [p for p in parameters if p.dim() == 1]
+    groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "lr": lr / 2}]
+    return torch.optim.AdamW(groups, lr=lr, eps=1e-3, foreach=False)
+
+
+class Counted(torch.optim.Optimizer):
+    """Momentum with a step count that is a plain number, as DeepSpeed's own Adam for the host has it."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                state = self.state[parameter]
+                state.setdefault("step", 0)
+                state.setdefault("momentum", torch.zeros_like(parameter)).mul_(0.9).add_(parameter.grad)
+                state["step"] += 1
+                parameter.sub_(state["momentum"], alpha=group["lr"] / state["step"])
+
+
+def engine(case: str, lr: float = 0.02, accumulation: int = 1, optimizer: Any = None) -> Any:
+    import deepspeed
+
+    stage, *options = case.removeprefix("zero").split("_")
+    zero: dict[str, Any] = {"stage": int(stage), "stage3_param_persistence_threshold": 0}
+    config: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": 2,
+        "gradient_accumulation_steps": accumulation,
+        "zero_allow_untested_optimizer": True,
+    }
+    for option in options:
+        setting = dict(SETTINGS[option])
+        zero |= setting.pop("zero_optimization", {})
+        config |= setting
+    model = build()
+    optimizer = adam(model, lr) if optimizer is None else optimizer(model.parameters(), {"lr": lr})
+    return deepspeed.initialize(model=model, optimizer=optimizer, config={**config, "zero_optimization": zero})[0]
+
+
+def batch(step: int, alike: bool) -> torch.Tensor:
+    return torch.randint(13, (2, 6), generator=torch.Generator().manual_seed(100 * step + (0 if alike else RANK)))
+
+
+def train(live: Any, steps: range, alike: bool = False) -> list[float]:
+    """The losses; with `alike` every rank has the same batch, so that any number of ranks takes the same steps."""
+    losses = []
+    for step in steps:
+        loss = live(batch(step, alike))
+        live.backward(loss)
+        live.step()
+        losses.append(float(loss.detach()))
+    return losses
+
+
+def capture(live: Any) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+    """What a checkpoint has: the description, and all tensors in full, weights included; on every rank."""
+    found = sources(live)
+    described = zero_optimizer.describe(live.optimizer, found)
+    described = json.loads(json.dumps(described))
+    described["counters"] = zero_optimizer.engine_counters(live)
+    captured = zero_optimizer.captured(live.optimizer, described, found)
+    full = gather([*found.values(), *captured.values()], current(), 256)
+    shared = [full]
+    dist.broadcast_object_list(shared)
+    assert current().agree("descriptions", {"described": described}, same=("described",))
+    return described, shared[0]
+
+
+class Filler:
+    """Stands for a file: copies this rank's block of a full tensor, and refuses another shape or dtype."""
+
+    def __init__(self, full: Mapping[str, torch.Tensor]) -> None:
+        self.full = full
+
+    def __call__(self, source: Source) -> None:
+        full, holding = self.full[source.name], source.holding
+        assert (tuple(full.shape), full.dtype) == (source.shape, source.dtype), source.name
+        if holding.local is not None and holding.mine is not None:
+            assert holding.local.shape == holding.mine.sizes
+            holding.local.copy_(cut(full.reshape(holding.view), holding.mine))
+
+
+def cut(full: torch.Tensor, block: Block) -> torch.Tensor:
+    for dim, (offset, size) in enumerate(zip(block.offsets, block.sizes, strict=True)):
+        full = full.narrow(dim, offset, size)
+    return full
+
+
+def restore(live: Any, described: dict[str, Any], full: Mapping[str, torch.Tensor]) -> tuple[str, ...]:
+    fill = Filler(full)
+    found = sources(live)
+    with torch.no_grad():
+        for source in found.values():
+            fill(source)
+    notes = zero_optimizer.restore(live.optimizer, described, found, fill)
+    zero_optimizer.refresh(live.optimizer)
+    if "counters" in described:
+        zero_optimizer.restore_engine_counters(live, described["counters"])
+    return notes
+
+
+def same(one: Mapping[str, torch.Tensor], other: Mapping[str, torch.Tensor]) -> None:
+    assert set(one) == set(other), set(one) ^ set(other)
+    different = [name for name in one if not torch.equal(one[name], other[name])]
+    assert not different, different
+
+
+def as_deepspeed_sees_it(live: Any, full: Mapping[str, torch.Tensor]) -> None:
+    """DeepSpeed's own gathering of every trained parameter's master and moments, against ours."""
+    from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
+
+    if hasattr(live.optimizer, "_hp_optimizer_states_linked"):
+        # It links the state after the first group's first step, when the other groups have none yet.
+        live.optimizer._hp_optimizer_states_linked = False
+        live.optimizer._lazy_init_hp_params_optimizer_state()
+    checked = 0
+    for name, source in sources(live).items():
+        if not source.trainable or name == "head.weight":
+            continue
+        master = full.get(f"{name}/master", full[name])
+        assert torch.equal(safe_get_full_fp32_param(source.live), master), name
+        for key in ("exp_avg", "exp_avg_sq"):
+            state = safe_get_full_optimizer_state(source.live, key)
+            assert state.abs().sum() > 0, f"{name}: nothing to compare"
+            assert torch.equal(state, full[f"{name}/{key}"]), f"{name}/{key}"
+        checked += 1
+    assert checked == 6
+    assert not any(name.startswith(("inner.2", "head.weight/")) and "/" in name for name in full)
+
+
+def whole(case: str, folder: Path) -> None:
+    """Capture, compare, and go on in a fresh engine as the first one goes on, to the bit."""
+    live = engine(case)
+    losses = train(live, range(2))
+    described, full = capture(live)
+    for name, dtype in described["masters"].items():
+        assert torch.equal(full[f"{name}/master"].to(full[name].dtype), full[name]), (name, dtype)
+    if "robin" not in case:  # DeepSpeed looks where a parameter would be without it
+        as_deepspeed_sees_it(live, full)
+    assert bool(described["masters"]) == (full["scale"].dtype != torch.float32)
+    losses = train(live, range(2, 4))
+    after = capture(live)
+
+    again = engine(case, lr=0.5)
+    assert restore(again, described, full) == ()
+    restored = capture(again)
+    assert restored[0] == described
+    assert all(p.numel() == p.ds_numel for p in again.parameters() if getattr(p, "ds_persist", False))
+    same(restored[1], full)
+    assert train(again, range(2, 4)) == losses
+    assert capture(again)[0] == after[0]
+    same(capture(again)[1], after[1])
+
+    # Twice resumed, and into an engine that has gone elsewhere since.
+    assert restore(again, described, full) == ()
+    assert train(again, range(2, 4)) == losses
+    same(capture(again)[1], after[1])
+
+
+def leave(case: str, folder: Path) -> None:
+    """What the same batch on every rank gives, before and after two more steps."""
+    live = engine(case)
+    train(live, range(2), alike=True)
+    before = capture(live)
+    losses = train(live, range(2, 4), alike=True)
+    after = capture(live)[1]
+    if RANK == 0:
+        torch.save({"before": before, "losses": losses, "after": after}, folder / f"{case}-{WORLD}.pt")
+    dist.barrier()
+
+
+def arrive(case: str, folder: Path) -> None:
+    """Go on from what another number of ranks, perhaps in another stage, left: the same state, losses and weights."""
+    left, here = case.split(":")
+    left = torch.load(folder / f"{left}-{3 - WORLD}.pt")
+    live = engine(here, lr=0.5)
+    assert restore(live, *left["before"]) == ()
+    described, full = capture(live)
+    assert described == left["before"][0]
+    same(full, left["before"][1])
+    if (here[:5] == "zero3") == (case[:5] == "zero3"):  # stage 3 has another way to add a linear layer's bias
+        assert train(live, range(2, 4), alike=True) == left["losses"]
+        same(capture(live)[1], left["after"])
+
+
+def plain(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> list[float]:
+    losses = []
+    for step in steps:
+        loss = model(batch(step, alike=True))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(float(loss.detach()))
+    return losses
+
+
+def plain_capture(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+    found = sources(model)
+    described = optimizers.describe(optimizer, found)
+    every = [*found.values(), *optimizers.captured(optimizer, described, found).values()]
+    return described, {source.name: source.live.detach().clone() for source in every}
+
+
+def from_plain(case: str, folder: Path) -> None:
+    """Torch's AdamW goes on in ZeRO; half-precision weights get the masters that float32 ones were."""
+    model = build()
+    optimizer = adam(model)
+    plain(model, optimizer, range(2))
+    described, full = plain_capture(model, optimizer)
+    losses = plain(model, optimizer, range(2, 4))
+    after = plain_capture(model, optimizer)[1]
+    live = engine(case, lr=0.5)
+    weights = {name: sources(live)[name].dtype for name in sources(live)}
+    full = {name: tensor.to(weights.get(name, tensor.dtype)) for name, tensor in full.items()}
+    assert restore(live, described, full) == ()
+    got, state = capture(live)
+    same({name: state[name] for name in full}, full)
+    assert got["state"] == described["state"]
+    assert [group["values"] for group in got["groups"]] == [group["values"] for group in described["groups"]]
+    for name in got["masters"]:
+        assert torch.equal(state[f"{name}/master"], full[name].float())
+    if not got["masters"]:
+        assert train(live, range(2, 4), alike=True) == losses
+        same(capture(live)[1], after)
+
+
+def to_plain(case: str, folder: Path) -> None:
+    """ZeRO goes on in torch's AdamW."""
+    live = engine(case)
+    train(live, range(2), alike=True)
+    described, full = capture(live)
+    losses = train(live, range(2, 4), alike=True)
+    after = capture(live)[1]
+    model = build()
+    optimizer = adam(model, lr=0.5, frozen=False)
+    found, fill = sources(model), Filler(full)
+    with torch.no_grad():
+        for source in found.values():
+            fill(source)
+    optimizers.restore(optimizer, described, found, fill)
+    got, state = plain_capture(model, optimizer)
+    assert (got["groups"], got["state"]) == (described["groups"], described["state"])
+    same(state, full)
+    assert plain(model, optimizer, range(2, 4)) == losses
+    same(plain_capture(model, optimizer)[1], after)
+
+
+def lifted(case: str, folder: Path) -> None:
+    """Half precision goes on in float32: the weights are what the masters were, not what was left of them."""
+    live = engine(f"{case}_bf16")
+    train(live, range(2))
+    described, full = capture(live)
+    again = engine(case)
+    halves = {name: tensor.float() if name in sources(live) else tensor for name, tensor in full.items()}
+    assert restore(again, described, halves) == ()
+    state = capture(again)[1]
+    assert len(described["masters"]) == 6
+    for name in described["masters"]:
+        assert torch.equal(state[name], full[f"{name}/master"])
+        assert torch.equal(state[f"{name}/exp_avg"], full[f"{name}/exp_avg"])
+
+
+def young(case: str, folder: Path) -> None:
+    """Nothing is kept before the first step, and a stepped engine forgets what the young one did not have."""
+    live = engine(case)
+    described, full = capture(live)
+    assert described["state"] == {}
+    losses = train(live, range(2))
+    assert restore(live, described, full) == ()
+    assert train(live, range(2)) == losses
+
+
+def weights_alone(case: str, folder: Path) -> None:
+    """What could not be restored does not come over the weights that were."""
+    live = engine(case)
+    train(live, range(2))
+    described, full = capture(live)
+    again = engine(case)
+    groups = [{**group, "params": ["other"]} for group in described["groups"]]
+    with pytest.raises(LoadError, match="other"):
+        restore(again, {**described, "groups": groups}, full)
+    zero_optimizer.refresh(again.optimizer)
+    state = capture(again)[1]
+    same({name: state[name] for name in sources(live)}, {name: full[name] for name in sources(live)})
+
+
+def partly(case: str, folder: Path) -> None:
+    """A parameter without state, and one whose steps are not the others'."""
+    live = engine(case)
+    train(live, range(2))
+    described, full = capture(live)
+    stateless = {**described, "state": {k: v for k, v in described["state"].items() if k != "inner.0.weight"}}
+    assert restore(live, stateless, full) == ("1 parameter(s) had no state when saved",)
+    state = capture(live)[1]
+    assert not state["inner.0.weight/exp_avg"].any()
+    same(state, {**full, **{k: v for k, v in state.items() if k.startswith("inner.0.weight/exp_avg")}})
+
+    with pytest.raises(LoadError, match=r"step is 2.0 for embed.weight and 7.0 for inner.4.weight"):
+        restore(live, described, {**full, "inner.4.weight/step": torch.tensor(7.0)})
+    more = {"max_exp_avg_sq": described["state"]["scale"]["exp_avg"]}
+    more = {name: {**entries, **more} for name, entries in described["state"].items()}
+    with pytest.raises(LoadError, match=r"embed.weight: exp_avg, exp_avg_sq, max_exp_avg_sq, step in the checkpoint"):
+        restore(live, {**described, "state": more}, full)
+    groups = [{**described["groups"][0], "params": ["embed.weight", "other"]}, described["groups"][1]]
+    with pytest.raises(LoadError, match="other: in the checkpoint's optimizer, not trained here"):
+        restore(live, {**described, "groups": groups}, full)
+
+
+def counted(case: str, folder: Path) -> None:
+    """A count that is a plain number stays one, also when it comes from a tensor."""
+    live = engine(case, optimizer=Counted)
+    train(live, range(2))
+    described, full = capture(live)
+    assert described["state"]["scale"]["step"] == {"value": 2}
+    losses = train(live, range(2, 4))
+    as_tensor = {"shape": [], "dtype": "float32", "host": False}
+    tensors = {n: {**entries, "step": as_tensor} for n, entries in described["state"].items()}
+    steps = {f"{name}/step": torch.tensor(2.0) for name in tensors}
+    for state, more in ((described["state"], {}), (tensors, steps)):
+        again = engine(case, lr=0.5, optimizer=Counted)
+        restore(again, {**described, "state": state}, {**full, **more})
+        assert capture(again)[0] == described
+        assert train(again, range(2, 4)) == losses
+
+
+def refused(case: str, folder: Path) -> None:
+    live = engine(case)
+    found = sources(live)
+    with pytest.raises(SelectionError, match="of no known model"):
+        zero_optimizer.describe(live.optimizer, {"scale": found["scale"]})
+    train(live, range(1))
+    partition = next(iter(live.optimizer.optimizer.state))
+    live.optimizer.optimizer.state[partition]["absmax"] = torch.ones(2)
+    with pytest.raises(SelectionError, match=r"embed.weight: absmax: shape \[2\], not cut like the parameters"):
+        zero_optimizer.describe(live.optimizer, found)
+    live.optimizer.has_moe_layers = True
+    with pytest.raises(SelectionError, match="experts spread over ranks"):
+        zero_optimizer.describe(live.optimizer, found)
+
+
+def scaled(case: str, folder: Path) -> None:
+    """The dynamic loss scaler of float16 training, which this machine may not have: put in by hand."""
+    from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler
+
+    lives = []
+    for cuts in (3, 0):
+        live = engine(case)
+        live.optimizer.loss_scaler = DynamicLossScaler(64.0, 2, 1.0, 2, False)
+        for number in range(2 * cuts):
+            live.optimizer.loss_scaler.update_scale(number < cuts)
+        lives.append(live)
+    described, full = capture(lives[0])
+    assert described["scaler"] == {"cur_scale": 32.0, "cur_iter": 6, "last_overflow_iter": 2, "cur_hysteresis": 2}
+    restore(lives[1], described, full)
+    assert vars(lives[1].optimizer.loss_scaler) == vars(lives[0].optimizer.loss_scaler)
+    restore(engine(case), described, full)  # has none
+
+
+def unfinished(case: str, folder: Path) -> None:
+    """Between two micro-batches of a step there are gradients that are not captured."""
+    live = engine(case, accumulation=2)
+    seen = []
+    for _ in range(2):
+        seen.append(zero_optimizer.accumulating(live.optimizer))
+        for step in range(2):
+            live.backward(live(batch(step, alike=False)))
+            seen.append(zero_optimizer.accumulating(live.optimizer))
+            live.step()
+            seen.append(zero_optimizer.accumulating(live.optimizer))
+    assert seen == [False, True, True, True, False] * 2, seen
+
+
+def accelerate(case: str, folder: Path) -> None:
+    """Inside Accelerate's wrappers; another optimizer is not taken for one of DeepSpeed's."""
+    model = build()
+    prepared, optimizer = deepspeed_accelerator(int(case[-1]))(model).prepare(model, adam(model))
+    assert zero_optimizer.is_zero(optimizer)
+    assert not zero_optimizer.is_zero(adam(build()))
+    assert optimizers.inner(optimizer) is prepared.optimizer
+    train(prepared, range(2))
+    as_deepspeed_sees_it(prepared, capture(prepared)[1])
+
+
+CASES = {
+    function.__name__: function
+    for function in (
+        *(whole, leave, arrive, from_plain, to_plain, lifted, young, weights_alone, partly, counted, refused, scaled),
+        *(unfinished, accelerate),
+    )
+}
+
+
+def case(name: str, folder: Path) -> None:
+    function, setting = name.split("/")
+    CASES[function](setting, Path(os.environ["LEFT"]))
+
+
+os.environ["DS_ACCELERATOR"] = "cpu"
+dist.init_process_group("gloo", timeout=timedelta(seconds=60))
+run(case)
+dist.destroy_process_group()
