@@ -10,14 +10,11 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-import xxhash
-
+from ft_ckpt.digests import digest_like
 from ft_ckpt.errors import CorruptError, ManifestError, NotACheckpointError, listing
 from ft_ckpt.manifest import MANIFEST_NAME, FileRecord, Manifest, PartRecord, TensorRecord, from_json
 
-_BLOCK_BYTES = 4 << 20
 _HEADER_LIMIT_BYTES = 100_000_000  # the safetensors format's own bound
-_DIGEST_KIND = "xxh3-128:"
 
 # What a reader of a model (or of an adapter) goes by. One of these that the manifest does not list is left over from
 # another save: from_pretrained takes model.safetensors before an index, vLLM takes every shard, and an
@@ -183,16 +180,6 @@ def _info(path: Path) -> CheckpointInfo | None:
         return None
 
 
-def digest_of(file: Path) -> str:
-    """The digest of a file as a manifest records it, or words that no digest equals when it cannot be read."""
-    """The digest of the whole file as a FileRecord has it: "xxh3-128:" and 32 hex digits. Raises OSError."""
-    state, buffer = xxhash.xxh3_128(), memoryview(bytearray(_BLOCK_BYTES))
-    with file.open("rb", buffering=0) as stream:
-        while count := stream.readinto(buffer):
-            state.update(buffer[:count])
-    return _DIGEST_KIND + state.hexdigest()
-
-
 def _age(info: CheckpointInfo) -> tuple[int, str]:
     return (-1 if info.manifest.step is None else info.manifest.step, info.manifest.created)
 
@@ -328,14 +315,15 @@ def _digest_problems(path: Path, files: Iterable[FileRecord]) -> Iterator[str]:
 
     files = list(files)
     with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:  # hashing and reading both let other threads run
-        for file, found in zip(files, pool.map(lambda file: _digest_or_reason(path / file.path), files), strict=True):
+        for file, found in zip(files, pool.map(lambda file: _digest_or_reason(path, file), files), strict=True):
             if found != file.digest:
                 yield f"{file.path}: digest {found}, expected {file.digest}: its bytes have changed"
 
 
-def _digest_or_reason(file: Path) -> str:
+def _digest_or_reason(path: Path, file: FileRecord) -> str:
+    """The digest of a file as its record has it, or words that no digest equals when it cannot be read."""
     try:
-        return digest_of(file)
+        return digest_like(path / file.path, file)
     except OSError as error:
         return f"unreadable ({error.strerror})"
 

@@ -41,6 +41,8 @@ class SaverConfig:
     """Writer threads on rank 0."""
     direct_io: str = "auto"
     """Unbuffered writes (O_DIRECT): "auto" where the file system takes them, "on" or "off"."""
+    each_rank_writes: str = "auto"
+    """Several ranks on one file system write what they hold: "auto" where it pays, "on", or "off" (rank 0 alone)."""
     every: Every | None = None
     """When `step` saves a checkpoint to resume from; None: only when it is told to."""
     keep: Keep | None = None
@@ -103,6 +105,7 @@ def _choice_rule(config: SaverConfig) -> list[str]:
         "format": ("safetensors", "h5", "dual"),
         "nonfinite": ("save", "raise"),
         "direct_io": ("auto", "on", "off"),
+        "each_rank_writes": ("auto", "on", "off"),
         "on_failure": ("raise", "warn"),
         "when_full": ("raise", "prune", "wait"),
         "on_difference": ("warn", "raise", "ignore"),

@@ -15,8 +15,8 @@ from typing import Any
 from huggingface_hub import split_state_dict_into_shards_factory
 
 from ft_ckpt import __version__, commit, disk
-from ft_ckpt.catalog import digest_of
 from ft_ckpt.config import parse_size
+from ft_ckpt.digests import digest_of
 from ft_ckpt.errors import ConfigError, TargetError, listing
 from ft_ckpt.formats import Spec, TensorFile, dcp, detect, folder, tensorflow
 from ft_ckpt.manifest import BaseRecord, FileRecord, Manifest, PartRecord

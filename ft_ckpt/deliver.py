@@ -103,7 +103,7 @@ def pieces(plans: Sequence[PartPlan], ranks: Ranks, bucket_bytes: int, nonfinite
         entries = {entry.name: entry for entry in part_plan.part.entries}
         for file in part_plan.files:
             ordered = [entries[spec.name] for spec in file.layout.specs if spec.size_bytes]
-            for entry, data in _tensors(ordered, ranks, bucket_bytes):
+            for entry, data in tensors_of(ordered, ranks, bucket_bytes):
                 yield from _bytes(file.path, entry, data, counter)
     counter.settle()
 
@@ -150,8 +150,11 @@ class _Counter:
             )
 
 
-def _tensors(ordered: Sequence[Entry], ranks: Ranks, bucket_bytes: int) -> Iterator[tuple[Entry, Tensor]]:
-    """(entry, its next flat elements) in order. Neighbours that need no conversion travel in the same buckets."""
+def tensors_of(ordered: Sequence[Entry], ranks: Ranks, bucket_bytes: int) -> Iterator[tuple[Entry, Tensor]]:
+    """(entry, its next flat elements) in order, on rank 0; nothing elsewhere. Collective.
+
+    Neighbours that need no conversion travel in the same buckets.
+    """
     waiting: list[Entry] = []
     made: dict[Group, dict[str, Tensor]] = {}
     for entry in ordered:

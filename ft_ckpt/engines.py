@@ -90,6 +90,14 @@ def clean_name(raw: str) -> str:
     return ".".join(part for part in raw.split(".") if part not in WRAPPER_PARTS)
 
 
+def is_replicated(model: nn.Module) -> bool:
+    """Whether all ranks are known to hold the same parameters, whole: under DDP, which keeps them so."""
+    if type(model).__name__ == "DistributedDataParallel":
+        return True
+    inner = _inner(model)
+    return inner is not None and is_replicated(inner)
+
+
 def from_state_dict(
     state_dict: Mapping[str, Tensor] | None, live: Mapping[str, Source], ranks: Ranks
 ) -> dict[str, Source]:

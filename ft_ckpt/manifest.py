@@ -17,12 +17,25 @@ FORMAT_VERSION = 1  # raised when an older reader could misread a newer manifest
 
 
 @dataclass(frozen=True)
+class Cut:
+    """Bytes [start, stop) of a file in consecutive chunks, each written by another rank: `owner`, `owner` + 1, ..."""
+
+    start: int
+    stop: int
+    chunk: int  # bytes of each chunk but the first and the last
+    lead: int  # bytes of the first
+    owner: int
+
+
+@dataclass(frozen=True)
 class FileRecord:
     """One file of the checkpoint, `path` relative to its folder with forward slashes."""
 
     path: str
     size_bytes: int
-    digest: str  # "xxh3-128:" and 32 hex digits of the whole file
+    digest: str  # "xxh3-128:" and 32 hex digits of the whole file, or "xxh3-128-of-ranks:" as `digests` says
+    cuts: tuple[Cut, ...] = ()  # in file order, where several ranks wrote it; what is between them is rank 0's
+    ranks: int = 1  # that wrote it
 
 
 @dataclass(frozen=True)
@@ -87,6 +100,8 @@ class Manifest:
 def to_json(manifest: Manifest) -> str:
     """The manifest as JSON text, one line per record so that a diff or an eye can follow it."""
     document = dataclasses.asdict(manifest)
+    for file in document["files"]:
+        file["cuts"] = [list(cut.values()) for cut in file["cuts"]]
     parts, files = document.pop("parts"), document.pop("files")
     lines = [f"  {_dump(key)}: {_dump(value)}," for key, value in document.items()]
     lines.append('  "files": [\n' + ",\n".join("    " + _dump(file) for file in files) + "\n  ],")
@@ -129,11 +144,15 @@ def _part_json(part: dict[str, Any]) -> str:
 def _manifest(document: dict[str, Any]) -> Manifest:
     known = {f.name for f in dataclasses.fields(Manifest)}
     values = {key: value for key, value in document.items() if key in known}
-    values["files"] = tuple(FileRecord(**file) for file in document["files"])
+    values["files"] = tuple(_file(file) for file in document["files"])
     values["parts"] = tuple(_part(part) for part in document["parts"])
     values["shared"] = _groups(document.get("shared", ()))
     values["notes"] = tuple(document.get("notes", ()))
     return Manifest(**values)
+
+
+def _file(document: dict[str, Any]) -> FileRecord:
+    return FileRecord(**{**document, "cuts": tuple(Cut(*cut) for cut in document.get("cuts", ()))})
 
 
 def _part(document: dict[str, Any]) -> PartRecord:

@@ -110,13 +110,24 @@ class Ranks:
     def _lead(self, what: str, same: tuple[str, ...], limit: float) -> dict[str, Any]:
         """Collect what the ranks put, judge it, and put the verdict where the others wait for it."""
         names = [f"{self.rounds}/{rank}" for rank in range(self.size)]
-        self._arrive(names, limit)
+        self._gather(names, limit)
         here = [rank for rank, name in enumerate(names) if self.store.check([self._key(name)])]
         entries = {rank: self._get(names[rank]) for rank in here}
         verdict = _judge(what, entries, self.size, same, limit)
         self._put(f"{self.rounds}/verdict", verdict)
         self._sweep(self.rounds - 2)
         return verdict
+
+    def _gather(self, names: list[str], limit: float) -> None:
+        """Wait for what all ranks put, for `limit` seconds after the last sign of life of one that is missing."""
+        deadline, heard = time.monotonic() + limit, b""
+        while not self._arrive(names, min(_BEAT_SECONDS, max(deadline - time.monotonic(), 0.001))):
+            beats = [self._key(f"beat/{rank}") for rank in range(1, self.size)]
+            beat = b" ".join(self.store.get(key) for key in beats if self.store.check([key]))
+            if beat != heard:  # seen for the first time it may be an old one
+                heard, deadline = beat, time.monotonic() + limit if heard else deadline
+            if time.monotonic() > deadline:
+                return
 
     def _follow(self, what: str, limit: float) -> dict[str, Any]:
         """Wait for rank 0, however long it is at work, and then for its verdict, which it gives within `limit`."""

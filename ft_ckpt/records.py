@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from ft_ckpt.adapters import base_identity
-from ft_ckpt.catalog import digest_of
 from ft_ckpt.deliver import PartPlan
+from ft_ckpt.digests import digest_of
 from ft_ckpt.manifest import BaseRecord, FileRecord, Manifest, PartRecord
 from ft_ckpt.select import Part, lossy_casts, shared_between
 from ft_ckpt.values import dtype_name

@@ -16,10 +16,11 @@ from ft_ckpt.config import SaverConfig, make_config, parse_size
 from ft_ckpt.errors import CheckpointError, ConfigError
 from ft_ckpt.marks import lease
 from ft_ckpt.parts import Attribute, leaves_out_trained
+from ft_ckpt.preparing import Request, check_companions
 from ft_ckpt.ranks import Ranks, attempt, current
 from ft_ckpt.records import versions
 from ft_ckpt.running import Progress, Run
-from ft_ckpt.saving import Request, SaveReport, check_companions, run
+from ft_ckpt.saving import SaveReport, run
 from ft_ckpt.signals import exit_code
 from ft_ckpt.sweep import clear, sweep
 

@@ -87,7 +87,7 @@ class Writer:
     def create(self, path: Path, size_bytes: int) -> "DurableFile":
         """A new file of exactly `size_bytes`, its space allocated. Raises NoSpaceError when there is none."""
         direct = self.direct == "on" or (self.direct == "auto" and size_bytes >= BLOCK_BYTES)
-        return DurableFile(self, path, _create(path, size_bytes, direct), size_bytes)
+        return DurableFile(self, path, create_file(path, size_bytes, direct), size_bytes)
 
 
 @dataclass
@@ -181,9 +181,9 @@ class DurableFile:
 
     def _flush(self, block: mmap.mmap, count: int, offset: int, hashed: Future[None]) -> None:
         try:
-            _write_all(self.descriptor, block, count + -count % ALIGNMENT, offset)
+            write_all(self.descriptor, block, 0, count + -count % ALIGNMENT, offset)
         except OSError as error:
-            raise _no_space(self.path, error) from error
+            raise no_space(self.path, error) from error
         finally:
             wait([hashed])  # both are done with the block before it is filled again
             self.writer.free.put(block)
@@ -246,23 +246,26 @@ def _append(file: DurableFile, plan: FilePlan, spec: Spec, feed: Iterator[Piece]
         missing -= piece.size_bytes
 
 
-def _create(path: Path, size_bytes: int, direct: bool) -> int:
+def create_file(path: Path, size_bytes: int, direct: bool) -> int:
+    """A descriptor of the new file `path`, its space taken. Raises NoSpaceError when there is not enough."""
     try:
-        descriptor = _open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, direct)
+        descriptor = open_file(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, direct)
     except OSError as error:
-        raise _no_space(path, error) from error
+        raise no_space(path, error) from error
     refusal = _allocate(descriptor, size_bytes)
     if refusal in _FULL:
         os.close(descriptor)
-        raise _no_space(path, OSError(refusal, os.strerror(refusal)))
+        raise no_space(path, OSError(refusal, os.strerror(refusal)))
     return descriptor
 
 
-def _open(path: Path, flags: int, direct: bool) -> int:
+def open_file(path: Path, flags: int, direct: bool) -> int:
+    """A descriptor of `path`, unbuffered if `direct` and the file system takes that."""
     if direct and hasattr(os, "O_DIRECT"):
         with suppress(OSError):  # a file system without it refuses at open (EINVAL) and made no file, or an empty one
             return os.open(path, flags | os.O_DIRECT, 0o666)
-        path.unlink(missing_ok=True)
+        if flags & os.O_CREAT:
+            path.unlink(missing_ok=True)
     return os.open(path, flags, 0o666)
 
 
@@ -277,16 +280,17 @@ def _allocate(descriptor: int, size_bytes: int) -> int:
     return ctypes.get_errno() if failed else 0
 
 
-def _write_all(descriptor: int, block: mmap.mmap, count: int, offset: int) -> None:
+def write_all(descriptor: int, block: mmap.mmap, start: int, stop: int, offset: int) -> None:
+    """Write bytes [start, stop) of `block` at `offset` of a file; on through the page cache where it must be."""
     with memoryview(block) as view:
-        while count:
+        while start < stop:
             try:
-                done = os.pwrite(descriptor, view[:count], offset)
+                done = os.pwrite(descriptor, view[start:stop], offset)
             except OSError as error:
                 if error.errno != errno.EINVAL or not _leave_direct(descriptor):
                     raise
                 continue
-            view, count, offset = view[done:], count - done, offset + done
+            start, offset = start + done, offset + done
 
 
 def _leave_direct(descriptor: int) -> bool:
@@ -299,7 +303,8 @@ def _leave_direct(descriptor: int) -> bool:
     return True
 
 
-def _no_space(path: Path, error: OSError) -> OSError:
+def no_space(path: Path, error: OSError) -> OSError:
+    """NoSpaceError where the disk is full, any other `error` as it is."""
     if error.errno not in _FULL:
         return error
     return NoSpaceError(

@@ -8,8 +8,8 @@ from datetime import datetime, timedelta, timezone
 from pathlib import Path
 
 from ft_ckpt import disk
-from ft_ckpt.catalog import digest_of
 from ft_ckpt.commit import commit, open_stage
+from ft_ckpt.digests import digest_of
 from ft_ckpt.manifest import FileRecord, Manifest, PartRecord, TensorRecord
 
 CALLS = ("mkdir", "move", "exchange", "unlink", "chmod", "fsync", "rmtree")  # every call that changes the disk

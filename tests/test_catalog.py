@@ -8,7 +8,8 @@ from dataclasses import replace
 import pytest
 from faults import make_checkpoint, save
 
-from ft_ckpt.catalog import check_paths, digest_of, discover, latest, read_header, read_manifest, verify
+from ft_ckpt.catalog import check_paths, discover, latest, read_header, read_manifest, verify
+from ft_ckpt.digests import digest_of
 from ft_ckpt.errors import ManifestError, NotACheckpointError
 from ft_ckpt.manifest import MANIFEST_NAME, FileRecord, from_json, to_json
 

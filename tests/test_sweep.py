@@ -15,8 +15,9 @@ import pytest
 from faults import contents, dies_at, make_checkpoint, manifest_of, save, stop_at, write_safetensors
 
 from ft_ckpt import disk, marks
-from ft_ckpt.catalog import digest_of, discover, read_manifest, verify
+from ft_ckpt.catalog import discover, read_manifest, verify
 from ft_ckpt.commit import commit, open_stage
+from ft_ckpt.digests import digest_of
 from ft_ckpt.errors import NotACheckpointError
 from ft_ckpt.manifest import MANIFEST_NAME, PartRecord
 from ft_ckpt.marks import lease, pin, unpin

@@ -1,0 +1,179 @@
+"""Every rank writes what it holds into the one final file: no gather, no second pass.
+
+Which bytes of a file are whose follows from its layout and from how each tensor is held, and every rank works it out
+alone. What is no run of bytes (converted names, slabs of tensor parallelism) comes to rank 0 as ever, in its turn.
+"""
+
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import groupby, pairwise
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ft_ckpt.blocks import BLOCK_BYTES
+from ft_ckpt.deliver import PartPlan, tensors_of
+from ft_ckpt.digests import chunks, together
+from ft_ckpt.manifest import Cut, FileRecord
+from ft_ckpt.ranks import Ranks
+from ft_ckpt.regions import Region, write_regions
+from ft_ckpt.select import Entry
+from ft_ckpt.write import FilePlan, Writer, create_file
+
+LEAST_BYTES = 32 << 20  # of a checkpoint for which it pays that all ranks open its files
+_SLICE = 4 << 20  # elements converted at a time
+
+
+@dataclass(frozen=True, eq=False)
+class Share:
+    """One file, and who writes which bytes of it."""
+
+    file: FilePlan
+    entries: tuple[Entry, ...]  # in file order
+    cuts: tuple[Cut | None, ...]  # of each entry; None: it comes to rank 0
+
+    @property
+    def kept(self) -> tuple[Cut, ...]:
+        """The cuts there are, in file order."""
+        return tuple(cut for cut in self.cuts if cut is not None)
+
+
+def shares(plans: Sequence[PartPlan], world_size: int, replicated: bool) -> list[Share]:
+    """Who writes what of every file; `replicated` when all ranks are known to have the same parameters."""
+    found = []
+    for plan in plans:
+        entries = {entry.name: entry for entry in plan.part.entries}
+        for file in plan.files:
+            ordered = tuple(entries[spec.name] for spec in file.layout.specs)
+            step = -(-file.layout.size_bytes // world_size)
+            step += -step % BLOCK_BYTES  # so that no disk block has two writers
+            cuts = [
+                _cut(entry, start, spec.size_bytes, step if replicated else None)
+                for entry, spec, start in zip(ordered, file.layout.specs, file.layout.starts, strict=True)
+            ]
+            found.append(Share(file, ordered, tuple(cuts)))
+    return found
+
+
+def pays(found: Sequence[Share]) -> bool:
+    """Whether other ranks than 0 have anything to write that is worth it."""
+    cut = sum(cut.stop - cut.start for share in found for cut in share.kept)
+    return cut >= LEAST_BYTES
+
+
+def create(share: Share, folder: Path) -> None:
+    """Make the file at its full size, for all ranks to write into. Raises NoSpaceError when there is no room."""
+    path = folder / share.file.path
+    path.parent.mkdir(parents=True, exist_ok=True)
+    os.close(create_file(path, share.file.layout.size_bytes, direct=False))
+    os.truncate(path, share.file.layout.size_bytes)
+
+
+def record(share: Share, digests: Sequence[str]) -> FileRecord:
+    """The record of the file from its ranks' digests."""
+    return FileRecord(share.file.path, share.file.layout.size_bytes, together(digests), share.kept, len(digests))
+
+
+def write(share: Share, folder: Path, ranks: Ranks, writer: Writer, bucket_bytes: int) -> str:
+    """Write this rank's bytes of one file, which is there; their digest. Collective where tensors come to rank 0."""
+    return write_regions(folder / share.file.path, _regions(share, ranks, bucket_bytes), writer)
+
+
+def _cut(entry: Entry, start: int, size_bytes: int, step: int | None) -> Cut | None:
+    """The cut of one tensor at `start`; `step` is the file's share of each rank where all have the same."""
+    source = entry.source
+    if source is None or source.holding.whole is not None or not size_bytes:
+        return None
+    if not source.holding.moves:
+        if step is None or not isinstance(source.live, nn.Parameter):
+            return None  # buffers may differ between ranks: rank 0's count
+        return Cut(start, start + size_bytes, step, step - start % step, start // step)
+    runs = _runs(source.holding)
+    if runs is None:
+        return None
+    item = entry.dtype.itemsize
+    lengths = [high - low for _, low, high in runs]
+    chunk = max(lengths[1:-1] or lengths)
+    even = all(length == chunk for length in lengths[1:-1]) and lengths[-1] <= chunk and lengths[0] <= chunk
+    in_order = all(one[0] + 1 == two[0] and one[2] == two[1] for one, two in pairwise(runs))
+    if not (even and in_order and runs[0][1] == 0 and runs[-1][2] * item == size_bytes):
+        return None
+    return Cut(start, start + size_bytes, chunk * item, lengths[0] * item, runs[0][0])
+
+
+def _runs(holding: Any) -> list[tuple[int, int, int]] | None:
+    """(rank, first, last) flat elements of each owner in rank order; None when a block is no single run."""
+    runs = []
+    row = 1
+    for size in holding.view[1:]:
+        row *= size
+    for rank in sorted(holding.owners):
+        block = holding.block(rank)
+        if block is None or not block.sizes:
+            continue
+        if block.sizes[1:] != holding.view[1:]:
+            return None
+        first = block.offsets[0] * row
+        runs.append((rank, first, first + block.sizes[0] * row))
+    return runs or None
+
+
+def _regions(share: Share, ranks: Ranks, bucket_bytes: int) -> Iterator[Region]:
+    """This rank's bytes of the file, in order."""
+    places = list(zip(share.entries, share.cuts, share.file.layout.specs, share.file.layout.starts, strict=True))
+    at = 0  # up to here, what no tensor covers is written
+    for is_gathered, group in groupby(places, key=lambda place: place[1] is None):
+        places_here = list(group)
+        if is_gathered:
+            starts = {spec.name: start for _, _, spec, start in places_here}
+            tensors = tensors_of([entry for entry, _, spec, _ in places_here if spec.size_bytes], ranks, bucket_bytes)
+            for entry, data in tensors:
+                yield from _fixed(share.file, at, starts[entry.name])
+                at = starts[entry.name]
+                for part in _converted(data, entry.dtype):
+                    yield Region(at, part.data_ptr(), part.nbytes, part)
+                    at += part.nbytes
+                starts[entry.name] = at  # its next elements go on from here
+            continue
+        for entry, cut, spec, start in places_here:
+            if ranks.leads:
+                yield from _fixed(share.file, at, start)
+            at = start + spec.size_bytes
+            if cut is not None:
+                yield from _own(entry, cut, ranks.rank)
+    if ranks.leads:
+        yield from _fixed(share.file, at, share.file.layout.size_bytes)
+
+
+def _fixed(file: FilePlan, start: int, stop: int) -> Iterator[Region]:
+    """Header and gaps: bytes of the file that are no tensor's."""
+    if start < stop:
+        data = bytearray(file.layout.header[start:stop].ljust(stop - start, b"\0"))
+        held = torch.frombuffer(data, dtype=torch.uint8)
+        yield Region(start, held.data_ptr(), stop - start, held)
+
+
+def _own(entry: Entry, cut: Cut, rank: int) -> Iterator[Region]:
+    """This rank's chunks of one tensor."""
+    source = entry.source
+    if source is None or source.holding.local is None:
+        return
+    item, local = entry.dtype.itemsize, source.holding.local.reshape(-1)
+    for start, stop, owner in chunks(cut):
+        if owner != rank:
+            continue
+        first = (start - cut.start) // item if not source.holding.moves else 0
+        at = start
+        for part in _converted(local[first : first + (stop - start) // item], entry.dtype):
+            yield Region(at, part.data_ptr(), part.nbytes, part)
+            at += part.nbytes
+
+
+def _converted(data: Tensor, dtype: torch.dtype) -> Iterator[Tensor]:
+    """Flat `data` on the host in `dtype`: as it is, or in slices."""
+    step = max(1, data.numel() if data.dtype == dtype and data.device.type == "cpu" else _SLICE)
+    for low in range(0, data.numel(), step):
+        yield data[low : low + step].to(device="cpu", dtype=dtype).contiguous()

@@ -1,0 +1,137 @@
+"""Everything of a save that comes before the first tensor moves: choose, lay out, check, and fill the stage."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+
+from ft_ckpt import commit, companions, engines, room
+from ft_ckpt.catalog import is_inside
+from ft_ckpt.config import SaverConfig
+from ft_ckpt.deliver import PartPlan, plan
+from ft_ckpt.errors import ConfigError
+from ft_ckpt.modules import write_module
+from ft_ckpt.parts import Attribute, parts_of
+from ft_ckpt.ranks import Ranks
+from ft_ckpt.records import base_record
+from ft_ckpt.select import main_dtype
+from ft_ckpt.training import DOCUMENT_NAME, State, state_part
+
+_COMPANION_BYTES = 16 << 20  # room for config and tokenizer files in the look at free space
+
+
+@dataclass(frozen=True, eq=False)
+class Request:
+    """One call of `save`, its defaults filled in."""
+
+    model: nn.Module
+    target: Path
+    adapter_only: bool
+    attribute: Attribute
+    dtype: str
+    chat_template_name: str | None
+    tokenizer: Any
+    format: str
+    max_shard_bytes: int
+    state_dict: Mapping[str, Tensor] | None
+    state_dict_given: bool
+    step: int | None
+    metrics: Mapping[str, float]
+    state: State | None = None  # of the run, to be resumed from the checkpoint
+    found: Mapping[str, engines.Source] | None = None  # the sources the state was captured from
+    run_id: str | None = None
+    protect: tuple[Path, ...] = ()  # checkpoints not to be deleted for want of room
+    extra_files: Mapping[str, str | bytes] = field(default_factory=dict)  # the caller's own, by path in the checkpoint
+
+
+@dataclass(frozen=True, eq=False)
+class Prepared:
+    """Everything known before the first tensor moves."""
+
+    plans: tuple[PartPlan, ...]
+    engine: str
+    ties_to_check: tuple[tuple[engines.Source, engines.Source], ...]
+    stage: Path | None  # on rank 0
+    samples: dict[str, dict[str, dict[str, float]]] = field(default_factory=dict)  # part name -> fingerprint
+
+
+def prepare(request: Request, ranks: Ranks, config: SaverConfig, tries: int) -> Prepared:
+    """Choose, lay out and check; on rank 0 also fill the stage with everything but weights."""
+    found = dict(request.found or engines.sources(request.model))
+    if request.state_dict_given:
+        found = engines.from_state_dict(request.state_dict, found, ranks)
+    own = {name: source for name, source in found.items() if ":" not in name}  # not of a run's further models
+    parts = parts_of(
+        request.model, own, adapter_only=request.adapter_only, attribute=request.attribute, dtype=request.dtype
+    )
+    if request.state is not None:
+        parts.append(state_part(request.state, parts, own, frozen=not request.adapter_only))
+    plans = tuple(plan(part, request.max_shard_bytes, request.format) for part in parts)
+    doubtful = tuple(pair for part in parts for pair in part.doubtful)
+    samples = {part.name: engines.sample(part.base, ranks.rank) for part in parts if part.base}
+    stage = _fill_stage(request, plans, config, tries) if ranks.leads else None
+    return Prepared(plans, engines.engine_names(found), doubtful, stage, samples)
+
+
+def _fill_stage(request: Request, plans: tuple[PartPlan, ...], config: SaverConfig, tries: int) -> Path:
+    needed = sum(one.size_bytes for one in plans) + _COMPANION_BYTES
+    room.ensure(
+        request.target,
+        needed,
+        config,
+        step=request.step,
+        run_id=request.run_id,
+        protect=request.protect,
+        tries=tries,
+    )
+    for one in plans:
+        if one.part.kind not in ("module", "state"):
+            check_companions(one.part.module, request.tokenizer, request.chat_template_name)
+    stage = commit.open_stage(request.target)
+    try:
+        for one in plans:
+            _write_companions(stage, one, request)
+        _write_extras(stage, request.extra_files)
+    except BaseException:
+        commit.discard(stage)
+        raise
+    return stage
+
+
+def check_companions(module: nn.Module, tokenizer: Any, chat_template_name: str | None) -> None:
+    """Raise CompanionError when the tokenizer or the generation settings do not fit `module`."""
+    if hasattr(module, "config") and tokenizer is not None:
+        companions.check_tokenizer(module, tokenizer)
+    if hasattr(module, "generation_config"):
+        companions.generation_config(module, tokenizer, chat_template_name)
+
+
+def _write_companions(stage: Path, one: PartPlan, request: Request) -> None:
+    part, folder = one.part, stage / one.part.path
+    folder.mkdir(parents=True, exist_ok=True)
+    if part.kind == "model":
+        generation = companions.generation_config(part.module, request.tokenizer, request.chat_template_name)
+        companions.write_model(
+            folder, part.module, dtype=main_dtype(part), tokenizer=request.tokenizer, generation=generation
+        )
+    elif part.kind == "adapter":
+        base = base_record(part, {})
+        companions.write_adapter(folder, part.module, str(part.adapter), base=base, tokenizer=request.tokenizer)
+    elif part.kind == "state" and request.state is not None:
+        (folder / DOCUMENT_NAME).write_text(json.dumps(request.state.document, separators=(",", ":")), encoding="utf-8")
+    else:
+        write_module(folder, part.module, {entry.name: entry.shape for entry in part.entries})
+    if one.index is not None:
+        (stage / one.index_path).write_text(one.index, encoding="utf-8")
+
+
+def _write_extras(stage: Path, files: Mapping[str, str | bytes]) -> None:
+    outside = [path for path in files if not is_inside(path)]
+    if outside:
+        raise ConfigError(f"extra_files: {', '.join(outside)}: expected plain paths inside the checkpoint")
+    for path, content in files.items():
+        (stage / path).parent.mkdir(parents=True, exist_ok=True)
+        (stage / path).write_bytes(content.encode() if isinstance(content, str) else content)

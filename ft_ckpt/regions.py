@@ -1,0 +1,126 @@
+"""Parts of one file, written by the rank that has their bytes: no rank waits for another, nothing is gathered.
+
+The file is there at its full size before. Whole disk blocks go past the page cache; the ends of a part share a block
+with another rank's part and go through it, where the kernel puts the two together.
+"""
+
+import ctypes
+import mmap
+import os
+from collections.abc import Iterable
+from concurrent.futures import Future, wait
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import xxhash
+
+from ft_ckpt.blocks import ALIGNMENT, BLOCK_BYTES, address_of
+from ft_ckpt.write import Writer, no_space, open_file, write_all
+
+
+@dataclass(frozen=True)
+class Region:
+    """The next bytes of this rank in a file: `address` on the host, alive until the region after it is asked for."""
+
+    start: int  # in the file, ascending
+    address: int
+    size_bytes: int
+    keeper: Any = None  # whatever owns the memory
+
+
+def write_regions(path: Path, regions: Iterable[Region], writer: Writer) -> str:
+    """Write `regions` into the existing file `path`; synced when this returns. Their digest in file order, hexadecimal.
+
+    Raises NoSpaceError when the disk is full.
+    """
+    file = _Regions(writer, path)
+    try:
+        for region in regions:
+            file.put(region)
+        return file.finish()
+    finally:
+        file.close()
+
+
+@dataclass
+class _Regions:
+    """One file that is written in places; the block being filled covers consecutive bytes of it."""
+
+    writer: Writer
+    path: Path
+    direct: int = -1
+    plain: int = -1
+    block: mmap.mmap | None = None
+    base: int = 0  # where in the file the block begins, aligned
+    low: int = 0  # the block's first and last filled byte
+    high: int = 0
+    digest: Any = field(default_factory=xxhash.xxh3_128)
+    jobs: list[Future[None]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.plain = open_file(self.path, os.O_WRONLY, direct=False)
+        self.direct = open_file(self.path, os.O_WRONLY, direct=self.writer.direct != "off")
+
+    def put(self, region: Region) -> None:
+        start, address, left = region.start, region.address, region.size_bytes
+        while left:
+            if self.block is None or start != self.base + self.high or self.high == BLOCK_BYTES:
+                self._begin(start)
+            count = min(left, BLOCK_BYTES - self.high)
+            ctypes.memmove(address_of(self._held()) + self.high, address, count)
+            self.high += count
+            start, address, left = start + count, address + count, left - count
+
+    def finish(self) -> str:
+        self._dispatch()
+        for job in self.jobs:
+            job.result()
+        os.fsync(self.direct)
+        os.fsync(self.plain)
+        return str(self.digest.hexdigest())
+
+    def close(self) -> None:
+        wait(self.jobs)
+        if self.block is not None:
+            self.writer.free.put(self.block)
+        os.close(self.direct)
+        os.close(self.plain)
+
+    def _held(self) -> mmap.mmap:
+        if self.block is None:
+            self.block = self.writer.take()
+        return self.block
+
+    def _begin(self, start: int) -> None:
+        self._dispatch()
+        self.base = start - start % ALIGNMENT
+        self.low = self.high = start - self.base
+
+    def _dispatch(self) -> None:
+        if self.block is None:
+            return
+        block, base, low, high = self.block, self.base, self.low, self.high
+        self.block = None
+        hashed = self.writer.hasher.submit(self._hash, block, low, high)
+        self.jobs = [job for job in self.jobs if not job.done() or job.result() is not None]  # raises a writer's error
+        self.jobs.append(self.writer.pool.submit(self._flush, block, base, low, high, hashed))
+
+    def _hash(self, block: mmap.mmap, low: int, high: int) -> None:
+        with memoryview(block) as view:
+            self.digest.update(view[low:high])
+
+    def _flush(self, block: mmap.mmap, base: int, low: int, high: int, hashed: Future[None]) -> None:
+        first, last = low + -low % ALIGNMENT, high - high % ALIGNMENT
+        pieces = [(self.plain, low, min(first, high)), (self.direct, first, last), (self.plain, max(last, first), high)]
+        try:
+            for descriptor, begin, end in pieces:
+                if begin < end:
+                    write_all(descriptor, block, begin, end, base + begin)
+        except OSError as error:
+            raise no_space(self.path, error) from error
+        finally:
+            with suppress(Exception):  # told by the digest's own user
+                wait([hashed])
+            self.writer.free.put(block)
