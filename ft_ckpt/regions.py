@@ -9,7 +9,6 @@ import mmap
 import os
 from collections.abc import Iterable
 from concurrent.futures import Future, wait
-from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,7 @@ from typing import Any
 import xxhash
 
 from ft_ckpt.blocks import ALIGNMENT, BLOCK_BYTES, address_of
-from ft_ckpt.write import Writer, no_space, open_file, write_all
+from ft_ckpt.write import Writer, open_file, write_all
 
 
 @dataclass(frozen=True)
@@ -117,10 +116,7 @@ class _Regions:
         try:
             for descriptor, begin, end in pieces:
                 if begin < end:
-                    write_all(descriptor, block, begin, end, base + begin)
-        except OSError as error:
-            raise no_space(self.path, error) from error
+                    write_all(self.path, descriptor, block, (begin, end), base + begin)
         finally:
-            with suppress(Exception):  # told by the digest's own user
-                wait([hashed])
+            wait([hashed])
             self.writer.free.put(block)

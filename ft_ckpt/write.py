@@ -181,9 +181,7 @@ class DurableFile:
 
     def _flush(self, block: mmap.mmap, count: int, offset: int, hashed: Future[None]) -> None:
         try:
-            write_all(self.descriptor, block, 0, count + -count % ALIGNMENT, offset)
-        except OSError as error:
-            raise no_space(self.path, error) from error
+            write_all(self.path, self.descriptor, block, (0, count + -count % ALIGNMENT), offset)
         finally:
             wait([hashed])  # both are done with the block before it is filled again
             self.writer.free.put(block)
@@ -251,11 +249,11 @@ def create_file(path: Path, size_bytes: int, direct: bool) -> int:
     try:
         descriptor = open_file(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, direct)
     except OSError as error:
-        raise no_space(path, error) from error
+        raise _no_space(path, error) from error
     refusal = _allocate(descriptor, size_bytes)
     if refusal in _FULL:
         os.close(descriptor)
-        raise no_space(path, OSError(refusal, os.strerror(refusal)))
+        raise _no_space(path, OSError(refusal, os.strerror(refusal)))
     return descriptor
 
 
@@ -280,15 +278,19 @@ def _allocate(descriptor: int, size_bytes: int) -> int:
     return ctypes.get_errno() if failed else 0
 
 
-def write_all(descriptor: int, block: mmap.mmap, start: int, stop: int, offset: int) -> None:
-    """Write bytes [start, stop) of `block` at `offset` of a file; on through the page cache where it must be."""
+def write_all(path: Path, descriptor: int, block: mmap.mmap, part: tuple[int, int], offset: int) -> None:
+    """Write bytes [first, last) of `block` at `offset` of the file; on through the page cache where it must be.
+
+    Raises NoSpaceError when the disk is full.
+    """
+    start, stop = part
     with memoryview(block) as view:
         while start < stop:
             try:
                 done = os.pwrite(descriptor, view[start:stop], offset)
             except OSError as error:
                 if error.errno != errno.EINVAL or not _leave_direct(descriptor):
-                    raise
+                    raise _no_space(path, error) from error
                 continue
             start, offset = start + done, offset + done
 
@@ -303,8 +305,7 @@ def _leave_direct(descriptor: int) -> bool:
     return True
 
 
-def no_space(path: Path, error: OSError) -> OSError:
-    """NoSpaceError where the disk is full, any other `error` as it is."""
+def _no_space(path: Path, error: OSError) -> OSError:
     if error.errno not in _FULL:
         return error
     return NoSpaceError(

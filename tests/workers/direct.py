@@ -85,12 +85,12 @@ def full_disk(folder: Path) -> None:
     live = live_model("fsdp2", "qwen3")
     real = regions.write_all
 
-    def write(descriptor: int, *rest: Any) -> None:
+    def full(path: Path, *rest: Any) -> None:
         if harness.RANK == 1:
-            raise OSError(28, "No space left on device")
-        real(descriptor, *rest)
+            raise NoSpaceError(f"{path}: no space")
+        real(path, *rest)
 
-    regions.write_all = write
+    regions.write_all = full
     try:
         saver = CheckpointSaver(live.accelerator, folder, each_rank_writes="on", **SHORT)
         with pytest.raises(NoSpaceError if harness.RANK else CheckpointError):
