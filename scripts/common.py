@@ -2,7 +2,7 @@
 
 import json
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -105,12 +105,6 @@ def check_enough(rows: torch.Tensor, needed: int) -> None:
             f"the text makes {len(rows)} rows of {rows.shape[1]} tokens, {needed} are needed: give more text with "
             "--dataset, or shorter rows or smaller batches"
         )
-
-
-def endless(loader: Iterable[Any]) -> Iterator[Any]:
-    """The batches of a loader, epoch after epoch."""
-    while True:
-        yield from loader
 
 
 def tiny_olmo(tokenizer: Any) -> Olmo2ForCausalLM:

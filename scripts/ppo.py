@@ -13,19 +13,18 @@ import copy
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate.utils import set_seed
-from common import check_enough, endless, get_tokenizer, make_accelerator, pack, print_saves, read_documents, tiny_olmo
+from common import check_enough, get_tokenizer, make_accelerator, pack, print_saves, read_documents, tiny_olmo
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812  the name everyone reads without thinking
 from torch.utils.data import DataLoader
 from transformers import AutoModelForCausalLM
 
-from ft_ckpt import CheckpointSaver
+from ft_ckpt import CheckpointSaver, Every, Keep
 
 
 class ActorCritic(nn.Module):
@@ -77,18 +76,24 @@ def main() -> None:
     model, optimizer, prompts = accelerator.prepare(model, optimizer, prompts)
     set_seed(args.seed, device_specific=True)  # and draws other tokens
 
-    for iteration, batch in enumerate(islice(endless(prompts), args.iterations), start=1):
-        rollout = sample(model, reference, batch, target, args)
-        score = accelerator.reduce(rollout.scores.mean(), "mean").item()
-        if accelerator.is_main_process:
-            print(f"iteration {iteration}/{args.iterations} mean reward {score:.3f}", flush=True)
-        for loss in losses(model, rollout, args):
-            accelerator.backward(loss)
-            accelerator.clip_grad_norm_(model.parameters(), 1.0)
-            optimizer.step()
-            optimizer.zero_grad()
-
-    with CheckpointSaver(accelerator, tokenizer=tokenizer) as saver:
+    schedule = {"every": Every(steps=args.save_every or None), "keep": Keep(last=2)}
+    with CheckpointSaver(accelerator, args.output_dir, tokenizer=tokenizer, **schedule) as saver:
+        saver.resume()  # started again with the same --output-dir, it goes on where it was
+        while saver.progress.step < args.iterations:
+            for batch in saver.remaining(prompts):
+                rollout = sample(model, reference, batch, target, args)
+                score = accelerator.reduce(rollout.scores.mean(), "mean").item()
+                if accelerator.is_main_process:
+                    iteration = saver.progress.step + 1
+                    print(f"iteration {iteration}/{args.iterations} mean reward {score:.3f}", flush=True)
+                for loss in losses(model, rollout, args):
+                    accelerator.backward(loss)
+                    accelerator.clip_grad_norm_(model.parameters(), 1.0)
+                    optimizer.step()
+                    optimizer.zero_grad()
+                saver.step({"reward": score})
+                if saver.progress.step == args.iterations:
+                    break
         both = saver.save(model, args.output_dir / "both", attribute=["policy", "value_head"], step=args.iterations)
         alone = saver.save(model, args.output_dir / "policy", attribute="policy", step=args.iterations)
     if accelerator.is_main_process:
@@ -183,6 +188,7 @@ def parse_arguments() -> argparse.Namespace:
     add("--dataset", type=Path, help="text or JSONL file that prompts are cut from; default: Python's sources")
     add("--target", default=" [a-z]+", help="regular expression a rewarded token matches (default %(default)r)")
     add("--iterations", type=int, default=20, help="rounds of sampling and learning (default %(default)s)")
+    add("--save-every", type=int, default=0, help="iterations between checkpoints, 0 for signals and the end alone")
     add("--batch-size", type=int, default=32, help="prompts per process and iteration (default %(default)s)")
     add("--prompt-length", type=int, default=8, help="tokens (default %(default)s)")
     add("--new-tokens", type=int, default=16, help="sampled after each prompt (default %(default)s)")

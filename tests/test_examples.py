@@ -123,6 +123,13 @@ def test_ppo_earns_more(ppo):
     assert sum(rewards[-2:]) / 2 > sum(rewards[:2]) / 2 + 0.05
 
 
+def test_ppo_goes_on_where_it_was(ppo, text, tmp_path):
+    options = ("--output-dir", tmp_path, "--dataset", text, "--new-tokens", "8", "--epochs", "4", "--save-every", "2")
+    launched("ppo.py", *options, "--iterations", "2")
+    rest = numbers("mean reward", launched("ppo.py", *options, "--iterations", "6"))
+    assert rest == numbers("mean reward", ppo[1])[2:]
+
+
 def test_ppo_saves_both_parts_and_the_policy_alone(ppo):
     folder, _ = ppo
     parts = ft_ckpt.load_model(folder / "both")
