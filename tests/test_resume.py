@@ -6,6 +6,7 @@ import shutil
 import warnings
 from itertools import chain
 
+import models
 import pytest
 import torch
 from torch import nn
@@ -252,6 +253,38 @@ def test_load_model_reads_the_weights_beside_the_state(tmp_path):
     path = CheckpointSaver(run.accelerator, tmp_path).save_state().path
     model = ft_ckpt.load_model(path)
     assert torch.equal(model[0].weight, run.model[0].weight)
+
+
+def test_a_lora_run_is_its_adapter_and_its_optimizer(tmp_path):
+    """Pain 4: every checkpoint of a LoRA run holds the frozen base."""
+    model = models.build("lora_wide")
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad])
+    model(**models.batch(seed=0)).loss.backward()
+    optimizer.step()
+    report = CheckpointSaver(None, tmp_path).save_state(model, optimizer=optimizer)
+    adapter = sum(p.nbytes for p in model.parameters() if p.requires_grad)
+    assert report.kind == "adapter"
+    assert report.bytes <= 3 * adapter + 256_000
+    base = sum(p.nbytes for p in model.parameters()) - adapter
+    assert base > 6_000_000
+    fresh = models.build("lora_wide", seed=0)
+    with torch.no_grad():
+        for parameter in (p for p in fresh.parameters() if p.requires_grad):
+            parameter.zero_()
+    again = torch.optim.AdamW([p for p in fresh.parameters() if p.requires_grad])
+    CheckpointSaver(None, tmp_path).resume("must", model=fresh, optimizer=again)
+    for one, other in zip(model.parameters(), fresh.parameters(), strict=True):
+        assert torch.equal(one, other)
+
+
+def test_a_gradient_scaler(tmp_path):
+    """Pain 36: the scale of mixed precision begins anew."""
+    model = network()
+    scaler, again = (torch.amp.GradScaler("cpu", init_scale=scale) for scale in (512.0, 4.0))
+    scaler.scale(torch.ones(1))  # it has a scale once it was used
+    CheckpointSaver(None, tmp_path).save_state(model, scaler=scaler)
+    CheckpointSaver(None, tmp_path).resume("must", model=model, scaler=again)
+    assert again.get_scale() == 512.0
 
 
 STATE_FILES = ["state/training.json", "state/training.safetensors", "model.safetensors", "module.json", "ft_ckpt.json"]
