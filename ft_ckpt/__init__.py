@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from ft_ckpt.config import SaverConfig
     from ft_ckpt.converting import convert
     from ft_ckpt.objects import load, save
+    from ft_ckpt.pending import PendingSave
     from ft_ckpt.read import LoadReport, load_model
     from ft_ckpt.resume import RestoreReport
     from ft_ckpt.retain import Keep
@@ -27,6 +28,7 @@ __all__ = [
     "Every",
     "Keep",
     "LoadReport",
+    "PendingSave",
     "Progress",
     "RestoreReport",
     "SaveReport",
@@ -46,6 +48,7 @@ _HOME = {
     "Every": "ft_ckpt.schedule",
     "Keep": "ft_ckpt.retain",
     "LoadReport": "ft_ckpt.read",
+    "PendingSave": "ft_ckpt.pending",
     "Progress": "ft_ckpt.saver",
     "RestoreReport": "ft_ckpt.resume",
     "SaveReport": "ft_ckpt.saver",

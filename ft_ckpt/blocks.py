@@ -102,13 +102,39 @@ def read_ahead(
             free.append(block)
 
 
+def read_into(
+    memory: memoryview, file: Held, size_bytes: int, threads: int = 4, direct: str = "auto", step: int = BLOCK_BYTES
+) -> None:
+    """Read the first `size_bytes` of a file into `memory`: aligned, and as long as they are, rounded up to ALIGNMENT.
+
+    `direct` and the errors are those of `read_ahead`.
+    """
+    with ExitStack() as stack:
+        door = None if direct == "off" else _door(file, stack)
+        pool = stack.enter_context(ThreadPoolExecutor(threads, "ft_ckpt-read"))
+        reads = []
+        for start in range(0, size_bytes, step):
+            job = _Job(file, start, min(start + step, size_bytes))
+            past = door if direct == "on" or _is_worth(job) else None
+            reads.append(pool.submit(_read, job, memory[start : start + step], past))
+        stack.callback(lambda: [read.cancel() for read in reads])  # the first error is enough
+        for read in reads:
+            read.result()
+
+
 def cached(descriptor: int, start: int, size_bytes: int) -> bool:
     """True when all of these bytes of a file are in the page cache; False too where the system cannot tell."""
     page = mmap.PAGESIZE
+    found = cached_bytes(descriptor, start, size_bytes)
+    return found is not None and found // page >= (start + size_bytes - 1) // page - start // page + 1
+
+
+def cached_bytes(descriptor: int, start: int, size_bytes: int) -> int | None:
+    """How much of these bytes of a file is in the page cache, in whole pages; None where the system cannot tell."""
     asked, found = (ctypes.c_uint64 * 2)(start, size_bytes), (ctypes.c_uint64 * 5)()
     if _libc.syscall(_CACHESTAT, descriptor, asked, found, 0):
-        return False
-    return bool(found[0] >= (start + size_bytes - 1) // page - start // page + 1)
+        return None
+    return int(found[0]) * mmap.PAGESIZE
 
 
 def new_block(size_bytes: int = BLOCK_BYTES) -> mmap.mmap:
@@ -155,7 +181,7 @@ def _door(file: Held, stack: ExitStack) -> int | None:
     return None
 
 
-def _read(job: _Job, block: mmap.mmap, door: int | None) -> None:
+def _read(job: _Job, block: mmap.mmap | memoryview, door: int | None) -> None:
     wanted, done = job.end - job.start, 0
     with memoryview(block) as view:
         while done < wanted:

@@ -43,6 +43,12 @@ class SaverConfig:
     """Unbuffered writes (O_DIRECT): "auto" where the file system takes them, "on" or "off"."""
     each_rank_writes: str = "auto"
     """Several ranks on one file system write what they hold: "auto" where it pays, "on", or "off" (rank 0 alone)."""
+    reuse_frozen: str = "auto"
+    """Frozen tensors in files of their own that later checkpoints link to: "auto" where it pays, "on", or "off"."""
+    background: bool = False
+    """`save` and `save_state` return at once; the checkpoint is written while training goes on."""
+    snapshot_bytes: int | str | None = None
+    """Largest host copy of a save in the background, on each rank, in bytes or as "5GB"; larger saves are not."""
     every: Every | None = None
     """When `step` saves a checkpoint to resume from; None: only when it is told to."""
     keep: Keep | None = None
@@ -53,6 +59,8 @@ class SaverConfig:
     """A disk without room for a checkpoint: "raise"; "prune" as `keep` says first; "wait" until there is room."""
     on_difference: str = "warn"
     """A run resumed with other settings than it was saved with: "warn", "raise" or "ignore"."""
+    fan_out: str = "auto"
+    """Who reads a checkpoint: each rank its part ("auto", "read"), or ("broadcast") rank 0 what all hold alike."""
     verify_resume: bool = True
     """Compare the digests of all files of a checkpoint before a run is resumed from it."""
 
@@ -93,11 +101,15 @@ def _dtype_rule(config: SaverConfig) -> list[str]:
 
 
 def _size_rule(config: SaverConfig) -> list[str]:
-    try:
-        size = parse_size(config.max_shard_size)
-    except ConfigError as error:
-        return [f"max_shard_size: {error}"]
-    return [] if size > 0 else [f"max_shard_size={config.max_shard_size!r}: must be larger than 0"]
+    problems = []
+    for name in ("max_shard_size", "snapshot_bytes"):
+        value = getattr(config, name)
+        try:
+            if value is not None and parse_size(value) <= 0:
+                problems.append(f"{name}={value!r}: must be larger than 0")
+        except ConfigError as error:
+            problems.append(f"{name}: {error}")
+    return problems
 
 
 def _choice_rule(config: SaverConfig) -> list[str]:
@@ -106,6 +118,8 @@ def _choice_rule(config: SaverConfig) -> list[str]:
         "nonfinite": ("save", "raise"),
         "direct_io": ("auto", "on", "off"),
         "each_rank_writes": ("auto", "on", "off"),
+        "reuse_frozen": ("auto", "on", "off"),
+        "fan_out": ("auto", "read", "broadcast"),
         "on_failure": ("raise", "warn"),
         "when_full": ("raise", "prune", "wait"),
         "on_difference": ("warn", "raise", "ignore"),

@@ -5,7 +5,7 @@ The plan is the same on every rank, for all take part in bringing the tensors; t
 
 import json
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -43,6 +43,7 @@ class PartPlan:
     files: tuple[FilePlan, ...]
     index_path: str
     index: str | None
+    apart: frozenset[str] = frozenset()  # stored names that share no file with others
 
     @property
     def size_bytes(self) -> int:
@@ -50,8 +51,12 @@ class PartPlan:
         return sum(file.layout.size_bytes for file in self.files)
 
 
-def plan(part: Part, max_shard_bytes: int, format_name: str = "safetensors") -> PartPlan:
+def plan(
+    part: Part, max_shard_bytes: int, format_name: str = "safetensors", apart: frozenset[str] = frozenset()
+) -> PartPlan:
     """Files for `part`, split as transformers splits them: in the model's order, none above `max_shard_bytes`.
+
+    The tensors named in `apart` share no file with the others.
 
     Raises SelectionError naming tensors of a dtype that the format cannot keep.
     """
@@ -60,23 +65,40 @@ def plan(part: Part, max_shard_bytes: int, format_name: str = "safetensors") -> 
     unsplit = _layout(list(specs.values()), format_name, part)
     folder = f"{part.path}/" if part.path else ""
     index_path = f"{folder}{part.file}{suffix}.index.json"
-    if unsplit.size_bytes <= max_shard_bytes or part.kind == "adapter":  # PEFT reads one file only
-        return PartPlan(part, format_name, (FilePlan(f"{folder}{part.file}{suffix}", unsplit),), index_path, None)
-    split = split_state_dict_into_shards_factory(
-        specs,
-        get_storage_size=lambda spec: spec.size_bytes,
-        filename_pattern=f"{part.file}{{suffix}}{suffix}",
-        max_shard_size=max_shard_bytes,
-    )
+    fits = unsplit.size_bytes <= max_shard_bytes and apart in (frozenset(), frozenset(specs))
+    if fits or part.kind == "adapter":  # PEFT reads one file only
+        file = FilePlan(f"{folder}{part.file}{suffix}", unsplit)
+        return PartPlan(part, format_name, (file,), index_path, None, apart)
+    shards = _shards(specs, max_shard_bytes, apart)
+    names = [f"{part.file}-{number:05d}-of-{len(shards):05d}{suffix}" for number in range(1, len(shards) + 1)]
+    names = names if len(shards) > 1 else [f"{part.file}{suffix}"]
     files = tuple(
         FilePlan(folder + name, _layout([specs[tensor] for tensor in tensors], format_name, part))
-        for name, tensors in split.filename_to_tensors.items()
+        for name, tensors in zip(names, shards, strict=True)
     )
-    if not split.is_sharded:
-        return PartPlan(part, format_name, files, index_path, None)
-    total = {"total_parameters": _parameters(part), **split.metadata}
-    index = json.dumps({"metadata": total, "weight_map": split.tensor_to_filename}, indent=2, sort_keys=True) + "\n"
-    return PartPlan(part, format_name, files, index_path, index)
+    if len(shards) == 1:
+        return PartPlan(part, format_name, files, index_path, None, apart)
+    total = {"total_parameters": _parameters(part), "total_size": sum(spec.size_bytes for spec in specs.values())}
+    places = {tensor: name for name, tensors in zip(names, shards, strict=True) for tensor in tensors}
+    index = json.dumps({"metadata": total, "weight_map": places}, indent=2, sort_keys=True) + "\n"
+    return PartPlan(part, format_name, files, index_path, index, apart)
+
+
+def _shards(specs: Mapping[str, Spec], max_shard_bytes: int, apart: frozenset[str]) -> list[list[str]]:
+    """Which tensors go into which file, as transformers would; those in `apart` first, among themselves."""
+    first = {name: spec for name, spec in specs.items() if name in apart}
+    rest = {name: spec for name, spec in specs.items() if name not in apart}
+    splits = [
+        split_state_dict_into_shards_factory(
+            some,
+            get_storage_size=lambda spec: spec.size_bytes,
+            filename_pattern="{suffix}",
+            max_shard_size=max_shard_bytes,
+        )
+        for some in (first, rest)
+        if some
+    ]
+    return [tensors for split in splits for tensors in split.filename_to_tensors.values()]
 
 
 def second_names(part_plan: PartPlan, written: Sequence[FileRecord], stage: Path) -> list[FileRecord]:

@@ -112,7 +112,10 @@ def _runs(holding: Any) -> list[tuple[int, int, int]] | None:
         row *= size
     for rank in sorted(holding.owners):
         block = holding.block(rank)
-        if block is None or not block.sizes:
+        if block is None:
+            continue
+        if not block.sizes:  # one number
+            runs.append((rank, 0, 1))
             continue
         if block.sizes[1:] != holding.view[1:]:
             return None

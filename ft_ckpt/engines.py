@@ -71,7 +71,7 @@ def sources(model: nn.Module, allow_meta: bool = False) -> dict[str, Source]:
     _to_sharded(root)
     flat = flat_holdings(model)
     found: dict[str, Source] = {}
-    for path, module in root.named_modules(remove_duplicate=False):
+    for path, module in walk(root):
         for key, tensor in _own_tensors(module, flat):
             raw = f"{path}.{key}" if path else key
             name = clean_name(raw)
@@ -85,14 +85,26 @@ def sources(model: nn.Module, allow_meta: bool = False) -> dict[str, Source]:
     return found
 
 
+def walk(root: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """As `root.named_modules(remove_duplicate=False)`, in a tenth of its time: it is in the way of training."""
+    waiting = [("", root)]
+    while waiting:
+        path, module = waiting.pop()
+        yield path, module
+        below = [
+            (f"{path}.{name}" if path else name, child) for name, child in module._modules.items() if child is not None
+        ]
+        waiting.extend(reversed(below))
+
+
 def clean_name(raw: str) -> str:
     """The canonical name: `raw` without the parts that wrappers put in."""
     return ".".join(part for part in raw.split(".") if part not in WRAPPER_PARTS)
 
 
 def is_replicated(model: nn.Module) -> bool:
-    """Whether all ranks are known to hold the same parameters, whole: under DDP, which keeps them so."""
-    if type(model).__name__ == "DistributedDataParallel":
+    """Whether parameters that are not cut are the same on all ranks: under DDP and DeepSpeed, which keep them so."""
+    if type(model).__name__ == "DistributedDataParallel" or _is_deepspeed(model):
         return True
     inner = _inner(model)
     return inner is not None and is_replicated(inner)
@@ -171,13 +183,15 @@ def _inner(model: nn.Module) -> nn.Module | None:
     if isinstance(model, torch._dynamo.OptimizedModule):
         return model._orig_mod
     kind = type(model).__name__
-    if kind in {"DistributedDataParallel", "DataParallel", "FullyShardedDataParallel"} or (
-        kind.endswith("Engine") and "deepspeed" in type(model).__module__
-    ):
+    if kind in {"DistributedDataParallel", "DataParallel", "FullyShardedDataParallel"} or _is_deepspeed(model):
         return cast("nn.Module", model.module)
     if "_checkpoint_wrapped_module" in model._modules:
         return model._modules["_checkpoint_wrapped_module"]
     return None
+
+
+def _is_deepspeed(model: nn.Module) -> bool:
+    return type(model).__name__.endswith("Engine") and "deepspeed" in type(model).__module__
 
 
 def _to_sharded(root: nn.Module) -> None:

@@ -1,27 +1,76 @@
-"""The way back for one tensor: each rank reads from a file the block it holds, and nothing else.
+"""The way back: each rank reads from files the blocks it holds, and nothing else.
 
-The map is the one `gather` goes by, read backwards, so a file written on any number of ranks fills any other.
+The map is the one `gather` goes by, read backwards, so a file written on any number of ranks fills any other. Many
+tensors are filled in the order of their bytes, read ahead by threads, past the page cache where that pays.
 """
 
+import ctypes
 import math
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from itertools import product
+from typing import Protocol
 
+import torch
 from torch import Tensor
 
+from ft_ckpt.blocks import Run, read_ahead
 from ft_ckpt.engines import Source
-from ft_ckpt.errors import LoadError
+from ft_ckpt.errors import LoadError, listing
 from ft_ckpt.formats import TensorFile
 from ft_ckpt.holdings import Block
+from ft_ckpt.tree import PLAIN
 from ft_ckpt.values import dtype_name
 
+THREADS = 4
 _SLICE_BYTES = 64 << 20  # read at a time, so that a large block needs little memory beside itself
+_STAGE_BYTES = 16 << 20  # rows that are put together before their columns are taken out
+_LEAST_RUN_BYTES = 64 << 10  # shorter ones of a block cut in several dimensions are read with what lies between them
+
+Wanted = tuple[Source, TensorFile, str]  # what to fill, from which file, the tensor's name there
+
+
+class Landing(Protocol):
+    """Takes the bytes of a run, in order and in pieces of any size."""
+
+    def put(self, data: Tensor) -> None:
+        """The next bytes, one dimension of uint8, which may be overwritten after this."""
+        ...
+
+
+def fill_all(wanted: Iterable[Wanted], threads: int = THREADS, direct: str = "auto") -> int:
+    """Overwrite what this rank holds of each source with its block of the stored tensor; bytes read.
+
+    Beside the tensors it needs `threads` + 2 blocks of memory. `direct`: as in `blocks.read_ahead`. Raises LoadError
+    naming everything that is missing or of another shape or dtype, before anything is read; CorruptError when a file
+    is too short or has changed.
+    """
+    asked = list(wanted)
+    check_all(asked)
+    landings: dict[Run, Landing] = {}
+    total = 0
+    for source, file, name in asked:
+        found = _landings(source, file, name)
+        if found is None:
+            total += fill(source, file, name)
+        else:
+            landings.update(found)
+    return total + land(landings, threads, direct)
+
+
+def land(landings: Mapping[Run, Landing], threads: int = THREADS, direct: str = "auto") -> int:
+    """Read all runs in the order of their bytes, and put each where it belongs; bytes of the runs."""
+    order = {id(file): place for place, file in enumerate(run.file for run in landings)}
+    runs = sorted(landings, key=lambda run: (order[id(run.file)], run.start))
+    for part in read_ahead(runs, threads, direct):
+        landings[part.run].put(bytes_at(part.address, part.size_bytes))
+    return sum(run.size_bytes for run in runs)
 
 
 def fill(source: Source, file: TensorFile, name: str) -> int:
-    """Overwrite what this rank holds of `source` with its block of the tensor `name` in `file`; bytes read.
-
-    Raises LoadError when the file has no such tensor, or one of another shape or dtype.
-    """
-    check(source, file, name)
+    """As `fill_all`, for one tensor and at once, through whatever the file's format needs."""
+    check_all([(source, file, name)])
     holding = source.holding
     if holding.local is None or holding.mine is None or not holding.local.numel():
         return 0
@@ -33,16 +82,140 @@ def fill(source: Source, file: TensorFile, name: str) -> int:
     )
 
 
-def check(source: Source, file: TensorFile, name: str) -> None:
-    """Raise LoadError unless `file` holds `name` with the shape and dtype of `source`."""
+def read_onto(file: TensorFile, device: torch.device, threads: int = THREADS) -> dict[str, Tensor]:
+    """All tensors of `file` by name in new memory of `device`, read straight into it a block at a time."""
+    tensors, landings = {}, dict[Run, Landing]()
+    for name, spec in file.specs.items():
+        run = whole_run(file, name)
+        if run is None:
+            tensors[name] = file.read(name).view(spec.shape).to(device)
+            continue
+        tensors[name] = torch.empty(spec.shape, dtype=getattr(torch, spec.dtype), device=device)
+        if run.size_bytes:
+            landings[run] = Straight(tensors[name])
+    land(landings, threads)
+    return tensors
+
+
+def check_all(wanted: Iterable[Wanted]) -> None:
+    """Raise LoadError naming each stored tensor that is missing, or of another shape or dtype than its source."""
+    problems = [problem for one in wanted if (problem := _problem(*one))]
+    if problems:
+        raise LoadError(listing(problems))
+
+
+def whole_run(file: TensorFile, name: str) -> Run | None:
+    """Where the bytes of the tensor lie; None when it has to be read through its format."""
+    ask = getattr(file, "runs", None)
+    runs = None if ask is None or getattr(file, "verify", False) else ask(name)
+    return runs[0] if runs is not None and len(runs) == 1 else None
+
+
+def bytes_at(address: int, size_bytes: int) -> Tensor:
+    """Memory seen as a tensor; it does not keep the memory."""
+    return torch.frombuffer((ctypes.c_char * size_bytes).from_address(address), dtype=torch.uint8)
+
+
+def readers_here() -> int:
+    """How many processes of this launch are on this machine, and may read the same files as this one."""
+    count = os.environ.get("LOCAL_WORLD_SIZE", "1")
+    return int(count) if count.isdigit() else 1
+
+
+@dataclass(eq=False)
+class Straight:
+    """Where the next bytes go: consecutive memory of the tensor itself, from byte `at`."""
+
+    local: Tensor  # contiguous
+    at: int = 0
+
+    def put(self, data: Tensor) -> None:
+        """Copy the next bytes into their place."""
+        end = self.at + data.numel()
+        if self.local.device.type == "cpu" and data.device.type == "cpu":
+            _move(self.local, self.at, data)
+        else:
+            flat = self.local.as_strided((self.local.numel(),), (1,))  # one element may have any stride
+            flat.view(torch.uint8)[self.at : end].copy_(data)
+        self.at = end
+
+
+@dataclass(eq=False)
+class _Rows:
+    """Rows of a block that is cut in further dimensions, or has gaps in memory: put together, then cut out."""
+
+    local: Tensor
+    mine: Block
+    view: tuple[int, ...]
+    dtype: torch.dtype
+    low: int = 0  # rows that are done, of the block's
+    filled: int = 0  # bytes of the stage
+    stage: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.uint8))
+
+    def put(self, data: Tensor) -> None:
+        """Collect the next bytes; whole stages go into the tensor."""
+        row_bytes = math.prod(self.view[1:]) * self.dtype.itemsize
+        step = max(1, _STAGE_BYTES // row_bytes)
+        while data.numel():
+            rows = min(step, self.mine.sizes[0] - self.low)
+            if not self.stage.numel():
+                self.stage = torch.empty(rows * row_bytes, dtype=torch.uint8)
+            count = min(data.numel(), rows * row_bytes - self.filled)
+            _move(self.stage, self.filled, data[:count])
+            data, self.filled = data[count:], self.filled + count
+            if self.filled == rows * row_bytes:
+                self._cut_out(self.stage[: self.filled].view(self.dtype).view(rows, *self.view[1:]))
+
+    def _cut_out(self, rows: Tensor) -> None:
+        high = self.low + rows.shape[0]
+        self.local[self.low : high].copy_(_columns(rows, self.mine, self.view))
+        self.low, self.filled = high, 0
+        if high == self.mine.sizes[0]:
+            self.stage = self.stage.new_empty(0)
+
+
+def _move(to: Tensor, at: int, data: Tensor) -> None:
+    """Copy bytes into the host memory of `to`: not as torch does it, whose threads wait for each other by spinning."""
+    ctypes.memmove(to.data_ptr() + at, data.data_ptr(), data.numel())
+    torch.autograd.graph.increment_version(to)
+
+
+def _landings(source: Source, file: TensorFile, name: str) -> dict[Run, Landing] | None:
+    """The byte ranges of this rank's block, and where each goes; None where that takes more than moving bytes."""
+    holding, item = source.holding, source.dtype.itemsize
+    local, mine = holding.local, holding.mine
+    if local is None or mine is None or not local.numel():
+        return {}
+    run = whole_run(file, name)
+    if run is None or type(local) not in PLAIN or local.dtype != source.dtype:
+        return None
+    last = max((dim for dim, size in enumerate(holding.view) if mine.sizes[dim] != size), default=0)
+    size = math.prod(mine.sizes[last:]) * item
+    if local.is_contiguous() and (not last or size >= _LEAST_RUN_BYTES):
+        starts = (run.start + start * item for start in _starts(mine, holding.view, last))
+        return {Run(name, run.file, start, size): Straight(local, n * size) for n, start in enumerate(starts)}
+    row_bytes = math.prod(holding.view[1:]) * item
+    rows = Run(name, run.file, run.start + mine.offsets[0] * row_bytes, mine.sizes[0] * row_bytes)
+    return {rows: _Rows(local, mine, holding.view, source.dtype)}
+
+
+def _starts(mine: Block, view: tuple[int, ...], last: int) -> Iterable[int]:
+    """Where in the flattened tensor the block's runs begin, in order; `last` is the last dimension that is cut."""
+    strides = [math.prod(view[dim + 1 :]) for dim in range(len(view))]
+    places = [range(low, low + size) for low, size in zip(mine.offsets[:last], mine.sizes, strict=False)]
+    begin = sum(low * stride for low, stride in zip(mine.offsets[last:], strides[last:], strict=True))
+    for place in product(*places):
+        yield begin + sum(index * stride for index, stride in zip(place, strides, strict=False))
+
+
+def _problem(source: Source, file: TensorFile, name: str) -> str | None:
     spec = file.specs.get(name)
     if spec is None:
-        raise LoadError(f"{name}: not in the checkpoint, and {source.name} needs it")
+        return f"{name}: not in the checkpoint, and {source.name} needs it"
     wanted = (source.shape, dtype_name(source.dtype))
-    if (spec.shape, spec.dtype) != wanted:
-        raise LoadError(
-            f"{name}: {spec.dtype} {list(spec.shape)} in the checkpoint, {wanted[1]} {list(wanted[0])} in this run"
-        )
+    if (spec.shape, spec.dtype) == wanted:
+        return None
+    return f"{name}: {spec.dtype} {list(spec.shape)} in the checkpoint, {wanted[1]} {list(wanted[0])} in this run"
 
 
 def _cuts(source: Source) -> list[tuple[int, int]]:
@@ -61,9 +234,12 @@ def _fill_rows(
     row = math.prod(view[1:])
     first = mine.offsets[0]
     data = file.read(name, (first + low) * row, (first + high) * row)
-    read = data.nbytes
-    data = data.view(high - low, *view[1:])
+    local[low:high].copy_(_columns(data.view(high - low, *view[1:]), mine, view))
+    return data.nbytes
+
+
+def _columns(rows: Tensor, mine: Block, view: tuple[int, ...]) -> Tensor:
+    """What the block has of whole rows."""
     for dim in range(1, len(view)):
-        data = data.narrow(dim, mine.offsets[dim], mine.sizes[dim])
-    local[low:high].copy_(data)
-    return read
+        rows = rows.narrow(dim, mine.offsets[dim], mine.sizes[dim])
+    return rows

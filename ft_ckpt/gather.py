@@ -227,7 +227,7 @@ class _Courier:
         held = self.buffers.get(use)
         if held is None or held.numel() < size:
             self.buffers.pop(use, None)  # the old one goes before the larger one comes
-            held = self.buffers[use] = torch.empty(size, dtype=torch.uint8, device=_wire_device())
+            held = self.buffers[use] = torch.empty(size, dtype=torch.uint8, device=wire_device())
         return held[:size]
 
 
@@ -262,7 +262,7 @@ def _bytes_as(flat: Tensor, start: int, dtype: torch.dtype, shape: Sequence[int]
     return flat[start:stop].view(dtype).view(tuple(shape))
 
 
-def _wire_device() -> torch.device:
+def wire_device() -> torch.device:
     """Where the default process group wants its tensors: the accelerator under NCCL and its like, else the host."""
     import torch.distributed as dist
 

@@ -36,6 +36,7 @@ class FileRecord:
     digest: str  # "xxh3-128:" and 32 hex digits of the whole file, or "xxh3-128-of-ranks:" as `digests` says
     cuts: tuple[Cut, ...] = ()  # in file order, where several ranks wrote it; what is between them is rank 0's
     ranks: int = 1  # that wrote it
+    linked: bool = False  # to the file of an earlier checkpoint, whose tensors had not changed since
 
 
 @dataclass(frozen=True)

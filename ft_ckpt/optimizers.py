@@ -84,13 +84,20 @@ def captured(optimizer: Any, description: Description, found: Mapping[str, Sourc
 
 
 def restore(
-    optimizer: Any, description: Description, found: Mapping[str, Source], fill: Callable[[Source], Any]
+    optimizer: Any,
+    description: Description,
+    found: Mapping[str, Source],
+    fill: Callable[[Source], Any],
+    later: Callable[[Source], Any] | None = None,
 ) -> tuple[str, ...]:
     """Give the optimizer the described state; `fill` reads into what this rank holds of a source. Returns notes.
+
+    `later`, if given, notes sources to be filled together after the return; here all of them can wait.
 
     State is matched by name, groups by the names in them. Raises LoadError for parameters or groups that the
     description does not have, and for those that only it has.
     """
+    fill = later or fill
     parameters = _parameters(optimizer, found)
     groups = _matched(optimizer, description, found)
     fresh: dict[Any, dict[str, Any]] = {}
@@ -123,12 +130,12 @@ def _owners(found: Mapping[str, Source]) -> dict[int, list[Source]]:
         if source.identity in seen:
             continue  # a tied name
         seen.add(source.identity)
-        owners.setdefault(id(_object(source)), []).append(source)
+        owners.setdefault(id(parameter_of(source)), []).append(source)
     return owners
 
 
-def _object(source: Source) -> Any:
-    """The parameter object that an optimizer was given for `source`."""
+def parameter_of(source: Source) -> Any:
+    """The parameter object that an optimizer was given for `source`, or the tensor itself."""
     if not isinstance(source.live, Flat):
         return source.live
     return source.live.handle.flat_param if source.live.original is None else source.live.original

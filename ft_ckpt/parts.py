@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from torch import nn
 
 from ft_ckpt.adapters import adapter_parts, base_view, check_complete, has_adapters, missing_trainable
-from ft_ckpt.engines import Source, sources
+from ft_ckpt.engines import Source, sources, unwrap
 from ft_ckpt.errors import NotAnAdapterError, SelectionError
 from ft_ckpt.select import Part, View, model_part, view
 
@@ -36,10 +36,12 @@ def parts_of(
     ]
 
 
-def leaves_out_trained(model: nn.Module) -> bool:
-    """Whether a save of the adapters alone would leave out tensors that are trained."""
+def is_adapter_run(model: nn.Module) -> bool:
+    """Whether adapters are all that is trained."""
+    if not has_adapters(unwrap(model)):
+        return False
     whole = view(model, sources(model))
-    return bool(missing_trainable(whole, adapter_parts(whole, "", "", "as_is")))
+    return not missing_trainable(whole, adapter_parts(whole, "", "", "as_is"))
 
 
 def kind_of(adapter_only: bool, attribute: Attribute) -> str:

@@ -2,13 +2,13 @@
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor, nn
 
-from ft_ckpt import commit, companions, engines, room
+from ft_ckpt import commit, companions, engines, reuse, room
 from ft_ckpt.catalog import is_inside
 from ft_ckpt.config import SaverConfig
 from ft_ckpt.deliver import PartPlan, plan
@@ -17,6 +17,7 @@ from ft_ckpt.modules import write_module
 from ft_ckpt.parts import Attribute, parts_of
 from ft_ckpt.ranks import Ranks
 from ft_ckpt.records import base_record
+from ft_ckpt.reuse import Memory, Reuse
 from ft_ckpt.select import main_dtype
 from ft_ckpt.training import DOCUMENT_NAME, State, state_part
 
@@ -29,22 +30,30 @@ class Request:
 
     model: nn.Module
     target: Path
-    adapter_only: bool
-    attribute: Attribute
     dtype: str
     chat_template_name: str | None
-    tokenizer: Any
     format: str
     max_shard_bytes: int
-    state_dict: Mapping[str, Tensor] | None
-    state_dict_given: bool
+    tokenizer: Any
+    adapter_only: bool
     step: int | None
     metrics: Mapping[str, float]
+    attribute: Attribute = None
+    state_dict: Mapping[str, Tensor] | None = None
+    state_dict_given: bool = False
     state: State | None = None  # of the run, to be resumed from the checkpoint
     found: Mapping[str, engines.Source] | None = None  # the sources the state was captured from
     run_id: str | None = None
     protect: tuple[Path, ...] = ()  # checkpoints not to be deleted for want of room
     extra_files: Mapping[str, str | bytes] = field(default_factory=dict)  # the caller's own, by path in the checkpoint
+    memory: Memory | None = None  # of the checkpoints before
+
+
+def request_of(config: SaverConfig, model: nn.Module, target: Path, **given: Any) -> Request:
+    """The request for `model`, with what `config` says where the call did not."""
+    return Request(
+        model, target, config.dtype, config.chat_template_name, config.format, config.max_shard_bytes, **given
+    )
 
 
 @dataclass(frozen=True, eq=False)
@@ -56,11 +65,25 @@ class Prepared:
     ties_to_check: tuple[tuple[engines.Source, engines.Source], ...]
     stage: Path | None  # on rank 0
     samples: dict[str, dict[str, dict[str, float]]] = field(default_factory=dict)  # part name -> fingerprint
+    reuse: Reuse = field(default_factory=Reuse)
 
 
-def prepare(request: Request, ranks: Ranks, config: SaverConfig, tries: int) -> Prepared:
-    """Choose, lay out and check; on rank 0 also fill the stage with everything but weights."""
+def prepare(
+    request: Request, ranks: Ranks, config: SaverConfig, tries: int, chosen: Prepared | None = None
+) -> Prepared:
+    """Choose, lay out and check, if not `chosen` yet; on rank 0 also fill the stage with everything but weights."""
+    chosen = chosen or choose(request, ranks, config)
+    if not ranks.leads:
+        return chosen
+    stage, same = _fill_stage(request, chosen.plans, config, tries, chosen.reuse)
+    return replace(chosen, stage=stage, reuse=same)
+
+
+def choose(request: Request, ranks: Ranks, config: SaverConfig) -> Prepared:
+    """What is saved, and laid out how, from the live model as it is now; nothing is made yet."""
     found = dict(request.found or engines.sources(request.model))
+    mode = config.reuse_frozen if request.format == "safetensors" else "off"
+    still = reuse.frozen(found)  # before others take their place, so that all ranks plan the same files
     if request.state_dict_given:
         found = engines.from_state_dict(request.state_dict, found, ranks)
     own = {name: source for name, source in found.items() if ":" not in name}  # not of a run's further models
@@ -69,15 +92,17 @@ def prepare(request: Request, ranks: Ranks, config: SaverConfig, tries: int) -> 
     )
     if request.state is not None:
         parts.append(state_part(request.state, parts, own, frozen=not request.adapter_only))
-    plans = tuple(plan(part, request.max_shard_bytes, request.format) for part in parts)
+    plans = tuple(plan(part, request.max_shard_bytes, request.format, reuse.apart(part, still, mode)) for part in parts)
     doubtful = tuple(pair for part in parts for pair in part.doubtful)
     samples = {part.name: engines.sample(part.base, ranks.rank) for part in parts if part.base}
-    stage = _fill_stage(request, plans, config, tries) if ranks.leads else None
-    return Prepared(plans, engines.engine_names(found), doubtful, stage, samples)
+    same = reuse.choose(None if request.state_dict_given else request.memory, plans, request.target)
+    return Prepared(plans, engines.engine_names(found), doubtful, None, samples, same)
 
 
-def _fill_stage(request: Request, plans: tuple[PartPlan, ...], config: SaverConfig, tries: int) -> Path:
-    needed = sum(one.size_bytes for one in plans) + _COMPANION_BYTES
+def _fill_stage(
+    request: Request, plans: tuple[PartPlan, ...], config: SaverConfig, tries: int, same: Reuse
+) -> tuple[Path, Reuse]:
+    needed = sum(one.size_bytes for one in plans) - reuse.saved_bytes(request.memory, same) + _COMPANION_BYTES
     room.ensure(
         request.target,
         needed,
@@ -95,10 +120,10 @@ def _fill_stage(request: Request, plans: tuple[PartPlan, ...], config: SaverConf
         for one in plans:
             _write_companions(stage, one, request)
         _write_extras(stage, request.extra_files)
+        return stage, reuse.bring(request.memory, same, stage)
     except BaseException:
         commit.discard(stage)
         raise
-    return stage
 
 
 def check_companions(module: nn.Module, tokenizer: Any, chat_template_name: str | None) -> None:

@@ -30,11 +30,17 @@ class Ranks:
     timeout_seconds: float = 600.0
     rounds: int = 0
     turns: int = 0
+    lane: str = ""  # meetings of another thread, which do not mix with those of the main one
 
     @property
     def leads(self) -> bool:
         """Whether this is the rank that writes."""
         return self.rank == 0
+
+    @property
+    def shows(self) -> bool:
+        """Whether this is where a person looks on."""
+        return self.leads and not self.lane
 
     def agree(
         self,
@@ -178,7 +184,7 @@ class Ranks:
             self.store.delete_key(self._key(name))
 
     def _key(self, name: str) -> str:
-        return f"ft_ckpt/{name}"
+        return f"ft_ckpt/{self.lane}/{name}" if self.lane else f"ft_ckpt/{name}"
 
     def _put(self, name: str, value: dict[str, Any]) -> None:
         self.store.set(self._key(name), json.dumps(value))
@@ -189,29 +195,35 @@ class Ranks:
 
 
 _ADVICE = "call it on every rank, not under `if accelerator.is_main_process`, and with the same arguments"
-_shared: dict[Any, Ranks] = {}  # by process group, which is kept alive so that no other can be taken for it
+_shared: dict[
+    tuple[Any, str], Ranks
+] = {}  # by process group and lane; the group is kept alive so that no other can be taken for it
 
 
-def current(timeout_seconds: float = 600.0) -> Ranks:
+def current(timeout_seconds: float = 600.0, lane: str = "") -> Ranks:
     """The ranks of the default process group, or one rank when there is none.
 
-    One object per process group: its count of rounds must be the same on every rank, whichever saver asks. Raises
+    One object per process group and `lane`: its count of rounds must be the same on every rank, whichever saver asks.
+    A lane is for one thread: its meetings are apart from those of the others. Raises
     RanksDisagreeError in a process that was launched as one of several and has no process group.
     """
     import torch.distributed as dist
 
     if not (dist.is_available() and dist.is_initialized()):
         _refuse_split_brain()
-        return Ranks(0, 1)
+        return Ranks(0, 1, lane=lane)
     if dist.get_world_size() == 1:
-        return Ranks(0, 1)
+        return Ranks(0, 1, lane=lane)
     from torch.distributed.distributed_c10d import _get_default_group, _get_default_store
 
     group = _get_default_group()
-    if group not in _shared:
+    if (group, "") not in _shared:
         _shared.clear()  # a destroyed group's store is gone with it
-        _shared[group] = Ranks(dist.get_rank(), dist.get_world_size(), _get_default_store())
-    ranks = _shared[group]
+        _shared[group, ""] = Ranks(dist.get_rank(), dist.get_world_size(), _get_default_store())
+    if (group, lane) not in _shared:  # a thread that waits in a store keeps the others from it
+        store = _shared[group, ""].store.clone()
+        _shared[group, lane] = Ranks(dist.get_rank(), dist.get_world_size(), store, lane=lane)
+    ranks = _shared[group, lane]
     ranks.timeout_seconds = timeout_seconds
     return ranks
 

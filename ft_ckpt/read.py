@@ -13,9 +13,10 @@ from ft_ckpt.engines import sources
 from ft_ckpt.errors import CorruptError, LoadError, NotACheckpointError, listing
 from ft_ckpt.manifest import MANIFEST_NAME, Manifest, PartRecord
 from ft_ckpt.marks import lease
-from ft_ckpt.modules import MODULE_NAME, build_module
-from ft_ckpt.reattach import attach, base_of, read_tensors
+from ft_ckpt.modules import MODULE_NAME, build_module, filled_later
+from ft_ckpt.reattach import attach, base_of
 from ft_ckpt.select import stored_as_in_memory
+from ft_ckpt.supply import supply
 
 
 @dataclass(frozen=True)
@@ -42,6 +43,8 @@ class _Options:
     strict: bool
     check_base: bool
     trust_remote_code: bool
+    mapped: bool | str
+    device: torch.device | None  # where tensors are read straight to; None for the host
 
 
 def load_model(
@@ -55,13 +58,17 @@ def load_model(
     strict: bool = True,
     check_base: bool = True,
     trust_remote_code: bool = False,
+    mapped: bool | str = True,
     with_report: bool = False,
 ) -> Any:
     """The model committed at `path`: a Hugging Face model, a PeftModel on its base, or a plain module, in eval mode.
 
     `path` is a checkpoint or the folder of one of its parts; `part` names one as well. A checkpoint of several
     attributes gives a dict by name, parameters they shared shared again. Files are mapped, not copied, where the
-    model keeps tensors as they are stored; weights that are trained further are copied as they are written.
+    model keeps tensors as they are stored; weights that are trained further are copied as they are written. `mapped`:
+    "auto" reads large files that are not in the page cache into memory instead, past the cache at the disk's rate,
+    unless other processes of the launch share this machine; True maps them too, False reads all. An accelerator as
+    `device` is read to straight, a block at a time.
 
     `base`: the model an adapter goes on, as module, folder or id; default is the id it was trained on, whose sampled
     weights are compared unless `check_base` is off. `into`: a module of yours to load a single part into. `classes`:
@@ -71,7 +78,10 @@ def load_model(
     Raises NotACheckpointError, CorruptError when files differ from the manifest in size or header, LoadError naming
     every missing, unexpected or reshaped tensor unless `strict` is off, BaseMismatchError for the wrong base.
     """
-    options = _Options(base, into, classes or {}, strict, check_base, trust_remote_code)
+    if mapped not in (True, False, "auto"):
+        raise LoadError(f"mapped={mapped!r}: expected True, False or 'auto'")
+    place = None if device is None or torch.device(device).type in ("cpu", "meta") else torch.device(device)
+    options = _Options(base, into, classes or {}, strict, check_base, trust_remote_code, mapped, place)
     with lease(_find(Path(path), part)[0]):  # not deleted while it is read; what is mapped stays readable afterwards
         model, report = _load_checkpoint(Path(path), part, options, device)
     return (model, report) if with_report else model
@@ -159,22 +169,20 @@ def _load_plain(root: Path, record: PartRecord, options: _Options) -> tuple[nn.M
     import json
 
     folder = root / record.path
-    tensors = _tensors(root, record)
-    module = options.into
-    if module is None:
-        module = build_module(json.loads((folder / MODULE_NAME).read_text(encoding="utf-8")), options.classes).eval()
-        return module, _assign(module, record, tensors, root, options.strict, assign=True)
-    return module, _assign(module, record, tensors, root, options.strict, assign=False)
+    if options.into is not None:
+        return options.into, _copy(options.into, record, root, options)
+    module = build_module(json.loads((folder / MODULE_NAME).read_text(encoding="utf-8")), options.classes).eval()
+    return module, _place(module, record, root, options)
 
 
 def _load_pretrained(root: Path, record: PartRecord, options: _Options) -> tuple[nn.Module, LoadReport]:
     folder = root / record.path
     if options.into is not None:
-        return options.into, _assign(options.into, record, _tensors(root, record), root, options.strict, assign=False)
+        return options.into, _copy(options.into, record, root, options)
     model = None if options.trust_remote_code else _empty_model(folder, record)
     if model is None:
         return _through_transformers(folder, root, record, options)
-    report = _assign(model, record, _tensors(root, record), root, options.strict, assign=True)
+    report = _place(model, record, root, options)
     model.tie_weights()
     return model.eval(), report
 
@@ -188,7 +196,7 @@ def _empty_model(folder: Path, record: PartRecord) -> Any:
     cls = getattr(transformers, record.class_name, None)
     if cls is None or getattr(config, "quantization_config", None) is not None:
         return None
-    with init_empty_weights(include_buffers=False):
+    with init_empty_weights(include_buffers=False), filled_later():
         model = cls(config)
     names = _live(model)
     if not stored_as_in_memory(model, names) or any(name not in names for name in _stored(record)):
@@ -213,7 +221,7 @@ def _through_transformers(
     if record.format == "h5":  # which transformers does not open: it gets the tensors themselves
         config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=options.trust_remote_code)
         model, info = cls.from_pretrained(
-            None, config=config, state_dict=_tensors(root, record), dtype=config.dtype, **asked
+            None, config=config, state_dict=_tensors(root, record, options)[0], dtype=config.dtype, **asked
         )
     else:
         model, info = cls.from_pretrained(folder, dtype="auto", local_files_only=True, **asked)
@@ -234,6 +242,17 @@ def _is_causal(folder: Path) -> bool:
     return '"AutoModelForCausalLM"' in (folder / "config.json").read_text(encoding="utf-8")
 
 
+def _place(module: nn.Module, record: PartRecord, root: Path, options: _Options) -> LoadReport:
+    """Give `module` the stored tensors themselves."""
+    tensors, mapped = _tensors(root, record, options, options.device)
+    return replace(_assign(module, record, tensors, root, options.strict, assign=True), zero_copy=mapped)
+
+
+def _copy(into: nn.Module, record: PartRecord, root: Path, options: _Options) -> LoadReport:
+    """Give `into` the values of the stored tensors."""
+    return _assign(into, record, _tensors(root, record, options)[0], root, options.strict, assign=False)
+
+
 def _assign(
     module: nn.Module, record: PartRecord, tensors: dict[str, Tensor], root: Path, strict: bool, *, assign: bool
 ) -> LoadReport:
@@ -249,7 +268,6 @@ def _assign(
         tuple(name for name in tensors if name not in live),
         tuple(f"{name}: {tuple(tensors[name].shape)} in the file, {live[name]} in the model" for name in reshaped),
         len(record.tensors),
-        zero_copy=assign,
     )
     _refuse(report, strict)
     fitting = {name: tensor for name, tensor in tensors.items() if name in live and name not in reshaped}
@@ -274,12 +292,11 @@ def _refuse(report: LoadReport, strict: bool) -> None:
         )
 
 
-def _tensors(root: Path, record: PartRecord) -> dict[str, Tensor]:
-    """The part's tensors by stored name, mapped from their files."""
-    tensors: dict[str, Tensor] = {}
-    for file in dict.fromkeys(tensor.file for tensor in record.tensors):
-        tensors.update(read_tensors(root / file))
-    return tensors
+def _tensors(
+    root: Path, record: PartRecord, options: _Options, device: torch.device | None = None
+) -> tuple[dict[str, Tensor], bool]:
+    """The part's tensors by stored name, on the host or on `device`, and whether they are their files, mapped."""
+    return supply(dict.fromkeys(root / tensor.file for tensor in record.tensors), options.mapped, device)
 
 
 def _stored(record: PartRecord) -> list[str]:

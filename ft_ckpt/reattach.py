@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from ft_ckpt.adapters import PREFIX, adapter_parts, base_sources, is_peft_model
 from ft_ckpt.engines import Source, elements_at, sources
 from ft_ckpt.errors import BaseMismatchError, LoadError, listing
-from ft_ckpt.formats import dual, hdf5
 from ft_ckpt.manifest import BaseRecord, PartRecord
 from ft_ckpt.select import View
+from ft_ckpt.supply import read_tensors
 
 _ULPS = 2  # sampled values may differ by this many units of the coarser dtype: a base loaded in another precision
 
@@ -77,12 +77,6 @@ def attach(model: nn.Module, root: Path, records: Sequence[PartRecord], *, check
         raise LoadError(f"{listing(problems)}: the adapter in {root} does not fit this base")
     _activate(peft_model, records)
     return Attached(peft_model.eval(), tuple(missing), tuple(unexpected), notes)
-
-
-def read_tensors(file: Path) -> dict[str, Tensor]:
-    """The tensors of a weight file by name, mapped from it; its suffix tells the format."""
-    opened = (hdf5 if file.suffix == ".h5" else dual).open_file(file)
-    return {name: opened.read(name).view(spec.shape) for name, spec in opened.specs.items()}
 
 
 def _add_adapter(model: Any, root: Path, record: PartRecord) -> Any:

@@ -27,7 +27,8 @@ from ft_ckpt.errors import (
     SelectionError,
     listing,
 )
-from ft_ckpt.fill import fill
+from ft_ckpt.fan_out import Filler, each_reads
+from ft_ckpt.fill import Wanted, fill
 from ft_ckpt.formats import TensorFile, dual, hdf5
 from ft_ckpt.holdings import is_dtensor
 from ft_ckpt.manifest import Manifest
@@ -160,30 +161,33 @@ def opened(path: Path) -> Iterator[Stored]:
         stored.close()
 
 
-def restore_weights(found: Mapping[str, Source], document: Document, stored: Stored) -> Restored:
+def restore_weights(
+    found: Mapping[str, Source], document: Document, stored: Stored, fill_all: Filler = each_reads
+) -> Restored:
     """Every live tensor that the checkpoint has, in place, on each rank its block."""
     weights = document["weights"]
     known = {name: source for name, source in found.items() if ":" not in name}
     unknown = [name for name in weights if name not in known]
     if unknown:
         return Restored("weights", "failed", f"{listing(unknown, ', ')}: in the checkpoint, not in the model")
-    done: set[int] = set()
 
-    def put() -> None:
-        for name, (part, stored_name) in weights.items():
-            source = known[name]
-            if source.identity not in done:
-                fill(source, stored.file(part, stored_name), stored_name)
-                done.add(source.identity)
+    def collect() -> list[Wanted]:
+        once = {known[name].identity: (known[name], *place) for name, place in reversed(weights.items())}
+        return [(source, stored.file(part, name), name) for source, part, name in reversed(once.values())]
 
     left = [name for name, source in known.items() if name not in weights and source.trainable]
     if left:
         return Restored("weights", "failed", f"{listing(left, ', ')}: trained here, not in the checkpoint")
-    return _attempt("weights", put)
+    return _attempt("weights", lambda: fill_all("weights", collect))
 
 
 def restore_items(
-    items: Sequence[Item], found: Mapping[str, Source], document: Document, stored: Stored, rank: int
+    items: Sequence[Item],
+    found: Mapping[str, Source],
+    document: Document,
+    stored: Stored,
+    rank: int,
+    fill_all: Filler = each_reads,
 ) -> list[Restored]:
     """The state of each item; what only the checkpoint or only this run has is "absent"."""
     outcomes = []
@@ -195,7 +199,9 @@ def restore_items(
             continue
         entry = own(document, rank).get(item.name) or document["items"][item.name]
         prefix = f"rank-{rank}/{item.name}" if item.name in own(document, rank) else item.name
-        outcomes.append(_attempt(item.name, lambda: _restore(item, entry, prefix, found, stored)))  # noqa: B023 - called at once
+        alike = not any(item.name in one for one in document["ranks"])  # else each rank reads for itself
+        give = _Give(prefix, stored, fill_all if alike else each_reads)
+        outcomes.append(_attempt(item.name, lambda: _restore(item, entry, found, give)))  # noqa: B023 - called at once
     names = {ENGINE, *(item.name for item in items)}
     gone = [name for name in document["items"] if name not in names]
     return outcomes + [Restored(name, "absent", "in the checkpoint, not in this run") for name in gone]
@@ -232,22 +238,44 @@ def _attempt(name: str, action: Callable[[], Any]) -> Restored:
     return Restored(name, "restored", detail or "")
 
 
-def _restore(item: Item, entry: Document, prefix: str, found: Mapping[str, Source], stored: Stored) -> str:
-    def put(source: Source, name: str | None = None) -> None:
-        stored_name = f"{prefix}/{name or source.name}"
-        fill(source, stored.file(FOLDER, stored_name), stored_name)
+@dataclass(frozen=True)
+class _Give:
+    """Stored tensors of one item, for the sources that want them."""
 
+    prefix: str
+    stored: Stored
+    fill_all: Filler
+
+    def wanted(self, source: Source, name: str) -> Wanted:
+        """What `fill_all` takes."""
+        stored_name = f"{self.prefix}/{name}"
+        return source, self.stored.file(FOLDER, stored_name), stored_name
+
+    def now(self, source: Source) -> None:
+        """Fill the source at once."""
+        fill(*self.wanted(source, source.name))
+
+
+def _restore(item: Item, entry: Document, found: Mapping[str, Source], give: _Give) -> str:
+    notes: list[str] = []
     if item.kind == "optimizer":
-        return "; ".join(manner(item).restore(optimizers.inner(item.value), entry["optimizer"], found, put))
-    if item.kind == "model":
-        done: set[int] = set()
-        for name, source in found.items():
-            if name.startswith(f"{item.name}:") and source.identity not in done:
-                done.add(source.identity)
-                put(source, name.removeprefix(f"{item.name}:"))
-        return ""
-    item.value.load_state_dict(_tree(entry, prefix, stored, item.value))
-    return ""
+
+        def state() -> list[Wanted]:
+            sources: list[Source] = []
+            give_back = manner(item).restore
+            notes.extend(give_back(optimizers.inner(item.value), entry["optimizer"], found, give.now, sources.append))
+            return [give.wanted(source, source.name) for source in sources]
+
+        give.fill_all(item.name, state)
+    elif item.kind == "model":
+        own = [source for name, source in found.items() if name.startswith(f"{item.name}:")]
+        once = {source.identity: source for source in reversed(own)}
+        give.fill_all(
+            item.name, lambda: [give.wanted(s, s.name.removeprefix(f"{item.name}:")) for s in reversed(once.values())]
+        )
+    else:
+        item.value.load_state_dict(_tree(entry, give.prefix, give.stored, item.value))
+    return "; ".join(notes)
 
 
 def _tree(entry: Document, prefix: str, stored: Stored, like: Any = None) -> Any:

@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import nn
 
-from ft_ckpt import accumulation, resume, rng, schedule, training, zero_optimizer
+from ft_ckpt import accumulation, fan_out, resume, rng, schedule, training, zero_optimizer
 from ft_ckpt.config import SaverConfig
 from ft_ckpt.engines import Source
 from ft_ckpt.errors import CheckpointError, ConfigError, LoadError, SelectionError, listing
@@ -252,11 +252,12 @@ class Run:
         document = resume.read_document(path)
         items = training.items_of(self.accelerator, self.registered)
         found = training.known_sources(self.model, items)
+        fill_all = fan_out.filler(self.config.fan_out, ranks, self.config.bucket_bytes)
         with resume.opened(path) as stored:
-            outcomes = [resume.restore_weights(found, document, stored)]
+            outcomes = [resume.restore_weights(found, document, stored, fill_all)]
             for item in _zero(items):
                 zero_optimizer.adopt_weights(item.value)
-            outcomes += resume.restore_items(items, found, document, stored, ranks.rank)
+            outcomes += resume.restore_items(items, found, document, stored, ranks.rank, fill_all)
             notes, more = self._put_back_own(document, stored, ranks)
         progress = document["progress"]
         self.step, self.run_id, self.resumed_from = progress["step"], document["run_id"], path

@@ -2,29 +2,32 @@
 
 import time
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 from weakref import WeakSet
 
 from torch import Tensor, nn
 
 from ft_ckpt import commit, engines, rehearsal, resume
-from ft_ckpt.adapters import has_adapters
-from ft_ckpt.config import SaverConfig, make_config, parse_size
+from ft_ckpt.config import SaverConfig, make_config
 from ft_ckpt.errors import CheckpointError, ConfigError
 from ft_ckpt.marks import lease
-from ft_ckpt.parts import Attribute, leaves_out_trained
-from ft_ckpt.preparing import Request, check_companions
+from ft_ckpt.parts import Attribute, is_adapter_run
+from ft_ckpt.pending import Pending, PendingSave
+from ft_ckpt.preparing import check_companions, request_of
 from ft_ckpt.ranks import Ranks, attempt, current
 from ft_ckpt.records import versions
+from ft_ckpt.reuse import Memory, note_resumed
 from ft_ckpt.running import Progress, Run
-from ft_ckpt.saving import SaveReport, run
+from ft_ckpt.saving import SaveReport
 from ft_ckpt.signals import exit_code
-from ft_ckpt.sweep import clear, sweep
+from ft_ckpt.sweep import clear, tidy
 
 __all__ = ["CheckpointSaver", "Progress", "SaveReport"]
+T = TypeVar("T")
 _OPEN: WeakSet["CheckpointSaver"] = WeakSet()
 
 
@@ -63,6 +66,8 @@ class CheckpointSaver:
             check_companions(engines.unwrap(model), tokenizer, self.config.chat_template_name if tokenizer else None)
         self._run = Run(accelerator, self.config)
         self._epochs: int | None = None  # that `remaining` was asked for
+        self._memory = Memory()
+        self._pending = Pending(self._run)
         if self.config.every is not None:
             self._run.check()
         _OPEN.add(self)
@@ -84,8 +89,13 @@ class CheckpointSaver:
         step: int | None = None,
         metrics: Mapping[str, float] | None = None,
         extra_files: Mapping[str, str | bytes] | None = None,
-    ) -> SaveReport:
+        background: bool | None = None,
+    ) -> SaveReport | PendingSave:
         """Save `model`, or what is asked of it, to the folder `path`; call on every rank. Returns when it is durable.
+
+        With `background` it returns at once if it can, and the checkpoint, of this moment, is written meanwhile; the
+        next save waits for it. What becomes of it is told by the handle, and by the next call of the saver, which
+        raises if it failed.
 
         The whole model by default; its PEFT adapters with `adapter_only`; the submodule at `attribute`, or several, a
         folder each. `path` defaults to `directory`/checkpoint-`step`. `state_dict` is taken instead of the live
@@ -97,17 +107,13 @@ class CheckpointSaver:
         failed, RanksDisagreeError when ranks called differently or not at all. Nothing is committed then, and what
         was committed before is whole.
         """
-        given: dict[str, Any] = {
-            "dtype": dtype,
-            "chat_template_name": chat_template_name,
-            "format": format,
-            "compression": compression,
-            "max_shard_size": max_shard_size,
-        }
+        given: dict[str, Any] = {"dtype": dtype, "chat_template_name": chat_template_name, "format": format}
+        given |= {"compression": compression, "max_shard_size": max_shard_size, "background": background}
         config = replace(self.config, **{name: value for name, value in given.items() if value is not None})
-        return self._save(
+        self._pending.settle()
+        return self._pending.save(
             config,
-            lambda: self._request(
+            lambda: request_of(
                 config,
                 model,
                 self._target(path, step),
@@ -116,6 +122,7 @@ class CheckpointSaver:
                 tokenizer=self.tokenizer if tokenizer is None else tokenizer,
                 state_dict=state_dict,
                 state_dict_given=state_dict is not None,
+                memory=self._memory,
                 step=step,
                 metrics=dict(metrics or {}),
                 extra_files=dict(extra_files or {}),
@@ -150,7 +157,9 @@ class CheckpointSaver:
             if epochs is None:
                 return
 
-    def step(self, metrics: Mapping[str, float] | None = None, *, step: int | None = None) -> SaveReport | None:
+    def step(
+        self, metrics: Mapping[str, float] | None = None, *, step: int | None = None
+    ) -> SaveReport | PendingSave | None:
         """Say that a batch is done; saves the run when `every` wants it. On every rank, after every batch.
 
         Counts a step when the optimizer has stepped: batches within gradient accumulation are passed over. `step`
@@ -176,18 +185,27 @@ class CheckpointSaver:
         adapter_only: bool | None = None,
         metrics: Mapping[str, float] | None = None,
         extra_files: Mapping[str, str | bytes] | None = None,
+        background: bool | None = None,
         **objects: Any,
-    ) -> SaveReport:
+    ) -> SaveReport | PendingSave:
         """Save a checkpoint that the run can be resumed from: weights, and the state of everything else; on every rank.
 
         Without arguments it is of what Accelerate prepared, and of what was registered; `objects` are registered
         first. Of a model with PEFT adapters that are all that is trained, only these are saved, unless `adapter_only`
         says otherwise. Weights that the checkpoint holds in another dtype, or not at all, are kept exactly beside it.
-        `extra_files` as for `save`.
+        `extra_files` and `background` as for `save`.
         Then what `keep` does not ask for is deleted. Raises what `save` raises.
         """
         counted = self._run.agreed(metrics or {}, self._ranks())
-        return self._save_state(None, model, path, adapter_only, counted, objects, dict(extra_files or {}))
+        config = self.config if background is None else replace(self.config, background=background)
+        return self._save_state(None, config, model, path, adapter_only, counted, objects, dict(extra_files or {}))
+
+    def wait(self) -> SaveReport | None:
+        """Wait for the save in the background, if there is one, and give its report; on every rank.
+
+        Raises what that save would have raised. Once is enough: it is over then.
+        """
+        return self._pending.settle()
 
     def resume(self, checkpoint: str | Path = "auto", *, allow: Iterable[str] | bool = (), **objects: Any) -> Progress:
         """Put the run back to where a checkpoint was made, and say how far it is; on every rank.
@@ -199,124 +217,116 @@ class CheckpointSaver:
         Raises LoadError when something was not restored, NotACheckpointError when there is none to resume from,
         CorruptError naming damaged files and the newest whole checkpoint, RankError when another rank failed.
         """
+        self._pending.settle()
         self.register(**objects)
         ranks, mode = self._ranks(), str(checkpoint)
-        chosen: Path | None = None
-        error: BaseException | None = None
         with ranks.working():
-            if ranks.leads:
-                chosen, error = attempt(lambda: self._chosen(mode))
+            chosen, error = attempt(lambda: self._chosen(mode) if ranks.leads else None)
         found = None if chosen is None else str(chosen.absolute())
         path = ranks.agree("resume()", {"mode": mode, "path": found}, error, same=("mode",))[0]["path"]
         if path is not None:
             with lease(path):
                 self._run.report = self._run.reinstate(Path(path), ranks, allow, versions())
+            if self.config.verify_resume and self.config.nonfinite == "save":  # what is linked is not looked at
+                note_resumed(self._memory, self._run.report, self._run.model, ranks.leads)
         return self._run.progress
 
     def close(self) -> None:
-        """End of use: later saves are refused. Also called when a `with` block ends."""
+        """End of use: waits as `wait` does; later saves are refused. Also called when a `with` block ends."""
         self._closed = True
         _OPEN.discard(self)
         self._run.close()
+        self._pending.close()
 
     def __enter__(self) -> "CheckpointSaver":
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self.close()
+    def __exit__(self, kind: object, *_: object) -> None:
+        _, error = attempt(self.close)
+        if error is not None and kind is None:
+            raise error  # not over the error that is on its way
 
     def _chosen(self, mode: str) -> Path | None:
         if self.directory is not None:
             clear(self.directory)  # of what saves have left that were killed
         return resume.choose(self.directory, mode, self.config.verify_resume)
 
-    def _save_if_due(self, metrics: dict[str, float], pass_ended: bool = False) -> SaveReport | None:
+    def _save_if_due(self, metrics: dict[str, float], pass_ended: bool = False) -> SaveReport | PendingSave | None:
+        if self._pending.has_ended(self._ranks()):
+            self._tried(self._pending.settle)
         metrics = self._run.agreed(metrics, self._ranks())
         reason = self._run.due(metrics, self._ranks(), pass_ended)
         if reason is None:
             return None
-        report = None
-        try:
-            report = self._save_state(reason, None, None, None, metrics, {})
-        except CheckpointError as error:
-            if self.config.on_failure == "raise":
-                raise
-            warnings.warn(f"step {self._run.step}: no checkpoint was made, training goes on: {error}", stacklevel=3)
+        ends = reason == "deadline" or reason.startswith("SIG") or self._rehearsal is not None
+        config = replace(self.config, background=self.config.background and not ends)
+        report = self._tried(lambda: self._save_state(reason, config, None, None, None, metrics, {}))
         if reason.startswith("SIG"):
             self.close()
             raise SystemExit(exit_code(reason, self.config.every.exit_code if self.config.every else None))
         return report
 
+    def _tried(self, action: Callable[[], T]) -> T | None:
+        try:
+            return action()
+        except CheckpointError as error:
+            if self.config.on_failure == "raise":
+                raise
+            warnings.warn(f"step {self._run.step}: no checkpoint was made, training goes on: {error}", stacklevel=4)
+            return None
+
     def _save_state(
         self,
         reason: str | None,
+        config: SaverConfig,
         model: nn.Module | None,
         path: str | Path | None,
         adapter_only: bool | None,
         metrics: dict[str, float],
         objects: dict[str, Any],
         extra_files: dict[str, str | bytes] | None = None,
-    ) -> SaveReport:
+    ) -> SaveReport | PendingSave:
+        self._pending.settle()
         begun = time.monotonic()
         now, history = self._run, self._run.history
         self.register(**objects, **({} if model is None else {"model": model}))
         now.note_saved(reason, metrics)
         try:
             found, state = now.capture(self._ranks(), versions())
-            report = self._save(
-                self.config,
-                lambda: self._request(
-                    self.config,
+            report = self._pending.save(
+                config,
+                lambda: request_of(
+                    config,
                     now.model,
                     self._target(path, now.step),
-                    adapter_only=_is_adapter_run(now.model) if adapter_only is None else adapter_only,
+                    adapter_only=is_adapter_run(now.model) if adapter_only is None else adapter_only,
                     tokenizer=self.tokenizer,
                     step=now.step,
                     metrics=metrics,
                     state=state,
                     found=found,
+                    memory=self._memory,
                     run_id=state.document["run_id"],
                     protect=self._protected(),
                     extra_files=extra_files or {},
                 ),
+                self._prunes(),
             )
         except BaseException:
             now.history = history
             now.note_saved(reason, {})  # the next try comes an interval later
             raise
+        if isinstance(report, PendingSave):
+            self._pending.before = history  # what it cost, and whether it is there at all, is known later
+            return report
         now.history = history
         now.note_saved(reason, metrics, time.monotonic() - begun)
-        self._prune(report.path)
         return report
 
-    def _save(self, config: SaverConfig, make: Any) -> SaveReport:
-        begun, ranks = time.monotonic(), current(config.enter_timeout_seconds)
-        request, error = attempt(make)
-        return run(request, error, ranks, config, begun)
-
-    def _request(self, config: SaverConfig, model: nn.Module, target: Path, **given: Any) -> Request:
-        defaults: dict[str, Any] = {"attribute": None, "state_dict": None, "state_dict_given": False}
-        return Request(
-            model=model,
-            target=target,
-            dtype=config.dtype,
-            chat_template_name=config.chat_template_name,
-            format=config.format,
-            max_shard_bytes=parse_size(config.max_shard_size),
-            **{**defaults, **given},
-        )
-
-    def _prune(self, newest: Path) -> None:
-        """Delete what need not be kept, once the new checkpoint is there; trouble with it must not end the run."""
-        if self.config.keep is None or self.directory is None or not self._ranks().leads:
-            return
-        protected = (newest, *self._protected())
-        report, error = attempt(
-            lambda: sweep(self.directory, self.config.keep, run_id=self._run.run_id, protect=protected)  # type: ignore[arg-type]  # looked at above
-        )
-        problems = [str(error)] if error is not None else list(report.problems)
-        for problem in problems:
-            warnings.warn(f"{self.directory}: an old checkpoint was not deleted: {problem}", stacklevel=4)
+    def _prunes(self) -> Callable[[Path], None]:
+        """What deletes old checkpoints once a new one is there."""
+        directory = self.directory if self._ranks().leads else None
+        return partial(tidy, directory, self.config.keep, self._run.run_id, self._protected())
 
     def _protected(self) -> tuple[Path, ...]:
         return () if self._run.resumed_from is None else (self._run.resumed_from,)
@@ -337,8 +347,3 @@ class CheckpointSaver:
 def open_savers() -> list[CheckpointSaver]:
     """The savers of this process that are neither closed nor gone."""
     return list(_OPEN)
-
-
-def _is_adapter_run(model: nn.Module) -> bool:
-    """Whether adapters are all that is trained."""
-    return has_adapters(engines.unwrap(model)) and not leaves_out_trained(model)

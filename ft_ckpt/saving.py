@@ -12,9 +12,9 @@ from typing import Any
 
 import xxhash
 
-from ft_ckpt import commit, direct, engines
+from ft_ckpt import commit, direct, engines, reuse
 from ft_ckpt.config import SaverConfig
-from ft_ckpt.deliver import check_written, pieces, second_names
+from ft_ckpt.deliver import PartPlan, check_written, pieces, second_names
 from ft_ckpt.digests import digest_of
 from ft_ckpt.errors import IncompleteError, NoSpaceError, RankError, RanksDisagreeError
 from ft_ckpt.gather import equal
@@ -44,39 +44,55 @@ class SaveReport:
 
 
 def run(
-    request: Request | None, error: BaseException | None, ranks: Ranks, config: SaverConfig, begun: float
+    request: Request | None,
+    error: BaseException | None,
+    ranks: Ranks,
+    config: SaverConfig,
+    begun: float,
+    chosen: Prepared | None = None,
 ) -> SaveReport:
     """Carry out `request`, or tell the other ranks of the `error` that there is instead. Collective.
 
-    `begun` is when the call came, by `time.monotonic`. Raises what `CheckpointSaver.save` says.
+    `begun` is when the call came, by `time.monotonic`; `chosen` what was chosen before, for this request. Raises what
+    `CheckpointSaver.save` says.
     """
-    tries, outcome = 0, _once(request, error, ranks, config, begun, 0)
+    tries, outcome = 0, _once(request, error, ranks, config, begun, 0, chosen)
     while "full" in outcome:  # the disk was filled by others meanwhile, and the saver was told not to give up
         tries += 1
-        outcome = _once(request, None, ranks, config, begun, tries)
+        outcome = _once(request, None, ranks, config, begun, tries, chosen)
     return SaveReport(**{**outcome, "path": Path(outcome["path"]), "notes": tuple(outcome["notes"])})
 
 
 def _once(
-    request: Request | None, error: BaseException | None, ranks: Ranks, config: SaverConfig, begun: float, tries: int
+    request: Request | None,
+    error: BaseException | None,
+    ranks: Ranks,
+    config: SaverConfig,
+    begun: float,
+    tries: int,
+    chosen: Prepared | None,
 ) -> dict[str, Any]:
     """One try: what was committed, or {"full": why} on every rank."""
     prepared: Prepared | None = None
     try:
         if request is not None:
             with ranks.working():
-                prepared, error = attempt(lambda: prepare(request, ranks, config, tries))
+                prepared, error = attempt(lambda: prepare(request, ranks, config, tries, chosen))
         # Everything that can be refused is refused here, before a tensor moves: later, ranks depend on each other.
         answers = ranks.agree("save()", _facts(request, prepared), error, same=("path", "kind", "step", "tensors"))
         if request is None or prepared is None:
             raise RankError("save(): agreed on without a plan on this rank; please report it")
         _refuse_lonely_dicts(answers)
         with ranks.working():
-            job = _Job(request, prepared, tuple(answers), ranks, config, begun)
+            taken = reuse.agreed([answer["kept"] for answer in answers])
+            job = _Job(request, prepared, tuple(answers), ranks, config, begun, taken)
             report, error = attempt(lambda: _carry_out(job))
         if isinstance(error, NoSpaceError) and config.when_full != "raise":
             report, error = {"full": str(error)}, None
-        return ranks.agree("the commit of save()", report, error)[0]
+        outcome = ranks.agree("the commit of save()", report, error)[0]
+        if "full" not in outcome:
+            reuse.remember(request.memory, prepared.reuse, answers[0]["word"], request.target, ranks.leads)
+        return outcome
     finally:
         if prepared is not None and prepared.stage is not None:
             commit.discard(prepared.stage)
@@ -96,6 +112,7 @@ def _facts(request: Request | None, prepared: Prepared | None) -> dict[str, Any]
         "samples": prepared.samples,
         "stage": None if prepared.stage is None else str(prepared.stage),
         "word": uuid.uuid4().hex,
+        "kept": prepared.reuse.votes,
     }
 
 
@@ -118,6 +135,12 @@ class _Job:
     ranks: Ranks
     config: SaverConfig
     begun: float
+    taken: frozenset[str]  # files that are the earlier checkpoint's
+
+    @property
+    def plans(self) -> tuple[PartPlan, ...]:
+        """The files that are to be written."""
+        return reuse.to_write(self.prepared.plans, self.taken)
 
 
 def _carry_out(job: _Job) -> dict[str, Any]:
@@ -126,16 +149,18 @@ def _carry_out(job: _Job) -> dict[str, Any]:
         return {}  # rank 0 was handed everything; a gather leaves the others with {} or None, which says nothing
     pairs = job.prepared.ties_to_check
     untied = [pair for pair in pairs if not equal(*pair, job.ranks, job.config.bucket_bytes)]
+    stage = job.prepared.stage
+    linked = [] if stage is None else reuse.settle(job.prepared.reuse, job.taken, stage)
     shares = _open_to_all(job)
     written = _gathered(job, untied) if shares is None else _from_all(job, shares, untied)
-    return {} if job.prepared.stage is None else _sealed(job, job.prepared.stage, written)
+    return {} if stage is None else _sealed(job, stage, linked + written)
 
 
 def _gathered(job: _Job, untied: list[tuple[engines.Source, engines.Source]]) -> list[FileRecord]:
     """All tensors come to rank 0, which writes them."""
-    plans, config, stage = job.prepared.plans, job.config, job.prepared.stage
+    plans, config, stage = job.plans, job.config, job.prepared.stage
     total = sum(one.size_bytes for one in plans)
-    feed = tracked(pieces(plans, job.ranks, config.bucket_bytes, config.nonfinite), total, "saving", job.ranks.leads)
+    feed = tracked(pieces(plans, job.ranks, config.bucket_bytes, config.nonfinite), total, "saving", job.ranks.shows)
     if stage is None:
         for _ in feed:
             pass
@@ -161,7 +186,7 @@ def _open_to_all(job: _Job) -> list[direct.Share] | None:
         return None
     if any(answer["state_dict"] for answer in job.answers):
         return None
-    shares = direct.shares(job.prepared.plans, job.ranks.size, engines.is_replicated(job.request.model))
+    shares = direct.shares(job.plans, job.ranks.size, engines.is_replicated(job.request.model))
     if config.each_rank_writes == "auto" and not direct.pays(shares):
         return None
     probe, word = Path(told["stage"]) / _PROBE, told["word"]

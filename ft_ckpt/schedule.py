@@ -220,6 +220,11 @@ def saved(
     )
 
 
+def learnt(history: History, cost_seconds: float) -> History:
+    """The history once it is known what the last save took: one that was finished while training went on."""
+    return replace(history, save_seconds=_mean(history.save_seconds, cost_seconds, _SAVE_WEIGHT))
+
+
 def _improved(every: Every, history: History, metrics: Mapping[str, float]) -> bool:
     if every.best is None or every.best[0] not in metrics:
         return False

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ft_ckpt.engines import WRAPPER_PARTS, Source, clean_name, unwrap
+from ft_ckpt.engines import WRAPPER_PARTS, Source, clean_name, unwrap, walk
 from ft_ckpt.errors import IncompleteError, SelectionError, UnknownAttributeError, listing
 from ft_ckpt.values import dtype_name
 
@@ -215,7 +215,7 @@ def _kept_of(group: list[str], module: nn.Module) -> list[str]:
     """The names of a tied group to store, as transformers chooses: those no pattern declares as an alias."""
     patterns = [
         f"{re.escape(clean_name(path))}\\.{key}" if path else key
-        for path, inner in module.named_modules()
+        for path, inner in walk(module)
         for key in (getattr(inner, "_tied_weights_keys", None) or ())
     ]
     plain = [name for name in group if not any(re.search(pattern, name) for pattern in patterns)]

@@ -5,6 +5,7 @@ import dataclasses
 import fcntl
 import os
 import re
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
@@ -70,6 +71,18 @@ def sweep(
     report's `problems` and nothing is raised for it; so is another sweep of the same folder, which is not waited for.
     """
     return _swept(Path(root), lambda: plan(survey(root, protect), keep, run_id), dry_run=dry_run)
+
+
+def tidy(root: Path | None, keep: Keep | None, run_id: str, protect: tuple[Path, ...], newest_path: Path) -> None:
+    """Delete what need not be kept, once a new checkpoint is there; trouble with it is warned of, and ends no run."""
+    if root is None or keep is None:
+        return
+    try:
+        problems = sweep(root, keep, run_id=run_id, protect=(newest_path, *protect)).problems
+    except Exception as error:  # noqa: BLE001 - the checkpoint is safe, and the next sweep tries again
+        problems = (str(error),)
+    for problem in problems:
+        warnings.warn(f"{root}: an old checkpoint was not deleted: {problem}", stacklevel=4)
 
 
 def make_room(

@@ -22,6 +22,7 @@ from ft_ckpt.zero_layout import Partition, Place, laid_out
 
 MASTER = "master"  # the key of the float32 weights that ZeRO trains beside half-precision ones
 
+_Fills = tuple[Callable[[Source], Any], Callable[[Source], Any]]  # at once; when the caller gets to it
 _SCALER = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
 _COUNTERS = ("global_steps", "global_samples", "micro_steps", "skipped_steps")
 
@@ -78,21 +79,27 @@ def captured(optimizer: Any, description: Description, found: Mapping[str, Sourc
 
 
 def restore(
-    optimizer: Any, description: Description, found: Mapping[str, Source], fill: Callable[[Source], Any]
+    optimizer: Any,
+    description: Description,
+    found: Mapping[str, Source],
+    fill: Callable[[Source], Any],
+    later: Callable[[Source], Any] | None = None,
 ) -> tuple[str, ...]:
     """Give the optimizer the described state, on any number of ranks. Not collective. Returns notes.
 
     The weights must be back already: masters that the description does not have are made from them. Call `refresh`
-    once every rank has come through. `fill` reads into what this rank holds of a source. Raises LoadError for
+    once every rank has come through. `fill` reads into what this rank holds of a source; `later`, if given, notes
+    those that can be filled after the return, all but numbers and what is converted. Raises LoadError for
     parameters, groups or state that only one of the two sides has, and for step counts that differ within a partition.
     """
     adopt_weights(optimizer)
     optimizer = inner(optimizer)
     partitions = laid_out(optimizer, found)
     _restore_groups(optimizer, partitions, description, found)
-    _restore_masters(partitions, description.get("masters", {}), fill)
+    fills = (fill, later or fill)
+    _restore_masters(partitions, description.get("masters", {}), fills)
     for partition in partitions:
-        _restore_state(optimizer.optimizer, partition, description["state"], fill)
+        _restore_state(optimizer.optimizer, partition, description["state"], fills)
     _link(optimizer, partitions)
     _restore_scaler(optimizer, description.get("scaler", {}))
     names = {place.owner.name for partition in partitions for place in partition.places}
@@ -236,16 +243,14 @@ def _restore_groups(
         group.update({key: value for key, value in restored.items() if key != "params"})
 
 
-def _restore_masters(partitions: list[Partition], stored: Mapping[str, str], fill: Callable[[Source], Any]) -> None:
+def _restore_masters(partitions: list[Partition], stored: Mapping[str, str], fills: _Fills) -> None:
     for partition in partitions:
         for place in partition.places:
             if place.owner.name in stored:
-                _read(place, MASTER, dtype_of(stored[place.owner.name]), partition.master, fill)
+                _read(place, MASTER, dtype_of(stored[place.owner.name]), partition.master, fills)
 
 
-def _restore_state(
-    base: Any, partition: Partition, stored: Mapping[str, dict[str, Any]], fill: Callable[[Source], Any]
-) -> None:
+def _restore_state(base: Any, partition: Partition, stored: Mapping[str, dict[str, Any]], fills: _Fills) -> None:
     kept = {place: stored[place.owner.name] for place in partition.places if stored.get(place.owner.name)}
     if not kept:
         base.state.pop(partition.master, None)
@@ -263,11 +268,11 @@ def _restore_state(
         raise LoadError(f"{listing(problems)}; resume with the optimizer class and options of the saved run")
     for key, value in list(state.items()):
         if key not in cut:
-            state[key] = _restored_number(key, value, kept, fill)
+            state[key] = _restored_number(key, value, kept, fills[0])
             continue
         value.zero_()  # for parameters that had no state
         for place, entries in kept.items():
-            _read(place, key, dtype_of(entries[key]["dtype"]), value, fill)
+            _read(place, key, dtype_of(entries[key]["dtype"]), value, fills)
 
 
 def _link(optimizer: Any, partitions: list[Partition]) -> None:
@@ -317,13 +322,13 @@ def _number(place: Place, key: str, entry: Any, fill: Callable[[Source], Any]) -
     return source.live.item()
 
 
-def _read(place: Place, key: str, dtype: torch.dtype, into: Tensor, fill: Callable[[Source], Any]) -> None:
+def _read(place: Place, key: str, dtype: torch.dtype, into: Tensor, fills: _Fills) -> None:
     """Read this rank's run of a tensor stored as `dtype` into its place in the flat buffer `into`."""
     holding = place.cut(into)
     local = holding.local
     if local is None or dtype == into.dtype:
-        fill(_source(place.owner, key, dtype, holding))
+        fills[1](_source(place.owner, key, dtype, holding))
         return
     read = torch.empty(local.shape, dtype=dtype)
-    fill(_source(place.owner, key, dtype, replace(holding, local=read)))
+    fills[0](_source(place.owner, key, dtype, replace(holding, local=read)))
     local.copy_(read)

@@ -73,4 +73,5 @@ def test_every_byte_counts(tmp_path):
     path.write_bytes(bytes(range(19)))
     assert digest_like(path, record) != whole
     assert digest_like(path, FileRecord("file", 19, "")) == digest_of(path)
+    assert digest_like(path, FileRecord("file", 19, "", (), 2)).startswith("xxh3-128-of-ranks:")
     assert together(["a", "b"]) != together(["b", "a"])

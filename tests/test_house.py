@@ -42,6 +42,7 @@ def test_public_names_are_pinned_sorted_and_resolve():
         "Every",
         "Keep",
         "LoadReport",
+        "PendingSave",
         "Progress",
         "RestoreReport",
         "SaveReport",

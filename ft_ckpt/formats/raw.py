@@ -9,12 +9,15 @@ after that takes the ground from under it (SIGBUS), for us as for every program 
 import ctypes
 import mmap
 import os
+import sys
 import weakref
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from ft_ckpt.blocks import ALIGNMENT, cached_bytes, read_into
 from ft_ckpt.errors import CorruptError
 
 MAP_BYTES = 1 << 16  # smaller tensors are copied: that is no slower, and safe whatever happens to the file
@@ -26,7 +29,8 @@ _libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_
 _libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
 _libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 _FAILED = ctypes.c_void_p(-1).value
-_DONTNEED = 4  # linux: MADV_DONTNEED
+_DONTNEED, _HUGEPAGE = 4, 14  # linux: MADV_DONTNEED, MADV_HUGEPAGE
+_LEAST_READ_BYTES = 16 << 20  # smaller files are mapped, wherever they are
 
 
 class RawFile:
@@ -60,9 +64,37 @@ class RawFile:
                 "load it again, and replace checkpoints by renaming, never in place"
             )
 
+    def read_in(self, threads: int = 4, direct: str = "auto") -> bool:
+        """Read all of the file into memory of our own, at the disk's rate: "mapped" tensors lie there from now on.
+
+        False when the file is mapped already, or there is no memory. Raises CorruptError when it changes meanwhile.
+        """
+        if self._whole is not None or not self.size_bytes:
+            return False
+        self.check()
+        own = _Mapping.of(-1, self.size_bytes + -self.size_bytes % ALIGNMENT)
+        if own is None:
+            return False
+        _libc.madvise(own.address, len(own.memory), _HUGEPAGE)
+        read_into(own.memory, self, self.size_bytes, threads, direct)
+        self._whole = own
+        return True
+
+    def is_cold(self) -> bool:
+        """Whether `read_in` is faster than touching the mapped file: large, and less than half of it in memory.
+
+        False too where the system cannot tell, or has not twice the memory for it.
+        """
+        if self.size_bytes < _LEAST_READ_BYTES or 2 * self.size_bytes > _available_bytes():
+            return False
+        known = cached_bytes(self.descriptor, 0, self.size_bytes)
+        return known is not None and 2 * known < self.size_bytes
+
     def bytes(self, start: int, size_bytes: int) -> bytearray:
         """A copy of the bytes from `start`. Raises CorruptError where the file has not so many, or has changed."""
         self._inside(start, size_bytes)
+        if self._whole is not None and self._whole.is_own and not self._whole.given_back:
+            return bytearray(self._whole.memory[start : start + size_bytes])
         data = bytearray(size_bytes)
         view, at = memoryview(data), start
         while view:
@@ -106,7 +138,8 @@ class RawFile:
         if held is None:
             held = self._whole.lend(start, size_bytes)
             if (start, size_bytes) in self._whole.given_back:
-                for first, last in _edges(start, start + size_bytes):
+                end = start + size_bytes
+                for first, last in [(start, end)] if self._whole.is_own else _edges(start, end):
                     place = self._whole.address + first
                     ctypes.memmove(place, bytes(self.bytes(first, last - first)), last - first)
         return held
@@ -118,30 +151,41 @@ def _edges(start: int, end: int) -> list[tuple[int, int]]:
     return [(start, min(first, end)), (max(last, start), end)] if first < last else [(start, end)]
 
 
+def _available_bytes() -> int:
+    """Memory that can be had without paging anything out; 0 where that is not known."""
+    try:
+        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+        return next(int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable:"))
+    except (OSError, ValueError, IndexError, StopIteration):
+        return 0
+
+
 class _Mapping:
     """All of a file as private memory: read where it is touched, and what is written to it stays here.
 
-    One mapping for all tensors, since many are slower to touch. Not Python's mmap, since memory must be given back
-    tensor by tensor.
+    With `is_own` it is plain memory that the file was read into. One mapping for all tensors, since many are slower to
+    touch. Not Python's mmap, since memory must be given back tensor by tensor.
     """
 
-    def __init__(self, address: int, size_bytes: int) -> None:
-        self.address = address
+    def __init__(self, address: int, size_bytes: int, is_own: bool) -> None:
+        self.address, self.is_own = address, is_own
         self.given_back: set[tuple[int, int]] = set()  # runs whose edges may still have what was written there
-        self._bytes = memoryview((ctypes.c_char * size_bytes).from_address(address))
+        self.memory = memoryview((ctypes.c_char * size_bytes).from_address(address)).cast("B")
         self.parts: dict[tuple[int, int], _Part] = {}
         weakref.finalize(self, _libc.munmap, address, size_bytes).atexit = False  # tensors may outlive the exit
 
     @staticmethod
     def of(descriptor: int, size_bytes: int) -> "_Mapping | None":
-        """The mapping of an open file, or None."""
-        protection, flags = mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_PRIVATE | _NORESERVE
+        """The mapping of an open file (-1: of no file, all zero), or None."""
+        is_own = descriptor < 0
+        protection, flags = mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_PRIVATE
+        flags |= mmap.MAP_ANONYMOUS if is_own else _NORESERVE
         address = _libc.mmap(None, size_bytes, protection, flags, descriptor, 0)
-        return None if address in (None, _FAILED) else _Mapping(address, size_bytes)
+        return None if address in (None, _FAILED) else _Mapping(address, size_bytes, is_own)
 
     def lend(self, start: int, size_bytes: int) -> memoryview:
         """Some of it; when nothing uses that any more, its memory is given back."""
-        held = self._bytes[start : start + size_bytes]
+        held = self.memory[start : start + size_bytes]
         part = self.parts[start, size_bytes] = _Part(held, _Part.end)
         part.mapping, part.start, part.size_bytes = self, start, size_bytes
         _lent[id(part)] = part
@@ -168,8 +212,10 @@ class _Part(weakref.ref[memoryview]):
     start: int
     size_bytes: int
 
-    def end(self) -> None:
+    def end(self, is_over: Callable[[], bool] = sys.is_finalizing) -> None:  # bound here: names go first at the exit
         """Nothing uses the part any more."""
+        if is_over():
+            return
         del _lent[id(self)]
         key = self.start, self.size_bytes
         if self.mapping.parts.get(key) is self:  # and not of another thread, which asked at the same moment

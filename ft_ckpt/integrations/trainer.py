@@ -215,6 +215,7 @@ class _Checkpointed(Trainer):  # type: ignore[misc]  # transformers is not typed
         given: dict[str, Any] = {
             "metrics": _metrics(self.state),
             "extra_files": {TRAINER_STATE_NAME: self.__state_text()},
+            "background": False,  # the Trainer deletes older checkpoints once this returns
         }
         if self.args.save_only_model:
             adapters = has_adapters(engines.unwrap(self.model_wrapped))

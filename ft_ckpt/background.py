@@ -1,0 +1,86 @@
+"""One job at a time in a thread of its own. Its error is kept until somebody asks how it went."""
+
+import atexit
+import threading
+import time
+import warnings
+from collections.abc import Callable
+from concurrent.futures import Future, wait
+from typing import Any
+from weakref import WeakSet
+
+_LAG_SECONDS = (
+    0.001  # in which the caller goes on: who waits for a thread to begin would wait for its turn of Python, too
+)
+
+
+class Worker:
+    """A thread for each job, one job in flight."""
+
+    def __init__(self) -> None:
+        self._thread: threading.Thread | None = None
+        self._future: Future[Any] | None = None
+        _OPEN.add(self)
+
+    def start(self, job: Callable[[], Any]) -> "Future[Any]":
+        """Begin `job`; the one before it must have been settled."""
+        future = self._future = Future()
+        self._thread = threading.Thread(target=_work, args=(job, future), name="ft_ckpt-save")
+        self._thread.start()
+        return future
+
+    @property
+    def is_owing(self) -> bool:
+        """Whether a job was begun whose outcome nobody has asked for."""
+        return self._future is not None
+
+    @property
+    def is_done(self) -> bool:
+        """Whether there is nothing to wait for."""
+        return self._future is None or self._future.done()
+
+    def settle(self) -> Any:
+        """Wait for the job, and give its result or raise its error, once; None when nothing is owed."""
+        if self._future is None:
+            return None
+        wait([self._future])
+        future, self._future = self._future, None
+        return future.result()
+
+    def join(self) -> None:
+        """Wait for the thread; in a forked child, which has no such thread, return at once."""
+        if self._thread is not None:
+            self._thread.join()
+
+    def error(self) -> BaseException | None:
+        """The error that nobody has been told of."""
+        return self._future.exception() if self._future is not None and self._future.done() else None
+
+
+_OPEN: WeakSet[Worker] = WeakSet()
+
+
+def _work(job: Callable[[], Any], future: "Future[Any]") -> None:
+    time.sleep(_LAG_SECONDS)
+    try:
+        future.set_result(job())
+    except BaseException as error:  # noqa: BLE001 - raised where somebody asks for the outcome
+        future.set_exception(error)
+
+
+def _finish() -> None:
+    for worker in list(_OPEN):
+        worker.join()
+
+
+def _tell() -> None:
+    for worker in list(_OPEN):
+        if (error := worker.error()) is not None:
+            warnings.warn(
+                f"a save in the background failed, and the program ended without asking: {error}", stacklevel=1
+            )
+
+
+# Jobs may use thread pools, which take no more work once the interpreter begins to end: they are waited for before.
+getattr(threading, "_register_atexit", atexit.register)(_finish)
+atexit.register(_tell)

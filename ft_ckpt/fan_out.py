@@ -1,0 +1,166 @@
+"""How stored tensors reach the ranks: each reads what it holds, or rank 0 reads for all what all hold whole.
+
+The second way is for storage that is slow or counts its readers. The tensors travel as one stream of bytes, cut into
+buckets at places that every rank works out by itself; the byte behind each bucket tells whether rank 0 could read on.
+"""
+
+import hashlib
+from collections.abc import Callable, Iterator, Sequence
+from itertools import groupby
+
+import torch
+from torch import Tensor
+
+from ft_ckpt.blocks import read_ahead
+from ft_ckpt.errors import RankError
+from ft_ckpt.fill import Landing, Straight, Wanted, bytes_at, check_all, fill_all, readers_here, whole_run
+from ft_ckpt.gather import wire_device
+from ft_ckpt.ranks import Ranks, attempt
+from ft_ckpt.tree import PLAIN
+
+Filler = Callable[[str, Callable[[], list[Wanted]]], None]  # fills what the function gives, for what the text names
+_SLICE_BYTES = 16 << 20  # of a tensor that has to be read through its format
+
+
+def each_reads(_what: str, collect: Callable[[], list[Wanted]]) -> None:
+    """Fill with this rank's blocks what `collect` gives. Not collective. Raises what `fill_all` and `collect` raise."""
+    wanted = collect()
+    check_all(wanted)
+    fill_all(one for one in wanted if not _is_common(one))
+    # Several processes that read the same bytes of a disk share the page cache: past it, each would read them anew.
+    fill_all((one for one in wanted if _is_common(one)), direct="auto" if readers_here() == 1 else "off")
+
+
+def filler(way: str, ranks: Ranks, bucket_bytes: int) -> Filler:
+    """The function that fills tensors the `way` of SaverConfig.fan_out. With "broadcast" it is collective.
+
+    All ranks must then call it for the same things in the same order; an error on one of them is raised on all.
+    """
+    if way != "broadcast" or ranks.size == 1:
+        return each_reads
+
+    def fill(what: str, collect: Callable[[], list[Wanted]]) -> None:
+        wanted, error = attempt(lambda: _checked(collect()))
+        common = [one for one in wanted or () if _is_common(one)]
+        told = "\n".join(f"{name} {source.shape} {source.dtype}" for source, _, name in common)
+        digest = hashlib.blake2b(told.encode(), digest_size=8).hexdigest()
+        ranks.agree(f"reading {what}", {"tensors": digest}, error, same=("tensors",))
+        broadcast(common, ranks, bucket_bytes)
+        fill_all(one for one in wanted or () if not _is_common(one))
+
+    return fill
+
+
+def broadcast(wanted: Sequence[Wanted], ranks: Ranks, bucket_bytes: int) -> None:
+    """Fill tensors that every rank holds whole with what rank 0 reads. Collective, with the same list everywhere.
+
+    Each rank needs `bucket_bytes` beside its tensors. Raises on rank 0 what reading raised, RankError on the others.
+    """
+    import torch.distributed as dist
+
+    total = sum(source.size_bytes for source, _, _ in wanted)
+    bucket = torch.empty(min(bucket_bytes, total) + 1, dtype=torch.uint8, device=wire_device())
+    stream = _Stream(wanted)
+    feed = _Feed(_read(wanted)) if ranks.leads else None
+    for start in range(0, total, bucket_bytes):
+        size = min(bucket_bytes, total - start)
+        error = None
+        if feed is not None:
+            _, error = attempt(lambda: feed.fill(bucket[:size]))  # noqa: B023 - called at once
+            bucket[size] = int(error is not None)
+        dist.broadcast(bucket[: size + 1], src=0)
+        if error is not None:
+            raise error
+        if bucket[size].item():
+            raise RankError("rank 0 could not read the checkpoint; its own error says why")
+        stream.put(bucket[:size])
+    if stream.error is not None:  # told only now, since the other ranks needed this one for their broadcasts
+        raise stream.error
+
+
+def _checked(wanted: list[Wanted]) -> list[Wanted]:
+    check_all(wanted)
+    return wanted
+
+
+def _is_common(one: Wanted) -> bool:
+    """Whether every rank holds all of it; the same answer on every rank."""
+    holding = one[0].holding
+    return not holding.moves and holding.whole is None
+
+
+class _Stream:
+    """The tensors as one stream of bytes on its way into them."""
+
+    def __init__(self, wanted: Sequence[Wanted]) -> None:
+        self.error: BaseException | None = None
+        self._places = iter([(one[0].size_bytes, _landing(one)) for one in wanted if one[0].size_bytes])
+        self._left = 0
+        self._landing: Landing | None = None
+
+    def put(self, data: Tensor) -> None:
+        """The next bytes. What goes wrong is kept in `error`, and the rest let through."""
+        while data.numel():
+            if not self._left:
+                self._left, self._landing = next(self._places)
+            count = min(self._left, data.numel())
+            if self._landing is not None and self.error is None:
+                landing = self._landing
+                _, self.error = attempt(lambda: landing.put(data[:count]))  # noqa: B023 - called at once
+            data, self._left = data[count:], self._left - count
+
+
+class _Feed:
+    """Pieces of any size, given out as buckets."""
+
+    def __init__(self, pieces: Iterator[Tensor]) -> None:
+        self._pieces, self._rest = pieces, torch.empty(0, dtype=torch.uint8)
+
+    def fill(self, bucket: Tensor) -> None:
+        """Fill all of `bucket` with what comes next."""
+        while bucket.numel():
+            if not self._rest.numel():
+                self._rest = next(self._pieces)
+            count = min(bucket.numel(), self._rest.numel())
+            bucket[:count].copy_(self._rest[:count])
+            bucket, self._rest = bucket[count:], self._rest[count:]
+
+
+@torch.no_grad()
+def _read(wanted: Sequence[Wanted]) -> Iterator[Tensor]:
+    """The bytes of the stored tensors in order, each piece alive until the next is asked for."""
+    placed = [(one, whole_run(one[1], one[2])) for one in wanted]
+    for plain, some in groupby(placed, lambda item: item[1] is not None):
+        if plain:
+            for part in read_ahead(run for _, run in some if run is not None):
+                yield bytes_at(part.address, part.size_bytes)
+            continue
+        for (source, file, name), _ in some:
+            step = max(1, _SLICE_BYTES // source.dtype.itemsize)
+            for start in range(0, source.numel, step):
+                yield file.read(name, start, min(start + step, source.numel)).view(torch.uint8)
+
+
+def _landing(one: Wanted) -> Landing | None:
+    """Where the whole tensor goes on this rank; None where this rank has no use for it."""
+    source = one[0]
+    local = source.holding.local
+    if local is None or not local.numel():
+        return None
+    if type(local) in PLAIN and local.is_contiguous() and local.dtype == source.dtype:
+        return Straight(local)
+    return _Cast(local, source.dtype, torch.empty(source.size_bytes, dtype=torch.uint8))
+
+
+class _Cast:
+    """A tensor that takes more than moving bytes: put together first, then copied as torch does it."""
+
+    def __init__(self, local: Tensor, dtype: torch.dtype, stage: Tensor) -> None:
+        self._local, self._dtype, self._stage, self._at = local, dtype, stage, 0
+
+    def put(self, data: Tensor) -> None:
+        """The next bytes; with the last ones the tensor is filled."""
+        self._stage[self._at : self._at + data.numel()].copy_(data)
+        self._at += data.numel()
+        if self._at == self._stage.numel():
+            self._local.copy_(self._stage.view(self._dtype).view(self._local.shape))

@@ -1,0 +1,46 @@
+"""The tensors of weight files for a model that is loaded: mapped, read into memory, or straight onto a device."""
+
+from collections.abc import Iterable
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from ft_ckpt.fill import read_onto, readers_here
+from ft_ckpt.formats import dual, hdf5
+
+
+def read_tensors(file: Path) -> dict[str, Tensor]:
+    """The tensors of a weight file by name, mapped from it."""
+    return _tensors(_open(file))
+
+
+def supply(
+    files: Iterable[Path], mapped: bool | str = "auto", device: torch.device | None = None
+) -> tuple[dict[str, Tensor], bool]:
+    """The tensors of `files` by name, and whether they are the files themselves, mapped.
+
+    With a `device` they are read onto it. Without, `mapped`="auto" reads a file into memory when that is faster than
+    touching it page by page, and no other process of the launch on this machine may want the same pages.
+    """
+    tensors: dict[str, Tensor] = {}
+    are_mapped = device is None
+    for path in files:
+        file = _open(path)
+        if device is not None:
+            tensors.update(read_onto(file, device))
+            continue
+        wanted = mapped is False or (mapped == "auto" and readers_here() == 1 and file.raw.is_cold())
+        if wanted and not file.readers:  # what is compressed goes through memory anyway
+            are_mapped = not file.raw.read_in() and are_mapped
+        tensors.update(_tensors(file))
+    return tensors, are_mapped
+
+
+def _open(file: Path) -> hdf5.HDF5File:
+    """The open weight file; its suffix tells the format."""
+    return hdf5.open_file(file) if file.suffix == ".h5" else dual.open_file(file)
+
+
+def _tensors(file: hdf5.HDF5File) -> dict[str, Tensor]:
+    return {name: file.read(name).view(spec.shape) for name, spec in file.specs.items()}

@@ -1,0 +1,380 @@
+"""Frozen tensors are written once: later checkpoints link to the file, and each is whole without the others."""
+
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import models
+import pytest
+import torch
+from compare import assert_same_tensors, reference, stored
+from faults import dies_at
+from launch import run_cases
+from transformers import AutoModelForCausalLM
+
+from ft_ckpt import CheckpointSaver, Every, Keep, SaverConfig, load_model, reuse, room, verify
+from ft_ckpt.catalog import discover, read_manifest
+from ft_ckpt.remove import drop
+
+CASES = ["ddp/gathered", "ddp/direct", "fsdp2/gathered", "fsdp2/direct", "one_rank_changed", "one_rank_forgot"]
+FROZEN, TRAINED = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
+
+
+@pytest.fixture
+def model():
+    """A model of some 7 MB of which the last layer norm is trained."""
+    return frozen_but(models.build("wide"))
+
+
+def frozen_but(model, *trained):
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(name in (trained or ("model.norm.weight",)))
+    return model
+
+
+def step(model, by=1.0):
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.add_(by)
+
+
+@contextmanager
+def counted() -> Iterator[list[int]]:
+    """The bytes that are written to files meanwhile."""
+    real, written = os.pwrite, []
+
+    def pwrite(descriptor, data, offset):
+        written.append(real(descriptor, data, offset))
+        return written[-1]
+
+    os.pwrite = pwrite
+    try:
+        yield written
+    finally:
+        os.pwrite = real
+
+
+def twice(model, folder, change=step, **settings):
+    """Two checkpoints with a `change` between; the folder of the second."""
+    with CheckpointSaver(None, folder, **{"reuse_frozen": "on", **settings}) as saver:
+        saver.save(model, step=1)
+        change(model)
+        return saver.save(model, step=2).path
+
+
+def is_linked(path, file=FROZEN):
+    records = {record.path: record for record in read_manifest(path).files}
+    assert ((path / file).stat().st_nlink > 1) == records[file].linked
+    return records[file].linked
+
+
+def assert_is(path, model, folder):
+    """The checkpoint is whole by itself and holds the model."""
+    assert verify(path).ok, verify(path)
+    assert_same_tensors(stored(path), reference(model, folder))
+    loaded = AutoModelForCausalLM.from_pretrained(path, dtype="auto")
+    assert_same_tensors(loaded.state_dict(), model.state_dict())
+
+
+def test_only_what_changed_is_written(model, tmp_path):
+    trained = sum(p.nbytes for p in model.parameters() if p.requires_grad)
+    with CheckpointSaver(None, tmp_path, reuse_frozen="on") as saver:
+        with counted() as first:
+            saver.save(model, step=1)
+        step(model)
+        with counted() as second:
+            path = saver.save(model, step=2).path
+    assert sum(first) > 6_000_000
+    assert sum(second) < trained + 50_000
+    assert is_linked(path)
+    assert not is_linked(path, TRAINED)
+    assert_is(path, model, tmp_path / "reference")
+    loaded = load_model(path)
+    assert_same_tensors(loaded.state_dict(), model.state_dict())
+
+
+def test_each_is_whole_without_the_other(model, tmp_path):
+    path = twice(model, tmp_path)
+    assert drop(tmp_path / "checkpoint-1").dropped
+    assert_is(path, model, tmp_path / "reference")
+    assert not is_linked_still(path)
+
+
+def is_linked_still(path):
+    return (path / FROZEN).stat().st_nlink > 1
+
+
+def frozen_weight(model):
+    return model.model.layers[1].mlp.up_proj.weight
+
+
+def write_in_place(model):
+    with torch.no_grad():
+        frozen_weight(model)[0, 0] += 1
+
+
+def load_states(model):
+    model.load_state_dict({name: tensor + 1 for name, tensor in model.state_dict().items()})
+
+
+def new_parameter(model):
+    other = torch.nn.Parameter(frozen_weight(model) * 2, requires_grad=False)
+    model.model.layers[1].mlp.up_proj.weight = other
+
+
+def new_data(model):
+    frozen_weight(model).data = frozen_weight(model).detach() * 2
+
+
+def thaw(model):
+    frozen_weight(model).requires_grad_(True)
+
+
+@pytest.mark.parametrize("change", [write_in_place, load_states, new_parameter, new_data, thaw])
+def test_a_change_is_seen(model, tmp_path, change):
+    path = twice(model, tmp_path, change)
+    assert not is_linked(path)
+    assert_is(path, model, tmp_path / "reference")
+
+
+def test_a_change_past_the_counters_ends_the_trust(model, tmp_path):
+    with CheckpointSaver(None, tmp_path, reuse_frozen="on") as saver:
+        saver.save(model, step=1)
+        frozen_weight(model).data.mul_(2)
+        with pytest.warns(UserWarning, match="no version counter"):
+            path = saver.save(model, step=2).path
+        assert not is_linked(path)
+        assert_is(path, model, tmp_path / "reference")
+        assert not is_linked(saver.save(model, step=3).path)
+
+
+def test_inference_tensors_have_no_versions(tmp_path):
+    with torch.inference_mode():
+        model = frozen_but(models.build("wide"))
+    assert not is_linked(twice(model, tmp_path, lambda model: None))
+
+
+@pytest.mark.parametrize("odd", [torch.tensor(1.0), torch.zeros(0, 3), torch.ones(1), torch.ones(4, 6).t()])
+def test_tensors_of_any_form(odd, tmp_path):
+    model = torch.nn.Module()
+    model.odd = torch.nn.Parameter(odd, requires_grad=False)
+    model.flags = torch.nn.Parameter(torch.ones(5, dtype=torch.bool), requires_grad=False)
+    model.small = torch.nn.Parameter(torch.ones(5).to(torch.float8_e4m3fn), requires_grad=False)
+    model.trained = torch.nn.Parameter(torch.ones(3))
+    path = twice(model, tmp_path)
+    assert is_linked(path)
+    assert verify(path).ok
+    assert torch.equal(stored(path)["odd"], odd)
+
+
+def test_experts_that_are_stored_otherwise(tmp_path):
+    model = frozen_but(models.build("mixtral"))
+    path = twice(model, tmp_path)
+    assert is_linked(path)
+    assert_same_tensors(stored(path), reference(model, tmp_path / "reference"))
+
+
+def test_shards_of_either_kind(model, tmp_path):
+    frozen_but(model, "model.norm.weight", "model.embed_tokens.weight")
+    path = twice(model, tmp_path, max_shard_size="2MB")
+    linked = [record.path for record in read_manifest(path).files if record.linked]
+    names = sorted(file.name for file in path.glob("*.safetensors"))
+    assert len(linked) >= 2
+    assert len(names) > len(linked)
+    assert names[-1] == f"model-{len(names):05d}-of-{len(names):05d}.safetensors"
+    assert_is(path, model, tmp_path / "reference")
+
+
+def test_base_of_adapters_is_one_file_and_linked(tmp_path):
+    path = twice(models.build("lora_wide"), tmp_path, reuse_frozen="on")
+    assert is_linked(path, "model.safetensors")
+    assert not is_linked(path, "adapters/default/adapter_model.safetensors")
+    assert verify(path).ok
+
+
+def test_small_models_stay_one_file(model, tmp_path):
+    path = twice(model, tmp_path, reuse_frozen="auto")
+    reference(model, tmp_path / "reference")
+    same = (path / "model.safetensors").read_bytes() == (tmp_path / "reference" / "model.safetensors").read_bytes()
+    assert same
+    assert not any(record.linked for record in read_manifest(path).files)
+
+
+def test_auto_pays_from_a_size_on(model, tmp_path, monkeypatch):
+    monkeypatch.setattr(reuse, "LEAST_BYTES", 1 << 20)
+    assert is_linked(twice(model, tmp_path / "most", reuse_frozen="auto"))
+    trained = [name for name, _ in model.named_parameters() if "layers.0.mlp" not in name]
+    path = twice(frozen_but(model, *trained), tmp_path / "few", reuse_frozen="auto")
+    assert (path / "model.safetensors").exists()
+
+
+def test_off_and_other_formats(model, tmp_path):
+    assert (twice(model, tmp_path / "off", reuse_frozen="off") / "model.safetensors").exists()
+    assert (twice(model, tmp_path / "h5", format="h5") / "model.h5").exists()
+    with pytest.raises(ValueError, match="reuse_frozen"):
+        SaverConfig(reuse_frozen="sometimes")
+
+
+def test_copied_where_there_are_no_links(model, tmp_path, monkeypatch):
+    def refuse(*_):
+        raise OSError(95, "Operation not supported")
+
+    monkeypatch.setattr(os, "link", refuse)
+    with counted() as written:
+        path = twice(model, tmp_path)
+    assert sum(written) < 7_000_000  # of the writer; the copy is the kernel's
+    assert not is_linked(path)
+    assert_is(path, model, tmp_path / "reference")
+
+
+def test_a_damaged_file_is_not_taken(model, tmp_path, monkeypatch):
+    def damage(model):
+        file = tmp_path / "checkpoint-1" / FROZEN
+        status, content = file.stat(), bytearray(file.read_bytes())
+        content[-3] ^= 1
+        file.write_bytes(content)
+        if how == "quietly":
+            os.utime(file, ns=(status.st_atime_ns, status.st_mtime_ns))
+
+    how = "openly"
+    assert not is_linked(twice(model, tmp_path, damage))
+    shutil.rmtree(tmp_path / "checkpoint-1")
+    how = "quietly"
+    monkeypatch.setattr(os, "link", lambda *_: (tmp_path / "nowhere").stat())
+    assert_is(twice(model, tmp_path, damage), model, tmp_path / "reference")
+
+
+def test_what_is_gone_is_written(model, tmp_path):
+    path = twice(model, tmp_path, lambda model: shutil.rmtree(tmp_path / "checkpoint-1"))
+    assert not is_linked(path)
+    assert_is(path, model, tmp_path / "reference")
+
+
+def test_the_same_step_again(model, tmp_path):
+    with CheckpointSaver(None, tmp_path, reuse_frozen="on") as saver:
+        for _ in range(3):
+            step(model)
+            path = saver.save(model, step=1).path
+    assert [record.linked for record in read_manifest(path).files if record.path == FROZEN] == [True]
+    assert not is_linked_still(path)  # the others are gone
+    assert_is(path, model, tmp_path / "reference")
+
+
+def test_in_a_run_with_retention(model, tmp_path):
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
+    with CheckpointSaver(None, tmp_path, reuse_frozen="on", every=Every(steps=1), keep=Keep(last=2)) as saver:
+        saver.register(model=model, optimizer=optimizer)
+        for number in range(1, 5):
+            step(model)
+            saver.step(step=number)
+    kept = [info.path for info in discover(tmp_path)]
+    assert [path.name for path in kept] == ["checkpoint-3", "checkpoint-4"]
+    assert all(is_linked(path) and verify(path).ok for path in kept)
+    assert_is(kept[-1], model, tmp_path / "reference")
+
+
+def test_in_the_background(model, tmp_path):
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
+    with CheckpointSaver(None, tmp_path, reuse_frozen="on", background=True) as saver:
+        saver.register(model=model, optimizer=optimizer)
+        saver.save(model, step=1)
+        saver.wait()
+        step(model)
+        with counted() as written:
+            path = saver.save(model, step=2).path
+            saver.wait()
+    assert sum(written) < 50_000
+    assert is_linked(path)
+    assert_is(path, model, tmp_path / "reference")
+
+
+def test_a_given_state_dict_is_written(model, tmp_path):
+    with CheckpointSaver(None, tmp_path, reuse_frozen="on") as saver:
+        saver.save(model, step=1)
+        given = {name: tensor + 1 for name, tensor in model.state_dict().items()}
+        path = saver.save(model, step=2, state_dict=given).path
+        assert_same_tensors(stored(path), given)
+        path = saver.save(model, step=3).path
+    assert_is(path, model, tmp_path / "reference")
+
+
+def test_links_need_no_room(model, tmp_path, monkeypatch):
+    needed = []
+    monkeypatch.setattr(room, "ensure", lambda target, size, *_, **__: needed.append(size))
+    twice(model, tmp_path)
+    assert needed[0] - needed[1] > 6_000_000
+
+
+def test_another_folder_gets_files_of_its_own(model, tmp_path):
+    with CheckpointSaver(None, tmp_path / "run", reuse_frozen="on") as saver:
+        saver.save(model, step=1)
+        path = saver.save(model, tmp_path / "export" / "model").path
+    assert not is_linked(path)
+    assert verify(path).ok
+
+
+def run_of(model, folder, **settings):
+    saver = CheckpointSaver(None, folder, reuse_frozen="on", on_difference="ignore", **settings)
+    saver.register(model=model, optimizer=torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1))
+    return saver
+
+
+def resumed(folder, change=step, **settings):
+    """The checkpoint after one that was made by another run of the same model."""
+    first = frozen_but(models.build("wide"))
+    run_of(first, folder).save_state(path=folder / "checkpoint-1")
+    model = frozen_but(models.build("wide", seed=5))
+    with run_of(model, folder, **settings) as saver:
+        saver.resume("must")
+        change(model)
+        path = saver.save_state(path=folder / "checkpoint-2").path
+    assert_is(path, model, folder / "reference")
+    return path
+
+
+def test_after_a_resume(tmp_path):
+    path = resumed(tmp_path)
+    assert is_linked(path)
+    assert stored(path)["model.norm.weight"].mean() > 0.5
+
+
+def test_after_a_resume_that_compared_no_digests(tmp_path):
+    assert not is_linked(resumed(tmp_path, verify_resume=False))
+
+
+@pytest.mark.parametrize("change", [write_in_place, load_states, new_parameter, new_data])
+def test_a_change_after_a_resume_is_seen(tmp_path, change):
+    assert not is_linked(resumed(tmp_path, change))
+
+
+def test_killed_in_the_middle(model, tmp_path):
+    """Pain 20: killed mid-save, the newest folder is half-written."""
+    call = 0
+
+    def save():
+        with CheckpointSaver(None, folder, reuse_frozen="on") as saver:
+            saver.save(model, step=1)
+            step(model)
+            saver.save(model, step=2)
+
+    while True:
+        call += 3
+        folder = tmp_path / str(call)
+        alive = not dies_at(call, save)
+        for info in discover(folder):
+            assert verify(info.path).ok
+        if alive:
+            break
+    assert is_linked(folder / "checkpoint-2")
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory):
+    return run_cases("reuse", CASES, tmp_path_factory.mktemp("two"))
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_two_ranks(two, case):
+    assert two[case] == ""

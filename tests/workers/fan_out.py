@@ -1,0 +1,112 @@
+"""Resume with fan_out="broadcast": rank 0 reads what all ranks hold whole, and what goes wrong is known to all.
+
+A case is "same/wrapper/model" or one of the functions here.
+"""
+
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import harness  # first: it arms the stack dump
+import pytest
+import torch
+import torch.distributed as dist
+from resume import TOLD, live_model, optimizer_state, same, train
+from wrappers import Live, truth
+
+from ft_ckpt import CheckpointSaver, blocks, fan_out, fill
+from ft_ckpt.errors import LoadError
+
+BUCKET = 1 << 16  # the least there is: many buckets even for a tiny model
+
+
+def saver_of(live: Live, folder: Path, **settings: Any) -> CheckpointSaver:
+    saver = CheckpointSaver(live.accelerator, folder, bucket_bytes=BUCKET, **TOLD, **settings)
+    saver.register(model=live.model, optimizer=live.optimizer)
+    return saver
+
+
+def left(wrapper: str, model: str, folder: Path) -> Live:
+    """A run of two steps with a checkpoint in `folder`."""
+    live = live_model(wrapper, model)
+    with saver_of(live, folder) as saver:
+        train(live, saver, 0, 2)
+        saver.save_state()
+    return live
+
+
+def same_as_read(wrapper: str, model: str, folder: Path) -> None:
+    live = left(wrapper, model, folder)
+    tensors, moments = truth(live), optimizer_state(live)
+    asked: list[str] = []
+    count_common(asked)
+    fresh = live_model(wrapper, model, seed=1)
+    with saver_of(fresh, folder, fan_out="broadcast") as saver:
+        progress = saver.resume("must")
+        assert (progress.step, progress.report.problems) == (2, ()), progress
+        same(tensors, truth(fresh))
+        same(moments, optimizer_state(fresh))
+        train(fresh, saver, 2, 1)
+    if wrapper == "ddp":
+        assert bool(asked) is (harness.RANK == 0), f"{len(asked)} tensors were read on this rank"
+
+
+def count_common(asked: list[str]) -> None:
+    """Note the tensors this process reads from here on."""
+    for room in (fill, fan_out):
+        real = blocks.read_ahead
+
+        def noted(runs: Any, *options: Any, real: Any = real) -> Any:
+            runs = list(runs)
+            asked.extend(run.name for run in runs)
+            return real(runs, *options)
+
+        room.read_ahead = noted
+
+
+def cut_short(folder: Path) -> None:
+    """Rank 0 cannot read on in the middle of it: every rank says so, at once."""
+    left("ddp", "llama", folder)
+    if harness.RANK == 0:
+        real = blocks.read_ahead
+
+        def broken(runs: Any, *options: Any) -> Any:
+            for number, part in enumerate(real(runs, *options)):
+                if number == 7:
+                    raise OSError(5, "the disk is gone")
+                yield part
+
+        fan_out.read_ahead = broken
+    fresh = live_model("ddp", "llama", seed=1)
+    with saver_of(fresh, folder, fan_out="broadcast") as saver:
+        progress = saver.resume("must", allow=True)
+        first = {item.name: item for item in progress.report.items}["weights"]
+        assert first.status == "failed"
+        assert "the disk is gone" in first.detail, first
+
+
+def another_model(folder: Path) -> None:
+    """One rank's tensors do not fit: the others do not wait for it in a broadcast."""
+    left("ddp", "llama", folder)
+    fresh = live_model("ddp", "llama", seed=1)
+    if harness.RANK == 1:
+        real = fan_out.check_all
+        fan_out.check_all = lambda wanted: real([(*one[:2], "nowhere") for one in wanted])
+    with saver_of(fresh, folder, fan_out="broadcast") as saver, pytest.raises(LoadError, match="nowhere: not in the"):
+        saver.resume("must")
+
+
+def case(name: str, folder: Path) -> None:
+    if name in ("cut_short", "another_model"):
+        {"cut_short": cut_short, "another_model": another_model}[name](folder)
+        return
+    _, wrapper, model = name.split("/")
+    same_as_read(wrapper, model, folder)
+    for room in (fill, fan_out):
+        room.read_ahead = blocks.read_ahead
+
+
+if __name__ == "__main__":
+    torch.manual_seed(0)
+    dist.init_process_group("gloo", timeout=timedelta(seconds=60))
+    harness.run(case)
