@@ -173,9 +173,9 @@ def test_a_lease_on_what_cannot_be_written(checkpoint):
         with lease(checkpoint):
             assert hidden(checkpoint) == []
 
-    checkpoint.parent.chmod(0o755)
-    for parent in checkpoint.parents[1:3]:
-        parent.chmod(0o755)
+    for parent in checkpoint.parents:
+        if parent.name.startswith(("test_", "popen-", "pytest-")):  # made for the owner alone
+            parent.chmod(0o755)
     assert in_child(read) == ""
 
 
