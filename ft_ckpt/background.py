@@ -9,9 +9,7 @@ from concurrent.futures import Future, wait
 from typing import Any
 from weakref import WeakSet
 
-_LAG_SECONDS = (
-    0.001  # in which the caller goes on: who waits for a thread to begin would wait for its turn of Python, too
-)
+_LAG_SECONDS = 0.001  # in which the caller goes on, that would else wait for its turn of Python
 
 
 class Worker:

@@ -6,7 +6,6 @@ store, and no collective runs in it: what ranks hold is written by each of them.
 """
 
 import time
-import uuid
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
@@ -29,13 +28,12 @@ from ft_ckpt.preparing import Prepared, Request, choose
 from ft_ckpt.ranks import Ranks, attempt, current
 from ft_ckpt.reuse import to_write
 from ft_ckpt.running import Run
-from ft_ckpt.saving import SaveReport, run
+from ft_ckpt.saving import SaveReport, all_see, run
 from ft_ckpt.schedule import History, learnt
 from ft_ckpt.select import Entry
 from ft_ckpt.snapshot import Copies, Snapshot, key, size_of
 from ft_ckpt.training import items_of
 
-_PROBE = ".ft_ckpt-probe"
 _lanes = count(1)  # alike on all ranks: one is taken where all of them are
 
 
@@ -182,22 +180,10 @@ class Pending:
 
     def _is_shared(self, folder: Path, ranks: Ranks) -> bool:
         """Whether all ranks see the files that rank 0 makes in `folder`; asked once, so that no save must wait."""
-        if ranks.size == 1 or folder in self._shared:
-            return True if ranks.size == 1 else self._shared[folder]
-        probe, word = folder / f"{_PROBE}-{uuid.uuid4().hex}", uuid.uuid4().hex
-
-        def leave() -> None:
-            if ranks.leads:
-                folder.mkdir(parents=True, exist_ok=True)
-                probe.write_text(word)
-
-        _, error = attempt(leave)
-        told = ranks.agree("the probe of save()", {"path": str(probe), "word": word}, error)[0]
-        seen = Path(told["path"]).is_file() and Path(told["path"]).read_text() == told["word"]
-        votes = ranks.agree("the look at the probe of save()", {"sees": seen})
-        if ranks.leads:
-            probe.unlink(missing_ok=True)
-        self._shared[folder] = all(vote["sees"] for vote in votes)
+        if ranks.size == 1:
+            return True
+        if folder not in self._shared:
+            self._shared[folder] = all_see(folder, ranks)
         return self._shared[folder]
 
 

@@ -82,9 +82,9 @@ class Run:
         """How far the run is now."""
         return Progress(self.step, **self._place(), resumed_from=self.resumed_from, report=self.report)
 
-    def remaining(self, loader: Any, ranks: Ranks) -> Iterator[Any]:
-        """The batches of one pass that have not been seen."""
-        yield from self._feed(loader, ranks).batches()
+    def remaining(self, loader: Any, ranks: Ranks, replay: bool | None = None) -> Iterator[Any]:
+        """The batches of one pass that have not been seen; `replay` as for `Feed`."""
+        yield from self._feed(loader, ranks, replay).batches()
 
     def at_epoch_end(self) -> bool:
         """Whether the batch at hand is known to be the last of its pass."""
@@ -206,11 +206,11 @@ class Run:
         reasons: list[str | None] = [*signals, answers[0]["reason"]]
         return reasons[0]
 
-    def _feed(self, loader: Any, ranks: Ranks) -> Feed:
+    def _feed(self, loader: Any, ranks: Ranks, replay: bool | None) -> Feed:
         for feed in self.feeds:
             if feed.loader is loader:
                 return feed
-        feed = Feed(loader, ranks.rank, ranks.size)
+        feed = Feed(loader, ranks.rank, ranks.size, replay=replay)
         index = len(self.feeds)
         if index < len(self._waiting) and self._waiting[index] is not None:
             for note in feed.load_state_dict(self._waiting[index]):

@@ -142,15 +142,16 @@ class CheckpointSaver:
         """How far the run is: steps as `step` counts them, place in the data as `remaining` gives it."""
         return self._run.progress
 
-    def remaining(self, loader: Any, epochs: int | None = None) -> Iterator[Any]:
+    def remaining(self, loader: Any, epochs: int | None = None, *, replay: bool | None = None) -> Iterator[Any]:
         """The batches of `loader` that the run has not seen: the rest of a pass, or with `epochs` of that many passes.
 
-        After `resume` it goes on exactly where the checkpoint was made. At the end of a pass, checkpoints that `every`
-        wants for it are made, where the loader could not tell in time which batch is the last.
+        After `resume` it goes on exactly where the checkpoint was made; with `replay` also for random augmentation in
+        loader workers, as batches seen are read again and dropped. Checkpoints that `every` wants at the end of a pass
+        are made there if the loader could not tell which batch is the last.
         """
         ranks, self._epochs = self._ranks(), epochs or self._epochs
         while epochs is None or self._run.progress.epoch < epochs:
-            batches = self._run.remaining(loader, ranks)
+            batches = self._run.remaining(loader, ranks, replay)
             yield from batches if self._rehearsal is None else self._rehearsal.watched(batches)
             if self.config.every is not None and self.config.every.epochs:
                 self._save_if_due({}, pass_ended=True)

@@ -176,10 +176,7 @@ def _gathered(job: _Job, untied: list[tuple[engines.Source, engines.Source]]) ->
 
 
 def _open_to_all(job: _Job) -> list[direct.Share] | None:
-    """Make the files for all ranks to write into, if that pays and they all see them; None: rank 0 writes.
-
-    Whether the file system is shared is found out: each rank looks for a word that rank 0 has just left in the stage.
-    """
+    """Make the files for all ranks to write into, if that pays and they all see them; None: rank 0 writes."""
     config, told = job.config, job.answers[0]
     plain = all(one.format == "safetensors" for one in job.prepared.plans) and config.compression is None
     if job.ranks.size == 1 or config.each_rank_writes == "off" or not plain or config.nonfinite == "raise":
@@ -189,25 +186,39 @@ def _open_to_all(job: _Job) -> list[direct.Share] | None:
     shares = direct.shares(job.plans, job.ranks.size, engines.is_replicated(job.request.model))
     if config.each_rank_writes == "auto" and not direct.pays(shares):
         return None
-    probe, word = Path(told["stage"]) / _PROBE, told["word"]
 
     def open_files() -> None:
-        if job.prepared.stage is not None:
-            for share in shares:
-                direct.create(share, job.prepared.stage)
-            probe.write_text(word)
+        for share in shares if job.prepared.stage is not None else ():
+            direct.create(share, Path(told["stage"]))
 
     _, error = attempt(open_files)
-    job.ranks.agree("the files of save()", {}, error)
-    seen = probe.is_file() and probe.read_text() == word
-    votes = job.ranks.agree("the look at the files of save()", {"sees": seen})
-    if job.ranks.leads:
-        probe.unlink()
-    if all(vote["sees"] for vote in votes):
+    if all_see(Path(told["stage"]), job.ranks, error):
         return shares
     for share in shares if job.prepared.stage is not None else ():
-        (job.prepared.stage / share.file.path).unlink()  # type: ignore[operator]  # looked at a line above
+        (Path(told["stage"]) / share.file.path).unlink()
     return None
+
+
+def all_see(folder: Path, ranks: Ranks, error: BaseException | None = None) -> bool:
+    """Whether all ranks see what rank 0 makes in `folder`: each looks for a word it leaves there. Collective.
+
+    Raises `error`, or that of rank 0 if it cannot write there, on all ranks.
+    """
+    probe, word = folder / f"{_PROBE}-{uuid.uuid4().hex}", uuid.uuid4().hex
+
+    def leave() -> None:
+        if ranks.leads:
+            folder.mkdir(parents=True, exist_ok=True)
+            probe.write_text(word)
+
+    if error is None:
+        _, error = attempt(leave)
+    told = ranks.agree("the files of save()", {"path": str(probe), "word": word}, error)[0]
+    seen = Path(told["path"]).is_file() and Path(told["path"]).read_text() == told["word"]
+    votes = ranks.agree("the look at the files of save()", {"sees": seen})
+    if ranks.leads:
+        probe.unlink(missing_ok=True)
+    return all(vote["sees"] for vote in votes)
 
 
 def _from_all(

@@ -36,7 +36,10 @@ def test_stopped_after_any_batch(tmp_path, shape):
         shutil.rmtree(folder)
 
 
-@pytest.mark.parametrize("shape", [{"workers": 2}, {"workers": 2, "stream": True}], ids=["shuffled", "stream"])
+WORKERS = {"shuffled": {}, "stream": {"stream": True}, "noise in workers": {"noisy": True}}
+
+
+@pytest.mark.parametrize("shape", [{"workers": 2, **shape} for shape in WORKERS.values()], ids=WORKERS)
 def test_with_loader_workers(tmp_path, shape):
     expected = whole(tmp_path / "whole", **shape)
     for stop in (3, 6, 8):

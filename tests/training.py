@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from accelerate import Accelerator
 from torch import nn
-from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 from ft_ckpt import CheckpointSaver
 
@@ -23,6 +23,16 @@ class Stream(IterableDataset):
     def __iter__(self):
         info = torch.utils.data.get_worker_info()
         yield from (rows()[index] for index in range(info.id if info else 0, SAMPLES, info.num_workers if info else 1))
+
+
+class Noisy(Dataset):
+    """Rows with noise that is drawn where they are read."""
+
+    def __len__(self):
+        return SAMPLES
+
+    def __getitem__(self, index):
+        return rows()[index] + torch.randn(3)
 
 
 @dataclass(eq=False)
@@ -42,7 +52,9 @@ def network() -> nn.Module:
     return nn.Sequential(nn.Linear(3, 8), nn.BatchNorm1d(8), nn.Dropout(0.3), nn.Linear(8, 1))
 
 
-def prepared(accumulate: int = 1, workers: int = 0, stream: bool = False, wrap=lambda model: model) -> Trained:
+def prepared(
+    accumulate: int = 1, workers: int = 0, stream: bool = False, noisy: bool = False, wrap=lambda model: model
+) -> Trained:
     """A fresh run, as a new process makes it; the process's random numbers are left anywhere."""
     torch.manual_seed(0)
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=accumulate)
@@ -53,7 +65,7 @@ def prepared(accumulate: int = 1, workers: int = 0, stream: bool = False, wrap=l
     if stream:
         loader = DataLoader(Stream(), 2, num_workers=workers)
     else:
-        loader = DataLoader(TensorDataset(rows()), 2, shuffle=True, num_workers=workers)
+        loader = DataLoader(Noisy() if noisy else TensorDataset(rows()), 2, shuffle=True, num_workers=workers)
     made = Trained(accelerator, *accelerator.prepare(model, optimizer, scheduler, loader))
     for seed in (torch.manual_seed, random.seed, np.random.seed):
         seed(77)
@@ -67,7 +79,7 @@ def train(run: Trained, saver: CheckpointSaver, batches: int | None = None, firs
     if first_seed is not None and progress.resumed_from is None:
         torch.manual_seed(first_seed)
     for epoch in range(progress.epoch, EPOCHS):
-        for batch in saver.remaining(run.loader):
+        for batch in saver.remaining(run.loader, replay=isinstance(run.loader.dataset, Noisy) or None):
             done.append(learn(run, batch[0] if isinstance(batch, (list, tuple)) else batch))
             saver.step({"loss": done[-1][1]})
             if len(done) == batches:

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from wrappers import WRAPPERS, Live
 
-from ft_ckpt import CheckpointSaver, SaveReport, pending, regions, snapshot, verify
+from ft_ckpt import CheckpointSaver, SaveReport, regions, saving, snapshot, verify
 from ft_ckpt.errors import CheckpointError, NoSpaceError
 from ft_ckpt.pending import PendingSave
 
@@ -70,7 +70,7 @@ def not_shared(folder: Path) -> None:
     """Rank 1 does not see rank 0's files."""
     live, saver = begun("fsdp2", folder)
     real = Path.is_file
-    Path.is_file = lambda path: not (harness.RANK and path.name.startswith(pending._PROBE)) and real(path)
+    Path.is_file = lambda path: not (harness.RANK and path.name.startswith(saving._PROBE)) and real(path)
     try:
         with saver:
             assert isinstance(saver.save(live.model, folder / "saved"), SaveReport)
