@@ -41,9 +41,8 @@ def main() -> None:
         shutil.rmtree(str(told[0]))
         one, every = (statistics.median(times[each][1:]) for each in ("off", "on"))
         size = sum(p.numel() * p.element_size() for p in model.parameters()) / 1e9
-        show(
-            f"{size:.2f} GB: rank 0 gathers {one:.2f} s, every rank writes {every:.2f} s, {one / every:.2f} times faster"
-        )
+        ratio = f"{one / every:.2f} times faster"
+        show(f"{size:.2f} GB: rank 0 gathers {one:.2f} s, every rank writes {every:.2f} s, {ratio}")
     dist.barrier()
     dist.destroy_process_group()
 
