@@ -119,7 +119,7 @@ def test_tied_tensors_are_found_and_written_once(tmp_path):
 
 
 def test_what_is_no_tensor_is_named(tmp_path):
-    state = {"w": torch.ones(1), "step": 7, "lr": [0.1, None], "names": ("a", b"b"), "size": torch.Size([2])}
+    state = {"w": torch.ones(1), "step": 7, "lr": [0.1, None], "names": ("a", b"b", b""), "size": torch.Size([2])}
     torch.save(state, tmp_path / "x.pt")
     file = torch_zip.open_file(tmp_path / "x.pt")
     assert list(file.specs) == ["w"]
@@ -129,6 +129,7 @@ def test_what_is_no_tensor_is_named(tmp_path):
         "lr.1: NoneType",
         "names.0: str",
         "names.1: bytes",
+        "names.2: bytes",
         "size.0: int",
     )
 

@@ -176,7 +176,7 @@ class Reader:
         raise CorruptError(f"{name}: a leaf of type {kind!r}, which leads outside the file or is unknown")
 
 
-class _LegacySpec:
+class _LegacySpec(metaclass=unpickle.Sealed):
     """Stands for torch's TreeSpec in the pickled tree of format 0.4."""
 
     type: Any = None
@@ -189,11 +189,11 @@ class _LegacySpec:
         return list(self.children_specs) if name == "children_spec" else self.type
 
 
-_LEGACY_TREE: dict[tuple[str, str], Any] = {
-    ("torch.utils._pytree", "TreeSpec"): _LegacySpec,
-    ("torch.utils._pytree", "LeafSpec"): _LegacySpec,
-    ("dill._dill", "_load_type"): str,
-    ("collections", "OrderedDict"): "OrderedDict",
+_LEGACY_TREE: dict[str, Any] = {
+    "torch.utils._pytree.TreeSpec": _LegacySpec,
+    "torch.utils._pytree.LeafSpec": _LegacySpec,
+    "dill._dill._load_type": str,
+    "collections.OrderedDict": "OrderedDict",
 }
 
 

@@ -19,8 +19,9 @@ from ft_ckpt.errors import CorruptError, LoadError, SelectionError, listing
 from ft_ckpt.formats import ITEM_BYTES, Spec
 from ft_ckpt.formats.raw import RawFile
 from ft_ckpt.formats.spans import numel
-from ft_ckpt.formats.torch_pickle import Passive, Stored, load, loads
+from ft_ckpt.formats.torch_pickle import Stored, load, loads
 from ft_ckpt.formats.torch_zip import row_major
+from ft_ckpt.formats.unpickle import Passive
 
 METADATA = ".metadata"
 _READ_BYTES = 16 << 20

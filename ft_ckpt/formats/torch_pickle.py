@@ -1,19 +1,16 @@
 """What a torch pickle says, without running any of it.
 
-Every name a pickle refers to is looked up in a table of this module; what it finds there are plain containers and
-stand-ins that note what they were given. Nothing is imported, no tensor byte is read: tensors come out as `Stored`,
-the place of their bytes. Names that are in no table are refused, all of them at once.
+The table of torch's files for the interpreter in `unpickle`. No tensor byte is read: tensors come out as `Stored`, the
+place of their bytes. Names that are in no table are refused, all of them at once.
 
 Source: the layout of `torch.save` archives (a zip file, uncompressed, `data.pkl` and one record for each storage).
 """
 
 import io
 import math
-import pickle
-import pickletools
 import struct
 import zipfile
-from collections import OrderedDict, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -21,6 +18,7 @@ from typing import Any
 from ft_ckpt.errors import CorruptError, LoadError, listing
 from ft_ckpt.formats import ITEM_BYTES
 from ft_ckpt.formats.raw import RawFile
+from ft_ckpt.formats.unpickle import PLAIN, Call, interpret
 
 _STORAGES = {
     "BoolStorage": "bool", "ByteStorage": "uint8", "CharStorage": "int8", "ShortStorage": "int16",
@@ -29,9 +27,9 @@ _STORAGES = {
     "ComplexDoubleStorage": "complex128", "UntypedStorage": "uint8",
 }  # fmt: skip
 # Classes of these become stand-ins: common in training checkpoints, and of no interest beside the tensors.
-_PASSIVE = {"argparse", "deepspeed", "enum", "numpy", "omegaconf", "pathlib", "peft", "torch", "transformers"}
-_FORBIDDEN = {"BYTEARRAY8", "NEXT_BUFFER", "READONLY_BUFFER", "EXT1", "EXT2", "EXT4"}  # torch writes none of them
-_NUMBERED = {"PUT", "BINPUT", "LONG_BINPUT"}  # memory is taken for a table up to their number
+_PASSIVE = frozenset(
+    ("argparse", "deepspeed", "enum", "numpy", "omegaconf", "pathlib", "peft", "torch", "transformers")
+)
 _HEAD = struct.Struct("<4s22xHH")  # of a zip record: signature, then the lengths of its name and of what follows that
 
 
@@ -69,52 +67,6 @@ class _Storage:
     start: int
     end: int
     dtype: str
-
-
-class _Sealed(type):
-    def __setattr__(cls, name: str, value: object) -> None:
-        raise CorruptError(f"a pickle may not change {cls.__name__}.{name}")
-
-
-class Passive(metaclass=_Sealed):
-    """Stand-in for an object of a class that is not imported: keeps what the pickle gives it, does nothing."""
-
-    kind = "object"  # its class, with the module
-    args: tuple[Any, ...]
-    state: Any
-
-    def __new__(cls, *args: Any, **_named: Any) -> "Passive":
-        """Note the arguments."""
-        made = object.__new__(cls)
-        made.args, made.state = args, None
-        return made
-
-    def __setstate__(self, state: Any) -> None:
-        self.state = state
-
-    def __setitem__(self, key: Any, value: Any) -> None:
-        pass
-
-    def append(self, value: Any) -> None:
-        """What list subclasses are filled by."""
-
-    def extend(self, values: Any) -> None:
-        """What list subclasses are filled by."""
-
-
-class _Call:
-    """A function of the table. No pickle can change it: it has no attributes, and refuses a state."""
-
-    __slots__ = ("_run",)
-
-    def __init__(self, run: Callable[..., Any]) -> None:
-        self._run = run
-
-    def __call__(self, *args: Any) -> Any:
-        return self._run(*args)
-
-    def __setstate__(self, state: Any) -> None:
-        raise CorruptError("a pickle may not change a function")
 
 
 class _Archive:
@@ -179,55 +131,22 @@ def load(file: RawFile, start: int = 0, size_bytes: int | None = None) -> Any:
 
 def loads(data: bytes, source: str, storage: Callable[[tuple[Any, ...]], _Storage] | None = None) -> Any:
     """What the pickle `data` holds; `source` names it in errors. Raises as `load` does."""
-    reader = _Reader(io.BytesIO(data), storage)
+
+    def persistent(reference: Any) -> _Storage:
+        if storage is None or not isinstance(reference, tuple) or len(reference) != 5:
+            raise CorruptError(f"a reference to {reference!r}")
+        return storage(reference)
+
     try:
-        _inspect(data)
-        value = reader.load()
-    except Exception as error:  # a mutated pickle can make the machine fail in any way
-        if not reader.foreign:
-            raise _damaged(source, error) from error
-    if reader.foreign:
+        value, foreign = interpret(data, _find, _PASSIVE, persistent)
+    except Exception as error:
+        raise _damaged(source, error) from error
+    if foreign:
         raise LoadError(
-            f"{source}: refers to {listing(sorted(reader.foreign), ', ')}; expected tensors and plain data. "
+            f"{source}: refers to {listing(foreign, ', ')}; expected tensors and plain data. "
             "Nothing of it was run; save a state dict alone, or load it yourself if you trust it"
         )
     return value
-
-
-def _inspect(data: bytes) -> None:
-    """Raise before anything is built, if an instruction is unknown, cut short, or would bring the interpreter down."""
-    for opcode, argument, _ in pickletools.genops(data):
-        if opcode.name in _FORBIDDEN or (opcode.name in _NUMBERED and int(argument or 0) > len(data)):
-            raise CorruptError(f"the instruction {opcode.name} {argument}")
-
-
-class _Reader(pickle.Unpickler):
-    def __init__(self, stream: io.BytesIO, storage: Callable[[tuple[Any, ...]], _Storage] | None) -> None:
-        super().__init__(stream)
-        self.storage = storage
-        self.foreign: set[str] = set()
-        self.classes: dict[str, type] = {}
-
-    def find_class(self, module: str, name: str) -> Any:
-        """What stands for a global: nothing is imported, and a name outside the tables is noted as foreign."""
-        full, root = f"{module}.{name}", module.partition(".")[0]
-        if root == "torch" and name in _STORAGES:
-            return _STORAGES[name]
-        if module == "torch" and name in ITEM_BYTES:
-            return name
-        if full in _GLOBALS:
-            return _GLOBALS[full]
-        if module == "torch._utils" and name.startswith("_rebuild"):
-            return _Call(lambda *_args: Unreadable(name))
-        if root not in _PASSIVE:
-            self.foreign.add(full)
-        return self.classes.setdefault(full, _Sealed(name, (Passive,), {"kind": full}))
-
-    def persistent_load(self, reference: Any) -> _Storage:
-        """The storage a pickle refers to."""
-        if self.storage is None or not isinstance(reference, tuple) or len(reference) != 5:
-            raise CorruptError(f"a reference to {reference!r}")
-        return self.storage(reference)
 
 
 def _rebuild_v2(
@@ -259,30 +178,29 @@ def _rebuild_type(function: Callable[..., Any], _type: Any, args: Any, _state: A
     return function(*args)
 
 
-def _encode(text: str, encoding: str) -> bytes:
-    return text.encode("latin1") if encoding == "latin1" else b""
-
-
 _GLOBALS: dict[str, Any] = {
-    "torch._utils._rebuild_tensor": _Call(_rebuild_v2),
-    "torch._utils._rebuild_tensor_v2": _Call(_rebuild_v2),
-    "torch._utils._rebuild_tensor_v3": _Call(_rebuild_v3),
-    "torch._utils._rebuild_parameter": _Call(lambda data, *_rest: data),
-    "torch._utils._rebuild_parameter_with_state": _Call(lambda data, *_rest: data),
-    "torch._tensor._rebuild_from_type_v2": _Call(_rebuild_type),
+    **PLAIN,
+    **{f"builtins.{kind.__name__}": kind for kind in (int, float, str, dict, list, tuple)},
+    **{f"torch.{dtype}": dtype for dtype in ITEM_BYTES},
+    "torch._utils._rebuild_tensor": Call(_rebuild_v2),
+    "torch._utils._rebuild_tensor_v2": Call(_rebuild_v2),
+    "torch._utils._rebuild_tensor_v3": Call(_rebuild_v3),
+    "torch._utils._rebuild_parameter": Call(lambda data, *_rest: data),
+    "torch._utils._rebuild_parameter_with_state": Call(lambda data, *_rest: data),
+    "torch._tensor._rebuild_from_type_v2": Call(_rebuild_type),
     "torch.Size": tuple,
-    "collections.OrderedDict": OrderedDict,
-    "collections.defaultdict": _Call(lambda *_factory: defaultdict()),
-    "_codecs.encode": _Call(_encode),
-    **dict.fromkeys(("copyreg._reconstructor", "copy_reg._reconstructor"), _Call(lambda kind, *_rest: kind())),
-    **{
-        f"{module}.{kind.__name__}": kind
-        for module in ("builtins", "__builtin__")
-        for kind in (set, frozenset, complex)
-    },
-    **{f"{module}.{kind.__name__}": kind for module in ("builtins", "__builtin__") for kind in (int, float, str)},
-    **{f"{module}.{kind.__name__}": kind for module in ("builtins", "__builtin__") for kind in (dict, list, tuple)},
+    "collections.defaultdict": Call(lambda *_factory: defaultdict()),
+    "copyreg._reconstructor": Call(lambda kind, *_rest: kind()),
 }
+
+
+def _find(full: str) -> Any:
+    module, _, name = full.rpartition(".")
+    if name in _STORAGES and module.partition(".")[0] == "torch":  # in several modules, as versions went
+        return _STORAGES[name]
+    if full not in _GLOBALS and full.startswith("torch._utils._rebuild"):
+        return Call(lambda *_args: Unreadable(name))
+    return _GLOBALS.get(full)
 
 
 def leaves(value: Any, source: str) -> Iterator[tuple[str, Any]]:

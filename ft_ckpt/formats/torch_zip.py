@@ -24,7 +24,8 @@ from ft_ckpt.errors import LoadError, SelectionError, listing
 from ft_ckpt.formats import ITEM_BYTES, Layout, Spec
 from ft_ckpt.formats.raw import RawFile
 from ft_ckpt.formats.spans import Span, SpanFile, numel
-from ft_ckpt.formats.torch_pickle import Passive, Stored, Unreadable, leaves, load
+from ft_ckpt.formats.torch_pickle import Stored, Unreadable, leaves, load
+from ft_ckpt.formats.unpickle import Passive
 
 _ALIGNMENT = 64
 _LARGE = 0xFFFFFFFF  # sizes and offsets from here on need the 64-bit fields of zip

@@ -17,7 +17,8 @@ from ft_ckpt.errors import CorruptError, LoadError, listing
 from ft_ckpt.formats import ITEM_BYTES, Spec
 from ft_ckpt.formats.raw import RawFile
 from ft_ckpt.formats.spans import Span, SpanFile, numel
-from ft_ckpt.formats.torch_pickle import Passive, Stored, load
+from ft_ckpt.formats.torch_pickle import Stored, load
+from ft_ckpt.formats.unpickle import Passive
 
 _RANK = re.compile(r"zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
 _OPTIMIZER, _MODEL = "*_optim_states.pt", "*_model_states.pt"
