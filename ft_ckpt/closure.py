@@ -94,8 +94,8 @@ class _Pace:
         _, error = attempt(self._settle)
         ranks.agree(self.name, {"step": own.step}, error, same=("step",))
         own.note_saved(reason, {})  # if it fails, it runs again an interval later
-        with _inside(self.name), ranks.working():
-            result, error = attempt(function)
+        with _inside(self.name):
+            result, error = ranks.attempt(function)
         _raise_everywhere(self.name, error, ranks)
         own.history = before
         own.note_saved(reason, {}, time.monotonic() - begun)

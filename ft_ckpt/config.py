@@ -37,10 +37,14 @@ class SaverConfig:
     """Folder name under the saver's directory when `save` is given a step and no path."""
     enter_timeout_seconds: float = 600.0
     """How long ranks wait for each other to call `save` before the missing ones are named in an error."""
-    io_threads: int = 4
-    """Writer threads on rank 0."""
+    io_threads: int | None = None
+    """Writer threads on each rank that writes; None: 4, or what is fastest here once a save has 4 GB or more."""
+    io_block_bytes: int = 8 << 20
+    """Memory written at once, in bytes, a multiple of 4096; two more blocks are held than there are threads."""
     direct_io: str = "auto"
-    """Unbuffered writes (O_DIRECT): "auto" where the file system takes them, "on" or "off"."""
+    """Unbuffered writes (O_DIRECT): "auto" where the file system takes them and is not slower so, "on" or "off"."""
+    io_priority: str = "normal"
+    """Of what a save in the background writes, where the disk's scheduler looks at it: "normal" or "low"."""
     each_rank_writes: str = "auto"
     """Several ranks on one file system write what they hold: "auto" where it pays, "on", or "off" (rank 0 alone)."""
     reuse_frozen: str = "auto"
@@ -117,6 +121,7 @@ def _choice_rule(config: SaverConfig) -> list[str]:
         "format": ("safetensors", "h5", "dual"),
         "nonfinite": ("save", "raise"),
         "direct_io": ("auto", "on", "off"),
+        "io_priority": ("normal", "low"),
         "each_rank_writes": ("auto", "on", "off"),
         "reuse_frozen": ("auto", "on", "off"),
         "fan_out": ("auto", "read", "broadcast"),
@@ -132,12 +137,15 @@ def _choice_rule(config: SaverConfig) -> list[str]:
 
 
 def _number_rule(config: SaverConfig) -> list[str]:
-    least = {"bucket_bytes": 1 << 16, "enter_timeout_seconds": 0.1, "io_threads": 1}
-    return [
+    least = {"bucket_bytes": 1 << 16, "enter_timeout_seconds": 0.1, "io_threads": 1, "io_block_bytes": 1 << 16}
+    problems = [
         f"{name}={getattr(config, name)!r}: must be at least {bound}"
         for name, bound in least.items()
-        if not getattr(config, name) >= bound
+        if getattr(config, name) is not None and not getattr(config, name) >= bound
     ]
+    if config.io_block_bytes % 4096:
+        problems.append(f"io_block_bytes={config.io_block_bytes}: must be a multiple of 4096, as unbuffered writes are")
+    return problems
 
 
 def _template_rule(config: SaverConfig) -> list[str]:

@@ -5,7 +5,7 @@ alone. What is no run of bytes (converted names, slabs of tensor parallelism) co
 """
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby, pairwise
 from pathlib import Path
@@ -21,7 +21,8 @@ from ft_ckpt.manifest import Cut, FileRecord
 from ft_ckpt.ranks import Ranks
 from ft_ckpt.regions import Region, write_regions
 from ft_ckpt.select import Entry
-from ft_ckpt.write import FilePlan, Writer, create_file
+from ft_ckpt.unbuffered import create_file
+from ft_ckpt.write import FilePlan, Writer
 
 LEAST_BYTES = 32 << 20  # of a checkpoint for which it pays that all ranks open its files
 _SLICE = 4 << 20  # elements converted at a time
@@ -78,8 +79,12 @@ def record(share: Share, digests: Sequence[str]) -> FileRecord:
 
 
 def write(share: Share, folder: Path, ranks: Ranks, writer: Writer, bucket_bytes: int) -> str:
-    """Write this rank's bytes of one file, which is there; their digest. Collective where tensors come to rank 0."""
-    return write_regions(folder / share.file.path, _regions(share, ranks, bucket_bytes), writer)
+    """Write this rank's bytes of one file, which is there; their digest. Collective where tensors come to rank 0.
+
+    Stops in the middle when another rank has failed, with NoSpaceError where that rank's disk is full, else RankError.
+    """
+    regions = _while_all_write(_regions(share, ranks, bucket_bytes), ranks, writer.pace.block_bytes)
+    return write_regions(folder / share.file.path, regions, writer)
 
 
 def _cut(entry: Entry, start: int, size_bytes: int, step: int | None) -> Cut | None:
@@ -149,6 +154,15 @@ def _regions(share: Share, ranks: Ranks, bucket_bytes: int) -> Iterator[Region]:
                 yield from _own(entry, cut, ranks.rank)
     if ranks.leads:
         yield from _fixed(share.file, at, share.file.layout.size_bytes)
+
+
+def _while_all_write(regions: Iterable[Region], ranks: Ranks, most_bytes: int) -> Iterator[Region]:
+    """The regions, in pieces of at most `most_bytes`; no more of them once another rank has failed."""
+    for region in regions:
+        for low in range(0, region.size_bytes, most_bytes):
+            ranks.check_peers()
+            size = min(most_bytes, region.size_bytes - low)
+            yield Region(region.start + low, region.address + low, size, region.keeper)
 
 
 def _fixed(file: FilePlan, start: int, stop: int) -> Iterator[Region]:

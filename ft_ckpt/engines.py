@@ -6,7 +6,7 @@ Wrappers are told by their tensors and modules, never by what a launcher says it
 """
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
@@ -57,8 +57,13 @@ class Source:
 
 def unwrap(model: nn.Module) -> nn.Module:
     """The user's own module inside any stack of DDP, FSDP1, DeepSpeed and torch.compile wrappers."""
+    return wrappers(model)[-1]
+
+
+def wrappers(model: nn.Module) -> list[nn.Module]:
+    """`model` and what each wrapper holds, the user's own module last."""
     inner = _inner(model)
-    return model if inner is None else unwrap(inner)
+    return [model] if inner is None else [model, *wrappers(inner)]
 
 
 def sources(model: nn.Module, allow_meta: bool = False) -> dict[str, Source]:
@@ -68,10 +73,11 @@ def sources(model: nn.Module, allow_meta: bool = False) -> dict[str, Source]:
     that have no data here (on the meta device, or partitioned away without a trace) unless `allow_meta`.
     """
     root = unwrap(model)
-    _to_sharded(root)
+    modules = list(walk(root))
+    to_sharded(module for _, module in modules)
     flat = flat_holdings(model)
     found: dict[str, Source] = {}
-    for path, module in walk(root):
+    for path, module in modules:
         for key, tensor in _own_tensors(module, flat):
             raw = f"{path}.{key}" if path else key
             name = clean_name(raw)
@@ -95,6 +101,17 @@ def walk(root: nn.Module) -> Iterator[tuple[str, nn.Module]]:
             (f"{path}.{name}" if path else name, child) for name, child in module._modules.items() if child is not None
         ]
         waiting.extend(reversed(below))
+
+
+def to_sharded(modules: Iterable[nn.Module]) -> None:
+    """Let FSDP2 put its shards back in place, as it does for a state dict.
+
+    Between a forward and what follows it, the outermost parameters are whole and in the compute dtype: copies, with
+    less precision than the shards.
+    """
+    for module in modules:
+        if isinstance(module, FSDPModule):
+            module.reshard()
 
 
 def clean_name(raw: str) -> str:
@@ -153,10 +170,15 @@ def sample(
     Evenly spread over the floating tensors; over all ranks together at most `tensors` x `elements` values, each held
     by one rank. Not collective: merge what the ranks return.
     """
+    indices = picked(chosen, tensors, elements)
+    return {name: values for name in indices if (values := elements_at(chosen[name], rank, indices[name]))}
+
+
+def picked(chosen: Mapping[str, Source], tensors: int = 32, elements: int = 8) -> dict[str, list[int]]:
+    """The flat indices of the elements that `sample` takes, by name."""
     floating = sorted(name for name, s in chosen.items() if s.dtype.is_floating_point and s.numel > 0)
-    picked = floating[:: max(1, -(-len(floating) // tensors))]
-    indices = {name: sorted({chosen[name].numel * i // elements for i in range(elements)}) for name in picked}
-    return {name: values for name in picked if (values := elements_at(chosen[name], rank, indices[name]))}
+    names = floating[:: max(1, -(-len(floating) // tensors))]
+    return {name: sorted({chosen[name].numel * i // elements for i in range(elements)}) for name in names}
 
 
 def elements_at(source: Source, rank: int, indices: Sequence[int]) -> dict[str, float]:
@@ -192,17 +214,6 @@ def _inner(model: nn.Module) -> nn.Module | None:
 
 def _is_deepspeed(model: nn.Module) -> bool:
     return type(model).__name__.endswith("Engine") and "deepspeed" in type(model).__module__
-
-
-def _to_sharded(root: nn.Module) -> None:
-    """Let FSDP2 put its shards back in place, as it does for a state dict.
-
-    Between a forward and what follows it, the outermost parameters are whole and in the compute dtype: copies, with
-    less precision than the shards.
-    """
-    for module in root.modules():
-        if isinstance(module, FSDPModule):
-            module.reshard()
 
 
 def _own_tensors(module: nn.Module, flat: Mapping[tuple[int, str], Flat]) -> Iterator[tuple[str, Any]]:

@@ -40,30 +40,46 @@ def filler(way: str, ranks: Ranks, bucket_bytes: int) -> Filler:
         return each_reads
 
     def fill(what: str, collect: Callable[[], list[Wanted]]) -> None:
-        wanted, error = attempt(lambda: _checked(collect()))
-        common = [one for one in wanted or () if _is_common(one)]
-        told = "\n".join(f"{name} {source.shape} {source.dtype}" for source, _, name in common)
-        digest = hashlib.blake2b(told.encode(), digest_size=8).hexdigest()
-        ranks.agree(f"reading {what}", {"tensors": digest}, error, same=("tensors",))
-        broadcast(common, ranks, bucket_bytes)
-        fill_all(one for one in wanted or () if not _is_common(one))
+        ready, error = attempt(lambda: _Ready(collect(), bucket_bytes))
+        ranks.agree(f"reading {what}", {"tensors": "" if ready is None else ready.digest}, error, same=("tensors",))
+        broadcast(ready, ranks)
+        fill_all(ready.own)
 
     return fill
 
 
-def broadcast(wanted: Sequence[Wanted], ranks: Ranks, bucket_bytes: int) -> None:
-    """Fill tensors that every rank holds whole with what rank 0 reads. Collective, with the same list everywhere.
+class _Ready:
+    """What one rank wants, and all the memory that takes: after this nothing of its own can keep it from a broadcast.
 
-    Each rank needs `bucket_bytes` beside its tensors. Raises on rank 0 what reading raised, RankError on the others.
+    It needs `bucket_bytes` beside the tensors. Raises as `check_all`.
+    """
+
+    def __init__(self, wanted: list[Wanted], bucket_bytes: int) -> None:
+        check_all(wanted)
+        self.common = [one for one in wanted if _is_common(one)]
+        self.own = [one for one in wanted if not _is_common(one)]
+        self.size_bytes = sum(source.size_bytes for source, _, _ in self.common)
+        self.bucket = torch.empty(min(bucket_bytes, self.size_bytes) + 1, dtype=torch.uint8, device=wire_device())
+        self.stream = _Stream(self.common)
+
+    @property
+    def digest(self) -> str:
+        """The same where the same tensors come by broadcast."""
+        told = "\n".join(f"{name} {source.shape} {source.dtype}" for source, _, name in self.common)
+        return hashlib.blake2b(told.encode(), digest_size=8).hexdigest()
+
+
+def broadcast(ready: _Ready, ranks: Ranks) -> None:
+    """Fill tensors that every rank holds whole with what rank 0 reads. Collective, with the same tensors everywhere.
+
+    Raises on rank 0 what reading raised, RankError on the others.
     """
     import torch.distributed as dist
 
-    total = sum(source.size_bytes for source, _, _ in wanted)
-    bucket = torch.empty(min(bucket_bytes, total) + 1, dtype=torch.uint8, device=wire_device())
-    stream = _Stream(wanted)
-    feed = _Feed(_read(wanted)) if ranks.leads else None
-    for start in range(0, total, bucket_bytes):
-        size = min(bucket_bytes, total - start)
+    bucket, stream, total, step = ready.bucket, ready.stream, ready.size_bytes, ready.bucket.numel() - 1
+    feed = _Feed(_read(ready.common)) if ranks.leads else None
+    for start in range(0, total, max(step, 1)):
+        size = min(step, total - start)
         error = None
         if feed is not None:
             _, error = attempt(lambda: feed.fill(bucket[:size]))  # noqa: B023 - called at once
@@ -76,11 +92,6 @@ def broadcast(wanted: Sequence[Wanted], ranks: Ranks, bucket_bytes: int) -> None
         stream.put(bucket[:size])
     if stream.error is not None:  # told only now, since the other ranks needed this one for their broadcasts
         raise stream.error
-
-
-def _checked(wanted: list[Wanted]) -> list[Wanted]:
-    check_all(wanted)
-    return wanted
 
 
 def _is_common(one: Wanted) -> bool:

@@ -160,18 +160,22 @@ class _Courier:
 
     def carry(self, bucket: list[_Unit]) -> Iterator[Chunk]:
         """Send this rank's contributions of `bucket`, or receive the others' and yield the chunks."""
+        import torch.distributed as dist
+
         moving = [unit for unit in bucket if unit.source.holding.moves]
         together = any(unit.source.holding.whole is not None for unit in bucket)
         if not self.ranks.leads:
+            packed = self._packed(moving)  # first: once it has its turn, nothing is left that can fail
             if moving or together:
-                self.ranks.await_turn()
-            self._send(moving)
+                self.ranks.await_turn(together or packed is not None)
+            if packed is not None:
+                dist.send(packed, dst=0)
             for unit in bucket:
                 if unit.source.holding.whole is not None:
                     unit.source.holding.whole()
             return
         if (moving or together) and self.ranks.size > 1:
-            self.ranks.open_turn()
+            self.ranks.open_turn(range(1, self.ranks.size) if together else _senders(moving))
         filled = self._receive(moving) if moving else {}
         for unit in bucket:
             yield Chunk(unit.source.name, unit.low * unit.row, self._data(unit, filled))
@@ -186,18 +190,17 @@ class _Courier:
             return torch.empty(0, dtype=unit.source.dtype)
         return own.cpu().reshape(-1)
 
-    def _send(self, moving: list[_Unit]) -> None:
-        import torch.distributed as dist
-
+    def _packed(self, moving: list[_Unit]) -> Tensor | None:
+        """What this rank contributes, in one buffer; None when it has nothing."""
         mine = [own for unit in moving if (own := unit.own(self.ranks.rank)) is not None]
         if not mine:
-            return
+            return None
         packed = self._buffer("packed", sum(_padded(own.nbytes) for own in mine))
         position = 0
         for own in mine:
             _bytes_as(packed, position, own.dtype, own.shape).copy_(own)
             position += _padded(own.nbytes)
-        dist.send(packed, dst=0)
+        return packed
 
     def _receive(self, moving: list[_Unit]) -> dict[int, Tensor]:
         """The full rows of each unit, by id of the unit, in the receive buffer."""
@@ -229,6 +232,12 @@ class _Courier:
             self.buffers.pop(use, None)  # the old one goes before the larger one comes
             held = self.buffers[use] = torch.empty(size, dtype=torch.uint8, device=wire_device())
         return held[:size]
+
+
+def _senders(moving: list[_Unit]) -> list[int]:
+    """The ranks other than 0 that contribute to these units."""
+    owners = set(chain.from_iterable(unit.source.holding.owners for unit in moving)) - {0}
+    return sorted(rank for rank in owners if any(unit.part(rank) is not None for unit in moving))
 
 
 def _unpack(packed: Tensor, parts: list[tuple[_Unit, Block]], rows: Mapping[int, Tensor]) -> None:

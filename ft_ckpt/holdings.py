@@ -66,8 +66,8 @@ def runs(buffer: Tensor, numel: int, first: int, shard: int, members: Sequence[i
     def block(member: int) -> Block | None:
         return _run(numel, first, shard, place[member]) if member in place and 0 in place else None
 
-    low, high = first // shard, (first + numel - 1) // shard
-    owners = tuple(members[low : high + 1]) if numel and 0 in place else ()
+    touched = members[first // shard : (first + numel - 1) // shard + 1] if numel else ()
+    owners = tuple(touched) if 0 in place else ()
     mine = _run(numel, first, shard, place[rank]) if rank in place else None
     if mine is None:
         return Holding((numel,), None, owners, block, moves=True)
@@ -117,10 +117,12 @@ def dtensor_holding(tensor: Any) -> tuple[str, Holding]:
     if 0 not in where:  # another group of ranks that holds the same again, such as the next tensor-parallel column
         return engine, Holding(shape, local, (), lambda rank: None, moves=True, mine=mine)
 
+    sizes, speaks = tuple(mesh.shape), frozenset(owners)  # asked for every rank: `mesh.mesh` makes a tensor each time
+
     def block(rank: int) -> Block | None:
-        if rank not in owners:
+        if rank not in speaks:
             return None
-        cuts = zip(where[rank], placements, mesh.mesh.shape, strict=True)
+        cuts = zip(where[rank], placements, sizes, strict=True)
         return _cut(shape, [(p.dim % len(shape), index, parts) for index, p, parts in cuts if p.is_shard()])
 
     return engine, Holding(shape, local, owners, block, moves=True, mine=mine)

@@ -61,8 +61,24 @@ def describe(optimizer: Any, found: Mapping[str, Source]) -> Description:
     return {"class": type(optimizer).__name__, "groups": groups, "state": state}
 
 
+def renewed(optimizer: Any, description: Description) -> Description | None:
+    """`description`, made of the same parameters and the same state, with the hyperparameters of now.
+
+    None when one of them cannot be kept any more.
+    """
+    groups = []
+    for group, known in zip(optimizer.param_groups, description["groups"], strict=True):
+        values = {key: _hyperparameter(value) for key, value in group.items() if key != "params"}
+        groups.append({"params": known["params"], "values": values})
+    if any(value is None for group in groups for value in group["values"].values()):
+        return None
+    return {**description, "groups": groups}
+
+
 def merged(descriptions: Sequence[Description]) -> Description:
     """One description: a rank that holds nothing of a parameter (FSDP1) may have no state for it."""
+    if all(one is descriptions[0] for one in descriptions):
+        return descriptions[0]
     state: dict[str, dict[str, Any]] = {}
     for rank, one in enumerate(descriptions):
         for name, entries in one["state"].items():

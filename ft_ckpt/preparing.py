@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from ft_ckpt import commit, companions, engines, reuse, room
+from ft_ckpt.capturing import Captured
 from ft_ckpt.catalog import is_inside
 from ft_ckpt.config import SaverConfig
 from ft_ckpt.deliver import PartPlan, plan
@@ -19,7 +20,7 @@ from ft_ckpt.ranks import Ranks
 from ft_ckpt.records import base_record
 from ft_ckpt.reuse import Memory, Reuse
 from ft_ckpt.select import main_dtype
-from ft_ckpt.training import DOCUMENT_NAME, State, state_part
+from ft_ckpt.training import DOCUMENT_NAME, state_part
 
 _COMPANION_BYTES = 16 << 20  # room for config and tokenizer files in the look at free space
 
@@ -41,8 +42,7 @@ class Request:
     attribute: Attribute = None
     state_dict: Mapping[str, Tensor] | None = None
     state_dict_given: bool = False
-    state: State | None = None  # of the run, to be resumed from the checkpoint
-    found: Mapping[str, engines.Source] | None = None  # the sources the state was captured from
+    captured: Captured = field(default_factory=Captured)  # of the run, to be resumed from the checkpoint
     run_id: str | None = None
     protect: tuple[Path, ...] = ()  # checkpoints not to be deleted for want of room
     extra_files: Mapping[str, str | bytes] = field(default_factory=dict)  # the caller's own, by path in the checkpoint
@@ -81,7 +81,8 @@ def prepare(
 
 def choose(request: Request, ranks: Ranks, config: SaverConfig) -> Prepared:
     """What is saved, and laid out how, from the live model as it is now; nothing is made yet."""
-    found = dict(request.found or engines.sources(request.model))
+    captured = request.captured.with_tensors()
+    found = dict(captured.found or engines.sources(request.model))
     mode = config.reuse_frozen if request.format == "safetensors" else "off"
     still = reuse.frozen(found)  # before others take their place, so that all ranks plan the same files
     if request.state_dict_given:
@@ -90,8 +91,8 @@ def choose(request: Request, ranks: Ranks, config: SaverConfig) -> Prepared:
     parts = parts_of(
         request.model, own, adapter_only=request.adapter_only, attribute=request.attribute, dtype=request.dtype
     )
-    if request.state is not None:
-        parts.append(state_part(request.state, parts, own, frozen=not request.adapter_only))
+    if captured.state is not None:
+        parts.append(state_part(captured.state, parts, own, frozen=not request.adapter_only))
     plans = tuple(plan(part, request.max_shard_bytes, request.format, reuse.apart(part, still, mode)) for part in parts)
     doubtful = tuple(pair for part in parts for pair in part.doubtful)
     samples = {part.name: engines.sample(part.base, ranks.rank) for part in parts if part.base}
@@ -145,8 +146,10 @@ def _write_companions(stage: Path, one: PartPlan, request: Request) -> None:
     elif part.kind == "adapter":
         base = base_record(part, {})
         companions.write_adapter(folder, part.module, str(part.adapter), base=base, tokenizer=request.tokenizer)
-    elif part.kind == "state" and request.state is not None:
-        (folder / DOCUMENT_NAME).write_text(json.dumps(request.state.document, separators=(",", ":")), encoding="utf-8")
+    elif part.kind == "state":
+        (folder / DOCUMENT_NAME).write_text(
+            json.dumps(request.captured.document, separators=(",", ":")), encoding="utf-8"
+        )
     else:
         write_module(folder, part.module, {entry.name: entry.shape for entry in part.entries})
     if one.index is not None:

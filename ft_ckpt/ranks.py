@@ -2,22 +2,25 @@
 
 Agreement goes through the process group's key-value store, not through a collective: nobody sits in a GPU operation
 while rank 0 writes (so no watchdog fires), a rank that does not come is known by number, and an error on one rank
-reaches the others in milliseconds. The same calls work with one process and no process group.
+reaches the others within a second: a rank that fails goes straight to the next meeting and leaves a word there, which
+the others heed wherever they wait. The same calls work with one process and no process group.
 """
 
 import json
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
 
-from ft_ckpt.errors import CheckpointError, RankError, RanksDisagreeError
+from ft_ckpt.errors import CheckpointError, NoSpaceError, RankError, RanksDisagreeError
 
 _BEAT_SECONDS = 1.0  # between signs of life of a rank at work; well below any sensible time-out
+_LOOK_SECONDS = 0.1  # between looks for a word of failure of a rank at work
+_LOOKS_PER_SECOND = 1000  # at most, of all ranks together: one process answers them
 
 
 @dataclass
@@ -31,6 +34,10 @@ class Ranks:
     rounds: int = 0
     turns: int = 0
     lane: str = ""  # meetings of another thread, which do not mix with those of the main one
+    scope: str = ""  # of the attempts this rank is in: their meetings are counted apart
+    ahead: tuple[str, ...] = ()  # keys of the meetings after these attempts
+    spent: list[str] = field(default_factory=list)  # on rank 0: keys that nobody needs once all have met again
+    looked_at: float = 0.0  # for a word of failure
 
     @property
     def leads(self) -> bool:
@@ -53,24 +60,54 @@ class Ranks:
         """Meet at `what`, and return every rank's `value` (JSON) in rank order, on every rank.
 
         The fields named in `same` must be equal everywhere. Raises this rank's own `error` unchanged; on the other
-        ranks RankError naming the one that failed. Raises RanksDisagreeError when values differ or when a rank does
-        not come within `timeout_seconds` (default: the object's).
+        ranks RankError naming the one that failed, or NoSpaceError. Raises RanksDisagreeError when values differ or
+        when a rank does not come within `timeout_seconds` (default: the object's), or cannot come any more.
         """
         if self.size == 1:
             if error is not None:
                 raise error
             return [dict(value or {})]
-        own = {"what": what, "value": dict(value or {}), "error": _describe(error)}
-        self.rounds += 1
+        own = {"what": what, "value": dict(value or {}), **_described(error)}
+        self._tell(error)
+        self.rounds, self.turns = self.rounds + 1, 0
         limit = self.timeout_seconds if timeout_seconds is None else timeout_seconds
-        self._put(f"{self.rounds}/{self.rank}", own)
-        verdict = self._lead(what, same, limit) if self.leads else self._follow(what, limit)
-        self.turns = 0
+        try:
+            self._heed()
+            self._put(f"{self.rounds}/{self.rank}", own)
+            verdict = self._lead(what, same, limit) if self.leads else self._follow(what, limit)
+        except CheckpointError as told:
+            raise (told if error is None else error) from None
         if error is not None:
             raise error
         if verdict["problem"]:
-            raise (RanksDisagreeError if verdict["disagree"] else RankError)(verdict["problem"])
+            raise _error_of(verdict)
         return [entry["value"] for entry in verdict["entries"]]
+
+    def attempt(self, action: Callable[[], Any]) -> tuple[Any, BaseException | None]:
+        """The result of `action` and None, or None and what it raised. On all ranks, and before they agree on it.
+
+        Meanwhile the others know this rank to be at work. What it raises is raised on them as well, as soon as they
+        wait or look (`check_peers`) inside their `action`; so all come to that agreement, wherever each of them was.
+        """
+        if self.size == 1:
+            return attempt(action)
+        outside = self.scope, self.rounds, self.ahead
+        self.ahead = (*self.ahead, self._key(f"{self.rounds + 1}"))
+        self.scope = f"{self.scope}{self.rounds}/"
+        try:
+            with self.working():
+                result, error = attempt(action)
+        finally:
+            self.scope, self.rounds, self.ahead = outside
+        self._tell(error)
+        return result, error
+
+    def check_peers(self) -> None:
+        """Raise what another rank has failed with: NoSpaceError, or RankError naming it. Cheap enough for any loop."""
+        now = time.monotonic()
+        if self.size > 1 and now >= self.looked_at + max(_LOOK_SECONDS, self.size / _LOOKS_PER_SECOND):
+            self.looked_at = now
+            self._heed()
 
     @contextmanager
     def working(self) -> Iterator[None]:
@@ -84,10 +121,8 @@ class Ranks:
         done = threading.Event()
 
         def beat() -> None:
-            count = 0
             while not done.wait(_BEAT_SECONDS):
-                count += 1
-                self.store.set(self._key(f"beat/{self.rank}"), f"{self.rounds}.{count}")
+                self.store.set(self._beat(self.rank), str(time.monotonic_ns()))
 
         thread = threading.Thread(target=beat, name="ft_ckpt-beat", daemon=True)
         thread.start()
@@ -97,71 +132,97 @@ class Ranks:
             done.set()
             thread.join()
 
-    def open_turn(self) -> None:
-        """On rank 0: from here on it takes what the others bring. Each of them waits for this before it sends.
+    def open_turn(self, bringing: Iterable[int]) -> None:
+        """On rank 0: from here on it takes what the ranks `bringing` something send, all of which are ready to.
 
-        A send that nobody receives would end with the group's time-out, however healthy the disk rank 0 waits for.
+        A send that nobody receives would end with the group's time-out, however healthy the disk rank 0 waits for; and
+        so would a receive from a rank that has failed. Raises as `await_turn` does.
         """
         self.turns += 1
-        self.store.set(self._key(f"{self.rounds}/turn/{self.turns}"), "")
-
-    def await_turn(self) -> None:
-        """On the other ranks: wait until rank 0 takes what they bring. Raises RankError when it falls silent."""
-        self.turns += 1
-        if not self._wait(f"{self.rounds}/turn/{self.turns}", self.timeout_seconds, f"{self.rounds + 1}/0"):
+        turn, ready = f"{self.rounds}/turn/{self.turns}", list(bringing)
+        names = [f"{turn}/{rank}" for rank in ready]
+        self.spent += map(self._key, (turn, *names))
+        if not self._await(names, ready, self.timeout_seconds):
             raise RankError(
-                f"rank 0 stopped taking tensors: it failed, or gave no sign of life for {self.timeout_seconds:g} s"
+                f"rank(s) {_numbers(ready)} brought no tensors within {self.timeout_seconds:g} s of a sign of life"
             )
+        self.store.set(self._key(turn), "")
+
+    def await_turn(self, brings: bool) -> None:
+        """On the other ranks: wait until rank 0 takes what this one `brings`; return at once if that is nothing.
+
+        Raises what another rank has failed with, or RankError when rank 0 falls silent or has gone on.
+        """
+        self.turns += 1
+        turn = f"{self.rounds}/turn/{self.turns}"
+        if not brings:
+            return
+        self.store.set(self._key(f"{turn}/{self.rank}"), "")
+        if not self._await([turn], [0], self.timeout_seconds):
+            raise RankError(f"rank 0 took no tensors within {self.timeout_seconds:g} s of a sign of life")
 
     def _lead(self, what: str, same: tuple[str, ...], limit: float) -> dict[str, Any]:
         """Collect what the ranks put, judge it, and put the verdict where the others wait for it."""
         names = [f"{self.rounds}/{rank}" for rank in range(self.size)]
-        self._gather(names, limit)
+        keys = [self._key(name) for name in (*names, f"{self.rounds}/verdict", f"{self.rounds}/failed")]
+        self.spent += keys
+        self._await(names, range(1, self.size), limit)
         here = [rank for rank, name in enumerate(names) if self.store.check([self._key(name)])]
         entries = {rank: self._get(names[rank]) for rank in here}
-        verdict = _judge(what, entries, self.size, same, limit)
+        problem, kind = _judge(what, entries, self.size, same, limit)
+        verdict = {"problem": problem, "kind": kind, "entries": [] if problem else list(entries.values())}
         self._put(f"{self.rounds}/verdict", verdict)
-        self._sweep(self.rounds - 2)
+        if len(here) == self.size:  # so all have read the verdict before this one, and are past its turns
+            for key in self.spent[: -len(keys)]:
+                self._forget(key)
+            self.spent = keys
         return verdict
-
-    def _gather(self, names: list[str], limit: float) -> None:
-        """Wait for what all ranks put, for `limit` seconds after the last sign of life of one that is missing."""
-        deadline, heard = time.monotonic() + limit, b""
-        while not self._arrive(names, min(_BEAT_SECONDS, max(deadline - time.monotonic(), 0.001))):
-            beats = [self._key(f"beat/{rank}") for rank in range(1, self.size)]
-            beat = b" ".join(self.store.get(key) for key in beats if self.store.check([key]))
-            if beat != heard:  # seen for the first time it may be an old one
-                heard, deadline = beat, time.monotonic() + limit if heard else deadline
-            if time.monotonic() > deadline:
-                return
 
     def _follow(self, what: str, limit: float) -> dict[str, Any]:
         """Wait for rank 0, however long it is at work, and then for its verdict, which it gives within `limit`."""
-        arrived = self._wait(f"{self.rounds}/0", limit)
-        if arrived and self._wait(f"{self.rounds}/verdict", limit + 60.0):
+        arrived = self._await([f"{self.rounds}/0"], [0], limit)
+        if arrived and self._await([f"{self.rounds}/verdict"], [0], limit + 60.0):
             return self._get(f"{self.rounds}/verdict")
         # Rank 0 may still come: it must not take this rank's entry for its presence.
-        self._put(f"{self.rounds}/{self.rank}", {"what": what, "value": {}, "error": f"gave up after {limit:g} s"})
+        own = {"what": what, "value": {}, "error": f"gave up after {limit:g} s", "full": False}
+        self._put(f"{self.rounds}/{self.rank}", own)
         found = "rank 0 came and then fell silent" if arrived else f"rank(s) 0 did not enter {what}"
-        return {"problem": f"{what}: {found} within {limit:g} s; {_ADVICE}", "disagree": True, "entries": []}
+        return {"problem": f"{what}: {found} within {limit:g} s; {_ADVICE}", "kind": "disagree", "entries": []}
 
-    def _wait(self, name: str, limit: float, instead: str | None = None) -> bool:
-        """Wait until rank 0 has put `name`; False when it has given no sign of life for `limit` seconds.
+    def _await(self, names: list[str], awaited: Iterable[int], limit: float) -> bool:
+        """Wait for `names`, which the ranks `awaited` put; False after `limit` seconds without a sign of their life.
 
-        False, too, when it has put `instead`, which it puts after `name` if at all: it has given up and gone on.
+        Raises what `_heed` does.
         """
         deadline, heard = time.monotonic() + limit, b""
-        while not self._arrive([name], min(_BEAT_SECONDS, max(deadline - time.monotonic(), 0.001))):
-            if instead is not None and self.store.check([self._key(instead)]):
-                return bool(self.store.check([self._key(name)]))
-            if self.store.check([self._key("beat/0")]):
-                beat = self.store.get(self._key("beat/0"))
-                if beat != heard:
-                    # A beat seen for the first time may be an old one: it counts only as what the next is compared to.
-                    heard, deadline = beat, time.monotonic() + limit if heard else deadline
+        while not self._arrive(names, min(_BEAT_SECONDS, max(deadline - time.monotonic(), 0.001))):
+            self._heed(names, awaited)
+            beats = [self._beat(rank) for rank in awaited]
+            beat = b" ".join(self.store.get(key) for key in beats if self.store.check([key]))
+            if beat != heard:
+                # One seen for the first time may be an old one: it counts only as what the next is compared to.
+                heard, deadline = beat, time.monotonic() + limit if heard else deadline
             if time.monotonic() > deadline:
                 return False
         return True
+
+    def _heed(self, names: Iterable[str] = (), awaited: Iterable[int] = ()) -> None:
+        """Raise what keeps `awaited` ranks from putting `names`: a rank has failed, or they have gone on without."""
+        for meeting in (*self.ahead, self._key(f"{self.rounds + 1}")):
+            failed = self.store.check([f"{meeting}/failed"])
+            gone = [rank for rank in awaited if self.store.check([f"{meeting}/{rank}"])]
+            if not (failed or gone) or (names and self.store.check([self._key(name) for name in names])):
+                continue  # a rank that has put the last of `names` may be at the next meeting already
+            if not failed:
+                raise RanksDisagreeError(f"rank(s) {_numbers(gone)} went on without this one; {_ADVICE}")
+            raise _error_of(json.loads(self.store.get(f"{meeting}/failed")))
+
+    def _tell(self, error: BaseException | None) -> None:
+        """Leave a word at the next meeting that this rank has failed; the first such word is the one that counts."""
+        if error is not None:
+            own = _described(error)
+            told = {"problem": f"rank {self.rank} failed: {own['error']}", "kind": "full" if own["full"] else "failed"}
+            self.store.compare_set(self._key(f"{self.rounds + 1}/failed"), "", json.dumps(told))
 
     def _arrive(self, names: list[str], seconds: float) -> bool:
         """Whether all of `names` are in the store within `seconds`; the store wakes us, nobody polls."""
@@ -171,20 +232,15 @@ class Ranks:
             return False
         return True
 
-    def _sweep(self, finished: int) -> None:
-        # Every rank has put its entry of this round, so all have read the verdict of the one before: two rounds
-        # back nobody looks any more, and the store stays small however long the run.
-        for name in [*map(str, range(self.size)), "verdict"]:
-            self._forget(f"{finished}/{name}")
-        for turn in range(1, self.turns + 1):  # not sooner: a rank that had nothing to bring may come late to its turn
-            self._forget(f"{self.rounds - 1}/turn/{turn}")
-
-    def _forget(self, name: str) -> None:
+    def _forget(self, key: str) -> None:
         with suppress(RuntimeError, NotImplementedError):  # stores without deletion only grow
-            self.store.delete_key(self._key(name))
+            self.store.delete_key(key)
 
     def _key(self, name: str) -> str:
-        return f"ft_ckpt/{self.lane}/{name}" if self.lane else f"ft_ckpt/{name}"
+        return f"ft_ckpt/{self.lane}/{self.scope}{name}"
+
+    def _beat(self, rank: int) -> str:
+        return f"ft_ckpt/{self.lane}/beat/{rank}"
 
     def _put(self, name: str, value: dict[str, Any]) -> None:
         self.store.set(self._key(name), json.dumps(value))
@@ -195,9 +251,7 @@ class Ranks:
 
 
 _ADVICE = "call it on every rank, not under `if accelerator.is_main_process`, and with the same arguments"
-_shared: dict[
-    tuple[Any, str], Ranks
-] = {}  # by process group and lane; the group is kept alive so that no other can be taken for it
+_shared: dict[tuple[Any, str], Ranks] = {}  # by lane and process group, kept so that no other can be taken for it
 
 
 def current(timeout_seconds: float = 600.0, lane: str = "") -> Ranks:
@@ -247,32 +301,39 @@ def attempt(action: Callable[[], Any]) -> tuple[Any, BaseException | None]:
         return None, error
 
 
-def _describe(error: BaseException | None) -> str | None:
+def _described(error: BaseException | None) -> dict[str, Any]:
+    """What others are told of an error: its text, and whether it is a full disk."""
     if error is None:
-        return None
-    return str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
+        return {"error": None, "full": False}
+    text = str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
+    return {"error": text, "full": isinstance(error, NoSpaceError)}
+
+
+def _error_of(told: Mapping[str, Any]) -> CheckpointError:
+    """What a verdict or a word of failure is raised as."""
+    kinds: dict[str, Callable[[str], CheckpointError]]
+    kinds = {"failed": RankError, "full": NoSpaceError, "disagree": RanksDisagreeError}
+    return kinds[told["kind"]](told["problem"])
 
 
 def _judge(
     what: str, entries: dict[int, dict[str, Any]], size: int, same: tuple[str, ...], limit: float
-) -> dict[str, Any]:
-    ordered = [entries[rank] for rank in sorted(entries)]
+) -> tuple[str | None, str]:
+    """What is wrong, None when nothing is, and of what kind that is."""
     missing = [rank for rank in range(size) if rank not in entries]
     if missing:
-        text = f"{what}: rank(s) {_numbers(missing)} did not enter it within {limit:g} s; {_ADVICE}"
-        return {"problem": text, "disagree": True, "entries": []}
+        return f"{what}: rank(s) {_numbers(missing)} did not enter it within {limit:g} s; {_ADVICE}", "disagree"
     elsewhere = [rank for rank, entry in entries.items() if entry["what"] != what]
     if elsewhere:
-        text = f"{what}: rank(s) {_numbers(elsewhere)} called {entries[elsewhere[0]]['what']} instead; {_ADVICE}"
-        return {"problem": text, "disagree": True, "entries": []}
+        called = entries[elsewhere[0]]["what"]
+        return f"{what}: rank(s) {_numbers(elsewhere)} called {called} instead; {_ADVICE}", "disagree"
     failed = [rank for rank, entry in entries.items() if entry["error"] is not None]
     if failed:
-        text = "; ".join(f"rank {rank}: {entries[rank]['error']}" for rank in sorted(failed)[:4])
-        return {"problem": f"{what} failed, nothing was committed: {text}", "disagree": False, "entries": []}
-    differing = [difference for name in same if (difference := _difference(name, ordered))]
-    if differing:
-        return {"problem": f"{what}: ranks disagree: {'; '.join(differing)}", "disagree": True, "entries": []}
-    return {"problem": None, "disagree": False, "entries": ordered}
+        text = "; ".join(f"rank {rank}: {entries[rank]['error']}" for rank in failed[:4])
+        kind = "full" if all(entries[rank]["full"] for rank in failed) else "failed"
+        return f"{what} failed, nothing was committed: {text}", kind
+    differing = [difference for name in same if (difference := _difference(name, list(entries.values())))]
+    return (f"{what}: ranks disagree: {'; '.join(differing)}" if differing else None), "disagree"
 
 
 def _difference(name: str, entries: list[dict[str, Any]]) -> str | None:

@@ -1,5 +1,6 @@
 """The road back: a committed checkpoint becomes a model again, strictly, without running anything it contains."""
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -16,7 +17,7 @@ from ft_ckpt.marks import lease
 from ft_ckpt.modules import MODULE_NAME, build_module, filled_later
 from ft_ckpt.reattach import attach, base_of
 from ft_ckpt.select import stored_as_in_memory
-from ft_ckpt.supply import supply
+from ft_ckpt.supply import Supplied, supply, supplying
 
 
 @dataclass(frozen=True)
@@ -58,17 +59,18 @@ def load_model(
     strict: bool = True,
     check_base: bool = True,
     trust_remote_code: bool = False,
-    mapped: bool | str = True,
+    mapped: bool | str = "auto",
     with_report: bool = False,
 ) -> Any:
     """The model committed at `path`: a Hugging Face model, a PeftModel on its base, or a plain module, in eval mode.
 
     `path` is a checkpoint or the folder of one of its parts; `part` names one as well. A checkpoint of several
-    attributes gives a dict by name, parameters they shared shared again. Files are mapped, not copied, where the
-    model keeps tensors as they are stored; weights that are trained further are copied as they are written. `mapped`:
-    "auto" reads large files that are not in the page cache into memory instead, past the cache at the disk's rate,
-    unless other processes of the launch share this machine; True maps them too, False reads all. An accelerator as
-    `device` is read to straight, a block at a time.
+    attributes gives a dict by name, parameters they shared shared again. Where the model keeps tensors as they are
+    stored, files are mapped, not copied: weights that are trained further are copied as they are written. `mapped`:
+    "auto" reads large files that are mostly not in the page cache into memory instead, past the cache at the disk's
+    rate while the model is made, where half of the free memory holds them and no other process of the launch shares
+    this machine; True maps all, and reads only what is used; False reads all. An accelerator as `device` is read to
+    straight, a block at a time.
 
     `base`: the model an adapter goes on, as module, folder or id; default is the id it was trained on, whose sampled
     weights are compared unless `check_base` is off. `into`: a module of yours to load a single part into. `classes`:
@@ -80,7 +82,8 @@ def load_model(
     """
     if mapped not in (True, False, "auto"):
         raise LoadError(f"mapped={mapped!r}: expected True, False or 'auto'")
-    place = None if device is None or torch.device(device).type in ("cpu", "meta") else torch.device(device)
+    is_host = device is None or torch.device(device).type in ("cpu", "meta")
+    place = None if is_host else torch.empty(0, device=device).device  # with its number: threads have their own
     options = _Options(base, into, classes or {}, strict, check_base, trust_remote_code, mapped, place)
     with lease(_find(Path(path), part)[0]):  # not deleted while it is read; what is mapped stays readable afterwards
         model, report = _load_checkpoint(Path(path), part, options, device)
@@ -166,40 +169,47 @@ def _load(root: Path, records: list[PartRecord], options: _Options) -> tuple[nn.
 
 
 def _load_plain(root: Path, record: PartRecord, options: _Options) -> tuple[nn.Module, LoadReport]:
-    import json
-
     folder = root / record.path
     if options.into is not None:
         return options.into, _copy(options.into, record, root, options)
-    module = build_module(json.loads((folder / MODULE_NAME).read_text(encoding="utf-8")), options.classes).eval()
-    return module, _place(module, record, root, options)
+    with supplying(_files(root, record), options.mapped, options.device) as tensors:
+        module = build_module(json.loads((folder / MODULE_NAME).read_text(encoding="utf-8")), options.classes).eval()
+        return module, _place(module, record, root, options.strict, tensors())
 
 
 def _load_pretrained(root: Path, record: PartRecord, options: _Options) -> tuple[nn.Module, LoadReport]:
     folder = root / record.path
     if options.into is not None:
         return options.into, _copy(options.into, record, root, options)
-    model = None if options.trust_remote_code else _empty_model(folder, record)
-    if model is None:
-        return _through_transformers(folder, root, record, options)
-    report = _place(model, record, root, options)
-    model.tie_weights()
-    return model.eval(), report
+    if not options.trust_remote_code and _is_plain(folder, record):
+        with supplying(_files(root, record), options.mapped, options.device) as tensors:
+            model = _empty_model(folder, record)
+            if model is not None:
+                report = _place(model, record, root, options.strict, tensors())
+                model.tie_weights()
+                return model.eval(), report
+    return _through_transformers(folder, root, record, options)
+
+
+def _is_plain(folder: Path, record: PartRecord) -> bool:
+    """False when transformers has to quantise the model or find its code."""
+    import transformers
+
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    return hasattr(transformers, record.class_name) and config.get("quantization_config") is None
 
 
 def _empty_model(folder: Path, record: PartRecord) -> Any:
-    """The model without memory for its parameters; None when transformers has to convert, quantise or find its code."""
+    """The model without memory for its parameters; None when transformers has to convert it."""
     import transformers
     from accelerate import init_empty_weights
+    from transformers.initialization import guard_torch_init_functions
 
     config = transformers.AutoConfig.from_pretrained(folder)
-    cls = getattr(transformers, record.class_name, None)
-    if cls is None or getattr(config, "quantization_config", None) is not None:
-        return None
-    with init_empty_weights(include_buffers=False), filled_later():
-        model = cls(config)
+    with init_empty_weights(include_buffers=False), filled_later(), guard_torch_init_functions():
+        model = getattr(transformers, record.class_name)(config)
     names = _live(model)
-    if not stored_as_in_memory(model, names) or any(name not in names for name in _stored(record)):
+    if not stored_as_in_memory(model, names) or any(tensor.name not in names for tensor in record.tensors):
         return None
     if model.can_generate() and (folder / "generation_config.json").is_file():
         model.generation_config = transformers.GenerationConfig.from_pretrained(folder)
@@ -213,15 +223,13 @@ def _through_transformers(
     """Let transformers load what is converted on the way in; its account of the load is held to the same strictness."""
     import transformers
 
-    cls = getattr(transformers, record.class_name, None)
-    if cls is None:
-        auto = transformers.AutoModelForCausalLM if _is_causal(folder) else transformers.AutoModel
-        cls = auto
+    auto = transformers.AutoModelForCausalLM if _is_causal(folder) else transformers.AutoModel
+    cls = getattr(transformers, record.class_name, auto)
     asked: dict[str, Any] = {"output_loading_info": True, "trust_remote_code": options.trust_remote_code}
     if record.format == "h5":  # which transformers does not open: it gets the tensors themselves
         config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=options.trust_remote_code)
         model, info = cls.from_pretrained(
-            None, config=config, state_dict=_tensors(root, record, options)[0], dtype=config.dtype, **asked
+            None, config=config, state_dict=supply(_files(root, record), options.mapped)[0], dtype=config.dtype, **asked
         )
     else:
         model, info = cls.from_pretrained(folder, dtype="auto", local_files_only=True, **asked)
@@ -242,15 +250,14 @@ def _is_causal(folder: Path) -> bool:
     return '"AutoModelForCausalLM"' in (folder / "config.json").read_text(encoding="utf-8")
 
 
-def _place(module: nn.Module, record: PartRecord, root: Path, options: _Options) -> LoadReport:
+def _place(module: nn.Module, record: PartRecord, root: Path, strict: bool, supplied: Supplied) -> LoadReport:
     """Give `module` the stored tensors themselves."""
-    tensors, mapped = _tensors(root, record, options, options.device)
-    return replace(_assign(module, record, tensors, root, options.strict, assign=True), zero_copy=mapped)
+    return replace(_assign(module, record, supplied[0], root, strict, assign=True), zero_copy=supplied[1])
 
 
 def _copy(into: nn.Module, record: PartRecord, root: Path, options: _Options) -> LoadReport:
     """Give `into` the values of the stored tensors."""
-    return _assign(into, record, _tensors(root, record, options)[0], root, options.strict, assign=False)
+    return _assign(into, record, supply(_files(root, record), options.mapped)[0], root, options.strict, assign=False)
 
 
 def _assign(
@@ -292,15 +299,9 @@ def _refuse(report: LoadReport, strict: bool) -> None:
         )
 
 
-def _tensors(
-    root: Path, record: PartRecord, options: _Options, device: torch.device | None = None
-) -> tuple[dict[str, Tensor], bool]:
-    """The part's tensors by stored name, on the host or on `device`, and whether they are their files, mapped."""
-    return supply(dict.fromkeys(root / tensor.file for tensor in record.tensors), options.mapped, device)
-
-
-def _stored(record: PartRecord) -> list[str]:
-    return [tensor.name for tensor in record.tensors]
+def _files(root: Path, record: PartRecord) -> list[Path]:
+    """The part's weight files."""
+    return list(dict.fromkeys(root / tensor.file for tensor in record.tensors))
 
 
 def _live(model: nn.Module) -> dict[str, Any]:

@@ -15,8 +15,9 @@ from typing import Any
 
 import xxhash
 
-from ft_ckpt.blocks import ALIGNMENT, BLOCK_BYTES, address_of
-from ft_ckpt.write import Writer, open_file, write_all
+from ft_ckpt.blocks import ALIGNMENT, address_of
+from ft_ckpt.unbuffered import open_file, write_all
+from ft_ckpt.write import Writer, update
 
 
 @dataclass(frozen=True)
@@ -59,15 +60,15 @@ class _Regions:
     jobs: list[Future[None]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.plain = open_file(self.path, os.O_WRONLY, direct=False)
-        self.direct = open_file(self.path, os.O_WRONLY, direct=self.writer.direct != "off")
+        self.plain = open_file(self.path, os.O_WRONLY, False)
+        self.direct = open_file(self.path, os.O_WRONLY, self.writer.pace.direct)
 
     def put(self, region: Region) -> None:
         start, address, left = region.start, region.address, region.size_bytes
         while left:
-            if self.block is None or start != self.base + self.high or self.high == BLOCK_BYTES:
+            if self.block is None or start != self.base + self.high or self.high == self.writer.pace.block_bytes:
                 self._begin(start)
-            count = min(left, BLOCK_BYTES - self.high)
+            count = min(left, self.writer.pace.block_bytes - self.high)
             ctypes.memmove(address_of(self._held()) + self.high, address, count)
             self.high += count
             start, address, left = start + count, address + count, left - count
@@ -102,13 +103,9 @@ class _Regions:
             return
         block, base, low, high = self.block, self.base, self.low, self.high
         self.block = None
-        hashed = self.writer.hasher.submit(self._hash, block, low, high)
+        hashed = self.writer.file_hasher.submit(update, block, [(self.digest, low, high)])
         self.jobs = [job for job in self.jobs if not job.done() or job.result() is not None]  # raises a writer's error
         self.jobs.append(self.writer.pool.submit(self._flush, block, base, low, high, hashed))
-
-    def _hash(self, block: mmap.mmap, low: int, high: int) -> None:
-        with memoryview(block) as view:
-            self.digest.update(view[low:high])
 
     def _flush(self, block: mmap.mmap, base: int, low: int, high: int, hashed: Future[None]) -> None:
         first, last = low + -low % ALIGNMENT, high - high % ALIGNMENT

@@ -11,17 +11,19 @@ from typing import Any
 
 from torch import nn
 
-from ft_ckpt import accumulation, fan_out, resume, rng, schedule, training, zero_optimizer
+from ft_ckpt import accumulation, capturing, fan_out, resume, rng, schedule, training, zero_optimizer
+from ft_ckpt.capturing import Captured, Objects
 from ft_ckpt.config import SaverConfig
 from ft_ckpt.engines import Source
 from ft_ckpt.errors import CheckpointError, ConfigError, LoadError, SelectionError, listing
 from ft_ckpt.fingerprint import differences, fingerprint
 from ft_ckpt.position import Feed
-from ft_ckpt.ranks import Ranks, attempt
+from ft_ckpt.ranks import Ranks
 from ft_ckpt.resume import Restored, RestoreReport
 from ft_ckpt.schedule import Every
 from ft_ckpt.signals import SignalWatch
-from ft_ckpt.training import Document, State
+from ft_ckpt.structure import Kept
+from ft_ckpt.training import Document
 
 _GRADIENTS, _RANDOM, _FEED, _STEPS = "gradients", "rng", "loader", "accumulation"
 
@@ -97,33 +99,29 @@ class Run:
         items = training.items_of(self.accelerator, self.registered)
         training.look(items, training.known_sources(self.model, items), {})
 
-    def capture(self, ranks: Ranks, versions: Mapping[str, str]) -> tuple[dict[str, Source], State]:
-        """The state of the whole run, and the sources of its models. Nothing is moved."""
+    def capture(self, ranks: Ranks, versions: Mapping[str, str], kept: Kept | None = None) -> Captured:
+        """The state of the whole run, and the sources of its models; `kept` as for `capturing`. Nothing is moved."""
 
-        def look() -> tuple[list[training.Item], dict[str, Source], training.Local]:
+        def objects() -> Objects:
             items = training.items_of(self.accelerator, self.registered)
-            found = training.known_sources(self.model, items)
-            return items, found, training.look(items, found, self._own(items))
+            return Objects(self.model, items, self._own(items))
 
-        result, error = attempt(look)
-        items, found, local = result or ([], {}, training.Local({"items": {}, "own": {}}, {}))
-        everyone = training.exchange(local, ranks, error)
-        state = training.assemble(local, everyone, items, found, ranks.rank)
-        state.document.update(
+        captured = capturing.capture(objects, ranks, kept)
+        captured.document.update(
             {
                 "progress": {"step": self.step, **self._place()},
                 "history": self.history.to_json(),
                 "run_id": self.run_id,
-                "fingerprint": self._fingerprint(found, ranks, versions),
+                "fingerprint": self._fingerprint(captured.found, ranks, versions),
             }
         )
-        return found, state
+        return captured
 
     def reinstate(
         self, path: Path, ranks: Ranks, allow: Iterable[str] | bool, versions: Mapping[str, str]
     ) -> RestoreReport:
         """Put the whole run back into the state saved at `path`; what is in `allow` may fail (True: everything)."""
-        report, error = attempt(lambda: self._put_back(path, ranks, versions))
+        report, error = ranks.attempt(lambda: self._put_back(path, ranks, versions))
         found = [] if report is None else [[item.name, item.status, item.detail] for item in report.items]
         answers = ranks.agree("resume()", {"items": found}, error)
         items = _worst([[Restored(*item) for item in answer["items"]] for answer in answers])

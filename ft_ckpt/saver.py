@@ -221,8 +221,7 @@ class CheckpointSaver:
         self._pending.settle()
         self.register(**objects)
         ranks, mode = self._ranks(), str(checkpoint)
-        with ranks.working():
-            chosen, error = attempt(lambda: self._chosen(mode) if ranks.leads else None)
+        chosen, error = ranks.attempt(lambda: self._chosen(mode) if ranks.leads else None)
         found = None if chosen is None else str(chosen.absolute())
         path = ranks.agree("resume()", {"mode": mode, "path": found}, error, same=("mode",))[0]["path"]
         if path is not None:
@@ -293,21 +292,21 @@ class CheckpointSaver:
         self.register(**objects, **({} if model is None else {"model": model}))
         now.note_saved(reason, metrics)
         try:
-            found, state = now.capture(self._ranks(), versions())
+            captured = now.capture(self._ranks(), versions(), self._pending.kept if config.background else None)
+            adapters = captured.once("adapters", lambda: is_adapter_run(now.model))
             report = self._pending.save(
                 config,
                 lambda: request_of(
                     config,
                     now.model,
                     self._target(path, now.step),
-                    adapter_only=is_adapter_run(now.model) if adapter_only is None else adapter_only,
+                    adapter_only=adapters if adapter_only is None else adapter_only,
                     tokenizer=self.tokenizer,
                     step=now.step,
                     metrics=metrics,
-                    state=state,
-                    found=found,
+                    captured=captured,
                     memory=self._memory,
-                    run_id=state.document["run_id"],
+                    run_id=now.run_id,
                     protect=self._protected(),
                     extra_files=extra_files or {},
                 ),

@@ -20,6 +20,7 @@ from ft_ckpt.errors import IncompleteError, NoSpaceError, RankError, RanksDisagr
 from ft_ckpt.gather import equal
 from ft_ckpt.manifest import FileRecord
 from ft_ckpt.objects import compress_file
+from ft_ckpt.pace import pace_of
 from ft_ckpt.parts import kind_of
 from ft_ckpt.preparing import Prepared, Request, prepare
 from ft_ckpt.progress import tracked
@@ -76,17 +77,15 @@ def _once(
     prepared: Prepared | None = None
     try:
         if request is not None:
-            with ranks.working():
-                prepared, error = attempt(lambda: prepare(request, ranks, config, tries, chosen))
+            prepared, error = ranks.attempt(lambda: prepare(request, ranks, config, tries, chosen))
         # Everything that can be refused is refused here, before a tensor moves: later, ranks depend on each other.
         answers = ranks.agree("save()", _facts(request, prepared), error, same=("path", "kind", "step", "tensors"))
         if request is None or prepared is None:
             raise RankError("save(): agreed on without a plan on this rank; please report it")
         _refuse_lonely_dicts(answers)
-        with ranks.working():
-            taken = reuse.agreed([answer["kept"] for answer in answers])
-            job = _Job(request, prepared, tuple(answers), ranks, config, begun, taken)
-            report, error = attempt(lambda: _carry_out(job))
+        taken = reuse.agreed([answer["kept"] for answer in answers])
+        job = _Job(request, prepared, tuple(answers), ranks, config, begun, taken)
+        report, error = ranks.attempt(lambda: _carry_out(job))
         if isinstance(error, NoSpaceError) and config.when_full != "raise":
             report, error = {"full": str(error)}, None
         outcome = ranks.agree("the commit of save()", report, error)[0]
@@ -165,14 +164,14 @@ def _gathered(job: _Job, untied: list[tuple[engines.Source, engines.Source]]) ->
         for _ in feed:
             pass
         return []
-    try:
-        _refuse_untied(untied)
-        with Writer(config.io_threads, config.direct_io) as writer:
-            return list(write_files([file for one in plans for file in one.files], feed, stage, writer))
-    except Exception:
-        for _ in feed:  # the other ranks are sending: take what they send, so that they come to the agreement
-            pass
-        raise
+    _refuse_untied(untied)
+    with _writer(job, stage, total) as writer:
+        return list(write_files([file for one in plans for file in one.files], feed, stage, writer))
+
+
+def _writer(job: _Job, stage: Path, size_bytes: int) -> Writer:
+    config = job.config
+    return Writer(pace_of(stage, size_bytes, config.io_threads, config.direct_io, config.io_block_bytes))
 
 
 def _open_to_all(job: _Job) -> list[direct.Share] | None:
@@ -227,16 +226,10 @@ def _from_all(
     """Every rank writes what it holds; the records are rank 0's to keep."""
     stage, config = Path(job.answers[0]["stage"]), job.config
 
-    def write() -> list[str]:
-        _refuse_untied(untied)
-        with Writer(config.io_threads, config.direct_io) as writer:
-            return [direct.write(share, stage, job.ranks, writer, config.bucket_bytes) for share in shares]
-
-    digests, error = attempt(write)
-    full = str(error) if isinstance(error, NoSpaceError) else None
-    answers = job.ranks.agree("the writing of save()", {"digests": digests, "full": full}, None if full else error)
-    if filled := [answer["full"] for answer in answers if answer["full"]]:
-        raise NoSpaceError(filled[0])
+    _refuse_untied(untied)
+    with _writer(job, stage, sum(one.size_bytes for one in job.plans) // job.ranks.size) as writer:
+        digests = [direct.write(share, stage, job.ranks, writer, config.bucket_bytes) for share in shares]
+    answers = job.ranks.agree("the writing of save()", {"digests": digests})
     return [
         direct.record(share, [answer["digests"][number] for answer in answers]) for number, share in enumerate(shares)
     ]

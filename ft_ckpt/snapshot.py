@@ -5,8 +5,7 @@ wait for the copy. Everything else is copied before `take` returns. The memory i
 """
 
 import time
-from collections.abc import Hashable, Iterable, Mapping, Sequence
-from itertools import groupby
+from collections.abc import Hashable, Iterable, Mapping
 from threading import Event
 from typing import Any
 
@@ -14,7 +13,7 @@ import torch
 from torch import Tensor
 
 _ALIGNMENT = 64
-Copies = Mapping[Hashable, Tensor]  # by what `key` says of the live tensor
+Copies = Mapping[Hashable, Tensor]  # by the names of the live tensors, whatever these are
 
 
 class Snapshot:
@@ -23,32 +22,28 @@ class Snapshot:
     def __init__(self) -> None:
         self.waited_seconds = 0.0  # by optimizers, over all snapshots
         self._now, self._late = _Room(), _Room()
-        self._copied: dict[Hashable, Tensor] = {}
-        self._left: list[Tensor] = []
+        self._copied: Copies = {}
+        self._left: Copies = {}
         self._ready: dict[torch.device, Any] = {}  # CUDA device -> event after which its tensors may be read
         self._done = Event()
         self._done.set()
         self._hooks: dict[int, tuple[Any, Any]] = {}  # id -> (optimizer, which keeps the id its own; handle)
 
-    def watch(self, optimizers: Iterable[Any]) -> frozenset[int]:
-        """Let the next step of each optimizer wait for the copies; the ids of all tensors that these steps change."""
-        owned: set[int] = set()
+    def watch(self, optimizers: Iterable[Any]) -> None:
+        """Let the next step of each optimizer wait for the copies."""
         for optimizer in optimizers:
             if id(optimizer) not in self._hooks:
                 self._hooks[id(optimizer)] = (optimizer, optimizer.register_step_pre_hook(self._hold))
-            owned.update(id(p) for group in optimizer.param_groups for p in group["params"])
-            owned.update(id(v) for state in optimizer.state.values() for v in state.values() if isinstance(v, Tensor))
-        return frozenset(owned)
 
-    def take(self, now: Sequence[Tensor], late: Sequence[Tensor]) -> None:
+    def take(self, now: Copies, late: Copies) -> None:
         """Copy `now`; `late` is copied by `finish`, and watched optimizers do not step before that."""
         self._copied = _copy(self._now, now, {})
-        self._left = list(late)
-        self._ready = {device: _event(device) for device in {t.device for t in late if t.device.type == "cuda"}}
+        self._left = late
+        self._ready = {device: _event(device) for device in {t.device for t in late.values() if t.is_cuda}}
         self._done.clear()
 
     def finish(self) -> Copies:
-        """Copy what is left, and let optimizers step, whatever happens here. From any thread; all copies by `key`."""
+        """Copy what is left, and let optimizers step, whatever happens here. From any thread; all copies by name."""
         try:
             return {**self._copied, **_copy(self._late, self._left, self._ready)}
         finally:
@@ -56,7 +51,7 @@ class Snapshot:
 
     def drop(self) -> None:
         """Nobody will call `finish`: let optimizers step."""
-        self._copied, self._left = {}, []
+        self._copied, self._left = {}, {}
         self._done.set()
 
     def close(self) -> None:
@@ -71,6 +66,15 @@ class Snapshot:
             begun = time.monotonic()
             self._done.wait()
             self.waited_seconds += time.monotonic() - begun
+
+
+def owned_by(optimizers: Iterable[Any]) -> frozenset[int]:
+    """The ids of all tensors that the steps of these optimizers change."""
+    owned: set[int] = set()
+    for optimizer in optimizers:
+        owned.update(id(p) for group in optimizer.param_groups for p in group["params"])
+        owned.update(id(v) for state in optimizer.state.values() for v in state.values() if isinstance(v, Tensor))
+    return frozenset(owned)
 
 
 def key(tensor: Tensor) -> Hashable:
@@ -88,30 +92,37 @@ class _Room:
 
     def __init__(self) -> None:
         self._memory = torch.empty(0, dtype=torch.uint8)
+        self._shapes: list[Any] = []
+        self._places: list[Tensor] = []
 
-    def like(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+    def like(self, tensors: Iterable[Tensor]) -> list[Tensor]:
         """Room for a copy of each tensor."""
+        tensors = list(tensors)
+        shapes: list[Any] = [(tensor.dtype, tensor.shape) for tensor in tensors]
+        if shapes == self._shapes:  # as in most saves of a run
+            return self._places
         needed = size_of(tensors)
         if self._memory.numel() < needed:
-            self._memory = torch.empty(0, dtype=torch.uint8)  # the old one goes before the larger one comes
+            self._memory, self._places = torch.empty(0, dtype=torch.uint8), []  # the old goes before the larger comes
             self._memory = torch.empty(needed, dtype=torch.uint8, pin_memory=any(t.is_cuda for t in tensors))
-        places, at = [], 0
+        self._shapes, self._places, at = shapes, [], 0
         for tensor in tensors:
-            places.append(self._memory[at : at + tensor.nbytes].view(tensor.dtype).view(tensor.shape))
+            self._places.append(self._memory[at : at + tensor.nbytes].view(tensor.dtype).view(tensor.shape))
             at += _padded(tensor.nbytes)
-        return places
+        return self._places
 
 
-def _copy(room: _Room, tensors: Sequence[Tensor], ready: Mapping[torch.device, Any]) -> dict[Hashable, Tensor]:
-    live = {key(tensor): tensor for tensor in tensors}
-    copies = dict(zip(live, room.like(list(live.values())), strict=True))
-    with torch.no_grad():
-        for device, names in groupby(sorted(live, key=lambda k: str(live[k].device)), lambda k: live[k].device):
-            if device.type == "cuda":
-                _from_cuda(device, [(copies[name], live[name]) for name in names], ready.get(device))
-                continue
-            for name in names:
-                copies[name].copy_(live[name])
+@torch.no_grad()
+def _copy(room: _Room, live: Copies, ready: Mapping[torch.device, Any]) -> dict[Hashable, Tensor]:
+    copies = dict(zip(live, room.like(live.values()), strict=True))
+    by_device: dict[torch.device, list[tuple[Tensor, Tensor]]] = {}
+    for name, tensor in live.items():
+        by_device.setdefault(tensor.device, []).append((copies[name], tensor))
+    for device, pairs in by_device.items():
+        if device.type == "cuda":
+            _from_cuda(device, pairs, ready.get(device))
+        else:  # one call: between two a thread that trains keeps Python to itself for milliseconds
+            torch._foreach_copy_([one for one, _ in pairs], [other for _, other in pairs])
     return copies
 
 

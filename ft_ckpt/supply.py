@@ -1,6 +1,8 @@
 """The tensors of weight files for a model that is loaded: mapped, read into memory, or straight onto a device."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import torch
@@ -9,24 +11,43 @@ from torch import Tensor
 from ft_ckpt.fill import read_onto, readers_here
 from ft_ckpt.formats import dual, hdf5
 
+Supplied = tuple[dict[str, Tensor], bool]  # by name, and whether they are their files, mapped
+
 
 def read_tensors(file: Path) -> dict[str, Tensor]:
     """The tensors of a weight file by name, mapped from it."""
     return _tensors(_open(file))
 
 
-def supply(
+@contextmanager
+def supplying(
     files: Iterable[Path], mapped: bool | str = "auto", device: torch.device | None = None
-) -> tuple[dict[str, Tensor], bool]:
+) -> Iterator[Callable[[], Supplied]]:
+    """What `supply` gives, fetched in a thread while the block does something else; the block calls for it.
+
+    With a `device` the tensors are read onto it. A block that ends without them ends the reading too. Raises
+    CorruptError for a file whose table is not sound.
+    """
+    opened = [_open(path) for path in files]
+    with ThreadPoolExecutor(1, "ft_ckpt-supply") as pool, ExitStack() as stack:
+        for file in opened:
+            stack.callback(file.close)  # each read of a closed file is its last
+        yield pool.submit(_supply, opened, mapped, device).result
+
+
+def supply(files: Iterable[Path], mapped: bool | str = "auto") -> Supplied:
     """The tensors of `files` by name, and whether they are the files themselves, mapped.
 
-    With a `device` they are read onto it. Without, `mapped`="auto" reads a file into memory when that is faster than
-    touching it page by page, and no other process of the launch on this machine may want the same pages.
+    `mapped`="auto" reads a file into memory when that is faster than touching it page by page, and no other process of
+    the launch on this machine may want the same pages.
     """
+    return _supply([_open(path) for path in files], mapped, None)
+
+
+def _supply(files: Iterable[hdf5.HDF5File], mapped: bool | str, device: torch.device | None) -> Supplied:
     tensors: dict[str, Tensor] = {}
     are_mapped = device is None
-    for path in files:
-        file = _open(path)
+    for file in files:
         if device is not None:
             tensors.update(read_onto(file, device))
             continue

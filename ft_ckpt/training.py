@@ -108,18 +108,33 @@ def look(items: Sequence[Item], found: Mapping[str, Source], own: Mapping[str, A
 
     Raises SelectionError naming what cannot be kept.
     """
+    return with_optimizers(look_beside(items, own), descriptions(items, found))
+
+
+def look_beside(items: Sequence[Item], own: Mapping[str, Any], digest: bool = True) -> Local:
+    """As `look`, without optimizers; `digest` where several ranks have to compare what they have."""
     facts: Document = {"items": {}, "own": {}}
     leaves: dict[str, Sequence[Tensor]] = {}
     for item in items:
-        if item.kind == "optimizer":
-            facts["items"][item.name] = {"optimizer": manner(item).describe(optimizers.inner(item.value), found)}
-        elif item.kind == "model":
+        if item.kind == "model":
             facts["items"][item.name] = {"model": True}
-        else:
-            facts["items"][item.name], leaves[item.name] = _tree(item.value.state_dict(), item.name, True)
+        elif item.kind == "object":
+            facts["items"][item.name], leaves[item.name] = _tree(item.value.state_dict(), item.name, digest)
     for name, value in own.items():
         facts["own"][name], leaves[name] = _tree(value, name, False)
     return Local(facts, leaves)
+
+
+def descriptions(items: Sequence[Item], found: Mapping[str, Source]) -> dict[str, optimizers.Description]:
+    """What there is of each optimizer, by item. Raises SelectionError naming what cannot be kept."""
+    chosen = [item for item in items if item.kind == "optimizer"]
+    return {item.name: manner(item).describe(optimizers.inner(item.value), found) for item in chosen}
+
+
+def with_optimizers(local: Local, described: Mapping[str, optimizers.Description]) -> Local:
+    """`local` with the facts of the optimizers, by item."""
+    facts = {name: {"optimizer": description} for name, description in described.items()}
+    return replace(local, facts={**local.facts, "items": {**local.facts["items"], **facts}})
 
 
 def exchange(local: Local, ranks: Ranks, error: BaseException | None = None) -> list[Document]:
@@ -128,6 +143,9 @@ def exchange(local: Local, ranks: Ranks, error: BaseException | None = None) -> 
     Digests first: the facts themselves travel only where ranks differ, as under FSDP1, where a rank knows nothing of
     parameters it holds no part of.
     """
+    if ranks.size == 1:
+        ranks.agree("save_state()", error=error)
+        return [local.facts]
     digests = {name: xxhash.xxh3_128_hexdigest(repr(fact).encode()) for name, fact in local.facts["items"].items()}
     answers = ranks.agree("save_state()", {"digests": digests, "own": local.facts["own"]}, error)
     names = {name for answer in answers for name in answer["digests"]}
@@ -148,22 +166,20 @@ def assemble(
 ) -> State:
     """The whole state, the same on every rank, from the facts of `everyone` in rank order."""
     entries: list[Entry] = []
-    document: Document = {"version": DOCUMENT_VERSION, "items": {}, "ranks": [{} for _ in everyone]}
     for item in items:
-        shared, chosen = _item(item, local, [facts["items"].get(item.name) for facts in everyone], found, rank)
-        document["items"][item.name] = shared
-        entries += chosen
-    for number, facts in enumerate(everyone):
-        differing = {
-            name: fact
-            for name, fact in facts["items"].items()
-            if number and "digest" in fact and fact["digest"] != everyone[0]["items"][name]["digest"]
-        }
-        for name, fact in {**facts["own"], **differing}.items():
+        entries += _of_item(item, local, [facts["items"].get(item.name) for facts in everyone], found, rank)
+    for number, trees in enumerate(_owned(everyone)):
+        for name, fact in trees.items():
             mine = local.leaves[name] if number == rank else None
-            document["ranks"][number][name] = {"tree": fact["tree"], "tensors": len(fact["leaves"])}
-            entries += _owned(f"rank-{number}/{name}", number, fact["leaves"], mine)
-    return State(tuple(entries), document)
+            entries += _own_entries(f"rank-{number}/{name}", number, fact["leaves"], mine)
+    return State(tuple(entries), documented(everyone, items))
+
+
+def documented(everyone: Sequence[Document], items: Sequence[Item]) -> Document:
+    """All of the state that is no tensor, from the facts of `everyone` in rank order."""
+    about = {item.name: _about(item, [facts["items"].get(item.name) for facts in everyone]) for item in items}
+    ranks = [{name: _placed(fact) for name, fact in trees.items()} for trees in _owned(everyone)]
+    return {"version": DOCUMENT_VERSION, "items": about, "ranks": ranks}
 
 
 def state_part(state: State, parts: Sequence[Part], found: Mapping[str, Source], frozen: bool) -> Part:
@@ -240,29 +256,50 @@ def _tensor(leaf: Leaf) -> Tensor:
     return torch.from_numpy(leaf.data) if leaf.is_array else leaf.data.detach()
 
 
-def _item(
-    item: Item, local: Local, facts: Sequence[Any], found: Mapping[str, Source], rank: int
-) -> tuple[Document, list[Entry]]:
-    """What the document says of one item, and the entries of the tensors that it has once for all ranks."""
+def _about(item: Item, facts: Sequence[Any]) -> Document:
+    """What the document says of one item."""
+    if item.kind == "optimizer":
+        return {"optimizer": optimizers.merged([fact["optimizer"] for fact in facts])}
+    return {"model": True} if item.kind == "model" else _placed(facts[0])
+
+
+def _placed(fact: Document) -> Document:
+    return {"tree": fact["tree"], "tensors": len(fact["leaves"])}
+
+
+def _owned(everyone: Sequence[Document]) -> list[Document]:
+    """The trees that each rank has of its own: those that are, and items that differ from rank 0's."""
+    first = everyone[0]["items"]
+    return [
+        facts["own"]
+        | {
+            name: fact
+            for name, fact in facts["items"].items()
+            if number and "digest" in fact and fact["digest"] != first[name]["digest"]
+        }
+        for number, facts in enumerate(everyone)
+    ]
+
+
+def _of_item(item: Item, local: Local, facts: Sequence[Any], found: Mapping[str, Source], rank: int) -> list[Entry]:
+    """The entries of the tensors that an item has once for all ranks."""
     if item.kind == "optimizer":
         description = optimizers.merged([fact["optimizer"] for fact in facts])
-        tensors = manner(item).captured(optimizers.inner(item.value), description, found)
-        return {"optimizer": description}, _entries(item.name, tensors)
+        return _entries(item.name, manner(item).captured(optimizers.inner(item.value), description, found))
     if item.kind == "model":
         prefix = f"{item.name}:"
         tensors = {n[len(prefix) :]: found[n] for n in found if n.startswith(prefix)}
         kept = {source.identity: name for name, source in tensors.items()}  # tied names once
-        return {"model": True}, _entries(item.name, {name: tensors[name] for name in kept.values()})
-    shared = facts[0]
+        return _entries(item.name, {name: tensors[name] for name in kept.values()})
     entries = []
-    for index, leaf in enumerate(shared["leaves"]):
+    for index, leaf in enumerate(facts[0]["leaves"]):
         tensor = local.leaves[item.name][index] if leaf["cut"] or rank == 0 else None
         engine, holding = ("plain", elsewhere(tuple(leaf["shape"]))) if tensor is None else _held(tensor)
         entries.append(_entry(_made(f"{item.name}/{index}", leaf, holding, tensor, engine)))
-    return {"tree": shared["tree"], "tensors": len(shared["leaves"])}, entries
+    return entries
 
 
-def _owned(prefix: str, owner: int, leaves: Sequence[Document], mine: Sequence[Tensor] | None) -> Iterator[Entry]:
+def _own_entries(prefix: str, owner: int, leaves: Sequence[Document], mine: Sequence[Tensor] | None) -> Iterator[Entry]:
     """Entries of tensors that only the rank `owner` has."""
     for index, leaf in enumerate(leaves):
         tensor = mine[index] if mine is not None else None

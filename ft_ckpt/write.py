@@ -1,4 +1,4 @@
-"""Tensors become durable files: several threads write, and one hashes, behind one that copies.
+"""Tensors become durable files: several threads write, and two hash, behind one that copies.
 
 A file is laid out before its first byte arrives, and filled from front to back. Bytes are copied into aligned blocks
 and written from them past the page cache (O_DIRECT) where the file system takes that, which on most disks is several
@@ -7,8 +7,6 @@ also means that a chunk may be reused the moment `append` returns.
 """
 
 import ctypes
-import errno
-import fcntl
 import mmap
 import os
 from collections.abc import Iterable, Iterator, Sequence
@@ -21,13 +19,12 @@ from typing import Any
 
 import xxhash
 
-from ft_ckpt.blocks import ALIGNMENT, BLOCK_BYTES, address_of, new_block
-from ft_ckpt.errors import IncompleteError, NoSpaceError
+from ft_ckpt.blocks import ALIGNMENT, address_of, new_block
+from ft_ckpt.errors import IncompleteError
 from ft_ckpt.formats import Layout, Spec
 from ft_ckpt.manifest import FileRecord, TensorRecord
-
-_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
-_libc = ctypes.CDLL(None, use_errno=True)
+from ft_ckpt.pace import USUAL, Pace
+from ft_ckpt.unbuffered import create_file, write_all
 
 
 @dataclass(frozen=True)
@@ -59,34 +56,36 @@ class Piece:
 class Writer:
     """Writer threads and the aligned blocks they share; one for all files of a save."""
 
-    def __init__(self, threads: int = 4, direct: str = "auto") -> None:
-        self.direct = direct
-        self.pool = ThreadPoolExecutor(threads, "ft_ckpt-write")
-        self.hasher = ThreadPoolExecutor(1, "ft_ckpt-hash")  # one, since a digest takes its bytes in order
+    def __init__(self, pace: Pace = USUAL) -> None:
+        self.pace = pace
+        self.pool = ThreadPoolExecutor(pace.threads, "ft_ckpt-write")
+        # One thread for each kind of digest, since a digest takes its bytes in order.
+        self.file_hasher = ThreadPoolExecutor(1, "ft_ckpt-hash")
+        self.tensor_hasher = ThreadPoolExecutor(1, "ft_ckpt-hash-tensors")
         self.free: SimpleQueue[mmap.mmap] = SimpleQueue()
         self.blocks: list[mmap.mmap] = []
-        self.most_blocks = threads + 2  # one being filled, one on its way, the others under a writer's hands
+        self.most_blocks = pace.threads + 2  # one being filled, one on its way, the others under a writer's hands
 
     def __enter__(self) -> "Writer":
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.pool.shutdown(wait=True)
-        self.hasher.shutdown(wait=True)
+        for pool in (self.pool, self.file_hasher, self.tensor_hasher):
+            pool.shutdown(wait=True)
         for block in self.blocks:
             with suppress(BufferError):  # a view that an exception's traceback still holds; freed with it
                 block.close()
 
     def take(self) -> mmap.mmap:
-        """An aligned block of BLOCK_BYTES, new while there are few; waits while all are being written."""
+        """An aligned block of the pace's size, new while there are few; waits while all are being written."""
         if self.free.empty() and len(self.blocks) < self.most_blocks:
-            self.blocks.append(new_block())
+            self.blocks.append(new_block(self.pace.block_bytes))
             return self.blocks[-1]
         return self.free.get()  # that is the back-pressure
 
     def create(self, path: Path, size_bytes: int) -> "DurableFile":
         """A new file of exactly `size_bytes`, its space allocated. Raises NoSpaceError when there is none."""
-        direct = self.direct == "on" or (self.direct == "auto" and size_bytes >= BLOCK_BYTES)
+        direct = self.pace.direct and size_bytes >= self.pace.least_direct_bytes
         return DurableFile(self, path, create_file(path, size_bytes, direct), size_bytes)
 
 
@@ -110,13 +109,13 @@ class DurableFile:
         """Copy `size_bytes` from `address`; they may change as soon as this returns."""
         while size_bytes:
             block = self._open_block()
-            count = min(size_bytes, BLOCK_BYTES - self.filled)
+            count = min(size_bytes, self.writer.pace.block_bytes - self.filled)
             ctypes.memmove(address_of(block) + self.filled, address, count)
             address, size_bytes = address + count, size_bytes - count
             if self.tensor is not None:
                 self.parts.append((self.tensor, self.filled, self.filled + count))
             self.filled += count
-            if self.filled == BLOCK_BYTES:
+            if self.filled == self.writer.pace.block_bytes:
                 self._dispatch()
 
     def append_bytes(self, data: bytes) -> None:
@@ -161,7 +160,7 @@ class DurableFile:
 
     def _dispatch(self) -> None:
         block, count, offset = self._open_block(), self.filled, self.written
-        hashed = self.writer.hasher.submit(self._hash, block, count, self.parts)
+        hashed = self._hash(block, count)
         self.block, self.filled, self.written, self.parts = None, 0, offset + count, []
         self.jobs = [job for job in self.jobs if not job.done() or job.result() is not None]  # raises a writer's error
         self.jobs.append(self.writer.pool.submit(self._flush, block, count, offset, hashed))
@@ -169,22 +168,29 @@ class DurableFile:
     def hashed(self) -> None:
         """Return when the digests of all tensors so far are what they will be."""
         if self.block is not None:
-            self.writer.hasher.submit(self._hash, self.block, 0, self.parts).result()
+            self.writer.tensor_hasher.submit(update, self.block, self.parts)
             self.parts = []
-        self.writer.hasher.submit(int).result()  # what was asked of it before is done
+        self.writer.tensor_hasher.submit(int).result()  # what was asked of it before is done
 
-    def _hash(self, block: mmap.mmap, count: int, parts: list[tuple[Any, int, int]]) -> None:
-        with memoryview(block) as view:
-            self.digest.update(view[:count])
-            for digest, start, end in parts:
-                digest.update(view[start:end])
+    def _hash(self, block: mmap.mmap, count: int) -> list[Future[None]]:
+        hashed = [self.writer.file_hasher.submit(update, block, [(self.digest, 0, count)])]
+        if self.parts:
+            hashed.append(self.writer.tensor_hasher.submit(update, block, self.parts))
+        return hashed
 
-    def _flush(self, block: mmap.mmap, count: int, offset: int, hashed: Future[None]) -> None:
+    def _flush(self, block: mmap.mmap, count: int, offset: int, hashed: list[Future[None]]) -> None:
         try:
             write_all(self.path, self.descriptor, block, (0, count + -count % ALIGNMENT), offset)
         finally:
-            wait([hashed])  # both are done with the block before it is filled again
+            wait(hashed)  # all are done with the block before it is filled again
             self.writer.free.put(block)
+
+
+def update(block: mmap.mmap, parts: Iterable[tuple[Any, int, int]]) -> None:
+    """Let digests take bytes of `block`; `parts` are digests, each with the first byte and the end of what it takes."""
+    with memoryview(block) as view:
+        for digest, start, end in parts:
+            digest.update(view[start:end])
 
 
 def write_files(
@@ -242,72 +248,3 @@ def _append(file: DurableFile, plan: FilePlan, spec: Spec, feed: Iterator[Piece]
             raise IncompleteError(f"{spec.name}: {missing} bytes missing when {found} arrived; nothing is kept")
         file.append(piece.address, piece.size_bytes)
         missing -= piece.size_bytes
-
-
-def create_file(path: Path, size_bytes: int, direct: bool) -> int:
-    """A descriptor of the new file `path`, its space taken. Raises NoSpaceError when there is not enough."""
-    try:
-        descriptor = open_file(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, direct)
-    except OSError as error:
-        raise _no_space(path, error) from error
-    refusal = _allocate(descriptor, size_bytes)
-    if refusal in _FULL:
-        os.close(descriptor)
-        raise _no_space(path, OSError(refusal, os.strerror(refusal)))
-    return descriptor
-
-
-def open_file(path: Path, flags: int, direct: bool) -> int:
-    """A descriptor of `path`, unbuffered if `direct` and the file system takes that."""
-    if direct and hasattr(os, "O_DIRECT"):
-        with suppress(OSError):  # a file system without it refuses at open (EINVAL) and made no file, or an empty one
-            return os.open(path, flags | os.O_DIRECT, 0o666)
-        if flags & os.O_CREAT:
-            path.unlink(missing_ok=True)
-    return os.open(path, flags, 0o666)
-
-
-def _allocate(descriptor: int, size_bytes: int) -> int:
-    """Take the space now, so that a full disk is known before anything is written; an errno, 0 when all is well.
-
-    Not posix_fallocate: where the file system cannot, the C library would write every block itself.
-    """
-    if not size_bytes or not hasattr(_libc, "fallocate"):
-        return 0
-    failed = _libc.fallocate(descriptor, 0, ctypes.c_int64(0), ctypes.c_int64(size_bytes))
-    return ctypes.get_errno() if failed else 0
-
-
-def write_all(path: Path, descriptor: int, block: mmap.mmap, part: tuple[int, int], offset: int) -> None:
-    """Write bytes [first, last) of `block` at `offset` of the file; on through the page cache where it must be.
-
-    Raises NoSpaceError when the disk is full.
-    """
-    start, stop = part
-    with memoryview(block) as view:
-        while start < stop:
-            try:
-                done = os.pwrite(descriptor, view[start:stop], offset)
-            except OSError as error:
-                if error.errno != errno.EINVAL or not _leave_direct(descriptor):
-                    raise _no_space(path, error) from error
-                continue
-            start, offset = start + done, offset + done
-
-
-def _leave_direct(descriptor: int) -> bool:
-    """Go on through the page cache; False when the file was not unbuffered. Some file systems refuse only here."""
-    flags = fcntl.fcntl(descriptor, fcntl.F_GETFL)
-    direct = getattr(os, "O_DIRECT", 0)
-    if not flags & direct:
-        return False
-    fcntl.fcntl(descriptor, fcntl.F_SETFL, flags & ~direct)
-    return True
-
-
-def _no_space(path: Path, error: OSError) -> OSError:
-    if error.errno not in _FULL:
-        return error
-    return NoSpaceError(
-        f"{path.name}: {os.strerror(error.errno)} while writing in {path.parent}; free space or save elsewhere"
-    )

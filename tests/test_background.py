@@ -22,6 +22,7 @@ from ft_ckpt.pending import PendingSave
 
 TESTS = Path(__file__).parent
 TWO = ["ddp", "fsdp2", "fsdp1", "fsdp1_flat", "gathered", "told_at_the_next_step", "one_rank_fails", "not_shared"]
+ZERO = ["zero1", "zero2", "zero3"]
 
 
 class Stamp(torch.optim.Optimizer):
@@ -104,10 +105,10 @@ def held(monkeypatch):
     """Copies that are not made before save() returns wait for this."""
     go, real = threading.Event(), snapshot._copy
 
-    def copy(room, tensors, ready):
+    def copy(*arguments):
         if threading.current_thread() is not threading.main_thread():
             assert go.wait(30)
-        return real(room, tensors, ready)
+        return real(*arguments)
 
     monkeypatch.setattr(snapshot, "_copy", copy)
     return go
@@ -354,3 +355,14 @@ def two(tmp_path_factory):
 @pytest.mark.parametrize("case", TWO)
 def test_two_ranks(two, case):
     assert two[case] == ""
+
+
+@pytest.fixture(scope="module")
+def zero(tmp_path_factory):
+    pytest.importorskip("deepspeed")
+    return run_cases("background", ZERO, tmp_path_factory.mktemp("zero"))
+
+
+@pytest.mark.parametrize("case", ZERO)
+def test_two_ranks_of_deepspeed(zero, case):
+    assert zero[case] == ""

@@ -12,7 +12,15 @@ from ft_ckpt.manifest import Cut, FileRecord
 
 CASES = [
     *("ddp/llama", "ddp/wide", "ddp/mixtral", "fsdp1/llama", "fsdp1_flat/qwen3", "fsdp2/qwen3", "fsdp2/qwen3/bfloat16"),
-    *("fsdp2/wide", "tensor_parallel/llama", "not_shared", "full_disk", "broken_rank"),
+    *("fsdp2/wide", "tensor_parallel/llama", "not_shared", "broken_rank"),
+]
+FULL = [
+    "full_disk/fsdp2/wide/1/on",
+    "full_disk/fsdp2/wide/0/on",
+    "full_disk/fsdp2/mixtral/1/on",  # whose experts are stored otherwise: they come to rank 0
+    "full_disk/tensor_parallel/llama/1/on",
+    "full_disk/fsdp2/qwen3/0/off",
+    *("shared_out", "waits_for_room", "nothing_to_send"),
 ]
 FOUR = ["hsdp/qwen3", "fsdp2/llama", "ddp/wide"]
 
@@ -25,6 +33,16 @@ def two(tmp_path_factory):
 @pytest.mark.parametrize("case", CASES)
 def test_two_ranks(two, case):
     assert two[case] == ""
+
+
+@pytest.fixture(scope="module")
+def failing(tmp_path_factory):
+    return run_cases("direct", FULL, tmp_path_factory.mktemp("full"))
+
+
+@pytest.mark.parametrize("case", FULL)
+def test_all_stop_when_one_fails(failing, case):
+    assert failing[case] == ""
 
 
 def test_four_ranks(tmp_path):

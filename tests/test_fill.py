@@ -4,6 +4,7 @@ import errno
 import math
 import os
 import tempfile
+import threading
 from pathlib import Path
 
 import pytest
@@ -20,9 +21,11 @@ from ft_ckpt.errors import CorruptError, LoadError
 from ft_ckpt.fill import fill_all, read_onto
 from ft_ckpt.formats import dual, hdf5, raw
 from ft_ckpt.holdings import Block, Holding
+from ft_ckpt.supply import supplying
 
 DTYPES = [torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.uint8, torch.complex64, torch.float8_e4m3fn]
-FAN_OUT = ["same/ddp/llama", "same/ddp/mixtral", "same/fsdp1/llama", "same/fsdp2/qwen3", "cut_short", "another_model"]
+FAN_OUT = ["same/ddp/llama", "same/ddp/mixtral", "same/fsdp1/llama", "same/fsdp2/qwen3", "cut_short"]
+FAILING = ["gone_before_reading", "no_memory", "fewer_readings", "another_model"]
 
 
 class Converted:
@@ -253,6 +256,23 @@ def test_no_memory_for_a_cold_file_maps_it(tmp_path, monkeypatch):
     assert ft_ckpt.load_model(tmp_path / "net", with_report=True)[1].zero_copy
 
 
+def test_files_are_read_beside_the_block_and_not_after_it(tmp_path, monkeypatch):
+    file, full = tmp_path / "x.safetensors", {"a": values((40 << 20,), torch.uint8)}
+    save_file(full, file)
+    before = set(Path("/proc/self/fd").iterdir())
+    with supplying([file], mapped=False) as tensors:
+        assert same(tensors()[0]["a"], full["a"])
+    monkeypatch.setattr(raw.RawFile, "is_cold", lambda file: is_over.wait(60))
+    is_over = threading.Event()
+    monkeypatch.setattr(raw.RawFile, "close", lambda file, close=raw.RawFile.close: (close(file), is_over.set()))
+    with pytest.raises(ZeroDivisionError), supplying([file]) as tensors:
+        1 / 0  # noqa: B018
+    with pytest.raises(CorruptError, match="closed"):
+        tensors()
+    assert set(Path("/proc/self/fd").iterdir()) == before
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("ft_ckpt-supply")]
+
+
 def test_mapped_is_one_of_three(tmp_path):
     with pytest.raises(LoadError, match="mapped='yes'"):
         ft_ckpt.load_model(tmp_path, mapped="yes")
@@ -260,9 +280,9 @@ def test_mapped_is_one_of_three(tmp_path):
 
 @pytest.fixture(scope="module")
 def fanned_out(tmp_path_factory):
-    return run_cases("fan_out", FAN_OUT, tmp_path_factory.mktemp("fan_out"))
+    return run_cases("fan_out", FAN_OUT + FAILING, tmp_path_factory.mktemp("fan_out"))
 
 
-@pytest.mark.parametrize("case", FAN_OUT)
+@pytest.mark.parametrize("case", FAN_OUT + FAILING)
 def test_one_rank_reads_for_all(fanned_out, case):
     assert fanned_out[case] == ""

@@ -1,5 +1,6 @@
 """Frozen tensors are written once: later checkpoints link to the file, and each is whole without the others."""
 
+import errno
 import os
 import shutil
 from collections.abc import Iterator
@@ -217,16 +218,22 @@ def test_off_and_other_formats(model, tmp_path):
         SaverConfig(reuse_frozen="sometimes")
 
 
-def test_copied_where_there_are_no_links(model, tmp_path, monkeypatch):
+@pytest.mark.parametrize("background", [False, True])
+@pytest.mark.parametrize("code", [errno.EPERM, errno.EXDEV, errno.EOPNOTSUPP, errno.EMLINK])
+def test_copied_where_there_are_no_links(model, tmp_path, monkeypatch, code, background):
     def refuse(*_):
-        raise OSError(95, "Operation not supported")
+        raise OSError(code, os.strerror(code))
 
     monkeypatch.setattr(os, "link", refuse)
-    with counted() as written:
-        path = twice(model, tmp_path)
+    with CheckpointSaver(None, tmp_path, reuse_frozen="on", background=background) as saver, counted() as written:
+        saver.save(model, step=1)
+        saver.wait()
+        path = saver.save(model, step=2).path
     assert sum(written) < 7_000_000  # of the writer; the copy is the kernel's
     assert not is_linked(path)
     assert_is(path, model, tmp_path / "reference")
+    assert drop(tmp_path / "checkpoint-1").dropped
+    assert verify(path).ok
 
 
 def test_a_damaged_file_is_not_taken(model, tmp_path, monkeypatch):

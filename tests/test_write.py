@@ -13,10 +13,11 @@ import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ft_ckpt import write
+from ft_ckpt import unbuffered
 from ft_ckpt.blocks import BLOCK_BYTES
 from ft_ckpt.errors import IncompleteError, NoSpaceError
 from ft_ckpt.formats import Layout, Spec
+from ft_ckpt.pace import Pace, pace_of
 from ft_ckpt.write import FilePlan, Piece, Writer, write_files
 
 
@@ -41,11 +42,11 @@ def feed(datas, pieces=1):
             yield Piece("file.bin", f"t{index}", ctypes.addressof(buffer) + low, size, buffer)
 
 
-def written(tmp_path, sizes, *, direct="auto", threads=2, pieces=1, **layout):
+def written(tmp_path, sizes, *, direct="auto", threads=2, pieces=1, block_bytes=BLOCK_BYTES, **layout):
     """The file's bytes as written and as they should be."""
     datas = [os.urandom(size) for size in sizes]
     one = plan(sizes, **layout)
-    with Writer(threads, direct) as writer:
+    with Writer(pace_of(tmp_path, 0, threads, direct, block_bytes)) as writer:
         (record,) = write_files([one], feed(datas, pieces), tmp_path, writer)
     content = (tmp_path / "file.bin").read_bytes()
     expected = bytearray(one.layout.size_bytes)
@@ -65,10 +66,12 @@ def written(tmp_path, sizes, *, direct="auto", threads=2, pieces=1, **layout):
     trailer=st.sampled_from([b"", b"index"]),
     pieces=st.integers(1, 3),
     direct=st.sampled_from(["on", "off"]),
+    block_bytes=st.sampled_from([4096, 8192, BLOCK_BYTES]),
 )
-def test_any_layout(tmp_path_factory, sizes, gap, trailer, pieces, direct):
+def test_any_layout(tmp_path_factory, sizes, gap, trailer, pieces, direct, block_bytes):
     folder = tmp_path_factory.mktemp("layout")
-    content, expected = written(folder, sizes, gap=gap, trailer=trailer, pieces=pieces, direct=direct)
+    settings = {"direct": direct, "block_bytes": block_bytes}
+    content, expected = written(folder, sizes, gap=gap, trailer=trailer, pieces=pieces, **settings)
     assert content == expected
 
 
@@ -86,7 +89,7 @@ def test_the_trailer_has_the_digest_of_every_tensor(tmp_path):
     told = {}
     one = plan([len(data) for data in datas], gap=3, trailer=b"index")
     layout = replace(one.layout, trailer=lambda found: told.update(found) or b"index")
-    with Writer(2) as writer:
+    with Writer(Pace(threads=2)) as writer:
         list(write_files([FilePlan("file.bin", layout)], feed(datas, pieces=3), tmp_path, writer))
     assert told == {f"t{index}": xxhash.xxh3_128_digest(data) for index, data in enumerate(datas)}
 
@@ -100,7 +103,7 @@ def test_file_system_without_unbuffered_writes(tmp_path, monkeypatch):
     """Refused at open: the file goes through the page cache, and is the same."""
     real = os.open
     monkeypatch.setattr(
-        write.os, "open", lambda path, flags, mode: _refuse(flags) or real(path, flags, mode), raising=True
+        unbuffered.os, "open", lambda path, flags, mode: _refuse(flags) or real(path, flags, mode), raising=True
     )
     content, expected = written(tmp_path, [BLOCK_BYTES + 3], direct="on")
     assert content == expected
@@ -120,7 +123,7 @@ def test_unbuffered_write_refused_late(tmp_path, monkeypatch):
             raise OSError(errno.EINVAL, "misaligned, says the device")
         return real(descriptor, data, offset)
 
-    monkeypatch.setattr(write.os, "pwrite", pwrite)
+    monkeypatch.setattr(unbuffered.os, "pwrite", pwrite)
     content, expected = written(tmp_path, [2 * BLOCK_BYTES + 3], direct="on")
     assert refused
     assert content == expected
@@ -128,7 +131,9 @@ def test_unbuffered_write_refused_late(tmp_path, monkeypatch):
 
 def test_short_writes_go_on(tmp_path, monkeypatch):
     real = os.pwrite
-    monkeypatch.setattr(write.os, "pwrite", lambda fd, data, offset: real(fd, data[: max(1, len(data) // 2)], offset))
+    monkeypatch.setattr(
+        unbuffered.os, "pwrite", lambda fd, data, offset: real(fd, data[: max(1, len(data) // 2)], offset)
+    )
     content, expected = written(tmp_path, [100_003], direct="off")
     assert content == expected
 
@@ -138,7 +143,7 @@ def test_memory_may_change_once_appended(tmp_path):
     buffer = bytearray(os.urandom(3 * BLOCK_BYTES))
     before = bytes(buffer)
     view = (ctypes.c_char * len(buffer)).from_buffer(buffer)
-    with Writer(1) as writer:
+    with Writer(Pace(threads=1)) as writer:
         file = writer.create(tmp_path / "f", len(buffer))
         file.append(ctypes.addressof(view), len(buffer))
         ctypes.memset(ctypes.addressof(view), 0, len(buffer))
@@ -184,7 +189,7 @@ def test_error_in_a_writer_thread_is_raised(tmp_path, monkeypatch):
     def fails(descriptor, data, offset):
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(write.os, "pwrite", fails)
+    monkeypatch.setattr(unbuffered.os, "pwrite", fails)
     with pytest.raises(NoSpaceError, match=r"file\.bin: No space left"):
         written(tmp_path, [20 * BLOCK_BYTES], direct="off", threads=1)
 
@@ -196,7 +201,7 @@ import ctypes, resource
 from pathlib import Path
 from ft_ckpt.write import Writer
 block = ctypes.create_string_buffer(1 << 20)
-with Writer(4) as writer:
+with Writer() as writer:
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     file = writer.create(Path({str(tmp_path / "f")!r}), 512 << 20)
     for _ in range(512):

@@ -1,7 +1,9 @@
 """Every rank writes its own bytes: the files are those that rank 0 alone would have written."""
 
+import errno
 import os
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
@@ -15,9 +17,9 @@ import torch
 import torch.distributed as dist
 from wrappers import WRAPPERS, Live
 
-from ft_ckpt import CheckpointSaver, regions, saving, verify
+from ft_ckpt import CheckpointSaver, direct, gather, latest, regions, saving, verify
 from ft_ckpt.catalog import read_manifest
-from ft_ckpt.errors import CheckpointError, NoSpaceError, RankError
+from ft_ckpt.errors import NoSpaceError, RankError
 
 SHORT = {"enter_timeout_seconds": 60, "on_difference": "ignore", "io_threads": 2}
 
@@ -80,27 +82,86 @@ def hidden(name: str) -> Iterator[None]:
         Path.is_file = real
 
 
-def full_disk(folder: Path) -> None:
-    """One rank's disk fills up: nothing is committed, and every rank says so."""
-    live = live_model("fsdp2", "qwen3")
-    real = regions.write_all
+@contextmanager
+def full(rank: int, slow_seconds: float = 0.0) -> Iterator[list[int]]:
+    """The disk of `rank` is full from its first block on; the others take `slow_seconds` for each: its bytes."""
+    real, written = os.pwrite, []
 
-    def full(path: Path, *rest: Any) -> None:
-        if harness.RANK == 1:
-            raise NoSpaceError(f"{path}: no space")
-        real(path, *rest)
+    def pwrite(descriptor: int, data: Any, offset: int) -> int:
+        if rank == harness.RANK:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        time.sleep(slow_seconds)
+        written.append(real(descriptor, data, offset))
+        return written[-1]
 
-    regions.write_all = full
+    os.pwrite = pwrite
     try:
-        saver = CheckpointSaver(live.accelerator, folder, each_rank_writes="on", **SHORT)
-        with pytest.raises(NoSpaceError if harness.RANK else CheckpointError):
+        yield written
+    finally:
+        os.pwrite = real
+
+
+def full_disk(wrapper: str, model: str, rank: int, each: str, folder: Path) -> None:
+    """One rank's disk fills up: the others stop, all say the same, nothing is committed, what was there stays."""
+    live = live_model(wrapper, model)
+    saver = CheckpointSaver(live.accelerator, folder, each_rank_writes=each, io_block_bytes=1 << 16, **SHORT)
+    with full(rank=-1) as whole:
+        saver.save(live.model, step=1)
+    with full(rank, slow_seconds=0.1) as written, pytest.raises(NoSpaceError, match="No space left on device"):
+        saver.save(live.model, step=2)
+    if model == "wide" and rank != harness.RANK:
+        assert sum(written) < sum(whole) / 2, f"{sum(written)} of {sum(whole)} bytes were written all the same"
+    dist.barrier()
+    assert [path.name for path in folder.iterdir()] == ["checkpoint-1"]
+    assert verify(latest(folder)).ok
+    dist.barrier()
+    saver.save(live.model, step=2)
+    assert verify(folder / "checkpoint-2").ok
+
+
+def shared_out(folder: Path) -> None:
+    """Replicated parameters, cut in smaller blocks than usual: the other rank stops as well."""
+    direct.BLOCK_BYTES, usual = 4096, direct.BLOCK_BYTES
+    try:
+        full_disk("ddp", "wide", 0, "on", folder)
+    finally:
+        direct.BLOCK_BYTES = usual
+
+
+def waits_for_room(folder: Path) -> None:
+    """A disk that was full for a while on one rank: all try again."""
+    live = live_model("fsdp2", "qwen3")
+    saver = CheckpointSaver(live.accelerator, folder, each_rank_writes="on", when_full="wait", **SHORT)
+    real, tries = direct.create, []
+
+    def create(*args: Any) -> None:
+        tries.append(args)
+        if len(tries) == 1:
+            raise NoSpaceError("no room for the file yet")
+        real(*args)
+
+    direct.create = create
+    try:
+        saver.save(live.model, folder / "saved")
+    finally:
+        direct.create = real
+    assert bool(tries) is (harness.RANK == 0)
+    assert verify(folder / "saved").ok
+
+
+def nothing_to_send(folder: Path) -> None:
+    """A rank fails before it sends its part: rank 0 does not wait for that."""
+    live = live_model("fsdp2", "qwen3")
+    saver = CheckpointSaver(live.accelerator, folder, each_rank_writes="off", **SHORT)
+    real = gather._Courier._packed
+    gather._Courier._packed = lambda *args: 1 / 0
+    try:
+        with pytest.raises(RankError if harness.RANK == 0 else ZeroDivisionError, match="division by zero"):
             saver.save(live.model, folder / "saved")
     finally:
-        regions.write_all = real
+        gather._Courier._packed = real
     dist.barrier()
     assert not any(folder.iterdir()), list(folder.iterdir())
-    saver.save(live.model, folder / "saved")
-    assert verify(folder / "saved").ok
 
 
 def broken_rank(folder: Path) -> None:
@@ -120,6 +181,10 @@ def broken_rank(folder: Path) -> None:
 def case(name: str, folder: Path) -> None:
     if "/" not in name:
         globals()[name](folder)
+        return
+    if name.startswith("full_disk"):
+        _, wrapper, model, rank, each = name.split("/")
+        full_disk(wrapper, model, int(rank), each, folder)
         return
     wrapper, model, *dtype = name.split("/")
     same_files(wrapper, model, folder, **({"dtype": dtype[0]} if dtype else {}))

@@ -14,8 +14,8 @@ import torch.distributed as dist
 from resume import TOLD, live_model, optimizer_state, same, train
 from wrappers import Live, truth
 
-from ft_ckpt import CheckpointSaver, blocks, fan_out, fill
-from ft_ckpt.errors import LoadError
+from ft_ckpt import CheckpointSaver, blocks, fan_out, fill, resume
+from ft_ckpt.errors import LoadError, RankError
 
 BUCKET = 1 << 16  # the least there is: many buckets even for a tiny model
 
@@ -96,14 +96,61 @@ def another_model(folder: Path) -> None:
         saver.resume("must")
 
 
+def gone_before_reading(folder: Path) -> None:
+    """One rank fails before it reads anything: the others are told of it, not left to their time-out."""
+    left("ddp", "llama", folder)
+    fresh = live_model("ddp", "llama", seed=1)
+    real = resume.read_document
+    if harness.RANK == 1:
+        resume.read_document = lambda path: 1 / 0
+    kind, words = (RankError, "rank 1.*division by zero") if harness.RANK == 0 else (ZeroDivisionError, "division")
+    with saver_of(fresh, folder, fan_out="broadcast") as saver, pytest.raises(kind, match=words):
+        saver.resume("must")
+    resume.read_document = real
+    goes_on(fresh, folder)
+
+
+def no_memory(folder: Path) -> None:
+    """One rank has no memory for its bucket: nobody enters the broadcast."""
+    left("ddp", "llama", folder)
+    fresh = live_model("ddp", "llama", seed=1)
+    real = fan_out.wire_device
+    fan_out.wire_device = lambda: real() if harness.RANK == 0 else 1 / 0
+    with saver_of(fresh, folder, fan_out="broadcast") as saver, pytest.raises(LoadError, match="division by zero"):
+        saver.resume("must")
+    fan_out.wire_device = real
+    goes_on(fresh, folder)
+
+
+def fewer_readings(folder: Path) -> None:
+    """One rank finds that nothing fits and goes on without the others: they notice."""
+    left("ddp", "llama", folder)
+    fresh = live_model("ddp", "llama", seed=1)
+    real = resume.restore_weights
+    if harness.RANK == 1:
+        resume.restore_weights = lambda *_: resume.Restored("weights", "failed", "not of this model")
+    with saver_of(fresh, folder, fan_out="broadcast") as saver, pytest.raises(LoadError, match="weights: failed"):
+        saver.resume("must")
+    resume.restore_weights = real
+    goes_on(fresh, folder)
+
+
+def goes_on(live: Live, folder: Path) -> None:
+    """The ranks are in step again."""
+    with saver_of(live, folder, fan_out="broadcast") as saver:
+        assert saver.resume("must").step == 2
+
+
 def case(name: str, folder: Path) -> None:
-    if name in ("cut_short", "another_model"):
-        {"cut_short": cut_short, "another_model": another_model}[name](folder)
-        return
-    _, wrapper, model = name.split("/")
-    same_as_read(wrapper, model, folder)
-    for room in (fill, fan_out):
-        room.read_ahead = blocks.read_ahead
+    try:
+        if "/" not in name:
+            globals()[name](folder)
+            return
+        _, wrapper, model = name.split("/")
+        same_as_read(wrapper, model, folder)
+    finally:
+        for room in (fill, fan_out):
+            room.read_ahead = blocks.read_ahead
 
 
 if __name__ == "__main__":

@@ -1,0 +1,273 @@
+"""What a save has to copy so that it can be finished beside training; kept, with its plan, for the saves after it.
+
+A plan is kept without tensors, for as long as the structure it was made of is there. Each save lends it the tensors of
+its own moment: those that are in the same places of the look at the run.
+"""
+
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from torch import Tensor
+
+from ft_ckpt import direct, engines, reuse
+from ft_ckpt.config import SaverConfig, parse_size
+from ft_ckpt.deliver import PartPlan
+from ft_ckpt.digests import chunks
+from ft_ckpt.engines import Source
+from ft_ckpt.optimizers import parameter_of
+from ft_ckpt.preparing import Prepared, Request, choose
+from ft_ckpt.ranks import Ranks
+from ft_ckpt.select import Entry
+from ft_ckpt.snapshot import Copies, key, size_of
+from ft_ckpt.structure import Look, emptied, filled, is_placed, local_of
+
+
+@dataclass(frozen=True, eq=False)
+class Weighed:
+    """A save, and what of it must be copied: `now`, or `late`, which nothing but the next optimizer step changes."""
+
+    chosen: Prepared
+    can_wait: bool  # for a thread
+    now: Mapping[Hashable, Tensor]
+    late: Mapping[Hashable, Tensor]
+    look: Look | None = None  # that has the tensors of the plan, which is without
+
+    def with_copies(self, copies: Copies) -> Prepared:
+        """The plan with the copies for the live tensors; of what this rank does not write there are none."""
+        look = self.look
+        if look is not None:
+            return _with_sources(self.chosen, look, lambda one: filled(one, look, copies.get))
+        return _with_sources(self.chosen, None, lambda one: _copied(one, copies))
+
+    def as_it_is(self) -> Prepared:
+        """The plan with the live tensors, for a save that is finished before training goes on."""
+        look = self.look
+        return self.chosen if look is None else _with_sources(self.chosen, look, lambda one: filled(one, look))
+
+
+@dataclass(frozen=True, eq=False)
+class _Task:
+    """What of a plan is copied when, by places in a look."""
+
+    now: tuple[int, ...]
+    late: tuple[int, ...]
+    size_bytes: int  # of host memory
+    is_free: bool
+
+
+@dataclass(frozen=True, eq=False)
+class _Outline:
+    """A plan without tensors."""
+
+    chosen: Prepared
+    weights: Any  # what the document of the state says of them
+    samples: Mapping[str, Mapping[Source, list[int]]]  # elements of an adapter's base that are looked at
+    tasks: dict[frozenset[str], _Task] = field(default_factory=dict)  # by the files of an earlier checkpoint
+
+
+def weigh(request: Request, ranks: Ranks, config: SaverConfig, owned: Callable[[], frozenset[int]]) -> Weighed:
+    """Choose what is saved, or take what was chosen for the same structure. Raises what `preparing.choose` does.
+
+    `owned` gives the ids of the tensors that nothing but the steps of watched optimizers changes.
+    """
+    structure = request.captured.structure
+    look = None if structure is None else request.captured.look
+    made: dict[Hashable, Any] = {} if structure is None else structure.made
+    asked = _asked(request, ranks, config)
+    outline: _Outline | None = made.get(asked)
+    if outline is not None and look is not None:
+        chosen = _again(outline, request, look, ranks)
+    else:
+        chosen = choose(request, ranks, config)
+        outline = made[asked] = None if look is None else _outline(chosen, request, look)
+    if outline is None or look is None:
+        return _weighed(chosen, request, ranks, config, owned())
+    chosen = replace(outline.chosen, samples=chosen.samples, reuse=chosen.reuse)
+    task = outline.tasks.get(taken := frozenset(chosen.reuse.chosen))
+    if task is None:
+        task = outline.tasks[taken] = _task(chosen, request, ranks, config, look, owned())
+    can_wait = task.is_free and _fits(task.size_bytes, config)
+    return Weighed(chosen, can_wait, _locals_at(task.now, look), _locals_at(task.late, look), look)
+
+
+def _asked(request: Request, ranks: Ranks, config: SaverConfig) -> Hashable:
+    """All that a plan depends on beside the structure."""
+    attribute = request.attribute if isinstance(request.attribute, str) else tuple(request.attribute or ())
+    own = (request.adapter_only, attribute, request.dtype, request.format, request.max_shard_bytes)
+    how = (config.reuse_frozen, config.compression, config.each_rank_writes, config.nonfinite)
+    return ("plan", ranks.rank, ranks.size, *own, *how)
+
+
+def _outline(chosen: Prepared, request: Request, look: Look) -> _Outline | None:
+    """The plan without its tensors; None when they are not all in the look."""
+    entries = [entry for plan in chosen.plans for entry in plan.part.entries]
+    base = [source for plan in chosen.plans for source in plan.part.base.values()]
+    ties = [source for pair in chosen.ties_to_check for source in pair]
+    found = [*(entry.source for entry in entries if entry.source is not None), *base, *ties]
+    modules = {id(module): place for place, module in enumerate(look.modules)}
+    held = [plan.part.module for plan in chosen.plans if plan.part.module is not None]
+    if any(entry.group is not None for entry in entries) or not all(is_placed(source, look) for source in found):
+        return None
+    if request.state_dict_given or not all(id(module) in modules for module in held):
+        return None
+    samples = {}
+    for plan in chosen.plans:
+        if plan.part.base:
+            picked = engines.picked(plan.part.base)
+            samples[plan.part.name] = {emptied(plan.part.base[name], look): picked[name] for name in picked}
+    bare = _with_sources(chosen, None, lambda one: emptied(one, look))
+    plans = tuple(
+        replace(
+            plan,
+            part=replace(
+                plan.part,
+                module=modules.get(id(plan.part.module)),
+                base={name: emptied(one, look) for name, one in plan.part.base.items()},
+                doubtful=(),
+            ),
+        )
+        for plan in bare.plans
+    )
+    weights = request.captured.document.get("weights")
+    return _Outline(replace(bare, plans=plans, samples={}, reuse=reuse.Reuse()), weights, samples)
+
+
+def _again(outline: _Outline, request: Request, look: Look, ranks: Ranks) -> Prepared:
+    """What of a plan is of the moment: elements of an adapter's base, and files of an earlier checkpoint."""
+    request.captured.document["weights"] = outline.weights
+    samples = {}
+    for name, picked in outline.samples.items():
+        values = {
+            one.name: engines.elements_at(filled(one, look), ranks.rank, indices) for one, indices in picked.items()
+        }
+        samples[name] = {tensor: some for tensor, some in values.items() if some}
+    same = reuse.Reuse()
+    if any(plan.apart for plan in outline.chosen.plans):
+        live = _with_sources(outline.chosen, look, lambda one: filled(one, look))
+        same = reuse.choose(request.memory, live.plans, request.target)
+    return replace(outline.chosen, samples=samples, reuse=same)
+
+
+def _task(
+    chosen: Prepared, request: Request, ranks: Ranks, config: SaverConfig, look: Look, owned: frozenset[int]
+) -> _Task:
+    live = _with_sources(chosen, look, lambda one: filled(one, look))
+    places: dict[int, bool] = {}
+    for source in _sources(live, request, ranks):
+        if source.holding.local is not None:
+            places[look.places[source.identity]] = _is_late(source, owned)
+    size = size_of(local_of(look.tensors[place]) for place in places)
+    now = tuple(place for place, is_late in places.items() if not is_late)
+    late = tuple(place for place, is_late in places.items() if is_late)
+    return _Task(now, late, size, _is_free(live, request, ranks, config))
+
+
+def _weighed(chosen: Prepared, request: Request, ranks: Ranks, config: SaverConfig, owned: frozenset[int]) -> Weighed:
+    sources = list(_sources(chosen, request, ranks))
+    tensors = _locals(sources)
+    now = _locals(source for source in sources if not _is_late(source, owned))
+    fits = _fits(size_of(tensors.values()), config)
+    late = {name: tensor for name, tensor in tensors.items() if name not in now}
+    return Weighed(chosen, fits and _is_free(chosen, request, ranks, config), now, late)
+
+
+def _fits(size_bytes: int, config: SaverConfig) -> bool:
+    return config.snapshot_bytes is None or size_bytes <= parse_size(config.snapshot_bytes)
+
+
+def _is_late(source: Source, owned: frozenset[int]) -> bool:
+    """Whether nothing but the step of a watched optimizer changes the tensor."""
+    return id(parameter_of(source)) in owned and source.engine in ("plain", "fsdp1", "fsdp2")
+
+
+def _is_free(chosen: Prepared, request: Request, ranks: Ranks, config: SaverConfig) -> bool:
+    """Whether no tensor has to move between ranks."""
+    sources = [source for entry in _entries(chosen) for source in _of_entry(entry)]
+    if any(source.holding.whole is not None for source in sources):
+        return False
+    if ranks.size == 1:
+        return True
+    plain = all(one.format == "safetensors" for one in chosen.plans) and config.compression is None
+    if not plain or config.each_rank_writes == "off" or config.nonfinite == "raise" or request.state_dict_given:
+        return False
+    if any(source.holding.moves for pair in chosen.ties_to_check for source in pair):
+        return False
+    return not any(
+        entry.group is not None or (entry.source is not None and entry.source.holding.moves and cut is None)
+        for share in _shares(chosen, request, ranks)
+        for entry, cut, spec in zip(share.entries, share.cuts, share.file.layout.specs, strict=True)
+        if spec.size_bytes
+    )
+
+
+def _shares(chosen: Prepared, request: Request, ranks: Ranks) -> list[direct.Share]:
+    return direct.shares(_new_files(chosen), ranks.size, engines.is_replicated(request.model))
+
+
+def _sources(chosen: Prepared, request: Request, ranks: Ranks) -> Iterator[Source]:
+    """The sources of which this rank writes something."""
+    yield from (source for pair in chosen.ties_to_check for source in pair)
+    if ranks.size == 1:
+        yield from (source for entry in _entries(chosen) for source in _of_entry(entry))
+        return
+    for share in _shares(chosen, request, ranks):
+        for entry, cut in zip(share.entries, share.cuts, strict=True):
+            mine = ranks.leads if cut is None else any(owner == ranks.rank for _, _, owner in chunks(cut))
+            yield from _of_entry(entry) if mine else ()
+
+
+def _locals(sources: Iterable[Source]) -> dict[Hashable, Tensor]:
+    """What this rank has of them, each once."""
+    found = (source.holding.local for source in sources)
+    return {key(tensor): tensor for tensor in found if tensor is not None}
+
+
+def _locals_at(places: Iterable[int], look: Look) -> dict[Hashable, Tensor]:
+    return {place: local_of(look.tensors[place]) for place in places}
+
+
+def _new_files(chosen: Prepared) -> tuple[PartPlan, ...]:
+    """The plans without the files that an earlier checkpoint has already."""
+    return reuse.to_write(chosen.plans, frozenset(chosen.reuse.chosen))
+
+
+def _entries(chosen: Prepared) -> Iterator[Entry]:
+    """The tensors of these files."""
+    for plan in _new_files(chosen):
+        written = {spec.name for file in plan.files for spec in file.layout.specs}
+        yield from (entry for entry in plan.part.entries if entry.name in written)
+
+
+def _of_entry(entry: Entry) -> tuple[Source, ...]:
+    if entry.group is not None:
+        return entry.group.sources
+    return () if entry.source is None else (entry.source,)
+
+
+def _copied(source: Source, copies: Copies) -> Source:
+    local = source.holding.local
+    mine = None if local is None else copies.get(key(local), local)
+    return replace(source, holding=replace(source.holding, local=mine))
+
+
+def _with_sources(chosen: Prepared, look: Look | None, change: Callable[[Source], Source]) -> Prepared:
+    """The same plans with other sources, and the modules of `look` for their places."""
+    groups: dict[int, Any] = {}
+
+    def entry(one: Entry) -> Entry:
+        if one.group is not None:  # shared between entries: computed once
+            groups.setdefault(id(one.group), replace(one.group, sources=tuple(map(change, one.group.sources))))
+            return replace(one, group=groups[id(one.group)])
+        if one.source is None:
+            return one
+        return Entry(one.name, one.shape, one.dtype, one.memory_dtype, change(one.source))
+
+    def plan(one: PartPlan) -> PartPlan:
+        part = replace(one.part, entries=tuple(map(entry, one.part.entries)))
+        if look is not None and part.module is not None:
+            part = replace(part, module=look.modules[part.module])
+        return replace(one, part=part)
+
+    ties = tuple((change(one), change(other)) for one, other in chosen.ties_to_check)
+    return replace(chosen, plans=tuple(map(plan, chosen.plans)), ties_to_check=ties)

@@ -1,0 +1,173 @@
+"""What decides how a run is laid out, as facts that compare equal or not; what is made of them is kept while they do.
+
+A look at the live objects notes, in one order, facts (names, shapes, dtypes, ties, classes, the settings that
+selection asks for) and the tensors themselves. Plans made once name tensors by their places in that order and hold
+none: nothing is kept alive by them, and a tensor that was replaced is found in its place at the next look.
+"""
+
+import pickle
+from collections.abc import Callable, Hashable, Iterable, Mapping
+from dataclasses import replace
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from ft_ckpt.engines import Source, to_sharded, walk, wrappers
+from ft_ckpt.holdings import Holding
+from ft_ckpt.optimizers import inner
+
+T = TypeVar("T")
+_PLAIN = (Tensor, nn.Parameter, nn.Buffer)
+_NUMBERS = (int, float, bool, str, type(None))
+_OPAQUE = ("FullyShardedDataParallel", "DeepSpeedEngine")  # keep tensors where a walk over modules does not see them
+_ASKED = frozenset(
+    (  # attributes of single modules that `select` and `adapters`, or the libraries they ask, decide by
+        *("config", "peft_config", "_active_adapter", "active_adapter", "_hf_peft_config_loaded", "vocab_size"),
+        *("_tied_weights_keys", "all_tied_weights_keys", "_keys_to_ignore_on_save", "_weight_conversions"),
+        *("_keep_in_fp32_modules", "_keep_in_fp32_modules_strict"),
+    )
+)
+
+
+class Structure:
+    """Facts, and what was made of them alone; `made` holds no tensor and no module."""
+
+    def __init__(self, facts: list[Any]) -> None:
+        self.facts = facts
+        self.made: dict[Hashable, Any] = {}
+
+    def once(self, what: Hashable, make: Callable[[], T]) -> T:
+        """What `make` gives, made the first time."""
+        if what not in self.made:
+            self.made[what] = make()
+        return self.made[what]  # type: ignore[no-any-return]  # of the same `make`
+
+
+class Kept:
+    """The structures of the last saves, one for each kind of save."""
+
+    def __init__(self) -> None:
+        self._last: dict[str, Structure] = {}
+
+    def of(self, kind: str, look: "Look") -> Structure | None:
+        """The structure that `look` saw, the one of the last save if it is the same; None where facts do not tell."""
+        if look.is_opaque:
+            self._last.pop(kind, None)
+            return None
+        if kind not in self._last or self._last[kind].facts != look.facts:
+            self._last[kind] = Structure(look.facts)
+        return self._last[kind]
+
+
+class Look:
+    """Facts, tensors and modules of one moment."""
+
+    def __init__(self) -> None:
+        self.facts: list[Any] = []
+        self.tensors: list[Tensor] = []
+        self.modules: list[nn.Module] = []
+        self.places: dict[int, int] = {}  # id of a tensor -> its index in `tensors`
+        self.is_opaque = False  # something decides that facts do not tell
+        self._settings: dict[int, bytes] = {}  # by id: many modules share a config
+
+    def model(self, model: nn.Module) -> None:
+        """Note a model, whatever wraps it."""
+        *outer, root = wrappers(model)
+        modules = list(walk(root))
+        to_sharded(module for _, module in modules)
+        self.facts.append([type(one) for one in outer])
+        self.is_opaque |= any(type(one).__name__ in _OPAQUE for one in outer)
+        for path, module in modules:
+            self._module(path, module)
+
+    def optimizer(self, optimizer: Any, with_state: bool = True) -> None:
+        """Note an optimizer: what it trains, and unless told otherwise the state of that."""
+        one: Any = inner(optimizer)
+        self.facts.append(type(one))
+        if type(one).state_dict is not torch.optim.Optimizer.state_dict:
+            self.is_opaque = True
+            return
+        for group in one.param_groups:
+            self.facts += [list(group), [self.places.get(id(parameter)) for parameter in group["params"]]]
+        for parameter, state in one.state.items() if with_state else ():
+            self.facts.append(self.places.get(id(parameter)))
+            for key, value in state.items():
+                if isinstance(value, Tensor):
+                    self._tensor(key, value)
+                else:
+                    self.is_opaque |= type(value) not in _NUMBERS
+                    self.facts += key, value
+
+    def others(self, tensors: Mapping[str, Iterable[Tensor]], facts: Any) -> None:
+        """Note further tensors by the names of what they are of, and `facts` that tell how they are kept."""
+        self.facts.append(facts)
+        for name, some in tensors.items():
+            for tensor in some:
+                self._tensor(name, tensor)
+
+    def _module(self, path: str, module: nn.Module) -> None:
+        own, kind = vars(module), type(module)
+        self.modules.append(module)
+        self.facts += path, kind
+        plain = kind._save_to_state_dict is nn.Module._save_to_state_dict and kind.__name__ not in _OPAQUE
+        self.is_opaque |= not plain or own.get("hf_quantizer") is not None
+        for name in _ASKED & own.keys():
+            self._setting(name, own[name])
+        for key, tensor in module._parameters.items():
+            if tensor is not None:
+                self._tensor(key, tensor)
+        for key, buffer in module._buffers.items():
+            if buffer is not None and key not in module._non_persistent_buffers_set:
+                self._tensor(key, buffer)
+
+    def _setting(self, name: str, value: Any) -> None:
+        """By its content: it may be changed in place."""
+        if id(value) not in self._settings:
+            try:
+                self._settings[id(value)] = pickle.dumps(value, pickle.HIGHEST_PROTOCOL)
+            except Exception:  # noqa: BLE001 - anybody's object
+                self._settings[id(value)], self.is_opaque = b"", True
+        self.facts += name, self._settings[id(value)]
+
+    def _tensor(self, key: str, tensor: Any) -> None:
+        place = self.places.setdefault(id(tensor), len(self.tensors))
+        if place == len(self.tensors):
+            self.tensors.append(tensor)
+        kind, cut = type(tensor), None
+        if kind is DTensor:
+            cut = tensor.device_mesh, tensor.placements, isinstance(tensor, nn.Parameter)
+        elif kind is not Tensor:
+            self.is_opaque |= kind not in _PLAIN or hasattr(tensor, "ds_shape")
+        self.is_opaque |= tensor.layout is not torch.strided
+        where = None if tensor.is_cpu else tensor.device
+        self.facts += key, place, kind, cut, where, tensor.shape, tensor.dtype, tensor.requires_grad
+
+
+def is_placed(source: Source, look: Look) -> bool:
+    """Whether the look has the source's tensor, if it has one here, and nothing else is needed to read it."""
+    return source.holding.whole is None and (source.live is None or id(source.live) in look.places)
+
+
+def emptied(source: Source, look: Look) -> Source:
+    """The source, placed in the look, without its tensor: `live` is its place."""
+    place = None if source.live is None else look.places[id(source.live)]
+    return replace(source, live=place, holding=replace(source.holding, local=None))
+
+
+def filled(source: Source, look: Look, local: Callable[[int], Tensor | None] | None = None) -> Source:
+    """An emptied source with the tensor of `look`, and what this rank has of it; `local` says what by its place."""
+    if not isinstance(source.live, int):
+        return source
+    live: Any = look.tensors[source.live]
+    held = source.holding
+    mine = local_of(live).detach() if local is None else local(source.live)
+    holding = Holding(held.view, mine, held.owners, held.block, held.moves, None, held.mine)
+    one = source
+    return Source(one.name, one.raw, one.shape, one.dtype, one.trainable, live, id(live), one.engine, holding)
+
+
+def local_of(tensor: Any) -> Tensor:
+    """What this rank has of a tensor; it may want a gradient."""
+    return tensor._local_tensor if type(tensor) is DTensor else tensor  # type: ignore[no-any-return]  # as torch says

@@ -1,0 +1,86 @@
+"""Files written past the page cache (O_DIRECT) where the file system takes that, and through it where it does not.
+
+Refused at open or at a write, the same file goes on through the page cache. Space is taken before the first byte.
+"""
+
+import ctypes
+import errno
+import fcntl
+import mmap
+import os
+from contextlib import suppress
+from pathlib import Path
+
+from ft_ckpt.errors import NoSpaceError
+
+_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+def create_file(path: Path, size_bytes: int, direct: bool) -> int:
+    """A descriptor of the new file `path`, its space taken. Raises NoSpaceError when there is not enough."""
+    try:
+        descriptor = open_file(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, direct)
+    except OSError as error:
+        raise _no_space(path, error) from error
+    refusal = _allocate(descriptor, size_bytes)
+    if refusal in _FULL:
+        os.close(descriptor)
+        raise _no_space(path, OSError(refusal, os.strerror(refusal)))
+    return descriptor
+
+
+def open_file(path: Path, flags: int, direct: bool) -> int:
+    """A descriptor of `path`, unbuffered if `direct` and the file system takes that."""
+    if direct and hasattr(os, "O_DIRECT"):
+        with suppress(OSError):  # a file system without it refuses at open (EINVAL) and made no file, or an empty one
+            return os.open(path, flags | os.O_DIRECT, 0o666)
+        if flags & os.O_CREAT:
+            path.unlink(missing_ok=True)
+    return os.open(path, flags, 0o666)
+
+
+def _allocate(descriptor: int, size_bytes: int) -> int:
+    """Take the space now, so that a full disk is known before anything is written; an errno, 0 when all is well.
+
+    Not posix_fallocate: where the file system cannot, the C library would write every block itself.
+    """
+    if not size_bytes or not hasattr(_libc, "fallocate"):
+        return 0
+    failed = _libc.fallocate(descriptor, 0, ctypes.c_int64(0), ctypes.c_int64(size_bytes))
+    return ctypes.get_errno() if failed else 0
+
+
+def write_all(path: Path, descriptor: int, block: mmap.mmap, part: tuple[int, int], offset: int) -> None:
+    """Write bytes [first, last) of `block` at `offset` of the file; on through the page cache where it must be.
+
+    Raises NoSpaceError when the disk is full.
+    """
+    start, stop = part
+    with memoryview(block) as view:
+        while start < stop:
+            try:
+                done = os.pwrite(descriptor, view[start:stop], offset)
+            except OSError as error:
+                if error.errno != errno.EINVAL or not _leave_direct(descriptor):
+                    raise _no_space(path, error) from error
+                continue
+            start, offset = start + done, offset + done
+
+
+def _leave_direct(descriptor: int) -> bool:
+    """Go on through the page cache; False when the file was not unbuffered. Some file systems refuse only here."""
+    flags = fcntl.fcntl(descriptor, fcntl.F_GETFL)
+    direct = getattr(os, "O_DIRECT", 0)
+    if not flags & direct:
+        return False
+    fcntl.fcntl(descriptor, fcntl.F_SETFL, flags & ~direct)
+    return True
+
+
+def _no_space(path: Path, error: OSError) -> OSError:
+    if error.errno not in _FULL:
+        return error
+    return NoSpaceError(
+        f"{path.name}: {os.strerror(error.errno)} while writing in {path.parent}; free space or save elsewhere"
+    )

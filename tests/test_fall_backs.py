@@ -1,0 +1,191 @@
+"""Odd sizes down every road to the disk, and what happens where a file system cannot do what is usual."""
+
+import ctypes
+import errno
+import fcntl
+import os
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
+
+import models
+import pytest
+import torch
+from held import WAYS, planned
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file, save
+from torch import nn
+from torch.distributed import HashStore
+
+from ft_ckpt import CheckpointSaver, direct, unbuffered, verify
+from ft_ckpt.blocks import BLOCK_BYTES
+from ft_ckpt.catalog import read_manifest
+from ft_ckpt.digests import digest_like
+from ft_ckpt.pace import pace_of
+from ft_ckpt.ranks import Ranks
+from ft_ckpt.write import Writer
+
+SMALL = 1 << 16  # a block of many, even for small tensors
+SIZES = {
+    "odd": [(), (0,), (3, 0), (1,), (7, 5), (4096,), (4095,), (1023, 3)],
+    "huge": [(5,), (3 * SMALL + 4097,), (SMALL // 8, 4), (1,)],
+}
+
+
+def tensors(shapes):
+    draws = torch.Generator().manual_seed(len(shapes))
+    return {f"t{number:05d}": torch.randn(shape, generator=draws) for number, shape in enumerate(shapes)}
+
+
+class Module(nn.Module):
+    """The same as parameters of a module."""
+
+    def __init__(self, values):
+        super().__init__()
+        for name, value in values.items():
+            self.register_parameter(name, nn.Parameter(value))
+
+
+def by_saver(values, folder, **options):
+    with CheckpointSaver(None, folder, io_block_bytes=SMALL, io_threads=2, direct_io="on", **options) as saver:
+        saver.save(Module(values), folder / "saved")
+    assert verify(folder / "saved").ok
+    (file,) = (folder / "saved").glob("*.safetensors")
+    return file
+
+
+def by_ranks(values, folder, way="fsdp2", world=2, dtype=None, block_bytes=SMALL, direct_io="on"):
+    """The file as `world` ranks write it at once, each what it holds; their threads stand for the processes."""
+    with pytest.MonkeyPatch.context() as patch, ThreadPoolExecutor(world) as pool:
+        patch.setattr(direct, "BLOCK_BYTES", 4096)  # in which replicated tensors are shared out
+        (share,) = direct.shares([planned(values, way, world, 0, dtype)], world, way == "ddp")
+        direct.create(share, folder)
+        store = HashStore()
+
+        def write(rank):
+            (mine,) = direct.shares([planned(values, way, world, rank, dtype)], world, way == "ddp")
+            assert mine.cuts == share.cuts
+            with Writer(pace_of(folder, 0, 2, direct_io, block_bytes)) as writer:
+                return direct.write(mine, folder, Ranks(rank, world, store), writer, 1 << 20)
+
+        record = direct.record(share, list(pool.map(write, range(world))))
+    assert digest_like(folder / share.file.path, record) == record.digest
+    return folder / share.file.path
+
+
+ROADS = {
+    "one writer": by_saver,
+    "background": lambda values, folder: by_saver(values, folder, background=True),
+    **{f"direct, {way}": lambda values, folder, way=way: by_ranks(values, folder, way) for way in WAYS},
+}
+
+
+def assert_holds(file, values):
+    found = load_file(file)
+    assert found.keys() == values.keys()
+    assert all(found[name].shape == value.shape and torch.equal(found[name], value) for name, value in values.items())
+
+
+@pytest.mark.parametrize("sizes", ["odd", "huge"])
+@pytest.mark.parametrize("road", ROADS)
+def test_odd_sizes(tmp_path, road, sizes):
+    values = tensors(SIZES[sizes])
+    assert_holds(ROADS[road](values, tmp_path), values)
+
+
+@pytest.mark.parametrize("road", ["one writer", "background", "direct, ddp", "direct, fsdp2"])
+def test_twenty_thousand_tiny_ones(tmp_path, road):
+    values = tensors([(number % 3 + 1,) for number in range(20_000)])
+    assert_holds(ROADS[road](values, tmp_path), values)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    shapes=st.lists(st.lists(st.integers(0, 40), max_size=3).map(tuple), min_size=1, max_size=5),
+    way=st.sampled_from(WAYS),
+    world=st.integers(2, 6),
+    dtype=st.sampled_from([None, torch.bfloat16, torch.float64]),
+    block_bytes=st.sampled_from([4096, 12288]),
+    direct_io=st.sampled_from(["on", "off"]),
+)
+def test_ranks_write_what_one_would(tmp_path_factory, shapes, way, world, dtype, block_bytes, direct_io):
+    values = tensors(shapes)
+    file = by_ranks(values, tmp_path_factory.mktemp("ranks"), way, world, dtype, block_bytes, direct_io)
+    stored = {name: value.to(dtype or value.dtype) for name, value in values.items()}
+    assert file.read_bytes() == save(stored, {"format": "pt"})
+
+
+def test_usual_blocks(tmp_path):
+    values = tensors([(3,), (3 * BLOCK_BYTES // 4 + 4097,), (5,)])
+    assert_holds(by_ranks(values, tmp_path, block_bytes=BLOCK_BYTES), values)
+
+
+# What a file system may lack
+
+
+def no_direct_open(patch):
+    """O_DIRECT is refused when a file is opened."""
+    real, refused = os.open, []
+
+    def opened(path, flags, *mode, **more):
+        if flags & os.O_DIRECT:
+            refused.append(path)
+            raise OSError(errno.EINVAL, "Invalid argument")
+        return real(path, flags, *mode, **more)
+
+    patch.setattr(os, "open", opened)
+    return refused
+
+
+def no_direct_write(patch):
+    """It is taken then, and refused at each write."""
+    real, refused = os.pwrite, []
+
+    def written(descriptor, data, offset):
+        if fcntl.fcntl(descriptor, fcntl.F_GETFL) & os.O_DIRECT:
+            refused.append(offset)
+            raise OSError(errno.EINVAL, "Invalid argument")
+        return real(descriptor, data, offset)
+
+    patch.setattr(os, "pwrite", written)
+    return refused
+
+
+def fallocate_refused(patch):
+    """The call is there, but not for this file system."""
+    refused = []
+
+    def fallocate(*call):
+        refused.append(call)
+        ctypes.set_errno(errno.EOPNOTSUPP)
+        return -1
+
+    patch.setattr(unbuffered, "_libc", SimpleNamespace(fallocate=fallocate))
+    return refused
+
+
+def no_fallocate(patch):
+    """A C library without it."""
+    patch.setattr(unbuffered, "_libc", SimpleNamespace())
+    return [True]
+
+
+@pytest.mark.parametrize("lack", [no_direct_open, no_direct_write, fallocate_refused, no_fallocate])
+@pytest.mark.parametrize("road", ["one writer", "background", "direct, ddp", "direct, fsdp2"])
+def test_the_file_is_the_same_without(tmp_path, monkeypatch, lack, road):
+    values = tensors(SIZES["odd"] + SIZES["huge"])
+    refused = lack(monkeypatch)
+    assert_holds(ROADS[road](values, tmp_path), values)
+    assert refused, "nothing was lacking"
+
+
+@pytest.mark.parametrize("code", [errno.EPERM, errno.EXDEV, errno.EOPNOTSUPP, errno.EMLINK])
+def test_a_dual_file_has_one_name_without_links(tmp_path, monkeypatch, code):
+    def refuse(*_):
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(os, "link", refuse)
+    path = CheckpointSaver().save(models.build("llama"), tmp_path / "out", format="dual").path
+    assert verify(path).ok
+    assert not (path / "model.h5").exists()
+    assert "model.h5" not in {record.path for record in read_manifest(path).files}

@@ -1,0 +1,256 @@
+"""What is kept between saves in the background: no change of the files goes unnoticed, and nothing is held."""
+
+import gc
+import json
+import weakref
+
+import models
+import peft
+import pytest
+import torch
+from torch import nn
+
+from ft_ckpt import CheckpointSaver, verify
+
+
+class Run:
+    """A small language model that is trained, and its saver."""
+
+    def __init__(self, folder):
+        self.folder, self.model, self.count = folder, models.build("qwen3"), 0
+        self.saver = CheckpointSaver(None, folder, on_difference="ignore", reuse_frozen="off")
+        self.begin()
+
+    def begin(self, kind=torch.optim.AdamW, **settings):
+        self.optimizer = kind([p for p in self.model.parameters() if p.requires_grad], lr=0.01, **settings)
+        self.scheduler = torch.optim.lr_scheduler.LambdaLR(self.optimizer, lambda step: 1 / (step + 1))
+
+    def step(self):
+        self.model(**models.batch(seed=self.count)).loss.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.scheduler.step()
+
+    def save(self, kind, background):
+        self.count += 1
+        target = self.folder / f"{self.count}"
+        objects = {"model": self.model, "optimizer": self.optimizer, "scheduler": self.scheduler}
+        if kind == "run":
+            self.saver.save_state(path=target, background=background, adapter_only=False, **objects)
+        else:
+            self.saver.save(self.model, target, background=background)
+        self.saver.wait()
+        return target
+
+    def compare(self):
+        """What is saved in the background is what is saved in the foreground, of the same moment."""
+        for kind in ("run", "weights"):
+            one, other = self.save(kind, True), self.save(kind, False)
+            assert verify(one).ok
+            files, others = ({p.relative_to(f): p for p in f.rglob("*") if p.is_file()} for f in (one, other))
+            assert files.keys() == others.keys()
+            for name in files:
+                assert content(files[name]) == content(others[name]), name
+
+    @property
+    def known(self):
+        """What the last saves were made by."""
+        return dict(self.saver._pending.kept._last)
+
+
+def content(file):
+    """All but times."""
+    data = file.read_bytes()
+    if file.name == "ft_ckpt.json":
+        return json.loads(data)["parts"]
+    return data[: data.index(b'"history"')] if file.name == "training.json" else data
+
+
+@pytest.fixture
+def run(tmp_path):
+    made = Run(tmp_path)
+    made.step()
+    made.compare()
+    with made.saver:
+        yield made
+
+
+# What makes no difference to a plan
+
+
+def a_step(run):
+    run.step()
+
+
+def other_memory(run):
+    for parameter in run.model.parameters():
+        parameter.data = parameter.data + 1
+
+
+def other_rates(run):
+    run.optimizer.param_groups[0]["lr"] = 7.0
+
+
+def a_twin_of_a_parameter(run):
+    norm = run.model.model.norm
+    group = run.optimizer.param_groups[0]["params"]
+    place = next(i for i, one in enumerate(group) if one is norm.weight)
+    state = run.optimizer.state
+    twins = {p: nn.Parameter(p.detach() * 2) if p is norm.weight else p for p in state}
+    norm.weight = group[place] = twins[norm.weight]
+    run.optimizer.state = type(state)(dict, {twins[p]: value for p, value in state.items()})
+
+
+@pytest.mark.parametrize("change", [a_step, other_memory, other_rates, a_twin_of_a_parameter])
+def test_a_plan_is_taken_again_with_the_tensors_of_the_moment(run, change):
+    before = run.known
+    change(run)
+    run.compare()
+    assert run.known == before
+
+
+# What does
+
+
+def frozen(run):
+    run.model.model.norm.weight.requires_grad_(False)
+
+
+def unfrozen_again(run):
+    frozen(run)
+    run.compare()
+    run.model.model.norm.weight.requires_grad_(True)
+
+
+def another_parameter(run):
+    layer = run.model.model.layers[0].mlp.down_proj
+    layer.weight = nn.Parameter(layer.weight.detach().to(torch.bfloat16))
+    run.begin()
+
+
+def another_dtype(run):
+    run.model.model.norm.weight.data = run.model.model.norm.weight.data.double()
+
+
+def resized(run):
+    run.model.resize_token_embeddings(run.model.config.vocab_size + 5)
+    run.begin()
+
+
+def tied_or_not(run):
+    embedding, head = run.model.get_input_embeddings(), run.model.get_output_embeddings()
+    is_tied = head.weight is embedding.weight
+    head.weight = nn.Parameter(embedding.weight.detach().clone()) if is_tied else embedding.weight
+    run.model.config.tie_word_embeddings = not is_tied
+    run.begin()
+
+
+def a_buffer(run):
+    run.model.model.register_buffer("seen", torch.ones(3))
+
+
+def a_layer(run):
+    run.model.model.extra = nn.Linear(3, 3)
+
+
+def an_adapter(run):
+    run.model = peft.get_peft_model(run.model, peft.LoraConfig(r=2, target_modules=["q_proj"]))
+    run.begin()
+
+
+def a_second_adapter(run):
+    an_adapter(run)
+    run.compare()
+    run.model.add_adapter("second", peft.LoraConfig(r=3, target_modules=["k_proj"]))
+
+
+def another_adapter_in_use(run):
+    a_second_adapter(run)
+    run.compare()
+    run.model.set_adapter("second")
+    run.begin()
+
+
+def what_is_left_out(run):
+    run.model._keys_to_ignore_on_save = {"model.norm.weight"}
+
+
+CHANGES = [
+    *(frozen, unfrozen_again, another_parameter, another_dtype, resized, tied_or_not, a_buffer, a_layer),
+    *(an_adapter, a_second_adapter, another_adapter_in_use, what_is_left_out),
+]
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_change_of_the_model_is_noticed(run, change):
+    before = run.known
+    change(run)
+    run.compare()
+    assert run.known["run"] is not before["run"]
+    assert run.known["weights"] is not before["weights"]
+
+
+def more_state(run):
+    for state in run.optimizer.state.values():
+        state["more"] = torch.ones(2)
+
+
+def less_state(run):
+    run.optimizer.state.pop(run.model.model.norm.weight)
+
+
+def state_in_another_dtype(run):
+    state = run.optimizer.state[run.model.model.norm.weight]
+    state["exp_avg"] = state["exp_avg"].double()
+
+
+def another_group(run):
+    run.optimizer.add_param_group({"params": [run.optimizer.param_groups[0]["params"].pop()], "lr": 1.0})
+
+
+def another_optimizer(run):
+    run.begin(torch.optim.SGD, momentum=0.5)
+    run.step()
+
+
+def another_object(run):
+    run.saver.register(average=nn.Linear(2, 2))
+
+
+@pytest.mark.parametrize(
+    "change", [more_state, less_state, state_in_another_dtype, another_group, another_optimizer, another_object]
+)
+def test_a_change_beside_the_model_is_noticed(run, change):
+    before = run.known
+    change(run)
+    run.compare()
+    assert run.known["run"] is not before["run"]
+
+
+def test_a_rate_that_cannot_be_kept_is_refused_as_ever(run):
+    run.optimizer.param_groups[0]["lr"] = object()
+    with pytest.raises(Exception, match="lr is a object"):
+        run.save("run", True)
+
+
+def test_state_that_facts_do_not_tell_is_looked_up_every_time(run):
+    for state in run.optimizer.state.values():
+        state["bounds"] = (1, 2)
+    run.compare()
+    assert "run" not in run.known
+
+
+def test_nothing_is_held(tmp_path):
+    run = Run(tmp_path)
+    run.step()
+    with run.saver:
+        model = models.build("qwen3")
+        run.saver.save(model, tmp_path / "other", background=True)
+        run.saver.wait()
+        run.compare()
+        parameter = run.model.model.norm.weight
+        held = [weakref.ref(model), weakref.ref(parameter.data.untyped_storage())]
+        parameter.data = parameter.data.clone()
+        model = None
+        gc.collect()
+        assert [one() for one in held] == [None, None]
