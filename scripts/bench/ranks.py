@@ -1,73 +1,142 @@
-"""Time a full save under FSDP2: every rank writing its own bytes, beside rank 0 gathering and writing all.
+"""A full save under FSDP2 on two ranks, and an adapter-only save: time of all, and memory of rank 0 at its peak."""
 
-    torchrun --standalone --nproc_per_node 2 scripts/bench/ranks.py --size 1.2GB --rounds 5
-
-Both end when the checkpoint is synced and committed, and take turns within each round.
-"""
-
-import argparse
+import os
 import shutil
-import statistics
-import tempfile
-import time
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from rich import print as show
-from torch.distributed.fsdp import fully_shard
-from transformers import LlamaConfig, LlamaForCausalLM
+import torch.distributed.checkpoint as dcp
+from accelerate import Accelerator, FullyShardedDataParallelPlugin, PartialState
+from accelerate.utils import DistributedType
+from peft import LoraConfig, get_peft_model
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_model_state_dict
 
 from ft_ckpt import CheckpointSaver
-from ft_ckpt.config import parse_size
+from scripts.bench.common import (
+    CUDA,
+    Row,
+    Setting,
+    as_child,
+    bytes_of,
+    in_child,
+    medians,
+    peak_bytes,
+    seconds,
+    sync_tree,
+)
+from scripts.bench.models import make_model
 
-LAYER_PARAMETERS, EMBEDDINGS = 12_847_104, 32_768_000  # of the shapes below
+TITLE = "a full save under FSDP2, 2 ranks, float32"
+ADAPTER_TITLE = "an adapter-only save under FSDP2, 2 ranks, LoRA of rank 8"
+RANKS = 2
+Save = Callable[[Path], Any]
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--size", default="1.2GB", help="bytes of weights, in float32 (default %(default)s)")
-    parser.add_argument("--rounds", type=int, default=5, help="counted rounds, after one that is not")
-    args = parser.parse_args()
-    dist.init_process_group("gloo")
-    model = sharded(parse_size(args.size))
-    told = [tempfile.mkdtemp() if dist.get_rank() == 0 else None]
-    dist.broadcast_object_list(told)
-    times: dict[str, list[float]] = {"off": [], "on": []}
-    for _ in range(args.rounds + 1):
-        for each, seconds in times.items():
-            seconds.append(timed(model, Path(str(told[0])) / each, each))
+def measure(setting: Setting, size_bytes: int) -> list[Row]:
+    """A row for each way to save all weights, of `size_bytes`."""
+    return in_child("ranks", setting, size_bytes, False, ranks=RANKS)
+
+
+def measure_adapter(setting: Setting, size_bytes: int) -> list[Row]:
+    """A row for each way to save the adapter of a model of `size_bytes`."""
+    return in_child("ranks", setting, size_bytes, True, ranks=RANKS)
+
+
+def saved(setting: Setting, size_bytes: int, adapter_only: bool) -> list[Row]:
+    """On each rank."""
+    model = make_model(size_bytes // 4, torch.float32)
+    tensor_bytes = sum(p.nbytes for p in model.parameters())
+    if adapter_only:
+        model = get_peft_model(model, LoraConfig(r=8, target_modules="all-linear", task_type="CAUSAL_LM"))
+        tensor_bytes = sum(p.nbytes for name, p in model.named_parameters() if "lora_" in name)
+    accelerator = make_accelerator()
+    prepared, _ = accelerator.prepare(model, torch.optim.SGD(model.parameters()))  # it takes no model alone
+    ways = (_adapter_ways if adapter_only else _full_ways)(accelerator, prepared)
+    rows = _in_turns(ways, setting)
+    accelerator.end_training()
+    return [row | {"tensor_bytes": tensor_bytes} for row in rows]
+
+
+def make_accelerator() -> Accelerator:
+    """An Accelerator that cuts models with FSDP2, on the CPU as well."""
+    PartialState(cpu=not CUDA)
+    PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU  # it drops the plugin otherwise
+    plugin = FullyShardedDataParallelPlugin(
+        fsdp_version=2,
+        cpu_ram_efficient_loading=False,
+        auto_wrap_policy="transformer_based_wrap",
+        transformer_cls_names_to_wrap=["LlamaDecoderLayer"],
+    )
+    return Accelerator(fsdp_plugin=plugin)
+
+
+def _full_ways(accelerator: Accelerator, model: nn.Module) -> dict[str, Save]:
+    every, one = (CheckpointSaver(accelerator, each_rank_writes=each) for each in ("on", "off"))
+    return {
+        "ours": lambda path: every.save(model, path),
+        "ours, gather": lambda path: one.save(model, path),
+        "get_state_dict + save_pretrained": partial(_gathered, accelerator, model),
+        "torch DCP + consolidation": partial(_consolidated, model),
+    }
+
+
+def _adapter_ways(accelerator: Accelerator, model: nn.Module) -> dict[str, Save]:
+    saver = CheckpointSaver(accelerator)
+    return {
+        "ours": lambda path: saver.save(model, path, adapter_only=True),
+        "get_state_dict + save_pretrained": partial(_gathered, accelerator, model),
+    }
+
+
+def _gathered(accelerator: Accelerator, model: nn.Module, path: Path) -> None:
+    """What Accelerate's guide says: all tensors together on rank 0, which writes them, or the adapter among them."""
+    state = accelerator.get_state_dict(model)
+    if accelerator.is_main_process:
+        accelerator.unwrap_model(model).save_pretrained(path, state_dict=state)
+        sync_tree(path)
+
+
+def _consolidated(model: nn.Module, path: Path) -> None:
+    """Each rank's shards as safetensors, and then one file of them."""
+    state = {name: tensor for name, tensor in get_model_state_dict(model).items() if name != "lm_head.weight"}
+    writer = dcp.HuggingFaceStorageWriter(str(path), save_distributed=True, enable_consolidation=True)
+    dcp.save(state, storage_writer=writer)
     if dist.get_rank() == 0:
-        shutil.rmtree(str(told[0]))
-        one, every = (statistics.median(times[each][1:]) for each in ("off", "on"))
-        size = sum(p.numel() * p.element_size() for p in model.parameters()) / 1e9
-        ratio = f"{one / every:.2f} times faster"
-        show(f"{size:.2f} GB: rank 0 gathers {one:.2f} s, every rank writes {every:.2f} s, {ratio}")
-    dist.barrier()
-    dist.destroy_process_group()
+        sync_tree(path)
 
 
-def sharded(size_bytes: int) -> torch.nn.Module:
-    """A Llama of about `size_bytes` in float32, cut over the ranks layer by layer."""
-    layers = max(1, round((size_bytes / 4 - EMBEDDINGS) / LAYER_PARAMETERS))
-    sizes = {"vocab_size": 32_000, "hidden_size": 1024, "intermediate_size": 2816, "num_attention_heads": 16}
-    model = LlamaForCausalLM(LlamaConfig(**sizes, num_hidden_layers=layers, tie_word_embeddings=True))
-    for layer in model.model.layers:
-        fully_shard(layer)
-    return fully_shard(model)
+def _in_turns(ways: Mapping[str, Save], setting: Setting) -> list[Row]:
+    found: dict[str, list[Row]] = {name: [] for name in ways}
+    for _ in range(setting.rounds + 1):
+        for name, save in ways.items():
+            found[name].append(_one(setting.folder / "target", save))
+    peaks = {name: max(row["peak_bytes"] for row in rows) for name, rows in found.items()}
+    return [{"way": name, **medians(rows[1:]), "peak_bytes": peaks[name]} for name, rows in found.items()]
 
 
-def timed(model: torch.nn.Module, path: Path, each: str) -> float:
-    """Seconds of a save that all ranks begin and end together; nothing of it stays."""
-    dist.barrier()
-    begun = time.perf_counter()
-    CheckpointSaver(each_rank_writes=each).save(model, path)
-    dist.barrier()
-    seconds = time.perf_counter() - begun
+def _one(target: Path, save: Save) -> Row:
+    """A save that all ranks begin and end together; nothing of it stays."""
     if dist.get_rank() == 0:
-        shutil.rmtree(path)
-    return seconds
+        os.sync()
+    dist.barrier()
+    took: list[float] = []
+
+    def both() -> None:
+        took.append(seconds(lambda: (save(target), dist.barrier())))
+
+    peak = peak_bytes(both)
+    row = {"seconds": took[0], "peak_bytes": peak}
+    if dist.get_rank() == 0:
+        row["disk_bytes"] = bytes_of(target)
+        shutil.rmtree(target)
+    dist.barrier()
+    return row
 
 
 if __name__ == "__main__":
-    main()
+    as_child("ranks", saved)

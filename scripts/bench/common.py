@@ -1,0 +1,193 @@
+"""What the measures share: rounds in which all take turns, files and memory of a way, processes of their own."""
+
+import ctypes
+import json
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+ROOT = Path(__file__).resolve().parents[2]
+Row = dict[str, Any]  # one way of a measure: "way", and its figures by name; units end the names
+Way = Callable[[], Row]  # does it once, and says what it took
+CUDA = torch.cuda.is_available()
+DEVICE = torch.device("cuda" if CUDA else "cpu")
+
+
+@dataclass(frozen=True)
+class Setting:
+    """How to measure: counted rounds, after one that is not, and an empty folder to write in."""
+
+    rounds: int
+    folder: Path
+
+    def inside(self, folder: Path) -> "Setting":
+        """The same in another folder."""
+        return replace(self, folder=folder)
+
+
+def is_installed(module: str) -> bool:
+    """Whether `module` could be imported; "" always can."""
+    return not module or find_spec(module.partition(".")[0]) is not None
+
+
+def in_turns(
+    ways: Mapping[str, Way], setting: Setting, before: Callable[[str], Any] = lambda way: os.sync()
+) -> list[Row]:
+    """The medians of each way, which take turns in every round; `before` gets things ready for the one named.
+
+    A peer that fails is left out of the following rounds, and its row says why.
+    """
+    found: dict[str, list[Row]] = {name: [] for name in ways}
+    failed: dict[str, str] = {}
+    for turn in range(setting.rounds + 1):
+        for name in [name for name in ways if name not in failed]:
+            before(name)
+            try:
+                figures = ways[name]()
+            except Exception as error:  # whatever a library we do not know raises
+                if name.startswith("ours"):
+                    raise
+                failed[name] = describe(error)
+                continue
+            if turn:
+                found[name].append(figures)
+    return [{"way": name, **({"error": failed[name]} if name in failed else medians(found[name]))} for name in ways]
+
+
+def describe(error: Exception) -> str:
+    """What a peer that failed said, in one line."""
+    return f"{type(error).__name__}: {error}".splitlines()[0][:200]
+
+
+def medians(rows: Iterable[Row]) -> Row:
+    """Of each figure the median over `rows`, and of "seconds" all values as well."""
+    rows = list(rows)
+    middle = {name: statistics.median(row[name] for row in rows) for name in rows[0]}
+    return middle | ({"rounds": [row["seconds"] for row in rows]} if "seconds" in middle else {})
+
+
+def seconds(action: Callable[[], Any]) -> float:
+    """How long `action` takes, with what it starts on the GPU's current stream; copies on other streams go on."""
+    begun = time.perf_counter()
+    action()
+    if CUDA:
+        torch.cuda.current_stream().synchronize()
+    return time.perf_counter() - begun
+
+
+def timed(action: Callable[[], Any]) -> Row:
+    """`seconds` as a row."""
+    return {"seconds": seconds(action)}
+
+
+@contextmanager
+def scratch(place: Path | None) -> Iterator[Path]:
+    """A folder that is gone afterwards."""
+    folder = Path(tempfile.mkdtemp(prefix="bench-", dir=place))
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def files(folder: Path) -> list[Path]:
+    """All files below `folder`, or the file itself."""
+    return [folder] if folder.is_file() else sorted(path for path in folder.rglob("*") if path.is_file())
+
+
+def sync_tree(folder: Path) -> None:
+    """What it takes for all below `folder` to survive a power cut."""
+    for path in [*folder.rglob("*"), folder]:
+        handle = os.open(path, os.O_RDONLY)
+        os.fsync(handle)
+        os.close(handle)
+
+
+def bytes_of(folder: Path) -> int:
+    """Bytes of all files below `folder`, those with two names counted once."""
+    return sum({(s.st_dev, s.st_ino): s.st_size for s in (path.stat() for path in files(folder))}.values())
+
+
+def drop_cached(folder: Path) -> None:
+    """Take the files below `folder` out of the page cache."""
+    for path in files(folder):
+        handle = os.open(path, os.O_RDONLY)
+        os.fsync(handle)
+        os.posix_fadvise(handle, 0, 0, os.POSIX_FADV_DONTNEED)
+        os.close(handle)
+
+
+def fill_cache(folder: Path) -> None:
+    """Bring the files below `folder` into the page cache."""
+    for path in files(folder):
+        with path.open("rb", buffering=0) as handle:
+            while handle.read(1 << 24):
+                pass
+
+
+def touch(loaded: Any) -> None:
+    """Read a byte of every page of every tensor: what is only mapped has not been loaded."""
+    tensors: Iterable[Tensor] = loaded.state_dict().values() if isinstance(loaded, nn.Module) else loaded.values()
+    for tensor in tensors:
+        if tensor.numel():
+            tensor.detach().reshape(-1).view(torch.uint8)[::4096].sum().item()
+
+
+def size_of(state: Mapping[str, Tensor]) -> int:
+    """Bytes of all tensors."""
+    return sum(tensor.nbytes for tensor in state.values())
+
+
+def peak_bytes(action: Callable[[], Any]) -> int:
+    """By how much this process grows at most while `action` runs: its resident memory.
+
+    Linux keeps the highest figure, which is set back first.
+    """
+    ctypes.CDLL(None).malloc_trim(0)  # what was freed before must not serve `action`
+    Path("/proc/self/clear_refs").write_text("5")
+    before = _status("VmRSS")
+    action()
+    return max(0, _status("VmHWM") - before)
+
+
+def _status(name: str) -> int:
+    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(f"{name}:"))
+    return int(line.split()[1]) * 1024
+
+
+def in_child(module: str, setting: Setting, *arguments: object, ranks: int = 0) -> list[Row]:
+    """The rows that `module` of this package measures in a process of its own, or on several ranks."""
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks)] if ranks else []
+    given = json.dumps([setting.rounds, str(setting.folder), *arguments])
+    command = [sys.executable, *launcher, "-m", f"scripts.bench.{module}", given]
+    environment = {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // ranks))} if ranks else {}
+    done = subprocess.run(
+        command, cwd=ROOT, env=os.environ | environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, check=False
+    )
+    result = setting.folder / f"{module}.json"
+    if done.returncode or not result.exists():
+        raise RuntimeError(f"{module}: ended with status {done.returncode}\n{done.stdout.decode(errors='replace')}")
+    rows: list[Row] = json.loads(result.read_text())
+    result.unlink()
+    return rows
+
+
+def as_child(module: str, measure: Callable[..., list[Row]]) -> None:
+    """The other end of `in_child`: `measure` with what it was given; rank 0 hands in the rows."""
+    rounds, folder, *arguments = json.loads(sys.argv[1])
+    rows = measure(Setting(rounds, Path(folder)), *arguments)
+    if os.environ.get("RANK", "0") == "0":
+        (Path(folder) / f"{module}.json").write_text(json.dumps(rows))

@@ -1,0 +1,62 @@
+"""A full save of a run in which 99 % of the weights are frozen, at its second checkpoint."""
+
+import shutil
+from functools import partial
+from itertools import count
+from pathlib import Path
+
+import torch
+
+from ft_ckpt import CheckpointSaver
+from scripts.bench.common import Row, Setting, bytes_of, files, in_turns, seconds, sync_tree
+from scripts.bench.models import Subject, make_subject
+from scripts.bench.savers import SAVERS
+
+TITLE = "a second full save with 99 % frozen"
+SHARE = 0.01
+
+
+def measure(setting: Setting, size_bytes: int) -> list[Row]:
+    """A row for ours and for what writes everything again: seconds, and bytes that are new on the disk."""
+    subject = make_subject(size_bytes)
+    trainable = freeze(subject)
+    with CheckpointSaver(directory=setting.folder / "run", reuse_frozen="on") as saver:
+        steps = count()
+        saver.save(subject.model, step=next(steps))
+        ways = {
+            "ours": partial(_ours, saver, subject, steps),
+            "save_pretrained": partial(_peer, subject, setting.folder / "peer"),
+        }
+        rows = in_turns(ways, setting)
+    return [row | {"tensor_bytes": subject.size_bytes, "trainable_bytes": trainable} for row in rows]
+
+
+def freeze(subject: Subject) -> int:
+    """Freeze all but the smallest tensors that make up a hundredth; the bytes of these."""
+    left = SHARE * subject.size_bytes
+    trainable = 0
+    for parameter in sorted(subject.model.parameters(), key=lambda p: p.nbytes):
+        left -= parameter.nbytes
+        parameter.requires_grad_(left >= 0)
+        trainable += parameter.nbytes if left >= 0 else 0
+    return trainable
+
+
+def _ours(saver: CheckpointSaver, subject: Subject, steps: "count[int]") -> Row:
+    with torch.no_grad():
+        for parameter in subject.model.parameters():
+            if parameter.requires_grad:
+                parameter.add_(1e-3)
+    before = {path.stat().st_ino for path in files(Path(str(saver.directory)))}
+    step = next(steps)
+    took = seconds(lambda: saver.save(subject.model, step=step))
+    folder = Path(str(saver.directory)) / f"checkpoint-{step}"
+    new = sum(path.stat().st_size for path in files(folder) if path.stat().st_ino not in before)
+    return {"seconds": took, "new_bytes": new, "disk_bytes": bytes_of(folder)}
+
+
+def _peer(subject: Subject, target: Path) -> Row:
+    took = seconds(lambda: (SAVERS["save_pretrained"](subject, target), sync_tree(target)))
+    written = bytes_of(target)
+    shutil.rmtree(target)
+    return {"seconds": took, "new_bytes": written, "disk_bytes": written}

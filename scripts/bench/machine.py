@@ -1,0 +1,63 @@
+"""What was measured where, and with which versions."""
+
+import os
+import platform
+import tempfile
+from datetime import datetime, timezone
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from scripts.bench.background import BACKGROUNDS
+from scripts.bench.common import CUDA, is_installed
+from scripts.bench.loaders import LOADERS
+from scripts.bench.savers import SAVERS
+
+_LIBRARIES = (
+    "torch transformers accelerate peft safetensors h5py torchsnapshot torch_checkpointing tensorizer tensorstore "
+    "orbax-checkpoint runai-model-streamer fastsafetensors"
+)
+
+
+def facts(folder: Path | None) -> dict[str, Any]:
+    """The machine and the libraries on it; the file system is that of `folder`, or of temporary files."""
+    return {
+        "date": datetime.now(timezone.utc).isoformat(timespec="minutes"),
+        "cores": os.cpu_count(),
+        "processor": _processor(),
+        "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+        "gpu": torch.cuda.get_device_name() if CUDA else None,
+        "kernel": platform.release(),
+        "file_system": _file_system(Path(folder or tempfile.gettempdir())),
+        "python": platform.python_version(),
+        "versions": {name: found for name in _LIBRARIES.split() if (found := _version(name))},
+    }
+
+
+def missing() -> list[str]:
+    """The peers that are not installed."""
+    ways = [*SAVERS.items(), *LOADERS.items(), *BACKGROUNDS.items()]
+    return sorted({one.module for _, one in ways if not is_installed(one.module)})
+
+
+def _version(name: str) -> str | None:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return None
+
+
+def _processor() -> str:
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        if line.startswith("model name"):
+            return line.partition(":")[2].strip()
+    return platform.processor()
+
+
+def _file_system(folder: Path) -> str:
+    """The type of the mount with the longest path above `folder`."""
+    mounts = [line.split()[1:3] for line in Path("/proc/mounts").read_text().splitlines()]
+    above = [(len(place), kind) for place, kind in mounts if folder.resolve().is_relative_to(place)]
+    return max(above)[1] if above else "unknown"

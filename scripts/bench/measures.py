@@ -1,0 +1,44 @@
+"""The measures by name, in the order in which they are taken."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from ft_ckpt.config import parse_size
+from scripts.bench import convert, frozen, load, many, memory, planning, ranks, save, stall
+from scripts.bench.common import CUDA, Row, Setting
+
+
+@dataclass(frozen=True)
+class Measure:
+    """What is measured, at which sizes, and what its rows are compared by: the least `figure` is the best."""
+
+    title: str
+    run: Callable[[Setting, int], list[Row]]
+    limit: str | None = None  # the row that is the machine's limit
+    figure: str = "seconds"  # empty: they are not compared
+    gpu_size: str | None = None  # besides, where there is a GPU and the sizes given are not small
+    at: str | None = None  # the one size it is taken at, or the largest one given if that is less; None: all given
+
+    def sizes(self, given: Sequence[str]) -> list[str]:
+        """Those it is taken at."""
+        largest = max(given, key=parse_size)
+        if self.at is not None:
+            return [min([self.at, largest], key=parse_size)]
+        more = self.gpu_size if CUDA and parse_size(largest) >= 1_000_000_000 else None
+        return [*given, *([more] if more else [])]
+
+
+MEASURES = {
+    "save": Measure(save.TITLE, save.measure, save.LIMIT),
+    "stall": Measure(stall.TITLE, stall.measure, figure="lost_seconds", gpu_size="7.5GB"),  # of 1.2 B parameters
+    "memory": Measure(memory.TITLE, memory.measure, figure=""),
+    "cold": Measure(load.COLD, load.cold, load.LIMIT),
+    "warm": Measure(load.WARM, load.warm),
+    "first": Measure(load.FIRST_TENSOR, load.first),
+    "many": Measure(many.TITLE, many.measure, at="5.12MB"),
+    "convert": Measure(convert.TITLE, convert.measure, convert.LIMIT),
+    "ranks": Measure(ranks.TITLE, ranks.measure),
+    "adapter": Measure(ranks.ADAPTER_TITLE, ranks.measure_adapter, at="1.2GB"),
+    "frozen": Measure(frozen.TITLE, frozen.measure, figure="new_bytes"),
+    "planning": Measure(planning.TITLE, planning.measure, at="2.5GB"),
+}

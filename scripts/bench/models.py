@@ -1,0 +1,59 @@
+"""Models of a wanted size, with random weights."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor, nn
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from scripts.bench.common import DEVICE, size_of
+
+_SIZES = ((2_000_000, 128, 512), (25_000_000, 256, 4096), (900_000_000, 1024, 4096))  # up to: width, vocabulary
+
+
+@dataclass(frozen=True, eq=False)
+class Subject:
+    """What is saved and loaded: a model, and its state dict with each tied tensor once."""
+
+    model: nn.Module
+
+    @cached_property
+    def state(self) -> Mapping[str, Tensor]:
+        """The tensors by name."""
+        return {name: tensor for name, tensor in self.model.state_dict().items() if name != "lm_head.weight"}
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of the state dict."""
+        return size_of(self.state)
+
+
+def make_subject(size_bytes: int) -> Subject:
+    """A model with about `size_bytes` of bf16 weights, on the GPU if there is one."""
+    return Subject(make_model(size_bytes // 2).to(DEVICE))
+
+
+def config_of(parameters: int) -> LlamaConfig:
+    """A Llama with about so many parameters; from 900 M on with the shapes of Llama-3.2-1B."""
+    width, vocabulary = next((found[1:] for found in _SIZES if parameters < found[0]), (2048, 128256))
+    heads = {"num_attention_heads": 8, "num_key_value_heads": 8}
+    layer, wide = 16 * width * width, 4 * width
+    if width == 2048:
+        heads, layer = {"num_attention_heads": 32, "num_key_value_heads": 8}, 60_821_504
+    depth = max(1, round((parameters - vocabulary * width) / layer))
+    sizes = {"vocab_size": vocabulary, "hidden_size": width, "intermediate_size": wide, "num_hidden_layers": depth}
+    return LlamaConfig(**sizes, **heads, tie_word_embeddings=True)
+
+
+def make_model(parameters: int, dtype: torch.dtype = torch.bfloat16) -> LlamaForCausalLM:
+    """A Llama of about so many parameters, normally distributed."""
+    with torch.device("meta"):
+        model = LlamaForCausalLM(config_of(parameters)).to(dtype)
+    model = model.to_empty(device="cpu")
+    model.model.rotary_emb = type(model.model.rotary_emb)(model.config)  # in no state dict, so to_empty left nothing
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.02)
+    model.tie_weights()
+    return model

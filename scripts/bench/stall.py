@@ -1,0 +1,112 @@
+"""What a save in the background costs a training loop: until it returns, in steps that wait, and in slower steps.
+
+A Llama trained with AdamW, whose weights and moments are the state that is saved. A save begins after the first step,
+and steps go on until it has ended. Steps without a save, right before and after, say what it cost; a copy of the
+state in memory is the least that a snapshot can take, if it is not hidden.
+"""
+
+import os
+import shutil
+import statistics
+from collections.abc import Callable
+from contextlib import nullcontext
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from scripts.bench import limits
+from scripts.bench.background import Background, Training, installed_backgrounds
+from scripts.bench.common import CUDA, DEVICE, Row, Setting, Way, in_turns, seconds, timed
+from scripts.bench.models import make_model
+
+TITLE = "a save in the background of a training loop"
+FREE_STEPS, LEAST_STEPS, MOST_STEPS = 2, 4, 60  # before and after the save each; beside it
+MOST_TOKENS = 1 << 15  # of a step; their logits must fit as well
+STEP_TO_COPY = 2.5  # a step lasts about so many times as long as the copy
+
+
+def measure(setting: Setting, size_bytes: int) -> list[Row]:
+    """A row for each way to save in the background; `size_bytes` of weights and moments together."""
+    loop = Loop(make_training(size_bytes))
+    makers = installed_backgrounds()
+    savers: dict[str, Background] = {}
+
+    def run(name: str) -> Row:
+        if name not in savers:
+            savers[name] = makers[name](loop.training)
+        return _save(loop, savers[name], setting.folder / "target")
+
+    ways: dict[str, Way] = {limits.COPY: partial(timed, loop.copy), **{name: partial(run, name) for name in makers}}
+    try:
+        rows = in_turns(ways, setting)
+    finally:
+        for saver in savers.values():
+            saver.close()
+    copy = rows[0]["seconds"]
+    return [row | _shares(row, copy) | {"tensor_bytes": loop.size_bytes} for row in rows]
+
+
+def make_training(size_bytes: int) -> Training:
+    """Weights and both moments in float32, together about `size_bytes`; on a GPU in bf16."""
+    dtype = torch.bfloat16 if CUDA else torch.float32
+    model = make_model(size_bytes // (3 * dtype.itemsize), dtype).to(DEVICE)
+    return Training(model, torch.optim.AdamW(model.parameters(), lr=1e-4))
+
+
+def _shares(row: Row, copy_seconds: float) -> Row:
+    """What the stall, and all that was lost, is of a copy in memory."""
+    figures = {"stall_of_copy": "seconds", "lost_of_copy": "lost_seconds"}
+    return {share: row[figure] / copy_seconds for share, figure in figures.items() if figure in row}
+
+
+class Loop:
+    """Steps of training, of about the same length each."""
+
+    def __init__(self, training: Training) -> None:
+        self.training = training
+        self.tokens = torch.randint(training.model.config.vocab_size, (1, 4), device=DEVICE)
+        self.step()  # makes the moments
+        tensors = dict(training.model.named_parameters())
+        for at, state in enumerate(training.optimizer.state.values()):
+            tensors |= {f"{at}.{name}": value for name, value in state.items() if value.dim()}
+        self.size_bytes = sum(tensor.nbytes for tensor in tensors.values())
+        self.copy: Callable[[], None] = limits.make_copy(tensors)
+        self.copy()
+        wanted = STEP_TO_COPY * seconds(self.copy)
+        while seconds(self.step) < wanted and self.tokens.numel() < MOST_TOKENS:
+            shape = (1, 2 * self.tokens.shape[1]) if self.tokens.shape[1] < 512 else (2 * len(self.tokens), 512)
+            self.tokens = torch.randint(training.model.config.vocab_size, shape, device=DEVICE)
+
+    def step(self, saver: Background | None = None) -> None:
+        """One step; the saver may hold the optimizer back."""
+        self.training.model(input_ids=self.tokens, labels=self.tokens).loss.backward()
+        with nullcontext() if saver is None else saver.stepping():
+            self.training.optimizer.step()
+        self.training.optimizer.zero_grad()
+
+
+def _save(loop: Loop, saver: Background, target: Path) -> Row:
+    """The loop with a save: what the same number of steps would have taken without is what is not lost."""
+    waited = saver.waited_seconds
+    free = [seconds(loop.step) for _ in range(FREE_STEPS)]
+    call = seconds(lambda: saver.save(target))
+    steps: list[float] = []
+    while len(steps) < MOST_STEPS and not (len(steps) >= LEAST_STEPS and saver.is_done()):
+        steps.append(seconds(lambda: loop.step(saver)))
+    rest = seconds(saver.finish)
+    os.sync()
+    free += [seconds(loop.step) for _ in range(FREE_STEPS)]
+    shutil.rmtree(target)
+    waited = saver.waited_seconds - waited
+    return {
+        "seconds": call + waited,
+        "call_seconds": call,
+        "wait_seconds": waited,
+        "lost_seconds": call + sum(steps) - len(steps) * statistics.median(free),
+        "free_step_seconds": statistics.median(free),
+        "step_seconds": statistics.median(steps),
+        "longest_step_seconds": max(steps),
+        "rest_seconds": rest,
+        "steps": len(steps),
+    }
