@@ -16,7 +16,7 @@ import torch
 import xxhash
 from torch import Tensor, nn
 
-from ft_ckpt.engines import Source, clean_name
+from ft_ckpt.engines import Source, clean_name, walk
 from ft_ckpt.errors import IncompleteError, NotAnAdapterError, listing
 from ft_ckpt.select import Entry, Group, Part, View, cast_entries
 
@@ -101,9 +101,7 @@ def base_sources(part: View) -> Iterable[tuple[str, Source]]:
 
 
 def _paths(module: nn.Module, kinds: tuple[type, ...]) -> frozenset[str]:
-    return frozenset(
-        clean_name(path) for path, inner in module.named_modules(remove_duplicate=False) if isinstance(inner, kinds)
-    )
+    return frozenset(clean_name(path) for path, inner in walk(module) if isinstance(inner, kinds))
 
 
 def _base_steps(steps: list[str], wrapped: frozenset[str]) -> list[str] | None:
@@ -251,7 +249,7 @@ def _resized_embeddings(part: View) -> set[str]:
         return set()
     layers = [getattr(model, ask)() for ask in ("get_input_embeddings", "get_output_embeddings") if hasattr(model, ask)]
     own = {id(_own_layer(layer)) for layer in layers if layer is not None}
-    paths = (path for path, inner in module.named_modules(remove_duplicate=False) if id(inner) in own)
+    paths = (path for path, inner in walk(module) if id(inner) in own)
     names = [name for path in paths if (name := f"{clean_name(path)}.weight") in part.sources]
     known = _rows_of_base(module, model)
     return {name for name in names if known is not None and part.sources[name].shape[0] != known}

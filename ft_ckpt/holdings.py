@@ -108,7 +108,7 @@ def dtensor_holding(tensor: Any) -> tuple[str, Holding]:
     where, owners = _owners(mesh, placements)
     local = tensor.detach().to_local()
     local = local.wait() if hasattr(local, "wait") else local  # still on its way when a collective made it
-    mine = _place(shape, mesh, placements)
+    mine = _place(shape, mesh, placements, tuple(mesh.get_coordinate() or ()))
     if not plain or len(set(sharded)) != len(sharded):
         # A dimension cut twice, a strided shard or a pending sum: torch's own gather puts it together.
         full = lambda: tensor.detach().full_tensor()  # noqa: E731 - a def would hide that it is one call
@@ -123,13 +123,17 @@ def dtensor_holding(tensor: Any) -> tuple[str, Holding]:
         if rank not in speaks:
             return None
         cuts = zip(where[rank], placements, sizes, strict=True)
-        return _cut(shape, [(p.dim % len(shape), index, parts) for index, p, parts in cuts if p.is_shard()])
+        return _cut(shape, tuple((p.dim % len(shape), index, parts) for index, p, parts in cuts if p.is_shard()))
 
     return engine, Holding(shape, local, owners, block, moves=True, mine=mine)
 
 
-def _place(shape: tuple[int, ...], mesh: Any, placements: tuple[Any, ...]) -> Block | None:
-    """Where this rank's part of a distributed tensor lies, for any layout torch knows; None when it is empty."""
+@lru_cache(maxsize=1024)  # torch counts out every index of a cut dimension; a model has few shapes and many tensors
+def _place(shape: tuple[int, ...], mesh: Any, placements: tuple[Any, ...], here: tuple[int, ...]) -> Block | None:
+    """Where this rank's part of a distributed tensor lies, for any layout torch knows; None when it is empty.
+
+    `here` is this rank's place in the mesh, which torch asks the mesh for.
+    """
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
     sizes, offsets = compute_local_shape_and_global_offset(shape, mesh, placements)
@@ -149,7 +153,8 @@ def _owners(mesh: Any, placements: tuple[Any, ...]) -> tuple[dict[int, tuple[int
     return where, tuple(sorted(first))
 
 
-def _cut(shape: tuple[int, ...], cuts: list[tuple[int, int, int]]) -> Block | None:
+@lru_cache(maxsize=1 << 16)  # for each shape and rank
+def _cut(shape: tuple[int, ...], cuts: tuple[tuple[int, int, int], ...]) -> Block | None:
     """The block left of `shape` after cutting dimension d into n chunks and taking the i-th, as torch.chunk does."""
     offsets, sizes = [0] * len(shape), list(shape)
     for dim, index, parts in cuts:

@@ -49,7 +49,7 @@ def _held(value: Tensor, way: str, world: int, rank: int) -> Holding:
         shard = -(-value.numel() // world)
         return runs(_shard(value.reshape(-1), shard, rank), value.numel(), 0, shard, range(world), rank)
     shape = tuple(value.shape)
-    block = lambda at: _cut(shape, [(0, at, world)])  # noqa: E731 - as in holdings
+    block = lambda at: _cut(shape, ((0, at, world),))  # noqa: E731 - as in holdings
     mine = block(rank)
     local = value[mine.offsets[0] : mine.offsets[0] + mine.sizes[0]] if mine is not None else value[:0]
     return Holding(shape, local, tuple(range(world)), block, moves=True, mine=mine)
