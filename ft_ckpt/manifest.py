@@ -14,6 +14,7 @@ from ft_ckpt.errors import ManifestError
 
 MANIFEST_NAME = "ft_ckpt.json"
 FORMAT_VERSION = 1  # raised when an older reader could misread a newer manifest
+_dump = json.JSONEncoder(ensure_ascii=False).encode
 
 
 @dataclass(frozen=True)
@@ -100,13 +101,10 @@ class Manifest:
 
 def to_json(manifest: Manifest) -> str:
     """The manifest as JSON text, one line per record so that a diff or an eye can follow it."""
-    document = dataclasses.asdict(manifest)
-    for file in document["files"]:
-        file["cuts"] = [list(cut.values()) for cut in file["cuts"]]
-    parts, files = document.pop("parts"), document.pop("files")
-    lines = [f"  {_dump(key)}: {_dump(value)}," for key, value in document.items()]
-    lines.append('  "files": [\n' + ",\n".join("    " + _dump(file) for file in files) + "\n  ],")
-    lines.append('  "parts": [\n' + ",\n".join(_part_json(part) for part in parts) + "\n  ]")
+    plain = {key: value for key, value in vars(manifest).items() if key not in ("parts", "files")}
+    lines = [f"  {_dump(key)}: {_dump(value)}," for key, value in plain.items()]
+    lines.append('  "files": [\n' + ",\n".join("    " + _file_json(file) for file in manifest.files) + "\n  ],")
+    lines.append('  "parts": [\n' + ",\n".join(_part_json(part) for part in manifest.parts) + "\n  ]")
     return "{\n" + "\n".join(lines) + "\n}\n"
 
 
@@ -132,14 +130,15 @@ def from_json(text: str, source: str = MANIFEST_NAME) -> Manifest:
         raise ManifestError(f"{source}: malformed manifest ({error!r}); the checkpoint is damaged") from error
 
 
-def _dump(value: Any) -> str:
-    return json.dumps(value, ensure_ascii=False)
+def _file_json(file: FileRecord) -> str:
+    return _dump({**vars(file), "cuts": [list(vars(cut).values()) for cut in file.cuts]})
 
 
-def _part_json(part: dict[str, Any]) -> str:
-    tensors = part.pop("tensors")
-    head = "".join(f"{_dump(key)}: {_dump(value)}, " for key, value in part.items())
-    return f'    {{{head}"tensors": [\n' + ",\n".join("      " + _dump(t) for t in tensors) + "\n    ]}"
+def _part_json(part: PartRecord) -> str:
+    plain = {**vars(part), "base": None if part.base is None else vars(part.base)}
+    head = "".join(f"{_dump(key)}: {_dump(value)}, " for key, value in plain.items() if key != "tensors")
+    tensors = ",\n".join("      " + _dump(vars(tensor)) for tensor in part.tensors)
+    return f'    {{{head}"tensors": [\n{tensors}\n    ]}}'
 
 
 def _manifest(document: dict[str, Any]) -> Manifest:
