@@ -178,7 +178,7 @@ def _fits(size_bytes: int, config: SaverConfig) -> bool:
 
 def _is_late(source: Source, owned: frozenset[int]) -> bool:
     """Whether nothing but the step of a watched optimizer changes the tensor."""
-    return id(parameter_of(source)) in owned and source.engine in ("plain", "fsdp1", "fsdp2")
+    return id(parameter_of(source)) in owned and source.engine in ("plain", "fsdp1", "fsdp2", "zero3", "zero")
 
 
 def _is_free(chosen: Prepared, request: Request, ranks: Ranks, config: SaverConfig) -> bool:

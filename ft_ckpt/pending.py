@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from ft_ckpt import zero_optimizer
 from ft_ckpt.background import Worker
@@ -120,12 +121,13 @@ class Pending:
 
     def _weigh(self, request: Request, ranks: Ranks, config: SaverConfig) -> Weighed:
         """What must be copied, and when; the optimizers that it may wait for are watched from here on."""
-        steppers = [] if request.adapter_only else _steppers(self._of)
+        steppers = {} if request.adapter_only else _steppers(self._of)
         if request.captured.state is None and not request.state_dict_given:
             look = Look()
             look.model(request.model)
-            for optimizer in steppers:
+            for optimizer, further in steppers.items():
                 look.optimizer(optimizer, with_state=False)
+                look.facts.append([look.places.get(id(tensor)) for tensor in further])
             request = replace(request, captured=Captured(look=look, structure=self.kept.of("weights", look)))
         self.snapshot.watch(steppers)
         return weigh(request, ranks, config, partial(owned_by, steppers))
@@ -190,8 +192,15 @@ class Pending:
         return self._shared[folder]
 
 
-def _steppers(of: Run) -> list[torch.optim.Optimizer]:
-    """The optimizers that say when they are about to step. ZeRO moves tensors outside of them: it is left out."""
-    items = items_of(of.accelerator, of.registered)
-    found = [inner(item.value) for item in items if item.kind == "optimizer" and not zero_optimizer.is_zero(item.value)]
-    return [one for one in found if isinstance(one, torch.optim.Optimizer) and getattr(type(one).step, "hooked", False)]
+def _steppers(of: Run) -> dict[torch.optim.Optimizer, list[Tensor]]:
+    """The optimizers that say when they are about to step, and what their steps change beside their own tensors."""
+    items = [item for item in items_of(of.accelerator, of.registered) if item.kind == "optimizer"]
+    found = [
+        zero_optimizer.stepper(item.value) if zero_optimizer.is_zero(item.value) else (inner(item.value), [])
+        for item in items
+    ]
+    return {
+        one: further
+        for one, further in found
+        if isinstance(one, torch.optim.Optimizer) and getattr(type(one).step, "hooked", False)
+    }

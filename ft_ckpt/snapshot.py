@@ -68,10 +68,11 @@ class Snapshot:
             self.waited_seconds += time.monotonic() - begun
 
 
-def owned_by(optimizers: Iterable[Any]) -> frozenset[int]:
-    """The ids of all tensors that the steps of these optimizers change."""
+def owned_by(optimizers: Mapping[Any, Iterable[Tensor]]) -> frozenset[int]:
+    """The ids of all tensors that the steps of these optimizers change: their own, and those given for each."""
     owned: set[int] = set()
-    for optimizer in optimizers:
+    for optimizer, further in optimizers.items():
+        owned.update(map(id, further))
         owned.update(id(p) for group in optimizer.param_groups for p in group["params"])
         owned.update(id(v) for state in optimizer.state.values() for v in state.values() if isinstance(v, Tensor))
     return frozenset(owned)

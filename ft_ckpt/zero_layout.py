@@ -17,6 +17,11 @@ from ft_ckpt.errors import SelectionError, listing
 from ft_ckpt.holdings import Holding, runs
 
 _KNOWN = ("DeepSpeedZeroOptimizer", "DeepSpeedZeroOptimizer_Stage3", "BF16_Optimizer")
+_FIELDS = (  # the groups of weights, the masters; a class has those of the first pair it has any of
+    ("fp16_groups", "fp32_partitioned_groups_flat"),
+    ("bf16_groups", "fp32_groups_flat_partition"),
+    ("bit16_groups", "single_partition_of_fp32_groups"),
+)
 
 
 @dataclass(frozen=True, eq=False)
@@ -50,6 +55,18 @@ def laid_out(optimizer: Any, found: Mapping[str, Source]) -> list[Partition]:
         )
     owners = {id(source.live): source for source in reversed(list(found.values()))}  # of tied names the first
     return list(_stage_3(optimizer, owners) if hasattr(optimizer, "fp16_groups") else _stages_1_2(optimizer, owners))
+
+
+def changed_with_steps(optimizer: Any) -> list[Any] | None:
+    """The masters and the weights they become: what the inner optimizer's steps change, its own state aside.
+
+    None where other moments change something, too, or where nobody knows.
+    """
+    muon = any("use_muon" in group for group in optimizer.optimizer.param_groups)  # moves its momentum before the step
+    if muon or getattr(optimizer, "zenflow", False) or _refusals(optimizer):
+        return None
+    groups, masters = next(fields for fields in _FIELDS if hasattr(optimizer, fields[0]))
+    return [*getattr(optimizer, masters), *(weight for group in getattr(optimizer, groups) for weight in group)]
 
 
 def _stage_3(optimizer: Any, owners: Mapping[int, Source]) -> Iterator[Partition]:

@@ -18,7 +18,7 @@ from ft_ckpt.errors import LoadError, SelectionError, listing
 from ft_ckpt.holdings import Holding, replicated
 from ft_ckpt.optimizers import Description, inner
 from ft_ckpt.values import decode, dtype_name, dtype_of, encode
-from ft_ckpt.zero_layout import Partition, Place, laid_out
+from ft_ckpt.zero_layout import Partition, Place, changed_with_steps, laid_out
 
 MASTER = "master"  # the key of the float32 weights that ZeRO trains beside half-precision ones
 
@@ -40,6 +40,17 @@ def is_zero(optimizer: Any) -> bool:
     """Whether `optimizer`, inside Accelerate's wrapper or not, is one that DeepSpeed partitions. Imports nothing."""
     kinds = type(inner(optimizer)).__mro__
     return any(kind.__name__ == "ZeROOptimizer" and kind.__module__.startswith("deepspeed.") for kind in kinds)
+
+
+def stepper(optimizer: Any) -> tuple[Any, list[Tensor]]:
+    """The torch optimizer inside ZeRO's, and the masters and weights that change when it has begun to step, not before.
+
+    Gradients are made ready before that, weights are made of the masters and sent to other ranks after it. (None, [])
+    where something of what is captured changes at other moments, too.
+    """
+    optimizer = inner(optimizer)
+    changed = changed_with_steps(optimizer)
+    return (None, []) if changed is None else (optimizer.optimizer, changed)
 
 
 def describe(optimizer: Any, found: Mapping[str, Source]) -> Description:
@@ -74,7 +85,8 @@ def captured(optimizer: Any, description: Description, found: Mapping[str, Sourc
             for key in [*keys, *([MASTER] if name in description["masters"] else [])]:
                 cut = _is_cut(buffers[key], partition.master)
                 holding = place.cut(buffers[key]) if cut else replicated(buffers[key])
-                sources[f"{name}/{key}"] = _source(place.owner, key, buffers[key].dtype, holding)
+                source = _source(place.owner, key, buffers[key].dtype, holding)
+                sources[f"{name}/{key}"] = replace(source, live=buffers[key])
     return sources
 
 

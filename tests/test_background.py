@@ -22,7 +22,10 @@ from ft_ckpt.pending import PendingSave
 
 TESTS = Path(__file__).parent
 TWO = ["ddp", "fsdp2", "fsdp1", "fsdp1_flat", "gathered", "told_at_the_next_step", "one_rank_fails", "not_shared"]
-ZERO = ["zero1", "zero2", "zero3"]
+ZERO = [  # stage 3 comes last, as in test_zero_optimizer.py
+    *("zero1", "zero2", "muon", "zero1_bf16_gradients32", "zero2_bf16_offload"),
+    *("zero3", "zero3_bf16_subgroups_persistent"),
+]
 
 
 class Stamp(torch.optim.Optimizer):

@@ -1,7 +1,10 @@
 """Saves in the background on several ranks: the files that a save at that moment makes, and errors told on all."""
 
 import sys
+import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -11,55 +14,117 @@ import models
 import pytest
 import torch
 import torch.distributed as dist
+import zero_optimizer
 from wrappers import WRAPPERS, Live
 
 from ft_ckpt import CheckpointSaver, SaveReport, regions, saving, snapshot, verify
 from ft_ckpt.errors import CheckpointError, NoSpaceError
 from ft_ckpt.pending import PendingSave
+from ft_ckpt.snapshot import Snapshot
 
 SHORT = {"enter_timeout_seconds": 60, "on_difference": "ignore", "io_threads": 2, "background": True}
 
 
+class Engine(Live):
+    """DeepSpeed's own engine, without Accelerate."""
+
+    def step(self, batch: dict[str, torch.Tensor]) -> float:
+        loss = self.model(batch["input_ids"] % 13)
+        self.model.backward(loss)
+        self.model.step()
+        return float(loss.detach())
+
+
+def engine(case: str) -> Engine:
+    made = zero_optimizer.engine(case)
+    return Engine(made, made.optimizer)
+
+
 def begun(wrapper: str, folder: Path, **settings: Any) -> tuple[Live, CheckpointSaver]:
     torch.compiler.set_stance("force_eager")
-    live = WRAPPERS[wrapper](models.build("qwen3"))
+    live = WRAPPERS[wrapper](models.build("qwen3")) if wrapper in WRAPPERS else engine(wrapper)
     live.step(models.batch(seed=harness.RANK))
     saver = CheckpointSaver(live.accelerator, folder, **{**SHORT, **settings})
     saver.register(model=live.model, optimizer=live.optimizer)
     return live, saver
 
 
-def same_moment(wrapper: str, folder: Path) -> None:
-    """What is saved while two more steps are made is what was there before them."""
-    live, saver = begun(wrapper, folder)
-    real = snapshot._copy
-    snapshot._copy = lambda *given: (time.sleep(0.1), real(*given))[1]
+@contextmanager
+def as_late_as_can_be(moved: threading.Event) -> Iterator[dict[bool, int]]:
+    """Threads copy when a step waits for them, which sets `moved`; what takes no notice of them is done by then.
+
+    Gives the bytes of numbers that are copied (True: in a thread).
+    """
+    copy, hold, copied = snapshot._copy, Snapshot._hold, {True: 0, False: 0}
+
+    def late(room: Any, live: Any, ready: Any) -> Any:
+        in_thread = threading.current_thread() is not threading.main_thread()
+        copied[in_thread] += sum(tensor.nbytes for tensor in live.values() if tensor.is_floating_point())
+        if in_thread:
+            assert moved.wait(30)
+            time.sleep(0.2)
+        return copy(room, live, ready)
+
+    def asked(*given: Any) -> None:
+        moved.set()
+        hold(*given)
+
+    snapshot._copy, Snapshot._hold = late, asked
     try:
+        yield copied
+    finally:
+        snapshot._copy, Snapshot._hold = copy, hold
+
+
+def same_moment(wrapper: str, folder: Path) -> None:
+    """What is saved while two more steps are made is what was there before them, and the steps wait for it."""
+    moved = threading.Event()
+    with as_late_as_can_be(moved) as copied:
+        live, saver = begun(wrapper, folder)
         with saver:
             for number in "12":  # the second by the plan of the first
                 saver.save_state(path=folder / f"now-{number}", adapter_only=False, background=False)
+                moved.clear()
                 handle = saver.save_state(path=folder / f"later-{number}", adapter_only=False)
                 for seed in (5, 6):
                     live.step(models.batch(seed=seed + harness.RANK))
+                    moved.set()
                     saver.step()
                 assert isinstance(handle, PendingSave)
                 handle.result(60)
             assert ("run" in saver._pending.kept._last) == (not wrapper.startswith(("fsdp1", "zero")))
+            hooked = [optimizer for optimizer, _ in saver._pending.snapshot._hooks.values()]
+            assert all(optimizer._optimizer_step_pre_hooks for optimizer in hooked)
             saver.save(live.model, folder / "after")
-    finally:
-        snapshot._copy = real
+    assert len(hooked) == 1
+    assert not hooked[0]._optimizer_step_pre_hooks
     dist.barrier()
     if harness.RANK:
         return
+    assert copied[True] > copied[False]  # in the foreground only what is frozen
     assert verify(folder / "after").ok
     for number in "12":
         now, later = folder / f"now-{number}", folder / f"later-{number}"
         assert verify(later).ok
         files = sorted(path.relative_to(now) for path in now.rglob("*.safetensors"))
-        assert len(files) == 2
+        assert len(files) >= 2
         for file in files:
             assert (now / file).read_bytes() == (later / file).read_bytes(), file
     assert (folder / "after" / files[0]).read_bytes() != (folder / "now-2" / files[0]).read_bytes()
+
+
+def muon(folder: Path) -> None:
+    """Muon moves its momentum before the optimizer inside ZeRO steps: nothing waits for that, all is copied at once."""
+    moved = threading.Event()
+    moved.set()
+    with as_late_as_can_be(moved) as copied:
+        live, saver = begun("zero1", folder)
+        for group in live.optimizer.optimizer.optimizer.param_groups:
+            group["use_muon"] = False
+        with saver:
+            assert isinstance(saver.save_state(path=folder / "saved", adapter_only=False), PendingSave)
+            assert not saver._pending.snapshot._hooks
+    assert copied[False] > copied[True] == 0
 
 
 def gathered(folder: Path) -> None:

@@ -459,7 +459,8 @@ def case(name: str, folder: Path) -> None:
     CASES[function](setting, Path(os.environ["LEFT"]))
 
 
-os.environ["DS_ACCELERATOR"] = "cpu"
-dist.init_process_group("gloo", timeout=timedelta(seconds=60))
-run(case)
-dist.destroy_process_group()
+if __name__ == "__main__":
+    os.environ["DS_ACCELERATOR"] = "cpu"
+    dist.init_process_group("gloo", timeout=timedelta(seconds=60))
+    run(case)
+    dist.destroy_process_group()
