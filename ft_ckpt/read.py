@@ -59,7 +59,7 @@ def load_model(
     strict: bool = True,
     check_base: bool = True,
     trust_remote_code: bool = False,
-    mapped: bool | str = True,
+    mapped: bool | str = "auto",
     with_report: bool = False,
 ) -> Any:
     """The model committed at `path`: a Hugging Face model, a PeftModel on its base, or a plain module, in eval mode.
@@ -67,11 +67,10 @@ def load_model(
     `path` is a checkpoint or the folder of one of its parts; `part` names one as well. A checkpoint of several
     attributes gives a dict by name, parameters they shared shared again. Where the model keeps tensors as they are
     stored, files are mapped, not copied: weights that are trained further are copied as they are written, what is not
-    used is not read, and the processes of a machine share one copy. `mapped`=False reads all into memory, past the page
-    cache, while the model is made; "auto" does so with large files that are mostly not in that cache, where half of the
-    free memory holds them and no other process of the launch shares this machine: it is safe from a file that is cut
-    short, and faster or slower than mapping, as the disk is. An accelerator as `device` is read to straight, a block at
-    a time.
+    used is not read, and the processes of a machine share one copy. `mapped`: "auto" reads large files that are mostly
+    not in the page cache into memory instead, past that cache, at the disk's rate and while the model is made, where
+    half of the free memory holds them and no other process of the launch shares this machine; True maps all, False
+    reads all. An accelerator as `device` is read to straight, a block at a time.
 
     `base`: the model an adapter goes on, as module, folder or id; default is the id it was trained on, whose sampled
     weights are compared unless `check_base` is off. `into`: a module of yours to load a single part into. `classes`:

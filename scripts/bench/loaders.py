@@ -97,8 +97,8 @@ def _pretrained(folder: Path, subject: Subject) -> Tensors:
 LOADERS = {
     loader.name: loader
     for loader in (
-        Loader("ours, auto", "ours", lambda folder, _: ft_ckpt.load_model(folder, device=DEVICE, mapped="auto")),
-        Loader("ours", "ours", lambda folder, _: ft_ckpt.load_model(folder, device=DEVICE, mapped=True)),
+        Loader("ours", "ours", lambda folder, _: ft_ckpt.load_model(folder, device=DEVICE)),
+        Loader("ours, mapped", "ours", lambda folder, _: ft_ckpt.load_model(folder, device=DEVICE, mapped=True)),
         Loader("ours, resume", RUN.name, _resume),
         Loader("ours, load", "ours", _file("safetensors", _load)),
         Loader("ours, load of h5", "ours, h5", _file("h5", _load)),
