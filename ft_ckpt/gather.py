@@ -33,8 +33,9 @@ def stream(chosen: Sequence[Source], ranks: Ranks, bucket_bytes: int) -> Iterato
     Every rank must run it to its end with the same `chosen`. Beside its own shard rank 0 holds at most
     `bucket_bytes`, or one row of a tensor where a row alone is larger.
     """
-    courier = _Courier(ranks, bucket_bytes // 2)  # one half is filled from the other
-    for bucket in _buckets(chosen, bucket_bytes // 2):
+    buckets = list(_buckets(chosen, bucket_bytes // 2))  # one half is filled from the other
+    courier = _Courier(ranks, max(map(_rows_bytes, buckets), default=0))
+    for bucket in buckets:
         yield from courier.carry(bucket)
 
 
@@ -155,7 +156,7 @@ class _Courier:
     """Carries buckets to rank 0 through two buffers that are allocated once and reused."""
 
     ranks: Ranks
-    limit: int
+    most: int  # bytes of all rows that come together, in any bucket
     buffers: dict[str, Tensor] = field(default_factory=dict)
 
     def carry(self, bucket: list[_Unit]) -> Iterator[Chunk]:
@@ -206,7 +207,7 @@ class _Courier:
         """The full rows of each unit, by id of the unit, in the receive buffer."""
         import torch.distributed as dist
 
-        room = self._buffer("rows", sum(_padded(unit.size_bytes) for unit in moving))
+        room = self._buffer("rows", self.most)  # at once: whoever has the last chunk would keep a smaller one alive
         rows, position = {}, 0
         for unit in moving:
             shape = (unit.high - unit.low, *unit.source.holding.view[1:])
@@ -226,12 +227,16 @@ class _Courier:
         return rows
 
     def _buffer(self, use: str, size: int) -> Tensor:
-        """The first `size` bytes of the buffer for `use`, which grows only while the first buckets pass."""
+        """The first `size` bytes of the buffer for `use`, which grows if it must."""
         held = self.buffers.get(use)
         if held is None or held.numel() < size:
             self.buffers.pop(use, None)  # the old one goes before the larger one comes
             held = self.buffers[use] = torch.empty(size, dtype=torch.uint8, device=wire_device())
         return held[:size]
+
+
+def _rows_bytes(bucket: list[_Unit]) -> int:
+    return sum(_padded(unit.size_bytes) for unit in bucket if unit.source.holding.moves)
 
 
 def _senders(moving: list[_Unit]) -> list[int]:

@@ -121,6 +121,9 @@ def streaming(live: Live, folder: Path, settings: Settings) -> None:
     whole = sum(tensor.numel() * tensor.element_size() for _, tensor in named_tensors(live.model))
     assert whole > 110 << 20, whole
     assert extra < whole / 3, f"{extra >> 20} MiB more than at rest for a model of {whole >> 20} MiB"
+    with CheckpointSaver(live.accelerator, bucket_bytes=48 << 20, each_rank_writes="off", io_threads=1) as saver:
+        extra = peak_memory(lambda: saver.save(live.model, folder / "again", **settings))
+    assert extra < (48 + 32) << 20, f"{extra >> 20} MiB more than at rest with a bucket of 48 MiB and 24 of blocks"
     write_truth(live, folder)
 
 
