@@ -112,7 +112,7 @@ def _begin(objects: Objects, ranks: Ranks, kept: Kept | None) -> _Begun:
             look.optimizer(item.value)
     trees = {**local.facts["own"], **{n: fact for n, fact in local.facts["items"].items() if "leaves" in fact}}
     look.others(local.leaves, {name: fact["leaves"] for name, fact in trees.items()})
-    return _Begun(objects, local, look, kept.of("run", look))
+    return _Begun(objects, local, look, kept.of("run", objects.model, look))
 
 
 def _as_before(begun: _Begun | None, ranks: Ranks, error: BaseException | None) -> Captured | None:

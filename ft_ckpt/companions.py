@@ -10,11 +10,13 @@ import shutil
 import sys
 import warnings
 from collections.abc import Iterator
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 import peft
 import torch
+from huggingface_hub import ModelCard, ModelCardData
 from torch import nn
 from transformers import GenerationConfig, PreTrainedTokenizerBase
 from transformers.dynamic_module_utils import custom_object_save, get_relative_import_files
@@ -106,10 +108,10 @@ def write_adapter(folder: Path, model: Any, adapter: str, *, base: BaseRecord, t
         config.revision = config.revision or base.revision
     mapping = _auto_mapping(model) if config.task_type is None else None
     config.save_pretrained(str(folder), auto_mapping_dict=mapping)
+    card = _blank_card() if isinstance(model, peft.PeftModel) else _injected_card(config)
+    (folder / "README.md").write_text(card, encoding="utf-8")
     if isinstance(model, peft.PeftModel):
         model.create_or_update_model_card(str(folder))
-    else:
-        (folder / "README.md").write_text(_injected_card(config), encoding="utf-8")
     _write_tokenizer(folder, tokenizer)
 
 
@@ -310,6 +312,12 @@ def _auto_mapping(model: Any) -> dict[str, str]:
     base = model.get_base_model() if isinstance(model, peft.PeftModel) else model
     cls = plain_class(type(peel(base)))
     return {"base_model_class": cls.__name__, "parent_library": cls.__module__}
+
+
+@lru_cache(maxsize=1)  # compiling its template takes longer than writing an adapter
+def _blank_card() -> str:
+    """The model card that PEFT begins with where there is none."""
+    return str(ModelCard.from_template(ModelCardData()))
 
 
 def _injected_card(config: Any) -> str:

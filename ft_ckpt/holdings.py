@@ -106,7 +106,8 @@ def dtensor_holding(tensor: Any) -> tuple[str, Holding]:
     engine = "fsdp2" if sharded in ([], [0]) else "tensor parallel"
     plain = all(type(p).__name__ in {"Shard", "Replicate"} for p in placements)
     where, owners = _owners(mesh, placements)
-    local = tensor.detach().to_local()
+    with torch.no_grad():  # or torch would make a step of autograd of it
+        local = tensor.to_local().detach()
     local = local.wait() if hasattr(local, "wait") else local  # still on its way when a collective made it
     mine = _place(shape, mesh, placements, tuple(mesh.get_coordinate() or ()))
     if not plain or len(set(sharded)) != len(sharded):

@@ -62,33 +62,51 @@ class _Outline:
 
     chosen: Prepared
     weights: Any  # what the document of the state says of them
-    samples: Mapping[str, Mapping[Source, list[int]]]  # elements of an adapter's base that are looked at
+    samples: Mapping[
+        str, Mapping[str, tuple[Source, list[int]]]
+    ]  # elements looked at of an adapter's base, by its name
     tasks: dict[frozenset[str], _Task] = field(default_factory=dict)  # by the files of an earlier checkpoint
 
 
+def planned(request: Request, ranks: Ranks, config: SaverConfig) -> Prepared:
+    """What is saved, from the live tensors: chosen now, or before for the same structure. Raises what `choose` does."""
+    chosen, outline = _planned(request, ranks, config)
+    look = request.captured.look
+    if outline is None or look is None:
+        return chosen
+    return _with_sources(chosen, look, lambda one: filled(one, look))
+
+
 def weigh(request: Request, ranks: Ranks, config: SaverConfig, owned: Callable[[], frozenset[int]]) -> Weighed:
-    """Choose what is saved, or take what was chosen for the same structure. Raises what `preparing.choose` does.
+    """What is saved, as `planned` says, and what of it has to be copied when.
 
     `owned` gives the ids of the tensors that nothing but the steps of watched optimizers changes.
     """
-    structure = request.captured.structure
-    look = None if structure is None else request.captured.look
-    made: dict[Hashable, Any] = {} if structure is None else structure.made
-    asked = _asked(request, ranks, config)
-    outline: _Outline | None = made.get(asked)
-    if outline is not None and look is not None:
-        chosen = _again(outline, request, look, ranks)
-    else:
-        chosen = choose(request, ranks, config)
-        outline = made[asked] = None if look is None else _outline(chosen, request, look)
+    chosen, outline = _planned(request, ranks, config)
+    look = request.captured.look
     if outline is None or look is None:
         return _weighed(chosen, request, ranks, config, owned())
-    chosen = replace(outline.chosen, samples=chosen.samples, reuse=chosen.reuse)
     task = outline.tasks.get(taken := frozenset(chosen.reuse.chosen))
     if task is None:
         task = outline.tasks[taken] = _task(chosen, request, ranks, config, look, owned())
     can_wait = task.is_free and _fits(task.size_bytes, config)
     return Weighed(chosen, can_wait, _locals_at(task.now, look), _locals_at(task.late, look), look)
+
+
+def _planned(request: Request, ranks: Ranks, config: SaverConfig) -> tuple[Prepared, _Outline | None]:
+    """The plan, without tensors if there is an outline of it."""
+    structure, look = request.captured.structure, request.captured.look
+    if structure is None or look is None:
+        return choose(request, ranks, config), None
+    asked = _asked(request, ranks, config)
+    outline: _Outline | None = structure.made.get(asked)
+    if outline is not None:
+        return _again(outline, request, look, ranks), outline
+    chosen = choose(request, ranks, config)
+    outline = structure.made[asked] = _outline(chosen, request, look)
+    if outline is None:
+        return chosen, None
+    return replace(outline.chosen, samples=chosen.samples, reuse=chosen.reuse), outline
 
 
 def _asked(request: Request, ranks: Ranks, config: SaverConfig) -> Hashable:
@@ -114,8 +132,8 @@ def _outline(chosen: Prepared, request: Request, look: Look) -> _Outline | None:
     samples = {}
     for plan in chosen.plans:
         if plan.part.base:
-            picked = engines.picked(plan.part.base)
-            samples[plan.part.name] = {emptied(plan.part.base[name], look): picked[name] for name in picked}
+            picked, base_of = engines.picked(plan.part.base), plan.part.base
+            samples[plan.part.name] = {name: (emptied(base_of[name], look), picked[name]) for name in picked}
     bare = _with_sources(chosen, None, lambda one: emptied(one, look))
     plans = tuple(
         replace(
@@ -139,7 +157,8 @@ def _again(outline: _Outline, request: Request, look: Look, ranks: Ranks) -> Pre
     samples = {}
     for name, picked in outline.samples.items():
         values = {
-            one.name: engines.elements_at(filled(one, look), ranks.rank, indices) for one, indices in picked.items()
+            tensor: engines.elements_at(filled(one, look), ranks.rank, indices)
+            for tensor, (one, indices) in picked.items()
         }
         samples[name] = {tensor: some for tensor, some in values.items() if some}
     same = reuse.Reuse()

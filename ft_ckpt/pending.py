@@ -6,7 +6,7 @@ store, and no collective runs in it: what ranks hold is written by each of them.
 """
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from functools import partial
@@ -21,9 +21,9 @@ from ft_ckpt import zero_optimizer
 from ft_ckpt.background import Worker
 from ft_ckpt.capturing import Captured
 from ft_ckpt.config import SaverConfig
-from ft_ckpt.keeping import Weighed, weigh
+from ft_ckpt.keeping import Weighed, planned, weigh
 from ft_ckpt.optimizers import inner
-from ft_ckpt.preparing import Request
+from ft_ckpt.preparing import Prepared, Request
 from ft_ckpt.priority import yield_to_training
 from ft_ckpt.ranks import Ranks, attempt, current
 from ft_ckpt.running import Run
@@ -81,7 +81,10 @@ class Pending:
         request, error = attempt(make)
         if config.background:
             return self._start(request, error, ranks, config, begun, then)
-        report = run(request, error, ranks, config, begun)
+        chosen: Prepared | None = None
+        if request is not None:
+            chosen, error = ranks.attempt(lambda: planned(self._looked(request, {}), ranks, config))
+        report = run(None if error else request, error, ranks, config, begun, chosen)
         then(report.path)
         return report
 
@@ -122,15 +125,21 @@ class Pending:
     def _weigh(self, request: Request, ranks: Ranks, config: SaverConfig) -> Weighed:
         """What must be copied, and when; the optimizers that it may wait for are watched from here on."""
         steppers = {} if request.adapter_only else _steppers(self._of)
-        if request.captured.state is None and not request.state_dict_given:
-            look = Look()
-            look.model(request.model)
-            for optimizer, further in steppers.items():
-                look.optimizer(optimizer, with_state=False)
-                look.facts.append([look.places.get(id(tensor)) for tensor in further])
-            request = replace(request, captured=Captured(look=look, structure=self.kept.of("weights", look)))
+        request = self._looked(request, steppers)
         self.snapshot.watch(steppers)
         return weigh(request, ranks, config, partial(owned_by, steppers))
+
+    def _looked(self, request: Request, steppers: Mapping[torch.optim.Optimizer, list[Tensor]]) -> Request:
+        """The request with a look at what it saves, if there was none and it saves what is live."""
+        if request.captured.state is not None or request.state_dict_given:
+            return request
+        look = Look()
+        look.model(request.model)
+        for optimizer, further in steppers.items():
+            look.optimizer(optimizer, with_state=False)
+            look.facts.append([look.places.get(id(tensor)) for tensor in further])
+        kind = "weights" if not steppers else "weights beside training"
+        return replace(request, captured=Captured(look=look, structure=self.kept.of(kind, request.model, look)))
 
     def _finish(
         self,

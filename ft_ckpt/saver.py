@@ -292,7 +292,7 @@ class CheckpointSaver:
         self.register(**objects, **({} if model is None else {"model": model}))
         now.note_saved(reason, metrics)
         try:
-            captured = now.capture(self._ranks(), versions(), self._pending.kept if config.background else None)
+            captured = now.capture(self._ranks(), versions(), self._pending.kept)
             adapters = captured.once("adapters", lambda: is_adapter_run(now.model))
             report = self._pending.save(
                 config,

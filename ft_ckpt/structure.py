@@ -9,6 +9,7 @@ import pickle
 from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import replace
 from typing import Any, TypeVar
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -46,19 +47,20 @@ class Structure:
 
 
 class Kept:
-    """The structures of the last saves, one for each kind of save."""
+    """The structures of the last saves, one for each model and kind of save."""
 
     def __init__(self) -> None:
-        self._last: dict[str, Structure] = {}
+        self._last: WeakKeyDictionary[nn.Module, dict[str, Structure]] = WeakKeyDictionary()
 
-    def of(self, kind: str, look: "Look") -> Structure | None:
+    def of(self, kind: str, model: nn.Module, look: "Look") -> Structure | None:
         """The structure that `look` saw, the one of the last save if it is the same; None where facts do not tell."""
+        last = self._last.setdefault(model, {})
         if look.is_opaque:
-            self._last.pop(kind, None)
+            last.pop(kind, None)
             return None
-        if kind not in self._last or self._last[kind].facts != look.facts:
-            self._last[kind] = Structure(look.facts)
-        return self._last[kind]
+        if kind not in last or last[kind].facts != look.facts:
+            last[kind] = Structure(look.facts)
+        return last[kind]
 
 
 class Look:

@@ -509,6 +509,17 @@ def test_each_of_two_adapters_equals_peft(tmp_path: Path) -> None:
         ).read_bytes()
 
 
+@pytest.mark.parametrize("task", [None, "CAUSAL_LM", "SEQ_CLS"])
+def test_card_of_an_adapter_is_what_peft_writes(task: str | None, tmp_path: Path) -> None:
+    model = adapter(task_type=task)
+    model.create_or_update_model_card(str(tmp_path))
+    theirs = (tmp_path / "README.md").read_bytes()
+    for name in ("first", "second"):
+        (tmp_path / name).mkdir()
+        write_adapter(tmp_path / name, model, "default", base=NO_BASE)
+        assert (tmp_path / name / "README.md").read_bytes() == theirs
+
+
 def test_base_is_recorded(tmp_path: Path) -> None:
     """Pain 19: the adapter says which model and revision it belongs to."""
     model = adapter(task_type="CAUSAL_LM")

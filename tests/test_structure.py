@@ -1,4 +1,4 @@
-"""What is kept between saves in the background: no change of the files goes unnoticed, and nothing is held."""
+"""What is kept between saves: no change of the files goes unnoticed, and nothing is held."""
 
 import gc
 import json
@@ -18,7 +18,7 @@ class Run:
 
     def __init__(self, folder):
         self.folder, self.model, self.count = folder, models.build("qwen3"), 0
-        self.saver = CheckpointSaver(None, folder, on_difference="ignore", reuse_frozen="off")
+        self.saver, self.further = new_saver(folder), {}
         self.begin()
 
     def begin(self, kind=torch.optim.AdamW, **settings):
@@ -31,31 +31,40 @@ class Run:
         self.optimizer.zero_grad()
         self.scheduler.step()
 
-    def save(self, kind, background):
+    def save(self, kind, background, saver=None):
         self.count += 1
-        target = self.folder / f"{self.count}"
-        objects = {"model": self.model, "optimizer": self.optimizer, "scheduler": self.scheduler}
+        saver, target = saver or self.saver, self.folder / f"{self.count}"
+        objects = {"model": self.model, "optimizer": self.optimizer, "scheduler": self.scheduler, **self.further}
         if kind == "run":
-            self.saver.save_state(path=target, background=background, adapter_only=False, **objects)
+            saver.save_state(path=target, background=background, adapter_only=False, **objects)
         else:
-            self.saver.save(self.model, target, background=background)
-        self.saver.wait()
+            saver.save(self.model, target, background=background, adapter_only=kind == "adapters")
+        saver.wait()
         return target
 
     def compare(self):
-        """What is saved in the background is what is saved in the foreground, of the same moment."""
-        for kind in ("run", "weights"):
-            one, other = self.save(kind, True), self.save(kind, False)
-            assert verify(one).ok
-            files, others = ({p.relative_to(f): p for p in f.rglob("*") if p.is_file()} for f in (one, other))
-            assert files.keys() == others.keys()
-            for name in files:
-                assert content(files[name]) == content(others[name]), name
+        """Saves that know the structure write what a new saver does, which knows nothing, at the same moment."""
+        for kind in ("run", "weights", *(["adapters"] if hasattr(self.model, "peft_config") else [])):
+            with new_saver(self.folder) as stranger:
+                expected = contents(self.save(kind, False, stranger))
+            for background in (True, False):
+                target = self.save(kind, background)
+                assert verify(target).ok
+                found = contents(target)
+                assert [name for name in {*found, *expected} if found.get(name) != expected.get(name)] == []
 
     @property
     def known(self):
-        """What the last saves were made by."""
-        return dict(self.saver._pending.kept._last)
+        """What the last saves of the model were made by."""
+        return dict(self.saver._pending.kept._last.get(self.model, {}))
+
+
+def new_saver(folder):
+    return CheckpointSaver(None, folder, on_difference="ignore", reuse_frozen="off")
+
+
+def contents(folder):
+    return {str(file.relative_to(folder)): content(file) for file in folder.rglob("*") if file.is_file()}
 
 
 def content(file):
@@ -171,13 +180,34 @@ def another_adapter_in_use(run):
     run.begin()
 
 
+def a_trained_base(run):
+    an_adapter(run)
+    run.compare()
+    run.model.get_base_model().model.norm.weight.requires_grad_(True)
+    run.begin()
+
+
+def rows_below_an_adapter(run):
+    an_adapter(run)
+    run.compare()
+    run.model.get_base_model().resize_token_embeddings(run.model.config.vocab_size + 5)
+    run.begin()
+
+
+def another_place_of_the_base(run):
+    an_adapter(run)
+    run.compare()
+    run.model.peft_config["default"].base_model_name_or_path = "org/other"
+
+
 def what_is_left_out(run):
     run.model._keys_to_ignore_on_save = {"model.norm.weight"}
 
 
 CHANGES = [
     *(frozen, unfrozen_again, another_parameter, another_dtype, resized, tied_or_not, a_buffer, a_layer),
-    *(an_adapter, a_second_adapter, another_adapter_in_use, what_is_left_out),
+    *(an_adapter, a_second_adapter, another_adapter_in_use, a_trained_base, rows_below_an_adapter),
+    *(another_place_of_the_base, what_is_left_out),
 ]
 
 
@@ -214,7 +244,7 @@ def another_optimizer(run):
 
 
 def another_object(run):
-    run.saver.register(average=nn.Linear(2, 2))
+    run.further = {"average": nn.Linear(2, 2)}
 
 
 @pytest.mark.parametrize(

@@ -47,7 +47,13 @@ def write_truth(live: Live, folder: Path) -> None:
 
 
 def plain_save(live: Live, folder: Path, settings: Settings) -> None:
-    save(live, folder, models.tokenizer(), **settings)
+    """Twice, with a step between: the second save knows the plan of the first, and has the tensors of its own moment."""
+    with CheckpointSaver(live.accelerator, tokenizer=models.tokenizer(), enter_timeout_seconds=60) as saver:
+        saver.save(live.model, folder / "saved", **settings)
+        live.step(models.batch(seed=20 + harness.RANK))
+        report = saver.save(live.model, folder / "saved", **settings)
+    assert report.path == folder / "saved", report
+    write_truth(live, folder)
 
 
 def untouched(live: Live, folder: Path, settings: Settings) -> None:
