@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from ft_ckpt.errors import LoadError, SelectionError
+from ft_ckpt.errors import LoadError, SelectionError, listing
 from ft_ckpt.values import decode, dtype_name, dtype_of, encode, imported
 
 MODULE_NAME = "module.json"
@@ -27,7 +27,9 @@ Shapes = Mapping[str, Sequence[int]]
 
 _WRAPPED = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
 _INTERNAL = frozenset(vars(nn.Module())) | {name for name in dir(nn.Module) if name.startswith("_")}
-_ENGINE = frozenset({"forward", "_is_torch_compile", "ds_id", "ds_grads_remaining"})  # set on a module by its wrappers
+_ENGINE = frozenset(  # set on a module by its wrappers
+    {"forward", "_is_torch_compile", "_original_parameters", "ds_id", "ds_grads_remaining"}
+)
 _ENGINE_PREFIXES = ("_fsdp_", "_is_fsdp_", "_ddp_", "_ds_", "__composable", "_hf_hook", "_old_forward")
 _MAX_BUFFER_BYTES = 16 << 20  # a non-persistent buffer larger than this is described by its shape only
 
@@ -187,6 +189,8 @@ def _attributes(module: nn.Module, parameters: set[str]) -> tuple[dict[str, Any]
     for name, value in vars(module).items():
         if name in _INTERNAL | _ENGINE | parameters or name.startswith(_ENGINE_PREFIXES):
             continue
+        if str(getattr(value, "__module__", "")).startswith("deepspeed."):  # its functions, under names of any kind
+            continue
         try:
             simple[name] = encode(value)
         except SelectionError:
@@ -267,7 +271,7 @@ def _warn_opaque(description: Mapping[str, Any]) -> None:
     ]
     if lost:
         warnings.warn(
-            f"{MODULE_NAME}: {', '.join(lost)} could not be recorded when saving and are not restored; set them, "
+            f"{MODULE_NAME}: {listing(lost, ', ')} could not be recorded when saving and are not restored; set them, "
             "or pass into= with a module that has them",
             stacklevel=4,
         )

@@ -47,7 +47,7 @@ def write_truth(live: Live, folder: Path) -> None:
 
 
 def plain_save(live: Live, folder: Path, settings: Settings) -> None:
-    """Twice, with a step between: the second save knows the plan of the first, and has the tensors of its own moment."""
+    """Twice, with a step between: the second save has the plan of the first, and the tensors of its own moment."""
     with CheckpointSaver(live.accelerator, tokenizer=models.tokenizer(), enter_timeout_seconds=60) as saver:
         saver.save(live.model, folder / "saved", **settings)
         live.step(models.batch(seed=20 + harness.RANK))
