@@ -117,7 +117,7 @@ def _plan(obj: Any, kind: str, native_floats: bool) -> tuple[Layout, dict[str, L
     specs = [Spec("", leaf.shape, leaf.dtype) for leaf in leaves]
     arrays = [index for index, leaf in enumerate(leaves) if leaf.is_array]
     if kind == "safetensors":
-        layout, names = dual.lay_out_object(root, specs, arrays)
+        layout, names = dual.lay_out_object(root, specs)
     else:
         layout, names = (hdf5 if kind == "h5" else dual).lay_out_tree(root, specs, arrays, native_floats)
     return layout, dict(zip(names, leaves, strict=True))

@@ -29,6 +29,7 @@ from ft_ckpt.ranks import Ranks, attempt, current
 from ft_ckpt.running import Run
 from ft_ckpt.saving import SaveReport, all_see, run
 from ft_ckpt.schedule import History, learnt
+from ft_ckpt.select import warm_up
 from ft_ckpt.snapshot import Snapshot, owned_by
 from ft_ckpt.structure import Kept, Look
 from ft_ckpt.training import items_of
@@ -69,6 +70,8 @@ class Pending:
         self._lane = ""
         self._looks = 0
         self._shared: dict[Path, bool] = {}  # folder -> whether all ranks see the same files in it
+        if of.config.background:
+            warm_up()
 
     def save(
         self, config: SaverConfig, make: Callable[[], Request], then: Callable[[Path], Any] = lambda path: None

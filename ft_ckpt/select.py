@@ -226,6 +226,13 @@ def _as_they_are(kept: Mapping[str, Source]) -> list[Entry]:
     return [Entry(name, source.shape, source.dtype, source.dtype, source) for name, source in kept.items()]
 
 
+def warm_up() -> None:
+    """Let transformers make its table of conversions, 60 ms once a process, where nothing else is waited for yet."""
+    from transformers.conversion_mapping import get_checkpoint_conversion_mapping
+
+    get_checkpoint_conversion_mapping("")
+
+
 def _converted(module: Any, kept: Mapping[str, Source]) -> list[Entry]:
     """Entries under the names transformers writes: it keeps some architectures otherwise in memory than on disk.
 

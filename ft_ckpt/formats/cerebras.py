@@ -66,10 +66,7 @@ def describe(root: Node, leaves: Sequence[Spec], arrays: Iterable[int] = (), nat
 
     Raises SelectionError for a name that is too long.
     """
-    try:
-        walk = _Walk().run(root)
-    except _CollisionError:
-        walk = _Walk(escape=True).run(root)
+    walk = _walked(root)
     writer = _Describer(leaves, frozenset(arrays), native_floats)
     attributes: dict[str, Attribute] = {
         "__version__": VERSION,
@@ -80,6 +77,28 @@ def describe(root: Node, leaves: Sequence[Spec], arrays: Iterable[int] = (), nat
         attributes[f"{name}.__metadata__"] = _wrapped(name, writer.leaf(name, node))
     objects = list(writer.objects.values())
     return Content(attributes, writer.names, [writer.datasets[index] for index in range(len(leaves))] + objects)
+
+
+def leaf_names(root: Node, count: int) -> list[str]:
+    """The names alone, of `count` leaves, without describing them. Raises as `describe` does."""
+    names = [""] * count
+    for name, node in _walked(root).leaves.items():
+        if node.kind != "value":
+            names[_index(node)] = names[_index(node)] or name
+    return names
+
+
+def _walked(root: Node) -> "_Walk":
+    try:
+        return _Walk().run(root)
+    except _CollisionError:
+        return _Walk(escape=True).run(root)
+
+
+def _index(node: Node) -> int:
+    """Which leaf the node of a tensor or array is."""
+    index: int = node.value if node.kind == "tensor" else node.value[0]
+    return index
 
 
 class _CollisionError(Exception):
@@ -158,7 +177,7 @@ class _Describer:
         """The metadata of one leaf."""
         if node.kind == "value":
             return self._value(name, node.value)
-        index = node.value if node.kind == "tensor" else node.value[0]
+        index = _index(node)
         if index in self.datasets:
             return {"__TYPE__": "LinkedObject", "key": self.names[index], "__LINKED__": True, "__NONE__": True}
         self.names[index] = name

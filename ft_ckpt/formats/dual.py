@@ -97,9 +97,9 @@ def _head(specs: Sequence[Spec], starts: Mapping[int, int], middle_bytes: int, m
     return json.dumps(head, ensure_ascii=False, separators=(",", ":")).encode()
 
 
-def lay_out_object(root: Node, leaves: Sequence[Spec], arrays: Sequence[int]) -> tuple[Layout, Sequence[str]]:
+def lay_out_object(root: Node, leaves: Sequence[Spec]) -> tuple[Layout, Sequence[str]]:
     """A plain safetensors file that holds the object `root`, its tree in the metadata unless it is a flat dict."""
-    names = cerebras.describe(root, leaves, arrays).names
+    names = cerebras.leaf_names(root, len(leaves))
     specs = [Spec(name, leaf.shape, leaf.dtype) for name, leaf in zip(names, leaves, strict=True)]
     metadata = {} if hdf5.is_flat(root, names) else {TREE: json.dumps([list(names), encode(root)])}
     return safetensors.lay_out(specs, metadata), names
