@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Iterator
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +13,7 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ft_ckpt import CheckpointSaver
-from scripts.bench.common import CUDA, is_installed
+from scripts.bench.common import CUDA, is_installed, sync_tree
 
 
 @dataclass(frozen=True, eq=False)
@@ -33,10 +33,13 @@ class Background:
 
     module = ""
     needs_gpu = False
+    syncs = True  # waits for the disk by itself
 
     def __init__(self, training: Training) -> None:
         self.training = training
         self.waited_seconds = 0.0
+        self._pool = ThreadPoolExecutor(1)
+        self._syncing: Future[None] | None = None
 
     def save(self, folder: Path) -> None:
         """Begin a save to `folder`, which is not there yet."""
@@ -45,6 +48,16 @@ class Background:
     def is_done(self) -> bool:
         """Whether nothing of the last save is left to do."""
         raise NotImplementedError
+
+    def is_durable(self, folder: Path) -> bool:
+        """Whether the last save, to `folder`, is on the disk; asked again and again until it is."""
+        if not self.is_done() or self.syncs:
+            return self.is_done()
+        if self._syncing is None:
+            self._syncing = self._pool.submit(sync_tree, folder)
+        is_synced = self._syncing.done()
+        self._syncing = None if is_synced else self._syncing
+        return is_synced
 
     def finish(self) -> None:
         """Wait for the last save."""
@@ -147,6 +160,7 @@ class TorchSnapshot(Background):
     """`async_take`, which returns when it has a copy."""
 
     module = "torchsnapshot"
+    syncs = False
 
     def save(self, folder: Path) -> None:
         from torchsnapshot import Snapshot
@@ -165,6 +179,7 @@ class TorchCheckpointing(Background):
     """`CheckpointManager`, whose lock the optimizer takes, and which writes in a process of its own."""
 
     module = "torch_checkpointing"
+    syncs = False
 
     def __init__(self, training: Training) -> None:
         super().__init__(training)

@@ -15,6 +15,7 @@ from torch import Tensor
 BLOCK_BYTES = 4 << 20
 THREADS = 4  # with these two a disk is at its best, or near it
 WRITE, READ, COPY = "limit: O_DIRECT write", "limit: O_DIRECT read", "limit: memory copy"
+READ_AND_KEEP = "limit: O_DIRECT read, kept"
 
 
 def write(path: Path, size_bytes: int) -> None:
@@ -31,6 +32,22 @@ def read(path: Path) -> None:
     file = os.open(path, os.O_DIRECT | os.O_RDONLY)
     _each_block(path.stat().st_size, lambda block, at: os.preadv(file, [block], at))
     os.close(file)
+
+
+def read_and_keep(path: Path) -> mmap.mmap:
+    """Read a file into memory that is new, as what is loaded must be: the system makes it ready meanwhile."""
+    size_bytes = path.stat().st_size
+    kept = _new_block(size_bytes + -size_bytes % BLOCK_BYTES)
+    file = os.open(path, os.O_DIRECT | os.O_RDONLY)
+
+    def one(at: int) -> None:
+        with memoryview(kept)[at : at + BLOCK_BYTES] as part:
+            os.preadv(file, [part], at)
+
+    with ThreadPoolExecutor(THREADS) as pool:
+        list(pool.map(one, range(0, size_bytes, BLOCK_BYTES)))
+    os.close(file)
+    return kept
 
 
 def make_copy(state: Mapping[str, Tensor]) -> Callable[[], None]:
@@ -62,9 +79,14 @@ def _blocks() -> "SimpleQueue[mmap.mmap]":
     """One block for each thread, of large pages that are there: small ones take a transfer twice as long."""
     blocks: SimpleQueue[mmap.mmap] = SimpleQueue()
     for _ in range(THREADS):
-        block = mmap.mmap(-1, BLOCK_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        with suppress(OSError):
-            block.madvise(mmap.MADV_HUGEPAGE)
+        block = _new_block(BLOCK_BYTES)
         block.write(b"\1" * BLOCK_BYTES)
         blocks.put(block)
     return blocks
+
+
+def _new_block(size_bytes: int) -> mmap.mmap:
+    block = mmap.mmap(-1, size_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    with suppress(OSError):
+        block.madvise(mmap.MADV_HUGEPAGE)
+    return block

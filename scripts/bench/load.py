@@ -3,7 +3,7 @@
 All ways end with a byte of every page of every tensor read: what is only mapped has not been loaded.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,11 +16,12 @@ from scripts.bench.savers import RUN, SAVERS
 
 COLD, WARM, FIRST_TENSOR = "load from the disk", "load from the page cache", "first tensor, from the disk"
 LIMIT = limits.READ
+LIMITS = {LIMIT: limits.read, limits.READ_AND_KEEP: limits.read_and_keep}
 
 
 def cold(setting: Setting, size_bytes: int) -> list[Row]:
     """A row for each way to load a file that is in no cache."""
-    return _whole(setting, size_bytes, drop_cached, {LIMIT: "ours"})
+    return _whole(setting, size_bytes, drop_cached, LIMITS)
 
 
 def warm(setting: Setting, size_bytes: int) -> list[Row]:
@@ -42,11 +43,15 @@ def first(setting: Setting, size_bytes: int) -> list[Row]:
     return [row | {"tensor_bytes": subject.size_bytes} for row in rows]
 
 
-def _whole(setting: Setting, size_bytes: int, prepare: Callable[[Path], None], limit: dict[str, str]) -> list[Row]:
+def _whole(
+    setting: Setting, size_bytes: int, prepare: Callable[[Path], None], reads: Mapping[str, Callable[[Path], Any]]
+) -> list[Row]:
     subject = make_subject(size_bytes)
     found = {name: one for name, one in LOADERS.items() if is_installed(one.module)}
-    folders = _written(setting.folder, subject, {name: one.saved_by for name, one in found.items()} | limit)
-    ways = {name: partial(timed, partial(limits.read, folders[name] / "model.safetensors")) for name in limit}
+    folders = _written(
+        setting.folder, subject, {name: one.saved_by for name, one in found.items()} | dict.fromkeys(reads, "ours")
+    )
+    ways = {name: partial(timed, partial(read, folders[name] / "model.safetensors")) for name, read in reads.items()}
     ways |= {
         name: partial(_timed, lambda one, folder: one.load(folder, subject), one, folders[name])
         for name, one in found.items()
