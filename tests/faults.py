@@ -1,11 +1,13 @@
-"""Small checkpoints written by hand, and processes that die at a chosen call."""
+"""Small checkpoints written by hand, processes that die at a chosen call, and a disk that is watched."""
 
 import json
 import os
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import datetime, timedelta, timezone
 from pathlib import Path
+from typing import Any
 
 from ft_ckpt import disk
 from ft_ckpt.commit import commit, open_stage
@@ -133,3 +135,20 @@ def _remove_half(folder) -> None:
     files = sorted(path for path in Path(folder).rglob("*") if path.is_file())
     for path in files[len(files) // 2 :]:
         path.unlink()
+
+
+@contextmanager
+def writes(before: Callable[[], Any] = lambda: None) -> Iterator[list[int]]:
+    """The bytes of each block that is written to a file meanwhile; `before` is called ahead of it, and may raise."""
+    real, written = os.pwrite, []
+
+    def pwrite(descriptor: int, data: Any, offset: int) -> int:
+        before()
+        written.append(real(descriptor, data, offset))
+        return written[-1]
+
+    os.pwrite = pwrite
+    try:
+        yield written
+    finally:
+        os.pwrite = real

@@ -3,14 +3,12 @@
 import errno
 import os
 import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager
 
+import faults
 import models
 import pytest
 import torch
 from compare import assert_same_tensors, reference, stored
-from faults import dies_at
 from launch import run_cases
 from transformers import AutoModelForCausalLM
 
@@ -41,22 +39,6 @@ def step(model, by=1.0):
                 parameter.add_(by)
 
 
-@contextmanager
-def counted() -> Iterator[list[int]]:
-    """The bytes that are written to files meanwhile."""
-    real, written = os.pwrite, []
-
-    def pwrite(descriptor, data, offset):
-        written.append(real(descriptor, data, offset))
-        return written[-1]
-
-    os.pwrite = pwrite
-    try:
-        yield written
-    finally:
-        os.pwrite = real
-
-
 def twice(model, folder, change=step, **settings):
     """Two checkpoints with a `change` between; the folder of the second."""
     with CheckpointSaver(None, folder, **{"reuse_frozen": "on", **settings}) as saver:
@@ -82,10 +64,10 @@ def assert_is(path, model, folder):
 def test_only_what_changed_is_written(model, tmp_path):
     trained = sum(p.nbytes for p in model.parameters() if p.requires_grad)
     with CheckpointSaver(None, tmp_path, reuse_frozen="on") as saver:
-        with counted() as first:
+        with faults.writes() as first:
             saver.save(model, step=1)
         step(model)
-        with counted() as second:
+        with faults.writes() as second:
             path = saver.save(model, step=2).path
     assert sum(first) > 6_000_000
     assert sum(second) < trained + 50_000
@@ -225,7 +207,7 @@ def test_copied_where_there_are_no_links(model, tmp_path, monkeypatch, code, bac
         raise OSError(code, os.strerror(code))
 
     monkeypatch.setattr(os, "link", refuse)
-    with CheckpointSaver(None, tmp_path, reuse_frozen="on", background=background) as saver, counted() as written:
+    with CheckpointSaver(None, tmp_path, reuse_frozen="on", background=background) as saver, faults.writes() as written:
         saver.save(model, step=1)
         saver.wait()
         path = saver.save(model, step=2).path
@@ -289,7 +271,7 @@ def test_in_the_background(model, tmp_path):
         saver.save(model, step=1)
         saver.wait()
         step(model)
-        with counted() as written:
+        with faults.writes() as written:
             path = saver.save(model, step=2).path
             saver.wait()
     assert sum(written) < 50_000
@@ -369,7 +351,7 @@ def test_killed_in_the_middle(model, tmp_path):
     while True:
         call += 3
         folder = tmp_path / str(call)
-        alive = not dies_at(call, save)
+        alive = not faults.dies_at(call, save)
         for info in discover(folder):
             assert verify(info.path).ok
         if alive:

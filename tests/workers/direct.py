@@ -10,6 +10,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import faults
 import harness  # first: it arms the stack dump
 import models
 import pytest
@@ -82,32 +83,23 @@ def hidden(name: str) -> Iterator[None]:
         Path.is_file = real
 
 
-@contextmanager
-def full(rank: int, slow_seconds: float = 0.0) -> Iterator[list[int]]:
-    """The disk of `rank` is full from its first block on; the others take `slow_seconds` for each: its bytes."""
-    real, written = os.pwrite, []
-
-    def pwrite(descriptor: int, data: Any, offset: int) -> int:
-        if rank == harness.RANK:
-            raise OSError(errno.ENOSPC, "No space left on device")
-        time.sleep(slow_seconds)
-        written.append(real(descriptor, data, offset))
-        return written[-1]
-
-    os.pwrite = pwrite
-    try:
-        yield written
-    finally:
-        os.pwrite = real
+def full_or_slow(full: bool, slow_seconds: float) -> None:
+    """What a write meets on a full disk, and on one that takes its time."""
+    if full:
+        raise OSError(errno.ENOSPC, "No space left on device")
+    time.sleep(slow_seconds)
 
 
 def full_disk(wrapper: str, model: str, rank: int, each: str, folder: Path) -> None:
     """One rank's disk fills up: the others stop, all say the same, nothing is committed, what was there stays."""
     live = live_model(wrapper, model)
     saver = CheckpointSaver(live.accelerator, folder, each_rank_writes=each, io_block_bytes=1 << 16, **SHORT)
-    with full(rank=-1) as whole:
+    with faults.writes() as whole:
         saver.save(live.model, step=1)
-    with full(rank, slow_seconds=0.1) as written, pytest.raises(NoSpaceError, match="No space left on device"):
+    with (
+        faults.writes(lambda: full_or_slow(rank == harness.RANK, 0.1)) as written,
+        pytest.raises(NoSpaceError, match="No space left on device"),
+    ):
         saver.save(live.model, step=2)
     if model == "wide" and rank != harness.RANK:
         assert sum(written) < sum(whole) / 2, f"{sum(written)} of {sum(whole)} bytes were written all the same"

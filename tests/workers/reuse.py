@@ -1,12 +1,10 @@
 """Frozen tensors are taken over by all ranks or by none."""
 
-import os
 import sys
-from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
 
+import faults
 import harness  # first: it arms the stack dump
 import models
 import torch
@@ -33,21 +31,6 @@ def saver_of(live: Live, folder: Path, each: str) -> CheckpointSaver:
     return CheckpointSaver(live.accelerator, folder, reuse_frozen="on", **settings)
 
 
-@contextmanager
-def counted() -> Any:
-    real, written = os.pwrite, []
-
-    def pwrite(descriptor: int, data: Any, offset: int) -> int:
-        written.append(real(descriptor, data, offset))
-        return written[-1]
-
-    os.pwrite = pwrite
-    try:
-        yield written
-    finally:
-        os.pwrite = real
-
-
 def linked(path: Path) -> bool:
     records = {record.path: record for record in read_manifest(path).files}
     return records[FROZEN].linked
@@ -70,7 +53,7 @@ def only_what_changed(wrapper: str, each: str, folder: Path) -> None:
     live.step(models.batch(seed=harness.RANK))
     saver.save(live.model, step=1)
     live.step(models.batch(seed=harness.RANK + 2))
-    with counted() as written:
+    with faults.writes() as written:
         path = saver.save(live.model, step=2).path
     assert sum(written) < 50_000
     assert linked(path)
