@@ -4,7 +4,10 @@ The parts of each rank, in file order, have one digest; how the file was cut is 
 and what no cut covers is rank 0's. So a file has as many digests as writers, and is checked in one pass.
 """
 
+import ctypes
+import os
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,29 +15,56 @@ import xxhash
 
 from ft_ckpt.manifest import Cut, FileRecord
 
-_BLOCK_BYTES = 4 << 20
+_AHEAD_BYTES = 16 << 20  # files from this size on are read by other threads ahead of the one that hashes
 _WHOLE, _CUT = "xxh3-128:", "xxh3-128-of-ranks:"
 
 
+@dataclass(eq=False)
+class _Open:
+    """A file open for reading."""
+
+    path: Path
+    descriptor: int
+
+    def check(self) -> None:
+        """Nothing: whoever asks for a digest compares it."""
+
+
 def digest_of(file: Path) -> str:
-    """The digest of the whole file as a FileRecord has it: "xxh3-128:" and 32 hex digits. Raises OSError."""
-    state, buffer = xxhash.xxh3_128(), memoryview(bytearray(_BLOCK_BYTES))
-    with file.open("rb", buffering=0) as stream:
-        while count := stream.readinto(buffer):
-            state.update(buffer[:count])
-    return _WHOLE + state.hexdigest()
+    """The digest of the whole file as a FileRecord has it: "xxh3-128:" and 32 hex digits.
+
+    Raises OSError, or CorruptError when a large file cannot be read to its end.
+    """
+    return _WHOLE + _digests(file, (), 1)[0]
 
 
 def digest_like(file: Path, record: FileRecord) -> str:
-    """The digest of `file`, taken the way the one in `record` was. Raises OSError."""
+    """The digest of `file`, taken the way the one in `record` was. Raises as `digest_of` does."""
     if record.ranks == 1:
         return digest_of(file)
-    size, states = file.stat().st_size, [xxhash.xxh3_128() for _ in range(record.ranks)]
+    return together(_digests(file, record.cuts, record.ranks))
+
+
+def _digests(file: Path, cuts: Sequence[Cut], ranks: int) -> list[str]:
+    """The digest of each rank's parts of the file, hexadecimal."""
+    states = [xxhash.xxh3_128() for _ in range(ranks)]
     with file.open("rb", buffering=0) as stream:
-        buffer = memoryview(bytearray(_BLOCK_BYTES))
-        for start, stop, owner in parts(record.cuts, size):
-            _read_into(states[owner], stream, stop - start, buffer)
-    return together(state.hexdigest() for state in states)
+        size_bytes = os.fstat(stream.fileno()).st_size
+        if size_bytes < _AHEAD_BYTES:
+            content = stream.read()
+            for start, stop, owner in parts(cuts, size_bytes):
+                states[owner].update(content[start:stop])
+        else:
+            _read_ahead(_Open(file, stream.fileno()), parts(cuts, size_bytes), states)
+    return [state.hexdigest() for state in states]
+
+
+def _read_ahead(file: _Open, found: Iterable[tuple[int, int, int]], states: Sequence[Any]) -> None:
+    from ft_ckpt.blocks import Run, read_ahead  # here, so that listing does not pay for it
+
+    runs = (Run(str(owner), file, start, stop - start) for start, stop, owner in found)
+    for part in read_ahead(runs):
+        states[int(part.run.name)].update((ctypes.c_char * part.size_bytes).from_address(part.address))
 
 
 def together(digests: Iterable[str]) -> str:
@@ -60,12 +90,3 @@ def chunks(cut: Cut) -> Iterator[tuple[int, int, int]]:
     while start < cut.stop:
         yield start, stop, owner
         start, stop, owner = stop, min(stop + cut.chunk, cut.stop), owner + 1
-
-
-def _read_into(state: Any, stream: Any, count: int, buffer: memoryview) -> None:
-    while count:
-        got = stream.readinto(buffer[: min(count, len(buffer))])
-        if not got:
-            return  # cut short: the digest will differ, and the size has been told
-        state.update(buffer[:got])
-        count -= got

@@ -1,13 +1,18 @@
 """Several ranks write one file: the bytes one rank alone would have written, and nothing when one of them fails."""
 
 import importlib.util
+import os
+import random
 
 import pytest
-from hypothesis import given
+import xxhash
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from launch import run_cases
 
+from ft_ckpt import blocks
 from ft_ckpt.digests import digest_like, digest_of, parts, together
+from ft_ckpt.errors import CorruptError
 from ft_ckpt.manifest import Cut, FileRecord
 
 CASES = [
@@ -93,3 +98,33 @@ def test_every_byte_counts(tmp_path):
     assert digest_like(path, FileRecord("file", 19, "")) == digest_of(path)
     assert digest_like(path, FileRecord("file", 19, "", (), 2)).startswith("xxh3-128-of-ranks:")
     assert together(["a", "b"]) != together(["b", "a"])
+
+
+@settings(max_examples=25, deadline=None)
+@given(cut_files(), st.integers(1, 3 << 20))
+def test_a_digest_is_the_same_however_the_file_is_read(tmp_path_factory, file, scale):
+    """A large file is read ahead by other threads, a small one at once; both are what each rank has hashed."""
+    size, cuts = (
+        file[0] * scale % (40 << 20),
+        tuple(
+            Cut(cut.start * scale, cut.stop * scale, cut.chunk * scale, cut.lead * scale, cut.owner) for cut in file[1]
+        ),
+    )
+    cuts = tuple(cut for cut in cuts if cut.stop <= size)
+    path, content = tmp_path_factory.getbasetemp() / "digested", random.Random(scale).randbytes(size)
+    path.write_bytes(content)
+    states = [xxhash.xxh3_128() for _ in range(50)]
+    for start, stop, owner in parts(cuts, size):
+        states[owner].update(content[start:stop])
+    expected = together(state.hexdigest() for state in states)
+    assert digest_like(path, FileRecord("file", size, "", cuts, 50)) == expected
+    assert digest_of(path) == f"xxh3-128:{xxhash.xxh3_128_hexdigest(content)}"
+
+
+def test_a_large_file_that_is_cut_short_while_it_is_read_is_told(tmp_path, monkeypatch):
+    path = tmp_path / "file"
+    path.write_bytes(bytes(20 << 20))
+    real = blocks.read_ahead
+    monkeypatch.setattr(blocks, "read_ahead", lambda runs: os.truncate(path, 7 << 20) or real(runs))
+    with pytest.raises(CorruptError, match="file: ends at byte 7340032"):
+        digest_of(path)

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -83,8 +84,8 @@ def _h5py(path: Path) -> Tensors:
         return {name: torch.from_numpy(file[name][()]).to(DEVICE) for name in file}
 
 
-def _resume(folder: Path, subject: Subject) -> Tensors:
-    with ft_ckpt.CheckpointSaver(verify_resume=False) as saver:  # others look at no digest either
+def _resume(folder: Path, subject: Subject, verify: bool = False) -> Tensors:
+    with ft_ckpt.CheckpointSaver(verify_resume=verify) as saver:  # others look at no digest
         saver.resume(folder, model=subject.model)
     return subject.model
 
@@ -100,6 +101,7 @@ LOADERS = {
         Loader("ours", "ours", lambda folder, _: ft_ckpt.load_model(folder, device=DEVICE)),
         Loader("ours, mapped", "ours", lambda folder, _: ft_ckpt.load_model(folder, device=DEVICE, mapped=True)),
         Loader("ours, resume", RUN.name, _resume),
+        Loader("ours, resume with digests", RUN.name, partial(_resume, verify=True)),
         Loader("ours, load", "ours", _file("safetensors", _load)),
         Loader("ours, load of h5", "ours, h5", _file("h5", _load)),
         Loader("safetensors", "safetensors", _file("safetensors", lambda path: load_file(path, device=str(DEVICE)))),
