@@ -17,6 +17,7 @@ from datetime import timedelta
 from typing import Any
 
 from ft_ckpt.errors import CheckpointError, NoSpaceError, RankError, RanksDisagreeError
+from ft_ckpt.verdicts import ADVICE, described, judge, numbers
 
 _BEAT_SECONDS = 1.0  # between signs of life of a rank at work; well below any sensible time-out
 _LOOK_SECONDS = 0.1  # between looks for a word of failure of a rank at work
@@ -36,7 +37,7 @@ class Ranks:
     lane: str = ""  # meetings of another thread, which do not mix with those of the main one
     scope: str = ""  # of the attempts this rank is in: their meetings are counted apart
     ahead: tuple[str, ...] = ()  # keys of the meetings after these attempts
-    spent: list[str] = field(default_factory=list)  # on rank 0: keys that nobody needs once all have met again
+    spent: list[str] = field(default_factory=list)  # rank 0's own keys, which nobody needs once all have met again
     looked_at: float = 0.0  # for a word of failure
 
     @property
@@ -67,7 +68,7 @@ class Ranks:
             if error is not None:
                 raise error
             return [dict(value or {})]
-        own = {"what": what, "value": dict(value or {}), **_described(error)}
+        own = {"what": what, "value": dict(value or {}), **described(error)}
         self._tell(error)
         self.rounds, self.turns = self.rounds + 1, 0
         limit = self.timeout_seconds if timeout_seconds is None else timeout_seconds
@@ -141,10 +142,10 @@ class Ranks:
         self.turns += 1
         turn, ready = f"{self.rounds}/turn/{self.turns}", list(bringing)
         names = [f"{turn}/{rank}" for rank in ready]
-        self.spent += map(self._key, (turn, *names))
+        self.spent.append(self._key(turn))
         if not self._await(names, ready, self.timeout_seconds):
             raise RankError(
-                f"rank(s) {_numbers(ready)} brought no tensors within {self.timeout_seconds:g} s of a sign of life"
+                f"rank(s) {numbers(ready)} brought no tensors within {self.timeout_seconds:g} s of a sign of life"
             )
         self.store.set(self._key(turn), "")
 
@@ -157,37 +158,45 @@ class Ranks:
         turn = f"{self.rounds}/turn/{self.turns}"
         if not brings:
             return
-        self.store.set(self._key(f"{turn}/{self.rank}"), "")
+        own = self._key(f"{turn}/{self.rank}")
+        self.store.set(own, "")
         if not self._await([turn], [0], self.timeout_seconds):
             raise RankError(f"rank 0 took no tensors within {self.timeout_seconds:g} s of a sign of life")
+        self._forget(own)
 
     def _lead(self, what: str, same: tuple[str, ...], limit: float) -> dict[str, Any]:
-        """Collect what the ranks put, judge it, and put the verdict where the others wait for it."""
+        """Collect what the ranks put, judge it, and put the verdict where the others wait for it.
+
+        Each rank forgets what it put itself: for one to do it would take a call for each of the others.
+        """
         names = [f"{self.rounds}/{rank}" for rank in range(self.size)]
-        keys = [self._key(name) for name in (*names, f"{self.rounds}/verdict", f"{self.rounds}/failed")]
-        self.spent += keys
         self._await(names, range(1, self.size), limit)
         here = [rank for rank, name in enumerate(names) if self.store.check([self._key(name)])]
         entries = {rank: self._get(names[rank]) for rank in here}
-        problem, kind = _judge(what, entries, self.size, same, limit)
+        problem, kind = judge(what, entries, self.size, same, limit)
         verdict = {"problem": problem, "kind": kind, "entries": [] if problem else list(entries.values())}
         self._put(f"{self.rounds}/verdict", verdict)
+        left = [f"{self.rounds}/verdict", *([*names, f"{self.rounds}/failed"] if problem else names[:1])]
         if len(here) == self.size:  # so all have read the verdict before this one, and are past its turns
-            for key in self.spent[: -len(keys)]:
+            for key in self.spent:
                 self._forget(key)
-            self.spent = keys
+            self.spent.clear()
+        self.spent += map(self._key, left)
         return verdict
 
     def _follow(self, what: str, limit: float) -> dict[str, Any]:
         """Wait for rank 0, however long it is at work, and then for its verdict, which it gives within `limit`."""
         arrived = self._await([f"{self.rounds}/0"], [0], limit)
         if arrived and self._await([f"{self.rounds}/verdict"], [0], limit + 60.0):
-            return self._get(f"{self.rounds}/verdict")
+            verdict = self._get(f"{self.rounds}/verdict")
+            if not verdict["problem"]:  # else a rank that is late must see who has gone on
+                self._forget(self._key(f"{self.rounds}/{self.rank}"))
+            return verdict
         # Rank 0 may still come: it must not take this rank's entry for its presence.
         own = {"what": what, "value": {}, "error": f"gave up after {limit:g} s", "full": False}
         self._put(f"{self.rounds}/{self.rank}", own)
         found = "rank 0 came and then fell silent" if arrived else f"rank(s) 0 did not enter {what}"
-        return {"problem": f"{what}: {found} within {limit:g} s; {_ADVICE}", "kind": "disagree", "entries": []}
+        return {"problem": f"{what}: {found} within {limit:g} s; {ADVICE}", "kind": "disagree", "entries": []}
 
     def _await(self, names: list[str], awaited: Iterable[int], limit: float) -> bool:
         """Wait for `names`, which the ranks `awaited` put; False after `limit` seconds without a sign of their life.
@@ -214,13 +223,13 @@ class Ranks:
             if not (failed or gone) or (names and self.store.check([self._key(name) for name in names])):
                 continue  # a rank that has put the last of `names` may be at the next meeting already
             if not failed:
-                raise RanksDisagreeError(f"rank(s) {_numbers(gone)} went on without this one; {_ADVICE}")
+                raise RanksDisagreeError(f"rank(s) {numbers(gone)} went on without this one; {ADVICE}")
             raise _error_of(json.loads(self.store.get(f"{meeting}/failed")))
 
     def _tell(self, error: BaseException | None) -> None:
         """Leave a word at the next meeting that this rank has failed; the first such word is the one that counts."""
         if error is not None:
-            own = _described(error)
+            own = described(error)
             told = {"problem": f"rank {self.rank} failed: {own['error']}", "kind": "full" if own["full"] else "failed"}
             self.store.compare_set(self._key(f"{self.rounds + 1}/failed"), "", json.dumps(told))
 
@@ -250,7 +259,6 @@ class Ranks:
         return value
 
 
-_ADVICE = "call it on every rank, not under `if accelerator.is_main_process`, and with the same arguments"
 _shared: dict[tuple[Any, str], Ranks] = {}  # by lane and process group, kept so that no other can be taken for it
 
 
@@ -301,49 +309,8 @@ def attempt(action: Callable[[], Any]) -> tuple[Any, BaseException | None]:
         return None, error
 
 
-def _described(error: BaseException | None) -> dict[str, Any]:
-    """What others are told of an error: its text, and whether it is a full disk."""
-    if error is None:
-        return {"error": None, "full": False}
-    text = str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
-    return {"error": text, "full": isinstance(error, NoSpaceError)}
-
-
 def _error_of(told: Mapping[str, Any]) -> CheckpointError:
     """What a verdict or a word of failure is raised as."""
     kinds: dict[str, Callable[[str], CheckpointError]]
     kinds = {"failed": RankError, "full": NoSpaceError, "disagree": RanksDisagreeError}
     return kinds[told["kind"]](told["problem"])
-
-
-def _judge(
-    what: str, entries: dict[int, dict[str, Any]], size: int, same: tuple[str, ...], limit: float
-) -> tuple[str | None, str]:
-    """What is wrong, None when nothing is, and of what kind that is."""
-    missing = [rank for rank in range(size) if rank not in entries]
-    if missing:
-        return f"{what}: rank(s) {_numbers(missing)} did not enter it within {limit:g} s; {_ADVICE}", "disagree"
-    elsewhere = [rank for rank, entry in entries.items() if entry["what"] != what]
-    if elsewhere:
-        called = entries[elsewhere[0]]["what"]
-        return f"{what}: rank(s) {_numbers(elsewhere)} called {called} instead; {_ADVICE}", "disagree"
-    failed = [rank for rank, entry in entries.items() if entry["error"] is not None]
-    if failed:
-        text = "; ".join(f"rank {rank}: {entries[rank]['error']}" for rank in failed[:4])
-        kind = "full" if all(entries[rank]["full"] for rank in failed) else "failed"
-        return f"{what} failed, nothing was committed: {text}", kind
-    differing = [difference for name in same if (difference := _difference(name, list(entries.values())))]
-    return (f"{what}: ranks disagree: {'; '.join(differing)}" if differing else None), "disagree"
-
-
-def _difference(name: str, entries: list[dict[str, Any]]) -> str | None:
-    first = entries[0]["value"].get(name)
-    odd = [rank for rank, entry in enumerate(entries) if entry["value"].get(name) != first]
-    if not odd:
-        return None
-    return f"{name} is {first!r} on rank 0 and {entries[odd[0]]['value'].get(name)!r} on rank(s) {_numbers(odd)}"
-
-
-def _numbers(ranks: list[int]) -> str:
-    shown = ", ".join(map(str, sorted(ranks)[:8]))
-    return shown if len(ranks) <= 8 else f"{shown} and {len(ranks) - 8} more"

@@ -11,6 +11,7 @@ LAUNCHES = {
         "writer_raises",
         "one_writer",
         "overwriting",
+        "nothing_piles_up",
         "only_rank_0",
     ],
     "short group timeout": ["slow_writer", "only_rank_1"],
@@ -54,6 +55,10 @@ def test_every_file_has_one_writer(passed):
 def test_a_hundred_overwriting_saves(passed):
     """Pain 21: the atomic rename itself breaks with several ranks."""
     passed("overwriting")
+
+
+def test_the_store_of_the_launch_does_not_fill_up(passed):
+    passed("nothing_piles_up")
 
 
 @pytest.mark.parametrize("rank", [0, 1])

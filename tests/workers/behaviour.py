@@ -21,6 +21,7 @@ from wrappers import fsdp2
 import ft_ckpt.write
 from ft_ckpt import CheckpointSaver, errors, latest, verify
 from ft_ckpt.catalog import read_manifest
+from ft_ckpt.ranks import current
 
 BUCKET = 1 << 16  # the smallest: the wide model takes some hundred of them
 
@@ -142,6 +143,24 @@ def overwriting(folder: Path) -> None:
         assert read_manifest(folder / "only").step == step
     assert verify(folder / "only").ok
     assert [path.name for path in folder.iterdir()] == ["only"]
+
+
+def nothing_piles_up(folder: Path) -> None:
+    """Each rank takes out of the store what it put there, turns of a gather of many buckets included."""
+    live, keeper, keys = fsdp2(models.build("wide")), saver(each_rank_writes="off"), []
+    for step in range(6):
+        keeper.save(live.model, folder / "only", step=step)
+        dist.barrier()
+        keys.append(current().store.num_keys())
+        dist.barrier()
+    assert max(keys[1:]) - min(keys[1:]) <= 4, keys
+    with pytest.raises((errors.RankError, errors.SelectionError)):
+        keeper.save(live.model, folder / "only", attribute="nothing" if harness.RANK else None)
+    dist.barrier()
+    keeper.save(live.model, folder / "only", step=step)
+    dist.barrier()
+    assert current().store.num_keys() <= keys[-1] + 6
+    dist.barrier()
 
 
 def slow_writer(folder: Path) -> None:
