@@ -231,7 +231,10 @@ class _Courier:
         held = self.buffers.get(use)
         if held is None or held.numel() < size:
             self.buffers.pop(use, None)  # the old one goes before the larger one comes
-            held = self.buffers[use] = torch.empty(size, dtype=torch.uint8, device=wire_device())
+            # Large enough for what a rank brings of a full bucket: growing is rare then, and the backend may hold on to
+            # a buffer that has grown out of use.
+            usual = self.most // self.ranks.size
+            held = self.buffers[use] = torch.empty(max(size, usual), dtype=torch.uint8, device=wire_device())
         return held[:size]
 
 
