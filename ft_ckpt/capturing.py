@@ -70,18 +70,17 @@ class _Known:
 class _Begun:
     objects: Objects
     local: Local
-    look: Look | None = None
-    structure: Structure | None = None
+    look: Look
+    structure: Structure | None
 
 
-def capture(objects: Callable[[], Objects], ranks: Ranks, kept: Kept | None = None) -> Captured:
+def capture(objects: Callable[[], Objects], ranks: Ranks, kept: Kept) -> Captured:
     """The state of the run that consists of `objects`. Collective. Moves nothing.
 
-    With `kept`, the structure is remembered there, and what it alone decides. Raises SelectionError naming what cannot
-    be kept.
+    The structure is remembered in `kept`, and what it alone decides. Raises SelectionError naming what cannot be saved.
     """
     begun, error = attempt(lambda: _begin(objects(), ranks, kept))
-    again = None if kept is None else _as_before(begun, ranks, error)
+    again = _as_before(begun, ranks, error)
     if again is not None:
         return again
 
@@ -98,10 +97,8 @@ def capture(objects: Callable[[], Objects], ranks: Ranks, kept: Kept | None = No
     return Captured(found, state, begun.look, begun.structure)
 
 
-def _begin(objects: Objects, ranks: Ranks, kept: Kept | None) -> _Begun:
+def _begin(objects: Objects, ranks: Ranks, kept: Kept) -> _Begun:
     local = training.look_beside(objects.items, objects.own, digest=ranks.size > 1)
-    if kept is None:
-        return _Begun(objects, local)
     look = Look()
     look.model(objects.model)
     for item in objects.items:
@@ -151,7 +148,7 @@ def _renewed(items: Sequence[Item], known: _Known) -> dict[str, optimizers.Descr
 
 def _remember(begun: _Begun, found: Mapping[str, Source], state: State) -> None:
     """Keep what the structure decides, if all of it can be told without tensors."""
-    if begun.structure is None or begun.look is None:
+    if begun.structure is None:
         return
     entries = [entry.source for entry in state.entries if entry.source is not None]
     if all(is_placed(source, begun.look) for source in chain(found.values(), entries)):

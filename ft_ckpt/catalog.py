@@ -324,8 +324,10 @@ def _digest_or_reason(path: Path, file: FileRecord) -> str:
     """The digest of a file as its record has it, or words that no digest equals when it cannot be read."""
     try:
         return digest_like(path / file.path, file)
-    except (OSError, CorruptError) as error:
-        return f"unreadable ({getattr(error, 'strerror', error)})"
+    except OSError as error:
+        return f"unreadable ({error.strerror})"
+    except CorruptError as error:  # a large file that ends too soon, or cannot be read on
+        return f"unreadable ({error})"
 
 
 def _fact(entry: tuple[str, tuple[int, ...], int, int]) -> str:

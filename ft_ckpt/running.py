@@ -99,7 +99,7 @@ class Run:
         items = training.items_of(self.accelerator, self.registered)
         training.look(items, training.known_sources(self.model, items), {})
 
-    def capture(self, ranks: Ranks, versions: Mapping[str, str], kept: Kept | None = None) -> Captured:
+    def capture(self, ranks: Ranks, versions: Mapping[str, str], kept: Kept) -> Captured:
         """The state of the whole run, and the sources of its models; `kept` as for `capturing`. Nothing is moved."""
 
         def objects() -> Objects:

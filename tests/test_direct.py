@@ -1,16 +1,18 @@
 """Several ranks write one file: the bytes one rank alone would have written, and nothing when one of them fails."""
 
+import errno
 import importlib.util
 import os
 import random
 
 import pytest
 import xxhash
+from faults import save
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from launch import run_cases
 
-from ft_ckpt import blocks
+from ft_ckpt import blocks, catalog
 from ft_ckpt.digests import digest_like, digest_of, parts, together
 from ft_ckpt.errors import CorruptError
 from ft_ckpt.manifest import Cut, FileRecord
@@ -128,3 +130,16 @@ def test_a_large_file_that_is_cut_short_while_it_is_read_is_told(tmp_path, monke
     monkeypatch.setattr(blocks, "read_ahead", lambda runs: os.truncate(path, 7 << 20) or real(runs))
     with pytest.raises(CorruptError, match="file: ends at byte 7340032"):
         digest_of(path)
+
+
+def test_a_large_file_that_cannot_be_read_on_is_a_problem_of_its_checkpoint(tmp_path, monkeypatch):
+    save(tmp_path / "checkpoint")
+    large = FileRecord("model.safetensors", 20 << 20, "xxh3-128:" + 32 * "0")
+    (tmp_path / "checkpoint" / large.path).write_bytes(bytes(large.size_bytes))
+
+    def broken(descriptor, blocks, at):
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(os, "preadv", broken)
+    (problem,) = catalog._digest_problems(tmp_path / "checkpoint", [large])
+    assert problem.startswith("model.safetensors: digest unreadable (model.safetensors: cannot be read at byte 0")
