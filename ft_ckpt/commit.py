@@ -33,7 +33,7 @@ from pathlib import Path
 
 from ft_ckpt import disk
 from ft_ckpt.catalog import check_paths, is_inside, misleading, read_manifest, strays
-from ft_ckpt.errors import CheckpointError, CorruptError, ManifestError, NoSpaceError, TargetError, listing
+from ft_ckpt.errors import CheckpointError, CorruptError, ManifestError, NoSpaceError, TargetError, explained, listing
 from ft_ckpt.manifest import MANIFEST_NAME, Manifest, to_json
 
 _LEFTOVER = re.compile(
@@ -41,7 +41,6 @@ _LEFTOVER = re.compile(
 )
 _DRAFT = f".{MANIFEST_NAME}.draft"
 _ABANDONED_SECONDS = 24 * 3600  # a stage of another host, where we cannot ask for the process
-_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 _NOT_BESIDE = {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENAMETOOLONG}
 _NO_SWAP = {
     *(errno.EACCES, errno.EPERM),  # the folder around the target is not ours, or a sandbox forbids the call
@@ -58,7 +57,7 @@ def check_target(target: Path, needed_bytes: int) -> None:
     Raises TargetError when `target` is a file or cannot be created or written; NoSpaceError when the device has less
     free than needed. An overwrite needs room for both, so what the old checkpoint holds is not counted as free.
     """
-    with _explained(target):
+    with explained(target):
         target = _real(target)
         present = next(path for path in (target, *target.parents) if path.exists())
         if not present.is_dir():
@@ -80,7 +79,7 @@ def open_stage(target: Path) -> Path:
     First settles what an earlier save to `target` left behind. Raises TargetError or NoSpaceError.
     """
     check_target(target, 0)
-    with _explained(target):
+    with explained(target):
         target = _real(target)
         recover(target)
         disk.make_folder(target.parent)
@@ -98,7 +97,7 @@ def commit(stage: Path, target: Path, manifest: Manifest) -> None:
     Raises CorruptError when the stage and the manifest differ, ManifestError when a path leads out of the folder,
     TargetError or NoSpaceError when the place cannot be written.
     """
-    with _explained(target):
+    with explained(target):
         target = _real(target)
         try:
             check_paths(manifest, str(target))
@@ -113,7 +112,7 @@ def discard(stage: Path) -> None:
     named = _LEFTOVER.fullmatch(stage.name)
     if named is None:
         raise TargetError(f"{stage}: not a stage made by open_stage; nothing was deleted")
-    with _explained(stage):
+    with explained(stage):
         _settle(stage, stage.parent / named["target"] if named["target"] else stage.parent)
 
 
@@ -123,7 +122,7 @@ def recover(target: Path) -> tuple[str, ...]:
     A leftover is left alone while its process lives on this host. From another host, where that cannot be asked, one
     that was being put in place is settled at once, an unsealed stage after a day: `target` must have no other writer.
     """
-    with _explained(target):
+    with explained(target):
         target = _real(target)
         return tuple(_settle(stage, target) for stage in _abandoned(target))
 
@@ -133,20 +132,6 @@ def uncommit(path: Path) -> None:
     with contextlib.suppress(FileNotFoundError):
         disk.unlink(path / MANIFEST_NAME)
     disk.sync(path)
-
-
-@contextlib.contextmanager
-def _explained(target: Path) -> Iterator[None]:
-    try:
-        yield
-    except CheckpointError:
-        raise
-    except OSError as error:
-        if error.errno in _FULL:
-            raise NoSpaceError(f"{target}: no room on its device ({error}); make room and save again") from error
-        found = TargetError(f"{target}: cannot be written ({error}); mend that or choose another path")
-        found.errno = error.errno
-        raise found from error
 
 
 def _real(target: Path) -> Path:

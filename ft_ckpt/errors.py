@@ -12,6 +12,7 @@
     ├── ManifestError          ValueError          a manifest that is absent, malformed or from a newer ft_ckpt
     │   └── NotACheckpointError    FileNotFoundError   no committed checkpoint there
     ├── CorruptError           ValueError          files differ from what the manifest recorded
+    │   └── UnreadableError        OSError             the system would not read a file just now
     ├── LoadError              ValueError          a strict load that did not fit
     │   └── BaseMismatchError      ValueError      an adapter put on another base than it was trained on
     └── RankError              RuntimeError        another rank failed
@@ -22,6 +23,12 @@ found, what was expected, and what to do, with the name of the tensor or file fi
 """
 
 import errno
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import TracebackType
+
+_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
 
 class CheckpointError(Exception):
@@ -78,6 +85,10 @@ class CorruptError(CheckpointError, ValueError):
     """Files that differ from what the manifest recorded."""
 
 
+class UnreadableError(CorruptError, OSError):
+    """A file that the system would not read just now; it may be whole."""
+
+
 class LoadError(CheckpointError, ValueError):
     """A strict load that found missing, unexpected or reshaped tensors."""
 
@@ -98,3 +109,53 @@ def listing(items: list[str], separator: str = "; ", most: int = 8) -> str:
     """The first `most` of `items` in one line, with the number left out: every message lists problems this way."""
     shown = separator.join(items[:most])
     return shown if len(items) <= most else f"{shown}{separator}and {len(items) - most} more"
+
+
+@contextmanager
+def explained(target: Path) -> Iterator[None]:
+    """Every OSError of the block comes out as a TargetError, or as a NoSpaceError where there is no room."""
+    try:
+        yield
+    except CheckpointError:
+        raise
+    except OSError as error:
+        if error.errno in _FULL:
+            raise NoSpaceError(f"{target}: no room on its device ({error}); make room and save again") from error
+        found = TargetError(f"{target}: cannot be written ({error}); mend that or choose another path")
+        found.errno = error.errno
+        raise found from error
+
+
+class damaged_input:  # noqa: N801 - reads as a statement where it is used; a class, since it is entered for each tensor
+    """Whatever reading `source` raises in the block comes out as one of ours, naming it.
+
+    What the system refuses is an UnreadableError, a file that is not there a NotACheckpointError; anything else is
+    what damaged bytes did to a library or to our own code: a CorruptError.
+    """
+
+    __slots__ = ("source",)
+
+    def __init__(self, source: object) -> None:
+        self.source = source
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(
+        self, _kind: type[BaseException] | None, error: BaseException | None, _at: TracebackType | None
+    ) -> None:
+        if error is None or isinstance(error, CheckpointError) or not isinstance(error, Exception):
+            return
+        if isinstance(error, FileNotFoundError) and error.errno is not None:
+            raise NotACheckpointError(f"{self.source}: no such file ({error})") from error
+        if isinstance(error, OSError) and error.errno is not None:
+            found = UnreadableError(f"{self.source}: cannot be read ({error}); try again, or use another copy")
+            found.errno = error.errno
+            raise found from error
+        raise CorruptError(f"{self.source}: not whole ({shown(error)}); use another copy") from error
+
+
+def shown(error: BaseException) -> str:
+    """What an error says, in bounded time and length: values out of a file may be nested without end."""
+    told = [part for part in error.args if isinstance(part, (str, int))]
+    return f"{type(error).__name__}: {', '.join(str(part)[:200] for part in told[:3])}"
