@@ -28,12 +28,11 @@ import re
 import secrets
 import socket
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 from ft_ckpt import disk
 from ft_ckpt.catalog import check_paths, is_inside, misleading, read_manifest, strays
-from ft_ckpt.errors import CheckpointError, CorruptError, ManifestError, NoSpaceError, TargetError, explained, listing
+from ft_ckpt.errors import CorruptError, ManifestError, NoSpaceError, TargetError, explained, listing
 from ft_ckpt.manifest import MANIFEST_NAME, Manifest, to_json
 
 _LEFTOVER = re.compile(
