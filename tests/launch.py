@@ -10,6 +10,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+import extensions
 import psutil
 
 TESTS = Path(__file__).resolve().parent
@@ -97,6 +98,7 @@ def _kill_tree(process: subprocess.Popen[bytes]) -> None:
                 child.kill()
     process.kill()
     process.wait()
+    extensions.drop_stale_locks()  # one of them may have been killed while it held one
 
 
 def _finished(outcomes: Path, ranks: int) -> dict[str, str]:

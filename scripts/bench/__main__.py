@@ -64,7 +64,8 @@ def _arguments() -> argparse.Namespace:
 
 
 def _listed() -> str:
-    return "; ".join(f"{name}: {measure.title}" for name, measure in MEASURES.items())
+    # argparse takes a percent sign for a place to fill in
+    return "; ".join(f"{name}: {measure.title}" for name, measure in MEASURES.items()).replace("%", "%%")
 
 
 def _silence() -> None:
