@@ -11,6 +11,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from ft_ckpt.digests import digest_like
+from ft_ckpt.disk import local_path
 from ft_ckpt.errors import CorruptError, ManifestError, NotACheckpointError, listing
 from ft_ckpt.manifest import MANIFEST_NAME, FileRecord, Manifest, PartRecord, TensorRecord, from_json
 
@@ -74,7 +75,7 @@ def read_manifest(path: str | os.PathLike[str]) -> Manifest:
     Raises NotACheckpointError when nothing is committed there; ManifestError when the manifest is damaged, from a
     newer ft_ckpt, or names a place outside the folder.
     """
-    file = Path(path) / MANIFEST_NAME
+    file = local_path(path) / MANIFEST_NAME
     try:
         text = file.read_text(encoding="utf-8")
     except (FileNotFoundError, NotADirectoryError) as error:
@@ -129,7 +130,7 @@ def discover(root: str | os.PathLike[str]) -> list[CheckpointInfo]:
 
     Hidden folders, folders without a manifest and those whose manifest cannot be read are left out.
     """
-    root = Path(root)
+    root = local_path(root)
     below = [root / name for name in _names(root) if not name.startswith(".")]
     found: dict[str, CheckpointInfo] = {}
     for path in [root, *sorted(below, key=os.path.islink)]:  # a link to a sibling is not a second checkpoint

@@ -10,7 +10,7 @@ from typing import Any, ParamSpec, TypeVar, overload
 from torch import nn
 
 from ft_ckpt import engines, schedule
-from ft_ckpt.config import SaverConfig
+from ft_ckpt.config import SaverConfig, every_of
 from ft_ckpt.errors import CheckpointError, ConfigError, RankError, listing
 from ft_ckpt.ranks import Ranks, attempt, current
 from ft_ckpt.running import Run
@@ -50,6 +50,7 @@ def checkpoint_closure(
     An exception of the function is raised, and RankError on the other ranks. Raises ConfigError for what cannot work,
     CheckpointError for a call inside another such function, RanksDisagreeError when ranks do not call it alike.
     """
+    every = every_of(every)
     problems = [*_every_problems(every), *_total_problems(total_steps)]
     if function is not None and not callable(function):
         problems.append(f"{function!r}: expected a function; write @checkpoint_closure(every=Every(steps=100))")

@@ -8,8 +8,8 @@ from ft_ckpt.errors import ConfigError
 from ft_ckpt.retain import Keep
 from ft_ckpt.schedule import Every
 
-_UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 _DTYPES = ("as_is", "config", "float64", "float32", "bfloat16", "float16")
+_SHORT = {"fp64": "float64", "fp32": "float32", "bf16": "bfloat16", "fp16": "float16", "half": "float16"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,13 +20,13 @@ class SaverConfig:
     """
 
     dtype: str = "as_is"
-    """Floating-point type in the file: "as_is", "config" (what the model's config says) or a torch name."""
+    """Floating-point type in the file: "as_is", "config" (what the model's config says), a torch type or its name."""
     format: str = "safetensors"
     """Of weight files: "safetensors", "h5" (HDF5), or "dual" (one file that is valid as both)."""
     compression: str | None = None
     """Of HDF5 files: "zstd", "lz4" or "blosc2" (with hdf5plugin), bits shuffled; None writes them to be mapped."""
     max_shard_size: int | str = "50GB"
-    """Largest weight file, in bytes or as "5GB" (decimal units, as in transformers)."""
+    """Largest weight file, in bytes or as "5GB" (decimal units, as in transformers) or "5GiB"."""
     chat_template_name: str | None = None
     """Names containing "olmo" end generation at <|im_end|> and <|endoftext|>; None keeps the model's own settings."""
     bucket_bytes: int = 256 << 20
@@ -54,9 +54,9 @@ class SaverConfig:
     snapshot_bytes: int | str | None = None
     """Largest host copy of a save in the background, on each rank, in bytes or as "5GB"; larger saves are not."""
     every: Every | None = None
-    """When `step` saves a checkpoint to resume from; None: only when it is told to."""
+    """When `step` saves a checkpoint to resume from; a number is of steps. None: only when it is told to."""
     keep: Keep | None = None
-    """Which checkpoints of the run stay after such a save; None: all."""
+    """Which checkpoints of the run stay after such a save; a number is of the newest. None: all."""
     on_failure: str = "raise"
     """A save by `step` that fails: "raise", or "warn" and go on training."""
     when_full: str = "raise"
@@ -69,6 +69,8 @@ class SaverConfig:
     """Compare the digests of all files of a checkpoint before a run is resumed from it."""
 
     def __post_init__(self) -> None:
+        for name, meant in (("dtype", dtype_name), ("every", every_of), ("keep", keep_of)):
+            object.__setattr__(self, name, meant(getattr(self, name)))
         problems = [problem for rule in _RULES for problem in rule(self)]
         if problems:
             raise ConfigError("; ".join(problems))
@@ -91,13 +93,36 @@ def make_config(config: SaverConfig | None, settings: dict[str, Any]) -> SaverCo
 
 
 def parse_size(size: int | str) -> int:
-    """Bytes in `size`: an int, or a string such as "500MB" (decimal units). ConfigError when it is neither."""
-    if isinstance(size, int):
+    """Bytes in `size`: an int, or a string such as "500MB" (decimal units) or "500MiB" (binary ones).
+
+    Raises ConfigError when it is neither.
+    """
+    if isinstance(size, int) and not isinstance(size, bool):
         return size
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?B?)\s*", size.upper())
-    if match is None or match[2] not in _UNITS:
-        raise ConfigError(f"{size!r} is not a size; write bytes as a number, or a string such as '5GB'")
-    return int(float(match[1]) * _UNITS[match[2]])
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?)(I?)B?\s*", str(size).upper())
+    if match is None or (match[3] and not match[2]):
+        raise ConfigError(f"{size!r} is not a size; write bytes as a number, or a string such as '5GB' or '5GiB'")
+    return int(float(match[1]) * (1024 if match[3] else 1000) ** " KMGT".index(match[2] or " "))
+
+
+def dtype_name(dtype: Any) -> Any:
+    """A torch type, or one of its short names, by torch's name ("bfloat16"); anything else as it is."""
+    name = str(dtype).removeprefix("torch.") if type(dtype).__name__ == "dtype" else dtype
+    return _SHORT.get(name, name.removeprefix("torch.")) if isinstance(name, str) else name
+
+
+def every_of(every: Any) -> Any:
+    """An `Every`, where a number stands for one of so many steps; anything else as it is."""
+    return Every(steps=every) if _is_count(every) else every
+
+
+def keep_of(keep: Any) -> Any:
+    """A `Keep`, where a number stands for the newest so many; anything else as it is."""
+    return Keep(last=keep) if _is_count(keep) else keep
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
 
 
 def _dtype_rule(config: SaverConfig) -> list[str]:
@@ -165,7 +190,7 @@ def _compression_rule(config: SaverConfig) -> list[str]:
 def _class_rule(config: SaverConfig) -> list[str]:
     wanted = {"every": Every, "keep": Keep}
     return [
-        f"{name}={getattr(config, name)!r}: expected {kind.__name__}(...) or None"
+        f"{name}={getattr(config, name)!r}: expected {kind.__name__}(...), a number or None"
         for name, kind in wanted.items()
         if not isinstance(getattr(config, name), kind | None)
     ]

@@ -15,7 +15,7 @@ from typing import Any
 from huggingface_hub import split_state_dict_into_shards_factory
 
 from ft_ckpt import __version__, commit, disk
-from ft_ckpt.config import parse_size
+from ft_ckpt.config import dtype_name, parse_size
 from ft_ckpt.digests import digest_of
 from ft_ckpt.errors import ConfigError, TargetError, listing
 from ft_ckpt.formats import Spec, TensorFile, dcp, detect, folder, tensorflow
@@ -77,12 +77,12 @@ def convert(
     Raises ConfigError, SelectionError for names and types that cannot be, LoadError or CorruptError for the source,
     TargetError or NoSpaceError for the target.
     """
-    begun, source, target = time.monotonic(), Path(src), Path(os.path.realpath(dst))
+    begun, source, target = time.monotonic(), disk.local_path(src), Path(os.path.realpath(disk.local_path(dst)))
     to_folder = format in _FOREIGN or target.is_dir() or str(dst).endswith("/") or not target.suffix
     kind = (format or "safetensors") if to_folder else detect.format_by_name(target, format)
     _check(source, target, kind, to_folder, max_shard_size)
     most = parse_size(max_shard_size or "50GB")
-    options = _Options(target, kind, dtype, read_map(map), most, verify, progress)
+    options = _Options(target, kind, dtype_name(dtype), read_map(map), most, verify, progress)
     with closing(open_source(source)) as opened:
         check_used(options.names, [*opened.specs, *getattr(opened, "ties", {})], str(source))
         run = _to_foreign if kind in _FOREIGN else _to_folder if to_folder else _to_file

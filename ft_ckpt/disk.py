@@ -13,6 +13,8 @@ import stat
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
+from ft_ckpt.errors import ConfigError
+
 # The calls that change the disk, each by one name, so that a test can stop the process at every one of them.
 mkdir = os.mkdir
 move = os.replace
@@ -22,6 +24,20 @@ fsync = os.fsync
 rmtree = functools.partial(shutil.rmtree, ignore_errors=True)  # a file held open over NFS must not fail a save
 
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2  # linux/fcntl.h, linux/fs.h
+
+_URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):/+")  # two letters or more before the colon; Path leaves one slash
+
+
+def local_path(place: str | os.PathLike[str]) -> Path:
+    """`place` as a path of this machine.
+
+    Raises ConfigError for a URL ("s3://...", "hf://...", "file://..."), which would become a folder of that name.
+    """
+    scheme = _URL.match(os.fspath(place))
+    if scheme is not None:
+        advice = "leave out the scheme" if scheme[1] == "file" else "give a local folder, and copy what is committed"
+        raise ConfigError(f"{os.fspath(place)}: {scheme[1]}:// is no place on this machine's disks; {advice}")
+    return Path(place)
 
 
 def exchange(one: Path, other: Path) -> None:

@@ -36,7 +36,7 @@ def pin(path: str | os.PathLike[str], reason: str = "") -> None:
 
     Raises NotACheckpointError when nothing is committed there; OSError when the folder cannot be written.
     """
-    path = Path(path)
+    path = disk.local_path(path)
     _check(path)
     made = datetime.now(timezone.utc).isoformat(timespec="seconds")
     write(path / PIN, json.dumps({"reason": reason, "time": made, "user": _user()}, ensure_ascii=False))
@@ -50,7 +50,7 @@ def pin(path: str | os.PathLike[str], reason: str = "") -> None:
 def unpin(path: str | os.PathLike[str]) -> bool:
     """Take the pin out of `path`, durably; False when there was none. Raises OSError."""
     try:
-        disk.unlink(Path(path) / PIN)
+        disk.unlink(disk.local_path(path) / PIN)
     except FileNotFoundError:
         return False
     disk.sync(Path(path))

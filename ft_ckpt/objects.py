@@ -45,7 +45,7 @@ def save(
     kept, ConfigError for settings that are not known, TargetError where `path` cannot be written, NoSpaceError when the
     disk is full.
     """
-    target = Path(os.path.realpath(path))  # a link stays a link
+    target = Path(os.path.realpath(disk.local_path(path)))  # a link stays a link
     kind = _known(format_by_name(target, format))
     codec = _codec(kind, compression, shuffle)
     if target.is_dir() or not target.parent.is_dir():
@@ -86,7 +86,7 @@ def load(
     `lazy`); `verify` compares the digest of every tensor that is read. `format` is found from the content. Raises
     CorruptError for a file that is damaged, incomplete or would run code, FileNotFoundError where there is none.
     """
-    source = Path(path)
+    source = disk.local_path(path)
     kind = _known(format or format_of(source))
     if kind == "torch":
         return _load_torch(source, map_location, mapped and map_location is None)

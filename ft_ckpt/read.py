@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ft_ckpt.catalog import read_manifest, verify
+from ft_ckpt.disk import local_path
 from ft_ckpt.engines import sources
 from ft_ckpt.errors import CorruptError, LoadError, NotACheckpointError, listing
 from ft_ckpt.manifest import MANIFEST_NAME, Manifest, PartRecord
@@ -109,7 +110,7 @@ def _load_checkpoint(path: Path, part: str | None, options: _Options, device: An
 
 def _find(path: Path, part: str | None) -> tuple[Path, Manifest, str | None]:
     """The checkpoint's folder, its manifest, and the folder of the part asked for (None: all of it)."""
-    for depth, folder in enumerate([path, *path.absolute().parents][:4]):
+    for depth, folder in enumerate([local_path(path), *path.absolute().parents][:4]):
         if (folder / MANIFEST_NAME).is_file():
             manifest = read_manifest(folder)
             below = path.absolute().relative_to(folder.absolute()).as_posix() if depth else None

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from ft_ckpt import optimizers
 from ft_ckpt.catalog import CheckpointInfo, discover, read_manifest, verify
+from ft_ckpt.disk import local_path
 from ft_ckpt.engines import Source
 from ft_ckpt.errors import (
     CheckpointError,
@@ -83,7 +84,7 @@ def choose(directory: Path | None, mode: str, deep: bool = True) -> Path | None:
     if mode in ("auto", "must"):
         candidates = [] if directory is None else [i for i in reversed(discover(directory)) if is_resumable(i.manifest)]
     else:
-        named = Path(mode) if directory is None or Path(mode).exists() else directory / mode
+        named = local_path(mode) if directory is None or Path(mode).exists() else directory / mode
         if not is_resumable(read_manifest(named)):
             raise NotACheckpointError(f"{named}: holds weights and no training state; ft_ckpt.load_model reads them")
         candidates = [CheckpointInfo(named, read_manifest(named))]

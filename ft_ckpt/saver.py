@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from ft_ckpt import commit, engines, rehearsal, resume
 from ft_ckpt.config import SaverConfig, make_config
+from ft_ckpt.disk import local_path
 from ft_ckpt.errors import CheckpointError, ConfigError
 from ft_ckpt.marks import lease
 from ft_ckpt.parts import Attribute, is_adapter_run
@@ -56,7 +57,7 @@ class CheckpointSaver:
         self._rehearsal = rehearsal.begun()
         directory = directory if self._rehearsal is None else self._rehearsal.directory
         self.accelerator = accelerator
-        self.directory = None if directory is None else Path(directory)
+        self.directory = None if directory is None else local_path(directory)
         self.tokenizer = tokenizer
         self._closed = False
         if self.directory is not None:
@@ -338,7 +339,7 @@ class CheckpointSaver:
         if self._closed:
             raise CheckpointError("this saver is closed; make a new one to save again")
         if path is not None:
-            return Path(path).absolute()
+            return local_path(path).absolute()
         if self.directory is None or step is None:
             raise ConfigError("save() without a path needs the saver's directory and a step; give it a path, or both")
         return (self.directory / self.config.name_template.format(step=step)).absolute()

@@ -43,13 +43,7 @@ def compile_operators() -> None:
 
 def _open_files() -> set[str]:
     """The files that any process has open, as far as it may be asked; a lock's holder has it open until it is done."""
-    found = set()
-    for handle in Path("/proc").glob("[0-9]*/fd/*"):
-        try:
-            found.add(str(handle.readlink()))
-        except OSError:  # ended, or another user's
-            continue
-    return found
+    return {os.path.realpath(handle) for handle in Path("/proc").glob("[0-9]*/fd/*")}
 
 
 if __name__ == "__main__":

@@ -6,15 +6,13 @@ import sys
 from pathlib import Path
 
 import extensions
-import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 
 
-@pytest.mark.parametrize("script", ["-m scripts.bench", "scripts/finetune.py", "scripts/ppo.py", "scripts/extract_policy.py"])
-def test_help(script):
+def test_the_bench_has_help():
     done = subprocess.run(
-        [sys.executable, *script.split(), "--help"],
+        [sys.executable, "-m", "scripts.bench", "--help"],
         cwd=ROOT,
         env=os.environ | {"PYTHONPATH": str(ROOT)},
         capture_output=True,

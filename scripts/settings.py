@@ -1,0 +1,54 @@
+"""Writes docs/settings.md from the words under each field of `SaverConfig` and `Every`."""
+
+import ast
+import inspect
+from dataclasses import fields
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from ft_ckpt import Every, SaverConfig
+
+PAGE = Path(__file__).resolve().parents[1] / "docs" / "settings.md"
+_HEAD = """# Settings
+
+Made by `python scripts/settings.py` from the source. Every problem is told at once, when the object is made.
+
+## `SaverConfig`
+
+Given to `CheckpointSaver` as keywords, or together as `config=SaverConfig(...)`; `FtCkptCallback` takes them too (but
+`every`, which is the Trainer's to say).
+"""
+
+
+def page() -> str:
+    """The whole page as Markdown."""
+    return f"{_HEAD}\n{table(SaverConfig)}\n## `Every`\n\nWhen `saver.step()` saves.\n\n{table(Every)}"
+
+
+def table(kind: type) -> str:
+    """A row for each field of a dataclass: name, default, and what its docstring says."""
+    words = _docstrings(kind)
+    rows = (f"| `{field.name}` | `{_shown(field.default)}` | {words[field.name]} |" for field in fields(kind))
+    return "| setting | default | meaning |\n|---|---|---|\n" + "".join(f"{row}\n" for row in rows)
+
+
+def _docstrings(kind: type) -> dict[str, str]:
+    """The string below each annotated name in the source of a class."""
+    body = ast.parse(inspect.getsource(kind)).body[0].body
+    return {
+        name.target.id: " ".join(text.value.value.split()).replace("|", "\\|")
+        for name, text in pairwise(body)
+        if isinstance(name, ast.AnnAssign) and isinstance(text, ast.Expr)
+    }
+
+
+def _shown(value: Any) -> str:
+    if type(value) is int and value >= 1 << 16 and value % (1 << 16) == 0:
+        return f"{value >> 20} << 20"
+    return repr(value)
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page(), encoding="utf-8")
+    print(f"{PAGE}: written")
