@@ -5,17 +5,18 @@ import os
 import re
 import stat
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from typing import Any
 
 from ft_ckpt.digests import digest_like
 from ft_ckpt.disk import local_path
 from ft_ckpt.errors import CorruptError, ManifestError, NotACheckpointError, listing
+from ft_ckpt.headers import HDF5_HALF, read_header
 from ft_ckpt.manifest import MANIFEST_NAME, FileRecord, Manifest, PartRecord, TensorRecord, from_json
 
-_HEADER_LIMIT_BYTES = 100_000_000  # the safetensors format's own bound
+_WORTH_THREADS_BYTES = 8 << 20
+SMALL_BYTES = 1 << 20  # files below it are hashed whenever a checkpoint is looked at: configs, tokenizers, indexes
 
 # What a reader of a model (or of an adapter) goes by. One of these that the manifest does not list is left over from
 # another save: from_pretrained takes model.safetensors before an index, vLLM takes every shard, and an
@@ -26,27 +27,6 @@ _MISLEADING = {
     "model": re.compile(rf"(pytorch_)?model{_WEIGHTS}|adapter_config\.json"),
     "module": re.compile(rf"(pytorch_)?model{_WEIGHTS}|adapter_config\.json"),
     "adapter": re.compile(rf"adapter_model{_WEIGHTS}"),
-}
-_DTYPES = {
-    "BOOL": "bool",
-    "U8": "uint8",
-    "I8": "int8",
-    "U16": "uint16",
-    "I16": "int16",
-    "U32": "uint32",
-    "I32": "int32",
-    "U64": "uint64",
-    "I64": "int64",
-    "F16": "float16",
-    "BF16": "bfloat16",
-    "F32": "float32",
-    "F64": "float64",
-    "C64": "complex64",
-    "F8_E4M3": "float8_e4m3fn",
-    "F8_E5M2": "float8_e5m2",
-    "F8_E4M3FNUZ": "float8_e4m3fnuz",
-    "F8_E5M2FNUZ": "float8_e5m2fnuz",
-    "F8_E8M0": "float8_e8m0fnu",
 }
 
 
@@ -158,8 +138,8 @@ def latest(directory: str | os.PathLike[str]) -> Path | None:
 def verify(path: str | os.PathLike[str], *, deep: bool = True) -> VerifyReport:
     """Compare the files of checkpoint `path` with its manifest.
 
-    Always: names, sizes, the tensors in every safetensors header, every index, and no weights left from another save.
-    `deep` also reads every byte and compares the digests.
+    Always: names, sizes, the tensors in every safetensors header, every index, the digests of files below 1 MiB, and no
+    weights left from another save. `deep` also reads every other byte and compares the digests.
 
     Raises NotACheckpointError or ManifestError as `read_manifest` does.
     """
@@ -172,6 +152,19 @@ def verify(path: str | os.PathLike[str], *, deep: bool = True) -> VerifyReport:
         if not problems or _identity(path) == before:
             size = sum(file.size_bytes for file in manifest.files)
             return VerifyReport(path, not problems, problems, len(manifest.files), size)
+
+
+def check_small_files(path: str | os.PathLike[str], manifest: Manifest, *, below_bytes: int = SMALL_BYTES) -> None:
+    """Compare size and digest of the files of checkpoint `path` that its manifest lists with less than `below_bytes`.
+
+    Reads nothing else: no header, no large file. Raises CorruptError naming every file that differs.
+    """
+    path = Path(path)
+    small = [file for file in manifest.files if file.size_bytes < below_bytes]
+    bad = {file.path: problem for file in small if (problem := _size_problem(path, file))}
+    problems = [*bad.values(), *_digest_problems(path, [file for file in small if file.path not in bad])]
+    if problems:
+        raise CorruptError(f"{path}: {listing(problems)}; use an older checkpoint")
 
 
 def _info(path: Path) -> CheckpointInfo | None:
@@ -209,8 +202,7 @@ def _problems(path: Path, manifest: Manifest, *, deep: bool) -> Iterator[str]:
     yield from _tensor_problems(path, manifest, {file.path for file in sound})
     for part in manifest.parts:
         yield from _index_problems(path, part, {file.path for file in sound})
-    if deep:
-        yield from _digest_problems(path, sound)
+    yield from _digest_problems(path, [file for file in sound if deep or file.size_bytes < SMALL_BYTES])
 
 
 def _size_problem(path: Path, file: FileRecord) -> str | None:
@@ -238,9 +230,6 @@ def _tensor_problems(path: Path, manifest: Manifest, sound: set[str]) -> Iterato
             yield from _header_problems(path, file, tensors)
 
 
-HDF5_HALF = "__hdf5__"  # begins the name of the helper tensor in a file that is safetensors and HDF5 at once
-
-
 def _header_problems(path: Path, file: str, tensors: list[TensorRecord]) -> Iterator[str]:
     try:
         found = read_header(path / file)
@@ -256,36 +245,6 @@ def _header_problems(path: Path, file: str, tensors: list[TensorRecord]) -> Iter
     if changed:
         facts = (f"{name} is {_fact(found[name])}, expected {_fact(expected[name])}" for name in sorted(changed))
         yield f"{file}: {listing(list(facts), ', ')}"
-
-
-def read_header(file: Path) -> dict[str, tuple[str, tuple[int, ...], int, int]]:
-    """The tensors of a safetensors file: name to (dtype, shape, first byte, byte after the last), offsets in the file.
-
-    Raises CorruptError when the header does not hold together or its tensors do not fill the file.
-    """
-    size = file.stat().st_size
-    with file.open("rb") as stream:
-        length = int.from_bytes(stream.read(8), "little")
-        if not 2 <= length <= min(_HEADER_LIMIT_BYTES, size - 8):
-            raise CorruptError(
-                f"{file.name}: a header of {length:,} bytes in a file of {size:,}; use an older checkpoint"
-            )
-        text = stream.read(length)
-    try:
-        entries = json.loads(text).items()
-        tensors = {name: _entry(entry, 8 + length) for name, entry in entries if name != "__metadata__"}
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise CorruptError(f"{file.name}: malformed header ({error!r}); use an older checkpoint") from error
-    end = max((entry[3] for entry in tensors.values()), default=8 + length)
-    if end != size:
-        raise CorruptError(f"{file.name}: its tensors end at byte {end:,}, it at {size:,}; use an older checkpoint")
-    return tensors
-
-
-def _entry(entry: dict[str, Any], data_start: int) -> tuple[str, tuple[int, ...], int, int]:
-    start, end = entry["data_offsets"]
-    dtype = _DTYPES.get(entry["dtype"], entry["dtype"])
-    return dtype, tuple(entry["shape"]), data_start + start, data_start + end
 
 
 def _index_problems(path: Path, part: PartRecord, sound: set[str]) -> Iterator[str]:
@@ -311,14 +270,17 @@ def _weight_map(index: Path, folder: str) -> dict[str, str]:
         return {}
 
 
-def _digest_problems(path: Path, files: Iterable[FileRecord]) -> Iterator[str]:
-    from concurrent.futures import ThreadPoolExecutor  # here, so that listing does not pay for it
+def _digest_problems(path: Path, files: Sequence[FileRecord]) -> Iterator[str]:
+    if sum(file.size_bytes for file in files) < _WORTH_THREADS_BYTES:
+        found = [_digest_or_reason(path, file) for file in files]
+    else:
+        from concurrent.futures import ThreadPoolExecutor  # here, so that listing does not pay for it
 
-    files = list(files)
-    with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:  # hashing and reading both let other threads run
-        for file, found in zip(files, pool.map(lambda file: _digest_or_reason(path, file), files), strict=True):
-            if found != file.digest:
-                yield f"{file.path}: digest {found}, expected {file.digest}: its bytes have changed"
+        with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:  # hashing and reading both let other threads run
+            found = list(pool.map(lambda file: _digest_or_reason(path, file), files))
+    for file, digest in zip(files, found, strict=True):
+        if digest != file.digest:
+            yield f"{file.path}: digest {digest}, expected {file.digest}: its bytes have changed"
 
 
 def _digest_or_reason(path: Path, file: FileRecord) -> str:

@@ -13,6 +13,7 @@ from typing import Any
 
 import xxhash
 
+from ft_ckpt import disk
 from ft_ckpt.manifest import Cut, FileRecord
 
 _AHEAD_BYTES = 16 << 20  # files from this size on are read by other threads ahead of the one that hashes
@@ -48,7 +49,7 @@ def digest_like(file: Path, record: FileRecord) -> str:
 def _digests(file: Path, cuts: Sequence[Cut], ranks: int) -> list[str]:
     """The digest of each rank's parts of the file, hexadecimal."""
     states = [xxhash.xxh3_128() for _ in range(ranks)]
-    with file.open("rb", buffering=0) as stream:
+    with disk.open_regular(file) as stream:
         size_bytes = os.fstat(stream.fileno()).st_size
         if size_bytes < _AHEAD_BYTES:
             content = stream.read()

@@ -12,6 +12,7 @@ import socket
 import stat
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
+from typing import BinaryIO
 
 from ft_ckpt.errors import ConfigError
 
@@ -38,6 +39,19 @@ def local_path(place: str | os.PathLike[str]) -> Path:
         advice = "leave out the scheme" if scheme[1] == "file" else "give a local folder, and copy what is committed"
         raise ConfigError(f"{os.fspath(place)}: {scheme[1]}:// is no place on this machine's disks; {advice}")
     return Path(place)
+
+
+def open_regular(path: Path) -> BinaryIO:
+    """Open a regular file for reading; a pipe or a device is refused, and never waited for.
+
+    Raises OSError, with EINVAL for what is no regular file.
+    """
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    stream = os.fdopen(descriptor, "rb") if stat.S_ISREG(os.fstat(descriptor).st_mode) else None
+    if stream is None:
+        os.close(descriptor)
+        raise OSError(errno.EINVAL, "not a regular file", str(path))
+    return stream
 
 
 def exchange(one: Path, other: Path) -> None:

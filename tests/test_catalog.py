@@ -8,9 +8,11 @@ from dataclasses import replace
 import pytest
 from faults import make_checkpoint, save
 
-from ft_ckpt.catalog import check_paths, discover, latest, read_header, read_manifest, verify
+from ft_ckpt import catalog
+from ft_ckpt.catalog import check_paths, check_small_files, discover, latest, read_manifest, verify
 from ft_ckpt.digests import digest_of
-from ft_ckpt.errors import ManifestError, NotACheckpointError
+from ft_ckpt.errors import CorruptError, ManifestError, NotACheckpointError
+from ft_ckpt.headers import read_header
 from ft_ckpt.manifest import MANIFEST_NAME, FileRecord, from_json, to_json
 
 
@@ -120,12 +122,36 @@ def test_found_without_reading_every_byte(checkpoint, spoil, problem):
         assert latest(checkpoint.parent) is None
 
 
-def test_bit_rot_is_found_by_the_digest(checkpoint):
-    """Pain 26: no content hash, so a flipped bit loads silently."""
+@pytest.mark.parametrize("deep", [True, False])
+def test_bit_rot_is_found_by_the_digest(checkpoint, deep):
+    """Pain 26: no content hash, so a flipped bit loads silently. Small files are hashed at every look."""
+    flip_a_bit(checkpoint)
+    (problem,) = verify(checkpoint, deep=deep).problems
+    assert problem.startswith(f"{SHARD}: digest xxh3-128:")
+
+
+def test_large_files_are_hashed_when_it_is_asked_for(checkpoint, monkeypatch):
+    monkeypatch.setattr(catalog, "SMALL_BYTES", (checkpoint / SHARD).stat().st_size)
     flip_a_bit(checkpoint)
     assert verify(checkpoint, deep=False).ok
-    (problem,) = verify(checkpoint).problems
-    assert problem.startswith(f"{SHARD}: digest xxh3-128:")
+    assert not verify(checkpoint).ok
+
+
+def test_small_files_by_themselves(checkpoint):
+    """What a reader asks that goes by config.json: every listed file that is small, and nothing else."""
+    manifest = read_manifest(checkpoint)
+    check_small_files(checkpoint, manifest)
+    config = checkpoint / "policy" / "config.json"
+    config.write_text(config.read_text().replace("1", "2"))
+    flip_a_bit(checkpoint)
+    with pytest.raises(CorruptError, match=rf"{SHARD}: digest .*policy/config.json: digest"):
+        check_small_files(checkpoint, manifest)
+    with pytest.raises(CorruptError, match=r": policy/config.json: digest"):
+        check_small_files(checkpoint, manifest, below_bytes=50)
+    config.unlink()
+    os.mkfifo(config)
+    with pytest.raises(CorruptError, match=r"policy/config.json: not a file"):
+        check_small_files(checkpoint, manifest)
 
 
 def test_every_problem_is_reported(checkpoint):
