@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from ft_ckpt import errors
-    from ft_ckpt.catalog import latest, verify
+    from ft_ckpt.catalog import best, latest, verify
     from ft_ckpt.closure import checkpoint_closure
     from ft_ckpt.config import SaverConfig
     from ft_ckpt.converting import convert
@@ -33,6 +33,7 @@ __all__ = [
     "RestoreReport",
     "SaveReport",
     "SaverConfig",
+    "best",
     "checkpoint_closure",
     "convert",
     "errors",
@@ -53,6 +54,7 @@ _HOME = {
     "RestoreReport": "ft_ckpt.resume",
     "SaveReport": "ft_ckpt.saver",
     "SaverConfig": "ft_ckpt.config",
+    "best": "ft_ckpt.catalog",
     "checkpoint_closure": "ft_ckpt.closure",
     "convert": "ft_ckpt.converting",
     "latest": "ft_ckpt.catalog",

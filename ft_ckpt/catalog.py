@@ -1,17 +1,18 @@
 """What checkpoints are there, and are they whole? Reads only; needs no torch."""
 
 import json
+import math
 import os
 import re
 import stat
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
 from ft_ckpt.digests import digest_like
 from ft_ckpt.disk import local_path
-from ft_ckpt.errors import CorruptError, ManifestError, NotACheckpointError, listing
+from ft_ckpt.errors import ConfigError, CorruptError, ManifestError, NotACheckpointError, listing
 from ft_ckpt.headers import HDF5_HALF, read_header
 from ft_ckpt.manifest import MANIFEST_NAME, FileRecord, Manifest, PartRecord, TensorRecord, from_json
 
@@ -106,9 +107,10 @@ def strays(folder: Path, manifest: Manifest) -> list[str]:
 
 
 def discover(root: str | os.PathLike[str]) -> list[CheckpointInfo]:
-    """The committed checkpoints in `root` and directly below it, oldest first by step (none first), then by time.
+    """The committed checkpoints in `root` and directly below it, oldest first.
 
-    Hidden folders, folders without a manifest and those whose manifest cannot be read are left out.
+    Runs come in the order of their newest checkpoints, those of one run by step (none first), then by time. Hidden
+    folders, folders without a manifest and those whose manifest cannot be read are left out.
     """
     root = local_path(root)
     below = [root / name for name in _names(root) if not name.startswith(".")]
@@ -116,7 +118,7 @@ def discover(root: str | os.PathLike[str]) -> list[CheckpointInfo]:
     for path in [root, *sorted(below, key=os.path.islink)]:  # a link to a sibling is not a second checkpoint
         if info := _info(path):
             found.setdefault(os.path.realpath(path), info)
-    return sorted(found.values(), key=_age)
+    return _in_order(list(found.values()))
 
 
 def latest(directory: str | os.PathLike[str]) -> Path | None:
@@ -124,15 +126,25 @@ def latest(directory: str | os.PathLike[str]) -> Path | None:
 
     One that does not pass is left out with a warning that says why.
     """
-    for info in reversed(discover(directory)):
-        try:
-            problems = verify(info.path, deep=False).problems
-        except (ManifestError, OSError) as error:  # deleted or damaged since it was discovered
-            problems = (str(error),)
-        if not problems:
-            return info.path
-        warnings.warn(f"{info.path}: not valid, using an older checkpoint: {'; '.join(problems)}", stacklevel=2)
-    return None
+    return _first_valid(reversed(discover(directory)), "an older checkpoint")
+
+
+def best(run: str | os.PathLike[str], metric: str | tuple[str, str] | None = None) -> Path | None:
+    """The checkpoint of the newest run in the folder `run` that is the best by a metric; None when none has a number.
+
+    `metric` is (name, "min" or "max"). A name alone, or None where there is one metric, is looked up in what the run's
+    `Keep.best` and `Every.best` said. NaN is never the best; of equals the first is. What does not pass
+    `verify(deep=False)` is left out with a warning. Raises ConfigError when it is not known which metric is meant, or
+    whether less or more of it is better.
+    """
+    infos = discover(run)
+    infos = [info for info in infos if info.manifest.run_id == infos[-1].manifest.run_id]
+    if not infos:
+        return None
+    name, mode = _ranking(infos, metric)
+    known = [info for info in infos if not math.isnan(info.manifest.metrics.get(name, math.nan))]
+    known.sort(key=lambda info: info.manifest.metrics[name] * (1 if mode == "min" else -1))
+    return _first_valid(known, "the next best")
 
 
 def verify(path: str | os.PathLike[str], *, deep: bool = True) -> VerifyReport:
@@ -174,8 +186,45 @@ def _info(path: Path) -> CheckpointInfo | None:
         return None
 
 
+def _in_order(infos: Sequence[CheckpointInfo]) -> list[CheckpointInfo]:
+    """Oldest first: a run that was begun afresh is newer than one that got further before it."""
+    newest: dict[str | None, str] = {}
+    for info in infos:
+        run = info.manifest.run_id
+        newest[run] = max(newest.get(run, ""), info.manifest.created)
+    return sorted(infos, key=lambda info: (newest[info.manifest.run_id], *_age(info)))
+
+
 def _age(info: CheckpointInfo) -> tuple[int, str]:
     return (-1 if info.manifest.step is None else info.manifest.step, info.manifest.created)
+
+
+def _first_valid(infos: Iterable[CheckpointInfo], instead: str) -> Path | None:
+    """The first that passes `verify(deep=False)`; those before it are warned of."""
+    for info in infos:
+        try:
+            problems = verify(info.path, deep=False).problems
+        except (ManifestError, OSError) as error:  # deleted or damaged since it was discovered
+            problems = (str(error),)
+        if not problems:
+            return info.path
+        warnings.warn(f"{info.path}: not valid, using {instead}: {'; '.join(problems)}", stacklevel=3)
+    return None
+
+
+def _ranking(infos: Sequence[CheckpointInfo], metric: str | tuple[str, str] | None) -> tuple[str, str]:
+    """The metric that is meant, and "min" or "max". Raises ConfigError when that is not known."""
+    if isinstance(metric, tuple) and len(metric) == 2 and metric[1] in ("min", "max"):
+        return metric
+    told = {name: mode for info in infos for name, mode in info.manifest.rankings.items()}
+    meant = [name for name in told if metric in (None, name)]
+    if len(meant) == 1:
+        return meant[0], told[meant[0]]
+    known = sorted({name for info in infos for name in info.manifest.metrics})
+    raise ConfigError(
+        f"metric={metric!r}: expected (name, 'min' or 'max'); the run's Keep and Every rank by "
+        f"{listing(sorted(told), ', ') or 'none'}, its checkpoints have {listing(known, ', ') or 'no metrics'}"
+    )
 
 
 def _names(folder: Path) -> list[str]:

@@ -80,6 +80,13 @@ class SaverConfig:
         """`max_shard_size` in bytes."""
         return parse_size(self.max_shard_size)
 
+    @property
+    def rankings(self) -> dict[str, str]:
+        """The metrics that checkpoints of the run are ranked by, each with "min" or "max"."""
+        keep, every = self.keep or Keep(), self.every or Every()
+        ranked = [(name, mode) for name, mode, _ in (*keep.rankings, *(keep.state or Keep()).rankings)]
+        return dict(ranked if every.best is None else [*ranked, every.best])
+
 
 def make_config(config: SaverConfig | None, settings: dict[str, Any]) -> SaverConfig:
     """The configuration given as an object or as keywords, not both; ConfigError names unknown keywords."""

@@ -6,6 +6,7 @@ module is frozen data: it touches neither the disk nor torch.
 
 import dataclasses
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -90,18 +91,21 @@ class Manifest:
     kind: str  # "full" | "adapter" | "attribute" | "state"
     created: str  # ISO 8601, UTC
     step: int | None = None
-    metrics: Mapping[str, float] = field(default_factory=dict)
+    metrics: Mapping[str, float] = field(default_factory=dict)  # in JSON those that are not finite are text
     world: Mapping[str, Any] = field(default_factory=dict)  # {"size": 2, "engine": "fsdp2", ...}
     versions: Mapping[str, str] = field(default_factory=dict)
     shared: tuple[tuple[str, ...], ...] = ()  # groups of "part:stored name" that were one parameter across parts
     notes: tuple[str, ...] = ()  # what the saver decided and a reader should know
     run_id: str | None = None
+    rankings: Mapping[str, str] = field(default_factory=dict)  # metric -> "min" or "max": what the run calls best
+    export: bool = False  # weights saved within a run beside its checkpoints: no rule of the run deletes them
     format_version: int = FORMAT_VERSION
 
 
 def to_json(manifest: Manifest) -> str:
     """The manifest as JSON text, one line per record so that a diff or an eye can follow it."""
     plain = {key: value for key, value in vars(manifest).items() if key not in ("parts", "files")}
+    plain["metrics"] = {name: value if math.isfinite(value) else str(value) for name, value in plain["metrics"].items()}
     lines = [f"  {_dump(key)}: {_dump(value)}," for key, value in plain.items()]
     lines.append('  "files": [\n' + ",\n".join("    " + _file_json(file) for file in manifest.files) + "\n  ],")
     lines.append('  "parts": [\n' + ",\n".join(_part_json(part) for part in manifest.parts) + "\n  ]")
@@ -146,6 +150,8 @@ def _manifest(document: dict[str, Any]) -> Manifest:
     values = {key: value for key, value in document.items() if key in known}
     values["files"] = tuple(_file(file) for file in document["files"])
     values["parts"] = tuple(_part(part) for part in document["parts"])
+    values["metrics"] = {name: _number(value) for name, value in document.get("metrics", {}).items()}
+    values["rankings"] = dict(document.get("rankings", {}))
     values["shared"] = _groups(document.get("shared", ()))
     values["notes"] = tuple(document.get("notes", ()))
     return Manifest(**values)
@@ -163,6 +169,14 @@ def _part(document: dict[str, Any]) -> PartRecord:
     base = document.get("base")
     values["base"] = BaseRecord(**base) if base is not None else None
     return PartRecord(**values)
+
+
+def _number(value: Any) -> float:
+    """A metric; NaN for what is no number, which earlier versions let pass."""
+    try:
+        return float(value)
+    except (TypeError, ValueError, OverflowError):
+        return math.nan
 
 
 def _groups(groups: Any) -> tuple[tuple[str, ...], ...]:

@@ -254,6 +254,8 @@ def _sealed(job: _Job, stage: Path, written: list[FileRecord]) -> dict[str, Any]
         metrics=request.metrics,
         world={"size": job.ranks.size, "engine": job.prepared.engine},
         run_id=request.run_id,
+        rankings=job.config.rankings,
+        export=request.run_id is not None and request.captured.state is None,
     )
     commit.commit(stage, request.target, manifest)
     return {

@@ -145,7 +145,7 @@ def _held(info: catalog.CheckpointInfo, links: Mapping[str, str], asked: set[str
         valid=valid,
         has_state=STATE in kinds,
         has_weights=kinds != {STATE},
-        run_id=manifest.run_id,
+        run_id=None if manifest.export else manifest.run_id,
     )
 
 

@@ -47,6 +47,7 @@ def test_public_names_are_pinned_sorted_and_resolve():
         "RestoreReport",
         "SaveReport",
         "SaverConfig",
+        "best",
         "checkpoint_closure",
         "convert",
         "errors",
