@@ -1,34 +1,34 @@
 """What checkpoints are there, and are they whole? Reads only; needs no torch."""
 
-import json
 import math
 import os
 import re
-import stat
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 
-from ft_ckpt.digests import digest_like
-from ft_ckpt.disk import local_path
-from ft_ckpt.errors import ConfigError, CorruptError, ManifestError, NotACheckpointError, listing
-from ft_ckpt.headers import HDF5_HALF, read_header
-from ft_ckpt.manifest import MANIFEST_NAME, FileRecord, Manifest, PartRecord, TensorRecord, from_json
+from ft_ckpt import disk
+from ft_ckpt.checks import SMALL_BYTES, problems_of, small_problems
+from ft_ckpt.disk import local_path, read_text
+from ft_ckpt.errors import (
+    CheckpointError,
+    ConfigError,
+    CorruptError,
+    ManifestError,
+    NotACheckpointError,
+    UnreadableError,
+    damaged_input,
+    listing,
+)
+from ft_ckpt.manifest import (
+    MANIFEST_LIMIT_BYTES,
+    MANIFEST_NAME,
+    Manifest,
+    from_json,
+)
 
-_WORTH_THREADS_BYTES = 8 << 20
-SMALL_BYTES = 1 << 20  # files below it are hashed whenever a checkpoint is looked at: configs, tokenizers, indexes
-
-# What a reader of a model (or of an adapter) goes by. One of these that the manifest does not list is left over from
-# another save: from_pretrained takes model.safetensors before an index, vLLM takes every shard, and an
-# adapter_config.json beside a model is applied to it unasked. An adapter's folder may be its base's: only names of
-# adapters count there.
-_WEIGHTS = r"(-\d+-of-\d+)?\.(safetensors|bin|h5)(\.index\.json)?"
-_MISLEADING = {
-    "model": re.compile(rf"(pytorch_)?model{_WEIGHTS}|adapter_config\.json"),
-    "module": re.compile(rf"(pytorch_)?model{_WEIGHTS}|adapter_config\.json"),
-    "adapter": re.compile(rf"adapter_model{_WEIGHTS}"),
-}
+_HEAD_BYTES = 64 << 10  # of a manifest: the fields that are one number or one line
 
 
 @dataclass(frozen=True)
@@ -54,17 +54,19 @@ def read_manifest(path: str | os.PathLike[str]) -> Manifest:
     """The manifest of the checkpoint folder `path`.
 
     Raises NotACheckpointError when nothing is committed there; ManifestError when the manifest is damaged, from a
-    newer ft_ckpt, or names a place outside the folder.
+    newer ft_ckpt, or names a place outside the folder; UnreadableError when the system would not read it just now.
     """
     file = local_path(path) / MANIFEST_NAME
     try:
-        text = file.read_text(encoding="utf-8")
-    except (FileNotFoundError, NotADirectoryError) as error:
+        text = read_text(file, MANIFEST_LIMIT_BYTES)
+    except FileNotFoundError as error:
         raise NotACheckpointError(
             f"{path}: no {MANIFEST_NAME} in it, so no save was completed there; use another folder or save again"
         ) from error
-    except UnicodeDecodeError as error:
-        raise ManifestError(f"{file}: not text ({error}); the checkpoint is damaged, use an older one") from error
+    except UnreadableError:
+        raise
+    except CorruptError as error:
+        raise ManifestError(str(error)) from error
     manifest = from_json(text, str(file))
     check_paths(manifest, str(file))
     return manifest
@@ -86,39 +88,67 @@ def check_paths(manifest: Manifest, source: str) -> None:
 
 
 def is_inside(path: object) -> bool:
-    """True for a relative path in its plainest form (no "..", ".", empty step, backslash or NUL)."""
-    return isinstance(path, str) and not re.search(r"[\\\0]", path) and not {"", ".", ".."} & set(path.split("/"))
+    """True for a relative path in its plainest form (no "..", ".", empty step, backslash or NUL) that can be a name.
 
-
-def misleading(path: str, manifest: Manifest) -> bool:
-    """True when `path`, relative to the checkpoint, is not listed and readers would mix it up with the weights."""
-    where, name = str(PurePosixPath(path).parent), PurePosixPath(path).name
-    kinds = {part.kind for part in manifest.parts if (part.path or ".") == where}
-    if not any(kind in _MISLEADING and _MISLEADING[kind].fullmatch(name) for kind in kinds):
+    Surrogates from dc80 to dcff stand for the bytes of a name that is not UTF-8, other ones for nothing.
+    """
+    if not isinstance(path, str) or re.search("[\\\\\0\ud800-\udc7f\udd00-\udfff]", path):
         return False
-    return all(file.path != path for file in manifest.files)
+    return not {"", ".", ".."} & set(path.split("/"))
 
 
-def strays(folder: Path, manifest: Manifest) -> list[str]:
-    """Paths of the misleading files in the folders of the manifest's parts, sorted."""
-    paths = {part.path for part in manifest.parts}
-    found = [(Path(path) / name).as_posix() for path in paths for name in _names(folder / path)]
-    return sorted(path for path in found if misleading(path, manifest))
+@dataclass(frozen=True)
+class Listing:
+    """What a look into a folder found: checkpoints, oldest first, and manifests that could not be read, with why.
+
+    `damaged` ones will not be read later either; `unreadable` ones may be whole, and count for something.
+    """
+
+    found: tuple[CheckpointInfo, ...]
+    damaged: Mapping[Path, CheckpointError]
+    unreadable: Mapping[Path, CheckpointError]
+
+
+def look(root: str | os.PathLike[str]) -> Listing:
+    """The committed checkpoints in `root` and directly below it, as `discover` has them, and what is wrong with others.
+
+    Raises UnreadableError when `root` itself cannot be looked through.
+    """
+    root = local_path(root)
+    with damaged_input(root):
+        below = _below(root)
+    found: dict[str, CheckpointInfo] = {}
+    damaged: dict[Path, CheckpointError] = {}
+    unreadable: dict[Path, CheckpointError] = {}
+    for path in [root, *sorted(below, key=os.path.islink)]:  # a link to a sibling is not a second checkpoint
+        result = _info(path)
+        if isinstance(result, CheckpointInfo):
+            found.setdefault(os.path.realpath(path), result)
+        elif isinstance(result, UnreadableError):
+            unreadable[path] = result
+        elif result is not None:
+            damaged[path] = result
+    return Listing(tuple(_in_order(list(found.values()))), damaged, unreadable)
 
 
 def discover(root: str | os.PathLike[str]) -> list[CheckpointInfo]:
     """The committed checkpoints in `root` and directly below it, oldest first.
 
-    Runs come in the order of their newest checkpoints, those of one run by step (none first), then by time. Hidden
-    folders, folders without a manifest and those whose manifest cannot be read are left out.
+    Runs come in the order of their newest checkpoints, those of one run by step, before them those without one in the
+    order they were saved in. Hidden folders and those without a manifest are left out;
+    so are those whose manifest is damaged or cannot be read just now, with a warning that names them. Raises
+    UnreadableError when `root` itself cannot be looked through.
     """
-    root = local_path(root)
-    below = [root / name for name in _names(root) if not name.startswith(".")]
-    found: dict[str, CheckpointInfo] = {}
-    for path in [root, *sorted(below, key=os.path.islink)]:  # a link to a sibling is not a second checkpoint
-        if info := _info(path):
-            found.setdefault(os.path.realpath(path), info)
-    return _in_order(list(found.values()))
+    listed = look(root)
+    for path, error in {**listed.damaged, **listed.unreadable}.items():
+        warnings.warn(f"{path}: left out: {error}", stacklevel=2)
+    return list(listed.found)
+
+
+def next_number(target: Path) -> int:
+    """The number of a checkpoint without a step that is saved to `target`: one more than the largest beside it."""
+    around = [target, target.parent, *_below(target), *_below(target.parent)]
+    return 1 + max(_number(path) for path in around)
 
 
 def latest(directory: str | os.PathLike[str]) -> Path | None:
@@ -153,13 +183,14 @@ def verify(path: str | os.PathLike[str], *, deep: bool = True) -> VerifyReport:
     Always: names, sizes, the tensors in every safetensors header, every index, the digests of files below 1 MiB, and no
     weights left from another save. `deep` also reads every other byte and compares the digests.
 
-    Raises NotACheckpointError or ManifestError as `read_manifest` does.
+    Raises NotACheckpointError, ManifestError or UnreadableError as `read_manifest` does.
     """
     path = Path(path)
     while True:
         before = _identity(path)
         manifest = read_manifest(path)
-        problems = tuple(_problems(path, manifest, deep=deep))
+        with damaged_input(path):
+            problems = tuple(problems_of(path, manifest, deep=deep))
         # One save may overwrite the checkpoint while it is read here: what was seen is then half of each. Look again.
         if not problems or _identity(path) == before:
             size = sum(file.size_bytes for file in manifest.files)
@@ -172,18 +203,19 @@ def check_small_files(path: str | os.PathLike[str], manifest: Manifest, *, below
     Reads nothing else: no header, no large file. Raises CorruptError naming every file that differs.
     """
     path = Path(path)
-    small = [file for file in manifest.files if file.size_bytes < below_bytes]
-    bad = {file.path: problem for file in small if (problem := _size_problem(path, file))}
-    problems = [*bad.values(), *_digest_problems(path, [file for file in small if file.path not in bad])]
-    if problems:
+    if problems := small_problems(path, manifest, below_bytes):
         raise CorruptError(f"{path}: {listing(problems)}; use an older checkpoint")
 
 
-def _info(path: Path) -> CheckpointInfo | None:
+def _info(path: Path) -> CheckpointInfo | CheckpointError | None:
+    """What is committed in `path`, or what is wrong with it; None when there is nothing."""
     try:
-        return CheckpointInfo(path, read_manifest(path))
-    except (ManifestError, OSError):
+        with damaged_input(path):
+            return CheckpointInfo(path, read_manifest(path))
+    except NotACheckpointError:
         return None
+    except CheckpointError as error:
+        return error
 
 
 def _in_order(infos: Sequence[CheckpointInfo]) -> list[CheckpointInfo]:
@@ -195,8 +227,10 @@ def _in_order(infos: Sequence[CheckpointInfo]) -> list[CheckpointInfo]:
     return sorted(infos, key=lambda info: (newest[info.manifest.run_id], *_age(info)))
 
 
-def _age(info: CheckpointInfo) -> tuple[int, str]:
-    return (-1 if info.manifest.step is None else info.manifest.step, info.manifest.created)
+def _age(info: CheckpointInfo) -> tuple[int, int, str]:
+    """Clocks go back now and then: among those without a step, their number comes before the time."""
+    manifest = info.manifest
+    return (-1 if manifest.step is None else manifest.step, manifest.number or 0, manifest.created)
 
 
 def _first_valid(infos: Iterable[CheckpointInfo], instead: str) -> Path | None:
@@ -204,7 +238,7 @@ def _first_valid(infos: Iterable[CheckpointInfo], instead: str) -> Path | None:
     for info in infos:
         try:
             problems = verify(info.path, deep=False).problems
-        except (ManifestError, OSError) as error:  # deleted or damaged since it was discovered
+        except CheckpointError as error:  # deleted or damaged since it was discovered
             problems = (str(error),)
         if not problems:
             return info.path
@@ -227,11 +261,19 @@ def _ranking(infos: Sequence[CheckpointInfo], metric: str | tuple[str, str] | No
     )
 
 
-def _names(folder: Path) -> list[str]:
+def _below(folder: Path) -> list[Path]:
+    return [folder / name for name in disk.names(folder) if not name.startswith(".")]
+
+
+def _number(path: Path) -> int:
+    """The number of the checkpoint in `path`, from the head of its manifest alone; 0 when it has none."""
     try:
-        return sorted(entry.name for entry in folder.iterdir())
-    except (FileNotFoundError, NotADirectoryError):
-        return []
+        with disk.open_regular(path / MANIFEST_NAME) as stream:
+            head = stream.read(_HEAD_BYTES)
+    except (OSError, CorruptError):
+        return 0
+    found = re.search(rb'^  "number": (\d{1,18}),$', head, re.MULTILINE)
+    return int(found[1]) if found else 0
 
 
 def _identity(path: Path) -> tuple[int, int] | None:
@@ -240,108 +282,3 @@ def _identity(path: Path) -> tuple[int, int] | None:
     except OSError:
         return None
     return found.st_ino, found.st_mtime_ns
-
-
-def _problems(path: Path, manifest: Manifest, *, deep: bool) -> Iterator[str]:
-    bad = {file.path: problem for file in manifest.files if (problem := _size_problem(path, file))}
-    yield from bad.values()
-    for name in strays(path, manifest):
-        yield f"{name}: not of this checkpoint, and readers would take it for its weights; move it away"
-    sound = [file for file in manifest.files if file.path not in bad]
-    yield from _tensor_problems(path, manifest, {file.path for file in sound})
-    for part in manifest.parts:
-        yield from _index_problems(path, part, {file.path for file in sound})
-    yield from _digest_problems(path, [file for file in sound if deep or file.size_bytes < SMALL_BYTES])
-
-
-def _size_problem(path: Path, file: FileRecord) -> str | None:
-    try:
-        found = (path / file.path).stat()
-    except OSError as error:
-        return f"{file.path}: missing ({error.strerror})"
-    if not stat.S_ISREG(found.st_mode):
-        return f"{file.path}: not a file"
-    if found.st_size != file.size_bytes:
-        return f"{file.path}: {found.st_size:,} bytes, expected {file.size_bytes:,}: cut short or overwritten"
-    return None
-
-
-def _tensor_problems(path: Path, manifest: Manifest, sound: set[str]) -> Iterator[str]:
-    records: dict[str, list[TensorRecord]] = {}
-    for part in manifest.parts:
-        for tensor in part.tensors:
-            records.setdefault(tensor.file, []).append(tensor)
-    listed = {file.path for file in manifest.files}
-    for file, tensors in records.items():
-        if file not in listed:
-            yield f"{file}: holds {len(tensors)} tensors but is not among the listed files"
-        elif file in sound and file.endswith(".safetensors"):
-            yield from _header_problems(path, file, tensors)
-
-
-def _header_problems(path: Path, file: str, tensors: list[TensorRecord]) -> Iterator[str]:
-    try:
-        found = read_header(path / file)
-    except (CorruptError, OSError) as error:
-        yield f"{file}: not a readable safetensors file ({error})"
-        return
-    expected = {t.name: (t.dtype, t.shape, t.start, t.end) for t in tensors}
-    if lost := expected.keys() - found.keys():
-        yield f"{file}: tensors missing: {listing(sorted(lost), ', ')}"
-    if extra := {name for name in found.keys() - expected.keys() if not name.startswith(HDF5_HALF)}:
-        yield f"{file}: tensors that the manifest does not list: {listing(sorted(extra), ', ')}"
-    changed = [name for name in expected.keys() & found.keys() if expected[name] != found[name]]
-    if changed:
-        facts = (f"{name} is {_fact(found[name])}, expected {_fact(expected[name])}" for name in sorted(changed))
-        yield f"{file}: {listing(list(facts), ', ')}"
-
-
-def _index_problems(path: Path, part: PartRecord, sound: set[str]) -> Iterator[str]:
-    """The index of a part must send each tensor to the file that holds it; several shards must have one."""
-    files = {tensor.file for tensor in part.tensors}
-    folder = f"{part.path}/" if part.path else ""
-    indexes = [name for name in sound if re.fullmatch(rf"{re.escape(folder)}[^/]+\.safetensors\.index\.json", name)]
-    sharded = len(files) > 1 and all(file.endswith(".safetensors") for file in files)
-    if sharded and not indexes and part.kind != "state":  # a state has a file of each rank, and a reader of its own
-        yield f"{folder or './'}: {len(files)} shards without an index; readers of sharded weights need one"
-    expected = {tensor.name: tensor.file for tensor in part.tensors}
-    for name in sorted(indexes):
-        if (found := _weight_map(path / name, folder)) != expected:
-            wrong = sorted(key for key in expected.keys() | found.keys() if expected.get(key) != found.get(key))
-            yield f"{name}: sends these tensors elsewhere than the manifest: {listing(wrong, ', ')}"
-
-
-def _weight_map(index: Path, folder: str) -> dict[str, str]:
-    try:
-        entries = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-        return {name: f"{folder}{file}" for name, file in entries.items()}
-    except (AttributeError, KeyError, OSError, TypeError, ValueError):
-        return {}
-
-
-def _digest_problems(path: Path, files: Sequence[FileRecord]) -> Iterator[str]:
-    if sum(file.size_bytes for file in files) < _WORTH_THREADS_BYTES:
-        found = [_digest_or_reason(path, file) for file in files]
-    else:
-        from concurrent.futures import ThreadPoolExecutor  # here, so that listing does not pay for it
-
-        with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:  # hashing and reading both let other threads run
-            found = list(pool.map(lambda file: _digest_or_reason(path, file), files))
-    for file, digest in zip(files, found, strict=True):
-        if digest != file.digest:
-            yield f"{file.path}: digest {digest}, expected {file.digest}: its bytes have changed"
-
-
-def _digest_or_reason(path: Path, file: FileRecord) -> str:
-    """The digest of a file as its record has it, or words that no digest equals when it cannot be read."""
-    try:
-        return digest_like(path / file.path, file)
-    except OSError as error:
-        return f"unreadable ({error.strerror})"
-    except CorruptError as error:  # a large file that ends too soon, or cannot be read on
-        return f"unreadable ({error})"
-
-
-def _fact(entry: tuple[str, tuple[int, ...], int, int]) -> str:
-    dtype, shape, start, end = entry
-    return f"{dtype} {list(shape)} at bytes {start:,} to {end:,}"

@@ -28,12 +28,14 @@ import re
 import secrets
 import socket
 import time
+from dataclasses import replace
 from pathlib import Path
 
 from ft_ckpt import disk
-from ft_ckpt.catalog import check_paths, is_inside, misleading, read_manifest, strays
-from ft_ckpt.errors import CorruptError, ManifestError, NoSpaceError, TargetError, explained, listing
-from ft_ckpt.manifest import MANIFEST_NAME, Manifest, to_json
+from ft_ckpt.catalog import check_paths, is_inside, next_number, read_manifest
+from ft_ckpt.checks import misleading, strays
+from ft_ckpt.errors import CorruptError, ManifestError, NoSpaceError, TargetError, UnreadableError, explained, listing
+from ft_ckpt.manifest import MANIFEST_LIMIT_BYTES, MANIFEST_NAME, Manifest, to_json
 
 _LEFTOVER = re.compile(
     r"\.(?:(?P<target>.+)\.)?ft_ckpt-(?P<what>stage|old)-(?P<owner>(?P<host>.+)-(?P<pid>\d+)-[0-9a-f]{8})", re.DOTALL
@@ -100,6 +102,8 @@ def commit(stage: Path, target: Path, manifest: Manifest) -> None:
         target = _real(target)
         try:
             check_paths(manifest, str(target))
+            if manifest.step is None:
+                manifest = replace(manifest, number=next_number(target))
             _seal(stage, manifest)
             _place(stage, target, manifest)
         finally:
@@ -295,9 +299,11 @@ def _carry(stage: Path, target: Path) -> None:
 def _listed(folder: Path) -> frozenset[str] | None:
     """The files of the checkpoint in `folder`; None when there is none. Understands newer manifests than ours too."""
     try:
-        files = json.loads((folder / MANIFEST_NAME).read_text(encoding="utf-8"))["files"]
+        files = json.loads(disk.read_text(folder / MANIFEST_NAME, MANIFEST_LIMIT_BYTES))["files"]
         paths = frozenset(file["path"] for file in files)
-    except (KeyError, OSError, TypeError, ValueError):
+    except UnreadableError:
+        raise
+    except (CorruptError, FileNotFoundError, KeyError, RecursionError, TypeError, ValueError):
         return None
     return paths if all(is_inside(path) for path in paths) else None
 

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import BinaryIO
 
-from ft_ckpt.errors import ConfigError
+from ft_ckpt.errors import ConfigError, CorruptError, UnreadableError, damaged_input
 
 # The calls that change the disk, each by one name, so that a test can stop the process at every one of them.
 mkdir = os.mkdir
@@ -42,16 +42,47 @@ def local_path(place: str | os.PathLike[str]) -> Path:
 
 
 def open_regular(path: Path) -> BinaryIO:
-    """Open a regular file for reading; a pipe or a device is refused, and never waited for.
+    """Open a regular file for reading. A pipe, socket or device is refused and never waited for.
 
-    Raises OSError, with EINVAL for what is no regular file.
+    Raises OSError, or CorruptError for what is no regular file.
     """
-    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-    stream = os.fdopen(descriptor, "rb") if stat.S_ISREG(os.fstat(descriptor).st_mode) else None
-    if stream is None:
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError as error:
+        if error.errno != errno.ENXIO:  # what a socket says
+            raise
+        raise CorruptError(f"{path}: not a regular file; move it away") from error
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
-        raise OSError(errno.EINVAL, "not a regular file", str(path))
-    return stream
+        raise CorruptError(f"{path}: not a regular file; move it away")
+    return os.fdopen(descriptor, "rb")
+
+
+def read_text(file: Path, limit_bytes: int) -> str:
+    """The UTF-8 text of a regular file.
+
+    Raises FileNotFoundError when it is not there, UnreadableError when it cannot be read now, CorruptError when it is
+    something else, or larger than `limit_bytes`.
+    """
+    try:
+        with damaged_input(file), open_regular(file) as stream:
+            size_bytes = os.fstat(stream.fileno()).st_size
+            text = stream.read(limit_bytes).decode("utf-8") if size_bytes <= limit_bytes else ""
+    except UnreadableError as error:
+        if error.errno == errno.ENOTDIR:
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(file)) from error
+        raise
+    if size_bytes > limit_bytes:
+        raise CorruptError(f"{file}: {size_bytes:,} bytes, expected at most {limit_bytes:,}; use another copy")
+    return text
+
+
+def names(folder: Path) -> list[str]:
+    """What is in `folder`, sorted; nothing when there is no such folder. Raises OSError."""
+    try:
+        return sorted(entry.name for entry in folder.iterdir())
+    except (FileNotFoundError, NotADirectoryError):
+        return []
 
 
 def exchange(one: Path, other: Path) -> None:

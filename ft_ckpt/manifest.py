@@ -4,18 +4,24 @@ A checkpoint folder is committed when, and only when, `ft_ckpt.json` (MANIFEST_N
 module is frozen data: it touches neither the disk nor torch.
 """
 
-import dataclasses
 import json
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+import re
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, fields
 from typing import Any
 
-from ft_ckpt.errors import ManifestError
+import xxhash
+
+from ft_ckpt.errors import ManifestError, listing
+from ft_ckpt.typed_json import OddValue, reader_of
 
 MANIFEST_NAME = "ft_ckpt.json"
 FORMAT_VERSION = 1  # raised when an older reader could misread a newer manifest
-_dump = json.JSONEncoder(ensure_ascii=False).encode
+MANIFEST_LIMIT_BYTES = 256 << 20  # a million tensors
+_MOST_RANKS = 1 << 17  # that a file may have as writers: each has a digest of its own while it is checked
+_encode = json.JSONEncoder(ensure_ascii=False).encode
 
 
 @dataclass(frozen=True)
@@ -99,39 +105,43 @@ class Manifest:
     run_id: str | None = None
     rankings: Mapping[str, str] = field(default_factory=dict)  # metric -> "min" or "max": what the run calls best
     export: bool = False  # weights saved within a run beside its checkpoints: no rule of the run deletes them
+    number: int | None = None  # without a step: one more than the largest beside it, since clocks may go back
     format_version: int = FORMAT_VERSION
 
 
 def to_json(manifest: Manifest) -> str:
-    """The manifest as JSON text, one line per record so that a diff or an eye can follow it."""
+    """The manifest as JSON text, one line per record so that a diff or an eye can follow it.
+
+    It vouches for itself: "digest" is that of the text without its own line.
+    """
     plain = {key: value for key, value in vars(manifest).items() if key not in ("parts", "files")}
     plain["metrics"] = {name: value if math.isfinite(value) else str(value) for name, value in plain["metrics"].items()}
     lines = [f"  {_dump(key)}: {_dump(value)}," for key, value in plain.items()]
     lines.append('  "files": [\n' + ",\n".join("    " + _file_json(file) for file in manifest.files) + "\n  ],")
     lines.append('  "parts": [\n' + ",\n".join(_part_json(part) for part in manifest.parts) + "\n  ]")
-    return "{\n" + "\n".join(lines) + "\n}\n"
+    body = "\n".join(lines) + "\n}\n"
+    return "{\n" + _digest_line(_digest("{\n" + body)) + body
 
 
 def from_json(text: str, source: str = MANIFEST_NAME) -> Manifest:
     """The manifest in `text`; `source` names it in errors.
 
-    Raises ManifestError when it is not JSON, lacks a field, or was written by a newer ft_ckpt.
+    Raises ManifestError when it is not JSON, lacks a field or has one of another type or range, has changed since it
+    was written (its digest tells; those of ft_ckpt 0.1.0 have none), or was written by a newer ft_ckpt.
     """
+    document = _document(text, source)
+    _check_digest(document, text, source)
     try:
-        document = json.loads(text)
-        version = document["format_version"]
-    except (ValueError, KeyError, TypeError) as error:
+        manifest: Manifest = _read(document)
+    except OddValue as odd:
         raise ManifestError(
-            f"{source}: not an ft_ckpt manifest ({error!r}); the checkpoint is damaged, use an older one"
-        ) from error
-    if not isinstance(version, int) or version > FORMAT_VERSION:
+            f"{source}: malformed manifest ({odd}); the checkpoint is damaged, use an older one"
+        ) from odd
+    if problems := list(_problems(manifest)):
         raise ManifestError(
-            f"{source}: manifest format {version!r}, this ft_ckpt reads up to {FORMAT_VERSION}; upgrade ft_ckpt"
+            f"{source}: malformed manifest ({listing(problems)}); the checkpoint is damaged, use an older one"
         )
-    try:
-        return _manifest(document)
-    except (KeyError, TypeError, ValueError) as error:
-        raise ManifestError(f"{source}: malformed manifest ({error!r}); the checkpoint is damaged") from error
+    return manifest
 
 
 def _file_json(file: FileRecord) -> str:
@@ -145,39 +155,76 @@ def _part_json(part: PartRecord) -> str:
     return f'    {{{head}"tensors": [\n{tensors}\n    ]}}'
 
 
-def _manifest(document: dict[str, Any]) -> Manifest:
-    known = {f.name for f in dataclasses.fields(Manifest)}
-    values = {key: value for key, value in document.items() if key in known}
-    values["files"] = tuple(_file(file) for file in document["files"])
-    values["parts"] = tuple(_part(part) for part in document["parts"])
-    values["metrics"] = {name: _number(value) for name, value in document.get("metrics", {}).items()}
-    values["rankings"] = dict(document.get("rankings", {}))
-    values["shared"] = _groups(document.get("shared", ()))
-    values["notes"] = tuple(document.get("notes", ()))
-    return Manifest(**values)
+def _dump(value: Any) -> str:
+    """JSON that is valid UTF-8 whatever names it holds: bytes of a file name that are not UTF-8 come as surrogates."""
+    return re.sub("[\ud800-\udfff]", lambda found: f"\\u{ord(found[0]):04x}", _encode(value))
 
 
-def _file(document: dict[str, Any]) -> FileRecord:
-    return FileRecord(**{**document, "cuts": tuple(Cut(*cut) for cut in document.get("cuts", ()))})
+def _digest(text: str) -> str:
+    return f"xxh3-128:{xxhash.xxh3_128_hexdigest(text.encode('utf-8', 'surrogatepass'))}"
 
 
-def _part(document: dict[str, Any]) -> PartRecord:
-    values = dict(document)
-    values["tensors"] = tuple(TensorRecord(**{**t, "shape": tuple(t["shape"])}) for t in document["tensors"])
-    values["ties"] = _groups(document.get("ties", ()))
-    values["trainable"] = tuple(document.get("trainable", ()))
-    base = document.get("base")
-    values["base"] = BaseRecord(**base) if base is not None else None
-    return PartRecord(**values)
+def _digest_line(digest: str) -> str:
+    return f'  "digest": {_dump(digest)},\n'
 
 
-def _number(value: Any) -> float:
-    """A metric; NaN for what is no number, which earlier versions let pass."""
+_read = reader_of(Manifest)
+
+
+def _document(text: str, source: str) -> dict[str, Any]:
     try:
-        return float(value)
-    except (TypeError, ValueError, OverflowError):
-        return math.nan
+        document = json.loads(text)
+        version = document["format_version"]
+    except (ValueError, KeyError, RecursionError, TypeError) as error:
+        raise ManifestError(
+            f"{source}: not an ft_ckpt manifest ({error!r}); the checkpoint is damaged, use an older one"
+        ) from error
+    if type(version) is not int or not 1 <= version <= FORMAT_VERSION:
+        raise ManifestError(
+            f"{source}: manifest format {version!r}, this ft_ckpt reads up to {FORMAT_VERSION}; upgrade ft_ckpt"
+        )
+    return dict(document)
 
 
-def _groups(groups: Any) -> tuple[tuple[str, ...], ...]:
-    return tuple(tuple(group) for group in groups)
+def _check_digest(document: dict[str, Any], text: str, source: str) -> None:
+    """A manifest must have the digest it tells; without one it is of 0.1.0, and has no field of later versions."""
+    told = document.get("digest")
+    if "digest" in document:
+        found = _digest(text.replace(_digest_line(str(told)), "", 1))
+        if found != told:
+            raise ManifestError(
+                f"{source}: its digest is {found}, expected {told!r}: the manifest has changed since it was written; "
+                'use an older checkpoint, or delete the line "digest" if it was you who changed it'
+            )
+    elif unknown := sorted(document.keys() - {one.name for one in fields(Manifest)}):
+        raise ManifestError(
+            f"{source}: malformed manifest ({listing(unknown, ', ')}: unknown, and no digest); the checkpoint is "
+            "damaged, use an older one"
+        )
+
+
+def _problems(manifest: Manifest) -> Iterator[str]:
+    """What no save writes, though each field is of the right type."""
+    again = [path for path, count in Counter(file.path for file in manifest.files).items() if count > 1]
+    yield from (f"{path!r}: listed more than once" for path in again)
+    for file in manifest.files:
+        if file.size_bytes < 0 or not 1 <= file.ranks <= _MOST_RANKS:
+            yield f"{file.path!r}: {file.size_bytes} bytes, written by {file.ranks} ranks"
+        elif not _are_in_order(file):
+            yield f"{file.path!r}: cuts that are not in order, inside of the file and of its ranks"
+    for part in manifest.parts:
+        for tensor in part.tensors:
+            if not 0 <= tensor.start <= tensor.end or min(tensor.shape, default=0) < 0:
+                yield f"{tensor.name!r}: shape {list(tensor.shape)} at bytes {tensor.start} to {tensor.end}"
+
+
+def _are_in_order(file: FileRecord) -> bool:
+    at = 0
+    for cut in file.cuts:
+        if not (at <= cut.start <= cut.stop <= file.size_bytes and cut.chunk > 0 and cut.lead >= 0 and cut.owner >= 0):
+            return False
+        more = -(-max(0, cut.stop - cut.start - cut.lead) // cut.chunk)
+        if cut.owner + more >= file.ranks:
+            return False
+        at = cut.stop
+    return True

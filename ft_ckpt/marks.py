@@ -21,13 +21,14 @@ from pathlib import Path
 from typing import Any
 
 from ft_ckpt import disk
-from ft_ckpt.errors import NotACheckpointError
+from ft_ckpt.errors import CheckpointError, NotACheckpointError
 from ft_ckpt.manifest import MANIFEST_NAME
 
 PREFIX = ".ft_ckpt-"  # of every mark
 PIN = f"{PREFIX}pin"
 DROPPED = f"{PREFIX}dropped"  # the manifest of what is being deleted, see `remove`
 _LEASE = f"{PREFIX}lease-"
+_MARK_LIMIT_BYTES = 64 << 10
 _BEAT_SECONDS, _STALE_SECONDS = 60.0, 600.0
 
 
@@ -162,8 +163,8 @@ def _leases(path: Path) -> list[Path]:
 def _read(file: Path) -> dict[str, Any]:
     """What a mark says; nothing when it is cut short, as it may be when its writer died."""
     try:
-        found = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        found = json.loads(disk.read_text(file, _MARK_LIMIT_BYTES))
+    except (CheckpointError, OSError, RecursionError, ValueError):
         return {}
     return found if isinstance(found, dict) else {}
 

@@ -21,7 +21,7 @@ from pathlib import Path
 from ft_ckpt import disk, marks
 from ft_ckpt.catalog import is_inside, read_manifest
 from ft_ckpt.errors import CheckpointError, CorruptError, listing
-from ft_ckpt.manifest import MANIFEST_NAME, Manifest, from_json, to_json
+from ft_ckpt.manifest import MANIFEST_LIMIT_BYTES, MANIFEST_NAME, Manifest, from_json, to_json
 
 STATE = "state"  # kind of the parts that hold a training state
 _NOTE = "the training state was removed when it was no longer to be kept"
@@ -110,8 +110,11 @@ def without_state(manifest: Manifest) -> Manifest:
 def listed(file: Path) -> frozenset[str]:
     """The files that a manifest or tombstone names. Understands newer ones, too. Raises OSError or CorruptError."""
     try:
-        paths = frozenset(str(each["path"]) for each in json.loads(file.read_text(encoding="utf-8"))["files"])
-    except (KeyError, TypeError, ValueError) as error:
+        text = disk.read_text(file, MANIFEST_LIMIT_BYTES)
+        paths = frozenset(str(each["path"]) for each in json.loads(text)["files"])
+    except (KeyError, RecursionError, TypeError, ValueError) as error:
+        if isinstance(error, CheckpointError):
+            raise
         raise CorruptError(f"{file}: not a manifest ({error!r}); delete the folder by hand") from error
     if unsafe := sorted(path for path in paths if not is_inside(path)):
         raise CorruptError(f"{file}: {listing(unsafe)}: outside of the folder; delete by hand what is to go")
@@ -207,6 +210,6 @@ def _name_of_gone(path: Path) -> str:
 
 def _read(file: Path) -> Manifest | None:
     try:
-        return from_json(file.read_text(encoding="utf-8"), str(file))
-    except (CheckpointError, OSError, UnicodeDecodeError):
+        return from_json(disk.read_text(file, MANIFEST_LIMIT_BYTES), str(file))
+    except (CheckpointError, OSError):
         return None

@@ -84,6 +84,7 @@ class Held:
     has_state: bool = False
     has_weights: bool = True
     run_id: str | None = None
+    number: int = 0  # orders those without a step
 
 
 @dataclass(frozen=True)
@@ -120,9 +121,9 @@ def newest(held: Iterable[Held]) -> dict[Path, str]:
     return found | {each.path: "newest valid" for each in whole[-1:]}
 
 
-def _age(each: Held) -> tuple[int, float, str]:
+def _age(each: Held) -> tuple[int, int, float, str]:
     """As `catalog.discover` orders them: by step, never by the name or the time of the folder."""
-    return -1 if each.step is None else each.step, each.created, str(each.path)
+    return -1 if each.step is None else each.step, each.number, each.created, str(each.path)
 
 
 def _firm(held: Sequence[Held], ours: Sequence[Held]) -> dict[Path, tuple[str, ...]]:

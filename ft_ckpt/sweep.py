@@ -12,7 +12,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 
 from ft_ckpt import catalog, commit
-from ft_ckpt.errors import CheckpointError
+from ft_ckpt.errors import CheckpointError, UnreadableError, listing
 from ft_ckpt.manifest import MANIFEST_NAME
 from ft_ckpt.remove import (
     STATE,
@@ -48,12 +48,16 @@ def survey(root: str | os.PathLike[str], protect: Iterable[str | os.PathLike[str
     """The checkpoints that stand in the folder `root` of a run, oldest first; a link is none, nor is `root` itself.
 
     Guarded are those in `protect`, pinned or leased ones, those that a link in `root` leads to, and those that a save
-    is about to replace.
+    is about to replace. Raises UnreadableError when a manifest, or `root`, cannot be read just now: rules that see only
+    some of them could let the wrong ones go.
     """
     root = Path(root)
     links = {os.path.realpath(path): path.name for path in entries(root) if path.is_symlink()}
     asked = {os.path.realpath(path) for path in protect}
-    found = (info for info in catalog.discover(root) if info.path != root and not info.path.is_symlink())
+    listed = catalog.look(root)
+    if listed.unreadable:
+        raise UnreadableError(listing([str(error) for error in listed.unreadable.values()]))
+    found = (info for info in listed.found if info.path != root and not info.path.is_symlink())
     return [held for info in found if (held := _held(info, links, asked)) is not None]
 
 
@@ -105,7 +109,8 @@ def make_room(
             return plan(held, keep, run_id)
         held = [_guarded(each, vital.get(each.path)) for each in held]
         now = datetime.now(timezone.utc).timestamp()
-        coming = Held(path=Path(root, "\0"), step=step, created=now, has_state=True, run_id=run_id)
+        number = 1 + max((each.number for each in held), default=0)
+        coming = Held(path=Path(root, "\0"), step=step, created=now, has_state=True, run_id=run_id, number=number)
         planned = plan([*held, coming], keep, run_id)
         kept = {path: why for path, why in planned.keep.items() if path != coming.path}
         return dataclasses.replace(planned, keep=kept)
@@ -129,7 +134,7 @@ def _held(info: catalog.CheckpointInfo, links: Mapping[str, str], asked: set[str
     real = os.path.realpath(path)
     try:
         valid = catalog.verify(path, deep=False).ok
-    except (CheckpointError, OSError):
+    except CheckpointError:
         if not (path / MANIFEST_NAME).exists():  # deleted since it was discovered
             return None
         valid = False
@@ -140,6 +145,7 @@ def _held(info: catalog.CheckpointInfo, links: Mapping[str, str], asked: set[str
         path=path,
         step=manifest.step,
         created=_seconds(path, manifest.created),
+        number=manifest.number or 0,
         metrics=manifest.metrics,
         guards=(*why, *guards(path)),
         valid=valid,
@@ -191,7 +197,7 @@ def _swept(root: Path, planned: Callable[[], Plan], *, dry_run: bool = False) ->
             done = [_tried(settle, path) for path in unfinished(root)]
             what = planned()
             done += [_tried(drop, path) for path in what.drop] + [_tried(strip, path) for path in what.strip]
-    except OSError as error:
+    except (CheckpointError, OSError) as error:
         return SweepReport(problems=(f"{root}: cannot be looked through ({error}); nothing was deleted",))
     return _report(what, done)
 

@@ -1,19 +1,27 @@
 """What a checkpoint folder is worth: found, refused, or named with everything that is wrong."""
 
+import errno
 import json
 import os
+import random
+import re
 import shutil
+import socket
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
-from faults import make_checkpoint, save
+from faults import contents, make_checkpoint, rewrite_manifest, save, signed
 
-from ft_ckpt import catalog
+from ft_ckpt import checks
 from ft_ckpt.catalog import check_paths, check_small_files, discover, latest, read_manifest, verify
+from ft_ckpt.commit import commit, open_stage
 from ft_ckpt.digests import digest_of
-from ft_ckpt.errors import CorruptError, ManifestError, NotACheckpointError
+from ft_ckpt.errors import CorruptError, ManifestError, NotACheckpointError, UnreadableError
 from ft_ckpt.headers import read_header
 from ft_ckpt.manifest import MANIFEST_NAME, FileRecord, from_json, to_json
+from ft_ckpt.retain import Keep
+from ft_ckpt.sweep import sweep
 
 
 @pytest.fixture
@@ -25,13 +33,6 @@ def checkpoint(tmp_path):
 
 def steps(root):
     return [info.manifest.step for info in discover(root)]
-
-
-def rewrite(checkpoint, change):
-    """Replace the manifest by what `change` makes of its JSON."""
-    document = json.loads((checkpoint / MANIFEST_NAME).read_text())
-    change(document)
-    (checkpoint / MANIFEST_NAME).write_text(json.dumps(document))
 
 
 def test_whole(checkpoint):
@@ -131,7 +132,7 @@ def test_bit_rot_is_found_by_the_digest(checkpoint, deep):
 
 
 def test_large_files_are_hashed_when_it_is_asked_for(checkpoint, monkeypatch):
-    monkeypatch.setattr(catalog, "SMALL_BYTES", (checkpoint / SHARD).stat().st_size)
+    monkeypatch.setattr(checks, "SMALL_BYTES", (checkpoint / SHARD).stat().st_size)
     flip_a_bit(checkpoint)
     assert verify(checkpoint, deep=False).ok
     assert not verify(checkpoint).ok
@@ -163,7 +164,9 @@ def test_every_problem_is_reported(checkpoint):
 
 def test_shards_without_an_index(checkpoint):
     (checkpoint / INDEX).unlink()
-    rewrite(checkpoint, lambda document: document.update(files=[f for f in document["files"] if f["path"] != INDEX]))
+    rewrite_manifest(
+        checkpoint, lambda document: document.update(files=[f for f in document["files"] if f["path"] != INDEX])
+    )
     assert verify(checkpoint).problems == ("./: 2 shards without an index; readers of sharded weights need one",)
 
 
@@ -199,8 +202,10 @@ def test_foreign_folders_are_no_checkpoints(tmp_path):
     (tmp_path / "checkpoint-50" / MANIFEST_NAME).write_bytes(b"\xff{")
     (tmp_path / "checkpoint-60").write_text("a file")
     (tmp_path / "latest").symlink_to("checkpoint-1")
-    assert [info.path.name for info in discover(tmp_path)] == ["checkpoint-1"]
-    assert latest(tmp_path) == tmp_path / "checkpoint-1"
+    with pytest.warns(UserWarning, match="checkpoint-50: left out"):
+        assert [info.path.name for info in discover(tmp_path)] == ["checkpoint-1"]
+    with pytest.warns(UserWarning, match="checkpoint-50: left out"):
+        assert latest(tmp_path) == tmp_path / "checkpoint-1"
 
 
 def test_a_root_that_is_a_checkpoint_itself(checkpoint):
@@ -217,10 +222,11 @@ def test_nothing_there(tmp_path):
 
 def test_a_newer_manifest_is_refused(checkpoint):
     """A reader must not guess at what a newer ft_ckpt meant."""
-    rewrite(checkpoint, lambda document: document.update(format_version=99))
+    rewrite_manifest(checkpoint, lambda document: document.update(format_version=99))
     with pytest.raises(ManifestError, match="manifest format 99, this ft_ckpt reads up to 1; upgrade ft_ckpt"):
         verify(checkpoint)
-    assert steps(checkpoint.parent) == []
+    with pytest.warns(UserWarning, match="checkpoint-1: left out: .*manifest format 99"):
+        assert steps(checkpoint.parent) == []
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "{}", '{"format_version": 1}', '{"format_version": 1, "files": [1]}'])
@@ -228,13 +234,185 @@ def test_a_damaged_manifest_is_refused(checkpoint, text):
     (checkpoint / MANIFEST_NAME).write_text(text)
     with pytest.raises(ManifestError, match="the checkpoint is damaged"):
         read_manifest(checkpoint)
-    assert latest(checkpoint.parent) is None
+    with pytest.warns(UserWarning, match="checkpoint-1: left out: .*the checkpoint is damaged"):
+        assert latest(checkpoint.parent) is None
 
 
-@pytest.mark.parametrize("path", ["/etc/passwd", "../checkpoint-2/x", "a/../../x", "..", "./x", "a//x", "a\\x", "", 7])
+@pytest.mark.parametrize("seed", [int(os.environ.get("FT_CKPT_SEED", "0"))])
+def test_a_manifest_vouches_for_itself(checkpoint, seed):
+    """A flip in "step" would make it a checkpoint without one, which every rule sorts below all others."""
+    file, chances = checkpoint / MANIFEST_NAME, random.Random(seed)
+    whole = file.read_bytes()
+    places = [8 * at + bit for at in range(len(whole)) for bit in range(8)]
+    names = [8 * (whole.index(name) + at) for name in (b'"step"', b'"digest"', b'"world"', b'"files"') for at in (1, 2)]
+    for place in [*names, *chances.sample(places, 300)]:
+        flipped = bytearray(whole)
+        flipped[place // 8] ^= 1 << place % 8
+        file.write_bytes(flipped)
+        with pytest.raises(ManifestError):
+            verify(checkpoint)
+    file.write_bytes(whole)
+    assert verify(checkpoint).ok
+
+
+def test_the_manifest_of_an_older_version_is_read(checkpoint):
+    """ft_ckpt 0.1.0 wrote no digest and no number; a field of a later version without a digest has lost it."""
+    document = json.loads((checkpoint / MANIFEST_NAME).read_text())
+    for later in ("digest", "number", "rankings", "export"):
+        del document[later]
+    (checkpoint / MANIFEST_NAME).write_text(json.dumps(document))
+    assert verify(checkpoint).ok
+    (checkpoint / MANIFEST_NAME).write_text(json.dumps({**document, "aigest": "xxh3-128:0"}))
+    with pytest.raises(ManifestError, match="aigest: unknown, and no digest"):
+        verify(checkpoint)
+
+
+def test_fields_of_a_later_version_are_dropped(checkpoint):
+    def add(document):
+        document["later"] = document["files"][0]["later"] = document["parts"][0]["later"] = [1]
+
+    before = read_manifest(checkpoint)
+    rewrite_manifest(checkpoint, add)
+    assert read_manifest(checkpoint) == before
+
+
+def deep(document):
+    document["world"] = {}
+    del document["digest"]
+    return signed(json.dumps(document, indent=1)).replace("{}", '{"a":' * 100_000 + "1" + "}" * 100_000)
+
+
+def odd(*steps, value):
+    """A change of one value of a manifest, by the way to it."""
+
+    def change(document):
+        for step in steps[:-1]:
+            document = document[step]
+        document[steps[-1]] = value
+
+    return change
+
+
+ODD = {
+    "created: None": odd("created", value=None),
+    "step: 'seven'": odd("step", value="seven"),
+    "step: True": odd("step", value=True),
+    "step: 9223372036854775808": odd("step", value=1 << 63),
+    r"files[1].size_bytes: 'x'": odd("files", 1, "size_bytes", value="x"),
+    r"files[1].path: {}": odd("files", 1, "path", value={}),
+    r"parts[0].tensors[2].name: []": odd("parts", 0, "tensors", 2, "name", value=[]),
+    r"parts[1].tensors[0].shape[1]: 1.5": odd("parts", 1, "tensors", 0, "shape", value=[2, 1.5]),
+    r"parts: 7, expected a list": odd("parts", value=7),
+    r"rankings['loss']: [1]": odd("rankings", value={"loss": [1]}),
+    r"written by 1000000000 ranks": odd("files", 0, "ranks", value=10**9),
+    r"written by 0 ranks": odd("files", 0, "ranks", value=0),
+    r"cuts that are not in order": odd("files", 0, "cuts", value=[[9, 3, 1, 1, 0]]),
+    r"cuts that are not in order, inside": odd("files", 0, "cuts", value=[[0, 90, 10, 10, 1]]),
+    r"files[0].cuts[0]: 3": odd("files", 0, "cuts", value=[3]),
+    r"listed more than once": lambda document: document["files"].append(document["files"][0]),
+    r"shape [-1]": odd("parts", 0, "tensors", 2, "shape", value=[-1]),
+    "a path in a manifest must be": odd("files", 0, "path", value="\ud800"),
+}
+
+
+@pytest.mark.parametrize("words", ODD)
+def test_an_odd_manifest_is_refused_and_stops_nothing_else(checkpoint, words):
+    """Its digest is right: it was made so. The run's other checkpoints are found, and it can be saved over."""
+    save(checkpoint.parent / "checkpoint-0", step=0)
+    rewrite_manifest(checkpoint, ODD[words])
+    with pytest.raises(ManifestError, match=re.escape(words)):
+        read_manifest(checkpoint)
+    with pytest.warns(UserWarning, match="checkpoint-1: left out"):
+        assert latest(checkpoint.parent) == checkpoint.parent / "checkpoint-0"
+    assert sweep(checkpoint.parent, Keep(last=1)).problems == ()
+    save(checkpoint, step=2)
+    assert steps(checkpoint.parent) == [0, 2]
+
+
+def test_a_manifest_nested_without_end(checkpoint):
+    (checkpoint / MANIFEST_NAME).write_text(deep(json.loads((checkpoint / MANIFEST_NAME).read_text())))
+    with pytest.raises(ManifestError, match="RecursionError"):
+        verify(checkpoint)
+    save(checkpoint, step=2)
+    assert steps(checkpoint.parent) == [2]
+
+
+def pipe(file):
+    os.mkfifo(file)
+
+
+def socket_file(file):
+    with socket.socket(socket.AF_UNIX) as one:
+        here = Path.cwd()
+        os.chdir(file.parent)
+        one.bind(file.name)
+        os.chdir(here)
+
+
+def endless(file):
+    with file.open("wb") as stream:
+        stream.truncate(1 << 40)
+
+
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize("make", [pipe, socket_file, endless])
+def test_what_is_no_manifest_is_not_waited_for(checkpoint, make):
+    (checkpoint / MANIFEST_NAME).unlink()
+    make(checkpoint / MANIFEST_NAME)
+    with pytest.warns(UserWarning, match="left out: .*not a regular file|left out: .*expected at most 268,435,456"):
+        assert latest(checkpoint.parent) is None
+
+
+@pytest.mark.parametrize("code", [errno.EIO, errno.ESTALE, errno.EMFILE, errno.EACCES])
+def test_a_manifest_that_cannot_be_read_just_now_is_not_taken_for_absent(checkpoint, monkeypatch, code):
+    """It may be the newest and whole: an older one is not taken in silence, and nothing is deleted meanwhile."""
+    save(checkpoint.parent / "checkpoint-0", step=0)
+    before, real = contents(checkpoint.parent), os.open
+
+    def failing(path, *args, **more):
+        if str(path) == str(checkpoint / MANIFEST_NAME):
+            raise OSError(code, os.strerror(code), str(path))
+        return real(path, *args, **more)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "open", failing)
+        with pytest.raises(UnreadableError) as caught:
+            read_manifest(checkpoint)
+        assert caught.value.errno == code
+        with pytest.warns(UserWarning, match=r"checkpoint-1: left out: .*cannot be read"):
+            assert latest(checkpoint.parent) == checkpoint.parent / "checkpoint-0"
+        report = sweep(checkpoint.parent, Keep(last=1))
+        assert ("checkpoint-1" in report.problems[0], "nothing was deleted" in report.problems[0]) == (True, True)
+    assert contents(checkpoint.parent) == before
+
+
+def test_names_that_are_not_utf_8(tmp_path):
+    """Linux names are bytes: one that is not text is written as JSON that every reader takes, and read back."""
+    stage = open_stage(tmp_path / "checkpoint")
+    name = os.fsdecode(b"caf\xe9.txt")
+    (stage / name).write_text("mine")
+    commit(stage, tmp_path / "checkpoint", replace(make_checkpoint(stage), notes=(f"converted from {name}",)))
+    (tmp_path / "checkpoint" / MANIFEST_NAME).read_bytes().decode("utf-8")
+    assert read_manifest(tmp_path / "checkpoint").notes == (f"converted from {name}",)
+    assert verify(tmp_path / "checkpoint").ok
+
+
+def test_those_without_a_step_come_as_they_were_saved(tmp_path):
+    """The clock went back meanwhile; the one in the folder itself counts as well."""
+    for number, name in enumerate(["zeta", "alpha", "mid", "."]):
+        stage = open_stage(tmp_path / name)
+        created = f"20{50 - number}-01-01T00:00:00+00:00"
+        commit(stage, tmp_path / name, replace(make_checkpoint(stage), step=None, created=created))
+    assert [info.path.name for info in discover(tmp_path)] == ["zeta", "alpha", "mid", tmp_path.name]
+    assert latest(tmp_path) == tmp_path
+    sweep(tmp_path, Keep(last=1))
+    assert [info.path.name for info in discover(tmp_path)] == ["mid", tmp_path.name]
+
+
+@pytest.mark.parametrize("path", ["/etc/passwd", "../checkpoint-2/x", "a/../../x", "..", "./x", "a//x", "a\\x", ""])
 def test_paths_that_lead_outside_are_refused(checkpoint, path):
     """A manifest from elsewhere must not make us read, hash or name files of this machine."""
-    rewrite(checkpoint, lambda document: document["files"][0].update(path=path))
+    rewrite_manifest(checkpoint, lambda document: document["files"][0].update(path=path))
     with pytest.raises(ManifestError, match="a path in a manifest must be relative"):
         verify(checkpoint)
 
@@ -250,7 +428,9 @@ def test_parts_and_tensors_stay_inside_too(tmp_path, field):
 
 
 def test_a_tensor_in_a_file_that_is_not_listed(checkpoint):
-    rewrite(checkpoint, lambda document: document.update(files=[f for f in document["files"] if f["path"] != SHARD]))
+    rewrite_manifest(
+        checkpoint, lambda document: document.update(files=[f for f in document["files"] if f["path"] != SHARD])
+    )
     assert any("is not among the listed files" in problem for problem in verify(checkpoint).problems)
 
 

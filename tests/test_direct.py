@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from launch import run_cases
 
-from ft_ckpt import blocks, catalog
+from ft_ckpt import blocks, checks
 from ft_ckpt.digests import digest_like, digest_of, parts, together
 from ft_ckpt.errors import CorruptError
 from ft_ckpt.manifest import Cut, FileRecord
@@ -141,5 +141,5 @@ def test_a_large_file_that_cannot_be_read_on_is_a_problem_of_its_checkpoint(tmp_
         raise OSError(errno.EIO, "Input/output error")
 
     monkeypatch.setattr(os, "preadv", broken)
-    (problem,) = catalog._digest_problems(tmp_path / "checkpoint", [large])
+    (problem,) = checks._digest_problems(tmp_path / "checkpoint", [large])
     assert problem.startswith("model.safetensors: digest unreadable (model.safetensors: cannot be read at byte 0")

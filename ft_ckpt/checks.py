@@ -1,0 +1,157 @@
+"""What is wrong with the files of a checkpoint, going by its manifest. Reads only; needs no torch."""
+
+import json
+import os
+import re
+import stat
+from collections.abc import Iterator, Sequence
+from pathlib import Path, PurePosixPath
+
+from ft_ckpt import disk
+from ft_ckpt.digests import digest_like
+from ft_ckpt.errors import CheckpointError, CorruptError, listing
+from ft_ckpt.headers import HDF5_HALF, read_header
+from ft_ckpt.manifest import MANIFEST_LIMIT_BYTES, FileRecord, Manifest, PartRecord, TensorRecord
+
+_WORTH_THREADS_BYTES = 8 << 20
+SMALL_BYTES = 1 << 20  # files below it are hashed whenever a checkpoint is looked at: configs, tokenizers, indexes
+
+# What a reader of a model (or of an adapter) goes by. One of these that the manifest does not list is left over from
+# another save: from_pretrained takes model.safetensors before an index, vLLM takes every shard, and an
+# adapter_config.json beside a model is applied to it unasked. An adapter's folder may be its base's: only names of
+# adapters count there.
+_WEIGHTS = r"(-\d+-of-\d+)?\.(safetensors|bin|h5)(\.index\.json)?"
+_MISLEADING = {
+    "model": re.compile(rf"(pytorch_)?model{_WEIGHTS}|adapter_config\.json"),
+    "module": re.compile(rf"(pytorch_)?model{_WEIGHTS}|adapter_config\.json"),
+    "adapter": re.compile(rf"adapter_model{_WEIGHTS}"),
+}
+
+
+def problems_of(path: Path, manifest: Manifest, *, deep: bool) -> Iterator[str]:
+    """Everything that `catalog.verify` reports, a line each."""
+    bad = {file.path: problem for file in manifest.files if (problem := _size_problem(path, file))}
+    yield from bad.values()
+    for name in strays(path, manifest):
+        yield f"{name}: not of this checkpoint, and readers would take it for its weights; move it away"
+    sound = [file for file in manifest.files if file.path not in bad]
+    yield from _tensor_problems(path, manifest, {file.path for file in sound})
+    for part in manifest.parts:
+        yield from _index_problems(path, part, {file.path for file in sound})
+    yield from _digest_problems(path, [file for file in sound if deep or file.size_bytes < SMALL_BYTES])
+
+
+def small_problems(path: Path, manifest: Manifest, below_bytes: int) -> list[str]:
+    """The files of less than `below_bytes` whose size or digest is not the manifest's, a line each."""
+    small = [file for file in manifest.files if file.size_bytes < below_bytes]
+    bad = {file.path: problem for file in small if (problem := _size_problem(path, file))}
+    return [*bad.values(), *_digest_problems(path, [file for file in small if file.path not in bad])]
+
+
+def misleading(path: str, manifest: Manifest) -> bool:
+    """True when `path`, relative to the checkpoint, is not listed and readers would mix it up with the weights."""
+    where, name = str(PurePosixPath(path).parent), PurePosixPath(path).name
+    kinds = {part.kind for part in manifest.parts if (part.path or ".") == where}
+    if not any(kind in _MISLEADING and _MISLEADING[kind].fullmatch(name) for kind in kinds):
+        return False
+    return all(file.path != path for file in manifest.files)
+
+
+def strays(folder: Path, manifest: Manifest) -> list[str]:
+    """Paths of the misleading files in the folders of the manifest's parts, sorted."""
+    paths = {part.path for part in manifest.parts}
+    found = [(Path(path) / name).as_posix() for path in paths for name in disk.names(folder / path)]
+    return sorted(path for path in found if misleading(path, manifest))
+
+
+def _size_problem(path: Path, file: FileRecord) -> str | None:
+    try:
+        found = (path / file.path).stat()
+    except OSError as error:
+        return f"{file.path}: missing ({error.strerror})"
+    if not stat.S_ISREG(found.st_mode):
+        return f"{file.path}: not a file"
+    if found.st_size != file.size_bytes:
+        return f"{file.path}: {found.st_size:,} bytes, expected {file.size_bytes:,}: cut short or overwritten"
+    return None
+
+
+def _tensor_problems(path: Path, manifest: Manifest, sound: set[str]) -> Iterator[str]:
+    records: dict[str, list[TensorRecord]] = {}
+    for part in manifest.parts:
+        for tensor in part.tensors:
+            records.setdefault(tensor.file, []).append(tensor)
+    listed = {file.path for file in manifest.files}
+    for file, tensors in records.items():
+        if file not in listed:
+            yield f"{file}: holds {len(tensors)} tensors but is not among the listed files"
+        elif file in sound and file.endswith(".safetensors"):
+            yield from _header_problems(path, file, tensors)
+
+
+def _header_problems(path: Path, file: str, tensors: list[TensorRecord]) -> Iterator[str]:
+    try:
+        found = read_header(path / file)
+    except (CorruptError, OSError) as error:
+        yield f"{file}: not a readable safetensors file ({error})"
+        return
+    expected = {t.name: (t.dtype, t.shape, t.start, t.end) for t in tensors}
+    if lost := expected.keys() - found.keys():
+        yield f"{file}: tensors missing: {listing(sorted(lost), ', ')}"
+    if extra := {name for name in found.keys() - expected.keys() if not name.startswith(HDF5_HALF)}:
+        yield f"{file}: tensors that the manifest does not list: {listing(sorted(extra), ', ')}"
+    changed = [name for name in expected.keys() & found.keys() if expected[name] != found[name]]
+    if changed:
+        facts = (f"{name} is {_fact(found[name])}, expected {_fact(expected[name])}" for name in sorted(changed))
+        yield f"{file}: {listing(list(facts), ', ')}"
+
+
+def _index_problems(path: Path, part: PartRecord, sound: set[str]) -> Iterator[str]:
+    """The index of a part must send each tensor to the file that holds it; several shards must have one."""
+    files = {tensor.file for tensor in part.tensors}
+    folder = f"{part.path}/" if part.path else ""
+    indexes = [name for name in sound if re.fullmatch(rf"{re.escape(folder)}[^/]+\.safetensors\.index\.json", name)]
+    sharded = len(files) > 1 and all(file.endswith(".safetensors") for file in files)
+    if sharded and not indexes and part.kind != "state":  # a state has a file of each rank, and a reader of its own
+        yield f"{folder or './'}: {len(files)} shards without an index; readers of sharded weights need one"
+    expected = {tensor.name: tensor.file for tensor in part.tensors}
+    for name in sorted(indexes):
+        if (found := _weight_map(path / name, folder)) != expected:
+            wrong = sorted(key for key in expected.keys() | found.keys() if expected.get(key) != found.get(key))
+            yield f"{name}: sends these tensors elsewhere than the manifest: {listing(wrong, ', ')}"
+
+
+def _weight_map(index: Path, folder: str) -> dict[str, str]:
+    try:
+        entries = json.loads(disk.read_text(index, MANIFEST_LIMIT_BYTES))["weight_map"]
+        return {name: f"{folder}{file}" for name, file in entries.items()}
+    except (AttributeError, CheckpointError, KeyError, OSError, RecursionError, TypeError, ValueError):
+        return {}
+
+
+def _digest_problems(path: Path, files: Sequence[FileRecord]) -> Iterator[str]:
+    if sum(file.size_bytes for file in files) < _WORTH_THREADS_BYTES:
+        found = [_digest_or_reason(path, file) for file in files]
+    else:
+        from concurrent.futures import ThreadPoolExecutor  # here, so that listing does not pay for it
+
+        with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:  # hashing and reading both let other threads run
+            found = list(pool.map(lambda file: _digest_or_reason(path, file), files))
+    for file, digest in zip(files, found, strict=True):
+        if digest != file.digest:
+            yield f"{file.path}: digest {digest}, expected {file.digest}: its bytes have changed"
+
+
+def _digest_or_reason(path: Path, file: FileRecord) -> str:
+    """The digest of a file as its record has it, or words that no digest equals when it cannot be read."""
+    try:
+        return digest_like(path / file.path, file)
+    except OSError as error:
+        return f"unreadable ({error.strerror})"
+    except CorruptError as error:  # a large file that ends too soon, or cannot be read on
+        return f"unreadable ({error})"
+
+
+def _fact(entry: tuple[str, tuple[int, ...], int, int]) -> str:
+    dtype, shape, start, end = entry
+    return f"{dtype} {list(shape)} at bytes {start:,} to {end:,}"

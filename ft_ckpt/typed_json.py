@@ -1,0 +1,142 @@
+"""Values of JSON as typed records, each field checked: what comes from a disk may be anything."""
+
+import math
+import reprlib
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import MISSING, fields, is_dataclass
+from functools import cache
+from types import NoneType, UnionType
+from typing import Any, get_args, get_origin
+
+_Reader = Callable[[Any], Any]
+_LIMIT = 1 << 63  # of numbers: sizes, offsets and counts of real files are below it
+
+
+class OddValue(ValueError):  # noqa: N818 - named for what was found
+    """A value that is not what its field is declared to be; says where."""
+
+    def __init__(self, found: str, where: str = "") -> None:
+        super().__init__(f"{where}: {found}" if where else found)
+        self.found, self.where = found, where
+
+    def below(self, step: str) -> "OddValue":
+        """The same, seen from one level up."""
+        joint = "" if not self.where or self.where.startswith("[") else "."
+        return OddValue(self.found, f"{step}{joint}{self.where}")
+
+
+@cache
+def reader_of(kind: Any) -> _Reader:
+    """The function that turns a value of JSON into a `kind`.
+
+    Kinds are dataclasses, tuple[X, ...], Mapping[str, X], X | None, str, int, float, bool and Any.
+
+    It raises OddValue for a value of another type, and for a field that is missing; fields that are not declared are
+    dropped. A dataclass may come as the list of its fields, too.
+    """
+    inside = get_args(kind)
+    if isinstance(kind, type) and is_dataclass(kind):
+        return _record_reader(kind)
+    if get_origin(kind) is tuple:
+        return _list_reader(reader_of(inside[0]))
+    if get_origin(kind) is Mapping:
+        return _mapping_reader(reader_of(inside[1]))
+    if isinstance(kind, UnionType):
+        one = reader_of(next(each for each in inside if each is not NoneType))
+        return lambda value: None if value is None else one(value)
+    return _PLAIN[kind]
+
+
+def _record_reader(kind: Any) -> _Reader:
+    readers: dict[str, _Reader] = {one.name: reader_of(one.type) for one in fields(kind)}  # type: ignore[arg-type]
+    needed = {one.name for one in fields(kind) if one.default is MISSING and one.default_factory is MISSING}
+
+    def read(value: Any) -> Any:
+        document = value
+        if type(value) is list and len(value) == len(readers):
+            document = dict(zip(readers, value, strict=True))
+        if type(document) is not dict:
+            raise _odd(value, kind.__name__)
+        if not needed <= document.keys():
+            raise OddValue("missing", ", ".join(sorted(needed - document.keys())))
+        found = {name: reader for name, reader in readers.items() if name in document}
+        try:
+            return kind(**{name: reader(document[name]) for name, reader in found.items()})
+        except OddValue:
+            raise _located((name, reader, document[name]) for name, reader in found.items()) from None
+
+    return read
+
+
+def _list_reader(each: _Reader) -> _Reader:
+    def read(value: Any) -> tuple[Any, ...]:
+        if type(value) is not list:
+            raise _odd(value, "a list")
+        try:
+            return tuple([each(item) for item in value])
+        except OddValue:
+            raise _located((f"[{number}]", each, item) for number, item in enumerate(value)) from None
+
+    return read
+
+
+def _mapping_reader(each: _Reader) -> _Reader:
+    def read(value: Any) -> dict[str, Any]:
+        if type(value) is not dict:
+            raise _odd(value, "a mapping")
+        try:
+            return {key: each(item) for key, item in value.items()}
+        except OddValue:
+            raise _located((f"[{key!r}]", each, item) for key, item in value.items()) from None
+
+    return read
+
+
+def _located(items: Iterable[tuple[str, _Reader, Any]]) -> OddValue:
+    """Which of `items` is odd. Looked for a second time, so that the first goes fast."""
+    found = (odd.below(step) for step, reader, value in items if (odd := _refusal(reader, value)))
+    return next(found, OddValue("changed while it was read"))
+
+
+def _refusal(reader: _Reader, value: Any) -> OddValue | None:
+    try:
+        reader(value)
+    except OddValue as odd:
+        return odd
+    return None
+
+
+def _plain(kind: type) -> _Reader:
+    def read(value: Any) -> Any:
+        if type(value) is kind:
+            return value
+        raise _odd(value, kind.__name__)
+
+    return read
+
+
+def _whole(value: Any) -> int:
+    if type(value) is int and -_LIMIT <= value < _LIMIT:
+        return value
+    raise _odd(value, "a whole number")
+
+
+def _number(value: Any) -> float:
+    """A float; infinities come as text, and NaN stands for what is no number, which ft_ckpt 0.1.0 let pass."""
+    try:
+        return float(value)
+    except (TypeError, ValueError, OverflowError):
+        return math.nan
+
+
+def _odd(value: Any, expected: str) -> OddValue:
+    return OddValue(f"{reprlib.repr(value)}, expected {expected}")
+
+
+_PLAIN: dict[Any, _Reader] = {
+    str: _plain(str),
+    bool: _plain(bool),
+    int: _whole,
+    float: _number,
+    Any: lambda value: value,
+}
