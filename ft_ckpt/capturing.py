@@ -122,8 +122,10 @@ def _as_before(begun: _Begun | None, ranks: Ranks, error: BaseException | None) 
     local = None if begun is None else begun.local
     digests = {} if local is None else {n: f["digest"] for n, f in local.facts["items"].items() if "digest" in f}
     own = {} if local is None or ranks.size == 1 else local.facts["own"]
-    told = {"known": described is not None, "own": own, "digests": digests}
+    items = {} if begun is None else {item.name: item.kind for item in begun.objects.items}
+    told = {"known": described is not None, "own": own, "digests": digests, "items": items}
     answers = ranks.agree("the look of save_state()", told, error)
+    training.check_same([answer["items"] for answer in answers])
     alike = all(answer["known"] and answer["digests"] == answers[0]["digests"] for answer in answers)
     if begun is None or known is None or described is None or not alike:
         return None

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ft_ckpt.blocks import BLOCK_BYTES
 from ft_ckpt.deliver import PartPlan, tensors_of
@@ -42,8 +42,8 @@ class Share:
         return tuple(cut for cut in self.cuts if cut is not None)
 
 
-def shares(plans: Sequence[PartPlan], world_size: int, replicated: bool) -> list[Share]:
-    """Who writes what of every file; `replicated` when all ranks are known to have the same parameters."""
+def shares(plans: Sequence[PartPlan], world_size: int, alone: frozenset[str] = frozenset()) -> list[Share]:
+    """Who writes what of every file; of those in `alone` rank 0 writes what all ranks hold."""
     found = []
     for plan in plans:
         entries = {entry.name: entry for entry in plan.part.entries}
@@ -52,7 +52,7 @@ def shares(plans: Sequence[PartPlan], world_size: int, replicated: bool) -> list
             step = -(-file.layout.size_bytes // world_size)
             step += -step % BLOCK_BYTES  # so that no disk block has two writers
             cuts = [
-                _cut(entry, start, spec.size_bytes, step if replicated else None)
+                _cut(entry, start, spec.size_bytes, None if file.path in alone else step)
                 for entry, spec, start in zip(ordered, file.layout.specs, file.layout.starts, strict=True)
             ]
             found.append(Share(file, ordered, tuple(cuts)))
@@ -89,17 +89,16 @@ def write(share: Share, folder: Path, ranks: Ranks, writer: Writer, bucket_bytes
 
 def _cut(entry: Entry, start: int, size_bytes: int, step: int | None) -> Cut | None:
     """The cut of one tensor at `start`; `step` is the file's share of each rank where all have the same."""
-    source = entry.source
+    source, item = entry.source, entry.dtype.itemsize
     if source is None or source.holding.whole is not None or not size_bytes:
         return None
     if not source.holding.moves:
-        if step is None or not isinstance(source.live, nn.Parameter):
-            return None  # buffers may differ between ranks: rank 0's count
+        if step is None or not source.holding.alike or start % item:
+            return None
         return Cut(start, start + size_bytes, step, step - start % step, start // step)
     runs = _runs(source.holding)
     if runs is None:
         return None
-    item = entry.dtype.itemsize
     lengths = [high - low for _, low, high in runs]
     chunk = max(lengths[1:-1] or lengths)
     even = all(length == chunk for length in lengths[1:-1]) and lengths[-1] <= chunk and lengths[0] <= chunk

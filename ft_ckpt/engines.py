@@ -75,13 +75,15 @@ def sources(model: nn.Module, allow_meta: bool = False) -> dict[str, Source]:
     root = unwrap(model)
     modules = list(walk(root))
     to_sharded(module for _, module in modules)
-    flat = flat_holdings(model)
+    flat, sent = flat_holdings(model), sent_buffers(model)
     found: dict[str, Source] = {}
     for path, module in modules:
         for key, tensor in _own_tensors(module, flat):
             raw = f"{path}.{key}" if path else key
             name = clean_name(raw)
             found[name] = _source(name, raw, tensor, flat.get((id(module), key)))
+            if id(tensor) in sent:
+                found[name] = of_rank_0(found[name])
     homeless = [] if allow_meta else [name for name, source in found.items() if not _has_data(source)]
     if homeless:
         raise IncompleteError(
@@ -119,12 +121,18 @@ def clean_name(raw: str) -> str:
     return ".".join(part for part in raw.split(".") if part not in WRAPPER_PARTS)
 
 
-def is_replicated(model: nn.Module) -> bool:
-    """Whether parameters that are not cut are the same on all ranks: under DDP and DeepSpeed, which keep them so."""
-    if type(model).__name__ == "DistributedDataParallel" or _is_deepspeed(model):
-        return True
-    inner = _inner(model)
-    return inner is not None and is_replicated(inner)
+def sent_buffers(model: nn.Module) -> frozenset[int]:
+    """Ids of the buffers that DDP will send from rank 0 to all before the next forward, whatever these have."""
+    sent: set[int] = set()
+    for wrapper in wrappers(model):
+        if type(wrapper).__name__ == "DistributedDataParallel" and cast("Any", wrapper).will_sync_module_buffers():
+            sent.update(id(buffer) for buffer in cast("Any", wrapper).modules_buffers)
+    return frozenset(sent)
+
+
+def of_rank_0(source: Source) -> Source:
+    """The source as one that other ranks may have otherwise: rank 0's is the one that counts."""
+    return replace(source, holding=replace(source.holding, alike=False))
 
 
 def from_state_dict(

@@ -33,13 +33,14 @@ class Holding:
     moves: bool = False  # cut over ranks by its engine; the same on every rank, whoever owns what
     whole: Callable[[], Tensor] | None = None  # collective that gives the full tensor, for layouts that are no blocks
     mine: Block | None = None  # where `local` lies in `view` on this rank, even if another speaks for it in a gather
+    alike: bool = False  # every rank has all of it, and the same; the same answer on every rank
 
 
 def replicated(tensor: Tensor) -> Holding:
     """A tensor that every rank has in full; rank 0's is the one that counts."""
     everything = Block((0,) * tensor.dim(), tuple(tensor.shape))
     block = _only_rank_0(everything)
-    return Holding(tuple(tensor.shape), tensor.detach(), (0,), block, mine=everything)
+    return Holding(tuple(tensor.shape), tensor.detach(), (0,), block, mine=everything, alike=True)
 
 
 def elsewhere(shape: tuple[int, ...]) -> Holding:
@@ -190,7 +191,7 @@ class Flat:
         if not self.handle.uses_sharded_strategy:
             everything = Block((0,), (numel,))
             local = buffer[self.first : self.first + numel]
-            return Holding((numel,), local, (0,), _only_rank_0(everything), mine=everything)
+            return Holding((numel,), local, (0,), _only_rank_0(everything), mine=everything, alike=True)
         members = dist.get_process_group_ranks(self.handle.process_group)
         return runs(buffer, numel, self.first, buffer.numel(), members, dist.get_rank())
 

@@ -18,6 +18,7 @@ from ft_ckpt.engines import Source
 from ft_ckpt.optimizers import parameter_of
 from ft_ckpt.preparing import Prepared, Request, choose
 from ft_ckpt.ranks import Ranks
+from ft_ckpt.replicas import of_plans
 from ft_ckpt.select import Entry
 from ft_ckpt.snapshot import Copies, key, size_of
 from ft_ckpt.structure import Look, emptied, filled, is_placed, local_of
@@ -39,6 +40,10 @@ class Weighed:
         if look is not None:
             return _with_sources(self.chosen, look, lambda one: filled(one, look, copies.get))
         return _with_sources(self.chosen, None, lambda one: _copied(one, copies))
+
+    def replicas(self) -> dict[str, Source]:
+        """What is written and should be the same on every rank."""
+        return of_plans(_new_files(self.as_it_is()))
 
     def as_it_is(self) -> Prepared:
         """The plan with the live tensors, for a save that is finished before training goes on."""
@@ -96,7 +101,7 @@ def weigh(request: Request, ranks: Ranks, config: SaverConfig, owned: Callable[[
 def _planned(request: Request, ranks: Ranks, config: SaverConfig) -> tuple[Prepared, _Outline | None]:
     """The plan, without tensors if there is an outline of it."""
     structure, look = request.captured.structure, request.captured.look
-    if structure is None or look is None:
+    if structure is None or look is None or request.apart:
         return choose(request, ranks, config), None
     asked = _asked(request, ranks, config)
     outline: _Outline | None = structure.made.get(asked)
@@ -214,14 +219,14 @@ def _is_free(chosen: Prepared, request: Request, ranks: Ranks, config: SaverConf
         return False
     return not any(
         entry.group is not None or (entry.source is not None and entry.source.holding.moves and cut is None)
-        for share in _shares(chosen, request, ranks)
+        for share in _shares(chosen, ranks)
         for entry, cut, spec in zip(share.entries, share.cuts, share.file.layout.specs, strict=True)
         if spec.size_bytes
     )
 
 
-def _shares(chosen: Prepared, request: Request, ranks: Ranks) -> list[direct.Share]:
-    return direct.shares(_new_files(chosen), ranks.size, engines.is_replicated(request.model))
+def _shares(chosen: Prepared, ranks: Ranks) -> list[direct.Share]:
+    return direct.shares(_new_files(chosen), ranks.size)
 
 
 def _sources(chosen: Prepared, request: Request, ranks: Ranks) -> Iterator[Source]:
@@ -230,7 +235,7 @@ def _sources(chosen: Prepared, request: Request, ranks: Ranks) -> Iterator[Sourc
     if ranks.size == 1:
         yield from (source for entry in _entries(chosen) for source in _of_entry(entry))
         return
-    for share in _shares(chosen, request, ranks):
+    for share in _shares(chosen, ranks):
         for entry, cut in zip(share.entries, share.cuts, strict=True):
             mine = ranks.leads if cut is None else any(owner == ranks.rank for _, _, owner in chunks(cut))
             yield from _of_entry(entry) if mine else ()

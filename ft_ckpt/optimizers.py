@@ -229,8 +229,10 @@ def _holding(owner: Source, entry: Any, value: Any) -> tuple[tuple[int, ...], Ho
             return owner.shape, flat.holding_of(value), "fsdp1"
         like = owner.holding
         return owner.shape, replace(like, local=None if value is None else value.detach().view(-1)), "fsdp1"
-    shape = tuple(entry["shape"])
-    return shape, held_by(entry.get("rank", 0), shape, None if value is None else value.detach()), "plain"
+    shape, local = tuple(entry["shape"]), None if value is None else value.detach()
+    holding = held_by(entry.get("rank", 0), shape, local)
+    # Of parameters that FSDP1 has cut a rank may have nothing, and no state then.
+    return shape, replace(holding, alike="rank" not in entry and not isinstance(owner.live, Flat)), "plain"
 
 
 def _empty(entry: Any, parameter: Any, owner: Source) -> Tensor:

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ft_ckpt import zero_optimizer
+from ft_ckpt import replicas, zero_optimizer
 from ft_ckpt.background import Worker
 from ft_ckpt.capturing import Captured
 from ft_ckpt.config import SaverConfig
@@ -27,7 +27,7 @@ from ft_ckpt.preparing import Prepared, Request
 from ft_ckpt.priority import yield_to_training
 from ft_ckpt.ranks import Ranks, attempt, current
 from ft_ckpt.running import Run
-from ft_ckpt.saving import SaveReport, all_see, run
+from ft_ckpt.saving import SaveReport, all_see, compares, run, settled
 from ft_ckpt.schedule import History, learnt
 from ft_ckpt.select import warm_up
 from ft_ckpt.snapshot import Snapshot, owned_by
@@ -104,14 +104,9 @@ class Pending:
 
         It would be larger than it may, or tensors must come together from several ranks.
         """
-        weighed: Weighed | None = None
-        if request is not None:
-            weighed, error = attempt(lambda: self._weigh(request, ranks, config))
-        can, target = weighed is not None and weighed.can_wait, "" if request is None else str(request.target)
-        answers = ranks.agree("save() in the background", {"path": target, "can": can}, error, same=("path",))
-        possible = all(answer["can"] for answer in answers)
+        request, weighed, possible = self._agreed(request, error, ranks, config)
         if request is None or weighed is None or not (possible and self._is_shared(request.target.parent, ranks)):
-            report = run(request, error, ranks, config, begun, None if weighed is None else weighed.as_it_is())
+            report = run(request, None, ranks, config, begun, None if weighed is None else weighed.as_it_is())
             then(report.path)
             return report
         self._looks, self._lane = 0, self._lane or f"background-{next(_lanes)}"
@@ -124,6 +119,28 @@ class Pending:
         except BaseException:
             self.snapshot.drop()
             raise
+
+    def _agreed(
+        self, request: Request | None, error: BaseException | None, ranks: Ranks, config: SaverConfig
+    ) -> tuple[Request | None, Weighed | None, bool]:
+        """The request, with what ranks have come apart in, as weighed; and whether no rank must finish it at once."""
+        weighed: Weighed | None = None
+        made: dict[str, str] = {}
+        if request is not None:
+            asked = request
+            weighed, error = attempt(lambda: self._weigh(asked, ranks, config))
+        if weighed is not None and compares(request, ranks):
+            some, error = attempt(lambda: replicas.digests(weighed.replicas()))
+            made = some or {}
+        can, target = weighed is not None and weighed.can_wait, "" if request is None else str(request.target)
+        facts = {"path": target, "can": can, "replicas": replicas.told(made)}
+        answers = ranks.agree("save() in the background", facts, error, same=("path",))
+        if request is not None and compares(request, ranks):
+            apart = replicas.differing(made, [answer["replicas"] for answer in answers], ranks)
+            request = settled(request, apart, ranks, config)
+            if apart:  # to be laid out anew
+                return self._agreed(request, None, ranks, config)
+        return request, weighed, all(answer["can"] for answer in answers)
 
     def _weigh(self, request: Request, ranks: Ranks, config: SaverConfig) -> Weighed:
         """What must be copied, and when; the optimizers that it may wait for are watched from here on."""

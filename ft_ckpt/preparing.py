@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ft_ckpt import commit, companions, engines, reuse, room
+from ft_ckpt import commit, companions, engines, replicas, reuse, room
 from ft_ckpt.capturing import Captured
 from ft_ckpt.catalog import is_inside
 from ft_ckpt.config import SaverConfig
@@ -47,6 +47,7 @@ class Request:
     protect: tuple[Path, ...] = ()  # checkpoints not to be deleted for want of room
     extra_files: Mapping[str, str | bytes] = field(default_factory=dict)  # the caller's own, by path in the checkpoint
     memory: Memory | None = None  # of the checkpoints before
+    apart: replicas.Apart | None = None  # what ranks have come apart in; None: not looked at yet
 
 
 def request_of(config: SaverConfig, model: nn.Module, target: Path, **given: Any) -> Request:
@@ -93,6 +94,11 @@ def choose(request: Request, ranks: Ranks, config: SaverConfig) -> Prepared:
     )
     if captured.state is not None:
         parts.append(state_part(captured.state, parts, own, frozen=not request.adapter_only))
+    if ranks.size > 1 and not request.state_dict_given:
+        replicas.refuse_experts(parts)
+    if request.apart:
+        parts = replicas.set_apart(parts, request.apart, ranks.rank)
+        captured.document["apart"] = {name: list(odd) for name, odd in request.apart.items()}
     plans = tuple(plan(part, request.max_shard_bytes, request.format, reuse.apart(part, still, mode)) for part in parts)
     doubtful = tuple(pair for part in parts for pair in part.doubtful)
     samples = {part.name: engines.sample(part.base, ranks.rank) for part in parts if part.base}

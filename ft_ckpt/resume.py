@@ -33,6 +33,7 @@ from ft_ckpt.fill import Wanted, fill
 from ft_ckpt.formats import TensorFile, dual, hdf5
 from ft_ckpt.holdings import is_dtensor
 from ft_ckpt.manifest import Manifest
+from ft_ckpt.replicas import WEIGHTS, own_name
 from ft_ckpt.training import (
     DOCUMENT_NAME,
     DOCUMENT_VERSION,
@@ -206,6 +207,41 @@ def restore_items(
     names = {ENGINE, *(item.name for item in items)}
     gone = [name for name in document["items"] if name not in names]
     return outcomes + [Restored(name, "absent", "in the checkpoint, not in this run") for name in gone]
+
+
+def restore_apart(
+    items: Sequence[Item], found: Mapping[str, Source], document: Document, stored: Stored, rank: int, world_size: int
+) -> tuple[list[Restored], list[str]]:
+    """What ranks had come apart in, each rank its own; and in words what cannot be put back so.
+
+    Everything has rank 0's before this, and keeps it where the number of ranks is another, or ranks hold parts now.
+    """
+    apart: dict[str, list[int]] = document.get("apart", {})
+    if not apart:
+        return [], []
+    live = _live(items, found, document)
+    possible = {name for name, source in live.items() if source.holding.alike and world_size == len(document["ranks"])}
+    lost = [name.removeprefix(f"{WEIGHTS}/") for name in apart if name not in possible]
+    told = [f"{listing(lost, ', ')}: not the same on all ranks that saved, rank 0's on all now"] if lost else []
+
+    def collect() -> list[Wanted]:
+        mine = [(live[name], own_name(name, rank)) for name, odd in apart.items() if rank in odd and name in possible]
+        return [(source, stored.file(FOLDER, name), name) for source, name in mine]
+
+    return ([_attempt("replicas", lambda: each_reads("replicas", collect))] if possible & apart.keys() else []), told
+
+
+def _live(items: Sequence[Item], found: Mapping[str, Source], document: Document) -> dict[str, Source]:
+    """The tensors of a run by the names of `replicas`."""
+    live = {f"{WEIGHTS}/{name}": source for name, source in found.items() if ":" not in name}
+    for item in items:
+        if item.kind == "model":
+            live |= {n.replace(":", "/", 1): source for n, source in found.items() if n.startswith(f"{item.name}:")}
+        elif item.kind == "optimizer" and item.name in document["items"]:
+            description = document["items"][item.name]["optimizer"]
+            state = manner(item).captured(optimizers.inner(item.value), description, found)
+            live |= {f"{item.name}/{name}": source for name, source in state.items()}
+    return live
 
 
 def own(document: Document, rank: int) -> Document:

@@ -166,6 +166,11 @@ def agreed(votes: Sequence[Mapping[str, str]]) -> frozenset[str]:
     return frozenset(path for path, word in votes[0].items() if all(vote.get(path) == word for vote in votes))
 
 
+def doubtful(votes: Sequence[Mapping[str, str]]) -> frozenset[str]:
+    """The files that some ranks would take over, and that are written since others would not."""
+    return frozenset(path for vote in votes for path in vote) - agreed(votes)
+
+
 def settle(reuse: Reuse, taken: frozenset[str], stage: Path) -> list[FileRecord]:
     """On rank 0: the records of the `taken` files; the others leave the stage, to be written."""
     for path in reuse.records.keys() - taken:

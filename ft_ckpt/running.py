@@ -256,13 +256,15 @@ class Run:
             for item in _zero(items):
                 zero_optimizer.adopt_weights(item.value)
             outcomes += resume.restore_items(items, found, document, stored, ranks.rank, fill_all)
+            apart, lost = resume.restore_apart(items, found, document, stored, ranks.rank, ranks.size)
+            outcomes += apart
             notes, more = self._put_back_own(document, stored, ranks)
         progress = document["progress"]
         self.step, self.run_id, self.resumed_from = progress["step"], document["run_id"], path
         self.history = schedule.started(self.step, progress["epoch"], time.monotonic(), document["history"])
         self._poll_at = self.step + 1
         changed = differences(document["fingerprint"], self._fingerprint(found, ranks, versions))
-        return RestoreReport(path, (*outcomes, *more), changed, tuple(notes))
+        return RestoreReport(path, (*outcomes, *more), (*changed, *lost), tuple(notes))
 
     def _put_back_own(
         self, document: Document, stored: resume.Stored, ranks: Ranks

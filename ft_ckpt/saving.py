@@ -5,14 +5,15 @@ Three steps, each ended by an agreement of all ranks: choose and check (nothing 
 
 import time
 import uuid
+import warnings
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import xxhash
 
-from ft_ckpt import commit, direct, engines, reuse
+from ft_ckpt import commit, direct, engines, replicas, reuse
 from ft_ckpt.config import SaverConfig
 from ft_ckpt.deliver import PartPlan, check_written, pieces, second_names
 from ft_ckpt.digests import digest_of
@@ -58,10 +59,22 @@ def run(
     `CheckpointSaver.save` says.
     """
     tries, outcome = 0, _once(request, error, ranks, config, begun, 0, chosen)
-    while "full" in outcome:  # the disk was filled by others meanwhile, and the saver was told not to give up
-        tries += 1
+    while request is not None and outcome.keys() & {"full", "apart"}:
+        if "apart" in outcome:  # to be laid out anew
+            request, chosen = settled(request, outcome["apart"], ranks, config), None
+        else:  # the disk was filled by others meanwhile, and the saver was told not to give up
+            tries += 1
         outcome = _once(request, None, ranks, config, begun, tries, chosen)
     return SaveReport(**{**outcome, "path": Path(outcome["path"]), "notes": tuple(outcome["notes"])})
+
+
+def settled(request: Request, apart: replicas.Apart, ranks: Ranks, config: SaverConfig) -> Request:
+    """The request that knows what ranks have come apart in. Raises RanksDisagreeError where that is refused."""
+    if apart and config.on_difference == "raise":
+        replicas.refuse(apart)
+    if apart and config.on_difference == "warn" and ranks.shows:
+        warnings.warn(f"{request.target}: {replicas.described(apart)}; rank 0's are stored", stacklevel=4)
+    return replace(request, apart=apart)
 
 
 def _once(
@@ -73,16 +86,26 @@ def _once(
     tries: int,
     chosen: Prepared | None,
 ) -> dict[str, Any]:
-    """One try: what was committed, or {"full": why} on every rank."""
+    """One try: what was committed, or on every rank {"full": why} or {"apart": what ranks have come apart in}."""
     prepared: Prepared | None = None
+    made: dict[str, str] = {}
     try:
         if request is not None:
             prepared, error = ranks.attempt(lambda: prepare(request, ranks, config, tries, chosen))
+        if prepared is not None and compares(request, ranks):
+            made, error = ranks.attempt(lambda: _digests(prepared))
+            made = made or {}
         # Everything that can be refused is refused here, before a tensor moves: later, ranks depend on each other.
-        answers = ranks.agree("save()", _facts(request, prepared), error, same=("path", "kind", "step", "tensors"))
+        answers = ranks.agree(
+            "save()", _facts(request, prepared, made), error, same=("path", "kind", "step", "tensors")
+        )
         if request is None or prepared is None:
             raise RankError("save(): agreed on without a plan on this rank; please report it")
         _refuse_lonely_dicts(answers)
+        if compares(request, ranks):
+            apart = replicas.differing(made, [answer["replicas"] for answer in answers], ranks)
+            if apart:
+                return {"apart": apart}
         taken = reuse.agreed([answer["kept"] for answer in answers])
         job = _Job(request, prepared, tuple(answers), ranks, config, begun, taken)
         report, error = ranks.attempt(lambda: _carry_out(job))
@@ -97,7 +120,17 @@ def _once(
             commit.discard(prepared.stage)
 
 
-def _facts(request: Request | None, prepared: Prepared | None) -> dict[str, Any]:
+def compares(request: Request | None, ranks: Ranks) -> bool:
+    """Whether what all ranks hold has yet to be compared for this request."""
+    return ranks.size > 1 and request is not None and request.apart is None and not request.state_dict_given
+
+
+def _digests(prepared: Prepared) -> dict[str, str]:
+    written = reuse.to_write(prepared.plans, frozenset(prepared.reuse.chosen))
+    return replicas.digests(replicas.of_plans(written))
+
+
+def _facts(request: Request | None, prepared: Prepared | None, made: Mapping[str, str]) -> dict[str, Any]:
     """What every rank must see alike, and what rank 0 wants to know of each."""
     if request is None or prepared is None:
         return {}
@@ -112,6 +145,7 @@ def _facts(request: Request | None, prepared: Prepared | None) -> dict[str, Any]
         "stage": None if prepared.stage is None else str(prepared.stage),
         "word": uuid.uuid4().hex,
         "kept": prepared.reuse.votes,
+        "replicas": replicas.told(made),
     }
 
 
@@ -182,7 +216,7 @@ def _open_to_all(job: _Job) -> list[direct.Share] | None:
         return None
     if any(answer["state_dict"] for answer in job.answers):
         return None
-    shares = direct.shares(job.plans, job.ranks.size, engines.is_replicated(job.request.model))
+    shares = direct.shares(job.plans, job.ranks.size, reuse.doubtful([answer["kept"] for answer in job.answers]))
     if config.each_rank_writes == "auto" and not direct.pays(shares):
         return None
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from ft_ckpt.engines import Source, to_sharded, walk, wrappers
+from ft_ckpt.engines import Source, sent_buffers, to_sharded, walk, wrappers
 from ft_ckpt.holdings import Holding
 from ft_ckpt.optimizers import inner
 
@@ -79,7 +79,7 @@ class Look:
         *outer, root = wrappers(model)
         modules = list(walk(root))
         to_sharded(module for _, module in modules)
-        self.facts.append([type(one) for one in outer])
+        self.facts.append([(type(one), len(sent_buffers(one))) for one in outer])
         self.is_opaque |= any(type(one).__name__ in _OPAQUE for one in outer)
         for path, module in modules:
             self._module(path, module)
@@ -165,7 +165,7 @@ def filled(source: Source, look: Look, local: Callable[[int], Tensor | None] | N
     live: Any = look.tensors[source.live]
     held = source.holding
     mine = local_of(live).detach() if local is None else local(source.live)
-    holding = Holding(held.view, mine, held.owners, held.block, held.moves, None, held.mine)
+    holding = Holding(held.view, mine, held.owners, held.block, held.moves, None, held.mine, held.alike)
     one = source
     return Source(one.name, one.raw, one.shape, one.dtype, one.trainable, live, id(live), one.engine, holding)
 

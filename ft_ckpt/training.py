@@ -16,14 +16,15 @@ from torch.distributed.tensor import DTensor
 
 from ft_ckpt import optimizers, zero_optimizer
 from ft_ckpt.engines import Source, sources
-from ft_ckpt.errors import SelectionError
+from ft_ckpt.errors import RanksDisagreeError, SelectionError, listing
 from ft_ckpt.formats import safetensors
-from ft_ckpt.holdings import Holding, dtensor_holding, elsewhere, held_by, is_dtensor, replicated
+from ft_ckpt.holdings import Holding, dtensor_holding, elsewhere, held_by, is_dtensor
 from ft_ckpt.ranks import Ranks
 from ft_ckpt.select import Entry, Part
 from ft_ckpt.tree import PLAIN, Leaf, flatten
 from ft_ckpt.tree_json import encode
 from ft_ckpt.values import dtype_name, dtype_of
+from ft_ckpt.verdicts import numbers
 
 FOLDER, FILE, DOCUMENT_NAME = "state", "training", "training.json"
 DOCUMENT_VERSION = 1
@@ -86,6 +87,25 @@ def items_of(accelerator: Any, registered: Mapping[str, Any]) -> list[Item]:
     prepared = {id(value) for _, value in found}
     found += [(n, v) for n, v in registered.items() if n != "model" and id(v) not in prepared]
     return [Item(name, _kind(name, value), value) for name, value in found]
+
+
+def check_same(everyone: Sequence[Mapping[str, str]]) -> None:
+    """Raise RanksDisagreeError naming objects that not all ranks have, or that are of another kind on some.
+
+    `everyone`: each rank's items, their kinds by name.
+    """
+    problems = []
+    for name in dict.fromkeys(name for one in everyone for name in one):
+        kinds: dict[str | None, list[int]] = {}
+        for rank, one in enumerate(everyone):
+            kinds.setdefault(one.get(name), []).append(rank)
+        if len(kinds) > 1:
+            told = [f"{kind or 'absent'} on rank(s) {numbers(ranks)}" for kind, ranks in kinds.items()]
+            problems.append(f"{name}: {', '.join(told)}")
+    if problems:
+        raise RanksDisagreeError(
+            f"{listing(problems)}; register the same objects on every rank, not under `if is_main_process`"
+        )
 
 
 def manner(item: Item) -> Any:
@@ -307,7 +327,7 @@ def _own_entries(prefix: str, owner: int, leaves: Sequence[Document], mine: Sequ
 
 
 def _held(tensor: Tensor) -> tuple[str, Holding]:
-    return dtensor_holding(tensor) if is_dtensor(tensor) else ("plain", replicated(tensor))
+    return dtensor_holding(tensor) if is_dtensor(tensor) else ("plain", held_by(0, tuple(tensor.shape), tensor))
 
 
 def _made(name: str, leaf: Document, holding: Holding, live: Any, engine: str) -> Source:

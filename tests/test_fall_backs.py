@@ -58,12 +58,12 @@ def by_ranks(values, folder, way="fsdp2", world=2, dtype=None, block_bytes=SMALL
     """The file as `world` ranks write it at once, each what it holds; their threads stand for the processes."""
     with pytest.MonkeyPatch.context() as patch, ThreadPoolExecutor(world) as pool:
         patch.setattr(direct, "BLOCK_BYTES", 4096)  # in which replicated tensors are shared out
-        (share,) = direct.shares([planned(values, way, world, 0, dtype)], world, way == "ddp")
+        (share,) = direct.shares([planned(values, way, world, 0, dtype)], world)
         direct.create(share, folder)
         store = HashStore()
 
         def write(rank):
-            (mine,) = direct.shares([planned(values, way, world, rank, dtype)], world, way == "ddp")
+            (mine,) = direct.shares([planned(values, way, world, rank, dtype)], world)
             assert mine.cuts == share.cuts
             with Writer(pace_of(folder, 0, 2, direct_io, block_bytes)) as writer:
                 return direct.write(mine, folder, Ranks(rank, world, store), writer, 1 << 20)

@@ -54,7 +54,7 @@ def _plan(model: torch.nn.Module, ranks: Ranks) -> Row:
     given = {"tokenizer": None, "adapter_only": False, "step": None, "metrics": {}}
     request, chosen, shares, own = request_of(config, model, Path("target"), **given), [], [], []
     row["choose_seconds"] = seconds(lambda: chosen.append(choose(request, ranks, config)))
-    row["shares_seconds"] = seconds(lambda: shares.extend(direct.shares(chosen[0].plans, ranks.size, replicated=False)))
+    row["shares_seconds"] = seconds(lambda: shares.extend(direct.shares(chosen[0].plans, ranks.size)))
     row["own_seconds"] = seconds(
         lambda: own.extend(c for share in shares for cut in share.kept for c in chunks(cut) if c[2] == ranks.rank)
     )

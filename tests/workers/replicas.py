@@ -1,0 +1,242 @@
+"""What every rank should hold alike, and does not: under DDP, FSDP2, in the foreground and in the background."""
+
+import sys
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import harness  # first: it arms the stack dump
+import models
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+from wrappers import WRAPPERS, Live, adam
+
+from ft_ckpt import CheckpointSaver, latest, verify
+from ft_ckpt.errors import IncompleteError, RanksDisagreeError
+
+SHORT = {"enter_timeout_seconds": 30, "each_rank_writes": "on", "on_difference": "ignore"}
+
+
+def saver_of(live: Live, folder: Path, **settings: Any) -> CheckpointSaver:
+    saver = CheckpointSaver(live.accelerator, folder, **{**SHORT, **settings})
+    saver.register(model=live.model, optimizer=live.optimizer)
+    return saver
+
+
+class Counting(nn.Module):
+    """A layer with statistics of what it has seen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm, self.last = nn.Linear(3, 8), nn.BatchNorm1d(8), nn.Linear(8, 1)
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        return self.last(self.norm(self.first(rows)))
+
+
+def steps(live: Live, first: int, count: int) -> list[float]:
+    losses = []
+    for step in range(first, first + count):
+        rows = torch.randn(4, 3, generator=torch.Generator().manual_seed(97 * step + harness.RANK))
+        loss = live.model(rows).square().mean()
+        loss.backward()
+        live.optimizer.step()
+        live.optimizer.zero_grad()
+        losses.append(float(loss.detach()))
+    return losses
+
+
+def counting(wrap: Any) -> Live:
+    torch.manual_seed(0)
+    model = wrap(Counting())
+    return Live(model, adam(model))
+
+
+def local_model() -> Live:
+    """As LocalSGD leaves it between two averages: no rank knows of the others."""
+    return counting(lambda model: model)
+
+
+def held(live: Live) -> dict[str, torch.Tensor]:
+    """All tensors of the run on this rank."""
+    tensors = {name: tensor.detach().clone() for name, tensor in live.model.state_dict().items()}
+    for index, state in enumerate(live.optimizer.state.values()):
+        tensors |= {f"{index}/{key}": value.clone() for key, value in state.items()}
+    return tensors
+
+
+def same(expected: dict[str, torch.Tensor], found: dict[str, torch.Tensor]) -> None:
+    assert expected.keys() == found.keys()
+    different = [name for name in expected if not torch.equal(expected[name], found[name])]
+    assert not different, different
+
+
+def no_mixture(folder: Path, background: bool, flipped: int | None) -> None:
+    """Of what has come apart, wherever in it, the checkpoint has rank 0's alone, and says so."""
+    live = WRAPPERS["ddp"](models.build("wide"))
+    name, tensor = max(live.model.module.named_parameters(), key=lambda item: item[1].numel())
+    with torch.no_grad():
+        flat = tensor.view(-1)
+        flat[:] = flat + harness.RANK if flipped is None else flat
+        flat[flipped or 0] += harness.RANK
+    with saver_of(live, folder) as saver:
+        saved = saver.save(live.model, folder / "out", background=background)
+        report = saved.result() if background else saved
+    expected = {n: p.detach() for n, p in live.model.module.state_dict().items()}
+    if harness.RANK == 0:
+        same(expected, load_file(folder / "out" / "model.safetensors"))
+        assert verify(folder / "out").ok
+    assert any(name in note and "rank(s) 1" in note for note in report.notes), report.notes
+    dist.barrier()
+
+
+def alike(folder: Path) -> None:
+    """Nothing is said where all hold the same; statistics that DDP sends from rank 0 count as the same."""
+    live = counting(DistributedDataParallel)
+    steps(live, 0, 2)
+    assert not torch.equal(live.model.module.norm.running_mean, of_rank_0(live.model.module.norm.running_mean))
+    with saver_of(live, folder, on_difference="raise") as saver:
+        assert saver.save(live.model, folder / "out").notes == ()
+        assert saver.save_state(path=folder / "state").notes == ()
+        assert saver.save_state(path=folder / "later", background=True).result().notes == ()
+
+
+def of_rank_0(tensor: torch.Tensor) -> torch.Tensor:
+    sent = tensor.clone() + (0 if harness.RANK == 0 else 1)  # on rank 0 no difference can be seen
+    dist.broadcast(sent, 0)
+    return sent if harness.RANK else tensor + 1
+
+
+def refused(folder: Path) -> None:
+    live = WRAPPERS["ddp"](models.build("llama"))
+    with saver_of(live, folder, on_difference="raise") as saver:
+        saver.save(live.model, step=1)
+        with torch.no_grad():
+            live.model.module.model.norm.weight[-1] += harness.RANK
+        for background in (False, True):
+            with pytest.raises(RanksDisagreeError, match=r"^model\.norm\.weight on rank\(s\) 1"):
+                saver.save(live.model, step=2, background=background)
+        with pytest.raises(RanksDisagreeError, match=r"^model\.norm\.weight on rank\(s\) 1"):
+            saver.save_state()
+    dist.barrier()
+    assert [path.name for path in folder.iterdir()] == ["checkpoint-1"]
+    assert verify(latest(folder)).ok
+
+
+def statistics(model: nn.Module) -> nn.Module:
+    return DistributedDataParallel(model, broadcast_buffers=False)
+
+
+def ignoring(model: nn.Module) -> nn.Module:
+    return fully_shard(model, ignored_params=set(model.last.parameters()))
+
+
+RUNS = {"local": lambda model: model, "statistics": statistics, "ignoring": ignoring}
+
+
+def each_its_own(folder: Path, way: str, background: bool) -> None:
+    """A run goes on with what each rank had of its own: weights, moments, statistics."""
+    live = counting(RUNS[way])
+    steps(live, 0, 3)
+    with saver_of(live, folder) as saver:
+        report = saver.save_state(path=folder / "state", background=background)
+        report = report.result() if background else report
+    assert any("each rank's own" in note for note in report.notes), report.notes
+    expected = steps(live, 3, 2)
+    fresh = counting(RUNS[way])
+    with saver_of(fresh, folder) as saver:
+        progress = saver.resume(folder / "state")
+        assert progress.report.problems == (), progress.report
+        assert progress.report.differences == (), progress.report
+    assert steps(fresh, 3, 2) == expected
+    if way != "ignoring":
+        same(held(live), held(fresh))
+
+
+def left(folder: Path) -> None:
+    """For another number of ranks."""
+    live = local_model()
+    steps(live, 0, 3)
+    with saver_of(live, folder) as saver:
+        saver.save_state(path=folder / "state")
+    if harness.RANK == 0:
+        torch.save(held(live), folder / "held.pt")
+
+
+def again_and_alike(folder: Path) -> None:
+    """One saver, of one structure: apart, averaged, apart again; each checkpoint has what its moment had."""
+    live = local_model()
+    with saver_of(live, folder, background=True) as saver:
+        for step in range(4):
+            steps(live, step, 1)
+            if step % 2:
+                for tensor in [*live.model.parameters(), *live.model.buffers()]:
+                    dist.broadcast(tensor.data, 0)
+                for state in live.optimizer.state.values():
+                    for value in state.values():
+                        dist.broadcast(value, 0)
+            report = saver.save_state(path=folder / f"{step}").result()
+            assert bool(report.notes) is (step % 2 == 0), (step, report.notes)
+            before = held(live)
+            fresh = local_model()
+            with saver_of(fresh, folder) as other:
+                other.resume(folder / f"{step}")
+            same(before, held(fresh))
+
+
+def experts(folder: Path) -> None:
+    """DeepSpeed's experts have the same names on all ranks, and are others on each."""
+    model = local_model().model
+    for parameter in model.last.parameters():
+        parameter.allreduce, parameter.group_name = False, "ep_size_2"
+    with pytest.raises(IncompleteError, match=r"last\.weight, last\.bias: experts"):
+        CheckpointSaver(None, folder, **SHORT).save(model, folder / "out")
+    for parameter in model.last.parameters():
+        parameter.group_name = "ep_size_1"
+    CheckpointSaver(None, folder, **SHORT).save(model, folder / "out")
+
+
+def one_sided(folder: Path) -> None:
+    """An object that one rank alone has registered, or has of another kind."""
+    live = local_model()
+    average = torch.optim.swa_utils.AveragedModel(live.model)
+    for background in (False, True):
+        with saver_of(live, folder, background=background) as saver:
+            if harness.RANK == 0:
+                saver.register(logger=torch.optim.lr_scheduler.ConstantLR(live.optimizer))
+            saver.register(ema=average if harness.RANK else torch.optim.lr_scheduler.ConstantLR(live.optimizer))
+            with pytest.raises(RanksDisagreeError) as told:
+                saver.save_state(path=folder / "out")
+            assert "logger: object on rank(s) 0, absent on rank(s) 1" in str(told.value)
+            assert "ema: object on rank(s) 0, model on rank(s) 1" in str(told.value)
+    assert not list(folder.iterdir())
+
+
+CASES: dict[str, Any] = {
+    "mixture": lambda folder: no_mixture(folder, False, None),
+    "mixture_background": lambda folder: no_mixture(folder, True, None),
+    "one_element": lambda folder: no_mixture(folder, False, 12345),
+    "one_element_background": lambda folder: no_mixture(folder, True, -1),
+    **{
+        f"own/{way}/{'background' if background else 'foreground'}": lambda folder, way=way, background=background: (
+            each_its_own(folder, way, background)
+        )
+        for way in RUNS
+        for background in (False, True)
+    },
+}
+
+
+def case(name: str, folder: Path) -> None:
+    CASES.get(name, globals().get(name))(folder)
+
+
+if __name__ == "__main__":
+    dist.init_process_group("gloo", timeout=timedelta(seconds=60))
+    harness.run(case)
+    sys.exit()
