@@ -62,7 +62,8 @@ class SaverConfig:
     when_full: str = "raise"
     """A disk without room for a checkpoint: "raise"; "prune" as `keep` says first; "wait" until there is room."""
     on_difference: str = "warn"
-    """A run resumed with other settings than it was saved with: "warn", "raise" or "ignore"."""
+    """A run resumed with other settings than it was saved with, or a tensor that all ranks should hold alike and do not
+    when it is saved (rank 0's is taken, a run keeps each rank's own): "warn", "raise" or "ignore"."""
     fan_out: str = "auto"
     """Who reads a checkpoint: each rank its part ("auto", "read"), or ("broadcast") rank 0 what all hold alike."""
     verify_resume: bool = True
