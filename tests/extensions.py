@@ -6,6 +6,7 @@ would hang every later start of DeepSpeed. Run as a script it compiles.
 
 import os
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 FOLDER = "TORCH_EXTENSIONS_DIR"
@@ -43,7 +44,11 @@ def compile_operators() -> None:
 
 def _open_files() -> set[str]:
     """The files that any process has open, as far as it may be asked; a lock's holder has it open until it is done."""
-    return {os.path.realpath(handle) for handle in Path("/proc").glob("[0-9]*/fd/*")}
+    found: set[str] = set()
+    for folder in Path("/proc").glob("[0-9]*/fd"):
+        with suppress(OSError):  # another user's, or gone by now
+            found.update(os.path.realpath(handle) for handle in folder.iterdir())
+    return found
 
 
 if __name__ == "__main__":
