@@ -41,7 +41,7 @@ class CheckpointInfo:
 
 @dataclass(frozen=True)
 class VerifyReport:
-    """What `verify` found: `ok` when `problems` is empty; `files` and `bytes` are those the manifest lists."""
+    """What `verify` found: `ok` when `problems` is empty; `files` are those the manifest lists, `bytes` their size."""
 
     path: Path
     ok: bool
@@ -193,8 +193,21 @@ def verify(path: str | os.PathLike[str], *, deep: bool = True) -> VerifyReport:
             problems = tuple(problems_of(path, manifest, deep=deep))
         # One save may overwrite the checkpoint while it is read here: what was seen is then half of each. Look again.
         if not problems or _identity(path) == before:
-            size = sum(file.size_bytes for file in manifest.files)
-            return VerifyReport(path, not problems, problems, len(manifest.files), size)
+            return VerifyReport(path, not problems, problems, len(manifest.files), size_of(path, manifest))
+
+
+def size_of(path: Path, manifest: Manifest) -> int:
+    """Bytes of the files that the manifest of checkpoint `path` lists; one that goes by two names counts once."""
+    return sum({_inode(path / file.path): file.size_bytes for file in manifest.files}.values())
+
+
+def _inode(file: Path) -> object:
+    """What two names of one file have in common; of one that is not there, its name."""
+    try:
+        found = file.stat()
+    except OSError:
+        return file
+    return found.st_dev, found.st_ino
 
 
 def check_small_files(path: str | os.PathLike[str], manifest: Manifest, *, below_bytes: int = SMALL_BYTES) -> None:

@@ -131,7 +131,7 @@ def _firm(held: Sequence[Held], ours: Sequence[Held]) -> dict[Path, tuple[str, .
     reasons = {each.path: each.guards for each in held}
     for each in held:
         if each not in ours:
-            reasons[each.path] += ("of another run",)
+            reasons[each.path] += ("of another run" if each.run_id else "of no run",)
         elif not any(one.valid for one in ours):
             reasons[each.path] += ("no valid one is there",)
     for path, why in newest(ours).items():

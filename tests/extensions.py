@@ -44,11 +44,13 @@ def compile_operators() -> None:
 
 def _open_files() -> set[str]:
     """The files that any process has open, as far as it may be asked; a lock's holder has it open until it is done."""
-    found: set[str] = set()
-    for folder in Path("/proc").glob("[0-9]*/fd"):
-        with suppress(OSError):  # another user's, or gone by now
-            found.update(os.path.realpath(handle) for handle in folder.iterdir())
-    return found
+    return {_target(handle) for handle in Path("/proc").glob("[0-9]*/fd/*")}
+
+
+def _target(handle: Path) -> str:
+    with suppress(OSError):  # another user's, or closed by now
+        return str(handle.readlink())
+    return ""
 
 
 if __name__ == "__main__":

@@ -1,7 +1,9 @@
 """`ft-ckpt`: list, verify, compare and prune checkpoints. Parse, call, print; starts without torch."""
 
+import os
 import sys
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -14,14 +16,21 @@ from ft_ckpt.cli import convert as converting
 from ft_ckpt.cli import diff as differing
 from ft_ckpt.cli import plan as planning
 from ft_ckpt.cli import prune as pruning
+from ft_ckpt.cli import verify as verifying
 from ft_ckpt.cli import views
-from ft_ckpt.errors import CheckpointError, ConfigError, NotACheckpointError
+from ft_ckpt.cli.arguments import folder, only_path
+from ft_ckpt.errors import CheckpointError, NotACheckpointError
 from ft_ckpt.manifest import MANIFEST_NAME
 
-# What typer itself would import before the first word costs more than a listing. Hence plain help and no completion
-# (rich), a help flag that is never None and no declared arguments (pydantic): the path is what typer leaves over.
-_LEFT_OVER = {"allow_extra_args": True}
+_NAME = "ft-ckpt"
+_COMPLETE = "_FT_CKPT_COMPLETE"  # set by the shell that asks what a word could become
+_HELP = {"help_option_names": ["-h", "--help"]}
+# What typer itself would import before the first word costs more than a listing. Hence plain help (rich), completion
+# only when a shell asks for it, and no declared arguments, nor options that take a value where the answer should come
+# at once, nor a help flag that is None (pydantic): the path is what typer leaves over.
+_LEFT_OVER = {**_HELP, "allow_extra_args": True}
 _SCRIPT = {**_LEFT_OVER, "allow_interspersed_args": False}  # what follows the script is its own
+_UsageError: type[Exception] = typer.BadParameter.__bases__[0]  # what the parser raises; typer has no name for it
 
 
 class _Lean:
@@ -41,21 +50,31 @@ class _Command(_Lean, TyperCommand):
 
 
 app = typer.Typer(
-    name="ft-ckpt",
+    name=_NAME,
     help="List, verify, compare and prune the checkpoints of ft_ckpt.",
     cls=_Group,
-    no_args_is_help=True,
+    context_settings=_HELP,
     add_completion=False,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
 )
 _Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
-_Fast = Annotated[bool, typer.Option("--fast", help="Names, sizes and headers only; do not read every byte.")]
+_Metrics = Annotated[bool, typer.Option("--metrics", help="Show all metrics; else the two that say most.")]
+_Metric = Annotated[str | None, typer.Option(help='Name of the metric, as in "eval_loss" or "eval_loss:min".')]
 
 
 def _version(asked: bool) -> None:
     if asked:
-        typer.echo(f"ft-ckpt {__version__}")
+        typer.echo(f"{_NAME} {__version__}")
+        raise typer.Exit
+
+
+def _completion(asked: bool) -> None:
+    if asked:
+        shell = Path(os.environ.get("SHELL", "bash")).name
+        from typer.completion import get_completion_script  # type: ignore[attr-defined]
+
+        typer.echo(get_completion_script(prog_name=_NAME, complete_var=_COMPLETE, shell=shell))
         raise typer.Exit
 
 
@@ -64,77 +83,102 @@ def _options(
     version: Annotated[
         bool, typer.Option("--version", callback=_version, is_eager=True, help="Print version.")
     ] = False,
+    show_completion: Annotated[
+        bool,
+        typer.Option(
+            "--show-completion",
+            callback=_completion,
+            is_eager=True,
+            help='Print what $SHELL needs to complete words, as in eval "$(ft-ckpt --show-completion)".',
+        ),
+    ] = False,
 ) -> None:
     pass
 
 
-@app.command("ls", cls=_Command, options_metavar="RUN [OPTIONS]", context_settings=_LEFT_OVER)
-def list_run(context: typer.Context, as_json: _Json = False) -> None:
+def _command(
+    name: str, metavar: str, summary: str, settings: dict[str, Any] = _LEFT_OVER
+) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """A command whose `summary` fits beside its name in a line of the help."""
+    return app.command(name, cls=_Command, options_metavar=metavar, short_help=summary, context_settings=settings)
+
+
+@_command("ls", "RUN [OPTIONS]", "List the checkpoints of a run.")
+def list_run(context: typer.Context, metrics: _Metrics = False, as_json: _Json = False) -> None:
     """List the checkpoints of the folder RUN, oldest first."""
-    run = _folder(context)
+    run = folder(context)
     infos = catalog.discover(run)
     rows = [views.row(info, catalog.verify(info.path, deep=False)) for info in infos]
-    views.show_run(run, rows, as_json=as_json)
+    views.show_run(run, rows, views.ranked_metrics(infos)[: None if metrics else 2], as_json=as_json)
 
 
-@app.command(cls=_Command, options_metavar="RUN [OPTIONS]", context_settings=_LEFT_OVER)
+@_command("latest", "RUN [OPTIONS]", "Print the path of the newest valid checkpoint.")
 def latest(context: typer.Context, as_json: _Json = False) -> None:
     """Print the newest valid checkpoint of the folder RUN."""
-    run = _folder(context)
+    run = folder(context)
     found = catalog.latest(run)
     if found is None:
         raise NotACheckpointError(f"{run}: no valid checkpoint in it; `ft-ckpt ls` and `ft-ckpt verify` say why")
     views.show_latest(catalog.CheckpointInfo(found, catalog.read_manifest(found)), as_json=as_json)
 
 
-@app.command(cls=_Command, options_metavar="PATH [OPTIONS]", context_settings=_LEFT_OVER)
-def verify(context: typer.Context, fast: _Fast = False, as_json: _Json = False) -> None:
-    """Compare PATH with its manifest; exit code 1 if they differ."""
-    report = catalog.verify(_path(context), deep=not fast)
-    views.show_report(report, as_json=as_json)
-    raise typer.Exit(0 if report.ok else 1)
+@_command("best", "RUN [OPTIONS]", "Print the path of the checkpoint with the best metric.")
+def best(context: typer.Context, metric: _Metric = None, as_json: _Json = False) -> None:
+    """Print the valid checkpoint of the folder RUN with the best metric; else by what the run keeps the best of."""
+    run = folder(context)
+    name, _, mode = (metric or "").partition(":")
+    found = catalog.best(run, (name, mode) if mode else metric)
+    if found is None:
+        raise NotACheckpointError(
+            f"{run}: no valid checkpoint with that metric in it; `ft-ckpt ls` shows what there is"
+        )
+    views.show_latest(catalog.CheckpointInfo(found, catalog.read_manifest(found)), as_json=as_json)
 
 
-@app.command(cls=_Command, options_metavar="PATH [OPTIONS]", context_settings=_LEFT_OVER)
+@_command("show", "PATH [OPTIONS]", "List the parts and tensors of a checkpoint or weight file.")
 def show(context: typer.Context, as_json: _Json = False) -> None:
     """List the parts and tensors of the checkpoint PATH, or the tensors of a weight file or foreign folder."""
-    path = _path(context)
+    path = only_path(context)
     if path.exists() and not (path / MANIFEST_NAME).is_file():
         converting.show_file(path, as_json=as_json)
         return
     views.show_checkpoint(catalog.CheckpointInfo(path, catalog.read_manifest(path)), as_json=as_json)
 
 
-app.command(cls=_Command, options_metavar="SRC DST [OPTIONS]", context_settings=_LEFT_OVER)(converting.convert)
-app.command(cls=_Command, options_metavar="A B [OPTIONS]", context_settings=_LEFT_OVER)(differing.diff)
-app.command(cls=_Command, options_metavar="RUN [OPTIONS]", context_settings=_LEFT_OVER)(pruning.prune)
-app.command(cls=_Command, options_metavar="PATH [OPTIONS]", context_settings=_LEFT_OVER)(pruning.pin)
-app.command(cls=_Command, options_metavar="PATH", context_settings=_LEFT_OVER)(pruning.unpin)
-app.command(cls=_Command, options_metavar="[FOLDER] [OPTIONS]", context_settings=_LEFT_OVER)(planning.plan)
-app.command("check-resume", cls=_Command, options_metavar="[OPTIONS] SCRIPT [ARGS]", context_settings=_SCRIPT)(
+_command("verify", "PATH [OPTIONS]", "Compare a checkpoint, or all of a run, with its manifest.")(verifying.verify)
+_command("diff", "A B [OPTIONS]", "Compare the tensors of two checkpoints or files.")(differing.diff)
+_command("convert", "SRC DST [OPTIONS]", "Write weights in another format.")(converting.convert)
+_command("prune", "RUN [OPTIONS]", "Delete the checkpoints that no rule keeps.")(pruning.prune)
+_command("pin", "PATH [OPTIONS]", "Keep a checkpoint whatever any rule says.")(pruning.pin)
+_command("unpin", "PATH", "Let rules decide about a checkpoint again.")(pruning.unpin)
+_command("plan", "[FOLDER] [OPTIONS]", "Compare intervals between saves by what they cost.")(planning.plan)
+_command("check-resume", "[OPTIONS] SCRIPT [ARGS]", "Prove that a script resumes exactly.", _SCRIPT)(
     checking.check_resume
 )
 
 
-def _path(context: typer.Context) -> Path:
-    if len(context.args) != 1:
-        given = " ".join(context.args) or "none"
-        raise ConfigError(f"{context.info_name}: {given} given, expected one folder; see `ft-ckpt --help`")
-    return Path(context.args[0])
-
-
-def _folder(context: typer.Context) -> Path:
-    run = _path(context)
-    if not run.is_dir():
-        raise NotACheckpointError(f"{run}: no such folder; give one that holds checkpoints")
-    return run
-
-
 def main() -> None:
-    """Run `ft-ckpt` on the arguments of the process: exit code 0, 1 when a check failed, 2 for an error."""
-    warnings.showwarning = lambda message, *_rest, **_more: print(f"ft-ckpt: {message}", file=sys.stderr)
+    """Run `ft-ckpt` on the arguments of the process.
+
+    Exit code 0; 1 when a check failed, two differ or there was nothing to undo; 2 for an error, told in one line.
+    """
+    warnings.showwarning = lambda message, *_rest, **_more: print(f"{_NAME}: {message}", file=sys.stderr)
+    if _COMPLETE in os.environ:
+        from typer.completion import completion_init  # type: ignore[attr-defined]
+
+        completion_init()
     try:
-        app(prog_name="ft-ckpt")
+        sys.exit(app(sys.argv[1:] or ["--help"], prog_name=_NAME, standalone_mode=False))
+    except _UsageError as error:
+        print(f"{_NAME}: {_told(error)}", file=sys.stderr)
     except (CheckpointError, OSError) as error:
-        print(f"ft-ckpt: {error}", file=sys.stderr)
-        sys.exit(2)
+        print(f"{_NAME}: {error}", file=sys.stderr)
+    sys.exit(2)
+
+
+def _told(error: Any) -> str:
+    """What the parser objects to, as our own errors say it."""
+    path = error.ctx.command_path if error.ctx else _NAME
+    command = path.removeprefix(_NAME).strip()
+    text = error.format_message().rstrip(".").replace("\n", " ")
+    return f"{command + ': ' if command else ''}{text}; see `{path} --help`"

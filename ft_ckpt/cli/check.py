@@ -111,7 +111,9 @@ def rehearse(command: Sequence[str], room: Path, steps: int, stop: int) -> Findi
 def _command(words: Sequence[str], nproc: int, launch: str | None) -> list[str]:
     if not words or not Path(words[0]).is_file():
         given = words[0] if words else "nothing"
-        raise ConfigError(f"check-resume: {given}: no such file, expected [OPTIONS] SCRIPT [ARGS]; see --help")
+        raise ConfigError(
+            f"check-resume: {given}: no such file, expected [OPTIONS] SCRIPT [ARGS]; see `ft-ckpt check-resume --help`"
+        )
     if launch and nproc > 1:
         raise ConfigError("check-resume: --launch and --nproc: expected one of them; the launcher has its own option")
     if launch:

@@ -1,6 +1,7 @@
 """`ft-ckpt convert SRC DST`, and what `ft-ckpt show` says of a file. Torch is imported when there is work for it."""
 
 import dataclasses
+import os
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
@@ -9,7 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ft_ckpt.cli import views
-from ft_ckpt.errors import ConfigError
+from ft_ckpt.cli.arguments import paths
+from ft_ckpt.errors import TargetError
 
 if TYPE_CHECKING:
     from ft_ckpt.converting import ConvertReport
@@ -20,6 +22,7 @@ _Dtype = Annotated[str | None, typer.Option(help="Cast floating-point tensors to
 _Map = Annotated[str | None, typer.Option("--map", help='File of lines "old new", or JSON; * at the end of both.')]
 _Shard = Annotated[str | None, typer.Option(help='Largest weight file of a folder, as in "5GB".')]
 _Verify = Annotated[bool, typer.Option("--verify", help="Read DST back and compare it with SRC, bit for bit.")]
+_Force = Annotated[bool, typer.Option("--force", help="Replace what is at DST.")]
 _HERE = "\0"  # key of the tensor itself among what its name leads to
 _Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
@@ -31,16 +34,22 @@ def convert(
     names: _Map = None,
     max_shard_size: _Shard = None,
     verify: _Verify = False,
+    force: _Force = False,
     as_json: _Json = False,
 ) -> None:
     """Write the weights of SRC to DST in another format; DST is a file with its format's suffix, or a folder."""
-    if len(context.args) != 2:
-        raise ConfigError(f"convert: {' '.join(context.args) or 'nothing'} given, expected SRC DST; see --help")
+    source, target = paths(context, "SRC", "DST")
+    if not force and _is_there(Path(target)):
+        raise TargetError(f"{target}: is there already; give --force to replace it, or choose another path")
     from ft_ckpt.converting import convert as run
 
-    source, target = context.args
     report = run(source, target, format=format, dtype=dtype, map=names, max_shard_size=max_shard_size, verify=verify)
     _print_report(source, report, verify, as_json=as_json)
+
+
+def _is_there(target: Path) -> bool:
+    """Whether something would be replaced; an empty folder is nothing."""
+    return any(target.iterdir()) if target.is_dir() else os.path.lexists(target)
 
 
 def show_file(path: Path, *, as_json: bool) -> None:

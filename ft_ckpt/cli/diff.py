@@ -1,6 +1,7 @@
 """`ft-ckpt diff A B`. Torch is imported when the two are compared."""
 
 import math
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import closing
 from pathlib import Path
@@ -9,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ft_ckpt.cli import views
-from ft_ckpt.errors import ConfigError
+from ft_ckpt.cli.arguments import paths
 
 if TYPE_CHECKING:
     from ft_ckpt.differences import Difference
@@ -20,13 +21,14 @@ _HEADS = ("changed", "largest", "mean", "relative")
 
 
 def diff(context: typer.Context, top: _Top = 20, as_json: _Json = False) -> None:
-    """Compare the tensors of the files, checkpoints or folders A and B: what changed, by how much, in which layers."""
-    if len(context.args) != 2:
-        raise ConfigError(f"diff: {' '.join(context.args) or 'nothing'} given, expected A B; see --help")
+    """Compare the tensors of the files, checkpoints or folders A and B: what changed, by how much, in which layers.
+
+    Exit code 1 if they differ.
+    """
+    one, other = paths(context, "A", "B")
     from ft_ckpt.converting import open_source
     from ft_ckpt.differences import by_layer, compare
 
-    one, other = context.args
     with closing(open_source(Path(one))) as first, closing(open_source(Path(other))) as second:
         tensors = compare(first, second)
     layers, most = by_layer(tensors), top if top > 0 else None
@@ -34,10 +36,11 @@ def diff(context: typer.Context, top: _Top = 20, as_json: _Json = False) -> None
     if as_json:
         found = {"tensors": list(map(_json, tensors[:most])), "layers": list(map(_json, layers[:most]))}
         views.print_json({"a": one, "b": other, "counts": counts, **found})
-        return
+        sys.exit(1 if any(each.changed for each in tensors) else 0)
     print(f"{one} -> {other}: {', '.join(f'{count} {status}' for status, count in counts.items()) or 'no tensors'}")
     _print(("layer", "tensors", *_HEADS[1:]), layers, most)
     _print(("tensor", *_HEADS), tensors, most)
+    sys.exit(1 if any(each.changed for each in tensors) else 0)
 
 
 def _statuses(tensors: Sequence["Difference"]) -> list[str]:

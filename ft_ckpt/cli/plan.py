@@ -14,6 +14,7 @@ import typer
 from ft_ckpt import catalog
 from ft_ckpt.cli import plots, views
 from ft_ckpt.config import parse_size
+from ft_ckpt.disk import local_path
 from ft_ckpt.errors import ConfigError, NotACheckpointError
 from ft_ckpt.intervals import bounded_interval, expected_overhead, optimal_interval, parse_seconds
 
@@ -30,7 +31,7 @@ _Save = Annotated[
 _Mtbf = Annotated[str | None, typer.Option(help='Mean time between failures of one node, as in "30d".')]
 _Nodes = Annotated[int, typer.Option(min=1, help="Nodes of the run; each failure of any stops it.")]
 _Restart = Annotated[str, typer.Option(help="Time from a failure to the first new step.")]
-_Last = Annotated[int | None, typer.Option("--keep-last", min=1, help="Checkpoints kept; else all.")]
+_Last = Annotated[int | None, typer.Option("--last", "--keep-last", min=1, help="Checkpoints kept; else all.")]
 _Hours = Annotated[float, typer.Option(min=0.01, help="Length of the run.")]
 _Most = Annotated[float, typer.Option(min=0.001, max=1, help="Fraction of the time that saving may take.")]
 _Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
@@ -177,8 +178,8 @@ def human_time(seconds: float) -> str:
 
 def _folder(context: typer.Context) -> Path | None:
     if len(context.args) > 1:
-        raise ConfigError(f"plan: {' '.join(context.args)} given, expected at most one folder; see --help")
-    folder = Path(context.args[0]) if context.args else None
+        raise ConfigError(f"plan: {' '.join(context.args)} given, expected [FOLDER]; see `ft-ckpt plan --help`")
+    folder = local_path(context.args[0]) if context.args else None
     if folder and not folder.is_dir():
         raise NotACheckpointError(f"{folder}: no such folder; give a checkpoint, a run or a model")
     return folder
@@ -188,7 +189,7 @@ def _size_of(folder: Path) -> int:
     """Bytes of a checkpoint, of the newest in a run, or of the files of any other model folder."""
     found = catalog.discover(folder)
     if found:
-        return sum(file.size_bytes for file in found[-1].manifest.files)
+        return catalog.size_of(found[-1].path, found[-1].manifest)
     size = sum(path.stat().st_size for path in folder.iterdir() if path.is_file())
     if not size:
         raise NotACheckpointError(f"{folder}: neither checkpoints nor files in it; give --model-size")

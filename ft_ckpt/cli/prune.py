@@ -1,6 +1,7 @@
 """`ft-ckpt prune`, `pin` and `unpin`: what stays of a run."""
 
 import re
+import sys
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
@@ -10,11 +11,12 @@ import typer
 
 from ft_ckpt import catalog, marks
 from ft_ckpt.cli import views
-from ft_ckpt.errors import ConfigError, NotACheckpointError, TargetError, listing
+from ft_ckpt.cli.arguments import folder, only_path
+from ft_ckpt.errors import ConfigError, TargetError, listing
 from ft_ckpt.retain import Best, Keep
 from ft_ckpt.sweep import SweepReport, sweep
 
-_Last = Annotated[int | None, typer.Option(help="Keep the newest so many.")]
+_Last = Annotated[int | None, typer.Option("--last", "--keep-last", help="Keep the newest so many.")]
 _Every = Annotated[int | None, typer.Option(help="Keep each whose step is a multiple of this.")]
 _Best = Annotated[list[str] | None, typer.Option(help='Keep the best by a metric, as in "eval_loss:min:2".')]
 _Hourly = Annotated[int | None, typer.Option(help="Keep the newest of each of the last so many hours with one.")]
@@ -43,9 +45,7 @@ def prune(
     as_json: _Json = False,
 ) -> None:
     """Delete the checkpoints of the folder RUN that no rule keeps; never the newest, pinned ones, or those in use."""
-    root = _only_path(context, "the folder of a run")
-    if not root.is_dir():
-        raise NotACheckpointError(f"{root}: no such folder; give one that holds checkpoints")
+    root = folder(context)
     state = Keep(last=state_last, every_steps=state_every)
     keep = Keep(
         last=last,
@@ -66,21 +66,18 @@ def prune(
 
 def pin(context: typer.Context, reason: _Reason = "") -> None:
     """Keep the checkpoint PATH whatever any rule says, until it is unpinned."""
-    path = _only_path(context, "a checkpoint")
+    path = only_path(context)
     marks.pin(path, reason)
     print(f"{path}: {marks.pinned(path)}")
 
 
 def unpin(context: typer.Context) -> None:
-    """Let rules decide about the checkpoint PATH again."""
-    path = _only_path(context, "a checkpoint")
-    print(f"{path}: {'no longer pinned' if marks.unpin(path) else 'was not pinned'}")
-
-
-def _only_path(context: typer.Context, what: str) -> Path:
-    if len(context.args) != 1:
-        raise ConfigError(f"{context.info_name}: {' '.join(context.args) or 'nothing'} given, expected {what}")
-    return Path(context.args[0])
+    """Let rules decide about the checkpoint PATH again; exit code 1 if it was not pinned."""
+    path = only_path(context)
+    catalog.read_manifest(path)
+    was_pinned = marks.unpin(path)
+    print(f"{path}: {'no longer pinned' if was_pinned else 'was not pinned'}")
+    sys.exit(0 if was_pinned else 1)
 
 
 def _best(text: str) -> Best:
@@ -91,12 +88,18 @@ def _best(text: str) -> Best:
 
 
 def _run_id(root: Path, asked: str | None) -> str | None:
-    """The run whose checkpoints are judged, None for all. Raises ConfigError when it has to be said which."""
-    runs = Counter(info.manifest.run_id for info in catalog.discover(root) if info.path != root)
-    if asked == "all" or (asked is None and len(runs) <= 1):
+    """The run whose checkpoints are judged, None for all. Raises ConfigError when it has to be said which.
+
+    Checkpoints without a run (weights that were saved by themselves) are no run's, unless there are only such.
+    """
+    found = Counter(info.manifest.run_id for info in catalog.discover(root) if info.path != root)
+    runs = {name: count for name, count in found.items() if name is not None}
+    if asked == "all" or (asked is None and not runs):
         return None
+    if asked is None and len(runs) == 1:
+        return next(iter(runs))
     if asked is None or asked not in runs:
-        there = [f"{name or 'no id'} ({count} checkpoints)" for name, count in runs.items()]
+        there = [f"{name} ({count} checkpoints)" for name, count in runs.items()]
         raise ConfigError(f"{root}: holds the runs {listing(there, ', ')}; give --run with one of them, or all")
     return asked
 

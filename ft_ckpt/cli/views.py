@@ -3,7 +3,7 @@
 import dataclasses
 import json
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
@@ -12,6 +12,17 @@ from ft_ckpt import marks
 from ft_ckpt.catalog import CheckpointInfo, VerifyReport
 from ft_ckpt.manifest import PartRecord
 from ft_ckpt.remove import STATE
+
+_NUMBERS = {"step", "size"}  # columns that are read from the right
+_ORDINARY = {
+    "step": "-",
+    "parts": "model",
+    "state": "no",
+    "pinned": "no",
+    "valid": "yes",
+}  # says nothing if all have it
+_LEAST = ("parts", "kind", "state", "age", "pinned")  # what goes first where a table is too wide
+_GAP = 2  # between columns
 
 
 def row(info: CheckpointInfo, report: VerifyReport) -> dict[str, Any]:
@@ -32,19 +43,34 @@ def row(info: CheckpointInfo, report: VerifyReport) -> dict[str, Any]:
     }
 
 
-def show_run(run: Path, rows: Sequence[dict[str, Any]], *, as_json: bool) -> None:
-    """The checkpoints of a run, and below the table what is wrong with the invalid ones."""
+def show_run(run: Path, rows: Sequence[dict[str, Any]], metrics: Sequence[str], *, as_json: bool) -> None:
+    """The checkpoints of a run with some of their `metrics`, and below what is wrong with the invalid ones."""
     if as_json:
         print_json(list(rows))
-    elif not rows:
+        return
+    if not rows:
         print(f"{run}: no checkpoints")
-    else:
-        print_table(
-            ("checkpoint", "step", "age", "size", "kind", "parts", "state", "metrics", "pinned", "valid"),
-            map(_cells, rows),
-        )
-        for each in rows:
-            _print_problems(each["path"], each["problems"])
+        return
+    columns = _columns(rows, metrics)
+    invalid = [number for number, each in enumerate(rows) if not each["valid"]]
+    print_table(tuple(columns), zip(*columns.values(), strict=True), red=invalid)
+    others = {name for each in rows for name in each["metrics"] if _head(name) not in columns}
+    if others:
+        print(f"{len(others)} more metrics: `ft-ckpt show`, or --metrics")
+    for each in rows:
+        _print_problems(each["path"], each["problems"])
+
+
+def ranked_metrics(infos: Iterable[CheckpointInfo]) -> list[str]:
+    """The metrics of a run, those that say most first: what it ranks by, then the loss, then those of evaluations."""
+    infos = list(infos)
+    ranked = {name for info in infos for name in info.manifest.rankings}
+    known = dict.fromkeys(name for info in infos for name in info.manifest.metrics)
+
+    def weight(name: str) -> tuple[bool, bool, bool]:
+        return name not in ranked, name not in ("eval_loss", "loss"), not name.startswith("eval_")
+
+    return sorted(known, key=weight)
 
 
 def show_latest(info: CheckpointInfo, *, as_json: bool) -> None:
@@ -55,53 +81,106 @@ def show_latest(info: CheckpointInfo, *, as_json: bool) -> None:
         print(info.path)
 
 
-def show_report(report: VerifyReport, *, as_json: bool) -> None:
-    """The verdict in one line, then one line for each problem."""
+def show_reports(reports: Sequence[VerifyReport], note: str = "", *, as_json: bool) -> None:
+    """The verdict on each in one line, with a `note`, then one line for each problem; in JSON one alone is no list."""
     if as_json:
-        print_json({**dataclasses.asdict(report), "path": str(report.path)})
+        found = [{**dataclasses.asdict(report), "path": str(report.path)} for report in reports]
+        print_json(found[0] if len(found) == 1 else found)
         return
-    verdict = "ok" if report.ok else f"{len(report.problems)} problem(s)"
-    print(f"{report.path}: {verdict}, {report.files} files, {human_size(report.bytes)}")
-    _print_problems("", report.problems)
+    for report in reports:
+        verdict = "ok" if report.ok else f"{len(report.problems)} problem(s)"
+        print(f"{report.path}: {verdict}, {report.files} files, {human_size(report.bytes)}{note}")
+        _print_problems("", report.problems)
 
 
 def show_checkpoint(info: CheckpointInfo, *, as_json: bool) -> None:
-    """Every part with its tensors: name, shape, dtype, size, file."""
+    """The metrics, and every part with its tensors: name, shape, dtype, size, and file where there are several."""
+    manifest = info.manifest
     if as_json:
-        print_json({"path": str(info.path), **dataclasses.asdict(info.manifest)})
+        print_json({"path": str(info.path), **dataclasses.asdict(manifest)})
         return
-    print(f"{info.path}: {info.manifest.kind}, step {_or_dash(info.manifest.step)}, created {info.manifest.created}")
-    for part in info.manifest.parts:
-        print(f"\n{part.name or 'model'}: {part.kind} {part.class_name}, {len(part.tensors)} tensors{_base(part)}")
-        tensors = ((t.name, human_shape(t.shape), t.dtype, human_size(t.end - t.start), t.file) for t in part.tensors)
-        print_table(("tensor", "shape", "dtype", "size", "file"), tensors)
+    print(f"{info.path}: {manifest.kind}, step {_or_dash(manifest.step)}, {human_moment(manifest.created)}")
+    if manifest.metrics:
+        print(", ".join(f"{name} {value:.6g}" for name, value in manifest.metrics.items()))
+    for part in manifest.parts:
+        _show_part(part)
+
+
+def _show_part(part: PartRecord) -> None:
+    files = sorted({tensor.file for tensor in part.tensors})
+    place = f" in {files[0]}" if len(files) == 1 else ""
+    print(f"\n{part.name or 'model'}: {part.kind} {part.class_name}, {len(part.tensors)} tensors{place}{_base(part)}")
+    heads = ("tensor", "shape", "dtype", "size", "file")[: 5 if len(files) > 1 else 4]
+    tensors = ((t.name, human_shape(t.shape), t.dtype, human_size(t.end - t.start), t.file) for t in part.tensors)
+    print_table(heads, (cells[: len(heads)] for cells in tensors))
 
 
 def _base(part: PartRecord) -> str:
     return f", on {part.base.id or 'a base built in memory'}" if part.base else ""
 
 
-def _cells(each: dict[str, Any]) -> tuple[str, ...]:
-    parts = ", ".join(name or "model" for name in each["parts"])
-    metrics = ", ".join(f"{name} {value:.4g}" for name, value in each["metrics"].items()) or "-"
-    state, pinned, valid = ("yes" if each[key] else "no" for key in ("state", "pinned", "valid"))
-    name, size = Path(each["path"]).name or each["path"], human_size(each["bytes"])
-    head = (name, _or_dash(each["step"]), _since(each["created"]), size, each["kind"])
-    return *head, parts, state, metrics, pinned, valid
+def _columns(rows: Sequence[dict[str, Any]], metrics: Sequence[str]) -> dict[str, list[str]]:
+    """The columns of a run's table by their heads: those that say something, as many as fit."""
+    found = {head: [_cell(each, head) for each in rows] for head in ("checkpoint", "step", "age", "size", "kind")}
+    found |= {head: [_cell(each, head) for each in rows] for head in ("parts", "state")}
+    found |= {_head(name): [_metric(each["metrics"].get(name)) for each in rows] for name in metrics}
+    found |= {head: [_cell(each, head) for each in rows] for head in ("pinned", "valid")}
+    found = {head: cells for head, cells in found.items() if set(cells) != {_ORDINARY.get(head, "")}}
+    for head in (*_LEAST, *map(_head, reversed(metrics))):
+        if _width(found) <= _terminal_width():
+            break
+        found.pop(head, None)
+    return found
 
 
-def print_table(heads: Sequence[str], rows: Iterable[tuple[str, ...]]) -> None:
-    """A table as wide as its contents."""
+def _head(metric: str) -> str:
+    """The head of a metric's column; not that of another."""
+    return f"metric {metric}" if metric in ("checkpoint", "age", "size", "kind", *_ORDINARY) else metric
+
+
+def _cell(each: Mapping[str, Any], head: str) -> str:
+    if head == "checkpoint":
+        return Path(each["path"]).name or str(each["path"])
+    if head == "parts":
+        return ", ".join(name or "model" for name in each["parts"])
+    if head in ("age", "size"):
+        return _since(each["created"]) if head == "age" else human_size(each["bytes"])
+    return ("yes" if each[head] else "no") if isinstance(each[head], bool) else _or_dash(each[head])
+
+
+def _metric(value: float | None) -> str:
+    return "-" if value is None else f"{value:.4g}"
+
+
+def _width(columns: Mapping[str, Sequence[str]]) -> int:
+    return sum(max(map(len, (head, *cells))) + _GAP for head, cells in columns.items()) - _GAP
+
+
+def _terminal_width() -> int:
+    """Letters in a line of the terminal; of a file or a pipe there is no edge to wrap at."""
+    if not sys.stdout.isatty():
+        return 100_000
+    from rich.console import Console
+
+    return Console().width
+
+
+def print_table(heads: Sequence[str], rows: Iterable[tuple[str, ...]], *, red: Sequence[int] = ()) -> None:
+    """A table as wide as its contents; what the first column says stays in one line. `red`: rows to be seen first."""
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
 
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for head in heads:
-        table.add_column(head, justify="right" if head in {"step", "size"} else "left", overflow="fold")
-    for cells in rows:
-        table.add_row(*map(Text, cells))  # as Text: a name may hold what rich takes for markup
-    Console(width=None if sys.stdout.isatty() else 100_000).print(table)  # a file or a pipe has no edge to wrap at
+    cells, width = list(rows), _terminal_width()
+    table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, _GAP, 0, 0))
+    for number, head in enumerate(heads):
+        right = head in _NUMBERS
+        table.add_column(head, justify="right" if right else "left", overflow="fold", no_wrap=number == 0 or right)
+    for number, line in enumerate(cells):
+        table.add_row(*map(Text, line), style="red" if number in red else None)  # as Text: names may look like markup
+    first = max((len(line[0]) for line in cells), default=0)
+    narrowest = first + (len(heads) - 1) * (_GAP + 4)  # a longer name is for the terminal to break, not for us
+    Console(width=max(width, narrowest)).print(table)
 
 
 def _print_problems(path: str, problems: Iterable[str]) -> None:
@@ -131,13 +210,25 @@ def human_size(size_bytes: float) -> str:
     return f"{size_bytes / 1000**power:.1f} {'KMGT'[power - 1]}B"
 
 
-def _since(created: str) -> str:
-    """How long ago the ISO 8601 time `created` was, in its largest unit; the text itself when it is none."""
+def human_moment(created: str) -> str:
+    """An ISO 8601 time to the second, in UTC; the text itself when it is none."""
+    then = _moment(created)
+    return created if then is None else f"{then.astimezone(timezone.utc):%Y-%m-%d %H:%M:%S} UTC"
+
+
+def _moment(created: str) -> datetime | None:
     try:
         then = datetime.fromisoformat(created.replace("Z", "+00:00"))
     except ValueError:
+        return None
+    return then if then.tzinfo else then.replace(tzinfo=timezone.utc)
+
+
+def _since(created: str) -> str:
+    """How long ago the ISO 8601 time `created` was, in its largest unit; the text itself when it is none."""
+    then = _moment(created)
+    if then is None:
         return created
-    then = then if then.tzinfo else then.replace(tzinfo=timezone.utc)
     seconds = max(0, (datetime.now(timezone.utc) - then).total_seconds())
     for unit, length in (("d", 86400), ("h", 3600), ("min", 60)):
         if seconds >= length:

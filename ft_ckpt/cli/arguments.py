@@ -1,0 +1,31 @@
+"""The paths that a command is given: what its options leave over."""
+
+from pathlib import Path
+
+import typer
+
+from ft_ckpt.disk import local_path
+from ft_ckpt.errors import ConfigError, NotACheckpointError
+
+
+def paths(context: typer.Context, *expected: str) -> list[str]:
+    """The words that are no options, one for each `expected` name. Raises ConfigError for another number of them."""
+    if len(context.args) != len(expected):
+        given, command = " ".join(context.args) or "nothing", context.info_name
+        raise ConfigError(f"{command}: {given} given, expected {' '.join(expected)}; see `ft-ckpt {command} --help`")
+    for word in context.args:
+        local_path(word)
+    return list(context.args)
+
+
+def only_path(context: typer.Context, expected: str = "PATH") -> Path:
+    """The one path given. Raises ConfigError for none or several, and for a URL."""
+    return Path(paths(context, expected)[0])
+
+
+def folder(context: typer.Context) -> Path:
+    """The one folder given, of a run. Raises NotACheckpointError when it is not there."""
+    run = only_path(context, "RUN")
+    if not run.is_dir():
+        raise NotACheckpointError(f"{run}: no such folder; give one that holds checkpoints")
+    return run
