@@ -27,6 +27,12 @@ class Worker:
         self._thread.start()
         return future
 
+    def ended(self, result: Any) -> "Future[Any]":
+        """As `start`, of a job that was done at once."""
+        future = self._future = Future()
+        future.set_result(result)
+        return future
+
     @property
     def is_owing(self) -> bool:
         """Whether a job was begun whose outcome nobody has asked for."""

@@ -6,7 +6,7 @@ alone. What is no run of bytes (converted names, slabs of tensor parallelism) co
 
 import os
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby, pairwise
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ from ft_ckpt.deliver import PartPlan, tensors_of
 from ft_ckpt.digests import chunks, together
 from ft_ckpt.manifest import Cut, FileRecord
 from ft_ckpt.ranks import Ranks
-from ft_ckpt.regions import Region, write_regions
+from ft_ckpt.regions import Region, digest_regions, write_regions
 from ft_ckpt.select import Entry
 from ft_ckpt.unbuffered import create_file
 from ft_ckpt.write import FilePlan, Writer
@@ -35,15 +35,26 @@ class Share:
     file: FilePlan
     entries: tuple[Entry, ...]  # in file order
     cuts: tuple[Cut | None, ...]  # of each entry; None: it comes to rank 0
+    ranks: int = 1  # that write
 
     @property
     def kept(self) -> tuple[Cut, ...]:
         """The cuts there are, in file order."""
         return tuple(cut for cut in self.cuts if cut is not None)
 
+    @property
+    def moves(self) -> bool:
+        """Whether tensors would have to move if rank 0 wrote all of it."""
+        held = [source.holding for entry in self.entries for source in entry.sources]
+        return any(holding.moves or holding.whole is not None for holding in held)
 
-def shares(plans: Sequence[PartPlan], world_size: int, alone: frozenset[str] = frozenset()) -> list[Share]:
-    """Who writes what of every file; of those in `alone` rank 0 writes what all ranks hold."""
+    def gathered(self) -> "Share":
+        """The same file if rank 0 writes all of it."""
+        return replace(self, cuts=(None,) * len(self.cuts), ranks=1)
+
+
+def shares(plans: Sequence[PartPlan], world_size: int) -> list[Share]:
+    """Who writes what of every file."""
     found = []
     for plan in plans:
         entries = {entry.name: entry for entry in plan.part.entries}
@@ -52,10 +63,10 @@ def shares(plans: Sequence[PartPlan], world_size: int, alone: frozenset[str] = f
             step = -(-file.layout.size_bytes // world_size)
             step += -step % BLOCK_BYTES  # so that no disk block has two writers
             cuts = [
-                _cut(entry, start, spec.size_bytes, None if file.path in alone else step)
+                _cut(entry, start, spec.size_bytes, step)
                 for entry, spec, start in zip(ordered, file.layout.specs, file.layout.starts, strict=True)
             ]
-            found.append(Share(file, ordered, tuple(cuts)))
+            found.append(Share(file, ordered, tuple(cuts), world_size))
     return found
 
 
@@ -87,13 +98,18 @@ def write(share: Share, folder: Path, ranks: Ranks, writer: Writer, bucket_bytes
     return write_regions(folder / share.file.path, regions, writer)
 
 
-def _cut(entry: Entry, start: int, size_bytes: int, step: int | None) -> Cut | None:
+def digest(share: Share, ranks: Ranks, bucket_bytes: int) -> str:
+    """The digest that `write` would give for this rank's bytes, without writing them. Collective as that is."""
+    return digest_regions(_while_all_write(_regions(share, ranks, bucket_bytes), ranks, BLOCK_BYTES))
+
+
+def _cut(entry: Entry, start: int, size_bytes: int, step: int) -> Cut | None:
     """The cut of one tensor at `start`; `step` is the file's share of each rank where all have the same."""
     source, item = entry.source, entry.dtype.itemsize
     if source is None or source.holding.whole is not None or not size_bytes:
         return None
     if not source.holding.moves:
-        if step is None or not source.holding.alike or start % item:
+        if not source.holding.alike or start % item:
             return None
         return Cut(start, start + size_bytes, step, step - start % step, start // step)
     runs = _runs(source.holding)

@@ -5,21 +5,21 @@ its own moment: those that are in the same places of the look at the run.
 """
 
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor
 
-from ft_ckpt import direct, engines, reuse
+from ft_ckpt import direct, engines
 from ft_ckpt.config import SaverConfig, parse_size
 from ft_ckpt.deliver import PartPlan
 from ft_ckpt.digests import chunks
 from ft_ckpt.engines import Source
 from ft_ckpt.optimizers import parameter_of
-from ft_ckpt.preparing import Prepared, Request, choose
+from ft_ckpt.preparing import Companions, Prepared, Request, choose, companions_of
 from ft_ckpt.ranks import Ranks
 from ft_ckpt.replicas import of_plans
-from ft_ckpt.select import Entry
+from ft_ckpt.select import Entry, Part
 from ft_ckpt.snapshot import Copies, key, size_of
 from ft_ckpt.structure import Look, emptied, filled, is_placed, local_of
 
@@ -43,7 +43,7 @@ class Weighed:
 
     def replicas(self) -> dict[str, Source]:
         """What is written and should be the same on every rank."""
-        return of_plans(_new_files(self.as_it_is()))
+        return of_plans(self.as_it_is().plans)
 
     def as_it_is(self) -> Prepared:
         """The plan with the live tensors, for a save that is finished before training goes on."""
@@ -61,7 +61,7 @@ class _Task:
     is_free: bool
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class _Outline:
     """A plan without tensors."""
 
@@ -70,7 +70,7 @@ class _Outline:
     samples: Mapping[
         str, Mapping[str, tuple[Source, list[int]]]
     ]  # elements looked at of an adapter's base, by its name
-    tasks: dict[frozenset[str], _Task] = field(default_factory=dict)  # by the files of an earlier checkpoint
+    task: _Task | None = None  # once it was asked for
 
 
 def planned(request: Request, ranks: Ranks, config: SaverConfig) -> Prepared:
@@ -91,9 +91,7 @@ def weigh(request: Request, ranks: Ranks, config: SaverConfig, owned: Callable[[
     look = request.captured.look
     if outline is None or look is None:
         return _weighed(chosen, request, ranks, config, owned())
-    task = outline.tasks.get(taken := frozenset(chosen.reuse.chosen))
-    if task is None:
-        task = outline.tasks[taken] = _task(chosen, request, ranks, config, look, owned())
+    task = outline.task = outline.task or _task(chosen, request, ranks, config, look, owned())
     can_wait = task.is_free and _fits(task.size_bytes, config)
     return Weighed(chosen, can_wait, _locals_at(task.now, look), _locals_at(task.late, look), look)
 
@@ -111,7 +109,7 @@ def _planned(request: Request, ranks: Ranks, config: SaverConfig) -> tuple[Prepa
     outline = structure.made[asked] = _outline(chosen, request, look)
     if outline is None:
         return chosen, None
-    return replace(outline.chosen, samples=chosen.samples, reuse=chosen.reuse), outline
+    return replace(outline.chosen, samples=chosen.samples, companions=chosen.companions), outline
 
 
 def _asked(request: Request, ranks: Ranks, config: SaverConfig) -> Hashable:
@@ -153,11 +151,11 @@ def _outline(chosen: Prepared, request: Request, look: Look) -> _Outline | None:
         for plan in bare.plans
     )
     weights = request.captured.document.get("weights")
-    return _Outline(replace(bare, plans=plans, samples={}, reuse=reuse.Reuse()), weights, samples)
+    return _Outline(replace(bare, plans=plans, samples={}, companions=Companions()), weights, samples)
 
 
 def _again(outline: _Outline, request: Request, look: Look, ranks: Ranks) -> Prepared:
-    """What of a plan is of the moment: elements of an adapter's base, and files of an earlier checkpoint."""
+    """A plan with what is of the moment: elements of an adapter's base, and all that is no tensor."""
     request.captured.document["weights"] = outline.weights
     samples = {}
     for name, picked in outline.samples.items():
@@ -166,11 +164,8 @@ def _again(outline: _Outline, request: Request, look: Look, ranks: Ranks) -> Pre
             for tensor, (one, indices) in picked.items()
         }
         samples[name] = {tensor: some for tensor, some in values.items() if some}
-    same = reuse.Reuse()
-    if any(plan.apart for plan in outline.chosen.plans):
-        live = _with_sources(outline.chosen, look, lambda one: filled(one, look))
-        same = reuse.choose(request.memory, live.plans, request.target)
-    return replace(outline.chosen, samples=samples, reuse=same)
+    plans = [replace(one, part=_with_module(one.part, look)) for one in outline.chosen.plans]
+    return replace(outline.chosen, samples=samples, companions=companions_of(request, plans, ranks))
 
 
 def _task(
@@ -207,7 +202,7 @@ def _is_late(source: Source, owned: frozenset[int]) -> bool:
 
 def _is_free(chosen: Prepared, request: Request, ranks: Ranks, config: SaverConfig) -> bool:
     """Whether no tensor has to move between ranks."""
-    sources = [source for entry in _entries(chosen) for source in _of_entry(entry)]
+    sources = [source for entry in _entries(chosen) for source in entry.sources]
     if any(source.holding.whole is not None for source in sources):
         return False
     if ranks.size == 1:
@@ -226,19 +221,19 @@ def _is_free(chosen: Prepared, request: Request, ranks: Ranks, config: SaverConf
 
 
 def _shares(chosen: Prepared, ranks: Ranks) -> list[direct.Share]:
-    return direct.shares(_new_files(chosen), ranks.size)
+    return direct.shares(chosen.plans, ranks.size)
 
 
 def _sources(chosen: Prepared, request: Request, ranks: Ranks) -> Iterator[Source]:
     """The sources of which this rank writes something."""
     yield from (source for pair in chosen.ties_to_check for source in pair)
     if ranks.size == 1:
-        yield from (source for entry in _entries(chosen) for source in _of_entry(entry))
+        yield from (source for entry in _entries(chosen) for source in entry.sources)
         return
     for share in _shares(chosen, ranks):
         for entry, cut in zip(share.entries, share.cuts, strict=True):
             mine = ranks.leads if cut is None else any(owner == ranks.rank for _, _, owner in chunks(cut))
-            yield from _of_entry(entry) if mine else ()
+            yield from entry.sources if mine else ()
 
 
 def _locals(sources: Iterable[Source]) -> dict[Hashable, Tensor]:
@@ -251,28 +246,19 @@ def _locals_at(places: Iterable[int], look: Look) -> dict[Hashable, Tensor]:
     return {place: local_of(look.tensors[place]) for place in places}
 
 
-def _new_files(chosen: Prepared) -> tuple[PartPlan, ...]:
-    """The plans without the files that an earlier checkpoint has already."""
-    return reuse.to_write(chosen.plans, frozenset(chosen.reuse.chosen))
-
-
 def _entries(chosen: Prepared) -> Iterator[Entry]:
-    """The tensors of these files."""
-    for plan in _new_files(chosen):
-        written = {spec.name for file in plan.files for spec in file.layout.specs}
-        yield from (entry for entry in plan.part.entries if entry.name in written)
-
-
-def _of_entry(entry: Entry) -> tuple[Source, ...]:
-    if entry.group is not None:
-        return entry.group.sources
-    return () if entry.source is None else (entry.source,)
+    return (entry for plan in chosen.plans for entry in plan.part.entries)
 
 
 def _copied(source: Source, copies: Copies) -> Source:
     local = source.holding.local
     mine = None if local is None else copies.get(key(local), local)
     return replace(source, holding=replace(source.holding, local=mine))
+
+
+def _with_module(part: Part, look: Look) -> Part:
+    """The part with the module of `look` for its place."""
+    return part if part.module is None else replace(part, module=look.modules[part.module])
 
 
 def _with_sources(chosen: Prepared, look: Look | None, change: Callable[[Source], Source]) -> Prepared:
@@ -289,9 +275,7 @@ def _with_sources(chosen: Prepared, look: Look | None, change: Callable[[Source]
 
     def plan(one: PartPlan) -> PartPlan:
         part = replace(one.part, entries=tuple(map(entry, one.part.entries)))
-        if look is not None and part.module is not None:
-            part = replace(part, module=look.modules[part.module])
-        return replace(one, part=part)
+        return replace(one, part=part if look is None else _with_module(part, look))
 
     ties = tuple((change(one), change(other)) for one, other in chosen.ties_to_check)
     return replace(chosen, plans=tuple(map(plan, chosen.plans)), ties_to_check=ties)

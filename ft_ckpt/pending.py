@@ -39,7 +39,10 @@ _lanes = count(1)  # alike on all ranks: one is taken where all of them are
 
 @dataclass(frozen=True, eq=False)
 class PendingSave:
-    """A save in the background, to the folder `path`, which exists once it is done."""
+    """A save in the background, to the folder `path`, which exists once it is done.
+
+    That may be at once: what could not be left to a thread was done before the call returned.
+    """
 
     path: Path
     future: "Future[SaveReport]"
@@ -87,9 +90,7 @@ class Pending:
         chosen: Prepared | None = None
         if request is not None:
             chosen, error = ranks.attempt(lambda: planned(self._looked(request, {}), ranks, config))
-        report = run(None if error else request, error, ranks, config, begun, chosen)
-        then(report.path)
-        return report
+        return _now(request, error, ranks, config, begun, chosen, then)
 
     def _start(
         self,
@@ -99,17 +100,17 @@ class Pending:
         config: SaverConfig,
         begun: float,
         then: Callable[[Path], None],
-    ) -> SaveReport | PendingSave:
+    ) -> PendingSave:
         """Begin `request` in the background; or carry it out now, where no snapshot of it can be taken.
 
         It would be larger than it may, or tensors must come together from several ranks.
         """
         request, weighed, possible = self._agreed(request, error, ranks, config)
+        self._looks = 0
         if request is None or weighed is None or not (possible and self._is_shared(request.target.parent, ranks)):
-            report = run(request, None, ranks, config, begun, None if weighed is None else weighed.as_it_is())
-            then(report.path)
-            return report
-        self._looks, self._lane = 0, self._lane or f"background-{next(_lanes)}"
+            report = _now(request, None, ranks, config, begun, None if weighed is None else weighed.as_it_is(), then)
+            return PendingSave(report.path, self._worker.ended(report))
+        self._lane = self._lane or f"background-{next(_lanes)}"
         ranks = current(config.enter_timeout_seconds, self._lane)
         config = replace(config, each_rank_writes="on")
         _, error = attempt(lambda: self.snapshot.take(weighed.now, weighed.late))
@@ -177,9 +178,7 @@ class Pending:
         error, chosen = error or trouble, None
         if error is None:
             chosen, error = attempt(lambda: weighed.with_copies(copies))
-        report = run(None if error else request, error, ranks, config, begun, chosen)
-        then(report.path)
-        return report
+        return _now(request, error, ranks, config, begun, chosen, then)
 
     def settle(self) -> SaveReport | None:
         """Wait for the save in flight and give its report, or raise what it raised; None when there is none."""
@@ -219,6 +218,20 @@ class Pending:
         if folder not in self._shared:
             self._shared[folder] = all_see(folder, ranks)
         return self._shared[folder]
+
+
+def _now(
+    request: Request | None,
+    error: BaseException | None,
+    ranks: Ranks,
+    config: SaverConfig,
+    begun: float,
+    chosen: Prepared | None,
+    then: Callable[[Path], Any],
+) -> SaveReport:
+    report = run(None if error else request, error, ranks, config, begun, chosen)
+    then(report.path)
+    return report
 
 
 def _steppers(of: Run) -> dict[torch.optim.Optimizer, list[Tensor]]:

@@ -1,7 +1,8 @@
 """Everything of a save that comes before the first tensor moves: choose, lay out, check, and fill the stage."""
 
 import json
-from collections.abc import Mapping
+import tempfile
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -13,16 +14,17 @@ from ft_ckpt.capturing import Captured
 from ft_ckpt.catalog import is_inside
 from ft_ckpt.config import SaverConfig
 from ft_ckpt.deliver import PartPlan, plan
-from ft_ckpt.errors import ConfigError
+from ft_ckpt.errors import ConfigError, explained
+from ft_ckpt.manifest import BaseRecord
 from ft_ckpt.modules import write_module
 from ft_ckpt.parts import Attribute, parts_of
 from ft_ckpt.ranks import Ranks
 from ft_ckpt.records import base_record
-from ft_ckpt.reuse import Memory, Reuse
+from ft_ckpt.reuse import Offer
 from ft_ckpt.select import main_dtype
 from ft_ckpt.training import DOCUMENT_NAME, state_part
 
-_COMPANION_BYTES = 16 << 20  # room for config and tokenizer files in the look at free space
+_MANIFEST_BYTES = 16 << 20  # room for what is not known yet in the look at free space
 
 
 @dataclass(frozen=True, eq=False)
@@ -46,7 +48,6 @@ class Request:
     run_id: str | None = None
     protect: tuple[Path, ...] = ()  # checkpoints not to be deleted for want of room
     extra_files: Mapping[str, str | bytes] = field(default_factory=dict)  # the caller's own, by path in the checkpoint
-    memory: Memory | None = None  # of the checkpoints before
     apart: replicas.Apart | None = None  # what ranks have come apart in; None: not looked at yet
 
 
@@ -58,6 +59,14 @@ def request_of(config: SaverConfig, model: nn.Module, target: Path, **given: Any
 
 
 @dataclass(frozen=True, eq=False)
+class Companions:
+    """What a checkpoint says beside its tensors, on rank 0: taken at one moment, whatever becomes of the model."""
+
+    files: Mapping[str, bytes] = field(default_factory=dict)  # by path in the checkpoint
+    bases: Mapping[str, BaseRecord] = field(default_factory=dict)  # of adapters, by the names of their parts
+
+
+@dataclass(frozen=True, eq=False)
 class Prepared:
     """Everything known before the first tensor moves."""
 
@@ -66,18 +75,46 @@ class Prepared:
     ties_to_check: tuple[tuple[engines.Source, engines.Source], ...]
     stage: Path | None  # on rank 0
     samples: dict[str, dict[str, dict[str, float]]] = field(default_factory=dict)  # part name -> fingerprint
-    reuse: Reuse = field(default_factory=Reuse)
+    companions: Companions = field(default_factory=Companions)
+    offers: Mapping[str, Offer] = field(default_factory=dict)  # on rank 0: frozen files that may be there already
 
 
 def prepare(
-    request: Request, ranks: Ranks, config: SaverConfig, tries: int, chosen: Prepared | None = None
+    request: Request,
+    ranks: Ranks,
+    config: SaverConfig,
+    tries: int,
+    chosen: Prepared | None,
+    changed: frozenset[str],
 ) -> Prepared:
-    """Choose, lay out and check, if not `chosen` yet; on rank 0 also fill the stage with everything but weights."""
+    """Choose, lay out and check, if not `chosen` yet; on rank 0 also fill a stage with everything but weights.
+
+    Frozen files of earlier checkpoints are in it, too, but for those that are known to have `changed`.
+    """
     chosen = chosen or choose(request, ranks, config)
     if not ranks.leads:
         return chosen
-    stage, same = _fill_stage(request, chosen.plans, config, tries, chosen.reuse)
-    return replace(chosen, stage=stage, reuse=same)
+    stage = commit.open_stage(request.target)
+    try:
+        offers = _offers(request, chosen.plans, ranks, config, stage, changed)
+        total = sum(file.layout.size_bytes for one in chosen.plans for file in one.files if file.path not in offers)
+        room.ensure(
+            request.target,
+            total + sum(map(len, chosen.companions.files.values())) + _MANIFEST_BYTES,
+            config,
+            step=request.step,
+            run_id=request.run_id,
+            protect=request.protect,
+            tries=tries,
+        )
+        with explained(request.target):
+            for path, content in chosen.companions.files.items():
+                (stage / path).parent.mkdir(parents=True, exist_ok=True)
+                (stage / path).write_bytes(content)
+        return replace(chosen, stage=stage, offers=offers)
+    except BaseException:
+        commit.discard(stage)
+        raise
 
 
 def choose(request: Request, ranks: Ranks, config: SaverConfig) -> Prepared:
@@ -102,35 +139,28 @@ def choose(request: Request, ranks: Ranks, config: SaverConfig) -> Prepared:
     plans = tuple(plan(part, request.max_shard_bytes, request.format, reuse.apart(part, still, mode)) for part in parts)
     doubtful = tuple(pair for part in parts for pair in part.doubtful)
     samples = {part.name: engines.sample(part.base, ranks.rank) for part in parts if part.base}
-    same = reuse.choose(None if request.state_dict_given else request.memory, plans, request.target)
-    return Prepared(plans, engines.engine_names(found), doubtful, None, samples, same)
+    return Prepared(plans, engines.engine_names(found), doubtful, None, samples, companions_of(request, plans, ranks))
 
 
-def _fill_stage(
-    request: Request, plans: tuple[PartPlan, ...], config: SaverConfig, tries: int, same: Reuse
-) -> tuple[Path, Reuse]:
-    needed = sum(one.size_bytes for one in plans) - reuse.saved_bytes(request.memory, same) + _COMPANION_BYTES
-    room.ensure(
-        request.target,
-        needed,
-        config,
-        step=request.step,
-        run_id=request.run_id,
-        protect=request.protect,
-        tries=tries,
-    )
-    for one in plans:
-        if one.part.kind not in ("module", "state"):
-            check_companions(one.part.module, request.tokenizer, request.chat_template_name)
-    stage = commit.open_stage(request.target)
-    try:
+def companions_of(request: Request, plans: Sequence[PartPlan], ranks: Ranks) -> Companions:
+    """What the checkpoint will say beside its tensors, from the live objects as they are now; nothing but on rank 0.
+
+    Raises CompanionError when tokenizer, config and model do not fit, ConfigError for extra files out of the folder.
+    """
+    if not ranks.leads:
+        return Companions()
+    extras = _extras(request.extra_files)
+    parts = [one.part for one in plans]
+    for part in parts:
+        if part.kind not in ("module", "state"):
+            check_companions(part.module, request.tokenizer, request.chat_template_name)
+    with explained(Path(tempfile.gettempdir())), tempfile.TemporaryDirectory(prefix="ft_ckpt-") as made:
+        folder = Path(made)
         for one in plans:
-            _write_companions(stage, one, request)
-        _write_extras(stage, request.extra_files)
-        return stage, reuse.bring(request.memory, same, stage)
-    except BaseException:
-        commit.discard(stage)
-        raise
+            _write_companions(folder, one, request)
+        files = {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    bases = {part.name: base_record(part, {}) for part in parts if part.kind == "adapter"}
+    return Companions(files | extras, bases)
 
 
 def check_companions(module: nn.Module, tokenizer: Any, chat_template_name: str | None) -> None:
@@ -141,8 +171,22 @@ def check_companions(module: nn.Module, tokenizer: Any, chat_template_name: str 
         companions.generation_config(module, tokenizer, chat_template_name)
 
 
-def _write_companions(stage: Path, one: PartPlan, request: Request) -> None:
-    part, folder = one.part, stage / one.part.path
+def _offers(
+    request: Request,
+    plans: Sequence[PartPlan],
+    ranks: Ranks,
+    config: SaverConfig,
+    stage: Path,
+    changed: frozenset[str],
+) -> dict[str, Offer]:
+    if request.state_dict_given or config.nonfinite == "raise":  # which looks at all numbers
+        return {}
+    shares = [share for share in reuse.frozen_shares(plans, ranks.size) if share.file.path not in changed]
+    return reuse.bring(shares, request.target, stage, ranks, config.each_rank_writes != "on")
+
+
+def _write_companions(root: Path, one: PartPlan, request: Request) -> None:
+    part, folder = one.part, root / one.part.path
     folder.mkdir(parents=True, exist_ok=True)
     if part.kind == "model":
         generation = companions.generation_config(part.module, request.tokenizer, request.chat_template_name)
@@ -159,13 +203,11 @@ def _write_companions(stage: Path, one: PartPlan, request: Request) -> None:
     else:
         write_module(folder, part.module, {entry.name: entry.shape for entry in part.entries})
     if one.index is not None:
-        (stage / one.index_path).write_text(one.index, encoding="utf-8")
+        (root / one.index_path).write_text(one.index, encoding="utf-8")
 
 
-def _write_extras(stage: Path, files: Mapping[str, str | bytes]) -> None:
+def _extras(files: Mapping[str, str | bytes]) -> dict[str, bytes]:
     outside = [path for path in files if not is_inside(path)]
     if outside:
         raise ConfigError(f"extra_files: {', '.join(outside)}: expected plain paths inside the checkpoint")
-    for path, content in files.items():
-        (stage / path).parent.mkdir(parents=True, exist_ok=True)
-        (stage / path).write_bytes(content.encode() if isinstance(content, str) else content)
+    return {path: content.encode() if isinstance(content, str) else bytes(content) for path, content in files.items()}

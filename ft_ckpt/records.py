@@ -25,18 +25,20 @@ def manifest_of(
     answers: Sequence[Mapping[str, Any]],
     *,
     compressed: bool,
+    bases: Mapping[str, BaseRecord],
     **facts: Any,
 ) -> Manifest:
     """The manifest of all files in `stage`, of which those in `written` are known already.
 
-    `answers` are what each rank said of the tensors it sampled; `facts` are further fields of the manifest.
+    `answers` are what each rank said of the tensors it sampled, `bases` those of adapters by the names of their parts;
+    `facts` are further fields of the manifest.
     """
     files = {file.path: file for file in written}
     paths = sorted(p.relative_to(stage).as_posix() for p in stage.rglob("*") if p.is_file())
     others = [FileRecord(p, (stage / p).stat().st_size, digest_of(stage / p)) for p in paths if p not in files]
     parts = [one.part for one in plans]
     return Manifest(
-        parts=tuple(_part_record(one, _merged(one.part.name, answers), compressed) for one in plans),
+        parts=tuple(_part_record(one, _base(one.part.name, bases, answers), compressed) for one in plans),
         files=(*files.values(), *others),
         created=datetime.now(timezone.utc).isoformat(),
         versions=versions(),
@@ -46,7 +48,7 @@ def manifest_of(
     )
 
 
-def _part_record(one: PartPlan, fingerprint: dict[str, dict[str, float]], compressed: bool) -> PartRecord:
+def _part_record(one: PartPlan, base: BaseRecord | None, compressed: bool) -> PartRecord:
     part = one.part
     tensors = (record for file in one.files for record in file.records())
     trainable = tuple(e.name for e in part.entries if e.source is not None and e.source.trainable)
@@ -61,7 +63,7 @@ def _part_record(one: PartPlan, fingerprint: dict[str, dict[str, float]], compre
         trainable=trainable,
         adapter=part.adapter,
         active=part.active,
-        base=base_record(part, fingerprint) if part.kind == "adapter" else None,
+        base=base,
         casts=lossy_casts(part),
     )
 
@@ -74,13 +76,15 @@ def base_record(part: Part, fingerprint: Mapping[str, Any]) -> BaseRecord:
     return BaseRecord(identity, revision, dtype_name(common) if common else "float32", digest, fingerprint)
 
 
-def _merged(name: str, answers: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, float]]:
-    """The fingerprint of a part's base: each rank's samples put together."""
+def _base(name: str, bases: Mapping[str, BaseRecord], answers: Sequence[Mapping[str, Any]]) -> BaseRecord | None:
+    """The base of an adapter with its fingerprint: each rank's samples put together; None for other parts."""
+    if name not in bases:
+        return None
     merged: dict[str, dict[str, float]] = {}
     for answer in answers:
         for tensor, values in answer["samples"].get(name, {}).items():
             merged.setdefault(tensor, {}).update(values)
-    return merged
+    return replace(bases[name], fingerprint=merged)
 
 
 @cache  # reading a package's metadata takes milliseconds

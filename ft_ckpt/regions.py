@@ -44,6 +44,14 @@ def write_regions(path: Path, regions: Iterable[Region], writer: Writer) -> str:
         file.close()
 
 
+def digest_regions(regions: Iterable[Region]) -> str:
+    """The digest that writing `regions` would give."""
+    digest = xxhash.xxh3_128()
+    for region in regions:
+        digest.update((ctypes.c_char * region.size_bytes).from_address(region.address))
+    return str(digest.hexdigest())
+
+
 @dataclass
 class _Regions:
     """One file that is written in places; the block being filled covers consecutive bytes of it."""

@@ -21,7 +21,6 @@ from ft_ckpt.pending import Pending, PendingSave
 from ft_ckpt.preparing import check_companions, request_of
 from ft_ckpt.ranks import Ranks, attempt, current
 from ft_ckpt.records import versions
-from ft_ckpt.reuse import Memory, note_resumed
 from ft_ckpt.running import Progress, Run
 from ft_ckpt.saving import SaveReport
 from ft_ckpt.signals import exit_code
@@ -67,7 +66,6 @@ class CheckpointSaver:
             check_companions(engines.unwrap(model), tokenizer, self.config.chat_template_name if tokenizer else None)
         self._run = Run(accelerator, self.config)
         self._epochs: int | None = None  # that `remaining` was asked for
-        self._memory = Memory()
         self._pending = Pending(self._run)
         if self.config.every is not None:
             self._run.check()
@@ -123,7 +121,6 @@ class CheckpointSaver:
                 tokenizer=self.tokenizer if tokenizer is None else tokenizer,
                 state_dict=state_dict,
                 state_dict_given=state_dict is not None,
-                memory=self._memory,
                 step=step,
                 metrics=dict(metrics or {}),
                 extra_files=dict(extra_files or {}),
@@ -228,8 +225,6 @@ class CheckpointSaver:
         if path is not None:
             with lease(path):
                 self._run.report = self._run.reinstate(Path(path), ranks, allow, versions())
-            if self.config.verify_resume and self.config.nonfinite == "save":  # what is linked is not looked at
-                note_resumed(self._memory, self._run.report, self._run.model, ranks.leads)
         return self._run.progress
 
     def close(self) -> None:
@@ -306,7 +301,6 @@ class CheckpointSaver:
                     step=now.step,
                     metrics=metrics,
                     captured=captured,
-                    memory=self._memory,
                     run_id=now.run_id,
                     protect=self._protected(),
                     extra_files=extra_files or {},

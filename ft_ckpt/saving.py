@@ -7,7 +7,7 @@ import time
 import uuid
 import warnings
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -58,13 +58,14 @@ def run(
     `begun` is when the call came, by `time.monotonic`; `chosen` what was chosen before, for this request. Raises what
     `CheckpointSaver.save` says.
     """
-    tries, outcome = 0, _once(request, error, ranks, config, begun, 0, chosen)
+    tries, outcome = 0, _once(request, error, ranks, config, begun, chosen)
     while request is not None and outcome.keys() & {"full", "apart"}:
         if "apart" in outcome:  # to be laid out anew
             request, chosen = settled(request, outcome["apart"], ranks, config), None
         else:  # the disk was filled by others meanwhile, and the saver was told not to give up
             tries += 1
-        outcome = _once(request, None, ranks, config, begun, tries, chosen)
+        changed = frozenset(outcome.get("changed", ()))
+        outcome = _once(request, None, ranks, config, begun, chosen, tries, changed)
     return SaveReport(**{**outcome, "path": Path(outcome["path"]), "notes": tuple(outcome["notes"])})
 
 
@@ -83,17 +84,21 @@ def _once(
     ranks: Ranks,
     config: SaverConfig,
     begun: float,
-    tries: int,
     chosen: Prepared | None,
+    tries: int = 0,
+    changed: frozenset[str] = frozenset(),
 ) -> dict[str, Any]:
-    """One try: what was committed, or on every rank {"full": why} or {"apart": what ranks have come apart in}."""
+    """One try: what was committed, or on every rank {"apart": what ranks have come apart in} or {"full": why}.
+
+    Of a full disk "changed" names the frozen files that no earlier checkpoint has.
+    """
     prepared: Prepared | None = None
     made: dict[str, str] = {}
     try:
         if request is not None:
-            prepared, error = ranks.attempt(lambda: prepare(request, ranks, config, tries, chosen))
+            prepared, error = ranks.attempt(lambda: prepare(request, ranks, config, tries, chosen, changed))
         if prepared is not None and compares(request, ranks):
-            made, error = ranks.attempt(lambda: _digests(prepared))
+            made, error = ranks.attempt(lambda: replicas.digests(replicas.of_plans(prepared.plans)))
             made = made or {}
         # Everything that can be refused is refused here, before a tensor moves: later, ranks depend on each other.
         answers = ranks.agree(
@@ -106,15 +111,11 @@ def _once(
             apart = replicas.differing(made, [answer["replicas"] for answer in answers], ranks)
             if apart:
                 return {"apart": apart}
-        taken = reuse.agreed([answer["kept"] for answer in answers])
-        job = _Job(request, prepared, tuple(answers), ranks, config, begun, taken)
+        job = _Job(request, prepared, tuple(answers), ranks, config, begun)
         report, error = ranks.attempt(lambda: _carry_out(job))
         if isinstance(error, NoSpaceError) and config.when_full != "raise":
-            report, error = {"full": str(error)}, None
-        outcome = ranks.agree("the commit of save()", report, error)[0]
-        if "full" not in outcome:
-            reuse.remember(request.memory, prepared.reuse, answers[0]["word"], request.target, ranks.leads)
-        return outcome
+            report, error = {"full": str(error), "changed": [*changed, *(prepared.offers.keys() - job.taken)]}, None
+        return ranks.agree("the commit of save()", report, error)[0]
     finally:
         if prepared is not None and prepared.stage is not None:
             commit.discard(prepared.stage)
@@ -123,11 +124,6 @@ def _once(
 def compares(request: Request | None, ranks: Ranks) -> bool:
     """Whether what all ranks hold has yet to be compared for this request."""
     return ranks.size > 1 and request is not None and request.apart is None and not request.state_dict_given
-
-
-def _digests(prepared: Prepared) -> dict[str, str]:
-    written = reuse.to_write(prepared.plans, frozenset(prepared.reuse.chosen))
-    return replicas.digests(replicas.of_plans(written))
 
 
 def _facts(request: Request | None, prepared: Prepared | None, made: Mapping[str, str]) -> dict[str, Any]:
@@ -143,8 +139,7 @@ def _facts(request: Request | None, prepared: Prepared | None, made: Mapping[str
         "state_dict": request.state_dict_given,
         "samples": prepared.samples,
         "stage": None if prepared.stage is None else str(prepared.stage),
-        "word": uuid.uuid4().hex,
-        "kept": prepared.reuse.votes,
+        "offers": reuse.to_json(prepared.offers),
         "replicas": replicas.told(made),
     }
 
@@ -168,7 +163,7 @@ class _Job:
     ranks: Ranks
     config: SaverConfig
     begun: float
-    taken: frozenset[str]  # files that are the earlier checkpoint's
+    taken: dict[str, str] = field(default_factory=dict)  # once known: digests of the files that are there, by path
 
     @property
     def plans(self) -> tuple[PartPlan, ...]:
@@ -183,10 +178,20 @@ def _carry_out(job: _Job) -> dict[str, Any]:
     pairs = job.prepared.ties_to_check
     untied = [pair for pair in pairs if not equal(*pair, job.ranks, job.config.bucket_bytes)]
     stage = job.prepared.stage
-    linked = [] if stage is None else reuse.settle(job.prepared.reuse, job.taken, stage)
+    linked = _linked(job)
     shares = _open_to_all(job)
     written = _gathered(job, untied) if shares is None else _from_all(job, shares, untied)
     return {} if stage is None else _sealed(job, stage, linked + written)
+
+
+def _linked(job: _Job) -> list[FileRecord]:
+    """Find the frozen files that are there already, and on rank 0 put them in place; their records. Collective."""
+    offers, stage = job.answers[0]["offers"], job.prepared.stage
+    if not offers:
+        return []
+    shares = reuse.frozen_shares(job.prepared.plans, job.ranks.size)
+    job.taken.update(reuse.equal_files(shares, offers, job.ranks, job.config.bucket_bytes))
+    return [] if stage is None else reuse.settle(shares, job.taken, stage)
 
 
 def _gathered(job: _Job, untied: list[tuple[engines.Source, engines.Source]]) -> list[FileRecord]:
@@ -216,7 +221,7 @@ def _open_to_all(job: _Job) -> list[direct.Share] | None:
         return None
     if any(answer["state_dict"] for answer in job.answers):
         return None
-    shares = direct.shares(job.plans, job.ranks.size, reuse.doubtful([answer["kept"] for answer in job.answers]))
+    shares = direct.shares(job.plans, job.ranks.size)
     if config.each_rank_writes == "auto" and not direct.pays(shares):
         return None
 
@@ -283,6 +288,7 @@ def _sealed(job: _Job, stage: Path, written: list[FileRecord]) -> dict[str, Any]
         written,
         job.answers,
         compressed=compression is not None,
+        bases=job.prepared.companions.bases,
         kind=kind_of(request.adapter_only, request.attribute),
         step=request.step,
         metrics=request.metrics,

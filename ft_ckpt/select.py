@@ -38,6 +38,13 @@ class Entry:
     source: Source | None = None
     group: Group | None = None
 
+    @property
+    def sources(self) -> tuple[Source, ...]:
+        """What it is made from."""
+        if self.group is not None:
+            return self.group.sources
+        return () if self.source is None else (self.source,)
+
 
 @dataclass(frozen=True, eq=False)
 class Part:

@@ -336,7 +336,10 @@ def test_other_formats(tmp_path, settings):
 def test_a_snapshot_larger_than_it_may_be_is_not_made(tmp_path):
     model, _optimizer, saver = stamped(tmp_path, snapshot_bytes="1MB")
     with saver:
-        assert isinstance(saver.save(model, tmp_path / "one"), SaveReport)
+        handle = saver.save(model, tmp_path / "one")
+        assert isinstance(handle, PendingSave)
+        assert handle.done
+        assert handle.result() == saver.wait()
         assert isinstance(saver.save(nn.Linear(3, 3), tmp_path / "two"), PendingSave)
     with pytest.raises(ConfigError, match="snapshot_bytes"):
         CheckpointSaver(None, tmp_path, snapshot_bytes="much")
