@@ -21,6 +21,7 @@ from ft_ckpt.verdicts import ADVICE, described, judge, numbers
 
 _BEAT_SECONDS = 1.0  # between signs of life of a rank at work; well below any sensible time-out
 _LOOK_SECONDS = 0.1  # between looks for a word of failure of a rank at work
+_VALUE_BYTES = 4 << 20  # of one key: torch's store ends at more than 8 MiB, and takes the process group with it
 _LOOKS_PER_SECOND = 1000  # at most, of all ranks together: one process answers them
 
 
@@ -38,6 +39,7 @@ class Ranks:
     scope: str = ""  # of the attempts this rank is in: their meetings are counted apart
     ahead: tuple[str, ...] = ()  # keys of the meetings after these attempts
     spent: list[str] = field(default_factory=list)  # rank 0's own keys, which nobody needs once all have met again
+    further: dict[str, int] = field(default_factory=dict)  # keys of this rank whose value is in as many parts
     looked_at: float = 0.0  # for a word of failure
 
     @property
@@ -244,6 +246,8 @@ class Ranks:
     def _forget(self, key: str) -> None:
         with suppress(RuntimeError, NotImplementedError):  # stores without deletion only grow
             self.store.delete_key(key)
+            for number in range(1, self.further.pop(key, 1)):
+                self.store.delete_key(f"{key}/part-{number}")
 
     def _key(self, name: str) -> str:
         return f"ft_ckpt/{self.lane}/{self.scope}{name}"
@@ -252,10 +256,20 @@ class Ranks:
         return f"ft_ckpt/{self.lane}/beat/{rank}"
 
     def _put(self, name: str, value: dict[str, Any]) -> None:
-        self.store.set(self._key(name), json.dumps(value))
+        """Under one key, or under several of which that one comes last: who sees it finds them all."""
+        key, text = self._key(name), json.dumps(value).encode()
+        parts = [text[low : low + _VALUE_BYTES] for low in range(0, len(text), _VALUE_BYTES)]
+        for number, part in enumerate(parts[1:], 1):
+            self.store.set(f"{key}/part-{number}", part)
+        self.store.set(key, b"%d %b" % (len(parts), parts[0]))
+        if len(parts) > 1:
+            self.further[key] = len(parts)
 
     def _get(self, name: str) -> dict[str, Any]:
-        value: dict[str, Any] = json.loads(self.store.get(self._key(name)))
+        key = self._key(name)
+        count, _, text = self.store.get(key).partition(b" ")
+        rest = [self.store.get(f"{key}/part-{number}") for number in range(1, int(count))]
+        value: dict[str, Any] = json.loads(b"".join([text, *rest]))
         return value
 
 

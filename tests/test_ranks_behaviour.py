@@ -12,6 +12,7 @@ LAUNCHES = {
         "one_writer",
         "overwriting",
         "nothing_piles_up",
+        "large_answers",
         "only_rank_0",
     ],
     "short group timeout": ["slow_writer", "only_rank_1"],
@@ -59,6 +60,11 @@ def test_a_hundred_overwriting_saves(passed):
 
 def test_the_store_of_the_launch_does_not_fill_up(passed):
     passed("nothing_piles_up")
+
+
+def test_answers_larger_than_a_value_of_the_store(passed):
+    """torch's store ends at 8 MiB a value: the verdict of many ranks, or the facts of a large optimizer, are more."""
+    passed("large_answers")
 
 
 @pytest.mark.parametrize("rank", [0, 1])

@@ -163,6 +163,21 @@ def nothing_piles_up(folder: Path) -> None:
     dist.barrier()
 
 
+def large_answers(folder: Path) -> None:
+    """What ranks tell each other may be larger than one value of the store, and is taken out of it all the same."""
+    ranks, keys = current(), []
+    for _ in range(4):
+        told = {"text": "ä" * (3 << 20), "rank": harness.RANK}  # six characters each in JSON
+        answers = ranks.agree("large answers", told)
+        assert [answer["rank"] for answer in answers] == [0, 1]
+        assert all(answer["text"] == told["text"] for answer in answers)
+        ranks.agree("a small one")
+        dist.barrier()
+        keys.append(ranks.store.num_keys())
+        dist.barrier()
+    assert max(keys[1:]) == min(keys[1:]), keys
+
+
 def slow_writer(folder: Path) -> None:
     """The disk stalls for longer than the process group waits for anything."""
     for name, model in {"replicated": models.build("wide"), "sharded": fsdp2(models.build("wide"))}.items():
