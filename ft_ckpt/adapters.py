@@ -280,7 +280,7 @@ def _configured_rows(place: str, model: Any) -> int | None:
     from transformers import AutoConfig
 
     try:
-        config = AutoConfig.from_pretrained(place, local_files_only=not Path(place).is_dir())
+        config = AutoConfig.from_pretrained(place, local_files_only=not Path(place).is_dir(), trust_remote_code=False)
     except (OSError, ValueError):
         return None  # not on this machine: the other evidence decides
     rows = getattr(config.get_text_config(), "vocab_size", None)

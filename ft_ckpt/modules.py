@@ -300,3 +300,25 @@ def filled_later() -> Iterator[None]:
         yield
     finally:
         nn.Module.register_parameter = register  # type: ignore[method-assign]
+
+
+@contextmanager
+def at_most(parameters: int, source: str) -> Iterator[None]:
+    """Stop the making of a model of more than so many parameters, which `source` asked for, with a LoadError."""
+    register, made = nn.Module.register_parameter, 0
+
+    def count(module: nn.Module, name: str, param: nn.Parameter | None) -> None:
+        nonlocal made
+        made += 1
+        if made > parameters:
+            raise LoadError(
+                f"{source}: asks for a model of more than {parameters:,} parameters, far more than the tensors of the "
+                "checkpoint; use another copy"
+            )
+        register(module, name, param)
+
+    nn.Module.register_parameter = count  # type: ignore[assignment, method-assign]
+    try:
+        yield
+    finally:
+        nn.Module.register_parameter = register  # type: ignore[method-assign]

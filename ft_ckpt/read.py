@@ -1,7 +1,9 @@
 """The road back: a committed checkpoint becomes a model again, strictly, without running anything it contains."""
 
 import json
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -9,16 +11,19 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ft_ckpt.catalog import read_manifest, verify
 from ft_ckpt.disk import local_path
 from ft_ckpt.engines import sources
-from ft_ckpt.errors import CorruptError, LoadError, NotACheckpointError, listing
+from ft_ckpt.errors import CheckpointError, CorruptError, LoadError, NotACheckpointError, listing, shown
 from ft_ckpt.manifest import MANIFEST_NAME, Manifest, PartRecord
-from ft_ckpt.marks import lease
-from ft_ckpt.modules import MODULE_NAME, build_module, filled_later
-from ft_ckpt.reattach import attach, base_of
+from ft_ckpt.modules import MODULE_NAME, at_most, build_module, filled_later
+from ft_ckpt.opening import OpenCheckpoint, open_checkpoint
+from ft_ckpt.reattach import attach, base_of, model_class
 from ft_ckpt.select import stored_as_in_memory
 from ft_ckpt.supply import Supplied, supply, supplying
+
+_MOST_LAYERS = 1 << 16  # of anything: what a config may ask for before it is held against the tensors
+_PARAMETERS_A_TENSOR = 16  # a stored tensor may be cut into several, and each be made more than once
+_COUNT = re.compile(r"\w*(layer|block|depth|stage|expert|head)s?")
 
 
 @dataclass(frozen=True)
@@ -45,6 +50,7 @@ class _Options:
     strict: bool
     check_base: bool
     trust_remote_code: bool
+    verify: bool
     mapped: bool | str
     device: torch.device | None  # where tensors are read straight to; None for the host
 
@@ -60,6 +66,7 @@ def load_model(
     strict: bool = True,
     check_base: bool = True,
     trust_remote_code: bool = False,
+    verify: bool = False,
     mapped: bool | str = "auto",
     with_report: bool = False,
 ) -> Any:
@@ -76,47 +83,71 @@ def load_model(
     `base`: the model an adapter goes on, as module, folder or id; default is the id it was trained on, whose sampled
     weights are compared unless `check_base` is off. `into`: a module of yours to load a single part into. `classes`:
     classes of plain modules by name, beside those already imported. `trust_remote_code`: run model code that lies in
-    the checkpoint, as in transformers. `with_report`: return (model, LoadReport).
+    the checkpoint, or with the base, as in transformers. `verify`: compare the digests of all files, which takes
+    reading them once more; those of files below 1 MB, and the sizes and headers of all, are always compared.
+    `with_report`: return (model, LoadReport).
 
-    Raises NotACheckpointError, CorruptError when files differ from the manifest in size or header, LoadError naming
-    every missing, unexpected or reshaped tensor unless `strict` is off, BaseMismatchError for the wrong base.
+    All files are opened at one moment, so a save that replaces the checkpoint meanwhile changes nothing. Raises
+    NotACheckpointError, CorruptError when files differ from the manifest, LoadError naming every missing, unexpected
+    or reshaped tensor unless `strict` is off, or saying why no model can be made of them, BaseMismatchError for the
+    wrong base.
     """
     if mapped not in (True, False, "auto"):
         raise LoadError(f"mapped={mapped!r}: expected True, False or 'auto'")
     is_host = device is None or torch.device(device).type in ("cpu", "meta")
     place = None if is_host else torch.empty(0, device=device).device  # with its number: threads have their own
-    options = _Options(base, into, classes or {}, strict, check_base, trust_remote_code, mapped, place)
-    with lease(_find(Path(path), part)[0]):  # not deleted while it is read; what is mapped stays readable afterwards
-        model, report = _load_checkpoint(Path(path), part, options, device)
+    options = _Options(base, into, classes or {}, strict, check_base, trust_remote_code, verify, mapped, place)
+    root, wanted = _find(Path(path), part)
+    with open_checkpoint(root) as held, _explained(root):
+        model, report = _load_checkpoint(held, wanted, options, device)
     return (model, report) if with_report else model
 
 
-def _load_checkpoint(path: Path, part: str | None, options: _Options, device: Any) -> tuple[Any, LoadReport]:
-    root, manifest, wanted = _find(path, part)
-    report = verify(root, deep=False)
-    if not report.ok:
-        raise CorruptError(f"{root}: {listing(list(report.problems))}; use an older checkpoint")
+@contextmanager
+def _explained(root: Path) -> Iterator[None]:
+    """What libraries raise over the files comes out as a LoadError; want of memory is nobody's damage."""
+    try:
+        yield
+    except (CheckpointError, MemoryError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:
+        text = str(error) if isinstance(error, (OSError, ValueError)) else shown(error)
+        raise LoadError(f"{root}: no model can be made of it: {text[:2000]}") from error
+
+
+def _load_checkpoint(
+    held: OpenCheckpoint, wanted: str | None, options: _Options, device: Any
+) -> tuple[Any, LoadReport]:
+    root, manifest = held.folder, held.manifest
+    problems = held.problems(deep=options.verify)
+    if problems:
+        raise CorruptError(f"{root}: {listing(list(problems))}; use an older checkpoint")
     groups = _groups([part for part in manifest.parts if part.kind != "state"], wanted, root)
     if options.into is not None and len(groups) > 1:
         raise LoadError(f"into=: {root} holds {', '.join(groups)}; name one of them with part=")
     loaded = {name: _load(root, records, options) for name, records in groups.items()}
     models = {name: model.to(device) if device is not None else model for name, (model, _) in loaded.items()}
+    for name, model in models.items():
+        _name(model, root / name, held.path / name)
     _share(manifest, models)
     single = len(models) == 1 and (wanted is not None or "" in models)
     result = next(iter(models.values())) if single else models
-    found = _summary(root, wanted or "", [one for _, one in loaded.values()], copied=device not in (None, "cpu"))
+    found = _summary(held.path, wanted or "", [one for _, one in loaded.values()], copied=device not in (None, "cpu"))
     return result, found
 
 
-def _find(path: Path, part: str | None) -> tuple[Path, Manifest, str | None]:
-    """The checkpoint's folder, its manifest, and the folder of the part asked for (None: all of it)."""
+def _name(model: Any, read_from: Path, found_at: Path) -> None:
+    """Let a model of transformers say that it comes from the folder it was found at."""
+    if getattr(model, "name_or_path", None) == str(read_from):
+        model.name_or_path = str(found_at)
+
+
+def _find(path: Path, part: str | None) -> tuple[Path, str | None]:
+    """The checkpoint's folder, and the folder of the part asked for (None: all of it)."""
     for depth, folder in enumerate([local_path(path), *path.absolute().parents][:4]):
         if (folder / MANIFEST_NAME).is_file():
-            manifest = read_manifest(folder)
             below = path.absolute().relative_to(folder.absolute()).as_posix() if depth else None
-            if below is not None and part is None:
-                part = below
-            return folder, manifest, part
+            return folder, below if part is None else part
     raise NotACheckpointError(
         f"{path}: no {MANIFEST_NAME} in it, so no save was completed there; ft_ckpt.latest(folder) finds one that was"
     )
@@ -161,7 +192,8 @@ def _load(root: Path, records: list[PartRecord], options: _Options) -> tuple[nn.
             raise LoadError(f"{root}: no part to load")
         return model, report
     if model is None:
-        model = options.into if options.into is not None else base_of(adapters[0], options.base)
+        trusted = options.trust_remote_code
+        model = options.into if options.into is not None else base_of(adapters[0], options.base, trusted)
     notes = attach(model, root, adapters, check_base=options.check_base and not whole)
     count = sum(len(record.tensors) for record in adapters) + (report.tensors if report else 0)
     return notes.model, LoadReport(
@@ -179,36 +211,57 @@ def _load_plain(root: Path, record: PartRecord, options: _Options) -> tuple[nn.M
 
 
 def _load_pretrained(root: Path, record: PartRecord, options: _Options) -> tuple[nn.Module, LoadReport]:
+    import transformers
+
     folder = root / record.path
     if options.into is not None:
         return options.into, _copy(options.into, record, root, options)
-    if not options.trust_remote_code and _is_plain(folder, record):
-        with supplying(_files(root, record), options.mapped, options.device) as tensors:
-            model = _empty_model(folder, record)
-            if model is not None:
-                report = _place(model, record, root, options.strict, tensors())
-                model.tie_weights()
-                return model.eval(), report
-    return _through_transformers(folder, root, record, options)
+    config, cls = _checked_config(folder, record), model_class(record.class_name)
+    with at_most(_PARAMETERS_A_TENSOR * len(record.tensors) + _MOST_LAYERS, "config.json"):
+        # quantised models, and those of code of their own, are for transformers to make
+        if cls is not None and not options.trust_remote_code and config.get("quantization_config") is None:
+            with supplying(_files(root, record), options.mapped, options.device) as tensors:
+                model = _empty_model(cls, folder, record)
+                if model is not None:
+                    report = _place(model, record, root, options.strict, tensors())
+                    model.tie_weights()
+                    return model.eval(), report
+        auto = transformers.AutoModelForCausalLM if _is_causal(config) else transformers.AutoModel
+        return _through_transformers(cls or auto, folder, root, record, options)
 
 
-def _is_plain(folder: Path, record: PartRecord) -> bool:
-    """False when transformers has to quantise the model or find its code."""
-    import transformers
+def _checked_config(folder: Path, record: PartRecord) -> dict[str, Any]:
+    """What config.json says, before anything is made of it; a model of a billion layers would be made for ever."""
+    config: dict[str, Any] = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    if absurd := [f"{name}: {value:,}" for name, value in _counts(config) if value > _MOST_LAYERS]:
+        raise LoadError(
+            f"config.json: {listing(absurd)}: no model of the {len(record.tensors):,} tensors in the checkpoint; use "
+            "another copy"
+        )
+    return config
 
-    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    return hasattr(transformers, record.class_name) and config.get("quantization_config") is None
+
+def _counts(value: Any, name: str = "") -> Iterator[tuple[str, int]]:
+    """The numbers in a config that say how many of something the model has, however deep inside."""
+    if isinstance(value, dict):
+        for key, inner in value.items():
+            yield from _counts(inner, key)
+    elif isinstance(value, list):
+        for inner in value:
+            yield from _counts(inner, name)
+    elif isinstance(value, (int, float)) and _COUNT.fullmatch(name):
+        yield name, int(value) if abs(value) < 1e300 else 10**300
 
 
-def _empty_model(folder: Path, record: PartRecord) -> Any:
+def _empty_model(cls: Any, folder: Path, record: PartRecord) -> Any:
     """The model without memory for its parameters; None when transformers has to convert it."""
     import transformers
     from accelerate import init_empty_weights
     from transformers.initialization import guard_torch_init_functions
 
-    config = transformers.AutoConfig.from_pretrained(folder)
+    config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False)
     with init_empty_weights(include_buffers=False), filled_later(), guard_torch_init_functions():
-        model = getattr(transformers, record.class_name)(config)
+        model = cls(config)
     names = _live(model)
     if not stored_as_in_memory(model, names) or any(tensor.name not in names for tensor in record.tensors):
         return None
@@ -219,13 +272,11 @@ def _empty_model(folder: Path, record: PartRecord) -> Any:
 
 
 def _through_transformers(
-    folder: Path, root: Path, record: PartRecord, options: _Options
+    cls: Any, folder: Path, root: Path, record: PartRecord, options: _Options
 ) -> tuple[nn.Module, LoadReport]:
     """Let transformers load what is converted on the way in; its account of the load is held to the same strictness."""
     import transformers
 
-    auto = transformers.AutoModelForCausalLM if _is_causal(folder) else transformers.AutoModel
-    cls = getattr(transformers, record.class_name, auto)
     asked: dict[str, Any] = {"output_loading_info": True, "trust_remote_code": options.trust_remote_code}
     if record.format == "h5":  # which transformers does not open: it gets the tensors themselves
         config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=options.trust_remote_code)
@@ -247,8 +298,8 @@ def _through_transformers(
     return model.eval(), report
 
 
-def _is_causal(folder: Path) -> bool:
-    return '"AutoModelForCausalLM"' in (folder / "config.json").read_text(encoding="utf-8")
+def _is_causal(config: Mapping[str, Any]) -> bool:
+    return "AutoModelForCausalLM" in (config.get("auto_map") or {})
 
 
 def _place(module: nn.Module, record: PartRecord, root: Path, strict: bool, supplied: Supplied) -> LoadReport:

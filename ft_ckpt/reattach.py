@@ -28,8 +28,10 @@ class Attached:
     notes: tuple[str, ...]
 
 
-def base_of(record: PartRecord, given: Any) -> nn.Module:
+def base_of(record: PartRecord, given: Any, trust_remote_code: bool) -> nn.Module:
     """The base model for an adapter: `given` as module, folder or id, else the one it was trained on.
+
+    Code that lies with the base is run only with `trust_remote_code`; nobody is asked.
 
     Raises LoadError when there is neither, or when it cannot be had.
     """
@@ -41,9 +43,9 @@ def base_of(record: PartRecord, given: Any) -> nn.Module:
         raise LoadError(f"adapter {record.adapter!r}: its base was built in memory and has no id; pass base=")
 
     revision = record.base.revision if record.base and given is None else None
-    cls = _base_class(str(place), revision)
+    asked = {"revision": revision, "trust_remote_code": trust_remote_code}
     try:
-        model: nn.Module = cls.from_pretrained(place, revision=revision, dtype="auto")
+        model: nn.Module = _base_class(str(place), asked).from_pretrained(place, dtype="auto", **asked)
     except (OSError, ValueError) as error:
         raise LoadError(
             f"adapter {record.adapter!r}: base model {str(place)!r} cannot be loaded ({error}); pass base= with a "
@@ -93,15 +95,23 @@ def _add_adapter(model: Any, root: Path, record: PartRecord) -> Any:
     return model
 
 
-def _base_class(place: str, revision: str | None) -> Any:
+def model_class(name: str) -> Any:
+    """The model class of transformers of that name; None when it has none, whatever else is called so."""
+    import transformers
+
+    cls = getattr(transformers, name, None) if name.isidentifier() else None
+    return cls if isinstance(cls, type) and issubclass(cls, transformers.PreTrainedModel) else None
+
+
+def _base_class(place: str, asked: Mapping[str, Any]) -> Any:
     import transformers
 
     try:
-        config = transformers.AutoConfig.from_pretrained(place, revision=revision)
+        config = transformers.AutoConfig.from_pretrained(place, **asked)
     except (OSError, ValueError):
         return transformers.AutoModel  # its own error will say what is wrong with the place
     names = getattr(config, "architectures", None) or ()
-    return next((cls for name in names if (cls := getattr(transformers, name, None))), transformers.AutoModel)
+    return next((cls for name in names if (cls := model_class(str(name)))), transformers.AutoModel)
 
 
 def _prepare_base(model: Any, root: Path, records: Sequence[PartRecord], check: bool) -> tuple[str, ...]:

@@ -7,7 +7,7 @@ number of ranks and their wrappers may be others than those that saved.
 import json
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ft_ckpt import optimizers
-from ft_ckpt.catalog import CheckpointInfo, discover, read_manifest, verify
+from ft_ckpt.catalog import CheckpointInfo, discover, read_manifest
 from ft_ckpt.disk import local_path
 from ft_ckpt.engines import Source
 from ft_ckpt.errors import (
@@ -33,6 +33,7 @@ from ft_ckpt.fill import Wanted, fill
 from ft_ckpt.formats import TensorFile, dual, hdf5
 from ft_ckpt.holdings import is_dtensor
 from ft_ckpt.manifest import Manifest
+from ft_ckpt.opening import OpenCheckpoint, open_checkpoint
 from ft_ckpt.replicas import WEIGHTS, own_name
 from ft_ckpt.training import (
     DOCUMENT_NAME,
@@ -73,15 +74,24 @@ class RestoreReport:
         return tuple(f"{item.name}: {item.status}: {item.detail}" for item in self.items if item.status != "restored")
 
 
-def choose(directory: Path | None, mode: str, deep: bool = True) -> Path | None:
-    """The checkpoint to resume from; None to start afresh.
+@contextmanager
+def chosen(directory: Path | None, mode: str, deep: bool = True) -> Iterator[OpenCheckpoint | None]:
+    """The checkpoint to resume from, open while the block runs; None to start afresh.
+
+    What was compared with its manifest are the open files that are then read.
 
     `mode`: "never"; "auto", the newest that is whole and resumable, if any; "must", the newest, or an error; else a
     checkpoint's name in `directory` or its path. `deep` compares the digests of all its files. Raises
     NotACheckpointError when there is none, CorruptError naming its damaged files and the newest whole one.
     """
     if mode == "never":
-        return None
+        yield None
+        return
+    with ExitStack() as stack:
+        yield _choose(directory, mode, deep, stack)
+
+
+def _choose(directory: Path | None, mode: str, deep: bool, stack: ExitStack) -> OpenCheckpoint | None:
     if mode in ("auto", "must"):
         candidates = [] if directory is None else [i for i in reversed(discover(directory)) if is_resumable(i.manifest)]
     else:
@@ -90,11 +100,11 @@ def choose(directory: Path | None, mode: str, deep: bool = True) -> Path | None:
             raise NotACheckpointError(f"{named}: holds weights and no training state; ft_ckpt.load_model reads them")
         candidates = [CheckpointInfo(named, read_manifest(named))]
     for number, info in enumerate(candidates):
-        problems = _problems(info, deep)
-        if not problems:
-            return info.path
+        held, problems = _opened(info.path, deep, stack)
+        if held is not None:
+            return held
         if mode != "auto":
-            older = next((one.path for one in candidates[number + 1 :] if not _problems(one, deep)), None)
+            older = next((one.path for one in candidates[number + 1 :] if _opened(one.path, deep, stack)[0]), None)
             advice = f"the newest whole one is {older}" if older else "there is no older one that is whole"
             raise CorruptError(f"{info.path}: {listing(list(problems))}; {advice}")
         warnings.warn(f"{info.path}: damaged, trying an older one: {listing(list(problems))}", stacklevel=2)
@@ -126,20 +136,20 @@ def read_document(path: Path) -> Document:
 class Stored:
     """The tensor files of one checkpoint, opened when first needed; tensors by the folder of their part and name."""
 
-    def __init__(self, path: Path, manifest: Manifest) -> None:
-        self._path = path
-        self._formats = {part.path: part.format for part in manifest.parts}
-        self._files = {(part.path, tensor.name): tensor.file for part in manifest.parts for tensor in part.tensors}
+    def __init__(self, held: OpenCheckpoint) -> None:
+        self._held, parts = held, held.manifest.parts
+        self._formats = {part.path: part.format for part in parts}
+        self._files = {(part.path, tensor.name): tensor.file for part in parts for tensor in part.tensors}
         self._open: dict[str, TensorFile] = {}
 
     def file(self, part: str, name: str) -> TensorFile:
         """The file that holds the tensor `name` of the part in folder `part`. Raises LoadError when none does."""
         place = self._files.get((part, name))
         if place is None:
-            raise LoadError(f"{name}: not among the tensors of the checkpoint {self._path}")
+            raise LoadError(f"{name}: not among the tensors of the checkpoint {self._held.path}")
         if place not in self._open:
             opener: Callable[[Path], TensorFile] = hdf5.open_file if self._formats[part] == "h5" else dual.open_file
-            self._open[place] = opener(self._path / place)
+            self._open[place] = opener(self._held.folder / place)
         return self._open[place]
 
     def state(self, name: str) -> Tensor:
@@ -154,9 +164,9 @@ class Stored:
 
 
 @contextmanager
-def opened(path: Path) -> Iterator[Stored]:
-    """The tensor files of checkpoint `path` while the block runs."""
-    stored = Stored(path, read_manifest(path))
+def opened(held: OpenCheckpoint) -> Iterator[Stored]:
+    """The tensor files of a checkpoint while the block runs."""
+    stored = Stored(held)
     try:
         yield stored
     finally:
@@ -256,14 +266,19 @@ def own_tree(document: Document, stored: Stored, rank: int, name: str) -> Any:
     return None if entry is None else _tree(entry, f"rank-{rank}/{name}", stored)
 
 
-def _problems(info: CheckpointInfo, deep: bool) -> tuple[str, ...]:
-    try:
-        found = verify(info.path, deep=deep).problems
-        if not found:
-            read_document(info.path)
-    except (ManifestError, CorruptError, OSError) as error:
-        return (str(error),)
-    return found
+def _opened(path: Path, deep: bool, stack: ExitStack) -> tuple[OpenCheckpoint | None, tuple[str, ...]]:
+    """The checkpoint at `path`, open as long as the stack; or None, and what is wrong with it."""
+    with ExitStack() as trial:
+        try:
+            held = trial.enter_context(open_checkpoint(path))
+            found = held.problems(deep)
+            if not found:
+                read_document(held.folder)
+                stack.push(trial.pop_all())
+                return held, ()
+        except (ManifestError, CorruptError, OSError) as error:
+            return None, (str(error),)
+    return None, found
 
 
 def _attempt(name: str, action: Callable[[], Any]) -> Restored:

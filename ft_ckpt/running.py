@@ -17,6 +17,7 @@ from ft_ckpt.config import SaverConfig
 from ft_ckpt.engines import Source
 from ft_ckpt.errors import CheckpointError, ConfigError, LoadError, SelectionError, listing
 from ft_ckpt.fingerprint import differences, fingerprint
+from ft_ckpt.opening import OpenCheckpoint
 from ft_ckpt.position import Feed
 from ft_ckpt.ranks import Ranks
 from ft_ckpt.resume import Restored, RestoreReport
@@ -118,10 +119,11 @@ class Run:
         return captured
 
     def reinstate(
-        self, path: Path, ranks: Ranks, allow: Iterable[str] | bool, versions: Mapping[str, str]
+        self, held: OpenCheckpoint, ranks: Ranks, allow: Iterable[str] | bool, versions: Mapping[str, str]
     ) -> RestoreReport:
-        """Put the whole run back into the state saved at `path`; what is in `allow` may fail (True: everything)."""
-        report, error = ranks.attempt(lambda: self._put_back(path, ranks, versions))
+        """Put the whole run back into the state of `held`; what is in `allow` may fail (True: everything)."""
+        path = held.path
+        report, error = ranks.attempt(lambda: self._put_back(held, ranks, versions))
         found = [] if report is None else [[item.name, item.status, item.detail] for item in report.items]
         answers = ranks.agree("resume()", {"items": found}, error)
         items = _worst([[Restored(*item) for item in answer["items"]] for answer in answers])
@@ -246,12 +248,12 @@ class Run:
         loaders = list(getattr(self.accelerator, "_dataloaders", ())) or [feed.loader for feed in self.feeds]
         return fingerprint(self.model, found, objects, loaders, self.accelerator, ranks.size, versions)
 
-    def _put_back(self, path: Path, ranks: Ranks, versions: Mapping[str, str]) -> RestoreReport:
-        document = resume.read_document(path)
+    def _put_back(self, held: OpenCheckpoint, ranks: Ranks, versions: Mapping[str, str]) -> RestoreReport:
+        document = resume.read_document(held.folder)
         items = training.items_of(self.accelerator, self.registered)
         found = training.known_sources(self.model, items)
         fill_all = fan_out.filler(self.config.fan_out, ranks, self.config.bucket_bytes)
-        with resume.opened(path) as stored:
+        with resume.opened(held) as stored:
             outcomes = [resume.restore_weights(found, document, stored, fill_all)]
             for item in _zero(items):
                 zero_optimizer.adopt_weights(item.value)
@@ -260,11 +262,11 @@ class Run:
             outcomes += apart
             notes, more = self._put_back_own(document, stored, ranks)
         progress = document["progress"]
-        self.step, self.run_id, self.resumed_from = progress["step"], document["run_id"], path
+        self.step, self.run_id, self.resumed_from = progress["step"], document["run_id"], held.path
         self.history = schedule.started(self.step, progress["epoch"], time.monotonic(), document["history"])
         self._poll_at = self.step + 1
         changed = differences(document["fingerprint"], self._fingerprint(found, ranks, versions))
-        return RestoreReport(path, (*outcomes, *more), (*changed, *lost), tuple(notes))
+        return RestoreReport(held.path, (*outcomes, *more), (*changed, *lost), tuple(notes))
 
     def _put_back_own(
         self, document: Document, stored: resume.Stored, ranks: Ranks

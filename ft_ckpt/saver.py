@@ -3,6 +3,7 @@
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -14,8 +15,8 @@ from torch import Tensor, nn
 from ft_ckpt import commit, engines, rehearsal, resume
 from ft_ckpt.config import SaverConfig, make_config
 from ft_ckpt.disk import local_path
-from ft_ckpt.errors import CheckpointError, ConfigError
-from ft_ckpt.marks import lease
+from ft_ckpt.errors import CheckpointError, ConfigError, LoadError
+from ft_ckpt.opening import OpenCheckpoint, open_checkpoint
 from ft_ckpt.parts import Attribute, is_adapter_run
 from ft_ckpt.pending import Pending, PendingSave
 from ft_ckpt.preparing import check_companions, request_of
@@ -218,13 +219,10 @@ class CheckpointSaver:
         """
         self._pending.settle()
         self.register(**objects)
-        ranks, mode = self._ranks(), str(checkpoint)
-        chosen, error = ranks.attempt(lambda: self._chosen(mode) if ranks.leads else None)
-        found = None if chosen is None else str(chosen.absolute())
-        path = ranks.agree("resume()", {"mode": mode, "path": found}, error, same=("mode",))[0]["path"]
-        if path is not None:
-            with lease(path):
-                self._run.report = self._run.reinstate(Path(path), ranks, allow, versions())
+        with ExitStack() as stack:
+            held = self._opened(str(checkpoint), stack)
+            if held is not None:
+                self._run.report = self._run.reinstate(held, self._ranks(), allow, versions())
         return self._run.progress
 
     def close(self) -> None:
@@ -242,10 +240,28 @@ class CheckpointSaver:
         if error is not None and kind is None:
             raise error  # not over the error that is on its way
 
-    def _chosen(self, mode: str) -> Path | None:
+    def _opened(self, mode: str, stack: ExitStack) -> OpenCheckpoint | None:
+        """The checkpoint that rank 0 chooses, open on every rank as long as the stack; collective."""
+        ranks = self._ranks()
+        held: OpenCheckpoint | None
+        held, error = ranks.attempt(lambda: self._chosen(mode, stack) if ranks.leads else None)
+        told = {"mode": mode, "path": None, "identity": None}
+        if held is not None:
+            told |= {"path": str(held.path), "identity": held.identity}
+        found = ranks.agree("resume()", told, error, same=("mode",))[0]
+        if found["path"] is None or ranks.size == 1:
+            return held
+        here: OpenCheckpoint | None
+        here, error = ranks.attempt(lambda: held or stack.enter_context(open_checkpoint(found["path"])))
+        answers = ranks.agree("opening the checkpoint of resume()", {"identity": here and here.identity}, error)
+        if any(answer["identity"] != found["identity"] for answer in answers):
+            raise LoadError(f"{found['path']}: replaced by another save while the ranks opened it; resume again")
+        return here
+
+    def _chosen(self, mode: str, stack: ExitStack) -> OpenCheckpoint | None:
         if self.directory is not None:
             clear(self.directory)  # of what saves have left that were killed
-        return resume.choose(self.directory, mode, self.config.verify_resume)
+        return stack.enter_context(resume.chosen(self.directory, mode, self.config.verify_resume))
 
     def _save_if_due(self, metrics: dict[str, float], pass_ended: bool = False) -> SaveReport | PendingSave | None:
         if self._pending.has_ended(self._ranks()):

@@ -30,6 +30,7 @@ from ft_ckpt.config import make_config
 from ft_ckpt.errors import ConfigError, CorruptError, LoadError, ManifestError, NotACheckpointError, listing
 from ft_ckpt.manifest import MANIFEST_NAME
 from ft_ckpt.marks import DROPPED
+from ft_ckpt.opening import open_checkpoint
 from ft_ckpt.ranks import attempt, current
 from ft_ckpt.retain import Keep
 from ft_ckpt.sweep import sweep
@@ -313,8 +314,9 @@ def _is_resumable(path: Path) -> bool:
 
 
 def _load_weights(model: nn.Module, path: Path) -> None:
-    with resume.opened(path) as stored:
-        outcome = resume.restore_weights(training.known_sources(model, []), resume.read_document(path), stored)
+    with open_checkpoint(path) as held, resume.opened(held) as stored:
+        document = resume.read_document(held.folder)
+        outcome = resume.restore_weights(training.known_sources(model, []), document, stored)
     if outcome.status != "restored":
         raise LoadError(f"{path}: the best model was not loaded: {outcome.detail}")
 

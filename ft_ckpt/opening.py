@@ -1,0 +1,121 @@
+"""One checkpoint held open: all its files, of one moment, whatever becomes of the folder meanwhile.
+
+A save may replace a checkpoint, and a sweep delete it, between any two files that are opened in it by their paths. So
+every file is opened first, and the manifest is looked at again when the last one is open: the one in place is then the
+one that was read, or it is all done anew. Readers of any library find the files in a folder of links to them.
+"""
+
+import hashlib
+import os
+import stat
+import tempfile
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from ft_ckpt.catalog import read_manifest, strays, verify
+from ft_ckpt.errors import CheckpointError, CorruptError, NotACheckpointError
+from ft_ckpt.manifest import MANIFEST_NAME, Manifest
+from ft_ckpt.marks import lease
+
+_DESCRIPTORS = Path("/proc/self/fd")
+
+
+@dataclass(frozen=True)
+class OpenCheckpoint:
+    """A checkpoint whose files are open; read them in `folder`, and name `path` to people."""
+
+    path: Path  # where it was found
+    folder: Path  # links to its open files, under their paths in the checkpoint
+    manifest: Manifest
+    identity: str  # digest of the manifest's text: equal for all ranks that have opened the same checkpoint
+
+    def problems(self, deep: bool) -> tuple[str, ...]:
+        """What is wrong with the open files, as `catalog.verify` finds it, and with what lies beside them."""
+        found = [*verify(self.folder, deep=deep).problems]
+        beside = strays(self.path, self.manifest)
+        return (
+            *found,
+            *(f"{name}: not of this checkpoint, and readers would take it for its weights" for name in beside),
+        )
+
+
+@contextmanager
+def open_checkpoint(path: str | os.PathLike[str]) -> Iterator[OpenCheckpoint]:
+    """The checkpoint at `path`, its files open while the block runs, and leased so that no sweep deletes them.
+
+    A file that is missing has no link in `folder`. Raises NotACheckpointError or ManifestError as
+    `catalog.read_manifest` does, CorruptError when a file cannot be opened or is no file, or where open files have no
+    paths (outside Linux) and the checkpoint was replaced meanwhile.
+    """
+    path = Path(path).absolute()
+    with lease(path), ExitStack() as stack:
+        while (held := _hold(path, stack)) is None:  # replaced meanwhile
+            stack.close()
+        try:
+            yield held
+        except CheckpointError as error:
+            error.args = tuple(_spelt(arg, held) for arg in error.args)
+            raise
+
+
+def _hold(path: Path, stack: ExitStack) -> OpenCheckpoint | None:
+    """Open everything; None when another checkpoint has taken the place meanwhile."""
+    marker = _open(path / MANIFEST_NAME, stack)
+    if marker is None:
+        raise NotACheckpointError(
+            f"{path}: no {MANIFEST_NAME} in it, so no save was completed there; use another folder or save again"
+        )
+    manifest = read_manifest(path)
+    opened = {file.path: _open(path / file.path, stack) for file in manifest.files}
+    if not _is_in_place(path, marker):
+        return None
+    text = os.pread(marker, os.fstat(marker).st_size, 0)
+    if not _DESCRIPTORS.is_dir():
+        stack.callback(_refuse_replaced, path, marker)
+    folder = _linked(path, {MANIFEST_NAME: marker, **opened}, stack) if _DESCRIPTORS.is_dir() else path
+    return OpenCheckpoint(path, folder, manifest, hashlib.blake2b(text, digest_size=16).hexdigest())
+
+
+def _open(file: Path, stack: ExitStack) -> int | None:
+    """A descriptor of the file, closed with the stack; None when there is none."""
+    try:
+        descriptor = os.open(file, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # a pipe would be waited for
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except OSError as error:
+        raise CorruptError(f"{file}: cannot be opened ({error.strerror}); use another checkpoint") from error
+    stack.callback(os.close, descriptor)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        raise CorruptError(f"{file}: not a file; the checkpoint is damaged, use another")
+    return descriptor
+
+
+def _is_in_place(path: Path, marker: int) -> bool:
+    """Whether the manifest that is open is still the checkpoint's: an overwrite takes it away before anything else."""
+    try:
+        return os.path.samestat((path / MANIFEST_NAME).stat(), os.fstat(marker))
+    except OSError:
+        return False
+
+
+def _linked(path: Path, opened: dict[str, int | None], stack: ExitStack) -> Path:
+    """A folder, called as the checkpoint is, whose files are the open ones."""
+    top = stack.enter_context(tempfile.TemporaryDirectory(prefix="ft_ckpt-open-"))
+    folder = Path(top, path.name or "checkpoint")
+    for name, descriptor in opened.items():
+        if descriptor is not None:
+            link = folder / name
+            link.parent.mkdir(parents=True, exist_ok=True)
+            link.symlink_to(f"/proc/{os.getpid()}/fd/{descriptor}")
+    return folder
+
+
+def _refuse_replaced(path: Path, marker: int) -> None:
+    if not _is_in_place(path, marker):
+        raise CorruptError(f"{path}: replaced while it was read; read it again")
+
+
+def _spelt(text: object, held: OpenCheckpoint) -> object:
+    return text.replace(str(held.folder), str(held.path)) if isinstance(text, str) else text
