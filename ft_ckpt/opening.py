@@ -14,7 +14,8 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from ft_ckpt.catalog import read_manifest, strays, verify
+from ft_ckpt.catalog import read_manifest
+from ft_ckpt.checks import problems_of, strays
 from ft_ckpt.errors import CheckpointError, CorruptError, NotACheckpointError
 from ft_ckpt.manifest import MANIFEST_NAME, Manifest
 from ft_ckpt.marks import lease
@@ -33,7 +34,7 @@ class OpenCheckpoint:
 
     def problems(self, deep: bool) -> tuple[str, ...]:
         """What is wrong with the open files, as `catalog.verify` finds it, and with what lies beside them."""
-        found = [*verify(self.folder, deep=deep).problems]
+        found = problems_of(self.folder, self.manifest, deep=deep)
         beside = strays(self.path, self.manifest)
         return (
             *found,

@@ -137,9 +137,12 @@ def _load_checkpoint(
 
 
 def _name(model: Any, read_from: Path, found_at: Path) -> None:
-    """Let a model of transformers say that it comes from the folder it was found at."""
-    if getattr(model, "name_or_path", None) == str(read_from):
-        model.name_or_path = str(found_at)
+    """Let models of transformers and their configs say that they come from the folder they were found at."""
+    for module in model.modules():
+        owners: list[Any] = [module, getattr(module, "config", None)]
+        for owner in owners:
+            if getattr(owner, "name_or_path", None) == str(read_from):
+                owner.name_or_path = str(found_at)
 
 
 def _find(path: Path, part: str | None) -> tuple[Path, str | None]:
@@ -211,13 +214,11 @@ def _load_plain(root: Path, record: PartRecord, options: _Options) -> tuple[nn.M
 
 
 def _load_pretrained(root: Path, record: PartRecord, options: _Options) -> tuple[nn.Module, LoadReport]:
-    import transformers
-
     folder = root / record.path
     if options.into is not None:
         return options.into, _copy(options.into, record, root, options)
     config, cls = _checked_config(folder, record), model_class(record.class_name)
-    with at_most(_PARAMETERS_A_TENSOR * len(record.tensors) + _MOST_LAYERS, "config.json"):
+    with at_most(_PARAMETERS_A_TENSOR * (len(record.tensors) + 256), "config.json"):
         # quantised models, and those of code of their own, are for transformers to make
         if cls is not None and not options.trust_remote_code and config.get("quantization_config") is None:
             with supplying(_files(root, record), options.mapped, options.device) as tensors:
@@ -226,8 +227,7 @@ def _load_pretrained(root: Path, record: PartRecord, options: _Options) -> tuple
                     report = _place(model, record, root, options.strict, tensors())
                     model.tie_weights()
                     return model.eval(), report
-        auto = transformers.AutoModelForCausalLM if _is_causal(config) else transformers.AutoModel
-        return _through_transformers(cls or auto, folder, root, record, options)
+        return _through_transformers(cls or _own_class(config, record), folder, root, record, options)
 
 
 def _checked_config(folder: Path, record: PartRecord) -> dict[str, Any]:
@@ -298,8 +298,16 @@ def _through_transformers(
     return model.eval(), report
 
 
-def _is_causal(config: Mapping[str, Any]) -> bool:
-    return "AutoModelForCausalLM" in (config.get("auto_map") or {})
+def _own_class(config: Mapping[str, Any], record: PartRecord) -> Any:
+    """What finds the class of a model with code of its own; transformers runs that only if it may."""
+    import transformers
+
+    if not config.get("auto_map"):
+        raise LoadError(
+            f"{record.class_name!r}: no model class of transformers, and no code beside the weights; load them into a "
+            "model of yours with into="
+        )
+    return transformers.AutoModelForCausalLM if "AutoModelForCausalLM" in config["auto_map"] else transformers.AutoModel
 
 
 def _place(module: nn.Module, record: PartRecord, root: Path, strict: bool, supplied: Supplied) -> LoadReport:
