@@ -7,7 +7,6 @@ one that was read, or it is all done anew. Readers of any library find the files
 
 import hashlib
 import os
-import stat
 import tempfile
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -16,7 +15,8 @@ from pathlib import Path
 
 from ft_ckpt.catalog import read_manifest
 from ft_ckpt.checks import problems_of, strays
-from ft_ckpt.errors import CheckpointError, CorruptError, NotACheckpointError
+from ft_ckpt.disk import open_regular
+from ft_ckpt.errors import CheckpointError, CorruptError, NotACheckpointError, damaged_input
 from ft_ckpt.manifest import MANIFEST_NAME, Manifest
 from ft_ckpt.marks import lease
 
@@ -34,12 +34,9 @@ class OpenCheckpoint:
 
     def problems(self, deep: bool) -> tuple[str, ...]:
         """What is wrong with the open files, as `catalog.verify` finds it, and with what lies beside them."""
-        found = problems_of(self.folder, self.manifest, deep=deep)
-        beside = strays(self.path, self.manifest)
-        return (
-            *found,
-            *(f"{name}: not of this checkpoint, and readers would take it for its weights" for name in beside),
-        )
+        where = "not of this checkpoint, and readers would take it for its weights; move it away"
+        beside = (f"{name}: {where}" for name in strays(self.path, self.manifest))
+        return (*problems_of(self.folder, self.manifest, deep=deep), *beside)
 
 
 @contextmanager
@@ -81,16 +78,11 @@ def _hold(path: Path, stack: ExitStack) -> OpenCheckpoint | None:
 
 def _open(file: Path, stack: ExitStack) -> int | None:
     """A descriptor of the file, closed with the stack; None when there is none."""
-    try:
-        descriptor = os.open(file, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # a pipe would be waited for
-    except (FileNotFoundError, NotADirectoryError):
-        return None
-    except OSError as error:
-        raise CorruptError(f"{file}: cannot be opened ({error.strerror}); use another checkpoint") from error
-    stack.callback(os.close, descriptor)
-    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-        raise CorruptError(f"{file}: not a file; the checkpoint is damaged, use another")
-    return descriptor
+    with damaged_input(file):
+        try:
+            return stack.enter_context(open_regular(file)).fileno()
+        except (FileNotFoundError, NotADirectoryError):
+            return None
 
 
 def _is_in_place(path: Path, marker: int) -> bool:

@@ -285,5 +285,5 @@ def test_a_pipe_among_the_files(tmp_path):
     CheckpointSaver().save(models.build("llama"), tmp_path / "out")
     (tmp_path / "out" / "config.json").unlink()
     os.mkfifo(tmp_path / "out" / "config.json")
-    with pytest.raises(CorruptError, match=r"config\.json: not a file"):
+    with pytest.raises(CorruptError, match=r"config\.json: not a regular file"):
         ft_ckpt.load_model(tmp_path / "out")
