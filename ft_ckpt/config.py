@@ -113,6 +113,14 @@ def parse_size(size: int | str) -> int:
     return int(float(match[1]) * (1024 if match[3] else 1000) ** " KMGT".index(match[2] or " "))
 
 
+def human_size(size_bytes: float) -> str:
+    """Bytes in decimal units."""
+    if size_bytes < 1000:
+        return f"{size_bytes:.0f} B"
+    power = min(4, (len(str(int(size_bytes))) - 1) // 3)
+    return f"{size_bytes / 1000**power:.1f} {'KMGT'[power - 1]}B"
+
+
 def dtype_name(dtype: Any) -> Any:
     """A torch type, or one of its short names, by torch's name ("bfloat16"); anything else as it is."""
     name = str(dtype).removeprefix("torch.") if type(dtype).__name__ == "dtype" else dtype

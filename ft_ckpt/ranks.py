@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
@@ -273,6 +274,7 @@ class Ranks:
         return value
 
 
+_by_itself: ContextVar[bool] = ContextVar("_by_itself", default=False)
 _shared: dict[tuple[Any, str], Ranks] = {}  # by lane and process group, kept so that no other can be taken for it
 
 
@@ -283,6 +285,8 @@ def current(timeout_seconds: float = 600.0, lane: str = "") -> Ranks:
     A lane is for one thread: its meetings are apart from those of the others. Raises
     RanksDisagreeError in a process that was launched as one of several and has no process group.
     """
+    if _by_itself.get():
+        return Ranks(0, 1, lane=lane)
     import torch.distributed as dist
 
     if not (dist.is_available() and dist.is_initialized()):
@@ -302,6 +306,16 @@ def current(timeout_seconds: float = 600.0, lane: str = "") -> Ranks:
     ranks = _shared[group, lane]
     ranks.timeout_seconds = timeout_seconds
     return ranks
+
+
+@contextmanager
+def by_itself() -> Iterator[None]:
+    """In the block, this process acts alone: for what each holds whole, and the others do not wait for."""
+    token = _by_itself.set(True)
+    try:
+        yield
+    finally:
+        _by_itself.reset(token)
 
 
 def _refuse_split_brain() -> None:

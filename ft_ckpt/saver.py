@@ -1,5 +1,6 @@
 """`CheckpointSaver`: the one object a training script talks to."""
 
+import logging
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -29,6 +30,7 @@ from ft_ckpt.sweep import clear, tidy
 
 __all__ = ["CheckpointSaver", "Progress", "SaveReport"]
 T = TypeVar("T")
+_LOG = logging.getLogger("ft_ckpt")
 _OPEN: WeakSet["CheckpointSaver"] = WeakSet()
 
 
@@ -223,6 +225,8 @@ class CheckpointSaver:
             held = self._opened(str(checkpoint), stack)
             if held is not None:
                 self._run.report = self._run.reinstate(held, self._ranks(), allow, versions())
+        if self._ranks().leads:
+            _LOG.info(*_told(self._run.progress, self.directory))
         return self._run.progress
 
     def close(self) -> None:
@@ -353,6 +357,14 @@ class CheckpointSaver:
         if self.directory is None or step is None:
             raise ConfigError("save() without a path needs the saver's directory and a step; give it a path, or both")
         return (self.directory / self.config.name_template.format(step=step)).absolute()
+
+
+def _told(progress: Progress, directory: Path | None) -> tuple[Any, ...]:
+    """What the log says of a resume: a format and its arguments."""
+    if progress.resumed_from is None:
+        return "a fresh start: nothing was resumed from %s", directory
+    place = progress.resumed_from.name, progress.step, progress.epoch, progress.batch
+    return "resumed from %s (step %d, epoch %d, batch %d)", *place
 
 
 def open_savers() -> list[CheckpointSaver]:

@@ -3,6 +3,7 @@
 Three steps, each ended by an agreement of all ranks: choose and check (nothing moves), move and write, commit.
 """
 
+import logging
 import time
 import uuid
 import warnings
@@ -14,7 +15,7 @@ from typing import Any
 import xxhash
 
 from ft_ckpt import commit, direct, engines, replicas, reuse
-from ft_ckpt.config import SaverConfig
+from ft_ckpt.config import SaverConfig, human_size
 from ft_ckpt.deliver import PartPlan, check_written, pieces, second_names
 from ft_ckpt.digests import digest_of
 from ft_ckpt.errors import IncompleteError, NoSpaceError, RankError, RanksDisagreeError
@@ -29,6 +30,7 @@ from ft_ckpt.ranks import Ranks, attempt
 from ft_ckpt.records import manifest_of
 from ft_ckpt.write import Writer, write_files
 
+_LOG = logging.getLogger("ft_ckpt")
 _PROBE = ".ft_ckpt-probe"
 
 
@@ -66,7 +68,12 @@ def run(
             tries += 1
         changed = frozenset(outcome.get("changed", ()))
         outcome = _once(request, None, ranks, config, begun, chosen, tries, changed)
-    return SaveReport(**{**outcome, "path": Path(outcome["path"]), "notes": tuple(outcome["notes"])})
+    report = SaveReport(**{**outcome, "path": Path(outcome["path"]), "notes": tuple(outcome["notes"])})
+    if ranks.leads:
+        _LOG.info("saved %s: %s in %.2f s", report.path.name, human_size(report.bytes), report.seconds)
+        for note in report.notes:
+            _LOG.info("%s: %s", report.path.name, note)
+    return report
 
 
 def settled(request: Request, apart: replicas.Apart, ranks: Ranks, config: SaverConfig) -> Request:

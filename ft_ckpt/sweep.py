@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import fcntl
+import logging
 import os
 import re
 import warnings
@@ -29,6 +30,7 @@ from ft_ckpt.remove import (
 )
 from ft_ckpt.retain import Held, Keep, Plan, newest, plan
 
+_LOG = logging.getLogger("ft_ckpt")
 _STAGE = re.compile(r"\.(?P<target>.+)\.ft_ckpt-stage-.+-\d+-[0-9a-f]{8}", re.DOTALL)
 
 
@@ -126,7 +128,8 @@ def clear(root: str | os.PathLike[str]) -> tuple[str, ...]:
     root = Path(root)
     named = (_STAGE.fullmatch(path.name) for path in entries(root))
     targets = sorted({match["target"] for match in named if match})
-    return tuple(line for target in targets for line in commit.recover(root / target))
+    # The run's own folder too: a model saved into it is put in place by an exchange, and what is below it comes after.
+    return tuple(line for target in (root, *(root / name for name in targets)) for line in commit.recover(target))
 
 
 def _held(info: catalog.CheckpointInfo, links: Mapping[str, str], asked: set[str]) -> Held | None:
@@ -199,7 +202,12 @@ def _swept(root: Path, planned: Callable[[], Plan], *, dry_run: bool = False) ->
             done += [_tried(drop, path) for path in what.drop] + [_tried(strip, path) for path in what.strip]
     except (CheckpointError, OSError) as error:
         return SweepReport(problems=(f"{root}: cannot be looked through ({error}); nothing was deleted",))
-    return _report(what, done)
+    report = _report(what, done)
+    for path in report.dropped:
+        _LOG.info("deleted %s", path.name)
+    for path in report.stripped:
+        _LOG.info("deleted the training state of %s", path.name)
+    return report
 
 
 def _tried(step: Callable[[Path], Removal], path: Path) -> Removal | str:

@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -468,3 +469,20 @@ def test_a_spoilt_tombstone_is_named_and_left(run):
         before = contents(run)
         assert said in sweep(run, Keep()).problems[0]
         assert contents(run) == before
+
+
+def test_a_model_saved_into_the_folder_of_its_run_loses_no_checkpoint(tmp_path):
+    """As `trainer.save_model()` does: wherever the second such save is killed, the run is whole when it goes on."""
+    call = 0
+    while True:
+        call += 1
+        root = tmp_path / str(call) / "run"
+        save_with_state(root / "checkpoint-8", 8)
+        save_of(root)
+        died = dies_at(call, partial(save_of, root))
+        clear(root)
+        assert verify(root).ok
+        assert verify(root / "checkpoint-8").ok
+        assert not list(root.parent.glob(".*"))
+        if not died:
+            return

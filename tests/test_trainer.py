@@ -1,6 +1,9 @@
 """transformers' Trainer, and TRL's, save and resume through ft_ckpt."""
 
 import json
+import logging
+import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,7 +15,8 @@ from transformers import EarlyStoppingCallback, Trainer, TrainerCallback
 
 import ft_ckpt
 from ft_ckpt import Every, Keep
-from ft_ckpt.errors import ConfigError, CorruptError, NotACheckpointError
+from ft_ckpt.catalog import read_manifest
+from ft_ckpt.errors import ConfigError, CorruptError, NotACheckpointError, SelectionError
 from ft_ckpt.integrations.trainer import FtCkptCallback
 
 EVALUATED = {"eval_dataset": Sentences(noise=False), "eval_strategy": "steps", "eval_steps": 1}
@@ -72,9 +76,112 @@ def test_a_damaged_and_a_half_written_checkpoint_are_passed_over(tmp_path):
         assert run(ours(tmp_path, stop_after=4), True) == expected[3:]
 
 
+@pytest.mark.parametrize("wanted", [True, "True", "auto", "latest"])
+def test_the_first_start_and_the_second_are_one_line(tmp_path, caplog, wanted):
+    """A script that is killed is started again as it was: the first time there is nothing to resume from."""
+    caplog.set_level(logging.INFO, "ft_ckpt")
+    made = ours(tmp_path / "run", stop_after=1)
+    run(made, wanted)
+    assert (len(made.seen), caplog.messages[0]) == (1, f"a fresh start: no whole checkpoint in {tmp_path / 'run'}")
+    again = ours(tmp_path / "run", stop_after=2)
+    assert len(run(again, wanted)) == 1
+    assert "resumed from checkpoint-1 (step 1, epoch 0, batch 1)" in caplog.messages
+
+
 def test_nothing_to_resume_from(tmp_path):
     with pytest.raises(NotACheckpointError, match="no whole checkpoint"):
-        ours(tmp_path).train(resume_from_checkpoint=True)
+        ours(tmp_path / "run").train(resume_from_checkpoint="must")
+    assert run(ours(tmp_path / "run", stop_after=0), "never") == []
+
+
+@pytest.mark.parametrize("kind", ["llama", "lora"])
+def test_the_final_model_is_ours(tmp_path, kind):
+    """`trainer.save_model`, as every script ends: committed with a manifest, and no pickle beside it."""
+    made = ours(tmp_path / "run", kind=kind, max_steps=2, processing_class=trainers.models.tokenizer())
+    made.save_model(str(tmp_path / "before"))
+    made.train()
+    made.save_model(str(tmp_path / "final"))
+    made.save_model()  # into the folder of the run, beside its checkpoints
+    for folder in (tmp_path / "before", tmp_path / "final", tmp_path / "run"):
+        assert ft_ckpt.verify(folder).ok
+        assert not list(folder.glob("*.bin"))
+        assert (folder / "tokenizer.json").exists()
+    assert names(tmp_path / "run") == ["checkpoint-1", "checkpoint-2"]
+    weights = "adapter_model.safetensors" if kind == "lora" else "model.safetensors"
+    expected = load_file(tmp_path / "run" / "checkpoint-2" / weights)
+    saved = load_file(tmp_path / "final" / weights)
+    assert saved.keys() == expected.keys()
+    assert all(torch.equal(saved[name], expected[name]) for name in saved)
+    assert read_manifest(tmp_path / "final").step == 2
+
+
+class Projecting(Recorded):
+    """As LLaVA's trainer: a further file beside the weights, read again when it goes on."""
+
+    def _save(self, output_dir=None, state_dict=None):
+        super()._save(output_dir, state_dict)
+        Path(output_dir, "projector.txt").write_text(f"projector of step {self.state.global_step}")
+
+    def _load_from_checkpoint(self, resume_from_checkpoint, model=None):
+        super()._load_from_checkpoint(resume_from_checkpoint, model)
+        self.projector = Path(resume_from_checkpoint, "projector.txt").read_text()
+
+
+class Tagging(Recorded):
+    def save_model(self, output_dir=None, _internal_call=False):
+        super().save_model(output_dir, _internal_call)
+        Path(output_dir, "tags").mkdir(exist_ok=True)
+        Path(output_dir, "tags", "tag.txt").write_text("mine")
+
+
+class ByItself(Recorded):
+    """As SentenceTransformerTrainer: the whole model in a layout of its own."""
+
+    def _save(self, output_dir=None, state_dict=None):
+        self.model.save_pretrained(output_dir)
+
+
+class Elsewhere(Recorded):
+    def _save_checkpoint(self, model, trial):
+        pass
+
+
+def test_what_a_subclass_adds_is_committed_with_the_checkpoint(tmp_path):
+    made = ours(tmp_path / "run", cls=Projecting, stop_after=2)
+    run(made)
+    assert (tmp_path / "run/checkpoint-2/projector.txt").read_text() == "projector of step 2"
+    assert "projector.txt" in {file.path for file in read_manifest(tmp_path / "run/checkpoint-2").files}
+    made.save_model(str(tmp_path / "final"))
+    assert "projector.txt" in {file.path for file in read_manifest(tmp_path / "final").files}
+    again = ours(tmp_path / "run", cls=Projecting, stop_after=3)
+    assert len(run(again, True)) == 1
+    assert again.projector == "projector of step 2"
+    assert not list((tmp_path / "run").rglob("*.bin"))
+
+
+def test_a_subclass_with_its_own_save_model(tmp_path):
+    run(ours(tmp_path, cls=Tagging, stop_after=1))
+    files = {file.path for file in read_manifest(tmp_path / "checkpoint-1").files}
+    assert {"tags/tag.txt", "model.safetensors"} <= files
+
+
+def test_a_subclass_that_saves_by_itself_is_refused_by_name(tmp_path):
+    with pytest.raises(SelectionError, match=r"model\.safetensors: written by ByItself\._save itself"):
+        ours(tmp_path, cls=ByItself, max_steps=1).train()
+    with pytest.warns(UserWarning, match=r"Elsewhere\._save_checkpoint does not call Trainer's own"):
+        ours(tmp_path, cls=Elsewhere)
+
+
+def test_a_run_says_what_it_does(tmp_path, caplog):
+    caplog.set_level(logging.INFO, "ft_ckpt")
+    ours(tmp_path, max_steps=3, save_total_limit=1).train()
+    told = [re.sub(r"[\d.]+ [KM]?B in [\d.]+ s", "SIZE in TIME", line) for line in caplog.messages]
+    saves = [f"saved checkpoint-{step}: SIZE in TIME" for step in (1, 2, 3)]
+    assert [line for line in told if line.startswith(("saved", "deleted"))] == [
+        saves[0],
+        *(saves[1], "deleted checkpoint-1"),
+        *(saves[2], "deleted checkpoint-2"),
+    ]
 
 
 def test_a_checkpoint_holds_no_pickle(tmp_path):
@@ -226,7 +333,16 @@ def test_what_cannot_work_is_refused(tmp_path):
 
 
 def test_two_ranks(tmp_path):
-    cases = ["exact/llama", "exact/lora", "exact/fsdp2", "best/llama", "best/fsdp2", "nothing/llama"]
+    cases = [
+        "exact/llama",
+        "exact/lora",
+        "exact/fsdp2",
+        "best/llama",
+        "best/fsdp2",
+        "nothing/llama",
+        "final/llama",
+        "final/fsdp2",
+    ]
     assert run_cases("trainer", cases, tmp_path, timeout=280) == dict.fromkeys(cases, "")
     # One rank goes on with the samples that the two had not seen.
     shape = {"train_dataset": Sentences(noise=False), "per_device_train_batch_size": 4, "save_strategy": "no"}

@@ -11,6 +11,7 @@ import typer
 
 from ft_ckpt.cli import views
 from ft_ckpt.cli.arguments import paths
+from ft_ckpt.config import human_size
 from ft_ckpt.errors import TargetError
 
 if TYPE_CHECKING:
@@ -64,7 +65,7 @@ def show_file(path: Path, *, as_json: bool) -> None:
         tensors = [{**dataclasses.asdict(spec), "bytes": spec.size_bytes} for spec in specs.values()]
         views.print_json({"path": str(path), "bytes": size, "tensors": tensors, "ties": ties, "others": skipped})
         return
-    print(f"{path}: {len(specs)} tensors, {views.human_size(size)}")
+    print(f"{path}: {len(specs)} tensors, {human_size(size)}")
     views.print_table(("tensor", "shape", "dtype", "size"), _tree(specs, ties))
     for other in skipped:
         print(f"  {other}")
@@ -94,7 +95,7 @@ def _rows(
         return
     name, label = node.get(_HERE), "  " * depth + label
     if name in specs:
-        yield label, views.human_shape(specs[name].shape), specs[name].dtype, views.human_size(specs[name].size_bytes)
+        yield label, views.human_shape(specs[name].shape), specs[name].dtype, human_size(specs[name].size_bytes)
     else:
         yield label, "" if name is None else f"= {ties[name]}", "", ""
     for step, inner in below:
@@ -107,7 +108,7 @@ def _print_report(source: str, report: "ConvertReport", verified: bool, *, as_js
         views.print_json(found)
         return
     casts = ", ".join(f"{count} x {cast}" for cast, count in report.casts.items())
-    facts = [f"{report.tensors} tensors", views.human_size(report.bytes), f"{report.seconds:.1f} s"]
+    facts = [f"{report.tensors} tensors", human_size(report.bytes), f"{report.seconds:.1f} s"]
     facts += [f"cast {casts}"] if casts else []
     facts += ["verified"] if verified else []
     print(f"{source} -> {report.path} ({report.format}): {', '.join(facts)}")

@@ -13,7 +13,7 @@ import typer
 
 from ft_ckpt import catalog
 from ft_ckpt.cli import plots, views
-from ft_ckpt.config import parse_size
+from ft_ckpt.config import human_size, parse_size
 from ft_ckpt.disk import local_path
 from ft_ckpt.errors import ConfigError, NotACheckpointError
 from ft_ckpt.intervals import bounded_interval, expected_overhead, optimal_interval, parse_seconds
@@ -145,7 +145,7 @@ def _show(job: Job, found: list[Row], *, measured: bool, as_json: bool) -> None:
         table = [_finite(row) for row in found]
         views.print_json({**asdict(job), "measured": measured, "optimum_steps": best, "rows": table})
         return
-    size = "" if job.size_bytes is None else f" of {views.human_size(job.size_bytes)}"
+    size = "" if job.size_bytes is None else f" of {human_size(job.size_bytes)}"
     how = ", measured by writing" if measured else ""
     print(f"a save{size} takes {human_time(job.save_seconds)}{how}; a failure every {human_time(job.mtbf_seconds)}")
     print(f"{job.hours:g} hours of running; a restart takes {human_time(job.restart_seconds)} (in recomputation)")
@@ -154,7 +154,7 @@ def _show(job: Job, found: list[Row], *, measured: bool, as_json: bool) -> None:
 
 
 def _cells(row: Row) -> tuple[str, ...]:
-    disk = "-" if row.disk_bytes is None else views.human_size(row.disk_bytes)
+    disk = "-" if row.disk_bytes is None else human_size(row.disk_bytes)
     shares = (_percent(row.saving), _percent(row.recomputation), _percent(row.total))
     return f"{row.steps}", human_time(row.interval_seconds), f"{row.saves}", disk, *shares, "<- optimum" * row.optimum
 

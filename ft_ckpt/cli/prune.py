@@ -12,6 +12,7 @@ import typer
 from ft_ckpt import catalog, marks
 from ft_ckpt.cli import views
 from ft_ckpt.cli.arguments import folder, only_path
+from ft_ckpt.config import human_size
 from ft_ckpt.errors import ConfigError, TargetError, listing
 from ft_ckpt.retain import Best, Keep
 from ft_ckpt.sweep import SweepReport, sweep
@@ -123,7 +124,7 @@ def _show(root: Path, report: SweepReport, *, dry_run: bool, as_json: bool) -> N
     for path, why in report.kept.items():
         rows.append((path.name, "keep without state" if path in report.stripped else "keep", ", ".join(why)))
     views.print_table(("checkpoint", "verdict", "why"), rows)
-    print(f"{root}: {views.human_size(report.freed_bytes)} {'would be freed' if dry_run else 'freed'}")
+    print(f"{root}: {human_size(report.freed_bytes)} {'would be freed' if dry_run else 'freed'}")
     for file in report.left:
         print(f"  {file}: stays, as no checkpoint listed it")
 

@@ -10,6 +10,7 @@ from typing import Any
 
 from ft_ckpt import marks
 from ft_ckpt.catalog import CheckpointInfo, VerifyReport
+from ft_ckpt.config import human_size
 from ft_ckpt.manifest import PartRecord
 from ft_ckpt.remove import STATE
 
@@ -200,14 +201,6 @@ def _or_dash(value: object) -> str:
 def human_shape(shape: tuple[int, ...]) -> str:
     """A shape as "2x3"."""
     return "x".join(map(str, shape)) or "scalar"
-
-
-def human_size(size_bytes: float) -> str:
-    """Bytes in decimal units."""
-    if size_bytes < 1000:
-        return f"{size_bytes:.0f} B"
-    power = min(4, (len(str(int(size_bytes))) - 1) // 3)
-    return f"{size_bytes / 1000**power:.1f} {'KMGT'[power - 1]}B"
 
 
 def human_moment(created: str) -> str:

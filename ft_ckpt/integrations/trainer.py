@@ -4,10 +4,13 @@
     trainer.train(resume_from_checkpoint=True)
 
 A Trainer has no place to put another way of saving in. The callback therefore slips a class between the trainer's own
-and `Trainer`, which replaces what `Trainer` alone does; what a subclass adds stays. Schedule (`save_strategy`),
-metrics, early stopping and the best model remain the Trainer's business.
+and `Trainer`, which replaces what `Trainer` alone does. Files that a subclass adds in its own `save_model` or `_save`
+are committed with the checkpoint; one that writes weights there itself is refused. Schedule (`save_strategy`), metrics,
+early stopping and the best model remain the Trainer's business.
 """
 
+import inspect
+import logging
 import math
 import re
 import sys
@@ -15,37 +18,52 @@ import tempfile
 import warnings
 from collections import deque
 from collections.abc import Iterable, Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 from torch import nn
 from transformers import Trainer, TrainerCallback, TrainerState
-from transformers.trainer import TRAINER_STATE_NAME
+from transformers.trainer import TRAINER_STATE_NAME, TRAINING_ARGS_NAME
 from transformers.trainer_callback import ExportableState
 
 from ft_ckpt import CheckpointSaver, engines, resume, rng, training
 from ft_ckpt.adapters import has_adapters
 from ft_ckpt.catalog import discover, read_manifest, verify
-from ft_ckpt.config import make_config
-from ft_ckpt.errors import ConfigError, CorruptError, LoadError, ManifestError, NotACheckpointError, listing
+from ft_ckpt.config import keep_of, make_config
+from ft_ckpt.disk import local_path
+from ft_ckpt.errors import (
+    ConfigError,
+    CorruptError,
+    LoadError,
+    ManifestError,
+    NotACheckpointError,
+    SelectionError,
+    listing,
+)
+from ft_ckpt.holdings import is_dtensor
 from ft_ckpt.manifest import MANIFEST_NAME
 from ft_ckpt.marks import DROPPED
 from ft_ckpt.opening import open_checkpoint
-from ft_ckpt.ranks import attempt, current
+from ft_ckpt.ranks import attempt, by_itself, current
 from ft_ckpt.retain import Keep
-from ft_ckpt.sweep import sweep
+from ft_ckpt.sweep import clear, sweep
 
 __all__ = ["FtCkptCallback"]
 
+_LOG = logging.getLogger("ft_ckpt")
 _NAME = re.compile(r"checkpoint-(\d+)")
+_WEIGHTS = re.compile(r"((pytorch_)?model|adapter_model)(-\d+-of-\d+)?\.(safetensors|bin)(\.index\.json)?")
+_MODES = {True: "auto", "true": "auto", "auto": "auto", "latest": "auto", "must": "must", "false": None, "never": None}
+_REPLACED = ("_save_checkpoint", "save_model")  # a subclass whose own do not call these is not saved by ft_ckpt
 
 
 class FtCkptCallback(TrainerCallback):  # type: ignore[misc]  # transformers is not typed
     """Makes the one trainer it is given to save and resume through ft_ckpt; give it on every rank.
 
-    `keep` says which checkpoints stay (the best that the Trainer knows of always does); None: the Trainer's
-    `save_total_limit` does, of this run's checkpoints. `allow` names items that a resume may do without. `settings`
-    are those of `CheckpointSaver`.
+    `keep` says which checkpoints stay (the best that the Trainer knows of always does); a number is of the newest;
+    None: the Trainer's `save_total_limit` does, of this run's checkpoints. `allow` names items that a resume may do
+    without. `settings` are those of `CheckpointSaver`.
 
     Raises ConfigError for settings that cannot work.
     """
@@ -53,14 +71,14 @@ class FtCkptCallback(TrainerCallback):  # type: ignore[misc]  # transformers is 
     def __init__(
         self,
         *,
-        keep: Keep | None = None,
+        keep: Keep | int | None = None,
         allow: Iterable[str] | bool = (),
         verify_resume: bool = True,
         **settings: Any,
     ) -> None:
         if "every" in settings:
             raise ConfigError("every=: when to save is the Trainer's to say; set save_strategy and save_steps")
-        self.keep, self.allow, self.verify = keep, allow, verify_resume
+        self.keep, self.allow, self.verify = keep_of(keep), allow, verify_resume
         # What is resumed from is verified when it is chosen, and need not be read twice for that.
         self.config = make_config(None, {**settings, "verify_resume": False})
         self._trainer: Any = None
@@ -95,6 +113,11 @@ class FtCkptCallback(TrainerCallback):  # type: ignore[misc]  # transformers is 
         kind = type(trainer)
         if self._trainer is not None or issubclass(kind, _Checkpointed):
             raise ConfigError("FtCkptCallback: one for one trainer; make another for another")
+        local_path(trainer.args.output_dir)
+        for method in filter(lambda name: not _calls_super(kind, name), _REPLACED):
+            warnings.warn(
+                f"{kind.__name__}.{method} does not call Trainer's own: what it saves is not ft_ckpt's", stacklevel=3
+            )
         bases = (_Checkpointed,) if kind is Trainer else (kind, _Checkpointed)
         trainer.__class__ = type(kind.__name__, bases, {"__module__": kind.__module__, "__doc__": kind.__doc__})
         trainer.ft_ckpt = self
@@ -113,9 +136,12 @@ class _Checkpointed(Trainer):  # type: ignore[misc]  # transformers is not typed
     __pass: tuple[Any, Iterator[Any]] | None = None  # the Trainer's iterator over the data, and ours instead of it
     __mid_step = False
     __late = False  # a save was asked for in the middle of a step
+    __asks = False  # a subclass is asked what it adds to a checkpoint
 
     def train(self, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
-        chosen = self.__chosen(resume_from_checkpoint) if resume_from_checkpoint else None
+        mode = resume_from_checkpoint.lower() if isinstance(resume_from_checkpoint, str) else resume_from_checkpoint
+        wanted = _MODES.get(mode, resume_from_checkpoint) if resume_from_checkpoint else None
+        chosen = self.__chosen(wanted) if wanted else None
         self.__resumed = chosen is not None and _is_resumable(Path(chosen))
         return super().train(chosen, *args, **kwargs)
 
@@ -206,6 +232,58 @@ class _Checkpointed(Trainer):  # type: ignore[misc]  # transformers is not typed
         if self.is_world_process_zero():
             self.__sweep(folder, target)
 
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        if self.__asks:
+            super().save_model(output_dir, _internal_call=True)
+            return
+        # As in Trainer: of a model that each rank holds whole, the main process saves, and nobody waits for it.
+        together = self.is_fsdp_enabled or self.is_deepspeed_enabled or _is_sharded(self.model_wrapped)
+        if together or self.args.should_save:
+            with nullcontext() if together else by_itself():
+                self.__save_weights(Path(output_dir or self.args.output_dir))
+        if self.args.push_to_hub and not _internal_call:
+            self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
+
+    def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
+        if not self.__asks:
+            super()._save(output_dir, state_dict)
+
+    def __save_weights(self, target: Path) -> None:
+        """The model, or its adapters, as what may be loaded: without the training state."""
+        tokenizer, config = self.__tokenizer(), self.ft_ckpt.config
+        saver = self.__saver or CheckpointSaver(self.accelerator, tokenizer=tokenizer, config=config)
+        saver.save(
+            self.model_wrapped,
+            target,
+            adapter_only=has_adapters(engines.unwrap(self.model_wrapped)),
+            step=self.state.global_step or None,
+            metrics=_metrics(self.state),
+            extra_files=self.__added(),
+            background=False,
+        )
+
+    def __added(self) -> dict[str, bytes]:
+        """What a subclass writes beside the weights, from its own `save_model` or `_save`, on all ranks; by path."""
+        method = next((name for name in ("save_model", "_save") if _overrides(type(self), name)), None)
+        if method is None:
+            return {}
+        with tempfile.TemporaryDirectory() as folder:
+            self.__asks = True
+            try:
+                _, error = attempt(lambda: self.save_model(folder, _internal_call=True))
+            finally:
+                self.__asks = False
+            found = _files(Path(folder))
+        weights = [path for path in found if _WEIGHTS.fullmatch(path)]
+        if weights:
+            name = f"{type(self).__name__}.{method}"
+            error = SelectionError(
+                f"{listing(weights, ', ')}: written by {name} itself, in a layout of its own that ft_ckpt does not "
+                "know; train without FtCkptCallback, or let it call super() for the weights"
+            )
+        current(self.ft_ckpt.config.enter_timeout_seconds).agree("save_model()", {}, error)
+        return found
+
     def __commit(self, folder: Path, target: Path) -> None:
         if self.__saver is None:
             raise ConfigError(f"{target}: a checkpoint of a run that has not begun; save within train()")
@@ -215,7 +293,7 @@ class _Checkpointed(Trainer):  # type: ignore[misc]  # transformers is not typed
             self.state.best_model_checkpoint = str(best_path)
         given: dict[str, Any] = {
             "metrics": _metrics(self.state),
-            "extra_files": {TRAINER_STATE_NAME: self.__state_text()},
+            "extra_files": {**self.__added(), TRAINER_STATE_NAME: self.__state_text()},
             "background": False,  # the Trainer deletes older checkpoints once this returns
         }
         if self.args.save_only_model:
@@ -242,7 +320,8 @@ class _Checkpointed(Trainer):  # type: ignore[misc]  # transformers is not typed
         run_id = read_manifest(newest).run_id
         keep = self.ft_ckpt.keep
         if keep is None and limit is not None and limit > 0:
-            last = [info.path for info in discover(folder) if run_id in (None, info.manifest.run_id)][-limit:]
+            ours = [info for info in discover(folder) if run_id in (None, info.manifest.run_id)]
+            last = [info.path for info in ours if info.path != folder][-limit:]
             is_beside = best is not None and Path(best) not in last  # the best counts among the limit
             keep = Keep(last=max(limit - is_beside, 1))
         if keep is not None:
@@ -253,16 +332,23 @@ class _Checkpointed(Trainer):  # type: ignore[misc]  # transformers is not typed
     def __tokenizer(self) -> Any:
         return self.processing_class or getattr(self.data_collator, "tokenizer", None)
 
-    def __chosen(self, wanted: Any) -> str:
-        """The checkpoint to resume from, the same on every rank. `wanted` True is the newest that is whole."""
-        ranks, deep = current(self.ft_ckpt.config.enter_timeout_seconds), self.ft_ckpt.verify
-        folder = Path(self.args.output_dir) if wanted is True else Path(wanted).parent
-        path: str | None = None
+    def __chosen(self, wanted: str) -> str | None:
+        """The checkpoint to resume from, the same on every rank; None for a fresh start.
+
+        `wanted` is a path; "auto" is the newest that is whole, if any; "must" the newest, or an error.
+        """
+        ranks, folder = current(self.ft_ckpt.config.enter_timeout_seconds), Path(self.args.output_dir)
+        path: Path | None = None
         error: BaseException | None = None
         with ranks.working():
             if ranks.leads:
-                path, error = attempt(lambda: str(_newest(folder, deep) if wanted is True else _whole(wanted, deep)))
-        return str(ranks.agree("train(resume_from_checkpoint=...)", {"path": path}, error)[0]["path"])
+                path, error = attempt(lambda: _sought(wanted, folder, self.ft_ckpt.verify))
+        found = None if path is None else str(path)
+        answer: str | None = ranks.agree("train(resume_from_checkpoint=...)", {"path": found}, error)[0]["path"]
+        return answer
+
+
+_BASE = (Trainer, _Checkpointed)
 
 
 def _caller(callback: TrainerCallback) -> Any:
@@ -276,15 +362,50 @@ def _caller(callback: TrainerCallback) -> Any:
     raise ConfigError("FtCkptCallback: no trainer is being made; use FtCkptCallback.attach(trainer)")
 
 
-def _newest(folder: Path, deep: bool) -> Path:
-    """The checkpoint in `folder` with the highest step that is whole, ours or the Trainer's."""
-    named = [(int(match[1]), path) for path in folder.iterdir() if (match := _NAME.fullmatch(path.name))]
+def _overrides(kind: type, method: str) -> bool:
+    """Whether a class between `Trainer` and `kind` has a `method` of its own."""
+    return any(method in vars(each) for each in kind.__mro__ if issubclass(each, Trainer) and each not in _BASE)
+
+
+def _calls_super(kind: type, method: str) -> bool:
+    """Whether the `method` of `kind` is Trainer's, or goes on to it by `super()` as far as its code shows."""
+    code = getattr(inspect.unwrap(getattr(kind, method)), "__code__", None)
+    return not _overrides(kind, method) or code is None or "super" in code.co_names
+
+
+def _files(folder: Path) -> dict[str, bytes]:
+    """Every file below `folder` but the pickle of the Trainer's arguments: path to content."""
+    found = {path.relative_to(folder).as_posix(): path for path in folder.rglob("*") if path.is_file()}
+    return {name: path.read_bytes() for name, path in found.items() if name != TRAINING_ARGS_NAME}
+
+
+def _is_sharded(model: nn.Module) -> bool:
+    return any(is_dtensor(tensor) for tensor in model.parameters())
+
+
+def _sought(wanted: str, folder: Path, deep: bool) -> Path | None:
+    """The checkpoint that `wanted` means, of those in `folder` if it is no path; None for a fresh start."""
+    if wanted not in ("auto", "must"):
+        return _whole(wanted, deep)
+    clear(folder)  # of what saves have left that were killed
+    path = _newest(folder, deep)
+    if path is None and wanted == "must":
+        raise NotACheckpointError(f"{folder}: no whole checkpoint in it; resume_from_checkpoint=True begins afresh")
+    if path is None:
+        _LOG.info("a fresh start: no whole checkpoint in %s", folder)
+    return path
+
+
+def _newest(folder: Path, deep: bool) -> Path | None:
+    """The checkpoint in `folder` with the highest step that is whole, ours or the Trainer's; None without one."""
+    below = folder.iterdir() if folder.is_dir() else ()
+    named = [(int(match[1]), path) for path in below if (match := _NAME.fullmatch(path.name))]
     for _, path in sorted(named, reverse=True):
         problems = _problems(path, deep)
         if not problems:
             return path
         warnings.warn(f"{path}: not whole, trying an older one: {listing(list(problems))}", stacklevel=2)
-    raise NotACheckpointError(f"{folder}: no whole checkpoint in it; begin without resume_from_checkpoint")
+    return None
 
 
 def _whole(wanted: Any, deep: bool) -> Path:

@@ -1,4 +1,4 @@
-"""The Trainer on several ranks, each with its share of the data: "exact/kind", "best/kind" and "nothing/kind".
+"""The Trainer on several ranks, each with its share of the data: "exact/kind", "best/kind", "final/kind", and so on.
 
 A kind is a model under DDP, or "fsdp2".
 """
@@ -9,6 +9,7 @@ from typing import Any
 import harness  # first: it arms the stack dump
 import pytest
 import torch
+import torch.distributed as dist
 from safetensors.torch import load_file
 from trainers import Sentences, ours, run, trainer
 
@@ -36,6 +37,21 @@ def exact(folder: Path, kind: str) -> None:
     assert verify(folder / "run" / "checkpoint-8").ok
 
 
+def final(folder: Path, kind: str) -> None:
+    """`save_model` as the Trainer has it: of a sharded model on all ranks, else the main process alone may call it."""
+    made = ours(folder / "run", **shape_of(kind), max_steps=2, save_strategy="no")
+    run(made)
+    if kind == "fsdp2" or made.is_world_process_zero():
+        made.save_model(str(folder / "final"))
+    made.save_model(str(folder / "again"))  # as most scripts do
+    dist.barrier()
+    for name in ("final", "again"):
+        assert verify(folder / name).ok
+    saved, live = load_file(folder / "final" / "model.safetensors"), made.model.state_dict()
+    whole = {name: getattr(live[name], "full_tensor", lambda name=name: live[name])() for name in saved}
+    assert all(torch.equal(whole[name], tensor) for name, tensor in saved.items())
+
+
 def best(folder: Path, kind: str) -> None:
     """The best model comes back on every rank, and the limit is kept."""
     metrics = iter([0.5, 0.1, *[0.7] * 20])
@@ -60,12 +76,12 @@ def best(folder: Path, kind: str) -> None:
 def nothing(folder: Path, kind: str) -> None:
     """All ranks learn that there is nothing to resume from."""
     with pytest.raises(CheckpointError, match="no whole checkpoint"):
-        ours(folder, kind=kind).train(resume_from_checkpoint=True)
+        ours(folder, kind=kind).train(resume_from_checkpoint="must")
 
 
 def case(name: str, folder: Path) -> None:
     action, kind = name.split("/")
-    {"exact": exact, "best": best, "nothing": nothing}[action](folder, kind)
+    {"exact": exact, "best": best, "final": final, "nothing": nothing}[action](folder, kind)
 
 
 if __name__ == "__main__":
