@@ -7,19 +7,21 @@ leave out although it was trained or resized is added.
 
 import copy
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import xxhash
 from torch import Tensor, nn
 
-from ft_ckpt.engines import Source, clean_name, walk
-from ft_ckpt.errors import IncompleteError, NotAnAdapterError, listing
+from ft_ckpt.engines import Source
+from ft_ckpt.errors import IncompleteError, NotAnAdapterError, SelectionError, listing
+from ft_ckpt.names import walk, wrapper_steps
 from ft_ckpt.select import Entry, Group, Part, View, cast_entries
 
+T = TypeVar("T")
 ADAPTER_FILE = "adapter_model"
 PREFIX = "base_model.model."  # what PEFT puts before the names of the model an adapter is injected into
 _PASSING = {"_name_or_path", "transformers_version", "dtype", "torch_dtype", "architectures", "use_cache", "vocab_size"}
@@ -47,10 +49,13 @@ def adapter_parts(part: View, name: str, path: str, dtype: str, in_folders: bool
             "inject one, or save with adapter_only=False"
         )
     names = list(part.module.peft_config)
+    _refuse_extra(part)
     chosen = {adapter: _entries(part, adapter) for adapter in names}
     extra, notes = _left_out(part, chosen)
     added_sources = {id(entry.source) for entry in extra}
     frozen = {n: s for n, s in base_sources(part) if not s.trainable and id(s) not in added_sources}
+    owned = {id(source) for _, source in base_sources(part)}
+    anew = tuple(s for s in part.sources.values() if id(s) not in owned and not s.trainable)  # as PEFT says
     active = active_adapters(part.module)
     parts = []
     for adapter, entries in chosen.items():
@@ -59,7 +64,7 @@ def adapter_parts(part: View, name: str, path: str, dtype: str, in_folders: bool
         made = cast_entries([*entries, *added], part.module, dtype)
         label = "/".join(filter(None, (name, "" if adapter == "default" and not in_folders else adapter)))
         where = Part(label, folder, "adapter", part.module, made, file=ADAPTER_FILE, base=frozen, notes=notes)
-        parts.append(replace(where, adapter=adapter, active=adapter in active))
+        parts.append(replace(where, adapter=adapter, active=adapter in active, passed=anew))
     empty = [p.adapter for p in parts if not p.entries]
     if empty:
         raise IncompleteError(f"adapter {empty[0]!r}: PEFT selects no tensors for it; nothing is written")
@@ -80,28 +85,33 @@ def active_adapters(module: Any) -> list[str]:
 def base_view(part: View) -> View:
     """The model below the adapters, under the names it had before they came."""
     module = part.module.get_base_model() if is_peft_model(part.module) else part.module
-    return View(module, dict(base_sources(part)))
+    return View(module, dict(base_sources(part)), dict(_of_base(part, part.extra)))
 
 
 def base_sources(part: View) -> Iterable[tuple[str, Source]]:
     """(name in the base model, source) of every tensor that is the base model's own."""
+    return _of_base(part, part.sources)
+
+
+def _of_base(part: View, named: Mapping[str, T]) -> Iterable[tuple[str, T]]:
+    """What of `named` is the base model's own, by its name there."""
     from peft.tuners.tuners_utils import BaseTunerLayer
     from peft.utils.other import AuxiliaryTrainingWrapper
 
     wrapped = _paths(part.module, (BaseTunerLayer, AuxiliaryTrainingWrapper))
     start = ["base_model", *(["model"] if hasattr(part.module.base_model, "peft_config") else [])]
     root = start if is_peft_model(part.module) else []
-    for name, source in part.sources.items():
+    for name, value in named.items():
         steps = name.split(".")
         if steps[: len(root)] != root:
             continue  # a prompt encoder, a projection shared by all layers
         kept = _base_steps(steps, wrapped)
         if kept is not None:
-            yield ".".join(kept[len(root) :]), source
+            yield ".".join(kept[len(root) :]), value
 
 
 def _paths(module: nn.Module, kinds: tuple[type, ...]) -> frozenset[str]:
-    return frozenset(clean_name(path) for path, inner in walk(module) if isinstance(inner, kinds))
+    return frozenset(path for path, _, inner in walk(module) if isinstance(inner, kinds))
 
 
 def _base_steps(steps: list[str], wrapped: frozenset[str]) -> list[str] | None:
@@ -115,6 +125,17 @@ def _base_steps(steps: list[str], wrapped: frozenset[str]) -> list[str] | None:
             kept.append(step)
         path = f"{path}.{step}" if path else step
     return kept
+
+
+def _refuse_extra(part: View) -> None:
+    """Files of adapters are PEFT's, which has no place for anything but tensors."""
+    base = {id(value) for _, value in _of_base(part, part.extra)}
+    own = [name for name, value in part.extra.items() if id(value) not in base]
+    if own:
+        raise SelectionError(
+            f"{listing(own, ', ')}: state of an adapter that is no tensor has no place in its file; save the run with "
+            "save_state(), which keeps it"
+        )
 
 
 def _folder(path: str, adapter: str, in_folders: bool) -> str:
@@ -131,7 +152,7 @@ def _entries(part: View, adapter: str) -> list[Entry]:
     standins = {source.raw: torch.zeros(1, dtype=source.dtype).expand(source.shape) for source in _of(part)}
     stored = _peft_names(part.module, standins, adapter)
     origin = {id(tensor): source for tensor, source in zip(standins.values(), _of(part), strict=True)}
-    prefix = "" if is_peft_model(part.module) else PREFIX
+    prefix, clean_name = "" if is_peft_model(part.module) else PREFIX, _cleaner(part)
     made = {name: tensor for name, tensor in stored.items() if id(tensor) not in origin}
     group = _computed(part, adapter, made)
     return [
@@ -151,6 +172,12 @@ def _of(part: View) -> list[Source]:
     return list(part.sources.values())
 
 
+def _cleaner(part: View) -> Callable[[str], str]:
+    """What takes the steps of wrappers out of a name that PEFT made of a raw one."""
+    steps = wrapper_steps((source.name, source.raw) for source in _of(part))
+    return lambda name: ".".join(step for step in name.split(".") if step not in steps)
+
+
 def _peft_names(module: Any, state_dict: Mapping[str, Tensor], adapter: str) -> dict[str, Tensor]:
     from peft import get_peft_model_state_dict
 
@@ -167,7 +194,7 @@ def _computed(part: View, adapter: str, made: Mapping[str, Tensor]) -> Group | N
         return None
     base = {id(source) for _, source in base_sources(part)}
     needed = tuple(source for source in _of(part) if id(source) not in base)
-    prefix = "" if is_peft_model(part.module) else PREFIX
+    prefix, clean_name = "" if is_peft_model(part.module) else PREFIX, _cleaner(part)
 
     def convert(full: dict[str, Tensor]) -> dict[str, Tensor]:
         stored = _peft_names(part.module, {source.raw: full[source.name] for source in needed}, adapter)
@@ -249,8 +276,8 @@ def _resized_embeddings(part: View) -> set[str]:
         return set()
     layers = [getattr(model, ask)() for ask in ("get_input_embeddings", "get_output_embeddings") if hasattr(model, ask)]
     own = {id(_own_layer(layer)) for layer in layers if layer is not None}
-    paths = (path for path, inner in walk(module) if id(inner) in own)
-    names = [name for path in paths if (name := f"{clean_name(path)}.weight") in part.sources]
+    paths = (path for path, _, inner in walk(module) if id(inner) in own)
+    names = [name for path in paths if (name := f"{path}.weight") in part.sources]
     known = _rows_of_base(module, model)
     return {name for name in names if known is not None and part.sources[name].shape[0] != known}
 

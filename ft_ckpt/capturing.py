@@ -9,10 +9,11 @@ from torch import nn
 
 from ft_ckpt import optimizers, training
 from ft_ckpt.engines import Source
+from ft_ckpt.items import Item, Key, check_same, known_sources, with_extra_state
 from ft_ckpt.ranks import Ranks, attempt
 from ft_ckpt.select import Entry
 from ft_ckpt.structure import Kept, Look, Structure, emptied, filled, is_placed
-from ft_ckpt.training import Document, Item, Local, State
+from ft_ckpt.training import Document, Local, State
 
 T = TypeVar("T")
 
@@ -33,7 +34,7 @@ class Captured:
     With a `look` both may be those of an earlier save, without tensors: these are in the look, by their places.
     """
 
-    found: Mapping[str, Source] = field(default_factory=dict)
+    found: Mapping[Key, Source] = field(default_factory=dict)
     state: State | None = None
     look: Look | None = None
     structure: Structure | None = None
@@ -52,7 +53,7 @@ class Captured:
         look, state = self.look, self.state
         if look is None or state is None:
             return self
-        found = {name: filled(source, look) for name, source in self.found.items()}
+        found = {key: filled(source, look) for key, source in self.found.items()}
         entries = tuple(e if e.source is None else replace(e, source=filled(e.source, look)) for e in state.entries)
         return replace(self, found=found, state=replace(state, entries=entries))
 
@@ -61,7 +62,7 @@ class Captured:
 class _Known:
     """What a structure alone decides."""
 
-    found: Mapping[str, Source]  # without tensors, as those of the entries
+    found: Mapping[Key, Source]  # without tensors, as those of the entries
     entries: tuple[Entry, ...]
     descriptions: Mapping[str, optimizers.Description]
 
@@ -84,8 +85,8 @@ def capture(objects: Callable[[], Objects], ranks: Ranks, kept: Kept) -> Capture
     if again is not None:
         return again
 
-    def look() -> tuple[dict[str, Source], Local]:
-        found = training.known_sources(begun.objects.model, begun.objects.items)
+    def look() -> tuple[dict[Key, Source], Local]:
+        found = known_sources(begun.objects.model, begun.objects.items)
         return found, training.with_optimizers(begun.local, training.descriptions(begun.objects.items, found))
 
     looked, error = (None, error) if begun is None else attempt(look)
@@ -98,7 +99,6 @@ def capture(objects: Callable[[], Objects], ranks: Ranks, kept: Kept) -> Capture
 
 
 def _begin(objects: Objects, ranks: Ranks, kept: Kept) -> _Begun:
-    local = training.look_beside(objects.items, objects.own, digest=ranks.size > 1)
     look = Look()
     look.model(objects.model)
     for item in objects.items:
@@ -107,6 +107,9 @@ def _begin(objects: Objects, ranks: Ranks, kept: Kept) -> _Begun:
             look.model(item.value)
         elif item.kind == "optimizer":
             look.optimizer(item.value)
+    if look.is_opaque:  # else all modules list what every module does
+        objects = replace(objects, items=with_extra_state(objects.model, objects.items))
+    local = training.look_beside(objects.items, objects.own, digest=ranks.size > 1)
     trees = {**local.facts["own"], **{n: fact for n, fact in local.facts["items"].items() if "leaves" in fact}}
     look.others(local.leaves, {name: fact["leaves"] for name, fact in trees.items()})
     return _Begun(objects, local, look, kept.of("run", objects.model, look))
@@ -125,7 +128,7 @@ def _as_before(begun: _Begun | None, ranks: Ranks, error: BaseException | None) 
     items = {} if begun is None else {item.name: item.kind for item in begun.objects.items}
     told = {"known": described is not None, "own": own, "digests": digests, "items": items}
     answers = ranks.agree("the look of save_state()", told, error)
-    training.check_same([answer["items"] for answer in answers])
+    check_same([answer["items"] for answer in answers])
     alike = all(answer["known"] and answer["digests"] == answers[0]["digests"] for answer in answers)
     if begun is None or known is None or described is None or not alike:
         return None
@@ -148,7 +151,7 @@ def _renewed(items: Sequence[Item], known: _Known) -> dict[str, optimizers.Descr
     return described
 
 
-def _remember(begun: _Begun, found: Mapping[str, Source], state: State) -> None:
+def _remember(begun: _Begun, found: Mapping[Key, Source], state: State) -> None:
     """Keep what the structure decides, if all of it can be told without tensors."""
     if begun.structure is None:
         return
@@ -156,8 +159,8 @@ def _remember(begun: _Begun, found: Mapping[str, Source], state: State) -> None:
     if all(is_placed(source, begun.look) for source in chain(found.values(), entries)):
         described = {n: about["optimizer"] for n, about in state.document["items"].items() if "optimizer" in about}
         bare = tuple(replace(e, source=emptied(e.source, begun.look)) for e in state.entries if e.source is not None)
-        names = {name: emptied(source, begun.look) for name, source in found.items()}
-        begun.structure.made["run"] = _Known(names, bare, described)
+        known = {key: emptied(source, begun.look) for key, source in found.items()}
+        begun.structure.made["run"] = _Known(known, bare, described)
 
 
 def _are_alike(one: Document, other: Document) -> bool:

@@ -5,6 +5,7 @@ The plan is the same on every rank, for all take part in bringing the tensors; t
 
 import json
 import os
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -15,7 +16,7 @@ from huggingface_hub import split_state_dict_into_shards_factory
 from torch import Tensor
 
 from ft_ckpt.engines import Source
-from ft_ckpt.errors import IncompleteError, listing
+from ft_ckpt.errors import IncompleteError, SelectionError, listing
 from ft_ckpt.formats import Layout, Spec, TensorFile, dual, hdf5, safetensors
 from ft_ckpt.gather import gather, stream
 from ft_ckpt.manifest import FileRecord
@@ -58,9 +59,11 @@ def plan(
 
     The tensors named in `apart` share no file with the others.
 
-    Raises SelectionError naming tensors of a dtype that the format cannot keep.
+    Raises SelectionError naming tensors of a dtype or a name that the format cannot keep, IncompleteError naming
+    those that would have one name in the files.
     """
     suffix = _SUFFIXES[format_name]
+    _refuse_names(part)
     specs = {entry.name: Spec(entry.name, entry.shape, dtype_name(entry.dtype)) for entry in part.entries}
     unsplit = _layout(list(specs.values()), format_name, part)
     folder = f"{part.path}/" if part.path else ""
@@ -82,6 +85,21 @@ def plan(
     places = {tensor: name for name, tensors in zip(names, shards, strict=True) for tensor in tensors}
     index = json.dumps({"metadata": total, "weight_map": places}, indent=2, sort_keys=True) + "\n"
     return PartPlan(part, format_name, files, index_path, index, apart)
+
+
+def _refuse_names(part: Part) -> None:
+    """No two tensors have one name, and none a name that files use or cannot have."""
+    counts = Counter(entry.name for entry in part.entries)
+    twice = [name for name, count in counts.items() if count > 1]
+    if twice:
+        raise IncompleteError(f"{listing(twice, ', ')}: the name of more than one tensor; rename or re-register one")
+    odd = [repr(name) for name in counts if name == "__metadata__" or not _is_text(name)]
+    if odd:
+        raise SelectionError(f"{listing(odd, ', ')}: files cannot have a tensor of this name; rename the parameter")
+
+
+def _is_text(name: str) -> bool:
+    return name.isascii() or not any("\ud800" <= letter <= "\udfff" for letter in name)
 
 
 def _shards(specs: Mapping[str, Spec], max_shard_bytes: int, apart: frozenset[str]) -> list[list[str]]:

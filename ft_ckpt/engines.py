@@ -7,14 +7,17 @@ Wrappers are told by their tensors and modules, never by what a launcher says it
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
+from torch.nn.parameter import is_lazy
 
-from ft_ckpt.errors import IncompleteError, listing
+from ft_ckpt import names
+from ft_ckpt.errors import IncompleteError, SelectionError, listing
 from ft_ckpt.holdings import (
     Flat,
     Holding,
@@ -25,9 +28,8 @@ from ft_ckpt.holdings import (
     replicated,
     zero3_holding,
 )
+from ft_ckpt.names import Added, walk, wrapped_key
 from ft_ckpt.ranks import Ranks
-
-WRAPPER_PARTS = frozenset({"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
 
 
 @dataclass(frozen=True, eq=False)
@@ -43,6 +45,7 @@ class Source:
     identity: int  # equal for names that are one parameter
     engine: str  # "plain", "fsdp1", "fsdp2", "zero3", "tensor parallel"
     holding: Holding
+    is_added: bool = False  # listed by the state dict though it is no parameter and no buffer
 
     @property
     def numel(self) -> int:
@@ -53,6 +56,11 @@ class Source:
     def size_bytes(self) -> int:
         """Bytes of the full tensor."""
         return self.numel * self.dtype.itemsize
+
+    @property
+    def is_parameter(self) -> bool:
+        """Whether it is a parameter, or FSDP1's part of one."""
+        return isinstance(self.live, nn.Parameter | Flat)
 
 
 def unwrap(model: nn.Module) -> nn.Module:
@@ -67,42 +75,64 @@ def wrappers(model: nn.Module) -> list[nn.Module]:
 
 
 def sources(model: nn.Module, allow_meta: bool = False) -> dict[str, Source]:
-    """Every parameter and persistent buffer of `model` by canonical name, tied names included. Moves no data.
+    """Every tensor that torch's state dict of `model` lists, by canonical name, tied names included. Moves no data.
 
-    The order and the names are the same on every rank and under every wrapper. Raises IncompleteError naming tensors
-    that have no data here (on the meta device, or partitioned away without a trace) unless `allow_meta`.
+    These are parameters, persistent buffers, and what modules and hooks add. The order and the names are the same on
+    every rank and under every wrapper. Raises IncompleteError naming tensors that have no data here (on the meta
+    device, not made yet, or partitioned away without a trace) unless `allow_meta`; SelectionError naming those that
+    have no dense values to store.
     """
     root = unwrap(model)
     modules = list(walk(root))
-    to_sharded(module for _, module in modules)
+    to_sharded(module for _, _, module in modules)
     flat, sent = flat_holdings(model), sent_buffers(model)
     found: dict[str, Source] = {}
-    for path, module in modules:
+    unmade: list[str] = []
+    for path, raw, module in modules:
         for key, tensor in _own_tensors(module, flat):
-            raw = f"{path}.{key}" if path else key
-            name = clean_name(raw)
-            found[name] = _source(name, raw, tensor, flat.get((id(module), key)))
-            if id(tensor) in sent:
-                found[name] = of_rank_0(found[name])
-    homeless = [] if allow_meta else [name for name, source in found.items() if not _has_data(source)]
+            name = f"{path}.{key}" if path else key
+            if is_lazy(tensor):
+                unmade.append(name)
+            else:
+                found[name] = _source(name, f"{raw}.{key}" if raw else key, tensor, flat.get((id(module), key)))
+                found[name] = of_rank_0(found[name]) if id(tensor) in sent else found[name]
+    with suppress(SelectionError) if allow_meta else nullcontext():
+        for name, one in _added_tensors(root, found).items():
+            found[name] = replace(_source(name, one.raw, one.value, None), trainable=False, is_added=True)
+    _refuse_sparse(found)
+    homeless = [] if allow_meta else unmade + [name for name, source in found.items() if not _has_data(source)]
     if homeless:
         raise IncompleteError(
             f"{listing(homeless, ', ')}: {len(homeless)} tensor(s) of the model have no data on this rank (meta "
-            "device, offloaded, or partitioned by an engine this version does not know); materialise the model first"
+            "device, lazy, offloaded, or partitioned by an engine this version does not know); materialise the model "
+            "first"
         )
     return found
 
 
-def walk(root: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """As `root.named_modules(remove_duplicate=False)`, in a tenth of its time: it is in the way of training."""
-    waiting = [("", root)]
-    while waiting:
-        path, module = waiting.pop()
-        yield path, module
-        below = [
-            (f"{path}.{name}" if path else name, child) for name, child in module._modules.items() if child is not None
-        ]
-        waiting.extend(reversed(below))
+def added(model: nn.Module, found: Mapping[str, Source] | None = None) -> dict[str, Added]:
+    """What the modules of `model` list beside parameters and persistent buffers, tensors or not, by canonical name.
+
+    `found` are its sources, if they are known.
+    """
+    found = sources(model, allow_meta=True) if found is None else found
+    return names.added(unwrap(model), _live(found))
+
+
+def listed(model: nn.Module, found: Mapping[str, Source], given: Iterable[str]) -> list[str]:
+    """Names that `model`, whose sources are `found`, lists beside these, as far as it can tell before it is loaded.
+
+    A module that cannot list its extra state yet has that of the `given` names that it can take.
+    """
+    try:
+        return list(added(model, found))
+    except SelectionError:
+        return [name for name in given if name not in found and names.takes_extra_state(unwrap(model), name)]
+
+
+def give_back(model: nn.Module, values: Mapping[str, Any]) -> None:
+    """Give back what `added` told when it was saved. Raises LoadError naming what was not taken back."""
+    names.give_back(unwrap(model), _live(sources(model, allow_meta=True)), values)
 
 
 def to_sharded(modules: Iterable[nn.Module]) -> None:
@@ -116,17 +146,12 @@ def to_sharded(modules: Iterable[nn.Module]) -> None:
             module.reshard()
 
 
-def clean_name(raw: str) -> str:
-    """The canonical name: `raw` without the parts that wrappers put in."""
-    return ".".join(part for part in raw.split(".") if part not in WRAPPER_PARTS)
-
-
 def sent_buffers(model: nn.Module) -> frozenset[int]:
     """Ids of the buffers that DDP will send from rank 0 to all before the next forward, whatever these have."""
     sent: set[int] = set()
     for wrapper in wrappers(model):
-        if type(wrapper).__name__ == "DistributedDataParallel" and cast("Any", wrapper).will_sync_module_buffers():
-            sent.update(id(buffer) for buffer in cast("Any", wrapper).modules_buffers)
+        if isinstance(wrapper, nn.parallel.DistributedDataParallel) and wrapper.will_sync_module_buffers():  # type: ignore[no-untyped-call]
+            sent.update(id(buffer) for buffer in wrapper.modules_buffers)
     return frozenset(sent)
 
 
@@ -203,21 +228,16 @@ def elements_at(source: Source, rank: int, indices: Sequence[int]) -> dict[str, 
     return values
 
 
-def engine_names(found: Mapping[str, Source]) -> str:
+def engine_names(found: Iterable[Source]) -> str:
     """Which engines hold the tensors, for the manifest: "plain", or e.g. "fsdp2"."""
-    names = {source.engine for source in found.values()} - {"plain"}
-    return "+".join(sorted(names)) or "plain"
+    return "+".join(sorted({source.engine for source in found} - {"plain"})) or "plain"
 
 
 def _inner(model: nn.Module) -> nn.Module | None:
-    if isinstance(model, torch._dynamo.OptimizedModule):
-        return model._orig_mod
-    kind = type(model).__name__
-    if kind in {"DistributedDataParallel", "DataParallel", "FullyShardedDataParallel"} or _is_deepspeed(model):
-        return cast("nn.Module", model.module)
-    if "_checkpoint_wrapped_module" in model._modules:
-        return model._modules["_checkpoint_wrapped_module"]
-    return None
+    key = wrapped_key(model)
+    if isinstance(model, nn.parallel.DistributedDataParallel | nn.DataParallel) or _is_deepspeed(model):
+        key = "module"
+    return None if key is None else model._modules[key]
 
 
 def _is_deepspeed(model: nn.Module) -> bool:
@@ -225,7 +245,7 @@ def _is_deepspeed(model: nn.Module) -> bool:
 
 
 def _own_tensors(module: nn.Module, flat: Mapping[tuple[int, str], Flat]) -> Iterator[tuple[str, Any]]:
-    """The module's own parameters, persistent buffers, and tensors its state dict adds, in that order."""
+    """The module's own parameters and persistent buffers, in that order."""
     own = {key: value for key, value in module._parameters.items() if key != "_flat_param"}
     yield from ((key, value) for key, value in own.items() if value is not None)
     # With use_orig_params=False the wrapped module's parameters are plain attributes that only FSDP knows of.
@@ -233,17 +253,29 @@ def _own_tensors(module: nn.Module, flat: Mapping[tuple[int, str], Flat]) -> Ite
     for key, buffer in module._buffers.items():
         if buffer is not None and key not in module._non_persistent_buffers_set:
             yield key, buffer
-    if type(module)._save_to_state_dict is not nn.Module._save_to_state_dict:
-        yield from _added_tensors(module, own)
 
 
-def _added_tensors(module: nn.Module, own: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
-    """What a module's own way of saving adds, such as the quantisation state of a 4-bit layer."""
-    saved: dict[str, Any] = {}
-    module._save_to_state_dict(saved, "", False)
-    for key, value in saved.items():
-        if isinstance(value, Tensor) and key not in own and key not in module._buffers:
-            yield key, value
+def _added_tensors(root: nn.Module, found: Mapping[str, Source]) -> dict[str, Added]:
+    listed = names.added(root, _live(found))
+    return {name: one for name, one in listed.items() if isinstance(one.value, Tensor)}
+
+
+def _live(found: Mapping[str, Source]) -> dict[str, Any]:
+    """The parameters and buffers among `found`."""
+    return {name: source.live for name, source in found.items() if not source.is_added}
+
+
+def _refuse_sparse(found: Mapping[str, Source]) -> None:
+    odd = [f"{s.name}: {s.live.layout}" for s in found.values() if isinstance(s.live, Tensor) and not _is_dense(s.live)]
+    if odd:
+        raise SelectionError(
+            f"{listing(odd)}: a tensor without dense values of its own cannot be stored; make it dense, or leave it "
+            "out of the model's state dict (persistent=False)"
+        )
+
+
+def _is_dense(tensor: Tensor) -> bool:
+    return tensor.layout is torch.strided and not tensor.is_quantized
 
 
 def _source(name: str, raw: str, tensor: Any, flat: Flat | None) -> Source:

@@ -8,7 +8,7 @@ import ctypes
 import math
 import os
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import product
 from typing import Protocol
 
@@ -74,6 +74,8 @@ def fill(source: Source, file: TensorFile, name: str) -> int:
     holding = source.holding
     if holding.local is None or holding.mine is None or not holding.local.numel():
         return 0
+    if _is_expanded(holding.local):
+        return _fill_expanded(source, holding.local, file, name)
     if not holding.view:
         holding.local.copy_(file.read(name).reshape(()))
         return source.dtype.itemsize
@@ -187,7 +189,7 @@ def _landings(source: Source, file: TensorFile, name: str) -> dict[Run, Landing]
     if local is None or mine is None or not local.numel():
         return {}
     run = whole_run(file, name)
-    if run is None or type(local) not in PLAIN or local.dtype != source.dtype:
+    if run is None or type(local) not in PLAIN or local.dtype != source.dtype or _is_expanded(local):
         return None
     last = max((dim for dim, size in enumerate(holding.view) if mine.sizes[dim] != size), default=0)
     size = math.prod(mine.sizes[last:]) * item
@@ -236,6 +238,23 @@ def _fill_rows(
     data = file.read(name, (first + low) * row, (first + high) * row)
     local[low:high].copy_(_columns(data.view(high - low, *view[1:]), mine, view))
     return data.nbytes
+
+
+def _is_expanded(local: Tensor) -> bool:
+    """Whether one place in memory is several elements: of a tensor that `expand` made."""
+    return any(stride == 0 and size > 1 for stride, size in zip(local.stride(), local.shape, strict=True))
+
+
+def _fill_expanded(source: Source, local: Tensor, file: TensorFile, name: str) -> int:
+    """Each place in memory once, if all its elements are the same in the file."""
+    fresh = torch.empty(local.shape, dtype=local.dtype)
+    taken = fill(replace(source, holding=replace(source.holding, local=fresh)), file, name)
+    once = tuple(slice(1) if stride == 0 else slice(None) for stride in local.stride())
+    again = fresh[once].expand(local.shape).contiguous()
+    if not torch.equal(again.view(-1).view(torch.uint8), fresh.view(-1).view(torch.uint8)):
+        raise LoadError(f"{source.name}: one value many times here (made by expand), and not in the checkpoint")
+    local[once].copy_(fresh[once])
+    return taken
 
 
 def _columns(rows: Tensor, mine: Block, view: tuple[int, ...]) -> Tensor:

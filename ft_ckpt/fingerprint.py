@@ -1,6 +1,6 @@
 """What makes two runs the same run: the facts that decide its losses, told apart when it is resumed."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from torch import nn
@@ -12,7 +12,7 @@ Fingerprint = dict[str, Any]
 
 def fingerprint(
     model: nn.Module,
-    found: Mapping[str, Source],
+    found: Collection[Source],
     objects: Mapping[str, Any],
     loaders: Sequence[Any],
     accelerator: Any,
@@ -24,7 +24,7 @@ def fingerprint(
         "world size": world_size,
         "engine": engine_names(found),
         "model": type(unwrap(model)).__name__.removeprefix("FSDP"),
-        "parameters": sum(one.numel for one in {s.identity: s for s in found.values()}.values()),
+        "parameters": sum(one.numel for one in {s.identity: s for s in found}.values()),
         "gradient accumulation": getattr(accelerator, "gradient_accumulation_steps", None),
         "mixed precision": getattr(accelerator, "mixed_precision", None),
     }

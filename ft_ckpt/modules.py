@@ -18,6 +18,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from ft_ckpt.errors import LoadError, SelectionError, listing
+from ft_ckpt.names import wrapped_key
 from ft_ckpt.values import decode, dtype_name, dtype_of, encode, imported
 
 MODULE_NAME = "module.json"
@@ -25,7 +26,6 @@ DESCRIPTION_FORMAT = 1  # raised when an older reader could misread a newer desc
 
 Shapes = Mapping[str, Sequence[int]]
 
-_WRAPPED = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
 _INTERNAL = frozenset(vars(nn.Module())) | {name for name in dir(nn.Module) if name.startswith("_")}
 _ENGINE = frozenset(  # set on a module by its wrappers
     {"forward", "_is_torch_compile", "_original_parameters", "ds_id", "ds_grads_remaining"}
@@ -173,10 +173,25 @@ class _Builder:
         return value
 
 
+def tensor_at(module: nn.Module, name: str) -> Any:
+    """What `module` has under a dotted name; None when there is nothing."""
+    path, _, key = name.rpartition(".")
+    try:
+        return getattr(module.get_submodule(path), key)
+    except AttributeError:
+        return None
+
+
+def put_at(module: nn.Module, name: str, value: Any) -> None:
+    """Put a parameter or buffer under a dotted name."""
+    path, _, key = name.rpartition(".")
+    setattr(module.get_submodule(path), key, value)
+
+
 def _wrapped(module: nn.Module) -> nn.Module | None:
-    for name in _WRAPPED:
-        if name in module._modules:
-            return module._modules[name]
+    key = wrapped_key(module)
+    if key is not None:
+        return module._modules[key]
     if isinstance(module, nn.parallel.DistributedDataParallel | nn.DataParallel):
         inner: nn.Module = module.module
         return inner

@@ -1,39 +1,48 @@
 """What the caller asked for, as parts: one for each folder that something can load."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 from torch import nn
 
 from ft_ckpt.adapters import adapter_parts, base_view, check_complete, has_adapters, missing_trainable
 from ft_ckpt.engines import Source, sources, unwrap
-from ft_ckpt.errors import NotAnAdapterError, SelectionError
+from ft_ckpt.errors import IncompleteError, NotAnAdapterError, SelectionError, listing
 from ft_ckpt.select import Part, View, model_part, view
 
 Attribute = str | Sequence[str] | None
 
 
 def parts_of(
-    model: nn.Module, found: Mapping[str, Source], *, adapter_only: bool, attribute: Attribute, dtype: str
+    model: nn.Module,
+    found: Mapping[str, Source],
+    *,
+    adapter_only: bool,
+    attribute: Attribute,
+    dtype: str,
+    extra: Mapping[str, Any] | None = None,
 ) -> list[Part]:
     """The parts of a save. A single attribute goes to the checkpoint's own folder, a list to a folder each.
 
-    Raises SelectionError and its kin when the model does not have what was asked for, IncompleteError when tensors
-    that were trained would be left out.
+    `extra` is what the model's state dict lists that is no tensor. Raises SelectionError and its kin when the model
+    does not have what was asked for, IncompleteError naming tensors that would be left out and by no rule.
     """
     if attribute is None or isinstance(attribute, str):
-        return _parts(view(model, found, attribute or ""), attribute or "", "", adapter_only, dtype)
+        whole = view(model, found, attribute or "", extra)
+        return _checked(_parts(whole, attribute or "", "", adapter_only, dtype), [whole], adapter_only)
     if not attribute or len(set(attribute)) != len(attribute):
         raise SelectionError(f"attribute={list(attribute)!r}: expected one or more names, each once")
-    views = {name: view(model, found, name) for name in attribute}
+    views = {name: view(model, found, name, extra) for name in attribute}
     if adapter_only and not any(has_adapters(one.module) for one in views.values()):
         raise NotAnAdapterError(
             f"adapter_only=True: none of {', '.join(views)} has a PEFT adapter; use adapter_only=False"
         )
-    return [
+    parts = [
         part
         for name, one in views.items()  # beside an adapter a plain attribute, such as a value head, is saved in full
         for part in _parts(one, name, name, adapter_only and has_adapters(one.module), dtype)
     ]
+    return _checked(parts, views.values(), adapter_only)
 
 
 def is_adapter_run(model: nn.Module) -> bool:
@@ -49,6 +58,27 @@ def kind_of(adapter_only: bool, attribute: Attribute) -> str:
     if attribute is not None:
         return "attribute"
     return "adapter" if adapter_only else "full"
+
+
+def _checked(parts: list[Part], views: Iterable[View], adapter_only: bool) -> list[Part]:
+    """`parts`, compared with all that the model has below what was asked for.
+
+    Left out may be: other names of one parameter, what the class or PEFT says it makes anew, and, of an adapter alone,
+    the frozen tensors of its base. Raises IncompleteError naming everything else.
+    """
+    entries = [entry for part in parts for entry in part.entries]
+    known = {entry.source.identity for entry in entries if entry.source is not None}
+    known |= {source.identity for entry in entries if entry.group for source in entry.group.sources}
+    known |= {source.identity for part in parts for source in part.passed}
+    if adapter_only:
+        known |= {source.identity for part in parts for source in part.base.values()}
+    missing = [name for one in views for name, source in one.sources.items() if source.identity not in known]
+    if missing:
+        raise IncompleteError(
+            f"{listing(missing, ', ')}: {len(missing)} tensor(s) of the model would be in no file, and no rule says "
+            "why; nothing is written. Please report it"
+        )
+    return parts
 
 
 def _parts(one: View, name: str, path: str, adapter_only: bool, dtype: str) -> list[Part]:

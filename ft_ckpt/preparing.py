@@ -15,13 +15,14 @@ from ft_ckpt.catalog import is_inside
 from ft_ckpt.config import SaverConfig
 from ft_ckpt.deliver import PartPlan, plan
 from ft_ckpt.errors import ConfigError, explained
+from ft_ckpt.items import of_model
 from ft_ckpt.manifest import BaseRecord
 from ft_ckpt.modules import write_module
 from ft_ckpt.parts import Attribute, parts_of
 from ft_ckpt.ranks import Ranks
 from ft_ckpt.records import base_record
 from ft_ckpt.reuse import Offer
-from ft_ckpt.select import main_dtype
+from ft_ckpt.select import EXTRA_FILE, main_dtype
 from ft_ckpt.training import DOCUMENT_NAME, state_part
 
 _MANIFEST_BYTES = 16 << 20  # room for what is not known yet in the look at free space
@@ -120,15 +121,13 @@ def prepare(
 def choose(request: Request, ranks: Ranks, config: SaverConfig) -> Prepared:
     """What is saved, and laid out how, from the live model as it is now; nothing is made yet."""
     captured = request.captured.with_tensors()
-    found = dict(captured.found or engines.sources(request.model))
+    own = of_model(captured.found) or engines.sources(request.model)
     mode = config.reuse_frozen if request.format == "safetensors" else "off"
-    still = reuse.frozen(found)  # before others take their place, so that all ranks plan the same files
+    still = reuse.frozen(own)  # before others take their place, so that all ranks plan the same files
     if request.state_dict_given:
-        found = engines.from_state_dict(request.state_dict, found, ranks)
-    own = {name: source for name, source in found.items() if ":" not in name}  # not of a run's further models
-    parts = parts_of(
-        request.model, own, adapter_only=request.adapter_only, attribute=request.attribute, dtype=request.dtype
-    )
+        own = engines.from_state_dict(request.state_dict, own, ranks)
+    asked: dict[str, Any] = {"adapter_only": request.adapter_only, "attribute": request.attribute}
+    parts = parts_of(request.model, own, **asked, dtype=request.dtype, extra=_extra(request, own))
     if captured.state is not None:
         parts.append(state_part(captured.state, parts, own, frozen=not request.adapter_only))
     if ranks.size > 1 and not request.state_dict_given:
@@ -139,7 +138,16 @@ def choose(request: Request, ranks: Ranks, config: SaverConfig) -> Prepared:
     plans = tuple(plan(part, request.max_shard_bytes, request.format, reuse.apart(part, still, mode)) for part in parts)
     doubtful = tuple(pair for part in parts for pair in part.doubtful)
     samples = {part.name: engines.sample(part.base, ranks.rank) for part in parts if part.base}
-    return Prepared(plans, engines.engine_names(found), doubtful, None, samples, companions_of(request, plans, ranks))
+    engine = engines.engine_names([*own.values(), *captured.found.values()])
+    return Prepared(plans, engine, doubtful, None, samples, companions_of(request, plans, ranks))
+
+
+def _extra(request: Request, own: Mapping[str, engines.Source]) -> dict[str, Any]:
+    """What the model's state dict lists that is no tensor. An adapter's run has it with its state."""
+    if request.adapter_only and request.captured.state is not None:
+        return {}
+    found = engines.added(request.model, own)
+    return {name: one.value for name, one in found.items() if not isinstance(one.value, Tensor)}
 
 
 def companions_of(request: Request, plans: Sequence[PartPlan], ranks: Ranks) -> Companions:
@@ -202,6 +210,8 @@ def _write_companions(root: Path, one: PartPlan, request: Request) -> None:
         )
     else:
         write_module(folder, part.module, {entry.name: entry.shape for entry in part.entries})
+    if part.extra is not None:
+        (folder / EXTRA_FILE).write_text(part.extra, encoding="utf-8")
     if one.index is not None:
         (root / one.index_path).write_text(one.index, encoding="utf-8")
 

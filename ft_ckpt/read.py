@@ -12,14 +12,14 @@ import torch
 from torch import Tensor, nn
 
 from ft_ckpt.disk import local_path
-from ft_ckpt.engines import sources
+from ft_ckpt.engines import give_back, listed, sources
 from ft_ckpt.errors import CheckpointError, CorruptError, LoadError, NotACheckpointError, listing, shown
 from ft_ckpt.manifest import MANIFEST_NAME, Manifest, PartRecord
-from ft_ckpt.modules import MODULE_NAME, at_most, build_module, filled_later
+from ft_ckpt.modules import MODULE_NAME, at_most, build_module, filled_later, put_at, tensor_at
 from ft_ckpt.opening import OpenCheckpoint, open_checkpoint
 from ft_ckpt.reattach import attach, base_of, model_class
 from ft_ckpt.select import stored_as_in_memory
-from ft_ckpt.supply import Supplied, supply, supplying
+from ft_ckpt.supply import Supplied, extra_beside, supply, supplying
 
 _MOST_LAYERS = 1 << 16  # of anything: what a config may ask for before it is held against the tensors
 _PARAMETERS_A_TENSOR = 16  # a stored tensor may be cut into several, and each be made more than once
@@ -326,25 +326,33 @@ def _assign(
     """Put stored tensors into `module`, ties included: the mapped memory itself with `assign`, else its values."""
     for kept, *aliases in record.ties:
         tensors.update({alias: tensors[kept] for alias in aliases if kept in tensors and alias not in tensors})
-    live = {name: tuple(tensor.shape) for name, tensor in module.state_dict(keep_vars=True).items()}
-    reshaped = [n for n, tensor in tensors.items() if n in live and live[n] != tuple(tensor.shape)]
+    own = sources(module, allow_meta=True)
+    live = {name: None if source.is_added else source.shape for name, source in own.items()}
+    extra = extra_beside(root / record.path)
+    live |= dict.fromkeys(listed(module, own, (*tensors, *extra)))
+    reshaped = [n for n, t in tensors.items() if live.get(n) is not None and live[n] != tuple(t.shape)]
     report = LoadReport(
         root,
         record.path,
-        tuple(name for name in live if name not in tensors),
-        tuple(name for name in tensors if name not in live),
+        tuple(name for name in live if name not in tensors and name not in extra),
+        tuple(name for name in (*tensors, *extra) if name not in live),
         tuple(f"{name}: {tuple(tensors[name].shape)} in the file, {live[name]} in the model" for name in reshaped),
         len(record.tensors),
     )
     _refuse(report, strict)
-    fitting = {name: tensor for name, tensor in tensors.items() if name in live and name not in reshaped}
+    fitting: dict[str, Any] = {
+        name: tensor for name, tensor in tensors.items() if name in live and name not in reshaped
+    }
     wants = {name: parameter.requires_grad for name, parameter in module.named_parameters()}
+    fitting |= {name: value for name, value in extra.items() if name in live}
     module.load_state_dict(fitting, strict=False, assign=assign)
+    if strict:
+        give_back(module, {name: value for name, value in fitting.items() if live[name] is None})
     for name, parameter in module.named_parameters():
         parameter.requires_grad_(wants.get(name, parameter.requires_grad) and parameter.dtype.is_floating_point)
     for kept, *aliases in record.ties if assign else ():
         for alias in aliases:
-            _set(module, alias, _get(module, kept))
+            put_at(module, alias, tensor_at(module, kept))
     return report
 
 
@@ -375,23 +383,10 @@ def _share(manifest: Manifest, models: Mapping[str, nn.Module]) -> None:
         here = [(models[part], name) for part, name in members if part in models]
         if len(here) < 2:
             continue
-        first = _get(*here[0])
+        first = tensor_at(*here[0])
         for module, name in here[1:]:
-            if first is not None and _get(module, name) is not None:
-                _set(module, name, first)
-
-
-def _get(module: nn.Module, name: str) -> Any:
-    path, _, key = name.rpartition(".")
-    try:
-        return getattr(module.get_submodule(path), key)
-    except AttributeError:
-        return None
-
-
-def _set(module: nn.Module, name: str, value: Any) -> None:
-    path, _, key = name.rpartition(".")
-    setattr(module.get_submodule(path), key, value)
+            if first is not None and tensor_at(module, name) is not None:
+                put_at(module, name, first)
 
 
 def _summary(root: Path, part: str, reports: list[LoadReport], copied: bool) -> LoadReport:

@@ -32,20 +32,11 @@ from ft_ckpt.fan_out import Filler, each_reads
 from ft_ckpt.fill import Wanted, fill
 from ft_ckpt.formats import TensorFile, dual, hdf5
 from ft_ckpt.holdings import is_dtensor
+from ft_ckpt.items import ENGINE, ExtraState, Item, Key, labelled, manner, of_model, tied
 from ft_ckpt.manifest import Manifest
 from ft_ckpt.opening import OpenCheckpoint, open_checkpoint
 from ft_ckpt.replicas import WEIGHTS, own_name
-from ft_ckpt.training import (
-    DOCUMENT_NAME,
-    DOCUMENT_VERSION,
-    ENGINE,
-    FOLDER,
-    Document,
-    Item,
-    manner,
-    source_of,
-    tensors_of,
-)
+from ft_ckpt.training import DOCUMENT_NAME, DOCUMENT_VERSION, FOLDER, Document, source_of, tensors_of
 from ft_ckpt.tree import unflatten
 from ft_ckpt.tree_json import decode
 
@@ -138,6 +129,7 @@ class Stored:
 
     def __init__(self, held: OpenCheckpoint) -> None:
         self._held, parts = held, held.manifest.parts
+        self.is_adapter = held.manifest.kind == "adapter"
         self._formats = {part.path: part.format for part in parts}
         self._files = {(part.path, tensor.name): tensor.file for part in parts for tensor in part.tensors}
         self._open: dict[str, TensorFile] = {}
@@ -151,6 +143,10 @@ class Stored:
             opener: Callable[[Path], TensorFile] = hdf5.open_file if self._formats[part] == "h5" else dual.open_file
             self._open[place] = opener(self._held.folder / place)
         return self._open[place]
+
+    def names(self, prefix: str) -> frozenset[str]:
+        """Names of the training state's tensors that begin with `prefix`, without it."""
+        return frozenset(n[len(prefix) :] for part, n in self._files if part == FOLDER and n.startswith(prefix))
 
     def state(self, name: str) -> Tensor:
         """The tensor `name` of the training state, whole, on the host."""
@@ -174,11 +170,13 @@ def opened(held: OpenCheckpoint) -> Iterator[Stored]:
 
 
 def restore_weights(
-    found: Mapping[str, Source], document: Document, stored: Stored, fill_all: Filler = each_reads
+    found: Mapping[Key, Source], document: Document, stored: Stored, fill_all: Filler = each_reads
 ) -> Restored:
-    """Every live tensor that the checkpoint has, in place, on each rank its block."""
-    weights = document["weights"]
-    known = {name: source for name, source in found.items() if ":" not in name}
+    """Every tensor of the model that is saved, in place, on each rank its block.
+
+    An adapter's checkpoint lacks the frozen parameters of its base, and nothing else.
+    """
+    weights, known = document["weights"], of_model(found)
     unknown = [name for name in weights if name not in known]
     if unknown:
         return Restored("weights", "failed", f"{listing(unknown, ', ')}: in the checkpoint, not in the model")
@@ -187,15 +185,15 @@ def restore_weights(
         once = {known[name].identity: (known[name], *place) for name, place in reversed(weights.items())}
         return [(source, stored.file(part, name), name) for source, part, name in reversed(once.values())]
 
-    left = [name for name, source in known.items() if name not in weights and source.trainable]
+    left = [name for name, source in known.items() if name not in weights and not _is_elsewhere(source, stored)]
     if left:
-        return Restored("weights", "failed", f"{listing(left, ', ')}: trained here, not in the checkpoint")
+        return Restored("weights", "failed", f"{listing(left, ', ')}: in the model, not in the checkpoint")
     return _attempt("weights", lambda: fill_all("weights", collect))
 
 
 def restore_items(
     items: Sequence[Item],
-    found: Mapping[str, Source],
+    found: Mapping[Key, Source],
     document: Document,
     stored: Stored,
     rank: int,
@@ -207,6 +205,8 @@ def restore_items(
         if item.name not in document["items"]:
             if item.name == ENGINE:
                 continue  # counts of DeepSpeed's, which begin anew where the run comes from elsewhere
+            if isinstance(item.value, ExtraState) and item.value.state_dict().keys() <= document["weights"].keys():
+                continue  # an earlier version kept them with the weights
             outcomes.append(Restored(item.name, "absent", "not in the checkpoint"))
             continue
         entry = own(document, rank).get(item.name) or document["items"][item.name]
@@ -220,7 +220,7 @@ def restore_items(
 
 
 def restore_apart(
-    items: Sequence[Item], found: Mapping[str, Source], document: Document, stored: Stored, rank: int, world_size: int
+    items: Sequence[Item], found: Mapping[Key, Source], document: Document, stored: Stored, rank: int, world_size: int
 ) -> tuple[list[Restored], list[str]]:
     """What ranks had come apart in, each rank its own; and in words what cannot be put back so.
 
@@ -241,15 +241,13 @@ def restore_apart(
     return ([_attempt("replicas", lambda: each_reads("replicas", collect))] if possible & apart.keys() else []), told
 
 
-def _live(items: Sequence[Item], found: Mapping[str, Source], document: Document) -> dict[str, Source]:
+def _live(items: Sequence[Item], found: Mapping[Key, Source], document: Document) -> dict[str, Source]:
     """The tensors of a run by the names of `replicas`."""
-    live = {f"{WEIGHTS}/{name}": source for name, source in found.items() if ":" not in name}
+    live = {f"{item or WEIGHTS}/{name}": source for (item, name), source in found.items()}
     for item in items:
-        if item.kind == "model":
-            live |= {n.replace(":", "/", 1): source for n, source in found.items() if n.startswith(f"{item.name}:")}
-        elif item.kind == "optimizer" and item.name in document["items"]:
+        if item.kind == "optimizer" and item.name in document["items"]:
             description = document["items"][item.name]["optimizer"]
-            state = manner(item).captured(optimizers.inner(item.value), description, found)
+            state = manner(item).captured(optimizers.inner(item.value), description, labelled(found))
             live |= {f"{item.name}/{name}": source for name, source in state.items()}
     return live
 
@@ -281,6 +279,11 @@ def _opened(path: Path, deep: bool, stack: ExitStack) -> tuple[OpenCheckpoint | 
     return None, found
 
 
+def _is_elsewhere(source: Source, stored: Stored) -> bool:
+    """Whether a tensor that is not among a checkpoint's weights need not be."""
+    return source.is_added or (stored.is_adapter and source.is_parameter and not source.trainable)
+
+
 def _attempt(name: str, action: Callable[[], Any]) -> Restored:
     try:
         detail = action()
@@ -308,26 +311,34 @@ class _Give:
         fill(*self.wanted(source, source.name))
 
 
-def _restore(item: Item, entry: Document, found: Mapping[str, Source], give: _Give) -> str:
+def _restore(item: Item, entry: Document, found: Mapping[Key, Source], give: _Give) -> str:
     notes: list[str] = []
     if item.kind == "optimizer":
 
         def state() -> list[Wanted]:
             sources: list[Source] = []
             give_back = manner(item).restore
-            notes.extend(give_back(optimizers.inner(item.value), entry["optimizer"], found, give.now, sources.append))
+            known = labelled(found)
+            notes.extend(give_back(optimizers.inner(item.value), entry["optimizer"], known, give.now, sources.append))
             return [give.wanted(source, source.name) for source in sources]
 
         give.fill_all(item.name, state)
     elif item.kind == "model":
-        own = [source for name, source in found.items() if name.startswith(f"{item.name}:")]
-        once = {source.identity: source for source in reversed(own)}
-        give.fill_all(
-            item.name, lambda: [give.wanted(s, s.name.removeprefix(f"{item.name}:")) for s in reversed(once.values())]
-        )
+        give.fill_all(item.name, lambda: _whole_model(of_model(found, item.name), give))
     else:
         item.value.load_state_dict(_tree(entry, give.prefix, give.stored, item.value))
     return "; ".join(notes)
+
+
+def _whole_model(own: Mapping[str, Source], give: _Give) -> list[Wanted]:
+    """Every tensor of a further model, tied ones under the name that is stored. Raises LoadError for what differs."""
+    names = give.stored.names(f"{give.prefix}/")
+    groups = {next((name for name in group if name in names), group[0]): group for group in tied(own)}
+    problems = [f"{name}: in the model, not in the checkpoint" for name in groups if name not in names]
+    problems += [f"{name}: in the checkpoint, not in the model" for name in sorted(names) if name not in own]
+    if problems:
+        raise LoadError(listing(problems))
+    return [give.wanted(own[name], name) for name in groups]
 
 
 def _tree(entry: Document, prefix: str, stored: Stored, like: Any = None) -> Any:

@@ -17,6 +17,7 @@ from ft_ckpt.config import SaverConfig
 from ft_ckpt.engines import Source
 from ft_ckpt.errors import CheckpointError, ConfigError, LoadError, SelectionError, listing
 from ft_ckpt.fingerprint import differences, fingerprint
+from ft_ckpt.items import Item, Key, items_of, known_sources, model_of, with_extra_state
 from ft_ckpt.opening import OpenCheckpoint
 from ft_ckpt.position import Feed
 from ft_ckpt.ranks import Ranks
@@ -64,21 +65,20 @@ class Run:
     def register(self, objects: Mapping[str, Any]) -> None:
         """Take further objects into the run by name; "model" is the one whose weights are saved.
 
-        Raises SelectionError for one whose state cannot be kept.
+        Raises SelectionError for one whose state cannot be kept, ConfigError for a name that is taken.
         """
-        training.items_of(None, objects)
+        items_of(self.accelerator, {**self.registered, **objects})
         self.registered.update(objects)
 
     @property
     def model(self) -> nn.Module:
         """The model whose weights are saved. Raises ConfigError when there is none."""
-        models = list(getattr(self.accelerator, "_models", ()))
-        model = self.registered.get("model", models[0] if models else None)
+        model = model_of(self.accelerator, self.registered)
         if model is None:
             raise ConfigError(
                 "no model: prepare one with Accelerate before this, or pass it: saver.register(model=model, ...)"
             )
-        return model  # type: ignore[no-any-return]  # Accelerate's list is not typed
+        return model
 
     @property
     def progress(self) -> Progress:
@@ -97,14 +97,14 @@ class Run:
         """Raise SelectionError, now and not after hours, when something of the run cannot be kept."""
         if not getattr(self.accelerator, "_models", None) and "model" not in self.registered:
             return  # what is passed later is looked at when it is
-        items = training.items_of(self.accelerator, self.registered)
-        training.look(items, training.known_sources(self.model, items), {})
+        items = with_extra_state(self.model, items_of(self.accelerator, self.registered))
+        training.look(items, known_sources(self.model, items), {})
 
     def capture(self, ranks: Ranks, versions: Mapping[str, str], kept: Kept) -> Captured:
         """The state of the whole run, and the sources of its models; `kept` as for `capturing`. Nothing is moved."""
 
         def objects() -> Objects:
-            items = training.items_of(self.accelerator, self.registered)
+            items = items_of(self.accelerator, self.registered)
             return Objects(self.model, items, self._own(items))
 
         captured = capturing.capture(objects, ranks, kept)
@@ -134,7 +134,7 @@ class Run:
                 f"{path}: {listing(refused)}. Pass the same objects as the saved run, or resume(allow=[names]) to go "
                 "on without; the model may be partly overwritten"
             )
-        for item in _zero(training.items_of(self.accelerator, self.registered)):
+        for item in _zero(items_of(self.accelerator, self.registered)):
             zero_optimizer.refresh(item.value)
         self._settle_differences(final)
         return final
@@ -218,7 +218,7 @@ class Run:
         self.feeds.append(feed)
         return feed
 
-    def _own(self, items: Sequence[training.Item]) -> dict[str, Any]:
+    def _own(self, items: Sequence[Item]) -> dict[str, Any]:
         """What this rank has of its own."""
         own: dict[str, Any] = {_RANDOM: rng.capture()}
         for index, feed in enumerate(self.feeds):
@@ -242,16 +242,16 @@ class Run:
     def _epochs_done(self) -> int:
         return self._place()["epoch"]
 
-    def _fingerprint(self, found: Mapping[str, Source], ranks: Ranks, versions: Mapping[str, str]) -> Document:
-        items = training.items_of(self.accelerator, self.registered)
+    def _fingerprint(self, found: Mapping[Key, Source], ranks: Ranks, versions: Mapping[str, str]) -> Document:
+        items = items_of(self.accelerator, self.registered)
         objects = {item.name: item.value for item in items}
         loaders = list(getattr(self.accelerator, "_dataloaders", ())) or [feed.loader for feed in self.feeds]
-        return fingerprint(self.model, found, objects, loaders, self.accelerator, ranks.size, versions)
+        return fingerprint(self.model, found.values(), objects, loaders, self.accelerator, ranks.size, versions)
 
     def _put_back(self, held: OpenCheckpoint, ranks: Ranks, versions: Mapping[str, str]) -> RestoreReport:
         document = resume.read_document(held.folder)
-        items = training.items_of(self.accelerator, self.registered)
-        found = training.known_sources(self.model, items)
+        items = with_extra_state(self.model, items_of(self.accelerator, self.registered))
+        found = known_sources(self.model, items)
         fill_all = fan_out.filler(self.config.fan_out, ranks, self.config.bucket_bytes)
         with resume.opened(held) as stored:
             outcomes = [resume.restore_weights(found, document, stored, fill_all)]
@@ -320,7 +320,7 @@ class Run:
             warnings.warn(f"{report.path}: {listing(told)}", stacklevel=4)
 
 
-def _zero(items: Iterable[training.Item]) -> list[training.Item]:
+def _zero(items: Iterable[Item]) -> list[Item]:
     return [item for item in items if item.kind == "optimizer" and zero_optimizer.is_zero(item.value)]
 
 

@@ -114,7 +114,7 @@ def _once(
         if request is None or prepared is None:
             raise RankError("save(): agreed on without a plan on this rank; please report it")
         _refuse_lonely_dicts(answers)
-        if compares(request, ranks):
+        if compares(request, ranks) and not answers[0]["state_dict"]:  # which was given on rank 0 alone
             apart = replicas.differing(made, [answer["replicas"] for answer in answers], ranks)
             if apart:
                 return {"apart": apart}

@@ -12,11 +12,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ft_ckpt.engines import WRAPPER_PARTS, Source, clean_name, unwrap, walk
+from ft_ckpt.engines import Source, unwrap
 from ft_ckpt.errors import IncompleteError, SelectionError, UnknownAttributeError, listing
+from ft_ckpt.names import walk
+from ft_ckpt.tree_json import dumps
 from ft_ckpt.values import dtype_name
 
 MODEL_FILE = "model"
+EXTRA_FILE = "extra_state.json"  # beside the weights: what modules list in their state dict that is no tensor
 
 
 @dataclass(frozen=True, eq=False)
@@ -62,17 +65,22 @@ class Part:
     doubtful: tuple[tuple[Source, Source], ...] = ()  # declared one parameter, two in memory: compare before commit
     base: Mapping[str, Source] = field(default_factory=dict)  # frozen tensors of an adapter's base, by base name
     notes: tuple[str, ...] = ()
+    passed: tuple[Source, ...] = ()  # left out on purpose: what the class or PEFT says it makes anew
+    extra: str | None = None  # the text of EXTRA_FILE, if there is any
 
 
 @dataclass(frozen=True, eq=False)
 class View:
-    """A module of the live model, unwrapped, with the sources below it by names relative to it."""
+    """A module of the live model, unwrapped, with what is below it by names relative to it."""
 
     module: Any  # an nn.Module; what else it may have depends on its class
     sources: Mapping[str, Source] = field(default_factory=dict)
+    extra: Mapping[str, Any] = field(default_factory=dict)  # what its state dict lists that is no tensor
 
 
-def view(model: nn.Module, found: Mapping[str, Source], attribute: str = "") -> View:
+def view(
+    model: nn.Module, found: Mapping[str, Source], attribute: str = "", extra: Mapping[str, Any] | None = None
+) -> View:
     """The whole model, or the submodule at the dotted path `attribute`.
 
     Raises UnknownAttributeError naming what exists, SelectionError when it is no module, IncompleteError when it has
@@ -93,20 +101,23 @@ def view(model: nn.Module, found: Mapping[str, Source], attribute: str = "") -> 
     prefix = f"{attribute}." if attribute else ""
     depth = len(attribute.split(".")) if attribute else 0
     below = {
-        name.removeprefix(prefix): replace(source, raw=_raw_below(source.raw, depth))
+        name.removeprefix(prefix): replace(source, raw=_raw_below(source, depth))
         for name, source in found.items()
         if name.startswith(prefix)
     }
     if not below:
         raise IncompleteError(f"{attribute or type(module).__name__}: no tensors to save; nothing is written")
-    return View(module, below)
+    further = {n.removeprefix(prefix): value for n, value in (extra or {}).items() if n.startswith(prefix)}
+    return View(module, below, further)
 
 
-def _raw_below(raw: str, depth: int) -> str:
-    """`raw` as the submodule `depth` attributes down spells it, once it is unwrapped itself."""
-    steps = raw.split(".")
-    while depth or (steps[0] in WRAPPER_PARTS and len(steps) > 1):
-        depth -= steps.pop(0) not in WRAPPER_PARTS
+def _raw_below(source: Source, depth: int) -> str:
+    """The raw name as the submodule `depth` attributes down spells it, once it is unwrapped itself."""
+    steps, left = source.raw.split("."), source.name.split(".")[depth:]
+    own = source.name.split(".")[:depth]
+    while own or steps[0] != left[0]:
+        step = steps.pop(0)
+        own = own[1:] if own and step == own[0] else own
     return ".".join(steps)
 
 
@@ -119,7 +130,11 @@ def model_part(part: View, name: str, path: str, dtype: str) -> Part:
     kind = "model" if hugging_face else "module"
     doubtful = tuple(diverged_ties(part)) if hugging_face else ()
     made = _cast(entries, part.module, dtype)
-    return Part(name, path, kind, part.module, made, ties=ties, doubtful=doubtful, notes=notes)
+    taken = {source.identity for source in kept.values()}
+    passed = tuple(source for source in part.sources.values() if source.identity not in taken)
+    extra = dumps(dict(part.extra), name or type(part.module).__name__) if part.extra else None
+    where = Part(name, path, kind, part.module, made, ties=ties, doubtful=doubtful, notes=notes)
+    return replace(where, passed=passed, extra=extra)
 
 
 def is_pretrained(module: nn.Module) -> bool:
@@ -221,8 +236,8 @@ def _without_aliases(
 def _kept_of(group: list[str], module: nn.Module) -> list[str]:
     """The names of a tied group to store, as transformers chooses: those no pattern declares as an alias."""
     patterns = [
-        f"{re.escape(clean_name(path))}\\.{key}" if path else key
-        for path, inner in walk(module)
+        f"{re.escape(path)}\\.{key}" if path else key
+        for path, _, inner in walk(module)
         for key in (getattr(inner, "_tied_weights_keys", None) or ())
     ]
     plain = [name for name in group if not any(re.search(pattern, name) for pattern in patterns)]

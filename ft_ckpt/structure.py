@@ -14,9 +14,11 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.nn.parameter import is_lazy
 
-from ft_ckpt.engines import Source, sent_buffers, to_sharded, walk, wrappers
+from ft_ckpt.engines import Source, sent_buffers, to_sharded, wrappers
 from ft_ckpt.holdings import Holding
+from ft_ckpt.names import is_plain, walk
 from ft_ckpt.optimizers import inner
 
 T = TypeVar("T")
@@ -78,11 +80,11 @@ class Look:
         """Note a model, whatever wraps it."""
         *outer, root = wrappers(model)
         modules = list(walk(root))
-        to_sharded(module for _, module in modules)
+        to_sharded(module for _, _, module in modules)
         self.facts.append([(type(one), len(sent_buffers(one))) for one in outer])
         self.is_opaque |= any(type(one).__name__ in _OPAQUE for one in outer)
-        for path, module in modules:
-            self._module(path, module)
+        for _, raw, module in modules:
+            self._module(raw, module)
 
     def optimizer(self, optimizer: Any, with_state: bool = True) -> None:
         """Note an optimizer: what it trains, and unless told otherwise the state of that."""
@@ -113,7 +115,7 @@ class Look:
         own, kind = vars(module), type(module)
         self.modules.append(module)
         self.facts += path, kind
-        plain = kind._save_to_state_dict is nn.Module._save_to_state_dict and kind.__name__ not in _OPAQUE
+        plain = is_plain(module) and kind.__name__ not in _OPAQUE
         self.is_opaque |= not plain or own.get("hf_quantizer") is not None
         for name in _ASKED & own.keys():
             self._setting(name, own[name])
@@ -134,6 +136,9 @@ class Look:
         self.facts += name, self._settings[id(value)]
 
     def _tensor(self, key: str, tensor: Any) -> None:
+        if is_lazy(tensor):
+            self.is_opaque = True
+            return
         place = self.places.setdefault(id(tensor), len(self.tensors))
         if place == len(self.tensors):
             self.tensors.append(tensor)

@@ -4,12 +4,15 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ft_ckpt.fill import read_onto, readers_here
 from ft_ckpt.formats import dual, hdf5
+from ft_ckpt.select import EXTRA_FILE
+from ft_ckpt.tree_json import loads
 
 Supplied = tuple[dict[str, Tensor], bool]  # by name, and whether they are their files, mapped
 
@@ -65,3 +68,9 @@ def _open(file: Path) -> hdf5.HDF5File:
 
 def _tensors(file: hdf5.HDF5File) -> dict[str, Tensor]:
     return {name: file.read(name).view(spec.shape) for name, spec in file.specs.items()}
+
+
+def extra_beside(folder: Path) -> dict[str, Any]:
+    """What the model in `folder` had in its state dict that is no tensor. Raises CorruptError when it is damaged."""
+    file = folder / EXTRA_FILE
+    return loads(file.read_text(encoding="utf-8")) if file.is_file() else {}

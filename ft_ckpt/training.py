@@ -1,6 +1,6 @@
 """What a run needs beside its weights to go on as if it had not stopped: the state of its objects, gathered by name.
 
-An **item** is one such object. What is alike on all ranks (optimizer moments, schedulers) is stored once; what each
+What is alike on all ranks (optimizer moments, schedulers) is stored once; what each
 rank has of its own (random numbers, place in the data, an object that differs) once for each rank. All tensors become
 entries of one more part of the checkpoint, and go the way weights go; the rest is one JSON document.
 """
@@ -11,35 +11,24 @@ from typing import Any
 
 import torch
 import xxhash
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from ft_ckpt import optimizers, zero_optimizer
-from ft_ckpt.engines import Source, sources
-from ft_ckpt.errors import RanksDisagreeError, SelectionError, listing
+from ft_ckpt import optimizers
+from ft_ckpt.engines import Source
 from ft_ckpt.formats import safetensors
 from ft_ckpt.holdings import Holding, dtensor_holding, elsewhere, held_by, is_dtensor
+from ft_ckpt.items import Item, Key, labelled, manner, of_model, tied
 from ft_ckpt.ranks import Ranks
 from ft_ckpt.select import Entry, Part
 from ft_ckpt.tree import PLAIN, Leaf, flatten
 from ft_ckpt.tree_json import encode
 from ft_ckpt.values import dtype_name, dtype_of
-from ft_ckpt.verdicts import numbers
 
 FOLDER, FILE, DOCUMENT_NAME = "state", "training", "training.json"
 DOCUMENT_VERSION = 1
-ENGINE = "engine"  # the item of DeepSpeed's counters
 Document = dict[str, Any]
 _LEAVES = frozenset({*PLAIN, DTensor})
-
-
-@dataclass(frozen=True, eq=False)
-class Item:
-    """One object whose state a run needs; `kind` says how it is asked: "optimizer", "model" or "object"."""
-
-    name: str
-    kind: str
-    value: Any
 
 
 @dataclass(frozen=True, eq=False)
@@ -58,72 +47,7 @@ class State:
     document: Document
 
 
-@dataclass(frozen=True, eq=False)
-class _Counters:
-    """DeepSpeed's own counts of steps, as an object with state."""
-
-    engine: Any
-
-    def state_dict(self) -> dict[str, int]:
-        return zero_optimizer.engine_counters(self.engine)
-
-    def load_state_dict(self, state: Mapping[str, int]) -> None:
-        zero_optimizer.restore_engine_counters(self.engine, state)
-
-
-def items_of(accelerator: Any, registered: Mapping[str, Any]) -> list[Item]:
-    """The objects Accelerate prepared, and those registered by name (the model of that name is the weights').
-
-    Raises SelectionError for a registered object that is neither a module, an optimizer nor has a state dict.
-    """
-    found = [(_numbered("model", i), m) for i, m in enumerate(getattr(accelerator, "_models", ())) if i]
-    found += [(_numbered("optimizer", i), o) for i, o in enumerate(getattr(accelerator, "_optimizers", ()))]
-    found += [(_numbered("scheduler", i), s) for i, s in enumerate(getattr(accelerator, "_schedulers", ()))]
-    if getattr(accelerator, "deepspeed_engine_wrapped", None) is not None:
-        found.append((ENGINE, _Counters(accelerator.deepspeed_engine_wrapped.engine)))
-    if getattr(accelerator, "scaler", None) is not None:
-        found.append(("scaler", accelerator.scaler))
-    found += [(_numbered("custom", i), o) for i, o in enumerate(getattr(accelerator, "_custom_objects", ()))]
-    prepared = {id(value) for _, value in found}
-    found += [(n, v) for n, v in registered.items() if n != "model" and id(v) not in prepared]
-    return [Item(name, _kind(name, value), value) for name, value in found]
-
-
-def check_same(everyone: Sequence[Mapping[str, str]]) -> None:
-    """Raise RanksDisagreeError naming objects that not all ranks have, or that are of another kind on some.
-
-    `everyone`: each rank's items, their kinds by name.
-    """
-    problems = []
-    for name in dict.fromkeys(name for one in everyone for name in one):
-        kinds: dict[str | None, list[int]] = {}
-        for rank, one in enumerate(everyone):
-            kinds.setdefault(one.get(name), []).append(rank)
-        if len(kinds) > 1:
-            told = [f"{kind or 'absent'} on rank(s) {numbers(ranks)}" for kind, ranks in kinds.items()]
-            problems.append(f"{name}: {', '.join(told)}")
-    if problems:
-        raise RanksDisagreeError(
-            f"{listing(problems)}; register the same objects on every rank, not under `if is_main_process`"
-        )
-
-
-def manner(item: Item) -> Any:
-    """The functions for the item's kind of optimizer: `optimizers`, or `zero_optimizer`, which has the same."""
-    return zero_optimizer if zero_optimizer.is_zero(item.value) else optimizers
-
-
-def known_sources(model: nn.Module, items: Sequence[Item]) -> dict[str, Source]:
-    """The tensors of the run's models by name; those of a second model begin with its item's name and a colon."""
-    found = sources(model)
-    for item in items:
-        if item.kind == "model":
-            more = sources(item.value)
-            found.update({f"{item.name}:{n}": replace(s, name=f"{item.name}:{n}") for n, s in more.items()})
-    return found
-
-
-def look(items: Sequence[Item], found: Mapping[str, Source], own: Mapping[str, Any]) -> Local:
+def look(items: Sequence[Item], found: Mapping[Key, Source], own: Mapping[str, Any]) -> Local:
     """This rank's part of the state; `own` are objects (trees) that each rank has for itself. Moves nothing.
 
     Raises SelectionError naming what cannot be kept.
@@ -145,10 +69,10 @@ def look_beside(items: Sequence[Item], own: Mapping[str, Any], digest: bool = Tr
     return Local(facts, leaves)
 
 
-def descriptions(items: Sequence[Item], found: Mapping[str, Source]) -> dict[str, optimizers.Description]:
+def descriptions(items: Sequence[Item], found: Mapping[Key, Source]) -> dict[str, optimizers.Description]:
     """What there is of each optimizer, by item. Raises SelectionError naming what cannot be kept."""
-    chosen = [item for item in items if item.kind == "optimizer"]
-    return {item.name: manner(item).describe(optimizers.inner(item.value), found) for item in chosen}
+    chosen, known = [item for item in items if item.kind == "optimizer"], labelled(found)
+    return {item.name: manner(item).describe(optimizers.inner(item.value), known) for item in chosen}
 
 
 def with_optimizers(local: Local, described: Mapping[str, optimizers.Description]) -> Local:
@@ -182,7 +106,7 @@ def exchange(local: Local, ranks: Ranks, error: BaseException | None = None) -> 
 
 
 def assemble(
-    local: Local, everyone: Sequence[Document], items: Sequence[Item], found: Mapping[str, Source], rank: int
+    local: Local, everyone: Sequence[Document], items: Sequence[Item], found: Mapping[Key, Source], rank: int
 ) -> State:
     """The whole state, the same on every rank, from the facts of `everyone` in rank order."""
     entries: list[Entry] = []
@@ -215,11 +139,11 @@ def state_part(state: State, parts: Sequence[Part], found: Mapping[str, Source],
     }
     entries, weights = list(state.entries), {}
     for name, source in found.items():
-        if ":" in name:
-            continue
+        if source.is_added:
+            continue  # kept with the extra state
         if source.identity in exact:
             weights[name] = exact[source.identity]
-        elif frozen or source.trainable or not isinstance(source.live, nn.Parameter):
+        elif frozen or source.trainable or not source.is_parameter:
             exact[source.identity] = weights[name] = [FOLDER, f"weights/{name}"]
             entries.append(_entry(replace(source, name=f"weights/{name}")))
     state.document["weights"] = weights
@@ -235,22 +159,6 @@ def source_of(name: str, tensor: Tensor) -> Source:
 def tensors_of(value: Any, name: str = "state") -> list[Tensor]:
     """The tensors in a tree of plain values, in the order in which they are stored."""
     return [_tensor(leaf) for leaf in flatten(value, safetensors.NAMES, name, _LEAVES)[1]]
-
-
-def _numbered(name: str, index: int) -> str:
-    return name if index == 0 else f"{name}_{index}"
-
-
-def _kind(name: str, value: Any) -> str:
-    if isinstance(value, nn.Module):
-        return "model"
-    if isinstance(optimizers.inner(value), torch.optim.Optimizer) or zero_optimizer.is_zero(value):
-        return "optimizer"
-    if callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None)):
-        return "object"
-    raise SelectionError(
-        f"{name}: a {type(value).__name__} has no state_dict() and load_state_dict(); give it both, or leave it out"
-    )
 
 
 def _tree(value: Any, name: str, digest: bool) -> tuple[Document, list[Tensor]]:
@@ -301,16 +209,14 @@ def _owned(everyone: Sequence[Document]) -> list[Document]:
     ]
 
 
-def _of_item(item: Item, local: Local, facts: Sequence[Any], found: Mapping[str, Source], rank: int) -> list[Entry]:
+def _of_item(item: Item, local: Local, facts: Sequence[Any], found: Mapping[Key, Source], rank: int) -> list[Entry]:
     """The entries of the tensors that an item has once for all ranks."""
     if item.kind == "optimizer":
         description = optimizers.merged([fact["optimizer"] for fact in facts])
-        return _entries(item.name, manner(item).captured(optimizers.inner(item.value), description, found))
+        return _entries(item.name, manner(item).captured(optimizers.inner(item.value), description, labelled(found)))
     if item.kind == "model":
-        prefix = f"{item.name}:"
-        tensors = {n[len(prefix) :]: found[n] for n in found if n.startswith(prefix)}
-        kept = {source.identity: name for name, source in tensors.items()}  # tied names once
-        return _entries(item.name, {name: tensors[name] for name in kept.values()})
+        tensors = of_model(found, item.name)
+        return _entries(item.name, {names[0]: tensors[names[0]] for names in tied(tensors)})
     entries = []
     for index, leaf in enumerate(facts[0]["leaves"]):
         tensor = local.leaves[item.name][index] if leaf["cut"] or rank == 0 else None

@@ -1,6 +1,10 @@
-"""A tree of nodes as JSON, exactly: what JSON has is itself, everything else is a list with its kind in front."""
+"""A tree of nodes as JSON, exactly: what JSON has is itself, everything else is a list with its kind in front.
+
+A small object can be one text with all its tensors in it.
+"""
 
 import base64
+import json
 import math
 import struct
 from collections.abc import Callable
@@ -11,9 +15,28 @@ import torch
 
 from ft_ckpt.arrays import descr, described_dtype
 from ft_ckpt.errors import CorruptError
-from ft_ckpt.tree import MAPPINGS, MOST_LEVELS, SEQUENCES, Node
+from ft_ckpt.tree import MAPPINGS, MOST_LEVELS, SEQUENCES, Leaf, Node, flatten, unflatten
 
 _WORD = 1 << 63  # integers from here on are written in hexadecimal, which has no limit on digits
+
+
+def dumps(obj: Any, name: str) -> str:
+    """`obj` as one text, with its tensors. Raises SelectionError naming, below `name`, what cannot be kept."""
+    dtypes = {str(dtype).removeprefix("torch.") for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}
+    node, leaves = flatten(obj, dtypes, name)
+    held = [[list(leaf.shape), leaf.dtype, _text(_raw(leaf))] for leaf in leaves]
+    return json.dumps({"tree": encode(node), "leaves": held}, separators=(",", ":"))
+
+
+def loads(text: str) -> Any:
+    """The object that `dumps` was given. Raises CorruptError for any other text."""
+    try:
+        document = json.loads(text)
+        leaves = [_leaf(*held) for held in document["leaves"]]
+        tree = document["tree"]
+    except (ValueError, TypeError, KeyError, RuntimeError, AttributeError) as error:
+        raise CorruptError(f"the text of the object is damaged ({error!r}); use another copy of the file") from error
+    return unflatten(decode(tree), leaves.__getitem__, lambda index: leaves[index].numpy())
 
 
 def encode(node: Node) -> Any:
@@ -117,6 +140,19 @@ def _text(data: bytes | bytearray) -> str:
 
 def _data(text: str) -> bytes:
     return base64.b64decode(text, validate=True)
+
+
+def _raw(leaf: Leaf) -> bytes:
+    if leaf.is_array:
+        return bytes(leaf.data.tobytes())
+    flat = leaf.data.detach().cpu().resolve_conj().resolve_neg().contiguous().reshape(-1)
+    return bytes(flat.view(torch.uint8).numpy().tobytes())
+
+
+def _leaf(shape: list[int], dtype: str, text: str) -> torch.Tensor:
+    data = bytearray(_data(text))
+    flat = torch.frombuffer(data, dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
+    return flat.view(_dtype(dtype)).reshape(shape)
 
 
 def _dtype(name: str) -> torch.dtype:

@@ -4,8 +4,9 @@ import pytest
 import torch
 from launch import run_cases
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
-from ft_ckpt.engines import clean_name, from_state_dict, sources, unwrap
+from ft_ckpt.engines import from_state_dict, sources, unwrap
 from ft_ckpt.errors import IncompleteError
 from ft_ckpt.gather import full_state_dict
 from ft_ckpt.ranks import Ranks
@@ -94,7 +95,10 @@ def test_given_state_dict_must_be_the_model_s():
 
 
 def test_names_of_nested_wrappers():
-    """Pain 9: wrapper parts at any depth and order."""
-    assert clean_name("_orig_mod.layers._fsdp_wrapped_module.0._checkpoint_wrapped_module.w") == "layers.0.w"
+    """Pain 9: wrapper parts at any depth and order, told from a user's own module of such a name."""
     inner = nn.Linear(2, 2)
+    model = nn.ModuleDict({"_orig_mod": nn.ModuleDict({"a": torch.compile(checkpoint_wrapper(inner))})})
+    found = sources(torch.compile(model))
+    assert list(found) == ["_orig_mod.a.weight", "_orig_mod.a.bias"]
+    assert found["_orig_mod.a.bias"].raw == "_orig_mod.a._orig_mod._checkpoint_wrapped_module.bias"
     assert unwrap(torch.compile(inner, backend="eager")) is inner

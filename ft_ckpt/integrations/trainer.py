@@ -27,7 +27,7 @@ from transformers import Trainer, TrainerCallback, TrainerState
 from transformers.trainer import TRAINER_STATE_NAME, TRAINING_ARGS_NAME
 from transformers.trainer_callback import ExportableState
 
-from ft_ckpt import CheckpointSaver, engines, resume, rng, training
+from ft_ckpt import CheckpointSaver, engines, resume, rng
 from ft_ckpt.adapters import has_adapters
 from ft_ckpt.catalog import discover, read_manifest, verify
 from ft_ckpt.config import keep_of, make_config
@@ -42,6 +42,7 @@ from ft_ckpt.errors import (
     listing,
 )
 from ft_ckpt.holdings import is_dtensor
+from ft_ckpt.items import known_sources
 from ft_ckpt.manifest import MANIFEST_NAME
 from ft_ckpt.marks import DROPPED
 from ft_ckpt.opening import open_checkpoint
@@ -437,7 +438,7 @@ def _is_resumable(path: Path) -> bool:
 def _load_weights(model: nn.Module, path: Path) -> None:
     with open_checkpoint(path) as held, resume.opened(held) as stored:
         document = resume.read_document(held.folder)
-        outcome = resume.restore_weights(training.known_sources(model, []), document, stored)
+        outcome = resume.restore_weights(known_sources(model, []), document, stored)
     if outcome.status != "restored":
         raise LoadError(f"{path}: the best model was not loaded: {outcome.detail}")
 

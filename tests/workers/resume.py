@@ -18,6 +18,7 @@ from wrappers import WRAPPERS, Live, truth
 
 from ft_ckpt import CheckpointSaver, training
 from ft_ckpt.gather import gather
+from ft_ckpt.items import items_of, known_sources
 from ft_ckpt.ranks import current
 
 TOLD = {"enter_timeout_seconds": 60, "on_difference": "ignore"}
@@ -89,9 +90,9 @@ def take(wrapper: str, model: str, folder: Path) -> None:
 
 def optimizer_state(live: Live) -> dict[str, torch.Tensor]:
     """The optimizer's tensors, whole, on rank 0; checked against torch's own gather where that works."""
-    items = training.items_of(None, {"model": live.model, "optimizer": live.optimizer})
+    items = items_of(None, {"model": live.model, "optimizer": live.optimizer})
     items = [item for item in items if item.kind == "optimizer"]
-    found = training.known_sources(live.model, items)
+    found = known_sources(live.model, items)
     ranks = current()
     local = training.look(items, found, {})
     state = training.assemble(local, training.exchange(local, ranks), items, found, ranks.rank)

@@ -1,0 +1,209 @@
+"""The objects that a run consists of, each an **item** with a name of its own, and the tensors of its models.
+
+Names are chosen so that nothing is told by them: a tensor is known by its model's item and its name in that model, and
+what names a state uses itself no object can have.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from ft_ckpt import engines, optimizers, zero_optimizer
+from ft_ckpt.engines import Source, sources, unwrap
+from ft_ckpt.errors import ConfigError, RanksDisagreeError, SelectionError, listing
+from ft_ckpt.names import refuse_one_way
+from ft_ckpt.verdicts import numbers
+
+ENGINE = "engine"  # the item of DeepSpeed's counters
+EXTRA_STATE = "extra state"  # the item of what a model's modules list beside parameters and buffers
+Key = tuple[str, str]  # of a tensor: its model's item, "" for the model that is saved, and its name there
+_OWN = frozenset({"weights", "rng", "gradients", "accumulation", ENGINE})  # names in a state that are no object's
+_OWN_BEGINNINGS = ("rank-", "loader-", EXTRA_STATE)
+
+
+@dataclass(frozen=True, eq=False)
+class Item:
+    """One object whose state a run needs; `kind` says how it is asked: "optimizer", "model" or "object"."""
+
+    name: str
+    kind: str
+    value: Any
+
+
+@dataclass(frozen=True, eq=False)
+class ExtraState:
+    """What the modules of a model list beside parameters and buffers, as an object with state."""
+
+    model: nn.Module
+
+    def state_dict(self) -> dict[str, Any]:
+        """The values of this moment, by name."""
+        found = engines.added(self.model)
+        refuse_one_way(found)
+        return {name: one.value for name, one in found.items()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Give them back; raises LoadError naming what was not taken."""
+        engines.give_back(self.model, state)
+
+
+def items_of(accelerator: Any, registered: Mapping[str, Any]) -> list[Item]:
+    """The objects Accelerate prepared, and those registered by name, without the model that is saved.
+
+    A prepared object that is registered has its registered name. Raises SelectionError for a registered object that is
+    neither a module, an optimizer nor has a state dict, ConfigError for names that are taken or cannot be used.
+    """
+    names = {_bare(value): name for name, value in registered.items() if name != "model"}
+    found = [(names.get(_bare(value), name), value) for name, value in _prepared(accelerator, registered)]
+    prepared = {_bare(value) for _, value in found}
+    found += [(n, v) for n, v in registered.items() if n != "model" and _bare(v) not in prepared]
+    _refuse_names(found, registered)
+    return [Item(name, _kind(name, value), value) for name, value in found]
+
+
+def model_of(accelerator: Any, registered: Mapping[str, Any]) -> nn.Module | None:
+    """The model that is saved: the one registered as such, else the first prepared one that has no other name."""
+    if "model" in registered:
+        return registered["model"]  # type: ignore[no-any-return]
+    models = list(getattr(accelerator, "_models", ()))
+    named = {_bare(value) for value in registered.values()}
+    return next((model for model in models if _bare(model) not in named), models[0] if models else None)
+
+
+def with_extra_state(model: nn.Module, items: Sequence[Item]) -> list[Item]:
+    """`items`, and one for each model of the run whose modules list more than parameters and buffers."""
+    models = [("", model), *((item.name, item.value) for item in items if item.kind == "model")]
+    return [
+        *items,
+        *(
+            Item(f"{EXTRA_STATE} of {name}" if name else EXTRA_STATE, "object", ExtraState(one))
+            for name, one in models
+            if engines.added(one)
+        ),
+    ]
+
+
+def check_same(everyone: Sequence[Mapping[str, str]]) -> None:
+    """Raise RanksDisagreeError naming objects that not all ranks have, or that are of another kind on some.
+
+    `everyone`: each rank's items, their kinds by name.
+    """
+    problems = []
+    for name in dict.fromkeys(name for one in everyone for name in one):
+        kinds: dict[str | None, list[int]] = {}
+        for rank, one in enumerate(everyone):
+            kinds.setdefault(one.get(name), []).append(rank)
+        if len(kinds) > 1:
+            told = [f"{kind or 'absent'} on rank(s) {numbers(ranks)}" for kind, ranks in kinds.items()]
+            problems.append(f"{name}: {', '.join(told)}")
+    if problems:
+        raise RanksDisagreeError(
+            f"{listing(problems)}; register the same objects on every rank, not under `if is_main_process`"
+        )
+
+
+def manner(item: Item) -> Any:
+    """The functions for the item's kind of optimizer: `optimizers`, or `zero_optimizer`, which has the same."""
+    return zero_optimizer if zero_optimizer.is_zero(item.value) else optimizers
+
+
+def known_sources(model: nn.Module, items: Sequence[Item]) -> dict[Key, Source]:
+    """The tensors of all the run's models."""
+    models = [("", model), *((item.name, item.value) for item in items if item.kind == "model")]
+    return {(item, name): source for item, one in models for name, source in sources(one).items()}
+
+
+def of_model(found: Mapping[Key, Source], item: str = "") -> dict[str, Source]:
+    """The tensors of one model by their names in it."""
+    return {name: source for (owner, name), source in found.items() if owner == item}
+
+
+def labelled(found: Mapping[Key, Source]) -> dict[str, Source]:
+    """The tensors of all models by names that tell them apart, for optimizers: no two keys have the same.
+
+    Those of a further model begin with its item and a colon, which no item's name has; a name of the model that is
+    saved is its own, with a colon in front if it has any.
+    """
+    labels = {key: f"{key[0]}:{key[1]}" if key[0] or ":" in key[1] else key[1] for key in found}
+    return {
+        labels[key]: source if labels[key] == source.name else replace(source, name=labels[key])
+        for key, source in found.items()
+    }
+
+
+def tied(found: Mapping[str, Source]) -> list[tuple[str, ...]]:
+    """The names of each parameter and buffer, in order: more than one where they are tied."""
+    groups: dict[int, list[str]] = {}
+    for name, source in found.items():
+        if not source.is_added:
+            groups.setdefault(source.identity, []).append(name)
+    return [tuple(group) for group in groups.values()]
+
+
+@dataclass(frozen=True, eq=False)
+class _Counters:
+    """DeepSpeed's own counts of steps, as an object with state."""
+
+    engine: Any
+
+    def state_dict(self) -> dict[str, int]:
+        return zero_optimizer.engine_counters(self.engine)
+
+    def load_state_dict(self, state: Mapping[str, int]) -> None:
+        zero_optimizer.restore_engine_counters(self.engine, state)
+
+
+def _prepared(accelerator: Any, registered: Mapping[str, Any]) -> list[tuple[str, Any]]:
+    """What Accelerate has, by kind and number, without the model that is saved."""
+    main = model_of(accelerator, registered)
+    models = [m for m in getattr(accelerator, "_models", ()) if main is None or _bare(m) != _bare(main)]
+    found = [(f"model_{i}", m) for i, m in enumerate(models, 1)]
+    found += [(_numbered("optimizer", i), o) for i, o in enumerate(getattr(accelerator, "_optimizers", ()))]
+    found += [(_numbered("scheduler", i), s) for i, s in enumerate(getattr(accelerator, "_schedulers", ()))]
+    if getattr(accelerator, "deepspeed_engine_wrapped", None) is not None:
+        found.append((ENGINE, _Counters(accelerator.deepspeed_engine_wrapped.engine)))
+    if getattr(accelerator, "scaler", None) is not None:
+        found.append(("scaler", accelerator.scaler))
+    return found + [(_numbered("custom", i), o) for i, o in enumerate(getattr(accelerator, "_custom_objects", ()))]
+
+
+def _bare(value: Any) -> int:
+    """The identity of an object without what Accelerate and engines put around it."""
+    if isinstance(value, nn.Module):
+        return id(unwrap(value))
+    while type(value).__module__.startswith("accelerate.") and hasattr(value, "scheduler"):
+        value = value.scheduler
+    return id(optimizers.inner(value))
+
+
+def _refuse_names(found: Sequence[tuple[str, Any]], registered: Mapping[str, Any]) -> None:
+    """Raise ConfigError for names that two objects have, or that a state uses itself."""
+    names = [name for name, _ in found]
+    problems = [f"{n}: the name of what Accelerate has prepared" for n in registered if names.count(n) > 1]
+    problems += [
+        f"{name}: a name that checkpoints use themselves"
+        for name in registered
+        if name in _OWN or name.startswith(_OWN_BEGINNINGS)
+    ]
+    problems += [f"{n!r}: names are not empty, without '/' and ':'" for n in registered if not n or {"/", ":"} & {*n}]
+    if problems:
+        raise ConfigError(f"{listing(problems)}; register it under another name")
+
+
+def _numbered(name: str, index: int) -> str:
+    return name if index == 0 else f"{name}_{index}"
+
+
+def _kind(name: str, value: Any) -> str:
+    if isinstance(value, nn.Module):
+        return "model"
+    if isinstance(optimizers.inner(value), torch.optim.Optimizer) or zero_optimizer.is_zero(value):
+        return "optimizer"
+    if callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None)):
+        return "object"
+    raise SelectionError(
+        f"{name}: a {type(value).__name__} has no state_dict() and load_state_dict(); give it both, or leave it out"
+    )

@@ -1,0 +1,278 @@
+"""What torch's `state_dict()` of a model lists, and under which names; wrappers left out, and nothing gathered.
+
+Most modules list their parameters and persistent buffers, and nothing else. Some have extra state, a way of saving of
+their own, or hooks that add to what is listed: that is found by asking them, and given back through their own loading.
+Wrappers are told by their types: a module of the user's may have a name like theirs.
+"""
+
+import pickle
+from collections import OrderedDict
+from collections.abc import Hashable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.module import _IncompatibleKeys
+from torch.nn.parameter import is_lazy
+
+from ft_ckpt.errors import LoadError, SelectionError, listing
+from ft_ckpt.holdings import is_dtensor
+
+EXTRA_STATE = "_extra_state"  # torch's name for it
+_WRAPPED = frozenset({"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
+_ENGINES = ("torch.distributed.", "deepspeed.")  # whose hooks bring tensors in order and add none
+
+
+@dataclass(frozen=True, eq=False)
+class Added:
+    """One value that a module lists beside parameters and buffers."""
+
+    raw: str  # with the wrapper parts of the module's path
+    value: Any  # of this moment: a tensor or anything else
+    owner: nn.Module  # that lists it
+    prefix: str  # canonical, of the owner's names
+
+
+def walk(root: nn.Module) -> Iterator[tuple[str, str, nn.Module]]:
+    """(canonical name, raw name, module) for each of `root.named_modules(remove_duplicate=False)`, in its order.
+
+    The canonical name is without the parts that wrappers put in. Much faster than torch's: training waits for it.
+    """
+    waiting = [("", "", root)]
+    while waiting:
+        name, raw, module = waiting.pop()
+        yield name, raw, module
+        inner = wrapped_key(module)
+        waiting.extend(
+            (name if key == inner else f"{name}.{key}" if name else key, f"{raw}.{key}" if raw else key, child)
+            for key, child in reversed(module._modules.items())
+            if child is not None
+        )
+
+
+def wrapped_key(module: nn.Module) -> str | None:
+    """The name of the child that `module` wraps without a trace in names; None when it is no such wrapper."""
+    key = next((key for key in module._modules if key in _WRAPPED), None)
+    if key == "_orig_mod":
+        return key if isinstance(module, torch._dynamo.OptimizedModule) else None
+    if key == "_fsdp_wrapped_module":
+        return key if type(module).__name__ == "FullyShardedDataParallel" else None
+    if key is not None:
+        from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import ActivationWrapper
+
+        return key if isinstance(module, ActivationWrapper) else None
+    return None
+
+
+def wrapper_steps(pairs: Iterable[tuple[str, str]]) -> frozenset[str]:
+    """The steps that wrappers put into the raw names of (name, raw name) `pairs`.
+
+    Raises SelectionError where a module of the user's has the name of such a step: the two cannot be told apart.
+    """
+    named = [(name.split("."), raw.split(".")) for name, raw in pairs if name != raw]
+    steps = frozenset(step for name, raw in named for step in raw if step in _WRAPPED and step not in name)
+    clash = [".".join(name) for name, raw in named if not _WRAPPED.isdisjoint(name)]
+    if clash:
+        raise SelectionError(f"{listing(clash, ', ')}: a module has the name of a wrapper that is around it; rename it")
+    return steps
+
+
+def is_plain(module: nn.Module) -> bool:
+    """Whether `module` lists its parameters and persistent buffers and nothing else."""
+    own = vars(module)
+    if not _is_plain_class(cast("Hashable", type(module))) or "state_dict" in own or "_save_to_state_dict" in own:
+        return wrapped_key(module) is not None
+    if not own["_state_dict_hooks"] and not own["_state_dict_pre_hooks"]:
+        return True
+    hooks = (*own["_state_dict_hooks"].values(), *own["_state_dict_pre_hooks"].values())
+    return wrapped_key(module) is not None or not any(map(_is_users, hooks))
+
+
+def added(root: nn.Module, live: Mapping[str, Any]) -> dict[str, Added]:
+    """What `root` lists beside its `live` tensors, by canonical name; what it lists of those again is left out.
+
+    Moves nothing, and calls no collective: FSDP1's own listing is passed by. Raises SelectionError naming a module that
+    fails to list its state.
+    """
+    if all(is_plain(module) for _, _, module in walk(root)):
+        return {}
+    known = {id(tensor) for tensor in live.values()} | {_memory(tensor) for tensor in live.values()} - {None}
+    lister = _Lister()
+    lister.visit(root, "", "")
+    return {
+        name: one
+        for name, one in lister.found.items()
+        if not is_lazy(one.value)
+        and name not in live
+        and id(one.value) not in known
+        and (_memory(one.value) or one) not in known
+    }
+
+
+def give_back(root: nn.Module, live: Mapping[str, Any], values: Mapping[str, Any]) -> None:
+    """Give `values`, what `added` told when they were saved, to the modules that list them, the way each loads them.
+
+    Raises LoadError naming what is not listed here, or not among `values`, or still differs when all is loaded.
+    """
+    here = added(root, live)
+    problems = [f"{name}: in the checkpoint, not listed by this model" for name in values if name not in here]
+    problems += [f"{name}: listed by this model, not in the checkpoint" for name in here if name not in values]
+    owners = {id(one.owner): one for one in here.values()}
+    for owner in owners.values() if not problems else ():
+        problems += _load(owner, live, {n: values[n] for n, one in here.items() if one.owner is owner.owner})
+    for name, one in added(root, live).items() if not problems else ():
+        if not _same(one.value, values[name]):
+            _overwrite(one.value, values[name])  # what is listed as it is, though no loading knows of it
+    problems += [
+        f"{name}: listed by {type(one.owner).__name__}, which does not take it back when it is loaded"
+        for name, one in (added(root, live).items() if not problems else ())
+        if not name.endswith(EXTRA_STATE) and not _same(one.value, values[name])
+    ]
+    if problems:
+        raise LoadError(listing(problems))
+
+
+def refuse_one_way(found: Mapping[str, Added]) -> None:
+    """Raise SelectionError naming extra state that its module can tell and not take back."""
+    setters = {name: getattr(type(one.owner), "set_extra_state", None) for name, one in found.items()}
+    lost = [n for n, put in setters.items() if n.endswith(EXTRA_STATE) and put is nn.Module.set_extra_state]
+    if lost:
+        raise SelectionError(
+            f"{listing(lost, ', ')}: the module has get_extra_state() and no set_extra_state(), so a run could not be "
+            "resumed with it; give it both"
+        )
+
+
+def takes_extra_state(root: nn.Module, name: str) -> bool:
+    """Whether `name` is the extra state of a module below `root` that can be given some."""
+    owners = {f"{path}.{EXTRA_STATE}" if path else EXTRA_STATE: module for path, _, module in walk(root)}
+    return name in owners and _overrides(owners[name], "set_extra_state")
+
+
+@dataclass
+class _Lister:
+    """One listing, as torch makes it, that notes who listed what first."""
+
+    listed: "OrderedDict[str, Any]" = field(default_factory=OrderedDict)
+    found: dict[str, Added] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.listed._metadata = OrderedDict()  # type: ignore[attr-defined]  # as torch's has it, for hooks
+
+    def visit(self, module: nn.Module, prefix: str, raw: str) -> None:
+        """List `module` and what is below it. Raises SelectionError for one that fails to."""
+        try:
+            self._visit(module, prefix, raw)
+        except SelectionError:
+            raise
+        except Exception as error:
+            name = prefix.removesuffix(".") or "the model"
+            raise SelectionError(
+                f"{name}: {type(module).__name__} fails to list its state ({type(error).__name__}: {error})"
+            ) from error
+
+    def _visit(self, module: nn.Module, prefix: str, raw: str) -> None:
+        inner = wrapped_key(module)
+        if inner is not None:
+            self.visit(module._modules[inner], prefix, f"{raw}{inner}.")  # type: ignore[arg-type]  # there is one
+        elif _overrides(module, "state_dict") and not _has_fsdp1(module):  # which gathers when it is asked
+            whole = module.state_dict() if not prefix else module.state_dict(prefix=prefix, keep_vars=True)
+            self._note(module, prefix, raw, whole)
+        else:
+            self._as_torch_does(module, prefix, raw)
+
+    def _as_torch_does(self, module: nn.Module, prefix: str, raw: str) -> None:
+        metadata = {"version": module._version}
+        self.listed._metadata[prefix[:-1]] = metadata  # type: ignore[attr-defined]
+        for before in filter(_is_users, module._state_dict_pre_hooks.values()):
+            before(module, prefix, True)
+        own: dict[str, Any] = {}
+        module._save_to_state_dict(own, prefix, True)
+        self._note(module, prefix, raw, own)
+        for name, child in module._modules.items():
+            if child is not None:
+                self.visit(child, f"{prefix}{name}.", f"{raw}{name}.")
+        for hook in filter(_is_users, module._state_dict_hooks.values()):
+            returned = hook(module, self.listed, prefix, metadata)
+            self._note(module, prefix, raw, dict(self.listed if returned is None else returned))
+
+    def _note(self, module: nn.Module, prefix: str, raw: str, now: Mapping[str, Any]) -> None:
+        for name, value in now.items():
+            known = self.found.get(name)
+            if known is None:
+                self.found[name] = Added(raw + name.removeprefix(prefix), value, module, prefix)
+            elif known.value is not value:
+                self.found[name] = replace(known, value=value)
+        self.listed.update(now)
+
+
+def _load(one: Added, live: Mapping[str, Any], values: Mapping[str, Any]) -> list[str]:
+    """Let the owner of `one` load its `values`, beside its own tensors as they are; what it found wrong."""
+    owner, prefix = one.owner, one.prefix
+    below = {name: t.detach() for name, t in live.items() if isinstance(t, Tensor) and name.startswith(prefix)}
+    state = OrderedDict({**below, **values})
+    errors: list[str] = []
+    try:
+        if _overrides(owner, "state_dict") or _overrides(owner, "load_state_dict"):
+            owner.load_state_dict({name.removeprefix(prefix): value for name, value in state.items()}, strict=False)
+            return []
+        owner._load_from_state_dict(state, prefix, {"version": owner._version}, True, [], [], errors)
+        for hook in owner._load_state_dict_post_hooks.values():
+            hook(owner, _IncompatibleKeys([], []))
+    except Exception as error:  # noqa: BLE001 - anybody's module
+        errors.append(f"{type(error).__name__}: {error}")
+    return [f"{next(iter(values))}: {type(owner).__name__} cannot load it: {error}" for error in errors]
+
+
+def _overrides(module: nn.Module, method: str) -> bool:
+    return method in vars(module) or getattr(type(module), method) is not getattr(nn.Module, method)
+
+
+@lru_cache(maxsize=4096)
+def _is_plain_class(kind: Any) -> bool:
+    return all(
+        getattr(kind, method) is getattr(nn.Module, method)
+        for method in ("state_dict", "_save_to_state_dict", "get_extra_state")
+    )
+
+
+def _is_users(hook: Any) -> bool:
+    """Whether a hook is not an engine's own."""
+    return not str(getattr(getattr(hook, "func", hook), "__module__", "")).startswith(_ENGINES)
+
+
+def _has_fsdp1(module: nn.Module) -> bool:
+    return any(type(one).__name__ == "FullyShardedDataParallel" for one in module.modules())
+
+
+def _memory(value: Any) -> Any:
+    """What two tensors share when they are the same bytes; None for what has no memory of its own."""
+    local = value.to_local() if is_dtensor(value) else value
+    if not isinstance(local, Tensor) or local.layout is not torch.strided or not local.numel() or local.is_meta:
+        return None
+    flags = (local.is_conj(), local.is_neg())
+    return (local.device, local.data_ptr(), tuple(value.shape), local.stride(), local.dtype, flags)
+
+
+def _overwrite(live: Any, stored: Any) -> None:
+    if isinstance(live, Tensor) and isinstance(stored, Tensor) and live.shape == stored.shape:
+        with torch.no_grad():
+            live.copy_(stored)
+
+
+def _same(one: Any, other: Any) -> bool:
+    """Whether two values are the same, bit for bit."""
+    if isinstance(one, Tensor) and isinstance(other, Tensor):
+        return one.shape == other.shape and one.dtype == other.dtype and torch.equal(_bits(one), _bits(other))
+    if isinstance(one, Mapping) and isinstance(other, Mapping):
+        return one.keys() == other.keys() and all(_same(one[key], other[key]) for key in one)
+    if isinstance(one, list | tuple) and isinstance(other, list | tuple):
+        return len(one) == len(other) and all(map(_same, one, other))
+    return type(one) is type(other) and pickle.dumps(one) == pickle.dumps(other)
+
+
+def _bits(tensor: Any) -> Tensor:
+    local: Tensor = tensor.to_local() if is_dtensor(tensor) else tensor
+    return local.detach().cpu().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)

@@ -1,0 +1,232 @@
+"""The model itself is the measure: all that torch's state dict lists is kept and comes back, or is refused by name."""
+
+import io
+
+import models
+import pytest
+import torch
+from compare import assert_same_tensors, reference, stored
+from torch import nn
+
+import ft_ckpt
+from ft_ckpt import CheckpointSaver, errors, training
+
+
+class Scaled(nn.Linear):
+    """A layer with extra state, as those of TransformerEngine have it: a tensor, or any simple tree."""
+
+    def __init__(self, state, size: int = 4) -> None:
+        super().__init__(size, size)
+        self.state = state
+
+    def get_extra_state(self):
+        return self.state
+
+    def set_extra_state(self, state) -> None:
+        self.state = state
+
+
+class Hooked(nn.Linear):
+    """A layer that adds to its state dict by a hook and takes it back by another, as quantisers do."""
+
+    def __init__(self, amax: float = 0.0) -> None:
+        super().__init__(4, 4)
+        self.amax = torch.full((3,), amax)
+        self._register_state_dict_hook(self._add)
+        self.register_load_state_dict_pre_hook(self._take)
+
+    @staticmethod
+    def _add(module, state, prefix, metadata) -> None:
+        state[f"{prefix}amax"] = module.amax.clone()
+
+    @staticmethod
+    def _take(module, state, prefix, *_) -> None:
+        module.amax = state.pop(f"{prefix}amax", module.amax).clone()
+
+
+class Listed(nn.Linear):
+    """A layer that saves and loads in a way of its own."""
+
+    def __init__(self, scale: float = 0.0) -> None:
+        super().__init__(4, 4)
+        self.scale = scale
+
+    def _save_to_state_dict(self, destination, prefix, keep_vars) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        destination[f"{prefix}scale"] = torch.tensor(self.scale)
+
+    def _load_from_state_dict(self, state, prefix, *rest) -> None:
+        self.scale = float(state.pop(f"{prefix}scale", torch.tensor(self.scale)))
+        super()._load_from_state_dict(state, prefix, *rest)
+
+
+TREE = {"amax": torch.arange(3.0), "steps": 7, "names": ["a", None, (1.5, True)]}
+MAKERS = {
+    "tensor": lambda old: Scaled(torch.arange(5.0) if old else torch.zeros(5)),
+    "tree": lambda old: Scaled(TREE if old else None),
+    "bytes": lambda old: Scaled(b"fp8 \x00\xff" if old else b""),
+    "hook": lambda old: Hooked(7.0 if old else 0.0),
+    "own way": lambda old: Listed(3.5 if old else 0.0),
+}
+
+
+def listed(model: nn.Module):
+    """The state dict as plain values that compare."""
+    return {
+        name: value.tolist() if isinstance(value, torch.Tensor) else repr(value)
+        for name, value in model.state_dict().items()
+    }
+
+
+def stack(kind: str, old: bool) -> nn.Module:
+    torch.manual_seed(1 if old else 2)
+    return nn.Sequential(nn.Linear(4, 4), nn.ModuleDict({"deep:er": MAKERS[kind](old)}))
+
+
+@pytest.mark.parametrize("kind", MAKERS)
+def test_what_modules_and_hooks_add_is_resumed(kind, tmp_path):
+    """For the model that is saved, and for a further one."""
+    model, further = stack(kind, True), stack(kind, True)
+    CheckpointSaver().save_state(model, tmp_path / "out", further=further)
+    again, other = stack(kind, False), stack(kind, False)
+    CheckpointSaver().resume(tmp_path / "out", model=again, further=other)
+    assert listed(again) == listed(model)
+    assert listed(other) == listed(further)
+
+
+@pytest.mark.parametrize("kind", MAKERS)
+@pytest.mark.parametrize("background", [False, True])
+def test_what_modules_and_hooks_add_is_loaded(kind, background, tmp_path):
+    model = stack(kind, True)
+    with CheckpointSaver(background=background) as saver:
+        saver.save(model, tmp_path / "out")
+        saver.wait()
+    again = ft_ckpt.load_model(tmp_path / "out", into=stack(kind, False))
+    assert listed(again) == listed(model)
+    tensors = {name: value for name, value in model.state_dict().items() if isinstance(value, torch.Tensor)}
+    assert_same_tensors(stored(tmp_path / "out"), tensors)
+
+
+def test_an_extra_state_that_is_a_tensor_is_saved_as_transformers_does(tmp_path):
+    model = models.build("qwen3")
+    layer = Scaled(torch.arange(5.0), 24)
+    model.model.layers[1].extra = layer
+    CheckpointSaver().save(model, tmp_path / "ours")
+    ours = stored(tmp_path / "ours")
+    assert "model.layers.1.extra._extra_state" in ours
+    assert_same_tensors(ours, reference(model, tmp_path / "theirs"))
+
+
+@pytest.mark.parametrize("state", [io.BytesIO(b"x"), {"f": print}])
+def test_extra_state_that_cannot_be_kept_is_refused(state, tmp_path):
+    model = nn.Sequential(Scaled(state))
+    for save in (CheckpointSaver().save, CheckpointSaver().save_state):
+        with pytest.raises(errors.SelectionError, match=r"0\._extra_state"):
+            save(model, tmp_path / "out")
+        assert not (tmp_path / "out").exists()
+
+
+def test_what_a_hook_adds_and_nothing_takes_back_fails_the_resume(tmp_path):
+    """The model lists another value after it was loaded: named, not passed by."""
+
+    def make(value: int) -> nn.Module:
+        model = nn.Linear(2, 2)
+        model._register_state_dict_hook(lambda module, state, prefix, _: state.update({f"{prefix}count": value}))
+        return model
+
+    CheckpointSaver().save_state(make(1), tmp_path / "out")
+    CheckpointSaver().resume(tmp_path / "out", model=make(1))
+    with pytest.raises(errors.LoadError, match="count"):
+        CheckpointSaver().resume(tmp_path / "out", model=make(2))
+
+
+def test_extra_state_without_a_way_back_is_refused(tmp_path):
+    class OneWay(nn.Linear):
+        def get_extra_state(self):
+            return torch.ones(2)
+
+    with pytest.raises(errors.SelectionError, match="_extra_state"):
+        CheckpointSaver().save_state(OneWay(2, 2), tmp_path / "out")
+
+
+def test_a_model_that_lists_less_is_saved_whole(tmp_path):
+    """As scripts do that replace `state_dict` to save adapters alone."""
+    model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+    full = dict(model.state_dict())
+    model.state_dict = lambda *args, **kwargs: {"renamed": full["0.weight"]}
+    CheckpointSaver().save(model, tmp_path / "out")
+    assert_same_tensors(stored(tmp_path / "out"), full)
+
+
+@pytest.mark.parametrize("what", ["frozen layer", "buffer"])
+def test_what_the_checkpoint_lacks_fails_the_resume(what, tmp_path):
+    """Not only what is trained: a frozen layer and a buffer would stay random."""
+    model, more = nn.Sequential(nn.Linear(2, 2)), nn.Sequential(nn.Linear(2, 2))
+    CheckpointSaver().save_state(model, tmp_path / "out")
+    if what == "buffer":
+        more[0].register_buffer("extra", torch.rand(2))
+    else:
+        more.extra = nn.Linear(2, 2).requires_grad_(False)
+    with pytest.raises(errors.LoadError, match=r"extra.*not in the checkpoint"):
+        CheckpointSaver().resume(tmp_path / "out", model=more)
+
+
+def test_a_further_model_that_differs_fails_the_resume(tmp_path):
+    CheckpointSaver().save_state(nn.Linear(2, 2), tmp_path / "out", ema=nn.Linear(2, 2))
+    with pytest.raises(errors.LoadError, match="bias: in the checkpoint, not in the model"):
+        CheckpointSaver().resume(tmp_path / "out", model=nn.Linear(2, 2), ema=nn.Linear(2, 2, bias=False))
+
+
+@pytest.mark.parametrize("name", ["llama", "partly_frozen"])
+def test_a_further_model_with_ties_is_resumed(name, tmp_path):
+    model, average = models.build(name), models.build(name, seed=1)
+    CheckpointSaver().save_state(model, tmp_path / "out", ema=average)
+    again = models.build(name, seed=2)
+    CheckpointSaver().resume(tmp_path / "out", model=models.build(name, seed=3), ema=again)
+    assert_same_tensors(dict(again.state_dict()), dict(average.state_dict()))
+    assert again.lm_head.weight is again.model.embed_tokens.weight
+
+
+def test_a_further_model_stored_under_its_last_tied_name_is_resumed(tmp_path, monkeypatch):
+    """As version 0.1.0 stored it."""
+    monkeypatch.setattr(training, "tied", lambda found, old=training.tied: [group[::-1] for group in old(found)])
+    average = models.build("llama", seed=1)
+    CheckpointSaver().save_state(models.build("llama"), tmp_path / "out", ema=average)
+    monkeypatch.undo()
+    again = models.build("llama", seed=2)
+    CheckpointSaver().resume(tmp_path / "out", model=models.build("llama", seed=3), ema=again)
+    assert_same_tensors(dict(again.state_dict()), dict(average.state_dict()))
+
+
+@pytest.mark.parametrize("save", ["save", "save_state"])
+def test_tensors_without_values_are_refused_by_name(save, tmp_path):
+    lazy = nn.Sequential(nn.Linear(2, 2), nn.LazyLinear(3))
+    sparse = nn.Sequential(nn.Linear(2, 2))
+    sparse[0].register_buffer("mask", torch.eye(3).to_sparse())
+    for model, name in ((lazy, r"1\.weight"), (sparse, r"0\.mask")):
+        with pytest.raises(errors.CheckpointError, match=name):
+            getattr(CheckpointSaver(), save)(model, tmp_path / "out")
+        assert not (tmp_path / "out").exists()
+
+
+def test_expanded_tensors_come_back(tmp_path):
+    def make(value: float) -> nn.Module:
+        model = nn.Linear(2, 2)
+        model.register_buffer("table", torch.full((1, 3), value).expand(4, 3))
+        model.scale = nn.Parameter(torch.full((), value).expand(5), requires_grad=False)
+        return model
+
+    model, again = make(7.0), make(0.0)
+    CheckpointSaver().save_state(model, tmp_path / "out")
+    CheckpointSaver().resume(tmp_path / "out", model=again)
+    assert_same_tensors(dict(again.state_dict()), dict(model.state_dict()))
+    assert again.table.stride() == (0, 1)
+
+
+def test_an_expanded_tensor_does_not_take_other_values(tmp_path):
+    model, again = nn.Linear(2, 2), nn.Linear(2, 2)
+    model.register_buffer("table", torch.rand(4, 3))
+    again.register_buffer("table", torch.rand(1, 3).expand(4, 3))
+    CheckpointSaver().save_state(model, tmp_path / "out")
+    with pytest.raises(errors.LoadError, match="table"):
+        CheckpointSaver().resume(tmp_path / "out", model=again)
