@@ -52,8 +52,8 @@ def generation_config(model: nn.Module, tokenizer: Any, chat_template_name: str 
     CompanionError when a token is not in the vocabulary, or its id is past the embedding rows.
     """
     live = getattr(model, "generation_config", None)
-    if live is None or not model.can_generate():  # type: ignore[operator]
-        return None
+    if live is None or not hasattr(model, "can_generate") or not model.can_generate():  # type: ignore[operator]
+        return None  # a wrapper around the model that does may have been given one, too
     if chat_template_name is None:
         return _repaired(_with_config_fields(live, model.config))
     text = _text_tokenizer(tokenizer)

@@ -22,7 +22,7 @@ from ft_ckpt.parts import Attribute, parts_of
 from ft_ckpt.ranks import Ranks
 from ft_ckpt.records import base_record
 from ft_ckpt.reuse import Offer
-from ft_ckpt.select import EXTRA_FILE, main_dtype
+from ft_ckpt.select import EXTRA_FILE, main_dtype, without_own_layouts
 from ft_ckpt.training import DOCUMENT_NAME, state_part
 
 _MANIFEST_BYTES = 16 << 20  # room for what is not known yet in the look at free space
@@ -128,6 +128,7 @@ def choose(request: Request, ranks: Ranks, config: SaverConfig) -> Prepared:
         own = engines.from_state_dict(request.state_dict, own, ranks)
     asked: dict[str, Any] = {"adapter_only": request.adapter_only, "attribute": request.attribute}
     parts = parts_of(request.model, own, **asked, dtype=request.dtype, extra=_extra(request, own))
+    parts = without_own_layouts(parts, captured.state is not None)
     if captured.state is not None:
         parts.append(state_part(captured.state, parts, own, frozen=not request.adapter_only))
     if ranks.size > 1 and not request.state_dict_given:

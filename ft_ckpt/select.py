@@ -5,7 +5,7 @@ folder that something can load, whose entries say where every stored tensor come
 """
 
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -138,10 +138,42 @@ def model_part(part: View, name: str, path: str, dtype: str) -> Part:
 
 
 def is_pretrained(module: nn.Module) -> bool:
-    """Whether `from_pretrained` is the way to load it."""
-    return (
-        hasattr(module, "config") and hasattr(module, "save_pretrained") and hasattr(module, "_keys_to_ignore_on_save")
+    """Whether it is a transformers model; told by names, since that class takes a second to import."""
+    return any(
+        cls.__name__ == "PreTrainedModel" and cls.__module__.startswith("transformers.") for cls in type(module).__mro__
     )
+
+
+def without_own_layouts(parts: Sequence[Part], is_run: bool) -> list[Part]:
+    """The parts, with a note in a run's checkpoint of modules that have a `save_pretrained` of their own.
+
+    Such classes (SentenceTransformer, wrappers with a value head) read nothing but the layout that they write. Raises
+    SelectionError naming them where there is nothing to be resumed.
+    """
+    own = {id(part): type(part.module).__name__ for part in parts if _has_own_layout(part)}
+    if own and not is_run:
+        inside = [path for part in parts if id(part) in own for path in _pretrained_below(part)]
+        asked = repr(inside[0] if len(inside) == 1 else inside)
+        names, way = ", ".join(own.values()), f", or what is inside with attribute={asked}" if inside else ""
+        raise SelectionError(
+            f"{names}: has a layout of its own, which this would not be; save it with model.save_pretrained(...){way}, "
+            "or a checkpoint to resume from with save_state()"
+        )
+    note = "{}: stored as a plain module; its own from_pretrained reads the layout of its save_pretrained() alone"
+    return [replace(p, notes=(*p.notes, note.format(own[id(p)]))) if id(p) in own else p for p in parts]
+
+
+def _has_own_layout(part: Part) -> bool:
+    return part.kind == "module" and callable(getattr(type(part.module), "save_pretrained", None))
+
+
+def _pretrained_below(part: Part) -> list[str]:
+    """Paths of the transformers models in the part's module that are in no other."""
+    found: list[str] = []
+    for path, inner in walk(part.module):
+        if is_pretrained(inner) and not any(path.startswith(f"{outer}.") for outer in found):
+            found.append(path)
+    return [clean_name(f"{part.name}.{path}" if part.name else path) for path in found]
 
 
 def stored_as_in_memory(module: nn.Module, names: Mapping[str, Source]) -> bool:

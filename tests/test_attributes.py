@@ -6,7 +6,7 @@ import torch
 from compare import assert_agree, assert_same_tensors, base_of, files, logits, reference, stored
 from peft import PeftModel
 from torch import nn
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, BertConfig, BertModel
 
 import ft_ckpt
 from ft_ckpt import CheckpointSaver, errors
@@ -119,3 +119,52 @@ def test_whole_composite_is_one_module(pair, tmp_path):
     batch = models.batch(5)
     assert_agree(loaded.eval()(**batch).loss, pair(**batch).loss)
     assert loaded.policy.lm_head.weight is loaded.policy.model.embed_tokens.weight
+
+
+class WithHead(nn.Module):
+    """As TRL's models with a value head: its own layout, and all that a model of transformers shows."""
+
+    _keys_to_ignore_on_save = None
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = models.qwen3()
+        self.head = nn.Linear(3, 1)
+        models.fill(self)
+
+    @property
+    def config(self):
+        return self.inner.config
+
+    def save_pretrained(self, folder):
+        self.inner.save_pretrained(folder)
+
+
+def sentences(folder):
+    library = pytest.importorskip("sentence_transformers")
+    modules = pytest.importorskip("sentence_transformers.models")
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
+    BertModel(BertConfig(vocab_size=101, **sizes)).save_pretrained(folder)
+    models.tokenizer().save_pretrained(folder)
+    return library.SentenceTransformer(modules=[modules.Transformer(str(folder)), modules.Pooling(16)])
+
+
+@pytest.mark.parametrize(
+    ("make", "inside"), [(lambda _: WithHead(), "inner"), pytest.param(sentences, "0.model", marks=pytest.mark.slow)]
+)
+def test_what_has_a_layout_of_its_own_is_not_saved_in_another(make, inside, tmp_path):
+    model = make(tmp_path / "bare")
+    with CheckpointSaver(None, tmp_path / "run") as saver:
+        with pytest.raises(errors.SelectionError, match=rf"save_pretrained.*attribute='{inside}'.*save_state"):
+            saver.save(model, tmp_path / "full")
+        assert not (tmp_path / "full").exists()
+        saver.save(model, tmp_path / "inside", attribute=inside)
+        report = saver.save_state(model, tmp_path / "run" / "checkpoint-1")
+        assert "plain module" in report.notes[0]
+        before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.zero_()
+        saver.resume("must")
+    assert_same_tensors(model.state_dict(), before)
+    assert stored(tmp_path / "inside").keys() == model.get_submodule(inside).state_dict().keys()

@@ -187,6 +187,26 @@ def test_attribute_is_saved_as_the_model(accelerator: Accelerator, tmp_path: Pat
     assert equal(LlamaForCausalLM.from_pretrained(folder), model.policy)
 
 
+@pytest.mark.parametrize("attribute", ["policy", None])
+@pytest.mark.parametrize("generation", [GenerationConfig(), {"eos_token_id": 1}])
+def test_a_wrapper_that_was_given_a_generation_config(generation, attribute, accelerator, tmp_path: Path) -> None:
+    """As open-instruct's own function leaves PPO's policy and value behind."""
+    model = models.build("policy_and_value")
+    model.generation_config = generation
+    save_with_accelerate(
+        accelerator,
+        accelerator.prepare(model),
+        models.tokenizer(),
+        str(tmp_path / "out"),
+        model_attribute_to_save=attribute,
+    )
+    assert model.generation_config is generation
+    assert verify(tmp_path / "out").ok
+    if attribute is not None:
+        assert equal(LlamaForCausalLM.from_pretrained(tmp_path / "out"), model.policy)
+        assert GenerationConfig.from_pretrained(tmp_path / "out").eos_token_id == 1
+
+
 def test_attribute_that_is_not_there(accelerator: Accelerator, tmp_path: Path) -> None:
     with pytest.raises(UnknownAttributeError, match="critic"):
         saved(accelerator, models.build("policy_and_value"), tmp_path / "out", model_attribute_to_save="critic")
