@@ -1,6 +1,6 @@
 """Gradients of a step that is not complete yet: what gradient accumulation has summed up so far on this rank."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -10,6 +10,60 @@ from ft_ckpt.engines import unwrap
 from ft_ckpt.errors import SelectionError
 from ft_ckpt.holdings import is_dtensor
 
+_TAKEN = "_ft_ckpt_taken"  # attribute of a gradient that a step has taken in: its version then
+
+
+class StepWatch:
+    """What the steps of optimizers take in: a hook after each step marks the gradients that it has used.
+
+    Gradients that were made or changed since wait for the next step.
+    """
+
+    def __init__(self) -> None:
+        self._hooks: dict[
+            int, tuple[torch.optim.Optimizer, Any]
+        ] = {}  # by id, which is the optimizer's while it is here
+        self._has_stepped = False
+
+    def watch(self, optimizers: Iterable[Any]) -> None:
+        """Hear of each step from now on; those that are no torch optimizers, or hide their steps, cannot be heard."""
+        for one in optimizers:
+            heard = isinstance(one, torch.optim.Optimizer) and getattr(type(one).step, "hooked", False)
+            if heard and id(one) not in self._hooks:
+                self._hooks[id(one)] = (one, one.register_step_post_hook(self._stepped))
+
+    def is_unfinished(self, models: Callable[[], Iterable[nn.Module]]) -> bool:
+        """Whether gradients wait for a step, and none was made since this was last asked."""
+        stepped, self._has_stepped = self._has_stepped, False
+        return not stepped and self.is_pending(models)
+
+    def is_pending(self, models: Callable[[], Iterable[nn.Module]]) -> bool:
+        """Whether a parameter of these optimizers, or one that FSDP2 keeps whole in what `models` gives, has a gradient
+        that no step has taken in.
+        """
+        if not self._hooks:
+            return False
+        optimizers = [optimizer for optimizer, _ in self._hooks.values()]
+        if any(not _is_taken(gradient) for optimizer in optimizers for gradient in _gradients_of(optimizer)):
+            return True
+        return any(_unreduced(inner) is not None for model in models() for inner in _fsdp_parameters(model).values())
+
+    def close(self) -> None:
+        """Take the hooks off."""
+        for _, handle in self._hooks.values():
+            handle.remove()
+        self._hooks.clear()
+
+    def _stepped(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        self._has_stepped = True
+        for gradient in _gradients_of(optimizer):
+            setattr(gradient, _TAKEN, gradient._version)
+
+
+def drop_gradients(model: nn.Module) -> None:
+    """Leave no gradient, as before the first backward."""
+    restore_gradients(model, {})
+
 
 def gradients(model: nn.Module) -> dict[str, Tensor]:
     """This rank's gradients of a step that is not complete, by raw parameter name.
@@ -17,19 +71,27 @@ def gradients(model: nn.Module) -> dict[str, Tensor]:
     Raises SelectionError under engines that keep them out of reach until the step is complete.
     """
     root = unwrap(model)
-    if any(type(module).__name__ == "FullyShardedDataParallel" for module in model.modules()):
+    if any(parameter.grad is not None for parameter in model.parameters()) and any(
+        type(module).__name__ == "FullyShardedDataParallel" for module in model.modules()
+    ):
         raise SelectionError(
             "gradients: accumulated by FSDP1 where they cannot be read; save when the optimizer has stepped, as "
-            "saver.step() does"
+            "saver.step() does, or after zero_grad()"
         )
     return dict(_accumulated(root))
 
 
 def restore_gradients(model: nn.Module, stored: Mapping[str, Tensor]) -> None:
-    """Put back what `gradients` gave."""
+    """Put back what `gradients` gave; parameters that are not in it have none."""
     root = unwrap(model)
     whole = _fsdp_parameters(root)
+    for module in root.modules():
+        if isinstance(getattr(module, "_flat_param", None), Tensor):  # FSDP1 shows parts of it as parameters
+            module._flat_param.grad = None
     for name, parameter in root.named_parameters():
+        parameter.grad = None
+        if name in whole:
+            _drop_unsharded(whole[name])
         if name not in stored:
             continue
         if name in whole and stored[name].shape == parameter.shape:
@@ -42,23 +104,44 @@ def restore_gradients(model: nn.Module, stored: Mapping[str, Tensor]) -> None:
             parameter.grad = stored[name].to(parameter.device)
 
 
+def _gradients_of(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if parameter.grad is not None:
+                yield parameter.grad
+
+
+def _is_taken(gradient: Tensor) -> bool:
+    return bool(getattr(gradient, _TAKEN, None) == gradient._version)
+
+
+def _drop_unsharded(inner: Any) -> None:
+    inner.unsharded_accumulated_grad = None
+    if getattr(inner, "_unsharded_param", None) is not None:
+        inner._unsharded_param.grad = None
+
+
 def _accumulated(root: nn.Module) -> Iterator[tuple[str, Tensor]]:
     whole = _fsdp_parameters(root)
     for name, parameter in root.named_parameters():
-        inner = whole.get(name)
-        unsharded = getattr(inner, "_unsharded_param", None) if inner is not None else None
-        pending = getattr(inner, "unsharded_accumulated_grad", None) if inner is not None else None
-        if pending is None and unsharded is not None:
-            pending = unsharded.grad
+        pending = _unreduced(whole[name]) if name in whole else None
         gradient: Any = pending if pending is not None else parameter.grad
         if gradient is not None:
             yield name, (gradient.to_local() if is_dtensor(gradient) else gradient).detach()
+
+
+def _unreduced(inner: Any) -> Any:
+    """The gradient that FSDP2 has not yet brought together from all ranks, None when there is none."""
+    pending = getattr(inner, "unsharded_accumulated_grad", None)
+    unsharded = getattr(inner, "_unsharded_param", None)
+    return unsharded.grad if pending is None and unsharded is not None else pending
 
 
 def _fsdp_parameters(root: nn.Module) -> dict[str, Any]:
     """FSDP2's own record of each parameter it cuts, which keeps gradients that are not yet reduced, by raw name."""
     from torch.distributed.fsdp import FSDPModule
 
+    root = unwrap(root)
     names = {id(parameter): name for name, parameter in root.named_parameters()}
     found = {}
     for module in root.modules():

@@ -128,7 +128,7 @@ class _Pace:
         if self._own is None or step < self._own.step:  # the first call, or the saver was resumed since
             self._own = self._begin(step)
         if saver is not None:
-            self._own.feeds, self._own._waiting = saver._run.feeds, saver._run._waiting
+            self._own.feeds = saver._run.feeds
         if step > self._own.step:
             self._own.stepped(step)
         return self._own
@@ -152,13 +152,14 @@ class _Pace:
                 f"{self.name}: nothing says when it runs: @checkpoint_closure(every=Every(steps=100)), or a saver "
                 "with every=, open before the first call"
             )
-        if every is not None and every.epochs and (self._saver is None or not self._saver._run.feeds):
+        if every is not None and every.epochs and (self._saver is None or not self._saver._run.feeds.known):
             raise ConfigError(
                 f"{self.name}: every.epochs={every.epochs}, but no saver knows the epochs: take the batches from "
                 "saver.remaining(loader), and pass saver="
             )
         run = Run(None, SaverConfig(every=replace(every or Every(deadline=None), signals=(), best=None)))
-        epochs = self._saver._run.progress.epoch if self._saver is not None else 0
+        of = (run.config.every.epochs if run.config.every is not None else None) or 1
+        epochs = of * self._saver._run.feeds.passes(of, with_last=False) if self._saver is not None else 0
         run.step, run.history = step - 1, schedule.started(step - 1, epochs, time.monotonic())
         return run
 
@@ -166,8 +167,10 @@ class _Pace:
         done = own.history.saved_step
         if self._total_steps is not None:
             return done < self._total_steps <= own.step
-        epochs = self._saver._epochs if self._saver is not None else None
-        return epochs is not None and done < own.step and own.at_epoch_end() and own.progress.epoch + 1 >= epochs
+        epochs, feed = (self._saver._epochs, own.feeds.current) if self._saver is not None else (None, None)
+        if epochs is None or feed is None:
+            return False
+        return done < own.step and bool(feed.at_end) and feed.epoch + 1 >= epochs
 
     def _settle(self) -> None:
         """Let every model that the saver knows put its shards back in place, as looking at them does."""
@@ -183,7 +186,7 @@ class _Pace:
 
 
 def _is_stepped(saver: CheckpointSaver) -> bool:
-    return saver._run._begun
+    return saver._run.has_begun
 
 
 @contextmanager

@@ -1,10 +1,12 @@
 """What a saver can be told, with the rules that prove it when it is made."""
 
+import math
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
-from ft_ckpt.errors import ConfigError
+from ft_ckpt.errors import ConfigError, listing
 from ft_ckpt.retain import Keep
 from ft_ckpt.schedule import Every
 
@@ -98,6 +100,35 @@ def make_config(config: SaverConfig | None, settings: dict[str, Any]) -> SaverCo
     if unknown:
         raise ConfigError(f"{', '.join(unknown)}: not a setting; settings are {', '.join(known)}")
     return config or SaverConfig(**settings)
+
+
+def numbers_of(metrics: Mapping[str, Any]) -> dict[str, float]:
+    """The metrics as floats: of this moment, whatever numbers or tensors of one element they were.
+
+    Raises ConfigError naming all that are no real number.
+    """
+    found = {name: _number_of(value) for name, value in metrics.items()}
+    problems = [f"{name} is {_described(metrics[name])}" for name, value in found.items() if value is None]
+    problems += [f"the name {name!r} is no text" for name in found if not isinstance(name, str)]
+    if problems:
+        raise ConfigError(f"metrics: {listing(problems)}; expected a name and one real number for each")
+    return {name: value for name, value in found.items() if value is not None}
+
+
+def _number_of(value: Any) -> float | None:
+    """`value` as a float; None when it is not one real number."""
+    shape = getattr(value, "shape", ())
+    if isinstance(value, (str, bytes, bytearray)) or math.prod(shape) != 1:
+        return None
+    try:
+        return float(value.item() if shape else value)
+    except (TypeError, ValueError, OverflowError):
+        return None
+
+
+def _described(value: Any) -> str:
+    shape = getattr(value, "shape", None)
+    return f"a {type(value).__name__}" + (f" of shape {list(shape)}" if shape else "")
 
 
 def parse_size(size: int | str) -> int:

@@ -5,19 +5,25 @@ the tensors as sources, cut over the ranks like the parameters they belong to; `
 order, number of ranks or wrapper it was saved under. Nothing is moved here.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map_only
 
+from ft_ckpt import tree_json
 from ft_ckpt.engines import Source
 from ft_ckpt.errors import LoadError, SelectionError, listing
+from ft_ckpt.formats import safetensors
 from ft_ckpt.holdings import Flat, Holding, dtensor_holding, held_by, is_dtensor
-from ft_ckpt.tree import PLAIN
+from ft_ckpt.tree import PLAIN, flatten
 from ft_ckpt.values import decode, dtype_name, dtype_of, encode
 
+_MOST_BESIDE_BYTES = 1 << 20
+Group = tuple[dict[str, Any], Mapping[str, Any]]  # of an optimizer, and the values described for it
 Description = dict[str, Any]  # {"class": str, "groups": [{"params": [names], ...}], "state": {name: {key: entry}}}
 
 
@@ -31,12 +37,12 @@ def inner(optimizer: Any) -> Any:
 def describe(optimizer: Any, found: Mapping[str, Source]) -> Description:
     """What this rank has of the optimizer's state, as JSON can say it: plain values, and facts of the tensors.
 
-    `found` are the sources of the models it trains. Raises SelectionError naming what cannot be kept: tensors with a
-    meaning of their own, Python objects, parameters of no known model, further entries of its state dict.
+    `found` are the sources of the models it trains. Whether a parameter requires a gradient just now decides nothing.
+    Raises SelectionError naming what cannot be kept: tensors with a meaning of their own, Python objects, parameters
+    of no known model, further entries of its state dict.
     """
-    owners, problems = _owners(found), _further(optimizer)
+    owners, problems = _owners(found), refusals(optimizer)
     groups: list[Description] = []
-    state: Description = {}
     for number, group in enumerate(optimizer.param_groups):
         names = [[source.name for source in owners.get(id(p), [])] for p in group["params"]]
         problems += [f"parameter {i} of group {number}: of no known model" for i, n in enumerate(names) if not n]
@@ -44,21 +50,39 @@ def describe(optimizer: Any, found: Mapping[str, Source]) -> Description:
         problems += [
             f"group {number}: {key} is a {type(group[key]).__name__}" for key, v in values.items() if v is None
         ]
-        trained = [s.name for p in group["params"] for s in owners.get(id(p), []) if s.trainable]
-        groups.append({"params": trained, "values": values})
-        for parameter in group["params"]:
-            for key, value in optimizer.state.get(parameter, {}).items():
-                for source in owners.get(id(parameter), []):
-                    entry = _entry(value, parameter, source)
-                    problem = _problem(value, source, parameter) if entry is not None else type(value).__name__
-                    problems += [f"{source.name}: {key}: {problem}"] if problem else []
-                    state.setdefault(source.name, {})[key] = entry
+        groups.append({"params": list(chain(*names)), "values": values})
+    state: Description = {}
+    for parameter in _stateful(optimizer):
+        if id(parameter) not in owners:
+            problems.append(f"state of a tensor of shape {list(parameter.shape)}: of no known model")
+        for key, value in optimizer.state[parameter].items():
+            for source in owners.get(id(parameter), []):
+                entry = _entry(value, parameter, source)
+                problem = _problem(value, source, parameter) if entry is not None else type(value).__name__
+                problems += [f"{source.name}: {key}: {problem}"] if problem else []
+                state.setdefault(source.name, {})[key] = entry
     if problems:
         raise SelectionError(
             f"{type(optimizer).__name__}: {listing(problems)}: cannot be kept, so a run could not be resumed exactly; "
             "use an optimizer whose state is tensors and numbers, or save without its state"
         )
-    return {"class": type(optimizer).__name__, "groups": groups, "state": state}
+    described = {"class": type(optimizer).__name__, "groups": groups, "state": state}
+    return described | ({"beside": _described_beside(beside)} if (beside := _beside(optimizer)) else {})
+
+
+def refusals(optimizer: Any) -> list[str]:
+    """What of the optimizer cannot be kept whatever it trains; known before its first step."""
+    problems = []
+    if isinstance(optimizer, torch.optim.LBFGS):
+        problems.append("its state is of all parameters together")
+    if type(optimizer).state_dict is not torch.optim.Optimizer.state_dict:
+        further = [key for key in optimizer.state_dict() if key not in ("state", "param_groups")]
+        problems += [f"its state dict has {key!r} too" for key in further]
+    try:
+        _described_beside(_beside(optimizer))
+    except SelectionError as error:
+        problems.append(str(error))
+    return problems
 
 
 def renewed(optimizer: Any, description: Description) -> Description | None:
@@ -79,6 +103,12 @@ def merged(descriptions: Sequence[Description]) -> Description:
     """One description: a rank that holds nothing of a parameter (FSDP1) may have no state for it."""
     if all(one is descriptions[0] for one in descriptions):
         return descriptions[0]
+    apart = [rank for rank, one in enumerate(descriptions) if one.get("beside") != descriptions[0].get("beside")]
+    if apart:
+        raise SelectionError(
+            f"{descriptions[0]['class']}: its state beside that of the parameters differs on rank {apart[0]} from rank "
+            "0's: it cannot be kept; make it the same, or save without the optimizer's state"
+        )
     state: dict[str, dict[str, Any]] = {}
     for rank, one in enumerate(descriptions):
         for name, entries in one["state"].items():
@@ -89,12 +119,11 @@ def merged(descriptions: Sequence[Description]) -> Description:
 
 def captured(optimizer: Any, description: Description, found: Mapping[str, Source]) -> dict[str, Source]:
     """The tensors of the described state as sources, by "parameter/key"; the same names on every rank."""
-    parameters = _parameters(optimizer, found)
     sources = {}
     for name, entries in description["state"].items():
         for key, entry in entries.items():
             if _is_tensor(entry):
-                state = optimizer.state.get(parameters[name], {}) if name in parameters else {}
+                state = optimizer.state.get(parameter_of(found[name]), {})
                 sources[f"{name}/{key}"] = _source(found[name], key, entry, state.get(key))
     return sources
 
@@ -110,32 +139,84 @@ def restore(
 
     `later`, if given, notes sources to be filled together after the return; here all of them can wait.
 
-    State is matched by name, groups by the names in them. Raises LoadError for parameters or groups that the
-    description does not have, and for those that only it has.
+    State is matched by name, groups by the names in them; state that is not described is dropped, so that going back
+    leaves nothing of later steps. Raises LoadError for parameters or groups that the description does not have, and
+    for those that only it has.
     """
     fill = later or fill
-    parameters = _parameters(optimizer, found)
-    groups = _matched(optimizer, description, found)
+    groups, notes = matched(optimizer, description, found)
     fresh: dict[Any, dict[str, Any]] = {}
     for name, entries in description["state"].items():
-        state = fresh.setdefault(parameters[name], {})
+        parameter = parameter_of(found[name])
+        state = fresh.setdefault(parameter, {})
         for key, entry in entries.items():
             if not _is_tensor(entry):
                 state[key] = decode(entry["value"])
                 continue
             if key not in state:
-                state[key] = _empty(entry, parameters[name], found[name])
+                state[key] = _empty(entry, parameter, found[name])
             fill(_source(found[name], key, entry, state[key]))
-    for parameter, state in fresh.items():
-        optimizer.state[parameter] = state
+    beside = _restored_beside(description["beside"]) if "beside" in description else {}
+    optimizer.state.clear()
+    optimizer.state.update({**fresh, **beside})
     for name, dtype in description.get("masters", {}).items():  # of ZeRO: more exact than the weights beside them
         if found[name].dtype == dtype_of(dtype):
             fill(replace(found[name], name=f"{name}/master"))
+    set_groups(groups)
+    missing = sorted({n for g in description["groups"] for n in g["params"]} - set(description["state"]))
+    if missing and description["state"]:
+        notes = [*notes, f"{len(missing)} parameter(s) had no state when saved"]
+    return tuple(notes)
+
+
+def matched(optimizer: Any, description: Description, found: Mapping[str, Source]) -> tuple[list[Group], list[str]]:
+    """Each live group with the values described for the same parameters, and notes.
+
+    Groups are compared by position and by all names in them. ZeRO forgets frozen parameters: those without state may
+    be in one of the two only, as long as they stay frozen. Raises LoadError for any other difference.
+    """
+    owners = _owners(found)
+    first = {sources[0].identity: sources[0].name for sources in _by_identity(found)}
+    canonical = {name: first[source.identity] for name, source in found.items()}
+    live = [{s.name for p in group["params"] for s in owners.get(id(p), [])} for group in optimizer.param_groups]
+    stored = [{canonical.get(name, name) for name in group["params"]} for group in description["groups"]]
+    here, there = {name for names in live for name in names}, {name for names in stored for name in names}
+    with_state = {canonical.get(name, name) for name in description["state"]}
+    problems = [
+        f"{name}: trained here, not in the checkpoint's optimizer"
+        for name in sorted(here - there)
+        if found[name].trainable or name in with_state
+    ]
+    problems += [
+        f"{name}: in the checkpoint's optimizer, not trained here"
+        for name in sorted((there | with_state) - here)
+        if name not in found or (name in there and (found[name].trainable or name in with_state))
+    ]
+    both = here & there
+    ours, theirs = [names & both for names in live], [names & both for names in stored]
+    places = {frozenset(names): place for place, names in enumerate(theirs) if names}
+    pairs: list[Group] = []
+    notes: list[str] = []
+    for number, (group, names) in enumerate(zip(optimizer.param_groups, ours, strict=True)):
+        place = number if ours == theirs else places.get(frozenset(names))
+        if place is not None:
+            pairs.append((group, description["groups"][place]["values"]))
+        elif not names:
+            notes.append(
+                f"parameter group {number} trains nothing that the checkpoint's did: its settings are this run's"
+            )
+        elif not problems:
+            problems.append(f"parameter group {number}: its {len(names)} parameters are no group in the checkpoint")
+    if problems:
+        raise LoadError(f"{listing(problems)}; resume with the model and parameter groups of the saved run")
+    return pairs, notes
+
+
+def set_groups(groups: Iterable[Group]) -> None:
+    """Give each group the values that were described for it."""
     for group, values in groups:
         for key, value in values.items():
             _set(group, key, value)
-    missing = sorted({n for g in description["groups"] for n in g["params"]} - set(description["state"]))
-    return (f"{len(missing)} parameter(s) had no state when saved",) if missing and description["state"] else ()
 
 
 def _owners(found: Mapping[str, Source]) -> dict[int, list[Source]]:
@@ -157,16 +238,40 @@ def parameter_of(source: Source) -> Any:
     return source.live.handle.flat_param if source.live.original is None else source.live.original
 
 
-def _parameters(optimizer: Any, found: Mapping[str, Source]) -> dict[str, Any]:
-    owners = _owners(found)
-    return {s.name: p for group in optimizer.param_groups for p in group["params"] for s in owners.get(id(p), [])}
+def _by_identity(found: Mapping[str, Source]) -> Iterable[list[Source]]:
+    groups: dict[int, list[Source]] = {}
+    for source in found.values():
+        groups.setdefault(source.identity, []).append(source)
+    return groups.values()
 
 
-def _further(optimizer: Any) -> list[str]:
-    """Entries of the optimizer's own state dict that are neither state nor groups."""
-    if type(optimizer).state_dict is torch.optim.Optimizer.state_dict:
-        return []
-    return [f"its state dict has {key!r} too" for key in optimizer.state_dict() if key not in ("state", "param_groups")]
+def _stateful(optimizer: Any) -> list[Any]:
+    """The parameters that have state: in the order of the groups, then those that are in no group just now."""
+    ordered = {id(p): p for group in optimizer.param_groups for p in group["params"] if p in optimizer.state}
+    ordered.update({id(key): key for key in optimizer.state if isinstance(key, Tensor) and id(key) not in ordered})
+    return list(ordered.values())
+
+
+def _beside(optimizer: Any) -> dict[Any, Any]:
+    """State under keys that are no parameters."""
+    return {key: value for key, value in optimizer.state.items() if not isinstance(key, Tensor)}
+
+
+def _described_beside(state: dict[Any, Any]) -> Description:
+    leaves = flatten(state, safetensors.NAMES, "state", PLAIN)[1]
+    tensors = [leaf.data for leaf in leaves if not leaf.is_array]
+    size, devices = sum(leaf.data.nbytes for leaf in leaves), sorted({tensor.device.type for tensor in tensors})
+    if size > _MOST_BESIDE_BYTES or len(devices) > 1:
+        raise SelectionError(
+            f"{size:,} bytes of tensors on {' and '.join(devices)} under keys that are no parameters, expected "
+            f"{_MOST_BESIDE_BYTES:,} at most, on one kind of device"
+        )
+    return {"text": tree_json.dumps(state, "state"), "device": devices[0] if devices else "cpu"}
+
+
+def _restored_beside(described: Description) -> dict[Any, Any]:
+    state: dict[Any, Any] = tree_json.loads(described["text"])
+    return tree_map_only(Tensor, lambda tensor: tensor.to(described["device"]), state)  # type: ignore[no-any-return]
 
 
 def _hyperparameter(value: Any) -> Any:
@@ -242,28 +347,6 @@ def _empty(entry: Any, parameter: Any, owner: Source) -> Tensor:
     if _is_alike(entry, owner):
         return torch.zeros_like(parameter.detach(), dtype=dtype, device=None if not entry["host"] else device)
     return torch.zeros(entry["shape"], dtype=dtype, device=device)
-
-
-def _matched(
-    optimizer: Any, description: Description, found: Mapping[str, Source]
-) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
-    """Each live group with the values described for the same names."""
-    owners = _owners(found)
-    stored = {frozenset(group["params"]): group["values"] for group in description["groups"]}
-    known = {name for names in stored for name in names}
-    live = {s.name for g in optimizer.param_groups for p in g["params"] for s in owners.get(id(p), []) if s.trainable}
-    problems = [f"{name}: trained here, not in the checkpoint's optimizer" for name in sorted(live - known)]
-    problems += [f"{name}: in the checkpoint's optimizer, not trained here" for name in sorted(known - live)]
-    pairs = []
-    for number, group in enumerate(optimizer.param_groups):
-        names = frozenset(s.name for p in group["params"] for s in owners.get(id(p), []) if s.trainable)
-        if names in stored:
-            pairs.append((group, stored[names]))
-        elif not problems:
-            problems.append(f"parameter group {number}: its {len(names)} parameters are no group in the checkpoint")
-    if problems:
-        raise LoadError(f"{listing(problems)}; resume with the model and parameter groups of the saved run")
-    return iter(pairs)
 
 
 def _set(group: dict[str, Any], key: str, stored: dict[str, Any]) -> None:

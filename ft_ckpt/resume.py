@@ -5,6 +5,7 @@ number of ranks and their wrappers may be others than those that saved.
 """
 
 import json
+import os
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
@@ -54,8 +55,8 @@ class Restored:
 class RestoreReport:
     """What a resume brought back, item by item, and how the run differs from the one that saved."""
 
-    path: Path
-    items: tuple[Restored, ...]
+    path: Path | None = None  # None: nothing was resumed, the run began afresh
+    items: tuple[Restored, ...] = ()
     differences: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
 
@@ -86,7 +87,13 @@ def _choose(directory: Path | None, mode: str, deep: bool, stack: ExitStack) -> 
     if mode in ("auto", "must"):
         candidates = [] if directory is None else [i for i in reversed(discover(directory)) if is_resumable(i.manifest)]
     else:
-        named = local_path(mode) if directory is None or Path(mode).exists() else directory / mode
+        named = _named(directory, mode)
+        if not named.exists():
+            there = [info.path.name for info in discover(directory)] if directory is not None else []
+            raise NotACheckpointError(
+                f"{named}: is not there; {directory} has {listing(there, ', ') or 'none'}. Expected 'auto', 'must', "
+                "'never', the name of one of these, or a path"
+            )
         if not is_resumable(read_manifest(named)):
             raise NotACheckpointError(f"{named}: holds weights and no training state; ft_ckpt.load_model reads them")
         candidates = [CheckpointInfo(named, read_manifest(named))]
@@ -102,6 +109,12 @@ def _choose(directory: Path | None, mode: str, deep: bool, stack: ExitStack) -> 
     if mode == "must":
         raise NotACheckpointError(f"{directory}: no checkpoint with training state in it; use resume('auto') to begin")
     return None
+
+
+def _named(directory: Path | None, name: str) -> Path:
+    """The run's own checkpoint of that name; what has a separator in it, or is none of the run's, is a path."""
+    own = None if directory is None or os.sep in name else directory / name
+    return own if own is not None and (own.exists() or not Path(name).exists()) else local_path(name)
 
 
 def is_resumable(manifest: Manifest) -> bool:

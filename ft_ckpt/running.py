@@ -1,25 +1,26 @@
 """The run that a saver serves: its objects, how far it is, what it needs to go on, and when it saves next."""
 
-import random
 import time
 import uuid
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from torch import nn
 
-from ft_ckpt import accumulation, capturing, fan_out, resume, rng, schedule, training, zero_optimizer
+from ft_ckpt import capturing, fan_out, optimizers, rank_state, resume, schedule, training, zero_optimizer
+from ft_ckpt.accumulation import StepWatch
 from ft_ckpt.capturing import Captured, Objects
 from ft_ckpt.config import SaverConfig
 from ft_ckpt.engines import Source
-from ft_ckpt.errors import CheckpointError, ConfigError, LoadError, SelectionError, listing
+from ft_ckpt.errors import ConfigError, LoadError, SelectionError, listing
+from ft_ckpt.feeds import Feeds
 from ft_ckpt.fingerprint import differences, fingerprint
 from ft_ckpt.items import Item, Key, items_of, known_sources, model_of, with_extra_state
 from ft_ckpt.opening import OpenCheckpoint
-from ft_ckpt.position import Feed
+from ft_ckpt.rank_state import OnRank
 from ft_ckpt.ranks import Ranks
 from ft_ckpt.resume import Restored, RestoreReport
 from ft_ckpt.schedule import Every
@@ -27,19 +28,17 @@ from ft_ckpt.signals import SignalWatch
 from ft_ckpt.structure import Kept
 from ft_ckpt.training import Document
 
-_GRADIENTS, _RANDOM, _FEED, _STEPS = "gradients", "rng", "loader", "accumulation"
-
 
 @dataclass(frozen=True)
 class Progress:
     """How far a run is. `resumed_from` and `report` tell how it came there, if it was resumed."""
 
     step: int = 0  # optimizer steps done
-    epoch: int = 0  # passes over the data done, as `remaining` counts them
-    batch: int = 0  # batches of this rank done in the current pass
-    samples: int = 0  # done by all ranks
+    epoch: int = 0  # passes over the data done, as `remaining` counts them for the loader it was first asked for
+    batch: int = 0  # batches of this rank done in the current pass of that loader
+    samples: int = 0  # of that loader, done by all ranks
     resumed_from: Path | None = None
-    report: RestoreReport | None = None
+    report: RestoreReport = field(default_factory=RestoreReport)  # without items when the run began afresh
 
 
 class Run:
@@ -50,14 +49,18 @@ class Run:
         self.config = config
         self.registered: dict[str, Any] = {}
         self.step = 0
-        self.feeds: list[Feed] = []
+        self.feeds = Feeds()
         self.run_id = uuid.uuid4().hex
         self.resumed_from: Path | None = None
-        self.report: RestoreReport | None = None
+        self.report = RestoreReport()
         self.history = schedule.started(0, 0, time.monotonic())
         self.watch = SignalWatch(config.every.signals) if config.every is not None else None
-        self._waiting: list[Any] = []  # places in the data of loaders that have not been asked for yet
-        self._begun = False
+        self.steps = StepWatch()
+        self.has_begun = False  # a step was done
+        self._is_unfinished = False  # after the last batch gradients waited for a step
+        self.last_metrics: dict[str, float] = {}  # of the last step
+        self._ancestors: set[str] = set()  # runs that this one went back in
+        self._saves, self._absent = 0, set(config.rankings)  # saves made, and metrics that never came
         self._polls = True  # until rank 0 says otherwise: what asks for it may be in its environment alone
         self._poll_at = 1
         self._poll_seconds = 1.0  # what a meeting of all ranks costs: the least that was measured
@@ -67,8 +70,10 @@ class Run:
 
         Raises SelectionError for one whose state cannot be kept, ConfigError for a name that is taken.
         """
-        items_of(self.accelerator, {**self.registered, **objects})
+        items = items_of(self.accelerator, {**self.registered, **objects})
+        _refuse(item for item in items if item.name in objects)
         self.registered.update(objects)
+        self.steps.watch(_heard(items))
 
     @property
     def model(self) -> nn.Module:
@@ -83,18 +88,13 @@ class Run:
     @property
     def progress(self) -> Progress:
         """How far the run is now."""
-        return Progress(self.step, **self._place(), resumed_from=self.resumed_from, report=self.report)
-
-    def remaining(self, loader: Any, ranks: Ranks, replay: bool | None = None) -> Iterator[Any]:
-        """The batches of one pass that have not been seen; `replay` as for `Feed`."""
-        yield from self._feed(loader, ranks, replay).batches()
-
-    def at_epoch_end(self) -> bool:
-        """Whether the batch at hand is known to be the last of its pass."""
-        return bool(self.feeds and self.feeds[0].at_end)
+        return Progress(self.step, **self.feeds.place, resumed_from=self.resumed_from, report=self.report)
 
     def check(self) -> None:
         """Raise SelectionError, now and not after hours, when something of the run cannot be kept."""
+        _refuse(self._listen())
+        if self.config.every is None:
+            return
         if not getattr(self.accelerator, "_models", None) and "model" not in self.registered:
             return  # what is passed later is looked at when it is
         items = with_extra_state(self.model, items_of(self.accelerator, self.registered))
@@ -104,15 +104,16 @@ class Run:
         """The state of the whole run, and the sources of its models; `kept` as for `capturing`. Nothing is moved."""
 
         def objects() -> Objects:
-            items = items_of(self.accelerator, self.registered)
-            return Objects(self.model, items, self._own(items))
+            items = self._listen()
+            return Objects(self.model, items, rank_state.captured(self._on_rank(items)))
 
         captured = capturing.capture(objects, ranks, kept)
         captured.document.update(
             {
-                "progress": {"step": self.step, **self._place()},
+                "progress": {"step": self.step, **self.feeds.place},
                 "history": self.history.to_json(),
                 "run_id": self.run_id,
+                "ancestors": sorted(self._ancestors),
                 "fingerprint": self._fingerprint(captured.found, ranks, versions),
             }
         )
@@ -147,33 +148,40 @@ class Run:
         answers = ranks.agree("saver.step()", {"metrics": dict(metrics)})
         return dict(answers[0]["metrics"])
 
-    def due(self, metrics: Mapping[str, float], ranks: Ranks, pass_ended: bool = False) -> str | None:
+    def due(self, metrics: Mapping[str, float], ranks: Ranks) -> str | None:
         """Why to save now, the same on every rank if the `metrics` are; None for no reason."""
         every = self.config.every
         if every is None:
             return None
-        epochs = self._epochs_done() + (0 if pass_ended else int(self.at_epoch_end()))
-        reason = schedule.own_reason(every, self.history, self.step, epochs, metrics)
+        reason = schedule.own_reason(every, self.history, self.step, self._epochs_done(), metrics)
         return self._asked(every, ranks) or reason
 
-    def stepped(self, step: int | None = None) -> None:
+    def is_batch_done(self) -> bool:
+        """Whether the batch that is over, on this rank as on all, completed a step."""
+        self._listen()
+        self._is_unfinished = self.steps.is_unfinished(lambda: self._models().values())
+        return self.is_between_steps
+
+    def stepped(self, step: int | None = None, metrics: Mapping[str, float] | None = None) -> None:
         """One more optimizer step is done."""
         self.step, now = self.step + 1 if step is None else step, time.monotonic()
-        if self._begun:
+        self.last_metrics = dict(metrics or {})
+        self._absent -= self.last_metrics.keys()
+        if self.has_begun:
             self.history = schedule.stepped(self.history, self.step, now)
         else:  # what came before the first step, such as loading the model, is no step's time
             self.history = replace(self.history, step=self.step, seen_at=now, saved_at=now)
-        self._begun = True
+        self.has_begun = True
 
     def note_saved(self, reason: str | None, metrics: Mapping[str, float], cost: float | None = None) -> None:
         """A save for `reason` is made now, or was and took `cost` seconds."""
-        epochs = self._epochs_done() + int(self.at_epoch_end())
-        every = self.config.every or Every()
+        self._absent -= metrics.keys()
+        self._saves += cost is None
         self.history = schedule.saved(
-            every,
+            self.config.every or Every(),
             self.history,
             self.step,
-            epochs,
+            self._epochs_done(),
             time.monotonic(),
             cost_seconds=cost,
             metrics=metrics,
@@ -182,11 +190,51 @@ class Run:
 
     @property
     def is_between_steps(self) -> bool:
-        """Whether the optimizer has taken in all gradients there are."""
-        return bool(getattr(self.accelerator, "sync_gradients", True))
+        """Whether the optimizer had taken in all gradients there were when the last batch was over."""
+        return bool(getattr(self.accelerator, "sync_gradients", True)) and not self._is_unfinished
+
+    @property
+    def is_under_way(self) -> bool:
+        """Whether something of this run was done here or taken over: what is saved now belongs to it."""
+        return self.has_begun or self.resumed_from is not None
+
+    @property
+    def lacks_save(self) -> bool:
+        """Whether steps were done since the last save."""
+        return self.has_begun and self.step > self.history.saved_step
+
+    @property
+    def own_ids(self) -> frozenset[str]:
+        """The names whose checkpoints this run may replace: its own, and those of runs that it went back in."""
+        return frozenset({self.run_id, *self._ancestors})
+
+    def branch(self, run_id: str | None) -> None:
+        """Go on as another run, if it has a name: what this one had saved after the point gone back to is not of it."""
+        if run_id is not None:
+            self._ancestors.add(self.run_id)
+            self.run_id = run_id
+
+    def warn_of_absent_metrics(self, least: int) -> None:
+        """Say once that metrics have never come which checkpoints are ranked by, after `least` saves."""
+        if self._saves >= least and self._absent:
+            warnings.warn(
+                f"{listing(sorted(self._absent), ', ')}: checkpoints are to be ranked by it, and no save had it; give "
+                "it to saver.step(metrics) or saver.save_state(metrics=...)",
+                stacklevel=5,
+            )
+            self._absent = set()
+
+    def facts(self, step: int | None, metrics: Mapping[str, float]) -> dict[str, Any]:
+        """What a save of weights within this run says of it: `step` and `metrics` unless given, and whose it is."""
+        if not self.is_under_way:
+            return {"step": step, "metrics": dict(metrics)}
+        step = self.step if step is None else step
+        known = self.last_metrics if step == self.step else {}
+        return {"step": step, "metrics": dict(metrics) or dict(known), "run_id": self.run_id}
 
     def close(self) -> None:
-        """Give signals back to whoever had them."""
+        """Give signals back to whoever had them, and the optimizers' hooks."""
+        self.steps.close()
         if self.watch is not None:
             self.watch.close()
 
@@ -206,46 +254,29 @@ class Run:
         reasons: list[str | None] = [*signals, answers[0]["reason"]]
         return reasons[0]
 
-    def _feed(self, loader: Any, ranks: Ranks, replay: bool | None) -> Feed:
-        for feed in self.feeds:
-            if feed.loader is loader:
-                return feed
-        feed = Feed(loader, ranks.rank, ranks.size, replay=replay)
-        index = len(self.feeds)
-        if index < len(self._waiting) and self._waiting[index] is not None:
-            for note in feed.load_state_dict(self._waiting[index]):
-                warnings.warn(f"loader {index}: {note}", stacklevel=3)
-        self.feeds.append(feed)
-        return feed
+    def _listen(self) -> list[Item]:
+        """Hear of the steps of all optimizers that are known by now: the run's items."""
+        items = items_of(self.accelerator, self.registered)
+        self.steps.watch(_heard(items))
+        return items
 
-    def _own(self, items: Sequence[Item]) -> dict[str, Any]:
-        """What this rank has of its own."""
-        own: dict[str, Any] = {_RANDOM: rng.capture()}
-        for index, feed in enumerate(self.feeds):
-            own[f"{_FEED}-{index}"] = feed.state_dict()
-        for index in range(len(self.feeds), len(self._waiting)):
-            own[f"{_FEED}-{index}"] = self._waiting[index]
-        if hasattr(self.accelerator, "step"):
-            own[_STEPS] = int(self.accelerator.step)
-        if not self.is_between_steps:
-            if any(zero_optimizer.accumulating(item.value) for item in _zero(items)):
-                raise SelectionError("gradients: DeepSpeed keeps them to itself; save when the optimizer has stepped")
-            own[_GRADIENTS] = accumulation.gradients(self.model)
-        return own
+    def _models(self) -> dict[str, nn.Module]:
+        """The models of the run by their items, "" for the one that is saved."""
+        items = items_of(self.accelerator, self.registered)
+        return {"": self.model, **{item.name: item.value for item in items if item.kind == "model"}}
 
-    def _place(self) -> dict[str, int]:
-        names = ("epoch", "batch", "samples")
-        if self.feeds:
-            return {name: getattr(self.feeds[0], name) for name in names}
-        return {name: self._waiting[0][name] if self._waiting else 0 for name in names}
+    def _on_rank(self, items: Sequence[Item]) -> OnRank:
+        return OnRank(self.accelerator, self._models(), self.feeds, self.steps, _zero(items))
 
     def _epochs_done(self) -> int:
-        return self._place()["epoch"]
+        """Passes that loaders have come to the end of, in multiples of what the schedule counts by."""
+        of = (self.config.every.epochs if self.config.every is not None else None) or 1
+        return of * self.feeds.passes(of)
 
     def _fingerprint(self, found: Mapping[Key, Source], ranks: Ranks, versions: Mapping[str, str]) -> Document:
         items = items_of(self.accelerator, self.registered)
         objects = {item.name: item.value for item in items}
-        loaders = list(getattr(self.accelerator, "_dataloaders", ())) or [feed.loader for feed in self.feeds]
+        loaders = list(getattr(self.accelerator, "_dataloaders", ())) or [feed.loader for feed in self.feeds.known]
         return fingerprint(self.model, found.values(), objects, loaders, self.accelerator, ranks.size, versions)
 
     def _put_back(self, held: OpenCheckpoint, ranks: Ranks, versions: Mapping[str, str]) -> RestoreReport:
@@ -260,54 +291,15 @@ class Run:
             outcomes += resume.restore_items(items, found, document, stored, ranks.rank, fill_all)
             apart, lost = resume.restore_apart(items, found, document, stored, ranks.rank, ranks.size)
             outcomes += apart
-            notes, more = self._put_back_own(document, stored, ranks)
+            self._is_unfinished = False
+            self.feeds, notes, more = rank_state.put_back(self._on_rank(items), document, stored, ranks)
         progress = document["progress"]
         self.step, self.run_id, self.resumed_from = progress["step"], document["run_id"], held.path
+        self._ancestors = set(document.get("ancestors", ()))
         self.history = schedule.started(self.step, progress["epoch"], time.monotonic(), document["history"])
         self._poll_at = self.step + 1
         changed = differences(document["fingerprint"], self._fingerprint(found, ranks, versions))
-        return RestoreReport(held.path, (*outcomes, *more), (*changed, *lost), tuple(notes))
-
-    def _put_back_own(
-        self, document: Document, stored: resume.Stored, ranks: Ranks
-    ) -> tuple[list[str], list[Restored]]:
-        """What each rank has of its own; random numbers last, since anything before may draw some."""
-        saved, notes, outcomes = len(document["ranks"]), [], []
-        stand_in = min(ranks.rank, saved - 1)
-        trees = {name: resume.own_tree(document, stored, stand_in, name) for name in document["ranks"][stand_in]}
-        if saved != ranks.size:  # what all ranks have seen together is rank 0's to tell
-            feeds = [name for name in trees if name.startswith(f"{_FEED}-")]
-            trees |= {name: resume.own_tree(document, stored, 0, name) for name in feeds}
-        self.feeds, self._waiting = [], []
-        while f"{_FEED}-{len(self._waiting)}" in trees:
-            self._waiting.append(trees[f"{_FEED}-{len(self._waiting)}"])
-        if self._waiting:
-            outcomes.append(Restored("data", "restored"))
-        if _STEPS in trees and self.accelerator is not None:
-            self.accelerator.step = trees[_STEPS]
-            self.accelerator.gradient_state._set_sync_gradients(_GRADIENTS not in trees)
-        if any(_GRADIENTS in names for names in document["ranks"]):
-            outcomes.append(self._put_back_gradients(trees.get(_GRADIENTS), saved, ranks))
-        problems = rng.restore(trees[_RANDOM])
-        outcomes.append(Restored(_RANDOM, "failed" if problems else "restored", "; ".join(problems)))
-        if saved != ranks.size:
-            notes.append(
-                f"saved by {saved} rank(s), resumed on {ranks.size}: weights and optimizer are the same; ranks 0 to "
-                f"{min(saved, ranks.size) - 1} go on with their random numbers, further ones with new ones"
-            )
-        if ranks.rank >= saved:
-            _scatter(ranks.rank)
-        return notes, outcomes
-
-    def _put_back_gradients(self, gradients: Any, saved: int, ranks: Ranks) -> Restored:
-        if saved != ranks.size or gradients is None:
-            detail = f"saved in the middle of gradient accumulation by {saved} rank(s), resumed on {ranks.size}"
-            return Restored(_GRADIENTS, "failed", detail)
-        try:
-            accumulation.restore_gradients(self.model, gradients)
-        except (CheckpointError, RuntimeError) as error:
-            return Restored(_GRADIENTS, "failed", str(error))
-        return Restored(_GRADIENTS, "restored")
+        return RestoreReport(held.path, (*outcomes, *more), (*changed, *lost), notes)
 
     def _settle_differences(self, report: RestoreReport) -> None:
         told = [*report.differences, *report.notes]
@@ -318,6 +310,23 @@ class Run:
             )
         if told and self.config.on_difference == "warn":
             warnings.warn(f"{report.path}: {listing(told)}", stacklevel=4)
+
+
+def _refuse(items: Iterable[Item]) -> None:
+    """Raise SelectionError for optimizers that cannot be kept whatever they train, naming all of them."""
+    plain = [item for item in items if item.kind == "optimizer" and not zero_optimizer.is_zero(item.value)]
+    problems = [f"{item.name}: {why}" for item in plain for why in optimizers.refusals(optimizers.inner(item.value))]
+    if problems:
+        raise SelectionError(
+            f"{listing(problems)}: cannot be kept, so a run could not be resumed exactly; use another optimizer, or "
+            "save without its state"
+        )
+
+
+def _heard(items: Iterable[Item]) -> list[Any]:
+    """The optimizers whose steps take in gradients of the models' parameters."""
+    plain = [item for item in items if item.kind == "optimizer" and not zero_optimizer.is_zero(item.value)]
+    return [optimizers.inner(item.value) for item in plain]
 
 
 def _zero(items: Iterable[Item]) -> list[Item]:
@@ -337,14 +346,3 @@ def _worst(answers: list[list[Restored]]) -> tuple[Restored, ...]:
 
 def _names(allow: Iterable[str] | bool) -> frozenset[str]:
     return frozenset() if isinstance(allow, bool) else frozenset(allow)
-
-
-def _scatter(rank: int) -> None:
-    """New random numbers for a rank that was not there: from those it was lent, moved apart by its number."""
-    import numpy as np
-    import torch
-
-    seed = (int(torch.randint(2**62, ()).item()) ^ (rank * 0x9E3779B97F4A7C15)) % 2**63
-    torch.manual_seed(seed)
-    random.seed(seed)
-    np.random.seed(seed % 2**32)

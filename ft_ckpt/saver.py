@@ -1,35 +1,33 @@
 """`CheckpointSaver`: the one object a training script talks to."""
 
 import logging
-import time
-import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import sys
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 from weakref import WeakSet
 
 from torch import Tensor, nn
 
-from ft_ckpt import commit, engines, rehearsal, resume
-from ft_ckpt.config import SaverConfig, make_config
+from ft_ckpt import commit, engines, rehearsal, resume, starting
+from ft_ckpt.config import SaverConfig, make_config, numbers_of
 from ft_ckpt.disk import local_path
-from ft_ckpt.errors import CheckpointError, ConfigError, LoadError
+from ft_ckpt.errors import LoadError
 from ft_ckpt.opening import OpenCheckpoint, open_checkpoint
-from ft_ckpt.parts import Attribute, is_adapter_run
+from ft_ckpt.parts import Attribute
 from ft_ckpt.pending import Pending, PendingSave
 from ft_ckpt.preparing import check_companions, request_of
 from ft_ckpt.ranks import Ranks, attempt, current
 from ft_ckpt.records import versions
+from ft_ckpt.run_saves import RunSaves
 from ft_ckpt.running import Progress, Run
 from ft_ckpt.saving import SaveReport
-from ft_ckpt.signals import exit_code
-from ft_ckpt.sweep import clear, tidy
+from ft_ckpt.snapshot import as_in_training
+from ft_ckpt.sweep import clear
 
 __all__ = ["CheckpointSaver", "Progress", "SaveReport"]
-T = TypeVar("T")
 _LOG = logging.getLogger("ft_ckpt")
 _OPEN: WeakSet["CheckpointSaver"] = WeakSet()
 
@@ -61,7 +59,6 @@ class CheckpointSaver:
         self.accelerator = accelerator
         self.directory = None if directory is None else local_path(directory)
         self.tokenizer = tokenizer
-        self._closed = False
         if self.directory is not None:
             commit.check_target(self.directory, 0)
         for model in getattr(accelerator, "_models", None) or ():
@@ -70,10 +67,11 @@ class CheckpointSaver:
         self._run = Run(accelerator, self.config)
         self._epochs: int | None = None  # that `remaining` was asked for
         self._pending = Pending(self._run)
-        if self.config.every is not None:
-            self._run.check()
+        self._saves = RunSaves(self._run, self._pending, self.directory, tokenizer, self._rehearsal is not None)
+        self._run.check()
         _OPEN.add(self)
 
+    @as_in_training
     def save(
         self,
         model: nn.Module,
@@ -100,9 +98,10 @@ class CheckpointSaver:
         raises if it failed.
 
         The whole model by default; its PEFT adapters with `adapter_only`; the submodule at `attribute`, or several, a
-        folder each. `path` defaults to `directory`/checkpoint-`step`. `state_dict` is taken instead of the live
-        tensors, if it agrees with the model. `extra_files` of rank 0, by path in the checkpoint, are committed with it.
-        The other keywords override the saver's settings for this call.
+        folder each. `path` defaults to `directory`/checkpoint-`step`; a checkpoint with training state is not replaced
+        by one without. Within a run `step` and `metrics` are by default those of its last step. `state_dict` is taken
+        instead of the live tensors, if it agrees with the model. `extra_files` of rank 0, by path in the checkpoint,
+        are committed with it. The other keywords override the saver's settings for this call.
 
         Raises SelectionError when the model lacks what was asked for, IncompleteError when the result would differ
         from the live model, TargetError or NoSpaceError when it cannot be written, RankError when another rank
@@ -112,21 +111,21 @@ class CheckpointSaver:
         given: dict[str, Any] = {"dtype": dtype, "chat_template_name": chat_template_name, "format": format}
         given |= {"compression": compression, "max_shard_size": max_shard_size, "background": background}
         config = replace(self.config, **{name: value for name, value in given.items() if value is not None})
+        facts = self._run.facts(step, numbers_of(metrics or {}))
         self._pending.settle()
         return self._pending.save(
             config,
             lambda: request_of(
                 config,
                 model,
-                self._target(path, step),
+                self._saves.target(path, step, has_state=False),
                 adapter_only=adapter_only,
                 attribute=attribute,
                 tokenizer=self.tokenizer if tokenizer is None else tokenizer,
                 state_dict=state_dict,
                 state_dict_given=state_dict is not None,
-                step=step,
-                metrics=dict(metrics or {}),
                 extra_files=dict(extra_files or {}),
+                **facts,
             ),
         )
 
@@ -147,38 +146,51 @@ class CheckpointSaver:
         """The batches of `loader` that the run has not seen: the rest of a pass, or with `epochs` of that many passes.
 
         After `resume` it goes on exactly where the checkpoint was made; with `replay` also for random augmentation in
-        loader workers, as batches seen are read again and dropped. Checkpoints that `every` wants at the end of a pass
-        are made there if the loader could not tell which batch is the last.
+        loader workers, as batches seen are read again and dropped. Passes are counted for each loader by itself; of
+        several, each is known again by its data, or else by the order in which they are asked for. Checkpoints that
+        `every` wants at the end of a pass are made there if the loader could not tell which batch is the last; at the
+        end of all `epochs` the run is saved, if `every` saves it at all and its last step was not.
         """
-        ranks, self._epochs = self._ranks(), epochs or self._epochs
-        while epochs is None or self._run.progress.epoch < epochs:
-            batches = self._run.remaining(loader, ranks, replay)
+        feed = self._run.feeds.of(loader, self._ranks(), replay)
+        self._epochs = epochs or self._epochs
+        if epochs is not None and feed.epoch >= epochs and self._run.resumed_from is not None and self._ranks().leads:
+            _LOG.info("the run is finished: %d of %d epochs are done", feed.epoch, epochs)
+        while epochs is None or feed.epoch < epochs:
+            feed = self._run.feeds.of(loader, self._ranks(), replay)  # anew: the run may have been taken back
+            batches = feed.batches()
             yield from batches if self._rehearsal is None else self._rehearsal.watched(batches)
             if self.config.every is not None and self.config.every.epochs:
-                self._save_if_due({}, pass_ended=True)
+                self._saves.save_if_due({})
             if epochs is None:
                 return
+        self._saves.save_last()
 
+    @as_in_training
     def step(
         self, metrics: Mapping[str, float] | None = None, *, step: int | None = None
     ) -> SaveReport | PendingSave | None:
         """Say that a batch is done; saves the run when `every` wants it. On every rank, after every batch.
 
-        Counts a step when the optimizer has stepped: batches within gradient accumulation are passed over. `step`
-        sets the count instead. After a save for a signal the process exits on all ranks, see `Every.signals`.
+        Counts a step when an optimizer has stepped: batches whose gradients wait for a later step are passed over,
+        whether Accelerate accumulates them or the script does. Optimizers must be known for that, by Accelerate or
+        `register`; where none is, every call counts. `step` sets the count instead. `metrics` are real numbers, also
+        as tensors or arrays of one element. After a save for a signal the process exits on all ranks, see
+        `Every.signals`.
 
-        Raises what `save_state` raises; with on_failure="warn" a save that fails is warned of, and training goes on.
+        Raises ConfigError for metrics that are no numbers, and what `save_state` raises; with on_failure="warn" a save
+        that fails is warned of, and training goes on.
         """
-        if not self._run.is_between_steps:
+        given = numbers_of(metrics or {})
+        if not self._run.is_batch_done():
             return None
-        self._run.stepped(step)
-        given = dict(metrics or {})
-        report = self._save_if_due(given)
+        self._run.stepped(step, given)
+        report = self._saves.save_if_due(given)
         if self._rehearsal is not None:
             save, leads = lambda path: self.save_state(path=path, metrics=given), self._ranks().leads
             self._rehearsal.stepped(self._run.step, given, report is not None, leads, save)
         return report
 
+    @as_in_training
     def save_state(
         self,
         model: nn.Module | None = None,
@@ -198,9 +210,10 @@ class CheckpointSaver:
         `extra_files` and `background` as for `save`.
         Then what `keep` does not ask for is deleted. Raises what `save` raises.
         """
-        counted = self._run.agreed(metrics or {}, self._ranks())
+        counted = self._run.agreed(numbers_of(metrics or {}), self._ranks())
         config = self.config if background is None else replace(self.config, background=background)
-        return self._save_state(None, config, model, path, adapter_only, counted, objects, dict(extra_files or {}))
+        self._run.register({**objects, **({} if model is None else {"model": model})})
+        return self._saves.save(None, config, path, counted, adapter_only, dict(extra_files or {}))
 
     def wait(self) -> SaveReport | None:
         """Wait for the save in the background, if there is one, and give its report; on every rank.
@@ -209,12 +222,19 @@ class CheckpointSaver:
         """
         return self._pending.settle()
 
-    def resume(self, checkpoint: str | Path = "auto", *, allow: Iterable[str] | bool = (), **objects: Any) -> Progress:
+    @as_in_training
+    def resume(
+        self, checkpoint: str | Path | bool | None = "auto", *, allow: Iterable[str] | bool = (), **objects: Any
+    ) -> Progress:
         """Put the run back to where a checkpoint was made, and say how far it is; on every rank.
 
-        `checkpoint`: "auto", the newest in `directory` that is whole, or a fresh start if there is none; "must", the
-        newest, or an error; "never", a fresh start; or one by its name or path. `objects` are registered first.
-        `progress.report` lists what became of each item; those named in `allow` (True: any) may be absent or fail.
+        `checkpoint`: "auto" (also "latest", True, None), the newest in `directory` that is whole, or a fresh start if
+        there is none; "must", the newest, or an error; "never" (also False), a fresh start; or one by its name in
+        `directory` or its path. The newest is of the newest run there, however far others got. `objects` are
+        registered first. `progress.report` lists what became of each item, none on a fresh start; those named in
+        `allow` (True: any) may be absent or fail. What the checkpoint does not have is dropped: state of optimizers,
+        gradients. A run taken back to one of its own older checkpoints goes on as a run of its own, which may replace
+        what came after that.
 
         Raises LoadError when something was not restored, NotACheckpointError when there is none to resume from,
         CorruptError naming damaged files and the newest whole checkpoint, RankError when another rank failed.
@@ -222,141 +242,70 @@ class CheckpointSaver:
         self._pending.settle()
         self.register(**objects)
         with ExitStack() as stack:
-            held = self._opened(str(checkpoint), stack)
+            held, branch = self._opened(starting.mode_of(checkpoint), stack)
             if held is not None:
                 self._run.report = self._run.reinstate(held, self._ranks(), allow, versions())
+                self._run.branch(branch)
         if self._ranks().leads:
             _LOG.info(*_told(self._run.progress, self.directory))
         return self._run.progress
 
     def close(self) -> None:
-        """End of use: waits as `wait` does; later saves are refused. Also called when a `with` block ends."""
-        self._closed = True
-        _OPEN.discard(self)
-        self._run.close()
-        self._pending.close()
+        """End of use, on every rank: waits as `wait` does; later saves are refused. A `with` block ends with it.
+
+        Where `every` saves the run, its last step is saved first if it was not, unless an exception is on its way.
+        """
+        self._end(save=sys.exc_info()[0] is None)
+
+    def _end(self, *, save: bool) -> None:
+        """Save what is to be saved, and let go of everything, whatever happens."""
+        with ExitStack() as stack:
+            stack.callback(self._pending.close)
+            stack.callback(self._run.close)
+            stack.callback(_OPEN.discard, self)
+            stack.callback(self._saves.close)
+            if save and not self._saves.is_closed:
+                self._saves.save_last()
 
     def __enter__(self) -> "CheckpointSaver":
         return self
 
     def __exit__(self, kind: object, *_: object) -> None:
-        _, error = attempt(self.close)
-        if error is not None and kind is None:
-            raise error  # not over the error that is on its way
+        if kind is None:
+            self._end(save=True)
+        else:
+            attempt(lambda: self._end(save=False))  # its error would hide the one that is on its way
 
-    def _opened(self, mode: str, stack: ExitStack) -> OpenCheckpoint | None:
-        """The checkpoint that rank 0 chooses, open on every rank as long as the stack; collective."""
+    def _opened(self, mode: str, stack: ExitStack) -> tuple[OpenCheckpoint | None, str | None]:
+        """The checkpoint that rank 0 chooses, open on every rank as long as the stack; and the name of the run that
+        begins there, if it is another. Collective.
+        """
         ranks = self._ranks()
         held: OpenCheckpoint | None
-        held, error = ranks.attempt(lambda: self._chosen(mode, stack) if ranks.leads else None)
-        told = {"mode": mode, "path": None, "identity": None}
+        chosen, error = ranks.attempt(lambda: self._chosen(mode, stack) if ranks.leads else None)
+        held, branch = chosen or (None, None)
+        told = {"mode": mode, "path": None, "identity": None, "branch": branch}
         if held is not None:
             told |= {"path": str(held.path), "identity": held.identity}
         found = ranks.agree("resume()", told, error, same=("mode",))[0]
         if found["path"] is None or ranks.size == 1:
-            return held
+            return held, found["branch"]
         here: OpenCheckpoint | None
         here, error = ranks.attempt(lambda: held or stack.enter_context(open_checkpoint(found["path"])))
         answers = ranks.agree("opening the checkpoint of resume()", {"identity": here and here.identity}, error)
         if any(answer["identity"] != found["identity"] for answer in answers):
             raise LoadError(f"{found['path']}: replaced by another save while the ranks opened it; resume again")
-        return here
+        return here, found["branch"]
 
-    def _chosen(self, mode: str, stack: ExitStack) -> OpenCheckpoint | None:
+    def _chosen(self, mode: str, stack: ExitStack) -> tuple[OpenCheckpoint | None, str | None]:
         if self.directory is not None:
             clear(self.directory)  # of what saves have left that were killed
-        return stack.enter_context(resume.chosen(self.directory, mode, self.config.verify_resume))
-
-    def _save_if_due(self, metrics: dict[str, float], pass_ended: bool = False) -> SaveReport | PendingSave | None:
-        if self._pending.has_ended(self._ranks()):
-            self._tried(self._pending.settle)
-        metrics = self._run.agreed(metrics, self._ranks())
-        reason = self._run.due(metrics, self._ranks(), pass_ended)
-        if reason is None:
-            return None
-        ends = reason == "deadline" or reason.startswith("SIG") or self._rehearsal is not None
-        config = replace(self.config, background=self.config.background and not ends)
-        report = self._tried(lambda: self._save_state(reason, config, None, None, None, metrics, {}))
-        if reason.startswith("SIG"):
-            self.close()
-            raise SystemExit(exit_code(reason, self.config.every.exit_code if self.config.every else None))
-        return report
-
-    def _tried(self, action: Callable[[], T]) -> T | None:
-        try:
-            return action()
-        except CheckpointError as error:
-            if self.config.on_failure == "raise":
-                raise
-            warnings.warn(f"step {self._run.step}: no checkpoint was made, training goes on: {error}", stacklevel=4)
-            return None
-
-    def _save_state(
-        self,
-        reason: str | None,
-        config: SaverConfig,
-        model: nn.Module | None,
-        path: str | Path | None,
-        adapter_only: bool | None,
-        metrics: dict[str, float],
-        objects: dict[str, Any],
-        extra_files: dict[str, str | bytes] | None = None,
-    ) -> SaveReport | PendingSave:
-        self._pending.settle()
-        begun = time.monotonic()
-        now, history = self._run, self._run.history
-        self.register(**objects, **({} if model is None else {"model": model}))
-        now.note_saved(reason, metrics)
-        try:
-            captured = now.capture(self._ranks(), versions(), self._pending.kept)
-            adapters = captured.once("adapters", lambda: is_adapter_run(now.model))
-            report = self._pending.save(
-                config,
-                lambda: request_of(
-                    config,
-                    now.model,
-                    self._target(path, now.step),
-                    adapter_only=adapters if adapter_only is None else adapter_only,
-                    tokenizer=self.tokenizer,
-                    step=now.step,
-                    metrics=metrics,
-                    captured=captured,
-                    run_id=now.run_id,
-                    protect=self._protected(),
-                    extra_files=extra_files or {},
-                ),
-                self._prunes(),
-            )
-        except BaseException:
-            now.history = history
-            now.note_saved(reason, {})  # the next try comes an interval later
-            raise
-        if isinstance(report, PendingSave):
-            self._pending.before = history  # what it cost, and whether it is there at all, is known later
-            return report
-        now.history = history
-        now.note_saved(reason, metrics, time.monotonic() - begun)
-        return report
-
-    def _prunes(self) -> Callable[[Path], None]:
-        """What deletes old checkpoints once a new one is there."""
-        directory = self.directory if self._ranks().leads else None
-        return partial(tidy, directory, self.config.keep, self._run.run_id, self._protected())
-
-    def _protected(self) -> tuple[Path, ...]:
-        return () if self._run.resumed_from is None else (self._run.resumed_from,)
+            starting.warn_of_others(self.directory, mode)
+        held = stack.enter_context(resume.chosen(self.directory, mode, self.config.verify_resume))
+        return held, None if held is None else starting.branch_of(mode, held.path, held.manifest)
 
     def _ranks(self) -> Ranks:
         return current(self.config.enter_timeout_seconds)
-
-    def _target(self, path: str | Path | None, step: int | None) -> Path:
-        if self._closed:
-            raise CheckpointError("this saver is closed; make a new one to save again")
-        if path is not None:
-            return local_path(path).absolute()
-        if self.directory is None or step is None:
-            raise ConfigError("save() without a path needs the saver's directory and a step; give it a path, or both")
-        return (self.directory / self.config.name_template.format(step=step)).absolute()
 
 
 def _told(progress: Progress, directory: Path | None) -> tuple[Any, ...]:

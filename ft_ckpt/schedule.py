@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from datetime import datetime, timedelta
 from typing import Any
 
-from ft_ckpt.errors import ConfigError, LoadError, listing
+from ft_ckpt.errors import ConfigError, LoadError
 from ft_ckpt.intervals import bounded_interval, optimal_interval, parse_seconds
 
 SIGNALS = ("SIGTERM", "SIGINT", "SIGUSR1", "SIGUSR2", "SIGHUP", "SIGQUIT", "SIGXCPU")  # what asks a process to end
@@ -96,35 +96,6 @@ class History:
 
 
 _KEPT = ("saved_epochs", "best", "step_seconds", "save_seconds", "run_seconds", "failures", "reason")
-
-
-def numbers_of(metrics: Mapping[str, Any]) -> dict[str, float]:
-    """The metrics as floats: of this moment, whatever numbers or tensors of one element they were.
-
-    Raises ConfigError naming all that are no real number.
-    """
-    found = {name: _number_of(value) for name, value in metrics.items()}
-    problems = [f"{name} is {_described(metrics[name])}" for name, value in found.items() if value is None]
-    problems += [f"the name {name!r} is no text" for name in found if not isinstance(name, str)]
-    if problems:
-        raise ConfigError(f"metrics: {listing(problems)}; expected a name and one real number for each")
-    return {name: value for name, value in found.items() if value is not None}
-
-
-def _number_of(value: Any) -> float | None:
-    """`value` as a float; None when it is not one real number."""
-    shape = getattr(value, "shape", ())
-    if isinstance(value, (str, bytes, bytearray)) or math.prod(shape) != 1:
-        return None
-    try:
-        return float(value.item() if shape else value)
-    except (TypeError, ValueError, OverflowError):
-        return None
-
-
-def _described(value: Any) -> str:
-    shape = getattr(value, "shape", None)
-    return f"a {type(value).__name__}" + (f" of shape {list(shape)}" if shape else "")
 
 
 def started(step: int, epochs_done: int, now: float, kept: Mapping[str, Any] | None = None) -> History:

@@ -5,15 +5,31 @@ wait for the copy. Everything else is copied before `take` returns. The memory i
 """
 
 import time
-from collections.abc import Hashable, Iterable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping
+from functools import wraps
 from threading import Event
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
 
+P = ParamSpec("P")
+T = TypeVar("T")
 _ALIGNMENT = 64
 Copies = Mapping[Hashable, Tensor]  # by the names of the live tensors, whatever these are
+
+
+def as_in_training(method: Callable[P, T]) -> Callable[P, T]:
+    """The method outside of `torch.inference_mode`: what it makes lives on, and training changes it."""
+
+    @wraps(method)
+    def outside(*args: P.args, **kwargs: P.kwargs) -> T:
+        if not torch.is_inference_mode_enabled():
+            return method(*args, **kwargs)
+        with torch.inference_mode(False), torch.no_grad():
+            return method(*args, **kwargs)
+
+    return outside
 
 
 class Snapshot:
@@ -74,7 +90,8 @@ def owned_by(optimizers: Mapping[Any, Iterable[Tensor]]) -> frozenset[int]:
     for optimizer, further in optimizers.items():
         owned.update(map(id, further))
         owned.update(id(p) for group in optimizer.param_groups for p in group["params"])
-        owned.update(id(v) for state in optimizer.state.values() for v in state.values() if isinstance(v, Tensor))
+        states = [state for key, state in optimizer.state.items() if isinstance(key, Tensor)]
+        owned.update(id(value) for state in states for value in state.values() if isinstance(value, Tensor))
     return frozenset(owned)
 
 

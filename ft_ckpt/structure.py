@@ -96,6 +96,9 @@ class Look:
         for group in one.param_groups:
             self.facts += [list(group), [self.places.get(id(parameter)) for parameter in group["params"]]]
         for parameter, state in one.state.items() if with_state else ():
+            if not isinstance(parameter, Tensor):  # state of no parameter: any tree
+                self.is_opaque = True
+                continue
             self.facts.append(self.places.get(id(parameter)))
             for key, value in state.items():
                 if isinstance(value, Tensor):

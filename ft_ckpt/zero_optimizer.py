@@ -246,11 +246,9 @@ def _source(owner: Source, key: str, dtype: torch.dtype, holding: Holding) -> So
 def _restore_groups(
     optimizer: Any, partitions: list[Partition], description: Description, found: Mapping[str, Source]
 ) -> None:
-    """The hyperparameters, matched by the names of what is trained: ZeRO forgets that groups had frozen parameters."""
-    frozen = {name for name, source in found.items() if not source.trainable}
-    groups = [{**g, "params": [name for name in g["params"] if name not in frozen]} for g in description["groups"]]
+    """The hyperparameters."""
     shown = _unflattened(optimizer, partitions)
-    optimizers.restore(shown, {**description, "groups": groups, "state": {}}, found, lambda source: None)
+    optimizers.set_groups(optimizers.matched(shown, description, found)[0])
     for group, restored in zip(optimizer.optimizer.param_groups, shown.param_groups, strict=True):
         group.update({key: value for key, value in restored.items() if key != "params"})
 

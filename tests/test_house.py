@@ -22,7 +22,7 @@ PAGES = [ROOT / "README.md", ROOT / "ft_ckpt/README.md"]
 ERRORS = {name for name, value in vars(errors).items() if isinstance(value, type)}
 FOREIGN_ERRORS = {
     "cli/__init__.py": {"Exit"},  # how typer is told an exit code
-    "saver.py": {"SystemExit"},  # after the save that a signal asked for
+    "run_saves.py": {"SystemExit"},  # after the save that a signal asked for
     "disk.py": {"OSError"},  # it stands for system calls and fails as they do, with their error numbers
 }
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)

@@ -299,7 +299,7 @@ def test_damage_is_named_and_an_older_checkpoint_taken(tmp_path, file, damage):
     """Pains 26, 36 and 41: a damaged file is passed over in silence, or a pickle in its place is run."""
     run = prepared()
     with CheckpointSaver(run.accelerator, tmp_path, every=Every(steps=2, signals=()), **QUIET) as saver:
-        train(run, saver, 5)
+        train(run, saver, 4)
     hurt(tmp_path / "checkpoint-4" / file, damage, tmp_path / "executed")
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")

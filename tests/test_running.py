@@ -6,13 +6,18 @@ import signal
 import subprocess
 import sys
 import time
+from decimal import Decimal
 
+import numpy as np
 import pytest
+import torch
 from launch import run_cases
-from training import QUIET, prepared, train
+from torch.utils.data import DataLoader, TensorDataset
+from training import QUIET, network, prepared, rows, train
 
 from ft_ckpt import CheckpointSaver, Every, Keep, commit, room
-from ft_ckpt.errors import NoSpaceError, TargetError
+from ft_ckpt.catalog import read_manifest
+from ft_ckpt.errors import ConfigError, NoSpaceError, TargetError
 
 TOGETHER = ["one_signal", "by_the_clock", "by_a_metric", "unlike", "incomplete_ddp", "incomplete_fsdp2"]
 
@@ -35,12 +40,13 @@ def folders(run):
 @pytest.mark.parametrize(
     ("every", "saved"),
     [
-        (Every(steps=5, signals=()), ["checkpoint-5", "checkpoint-10", "checkpoint-15"]),
+        (Every(steps=5, signals=()), ["checkpoint-5", "checkpoint-10", "checkpoint-15", "checkpoint-18"]),
         (Every(epochs=1, signals=()), ["checkpoint-6", "checkpoint-12", "checkpoint-18"]),
-        (Every(epochs=2, steps=8, signals=()), ["checkpoint-8", "checkpoint-12", "checkpoint-16"]),
+        (Every(epochs=2, steps=8, signals=()), ["checkpoint-8", "checkpoint-12", "checkpoint-16", "checkpoint-18"]),
     ],
 )
 def test_steps_and_epochs(tmp_path, every, saved):
+    """And the end, without which a finished run would go on from the last interval when it is started again."""
     run = prepared()
     with CheckpointSaver(run.accelerator, tmp_path, every=every, **QUIET) as saver:
         train(run, saver)
@@ -183,3 +189,129 @@ def test_a_directory_that_cannot_be_written_fails_at_once(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(TargetError):
         CheckpointSaver(None, tmp_path / "file")
+
+
+def run_of(folder, **settings):
+    """A saver with a model and an optimizer, and a loader of six batches."""
+    torch.manual_seed(0)
+    model = network()
+    saver = CheckpointSaver(None, folder, **QUIET, **settings)
+    saver.register(model=model, optimizer=torch.optim.AdamW(model.parameters(), lr=0.1))
+    return saver, DataLoader(TensorDataset(rows()), batch_size=2)
+
+
+def batches(saver, loader, epochs=2):
+    done = 0
+    for (inputs,) in saver.remaining(loader, epochs=epochs):
+        one(saver, inputs)
+        done += 1
+    return done
+
+
+def one(saver, inputs):
+    optimizer = saver._run.registered["optimizer"]
+    saver._run.model(inputs).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    saver.step()
+
+
+def test_a_finished_run_that_is_started_again_does_nothing(tmp_path, caplog):
+    """It trained on from the last interval, or all over again: no state was saved at its end."""
+    saver, loader = run_of(tmp_path, every=Every(steps=5, signals=()))
+    assert batches(saver, loader) == 12
+    assert folders(tmp_path) == ["checkpoint-5", "checkpoint-10", "checkpoint-12"]  # though nobody closed it
+    saver, loader = run_of(tmp_path, every=Every(steps=5, signals=()))
+    with saver, caplog.at_level("INFO", "ft_ckpt"):
+        assert saver.resume().step == 12
+        assert batches(saver, loader) == 0
+    assert "the run is finished: 2 of 2 epochs are done" in caplog.text
+    assert folders(tmp_path) == ["checkpoint-5", "checkpoint-10", "checkpoint-12"]
+
+
+def closed(saver):
+    saver.close()
+
+
+def left(saver):
+    with saver:
+        pass
+
+
+def interrupted(saver):
+    with pytest.raises(KeyboardInterrupt), saver:
+        raise KeyboardInterrupt
+
+
+def closed_on_the_way_out(saver):
+    try:
+        raise KeyboardInterrupt
+    except KeyboardInterrupt:
+        saver.close()
+
+
+@pytest.mark.parametrize("background", [False, True])
+@pytest.mark.parametrize(
+    ("end", "saved"), [(closed, True), (left, True), (interrupted, False), (closed_on_the_way_out, False)]
+)
+def test_the_last_step_is_saved_at_the_end_unless_something_went_wrong(tmp_path, end, saved, background):
+    saver, _ = run_of(tmp_path, every=Every(steps=2, signals=()), background=background)
+    for _ in range(3):
+        one(saver, rows())
+    end(saver)
+    assert folders(tmp_path) == ["checkpoint-2", "checkpoint-3"][: 1 + saved]
+    saver.close()  # again is nothing
+
+
+def test_nothing_is_saved_at_the_end_of_what_saves_by_hand_or_did_not_train(tmp_path):
+    for settings in ({}, {"every": Every(steps=2, signals=())}):
+        with run_of(tmp_path, **settings)[0] as saver:
+            if not settings:
+                one(saver, rows())
+    assert folders(tmp_path) == []
+
+
+def fractions():
+    return {"a": torch.tensor(0.5), "b": np.float32(0.25), "c": Decimal("1.5"), "d": True, "e": np.array([3])}
+
+
+def test_metrics_may_be_whatever_is_one_number(tmp_path):
+    """The first save ended in json's TypeError, past on_failure="warn"."""
+    saver, _ = run_of(tmp_path, every=Every(steps=1, best=("a", "max"), signals=()))
+    live = torch.tensor(0.5)
+    saver.step({**fractions(), "a": live})
+    live.fill_(7)
+    saver.save_state(path=tmp_path / "state", metrics=fractions())
+    saver.save(saver._run.model, tmp_path / "weights", metrics=fractions())
+    for name in ("checkpoint-1", "state", "weights"):
+        found = read_manifest(tmp_path / name).metrics
+        assert found == {"a": 0.5, "b": 0.25, "c": 1.5, "d": 1.0, "e": 3.0}
+
+
+@pytest.mark.parametrize("value", [None, "0.5", torch.zeros(2), np.zeros((1, 2)), [1.0], 1j])
+def test_what_is_no_number_is_named(tmp_path, value):
+    saver, _ = run_of(tmp_path, every=Every(steps=1, signals=()), on_failure="warn")
+    for call in (saver.step, lambda metrics: saver.save_state(metrics=metrics)):
+        with pytest.raises(ConfigError, match=f"metrics: worst is a {type(value).__name__}"):
+            call({"loss": 1.0, "worst": value})
+    assert folders(tmp_path) == []
+
+
+@pytest.mark.parametrize("background", [False, True])
+def test_inference_mode_around_a_save_and_a_resume(tmp_path, background):
+    """Memory made in it cannot be written to outside: later saves and the next step failed."""
+    saver, _ = run_of(tmp_path, background=background)
+    one(saver, rows())
+    with torch.inference_mode():
+        saver.save_state()
+    one(saver, rows())
+    saver.save_state()
+    saver.wait()
+    fresh, _ = run_of(tmp_path)
+    with torch.inference_mode():
+        fresh.resume("must")
+    for each in (saver, fresh):
+        torch.manual_seed(1)
+        one(each, rows())
+    for mine, other in zip(saver._run.model.parameters(), fresh._run.model.parameters(), strict=True):
+        assert torch.equal(mine, other)

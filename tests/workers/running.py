@@ -102,6 +102,52 @@ def micro_step(live: Live, number: int) -> float:
         return live.step(models.batch(seed=31 * number + harness.RANK))
 
 
+def by_hand_ddp(folder: Path) -> None:
+    by_hand("ddp", folder)
+
+
+def by_hand_fsdp2(folder: Path) -> None:
+    by_hand("fsdp2", folder)
+
+
+def by_hand_fsdp2_unsynced(folder: Path) -> None:
+    by_hand("fsdp2", folder, unsynced=True)
+
+
+def by_hand(wrapper: str, folder: Path, *, unsynced: bool = False) -> None:
+    """Without Accelerate: three batches make a step, and gradients of an unfinished one are kept."""
+
+    def batch(live: Live, number: int) -> float:
+        if unsynced:
+            live.model.set_requires_gradient_sync(number % 3 == 2)
+        loss = live.model(**models.batch(seed=31 * number + harness.RANK)).loss
+        loss.backward()
+        if number % 3 == 2:
+            live.optimizer.step()
+            live.optimizer.zero_grad()
+        return float(loss.detach())
+
+    def made(seed: int) -> tuple[Live, CheckpointSaver]:
+        live = WRAPPERS[wrapper](models.build("llama", seed))
+        saver = CheckpointSaver(None, folder, **SHORT)
+        saver.register(model=live.model, optimizer=live.optimizer)
+        return live, saver
+
+    live, saver = made(0)
+    expected = []
+    for number in range(9):
+        expected.append(batch(live, number))
+        saver.step()
+        if number in (3, 4, 5):
+            saver.save_state(path=folder / f"after-{number}")
+    assert saver.progress.step == 3, saver.progress
+    for number in (3, 4, 5):
+        fresh, saver = made(1)
+        report = saver.resume(f"after-{number}").report
+        assert any(item.name == "gradients" for item in report.items) == (number != 5), report
+        assert [batch(fresh, later) for later in range(number + 1, 9)] == expected[number + 1 :], number
+
+
 def unlike(folder: Path) -> None:
     """What fails on one rank alone is raised on all, and named."""
     run = prepared()

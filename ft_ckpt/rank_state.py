@@ -1,0 +1,106 @@
+"""What each rank of a run has of its own: random numbers, places in the data, gradients of an unfinished step."""
+
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from ft_ckpt import accumulation, resume, rng, zero_optimizer
+from ft_ckpt.accumulation import StepWatch
+from ft_ckpt.errors import CheckpointError, SelectionError
+from ft_ckpt.feeds import Feeds
+from ft_ckpt.items import Item
+from ft_ckpt.ranks import Ranks
+from ft_ckpt.resume import Restored
+from ft_ckpt.training import Document
+
+_GRADIENTS, _RANDOM, _FEED, _STEPS, _SYNC = "gradients", "rng", "loader", "accumulation", "sync"
+
+
+@dataclass(frozen=True, eq=False)
+class OnRank:
+    """Where the state of this rank is: `models` by item, `zero` the optimizers that DeepSpeed partitions."""
+
+    accelerator: Any
+    models: Mapping[str, nn.Module]
+    feeds: Feeds
+    steps: StepWatch
+    zero: Sequence[Item]
+
+    @property
+    def is_synced(self) -> bool:
+        """Whether Accelerate, if it counts, says that no step is under way."""
+        return bool(getattr(self.accelerator, "sync_gradients", True))
+
+
+def captured(of: OnRank) -> dict[str, Any]:
+    """The state of this rank, as trees by name. Raises SelectionError where gradients are kept out of reach."""
+    own: dict[str, Any] = {_RANDOM: rng.capture()}
+    own |= {f"{_FEED}-{index}": state for index, state in enumerate(of.feeds.state_dicts())}
+    if hasattr(of.accelerator, "step"):
+        own[_STEPS], own[_SYNC] = int(of.accelerator.step), of.is_synced
+    if not of.is_synced and any(zero_optimizer.accumulating(item.value) for item in of.zero):
+        raise SelectionError("gradients: DeepSpeed keeps them to itself; save when the optimizer has stepped")
+    if not of.is_synced or of.steps.is_pending(of.models.values):
+        own[_GRADIENTS] = {name: accumulation.gradients(model) for name, model in of.models.items()}
+    return own
+
+
+def put_back(
+    to: OnRank, document: Document, stored: resume.Stored, ranks: Ranks
+) -> tuple[Feeds, tuple[str, ...], list[Restored]]:
+    """Give this rank what `captured` gave: the feeds, notes, and what became of each.
+
+    Random numbers come last, since anything before may draw some. Gradients that the checkpoint lacks are dropped.
+    """
+    saved, notes, outcomes = len(document["ranks"]), [], []
+    stand_in = min(ranks.rank, saved - 1)
+    trees = {name: resume.own_tree(document, stored, stand_in, name) for name in document["ranks"][stand_in]}
+    if saved != ranks.size:  # what all ranks have seen together is rank 0's to tell
+        places = [name for name in trees if name.startswith(f"{_FEED}-")]
+        trees |= {name: resume.own_tree(document, stored, 0, name) for name in places}
+    feeds = Feeds([trees[name] for index in range(len(trees)) if (name := f"{_FEED}-{index}") in trees])
+    if f"{_FEED}-0" in trees:
+        outcomes.append(Restored("data", "restored"))
+    if _STEPS in trees and to.accelerator is not None:
+        to.accelerator.step = trees[_STEPS]
+        to.accelerator.gradient_state._set_sync_gradients(trees.get(_SYNC, _GRADIENTS not in trees))
+    for model in to.models.values():
+        accumulation.drop_gradients(model)
+    if any(_GRADIENTS in names for names in document["ranks"]):
+        outcomes.append(_put_back_gradients(to.models, trees.get(_GRADIENTS), saved, ranks))
+    problems = rng.restore(trees[_RANDOM])
+    outcomes.append(Restored(_RANDOM, "failed" if problems else "restored", "; ".join(problems)))
+    if saved != ranks.size:
+        notes.append(
+            f"saved by {saved} rank(s), resumed on {ranks.size}: weights and optimizer are the same; ranks 0 to "
+            f"{min(saved, ranks.size) - 1} go on with their random numbers, further ones with new ones"
+        )
+    if ranks.rank >= saved:
+        _scatter(ranks.rank)
+    return feeds, tuple(notes), outcomes
+
+
+def _put_back_gradients(models: Mapping[str, nn.Module], gradients: Any, saved: int, ranks: Ranks) -> Restored:
+    if saved != ranks.size or gradients is None:
+        detail = f"saved in the middle of gradient accumulation by {saved} rank(s), resumed on {ranks.size}"
+        return Restored(_GRADIENTS, "failed", detail)
+    try:
+        for name, model in models.items():
+            accumulation.restore_gradients(model, gradients.get(name, {}))
+    except (CheckpointError, RuntimeError) as error:
+        return Restored(_GRADIENTS, "failed", str(error))
+    return Restored(_GRADIENTS, "restored")
+
+
+def _scatter(rank: int) -> None:
+    """New random numbers for a rank that was not there: from those it was lent, moved apart by its number."""
+    import numpy as np
+    import torch
+
+    seed = (int(torch.randint(2**62, ()).item()) ^ (rank * 0x9E3779B97F4A7C15)) % 2**63
+    torch.manual_seed(seed)
+    random.seed(seed)
+    np.random.seed(seed % 2**32)

@@ -1,0 +1,151 @@
+"""The saves of a run: when the schedule asks for one, at the end, and when the script does."""
+
+import time
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+from ft_ckpt.config import SaverConfig
+from ft_ckpt.disk import local_path
+from ft_ckpt.errors import CheckpointError, ConfigError
+from ft_ckpt.parts import is_adapter_run
+from ft_ckpt.pending import Pending, PendingSave
+from ft_ckpt.preparing import request_of
+from ft_ckpt.ranks import Ranks, current
+from ft_ckpt.records import versions
+from ft_ckpt.running import Run
+from ft_ckpt.saving import SaveReport
+from ft_ckpt.signals import exit_code
+from ft_ckpt.snapshot import as_in_training
+from ft_ckpt.starting import refuse_replacing
+from ft_ckpt.sweep import tidy
+
+T = TypeVar("T")
+_SAVES_WITHOUT_METRIC = 3  # before it is said that none came
+
+
+@dataclass(eq=False)
+class RunSaves:
+    """What one saver does with one run. Every method is collective."""
+
+    run: Run
+    pending: Pending
+    directory: Path | None
+    tokenizer: Any
+    is_rehearsal: bool
+    is_closed: bool = False
+
+    def close(self) -> None:
+        """Refuse what comes later."""
+        self.is_closed = True
+
+    def save_if_due(self, metrics: dict[str, float]) -> SaveReport | PendingSave | None:
+        """Save if `every` wants it; after a save for a signal the process exits (SystemExit)."""
+        if self.pending.has_ended(self._ranks()):
+            self._tried(self.pending.settle)
+        metrics, every = self.run.agreed(metrics, self._ranks()), self.run.config.every
+        reason = self.run.due(metrics, self._ranks())
+        if reason is None:
+            return None
+        ends = reason == "deadline" or reason.startswith("SIG") or self.is_rehearsal
+        config = replace(self.run.config, background=self.run.config.background and not ends)
+        report = self._tried(lambda: self.save(reason, config, None, metrics))
+        if reason.startswith("SIG"):
+            self.close()
+            self.run.close()
+            self.pending.close()
+            raise SystemExit(exit_code(reason, every.exit_code if every else None))
+        return report
+
+    @as_in_training
+    def save_last(self) -> None:
+        """Save the last step of a run that `every` saves, if it was not saved."""
+        if self.run.config.every is None or self.directory is None or self.is_rehearsal:
+            return
+        if self.run.lacks_save:
+            config = replace(self.run.config, background=False)
+            metrics = self.run.agreed(self.run.last_metrics, self._ranks())
+            self._tried(lambda: self.save("end", config, None, metrics))
+        self.run.warn_of_absent_metrics(1)
+
+    def save(
+        self,
+        reason: str | None,
+        config: SaverConfig,
+        path: str | Path | None,
+        metrics: dict[str, float],
+        adapter_only: bool | None = None,
+        extra_files: Mapping[str, str | bytes] | None = None,
+    ) -> SaveReport | PendingSave:
+        """Save the state of the run for `reason`, None for the script's own; then delete what need not be kept."""
+        self.pending.settle()
+        begun, now, history = time.monotonic(), self.run, self.run.history
+        now.note_saved(reason, metrics)
+        try:
+            captured = now.capture(self._ranks(), versions(), self.pending.kept)
+            adapters = captured.once("adapters", lambda: is_adapter_run(now.model))
+            report = self.pending.save(
+                config,
+                lambda: request_of(
+                    config,
+                    now.model,
+                    self.target(path, now.step, has_state=True),
+                    adapter_only=adapters if adapter_only is None else adapter_only,
+                    tokenizer=self.tokenizer,
+                    step=now.step,
+                    metrics=metrics,
+                    captured=captured,
+                    run_id=now.run_id,
+                    protect=self._protected(),
+                    extra_files=extra_files or {},
+                ),
+                self._prunes(),
+            )
+        except BaseException:
+            now.history = history
+            now.note_saved(reason, {})  # the next try comes an interval later
+            raise
+        now.warn_of_absent_metrics(_SAVES_WITHOUT_METRIC)
+        if isinstance(report, PendingSave):
+            self.pending.before = history  # what it cost, and whether it is there at all, is known later
+            return report
+        now.history = history
+        now.note_saved(reason, metrics, time.monotonic() - begun)
+        return report
+
+    def target(self, path: str | Path | None, step: int | None, *, has_state: bool) -> Path:
+        """The folder to save to. Raises ConfigError when none is known, TargetError for one that must stay."""
+        if self.is_closed:
+            raise CheckpointError("this saver is closed; make a new one to save again")
+        if path is not None:
+            target = local_path(path)
+        elif self.directory is None or step is None:
+            raise ConfigError("save() without a path needs the saver's directory and a step; give it a path, or both")
+        else:
+            target = self.directory / self.run.config.name_template.format(step=step)
+        if self._ranks().leads:
+            refuse_replacing(target, has_state, self.run.own_ids if path is None and has_state else None)
+        return target.absolute()
+
+    def _tried(self, action: Callable[[], T]) -> T | None:
+        try:
+            return action()
+        except CheckpointError as error:
+            if self.run.config.on_failure == "raise":
+                raise
+            warnings.warn(f"step {self.run.step}: no checkpoint was made, training goes on: {error}", stacklevel=5)
+            return None
+
+    def _prunes(self) -> Callable[[Path], None]:
+        """What deletes old checkpoints once a new one is there."""
+        directory = self.directory if self._ranks().leads else None
+        return partial(tidy, directory, self.run.config.keep, self.run.run_id, self._protected())
+
+    def _protected(self) -> tuple[Path, ...]:
+        return () if self.run.resumed_from is None else (self.run.resumed_from,)
+
+    def _ranks(self) -> Ranks:
+        return current(self.run.config.enter_timeout_seconds)
