@@ -17,10 +17,11 @@ from huggingface_hub import split_state_dict_into_shards_factory
 from ft_ckpt import __version__, commit, disk
 from ft_ckpt.config import dtype_name, parse_size
 from ft_ckpt.digests import digest_of
-from ft_ckpt.errors import ConfigError, TargetError, listing
+from ft_ckpt.errors import ConfigError, TargetError, explained, listing
 from ft_ckpt.formats import Spec, TensorFile, dcp, detect, folder, tensorflow
 from ft_ckpt.manifest import BaseRecord, FileRecord, Manifest, PartRecord
 from ft_ckpt.outputs import Output, output, write
+from ft_ckpt.placing import replacing
 from ft_ckpt.translate import Translated, Untied, check_used, compare, read_map
 
 FORMATS = ("safetensors", "h5", "dual", "torch", "tensorflow", "dcp")
@@ -111,20 +112,15 @@ def _check(source: Path, target: Path, kind: str, to_folder: bool, max_shard_siz
 
 def _to_file(opened: TensorFile, _source: Path, options: _Options) -> ConvertReport:
     file, target = Translated(opened, options.names, options.dtype), options.target
-    one = output(options.format, disk.temporary_name(target), file)
+    one = output(options.format, target.name, file)
     commit.check_target(target.parent, one.plan.layout.size_bytes)
-    disk.make_folder(target.parent)
-    stage = target.parent / one.plan.path
-    try:
-        (record,) = write([one], target.parent, options.progress)
-        if options.verify:
-            with closing(detect.open_file(stage)) as found:
-                compare(file, found, target.name)
-        disk.move(stage, target)
-        disk.sync(target.parent)
-    except BaseException:
-        stage.unlink(missing_ok=True)
-        raise
+    with explained(target):
+        disk.make_folder(target.parent)
+        with replacing(target) as stage:
+            (record,) = write([one], stage.parent, options.progress)
+            if options.verify:
+                with closing(detect.open_file(stage)) as found:
+                    compare(file, found, target.name)
     return _report(options, [file], record.size_bytes, ())
 
 

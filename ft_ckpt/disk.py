@@ -6,15 +6,13 @@ import errno
 import functools
 import os
 import re
-import secrets
 import shutil
-import socket
 import stat
 from collections.abc import Iterable, Iterator, Sequence
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import BinaryIO
 
-from ft_ckpt.errors import ConfigError, CorruptError, UnreadableError, damaged_input
+from ft_ckpt.errors import ConfigError, CorruptError, TargetError, UnreadableError, damaged_input
 
 # The calls that change the disk, each by one name, so that a test can stop the process at every one of them.
 mkdir = os.mkdir
@@ -25,6 +23,8 @@ fsync = os.fsync
 rmtree = functools.partial(shutil.rmtree, ignore_errors=True)  # a file held open over NFS must not fail a save
 
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2  # linux/fcntl.h, linux/fs.h
+_FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+_CANNOT_SYNC = {errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS}
 
 _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):/+")  # two letters or more before the colon; Path leaves one slash
 
@@ -90,21 +90,28 @@ def exchange(one: Path, other: Path) -> None:
     call = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
     if call is None:
         raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS), "renameat2")
-    if call(_AT_FDCWD, os.fsencode(one), _AT_FDCWD, os.fsencode(other), _RENAME_EXCHANGE) != 0:
+    while call(_AT_FDCWD, os.fsencode(one), _AT_FDCWD, os.fsencode(other), _RENAME_EXCHANGE) != 0:
         code = ctypes.get_errno()
-        raise OSError(code, os.strerror(code), str(other))
+        if code != errno.EINTR:
+            raise OSError(code, os.strerror(code), str(other))
 
 
 def sync(path: Path) -> None:
     """Return when the file's bytes, or the folder's names, would survive a power cut."""
-    handle = os.open(path, os.O_RDONLY)
+    handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        sync_open(handle)
+    finally:
+        os.close(handle)
+
+
+def sync_open(handle: int) -> None:
+    """`sync` what is open already. File systems that have no such call for it are taken at their word."""
     try:
         fsync(handle)
     except OSError as error:
-        if error.errno != errno.EINVAL or not path.is_dir():  # some file systems cannot sync a folder
+        if error.errno not in _CANNOT_SYNC:
             raise
-    finally:
-        os.close(handle)
 
 
 def sync_all(paths: Sequence[Path]) -> None:
@@ -125,35 +132,97 @@ def make_folder(folder: Path) -> None:
         sync(folder.parent)
 
 
-def shift(paths: Iterable[str], source: Path, goal: Path) -> None:
-    """Move those of `paths` that are in `source` to the same place in `goal`, durably."""
-    touched = set()
-    for path in sorted(paths):
-        here, there = source / path, goal / path
-        if os.path.lexists(here):
-            make_folder(there.parent)
-            move(here, there)
-            touched |= {here.parent, there.parent}
-    for folder in sorted(touched):
-        sync(folder)
+@contextlib.contextmanager
+def inside(folder: Path, below: str = "", *, make: bool = False) -> Iterator[int]:
+    """A descriptor of the folder `below` in `folder`, reached step by step: no link at or below `folder` is followed.
+
+    With `make`, folders that are missing are made. Raises OSError: FileNotFoundError when it is not there,
+    NotADirectoryError when a link or a file is in the way.
+    """
+    handle = os.open(folder, _FOLDER)
+    try:
+        for step in PurePath(below).parts:
+            if make:
+                with contextlib.suppress(FileExistsError):
+                    mkdir(step, dir_fd=handle)
+                    sync_open(handle)
+            above, handle = handle, os.open(step, _FOLDER, dir_fd=handle)
+            os.close(above)
+        yield handle
+    finally:
+        os.close(handle)
+
+
+def shift(paths: Iterable[str], source: Path, goal: Path, *, replace: bool = True) -> None:
+    """Move those of `paths` that are in `source` to the same place in `goal`, durably; nothing goes through a link.
+
+    Without `replace`, what is in the way in `goal` stays, and so does in `source` what would take its place.
+    """
+    for below, each in _by_folder(paths):
+        with contextlib.ExitStack() as stack:
+            try:
+                here = stack.enter_context(inside(source, below))
+            except (FileNotFoundError, NotADirectoryError):
+                continue
+            if present := [name for name in each if _is_in(here, name)]:
+                there = stack.enter_context(inside(goal, below, make=True))
+                for name in present:
+                    if replace or not _is_in(there, name):
+                        move(name, name, src_dir_fd=here, dst_dir_fd=there)
+                sync_open(here)  # to be found twice after a power cut does no harm, to be found nowhere does
+                sync_open(there)
+
+
+def delete(paths: Iterable[str], folder: Path) -> None:
+    """Delete those of `paths` that are files or links in `folder`, durably; what a link leads to is not touched."""
+    for below, each in _by_folder(paths):
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError), inside(folder, below) as here:
+            for name in each:
+                with contextlib.suppress(FileNotFoundError, IsADirectoryError):
+                    unlink(name, dir_fd=here)
+            sync_open(here)  # or a power cut could bring files back that nothing knows of any more
+
+
+def stats(paths: Iterable[str], folder: Path) -> list[os.stat_result]:
+    """Of those of `paths` that are in `folder`, what `delete` would reach."""
+    found = []
+    for below, each in _by_folder(paths):
+        with contextlib.suppress(OSError), inside(folder, below) as here:
+            for name in each:
+                with contextlib.suppress(OSError):
+                    found.append(os.stat(name, dir_fd=here, follow_symlinks=False))
+    return found
 
 
 def prune(paths: Iterable[str], folder: Path) -> None:
-    """Remove the folders of `paths` that moving them away has left empty."""
-    parents = {parent for path in paths for parent in Path(path).parents if parent != Path()}
+    """Remove the folders of `paths` that moving or deleting them has left empty."""
+    parents = {parent for path in paths for parent in PurePath(path).parents if parent != PurePath()}
     for parent in sorted(parents, reverse=True):  # the deepest first
-        with contextlib.suppress(OSError):
-            (folder / parent).rmdir()
+        with contextlib.suppress(OSError), inside(folder, str(parent.parent)) as here:
+            os.rmdir(parent.name, dir_fd=here)
 
 
-def temporary_name(target: Path) -> str:
-    """The name of a new hidden file beside `target`; those that processes of this host left when they died go."""
-    start = f".{target.name[:100]}.ft_ckpt-{socket.gethostname()}-"
-    for file in target.parent.iterdir() if target.parent.is_dir() else ():
-        owner = file.name[len(start) :].partition("-")[0] if file.name.startswith(start) else ""
-        if owner.isdigit() and Path("/proc/self").exists() and not Path(f"/proc/{owner}").exists():
-            file.unlink(missing_ok=True)
-    return f"{start}{os.getpid()}-{secrets.token_hex(4)}"
+def delete_folder(folder: Path) -> None:
+    """Delete `folder` and what is in it, without following a link. Raises TargetError when something is left of it."""
+    rmtree(folder)
+    if os.path.lexists(folder):
+        raise TargetError(f"{folder}: not deleted, or not all of it; delete it by hand if the next save does not")
+
+
+def _by_folder(paths: Iterable[str]) -> list[tuple[str, list[str]]]:
+    """The names in each folder, sorted."""
+    found: dict[str, list[str]] = {}
+    for path in sorted(paths):
+        found.setdefault(str(PurePath(path).parent), []).append(PurePath(path).name)
+    return sorted(found.items())
+
+
+def _is_in(folder: int, name: str) -> bool:
+    try:
+        os.stat(name, dir_fd=folder, follow_symlinks=False)
+    except FileNotFoundError:
+        return False
+    return True
 
 
 def tree(folder: Path) -> Iterator[Path]:
@@ -169,7 +238,7 @@ def pieces(source: Path, goal: Path, ours: set[str]) -> list[str]:
     def walk(folder: str) -> Iterator[str]:
         for entry in os.scandir(source / folder):
             path = f"{folder}{entry.name}"
-            if entry.is_dir(follow_symlinks=False) and (path in shared or (goal / path).is_dir()):
+            if entry.is_dir(follow_symlinks=False) and (path in shared or is_folder(goal / path)):
                 yield from walk(f"{path}/")
             elif path not in ours:
                 yield path
@@ -182,10 +251,28 @@ def mode(path: Path) -> int:
     return stat.S_IMODE(path.stat().st_mode)
 
 
+def real_path(target: Path) -> Path:
+    """Where `target` leads to: a link stays, what it leads to is replaced. Raises TargetError for a loop of links."""
+    try:
+        return Path(target).resolve()
+    except RuntimeError as error:  # what Python before 3.13 raises
+        raise TargetError(f"{target}: a loop of symbolic links ({error}); choose another path") from error
+
+
+def is_folder(path: Path) -> bool:
+    """True for a folder itself, false for a link to one."""
+    return path.is_dir() and not path.is_symlink()
+
+
+def take_group(path: Path, group: int) -> None:
+    """Give `path` to `group`, if this process may."""
+    with contextlib.suppress(OSError):
+        os.chown(path, -1, group)
+
+
 def take_access(folder: Path, other: Path) -> None:
     """Give `folder` the mode and group of `other`, as far as this process may."""
-    with contextlib.suppress(OSError):
-        os.chown(folder, -1, other.stat().st_gid)
+    take_group(folder, other.stat().st_gid)
     if mode(folder) != mode(other):
         chmod(folder, mode(other))
 

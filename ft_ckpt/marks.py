@@ -7,7 +7,6 @@ whoever deletes takes the manifest away first and looks for leases after it: one
 """
 
 import contextlib
-import fcntl
 import getpass
 import json
 import os
@@ -20,11 +19,11 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-from ft_ckpt import disk
-from ft_ckpt.errors import CheckpointError, NotACheckpointError
+from ft_ckpt import disk, owners
+from ft_ckpt.errors import CheckpointError, NotACheckpointError, explained
 from ft_ckpt.manifest import MANIFEST_NAME
+from ft_ckpt.placing import PREFIX, write_text
 
-PREFIX = ".ft_ckpt-"  # of every mark
 PIN = f"{PREFIX}pin"
 DROPPED = f"{PREFIX}dropped"  # the manifest of what is being deleted, see `remove`
 _LEASE = f"{PREFIX}lease-"
@@ -35,12 +34,14 @@ _BEAT_SECONDS, _STALE_SECONDS = 60.0, 600.0
 def pin(path: str | os.PathLike[str], reason: str = "") -> None:
     """Keep the checkpoint `path` whatever any rule says, durably; `reason` is shown to whoever asks.
 
-    Raises NotACheckpointError when nothing is committed there; OSError when the folder cannot be written.
+    Raises NotACheckpointError when nothing is committed there; TargetError or NoSpaceError when it cannot be
+    written, and no pin is left.
     """
     path = disk.local_path(path)
     _check(path)
     made = datetime.now(timezone.utc).isoformat(timespec="seconds")
-    write(path / PIN, json.dumps({"reason": reason, "time": made, "user": _user()}, ensure_ascii=False))
+    with explained(path):
+        write_text(path / PIN, json.dumps({"reason": reason, "time": made, "user": _user()}))
     try:
         _check(path)
     except NotACheckpointError:  # deleted meanwhile: whoever did may not have seen the pin
@@ -49,7 +50,7 @@ def pin(path: str | os.PathLike[str], reason: str = "") -> None:
 
 
 def unpin(path: str | os.PathLike[str]) -> bool:
-    """Take the pin out of `path`, durably; False when there was none. Raises OSError."""
+    """Take the pin out of `path`, durably; False when there was none. Raises TargetError."""
     try:
         disk.unlink(disk.local_path(path) / PIN)
     except FileNotFoundError:
@@ -98,17 +99,6 @@ def leased(path: str | os.PathLike[str]) -> tuple[str, ...]:
     return tuple(f"in use by {_holder(file)}" for file in _leases(Path(path)) if _holds(file))
 
 
-def write(file: Path, text: str) -> None:
-    """Put a small file in place in one step, durably, readable by whom the one it replaces was."""
-    draft = file.with_name(f"{PREFIX}{file.name.lstrip('.')}.draft")
-    draft.write_text(text, encoding="utf-8")
-    if file.exists():
-        disk.chmod(draft, disk.mode(file))
-    disk.sync(draft)
-    disk.move(draft, file)
-    disk.sync(file.parent)
-
-
 def _check(path: Path) -> None:
     if not (path / MANIFEST_NAME).is_file():
         raise NotACheckpointError(f"{path}: no {MANIFEST_NAME} in it; pin a checkpoint that `ft-ckpt ls` lists")
@@ -133,18 +123,14 @@ def _take(path: Path) -> tuple[Path, int] | None:
         handle = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
     except OSError:
         return None
-    told = {"host": socket.gethostname(), "pid": os.getpid(), "machine": _machine() if _lock(handle) else None}
+    told = {
+        "host": socket.gethostname(),
+        "pid": os.getpid(),
+        "machine": owners.machine() if owners.lock(handle) else None,
+    }
     with contextlib.suppress(OSError):  # on a full disk it says nothing, and goes by its time
         os.write(handle, json.dumps(told).encode())
     return file, handle
-
-
-def _lock(handle: int) -> bool:
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:  # a file system without locks
-        return False
-    return True
 
 
 def _beat(handle: int, over: threading.Event) -> None:
@@ -179,29 +165,7 @@ def _holds(file: Path) -> bool:
         touched = file.stat().st_mtime
     except OSError:
         return False
-    if _is_locked(file):
+    if owners.is_locked(file):
         return True
     machine = _read(file).get("machine")
-    return (machine is None or machine != _machine()) and time.time() - touched < _STALE_SECONDS
-
-
-def _is_locked(file: Path) -> bool:
-    try:
-        handle = os.open(file, os.O_RDONLY)
-    except OSError:
-        return False
-    try:
-        fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except OSError as error:
-        return isinstance(error, BlockingIOError)
-    finally:
-        os.close(handle)
-    return False
-
-
-def _machine() -> str | None:
-    """This machine since it was started, all of its containers included: who runs here sees the same locks."""
-    try:
-        return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
-    except OSError:
-        return None
+    return (machine is None or machine != owners.machine()) and time.time() - touched < _STALE_SECONDS

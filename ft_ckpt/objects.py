@@ -15,11 +15,12 @@ import torch
 
 from ft_ckpt import disk
 from ft_ckpt.blocks import BLOCK_BYTES
-from ft_ckpt.errors import ConfigError, CorruptError, NoSpaceError, TargetError
+from ft_ckpt.errors import ConfigError, CorruptError, NoSpaceError, TargetError, explained
 from ft_ckpt.formats import Layout, Spec, cerebras, dual, hdf5, hdf5_chunks, safetensors
 from ft_ckpt.formats.detect import format_by_name, format_of
 from ft_ckpt.formats.hdf5_filters import Codec
 from ft_ckpt.lazy import LazyTensor, lazy_tensor
+from ft_ckpt.placing import replacing
 from ft_ckpt.tree import Leaf, flatten, unflatten
 from ft_ckpt.write import FilePlan, Piece, Writer, write_files
 
@@ -52,19 +53,13 @@ def save(
         raise TargetError(f"{path}: {'a folder' if target.is_dir() else 'its folder does not exist'}; name a file")
     with _no_collection():
         plan = None if codec or kind == "torch" else _plan(obj, kind, native_floats)
-    stage = disk.temporary_name(target)
-    try:
+    with explained(target), replacing(target) as stage:
         if codec is not None:
-            _save_compressed(obj, target.parent, stage, native_floats, codec)
+            _save_compressed(obj, stage.parent, stage.name, native_floats, codec)
         elif plan is None:
-            _save_torch(obj, target.parent / stage)
+            _save_torch(obj, stage)
         else:
-            _write(target.parent, FilePlan(stage, plan[0]), plan[1])
-        disk.move(target.parent / stage, target)
-        disk.sync(target.parent)
-    except BaseException:
-        (target.parent / stage).unlink(missing_ok=True)
-        raise
+            _write(stage.parent, FilePlan(stage.name, plan[0]), plan[1])
 
 
 def compress_file(path: Path, compression: str, shuffle: str | None = "bit") -> None:

@@ -9,13 +9,16 @@ import mmap
 import os
 from collections.abc import Iterable
 from concurrent.futures import Future, wait
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import xxhash
 
+from ft_ckpt import disk
 from ft_ckpt.blocks import ALIGNMENT, address_of
+from ft_ckpt.errors import explained
 from ft_ckpt.unbuffered import open_file, write_all
 from ft_ckpt.write import Writer, update
 
@@ -33,15 +36,20 @@ class Region:
 def write_regions(path: Path, regions: Iterable[Region], writer: Writer) -> str:
     """Write `regions` into the existing file `path`; synced when this returns. Their digest in file order, hexadecimal.
 
-    Raises NoSpaceError when the disk is full.
+    Raises NoSpaceError when the disk is full, TargetError when it cannot be written.
     """
-    file = _Regions(writer, path)
-    try:
-        for region in regions:
-            file.put(region)
-        return file.finish()
-    finally:
+    with explained(path):
+        file = _Regions(writer, path)
+        try:
+            for region in regions:
+                file.put(region)
+            digest = file.finish()
+        except BaseException:
+            with suppress(OSError):
+                file.close()
+            raise
         file.close()
+        return digest
 
 
 def digest_regions(regions: Iterable[Region]) -> str:
@@ -69,7 +77,11 @@ class _Regions:
 
     def __post_init__(self) -> None:
         self.plain = open_file(self.path, os.O_WRONLY, False)
-        self.direct = open_file(self.path, os.O_WRONLY, self.writer.pace.direct)
+        try:
+            self.direct = open_file(self.path, os.O_WRONLY, self.writer.pace.direct)
+        except OSError:
+            os.close(self.plain)
+            raise
 
     def put(self, region: Region) -> None:
         start, address, left = region.start, region.address, region.size_bytes
@@ -85,16 +97,18 @@ class _Regions:
         self._dispatch()
         for job in self.jobs:
             job.result()
-        os.fsync(self.direct)
-        os.fsync(self.plain)
+        disk.sync_open(self.direct)
+        disk.sync_open(self.plain)
         return str(self.digest.hexdigest())
 
     def close(self) -> None:
         wait(self.jobs)
         if self.block is not None:
             self.writer.free.put(self.block)
-        os.close(self.direct)
-        os.close(self.plain)
+        try:
+            os.close(self.direct)
+        finally:
+            os.close(self.plain)
 
     def _held(self) -> mmap.mmap:
         if self.block is None:

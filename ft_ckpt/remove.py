@@ -12,7 +12,6 @@ manifest, without the state, in the old one's place:
 import contextlib
 import dataclasses
 import json
-import os
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -22,10 +21,11 @@ from ft_ckpt import disk, marks
 from ft_ckpt.catalog import is_inside, read_manifest
 from ft_ckpt.errors import CheckpointError, CorruptError, listing
 from ft_ckpt.manifest import MANIFEST_LIMIT_BYTES, MANIFEST_NAME, Manifest, from_json, to_json
+from ft_ckpt.placing import PREFIX, write_text
 
 STATE = "state"  # kind of the parts that hold a training state
 _NOTE = "the training state was removed when it was no longer to be kept"
-_BUSY = tuple(f"{marks.PREFIX}{what}-" for what in ("stage", "old"))  # of a save that pours into the folder
+_BUSY = tuple(f"{PREFIX}{what}-" for what in ("stage", "old"))  # of a save that pours into the folder
 
 
 @dataclass(frozen=True)
@@ -56,8 +56,8 @@ def strip(path: Path) -> Removal:
     if why := _obstacles(path):
         return Removal(path, why=why)
     manifest = read_manifest(path)
-    marks.write(path / marks.DROPPED, to_json(manifest))
-    marks.write(path / MANIFEST_NAME, to_json(without_state(manifest)))
+    write_text(path / marks.DROPPED, disk.read_text(path / MANIFEST_NAME, MANIFEST_LIMIT_BYTES))
+    write_text(path / MANIFEST_NAME, to_json(without_state(manifest)))
     return settle(path)
 
 
@@ -70,11 +70,7 @@ def settle(path: Path) -> Removal:
     committed = (path / MANIFEST_NAME).exists()
     doomed = listed(path / marks.DROPPED) - (listed(path / MANIFEST_NAME) if committed else frozenset())
     freed = size_of(path, doomed)
-    for name in sorted(doomed):
-        _unlink(path / name)
-    for folder in sorted({(path / name).parent for name in doomed}):
-        if folder.is_dir():
-            disk.sync(folder)  # or a power cut could bring files back that nothing knows of any more
+    disk.delete(doomed, path)
     disk.prune(doomed, path)
     if not committed:
         return dataclasses.replace(_close(path), freed_bytes=freed)
@@ -123,10 +119,7 @@ def listed(file: Path) -> frozenset[str]:
 
 def size_of(path: Path, names: Iterable[str]) -> int:
     """What the disk gains when these files of `path` go; a file by two names is one, by a third elsewhere none."""
-    found: list[os.stat_result] = []
-    for name in names:
-        with contextlib.suppress(OSError):
-            found.append((path / name).lstat())
+    found = disk.stats(names, path)
     names_of = Counter((each.st_dev, each.st_ino) for each in found)
     once = {(each.st_dev, each.st_ino): each for each in found}
     return sum(each.st_size for key, each in once.items() if each.st_nlink <= names_of[key])
@@ -191,7 +184,7 @@ def _vanish(gone: Path) -> Removal:
 def _others(path: Path) -> list[Path]:
     """What is in the folder of a dropped checkpoint besides the tombstone; other marks mean nothing any more and go."""
     found = [each for each in entries(path) if each.name != marks.DROPPED]
-    spent = [each for each in found if each.name.startswith(marks.PREFIX) and not each.is_dir()]
+    spent = [each for each in found if each.name.startswith(PREFIX) and not each.is_dir()]
     for each in spent:
         _unlink(each)
     return [each for each in found if each not in spent]

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from pathlib import Path
 
-from ft_ckpt import catalog, commit
+from ft_ckpt import catalog, recovery
 from ft_ckpt.errors import CheckpointError, UnreadableError, listing
 from ft_ckpt.manifest import MANIFEST_NAME
 from ft_ckpt.remove import (
@@ -121,7 +121,7 @@ def make_room(
 
 
 def clear(root: str | os.PathLike[str]) -> tuple[str, ...]:
-    """Settle what saves into `root` left when their process died (see `commit.recover`); says what was done.
+    """Settle what saves into `root` left when their process died (see `recovery.recover`); says what was done.
 
     For the one who writes there, before it does: nobody else may be saving into `root`. Raises TargetError.
     """
@@ -129,7 +129,7 @@ def clear(root: str | os.PathLike[str]) -> tuple[str, ...]:
     named = (_STAGE.fullmatch(path.name) for path in entries(root))
     targets = sorted({match["target"] for match in named if match})
     # The run's own folder too: a model saved into it is put in place by an exchange, and what is below it comes after.
-    return tuple(line for target in (root, *(root / name for name in targets)) for line in commit.recover(target))
+    return tuple(line for target in (root, *(root / name for name in targets)) for line in recovery.recover(target))
 
 
 def _held(info: catalog.CheckpointInfo, links: Mapping[str, str], asked: set[str]) -> Held | None:

@@ -124,7 +124,7 @@ def _whole(value: Any) -> int:
 def _number(value: Any) -> float:
     """A float; infinities come as text, and NaN stands for what is no number, which ft_ckpt 0.1.0 let pass."""
     try:
-        return float(value)
+        return value if type(value) in (int, float) else float(value)
     except (TypeError, ValueError, OverflowError):
         return math.nan
 

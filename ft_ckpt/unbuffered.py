@@ -8,35 +8,40 @@ import errno
 import fcntl
 import mmap
 import os
-from contextlib import suppress
 from pathlib import Path
 
-from ft_ckpt.errors import NoSpaceError
+from ft_ckpt.errors import explained
 
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+_NOT_DIRECT = {errno.EINVAL, errno.EOPNOTSUPP}  # what a file system without it says
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def create_file(path: Path, size_bytes: int, direct: bool) -> int:
-    """A descriptor of the new file `path`, its space taken. Raises NoSpaceError when there is not enough."""
-    try:
+    """A descriptor of the new file `path`, its space taken.
+
+    Raises NoSpaceError when there is not enough, TargetError when the file cannot be made, or is there already.
+    """
+    with explained(path):
         descriptor = open_file(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, direct)
-    except OSError as error:
-        raise _no_space(path, error) from error
-    refusal = _allocate(descriptor, size_bytes)
-    if refusal in _FULL:
-        os.close(descriptor)
-        raise _no_space(path, OSError(refusal, os.strerror(refusal)))
+        refusal = _allocate(descriptor, size_bytes)
+        if refusal in _FULL:
+            os.close(descriptor)
+            raise OSError(refusal, os.strerror(refusal))
     return descriptor
 
 
 def open_file(path: Path, flags: int, direct: bool) -> int:
-    """A descriptor of `path`, unbuffered if `direct` and the file system takes that."""
+    """A descriptor of `path`, unbuffered if `direct` and the file system takes that. Raises OSError."""
+    flags |= os.O_CLOEXEC | os.O_NOFOLLOW
     if direct and hasattr(os, "O_DIRECT"):
-        with suppress(OSError):  # a file system without it refuses at open (EINVAL) and made no file, or an empty one
+        try:
             return os.open(path, flags | os.O_DIRECT, 0o666)
-        if flags & os.O_CREAT:
-            path.unlink(missing_ok=True)
+        except OSError as error:
+            if error.errno not in _NOT_DIRECT:
+                raise
+        if flags & os.O_EXCL:
+            path.unlink(missing_ok=True)  # the file system refused it, and may have made an empty file before
     return os.open(path, flags, 0o666)
 
 
@@ -47,24 +52,28 @@ def _allocate(descriptor: int, size_bytes: int) -> int:
     """
     if not size_bytes or not hasattr(_libc, "fallocate"):
         return 0
-    failed = _libc.fallocate(descriptor, 0, ctypes.c_int64(0), ctypes.c_int64(size_bytes))
-    return ctypes.get_errno() if failed else 0
+    while _libc.fallocate(descriptor, 0, ctypes.c_int64(0), ctypes.c_int64(size_bytes)):
+        if (refusal := ctypes.get_errno()) != errno.EINTR:
+            return refusal
+    return 0
 
 
 def write_all(path: Path, descriptor: int, block: mmap.mmap, part: tuple[int, int], offset: int) -> None:
     """Write bytes [first, last) of `block` at `offset` of the file; on through the page cache where it must be.
 
-    Raises NoSpaceError when the disk is full.
+    Raises NoSpaceError when the disk is full, TargetError when it cannot be written.
     """
     start, stop = part
-    with memoryview(block) as view:
+    with explained(path), memoryview(block) as view:
         while start < stop:
             try:
                 done = os.pwrite(descriptor, view[start:stop], offset)
             except OSError as error:
                 if error.errno != errno.EINVAL or not _leave_direct(descriptor):
-                    raise _no_space(path, error) from error
+                    raise
                 continue
+            if not done:
+                raise OSError(errno.EIO, "nothing of a block was written")
             start, offset = start + done, offset + done
 
 
@@ -76,11 +85,3 @@ def _leave_direct(descriptor: int) -> bool:
         return False
     fcntl.fcntl(descriptor, fcntl.F_SETFL, flags & ~direct)
     return True
-
-
-def _no_space(path: Path, error: OSError) -> OSError:
-    if error.errno not in _FULL:
-        return error
-    return NoSpaceError(
-        f"{path.name}: {os.strerror(error.errno)} while writing in {path.parent}; free space or save elsewhere"
-    )

@@ -19,8 +19,9 @@ from typing import Any
 
 import xxhash
 
+from ft_ckpt import disk
 from ft_ckpt.blocks import ALIGNMENT, address_of, new_block
-from ft_ckpt.errors import IncompleteError
+from ft_ckpt.errors import IncompleteError, explained
 from ft_ckpt.formats import Layout, Spec
 from ft_ckpt.manifest import FileRecord, TensorRecord
 from ft_ckpt.pace import USUAL, Pace
@@ -84,7 +85,7 @@ class Writer:
         return self.free.get()  # that is the back-pressure
 
     def create(self, path: Path, size_bytes: int) -> "DurableFile":
-        """A new file of exactly `size_bytes`, its space allocated. Raises NoSpaceError when there is none."""
+        """A new file of exactly `size_bytes`, its space allocated. Raises TargetError, or NoSpaceError without room."""
         direct = self.pace.direct and size_bytes >= self.pace.least_direct_bytes
         return DurableFile(self, path, create_file(path, size_bytes, direct), size_bytes)
 
@@ -130,7 +131,10 @@ class DurableFile:
             self.append_bytes(bytes(gap))
 
     def finish(self) -> tuple[int, str]:
-        """Write what is left and sync; the file's size in bytes and its digest. Raises what any writer raised."""
+        """Write what is left and sync; the file's size in bytes and its digest.
+
+        Raises what any writer raised, TargetError or NoSpaceError when the file cannot be synced.
+        """
         if self.filled:
             self._dispatch()
         for job in self.jobs:
@@ -139,10 +143,10 @@ class DurableFile:
             raise IncompleteError(
                 f"{self.path.name}: {self.written} of {self.size_bytes} bytes arrived; nothing is kept"
             )
-        os.ftruncate(self.descriptor, self.size_bytes)  # O_DIRECT wrote whole sectors
-        os.fsync(self.descriptor)
-        os.close(self.descriptor)
-        self.descriptor = -1
+        with explained(self.path):
+            os.ftruncate(self.descriptor, self.size_bytes)  # O_DIRECT wrote whole sectors
+            disk.sync_open(self.descriptor)
+            self._close()
         return self.size_bytes, f"xxh3-128:{self.digest.hexdigest()}"
 
     def abandon(self) -> None:
@@ -150,8 +154,14 @@ class DurableFile:
         for job in self.jobs:
             with suppress(Exception):
                 job.result()
-        if self.descriptor >= 0:
-            os.close(self.descriptor)
+        with suppress(OSError):
+            self._close()
+
+    def _close(self) -> None:
+        """Close it once: after an error, too, the number may be another file's at once."""
+        descriptor, self.descriptor = self.descriptor, -1
+        if descriptor >= 0:
+            os.close(descriptor)
 
     def _open_block(self) -> mmap.mmap:
         if self.block is None:
@@ -212,7 +222,8 @@ def write_files(
 
 @contextmanager
 def _file(writer: Writer, path: Path, layout: Layout) -> Iterator[DurableFile]:
-    path.parent.mkdir(parents=True, exist_ok=True)
+    with explained(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
     file = writer.create(path, layout.size_bytes)
     try:
         file.append_bytes(layout.header)

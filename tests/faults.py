@@ -133,14 +133,14 @@ def stop_at(call: int, stop: Callable[[], object], *, partial: bool = False, pat
     left = call
 
     def counting(name, real):
-        def run(*args):
+        def run(*args, **more):
             nonlocal left
             left -= 1
             if left == 0:
                 if partial and name == "rmtree":
                     _remove_half(args[0])
                 stop()
-            return None if name == "fsync" else real(*args)  # no power is cut here: spare the disk
+            return None if name == "fsync" else real(*args, **more)  # no power is cut here: spare the disk
 
         return run
 

@@ -1,11 +1,13 @@
 """Saves that are killed, interrupted, refused or read meanwhile: the old or the new checkpoint is whole, always."""
 
+import contextlib
 import errno
 import json
 import os
 import re
 import shutil
 import subprocess
+import sys
 import tempfile
 from dataclasses import replace
 from pathlib import Path
@@ -13,11 +15,13 @@ from pathlib import Path
 import pytest
 from faults import contents, dies_at, in_child, make_checkpoint, save, stop_at
 
-from ft_ckpt import disk
+from ft_ckpt import disk, owners
 from ft_ckpt.catalog import latest, read_manifest, verify
-from ft_ckpt.commit import check_target, commit, discard, open_stage, recover, uncommit
+from ft_ckpt.commit import check_target, commit, discard, open_stage
 from ft_ckpt.errors import CorruptError, ManifestError, NoSpaceError, TargetError
 from ft_ckpt.manifest import MANIFEST_NAME, FileRecord
+from ft_ckpt.placing import replacing
+from ft_ckpt.recovery import recover, uncommit
 
 root_only = pytest.mark.skipif(os.geteuid() != 0, reason="mounts and other users need root")
 
@@ -173,6 +177,98 @@ def test_killed_and_its_recovery_stopped(tmp_path, outcomes, case):
     every_call(killed)
 
 
+def failing_after(patch, name, error, *, nth=1, only=lambda *args: True):
+    """Let the `nth` call of `disk`'s function `name` fail; the list of calls that were failed."""
+    real, calls, failed = getattr(disk, name), [], []
+
+    def run(*args, **more):
+        if only(*args):
+            calls.append(args)
+            if len(calls) == nth:
+                failed.append(args)
+                raise error
+        return real(*args, **more)
+
+    patch.setattr(disk, name, run)
+    return failed
+
+
+@pytest.mark.parametrize("prepare", [committed, foreign, fresh])
+def test_what_is_in_place_but_may_be_lost_is_said_and_the_old_one_kept(tmp_path, monkeypatch, outcomes, prepare):
+    """The sync after the point of no return fails: a power cut may still undo it, so nothing old is deleted."""
+    target = tmp_path / "checkpoint"
+    prepare(target)
+    before = contents(target)
+
+    def is_around(handle):
+        place = Path(f"/proc/self/fd/{handle}").readlink()
+        done = (target / MANIFEST_NAME).exists() and read_manifest(target).step == 2
+        return done and place in (tmp_path, target)
+
+    with monkeypatch.context() as patch:
+        failed = failing_after(patch, "fsync", OSError(errno.EIO, "I/O error"), only=is_around)
+        stage = open_stage(target)
+        manifest = make_checkpoint(stage, step=2, shards=2, parts=("", "policy"))
+        with pytest.raises(TargetError, match=r"checkpoint is in place, but might not survive.*save again") as caught:
+            commit(stage, target, manifest)
+        discard(stage)
+    assert (len(failed), caught.value.errno) == (1, errno.EIO)
+    assert (verify(target).ok, read_manifest(target).step) == (True, 2)
+    kept = [path for path in tmp_path.rglob(".*ft_ckpt-*") if path.is_dir()]
+    if prepare is committed:
+        assert contents(kept[0]) == before
+        assert kept[0].name in str(caught.value)
+    elif prepare is foreign:
+        (aside,) = target.glob(".ft_ckpt-old-*")
+        assert contents(aside).items() <= before.items()
+    overwrite(target)
+    check_settled(target, outcomes, prepare)
+
+
+@pytest.mark.parametrize("name", ["rmtree", "unlink"])
+def test_what_cannot_be_cleaned_up_is_a_warning(tmp_path, monkeypatch, outcomes, name):
+    """The save is done: whoever waits for it is told so, and the next one in this process clears the rest."""
+    target = tmp_path / "checkpoint"
+    committed(target)
+    with monkeypatch.context() as patch:
+        patch.setattr(disk, name, lambda *args, **more: None if name == "rmtree" else refuse())
+        with pytest.warns(UserWarning, match="is left for the next save to clear"):
+            overwrite(target)
+    assert (verify(target).ok, read_manifest(target).step) == (True, 2)
+    assert [path for path in tmp_path.iterdir() if path != target]
+    overwrite(target)
+    check_settled(target, outcomes, committed)
+
+
+def refuse(*_args, **_more):
+    raise OSError(errno.EIO, "I/O error")
+
+
+@pytest.mark.parametrize("code", [errno.EMFILE, errno.EIO, errno.ESTALE, errno.EACCES])
+@pytest.mark.parametrize("which", ["stage", "target"])
+def test_files_of_others_outlive_a_manifest_that_cannot_be_read(tmp_path, monkeypatch, outcomes, code, which):
+    """After the exchange: what is not known to be ours is not deleted."""
+    target = tmp_path / "checkpoint"
+    committed(target)
+    real, exchange, swapped = os.open, disk.exchange, []
+
+    def failing(path, *args, **more):
+        around = Path(str(path)).parent
+        if swapped and str(path).endswith(MANIFEST_NAME) and (around == target) == (which == "target"):
+            raise OSError(code, os.strerror(code), str(path))
+        return real(path, *args, **more)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "open", failing)
+        patch.setattr(disk, "exchange", lambda *two: (exchange(*two), swapped.append(1)))
+        stage = open_stage(target)
+        commit(stage, target, make_checkpoint(stage, step=2, shards=2, parts=("", "policy")))
+    found = [path.name for path in tmp_path.rglob("notes.txt")]
+    assert found == ["notes.txt"]
+    overwrite(target)
+    check_settled(target, outcomes, committed)
+
+
 @in_every_case
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), OSError(errno.EIO, "I/O error")], ids=["Ctrl-C", "EIO"])
 def test_interrupted_at_every_call(tmp_path, outcomes, prepare, act, error):
@@ -215,7 +311,7 @@ def test_everything_is_synced_and_in_order(tmp_path, monkeypatch):
     done = []
     monkeypatch.setattr(disk, "fsync", lambda handle: done.append(str(Path(f"/proc/self/fd/{handle}").readlink())))
     move = disk.move
-    monkeypatch.setattr(disk, "move", lambda one, other: (done.append((one, other)), move(one, other)))
+    monkeypatch.setattr(disk, "move", lambda *two, **more: (done.append(two), move(*two, **more)))
     target = tmp_path / "new" / "checkpoint"
     stage = open_stage(target)
     assert str(tmp_path) in done  # or the folder "new" might not outlive the power cut
@@ -252,6 +348,27 @@ def test_an_overwritten_folder_keeps_its_mode(tmp_path):
     (tmp_path / "checkpoint").chmod(0o2770)
     save(tmp_path / "checkpoint", step=2)
     assert disk.mode(tmp_path / "checkpoint") == 0o2770
+
+
+def test_what_was_for_the_owner_alone_stays_so(tmp_path):
+    target = tmp_path / "checkpoint"
+    save(target, step=1, parts=("", "policy"))
+    for path in target.rglob("*"):
+        path.chmod(0o700 if path.is_dir() else 0o600)
+    save(target, step=2, shards=2, parts=("", "policy", "value"))
+    modes = {disk.mode(path) for path in target.rglob("*")}
+    assert modes == {0o600, 0o700}
+
+
+@pytest.mark.parametrize("act", [overwrite, overwrite_from_inside])
+def test_each_file_keeps_its_mode(tmp_path, act):
+    target = tmp_path / "checkpoint"
+    save(target, step=1, shards=2, parts=("", "policy"))
+    wanted = {"config.json": 0o640, "policy": 0o2750, "policy/config.json": 0o604, MANIFEST_NAME: 0o444}
+    for name, mode in wanted.items():
+        (target / name).chmod(mode)
+    act(target)
+    assert {name: disk.mode(target / name) for name in wanted} == wanted
 
 
 def test_foreign_folders_are_moved_not_copied(tmp_path):
@@ -301,11 +418,12 @@ def test_through_a_link(tmp_path):
     assert names(tmp_path) == ["big", "out"]
 
 
-def test_without_exchange(tmp_path, monkeypatch):
+@pytest.mark.parametrize("code", [errno.EINVAL, errno.ENOTTY, errno.ENOSYS])
+def test_without_exchange(tmp_path, monkeypatch, code):
     """File systems and kernels that cannot exchange get the same result."""
 
     def refuse(*_paths):
-        raise OSError(errno.EINVAL, "Invalid argument")
+        raise OSError(code, os.strerror(code))
 
     committed(tmp_path / "checkpoint")
     monkeypatch.setattr(disk, "exchange", refuse)
@@ -549,6 +667,88 @@ def test_recover_leaves_the_living_alone(tmp_path):
     os.utime(theirs, (0, 0))
     assert recover(target) == (f"{theirs.name}: removed what was left of a save",)
     assert neighbour.is_dir()
+
+
+def test_a_link_named_like_a_leftover_leads_nowhere(tmp_path):
+    """What it leads to may be anybody's: nothing is taken from there, and nothing deleted."""
+    save(tmp_path / "theirs" / "checkpoint", step=7)
+    (tmp_path / "theirs" / "checkpoint" / "notes.txt").write_text("theirs")
+    before = contents(tmp_path / "theirs")
+    target = tmp_path / "run" / "checkpoint-4"
+    committed(target)
+    for name in (f".checkpoint-4.ft_ckpt-stage-{dead_owner()}", f"checkpoint-4/.ft_ckpt-old-{dead_owner()}"):
+        (tmp_path / "run" / name).symlink_to(tmp_path / "theirs" / "checkpoint")
+    overwrite(target)
+    overwrite_from_inside(target)
+    assert contents(tmp_path / "theirs") == before
+    assert (target / "notes.txt").read_text() != "theirs"
+
+
+def dead_owner(machine=None):
+    """An owner of this machine whose process is gone."""
+    return re.sub(
+        r"-[0-9a-f]{8}-\d+-", f"-{machine or owners.new_owner().split('-')[-3]}-999999999-", owners.new_owner()
+    )
+
+
+@pytest.mark.parametrize("act", [overwrite, overwrite_from_inside])
+def test_nothing_goes_through_a_link_in_the_target(tmp_path, act):
+    """A part that was moved to another disk and linked: what is behind the link stays as it is."""
+    target, elsewhere = tmp_path / "checkpoint", tmp_path / "elsewhere"
+    save(target, step=1, parts=("", "policy"))
+    (target / "policy").rename(elsewhere)
+    (target / "policy").symlink_to(elsewhere)
+    before = contents(elsewhere)
+    with contextlib.suppress(TargetError):  # a link where a folder has to be
+        act(target)
+    os.chdir(tmp_path)
+    assert contents(elsewhere) == before
+    assert verify(target).ok
+
+
+HOLD_A_STAGE = """
+import sys, socket, time
+socket.gethostname = lambda: "the-same-name"
+from pathlib import Path
+from ft_ckpt.commit import open_stage
+from ft_ckpt.placing import replacing
+with replacing(Path(sys.argv[1]) / "one.safetensors") as file:
+    file.write_text("half")
+    print(open_stage(Path(sys.argv[1]) / "checkpoint"), flush=True)
+    time.sleep(600)
+"""
+
+
+def test_what_another_container_is_making_is_left_alone(tmp_path):
+    """Its processes have numbers of their own, and it may have our host's name: what tells is the lock."""
+    maker = subprocess.Popen([sys.executable, "-c", HOLD_A_STAGE, tmp_path], stdout=subprocess.PIPE, text=True)
+    stage = Path(maker.stdout.readline().strip())
+    # No process of ours has the number in the names: as if it were of another name space.
+    moved = stage.with_name(stage.name.replace(f"-{maker.pid}-", "-999999999-"))
+    stage.rename(moved)
+    save(tmp_path / "checkpoint", step=1)
+    with replacing(tmp_path / "one.safetensors") as file:
+        file.write_text("whole")
+    assert moved.is_dir()
+    assert len([name for name in names(tmp_path) if "ft_ckpt-file" in name]) == 1
+    maker.kill()
+    maker.wait()
+    maker.stdout.close()
+    save(tmp_path / "checkpoint", step=2)
+    with replacing(tmp_path / "one.safetensors") as file:
+        file.write_text("whole")
+    assert names(tmp_path) == ["checkpoint", "one.safetensors"]
+
+
+def test_what_is_left_of_a_neighbour_goes_too(tmp_path):
+    """A run saves to another folder each time: what a failed clean-up left waits for no save to the same."""
+    left = tmp_path / f".checkpoint-1.ft_ckpt-stage-{dead_owner()}"
+    away = tmp_path / f".checkpoint-2.ft_ckpt-stage-{dead_owner('00000000')}"
+    for stage in (left, away):
+        make_checkpoint(stage, step=1)
+        (stage / MANIFEST_NAME).write_text("{}")
+    save(tmp_path / "checkpoint-3", step=3)
+    assert names(tmp_path) == [away.name, "checkpoint-3"]
 
 
 def test_the_next_save_settles_the_last_one(tmp_path):

@@ -1,5 +1,6 @@
 """Pins that outlive everything, and leases that are worth as much as the process that holds them."""
 
+import errno
 import json
 import os
 import signal
@@ -10,9 +11,9 @@ import time
 import pytest
 from faults import contents, dies_at, in_child, save
 
-from ft_ckpt import marks
+from ft_ckpt import disk, marks, owners
 from ft_ckpt.catalog import verify
-from ft_ckpt.errors import NotACheckpointError
+from ft_ckpt.errors import NoSpaceError, NotACheckpointError, TargetError
 from ft_ckpt.manifest import MANIFEST_NAME
 from ft_ckpt.marks import lease, leased, pin, pinned, unpin
 
@@ -74,8 +75,8 @@ def test_only_checkpoints_are_pinned(tmp_path):
 
 def test_a_checkpoint_that_goes_while_it_is_pinned(checkpoint, monkeypatch):
     """Whoever deletes it may have looked for pins before there was one: then there must be none."""
-    write = marks.write
-    monkeypatch.setattr(marks, "write", lambda *what: (write(*what), (checkpoint / MANIFEST_NAME).unlink()))
+    write = marks.write_text
+    monkeypatch.setattr(marks, "write_text", lambda *what: (write(*what), (checkpoint / MANIFEST_NAME).unlink()))
     with pytest.raises(NotACheckpointError):
         pin(checkpoint)
     assert hidden(checkpoint) == []
@@ -98,6 +99,28 @@ def test_pinning_is_all_or_nothing(checkpoint):
     assert call > 2
     assert pinned(checkpoint).endswith(": why")
     assert hidden(checkpoint) == [marks.PIN]  # what a dead one drafted is no more
+
+
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO, errno.EROFS, errno.EMFILE])
+@pytest.mark.parametrize("call", ["fsync", "move", "unlink"])
+def test_a_pin_that_cannot_be_written(checkpoint, monkeypatch, code, call):
+    def refuse(*_args, **_more):
+        raise OSError(code, os.strerror(code))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(disk, call, refuse)
+        with pytest.raises(NoSpaceError if code == errno.ENOSPC else TargetError) as caught:
+            pin(checkpoint, "why")
+        assert caught.value.errno == code
+    assert pinned(checkpoint) is None
+    assert hidden(checkpoint) == []
+
+
+def test_a_draft_is_not_written_through_a_link(checkpoint, tmp_path):
+    (tmp_path / "victim").write_text("mine")
+    (checkpoint / ".ft_ckpt-ft_ckpt-pin.draft").symlink_to(tmp_path / "victim")
+    pin(checkpoint)
+    assert (tmp_path / "victim").read_text() == "mine"
 
 
 def test_a_lease_lasts_as_long_as_its_block(checkpoint):
@@ -132,7 +155,7 @@ def test_a_stopped_holder_holds(checkpoint, holder):
 @pytest.mark.parametrize("change", [{"machine": "another"}, {"machine": None}])
 def test_holders_whose_locks_are_not_seen(checkpoint, monkeypatch, change):
     """Of another machine, or on a file system without locks: what counts is when it was last heard of."""
-    monkeypatch.setattr(marks, "_lock", lambda handle: False)
+    monkeypatch.setattr(owners, "lock", lambda handle: False)
     with lease(checkpoint):
         rewrite(checkpoint, **change)
         assert len(leased(checkpoint)) == 1

@@ -227,3 +227,20 @@ def test_named_tuples_of_unknown_classes_keep_name_and_fields():
 def test_damaged_trees_are_refused(text):
     with pytest.raises(CorruptError):
         tree.unflatten(tree_json.decode(json.loads(text)), None, None)
+
+
+def test_a_file_for_the_owner_alone_stays_so(tmp_path):
+    for mode in (0o600, 0o640):
+        (tmp_path / "x.safetensors").touch()
+        (tmp_path / "x.safetensors").chmod(mode)
+        save({"a": torch.ones(2)}, tmp_path / "x.safetensors")
+        assert (tmp_path / "x.safetensors").stat().st_mode & 0o777 == mode
+
+
+@pytest.mark.parametrize("ending", [".safetensors", ".h5", ".pt"])
+def test_a_name_as_long_as_names_may_be(tmp_path, ending):
+    """255 bytes are allowed, which are 80 letters of some scripts."""
+    name = "检" * ((255 - len(ending)) // 3) + ending
+    save({"a": torch.ones(2)}, tmp_path / name)
+    assert torch.equal(load(tmp_path / name)["a"], torch.ones(2))
+    assert [path.name for path in tmp_path.iterdir()] == [name]

@@ -1,0 +1,141 @@
+"""Whether whoever made a hidden file or folder still lives: it is kept locked for as long.
+
+A lock ends with its process, however that ends, and every process of the machine sees it, whatever container it is in.
+Where a lock says nothing (of another machine's processes, on a file system without locks) time has to.
+"""
+
+import errno
+import fcntl
+import os
+import re
+import secrets
+import socket
+import threading
+import time
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+OWNER = r".+-\d+-[0-9a-f]{8}"  # what `new_owner` makes, and ft_ckpt 0.1.0 made
+_MACHINE = re.compile(r".*-(?P<machine>[0-9a-f]{8})-\d+-[0-9a-f]{8}", re.DOTALL)
+_held: dict[str, int] = {}  # path -> descriptor of its lock
+_change = threading.Lock()
+
+
+def new_owner() -> str:
+    """The end of a new hidden name: host, machine, process, and a word of its own. At most 60 bytes, in ASCII."""
+    host = re.sub(r"[^A-Za-z0-9_.-]", "_", socket.gethostname())[:20]  # for whoever reads it; the machine tells apart
+    return f"{host}-{_mark()}-{os.getpid()}-{secrets.token_hex(4)}"
+
+
+def machine() -> str | None:
+    """This machine since it was started, all of its containers included: who runs here sees the same locks."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+    except OSError:
+        return None
+
+
+def hold(path: Path) -> bool | None:
+    """Lock `path`, a file or a folder, until `let_go`; False when another has the lock, or it is not there any more.
+
+    None where locks say nothing: on a file system without them, or where it may not be opened.
+    """
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except OSError as error:
+        return False if error.errno in (errno.ENOENT, errno.ELOOP) else None
+    try:
+        mine: bool | None = lock(descriptor) or None
+        if not os.path.samestat(path.lstat(), os.fstat(descriptor)):  # deleted by whoever had the lock before
+            mine = False
+    except OSError:
+        mine = False
+    if not mine:
+        os.close(descriptor)
+        return mine
+    with _change:
+        _held[str(path)] = descriptor
+    return True
+
+
+def let_go(path: Path) -> None:
+    """Give back the lock on `path`, wherever it was moved since; nothing happens when it was not held."""
+    with _change:
+        descriptor = _held.pop(str(path), None)
+    if descriptor is not None:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_UN)  # a forked process may have the same lock, and live longer
+        except OSError:
+            pass
+        finally:
+            os.close(descriptor)
+
+
+@contextmanager
+def held(path: Path) -> Iterator[bool | None]:
+    """Hold the lock on `path` meanwhile; says what `hold` does."""
+    mine = hold(path)
+    try:
+        yield mine
+    finally:
+        if mine:
+            let_go(path)
+
+
+@contextmanager
+def claimed(path: Path, owner: str, seconds: float) -> Iterator[bool]:
+    """Take over what `owner` left at `path`, and keep it locked meanwhile; False when it has to be let alone.
+
+    It is let alone while it is locked; where a lock says nothing, and if another machine made it, also until it is
+    `seconds` old.
+    """
+    with held(path) as mine:
+        yield mine is not False and ((mine is True and _is_of_here(owner)) or _age(path) > seconds)
+
+
+def lock(descriptor: int) -> bool:
+    """Lock an open file until it is closed; False on a file system without locks.
+
+    Raises BlockingIOError when another has the lock.
+    """
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise
+    except OSError:
+        return False
+    return True
+
+
+def is_locked(path: Path) -> bool:
+    """Whether a process of this machine has a lock on the file `path`."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except OSError as error:
+        return isinstance(error, BlockingIOError)
+    finally:
+        os.close(descriptor)
+    return False
+
+
+def _mark() -> str:
+    """The machine in eight hex digits."""
+    return f"{zlib.crc32((machine() or socket.gethostname()).encode()):08x}"
+
+
+def _is_of_here(owner: str) -> bool:
+    named = _MACHINE.fullmatch(owner)
+    return named is not None and named["machine"] == _mark()
+
+
+def _age(path: Path) -> float:
+    try:
+        return time.time() - path.lstat().st_mtime
+    except OSError:
+        return 0.0

@@ -1,0 +1,79 @@
+"""Files and folders that are made beside their place and then put there in one step."""
+
+import contextlib
+import os
+import stat
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from ft_ckpt import disk, owners
+
+PREFIX = ".ft_ckpt-"  # of every hidden name of ours inside of a checkpoint
+ABANDONED_SECONDS = 24 * 3600  # after which what another machine made, where we cannot ask for its owner, is nobody's
+_NAME_BYTES = 150  # of a target's name in that of a hidden folder; 255 are allowed
+
+
+def write_text(file: Path, text: str) -> None:
+    """Put a small file in place in one step, durably, readable by whom the one it replaces was.
+
+    Raises OSError, and leaves what was there.
+    """
+    draft = file.with_name(f"{PREFIX}{file.name.lstrip('.')}.draft")
+    try:
+        with contextlib.suppress(FileNotFoundError):  # of one who died
+            disk.unlink(draft)
+        with draft.open("xb") as stream:  # exclusive: never through a link
+            stream.write(text.encode("utf-8"))
+        if file.exists():
+            disk.chmod(draft, disk.mode(file))
+        disk.sync(draft)
+        disk.move(draft, file)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            disk.unlink(draft)
+        raise
+    disk.sync(file.parent)
+
+
+@contextlib.contextmanager
+def replacing(target: Path) -> Iterator[Path]:
+    """A path for the block to make a file at, which then takes the place of the file `target`, durably.
+
+    Nothing is left of it, and `target` is what it was, when the block raises. It may be read by whom the file it
+    replaces was. Raises OSError.
+    """
+    with _workplace(target) as folder:
+        file = folder / target.name
+        yield file
+        with contextlib.suppress(FileNotFoundError):
+            old = target.stat()
+            disk.take_group(file, old.st_gid)
+            disk.chmod(file, stat.S_IMODE(old.st_mode))
+        disk.move(file, target)
+        disk.sync(target.parent)
+
+
+def make_held(place: Callable[[str], Path]) -> Path:
+    """Make a new folder whose lock this process holds; `place` says where, from the name of its owner."""
+    while True:
+        folder = place(owners.new_owner())
+        disk.mkdir(folder)
+        if owners.hold(folder) is not False:  # else another took it for a dead one's in that instant
+            return folder
+
+
+@contextlib.contextmanager
+def _workplace(target: Path) -> Iterator[Path]:
+    """A hidden folder beside `target`, locked; gone afterwards, as what earlier ones left whose process is dead."""
+    start = f".{os.fsencode(target.name)[:_NAME_BYTES].decode('utf-8', 'ignore')}.ft_ckpt-file-"
+    for name in disk.names(target.parent):
+        if name.startswith(start):
+            with owners.claimed(target.parent / name, name, ABANDONED_SECONDS) as gone:
+                if gone:
+                    disk.rmtree(target.parent / name)
+    folder = make_held(lambda owner: target.parent / f"{start}{owner}")
+    try:
+        yield folder
+    finally:
+        disk.rmtree(folder)
+        owners.let_go(folder)

@@ -1,0 +1,165 @@
+"""What saves leave on the disk, brought to rest: after a commit, an interruption or a death, by the same code.
+
+    a sideline, no manifest in the target    undo: poured files back to the stage, then the sideline back
+    a sideline, a manifest in the target     the new one is in place: delete the sideline
+    a stage with a manifest                  carry what that manifest does not list over to the target, then delete
+    a stage without                          delete
+
+What was there before is deleted last, when what replaced it is durable, and never through a link.
+"""
+
+import json
+import os
+import re
+import warnings
+from pathlib import Path
+
+from ft_ckpt import disk, owners
+from ft_ckpt.catalog import is_inside, read_manifest
+from ft_ckpt.checks import misleading
+from ft_ckpt.errors import CheckpointError, CorruptError, ManifestError, UnreadableError, explained
+from ft_ckpt.manifest import MANIFEST_LIMIT_BYTES, MANIFEST_NAME, Manifest
+from ft_ckpt.placing import ABANDONED_SECONDS
+
+LEFTOVER = re.compile(rf"\.(?:(?P<target>.+)\.)?ft_ckpt-(?P<what>stage|old)-(?P<owner>{owners.OWNER})", re.DOTALL)
+
+
+def recover(target: Path) -> tuple[str, ...]:
+    """Undo or finish what saves to `target` left when they ended; says what was done, a line for each.
+
+    A leftover is left alone while its owner lives, see `owners`. What another machine left is settled at once when it
+    was being put in place, and an unsealed stage after a day: `target` must have no other writer. Leftovers beside it
+    go too when nobody can be at work on them any more. What cannot be settled is warned of, unless it stands in the
+    way of what was there before: then TargetError or UnreadableError.
+    """
+    with explained(target):
+        target = disk.real_path(target)
+        done = []
+        for found in (*_leftovers(target, target), *_leftovers(target.parent, None)):
+            _, of, entry = found
+            named = LEFTOVER.fullmatch(entry.name)
+            in_place = (named is not None and named["what"] == "old") or (entry / MANIFEST_NAME).exists()
+            seconds = 0.0 if in_place and of == target else ABANDONED_SECONDS
+            done.append(_recovered(*found, seconds))
+        return tuple(line for line in done if line)
+
+
+def uncommit(path: Path) -> None:
+    """Take the manifest out of `path`, durably: from here on it is no checkpoint, and deleting may be interrupted."""
+    disk.delete([MANIFEST_NAME], path)
+
+
+def clean_up(stage: Path, target: Path, manifest: Manifest | None = None) -> None:
+    """`_settle`, where nothing depends on it any more: errors are warned of, and the next save tries again."""
+    try:
+        settle(stage, target, manifest)
+    except (CheckpointError, OSError) as error:
+        _warn(stage, target, error)
+
+
+def sideline_of(stage: Path, target: Path) -> Path:
+    """The folder in `target` that what was there before is put aside in."""
+    named = LEFTOVER.fullmatch(stage.name)
+    return target / f".ft_ckpt-old-{named['owner'] if named else stage.name}"
+
+
+def settle(stage: Path, target: Path, manifest: Manifest | None = None) -> str:
+    """Bring stage, sideline and target to rest, as the table on top says; may itself be interrupted and repeated.
+
+    `manifest` is the target's where it is known. What was there before goes last, when what replaces it is durable.
+    """
+    sideline, done = sideline_of(stage, target), f"{stage.name}: removed what was left of a save"
+    if disk.is_folder(sideline):
+        done = f"{target}: removed what a finished overwrite had put aside"
+        if not (target / MANIFEST_NAME).exists():
+            _undo(stage, target, sideline)
+            done = f"{target}: undid an unfinished overwrite"
+        disk.sync(target)
+        disk.prune(disk.pieces(sideline, target, set()), target)  # folders that only the old one had
+        _delete(sideline)
+    if disk.is_folder(stage):
+        disk.sync(stage.parent)
+        _carry(stage, target, manifest)
+        _delete(stage)
+    return done
+
+
+def _delete(folder: Path) -> None:
+    uncommit(folder)
+    disk.delete_folder(folder)
+
+
+def _undo(stage: Path, target: Path, sideline: Path) -> None:
+    new = listed(stage) or frozenset()
+    disk.shift([path for path in new if not os.path.lexists(stage / path)], target, stage)
+    disk.prune(new, target)
+    disk.shift(disk.pieces(sideline, target, {MANIFEST_NAME}), sideline, target)
+    disk.shift([MANIFEST_NAME], sideline, target)  # last: only now is the old one whole
+
+
+def _carry(stage: Path, target: Path, manifest: Manifest | None) -> None:
+    """After an exchange: what the old checkpoint did not list goes over to the new one, whose own files win.
+
+    Raises UnreadableError when a manifest cannot be read just now: then the stage has to stay as it is.
+    """
+    old = listed(stage)
+    if old is None:
+        return
+    try:
+        manifest = manifest or read_manifest(target)
+    except UnreadableError:
+        raise
+    except ManifestError:
+        return
+    foreign = disk.pieces(stage, target, {MANIFEST_NAME, *old, *(file.path for file in manifest.files)})
+    disk.shift([path for path in foreign if not misleading(path, manifest)], stage, target, replace=False)
+
+
+def listed(folder: Path) -> frozenset[str] | None:
+    """The files of the checkpoint in `folder`; None when there is none. Understands newer manifests than ours too.
+
+    Raises UnreadableError when that cannot be told just now.
+    """
+    try:
+        files = json.loads(disk.read_text(folder / MANIFEST_NAME, MANIFEST_LIMIT_BYTES))["files"]
+        paths = frozenset(file["path"] for file in files)
+    except UnreadableError:
+        raise
+    except (CorruptError, FileNotFoundError, KeyError, RecursionError, TypeError, ValueError):
+        return None
+    return paths if all(is_inside(path) for path in paths) else None
+
+
+def _leftovers(folder: Path, target: Path | None) -> list[tuple[Path, Path, Path]]:
+    """What saves left in `folder`: stage, target, and what there is of it, the stage itself or its sideline alone.
+
+    Only those of `target`, when it is given.
+    """
+    found: dict[str, tuple[Path, Path, Path]] = {}
+    for entry in map(folder.joinpath, disk.names(folder)):
+        named = LEFTOVER.fullmatch(entry.name)
+        if named is None or not disk.is_folder(entry):
+            continue
+        of = folder / named["target"] if named["target"] else folder
+        if target in (None, of):
+            beside = of.with_name(f".{of.name}.ft_ckpt-stage-{named['owner']}")
+            if named["what"] == "stage" or named["owner"] not in found:
+                found[named["owner"]] = (entry if named["what"] == "stage" else beside, of, entry)
+    return [found[owner] for owner in sorted(found)]
+
+
+def _recovered(stage: Path, target: Path, entry: Path, most_seconds: float) -> str | None:
+    """What was done about one leftover; None when its owner lives, or may live."""
+    named = LEFTOVER.fullmatch(entry.name)
+    try:
+        with owners.claimed(entry, named["owner"] if named else "", most_seconds) as gone:
+            return settle(stage, target) if gone else None
+    except (CheckpointError, OSError) as error:
+        if not (target / MANIFEST_NAME).exists():
+            raise  # what was there waits in the sideline
+        _warn(stage, target, error)
+        return None
+
+
+def _warn(stage: Path, target: Path, error: Exception) -> None:
+    warnings.warn(f"{target}: {stage.name} is left for the next save to clear ({error})", stacklevel=5)
