@@ -18,7 +18,7 @@ from ft_ckpt import commit, direct, engines, replicas, reuse
 from ft_ckpt.config import SaverConfig, human_size
 from ft_ckpt.deliver import PartPlan, check_written, pieces, second_names
 from ft_ckpt.digests import digest_of
-from ft_ckpt.errors import IncompleteError, NoSpaceError, RankError, RanksDisagreeError
+from ft_ckpt.errors import IncompleteError, NoSpaceError, RankError, RanksDisagreeError, explained
 from ft_ckpt.gather import equal
 from ft_ckpt.manifest import FileRecord
 from ft_ckpt.objects import compress_file
@@ -103,7 +103,9 @@ def _once(
     made: dict[str, str] = {}
     try:
         if request is not None:
-            prepared, error = ranks.attempt(lambda: prepare(request, ranks, config, tries, chosen, changed))
+            prepared, error = ranks.attempt(
+                explained(request.target)(lambda: prepare(request, ranks, config, tries, chosen, changed))
+            )
         if prepared is not None and compares(request, ranks):
             made, error = ranks.attempt(lambda: replicas.digests(replicas.of_plans(prepared.plans)))
             made = made or {}
@@ -119,7 +121,7 @@ def _once(
             if apart:
                 return {"apart": apart}
         job = _Job(request, prepared, tuple(answers), ranks, config, begun)
-        report, error = ranks.attempt(lambda: _carry_out(job))
+        report, error = ranks.attempt(explained(request.target)(lambda: _carry_out(job)))
         if isinstance(error, NoSpaceError) and config.when_full != "raise":
             report, error = {"full": str(error), "changed": [*changed, *(prepared.offers.keys() - job.taken)]}, None
         return ranks.agree("the commit of save()", report, error)[0]

@@ -170,10 +170,10 @@ def _has_own_layout(part: Part) -> bool:
 def _pretrained_below(part: Part) -> list[str]:
     """Paths of the transformers models in the part's module that are in no other."""
     found: list[str] = []
-    for path, inner in walk(part.module):
+    for path, _, inner in walk(part.module):
         if is_pretrained(inner) and not any(path.startswith(f"{outer}.") for outer in found):
             found.append(path)
-    return [clean_name(f"{part.name}.{path}" if part.name else path) for path in found]
+    return [f"{part.name}.{path}" if part.name else path for path in found]
 
 
 def stored_as_in_memory(module: nn.Module, names: Mapping[str, Source]) -> bool:
