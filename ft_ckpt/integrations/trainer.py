@@ -22,6 +22,7 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
+from huggingface_hub.utils import DEFAULT_IGNORE_PATTERNS  # type: ignore[attr-defined]
 from torch import nn
 from transformers import Trainer, TrainerCallback, TrainerState
 from transformers.trainer import TRAINER_STATE_NAME, TRAINING_ARGS_NAME
@@ -56,6 +57,7 @@ _LOG = logging.getLogger("ft_ckpt")
 _NAME = re.compile(r"checkpoint-(\d+)")
 _WEIGHTS = re.compile(r"((pytorch_)?model|adapter_model)(-\d+-of-\d+)?\.(safetensors|bin)(\.index\.json)?")
 _MODES = {True: "auto", "true": "auto", "auto": "auto", "latest": "auto", "must": "must", "false": None, "never": None}
+_UNFINISHED = "*.ft_ckpt-*"  # what a save is writing, and what readers put beside a checkpoint
 _REPLACED = ("_save_checkpoint", "save_model")  # a subclass whose own do not call these is not saved by ft_ckpt
 
 
@@ -115,6 +117,10 @@ class FtCkptCallback(TrainerCallback):  # type: ignore[misc]  # transformers is 
         if self._trainer is not None or issubclass(kind, _Checkpointed):
             raise ConfigError("FtCkptCallback: one for one trainer; make another for another")
         local_path(trainer.args.output_dir)
+        # A push goes on beside training, over the folder that the next save writes into; the Trainer's own patterns
+        # (checkpoint-*) do not know what is not yet in place.
+        if _UNFINISHED not in DEFAULT_IGNORE_PATTERNS:
+            DEFAULT_IGNORE_PATTERNS.append(_UNFINISHED)
         for method in filter(lambda name: not _calls_super(kind, name), _REPLACED):
             warnings.warn(
                 f"{kind.__name__}.{method} does not call Trainer's own: what it saves is not ft_ckpt's", stacklevel=3
