@@ -1,6 +1,7 @@
 """What the example scripts share: a text to read, a tokenizer, a tiny model, and a table of what was saved."""
 
 import json
+import logging
 import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -31,6 +32,8 @@ def make_accelerator() -> Accelerator:
     Without that word each rank of `accelerate launch` on a CPU-only machine believes that it is alone, trains by
     itself and writes over the others' files.
     """
+    logging.basicConfig(format="%(message)s")
+    logging.getLogger("ft_ckpt").setLevel(logging.INFO)  # what is resumed, saved and deleted
     launched = "RANK" in os.environ
     return Accelerator(cpu=launched and not torch.accelerator.is_available())
 

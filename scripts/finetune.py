@@ -46,9 +46,7 @@ def main() -> None:
     settings = {"dtype": args.dtype, "max_shard_size": args.max_shard_size, "chat_template_name": args.chat_template}
     schedule = {"every": Every(steps=args.save_every or None), "keep": Keep(last=args.keep)}
     with CheckpointSaver(accelerator, args.output_dir, tokenizer=tokenizer, **schedule, **settings) as saver:
-        begun = saver.resume(args.resume)
-        if accelerator.is_main_process and begun.resumed_from is not None:
-            print(f"resumed from {begun.resumed_from.name}: step {begun.step}, epoch {begun.epoch}", flush=True)
+        saver.resume(args.resume)
         reports = list(training(learner, saver, train, args))
         final_loss = learner.evaluate(held_out)
         path, metrics = args.output_dir / "final", {"held_out_loss": final_loss}
