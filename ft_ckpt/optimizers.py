@@ -5,7 +5,7 @@ the tensors as sources, cut over the ranks like the parameters they belong to; `
 order, number of ranks or wrapper it was saved under. Nothing is moved here.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
 from typing import Any
@@ -16,14 +16,14 @@ from torch.utils._pytree import tree_map_only
 
 from ft_ckpt import tree_json
 from ft_ckpt.engines import Source
-from ft_ckpt.errors import LoadError, SelectionError, listing
+from ft_ckpt.errors import SelectionError, listing
 from ft_ckpt.formats import safetensors
 from ft_ckpt.holdings import Flat, Holding, dtensor_holding, held_by, is_dtensor
+from ft_ckpt.parameter_groups import matched, set_groups, settings_of
 from ft_ckpt.tree import PLAIN, flatten
 from ft_ckpt.values import decode, dtype_name, dtype_of, encode
 
 _MOST_BESIDE_BYTES = 1 << 20
-Group = tuple[dict[str, Any], Mapping[str, Any]]  # of an optimizer, and the values described for it
 Description = dict[str, Any]  # {"class": str, "groups": [{"params": [names], ...}], "state": {name: {key: entry}}}
 
 
@@ -46,7 +46,7 @@ def describe(optimizer: Any, found: Mapping[str, Source]) -> Description:
     for number, group in enumerate(optimizer.param_groups):
         names = [[source.name for source in owners.get(id(p), [])] for p in group["params"]]
         problems += [f"parameter {i} of group {number}: of no known model" for i, n in enumerate(names) if not n]
-        values = {key: _hyperparameter(value) for key, value in group.items() if key != "params"}
+        values = settings_of(group)
         problems += [
             f"group {number}: {key} is a {type(group[key]).__name__}" for key, v in values.items() if v is None
         ]
@@ -92,7 +92,7 @@ def renewed(optimizer: Any, description: Description) -> Description | None:
     """
     groups = []
     for group, known in zip(optimizer.param_groups, description["groups"], strict=True):
-        values = {key: _hyperparameter(value) for key, value in group.items() if key != "params"}
+        values = settings_of(group)
         groups.append({"params": known["params"], "values": values})
     if any(value is None for group in groups for value in group["values"].values()):
         return None
@@ -144,7 +144,7 @@ def restore(
     for those that only it has.
     """
     fill = later or fill
-    groups, notes = matched(optimizer, description, found)
+    groups, notes = matched(optimizer.param_groups, names_of(optimizer, found), description, found)
     fresh: dict[Any, dict[str, Any]] = {}
     for name, entries in description["state"].items():
         parameter = parameter_of(found[name])
@@ -169,54 +169,10 @@ def restore(
     return tuple(notes)
 
 
-def matched(optimizer: Any, description: Description, found: Mapping[str, Source]) -> tuple[list[Group], list[str]]:
-    """Each live group with the values described for the same parameters, and notes.
-
-    Groups are compared by position and by all names in them. ZeRO forgets frozen parameters: those without state may
-    be in one of the two only, as long as they stay frozen. Raises LoadError for any other difference.
-    """
+def names_of(optimizer: Any, found: Mapping[str, Source]) -> list[list[str]]:
+    """The names of the parameters in each group; of tied ones the first."""
     owners = _owners(found)
-    first = {sources[0].identity: sources[0].name for sources in _by_identity(found)}
-    canonical = {name: first[source.identity] for name, source in found.items()}
-    live = [{s.name for p in group["params"] for s in owners.get(id(p), [])} for group in optimizer.param_groups]
-    stored = [{canonical.get(name, name) for name in group["params"]} for group in description["groups"]]
-    here, there = {name for names in live for name in names}, {name for names in stored for name in names}
-    with_state = {canonical.get(name, name) for name in description["state"]}
-    problems = [
-        f"{name}: trained here, not in the checkpoint's optimizer"
-        for name in sorted(here - there)
-        if found[name].trainable or name in with_state
-    ]
-    problems += [
-        f"{name}: in the checkpoint's optimizer, not trained here"
-        for name in sorted((there | with_state) - here)
-        if name not in found or (name in there and (found[name].trainable or name in with_state))
-    ]
-    both = here & there
-    ours, theirs = [names & both for names in live], [names & both for names in stored]
-    places = {frozenset(names): place for place, names in enumerate(theirs) if names}
-    pairs: list[Group] = []
-    notes: list[str] = []
-    for number, (group, names) in enumerate(zip(optimizer.param_groups, ours, strict=True)):
-        place = number if ours == theirs else places.get(frozenset(names))
-        if place is not None:
-            pairs.append((group, description["groups"][place]["values"]))
-        elif not names:
-            notes.append(
-                f"parameter group {number} trains nothing that the checkpoint's did: its settings are this run's"
-            )
-        elif not problems:
-            problems.append(f"parameter group {number}: its {len(names)} parameters are no group in the checkpoint")
-    if problems:
-        raise LoadError(f"{listing(problems)}; resume with the model and parameter groups of the saved run")
-    return pairs, notes
-
-
-def set_groups(groups: Iterable[Group]) -> None:
-    """Give each group the values that were described for it."""
-    for group, values in groups:
-        for key, value in values.items():
-            _set(group, key, value)
+    return [[s.name for p in group["params"] for s in owners.get(id(p), [])] for group in optimizer.param_groups]
 
 
 def _owners(found: Mapping[str, Source]) -> dict[int, list[Source]]:
@@ -236,13 +192,6 @@ def parameter_of(source: Source) -> Any:
     if not isinstance(source.live, Flat):
         return source.live
     return source.live.handle.flat_param if source.live.original is None else source.live.original
-
-
-def _by_identity(found: Mapping[str, Source]) -> Iterable[list[Source]]:
-    groups: dict[int, list[Source]] = {}
-    for source in found.values():
-        groups.setdefault(source.identity, []).append(source)
-    return groups.values()
 
 
 def _stateful(optimizer: Any) -> list[Any]:
@@ -272,16 +221,6 @@ def _described_beside(state: dict[Any, Any]) -> Description:
 def _restored_beside(described: Description) -> dict[Any, Any]:
     state: dict[Any, Any] = tree_json.loads(described["text"])
     return tree_map_only(Tensor, lambda tensor: tensor.to(described["device"]), state)  # type: ignore[no-any-return]
-
-
-def _hyperparameter(value: Any) -> Any:
-    """{"tensor": dtype, "value": number} or {"value": JSON of a simple value}; None for what is neither."""
-    if isinstance(value, Tensor) and type(value) in PLAIN and value.numel() == 1:
-        return {"tensor": dtype_name(value.dtype), "value": encode(value.item())}
-    try:
-        return {"value": encode(value)}
-    except SelectionError:
-        return None
 
 
 def _entry(value: Any, parameter: Any, owner: Source) -> Any:
@@ -347,13 +286,3 @@ def _empty(entry: Any, parameter: Any, owner: Source) -> Tensor:
     if _is_alike(entry, owner):
         return torch.zeros_like(parameter.detach(), dtype=dtype, device=None if not entry["host"] else device)
     return torch.zeros(entry["shape"], dtype=dtype, device=device)
-
-
-def _set(group: dict[str, Any], key: str, stored: dict[str, Any]) -> None:
-    value = decode(stored["value"])
-    if "tensor" not in stored:
-        group[key] = value
-    elif isinstance(group.get(key), Tensor):
-        group[key].fill_(value)  # in place: captured graphs hold on to it
-    else:
-        group[key] = torch.tensor(value, dtype=dtype_of(stored["tensor"]))

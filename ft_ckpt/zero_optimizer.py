@@ -17,6 +17,7 @@ from ft_ckpt.engines import Source
 from ft_ckpt.errors import LoadError, SelectionError, listing
 from ft_ckpt.holdings import Holding, replicated
 from ft_ckpt.optimizers import Description, inner
+from ft_ckpt.parameter_groups import matched, set_groups
 from ft_ckpt.values import decode, dtype_name, dtype_of, encode
 from ft_ckpt.zero_layout import Partition, Place, changed_with_steps, laid_out
 
@@ -248,7 +249,7 @@ def _restore_groups(
 ) -> None:
     """The hyperparameters."""
     shown = _unflattened(optimizer, partitions)
-    optimizers.set_groups(optimizers.matched(shown, description, found)[0])
+    set_groups(matched(shown.param_groups, optimizers.names_of(shown, found), description, found)[0])
     for group, restored in zip(optimizer.optimizer.param_groups, shown.param_groups, strict=True):
         group.update({key: value for key, value in restored.items() if key != "params"})
 
