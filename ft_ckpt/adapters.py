@@ -6,14 +6,12 @@ leave out although it was trained or resized is added.
 """
 
 import copy
-import json
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-import xxhash
 from torch import Tensor, nn
 
 from ft_ckpt.engines import Source
@@ -24,8 +22,7 @@ from ft_ckpt.select import Entry, Group, Part, View, cast_entries
 T = TypeVar("T")
 ADAPTER_FILE = "adapter_model"
 PREFIX = "base_model.model."  # what PEFT puts before the names of the model an adapter is injected into
-_PASSING = {"_name_or_path", "transformers_version", "dtype", "torch_dtype", "architectures", "use_cache", "vocab_size"}
-_TO_BASE = ("base_layer", "original_module")  # the child of a PEFT layer that is the model's own
+TO_BASE = ("base_layer", "original_module")  # the child of a PEFT layer that is the model's own
 
 
 def has_adapters(module: nn.Module) -> bool:
@@ -64,7 +61,7 @@ def adapter_parts(part: View, name: str, path: str, dtype: str, in_folders: bool
         made = cast_entries([*entries, *added], part.module, dtype)
         label = "/".join(filter(None, (name, "" if adapter == "default" and not in_folders else adapter)))
         where = Part(label, folder, "adapter", part.module, made, file=ADAPTER_FILE, base=frozen, notes=notes)
-        parts.append(replace(where, adapter=adapter, active=adapter in active, passed=anew))
+        parts.append(replace(where, adapter=adapter, active=adapter in active, beside=in_folders, passed=anew))
     empty = [p.adapter for p in parts if not p.entries]
     if empty:
         raise IncompleteError(f"adapter {empty[0]!r}: PEFT selects no tensors for it; nothing is written")
@@ -119,7 +116,7 @@ def _base_steps(steps: list[str], wrapped: frozenset[str]) -> list[str] | None:
     kept, path = [], ""
     for step in steps:
         if path in wrapped:
-            if step not in (*_TO_BASE, "token_adapter"):
+            if step not in (*TO_BASE, "token_adapter"):
                 return None
         else:
             kept.append(step)
@@ -312,17 +309,6 @@ def _configured_rows(place: str, model: Any) -> int | None:
         return None  # not on this machine: the other evidence decides
     rows = getattr(config.get_text_config(), "vocab_size", None)
     return rows if isinstance(rows, int) and type(config) is type(model.config) else None
-
-
-def base_identity(module: Any, adapter: str) -> tuple[str | None, str | None, str]:
-    """The base model's id (None when it was built in memory), its revision, and a digest of its architecture."""
-    model = module.get_base_model() if is_peft_model(module) else module
-    settings, config = module.peft_config[adapter], getattr(model, "config", None)
-    name = settings.base_model_name_or_path or getattr(model, "name_or_path", None) or None
-    revision = settings.revision or getattr(config, "_commit_hash", None)
-    described = config.to_dict() if config is not None and hasattr(config, "to_dict") else {}
-    lasting = {key: value for key, value in described.items() if key not in _PASSING}
-    return name, revision, xxhash.xxh3_128_hexdigest(json.dumps(lasting, sort_keys=True, default=str).encode())
 
 
 def missing_trainable(part: View, parts: Iterable[Part]) -> list[str]:

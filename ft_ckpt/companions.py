@@ -96,13 +96,18 @@ def write_model(folder: Path, model: Any, *, dtype: str, tokenizer: Any = None, 
     _write_tokenizer(folder, tokenizer)
 
 
-def write_adapter(folder: Path, model: Any, adapter: str, *, base: BaseRecord, tokenizer: Any = None) -> None:
+def write_adapter(
+    folder: Path, model: Any, adapter: str, *, base: BaseRecord, beside: bool, tokenizer: Any = None
+) -> None:
     """Write `adapter_config.json` and a model card for one adapter into `folder`, which exists.
 
-    `model`: a PeftModel, or a model with adapters injected into it; `peft_config` lists them.
+    `model`: a PeftModel, or a model with adapters injected into it; `peft_config` lists them. `beside`: its base is
+    saved with it, as the making of the adapter left it: loading must not decompose that once more.
     """
     config = copy.copy(model.peft_config[adapter])  # shallow: a copied set may be listed in another order
     config.inference_mode = True
+    if beside and isinstance(getattr(config, "init_lora_weights", None), str):
+        config.init_lora_weights = True
     if base.id is not None:
         config.base_model_name_or_path = config.base_model_name_or_path or base.id
         config.revision = config.revision or base.revision

@@ -11,6 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from ft_ckpt import direct, engines
+from ft_ckpt.bases import refuse_merged
 from ft_ckpt.config import SaverConfig, parse_size
 from ft_ckpt.deliver import PartPlan
 from ft_ckpt.digests import chunks
@@ -165,6 +166,8 @@ def _again(outline: _Outline, request: Request, look: Look, ranks: Ranks) -> Pre
         }
         samples[name] = {tensor: some for tensor, some in values.items() if some}
     plans = [replace(one, part=_with_module(one.part, look)) for one in outline.chosen.plans]
+    for module in {id(one.part.module): one.part.module for one in plans if one.part.kind == "adapter"}.values():
+        refuse_merged(module)
     return replace(outline.chosen, samples=samples, companions=companions_of(request, plans, ranks))
 
 

@@ -5,12 +5,38 @@ from typing import Any
 
 from torch import nn
 
-from ft_ckpt.adapters import adapter_parts, base_view, check_complete, has_adapters, missing_trainable
+from ft_ckpt.adapters import (
+    adapter_parts,
+    base_view,
+    check_complete,
+    has_adapters,
+    missing_trainable,
+)
+from ft_ckpt.bases import made_anew, refuse_merged
 from ft_ckpt.engines import Source, sources, unwrap
 from ft_ckpt.errors import IncompleteError, NotAnAdapterError, SelectionError, listing
-from ft_ckpt.select import Part, View, model_part, view
+from ft_ckpt.select import Part, View, model_part, module_at, view
 
 Attribute = str | Sequence[str] | None
+
+
+def is_of_adapters(model: nn.Module, adapter_only: bool | None, attribute: Attribute) -> bool:
+    """Whether a save is of adapters alone; of a model without adapters that goes without saying.
+
+    Raises SelectionError for a model with adapters of which nothing was said: a folder with the base in it is what
+    every other reader takes for the trained model.
+    """
+    if adapter_only is not None:
+        return adapter_only
+    names = [attribute] if isinstance(attribute, str) else list(attribute or [""])
+    adapted = [name or "the model" for name in names if has_adapters(module_at(model, name))]
+    if adapted:
+        raise SelectionError(
+            f"{', '.join(adapted)}: has PEFT adapters; say what to save: adapter_only=True, the adapters alone, which "
+            "go onto their base; or adapter_only=False, the base and its adapters side by side, which only "
+            "ft_ckpt.load_model puts together"
+        )
+    return False
 
 
 def parts_of(
@@ -46,9 +72,11 @@ def parts_of(
 
 
 def is_adapter_run(model: nn.Module) -> bool:
-    """Whether adapters are all that is trained."""
+    """Whether adapters are all that is trained, on a base that can be had again."""
     if not has_adapters(unwrap(model)):
         return False
+    if made_anew(unwrap(model)):
+        return False  # nobody could make this base again
     whole = view(model, sources(model))
     return not missing_trainable(whole, adapter_parts(whole, "", "", "as_is"))
 
@@ -82,6 +110,13 @@ def _checked(parts: list[Part], views: Iterable[View], adapter_only: bool) -> li
 
 
 def _parts(one: View, name: str, path: str, adapter_only: bool, dtype: str) -> list[Part]:
+    if has_adapters(one.module):
+        refuse_merged(one.module)
+    if adapter_only and has_adapters(one.module) and (changed := made_anew(one.module)):
+        raise SelectionError(
+            f"adapter {', '.join(changed)}: its making changed the base, and would change it otherwise another time: "
+            "the adapter alone fits no base; save with adapter_only=False"
+        )
     if adapter_only:
         parts = adapter_parts(one, name, path, dtype)
         check_complete(one, parts)

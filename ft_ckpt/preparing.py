@@ -204,7 +204,9 @@ def _write_companions(root: Path, one: PartPlan, request: Request) -> None:
         )
     elif part.kind == "adapter":
         base = base_record(part, {})
-        companions.write_adapter(folder, part.module, str(part.adapter), base=base, tokenizer=request.tokenizer)
+        companions.write_adapter(
+            folder, part.module, str(part.adapter), base=base, beside=part.beside, tokenizer=request.tokenizer
+        )
     elif part.kind == "state":
         (folder / DOCUMENT_NAME).write_text(
             json.dumps(request.captured.document, separators=(",", ":")), encoding="utf-8"

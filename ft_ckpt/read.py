@@ -197,7 +197,7 @@ def _load(root: Path, records: list[PartRecord], options: _Options) -> tuple[nn.
     if model is None:
         trusted = options.trust_remote_code
         model = options.into if options.into is not None else base_of(adapters[0], options.base, trusted)
-    notes = attach(model, root, adapters, check_base=options.check_base and not whole)
+    notes = attach(model, root, adapters, check_base=options.check_base and not whole, beside=bool(whole))
     count = sum(len(record.tensors) for record in adapters) + (report.tensors if report else 0)
     return notes.model, LoadReport(
         root, "", notes.missing, notes.unexpected, (), count, bool(report and report.zero_copy), notes.notes

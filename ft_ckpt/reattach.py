@@ -1,7 +1,7 @@
 """Adapters back onto their base: the right base, all their tensors, the active one active."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -9,13 +9,12 @@ import torch
 from torch import Tensor, nn
 
 from ft_ckpt.adapters import PREFIX, adapter_parts, base_sources, is_peft_model
-from ft_ckpt.engines import Source, elements_at, sources
+from ft_ckpt.bases import differing, is_floating, keeps_base
+from ft_ckpt.engines import Source, sources
 from ft_ckpt.errors import BaseMismatchError, LoadError, listing
-from ft_ckpt.manifest import BaseRecord, PartRecord
+from ft_ckpt.manifest import PartRecord
 from ft_ckpt.select import View
 from ft_ckpt.supply import read_tensors
-
-_ULPS = 2  # sampled values may differ by this many units of the coarser dtype: a base loaded in another precision
 
 
 @dataclass(frozen=True, eq=False)
@@ -54,24 +53,37 @@ def base_of(record: PartRecord, given: Any, trust_remote_code: bool) -> nn.Modul
     return model
 
 
-def attach(model: nn.Module, root: Path, records: Sequence[PartRecord], *, check_base: bool) -> Attached:
+def attach(
+    model: nn.Module, root: Path, records: Sequence[PartRecord], *, check_base: bool, beside: bool = False
+) -> Attached:
     """Put the adapters in `records` onto `model`, which may be a base or already carry adapters of these names.
+
+    `beside`: the base is of the same checkpoint, so what its adapters changed of it when they were made is done. A base
+    that they change now is compared when they are on it, as it was recorded.
 
     Raises BaseMismatchError when sampled weights show another base, LoadError naming every tensor that is missing
     or has no place.
     """
     from peft import PeftModel
 
-    notes = _prepare_base(model, root, records, check_base)
+    configs = {str(record.adapter): _config(root / record.path, beside) for record in records}
+    is_remade = not all(keeps_base(config) for config in configs.values())
+    check_base = check_base and not is_peft_model(model)
+    notes = _prepare_base(model, root, records, check_base and not is_remade)
     peft_model: Any = model if is_peft_model(model) else None
     for record in records:
         folder, name = str(root / record.path), str(record.adapter)
         if record.format == "h5":  # which PEFT does not open
-            peft_model = _add_adapter(peft_model or model, root, record)
+            peft_model = _add_adapter(peft_model or model, root, record, configs[name])
         elif peft_model is None:
-            peft_model = PeftModel.from_pretrained(model, folder, adapter_name=name)
+            peft_model = PeftModel.from_pretrained(model, folder, adapter_name=name, config=configs[name])
         else:
+            if name not in peft_model.peft_config:
+                peft_model.add_adapter(name, configs[name])
             peft_model.load_adapter(folder, adapter_name=name)
+    for record in records if check_base and is_remade else ():
+        here = dict(base_sources(View(peft_model, sources(peft_model))))
+        _check_base(here, type(model).__name__, record, is_remade=True)
     missing, unexpected = _settle(peft_model, root, records)
     problems = [f"{name}: missing in the files" for name in missing]
     problems += [f"{name}: no place in the model" for name in unexpected]
@@ -81,11 +93,22 @@ def attach(model: nn.Module, root: Path, records: Sequence[PartRecord], *, check
     return Attached(peft_model.eval(), tuple(missing), tuple(unexpected), notes)
 
 
-def _add_adapter(model: Any, root: Path, record: PartRecord) -> Any:
-    """The adapter of an HDF5 file: made from its config, then filled."""
-    from peft import PeftConfig, get_peft_model, set_peft_model_state_dict
+def _config(folder: Path, beside: bool) -> Any:
+    """An adapter's config; on a base that was saved `beside` it, which it must not change once more."""
+    from peft import PeftConfig
 
-    config, name = PeftConfig.from_pretrained(str(root / record.path)), str(record.adapter)
+    config = PeftConfig.from_pretrained(str(folder))
+    config.inference_mode = True
+    if beside and not keeps_base(config):
+        config.init_lora_weights = True
+    return config
+
+
+def _add_adapter(model: Any, root: Path, record: PartRecord, config: Any) -> Any:
+    """The adapter of an HDF5 file: made from its config, then filled."""
+    from peft import get_peft_model, set_peft_model_state_dict
+
+    name = str(record.adapter)
     if is_peft_model(model):
         model.add_adapter(name, config)
     else:
@@ -119,9 +142,9 @@ def _prepare_base(model: Any, root: Path, records: Sequence[PartRecord], check: 
     if is_peft_model(model):
         return ()
     if check:
+        here = sources(model)
         for record in records:
-            if record.base is not None:
-                _check_fingerprint(model, record, record.base)
+            _check_base(here, type(model).__name__, record, is_remade=False)
     rows = _stored_rows(model, records)
     if rows is None or rows == model.get_input_embeddings().weight.shape[0]:
         return ()
@@ -140,42 +163,26 @@ def _stored_rows(model: Any, records: Sequence[PartRecord]) -> int | None:
     return next(found, None)
 
 
-def _check_fingerprint(model: nn.Module, record: PartRecord, base: BaseRecord) -> None:
-    here = sources(model)
-    differing, compared = [], 0
-    for name, values in base.fingerprint.items():
-        source = here.get(name)
-        if source is None or not source.dtype.is_floating_point:
-            continue  # quantised here or there: the tensors that stayed floating speak for it
-        compared += 1
-        if not _agree(source, values, base.dtype):
-            differing.append(name)
-    if differing:
+def _check_base(here: Mapping[str, Source], kind: str, record: PartRecord, *, is_remade: bool) -> None:
+    """Compare a base with the one that the adapter in `record` was trained on; `kind` is its class."""
+    base, name = record.base, str(record.adapter)
+    if base is None:
+        return
+    # quantised here or there: the tensors that stayed floating speak for it
+    known = {n: values for n, values in base.fingerprint.items() if n in here and is_floating(here[n])}
+    names = differing(here, replace(record, base=replace(base, fingerprint=known)), is_remade=is_remade)
+    if names:
+        remade = "; its making changes the base, and did so otherwise here" if is_remade else ""
         raise BaseMismatchError(
-            f"{listing(differing, ', ')}: {len(differing)} of {compared} sampled tensors of this base differ from the "
-            f"one that adapter {record.adapter!r} was trained on ({base.id or 'built in memory'}, revision "
-            f"{base.revision}); load it on that base, or pass check_base=False"
+            f"{listing(names, ', ')}: {len(names)} of {len(known)} sampled tensors of this base differ from the one "
+            f"that adapter {name!r} was trained on ({base.id or 'built in memory'}, revision {base.revision})"
+            f"{remade}; load it on that base, or pass check_base=False"
         )
-    if base.fingerprint and not compared:
+    if base.fingerprint and not known:
         raise BaseMismatchError(
-            f"adapter {record.adapter!r}: none of the {len(base.fingerprint)} sampled tensors of its base is in "
-            f"{type(model).__name__}; load it on {base.id or 'the model it was trained on'}, or pass check_base=False"
+            f"adapter {name!r}: none of the {len(base.fingerprint)} sampled tensors of its base is in {kind}; "
+            f"load it on {base.id or 'the model it was trained on'}, or pass check_base=False"
         )
-
-
-def _agree(source: Source, values: Mapping[str, float], dtype: str) -> bool:
-    """Whether the live elements equal the recorded ones, as far as the coarser of the two dtypes can tell."""
-    here = elements_at(source, 0, [int(index) for index in values if int(index) < source.numel])
-    if len(here) != len(values):
-        return False
-    recorded = getattr(torch, dtype, torch.float32)
-    coarse = max((recorded, source.dtype), key=lambda one: torch.finfo(one).eps)
-    limit = _ULPS * torch.finfo(coarse).eps
-    same = source.dtype == recorded
-    return all(
-        here[index] == value or (not same and abs(here[index] - value) <= limit * max(abs(value), 1e-6))
-        for index, value in values.items()
-    )
 
 
 def _settle(model: Any, root: Path, records: Sequence[PartRecord]) -> tuple[list[str], list[str]]:

@@ -8,12 +8,11 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from ft_ckpt.adapters import base_identity
+from ft_ckpt.bases import base_identity, common_dtype
 from ft_ckpt.deliver import PartPlan
 from ft_ckpt.digests import digest_of
 from ft_ckpt.manifest import BaseRecord, FileRecord, Manifest, PartRecord
 from ft_ckpt.select import Part, lossy_casts, shared_between
-from ft_ckpt.values import dtype_name
 
 _LIBRARIES = ("torch", "transformers", "peft", "accelerate", "safetensors")
 
@@ -71,9 +70,7 @@ def _part_record(one: PartPlan, base: BaseRecord | None, compressed: bool) -> Pa
 def base_record(part: Part, fingerprint: Mapping[str, Any]) -> BaseRecord:
     """What an adapter part was trained on."""
     identity, revision, digest = base_identity(part.module, str(part.adapter))
-    dtypes = [source.dtype for source in part.base.values() if source.dtype.is_floating_point]
-    common = max(set(dtypes), key=dtypes.count, default=None)
-    return BaseRecord(identity, revision, dtype_name(common) if common else "float32", digest, fingerprint)
+    return BaseRecord(identity, revision, common_dtype(part.base.values()), digest, fingerprint)
 
 
 def _base(name: str, bases: Mapping[str, BaseRecord], answers: Sequence[Mapping[str, Any]]) -> BaseRecord | None:

@@ -14,9 +14,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ft_ckpt import optimizers
+from ft_ckpt.bases import differences_of_base
 from ft_ckpt.catalog import CheckpointInfo, discover, read_manifest
 from ft_ckpt.disk import local_path
 from ft_ckpt.engines import Source
@@ -202,6 +203,15 @@ def restore_weights(
     if left:
         return Restored("weights", "failed", f"{listing(left, ', ')}: in the model, not in the checkpoint")
     return _attempt("weights", lambda: fill_all("weights", collect))
+
+
+def compare_base(model: nn.Module, document: Document, held: OpenCheckpoint, rank: int) -> list[Restored]:
+    """Whether the base of the run's adapters, where the checkpoint is without it, is the one they were trained on."""
+    compared, problems = differences_of_base(model, held.manifest.parts, document["weights"], rank)
+    if problems:
+        detail = f"not the base that the adapters were trained on ({listing(problems)})"
+        return [Restored("base", "failed", detail)]
+    return [Restored("base", "restored", f"not in the checkpoint; {compared} tensors compared")] if compared else []
 
 
 def restore_items(

@@ -87,13 +87,14 @@ class RunSaves:
         try:
             captured = now.capture(self._ranks(), versions(), self.pending.kept)
             adapters = captured.once("adapters", lambda: is_adapter_run(now.model))
+            adapters = now.base.is_left_out(now.model, adapters, adapter_only, self._ranks())
             report = self.pending.save(
                 config,
                 lambda: request_of(
                     config,
                     now.model,
                     self.target(path, now.step, has_state=True),
-                    adapter_only=adapters if adapter_only is None else adapter_only,
+                    adapter_only=adapters,
                     tokenizer=self.tokenizer,
                     step=now.step,
                     metrics=metrics,

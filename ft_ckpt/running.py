@@ -12,6 +12,7 @@ from torch import nn
 
 from ft_ckpt import capturing, fan_out, optimizers, rank_state, resume, schedule, training, zero_optimizer
 from ft_ckpt.accumulation import StepWatch
+from ft_ckpt.bases import BaseWatch
 from ft_ckpt.capturing import Captured, Objects
 from ft_ckpt.config import SaverConfig
 from ft_ckpt.engines import Source
@@ -21,7 +22,7 @@ from ft_ckpt.fingerprint import differences, fingerprint
 from ft_ckpt.items import Item, Key, items_of, known_sources, model_of, with_extra_state
 from ft_ckpt.opening import OpenCheckpoint
 from ft_ckpt.rank_state import OnRank
-from ft_ckpt.ranks import Ranks
+from ft_ckpt.ranks import Ranks, current
 from ft_ckpt.resume import Restored, RestoreReport
 from ft_ckpt.schedule import Every
 from ft_ckpt.signals import SignalWatch
@@ -56,6 +57,7 @@ class Run:
         self.history = schedule.started(0, 0, time.monotonic())
         self.watch = SignalWatch(config.every.signals) if config.every is not None else None
         self.steps = StepWatch()
+        self.base = BaseWatch()
         self.has_begun = False  # a step was done
         self._is_unfinished = False  # after the last batch gradients waited for a step
         self.last_metrics: dict[str, float] = {}  # of the last step
@@ -74,6 +76,12 @@ class Run:
         _refuse(item for item in items if item.name in objects)
         self.registered.update(objects)
         self.steps.watch(_heard(items))
+        self.note_base()
+
+    def note_base(self) -> None:
+        """Remember the base of the model's adapters as the script has made it."""
+        if "model" in self.registered or getattr(self.accelerator, "_models", None):
+            self.base.note(self.model, current().rank)
 
     @property
     def model(self) -> nn.Module:
@@ -286,6 +294,7 @@ class Run:
         fill_all = fan_out.filler(self.config.fan_out, ranks, self.config.bucket_bytes)
         with resume.opened(held) as stored:
             outcomes = [resume.restore_weights(found, document, stored, fill_all)]
+            outcomes += resume.compare_base(self.model, document, held, ranks.rank)
             for item in _zero(items):
                 zero_optimizer.adopt_weights(item.value)
             outcomes += resume.restore_items(items, found, document, stored, ranks.rank, fill_all)

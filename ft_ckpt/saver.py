@@ -16,7 +16,7 @@ from ft_ckpt.config import SaverConfig, make_config, numbers_of
 from ft_ckpt.disk import local_path
 from ft_ckpt.errors import LoadError
 from ft_ckpt.opening import OpenCheckpoint, open_checkpoint
-from ft_ckpt.parts import Attribute
+from ft_ckpt.parts import Attribute, is_of_adapters
 from ft_ckpt.pending import Pending, PendingSave
 from ft_ckpt.preparing import check_companions, request_of
 from ft_ckpt.ranks import Ranks, attempt, current
@@ -69,6 +69,7 @@ class CheckpointSaver:
         self._pending = Pending(self._run)
         self._saves = RunSaves(self._run, self._pending, self.directory, tokenizer, self._rehearsal is not None)
         self._run.check()
+        self._run.note_base()
         _OPEN.add(self)
 
     @as_in_training
@@ -77,7 +78,7 @@ class CheckpointSaver:
         model: nn.Module,
         path: str | Path | None = None,
         *,
-        adapter_only: bool = False,
+        adapter_only: bool | None = None,
         attribute: Attribute = None,
         dtype: str | None = None,
         chat_template_name: str | None = None,
@@ -93,20 +94,19 @@ class CheckpointSaver:
     ) -> SaveReport | PendingSave:
         """Save `model`, or what is asked of it, to the folder `path`; call on every rank. Returns when it is durable.
 
-        With `background` it returns at once if it can, and the checkpoint, of this moment, is written meanwhile; the
-        next save waits for it. What becomes of it is told by the handle, and by the next call of the saver, which
-        raises if it failed.
+        With `background` it returns at once if it can; what becomes of the save is told by the handle, and by the next
+        call of the saver, which raises if it failed.
 
-        The whole model by default; its PEFT adapters with `adapter_only`; the submodule at `attribute`, or several, a
-        folder each. `path` defaults to `directory`/checkpoint-`step`; a checkpoint with training state is not replaced
-        by one without. Within a run `step` and `metrics` are by default those of its last step. `state_dict` is taken
-        instead of the live tensors, if it agrees with the model. `extra_files` of rank 0, by path in the checkpoint,
-        are committed with it. The other keywords override the saver's settings for this call.
+        The whole model by default; the submodule at `attribute`, or several, a folder each. Of a model with PEFT
+        adapters say whether they alone are saved (`adapter_only` True) or the base and they side by side (False), which
+        only `ft_ckpt.load_model` puts together. `path` defaults to `directory`/checkpoint-`step`; no checkpoint with
+        training state is replaced. Within a run `step` and `metrics` default to those of its last step. `state_dict` is
+        taken instead of the live tensors, if it agrees with the model. `extra_files` of rank 0, by path in the
+        checkpoint, are committed with it. The other keywords override the saver's settings for this call.
 
-        Raises SelectionError when the model lacks what was asked for, IncompleteError when the result would differ
-        from the live model, TargetError or NoSpaceError when it cannot be written, RankError when another rank
-        failed, RanksDisagreeError when ranks called differently or not at all. Nothing is committed then, and what
-        was committed before is whole.
+        Raises SelectionError when the model lacks what was asked for or leaves a choice, IncompleteError when the
+        result would differ from it, TargetError or NoSpaceError when it cannot be written, RankError when another rank
+        failed, RanksDisagreeError when ranks called differently or not at all; nothing is committed then.
         """
         given: dict[str, Any] = {"dtype": dtype, "chat_template_name": chat_template_name, "format": format}
         given |= {"compression": compression, "max_shard_size": max_shard_size, "background": background}
@@ -119,7 +119,7 @@ class CheckpointSaver:
                 config,
                 model,
                 self._saves.target(path, step, has_state=False),
-                adapter_only=adapter_only,
+                adapter_only=self._is_of_adapters(model, adapter_only, attribute),
                 attribute=attribute,
                 tokenizer=self.tokenizer if tokenizer is None else tokenizer,
                 state_dict=state_dict,
@@ -256,6 +256,12 @@ class CheckpointSaver:
         Where `every` saves the run, its last step is saved first if it was not, unless an exception is on its way.
         """
         self._end(save=sys.exc_info()[0] is None)
+
+    def _is_of_adapters(self, model: nn.Module, asked: bool | None, attribute: Attribute) -> bool:
+        alone = is_of_adapters(model, asked, attribute)
+        if alone and attribute is None:
+            self._run.base.refuse_changed(model, self._ranks().rank)
+        return alone
 
     def _end(self, *, save: bool) -> None:
         """Save what is to be saved, and let go of everything, whatever happens."""

@@ -62,6 +62,7 @@ class Part:
     ties: tuple[tuple[str, ...], ...] = ()
     adapter: str | None = None
     active: bool = False
+    beside: bool = False  # an adapter whose base, as it is now, is in the same checkpoint
     doubtful: tuple[tuple[Source, Source], ...] = ()  # declared one parameter, two in memory: compare before commit
     base: Mapping[str, Source] = field(default_factory=dict)  # frozen tensors of an adapter's base, by base name
     notes: tuple[str, ...] = ()
@@ -86,6 +87,22 @@ def view(
     Raises UnknownAttributeError naming what exists, SelectionError when it is no module, IncompleteError when it has
     no tensors.
     """
+    module = module_at(model, attribute)
+    prefix = f"{attribute}." if attribute else ""
+    depth = len(attribute.split(".")) if attribute else 0
+    below = {
+        name.removeprefix(prefix): replace(source, raw=_raw_below(source, depth))
+        for name, source in found.items()
+        if name.startswith(prefix)
+    }
+    if not below:
+        raise IncompleteError(f"{attribute or type(module).__name__}: no tensors to save; nothing is written")
+    further = {n.removeprefix(prefix): value for n, value in (extra or {}).items() if n.startswith(prefix)}
+    return View(module, below, further)
+
+
+def module_at(model: nn.Module, attribute: str) -> nn.Module:
+    """The model, or its submodule at the dotted path `attribute`, unwrapped. Raises what `view` says."""
     module = unwrap(model)
     for part in attribute.split(".") if attribute else []:
         if part not in module._modules and not hasattr(module, part):
@@ -98,17 +115,7 @@ def view(
         if not isinstance(inner, nn.Module):
             raise SelectionError(f"attribute {attribute!r}: {part!r} is a {type(inner).__name__}, expected a module")
         module = unwrap(inner)
-    prefix = f"{attribute}." if attribute else ""
-    depth = len(attribute.split(".")) if attribute else 0
-    below = {
-        name.removeprefix(prefix): replace(source, raw=_raw_below(source, depth))
-        for name, source in found.items()
-        if name.startswith(prefix)
-    }
-    if not below:
-        raise IncompleteError(f"{attribute or type(module).__name__}: no tensors to save; nothing is written")
-    further = {n.removeprefix(prefix): value for n, value in (extra or {}).items() if n.startswith(prefix)}
-    return View(module, below, further)
+    return module
 
 
 def _raw_below(source: Source, depth: int) -> str:

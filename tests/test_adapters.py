@@ -218,7 +218,7 @@ def test_the_active_adapter_is_active_again(tmp_path):
 
 def test_full_save_of_a_peft_model_has_base_and_adapters(tmp_path):
     model = models.build("lora").eval()
-    CheckpointSaver().save(model, tmp_path)
+    CheckpointSaver().save(model, tmp_path, adapter_only=False)
     assert {"model.safetensors", "config.json"} <= files(tmp_path)
     assert {f"adapters/{name}/adapter_config.json" for name in ("default", "second")} <= files(tmp_path)
     plain = AutoModelForCausalLM.from_pretrained(tmp_path)

@@ -1,0 +1,230 @@
+"""The model that adapters are on: which it is, whether it is the same, and whether it can be had again.
+
+A base is told by sampled elements. They tell another model, another precision, and whatever changed most of a layer, as
+merging an adapter into it does; a change of few elements, such as a row of an embedding, passes them by.
+"""
+
+import json
+import warnings
+from collections.abc import Container, Iterable, Mapping
+from contextlib import suppress
+from dataclasses import replace
+from typing import Any
+from weakref import ref
+
+import torch
+import xxhash
+from torch import nn
+
+from ft_ckpt.adapters import PREFIX, TO_BASE, base_sources, has_adapters, is_peft_model
+from ft_ckpt.engines import Source, elements_at, sample, sources, unwrap
+from ft_ckpt.errors import CheckpointError, SelectionError, listing
+from ft_ckpt.manifest import PartRecord
+from ft_ckpt.names import walk
+from ft_ckpt.ranks import Ranks
+from ft_ckpt.select import View
+from ft_ckpt.values import dtype_name
+
+_PASSING = {"_name_or_path", "transformers_version", "dtype", "torch_dtype", "architectures", "use_cache", "vocab_size"}
+# How LoRA's factors may begin: with the base as it is; by changing it in a way that comes out the same each time. What
+# else there is (random or data-driven decompositions) cannot be done again.
+_KEEPS_BASE = frozenset({"true", "false", "gaussian", "orthogonal", "eva", "mica"})
+_REPEATS = frozenset({"pissa", "olora", "loftq"})
+_ULPS = 2  # sampled values may differ by this many units of the coarser dtype: a base loaded in another precision
+_REMADE_ULPS = 64  # of float32, in which decompositions are computed
+
+
+class BaseWatch:
+    """The base as a script makes it for its adapters, to which every resume comes back; and what became of it."""
+
+    def __init__(self) -> None:
+        self._model: ref[nn.Module] | None = None
+        self._samples: dict[str, dict[str, float]] = {}
+        self._limits: dict[str, float] = {}  # by how much of its size an element may differ
+
+    def note(self, model: nn.Module, rank: int) -> None:
+        """Remember samples of the base of `model` as it is now, when it comes for the first time."""
+        if not self._knows(model):
+            with suppress(CheckpointError):  # a model whose tensors are not there yet
+                self._samples = base_samples(model, rank)
+                dtypes = {source.name: source.dtype for source in sources(model).values()} if self._samples else {}
+                self._limits = {name: _ULPS * torch.finfo(dtypes[name]).eps for name in self._samples}
+                self._model = ref(unwrap(model))
+
+    def _knows(self, model: nn.Module) -> bool:
+        return self._model is not None and self._model() is unwrap(model)
+
+    def changed(self, model: nn.Module, rank: int) -> list[str]:
+        """Names of layers whose samples are others than when the model was first seen."""
+        if not self._knows(model) or not self._samples:
+            return []
+        refuse_merged(unwrap(model))
+        now, limits = base_samples(model, rank), self._limits
+        return [
+            name
+            for name, values in self._samples.items()
+            if name in now and not _are_near(now[name], values, limits[name], is_adapted=True)
+        ]
+
+    def refuse_changed(self, model: nn.Module, rank: int) -> None:
+        """Raise SelectionError if the base has changed: an adapter alone would lose that."""
+        if changed := self.changed(model, rank):
+            raise SelectionError(f"{_changed(changed)}: the adapter alone would lose it; save with adapter_only=False")
+
+    def is_left_out(self, model: nn.Module, alone: bool, asked: bool | None, ranks: Ranks) -> bool:
+        """Whether a checkpoint of a run leaves out the base: `asked`, else if adapters `alone` are trained. Collective.
+
+        Never one that has changed, as ReLoRA merges adapters into it: it is saved with them, or the save refused with a
+        SelectionError where it was asked for otherwise.
+        """
+        if not (alone if asked is None else asked):
+            return False
+        found, error = ranks.attempt(lambda: self.changed(model, ranks.rank))
+        answers = ranks.agree("the base of save_state()", {"changed": found}, error)
+        if not (names := sorted({name for answer in answers for name in answer["changed"]})):
+            return True
+        if asked:
+            self.refuse_changed(model, ranks.rank)
+            raise SelectionError(f"{_changed(names)} on other ranks; save with adapter_only=False")
+        if ranks.leads:
+            warnings.warn(f"{_changed(names)}: it is saved with the adapters", stacklevel=5)
+        return False
+
+
+def _changed(names: list[str]) -> str:
+    return f"{listing(names, ', ')}: the adapters' base has changed since the run began"
+
+
+def base_identity(module: Any, adapter: str) -> tuple[str | None, str | None, str]:
+    """The base model's id (None when it was built in memory), its revision, and a digest of its architecture."""
+    model = module.get_base_model() if is_peft_model(module) else module
+    settings, config = module.peft_config[adapter], getattr(model, "config", None)
+    name = settings.base_model_name_or_path or getattr(model, "name_or_path", None) or None
+    revision = settings.revision or getattr(config, "_commit_hash", None)
+    described = config.to_dict() if config is not None and hasattr(config, "to_dict") else {}
+    lasting = {key: value for key, value in described.items() if key not in _PASSING}
+    return name, revision, xxhash.xxh3_128_hexdigest(json.dumps(lasting, sort_keys=True, default=str).encode())
+
+
+def refuse_merged(module: nn.Module) -> None:
+    """Raise SelectionError naming the layers that have an adapter merged into them: asked at each save.
+
+    Their base holds the adapter too, and would be taken for the base alone.
+    """
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    merged = [path for path, _, one in walk(module) if isinstance(one, BaseTunerLayer) and one.merged]
+    if merged:
+        raise SelectionError(
+            f"{listing(merged, ', ')}: an adapter is merged into {len(merged)} layer(s); call unmerge_adapter() before "
+            "a save, or merge_and_unload() to save the merged model as one"
+        )
+
+
+def keeps_base(config: Any) -> bool:
+    """Whether making an adapter of this config leaves the base as it was."""
+    return str(getattr(config, "init_lora_weights", True)).lower() in _KEEPS_BASE
+
+
+def made_anew(module: Any) -> list[str]:
+    """Adapters whose making changed the base as it cannot be changed again from their config and the base alone."""
+    inits = {name: str(getattr(config, "init_lora_weights", True)) for name, config in module.peft_config.items()}
+    return [f"{name} ({init})" for name, init in inits.items() if init.lower() not in _KEEPS_BASE | _REPEATS]
+
+
+def base_samples(model: nn.Module, rank: int) -> dict[str, dict[str, float]]:
+    """A few elements of the layers that adapters are on, as this rank holds them; none without adapters."""
+    module = unwrap(model)
+    if not has_adapters(module):
+        return {}
+    base = {source.name: source for _, source in base_sources(View(module, sources(model))) if not source.trainable}
+    adapted = {name: source for name, source in base.items() if set(TO_BASE) & set(name.split("."))}
+    return sample(adapted or base, rank, tensors=128, elements=4)
+
+
+def differences_of_base(
+    model: nn.Module, parts: Iterable[PartRecord], stored: Container[str], rank: int
+) -> tuple[int, list[str]]:
+    """How many tensors of the base below the adapters of `model`, but for those `stored`, were compared with what was
+    recorded of them, and what differs.
+    """
+    module: Any = unwrap(model)
+    if not has_adapters(module):
+        return 0, []
+    here = dict(base_sources(View(module, sources(model))))
+    left = {name: source for name, source in here.items() if source.name not in stored}
+    is_remade = not all(keeps_base(config) for config in module.peft_config.values())
+    compared, problems = 0, dict[str, None]()
+    for record in parts:
+        base = record.base
+        outside = {} if base is None else {n: v for n, v in base.fingerprint.items() if n in left or n not in here}
+        if base is None or not outside:
+            continue
+        compared += len(outside)
+        if (dtype := common_dtype(left.values())) != base.dtype:
+            problems[f"{dtype}, it was {base.dtype}"] = None
+        outer = replace(record, base=replace(base, fingerprint=outside))
+        if names := differing(left, outer, rank, is_remade=is_remade):
+            problems[f"{listing(names, ', ')}: {len(names)} of {len(outside)} sampled tensors are others"] = None
+    return compared, list(problems)
+
+
+def differing(here: Mapping[str, Source], record: PartRecord, rank: int = 0, *, is_remade: bool = False) -> list[str]:
+    """Names of tensors recorded of an adapter's base that are not `here`, or whose elements on this rank are others.
+
+    `is_remade`: the making of the adapter has changed both; what that computes may differ in its last digits.
+    """
+    if record.base is None:
+        return []
+    adapted = _adapted(record)
+    return [
+        name
+        for name, values in record.base.fingerprint.items()
+        if name not in here
+        or not _agree(here[name], values, record.base.dtype, rank, name.rpartition(".")[0] in adapted, is_remade)
+    ]
+
+
+def _adapted(record: PartRecord) -> frozenset[str]:
+    """The paths, in the base, of everything above a tensor of the adapter: its layers are among them."""
+    steps = (tensor.name.removeprefix(PREFIX).split(".") for tensor in record.tensors)
+    return frozenset(".".join(one[:depth]) for one in steps for depth in range(1, len(one)))
+
+
+def is_floating(source: Source) -> bool:
+    """Whether the tensor has numbers to compare: quantised ones have others."""
+    return source.dtype.is_floating_point
+
+
+def common_dtype(tensors: Iterable[Source]) -> str:
+    """The dtype that most floating tensors have."""
+    dtypes = [source.dtype for source in tensors if source.dtype.is_floating_point]
+    common = max(set(dtypes), key=dtypes.count, default=None)
+    return dtype_name(common) if common else "float32"
+
+
+def _agree(
+    source: Source, values: Mapping[str, float], dtype: str, rank: int, is_adapted: bool, is_remade: bool
+) -> bool:
+    """Whether live elements equal the recorded ones, as far as the coarser of the two dtypes can tell.
+
+    Exactly, where that is one dtype; but merging an adapter and taking it out again leaves other last digits.
+    """
+    indices = [int(index) for index in values]
+    if not is_floating(source) or any(index >= source.numel for index in indices):
+        return False
+    recorded = getattr(torch, dtype, torch.float32)
+    coarse = max((recorded, source.dtype), key=lambda one: torch.finfo(one).eps)
+    limit = 0.0 if source.dtype == recorded and not is_adapted else _ULPS * torch.finfo(coarse).eps
+    if is_adapted and is_remade:
+        limit = max(limit, _REMADE_ULPS * torch.finfo(torch.float32).eps)
+    return _are_near(elements_at(source, rank, indices), values, limit, is_adapted)
+
+
+def _are_near(here: Mapping[str, float], values: Mapping[str, float], limit: float, is_adapted: bool) -> bool:
+    """Whether elements differ by no more than the fraction `limit` of their size, or of an adapted layer's scale."""
+    least = max(map(abs, values.values()), default=0.0) / 4 if is_adapted else 1e-6
+    return all(
+        value == values[index] or abs(value - values[index]) <= limit * max(abs(values[index]), least)
+        for index, value in here.items()
+    )
