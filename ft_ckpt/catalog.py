@@ -72,6 +72,16 @@ def read_manifest(path: str | os.PathLike[str]) -> Manifest:
     return manifest
 
 
+def nothing_at(path: Path) -> str:
+    """Why `path` is no checkpoint, and what to do: it is not there, holds checkpoints, or was never completed."""
+    if not os.path.lexists(path):
+        return f"{path}: no such folder; `ft-ckpt ls` lists the checkpoints of a run"
+    names = [each.name for each in _below(path) if (each / MANIFEST_NAME).is_file()] if path.is_dir() else []
+    if names:
+        return f"{path}: the folder of a run, which holds {listing(names, ', ')}; name one of them"
+    return f"{path}: no {MANIFEST_NAME} in it, so no save was completed there; use another folder or save again"
+
+
 def check_paths(manifest: Manifest, source: str) -> None:
     """Refuse a manifest with a path that leads out of its folder; `source` names it.
 
@@ -188,7 +198,10 @@ def verify(path: str | os.PathLike[str], *, deep: bool = True) -> VerifyReport:
     path = Path(path)
     while True:
         before = _identity(path)
-        manifest = read_manifest(path)
+        try:
+            manifest = read_manifest(path)
+        except NotACheckpointError:
+            raise NotACheckpointError(nothing_at(path)) from None
         with damaged_input(path):
             problems = tuple(problems_of(path, manifest, deep=deep))
         # One save may overwrite the checkpoint while it is read here: what was seen is then half of each. Look again.

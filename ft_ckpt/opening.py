@@ -13,7 +13,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from ft_ckpt.catalog import read_manifest
+from ft_ckpt.catalog import nothing_at, read_manifest
 from ft_ckpt.checks import problems_of, strays
 from ft_ckpt.disk import open_regular
 from ft_ckpt.errors import CheckpointError, CorruptError, NotACheckpointError, damaged_input
@@ -62,9 +62,7 @@ def _hold(path: Path, stack: ExitStack) -> OpenCheckpoint | None:
     """Open everything; None when another checkpoint has taken the place meanwhile."""
     marker = _open(path / MANIFEST_NAME, stack)
     if marker is None:
-        raise NotACheckpointError(
-            f"{path}: no {MANIFEST_NAME} in it, so no save was completed there; use another folder or save again"
-        )
+        raise NotACheckpointError(nothing_at(path))
     manifest = read_manifest(path)
     opened = {file.path: _open(path / file.path, stack) for file in manifest.files}
     if not _is_in_place(path, marker):

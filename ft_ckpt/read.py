@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ft_ckpt.catalog import nothing_at
 from ft_ckpt.disk import local_path
 from ft_ckpt.engines import give_back, listed, sources
 from ft_ckpt.errors import CheckpointError, CorruptError, LoadError, NotACheckpointError, listing, shown
@@ -151,9 +152,7 @@ def _find(path: Path, part: str | None) -> tuple[Path, str | None]:
         if (folder / MANIFEST_NAME).is_file():
             below = path.absolute().relative_to(folder.absolute()).as_posix() if depth else None
             return folder, below if part is None else part
-    raise NotACheckpointError(
-        f"{path}: no {MANIFEST_NAME} in it, so no save was completed there; ft_ckpt.latest(folder) finds one that was"
-    )
+    raise NotACheckpointError(nothing_at(path))
 
 
 def _groups(parts: Sequence[PartRecord], wanted: str | None, root: Path) -> dict[str, list[PartRecord]]:

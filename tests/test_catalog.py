@@ -215,9 +215,6 @@ def test_a_root_that_is_a_checkpoint_itself(checkpoint):
 def test_nothing_there(tmp_path):
     assert discover(tmp_path / "absent") == []
     assert latest(tmp_path) is None
-    for path in (tmp_path, tmp_path / "absent"):
-        with pytest.raises(NotACheckpointError, match=r"no ft_ckpt.json in it, so no save was completed there"):
-            verify(path)
 
 
 def test_a_newer_manifest_is_refused(checkpoint):
@@ -448,3 +445,17 @@ def test_digest_of(tmp_path):
     assert FileRecord("file", 7, digest_of(tmp_path / "file")).digest == "xxh3-128:629ddf02ddb9572aacaa098a06609b58"
     with pytest.raises(FileNotFoundError):
         digest_of(tmp_path / "absent")
+
+
+def test_what_is_no_checkpoint_is_told_apart(tmp_path):
+    """Three places, three answers: nothing there, a run, and weights that no save of ours completed."""
+    save(tmp_path / "run" / "checkpoint-1")
+    make_checkpoint(tmp_path / "foreign")
+    answers = {
+        "absent": "no such folder",
+        "run": "which holds checkpoint-1; name one",
+        "foreign": "no save was completed",
+    }
+    for name, words in answers.items():
+        with pytest.raises(NotACheckpointError, match=rf"{name}: .*{words}"):
+            verify(tmp_path / name)

@@ -139,7 +139,9 @@ def best(context: typer.Context, metric: _Metric = None, as_json: _Json = False)
 def show(context: typer.Context, as_json: _Json = False) -> None:
     """List the parts and tensors of the checkpoint PATH, or the tensors of a weight file or foreign folder."""
     path = only_path(context)
-    if path.exists() and not (path / MANIFEST_NAME).is_file():
+    if not path.exists() or (catalog.discover(path) and not (path / MANIFEST_NAME).is_file()):
+        raise NotACheckpointError(catalog.nothing_at(path))
+    if not (path / MANIFEST_NAME).is_file():
         converting.show_file(path, as_json=as_json)
         return
     views.show_checkpoint(catalog.CheckpointInfo(path, catalog.read_manifest(path)), as_json=as_json)
