@@ -111,9 +111,17 @@ def manner(item: Item) -> Any:
 
 
 def known_sources(model: nn.Module, items: Sequence[Item]) -> dict[Key, Source]:
-    """The tensors of all the run's models."""
+    """The tensors of all the run's models; trainable are also those that an optimizer of the run has trained.
+
+    Loops freeze and unfreeze: what requires a gradient at one moment does not tell what a run has changed.
+    """
     models = [("", model), *((item.name, item.value) for item in items if item.kind == "model")]
-    return {(item, name): source for item, one in models for name, source in sources(one).items()}
+    found = {(item, name): source for item, one in models for name, source in sources(one).items()}
+    plain = [optimizers.inner(i.value) for i in items if i.kind == "optimizer" and not zero_optimizer.is_zero(i.value)]
+    labels = labelled(found)
+    trained = frozenset(identity for one in plain for identity in optimizers.trained(one, labels))
+    again = {key: replace(s, trainable=True) for key, s in found.items() if s.identity in trained and not s.trainable}
+    return {**found, **again}
 
 
 def of_model(found: Mapping[Key, Source], item: str = "") -> dict[str, Source]:

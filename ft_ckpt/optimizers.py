@@ -175,6 +175,12 @@ def names_of(optimizer: Any, found: Mapping[str, Source]) -> list[list[str]]:
     return [[s.name for p in group["params"] for s in owners.get(id(p), [])] for group in optimizer.param_groups]
 
 
+def trained(optimizer: Any, found: Mapping[str, Source]) -> frozenset[int]:
+    """The identities of the sources that the optimizer has trained: those whose parameters have state."""
+    owners = _owners(found)
+    return frozenset(source.identity for p in _stateful(optimizer) for source in owners.get(id(p), []))
+
+
 def _owners(found: Mapping[str, Source]) -> dict[int, list[Source]]:
     """The sources that are in each parameter object: one, or those of a whole FSDP1 flat parameter."""
     owners: dict[int, list[Source]] = {}

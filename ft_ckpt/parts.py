@@ -13,7 +13,7 @@ from ft_ckpt.adapters import (
     missing_trainable,
 )
 from ft_ckpt.bases import made_anew, refuse_merged
-from ft_ckpt.engines import Source, sources, unwrap
+from ft_ckpt.engines import Source, unwrap
 from ft_ckpt.errors import IncompleteError, NotAnAdapterError, SelectionError, listing
 from ft_ckpt.select import Part, View, model_part, module_at, view
 
@@ -71,13 +71,13 @@ def parts_of(
     return _checked(parts, views.values(), adapter_only)
 
 
-def is_adapter_run(model: nn.Module) -> bool:
-    """Whether adapters are all that is trained, on a base that can be had again."""
+def is_adapter_run(model: nn.Module, found: Mapping[str, Source]) -> bool:
+    """Whether adapters are all that is trained, on a base that can be had again; `found` are the sources of `model`."""
     if not has_adapters(unwrap(model)):
         return False
     if made_anew(unwrap(model)):
         return False  # nobody could make this base again
-    whole = view(model, sources(model))
+    whole = view(model, found)
     return not missing_trainable(whole, adapter_parts(whole, "", "", "as_is"))
 
 

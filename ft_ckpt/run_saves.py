@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 from ft_ckpt.config import SaverConfig
 from ft_ckpt.disk import local_path
 from ft_ckpt.errors import CheckpointError, ConfigError
+from ft_ckpt.items import of_model
 from ft_ckpt.parts import is_adapter_run
 from ft_ckpt.pending import Pending, PendingSave
 from ft_ckpt.preparing import request_of
@@ -86,7 +87,7 @@ class RunSaves:
         now.note_saved(reason, metrics)
         try:
             captured = now.capture(self._ranks(), versions(), self.pending.kept)
-            adapters = captured.once("adapters", lambda: is_adapter_run(now.model))
+            adapters = captured.once("adapters", lambda: is_adapter_run(now.model, of_model(captured.found)))
             adapters = now.base.is_left_out(now.model, adapters, adapter_only, self._ranks())
             report = self.pending.save(
                 config,

@@ -1,6 +1,8 @@
 """Which checkpoint is the newest, and which the best: of which run, and by what."""
 
 import json
+import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,6 +13,8 @@ import ft_ckpt
 from ft_ckpt import CheckpointSaver, Every, Keep
 from ft_ckpt.catalog import discover, read_manifest
 from ft_ckpt.errors import ConfigError, NotACheckpointError, TargetError
+
+ROOT = Path(__file__).resolve().parent.parent
 
 
 def saver_of(folder, **settings):
@@ -158,34 +162,42 @@ def test_a_name_is_the_runs_own(tmp_path, monkeypatch):
     assert saver_of(tmp_path / "run").resume("./checkpoint-1").resumed_from.parent == tmp_path / "elsewhere"
 
 
+LOOP = re.search(r"Train an epoch, evaluate.*?```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)[1]
+
+
 def epochs(folder, losses, stop=None):
-    """Train an epoch, evaluate, save with the metric, keep the best: as the README has it."""
-    saver = saver_of(folder, every=Every(epochs=1, signals=()), keep=Keep(last=1, best=("eval_loss", "min")))
-    loader = DataLoader(TensorDataset(torch.arange(4)), batch_size=2)
-    with saver:
-        progress = saver.resume()
-        for epoch in range(progress.epoch, 3):
-            for _batch in saver.remaining(loader):
-                saver.step({"loss": 1.0})
-            if stop == epoch:
-                raise KeyboardInterrupt
-            saver.save_state(metrics={"eval_loss": losses[epoch]})
+    """The README's loop, on a run of two steps an epoch; killed instead of the evaluation of the epoch `stop`."""
+    made = []
+
+    def evaluate(model):
+        if len(made) == stop:
+            raise KeyboardInterrupt
+        made.append(losses.pop(0))
+        return made[-1]
+
+    def saver(_accelerator, directory, **settings):
+        return saver_of(directory, **settings)
+
+    names = {"ft_ckpt": ft_ckpt, "CheckpointSaver": saver, "Every": Every, "Keep": Keep, "accelerator": None}
+    names |= {"loader": DataLoader(TensorDataset(torch.arange(4)), batch_size=2), "train": lambda batch: None}
+    monkey = LOOP.replace('"runs/sft"', repr(str(folder)))
+    exec(compile(monkey, "README.md", "exec"), {**names, "evaluate": evaluate, "model": None})
 
 
 def test_train_evaluate_save_keep_the_best(tmp_path, recwarn):
-    epochs(tmp_path, (3.0, 1.0, 2.0))
+    epochs(tmp_path, [3.0, 1.0, 2.0])
     assert not [each for each in recwarn if "ranked" in str(each.message)]
     assert {path.name for path in tmp_path.iterdir()} == {"checkpoint-4", "checkpoint-6"}
     assert ft_ckpt.best(tmp_path).name == "checkpoint-4"
     assert read_manifest(tmp_path / "checkpoint-4").metrics == {"eval_loss": 1.0}
-    epochs(tmp_path, ())  # finished: nothing is left to do
+    epochs(tmp_path, [])  # finished: nothing is left to do
 
 
 def test_killed_while_it_evaluates(tmp_path):
     with pytest.raises(KeyboardInterrupt):
-        epochs(tmp_path, (3.0, 1.0, 2.0), stop=1)
+        epochs(tmp_path, [3.0, 1.0, 2.0], stop=1)
     assert saver_of(tmp_path).resume().step == 4
-    epochs(tmp_path, (3.0, 1.0, 2.0))  # the evaluation is made up for
+    epochs(tmp_path, [1.0, 2.0])  # the evaluation is made up for
     assert {path.name for path in tmp_path.iterdir()} == {"checkpoint-4", "checkpoint-6"}
     assert ft_ckpt.best(tmp_path).name == "checkpoint-4"
 

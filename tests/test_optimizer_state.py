@@ -162,6 +162,30 @@ def test_what_requires_a_gradient_at_the_moment_does_not_matter(tmp_path, at_sav
     assert same(optimizer.state_dict(), again.state_dict())
 
 
+def test_what_was_trained_and_is_frozen_now_is_part_of_an_adapters_run(tmp_path):
+    """The base was trained first, and left out of every checkpoint from the moment it was frozen."""
+    from peft import LoraConfig, get_peft_model
+
+    def made():
+        return get_peft_model(network(), LoraConfig(target_modules=["0"], r=2, init_lora_weights=True))
+
+    model = made()
+    model.base_model.model[4].requires_grad_(True)
+    optimizer = adamw(model.parameters())
+    learn(model, [optimizer], 0)
+    model.base_model.model[4].requires_grad_(False)
+    CheckpointSaver(None, tmp_path).save_state(model, optimizer=optimizer)
+    fresh = made()
+    CheckpointSaver(None, tmp_path, **QUIET).resume(model=fresh, optimizer=adamw(fresh.parameters()))
+    assert same(model.state_dict(), fresh.state_dict())
+    model.requires_grad_(False)  # as around an evaluation
+    saver = CheckpointSaver(None, tmp_path / "frozen")
+    saver.save_state(model, optimizer=optimizer)
+    fresh = made()
+    CheckpointSaver(None, tmp_path / "frozen", **QUIET).resume(model=fresh, optimizer=adamw(fresh.parameters()))
+    assert same(model.state_dict(), fresh.state_dict())
+
+
 def test_groups_in_another_order_are_found_by_their_names(tmp_path):
     model = network()
     optimizer = torch.optim.SGD([{"params": [*model[i].parameters()], "lr": 0.1 + i} for i in PARTS], momentum=0.9)
