@@ -155,12 +155,16 @@ class Stored:
             raise LoadError(f"{name}: not among the tensors of the checkpoint {self._held.path}")
         if place not in self._open:
             opener: Callable[[Path], TensorFile] = hdf5.open_file if self._formats[part] == "h5" else dual.open_file
-            self._open[place] = opener(self._held.folder / place)
+            self._open[place] = opener(self._held.folder / place) if self._held.far is None else self._held.far(part)
         return self._open[place]
 
     def names(self, prefix: str) -> frozenset[str]:
         """Names of the training state's tensors that begin with `prefix`, without it."""
         return frozenset(n[len(prefix) :] for part, n in self._files if part == FOLDER and n.startswith(prefix))
+
+    def read(self, part: str, name: str, start: int, stop: int) -> Tensor:
+        """Flat elements [start, stop) of a tensor, on the host."""
+        return self.file(part, name).read(name, start, stop)
 
     def state(self, name: str) -> Tensor:
         """The tensor `name` of the training state, whole, on the host."""

@@ -28,6 +28,7 @@ from ft_ckpt.schedule import Every
 from ft_ckpt.signals import SignalWatch
 from ft_ckpt.structure import Kept
 from ft_ckpt.training import Document
+from ft_ckpt.verdicts import numbers
 
 
 @dataclass(frozen=True)
@@ -291,7 +292,7 @@ class Run:
         document = resume.read_document(held.folder)
         items = with_extra_state(self.model, items_of(self.accelerator, self.registered))
         found = known_sources(self.model, items)
-        fill_all = fan_out.filler(self.config.fan_out, ranks, self.config.bucket_bytes)
+        fill_all = fan_out.filler("broadcast" if held.served else self.config.fan_out, ranks, self.config.bucket_bytes)
         with resume.opened(held) as stored:
             outcomes = [resume.restore_weights(found, document, stored, fill_all)]
             outcomes += resume.compare_base(self.model, document, held, ranks.rank)
@@ -302,6 +303,8 @@ class Run:
             outcomes += apart
             self._is_unfinished = False
             self.feeds, notes, more = rank_state.put_back(self._on_rank(items), document, stored, ranks)
+        if held.served:
+            notes.append(f"rank(s) {numbers(list(held.served))} do not see the checkpoint: rank 0 has read it for them")
         progress = document["progress"]
         self.step, self.run_id, self.resumed_from = progress["step"], document["run_id"], held.path
         self._ancestors = set(document.get("ancestors", ()))

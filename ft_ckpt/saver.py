@@ -14,8 +14,7 @@ from torch import Tensor, nn
 from ft_ckpt import commit, engines, rehearsal, resume, starting
 from ft_ckpt.config import SaverConfig, make_config, numbers_of
 from ft_ckpt.disk import local_path
-from ft_ckpt.errors import LoadError
-from ft_ckpt.opening import OpenCheckpoint, open_checkpoint
+from ft_ckpt.opening import OpenCheckpoint
 from ft_ckpt.parts import Attribute, is_of_adapters
 from ft_ckpt.pending import Pending, PendingSave
 from ft_ckpt.preparing import check_companions, request_of
@@ -24,6 +23,7 @@ from ft_ckpt.records import versions
 from ft_ckpt.run_saves import RunSaves
 from ft_ckpt.running import Progress, Run
 from ft_ckpt.saving import SaveReport
+from ft_ckpt.serving import facts_of, open_to_all
 from ft_ckpt.snapshot import as_in_training
 from ft_ckpt.sweep import clear
 
@@ -290,18 +290,12 @@ class CheckpointSaver:
         held: OpenCheckpoint | None
         chosen, error = ranks.attempt(lambda: self._chosen(mode, stack) if ranks.leads else None)
         held, branch = chosen or (None, None)
-        told = {"mode": mode, "path": None, "identity": None, "branch": branch}
-        if held is not None:
-            told |= {"path": str(held.path), "identity": held.identity}
-        found = ranks.agree("resume()", told, error, same=("mode",))[0]
-        if found["path"] is None or ranks.size == 1:
-            return held, found["branch"]
-        here: OpenCheckpoint | None
-        here, error = ranks.attempt(lambda: held or stack.enter_context(open_checkpoint(found["path"])))
-        answers = ranks.agree("opening the checkpoint of resume()", {"identity": here and here.identity}, error)
-        if any(answer["identity"] != found["identity"] for answer in answers):
-            raise LoadError(f"{found['path']}: replaced by another save while the ranks opened it; resume again")
-        return here, found["branch"]
+        told = {"mode": mode, "found": None if held is None else facts_of(held), "branch": branch}
+        answer = ranks.agree("resume()", told, error, same=("mode",))[0]
+        if answer["found"] is not None and ranks.size > 1:
+            deep, reader = self.config.verify_resume, lambda one: resume.Stored(one).read
+            held = open_to_all(held, answer["found"], ranks, stack, deep, reader)
+        return held, answer["branch"]
 
     def _chosen(self, mode: str, stack: ExitStack) -> tuple[OpenCheckpoint | None, str | None]:
         if self.directory is not None:

@@ -1,0 +1,207 @@
+"""A checkpoint that not all ranks see, as on nodes without a shared disk: rank 0 reads it for those that do not.
+
+What a rank asks for, and the bytes that answer it, go through the store of the process group: no collective, so every
+rank reads what it holds when it comes to it, whatever its wrapper, a few MB at a time.
+"""
+
+import ctypes
+import json
+import tempfile
+import threading
+import uuid
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, field, replace
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from ft_ckpt.catalog import read_manifest
+from ft_ckpt.errors import CheckpointError, RankError
+from ft_ckpt.formats import ITEM_BYTES, Spec
+from ft_ckpt.manifest import MANIFEST_NAME
+from ft_ckpt.opening import OpenCheckpoint, open_checkpoint
+from ft_ckpt.ranks import Ranks, attempt, current
+from ft_ckpt.training import DOCUMENT_NAME, FOLDER
+from ft_ckpt.values import dtype_of
+
+_LANE = "serving"
+_DONE, _FAILED = b"+", b"-"  # the last byte of an answer
+_PIECE_BYTES = 4 << 20  # of one answer: torch's store ends at 8 MiB; rank 0's host keeps it until it is taken
+_AHEAD = 2  # answers of one rank that may wait there
+_WAIT = timedelta(seconds=0.5)  # between looks at whether the other side is still there
+
+Read = Callable[[str, str, int, int], Tensor]  # folder of a part, tensor, flat elements [start, stop) -> on the host
+
+
+def facts_of(held: OpenCheckpoint) -> dict[str, Any]:
+    """By what rank 0 tells the others which checkpoint it has chosen."""
+    return {"path": str(held.path), "identity": held.identity, "place": _place(held.path)}
+
+
+def open_to_all(
+    held: OpenCheckpoint | None,
+    found: Mapping[str, Any],
+    ranks: Ranks,
+    stack: ExitStack,
+    deep: bool,
+    reader: Callable[[OpenCheckpoint], Read],
+) -> OpenCheckpoint:
+    """The checkpoint that rank 0 has `held` and told of by its facts, `found`, on every rank until the stack ends.
+
+    A rank sees it that finds the same files at the same path, or a copy that is whole (`deep`: by its digests). For one
+    that does not, rank 0 reads, through what `reader` gives, which is used in a thread. Collective.
+    """
+    here, _ = attempt(lambda: held or _seen(found, stack, deep))
+    answers = ranks.agree("opening the checkpoint of resume()", {"sees": here is not None})
+    far = tuple(rank for rank, answer in enumerate(answers) if not answer["sees"])
+    if not far:
+        return cast("OpenCheckpoint", here)
+    told, error = attempt(lambda: {} if held is None else {"word": uuid.uuid4().hex, "texts": _texts(held)})
+    told = ranks.agree("sending the checkpoint of resume()", told, error)[0]
+    if held is not None:
+        stack.enter_context(serving(told["word"], reader(held), ranks))
+    return _far(found, told, ranks, stack, far) if here is None else replace(here, served=far)
+
+
+@contextmanager
+def serving(word: str, read: Read, ranks: Ranks) -> Iterator[None]:
+    """On rank 0: answer from a thread what other ranks ask about the checkpoint they call `word`, while this lasts.
+
+    `read` is called in that thread.
+    """
+    done = threading.Event()
+    store = current(ranks.timeout_seconds, _LANE).store
+    thread = threading.Thread(target=_serve, args=(store, word, read, done), name="ft_ckpt-serve", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join()
+
+
+@dataclass(eq=False)
+class FarFile:
+    """The tensors of a part that rank 0 reads for this rank; a `TensorFile`."""
+
+    part: str  # its folder
+    specs: Mapping[str, Spec]
+    word: str  # that rank 0 answers to
+    ranks: Ranks
+    store: Any = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.store = current(self.ranks.timeout_seconds, _LANE).store
+
+    def read(self, name: str, start: int = 0, stop: int | None = None) -> Tensor:
+        """Flat elements [start, stop) of the tensor. Raises RankError when rank 0 cannot read them, or is gone."""
+        spec = self.specs[name]
+        item = ITEM_BYTES[spec.dtype]
+        stop = spec.size_bytes // item if stop is None else stop
+        found = torch.empty((stop - start) * item, dtype=torch.uint8)
+        asked: deque[tuple[str, int, int]] = deque()
+        step = max(1, _PIECE_BYTES // item)
+        for low in range(start, stop, step):
+            high = min(low + step, stop)
+            asked.append((self._ask([self.part, name, low, high]), (low - start) * item, (high - start) * item))
+            if len(asked) == _AHEAD:
+                self._take(asked.popleft(), found)
+        while asked:
+            self._take(asked.popleft(), found)
+        return found.view(dtype_of(spec.dtype))
+
+    def close(self) -> None:
+        """Nothing is open here."""
+
+    def _ask(self, what: list[Any]) -> str:
+        number = self.store.add(_key(self.word, "asked"), 1)
+        self.store.set(_key(self.word, f"ask/{number}"), json.dumps(what))
+        return _key(self.word, f"answer/{number}")
+
+    def _take(self, asked: tuple[str, int, int], found: Tensor) -> None:
+        key, start, stop = asked
+        while not _arrives(self.store, key):
+            self.ranks.check_peers()
+        answer = self.store.get(key)
+        self.store.delete_key(key)
+        if len(answer) != stop - start + 1 or answer[-1:] != _DONE:
+            raise RankError(f"rank 0, which reads the checkpoint for this rank: {answer[:-1].decode(errors='replace')}")
+        ctypes.memmove(found.data_ptr() + start, answer, stop - start)
+
+
+def _seen(found: Mapping[str, Any], stack: ExitStack, deep: bool) -> OpenCheckpoint | None:
+    """The checkpoint as this rank sees it; None when it is another one, or a copy that is damaged."""
+    with ExitStack() as trial:
+        here = trial.enter_context(open_checkpoint(found["path"]))
+        same = here.identity == found["identity"]
+        if same and (_place(here.path) == found["place"] or not here.problems(deep)):
+            stack.push(trial.pop_all())
+            return here
+    return None
+
+
+def _place(path: Path) -> list[int]:
+    """What is the same of a manifest on all machines that share its disk, and not of a copy."""
+    status = (path / MANIFEST_NAME).stat()
+    return [status.st_ino, status.st_size, status.st_mtime_ns]
+
+
+def _texts(held: OpenCheckpoint) -> dict[str, str]:
+    """What of a checkpoint every rank has to know."""
+    document = f"{FOLDER}/{DOCUMENT_NAME}"
+    return {name: (held.folder / name).read_text(encoding="utf-8") for name in (MANIFEST_NAME, document)}
+
+
+def _far(
+    found: Mapping[str, Any], told: Mapping[str, Any], ranks: Ranks, stack: ExitStack, far: tuple[int, ...]
+) -> OpenCheckpoint:
+    """The checkpoint for a rank that does not see it: the texts in a folder here, the tensors on rank 0."""
+    folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="ft_ckpt-far-")))
+    for name, text in told["texts"].items():
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_text(text, encoding="utf-8")
+    manifest = read_manifest(folder)
+    files = {
+        part.path: FarFile(
+            part.path, {t.name: Spec(t.name, t.shape, t.dtype) for t in part.tensors}, told["word"], ranks
+        )
+        for part in manifest.parts
+    }
+    return OpenCheckpoint(Path(found["path"]), folder, manifest, found["identity"], files.__getitem__, far)
+
+
+def _serve(store: Any, word: str, read: Read, done: threading.Event) -> None:
+    number = 1
+    while not done.is_set():
+        key = _key(word, f"ask/{number}")
+        if not _arrives(store, key):
+            continue
+        asked = json.loads(store.get(key))
+        data, error = attempt(lambda: read(*asked))  # noqa: B023 - called at once
+        store.set(_key(word, f"answer/{number}"), _failed(error) if error else _content(data))
+        store.delete_key(key)
+        number += 1
+
+
+def _content(data: Tensor) -> bytes:
+    return data.contiguous().view(-1).view(torch.uint8).numpy().tobytes() + _DONE
+
+
+def _failed(error: BaseException) -> bytes:
+    return (str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}").encode() + _FAILED
+
+
+def _arrives(store: Any, key: str) -> bool:
+    with suppress(RuntimeError):  # DistStoreError: time is up
+        store.wait([key], _WAIT)
+        return True
+    return False
+
+
+def _key(word: str, name: str) -> str:
+    return f"ft_ckpt/{_LANE}/{word}/{name}"

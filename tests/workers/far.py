@@ -1,0 +1,154 @@
+"""A run whose ranks have a disk each: only rank 0 has its checkpoints, and every rank resumes all the same.
+
+A case is "exact/wrapper/model", "take/wrapper/model" (of what $LEFT has on rank 0's disk) or a function here. What is
+private is the folder each rank runs in, by a path that is spelled the same on all of them.
+"""
+
+import os
+import shutil
+import sys
+import time
+from datetime import timedelta
+from pathlib import Path
+from unittest import mock
+
+import harness  # first: it arms the stack dump
+import pytest
+import torch
+import torch.distributed as dist
+from resume import exact, live_model, same, saver_of, take, train
+from wrappers import truth
+
+from ft_ckpt import CheckpointSaver, pending, ranks, saver, serving, verify
+from ft_ckpt.errors import CheckpointError, RankError
+
+HERE = Path("/proc/self/cwd")
+
+
+def other_checkpoints(folder: Path) -> None:
+    """Rank 1 has checkpoints of its own, of the same name and of a later step: rank 0's is the run's."""
+    live = live_model("ddp", "llama")
+    with saver_of(live, HERE) as keeper:
+        train(live, keeper, 0, 2)
+        keeper.save_state()
+        expected = truth(live)
+    if harness.RANK:
+        make_alone(live, Path("checkpoint-2"))
+        make_alone(live, Path("checkpoint-7"))
+        assert verify("checkpoint-2").ok
+    dist.barrier()
+    resumed(expected)
+
+
+def make_alone(live, path: Path) -> None:
+    """A checkpoint of this process's, whatever the others do."""
+    with mock.patch.object(ranks, "current", return_value=ranks.Ranks(0, 1)), torch.no_grad():
+        live.model.module.model.norm.weight.add_(1)
+        with (
+            mock.patch.object(pending, "current", ranks.current),
+            mock.patch.object(saver, "current", ranks.current),
+            CheckpointSaver(None, HERE) as alone,
+        ):
+            alone.save_state(live.model, HERE / path, optimizer=live.optimizer)
+
+
+def resumed(expected: dict[str, torch.Tensor], far: bool = True) -> None:
+    fresh = live_model("ddp", "llama", seed=1)
+    with saver_of(fresh, HERE) as keeper:
+        progress = keeper.resume("must")
+        assert (progress.step, progress.report.problems) == (2, ()), progress
+        assert progress.resumed_from.name == "checkpoint-2"
+        assert any("rank(s) 1 do not see" in note for note in progress.report.notes) is far, progress.report
+        same(expected, truth(fresh))
+
+
+def copies(folder: Path) -> None:
+    """A whole copy on the other disk is read there; one that is damaged is not."""
+    live = live_model("ddp", "llama")
+    with saver_of(live, HERE) as keeper:
+        train(live, keeper, 0, 2)
+        keeper.save_state()
+        expected = truth(live)
+    theirs = [None, None]
+    dist.all_gather_object(theirs, str(Path.cwd()))
+    if harness.RANK:
+        shutil.copytree(Path(theirs[0]) / "checkpoint-2", "checkpoint-2")
+    dist.barrier()
+    resumed(expected, far=False)
+    if harness.RANK:
+        with open("checkpoint-2/model.safetensors", "r+b") as file:  # noqa: PTH123 - r+b
+            file.seek(-9, os.SEEK_END)
+            byte = file.read(1)[0]
+            file.seek(-9, os.SEEK_END)
+            file.write(bytes([byte ^ 1]))
+    dist.barrier()
+    resumed(expected)
+
+
+def unreadable(folder: Path) -> None:
+    """Rank 0 cannot read on: every rank says so, at once."""
+    live = live_model("fsdp2", "llama")
+    with saver_of(live, HERE) as keeper:
+        train(live, keeper, 0, 2)
+        keeper.save_state()
+    real = serving._serve
+    if harness.RANK == 0:
+        broken = lambda part, name, start, stop: 1 / 0  # noqa: E731
+        serving._serve = lambda store, word, read, done: real(store, word, broken, done)
+    begun = time.monotonic()
+    with (
+        saver_of(live, HERE) as keeper,
+        pytest.raises(CheckpointError, match=r"rank 0, which reads .*division by zero"),
+    ):
+        keeper.resume("must")
+    serving._serve = real
+    assert time.monotonic() - begun < 20
+    with saver_of(live, HERE) as keeper:
+        assert keeper.resume("must").step == 2
+
+
+def leader_fails(folder: Path) -> None:
+    """Rank 0 fails at something else while it answers: the others do not wait for it."""
+    live = live_model("fsdp2", "llama")
+    with saver_of(live, HERE) as keeper:
+        train(live, keeper, 0, 2)
+        keeper.save_state()
+    with saver_of(live, HERE) as keeper:
+        if harness.RANK == 0:
+            keeper._run._put_back_own = lambda *_: 1 / 0
+        kind = RankError if harness.RANK else ZeroDivisionError
+        with pytest.raises(kind, match="division by zero"):
+            keeper.resume("must")
+    dist.barrier()
+    with saver_of(live, HERE) as keeper:
+        assert keeper.resume("must").step == 2
+
+
+def case(name: str, folder: Path) -> None:
+    private = folder / f"disk-{harness.RANK}"
+    private.mkdir(exist_ok=True)
+    os.chdir(private)
+    if "/" not in name:
+        globals()[name](folder)
+    elif name.startswith("exact/"):
+        _, wrapper, model = name.split("/")
+        exact(wrapper, model, HERE)
+    else:
+        _, wrapper, model = name.split("/")
+        left = Path(os.environ["LEFT"])
+        if harness.RANK == 0:
+            shutil.copytree(left, private, dirs_exist_ok=True)
+        else:  # what is compared with lies on every disk
+            for file in ("truth.safetensors", "moments.safetensors"):
+                shutil.copy(left / file, private)
+        os.environ["LEFT"] = str(HERE)
+        take(wrapper, model, folder)
+    if harness.RANK and name not in ("other_checkpoints", "copies"):
+        assert not list(private.glob("run/checkpoint-*")), "the other ranks have none"
+        assert not list(private.glob("checkpoint-*")), "the other ranks have none"
+
+
+if __name__ == "__main__":
+    if not any("/zero" in name for name in sys.argv):
+        dist.init_process_group("gloo", timeout=timedelta(seconds=60))
+    harness.run(case)
