@@ -257,7 +257,7 @@ def restore_apart(
     if not apart:
         return [], []
     live = _live(items, found, document)
-    possible = {name for name, source in live.items() if source.holding.alike and world_size == len(document["ranks"])}
+    possible = {name for name, source in live.items() if _is_own(source) and world_size == len(document["ranks"])}
     lost = [name.removeprefix(f"{WEIGHTS}/") for name in apart if name not in possible]
     told = [f"{listing(lost, ', ')}: not the same on all ranks that saved, rank 0's on all now"] if lost else []
 
@@ -266,6 +266,11 @@ def restore_apart(
         return [(source, stored.file(FOLDER, name), name) for source, name in mine]
 
     return ([_attempt("replicas", lambda: each_reads("replicas", collect))] if possible & apart.keys() else []), told
+
+
+def _is_own(source: Source) -> bool:
+    """Whether a rank may have a tensor of its own there, in memory that is the model's."""
+    return source.holding.alike and not source.is_added
 
 
 def _live(items: Sequence[Item], found: Mapping[Key, Source], document: Document) -> dict[str, Source]:
