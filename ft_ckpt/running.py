@@ -304,7 +304,8 @@ class Run:
             self._is_unfinished = False
             self.feeds, notes, more = rank_state.put_back(self._on_rank(items), document, stored, ranks)
         if held.served:
-            notes.append(f"rank(s) {numbers(list(held.served))} do not see the checkpoint: rank 0 has read it for them")
+            far = numbers(list(held.served))
+            notes = (*notes, f"rank(s) {far} do not see the checkpoint: rank 0 has read it for them")
         progress = document["progress"]
         self.step, self.run_id, self.resumed_from = progress["step"], document["run_id"], held.path
         self._ancestors = set(document.get("ancestors", ()))
