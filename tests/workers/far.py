@@ -10,7 +10,7 @@ import sys
 import time
 from datetime import timedelta
 from pathlib import Path
-from unittest import mock
+from typing import Any
 
 import harness  # first: it arms the stack dump
 import pytest
@@ -19,37 +19,39 @@ import torch.distributed as dist
 from resume import exact, live_model, same, saver_of, take, train
 from wrappers import truth
 
-from ft_ckpt import CheckpointSaver, pending, ranks, saver, serving, verify
+from ft_ckpt import serving, verify
 from ft_ckpt.errors import CheckpointError, RankError
 
 HERE = Path("/proc/self/cwd")
 
 
 def other_checkpoints(folder: Path) -> None:
-    """Rank 1 has checkpoints of its own, of the same name and of a later step: rank 0's is the run's."""
+    """Rank 1 has checkpoints of another run, of the same name and of a later step: rank 0's is the run's."""
+    other = live_model("ddp", "llama", seed=5)
+    with saver_of(other, HERE) as keeper:
+        keeper.save_state(path=HERE / "checkpoint-7")
+    theirs = disk_of_rank_0()
+    if harness.RANK:
+        shutil.copytree(theirs / "checkpoint-7", "checkpoint-2")
+        shutil.move(theirs / "checkpoint-7", "checkpoint-7")
+        assert verify("checkpoint-2").ok
+    dist.barrier()
+    resumed(left())
+
+
+def left() -> dict[str, torch.Tensor]:
+    """A run of two steps with a checkpoint where rank 0 is; its weights."""
     live = live_model("ddp", "llama")
     with saver_of(live, HERE) as keeper:
         train(live, keeper, 0, 2)
         keeper.save_state()
-        expected = truth(live)
-    if harness.RANK:
-        make_alone(live, Path("checkpoint-2"))
-        make_alone(live, Path("checkpoint-7"))
-        assert verify("checkpoint-2").ok
-    dist.barrier()
-    resumed(expected)
+        return truth(live)
 
 
-def make_alone(live, path: Path) -> None:
-    """A checkpoint of this process's, whatever the others do."""
-    with mock.patch.object(ranks, "current", return_value=ranks.Ranks(0, 1)), torch.no_grad():
-        live.model.module.model.norm.weight.add_(1)
-        with (
-            mock.patch.object(pending, "current", ranks.current),
-            mock.patch.object(saver, "current", ranks.current),
-            CheckpointSaver(None, HERE) as alone,
-        ):
-            alone.save_state(live.model, HERE / path, optimizer=live.optimizer)
+def disk_of_rank_0() -> Path:
+    everybody: list[Any] = [None, None]
+    dist.all_gather_object(everybody, str(Path.cwd()))
+    return Path(everybody[0])
 
 
 def resumed(expected: dict[str, torch.Tensor], far: bool = True) -> None:
@@ -64,15 +66,9 @@ def resumed(expected: dict[str, torch.Tensor], far: bool = True) -> None:
 
 def copies(folder: Path) -> None:
     """A whole copy on the other disk is read there; one that is damaged is not."""
-    live = live_model("ddp", "llama")
-    with saver_of(live, HERE) as keeper:
-        train(live, keeper, 0, 2)
-        keeper.save_state()
-        expected = truth(live)
-    theirs = [None, None]
-    dist.all_gather_object(theirs, str(Path.cwd()))
+    expected, theirs = left(), disk_of_rank_0()
     if harness.RANK:
-        shutil.copytree(Path(theirs[0]) / "checkpoint-2", "checkpoint-2")
+        shutil.copytree(theirs / "checkpoint-2", "checkpoint-2")
     dist.barrier()
     resumed(expected, far=False)
     if harness.RANK:
