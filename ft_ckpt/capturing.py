@@ -91,7 +91,7 @@ def capture(objects: Callable[[], Objects], ranks: Ranks, kept: Kept) -> Capture
 
     looked, error = (None, error) if begun is None else attempt(look)
     found, local = looked or ({}, Local({"items": {}, "own": {}}, {}))
-    everyone = training.exchange(local, ranks, error)
+    everyone = training.exchange(local, ranks, error, found)
     state = training.assemble(local, everyone, begun.objects.items, found, ranks.rank)
     if begun.structure is not None and all(_are_alike(local.facts, facts) for facts in everyone):
         _remember(begun, found, state)

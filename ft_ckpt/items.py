@@ -4,21 +4,23 @@ Names are chosen so that nothing is told by them: a tensor is known by its model
 what names a state uses itself no object can have.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+import xxhash
 from torch import nn
 
 from ft_ckpt import engines, optimizers, zero_optimizer
 from ft_ckpt.engines import Source, sources, unwrap
-from ft_ckpt.errors import ConfigError, RanksDisagreeError, SelectionError, listing
+from ft_ckpt.errors import ConfigError, LoadError, RanksDisagreeError, SelectionError, listing
 from ft_ckpt.names import refuse_one_way
 from ft_ckpt.verdicts import numbers
 
 ENGINE = "engine"  # the item of DeepSpeed's counters
 EXTRA_STATE = "extra state"  # the item of what a model's modules list beside parameters and buffers
+Signatures = Mapping[str, str]
 Key = tuple[str, str]  # of a tensor: its model's item, "" for the model that is saved, and its name there
 _OWN = frozenset({"weights", "rng", "gradients", "accumulation", ENGINE})  # names in a state that are no object's
 _OWN_BEGINNINGS = ("rank-", "loader-", EXTRA_STATE)
@@ -31,6 +33,7 @@ class Item:
     name: str
     kind: str
     value: Any
+    series: str = ""  # "model", "scheduler" or "custom" where Accelerate's order gives the name, and nobody else
 
 
 @dataclass(frozen=True, eq=False)
@@ -57,11 +60,14 @@ def items_of(accelerator: Any, registered: Mapping[str, Any]) -> list[Item]:
     neither a module, an optimizer nor has a state dict, ConfigError for names that are taken or cannot be used.
     """
     names = {_bare(value): name for name, value in registered.items() if name != "model"}
-    found = [(names.get(_bare(value), name), value) for name, value in _prepared(accelerator, registered)]
+    made = _prepared(accelerator, registered)
+    found = [(names.get(_bare(value), name), value) for name, value in made]
+    series = {name: name.split("_")[0] for name, value in made if _bare(value) not in names}
     prepared = {_bare(value) for _, value in found}
     found += [(n, v) for n, v in registered.items() if n != "model" and _bare(v) not in prepared]
     _refuse_names(found, registered)
-    return [Item(name, _kind(name, value), value) for name, value in found]
+    numbered = {name: one for name, one in series.items() if one in ("model", "scheduler", "custom")}
+    return [Item(name, _kind(name, value), value, numbered.get(name, "")) for name, value in found]
 
 
 def model_of(accelerator: Any, registered: Mapping[str, Any]) -> nn.Module | None:
@@ -86,6 +92,53 @@ def with_extra_state(model: nn.Module, items: Sequence[Item]) -> list[Item]:
     ]
 
 
+def signatures(
+    accelerator: Any, registered: Mapping[str, Any], found: Callable[[], Mapping[Key, Source]]
+) -> Signatures:
+    """What tells several prepared objects of one kind apart that have no names, by item; "" is the saved model.
+
+    Classes, and what they hold or step; `found` gives the tensors of all models. Raises ConfigError naming objects that
+    are alike: nothing would tell that their order has changed.
+    """
+    series: dict[str, list[Item]] = {}
+    for item in items_of(accelerator, registered):
+        series.setdefault(item.series, []).append(item)
+    if "model" in series and "model" not in registered:
+        series["model"].insert(0, Item("", "model", model_of(accelerator, registered), "model"))
+    several = [item for kind, some in series.items() if kind and len(some) > 1 for item in some]
+    sources = found() if several else {}
+    told = {item.name: f"{item.series} {_signature(item, sources)}" for item in several}
+    alike = [[name or "model" for name in told if told[name] == one] for one in dict.fromkeys(told.values())]
+    problems = [f"{', '.join(names)}: alike, and told apart by their order alone" for names in alike if len(names) > 1]
+    if problems:
+        raise ConfigError(
+            f"{listing(problems)}; name them, so that none is taken for the other when the order changes: "
+            "saver.register(policy=..., value=...)"
+        )
+    return told
+
+
+def in_order(accelerator: Any, registered: Mapping[str, Any], saved: Signatures) -> list[Item]:
+    """The run's items, under the names that the objects of the `saved` signatures had.
+
+    Raises LoadError where another model than before would be the saved one.
+    """
+    model, items = model_of(accelerator, registered), items_of(accelerator, registered)
+    if not saved or model is None:
+        return items
+    live = signatures(accelerator, registered, lambda: known_sources(model, items))
+    moved = {name: one for name, one in live.items() if saved.get(name) != one}
+    free = {one: name for name, one in saved.items() if live.get(name) != one}
+    names = {name: free[one] for name, one in moved.items() if one in free}
+    wrong = [f"{old or 'model'} of the checkpoint is {now or 'model'} here" for now, old in names.items()]
+    if "" in names or "" in names.values():
+        raise LoadError(
+            f"{listing(wrong)}: prepared in another order; prepare them as before, or say which one is saved: "
+            "saver.register(model=...)"
+        )
+    return [replace(item, name=names.get(item.name, item.name)) for item in items]
+
+
 def check_same(everyone: Sequence[Mapping[str, str]]) -> None:
     """Raise RanksDisagreeError naming objects that not all ranks have, or that are of another kind on some.
 
@@ -103,6 +156,20 @@ def check_same(everyone: Sequence[Mapping[str, str]]) -> None:
         raise RanksDisagreeError(
             f"{listing(problems)}; register the same objects on every rank, not under `if is_main_process`"
         )
+
+
+def check_names(everyone: Sequence[Sequence[str]]) -> None:
+    """Raise RanksDisagreeError naming the tensors that not all ranks have. `everyone`: each rank's names."""
+    owners: dict[str, list[int]] = {}
+    for rank, names in enumerate(everyone):
+        for name in names:
+            owners.setdefault(name, []).append(rank)
+    lonely = [f"{n} on rank(s) {numbers(has)} alone" for n, has in owners.items() if len(has) < len(everyone)]
+    told = listing(lonely) if lonely else "tensors: of another shape or dtype, or in another order, on some ranks"
+    raise RanksDisagreeError(
+        f"{told}; every rank has to hold or share all tensors of the model: one whose layers are spread over the ranks "
+        "(pipeline parallelism) is saved by the library that spread it"
+    )
 
 
 def manner(item: Item) -> Any:
@@ -180,11 +247,28 @@ def _prepared(accelerator: Any, registered: Mapping[str, Any]) -> list[tuple[str
 
 def _bare(value: Any) -> int:
     """The identity of an object without what Accelerate and engines put around it."""
-    if isinstance(value, nn.Module):
-        return id(unwrap(value))
+    return id(unwrap(value) if isinstance(value, nn.Module) else _inside(value))
+
+
+def _inside(value: Any) -> Any:
     while type(value).__module__.startswith("accelerate.") and hasattr(value, "scheduler"):
         value = value.scheduler
-    return id(optimizers.inner(value))
+    return optimizers.inner(value)
+
+
+def _signature(item: Item, found: Mapping[Key, Source]) -> str:
+    """The class of an object, and a digest of what it holds."""
+    if item.kind == "model":
+        held: Any = [(n, s.shape, str(s.dtype), s.trainable) for n, s in of_model(found, item.name).items()]
+        kind = type(unwrap(item.value)).__name__.removeprefix("FSDP")
+    else:
+        value = _inside(item.value)
+        kind, steps = type(value).__name__, optimizers.inner(getattr(value, "optimizer", None))
+        labels = {id(optimizers.parameter_of(source)): name for name, source in labelled(found).items()}
+        groups = getattr(steps, "param_groups", ())
+        held = sorted(str(labels.get(id(p))) for group in groups for p in group["params"])
+        held = held if item.series == "scheduler" else sorted(map(str, item.value.state_dict()))
+    return f"{kind} {xxhash.xxh3_64_hexdigest(repr(held).encode())}"
 
 
 def _refuse_names(found: Sequence[tuple[str, Any]], registered: Mapping[str, Any]) -> None:

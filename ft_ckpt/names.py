@@ -44,22 +44,25 @@ def walk(root: nn.Module) -> Iterator[tuple[str, str, nn.Module]]:
     while waiting:
         name, raw, module = waiting.pop()
         yield name, raw, module
-        inner = wrapped_key(module)
-        waiting.extend(
-            (name if key == inner else f"{name}.{key}" if name else key, f"{raw}.{key}" if raw else key, child)
-            for key, child in reversed(module._modules.items())
-            if child is not None
-        )
+        if module._modules:
+            inner, above, raw_above = wrapped_key(module), f"{name}." if name else "", f"{raw}." if raw else ""
+            waiting += [
+                (name if key == inner else above + key, raw_above + key, child)
+                for key, child in reversed(module._modules.items())
+                if child is not None
+            ]
 
 
 def wrapped_key(module: nn.Module) -> str | None:
     """The name of the child that `module` wraps without a trace in names; None when it is no such wrapper."""
-    key = next((key for key in module._modules if key in _WRAPPED), None)
+    if _WRAPPED.isdisjoint(module._modules):
+        return None
+    key = next(key for key in module._modules if key in _WRAPPED)
     if key == "_orig_mod":
         return key if isinstance(module, torch._dynamo.OptimizedModule) else None
     if key == "_fsdp_wrapped_module":
         return key if type(module).__name__ == "FullyShardedDataParallel" else None
-    if key is not None:
+    if key == "_checkpoint_wrapped_module":
         from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import ActivationWrapper
 
         return key if isinstance(module, ActivationWrapper) else None

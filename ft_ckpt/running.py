@@ -19,7 +19,7 @@ from ft_ckpt.engines import Source
 from ft_ckpt.errors import ConfigError, LoadError, SelectionError, listing
 from ft_ckpt.feeds import Feeds
 from ft_ckpt.fingerprint import differences, fingerprint
-from ft_ckpt.items import Item, Key, items_of, known_sources, model_of, with_extra_state
+from ft_ckpt.items import Item, Key, in_order, items_of, known_sources, model_of, signatures, with_extra_state
 from ft_ckpt.opening import OpenCheckpoint
 from ft_ckpt.rank_state import OnRank
 from ft_ckpt.ranks import Ranks, current
@@ -107,7 +107,9 @@ class Run:
         if not getattr(self.accelerator, "_models", None) and "model" not in self.registered:
             return  # what is passed later is looked at when it is
         items = with_extra_state(self.model, items_of(self.accelerator, self.registered))
-        training.look(items, known_sources(self.model, items), {})
+        found = known_sources(self.model, items)
+        signatures(self.accelerator, self.registered, lambda: found)
+        training.look(items, found, {})
 
     def capture(self, ranks: Ranks, versions: Mapping[str, str], kept: Kept) -> Captured:
         """The state of the whole run, and the sources of its models; `kept` as for `capturing`. Nothing is moved."""
@@ -117,6 +119,7 @@ class Run:
             return Objects(self.model, items, rank_state.captured(self._on_rank(items)))
 
         captured = capturing.capture(objects, ranks, kept)
+        signed = signatures(self.accelerator, self.registered, lambda: captured.with_tensors().found)
         captured.document.update(
             {
                 "progress": {"step": self.step, **self.feeds.place},
@@ -124,6 +127,7 @@ class Run:
                 "run_id": self.run_id,
                 "ancestors": sorted(self._ancestors),
                 "fingerprint": self._fingerprint(captured.found, ranks, versions),
+                "signatures": signed,
             }
         )
         return captured
@@ -290,7 +294,8 @@ class Run:
 
     def _put_back(self, held: OpenCheckpoint, ranks: Ranks, versions: Mapping[str, str]) -> RestoreReport:
         document = resume.read_document(held.folder)
-        items = with_extra_state(self.model, items_of(self.accelerator, self.registered))
+        items = in_order(self.accelerator, self.registered, document.get("signatures", {}))
+        items = with_extra_state(self.model, items)
         found = known_sources(self.model, items)
         fill_all = fan_out.filler("broadcast" if held.served else self.config.fan_out, ranks, self.config.bucket_bytes)
         with resume.opened(held) as stored:

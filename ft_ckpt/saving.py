@@ -20,6 +20,7 @@ from ft_ckpt.deliver import PartPlan, check_written, pieces, second_names
 from ft_ckpt.digests import digest_of
 from ft_ckpt.errors import IncompleteError, NoSpaceError, RankError, RanksDisagreeError, explained
 from ft_ckpt.gather import equal
+from ft_ckpt.items import check_names
 from ft_ckpt.manifest import FileRecord
 from ft_ckpt.objects import compress_file
 from ft_ckpt.pace import pace_of
@@ -110,9 +111,9 @@ def _once(
             made, error = ranks.attempt(lambda: replicas.digests(replicas.of_plans(prepared.plans)))
             made = made or {}
         # Everything that can be refused is refused here, before a tensor moves: later, ranks depend on each other.
-        answers = ranks.agree(
-            "save()", _facts(request, prepared, made), error, same=("path", "kind", "step", "tensors")
-        )
+        answers = ranks.agree("save()", _facts(request, prepared, made), error, same=("path", "kind", "step"))
+        if len({answer["tensors"] for answer in answers}) > 1:
+            check_names([answer["names"] for answer in ranks.agree("the tensors of save()", _names(prepared))])
         if request is None or prepared is None:
             raise RankError("save(): agreed on without a plan on this rank; please report it")
         _refuse_lonely_dicts(answers)
@@ -128,6 +129,11 @@ def _once(
     finally:
         if prepared is not None and prepared.stage is not None:
             commit.discard(prepared.stage)
+
+
+def _names(prepared: Prepared | None) -> dict[str, list[str]]:
+    plans = () if prepared is None else prepared.plans
+    return {"names": [f"{one.part.path}/{e.name}".lstrip("/") for one in plans for e in one.part.entries]}
 
 
 def compares(request: Request | None, ranks: Ranks) -> bool:

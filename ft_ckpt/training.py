@@ -5,7 +5,7 @@ rank has of its own (random numbers, place in the data, an object that differs) 
 entries of one more part of the checkpoint, and go the way weights go; the rest is one JSON document.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,7 +18,7 @@ from ft_ckpt import optimizers
 from ft_ckpt.engines import Source
 from ft_ckpt.formats import safetensors
 from ft_ckpt.holdings import Holding, dtensor_holding, elsewhere, held_by, is_dtensor
-from ft_ckpt.items import Item, Key, labelled, manner, of_model, tied
+from ft_ckpt.items import Item, Key, check_names, labelled, manner, of_model, tied
 from ft_ckpt.ranks import Ranks
 from ft_ckpt.select import Entry, Part
 from ft_ckpt.tree import PLAIN, Leaf, flatten
@@ -81,8 +81,10 @@ def with_optimizers(local: Local, described: Mapping[str, optimizers.Description
     return replace(local, facts={**local.facts, "items": {**local.facts["items"], **facts}})
 
 
-def exchange(local: Local, ranks: Ranks, error: BaseException | None = None) -> list[Document]:
-    """The facts of every rank, in rank order, on every rank. Collective.
+def exchange(
+    local: Local, ranks: Ranks, error: BaseException | None = None, found: Iterable[Key] = ()
+) -> list[Document]:
+    """The facts of every rank, in rank order, on every rank, which have all the tensors `found`. Collective.
 
     Digests first: the facts themselves travel only where ranks differ, as under FSDP1, where a rank knows nothing of
     parameters it holds no part of.
@@ -91,7 +93,11 @@ def exchange(local: Local, ranks: Ranks, error: BaseException | None = None) -> 
         ranks.agree("save_state()", error=error)
         return [local.facts]
     digests = {name: xxhash.xxh3_128_hexdigest(repr(fact).encode()) for name, fact in local.facts["items"].items()}
-    answers = ranks.agree("save_state()", {"digests": digests, "own": local.facts["own"]}, error)
+    labels = [f"{item}: {name}" if item else name for item, name in found]
+    every = xxhash.xxh3_128_hexdigest(repr(labels).encode())
+    answers = ranks.agree("save_state()", {"digests": digests, "own": local.facts["own"], "names": every}, error)
+    if len({answer["names"] for answer in answers}) > 1:
+        check_names([answer["names"] for answer in ranks.agree("the tensors of save_state()", {"names": labels})])
     names = {name for answer in answers for name in answer["digests"]}
     odd = [n for n in sorted(names) if len({answer["digests"].get(n) for answer in answers}) > 1]
     if odd:

@@ -151,3 +151,83 @@ def test_the_model_that_is_saved_may_be_prepared_second(tmp_path):
     CheckpointSaver(prepared(_models=again), tmp_path).resume("must", model=again[1])
     for one, other in zip(models, again, strict=True):
         assert_same_tensors(dict(other.state_dict()), dict(one.state_dict()))
+
+
+class Counter:
+    """A custom object of a run."""
+
+    def __init__(self, **state) -> None:
+        self.state = state
+
+    def state_dict(self):
+        return dict(self.state)
+
+    def load_state_dict(self, state) -> None:
+        self.state = dict(state)
+
+
+def a_run(order: tuple[int, int]):
+    """Two further models, two schedulers and two custom objects, prepared in `order`; no two are alike."""
+    models = [nn.Linear(2, 2), nn.Sequential(nn.Linear(3, 3)), nn.Sequential(nn.Linear(4, 4))]
+    optimizer = torch.optim.SGD([{"params": [*m.parameters()]} for m in models[1:]], lr=1)
+    second = torch.optim.SGD(models[0].parameters(), lr=1)
+    schedulers = [schedule(optimizer), schedule(second)]
+    custom = [Counter(steps=1), Counter(tokens=2)]
+    pick = lambda some: [some[index] for index in order]  # noqa: E731 - a word for what is done three times
+    fields = {"_models": [models[0], *pick(models[1:])], "_optimizers": [optimizer, second]}
+    fields |= {"_schedulers": pick(schedulers), "_custom_objects": pick(custom)}
+    return prepared(**fields), models, schedulers, custom
+
+
+def test_objects_prepared_in_another_order_are_told_apart(tmp_path):
+    accelerator, models, schedulers, custom = a_run((0, 1))
+    schedulers[0].last_epoch, schedulers[1].last_epoch = 5, 9
+    CheckpointSaver(accelerator, tmp_path).save_state()
+    other, again, later, found = a_run((1, 0))
+    found[0].state, found[1].state = {"steps": 0}, {"tokens": 0}
+    CheckpointSaver(other, tmp_path).resume("must")
+    for one, now in zip(models, again, strict=True):
+        assert_same_tensors(dict(now.state_dict()), dict(one.state_dict()))
+    assert [one.last_epoch for one in later] == [5, 9]
+    assert [one.state for one in found] == [one.state for one in custom]
+
+
+def test_another_saved_model_than_before_fails_the_resume(tmp_path):
+    """The weights of one would become the other's."""
+
+    def twins() -> list[nn.Module]:
+        return [nn.Linear(2, 2), nn.Linear(2, 2).requires_grad_(False)]
+
+    models = twins()
+    CheckpointSaver(prepared(_models=models), tmp_path).save_state()
+    with pytest.raises(errors.LoadError, match="another order"):
+        CheckpointSaver(prepared(_models=twins()[::-1]), tmp_path).resume("must")
+    again = twins()[::-1]
+    CheckpointSaver(prepared(_models=again), tmp_path).resume("must", model=again[1])
+    assert_same_tensors(dict(again[1].state_dict()), dict(models[0].state_dict()))
+    assert_same_tensors(dict(again[0].state_dict()), dict(models[1].state_dict()))
+
+
+@pytest.mark.parametrize("kind", ["_models", "_schedulers", "_custom_objects"])
+def test_alike_objects_are_asked_for_names(kind, tmp_path):
+    """By their order alone a policy is taken for a value model of the same class."""
+    policy, value = nn.Linear(2, 2), nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(policy.parameters(), lr=1)
+    objects = {"_models": [policy, value], "_schedulers": [schedule(optimizer), schedule(optimizer)]}
+    objects["_custom_objects"] = [Counter(steps=1), Counter(steps=2)]
+    accelerator = prepared(**{"_models": [policy], kind: objects[kind]}, _optimizers=[optimizer])
+    with pytest.raises(errors.ConfigError, match="alike"):
+        CheckpointSaver(accelerator, tmp_path).save_state()
+    saver = CheckpointSaver(accelerator, tmp_path)
+    saver.register(second=objects[kind][1])
+    saver.save_state()
+
+
+def test_named_models_may_be_prepared_in_any_order(tmp_path):
+    models, again = [nn.Linear(2, 2), nn.Linear(2, 2)], [nn.Linear(2, 2), nn.Linear(2, 2)]
+    saver = CheckpointSaver(prepared(_models=models), tmp_path)
+    saver.register(value=models[1])
+    saver.save_state()
+    CheckpointSaver(prepared(_models=again[::-1]), tmp_path).resume("must", value=again[1])
+    for one, now in zip(models, again, strict=True):
+        assert_same_tensors(dict(now.state_dict()), dict(one.state_dict()))
