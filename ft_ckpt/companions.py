@@ -17,6 +17,8 @@ from typing import Any
 import peft
 import torch
 from huggingface_hub import ModelCard, ModelCardData
+from huggingface_hub.errors import HFValidationError
+from huggingface_hub.utils._validators import validate_repo_id
 from torch import nn
 from transformers import GenerationConfig, PreTrainedTokenizerBase
 from transformers.dynamic_module_utils import custom_object_save, get_relative_import_files
@@ -97,18 +99,28 @@ def write_model(folder: Path, model: Any, *, dtype: str, tokenizer: Any = None, 
 
 
 def write_adapter(
-    folder: Path, model: Any, adapter: str, *, base: BaseRecord, beside: bool, tokenizer: Any = None
+    folder: Path,
+    model: Any,
+    adapter: str,
+    *,
+    base: BaseRecord,
+    beside: bool = False,
+    base_id: str | None = None,
+    tokenizer: Any = None,
 ) -> None:
     """Write `adapter_config.json` and a model card for one adapter into `folder`, which exists.
 
     `model`: a PeftModel, or a model with adapters injected into it; `peft_config` lists them. `beside`: its base is
-    saved with it, as the making of the adapter left it: loading must not decompose that once more.
+    saved with it, as the making of the adapter left it: loading must not decompose that once more. `base_id`: what the
+    base is called on the Hub, where it was loaded from elsewhere; the card never names a path of this machine.
     """
     config = copy.copy(model.peft_config[adapter])  # shallow: a copied set may be listed in another order
     config.inference_mode = True
     if beside and isinstance(getattr(config, "init_lora_weights", None), str):
         config.init_lora_weights = True
-    if base.id is not None:
+    if base_id is not None:
+        config.base_model_name_or_path, config.revision = base_id, None
+    elif base.id is not None:
         config.base_model_name_or_path = config.base_model_name_or_path or base.id
         config.revision = config.revision or base.revision
     mapping = _auto_mapping(model) if config.task_type is None else None
@@ -117,6 +129,7 @@ def write_adapter(
     (folder / "README.md").write_text(card, encoding="utf-8")
     if isinstance(model, peft.PeftModel):
         model.create_or_update_model_card(str(folder))
+        _name_base(folder / "README.md", base_id)
     _write_tokenizer(folder, tokenizer)
 
 
@@ -325,14 +338,36 @@ def _blank_card() -> str:
     return str(ModelCard.from_template(ModelCardData()))
 
 
+def _name_base(file: Path, base_id: str | None) -> None:
+    """Let a card name the base by `base_id`, or not at all if it has a path, which the Hub refuses."""
+    card = ModelCard.load(file)
+    named = card.data.base_model
+    if base_id is None and (not named or _is_repository(named)):
+        return
+    card.data.base_model = base_id
+    tags = [tag for tag in card.data.tags or () if not tag.startswith("base_model:")]
+    card.data.tags = sorted(tags + ([f"base_model:adapter:{base_id}"] if base_id else []))
+    card.save(file)
+
+
+def _is_repository(name: str) -> bool:
+    """Whether the Hub may have a model of that name, and no folder here has it."""
+    try:
+        validate_repo_id(name)
+    except HFValidationError:
+        return False
+    return not Path(name).exists()
+
+
 def _injected_card(config: Any) -> str:
     """What PEFT would say of a PeftModel, for adapters that were injected into a model."""
     base = config.base_model_name_or_path
+    base = base if base and _is_repository(base) else None
     kind = str(getattr(config.peft_type, "value", config.peft_type)).lower()
     tags = [kind, "transformers"] + ([f"base_model:adapter:{base}"] if base else [])
     return _CARD.format(
         head=f"base_model: {json.dumps(base)}\n" if base else "",  # a JSON string is a YAML string
         tags="\n".join(f"- {json.dumps(tag)}" for tag in sorted(tags)),
-        base=f"`{base}`" if base else "a model built in memory",
+        base=f"`{base}`" if base else "a model that is not on the Hub",
         version=peft.__version__,
     )

@@ -31,6 +31,8 @@ class SaverConfig:
     """Largest weight file, in bytes or as "5GB" (decimal units, as in transformers) or "5GiB"."""
     chat_template_name: str | None = None
     """Names containing "olmo" end generation at <|im_end|> and <|endoftext|>; None keeps the model's own settings."""
+    base_id: str | None = None
+    """Name on the Hub of an adapter's base that was loaded from a folder; adapter configs and cards then say it."""
     bucket_bytes: int = 256 << 20
     """Memory rank 0 may use for tensors on their way from other ranks to the disk, in bytes."""
     nonfinite: str = "save"

@@ -6,6 +6,7 @@ classes this process has already imported. The values come from the safetensors 
 """
 
 import base64
+import inspect
 import json
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
@@ -31,6 +32,7 @@ _ENGINE = frozenset(  # set on a module by its wrappers
     {"forward", "_is_torch_compile", "_original_parameters", "ds_id", "ds_grads_remaining"}
 )
 _ENGINE_PREFIXES = ("_fsdp_", "_is_fsdp_", "_ddp_", "_ds_", "__composable", "_hf_hook", "_old_forward")
+_CONVERSIONS = frozenset({"type", "float", "half", "double", "cpu", "cuda"})  # torch's, whose names people take
 _MAX_BUFFER_BYTES = 16 << 20  # a non-persistent buffer larger than this is described by its shape only
 
 
@@ -150,11 +152,12 @@ class _Builder:
         if "same_as" in node:
             shared: nn.Module = self.made[node["same_as"]]
             return shared
+        _refuse_names(node, self.classes[node["class"]], path)
         module: nn.Module = object.__new__(self.classes[node["class"]])
         nn.Module.__init__(module)
         self.made[path] = module
         # past __setattr__ and properties: those are code of the class, and what they expect is not there yet
-        vars(module).update({key: decode(value) for key, value in node["attributes"].items() if key not in _INTERNAL})
+        vars(module).update({key: decode(value) for key, value in node["attributes"].items()})
         for record in node["parameters"]:
             module._parameters[record["name"]] = self.tensor(record, path, _empty_parameter)
         for record in node["buffers"]:
@@ -198,6 +201,23 @@ def _wrapped(module: nn.Module) -> nn.Module | None:
     return None
 
 
+def _is_method(cls: type, name: str) -> bool:
+    """Whether the class has a function of that name, which an attribute would take the place of."""
+    found = None if name in _CONVERSIONS else inspect.getattr_static(cls, name, None)
+    return isinstance(found, (staticmethod, classmethod)) or (callable(found) and not isinstance(found, type))
+
+
+def _refuse_names(node: Mapping[str, Any], cls: type, path: str) -> None:
+    """Raise LoadError where a description would change what its class does, and not only what it holds."""
+    taken = [name for name in node["attributes"] if name in _INTERNAL or _is_method(cls, name)]
+    held = [record["name"] for record in (*node["parameters"], *node["buffers"])]
+    held += [name for name, _ in node["children"]]
+    odd = [name for name in held if not name or "." in name or name in _INTERNAL or _is_method(cls, name)]
+    if taken or odd:
+        names = listing([_join(path, name) for name in (*taken, *odd)], ", ")
+        raise LoadError(f"{MODULE_NAME}: {names}: names of methods, or of no attribute; the checkpoint is damaged")
+
+
 def _attributes(module: nn.Module, parameters: set[str]) -> tuple[dict[str, Any], list[str]]:
     simple: dict[str, Any] = {}
     opaque: list[str] = []
@@ -205,6 +225,9 @@ def _attributes(module: nn.Module, parameters: set[str]) -> tuple[dict[str, Any]
         if name in _INTERNAL | _ENGINE | parameters or name.startswith(_ENGINE_PREFIXES):
             continue
         if str(getattr(value, "__module__", "")).startswith("deepspeed."):  # its functions, under names of any kind
+            continue
+        if _is_method(plain_class(type(module)), name):  # what the class does is not in a description
+            opaque.append(name)
             continue
         try:
             simple[name] = encode(value)

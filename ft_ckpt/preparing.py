@@ -42,6 +42,7 @@ class Request:
     adapter_only: bool
     step: int | None
     metrics: Mapping[str, float]
+    base_id: str | None = None
     attribute: Attribute = None
     state_dict: Mapping[str, Tensor] | None = None
     state_dict_given: bool = False
@@ -54,9 +55,9 @@ class Request:
 
 def request_of(config: SaverConfig, model: nn.Module, target: Path, **given: Any) -> Request:
     """The request for `model`, with what `config` says where the call did not."""
-    return Request(
-        model, target, config.dtype, config.chat_template_name, config.format, config.max_shard_bytes, **given
-    )
+    own: dict[str, Any] = {"dtype": config.dtype, "format": config.format, "base_id": config.base_id}
+    own |= {"chat_template_name": config.chat_template_name, "max_shard_bytes": config.max_shard_bytes}
+    return Request(model, target, **own, **given)
 
 
 @dataclass(frozen=True, eq=False)
@@ -205,7 +206,13 @@ def _write_companions(root: Path, one: PartPlan, request: Request) -> None:
     elif part.kind == "adapter":
         base = base_record(part, {})
         companions.write_adapter(
-            folder, part.module, str(part.adapter), base=base, beside=part.beside, tokenizer=request.tokenizer
+            folder,
+            part.module,
+            str(part.adapter),
+            base=base,
+            beside=part.beside,
+            base_id=request.base_id,
+            tokenizer=request.tokenizer,
         )
     elif part.kind == "state":
         (folder / DOCUMENT_NAME).write_text(

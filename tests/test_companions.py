@@ -28,6 +28,7 @@ from transformers import (
     T5ForConditionalGeneration,
 )
 
+from ft_ckpt import CheckpointSaver, load_model
 from ft_ckpt.companions import check_tokenizer, generation_config, write_adapter, write_model
 from ft_ckpt.errors import CompanionError
 from ft_ckpt.manifest import BaseRecord
@@ -560,7 +561,29 @@ def test_injected_card_is_yaml_for_any_base(tmp_path: Path) -> None:
     odd = BaseRecord(id='C:\\models\\"a": b', revision=None, dtype="float32", config_hash="", fingerprint={})
     for base in (odd, NO_BASE):
         write_adapter(tmp_path, model, "default", base=base)
-        assert ModelCard.load(tmp_path / "README.md").data.base_model == base.id
+        assert ModelCard.load(tmp_path / "README.md").data.base_model is None  # a path, which the Hub refuses
+
+
+@pytest.mark.parametrize("how", ["peft", "injected"])
+def test_card_names_no_path(how: str, tmp_path: Path) -> None:
+    """A base from a folder is named by its id on the Hub, if that is said, or not at all."""
+    from huggingface_hub import ModelCard
+
+    models.qwen3().save_pretrained(tmp_path / "base")
+    base, config = AutoModelForCausalLM.from_pretrained(tmp_path / "base"), LoraConfig(target_modules=["q_proj"])
+    model = get_peft_model(base, config) if how == "peft" else inject_adapter_in_model(config, base)
+    for base_id in (None, "org/base"):
+        with CheckpointSaver(base_id=base_id) as saver:
+            path = saver.save(model, tmp_path / str(base_id).replace("/", "-"), adapter_only=True).path
+        assert str(tmp_path) not in (path / "README.md").read_text()
+        card = ModelCard.load(path / "README.md")
+        assert card.data.base_model == base_id
+        assert [t for t in card.data.tags if t.startswith("base_model:")] == (
+            [f"base_model:adapter:{base_id}"] if base_id else []
+        )
+        named = json.loads((path / "adapter_config.json").read_text())["base_model_name_or_path"]
+        assert named == base_id or (base_id is None and named in (str(tmp_path / "base"), None))
+        assert isinstance(load_model(path), PeftModel)  # the manifest knows the folder
 
 
 def test_sharded_base_is_mapped_to_its_own_class(tmp_path: Path) -> None:

@@ -284,3 +284,29 @@ def test_malformed_descriptions_are_load_errors(name: str) -> None:
     BREAKS[name](description)
     with pytest.raises(LoadError, match=r"module\.json"):
         build_module(description)
+
+
+@pytest.mark.parametrize(
+    "name", ["forward", "state_dict", "_parameters", "_forward_hooks", "__class__", "training_step"]
+)
+def test_a_description_takes_no_place_of_a_method(name):
+    """What a class does is its own to say: an attribute called like a method, or like torch's own, is refused."""
+
+    class Own(nn.Linear):
+        def training_step(self):
+            return 1
+
+    tree = describe_module(Own(2, 2))
+    tree["attributes"][name] = "taken"
+    with pytest.raises(LoadError, match=f"{name}: names of methods"):
+        build_module(tree, {"Own": Own, tree["class"]: Own})
+
+
+def test_an_attribute_in_the_place_of_a_method_is_not_recorded():
+    class Own(nn.Linear):
+        def mode(self):
+            return 1
+
+    module = Own(2, 2)
+    module.mode = "set by hand"
+    assert describe_module(module)["opaque"] == ["mode"]
