@@ -15,6 +15,7 @@ from typing import Any
 import xxhash
 
 from ft_ckpt import commit, direct, engines, replicas, reuse
+from ft_ckpt.catalog import size_of
 from ft_ckpt.config import SaverConfig, human_size
 from ft_ckpt.deliver import PartPlan, check_written, pieces, second_names
 from ft_ckpt.digests import digest_of
@@ -41,7 +42,7 @@ class SaveReport:
 
     path: Path
     kind: str  # "full" | "adapter" | "attribute"
-    bytes: int  # of all files
+    bytes: int  # of all files; one that goes by two names counts once
     tensors: int
     seconds: float  # from the call to the commit, synced
     casts: Mapping[str, int]  # "float32->bfloat16": number of tensors
@@ -316,7 +317,7 @@ def _sealed(job: _Job, stage: Path, written: list[FileRecord]) -> dict[str, Any]
     return {
         "path": str(request.target),
         "kind": manifest.kind,
-        "bytes": sum(file.size_bytes for file in manifest.files),
+        "bytes": size_of(request.target, manifest),
         "tensors": sum(len(part.tensors) for part in manifest.parts),
         "seconds": time.monotonic() - job.begun,
         "casts": _summed([part.casts for part in manifest.parts]),

@@ -51,6 +51,8 @@ def test_h5py_reads_the_same_values_under_the_stored_names(tmp_path, form):
 def test_dual_file_is_one_file_under_two_names(tmp_path):
     model = models.build("llama")
     report = CheckpointSaver().save(model, tmp_path / "out", format="dual")
+    listed = {path.stat().st_ino: path.stat().st_size for path in report.path.iterdir() if path.name != "ft_ckpt.json"}
+    assert report.bytes == sum(listed.values())
     one, other = report.path / "model.safetensors", report.path / "model.h5"
     assert one.stat().st_ino == other.stat().st_ino
     loaded, info = AutoModelForCausalLM.from_pretrained(report.path, output_loading_info=True)
