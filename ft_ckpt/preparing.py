@@ -1,8 +1,11 @@
 """Everything of a save that comes before the first tensor moves: choose, lay out, check, and fill the stage."""
 
 import json
+import os
+import shutil
 import tempfile
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -25,6 +28,7 @@ from ft_ckpt.reuse import Offer
 from ft_ckpt.select import EXTRA_FILE, main_dtype, without_own_layouts
 from ft_ckpt.training import DOCUMENT_NAME, state_part
 
+_MEMORY, _PLENTY_BYTES = "/dev/shm", 1 << 30  # noqa: S108 - a folder of its own is made in it
 _MANIFEST_BYTES = 16 << 20  # room for what is not known yet in the look at free space
 
 
@@ -164,13 +168,22 @@ def companions_of(request: Request, plans: Sequence[PartPlan], ranks: Ranks) -> 
     for part in parts:
         if part.kind not in ("module", "state"):
             check_companions(part.module, request.tokenizer, request.chat_template_name)
-    with explained(Path(tempfile.gettempdir())), tempfile.TemporaryDirectory(prefix="ft_ckpt-") as made:
+    place = _scratch()
+    with explained(Path(place)), tempfile.TemporaryDirectory(prefix="ft_ckpt-", dir=place) as made:
         folder = Path(made)
         for one in plans:
             _write_companions(folder, one, request)
         files = {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
     bases = {part.name: base_record(part, {}) for part in parts if part.kind == "adapter"}
     return Companions(files | extras, bases)
+
+
+def _scratch() -> str:
+    """Where files are made that are read back at once: in memory where there is plenty, since training waits."""
+    with suppress(OSError):
+        if os.access(_MEMORY, os.W_OK) and shutil.disk_usage(_MEMORY).free > _PLENTY_BYTES:
+            return _MEMORY
+    return tempfile.gettempdir()
 
 
 def check_companions(module: nn.Module, tokenizer: Any, chat_template_name: str | None) -> None:

@@ -17,14 +17,19 @@ SHARE = 0.01
 
 
 def measure(setting: Setting, size_bytes: int) -> list[Row]:
-    """A row for ours and for what writes everything again: seconds, and bytes that are new on the disk."""
+    """A row for ours, in the foreground and in the background, and for what writes everything again.
+
+    Seconds until the call returned, their share of what the first save took, which writes all, and new bytes on disk.
+    """
     subject = make_subject(size_bytes)
     trainable = freeze(subject)
     with CheckpointSaver(directory=setting.folder / "run", reuse_frozen="on") as saver:
         steps = count()
-        saver.save(subject.model, step=next(steps))
+        step = next(steps)
+        first = seconds(lambda: saver.save(subject.model, step=step))
         ways = {
-            "ours": partial(_ours, saver, subject, steps),
+            "ours": partial(_ours, saver, subject, steps, first, background=False),
+            "ours, in the background": partial(_ours, saver, subject, steps, first, background=True),
             "save_pretrained": partial(_peer, subject, setting.folder / "peer"),
         }
         rows = in_turns(ways, setting)
@@ -42,17 +47,18 @@ def freeze(subject: Subject) -> int:
     return trainable
 
 
-def _ours(saver: CheckpointSaver, subject: Subject, steps: "count[int]") -> Row:
+def _ours(saver: CheckpointSaver, subject: Subject, steps: "count[int]", first: float, background: bool) -> Row:
     with torch.no_grad():
         for parameter in subject.model.parameters():
             if parameter.requires_grad:
                 parameter.add_(1e-3)
     before = {path.stat().st_ino for path in files(Path(str(saver.directory)))}
     step = next(steps)
-    took = seconds(lambda: saver.save(subject.model, step=step))
+    took = seconds(lambda: saver.save(subject.model, step=step, background=background))
+    saver.wait()
     folder = Path(str(saver.directory)) / f"checkpoint-{step}"
     new = sum(path.stat().st_size for path in files(folder) if path.stat().st_ino not in before)
-    return {"seconds": took, "new_bytes": new, "disk_bytes": bytes_of(folder)}
+    return {"seconds": took, "of_first_save": took / first, "new_bytes": new, "disk_bytes": bytes_of(folder)}
 
 
 def _peer(subject: Subject, target: Path) -> Row:
