@@ -1,13 +1,16 @@
-"""Run a worker under torchrun, and read back what each of its cases came to on each rank."""
+"""Run a worker on several ranks, and read back what each of its cases came to on each rank."""
 
+import atexit
 import json
 import os
+import select
 import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 import extensions
@@ -20,7 +23,7 @@ MAX_LAUNCHES = 4  # a case that kills its process costs one launch; more than th
 
 @dataclass(frozen=True)
 class Result:
-    """How a launch ended: everything its ranks printed, and torchrun's exit status or TIMED_OUT."""
+    """How a launch ended: everything its ranks printed, and their exit status or TIMED_OUT."""
 
     log: str
     returncode: int
@@ -34,18 +37,10 @@ def launch(
     env: Mapping[str, str] | None = None,
 ) -> Result:
     """Run `tests/workers/{worker}.py` on `ranks` processes for at most `timeout` seconds; leaves no process behind."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks)]
-    command += [str(TESTS / "workers" / f"{worker}.py"), *map(str, args)]
-    with tempfile.TemporaryFile("w+", errors="replace") as log:
-        process = subprocess.Popen(
-            command, stdout=log, stderr=subprocess.STDOUT, env=_environment(timeout, env or {}), start_new_session=True
-        )
-        try:
-            returncode = process.wait(timeout)
-        except subprocess.TimeoutExpired:
-            returncode = TIMED_OUT
-        finally:
-            _kill_tree(process)
+    script = str(TESTS / "workers" / f"{worker}.py")
+    with tempfile.NamedTemporaryFile("w+", errors="replace") as log:
+        request = [script, [str(argument) for argument in args], ranks, _environment(timeout, env or {}), log.name]
+        returncode = _served(request, timeout)
         log.seek(0)
         return Result(log.read(), returncode)
 
@@ -90,15 +85,42 @@ def _environment(timeout: float, extra: Mapping[str, str]) -> dict[str, str]:
     return {**os.environ, **fixed, **extra}
 
 
-def _kill_tree(process: subprocess.Popen[bytes]) -> None:
-    # torchrun puts each rank in a session of its own, so killing its process group would leave the ranks behind.
+@cache
+def _nursery() -> subprocess.Popen[str]:
+    """The server that launches are forked from, one for this process."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    server = subprocess.Popen(
+        [sys.executable, str(TESTS / "nursery.py")],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        env=environment,
+        text=True,
+        start_new_session=True,
+    )
+    atexit.register(server.kill)
+    assert server.stdout.readline() == "ready\n", "tests/nursery.py did not start"
+    return server
+
+
+def _served(request: list[object], timeout: float) -> int:
+    """The exit status of what the server forks for `request`, or TIMED_OUT."""
+    server = _nursery()
+    server.stdin.write(json.dumps(request) + "\n")
+    server.stdin.flush()
+    launcher = psutil.Process(int(server.stdout.readline()))
+    ended = select.select([server.stdout], [], [], timeout)[0]
+    if not ended:
+        _kill_tree(launcher)
+    returncode = int(server.stdout.readline())
+    extensions.drop_stale_locks()  # a rank may have been killed while it held one
+    return returncode if ended else TIMED_OUT
+
+
+def _kill_tree(launcher: psutil.Process) -> None:
     with suppress(psutil.NoSuchProcess):
-        for child in psutil.Process(process.pid).children(recursive=True):
+        for process in [*launcher.children(recursive=True), launcher]:
             with suppress(psutil.NoSuchProcess):
-                child.kill()
-    process.kill()
-    process.wait()
-    extensions.drop_stale_locks()  # one of them may have been killed while it held one
+                process.kill()
 
 
 def _finished(outcomes: Path, ranks: int) -> dict[str, str]:

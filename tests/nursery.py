@@ -1,0 +1,130 @@
+"""A process that has loaded the libraries once and forks into the ranks of each launch.
+
+Loading torch, transformers, accelerate and peft takes a rank seconds, which is most of what a launched test takes. The
+server reads one request a line, `[script, arguments, ranks, environment, log]` as JSON, and answers twice: with the
+launch's process number and, when it is over, with its exit status. Ranks find what torchrun would give them: the same
+variables, and a store that outlives any of them.
+"""
+
+import gc
+import importlib
+import json
+import os
+import runpy
+import signal
+import sys
+import time
+from contextlib import suppress
+from typing import Any, NoReturn
+
+LIBRARIES = (
+    "torch._dynamo",
+    "torch.distributed.checkpoint.state_dict",
+    "torch.distributed.fsdp",
+    "torch.distributed.tensor.parallel",
+    "safetensors.torch",
+    "accelerate",
+    "transformers.models.llama.modeling_llama",
+    "peft",
+)
+PORT_BYTES = 8  # what a rank is told of the store's port, padded
+GRACE_SECONDS = 5.0  # between asking the other ranks to end and ending them, once one has failed
+
+
+def load_libraries() -> None:
+    """Import what nearly every worker does; nothing of ours, nothing that starts a thread or chooses a device."""
+    for name in LIBRARIES:
+        importlib.import_module(name)
+    threads = os.listdir("/proc/self/task")  # noqa: PTH208 - of the process, not a folder
+    if len(threads) > 1:
+        raise SystemExit(f"{len(threads)} threads after loading the libraries: a fork would copy one of them")
+
+
+def serve() -> None:
+    """Answer requests until there are no more."""
+    for line in sys.stdin:
+        request = json.loads(line)
+        pid = os.fork()
+        if not pid:
+            _end(_launched, *request)
+        print(pid, flush=True)
+        print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), flush=True)
+
+
+def _launched(script: str, arguments: list[str], ranks: int, environment: dict[str, str], log: str) -> int:
+    """Be the launcher: fork the ranks, keep their store, and end them all when one fails."""
+    os.setsid()
+    output = os.open(log, os.O_WRONLY | os.O_APPEND)
+    for handle in (1, 2):
+        os.dup2(output, handle)
+    waiting, ready = os.pipe()
+    children = []
+    for rank in range(ranks):
+        pid = os.fork()
+        if not pid:
+            os.close(ready)
+            port = os.read(waiting, PORT_BYTES).decode()  # the store starts threads, so it is made after the last fork
+            _end(_be_rank, script, arguments, environment | _variables(rank, ranks, port))
+        children.append(pid)
+    from torch.distributed import TCPStore
+
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    os.write(ready, f"{store.port:<{PORT_BYTES}}".encode() * ranks)
+    return _watch(children)
+
+
+def _variables(rank: int, ranks: int, port: str) -> dict[str, str]:
+    """What torchrun tells a rank on one machine."""
+    own = dict.fromkeys(("RANK", "LOCAL_RANK", "ROLE_RANK"), str(rank))
+    sizes = dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE", "ROLE_WORLD_SIZE"), str(ranks))
+    groups = {"GROUP_RANK": "0", "GROUP_WORLD_SIZE": "1"}
+    store = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port.strip(), "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    return {**own, **sizes, **groups, **store, "TORCHELASTIC_RESTART_COUNT": "0", "TORCHELASTIC_RUN_ID": "none"}
+
+
+def _be_rank(script: str, arguments: list[str], environment: dict[str, str]) -> int:
+    os.environ.clear()
+    os.environ.update(environment)
+    given = environment.get("PYTHONPATH", "").split(os.pathsep)
+    sys.path[:] = [os.path.dirname(script), *filter(None, given), *sys.path[1:]]  # noqa: PTH120 - as Python itself does
+    sys.argv = [script, *arguments]
+    sys.stdin = open(os.devnull)  # noqa: PTH123, SIM115 - for as long as the rank lives
+    runpy.run_path(script, run_name="__main__")
+    return 0
+
+
+def _watch(children: list[int]) -> int:
+    """Wait for all; the first that fails ends the others, its status is the launch's."""
+    left, failed, deadline = set(children), 0, float("inf")
+    while left:
+        pid, status = os.waitpid(-1, os.WNOHANG if failed else 0)
+        if not pid:
+            if time.monotonic() > deadline:
+                _signal(left, signal.SIGKILL)
+            time.sleep(0.02)
+            continue
+        left.discard(pid)
+        code = os.waitstatus_to_exitcode(status)
+        if code and not failed:
+            failed, deadline = code, time.monotonic() + GRACE_SECONDS
+            _signal(left, signal.SIGTERM)
+    return 1 if failed else 0
+
+
+def _signal(pids: set[int], number: int) -> None:
+    for pid in pids:
+        with suppress(ProcessLookupError):
+            os.kill(pid, number)
+
+
+def _end(action: Any, *arguments: Any) -> NoReturn:
+    """Run `action` and end this process with the status it gives, or as an interpreter would end on what it raises."""
+    sys.exit(action(*arguments))
+
+
+if __name__ == "__main__":
+    load_libraries()
+    gc.collect()
+    gc.freeze()  # so that collecting garbage in a rank copies no page of what is shared
+    print("ready", flush=True)
+    serve()
