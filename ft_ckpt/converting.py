@@ -19,6 +19,7 @@ from ft_ckpt.config import dtype_name, parse_size
 from ft_ckpt.digests import digest_of
 from ft_ckpt.errors import ConfigError, TargetError, explained, listing
 from ft_ckpt.formats import Spec, TensorFile, dcp, detect, folder, tensorflow
+from ft_ckpt.formats.raw import RawFile, Stream
 from ft_ckpt.manifest import BaseRecord, FileRecord, Manifest, PartRecord
 from ft_ckpt.outputs import Output, output, write
 from ft_ckpt.placing import replacing
@@ -87,7 +88,8 @@ def convert(
     with closing(open_source(source)) as opened:
         check_used(options.names, [*opened.specs, *getattr(opened, "ties", {})], str(source))
         run = _to_foreign if kind in _FOREIGN else _to_folder if to_folder else _to_file
-        written = run(opened, source, options)
+        with explained(target):
+            written = run(opened, source, options)
     return dataclasses.replace(written, path=Path(dst), seconds=time.monotonic() - begun)
 
 
@@ -245,7 +247,8 @@ class _Shard:
 def _copy(source: Path, names: Sequence[str], stage: Path, dtype: str | None) -> None:
     for name in names:
         (stage / name).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(source / name, stage / name)
+        with closing(RawFile(source / name)) as file, (stage / name).open("xb") as copy:
+            shutil.copyfileobj(Stream(file), copy)
         if dtype is not None and Path(name).name == "config.json":
             _set_dtype(stage / name, dtype)
 
@@ -279,7 +282,7 @@ def _records(stage: Path, written: Sequence[FileRecord]) -> tuple[FileRecord, ..
 
 def _manifest(opened: TensorFile, source: Path, parts: Sequence[PartRecord], files: tuple[FileRecord, ...]) -> Manifest:
     """A checkpoint of ours keeps what its manifest says; anything else gets one."""
-    note = f"converted from {source.name}"
+    note = f"converted from {os.fsencode(source.name).decode(errors='replace')}"  # a name may be no UTF-8
     known = opened.manifest if isinstance(opened, folder.Folder) else None
     if known is not None:
         return dataclasses.replace(known, parts=tuple(parts), files=files, notes=(*known.notes, note))

@@ -144,6 +144,8 @@ class damaged_input:  # noqa: N801 - reads as a statement where it is used; a cl
     def __exit__(
         self, _kind: type[BaseException] | None, error: BaseException | None, _at: TracebackType | None
     ) -> None:
+        if type(error) is CorruptError and str(self.source).partition(":")[0] not in str(error):
+            raise CorruptError(f"{self.source}: {error}") from error
         if error is None or isinstance(error, CheckpointError) or not isinstance(error, Exception):
             return
         if isinstance(error, FileNotFoundError) and error.errno is not None:
@@ -153,6 +155,13 @@ class damaged_input:  # noqa: N801 - reads as a statement where it is used; a cl
             found.errno = error.errno
             raise found from error
         raise CorruptError(f"{self.source}: not whole ({shown(error)}); use another copy") from error
+
+
+def system_error(error: BaseException | None) -> OSError | None:
+    """What the system refused, where that is at the bottom of an error; libraries wrap it in errors of their own."""
+    while error is not None and not (isinstance(error, OSError) and error.errno is not None):
+        error = error.__cause__ or error.__context__
+    return error
 
 
 def shown(error: BaseException) -> str:

@@ -1,30 +1,34 @@
 """`save` and `load`: any state in one file, used like torch.save and torch.load."""
 
 import ctypes
-import errno
 import gc
 import os
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from pickle import UnpicklingError
+from typing import Any, BinaryIO
 
 import numpy as np
 import torch
 
 from ft_ckpt import disk
 from ft_ckpt.blocks import BLOCK_BYTES
-from ft_ckpt.errors import ConfigError, CorruptError, NoSpaceError, TargetError, explained
-from ft_ckpt.formats import Layout, Spec, cerebras, dual, hdf5, hdf5_chunks, safetensors
+from ft_ckpt.catalog import read_manifest
+from ft_ckpt.digests import digest_like
+from ft_ckpt.errors import ConfigError, CorruptError, TargetError, damaged_input, explained, shown, system_error
+from ft_ckpt.formats import Layout, Spec, cerebras, dual, hdf5, hdf5_chunks, safetensors, torch_zip
 from ft_ckpt.formats.detect import format_by_name, format_of
 from ft_ckpt.formats.hdf5_filters import Codec
 from ft_ckpt.lazy import LazyTensor, lazy_tensor
+from ft_ckpt.manifest import MANIFEST_NAME
 from ft_ckpt.placing import replacing
 from ft_ckpt.tree import Leaf, flatten, unflatten
 from ft_ckpt.write import FilePlan, Piece, Writer, write_files
 
 FORMATS = ("h5", "dual", "safetensors", "torch")
+_MOST_AT_ONCE = 1 << 30  # bytes written in one call; Linux takes less than 2 GB
 
 
 def save(
@@ -78,17 +82,43 @@ def load(
     """The object in the file `path`. Without `map_location` its tensors are read when they are first used.
 
     `map_location` reads them now, onto that device. `mapped=False` copies values where they would be mapped (see
-    `lazy`); `verify` compares the digest of every tensor that is read. `format` is found from the content. Raises
-    CorruptError for a file that is damaged, incomplete or would run code, FileNotFoundError where there is none.
+    `lazy`). `verify` compares digests: of HDF5 files of ours for every tensor that is read, of other files at once, as
+    the manifest beside the file has them, or the checksums in a torch file. `format` is found from the content. Raises
+    CorruptError for a file that is damaged, incomplete or would run code, FileNotFoundError where there is none,
+    ConfigError where there is nothing to verify it with.
     """
     source = disk.local_path(path)
     kind = _known(format or format_of(source))
     if kind == "torch":
+        if verify:
+            torch_zip.check_sums(source)
         return _load_torch(source, map_location, mapped and map_location is None)
     opener = hdf5.open_file if kind == "h5" else dual.open_file
-    with _no_collection():
-        file = opener(source, mapped and map_location is None, verify)
-        return _object(file, None if map_location is None else torch.device(map_location))
+    with _no_collection(), damaged_input(source.name):
+        file = opener(source, mapped or map_location is not None, verify)
+        if verify and not file.has_digests:
+            _check_listed(source)
+        if map_location is None:
+            return _object(file, None)
+        if not file.readers:  # one read by several threads, into memory that nothing has touched
+            file.raw.read_in()
+        return _object(file, torch.device(map_location))
+
+
+def _check_listed(source: Path) -> None:
+    """Compare a file that has no digests with the manifest beside it. Raises ConfigError where none lists it."""
+    for folder in list(source.absolute().parents)[:3]:
+        if (folder / MANIFEST_NAME).is_file():
+            listed = {record.path: record for record in read_manifest(folder).files}
+            record = listed.get(source.absolute().relative_to(folder).as_posix())
+            if record is not None:
+                if digest_like(source, record) != record.digest:
+                    raise CorruptError(f"{source.name} is damaged (its digest differs); use another copy of the file")
+                return
+    raise ConfigError(
+        f"verify=True: {source.name} has no digests, and no {MANIFEST_NAME} beside it lists it; leave verify out, or "
+        "save it as HDF5, which has them"
+    )
 
 
 def _known(kind: str) -> str:
@@ -141,14 +171,7 @@ def _save_compressed(obj: Any, folder: Path, stage: str, native_floats: bool, co
     specs = [Spec("", leaf.shape, leaf.dtype) for leaf in leaves]
     arrays = [index for index, leaf in enumerate(leaves) if leaf.is_array]
     with tempfile.TemporaryFile(dir=folder, buffering=0) as spool:
-        try:
-            packed = hdf5_chunks.pack(specs, lambda number: _memory(leaves[number]), codec, spool)
-        except OSError as error:
-            if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-                raise NoSpaceError(
-                    f"{folder}: {error.strerror} while compressing; free space or save elsewhere"
-                ) from error
-            raise
+        packed = hdf5_chunks.pack(specs, lambda number: _memory(leaves[number]), codec, spool)
         layout, names = hdf5_chunks.lay_out_tree(root, specs, arrays, native_floats, packed)
         plan = FilePlan(stage, layout)
         by_name = {name: (packed.get(number), leaves[number]) for number, name in enumerate(names)}
@@ -213,16 +236,47 @@ def _no_collection() -> Iterator[None]:
             gc.enable()
 
 
+class _Counted:
+    """A file for torch to write into: all it is given is written, or the first error is kept and all others follow it.
+
+    torch's own way of writing neither looks at how much of a block was taken (Linux takes 2 GB at a time) nor at why
+    writing failed.
+    """
+
+    def __init__(self, stream: BinaryIO) -> None:
+        self.stream, self.size_bytes = stream, 0
+        self.failure: OSError | None = None
+
+    def write(self, data: Any) -> int:
+        """Write all of `data`. Raises OSError."""
+        view = memoryview(data).cast("B")
+        try:
+            if self.failure is not None:
+                raise self.failure
+            left = view
+            while left:
+                left = left[self.stream.write(left[:_MOST_AT_ONCE]) or 0 :]
+        except OSError as error:
+            self.failure = self.failure or error
+            raise
+        self.size_bytes += len(view)
+        return len(view)
+
+    def flush(self) -> None:
+        """Nothing: what is written is in the file."""
+
+
 def _save_torch(obj: Any, stage: Path) -> None:
-    try:
-        with stage.open("xb", buffering=0) as file:  # not by its path: torch would lose the reason of an error
+    with stage.open("xb", buffering=0) as stream:
+        file: Any = _Counted(stream)
+        try:
             torch.save(_loaded(obj), file)
-        disk.sync(stage)
-    except (OSError, RuntimeError) as error:
-        reason = error if isinstance(error, OSError) else error.__context__
-        if isinstance(reason, OSError) and reason.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-            raise NoSpaceError(f"{stage}: {reason.strerror}; free space or save elsewhere") from error
-        raise
+        except RuntimeError as error:
+            raise file.failure or system_error(error) or error from error
+        if file.failure is not None:
+            raise file.failure
+    torch_zip.check_written(stage, file.size_bytes)
+    disk.sync(stage)
 
 
 def _loaded(obj: Any) -> Any:
@@ -230,14 +284,14 @@ def _loaded(obj: Any) -> Any:
 
 
 def _load_torch(source: Path, map_location: Any, mapped: bool) -> Any:
-    try:
+    torch_zip.check(source)
+    with damaged_input(source.name):
         try:
             return torch.load(source, map_location=map_location, weights_only=True, mmap=mapped)
+        except UnpicklingError as error:
+            told = shown(error)
+            raise CorruptError(f"{source.name}: torch cannot read it without running code ({told})") from error
         except RuntimeError as error:
             if "mmap can only be used" not in str(error):
                 raise
             return torch.load(source, map_location=map_location, weights_only=True)  # older than torch 1.6
-    except FileNotFoundError:
-        raise
-    except Exception as error:
-        raise CorruptError(f"{source.name}: torch cannot read it without running code ({error})") from error

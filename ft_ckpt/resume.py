@@ -28,6 +28,7 @@ from ft_ckpt.errors import (
     ManifestError,
     NotACheckpointError,
     SelectionError,
+    damaged_input,
     listing,
 )
 from ft_ckpt.fan_out import Filler, each_reads
@@ -41,6 +42,7 @@ from ft_ckpt.replicas import WEIGHTS, own_name
 from ft_ckpt.training import DOCUMENT_NAME, DOCUMENT_VERSION, FOLDER, Document, source_of, tensors_of
 from ft_ckpt.tree import unflatten
 from ft_ckpt.tree_json import decode
+from ft_ckpt.typed_json import reader_of
 
 
 @dataclass(frozen=True)
@@ -126,16 +128,36 @@ def is_resumable(manifest: Manifest) -> bool:
 def read_document(path: Path) -> Document:
     """The JSON half of the training state of checkpoint `path`. Raises CorruptError when it cannot be read."""
     file = path / FOLDER / DOCUMENT_NAME
-    try:
+    with damaged_input(f"{file}; resume from another checkpoint"):
         document: Document = json.loads(file.read_text(encoding="utf-8"))
         version = document["version"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise CorruptError(f"{file}: cannot be read ({error}); resume from another checkpoint") from error
-    if version > DOCUMENT_VERSION:
-        raise CorruptError(
-            f"{file}: training state version {version}, this ft_ckpt reads up to {DOCUMENT_VERSION}; upgrade ft_ckpt"
-        )
+        if version > DOCUMENT_VERSION:
+            raise CorruptError(
+                f"{file}: training state version {version}, this ft_ckpt reads up to {DOCUMENT_VERSION}; upgrade"
+            )
+        known = reader_of(_Known)(document)
+        if not known.ranks or any(len(place) != 2 for place in known.weights.values()):
+            raise CorruptError(
+                f"{file}: of no rank, or with weights that have no place; resume from another checkpoint"
+            )
     return document
+
+
+@dataclass(frozen=True)
+class _Tree:
+    tree: Any
+
+
+@dataclass(frozen=True)
+class _Known:
+    """What every document has; it is compared where it is read, so that what reads parts of it can rely on them."""
+
+    version: int
+    weights: Mapping[str, tuple[str, ...]]
+    items: Mapping[str, Mapping[str, Any]]
+    ranks: tuple[Mapping[str, _Tree], ...]
+    progress: Mapping[str, Any]
+    run_id: str
 
 
 class Stored:

@@ -16,7 +16,7 @@ from ft_ckpt.bases import BaseWatch
 from ft_ckpt.capturing import Captured, Objects
 from ft_ckpt.config import SaverConfig
 from ft_ckpt.engines import Source
-from ft_ckpt.errors import ConfigError, LoadError, SelectionError, listing
+from ft_ckpt.errors import ConfigError, LoadError, SelectionError, damaged_input, listing
 from ft_ckpt.feeds import Feeds
 from ft_ckpt.fingerprint import differences, fingerprint
 from ft_ckpt.items import Item, Key, in_order, items_of, known_sources, model_of, signatures, with_extra_state
@@ -307,14 +307,15 @@ class Run:
             apart, lost = resume.restore_apart(items, found, document, stored, ranks.rank, ranks.size)
             outcomes += apart
             self._is_unfinished = False
-            self.feeds, notes, more = rank_state.put_back(self._on_rank(items), document, stored, ranks)
+            with damaged_input(f"{held.path}: its training state"):
+                self.feeds, notes, more = rank_state.put_back(self._on_rank(items), document, stored, ranks)
+                progress = document["progress"]
+                self.step, self.run_id, self.resumed_from = progress["step"], document["run_id"], held.path
+                self._ancestors = set(document.get("ancestors", ()))
+                self.history = schedule.started(self.step, progress["epoch"], time.monotonic(), document["history"])
         if held.served:
             far = numbers(list(held.served))
             notes = (*notes, f"rank(s) {far} do not see the checkpoint: rank 0 has read it for them")
-        progress = document["progress"]
-        self.step, self.run_id, self.resumed_from = progress["step"], document["run_id"], held.path
-        self._ancestors = set(document.get("ancestors", ()))
-        self.history = schedule.started(self.step, progress["epoch"], time.monotonic(), document["history"])
         self._poll_at = self.step + 1
         changed = differences(document["fingerprint"], self._fingerprint(found, ranks, versions))
         return RestoreReport(held.path, (*outcomes, *more), (*changed, *lost), notes)

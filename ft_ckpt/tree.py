@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from ft_ckpt.arrays import Array, descr, describable, restored_array, stored_array
-from ft_ckpt.errors import CorruptError, SelectionError, listing
+from ft_ckpt.errors import SelectionError, damaged_input, listing
 
 BLOB_BYTES = 4096  # from here on bytes are a leaf and not a part of the tree
 MOST_LEVELS = 150  # of nesting; json, pickle and torch's own trees all recurse
@@ -194,10 +194,8 @@ def unflatten(node: Node, tensor: Callable[[int], Any], array: Callable[[int], A
     Raises CorruptError for a tree that no object could have been. Named tuples come back as their own class if this
     process has imported it, else as a class of the same name and fields; no constructor runs and nothing is imported.
     """
-    try:
+    with damaged_input("the tree of the object"):
         return _Builder(tensor, array).build(node)
-    except (TypeError, KeyError, ValueError, AttributeError, OverflowError, IndexError, RecursionError) as error:
-        raise CorruptError(f"the tree of the object is damaged ({error!r}); use another copy of the file") from error
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from ft_ckpt.arrays import descr, described_dtype
-from ft_ckpt.errors import CorruptError
+from ft_ckpt.errors import CorruptError, damaged_input
 from ft_ckpt.tree import MAPPINGS, MOST_LEVELS, SEQUENCES, Leaf, Node, flatten, unflatten
 
 _WORD = 1 << 63  # integers from here on are written in hexadecimal, which has no limit on digits
@@ -62,10 +62,8 @@ def encode(node: Node) -> Any:
 
 def decode(document: Any, most: int = MOST_LEVELS + 2) -> Node:
     """The node that `encode` was given. Raises CorruptError for anything else."""
-    try:
+    with damaged_input("the tree of the object"):
         return _decode(document, most)
-    except (TypeError, ValueError, KeyError, IndexError, AttributeError, struct.error, RuntimeError) as error:
-        raise CorruptError(f"the tree of the object is damaged ({error!r}); use another copy of the file") from error
 
 
 def _decode(document: Any, most: int) -> Node:
@@ -78,12 +76,12 @@ def _decode(document: Any, most: int) -> Node:
         return Node("value", document)
     kind, *rest = document
     if kind == "tensor":
-        return Node("tensor", int(rest[0]))
+        return Node("tensor", _number(rest[0]))
     if kind == "array":
         index, described, shape = rest
-        return Node("array", (int(index), described, tuple(map(int, shape))))
+        return Node("array", (_number(index), described, tuple(map(_number, shape))))
     if kind == "blob":
-        return Node("blob", (int(rest[0]), str(rest[1])))
+        return Node("blob", (_number(rest[0]), str(rest[1])))
     if kind in MAPPINGS:
         return _decode_mapping(kind, rest, most)
     if kind in ("deque", "namedtuple"):
@@ -91,6 +89,12 @@ def _decode(document: Any, most: int) -> Node:
     if kind in SEQUENCES:
         return Node(kind, None, (), tuple(_decode(child, most - 1) for child in rest))
     return Node("value", _VALUES[kind](*rest))
+
+
+def _number(found: Any) -> int:
+    if type(found) is not int or not 0 <= found < _WORD:
+        raise CorruptError(f"{found!r:.40} where a number of a leaf or a size should be")
+    return found
 
 
 def _decode_mapping(kind: str, rest: list[Any], most: int) -> Node:

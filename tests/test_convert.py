@@ -282,6 +282,54 @@ def test_what_is_no_checkpoint_is_refused(tmp_path):
             convert(tmp_path / source, tmp_path / "y.pt")
 
 
+def test_what_links_lead_to_stays_where_it_is(tmp_path, llama):
+    """A link out of the folder could lead to anybody's keys; the links of the Hub's cache lead to its own store."""
+    (tmp_path / "secret").write_text("key")
+    _, llama = llama
+    (llama / "tokenizer.json").unlink(missing_ok=True)
+    (llama / "tokenizer.json").symlink_to(tmp_path / "secret")
+    report = convert(llama, tmp_path / "new", format="h5")
+    assert not (tmp_path / "new" / "tokenizer.json").exists()
+    assert any("tokenizer.json" in note and "link" in note for note in report.notes)
+    (tmp_path / "hub" / "blobs").mkdir(parents=True)
+    (tmp_path / "hub" / "snapshots").mkdir()
+    (tmp_path / "hub" / "blobs" / "1").write_text("words")
+    cached = llama.rename(tmp_path / "hub" / "snapshots" / "main")
+    (cached / "tokenizer.json").unlink()
+    (cached / "tokenizer.json").symlink_to("../../blobs/1")
+    convert(cached, tmp_path / "again", format="h5")
+    assert (tmp_path / "again" / "tokenizer.json").read_text() == "words"
+
+
+def test_a_folder_whose_name_is_no_utf_8(tmp_path, llama):
+    odd = llama[1].rename(tmp_path / os.fsdecode(b"caf\xe9"))
+    convert(odd, tmp_path / "new", format="h5")
+    assert "converted from caf" in (tmp_path / "new" / "ft_ckpt.json").read_text()
+
+
+LIMITED = """
+import resource, sys
+from ft_ckpt.converting import convert
+from ft_ckpt.errors import TargetError
+source, target, format, limit = sys.argv[1:]
+resource.setrlimit(resource.RLIMIT_FSIZE, (int(limit),) * 2)
+try:
+    convert(source, target, format=format, progress=False)
+except TargetError as error:
+    sys.exit(f"{type(error).__name__}: {error}")
+"""
+
+
+@pytest.mark.parametrize("kind", ["dcp", "torch"])
+def test_a_full_disk_is_told_as_such(tmp_path, kind):
+    save_file({"x": torch.randn(200_000)}, tmp_path / "x.safetensors")
+    command = [sys.executable, "-c", LIMITED, tmp_path / "x.safetensors", tmp_path / "new", kind, "100000"]
+    run = subprocess.run([*map(str, command)], capture_output=True, text=True, check=False)
+    assert run.returncode == 1
+    assert "NoSpaceError" in run.stderr.splitlines()[-1], run.stderr
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["x.safetensors"]
+
+
 def test_a_folder_is_not_converted_into_itself(tmp_path, llama):
     _, source = llama
     for target in (source, source / "inside/"):

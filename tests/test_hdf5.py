@@ -167,12 +167,42 @@ def _virtual(file):
     file.create_virtual_dataset("x", layout)
 
 
+def _soft_through_external(file):
+    with h5py.File(Path(file.filename).with_name("other.h5"), "w") as other:
+        other["value"] = 1
+    file["zz"], file["a"] = h5py.ExternalLink("other.h5", "/"), h5py.SoftLink("/zz/value")
+
+
+def _never_written(file):
+    file["filler"] = np.zeros(75_000)
+    file.create_dataset("x", (1 << 28,), "f8", chunks=(1 << 16,))
+
+
+def _groups_of_groups(file):
+    place = file
+    for _ in range(40):
+        below = place.create_group("a")
+        place["b"], place = below, below
+
+
 def _absurd(file):
     file.create_dataset("x", (1 << 40, 1 << 20), "f8", chunks=(1024, 1024))
 
 
 @pytest.mark.parametrize(
-    "make", [_external_link, _soft_loop, _group_loop, _dangling, _external_data, _virtual, _absurd]
+    "make",
+    [
+        _external_link,
+        _soft_loop,
+        _group_loop,
+        _dangling,
+        _external_data,
+        _virtual,
+        _absurd,
+        _soft_through_external,
+        _never_written,
+        _groups_of_groups,
+    ],
 )
 def test_files_that_lead_elsewhere_or_lie_are_refused(make, tmp_path):
     with h5py.File(tmp_path / "x.h5", "w") as file:
@@ -214,9 +244,25 @@ def test_a_file_of_others_that_is_overwritten_is_read_anew(tmp_path):
         kept[0]["x1"].tolist()
 
 
+@pytest.mark.parametrize("way", ["memory", "interpreter"])
+def test_a_file_that_cannot_be_tried_is_not_opened(way, tmp_path, monkeypatch):
+    """Under a limit as batch systems set it the guard works; where no process can be started, nothing is guessed."""
+    with h5py.File(tmp_path / "x.h5", "w") as file:
+        file["x"] = np.arange(3)
+    if way == "memory":
+        code = "import resource as r; r.setrlimit(r.RLIMIT_AS, (7 << 30, 7 << 30)); import sys, ft_ckpt; "
+        code += "print(ft_ckpt.load(sys.argv[1])['x'].tolist())"
+        run = subprocess.run([sys.executable, "-c", code, tmp_path / "x.h5"], capture_output=True, text=True)
+        assert run.stdout == "[0, 1, 2]\n", run.stderr
+        return
+    monkeypatch.setattr(sys, "executable", "/bin/false")
+    with pytest.raises(CorruptError, match=r"x\.h5: .*ended with code 1"):
+        load(tmp_path / "x.h5")
+
+
 def test_a_file_on_which_the_library_never_ends(monkeypatch):
     """Found by mutation: its attributes go round in circles."""
-    monkeypatch.setattr(hdf5_probe, "SILENT_SECONDS", 3)
+    monkeypatch.setattr(hdf5_probe, "_SILENT_SECONDS", 3)
     with pytest.raises(CorruptError, match=r"endless\.h5: "):
         load(HERE / "endless.h5")
 

@@ -1,10 +1,13 @@
 """`save` and `load`: every kind of object comes back as it was, or is refused by its place, in every format."""
 
 import collections
+import errno
 import json
 import math
+import os
 import struct
 
+import faults
 import numpy as np
 import pytest
 import torch
@@ -13,8 +16,16 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from ft_ckpt import tree, tree_json
-from ft_ckpt.errors import ConfigError, CorruptError, SelectionError
+from ft_ckpt import objects, tree, tree_json
+from ft_ckpt.errors import (
+    CheckpointError,
+    ConfigError,
+    CorruptError,
+    LoadError,
+    NoSpaceError,
+    SelectionError,
+    TargetError,
+)
 from ft_ckpt.formats import cerebras
 from ft_ckpt.objects import load, save
 
@@ -244,3 +255,99 @@ def test_a_name_as_long_as_names_may_be(tmp_path, ending):
     save({"a": torch.ones(2)}, tmp_path / name)
     assert torch.equal(load(tmp_path / name)["a"], torch.ones(2))
     assert [path.name for path in tmp_path.iterdir()] == [name]
+
+
+class Disk:
+    """A file that takes `most` bytes at a time; after `calls` of them it raises `error`, or takes no more and lies."""
+
+    def __init__(self, stream, most=1 << 40, calls=10**9, error=None):
+        self.stream, self.most, self.calls, self.error = stream, most, calls, error
+
+    def write(self, data):
+        self.calls -= 1
+        if self.calls >= 0:
+            return self.stream.write(data[: self.most])
+        if self.error is not None:
+            raise OSError(self.error, os.strerror(self.error))
+        return len(data)
+
+
+def on(monkeypatch, **disk):
+    real = objects._Counted
+    monkeypatch.setattr(objects, "_Counted", lambda stream: real(Disk(stream, **disk)))
+
+
+def test_torch_files_are_whole_whatever_is_taken_at_a_time(monkeypatch, tmp_path):
+    on(monkeypatch, most=77)
+    save({"x": torch.arange(5000.0)}, tmp_path / "x.pt")
+    assert equal(torch.load(tmp_path / "x.pt")["x"], torch.arange(5000.0))
+
+
+@pytest.mark.parametrize(("number", "kind"), [(errno.ENOSPC, NoSpaceError), (errno.EIO, TargetError),
+                                              (errno.ESTALE, TargetError), (None, TargetError)])  # fmt: skip
+@pytest.mark.parametrize("calls", [0, 3, 9])
+def test_a_disk_that_fails_under_torch_leaves_the_old_file(number, kind, calls, monkeypatch, tmp_path):
+    """With None, what is written is lost without a word."""
+    save({"old": 1}, tmp_path / "x.pt")
+    on(monkeypatch, calls=calls, error=number)
+    with pytest.raises(kind, match=r"x\.pt"):
+        save({"x": torch.arange(5000.0)}, tmp_path / "x.pt")
+    assert [path.name for path in tmp_path.iterdir()] == ["x.pt"]
+    assert load(tmp_path / "x.pt") == {"old": 1}
+
+
+@pytest.mark.slow
+def test_a_torch_file_of_more_than_one_write_takes(tmp_path):
+    """Linux takes 2,147,479,552 bytes at a time."""
+    path = tmp_path / "x.pt"
+    save({"x": torch.ones((2 << 30) + 7, dtype=torch.uint8)}, path)
+    try:
+        found = load(path)["x"]
+        assert (len(found), int(found[-1])) == ((2 << 30) + 7, 1)
+    finally:
+        path.unlink()
+
+
+@pytest.mark.parametrize("suffix", [".h5", ".safetensors", ".pt"])
+def test_what_is_no_file_is_refused_at_once(suffix, tmp_path):
+    os.mkfifo(tmp_path / f"x{suffix}")
+    with pytest.raises(LoadError, match="no regular file"):
+        load(tmp_path / f"x{suffix}")
+    with pytest.raises(FileNotFoundError, match=r"none") as caught:
+        load(tmp_path / f"none{suffix}")
+    assert isinstance(caught.value, CheckpointError)
+
+
+@pytest.mark.parametrize(
+    "text", ['["tensor", -1]', '["tensor", Infinity]', '["tensor", true]', '["blob", 1e999, "bytes"]']
+)
+def test_leaves_have_numbers_from_zero_on(text):
+    with pytest.raises(CorruptError, match="where a number"):
+        tree_json.decode(json.loads(text))
+
+
+@pytest.mark.parametrize("kind", ["h5", "dual", "safetensors", "torch"])
+def test_verify_verifies_or_says_that_it_cannot(kind, tmp_path):
+    path = tmp_path / "x.pt"
+    save({"x": torch.arange(1000, dtype=torch.int32)}, path, kind)
+    content = bytearray(path.read_bytes())
+    content[content.index(struct.pack("<2i", 500, 501))] ^= 1
+    if kind in ("h5", "torch"):
+        load(path, verify=True)["x"].clone()
+        path.write_bytes(content)
+        with pytest.raises(CorruptError, match="damaged"):
+            load(path, verify=True)["x"].clone()
+    else:
+        with pytest.raises(ConfigError, match="has no digests"):
+            load(path, verify=True)
+
+
+def test_verify_goes_by_the_manifest_beside_a_file(tmp_path):
+    faults.save(tmp_path / "c")
+    file = tmp_path / "c" / "model.safetensors"
+    load(file, verify=True)
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 1
+    file.write_bytes(content)
+    with pytest.raises(CorruptError, match="is damaged"):
+        load(file, verify=True)

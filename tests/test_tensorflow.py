@@ -114,3 +114,11 @@ def test_it_says_what_to_install(tmp_path, monkeypatch):
     (tmp_path / "x.ckpt.index").touch()
     with pytest.raises(ConfigError, match=r"pip install 'ft_ckpt\[tensorflow\]'"):
         tensorflow.open_file(tmp_path / "x.ckpt")
+
+
+def test_a_prefix_that_leads_out_of_the_folder_is_not_followed(tmp_path):
+    (tmp_path / "elsewhere.index").touch()
+    (tmp_path / "run").mkdir()
+    for prefix in (str(tmp_path / "elsewhere"), "../elsewhere"):
+        (tmp_path / "run" / "checkpoint").write_text(f'model_checkpoint_path: "{prefix}"\n')
+        assert tensorflow.prefix_of(tmp_path / "run") is None

@@ -15,7 +15,9 @@ from hypothesis import strategies as st
 from ft_ckpt.errors import CheckpointError, CorruptError, LoadError, SelectionError
 from ft_ckpt.formats import ITEM_BYTES, Spec, torch_zip
 from ft_ckpt.formats.raw import RawFile
-from ft_ckpt.formats.torch_pickle import Stored, leaves, load
+from ft_ckpt.formats.torch_pickle import Stored, leaves
+from ft_ckpt.formats.torch_pickle import load as stored_in
+from ft_ckpt.objects import load
 
 DTYPES = sorted(ITEM_BYTES)
 shapes = st.lists(st.integers(0, 4), max_size=4).map(tuple)
@@ -103,7 +105,7 @@ def test_beyond_4_gib_every_place_is_where_torch_has_it(tmp_path):
     tensors = {f"t{i}": torch.empty(size, dtype=torch.uint8) for i, size in enumerate(sizes)}  # pages never touched
     with torch.serialization.skip_data():
         torch.save(tensors, tmp_path / "sparse.pt")
-    theirs = load(RawFile(tmp_path / "sparse.pt"))
+    theirs = stored_in(RawFile(tmp_path / "sparse.pt"))
     archive = torch_zip.lay_out([spec_of(name, tensor) for name, tensor in tensors.items()], {})
     assert list(archive.starts) == [theirs[name].start for name in tensors]
 
@@ -241,5 +243,22 @@ def test_types_torch_has_not_are_refused():
 
 def test_leaves_come_in_order():
     value = {"b": [1, {"c": 2}], "a": (3,)}
-    assert list(leaves(value, "x")) == [("b.0", 1), ("b.1.c", 2), ("a.0", 3)]
-    assert not any(isinstance(leaf, Stored) for _, leaf in leaves(value, "x"))
+    assert list(leaves(value)) == [("b.0", 1), ("b.1.c", 2), ("a.0", 3)]
+    assert not any(isinstance(leaf, Stored) for _, leaf in leaves(value))
+
+
+def test_elements_that_are_one_are_not_made_many(tmp_path):
+    torch.save({"x": torch.ones(1).expand(1 << 33)}, tmp_path / "x.pt")
+    with pytest.raises(CorruptError, match="x takes"):
+        torch_zip.open_file(tmp_path / "x.pt")
+    assert load(tmp_path / "x.pt")["x"].shape == (1 << 33,)  # as torch has it, without memory
+
+
+def test_an_old_file_is_not_believed_how_large_its_tensors_are(tmp_path):
+    torch.save({"x": torch.ones(64)}, tmp_path / "x.pt", _use_new_zipfile_serialization=False)
+    content = (tmp_path / "x.pt").read_bytes()
+    at = content.rindex((64).to_bytes(8, "little"), 0, len(content) - 256)
+    (tmp_path / "x.pt").write_bytes(content[:at] + (1 << 40).to_bytes(8, "little") + content[at + 8 :])
+    for read in (torch_zip.open_file, load):
+        with pytest.raises(CorruptError, match=r"x\.pt"):
+            read(tmp_path / "x.pt")

@@ -63,3 +63,44 @@ def test_each_reader_has_a_table_of_its_own():
         loads(data)
     with pytest.raises(LoadError, match=r"posix\.getcwd"):
         torch_pickle.loads(pickle.dumps(os.getcwd, 2), "file")
+
+
+def _nested(first, step, times=40):
+    """A pickle of something that holds what came before twice, so many times."""
+    data = b"\x80\x04" + first + b"q\x00"
+    for number in range(times):
+        data += step(b"h" + bytes([number])) + b"q" + bytes([number + 1])
+    return data
+
+
+LISTS = _nested(b"](K\x01e", lambda before: b"](" + before * 2 + b"e")
+TUPLES = _nested(b"K\x01\x85", lambda before: before * 2 + b"\x86")
+LONG = b"\x80\x04](" + b"K\x01" * 50_000 + b"eq\x00"
+
+
+@pytest.mark.timeout(30)
+@pytest.mark.parametrize(
+    "data",
+    {
+        "lists": LISTS + b".", "tuples": TUPLES + b".", "a key": b"\x80\x04}" + TUPLES[2:] + b"K\x01s.",
+        "keys": b"\x80\x04}(" + TUPLES[2:] + b"K\x01u.", "a set": b"\x80\x04\x8f(" + TUPLES[2:] + b"\x90.",
+        "a frozen set": b"\x80\x04(" + TUPLES[2:] + b"\x91.",
+        "an argument": TUPLES + b"0ccollections\nOrderedDict\nh\x28\x85\x85R.",
+        "copies": LONG + b"".join(b"cbuiltins\nset\nh\x00\x85R" for _ in range(9000)) + b".",
+        "deep": b"\x80\x04" + b"](" * 20_000 + b"e" * 20_000 + b".",
+    }.items(), ids=lambda item: item[0],
+)  # fmt: skip
+def test_a_few_bytes_cannot_ask_for_much(data):
+    """Each would take hours, or all memory."""
+    for read in (loads, lambda data: torch_pickle.loads(data, "file")):
+        with pytest.raises(CorruptError):
+            read(data[1])
+
+
+def test_what_is_shared_in_moderation_is_read():
+    shared = tuple(range(100))
+    value = {
+        "groups": [{"betas": shared, "keys": {shared: 1}} for _ in range(50)],
+        "nested": (((1, 2), shared), shared),
+    }
+    assert loads(pickle.dumps(value, 4)) == value

@@ -7,6 +7,7 @@ it, says of every tensor which boxes of it are stored, and where: each box is a 
 import math
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,16 @@ import torch
 from torch import Tensor
 
 from ft_ckpt.catalog import is_inside
-from ft_ckpt.errors import CorruptError, LoadError, SelectionError, listing
+from ft_ckpt.errors import (
+    CorruptError,
+    LoadError,
+    SelectionError,
+    TargetError,
+    damaged_input,
+    listing,
+    shown,
+    system_error,
+)
 from ft_ckpt.formats import ITEM_BYTES, Spec
 from ft_ckpt.formats.raw import RawFile
 from ft_ckpt.formats.spans import numel
@@ -56,8 +66,14 @@ class DcpFile:
 
         Raises CorruptError when a file has changed or does not hold what the metadata say.
         """
+        with damaged_input(name):
+            return self._read(name, start, stop)
+
+    def _read(self, name: str, start: int, stop: int | None) -> Tensor:
         spec = self.specs[name]
         stop = numel(spec) if stop is None else stop
+        for box in self.boxes[name]:  # before memory is asked for on the metadata's word
+            self.known[box] = self.known.get(box) or self._open_box(box, spec)
         data = torch.empty(stop - start, dtype=getattr(torch, spec.dtype))
         filled = 0
         for origin, extent in _cut(start, stop, spec.shape) if stop > start else ():
@@ -89,8 +105,7 @@ class DcpFile:
         target[place].copy_(part)
 
     def _elements(self, box: _Box, spec: Spec, first: int, count: int) -> Tensor:
-        stored = self.known.get(box) or self._open_box(box, spec)
-        self.known[box] = stored
+        stored = self.known[box]
         if not stored.is_row_major:
             return row_major(stored)[first : first + count]
         return stored.file.tensor(stored.start + first * ITEM_BYTES[spec.dtype], count, getattr(torch, spec.dtype))
@@ -99,9 +114,10 @@ class DcpFile:
         found = load(self.files[box.path], box.start, box.size_bytes)
         if not isinstance(found, Stored) or (found.shape, found.dtype) != (box.sizes, spec.dtype):
             raise CorruptError(
-                f"{spec.name}: {box.path} holds {found} at byte {box.start}, expected {spec.dtype} {box.sizes}; "
+                f"{spec.name}: {box.path} holds something else at byte {box.start}, expected {spec.dtype} {box.sizes}; "
                 "the checkpoint is damaged, use another"
             )
+        found.file.promise(found.repeated_bytes, spec.name)
         return found
 
 
@@ -112,19 +128,15 @@ def open_file(path: str | Path) -> DcpFile:
     plain data; CorruptError when boxes are missing or do not fill their tensor.
     """
     folder = Path(path)
-    metadata = loads((folder / METADATA).read_bytes(), f"{folder.name}/{METADATA}")
-    try:
+    with damaged_input(f"{folder.name}/{METADATA}: torch.distributed.checkpoint's"):
+        raw = RawFile(folder / METADATA)
+        metadata = loads(bytes(raw.bytes(0, raw.size_bytes)), f"{folder.name}/{METADATA}")
         entries = metadata.state["state_dict_metadata"]
         stored = {_key(index.state): info.state for index, info in metadata.state["storage_data"].items()}
         tensors = {name: one for name, one in entries.items() if _is(one, "TensorStorageMetadata")}
         specs = {name: _spec(name, one.state) for name, one in tensors.items()}
         boxes = {name: _boxes(name, one.state["chunks"], stored) for name, one in tensors.items()}
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise CorruptError(
-            f"{folder.name}/{METADATA}: not as torch.distributed.checkpoint writes it ({error!r}); it may be damaged, "
-            "or from a newer torch"
-        ) from error
-    _check(folder, specs, boxes)
+        _check(folder, specs, boxes)
     opened = DcpFile(folder, specs, boxes)
     opened.skipped = tuple(f"{name}: an object" for name in entries if name not in tensors)
     return opened
@@ -137,24 +149,35 @@ def _is(value: Any, kind: str) -> bool:
 def _spec(name: str, state: Mapping[str, Any]) -> Spec:
     properties = state["properties"].state
     dtype = properties["dtype"] if isinstance(properties, dict) else properties[0]
-    return Spec(name, tuple(state["size"]), dtype)
+    if type(dtype) is not str or type(name) is not str:
+        raise CorruptError("a tensor without a name or a type")
+    return Spec(name, _places(state["size"]), dtype)
+
+
+def _places(given: Any) -> Places:
+    """Numbers that are what they should be: a size or an offset for each dimension."""
+    found = tuple(given)
+    if any(type(one) is not int or not 0 <= one < 1 << 62 for one in found):
+        raise CorruptError("sizes or offsets that are none")
+    return found
 
 
 def _key(index: Mapping[str, Any]) -> tuple[str, Places | None]:
     offset = index.get("offset")
-    return index["fqn"], None if offset is None else tuple(offset)
+    return str(index["fqn"]), None if offset is None else _places(offset)
 
 
 def _boxes(name: str, chunks: Sequence[Any], stored: Mapping[tuple[str, Places | None], Any]) -> list[_Box]:
     found = []
     for chunk in chunks:
-        offsets, sizes = tuple(chunk.state["offsets"]), tuple(chunk.state["sizes"])
+        offsets, sizes = _places(chunk.state["offsets"]), _places(chunk.state["sizes"])
         info = stored[name, offsets] if (name, offsets) in stored else stored[name, None]
         if info.get("transform_descriptors"):
             raise LoadError(
                 f"{name}: stored through {info['transform_descriptors']}; load it with torch and save it anew"
             )
-        found.append(_Box(offsets, sizes, info["relative_path"], int(info["offset"]), int(info["length"])))
+        start, length = _places((info["offset"], info["length"]))
+        found.append(_Box(offsets, sizes, str(info["relative_path"]), start, length))
     return found
 
 
@@ -164,7 +187,8 @@ def _check(folder: Path, specs: Mapping[str, Spec], boxes: Mapping[str, Sequence
     for name, spec in specs.items():
         if spec.dtype not in ITEM_BYTES:
             raise LoadError(f"{name}: {spec.dtype}, which is no plain dtype; convert it before saving")
-        if sum(math.prod(box.sizes) for box in boxes[name]) != numel(spec) or _overlap(boxes[name]):
+        misfit = any(len(spec.shape) != len(box.sizes) or len(spec.shape) != len(box.offsets) for box in boxes[name])
+        if misfit or sum(math.prod(b.sizes) for b in boxes[name]) != numel(spec) or _overlap(boxes[name]):
             wrong.append(f"{name}: its stored parts do not fill {list(spec.shape)}")
         wrong += [
             f"{name}: {box.path} is missing"
@@ -242,7 +266,23 @@ def write(folder: Path, specs: Sequence[Spec], read: Callable[[str, int, int], T
     writer = checkpoint.FileSystemWriter(folder, single_file_per_rank=True, thread_count=1)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled")  # which is as it should be here
-        checkpoint.save(stands, storage_writer=writer, planner=Planner(), no_dist=True)
+        with _raised_as_ours(folder):
+            checkpoint.save(stands, storage_writer=writer, planner=Planner(), no_dist=True)
+
+
+@contextmanager
+def _raised_as_ours(folder: Path) -> Iterator[None]:
+    """torch wraps what fails in a BaseException of its own, which `except Exception` lets pass."""
+    from torch.distributed.checkpoint import CheckpointException
+
+    try:
+        yield
+    except CheckpointException as error:
+        causes = [cause for cause, _ in error.failures.values()]
+        for cause in filter(None, map(system_error, causes)):
+            raise cause from error
+        told = listing([shown(cause) for cause in causes])
+        raise TargetError(f"{folder}: torch.distributed.checkpoint cannot write it ({told})") from error
 
 
 def _whole(like: Tensor, name: str, read: Callable[[str, int, int], Tensor]) -> Tensor:

@@ -1,12 +1,14 @@
 """Which format a file is of, told by its first bytes, and how it is opened."""
 
+from contextlib import closing
 from pathlib import Path
 
 from torch import Tensor
 
 from ft_ckpt.blocks import Run
-from ft_ckpt.errors import ConfigError, LoadError
+from ft_ckpt.errors import ConfigError, LoadError, damaged_input
 from ft_ckpt.formats import Spec, TensorFile, dual, hdf5, torch_zip
+from ft_ckpt.formats.raw import RawFile
 from ft_ckpt.tree import Node
 
 SUFFIXES = {
@@ -29,16 +31,15 @@ def format_by_name(path: Path, given: str | None) -> str:
 
 def format_of(path: Path) -> str:
     """ "h5", "dual", "safetensors" or "torch", by content. Raises LoadError when it is none of them."""
-    with path.open("rb") as stream:
-        head = stream.read(16)
-        size, at = path.stat().st_size, _LEAST_USER_BLOCK
+    with closing(RawFile(path)) as file:
+        head = bytes(file.bytes(0, min(16, file.size_bytes)))
         if head.startswith(hdf5.SIGNATURE):
             return "h5"
         if head.startswith(b"PK\3\4") or (head[:1] == b"\x80" and head[8:9] != b"{"):  # a length can begin so too
             return "torch"
-        while at < min(size, _MOST_USER_BLOCK):
-            stream.seek(at)
-            if stream.read(len(hdf5.SIGNATURE)) == hdf5.SIGNATURE:
+        at = _LEAST_USER_BLOCK
+        while at + len(hdf5.SIGNATURE) <= min(file.size_bytes, _MOST_USER_BLOCK):
+            if file.bytes(at, len(hdf5.SIGNATURE)) == hdf5.SIGNATURE:
                 return "dual" if head[8:9] == b"{" else "h5"
             at *= 2
     if head[8:9] == b"{":
@@ -48,11 +49,12 @@ def format_of(path: Path) -> str:
 
 def open_file(path: Path) -> TensorFile:
     """The tensors of a single file, read by copying. Raises LoadError or CorruptError as its format does."""
-    kind = format_of(path)
-    if kind == "torch":
-        return torch_zip.open_file(path)
-    opened = hdf5.open_file(path, mapped=False) if kind == "h5" else dual.open_file(path, mapped=False)
-    return TreeFile(opened)
+    with damaged_input(path.name):
+        kind = format_of(path)
+        if kind == "torch":
+            return torch_zip.open_file(path)
+        opened = hdf5.open_file(path, mapped=False) if kind == "h5" else dual.open_file(path, mapped=False)
+        return TreeFile(opened)
 
 
 class TreeFile:

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ft_ckpt.errors import CorruptError
+from ft_ckpt.errors import CorruptError, UnreadableError, damaged_input
 from ft_ckpt.formats import ITEM_BYTES, Layout, Spec, cerebras, hdf5, hdf5_bytes, safetensors
 from ft_ckpt.formats.raw import RawFile
 from ft_ckpt.tree import Node
@@ -113,8 +113,12 @@ def open_file(path: Path, mapped: bool = True, verify: bool = False) -> Safetens
     """Open a safetensors file, dual or not. Raises CorruptError when its header is not sound."""
     raw = RawFile(path, mapped)
     try:
-        index, helper_end = _parse(raw)
-    except (ValueError, KeyError, TypeError, IndexError, AttributeError, RecursionError) as error:
+        with damaged_input("its header"):
+            index, helper_end = _parse(raw)
+            hdf5.check_index(index, "its header")
+    except UnreadableError:
+        raise
+    except CorruptError as error:
         raise CorruptError(f"{path.name}: not a whole safetensors file ({error}); use another copy") from error
     other = hdf5.read_index(raw, helper_end) if helper_end else None
     if other is not None and _differ(index, other):
@@ -133,12 +137,17 @@ def _parse(raw: RawFile) -> tuple[hdf5.Index, int]:
     if length > min(_MOST_HEADER_BYTES, raw.size_bytes - 8):
         raise CorruptError(f"a header of {length} bytes")
     head = json.loads(bytes(raw.bytes(8, length)))
-    metadata = dict(head.pop("__metadata__", {}))
+    metadata = {str(key): str(value) for key, value in head.pop("__metadata__", {}).items()}
     specs, starts, at, helper_end = {}, {}, 8 + length, 0
     for name, row in sorted(head.items(), key=lambda item: item[1]["data_offsets"]):
         spec = Spec(name, tuple(row["shape"]), _NAMES[row["dtype"]])
         start, end = row["data_offsets"]
-        if 8 + length + start != at or end - start != spec.size_bytes or min(spec.shape, default=0) < 0:
+        if (
+            8 + length + start != at
+            or end - start != spec.size_bytes
+            or min(spec.shape, default=0) < 0
+            or type(start) is not int
+        ):
             raise CorruptError(f"{name}: bytes {start} to {end}")
         specs[name], starts[name], at = spec, at, at + spec.size_bytes
         helper_end = at if name == HELPER else helper_end

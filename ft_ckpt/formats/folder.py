@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ft_ckpt.blocks import Run
 from ft_ckpt.catalog import is_inside, read_manifest
-from ft_ckpt.errors import CorruptError, LoadError, listing
+from ft_ckpt.errors import CorruptError, LoadError, damaged_input, listing
 from ft_ckpt.formats import Spec, TensorFile, dcp, detect, tensorflow, zero
 from ft_ckpt.manifest import MANIFEST_NAME, Manifest, PartRecord
 
@@ -93,11 +93,20 @@ class Folder(Joined):
             hidden = any(step.startswith(".") for step in name.split("/"))
             if not file.is_file() or hidden or name == MANIFEST_NAME or file.stat().st_ino in weights:
                 continue
+            if self._leads_out(file):
+                left.append(f"{name!a} (a link out of the folder)")
+                continue
             if self.manifest is not None and all(record.path != name for record in self.manifest.files):
                 continue
             bulk = _BULK.search(name) or name.endswith(".index.json")
             (left if bulk else kept).append(name)
         return kept, left
+
+    def _leads_out(self, file: Path) -> bool:
+        """Whether a link on the way leads elsewhere than below the folder, or into the store of the Hub's cache."""
+        here, real = self.path.resolve(), file.resolve()
+        roots = [here, here.parent.parent / "blobs"] if here.parent.name == "snapshots" else [here]
+        return not any(real.is_relative_to(root) for root in roots)
 
     def _weights(self) -> set[str]:
         found = set()
@@ -112,7 +121,11 @@ def open_file(path: str | Path) -> TensorFile:
 
     Raises LoadError when there are none; CorruptError when files are missing or do not fit together.
     """
-    path = Path(path)
+    with damaged_input(path):
+        return _opened(Path(path))
+
+
+def _opened(path: Path) -> TensorFile:
     if tensorflow.prefix_of(path) is not None and not any(weight_files(path, kind)[0] for kind in _STEMS):
         return tensorflow.open_file(path)
     if not path.is_dir():

@@ -22,8 +22,8 @@ import torch
 import xxhash
 
 from ft_ckpt.blocks import Run
-from ft_ckpt.errors import CorruptError, SelectionError, listing
-from ft_ckpt.formats import Layout, Spec, cerebras, hdf5_bytes
+from ft_ckpt.errors import CorruptError, SelectionError, damaged_input, listing
+from ft_ckpt.formats import ITEM_BYTES, Layout, Spec, cerebras, hdf5_bytes
 from ft_ckpt.formats.raw import MAP_BYTES, RawFile
 from ft_ckpt.tree import Node
 from ft_ckpt.tree_json import decode, encode
@@ -33,6 +33,7 @@ _MAGIC = b"ft_ckpt1"
 _FOOTER = "<8sQQQ16s8x"  # magic, data start, index start, file size, digest of the JSON; then the digest of these
 FOOTER_BYTES = 64
 _SMALL_STEP = 64
+_MOST = 1 << 62  # any size or place
 
 
 def lay_out(specs: Sequence[Spec], metadata: Mapping[str, str], native_floats: bool = False) -> Layout:
@@ -244,18 +245,45 @@ def parse_index(text: bytes, digest: bytes, data_start: int, source: str) -> Ind
     """The index in `text`, places counted from the start of the file. Raises CorruptError, naming `source`."""
     if xxhash.xxh3_128_digest(text) != digest:
         raise CorruptError(f"{source}: its index is damaged (digest differs); use another copy of the file")
-    try:
+    with damaged_input(f"{source}: its index"):
         whole = json.loads(text)
         if whole["ft_index"] != 1:
-            raise CorruptError(f"{source}: an index of version {whole['ft_index']!r}; upgrade ft_ckpt")
+            raise CorruptError(f"{source}: an index of version {whole['ft_index']!r:.20}; upgrade ft_ckpt")
         root = decode(whole["tree"]) if "tree" in whole else None
-        index = Index(whole["tensors"], root, whole["metadata"], data_start)
-        twice = len(index.names) != len(set(index.names))
-    except (ValueError, KeyError, TypeError, IndexError, AttributeError, RecursionError) as error:
-        raise CorruptError(f"{source}: its index is malformed ({error}); use another copy of the file") from error
-    if twice:
-        raise CorruptError(f"{source}: its index names a tensor twice; use another copy of the file")
+        metadata = {str(key): str(value) for key, value in whole["metadata"].items()}
+        index = Index(whole["tensors"], root, metadata, data_start)
+        check_index(index, source)
     return index
+
+
+def check_index(index: Index, source: str) -> None:
+    """Raise CorruptError where the rows of an index are no tensors, or its tree asks for others than it has."""
+    count = len(index.rows)
+    if sorted([row[4] for row in index.rows.values()]) != list(range(count)):
+        raise CorruptError(f"{source}: its index does not name each of {count} tensors once; use another copy")
+    wrong = [name for name, row in index.rows.items() if not _is_sound(row)]
+    if wrong or (index.root is not None and _most_leaf(index.root) >= count):
+        told = listing(wrong, ", ") or "the tree"
+        raise CorruptError(f"{source}: {told}: malformed in its index; use another copy of the file")
+
+
+def _is_sound(row: Row) -> bool:
+    dtype, shape, start, digest, *_ = row
+    numbers = [start, *shape]
+    whole = dtype in ITEM_BYTES and type(digest) is str and all(type(one) is int for one in numbers)
+    return whole and min(numbers) >= 0 and max(numbers) < _MOST
+
+
+def _most_leaf(root: Node) -> int:
+    """The highest number of a leaf in the tree."""
+    most, stack = -1, [root]
+    while stack:
+        node = stack.pop()
+        if node.kind in ("tensor", "array", "blob"):
+            most = max(most, node.value if node.kind == "tensor" else node.value[0])
+        stack += node.children
+        stack += [node.value] if isinstance(node.value, Node) else []
+    return most
 
 
 class HDF5File:
@@ -276,6 +304,10 @@ class HDF5File:
 
         Raises CorruptError when the file has changed, is too short or, with `verify`, has another digest.
         """
+        with damaged_input(f"{self.raw.path.name}: {name}"):
+            return self._read(name, start, stop)
+
+    def _read(self, name: str, start: int, stop: int | None) -> torch.Tensor:
         kind, shape, *_ = self.index.rows[name]
         dtype = getattr(torch, kind, None)
         if not isinstance(dtype, torch.dtype):
@@ -291,6 +323,11 @@ class HDF5File:
         if whole and self.verify:
             self._compare(name, tensor)
         return tensor
+
+    @property
+    def has_digests(self) -> bool:
+        """Whether every tensor can be verified."""
+        return all(row[3] for row in self.index.rows.values())
 
     def runs(self, name: str) -> list[Run] | None:
         """Where the bytes of tensor `name` lie; None when it is not stored in one piece."""
@@ -308,6 +345,10 @@ class HDF5File:
     def array(self, number: int) -> np.ndarray[Any, Any]:
         """The leaf `number` as a numpy array of its own memory."""
         name = self.index.names[number]
+        with damaged_input(f"{self.raw.path.name}: {name}"):
+            return self._array(name)
+
+    def _array(self, name: str) -> np.ndarray[Any, Any]:
         if name in self.readers:
             self.raw.check()
             shape = self.index.rows[name][1]

@@ -22,7 +22,7 @@ from typing import Any, BinaryIO
 import numpy as np
 import torch
 
-from ft_ckpt.errors import CorruptError
+from ft_ckpt.errors import CorruptError, damaged_input
 from ft_ckpt.formats import ITEM_BYTES, Layout, Spec, cerebras, hdf5, hdf5_bytes
 from ft_ckpt.formats.hdf5_filters import PLUGINS, Codec, Filters, decode, encode
 from ft_ckpt.formats.raw import RawFile
@@ -30,6 +30,7 @@ from ft_ckpt.tree import Node
 
 CHUNK_BYTES = 1 << 20  # at most; also what HDF5 libraries keep in memory of a dataset by default
 SMALLEST_BYTES = 4096  # below, a tree of chunks is larger than what compression could save
+_MOST_CHUNK_BYTES = 1 << 26  # that is read; HDF5 libraries write larger ones, we do not
 _NODE_CHUNKS = 64  # children of a tree's node: twice the K that holds where a file names none
 
 
@@ -266,12 +267,8 @@ def _level(keys: Sequence[bytes], end: bytes, places: Sequence[int], level: int,
 
 def readers(raw: RawFile, index: hdf5.Index) -> dict[str, Callable[[int, int], torch.Tensor]]:
     """How to read the compressed tensors of `index`. Raises CorruptError when it says nothing sensible of them."""
-    try:
+    with damaged_input(f"{raw.path.name}: its index"):
         return {name: _Reader(raw, name, row, index.start(name)) for name, row in index.rows.items() if len(row) > 5}
-    except CorruptError:
-        raise
-    except (ValueError, TypeError, AttributeError, KeyError, IndexError, ArithmeticError) as error:
-        raise CorruptError(f"{raw.path.name}: its index is malformed ({error}); use another copy") from error
 
 
 class _Reader:
@@ -283,6 +280,12 @@ class _Reader:
         self.dtype: torch.dtype = getattr(torch, row[0])
         chunk, self.filters, self.chunks = row[5]
         self.grid = Grid(row[1], chunk)
+        sizes = [*chunk, *(size for size, *_ in self.chunks)]
+        wrong = len(chunk) != len(row[1]) or any(type(size) is not int or size < 1 for size in sizes)
+        if wrong or self.grid.step * self.item_bytes > _MOST_CHUNK_BYTES or sum(sizes) > raw.size_bytes + sum(chunk):
+            raise CorruptError(
+                f"{self.label}: chunks of {chunk} that take what they cannot; use another copy of the file"
+            )
         if len(self.chunks) != self.grid.count:
             raise CorruptError(
                 f"{self.label}: {len(self.chunks)} chunks, {self.grid.count} expected; use another copy of the file"

@@ -5,6 +5,7 @@ They are called with the arguments the HDF5 library would give them, by as many 
 
 import ctypes
 import importlib
+import struct
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -20,6 +21,7 @@ PLUGINS = {32004: "lz4", 32008: "bshuf", 32015: "zstd", 32026: "blosc2"}
 _LEVEL = 1  # of Zstandard: on weights, higher ones take twice the time and more room
 _ZSTD = 5  # its number in Blosc2
 _BLOCK_BYTES = 1 << 18  # what bitshuffle works on at a time; with its own 8 KB, Zstandard sees too little
+_MOST_BLOCK_BYTES = 1 << 26  # that bitshuffle may want to work on at a time
 _REVERSE = 0x100  # the flag that makes a filter undo its work
 _libc = ctypes.CDLL(None)
 _libc.malloc.restype, _libc.malloc.argtypes = ctypes.c_void_p, [ctypes.c_size_t]
@@ -80,8 +82,8 @@ def _filter(number: int) -> Callable[..., int]:
     return found
 
 
-def _through(number: int, settings: Sequence[int], data: bytes, flags: int) -> bytes | None:
-    """What a filter makes of `data`; None when it gives up."""
+def _through(number: int, settings: Sequence[int], data: bytes, flags: int, most: int) -> bytes | None:
+    """What a filter makes of `data`; None when it gives up, or says that this is more than `most` bytes."""
     if number == _SHUFFLE:
         rows = np.frombuffer(data, np.uint8).reshape((settings[0], -1) if flags else (-1, settings[0]))
         shuffled: bytes = rows.T.tobytes()
@@ -91,16 +93,68 @@ def _through(number: int, settings: Sequence[int], data: bytes, flags: int) -> b
     try:
         ctypes.memmove(held, data, len(data))
         size = _filter(number)(flags, len(values), values, len(data), ctypes.byref(room), ctypes.byref(held))
-        return ctypes.string_at(held, size) if size else None
+        return ctypes.string_at(held, size) if 0 < size <= min(room.value, most) else None
     finally:
         _libc.free(held)  # a filter frees what it was given when it puts its own in place
+
+
+# The filters believe what stands at the head of a chunk; so it is compared with what it should be, and with what is
+# there, before they are called. Sources: the descriptions of filters 32004 and 32008, RFC 8878 for Zstandard.
+
+
+def _fits_any(_data: bytes, _settings: Sequence[int], _size_bytes: int) -> bool:
+    return True
+
+
+def _fits_shuffle(data: bytes, settings: Sequence[int], size_bytes: int) -> bool:
+    return len(data) == size_bytes and len(settings) > 0 and settings[0] > 0 and size_bytes % settings[0] == 0
+
+
+def _fits_lz4(data: bytes, _settings: Sequence[int], size_bytes: int) -> bool:
+    total, block = struct.unpack_from(">QI", data)
+    return total == size_bytes and block > 0 and _adds_up(data, -(-total // block), len(data))
+
+
+def _fits_bitshuffle(data: bytes, settings: Sequence[int], size_bytes: int) -> bool:
+    item = settings[2]
+    if item <= 0 or size_bytes % item:
+        return False
+    if len(settings) < 5 or not settings[4]:  # shuffled only
+        return len(data) == size_bytes
+    total, block = struct.unpack_from(">QI", data)
+    if total != size_bytes or block == 0 or block % (8 * item) or block > _MOST_BLOCK_BYTES:
+        return False
+    rest = total % block
+    left = total % (8 * item)  # stored as they are, at the end
+    return _adds_up(data, total // block + (rest >= 8 * item), len(data) - left)
+
+
+def _adds_up(data: bytes, blocks: int, end: int) -> bool:
+    """True when so many blocks, each after its length, take the bytes from the 12th to `end` exactly."""
+    at = 12
+    for _ in range(blocks):
+        if at + 4 > end:
+            return False
+        at += 4 + int.from_bytes(data[at : at + 4], "big")
+    return at == end
+
+
+def _fits_zstd(data: bytes, _settings: Sequence[int], size_bytes: int) -> bool:
+    flags = data[4]
+    is_single, width = flags >> 5 & 1, (flags >> 5 & 1, 2, 4, 8)[flags >> 6]
+    at = 5 + (not is_single) + (0, 1, 2, 4)[flags & 3]
+    known = int.from_bytes(data[at : at + width], "little") + (256 if width == 2 else 0)
+    return data[:4] == b"\x28\xb5\x2f\xfd" and width > 0 and known == size_bytes
+
+
+_HEADS = {_SHUFFLE: _fits_shuffle, 32004: _fits_lz4, 32008: _fits_bitshuffle, 32015: _fits_zstd}
 
 
 def encode(filters: Filters, data: bytes) -> tuple[bytes, int]:
     """The bytes of a chunk in the file, and a bit for each filter that gave up and is left out."""
     mask = 0
     for place, (number, settings) in enumerate(filters):
-        done = _through(number, settings, data, 0)
+        done = _through(number, settings, data, 0, 2 * len(data) + _BLOCK_BYTES)
         mask |= (done is None) << place
         data = data if done is None else done
     return data, mask
@@ -112,7 +166,8 @@ def decode(filters: Filters, data: bytes, mask: int, size_bytes: int, name: str)
         if mask >> place & 1:
             continue
         try:
-            done = _through(number, settings, data, _REVERSE)
+            fits = _HEADS.get(number, _fits_any)(data, settings, size_bytes)
+            done = _through(number, settings, data, _REVERSE, size_bytes) if fits else None
         except ImportError as error:
             raise CorruptError(f"{name}: compressed, and hdf5plugin is not installed; {INSTALL}") from error
         if done is None:

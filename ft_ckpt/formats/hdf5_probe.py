@@ -1,45 +1,126 @@
-"""Touches every structure of an HDF5 file that is not ours, in a process that may die of it.
+"""The HDF5 library on a file that is not ours, in a process that may die of it.
 
-A damaged file can send the HDF5 library into an endless loop or a crash. `probe` runs this file as a program of its
-own, which does with the metadata all that `hdf5_walk` will do, says that it is alive, and is ended when it is not.
+A damaged file can send the HDF5 library, and the filters it calls, into an endless loop, memory without end or a crash.
+So this file is run as a program of its own. It does with the metadata all that `hdf5_walk` will do, says that it is
+done, and then reads values when asked: what is compressed, or otherwise no plain run of bytes, is never read by the
+library in our process. It is ended when it takes too long over one step.
 """
 
+import json
 import os
 import select
+import struct
 import subprocess
 import sys
+import weakref
 from pathlib import Path
 from typing import Any
 
-SILENT_SECONDS = 10  # no single step of a sound file takes this long
+from ft_ckpt.errors import CorruptError
+
+STEP_SECONDS = 8  # of processor time: no single step of a sound file takes so long
+_SILENT_SECONDS = 60  # by the clock, on a machine that may have much else to do
 _MOST_MEMORY_BYTES = 8 << 30
+_DONE, _FAILED = b"\n", -1
+_HEAD = struct.Struct("<q")  # ahead of an answer: its bytes, or _FAILED
 
 
-def probe(descriptor: int) -> str | None:
-    """What the HDF5 library did on the open file `descriptor`; None when it came through."""
-    place = Path(f"/proc/self/fd/{descriptor}")
-    if not sys.executable or not place.exists():
-        return None  # nowhere to run it, or no way to hand the file on
-    child = subprocess.Popen(  # noqa: S603 - this file, by this interpreter
-        [sys.executable, "-c", Path(__file__).read_text(encoding="utf-8"), str(place)],
-        stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, pass_fds=[descriptor],
-        env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}, cwd="/",
-    )  # fmt: skip
-    with child:
-        output = child.stdout
-        while output is not None:
-            if not select.select([output], [], [], SILENT_SECONDS)[0]:
-                child.kill()
-                return f"the HDF5 library is lost in it (no sign of life for {SILENT_SECONDS} seconds)"
-            if not os.read(output.fileno(), 1 << 16):
-                break
-        code = child.wait()
-    return f"the HDF5 library ends with signal {-code} on it" if code < 0 else None
+class Probe:
+    """The program at work on the open file `descriptor`. Raises CorruptError, naming `source`, for what it dies of."""
+
+    def __init__(self, descriptor: int, source: str) -> None:
+        self.source = source
+        try:
+            self.child = subprocess.Popen(  # noqa: S603 - this file, by this interpreter
+                [sys.executable, "-c", Path(__file__).read_text(encoding="utf-8"), f"/dev/fd/{descriptor}"],
+                stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, pass_fds=[descriptor],
+                env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}, cwd="/", bufsize=0,
+            )  # fmt: skip
+        except OSError as error:
+            raise CorruptError(
+                f"{source}: not opened, since no process could be started to try it ({error})"
+            ) from error
+        self.pipes = [pipe.fileno() for pipe in (self.child.stdin, self.child.stdout) if pipe is not None]
+        self._end = weakref.finalize(self, _end, self.child)
+        while (said := self._take(1 << 16)).strip(b".") == b"":
+            pass
+        if said.strip(b".") != _DONE:
+            raise self._trouble("said what it never says")
+
+    def read(self, path: str, first: int | None = None, last: int | None = None) -> bytearray:
+        """The bytes of the dataset at `path`, or of its rows [first, last); of texts, JSON of them all."""
+        try:
+            os.write(self.pipes[0], json.dumps([path, first, last]).encode() + b"\n")
+        except OSError as error:
+            raise self._trouble("is gone") from error
+        (size,) = _HEAD.unpack(self._exactly(_HEAD.size))
+        failed = size == _FAILED
+        if failed:
+            (size,) = _HEAD.unpack(self._exactly(_HEAD.size))
+        found = self._exactly(size)
+        if failed:
+            raise CorruptError(f"{self.source}: {path} cannot be read ({found.decode(errors='replace')})")
+        return found
+
+    def close(self) -> None:
+        """End it."""
+        self._end()
+
+    def _exactly(self, size: int) -> bytearray:
+        data = bytearray()
+        while len(data) < size:
+            data += self._take(min(size - len(data), 1 << 20))
+        return data
+
+    def _take(self, most: int) -> bytes:
+        """The next bytes it says."""
+        if not select.select([self.pipes[1]], [], [], _SILENT_SECONDS)[0]:
+            raise self._trouble(f"gave no sign of life for {_SILENT_SECONDS} seconds")
+        data = os.read(self.pipes[1], most)
+        if not data:
+            raise self._trouble("")
+        return data
+
+    def _trouble(self, found: str) -> CorruptError:
+        if not found:
+            code = self.child.wait()
+            found = f"ended with {f'signal {-code}' if code < 0 else f'code {code}'}"
+        self._end()
+        return CorruptError(
+            f"{self.source}: the process that tries it with the HDF5 library {found}; use another copy of the file"
+        )
+
+
+def _end(child: subprocess.Popen[bytes]) -> None:
+    child.kill()
+    for pipe in (child.stdin, child.stdout):
+        if pipe is not None:
+            pipe.close()
+    child.wait()
+
+
+# What follows runs in the other process.
+
+
+def _alive() -> None:
+    """Another step begins."""
+    import resource
+
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    _limit(resource.RLIMIT_CPU, int(used.ru_utime + used.ru_stime) + 1 + STEP_SECONDS)
+
+
+def _limit(what: int, value: int) -> None:
+    import resource
+
+    hard = resource.getrlimit(what)[1]
+    resource.setrlimit(what, (value if hard == resource.RLIM_INFINITY else min(value, hard), hard))
 
 
 def _touch(item: Any, h5py: Any, seen: set[Any]) -> None:
     """Everything about `item` and what is below it, each object once; errors are for the walk to tell."""
     os.write(1, b".")
+    _alive()
     if item.id in seen:
         return
     seen.add(item.id)
@@ -47,22 +128,16 @@ def _touch(item: Any, h5py: Any, seen: set[Any]) -> None:
         _quietly(lambda name=name: item.attrs[name])
     if isinstance(item, h5py.Dataset):
         for fact in (lambda: item.shape, lambda: item.dtype, lambda: item.external, lambda: item.is_virtual,
-                     lambda: item._filters, item.id.get_offset, lambda: _chunks(item)):  # fmt: skip
+                     lambda: item._filters, item.id.get_offset, item.id.get_storage_size,
+                     lambda: item.chunks and item.id.get_num_chunks()):  # fmt: skip
             _quietly(fact)
     elif isinstance(item, h5py.Group):
         for name in _quietly(lambda: list(item)) or ():
             link = _quietly(lambda name=name: item.get(name, getlink=True))
-            if not isinstance(link, h5py.ExternalLink):
+            if isinstance(link, h5py.HardLink):  # other links lead anywhere
                 below = _quietly(lambda name=name: item[name])
                 if below is not None:
                     _touch(below, h5py, seen)
-
-
-def _chunks(dataset: Any) -> None:
-    if dataset.chunks is not None:
-        for number in range(dataset.id.get_num_chunks()):
-            dataset.id.get_chunk_info(number)
-            os.write(1, b".")
 
 
 def _quietly(ask: Any) -> Any:
@@ -72,17 +147,48 @@ def _quietly(ask: Any) -> Any:
         return None
 
 
+def _answer(file: Any, h5py: Any, request: bytes) -> bytes:
+    path, first, last = json.loads(request)
+    dataset = file[path]
+    if set(dataset._filters) - {"gzip", "shuffle", "fletcher32", "lzf"}:  # h5py's only way to see filters by number
+        _quietly(lambda: __import__("hdf5plugin"))  # which tells the HDF5 library of its filters
+    if h5py.check_string_dtype(dataset.dtype) is not None:
+        return json.dumps(dataset.asstr(errors="surrogateescape")[()].tolist()
+                          if dataset.shape else dataset.asstr(errors="surrogateescape")[()]).encode()  # fmt: skip
+    values = dataset[()] if first is None else dataset[first:last]
+    found: bytes = values.tobytes()
+    return found
+
+
+def _serve(file: Any, h5py: Any) -> None:
+    for request in sys.stdin.buffer:
+        _alive()
+        try:
+            found = _answer(file, h5py, request)
+            head = _HEAD.pack(len(found))
+        except Exception as error:  # noqa: BLE001 - told to the one who asks
+            found = f"{type(error).__name__}: {error}"[:500].encode(errors="replace")
+            head = _HEAD.pack(_FAILED) + _HEAD.pack(len(found))
+        left = memoryview(head + found)
+        while left:
+            left = left[os.write(1, left) :]
+
+
 def main(path: str) -> None:
-    """Touch everything in the file at `path`."""
+    """Touch everything in the file at `path`, then read of it what is asked for."""
     import resource
 
     import h5py
 
-    resource.setrlimit(resource.RLIMIT_AS, (_MOST_MEMORY_BYTES, _MOST_MEMORY_BYTES))
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    _limit(resource.RLIMIT_AS, _MOST_MEMORY_BYTES)
+    _limit(resource.RLIMIT_CORE, 0)
+    _alive()
     file = _quietly(lambda: h5py.File(path, "r", locking=False))
     if file is not None:
         _touch(file, h5py, set())
+    os.write(1, _DONE)
+    if file is not None:
+        _serve(file, h5py)
 
 
 if __name__ == "__main__":

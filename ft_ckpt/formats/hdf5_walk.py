@@ -1,91 +1,79 @@
 """HDF5 files by other hands, through the HDF5 library: found, checked, and read without leaving the file.
 
-Soft links that lead in circles, external links and storage, virtual datasets, sizes that the file cannot hold and
-filters that are not installed are refused by name. A dataset without chunks is mapped like ours.
+Links that lead in circles or out of the file, external storage, virtual datasets, sizes that the file cannot hold and
+filters that are not installed are refused by name. A dataset without chunks is mapped like ours; what the library must
+make the values of is read by a process that may die of it (`hdf5_probe`).
 """
 
-import importlib
-import io
+import json
 import math
 from collections.abc import Iterator, Mapping
-from contextlib import suppress
+from dataclasses import dataclass, field
 from typing import Any
 
 import h5py
 import numpy as np
 import torch
 
-from ft_ckpt.errors import CorruptError
-from ft_ckpt.formats import cerebras
+from ft_ckpt.errors import CorruptError, damaged_input
+from ft_ckpt.formats import ITEM_BYTES, cerebras
 from ft_ckpt.formats.cerebras_read import Reader, Stored
 from ft_ckpt.formats.hdf5 import HDF5File, Index, moved_index
 from ft_ckpt.formats.hdf5_bytes import TYPES
-from ft_ckpt.formats.hdf5_probe import probe
-from ft_ckpt.formats.lz4_chunks import LZ4, read_lz4
-from ft_ckpt.formats.raw import RawFile
+from ft_ckpt.formats.hdf5_probe import Probe
+from ft_ckpt.formats.raw import FREE_BYTES, RawFile, Stream
 from ft_ckpt.tree import MOST_LEVELS, Node
 
 MOST_EXPANSION = 4096  # elements may take this many times the bytes of the file, and 64 MiB; beyond is no compression
+_LINK_BYTES = 16  # what a link takes in a file, at least
+_PART_BYTES = 32 << 20  # read at a time
+_MOST_HOPS = 16  # of soft links
 _NATIVE = {(2, 15, 7, 8, 0, 7): "bfloat16", (1, 7, 2, 5, 0, 2): "float8_e5m2"}  # HDF5's own float types
+
+
+@dataclass
+class _Source:
+    """A file: its bytes, what the library makes of it, and the process that reads values."""
+
+    raw: RawFile
+    probe: Probe
+    file: Any
+    places: int = 0  # visited; a name may lead to what has been visited already
+
+    def visit(self) -> None:
+        """Count a place. Raises CorruptError when there are more than the file has room to name."""
+        self.places += 1
+        if self.places > 1000 + self.raw.size_bytes // _LINK_BYTES:
+            raise CorruptError("groups in groups, with more places than the file has room for")
 
 
 def walk(raw: RawFile, verify: bool = False) -> HDF5File:
     """The file with the places of its tensors found by the HDF5 library. Raises CorruptError for what is refused."""
     raw.check()
-    trouble = probe(raw.descriptor)
-    if trouble is not None:
-        raise CorruptError(f"{raw.path.name}: {trouble}; use another copy of the file")
     try:
-        file = h5py.File(_Bytes(raw), "r")
-        stale = _stale(raw, file, verify)
-        if stale is not None:
-            return stale
-        if "__version__" in file.attrs:
-            return _cerebras(raw, file)
-        return _plain(raw, file)
-    except (OSError, RuntimeError, KeyError, ValueError, TypeError, RecursionError) as error:
-        if isinstance(error, CorruptError):
-            raise CorruptError(f"{raw.path.name}: {str(error).removeprefix(raw.path.name + ': ')}") from error
-        raise CorruptError(f"{raw.path.name}: the HDF5 library cannot read it ({error}); use another copy") from error
+        with damaged_input(f"{raw.path.name}: an HDF5 file"):
+            source = _Source(raw, Probe(raw.descriptor, raw.path.name), None)
+            source.file = h5py.File(Stream(raw), "r")
+            return _stale(source, verify) or (_cerebras if "__version__" in source.file.attrs else _plain)(source)
+    except CorruptError as error:
+        raise type(error)(f"{raw.path.name}: {str(error).removeprefix(raw.path.name + ': ')}") from error
 
 
-class _Bytes(io.RawIOBase):
-    """The open file for the HDF5 library, which given a path would open whatever has that name by now, or share what
-    it remembers of a file that has been overwritten since."""
-
-    def __init__(self, raw: RawFile) -> None:
-        super().__init__()
-        self.raw, self.at = raw, 0
-
-    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        """Go to `offset` from the start, from here, or from the end."""
-        self.at = offset + (0, self.at, self.raw.size_bytes)[whence]
-        return self.at
-
-    def tell(self) -> int:
-        """Where this is."""
-        return self.at
-
-    def readinto(self, buffer: Any) -> int:
-        """Fill `buffer` from here. Raises CorruptError when the file has changed."""
-        wanted = min(len(buffer), max(0, self.raw.size_bytes - self.at))
-        buffer[:wanted] = self.raw.bytes(self.at, wanted)
-        self.at += wanted
-        return wanted
-
-
+@dataclass
 class Dataset:
     """One dataset, checked to lie inside the file."""
 
-    def __init__(self, raw: RawFile, handle: Any, path: str) -> None:
-        self.raw, self.handle, self.path = raw, handle, path
-        self.shape: tuple[int, ...] | None = handle.shape
-        self.dtype: np.dtype[Any] = handle.dtype
-        self.attributes: Mapping[str, Any] = handle.attrs
-        self.start: int | None = handle.id.get_offset()
-        if set(handle._filters) - {str(LZ4)}:  # h5py's only way to see filters it has no name for
-            with suppress(ImportError):
-                importlib.import_module("hdf5plugin")  # which tells the HDF5 library of its filters
+    source: _Source
+    handle: Any
+    path: str
+    shape: tuple[int, ...] | None = field(init=False)
+    dtype: np.dtype[Any] = field(init=False)
+    attributes: Mapping[str, Any] = field(init=False)
+    start: int | None = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.shape, self.dtype, self.attributes = self.handle.shape, self.handle.dtype, self.handle.attrs
+        self.start = self.handle.id.get_offset()
         _check(self)
 
     @property
@@ -106,30 +94,40 @@ class Dataset:
 
     def value(self) -> np.ndarray[Any, Any]:
         """All of it."""
-        try:
-            filters = self.handle._filters
-            if str(LZ4) in filters and not h5py.h5z.filter_avail(LZ4):
-                return read_lz4(self.handle)
-            return np.asarray(self.handle[()])
-        except (OSError, RuntimeError, ValueError) as error:
-            raise CorruptError(
-                f"{self.raw.path.name}: {self.path} cannot be read ({error}); it is damaged, or compressed with a "
-                f"filter that is not installed here (it uses {list(self.handle._filters) or 'none'}; pip install "
-                "hdf5plugin)"
-            ) from error
+        return self.rows(0, self.elements).reshape(self.shape or ())
 
     def rows(self, start: int, stop: int) -> np.ndarray[Any, Any]:
         """Elements [start, stop) of the flat values, from as few rows as hold them."""
         shape = self.shape or ()
         row = math.prod(shape[1:])
-        if not shape or not row or str(LZ4) in self.handle._filters:
-            return self.value().reshape(-1)[start:stop]
+        if not shape or not row:
+            return self._part(None, None, self.elements)[start:stop]
         first, last = start // row, -(-stop // row)
+        step = max(1, _PART_BYTES // max(1, row * self.dtype.itemsize))
+        if self.handle.chunks is not None:
+            step += -step % self.handle.chunks[0]  # a chunk is decompressed whole
+        parts = [self._part(at, min(at + step, last), row) for at in range(first, last, step)]
+        values = np.concatenate(parts) if len(parts) != 1 else parts[0]
+        return values[start - first * row : stop - first * row]
+
+    def text(self) -> Any:
+        """The text, or lists of texts."""
+        return json.loads(self.source.probe.read(self.path))
+
+    def _part(self, first: int | None, last: int | None, row: int) -> np.ndarray[Any, Any]:
+        """Rows [first, last) of `row` elements each, flat; None: all."""
         try:
-            part = np.asarray(self.handle[first:last])
-        except (OSError, RuntimeError, ValueError):
-            return self.value().reshape(-1)[start:stop]  # for its words about filters
-        return part.reshape(-1)[start - first * row : stop - first * row]
+            values = np.frombuffer(self.source.probe.read(self.path, first, last), self.dtype)
+        except CorruptError as error:
+            raise CorruptError(
+                f"{error}; it is damaged, or compressed with a filter that is not installed here (it uses "
+                f"{list(self.handle._filters) or 'none'}; pip install hdf5plugin)"
+            ) from error
+        if len(values) != row * (1 if first is None or last is None else last - first):
+            raise CorruptError(
+                f"{self.source.raw.path.name}: {self.path} has {len(values)} values, {row} expected a row"
+            )
+        return values
 
 
 def torch_types() -> frozenset[str]:
@@ -138,22 +136,30 @@ def torch_types() -> frozenset[str]:
 
 
 def _check(dataset: Dataset) -> None:
-    handle, size = dataset.handle, dataset.raw.size_bytes
+    handle, raw = dataset.handle, dataset.source.raw
     if handle.external or handle.is_virtual:
         raise CorruptError(f"{dataset.path}: its values are in other files, which are not followed")
     wanted = dataset.elements * handle.id.get_type().get_size()
-    if wanted > MOST_EXPANSION * size + (64 << 20):
-        raise CorruptError(f"{dataset.path}: {dataset.shape} of {dataset.dtype} in a file of only {size} bytes")
-    if dataset.start is not None and dataset.start + wanted > size:
+    if wanted > MOST_EXPANSION * raw.size_bytes + FREE_BYTES:
         raise CorruptError(
-            f"{dataset.path}: bytes {dataset.start} to {dataset.start + wanted}, the file has {size}; it was cut short"
+            f"{dataset.path}: {dataset.shape} of {dataset.dtype} in a file of only {raw.size_bytes} bytes"
         )
+    if dataset.start is not None and dataset.start + wanted > raw.size_bytes:
+        raise CorruptError(
+            f"{dataset.path}: bytes {dataset.start} to {dataset.start + wanted}, the file has {raw.size_bytes}; "
+            "it was cut short"
+        )
+    if dataset.start is None:
+        written = handle.id.get_storage_size()
+        if handle.chunks is not None:
+            written = handle.id.get_num_chunks() * math.prod(handle.chunks) * dataset.dtype.itemsize
+        raw.promise(max(0, wanted - written), dataset.path)  # what was never written is one value, many times
 
 
-def _find(raw: RawFile, file: Any, path: str) -> Dataset:
+def _find(source: _Source, path: str) -> Dataset:
     """The dataset at `path`, reached by hard links alone."""
-    place = file
-    for part in path.split("/"):
+    place, parts = source.file, [part for part in path.split("/") if part not in ("", ".")]  # as HDF5 reads paths
+    for part in parts or [path]:
         link = place.get(part, getlink=True) if isinstance(place, h5py.Group) else None
         if not isinstance(link, h5py.HardLink):
             what = "is not there" if link is None else f"is a {type(link).__name__}, which is not followed"
@@ -161,21 +167,22 @@ def _find(raw: RawFile, file: Any, path: str) -> Dataset:
         place = place[part]
     if not isinstance(place, h5py.Dataset):
         raise CorruptError(f"{path[:200]}: a group where a dataset should be")
-    return Dataset(raw, place, path)
+    return Dataset(source, place, "/".join(parts))
 
 
-def _stale(raw: RawFile, file: Any, verify: bool) -> HDF5File | None:
+def _stale(source: _Source, verify: bool) -> HDF5File | None:
     """Our own index where another program has moved the data: what it says is kept, the places are looked up.
 
     None where there is none, or where that program has changed more than places. Raises CorruptError for a damaged one.
     """
-    if file.get(cerebras.INDEX, getlink=True) is None:
+    raw = source.raw
+    if source.file.get(cerebras.INDEX, getlink=True) is None:
         return None
-    index = moved_index(_find(raw, file, cerebras.INDEX).value().tobytes(), raw.path.name)
+    index = moved_index(_find(source, cerebras.INDEX).value().tobytes(), raw.path.name)
     rows, readers = {}, {}
     for name, spec in index.specs.items():
         try:
-            dataset = _find(raw, file, "/".join(cerebras.dataset_path(name)))
+            dataset = _find(source, "/".join(cerebras.dataset_path(name)))
         except CorruptError:
             return None
         size = TYPES[cerebras.stored_type(spec.dtype)][0]
@@ -185,15 +192,21 @@ def _stale(raw: RawFile, file: Any, verify: bool) -> HDF5File | None:
         if dataset.start is None and spec.size_bytes:
             readers[name] = _converter(spec.dtype, dataset)
         rows[name] = [*index.rows[name][:2], dataset.start or 0, *index.rows[name][3:5]]
-    result = HDF5File(raw, Index(rows, index.root, index.metadata), verify)
-    result.readers, result.library = readers, file
+    return _opened(source, Index(rows, index.root, index.metadata), readers, verify)
+
+
+def _opened(source: _Source, index: Index, readers: Mapping[str, Any], verify: bool = False) -> HDF5File:
+    result = HDF5File(source.raw, index, verify)
+    result.readers, result.library = dict(readers), source.file
+    if not readers:
+        source.probe.close()
     return result
 
 
-def _cerebras(raw: RawFile, file: Any) -> HDF5File:
-    reader = Reader(_Attributes(file.attrs), lambda path: _find(raw, file, path))
+def _cerebras(source: _Source) -> HDF5File:
+    reader = Reader(_Attributes(source.file.attrs), lambda path: _find(source, path))
     root = reader.read()
-    return _assemble(raw, root, reader.leaves, file)
+    return _assemble(source, root, reader.leaves)
 
 
 class _Attributes(Mapping[str, Any]):
@@ -212,7 +225,7 @@ class _Attributes(Mapping[str, Any]):
         return len(self.attributes)
 
 
-def _assemble(raw: RawFile, root: Node, leaves: list[Stored], file: Any) -> HDF5File:
+def _assemble(source: _Source, root: Node, leaves: list[Stored]) -> HDF5File:
     rows: dict[str, Any] = {}
     readers: dict[str, Any] = {}
     for leaf in leaves:
@@ -220,14 +233,14 @@ def _assemble(raw: RawFile, root: Node, leaves: list[Stored], file: Any) -> HDF5
         shape = leaf.shape if dataset is None else dataset.shape
         if shape is None:
             raise CorruptError(f"{leaf.name}: a tensor without a shape")
+        if dataset is None:
+            source.raw.promise(math.prod(shape) * ITEM_BYTES[leaf.dtype or ""], leaf.name)
         start = None if dataset is None else dataset.start
         rows[leaf.name] = [leaf.dtype or dataset.dtype.name, shape, start or 0, "", len(rows)]
         reader = _reader(leaf, dataset)
         if reader is not None:
             readers[leaf.name] = reader
-    result = HDF5File(raw, Index(rows, root, {}))
-    result.readers, result.library = readers, file
-    return result
+    return _opened(source, Index(rows, root, {}), readers)
 
 
 def _reader(leaf: Stored, dataset: Any) -> Any:
@@ -235,7 +248,7 @@ def _reader(leaf: Stored, dataset: Any) -> Any:
     if dataset is None:
         return _filler(leaf)
     if leaf.dtype is None:
-        return lambda _start, _stop: dataset.value()
+        return lambda start, stop: _native(dataset.rows(start, stop))
     return None if _same_bytes(leaf.dtype, dataset) else _converter(leaf.dtype, dataset)
 
 
@@ -258,9 +271,7 @@ def _converter(dtype: str, dataset: Dataset) -> Any:
         raise CorruptError(f"{dataset.path}: labelled {dtype!r}, which is no type of torch")
 
     def convert(start: int, stop: int) -> torch.Tensor:
-        values = np.ascontiguousarray(dataset.rows(start, stop))
-        values = values.astype(values.dtype.newbyteorder("="), copy=False)
-        tensor = torch.from_numpy(values)
+        tensor = torch.from_numpy(_native(dataset.rows(start, stop)))
         if dtype in cerebras.STORED and dataset.torch_type in _bit_types(dtype):
             return tensor.view(wanted)
         return tensor.to(wanted)
@@ -268,47 +279,78 @@ def _converter(dtype: str, dataset: Dataset) -> Any:
     return convert
 
 
+def _native(values: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    """`values` in the byte order of this machine, and in memory of their own."""
+    return values.astype(values.dtype.newbyteorder("="))
+
+
 def _filler(leaf: Stored) -> Any:
     dtype = getattr(torch, leaf.dtype or "")
     return lambda start, stop: torch.full((stop - start,), leaf.fill or 0, dtype=dtype)
 
 
-def _plain(raw: RawFile, file: Any) -> HDF5File:
+def _plain(source: _Source) -> HDF5File:
     """A file that says nothing of objects: groups are dicts, datasets are tensors or arrays, strings are strings."""
     leaves: list[Stored] = []
-    root = _group(raw, file, "", (), leaves)
-    return _assemble(raw, root, leaves, file)
+    root = _group(source, source.file, "", (), leaves)
+    return _assemble(source, root, leaves)
 
 
-def _group(raw: RawFile, group: Any, path: str, above: tuple[Any, ...], leaves: list[Stored]) -> Node:
+def _group(source: _Source, group: Any, path: str, above: tuple[Any, ...], leaves: list[Stored]) -> Node:
     here = h5py.h5o.get_info(group.id).addr
     if here in above or len(above) > MOST_LEVELS:
         raise CorruptError(f"{path}: links that lead in circles")
     keys, children = [], []
     for name in group:
-        place, link = f"{path}/{name}".lstrip("/"), group.get(name, getlink=True)
-        if isinstance(link, h5py.ExternalLink):
-            raise CorruptError(f"{place}: a link to {link.filename}, another file, which is not followed")
-        item = group.get(name)
-        if item is None:
-            raise CorruptError(f"{place}: a link that leads nowhere or in circles")
+        source.visit()
+        place = f"{path}/{name}".lstrip("/")
+        item, real = _followed(source, group, path, name)
         keys.append(Node("value", name))
         is_group = isinstance(item, h5py.Group)
         children.append(
-            _group(raw, item, place, (*above, here), leaves) if is_group else _plain_leaf(raw, item, place, leaves)
+            _group(source, item, place, (*above, here), leaves)
+            if is_group
+            else _plain_leaf(Dataset(source, item, real), place, leaves)
+            if isinstance(item, h5py.Dataset)
+            else _refused(f"{place}: neither a group nor a dataset")
         )
     return Node("dict", None, tuple(keys), tuple(children))
 
 
-def _plain_leaf(raw: RawFile, item: Any, path: str, leaves: list[Stored]) -> Node:
-    if not isinstance(item, h5py.Dataset):
-        raise CorruptError(f"{path}: neither a group nor a dataset")
-    dataset = Dataset(raw, item, path)
+def _refused(found: str) -> Node:
+    raise CorruptError(found)
+
+
+def _followed(source: _Source, group: Any, path: str, name: str, hops: int = 0) -> tuple[Any, str]:
+    """What `name` in `group`, which is at `path`, is in the end, and its path by hard links.
+
+    Soft links are walked part by part, since any part may be a link to another file.
+    """
+    place = f"{path}/{name}".lstrip("/")
+    link = group.get(name, getlink=True) if isinstance(group, h5py.Group) else None
+    if isinstance(link, h5py.HardLink):
+        return group[name], place
+    if not isinstance(link, h5py.SoftLink) or hops > _MOST_HOPS:
+        what = (
+            f"to {link.filename}, another file,"
+            if isinstance(link, h5py.ExternalLink)
+            else "that leads nowhere or in circles,"
+        )
+        raise CorruptError(f"{place}: a link {what} which is not followed")
+    item, at = (source.file, "") if link.path.startswith("/") else (group, path)
+    for part in link.path.split("/"):
+        if part not in ("", "."):
+            source.visit()
+            item, at = _followed(source, item, at, part, hops + 1)
+    return item, at
+
+
+def _plain_leaf(dataset: Dataset, path: str, leaves: list[Stored]) -> Node:
     if dataset.shape is None:
         return Node("value", None)
     if h5py.check_string_dtype(dataset.dtype) is not None:
-        text = np.asarray(item.asstr(errors="surrogateescape")[()])
-        return Node("value", text.item()) if not dataset.shape else _texts(text.tolist())
+        text = dataset.text()
+        return _texts(text) if dataset.shape else Node("value", text)
     if dataset.dtype.hasobject:
         raise CorruptError(f"{path}: values of HDF5 type {dataset.dtype}, which cannot be kept")
     leaves.append(Stored(path, dataset.torch_type, dataset))

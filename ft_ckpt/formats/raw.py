@@ -7,8 +7,10 @@ after that takes the ground from under it (SIGBUS), for us as for every program 
 """
 
 import ctypes
+import io
 import mmap
 import os
+import stat
 import sys
 import weakref
 from collections.abc import Callable
@@ -18,7 +20,7 @@ from typing import Any
 import torch
 
 from ft_ckpt.blocks import ALIGNMENT, cached_bytes, read_into
-from ft_ckpt.errors import CorruptError
+from ft_ckpt.errors import CorruptError, LoadError, UnreadableError, damaged_input
 
 MAP_BYTES = 1 << 16  # smaller tensors are copied: that is no slower, and safe whatever happens to the file
 _PAGE = mmap.ALLOCATIONGRANULARITY
@@ -32,7 +34,45 @@ _FAILED = ctypes.c_void_p(-1).value
 _DONTNEED, _HUGEPAGE = 4, 14  # linux: MADV_DONTNEED, MADV_HUGEPAGE
 _READ_BYTES = 32 << 20  # read at a time: each time, a thread waits for its turn, for 5 ms where Python code is running
 _SAMPLES, _SAMPLE_BYTES = 64, 256 << 10  # places of a file asked for in the page cache: all of 2.5 GB takes 20 ms
+MOST_PROMISED, FREE_BYTES = 16, 64 << 20  # of values not stored: so many times the file, and so many bytes besides
 _LEAST_READ_BYTES = 16 << 20  # smaller files are mapped, wherever they are
+
+
+class Stream(io.RawIOBase):
+    """Bytes [start, start + size_bytes) of an open file as a file of its own.
+
+    By its descriptor: what has that path by now may be another file, and a library given a path may share what it
+    remembers of a file that has been overwritten since.
+    """
+
+    def __init__(self, raw: "RawFile", start: int = 0, size_bytes: int | None = None) -> None:
+        super().__init__()
+        self.raw, self.start, self.at = raw, start, 0
+        self.size_bytes = raw.size_bytes - start if size_bytes is None else size_bytes
+
+    def seekable(self) -> bool:
+        """Yes."""
+        return True
+
+    def readable(self) -> bool:
+        """Yes."""
+        return True
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        """Go to `offset` from the start, from here, or from the end."""
+        self.at = max(0, offset + (0, self.at, self.size_bytes)[whence])
+        return self.at
+
+    def tell(self) -> int:
+        """Where this is."""
+        return self.at
+
+    def readinto(self, buffer: Any) -> int:
+        """Fill `buffer` from here. Raises CorruptError when the file has changed."""
+        wanted = min(len(buffer), max(0, self.size_bytes - self.at))
+        buffer[:wanted] = self.raw.bytes(self.start + self.at, wanted)
+        self.at += wanted
+        return wanted
 
 
 class RawFile:
@@ -40,10 +80,13 @@ class RawFile:
 
     def __init__(self, path: Path, mapped: bool = True) -> None:
         self.path, self.mapped = path, mapped
-        self.descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        with damaged_input(path):
+            self.descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # a pipe would wait
         self._closer, self._closed = weakref.finalize(self, os.close, self.descriptor), False
         found = os.fstat(self.descriptor)
-        self.size_bytes = found.st_size
+        if not stat.S_ISREG(found.st_mode):
+            raise LoadError(f"{path}: {'a folder' if stat.S_ISDIR(found.st_mode) else 'no regular file'}; name a file")
+        self.size_bytes, self._promised = found.st_size, 0
         self._whole: _Mapping | None = None
         self._known = (found.st_size, found.st_mtime_ns)
 
@@ -59,11 +102,23 @@ class RawFile:
         try:
             found = os.fstat(self.descriptor)
         except OSError as error:
-            raise CorruptError(f"{self.path.name}: cannot be read any more ({error}); load it again") from error
+            raise UnreadableError(f"{self.path.name}: cannot be read any more ({error}); load it again") from error
         if (found.st_size, found.st_mtime_ns) != self._known:
             raise CorruptError(
                 f"{self.path.name}: changed while it was open, {self._known[0]} bytes then and {found.st_size} now; "
                 "load it again, and replace checkpoints by renaming, never in place"
+            )
+
+    def promise(self, size_bytes: int, name: str) -> None:
+        """Note that tensor `name` has so many bytes that are not in the file: constants, or elements that are one.
+
+        Raises CorruptError when all of these are more than a file of this size has any use for.
+        """
+        self._promised += size_bytes
+        if size_bytes < 0 or self._promised > MOST_PROMISED * self.size_bytes + FREE_BYTES:
+            raise CorruptError(
+                f"{self.path.name}: {name} takes {size_bytes:,} bytes that are not stored, in a file of "
+                f"{self.size_bytes:,} bytes; it is damaged, use another copy"
             )
 
     def read_in(self, threads: int = 4, direct: str = "auto") -> bool:
@@ -104,7 +159,7 @@ class RawFile:
             try:
                 count = os.preadv(self.descriptor, [view[: 1 << 30]], at)
             except OSError as error:
-                raise CorruptError(f"{self.path.name}: cannot be read at byte {at} ({error})") from error
+                raise UnreadableError(f"{self.path.name}: cannot be read at byte {at} ({error})") from error
             if not count:
                 break
             view, at = view[count:], at + count

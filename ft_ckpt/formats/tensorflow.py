@@ -14,7 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ft_ckpt.errors import ConfigError, CorruptError, SelectionError, listing
+from ft_ckpt.catalog import is_inside
+from ft_ckpt.errors import ConfigError, CorruptError, SelectionError, TargetError, listing, shown
 from ft_ckpt.formats import Spec
 from ft_ckpt.formats.spans import numel
 
@@ -59,7 +60,7 @@ def prefix_of(path: Path) -> Path | None:
     state = path / STATE
     if state.is_file():
         named = re.search(r'^model_checkpoint_path: "(.+)"', state.read_text(errors="replace"), re.MULTILINE)
-        if named and (path / f"{named[1]}.index").is_file():
+        if named and is_inside(named[1]) and (path / f"{named[1]}.index").is_file():
             return path / named[1]
     found = sorted(path.glob("*.ckpt*.index"))
     return found[-1].with_suffix("") if found else None
@@ -143,7 +144,15 @@ def write(folder: Path, specs: Sequence[Spec], read: Read, shard_bytes: int = SH
     About `shard_bytes` (one row, if that is more) are held at a time, twice. Raises SelectionError as `check` does.
     """
     check(specs)
-    tf, prefix = load_library(), folder / PREFIX
+    tf = load_library()
+    try:
+        _write(tf, folder, specs, read, shard_bytes)
+    except tf.errors.OpError as error:
+        raise TargetError(f"{folder}: TensorFlow cannot write it ({shown(error)}); choose another path") from error
+
+
+def _write(tf: Any, folder: Path, specs: Sequence[Spec], read: Read, shard_bytes: int) -> None:
+    prefix = folder / PREFIX
     shards: list[str] = []
     for shard in _shards(specs, shard_bytes):
         shards.append(str(folder / f".shard-{len(shards):05d}" / "part"))

@@ -15,9 +15,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from ft_ckpt.errors import CorruptError, LoadError, listing
+from ft_ckpt.errors import CorruptError, LoadError, damaged_input, listing
 from ft_ckpt.formats import ITEM_BYTES
-from ft_ckpt.formats.raw import RawFile
+from ft_ckpt.formats.raw import RawFile, Stream
 from ft_ckpt.formats.unpickle import PLAIN, Call, interpret
 
 _STORAGES = {
@@ -53,6 +53,12 @@ class Stored:
             step *= size
         return True
 
+    @property
+    def repeated_bytes(self) -> int:
+        """How many more bytes it takes in row-major order than are stored of it."""
+        reach = sum((size - 1) * step for size, step in zip(self.shape, self.stride, strict=True)) + 1
+        return max(0, math.prod(self.shape) - reach) * ITEM_BYTES[self.dtype]
+
 
 @dataclass(frozen=True)
 class Unreadable:
@@ -69,12 +75,15 @@ class _Storage:
     dtype: str
 
 
+_Find = Callable[[str, str, int], _Storage]  # the storage of a dtype, with a key, of so many elements
+
+
 class _Archive:
     """The records of a torch zip file, which may be part of a larger file."""
 
     def __init__(self, file: RawFile, start: int, size_bytes: int) -> None:
         self.file, self.start = file, start
-        with file.path.open("rb") as stream, zipfile.ZipFile(_Window(stream, start, size_bytes)) as names:
+        with zipfile.ZipFile(Stream(file, start, size_bytes)) as names:
             self.records = {entry.filename: entry for entry in names.infolist()}
         found = [name for name in self.records if name.count("/") == 1 and name.endswith("/data.pkl")]
         if len(found) != 1 or any(entry.compress_type for entry in self.records.values()):
@@ -98,49 +107,89 @@ class _Archive:
         return bytes(self.file.bytes(*self.place(name)))
 
 
+def check_records(file: RawFile) -> None:
+    """Raise CorruptError unless all records of the torch zip file lie within it."""
+    with damaged_input(file.path.name):
+        archive = _Archive(file, 0, file.size_bytes)
+        for name in archive.records:
+            archive.place(name.removeprefix(archive.prefix))
+
+
 def load(file: RawFile, start: int = 0, size_bytes: int | None = None) -> Any:
     """What the torch zip file at [start, start + size_bytes) of `file` holds, its tensors as `Stored`.
 
     Raises CorruptError when it is no such file, LoadError naming everything it refers to that is neither a tensor nor
     plain data.
     """
-    name = file.path.name
-    try:
-        archive = _Archive(file, start, file.size_bytes - start if size_bytes is None else size_bytes)
-        order = archive.read("byteorder") if f"{archive.prefix}byteorder" in archive.records else b"little"
-        pickled = archive.read("data.pkl")
-    except (zipfile.BadZipFile, NotImplementedError, ValueError) as error:
-        raise _damaged(name, error) from error
+    with damaged_input(f"{file.path.name}: saved by torch"):
+        return _load(file, start, file.size_bytes - start if size_bytes is None else size_bytes)
+
+
+def _load(file: RawFile, start: int, size_bytes: int) -> Any:
+    name, archive = file.path.name, _Archive(file, start, size_bytes)
+    order = archive.read("byteorder") if f"{archive.prefix}byteorder" in archive.records else b"little"
     if order != b"little":
         raise LoadError(f"{name}: written on a big-endian machine; load it there, or with torch.load, and save it anew")
     if f"{archive.prefix}constants.pkl" in archive.records:
         raise LoadError(f"{name}: a TorchScript program, expected saved tensors; save its state_dict() instead")
     places: dict[str, tuple[int, int]] = {}
 
-    def storage(reference: tuple[Any, ...]) -> _Storage:
-        kind, dtype, key, _location, _numel = reference
-        if kind != "storage" or not isinstance(dtype, str) or not isinstance(key, str):
-            raise CorruptError(f"a reference to {kind!r}")
+    def storage(dtype: str, key: str, _numel: int) -> _Storage:
         if key not in places:
             places[key] = archive.place(f"data/{key}")
         begin, size = places[key]
         return _Storage(file, begin, begin + size, dtype)
 
-    return loads(pickled, name, storage)
+    return loads(archive.read("data.pkl"), name, storage)
 
 
-def loads(data: bytes, source: str, storage: Callable[[tuple[Any, ...]], _Storage] | None = None) -> Any:
+def load_legacy(file: RawFile) -> Any:
+    """What a file of torch before 1.6 holds, as `load` gives it.
+
+    After three pickles of no interest there is one of the object, one of the keys of its storages, and then these, each
+    after its number of elements. So the object is read twice: to come to the storages, and with their places.
+    """
+    with damaged_input(f"{file.path.name}: saved by torch before 1.6"):
+        stream, sizes = io.BufferedReader(Stream(file)), dict[str, int]()
+
+        def note(dtype: str, key: str, count: int) -> _Storage:
+            sizes[key] = max(ITEM_BYTES[dtype], sizes.get(key, 0))
+            return _Storage(file, 0, count * ITEM_BYTES[dtype], dtype)
+
+        for _ in range(3):
+            _value(stream, file.path.name, None)
+        begin = stream.tell()
+        _value(stream, file.path.name, note)
+        keys = _value(stream, file.path.name, None)
+        places, at = {}, stream.tell()
+        for key in keys:
+            size = int.from_bytes(file.bytes(at, 8), "little") * sizes[key]
+            places[key] = (at + 8, at + 8 + size)
+            at += 8 + size
+        if at > file.size_bytes:
+            raise CorruptError(f"storages up to byte {at:,}, the file has {file.size_bytes:,}")
+        stream.seek(begin)
+        return _value(stream, file.path.name, lambda dtype, key, _count: _Storage(file, *places[key], dtype))
+
+
+def loads(data: bytes, source: str, storage: _Find | None = None) -> Any:
     """What the pickle `data` holds; `source` names it in errors. Raises as `load` does."""
+    with damaged_input(f"{source}: saved by torch"):
+        return _value(io.BytesIO(data), source, storage)
+
+
+def _value(stream: Any, source: str, storage: _Find | None) -> Any:
+    """The value of the pickle in `stream`, which is left at the end of it."""
 
     def persistent(reference: Any) -> _Storage:
-        if storage is None or not isinstance(reference, tuple) or len(reference) != 5:
-            raise CorruptError(f"a reference to {reference!r}")
-        return storage(reference)
+        if storage is None or not isinstance(reference, tuple) or len(reference) not in (5, 6):
+            raise CorruptError("a reference to no storage")
+        kind, dtype, key, _location, count, *view = reference
+        if kind != "storage" or type(dtype) is not str or type(key) is not str or type(count) is not int or any(view):
+            raise CorruptError("a reference to no storage")
+        return storage(dtype, key, count)
 
-    try:
-        value, foreign = interpret(data, _find, _PASSIVE, persistent)
-    except Exception as error:
-        raise _damaged(source, error) from error
+    value, foreign = interpret(stream, _find, _PASSIVE, persistent)
     if foreign:
         raise LoadError(
             f"{source}: refers to {listing(foreign, ', ')}; expected tensors and plain data. "
@@ -164,8 +213,8 @@ def _rebuild_v3(
 def _stored(storage: _Storage, offset: int, shape: Any, stride: Any, dtype: str, flags: Any) -> Stored | Unreadable:
     if flags:  # values that stand for their conjugates or negatives
         return Unreadable(f"lazily {' and '.join(flags)}")
-    if dtype not in ITEM_BYTES:
-        return Unreadable(str(dtype))
+    if not isinstance(dtype, str) or dtype not in ITEM_BYTES:
+        return Unreadable(dtype if isinstance(dtype, str) else type(dtype).__name__)
     item, count = ITEM_BYTES[dtype], math.prod(shape)
     last = sum((size - 1) * step for size, step in zip(shape, stride, strict=True))
     first = storage.start + offset * item if count else storage.start  # an empty one may begin anywhere
@@ -174,7 +223,9 @@ def _stored(storage: _Storage, offset: int, shape: Any, stride: Any, dtype: str,
     return Stored(storage.file, first, dtype, tuple(shape), tuple(stride))
 
 
-def _rebuild_type(function: Callable[..., Any], _type: Any, args: Any, _state: Any) -> Any:
+def _rebuild_type(function: Any, _type: Any, args: Any, _state: Any) -> Any:
+    if not isinstance(function, Call):
+        raise CorruptError("a tensor made by no function of torch's")
     return function(*args)
 
 
@@ -203,53 +254,13 @@ def _find(full: str) -> Any:
     return _GLOBALS.get(full)
 
 
-def leaves(value: Any, source: str) -> Iterator[tuple[str, Any]]:
-    """(dotted name, leaf) of nested dicts, lists and tuples, in order. Raises CorruptError when one holds itself."""
-    stack: list[tuple[str, Any, frozenset[int]]] = [("", value, frozenset())]
+def leaves(value: Any) -> Iterator[tuple[str, Any]]:
+    """(dotted name, leaf) of nested dicts, lists and tuples, in order."""
+    stack: list[tuple[str, Any]] = [("", value)]
     while stack:
-        name, one, above = stack.pop()
+        name, one = stack.pop()
         if not isinstance(one, (dict, list, tuple)):
             yield name, one
             continue
-        if id(one) in above:
-            raise CorruptError(f"{source}: {name} holds itself; expected nested dicts and lists")
         items = list(one.items()) if isinstance(one, dict) else list(enumerate(one))
-        inner = above | {id(one)}
-        stack += [(f"{name}.{key}" if name else str(key), part, inner) for key, part in reversed(items)]
-
-
-def _damaged(source: str, error: Exception) -> CorruptError:
-    found = str(error) if isinstance(error, CorruptError) else repr(error)
-    return CorruptError(f"{source}: not readable as saved by torch ({found}); the file is damaged or cut short")
-
-
-class _Window(io.RawIOBase):
-    """Bytes [start, start + size_bytes) of a file as a file."""
-
-    def __init__(self, stream: Any, start: int, size_bytes: int) -> None:
-        self.stream, self.start, self.size_bytes, self.position = stream, start, size_bytes, 0
-
-    def seekable(self) -> bool:
-        """Yes."""
-        return True
-
-    def readable(self) -> bool:
-        """Yes."""
-        return True
-
-    def seek(self, offset: int, whence: int = 0) -> int:
-        """As of any file."""
-        self.position = max(0, (0, self.position, self.size_bytes)[whence] + offset)
-        return self.position
-
-    def tell(self) -> int:
-        """As of any file."""
-        return self.position
-
-    def read(self, size: int = -1) -> bytes:
-        """As of any file."""
-        left = max(0, self.size_bytes - self.position)
-        self.stream.seek(self.start + self.position)
-        data: bytes = self.stream.read(left if size < 0 else min(size, left))
-        self.position += len(data)
-        return data
+        stack += [(f"{name}.{key}" if name else str(key), part) for key, part in reversed(items)]

@@ -9,10 +9,12 @@ import ctypes
 import io
 import pickle
 import struct
+import zipfile
 import zlib
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from contextlib import closing, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,17 +22,17 @@ import torch
 from torch import Tensor
 
 from ft_ckpt.blocks import Run
-from ft_ckpt.errors import LoadError, SelectionError, listing
+from ft_ckpt.errors import ConfigError, CorruptError, LoadError, SelectionError, TargetError, damaged_input, listing
 from ft_ckpt.formats import ITEM_BYTES, Layout, Spec
-from ft_ckpt.formats.raw import RawFile
+from ft_ckpt.formats.raw import RawFile, Stream
 from ft_ckpt.formats.spans import Span, SpanFile, numel
-from ft_ckpt.formats.torch_pickle import Stored, Unreadable, leaves, load
+from ft_ckpt.formats.torch_pickle import Stored, Unreadable, check_records, leaves, load, load_legacy
 from ft_ckpt.formats.unpickle import Passive
 
 _ALIGNMENT = 64
 _LARGE = 0xFFFFFFFF  # sizes and offsets from here on need the 64-bit fields of zip
 _SIZES_AHEAD, _UTF8 = 0x8, 0x800  # flags: sizes and checksum follow the data; the name is UTF-8
-_LEGACY = (b"\x80\x02\x8a\x0al\xfc\x9cF\xf9 j\xa8P\x19.", b"\x80\x02}", b"\x80\x02c")
+_LEGACY, _BARE = b"\x80\x02\x8a\x0al\xfc\x9cF\xf9 j\xa8P\x19.", (b"\x80\x02}", b"\x80\x02c")  # how files begin
 
 
 class TorchFile(SpanFile):
@@ -60,39 +62,19 @@ class TorchFile(SpanFile):
         self.made = (None, torch.empty(0))
 
 
-@dataclass(frozen=True)
-class MemoryFile:
-    """Tensors of a file that can only be read as a whole."""
-
-    specs: Mapping[str, Spec]
-    tensors: Mapping[str, Tensor]
-    ties: Mapping[str, str] = field(default_factory=dict)
-    skipped: tuple[str, ...] = ()
-
-    def read(self, name: str, start: int = 0, stop: int | None = None) -> Tensor:
-        """Flat elements [start, stop) in row-major order: 1-D, on the CPU."""
-        return self.tensors[name].reshape(-1)[start:stop]
-
-    def close(self) -> None:
-        """Nothing is open."""
-
-
-def open_file(path: str | Path) -> TorchFile | MemoryFile:
+def open_file(path: str | Path) -> TorchFile:
     """The tensors of a file written by `torch.save`, nested dicts and lists as dotted names; nothing in it is run.
 
-    What is no tensor is named in `skipped`, further names of one tensor in `ties`. A file from before torch 1.6 is
-    read whole. Raises LoadError naming what cannot be read as tensors or plain data, and names that are not unique;
-    CorruptError when the file is damaged.
+    What is no tensor is named in `skipped`, further names of one tensor in `ties`. Raises LoadError naming what cannot
+    be read as tensors or plain data, and names that are not unique; CorruptError when the file is damaged.
     """
     file = RawFile(Path(path))
-    head = bytes(file.bytes(0, min(16, file.size_bytes)))
-    if head.startswith(_LEGACY):
-        return _open_legacy(Path(path))
-    tensors, skipped = split(load(file), file.path.name)
+    tensors, skipped = split(_contents(file), file.path.name)
     specs, kept, ties = {}, {}, {}
     seen: dict[Stored, str] = {}
     for name, one in tensors.items():
         first = seen.setdefault(one, name) if 0 not in one.shape else name
+        file.promise(one.repeated_bytes if first == name else 0, name)
         if first == name:
             specs[name], kept[name] = Spec(name, one.shape, one.dtype), one
         else:
@@ -107,7 +89,7 @@ def split(value: Any, source: str) -> tuple[dict[str, Stored], list[str]]:
     """
     tensors: dict[str, Stored] = {}
     twice, odd, skipped = [], [], []
-    for found, leaf in leaves(value, source):
+    for found, leaf in leaves(value):
         name = found or "tensor"  # the file is one tensor, without a name
         if isinstance(leaf, Stored):
             twice += [name] if name in tensors else []
@@ -125,15 +107,43 @@ def split(value: Any, source: str) -> tuple[dict[str, Stored], list[str]]:
     return tensors, skipped
 
 
-def _open_legacy(path: Path) -> MemoryFile:
-    try:
-        value = torch.load(path, map_location="cpu", weights_only=True)
-    except (pickle.UnpicklingError, EOFError, RuntimeError, ValueError) as error:
-        raise LoadError(f"{path.name}: torch cannot read it as tensors alone ({error}); save it anew") from error
-    tensors = {name: leaf for name, leaf in leaves(value, path.name) if isinstance(leaf, Tensor)}
-    others = [f"{name}: {type(leaf).__name__}" for name, leaf in leaves(value, path.name) if name not in tensors]
-    specs = {n: Spec(n, tuple(t.shape), str(t.dtype).removeprefix("torch.")) for n, t in tensors.items()}
-    return MemoryFile(specs, tensors, skipped=tuple(others))
+def check(path: Path) -> None:
+    """Raise CorruptError where torch's own reader would be kept busy for ever, or ask for memory without end."""
+    with closing(RawFile(path)) as file, suppress(LoadError):  # what it refers to is for torch to judge
+        _contents(file)
+
+
+def check_written(path: Path, size_bytes: int) -> None:
+    """Raise TargetError unless the file that torch just wrote has `size_bytes` and all its records lie within it."""
+    with closing(RawFile(path)) as file:
+        if file.size_bytes != size_bytes:
+            raise TargetError(
+                f"{path}: {file.size_bytes:,} bytes, torch wrote {size_bytes:,}; nothing is kept. Is the disk sound?"
+            )
+        try:
+            check_records(file)
+        except CorruptError as error:
+            raise TargetError(f"{path}: what torch wrote is not whole ({error}); nothing is kept") from error
+
+
+def check_sums(path: Path) -> None:
+    """Compare the records of a torch file with their checksums. Raises CorruptError, ConfigError where it has none."""
+    with closing(RawFile(path)) as file, damaged_input(path.name):
+        if bytes(file.bytes(0, min(4, file.size_bytes))) != b"PK\3\4":
+            raise ConfigError(
+                f"verify=True: {path.name} is of torch before 1.6, which wrote no checksums; leave it out"
+            )
+        with zipfile.ZipFile(io.BufferedReader(Stream(file), 1 << 20)) as archive:
+            damaged = archive.testzip()
+        if damaged is not None:
+            raise CorruptError(f"{path.name}: {damaged} is damaged (its checksum differs); use another copy")
+
+
+def _contents(file: RawFile) -> Any:
+    head = bytes(file.bytes(0, min(16, file.size_bytes)))
+    if head.startswith(_BARE):
+        raise LoadError(f"{file.path.name}: a pickle, but none that torch.save wrote; save its tensors with torch.save")
+    return (load_legacy if head.startswith(_LEGACY) else load)(file)
 
 
 def row_major(one: Stored) -> Tensor:

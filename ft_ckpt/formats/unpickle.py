@@ -1,26 +1,30 @@
 """Pickles in foreign files: values are read, code is never run.
 
-One interpreter for all of them. Whatever name a pickle refers to is looked up in a table of its reader, and what stands
-there is ours: plain containers, functions that make values, stand-ins that note what they were given. Nothing is
-imported. The table here is that of single objects in a file, such as the leaves of a Cerebras checkpoint; what it does
-not know stays an `OpaqueObject`, which its owner may open on purpose. `torch_pickle` has the one of torch's files.
+One interpreter for all of them, Python's own without the instructions that no checkpoint needs. Whatever name a pickle
+refers to is looked up in a table of its reader, and what stands there is ours: plain containers, functions that make
+values, stand-ins that note what they were given. Nothing is imported. What an instruction may copy or hash is paid
+from an allowance that grows with the pickle, since a few hundred bytes can describe 2**40 places. The table here is
+that of single objects in a file, such as the leaves of a Cerebras checkpoint; what it does not know stays an
+`OpaqueObject`, which its owner may open on purpose. `torch_pickle` has the one of torch's files.
 """
 
 import io
 import pickle
-import pickletools
-from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, BinaryIO, ClassVar
 
 import numpy as np
 import torch
 
-from ft_ckpt.errors import CorruptError, listing
+from ft_ckpt.errors import CorruptError, listing, shown
+from ft_ckpt.tree import MOST_LEVELS
 
 _MOST_BYTES = 64 << 20  # of one object
-_FORBIDDEN = {"INST", "OBJ", "EXT1", "EXT2", "EXT4", "BYTEARRAY8", "NEXT_BUFFER", "READONLY_BUFFER"}  # in no such file
+_FORBIDDEN = frozenset(b"io\x82\x83\x84\x96\x97\x98")  # INST, OBJ, EXT1, 2 and 4, BYTEARRAY8, buffers: in no such file
+_ALLOWED, _ALLOWED_PER_BYTE = 1 << 20, 64  # places that a pickle may copy, hash or describe
+_CONTAINERS = (dict, list, tuple)
 _ALIASES = {"__builtin__": "builtins", "copy_reg": "copyreg"}  # of Python 2, which old protocols write
 
 Find = Callable[[str], Any]  # what stands for a name in full; None where the table does not have it
@@ -38,6 +42,10 @@ class OpaqueObject:
         if not trust:
             raise CorruptError(f"{self.name}: a pickle can run any code; pass trust=True if you know who wrote it")
         return pickle.loads(self.data)  # noqa: S301 - asked for, in so many words
+
+
+class _ExcessError(CorruptError):
+    """A pickle that does, or describes, more than its size warrants."""
 
 
 class Sealed(type):
@@ -90,23 +98,24 @@ class Call:
 
 
 def interpret(
-    data: bytes,
+    stream: BinaryIO,
     find: Find,
     passive: frozenset[str] = frozenset(),
     persistent: Callable[[Any], Any] | None = None,
 ) -> tuple[Any, list[str]]:
-    """The value pickled in `data`, and every name that `find` does not know; with any of these, the value is no good.
+    """The value pickled in `stream`, and every name that `find` does not know; with any of these, it is no good.
 
-    What comes from the packages `passive` may be unknown: it becomes `Passive`. `persistent` gives what the pickle
-    refers to outside of it. Raises whatever a damaged pickle makes Python raise, CorruptError for what none has.
+    The stream is left after the pickle. What comes from the packages `passive` may be unknown: it becomes `Passive`.
+    `persistent` gives what the pickle refers to outside of it. Raises whatever a damaged pickle makes Python raise,
+    CorruptError for what none has, for a value that holds itself or has more places than the pickle's size warrants.
     """
-    reader = _Reader(io.BytesIO(data), find, passive, persistent)
+    reader = _Reader(_Whole(stream), find, passive, persistent)
     value = None
     try:
-        _inspect(data)
         value = reader.load()
-    except Exception:  # a mutated pickle can make the machine fail in any way
-        if not reader.foreign:
+        _check_places(value, reader.allowed)
+    except Exception as error:  # a mutated pickle can make the machine fail in any way
+        if not reader.foreign or isinstance(error, _ExcessError):
             raise
     return value, sorted(reader.foreign)
 
@@ -116,31 +125,96 @@ def loads(data: bytes, extra: Mapping[str, Any] | None = None) -> Any:
     if len(data) > _MOST_BYTES:
         raise CorruptError(f"a pickle of {len(data)} bytes")
     try:
-        value, foreign = interpret(data, {**_VALUES, **(extra or {})}.get)
+        value, foreign = interpret(io.BytesIO(data), {**_VALUES, **(extra or {})}.get)
     except CorruptError:
         raise
     except Exception as error:
-        raise CorruptError(f"a damaged pickle ({error!r})") from error
+        raise CorruptError(f"a damaged pickle ({shown(error)})") from error
     if foreign:
         raise CorruptError(f"the pickle names {listing(foreign, ', ')}")
     return value
 
 
-def _inspect(data: bytes) -> None:
-    """Raise before anything is built, if an instruction is unknown, cut short, or would ask for absurd memory."""
-    for opcode, argument, _ in pickletools.genops(data):
-        if opcode.name in _FORBIDDEN or ("PUT" in opcode.name and int(argument or 0) > len(data)):
-            raise CorruptError(f"the pickle instruction {opcode.name} {argument}")
+def _check_places(value: Any, most: int) -> None:
+    """Raise CorruptError when containers hold themselves, are nested too deep, or have more than `most` places in all.
+
+    Each container is visited once; its places count as often as it is held.
+    """
+    counts: dict[int, int] = {}
+    open_: set[int] = set()
+    stack: list[tuple[Any, bool]] = [(value, False)]
+    while stack:
+        one, is_done = stack.pop()
+        if not isinstance(one, _CONTAINERS) or id(one) in counts:
+            continue
+        parts = one.values() if isinstance(one, dict) else one
+        if is_done:
+            open_.remove(id(one))
+            counts[id(one)] = sum(counts.get(id(part), 1) for part in parts)
+            if counts[id(one)] > most:
+                raise _ExcessError(f"containers in containers, with more than {most:,} places")
+            continue
+        if id(one) in open_ or len(open_) > MOST_LEVELS:
+            raise CorruptError(
+                "a container that holds itself" if id(one) in open_ else f"over {MOST_LEVELS} levels deep"
+            )
+        open_.add(id(one))
+        stack.append((one, True))
+        stack += [(part, False) for part in parts if isinstance(part, _CONTAINERS)]
 
 
-class _Reader(pickle.Unpickler):
+class _Whole:
+    """A pickle as a stream that never gives less than is asked for, and never takes in more than it has."""
+
+    def __init__(self, stream: BinaryIO) -> None:
+        self.stream, self.readline = stream, stream.readline
+        begin = stream.tell()
+        self.size_bytes = stream.seek(0, io.SEEK_END) - begin
+        stream.seek(begin)
+
+    def read(self, size: int) -> bytes:
+        """The next `size` bytes."""
+        found = self.stream.read(min(size, self.size_bytes))
+        if len(found) < size:
+            raise EOFError(f"{size} bytes wanted, {len(found)} left")
+        return found
+
+
+_Python: Any = vars(pickle)["_Unpickler"]  # the one in C cannot be told what an instruction may cost
+
+
+class _Reader(_Python):  # type: ignore[misc]
+    dispatch: ClassVar = {code: run for code, run in _Python.dispatch.items() if code not in _FORBIDDEN}
+    stack: list[Any]
+
     def __init__(
-        self, stream: io.BytesIO, find: Find, passive: frozenset[str], persistent: Callable[[Any], Any] | None
+        self, pickled: _Whole, find: Find, passive: frozenset[str], persistent: Callable[[Any], Any] | None
     ) -> None:
-        super().__init__(stream)
+        super().__init__(pickled)
         self.find, self.passive, self.persistent = find, passive, persistent
         self.foreign: set[str] = set()
         self.classes: dict[str, type] = {}
+        self.allowed = self.left = _ALLOWED + _ALLOWED_PER_BYTE * min(pickled.size_bytes, _MOST_BYTES)
+        self.weights: dict[int, tuple[int, Any]] = {}  # of tuples that hold tuples: what hashing one of them visits
+
+    def pay(self, values: Iterable[Any]) -> None:
+        """Take what copying or hashing `values` costs off what is left. Raises CorruptError when nothing is."""
+        if self.weights:
+            self.left -= sum(self.weights[id(one)][0] if id(one) in self.weights else _length(one) for one in values)
+        else:
+            self.left -= sum(map(_length, values))
+        if self.left < 0:
+            raise _ExcessError("the pickle does more than its size warrants")
+
+    def _weigh(self) -> None:
+        """Note what the tuple just made costs to hash, where it holds others."""
+        made = self.stack[-1]
+        if any(type(part) is tuple for part in made):
+            weight = 1 + sum(self.weights[id(p)][0] if id(p) in self.weights else _length(p) for p in made)
+            self.weights[id(made)] = weight, made
+            self.left -= len(made)
+            if weight > self.left:
+                raise _ExcessError("tuples in tuples, of more places than the size of the pickle warrants")
 
     def find_class(self, module: str, name: str) -> Any:
         """What stands for a global: nothing is imported, and a name outside the table is noted as foreign."""
@@ -155,8 +229,71 @@ class _Reader(pickle.Unpickler):
     def persistent_load(self, reference: Any) -> Any:
         """What a pickle refers to outside of it."""
         if self.persistent is None:
-            raise CorruptError(f"a reference to {reference!r:.60}")
+            raise CorruptError("a reference to something outside of the pickle")
         return self.persistent(reference)
+
+
+_SIZED = frozenset((dict, list, tuple, OrderedDict, defaultdict, set, frozenset))
+
+
+def _length(value: Any) -> int:
+    kind = type(value)
+    if kind in _SIZED:
+        return len(value)
+    return 1 + len(value) // 64 if kind in (str, bytes, bytearray) else 1
+
+
+def _after(name: str) -> Callable[[_Reader], None]:
+    """The instruction of Python's interpreter with this name, after which the tuple it made is weighed."""
+    run = getattr(_Python, name)
+
+    def weighed(reader: _Reader) -> None:
+        run(reader)
+        reader._weigh()
+
+    return weighed
+
+
+def _before(name: str, hashed: Callable[[_Reader], Iterable[Any]]) -> Callable[[_Reader], None]:
+    """The instruction of Python's interpreter with this name, before which the values that it hashes are paid."""
+    run = getattr(_Python, name)
+
+    def paid(reader: _Reader) -> None:
+        reader.pay(hashed(reader))
+        run(reader)
+
+    return paid
+
+
+def _call(name: str) -> Callable[[_Reader], None]:
+    """The instruction of Python's interpreter with this name, before which what it hands to a function is paid."""
+    run = getattr(_Python, name)
+
+    def paid(reader: _Reader) -> None:
+        given = reader.stack[-1]
+        reader.pay(given)
+        if reader.weights:
+            for one in given:
+                if isinstance(one, (list, tuple)):  # of which it may make a set or a mapping
+                    reader.pay(one)
+        run(reader)
+
+    return paid
+
+
+_Reader.dispatch |= {
+    **{code: _after(name) for code, name in ((0x74, "load_tuple"), (0x85, "load_tuple1"), (0x86, "load_tuple2"),
+                                             (0x87, "load_tuple3"))},
+    0x64: _before("load_dict", lambda reader: reader.stack[::2]),
+    0x73: _before("load_setitem", lambda reader: reader.stack[-2:-1]),
+    0x75: _before("load_setitems", lambda reader: reader.stack[::2]),
+    0x90: _before("load_additems", lambda reader: reader.stack),
+    0x91: _before("load_frozenset", lambda reader: reader.stack),
+    0x62: _before("load_build", lambda reader: reader.stack[-1:]),
+    0x52: _call("load_reduce"),
+    0x81: _call("load_newobj"),
+    0x92: _before("load_newobj_ex", lambda reader: reader.stack[-2:]),
+}  # fmt: skip
 
 
 class _Dtype:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from ft_ckpt.catalog import is_inside
-from ft_ckpt.errors import CorruptError, LoadError, listing
+from ft_ckpt.errors import CorruptError, LoadError, damaged_input, listing
 from ft_ckpt.formats import ITEM_BYTES, Spec
 from ft_ckpt.formats.raw import RawFile
 from ft_ckpt.formats.spans import Span, SpanFile, numel
@@ -47,7 +47,8 @@ class _Found:
 def folder_of(path: Path) -> Path | None:
     """The folder with the ranks' files: `path`, or the one in it that its `latest` names; None when there is none."""
     latest = path / "latest"
-    named = latest.read_text(errors="replace").strip() if latest.is_file() else ""
+    with damaged_input(latest):
+        named = latest.read_text(errors="replace").strip() if latest.is_file() else ""
     choices = [path, path / named] if is_inside(named) else [path]
     return next((folder for folder in choices if any(folder.glob(_MODEL)) or any(folder.glob(_OPTIMIZER))), None)
 
@@ -62,21 +63,31 @@ def open_file(path: str | Path) -> SpanFile:
     folder = folder_of(Path(path))
     if folder is None:
         raise LoadError(f"{path}: no {_MODEL} in it; expected a folder that DeepSpeed's save_checkpoint wrote")
-    models = [load(RawFile(file)) for file in _model_files(folder)]
+    with damaged_input(f"{folder.name}: a checkpoint of DeepSpeed"):
+        return _opened(folder)
+
+
+def _opened(folder: Path) -> SpanFile:
+    models = [_states(file) for file in _model_files(folder)]
     if not models or "module" not in models[0]:
         raise CorruptError(f"{folder.name}: no model states in it; every rank must have saved to this folder")
-    optimizers = [load(RawFile(file)).get("optimizer_state_dict", {}) for file in _optimizer_files(folder)]
+    optimizers = [_states(file).get("optimizer_state_dict", {}) for file in _optimizer_files(folder)]
     found = _Found()
     module = {name: one for name, one in (models[0]["module"] or {}).items() if isinstance(one, Stored)}
-    try:
-        if optimizers and models[0].get("param_shapes"):
-            _weights(found, models, optimizers, folder.name)
-        _rest(found, models[0], module, folder.name)
-    except (AttributeError, IndexError, KeyError, TypeError) as error:
-        raise CorruptError(f"{folder.name}: not as DeepSpeed writes it ({error!r}); it may be damaged") from error
+    if optimizers and models[0].get("param_shapes"):
+        _weights(found, models, optimizers, folder.name)
+    _rest(found, models[0], module, folder.name)
     order = {name: place for place, name in enumerate(module)}
     names = sorted(found.specs, key=lambda name: order.get(name, len(order)))
-    return SpanFile({name: found.specs[name] for name in names}, found.spans, ties=found.ties)
+    specs = {name: found.specs[name] for name in names}
+    return SpanFile(specs, {name: found.spans[name] for name in names}, ties=found.ties)
+
+
+def _states(file: Path) -> Any:
+    found = load(RawFile(file))
+    if not isinstance(found, dict):
+        raise CorruptError(f"{file.name}: holds a {type(found).__name__}, expected a dict of states; use another copy")
+    return found
 
 
 def _model_files(folder: Path) -> list[Path]:

@@ -1,0 +1,394 @@
+"""Damaged inputs for one kind of reader, one after the other: `python mutations.py GROUP SEED FIRST COUNT FOLDER`.
+
+Says "N" before each input and what came of it after: "whole", "refused", "memory" (refused, for want of it), or
+"foreign" with the error. An input that ends the process, or takes over STEP_SECONDS of processor time, is the last N.
+"""
+
+import json
+import pickle
+import random
+import resource
+import struct
+import sys
+import warnings
+from contextlib import ExitStack
+from pathlib import Path
+
+import h5py
+import numpy as np
+import torch
+
+from ft_ckpt import load, save
+from ft_ckpt.converting import open_source
+from ft_ckpt.errors import CheckpointError
+from ft_ckpt.formats import hdf5, unpickle
+from ft_ckpt.modules import build_module, describe_module
+from ft_ckpt.resume import DOCUMENT_NAME, FOLDER, read_document
+from ft_ckpt.tree import unflatten
+from ft_ckpt.tree_json import decode
+
+STEP_SECONDS = 10
+MOST_BYTES = 1 << 30
+ODD = [
+    *(None, True, -1, 0, 1 << 31, 1 << 40, 1 << 62, 1 << 70, 1e999, -0.5, "", "x", "\ud800"),
+    *([], {}, [[]], ["tensor", -1], ["tensor", 1 << 40], {"a": []}),
+]
+
+
+def flat():
+    torch.manual_seed(0)
+    return {
+        "w": torch.randn(30, 20),
+        "b": torch.ones(3).to(torch.bfloat16),
+        "big": torch.zeros(70_000, dtype=torch.int16),
+    }
+
+
+def nested():
+    return {
+        "model": flat(),
+        "list": [1, 2.5, "x", None, b"raw", 1j, np.arange(3)],
+        5: (torch.ones(2),),
+        "z": b"y" * 5000,
+    }
+
+
+def mutated(content, dice):
+    """`content` with flipped bits, other numbers, a piece of itself elsewhere, or cut short."""
+    data = bytearray(content)
+    for _ in range(dice.choice([1, 1, 2, 8])):
+        way, at = dice.randrange(4), dice.randrange(len(data))
+        if dice.random() < 0.7:  # where files say what they hold
+            at = dice.choice([at % 2048, len(data) - 1 - at % 2048]) % len(data)
+        if way == 0:
+            data[at] ^= 1 << dice.randrange(8)
+        elif way == 1:
+            number = dice.choice([0, 1, 0xFF, 0x7FFFFFFF, 0xFFFFFFFF, 1 << 40, (1 << 63) - 1, (1 << 64) - 1])
+            data[at : at + 8] = struct.pack(dice.choice("<>") + "Q", number)[: len(data[at : at + 8])]
+        elif way == 2:
+            size, source = dice.randrange(1, 64), dice.randrange(len(data))
+            data[at : at + size] = data[source : source + size]
+        else:
+            data[at] = dice.randrange(256)
+    return bytes(data[: dice.randrange(1, len(data))] if dice.random() < 0.1 else data)
+
+
+def odd(document, dice):
+    """`document` with a few of its values replaced."""
+    document = json.loads(json.dumps(document))
+    for _ in range(dice.choice([1, 1, 2, 5])):
+        places, stack = [], [document]
+        while stack:
+            one = stack.pop()
+            for key in one if isinstance(one, dict) else range(len(one)):
+                places.append((one, key))
+                if isinstance(one[key], (dict, list)):
+                    stack.append(one[key])
+        holder, key = dice.choice(places) if places else ({}, "")
+        if isinstance(holder, dict) and dice.random() < 0.2:
+            holder.pop(key, None)
+        else:
+            other, name = dice.choice(places) if places else ({"": 0}, "")
+            holder[key] = json.loads(
+                json.dumps(dice.choice([*ODD, other.get(name) if isinstance(other, dict) else other[name]]))
+            )
+    return document
+
+
+def use(found):
+    """Touch every value."""
+    if isinstance(found, torch.Tensor):
+        found.clone()
+    elif isinstance(found, dict):
+        for value in found.values():
+            use(value)
+    elif isinstance(found, (list, tuple)):
+        for value in found:
+            use(value)
+
+
+def both(path):
+    """As an object and as tensors to convert."""
+    with ExitStack() as stack:  # all are tried, and the last error is raised
+        for read in (lambda: use(load(path)), lambda: use(load(path, map_location="cpu")), lambda: tensors(path)):
+            stack.callback(read)
+
+
+def tensors(path):
+    file = open_source(path)
+    try:
+        for name in file.specs:
+            file.read(name)
+    finally:
+        file.close()
+
+
+def on_file(make, name, read=both):
+    def prepare(folder):
+        make(folder / name)
+        content = (folder / name).read_bytes()
+
+        def attempt(dice):
+            (folder / name).unlink()
+            (folder / name).write_bytes(mutated(content, dice))
+            read(folder / name)
+
+        return attempt
+
+    return prepare
+
+
+def in_folder(make, read=tensors):
+    def prepare(folder):
+        make(folder)
+        contents = {path: path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
+
+        def attempt(dice):
+            hit = dice.choice(sorted(contents))
+            for path, content in contents.items():
+                path.unlink(missing_ok=True)
+                path.write_bytes(mutated(content, dice) if path == hit else content)
+            read(folder)
+
+        return attempt
+
+    return prepare
+
+
+def crafted_index(folder):
+    """A file of ours whose index is odd and has the right digest."""
+    save(nested(), folder / "x.h5", compression="zstd")
+    content, raw = (folder / "x.h5").read_bytes(), hdf5.RawFile(folder / "x.h5")
+    _, data_start, start, *_ = struct.unpack(hdf5._FOOTER, content[-64:-8])
+    text = json.loads(content[start:-64])
+    raw.close()
+
+    def attempt(dice):
+        index = json.dumps(odd(text, dice)).encode()
+        end = hdf5.footer(index, data_start, start, start + len(index) + 64)
+        (folder / "x.h5").unlink()
+        (folder / "x.h5").write_bytes(content[:start] + index + end)
+        both(folder / "x.h5")
+
+    return attempt
+
+
+def crafted_chunks(folder):
+    """Compressed chunks that are damaged and have the right checksum, for the filters themselves."""
+    from ft_ckpt.formats.hdf5_filters import Codec, decode, encode
+
+    data = np.random.default_rng(0).integers(0, 9, 1 << 14, np.uint8).tobytes() + bytes(1 << 14)
+    codecs = [
+        Codec(method, shuffle).filters(2, len(data)) for method in ("zstd", "lz4") for shuffle in ("bit", "byte", None)
+    ]
+    chunks = [(filters, *encode(filters, data)) for filters in codecs]
+
+    def attempt(dice):
+        filters, stored, mask = dice.choice(chunks)
+        decode(filters, mutated(stored, dice), mask, len(data), "x")
+
+    return attempt
+
+
+def crafted_header(folder):
+    """A safetensors file whose header is odd."""
+    save(nested(), folder / "x.safetensors")
+    content = (folder / "x.safetensors").read_bytes()
+    size = int.from_bytes(content[:8], "little")
+    head = json.loads(content[8 : 8 + size])
+
+    def attempt(dice):
+        text = json.dumps(odd(head, dice)).encode()
+        (folder / "x.safetensors").unlink()
+        (folder / "x.safetensors").write_bytes(len(text).to_bytes(8, "little") + text + content[8 + size :])
+        both(folder / "x.safetensors")
+
+    return attempt
+
+
+def moved(path):
+    """A file of ours whose index is not trusted, so that the HDF5 library meets the damage."""
+    save(nested(), path)
+    path.write_bytes(path.read_bytes() + b"x")
+
+
+def cerebras(path):
+    save(nested(), path)
+    with h5py.File(path, "r+") as file:
+        del file["__ft_index__"]
+
+
+def foreign(path):
+    import hdf5plugin
+
+    noise = np.random.default_rng(0).integers(0, 99, (300, 20)).astype("f4")
+    kinds = {
+        "gzip": {"compression": "gzip", "shuffle": True},
+        "lzf": {"compression": "lzf", "fletcher32": True},
+        "bits": hdf5plugin.Bitshuffle(cname="lz4"),
+        "lz4": hdf5plugin.LZ4(),
+        "zstd": hdf5plugin.Zstd(),
+        "plain": {},
+    }
+    with h5py.File(path, "w") as file:
+        for name, options in kinds.items():
+            file.create_dataset(f"g/{name}", data=noise, chunks=(50, 20), **options)
+        file["text"], file["words"], file["big"] = "hello", ["a", "b"], np.arange(5.0, dtype=">f8")
+        file["soft"], file["never"] = h5py.SoftLink("/g/gzip"), np.float32(1)
+        file.create_dataset("unwritten", (100, 10), "f4", chunks=(10, 10))
+
+
+def legacy_hdf5(path):
+    """Format 0.4 of Cerebras, of one list."""
+    names = ("torch.utils._pytree", "TreeSpec"), ("torch.utils._pytree", "LeafSpec")
+    new = lambda module, name: b"c" + module.encode() + b"\n" + name.encode() + b"\n)\x81"  # noqa: E731
+    leaf = new(*names[1]) + b"}(X\x04\x00\x00\x00typeNX\x07\x00\x00\x00contextNX\x0e\x00\x00\x00children_specs]ub"
+    kind = b"cdill._dill\n_load_type\nX\x04\x00\x00\x00list\x85R"
+    spec = b"\x80\x02" + new(*names[0]) + b"}(X\x04\x00\x00\x00type" + kind + b"X\x07\x00\x00\x00contextN"
+    spec += b"X\x0e\x00\x00\x00children_specs](" + leaf * 3 + b"eub."
+    with h5py.File(path, "w") as file:
+        file.attrs["__version__"], file.attrs["__spec__"] = 0.4, spec.hex()
+        weight = file.create_dataset("0", data=np.arange(500, dtype="i2"), chunks=(100,), compression="gzip")
+        weight.attrs["__H5_TYPE__"], weight.attrs["is_bfloat16"] = "TorchTensorH5Type", True
+        file.create_dataset("1", data=2.5).attrs["__H5_TYPE__"] = "ScalarH5Type"
+        last = file.create_dataset("2", dtype="f4")
+        last.attrs["__H5_TYPE__"], last.attrs["object_value"] = "ObjectH5Type", pickle.dumps(1j).hex()
+    use(load(path))
+
+
+def dcp(folder):
+    torch.save(flat(), folder.parent / "dcp.pt")
+    from ft_ckpt import convert
+
+    convert(folder.parent / "dcp.pt", folder, format="dcp", progress=False)
+    (folder / "ft_ckpt.json").unlink()
+
+
+def deepspeed(folder):
+    (folder / "step").mkdir(parents=True)
+    (folder / "latest").write_text("step")
+    group, weights = torch.arange(10.0), {"w": torch.zeros(3, 2), "b": torch.zeros(4)}
+    shapes = [{name: one.shape for name, one in weights.items()}]
+    model = {"module": weights | {"buffer": torch.ones(3)}, "param_shapes": shapes, "buffer_names": ["buffer"]}
+    torch.save(model, folder / "step/mp_rank_00_model_states.pt")
+    states = {"zero_stage": 2, "partition_count": 1, "single_partition_of_fp32_groups": [group]}
+    torch.save({"optimizer_state_dict": states}, folder / "step/zero_pp_rank_0_mp_rank_00_optim_states.pt")
+    tensors(folder)
+
+
+def document(folder):
+    """The document of a run's state."""
+    tree = {"tree": ["list", {"a": ["tensor", 0]}, ["array", 1, "<f4", [2, 2]]], "tensors": 2}
+    whole = {
+        "version": 1, "items": {"scheduler": tree}, "ranks": [{"rng": tree}], "weights": {"w": ["", "w"]},
+        "run_id": "abc", "progress": {"step": 4, "epoch": 1}, "history": {}, "fingerprint": {},
+    }  # fmt: skip
+    (folder / FOLDER).mkdir()
+    text = json.dumps(whole).encode()
+
+    def attempt(dice):
+        data = mutated(text, dice) if dice.random() < 0.3 else json.dumps(odd(whole, dice)).encode()
+        (folder / FOLDER / DOCUMENT_NAME).write_bytes(data)
+        found = read_document(folder)
+        for entry in found["ranks"][0].values():
+            grow(entry["tree"])
+
+    return attempt
+
+
+def grow(tree):
+    return unflatten(decode(tree), lambda _: torch.ones(2, 2), lambda _: np.ones((2, 2), "f4"))
+
+
+def trees(folder):
+    from ft_ckpt.tree import flatten
+    from ft_ckpt.tree_json import encode
+
+    whole = encode(flatten(nested(), ["float32", "bfloat16", "int16"])[0])
+
+    def attempt(dice):
+        grow(odd([whole], dice)[0])
+
+    return attempt
+
+
+def modules(folder):
+    whole = describe_module(torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4)))
+
+    def attempt(dice):
+        build_module(odd(whole, dice))
+
+    return attempt
+
+
+def pickles(folder):
+    values = [{"a": [1, (2,)]}, torch.float16, np.float32(2.5), frozenset({1, "a"}), [{"x": ("y",) * 3}] * 4, 2**100]
+    data = [pickle.dumps(value, protocol) for value in values for protocol in (0, 2, 4)]
+
+    def attempt(dice):
+        unpickle.loads(mutated(dice.choice(data), dice))
+
+    return attempt
+
+
+GROUPS = {
+    "safetensors": on_file(lambda path: save(nested(), path), "x.safetensors"),
+    "safetensors header": crafted_header,
+    "dual": on_file(lambda path: save(nested(), path, "dual"), "x.safetensors"),
+    "hdf5": on_file(lambda path: save(nested(), path), "x.h5"),
+    "hdf5 compressed": on_file(lambda path: save(flat(), path, compression="zstd"), "x.h5"),
+    "hdf5 index": crafted_index,
+    "hdf5 chunks": crafted_chunks,
+    "hdf5 moved": on_file(moved, "x.h5"),
+    "hdf5 foreign": on_file(foreign, "x.h5"),
+    "cerebras 0.5": on_file(cerebras, "x.h5"),
+    "cerebras 0.4": on_file(legacy_hdf5, "x.h5"),
+    "torch": on_file(
+        lambda path: torch.save(nested()["model"] | {"n": [1, (2, {})], "t": torch.ones(6, 4).t()}, path), "x.pt"
+    ),
+    "torch legacy": on_file(lambda path: torch.save(flat(), path, _use_new_zipfile_serialization=False), "x.pt"),
+    "pickle": pickles,
+    "dcp": in_folder(dcp),
+    "deepspeed": in_folder(deepspeed),
+    "document": document,
+    "tree": trees,
+    "modules": modules,
+}
+
+
+def outcome(attempt, dice):
+    try:
+        attempt(dice)
+    except CheckpointError as error:
+        return "memory" if _is_memory(error) else "refused"
+    except Exception as error:
+        return f"foreign {type(error).__name__}: {str(error)[:300]!r}"
+    return "whole"
+
+
+def _is_memory(error):
+    while error is not None:
+        if isinstance(error, MemoryError) or "can't allocate memory" in str(error):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
+
+
+def main(group, seed, first, count, folder):
+    warnings.simplefilter("ignore")
+    (place := Path(folder)).mkdir(parents=True, exist_ok=True)
+    attempt = GROUPS[group](place)
+    used = 1024 * int(Path("/proc/self/statm").read_text().split()[0]) * 4
+    resource.setrlimit(resource.RLIMIT_AS, (used + MOST_BYTES, resource.RLIM_INFINITY))
+    for number in range(int(first), int(count)):
+        spent = resource.getrusage(resource.RUSAGE_SELF)
+        resource.setrlimit(
+            resource.RLIMIT_CPU,
+            (int(spent.ru_utime + spent.ru_stime) + 1 + STEP_SECONDS,) * 1 + (resource.RLIM_INFINITY,),
+        )
+        print(number, flush=True)
+        print(outcome(attempt, random.Random(f"{seed}/{group}/{number}")), flush=True)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
