@@ -1,6 +1,7 @@
 """Saves in the background: one moment on the disk, errors that are told, one in flight, nothing left behind."""
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -309,9 +310,12 @@ def test_resumed_from_a_background_checkpoint_the_run_is_the_same(tmp_path):
     run, settings = training.prepared(), {"every": Every(steps=5, signals=()), **training.QUIET}
     with CheckpointSaver(run.accelerator, tmp_path / "run", background=True, **settings) as saver:
         done = training.train(run, saver, 8)
+        saver.wait()
+        shutil.copytree(tmp_path / "run", tmp_path / "killed")  # before the end is saved
     assert done == whole[: len(done)]
-    assert latest(tmp_path / "run") == tmp_path / "run" / "checkpoint-5"
-    assert done[:5] + training.go_on(tmp_path / "run") == whole
+    assert latest(tmp_path / "killed") == tmp_path / "killed" / "checkpoint-5"
+    assert done[:5] + training.go_on(tmp_path / "killed") == whole
+    assert done + training.go_on(tmp_path / "run") == whole
 
 
 @pytest.mark.parametrize(
