@@ -6,6 +6,7 @@ import models
 import pytest
 import torch
 from compare import assert_same_tensors, reference, stored
+from launch import run_cases
 from torch import nn
 
 import ft_ckpt
@@ -230,3 +231,16 @@ def test_an_expanded_tensor_does_not_take_other_values(tmp_path):
     CheckpointSaver().save_state(model, tmp_path / "out")
     with pytest.raises(errors.LoadError, match="table"):
         CheckpointSaver().resume(tmp_path / "out", model=again)
+
+
+RANKS = ["whole/ddp", "whole/fsdp2", "whole/fsdp1", "lonely/save", "lonely/save_state"]
+
+
+@pytest.fixture(scope="module")
+def on_two_ranks(tmp_path_factory):
+    return run_cases("whole", RANKS, tmp_path_factory.mktemp("ranks"))
+
+
+@pytest.mark.parametrize("case", RANKS)
+def test_on_two_ranks(on_two_ranks, case):
+    assert on_two_ranks[case] == ""
