@@ -44,9 +44,9 @@ def step(model, by=1.0):
 def twice(model, folder, change=step, **settings):
     """Two checkpoints with a `change` between; the folder of the second."""
     with CheckpointSaver(None, folder, **{"reuse_frozen": "on", **settings}) as saver:
-        saver.save(model, step=1)
+        saver.save(model, step=1, adapter_only=False)
         change(model)
-        return saver.save(model, step=2).path
+        return saver.save(model, step=2, adapter_only=False).path
 
 
 def is_linked(path, file=FROZEN):

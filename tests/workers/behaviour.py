@@ -123,7 +123,7 @@ def one_writer(folder: Path) -> None:
 
     sys.addaudithook(watch)
     for name, model in {"replicated": models.build("llama"), "sharded": fsdp2(models.build("lora"))}.items():
-        saver(tokenizer=models.tokenizer()).save(model, folder / name)
+        saver(tokenizer=models.tokenizer()).save(model, folder / name, adapter_only=False)
     everybody: list[Any] = [None, None]
     dist.all_gather_object(everybody, sorted(opened))
     wanted = {"model.safetensors", "config.json", "adapter_model.safetensors", "tokenizer_config.json"}

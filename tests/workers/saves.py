@@ -112,7 +112,7 @@ def adapter_bytes(live: Live, folder: Path, settings: Settings) -> None:
         saver_only(live, folder, settings)
     assert moved.bytes <= adapter + 65536, f"moved {moved.bytes} bytes for an adapter of {adapter}: {moved.by_op}"
     with CollectiveBytes() as moved, CheckpointSaver(live.accelerator) as saver:
-        saver.save(live.model, folder / "all")
+        saver.save(live.model, folder / "all", adapter_only=False)
     assert moved.bytes > sum(sizes.values()) / 4, f"the counter saw {moved.bytes} bytes of a full save"
     write_truth(live, folder)
 
