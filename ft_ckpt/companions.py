@@ -5,44 +5,26 @@ no tensor is read; and training goes on with the same objects, so fields are set
 """
 
 import copy
-import json
 import shutil
 import sys
 import warnings
 from collections.abc import Iterator
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 import peft
 import torch
-from huggingface_hub import ModelCard, ModelCardData
-from huggingface_hub.errors import HFValidationError
-from huggingface_hub.utils._validators import validate_repo_id
 from torch import nn
 from transformers import GenerationConfig, PreTrainedTokenizerBase
 from transformers.dynamic_module_utils import custom_object_save, get_relative_import_files
 
+from ft_ckpt.cards import blank_card, injected_card, name_base
 from ft_ckpt.errors import CompanionError
 from ft_ckpt.manifest import BaseRecord
 from ft_ckpt.modules import global_shape, peel, plain_class
 
 _OLMO_EOS = ("<|im_end|>", "<|endoftext|>")
 _MODES = ("do_sample", "num_beams", "return_dict_in_generate", "use_cache")  # other fields are valid under these
-_CARD = """---
-{head}library_name: peft
-tags:
-{tags}
----
-
-# Model Card
-
-Adapter trained on top of {base}.
-
-### Framework versions
-
-- PEFT {version}
-"""
 _PACKED_DTYPES = (torch.int8, torch.uint8, torch.int16, torch.int32, torch.float8_e4m3fn, torch.float8_e5m2)
 
 
@@ -125,11 +107,11 @@ def write_adapter(
         config.revision = config.revision or base.revision
     mapping = _auto_mapping(model) if config.task_type is None else None
     config.save_pretrained(str(folder), auto_mapping_dict=mapping)
-    card = _blank_card() if isinstance(model, peft.PeftModel) else _injected_card(config)
+    card = blank_card() if isinstance(model, peft.PeftModel) else injected_card(config)
     (folder / "README.md").write_text(card, encoding="utf-8")
     if isinstance(model, peft.PeftModel):
         model.create_or_update_model_card(str(folder))
-        _name_base(folder / "README.md", base_id)
+        name_base(folder / "README.md", base_id)
     _write_tokenizer(folder, tokenizer)
 
 
@@ -330,44 +312,3 @@ def _auto_mapping(model: Any) -> dict[str, str]:
     base = model.get_base_model() if isinstance(model, peft.PeftModel) else model
     cls = plain_class(type(peel(base)))
     return {"base_model_class": cls.__name__, "parent_library": cls.__module__}
-
-
-@lru_cache(maxsize=1)  # compiling its template takes longer than writing an adapter
-def _blank_card() -> str:
-    """The model card that PEFT begins with where there is none."""
-    return str(ModelCard.from_template(ModelCardData()))
-
-
-def _name_base(file: Path, base_id: str | None) -> None:
-    """Let a card name the base by `base_id`, or not at all if it has a path, which the Hub refuses."""
-    card = ModelCard.load(file)
-    named = card.data.base_model
-    if base_id is None and (not named or _is_repository(named)):
-        return
-    card.data.base_model = base_id
-    tags = [tag for tag in card.data.tags or () if not tag.startswith("base_model:")]
-    card.data.tags = sorted(tags + ([f"base_model:adapter:{base_id}"] if base_id else []))
-    card.save(file)
-
-
-def _is_repository(name: str) -> bool:
-    """Whether the Hub may have a model of that name, and no folder here has it."""
-    try:
-        validate_repo_id(name)
-    except HFValidationError:
-        return False
-    return not Path(name).exists()
-
-
-def _injected_card(config: Any) -> str:
-    """What PEFT would say of a PeftModel, for adapters that were injected into a model."""
-    base = config.base_model_name_or_path
-    base = base if base and _is_repository(base) else None
-    kind = str(getattr(config.peft_type, "value", config.peft_type)).lower()
-    tags = [kind, "transformers"] + ([f"base_model:adapter:{base}"] if base else [])
-    return _CARD.format(
-        head=f"base_model: {json.dumps(base)}\n" if base else "",  # a JSON string is a YAML string
-        tags="\n".join(f"- {json.dumps(tag)}" for tag in sorted(tags)),
-        base=f"`{base}`" if base else "a model that is not on the Hub",
-        version=peft.__version__,
-    )

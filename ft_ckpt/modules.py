@@ -10,7 +10,6 @@ import inspect
 import json
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -317,46 +316,3 @@ def _warn_opaque(description: Mapping[str, Any]) -> None:
 
 def _join(path: str, name: str) -> str:
     return f"{path}.{name}" if path else name
-
-
-@contextmanager
-def filled_later() -> Iterator[None]:
-    """Transformers leaves parameters that are made while the block runs as they are: drawing numbers for nothing costs
-    more than mapping a model. Buffers get their values.
-    """
-    register = nn.Module.register_parameter
-
-    def mark(module: nn.Module, name: str, param: nn.Parameter | None) -> None:
-        if param is not None:
-            vars(param).pop("_is_hf_initialized", None)  # a tied one comes again, and Accelerate makes it anew
-        register(module, name, param)
-        if param is not None:
-            module._parameters[name]._is_hf_initialized = True  # type: ignore[union-attr]
-
-    nn.Module.register_parameter = mark  # type: ignore[assignment, method-assign]
-    try:
-        yield
-    finally:
-        nn.Module.register_parameter = register  # type: ignore[method-assign]
-
-
-@contextmanager
-def at_most(parameters: int, source: str) -> Iterator[None]:
-    """Stop the making of a model of more than so many parameters, which `source` asked for, with a LoadError."""
-    register, made = nn.Module.register_parameter, 0
-
-    def count(module: nn.Module, name: str, param: nn.Parameter | None) -> None:
-        nonlocal made
-        made += 1
-        if made > parameters:
-            raise LoadError(
-                f"{source}: asks for a model of more than {parameters:,} parameters, far more than the tensors of the "
-                "checkpoint; use another copy"
-            )
-        register(module, name, param)
-
-    nn.Module.register_parameter = count  # type: ignore[assignment, method-assign]
-    try:
-        yield
-    finally:
-        nn.Module.register_parameter = register  # type: ignore[method-assign]

@@ -1,7 +1,6 @@
 """The road back: a committed checkpoint becomes a model again, strictly, without running anything it contains."""
 
 import json
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -16,15 +15,11 @@ from ft_ckpt.disk import local_path
 from ft_ckpt.engines import give_back, listed, sources
 from ft_ckpt.errors import CheckpointError, CorruptError, LoadError, NotACheckpointError, listing, shown
 from ft_ckpt.manifest import MANIFEST_NAME, Manifest, PartRecord
-from ft_ckpt.modules import MODULE_NAME, at_most, build_module, filled_later, put_at, tensor_at
+from ft_ckpt.modules import MODULE_NAME, build_module, put_at, tensor_at
 from ft_ckpt.opening import OpenCheckpoint, open_checkpoint
-from ft_ckpt.reattach import attach, base_of, model_class
-from ft_ckpt.select import stored_as_in_memory
+from ft_ckpt.pretrained import at_most, checked_config, empty_model, model_class, most_parameters, own_class
+from ft_ckpt.reattach import attach, base_of
 from ft_ckpt.supply import Supplied, extra_beside, supply, supplying
-
-_MOST_LAYERS = 1 << 16  # of anything: what a config may ask for before it is held against the tensors
-_PARAMETERS_A_TENSOR = 16  # a stored tensor may be cut into several, and each be made more than once
-_COUNT = re.compile(r"\w*(layer|block|depth|stage|expert|head)s?")
 
 
 @dataclass(frozen=True)
@@ -216,58 +211,17 @@ def _load_pretrained(root: Path, record: PartRecord, options: _Options) -> tuple
     folder = root / record.path
     if options.into is not None:
         return options.into, _copy(options.into, record, root, options)
-    config, cls = _checked_config(folder, record), model_class(record.class_name)
-    with at_most(_PARAMETERS_A_TENSOR * (len(record.tensors) + 256), "config.json"):
+    config, cls = checked_config(folder, record), model_class(record.class_name)
+    with at_most(most_parameters(record), "config.json"):
         # quantised models, and those of code of their own, are for transformers to make
         if cls is not None and not options.trust_remote_code and config.get("quantization_config") is None:
             with supplying(_files(root, record), options.mapped, options.device) as tensors:
-                model = _empty_model(cls, folder, record)
+                model = empty_model(cls, folder, record)
                 if model is not None:
                     report = _place(model, record, root, options.strict, tensors())
                     model.tie_weights()
                     return model.eval(), report
-        return _through_transformers(cls or _own_class(config, record), folder, root, record, options)
-
-
-def _checked_config(folder: Path, record: PartRecord) -> dict[str, Any]:
-    """What config.json says, before anything is made of it; a model of a billion layers would be made for ever."""
-    config: dict[str, Any] = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    if absurd := [f"{name}: {value:,}" for name, value in _counts(config) if value > _MOST_LAYERS]:
-        raise LoadError(
-            f"config.json: {listing(absurd)}: no model of the {len(record.tensors):,} tensors in the checkpoint; use "
-            "another copy"
-        )
-    return config
-
-
-def _counts(value: Any, name: str = "") -> Iterator[tuple[str, int]]:
-    """The numbers in a config that say how many of something the model has, however deep inside."""
-    if isinstance(value, dict):
-        for key, inner in value.items():
-            yield from _counts(inner, key)
-    elif isinstance(value, list):
-        for inner in value:
-            yield from _counts(inner, name)
-    elif isinstance(value, (int, float)) and _COUNT.fullmatch(name):
-        yield name, int(value) if abs(value) < 1e300 else 10**300
-
-
-def _empty_model(cls: Any, folder: Path, record: PartRecord) -> Any:
-    """The model without memory for its parameters; None when transformers has to convert it."""
-    import transformers
-    from accelerate import init_empty_weights
-    from transformers.initialization import guard_torch_init_functions
-
-    config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False)
-    with init_empty_weights(include_buffers=False), filled_later(), guard_torch_init_functions():
-        model = cls(config)
-    names = _live(model)
-    if not stored_as_in_memory(model, names) or any(tensor.name not in names for tensor in record.tensors):
-        return None
-    if model.can_generate() and (folder / "generation_config.json").is_file():
-        model.generation_config = transformers.GenerationConfig.from_pretrained(folder)
-    model.name_or_path = str(folder)
-    return model
+        return _through_transformers(cls or own_class(config, record), folder, root, record, options)
 
 
 def _through_transformers(
@@ -295,18 +249,6 @@ def _through_transformers(
     )
     _refuse(report, options.strict)
     return model.eval(), report
-
-
-def _own_class(config: Mapping[str, Any], record: PartRecord) -> Any:
-    """What finds the class of a model with code of its own; transformers runs that only if it may."""
-    import transformers
-
-    if not config.get("auto_map"):
-        raise LoadError(
-            f"{record.class_name!r}: no model class of transformers, and no code beside the weights; load them into a "
-            "model of yours with into="
-        )
-    return transformers.AutoModelForCausalLM if "AutoModelForCausalLM" in config["auto_map"] else transformers.AutoModel
 
 
 def _place(module: nn.Module, record: PartRecord, root: Path, strict: bool, supplied: Supplied) -> LoadReport:
@@ -369,10 +311,6 @@ def _refuse(report: LoadReport, strict: bool) -> None:
 def _files(root: Path, record: PartRecord) -> list[Path]:
     """The part's weight files."""
     return list(dict.fromkeys(root / tensor.file for tensor in record.tensors))
-
-
-def _live(model: nn.Module) -> dict[str, Any]:
-    return sources(model, allow_meta=True)
 
 
 def _share(manifest: Manifest, models: Mapping[str, nn.Module]) -> None:

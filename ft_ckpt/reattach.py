@@ -13,6 +13,7 @@ from ft_ckpt.bases import differing, is_floating, keeps_base
 from ft_ckpt.engines import Source, sources
 from ft_ckpt.errors import BaseMismatchError, LoadError, listing
 from ft_ckpt.manifest import PartRecord
+from ft_ckpt.pretrained import model_class
 from ft_ckpt.select import View
 from ft_ckpt.supply import read_tensors
 
@@ -116,14 +117,6 @@ def _add_adapter(model: Any, root: Path, record: PartRecord, config: Any) -> Any
     for file in dict.fromkeys(tensor.file for tensor in record.tensors):
         set_peft_model_state_dict(model, read_tensors(root / file), adapter_name=name)
     return model
-
-
-def model_class(name: str) -> Any:
-    """The model class of transformers of that name; None when it has none, whatever else is called so."""
-    import transformers
-
-    cls = getattr(transformers, name, None) if name.isidentifier() else None
-    return cls if isinstance(cls, type) and issubclass(cls, transformers.PreTrainedModel) else None
 
 
 def _base_class(place: str, asked: Mapping[str, Any]) -> Any:

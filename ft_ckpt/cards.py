@@ -1,0 +1,67 @@
+"""The model card of an adapter: PEFT's own, without paths of this machine."""
+
+import json
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import peft
+from huggingface_hub import ModelCard, ModelCardData
+from huggingface_hub.errors import HFValidationError
+from huggingface_hub.utils._validators import validate_repo_id
+
+_CARD = """---
+{head}library_name: peft
+tags:
+{tags}
+---
+
+# Model Card
+
+Adapter trained on top of {base}.
+
+### Framework versions
+
+- PEFT {version}
+"""
+
+
+@lru_cache(maxsize=1)  # compiling its template takes longer than writing an adapter
+def blank_card() -> str:
+    """The model card that PEFT begins with where there is none."""
+    return str(ModelCard.from_template(ModelCardData()))
+
+
+def name_base(file: Path, base_id: str | None) -> None:
+    """Let a card name the base by `base_id`, or not at all if it has a path, which the Hub refuses."""
+    card = ModelCard.load(file)
+    named = card.data.base_model
+    if base_id is None and (not named or _is_repository(named)):
+        return
+    card.data.base_model = base_id
+    tags = [tag for tag in card.data.tags or () if not tag.startswith("base_model:")]
+    card.data.tags = sorted(tags + ([f"base_model:adapter:{base_id}"] if base_id else []))
+    card.save(file)
+
+
+def _is_repository(name: str) -> bool:
+    """Whether the Hub may have a model of that name, and no folder here has it."""
+    try:
+        validate_repo_id(name)
+    except HFValidationError:
+        return False
+    return not Path(name).exists()
+
+
+def injected_card(config: Any) -> str:
+    """What PEFT would say of a PeftModel, for adapters that were injected into a model."""
+    base = config.base_model_name_or_path
+    base = base if base and _is_repository(base) else None
+    kind = str(getattr(config.peft_type, "value", config.peft_type)).lower()
+    tags = [kind, "transformers"] + ([f"base_model:adapter:{base}"] if base else [])
+    return _CARD.format(
+        head=f"base_model: {json.dumps(base)}\n" if base else "",  # a JSON string is a YAML string
+        tags="\n".join(f"- {json.dumps(tag)}" for tag in sorted(tags)),
+        base=f"`{base}`" if base else "a model that is not on the Hub",
+        version=peft.__version__,
+    )

@@ -1,0 +1,128 @@
+"""A model of transformers from what its folder says: within the bounds of its tensors, and of known classes only."""
+
+import json
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from ft_ckpt.engines import sources
+from ft_ckpt.errors import LoadError, listing
+from ft_ckpt.manifest import PartRecord
+from ft_ckpt.select import stored_as_in_memory
+
+_MOST_LAYERS = 1 << 16  # of anything: what a config may ask for before it is held against the tensors
+_PARAMETERS_A_TENSOR = 16  # a stored tensor may be cut into several, and each be made more than once
+_COUNT = re.compile(r"\w*(layer|block|depth|stage|expert|head)s?")
+
+
+def model_class(name: str) -> Any:
+    """The model class of transformers of that name; None when it has none, whatever else is called so."""
+    import transformers
+
+    cls = getattr(transformers, name, None) if name.isidentifier() else None
+    return cls if isinstance(cls, type) and issubclass(cls, transformers.PreTrainedModel) else None
+
+
+def checked_config(folder: Path, record: PartRecord) -> dict[str, Any]:
+    """What config.json says, before anything is made of it; a model of a billion layers would be made for ever."""
+    config: dict[str, Any] = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    if absurd := [f"{name}: {value:,}" for name, value in _counts(config) if value > _MOST_LAYERS]:
+        raise LoadError(
+            f"config.json: {listing(absurd)}: no model of the {len(record.tensors):,} tensors in the checkpoint; use "
+            "another copy"
+        )
+    return config
+
+
+def _counts(value: Any, name: str = "") -> Iterator[tuple[str, int]]:
+    """The numbers in a config that say how many of something the model has, however deep inside."""
+    if isinstance(value, dict):
+        for key, inner in value.items():
+            yield from _counts(inner, key)
+    elif isinstance(value, list):
+        for inner in value:
+            yield from _counts(inner, name)
+    elif isinstance(value, (int, float)) and _COUNT.fullmatch(name):
+        yield name, int(value) if abs(value) < 1e300 else 10**300
+
+
+def empty_model(cls: Any, folder: Path, record: PartRecord) -> Any:
+    """The model without memory for its parameters; None when transformers has to convert it."""
+    import transformers
+    from accelerate import init_empty_weights
+    from transformers.initialization import guard_torch_init_functions
+
+    config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False)
+    with init_empty_weights(include_buffers=False), filled_later(), guard_torch_init_functions():
+        model = cls(config)
+    names = sources(model, allow_meta=True)
+    if not stored_as_in_memory(model, names) or any(tensor.name not in names for tensor in record.tensors):
+        return None
+    if model.can_generate() and (folder / "generation_config.json").is_file():
+        model.generation_config = transformers.GenerationConfig.from_pretrained(folder)
+    model.name_or_path = str(folder)
+    return model
+
+
+def most_parameters(record: PartRecord) -> int:
+    """More parameters than any model of the stored tensors has."""
+    return _PARAMETERS_A_TENSOR * (len(record.tensors) + 256)
+
+
+def own_class(config: Mapping[str, Any], record: PartRecord) -> Any:
+    """What finds the class of a model with code of its own; transformers runs that only if it may."""
+    import transformers
+
+    if not config.get("auto_map"):
+        raise LoadError(
+            f"{record.class_name!r}: no model class of transformers, and no code beside the weights; load them into a "
+            "model of yours with into="
+        )
+    return transformers.AutoModelForCausalLM if "AutoModelForCausalLM" in config["auto_map"] else transformers.AutoModel
+
+
+@contextmanager
+def filled_later() -> Iterator[None]:
+    """Transformers leaves parameters that are made while the block runs as they are: drawing numbers for nothing costs
+    more than mapping a model. Buffers get their values.
+    """
+    register = nn.Module.register_parameter
+
+    def mark(module: nn.Module, name: str, param: nn.Parameter | None) -> None:
+        if param is not None:
+            vars(param).pop("_is_hf_initialized", None)  # a tied one comes again, and Accelerate makes it anew
+        register(module, name, param)
+        if param is not None:
+            module._parameters[name]._is_hf_initialized = True  # type: ignore[union-attr]
+
+    nn.Module.register_parameter = mark  # type: ignore[assignment, method-assign]
+    try:
+        yield
+    finally:
+        nn.Module.register_parameter = register  # type: ignore[method-assign]
+
+
+@contextmanager
+def at_most(parameters: int, source: str) -> Iterator[None]:
+    """Stop the making of a model of more than so many parameters, which `source` asked for, with a LoadError."""
+    register, made = nn.Module.register_parameter, 0
+
+    def count(module: nn.Module, name: str, param: nn.Parameter | None) -> None:
+        nonlocal made
+        made += 1
+        if made > parameters:
+            raise LoadError(
+                f"{source}: asks for a model of more than {parameters:,} parameters, far more than the tensors of the "
+                "checkpoint; use another copy"
+            )
+        register(module, name, param)
+
+    nn.Module.register_parameter = count  # type: ignore[assignment, method-assign]
+    try:
+        yield
+    finally:
+        nn.Module.register_parameter = register  # type: ignore[method-assign]
