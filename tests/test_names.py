@@ -89,7 +89,10 @@ def test_lora_on_layers_with_such_names(tmp_path):
 
     def lora() -> nn.Module:
         config = LoraConfig(r=2, target_modules=[f"heads.{name}" for name in NAMES[:2]], init_lora_weights=False)
-        return get_peft_model(Tasks(1), config)
+        torch.manual_seed(0)
+        base = Tasks(1)
+        torch.seed()  # the same base, and another adapter
+        return get_peft_model(base, config)
 
     model = lora()
     CheckpointSaver().save(model, tmp_path / "adapter", adapter_only=True)
