@@ -1,0 +1,100 @@
+/* Loaded ahead of the C library: counts the calls that change files below a folder, and lets one of them fail. */
+#define _GNU_SOURCE
+#include <dlfcn.h>
+#include <errno.h>
+#include <fcntl.h>
+#include <stdarg.h>
+#include <stdatomic.h>
+#include <stdio.h>
+#include <string.h>
+#include <sys/types.h>
+#include <sys/uio.h>
+#include <unistd.h>
+
+static char prefix[4096];
+static atomic_long count, nth;
+static atomic_int code, sticky;
+static char failed[64];
+enum { SHORT = 9999 };
+
+/* Count calls below `folder` from now on; let call `number` fail with `error` (0: none), and with `on` all after it. */
+void faulty_arm(const char *folder, long number, int error, int on) {
+    strncpy(prefix, folder, sizeof prefix - 1);
+    failed[0] = 0, count = 0, code = error, sticky = on, nth = number;
+}
+void faulty_disarm(void) { prefix[0] = 0; }
+long faulty_count(void) { return count; }
+const char *faulty_failed(void) { return failed; }
+
+static int is_below(const char *path) { return prefix[0] && !strncmp(path, prefix, strlen(prefix)); }
+static int at(int folder, const char *path) {
+    char link[64], found[4096];
+    if (!prefix[0] || !path) return 0;
+    if (path[0] == '/') return is_below(path);
+    if (folder == AT_FDCWD) return getcwd(found, sizeof found) && is_below(found);
+    snprintf(link, sizeof link, "/proc/self/fd/%d", folder);
+    ssize_t size = readlink(link, found, sizeof found - 1);
+    if (size < 0) return 0;
+    found[size] = 0;
+    return is_below(found);
+}
+static int opened(int descriptor) { return prefix[0] ? at(descriptor, ".") : 0; }
+static int fails(const char *name) { /* 0, or the error to give */
+    long number = atomic_fetch_add(&count, 1) + 1;
+    if (!nth || !(number == nth || (sticky && number > nth))) return 0;
+    if (!failed[0]) strncpy(failed, name, sizeof failed - 1);
+    return code;
+}
+#define REAL(type, name, ...) static type (*real)(__VA_ARGS__); if (!real) real = dlsym(RTLD_NEXT, #name)
+#define FAIL(place, name) do { if (place) { int e = fails(name); if (e && e != SHORT) { errno = e; return -1; } } } while (0)
+
+#define OPEN(name) int name(const char *path, int flags, ...) { \
+    REAL(int, name, const char *, int, ...); va_list more; va_start(more, flags); \
+    mode_t mode = flags & (O_CREAT | __O_TMPFILE) ? va_arg(more, mode_t) : 0; va_end(more); \
+    FAIL(at(AT_FDCWD, path), "open"); return real(path, flags, mode); }
+#define OPENAT(name) int name(int folder, const char *path, int flags, ...) { \
+    REAL(int, name, int, const char *, int, ...); va_list more; va_start(more, flags); \
+    mode_t mode = flags & (O_CREAT | __O_TMPFILE) ? va_arg(more, mode_t) : 0; va_end(more); \
+    FAIL(at(folder, path), "open"); return real(folder, path, flags, mode); }
+OPEN(open) OPEN(open64) OPENAT(openat) OPENAT(openat64)
+#define FOPEN(name) FILE *name(const char *path, const char *how) { \
+    REAL(FILE *, name, const char *, const char *); \
+    if (at(AT_FDCWD, path)) { int e = fails("fopen"); if (e && e != SHORT) { errno = e; return NULL; } } return real(path, how); }
+FOPEN(fopen) FOPEN(fopen64)
+
+#define WRITE(name, args, call, given) ssize_t name args { \
+    REAL(ssize_t, name, int, const void *, size_t, off_t); size_t all = size; \
+    if (opened(descriptor)) { int e = fails("write"); if (e == SHORT) size = size > 1 ? size / 2 : size; \
+        else if (e) { errno = e; return -1; } } (void)all; return real call; }
+WRITE(pwrite, (int descriptor, const void *data, size_t size, off_t start), (descriptor, data, size, start), 4)
+WRITE(pwrite64, (int descriptor, const void *data, size_t size, off_t start), (descriptor, data, size, start), 4)
+ssize_t write(int descriptor, const void *data, size_t size) {
+    REAL(ssize_t, write, int, const void *, size_t);
+    if (descriptor > 2 && opened(descriptor)) { int e = fails("write"); if (e == SHORT) size = size > 1 ? size / 2 : size;
+        else if (e) { errno = e; return -1; } }
+    return real(descriptor, data, size);
+}
+#define BY_NUMBER(name) int name(int descriptor) { REAL(int, name, int); FAIL(opened(descriptor), #name); return real(descriptor); }
+BY_NUMBER(fsync) BY_NUMBER(fdatasync)
+#define SIZED(name) int name(int descriptor, off_t size) { REAL(int, name, int, off_t); FAIL(opened(descriptor), "truncate"); return real(descriptor, size); }
+SIZED(ftruncate) SIZED(ftruncate64)
+#define TAKE(name) int name(int descriptor, int mode, off_t start, off_t size) { REAL(int, name, int, int, off_t, off_t); \
+    FAIL(opened(descriptor), "fallocate"); return real(descriptor, mode, start, size); }
+TAKE(fallocate) TAKE(fallocate64)
+int rename(const char *one, const char *other) { REAL(int, rename, const char *, const char *);
+    FAIL(at(AT_FDCWD, other), "rename"); return real(one, other); }
+int renameat(int a, const char *one, int b, const char *other) { REAL(int, renameat, int, const char *, int, const char *);
+    FAIL(at(b, other), "rename"); return real(a, one, b, other); }
+int renameat2(int a, const char *one, int b, const char *other, unsigned how) {
+    REAL(int, renameat2, int, const char *, int, const char *, unsigned); FAIL(at(b, other), "exchange"); return real(a, one, b, other, how); }
+int link(const char *one, const char *other) { REAL(int, link, const char *, const char *);
+    FAIL(at(AT_FDCWD, other), "link"); return real(one, other); }
+int linkat(int a, const char *one, int b, const char *other, int how) { REAL(int, linkat, int, const char *, int, const char *, int);
+    FAIL(at(b, other), "link"); return real(a, one, b, other, how); }
+int mkdir(const char *path, mode_t mode) { REAL(int, mkdir, const char *, mode_t); FAIL(at(AT_FDCWD, path), "mkdir"); return real(path, mode); }
+int mkdirat(int a, const char *path, mode_t mode) { REAL(int, mkdirat, int, const char *, mode_t); FAIL(at(a, path), "mkdir"); return real(a, path, mode); }
+int unlink(const char *path) { REAL(int, unlink, const char *); FAIL(at(AT_FDCWD, path), "unlink"); return real(path); }
+int rmdir(const char *path) { REAL(int, rmdir, const char *); FAIL(at(AT_FDCWD, path), "rmdir"); return real(path); }
+int unlinkat(int a, const char *path, int how) { REAL(int, unlinkat, int, const char *, int); FAIL(at(a, path), "unlink"); return real(a, path, how); }
+int chmod(const char *path, mode_t mode) { REAL(int, chmod, const char *, mode_t); FAIL(at(AT_FDCWD, path), "chmod"); return real(path, mode); }
+int fchmodat(int a, const char *path, mode_t mode, int how) { REAL(int, fchmodat, int, const char *, mode_t, int); FAIL(at(a, path), "chmod"); return real(a, path, mode, how); }
