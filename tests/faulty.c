@@ -26,7 +26,10 @@ void faulty_disarm(void) { prefix[0] = 0; }
 long faulty_count(void) { return count; }
 const char *faulty_failed(void) { return failed; }
 
-static int is_below(const char *path) { return prefix[0] && !strncmp(path, prefix, strlen(prefix)); }
+static int is_below(const char *path) {
+    size_t size = strlen(prefix);
+    return size && !strncmp(path, prefix, size) && (path[size] == '/' || !path[size]);
+}
 static int at(int folder, const char *path) {
     char link[64], found[4096];
     if (!prefix[0] || !path) return 0;
