@@ -17,7 +17,7 @@ from huggingface_hub import split_state_dict_into_shards_factory
 from ft_ckpt import __version__, commit, disk
 from ft_ckpt.config import dtype_name, parse_size
 from ft_ckpt.digests import digest_of
-from ft_ckpt.errors import ConfigError, TargetError, explained, listing
+from ft_ckpt.errors import ConfigError, TargetError, damaged_input, explained, listing
 from ft_ckpt.formats import Spec, TensorFile, dcp, detect, folder, tensorflow
 from ft_ckpt.formats.raw import RawFile, Stream
 from ft_ckpt.manifest import BaseRecord, FileRecord, Manifest, PartRecord
@@ -95,7 +95,8 @@ def convert(
 
 def open_source(path: Path) -> TensorFile:
     """The tensors at `path`, whatever wrote them; bytes are copied, so a file that shrinks ends in an error."""
-    return detect.open_file(path) if path.is_file() else folder.open_file(path)
+    with damaged_input(path):
+        return detect.open_file(path) if path.is_file() else folder.open_file(path)
 
 
 def _check(source: Path, target: Path, kind: str, to_folder: bool, max_shard_size: object) -> None:
@@ -116,13 +117,12 @@ def _to_file(opened: TensorFile, _source: Path, options: _Options) -> ConvertRep
     file, target = Translated(opened, options.names, options.dtype), options.target
     one = output(options.format, target.name, file)
     commit.check_target(target.parent, one.plan.layout.size_bytes)
-    with explained(target):
-        disk.make_folder(target.parent)
-        with replacing(target) as stage:
-            (record,) = write([one], stage.parent, options.progress)
-            if options.verify:
-                with closing(detect.open_file(stage)) as found:
-                    compare(file, found, target.name)
+    disk.make_folder(target.parent)
+    with replacing(target) as stage:
+        (record,) = write([one], stage.parent, options.progress)
+        if options.verify:
+            with closing(detect.open_file(stage)) as found:
+                compare(file, found, target.name)
     return _report(options, [file], record.size_bytes, ())
 
 
