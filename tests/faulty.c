@@ -7,22 +7,37 @@
 #include <stdatomic.h>
 #include <stdio.h>
 #include <string.h>
+#include <sys/mman.h>
 #include <sys/types.h>
 #include <sys/uio.h>
 #include <unistd.h>
 
-static char prefix[4096];
-static atomic_long count, nth;
-static atomic_int code, sticky;
-static char failed[64];
+static struct {
+    char folder[4096], first[64];
+    atomic_long calls, number;
+    atomic_int error, on;
+} none, *shared = &none;
+#define prefix (off ? none.folder : shared->folder)
+#define count shared->calls
+#define nth shared->number
+#define code shared->error
+#define sticky shared->on
+#define failed shared->first
+static int off; /* of this process alone; all else is shared with those it forks */
 enum { SHORT = 9999 };
 
-/* Count calls below `folder` from now on; let call `number` fail with `error` (0: none), and with `on` all after it. */
-void faulty_arm(const char *folder, long number, int error, int on) {
-    strncpy(prefix, folder, sizeof prefix - 1);
-    failed[0] = 0, count = 0, code = error, sticky = on, nth = number;
+__attribute__((constructor)) static void begin(void) {
+    void *memory = mmap(NULL, sizeof *shared, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
+    if (memory != MAP_FAILED) shared = memory;
 }
-void faulty_disarm(void) { prefix[0] = 0; }
+
+/* Count calls below `folder` from now on; let call `which` fail with `what` (0: none), and with `after` all after it. */
+void faulty_arm(const char *folder, long which, int what, int after) {
+    off = 0;
+    strncpy(shared->folder, folder, sizeof shared->folder - 1);
+    failed[0] = 0, count = 0, code = what, sticky = after, nth = which;
+}
+void faulty_disarm(void) { off = 1; }
 long faulty_count(void) { return count; }
 const char *faulty_failed(void) { return failed; }
 
@@ -45,7 +60,7 @@ static int opened(int descriptor) { return prefix[0] ? at(descriptor, ".") : 0; 
 static int fails(const char *name) { /* 0, or the error to give */
     long number = atomic_fetch_add(&count, 1) + 1;
     if (!nth || !(number == nth || (sticky && number > nth))) return 0;
-    if (!failed[0]) strncpy(failed, name, sizeof failed - 1);
+    if (!failed[0]) strncpy(failed, name, sizeof shared->first - 1);
     return code;
 }
 #define REAL(type, name, ...) static type (*real)(__VA_ARGS__); if (!real) real = dlsym(RTLD_NEXT, #name)

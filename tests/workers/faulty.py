@@ -8,12 +8,14 @@ import errno
 import json
 import os
 import random
+import select
 import shutil
 import signal
 import sys
 import time
 import traceback
 import warnings
+from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -78,32 +80,28 @@ def background(folder: Path, value: int) -> None:
 def direct(folder: Path, value: int) -> None:
     """Two ranks, each of which writes what it holds; the calls of rank 0 are those that fail."""
     store = folder.with_name(f"{folder.name}.store-{time.monotonic_ns()}")
-    child = os.fork()
-    rank = int(child == 0)
-    told = None
-    try:
-        if rank:
-            _shim.faulty_disarm()
-        names = {"RANK": rank, "WORLD_SIZE": 2, "LOCAL_RANK": rank, "MASTER_ADDR": "localhost", "MASTER_PORT": 1}
-        os.environ |= {name: str(value) for name, value in names.items()}
-        group = distributed.FileStore(str(store), 2)
-        distributed.init_process_group("gloo", store=group, rank=rank, world_size=2, timeout=timedelta(seconds=30))
-        model = nn.parallel.DistributedDataParallel(Two(value))
-        with CheckpointSaver(each_rank_writes="on") as saver:
-            saver.save(model, folder / "out", step=value)
-    except BaseException as error:
-        told = error
-        if rank and not isinstance(error, CheckpointError):
-            traceback.print_exc(file=sys.__stderr__)
-    if rank:
-        os._exit(0 if told is None else 3 if isinstance(told, CheckpointError) else 4)
-    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-    distributed.destroy_process_group()
+    said = in_processes([partial(direct_rank, rank, store, folder, value) for rank in (0, 1)])
     store.unlink(missing_ok=True)
-    if code != (0 if told is None else 3):
-        raise AssertionError(f"rank 0: {told!r}, rank 1 ended with {code}")
-    if told is not None:
-        raise told
+    kinds = {one.partition(":")[0] for one in said}
+    if kinds == {"ours"}:
+        raise CheckpointError(said[0])
+    if kinds != {""}:
+        raise AssertionError(f"rank 0: {said[0]}, rank 1: {said[1]}")
+
+
+def direct_rank(rank: int, store: Path, folder: Path, value: int) -> str:
+    if rank:
+        _shim.faulty_disarm()
+    names = {"RANK": rank, "WORLD_SIZE": 2, "LOCAL_RANK": rank, "MASTER_ADDR": "localhost", "MASTER_PORT": 1}
+    os.environ |= {name: str(value) for name, value in names.items()}
+    group = distributed.FileStore(str(store), 2)
+    distributed.init_process_group("gloo", store=group, rank=rank, world_size=2, timeout=timedelta(seconds=30))
+    try:
+        with CheckpointSaver(each_rank_writes="on") as saver:
+            saver.save(nn.parallel.DistributedDataParallel(Two(value)), folder / "out", step=value)
+    except CheckpointError as error:
+        return f"ours: {error}"
+    return ""
 
 
 def file_of(suffix: str, **options: object):
@@ -241,28 +239,38 @@ def run(case: str, folder: Path, value: int, number: int, code: int, on: bool) -
     return ""
 
 
-def forked(work, seconds: int = 60) -> str:
+def forked(work: Callable[[], str], seconds: int = 60) -> str:
     """What `work` returns in a process of its own, or how that ended."""
-    end, start = os.pipe()
+    return in_processes([work], seconds)[0]
+
+
+def in_processes(works: list[Callable[[], str]], seconds: int = 60) -> list[str]:
+    """What each of `works` returns in a process of its own, at the same time, or how that ended."""
+    started, ended = [start(work) for work in works], []
+    for child, pipe in started:
+        if not select.select([pipe], [], [], seconds)[0]:
+            os.kill(child, signal.SIGKILL)
+        with os.fdopen(pipe, "rb") as stream:
+            said = stream.read().decode()
+        status = os.waitpid(child, 0)[1]
+        ended.append(said if os.WIFEXITED(status) else f"ended by signal {os.WTERMSIG(status)}, after {seconds} s if 9")
+    return ended
+
+
+def start(work: Callable[[], str]) -> tuple[int, int]:
+    """The number of the process that does `work`, and the end of a pipe that it writes what comes of it to."""
+    end, into = os.pipe()
     child = os.fork()
-    if child == 0:
-        os.close(end)
-        said = "died"
-        try:
-            warnings.simplefilter("ignore")
-            said = work()
-        except BaseException:
-            said = f"broke: {traceback.format_exc()[-1500:]}"
-        os.write(start, said.encode()[:60_000])
-        os._exit(0)
-    os.close(start)
-    signal.signal(signal.SIGALRM, lambda *_: os.kill(child, signal.SIGKILL))
-    signal.alarm(seconds)
-    with os.fdopen(end, "rb") as pipe:
-        said = pipe.read().decode()
-    status = os.waitpid(child, 0)[1]
-    signal.alarm(0)
-    return said if os.WIFEXITED(status) else f"ended by signal {os.WTERMSIG(status)}, after {seconds} s if it is 9"
+    if child:
+        os.close(into)
+        return child, end
+    try:
+        warnings.simplefilter("ignore")
+        said = work()
+    except BaseException:
+        said = f"broke: {traceback.format_exc()[-1500:]}"
+    os.write(into, said.encode()[:60_000])
+    os._exit(0)
 
 
 def measured(case: str, folder: Path) -> tuple[int, list[str]]:
