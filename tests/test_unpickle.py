@@ -74,6 +74,7 @@ def _nested(first, step, times=40):
 
 
 LISTS = _nested(b"](K\x01e", lambda before: b"](" + before * 2 + b"e")
+EMPTY = _nested(b"]", lambda before: b"](" + before * 2 + b"e")
 TUPLES = _nested(b"K\x01\x85", lambda before: before * 2 + b"\x86")
 LONG = b"\x80\x04](" + b"K\x01" * 50_000 + b"eq\x00"
 
@@ -82,6 +83,7 @@ LONG = b"\x80\x04](" + b"K\x01" * 50_000 + b"eq\x00"
 @pytest.mark.parametrize(
     "data",
     {
+        "empty lists": EMPTY + b".",
         "lists": LISTS + b".", "tuples": TUPLES + b".", "a key": b"\x80\x04}" + TUPLES[2:] + b"K\x01s.",
         "keys": b"\x80\x04}(" + TUPLES[2:] + b"K\x01u.", "a set": b"\x80\x04\x8f(" + TUPLES[2:] + b"\x90.",
         "a frozen set": b"\x80\x04(" + TUPLES[2:] + b"\x91.",

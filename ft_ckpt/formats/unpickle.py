@@ -150,7 +150,7 @@ def _check_places(value: Any, most: int) -> None:
         parts = one.values() if isinstance(one, dict) else one
         if is_done:
             open_.remove(id(one))
-            counts[id(one)] = sum(counts.get(id(part), 1) for part in parts)
+            counts[id(one)] = 1 + sum(counts.get(id(part), 1) for part in parts)  # an empty one is visited too
             if counts[id(one)] > most:
                 raise _ExcessError(f"containers in containers, with more than {most:,} places")
             continue
