@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from ft_ckpt.saver import CheckpointSaver, Progress, SaveReport
     from ft_ckpt.schedule import Every
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 __all__ = [
     "CheckpointSaver",

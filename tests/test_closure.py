@@ -225,7 +225,7 @@ def test_what_nothing_can_decide():
         ({"every": "often"}, "every=.often.: expected Every"),
         ({"every": Every(best=("loss", "min"))}, "calls have no metrics"),
         ({"total_steps": 0}, "total_steps=0: expected a whole number above 0"),
-        ({"every": 1, "total_steps": 1.5}, "every=1.*total_steps=1.5"),
+        ({"every": "1", "total_steps": 1.5}, "every='1'.*total_steps=1.5"),
     ],
 )
 def test_settings_that_cannot_work(settings, words):

@@ -366,5 +366,5 @@ def test_best_metric_and_retention_survive_a_resume(tmp_path):
 
 
 def test_settings_are_proved():
-    with pytest.raises(ConfigError, match=r"every=500: expected Every\(\.\.\.\) or None; on_failure='no'"):
-        CheckpointSaver(every=500, on_failure="no")
+    with pytest.raises(ConfigError, match=r"every='500': expected Every\(\.\.\.\), a number or None; on_failure='no'"):
+        CheckpointSaver(every="500", on_failure="no")

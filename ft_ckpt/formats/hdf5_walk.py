@@ -50,13 +50,10 @@ class _Source:
 def walk(raw: RawFile, verify: bool = False) -> HDF5File:
     """The file with the places of its tensors found by the HDF5 library. Raises CorruptError for what is refused."""
     raw.check()
-    try:
-        with damaged_input(f"{raw.path.name}: an HDF5 file"):
-            source = _Source(raw, Probe(raw.descriptor, raw.path.name), None)
-            source.file = h5py.File(Stream(raw), "r")
-            return _stale(source, verify) or (_cerebras if "__version__" in source.file.attrs else _plain)(source)
-    except CorruptError as error:
-        raise type(error)(f"{raw.path.name}: {str(error).removeprefix(raw.path.name + ': ')}") from error
+    with damaged_input(f"{raw.path.name}: an HDF5 file"):
+        source = _Source(raw, Probe(raw.descriptor, raw.path.name), None)
+        source.file = h5py.File(Stream(raw), "r")
+        return _stale(source, verify) or (_cerebras if "__version__" in source.file.attrs else _plain)(source)
 
 
 @dataclass

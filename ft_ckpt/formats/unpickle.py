@@ -176,7 +176,7 @@ class _Whole:
         """The next `size` bytes."""
         found = self.stream.read(min(size, self.size_bytes))
         if len(found) < size:
-            raise EOFError(f"{size} bytes wanted, {len(found)} left")
+            raise CorruptError(f"a pickle that was cut short: {size} bytes wanted, {len(found)} left")
         return found
 
 
