@@ -1,6 +1,7 @@
 """The functions open-instruct's scripts call, by their names and with their results."""
 
 import copy
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -8,7 +9,9 @@ from pathlib import Path
 import models
 import pytest
 import torch
+import transformers
 from accelerate import Accelerator
+from compare import assert_same_tensors, reference, stored
 from peft import PeftModel
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, LlamaForCausalLM
@@ -205,6 +208,40 @@ def test_a_wrapper_that_was_given_a_generation_config(generation, attribute, acc
     if attribute is not None:
         assert equal(LlamaForCausalLM.from_pretrained(tmp_path / "out"), model.policy)
         assert GenerationConfig.from_pretrained(tmp_path / "out").eos_token_id == 1
+
+
+# What open-instruct's own function, run beside ours, was seen to write: model, options, settings of generation, files
+STOP, OLMO = {"eos_token_id": 1, "bos_token_id": 0}, {"eos_token_id": [5, 6]}
+TOKENIZER = {"chat_template.jinja", "tokenizer.json", "tokenizer_config.json"}
+MODEL, ADAPTER = {"config.json", "model.safetensors"}, {"README.md", "adapter_config.json", "adapter_model.safetensors"}
+THEIRS = {
+    "tied": ("llama", {}, STOP, MODEL),
+    "untied": ("qwen3", {}, STOP, MODEL),
+    "experts": ("mixtral", {}, STOP, MODEL),
+    "template of olmo": ("olmo2", {"chat_template_name": "olmo_thinker"}, OLMO, MODEL),
+    "no template": ("gpt2", {"chat_template_name": None}, STOP, MODEL),
+    "adapter": ("lora", {"use_lora": True}, None, ADAPTER | {f"second/{name}" for name in (*ADAPTER, *TOKENIZER)}),
+    "policy": ("policy_and_value", {"model_attribute_to_save": "policy"}, STOP, MODEL),
+    "cannot generate": ("trunk", {}, None, MODEL),
+}
+
+
+@pytest.mark.parametrize("case", THEIRS)
+def test_files_are_those_of_open_instruct(case, accelerator: Accelerator, tmp_path: Path) -> None:
+    """But for our manifest, and the tokenizer beside a second adapter too.
+
+    Of a policy theirs keeps the settings of generation it has, since it sets those of the template on the wrapper.
+    """
+    name, options, settings, files = THEIRS[case]
+    model = models.build("qwen3").model if name == "trunk" else models.build(name)
+    folder = saved(accelerator, model, tmp_path / "out", **options)
+    files = files | TOKENIZER | {MANIFEST_NAME} | ({"generation_config.json"} if settings else set())
+    assert {str(file.relative_to(folder)) for file in folder.rglob("*") if file.is_file()} == files
+    if settings:
+        written = json.loads((folder / "generation_config.json").read_text())
+        assert written == {**settings, "transformers_version": transformers.__version__}
+    whole = getattr(model, options.get("model_attribute_to_save", ""), model)
+    assert_same_tensors(stored(folder), reference(whole, tmp_path / "theirs"))
 
 
 def test_attribute_that_is_not_there(accelerator: Accelerator, tmp_path: Path) -> None:

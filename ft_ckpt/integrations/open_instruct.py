@@ -32,7 +32,8 @@ def save_with_accelerate(
 
     `use_lora` saves the adapter only. `model_attribute_to_save` names the submodel to save, such as PPO's "policy".
     With "olmo" in `chat_template_name` the two EOS ids of that template go to the generation config; otherwise they
-    are the tokenizer's. Unlike theirs, the live model is not changed. Raises the errors of `CheckpointSaver.save`.
+    are the tokenizer's. Unlike theirs, the live model is not changed, and the ids go to the submodel that is saved, not
+    to the wrapper around it. Raises the errors of `CheckpointSaver.save`.
     """
     with ft_ckpt.CheckpointSaver(accelerator) as saver:
         saver.save(
