@@ -126,8 +126,7 @@ def _base_steps(steps: list[str], wrapped: frozenset[str]) -> list[str] | None:
 
 def _refuse_extra(part: View) -> None:
     """Files of adapters are PEFT's, which has no place for anything but tensors."""
-    base = {id(value) for _, value in _of_base(part, part.extra)}
-    own = [name for name, value in part.extra.items() if id(value) not in base]
+    own = sorted(part.extra.keys() - {name for _, name in _of_base(part, {name: name for name in part.extra})})
     if own:
         raise SelectionError(
             f"{listing(own, ', ')}: state of an adapter that is no tensor has no place in its file; save the run with "
@@ -146,7 +145,7 @@ def _entries(part: View, adapter: str) -> list[Entry]:
     config = part.module.peft_config[adapter]
     if config.is_prompt_learning:
         return _prompt_entries(part, adapter)
-    standins = {source.raw: torch.zeros(1, dtype=source.dtype).expand(source.shape) for source in _of(part)}
+    standins = {source.raw: torch.zeros((), dtype=source.dtype).expand(source.shape) for source in _of(part)}
     stored = _peft_names(part.module, standins, adapter)
     origin = {id(tensor): source for tensor, source in zip(standins.values(), _of(part), strict=True)}
     prefix, clean_name = "" if is_peft_model(part.module) else PREFIX, _cleaner(part)

@@ -12,7 +12,7 @@ from torch import nn
 from ft_ckpt.engines import sources
 from ft_ckpt.errors import LoadError, listing
 from ft_ckpt.manifest import PartRecord
-from ft_ckpt.select import stored_as_in_memory
+from ft_ckpt.select import is_pretrained, stored_as_in_memory
 
 _MOST_LAYERS = 1 << 16  # of anything: what a config may ask for before it is held against the tensors
 _PARAMETERS_A_TENSOR = 16  # a stored tensor may be cut into several, and each be made more than once
@@ -83,6 +83,26 @@ def own_class(config: Mapping[str, Any], record: PartRecord) -> Any:
             "model of yours with into="
         )
     return transformers.AutoModelForCausalLM if "AutoModelForCausalLM" in config["auto_map"] else transformers.AutoModel
+
+
+@contextmanager
+def listing_own() -> Iterator[None]:
+    """Let models of transformers list parameters and buffers alone while the block runs.
+
+    Its loader takes whatever a state dict lists for a tensor that it may put in place itself, a parameter as it goes.
+    """
+    whole = nn.Module.state_dict
+
+    def own(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if args or kwargs or not is_pretrained(module):
+            return whole(module, *args, **kwargs)
+        return {n: one.live.detach() for n, one in sources(module, allow_meta=True).items() if not one.is_added}
+
+    nn.Module.state_dict = own  # type: ignore[assignment, method-assign]
+    try:
+        yield
+    finally:
+        nn.Module.state_dict = whole  # type: ignore[method-assign]
 
 
 @contextmanager

@@ -1,8 +1,8 @@
 """The road back: a committed checkpoint becomes a model again, strictly, without running anything it contains."""
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,15 @@ from ft_ckpt.errors import CheckpointError, CorruptError, LoadError, NotACheckpo
 from ft_ckpt.manifest import MANIFEST_NAME, Manifest, PartRecord
 from ft_ckpt.modules import MODULE_NAME, build_module, put_at, tensor_at
 from ft_ckpt.opening import OpenCheckpoint, open_checkpoint
-from ft_ckpt.pretrained import at_most, checked_config, empty_model, model_class, most_parameters, own_class
+from ft_ckpt.pretrained import (
+    at_most,
+    checked_config,
+    empty_model,
+    listing_own,
+    model_class,
+    most_parameters,
+    own_class,
+)
 from ft_ckpt.reattach import attach, base_of
 from ft_ckpt.supply import Supplied, extra_beside, supply, supplying
 
@@ -227,28 +235,57 @@ def _load_pretrained(root: Path, record: PartRecord, options: _Options) -> tuple
 def _through_transformers(
     cls: Any, folder: Path, root: Path, record: PartRecord, options: _Options
 ) -> tuple[nn.Module, LoadReport]:
-    """Let transformers load what is converted on the way in; its account of the load is held to the same strictness."""
-    import transformers
+    """Let transformers load what is converted on the way in; its account of the load is held to the same strictness.
 
-    asked: dict[str, Any] = {"output_loading_info": True, "trust_remote_code": options.trust_remote_code}
-    if record.format == "h5":  # which transformers does not open: it gets the tensors themselves
-        config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=options.trust_remote_code)
-        model, info = cls.from_pretrained(
-            None, config=config, state_dict=supply(_files(root, record), options.mapped)[0], dtype=config.dtype, **asked
+    It places parameters and buffers. What modules list beside them is given back here, as each module loads it.
+    """
+    is_quantised = checked_config(folder, record).get("quantization_config") is not None
+    extra = extra_beside(folder)
+    if is_quantised and extra:  # such a model lists what transformers alone knows to take back
+        raise LoadError(
+            f"{listing(list(extra), ', ')}: state of a quantised model that is no tensor cannot be given back; resume "
+            "a run with it, or load the checkpoint into the model with into="
         )
-    else:
-        model, info = cls.from_pretrained(folder, dtype="auto", local_files_only=True, **asked)
+    with nullcontext() if is_quantised else listing_own():
+        model, info = _by_transformers(cls, folder, root, record, options)
+    unexpected, beside = set(info["unexpected_keys"]), [] if is_quantised else list(_beside_own(model, extra))
+    if not unexpected.isdisjoint(beside):
+        stored = supply(_files(root, record), options.mapped)[0]
+        extra |= {name: stored[name] for name in beside if name in unexpected}
     report = LoadReport(
         root,
         record.path,
-        tuple(sorted(info["missing_keys"])),
-        tuple(sorted(info["unexpected_keys"])),
+        tuple(sorted({*info["missing_keys"], *beside} - extra.keys())),
+        tuple(sorted((unexpected | extra.keys()) - set(beside))),
         tuple(sorted(str(item[0]) for item in info["mismatched_keys"])),
         len(record.tensors),
         notes=("converted by transformers while loading",),
     )
     _refuse(report, options.strict)
+    if beside and options.strict:
+        give_back(model, extra)
+    elif beside:
+        model.load_state_dict({name: extra[name] for name in beside if name in extra}, strict=False)
     return model.eval(), report
+
+
+def _by_transformers(cls: Any, folder: Path, root: Path, record: PartRecord, options: _Options) -> tuple[Any, Any]:
+    """The model as transformers makes it of the folder, and its account."""
+    import transformers
+
+    asked: dict[str, Any] = {"output_loading_info": True, "trust_remote_code": options.trust_remote_code}
+    if record.format != "h5":
+        return cls.from_pretrained(folder, dtype="auto", local_files_only=True, **asked)  # type: ignore[no-any-return]
+    # which transformers does not open: it gets the tensors themselves
+    config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=options.trust_remote_code)
+    tensors = supply(_files(root, record), options.mapped)[0]
+    return cls.from_pretrained(None, config=config, state_dict=tensors, dtype=config.dtype, **asked)  # type: ignore[no-any-return]
+
+
+def _beside_own(model: nn.Module, given: Iterable[str]) -> list[str]:
+    """Names that the model lists beside its parameters and buffers."""
+    own = {name: one for name, one in sources(model, allow_meta=True).items() if not one.is_added}
+    return listed(model, own, given)
 
 
 def _place(module: nn.Module, record: PartRecord, root: Path, strict: bool, supplied: Supplied) -> LoadReport:

@@ -3,11 +3,13 @@
 import io
 
 import models
+import peft
 import pytest
 import torch
 from compare import assert_same_tensors, reference, stored
 from launch import run_cases
 from torch import nn
+from transformers import MixtralForCausalLM, Qwen3ForCausalLM
 
 import ft_ckpt
 from ft_ckpt import CheckpointSaver, errors, training
@@ -116,6 +118,81 @@ def test_an_extra_state_that_is_a_tensor_is_saved_as_transformers_does(tmp_path)
     ours = stored(tmp_path / "ours")
     assert "model.layers.1.extra._extra_state" in ours
     assert_same_tensors(ours, reference(model, tmp_path / "theirs"))
+
+
+@pytest.fixture
+def making(monkeypatch):
+    """Give models of transformers another layer, made as the function says that is passed."""
+
+    def start(maker) -> None:
+        for cls in (MixtralForCausalLM, Qwen3ForCausalLM):
+            monkeypatch.setattr(cls, "__init__", with_layer(cls.__init__, maker))
+
+    def with_layer(make, maker):
+        def wrapped(self, config, *args, **kwargs) -> None:
+            make(self, config, *args, **kwargs)
+            self.model.layers[1].more = maker()
+
+        return wrapped
+
+    return start
+
+
+@pytest.mark.parametrize("layout", ["safetensors", "h5"])
+@pytest.mark.parametrize("adapted", [False, True])
+@pytest.mark.parametrize("name", ["qwen3", "mixtral"])
+@pytest.mark.parametrize("kind", MAKERS)
+def test_models_that_transformers_converts_get_it_back(kind, name, adapted, layout, making, tmp_path):
+    """Of mixtral it places the tensors itself; beside an adapter the base has it."""
+    model = models.build(name)
+    model.model.layers[1].more = MAKERS[kind](True)
+    if adapted:
+        model = peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM"))
+    CheckpointSaver(format=layout).save(model, tmp_path / "out", adapter_only=False if adapted else None)
+    making(lambda: MAKERS[kind](False))
+    again = ft_ckpt.load_model(tmp_path / "out")
+    assert listed(again) == listed(model)
+    assert {n for n, _ in again.named_parameters()} == {n for n, _ in model.named_parameters()}
+
+
+@pytest.mark.parametrize("name", ["qwen3", "mixtral"])
+def test_what_the_class_does_not_list_fails_the_load(name, making, tmp_path):
+    model = models.build(name)
+    model.model.layers[1].more = MAKERS["tree"](True)
+    CheckpointSaver().save(model, tmp_path / "out")
+    making(lambda: nn.Linear(4, 4))
+    with pytest.raises(errors.LoadError, match=r"layers\.1\.more\._extra_state: not in the model"):
+        ft_ckpt.load_model(tmp_path / "out")
+    _, report = ft_ckpt.load_model(tmp_path / "out", strict=False, with_report=True)
+    assert report.unexpected == ("model.layers.1.more._extra_state",)
+
+
+def test_extra_state_of_a_quantised_model_is_refused(tmp_path):
+    """Its loading is for transformers, which knows of no extra state."""
+    model = models.build("qwen3")
+    model.model.layers[1].more = MAKERS["tree"](True)
+    model.config.quantization_config = {"quant_method": "bitsandbytes", "load_in_8bit": True}
+    CheckpointSaver().save(model, tmp_path / "out")
+    with pytest.raises(errors.LoadError, match=r"layers\.1\.more\._extra_state: state of a quantised model"):
+        ft_ckpt.load_model(tmp_path / "out")
+
+
+def test_adapters_of_a_base_with_single_numbers_are_saved(tmp_path):
+    """As BatchNorm counts its batches."""
+    model = models.build("qwen3")
+    model.model.norms = nn.BatchNorm1d(3)
+    model = peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM"))
+    CheckpointSaver().save(model, tmp_path / "ours", adapter_only=True)
+    assert_same_tensors(stored(tmp_path / "ours"), reference(model, tmp_path / "theirs"))
+
+
+def test_extra_state_of_an_adapter_equal_to_that_of_its_base_is_refused(tmp_path):
+    model = models.build("qwen3")
+    model.model.layers[1].more = Scaled(None)
+    model = peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM"))
+    model.base_model.model.model.layers[0].self_attn.q_proj.lora_A["default"] = Scaled(None)
+    with pytest.raises(errors.SelectionError, match=r"lora_A\.default\._extra_state: state of an adapter"):
+        CheckpointSaver().save(model, tmp_path / "out", adapter_only=True)
 
 
 @pytest.mark.parametrize("state", [io.BytesIO(b"x"), {"f": print}])
