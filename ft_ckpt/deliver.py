@@ -16,12 +16,12 @@ from huggingface_hub import split_state_dict_into_shards_factory
 from torch import Tensor
 
 from ft_ckpt.engines import Source
+from ft_ckpt.entries import Entry, Group, Part
 from ft_ckpt.errors import IncompleteError, SelectionError, listing
 from ft_ckpt.formats import Layout, Spec, TensorFile, dual, hdf5, safetensors
 from ft_ckpt.gather import gather, stream
 from ft_ckpt.manifest import FileRecord
 from ft_ckpt.ranks import Ranks
-from ft_ckpt.select import Entry, Group, Part
 from ft_ckpt.values import dtype_name
 from ft_ckpt.write import FilePlan, Piece
 

@@ -17,10 +17,10 @@ from torch import Tensor
 from ft_ckpt.blocks import BLOCK_BYTES
 from ft_ckpt.deliver import PartPlan, tensors_of
 from ft_ckpt.digests import chunks, together
+from ft_ckpt.entries import Entry
 from ft_ckpt.manifest import Cut, FileRecord
 from ft_ckpt.ranks import Ranks
 from ft_ckpt.regions import Region, digest_regions, write_regions
-from ft_ckpt.select import Entry
 from ft_ckpt.unbuffered import create_file
 from ft_ckpt.write import FilePlan, Writer
 

@@ -14,8 +14,9 @@ from ft_ckpt.adapters import (
 )
 from ft_ckpt.bases import made_anew, refuse_merged
 from ft_ckpt.engines import Source, unwrap
+from ft_ckpt.entries import Part
 from ft_ckpt.errors import IncompleteError, NotAnAdapterError, SelectionError, listing
-from ft_ckpt.select import Part, View, model_part, module_at, view
+from ft_ckpt.select import View, model_part, module_at, view
 
 Attribute = str | Sequence[str] | None
 

@@ -21,6 +21,7 @@ from ft_ckpt import replicas, zero_optimizer
 from ft_ckpt.background import Worker
 from ft_ckpt.capturing import Captured
 from ft_ckpt.config import SaverConfig
+from ft_ckpt.conversion import warm_up
 from ft_ckpt.items import items_of
 from ft_ckpt.keeping import Weighed, planned, weigh
 from ft_ckpt.optimizers import inner
@@ -30,7 +31,6 @@ from ft_ckpt.ranks import Ranks, attempt, current
 from ft_ckpt.running import Run
 from ft_ckpt.saving import SaveReport, all_see, compares, run, settled
 from ft_ckpt.schedule import History, learnt
-from ft_ckpt.select import warm_up
 from ft_ckpt.snapshot import Snapshot, owned_by
 from ft_ckpt.structure import Kept, Look
 

@@ -17,6 +17,7 @@ from ft_ckpt.capturing import Captured
 from ft_ckpt.catalog import is_inside
 from ft_ckpt.config import SaverConfig
 from ft_ckpt.deliver import PartPlan, plan
+from ft_ckpt.entries import EXTRA_FILE, main_dtype
 from ft_ckpt.errors import ConfigError, explained
 from ft_ckpt.items import of_model
 from ft_ckpt.manifest import BaseRecord
@@ -25,7 +26,7 @@ from ft_ckpt.parts import Attribute, parts_of
 from ft_ckpt.ranks import Ranks
 from ft_ckpt.records import base_record
 from ft_ckpt.reuse import Offer
-from ft_ckpt.select import EXTRA_FILE, main_dtype, without_own_layouts
+from ft_ckpt.select import without_own_layouts
 from ft_ckpt.training import DOCUMENT_NAME, state_part
 
 _MEMORY, _PLENTY_BYTES = "/dev/shm", 1 << 30  # noqa: S108 - a folder of its own is made in it

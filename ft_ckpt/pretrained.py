@@ -9,10 +9,11 @@ from typing import Any
 
 from torch import nn
 
+from ft_ckpt.conversion import stored_as_in_memory
 from ft_ckpt.engines import sources
 from ft_ckpt.errors import LoadError, listing
 from ft_ckpt.manifest import PartRecord
-from ft_ckpt.select import is_pretrained, stored_as_in_memory
+from ft_ckpt.select import is_pretrained
 
 _MOST_LAYERS = 1 << 16  # of anything: what a config may ask for before it is held against the tensors
 _PARAMETERS_A_TENSOR = 16  # a stored tensor may be cut into several, and each be made more than once

@@ -15,10 +15,10 @@ from torch import Tensor
 
 from ft_ckpt.deliver import PartPlan
 from ft_ckpt.engines import Source, of_rank_0
+from ft_ckpt.entries import Entry, Part
 from ft_ckpt.errors import IncompleteError, RanksDisagreeError, listing
 from ft_ckpt.holdings import held_by
 from ft_ckpt.ranks import Ranks
-from ft_ckpt.select import Entry, Part
 from ft_ckpt.verdicts import numbers
 
 Apart = Mapping[str, tuple[int, ...]]  # tensor, as a run names it -> the ranks whose own is not rank 0's

@@ -22,11 +22,11 @@ from ft_ckpt.deliver import PartPlan
 from ft_ckpt.digests import together, whole
 from ft_ckpt.direct import Share
 from ft_ckpt.engines import Source
+from ft_ckpt.entries import Part
 from ft_ckpt.errors import ManifestError
 from ft_ckpt.holdings import Flat
 from ft_ckpt.manifest import MANIFEST_NAME, FileRecord
 from ft_ckpt.ranks import Ranks
-from ft_ckpt.select import Part
 from ft_ckpt.write import FilePlan
 
 LEAST_BYTES = 64 << 20  # of frozen tensors, for which a second file pays

@@ -5,69 +5,18 @@ folder that something can load, whose entries say where every stored tensor come
 """
 
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
+from ft_ckpt.conversion import cast_entries, converted
 from ft_ckpt.engines import Source, unwrap
-from ft_ckpt.errors import IncompleteError, SelectionError, UnknownAttributeError, listing
+from ft_ckpt.entries import Entry, Part
+from ft_ckpt.errors import IncompleteError, SelectionError, UnknownAttributeError
 from ft_ckpt.names import walk
 from ft_ckpt.tree_json import dumps
-from ft_ckpt.values import dtype_name
-
-MODEL_FILE = "model"
-EXTRA_FILE = "extra_state.json"  # beside the weights: what modules list in their state dict that is no tensor
-
-
-@dataclass(frozen=True, eq=False)
-class Group:
-    """Stored tensors that are computed together from full sources, such as experts kept fused in memory."""
-
-    sources: tuple[Source, ...]
-    convert: Callable[[dict[str, Tensor]], dict[str, Tensor]]  # by canonical name -> by stored name
-
-
-@dataclass(frozen=True, eq=False)
-class Entry:
-    """One stored tensor: streamed from a source as it is but for its dtype, or the product of a group."""
-
-    name: str
-    shape: tuple[int, ...]
-    dtype: torch.dtype  # in the file
-    memory_dtype: torch.dtype
-    source: Source | None = None
-    group: Group | None = None
-
-    @property
-    def sources(self) -> tuple[Source, ...]:
-        """What it is made from."""
-        if self.group is not None:
-            return self.group.sources
-        return () if self.source is None else (self.source,)
-
-
-@dataclass(frozen=True, eq=False)
-class Part:
-    """One loadable thing: the whole model, a submodel, a plain module or an adapter, in its own folder."""
-
-    name: str
-    path: str  # folder relative to the checkpoint, "" for the checkpoint itself
-    kind: str  # "model" | "module" | "adapter"
-    module: Any  # the nn.Module, unwrapped
-    entries: tuple[Entry, ...]
-    file: str = MODEL_FILE
-    ties: tuple[tuple[str, ...], ...] = ()
-    adapter: str | None = None
-    active: bool = False
-    beside: bool = False  # an adapter whose base, as it is now, is in the same checkpoint
-    doubtful: tuple[tuple[Source, Source], ...] = ()  # declared one parameter, two in memory: compare before commit
-    base: Mapping[str, Source] = field(default_factory=dict)  # frozen tensors of an adapter's base, by base name
-    notes: tuple[str, ...] = ()
-    passed: tuple[Source, ...] = ()  # left out on purpose: what the class or PEFT says it makes anew
-    extra: str | None = None  # the text of EXTRA_FILE, if there is any
 
 
 @dataclass(frozen=True, eq=False)
@@ -133,10 +82,10 @@ def model_part(part: View, name: str, path: str, dtype: str) -> Part:
     hugging_face = is_pretrained(part.module)
     _refuse_unserialisable(part.module)
     kept, ties, notes = _without_aliases(part, hugging_face)
-    entries = _converted(part.module, kept) if hugging_face else _as_they_are(kept)
+    entries = converted(part.module, kept) if hugging_face else _as_they_are(kept)
     kind = "model" if hugging_face else "module"
     doubtful = tuple(diverged_ties(part)) if hugging_face else ()
-    made = _cast(entries, part.module, dtype)
+    made = cast_entries(entries, part.module, dtype)
     taken = {source.identity for source in kept.values()}
     passed = tuple(source for source in part.sources.values() if source.identity not in taken)
     extra = dumps(dict(part.extra), name or type(part.module).__name__) if part.extra else None
@@ -183,16 +132,6 @@ def _pretrained_below(part: Part) -> list[str]:
     return [f"{part.name}.{path}" if part.name else path for path in found]
 
 
-def stored_as_in_memory(module: nn.Module, names: Mapping[str, Source]) -> bool:
-    """Whether transformers writes this model's tensors under the names and in the form they have in memory."""
-    return all(names.get(entry.name) is entry.source for entry in _converted(module, names))
-
-
-def cast_entries(entries: Iterable[Entry], module: nn.Module, dtype: str) -> tuple[Entry, ...]:
-    """The entries in the dtype that the policy `dtype` gives them."""
-    return _cast(list(entries), module, dtype)
-
-
 def diverged_ties(part: View) -> list[tuple[Source, Source]]:
     """Pairs the model declares to be one parameter but that are two in memory: to be compared before one is dropped."""
     config = getattr(part.module, "config", None)
@@ -201,36 +140,6 @@ def diverged_ties(part: View) -> list[tuple[Source, Source]]:
         return []
     pairs = [(part.sources.get(one), part.sources.get(other)) for one, other in declared.items()]
     return [(a, b) for a, b in pairs if a is not None and b is not None and a.identity != b.identity]
-
-
-def shared_between(parts: Iterable[Part]) -> tuple[tuple[str, ...], ...]:
-    """Groups of "part:stored name" that are one parameter in different parts."""
-    groups: dict[int, list[str]] = {}
-    for part in parts:
-        for entry in part.entries:
-            if entry.source is not None:
-                groups.setdefault(entry.source.identity, []).append(f"{part.name}:{entry.name}")
-    return tuple(tuple(names) for names in groups.values() if len(names) > 1)
-
-
-def lossy_casts(part: Part) -> dict[str, int]:
-    """Casts of the part that change a dtype, as {"float32->bfloat16": number of tensors}."""
-    counts: dict[str, int] = {}
-    for entry in part.entries:
-        if entry.dtype != entry.memory_dtype:
-            key = f"{dtype_name(entry.memory_dtype)}->{dtype_name(entry.dtype)}"
-            counts[key] = counts.get(key, 0) + 1
-    return counts
-
-
-def main_dtype(part: Part) -> str:
-    """The dtype that most elements of the part have in the file: what its config should say."""
-    weight: dict[str, int] = {}
-    for entry in part.entries:
-        if entry.dtype.is_floating_point:
-            size = max(1, torch.Size(entry.shape).numel())
-            weight[dtype_name(entry.dtype)] = weight.get(dtype_name(entry.dtype), 0) + size
-    return max(weight, key=lambda name: weight[name]) if weight else "float32"
 
 
 def _refuse_unserialisable(module: Any) -> None:
@@ -285,91 +194,6 @@ def _kept_of(group: list[str], module: nn.Module) -> list[str]:
 
 def _as_they_are(kept: Mapping[str, Source]) -> list[Entry]:
     return [Entry(name, source.shape, source.dtype, source.dtype, source) for name, source in kept.items()]
-
-
-def warm_up() -> None:
-    """Let transformers make its table of conversions, 60 ms once a process, where nothing else is waited for yet."""
-    from transformers.conversion_mapping import get_checkpoint_conversion_mapping
-
-    get_checkpoint_conversion_mapping("")
-
-
-def _converted(module: Any, kept: Mapping[str, Source]) -> list[Entry]:
-    """Entries under the names transformers writes: it keeps some architectures otherwise in memory than on disk.
-
-    The conversion runs on meta tensors: what comes back as the same object was only renamed and is streamed; the
-    rest is converted in groups, one per layer where the layers can be converted on their own.
-    """
-    from transformers.core_model_loading import revert_weight_conversion
-
-    placeholders = {name: torch.empty(s.shape, dtype=s.dtype, device="meta") for name, s in kept.items()}
-    stored: dict[str, Tensor] = revert_weight_conversion(module, dict(placeholders))
-    origin = {id(tensor): name for name, tensor in placeholders.items()}
-    streamed = {name: origin[id(tensor)] for name, tensor in stored.items() if id(tensor) in origin}
-    left = [name for name in kept if name not in set(streamed.values())]
-    made = {name: tensor for name, tensor in stored.items() if name not in streamed}
-    group_of = _groups(module, {name: kept[name] for name in left}, made, revert_weight_conversion)
-    return [
-        Entry(name, tuple(tensor.shape), tensor.dtype, tensor.dtype, kept[streamed[name]])
-        if name in streamed
-        else Entry(name, tuple(tensor.shape), tensor.dtype, tensor.dtype, group=group_of[name])
-        for name, tensor in stored.items()
-    ]
-
-
-def _groups(
-    module: Any, left: Mapping[str, Source], made: Mapping[str, Tensor], revert: Callable[..., dict[str, Tensor]]
-) -> dict[str, Group]:
-    """Stored name -> the group that makes it; one group for all where layers do not convert independently."""
-
-    def group(names: list[str]) -> tuple[Group, dict[str, Tensor]]:
-        chosen = {left[name].name: name for name in names}
-
-        def convert(full: dict[str, Tensor]) -> dict[str, Tensor]:
-            return revert(module, {chosen[name]: tensor for name, tensor in full.items()})
-
-        sources = tuple(left[name] for name in names)
-        return Group(sources, convert), convert(
-            {s.name: torch.empty(s.shape, dtype=s.dtype, device="meta") for s in sources}
-        )
-
-    layers: dict[str, list[str]] = {}
-    for name in left:
-        layers.setdefault(re.sub(r"(\.\d+\.).*", r"\1", name), []).append(name)
-    for split in (list(layers.values()), [list(left)]):
-        result: dict[str, Group] = {}
-        for names in split:
-            one, outputs = group(names)
-            result.update({name: one for name in outputs if made.get(name, None) is not None})
-        if set(result) == set(made):
-            return result
-    raise SelectionError(
-        f"{listing(sorted(set(made) ^ set(result)), ', ')}: these stored names cannot be attributed to live tensors; "
-        "this transformers version converts this model in a way ft_ckpt does not know"
-    )
-
-
-def _cast(entries: list[Entry], module: nn.Module, policy: str) -> tuple[Entry, ...]:
-    if policy == "as_is":
-        return tuple(entries)
-    target = _config_dtype(module) if policy == "config" else getattr(torch, policy)
-    if target is None:
-        return tuple(entries)
-    strict = tuple(getattr(module, "_keep_in_fp32_modules_strict", None) or ())
-    half = tuple(getattr(module, "_keep_in_fp32_modules", None) or ()) if target == torch.float16 else ()
-    return tuple(_cast_one(entry, target, (*strict, *half)) for entry in entries)
-
-
-def _cast_one(entry: Entry, target: torch.dtype, keep: tuple[str, ...]) -> Entry:
-    """`entry` in `target` when it is an ordinary float that no rule of the model keeps in float32."""
-    ordinary = entry.dtype in {torch.float64, torch.float32, torch.bfloat16, torch.float16}
-    kept = entry.dtype == torch.float32 and any(part in entry.name.split(".") for part in keep)
-    return entry if kept or not ordinary else replace(entry, dtype=target)
-
-
-def _config_dtype(module: nn.Module) -> torch.dtype | None:
-    value = getattr(getattr(module, "config", None), "dtype", None)
-    return getattr(torch, value) if isinstance(value, str) else value
 
 
 def _text_config(config: Any) -> Any:

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ft_ckpt.entries import EXTRA_FILE
 from ft_ckpt.fill import read_onto, readers_here
 from ft_ckpt.formats import dual, hdf5
-from ft_ckpt.select import EXTRA_FILE
 from ft_ckpt.tree_json import loads
 
 Supplied = tuple[dict[str, Tensor], bool]  # by name, and whether they are their files, mapped

@@ -1,0 +1,107 @@
+"""Names, form and dtypes of a model's tensors in the file, where they are others than in memory.
+
+Works on names, shapes and dtypes only: what transformers would write is asked of it with tensors on the meta device.
+"""
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ft_ckpt.engines import Source
+from ft_ckpt.entries import Entry, Group
+from ft_ckpt.errors import SelectionError, listing
+
+
+def warm_up() -> None:
+    """Let transformers make its table of conversions, 60 ms once a process, where nothing else is waited for yet."""
+    from transformers.conversion_mapping import get_checkpoint_conversion_mapping
+
+    get_checkpoint_conversion_mapping("")
+
+
+def stored_as_in_memory(module: nn.Module, names: Mapping[str, Source]) -> bool:
+    """Whether transformers writes this model's tensors under the names and in the form they have in memory."""
+    return all(names.get(entry.name) is entry.source for entry in converted(module, names))
+
+
+def converted(module: Any, kept: Mapping[str, Source]) -> list[Entry]:
+    """Entries under the names transformers writes: it keeps some architectures otherwise in memory than on disk.
+
+    The conversion runs on meta tensors: what comes back as the same object was only renamed and is streamed; the
+    rest is converted in groups, one per layer where the layers can be converted on their own.
+    """
+    from transformers.core_model_loading import revert_weight_conversion
+
+    placeholders = {name: torch.empty(s.shape, dtype=s.dtype, device="meta") for name, s in kept.items()}
+    stored: dict[str, Tensor] = revert_weight_conversion(module, dict(placeholders))
+    origin = {id(tensor): name for name, tensor in placeholders.items()}
+    streamed = {name: origin[id(tensor)] for name, tensor in stored.items() if id(tensor) in origin}
+    left = [name for name in kept if name not in set(streamed.values())]
+    made = {name: tensor for name, tensor in stored.items() if name not in streamed}
+    group_of = _groups(module, {name: kept[name] for name in left}, made, revert_weight_conversion)
+    return [
+        Entry(name, tuple(tensor.shape), tensor.dtype, tensor.dtype, kept[streamed[name]])
+        if name in streamed
+        else Entry(name, tuple(tensor.shape), tensor.dtype, tensor.dtype, group=group_of[name])
+        for name, tensor in stored.items()
+    ]
+
+
+def _groups(
+    module: Any, left: Mapping[str, Source], made: Mapping[str, Tensor], revert: Callable[..., dict[str, Tensor]]
+) -> dict[str, Group]:
+    """Stored name -> the group that makes it; one group for all where layers do not convert independently."""
+
+    def group(names: list[str]) -> tuple[Group, dict[str, Tensor]]:
+        chosen = {left[name].name: name for name in names}
+
+        def convert(full: dict[str, Tensor]) -> dict[str, Tensor]:
+            return revert(module, {chosen[name]: tensor for name, tensor in full.items()})
+
+        sources = tuple(left[name] for name in names)
+        return Group(sources, convert), convert(
+            {s.name: torch.empty(s.shape, dtype=s.dtype, device="meta") for s in sources}
+        )
+
+    layers: dict[str, list[str]] = {}
+    for name in left:
+        layers.setdefault(re.sub(r"(\.\d+\.).*", r"\1", name), []).append(name)
+    for split in (list(layers.values()), [list(left)]):
+        result: dict[str, Group] = {}
+        for names in split:
+            one, outputs = group(names)
+            result.update({name: one for name in outputs if made.get(name, None) is not None})
+        if set(result) == set(made):
+            return result
+    raise SelectionError(
+        f"{listing(sorted(set(made) ^ set(result)), ', ')}: these stored names cannot be attributed to live tensors; "
+        "this transformers version converts this model in a way ft_ckpt does not know"
+    )
+
+
+def cast_entries(entries: Sequence[Entry], module: nn.Module, dtype: str) -> tuple[Entry, ...]:
+    """The entries in the dtype that the policy `dtype` gives them; a dtype of torch, "config" or "as_is"."""
+    if dtype == "as_is":
+        return tuple(entries)
+    target = _config_dtype(module) if dtype == "config" else getattr(torch, dtype)
+    if target is None:
+        return tuple(entries)
+    strict = tuple(getattr(module, "_keep_in_fp32_modules_strict", None) or ())
+    half = tuple(getattr(module, "_keep_in_fp32_modules", None) or ()) if target == torch.float16 else ()
+    return tuple(_cast_one(entry, target, (*strict, *half)) for entry in entries)
+
+
+def _cast_one(entry: Entry, target: torch.dtype, keep: tuple[str, ...]) -> Entry:
+    """`entry` in `target` when it is an ordinary float that no rule of the model keeps in float32."""
+    ordinary = entry.dtype in {torch.float64, torch.float32, torch.bfloat16, torch.float16}
+    kept = entry.dtype == torch.float32 and any(part in entry.name.split(".") for part in keep)
+    return entry if kept or not ordinary else replace(entry, dtype=target)
+
+
+def _config_dtype(module: nn.Module) -> torch.dtype | None:
+    value = getattr(getattr(module, "config", None), "dtype", None)
+    return getattr(torch, value) if isinstance(value, str) else value

@@ -1,0 +1,92 @@
+"""What is to be stored: a part for each folder that something can load, and an entry for each tensor in its files."""
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ft_ckpt.engines import Source
+from ft_ckpt.values import dtype_name
+
+MODEL_FILE = "model"
+EXTRA_FILE = "extra_state.json"  # beside the weights: what modules list in their state dict that is no tensor
+
+
+@dataclass(frozen=True, eq=False)
+class Group:
+    """Stored tensors that are computed together from full sources, such as experts kept fused in memory."""
+
+    sources: tuple[Source, ...]
+    convert: Callable[[dict[str, Tensor]], dict[str, Tensor]]  # by canonical name -> by stored name
+
+
+@dataclass(frozen=True, eq=False)
+class Entry:
+    """One stored tensor: streamed from a source as it is but for its dtype, or the product of a group."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype  # in the file
+    memory_dtype: torch.dtype
+    source: Source | None = None
+    group: Group | None = None
+
+    @property
+    def sources(self) -> tuple[Source, ...]:
+        """What it is made from."""
+        if self.group is not None:
+            return self.group.sources
+        return () if self.source is None else (self.source,)
+
+
+@dataclass(frozen=True, eq=False)
+class Part:
+    """One loadable thing: the whole model, a submodel, a plain module or an adapter, in its own folder."""
+
+    name: str
+    path: str  # folder relative to the checkpoint, "" for the checkpoint itself
+    kind: str  # "model" | "module" | "adapter"
+    module: Any  # the nn.Module, unwrapped
+    entries: tuple[Entry, ...]
+    file: str = MODEL_FILE
+    ties: tuple[tuple[str, ...], ...] = ()
+    adapter: str | None = None
+    active: bool = False
+    beside: bool = False  # an adapter whose base, as it is now, is in the same checkpoint
+    doubtful: tuple[tuple[Source, Source], ...] = ()  # declared one parameter, two in memory: compare before commit
+    base: Mapping[str, Source] = field(default_factory=dict)  # frozen tensors of an adapter's base, by base name
+    notes: tuple[str, ...] = ()
+    passed: tuple[Source, ...] = ()  # left out on purpose: what the class or PEFT says it makes anew
+    extra: str | None = None  # the text of EXTRA_FILE, if there is any
+
+
+def shared_between(parts: Iterable[Part]) -> tuple[tuple[str, ...], ...]:
+    """Groups of "part:stored name" that are one parameter in different parts."""
+    groups: dict[int, list[str]] = {}
+    for part in parts:
+        for entry in part.entries:
+            if entry.source is not None:
+                groups.setdefault(entry.source.identity, []).append(f"{part.name}:{entry.name}")
+    return tuple(tuple(names) for names in groups.values() if len(names) > 1)
+
+
+def lossy_casts(part: Part) -> dict[str, int]:
+    """Casts of the part that change a dtype, as {"float32->bfloat16": number of tensors}."""
+    counts: dict[str, int] = {}
+    for entry in part.entries:
+        if entry.dtype != entry.memory_dtype:
+            key = f"{dtype_name(entry.memory_dtype)}->{dtype_name(entry.dtype)}"
+            counts[key] = counts.get(key, 0) + 1
+    return counts
+
+
+def main_dtype(part: Part) -> str:
+    """The dtype that most elements of the part have in the file: what its config should say."""
+    weight: dict[str, int] = {}
+    for entry in part.entries:
+        if entry.dtype.is_floating_point:
+            size = max(1, torch.Size(entry.shape).numel())
+            weight[dtype_name(entry.dtype)] = weight.get(dtype_name(entry.dtype), 0) + size
+    return max(weight, key=lambda name: weight[name]) if weight else "float32"
