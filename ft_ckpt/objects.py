@@ -81,9 +81,10 @@ def load(
 ) -> Any:
     """The object in the file `path`. Without `map_location` its tensors are read when they are first used.
 
-    `map_location` reads them now, onto that device. `mapped=False` copies values where they would be mapped (see
-    `lazy`). `verify` compares digests: of HDF5 files of ours for every tensor that is read, of other files at once, as
-    the manifest beside the file has them, or the checksums in a torch file. `format` is found from the content. Raises
+    `map_location` gives plain tensors on that device; on the CPU large ones are mapped. `mapped=False` copies values
+    where they would be mapped (see `lazy`). `verify` compares digests: of HDF5 files of ours for every tensor that is
+    read, of other files at once, as the manifest beside the file has them, or the checksums in a torch file. `format`
+    is found from the content. Raises
     CorruptError for a file that is damaged, incomplete or would run code, FileNotFoundError where there is none,
     ConfigError where there is nothing to verify it with.
     """
@@ -100,7 +101,7 @@ def load(
             _check_listed(source)
         if map_location is None:
             return _object(file, None)
-        if not file.readers:  # one read by several threads, into memory that nothing has touched
+        if not file.readers and not mapped:  # by several threads, into memory that nothing has touched
             file.raw.read_in()
         return _object(file, torch.device(map_location))
 

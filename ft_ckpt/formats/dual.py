@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from ft_ckpt.errors import CorruptError, UnreadableError, damaged_input
-from ft_ckpt.formats import ITEM_BYTES, Layout, Spec, cerebras, hdf5, hdf5_bytes, safetensors
+from ft_ckpt.formats import ITEM_BYTES, Layout, Spec, cerebras, hdf5, hdf5_bytes, hdf5_index, safetensors
 from ft_ckpt.formats.raw import RawFile
 from ft_ckpt.tree import Node
 from ft_ckpt.tree_json import decode, encode
@@ -30,7 +30,7 @@ _NAMES = {stored: name for name, stored in safetensors.NAMES.items()}
 def lay_out(specs: Sequence[Spec], metadata: Mapping[str, str], native_floats: bool = False) -> Layout:
     """The layout of a dual file that holds `specs` as one flat dict. Raises SelectionError for types it cannot keep."""
     safetensors.lay_out(specs, {})  # for its refusals: it has fewer types than HDF5
-    content = cerebras.describe(hdf5.flat_tree(specs), specs, native_floats=native_floats)
+    content = cerebras.describe(hdf5_index.flat_tree(specs), specs, native_floats=native_floats)
     return _lay_out(specs, content, None, metadata)
 
 
@@ -41,7 +41,9 @@ def lay_out_tree(
     content = cerebras.describe(root, leaves, arrays, native_floats)
     specs = [Spec(name, leaf.shape, leaf.dtype) for name, leaf in zip(content.names, leaves, strict=True)]
     safetensors.lay_out(specs, {})
-    metadata = {} if hdf5.is_flat(root, content.names) else {TREE: json.dumps([list(content.names), encode(root)])}
+    metadata = (
+        {} if hdf5_index.is_flat(root, content.names) else {TREE: json.dumps([list(content.names), encode(root)])}
+    )
     return _lay_out(specs, content, root, metadata), content.names
 
 
@@ -54,7 +56,7 @@ def _lay_out(
         starts.append(at)
         at += specs[leaf].size_bytes
     by_leaf = dict(zip(order, starts, strict=True))
-    text = hdf5.index_text(hdf5.Index(hdf5.rows(specs, order, starts, ""), root, metadata))
+    text = hdf5_index.index_text(hdf5_index.Index(hdf5.rows(specs, order, starts, ""), root, metadata))
     datasets = hdf5.placed(content.datasets, by_leaf)
     base = 512
     while True:  # the header counts the bytes of the metadata, whose padding depends on where the header ends
@@ -72,7 +74,7 @@ def _middle(
     datasets: Sequence[hdf5_bytes.Dataset], content: cerebras.Content, text: bytes, data_bytes: int, base: int
 ) -> bytes:
     """The HDF5 metadata and the index, up to the first tensor."""
-    room = len(text) + hdf5.FOOTER_BYTES
+    room = len(text) + hdf5_index.FOOTER_BYTES
     page = room + -room % hdf5_bytes.PAGE_BYTES
     moved = [
         hdf5_bytes.Dataset(item.path, item.type, item.shape, item.attributes, item.start + page)
@@ -83,7 +85,7 @@ def _middle(
     moved.append(hdf5.index_dataset(room, page - room))
     bare = hdf5_bytes.header(moved, content.attributes, page + data_bytes, base)
     data_start = base + len(bare) + page
-    end = hdf5.footer(text, data_start, data_start - room, data_start + data_bytes)
+    end = hdf5_index.footer(text, data_start, data_start - room, data_start + data_bytes)
     return bare + bytes(page - room) + text + end
 
 
@@ -101,8 +103,12 @@ def lay_out_object(root: Node, leaves: Sequence[Spec]) -> tuple[Layout, Sequence
     """A plain safetensors file that holds the object `root`, its tree in the metadata unless it is a flat dict."""
     names = cerebras.leaf_names(root, len(leaves))
     specs = [Spec(name, leaf.shape, leaf.dtype) for name, leaf in zip(names, leaves, strict=True)]
-    metadata = {} if hdf5.is_flat(root, names) else {TREE: json.dumps([list(names), encode(root)])}
-    return safetensors.lay_out(specs, metadata), names
+    return safetensors.lay_out(specs, _told(root, names)), names
+
+
+def _told(root: Node, names: Sequence[str]) -> dict[str, str]:
+    """What the metadata say of an object: its tree, unless it is a flat dict."""
+    return {} if hdf5_index.is_flat(root, names) else {TREE: json.dumps([list(names), encode(root)])}
 
 
 class SafetensorsFile(hdf5.HDF5File):
@@ -115,23 +121,23 @@ def open_file(path: Path, mapped: bool = True, verify: bool = False) -> Safetens
     try:
         with damaged_input("its header"):
             index, helper_end = _parse(raw)
-            hdf5.check_index(index, "its header")
+            hdf5_index.check_index(index, "its header")
     except UnreadableError:
         raise
     except CorruptError as error:
         raise CorruptError(f"{path.name}: not a whole safetensors file ({error}); use another copy") from error
-    other = hdf5.read_index(raw, helper_end) if helper_end else None
+    other = hdf5_index.read_index(raw, helper_end) if helper_end else None
     if other is not None and _differ(index, other):
         raise CorruptError(f"{path.name}: its two tables of tensors differ; use another copy of the file")
     return SafetensorsFile(raw, other or index, verify)
 
 
-def _differ(one: hdf5.Index, other: hdf5.Index) -> bool:
+def _differ(one: hdf5_index.Index, other: hdf5_index.Index) -> bool:
     places = [{name: index.start(name) for name in index.rows} for index in (one, other)]
     return one.specs != other.specs or places[0] != places[1]
 
 
-def _parse(raw: RawFile) -> tuple[hdf5.Index, int]:
+def _parse(raw: RawFile) -> tuple[hdf5_index.Index, int]:
     """What the header says, and the end of the HDF5 half (0: none). Raises ValueError and its like."""
     length = int.from_bytes(raw.bytes(0, 8), "little")
     if length > min(_MOST_HEADER_BYTES, raw.size_bytes - 8):
@@ -160,4 +166,4 @@ def _parse(raw: RawFile) -> tuple[hdf5.Index, int]:
         root = decode(tree)
     leaves = {name: leaf for leaf, name in enumerate(names)}
     rows = {name: [specs[name].dtype, specs[name].shape, starts[name], "", leaves[name]] for name in ordered}
-    return hdf5.Index(rows, root, metadata), helper_end
+    return hdf5_index.Index(rows, root, metadata), helper_end

@@ -23,7 +23,7 @@ import numpy as np
 import torch
 
 from ft_ckpt.errors import CorruptError, damaged_input
-from ft_ckpt.formats import ITEM_BYTES, Layout, Spec, cerebras, hdf5, hdf5_bytes
+from ft_ckpt.formats import ITEM_BYTES, Layout, Spec, cerebras, hdf5, hdf5_bytes, hdf5_index
 from ft_ckpt.formats.hdf5_filters import PLUGINS, Codec, Filters, decode, encode
 from ft_ckpt.formats.raw import RawFile
 from ft_ckpt.tree import Node
@@ -176,10 +176,10 @@ def lay_out_tree(
     ]
     order, starts, end = hdf5.place(stored)
     places = dict(zip(order, starts, strict=True))
-    index = hdf5.Index(_rows(specs, order, starts, packed), None if hdf5.is_flat(root, names) else root, {})
+    index = hdf5_index.Index(_rows(specs, order, starts, packed), None if hdf5_index.is_flat(root, names) else root, {})
     first = end + -end % 8
     _, roots, index_start = _trees(packed, places, first)
-    index_bytes = len(hdf5.index_text(index)) + hdf5.FOOTER_BYTES
+    index_bytes = len(hdf5_index.index_text(index)) + hdf5_index.FOOTER_BYTES
     datasets = hdf5.placed(content.datasets, places)
     for leaf, item in packed.items():
         pipeline = _pipeline(item.filters)
@@ -190,8 +190,8 @@ def lay_out_tree(
 
     def trailer(digests: Mapping[str, bytes]) -> bytes:
         trees = _trees(packed, places, first, base)[0]
-        text = hdf5.index_text(hdf5.with_digests(index, digests))
-        return trees + text + hdf5.footer(text, base, base + index_start, size_bytes)
+        text = hdf5_index.index_text(hdf5_index.with_digests(index, digests))
+        return trees + text + hdf5_index.footer(text, base, base + index_start, size_bytes)
 
     return Layout(header, tuple(stored[leaf] for leaf in order), tuple(base + start for start in starts), size_bytes,
                   base + first, trailer), names  # fmt: skip
@@ -199,7 +199,7 @@ def lay_out_tree(
 
 def _rows(
     specs: Sequence[Spec], order: Sequence[int], starts: Sequence[int], packed: Mapping[int, Packed]
-) -> dict[str, hdf5.Row]:
+) -> dict[str, hdf5_index.Row]:
     rows = hdf5.rows(specs, order, starts, "0" * 32)
     for leaf, item in packed.items():
         name = specs[leaf].name
@@ -265,7 +265,7 @@ def _level(keys: Sequence[bytes], end: bytes, places: Sequence[int], level: int,
     return nodes
 
 
-def readers(raw: RawFile, index: hdf5.Index) -> dict[str, Callable[[int, int], torch.Tensor]]:
+def readers(raw: RawFile, index: hdf5_index.Index) -> dict[str, Callable[[int, int], torch.Tensor]]:
     """How to read the compressed tensors of `index`. Raises CorruptError when it says nothing sensible of them."""
     with damaged_input(f"{raw.path.name}: its index"):
         return {name: _Reader(raw, name, row, index.start(name)) for name, row in index.rows.items() if len(row) > 5}
@@ -274,7 +274,7 @@ def readers(raw: RawFile, index: hdf5.Index) -> dict[str, Callable[[int, int], t
 class _Reader:
     """Elements of one compressed tensor, from the chunks that hold them. Each chunk is compared with its checksum."""
 
-    def __init__(self, raw: RawFile, name: str, row: hdf5.Row, start: int) -> None:
+    def __init__(self, raw: RawFile, name: str, row: hdf5_index.Row, start: int) -> None:
         self.raw, self.label = raw, f"{raw.path.name}: {name}"
         self.item_bytes = ITEM_BYTES[row[0]]
         self.dtype: torch.dtype = getattr(torch, row[0])

@@ -18,8 +18,9 @@ import torch
 from ft_ckpt.errors import CorruptError, damaged_input
 from ft_ckpt.formats import ITEM_BYTES, cerebras
 from ft_ckpt.formats.cerebras_read import Reader, Stored
-from ft_ckpt.formats.hdf5 import HDF5File, Index, moved_index
+from ft_ckpt.formats.hdf5 import HDF5File
 from ft_ckpt.formats.hdf5_bytes import TYPES
+from ft_ckpt.formats.hdf5_index import Index, moved_index
 from ft_ckpt.formats.hdf5_probe import Probe
 from ft_ckpt.formats.raw import FREE_BYTES, RawFile, Stream
 from ft_ckpt.tree import MOST_LEVELS, Node
@@ -307,15 +308,9 @@ def _group(source: _Source, group: Any, path: str, above: tuple[Any, ...], leave
         children.append(
             _group(source, item, place, (*above, here), leaves)
             if is_group
-            else _plain_leaf(Dataset(source, item, real), place, leaves)
-            if isinstance(item, h5py.Dataset)
-            else _refused(f"{place}: neither a group nor a dataset")
+            else _plain_leaf(source, item, real, place, leaves)
         )
     return Node("dict", None, tuple(keys), tuple(children))
-
-
-def _refused(found: str) -> Node:
-    raise CorruptError(found)
 
 
 def _followed(source: _Source, group: Any, path: str, name: str, hops: int = 0) -> tuple[Any, str]:
@@ -342,7 +337,10 @@ def _followed(source: _Source, group: Any, path: str, name: str, hops: int = 0) 
     return item, at
 
 
-def _plain_leaf(dataset: Dataset, path: str, leaves: list[Stored]) -> Node:
+def _plain_leaf(source: _Source, item: Any, real: str, path: str, leaves: list[Stored]) -> Node:
+    if not isinstance(item, h5py.Dataset):
+        raise CorruptError(f"{path}: neither a group nor a dataset")
+    dataset = Dataset(source, item, real)
     if dataset.shape is None:
         return Node("value", None)
     if h5py.check_string_dtype(dataset.dtype) is not None:

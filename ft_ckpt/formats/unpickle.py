@@ -24,7 +24,7 @@ from ft_ckpt.tree import MOST_LEVELS
 _MOST_BYTES = 64 << 20  # of one object
 _FORBIDDEN = frozenset(b"io\x82\x83\x84\x96\x97\x98")  # INST, OBJ, EXT1, 2 and 4, BYTEARRAY8, buffers: in no such file
 _ALLOWED, _ALLOWED_PER_BYTE = 1 << 20, 64  # places that a pickle may copy, hash or describe
-_CONTAINERS = (dict, list, tuple)
+_CONTAINERS, _SIZED = (dict, list, tuple), frozenset((dict, list, tuple, OrderedDict, defaultdict, set, frozenset))
 _ALIASES = {"__builtin__": "builtins", "copy_reg": "copyreg"}  # of Python 2, which old protocols write
 
 Find = Callable[[str], Any]  # what stands for a name in full; None where the table does not have it
@@ -231,9 +231,6 @@ class _Reader(_Python):  # type: ignore[misc]
         if self.persistent is None:
             raise CorruptError("a reference to something outside of the pickle")
         return self.persistent(reference)
-
-
-_SIZED = frozenset((dict, list, tuple, OrderedDict, defaultdict, set, frozenset))
 
 
 def _length(value: Any) -> int:

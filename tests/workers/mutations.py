@@ -21,7 +21,7 @@ import torch
 from ft_ckpt import load, save
 from ft_ckpt.converting import open_source
 from ft_ckpt.errors import CheckpointError
-from ft_ckpt.formats import hdf5, unpickle
+from ft_ckpt.formats import hdf5, hdf5_index, unpickle
 from ft_ckpt.modules import build_module, describe_module
 from ft_ckpt.resume import DOCUMENT_NAME, FOLDER, read_document
 from ft_ckpt.tree import unflatten
@@ -159,13 +159,13 @@ def crafted_index(folder):
     """A file of ours whose index is odd and has the right digest."""
     save(nested(), folder / "x.h5", compression="zstd")
     content, raw = (folder / "x.h5").read_bytes(), hdf5.RawFile(folder / "x.h5")
-    _, data_start, start, *_ = struct.unpack(hdf5._FOOTER, content[-64:-8])
+    _, data_start, start, *_ = struct.unpack(hdf5_index._FOOTER, content[-64:-8])
     text = json.loads(content[start:-64])
     raw.close()
 
     def attempt(dice):
         index = json.dumps(odd(text, dice)).encode()
-        end = hdf5.footer(index, data_start, start, start + len(index) + 64)
+        end = hdf5_index.footer(index, data_start, start, start + len(index) + 64)
         (folder / "x.h5").unlink()
         (folder / "x.h5").write_bytes(content[:start] + index + end)
         both(folder / "x.h5")
