@@ -168,7 +168,7 @@ class HDF5File:
         whole, stop = start == 0 and stop is None, math.prod(shape) if stop is None else stop
         if name in self.readers:
             self.raw.check()
-            tensor = torch.as_tensor(self.readers[name](start, stop)).reshape(-1)
+            tensor = as_tensor(self.readers[name](start, stop)).reshape(-1)
             if whole and self.verify:
                 self._compare(name, tensor)
             return tensor
@@ -223,6 +223,13 @@ class HDF5File:
             raise CorruptError(
                 f"{self.raw.path.name}: {name} is damaged (its digest differs); use another copy of the file"
             )
+
+
+def as_tensor(values: Any) -> torch.Tensor:
+    """What a reader gives as a tensor of its own memory, in the byte order of this machine."""
+    if isinstance(values, torch.Tensor):
+        return values
+    return torch.from_numpy(np.asarray(values).astype(values.dtype.newbyteorder("=")))
 
 
 def open_file(path: Path, mapped: bool = True, verify: bool = False) -> HDF5File:

@@ -7,7 +7,7 @@ make the values of is read by a process that may die of it (`hdf5_probe`).
 
 import json
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from ft_ckpt.errors import CorruptError, damaged_input
-from ft_ckpt.formats import ITEM_BYTES, cerebras
+from ft_ckpt.formats import ITEM_BYTES, cerebras, hdf5
 from ft_ckpt.formats.cerebras_read import Reader, Stored
 from ft_ckpt.formats.hdf5 import HDF5File
 from ft_ckpt.formats.hdf5_bytes import TYPES
@@ -202,25 +202,9 @@ def _opened(source: _Source, index: Index, readers: Mapping[str, Any], verify: b
 
 
 def _cerebras(source: _Source) -> HDF5File:
-    reader = Reader(_Attributes(source.file.attrs), lambda path: _find(source, path))
+    reader = Reader(source.file.attrs, lambda path: _find(source, path))
     root = reader.read()
     return _assemble(source, root, reader.leaves)
-
-
-class _Attributes(Mapping[str, Any]):
-    """The root's attributes, each read when it is asked for."""
-
-    def __init__(self, attributes: Any) -> None:
-        self.attributes = attributes
-
-    def __getitem__(self, name: str) -> Any:
-        return self.attributes[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.attributes)
-
-    def __len__(self) -> int:
-        return len(self.attributes)
 
 
 def _assemble(source: _Source, root: Node, leaves: list[Stored]) -> HDF5File:
@@ -246,7 +230,7 @@ def _reader(leaf: Stored, dataset: Any) -> Any:
     if dataset is None:
         return _filler(leaf)
     if leaf.dtype is None:
-        return lambda start, stop: _native(dataset.rows(start, stop))
+        return dataset.rows
     return None if _same_bytes(leaf.dtype, dataset) else _converter(leaf.dtype, dataset)
 
 
@@ -269,17 +253,12 @@ def _converter(dtype: str, dataset: Dataset) -> Any:
         raise CorruptError(f"{dataset.path}: labelled {dtype!r}, which is no type of torch")
 
     def convert(start: int, stop: int) -> torch.Tensor:
-        tensor = torch.from_numpy(_native(dataset.rows(start, stop)))
+        tensor = hdf5.as_tensor(dataset.rows(start, stop))
         if dtype in cerebras.STORED and dataset.torch_type in _bit_types(dtype):
             return tensor.view(wanted)
         return tensor.to(wanted)
 
     return convert
-
-
-def _native(values: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    """`values` in the byte order of this machine, and in memory of their own."""
-    return values.astype(values.dtype.newbyteorder("="))
 
 
 def _filler(leaf: Stored) -> Any:
