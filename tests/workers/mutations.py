@@ -1,7 +1,8 @@
-"""Damaged inputs for one kind of reader, one after the other: `python mutations.py GROUP SEED FIRST COUNT FOLDER`.
+"""Damaged inputs for some readers, one after the other: `python mutations.py GROUP[,GROUP] SEED FIRST END FOLDER`.
 
-Says "N" before each input and what came of it after: "whole", "refused", "memory" (refused, for want of it), or
-"foreign" with the error. An input that ends the process, or takes over STEP_SECONDS of processor time, is the last N.
+Says "begin GROUP/N" before each input and "end" with what came of it after: "whole", "refused", "memory" (refused, for
+want of it), or "foreign" with the error. An input that ends the process, or takes over STEP_SECONDS of processor time,
+is the last that began.
 """
 
 import json
@@ -374,20 +375,23 @@ def _is_memory(error):
     return False
 
 
-def main(group, seed, first, count, folder):
+def main(groups, seed, first, count, folder):
     warnings.simplefilter("ignore")
-    (place := Path(folder)).mkdir(parents=True, exist_ok=True)
-    attempt = GROUPS[group](place)
-    used = 1024 * int(Path("/proc/self/statm").read_text().split()[0]) * 4
+    for group in groups.split(","):
+        (place := Path(folder) / group).mkdir(parents=True, exist_ok=True)
+        run(group, GROUPS[group](place), seed, range(int(first), int(count)))
+
+
+def run(group, attempt, seed, numbers):
+    used = resource.getpagesize() * int(Path("/proc/self/statm").read_text().split()[0])
     resource.setrlimit(resource.RLIMIT_AS, (used + MOST_BYTES, resource.RLIM_INFINITY))
-    for number in range(int(first), int(count)):
+    for number in numbers:
         spent = resource.getrusage(resource.RUSAGE_SELF)
-        resource.setrlimit(
-            resource.RLIMIT_CPU,
-            (int(spent.ru_utime + spent.ru_stime) + 1 + STEP_SECONDS,) * 1 + (resource.RLIM_INFINITY,),
-        )
-        print(number, flush=True)
-        print(outcome(attempt, random.Random(f"{seed}/{group}/{number}")), flush=True)
+        step = int(spent.ru_utime + spent.ru_stime) + 1 + STEP_SECONDS
+        resource.setrlimit(resource.RLIMIT_CPU, (step, resource.RLIM_INFINITY))
+        print(f"\nbegin {group}/{number}", flush=True)
+        print(f"\nend {outcome(attempt, random.Random(f'{seed}/{group}/{number}'))}", flush=True)
+    resource.setrlimit(resource.RLIMIT_AS, (resource.RLIM_INFINITY,) * 2)
 
 
 if __name__ == "__main__":
