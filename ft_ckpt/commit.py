@@ -35,7 +35,7 @@ from ft_ckpt.errors import (
     listing,
 )
 from ft_ckpt.manifest import MANIFEST_NAME, Manifest, to_json
-from ft_ckpt.placing import make_held
+from ft_ckpt.placing import clear, make_held
 from ft_ckpt.recovery import LEFTOVER, clean_up, listed, recover, sideline_of
 
 _open: set[Path] = set()  # stages of this process that are not done with
@@ -177,6 +177,7 @@ def _new_stage(target: Path) -> Path:
 
 def _seal(stage: Path, manifest: Manifest, target: Path) -> None:
     """Make the stage complete and durable; its manifest appears when everything else has."""
+    clear(stage)  # hidden, and else it would stay in the checkpoint for good
     _check_contents(stage, manifest)
     draft = stage / _DRAFT
     draft.write_text(to_json(manifest), encoding="utf-8")

@@ -10,6 +10,7 @@ from ft_ckpt import disk, owners
 
 PREFIX = ".ft_ckpt-"  # of every hidden name of ours inside of a checkpoint
 ABANDONED_SECONDS = 24 * 3600  # after which what another machine made, where we cannot ask for its owner, is nobody's
+_FILE = ".ft_ckpt-file-"  # in the names of folders that a file is made in
 _NAME_BYTES = 150  # of a target's name in that of a hidden folder; 255 are allowed
 
 
@@ -53,6 +54,13 @@ def replacing(target: Path) -> Iterator[Path]:
         disk.sync(target.parent)
 
 
+def clear(folder: Path) -> None:
+    """Delete what `replacing` has left anywhere in `folder`, which is the caller's alone. Raises TargetError."""
+    for path in list(disk.tree(folder)):
+        if _FILE in path.name and disk.is_folder(path):
+            disk.delete_folder(path)
+
+
 def make_held(place: Callable[[str], Path]) -> Path:
     """Make a new folder whose lock this process holds; `place` says where, from the name of its owner."""
     while True:
@@ -65,7 +73,7 @@ def make_held(place: Callable[[str], Path]) -> Path:
 @contextlib.contextmanager
 def _workplace(target: Path) -> Iterator[Path]:
     """A hidden folder beside `target`, locked; gone afterwards, as what earlier ones left whose process is dead."""
-    start = f".{os.fsencode(target.name)[:_NAME_BYTES].decode('utf-8', 'ignore')}.ft_ckpt-file-"
+    start = f".{os.fsencode(target.name)[:_NAME_BYTES].decode('utf-8', 'ignore')}{_FILE}"
     for name in disk.names(target.parent):
         if name.startswith(start):
             with owners.claimed(target.parent / name, name, ABANDONED_SECONDS) as gone:

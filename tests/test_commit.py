@@ -777,6 +777,18 @@ def test_what_was_put_aside_does_not_come_back(tmp_path):
     assert not (target / MANIFEST_NAME).exists()
 
 
+def test_what_was_made_in_the_stage_and_left_there_is_not_committed(tmp_path, monkeypatch):
+    """A file that was compressed in place: the folder it was made in is hidden, and would stay for good."""
+    stage = open_stage(tmp_path / "checkpoint")
+    with monkeypatch.context() as patch, replacing(stage / "model.h5") as file:
+        file.write_text("compressed")
+        patch.setattr(disk, "rmtree", lambda folder: None)
+        stage_of_file = file.parent
+    stage_of_file.mkdir(exist_ok=True)
+    commit(stage, tmp_path / "checkpoint", make_checkpoint(stage))
+    assert [name for name in contents(tmp_path) if ".ft_ckpt-" in name] == []
+
+
 def test_discard(tmp_path):
     stage = open_stage(tmp_path / "checkpoint")
     make_checkpoint(stage)
