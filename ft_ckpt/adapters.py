@@ -51,6 +51,9 @@ def adapter_parts(part: View, name: str, path: str, dtype: str, in_folders: bool
     _refuse_extra(part)
     chosen = {adapter: _entries(part, adapter) for adapter in names}
     extra, notes = _left_out(part, chosen)
+    if not in_folders:
+        kept = "state of the base that is no tensor, not in an adapter's file"
+        notes += tuple(f"{name}: {kept}" for name, _ in _of_base(part, part.extra))
     added_sources = {id(entry.source) for entry in extra}
     frozen = {n: s for n, s in base_sources(part) if not s.trainable and id(s) not in added_sources}
     owned = {id(source) for _, source in base_sources(part)}

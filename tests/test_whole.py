@@ -171,7 +171,8 @@ def test_extra_state_of_a_quantised_model_is_refused(tmp_path):
     """Its loading is for transformers, which knows of no extra state."""
     model = models.build("qwen3")
     model.model.layers[1].more = MAKERS["tree"](True)
-    model.config.quantization_config = {"quant_method": "bitsandbytes", "load_in_8bit": True}
+    model.config.quantization_config = {"quant_method": "bitsandbytes", "load_in_4bit": True}
+    model.model.packed = type("Linear4bit", (nn.Linear,), {})(4, 4)  # it is told by its layers
     CheckpointSaver().save(model, tmp_path / "out")
     with pytest.raises(errors.LoadError, match=r"layers\.1\.more\._extra_state: state of a quantised model"):
         ft_ckpt.load_model(tmp_path / "out")
@@ -184,6 +185,16 @@ def test_adapters_of_a_base_with_single_numbers_are_saved(tmp_path):
     model = peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM"))
     CheckpointSaver().save(model, tmp_path / "ours", adapter_only=True)
     assert_same_tensors(stored(tmp_path / "ours"), reference(model, tmp_path / "theirs"))
+
+
+def test_extra_state_of_a_base_is_named_where_its_adapter_is_saved(tmp_path):
+    model = models.build("qwen3")
+    model.model.layers[1].more = MAKERS["tree"](True)
+    model.model.layers[1].more.requires_grad_(False)
+    model = peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM"))
+    report = CheckpointSaver().save(model, tmp_path / "out", adapter_only=True)
+    (note,) = report.notes
+    assert note == "model.layers.1.more._extra_state: state of the base that is no tensor, not in an adapter's file"
 
 
 def test_extra_state_of_an_adapter_equal_to_that_of_its_base_is_refused(tmp_path):

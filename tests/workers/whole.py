@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
 from torch import nn
-from wrappers import truth
+from wrappers import WRAPPERS, truth
 
 from ft_ckpt import CheckpointSaver
 from ft_ckpt.errors import RanksDisagreeError
@@ -60,6 +60,8 @@ def wrapped(wrapper: str, value: float) -> nn.Module:
     from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 
     model = Model(value)
+    if wrapper == "zero3":
+        return WRAPPERS["zero3"](model).model
     if wrapper == "fsdp2":
         return fully_shard(model)
     if wrapper == "fsdp1":
