@@ -7,13 +7,14 @@ from typing import Any
 
 from torch import nn
 
-from ft_ckpt import accumulation, resume, rng, zero_optimizer
+from ft_ckpt import accumulation, rng, zero_optimizer
 from ft_ckpt.accumulation import StepWatch
 from ft_ckpt.errors import CheckpointError, SelectionError
 from ft_ckpt.feeds import Feeds
 from ft_ckpt.items import Item
 from ft_ckpt.ranks import Ranks
 from ft_ckpt.resume import Restored
+from ft_ckpt.state_files import Stored, own_tree
 from ft_ckpt.training import Document
 
 _GRADIENTS, _RANDOM, _FEED, _STEPS, _SYNC = "gradients", "rng", "loader", "accumulation", "sync"
@@ -49,7 +50,7 @@ def captured(of: OnRank) -> dict[str, Any]:
 
 
 def put_back(
-    to: OnRank, document: Document, stored: resume.Stored, ranks: Ranks
+    to: OnRank, document: Document, stored: Stored, ranks: Ranks
 ) -> tuple[Feeds, tuple[str, ...], list[Restored]]:
     """Give this rank what `captured` gave: the feeds, notes, and what became of each.
 
@@ -57,10 +58,10 @@ def put_back(
     """
     saved, notes, outcomes = len(document["ranks"]), [], []
     stand_in = min(ranks.rank, saved - 1)
-    trees = {name: resume.own_tree(document, stored, stand_in, name) for name in document["ranks"][stand_in]}
+    trees = {name: own_tree(document, stored, stand_in, name) for name in document["ranks"][stand_in]}
     if saved != ranks.size:  # what all ranks have seen together is rank 0's to tell
         places = [name for name in trees if name.startswith(f"{_FEED}-")]
-        trees |= {name: resume.own_tree(document, stored, 0, name) for name in places}
+        trees |= {name: own_tree(document, stored, 0, name) for name in places}
     feeds = Feeds([trees[name] for index in range(len(trees)) if (name := f"{_FEED}-{index}") in trees])
     if f"{_FEED}-0" in trees:
         outcomes.append(Restored("data", "restored"))

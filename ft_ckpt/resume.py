@@ -1,48 +1,26 @@
-"""The way back into a run: choose a checkpoint, put every object's state back, and say of each how that went.
+"""The way back into a run: every object's state is put back, and of each it is said how that went.
 
-Each rank reads what it holds, by ranges, from plain tensor files and one JSON document: nothing is executed, and the
-number of ranks and their wrappers may be others than those that saved.
+Each rank reads what it holds: the number of ranks and their wrappers may be others than those that saved.
 """
 
-import json
-import os
-import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
 from ft_ckpt import optimizers
 from ft_ckpt.bases import differences_of_base
-from ft_ckpt.catalog import CheckpointInfo, discover, read_manifest
-from ft_ckpt.disk import local_path
 from ft_ckpt.engines import Source
-from ft_ckpt.errors import (
-    CheckpointError,
-    CorruptError,
-    LoadError,
-    ManifestError,
-    NotACheckpointError,
-    SelectionError,
-    damaged_input,
-    listing,
-)
+from ft_ckpt.errors import CheckpointError, LoadError, listing
 from ft_ckpt.fan_out import Filler, each_reads
 from ft_ckpt.fill import Wanted, fill
-from ft_ckpt.formats import TensorFile, dual, hdf5
-from ft_ckpt.holdings import is_dtensor
 from ft_ckpt.items import ENGINE, ExtraState, Item, Key, labelled, manner, of_model, tied
-from ft_ckpt.manifest import Manifest
-from ft_ckpt.opening import OpenCheckpoint, open_checkpoint
+from ft_ckpt.opening import OpenCheckpoint
 from ft_ckpt.replicas import WEIGHTS, own_name
-from ft_ckpt.training import DOCUMENT_NAME, DOCUMENT_VERSION, FOLDER, Document, source_of, tensors_of
-from ft_ckpt.tree import unflatten
-from ft_ckpt.tree_json import decode
-from ft_ckpt.typed_json import reader_of
+from ft_ckpt.state_files import Stored, own, tree_of
+from ft_ckpt.training import FOLDER, Document
 
 
 @dataclass(frozen=True)
@@ -67,146 +45,6 @@ class RestoreReport:
     def problems(self) -> tuple[str, ...]:
         """A line for each item that was not restored."""
         return tuple(f"{item.name}: {item.status}: {item.detail}" for item in self.items if item.status != "restored")
-
-
-@contextmanager
-def chosen(directory: Path | None, mode: str, deep: bool = True) -> Iterator[OpenCheckpoint | None]:
-    """The checkpoint to resume from, open while the block runs; None to start afresh.
-
-    What was compared with its manifest are the open files that are then read.
-
-    `mode`: "never"; "auto", the newest that is whole and resumable, if any; "must", the newest, or an error; else a
-    checkpoint's name in `directory` or its path. `deep` compares the digests of all its files. Raises
-    NotACheckpointError when there is none, CorruptError naming its damaged files and the newest whole one.
-    """
-    if mode == "never":
-        yield None
-        return
-    with ExitStack() as stack:
-        yield _choose(directory, mode, deep, stack)
-
-
-def _choose(directory: Path | None, mode: str, deep: bool, stack: ExitStack) -> OpenCheckpoint | None:
-    if mode in ("auto", "must"):
-        candidates = [] if directory is None else [i for i in reversed(discover(directory)) if is_resumable(i.manifest)]
-    else:
-        named = _named(directory, mode)
-        if not named.exists():
-            there = [info.path.name for info in discover(directory)] if directory is not None else []
-            raise NotACheckpointError(
-                f"{named}: is not there; {directory} has {listing(there, ', ') or 'none'}. Expected 'auto', 'must', "
-                "'never', the name of one of these, or a path"
-            )
-        if not is_resumable(read_manifest(named)):
-            raise NotACheckpointError(f"{named}: holds weights and no training state; ft_ckpt.load_model reads them")
-        candidates = [CheckpointInfo(named, read_manifest(named))]
-    for number, info in enumerate(candidates):
-        held, problems = _opened(info.path, deep, stack)
-        if held is not None:
-            return held
-        if mode != "auto":
-            older = next((one.path for one in candidates[number + 1 :] if _opened(one.path, deep, stack)[0]), None)
-            advice = f"the newest whole one is {older}" if older else "there is no older one that is whole"
-            raise CorruptError(f"{info.path}: {listing(list(problems))}; {advice}")
-        warnings.warn(f"{info.path}: damaged, trying an older one: {listing(list(problems))}", stacklevel=2)
-    if mode == "must":
-        raise NotACheckpointError(f"{directory}: no checkpoint with training state in it; use resume('auto') to begin")
-    return None
-
-
-def _named(directory: Path | None, name: str) -> Path:
-    """The run's own checkpoint of that name; what has a separator in it, or is none of the run's, is a path."""
-    own = None if directory is None or os.sep in name else directory / name
-    return own if own is not None and (own.exists() or not Path(name).exists()) else local_path(name)
-
-
-def is_resumable(manifest: Manifest) -> bool:
-    """Whether the checkpoint has training state."""
-    return any(part.kind == "state" for part in manifest.parts)
-
-
-def read_document(path: Path) -> Document:
-    """The JSON half of the training state of checkpoint `path`. Raises CorruptError when it cannot be read."""
-    file = path / FOLDER / DOCUMENT_NAME
-    with damaged_input(f"{file}; resume from another checkpoint"):
-        document: Document = json.loads(file.read_text(encoding="utf-8"))
-        version = document["version"]
-        if version > DOCUMENT_VERSION:
-            raise CorruptError(
-                f"{file}: training state version {version}, this ft_ckpt reads up to {DOCUMENT_VERSION}; upgrade"
-            )
-        known = reader_of(_Known)(document)
-        if not known.ranks or any(len(place) != 2 for place in known.weights.values()):
-            raise CorruptError(
-                f"{file}: of no rank, or with weights that have no place; resume from another checkpoint"
-            )
-    return document
-
-
-@dataclass(frozen=True)
-class _Tree:
-    tree: Any
-
-
-@dataclass(frozen=True)
-class _Known:
-    """What every document has; it is compared where it is read, so that what reads parts of it can rely on them."""
-
-    version: int
-    weights: Mapping[str, tuple[str, ...]]
-    items: Mapping[str, Mapping[str, Any]]
-    ranks: tuple[Mapping[str, _Tree], ...]
-    progress: Mapping[str, Any]
-    run_id: str
-
-
-class Stored:
-    """The tensor files of one checkpoint, opened when first needed; tensors by the folder of their part and name."""
-
-    def __init__(self, held: OpenCheckpoint) -> None:
-        self._held, parts = held, held.manifest.parts
-        self.is_adapter = held.manifest.kind == "adapter"
-        self._formats = {part.path: part.format for part in parts}
-        self._files = {(part.path, tensor.name): tensor.file for part in parts for tensor in part.tensors}
-        self._open: dict[str, TensorFile] = {}
-
-    def file(self, part: str, name: str) -> TensorFile:
-        """The file that holds the tensor `name` of the part in folder `part`. Raises LoadError when none does."""
-        place = self._files.get((part, name))
-        if place is None:
-            raise LoadError(f"{name}: not among the tensors of the checkpoint {self._held.path}")
-        if place not in self._open:
-            opener: Callable[[Path], TensorFile] = hdf5.open_file if self._formats[part] == "h5" else dual.open_file
-            self._open[place] = opener(self._held.folder / place) if self._held.far is None else self._held.far(part)
-        return self._open[place]
-
-    def names(self, prefix: str) -> frozenset[str]:
-        """Names of the training state's tensors that begin with `prefix`, without it."""
-        return frozenset(n[len(prefix) :] for part, n in self._files if part == FOLDER and n.startswith(prefix))
-
-    def read(self, part: str, name: str, start: int, stop: int) -> Tensor:
-        """Flat elements [start, stop) of a tensor, on the host."""
-        return self.file(part, name).read(name, start, stop)
-
-    def state(self, name: str) -> Tensor:
-        """The tensor `name` of the training state, whole, on the host."""
-        file = self.file(FOLDER, name)
-        return file.read(name).view(file.specs[name].shape)
-
-    def close(self) -> None:
-        """Let go of the files."""
-        for file in self._open.values():
-            file.close()
-
-
-@contextmanager
-def opened(held: OpenCheckpoint) -> Iterator[Stored]:
-    """The tensor files of a checkpoint while the block runs."""
-    stored = Stored(held)
-    try:
-        yield stored
-    finally:
-        stored.close()
 
 
 def restore_weights(
@@ -306,33 +144,6 @@ def _live(items: Sequence[Item], found: Mapping[Key, Source], document: Document
     return live
 
 
-def own(document: Document, rank: int) -> Document:
-    """What the document has of this rank alone; nothing for a rank that was not there."""
-    ranks: list[Document] = document["ranks"]
-    return ranks[rank] if rank < len(ranks) else {}
-
-
-def own_tree(document: Document, stored: Stored, rank: int, name: str) -> Any:
-    """The object `name` that the rank stored for itself; None when there is none."""
-    entry = own(document, rank).get(name)
-    return None if entry is None else _tree(entry, f"rank-{rank}/{name}", stored)
-
-
-def _opened(path: Path, deep: bool, stack: ExitStack) -> tuple[OpenCheckpoint | None, tuple[str, ...]]:
-    """The checkpoint at `path`, open as long as the stack; or None, and what is wrong with it."""
-    with ExitStack() as trial:
-        try:
-            held = trial.enter_context(open_checkpoint(path))
-            found = held.problems(deep)
-            if not found:
-                read_document(held.folder)
-                stack.push(trial.pop_all())
-                return held, ()
-        except (ManifestError, CorruptError, OSError) as error:
-            return None, (str(error),)
-    return None, found
-
-
 def _is_elsewhere(source: Source, stored: Stored) -> bool:
     """Whether a tensor that is not among a checkpoint's weights need not be."""
     return source.is_added or (stored.is_adapter and source.is_parameter and not source.trainable)
@@ -380,7 +191,7 @@ def _restore(item: Item, entry: Document, found: Mapping[Key, Source], give: _Gi
     elif item.kind == "model":
         give.fill_all(item.name, lambda: _whole_model(of_model(found, item.name), give))
     else:
-        item.value.load_state_dict(_tree(entry, give.prefix, give.stored, item.value))
+        item.value.load_state_dict(tree_of(entry, give.prefix, give.stored, item.value))
     return "; ".join(notes)
 
 
@@ -393,28 +204,3 @@ def _whole_model(own: Mapping[str, Source], give: _Give) -> list[Wanted]:
     if problems:
         raise LoadError(listing(problems))
     return [give.wanted(own[name], name) for name in groups]
-
-
-def _tree(entry: Document, prefix: str, stored: Stored, like: Any = None) -> Any:
-    """The object that `entry` describes. Tensors that `like` has cut over the ranks are made and read in its way."""
-    cut = _cut_tensors(like)
-
-    def tensor(index: int) -> Any:
-        name = f"{prefix}/{index}"
-        if index not in cut:
-            return stored.state(name)
-        fresh = torch.empty_like(cut[index])
-        fill(source_of(name, fresh), stored.file(FOLDER, name), name)
-        return fresh
-
-    return unflatten(decode(entry["tree"]), tensor, lambda index: stored.state(f"{prefix}/{index}").numpy())
-
-
-def _cut_tensors(like: Any) -> dict[int, Tensor]:
-    """The distributed tensors in the state of an object as it is now, by their place in its tree."""
-    if like is None:
-        return {}
-    with suppress(SelectionError):  # what it holds before it is loaded may be of any kind
-        tensors = tensors_of(like.state_dict())
-        return {index: tensor for index, tensor in enumerate(tensors) if is_dtensor(tensor)}
-    return {}

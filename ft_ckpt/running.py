@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import nn
 
-from ft_ckpt import capturing, fan_out, optimizers, rank_state, resume, schedule, training, zero_optimizer
+from ft_ckpt import capturing, fan_out, optimizers, rank_state, resume, schedule, state_files, training, zero_optimizer
 from ft_ckpt.accumulation import StepWatch
 from ft_ckpt.bases import BaseWatch
 from ft_ckpt.capturing import Captured, Objects
@@ -293,12 +293,12 @@ class Run:
         return fingerprint(self.model, found.values(), objects, loaders, self.accelerator, ranks.size, versions)
 
     def _put_back(self, held: OpenCheckpoint, ranks: Ranks, versions: Mapping[str, str]) -> RestoreReport:
-        document = resume.read_document(held.folder)
+        document = state_files.read_document(held.folder)
         items = in_order(self.accelerator, self.registered, document.get("signatures", {}))
         items = with_extra_state(self.model, items)
         found = known_sources(self.model, items)
         fill_all = fan_out.filler("broadcast" if held.served else self.config.fan_out, ranks, self.config.bucket_bytes)
-        with resume.opened(held) as stored:
+        with state_files.opened(held) as stored:
             outcomes = [resume.restore_weights(found, document, stored, fill_all)]
             outcomes += resume.compare_base(self.model, document, held, ranks.rank)
             for item in _zero(items):

@@ -11,7 +11,7 @@ from weakref import WeakSet
 
 from torch import Tensor, nn
 
-from ft_ckpt import commit, engines, rehearsal, resume, starting
+from ft_ckpt import commit, engines, rehearsal, starting
 from ft_ckpt.config import SaverConfig, make_config, numbers_of
 from ft_ckpt.disk import local_path
 from ft_ckpt.opening import OpenCheckpoint
@@ -25,6 +25,7 @@ from ft_ckpt.running import Progress, Run
 from ft_ckpt.saving import SaveReport
 from ft_ckpt.serving import facts_of, open_to_all
 from ft_ckpt.snapshot import as_in_training
+from ft_ckpt.state_files import Stored
 from ft_ckpt.sweep import clear
 
 __all__ = ["CheckpointSaver", "Progress", "SaveReport"]
@@ -293,7 +294,7 @@ class CheckpointSaver:
         told = {"mode": mode, "found": None if held is None else facts_of(held), "branch": branch}
         answer = ranks.agree("resume()", told, error, same=("mode",))[0]
         if answer["found"] is not None and ranks.size > 1:
-            deep, reader = self.config.verify_resume, lambda one: resume.Stored(one).read
+            deep, reader = self.config.verify_resume, lambda one: Stored(one).read
             held = open_to_all(held, answer["found"], ranks, stack, deep, reader)
         return held, answer["branch"]
 
@@ -301,7 +302,7 @@ class CheckpointSaver:
         if self.directory is not None:
             clear(self.directory)  # of what saves have left that were killed
             starting.warn_of_others(self.directory, mode)
-        held = stack.enter_context(resume.chosen(self.directory, mode, self.config.verify_resume))
+        held = stack.enter_context(starting.chosen(self.directory, mode, self.config.verify_resume))
         return held, None if held is None else starting.branch_of(mode, held.path, held.manifest)
 
     def _ranks(self) -> Ranks:

@@ -1,16 +1,20 @@
-"""Where a run begins: what `resume` was asked for, whose checkpoints are in the folder, and which may be replaced."""
+"""Where a run begins: which checkpoint `resume` takes, whose others are beside it, and which may be replaced."""
 
 import logging
+import os
 import uuid
 import warnings
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
 from ft_ckpt.catalog import CheckpointInfo, discover, read_manifest
-from ft_ckpt.errors import ConfigError, ManifestError, TargetError, listing
+from ft_ckpt.disk import local_path
+from ft_ckpt.errors import ConfigError, CorruptError, ManifestError, NotACheckpointError, TargetError, listing
 from ft_ckpt.manifest import Manifest
-from ft_ckpt.resume import is_resumable
+from ft_ckpt.opening import OpenCheckpoint, open_checkpoint
+from ft_ckpt.state_files import read_document
 
 MODES = ("auto", "must", "never")
 _LOG = logging.getLogger("ft_ckpt")
@@ -32,11 +36,82 @@ def mode_of(checkpoint: Any) -> str:
     )
 
 
-def branch_of(mode: str, chosen: Path, manifest: Manifest) -> str | None:
-    """A name for the run that goes on from `chosen`, if it was asked for by name and its run has got further."""
+@contextmanager
+def chosen(directory: Path | None, mode: str, deep: bool = True) -> Iterator[OpenCheckpoint | None]:
+    """The checkpoint to resume from, open while the block runs; None to start afresh.
+
+    What was compared with its manifest are the open files that are then read.
+
+    `mode`: "never"; "auto", the newest that is whole and resumable, if any; "must", the newest, or an error; else a
+    checkpoint's name in `directory` or its path. `deep` compares the digests of all its files. Raises
+    NotACheckpointError when there is none, CorruptError naming its damaged files and the newest whole one.
+    """
+    if mode == "never":
+        yield None
+        return
+    with ExitStack() as stack:
+        yield _choose(directory, mode, deep, stack)
+
+
+def _choose(directory: Path | None, mode: str, deep: bool, stack: ExitStack) -> OpenCheckpoint | None:
+    if mode in ("auto", "must"):
+        candidates = [] if directory is None else [i for i in reversed(discover(directory)) if is_resumable(i.manifest)]
+    else:
+        named = _named(directory, mode)
+        if not named.exists():
+            there = [info.path.name for info in discover(directory)] if directory is not None else []
+            raise NotACheckpointError(
+                f"{named}: is not there; {directory} has {listing(there, ', ') or 'none'}. Expected 'auto', 'must', "
+                "'never', the name of one of these, or a path"
+            )
+        if not is_resumable(read_manifest(named)):
+            raise NotACheckpointError(f"{named}: holds weights and no training state; ft_ckpt.load_model reads them")
+        candidates = [CheckpointInfo(named, read_manifest(named))]
+    for number, info in enumerate(candidates):
+        held, problems = _opened(info.path, deep, stack)
+        if held is not None:
+            return held
+        if mode != "auto":
+            older = next((one.path for one in candidates[number + 1 :] if _opened(one.path, deep, stack)[0]), None)
+            advice = f"the newest whole one is {older}" if older else "there is no older one that is whole"
+            raise CorruptError(f"{info.path}: {listing(list(problems))}; {advice}")
+        warnings.warn(f"{info.path}: damaged, trying an older one: {listing(list(problems))}", stacklevel=2)
+    if mode == "must":
+        raise NotACheckpointError(f"{directory}: no checkpoint with training state in it; use resume('auto') to begin")
+    return None
+
+
+def _named(directory: Path | None, name: str) -> Path:
+    """The run's own checkpoint of that name; what has a separator in it, or is none of the run's, is a path."""
+    own = None if directory is None or os.sep in name else directory / name
+    return own if own is not None and (own.exists() or not Path(name).exists()) else local_path(name)
+
+
+def _opened(path: Path, deep: bool, stack: ExitStack) -> tuple[OpenCheckpoint | None, tuple[str, ...]]:
+    """The checkpoint at `path`, open as long as the stack; or None, and what is wrong with it."""
+    with ExitStack() as trial:
+        try:
+            held = trial.enter_context(open_checkpoint(path))
+            found = held.problems(deep)
+            if not found:
+                read_document(held.folder)
+                stack.push(trial.pop_all())
+                return held, ()
+        except (ManifestError, CorruptError, OSError) as error:
+            return None, (str(error),)
+    return None, found
+
+
+def is_resumable(manifest: Manifest) -> bool:
+    """Whether the checkpoint has training state."""
+    return any(part.kind == "state" for part in manifest.parts)
+
+
+def branch_of(mode: str, path: Path, manifest: Manifest) -> str | None:
+    """A name for the run that goes on from `path`, if it was asked for by name and its run has got further."""
     if mode in MODES:
         return None
-    fellows = [info.manifest for info in _of_runs(chosen.parent) if info.manifest.run_id == manifest.run_id]
+    fellows = [info.manifest for info in _of_runs(path.parent) if info.manifest.run_id == manifest.run_id]
     return uuid.uuid4().hex if any((one.step or 0) > (manifest.step or 0) for one in fellows) else None
 
 

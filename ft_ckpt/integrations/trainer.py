@@ -28,7 +28,7 @@ from transformers import Trainer, TrainerCallback, TrainerState
 from transformers.trainer import TRAINER_STATE_NAME, TRAINING_ARGS_NAME
 from transformers.trainer_callback import ExportableState
 
-from ft_ckpt import CheckpointSaver, engines, resume, rng
+from ft_ckpt import CheckpointSaver, engines, resume, rng, starting, state_files
 from ft_ckpt.adapters import has_adapters
 from ft_ckpt.catalog import discover, read_manifest, verify
 from ft_ckpt.config import keep_of, make_config
@@ -438,12 +438,12 @@ def _problems(path: Path, deep: bool) -> tuple[str, ...]:
 
 def _is_resumable(path: Path) -> bool:
     """Whether the checkpoint has a training state of ours."""
-    return (path / MANIFEST_NAME).exists() and resume.is_resumable(read_manifest(path))
+    return (path / MANIFEST_NAME).exists() and starting.is_resumable(read_manifest(path))
 
 
 def _load_weights(model: nn.Module, path: Path) -> None:
-    with open_checkpoint(path) as held, resume.opened(held) as stored:
-        document = resume.read_document(held.folder)
+    with open_checkpoint(path) as held, state_files.opened(held) as stored:
+        document = state_files.read_document(held.folder)
         outcome = resume.restore_weights(known_sources(model, []), document, stored)
     if outcome.status != "restored":
         raise LoadError(f"{path}: the best model was not loaded: {outcome.detail}")

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from resume import TOLD, live_model, optimizer_state, same, train
 from wrappers import Live, truth
 
-from ft_ckpt import CheckpointSaver, blocks, fan_out, fill, resume
+from ft_ckpt import CheckpointSaver, blocks, fan_out, fill, resume, state_files
 from ft_ckpt.errors import LoadError, RankError
 
 BUCKET = 1 << 16  # the least there is: many buckets even for a tiny model
@@ -100,13 +100,13 @@ def gone_before_reading(folder: Path) -> None:
     """One rank fails before it reads anything: the others are told of it, not left to their time-out."""
     left("ddp", "llama", folder)
     fresh = live_model("ddp", "llama", seed=1)
-    real = resume.read_document
+    real = state_files.read_document
     if harness.RANK == 1:
-        resume.read_document = lambda path: 1 / 0
+        state_files.read_document = lambda path: 1 / 0
     kind, words = (RankError, "rank 1.*division by zero") if harness.RANK == 0 else (ZeroDivisionError, "division")
     with saver_of(fresh, folder, fan_out="broadcast") as saver, pytest.raises(kind, match=words):
         saver.resume("must")
-    resume.read_document = real
+    state_files.read_document = real
     goes_on(fresh, folder)
 
 

@@ -24,7 +24,8 @@ from ft_ckpt.converting import open_source
 from ft_ckpt.errors import CheckpointError
 from ft_ckpt.formats import hdf5, hdf5_index, unpickle
 from ft_ckpt.modules import build_module, describe_module
-from ft_ckpt.resume import DOCUMENT_NAME, FOLDER, read_document
+from ft_ckpt.state_files import read_document
+from ft_ckpt.training import DOCUMENT_NAME, FOLDER
 from ft_ckpt.tree import unflatten
 from ft_ckpt.tree_json import decode
 

@@ -1,0 +1,145 @@
+"""What a run is resumed from, as it lies in the files: one JSON document, tensors, and objects made of both.
+
+Read by ranges from plain tensor files; nothing is executed.
+"""
+
+import json
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ft_ckpt.errors import CorruptError, LoadError, SelectionError, damaged_input
+from ft_ckpt.fill import fill
+from ft_ckpt.formats import TensorFile, dual, hdf5
+from ft_ckpt.holdings import is_dtensor
+from ft_ckpt.opening import OpenCheckpoint
+from ft_ckpt.training import DOCUMENT_NAME, DOCUMENT_VERSION, FOLDER, Document, source_of, tensors_of
+from ft_ckpt.tree import unflatten
+from ft_ckpt.tree_json import decode
+from ft_ckpt.typed_json import reader_of
+
+
+def read_document(path: Path) -> Document:
+    """The JSON half of the training state of checkpoint `path`. Raises CorruptError when it cannot be read."""
+    file = path / FOLDER / DOCUMENT_NAME
+    with damaged_input(f"{file}; resume from another checkpoint"):
+        document: Document = json.loads(file.read_text(encoding="utf-8"))
+        version = document["version"]
+        if version > DOCUMENT_VERSION:
+            raise CorruptError(
+                f"{file}: training state version {version}, this ft_ckpt reads up to {DOCUMENT_VERSION}; upgrade"
+            )
+        known = reader_of(_Known)(document)
+        if not known.ranks or any(len(place) != 2 for place in known.weights.values()):
+            raise CorruptError(
+                f"{file}: of no rank, or with weights that have no place; resume from another checkpoint"
+            )
+    return document
+
+
+@dataclass(frozen=True)
+class _Tree:
+    tree: Any
+
+
+@dataclass(frozen=True)
+class _Known:
+    """What every document has; it is compared where it is read, so that what reads parts of it can rely on them."""
+
+    version: int
+    weights: Mapping[str, tuple[str, ...]]
+    items: Mapping[str, Mapping[str, Any]]
+    ranks: tuple[Mapping[str, _Tree], ...]
+    progress: Mapping[str, Any]
+    run_id: str
+
+
+class Stored:
+    """The tensor files of one checkpoint, opened when first needed; tensors by the folder of their part and name."""
+
+    def __init__(self, held: OpenCheckpoint) -> None:
+        self._held, parts = held, held.manifest.parts
+        self.is_adapter = held.manifest.kind == "adapter"
+        self._formats = {part.path: part.format for part in parts}
+        self._files = {(part.path, tensor.name): tensor.file for part in parts for tensor in part.tensors}
+        self._open: dict[str, TensorFile] = {}
+
+    def file(self, part: str, name: str) -> TensorFile:
+        """The file that holds the tensor `name` of the part in folder `part`. Raises LoadError when none does."""
+        place = self._files.get((part, name))
+        if place is None:
+            raise LoadError(f"{name}: not among the tensors of the checkpoint {self._held.path}")
+        if place not in self._open:
+            opener: Callable[[Path], TensorFile] = hdf5.open_file if self._formats[part] == "h5" else dual.open_file
+            self._open[place] = opener(self._held.folder / place) if self._held.far is None else self._held.far(part)
+        return self._open[place]
+
+    def names(self, prefix: str) -> frozenset[str]:
+        """Names of the training state's tensors that begin with `prefix`, without it."""
+        return frozenset(n[len(prefix) :] for part, n in self._files if part == FOLDER and n.startswith(prefix))
+
+    def read(self, part: str, name: str, start: int, stop: int) -> Tensor:
+        """Flat elements [start, stop) of a tensor, on the host."""
+        return self.file(part, name).read(name, start, stop)
+
+    def state(self, name: str) -> Tensor:
+        """The tensor `name` of the training state, whole, on the host."""
+        file = self.file(FOLDER, name)
+        return file.read(name).view(file.specs[name].shape)
+
+    def close(self) -> None:
+        """Let go of the files."""
+        for file in self._open.values():
+            file.close()
+
+
+@contextmanager
+def opened(held: OpenCheckpoint) -> Iterator[Stored]:
+    """The tensor files of a checkpoint while the block runs."""
+    stored = Stored(held)
+    try:
+        yield stored
+    finally:
+        stored.close()
+
+
+def own(document: Document, rank: int) -> Document:
+    """What the document has of this rank alone; nothing for a rank that was not there."""
+    ranks: list[Document] = document["ranks"]
+    return ranks[rank] if rank < len(ranks) else {}
+
+
+def own_tree(document: Document, stored: Stored, rank: int, name: str) -> Any:
+    """The object `name` that the rank stored for itself; None when there is none."""
+    entry = own(document, rank).get(name)
+    return None if entry is None else tree_of(entry, f"rank-{rank}/{name}", stored)
+
+
+def tree_of(entry: Document, prefix: str, stored: Stored, like: Any = None) -> Any:
+    """The object that `entry` describes. Tensors that `like` has cut over the ranks are made and read in its way."""
+    cut = _cut_tensors(like)
+
+    def tensor(index: int) -> Any:
+        name = f"{prefix}/{index}"
+        if index not in cut:
+            return stored.state(name)
+        fresh = torch.empty_like(cut[index])
+        fill(source_of(name, fresh), stored.file(FOLDER, name), name)
+        return fresh
+
+    return unflatten(decode(entry["tree"]), tensor, lambda index: stored.state(f"{prefix}/{index}").numpy())
+
+
+def _cut_tensors(like: Any) -> dict[int, Tensor]:
+    """The distributed tensors in the state of an object as it is now, by their place in its tree."""
+    if like is None:
+        return {}
+    with suppress(SelectionError):  # what it holds before it is loaded may be of any kind
+        tensors = tensors_of(like.state_dict())
+        return {index: tensor for index, tensor in enumerate(tensors) if is_dtensor(tensor)}
+    return {}
