@@ -33,7 +33,7 @@ class Holding:
     moves: bool = False  # cut over ranks by its engine; the same on every rank, whoever owns what
     whole: Callable[[], Tensor] | None = None  # collective that gives the full tensor, for layouts that are no blocks
     mine: Block | None = None  # where `local` lies in `view` on this rank, even if another speaks for it in a gather
-    alike: bool = False  # every rank has all of it, and the same; the same answer on every rank
+    alike: bool = False  # several ranks have the same part of it, and the same in it; the same answer on every rank
 
 
 def replicated(tensor: Tensor) -> Holding:
@@ -62,7 +62,7 @@ def runs(buffer: Tensor, numel: int, first: int, shard: int, members: Sequence[i
     `buffer` is the shard, of `shard` elements or the rest, that this `rank` has. Members without rank 0 hold again
     what others hold, and contribute nothing.
     """
-    place = {member: index for index, member in enumerate(members)}
+    place, alike = {member: index for index, member in enumerate(members)}, _are_some(len(members))
 
     def block(member: int) -> Block | None:
         return _run(numel, first, shard, place[member]) if member in place and 0 in place else None
@@ -71,10 +71,10 @@ def runs(buffer: Tensor, numel: int, first: int, shard: int, members: Sequence[i
     owners = tuple(touched) if 0 in place else ()
     mine = _run(numel, first, shard, place[rank]) if rank in place else None
     if mine is None:
-        return Holding((numel,), None, owners, block, moves=True)
+        return Holding((numel,), None, owners, block, moves=True, alike=alike)
     begin = first + mine.offsets[0] - place[rank] * shard
     local = buffer.detach().view(-1)[begin : begin + mine.sizes[0]]
-    return Holding((numel,), local, owners, block, moves=True, mine=mine)
+    return Holding((numel,), local, owners, block, moves=True, mine=mine, alike=alike)
 
 
 def _run(numel: int, first: int, shard: int, index: int) -> Block | None:
@@ -82,6 +82,13 @@ def _run(numel: int, first: int, shard: int, index: int) -> Block | None:
     start = max(index * shard, first) - first
     stop = min((index + 1) * shard, first + numel) - first
     return Block((start,), (stop - start,)) if stop > start else None
+
+
+def _are_some(count: int) -> bool:
+    """Whether `count` ranks that hold a tensor together are not all: then others hold it again."""
+    import torch.distributed as dist
+
+    return dist.is_initialized() and bool(count < dist.get_world_size())
 
 
 def zero3_holding(parameter: Any, shape: tuple[int, ...]) -> Holding:
@@ -106,6 +113,8 @@ def dtensor_holding(tensor: Any) -> tuple[str, Holding]:
     sharded = [p.dim % max(len(shape), 1) for p in placements if p.is_shard()]
     engine = "fsdp2" if sharded in ([], [0]) else "tensor parallel"
     plain = all(type(p).__name__ in {"Shard", "Replicate"} for p in placements)
+    again = any(p.is_replicate() and count > 1 for p, count in zip(placements, mesh.shape, strict=True))
+    alike = (again or _are_some(mesh.size())) and not any(p.is_partial() for p in placements)
     where, owners = _owners(mesh, placements)
     with torch.no_grad():  # or torch would make a step of autograd of it
         local = tensor.to_local().detach()
@@ -114,10 +123,10 @@ def dtensor_holding(tensor: Any) -> tuple[str, Holding]:
     if not plain or len(set(sharded)) != len(sharded):
         # A dimension cut twice, a strided shard or a pending sum: torch's own gather puts it together.
         full = lambda: tensor.detach().full_tensor()  # noqa: E731 - a def would hide that it is one call
-        return engine, Holding(shape, local, (0,), lambda rank: None, whole=full, mine=mine)
+        return engine, Holding(shape, local, (0,), lambda rank: None, whole=full, mine=mine, alike=alike)
 
     if 0 not in where:  # another group of ranks that holds the same again, such as the next tensor-parallel column
-        return engine, Holding(shape, local, (), lambda rank: None, moves=True, mine=mine)
+        return engine, Holding(shape, local, (), lambda rank: None, moves=True, mine=mine, alike=alike)
 
     sizes, speaks = tuple(mesh.shape), frozenset(owners)  # asked for every rank: `mesh.mesh` makes a tensor each time
 
@@ -127,7 +136,7 @@ def dtensor_holding(tensor: Any) -> tuple[str, Holding]:
         cuts = zip(where[rank], placements, sizes, strict=True)
         return _cut(shape, tuple((p.dim % len(shape), index, parts) for index, p, parts in cuts if p.is_shard()))
 
-    return engine, Holding(shape, local, owners, block, moves=True, mine=mine)
+    return engine, Holding(shape, local, owners, block, moves=True, mine=mine, alike=alike)
 
 
 @lru_cache(maxsize=1024)  # torch counts out every index of a cut dimension; a model has few shapes and many tensors

@@ -126,12 +126,12 @@ class Pending:
     ) -> tuple[Request | None, Weighed | None, bool]:
         """The request, with what ranks have come apart in, as weighed; and whether no rank must finish it at once."""
         weighed: Weighed | None = None
-        made: dict[str, str] = {}
+        made: dict[str, replicas.Digest] = {}
         if request is not None:
             asked = request
             weighed, error = attempt(lambda: self._weigh(asked, ranks, config))
         if weighed is not None and compares(request, ranks):
-            some, error = attempt(lambda: replicas.digests(weighed.replicas()))
+            some, error = attempt(lambda: replicas.digests(weighed.replicas(), ranks.rank))
             made = some or {}
         can, target = weighed is not None and weighed.can_wait, "" if request is None else str(request.target)
         facts = {"path": target, "can": can, "replicas": replicas.told(made)}

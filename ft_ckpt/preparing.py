@@ -141,7 +141,7 @@ def choose(request: Request, ranks: Ranks, config: SaverConfig) -> Prepared:
         replicas.refuse_experts(parts)
     if request.apart:
         parts = replicas.set_apart(parts, request.apart, ranks.rank)
-        captured.document["apart"] = {name: list(odd) for name, odd in request.apart.items()}
+        captured.document["apart"] = {name: dict(odd) for name, odd in request.apart.items()}
     plans = tuple(plan(part, request.max_shard_bytes, request.format, reuse.apart(part, still, mode)) for part in parts)
     doubtful = tuple(pair for part in parts for pair in part.doubtful)
     samples = {part.name: engines.sample(part.base, ranks.rank) for part in parts if part.base}

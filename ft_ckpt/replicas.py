@@ -1,13 +1,15 @@
-"""What every rank holds whole is compared, not believed to be the same: by one digest of each rank.
+"""What several ranks hold of one tensor is compared, not believed to be the same: by one digest for each such part.
 
 The digest is of all bits, so it is a proof. Where ranks have come apart (LocalSGD, statistics of batches, parameters
-that a wrapper was told to ignore) rank 0's tensor is the checkpoint's, and is written by rank 0 alone; a run keeps
-those of the other ranks beside it.
+that a wrapper was told to ignore, replicas of shards) the tensor of the first rank is the checkpoint's, of one that all
+have whole rank 0's, and is written by that rank alone; a run keeps those of the other ranks beside it.
 """
 
 import ctypes
+import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from typing import Any, NamedTuple
 
 import torch
 import xxhash
@@ -17,18 +19,28 @@ from ft_ckpt.deliver import PartPlan
 from ft_ckpt.engines import Source, of_rank_0
 from ft_ckpt.entries import Entry, Part
 from ft_ckpt.errors import IncompleteError, RanksDisagreeError, listing
-from ft_ckpt.holdings import held_by
+from ft_ckpt.holdings import Holding, held_by
 from ft_ckpt.ranks import Ranks
 from ft_ckpt.verdicts import numbers
 
-Apart = Mapping[str, tuple[int, ...]]  # tensor, as a run names it -> the ranks whose own is not rank 0's
+# Tensor, as a run names it -> the ranks whose own is not the first rank's: where theirs lies (see `place_of`), None if
+# they have nothing.
+Apart = Mapping[str, Mapping[int, str | None]]
 WEIGHTS = "weights"  # the folder, in such names, of the model that is saved
 _WORDS = 1 << 24  # of 8 bytes, digested at a time on an accelerator
 _ODD = (-7046029254386353131, -4417276706812531889, -8663945395140668459)  # odd factors that spread bits, of xxHash
 
 
+class Digest(NamedTuple):
+    """What a rank has of one tensor."""
+
+    place: str  # as `place_of` says
+    bits: str  # hexadecimal; "" where it has nothing, though others have
+    speaks: bool  # whether it is this rank's that is stored
+
+
 def of_plans(plans: Iterable[PartPlan]) -> dict[str, Source]:
-    """What is in the files of `plans` and should be the same on every rank, each tensor once."""
+    """What is in the files of `plans` and held by several ranks, each tensor once."""
     found: dict[int, tuple[str, Source]] = {}
     for plan in plans:
         written = {spec.name for file in plan.files for spec in file.layout.specs}
@@ -39,50 +51,73 @@ def of_plans(plans: Iterable[PartPlan]) -> dict[str, Source]:
     return dict(found.values())
 
 
-def digests(sources: Mapping[str, Source]) -> dict[str, str]:
-    """The digest of what this rank has of each source, hexadecimal; "" where it has nothing."""
-    found = {name: source.holding.local for name, source in sources.items()}
-    made = {name: _on_host(tensor) for name, tensor in found.items() if tensor is not None and tensor.is_cpu}
-    elsewhere = {name: tensor for name, tensor in found.items() if tensor is not None and not tensor.is_cpu}
-    folded = [folded_bits(tensor).cpu() for tensor in elsewhere.values()]
-    made |= {name: f"{int(value):x}" for name, value in zip(elsewhere, folded, strict=True)}
-    return {name: made.get(name, "") for name in found}
+def place_of(holding: Holding) -> str:
+    """Where in the tensor this rank's part lies: its offsets and sizes as JSON, "" for all of it."""
+    mine = holding.mine
+    return "" if mine is None or mine.sizes == holding.view else json.dumps([mine.offsets, mine.sizes])
 
 
-def told(made: Mapping[str, str]) -> str:
-    """The one digest that a rank tells the others."""
-    return xxhash.xxh3_128_hexdigest(repr(list(made.items())).encode())
+def digests(sources: Mapping[str, Source], rank: int) -> dict[str, Digest]:
+    """The digest of what this `rank` has of each source that it should have something of."""
+    holdings = {name: one.holding for name, one in sources.items() if one.holding.mine or not one.holding.moves}
+    found = {name: holding.local for name, holding in holdings.items() if holding.local is not None}
+    made = {name: _on_host(tensor) for name, tensor in found.items() if tensor.is_cpu}
+    elsewhere = {name: tensor for name, tensor in found.items() if not tensor.is_cpu}
+    folded = [folded_bits(tensor) for tensor in elsewhere.values()]
+    values = (
+        torch.stack([value.to(folded[0].device) for value in folded]).tolist() if folded else []
+    )  # one wait for all
+    made |= {name: f"{value:x}" for name, value in zip(elsewhere, values, strict=True)}
+    return {
+        name: Digest(place_of(holding), made.get(name, ""), holding.block(rank) is not None)
+        for name, holding in holdings.items()
+    }
 
 
-def differing(made: Mapping[str, str], answers: Sequence[str], ranks: Ranks) -> Apart:
-    """The tensors that ranks have otherwise than rank 0, from the one digest of each. Collective where these differ."""
-    if len(set(answers)) == 1:
+def told(made: Mapping[str, Digest]) -> dict[str, str]:
+    """What a rank tells the others first: by place, one digest of all that it has there."""
+    places: dict[str, list[tuple[str, str]]] = {}
+    for name, digest in made.items():
+        places.setdefault(digest.place, []).append((name, digest.bits))
+    return {place: xxhash.xxh3_128_hexdigest(repr(some).encode()) for place, some in places.items()}
+
+
+def differing(made: Mapping[str, Digest], answers: Sequence[Mapping[str, str]], ranks: Ranks) -> Apart:
+    """The tensors that ranks have otherwise than the first of them, from what each has `told`.
+
+    Collective where that differs.
+    """
+    seen: dict[str, set[str]] = {}
+    for answer in answers:
+        for place, digest in answer.items():
+            seen.setdefault(place, set()).add(digest)
+    if all(len(digests) == 1 for digests in seen.values()):
         return {}
-    everyone = ranks.agree("the comparison of what all ranks hold", {"digests": dict(made)})
-    found: dict[str, tuple[int, ...]] = {}
-    for name in dict.fromkeys(name for one in everyone for name in one["digests"]):
-        had = {rank: one["digests"][name] for rank, one in enumerate(everyone) if name in one["digests"]}
-        first = next(iter(had.values()))
-        odd = tuple(rank for rank, digest in had.items() if digest != first)
-        if odd:
-            found[name] = odd
-    return found
+    everyone = ranks.agree("the comparison of what ranks hold", {"digests": dict(made)})
+    had: dict[str, dict[str, dict[int, Digest]]] = {}  # name -> place -> rank
+    for rank, answer in enumerate(everyone):
+        for name, row in answer["digests"].items():
+            one = Digest(*row)
+            had.setdefault(name, {}).setdefault(one.place, {})[rank] = one
+    odd = {name: {rank: at for some in places.values() for rank, at in _odd(some)} for name, places in had.items()}
+    return {name: dict(sorted(ranks_of.items())) for name, ranks_of in odd.items() if ranks_of}
 
 
 def described(apart: Apart) -> str:
     """Which tensors differ, and on which ranks, in words."""
     by_ranks: dict[tuple[int, ...], list[str]] = {}
     for name, odd in apart.items():
-        by_ranks.setdefault(odd, []).append(name.removeprefix(f"{WEIGHTS}/"))
+        by_ranks.setdefault(tuple(odd), []).append(name.removeprefix(f"{WEIGHTS}/"))
     some = [f"{listing(names, ', ')} on rank(s) {numbers(list(odd))}" for odd, names in by_ranks.items()]
-    return f"{listing(some)}: not as on rank 0"
+    is_cut = any(place for odd in apart.values() for place in odd.values())
+    return f"{listing(some)}: not as on {'the first rank with the same part' if is_cut else 'rank 0'}"
 
 
-def refuse(apart: Apart) -> None:
-    """Raise RanksDisagreeError naming the tensors and the ranks."""
+def refuse(told_apart: str) -> None:
+    """Raise RanksDisagreeError for what is `told_apart`: tensors or settings, and the ranks."""
     raise RanksDisagreeError(
-        f"{described(apart)}, where all ranks should hold the same, and on_difference='raise'; nothing was committed. "
-        "Average or broadcast them before the save, or save with on_difference='warn', which takes rank 0's"
+        f"{told_apart}, where these ranks should hold the same, and on_difference='raise'; nothing was committed. "
+        "Average or broadcast them before the save, or save with on_difference='warn', which takes the first rank's"
     )
 
 
@@ -100,16 +135,16 @@ def refuse_experts(parts: Iterable[Part]) -> None:
 
 
 def set_apart(parts: Sequence[Part], apart: Apart, rank: int) -> list[Part]:
-    """The parts with rank 0's of what is `apart`, a note of it, and in a training state each other rank's own."""
+    """The parts with the first rank's of what is `apart`, a note of it, and in a training state each other's own."""
     sources = {name: s for part in parts for entry in part.entries for name, s in _named(part, entry) if name in apart}
     odd = frozenset(source.identity for source in sources.values())
     kept = [entry for name, source in sources.items() for entry in _own(name, source, apart[name], rank)]
     has_state = any(part.kind == "state" for part in parts)
-    way = "rank 0's are stored, each rank's own beside them" if has_state else "rank 0's are stored"
+    way = ", which is stored, each rank's own beside it" if has_state else ", which is stored"
     changed = []
     for number, part in enumerate(parts):
         entries = [_changed(entry, odd) for entry in part.entries] + (kept if part.kind == "state" else [])
-        notes = part.notes if number else (*part.notes, f"{described(apart)}; {way}")
+        notes = part.notes if number else (*part.notes, f"{described(apart)}{way}")
         changed.append(replace(part, entries=tuple(entries), notes=notes))
     return changed
 
@@ -117,6 +152,16 @@ def set_apart(parts: Sequence[Part], apart: Apart, rank: int) -> list[Part]:
 def own_name(name: str, rank: int) -> str:
     """The stored name of what `rank` alone has of the tensor `name`."""
     return f"rank-{rank}/{name}"
+
+
+def own_part(source: Source) -> Source:
+    """What this rank holds of the source, as a tensor for itself: as `own_name` is stored."""
+    holding = source.holding
+    if holding.mine is None or not place_of(holding):
+        return source
+    sizes = holding.mine.sizes
+    mine = replace(holding.mine, offsets=(0,) * len(sizes))
+    return replace(source, shape=sizes, holding=Holding(sizes, holding.local, (), lambda rank: None, mine=mine))
 
 
 def folded_bits(tensor: Tensor) -> Tensor:
@@ -161,13 +206,24 @@ def _changed(entry: Entry, odd: frozenset[int]) -> Entry:
     return replace(entry, source=of_rank_0(entry.source))
 
 
-def _own(name: str, source: Source, owners: Iterable[int], rank: int) -> Iterator[Entry]:
-    """The entries of what ranks other than 0 have of one tensor."""
-    for owner in owners:
+def _odd(had: Mapping[int, Digest]) -> Iterator[tuple[int, str | None]]:
+    """The ranks that have one part of a tensor otherwise than the one that speaks for it, or else the first of them."""
+    first = next((digest for digest in had.values() if digest.speaks), next(iter(had.values())))
+    for rank, digest in had.items():
+        if digest.bits != first.bits:
+            yield rank, digest.place if digest.bits else None
+
+
+def _own(name: str, source: Source, owners: Mapping[int, str | None], rank: int) -> Iterator[Entry]:
+    """The entries of what ranks other than the first have of one tensor."""
+    for owner, place in owners.items():
+        if place is None:
+            continue
         local = source.holding.local if owner == rank else None
-        stored = own_name(name, owner)
-        mine = replace(source, name=stored, holding=held_by(owner, source.holding.view, local))
-        yield Entry(stored, source.shape, source.dtype, source.dtype, mine)
+        sizes: Any = tuple(json.loads(place)[1]) if place else None
+        shape, view = (source.shape, source.holding.view) if sizes is None else (sizes, sizes)
+        mine = replace(source, name=own_name(name, owner), shape=shape, holding=held_by(owner, view, local))
+        yield Entry(mine.name, shape, source.dtype, source.dtype, mine)
 
 
 def _is_spread(live: object) -> bool:

@@ -18,7 +18,8 @@ from ft_ckpt.fan_out import Filler, each_reads
 from ft_ckpt.fill import Wanted, fill
 from ft_ckpt.items import ENGINE, ExtraState, Item, Key, labelled, manner, of_model, tied
 from ft_ckpt.opening import OpenCheckpoint
-from ft_ckpt.replicas import WEIGHTS, own_name
+from ft_ckpt.ranks import Ranks
+from ft_ckpt.replicas import WEIGHTS, own_name, own_part, place_of
 from ft_ckpt.state_files import Stored, own, tree_of
 from ft_ckpt.training import FOLDER, Document
 
@@ -107,30 +108,34 @@ def restore_items(
 
 
 def restore_apart(
-    items: Sequence[Item], found: Mapping[Key, Source], document: Document, stored: Stored, rank: int, world_size: int
+    items: Sequence[Item], found: Mapping[Key, Source], document: Document, stored: Stored, ranks: Ranks
 ) -> tuple[list[Restored], list[str]]:
-    """What ranks had come apart in, each rank its own; and in words what cannot be put back so.
+    """What ranks had come apart in, each rank its own; and in words what cannot be put back so. Collective.
 
-    Everything has rank 0's before this, and keeps it where the number of ranks is another, or ranks hold parts now.
+    Everything has the first rank's before this, and keeps it where the number of ranks is another, or ranks hold other
+    parts now.
     """
-    apart: dict[str, list[int]] = document.get("apart", {})
+    apart: dict[str, dict[str, str | None]] = document.get("apart", {})
     if not apart:
         return [], []
-    live = _live(items, found, document)
-    possible = {name for name, source in live.items() if _is_own(source) and world_size == len(document["ranks"])}
-    lost = [name.removeprefix(f"{WEIGHTS}/") for name in apart if name not in possible]
-    told = [f"{listing(lost, ', ')}: not the same on all ranks that saved, rank 0's on all now"] if lost else []
+    live, here = _live(items, found, document), str(ranks.rank)
+    same = ranks.size == len(document["ranks"])
+    mine = [n for n, odd in apart.items() if here in odd and n in live and same and _is_own(live[n], odd[here])]
+    left = [name for name, odd in apart.items() if (here in odd or not same) and name not in mine]
+    answers = ranks.agree("what ranks had come apart in", {"left": left})
+    lost = dict.fromkeys(name.removeprefix(f"{WEIGHTS}/") for answer in answers for name in answer["left"])
+    told = [f"{listing(list(lost), ', ')}: not the same on all ranks that saved, rank 0's on all now"] if lost else []
 
     def collect() -> list[Wanted]:
-        mine = [(live[name], own_name(name, rank)) for name, odd in apart.items() if rank in odd and name in possible]
-        return [(source, stored.file(FOLDER, name), name) for source, name in mine]
+        names = {name: own_name(name, ranks.rank) for name in mine}
+        return [(own_part(live[name]), stored.file(FOLDER, own), own) for name, own in names.items()]
 
-    return ([_attempt("replicas", lambda: each_reads("replicas", collect))] if possible & apart.keys() else []), told
+    return ([_attempt("replicas", lambda: each_reads("replicas", collect))] if len(lost) < len(apart) else []), told
 
 
-def _is_own(source: Source) -> bool:
-    """Whether a rank may have a tensor of its own there, in memory that is the model's."""
-    return source.holding.alike and not source.is_added
+def _is_own(source: Source, place: str | None) -> bool:
+    """Whether a rank may have a tensor of its own there, as it lay at `place`, in memory that is the model's."""
+    return source.holding.alike and not source.is_added and place_of(source.holding) == place
 
 
 def _live(items: Sequence[Item], found: Mapping[Key, Source], document: Document) -> dict[str, Source]:

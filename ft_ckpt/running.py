@@ -304,10 +304,10 @@ class Run:
             for item in _zero(items):
                 zero_optimizer.adopt_weights(item.value)
             outcomes += resume.restore_items(items, found, document, stored, ranks.rank, fill_all)
-            apart, lost = resume.restore_apart(items, found, document, stored, ranks.rank, ranks.size)
-            outcomes += apart
             self._is_unfinished = False
             with damaged_input(f"{held.path}: its training state"):
+                apart, lost = resume.restore_apart(items, found, document, stored, ranks)
+                outcomes += apart
                 self.feeds, notes, more = rank_state.put_back(self._on_rank(items), document, stored, ranks)
                 progress = document["progress"]
                 self.step, self.run_id, self.resumed_from = progress["step"], document["run_id"], held.path

@@ -80,11 +80,20 @@ def run(
 
 def settled(request: Request, apart: replicas.Apart, ranks: Ranks, config: SaverConfig) -> Request:
     """The request that knows what ranks have come apart in. Raises RanksDisagreeError where that is refused."""
-    if apart and config.on_difference == "raise":
-        replicas.refuse(apart)
-    if apart and config.on_difference == "warn" and ranks.shows:
-        warnings.warn(f"{request.target}: {replicas.described(apart)}; rank 0's are stored", stacklevel=4)
+    if apart:
+        tell_apart(replicas.described(apart), str(request.target), ranks, config)
     return replace(request, apart=apart)
+
+
+def tell_apart(found: str, saved: str, ranks: Ranks, config: SaverConfig) -> None:
+    """Refuse what ranks were `found` to have otherwise than others, or warn of it in what is `saved`, as configured.
+
+    Raises RanksDisagreeError.
+    """
+    if config.on_difference == "raise":
+        replicas.refuse(found)
+    if config.on_difference == "warn" and ranks.shows:
+        warnings.warn(f"{saved}: {found}, which is stored", stacklevel=5)
 
 
 def _once(
@@ -102,14 +111,14 @@ def _once(
     Of a full disk "changed" names the frozen files that no earlier checkpoint has.
     """
     prepared: Prepared | None = None
-    made: dict[str, str] = {}
+    made: dict[str, replicas.Digest] = {}
     try:
         if request is not None:
             prepared, error = ranks.attempt(
                 explained(request.target)(lambda: prepare(request, ranks, config, tries, chosen, changed))
             )
         if prepared is not None and compares(request, ranks):
-            made, error = ranks.attempt(lambda: replicas.digests(replicas.of_plans(prepared.plans)))
+            made, error = ranks.attempt(lambda: replicas.digests(replicas.of_plans(prepared.plans), ranks.rank))
             made = made or {}
         # Everything that can be refused is refused here, before a tensor moves: later, ranks depend on each other.
         answers = ranks.agree("save()", _facts(request, prepared, made), error, same=("path", "kind", "step"))
@@ -142,7 +151,7 @@ def compares(request: Request | None, ranks: Ranks) -> bool:
     return ranks.size > 1 and request is not None and request.apart is None and not request.state_dict_given
 
 
-def _facts(request: Request | None, prepared: Prepared | None, made: Mapping[str, str]) -> dict[str, Any]:
+def _facts(request: Request | None, prepared: Prepared | None, made: Mapping[str, replicas.Digest]) -> dict[str, Any]:
     """What every rank must see alike, and what rank 0 wants to know of each."""
     if request is None or prepared is None:
         return {}

@@ -26,6 +26,12 @@ CASES = [
 ]
 
 
+PARTS = [
+    *[f"parts/{way}/{when}" for way in ("hsdp", "hybrid", "placed") for when in ("foreground", "background")],
+    "other_parts",
+]
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     return tmp_path_factory.mktemp("replicas")
@@ -39,6 +45,16 @@ def outcomes(folder):
 @pytest.mark.parametrize("case", CASES)
 def test_two_ranks(outcomes, case):
     assert outcomes[case] == ""
+
+
+@pytest.fixture(scope="module")
+def of_four(tmp_path_factory):
+    return run_cases("replicas", PARTS, tmp_path_factory.mktemp("parts"), 4)
+
+
+@pytest.mark.parametrize("case", PARTS)
+def test_parts_that_several_of_four_ranks_hold(of_four, case):
+    assert of_four[case] == ""
 
 
 def test_another_number_of_ranks_has_rank_0s_and_says_so(outcomes, folder):

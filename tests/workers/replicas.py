@@ -12,9 +12,11 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
 from torch import nn
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy, fully_shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
-from wrappers import WRAPPERS, Live, adam
+from wrappers import WRAPPERS, Live, adam, truth
 
 from ft_ckpt import CheckpointSaver, latest, verify
 from ft_ckpt.errors import IncompleteError, RanksDisagreeError
@@ -189,6 +191,130 @@ def again_and_alike(folder: Path) -> None:
             same(before, held(fresh))
 
 
+class Layers(nn.Module):
+    """Two layers whose parameters have other shapes each, one of them with fewer rows than there are ranks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(5, 8), nn.Linear(8, 1)
+
+
+def grid() -> Any:
+    return init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+
+
+def hybrid(model: nn.Module) -> nn.Module:
+    settings: dict[str, Any] = {"device_mesh": grid(), "use_orig_params": True, "device_id": torch.device("cpu")}
+    return FullyShardedDataParallel(model, sharding_strategy=ShardingStrategy.HYBRID_SHARD, **settings)
+
+
+def placed(model: nn.Module) -> nn.Module:
+    """Shards with replicas in one mesh, replicas on all ranks, and shards of meshes that know nothing of each other."""
+    mesh = grid()
+    layouts = {
+        "first.weight": (mesh, [Replicate(), Shard(1)]),
+        "first.bias": (mesh["shard"], [Shard(0)]),
+        "last.weight": (mesh, [Replicate(), Replicate()]),
+        "last.bias": (mesh["shard"], [Replicate()]),
+    }
+    for name, (where, placements) in layouts.items():
+        module, key = model.get_submodule(name.split(".")[0]), name.split(".")[1]
+        whole = getattr(module, key).detach()
+        setattr(module, key, nn.Parameter(distribute_tensor(whole, where, placements)))
+    return model
+
+
+PARTS = {"hsdp": lambda model: fully_shard(model, mesh=grid()), "hybrid": hybrid, "placed": placed}
+
+
+def layers(way: str, seed: int = 0) -> Live:
+    """A model whose parts are on two ranks each, or more; after two steps that are the same on all."""
+    torch.manual_seed(seed)
+    model = PARTS[way](Layers())
+    live = Live(model, adam(model))
+    for _ in range(2):
+        for parameter in model.parameters():
+            parameter.grad = parameter.detach() * 0.5
+        live.optimizer.step()
+    live.optimizer.zero_grad()
+    return live
+
+
+def local(tensor: Any) -> torch.Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def parts_held(live: Live) -> dict[str, torch.Tensor]:
+    """What this rank has of weights and moments."""
+    tensors = {}
+    for name, parameter in live.model.named_parameters():
+        tensors[name] = local(parameter.detach()).clone()
+        tensors |= {f"{name}/{k}": local(v).clone() for k, v in live.optimizer.state[parameter].items()}
+    return tensors
+
+
+def part_changed(live: Live, name: str, rank: int) -> None:
+    """One element of a parameter and of its moments on one rank."""
+    parameter = next(p for n, p in live.model.named_parameters() if name in n)
+    with torch.no_grad():
+        for tensor in (parameter, *[value for value in live.optimizer.state[parameter].values() if value.dim()]):
+            if rank == harness.RANK:
+                local(tensor).view(-1)[-1:] += 1
+
+
+def parts(folder: Path, way: str, background: bool) -> None:
+    """Of a part that several ranks have, the first one's is stored; a run goes on with each rank's own."""
+    live = layers(way)
+    expected = truth(live)
+    with saver_of(live, folder, background=background) as saver:
+        alike = saver.save_state(path=folder / "alike")
+        assert (alike.result() if background else alike).notes == ()
+        part_changed(live, "first.weight", 3)
+        if way == "placed":
+            part_changed(live, "last.weight", 1)
+            part_changed(live, "last.bias", 2)
+        report = saver.save_state(path=folder / "apart")
+        report = report.result() if background else report
+    (note,) = report.notes
+    assert "first.weight" in note, note
+    assert "rank(s) 3" in note, note
+    assert "each rank's own" in note, note
+    if way == "placed":
+        assert "rank(s) 1" in note, note
+        assert "rank(s) 2" in note, note
+    if harness.RANK == 0:
+        same(expected, load_file(folder / "apart" / "model.safetensors"))
+        assert verify(folder / "apart").ok
+    fresh = layers(way, seed=1)
+    with saver_of(fresh, folder) as saver:
+        progress = saver.resume(folder / "apart")
+        assert progress.report.problems == (), progress.report
+        assert progress.report.differences == (), progress.report
+    same(parts_held(live), parts_held(fresh))
+    with (
+        saver_of(live, folder, on_difference="raise") as saver,
+        pytest.raises(RanksDisagreeError, match=r"first\.weight.* on rank\(s\) 3"),
+    ):
+        saver.save_state(path=folder / "refused", background=background)
+    assert not (folder / "refused").exists()
+
+
+def other_parts(folder: Path) -> None:
+    """Ranks that hold other parts than before have the first rank's, and it is said on all of them."""
+    live = layers("hsdp")
+    part_changed(live, "first.weight", 3)
+    with saver_of(live, folder) as saver:
+        saver.save_state(path=folder / "state")
+    for way in ("placed", "hybrid"):
+        fresh = layers(way, seed=1)
+        with saver_of(fresh, folder) as saver:
+            report = saver.resume(folder / "state").report
+        assert report.problems == (), report
+        (line,) = [line for line in report.differences if "rank 0's on all now" in line]
+        assert "first.weight" in line, line
+        same(truth(layers("hsdp")), truth(fresh))
+
+
 def experts(folder: Path) -> None:
     """DeepSpeed's experts have the same names on all ranks, and are others on each."""
     model = local_model().model
@@ -227,6 +353,13 @@ CASES: dict[str, Any] = {
             each_its_own(folder, way, background)
         )
         for way in RUNS
+        for background in (False, True)
+    },
+    **{
+        f"parts/{way}/{'background' if background else 'foreground'}": lambda folder, way=way, background=background: (
+            parts(folder, way, background)
+        )
+        for way in PARTS
         for background in (False, True)
     },
 }
