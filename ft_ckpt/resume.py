@@ -4,7 +4,7 @@ Each rank reads what it holds: the number of ranks and their wrappers may be oth
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +46,17 @@ class RestoreReport:
     def problems(self) -> tuple[str, ...]:
         """A line for each item that was not restored."""
         return tuple(f"{item.name}: {item.status}: {item.detail}" for item in self.items if item.status != "restored")
+
+
+def worst_of(answers: list[list[Restored]]) -> tuple[Restored, ...]:
+    """One outcome for each item: the first rank's that is not a success, with the rank named."""
+    merged: dict[str, Restored] = {}
+    for rank, items in enumerate(answers):
+        for item in items:
+            known = merged.setdefault(item.name, item)
+            if known.status == "restored" and item.status != "restored":
+                merged[item.name] = replace(item, detail=f"on rank {rank}: {item.detail}")
+    return tuple(merged.values())
 
 
 def restore_weights(

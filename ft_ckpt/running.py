@@ -21,11 +21,11 @@ from ft_ckpt.feeds import Feeds
 from ft_ckpt.fingerprint import differences, fingerprint
 from ft_ckpt.items import Item, Key, in_order, items_of, known_sources, model_of, signatures, with_extra_state
 from ft_ckpt.opening import OpenCheckpoint
+from ft_ckpt.polling import ClockPoll
 from ft_ckpt.rank_state import OnRank
 from ft_ckpt.ranks import Ranks, current
-from ft_ckpt.resume import Restored, RestoreReport
+from ft_ckpt.resume import Restored, RestoreReport, worst_of
 from ft_ckpt.schedule import Every
-from ft_ckpt.signals import SignalWatch
 from ft_ckpt.structure import Kept
 from ft_ckpt.training import Document
 from ft_ckpt.verdicts import numbers
@@ -56,7 +56,7 @@ class Run:
         self.resumed_from: Path | None = None
         self.report = RestoreReport()
         self.history = schedule.started(0, 0, time.monotonic())
-        self.watch = SignalWatch(config.every.signals) if config.every is not None else None
+        self.poll = ClockPoll(config.every)
         self.steps = StepWatch()
         self.base = BaseWatch()
         self.has_begun = False  # a step was done
@@ -64,9 +64,6 @@ class Run:
         self.last_metrics: dict[str, float] = {}  # of the last step
         self._ancestors: set[str] = set()  # runs that this one went back in
         self._saves, self._absent = 0, set(config.rankings)  # saves made, and metrics that never came
-        self._polls = True  # until rank 0 says otherwise: what asks for it may be in its environment alone
-        self._poll_at = 1
-        self._poll_seconds = 1.0  # what a meeting of all ranks costs: the least that was measured
 
     def register(self, objects: Mapping[str, Any]) -> None:
         """Take further objects into the run by name; "model" is the one whose weights are saved.
@@ -140,7 +137,7 @@ class Run:
         report, error = ranks.attempt(lambda: self._put_back(held, ranks, versions))
         found = [] if report is None else [[item.name, item.status, item.detail] for item in report.items]
         answers = ranks.agree("resume()", {"items": found}, error)
-        items = _worst([[Restored(*item) for item in answer["items"]] for answer in answers])
+        items = worst_of([[Restored(*item) for item in answer["items"]] for answer in answers])
         final: RestoreReport = replace(report, items=items)
         refused = [line for line in final.problems if allow is not True and line.split(":")[0] not in _names(allow)]
         if refused:
@@ -167,7 +164,7 @@ class Run:
         if every is None:
             return None
         reason = schedule.own_reason(every, self.history, self.step, self._epochs_done(), metrics)
-        return self._asked(every, ranks) or reason
+        return self.poll.reason(self.history, self.step, ranks) or reason
 
     def is_batch_done(self) -> bool:
         """Whether the batch that is over, on this rank as on all, completed a step."""
@@ -248,24 +245,7 @@ class Run:
     def close(self) -> None:
         """Give signals back to whoever had them, and the optimizers' hooks."""
         self.steps.close()
-        if self.watch is not None:
-            self.watch.close()
-
-    def _asked(self, every: Every, ranks: Ranks) -> str | None:
-        """What clocks and signals ask for; ranks meet for it only at steps they all know."""
-        if self.step < self._poll_at or not self._polls:
-            return None
-        begun = time.monotonic()
-        signal = self.watch.received if self.watch is not None else None
-        wanted = schedule.shared_reason(every, self.history, begun, time.time(), signal)
-        next_poll = schedule.next_poll(self.history, self.step, self._poll_seconds)
-        told = {"reason": wanted, "signal": signal, "next": next_poll, "polls": schedule.needs_poll(every)}
-        answers = ranks.agree("saver.step()", told)
-        self._poll_seconds = min(self._poll_seconds, time.monotonic() - begun)
-        self._poll_at, self._polls = answers[0]["next"], answers[0]["polls"]
-        signals: list[str | None] = [answer["signal"] for answer in answers if answer["signal"]]
-        reasons: list[str | None] = [*signals, answers[0]["reason"]]
-        return reasons[0]
+        self.poll.close()
 
     def _listen(self) -> list[Item]:
         """Hear of the steps of all optimizers that are known by now: the run's items."""
@@ -316,7 +296,7 @@ class Run:
         if held.served:
             far = numbers(list(held.served))
             notes = (*notes, f"rank(s) {far} do not see the checkpoint: rank 0 has read it for them")
-        self._poll_at = self.step + 1
+        self.poll.resume_at(self.step)
         changed = differences(document["fingerprint"], self._fingerprint(found, ranks, versions))
         return RestoreReport(held.path, (*outcomes, *more), (*changed, *lost), notes)
 
@@ -350,17 +330,6 @@ def _heard(items: Iterable[Item]) -> list[Any]:
 
 def _zero(items: Iterable[Item]) -> list[Item]:
     return [item for item in items if item.kind == "optimizer" and zero_optimizer.is_zero(item.value)]
-
-
-def _worst(answers: list[list[Restored]]) -> tuple[Restored, ...]:
-    """One outcome for each item: the first rank's that is not a success, with the rank named."""
-    merged: dict[str, Restored] = {}
-    for rank, items in enumerate(answers):
-        for item in items:
-            known = merged.setdefault(item.name, item)
-            if known.status == "restored" and item.status != "restored":
-                merged[item.name] = replace(item, detail=f"on rank {rank}: {item.detail}")
-    return tuple(merged.values())
 
 
 def _names(allow: Iterable[str] | bool) -> frozenset[str]:

@@ -1,0 +1,42 @@
+"""What clocks and signals ask for while a run goes on: ranks meet for it only at steps that all of them know."""
+
+import time
+
+from ft_ckpt import schedule
+from ft_ckpt.ranks import Ranks
+from ft_ckpt.schedule import Every, History
+from ft_ckpt.signals import SignalWatch
+
+
+class ClockPoll:
+    """The meetings of one run that decide by the clock and by signals, for all ranks at once."""
+
+    def __init__(self, every: Every | None) -> None:
+        self._every = every
+        self._watch = SignalWatch(every.signals if every is not None else ())
+        self._goes_on = True  # until rank 0 says otherwise: what asks for it may be in its environment alone
+        self._next_step = 1
+        self._meeting_seconds = 1.0  # what a meeting of all ranks costs: the least that was measured
+
+    def resume_at(self, step: int) -> None:
+        """Meet after the next step: the run stands at `step` on all ranks."""
+        self._next_step = step + 1
+
+    def reason(self, history: History, step: int, ranks: Ranks) -> str | None:
+        """Why to save now, the same on every rank; None for no reason, or when it is not time to meet."""
+        if self._every is None or step < self._next_step or not self._goes_on:
+            return None
+        begun, signal = time.monotonic(), self._watch.received
+        wanted = schedule.shared_reason(self._every, history, begun, time.time(), signal)
+        next_step = schedule.next_poll(history, step, self._meeting_seconds)
+        told = {"reason": wanted, "signal": signal, "next": next_step, "polls": schedule.needs_poll(self._every)}
+        answers = ranks.agree("saver.step()", told)
+        self._meeting_seconds = min(self._meeting_seconds, time.monotonic() - begun)
+        self._next_step, self._goes_on = answers[0]["next"], answers[0]["polls"]
+        signals = [answer["signal"] for answer in answers if answer["signal"]]
+        reason: str | None = signals[0] if signals else answers[0]["reason"]
+        return reason
+
+    def close(self) -> None:
+        """Give signals back to whoever had them."""
+        self._watch.close()
