@@ -21,6 +21,7 @@ from ft_ckpt.errors import ConfigError, TargetError, damaged_input, explained, l
 from ft_ckpt.formats import Spec, TensorFile, dcp, detect, folder, tensorflow
 from ft_ckpt.formats.raw import RawFile, Stream
 from ft_ckpt.manifest import BaseRecord, FileRecord, Manifest, PartRecord
+from ft_ckpt.opening import held_open
 from ft_ckpt.outputs import Output, output, write
 from ft_ckpt.placing import replacing
 from ft_ckpt.translate import Translated, Untied, check_used, compare, read_map
@@ -74,7 +75,8 @@ def convert(
     gets the companions of a source folder and a manifest. `format`: one of FORMATS. `dtype` casts floating-point
     tensors, `map` renames (see `translate.read_map`), `verify` reads the result and compares it bit for bit with the
     source, `max_shard_size` (bytes or "5GB") splits the weights of a folder. At most a few slices are held, or one
-    tensor where it is not stored in row-major order.
+    tensor where it is not stored in row-major order. A checkpoint of ours is held open: a save that
+    replaces it meanwhile changes nothing, and no sweep deletes it.
 
     Raises ConfigError, SelectionError for names and types that cannot be, LoadError or CorruptError for the source,
     TargetError or NoSpaceError for the target.
@@ -85,18 +87,21 @@ def convert(
     _check(source, target, kind, to_folder, max_shard_size)
     most = parse_size(max_shard_size or "50GB")
     options = _Options(target, kind, dtype_name(dtype), read_map(map), most, verify, progress)
-    with closing(open_source(source)) as opened:
+    with held_open(source) as place, closing(open_source(place, source)) as opened:
         check_used(options.names, [*opened.specs, *getattr(opened, "ties", {})], str(source))
         run = _to_foreign if kind in _FOREIGN else _to_folder if to_folder else _to_file
         with explained(target):
-            written = run(opened, source, options)
+            written = run(opened, place, options)
     return dataclasses.replace(written, path=Path(dst), seconds=time.monotonic() - begun)
 
 
-def open_source(path: Path) -> TensorFile:
-    """The tensors at `path`, whatever wrote them; bytes are copied, so a file that shrinks ends in an error."""
+def open_source(path: Path, origin: Path | None = None) -> TensorFile:
+    """The tensors at `path`, whatever wrote them; bytes are copied, so a file that shrinks ends in an error.
+
+    `origin` is where they were found, when `path` is a place where they are held open.
+    """
     with damaged_input(path):
-        return detect.open_file(path) if path.is_file() else folder.open_file(path)
+        return detect.open_file(path) if path.is_file() else folder.open_file(path, origin)
 
 
 def _check(source: Path, target: Path, kind: str, to_folder: bool, max_shard_size: object) -> None:

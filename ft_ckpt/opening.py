@@ -63,6 +63,25 @@ def open_checkpoint(path: str | os.PathLike[str]) -> Iterator[OpenCheckpoint]:
             raise
 
 
+@contextmanager
+def held_open(path: Path) -> Iterator[Path]:
+    """Where to read the file or folder `path` while the block runs.
+
+    If it is a checkpoint of ours, or lies in one, that is held open, and what comes out is in its folder of links. A
+    file that the checkpoint does not list is read where it is; so is whatever is no checkpoint of ours.
+
+    Raises what `open_checkpoint` does.
+    """
+    here = path.absolute()
+    root = next((folder for folder in [here, *here.parents][:4] if (folder / MANIFEST_NAME).is_file()), None)
+    if root is None:
+        yield path
+        return
+    with open_checkpoint(root) as held:
+        place = held.folder / here.relative_to(root)
+        yield place if place.exists() else path
+
+
 def _hold(path: Path, stack: ExitStack) -> OpenCheckpoint | None:
     """Open everything; None when another checkpoint has taken the place meanwhile."""
     marker = _open(path / MANIFEST_NAME, stack)

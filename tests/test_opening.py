@@ -3,6 +3,7 @@
 import json
 import os
 import random
+import shutil
 import subprocess
 import sys
 import textwrap
@@ -17,11 +18,13 @@ import torch
 from torch import nn
 
 import ft_ckpt
-from ft_ckpt import CheckpointSaver, read
+from ft_ckpt import CheckpointSaver, converting, differences, read
 from ft_ckpt.catalog import read_manifest
+from ft_ckpt.cli import main
 from ft_ckpt.digests import digest_of
 from ft_ckpt.errors import CheckpointError, CorruptError, LoadError
 from ft_ckpt.manifest import MANIFEST_NAME, to_json
+from ft_ckpt.marks import leased
 from ft_ckpt.running import Run
 
 SEED = int(os.environ.get("FT_CKPT_SEED", "0")) or random.SystemRandom().randrange(1, 1 << 30)
@@ -287,3 +290,48 @@ def test_a_pipe_among_the_files(tmp_path):
     os.mkfifo(tmp_path / "out" / "config.json")
     with pytest.raises(CorruptError, match=r"config\.json: not a regular file"):
         ft_ckpt.load_model(tmp_path / "out")
+
+
+# Conversion and comparison
+
+
+def test_a_checkpoint_that_is_replaced_is_converted_as_it_was(tmp_path, monkeypatch):
+    """Weights and config are of one save, and nothing may delete it meanwhile."""
+    model = models.build("llama").eval()
+    CheckpointSaver().save(model, tmp_path / "out")
+    real = converting._copy
+
+    def overwritten_before(*asked):
+        assert leased(tmp_path / "out")
+        CheckpointSaver().save(models.build("qwen3"), tmp_path / "out")
+        return real(*asked)
+
+    monkeypatch.setattr(converting, "_copy", overwritten_before)
+    ft_ckpt.convert(tmp_path / "out", tmp_path / "new", progress=False)
+    loaded = ft_ckpt.load_model(tmp_path / "new")
+    assert type(loaded) is type(model)
+    assert content(loaded).keys() == content(model).keys()
+    assert all(torch.equal(tensor, content(model)[name]) for name, tensor in content(loaded).items())
+
+
+@pytest.mark.parametrize("below", ["", "policy", "policy/model.safetensors"])
+def test_what_is_compared_is_held_open(tmp_path, monkeypatch, capsys, below):
+    """A part of a checkpoint, and a file in one, as well as all of it."""
+    for number in (1, 2):
+        CheckpointSaver().save(Pair(number), tmp_path / f"{number}", attribute=PARTS)
+    real = differences.compare
+
+    def overwritten_before(*asked):
+        assert leased(tmp_path / "1")
+        assert leased(tmp_path / "2")
+        shutil.rmtree(tmp_path / "2")
+        return real(*asked)
+
+    monkeypatch.setattr(differences, "compare", overwritten_before)
+    places = [str(tmp_path / number / below) for number in "12"]
+    monkeypatch.setattr(sys, "argv", ["ft-ckpt", "diff", *places, "--json"])
+    with pytest.raises(SystemExit, match="1"):
+        main()
+    told = json.loads(capsys.readouterr().out)
+    assert {tensor["largest"] for tensor in told["tensors"]} == {1.0}
+    assert not leased(tmp_path / "1")

@@ -15,10 +15,11 @@ from trainers import Recorded, Sentences, Stream, ours, run, trainer
 from transformers import EarlyStoppingCallback, Trainer, TrainerCallback
 
 import ft_ckpt
-from ft_ckpt import Every, Keep
+from ft_ckpt import Every, Keep, checks
 from ft_ckpt.catalog import read_manifest
 from ft_ckpt.commit import open_stage
 from ft_ckpt.errors import ConfigError, CorruptError, NotACheckpointError, SelectionError
+from ft_ckpt.integrations import trainer as trainer_module
 from ft_ckpt.integrations.trainer import FtCkptCallback
 
 EVALUATED = {"eval_dataset": Sentences(noise=False), "eval_strategy": "steps", "eval_steps": 1}
@@ -76,6 +77,35 @@ def test_a_damaged_and_a_half_written_checkpoint_are_passed_over(tmp_path):
         run(ours(tmp_path), tmp_path / "checkpoint-4")
     with pytest.warns(UserWarning, match="checkpoint-4: not whole"):
         assert run(ours(tmp_path, stop_after=4), True) == expected[3:]
+
+
+def rot(file):
+    """Turn the last bit of a file."""
+    content = file.read_bytes()
+    file.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+
+
+def test_what_is_verified_is_what_is_read(tmp_path, monkeypatch):
+    """A checkpoint that is damaged after it was chosen, and the best one, damaged before it is loaded."""
+    run(ours(tmp_path / "run", stop_after=2))
+    monkeypatch.setattr(checks, "SMALL_BYTES", 0)  # as if the weights were large
+    sought = trainer_module._sought
+
+    def damaged_after(*asked):
+        found = sought(*asked)
+        rot(found / "model.safetensors")
+        return found
+
+    monkeypatch.setattr(trainer_module, "_sought", damaged_after)
+    with pytest.raises(CorruptError, match=r"model\.safetensors"):
+        run(ours(tmp_path / "run", stop_after=3), True)
+    monkeypatch.setattr(trainer_module, "_sought", sought)
+    best = ours(tmp_path / "best", stop_after=1)
+    run(best)
+    rot(tmp_path / "best" / "checkpoint-1" / "model.safetensors")
+    best.state.best_model_checkpoint = str(tmp_path / "best" / "checkpoint-1")
+    with pytest.raises(CorruptError, match=r"model\.safetensors.*best model"):
+        best._load_best_model()
 
 
 @pytest.mark.parametrize("wanted", [True, "True", "auto", "latest"])

@@ -56,8 +56,9 @@ def _is_there(target: Path) -> bool:
 def show_file(path: Path, *, as_json: bool) -> None:
     """The tensors of a file or folder that is no checkpoint of ours, as a tree; none of them is read."""
     from ft_ckpt.converting import open_source
+    from ft_ckpt.opening import held_open
 
-    with closing(open_source(path)) as file:
+    with held_open(path) as place, closing(open_source(place)) as file:
         specs, ties = dict(file.specs), dict(getattr(file, "ties", {}))
         skipped = list(getattr(file, "skipped", ()))
     size = sum(spec.size_bytes for spec in specs.values())

@@ -3,7 +3,7 @@
 import math
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import closing
+from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -28,9 +28,12 @@ def diff(context: typer.Context, top: _Top = 20, as_json: _Json = False) -> None
     one, other = paths(context, "A", "B")
     from ft_ckpt.converting import open_source
     from ft_ckpt.differences import by_layer, compare
+    from ft_ckpt.opening import held_open
 
-    with closing(open_source(Path(one))) as first, closing(open_source(Path(other))) as second:
-        tensors = compare(first, second)
+    with ExitStack() as stack:
+        places = [stack.enter_context(held_open(Path(each))) for each in (one, other)]
+        opened = [stack.enter_context(closing(open_source(place))) for place in places]
+        tensors = compare(*opened)
     layers, most = by_layer(tensors), top if top > 0 else None
     counts = {status: [each.status for each in tensors].count(status) for status in _statuses(tensors)}
     if as_json:

@@ -79,9 +79,10 @@ class Part:
 class Folder(Joined):
     """A folder with config and weights; `parts` are what can be loaded from it."""
 
-    def __init__(self, path: Path, parts: Sequence[Part], manifest: Manifest | None = None) -> None:
+    def __init__(self, path: Path, origin: Path, parts: Sequence[Part], manifest: Manifest | None = None) -> None:
         super().__init__([(part.prefix, part.file) for part in parts], path.name)
         self.path, self.parts, self.manifest = path, tuple(parts), manifest
+        self.origin = origin.resolve()  # where it was found: `path` may be of links to its open files
 
     def companions(self) -> tuple[list[str], list[str]]:
         """Files that belong to the weights whatever their format, and files of bulk that are no part of them."""
@@ -93,7 +94,7 @@ class Folder(Joined):
             hidden = any(step.startswith(".") for step in name.split("/"))
             if not file.is_file() or hidden or name == MANIFEST_NAME or file.stat().st_ino in weights:
                 continue
-            if self._leads_out(file):
+            if self._leads_out(name):
                 left.append(f"{name!a} (a link out of the folder)")
                 continue
             if self.manifest is not None and all(record.path != name for record in self.manifest.files):
@@ -102,9 +103,9 @@ class Folder(Joined):
             (left if bulk else kept).append(name)
         return kept, left
 
-    def _leads_out(self, file: Path) -> bool:
+    def _leads_out(self, name: str) -> bool:
         """Whether a link on the way leads elsewhere than below the folder, or into the store of the Hub's cache."""
-        here, real = self.path.resolve(), file.resolve()
+        here, real = self.origin, (self.origin / name).resolve()
         roots = [here, here.parent.parent / "blobs"] if here.parent.name == "snapshots" else [here]
         return not any(real.is_relative_to(root) for root in roots)
 
@@ -116,25 +117,27 @@ class Folder(Joined):
         return found
 
 
-def open_file(path: str | Path) -> TensorFile:
+def open_file(path: str | Path, origin: Path | None = None) -> TensorFile:
     """The tensors in a folder (or under the prefix of a TensorFlow checkpoint), whatever wrote it.
+
+    `origin` is where it was found, when `path` is a folder of links to its files.
 
     Raises LoadError when there are none; CorruptError when files are missing or do not fit together.
     """
     with damaged_input(path):
-        return _opened(Path(path))
+        return _opened(Path(path), origin or Path(path))
 
 
-def _opened(path: Path) -> TensorFile:
+def _opened(path: Path, origin: Path) -> TensorFile:
     if tensorflow.prefix_of(path) is not None and not any(weight_files(path, kind)[0] for kind in _STEMS):
         return tensorflow.open_file(path)
     if not path.is_dir():
         raise LoadError(f"{path}: no such file or folder")
     if (path / MANIFEST_NAME).is_file():
-        return _ours(path)
+        return _ours(path, origin)
     parts = list(_found(path))
     if parts:
-        return Folder(path, parts)
+        return Folder(path, origin, parts)
     if (path / dcp.METADATA).is_file():
         return dcp.open_file(path)
     if zero.folder_of(path) is not None:
@@ -145,7 +148,7 @@ def _opened(path: Path) -> TensorFile:
     )
 
 
-def _ours(path: Path) -> TensorFile:
+def _ours(path: Path, origin: Path) -> TensorFile:
     manifest = read_manifest(path)
     kinds = {part.format for part in manifest.parts}
     if kinds & {"tensorflow", "dcp"}:
@@ -156,7 +159,7 @@ def _ours(path: Path) -> TensorFile:
         file = joined(path, names)
         file.ties |= {other: group[0] for group in record.ties for other in group[1:] if group[0] in file.specs}
         parts.append(Part(record.path, record.kind, file, record))
-    return Folder(path, parts, manifest)
+    return Folder(path, origin, parts, manifest)
 
 
 def _found(path: Path) -> Iterator[Part]:

@@ -82,8 +82,8 @@ class FtCkptCallback(TrainerCallback):  # type: ignore[misc]  # transformers is 
         if "every" in settings:
             raise ConfigError("every=: when to save is the Trainer's to say; set save_strategy and save_steps")
         self.keep, self.allow, self.verify = keep_of(keep), allow, verify_resume
-        # What is resumed from is verified when it is chosen, and need not be read twice for that.
-        self.config = make_config(None, {**settings, "verify_resume": False})
+        # Verified twice: to choose one that is whole, and when its files are held open, which may be others by then.
+        self.config = make_config(None, {**settings, "verify_resume": verify_resume})
         self._trainer: Any = None
 
     @classmethod
@@ -213,7 +213,7 @@ class _Checkpointed(Trainer):  # type: ignore[misc]  # transformers is not typed
         path = Path(self.state.best_model_checkpoint)
         if not _is_resumable(path):
             return super()._load_best_model()  # type: ignore[no-any-return]  # transformers is not typed
-        outcome, error = attempt(lambda: _load_weights(self.model_wrapped, path))
+        outcome, error = attempt(lambda: _load_weights(self.model_wrapped, path, self.ft_ckpt.verify))
         current(self.ft_ckpt.config.enter_timeout_seconds).agree("load_best_model_at_end", outcome, error)
         return None
 
@@ -441,8 +441,10 @@ def _is_resumable(path: Path) -> bool:
     return (path / MANIFEST_NAME).exists() and starting.is_resumable(read_manifest(path))
 
 
-def _load_weights(model: nn.Module, path: Path) -> None:
+def _load_weights(model: nn.Module, path: Path, deep: bool) -> None:
     with open_checkpoint(path) as held, state_files.opened(held) as stored:
+        if problems := held.problems(deep):
+            raise CorruptError(f"{path}: {listing(list(problems))}; the best model was not loaded")
         document = state_files.read_document(held.folder)
         outcome = resume.restore_weights(known_sources(model, []), document, stored)
     if outcome.status != "restored":
