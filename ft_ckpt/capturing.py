@@ -124,6 +124,7 @@ def _as_before(begun: _Begun | None, ranks: Ranks, error: BaseException | None) 
         described = None if known is None else _renewed(begun.objects.items, known)
     local = None if begun is None else begun.local
     digests = {} if local is None else {n: f["digest"] for n, f in local.facts["items"].items() if "digest" in f}
+    digests |= training.digests_of_settings(described or {})
     own = {} if local is None or ranks.size == 1 else local.facts["own"]
     items = {} if begun is None else {item.name: item.kind for item in begun.objects.items}
     told = {"known": described is not None, "own": own, "digests": digests, "items": items}

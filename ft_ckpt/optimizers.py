@@ -100,7 +100,10 @@ def renewed(optimizer: Any, description: Description) -> Description | None:
 
 
 def merged(descriptions: Sequence[Description]) -> Description:
-    """One description: a rank that holds nothing of a parameter (FSDP1) may have no state for it."""
+    """One description: a rank that holds nothing of a parameter (FSDP1) may have no state for it.
+
+    Settings of groups and numbers that a rank has otherwise than rank 0 are under "own", by the rank.
+    """
     if all(one is descriptions[0] for one in descriptions):
         return descriptions[0]
     apart = [rank for rank, one in enumerate(descriptions) if one.get("beside") != descriptions[0].get("beside")]
@@ -114,7 +117,33 @@ def merged(descriptions: Sequence[Description]) -> Description:
         for name, entries in one["state"].items():
             known = state.setdefault(name, {})
             known.update({k: {**v, "rank": rank} if rank else v for k, v in entries.items() if k not in known})
-    return {**descriptions[0], "state": state}
+    together = {**descriptions[0], "state": state}
+    own = {str(rank): values for rank, one in enumerate(descriptions) if (values := _own_values(one, together))}
+    return {**together, **({"own": own} if own else {})}
+
+
+def of_rank(description: Description, rank: int) -> Description:
+    """The merged description, with the settings and numbers that `rank` had of its own."""
+    own = description.get("own", {}).get(str(rank))
+    if own is None:
+        return description
+    groups = [
+        {**group, "values": {**group["values"], **own["groups"].get(str(number), {})}}
+        for number, group in enumerate(description["groups"])
+    ]
+    state = {name: {**entries, **own["state"].get(name, {})} for name, entries in description["state"].items()}
+    return {**description, "groups": groups, "state": state}
+
+
+def own_settings(description: Description) -> dict[str, list[int]]:
+    """What of a merged description some ranks have of their own, in words, and these ranks."""
+    found: dict[str, list[int]] = {}
+    for rank, own in description.get("own", {}).items():
+        names = [f"{key} of group {number}" for number, values in own["groups"].items() for key in values]
+        names += [f"{name}: {key}" for name, entries in own["state"].items() for key in entries]
+        for name in names:
+            found.setdefault(name, []).append(int(rank))
+    return found
 
 
 def captured(optimizer: Any, description: Description, found: Mapping[str, Source]) -> dict[str, Source]:
@@ -198,6 +227,19 @@ def parameter_of(source: Source) -> Any:
     if not isinstance(source.live, Flat):
         return source.live
     return source.live.handle.flat_param if source.live.original is None else source.live.original
+
+
+def _own_values(one: Description, together: Description) -> Description:
+    """The settings and numbers of one rank that are not those of the ranks `together`; {} for none."""
+    groups, state = {}, {}
+    for number, (group, known) in enumerate(zip(one["groups"], together["groups"], strict=False)):
+        odd = {key: value for key, value in group["values"].items() if value != known["values"].get(key)}
+        groups.update({str(number): odd} if odd else {})
+    for name, entries in one["state"].items():
+        plain = {key: entry for key, entry in entries.items() if not _is_tensor(entry)}
+        odd = {k: entry for k, entry in plain.items() if entry["value"] != together["state"][name][k].get("value")}
+        state.update({name: odd} if odd else {})
+    return {"groups": groups, "state": state} if groups or state else {}
 
 
 def _stateful(optimizer: Any) -> list[Any]:

@@ -25,12 +25,13 @@ def manifest_of(
     *,
     compressed: bool,
     bases: Mapping[str, BaseRecord],
+    notes: Sequence[str],
     **facts: Any,
 ) -> Manifest:
     """The manifest of all files in `stage`, of which those in `written` are known already.
 
     `answers` are what each rank said of the tensors it sampled, `bases` those of adapters by the names of their parts;
-    `facts` are further fields of the manifest.
+    `notes` are beside those of the parts, `facts` further fields of the manifest.
     """
     files = {file.path: file for file in written}
     paths = sorted(p.relative_to(stage).as_posix() for p in stage.rglob("*") if p.is_file())
@@ -42,7 +43,7 @@ def manifest_of(
         created=datetime.now(timezone.utc).isoformat(),
         versions=versions(),
         shared=shared_between(parts),
-        notes=tuple(dict.fromkeys(note for part in parts for note in part.notes)),
+        notes=tuple(dict.fromkeys([*(note for part in parts for note in part.notes), *notes])),
         **facts,
     )
 

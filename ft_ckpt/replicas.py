@@ -20,6 +20,7 @@ from ft_ckpt.engines import Source, of_rank_0
 from ft_ckpt.entries import Entry, Part
 from ft_ckpt.errors import IncompleteError, RanksDisagreeError, listing
 from ft_ckpt.holdings import Holding, held_by
+from ft_ckpt.optimizers import own_settings
 from ft_ckpt.ranks import Ranks
 from ft_ckpt.verdicts import numbers
 
@@ -103,6 +104,22 @@ def differing(made: Mapping[str, Digest], answers: Sequence[Mapping[str, str]], 
     return {name: dict(sorted(ranks_of.items())) for name, ranks_of in odd.items() if ranks_of}
 
 
+def settings_apart(document: Mapping[str, Any]) -> Apart:
+    """The settings and numbers of optimizers that the state of a run has for single ranks."""
+    found = {
+        f"{item}: {what}": odd
+        for item, about in document.get("items", {}).items()
+        for what, odd in own_settings(about.get("optimizer", {})).items()
+    }
+    return {what: dict.fromkeys(odd, "") for what, odd in found.items()}
+
+
+def note_of(apart: Apart, has_state: bool) -> str:
+    """What the report says of it."""
+    way = ", each rank's own beside it" if has_state else ""
+    return f"{described(apart)}, which is stored{way}"
+
+
 def described(apart: Apart) -> str:
     """Which tensors differ, and on which ranks, in words."""
     by_ranks: dict[tuple[int, ...], list[str]] = {}
@@ -140,11 +157,10 @@ def set_apart(parts: Sequence[Part], apart: Apart, rank: int) -> list[Part]:
     odd = frozenset(source.identity for source in sources.values())
     kept = [entry for name, source in sources.items() for entry in _own(name, source, apart[name], rank)]
     has_state = any(part.kind == "state" for part in parts)
-    way = ", which is stored, each rank's own beside it" if has_state else ", which is stored"
     changed = []
     for number, part in enumerate(parts):
         entries = [_changed(entry, odd) for entry in part.entries] + (kept if part.kind == "state" else [])
-        notes = part.notes if number else (*part.notes, f"{described(apart)}{way}")
+        notes = part.notes if number else (*part.notes, note_of(apart, has_state))
         changed.append(replace(part, entries=tuple(entries), notes=notes))
     return changed
 

@@ -109,6 +109,8 @@ def restore_items(
             outcomes.append(Restored(item.name, "absent", "not in the checkpoint"))
             continue
         entry = own(document, rank).get(item.name) or document["items"][item.name]
+        if item.kind == "optimizer":
+            entry = {**entry, "optimizer": optimizers.of_rank(entry["optimizer"], rank)}
         prefix = f"rank-{rank}/{item.name}" if item.name in own(document, rank) else item.name
         alike = not any(item.name in one for one in document["ranks"])  # else each rank reads for itself
         give = _Give(prefix, stored, fill_all if alike else each_reads)

@@ -17,8 +17,9 @@ from ft_ckpt.pending import Pending, PendingSave
 from ft_ckpt.preparing import request_of
 from ft_ckpt.ranks import Ranks, current
 from ft_ckpt.records import versions
+from ft_ckpt.replicas import described, settings_apart
 from ft_ckpt.running import Run
-from ft_ckpt.saving import SaveReport
+from ft_ckpt.saving import SaveReport, tell_apart
 from ft_ckpt.signals import exit_code
 from ft_ckpt.snapshot import as_in_training
 from ft_ckpt.starting import refuse_replacing
@@ -87,6 +88,8 @@ class RunSaves:
         now.note_saved(reason, metrics)
         try:
             captured = now.capture(self._ranks(), versions(), self.pending.kept)
+            if apart := settings_apart(captured.document):
+                tell_apart(described(apart), f"step {now.step}", self._ranks(), config)
             adapters = captured.once("adapters", lambda: is_adapter_run(now.model, of_model(captured.found)))
             adapters = now.base.is_left_out(now.model, adapters, adapter_only, self._ranks())
             report = self.pending.save(

@@ -302,6 +302,7 @@ def _from_all(
 def _sealed(job: _Job, stage: Path, written: list[FileRecord]) -> dict[str, Any]:
     """Compare the files with the model, and commit."""
     request, plans, compression = job.request, job.prepared.plans, job.config.compression
+    settings = replicas.settings_apart(request.captured.document)
     written = written + [link for one in plans for link in second_names(one, written, stage)]
     for one in plans:
         check_written(one, stage)
@@ -314,6 +315,7 @@ def _sealed(job: _Job, stage: Path, written: list[FileRecord]) -> dict[str, Any]
         job.answers,
         compressed=compression is not None,
         bases=job.prepared.companions.bases,
+        notes=[replicas.note_of(settings, True)] if settings else [],
         kind=kind_of(request.adapter_only, request.attribute),
         step=request.step,
         metrics=request.metrics,

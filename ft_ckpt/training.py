@@ -81,6 +81,12 @@ def with_optimizers(local: Local, described: Mapping[str, optimizers.Description
     return replace(local, facts={**local.facts, "items": {**local.facts["items"], **facts}})
 
 
+def digests_of_settings(described: Mapping[str, optimizers.Description]) -> dict[str, str]:
+    """A digest of what the groups of each optimizer say, by item."""
+    values = {name: [group["values"] for group in one["groups"]] for name, one in described.items()}
+    return {name: xxhash.xxh3_128_hexdigest(repr(each).encode()) for name, each in values.items()}
+
+
 def exchange(
     local: Local, ranks: Ranks, error: BaseException | None = None, found: Iterable[Key] = ()
 ) -> list[Document]:

@@ -22,6 +22,8 @@ CASES = [
     "left",
     "again_and_alike",
     "experts",
+    "settings",
+    "settings_background",
     "one_sided",
 ]
 

@@ -315,6 +315,42 @@ def other_parts(folder: Path) -> None:
         same(truth(layers("hsdp")), truth(fresh))
 
 
+def settings(folder: Path, background: bool) -> None:
+    """Hyperparameters and counts of an optimizer that are another rank's own, for as long as they are."""
+    live = local_model()
+    first = live.model.first.weight
+    with saver_of(live, folder, background=background) as saver:
+
+        def notes(name: str) -> tuple[str, ...]:
+            report = saver.save_state(path=folder / name)
+            return (report.result() if background else report).notes
+
+        assert notes("alike") == ()
+        assert notes("known") == ()
+        live.optimizer.param_groups[0]["lr"] *= 1 + harness.RANK
+        (note,) = notes("settings")
+        assert "optimizer: lr of group 0 on rank(s) 1: not as on rank 0" in note, note
+        live.optimizer.state[first]["looks"] = 5 + harness.RANK
+        (note,) = notes("state")
+        assert "lr of group 0" in note, note
+        assert "first.weight: looks on rank(s) 1" in note, note
+        fresh = local_model()
+        with saver_of(fresh, folder) as other:
+            assert other.resume(folder / "state").report.problems == ()
+        assert fresh.optimizer.param_groups[0]["lr"] == 0.01 * (1 + harness.RANK)
+        assert fresh.optimizer.state[fresh.model.first.weight]["looks"] == 5 + harness.RANK
+        live.optimizer.state[first]["looks"] = 0
+        live.optimizer.param_groups[0]["lr"] = 0.5
+        assert notes("alike_again") == ()
+    live.optimizer.param_groups[0]["lr"] *= 1 + harness.RANK
+    with (
+        saver_of(live, folder, background=background, on_difference="raise") as saver,
+        pytest.raises(RanksDisagreeError, match=r"optimizer: lr of group 0 on rank\(s\) 1"),
+    ):
+        saver.save_state(path=folder / "refused")
+    assert not (folder / "refused").exists()
+
+
 def experts(folder: Path) -> None:
     """DeepSpeed's experts have the same names on all ranks, and are others on each."""
     model = local_model().model
@@ -344,6 +380,8 @@ def one_sided(folder: Path) -> None:
 
 
 CASES: dict[str, Any] = {
+    "settings": lambda folder: settings(folder, False),
+    "settings_background": lambda folder: settings(folder, True),
     "mixture": lambda folder: no_mixture(folder, False, None),
     "mixture_background": lambda folder: no_mixture(folder, True, None),
     "one_element": lambda folder: no_mixture(folder, False, 12345),
