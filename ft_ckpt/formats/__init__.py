@@ -6,7 +6,9 @@ A format answers with a `Layout` before the first tensor byte is there; writing 
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
+
+from ft_ckpt.errors import CorruptError
 
 if TYPE_CHECKING:
     import torch
@@ -49,6 +51,14 @@ class Layout:
     size_bytes: int  # of the whole file
     trailer_start: int | None = None
     trailer: Callable[[Mapping[str, bytes]], bytes] | None = None
+
+
+def sizes(given: Any) -> tuple[int, ...]:
+    """A shape, or other sizes and places, out of a file. Raises CorruptError where one is no number from zero on."""
+    found = tuple(given)
+    if any(type(one) is not int or not 0 <= one < 1 << 62 for one in found):
+        raise CorruptError("sizes or places that are none")
+    return found
 
 
 class TensorFile(Protocol):

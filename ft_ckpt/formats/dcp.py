@@ -26,7 +26,7 @@ from ft_ckpt.errors import (
     shown,
     system_error,
 )
-from ft_ckpt.formats import ITEM_BYTES, Spec
+from ft_ckpt.formats import ITEM_BYTES, Spec, sizes
 from ft_ckpt.formats.raw import RawFile
 from ft_ckpt.formats.spans import numel
 from ft_ckpt.formats.torch_pickle import Stored, load, loads
@@ -151,33 +151,25 @@ def _spec(name: str, state: Mapping[str, Any]) -> Spec:
     dtype = properties["dtype"] if isinstance(properties, dict) else properties[0]
     if type(dtype) is not str or type(name) is not str:
         raise CorruptError("a tensor without a name or a type")
-    return Spec(name, _places(state["size"]), dtype)
-
-
-def _places(given: Any) -> Places:
-    """Numbers that are what they should be: a size or an offset for each dimension."""
-    found = tuple(given)
-    if any(type(one) is not int or not 0 <= one < 1 << 62 for one in found):
-        raise CorruptError("sizes or offsets that are none")
-    return found
+    return Spec(name, sizes(state["size"]), dtype)
 
 
 def _key(index: Mapping[str, Any]) -> tuple[str, Places | None]:
     offset = index.get("offset")
-    return str(index["fqn"]), None if offset is None else _places(offset)
+    return str(index["fqn"]), None if offset is None else sizes(offset)
 
 
 def _boxes(name: str, chunks: Sequence[Any], stored: Mapping[tuple[str, Places | None], Any]) -> list[_Box]:
     found = []
     for chunk in chunks:
-        offsets, sizes = _places(chunk.state["offsets"]), _places(chunk.state["sizes"])
+        offsets, extent = sizes(chunk.state["offsets"]), sizes(chunk.state["sizes"])
         info = stored[name, offsets] if (name, offsets) in stored else stored[name, None]
         if info.get("transform_descriptors"):
             raise LoadError(
                 f"{name}: stored through {info['transform_descriptors']}; load it with torch and save it anew"
             )
-        start, length = _places((info["offset"], info["length"]))
-        found.append(_Box(offsets, sizes, str(info["relative_path"]), start, length))
+        start, length = sizes((info["offset"], info["length"]))
+        found.append(_Box(offsets, extent, str(info["relative_path"]), start, length))
     return found
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from ft_ckpt.errors import CorruptError, UnreadableError, damaged_input
-from ft_ckpt.formats import ITEM_BYTES, Layout, Spec, cerebras, hdf5, hdf5_bytes, hdf5_index, safetensors
+from ft_ckpt.formats import ITEM_BYTES, Layout, Spec, cerebras, hdf5, hdf5_bytes, hdf5_index, safetensors, sizes
 from ft_ckpt.formats.raw import RawFile
 from ft_ckpt.tree import Node
 from ft_ckpt.tree_json import decode, encode
@@ -146,8 +146,8 @@ def _parse(raw: RawFile) -> tuple[hdf5_index.Index, int]:
     metadata = {str(key): str(value) for key, value in head.pop("__metadata__", {}).items()}
     specs, starts, at, helper_end = {}, {}, 8 + length, 0
     for name, row in sorted(head.items(), key=lambda item: item[1]["data_offsets"]):
-        spec = Spec(name, tuple(row["shape"]), _NAMES[row["dtype"]])
-        start, end = row["data_offsets"]
+        spec = Spec(name, sizes(row["shape"]), _NAMES[row["dtype"]])
+        start, end = sizes(row["data_offsets"])
         if (
             8 + length + start != at
             or end - start != spec.size_bytes

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ft_ckpt.errors import CorruptError, LoadError, damaged_input, listing
-from ft_ckpt.formats import ITEM_BYTES
+from ft_ckpt.formats import ITEM_BYTES, sizes
 from ft_ckpt.formats.raw import RawFile, Stream
 from ft_ckpt.formats.unpickle import PLAIN, Call, interpret
 
@@ -215,12 +215,13 @@ def _stored(storage: _Storage, offset: int, shape: Any, stride: Any, dtype: str,
         return Unreadable(f"lazily {' and '.join(flags)}")
     if not isinstance(dtype, str) or dtype not in ITEM_BYTES:
         return Unreadable(dtype if isinstance(dtype, str) else type(dtype).__name__)
+    shape, stride, (offset,) = sizes(shape), sizes(stride), sizes((offset,))
     item, count = ITEM_BYTES[dtype], math.prod(shape)
     last = sum((size - 1) * step for size, step in zip(shape, stride, strict=True))
     first = storage.start + offset * item if count else storage.start  # an empty one may begin anywhere
-    if min(offset, *shape, *stride, 0) < 0 or (count and first + (last + 1) * item > storage.end):
+    if count and first + (last + 1) * item > storage.end:
         raise CorruptError(f"a tensor of shape {tuple(shape)} that leads out of its storage")
-    return Stored(storage.file, first, dtype, tuple(shape), tuple(stride))
+    return Stored(storage.file, first, dtype, shape, stride)
 
 
 def _rebuild_type(function: Any, _type: Any, args: Any, _state: Any) -> Any:

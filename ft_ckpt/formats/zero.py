@@ -14,7 +14,7 @@ from typing import Any
 
 from ft_ckpt.catalog import is_inside
 from ft_ckpt.errors import CorruptError, LoadError, damaged_input, listing
-from ft_ckpt.formats import ITEM_BYTES, Spec
+from ft_ckpt.formats import ITEM_BYTES, Spec, sizes
 from ft_ckpt.formats.raw import RawFile
 from ft_ckpt.formats.spans import Span, SpanFile, numel
 from ft_ckpt.formats.torch_pickle import Stored, load
@@ -120,7 +120,8 @@ def _weights(found: _Found, models: Sequence[Any], optimizers: Sequence[Any], so
     count = max(count) if isinstance(count, list) else count
     if count != len(optimizers):
         raise CorruptError(f"{source}: {len(optimizers)} optimizer files, written by {count} ranks; some are missing")
-    shapes, frozen = models[0]["param_shapes"], models[0].get("frozen_param_shapes") or {}
+    shapes = [{name: sizes(shape) for name, shape in group.items()} for group in models[0]["param_shapes"]]
+    frozen = {name: sizes(shape) for name, shape in (models[0].get("frozen_param_shapes") or {}).items()}
     if stage <= 2:
         paddings = optimizers[0].get("param_alignment_paddings")
         groups = [one["single_partition_of_fp32_groups"] for one in optimizers]

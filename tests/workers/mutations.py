@@ -72,7 +72,7 @@ def mutated(content, dice):
             data[at : at + size] = data[source : source + size]
         else:
             data[at] = dice.randrange(256)
-    return bytes(data[: dice.randrange(1, len(data))] if dice.random() < 0.1 else data)
+    return bytes(data[: dice.randrange(len(data))] if dice.random() < 0.1 else data)
 
 
 def odd(document, dice):
