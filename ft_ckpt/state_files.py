@@ -35,16 +35,13 @@ def read_document(path: Path) -> Document:
                 f"{file}: training state version {version}, this ft_ckpt reads up to {DOCUMENT_VERSION}; upgrade"
             )
         known = reader_of(_Known)(document)
-        if not known.ranks or any(len(place) != 2 for place in known.weights.values()):
+        trees = [entry for rank in known.ranks for entry in rank.values()]
+        odd = any(len(place) != 2 for place in known.weights.values()) or any("tree" not in entry for entry in trees)
+        if odd or not known.ranks:
             raise CorruptError(
                 f"{file}: of no rank, or with weights that have no place; resume from another checkpoint"
             )
     return document
-
-
-@dataclass(frozen=True)
-class _Tree:
-    tree: Any
 
 
 @dataclass(frozen=True)
@@ -54,7 +51,7 @@ class _Known:
     version: int
     weights: Mapping[str, tuple[str, ...]]
     items: Mapping[str, Mapping[str, Any]]
-    ranks: tuple[Mapping[str, _Tree], ...]
+    ranks: tuple[Mapping[str, Mapping[str, Any]], ...]
     progress: Mapping[str, Any]
     run_id: str
 
