@@ -1,0 +1,260 @@
+"""What `Trainer` does about checkpoints, done by ft_ckpt: what `FtCkptCallback` slips under a trainer's own class."""
+
+import re
+import tempfile
+from collections import deque
+from collections.abc import Iterable, Iterator
+from contextlib import nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+from transformers import Trainer
+from transformers.trainer import TRAINER_STATE_NAME
+
+from ft_ckpt import CheckpointSaver, engines, rng
+from ft_ckpt.adapters import has_adapters
+from ft_ckpt.config import SaverConfig
+from ft_ckpt.errors import ConfigError, SelectionError, listing
+from ft_ckpt.holdings import is_dtensor
+from ft_ckpt.integrations.trainer_files import (
+    checkpoint_sought,
+    files_below,
+    is_resumable,
+    load_weights,
+    metrics_of,
+    prune_older,
+    state_text,
+    wanted_of,
+)
+from ft_ckpt.ranks import attempt, by_itself, current
+from ft_ckpt.retain import Keep
+
+_WEIGHTS = re.compile(r"((pytorch_)?model|adapter_model)(-\d+-of-\d+)?\.(safetensors|bin)(\.index\.json)?")
+
+
+@dataclass(frozen=True)
+class TrainerSettings:
+    """What `FtCkptCallback` was told: which checkpoints stay, what a resume may lack, how to save."""
+
+    keep: Keep | None
+    allow: Iterable[str] | bool
+    config: SaverConfig
+
+
+class Checkpointed(Trainer):  # type: ignore[misc]  # transformers is not typed
+    """What `Trainer` does about checkpoints, done by ft_ckpt. Names of its own are mangled: subclasses have many."""
+
+    ft_ckpt: TrainerSettings
+    __saver: CheckpointSaver | None = None
+    __loader: Any = None
+    __resumed = False  # whether from a checkpoint of ours
+    __skip = 0  # batches of the first pass that were done, as the Trainer counts
+    __random: rng.State | None = None  # of the moment of the save, until the first batch is read
+    __pass: tuple[Any, Iterator[Any]] | None = None  # the Trainer's iterator over the data, and ours instead of it
+    __mid_step = False
+    __late = False  # a save was asked for in the middle of a step
+    __asks = False  # a subclass is asked what it adds to a checkpoint
+
+    def train(self, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
+        """Train, from a checkpoint that is whole."""
+        wanted = wanted_of(resume_from_checkpoint)
+        chosen = self.__chosen(wanted) if wanted else None
+        self.__resumed = chosen is not None and is_resumable(Path(chosen))
+        return super().train(chosen, *args, **kwargs)
+
+    def get_batch_samples(self, epoch_iterator: Any, *args: Any) -> Any:
+        """The batches of a step, from our iterator over the data."""
+        if self.__saver is None:
+            return super().get_batch_samples(epoch_iterator, *args)
+        if self.__pass is None or self.__pass[0] is not epoch_iterator:
+            self.__pass = epoch_iterator, self.__begin_pass()
+        self.__mid_step = True
+        return super().get_batch_samples(self.__pass[1], *args)
+
+    def ft_ckpt_step_ended(self) -> bool:
+        """Note that no step is under way; whether a save is overdue."""
+        late, self.__late, self.__mid_step = self.__late, False, False
+        return late
+
+    def _init_training_state(self, *args: Any, **kwargs: Any) -> Any:
+        epochs, self.__skip = super()._init_training_state(*args, **kwargs)
+        return epochs, self.__skip
+
+    def _prepare_for_training(self, max_steps: Any, train_dataloader: Any, resume_from_checkpoint: Any) -> Any:
+        path = None if self.__resumed else resume_from_checkpoint
+        prepared = super()._prepare_for_training(max_steps, train_dataloader, path)
+        if self.__saver is not None:
+            self.__saver.close()
+        self.__loader, self.__pass, self.__random = prepared[1], None, None
+        config, directory = self.ft_ckpt.config, self.args.output_dir
+        self.__saver = CheckpointSaver(self.accelerator, directory, tokenizer=self.__tokenizer(), config=config)
+        self.__saver.register(model=self.model_wrapped, optimizer=self.optimizer, scheduler=self.lr_scheduler)
+        if self.__resumed:
+            self.__resume(self.__saver, resume_from_checkpoint)
+        return prepared
+
+    def __resume(self, saver: CheckpointSaver, path: Any) -> None:
+        progress = saver.resume(path, allow=self.ft_ckpt.allow)
+        if progress.batch and not self.__skip and not self.args.ignore_data_skip:
+            deque(
+                saver.remaining(self.__loader), 0
+            )  # saved at the end of a pass, which ends now: nothing is left of it
+        self.__random = rng.capture()
+
+    def __begin_pass(self) -> Iterator[Any]:
+        assert self.__saver is not None  # noqa: S101 - the only caller has looked
+        batches, skip = self.__saver.remaining(self.__loader), 0 if self.__resumed else self.__skip
+        self.__skip = 0
+        if self.__random is not None:  # what came since the resume (callbacks, an evaluation) may have drawn some
+            rng.restore(self.__random)
+            self.__random = None
+        for _ in range(skip):  # resumed the Trainer's way: it puts the random state back after the first batches
+            next(batches, None)
+        return batches
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: Any, model: Any = None) -> None:
+        if not self.__resumed:  # ours are read when the model is wrapped and the optimizer made
+            super()._load_from_checkpoint(resume_from_checkpoint, model)
+
+    def _load_rng_state(self, checkpoint: Any) -> None:
+        if not self.__resumed:
+            super()._load_rng_state(checkpoint)
+
+    def _load_best_model(self) -> None:
+        path = Path(self.state.best_model_checkpoint)
+        if not is_resumable(path):
+            return super()._load_best_model()  # type: ignore[no-any-return]  # transformers is not typed
+        outcome, error = attempt(lambda: load_weights(self.model_wrapped, path, self.ft_ckpt.config.verify_resume))
+        current(self.ft_ckpt.config.enter_timeout_seconds).agree("load_best_model_at_end", outcome, error)
+        return None
+
+    def _finalize_training(self, *args: Any, **kwargs: Any) -> Any:
+        # With a limit of 1 the Trainer would delete here whatever is called like a checkpoint, the newest one too.
+        limit, self.args.save_total_limit = self.args.save_total_limit, None
+        try:
+            return super()._finalize_training(*args, **kwargs)
+        finally:
+            self.args.save_total_limit = limit
+
+    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
+        if self.__mid_step:  # asked for by a callback: the data is ahead of the weights until the step is done
+            self.__late, self.control.should_training_stop = True, False
+            return
+        if self.hp_search_backend is None and trial is None:
+            self.store_flos()
+        folder = Path(self._get_output_dir(trial=trial))
+        target = folder / f"checkpoint-{self.state.global_step}"
+        self.__commit(folder, target)
+        if self.args.push_to_hub:
+            self._push_from_checkpoint(str(target))
+        if self.is_world_process_zero():
+            best, limit = self.state.best_model_checkpoint, self.args.save_total_limit
+            prune_older(folder, target, best, limit, self.ft_ckpt.keep)
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """Save the weights, as what may be loaded and not resumed from."""
+        if self.__asks:
+            super().save_model(output_dir, _internal_call=True)
+            return
+        # As in Trainer: of a model that each rank holds whole, the main process saves, and nobody waits for it.
+        together = self.is_fsdp_enabled or self.is_deepspeed_enabled or _is_sharded(self.model_wrapped)
+        if together or self.args.should_save:
+            with nullcontext() if together else by_itself():
+                self.__save_weights(Path(output_dir or self.args.output_dir))
+        if self.args.push_to_hub and not _internal_call:
+            self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
+
+    def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
+        if not self.__asks:
+            super()._save(output_dir, state_dict)
+
+    def __save_weights(self, target: Path) -> None:
+        """The model, or its adapters, as what may be loaded: without the training state."""
+        tokenizer, config = self.__tokenizer(), self.ft_ckpt.config
+        saver = self.__saver or CheckpointSaver(self.accelerator, tokenizer=tokenizer, config=config)
+        saver.save(
+            self.model_wrapped,
+            target,
+            adapter_only=has_adapters(engines.unwrap(self.model_wrapped)),
+            step=self.state.global_step or None,
+            metrics=metrics_of(self.state),
+            extra_files=self.__added(),
+            background=False,
+        )
+
+    def __added(self) -> dict[str, bytes]:
+        """What a subclass writes beside the weights, from its own `save_model` or `_save`, on all ranks; by path."""
+        method = next((name for name in ("save_model", "_save") if overrides(type(self), name)), None)
+        if method is None:
+            return {}
+        with tempfile.TemporaryDirectory() as folder:
+            self.__asks = True
+            try:
+                _, error = attempt(lambda: self.save_model(folder, _internal_call=True))
+            finally:
+                self.__asks = False
+            found = files_below(Path(folder))
+        weights = [path for path in found if _WEIGHTS.fullmatch(path)]
+        if weights:
+            name = f"{type(self).__name__}.{method}"
+            error = SelectionError(
+                f"{listing(weights, ', ')}: written by {name} itself, in a layout of its own that ft_ckpt does not "
+                "know; train without FtCkptCallback, or let it call super() for the weights"
+            )
+        current(self.ft_ckpt.config.enter_timeout_seconds).agree("save_model()", {}, error)
+        return found
+
+    def __commit(self, folder: Path, target: Path) -> None:
+        if self.__saver is None:
+            raise ConfigError(f"{target}: a checkpoint of a run that has not begun; save within train()")
+        step, best = self.state.global_step, self.state.best_global_step
+        best_path = folder / f"checkpoint-{best}"
+        if best and (best == step or best_path.exists()):
+            self.state.best_model_checkpoint = str(best_path)
+        given: dict[str, Any] = {
+            "metrics": metrics_of(self.state),
+            "extra_files": {**self.__added(), TRAINER_STATE_NAME: state_text(self)},
+            "background": False,  # the Trainer deletes older checkpoints once this returns
+        }
+        if self.args.save_only_model:
+            adapters = has_adapters(engines.unwrap(self.model_wrapped))
+            self.__saver.save(self.model_wrapped, target, adapter_only=adapters, step=step, **given)
+        else:
+            # A pass may have been broken off in the middle of a step, whose gradients the Trainer keeps nowhere either.
+            self.accelerator.gradient_state._set_sync_gradients(True)
+            self.__saver.step(step=step)
+            self.__saver.save_state(path=target, **given)
+
+    def __tokenizer(self) -> Any:
+        return self.processing_class or getattr(self.data_collator, "tokenizer", None)
+
+    def __chosen(self, wanted: str) -> str | None:
+        """The checkpoint to resume from, the same on every rank; None for a fresh start.
+
+        `wanted` is a path; "auto" is the newest that is whole, if any; "must" the newest, or an error.
+        """
+        config, folder = self.ft_ckpt.config, Path(self.args.output_dir)
+        ranks = current(config.enter_timeout_seconds)
+        path: Path | None = None
+        error: BaseException | None = None
+        with ranks.working():
+            if ranks.leads:
+                # Verified once more when its files are held open, which may be others by then.
+                path, error = attempt(lambda: checkpoint_sought(wanted, folder, config.verify_resume))
+        found = None if path is None else str(path)
+        answer: str | None = ranks.agree("train(resume_from_checkpoint=...)", {"path": found}, error)[0]["path"]
+        return answer
+
+
+_BASE = (Trainer, Checkpointed)
+
+
+def overrides(kind: type, method: str) -> bool:
+    """Whether a class between `Trainer` and `kind` has a `method` of its own."""
+    return any(method in vars(each) for each in kind.__mro__ if issubclass(each, Trainer) and each not in _BASE)
+
+
+def _is_sharded(model: nn.Module) -> bool:
+    return any(is_dtensor(tensor) for tensor in model.parameters())

@@ -1,0 +1,143 @@
+"""Checkpoints in the output folder of a Trainer, ours and its own: which is resumed from, and which stay."""
+
+import logging
+import math
+import re
+import tempfile
+import warnings
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+from transformers import Trainer, TrainerState
+from transformers.trainer import TRAINER_STATE_NAME, TRAINING_ARGS_NAME
+from transformers.trainer_callback import ExportableState
+
+from ft_ckpt import resume, starting
+from ft_ckpt.catalog import discover, read_manifest, verify
+from ft_ckpt.errors import CorruptError, LoadError, ManifestError, NotACheckpointError, listing
+from ft_ckpt.items import known_sources
+from ft_ckpt.manifest import MANIFEST_NAME
+from ft_ckpt.marks import DROPPED
+from ft_ckpt.opening import open_checkpoint
+from ft_ckpt.retain import Keep
+from ft_ckpt.state_files import opened, read_document
+from ft_ckpt.sweep import clear, sweep
+
+_LOG = logging.getLogger("ft_ckpt")
+_NAME = re.compile(r"checkpoint-(\d+)")
+_MODES = {True: "auto", "true": "auto", "auto": "auto", "latest": "auto", "must": "must", "false": None, "never": None}
+
+
+def wanted_of(resume_from_checkpoint: Any) -> Any:
+    """What a Trainer was asked to resume from: "auto", "must", a path, or None for a fresh start."""
+    if not resume_from_checkpoint:
+        return None
+    mode = resume_from_checkpoint.lower() if isinstance(resume_from_checkpoint, str) else resume_from_checkpoint
+    return _MODES.get(mode, resume_from_checkpoint)
+
+
+def checkpoint_sought(wanted: str, folder: Path, deep: bool) -> Path | None:
+    """The checkpoint that `wanted` means, of those in `folder` if it is no path; None for a fresh start."""
+    if wanted not in ("auto", "must"):
+        return _whole(wanted, deep)
+    clear(folder)  # of what saves have left that were killed
+    path = _newest(folder, deep)
+    if path is None and wanted == "must":
+        raise NotACheckpointError(f"{folder}: no whole checkpoint in it; resume_from_checkpoint=True begins afresh")
+    if path is None:
+        _LOG.info("a fresh start: no whole checkpoint in %s", folder)
+    return path
+
+
+def _newest(folder: Path, deep: bool) -> Path | None:
+    """The checkpoint in `folder` with the highest step that is whole, ours or the Trainer's; None without one."""
+    below = folder.iterdir() if folder.is_dir() else ()
+    named = [(int(match[1]), path) for path in below if (match := _NAME.fullmatch(path.name))]
+    for _, path in sorted(named, reverse=True):
+        problems = _problems(path, deep)
+        if not problems:
+            return path
+        warnings.warn(f"{path}: not whole, trying an older one: {listing(list(problems))}", stacklevel=2)
+    return None
+
+
+def _whole(wanted: Any, deep: bool) -> Path:
+    """The checkpoint that was asked for by its path; one that is not ours is the Trainer's to judge."""
+    path = Path(wanted)
+    problems = _problems(path, deep) if (path / MANIFEST_NAME).exists() else ()
+    if problems:
+        raise CorruptError(f"{path}: {listing(list(problems))}; resume_from_checkpoint=True takes the newest whole one")
+    return path
+
+
+def _problems(path: Path, deep: bool) -> tuple[str, ...]:
+    try:
+        if (path / MANIFEST_NAME).exists():
+            return verify(path, deep=deep).problems
+        if (path / DROPPED).exists():
+            return ("it is being deleted",)
+        TrainerState.load_from_json(str(path / TRAINER_STATE_NAME))  # the last thing that the Trainer writes
+    except (ManifestError, OSError, ValueError, TypeError) as error:
+        return (str(error),)
+    return ()
+
+
+def is_resumable(path: Path) -> bool:
+    """Whether the checkpoint has a training state of ours."""
+    return (path / MANIFEST_NAME).exists() and starting.is_resumable(read_manifest(path))
+
+
+def load_weights(model: nn.Module, path: Path, deep: bool) -> None:
+    """Put the weights of the checkpoint `path` into `model`; `deep` compares the digests of all its files.
+
+    Raises CorruptError naming damaged files, LoadError when the weights do not fit.
+    """
+    with open_checkpoint(path) as held, opened(held) as stored:
+        if problems := held.problems(deep):
+            raise CorruptError(f"{path}: {listing(list(problems))}; the best model was not loaded")
+        document = read_document(held.folder)
+        outcome = resume.restore_weights(known_sources(model, []), document, stored)
+    if outcome.status != "restored":
+        raise LoadError(f"{path}: the best model was not loaded: {outcome.detail}")
+
+
+def prune_older(folder: Path, newest: Path, best: str | None, limit: int | None, keep: Keep | None) -> None:
+    """Delete what does not stay of the run that `newest` is of; `keep` None: all but the Trainer's `limit` stay.
+
+    `best` is the Trainer's best checkpoint. What could not be deleted is a warning.
+    """
+    run_id = read_manifest(newest).run_id
+    if keep is None and limit is not None and limit > 0:
+        ours = [info for info in discover(folder) if run_id in (None, info.manifest.run_id)]
+        last = [info.path for info in ours if info.path != folder][-limit:]
+        is_beside = best is not None and Path(best) not in last  # the best counts among the limit
+        keep = Keep(last=max(limit - is_beside, 1))
+    if keep is not None:
+        report = sweep(folder, keep, run_id=run_id, protect=[newest] if best is None else [newest, best])
+        for problem in report.problems:
+            warnings.warn(f"{folder}: an old checkpoint was not deleted: {problem}", stacklevel=3)
+
+
+def state_text(trainer: Trainer) -> str:
+    """What the Trainer writes about itself, and its callbacks as they are now."""
+    told = [*trainer.callback_handler.callbacks, trainer.control]
+    exported = [each for each in told if isinstance(each, ExportableState)]
+    trainer.state.stateful_callbacks = TrainerState(stateful_callbacks=exported).stateful_callbacks
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, TRAINER_STATE_NAME)
+        trainer.state.save_to_json(str(path))
+        return path.read_text(encoding="utf-8")
+
+
+def metrics_of(state: Any) -> dict[str, float]:
+    """What was logged at this step, as far as it is numbers."""
+    rows = [row for row in state.log_history if row.get("step") == state.global_step]
+    found = {name: value for row in rows for name, value in row.items() if name not in ("step", "epoch")}
+    return {name: float(v) for name, v in found.items() if isinstance(v, (int, float)) and math.isfinite(v)}
+
+
+def files_below(folder: Path) -> dict[str, bytes]:
+    """Every file below `folder` but the pickle of the Trainer's arguments: path to content."""
+    found = {path.relative_to(folder).as_posix(): path for path in folder.rglob("*") if path.is_file()}
+    return {name: path.read_bytes() for name, path in found.items() if name != TRAINING_ARGS_NAME}
