@@ -371,6 +371,8 @@ def test_two_ranks(tmp_path):
         "exact/fsdp2",
         "best/llama",
         "best/fsdp2",
+        "far/llama",
+        "far/fsdp2",
         "nothing/llama",
         "final/llama",
         "final/fsdp2",

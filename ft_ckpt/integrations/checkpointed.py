@@ -19,7 +19,8 @@ from ft_ckpt.config import SaverConfig
 from ft_ckpt.errors import ConfigError, SelectionError, listing
 from ft_ckpt.holdings import is_dtensor
 from ft_ckpt.integrations.trainer_files import (
-    checkpoint_sought,
+    Chosen,
+    chosen_by,
     files_below,
     is_resumable,
     load_weights,
@@ -28,7 +29,7 @@ from ft_ckpt.integrations.trainer_files import (
     state_text,
     wanted_of,
 )
-from ft_ckpt.ranks import attempt, by_itself, current
+from ft_ckpt.ranks import Ranks, attempt, by_itself, current
 from ft_ckpt.retain import Keep
 
 _WEIGHTS = re.compile(r"((pytorch_)?model|adapter_model)(-\d+-of-\d+)?\.(safetensors|bin)(\.index\.json)?")
@@ -49,7 +50,7 @@ class Checkpointed(Trainer):  # type: ignore[misc]  # transformers is not typed
     ft_ckpt: TrainerSettings
     __saver: CheckpointSaver | None = None
     __loader: Any = None
-    __resumed = False  # whether from a checkpoint of ours
+    __path: str | None = None  # of the checkpoint of ours that is resumed from
     __skip = 0  # batches of the first pass that were done, as the Trainer counts
     __random: rng.State | None = None  # of the moment of the save, until the first batch is read
     __pass: tuple[Any, Iterator[Any]] | None = None  # the Trainer's iterator over the data, and ours instead of it
@@ -60,9 +61,12 @@ class Checkpointed(Trainer):  # type: ignore[misc]  # transformers is not typed
     def train(self, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
         """Train, from a checkpoint that is whole."""
         wanted = wanted_of(resume_from_checkpoint)
-        chosen = self.__chosen(wanted) if wanted else None
-        self.__resumed = chosen is not None and is_resumable(Path(chosen))
-        return super().train(chosen, *args, **kwargs)
+        directory, deep = Path(self.args.output_dir), self.ft_ckpt.config.verify_resume
+        # Verified once more when its files are held open, which may be others by then.
+        chosen = chosen_by(self.__ranks(), wanted, directory, deep) if wanted else Chosen()
+        self.__path = chosen.path if chosen.is_ours else None
+        with tempfile.TemporaryDirectory() as folder:
+            return super().train(chosen.shown(folder), *args, **kwargs)
 
     def get_batch_samples(self, epoch_iterator: Any, *args: Any) -> Any:
         """The batches of a step, from our iterator over the data."""
@@ -80,10 +84,12 @@ class Checkpointed(Trainer):  # type: ignore[misc]  # transformers is not typed
 
     def _init_training_state(self, *args: Any, **kwargs: Any) -> Any:
         epochs, self.__skip = super()._init_training_state(*args, **kwargs)
+        if self.__path is not None:
+            self.__agree_on_best()
         return epochs, self.__skip
 
     def _prepare_for_training(self, max_steps: Any, train_dataloader: Any, resume_from_checkpoint: Any) -> Any:
-        path = None if self.__resumed else resume_from_checkpoint
+        path = resume_from_checkpoint if self.__path is None else None
         prepared = super()._prepare_for_training(max_steps, train_dataloader, path)
         if self.__saver is not None:
             self.__saver.close()
@@ -91,8 +97,8 @@ class Checkpointed(Trainer):  # type: ignore[misc]  # transformers is not typed
         config, directory = self.ft_ckpt.config, self.args.output_dir
         self.__saver = CheckpointSaver(self.accelerator, directory, tokenizer=self.__tokenizer(), config=config)
         self.__saver.register(model=self.model_wrapped, optimizer=self.optimizer, scheduler=self.lr_scheduler)
-        if self.__resumed:
-            self.__resume(self.__saver, resume_from_checkpoint)
+        if self.__path is not None:
+            self.__resume(self.__saver, self.__path)
         return prepared
 
     def __resume(self, saver: CheckpointSaver, path: Any) -> None:
@@ -105,7 +111,7 @@ class Checkpointed(Trainer):  # type: ignore[misc]  # transformers is not typed
 
     def __begin_pass(self) -> Iterator[Any]:
         assert self.__saver is not None  # noqa: S101 - the only caller has looked
-        batches, skip = self.__saver.remaining(self.__loader), 0 if self.__resumed else self.__skip
+        batches, skip = self.__saver.remaining(self.__loader), self.__skip if self.__path is None else 0
         self.__skip = 0
         if self.__random is not None:  # what came since the resume (callbacks, an evaluation) may have drawn some
             rng.restore(self.__random)
@@ -115,20 +121,28 @@ class Checkpointed(Trainer):  # type: ignore[misc]  # transformers is not typed
         return batches
 
     def _load_from_checkpoint(self, resume_from_checkpoint: Any, model: Any = None) -> None:
-        if not self.__resumed:  # ours are read when the model is wrapped and the optimizer made
+        if self.__path is None:  # ours are read when the model is wrapped and the optimizer made
             super()._load_from_checkpoint(resume_from_checkpoint, model)
 
     def _load_rng_state(self, checkpoint: Any) -> None:
-        if not self.__resumed:
+        if self.__path is None:
             super()._load_rng_state(checkpoint)
 
     def _load_best_model(self) -> None:
-        path = Path(self.state.best_model_checkpoint)
-        if not is_resumable(path):
+        path, ranks = Path(self.state.best_model_checkpoint), self.__ranks()
+        ours, error = attempt(lambda: ranks.leads and is_resumable(path))
+        if not ranks.agree("the best model", {"ours": ours}, error)[0]["ours"]:
             return super()._load_best_model()  # type: ignore[no-any-return]  # transformers is not typed
-        outcome, error = attempt(lambda: load_weights(self.model_wrapped, path, self.ft_ckpt.config.verify_resume))
-        current(self.ft_ckpt.config.enter_timeout_seconds).agree("load_best_model_at_end", outcome, error)
+        load_weights(self.model_wrapped, path, self.ft_ckpt.config.verify_resume, ranks)
         return None
+
+    def __agree_on_best(self) -> None:
+        """Take rank 0's word for where the best model is: others may not see it."""
+        answers = self.__ranks().agree("the place of the best model", {"path": self.state.best_model_checkpoint})
+        self.state.best_model_checkpoint = answers[0]["path"]
+
+    def __ranks(self) -> Ranks:
+        return current(self.ft_ckpt.config.enter_timeout_seconds)
 
     def _finalize_training(self, *args: Any, **kwargs: Any) -> Any:
         # With a limit of 1 the Trainer would delete here whatever is called like a checkpoint, the newest one too.
@@ -203,7 +217,7 @@ class Checkpointed(Trainer):  # type: ignore[misc]  # transformers is not typed
                 f"{listing(weights, ', ')}: written by {name} itself, in a layout of its own that ft_ckpt does not "
                 "know; train without FtCkptCallback, or let it call super() for the weights"
             )
-        current(self.ft_ckpt.config.enter_timeout_seconds).agree("save_model()", {}, error)
+        self.__ranks().agree("save_model()", {}, error)
         return found
 
     def __commit(self, folder: Path, target: Path) -> None:
@@ -213,6 +227,7 @@ class Checkpointed(Trainer):  # type: ignore[misc]  # transformers is not typed
         best_path = folder / f"checkpoint-{best}"
         if best and (best == step or best_path.exists()):
             self.state.best_model_checkpoint = str(best_path)
+        self.__agree_on_best()
         given: dict[str, Any] = {
             "metrics": metrics_of(self.state),
             "extra_files": {**self.__added(), TRAINER_STATE_NAME: state_text(self)},
@@ -229,23 +244,6 @@ class Checkpointed(Trainer):  # type: ignore[misc]  # transformers is not typed
 
     def __tokenizer(self) -> Any:
         return self.processing_class or getattr(self.data_collator, "tokenizer", None)
-
-    def __chosen(self, wanted: str) -> str | None:
-        """The checkpoint to resume from, the same on every rank; None for a fresh start.
-
-        `wanted` is a path; "auto" is the newest that is whole, if any; "must" the newest, or an error.
-        """
-        config, folder = self.ft_ckpt.config, Path(self.args.output_dir)
-        ranks = current(config.enter_timeout_seconds)
-        path: Path | None = None
-        error: BaseException | None = None
-        with ranks.working():
-            if ranks.leads:
-                # Verified once more when its files are held open, which may be others by then.
-                path, error = attempt(lambda: checkpoint_sought(wanted, folder, config.verify_resume))
-        found = None if path is None else str(path)
-        answer: str | None = ranks.agree("train(resume_from_checkpoint=...)", {"path": found}, error)[0]["path"]
-        return answer
 
 
 _BASE = (Trainer, Checkpointed)

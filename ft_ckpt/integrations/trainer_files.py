@@ -5,6 +5,8 @@ import math
 import re
 import tempfile
 import warnings
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,14 +21,32 @@ from ft_ckpt.errors import CorruptError, LoadError, ManifestError, NotACheckpoin
 from ft_ckpt.items import known_sources
 from ft_ckpt.manifest import MANIFEST_NAME
 from ft_ckpt.marks import DROPPED
-from ft_ckpt.opening import open_checkpoint
+from ft_ckpt.opening import OpenCheckpoint, open_checkpoint
+from ft_ckpt.ranks import Ranks, attempt
 from ft_ckpt.retain import Keep
-from ft_ckpt.state_files import opened, read_document
+from ft_ckpt.serving import facts_of, open_to_all
+from ft_ckpt.state_files import Stored, opened, read_document
 from ft_ckpt.sweep import clear, sweep
 
 _LOG = logging.getLogger("ft_ckpt")
 _NAME = re.compile(r"checkpoint-(\d+)")
 _MODES = {True: "auto", "true": "auto", "auto": "auto", "latest": "auto", "must": "must", "false": None, "never": None}
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """What a Trainer is resumed from, the same on every rank."""
+
+    path: str | None = None  # None: a fresh start
+    is_ours: bool = False  # whether it has a training state of ours
+    state: str | None = None  # of one of ours: what the Trainer has written about itself
+
+    def shown(self, folder: str) -> str | None:
+        """Where this rank's Trainer finds what it has written: at the path, or in `folder`, where it is put if not."""
+        if self.path is None or self.state is None or _text(Path(self.path, TRAINER_STATE_NAME)) == self.state:
+            return self.path
+        Path(folder, TRAINER_STATE_NAME).write_text(self.state, encoding="utf-8")
+        return folder
 
 
 def wanted_of(resume_from_checkpoint: Any) -> Any:
@@ -37,7 +57,24 @@ def wanted_of(resume_from_checkpoint: Any) -> Any:
     return _MODES.get(mode, resume_from_checkpoint)
 
 
-def checkpoint_sought(wanted: str, folder: Path, deep: bool) -> Path | None:
+def chosen_by(ranks: Ranks, wanted: str, folder: Path, deep: bool) -> Chosen:
+    """What rank 0 finds for `wanted`: a path; "auto", the newest that is whole, if any; "must", it or an error.
+
+    Collective. Raises NotACheckpointError or CorruptError.
+    """
+
+    def told() -> dict[str, Any]:
+        path = _sought(wanted, folder, deep) if ranks.leads else None
+        if path is None:
+            return {}
+        ours = is_resumable(path)
+        return {"path": str(path), "is_ours": ours, "state": _text(path / TRAINER_STATE_NAME) if ours else None}
+
+    found, error = ranks.attempt(told)
+    return Chosen(**ranks.agree("train(resume_from_checkpoint=...)", found, error)[0])
+
+
+def _sought(wanted: str, folder: Path, deep: bool) -> Path | None:
     """The checkpoint that `wanted` means, of those in `folder` if it is no path; None for a fresh start."""
     if wanted not in ("auto", "must"):
         return _whole(wanted, deep)
@@ -88,18 +125,38 @@ def is_resumable(path: Path) -> bool:
     return (path / MANIFEST_NAME).exists() and starting.is_resumable(read_manifest(path))
 
 
-def load_weights(model: nn.Module, path: Path, deep: bool) -> None:
-    """Put the weights of the checkpoint `path` into `model`; `deep` compares the digests of all its files.
+def load_weights(model: nn.Module, path: Path, deep: bool, ranks: Ranks) -> None:
+    """Put the weights of the checkpoint that rank 0 has at `path` into `model`; it reads for those that do not see it.
 
-    Raises CorruptError naming damaged files, LoadError when the weights do not fit.
+    Collective. `deep` compares the digests of all its files. Raises CorruptError naming damaged files, LoadError when
+    the weights do not fit.
     """
-    with open_checkpoint(path) as held, opened(held) as stored:
-        if problems := held.problems(deep):
-            raise CorruptError(f"{path}: {listing(list(problems))}; the best model was not loaded")
-        document = read_document(held.folder)
-        outcome = resume.restore_weights(known_sources(model, []), document, stored)
+    with ExitStack() as stack:
+        _, error = ranks.attempt(lambda: _load(model, path, deep, ranks, stack))
+        ranks.agree("load_best_model_at_end", {}, error)  # before rank 0 stops to read for others
+
+
+def _load(model: nn.Module, path: Path, deep: bool, ranks: Ranks, stack: ExitStack) -> None:
+    held, error = attempt(lambda: _held(path, deep, stack) if ranks.leads else None)
+    found = ranks.agree("opening the best model", {} if held is None else facts_of(held), error)[0]
+    here = open_to_all(held, found, ranks, stack, deep, lambda one: Stored(one).read)
+    with opened(here) as stored:
+        outcome = resume.restore_weights(known_sources(model, []), read_document(here.folder), stored)
     if outcome.status != "restored":
         raise LoadError(f"{path}: the best model was not loaded: {outcome.detail}")
+
+
+def _held(path: Path, deep: bool, stack: ExitStack) -> OpenCheckpoint:
+    held = stack.enter_context(open_checkpoint(path))
+    if problems := held.problems(deep):
+        raise CorruptError(f"{path}: {listing(list(problems))}; the best model was not loaded")
+    return held
+
+
+def _text(file: Path) -> str | None:
+    with suppress(OSError, ValueError):
+        return file.read_text(encoding="utf-8")
+    return None
 
 
 def prune_older(folder: Path, newest: Path, best: str | None, limit: int | None, keep: Keep | None) -> None:

@@ -3,6 +3,7 @@
 A kind is a model under DDP, or "fsdp2".
 """
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,13 @@ def shape_of(kind: str) -> dict[str, Any]:
     return {"train_dataset": Sentences(noise=False), **(SHARDED if kind == "fsdp2" else {"kind": kind})}
 
 
+def of_rank_0(folder: Path) -> Path:
+    """What rank 0 sees there."""
+    told = [str(folder.resolve())]
+    dist.broadcast_object_list(told)
+    return Path(told[0])
+
+
 def exact(folder: Path, kind: str) -> None:
     shape = shape_of(kind)
     expected = run(trainer(folder / "plain", **shape, save_strategy="no"))
@@ -34,7 +42,21 @@ def exact(folder: Path, kind: str) -> None:
     assert first == expected[:3]
     again = run(ours(folder / "run", **shape, seed=0 if kind == "lora" else 1), True)
     assert first + again == expected, (first, again, expected)
-    assert verify(folder / "run" / "checkpoint-8").ok
+    assert verify(of_rank_0(folder) / "run" / "checkpoint-8").ok
+
+
+def far(folder: Path, kind: str) -> None:
+    """A disk for each rank: only rank 0 has the checkpoints, and all resume, and load the best model."""
+    private = folder / f"disk-{harness.RANK}"
+    private.mkdir()
+    home = Path.cwd()
+    os.chdir(private)
+    try:
+        exact(Path("/proc/self/cwd"), kind)
+        best(Path("/proc/self/cwd/best"), kind)
+        assert not harness.RANK or not list(private.rglob("checkpoint-*"))
+    finally:
+        os.chdir(home)
 
 
 def final(folder: Path, kind: str) -> None:
@@ -67,6 +89,7 @@ def best(folder: Path, kind: str) -> None:
     )
     made.train()
     assert made.state.best_global_step == 2
+    folder = of_rank_0(folder)
     assert sorted(path.name for path in folder.glob("checkpoint-*")) == ["checkpoint-2", "checkpoint-8"]
     saved, live = load_file(folder / "checkpoint-2" / "model.safetensors"), made.model.state_dict()
     whole = {name: getattr(live[name], "full_tensor", lambda name=name: live[name])() for name in saved}
@@ -81,7 +104,7 @@ def nothing(folder: Path, kind: str) -> None:
 
 def case(name: str, folder: Path) -> None:
     action, kind = name.split("/")
-    {"exact": exact, "best": best, "final": final, "nothing": nothing}[action](folder, kind)
+    {"exact": exact, "best": best, "final": final, "nothing": nothing, "far": far}[action](folder, kind)
 
 
 if __name__ == "__main__":
