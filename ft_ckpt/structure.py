@@ -6,8 +6,10 @@ none: nothing is kept alive by them, and a tensor that was replaced is found in 
 """
 
 import pickle
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import replace
+from enum import Enum
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
@@ -26,12 +28,17 @@ _PLAIN = (Tensor, nn.Parameter, nn.Buffer)
 _NUMBERS = (int, float, bool, str, type(None))
 _OPAQUE = ("FullyShardedDataParallel", "DeepSpeedEngine")  # keep tensors where a walk over modules does not see them
 _ASKED = frozenset(
-    (  # attributes of single modules that `select` and `adapters`, or the libraries they ask, decide by
+    (  # what the libraries look for on modules of anybody's, and on their classes
         *("config", "peft_config", "_active_adapter", "active_adapter", "_hf_peft_config_loaded", "vocab_size"),
         *("_tied_weights_keys", "all_tied_weights_keys", "_keys_to_ignore_on_save", "_weight_conversions"),
         *("_keep_in_fp32_modules", "_keep_in_fp32_modules_strict"),
     )
 )
+_LIBRARIES = ("transformers.", "peft.")  # that decide names, by whatever their own modules have
+_IN_EVERY_MODULE = frozenset(vars(nn.Module()))
+_IMMUTABLE = frozenset((*_NUMBERS, bytes, torch.dtype, torch.device, type))
+_MAPPINGS = frozenset((dict, OrderedDict, defaultdict))
+_DEEPEST = 8  # containers in containers
 
 
 class Structure:
@@ -75,6 +82,8 @@ class Look:
         self.places: dict[int, int] = {}  # id of a tensor -> its index in `tensors`
         self.is_opaque = False  # something decides that facts do not tell
         self._settings: dict[int, bytes] = {}  # by id: many modules share a config
+        self._classes: set[type] = set()
+        self._of_libraries: set[type] = set()  # classes of modules that a library asks for whatever they have
 
     def model(self, model: nn.Module) -> None:
         """Note a model, whatever wraps it."""
@@ -120,8 +129,16 @@ class Look:
         self.facts += path, kind
         plain = is_plain(module) and kind.__name__ not in _OPAQUE
         self.is_opaque |= not plain or own.get("hf_quantizer") is not None
-        for name in _ASKED & own.keys():
-            self._setting(name, own[name])
+        if kind not in self._classes:
+            self._classes.add(kind)
+            if any(base.__module__.startswith(_LIBRARIES) for base in kind.__mro__):
+                self._of_libraries.add(kind)
+            self.facts.append([self._described(_of_class(kind, name)) for name in _ASKED])
+        names = own.keys() - _IN_EVERY_MODULE if kind in self._of_libraries else _ASKED & own.keys()
+        if names:
+            self.facts.append(
+                {n: v if type(v := own[n]) in _IMMUTABLE else self._described(v) for n in names}  # in any order
+            )
         for key, tensor in module._parameters.items():
             if tensor is not None:
                 self._tensor(key, tensor)
@@ -129,14 +146,37 @@ class Look:
             if buffer is not None and key not in module._non_persistent_buffers_set:
                 self._tensor(key, buffer)
 
-    def _setting(self, name: str, value: Any) -> None:
-        """By its content: it may be changed in place."""
+    def _described(self, value: Any, depth: int = 0) -> Any:
+        """A copy of `value` that compares by content: it may be changed in place.
+
+        Modules and tensors are facts of their own. What cannot be described makes the look opaque.
+        """
+        kind = type(value)
+        if kind in _IMMUTABLE:
+            return value
+        if depth < _DEEPEST and kind in _MAPPINGS:
+            return kind, [
+                (k if type(k) in _IMMUTABLE else self._described(k), self._described(v, depth + 1))
+                for k, v in value.items()
+            ]
+        if depth < _DEEPEST and kind in (list, tuple):
+            return kind, [self._described(one, depth + 1) for one in value]
+        if kind in (set, frozenset):
+            return kind, frozenset(map(self._described, value))
+        if isinstance(value, Enum):
+            return value
+        if isinstance(value, (Tensor, nn.Module)):
+            return kind
+        code = getattr(getattr(value, "__func__", value), "__code__", None)
+        return (kind, code) if code is not None else self._content(value)
+
+    def _content(self, value: Any) -> bytes:
         if id(value) not in self._settings:
             try:
                 self._settings[id(value)] = pickle.dumps(value, pickle.HIGHEST_PROTOCOL)
             except Exception:  # noqa: BLE001 - anybody's object
                 self._settings[id(value)], self.is_opaque = b"", True
-        self.facts += name, self._settings[id(value)]
+        return self._settings[id(value)]
 
     def _tensor(self, key: str, tensor: Any) -> None:
         if is_lazy(tensor):
@@ -153,6 +193,12 @@ class Look:
         self.is_opaque |= tensor.layout is not torch.strided
         where = None if tensor.is_cpu else tensor.device
         self.facts += key, place, kind, cut, where, tensor.shape, tensor.dtype, tensor.requires_grad
+
+
+def _of_class(kind: type, name: str) -> Any:
+    """What the class says under a name; a property is told by its instances."""
+    value = getattr(kind, name, None)
+    return None if isinstance(value, property) else value
 
 
 def is_placed(source: Source, look: Look) -> bool:

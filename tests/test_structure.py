@@ -9,6 +9,7 @@ import peft
 import pytest
 import torch
 from torch import nn
+from transformers.core_model_loading import WeightRenaming
 
 from ft_ckpt import CheckpointSaver, verify
 
@@ -204,10 +205,76 @@ def what_is_left_out(run):
     run.model._keys_to_ignore_on_save = {"model.norm.weight"}
 
 
+def what_the_class_leaves_out(run):
+    kind = type(run.model)
+    run.model.__class__ = type(kind.__name__, (kind,), {"__module__": kind.__module__})
+    vars(run.model).pop("_keys_to_ignore_on_save", None)
+    run.compare()
+    type(run.model)._keys_to_ignore_on_save = ["model.layers.0.mlp.up_proj.weight"]
+
+
+def what_is_left_out_in_place(run):
+    run.model._keys_to_ignore_on_save = {"model.norm.weight"}
+    run.compare()
+    run.model._keys_to_ignore_on_save.add("lm_head.weight")
+
+
+def names_of_ties(run):
+    run.model.all_tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}
+
+
+def kept_in_float32(run):
+    run.model._keep_in_fp32_modules_strict = {"norm"}
+
+
+def a_setting_of_the_config(run):
+    run.model.config.tie_word_embeddings = not run.model.config.tie_word_embeddings
+
+
+def a_nested_setting(run):
+    run.model.config.more = {"deep": [1]}
+    run.compare()
+    run.model.config.more["deep"].append(2)
+
+
+def a_conversion(run):
+    run.model._weight_conversions = [WeightRenaming(r"mlp\.(.*)_proj", r"feed.\1_proj")]
+
+
+def a_setting_of_an_adapter(run):
+    an_adapter(run)
+    run.compare()
+    run.model.peft_config["default"].modules_to_save = ["lm_head"]
+
+
+def an_adapter_renamed(run):
+    a_second_adapter(run)
+    run.compare()
+    run.model.delete_adapter("second")
+
+
+def a_module_trained_whole(run):
+    run.model = peft.get_peft_model(
+        run.model, peft.LoraConfig(r=2, target_modules=["q_proj"], modules_to_save=["lm_head"])
+    )
+    run.begin()
+
+
+def rows_trained_alone(run):
+    run.model = peft.get_peft_model(run.model, peft.LoraConfig(r=2, trainable_token_indices=[3, 5]))
+    run.begin()
+
+
+def a_method_of_the_model(run):
+    run.model.get_output_embeddings = lambda: None
+
+
 CHANGES = [
     *(frozen, unfrozen_again, another_parameter, another_dtype, resized, tied_or_not, a_buffer, a_layer),
     *(an_adapter, a_second_adapter, another_adapter_in_use, a_trained_base, rows_below_an_adapter),
-    *(another_place_of_the_base, what_is_left_out),
+    *(another_place_of_the_base, what_is_left_out, what_the_class_leaves_out, what_is_left_out_in_place),
+    *(names_of_ties, kept_in_float32, a_setting_of_the_config, a_nested_setting, a_conversion),
+    *(a_setting_of_an_adapter, an_adapter_renamed, a_module_trained_whole, rows_trained_alone, a_method_of_the_model),
 ]
 
 
