@@ -7,7 +7,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
 
 from ft_ckpt.conversion import stored_as_in_memory
 from ft_ckpt.engines import sources
@@ -17,6 +19,8 @@ from ft_ckpt.select import is_pretrained
 
 _MOST_LAYERS = 1 << 16  # of anything: what a config may ask for before it is held against the tensors
 _PARAMETERS_A_TENSOR = 16  # a stored tensor may be cut into several, and each be made more than once
+_MOST_ELEMENTS = 1 << 27  # of a buffer: a causal mask of 11,000 positions, a table of 100 million
+_FACTORIES = frozenset((torch.ones, torch.zeros, torch.full, torch.arange, torch.rand, torch.randn))
 _COUNT = re.compile(r"\w*(layer|block|depth|stage|expert|head)s?")
 
 
@@ -127,9 +131,27 @@ def filled_later() -> Iterator[None]:
         nn.Module.register_parameter = register  # type: ignore[method-assign]
 
 
+class _Bounded(TorchFunctionMode):
+    """Refuses to make a tensor of values that has more than _MOST_ELEMENTS, before there is memory for it."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        asked = kwargs or {}
+        if func in _FACTORIES and (size := func(*args, **{**asked, "device": "meta"}).numel()) > _MOST_ELEMENTS:
+            raise LoadError(
+                f"config.json: asks for a buffer of {size:,} numbers, expected at most {_MOST_ELEMENTS:,}; use another "
+                "copy"
+            )
+        return func(*args, **asked)
+
+
 @contextmanager
 def at_most(parameters: int, source: str) -> Iterator[None]:
-    """Stop the making of a model of more than so many parameters, which `source` asked for, with a LoadError."""
+    """Stop the making of a model of more than so many parameters, or of a huge buffer, which `source` asked for.
+
+    Raises a LoadError before the memory is taken. Parameters are made without memory, buffers with it.
+    """
     register, made = nn.Module.register_parameter, 0
 
     def count(module: nn.Module, name: str, param: nn.Parameter | None) -> None:
@@ -144,6 +166,7 @@ def at_most(parameters: int, source: str) -> Iterator[None]:
 
     nn.Module.register_parameter = count  # type: ignore[assignment, method-assign]
     try:
-        yield
+        with _Bounded():
+            yield
     finally:
         nn.Module.register_parameter = register  # type: ignore[method-assign]

@@ -16,6 +16,7 @@ import peft
 import pytest
 import torch
 from torch import nn
+from transformers import GPTNeoConfig, GPTNeoForCausalLM
 
 import ft_ckpt
 from ft_ckpt import CheckpointSaver, converting, differences, read
@@ -215,6 +216,17 @@ def test_a_model_without_end_is_refused(tmp_path, fields):
     with pytest.raises(LoadError, match=r"config\.json"):
         ft_ckpt.load_model(tmp_path / "out")
     assert time.monotonic() - begun < 10
+
+
+def test_a_buffer_without_end_is_refused(tmp_path):
+    """This model makes a mask of its positions squared."""
+    sizes = {"vocab_size": 101, "hidden_size": 24, "num_layers": 2, "num_heads": 4, "max_position_embeddings": 64}
+    model = GPTNeoForCausalLM(GPTNeoConfig(**sizes, attention_types=[[["global"], 2]]))
+    CheckpointSaver().save(model, tmp_path / "out")
+    assert ft_ckpt.load_model(tmp_path / "out").config.max_position_embeddings == 64
+    change_config(tmp_path / "out", max_position_embeddings=200_000)
+    with pytest.raises(LoadError, match=r"config\.json: asks for a buffer of 40,000,000,000 numbers"):
+        ft_ckpt.load_model(tmp_path / "out")
 
 
 # Code
