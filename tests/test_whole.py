@@ -321,7 +321,7 @@ def test_an_expanded_tensor_does_not_take_other_values(tmp_path):
         CheckpointSaver().resume(tmp_path / "out", model=again)
 
 
-RANKS = ["whole/ddp", "whole/fsdp2", "whole/fsdp1", "lonely/save", "lonely/save_state"]
+RANKS = ["whole/ddp", "whole/fsdp2", "whole/fsdp1", "whole/zero3", "lonely/save", "lonely/save_state"]
 
 
 @pytest.fixture(scope="module")
