@@ -13,9 +13,10 @@ if TYPE_CHECKING:
     from ft_ckpt.closure import checkpoint_closure
     from ft_ckpt.config import SaverConfig
     from ft_ckpt.converting import convert
+    from ft_ckpt.load_weights import LoadReport
     from ft_ckpt.objects import load, save
     from ft_ckpt.pending import PendingSave
-    from ft_ckpt.read import LoadReport, load_model
+    from ft_ckpt.read import load_model
     from ft_ckpt.resume import RestoreReport
     from ft_ckpt.retain import Keep
     from ft_ckpt.saver import CheckpointSaver, Progress, SaveReport
@@ -48,7 +49,7 @@ _HOME = {
     "CheckpointSaver": "ft_ckpt.saver",
     "Every": "ft_ckpt.schedule",
     "Keep": "ft_ckpt.retain",
-    "LoadReport": "ft_ckpt.read",
+    "LoadReport": "ft_ckpt.load_weights",
     "PendingSave": "ft_ckpt.pending",
     "Progress": "ft_ckpt.saver",
     "RestoreReport": "ft_ckpt.resume",

@@ -8,14 +8,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from ft_ckpt.catalog import nothing_at
 from ft_ckpt.disk import local_path
 from ft_ckpt.engines import give_back, listed, sources
 from ft_ckpt.errors import CheckpointError, CorruptError, LoadError, NotACheckpointError, listing, shown
-from ft_ckpt.manifest import MANIFEST_NAME, Manifest, PartRecord
-from ft_ckpt.modules import MODULE_NAME, build_module, put_at, tensor_at
+from ft_ckpt.load_weights import LoadReport, put_tensors, refuse_differences, share_again, summary_of
+from ft_ckpt.manifest import MANIFEST_NAME, PartRecord
+from ft_ckpt.modules import MODULE_NAME, build_module
 from ft_ckpt.opening import OpenCheckpoint, open_checkpoint
 from ft_ckpt.pretrained import (
     at_most,
@@ -28,20 +29,6 @@ from ft_ckpt.pretrained import (
 )
 from ft_ckpt.reattach import attach, base_of
 from ft_ckpt.supply import Supplied, extra_beside, supply, supplying
-
-
-@dataclass(frozen=True)
-class LoadReport:
-    """What a load found. A strict load raises instead of returning one with the first three filled."""
-
-    path: Path
-    part: str  # "" for the whole checkpoint
-    missing: tuple[str, ...] = ()  # in the model, not in the files
-    unexpected: tuple[str, ...] = ()  # in the files, not in the model
-    reshaped: tuple[str, ...] = ()  # of another shape
-    tensors: int = 0
-    zero_copy: bool = False  # the parameters are the mapped file; they are copied only when written to
-    notes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -133,10 +120,10 @@ def _load_checkpoint(
     models = {name: model.to(device) if device is not None else model for name, (model, _) in loaded.items()}
     for name, model in models.items():
         _name(model, root / name, held.path / name)
-    _share(manifest, models)
+    share_again(manifest, models)
     single = len(models) == 1 and (wanted is not None or "" in models)
     result = next(iter(models.values())) if single else models
-    found = _summary(held.path, wanted or "", [one for _, one in loaded.values()], copied=device not in (None, "cpu"))
+    found = summary_of(held.path, wanted or "", [one for _, one in loaded.values()], copied=device not in (None, "cpu"))
     return result, found
 
 
@@ -261,7 +248,7 @@ def _through_transformers(
         len(record.tensors),
         notes=("converted by transformers while loading",),
     )
-    _refuse(report, options.strict)
+    refuse_differences(report, options.strict)
     if beside and options.strict:
         give_back(model, extra)
     elif beside:
@@ -290,89 +277,15 @@ def _beside_own(model: nn.Module, given: Iterable[str]) -> list[str]:
 
 def _place(module: nn.Module, record: PartRecord, root: Path, strict: bool, supplied: Supplied) -> LoadReport:
     """Give `module` the stored tensors themselves."""
-    return replace(_assign(module, record, supplied[0], root, strict, assign=True), zero_copy=supplied[1])
+    return replace(put_tensors(module, record, supplied[0], root, strict, assign=True), zero_copy=supplied[1])
 
 
 def _copy(into: nn.Module, record: PartRecord, root: Path, options: _Options) -> LoadReport:
     """Give `into` the values of the stored tensors."""
-    return _assign(into, record, supply(_files(root, record), options.mapped)[0], root, options.strict, assign=False)
-
-
-def _assign(
-    module: nn.Module, record: PartRecord, tensors: dict[str, Tensor], root: Path, strict: bool, *, assign: bool
-) -> LoadReport:
-    """Put stored tensors into `module`, ties included: the mapped memory itself with `assign`, else its values."""
-    for kept, *aliases in record.ties:
-        tensors.update({alias: tensors[kept] for alias in aliases if kept in tensors and alias not in tensors})
-    own = sources(module, allow_meta=True)
-    live = {name: None if source.is_added else source.shape for name, source in own.items()}
-    extra = extra_beside(root / record.path)
-    live |= dict.fromkeys(listed(module, own, (*tensors, *extra)))
-    reshaped = [n for n, t in tensors.items() if live.get(n) is not None and live[n] != tuple(t.shape)]
-    report = LoadReport(
-        root,
-        record.path,
-        tuple(name for name in live if name not in tensors and name not in extra),
-        tuple(name for name in (*tensors, *extra) if name not in live),
-        tuple(f"{name}: {tuple(tensors[name].shape)} in the file, {live[name]} in the model" for name in reshaped),
-        len(record.tensors),
-    )
-    _refuse(report, strict)
-    fitting: dict[str, Any] = {
-        name: tensor for name, tensor in tensors.items() if name in live and name not in reshaped
-    }
-    wants = {name: parameter.requires_grad for name, parameter in module.named_parameters()}
-    fitting |= {name: value for name, value in extra.items() if name in live}
-    module.load_state_dict(fitting, strict=False, assign=assign)
-    if strict:
-        give_back(module, {name: value for name, value in fitting.items() if live[name] is None})
-    for name, parameter in module.named_parameters():
-        parameter.requires_grad_(wants.get(name, parameter.requires_grad) and parameter.dtype.is_floating_point)
-    for kept, *aliases in record.ties if assign else ():
-        for alias in aliases:
-            put_at(module, alias, tensor_at(module, kept))
-    return report
-
-
-def _refuse(report: LoadReport, strict: bool) -> None:
-    problems = [f"{name}: missing in the files" for name in report.missing]
-    problems += [f"{name}: not in the model" for name in report.unexpected]
-    problems += list(report.reshaped)
-    if strict and problems:
-        raise LoadError(
-            f"{listing(problems)}: {len(problems)} difference(s) between {report.path} and the model; load it into the "
-            "class it was saved from, or pass strict=False to take what fits"
-        )
+    tensors, _ = supply(_files(root, record), options.mapped)
+    return put_tensors(into, record, tensors, root, options.strict, assign=False)
 
 
 def _files(root: Path, record: PartRecord) -> list[Path]:
     """The part's weight files."""
     return list(dict.fromkeys(root / tensor.file for tensor in record.tensors))
-
-
-def _share(manifest: Manifest, models: Mapping[str, nn.Module]) -> None:
-    """Make parameters that parts shared when they were saved one parameter again."""
-    for group in manifest.shared:
-        members = [member.partition(":")[::2] for member in group]
-        here = [(models[part], name) for part, name in members if part in models]
-        if len(here) < 2:
-            continue
-        first = tensor_at(*here[0])
-        for module, name in here[1:]:
-            if first is not None and tensor_at(module, name) is not None:
-                put_at(module, name, first)
-
-
-def _summary(root: Path, part: str, reports: list[LoadReport], copied: bool) -> LoadReport:
-    first = replace(reports[0], path=root, part=part)
-    for other in reports[1:]:
-        first = replace(
-            first,
-            missing=first.missing + other.missing,
-            unexpected=first.unexpected + other.unexpected,
-            reshaped=first.reshaped + other.reshaped,
-            tensors=first.tensors + other.tensors,
-            zero_copy=first.zero_copy and other.zero_copy,
-            notes=first.notes + other.notes,
-        )
-    return replace(first, zero_copy=first.zero_copy and not copied)
