@@ -24,12 +24,13 @@ from ft_ckpt.config import SaverConfig
 from ft_ckpt.conversion import warm_up
 from ft_ckpt.items import items_of
 from ft_ckpt.keeping import Weighed, planned, weigh
+from ft_ckpt.moving import all_see
 from ft_ckpt.optimizers import inner
 from ft_ckpt.preparing import Prepared, Request
 from ft_ckpt.priority import yield_to_training
 from ft_ckpt.ranks import Ranks, attempt, current
 from ft_ckpt.running import Run
-from ft_ckpt.saving import SaveReport, all_see, compares, run, settled
+from ft_ckpt.saving import SaveReport, compares, run, settled
 from ft_ckpt.schedule import History, learnt
 from ft_ckpt.snapshot import Snapshot, owned_by
 from ft_ckpt.structure import Kept, Look

@@ -5,35 +5,30 @@ Three steps, each ended by an agreement of all ranks: choose and check (nothing 
 
 import logging
 import time
-import uuid
 import warnings
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import xxhash
 
-from ft_ckpt import commit, direct, engines, replicas, reuse
+from ft_ckpt import commit, replicas, reuse
 from ft_ckpt.catalog import size_of
 from ft_ckpt.config import SaverConfig, human_size
-from ft_ckpt.deliver import PartPlan, check_written, pieces, second_names
+from ft_ckpt.deliver import check_written, second_names
 from ft_ckpt.digests import digest_of
-from ft_ckpt.errors import IncompleteError, NoSpaceError, RankError, RanksDisagreeError, explained
-from ft_ckpt.gather import equal
+from ft_ckpt.errors import NoSpaceError, RankError, RanksDisagreeError, explained
 from ft_ckpt.items import check_names
 from ft_ckpt.manifest import FileRecord
+from ft_ckpt.moving import SaveJob, moved
 from ft_ckpt.objects import compress_file
-from ft_ckpt.pace import pace_of
 from ft_ckpt.parts import kind_of
 from ft_ckpt.preparing import Prepared, Request, prepare
-from ft_ckpt.progress import tracked
-from ft_ckpt.ranks import Ranks, attempt
+from ft_ckpt.ranks import Ranks
 from ft_ckpt.records import manifest_of
-from ft_ckpt.write import Writer, write_files
 
 _LOG = logging.getLogger("ft_ckpt")
-_PROBE = ".ft_ckpt-probe"
 
 
 @dataclass(frozen=True)
@@ -131,7 +126,7 @@ def _once(
             apart = replicas.differing(made, [answer["replicas"] for answer in answers], ranks)
             if apart:
                 return {"apart": apart}
-        job = _Job(request, prepared, tuple(answers), ranks, config, begun)
+        job = SaveJob(request, prepared, tuple(answers), ranks, config, begun)
         report, error = ranks.attempt(explained(request.target)(lambda: _carry_out(job)))
         if isinstance(error, NoSpaceError) and config.when_full != "raise":
             report, error = {"full": str(error), "changed": [*changed, *(prepared.offers.keys() - job.taken)]}, None
@@ -178,140 +173,27 @@ def _refuse_lonely_dicts(answers: list[dict[str, Any]]) -> None:
         )
 
 
-@dataclass(frozen=True, eq=False)
-class _Job:
-    """A save that all ranks have agreed to."""
-
-    request: Request
-    prepared: Prepared
-    answers: tuple[dict[str, Any], ...]
-    ranks: Ranks
-    config: SaverConfig
-    begun: float
-    taken: dict[str, str] = field(default_factory=dict)  # once known: digests of the files that are there, by path
-
-    @property
-    def plans(self) -> tuple[PartPlan, ...]:
-        """The files that are to be written."""
-        return reuse.to_write(self.prepared.plans, self.taken)
-
-
-def _carry_out(job: _Job) -> dict[str, Any]:
-    """Move and write the tensors, compare the files with the model, commit. Collective; the result is rank 0's."""
+def _carry_out(job: SaveJob) -> dict[str, Any]:
+    """Write the files, compare them with the model, commit. Collective; the result is rank 0's."""
     if not job.ranks.leads and job.answers[0]["state_dict"]:
         return {}  # rank 0 was handed everything; a gather leaves the others with {} or None, which says nothing
-    pairs = job.prepared.ties_to_check
-    untied = [pair for pair in pairs if not equal(*pair, job.ranks, job.config.bucket_bytes)]
-    stage = job.prepared.stage
-    linked = _linked(job)
-    shares = _open_to_all(job)
-    written = _gathered(job, untied) if shares is None else _from_all(job, shares, untied)
-    return {} if stage is None else _sealed(job, stage, linked + written)
+    files, stage = moved(job), job.prepared.stage
+    return {} if stage is None else _sealed(job, stage, files)
 
 
-def _linked(job: _Job) -> list[FileRecord]:
-    """Find the frozen files that are there already, and on rank 0 put them in place; their records. Collective."""
-    offers, stage = job.answers[0]["offers"], job.prepared.stage
-    if not offers:
-        return []
-    shares = reuse.frozen_shares(job.prepared.plans, job.ranks.size)
-    job.taken.update(reuse.equal_files(shares, offers, job.ranks, job.config.bucket_bytes))
-    return [] if stage is None else reuse.settle(shares, job.taken, stage)
-
-
-def _gathered(job: _Job, untied: list[tuple[engines.Source, engines.Source]]) -> list[FileRecord]:
-    """All tensors come to rank 0, which writes them."""
-    plans, config, stage = job.plans, job.config, job.prepared.stage
-    total = sum(one.size_bytes for one in plans)
-    feed = tracked(pieces(plans, job.ranks, config.bucket_bytes, config.nonfinite), total, "saving", job.ranks.shows)
-    if stage is None:
-        for _ in feed:
-            pass
-        return []
-    _refuse_untied(untied)
-    with _writer(job, stage, total) as writer:
-        return list(write_files([file for one in plans for file in one.files], feed, stage, writer))
-
-
-def _writer(job: _Job, stage: Path, size_bytes: int) -> Writer:
-    config = job.config
-    return Writer(pace_of(stage, size_bytes, config.io_threads, config.direct_io, config.io_block_bytes))
-
-
-def _open_to_all(job: _Job) -> list[direct.Share] | None:
-    """Make the files for all ranks to write into, if that pays and they all see them; None: rank 0 writes."""
-    config, told = job.config, job.answers[0]
-    plain = all(one.format == "safetensors" for one in job.prepared.plans) and config.compression is None
-    if job.ranks.size == 1 or config.each_rank_writes == "off" or not plain or config.nonfinite == "raise":
-        return None
-    if any(answer["state_dict"] for answer in job.answers):
-        return None
-    shares = direct.shares(job.plans, job.ranks.size)
-    if config.each_rank_writes == "auto" and not direct.pays(shares):
-        return None
-
-    def open_files() -> None:
-        for share in shares if job.prepared.stage is not None else ():
-            direct.create(share, Path(told["stage"]))
-
-    _, error = attempt(open_files)
-    if all_see(Path(told["stage"]), job.ranks, error):
-        return shares
-    for share in shares if job.prepared.stage is not None else ():
-        (Path(told["stage"]) / share.file.path).unlink()
-    return None
-
-
-def all_see(folder: Path, ranks: Ranks, error: BaseException | None = None) -> bool:
-    """Whether all ranks see what rank 0 makes in `folder`: each looks for a word it leaves there. Collective.
-
-    Raises `error`, or that of rank 0 if it cannot write there, on all ranks.
-    """
-    probe, word = folder / f"{_PROBE}-{uuid.uuid4().hex}", uuid.uuid4().hex
-
-    def leave() -> None:
-        if ranks.leads:
-            folder.mkdir(parents=True, exist_ok=True)
-            probe.write_text(word)
-
-    if error is None:
-        _, error = attempt(leave)
-    told = ranks.agree("the files of save()", {"path": str(probe), "word": word}, error)[0]
-    seen = Path(told["path"]).is_file() and Path(told["path"]).read_text() == told["word"]
-    votes = ranks.agree("the look at the files of save()", {"sees": seen})
-    if ranks.leads:
-        probe.unlink(missing_ok=True)
-    return all(vote["sees"] for vote in votes)
-
-
-def _from_all(
-    job: _Job, shares: list[direct.Share], untied: list[tuple[engines.Source, engines.Source]]
-) -> list[FileRecord]:
-    """Every rank writes what it holds; the records are rank 0's to keep."""
-    stage, config = Path(job.answers[0]["stage"]), job.config
-
-    _refuse_untied(untied)
-    with _writer(job, stage, sum(one.size_bytes for one in job.plans) // job.ranks.size) as writer:
-        digests = [direct.write(share, stage, job.ranks, writer, config.bucket_bytes) for share in shares]
-    answers = job.ranks.agree("the writing of save()", {"digests": digests})
-    return [
-        direct.record(share, [answer["digests"][number] for answer in answers]) for number, share in enumerate(shares)
-    ]
-
-
-def _sealed(job: _Job, stage: Path, written: list[FileRecord]) -> dict[str, Any]:
+def _sealed(job: SaveJob, stage: Path, files: list[FileRecord]) -> dict[str, Any]:
     """Compare the files with the model, and commit."""
     request, plans, compression = job.request, job.prepared.plans, job.config.compression
     settings = replicas.settings_apart(request.captured.document)
-    written = written + [link for one in plans for link in second_names(one, written, stage)]
+    files = files + [link for one in plans for link in second_names(one, files, stage)]
     for one in plans:
         check_written(one, stage)
     if compression is not None:
-        written = [_compressed(file, stage, compression) for file in written]
+        files = [_compressed(file, stage, compression) for file in files]
     manifest = manifest_of(
         stage,
         plans,
-        written,
+        files,
         job.answers,
         compressed=compression is not None,
         bases=job.prepared.companions.bases,
@@ -341,15 +223,6 @@ def _compressed(file: FileRecord, stage: Path, compression: str) -> FileRecord:
     path = stage / file.path
     compress_file(path, compression)
     return FileRecord(file.path, path.stat().st_size, digest_of(path))
-
-
-def _refuse_untied(pairs: list[tuple[engines.Source, engines.Source]]) -> None:
-    if pairs:
-        names = ", ".join(f"{one.name} and {other.name}" for one, other in pairs)
-        raise IncompleteError(
-            f"{names}: the model's config ties them, but their values differ; call model.tie_weights(), or set "
-            "config.tie_word_embeddings=False to keep both"
-        )
 
 
 def _summed(counts: list[Mapping[str, int]]) -> dict[str, int]:

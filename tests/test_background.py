@@ -17,7 +17,7 @@ from launch import run_cases
 from safetensors.torch import load_file
 from torch import nn
 
-from ft_ckpt import CheckpointSaver, Every, Keep, SaveReport, latest, saving, snapshot, verify
+from ft_ckpt import CheckpointSaver, Every, Keep, SaveReport, latest, moving, saving, snapshot, verify
 from ft_ckpt.errors import CheckpointError, ConfigError, NoSpaceError
 from ft_ckpt.pending import PendingSave
 
@@ -159,14 +159,14 @@ def test_optimizers_are_given_back(tmp_path):
 @pytest.fixture
 def failing(monkeypatch):
     """While this is set, no file can be written."""
-    broken, real = threading.Event(), saving.write_files
+    broken, real = threading.Event(), moving.write_files
 
     def write(*arguments):
         if broken.is_set():
             raise NoSpaceError("model.safetensors: no space left")
         return real(*arguments)
 
-    monkeypatch.setattr(saving, "write_files", write)
+    monkeypatch.setattr(moving, "write_files", write)
     return broken
 
 

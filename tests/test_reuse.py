@@ -12,7 +12,7 @@ from compare import assert_same_tensors, reference, stored
 from launch import run_cases
 from transformers import AutoModelForCausalLM
 
-from ft_ckpt import CheckpointSaver, Every, Keep, SaverConfig, load_model, reuse, room, saving, verify
+from ft_ckpt import CheckpointSaver, Every, Keep, SaverConfig, load_model, moving, reuse, room, verify
 from ft_ckpt.catalog import discover, read_manifest
 from ft_ckpt.errors import NoSpaceError
 from ft_ckpt.remove import drop
@@ -356,7 +356,7 @@ def test_links_need_no_room(model, tmp_path, monkeypatch):
 
 def test_a_frozen_file_that_changed_needs_room_at_the_next_try(model, tmp_path, monkeypatch):
     """The disk fills up while the changed file is written: the next try knows that it is no link."""
-    needed, real = [], saving.write_files
+    needed, real = [], moving.write_files
 
     def full_once(*given):
         if len(needed) == 2:
@@ -364,7 +364,7 @@ def test_a_frozen_file_that_changed_needs_room_at_the_next_try(model, tmp_path, 
         return real(*given)
 
     monkeypatch.setattr(room, "ensure", lambda target, size, *_, **__: needed.append(size))
-    monkeypatch.setattr(saving, "write_files", full_once)
+    monkeypatch.setattr(moving, "write_files", full_once)
     path = twice(model, tmp_path, write_in_place, when_full="wait")
     assert needed[0] - needed[1] > 6_000_000
     assert needed[2] == needed[0]

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from wrappers import WRAPPERS, Live
 
-from ft_ckpt import CheckpointSaver, direct, gather, latest, regions, saving, verify
+from ft_ckpt import CheckpointSaver, direct, gather, latest, moving, regions, verify
 from ft_ckpt.catalog import read_manifest
 from ft_ckpt.errors import NoSpaceError, RankError
 
@@ -67,7 +67,7 @@ def not_shared(folder: Path) -> None:
     """Rank 1 does not see rank 0's files: rank 0 writes everything."""
     live = live_model("fsdp2", "qwen3")
     saver = CheckpointSaver(live.accelerator, folder, each_rank_writes="on", **SHORT)
-    with hidden(saving._PROBE) if harness.RANK else nullcontext():
+    with hidden(moving._PROBE) if harness.RANK else nullcontext():
         saver.save(live.model, folder / "saved")
     assert verify(folder / "saved").ok
     assert not any(file.cuts for file in read_manifest(folder / "saved").files)

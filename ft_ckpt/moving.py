@@ -1,0 +1,149 @@
+"""The tensors of one save come into its files: by rank 0, or by every rank, whichever they can and which pays."""
+
+import uuid
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ft_ckpt import direct, engines, reuse
+from ft_ckpt.config import SaverConfig
+from ft_ckpt.deliver import PartPlan, pieces
+from ft_ckpt.errors import IncompleteError
+from ft_ckpt.gather import equal
+from ft_ckpt.manifest import FileRecord
+from ft_ckpt.pace import pace_of
+from ft_ckpt.preparing import Prepared, Request
+from ft_ckpt.progress import tracked
+from ft_ckpt.ranks import Ranks, attempt
+from ft_ckpt.write import Writer, write_files
+
+_PROBE = ".ft_ckpt-probe"
+
+
+@dataclass(frozen=True, eq=False)
+class SaveJob:
+    """A save that all ranks have agreed to."""
+
+    request: Request
+    prepared: Prepared
+    answers: tuple[dict[str, Any], ...]
+    ranks: Ranks
+    config: SaverConfig
+    begun: float
+    taken: dict[str, str] = field(default_factory=dict)  # once known: digests of the files that are there, by path
+
+    @property
+    def plans(self) -> tuple[PartPlan, ...]:
+        """The files that are to be written."""
+        return reuse.to_write(self.prepared.plans, self.taken)
+
+
+def moved(job: SaveJob) -> list[FileRecord]:
+    """Move and write the tensors, on rank 0 the records of all files in the stage. Collective.
+
+    Raises IncompleteError for tensors that the model's config ties and that differ.
+    """
+    pairs = job.prepared.ties_to_check
+    untied = [pair for pair in pairs if not equal(*pair, job.ranks, job.config.bucket_bytes)]
+    linked = _linked(job)
+    shares = _open_to_all(job)
+    return linked + (_gathered(job, untied) if shares is None else _from_all(job, shares, untied))
+
+
+def _linked(job: SaveJob) -> list[FileRecord]:
+    """Find the frozen files that are there already, and on rank 0 put them in place; their records. Collective."""
+    offers, stage = job.answers[0]["offers"], job.prepared.stage
+    if not offers:
+        return []
+    shares = reuse.frozen_shares(job.prepared.plans, job.ranks.size)
+    job.taken.update(reuse.equal_files(shares, offers, job.ranks, job.config.bucket_bytes))
+    return [] if stage is None else reuse.settle(shares, job.taken, stage)
+
+
+def _gathered(job: SaveJob, untied: list[tuple[engines.Source, engines.Source]]) -> list[FileRecord]:
+    """All tensors come to rank 0, which writes them."""
+    plans, config, stage = job.plans, job.config, job.prepared.stage
+    total = sum(one.size_bytes for one in plans)
+    feed = tracked(pieces(plans, job.ranks, config.bucket_bytes, config.nonfinite), total, "saving", job.ranks.shows)
+    if stage is None:
+        for _ in feed:
+            pass
+        return []
+    _refuse_untied(untied)
+    with _writer(job, stage, total) as writer:
+        return list(write_files([file for one in plans for file in one.files], feed, stage, writer))
+
+
+def _writer(job: SaveJob, stage: Path, size_bytes: int) -> Writer:
+    config = job.config
+    return Writer(pace_of(stage, size_bytes, config.io_threads, config.direct_io, config.io_block_bytes))
+
+
+def _open_to_all(job: SaveJob) -> list[direct.Share] | None:
+    """Make the files for all ranks to write into, if that pays and they all see them; None: rank 0 writes."""
+    config, told = job.config, job.answers[0]
+    plain = all(one.format == "safetensors" for one in job.prepared.plans) and config.compression is None
+    if job.ranks.size == 1 or config.each_rank_writes == "off" or not plain or config.nonfinite == "raise":
+        return None
+    if any(answer["state_dict"] for answer in job.answers):
+        return None
+    shares = direct.shares(job.plans, job.ranks.size)
+    if config.each_rank_writes == "auto" and not direct.pays(shares):
+        return None
+
+    def open_files() -> None:
+        for share in shares if job.prepared.stage is not None else ():
+            direct.create(share, Path(told["stage"]))
+
+    _, error = attempt(open_files)
+    if all_see(Path(told["stage"]), job.ranks, error):
+        return shares
+    for share in shares if job.prepared.stage is not None else ():
+        (Path(told["stage"]) / share.file.path).unlink()
+    return None
+
+
+def all_see(folder: Path, ranks: Ranks, error: BaseException | None = None) -> bool:
+    """Whether all ranks see what rank 0 makes in `folder`: each looks for a word it leaves there. Collective.
+
+    Raises `error`, or that of rank 0 if it cannot write there, on all ranks.
+    """
+    probe, word = folder / f"{_PROBE}-{uuid.uuid4().hex}", uuid.uuid4().hex
+
+    def leave() -> None:
+        if ranks.leads:
+            folder.mkdir(parents=True, exist_ok=True)
+            probe.write_text(word)
+
+    if error is None:
+        _, error = attempt(leave)
+    told = ranks.agree("the files of save()", {"path": str(probe), "word": word}, error)[0]
+    seen = Path(told["path"]).is_file() and Path(told["path"]).read_text() == told["word"]
+    votes = ranks.agree("the look at the files of save()", {"sees": seen})
+    if ranks.leads:
+        probe.unlink(missing_ok=True)
+    return all(vote["sees"] for vote in votes)
+
+
+def _from_all(
+    job: SaveJob, shares: list[direct.Share], untied: list[tuple[engines.Source, engines.Source]]
+) -> list[FileRecord]:
+    """Every rank writes what it holds; the records are rank 0's to keep."""
+    stage, config = Path(job.answers[0]["stage"]), job.config
+
+    _refuse_untied(untied)
+    with _writer(job, stage, sum(one.size_bytes for one in job.plans) // job.ranks.size) as writer:
+        digests = [direct.write(share, stage, job.ranks, writer, config.bucket_bytes) for share in shares]
+    answers = job.ranks.agree("the writing of save()", {"digests": digests})
+    return [
+        direct.record(share, [answer["digests"][number] for answer in answers]) for number, share in enumerate(shares)
+    ]
+
+
+def _refuse_untied(pairs: list[tuple[engines.Source, engines.Source]]) -> None:
+    if pairs:
+        names = ", ".join(f"{one.name} and {other.name}" for one, other in pairs)
+        raise IncompleteError(
+            f"{names}: the model's config ties them, but their values differ; call model.tie_weights(), or set "
+            "config.tie_word_embeddings=False to keep both"
+        )
