@@ -132,7 +132,9 @@ class RunSaves:
         else:
             target = self.directory / self.run.config.name_template.format(step=step)
         if self._ranks().leads:
-            refuse_replacing(target, has_state, self.run.own_ids if path is None and has_state else None)
+            # A rehearsal runs one script several times in one folder, on purpose.
+            is_run = path is None and has_state and not self.is_rehearsal
+            refuse_replacing(target, has_state, self.run.own_ids if is_run else None)
         return target.absolute()
 
     def _tried(self, action: Callable[[], T]) -> T | None:

@@ -73,6 +73,7 @@ def test_the_machine_and_what_is_missing_are_told(measured):
     assert (folder / "figures.png").read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.slow
 def test_measuring_again_replaces_that_measure_alone(measured):
     before, _, folder = measured
     after, _ = bench(folder, "--only", "many")

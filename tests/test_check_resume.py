@@ -68,6 +68,7 @@ def test_a_scheduler_that_is_not_saved(tmp_path):
     assert "scheduler" in verdict
 
 
+@pytest.mark.slow
 def test_numbers_from_an_unseeded_source(tmp_path):
     answer = check(tmp_path, "--steps", 2, SCRIPT, "is unseeded")
     assert answer.returncode == 1, answer.stderr
@@ -96,6 +97,7 @@ def test_scripts_without_a_saver_without_steps_and_with_errors(tmp_path, code, w
     assert ("RuntimeError: out of luck" in answer.stderr) == ("luck" in code)
 
 
+@pytest.mark.slow
 def test_a_script_that_ends_too_soon(tmp_path):
     answer = check(tmp_path, "--steps", 7, SCRIPT, "is short")
     assert answer.returncode == 2

@@ -92,12 +92,12 @@ def test_verify(run):
 
 @pytest.mark.parametrize("fast", [True, False])
 def test_verify_says_what_is_wrong(run, fast):
-    """Pain 26: bit rot is found when every byte is read, and only then."""
+    """Pain 26: bit rot is found, in a file as small as this one without being asked for."""
     shard = run / "checkpoint-1" / "model-00001-of-00002.safetensors"
     shard.write_bytes(shard.read_bytes()[:-1] + b"!")
     answer = ft_ckpt("verify", run / "checkpoint-1", "--json", *(["--fast"] if fast else []))
     report = json.loads(answer.stdout)
-    assert (answer.returncode, report["ok"], len(report["problems"])) == ((0, True, 0) if fast else (1, False, 1))
+    assert (answer.returncode, report["ok"], len(report["problems"])) == (1, False, 1)
 
 
 def test_show(run):

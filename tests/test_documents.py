@@ -71,7 +71,7 @@ def run_as_printed(folder, *parts):
 
 def test_the_twenty_lines_as_printed(tmp_path):
     """On a first start and on a second; then the checkpoint is found and loaded, in the lines printed below them."""
-    lines, after = block_with("with CheckpointSaver(accelerator"), block_with("newest = ft_ckpt.latest")
+    lines, after = block_with("saver.remaining(loader, epochs=3)"), block_with("newest = ft_ckpt.latest")
     logged = "import logging\nlogging.basicConfig(level=logging.INFO)\n"
     first, told = run_as_printed(tmp_path, logged, lines, after)
     assert first == 21  # three epochs of seven

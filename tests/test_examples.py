@@ -123,6 +123,7 @@ def test_ppo_earns_more(ppo):
     assert sum(rewards[-2:]) / 2 > sum(rewards[:2]) / 2 + 0.05
 
 
+@pytest.mark.slow
 def test_ppo_goes_on_where_it_was(ppo, text, tmp_path):
     options = ("--output-dir", tmp_path, "--dataset", text, "--new-tokens", "8", "--epochs", "4", "--save-every", "2")
     launched("ppo.py", *options, "--iterations", "2")

@@ -260,10 +260,12 @@ def test_setters_of_the_class_do_not_run() -> None:
             raise AssertionError("setter ran")
 
     description = describe_module(Trap(1, 1))
-    description["attributes"] |= {"trap": 2, "_modules": 3, "__class__": 4}
+    description["attributes"] |= {"trap": 2}
     built = build_module(description, classes={description["class"]: Trap})
     assert type(built) is Trap
-    assert built._modules == {}
+    description["attributes"] |= {"_modules": 3, "__class__": 4}
+    with pytest.raises(LoadError, match="_modules, __class__"):
+        build_module(description, classes={description["class"]: Trap})
 
 
 BREAKS = {
