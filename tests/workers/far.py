@@ -20,7 +20,7 @@ from resume import exact, live_model, same, saver_of, take, train
 from wrappers import truth
 
 from ft_ckpt import rank_state, serving, verify
-from ft_ckpt.errors import CheckpointError, RankError
+from ft_ckpt.errors import CheckpointError, CorruptError, RankError
 
 HERE = Path("/proc/self/cwd")
 
@@ -110,7 +110,7 @@ def leader_fails(folder: Path) -> None:
         train(live, keeper, 0, 2)
         keeper.save_state()
     real = rank_state.put_back
-    kind = RankError if harness.RANK else ZeroDivisionError
+    kind = RankError if harness.RANK else CorruptError
     if harness.RANK == 0:
         rank_state.put_back = lambda *_: 1 / 0
     with saver_of(live, HERE) as keeper, pytest.raises(kind, match="division by zero"):
