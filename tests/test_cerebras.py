@@ -16,7 +16,7 @@ import torch
 from contract_format import equal
 
 from ft_ckpt.errors import CorruptError
-from ft_ckpt.formats.unpickle import OpaqueObject
+from ft_ckpt.formats.pickled_objects import OpaqueObject
 from ft_ckpt.objects import load, save
 
 LEAF = {"type": None, "context": None, "children_spec": []}

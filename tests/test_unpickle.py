@@ -10,7 +10,7 @@ import torch
 from ft_ckpt.errors import CorruptError, LoadError
 from ft_ckpt.formats import torch_pickle
 from ft_ckpt.formats.cerebras_read import _LEGACY_TREE
-from ft_ckpt.formats.unpickle import loads
+from ft_ckpt.formats.pickled_objects import loads
 
 
 @pytest.mark.parametrize("protocol", [2, 3, 4])

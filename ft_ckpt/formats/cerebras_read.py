@@ -1,6 +1,6 @@
 """What a Cerebras checkpoint says: the tree of its object and how each leaf is to be read. Formats 0.5 and 0.4.
 
-Nothing in the file is run: the pickled tree of 0.4 and pickled objects go through `unpickle`, and what that does not
+Nothing in the file is run: the pickled tree of 0.4 and its objects go through `pickled_objects`, and what that does not
 know stays opaque. Links to other files, unfinished files and unknown kinds of leaves are refused.
 """
 
@@ -14,7 +14,9 @@ from urllib.parse import quote
 import numpy as np
 
 from ft_ckpt.errors import CorruptError
-from ft_ckpt.formats import ITEM_BYTES, unpickle
+from ft_ckpt.formats import ITEM_BYTES
+from ft_ckpt.formats.pickled_objects import OpaqueObject, loads
+from ft_ckpt.formats.unpickle import Sealed
 from ft_ckpt.tree import MOST_LEVELS, Node
 
 MOST_FILL_BYTES = 1 << 40  # of a constant tensor that has no bytes in the file
@@ -153,7 +155,7 @@ class Reader:
         return Node("tensor", len(self.leaves) - 1)
 
     def _read_legacy(self) -> Node:
-        spec = unpickle.loads(bytes.fromhex(self.attributes["__spec__"]), _LEGACY_TREE)
+        spec = loads(bytes.fromhex(self.attributes["__spec__"]), _LEGACY_TREE)
         if not isinstance(spec, _LegacySpec):
             raise CorruptError("the tree of the checkpoint is of no known type")
         return self._node(spec, (), self._legacy_leaf)
@@ -176,7 +178,7 @@ class Reader:
         raise CorruptError(f"{name}: a leaf of type {kind!r}, which leads outside the file or is unknown")
 
 
-class _LegacySpec(metaclass=unpickle.Sealed):
+class _LegacySpec(metaclass=Sealed):
     """Stands for torch's TreeSpec in the pickled tree of format 0.4."""
 
     type: Any = None
@@ -217,6 +219,6 @@ def _typed(value: Any, types: tuple[type, ...]) -> Any:
 
 def _unpickled(name: str, data: bytes) -> Node:
     try:
-        return Node("value", unpickle.loads(data))
+        return Node("value", loads(data))
     except CorruptError:
-        return Node("value", unpickle.OpaqueObject(name, data))
+        return Node("value", OpaqueObject(name, data))

@@ -3,45 +3,26 @@
 One interpreter for all of them, Python's own without the instructions that no checkpoint needs. Whatever name a pickle
 refers to is looked up in a table of its reader, and what stands there is ours: plain containers, functions that make
 values, stand-ins that note what they were given. Nothing is imported. What an instruction may copy or hash is paid
-from an allowance that grows with the pickle, since a few hundred bytes can describe 2**40 places. The table here is
-that of single objects in a file, such as the leaves of a Cerebras checkpoint; what it does not know stays an
-`OpaqueObject`, which its owner may open on purpose. `torch_pickle` has the one of torch's files.
+from an allowance that grows with the pickle, since a few hundred bytes can describe 2**40 places. `torch_pickle` has
+the table of torch's files, `pickled_objects` that of single objects.
 """
 
 import io
 import pickle
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable
 from typing import Any, BinaryIO, ClassVar
 
-import numpy as np
-import torch
-
-from ft_ckpt.errors import CorruptError, listing, shown
+from ft_ckpt.errors import CorruptError
 from ft_ckpt.tree import MOST_LEVELS
 
-_MOST_BYTES = 64 << 20  # of one object
+MOST_BYTES = 64 << 20  # of one object
 _FORBIDDEN = frozenset(b"io\x82\x83\x84\x96\x97\x98")  # INST, OBJ, EXT1, 2 and 4, BYTEARRAY8, buffers: in no such file
 _ALLOWED, _ALLOWED_PER_BYTE = 1 << 20, 64  # places that a pickle may copy, hash or describe
 _CONTAINERS, _SIZED = (dict, list, tuple), frozenset((dict, list, tuple, OrderedDict, defaultdict, set, frozenset))
 _ALIASES = {"__builtin__": "builtins", "copy_reg": "copyreg"}  # of Python 2, which old protocols write
 
 Find = Callable[[str], Any]  # what stands for a name in full; None where the table does not have it
-
-
-@dataclass(frozen=True)
-class OpaqueObject:
-    """A pickled object that was not opened, because opening it could run code. `name` is its place in the file."""
-
-    name: str
-    data: bytes = field(repr=False)
-
-    def unpickle(self, *, trust: bool = False) -> Any:
-        """The object. Runs whatever the pickle says, so `trust` must be True. Raises CorruptError otherwise."""
-        if not trust:
-            raise CorruptError(f"{self.name}: a pickle can run any code; pass trust=True if you know who wrote it")
-        return pickle.loads(self.data)  # noqa: S301 - asked for, in so many words
 
 
 class _ExcessError(CorruptError):
@@ -120,21 +101,6 @@ def interpret(
     return value, sorted(reader.foreign)
 
 
-def loads(data: bytes, extra: Mapping[str, Any] | None = None) -> Any:
-    """The value pickled in `data`. Raises CorruptError when it holds anything beyond plain values and `extra`."""
-    if len(data) > _MOST_BYTES:
-        raise CorruptError(f"a pickle of {len(data)} bytes")
-    try:
-        value, foreign = interpret(io.BytesIO(data), {**_VALUES, **(extra or {})}.get)
-    except CorruptError:
-        raise
-    except Exception as error:
-        raise CorruptError(f"a damaged pickle ({shown(error)})") from error
-    if foreign:
-        raise CorruptError(f"the pickle names {listing(foreign, ', ')}")
-    return value
-
-
 def _check_places(value: Any, most: int) -> None:
     """Raise CorruptError when containers hold themselves, are nested too deep, or have more than `most` places in all.
 
@@ -194,7 +160,7 @@ class _Reader(_Python):  # type: ignore[misc]
         self.find, self.passive, self.persistent = find, passive, persistent
         self.foreign: set[str] = set()
         self.classes: dict[str, type] = {}
-        self.allowed = self.left = _ALLOWED + _ALLOWED_PER_BYTE * min(pickled.size_bytes, _MOST_BYTES)
+        self.allowed = self.left = _ALLOWED + _ALLOWED_PER_BYTE * min(pickled.size_bytes, MOST_BYTES)
         self.weights: dict[int, tuple[int, Any]] = {}  # of tuples that hold tuples: what hashing one of them visits
 
     def pay(self, values: Iterable[Any]) -> None:
@@ -291,59 +257,3 @@ _Reader.dispatch |= {
     0x81: _call("load_newobj"),
     0x92: _before("load_newobj_ex", lambda reader: reader.stack[-2:]),
 }  # fmt: skip
-
-
-class _Dtype:
-    """Stands for numpy.dtype: only its letter and size are looked at."""
-
-    def __init__(self, kind: str, *_: Any) -> None:
-        self.kind = kind
-        self.order: Any = "="
-
-    def __setstate__(self, state: Any) -> None:
-        self.order = state[1] if state[1] in "<>" else "="
-
-    def real(self) -> np.dtype[Any]:
-        """The type itself, of numbers only."""
-        dtype: np.dtype[Any] = np.dtype(self.kind).newbyteorder(self.order)
-        if dtype.kind not in "biufcSU" or dtype.itemsize > _MOST_BYTES:
-            raise CorruptError(f"a numpy scalar of {dtype}")
-        return dtype
-
-
-def _scalar(dtype: _Dtype, data: bytes) -> Any:
-    return np.frombuffer(data, dtype.real())[0]
-
-
-def _bytes(data: Any = b"", encoding: str = "latin1") -> bytes:
-    return _encode(data, encoding) if isinstance(data, str) else bytes(memoryview(data))  # never bytes(10**12)
-
-
-def _encode(text: str, encoding: str = "latin1") -> bytes:
-    if encoding not in ("latin1", "latin-1"):
-        raise CorruptError(f"text in {encoding}")
-    return text.encode("latin1")
-
-
-def _collect(make: Callable[[Any], Any]) -> Call:
-    return Call(lambda *items: make(*(list(item) for item in items)))
-
-
-PLAIN: Mapping[str, Any] = {
-    "builtins.complex": Call(lambda real=0.0, imaginary=0.0: complex(float(real), float(imaginary))),
-    "builtins.set": _collect(set),
-    "builtins.frozenset": _collect(frozenset),
-    "builtins.bytes": Call(_bytes),
-    "builtins.bytearray": Call(lambda *given: bytearray(_bytes(*given))),
-    "_codecs.encode": Call(_encode),
-    "collections.OrderedDict": OrderedDict,
-}  # what any table has
-_VALUES: Mapping[str, Any] = {
-    **PLAIN,
-    **{f"torch.{name}": one for name, one in vars(torch).items() if isinstance(one, torch.dtype)},
-    "torch.device": Call(lambda *place: torch.device(*place)),
-    "torch.Size": _collect(torch.Size),
-    "numpy.dtype": Call(_Dtype),
-    "numpy.core.multiarray.scalar": Call(_scalar),
-    "numpy._core.multiarray.scalar": Call(_scalar),
-}

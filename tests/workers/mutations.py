@@ -22,7 +22,7 @@ import torch
 from ft_ckpt import load, save
 from ft_ckpt.converting import open_source
 from ft_ckpt.errors import CheckpointError
-from ft_ckpt.formats import hdf5, hdf5_index, unpickle
+from ft_ckpt.formats import hdf5, hdf5_index, pickled_objects
 from ft_ckpt.modules import build_module, describe_module
 from ft_ckpt.state_files import read_document
 from ft_ckpt.training import DOCUMENT_NAME, FOLDER
@@ -328,7 +328,7 @@ def pickles(folder):
     data = [pickle.dumps(value, protocol) for value in values for protocol in (0, 2, 4)]
 
     def attempt(dice):
-        unpickle.loads(mutated(dice.choice(data), dice))
+        pickled_objects.loads(mutated(dice.choice(data), dice))
 
     return attempt
 
