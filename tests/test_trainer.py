@@ -19,7 +19,7 @@ from ft_ckpt import Every, Keep, checks
 from ft_ckpt.catalog import read_manifest
 from ft_ckpt.commit import open_stage
 from ft_ckpt.errors import ConfigError, CorruptError, NotACheckpointError, SelectionError
-from ft_ckpt.integrations import checkpointed
+from ft_ckpt.integrations import trainer_files
 from ft_ckpt.integrations.trainer import FtCkptCallback
 
 EVALUATED = {"eval_dataset": Sentences(noise=False), "eval_strategy": "steps", "eval_steps": 1}
@@ -89,17 +89,17 @@ def test_what_is_verified_is_what_is_read(tmp_path, monkeypatch):
     """A checkpoint that is damaged after it was chosen, and the best one, damaged before it is loaded."""
     run(ours(tmp_path / "run", stop_after=2))
     monkeypatch.setattr(checks, "SMALL_BYTES", 0)  # as if the weights were large
-    sought = checkpointed.checkpoint_sought
+    sought = trainer_files._sought
 
     def damaged_after(*asked):
         found = sought(*asked)
         rot(found / "model.safetensors")
         return found
 
-    monkeypatch.setattr(checkpointed, "checkpoint_sought", damaged_after)
+    monkeypatch.setattr(trainer_files, "_sought", damaged_after)
     with pytest.raises(CorruptError, match=r"model\.safetensors"):
         run(ours(tmp_path / "run", stop_after=3), True)
-    monkeypatch.setattr(checkpointed, "checkpoint_sought", sought)
+    monkeypatch.setattr(trainer_files, "_sought", sought)
     best = ours(tmp_path / "best", stop_after=1)
     run(best)
     rot(tmp_path / "best" / "checkpoint-1" / "model.safetensors")
