@@ -26,7 +26,7 @@ class SaverConfig:
     format: str = "safetensors"
     """Of weight files: "safetensors", "h5" (HDF5), or "dual" (one file that is valid as both)."""
     compression: str | None = None
-    """Of HDF5 files: "zstd", "lz4" or "blosc2" (with hdf5plugin), bits shuffled; None writes them to be mapped."""
+    """Of HDF5 files: "zstd", "lz4", "blosc2" (by hdf5plugin) or "gzip" (any reader); None writes them to be mapped."""
     max_shard_size: int | str = "50GB"
     """Largest weight file, in bytes or as "5GB" (decimal units, as in transformers) or "5GiB"."""
     chat_template_name: str | None = None
@@ -229,8 +229,8 @@ def _template_rule(config: SaverConfig) -> list[str]:
 
 
 def _compression_rule(config: SaverConfig) -> list[str]:
-    if config.compression not in (None, "zstd", "lz4", "blosc2"):
-        return [f"compression={config.compression!r}: expected zstd, lz4, blosc2 or None"]
+    if config.compression not in (None, "zstd", "lz4", "blosc2", "gzip"):
+        return [f"compression={config.compression!r}: expected zstd, lz4, blosc2, gzip or None"]
     if config.compression and config.format != "h5":
         return [f"compression={config.compression!r} and format={config.format!r}: only format='h5' is compressed"]
     return []

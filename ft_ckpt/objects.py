@@ -44,9 +44,10 @@ def save(
 
     `obj` is any nesting of dicts, lists, tuples, numbers, strings, bytes, numpy arrays and tensors; see `tree`.
     `format` is "h5", "dual", "safetensors" or "torch"; without it the suffix of `path` decides. `native_floats` gives
-    bfloat16 in HDF5 files a type whose values every reader shows. `compression` ("zstd", "lz4" or "blosc2", HDF5 files
-    only) takes less room and more time, and about twice the room while it is at work; `shuffle` ("bit", "byte" or None)
-    puts like bits or bytes side by side before. Raises SelectionError naming the place inside `obj` of what cannot be
+    bfloat16 in HDF5 files a type whose values every reader shows. `compression` ("zstd", "lz4", "blosc2" or "gzip",
+    HDF5 files only) takes less room and more time, and about twice the room while it is at work; `shuffle` ("bit",
+    "byte" or None) puts like bits or bytes side by side before; with gzip it is bytes. Raises SelectionError naming the
+    place inside `obj` of what cannot be
     kept, ConfigError for settings that are not known, TargetError where `path` cannot be written, NoSpaceError when the
     disk is full.
     """

@@ -6,6 +6,7 @@ They are called with the arguments the HDF5 library would give them, by as many 
 import ctypes
 import importlib
 import struct
+import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -14,11 +15,12 @@ import numpy as np
 
 from ft_ckpt.errors import ConfigError, CorruptError
 
-METHODS, SHUFFLES = ("zstd", "lz4", "blosc2"), ("bit", "byte", None)
+METHODS, SHUFFLES = ("zstd", "lz4", "blosc2", "gzip"), ("bit", "byte", None)
 INSTALL = "pip install 'ft_ckpt[compression]'"
-_SHUFFLE = 2
+_SHUFFLE, _DEFLATE = 2, 1  # of HDF5 itself: every reader has them
 PLUGINS = {32004: "lz4", 32008: "bshuf", 32015: "zstd", 32026: "blosc2"}
 _LEVEL = 1  # of Zstandard: on weights, higher ones take twice the time and more room
+_GZIP_LEVEL = 4  # of zlib
 _ZSTD = 5  # its number in Blosc2
 _BLOCK_BYTES = 1 << 18  # what bitshuffle works on at a time; with its own 8 KB, Zstandard sees too little
 _MOST_BLOCK_BYTES = 1 << 26  # that bitshuffle may want to work on at a time
@@ -41,6 +43,8 @@ class Codec:
         for name, value, known in (("compression", self.method, METHODS), ("shuffle", self.shuffle, SHUFFLES)):
             if value not in known:
                 raise ConfigError(f"{name} {value!r}: one of {', '.join(map(repr, known))} is expected")
+        if self.method == "gzip":
+            return  # Python has it
         try:
             _filter(next(number for number, _ in reversed(self.filters(2, 2))))
         except ImportError as error:
@@ -48,6 +52,9 @@ class Codec:
 
     def filters(self, item_bytes: int, chunk_bytes: int) -> Filters:
         """The HDF5 filters for elements and chunks of these sizes."""
+        if self.method == "gzip":  # of bytes shuffled: bits are shuffled by a plugin, and this is for readers without
+            shuffled = [(_SHUFFLE, (item_bytes,))] if self.shuffle and item_bytes > 1 else []
+            return [*shuffled, (_DEFLATE, (_GZIP_LEVEL,))]
         if self.method == "blosc2":
             return [(32026, (1, 0, item_bytes, chunk_bytes, _LEVEL, SHUFFLES[::-1].index(self.shuffle), _ZSTD))]
         if self.shuffle == "bit":
@@ -88,6 +95,8 @@ def _through(number: int, settings: Sequence[int], data: bytes, flags: int, most
         rows = np.frombuffer(data, np.uint8).reshape((settings[0], -1) if flags else (-1, settings[0]))
         shuffled: bytes = rows.T.tobytes()
         return shuffled
+    if number == _DEFLATE:
+        return _inflated(data, most) if flags else zlib.compress(data, settings[0])
     held, room = ctypes.c_void_p(_libc.malloc(len(data))), ctypes.c_size_t(len(data))
     values = (ctypes.c_uint * len(settings))(*settings)
     try:
@@ -96,6 +105,16 @@ def _through(number: int, settings: Sequence[int], data: bytes, flags: int, most
         return ctypes.string_at(held, size) if 0 < size <= min(room.value, most) else None
     finally:
         _libc.free(held)  # a filter frees what it was given when it puts its own in place
+
+
+def _inflated(data: bytes, most: int) -> bytes | None:
+    """What zlib has made of at most `most` bytes; None for damaged data, and for more."""
+    stream = zlib.decompressobj()
+    try:
+        whole = stream.decompress(data, most)
+    except zlib.error:
+        return None
+    return whole if stream.eof else None
 
 
 # The filters believe what stands at the head of a chunk; so it is compared with what it should be, and with what is
