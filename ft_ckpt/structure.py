@@ -35,6 +35,7 @@ _ASKED = frozenset(
     )
 )
 _LIBRARIES = ("transformers.", "peft.")  # that decide names, by whatever their own modules have
+_ENGINES = "torch.distributed."  # its state on a module decides no name; how it cuts a tensor is a fact of that tensor
 _IN_EVERY_MODULE = frozenset(vars(nn.Module()))
 _IMMUTABLE = frozenset((*_NUMBERS, bytes, torch.dtype, torch.device, type))
 _MAPPINGS = frozenset((dict, OrderedDict, defaultdict))
@@ -165,7 +166,7 @@ class Look:
             return kind, frozenset(map(self._described, value))
         if isinstance(value, Enum):
             return value
-        if isinstance(value, (Tensor, nn.Module)):
+        if isinstance(value, (Tensor, nn.Module)) or kind.__module__.startswith(_ENGINES):
             return kind
         code = getattr(getattr(value, "__func__", value), "__code__", None)
         return (kind, code) if code is not None else self._content(value)

@@ -105,7 +105,7 @@ def same_moment(wrapper: str, folder: Path) -> None:
     dist.barrier()
     if harness.RANK:
         return
-    assert copied[True] > copied[False]  # in the foreground only what is frozen
+    assert copied[True] > copied[False], dict(copied)  # in the foreground only what is frozen
     assert verify(folder / "after").ok
     for number in "12":
         now, later = folder / f"now-{number}", folder / f"later-{number}"
