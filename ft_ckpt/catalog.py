@@ -8,9 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from ft_ckpt import disk
 from ft_ckpt.checks import SMALL_BYTES, problems_of, small_problems
-from ft_ckpt.disk import local_path, read_text
 from ft_ckpt.errors import (
     CheckpointError,
     ConfigError,
@@ -21,12 +19,9 @@ from ft_ckpt.errors import (
     damaged_input,
     listing,
 )
-from ft_ckpt.manifest import (
-    MANIFEST_LIMIT_BYTES,
-    MANIFEST_NAME,
-    Manifest,
-    from_json,
-)
+from ft_ckpt.manifest import MANIFEST_LIMIT_BYTES, MANIFEST_NAME, Manifest, from_json
+from ft_ckpt.storage import local_disk
+from ft_ckpt.storage.local_disk import local_path, read_text
 
 _HEAD_BYTES = 64 << 10  # of a manifest: the fields that are one number or one line
 
@@ -288,13 +283,13 @@ def _ranking(infos: Sequence[CheckpointInfo], metric: str | tuple[str, str] | No
 
 
 def _below(folder: Path) -> list[Path]:
-    return [folder / name for name in disk.names(folder) if not name.startswith(".")]
+    return [folder / name for name in local_disk.names(folder) if not name.startswith(".")]
 
 
 def _number(path: Path) -> int:
     """The number of the checkpoint in `path`, from the head of its manifest alone; 0 when it has none."""
     try:
-        with disk.open_regular(path / MANIFEST_NAME) as stream:
+        with local_disk.open_regular(path / MANIFEST_NAME) as stream:
             head = stream.read(_HEAD_BYTES)
     except (OSError, CorruptError):
         return 0

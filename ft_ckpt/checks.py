@@ -7,11 +7,11 @@ import stat
 from collections.abc import Iterator, Sequence
 from pathlib import Path, PurePosixPath
 
-from ft_ckpt import disk
-from ft_ckpt.digests import digest_like
 from ft_ckpt.errors import CheckpointError, CorruptError, listing
 from ft_ckpt.headers import HDF5_HALF, read_header
 from ft_ckpt.manifest import MANIFEST_LIMIT_BYTES, FileRecord, Manifest, PartRecord, TensorRecord
+from ft_ckpt.storage import local_disk
+from ft_ckpt.storage.digests import digest_like
 
 _WORTH_THREADS_BYTES = 8 << 20
 SMALL_BYTES = 1 << 20  # files below it are hashed whenever a checkpoint is looked at: configs, tokenizers, indexes
@@ -60,7 +60,7 @@ def misleading(path: str, manifest: Manifest) -> bool:
 def strays(folder: Path, manifest: Manifest) -> list[str]:
     """Paths of the misleading files in the folders of the manifest's parts, sorted."""
     paths = {part.path for part in manifest.parts}
-    found = [(Path(path) / name).as_posix() for path in paths for name in disk.names(folder / path)]
+    found = [(Path(path) / name).as_posix() for path in paths for name in local_disk.names(folder / path)]
     return sorted(path for path in found if misleading(path, manifest))
 
 
@@ -123,7 +123,7 @@ def _index_problems(path: Path, part: PartRecord, sound: set[str]) -> Iterator[s
 
 def _weight_map(index: Path, folder: str) -> dict[str, str]:
     try:
-        entries = json.loads(disk.read_text(index, MANIFEST_LIMIT_BYTES))["weight_map"]
+        entries = json.loads(local_disk.read_text(index, MANIFEST_LIMIT_BYTES))["weight_map"]
         return {name: f"{folder}{file}" for name, file in entries.items()}
     except (AttributeError, CheckpointError, KeyError, OSError, RecursionError, TypeError, ValueError):
         return {}

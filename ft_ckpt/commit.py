@@ -24,19 +24,13 @@ from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 
-from ft_ckpt import disk, owners
 from ft_ckpt.catalog import check_paths, next_number
 from ft_ckpt.checks import strays
-from ft_ckpt.errors import (
-    CorruptError,
-    NoSpaceError,
-    TargetError,
-    explained,
-    listing,
-)
+from ft_ckpt.errors import CorruptError, NoSpaceError, TargetError, explained, listing
 from ft_ckpt.manifest import MANIFEST_NAME, Manifest, to_json
-from ft_ckpt.placing import clear, make_held
 from ft_ckpt.recovery import LEFTOVER, clean_up, listed, recover, sideline_of
+from ft_ckpt.storage import local_disk, owners
+from ft_ckpt.storage.placing import clear, make_held
 
 _open: set[Path] = set()  # stages of this process that are not done with
 _DRAFT = f".{MANIFEST_NAME}.draft"
@@ -56,7 +50,7 @@ def check_target(target: Path, needed_bytes: int) -> None:
     free than needed. An overwrite needs room for both, so what the old checkpoint holds is not counted as free.
     """
     with explained(target):
-        target = disk.real_path(target)
+        target = local_disk.real_path(target)
         present = next(path for path in (target, *target.parents) if path.exists())
         if not present.is_dir():
             raise TargetError(f"{present}: a file, expected a folder to save {target.name} in; choose another path")
@@ -79,9 +73,9 @@ def open_stage(target: Path) -> Path:
     """
     check_target(target, 0)
     with explained(target):
-        target = disk.real_path(target)
+        target = local_disk.real_path(target)
         recover(target)
-        disk.make_folder(target.parent)
+        local_disk.make_folder(target.parent)
         stage = _new_stage(target)
     _open.add(stage)
     return stage
@@ -99,7 +93,7 @@ def commit(stage: Path, target: Path, manifest: Manifest) -> None:
     afterwards, and says so: the new checkpoint is in place and might not survive a power cut.
     """
     with explained(target):
-        target = disk.real_path(target)
+        target = local_disk.real_path(target)
         with owners.held(target):  # after an exchange this is the old one, at the stage's place
             try:
                 _make_it(stage, target, manifest)
@@ -166,7 +160,7 @@ def _not_certain(stage: Path, target: Path, error: OSError) -> TargetError:
 
 
 def _new_stage(target: Path) -> Path:
-    if not disk.holds_mount(target):
+    if not local_disk.holds_mount(target):
         try:
             return make_held(lambda owner: target.parent / f".{target.name}.ft_ckpt-stage-{owner}")
         except OSError as error:
@@ -181,11 +175,11 @@ def _seal(stage: Path, manifest: Manifest, target: Path) -> None:
     _check_contents(stage, manifest)
     draft = stage / _DRAFT
     draft.write_text(to_json(manifest), encoding="utf-8")
-    everything = [*disk.tree(stage), stage]
+    everything = [*local_disk.tree(stage), stage]
     _grant(stage, everything, target)
-    disk.sync_all(everything)
-    disk.move(draft, stage / MANIFEST_NAME)
-    disk.sync(stage)
+    local_disk.sync_all(everything)
+    local_disk.move(draft, stage / MANIFEST_NAME)
+    local_disk.sync(stage)
 
 
 def _grant(stage: Path, everything: list[Path], target: Path) -> None:
@@ -194,7 +188,7 @@ def _grant(stage: Path, everything: list[Path], target: Path) -> None:
     Where nothing of the old checkpoint was open to others, nothing new is. Files made by libraries may be for the owner
     only, so each gets its mode here.
     """
-    file_mode, folder_mode = disk.mode(stage / _DRAFT), disk.mode(stage)
+    file_mode, folder_mode = local_disk.mode(stage / _DRAFT), local_disk.mode(stage)
     old = _modes(target, [MANIFEST_NAME, *(listed(target) or ())])
     was_open = 0o777 if not old else functools.reduce(operator.or_, old.values())
     places = {path: path.relative_to(stage).as_posix() for path in everything if path != stage}
@@ -206,8 +200,8 @@ def _grant(stage: Path, everything: list[Path], target: Path) -> None:
             wanted = known.get(name, folder_mode & (may_enter | 0o7000)) | stat.S_IRWXU
         else:
             wanted = known.get(name, file_mode & was_open) | stat.S_IRUSR
-        if disk.mode(path) != wanted:
-            disk.chmod(path, wanted)
+        if local_disk.mode(path) != wanted:
+            local_disk.chmod(path, wanted)
 
 
 def _modes(folder: Path, names: Iterable[str]) -> dict[str, int]:
@@ -222,7 +216,7 @@ def _modes(folder: Path, names: Iterable[str]) -> dict[str, int]:
 
 
 def _check_contents(stage: Path, manifest: Manifest) -> None:
-    places = [path for path in disk.tree(stage) if path.is_symlink() or not path.is_dir()]
+    places = [path for path in local_disk.tree(stage) if path.is_symlink() or not path.is_dir()]
     found = {path.relative_to(stage).as_posix(): path.lstat().st_size for path in places}
     expected = {file.path: file.size_bytes for file in manifest.files}
     wrong = [f"{path.name}: a symbolic link in the stage" for path in places if path.is_symlink()]
@@ -243,7 +237,9 @@ def _place(stage: Path, target: Path, manifest: Manifest) -> None:
     old = listed(target)
     new = [file.path for file in manifest.files]
     _check_obstacles(target, new, old or frozenset())
-    movable = stage.parent != target and not disk.holds_cwd(target)  # beside it means that it holds no mount either
+    movable = stage.parent != target and not local_disk.holds_cwd(
+        target
+    )  # beside it means that it holds no mount either
     if not (movable and _swap(stage, target, committed=old is not None)):
         _pour(stage, target, {*(old or ()), *new, *strays(target, manifest)}, new)
 
@@ -251,8 +247,10 @@ def _place(stage: Path, target: Path, manifest: Manifest) -> None:
 def _check_obstacles(target: Path, new: list[str], old: frozenset[str]) -> None:
     """A folder where a file has to go, or a file where a folder has to be, is nothing to delete unasked."""
     folders = {parent.as_posix() for path in new for parent in Path(path).parents} - {"."}
-    found = [path for path in new if disk.is_folder(target / path)]
-    found += [path for path in folders - old if os.path.lexists(target / path) and not disk.is_folder(target / path)]
+    found = [path for path in new if local_disk.is_folder(target / path)]
+    found += [
+        path for path in folders - old if os.path.lexists(target / path) and not local_disk.is_folder(target / path)
+    ]
     if found:
         raise TargetError(
             f"{listing(sorted(found), ', ')}: a folder in {target} where the checkpoint has a file, or a file or link "
@@ -263,27 +261,27 @@ def _check_obstacles(target: Path, new: list[str], old: frozenset[str]) -> None:
 def _swap(stage: Path, target: Path, *, committed: bool) -> bool:
     """Put the stage in place in one step; False where that is not possible, and nothing has changed."""
     if target.is_dir():
-        disk.take_access(stage, target)
+        local_disk.take_access(stage, target)
     try:
         if not target.exists() or not any(target.iterdir()):
-            disk.move(stage, target)
+            local_disk.move(stage, target)
         elif committed:
-            disk.exchange(stage, target)
+            local_disk.exchange(stage, target)
         else:
             return False
     except OSError as error:
         if error.errno in _NO_SWAP:
             return False
         raise
-    disk.sync(target.parent)
+    local_disk.sync(target.parent)
     return True
 
 
 def _pour(stage: Path, target: Path, aside: set[str], new: list[str]) -> None:
     sideline = sideline_of(stage, target)
-    disk.make_folder(target)
-    disk.mkdir(sideline)
-    disk.shift([MANIFEST_NAME], target, sideline)  # first: no reader may trust files that are about to move
-    disk.shift(aside, target, sideline)
-    disk.shift(new, stage, target)
-    disk.shift([MANIFEST_NAME], stage, target)
+    local_disk.make_folder(target)
+    local_disk.mkdir(sideline)
+    local_disk.shift([MANIFEST_NAME], target, sideline)  # first: no reader may trust files that are about to move
+    local_disk.shift(aside, target, sideline)
+    local_disk.shift(new, stage, target)
+    local_disk.shift([MANIFEST_NAME], stage, target)

@@ -14,16 +14,17 @@ from typing import Any
 
 from huggingface_hub import split_state_dict_into_shards_factory
 
-from ft_ckpt import __version__, commit, disk
+from ft_ckpt import __version__, commit
 from ft_ckpt.config import dtype_name, parse_size
-from ft_ckpt.digests import digest_of
 from ft_ckpt.errors import ConfigError, TargetError, damaged_input, explained, listing
 from ft_ckpt.formats import Spec, TensorFile, dcp, detect, folder, tensorflow
 from ft_ckpt.formats.raw import RawFile, Stream
 from ft_ckpt.manifest import BaseRecord, FileRecord, Manifest, PartRecord
 from ft_ckpt.opening import held_open
 from ft_ckpt.outputs import Output, output, write
-from ft_ckpt.placing import replacing
+from ft_ckpt.storage import local_disk
+from ft_ckpt.storage.digests import digest_of
+from ft_ckpt.storage.placing import replacing
 from ft_ckpt.translate import Translated, Untied, check_used, compare, read_map
 
 FORMATS = ("safetensors", "h5", "dual", "torch", "tensorflow", "dcp")
@@ -81,7 +82,11 @@ def convert(
     Raises ConfigError, SelectionError for names and types that cannot be, LoadError or CorruptError for the source,
     TargetError or NoSpaceError for the target.
     """
-    begun, source, target = time.monotonic(), disk.local_path(src), Path(os.path.realpath(disk.local_path(dst)))
+    begun, source, target = (
+        time.monotonic(),
+        local_disk.local_path(src),
+        Path(os.path.realpath(local_disk.local_path(dst))),
+    )
     to_folder = format in _FOREIGN or target.is_dir() or str(dst).endswith("/") or not target.suffix
     kind = (format or "safetensors") if to_folder else detect.format_by_name(target, format)
     _check(source, target, kind, to_folder, max_shard_size)
@@ -122,7 +127,7 @@ def _to_file(opened: TensorFile, _source: Path, options: _Options) -> ConvertRep
     file, target = Translated(opened, options.names, options.dtype), options.target
     one = output(options.format, target.name, file)
     commit.check_target(target.parent, one.plan.layout.size_bytes)
-    disk.make_folder(target.parent)
+    local_disk.make_folder(target.parent)
     with replacing(target) as stage:
         (record,) = write([one], stage.parent, options.progress)
         if options.verify:

@@ -22,8 +22,8 @@ from ft_ckpt.formats import Layout, Spec, TensorFile, dual, hdf5, safetensors
 from ft_ckpt.gather import gather, stream
 from ft_ckpt.manifest import FileRecord
 from ft_ckpt.ranks import Ranks
+from ft_ckpt.storage.writer import FilePlan, Piece
 from ft_ckpt.values import dtype_name
-from ft_ckpt.write import FilePlan, Piece
 
 _SLICE = 4 << 20  # elements converted at a time
 _SUFFIXES = {"safetensors": ".safetensors", "h5": ".h5", "dual": ".safetensors"}

@@ -5,8 +5,8 @@ import os
 from pathlib import Path
 from typing import Any
 
-from ft_ckpt import disk
 from ft_ckpt.errors import CorruptError
+from ft_ckpt.storage import local_disk
 
 HDF5_HALF = "__hdf5__"  # begins the name of the helper tensor in a file that is safetensors and HDF5 at once
 _HEADER_LIMIT_BYTES = 100_000_000  # the safetensors format's own bound
@@ -38,7 +38,7 @@ def read_header(file: Path) -> dict[str, tuple[str, tuple[int, ...], int, int]]:
 
     Raises CorruptError when the header does not hold together or its tensors do not fill the file.
     """
-    with disk.open_regular(file) as stream:
+    with local_disk.open_regular(file) as stream:
         size = os.fstat(stream.fileno()).st_size
         length = int.from_bytes(stream.read(8), "little")
         if not 2 <= length <= min(_HEADER_LIMIT_BYTES, size - 8):

@@ -14,7 +14,6 @@ from ft_ckpt import direct, engines
 from ft_ckpt.bases import refuse_merged
 from ft_ckpt.config import SaverConfig, parse_size
 from ft_ckpt.deliver import PartPlan
-from ft_ckpt.digests import chunks
 from ft_ckpt.engines import Source
 from ft_ckpt.entries import Entry, Part
 from ft_ckpt.optimizers import parameter_of
@@ -22,6 +21,7 @@ from ft_ckpt.preparing import Companions, Prepared, Request, choose, companions_
 from ft_ckpt.ranks import Ranks
 from ft_ckpt.replicas import of_plans
 from ft_ckpt.snapshot import Copies, key, size_of
+from ft_ckpt.storage.digests import chunks
 from ft_ckpt.structure import Look, emptied, filled, is_placed, local_of
 
 

@@ -19,10 +19,10 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-from ft_ckpt import disk, owners
 from ft_ckpt.errors import CheckpointError, NotACheckpointError, explained
 from ft_ckpt.manifest import MANIFEST_NAME
-from ft_ckpt.placing import PREFIX, write_text
+from ft_ckpt.storage import local_disk, owners
+from ft_ckpt.storage.placing import PREFIX, write_text
 
 PIN = f"{PREFIX}pin"
 DROPPED = f"{PREFIX}dropped"  # the manifest of what is being deleted, see `remove`
@@ -37,7 +37,7 @@ def pin(path: str | os.PathLike[str], reason: str = "") -> None:
     Raises NotACheckpointError when nothing is committed there; TargetError or NoSpaceError when it cannot be
     written, and no pin is left.
     """
-    path = disk.local_path(path)
+    path = local_disk.local_path(path)
     _check(path)
     made = datetime.now(timezone.utc).isoformat(timespec="seconds")
     with explained(path):
@@ -52,10 +52,10 @@ def pin(path: str | os.PathLike[str], reason: str = "") -> None:
 def unpin(path: str | os.PathLike[str]) -> bool:
     """Take the pin out of `path`, durably; False when there was none. Raises TargetError."""
     try:
-        disk.unlink(disk.local_path(path) / PIN)
+        local_disk.unlink(local_disk.local_path(path) / PIN)
     except FileNotFoundError:
         return False
-    disk.sync(Path(path))
+    local_disk.sync(Path(path))
     return True
 
 
@@ -149,7 +149,7 @@ def _leases(path: Path) -> list[Path]:
 def _read(file: Path) -> dict[str, Any]:
     """What a mark says; nothing when it is cut short, as it may be when its writer died."""
     try:
-        found = json.loads(disk.read_text(file, _MARK_LIMIT_BYTES))
+        found = json.loads(local_disk.read_text(file, _MARK_LIMIT_BYTES))
     except (CheckpointError, OSError, RecursionError, ValueError):
         return {}
     return found if isinstance(found, dict) else {}

@@ -11,11 +11,11 @@ from ft_ckpt.deliver import PartPlan, pieces
 from ft_ckpt.errors import IncompleteError
 from ft_ckpt.gather import equal
 from ft_ckpt.manifest import FileRecord
-from ft_ckpt.pace import pace_of
 from ft_ckpt.preparing import Prepared, Request
-from ft_ckpt.progress import tracked
 from ft_ckpt.ranks import Ranks, attempt
-from ft_ckpt.write import Writer, write_files
+from ft_ckpt.storage.progress import tracked
+from ft_ckpt.storage.write_tuning import pace_of
+from ft_ckpt.storage.writer import Writer, write_files
 
 _PROBE = ".ft_ckpt-probe"
 

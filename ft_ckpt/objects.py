@@ -13,19 +13,19 @@ from typing import Any, BinaryIO
 import numpy as np
 import torch
 
-from ft_ckpt import disk
-from ft_ckpt.blocks import BLOCK_BYTES
 from ft_ckpt.catalog import read_manifest
-from ft_ckpt.digests import digest_like
 from ft_ckpt.errors import ConfigError, CorruptError, TargetError, damaged_input, explained, shown, system_error
 from ft_ckpt.formats import Layout, Spec, cerebras, dual, hdf5, hdf5_chunks, safetensors, torch_zip
 from ft_ckpt.formats.detect import format_by_name, format_of
 from ft_ckpt.formats.hdf5_filters import Codec
 from ft_ckpt.lazy import LazyTensor, lazy_tensor
 from ft_ckpt.manifest import MANIFEST_NAME
-from ft_ckpt.placing import replacing
+from ft_ckpt.storage import local_disk
+from ft_ckpt.storage.buffers import BLOCK_BYTES
+from ft_ckpt.storage.digests import digest_like
+from ft_ckpt.storage.placing import replacing
+from ft_ckpt.storage.writer import FilePlan, Piece, Writer, write_files
 from ft_ckpt.tree import Leaf, flatten, unflatten
-from ft_ckpt.write import FilePlan, Piece, Writer, write_files
 
 FORMATS = ("h5", "dual", "safetensors", "torch")
 _MOST_AT_ONCE = 1 << 30  # bytes written in one call; Linux takes less than 2 GB
@@ -51,7 +51,7 @@ def save(
     kept, ConfigError for settings that are not known, TargetError where `path` cannot be written, NoSpaceError when the
     disk is full.
     """
-    target = Path(os.path.realpath(disk.local_path(path)))  # a link stays a link
+    target = Path(os.path.realpath(local_disk.local_path(path)))  # a link stays a link
     kind = _known(format_by_name(target, format))
     codec = _codec(kind, compression, shuffle)
     if target.is_dir() or not target.parent.is_dir():
@@ -89,7 +89,7 @@ def load(
     CorruptError for a file that is damaged, incomplete or would run code, FileNotFoundError where there is none,
     ConfigError where there is nothing to verify it with.
     """
-    source = disk.local_path(path)
+    source = local_disk.local_path(path)
     kind = _known(format or format_of(source))
     if kind == "torch":
         if verify:
@@ -278,7 +278,7 @@ def _save_torch(obj: Any, stage: Path) -> None:
         if file.failure is not None:
             raise file.failure
     torch_zip.check_written(stage, file.size_bytes)
-    disk.sync(stage)
+    local_disk.sync(stage)
 
 
 def _loaded(obj: Any) -> Any:

@@ -16,10 +16,10 @@ from typing import Any
 
 from ft_ckpt.catalog import nothing_at, read_manifest
 from ft_ckpt.checks import problems_of, strays
-from ft_ckpt.disk import open_regular
 from ft_ckpt.errors import CheckpointError, CorruptError, NotACheckpointError, damaged_input
 from ft_ckpt.manifest import MANIFEST_NAME, Manifest
 from ft_ckpt.marks import lease
+from ft_ckpt.storage.local_disk import open_regular
 
 _DESCRIPTORS = Path("/proc/self/fd")
 

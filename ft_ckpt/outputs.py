@@ -8,12 +8,12 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from ft_ckpt.blocks import read_ahead
 from ft_ckpt.formats import Layout, Spec, TensorFile, dual, hdf5, safetensors, torch_zip
 from ft_ckpt.manifest import FileRecord
-from ft_ckpt.progress import tracked
+from ft_ckpt.storage.buffers import read_ahead
+from ft_ckpt.storage.progress import tracked
+from ft_ckpt.storage.writer import FilePlan, Piece, Writer, write_files
 from ft_ckpt.translate import runs, slices
-from ft_ckpt.write import FilePlan, Piece, Writer, write_files
 
 
 @dataclass(frozen=True)

@@ -5,13 +5,7 @@ from typing import Any
 
 from torch import nn
 
-from ft_ckpt.adapters import (
-    adapter_parts,
-    base_view,
-    check_complete,
-    has_adapters,
-    missing_trainable,
-)
+from ft_ckpt.adapters import adapter_parts, base_view, check_complete, has_adapters, missing_trainable
 from ft_ckpt.bases import made_anew, refuse_merged
 from ft_ckpt.engines import Source, unwrap
 from ft_ckpt.entries import Part

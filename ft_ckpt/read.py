@@ -11,7 +11,6 @@ import torch
 from torch import nn
 
 from ft_ckpt.catalog import nothing_at
-from ft_ckpt.disk import local_path
 from ft_ckpt.engines import give_back, listed, sources
 from ft_ckpt.errors import CheckpointError, CorruptError, LoadError, NotACheckpointError, listing, shown
 from ft_ckpt.load_weights import LoadReport, put_tensors, refuse_differences, share_again, summary_of
@@ -28,6 +27,7 @@ from ft_ckpt.pretrained import (
     own_class,
 )
 from ft_ckpt.reattach import attach, base_of
+from ft_ckpt.storage.local_disk import local_path
 from ft_ckpt.supply import Supplied, extra_beside, supply, supplying
 
 

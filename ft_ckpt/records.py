@@ -10,9 +10,9 @@ from typing import Any
 
 from ft_ckpt.bases import base_identity, common_dtype
 from ft_ckpt.deliver import PartPlan
-from ft_ckpt.digests import digest_of
 from ft_ckpt.entries import Part, lossy_casts, shared_between
 from ft_ckpt.manifest import BaseRecord, FileRecord, Manifest, PartRecord
+from ft_ckpt.storage.digests import digest_of
 
 _LIBRARIES = ("torch", "transformers", "peft", "accelerate", "safetensors")
 

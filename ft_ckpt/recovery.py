@@ -14,12 +14,12 @@ import re
 import warnings
 from pathlib import Path
 
-from ft_ckpt import disk, owners
 from ft_ckpt.catalog import is_inside, read_manifest
 from ft_ckpt.checks import misleading
 from ft_ckpt.errors import CheckpointError, CorruptError, ManifestError, UnreadableError, explained
 from ft_ckpt.manifest import MANIFEST_LIMIT_BYTES, MANIFEST_NAME, Manifest
-from ft_ckpt.placing import ABANDONED_SECONDS
+from ft_ckpt.storage import local_disk, owners
+from ft_ckpt.storage.placing import ABANDONED_SECONDS
 
 LEFTOVER = re.compile(rf"\.(?:(?P<target>.+)\.)?ft_ckpt-(?P<what>stage|old)-(?P<owner>{owners.OWNER})", re.DOTALL)
 
@@ -33,7 +33,7 @@ def recover(target: Path) -> tuple[str, ...]:
     way of what was there before: then TargetError or UnreadableError.
     """
     with explained(target):
-        target = disk.real_path(target)
+        target = local_disk.real_path(target)
         done = []
         for found in (*_leftovers(target, target), *_leftovers(target.parent, None)):
             _, of, entry = found
@@ -46,7 +46,7 @@ def recover(target: Path) -> tuple[str, ...]:
 
 def uncommit(path: Path) -> None:
     """Take the manifest out of `path`, durably: from here on it is no checkpoint, and deleting may be interrupted."""
-    disk.delete([MANIFEST_NAME], path)
+    local_disk.delete([MANIFEST_NAME], path)
 
 
 def clean_up(stage: Path, target: Path, manifest: Manifest | None = None) -> None:
@@ -69,16 +69,16 @@ def settle(stage: Path, target: Path, manifest: Manifest | None = None) -> str:
     `manifest` is the target's where it is known. What was there before goes last, when what replaces it is durable.
     """
     sideline, done = sideline_of(stage, target), f"{stage.name}: removed what was left of a save"
-    if disk.is_folder(sideline):
+    if local_disk.is_folder(sideline):
         done = f"{target}: removed what a finished overwrite had put aside"
         if not (target / MANIFEST_NAME).exists():
             _undo(stage, target, sideline)
             done = f"{target}: undid an unfinished overwrite"
-        disk.sync(target)
-        disk.prune(disk.pieces(sideline, target, set()), target)  # folders that only the old one had
+        local_disk.sync(target)
+        local_disk.prune(local_disk.pieces(sideline, target, set()), target)  # folders that only the old one had
         _delete(sideline)
-    if disk.is_folder(stage):
-        disk.sync(stage.parent)
+    if local_disk.is_folder(stage):
+        local_disk.sync(stage.parent)
         _carry(stage, target, manifest)
         _delete(stage)
     return done
@@ -86,15 +86,15 @@ def settle(stage: Path, target: Path, manifest: Manifest | None = None) -> str:
 
 def _delete(folder: Path) -> None:
     uncommit(folder)
-    disk.delete_folder(folder)
+    local_disk.delete_folder(folder)
 
 
 def _undo(stage: Path, target: Path, sideline: Path) -> None:
     new = listed(stage) or frozenset()
-    disk.shift([path for path in new if not os.path.lexists(stage / path)], target, stage)
-    disk.prune(new, target)
-    disk.shift(disk.pieces(sideline, target, {MANIFEST_NAME}), sideline, target)
-    disk.shift([MANIFEST_NAME], sideline, target)  # last: only now is the old one whole
+    local_disk.shift([path for path in new if not os.path.lexists(stage / path)], target, stage)
+    local_disk.prune(new, target)
+    local_disk.shift(local_disk.pieces(sideline, target, {MANIFEST_NAME}), sideline, target)
+    local_disk.shift([MANIFEST_NAME], sideline, target)  # last: only now is the old one whole
 
 
 def _carry(stage: Path, target: Path, manifest: Manifest | None) -> None:
@@ -111,8 +111,8 @@ def _carry(stage: Path, target: Path, manifest: Manifest | None) -> None:
         raise
     except ManifestError:
         return
-    foreign = disk.pieces(stage, target, {MANIFEST_NAME, *old, *(file.path for file in manifest.files)})
-    disk.shift([path for path in foreign if not misleading(path, manifest)], stage, target, replace=False)
+    foreign = local_disk.pieces(stage, target, {MANIFEST_NAME, *old, *(file.path for file in manifest.files)})
+    local_disk.shift([path for path in foreign if not misleading(path, manifest)], stage, target, replace=False)
 
 
 def listed(folder: Path) -> frozenset[str] | None:
@@ -121,7 +121,7 @@ def listed(folder: Path) -> frozenset[str] | None:
     Raises UnreadableError when that cannot be told just now.
     """
     try:
-        files = json.loads(disk.read_text(folder / MANIFEST_NAME, MANIFEST_LIMIT_BYTES))["files"]
+        files = json.loads(local_disk.read_text(folder / MANIFEST_NAME, MANIFEST_LIMIT_BYTES))["files"]
         paths = frozenset(file["path"] for file in files)
     except UnreadableError:
         raise
@@ -136,9 +136,9 @@ def _leftovers(folder: Path, target: Path | None) -> list[tuple[Path, Path, Path
     Only those of `target`, when it is given.
     """
     found: dict[str, tuple[Path, Path, Path]] = {}
-    for entry in map(folder.joinpath, disk.names(folder)):
+    for entry in map(folder.joinpath, local_disk.names(folder)):
         named = LEFTOVER.fullmatch(entry.name)
-        if named is None or not disk.is_folder(entry):
+        if named is None or not local_disk.is_folder(entry):
             continue
         of = folder / named["target"] if named["target"] else folder
         if target in (None, of):

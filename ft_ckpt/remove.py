@@ -17,11 +17,12 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from ft_ckpt import disk, marks
+from ft_ckpt import marks
 from ft_ckpt.catalog import is_inside, read_manifest
 from ft_ckpt.errors import CheckpointError, CorruptError, listing
 from ft_ckpt.manifest import MANIFEST_LIMIT_BYTES, MANIFEST_NAME, Manifest, from_json, to_json
-from ft_ckpt.placing import PREFIX, write_text
+from ft_ckpt.storage import local_disk
+from ft_ckpt.storage.placing import PREFIX, write_text
 
 STATE = "state"  # kind of the parts that hold a training state
 _NOTE = "the training state was removed when it was no longer to be kept"
@@ -45,8 +46,8 @@ def drop(path: Path) -> Removal:
     if why := _obstacles(path):
         return Removal(path, why=why)
     with contextlib.suppress(FileNotFoundError):  # somebody else was faster
-        disk.move(path / MANIFEST_NAME, path / marks.DROPPED)
-        disk.sync(path)
+        local_disk.move(path / MANIFEST_NAME, path / marks.DROPPED)
+        local_disk.sync(path)
         return settle(path)
     return Removal(path)
 
@@ -56,7 +57,7 @@ def strip(path: Path) -> Removal:
     if why := _obstacles(path):
         return Removal(path, why=why)
     manifest = read_manifest(path)
-    write_text(path / marks.DROPPED, disk.read_text(path / MANIFEST_NAME, MANIFEST_LIMIT_BYTES))
+    write_text(path / marks.DROPPED, local_disk.read_text(path / MANIFEST_NAME, MANIFEST_LIMIT_BYTES))
     write_text(path / MANIFEST_NAME, to_json(without_state(manifest)))
     return settle(path)
 
@@ -70,12 +71,12 @@ def settle(path: Path) -> Removal:
     committed = (path / MANIFEST_NAME).exists()
     doomed = listed(path / marks.DROPPED) - (listed(path / MANIFEST_NAME) if committed else frozenset())
     freed = size_of(path, doomed)
-    disk.delete(doomed, path)
-    disk.prune(doomed, path)
+    local_disk.delete(doomed, path)
+    local_disk.prune(doomed, path)
     if not committed:
         return dataclasses.replace(_close(path), freed_bytes=freed)
     _unlink(path / marks.DROPPED)
-    disk.sync(path)
+    local_disk.sync(path)
     return Removal(path, stripped=True, freed_bytes=freed)
 
 
@@ -106,7 +107,7 @@ def without_state(manifest: Manifest) -> Manifest:
 def listed(file: Path) -> frozenset[str]:
     """The files that a manifest or tombstone names. Understands newer ones, too. Raises OSError or CorruptError."""
     try:
-        text = disk.read_text(file, MANIFEST_LIMIT_BYTES)
+        text = local_disk.read_text(file, MANIFEST_LIMIT_BYTES)
         paths = frozenset(str(each["path"]) for each in json.loads(text)["files"])
     except (KeyError, RecursionError, TypeError, ValueError) as error:
         if isinstance(error, CheckpointError):
@@ -119,7 +120,7 @@ def listed(file: Path) -> frozenset[str]:
 
 def size_of(path: Path, names: Iterable[str]) -> int:
     """What the disk gains when these files of `path` go; a file by two names is one, by a third elsewhere none."""
-    found = disk.stats(names, path)
+    found = local_disk.stats(names, path)
     names_of = Counter((each.st_dev, each.st_ino) for each in found)
     once = {(each.st_dev, each.st_ino): each for each in found}
     return sum(each.st_size for key, each in once.items() if each.st_nlink <= names_of[key])
@@ -152,8 +153,8 @@ def _put_back(path: Path) -> bool:
         return False
     if not all((path / file.path).is_file() for file in was.files):
         return False
-    disk.move(path / marks.DROPPED, path / MANIFEST_NAME)
-    disk.sync(path)
+    local_disk.move(path / marks.DROPPED, path / MANIFEST_NAME)
+    local_disk.sync(path)
     return True
 
 
@@ -161,23 +162,23 @@ def _close(path: Path) -> Removal:
     """After the last file of a dropped checkpoint: the marks, the tombstone, and the folder if that empties it."""
     if not _others(path):
         gone = path.with_name(f".{path.name}{marks.DROPPED}")  # never an empty folder that looks like a checkpoint
-        disk.move(path, gone)
+        local_disk.move(path, gone)
         return _vanish(gone)
     _unlink(path / marks.DROPPED)
-    disk.sync(path)
-    left = tuple(each for each in sorted(disk.tree(path)) if each.is_symlink() or not each.is_dir())
+    local_disk.sync(path)
+    left = tuple(each for each in sorted(local_disk.tree(path)) if each.is_symlink() or not each.is_dir())
     return Removal(path, dropped=True, left=left)
 
 
 def _vanish(gone: Path) -> Removal:
     path = gone.with_name(_name_of_gone(gone))
     if _others(gone):  # somebody put something there in that instant
-        disk.move(gone, path)
+        local_disk.move(gone, path)
         return _close(path)
     _unlink(gone / marks.DROPPED)
     with contextlib.suppress(OSError):  # something came even now: the next sweep looks again
         gone.rmdir()
-    disk.sync(path.parent)
+    local_disk.sync(path.parent)
     return Removal(path, dropped=True)
 
 
@@ -192,7 +193,7 @@ def _others(path: Path) -> list[Path]:
 
 def _unlink(file: Path) -> None:
     with contextlib.suppress(FileNotFoundError, NotADirectoryError):
-        disk.unlink(file)
+        local_disk.unlink(file)
 
 
 def _name_of_gone(path: Path) -> str:
@@ -203,6 +204,6 @@ def _name_of_gone(path: Path) -> str:
 
 def _read(file: Path) -> Manifest | None:
     try:
-        return from_json(disk.read_text(file, MANIFEST_LIMIT_BYTES), str(file))
+        return from_json(local_disk.read_text(file, MANIFEST_LIMIT_BYTES), str(file))
     except (CheckpointError, OSError):
         return None

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from ft_ckpt.config import SaverConfig
-from ft_ckpt.disk import local_path
 from ft_ckpt.errors import CheckpointError, ConfigError
 from ft_ckpt.items import of_model
 from ft_ckpt.parts import is_adapter_run
@@ -23,6 +22,7 @@ from ft_ckpt.saving import SaveReport, tell_apart
 from ft_ckpt.signals import exit_code
 from ft_ckpt.snapshot import as_in_training
 from ft_ckpt.starting import refuse_replacing
+from ft_ckpt.storage.local_disk import local_path
 from ft_ckpt.sweep import tidy
 
 T = TypeVar("T")

@@ -17,7 +17,6 @@ from ft_ckpt import commit, replicas, reuse
 from ft_ckpt.catalog import size_of
 from ft_ckpt.config import SaverConfig, human_size
 from ft_ckpt.deliver import check_written, second_names
-from ft_ckpt.digests import digest_of
 from ft_ckpt.errors import NoSpaceError, RankError, RanksDisagreeError, explained
 from ft_ckpt.items import check_names
 from ft_ckpt.manifest import FileRecord
@@ -27,6 +26,7 @@ from ft_ckpt.parts import kind_of
 from ft_ckpt.preparing import Prepared, Request, prepare
 from ft_ckpt.ranks import Ranks
 from ft_ckpt.records import manifest_of
+from ft_ckpt.storage.digests import digest_of
 
 _LOG = logging.getLogger("ft_ckpt")
 

@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from ft_ckpt.catalog import CheckpointInfo, discover, read_manifest
-from ft_ckpt.disk import local_path
 from ft_ckpt.errors import ConfigError, CorruptError, ManifestError, NotACheckpointError, TargetError, listing
 from ft_ckpt.manifest import Manifest
 from ft_ckpt.opening import OpenCheckpoint, open_checkpoint
 from ft_ckpt.state_files import read_document
+from ft_ckpt.storage.local_disk import local_path
 
 MODES = ("auto", "must", "never")
 _LOG = logging.getLogger("ft_ckpt")

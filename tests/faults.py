@@ -11,10 +11,10 @@ from typing import Any
 
 import xxhash
 
-from ft_ckpt import disk
 from ft_ckpt.commit import commit, open_stage
-from ft_ckpt.digests import digest_of
 from ft_ckpt.manifest import MANIFEST_NAME, FileRecord, Manifest, PartRecord, TensorRecord
+from ft_ckpt.storage import local_disk
+from ft_ckpt.storage.digests import digest_of
 
 CALLS = ("mkdir", "move", "exchange", "unlink", "chmod", "fsync", "rmtree")  # every call that changes the disk
 
@@ -145,7 +145,7 @@ def stop_at(call: int, stop: Callable[[], object], *, partial: bool = False, pat
         return run
 
     for name in CALLS:
-        patch(disk, name, counting(name, getattr(disk, name)))
+        patch(local_disk, name, counting(name, getattr(local_disk, name)))
 
 
 def _remove_half(folder) -> None:

@@ -11,10 +11,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ft_ckpt import blocks
-from ft_ckpt.blocks import ALIGNMENT, Run, read_ahead
 from ft_ckpt.errors import CorruptError
 from ft_ckpt.formats.raw import RawFile
+from ft_ckpt.storage import buffers as blocks
+from ft_ckpt.storage.buffers import ALIGNMENT, Run, read_ahead
 
 SIZE = (3 << 20) + 4097
 BLOCK = 1 << 20
@@ -176,7 +176,7 @@ def test_memory_stays_bounded(tmp_path):
     code = f"""
 import resource
 from pathlib import Path
-from ft_ckpt.blocks import Run, read_ahead
+from ft_ckpt.storage.buffers import Run, read_ahead
 from ft_ckpt.formats.raw import RawFile
 file = RawFile(Path({str(path)!r}))
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

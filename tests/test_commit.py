@@ -15,13 +15,13 @@ from pathlib import Path
 import pytest
 from faults import contents, dies_at, in_child, make_checkpoint, save, stop_at
 
-from ft_ckpt import disk, owners
 from ft_ckpt.catalog import latest, read_manifest, verify
 from ft_ckpt.commit import check_target, commit, discard, open_stage
 from ft_ckpt.errors import CorruptError, ManifestError, NoSpaceError, TargetError
 from ft_ckpt.manifest import MANIFEST_NAME, FileRecord
-from ft_ckpt.placing import replacing
 from ft_ckpt.recovery import recover, uncommit
+from ft_ckpt.storage import local_disk, owners
+from ft_ckpt.storage.placing import replacing
 
 root_only = pytest.mark.skipif(os.geteuid() != 0, reason="mounts and other users need root")
 
@@ -30,7 +30,7 @@ root_only = pytest.mark.skipif(os.geteuid() != 0, reason="mounts and other users
 def no_power_cut(monkeypatch, tmp_path):
     """Nothing here pulls the plug: spare the disk. Some tests change the working directory: put it back."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(disk, "fsync", lambda handle: None)
+    monkeypatch.setattr(local_disk, "fsync", lambda handle: None)
 
 
 def names(folder):
@@ -179,7 +179,7 @@ def test_killed_and_its_recovery_stopped(tmp_path, outcomes, case):
 
 def failing_after(patch, name, error, *, nth=1, only=lambda *args: True):
     """Let the `nth` call of `disk`'s function `name` fail; the list of calls that were failed."""
-    real, calls, failed = getattr(disk, name), [], []
+    real, calls, failed = getattr(local_disk, name), [], []
 
     def run(*args, **more):
         if only(*args):
@@ -189,7 +189,7 @@ def failing_after(patch, name, error, *, nth=1, only=lambda *args: True):
                 raise error
         return real(*args, **more)
 
-    patch.setattr(disk, name, run)
+    patch.setattr(local_disk, name, run)
     return failed
 
 
@@ -231,7 +231,7 @@ def test_what_cannot_be_cleaned_up_is_a_warning(tmp_path, monkeypatch, outcomes,
     target = tmp_path / "checkpoint"
     committed(target)
     with monkeypatch.context() as patch:
-        patch.setattr(disk, name, lambda *args, **more: None if name == "rmtree" else refuse())
+        patch.setattr(local_disk, name, lambda *args, **more: None if name == "rmtree" else refuse())
         with pytest.warns(UserWarning, match="is left for the next save to clear"):
             overwrite(target)
     assert (verify(target).ok, read_manifest(target).step) == (True, 2)
@@ -250,7 +250,7 @@ def test_files_of_others_outlive_a_manifest_that_cannot_be_read(tmp_path, monkey
     """After the exchange: what is not known to be ours is not deleted."""
     target = tmp_path / "checkpoint"
     committed(target)
-    real, exchange, swapped = os.open, disk.exchange, []
+    real, exchange, swapped = os.open, local_disk.exchange, []
 
     def failing(path, *args, **more):
         around = Path(str(path)).parent
@@ -260,7 +260,7 @@ def test_files_of_others_outlive_a_manifest_that_cannot_be_read(tmp_path, monkey
 
     with monkeypatch.context() as patch:
         patch.setattr(os, "open", failing)
-        patch.setattr(disk, "exchange", lambda *two: (exchange(*two), swapped.append(1)))
+        patch.setattr(local_disk, "exchange", lambda *two: (exchange(*two), swapped.append(1)))
         stage = open_stage(target)
         commit(stage, target, make_checkpoint(stage, step=2, shards=2, parts=("", "policy")))
     found = [path.name for path in tmp_path.rglob("notes.txt")]
@@ -309,9 +309,11 @@ def test_a_reader_always_sees_a_whole_one(tmp_path):
 def test_everything_is_synced_and_in_order(tmp_path, monkeypatch):
     """Files and folders first, then the manifest's name, then the checkpoint's; else a power cut tears them."""
     done = []
-    monkeypatch.setattr(disk, "fsync", lambda handle: done.append(str(Path(f"/proc/self/fd/{handle}").readlink())))
-    move = disk.move
-    monkeypatch.setattr(disk, "move", lambda *two, **more: (done.append(two), move(*two, **more)))
+    monkeypatch.setattr(
+        local_disk, "fsync", lambda handle: done.append(str(Path(f"/proc/self/fd/{handle}").readlink()))
+    )
+    move = local_disk.move
+    monkeypatch.setattr(local_disk, "move", lambda *two, **more: (done.append(two), move(*two, **more)))
     target = tmp_path / "new" / "checkpoint"
     stage = open_stage(target)
     assert str(tmp_path) in done  # or the folder "new" might not outlive the power cut
@@ -339,15 +341,15 @@ def test_modes_follow_the_umask(tmp_path, umask, case):
         commit(stage, target, manifest)
     finally:
         os.umask(before)
-    assert disk.mode(target) == disk.mode(target / "policy") == 0o777 & ~umask
-    assert {disk.mode(target / name) for name in (MANIFEST_NAME, "policy/config.json")} == {0o666 & ~umask}
+    assert local_disk.mode(target) == local_disk.mode(target / "policy") == 0o777 & ~umask
+    assert {local_disk.mode(target / name) for name in (MANIFEST_NAME, "policy/config.json")} == {0o666 & ~umask}
 
 
 def test_an_overwritten_folder_keeps_its_mode(tmp_path):
     save(tmp_path / "checkpoint", step=1)
     (tmp_path / "checkpoint").chmod(0o2770)
     save(tmp_path / "checkpoint", step=2)
-    assert disk.mode(tmp_path / "checkpoint") == 0o2770
+    assert local_disk.mode(tmp_path / "checkpoint") == 0o2770
 
 
 def test_what_was_for_the_owner_alone_stays_so(tmp_path):
@@ -356,7 +358,7 @@ def test_what_was_for_the_owner_alone_stays_so(tmp_path):
     for path in target.rglob("*"):
         path.chmod(0o700 if path.is_dir() else 0o600)
     save(target, step=2, shards=2, parts=("", "policy", "value"))
-    modes = {disk.mode(path) for path in target.rglob("*")}
+    modes = {local_disk.mode(path) for path in target.rglob("*")}
     assert modes == {0o600, 0o700}
 
 
@@ -368,7 +370,7 @@ def test_each_file_keeps_its_mode(tmp_path, act):
     for name, mode in wanted.items():
         (target / name).chmod(mode)
     act(target)
-    assert {name: disk.mode(target / name) for name in wanted} == wanted
+    assert {name: local_disk.mode(target / name) for name in wanted} == wanted
 
 
 def test_foreign_folders_are_moved_not_copied(tmp_path):
@@ -426,7 +428,7 @@ def test_without_exchange(tmp_path, monkeypatch, code):
         raise OSError(code, os.strerror(code))
 
     committed(tmp_path / "checkpoint")
-    monkeypatch.setattr(disk, "exchange", refuse)
+    monkeypatch.setattr(local_disk, "exchange", refuse)
     overwrite(tmp_path / "checkpoint")
     assert read_manifest(tmp_path / "checkpoint").step == 2
     assert (tmp_path / "checkpoint" / "notes.txt").exists()
@@ -711,7 +713,7 @@ import sys, socket, time
 socket.gethostname = lambda: "the-same-name"
 from pathlib import Path
 from ft_ckpt.commit import open_stage
-from ft_ckpt.placing import replacing
+from ft_ckpt.storage.placing import replacing
 with replacing(Path(sys.argv[1]) / "one.safetensors") as file:
     file.write_text("half")
     print(open_stage(Path(sys.argv[1]) / "checkpoint"), flush=True)
@@ -782,7 +784,7 @@ def test_what_was_made_in_the_stage_and_left_there_is_not_committed(tmp_path, mo
     stage = open_stage(tmp_path / "checkpoint")
     with monkeypatch.context() as patch, replacing(stage / "model.h5") as file:
         file.write_text("compressed")
-        patch.setattr(disk, "rmtree", lambda folder: None)
+        patch.setattr(local_disk, "rmtree", lambda folder: None)
         stage_of_file = file.parent
     stage_of_file.mkdir(exist_ok=True)
     commit(stage, tmp_path / "checkpoint", make_checkpoint(stage))

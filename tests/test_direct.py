@@ -12,10 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from launch import run_cases
 
-from ft_ckpt import blocks, checks
-from ft_ckpt.digests import digest_like, digest_of, parts, together
+from ft_ckpt import checks
 from ft_ckpt.errors import CorruptError
 from ft_ckpt.manifest import Cut, FileRecord
+from ft_ckpt.storage import buffers as blocks
+from ft_ckpt.storage.digests import digest_like, digest_of, parts, together
 
 CASES = [
     *("ddp/llama", "ddp/wide", "ddp/mixtral", "fsdp1/llama", "fsdp1_flat/qwen3", "fsdp2/qwen3", "fsdp2/qwen3/bfloat16"),

@@ -17,13 +17,14 @@ from safetensors.torch import load_file, save
 from torch import nn
 from torch.distributed import HashStore
 
-from ft_ckpt import CheckpointSaver, direct, unbuffered, verify
-from ft_ckpt.blocks import BLOCK_BYTES
+from ft_ckpt import CheckpointSaver, direct, verify
 from ft_ckpt.catalog import read_manifest
-from ft_ckpt.digests import digest_like
-from ft_ckpt.pace import pace_of
 from ft_ckpt.ranks import Ranks
-from ft_ckpt.write import Writer
+from ft_ckpt.storage import direct_io as unbuffered
+from ft_ckpt.storage.buffers import BLOCK_BYTES
+from ft_ckpt.storage.digests import digest_like
+from ft_ckpt.storage.write_tuning import pace_of
+from ft_ckpt.storage.writer import Writer
 
 SMALL = 1 << 16  # a block of many, even for small tensors
 SIZES = {

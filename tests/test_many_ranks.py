@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from torch.distributed import HashStore
 
 from ft_ckpt import direct, holdings
-from ft_ckpt.digests import parts
 from ft_ckpt.ranks import Ranks
+from ft_ckpt.storage.digests import parts
 
 TESTS = Path(__file__).parent
 shapes = st.lists(st.lists(st.integers(0, 60) | st.integers(1000, 1100), max_size=2).map(tuple), min_size=1, max_size=4)

@@ -11,11 +11,12 @@ import time
 import pytest
 from faults import contents, dies_at, in_child, save
 
-from ft_ckpt import disk, marks, owners
+from ft_ckpt import marks
 from ft_ckpt.catalog import verify
 from ft_ckpt.errors import NoSpaceError, NotACheckpointError, TargetError
 from ft_ckpt.manifest import MANIFEST_NAME
 from ft_ckpt.marks import lease, leased, pin, pinned, unpin
+from ft_ckpt.storage import local_disk, owners
 
 HOLD = """
 import sys, time
@@ -108,7 +109,7 @@ def test_a_pin_that_cannot_be_written(checkpoint, monkeypatch, code, call):
         raise OSError(code, os.strerror(code))
 
     with monkeypatch.context() as patch:
-        patch.setattr(disk, call, refuse)
+        patch.setattr(local_disk, call, refuse)
         with pytest.raises(NoSpaceError if code == errno.ENOSPC else TargetError) as caught:
             pin(checkpoint, "why")
         assert caught.value.errno == code

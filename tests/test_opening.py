@@ -22,11 +22,11 @@ import ft_ckpt
 from ft_ckpt import CheckpointSaver, converting, differences, read
 from ft_ckpt.catalog import read_manifest
 from ft_ckpt.cli import main
-from ft_ckpt.digests import digest_of
 from ft_ckpt.errors import CheckpointError, CorruptError, LoadError
 from ft_ckpt.manifest import MANIFEST_NAME, to_json
 from ft_ckpt.marks import leased
 from ft_ckpt.running import Run
+from ft_ckpt.storage.digests import digest_of
 
 SEED = int(os.environ.get("FT_CKPT_SEED", "0")) or random.SystemRandom().randrange(1, 1 << 30)
 

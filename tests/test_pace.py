@@ -6,29 +6,29 @@ from pathlib import Path
 
 import pytest
 
-from ft_ckpt import pace
 from ft_ckpt.config import SaverConfig
 from ft_ckpt.errors import ConfigError
-from ft_ckpt.pace import LEAST_BYTES, Pace, pace_of
+from ft_ckpt.storage import write_tuning
+from ft_ckpt.storage.write_tuning import LEAST_BYTES, Pace, pace_of
 
 SMALL = 1 << 20
 
 
 @pytest.fixture(autouse=True)
 def small_trials(monkeypatch):
-    monkeypatch.setattr(pace, "_known", {})
-    monkeypatch.setattr(pace, "_TRIAL_BYTES", SMALL)
+    monkeypatch.setattr(write_tuning, "_known", {})
+    monkeypatch.setattr(write_tuning, "_TRIAL_BYTES", SMALL)
 
 
 def slowed(monkeypatch, is_slow):
     """Writes that `is_slow(direct, threads)` says are slow; how each trial was written."""
-    seen, real = [], pace._trial
+    seen, real = [], write_tuning._trial
 
     def trial(folder, way):
         seen.append(way)
         return real(folder, way) + 10 * is_slow(way)
 
-    monkeypatch.setattr(pace, "_trial", trial)
+    monkeypatch.setattr(write_tuning, "_trial", trial)
     return seen
 
 
@@ -55,7 +55,7 @@ def test_a_store_that_likes_many_writers(tmp_path, monkeypatch):
 
 def test_noise_changes_nothing(tmp_path, monkeypatch):
     """What is hardly faster than the usual way is not preferred."""
-    monkeypatch.setattr(pace, "_trial", lambda folder, way: 1.0 if way == Pace() else 0.9)
+    monkeypatch.setattr(write_tuning, "_trial", lambda folder, way: 1.0 if way == Pace() else 0.9)
     assert pace_of(tmp_path, LEAST_BYTES) == Pace()
 
 
@@ -69,8 +69,8 @@ def test_what_the_caller_says_is_done(tmp_path, monkeypatch):
 
 
 def test_the_trial_writes_past_the_page_cache_when_it_says_so(tmp_path, monkeypatch):
-    opened, real = [], pace.create_file
-    monkeypatch.setattr(pace, "create_file", lambda *given: opened.append(given[2]) or real(*given))
+    opened, real = [], write_tuning.create_file
+    monkeypatch.setattr(write_tuning, "create_file", lambda *given: opened.append(given[2]) or real(*given))
     pace_of(tmp_path, LEAST_BYTES)
     assert sorted(opened) == [False, True, True, True]
 
@@ -81,7 +81,7 @@ def test_a_folder_that_takes_no_trial(tmp_path, monkeypatch):
     def refuses(*_):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(pace, "create_file", refuses)
+    monkeypatch.setattr(write_tuning, "create_file", refuses)
     assert pace_of(tmp_path, LEAST_BYTES) == Pace()
 
 
@@ -107,7 +107,7 @@ def test_two_savers_at_once_try_one_after_the_other(tmp_path, monkeypatch):
         busy.pop()
         return 1.0
 
-    monkeypatch.setattr(pace, "_trial", trial)
+    monkeypatch.setattr(write_tuning, "_trial", trial)
     with ThreadPoolExecutor(4) as pool:
         list(pool.map(lambda _: pace_of(tmp_path, LEAST_BYTES), range(4)))
     assert most == [1, 1, 1, 1]

@@ -131,7 +131,7 @@ def test_or_a_reason_to_wait(tmp_path, disk):
 
 def test_a_disk_filled_while_it_is_written_to(tmp_path, monkeypatch):
     """There was room, others took it: the save is made again once there is."""
-    from ft_ckpt.write import DurableFile
+    from ft_ckpt.storage.writer import DurableFile
 
     real, failures = DurableFile.finish, [NoSpaceError("full"), NoSpaceError("full")]
 

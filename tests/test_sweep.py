@@ -15,15 +15,16 @@ from pathlib import Path
 import pytest
 from faults import contents, dies_at, make_checkpoint, manifest_of, save, stop_at, write_safetensors
 
-from ft_ckpt import disk, marks
+from ft_ckpt import marks
 from ft_ckpt.catalog import discover, read_manifest, verify
 from ft_ckpt.commit import commit, open_stage
-from ft_ckpt.digests import digest_of
 from ft_ckpt.errors import NotACheckpointError
 from ft_ckpt.manifest import MANIFEST_NAME, PartRecord
 from ft_ckpt.marks import lease, pin, unpin
 from ft_ckpt.remove import without_state
 from ft_ckpt.retain import Keep
+from ft_ckpt.storage import local_disk
+from ft_ckpt.storage.digests import digest_of
 from ft_ckpt.sweep import SweepReport, clear, make_room, survey, sweep
 
 READER = """
@@ -42,7 +43,7 @@ with lease(sys.argv[1]):
 
 @pytest.fixture(autouse=True)
 def no_power_cut(monkeypatch):
-    monkeypatch.setattr(disk, "fsync", lambda handle: None)
+    monkeypatch.setattr(local_disk, "fsync", lambda handle: None)
 
 
 def save_with_state(target, step, *, world=2, **facts):
@@ -435,10 +436,10 @@ def test_readers_and_sweeps_side_by_side(tmp_path):
 def test_marked_between_the_plan_and_the_deed(run, monkeypatch, keep, mark):
     """The manifest is out of the way and only then marks are looked at: one that is there by now brings it back."""
     before = contents(run / "checkpoint-9")
-    held, move = lease(run / "checkpoint-9"), disk.move
+    held, move = lease(run / "checkpoint-9"), local_disk.move
     put = {"pin": lambda: pin(run / "checkpoint-9"), "lease": held.__enter__}[mark]
     tombstone = run / "checkpoint-9" / marks.DROPPED
-    monkeypatch.setattr(disk, "move", lambda one, other: (other == tombstone and put(), move(one, other)))
+    monkeypatch.setattr(local_disk, "move", lambda one, other: (other == tombstone and put(), move(one, other)))
     report = sweep(run, keep)
     monkeypatch.undo()
     assert report.kept[run / "checkpoint-9"][0].startswith("pinned" if mark == "pin" else "in use")

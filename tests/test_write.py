@@ -14,12 +14,12 @@ import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ft_ckpt import disk, unbuffered
-from ft_ckpt.blocks import BLOCK_BYTES
 from ft_ckpt.errors import IncompleteError, NoSpaceError, TargetError
 from ft_ckpt.formats import Layout, Spec
-from ft_ckpt.pace import Pace, pace_of
-from ft_ckpt.write import FilePlan, Piece, Writer, write_files
+from ft_ckpt.storage import direct_io, local_disk
+from ft_ckpt.storage.buffers import BLOCK_BYTES
+from ft_ckpt.storage.write_tuning import Pace, pace_of
+from ft_ckpt.storage.writer import FilePlan, Piece, Writer, write_files
 
 
 def plan(sizes, header=b"head", gap=0, trailer=b""):
@@ -104,7 +104,7 @@ def test_file_system_without_unbuffered_writes(tmp_path, monkeypatch):
     """Refused at open: the file goes through the page cache, and is the same."""
     real = os.open
     monkeypatch.setattr(
-        unbuffered.os, "open", lambda path, flags, mode: _refuse(flags) or real(path, flags, mode), raising=True
+        direct_io.os, "open", lambda path, flags, mode: _refuse(flags) or real(path, flags, mode), raising=True
     )
     content, expected = written(tmp_path, [BLOCK_BYTES + 3], direct="on")
     assert content == expected
@@ -124,7 +124,7 @@ def test_unbuffered_write_refused_late(tmp_path, monkeypatch):
             raise OSError(errno.EINVAL, "misaligned, says the device")
         return real(descriptor, data, offset)
 
-    monkeypatch.setattr(unbuffered.os, "pwrite", pwrite)
+    monkeypatch.setattr(direct_io.os, "pwrite", pwrite)
     content, expected = written(tmp_path, [2 * BLOCK_BYTES + 3], direct="on")
     assert refused
     assert content == expected
@@ -133,7 +133,7 @@ def test_unbuffered_write_refused_late(tmp_path, monkeypatch):
 def test_short_writes_go_on(tmp_path, monkeypatch):
     real = os.pwrite
     monkeypatch.setattr(
-        unbuffered.os, "pwrite", lambda fd, data, offset: real(fd, data[: max(1, len(data) // 2)], offset)
+        direct_io.os, "pwrite", lambda fd, data, offset: real(fd, data[: max(1, len(data) // 2)], offset)
     )
     content, expected = written(tmp_path, [100_003], direct="off")
     assert content == expected
@@ -190,7 +190,7 @@ def test_error_in_a_writer_thread_is_raised(tmp_path, monkeypatch):
     def fails(descriptor, data, offset):
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(unbuffered.os, "pwrite", fails)
+    monkeypatch.setattr(direct_io.os, "pwrite", fails)
     with pytest.raises(NoSpaceError, match=r"file\.bin: no room on its device .*No space left"):
         written(tmp_path, [20 * BLOCK_BYTES], direct="off", threads=1)
 
@@ -208,7 +208,7 @@ def test_only_a_refused_o_direct_is_gone_around(tmp_path, monkeypatch, code):
 
     monkeypatch.setattr(os, "open", opened)
     with pytest.raises(TargetError, match="f: cannot be written") as caught:
-        unbuffered.create_file(tmp_path / "f", 10, direct=True)
+        direct_io.create_file(tmp_path / "f", 10, direct=True)
     assert caught.value.errno == code
     assert (tmp_path / "f").read_text() == "another's"
 
@@ -216,7 +216,7 @@ def test_only_a_refused_o_direct_is_gone_around(tmp_path, monkeypatch, code):
 @pytest.mark.parametrize("call", ["fsync", "close"])
 def test_a_file_is_closed_once_and_the_first_error_stays(tmp_path, monkeypatch, call):
     """A number that was closed may be another thread's file by the time it is closed again."""
-    closed, real = [], {"close": os.close, "fsync": disk.fsync}
+    closed, real = [], {"close": os.close, "fsync": local_disk.fsync}
 
     def failing(name):
         def run(descriptor):
@@ -233,7 +233,7 @@ def test_a_file_is_closed_once_and_the_first_error_stays(tmp_path, monkeypatch, 
         file.append_bytes(b"abc")
         descriptor = file.descriptor
         monkeypatch.setattr(os, "close", failing("close"))
-        monkeypatch.setattr(disk, "fsync", failing("fsync"))
+        monkeypatch.setattr(local_disk, "fsync", failing("fsync"))
         with pytest.raises(TargetError, match=f"{call} failed"):
             file.finish()
         file.abandon()
@@ -246,7 +246,7 @@ def test_a_file_system_that_cannot_sync_is_taken_at_its_word(tmp_path, monkeypat
     def refused(descriptor):
         raise OSError(code, os.strerror(code))
 
-    monkeypatch.setattr(disk, "fsync", refused)
+    monkeypatch.setattr(local_disk, "fsync", refused)
     content, expected = written(tmp_path, [100])
     assert content == expected
 
@@ -256,7 +256,7 @@ def test_memory_stays_bounded(tmp_path):
     code = f"""
 import ctypes, resource
 from pathlib import Path
-from ft_ckpt.write import Writer
+from ft_ckpt.storage.writer import Writer
 block = ctypes.create_string_buffer(1 << 20)
 with Writer() as writer:
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

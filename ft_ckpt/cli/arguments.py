@@ -4,8 +4,8 @@ from pathlib import Path
 
 import typer
 
-from ft_ckpt.disk import local_path
 from ft_ckpt.errors import ConfigError, NotACheckpointError
+from ft_ckpt.storage.local_disk import local_path
 
 
 def paths(context: typer.Context, *expected: str) -> list[str]:

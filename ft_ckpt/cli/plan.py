@@ -14,9 +14,9 @@ import typer
 from ft_ckpt import catalog
 from ft_ckpt.cli import plots, views
 from ft_ckpt.config import human_size, parse_size
-from ft_ckpt.disk import local_path
 from ft_ckpt.errors import ConfigError, NotACheckpointError
 from ft_ckpt.intervals import bounded_interval, expected_overhead, optimal_interval, parse_seconds
+from ft_ckpt.storage.local_disk import local_path
 
 _SAMPLE_BYTES = 256 << 20
 _CHUNK_BYTES = 8 << 20
@@ -198,7 +198,7 @@ def _size_of(folder: Path) -> int:
 
 def _measure(folder: Path, size_bytes: int) -> float:
     """Seconds to write `size_bytes` durably into `folder`, from a file of 256 MiB at most; gathering is not in it."""
-    from ft_ckpt.write import Writer
+    from ft_ckpt.storage.writer import Writer
 
     sample = max(1, min(size_bytes, _SAMPLE_BYTES))
     chunk = os.urandom(min(sample, _CHUNK_BYTES))  # what a disk that compresses cannot make smaller

@@ -5,10 +5,10 @@ from pathlib import Path
 
 from torch import Tensor
 
-from ft_ckpt.blocks import Run
 from ft_ckpt.errors import ConfigError, LoadError, damaged_input
 from ft_ckpt.formats import Spec, TensorFile, dual, hdf5, torch_zip
 from ft_ckpt.formats.raw import RawFile
+from ft_ckpt.storage.buffers import Run
 from ft_ckpt.tree import Node
 
 SUFFIXES = {

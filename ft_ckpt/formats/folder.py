@@ -9,11 +9,11 @@ from typing import Any
 
 from torch import Tensor
 
-from ft_ckpt.blocks import Run
 from ft_ckpt.catalog import is_inside, read_manifest
 from ft_ckpt.errors import CorruptError, LoadError, damaged_input, listing
 from ft_ckpt.formats import Spec, TensorFile, dcp, detect, tensorflow, zero
 from ft_ckpt.manifest import MANIFEST_NAME, Manifest, PartRecord
+from ft_ckpt.storage.buffers import Run
 
 ENDINGS = (".safetensors", ".h5", ".bin")  # in the order in which readers choose
 _STEMS = {"model": ("model", "pytorch_model"), "adapter": ("adapter_model",)}

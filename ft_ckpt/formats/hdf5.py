@@ -17,7 +17,6 @@ import numpy as np
 import torch
 import xxhash
 
-from ft_ckpt.blocks import Run
 from ft_ckpt.errors import CorruptError, SelectionError, damaged_input, listing
 from ft_ckpt.formats import Layout, Spec, cerebras, hdf5_bytes
 from ft_ckpt.formats.hdf5_index import (
@@ -32,6 +31,7 @@ from ft_ckpt.formats.hdf5_index import (
     with_digests,
 )
 from ft_ckpt.formats.raw import MAP_BYTES, RawFile
+from ft_ckpt.storage.buffers import Run
 from ft_ckpt.tree import Node
 
 SIGNATURE = b"\x89HDF\r\n\x1a\n"

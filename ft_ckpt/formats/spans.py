@@ -6,9 +6,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ft_ckpt.blocks import Run
 from ft_ckpt.formats import ITEM_BYTES, Spec
 from ft_ckpt.formats.raw import RawFile
+from ft_ckpt.storage.buffers import Run
 
 
 @dataclass(frozen=True, eq=False)

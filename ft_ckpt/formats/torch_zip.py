@@ -21,13 +21,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ft_ckpt.blocks import Run
 from ft_ckpt.errors import ConfigError, CorruptError, LoadError, SelectionError, TargetError, damaged_input, listing
 from ft_ckpt.formats import ITEM_BYTES, Layout, Spec
 from ft_ckpt.formats.raw import RawFile, Stream
 from ft_ckpt.formats.spans import Span, SpanFile, numel
 from ft_ckpt.formats.torch_pickle import Stored, Unreadable, check_records, leaves, load, load_legacy
 from ft_ckpt.formats.unpickle import Passive
+from ft_ckpt.storage.buffers import Run
 
 _ALIGNMENT = 64
 _LARGE = 0xFFFFFFFF  # sizes and offsets from here on need the 64-bit fields of zip

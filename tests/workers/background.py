@@ -17,10 +17,11 @@ import torch.distributed as dist
 import zero_optimizer
 from wrappers import WRAPPERS, Live
 
-from ft_ckpt import CheckpointSaver, moving, regions, snapshot, verify
+from ft_ckpt import CheckpointSaver, moving, snapshot, verify
 from ft_ckpt.errors import CheckpointError, NoSpaceError
 from ft_ckpt.pending import PendingSave
 from ft_ckpt.snapshot import Snapshot
+from ft_ckpt.storage import regions
 from ft_ckpt.structure import Kept
 
 SHORT = {"enter_timeout_seconds": 60, "on_difference": "ignore", "io_threads": 2, "background": True}

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import nn
 from wrappers import fsdp2
 
-import ft_ckpt.write
+import ft_ckpt.storage.writer
 from ft_ckpt import CheckpointSaver, errors, latest, verify
 from ft_ckpt.catalog import read_manifest
 from ft_ckpt.ranks import current
@@ -48,7 +48,7 @@ def nothing_in(folder: Path) -> None:
 @contextlib.contextmanager
 def failing_writer(action: Any) -> Iterator[None]:
     """On rank 0, `action()` runs before the tenth write of a save."""
-    original, calls = ft_ckpt.write.DurableFile.append, []
+    original, calls = ft_ckpt.storage.writer.DurableFile.append, []
 
     def append(self: Any, *args: Any) -> None:
         calls.append(1)
@@ -56,11 +56,11 @@ def failing_writer(action: Any) -> Iterator[None]:
             action()
         original(self, *args)
 
-    ft_ckpt.write.DurableFile.append = append
+    ft_ckpt.storage.writer.DurableFile.append = append
     try:
         yield
     finally:
-        ft_ckpt.write.DurableFile.append = original
+        ft_ckpt.storage.writer.DurableFile.append = original
     assert harness.RANK or len(calls) >= 10, f"only {len(calls)} writes: the fault was never there"
 
 

@@ -18,9 +18,10 @@ import torch
 import torch.distributed as dist
 from wrappers import WRAPPERS, Live
 
-from ft_ckpt import CheckpointSaver, direct, gather, latest, moving, regions, verify
+from ft_ckpt import CheckpointSaver, direct, gather, latest, moving, verify
 from ft_ckpt.catalog import read_manifest
 from ft_ckpt.errors import NoSpaceError, RankError
+from ft_ckpt.storage import regions
 
 SHORT = {"enter_timeout_seconds": 60, "on_difference": "ignore", "io_threads": 2}
 

@@ -14,8 +14,9 @@ import torch.distributed as dist
 from resume import TOLD, live_model, optimizer_state, same, train
 from wrappers import Live, truth
 
-from ft_ckpt import CheckpointSaver, blocks, fan_out, fill, resume, state_files
+from ft_ckpt import CheckpointSaver, fan_out, fill, resume, state_files
 from ft_ckpt.errors import LoadError, RankError
+from ft_ckpt.storage import buffers
 
 BUCKET = 1 << 16  # the least there is: many buckets even for a tiny model
 
@@ -54,7 +55,7 @@ def same_as_read(wrapper: str, model: str, folder: Path) -> None:
 def count_common(asked: list[str]) -> None:
     """Note the tensors this process reads from here on."""
     for room in (fill, fan_out):
-        real = blocks.read_ahead
+        real = buffers.read_ahead
 
         def noted(runs: Any, *options: Any, real: Any = real) -> Any:
             runs = list(runs)
@@ -68,7 +69,7 @@ def cut_short(folder: Path) -> None:
     """Rank 0 cannot read on in the middle of it: every rank says so, at once."""
     left("ddp", "llama", folder)
     if harness.RANK == 0:
-        real = blocks.read_ahead
+        real = buffers.read_ahead
 
         def broken(runs: Any, *options: Any) -> Any:
             for number, part in enumerate(real(runs, *options)):
@@ -150,7 +151,7 @@ def case(name: str, folder: Path) -> None:
         same_as_read(wrapper, model, folder)
     finally:
         for room in (fill, fan_out):
-            room.read_ahead = blocks.read_ahead
+            room.read_ahead = buffers.read_ahead
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@ import stat
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from ft_ckpt import disk, owners
+from ft_ckpt.storage import local_disk, owners
 
 PREFIX = ".ft_ckpt-"  # of every hidden name of ours inside of a checkpoint
 ABANDONED_SECONDS = 24 * 3600  # after which what another machine made, where we cannot ask for its owner, is nobody's
@@ -22,18 +22,18 @@ def write_text(file: Path, text: str) -> None:
     draft = file.with_name(f"{PREFIX}{file.name.lstrip('.')}.draft")
     try:
         with contextlib.suppress(FileNotFoundError):  # of one who died
-            disk.unlink(draft)
+            local_disk.unlink(draft)
         with draft.open("xb") as stream:  # exclusive: never through a link
             stream.write(text.encode("utf-8"))
         if file.exists():
-            disk.chmod(draft, disk.mode(file))
-        disk.sync(draft)
-        disk.move(draft, file)
+            local_disk.chmod(draft, local_disk.mode(file))
+        local_disk.sync(draft)
+        local_disk.move(draft, file)
     except BaseException:
         with contextlib.suppress(OSError):
-            disk.unlink(draft)
+            local_disk.unlink(draft)
         raise
-    disk.sync(file.parent)
+    local_disk.sync(file.parent)
 
 
 @contextlib.contextmanager
@@ -48,24 +48,24 @@ def replacing(target: Path) -> Iterator[Path]:
         yield file
         with contextlib.suppress(FileNotFoundError):
             old = target.stat()
-            disk.take_group(file, old.st_gid)
-            disk.chmod(file, stat.S_IMODE(old.st_mode))
-        disk.move(file, target)
-        disk.sync(target.parent)
+            local_disk.take_group(file, old.st_gid)
+            local_disk.chmod(file, stat.S_IMODE(old.st_mode))
+        local_disk.move(file, target)
+        local_disk.sync(target.parent)
 
 
 def clear(folder: Path) -> None:
     """Delete what `replacing` has left anywhere in `folder`, which is the caller's alone. Raises TargetError."""
-    for path in list(disk.tree(folder)):
-        if _FILE in path.name and disk.is_folder(path):
-            disk.delete_folder(path)
+    for path in list(local_disk.tree(folder)):
+        if _FILE in path.name and local_disk.is_folder(path):
+            local_disk.delete_folder(path)
 
 
 def make_held(place: Callable[[str], Path]) -> Path:
     """Make a new folder whose lock this process holds; `place` says where, from the name of its owner."""
     while True:
         folder = place(owners.new_owner())
-        disk.mkdir(folder)
+        local_disk.mkdir(folder)
         if owners.hold(folder) is not False:  # else another took it for a dead one's in that instant
             return folder
 
@@ -74,14 +74,14 @@ def make_held(place: Callable[[str], Path]) -> Path:
 def _workplace(target: Path) -> Iterator[Path]:
     """A hidden folder beside `target`, locked; gone afterwards, as what earlier ones left whose process is dead."""
     start = f".{os.fsencode(target.name)[:_NAME_BYTES].decode('utf-8', 'ignore')}{_FILE}"
-    for name in disk.names(target.parent):
+    for name in local_disk.names(target.parent):
         if name.startswith(start):
             with owners.claimed(target.parent / name, name, ABANDONED_SECONDS) as gone:
                 if gone:
-                    disk.rmtree(target.parent / name)
+                    local_disk.rmtree(target.parent / name)
     folder = make_held(lambda owner: target.parent / f"{start}{owner}")
     try:
         yield folder
     finally:
-        disk.rmtree(folder)
+        local_disk.rmtree(folder)
         owners.let_go(folder)

@@ -12,8 +12,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from ft_ckpt.blocks import BLOCK_BYTES, new_block
-from ft_ckpt.unbuffered import create_file, write_all
+from ft_ckpt.storage.buffers import BLOCK_BYTES, new_block
+from ft_ckpt.storage.direct_io import create_file, write_all
 
 LEAST_BYTES = 4_000_000_000  # of a save that is worth the trial
 _TRIAL_BYTES = 64 << 20  # written in each way

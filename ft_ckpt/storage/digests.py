@@ -13,8 +13,8 @@ from typing import Any
 
 import xxhash
 
-from ft_ckpt import disk
 from ft_ckpt.manifest import Cut, FileRecord
+from ft_ckpt.storage import local_disk
 
 _AHEAD_BYTES = 16 << 20  # files from this size on are read by other threads ahead of the one that hashes
 _WHOLE, _CUT = "xxh3-128:", "xxh3-128-of-ranks:"
@@ -49,7 +49,7 @@ def digest_like(file: Path, record: FileRecord) -> str:
 def _digests(file: Path, cuts: Sequence[Cut], ranks: int) -> list[str]:
     """The digest of each rank's parts of the file, hexadecimal."""
     states = [xxhash.xxh3_128() for _ in range(ranks)]
-    with disk.open_regular(file) as stream:
+    with local_disk.open_regular(file) as stream:
         size_bytes = os.fstat(stream.fileno()).st_size
         if size_bytes < _AHEAD_BYTES:
             content = stream.read()
@@ -61,7 +61,7 @@ def _digests(file: Path, cuts: Sequence[Cut], ranks: int) -> list[str]:
 
 
 def _read_ahead(file: _Open, found: Iterable[tuple[int, int, int]], states: Sequence[Any]) -> None:
-    from ft_ckpt.blocks import Run, read_ahead  # here, so that listing does not pay for it
+    from ft_ckpt.storage.buffers import Run, read_ahead  # here, so that listing does not pay for it
 
     runs = (Run(str(owner), file, start, stop - start) for start, stop, owner in found)
     for part in read_ahead(runs):

@@ -19,13 +19,13 @@ from typing import Any
 
 import xxhash
 
-from ft_ckpt import disk
-from ft_ckpt.blocks import ALIGNMENT, address_of, new_block
 from ft_ckpt.errors import IncompleteError, explained
 from ft_ckpt.formats import Layout, Spec
 from ft_ckpt.manifest import FileRecord, TensorRecord
-from ft_ckpt.pace import USUAL, Pace
-from ft_ckpt.unbuffered import create_file, write_all
+from ft_ckpt.storage import local_disk
+from ft_ckpt.storage.buffers import ALIGNMENT, address_of, new_block
+from ft_ckpt.storage.direct_io import create_file, write_all
+from ft_ckpt.storage.write_tuning import USUAL, Pace
 
 
 @dataclass(frozen=True)
@@ -145,7 +145,7 @@ class DurableFile:
             )
         with explained(self.path):
             os.ftruncate(self.descriptor, self.size_bytes)  # O_DIRECT wrote whole sectors
-            disk.sync_open(self.descriptor)
+            local_disk.sync_open(self.descriptor)
             self._close()
         return self.size_bytes, f"xxh3-128:{self.digest.hexdigest()}"
 

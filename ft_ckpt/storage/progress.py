@@ -3,7 +3,7 @@
 import sys
 from collections.abc import Iterable, Iterator
 
-from ft_ckpt.write import Piece
+from ft_ckpt.storage.writer import Piece
 
 _WORTH_SHOWING_BYTES = 64 << 20
 

@@ -16,11 +16,11 @@ from typing import Any
 
 import xxhash
 
-from ft_ckpt import disk
-from ft_ckpt.blocks import ALIGNMENT, address_of
 from ft_ckpt.errors import explained
-from ft_ckpt.unbuffered import open_file, write_all
-from ft_ckpt.write import Writer, update
+from ft_ckpt.storage import local_disk
+from ft_ckpt.storage.buffers import ALIGNMENT, address_of
+from ft_ckpt.storage.direct_io import open_file, write_all
+from ft_ckpt.storage.writer import Writer, update
 
 
 @dataclass(frozen=True)
@@ -97,8 +97,8 @@ class _Regions:
         self._dispatch()
         for job in self.jobs:
             job.result()
-        disk.sync_open(self.direct)
-        disk.sync_open(self.plain)
+        local_disk.sync_open(self.direct)
+        local_disk.sync_open(self.plain)
         return str(self.digest.hexdigest())
 
     def close(self) -> None:
