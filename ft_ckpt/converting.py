@@ -17,8 +17,9 @@ from huggingface_hub import split_state_dict_into_shards_factory
 from ft_ckpt import __version__, commit
 from ft_ckpt.config import dtype_name, parse_size
 from ft_ckpt.errors import ConfigError, TargetError, damaged_input, explained, listing
-from ft_ckpt.formats import Spec, TensorFile, dcp, detect, folder, tensorflow
-from ft_ckpt.formats.raw import RawFile, Stream
+from ft_ckpt.formats import dcp, detect, folder, tensorflow
+from ft_ckpt.formats.layout import Spec, TensorFile
+from ft_ckpt.formats.mapped_file import RawFile, Stream
 from ft_ckpt.manifest import BaseRecord, FileRecord, Manifest, PartRecord
 from ft_ckpt.opening import held_open
 from ft_ckpt.outputs import Output, output, write

@@ -18,7 +18,9 @@ from torch import Tensor
 from ft_ckpt.engines import Source
 from ft_ckpt.entries import Entry, Group, Part
 from ft_ckpt.errors import IncompleteError, SelectionError, listing
-from ft_ckpt.formats import Layout, Spec, TensorFile, dual, hdf5, safetensors
+from ft_ckpt.formats import dual, safetensors
+from ft_ckpt.formats.hdf5 import hdf5_file
+from ft_ckpt.formats.layout import Layout, Spec, TensorFile
 from ft_ckpt.gather import gather, stream
 from ft_ckpt.manifest import FileRecord
 from ft_ckpt.ranks import Ranks
@@ -29,7 +31,7 @@ _SLICE = 4 << 20  # elements converted at a time
 _SUFFIXES = {"safetensors": ".safetensors", "h5": ".h5", "dual": ".safetensors"}
 _OPENERS: dict[str, tuple[Callable[[Path], TensorFile], ...]] = {
     "safetensors": (dual.open_file,),
-    "h5": (hdf5.open_file,),
+    "h5": (hdf5_file.open_file,),
     "dual": (dual.open_file,),  # which compares its two tables
 }
 _METADATA = {"format": "pt"}  # transformers refuses files that do not say who wrote them
@@ -247,7 +249,7 @@ def _layout(specs: list[Spec], format_name: str, part: Part) -> Layout:
         ties = {
             alias: kept for kept, *aliases in part.ties if kept in stored for alias in aliases if alias not in stored
         }
-        return hdf5.lay_out_tied(specs, ties, _METADATA)
+        return hdf5_file.lay_out_tied(specs, ties, _METADATA)
     return dual.lay_out(specs, _METADATA) if format_name == "dual" else safetensors.lay_out(specs, _METADATA)
 
 

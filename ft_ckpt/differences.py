@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ft_ckpt.formats import Spec, TensorFile
-from ft_ckpt.formats.spans import numel
+from ft_ckpt.formats.layout import Spec, TensorFile
+from ft_ckpt.formats.span_file import numel
 from ft_ckpt.translate import SLICE_BYTES, Untied
 
 _SLICE = SLICE_BYTES // 8  # elements: they are compared in float64

@@ -17,10 +17,10 @@ from torch import Tensor
 
 from ft_ckpt.engines import Source
 from ft_ckpt.errors import LoadError, listing
-from ft_ckpt.formats import TensorFile
+from ft_ckpt.formats.layout import TensorFile
+from ft_ckpt.formats.pytree import PLAIN
 from ft_ckpt.holdings import Block
 from ft_ckpt.storage.buffers import Run, read_ahead
-from ft_ckpt.tree import PLAIN
 from ft_ckpt.values import dtype_name
 
 THREADS = 4

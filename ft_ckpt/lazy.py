@@ -18,8 +18,8 @@ import torch
 from torch.utils import _pytree as pytree
 
 from ft_ckpt.errors import CorruptError
-from ft_ckpt.formats import TensorFile
-from ft_ckpt.tree import PLAIN
+from ft_ckpt.formats.layout import TensorFile
+from ft_ckpt.formats.pytree import PLAIN
 
 _GETTERS = (
     "shape", "dtype", "device", "ndim", "layout", "is_meta", "is_cuda", "is_cpu", "is_sparse", "is_sparse_csr",

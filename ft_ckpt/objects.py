@@ -15,9 +15,12 @@ import torch
 
 from ft_ckpt.catalog import read_manifest
 from ft_ckpt.errors import ConfigError, CorruptError, TargetError, damaged_input, explained, shown, system_error
-from ft_ckpt.formats import Layout, Spec, cerebras, dual, hdf5, hdf5_chunks, safetensors, torch_zip
+from ft_ckpt.formats import dual, safetensors, torch_file
 from ft_ckpt.formats.detect import format_by_name, format_of
-from ft_ckpt.formats.hdf5_filters import Codec
+from ft_ckpt.formats.hdf5 import cerebras_write, chunks, hdf5_file
+from ft_ckpt.formats.hdf5.filters import Codec
+from ft_ckpt.formats.layout import Layout, Spec
+from ft_ckpt.formats.pytree import Leaf, flatten, unflatten
 from ft_ckpt.lazy import LazyTensor, lazy_tensor
 from ft_ckpt.manifest import MANIFEST_NAME
 from ft_ckpt.storage import local_disk
@@ -25,7 +28,6 @@ from ft_ckpt.storage.buffers import BLOCK_BYTES
 from ft_ckpt.storage.digests import digest_like
 from ft_ckpt.storage.placing import replacing
 from ft_ckpt.storage.writer import FilePlan, Piece, Writer, write_files
-from ft_ckpt.tree import Leaf, flatten, unflatten
 
 FORMATS = ("h5", "dual", "safetensors", "torch")
 _MOST_AT_ONCE = 1 << 30  # bytes written in one call; Linux takes less than 2 GB
@@ -93,9 +95,9 @@ def load(
     kind = _known(format or format_of(source))
     if kind == "torch":
         if verify:
-            torch_zip.check_sums(source)
+            torch_file.check_sums(source)
         return _load_torch(source, map_location, mapped and map_location is None)
-    opener = hdf5.open_file if kind == "h5" else dual.open_file
+    opener = hdf5_file.open_file if kind == "h5" else dual.open_file
     with _no_collection(), damaged_input(source.name):
         file = opener(source, mapped or map_location is not None, verify)
         if verify and not file.has_digests:
@@ -139,14 +141,14 @@ def _codec(kind: str, compression: str | None, shuffle: str | None) -> Codec | N
 
 def _plan(obj: Any, kind: str, native_floats: bool) -> tuple[Layout, dict[str, Leaf]]:
     """The layout of the file and its leaves by name."""
-    dtypes = cerebras.DTYPES if kind == "h5" else tuple(safetensors.NAMES)
+    dtypes = cerebras_write.DTYPES if kind == "h5" else tuple(safetensors.NAMES)
     root, leaves = flatten(obj, dtypes)
     specs = [Spec("", leaf.shape, leaf.dtype) for leaf in leaves]
     arrays = [index for index, leaf in enumerate(leaves) if leaf.is_array]
     if kind == "safetensors":
         layout, names = dual.lay_out_object(root, specs)
     else:
-        layout, names = (hdf5 if kind == "h5" else dual).lay_out_tree(root, specs, arrays, native_floats)
+        layout, names = (hdf5_file if kind == "h5" else dual).lay_out_tree(root, specs, arrays, native_floats)
     return layout, dict(zip(names, leaves, strict=True))
 
 
@@ -169,12 +171,12 @@ def _pieces_of(plan: FilePlan, spec: Spec, leaf: Leaf) -> Iterator[Piece]:
 
 def _save_compressed(obj: Any, folder: Path, stage: str, native_floats: bool, codec: Codec) -> None:
     """Compress into a file without a name beside the target, then write the target from it."""
-    root, leaves = flatten(obj, cerebras.DTYPES)
+    root, leaves = flatten(obj, cerebras_write.DTYPES)
     specs = [Spec("", leaf.shape, leaf.dtype) for leaf in leaves]
     arrays = [index for index, leaf in enumerate(leaves) if leaf.is_array]
     with tempfile.TemporaryFile(dir=folder, buffering=0) as spool:
-        packed = hdf5_chunks.pack(specs, lambda number: _memory(leaves[number]), codec, spool)
-        layout, names = hdf5_chunks.lay_out_tree(root, specs, arrays, native_floats, packed)
+        packed = chunks.pack(specs, lambda number: _memory(leaves[number]), codec, spool)
+        layout, names = chunks.lay_out_tree(root, specs, arrays, native_floats, packed)
         plan = FilePlan(stage, layout)
         by_name = {name: (packed.get(number), leaves[number]) for number, name in enumerate(names)}
         with Writer() as writer:
@@ -182,9 +184,7 @@ def _save_compressed(obj: Any, folder: Path, stage: str, native_floats: bool, co
                 pass
 
 
-def _packed_pieces(
-    plan: FilePlan, leaves: dict[str, tuple[hdf5_chunks.Packed | None, Leaf]], spool: int
-) -> Iterator[Piece]:
+def _packed_pieces(plan: FilePlan, leaves: dict[str, tuple[chunks.Packed | None, Leaf]], spool: int) -> Iterator[Piece]:
     for spec in plan.layout.specs:
         packed, leaf = leaves[spec.name]
         if packed is None:
@@ -210,7 +210,7 @@ def _memory(leaf: Leaf) -> tuple[int, Any]:
     return tensor.data_ptr(), tensor
 
 
-def _object(file: hdf5.HDF5File, device: torch.device | None) -> Any:
+def _object(file: hdf5_file.HDF5File, device: torch.device | None) -> Any:
     index, tensors = file.index, {}
 
     def tensor(number: int) -> Any:
@@ -277,7 +277,7 @@ def _save_torch(obj: Any, stage: Path) -> None:
             raise file.failure or system_error(error) or error from error
         if file.failure is not None:
             raise file.failure
-    torch_zip.check_written(stage, file.size_bytes)
+    torch_file.check_written(stage, file.size_bytes)
     local_disk.sync(stage)
 
 
@@ -286,7 +286,7 @@ def _loaded(obj: Any) -> Any:
 
 
 def _load_torch(source: Path, map_location: Any, mapped: bool) -> Any:
-    torch_zip.check(source)
+    torch_file.check(source)
     with damaged_input(source.name):
         try:
             return torch.load(source, map_location=map_location, weights_only=True, mmap=mapped)

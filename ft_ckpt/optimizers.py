@@ -14,13 +14,12 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
-from ft_ckpt import tree_json
 from ft_ckpt.engines import Source
 from ft_ckpt.errors import SelectionError, listing
-from ft_ckpt.formats import safetensors
+from ft_ckpt.formats import pytree_json, safetensors
+from ft_ckpt.formats.pytree import PLAIN, flatten
 from ft_ckpt.holdings import Flat, Holding, dtensor_holding, held_by, is_dtensor
 from ft_ckpt.parameter_groups import matched, set_groups, settings_of
-from ft_ckpt.tree import PLAIN, flatten
 from ft_ckpt.values import decode, dtype_name, dtype_of, encode
 
 _MOST_BESIDE_BYTES = 1 << 20
@@ -263,11 +262,11 @@ def _described_beside(state: dict[Any, Any]) -> Description:
             f"{size:,} bytes of tensors on {' and '.join(devices)} under keys that are no parameters, expected "
             f"{_MOST_BESIDE_BYTES:,} at most, on one kind of device"
         )
-    return {"text": tree_json.dumps(state, "state"), "device": devices[0] if devices else "cpu"}
+    return {"text": pytree_json.dumps(state, "state"), "device": devices[0] if devices else "cpu"}
 
 
 def _restored_beside(described: Description) -> dict[Any, Any]:
-    state: dict[Any, Any] = tree_json.loads(described["text"])
+    state: dict[Any, Any] = pytree_json.loads(described["text"])
     return tree_map_only(Tensor, lambda tensor: tensor.to(described["device"]), state)  # type: ignore[no-any-return]
 
 

@@ -8,7 +8,9 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from ft_ckpt.formats import Layout, Spec, TensorFile, dual, hdf5, safetensors, torch_zip
+from ft_ckpt.formats import dual, safetensors, torch_file
+from ft_ckpt.formats.hdf5 import hdf5_file
+from ft_ckpt.formats.layout import Layout, Spec, TensorFile
 from ft_ckpt.manifest import FileRecord
 from ft_ckpt.storage.buffers import read_ahead
 from ft_ckpt.storage.progress import tracked
@@ -23,7 +25,7 @@ class Output:
     plan: FilePlan
     inner: FilePlan  # the same with one record for each tensor
     file: TensorFile
-    archive: torch_zip.Archive | None = None
+    archive: torch_file.Archive | None = None
 
     def pieces(self) -> Iterator[Piece]:
         """The file's bytes in order."""
@@ -39,11 +41,11 @@ def output(kind: str, path: str, file: TensorFile) -> Output:
     specs, ties = list(file.specs.values()), dict(getattr(file, "ties", {}))
     metadata = {"format": "pt", **getattr(file, "metadata", {})}  # transformers refuses files that do not say it
     if kind == "torch":
-        archive = torch_zip.lay_out(specs, {}, ties)
+        archive = torch_file.lay_out(specs, {}, ties)
         inner = Layout(b"", archive.specs, archive.starts, archive.layout.size_bytes)
         return Output(FilePlan(path, archive.layout), FilePlan(path, inner), file, archive)
     if kind == "h5":
-        layout = hdf5.lay_out_tied(specs, ties, metadata)
+        layout = hdf5_file.lay_out_tied(specs, ties, metadata)
     else:
         layout = (dual if kind == "dual" else safetensors).lay_out(specs, {**metadata, **ties})
     return Output(FilePlan(path, layout), FilePlan(path, layout), file)
@@ -71,7 +73,7 @@ def _ahead(items: Iterable[Any]) -> Iterator[Any]:
             yield item
 
 
-def _woven(path: str, archive: torch_zip.Archive, chunks: Iterator[Piece]) -> Iterator[Piece]:
+def _woven(path: str, archive: torch_file.Archive, chunks: Iterator[Piece]) -> Iterator[Piece]:
     def places() -> Iterator[tuple[int, int]]:
         for piece in chunks:  # which stays alive here until the next is asked for
             yield piece.address, piece.size_bytes

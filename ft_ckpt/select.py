@@ -15,8 +15,8 @@ from ft_ckpt.conversion import cast_entries, converted
 from ft_ckpt.engines import Source, unwrap
 from ft_ckpt.entries import Entry, Part
 from ft_ckpt.errors import IncompleteError, SelectionError, UnknownAttributeError
+from ft_ckpt.formats.pytree_json import dumps
 from ft_ckpt.names import walk
-from ft_ckpt.tree_json import dumps
 
 
 @dataclass(frozen=True, eq=False)

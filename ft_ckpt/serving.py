@@ -22,7 +22,7 @@ from torch import Tensor
 
 from ft_ckpt.catalog import read_manifest
 from ft_ckpt.errors import CheckpointError, RankError
-from ft_ckpt.formats import ITEM_BYTES, Spec
+from ft_ckpt.formats.layout import ITEM_BYTES, Spec
 from ft_ckpt.manifest import MANIFEST_NAME
 from ft_ckpt.opening import OpenCheckpoint, open_checkpoint
 from ft_ckpt.ranks import Ranks, attempt, current

@@ -15,12 +15,14 @@ from torch import Tensor
 
 from ft_ckpt.errors import CorruptError, LoadError, SelectionError, damaged_input
 from ft_ckpt.fill import fill
-from ft_ckpt.formats import TensorFile, dual, hdf5
+from ft_ckpt.formats import dual
+from ft_ckpt.formats.hdf5 import hdf5_file
+from ft_ckpt.formats.layout import TensorFile
+from ft_ckpt.formats.pytree import unflatten
+from ft_ckpt.formats.pytree_json import decode
 from ft_ckpt.holdings import is_dtensor
 from ft_ckpt.opening import OpenCheckpoint
 from ft_ckpt.training import DOCUMENT_NAME, DOCUMENT_VERSION, FOLDER, Document, source_of, tensors_of
-from ft_ckpt.tree import unflatten
-from ft_ckpt.tree_json import decode
 from ft_ckpt.typed_json import reader_of
 
 
@@ -72,7 +74,9 @@ class Stored:
         if place is None:
             raise LoadError(f"{name}: not among the tensors of the checkpoint {self._held.path}")
         if place not in self._open:
-            opener: Callable[[Path], TensorFile] = hdf5.open_file if self._formats[part] == "h5" else dual.open_file
+            opener: Callable[[Path], TensorFile] = (
+                hdf5_file.open_file if self._formats[part] == "h5" else dual.open_file
+            )
             self._open[place] = opener(self._held.folder / place) if self._held.far is None else self._held.far(part)
         return self._open[place]
 

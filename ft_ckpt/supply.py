@@ -11,8 +11,9 @@ from torch import Tensor
 
 from ft_ckpt.entries import EXTRA_FILE
 from ft_ckpt.fill import read_onto, readers_here
-from ft_ckpt.formats import dual, hdf5
-from ft_ckpt.tree_json import loads
+from ft_ckpt.formats import dual
+from ft_ckpt.formats.hdf5 import hdf5_file
+from ft_ckpt.formats.pytree_json import loads
 
 Supplied = tuple[dict[str, Tensor], bool]  # by name, and whether they are their files, mapped
 
@@ -47,7 +48,7 @@ def supply(files: Iterable[Path], mapped: bool | str = "auto") -> Supplied:
     return _supply([_open(path) for path in files], mapped, None)
 
 
-def _supply(files: Iterable[hdf5.HDF5File], mapped: bool | str, device: torch.device | None) -> Supplied:
+def _supply(files: Iterable[hdf5_file.HDF5File], mapped: bool | str, device: torch.device | None) -> Supplied:
     tensors: dict[str, Tensor] = {}
     are_mapped = device is None
     for file in files:
@@ -61,12 +62,12 @@ def _supply(files: Iterable[hdf5.HDF5File], mapped: bool | str, device: torch.de
     return tensors, are_mapped
 
 
-def _open(file: Path) -> hdf5.HDF5File:
+def _open(file: Path) -> hdf5_file.HDF5File:
     """The open weight file; its suffix tells the format."""
-    return hdf5.open_file(file) if file.suffix == ".h5" else dual.open_file(file)
+    return hdf5_file.open_file(file) if file.suffix == ".h5" else dual.open_file(file)
 
 
-def _tensors(file: hdf5.HDF5File) -> dict[str, Tensor]:
+def _tensors(file: hdf5_file.HDF5File) -> dict[str, Tensor]:
     return {name: file.read(name).view(spec.shape) for name, spec in file.specs.items()}
 
 

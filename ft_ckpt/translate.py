@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from ft_ckpt.errors import ConfigError, CorruptError, SelectionError, listing
-from ft_ckpt.formats import Spec, TensorFile
-from ft_ckpt.formats.spans import numel
+from ft_ckpt.formats.layout import Spec, TensorFile
+from ft_ckpt.formats.span_file import numel
 from ft_ckpt.storage.buffers import Run
 
 SLICE_BYTES = 4 << 20  # small, since what several threads free stays with their heaps

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ft_ckpt.errors import CorruptError
-from ft_ckpt.formats.raw import RawFile
+from ft_ckpt.formats.mapped_file import RawFile
 from ft_ckpt.storage import buffers as blocks
 from ft_ckpt.storage.buffers import ALIGNMENT, Run, read_ahead
 
@@ -177,7 +177,7 @@ def test_memory_stays_bounded(tmp_path):
 import resource
 from pathlib import Path
 from ft_ckpt.storage.buffers import Run, read_ahead
-from ft_ckpt.formats.raw import RawFile
+from ft_ckpt.formats.mapped_file import RawFile
 file = RawFile(Path({str(path)!r}))
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 print(sum(part.size_bytes for part in read_ahead([Run("a", file, 0, 512 << 20)], threads=2)))

@@ -17,7 +17,7 @@ from ft_ckpt import checks
 from ft_ckpt.catalog import check_paths, check_small_files, discover, latest, read_manifest, verify
 from ft_ckpt.commit import commit, open_stage
 from ft_ckpt.errors import CorruptError, ManifestError, NotACheckpointError, UnreadableError
-from ft_ckpt.headers import read_header
+from ft_ckpt.formats.safetensors_header import read_header
 from ft_ckpt.manifest import MANIFEST_NAME, FileRecord, from_json, to_json
 from ft_ckpt.retain import Keep
 from ft_ckpt.storage.digests import digest_of

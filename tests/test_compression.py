@@ -14,7 +14,9 @@ from contract_format import equal, state
 from test_hdf5 import FUZZ
 
 from ft_ckpt.errors import ConfigError, CorruptError
-from ft_ckpt.formats import ITEM_BYTES, cerebras, hdf5, hdf5_chunks, hdf5_filters
+from ft_ckpt.formats.hdf5 import cerebras_write, chunks, hdf5_file
+from ft_ckpt.formats.hdf5 import filters as hdf5_filters
+from ft_ckpt.formats.layout import ITEM_BYTES
 from ft_ckpt.lazy import LazyTensor
 from ft_ckpt.objects import load, save
 
@@ -40,10 +42,10 @@ def same(found, wanted):
 
 @every_codec
 def test_every_type_comes_back(compression, shuffle, tmp_path):
-    obj = {dtype: bits(dtype, 700, 23) for dtype in cerebras.DTYPES if hasattr(torch, dtype)}
+    obj = {dtype: bits(dtype, 700, 23) for dtype in cerebras_write.DTYPES if hasattr(torch, dtype)}
     save(obj, tmp_path / "x.h5", compression=compression, shuffle=shuffle)
     found = load(tmp_path / "x.h5", verify=True)
-    file = hdf5.open_file(tmp_path / "x.h5")
+    file = hdf5_file.open_file(tmp_path / "x.h5")
     assert set(file.readers) == set(obj)
     same(found, obj)
 
@@ -69,7 +71,7 @@ def test_the_hdf5_library_reads_equal_values(shape, compression, shuffle, tmp_pa
 
 def test_trees_of_many_levels(tmp_path, monkeypatch):
     """64 chunks are a node, 4096 two levels."""
-    monkeypatch.setattr(hdf5_chunks, "CHUNK_BYTES", 64)
+    monkeypatch.setattr(chunks, "CHUNK_BYTES", 64)
     obj = {"long": torch.arange(40_001), "cut": torch.arange(3 * 1000 * 7).view(3, 1000, 7)}
     save(obj, tmp_path / "x.h5", compression="lz4")
     with h5py.File(tmp_path / "x.h5") as file:
@@ -77,7 +79,7 @@ def test_trees_of_many_levels(tmp_path, monkeypatch):
         for name, tensor in obj.items():
             assert np.array_equal(file[name][()], tensor.numpy())
             corners = [file[name].id.get_chunk_info(number).chunk_offset for number in (0, 1, 64, 65)]
-            assert corners == [hdf5_chunks.Grid.of(tensor.shape, 8).corner(number) for number in (0, 1, 64, 65)]
+            assert corners == [chunks.Grid.of(tensor.shape, 8).corner(number) for number in (0, 1, 64, 65)]
 
 
 def test_small_scalar_and_empty_tensors_stay_as_they_are(tmp_path):
@@ -110,7 +112,7 @@ def test_a_slice_reads_only_its_chunks(span, tmp_path, monkeypatch):
     values = torch.arange(4000 * 1000).view(4000, 1000)
     save({"x": values}, tmp_path / "x.h5", compression="lz4")
     found, decoded = load(tmp_path / "x.h5")["x"], []
-    monkeypatch.setattr(hdf5_chunks, "decode", lambda *args: decoded.append(1) or hdf5_filters.decode(*args))
+    monkeypatch.setattr(chunks, "decode", lambda *args: decoded.append(1) or hdf5_filters.decode(*args))
     assert torch.equal(found[slice(*span)], values[slice(*span)])
     assert len(decoded) <= (span[1] - span[0]) // 131 + 2
     assert isinstance(found, LazyTensor)
@@ -171,7 +173,7 @@ def test_rewritten_by_the_hdf5_library_it_is_still_read(compression, shuffle, tm
 
 def test_a_damaged_chunk_is_named(tmp_path):
     save({"x": torch.arange(99_999)}, tmp_path / "x.h5", compression="zstd")
-    index = hdf5.open_file(tmp_path / "x.h5").index
+    index = hdf5_file.open_file(tmp_path / "x.h5").index
     with (tmp_path / "x.h5").open("r+b") as file:
         file.seek(index.start("x") + 100)
         file.write(b"damage")

@@ -19,7 +19,8 @@ from ft_ckpt import fill
 from ft_ckpt.engines import Source
 from ft_ckpt.errors import CorruptError, LoadError
 from ft_ckpt.fill import fill_all, read_onto
-from ft_ckpt.formats import dual, hdf5, raw
+from ft_ckpt.formats import dual, mapped_file
+from ft_ckpt.formats.hdf5 import hdf5_file
 from ft_ckpt.holdings import Block, Holding
 from ft_ckpt.supply import supplying
 
@@ -82,7 +83,7 @@ def stored(tensors, kind, folder):
     """The open file of `kind` with these tensors."""
     if kind == "h5":
         ft_ckpt.save(tensors, folder / "x.h5")
-        return hdf5.open_file(folder / "x.h5")
+        return hdf5_file.open_file(folder / "x.h5")
     save_file(tensors, folder / "x.safetensors")
     file = dual.open_file(folder / "x.safetensors")
     return Converted(file) if kind == "converted" else file
@@ -195,7 +196,7 @@ def test_onto_a_device(tmp_path, kind):
 
 @pytest.mark.parametrize("direct", ["auto", "on", "off"])
 def test_a_file_read_in_gives_what_a_mapped_one_gives(tmp_path, direct, monkeypatch):
-    monkeypatch.setattr(raw, "MAP_BYTES", 100)
+    monkeypatch.setattr(mapped_file, "MAP_BYTES", 100)
     full = {f"t{n}": values((size,), torch.uint8, n) for n, size in enumerate([1, 99, 100, 5000, (9 << 20) + 1])}
     file = stored(full, "safetensors", tmp_path)
     assert file.raw.read_in(threads=3, direct=direct)
@@ -231,8 +232,10 @@ class Net(torch.nn.Module):
 def test_load_model_reads_what_is_cold_and_maps_the_rest(tmp_path, monkeypatch, mapped, in_cache, expected):
     net = Net()
     ft_ckpt.CheckpointSaver().save(net, tmp_path / "net")
-    monkeypatch.setattr(raw, "_LEAST_READ_BYTES", 1)
-    monkeypatch.setattr(raw, "cached_bytes", lambda _, start, size: None if in_cache is None else in_cache * size)
+    monkeypatch.setattr(mapped_file, "_LEAST_READ_BYTES", 1)
+    monkeypatch.setattr(
+        mapped_file, "cached_bytes", lambda _, start, size: None if in_cache is None else in_cache * size
+    )
     model, report = ft_ckpt.load_model(tmp_path / "net", mapped=mapped, with_report=True)
     assert report.zero_copy is expected
     assert all(torch.equal(tensor, net.state_dict()[name]) for name, tensor in model.state_dict().items())
@@ -242,17 +245,17 @@ def test_load_model_reads_what_is_cold_and_maps_the_rest(tmp_path, monkeypatch, 
 
 def test_ranks_of_one_machine_share_the_page_cache(tmp_path, monkeypatch):
     ft_ckpt.CheckpointSaver().save(Net(), tmp_path / "net")
-    monkeypatch.setattr(raw, "_LEAST_READ_BYTES", 1)
-    monkeypatch.setattr(raw, "cached_bytes", lambda *_: 0)
+    monkeypatch.setattr(mapped_file, "_LEAST_READ_BYTES", 1)
+    monkeypatch.setattr(mapped_file, "cached_bytes", lambda *_: 0)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     assert ft_ckpt.load_model(tmp_path / "net", with_report=True)[1].zero_copy
 
 
 def test_no_memory_for_a_cold_file_maps_it(tmp_path, monkeypatch):
     ft_ckpt.CheckpointSaver().save(Net(), tmp_path / "net")
-    monkeypatch.setattr(raw, "_LEAST_READ_BYTES", 1)
-    monkeypatch.setattr(raw, "cached_bytes", lambda *_: 0)
-    monkeypatch.setattr(raw, "_available_bytes", lambda: 1 << 20)
+    monkeypatch.setattr(mapped_file, "_LEAST_READ_BYTES", 1)
+    monkeypatch.setattr(mapped_file, "cached_bytes", lambda *_: 0)
+    monkeypatch.setattr(mapped_file, "_available_bytes", lambda: 1 << 20)
     assert ft_ckpt.load_model(tmp_path / "net", with_report=True)[1].zero_copy
 
 
@@ -262,9 +265,11 @@ def test_files_are_read_beside_the_block_and_not_after_it(tmp_path, monkeypatch)
     before = set(Path("/proc/self/fd").iterdir())
     with supplying([file], mapped=False) as tensors:
         assert same(tensors()[0]["a"], full["a"])
-    monkeypatch.setattr(raw.RawFile, "is_cold", lambda file: is_over.wait(60))
+    monkeypatch.setattr(mapped_file.RawFile, "is_cold", lambda file: is_over.wait(60))
     is_over = threading.Event()
-    monkeypatch.setattr(raw.RawFile, "close", lambda file, close=raw.RawFile.close: (close(file), is_over.set()))
+    monkeypatch.setattr(
+        mapped_file.RawFile, "close", lambda file, close=mapped_file.RawFile.close: (close(file), is_over.set())
+    )
     with pytest.raises(ZeroDivisionError), supplying([file]) as tensors:
         1 / 0  # noqa: B018
     with pytest.raises(CorruptError, match="closed"):

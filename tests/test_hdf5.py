@@ -16,9 +16,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ft_ckpt.errors import CorruptError, SelectionError
-from ft_ckpt.formats import Spec, cerebras, hdf5, hdf5_probe
-from ft_ckpt.formats.hdf5_bytes import TYPES, Dataset, header
-from ft_ckpt.formats.lookup3 import lookup3
+from ft_ckpt.formats.hdf5 import cerebras_write, hdf5_file, probe
+from ft_ckpt.formats.hdf5.lookup3 import lookup3
+from ft_ckpt.formats.hdf5.metadata import TYPES, Dataset, header
+from ft_ckpt.formats.layout import Spec
 from ft_ckpt.objects import load, save
 
 TOOLS = pytest.mark.skipif(shutil.which("h5dump") is None, reason="hdf5-tools are not installed")
@@ -37,7 +38,7 @@ def test_golden_files(name, tmp_path):
 
 def test_large_tensors_lie_on_pages_and_small_ones_behind_them():
     specs = [Spec("small", (3,), "float32"), Spec("large", (200, 200), "float32"), Spec("more", (200, 200), "bfloat16")]
-    layout = hdf5.lay_out(specs, {})
+    layout = hdf5_file.lay_out(specs, {})
     assert [spec.name for spec in layout.specs] == ["large", "more", "small"]
     assert all(start % 4096 == 0 for start in layout.starts[:2])
     assert layout.starts[2] % 64 == 0
@@ -46,25 +47,25 @@ def test_large_tensors_lie_on_pages_and_small_ones_behind_them():
 
 def test_the_layout_tells_the_library_where_the_bytes_are(tmp_path):
     save(state(), tmp_path / "x.h5")
-    index = hdf5.open_file(tmp_path / "x.h5").index
+    index = hdf5_file.open_file(tmp_path / "x.h5").index
     with h5py.File(tmp_path / "x.h5") as file:
         for name, spec in index.specs.items():
-            data = file["/".join(cerebras.dataset_path(name))]
+            data = file["/".join(cerebras_write.dataset_path(name))]
             assert data.shape == spec.shape
             assert data.id.get_offset() == (index.start(name) if spec.size_bytes else None)
 
 
 def test_metadata_comes_back(tmp_path):
-    layout = hdf5.lay_out([], {"format": "pt"})
+    layout = hdf5_file.lay_out([], {"format": "pt"})
     (tmp_path / "x.h5").write_bytes(
         layout.header + bytes(layout.trailer_start - len(layout.header)) + layout.trailer({})
     )
-    assert hdf5.open_file(tmp_path / "x.h5").index.metadata == {"format": "pt"}
+    assert hdf5_file.open_file(tmp_path / "x.h5").index.metadata == {"format": "pt"}
 
 
 def test_types_that_are_not_known_are_refused():
     with pytest.raises(SelectionError, match="x: qint8"):
-        hdf5.lay_out([Spec("x", (1,), "qint8")], {})
+        hdf5_file.lay_out([Spec("x", (1,), "qint8")], {})
 
 
 @TOOLS
@@ -119,7 +120,7 @@ def test_changed_by_another_program(tmp_path):
 def test_damaged_values_are_found_by_their_digest(tmp_path):
     save(state(), tmp_path / "x.h5")
     content = bytearray((tmp_path / "x.h5").read_bytes())
-    content[hdf5.open_file(tmp_path / "x.h5").index.start("steps")] ^= 1
+    content[hdf5_file.open_file(tmp_path / "x.h5").index.start("steps")] ^= 1
     (tmp_path / "x.h5").write_bytes(content)
     with pytest.raises(CorruptError, match="steps is damaged"):
         load(tmp_path / "x.h5", verify=True)["steps"].clone()
@@ -262,7 +263,7 @@ def test_a_file_that_cannot_be_tried_is_not_opened(way, tmp_path, monkeypatch):
 
 def test_a_file_on_which_the_library_never_ends(monkeypatch):
     """Found by mutation: its attributes go round in circles."""
-    monkeypatch.setattr(hdf5_probe, "_SILENT_SECONDS", 3)
+    monkeypatch.setattr(probe, "_SILENT_SECONDS", 3)
     with pytest.raises(CorruptError, match=r"endless\.h5: "):
         load(HERE / "endless.h5")
 

@@ -16,7 +16,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from ft_ckpt import objects, tree, tree_json
+from ft_ckpt import objects
 from ft_ckpt.errors import (
     CheckpointError,
     ConfigError,
@@ -26,7 +26,8 @@ from ft_ckpt.errors import (
     SelectionError,
     TargetError,
 )
-from ft_ckpt.formats import cerebras
+from ft_ckpt.formats import pytree, pytree_json
+from ft_ckpt.formats.hdf5 import cerebras_write
 from ft_ckpt.objects import load, save
 
 pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf")  # torch, whenever it makes a complex32
@@ -77,7 +78,7 @@ TEXTS = st.one_of(
     st.text(st.characters(exclude_categories=())), st.sampled_from(["a", "a.b", "b", "", ".", "a/b", "0"])
 )
 KEYS = st.one_of(TEXTS, st.integers(), st.tuples(TEXTS, st.integers()))
-DTYPES = sorted(cerebras.DTYPES)
+DTYPES = sorted(cerebras_write.DTYPES)
 ARRAYS = hnp.arrays(
     st.one_of(
         hnp.scalar_dtypes(), hnp.unicode_string_dtypes(max_len=5), hnp.byte_string_dtypes(max_len=5),
@@ -226,10 +227,10 @@ def test_a_pickle_that_runs_code_is_refused(tmp_path):
 
 
 def test_named_tuples_of_unknown_classes_keep_name_and_fields():
-    node = tree.Node(
-        "namedtuple", ("no.such.module", "Outer.Pair", ("left", "right")), (), (tree.Node("value", 1),) * 2
+    node = pytree.Node(
+        "namedtuple", ("no.such.module", "Outer.Pair", ("left", "right")), (), (pytree.Node("value", 1),) * 2
     )
-    found = tree.unflatten(tree_json.decode(json.loads(json.dumps(tree_json.encode(node)))), None, None)
+    found = pytree.unflatten(pytree_json.decode(json.loads(json.dumps(pytree_json.encode(node)))), None, None)
     assert (type(found).__name__, found.left, found._fields) == ("Pair", 1, ("left", "right"))
 
 
@@ -237,7 +238,7 @@ def test_named_tuples_of_unknown_classes_keep_name_and_fields():
                                   '["dict", null, [[1]]]', '["dtype", "load"]', '["namedtuple", 5]'])  # fmt: skip
 def test_damaged_trees_are_refused(text):
     with pytest.raises(CorruptError):
-        tree.unflatten(tree_json.decode(json.loads(text)), None, None)
+        pytree.unflatten(pytree_json.decode(json.loads(text)), None, None)
 
 
 def test_a_file_for_the_owner_alone_stays_so(tmp_path):
@@ -323,7 +324,7 @@ def test_what_is_no_file_is_refused_at_once(suffix, tmp_path):
 )
 def test_leaves_have_numbers_from_zero_on(text):
     with pytest.raises(CorruptError, match="where a number"):
-        tree_json.decode(json.loads(text))
+        pytree_json.decode(json.loads(text))
 
 
 @pytest.mark.parametrize("kind", ["h5", "dual", "safetensors", "torch"])

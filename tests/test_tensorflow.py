@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 
 from ft_ckpt.converting import convert
 from ft_ckpt.errors import CheckpointError, ConfigError, CorruptError, SelectionError
-from ft_ckpt.formats import ITEM_BYTES, Spec, tensorflow
+from ft_ckpt.formats import tensorflow
+from ft_ckpt.formats.layout import ITEM_BYTES, Spec
 
 DTYPES = sorted(tensorflow.DTYPES)
 

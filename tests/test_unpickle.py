@@ -9,7 +9,7 @@ import torch
 
 from ft_ckpt.errors import CorruptError, LoadError
 from ft_ckpt.formats import torch_pickle
-from ft_ckpt.formats.cerebras_read import _LEGACY_TREE
+from ft_ckpt.formats.hdf5.cerebras_read import _LEGACY_TREE
 from ft_ckpt.formats.pickled_objects import loads
 
 

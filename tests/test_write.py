@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ft_ckpt.errors import IncompleteError, NoSpaceError, TargetError
-from ft_ckpt.formats import Layout, Spec
+from ft_ckpt.formats.layout import Layout, Spec
 from ft_ckpt.storage import direct_io, local_disk
 from ft_ckpt.storage.buffers import BLOCK_BYTES
 from ft_ckpt.storage.write_tuning import Pace, pace_of

@@ -16,7 +16,7 @@ from ft_ckpt.errors import TargetError
 
 if TYPE_CHECKING:
     from ft_ckpt.converting import ConvertReport
-    from ft_ckpt.formats import Spec
+    from ft_ckpt.formats.layout import Spec
 
 _Format = Annotated[str | None, typer.Option(help="safetensors, h5, dual, torch, tensorflow or dcp; else by suffix.")]
 _Dtype = Annotated[str | None, typer.Option(help="Cast floating-point tensors to float64, float32, bfloat16, float16.")]

@@ -26,12 +26,12 @@ from ft_ckpt.errors import (
     shown,
     system_error,
 )
-from ft_ckpt.formats import ITEM_BYTES, Spec, sizes
-from ft_ckpt.formats.raw import RawFile
-from ft_ckpt.formats.spans import numel
+from ft_ckpt.formats.layout import ITEM_BYTES, Spec, sizes
+from ft_ckpt.formats.mapped_file import RawFile
+from ft_ckpt.formats.safe_pickle import Passive
+from ft_ckpt.formats.span_file import numel
+from ft_ckpt.formats.torch_file import row_major
 from ft_ckpt.formats.torch_pickle import Stored, load, loads
-from ft_ckpt.formats.torch_zip import row_major
-from ft_ckpt.formats.unpickle import Passive
 
 METADATA = ".metadata"
 _READ_BYTES = 16 << 20

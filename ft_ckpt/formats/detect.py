@@ -6,10 +6,12 @@ from pathlib import Path
 from torch import Tensor
 
 from ft_ckpt.errors import ConfigError, LoadError, damaged_input
-from ft_ckpt.formats import Spec, TensorFile, dual, hdf5, torch_zip
-from ft_ckpt.formats.raw import RawFile
+from ft_ckpt.formats import dual, torch_file
+from ft_ckpt.formats.hdf5 import hdf5_file
+from ft_ckpt.formats.layout import Spec, TensorFile
+from ft_ckpt.formats.mapped_file import RawFile
+from ft_ckpt.formats.pytree import Node
 from ft_ckpt.storage.buffers import Run
-from ft_ckpt.tree import Node
 
 SUFFIXES = {
     **dict.fromkeys((".h5", ".hdf5", ".mdl"), "h5"),
@@ -33,13 +35,13 @@ def format_of(path: Path) -> str:
     """ "h5", "dual", "safetensors" or "torch", by content. Raises LoadError when it is none of them."""
     with closing(RawFile(path)) as file:
         head = bytes(file.bytes(0, min(16, file.size_bytes)))
-        if head.startswith(hdf5.SIGNATURE):
+        if head.startswith(hdf5_file.SIGNATURE):
             return "h5"
         if head.startswith(b"PK\3\4") or (head[:1] == b"\x80" and head[8:9] != b"{"):  # a length can begin so too
             return "torch"
         at = _LEAST_USER_BLOCK
-        while at + len(hdf5.SIGNATURE) <= min(file.size_bytes, _MOST_USER_BLOCK):
-            if file.bytes(at, len(hdf5.SIGNATURE)) == hdf5.SIGNATURE:
+        while at + len(hdf5_file.SIGNATURE) <= min(file.size_bytes, _MOST_USER_BLOCK):
+            if file.bytes(at, len(hdf5_file.SIGNATURE)) == hdf5_file.SIGNATURE:
                 return "dual" if head[8:9] == b"{" else "h5"
             at *= 2
     if head[8:9] == b"{":
@@ -52,15 +54,15 @@ def open_file(path: Path) -> TensorFile:
     with damaged_input(path.name):
         kind = format_of(path)
         if kind == "torch":
-            return torch_zip.open_file(path)
-        opened = hdf5.open_file(path, mapped=False) if kind == "h5" else dual.open_file(path, mapped=False)
+            return torch_file.open_file(path)
+        opened = hdf5_file.open_file(path, mapped=False) if kind == "h5" else dual.open_file(path, mapped=False)
         return TreeFile(opened)
 
 
 class TreeFile:
     """A file that holds an object: its tensors and arrays, further names of them, and names of everything else."""
 
-    def __init__(self, file: hdf5.HDF5File) -> None:
+    def __init__(self, file: hdf5_file.HDF5File) -> None:
         index = file.index
         self.file, self.names = file, index.names
         self.ties: dict[str, str] = {}

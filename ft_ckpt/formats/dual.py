@@ -14,10 +14,14 @@ from pathlib import Path
 from typing import Any
 
 from ft_ckpt.errors import CorruptError, UnreadableError, damaged_input
-from ft_ckpt.formats import ITEM_BYTES, Layout, Spec, cerebras, hdf5, hdf5_bytes, hdf5_index, safetensors, sizes
-from ft_ckpt.formats.raw import RawFile
-from ft_ckpt.tree import Node
-from ft_ckpt.tree_json import decode, encode
+from ft_ckpt.formats import safetensors
+from ft_ckpt.formats.hdf5 import cerebras_write, hdf5_file
+from ft_ckpt.formats.hdf5 import index as hdf5_index
+from ft_ckpt.formats.hdf5 import metadata as hdf5_bytes
+from ft_ckpt.formats.layout import ITEM_BYTES, Layout, Spec, sizes
+from ft_ckpt.formats.mapped_file import RawFile
+from ft_ckpt.formats.pytree import Node
+from ft_ckpt.formats.pytree_json import decode, encode
 
 # What `from_pretrained` drops in silence: names with "rotary_emb.inv_freq" where the model has rotary embeddings, and
 # those that end in ".position_ids" where it has position ids. Elsewhere it is listed as unexpected, and ignored.
@@ -30,7 +34,7 @@ _NAMES = {stored: name for name, stored in safetensors.NAMES.items()}
 def lay_out(specs: Sequence[Spec], metadata: Mapping[str, str], native_floats: bool = False) -> Layout:
     """The layout of a dual file that holds `specs` as one flat dict. Raises SelectionError for types it cannot keep."""
     safetensors.lay_out(specs, {})  # for its refusals: it has fewer types than HDF5
-    content = cerebras.describe(hdf5_index.flat_tree(specs), specs, native_floats=native_floats)
+    content = cerebras_write.describe(hdf5_index.flat_tree(specs), specs, native_floats=native_floats)
     return _lay_out(specs, content, None, metadata)
 
 
@@ -38,7 +42,7 @@ def lay_out_tree(
     root: Node, leaves: Sequence[Spec], arrays: Sequence[int], native_floats: bool = False
 ) -> tuple[Layout, Sequence[str]]:
     """The layout of a dual file that holds the object `root`, and the name of each leaf in it."""
-    content = cerebras.describe(root, leaves, arrays, native_floats)
+    content = cerebras_write.describe(root, leaves, arrays, native_floats)
     specs = [Spec(name, leaf.shape, leaf.dtype) for name, leaf in zip(content.names, leaves, strict=True)]
     safetensors.lay_out(specs, {})
     metadata = (
@@ -48,7 +52,7 @@ def lay_out_tree(
 
 
 def _lay_out(
-    specs: Sequence[Spec], content: cerebras.Content, root: Node | None, metadata: Mapping[str, str]
+    specs: Sequence[Spec], content: cerebras_write.Content, root: Node | None, metadata: Mapping[str, str]
 ) -> Layout:
     order = sorted(range(len(specs)), key=lambda leaf: -ITEM_BYTES[specs[leaf].dtype])  # no gaps, yet all aligned
     starts, at = [], 0
@@ -56,8 +60,8 @@ def _lay_out(
         starts.append(at)
         at += specs[leaf].size_bytes
     by_leaf = dict(zip(order, starts, strict=True))
-    text = hdf5_index.index_text(hdf5_index.Index(hdf5.rows(specs, order, starts, ""), root, metadata))
-    datasets = hdf5.placed(content.datasets, by_leaf)
+    text = hdf5_index.index_text(hdf5_index.Index(hdf5_file.rows(specs, order, starts, ""), root, metadata))
+    datasets = hdf5_file.placed(content.datasets, by_leaf)
     base = 512
     while True:  # the header counts the bytes of the metadata, whose padding depends on where the header ends
         middle = _middle(datasets, content, text, at, base)
@@ -71,7 +75,7 @@ def _lay_out(
 
 
 def _middle(
-    datasets: Sequence[hdf5_bytes.Dataset], content: cerebras.Content, text: bytes, data_bytes: int, base: int
+    datasets: Sequence[hdf5_bytes.Dataset], content: cerebras_write.Content, text: bytes, data_bytes: int, base: int
 ) -> bytes:
     """The HDF5 metadata and the index, up to the first tensor."""
     room = len(text) + hdf5_index.FOOTER_BYTES
@@ -82,7 +86,7 @@ def _middle(
         else item
         for item in datasets
     ]
-    moved.append(hdf5.index_dataset(room, page - room))
+    moved.append(hdf5_file.index_dataset(room, page - room))
     bare = hdf5_bytes.header(moved, content.attributes, page + data_bytes, base)
     data_start = base + len(bare) + page
     end = hdf5_index.footer(text, data_start, data_start - room, data_start + data_bytes)
@@ -101,7 +105,7 @@ def _head(specs: Sequence[Spec], starts: Mapping[int, int], middle_bytes: int, m
 
 def lay_out_object(root: Node, leaves: Sequence[Spec]) -> tuple[Layout, Sequence[str]]:
     """A plain safetensors file that holds the object `root`, its tree in the metadata unless it is a flat dict."""
-    names = cerebras.leaf_names(root, len(leaves))
+    names = cerebras_write.leaf_names(root, len(leaves))
     specs = [Spec(name, leaf.shape, leaf.dtype) for name, leaf in zip(names, leaves, strict=True)]
     return safetensors.lay_out(specs, _told(root, names)), names
 
@@ -111,7 +115,7 @@ def _told(root: Node, names: Sequence[str]) -> dict[str, str]:
     return {} if hdf5_index.is_flat(root, names) else {TREE: json.dumps([list(names), encode(root)])}
 
 
-class SafetensorsFile(hdf5.HDF5File):
+class SafetensorsFile(hdf5_file.HDF5File):
     """An open safetensors file; the helper tensor of a dual file is not among its `specs`."""
 
 

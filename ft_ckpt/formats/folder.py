@@ -11,7 +11,8 @@ from torch import Tensor
 
 from ft_ckpt.catalog import is_inside, read_manifest
 from ft_ckpt.errors import CorruptError, LoadError, damaged_input, listing
-from ft_ckpt.formats import Spec, TensorFile, dcp, detect, tensorflow, zero
+from ft_ckpt.formats import dcp, deepspeed, detect, tensorflow
+from ft_ckpt.formats.layout import Spec, TensorFile
 from ft_ckpt.manifest import MANIFEST_NAME, Manifest, PartRecord
 from ft_ckpt.storage.buffers import Run
 
@@ -140,8 +141,8 @@ def _opened(path: Path, origin: Path) -> TensorFile:
         return Folder(path, origin, parts)
     if (path / dcp.METADATA).is_file():
         return dcp.open_file(path)
-    if zero.folder_of(path) is not None:
-        return zero.open_file(path)
+    if deepspeed.folder_of(path) is not None:
+        return deepspeed.open_file(path)
     raise LoadError(
         f"{path}: no weights found; expected {', '.join(f'*{e}' for e in ENDINGS)}, a {MANIFEST_NAME}, or a folder of "
         "torch.distributed.checkpoint, DeepSpeed or TensorFlow"

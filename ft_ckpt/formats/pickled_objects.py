@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from ft_ckpt.errors import CorruptError, listing, shown
-from ft_ckpt.formats.unpickle import MOST_BYTES, Call, interpret
+from ft_ckpt.formats.safe_pickle import MOST_BYTES, Call, interpret
 
 
 @dataclass(frozen=True)

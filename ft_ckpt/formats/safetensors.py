@@ -9,7 +9,7 @@ import json
 from collections.abc import Mapping, Sequence
 
 from ft_ckpt.errors import SelectionError, listing
-from ft_ckpt.formats import Layout, Spec
+from ft_ckpt.formats.layout import Layout, Spec
 
 NAMES = {  # torch name: name in the file, narrowest first, in the reference writer's order
     "bool": "BOOL",

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from ft_ckpt.catalog import is_inside
 from ft_ckpt.errors import ConfigError, CorruptError, SelectionError, TargetError, listing, shown
-from ft_ckpt.formats import Spec
-from ft_ckpt.formats.spans import numel
+from ft_ckpt.formats.layout import Spec
+from ft_ckpt.formats.span_file import numel
 
 PREFIX = "model.ckpt"  # of the files in a folder that we write
 STATE = "checkpoint"  # the file by which TensorFlow finds the newest prefix in a folder

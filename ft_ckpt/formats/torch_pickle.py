@@ -16,10 +16,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from ft_ckpt.errors import CorruptError, LoadError, damaged_input, listing
-from ft_ckpt.formats import ITEM_BYTES, sizes
+from ft_ckpt.formats.layout import ITEM_BYTES, sizes
+from ft_ckpt.formats.mapped_file import RawFile, Stream
 from ft_ckpt.formats.pickled_objects import PLAIN
-from ft_ckpt.formats.raw import RawFile, Stream
-from ft_ckpt.formats.unpickle import Call, interpret
+from ft_ckpt.formats.safe_pickle import Call, interpret
 
 _STORAGES = {
     "BoolStorage": "bool", "ByteStorage": "uint8", "CharStorage": "int8", "ShortStorage": "int16",

@@ -20,7 +20,7 @@ from typing import Any
 import xxhash
 
 from ft_ckpt.errors import IncompleteError, explained
-from ft_ckpt.formats import Layout, Spec
+from ft_ckpt.formats.layout import Layout, Spec
 from ft_ckpt.manifest import FileRecord, TensorRecord
 from ft_ckpt.storage import local_disk
 from ft_ckpt.storage.buffers import ALIGNMENT, address_of, new_block

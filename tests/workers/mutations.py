@@ -22,12 +22,14 @@ import torch
 from ft_ckpt import load, save
 from ft_ckpt.converting import open_source
 from ft_ckpt.errors import CheckpointError
-from ft_ckpt.formats import hdf5, hdf5_index, pickled_objects
+from ft_ckpt.formats import pickled_objects
+from ft_ckpt.formats.hdf5 import hdf5_file
+from ft_ckpt.formats.hdf5 import index as hdf5_index
+from ft_ckpt.formats.pytree import unflatten
+from ft_ckpt.formats.pytree_json import decode
 from ft_ckpt.modules import build_module, describe_module
 from ft_ckpt.state_files import read_document
 from ft_ckpt.training import DOCUMENT_NAME, FOLDER
-from ft_ckpt.tree import unflatten
-from ft_ckpt.tree_json import decode
 
 STEP_SECONDS = 10
 MOST_BYTES = 1 << 30
@@ -160,7 +162,7 @@ def in_folder(make, read=tensors):
 def crafted_index(folder):
     """A file of ours whose index is odd and has the right digest."""
     save(nested(), folder / "x.h5", compression="zstd")
-    content, raw = (folder / "x.h5").read_bytes(), hdf5.RawFile(folder / "x.h5")
+    content, raw = (folder / "x.h5").read_bytes(), hdf5_file.RawFile(folder / "x.h5")
     _, data_start, start, *_ = struct.unpack(hdf5_index._FOOTER, content[-64:-8])
     text = json.loads(content[start:-64])
     raw.close()
@@ -177,7 +179,7 @@ def crafted_index(folder):
 
 def crafted_chunks(folder):
     """Compressed chunks that are damaged and have the right checksum, for the filters themselves."""
-    from ft_ckpt.formats.hdf5_filters import Codec, decode, encode
+    from ft_ckpt.formats.hdf5.filters import Codec, decode, encode
 
     data = np.random.default_rng(0).integers(0, 9, 1 << 14, np.uint8).tobytes() + bytes(1 << 14)
     codecs = [
@@ -303,8 +305,8 @@ def grow(tree):
 
 
 def trees(folder):
-    from ft_ckpt.tree import flatten
-    from ft_ckpt.tree_json import encode
+    from ft_ckpt.formats.pytree import flatten
+    from ft_ckpt.formats.pytree_json import encode
 
     whole = encode(flatten(nested(), ["float32", "bfloat16", "int16"])[0])
 

@@ -13,9 +13,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from ft_ckpt.arrays import descr, described_dtype
 from ft_ckpt.errors import CorruptError, damaged_input
-from ft_ckpt.tree import MAPPINGS, MOST_LEVELS, SEQUENCES, Leaf, Node, flatten, unflatten
+from ft_ckpt.formats.numpy_arrays import descr, described_dtype
+from ft_ckpt.formats.pytree import MAPPINGS, MOST_LEVELS, SEQUENCES, Leaf, Node, flatten, unflatten
 
 _WORD = 1 << 63  # integers from here on are written in hexadecimal, which has no limit on digits
 

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable
 from typing import Any, BinaryIO, ClassVar
 
 from ft_ckpt.errors import CorruptError
-from ft_ckpt.tree import MOST_LEVELS
+from ft_ckpt.formats.pytree import MOST_LEVELS
 
 MOST_BYTES = 64 << 20  # of one object
 _FORBIDDEN = frozenset(b"io\x82\x83\x84\x96\x97\x98")  # INST, OBJ, EXT1, 2 and 4, BYTEARRAY8, buffers: in no such file

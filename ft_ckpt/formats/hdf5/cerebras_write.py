@@ -15,9 +15,9 @@ from urllib.parse import quote
 import numpy as np
 
 from ft_ckpt.errors import SelectionError
-from ft_ckpt.formats import Spec
-from ft_ckpt.formats.hdf5_bytes import Attribute, Dataset
-from ft_ckpt.tree import MAPPINGS, Node
+from ft_ckpt.formats.hdf5.metadata import Attribute, Dataset
+from ft_ckpt.formats.layout import Spec
+from ft_ckpt.formats.pytree import MAPPINGS, Node
 
 VERSION = 0.5
 INDEX = "__ft_index__"

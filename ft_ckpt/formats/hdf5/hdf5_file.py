@@ -18,8 +18,9 @@ import torch
 import xxhash
 
 from ft_ckpt.errors import CorruptError, SelectionError, damaged_input, listing
-from ft_ckpt.formats import Layout, Spec, cerebras, hdf5_bytes
-from ft_ckpt.formats.hdf5_index import (
+from ft_ckpt.formats.hdf5 import cerebras_write
+from ft_ckpt.formats.hdf5 import metadata as hdf5_bytes
+from ft_ckpt.formats.hdf5.index import (
     FOOTER_BYTES,
     Index,
     Row,
@@ -30,9 +31,10 @@ from ft_ckpt.formats.hdf5_index import (
     read_index,
     with_digests,
 )
-from ft_ckpt.formats.raw import MAP_BYTES, RawFile
+from ft_ckpt.formats.layout import Layout, Spec
+from ft_ckpt.formats.mapped_file import MAP_BYTES, RawFile
+from ft_ckpt.formats.pytree import Node
 from ft_ckpt.storage.buffers import Run
-from ft_ckpt.tree import Node
 
 SIGNATURE = b"\x89HDF\r\n\x1a\n"
 _SMALL_STEP = 64
@@ -44,11 +46,11 @@ def lay_out(specs: Sequence[Spec], metadata: Mapping[str, str], native_floats: b
     `native_floats` gives bfloat16 and float8_e5m2 HDF5's own types, so every reader shows their values. Raises
     SelectionError naming dtypes the format cannot keep.
     """
-    foreign = [f"{spec.name}: {spec.dtype}" for spec in specs if spec.dtype not in cerebras.DTYPES]
+    foreign = [f"{spec.name}: {spec.dtype}" for spec in specs if spec.dtype not in cerebras_write.DTYPES]
     if foreign:
         raise SelectionError(f"{listing(foreign, ', ')}: HDF5 files keep no such type here; convert it")
     root = flat_tree(specs)
-    content = cerebras.describe(root, specs, native_floats=native_floats)
+    content = cerebras_write.describe(root, specs, native_floats=native_floats)
     return _lay_out(specs, content, None, dict(metadata))
 
 
@@ -56,7 +58,7 @@ def lay_out_tree(
     root: Node, leaves: Sequence[Spec], arrays: Sequence[int], native_floats: bool = False
 ) -> tuple[Layout, Sequence[str]]:
     """The layout of a file that holds the object `root`, and the name of each leaf in it."""
-    content = cerebras.describe(root, leaves, arrays, native_floats)
+    content = cerebras_write.describe(root, leaves, arrays, native_floats)
     specs = [Spec(name, leaf.shape, leaf.dtype) for name, leaf in zip(content.names, leaves, strict=True)]
     return _lay_out(specs, content, None if is_flat(root, content.names) else root, {}), content.names
 
@@ -94,7 +96,7 @@ def place(specs: Sequence[Spec], start: int = 0) -> tuple[list[int], list[int], 
 
 
 def _lay_out(
-    specs: Sequence[Spec], content: cerebras.Content, root: Node | None, metadata: Mapping[str, str]
+    specs: Sequence[Spec], content: cerebras_write.Content, root: Node | None, metadata: Mapping[str, str]
 ) -> Layout:
     order, starts, end = place(specs)
     index = Index(rows(specs, order, starts, "0" * 32), root, metadata)
@@ -136,7 +138,7 @@ def placed(datasets: Sequence[hdf5_bytes.Dataset], starts: Mapping[int, int]) ->
 
 def index_dataset(size_bytes: int, start: int) -> hdf5_bytes.Dataset:
     """The dataset that holds the index."""
-    return hdf5_bytes.Dataset((cerebras.INDEX,), "u1", (size_bytes,), {}, start)
+    return hdf5_bytes.Dataset((cerebras_write.INDEX,), "u1", (size_bytes,), {}, start)
 
 
 class HDF5File:
@@ -242,10 +244,10 @@ def open_file(path: Path, mapped: bool = True, verify: bool = False) -> HDF5File
     if index is not None:
         file = HDF5File(raw, index, verify)
         if any(len(row) > 5 for row in index.rows.values()):
-            from ft_ckpt.formats.hdf5_chunks import readers  # which needs the filters' package
+            from ft_ckpt.formats.hdf5.chunks import readers  # which needs the filters' package
 
             file.readers = readers(raw, index)
         return file
-    from ft_ckpt.formats.hdf5_walk import walk  # brings h5py, which a file of ours does not need
+    from ft_ckpt.formats.hdf5.foreign import walk  # brings h5py, which a file of ours does not need
 
     return walk(raw, verify)

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ft_ckpt.formats import ITEM_BYTES, Spec
-from ft_ckpt.formats.raw import RawFile
+from ft_ckpt.formats.layout import ITEM_BYTES, Spec
+from ft_ckpt.formats.mapped_file import RawFile
 from ft_ckpt.storage.buffers import Run
 
 

@@ -16,14 +16,15 @@ import numpy as np
 import torch
 
 from ft_ckpt.errors import CorruptError, damaged_input
-from ft_ckpt.formats import ITEM_BYTES, cerebras, hdf5
-from ft_ckpt.formats.cerebras_read import Reader, Stored
-from ft_ckpt.formats.hdf5 import HDF5File
-from ft_ckpt.formats.hdf5_bytes import TYPES
-from ft_ckpt.formats.hdf5_index import Index, moved_index
-from ft_ckpt.formats.hdf5_probe import Probe
-from ft_ckpt.formats.raw import FREE_BYTES, RawFile, Stream
-from ft_ckpt.tree import MOST_LEVELS, Node
+from ft_ckpt.formats.hdf5 import cerebras_write, hdf5_file
+from ft_ckpt.formats.hdf5.cerebras_read import Reader, Stored
+from ft_ckpt.formats.hdf5.hdf5_file import HDF5File
+from ft_ckpt.formats.hdf5.index import Index, moved_index
+from ft_ckpt.formats.hdf5.metadata import TYPES
+from ft_ckpt.formats.hdf5.probe import Probe
+from ft_ckpt.formats.layout import ITEM_BYTES
+from ft_ckpt.formats.mapped_file import FREE_BYTES, RawFile, Stream
+from ft_ckpt.formats.pytree import MOST_LEVELS, Node
 
 MOST_EXPANSION = 4096  # elements may take this many times the bytes of the file, and 64 MiB; beyond is no compression
 _LINK_BYTES = 16  # what a link takes in a file, at least
@@ -130,7 +131,7 @@ class Dataset:
 
 def torch_types() -> frozenset[str]:
     """The numpy types that torch has too, by their common name."""
-    return frozenset(name for name in cerebras.DTYPES if name not in cerebras.STORED)
+    return frozenset(name for name in cerebras_write.DTYPES if name not in cerebras_write.STORED)
 
 
 def _check(dataset: Dataset) -> None:
@@ -174,16 +175,16 @@ def _stale(source: _Source, verify: bool) -> HDF5File | None:
     None where there is none, or where that program has changed more than places. Raises CorruptError for a damaged one.
     """
     raw = source.raw
-    if source.file.get(cerebras.INDEX, getlink=True) is None:
+    if source.file.get(cerebras_write.INDEX, getlink=True) is None:
         return None
-    index = moved_index(_find(source, cerebras.INDEX).value().tobytes(), raw.path.name)
+    index = moved_index(_find(source, cerebras_write.INDEX).value().tobytes(), raw.path.name)
     rows, readers = {}, {}
     for name, spec in index.specs.items():
         try:
-            dataset = _find(source, "/".join(cerebras.dataset_path(name)))
+            dataset = _find(source, "/".join(cerebras_write.dataset_path(name)))
         except CorruptError:
             return None
-        size = TYPES[cerebras.stored_type(spec.dtype)][0]
+        size = TYPES[cerebras_write.stored_type(spec.dtype)][0]
         same = dataset.shape == spec.shape and dataset.handle.id.get_type().get_size() == size
         if not same:
             return None
@@ -239,11 +240,11 @@ def _same_bytes(dtype: str, dataset: Dataset) -> bool:
     if dataset.start is None and dataset.elements:
         return False
     kind = dataset.torch_type
-    return kind == dtype or (dtype in cerebras.STORED and kind in _bit_types(dtype))
+    return kind == dtype or (dtype in cerebras_write.STORED and kind in _bit_types(dtype))
 
 
 def _bit_types(dtype: str) -> tuple[str, ...]:
-    size = TYPES[cerebras.STORED[dtype][0]][0]
+    size = TYPES[cerebras_write.STORED[dtype][0]][0]
     return {1: ("uint8", "int8"), 2: ("int16", "uint16"), 4: ("uint32", "int32")}[size]
 
 
@@ -253,8 +254,8 @@ def _converter(dtype: str, dataset: Dataset) -> Any:
         raise CorruptError(f"{dataset.path}: labelled {dtype!r}, which is no type of torch")
 
     def convert(start: int, stop: int) -> torch.Tensor:
-        tensor = hdf5.as_tensor(dataset.rows(start, stop))
-        if dtype in cerebras.STORED and dataset.torch_type in _bit_types(dtype):
+        tensor = hdf5_file.as_tensor(dataset.rows(start, stop))
+        if dtype in cerebras_write.STORED and dataset.torch_type in _bit_types(dtype):
             return tensor.view(wanted)
         return tensor.to(wanted)
 

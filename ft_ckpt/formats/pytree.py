@@ -16,8 +16,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from ft_ckpt.arrays import Array, descr, describable, restored_array, stored_array
 from ft_ckpt.errors import SelectionError, damaged_input, listing
+from ft_ckpt.formats.numpy_arrays import Array, descr, describable, restored_array, stored_array
 
 BLOB_BYTES = 4096  # from here on bytes are a leaf and not a part of the tree
 MOST_LEVELS = 150  # of nesting; json, pickle and torch's own trees all recurse

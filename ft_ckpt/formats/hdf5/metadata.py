@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from ft_ckpt.formats.lookup3 import lookup3
+from ft_ckpt.formats.hdf5.lookup3 import lookup3
 
 Attribute = str | bool | int | float | bytes | tuple[str, ...] | npt.NDArray[np.int64]
 UNDEFINED = b"\xff" * 8

@@ -14,10 +14,10 @@ from urllib.parse import quote
 import numpy as np
 
 from ft_ckpt.errors import CorruptError
-from ft_ckpt.formats import ITEM_BYTES
+from ft_ckpt.formats.layout import ITEM_BYTES
 from ft_ckpt.formats.pickled_objects import OpaqueObject, loads
-from ft_ckpt.formats.unpickle import Sealed
-from ft_ckpt.tree import MOST_LEVELS, Node
+from ft_ckpt.formats.pytree import MOST_LEVELS, Node
+from ft_ckpt.formats.safe_pickle import Sealed
 
 MOST_FILL_BYTES = 1 << 40  # of a constant tensor that has no bytes in the file
 _KINDS = {

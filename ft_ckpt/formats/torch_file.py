@@ -22,11 +22,11 @@ import torch
 from torch import Tensor
 
 from ft_ckpt.errors import ConfigError, CorruptError, LoadError, SelectionError, TargetError, damaged_input, listing
-from ft_ckpt.formats import ITEM_BYTES, Layout, Spec
-from ft_ckpt.formats.raw import RawFile, Stream
-from ft_ckpt.formats.spans import Span, SpanFile, numel
+from ft_ckpt.formats.layout import ITEM_BYTES, Layout, Spec
+from ft_ckpt.formats.mapped_file import RawFile, Stream
+from ft_ckpt.formats.safe_pickle import Passive
+from ft_ckpt.formats.span_file import Span, SpanFile, numel
 from ft_ckpt.formats.torch_pickle import Stored, Unreadable, check_records, leaves, load, load_legacy
-from ft_ckpt.formats.unpickle import Passive
 from ft_ckpt.storage.buffers import Run
 
 _ALIGNMENT = 64

@@ -23,10 +23,12 @@ import numpy as np
 import torch
 
 from ft_ckpt.errors import CorruptError, damaged_input
-from ft_ckpt.formats import ITEM_BYTES, Layout, Spec, cerebras, hdf5, hdf5_bytes, hdf5_index
-from ft_ckpt.formats.hdf5_filters import PLUGINS, Codec, Filters, decode, encode
-from ft_ckpt.formats.raw import RawFile
-from ft_ckpt.tree import Node
+from ft_ckpt.formats.hdf5 import cerebras_write, hdf5_file, metadata
+from ft_ckpt.formats.hdf5 import index as hdf5_index
+from ft_ckpt.formats.hdf5.filters import PLUGINS, Codec, Filters, decode, encode
+from ft_ckpt.formats.layout import ITEM_BYTES, Layout, Spec
+from ft_ckpt.formats.mapped_file import RawFile
+from ft_ckpt.formats.pytree import Node
 
 CHUNK_BYTES = 1 << 20  # at most; also what HDF5 libraries keep in memory of a dataset by default
 SMALLEST_BYTES = 4096  # below, a tree of chunks is larger than what compression could save
@@ -141,7 +143,7 @@ def threads() -> int:
 def _open(spec: Spec, codec: Codec, address: int) -> Packed:
     item = ITEM_BYTES[spec.dtype]
     grid = Grid.of(spec.shape, item)
-    digest = hdf5.digest((ctypes.c_char * spec.size_bytes).from_address(address))
+    digest = hdf5_file.digest((ctypes.c_char * spec.size_bytes).from_address(address))
     return Packed(grid, codec.filters(item, grid.step * item), 0, [], digest)
 
 
@@ -154,7 +156,7 @@ def _encode(packed: Packed, number: int, spec: Spec, address: int, _keeper: Any)
 
 def _keep(packed: Packed, job: Future[tuple[bytes, int]], spool: BinaryIO) -> None:
     data, mask = job.result()
-    packed.chunks.append((len(data), mask, hdf5.checksum(data)))
+    packed.chunks.append((len(data), mask, hdf5_file.checksum(data)))
     view = memoryview(data)
     while view:
         view = view[spool.write(view) :]
@@ -167,25 +169,25 @@ def lay_out_tree(
 
     What is `packed` stands in the layout as so many bytes.
     """
-    content = cerebras.describe(root, leaves, arrays, native_floats)
+    content = cerebras_write.describe(root, leaves, arrays, native_floats)
     names = content.names
     specs = [Spec(name, spec.shape, spec.dtype) for name, spec in zip(names, leaves, strict=True)]
     stored = [
         Spec(spec.name, (packed[leaf].size_bytes,), "uint8") if leaf in packed else spec
         for leaf, spec in enumerate(specs)
     ]
-    order, starts, end = hdf5.place(stored)
+    order, starts, end = hdf5_file.place(stored)
     places = dict(zip(order, starts, strict=True))
     index = hdf5_index.Index(_rows(specs, order, starts, packed), None if hdf5_index.is_flat(root, names) else root, {})
     first = end + -end % 8
     _, roots, index_start = _trees(packed, places, first)
     index_bytes = len(hdf5_index.index_text(index)) + hdf5_index.FOOTER_BYTES
-    datasets = hdf5.placed(content.datasets, places)
+    datasets = hdf5_file.placed(content.datasets, places)
     for leaf, item in packed.items():
         pipeline = _pipeline(item.filters)
         datasets[leaf] = replace(datasets[leaf], start=roots[leaf], chunk=tuple(item.grid.chunk), filters=pipeline)
-    datasets.append(hdf5.index_dataset(index_bytes, index_start))
-    header = hdf5_bytes.header(datasets, content.attributes, index_start + index_bytes)
+    datasets.append(hdf5_file.index_dataset(index_bytes, index_start))
+    header = metadata.header(datasets, content.attributes, index_start + index_bytes)
     base, size_bytes = len(header), len(header) + index_start + index_bytes
 
     def trailer(digests: Mapping[str, bytes]) -> bytes:
@@ -200,7 +202,7 @@ def lay_out_tree(
 def _rows(
     specs: Sequence[Spec], order: Sequence[int], starts: Sequence[int], packed: Mapping[int, Packed]
 ) -> dict[str, hdf5_index.Row]:
-    rows = hdf5.rows(specs, order, starts, "0" * 32)
+    rows = hdf5_file.rows(specs, order, starts, "0" * 32)
     for leaf, item in packed.items():
         name = specs[leaf].name
         rows[name] = [*rows[name][:3], item.digest, leaf, [item.grid.chunk, item.filters, item.chunks]]
@@ -257,8 +259,8 @@ def _level(keys: Sequence[bytes], end: bytes, places: Sequence[int], level: int,
     for number, first in enumerate(firsts):
         last = min(first + _NODE_CHUNKS, len(keys))
         place = at + number * node_bytes
-        left = struct.pack("<Q", place - node_bytes) if first else hdf5_bytes.UNDEFINED
-        right = struct.pack("<Q", place + node_bytes) if last < len(keys) else hdf5_bytes.UNDEFINED
+        left = struct.pack("<Q", place - node_bytes) if first else metadata.UNDEFINED
+        right = struct.pack("<Q", place + node_bytes) if last < len(keys) else metadata.UNDEFINED
         node = b"TREE" + struct.pack("<BBH", 1, level, last - first) + left + right
         node += b"".join(bounds[i] + places[i].to_bytes(8, "little") for i in range(first, last)) + bounds[last]
         nodes.append(node + bytes(node_bytes - len(node)))
@@ -311,7 +313,7 @@ class _Reader:
         """Put into `data`, which is [start, stop), what chunk `number` has of it."""
         size, mask, checksum = self.chunks[number]
         stored = bytes(self.raw.bytes(self.starts[number], size))
-        if hdf5.checksum(stored) != checksum:
+        if hdf5_file.checksum(stored) != checksum:
             raise CorruptError(f"{self.label} is damaged (a chunk's checksum differs); use another copy of the file")
         item = self.item_bytes
         chunk = decode(self.filters, stored, mask, self.grid.step * item, self.label)

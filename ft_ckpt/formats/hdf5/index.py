@@ -14,10 +14,10 @@ from typing import Any
 import xxhash
 
 from ft_ckpt.errors import CorruptError, damaged_input, listing
-from ft_ckpt.formats import ITEM_BYTES, Spec
-from ft_ckpt.formats.raw import RawFile
-from ft_ckpt.tree import Node
-from ft_ckpt.tree_json import decode, encode
+from ft_ckpt.formats.layout import ITEM_BYTES, Spec
+from ft_ckpt.formats.mapped_file import RawFile
+from ft_ckpt.formats.pytree import Node
+from ft_ckpt.formats.pytree_json import decode, encode
 
 _MAGIC = b"ft_ckpt1"
 _FOOTER = "<8sQQQ16s8x"  # magic, data start, index start, file size, digest of the JSON; then the digest of these

@@ -1,0 +1,81 @@
+"""One module per tensor format: how its files are laid out, and how they are read.
+
+A format answers with a `Layout` before the first tensor byte is there; writing is the same for all of them.
+"""
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+from ft_ckpt.errors import CorruptError
+
+if TYPE_CHECKING:
+    import torch
+
+ITEM_BYTES = {  # torch's name of a dtype: bytes per element
+    **dict.fromkeys(("bool", "uint8", "int8", "float8_e5m2", "float8_e4m3fn", "float8_e8m0fnu"), 1),
+    **dict.fromkeys(("float8_e4m3fnuz", "float8_e5m2fnuz", "float4_e2m1fn_x2"), 1),
+    **dict.fromkeys(("int16", "uint16", "float16", "bfloat16"), 2),
+    **dict.fromkeys(("int32", "uint32", "float32", "complex32"), 4),
+    **dict.fromkeys(("int64", "uint64", "float64", "complex64"), 8),
+    "complex128": 16,
+}
+
+
+@dataclass(frozen=True)
+class Spec:
+    """What a file will hold under one name."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str  # torch's name without "torch."
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of the tensor in the file."""
+        return math.prod(self.shape) * ITEM_BYTES[self.dtype]
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A file before it is written: its header, the tensors in file order with their places, and what ends it.
+
+    Bytes between them are zero. The trailer is made when the digests of the tensors (16 bytes of xxh3-128 by name)
+    are known, and its size is known before.
+    """
+
+    header: bytes
+    specs: tuple[Spec, ...]
+    starts: tuple[int, ...]  # absolute, inclusive, ascending
+    size_bytes: int  # of the whole file
+    trailer_start: int | None = None
+    trailer: Callable[[Mapping[str, bytes]], bytes] | None = None
+
+
+def sizes(given: Any) -> tuple[int, ...]:
+    """A shape, or other sizes and places, out of a file. Raises CorruptError where one is no number from zero on."""
+    found = tuple(given)
+    if any(type(one) is not int or not 0 <= one < 1 << 62 for one in found):
+        raise CorruptError("sizes or places that are none")
+    return found
+
+
+class TensorFile(Protocol):
+    """Tensors on disk, read when asked for. What `open_file` of every format gives."""
+
+    @property
+    def specs(self) -> Mapping[str, Spec]:
+        """What there is by name, in file order; no tensor is read to know it."""
+        ...
+
+    def read(self, name: str, start: int = 0, stop: int | None = None) -> "torch.Tensor":
+        """Flat elements [start, stop) of the tensor in row-major order: 1-D, on the CPU; only their bytes are read.
+
+        What is written to the result never reaches the file.
+        """
+        ...
+
+    def close(self) -> None:
+        """Let go of the file."""
+        ...
