@@ -12,9 +12,9 @@ if TYPE_CHECKING:
     from ft_ckpt.catalog import best, latest, verify
     from ft_ckpt.closure import checkpoint_closure
     from ft_ckpt.config import SaverConfig
-    from ft_ckpt.converting import convert
+    from ft_ckpt.files.convert import convert
+    from ft_ckpt.files.objects import load, save
     from ft_ckpt.load_weights import LoadReport
-    from ft_ckpt.objects import load, save
     from ft_ckpt.pending import PendingSave
     from ft_ckpt.read import load_model
     from ft_ckpt.resume import RestoreReport
@@ -57,11 +57,11 @@ _HOME = {
     "SaverConfig": "ft_ckpt.config",
     "best": "ft_ckpt.catalog",
     "checkpoint_closure": "ft_ckpt.closure",
-    "convert": "ft_ckpt.converting",
+    "convert": "ft_ckpt.files.convert",
     "latest": "ft_ckpt.catalog",
-    "load": "ft_ckpt.objects",
+    "load": "ft_ckpt.files.objects",
     "load_model": "ft_ckpt.read",
-    "save": "ft_ckpt.objects",
+    "save": "ft_ckpt.files.objects",
     "verify": "ft_ckpt.catalog",
 }
 

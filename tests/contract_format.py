@@ -11,11 +11,11 @@ import pytest
 import torch
 
 from ft_ckpt.errors import CorruptError, SelectionError, TargetError
-from ft_ckpt.objects import load, save
+from ft_ckpt.files.objects import load, save
 
 SAVE_FOREVER = """
 import sys, torch
-from ft_ckpt.objects import save
+from ft_ckpt.files.objects import save
 path, kind = sys.argv[1:]
 number = 1
 while True:
@@ -26,7 +26,7 @@ while True:
 SAVE_TOO_MUCH = """
 import resource, sys, torch
 from ft_ckpt.errors import NoSpaceError
-from ft_ckpt.objects import save
+from ft_ckpt.files.objects import save
 resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))
 try:
     save({"number": torch.tensor(2), "big": torch.zeros(1 << 20)}, *sys.argv[1:])

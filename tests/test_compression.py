@@ -14,11 +14,11 @@ from contract_format import equal, state
 from test_hdf5 import FUZZ
 
 from ft_ckpt.errors import ConfigError, CorruptError
+from ft_ckpt.files.lazy_tensor import LazyTensor
+from ft_ckpt.files.objects import load, save
 from ft_ckpt.formats.hdf5 import cerebras_write, chunks, hdf5_file
 from ft_ckpt.formats.hdf5 import filters as hdf5_filters
 from ft_ckpt.formats.layout import ITEM_BYTES
-from ft_ckpt.lazy import LazyTensor
-from ft_ckpt.objects import load, save
 
 hdf5plugin = pytest.importorskip("hdf5plugin")
 CODECS = [(method, shuffle) for method in hdf5_filters.METHODS for shuffle in hdf5_filters.SHUFFLES]
@@ -194,7 +194,7 @@ def test_mutated_files_give_right_values_or_an_error(compression, shuffle, tmp_p
 LIMITED = """
 import resource, sys, torch
 from ft_ckpt.errors import NoSpaceError
-from ft_ckpt.objects import save
+from ft_ckpt.files.objects import save
 resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv[2]), int(sys.argv[2])))
 torch.manual_seed(0)
 try:

@@ -19,13 +19,14 @@ from test_torch_zip import bits, filled
 from transformers import AutoModelForCausalLM
 
 import ft_ckpt
-from ft_ckpt import CheckpointSaver, outputs
-from ft_ckpt import converting as convert_room
+from ft_ckpt import CheckpointSaver
 from ft_ckpt.cli import convert as cli_convert
-from ft_ckpt.converting import convert, open_source
 from ft_ckpt.errors import ConfigError, CorruptError, LoadError, SelectionError, TargetError
+from ft_ckpt.files import convert as convert_room
+from ft_ckpt.files import convert_output
+from ft_ckpt.files.convert import convert, open_source
+from ft_ckpt.files.rename import read_map, rename
 from ft_ckpt.formats.safetensors import NAMES
-from ft_ckpt.translate import read_map, rename
 
 FILES = {"safetensors": "x.safetensors", "dual": "x.safetensors", "h5": "x.h5", "torch": "x.pt"}
 ROOT = Path(__file__).resolve().parent.parent
@@ -85,7 +86,7 @@ def test_any_tensors_survive_any_road(tmp_path_factory, kinds, names, formats, s
     path = folder / "0.pt"
     torch.save(tensors, path)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("ft_ckpt.translate.SLICE_BYTES", slice_bytes)
+        patch.setattr("ft_ckpt.files.rename.SLICE_BYTES", slice_bytes)
         for step, kind in enumerate(formats, 1):
             source, path = path, folder / f"{step}{Path(FILES[kind]).suffix}"
             convert(source, path, format=kind, verify=True)
@@ -309,7 +310,7 @@ def test_a_folder_whose_name_is_no_utf_8(tmp_path, llama):
 
 LIMITED = """
 import resource, sys
-from ft_ckpt.converting import convert
+from ft_ckpt.files.convert import convert
 from ft_ckpt.errors import TargetError
 source, target, format, limit = sys.argv[1:]
 resource.setrlimit(resource.RLIMIT_FSIZE, (int(limit),) * 2)
@@ -386,7 +387,7 @@ def test_verify_finds_what_went_wrong_on_the_way(tmp_path, monkeypatch, target):
     save_file({"a": torch.zeros(1000), "b": torch.ones(1000)}, tmp_path / "x.safetensors")
 
     def write(plans, folder, progress):
-        records = outputs.write(plans, folder, progress)
+        records = convert_output.write(plans, folder, progress)
         path = folder / records[0].path
         content = bytearray(path.read_bytes())
         content[-1] ^= 1
@@ -444,7 +445,7 @@ def test_killed_at_any_moment_nothing_is_half_done(tmp_path, target):
 
 MEMORY = """
 import sys
-from ft_ckpt.converting import convert
+from ft_ckpt.files.convert import convert
 def peak(): return int(open("/proc/self/status").read().split("VmHWM:")[1].split()[0]) / 1024
 convert(sys.argv[1], sys.argv[1] + ".warm.pt", map={"big": "b"})  # what is imported on the way
 before = peak()

@@ -14,8 +14,8 @@ from launch import run_cases
 from safetensors.torch import load_file
 
 import ft_ckpt
-from ft_ckpt.converting import convert
 from ft_ckpt.errors import CheckpointError, CorruptError, LoadError
+from ft_ckpt.files.convert import convert
 from ft_ckpt.formats import dcp
 
 CASES = ("fsdp2/llama", "tensor_parallel/llama")

@@ -17,9 +17,9 @@ from test_torch_zip import filled
 
 import ft_ckpt
 from ft_ckpt import CheckpointSaver
-from ft_ckpt import differences as room
-from ft_ckpt.converting import open_source
-from ft_ckpt.differences import by_layer, compare, layer_of
+from ft_ckpt.files import diff as room
+from ft_ckpt.files.convert import open_source
+from ft_ckpt.files.diff import by_layer, compare, layer_of
 from ft_ckpt.formats.safetensors import NAMES
 
 RUN = "import sys; from ft_ckpt.cli import main; main()"
@@ -203,8 +203,8 @@ def test_memory_is_that_of_slices(tmp_path):
 import resource, sys
 from contextlib import closing
 from pathlib import Path
-from ft_ckpt.converting import open_source
-from ft_ckpt.differences import compare
+from ft_ckpt.files.convert import open_source
+from ft_ckpt.files.diff import compare
 one, other = map(Path, sys.argv[1:])
 with closing(open_source(one)) as one, closing(open_source(other)) as other:
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

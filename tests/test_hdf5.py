@@ -16,11 +16,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ft_ckpt.errors import CorruptError, SelectionError
+from ft_ckpt.files.objects import load, save
 from ft_ckpt.formats.hdf5 import cerebras_write, hdf5_file, probe
 from ft_ckpt.formats.hdf5.lookup3 import lookup3
 from ft_ckpt.formats.hdf5.metadata import TYPES, Dataset, header
 from ft_ckpt.formats.layout import Spec
-from ft_ckpt.objects import load, save
 
 TOOLS = pytest.mark.skipif(shutil.which("h5dump") is None, reason="hdf5-tools are not installed")
 
@@ -272,7 +272,7 @@ FUZZ = """
 import random, sys
 import torch
 from ft_ckpt.errors import CheckpointError
-from ft_ckpt.objects import load
+from ft_ckpt.files.objects import load
 from contract_format import equal
 
 source, target, seed, count, moved = *sys.argv[1:3], *map(int, sys.argv[3:])

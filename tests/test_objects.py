@@ -16,7 +16,6 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from ft_ckpt import objects
 from ft_ckpt.errors import (
     CheckpointError,
     ConfigError,
@@ -26,9 +25,10 @@ from ft_ckpt.errors import (
     SelectionError,
     TargetError,
 )
+from ft_ckpt.files import objects
+from ft_ckpt.files.objects import load, save
 from ft_ckpt.formats import pytree, pytree_json
 from ft_ckpt.formats.hdf5 import cerebras_write
-from ft_ckpt.objects import load, save
 
 pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf")  # torch, whenever it makes a complex32
 

@@ -19,10 +19,11 @@ from torch import nn
 from transformers import GPTNeoConfig, GPTNeoForCausalLM
 
 import ft_ckpt
-from ft_ckpt import CheckpointSaver, converting, differences, read
+from ft_ckpt import CheckpointSaver, read
 from ft_ckpt.catalog import read_manifest
 from ft_ckpt.cli import main
 from ft_ckpt.errors import CheckpointError, CorruptError, LoadError
+from ft_ckpt.files import convert, diff
 from ft_ckpt.manifest import MANIFEST_NAME, to_json
 from ft_ckpt.marks import leased
 from ft_ckpt.running import Run
@@ -311,14 +312,14 @@ def test_a_checkpoint_that_is_replaced_is_converted_as_it_was(tmp_path, monkeypa
     """Weights and config are of one save, and nothing may delete it meanwhile."""
     model = models.build("llama").eval()
     CheckpointSaver().save(model, tmp_path / "out")
-    real = converting._copy
+    real = convert._copy
 
     def overwritten_before(*asked):
         assert leased(tmp_path / "out")
         CheckpointSaver().save(models.build("qwen3"), tmp_path / "out")
         return real(*asked)
 
-    monkeypatch.setattr(converting, "_copy", overwritten_before)
+    monkeypatch.setattr(convert, "_copy", overwritten_before)
     ft_ckpt.convert(tmp_path / "out", tmp_path / "new", progress=False)
     loaded = ft_ckpt.load_model(tmp_path / "new")
     assert type(loaded) is type(model)
@@ -331,7 +332,7 @@ def test_what_is_compared_is_held_open(tmp_path, monkeypatch, capsys, below):
     """A part of a checkpoint, and a file in one, as well as all of it."""
     for number in (1, 2):
         CheckpointSaver().save(Pair(number), tmp_path / f"{number}", attribute=PARTS)
-    real = differences.compare
+    real = diff.compare
 
     def overwritten_before(*asked):
         assert leased(tmp_path / "1")
@@ -339,7 +340,7 @@ def test_what_is_compared_is_held_open(tmp_path, monkeypatch, capsys, below):
         shutil.rmtree(tmp_path / "2")
         return real(*asked)
 
-    monkeypatch.setattr(differences, "compare", overwritten_before)
+    monkeypatch.setattr(diff, "compare", overwritten_before)
     places = [str(tmp_path / number / below) for number in "12"]
     monkeypatch.setattr(sys, "argv", ["ft-ckpt", "diff", *places, "--json"])
     with pytest.raises(SystemExit, match="1"):

@@ -6,8 +6,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ft_ckpt.converting import convert
 from ft_ckpt.errors import CheckpointError, ConfigError, CorruptError, SelectionError
+from ft_ckpt.files.convert import convert
 from ft_ckpt.formats import tensorflow
 from ft_ckpt.formats.layout import ITEM_BYTES, Spec
 

@@ -13,12 +13,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ft_ckpt.errors import CheckpointError, CorruptError, LoadError, SelectionError
+from ft_ckpt.files.objects import load
 from ft_ckpt.formats import torch_file
 from ft_ckpt.formats.layout import ITEM_BYTES, Spec
 from ft_ckpt.formats.mapped_file import RawFile
 from ft_ckpt.formats.torch_pickle import Stored, leaves
 from ft_ckpt.formats.torch_pickle import load as stored_in
-from ft_ckpt.objects import load
 
 DTYPES = sorted(ITEM_BYTES)
 shapes = st.lists(st.integers(0, 4), max_size=4).map(tuple)

@@ -170,9 +170,9 @@ def _rows(through: Sequence[Step], resumed: Sequence[Step]) -> Iterator[Row]:
 
 def _ends(one: Path, other: Path) -> tuple[int, list[str]]:
     """How many tensors the two runs ended with, and which of them differ; random numbers and places are left out."""
-    from ft_ckpt.differences import compare
+    from ft_ckpt.files.diff import compare
+    from ft_ckpt.files.folder import Joined
     from ft_ckpt.formats import detect
-    from ft_ckpt.formats.folder import Joined
 
     with ExitStack() as stack:
         joined = []

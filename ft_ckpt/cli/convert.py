@@ -15,7 +15,7 @@ from ft_ckpt.config import human_size
 from ft_ckpt.errors import TargetError
 
 if TYPE_CHECKING:
-    from ft_ckpt.converting import ConvertReport
+    from ft_ckpt.files.convert import ConvertReport
     from ft_ckpt.formats.layout import Spec
 
 _Format = Annotated[str | None, typer.Option(help="safetensors, h5, dual, torch, tensorflow or dcp; else by suffix.")]
@@ -42,7 +42,7 @@ def convert(
     source, target = paths(context, "SRC", "DST")
     if not force and _is_there(Path(target)):
         raise TargetError(f"{target}: is there already; give --force to replace it, or choose another path")
-    from ft_ckpt.converting import convert as run
+    from ft_ckpt.files.convert import convert as run
 
     report = run(source, target, format=format, dtype=dtype, map=names, max_shard_size=max_shard_size, verify=verify)
     _print_report(source, report, verify, as_json=as_json)
@@ -55,7 +55,7 @@ def _is_there(target: Path) -> bool:
 
 def show_file(path: Path, *, as_json: bool) -> None:
     """The tensors of a file or folder that is no checkpoint of ours, as a tree; none of them is read."""
-    from ft_ckpt.converting import open_source
+    from ft_ckpt.files.convert import open_source
     from ft_ckpt.opening import held_open
 
     with held_open(path) as place, closing(open_source(place)) as file:

@@ -13,7 +13,7 @@ from ft_ckpt.cli import views
 from ft_ckpt.cli.arguments import paths
 
 if TYPE_CHECKING:
-    from ft_ckpt.differences import Difference
+    from ft_ckpt.files.diff import Difference
 
 _Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 _Top = Annotated[int, typer.Option(help="Layers, and tensors, to list; 0 for all.")]
@@ -26,8 +26,8 @@ def diff(context: typer.Context, top: _Top = 20, as_json: _Json = False) -> None
     Exit code 1 if they differ.
     """
     one, other = paths(context, "A", "B")
-    from ft_ckpt.converting import open_source
-    from ft_ckpt.differences import by_layer, compare
+    from ft_ckpt.files.convert import open_source
+    from ft_ckpt.files.diff import by_layer, compare
     from ft_ckpt.opening import held_open
 
     with ExitStack() as stack:

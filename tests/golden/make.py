@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from ft_ckpt.objects import save
+from ft_ckpt.files.objects import save
 
 HERE = Path(__file__).parent
 

@@ -20,8 +20,8 @@ import numpy as np
 import torch
 
 from ft_ckpt import load, save
-from ft_ckpt.converting import open_source
 from ft_ckpt.errors import CheckpointError
+from ft_ckpt.files.convert import open_source
 from ft_ckpt.formats import pickled_objects
 from ft_ckpt.formats.hdf5 import hdf5_file
 from ft_ckpt.formats.hdf5 import index as hdf5_index

@@ -17,16 +17,17 @@ from huggingface_hub import split_state_dict_into_shards_factory
 from ft_ckpt import __version__, commit
 from ft_ckpt.config import dtype_name, parse_size
 from ft_ckpt.errors import ConfigError, TargetError, damaged_input, explained, listing
-from ft_ckpt.formats import dcp, detect, folder, tensorflow
+from ft_ckpt.files import folder
+from ft_ckpt.files.convert_output import Output, output, write
+from ft_ckpt.files.rename import Translated, Untied, check_used, compare, read_map
+from ft_ckpt.formats import dcp, detect, tensorflow
 from ft_ckpt.formats.layout import Spec, TensorFile
 from ft_ckpt.formats.mapped_file import RawFile, Stream
 from ft_ckpt.manifest import BaseRecord, FileRecord, Manifest, PartRecord
 from ft_ckpt.opening import held_open
-from ft_ckpt.outputs import Output, output, write
 from ft_ckpt.storage import local_disk
 from ft_ckpt.storage.digests import digest_of
 from ft_ckpt.storage.placing import replacing
-from ft_ckpt.translate import Translated, Untied, check_used, compare, read_map
 
 FORMATS = ("safetensors", "h5", "dual", "torch", "tensorflow", "dcp")
 _ENDINGS = {"safetensors": ".safetensors", "dual": ".safetensors", "h5": ".h5", "torch": ".bin"}

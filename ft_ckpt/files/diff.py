@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ft_ckpt.files.rename import SLICE_BYTES, Untied
 from ft_ckpt.formats.layout import Spec, TensorFile
 from ft_ckpt.formats.span_file import numel
-from ft_ckpt.translate import SLICE_BYTES, Untied
 
 _SLICE = SLICE_BYTES // 8  # elements: they are compared in float64
 _PACKED = "float4_e2m1fn_x2"  # two numbers in a byte, which torch converts to nothing else
