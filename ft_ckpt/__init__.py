@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from ft_ckpt import errors
-    from ft_ckpt.catalog import best, latest, verify
+    from ft_ckpt.checkpoint.catalog import best, latest, verify
     from ft_ckpt.closure import checkpoint_closure
     from ft_ckpt.config import SaverConfig
     from ft_ckpt.files.convert import convert
@@ -55,14 +55,14 @@ _HOME = {
     "RestoreReport": "ft_ckpt.resume",
     "SaveReport": "ft_ckpt.saver",
     "SaverConfig": "ft_ckpt.config",
-    "best": "ft_ckpt.catalog",
+    "best": "ft_ckpt.checkpoint.catalog",
     "checkpoint_closure": "ft_ckpt.closure",
     "convert": "ft_ckpt.files.convert",
-    "latest": "ft_ckpt.catalog",
+    "latest": "ft_ckpt.checkpoint.catalog",
     "load": "ft_ckpt.files.objects",
     "load_model": "ft_ckpt.read",
     "save": "ft_ckpt.files.objects",
-    "verify": "ft_ckpt.catalog",
+    "verify": "ft_ckpt.checkpoint.catalog",
 }
 
 

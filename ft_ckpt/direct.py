@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ft_ckpt.checkpoint.manifest import Cut, FileRecord
 from ft_ckpt.deliver import PartPlan, tensors_of
 from ft_ckpt.entries import Entry
-from ft_ckpt.manifest import Cut, FileRecord
 from ft_ckpt.ranks import Ranks
 from ft_ckpt.storage.buffers import BLOCK_BYTES
 from ft_ckpt.storage.digests import chunks, together

@@ -6,11 +6,11 @@ from pathlib import Path
 from typing import Any
 
 from ft_ckpt import direct, engines, reuse
+from ft_ckpt.checkpoint.manifest import FileRecord
 from ft_ckpt.config import SaverConfig
 from ft_ckpt.deliver import PartPlan, pieces
 from ft_ckpt.errors import IncompleteError
 from ft_ckpt.gather import equal
-from ft_ckpt.manifest import FileRecord
 from ft_ckpt.preparing import Prepared, Request
 from ft_ckpt.ranks import Ranks, attempt
 from ft_ckpt.storage.progress import tracked

@@ -12,15 +12,16 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ft_ckpt import commit, companions, engines, replicas, reuse, room
+from ft_ckpt import companions, engines, replicas, reuse
 from ft_ckpt.capturing import Captured
-from ft_ckpt.catalog import is_inside
+from ft_ckpt.checkpoint import commit, free_space
+from ft_ckpt.checkpoint.catalog import is_inside
+from ft_ckpt.checkpoint.manifest import BaseRecord
 from ft_ckpt.config import SaverConfig
 from ft_ckpt.deliver import PartPlan, plan
 from ft_ckpt.entries import EXTRA_FILE, main_dtype
 from ft_ckpt.errors import ConfigError, explained
 from ft_ckpt.items import of_model
-from ft_ckpt.manifest import BaseRecord
 from ft_ckpt.modules import write_module
 from ft_ckpt.parts import Attribute, parts_of
 from ft_ckpt.ranks import Ranks
@@ -105,7 +106,7 @@ def prepare(
     try:
         offers = _offers(request, chosen.plans, ranks, config, stage, changed)
         total = sum(file.layout.size_bytes for one in chosen.plans for file in one.files if file.path not in offers)
-        room.ensure(
+        free_space.ensure(
             request.target,
             total + sum(map(len, chosen.companions.files.values())) + _MANIFEST_BYTES,
             config,

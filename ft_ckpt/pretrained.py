@@ -11,10 +11,10 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
+from ft_ckpt.checkpoint.manifest import PartRecord
 from ft_ckpt.conversion import stored_as_in_memory
 from ft_ckpt.engines import sources
 from ft_ckpt.errors import LoadError, listing
-from ft_ckpt.manifest import PartRecord
 from ft_ckpt.select import is_pretrained
 
 _MOST_LAYERS = 1 << 16  # of anything: what a config may ask for before it is held against the tensors

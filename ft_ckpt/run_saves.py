@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
+from ft_ckpt.checkpoint.prune import tidy
 from ft_ckpt.config import SaverConfig
 from ft_ckpt.errors import CheckpointError, ConfigError
 from ft_ckpt.items import of_model
@@ -23,7 +24,6 @@ from ft_ckpt.signals import exit_code
 from ft_ckpt.snapshot import as_in_training
 from ft_ckpt.starting import refuse_replacing
 from ft_ckpt.storage.local_disk import local_path
-from ft_ckpt.sweep import tidy
 
 T = TypeVar("T")
 _SAVES_WITHOUT_METRIC = 3  # before it is said that none came

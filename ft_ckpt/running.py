@@ -14,13 +14,13 @@ from ft_ckpt import capturing, fan_out, optimizers, rank_state, resume, schedule
 from ft_ckpt.accumulation import StepWatch
 from ft_ckpt.bases import BaseWatch
 from ft_ckpt.capturing import Captured, Objects
+from ft_ckpt.checkpoint.open_checkpoint import OpenCheckpoint
 from ft_ckpt.config import SaverConfig
 from ft_ckpt.engines import Source
 from ft_ckpt.errors import ConfigError, LoadError, SelectionError, damaged_input, listing
 from ft_ckpt.feeds import Feeds
 from ft_ckpt.fingerprint import differences, fingerprint
 from ft_ckpt.items import Item, Key, in_order, items_of, known_sources, model_of, signatures, with_extra_state
-from ft_ckpt.opening import OpenCheckpoint
 from ft_ckpt.polling import ClockPoll
 from ft_ckpt.rank_state import OnRank
 from ft_ckpt.ranks import Ranks, current

@@ -11,9 +11,11 @@ from weakref import WeakSet
 
 from torch import Tensor, nn
 
-from ft_ckpt import commit, engines, rehearsal, starting
+from ft_ckpt import engines, rehearsal, starting
+from ft_ckpt.checkpoint import commit
+from ft_ckpt.checkpoint.open_checkpoint import OpenCheckpoint
+from ft_ckpt.checkpoint.prune import clear
 from ft_ckpt.config import SaverConfig, make_config, numbers_of
-from ft_ckpt.opening import OpenCheckpoint
 from ft_ckpt.parts import Attribute, is_of_adapters
 from ft_ckpt.pending import Pending, PendingSave
 from ft_ckpt.preparing import check_companions, request_of
@@ -26,7 +28,6 @@ from ft_ckpt.serving import facts_of, open_to_all
 from ft_ckpt.snapshot import as_in_training
 from ft_ckpt.state_files import Stored
 from ft_ckpt.storage.local_disk import local_path
-from ft_ckpt.sweep import clear
 
 __all__ = ["CheckpointSaver", "Progress", "SaveReport"]
 _LOG = logging.getLogger("ft_ckpt")

@@ -9,10 +9,10 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
-from ft_ckpt.catalog import CheckpointInfo, discover, read_manifest
+from ft_ckpt.checkpoint.catalog import CheckpointInfo, discover, read_manifest
+from ft_ckpt.checkpoint.manifest import Manifest
+from ft_ckpt.checkpoint.open_checkpoint import OpenCheckpoint, open_checkpoint
 from ft_ckpt.errors import ConfigError, CorruptError, ManifestError, NotACheckpointError, TargetError, listing
-from ft_ckpt.manifest import Manifest
-from ft_ckpt.opening import OpenCheckpoint, open_checkpoint
 from ft_ckpt.state_files import read_document
 from ft_ckpt.storage.local_disk import local_path
 

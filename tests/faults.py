@@ -11,8 +11,8 @@ from typing import Any
 
 import xxhash
 
-from ft_ckpt.commit import commit, open_stage
-from ft_ckpt.manifest import MANIFEST_NAME, FileRecord, Manifest, PartRecord, TensorRecord
+from ft_ckpt.checkpoint.commit import commit, open_stage
+from ft_ckpt.checkpoint.manifest import MANIFEST_NAME, FileRecord, Manifest, PartRecord, TensorRecord
 from ft_ckpt.storage import local_disk
 from ft_ckpt.storage.digests import digest_of
 

@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM
 
 import ft_ckpt
 from ft_ckpt import CheckpointSaver, errors
-from ft_ckpt.catalog import read_manifest
+from ft_ckpt.checkpoint.catalog import read_manifest
 
 QKV = ["q_proj", "v_proj"]
 

@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM, BertConfig, BertModel
 
 import ft_ckpt
 from ft_ckpt import CheckpointSaver, errors
-from ft_ckpt.catalog import read_manifest
+from ft_ckpt.checkpoint.catalog import read_manifest
 
 
 class Holder(nn.Module):

@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import ft_ckpt
 from ft_ckpt import CheckpointSaver, Every, Keep
-from ft_ckpt.catalog import discover, read_manifest
+from ft_ckpt.checkpoint.catalog import discover, read_manifest
 from ft_ckpt.errors import ConfigError, NotACheckpointError, TargetError
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -13,10 +13,10 @@ import pytest
 from faults import make_checkpoint, manifest_of, save
 from test_sweep import save_of, save_with_state
 
-from ft_ckpt.catalog import discover
-from ft_ckpt.commit import commit, open_stage
-from ft_ckpt.manifest import to_json
-from ft_ckpt.marks import pinned
+from ft_ckpt.checkpoint.catalog import discover
+from ft_ckpt.checkpoint.commit import commit, open_stage
+from ft_ckpt.checkpoint.manifest import to_json
+from ft_ckpt.checkpoint.pins import pinned
 
 RUN = "import sys; from ft_ckpt.cli import main; main()"
 DPO = ("rewards/chosen", "rewards/rejected", "rewards/accuracies", "rewards/margins", "logps/chosen", "logps/rejected")

@@ -15,11 +15,11 @@ from pathlib import Path
 import pytest
 from faults import contents, dies_at, in_child, make_checkpoint, save, stop_at
 
-from ft_ckpt.catalog import latest, read_manifest, verify
-from ft_ckpt.commit import check_target, commit, discard, open_stage
+from ft_ckpt.checkpoint.catalog import latest, read_manifest, verify
+from ft_ckpt.checkpoint.commit import check_target, commit, discard, open_stage
+from ft_ckpt.checkpoint.manifest import MANIFEST_NAME, FileRecord
+from ft_ckpt.checkpoint.recovery import recover, uncommit
 from ft_ckpt.errors import CorruptError, ManifestError, NoSpaceError, TargetError
-from ft_ckpt.manifest import MANIFEST_NAME, FileRecord
-from ft_ckpt.recovery import recover, uncommit
 from ft_ckpt.storage import local_disk, owners
 from ft_ckpt.storage.placing import replacing
 
@@ -712,7 +712,7 @@ HOLD_A_STAGE = """
 import sys, socket, time
 socket.gethostname = lambda: "the-same-name"
 from pathlib import Path
-from ft_ckpt.commit import open_stage
+from ft_ckpt.checkpoint.commit import open_stage
 from ft_ckpt.storage.placing import replacing
 with replacing(Path(sys.argv[1]) / "one.safetensors") as file:
     file.write_text("half")

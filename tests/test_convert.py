@@ -227,7 +227,7 @@ def test_a_checkpoint_of_ours_stays_one(tmp_path):
     convert(tmp_path / "half", tmp_path / "again/", verify=True)
     report = ft_ckpt.verify(tmp_path / "again")
     assert report.ok, report.problems
-    manifest = ft_ckpt.catalog.read_manifest(tmp_path / "again")
+    manifest = ft_ckpt.checkpoint.catalog.read_manifest(tmp_path / "again")
     assert (manifest.step, manifest.metrics, len(manifest.parts)) == (7, {"loss": 0.5}, 2)
     loaded = ft_ckpt.load_model(tmp_path / "again", part="policy")
     assert loaded.dtype == torch.bfloat16

@@ -12,9 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from launch import run_cases
 
-from ft_ckpt import checks
+from ft_ckpt.checkpoint import checks
+from ft_ckpt.checkpoint.manifest import Cut, FileRecord
 from ft_ckpt.errors import CorruptError
-from ft_ckpt.manifest import Cut, FileRecord
 from ft_ckpt.storage import buffers as blocks
 from ft_ckpt.storage.digests import digest_like, digest_of, parts, together
 

@@ -22,7 +22,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import ft_ckpt
-from ft_ckpt.catalog import read_manifest
+from ft_ckpt.checkpoint.catalog import read_manifest
 
 pytestmark = pytest.mark.timeout(900)  # the first test of a group waits for its launch, and for one more per crash
 

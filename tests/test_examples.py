@@ -15,7 +15,7 @@ from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import ft_ckpt
-from ft_ckpt.catalog import read_manifest
+from ft_ckpt.checkpoint.catalog import read_manifest
 
 ROOT = Path(__file__).parents[1]
 TINY = ("--batch-size", "8", "--sequence-length", "64")

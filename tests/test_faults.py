@@ -16,8 +16,8 @@ import pytest
 import torch
 
 from ft_ckpt import CheckpointSaver, verify
+from ft_ckpt.checkpoint.manifest import MANIFEST_NAME
 from ft_ckpt.errors import ManifestError
-from ft_ckpt.manifest import MANIFEST_NAME
 
 HERE = Path(__file__).parent
 ALL = ["full", "h5", "background", "direct", "prune", "pin", ".safetensors", ".pt", ".h5 compressed"]

@@ -11,16 +11,16 @@ import time
 import pytest
 from faults import contents, dies_at, in_child, save
 
-from ft_ckpt import marks
-from ft_ckpt.catalog import verify
+from ft_ckpt.checkpoint import pins
+from ft_ckpt.checkpoint.catalog import verify
+from ft_ckpt.checkpoint.manifest import MANIFEST_NAME
+from ft_ckpt.checkpoint.pins import lease, leased, pin, pinned, unpin
 from ft_ckpt.errors import NoSpaceError, NotACheckpointError, TargetError
-from ft_ckpt.manifest import MANIFEST_NAME
-from ft_ckpt.marks import lease, leased, pin, pinned, unpin
 from ft_ckpt.storage import local_disk, owners
 
 HOLD = """
 import sys, time
-from ft_ckpt.marks import lease
+from ft_ckpt.checkpoint.pins import lease
 with lease(sys.argv[1]):
     print("held", flush=True)
     time.sleep(600)
@@ -54,8 +54,8 @@ def test_pin_and_unpin(checkpoint, monkeypatch):
     assert pinned(checkpoint) is None
     pin(checkpoint, "the paper's é")
     assert pinned(checkpoint) == "pinned by ann: the paper's é"
-    assert json.loads((checkpoint / marks.PIN).read_text())["time"].endswith("+00:00")
-    assert hidden(checkpoint) == [marks.PIN]
+    assert json.loads((checkpoint / pins.PIN).read_text())["time"].endswith("+00:00")
+    assert hidden(checkpoint) == [pins.PIN]
     assert verify(checkpoint).ok
     pin(checkpoint)
     assert pinned(checkpoint) == "pinned by ann"
@@ -64,7 +64,7 @@ def test_pin_and_unpin(checkpoint, monkeypatch):
 
 
 def test_a_pin_that_is_cut_short_is_a_pin(checkpoint):
-    (checkpoint / marks.PIN).write_text('{"reas')
+    (checkpoint / pins.PIN).write_text('{"reas')
     assert pinned(checkpoint) == "pinned"
 
 
@@ -76,8 +76,8 @@ def test_only_checkpoints_are_pinned(tmp_path):
 
 def test_a_checkpoint_that_goes_while_it_is_pinned(checkpoint, monkeypatch):
     """Whoever deletes it may have looked for pins before there was one: then there must be none."""
-    write = marks.write_text
-    monkeypatch.setattr(marks, "write_text", lambda *what: (write(*what), (checkpoint / MANIFEST_NAME).unlink()))
+    write = pins.write_text
+    monkeypatch.setattr(pins, "write_text", lambda *what: (write(*what), (checkpoint / MANIFEST_NAME).unlink()))
     with pytest.raises(NotACheckpointError):
         pin(checkpoint)
     assert hidden(checkpoint) == []
@@ -99,7 +99,7 @@ def test_pinning_is_all_or_nothing(checkpoint):
         call += 1
     assert call > 2
     assert pinned(checkpoint).endswith(": why")
-    assert hidden(checkpoint) == [marks.PIN]  # what a dead one drafted is no more
+    assert hidden(checkpoint) == [pins.PIN]  # what a dead one drafted is no more
 
 
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO, errno.EROFS, errno.EMFILE])
@@ -174,7 +174,7 @@ def test_a_lease_goes_where_its_checkpoint_goes(checkpoint, tmp_path):
 
 
 def test_the_holder_is_heard_of(checkpoint, monkeypatch):
-    monkeypatch.setattr(marks, "_BEAT_SECONDS", 0.01)
+    monkeypatch.setattr(pins, "_BEAT_SECONDS", 0.01)
     with lease(checkpoint):
         age(checkpoint, 1e6)
         old = time.time() - 1e5

@@ -17,9 +17,9 @@ from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, LlamaForCausalLM
 
 from ft_ckpt import verify
+from ft_ckpt.checkpoint.manifest import MANIFEST_NAME
 from ft_ckpt.errors import UnknownAttributeError
 from ft_ckpt.integrations.open_instruct import clean_last_n_checkpoints, get_last_checkpoint, save_with_accelerate
-from ft_ckpt.manifest import MANIFEST_NAME
 
 # An entry is a folder; "name!" is one with open-instruct's marker, "name*" one with our manifest, "name." a file.
 # layout, the newest complete one, the newest of all

@@ -20,12 +20,12 @@ from transformers import GPTNeoConfig, GPTNeoForCausalLM
 
 import ft_ckpt
 from ft_ckpt import CheckpointSaver, read
-from ft_ckpt.catalog import read_manifest
+from ft_ckpt.checkpoint.catalog import read_manifest
+from ft_ckpt.checkpoint.manifest import MANIFEST_NAME, to_json
+from ft_ckpt.checkpoint.pins import leased
 from ft_ckpt.cli import main
 from ft_ckpt.errors import CheckpointError, CorruptError, LoadError
 from ft_ckpt.files import convert, diff
-from ft_ckpt.manifest import MANIFEST_NAME, to_json
-from ft_ckpt.marks import leased
 from ft_ckpt.running import Run
 from ft_ckpt.storage.digests import digest_of
 

@@ -5,8 +5,9 @@ import torch
 from test_cli import ft_ckpt as command
 
 import ft_ckpt
-from ft_ckpt import CheckpointSaver, Every, Keep, SaverConfig, marks
-from ft_ckpt.catalog import discover
+from ft_ckpt import CheckpointSaver, Every, Keep, SaverConfig
+from ft_ckpt.checkpoint import pins
+from ft_ckpt.checkpoint.catalog import discover
 from ft_ckpt.closure import checkpoint_closure
 from ft_ckpt.config import parse_size
 from ft_ckpt.errors import ConfigError
@@ -25,8 +26,8 @@ TAKERS = {
     "convert from": lambda url: ft_ckpt.convert(url, "out"),
     "convert to": lambda url: ft_ckpt.convert("in", url),
     "list": discover,
-    "pin": marks.pin,
-    "unpin": marks.unpin,
+    "pin": pins.pin,
+    "unpin": pins.unpin,
 }
 
 

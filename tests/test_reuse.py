@@ -12,10 +12,11 @@ from compare import assert_same_tensors, reference, stored
 from launch import run_cases
 from transformers import AutoModelForCausalLM
 
-from ft_ckpt import CheckpointSaver, Every, Keep, SaverConfig, load_model, moving, reuse, room, verify
-from ft_ckpt.catalog import discover, read_manifest
+from ft_ckpt import CheckpointSaver, Every, Keep, SaverConfig, load_model, moving, reuse, verify
+from ft_ckpt.checkpoint import free_space
+from ft_ckpt.checkpoint.catalog import discover, read_manifest
+from ft_ckpt.checkpoint.delete import drop
 from ft_ckpt.errors import NoSpaceError
-from ft_ckpt.remove import drop
 
 WRAPPED = ("ddp", "fsdp2", "fsdp1", "zero3")  # stage 3 comes last, as in test_zero_optimizer.py
 CASES = ["one_rank_changed", "other_writers", *(f"{one}/{how}" for one in WRAPPED for how in ("gathered", "direct"))]
@@ -349,7 +350,7 @@ def test_a_given_state_dict_is_written(model, tmp_path):
 
 def test_links_need_no_room(model, tmp_path, monkeypatch):
     needed = []
-    monkeypatch.setattr(room, "ensure", lambda target, size, *_, **__: needed.append(size))
+    monkeypatch.setattr(free_space, "ensure", lambda target, size, *_, **__: needed.append(size))
     twice(model, tmp_path)
     assert needed[0] - needed[1] > 6_000_000
 
@@ -363,7 +364,7 @@ def test_a_frozen_file_that_changed_needs_room_at_the_next_try(model, tmp_path, 
             raise NoSpaceError("full")
         return real(*given)
 
-    monkeypatch.setattr(room, "ensure", lambda target, size, *_, **__: needed.append(size))
+    monkeypatch.setattr(free_space, "ensure", lambda target, size, *_, **__: needed.append(size))
     monkeypatch.setattr(moving, "write_files", full_once)
     path = twice(model, tmp_path, write_in_place, when_full="wait")
     assert needed[0] - needed[1] > 6_000_000

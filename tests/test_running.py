@@ -15,8 +15,9 @@ from launch import run_cases
 from torch.utils.data import DataLoader, TensorDataset
 from training import QUIET, network, prepared, rows, train
 
-from ft_ckpt import CheckpointSaver, Every, Keep, commit, room
-from ft_ckpt.catalog import read_manifest
+from ft_ckpt import CheckpointSaver, Every, Keep
+from ft_ckpt.checkpoint import commit, free_space
+from ft_ckpt.checkpoint.catalog import read_manifest
 from ft_ckpt.errors import ConfigError, NoSpaceError, TargetError
 
 TOGETHER = ["one_signal", "by_the_clock", "by_a_metric", "unlike", "incomplete_ddp", "incomplete_fsdp2"]
@@ -87,7 +88,7 @@ def disk(monkeypatch):
             raise NoSpaceError(f"{target}: full")
 
     monkeypatch.setattr(commit, "check_target", check)
-    monkeypatch.setattr(room, "POLL_SECONDS", 0.05)
+    monkeypatch.setattr(free_space, "POLL_SECONDS", 0.05)
     return state
 
 
@@ -141,7 +142,7 @@ def test_a_disk_filled_while_it_is_written_to(tmp_path, monkeypatch):
         return real(file)
 
     monkeypatch.setattr(DurableFile, "finish", finish)
-    monkeypatch.setattr(room, "POLL_SECONDS", 0.01)
+    monkeypatch.setattr(free_space, "POLL_SECONDS", 0.01)
     run = prepared()
     CheckpointSaver(run.accelerator, tmp_path, when_full="wait").save_state()
     assert (folders(tmp_path), failures) == (["checkpoint-0"], [])

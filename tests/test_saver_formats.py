@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM
 
 import ft_ckpt
 from ft_ckpt import CheckpointSaver
-from ft_ckpt.catalog import read_manifest
+from ft_ckpt.checkpoint.catalog import read_manifest
 from ft_ckpt.errors import ConfigError
 
 FORMATS = ("safetensors", "h5", "dual")

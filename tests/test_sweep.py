@@ -15,23 +15,23 @@ from pathlib import Path
 import pytest
 from faults import contents, dies_at, make_checkpoint, manifest_of, save, stop_at, write_safetensors
 
-from ft_ckpt import marks
-from ft_ckpt.catalog import discover, read_manifest, verify
-from ft_ckpt.commit import commit, open_stage
+from ft_ckpt.checkpoint import pins
+from ft_ckpt.checkpoint.catalog import discover, read_manifest, verify
+from ft_ckpt.checkpoint.commit import commit, open_stage
+from ft_ckpt.checkpoint.delete import without_state
+from ft_ckpt.checkpoint.manifest import MANIFEST_NAME, PartRecord
+from ft_ckpt.checkpoint.pins import lease, pin, unpin
+from ft_ckpt.checkpoint.prune import SweepReport, clear, make_room, survey, sweep
 from ft_ckpt.errors import NotACheckpointError
-from ft_ckpt.manifest import MANIFEST_NAME, PartRecord
-from ft_ckpt.marks import lease, pin, unpin
-from ft_ckpt.remove import without_state
 from ft_ckpt.retain import Keep
 from ft_ckpt.storage import local_disk
 from ft_ckpt.storage.digests import digest_of
-from ft_ckpt.sweep import SweepReport, clear, make_room, survey, sweep
 
 READER = """
 import sys
 from pathlib import Path
-from ft_ckpt.catalog import verify
-from ft_ckpt.marks import lease
+from ft_ckpt.checkpoint.catalog import verify
+from ft_ckpt.checkpoint.pins import lease
 with lease(sys.argv[1]):
     assert verify(sys.argv[1]).ok
     print("reading", flush=True)
@@ -180,7 +180,7 @@ def test_what_a_tombstone_names_behind_a_link_stays(run, tmp_path_factory):
     (run / "bad" / "d").symlink_to(elsewhere)
     (run / "bad" / "sub" / "own.txt").write_text("listed")
     named = [{"path": path} for path in ("d/victim.txt", "d/empty/x", "sub/own.txt")]
-    (run / "bad" / marks.DROPPED).write_text(json.dumps({"files": named}))
+    (run / "bad" / pins.DROPPED).write_text(json.dumps({"files": named}))
     report = sweep(run, Keep(last=5))
     assert (elsewhere / "victim.txt").read_text() == "mine"
     assert (elsewhere / "empty").is_dir()
@@ -438,7 +438,7 @@ def test_marked_between_the_plan_and_the_deed(run, monkeypatch, keep, mark):
     before = contents(run / "checkpoint-9")
     held, move = lease(run / "checkpoint-9"), local_disk.move
     put = {"pin": lambda: pin(run / "checkpoint-9"), "lease": held.__enter__}[mark]
-    tombstone = run / "checkpoint-9" / marks.DROPPED
+    tombstone = run / "checkpoint-9" / pins.DROPPED
     monkeypatch.setattr(local_disk, "move", lambda one, other: (other == tombstone and put(), move(one, other)))
     report = sweep(run, keep)
     monkeypatch.undo()
@@ -472,7 +472,9 @@ def test_two_sweeps_do_not_meet(run):
 
 def test_one_that_disappears_is_no_error(run, monkeypatch):
     """Somebody deletes by hand while the sweep looks, or after it has."""
-    monkeypatch.setattr("ft_ckpt.sweep.guards", lambda path: shutil.rmtree(path.with_name("checkpoint-9"), True) or ())
+    monkeypatch.setattr(
+        "ft_ckpt.checkpoint.prune.guards", lambda path: shutil.rmtree(path.with_name("checkpoint-9"), True) or ()
+    )
     assert sweep(run, Keep(last=1)).problems == ()
     assert steps(run) == [12]
 
@@ -493,9 +495,9 @@ def test_what_dead_saves_left_is_cleared(run):
 
 def test_a_spoilt_tombstone_is_named_and_left(run):
     shutil.copytree(run / "checkpoint-8", run / "checkpoint-1")
-    (run / "checkpoint-1" / MANIFEST_NAME).rename(run / "checkpoint-1" / marks.DROPPED)
+    (run / "checkpoint-1" / MANIFEST_NAME).rename(run / "checkpoint-1" / pins.DROPPED)
     for text, said in (("{", "not a manifest"), ('{"files": [{"path": "../x"}]}', "outside of the folder")):
-        (run / "checkpoint-1" / marks.DROPPED).write_text(text)
+        (run / "checkpoint-1" / pins.DROPPED).write_text(text)
         before = contents(run)
         assert said in sweep(run, Keep()).problems[0]
         assert contents(run) == before

@@ -15,9 +15,10 @@ from trainers import Recorded, Sentences, Stream, ours, run, trainer
 from transformers import EarlyStoppingCallback, Trainer, TrainerCallback
 
 import ft_ckpt
-from ft_ckpt import Every, Keep, checks
-from ft_ckpt.catalog import read_manifest
-from ft_ckpt.commit import open_stage
+from ft_ckpt import Every, Keep
+from ft_ckpt.checkpoint import checks
+from ft_ckpt.checkpoint.catalog import read_manifest
+from ft_ckpt.checkpoint.commit import open_stage
 from ft_ckpt.errors import ConfigError, CorruptError, NotACheckpointError, SelectionError
 from ft_ckpt.integrations import trainer_files
 from ft_ckpt.integrations.trainer import FtCkptCallback

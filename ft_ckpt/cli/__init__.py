@@ -10,7 +10,9 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from ft_ckpt import __version__, catalog
+from ft_ckpt import __version__
+from ft_ckpt.checkpoint import catalog
+from ft_ckpt.checkpoint.manifest import MANIFEST_NAME
 from ft_ckpt.cli import check as checking
 from ft_ckpt.cli import convert as converting
 from ft_ckpt.cli import diff as differing
@@ -20,7 +22,6 @@ from ft_ckpt.cli import verify as verifying
 from ft_ckpt.cli import views
 from ft_ckpt.cli.arguments import folder, only_path
 from ft_ckpt.errors import CheckpointError, NotACheckpointError
-from ft_ckpt.manifest import MANIFEST_NAME
 
 _NAME = "ft-ckpt"
 _COMPLETE = "_FT_CKPT_COMPLETE"  # set by the shell that asks what a word could become

@@ -14,7 +14,7 @@ from typing import Annotated, Any
 
 import typer
 
-from ft_ckpt import catalog
+from ft_ckpt.checkpoint import catalog
 from ft_ckpt.cli import views
 from ft_ckpt.errors import CheckpointError, ConfigError, LoadError, listing
 from ft_ckpt.rehearsal import END, VARIABLE, Rehearsal, Step, read_steps

@@ -55,8 +55,8 @@ def _is_there(target: Path) -> bool:
 
 def show_file(path: Path, *, as_json: bool) -> None:
     """The tensors of a file or folder that is no checkpoint of ours, as a tree; none of them is read."""
+    from ft_ckpt.checkpoint.open_checkpoint import held_open
     from ft_ckpt.files.convert import open_source
-    from ft_ckpt.opening import held_open
 
     with held_open(path) as place, closing(open_source(place)) as file:
         specs, ties = dict(file.specs), dict(getattr(file, "ties", {}))

@@ -26,9 +26,9 @@ def diff(context: typer.Context, top: _Top = 20, as_json: _Json = False) -> None
     Exit code 1 if they differ.
     """
     one, other = paths(context, "A", "B")
+    from ft_ckpt.checkpoint.open_checkpoint import held_open
     from ft_ckpt.files.convert import open_source
     from ft_ckpt.files.diff import by_layer, compare
-    from ft_ckpt.opening import held_open
 
     with ExitStack() as stack:
         places = [stack.enter_context(held_open(Path(each))) for each in (one, other)]

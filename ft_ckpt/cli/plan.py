@@ -11,7 +11,7 @@ from typing import Annotated, Any
 
 import typer
 
-from ft_ckpt import catalog
+from ft_ckpt.checkpoint import catalog
 from ft_ckpt.cli import plots, views
 from ft_ckpt.config import human_size, parse_size
 from ft_ckpt.errors import ConfigError, NotACheckpointError

@@ -9,13 +9,13 @@ from typing import Annotated
 
 import typer
 
-from ft_ckpt import catalog, marks
+from ft_ckpt.checkpoint import catalog, pins
+from ft_ckpt.checkpoint.prune import SweepReport, sweep
 from ft_ckpt.cli import views
 from ft_ckpt.cli.arguments import folder, only_path
 from ft_ckpt.config import human_size
 from ft_ckpt.errors import ConfigError, TargetError, listing
 from ft_ckpt.retain import Best, Keep
-from ft_ckpt.sweep import SweepReport, sweep
 
 _Last = Annotated[int | None, typer.Option("--last", "--keep-last", help="Keep the newest so many.")]
 _Every = Annotated[int | None, typer.Option(help="Keep each whose step is a multiple of this.")]
@@ -68,15 +68,15 @@ def prune(
 def pin(context: typer.Context, reason: _Reason = "") -> None:
     """Keep the checkpoint PATH whatever any rule says, until it is unpinned."""
     path = only_path(context)
-    marks.pin(path, reason)
-    print(f"{path}: {marks.pinned(path)}")
+    pins.pin(path, reason)
+    print(f"{path}: {pins.pinned(path)}")
 
 
 def unpin(context: typer.Context) -> None:
     """Let rules decide about the checkpoint PATH again; exit code 1 if it was not pinned."""
     path = only_path(context)
     catalog.read_manifest(path)
-    was_pinned = marks.unpin(path)
+    was_pinned = pins.unpin(path)
     print(f"{path}: {'no longer pinned' if was_pinned else 'was not pinned'}")
     sys.exit(0 if was_pinned else 1)
 

@@ -5,11 +5,11 @@ from typing import Annotated
 
 import typer
 
-from ft_ckpt import catalog, foreign
+from ft_ckpt.checkpoint import catalog, foreign
+from ft_ckpt.checkpoint.manifest import MANIFEST_NAME
 from ft_ckpt.cli import views
 from ft_ckpt.cli.arguments import only_path
 from ft_ckpt.errors import ManifestError, NotACheckpointError
-from ft_ckpt.manifest import MANIFEST_NAME
 
 _Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 _Fast = Annotated[bool, typer.Option("--fast", help="Names, sizes and headers only; do not read every byte.")]

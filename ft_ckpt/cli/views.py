@@ -8,11 +8,11 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-from ft_ckpt import marks
-from ft_ckpt.catalog import CheckpointInfo, VerifyReport
+from ft_ckpt.checkpoint import pins
+from ft_ckpt.checkpoint.catalog import CheckpointInfo, VerifyReport
+from ft_ckpt.checkpoint.delete import STATE
+from ft_ckpt.checkpoint.manifest import PartRecord
 from ft_ckpt.config import human_size
-from ft_ckpt.manifest import PartRecord
-from ft_ckpt.remove import STATE
 
 _NUMBERS = {"step", "size"}  # columns that are read from the right
 _ORDINARY = {
@@ -38,7 +38,7 @@ def row(info: CheckpointInfo, report: VerifyReport) -> dict[str, Any]:
         "parts": [part.name for part in manifest.parts if part.kind != STATE],
         "state": any(part.kind == STATE for part in manifest.parts),
         "metrics": dict(manifest.metrics),
-        "pinned": marks.pinned(info.path) is not None,
+        "pinned": pins.pinned(info.path) is not None,
         "valid": report.ok,
         "problems": list(report.problems),
     }

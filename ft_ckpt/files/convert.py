@@ -14,7 +14,10 @@ from typing import Any
 
 from huggingface_hub import split_state_dict_into_shards_factory
 
-from ft_ckpt import __version__, commit
+from ft_ckpt import __version__
+from ft_ckpt.checkpoint import commit
+from ft_ckpt.checkpoint.manifest import BaseRecord, FileRecord, Manifest, PartRecord
+from ft_ckpt.checkpoint.open_checkpoint import held_open
 from ft_ckpt.config import dtype_name, parse_size
 from ft_ckpt.errors import ConfigError, TargetError, damaged_input, explained, listing
 from ft_ckpt.files import folder
@@ -23,8 +26,6 @@ from ft_ckpt.files.rename import Translated, Untied, check_used, compare, read_m
 from ft_ckpt.formats import dcp, detect, tensorflow
 from ft_ckpt.formats.layout import Spec, TensorFile
 from ft_ckpt.formats.mapped_file import RawFile, Stream
-from ft_ckpt.manifest import BaseRecord, FileRecord, Manifest, PartRecord
-from ft_ckpt.opening import held_open
 from ft_ckpt.storage import local_disk
 from ft_ckpt.storage.digests import digest_of
 from ft_ckpt.storage.placing import replacing

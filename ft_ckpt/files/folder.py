@@ -9,11 +9,11 @@ from typing import Any
 
 from torch import Tensor
 
-from ft_ckpt.catalog import is_inside, read_manifest
+from ft_ckpt.checkpoint.catalog import is_inside, read_manifest
+from ft_ckpt.checkpoint.manifest import MANIFEST_NAME, Manifest, PartRecord
 from ft_ckpt.errors import CorruptError, LoadError, damaged_input, listing
 from ft_ckpt.formats import dcp, deepspeed, detect, tensorflow
 from ft_ckpt.formats.layout import Spec, TensorFile
-from ft_ckpt.manifest import MANIFEST_NAME, Manifest, PartRecord
 from ft_ckpt.storage.buffers import Run
 
 ENDINGS = (".safetensors", ".h5", ".bin")  # in the order in which readers choose

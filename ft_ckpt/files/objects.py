@@ -13,7 +13,8 @@ from typing import Any, BinaryIO
 import numpy as np
 import torch
 
-from ft_ckpt.catalog import read_manifest
+from ft_ckpt.checkpoint.catalog import read_manifest
+from ft_ckpt.checkpoint.manifest import MANIFEST_NAME
 from ft_ckpt.errors import ConfigError, CorruptError, TargetError, damaged_input, explained, shown, system_error
 from ft_ckpt.files.lazy_tensor import LazyTensor, lazy_tensor
 from ft_ckpt.formats import dual, safetensors, torch_file
@@ -22,7 +23,6 @@ from ft_ckpt.formats.hdf5 import cerebras_write, chunks, hdf5_file
 from ft_ckpt.formats.hdf5.filters import Codec
 from ft_ckpt.formats.layout import Layout, Spec
 from ft_ckpt.formats.pytree import Leaf, flatten, unflatten
-from ft_ckpt.manifest import MANIFEST_NAME
 from ft_ckpt.storage import local_disk
 from ft_ckpt.storage.buffers import BLOCK_BYTES
 from ft_ckpt.storage.digests import digest_like

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ft_ckpt.catalog import is_inside
+from ft_ckpt.checkpoint.catalog import is_inside
 from ft_ckpt.errors import (
     CorruptError,
     LoadError,

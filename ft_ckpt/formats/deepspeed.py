@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ft_ckpt.catalog import is_inside
+from ft_ckpt.checkpoint.catalog import is_inside
 from ft_ckpt.errors import CorruptError, LoadError, damaged_input, listing
 from ft_ckpt.formats.layout import ITEM_BYTES, Spec, sizes
 from ft_ckpt.formats.mapped_file import RawFile

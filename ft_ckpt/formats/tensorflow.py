@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ft_ckpt.catalog import is_inside
+from ft_ckpt.checkpoint.catalog import is_inside
 from ft_ckpt.errors import ConfigError, CorruptError, SelectionError, TargetError, listing, shown
 from ft_ckpt.formats.layout import Spec
 from ft_ckpt.formats.span_file import numel

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import ft_ckpt
-from ft_ckpt.manifest import MANIFEST_NAME
-from ft_ckpt.recovery import uncommit
+from ft_ckpt.checkpoint.manifest import MANIFEST_NAME
+from ft_ckpt.checkpoint.recovery import uncommit
 
 _LOG = logging.getLogger(__name__)
 _MARKER = "COMPLETED"

@@ -16,17 +16,17 @@ from transformers.trainer import TRAINER_STATE_NAME, TRAINING_ARGS_NAME
 from transformers.trainer_callback import ExportableState
 
 from ft_ckpt import resume, starting
-from ft_ckpt.catalog import discover, read_manifest, verify
+from ft_ckpt.checkpoint.catalog import discover, read_manifest, verify
+from ft_ckpt.checkpoint.manifest import MANIFEST_NAME
+from ft_ckpt.checkpoint.open_checkpoint import OpenCheckpoint, open_checkpoint
+from ft_ckpt.checkpoint.pins import DROPPED
+from ft_ckpt.checkpoint.prune import clear, sweep
 from ft_ckpt.errors import CorruptError, LoadError, ManifestError, NotACheckpointError, listing
 from ft_ckpt.items import known_sources
-from ft_ckpt.manifest import MANIFEST_NAME
-from ft_ckpt.marks import DROPPED
-from ft_ckpt.opening import OpenCheckpoint, open_checkpoint
 from ft_ckpt.ranks import Ranks, attempt
 from ft_ckpt.retain import Keep
 from ft_ckpt.serving import facts_of, open_to_all
 from ft_ckpt.state_files import Stored, opened, read_document
-from ft_ckpt.sweep import clear, sweep
 
 _LOG = logging.getLogger("ft_ckpt")
 _NAME = re.compile(r"checkpoint-(\d+)")

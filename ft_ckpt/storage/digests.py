@@ -13,7 +13,7 @@ from typing import Any
 
 import xxhash
 
-from ft_ckpt.manifest import Cut, FileRecord
+from ft_ckpt.checkpoint.manifest import Cut, FileRecord
 from ft_ckpt.storage import local_disk
 
 _AHEAD_BYTES = 16 << 20  # files from this size on are read by other threads ahead of the one that hashes

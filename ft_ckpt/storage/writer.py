@@ -19,9 +19,9 @@ from typing import Any
 
 import xxhash
 
+from ft_ckpt.checkpoint.manifest import FileRecord, TensorRecord
 from ft_ckpt.errors import IncompleteError, explained
 from ft_ckpt.formats.layout import Layout, Spec
-from ft_ckpt.manifest import FileRecord, TensorRecord
 from ft_ckpt.storage import local_disk
 from ft_ckpt.storage.buffers import ALIGNMENT, address_of, new_block
 from ft_ckpt.storage.direct_io import create_file, write_all

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from wrappers import WRAPPERS, Live
 
 from ft_ckpt import CheckpointSaver, direct, gather, latest, moving, verify
-from ft_ckpt.catalog import read_manifest
+from ft_ckpt.checkpoint.catalog import read_manifest
 from ft_ckpt.errors import NoSpaceError, RankError
 from ft_ckpt.storage import regions
 

@@ -27,10 +27,10 @@ from torch import distributed, nn
 
 import ft_ckpt
 from ft_ckpt import CheckpointSaver, Keep
-from ft_ckpt.catalog import read_manifest, verify
+from ft_ckpt.checkpoint.catalog import read_manifest, verify
+from ft_ckpt.checkpoint.pins import pin, pinned
+from ft_ckpt.checkpoint.prune import sweep
 from ft_ckpt.errors import CheckpointError, TargetError
-from ft_ckpt.marks import pin, pinned
-from ft_ckpt.sweep import sweep
 
 SHORT = 9999  # as faulty.c has it: a write takes half of what it is given
 CODES = {name: getattr(errno, name) for name in ("ENOSPC", "EIO", "EINTR", "EMFILE", "ESTALE", "EACCES", "EROFS")} | {

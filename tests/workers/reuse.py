@@ -13,7 +13,7 @@ from compare import assert_same_tensors, stored
 from wrappers import WRAPPERS, Live, truth
 
 from ft_ckpt import CheckpointSaver, verify
-from ft_ckpt.catalog import read_manifest
+from ft_ckpt.checkpoint.catalog import read_manifest
 
 FROZEN = "model-00001-of-00002.safetensors"
 

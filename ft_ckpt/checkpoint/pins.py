@@ -19,8 +19,8 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
+from ft_ckpt.checkpoint.manifest import MANIFEST_NAME
 from ft_ckpt.errors import CheckpointError, NotACheckpointError, explained
-from ft_ckpt.manifest import MANIFEST_NAME
 from ft_ckpt.storage import local_disk, owners
 from ft_ckpt.storage.placing import PREFIX, write_text
 

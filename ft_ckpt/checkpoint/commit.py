@@ -24,11 +24,11 @@ from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 
-from ft_ckpt.catalog import check_paths, next_number
-from ft_ckpt.checks import strays
+from ft_ckpt.checkpoint.catalog import check_paths, next_number
+from ft_ckpt.checkpoint.checks import strays
+from ft_ckpt.checkpoint.manifest import MANIFEST_NAME, Manifest, to_json
+from ft_ckpt.checkpoint.recovery import LEFTOVER, clean_up, listed, recover, sideline_of
 from ft_ckpt.errors import CorruptError, NoSpaceError, TargetError, explained, listing
-from ft_ckpt.manifest import MANIFEST_NAME, Manifest, to_json
-from ft_ckpt.recovery import LEFTOVER, clean_up, listed, recover, sideline_of
 from ft_ckpt.storage import local_disk, owners
 from ft_ckpt.storage.placing import clear, make_held
 

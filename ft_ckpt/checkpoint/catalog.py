@@ -8,7 +8,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from ft_ckpt.checks import SMALL_BYTES, problems_of, small_problems
+from ft_ckpt.checkpoint.checks import SMALL_BYTES, problems_of, small_problems
+from ft_ckpt.checkpoint.manifest import MANIFEST_LIMIT_BYTES, MANIFEST_NAME, Manifest, from_json
 from ft_ckpt.errors import (
     CheckpointError,
     ConfigError,
@@ -19,7 +20,6 @@ from ft_ckpt.errors import (
     damaged_input,
     listing,
 )
-from ft_ckpt.manifest import MANIFEST_LIMIT_BYTES, MANIFEST_NAME, Manifest, from_json
 from ft_ckpt.storage import local_disk
 from ft_ckpt.storage.local_disk import local_path, read_text
 

@@ -4,10 +4,10 @@ import time
 from collections.abc import Iterable
 from pathlib import Path
 
-from ft_ckpt import commit
+from ft_ckpt.checkpoint import commit
+from ft_ckpt.checkpoint.prune import make_room
 from ft_ckpt.config import SaverConfig
 from ft_ckpt.errors import NoSpaceError
-from ft_ckpt.sweep import make_room
 
 POLL_SECONDS = 10.0
 

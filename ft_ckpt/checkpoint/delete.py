@@ -17,10 +17,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from ft_ckpt import marks
-from ft_ckpt.catalog import is_inside, read_manifest
+from ft_ckpt.checkpoint import pins
+from ft_ckpt.checkpoint.catalog import is_inside, read_manifest
+from ft_ckpt.checkpoint.manifest import MANIFEST_LIMIT_BYTES, MANIFEST_NAME, Manifest, from_json, to_json
 from ft_ckpt.errors import CheckpointError, CorruptError, listing
-from ft_ckpt.manifest import MANIFEST_LIMIT_BYTES, MANIFEST_NAME, Manifest, from_json, to_json
 from ft_ckpt.storage import local_disk
 from ft_ckpt.storage.placing import PREFIX, write_text
 
@@ -46,7 +46,7 @@ def drop(path: Path) -> Removal:
     if why := _obstacles(path):
         return Removal(path, why=why)
     with contextlib.suppress(FileNotFoundError):  # somebody else was faster
-        local_disk.move(path / MANIFEST_NAME, path / marks.DROPPED)
+        local_disk.move(path / MANIFEST_NAME, path / pins.DROPPED)
         local_disk.sync(path)
         return settle(path)
     return Removal(path)
@@ -57,7 +57,7 @@ def strip(path: Path) -> Removal:
     if why := _obstacles(path):
         return Removal(path, why=why)
     manifest = read_manifest(path)
-    write_text(path / marks.DROPPED, local_disk.read_text(path / MANIFEST_NAME, MANIFEST_LIMIT_BYTES))
+    write_text(path / pins.DROPPED, local_disk.read_text(path / MANIFEST_NAME, MANIFEST_LIMIT_BYTES))
     write_text(path / MANIFEST_NAME, to_json(without_state(manifest)))
     return settle(path)
 
@@ -69,13 +69,13 @@ def settle(path: Path) -> Removal:
     if why := guards(path):
         return Removal(path, why=why if _put_back(path) else ())
     committed = (path / MANIFEST_NAME).exists()
-    doomed = listed(path / marks.DROPPED) - (listed(path / MANIFEST_NAME) if committed else frozenset())
+    doomed = listed(path / pins.DROPPED) - (listed(path / MANIFEST_NAME) if committed else frozenset())
     freed = size_of(path, doomed)
     local_disk.delete(doomed, path)
     local_disk.prune(doomed, path)
     if not committed:
         return dataclasses.replace(_close(path), freed_bytes=freed)
-    _unlink(path / marks.DROPPED)
+    _unlink(path / pins.DROPPED)
     local_disk.sync(path)
     return Removal(path, stripped=True, freed_bytes=freed)
 
@@ -83,14 +83,14 @@ def settle(path: Path) -> Removal:
 def unfinished(root: Path) -> list[Path]:
     """The folders in `root` that wait for `settle`: with a tombstone, or emptied and on their way out."""
     found = [path for path in entries(root) if not path.is_symlink()]
-    return [path for path in found if _name_of_gone(path) or (path / marks.DROPPED).is_file()]
+    return [path for path in found if _name_of_gone(path) or (path / pins.DROPPED).is_file()]
 
 
 def guards(path: Path) -> tuple[str, ...]:
     """Why the checkpoint `path` may not be touched now, as its own folder and the one around it tell."""
-    pinned = marks.pinned(path)
+    pinned = pins.pinned(path)
     saving = ("a save to it is not finished",) if _is_saved(path) else ()
-    return (*((pinned,) if pinned else ()), *marks.leased(path), *saving)
+    return (*((pinned,) if pinned else ()), *pins.leased(path), *saving)
 
 
 def without_state(manifest: Manifest) -> Manifest:
@@ -136,7 +136,7 @@ def entries(folder: Path) -> list[Path]:
 
 def _obstacles(path: Path) -> tuple[str, ...]:
     """Why `path` cannot be removed now. A tombstone must do its work before another takes its place."""
-    waiting = ("an earlier removal is not finished",) if (path / marks.DROPPED).exists() else ()
+    waiting = ("an earlier removal is not finished",) if (path / pins.DROPPED).exists() else ()
     return (*guards(path), *waiting)
 
 
@@ -148,12 +148,12 @@ def _is_saved(path: Path) -> bool:
 
 def _put_back(path: Path) -> bool:
     """Make `path` the checkpoint it was, as somebody needs it after all; False when it cannot be, or is another now."""
-    was, now = _read(path / marks.DROPPED), _read(path / MANIFEST_NAME)
+    was, now = _read(path / pins.DROPPED), _read(path / MANIFEST_NAME)
     if was is None or (now is not None and now.created != was.created) or _is_saved(path):
         return False
     if not all((path / file.path).is_file() for file in was.files):
         return False
-    local_disk.move(path / marks.DROPPED, path / MANIFEST_NAME)
+    local_disk.move(path / pins.DROPPED, path / MANIFEST_NAME)
     local_disk.sync(path)
     return True
 
@@ -161,10 +161,10 @@ def _put_back(path: Path) -> bool:
 def _close(path: Path) -> Removal:
     """After the last file of a dropped checkpoint: the marks, the tombstone, and the folder if that empties it."""
     if not _others(path):
-        gone = path.with_name(f".{path.name}{marks.DROPPED}")  # never an empty folder that looks like a checkpoint
+        gone = path.with_name(f".{path.name}{pins.DROPPED}")  # never an empty folder that looks like a checkpoint
         local_disk.move(path, gone)
         return _vanish(gone)
-    _unlink(path / marks.DROPPED)
+    _unlink(path / pins.DROPPED)
     local_disk.sync(path)
     left = tuple(each for each in sorted(local_disk.tree(path)) if each.is_symlink() or not each.is_dir())
     return Removal(path, dropped=True, left=left)
@@ -175,7 +175,7 @@ def _vanish(gone: Path) -> Removal:
     if _others(gone):  # somebody put something there in that instant
         local_disk.move(gone, path)
         return _close(path)
-    _unlink(gone / marks.DROPPED)
+    _unlink(gone / pins.DROPPED)
     with contextlib.suppress(OSError):  # something came even now: the next sweep looks again
         gone.rmdir()
     local_disk.sync(path.parent)
@@ -184,7 +184,7 @@ def _vanish(gone: Path) -> Removal:
 
 def _others(path: Path) -> list[Path]:
     """What is in the folder of a dropped checkpoint besides the tombstone; other marks mean nothing any more and go."""
-    found = [each for each in entries(path) if each.name != marks.DROPPED]
+    found = [each for each in entries(path) if each.name != pins.DROPPED]
     spent = [each for each in found if each.name.startswith(PREFIX) and not each.is_dir()]
     for each in spent:
         _unlink(each)
@@ -198,8 +198,8 @@ def _unlink(file: Path) -> None:
 
 def _name_of_gone(path: Path) -> str:
     """The name of the folder that `_close` renamed to `path`; "" for any other."""
-    named = path.name.startswith(".") and path.name.endswith(marks.DROPPED) and path.is_dir()
-    return path.name[1 : -len(marks.DROPPED)] if named else ""
+    named = path.name.startswith(".") and path.name.endswith(pins.DROPPED) and path.is_dir()
+    return path.name[1 : -len(pins.DROPPED)] if named else ""
 
 
 def _read(file: Path) -> Manifest | None:

@@ -5,10 +5,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from ft_ckpt.catalog import VerifyReport, is_inside
+from ft_ckpt.checkpoint.catalog import VerifyReport, is_inside
+from ft_ckpt.checkpoint.manifest import MANIFEST_NAME
 from ft_ckpt.errors import CorruptError, LoadError, listing
 from ft_ckpt.formats.safetensors_header import read_header
-from ft_ckpt.manifest import MANIFEST_NAME
 
 _INDEX = ".safetensors.index.json"
 

@@ -14,8 +14,8 @@ from typing import Any
 
 import xxhash
 
+from ft_ckpt.checkpoint.typed_json import OddValue, reader_of
 from ft_ckpt.errors import ManifestError, listing
-from ft_ckpt.typed_json import OddValue, reader_of
 
 MANIFEST_NAME = "ft_ckpt.json"
 FORMAT_VERSION = 1  # raised when an older reader could misread a newer manifest

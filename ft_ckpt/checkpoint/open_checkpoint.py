@@ -14,11 +14,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ft_ckpt.catalog import nothing_at, read_manifest
-from ft_ckpt.checks import problems_of, strays
+from ft_ckpt.checkpoint.catalog import nothing_at, read_manifest
+from ft_ckpt.checkpoint.checks import problems_of, strays
+from ft_ckpt.checkpoint.manifest import MANIFEST_NAME, Manifest
+from ft_ckpt.checkpoint.pins import lease
 from ft_ckpt.errors import CheckpointError, CorruptError, NotACheckpointError, damaged_input
-from ft_ckpt.manifest import MANIFEST_NAME, Manifest
-from ft_ckpt.marks import lease
 from ft_ckpt.storage.local_disk import open_regular
 
 _DESCRIPTORS = Path("/proc/self/fd")

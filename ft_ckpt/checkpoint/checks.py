@@ -7,9 +7,9 @@ import stat
 from collections.abc import Iterator, Sequence
 from pathlib import Path, PurePosixPath
 
+from ft_ckpt.checkpoint.manifest import MANIFEST_LIMIT_BYTES, FileRecord, Manifest, PartRecord, TensorRecord
 from ft_ckpt.errors import CheckpointError, CorruptError, listing
 from ft_ckpt.formats.safetensors_header import HDF5_HALF, read_header
-from ft_ckpt.manifest import MANIFEST_LIMIT_BYTES, FileRecord, Manifest, PartRecord, TensorRecord
 from ft_ckpt.storage import local_disk
 from ft_ckpt.storage.digests import digest_like
 

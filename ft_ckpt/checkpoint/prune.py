@@ -12,10 +12,8 @@ from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from pathlib import Path
 
-from ft_ckpt import catalog, recovery
-from ft_ckpt.errors import CheckpointError, UnreadableError, listing
-from ft_ckpt.manifest import MANIFEST_NAME
-from ft_ckpt.remove import (
+from ft_ckpt.checkpoint import catalog, recovery
+from ft_ckpt.checkpoint.delete import (
     STATE,
     Removal,
     drop,
@@ -28,6 +26,8 @@ from ft_ckpt.remove import (
     unfinished,
     without_state,
 )
+from ft_ckpt.checkpoint.manifest import MANIFEST_NAME
+from ft_ckpt.errors import CheckpointError, UnreadableError, listing
 from ft_ckpt.retain import Held, Keep, Plan, newest, plan
 
 _LOG = logging.getLogger("ft_ckpt")

@@ -14,10 +14,10 @@ import re
 import warnings
 from pathlib import Path
 
-from ft_ckpt.catalog import is_inside, read_manifest
-from ft_ckpt.checks import misleading
+from ft_ckpt.checkpoint.catalog import is_inside, read_manifest
+from ft_ckpt.checkpoint.checks import misleading
+from ft_ckpt.checkpoint.manifest import MANIFEST_LIMIT_BYTES, MANIFEST_NAME, Manifest
 from ft_ckpt.errors import CheckpointError, CorruptError, ManifestError, UnreadableError, explained
-from ft_ckpt.manifest import MANIFEST_LIMIT_BYTES, MANIFEST_NAME, Manifest
 from ft_ckpt.storage import local_disk, owners
 from ft_ckpt.storage.placing import ABANDONED_SECONDS
 
