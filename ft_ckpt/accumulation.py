@@ -6,9 +6,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ft_ckpt.engines import unwrap
+from ft_ckpt.distributed.sharding import is_dtensor
+from ft_ckpt.distributed.wrappers import unwrap
 from ft_ckpt.errors import SelectionError
-from ft_ckpt.holdings import is_dtensor
 
 _TAKEN = "_ft_ckpt_taken"  # attribute of a gradient that a step has taken in: its version then
 

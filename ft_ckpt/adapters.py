@@ -15,10 +15,10 @@ import torch
 from torch import Tensor, nn
 
 from ft_ckpt.conversion import cast_entries
-from ft_ckpt.engines import Source
+from ft_ckpt.distributed.tensor_names import walk, wrapper_steps
+from ft_ckpt.distributed.wrappers import Source
 from ft_ckpt.entries import Entry, Group, Part
 from ft_ckpt.errors import IncompleteError, NotAnAdapterError, SelectionError, listing
-from ft_ckpt.names import walk, wrapper_steps
 from ft_ckpt.select import View
 
 T = TypeVar("T")

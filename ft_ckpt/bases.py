@@ -18,10 +18,10 @@ from torch import nn
 
 from ft_ckpt.adapters import PREFIX, TO_BASE, base_sources, has_adapters, is_peft_model
 from ft_ckpt.checkpoint.manifest import PartRecord
-from ft_ckpt.engines import Source, elements_at, sample, sources, unwrap
+from ft_ckpt.distributed.ranks import Ranks
+from ft_ckpt.distributed.tensor_names import walk
+from ft_ckpt.distributed.wrappers import Source, elements_at, sample, sources, unwrap
 from ft_ckpt.errors import CheckpointError, SelectionError, listing
-from ft_ckpt.names import walk
-from ft_ckpt.ranks import Ranks
 from ft_ckpt.select import View
 from ft_ckpt.values import dtype_name
 

@@ -9,10 +9,11 @@ from typing import Any, ParamSpec, TypeVar, overload
 
 from torch import nn
 
-from ft_ckpt import engines, schedule
+from ft_ckpt import schedule
 from ft_ckpt.config import SaverConfig, every_of
+from ft_ckpt.distributed import wrappers
+from ft_ckpt.distributed.ranks import Ranks, attempt, current
 from ft_ckpt.errors import CheckpointError, ConfigError, RankError, listing
-from ft_ckpt.ranks import Ranks, attempt, current
 from ft_ckpt.running import Run
 from ft_ckpt.saver import CheckpointSaver, open_savers
 from ft_ckpt.schedule import Every
@@ -179,7 +180,7 @@ class _Pace:
         run = self._saver._run
         for model in (*getattr(run.accelerator, "_models", ()), *run.registered.values()):
             if isinstance(model, nn.Module):
-                engines.sources(model, allow_meta=True)
+                wrappers.sources(model, allow_meta=True)
 
     def _ranks(self) -> Ranks:
         return current() if self._saver is None else self._saver._ranks()

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ft_ckpt.engines import Source
+from ft_ckpt.distributed.wrappers import Source
 from ft_ckpt.entries import Entry, Group
 from ft_ckpt.errors import SelectionError, listing
 

@@ -16,14 +16,14 @@ from huggingface_hub import split_state_dict_into_shards_factory
 from torch import Tensor
 
 from ft_ckpt.checkpoint.manifest import FileRecord
-from ft_ckpt.engines import Source
+from ft_ckpt.distributed.gather import gather, stream
+from ft_ckpt.distributed.ranks import Ranks
+from ft_ckpt.distributed.wrappers import Source
 from ft_ckpt.entries import Entry, Group, Part
 from ft_ckpt.errors import IncompleteError, SelectionError, listing
 from ft_ckpt.formats import dual, safetensors
 from ft_ckpt.formats.hdf5 import hdf5_file
 from ft_ckpt.formats.layout import Layout, Spec, TensorFile
-from ft_ckpt.gather import gather, stream
-from ft_ckpt.ranks import Ranks
 from ft_ckpt.storage.writer import FilePlan, Piece
 from ft_ckpt.values import dtype_name
 

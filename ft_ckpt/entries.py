@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ft_ckpt.engines import Source
+from ft_ckpt.distributed.wrappers import Source
 from ft_ckpt.values import dtype_name
 
 MODEL_FILE = "model"

@@ -5,8 +5,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from ft_ckpt.distributed.ranks import Ranks
 from ft_ckpt.position import Feed
-from ft_ckpt.ranks import Ranks
 
 _PLACE = ("epoch", "batch", "samples")
 _ABOUT = "about"  # the key of what tells loaders apart

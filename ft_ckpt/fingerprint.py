@@ -5,7 +5,7 @@ from typing import Any
 
 from torch import nn
 
-from ft_ckpt.engines import Source, engine_names, unwrap
+from ft_ckpt.distributed.wrappers import Source, engine_names, unwrap
 
 Fingerprint = dict[str, Any]
 

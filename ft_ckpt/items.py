@@ -12,11 +12,12 @@ import torch
 import xxhash
 from torch import nn
 
-from ft_ckpt import engines, optimizers, zero_optimizer
-from ft_ckpt.engines import Source, sources, unwrap
+from ft_ckpt import optimizers, zero_optimizer
+from ft_ckpt.distributed import wrappers
+from ft_ckpt.distributed.agreement import numbers
+from ft_ckpt.distributed.tensor_names import refuse_one_way
+from ft_ckpt.distributed.wrappers import Source, sources, unwrap
 from ft_ckpt.errors import ConfigError, LoadError, RanksDisagreeError, SelectionError, listing
-from ft_ckpt.names import refuse_one_way
-from ft_ckpt.verdicts import numbers
 
 ENGINE = "engine"  # the item of DeepSpeed's counters
 EXTRA_STATE = "extra state"  # the item of what a model's modules list beside parameters and buffers
@@ -44,13 +45,13 @@ class ExtraState:
 
     def state_dict(self) -> dict[str, Any]:
         """The values of this moment, by name."""
-        found = engines.added(self.model)
+        found = wrappers.added(self.model)
         refuse_one_way(found)
         return {name: one.value for name, one in found.items()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Give them back; raises LoadError naming what was not taken."""
-        engines.give_back(self.model, state)
+        wrappers.give_back(self.model, state)
 
 
 def items_of(accelerator: Any, registered: Mapping[str, Any]) -> list[Item]:
@@ -87,7 +88,7 @@ def with_extra_state(model: nn.Module, items: Sequence[Item]) -> list[Item]:
         *(
             Item(f"{EXTRA_STATE} of {name}" if name else EXTRA_STATE, "object", ExtraState(one))
             for name, one in models
-            if engines.added(one)
+            if wrappers.added(one)
         ),
     ]
 

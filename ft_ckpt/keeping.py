@@ -10,15 +10,16 @@ from typing import Any
 
 from torch import Tensor
 
-from ft_ckpt import direct, engines
+from ft_ckpt import direct
 from ft_ckpt.bases import refuse_merged
 from ft_ckpt.config import SaverConfig, parse_size
 from ft_ckpt.deliver import PartPlan
-from ft_ckpt.engines import Source
+from ft_ckpt.distributed import wrappers
+from ft_ckpt.distributed.ranks import Ranks
+from ft_ckpt.distributed.wrappers import Source
 from ft_ckpt.entries import Entry, Part
 from ft_ckpt.optimizers import parameter_of
 from ft_ckpt.preparing import Companions, Prepared, Request, choose, companions_of
-from ft_ckpt.ranks import Ranks
 from ft_ckpt.replicas import of_plans
 from ft_ckpt.snapshot import Copies, key, size_of
 from ft_ckpt.storage.digests import chunks
@@ -136,7 +137,7 @@ def _outline(chosen: Prepared, request: Request, look: Look) -> _Outline | None:
     samples = {}
     for plan in chosen.plans:
         if plan.part.base:
-            picked, base_of = engines.picked(plan.part.base), plan.part.base
+            picked, base_of = wrappers.picked(plan.part.base), plan.part.base
             samples[plan.part.name] = {name: (emptied(base_of[name], look), picked[name]) for name in picked}
     bare = _with_sources(chosen, None, lambda one: emptied(one, look))
     plans = tuple(
@@ -161,7 +162,7 @@ def _again(outline: _Outline, request: Request, look: Look, ranks: Ranks) -> Pre
     samples = {}
     for name, picked in outline.samples.items():
         values = {
-            tensor: engines.elements_at(filled(one, look), ranks.rank, indices)
+            tensor: wrappers.elements_at(filled(one, look), ranks.rank, indices)
             for tensor, (one, indices) in picked.items()
         }
         samples[name] = {tensor: some for tensor, some in values.items() if some}

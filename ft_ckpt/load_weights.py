@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from ft_ckpt.checkpoint.manifest import Manifest, PartRecord
-from ft_ckpt.engines import give_back, listed, sources
+from ft_ckpt.distributed.wrappers import give_back, listed, sources
 from ft_ckpt.errors import LoadError, listing
 from ft_ckpt.modules import put_at, tensor_at
 from ft_ckpt.supply import extra_beside

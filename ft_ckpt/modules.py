@@ -17,8 +17,8 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
+from ft_ckpt.distributed.tensor_names import wrapped_key
 from ft_ckpt.errors import LoadError, SelectionError, listing
-from ft_ckpt.names import wrapped_key
 from ft_ckpt.values import decode, dtype_name, dtype_of, encode, imported
 
 MODULE_NAME = "module.json"

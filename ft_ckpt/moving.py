@@ -5,14 +5,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ft_ckpt import direct, engines, reuse
+from ft_ckpt import direct, reuse
 from ft_ckpt.checkpoint.manifest import FileRecord
 from ft_ckpt.config import SaverConfig
 from ft_ckpt.deliver import PartPlan, pieces
+from ft_ckpt.distributed import wrappers
+from ft_ckpt.distributed.gather import equal
+from ft_ckpt.distributed.ranks import Ranks, attempt
 from ft_ckpt.errors import IncompleteError
-from ft_ckpt.gather import equal
 from ft_ckpt.preparing import Prepared, Request
-from ft_ckpt.ranks import Ranks, attempt
 from ft_ckpt.storage.progress import tracked
 from ft_ckpt.storage.write_tuning import pace_of
 from ft_ckpt.storage.writer import Writer, write_files
@@ -60,7 +61,7 @@ def _linked(job: SaveJob) -> list[FileRecord]:
     return [] if stage is None else reuse.settle(shares, job.taken, stage)
 
 
-def _gathered(job: SaveJob, untied: list[tuple[engines.Source, engines.Source]]) -> list[FileRecord]:
+def _gathered(job: SaveJob, untied: list[tuple[wrappers.Source, wrappers.Source]]) -> list[FileRecord]:
     """All tensors come to rank 0, which writes them."""
     plans, config, stage = job.plans, job.config, job.prepared.stage
     total = sum(one.size_bytes for one in plans)
@@ -126,7 +127,7 @@ def all_see(folder: Path, ranks: Ranks, error: BaseException | None = None) -> b
 
 
 def _from_all(
-    job: SaveJob, shares: list[direct.Share], untied: list[tuple[engines.Source, engines.Source]]
+    job: SaveJob, shares: list[direct.Share], untied: list[tuple[wrappers.Source, wrappers.Source]]
 ) -> list[FileRecord]:
     """Every rank writes what it holds; the records are rank 0's to keep."""
     stage, config = Path(job.answers[0]["stage"]), job.config
@@ -140,7 +141,7 @@ def _from_all(
     ]
 
 
-def _refuse_untied(pairs: list[tuple[engines.Source, engines.Source]]) -> None:
+def _refuse_untied(pairs: list[tuple[wrappers.Source, wrappers.Source]]) -> None:
     if pairs:
         names = ", ".join(f"{one.name} and {other.name}" for one, other in pairs)
         raise IncompleteError(

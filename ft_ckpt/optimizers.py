@@ -14,11 +14,11 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
-from ft_ckpt.engines import Source
+from ft_ckpt.distributed.sharding import Flat, Holding, dtensor_holding, held_by, is_dtensor
+from ft_ckpt.distributed.wrappers import Source
 from ft_ckpt.errors import SelectionError, listing
 from ft_ckpt.formats import pytree_json, safetensors
 from ft_ckpt.formats.pytree import PLAIN, flatten
-from ft_ckpt.holdings import Flat, Holding, dtensor_holding, held_by, is_dtensor
 from ft_ckpt.parameter_groups import matched, set_groups, settings_of
 from ft_ckpt.values import decode, dtype_name, dtype_of, encode
 

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ft_ckpt.engines import Source
+from ft_ckpt.distributed.wrappers import Source
 from ft_ckpt.errors import LoadError, SelectionError, listing
 from ft_ckpt.formats.pytree import PLAIN
 from ft_ckpt.values import decode, dtype_name, dtype_of, encode

@@ -22,13 +22,13 @@ from ft_ckpt.background import Worker
 from ft_ckpt.capturing import Captured
 from ft_ckpt.config import SaverConfig
 from ft_ckpt.conversion import warm_up
+from ft_ckpt.distributed.ranks import Ranks, attempt, current
 from ft_ckpt.items import items_of
 from ft_ckpt.keeping import Weighed, planned, weigh
 from ft_ckpt.moving import all_see
 from ft_ckpt.optimizers import inner
 from ft_ckpt.preparing import Prepared, Request
 from ft_ckpt.priority import yield_to_training
-from ft_ckpt.ranks import Ranks, attempt, current
 from ft_ckpt.running import Run
 from ft_ckpt.saving import SaveReport, compares, run, settled
 from ft_ckpt.schedule import History, learnt

@@ -12,19 +12,20 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ft_ckpt import companions, engines, replicas, reuse
+from ft_ckpt import companions, replicas, reuse
 from ft_ckpt.capturing import Captured
 from ft_ckpt.checkpoint import commit, free_space
 from ft_ckpt.checkpoint.catalog import is_inside
 from ft_ckpt.checkpoint.manifest import BaseRecord
 from ft_ckpt.config import SaverConfig
 from ft_ckpt.deliver import PartPlan, plan
+from ft_ckpt.distributed import wrappers
+from ft_ckpt.distributed.ranks import Ranks
 from ft_ckpt.entries import EXTRA_FILE, main_dtype
 from ft_ckpt.errors import ConfigError, explained
 from ft_ckpt.items import of_model
 from ft_ckpt.modules import write_module
 from ft_ckpt.parts import Attribute, parts_of
-from ft_ckpt.ranks import Ranks
 from ft_ckpt.records import base_record
 from ft_ckpt.reuse import Offer
 from ft_ckpt.select import without_own_layouts
@@ -80,7 +81,7 @@ class Prepared:
 
     plans: tuple[PartPlan, ...]
     engine: str
-    ties_to_check: tuple[tuple[engines.Source, engines.Source], ...]
+    ties_to_check: tuple[tuple[wrappers.Source, wrappers.Source], ...]
     stage: Path | None  # on rank 0
     samples: dict[str, dict[str, dict[str, float]]] = field(default_factory=dict)  # part name -> fingerprint
     companions: Companions = field(default_factory=Companions)
@@ -128,11 +129,11 @@ def prepare(
 def choose(request: Request, ranks: Ranks, config: SaverConfig) -> Prepared:
     """What is saved, and laid out how, from the live model as it is now; nothing is made yet."""
     captured = request.captured.with_tensors()
-    own = of_model(captured.found) or engines.sources(request.model)
+    own = of_model(captured.found) or wrappers.sources(request.model)
     mode = config.reuse_frozen if request.format == "safetensors" else "off"
     still = reuse.frozen(own)  # before others take their place, so that all ranks plan the same files
     if request.state_dict_given:
-        own = engines.from_state_dict(request.state_dict, own, ranks)
+        own = wrappers.from_state_dict(request.state_dict, own, ranks)
     asked: dict[str, Any] = {"adapter_only": request.adapter_only, "attribute": request.attribute}
     parts = parts_of(request.model, own, **asked, dtype=request.dtype, extra=_extra(request, own))
     parts = without_own_layouts(parts, captured.state is not None)
@@ -145,16 +146,16 @@ def choose(request: Request, ranks: Ranks, config: SaverConfig) -> Prepared:
         captured.document["apart"] = {name: dict(odd) for name, odd in request.apart.items()}
     plans = tuple(plan(part, request.max_shard_bytes, request.format, reuse.apart(part, still, mode)) for part in parts)
     doubtful = tuple(pair for part in parts for pair in part.doubtful)
-    samples = {part.name: engines.sample(part.base, ranks.rank) for part in parts if part.base}
-    engine = engines.engine_names([*own.values(), *captured.found.values()])
+    samples = {part.name: wrappers.sample(part.base, ranks.rank) for part in parts if part.base}
+    engine = wrappers.engine_names([*own.values(), *captured.found.values()])
     return Prepared(plans, engine, doubtful, None, samples, companions_of(request, plans, ranks))
 
 
-def _extra(request: Request, own: Mapping[str, engines.Source]) -> dict[str, Any]:
+def _extra(request: Request, own: Mapping[str, wrappers.Source]) -> dict[str, Any]:
     """What the model's state dict lists that is no tensor. An adapter's run has it with its state."""
     if request.adapter_only and request.captured.state is not None:
         return {}
-    found = engines.added(request.model, own)
+    found = wrappers.added(request.model, own)
     return {name: one.value for name, one in found.items() if not isinstance(one.value, Tensor)}
 
 

@@ -13,7 +13,7 @@ from torch.overrides import TorchFunctionMode
 
 from ft_ckpt.checkpoint.manifest import PartRecord
 from ft_ckpt.conversion import stored_as_in_memory
-from ft_ckpt.engines import sources
+from ft_ckpt.distributed.wrappers import sources
 from ft_ckpt.errors import LoadError, listing
 from ft_ckpt.select import is_pretrained
 

@@ -9,10 +9,10 @@ from torch import nn
 
 from ft_ckpt import accumulation, rng, zero_optimizer
 from ft_ckpt.accumulation import StepWatch
+from ft_ckpt.distributed.ranks import Ranks
 from ft_ckpt.errors import CheckpointError, SelectionError
 from ft_ckpt.feeds import Feeds
 from ft_ckpt.items import Item
-from ft_ckpt.ranks import Ranks
 from ft_ckpt.resume import Restored
 from ft_ckpt.state_files import Stored, own_tree
 from ft_ckpt.training import Document

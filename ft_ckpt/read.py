@@ -13,7 +13,7 @@ from torch import nn
 from ft_ckpt.checkpoint.catalog import nothing_at
 from ft_ckpt.checkpoint.manifest import MANIFEST_NAME, PartRecord
 from ft_ckpt.checkpoint.open_checkpoint import OpenCheckpoint, open_checkpoint
-from ft_ckpt.engines import give_back, listed, sources
+from ft_ckpt.distributed.wrappers import give_back, listed, sources
 from ft_ckpt.errors import CheckpointError, CorruptError, LoadError, NotACheckpointError, listing, shown
 from ft_ckpt.load_weights import LoadReport, put_tensors, refuse_differences, share_again, summary_of
 from ft_ckpt.modules import MODULE_NAME, build_module

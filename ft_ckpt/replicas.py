@@ -16,13 +16,13 @@ import xxhash
 from torch import Tensor
 
 from ft_ckpt.deliver import PartPlan
-from ft_ckpt.engines import Source, of_rank_0
+from ft_ckpt.distributed.agreement import numbers
+from ft_ckpt.distributed.ranks import Ranks
+from ft_ckpt.distributed.sharding import Holding, held_by
+from ft_ckpt.distributed.wrappers import Source, of_rank_0
 from ft_ckpt.entries import Entry, Part
 from ft_ckpt.errors import IncompleteError, RanksDisagreeError, listing
-from ft_ckpt.holdings import Holding, held_by
 from ft_ckpt.optimizers import own_settings
-from ft_ckpt.ranks import Ranks
-from ft_ckpt.verdicts import numbers
 
 # Tensor, as a run names it -> the ranks whose own is not the first rank's: where theirs lies (see `place_of`), None if
 # they have nothing.

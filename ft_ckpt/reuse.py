@@ -21,11 +21,11 @@ from ft_ckpt.checkpoint.catalog import read_manifest
 from ft_ckpt.checkpoint.manifest import MANIFEST_NAME, FileRecord
 from ft_ckpt.deliver import PartPlan
 from ft_ckpt.direct import Share
-from ft_ckpt.engines import Source
+from ft_ckpt.distributed.ranks import Ranks
+from ft_ckpt.distributed.sharding import Flat
+from ft_ckpt.distributed.wrappers import Source
 from ft_ckpt.entries import Part
 from ft_ckpt.errors import ManifestError
-from ft_ckpt.holdings import Flat
-from ft_ckpt.ranks import Ranks
 from ft_ckpt.storage.digests import together, whole
 from ft_ckpt.storage.writer import FilePlan
 

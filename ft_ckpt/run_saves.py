@@ -10,12 +10,12 @@ from typing import Any, TypeVar
 
 from ft_ckpt.checkpoint.prune import tidy
 from ft_ckpt.config import SaverConfig
+from ft_ckpt.distributed.ranks import Ranks, current
 from ft_ckpt.errors import CheckpointError, ConfigError
 from ft_ckpt.items import of_model
 from ft_ckpt.parts import is_adapter_run
 from ft_ckpt.pending import Pending, PendingSave
 from ft_ckpt.preparing import request_of
-from ft_ckpt.ranks import Ranks, current
 from ft_ckpt.records import versions
 from ft_ckpt.replicas import described, settings_apart
 from ft_ckpt.running import Run

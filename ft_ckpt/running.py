@@ -10,25 +10,26 @@ from typing import Any
 
 from torch import nn
 
-from ft_ckpt import capturing, fan_out, optimizers, rank_state, resume, schedule, state_files, training, zero_optimizer
+from ft_ckpt import capturing, optimizers, rank_state, resume, schedule, state_files, training, zero_optimizer
 from ft_ckpt.accumulation import StepWatch
 from ft_ckpt.bases import BaseWatch
 from ft_ckpt.capturing import Captured, Objects
 from ft_ckpt.checkpoint.open_checkpoint import OpenCheckpoint
 from ft_ckpt.config import SaverConfig
-from ft_ckpt.engines import Source
+from ft_ckpt.distributed import broadcast
+from ft_ckpt.distributed.agreement import numbers
+from ft_ckpt.distributed.ranks import Ranks, current
+from ft_ckpt.distributed.wrappers import Source
 from ft_ckpt.errors import ConfigError, LoadError, SelectionError, damaged_input, listing
 from ft_ckpt.feeds import Feeds
 from ft_ckpt.fingerprint import differences, fingerprint
 from ft_ckpt.items import Item, Key, in_order, items_of, known_sources, model_of, signatures, with_extra_state
 from ft_ckpt.polling import ClockPoll
 from ft_ckpt.rank_state import OnRank
-from ft_ckpt.ranks import Ranks, current
 from ft_ckpt.resume import Restored, RestoreReport, worst_of
 from ft_ckpt.schedule import Every
 from ft_ckpt.structure import Kept
 from ft_ckpt.training import Document
-from ft_ckpt.verdicts import numbers
 
 
 @dataclass(frozen=True)
@@ -277,7 +278,9 @@ class Run:
         items = in_order(self.accelerator, self.registered, document.get("signatures", {}))
         items = with_extra_state(self.model, items)
         found = known_sources(self.model, items)
-        fill_all = fan_out.filler("broadcast" if held.served else self.config.fan_out, ranks, self.config.bucket_bytes)
+        fill_all = broadcast.filler(
+            "broadcast" if held.served else self.config.fan_out, ranks, self.config.bucket_bytes
+        )
         with state_files.opened(held) as stored:
             outcomes = [resume.restore_weights(found, document, stored, fill_all)]
             outcomes += resume.compare_base(self.model, document, held, ranks.rank)

@@ -11,15 +11,16 @@ from weakref import WeakSet
 
 from torch import Tensor, nn
 
-from ft_ckpt import engines, rehearsal, starting
+from ft_ckpt import rehearsal, starting
 from ft_ckpt.checkpoint import commit
 from ft_ckpt.checkpoint.open_checkpoint import OpenCheckpoint
 from ft_ckpt.checkpoint.prune import clear
 from ft_ckpt.config import SaverConfig, make_config, numbers_of
+from ft_ckpt.distributed import wrappers
+from ft_ckpt.distributed.ranks import Ranks, attempt, current
 from ft_ckpt.parts import Attribute, is_of_adapters
 from ft_ckpt.pending import Pending, PendingSave
 from ft_ckpt.preparing import check_companions, request_of
-from ft_ckpt.ranks import Ranks, attempt, current
 from ft_ckpt.records import versions
 from ft_ckpt.run_saves import RunSaves
 from ft_ckpt.running import Progress, Run
@@ -65,7 +66,7 @@ class CheckpointSaver:
             commit.check_target(self.directory, 0)
         for model in getattr(accelerator, "_models", None) or ():
             # A template takes its tokens from the tokenizer, which may only come with the call of save().
-            check_companions(engines.unwrap(model), tokenizer, self.config.chat_template_name if tokenizer else None)
+            check_companions(wrappers.unwrap(model), tokenizer, self.config.chat_template_name if tokenizer else None)
         self._run = Run(accelerator, self.config)
         self._epochs: int | None = None  # that `remaining` was asked for
         self._pending = Pending(self._run)

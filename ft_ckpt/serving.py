@@ -23,9 +23,9 @@ from torch import Tensor
 from ft_ckpt.checkpoint.catalog import read_manifest
 from ft_ckpt.checkpoint.manifest import MANIFEST_NAME
 from ft_ckpt.checkpoint.open_checkpoint import OpenCheckpoint, open_checkpoint
+from ft_ckpt.distributed.ranks import Ranks, attempt, current
 from ft_ckpt.errors import CheckpointError, RankError
 from ft_ckpt.formats.layout import ITEM_BYTES, Spec
-from ft_ckpt.ranks import Ranks, attempt, current
 from ft_ckpt.training import DOCUMENT_NAME, FOLDER
 from ft_ckpt.values import dtype_of
 

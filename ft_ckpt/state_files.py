@@ -15,14 +15,14 @@ from torch import Tensor
 
 from ft_ckpt.checkpoint.open_checkpoint import OpenCheckpoint
 from ft_ckpt.checkpoint.typed_json import reader_of
+from ft_ckpt.distributed.read_shards import fill
+from ft_ckpt.distributed.sharding import is_dtensor
 from ft_ckpt.errors import CorruptError, LoadError, SelectionError, damaged_input
-from ft_ckpt.fill import fill
 from ft_ckpt.formats import dual
 from ft_ckpt.formats.hdf5 import hdf5_file
 from ft_ckpt.formats.layout import TensorFile
 from ft_ckpt.formats.pytree import unflatten
 from ft_ckpt.formats.pytree_json import decode
-from ft_ckpt.holdings import is_dtensor
 from ft_ckpt.training import DOCUMENT_NAME, DOCUMENT_VERSION, FOLDER, Document, source_of, tensors_of
 
 

@@ -18,9 +18,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 
-from ft_ckpt.engines import Source, sent_buffers, to_sharded, wrappers
-from ft_ckpt.holdings import Holding
-from ft_ckpt.names import is_plain, walk
+from ft_ckpt.distributed.sharding import Holding
+from ft_ckpt.distributed.tensor_names import is_plain, walk
+from ft_ckpt.distributed.wrappers import Source, sent_buffers, to_sharded, wrappers
 from ft_ckpt.optimizers import inner
 
 T = TypeVar("T")

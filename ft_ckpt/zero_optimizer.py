@@ -13,13 +13,13 @@ import torch
 from torch import Tensor
 
 from ft_ckpt import optimizers
-from ft_ckpt.engines import Source
+from ft_ckpt.distributed.sharding import Holding, replicated
+from ft_ckpt.distributed.wrappers import Source
+from ft_ckpt.distributed.zero import Partition, Place, changed_with_steps, laid_out
 from ft_ckpt.errors import LoadError, SelectionError, listing
-from ft_ckpt.holdings import Holding, replicated
 from ft_ckpt.optimizers import Description, inner
 from ft_ckpt.parameter_groups import matched, set_groups
 from ft_ckpt.values import decode, dtype_name, dtype_of, encode
-from ft_ckpt.zero_layout import Partition, Place, changed_with_steps, laid_out
 
 MASTER = "master"  # the key of the float32 weights that ZeRO trains beside half-precision ones
 

@@ -6,9 +6,9 @@ import torch
 from torch import Tensor, nn
 
 from ft_ckpt.deliver import PartPlan, plan
-from ft_ckpt.engines import Source
+from ft_ckpt.distributed.sharding import Holding, _cut, replicated, runs
+from ft_ckpt.distributed.wrappers import Source
 from ft_ckpt.entries import Entry, Part
-from ft_ckpt.holdings import Holding, _cut, replicated, runs
 
 WAYS = ("ddp", "fsdp1", "fsdp2", "zero3")
 

@@ -6,10 +6,10 @@ from launch import run_cases
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
-from ft_ckpt.engines import from_state_dict, sources, unwrap
+from ft_ckpt.distributed.gather import full_state_dict
+from ft_ckpt.distributed.ranks import Ranks
+from ft_ckpt.distributed.wrappers import from_state_dict, sources, unwrap
 from ft_ckpt.errors import IncompleteError
-from ft_ckpt.gather import full_state_dict
-from ft_ckpt.ranks import Ranks
 
 TWO = [
     *("plain", "ddp", "compiled_ddp", "fsdp2", "fsdp1", "fsdp1_flat", "tensor_parallel"),

@@ -19,7 +19,7 @@ from torch.distributed import HashStore
 
 from ft_ckpt import CheckpointSaver, direct, verify
 from ft_ckpt.checkpoint.catalog import read_manifest
-from ft_ckpt.ranks import Ranks
+from ft_ckpt.distributed.ranks import Ranks
 from ft_ckpt.storage import direct_io as unbuffered
 from ft_ckpt.storage.buffers import BLOCK_BYTES
 from ft_ckpt.storage.digests import digest_like

@@ -15,13 +15,13 @@ from launch import run_cases
 from safetensors.torch import save_file
 
 import ft_ckpt
-from ft_ckpt import fill
-from ft_ckpt.engines import Source
+from ft_ckpt.distributed import read_shards
+from ft_ckpt.distributed.read_shards import fill_all, read_onto
+from ft_ckpt.distributed.sharding import Block, Holding
+from ft_ckpt.distributed.wrappers import Source
 from ft_ckpt.errors import CorruptError, LoadError
-from ft_ckpt.fill import fill_all, read_onto
 from ft_ckpt.formats import dual, mapped_file
 from ft_ckpt.formats.hdf5 import hdf5_file
-from ft_ckpt.holdings import Block, Holding
 from ft_ckpt.supply import supplying
 
 DTYPES = [torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.uint8, torch.complex64, torch.float8_e4m3fn]
@@ -100,8 +100,8 @@ def stored(tensors, kind, folder):
 def test_any_blocks_of_any_tensors(asked, kind, least, stage, direct):
     full = {f"t{n}": values(shape, dtype, n) for n, (shape, dtype, *_) in enumerate(asked)}
     with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryDirectory() as folder:
-        patch.setattr(fill, "_LEAST_RUN_BYTES", least)
-        patch.setattr(fill, "_STAGE_BYTES", stage)
+        patch.setattr(read_shards, "_LEAST_RUN_BYTES", least)
+        patch.setattr(read_shards, "_STAGE_BYTES", stage)
         file = stored(full, kind, Path(folder))
         wanted = []
         for name, (_, _, view, block, gaps) in zip(full, asked, strict=True):

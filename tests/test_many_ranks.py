@@ -14,8 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributed import HashStore
 
-from ft_ckpt import direct, holdings
-from ft_ckpt.ranks import Ranks
+from ft_ckpt import direct
+from ft_ckpt.distributed import sharding
+from ft_ckpt.distributed.ranks import Ranks
 from ft_ckpt.storage.digests import parts
 
 TESTS = Path(__file__).parent
@@ -87,9 +88,9 @@ def test_planning_takes_steps_by_tensors_and_ranks(way, world, monkeypatch):
     """A rank is asked for its block of a tensor once or twice, and no element is looked at."""
     steps, values = [], llama_1b()
     for name in ("_cut", "_run"):
-        real = getattr(holdings, name)
+        real = getattr(sharding, name)
         counted = lambda *given, real=real: steps.append(1) or real(*given)  # noqa: E731
-        monkeypatch.setattr(holdings, name, counted)
+        monkeypatch.setattr(sharding, name, counted)
         monkeypatch.setattr(f"held.{name}", counted, raising=False)
     shared(values, way, world, world - 1)
     assert bool(steps) is (way != "ddp")

@@ -13,11 +13,13 @@ from torch import nn
 from transformers import Trainer
 from transformers.trainer import TRAINER_STATE_NAME
 
-from ft_ckpt import CheckpointSaver, engines, rng
+from ft_ckpt import CheckpointSaver, rng
 from ft_ckpt.adapters import has_adapters
 from ft_ckpt.config import SaverConfig
+from ft_ckpt.distributed import wrappers
+from ft_ckpt.distributed.ranks import Ranks, attempt, by_itself, current
+from ft_ckpt.distributed.sharding import is_dtensor
 from ft_ckpt.errors import ConfigError, SelectionError, listing
-from ft_ckpt.holdings import is_dtensor
 from ft_ckpt.integrations.trainer_files import (
     Chosen,
     chosen_by,
@@ -29,7 +31,6 @@ from ft_ckpt.integrations.trainer_files import (
     state_text,
     wanted_of,
 )
-from ft_ckpt.ranks import Ranks, attempt, by_itself, current
 from ft_ckpt.retain import Keep
 
 _WEIGHTS = re.compile(r"((pytorch_)?model|adapter_model)(-\d+-of-\d+)?\.(safetensors|bin)(\.index\.json)?")
@@ -191,7 +192,7 @@ class Checkpointed(Trainer):  # type: ignore[misc]  # transformers is not typed
         saver.save(
             self.model_wrapped,
             target,
-            adapter_only=has_adapters(engines.unwrap(self.model_wrapped)),
+            adapter_only=has_adapters(wrappers.unwrap(self.model_wrapped)),
             step=self.state.global_step or None,
             metrics=metrics_of(self.state),
             extra_files=self.__added(),
@@ -234,7 +235,7 @@ class Checkpointed(Trainer):  # type: ignore[misc]  # transformers is not typed
             "background": False,  # the Trainer deletes older checkpoints once this returns
         }
         if self.args.save_only_model:
-            adapters = has_adapters(engines.unwrap(self.model_wrapped))
+            adapters = has_adapters(wrappers.unwrap(self.model_wrapped))
             self.__saver.save(self.model_wrapped, target, adapter_only=adapters, step=step, **given)
         else:
             # A pass may have been broken off in the middle of a step, whose gradients the Trainer keeps nowhere either.

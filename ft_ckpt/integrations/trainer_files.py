@@ -21,9 +21,9 @@ from ft_ckpt.checkpoint.manifest import MANIFEST_NAME
 from ft_ckpt.checkpoint.open_checkpoint import OpenCheckpoint, open_checkpoint
 from ft_ckpt.checkpoint.pins import DROPPED
 from ft_ckpt.checkpoint.prune import clear, sweep
+from ft_ckpt.distributed.ranks import Ranks, attempt
 from ft_ckpt.errors import CorruptError, LoadError, ManifestError, NotACheckpointError, listing
 from ft_ckpt.items import known_sources
-from ft_ckpt.ranks import Ranks, attempt
 from ft_ckpt.retain import Keep
 from ft_ckpt.serving import facts_of, open_to_all
 from ft_ckpt.state_files import Stored, opened, read_document

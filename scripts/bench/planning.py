@@ -13,8 +13,8 @@ from torch.distributed.fsdp import fully_shard
 from transformers import LlamaForCausalLM
 
 from ft_ckpt import SaverConfig, direct
+from ft_ckpt.distributed.ranks import Ranks
 from ft_ckpt.preparing import choose, request_of
-from ft_ckpt.ranks import Ranks
 from ft_ckpt.storage.digests import chunks
 from scripts.bench.common import Row, Setting, as_child, in_child, medians, seconds
 from scripts.bench.models import config_of

@@ -21,7 +21,7 @@ from wrappers import fsdp2
 import ft_ckpt.storage.writer
 from ft_ckpt import CheckpointSaver, errors, latest, verify
 from ft_ckpt.checkpoint.catalog import read_manifest
-from ft_ckpt.ranks import current
+from ft_ckpt.distributed.ranks import current
 
 BUCKET = 1 << 16  # the smallest: the wide model takes some hundred of them
 

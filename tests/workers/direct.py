@@ -18,8 +18,9 @@ import torch
 import torch.distributed as dist
 from wrappers import WRAPPERS, Live
 
-from ft_ckpt import CheckpointSaver, direct, gather, latest, moving, verify
+from ft_ckpt import CheckpointSaver, direct, latest, moving, verify
 from ft_ckpt.checkpoint.catalog import read_manifest
+from ft_ckpt.distributed import gather
 from ft_ckpt.errors import NoSpaceError, RankError
 from ft_ckpt.storage import regions
 

@@ -15,10 +15,10 @@ from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolic
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from ft_ckpt import CheckpointSaver
-from ft_ckpt.engines import sample, sources
+from ft_ckpt.distributed.gather import equal, full_state_dict, gather, stream
+from ft_ckpt.distributed.ranks import current
+from ft_ckpt.distributed.wrappers import sample, sources
 from ft_ckpt.errors import RankError, RanksDisagreeError
-from ft_ckpt.gather import equal, full_state_dict, gather, stream
-from ft_ckpt.ranks import current
 
 CPU = torch.device("cpu")
 

@@ -14,7 +14,8 @@ import torch.distributed as dist
 from resume import TOLD, live_model, optimizer_state, same, train
 from wrappers import Live, truth
 
-from ft_ckpt import CheckpointSaver, fan_out, fill, resume, state_files
+from ft_ckpt import CheckpointSaver, resume, state_files
+from ft_ckpt.distributed import broadcast, read_shards
 from ft_ckpt.errors import LoadError, RankError
 from ft_ckpt.storage import buffers
 
@@ -54,7 +55,7 @@ def same_as_read(wrapper: str, model: str, folder: Path) -> None:
 
 def count_common(asked: list[str]) -> None:
     """Note the tensors this process reads from here on."""
-    for room in (fill, fan_out):
+    for room in (read_shards, broadcast):
         real = buffers.read_ahead
 
         def noted(runs: Any, *options: Any, real: Any = real) -> Any:
@@ -77,7 +78,7 @@ def cut_short(folder: Path) -> None:
                     raise OSError(5, "the disk is gone")
                 yield part
 
-        fan_out.read_ahead = broken
+        broadcast.read_ahead = broken
     fresh = live_model("ddp", "llama", seed=1)
     with saver_of(fresh, folder, fan_out="broadcast") as saver:
         progress = saver.resume("must", allow=True)
@@ -91,8 +92,8 @@ def another_model(folder: Path) -> None:
     left("ddp", "llama", folder)
     fresh = live_model("ddp", "llama", seed=1)
     if harness.RANK == 1:
-        real = fan_out.check_all
-        fan_out.check_all = lambda wanted: real([(*one[:2], "nowhere") for one in wanted])
+        real = broadcast.check_all
+        broadcast.check_all = lambda wanted: real([(*one[:2], "nowhere") for one in wanted])
     with saver_of(fresh, folder, fan_out="broadcast") as saver, pytest.raises(LoadError, match="nowhere: not in the"):
         saver.resume("must")
 
@@ -115,11 +116,11 @@ def no_memory(folder: Path) -> None:
     """One rank has no memory for its bucket: nobody enters the broadcast."""
     left("ddp", "llama", folder)
     fresh = live_model("ddp", "llama", seed=1)
-    real = fan_out.wire_device
-    fan_out.wire_device = lambda: real() if harness.RANK == 0 else 1 / 0
+    real = broadcast.wire_device
+    broadcast.wire_device = lambda: real() if harness.RANK == 0 else 1 / 0
     with saver_of(fresh, folder, fan_out="broadcast") as saver, pytest.raises(LoadError, match="division by zero"):
         saver.resume("must")
-    fan_out.wire_device = real
+    broadcast.wire_device = real
     goes_on(fresh, folder)
 
 
@@ -150,7 +151,7 @@ def case(name: str, folder: Path) -> None:
         _, wrapper, model = name.split("/")
         same_as_read(wrapper, model, folder)
     finally:
-        for room in (fill, fan_out):
+        for room in (read_shards, broadcast):
             room.read_ahead = buffers.read_ahead
 
 

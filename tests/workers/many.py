@@ -11,8 +11,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from ft_ckpt.engines import sources
-from ft_ckpt.holdings import zero3_holding
+from ft_ckpt.distributed.sharding import zero3_holding
+from ft_ckpt.distributed.wrappers import sources
 
 WORLD = 1024
 

@@ -17,9 +17,9 @@ from safetensors.torch import load_file, save_file
 from wrappers import WRAPPERS, Live, truth
 
 from ft_ckpt import CheckpointSaver, training
-from ft_ckpt.gather import gather
+from ft_ckpt.distributed.gather import gather
+from ft_ckpt.distributed.ranks import current
 from ft_ckpt.items import items_of, known_sources
-from ft_ckpt.ranks import current
 
 TOLD = {"enter_timeout_seconds": 60, "on_difference": "ignore"}
 

@@ -18,9 +18,9 @@ from safetensors.torch import save_file
 from wrappers import WRAPPERS, Live, named_tensors, truth
 
 from ft_ckpt import CheckpointSaver
-from ft_ckpt.engines import sources
-from ft_ckpt.gather import stream
-from ft_ckpt.ranks import current
+from ft_ckpt.distributed.gather import stream
+from ft_ckpt.distributed.ranks import current
+from ft_ckpt.distributed.wrappers import sources
 
 Settings = dict[str, Any]
 

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from torch.nn.modules.module import _IncompatibleKeys
 from torch.nn.parameter import is_lazy
 
+from ft_ckpt.distributed.sharding import is_dtensor
 from ft_ckpt.errors import LoadError, SelectionError, listing
-from ft_ckpt.holdings import is_dtensor
 
 EXTRA_STATE = "_extra_state"  # torch's name for it
 _WRAPPED = frozenset({"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})

@@ -11,11 +11,20 @@ from itertools import groupby
 import torch
 from torch import Tensor
 
+from ft_ckpt.distributed.gather import wire_device
+from ft_ckpt.distributed.ranks import Ranks, attempt
+from ft_ckpt.distributed.read_shards import (
+    Landing,
+    Straight,
+    Wanted,
+    bytes_at,
+    check_all,
+    fill_all,
+    readers_here,
+    whole_run,
+)
 from ft_ckpt.errors import RankError
-from ft_ckpt.fill import Landing, Straight, Wanted, bytes_at, check_all, fill_all, readers_here, whole_run
 from ft_ckpt.formats.pytree import PLAIN
-from ft_ckpt.gather import wire_device
-from ft_ckpt.ranks import Ranks, attempt
 from ft_ckpt.storage.buffers import read_ahead
 
 Filler = Callable[[str, Callable[[], list[Wanted]]], None]  # fills what the function gives, for what the text names

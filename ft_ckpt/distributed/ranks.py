@@ -17,8 +17,8 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
 
+from ft_ckpt.distributed.agreement import ADVICE, described, judge, numbers
 from ft_ckpt.errors import CheckpointError, NoSpaceError, RankError, RanksDisagreeError
-from ft_ckpt.verdicts import ADVICE, described, judge, numbers
 
 _BEAT_SECONDS = 1.0  # between signs of life of a rank at work; well below any sensible time-out
 _LOOK_SECONDS = 0.1  # between looks for a word of failure of a rank at work

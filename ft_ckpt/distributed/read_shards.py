@@ -15,11 +15,11 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from ft_ckpt.engines import Source
+from ft_ckpt.distributed.sharding import Block
+from ft_ckpt.distributed.wrappers import Source
 from ft_ckpt.errors import LoadError, listing
 from ft_ckpt.formats.layout import TensorFile
 from ft_ckpt.formats.pytree import PLAIN
-from ft_ckpt.holdings import Block
 from ft_ckpt.storage.buffers import Run, read_ahead
 from ft_ckpt.values import dtype_name
 

@@ -12,9 +12,9 @@ from typing import Any
 
 from torch import Tensor
 
-from ft_ckpt.engines import Source
+from ft_ckpt.distributed.sharding import Holding, runs
+from ft_ckpt.distributed.wrappers import Source
 from ft_ckpt.errors import SelectionError, listing
-from ft_ckpt.holdings import Holding, runs
 
 _KNOWN = ("DeepSpeedZeroOptimizer", "DeepSpeedZeroOptimizer_Stage3", "BF16_Optimizer")
 _FIELDS = (  # the groups of weights, the masters; a class has those of the first pair it has any of

@@ -13,9 +13,9 @@ import torch
 import xxhash
 from torch import Tensor, nn
 
-from ft_ckpt.engines import Source, sources
-from ft_ckpt.holdings import Block
-from ft_ckpt.ranks import Ranks, current
+from ft_ckpt.distributed.ranks import Ranks, current
+from ft_ckpt.distributed.sharding import Block
+from ft_ckpt.distributed.wrappers import Source, sources
 
 
 @dataclass(frozen=True, eq=False)

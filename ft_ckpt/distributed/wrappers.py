@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parameter import is_lazy
 
-from ft_ckpt import names
-from ft_ckpt.errors import IncompleteError, SelectionError, listing
-from ft_ckpt.holdings import (
+from ft_ckpt.distributed import tensor_names as names
+from ft_ckpt.distributed.ranks import Ranks
+from ft_ckpt.distributed.sharding import (
     Flat,
     Holding,
     dtensor_holding,
@@ -28,8 +28,8 @@ from ft_ckpt.holdings import (
     replicated,
     zero3_holding,
 )
-from ft_ckpt.names import Added, walk, wrapped_key
-from ft_ckpt.ranks import Ranks
+from ft_ckpt.distributed.tensor_names import Added, walk, wrapped_key
+from ft_ckpt.errors import IncompleteError, SelectionError, listing
 
 
 @dataclass(frozen=True, eq=False)
