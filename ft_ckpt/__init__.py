@@ -14,9 +14,9 @@ if TYPE_CHECKING:
     from ft_ckpt.config import SaverConfig
     from ft_ckpt.files.convert import convert
     from ft_ckpt.files.objects import load, save
-    from ft_ckpt.load_weights import LoadReport
+    from ft_ckpt.model.load import load_model
+    from ft_ckpt.model.load_weights import LoadReport
     from ft_ckpt.pending import PendingSave
-    from ft_ckpt.read import load_model
     from ft_ckpt.resume import RestoreReport
     from ft_ckpt.retain import Keep
     from ft_ckpt.saver import CheckpointSaver, Progress, SaveReport
@@ -49,7 +49,7 @@ _HOME = {
     "CheckpointSaver": "ft_ckpt.saver",
     "Every": "ft_ckpt.schedule",
     "Keep": "ft_ckpt.retain",
-    "LoadReport": "ft_ckpt.load_weights",
+    "LoadReport": "ft_ckpt.model.load_weights",
     "PendingSave": "ft_ckpt.pending",
     "Progress": "ft_ckpt.saver",
     "RestoreReport": "ft_ckpt.resume",
@@ -60,7 +60,7 @@ _HOME = {
     "convert": "ft_ckpt.files.convert",
     "latest": "ft_ckpt.checkpoint.catalog",
     "load": "ft_ckpt.files.objects",
-    "load_model": "ft_ckpt.read",
+    "load_model": "ft_ckpt.model.load",
     "save": "ft_ckpt.files.objects",
     "verify": "ft_ckpt.checkpoint.catalog",
 }

@@ -11,13 +11,13 @@ from typing import Any
 from torch import Tensor
 
 from ft_ckpt import direct
-from ft_ckpt.bases import refuse_merged
 from ft_ckpt.config import SaverConfig, parse_size
 from ft_ckpt.deliver import PartPlan
 from ft_ckpt.distributed import wrappers
 from ft_ckpt.distributed.ranks import Ranks
 from ft_ckpt.distributed.wrappers import Source
-from ft_ckpt.entries import Entry, Part
+from ft_ckpt.model.base_model import refuse_merged
+from ft_ckpt.model.entries import Entry, Part
 from ft_ckpt.optimizers import parameter_of
 from ft_ckpt.preparing import Companions, Prepared, Request, choose, companions_of
 from ft_ckpt.replicas import of_plans

@@ -9,7 +9,7 @@ from torch import Tensor
 from ft_ckpt.distributed.wrappers import Source
 from ft_ckpt.errors import LoadError, SelectionError, listing
 from ft_ckpt.formats.pytree import PLAIN
-from ft_ckpt.values import decode, dtype_name, dtype_of, encode
+from ft_ckpt.model.json_values import decode, dtype_name, dtype_of, encode
 
 Group = tuple[dict[str, Any], Mapping[str, Any]]  # of an optimizer, and the values described for it
 

@@ -21,10 +21,10 @@ from ft_ckpt import replicas, zero_optimizer
 from ft_ckpt.background import Worker
 from ft_ckpt.capturing import Captured
 from ft_ckpt.config import SaverConfig
-from ft_ckpt.conversion import warm_up
 from ft_ckpt.distributed.ranks import Ranks, attempt, current
 from ft_ckpt.items import items_of
 from ft_ckpt.keeping import Weighed, planned, weigh
+from ft_ckpt.model.conversion import warm_up
 from ft_ckpt.moving import all_see
 from ft_ckpt.optimizers import inner
 from ft_ckpt.preparing import Prepared, Request

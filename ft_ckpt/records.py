@@ -8,10 +8,10 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from ft_ckpt.bases import base_identity, common_dtype
 from ft_ckpt.checkpoint.manifest import BaseRecord, FileRecord, Manifest, PartRecord
 from ft_ckpt.deliver import PartPlan
-from ft_ckpt.entries import Part, lossy_casts, shared_between
+from ft_ckpt.model.base_model import base_identity, common_dtype
+from ft_ckpt.model.entries import Part, lossy_casts, shared_between
 from ft_ckpt.storage.digests import digest_of
 
 _LIBRARIES = ("torch", "transformers", "peft", "accelerate", "safetensors")

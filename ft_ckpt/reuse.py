@@ -24,8 +24,8 @@ from ft_ckpt.direct import Share
 from ft_ckpt.distributed.ranks import Ranks
 from ft_ckpt.distributed.sharding import Flat
 from ft_ckpt.distributed.wrappers import Source
-from ft_ckpt.entries import Part
 from ft_ckpt.errors import ManifestError
+from ft_ckpt.model.entries import Part
 from ft_ckpt.storage.digests import together, whole
 from ft_ckpt.storage.writer import FilePlan
 

@@ -13,7 +13,7 @@ from ft_ckpt.config import SaverConfig
 from ft_ckpt.distributed.ranks import Ranks, current
 from ft_ckpt.errors import CheckpointError, ConfigError
 from ft_ckpt.items import of_model
-from ft_ckpt.parts import is_adapter_run
+from ft_ckpt.model.parts import is_adapter_run
 from ft_ckpt.pending import Pending, PendingSave
 from ft_ckpt.preparing import request_of
 from ft_ckpt.records import versions

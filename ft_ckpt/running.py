@@ -12,7 +12,6 @@ from torch import nn
 
 from ft_ckpt import capturing, optimizers, rank_state, resume, schedule, state_files, training, zero_optimizer
 from ft_ckpt.accumulation import StepWatch
-from ft_ckpt.bases import BaseWatch
 from ft_ckpt.capturing import Captured, Objects
 from ft_ckpt.checkpoint.open_checkpoint import OpenCheckpoint
 from ft_ckpt.config import SaverConfig
@@ -24,6 +23,7 @@ from ft_ckpt.errors import ConfigError, LoadError, SelectionError, damaged_input
 from ft_ckpt.feeds import Feeds
 from ft_ckpt.fingerprint import differences, fingerprint
 from ft_ckpt.items import Item, Key, in_order, items_of, known_sources, model_of, signatures, with_extra_state
+from ft_ckpt.model.base_model import BaseWatch
 from ft_ckpt.polling import ClockPoll
 from ft_ckpt.rank_state import OnRank
 from ft_ckpt.resume import Restored, RestoreReport, worst_of

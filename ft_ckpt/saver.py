@@ -18,7 +18,7 @@ from ft_ckpt.checkpoint.prune import clear
 from ft_ckpt.config import SaverConfig, make_config, numbers_of
 from ft_ckpt.distributed import wrappers
 from ft_ckpt.distributed.ranks import Ranks, attempt, current
-from ft_ckpt.parts import Attribute, is_of_adapters
+from ft_ckpt.model.parts import Attribute, is_of_adapters
 from ft_ckpt.pending import Pending, PendingSave
 from ft_ckpt.preparing import check_companions, request_of
 from ft_ckpt.records import versions

@@ -26,8 +26,8 @@ from ft_ckpt.checkpoint.open_checkpoint import OpenCheckpoint, open_checkpoint
 from ft_ckpt.distributed.ranks import Ranks, attempt, current
 from ft_ckpt.errors import CheckpointError, RankError
 from ft_ckpt.formats.layout import ITEM_BYTES, Spec
+from ft_ckpt.model.json_values import dtype_of
 from ft_ckpt.training import DOCUMENT_NAME, FOLDER
-from ft_ckpt.values import dtype_of
 
 _LANE = "serving"
 _DONE, _FAILED = b"+", b"-"  # the last byte of an answer

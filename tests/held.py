@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from ft_ckpt.deliver import PartPlan, plan
 from ft_ckpt.distributed.sharding import Holding, _cut, replicated, runs
 from ft_ckpt.distributed.wrappers import Source
-from ft_ckpt.entries import Entry, Part
+from ft_ckpt.model.entries import Entry, Part
 
 WAYS = ("ddp", "fsdp1", "fsdp2", "zero3")
 

@@ -22,7 +22,7 @@ from ft_ckpt.distributed.wrappers import Source
 from ft_ckpt.errors import CorruptError, LoadError
 from ft_ckpt.formats import dual, mapped_file
 from ft_ckpt.formats.hdf5 import hdf5_file
-from ft_ckpt.supply import supplying
+from ft_ckpt.model.open_weights import supplying
 
 DTYPES = [torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.uint8, torch.complex64, torch.float8_e4m3fn]
 FAN_OUT = ["same/ddp/llama", "same/ddp/mixtral", "same/fsdp1/llama", "same/fsdp2/qwen3", "cut_short"]

@@ -12,7 +12,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from torch.distributed.fsdp import FSDPModule
 
 from ft_ckpt.errors import LoadError
-from ft_ckpt.modules import build_module, describe_module, global_shape, plain_class, write_module
+from ft_ckpt.model.plain_module import build_module, describe_module, global_shape, plain_class, write_module
 
 
 class ValueHead(nn.Module):

@@ -19,13 +19,14 @@ from torch import nn
 from transformers import GPTNeoConfig, GPTNeoForCausalLM
 
 import ft_ckpt
-from ft_ckpt import CheckpointSaver, read
+from ft_ckpt import CheckpointSaver
 from ft_ckpt.checkpoint.catalog import read_manifest
 from ft_ckpt.checkpoint.manifest import MANIFEST_NAME, to_json
 from ft_ckpt.checkpoint.pins import leased
 from ft_ckpt.cli import main
 from ft_ckpt.errors import CheckpointError, CorruptError, LoadError
 from ft_ckpt.files import convert, diff
+from ft_ckpt.model import load
 from ft_ckpt.running import Run
 from ft_ckpt.storage.digests import digest_of
 
@@ -53,14 +54,14 @@ def numbers(loaded: dict[str, nn.Module]) -> set[float]:
 def test_parts_are_of_one_moment(tmp_path, monkeypatch):
     """A save between the policy and its value head gives neither half of the other's."""
     CheckpointSaver().save(Pair(1), tmp_path / "out", attribute=PARTS)
-    real = read._load
+    real = load._load
 
     def overwritten_after(*asked):
         loaded = real(*asked)
         CheckpointSaver().save(Pair(2), tmp_path / "out", attribute=PARTS)
         return loaded
 
-    monkeypatch.setattr(read, "_load", overwritten_after)
+    monkeypatch.setattr(load, "_load", overwritten_after)
     assert numbers(ft_ckpt.load_model(tmp_path / "out")) == {1.0}
     monkeypatch.undo()
     assert numbers(ft_ckpt.load_model(tmp_path / "out")) == {2.0}

@@ -20,8 +20,8 @@ from ft_ckpt.distributed.wrappers import Source
 from ft_ckpt.errors import LoadError, listing
 from ft_ckpt.formats.layout import TensorFile
 from ft_ckpt.formats.pytree import PLAIN
+from ft_ckpt.model.json_values import dtype_name
 from ft_ckpt.storage.buffers import Run, read_ahead
-from ft_ckpt.values import dtype_name
 
 THREADS = 4
 _SLICE_BYTES = 64 << 20  # read at a time, so that a large block needs little memory beside itself

@@ -14,7 +14,6 @@ from transformers import Trainer
 from transformers.trainer import TRAINER_STATE_NAME
 
 from ft_ckpt import CheckpointSaver, rng
-from ft_ckpt.adapters import has_adapters
 from ft_ckpt.config import SaverConfig
 from ft_ckpt.distributed import wrappers
 from ft_ckpt.distributed.ranks import Ranks, attempt, by_itself, current
@@ -31,6 +30,7 @@ from ft_ckpt.integrations.trainer_files import (
     state_text,
     wanted_of,
 )
+from ft_ckpt.model.adapters import has_adapters
 from ft_ckpt.retain import Keep
 
 _WEIGHTS = re.compile(r"((pytorch_)?model|adapter_model)(-\d+-of-\d+)?\.(safetensors|bin)(\.index\.json)?")

@@ -27,7 +27,7 @@ from ft_ckpt.formats.hdf5 import hdf5_file
 from ft_ckpt.formats.hdf5 import index as hdf5_index
 from ft_ckpt.formats.pytree import unflatten
 from ft_ckpt.formats.pytree_json import decode
-from ft_ckpt.modules import build_module, describe_module
+from ft_ckpt.model.plain_module import build_module, describe_module
 from ft_ckpt.state_files import read_document
 from ft_ckpt.training import DOCUMENT_NAME, FOLDER
 

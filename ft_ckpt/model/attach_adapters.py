@@ -8,14 +8,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ft_ckpt.adapters import PREFIX, adapter_parts, base_sources, is_peft_model
-from ft_ckpt.bases import differing, is_floating, keeps_base
 from ft_ckpt.checkpoint.manifest import PartRecord
 from ft_ckpt.distributed.wrappers import Source, sources
 from ft_ckpt.errors import BaseMismatchError, LoadError, listing
-from ft_ckpt.pretrained import model_class
-from ft_ckpt.select import View
-from ft_ckpt.supply import read_tensors
+from ft_ckpt.model.adapters import PREFIX, adapter_parts, base_sources, is_peft_model
+from ft_ckpt.model.base_model import differing, is_floating, keeps_base
+from ft_ckpt.model.open_weights import read_tensors
+from ft_ckpt.model.pretrained import model_class
+from ft_ckpt.model.selection import View
 
 
 @dataclass(frozen=True, eq=False)

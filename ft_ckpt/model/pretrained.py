@@ -12,10 +12,10 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from ft_ckpt.checkpoint.manifest import PartRecord
-from ft_ckpt.conversion import stored_as_in_memory
 from ft_ckpt.distributed.wrappers import sources
 from ft_ckpt.errors import LoadError, listing
-from ft_ckpt.select import is_pretrained
+from ft_ckpt.model.conversion import stored_as_in_memory
+from ft_ckpt.model.selection import is_pretrained
 
 _MOST_LAYERS = 1 << 16  # of anything: what a config may ask for before it is held against the tensors
 _PARAMETERS_A_TENSOR = 16  # a stored tensor may be cut into several, and each be made more than once

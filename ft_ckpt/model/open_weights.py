@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from ft_ckpt.distributed.read_shards import read_onto, readers_here
-from ft_ckpt.entries import EXTRA_FILE
 from ft_ckpt.formats import dual
 from ft_ckpt.formats.hdf5 import hdf5_file
 from ft_ckpt.formats.pytree_json import loads
+from ft_ckpt.model.entries import EXTRA_FILE
 
 Supplied = tuple[dict[str, Tensor], bool]  # by name, and whether they are their files, mapped
 

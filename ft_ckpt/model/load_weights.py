@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from ft_ckpt.checkpoint.manifest import Manifest, PartRecord
 from ft_ckpt.distributed.wrappers import give_back, listed, sources
 from ft_ckpt.errors import LoadError, listing
-from ft_ckpt.modules import put_at, tensor_at
-from ft_ckpt.supply import extra_beside
+from ft_ckpt.model.open_weights import extra_beside
+from ft_ckpt.model.plain_module import put_at, tensor_at
 
 
 @dataclass(frozen=True)

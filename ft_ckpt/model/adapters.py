@@ -14,12 +14,12 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from ft_ckpt.conversion import cast_entries
 from ft_ckpt.distributed.tensor_names import walk, wrapper_steps
 from ft_ckpt.distributed.wrappers import Source
-from ft_ckpt.entries import Entry, Group, Part
 from ft_ckpt.errors import IncompleteError, NotAnAdapterError, SelectionError, listing
-from ft_ckpt.select import View
+from ft_ckpt.model.conversion import cast_entries
+from ft_ckpt.model.entries import Entry, Group, Part
+from ft_ckpt.model.selection import View
 
 T = TypeVar("T")
 ADAPTER_FILE = "adapter_model"

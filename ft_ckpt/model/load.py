@@ -15,9 +15,11 @@ from ft_ckpt.checkpoint.manifest import MANIFEST_NAME, PartRecord
 from ft_ckpt.checkpoint.open_checkpoint import OpenCheckpoint, open_checkpoint
 from ft_ckpt.distributed.wrappers import give_back, listed, sources
 from ft_ckpt.errors import CheckpointError, CorruptError, LoadError, NotACheckpointError, listing, shown
-from ft_ckpt.load_weights import LoadReport, put_tensors, refuse_differences, share_again, summary_of
-from ft_ckpt.modules import MODULE_NAME, build_module
-from ft_ckpt.pretrained import (
+from ft_ckpt.model.attach_adapters import attach, base_of
+from ft_ckpt.model.load_weights import LoadReport, put_tensors, refuse_differences, share_again, summary_of
+from ft_ckpt.model.open_weights import Supplied, extra_beside, supply, supplying
+from ft_ckpt.model.plain_module import MODULE_NAME, build_module
+from ft_ckpt.model.pretrained import (
     at_most,
     checked_config,
     empty_model,
@@ -26,9 +28,7 @@ from ft_ckpt.pretrained import (
     most_parameters,
     own_class,
 )
-from ft_ckpt.reattach import attach, base_of
 from ft_ckpt.storage.local_disk import local_path
-from ft_ckpt.supply import Supplied, extra_beside, supply, supplying
 
 
 @dataclass(frozen=True)

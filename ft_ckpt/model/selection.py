@@ -11,12 +11,12 @@ from typing import Any
 
 from torch import nn
 
-from ft_ckpt.conversion import cast_entries, converted
 from ft_ckpt.distributed.tensor_names import walk
 from ft_ckpt.distributed.wrappers import Source, unwrap
-from ft_ckpt.entries import Entry, Part
 from ft_ckpt.errors import IncompleteError, SelectionError, UnknownAttributeError
 from ft_ckpt.formats.pytree_json import dumps
+from ft_ckpt.model.conversion import cast_entries, converted
+from ft_ckpt.model.entries import Entry, Part
 
 
 @dataclass(frozen=True, eq=False)

@@ -5,12 +5,12 @@ from typing import Any
 
 from torch import nn
 
-from ft_ckpt.adapters import adapter_parts, base_view, check_complete, has_adapters, missing_trainable
-from ft_ckpt.bases import made_anew, refuse_merged
 from ft_ckpt.distributed.wrappers import Source, unwrap
-from ft_ckpt.entries import Part
 from ft_ckpt.errors import IncompleteError, NotAnAdapterError, SelectionError, listing
-from ft_ckpt.select import View, model_part, module_at, view
+from ft_ckpt.model.adapters import adapter_parts, base_view, check_complete, has_adapters, missing_trainable
+from ft_ckpt.model.base_model import made_anew, refuse_merged
+from ft_ckpt.model.entries import Part
+from ft_ckpt.model.selection import View, model_part, module_at, view
 
 Attribute = str | Sequence[str] | None
 

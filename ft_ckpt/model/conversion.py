@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from ft_ckpt.distributed.wrappers import Source
-from ft_ckpt.entries import Entry, Group
 from ft_ckpt.errors import SelectionError, listing
+from ft_ckpt.model.entries import Entry, Group
 
 
 def warm_up() -> None:

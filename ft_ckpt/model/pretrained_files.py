@@ -18,10 +18,10 @@ from torch import nn
 from transformers import GenerationConfig, PreTrainedTokenizerBase
 from transformers.dynamic_module_utils import custom_object_save, get_relative_import_files
 
-from ft_ckpt.cards import blank_card, injected_card, name_base
 from ft_ckpt.checkpoint.manifest import BaseRecord
 from ft_ckpt.errors import CompanionError
-from ft_ckpt.modules import global_shape, peel, plain_class
+from ft_ckpt.model.model_card import blank_card, injected_card, name_base
+from ft_ckpt.model.plain_module import global_shape, peel, plain_class
 
 _OLMO_EOS = ("<|im_end|>", "<|endoftext|>")
 _MODES = ("do_sample", "num_beams", "return_dict_in_generate", "use_cache")  # other fields are valid under these
