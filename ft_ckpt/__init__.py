@@ -17,10 +17,10 @@ if TYPE_CHECKING:
     from ft_ckpt.model.load import load_model
     from ft_ckpt.model.load_weights import LoadReport
     from ft_ckpt.pending import PendingSave
-    from ft_ckpt.resume import RestoreReport
     from ft_ckpt.retain import Keep
     from ft_ckpt.saver import CheckpointSaver, Progress, SaveReport
     from ft_ckpt.schedule import Every
+    from ft_ckpt.training.resume import RestoreReport
 
 __version__ = "0.2.0"
 
@@ -52,7 +52,7 @@ _HOME = {
     "LoadReport": "ft_ckpt.model.load_weights",
     "PendingSave": "ft_ckpt.pending",
     "Progress": "ft_ckpt.saver",
-    "RestoreReport": "ft_ckpt.resume",
+    "RestoreReport": "ft_ckpt.training.resume",
     "SaveReport": "ft_ckpt.saver",
     "SaverConfig": "ft_ckpt.config",
     "best": "ft_ckpt.checkpoint.catalog",

@@ -14,9 +14,9 @@ from ft_ckpt.config import SaverConfig, every_of
 from ft_ckpt.distributed import wrappers
 from ft_ckpt.distributed.ranks import Ranks, attempt, current
 from ft_ckpt.errors import CheckpointError, ConfigError, RankError, listing
-from ft_ckpt.running import Run
 from ft_ckpt.saver import CheckpointSaver, open_savers
 from ft_ckpt.schedule import Every
+from ft_ckpt.training.run import Run
 
 P = ParamSpec("P")
 R = TypeVar("R")

@@ -18,12 +18,12 @@ from ft_ckpt.distributed.ranks import Ranks
 from ft_ckpt.distributed.wrappers import Source
 from ft_ckpt.model.base_model import refuse_merged
 from ft_ckpt.model.entries import Entry, Part
-from ft_ckpt.optimizers import parameter_of
 from ft_ckpt.preparing import Companions, Prepared, Request, choose, companions_of
 from ft_ckpt.replicas import of_plans
 from ft_ckpt.snapshot import Copies, key, size_of
 from ft_ckpt.storage.digests import chunks
-from ft_ckpt.structure import Look, emptied, filled, is_placed, local_of
+from ft_ckpt.training.optimizers import parameter_of
+from ft_ckpt.training.structure import Look, emptied, filled, is_placed, local_of
 
 
 @dataclass(frozen=True, eq=False)

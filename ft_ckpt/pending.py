@@ -17,23 +17,24 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ft_ckpt import replicas, zero_optimizer
+from ft_ckpt import replicas
 from ft_ckpt.background import Worker
-from ft_ckpt.capturing import Captured
 from ft_ckpt.config import SaverConfig
 from ft_ckpt.distributed.ranks import Ranks, attempt, current
-from ft_ckpt.items import items_of
 from ft_ckpt.keeping import Weighed, planned, weigh
 from ft_ckpt.model.conversion import warm_up
 from ft_ckpt.moving import all_see
-from ft_ckpt.optimizers import inner
 from ft_ckpt.preparing import Prepared, Request
 from ft_ckpt.priority import yield_to_training
-from ft_ckpt.running import Run
 from ft_ckpt.saving import SaveReport, compares, run, settled
 from ft_ckpt.schedule import History, learnt
 from ft_ckpt.snapshot import Snapshot, owned_by
-from ft_ckpt.structure import Kept, Look
+from ft_ckpt.training import zero_optimizer
+from ft_ckpt.training.capture import Captured
+from ft_ckpt.training.items import items_of
+from ft_ckpt.training.optimizers import inner
+from ft_ckpt.training.run import Run
+from ft_ckpt.training.structure import Kept, Look
 
 _lanes = count(1)  # alike on all ranks: one is taken where all of them are
 

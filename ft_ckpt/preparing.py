@@ -13,7 +13,6 @@ from typing import Any
 from torch import Tensor, nn
 
 from ft_ckpt import replicas, reuse
-from ft_ckpt.capturing import Captured
 from ft_ckpt.checkpoint import commit, free_space
 from ft_ckpt.checkpoint.catalog import is_inside
 from ft_ckpt.checkpoint.manifest import BaseRecord
@@ -22,7 +21,6 @@ from ft_ckpt.deliver import PartPlan, plan
 from ft_ckpt.distributed import wrappers
 from ft_ckpt.distributed.ranks import Ranks
 from ft_ckpt.errors import ConfigError, explained
-from ft_ckpt.items import of_model
 from ft_ckpt.model import pretrained_files as companions
 from ft_ckpt.model.entries import EXTRA_FILE, main_dtype
 from ft_ckpt.model.parts import Attribute, parts_of
@@ -30,7 +28,9 @@ from ft_ckpt.model.plain_module import write_module
 from ft_ckpt.model.selection import without_own_layouts
 from ft_ckpt.records import base_record
 from ft_ckpt.reuse import Offer
-from ft_ckpt.training import DOCUMENT_NAME, state_part
+from ft_ckpt.training.capture import Captured
+from ft_ckpt.training.items import of_model
+from ft_ckpt.training.state import DOCUMENT_NAME, state_part
 
 _MEMORY, _PLENTY_BYTES = "/dev/shm", 1 << 30  # noqa: S108 - a folder of its own is made in it
 _MANIFEST_BYTES = 16 << 20  # room for what is not known yet in the look at free space

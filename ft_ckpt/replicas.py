@@ -22,7 +22,7 @@ from ft_ckpt.distributed.sharding import Holding, held_by
 from ft_ckpt.distributed.wrappers import Source, of_rank_0
 from ft_ckpt.errors import IncompleteError, RanksDisagreeError, listing
 from ft_ckpt.model.entries import Entry, Part
-from ft_ckpt.optimizers import own_settings
+from ft_ckpt.training.optimizers import own_settings
 
 # Tensor, as a run names it -> the ranks whose own is not the first rank's: where theirs lies (see `place_of`), None if
 # they have nothing.

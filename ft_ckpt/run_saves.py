@@ -12,18 +12,18 @@ from ft_ckpt.checkpoint.prune import tidy
 from ft_ckpt.config import SaverConfig
 from ft_ckpt.distributed.ranks import Ranks, current
 from ft_ckpt.errors import CheckpointError, ConfigError
-from ft_ckpt.items import of_model
 from ft_ckpt.model.parts import is_adapter_run
 from ft_ckpt.pending import Pending, PendingSave
 from ft_ckpt.preparing import request_of
 from ft_ckpt.records import versions
 from ft_ckpt.replicas import described, settings_apart
-from ft_ckpt.running import Run
 from ft_ckpt.saving import SaveReport, tell_apart
-from ft_ckpt.signals import exit_code
 from ft_ckpt.snapshot import as_in_training
-from ft_ckpt.starting import refuse_replacing
 from ft_ckpt.storage.local_disk import local_path
+from ft_ckpt.training.items import of_model
+from ft_ckpt.training.run import Run
+from ft_ckpt.training.signals import exit_code
+from ft_ckpt.training.starting import refuse_replacing
 
 T = TypeVar("T")
 _SAVES_WITHOUT_METRIC = 3  # before it is said that none came

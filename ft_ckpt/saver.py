@@ -11,7 +11,6 @@ from weakref import WeakSet
 
 from torch import Tensor, nn
 
-from ft_ckpt import rehearsal, starting
 from ft_ckpt.checkpoint import commit
 from ft_ckpt.checkpoint.open_checkpoint import OpenCheckpoint
 from ft_ckpt.checkpoint.prune import clear
@@ -23,12 +22,13 @@ from ft_ckpt.pending import Pending, PendingSave
 from ft_ckpt.preparing import check_companions, request_of
 from ft_ckpt.records import versions
 from ft_ckpt.run_saves import RunSaves
-from ft_ckpt.running import Progress, Run
 from ft_ckpt.saving import SaveReport
-from ft_ckpt.serving import facts_of, open_to_all
 from ft_ckpt.snapshot import as_in_training
-from ft_ckpt.state_files import Stored
 from ft_ckpt.storage.local_disk import local_path
+from ft_ckpt.training import rehearsal, starting
+from ft_ckpt.training.run import Progress, Run
+from ft_ckpt.training.serve_files import facts_of, open_to_all
+from ft_ckpt.training.state_files import Stored
 
 __all__ = ["CheckpointSaver", "Progress", "SaveReport"]
 _LOG = logging.getLogger("ft_ckpt")

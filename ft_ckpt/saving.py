@@ -22,12 +22,12 @@ from ft_ckpt.deliver import check_written, second_names
 from ft_ckpt.distributed.ranks import Ranks
 from ft_ckpt.errors import NoSpaceError, RankError, RanksDisagreeError, explained
 from ft_ckpt.files.objects import compress_file
-from ft_ckpt.items import check_names
 from ft_ckpt.model.parts import kind_of
 from ft_ckpt.moving import SaveJob, moved
 from ft_ckpt.preparing import Prepared, Request, prepare
 from ft_ckpt.records import manifest_of
 from ft_ckpt.storage.digests import digest_of
+from ft_ckpt.training.items import check_names
 
 _LOG = logging.getLogger("ft_ckpt")
 

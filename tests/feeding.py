@@ -10,8 +10,8 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset, IterableDataset, get_worker_info
 
-from ft_ckpt import rng
-from ft_ckpt.position import Feed
+from ft_ckpt.training import rng
+from ft_ckpt.training.data_position import Feed
 
 Make = Callable[[], Any]
 SAMPLES, EPOCHS = 11, 3

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from ft_ckpt import rehearsal
 from ft_ckpt.cli.check import Finding, Row, _rows, _verdict
 from ft_ckpt.errors import ConfigError
-from ft_ckpt.rehearsal import Recorder, Rehearsal, Step, read_steps
+from ft_ckpt.training import rehearsal
+from ft_ckpt.training.rehearsal import Recorder, Rehearsal, Step, read_steps
 
 SCRIPT = Path(__file__).parent / "scripts" / "rehearsed.py"
 

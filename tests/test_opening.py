@@ -27,8 +27,8 @@ from ft_ckpt.cli import main
 from ft_ckpt.errors import CheckpointError, CorruptError, LoadError
 from ft_ckpt.files import convert, diff
 from ft_ckpt.model import load
-from ft_ckpt.running import Run
 from ft_ckpt.storage.digests import digest_of
+from ft_ckpt.training.run import Run
 
 SEED = int(os.environ.get("FT_CKPT_SEED", "0")) or random.SystemRandom().randrange(1, 1 << 30)
 

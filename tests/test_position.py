@@ -13,9 +13,9 @@ from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, Rando
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 import ft_ckpt
-from ft_ckpt import loaders, rng
 from ft_ckpt.errors import CorruptError, LoadError
-from ft_ckpt.position import Feed
+from ft_ckpt.training import dataloaders, rng
+from ft_ckpt.training.data_position import Feed
 
 
 def seeded(seed: int = 5) -> torch.Generator:
@@ -218,7 +218,7 @@ def test_a_sampler_that_leaves_batches_out_passes_for_the_one_it_is() -> None:
     """Accelerate asks whether a loader's sampler is a batch sampler, and for its size."""
     sampler = BatchSampler(range(SAMPLES), 4, drop_last=False)
     loader = DataLoader(Numbers(), batch_size=None, sampler=sampler)
-    with loaders.jumping(loader, 1, 1):
+    with dataloaders.jumping(loader, 1, 1):
         assert isinstance(loader.sampler, BatchSampler)
         assert (len(loader), loader.sampler.batch_size) == (3, 4)
         assert [list(loader.sampler) for _ in range(2)] == [[[0, 1, 2, 3], [8, 9, 10]], list(sampler)]

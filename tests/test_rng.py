@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import ft_ckpt
-from ft_ckpt import rng
+from ft_ckpt.training import rng
 
 
 def draws() -> list[float]:

@@ -10,12 +10,12 @@ import time
 
 import pytest
 
-from ft_ckpt import signals
-from ft_ckpt.signals import SignalWatch, exit_code
+from ft_ckpt.training import signals
+from ft_ckpt.training.signals import SignalWatch, exit_code
 
 CHILD = """
 import ctypes, signal, sys, threading, time
-from ft_ckpt.signals import SignalWatch
+from ft_ckpt.training.signals import SignalWatch
 if "--deaf" in sys.argv:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
 watch = SignalWatch(["SIGTERM", "SIGUSR1", "SIGINT"])

@@ -12,7 +12,8 @@ from torch import nn
 from transformers import MixtralForCausalLM, Qwen3ForCausalLM
 
 import ft_ckpt
-from ft_ckpt import CheckpointSaver, errors, training
+from ft_ckpt import CheckpointSaver, errors
+from ft_ckpt.training import state as training
 
 
 class Scaled(nn.Linear):

@@ -6,7 +6,7 @@ import pytest
 import torch
 from launch import run_cases
 
-from ft_ckpt import zero_optimizer
+from ft_ckpt.training import zero_optimizer
 
 # Stage 3 comes last: from its first engine on, DeepSpeed adds the bias of linear layers in another way.
 TWO = [

@@ -17,7 +17,7 @@ import typer
 from ft_ckpt.checkpoint import catalog
 from ft_ckpt.cli import views
 from ft_ckpt.errors import CheckpointError, ConfigError, LoadError, listing
-from ft_ckpt.rehearsal import END, VARIABLE, Rehearsal, Step, read_steps
+from ft_ckpt.training.rehearsal import END, VARIABLE, Rehearsal, Step, read_steps
 
 _TAIL_LINES = 30  # of the output of a script that failed
 

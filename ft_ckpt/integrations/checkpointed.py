@@ -13,7 +13,7 @@ from torch import nn
 from transformers import Trainer
 from transformers.trainer import TRAINER_STATE_NAME
 
-from ft_ckpt import CheckpointSaver, rng
+from ft_ckpt import CheckpointSaver
 from ft_ckpt.config import SaverConfig
 from ft_ckpt.distributed import wrappers
 from ft_ckpt.distributed.ranks import Ranks, attempt, by_itself, current
@@ -32,6 +32,7 @@ from ft_ckpt.integrations.trainer_files import (
 )
 from ft_ckpt.model.adapters import has_adapters
 from ft_ckpt.retain import Keep
+from ft_ckpt.training import rng
 
 _WEIGHTS = re.compile(r"((pytorch_)?model|adapter_model)(-\d+-of-\d+)?\.(safetensors|bin)(\.index\.json)?")
 

@@ -15,7 +15,6 @@ from transformers import Trainer, TrainerState
 from transformers.trainer import TRAINER_STATE_NAME, TRAINING_ARGS_NAME
 from transformers.trainer_callback import ExportableState
 
-from ft_ckpt import resume, starting
 from ft_ckpt.checkpoint.catalog import discover, read_manifest, verify
 from ft_ckpt.checkpoint.manifest import MANIFEST_NAME
 from ft_ckpt.checkpoint.open_checkpoint import OpenCheckpoint, open_checkpoint
@@ -23,10 +22,11 @@ from ft_ckpt.checkpoint.pins import DROPPED
 from ft_ckpt.checkpoint.prune import clear, sweep
 from ft_ckpt.distributed.ranks import Ranks, attempt
 from ft_ckpt.errors import CorruptError, LoadError, ManifestError, NotACheckpointError, listing
-from ft_ckpt.items import known_sources
 from ft_ckpt.retain import Keep
-from ft_ckpt.serving import facts_of, open_to_all
-from ft_ckpt.state_files import Stored, opened, read_document
+from ft_ckpt.training import resume, starting
+from ft_ckpt.training.items import known_sources
+from ft_ckpt.training.serve_files import facts_of, open_to_all
+from ft_ckpt.training.state_files import Stored, opened, read_document
 
 _LOG = logging.getLogger("ft_ckpt")
 _NAME = re.compile(r"checkpoint-(\d+)")

@@ -22,7 +22,7 @@ from ft_ckpt.errors import CheckpointError, NoSpaceError
 from ft_ckpt.pending import PendingSave
 from ft_ckpt.snapshot import Snapshot
 from ft_ckpt.storage import regions
-from ft_ckpt.structure import Kept
+from ft_ckpt.training.structure import Kept
 
 SHORT = {"enter_timeout_seconds": 60, "on_difference": "ignore", "io_threads": 2, "background": True}
 

@@ -14,10 +14,11 @@ import torch.distributed as dist
 from resume import TOLD, live_model, optimizer_state, same, train
 from wrappers import Live, truth
 
-from ft_ckpt import CheckpointSaver, resume, state_files
+from ft_ckpt import CheckpointSaver
 from ft_ckpt.distributed import broadcast, read_shards
 from ft_ckpt.errors import LoadError, RankError
 from ft_ckpt.storage import buffers
+from ft_ckpt.training import resume, state_files
 
 BUCKET = 1 << 16  # the least there is: many buckets even for a tiny model
 

@@ -19,8 +19,9 @@ import torch.distributed as dist
 from resume import exact, live_model, same, saver_of, take, train
 from wrappers import truth
 
-from ft_ckpt import rank_state, serving, verify
+from ft_ckpt import verify
 from ft_ckpt.errors import CheckpointError, CorruptError, RankError
+from ft_ckpt.training import rank_state, serve_files
 
 HERE = Path("/proc/self/cwd")
 
@@ -87,17 +88,17 @@ def unreadable(folder: Path) -> None:
     with saver_of(live, HERE) as keeper:
         train(live, keeper, 0, 2)
         keeper.save_state()
-    real = serving._serve
+    real = serve_files._serve
     if harness.RANK == 0:
         broken = lambda part, name, start, stop: 1 / 0  # noqa: E731
-        serving._serve = lambda store, word, read, done: real(store, word, broken, done)
+        serve_files._serve = lambda store, word, read, done: real(store, word, broken, done)
     begun = time.monotonic()
     with (
         saver_of(live, HERE) as keeper,
         pytest.raises(CheckpointError, match=r"rank 0, which reads .*division by zero"),
     ):
         keeper.resume("must")
-    serving._serve = real
+    serve_files._serve = real
     assert time.monotonic() - begun < 20
     with saver_of(live, HERE) as keeper:
         assert keeper.resume("must").step == 2

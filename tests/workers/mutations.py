@@ -28,8 +28,8 @@ from ft_ckpt.formats.hdf5 import index as hdf5_index
 from ft_ckpt.formats.pytree import unflatten
 from ft_ckpt.formats.pytree_json import decode
 from ft_ckpt.model.plain_module import build_module, describe_module
-from ft_ckpt.state_files import read_document
-from ft_ckpt.training import DOCUMENT_NAME, FOLDER
+from ft_ckpt.training.state import DOCUMENT_NAME, FOLDER
+from ft_ckpt.training.state_files import read_document
 
 STEP_SECONDS = 10
 MOST_BYTES = 1 << 30

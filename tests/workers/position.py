@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 import ft_ckpt
-from ft_ckpt.position import Feed
+from ft_ckpt.training.data_position import Feed
 
 COUNT, BATCH = 48, 2
 STOPS = {1: (3, 4, 24), 2: (1, 2, 12)}  # batches: in the middle of one of twice as many ranks, at its end, at the last

@@ -16,10 +16,11 @@ import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 from wrappers import WRAPPERS, Live, truth
 
-from ft_ckpt import CheckpointSaver, training
+from ft_ckpt import CheckpointSaver
 from ft_ckpt.distributed.gather import gather
 from ft_ckpt.distributed.ranks import current
-from ft_ckpt.items import items_of, known_sources
+from ft_ckpt.training import state as training
+from ft_ckpt.training.items import items_of, known_sources
 
 TOLD = {"enter_timeout_seconds": 60, "on_difference": "ignore"}
 

@@ -18,12 +18,12 @@ from harness import RANK, WORLD, run
 from torch import nn
 from wrappers import deepspeed_accelerator
 
-from ft_ckpt import optimizers, zero_optimizer
 from ft_ckpt.distributed.gather import gather
 from ft_ckpt.distributed.ranks import current
 from ft_ckpt.distributed.sharding import Block
 from ft_ckpt.distributed.wrappers import Source, sources
 from ft_ckpt.errors import LoadError, SelectionError
+from ft_ckpt.training import optimizers, zero_optimizer
 
 SETTINGS: dict[str, dict[str, Any]] = {
     "bf16": {"bf16": {"enabled": True}},

@@ -21,9 +21,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from ft_ckpt import loaders
 from ft_ckpt.errors import CorruptError, LoadError
-from ft_ckpt.loaders import Moment
+from ft_ckpt.training import dataloaders
+from ft_ckpt.training.dataloaders import Moment
 
 _AHEAD = 2  # batches to read again so that a loader which reads one ahead holds the right one
 _KEYS = (
@@ -64,7 +64,7 @@ class Feed:
         known = getattr(self.loader, "end_of_dataloader", None)
         if isinstance(known, bool):
             return known
-        length = None if self._offset else loaders.length(self.loader)
+        length = None if self._offset else dataloaders.length(self.loader)
         return None if length is None else self.batch >= length
 
     def batches(self) -> Iterator[Any]:
@@ -89,7 +89,7 @@ class Feed:
         three). May differ between ranks.
         """
         if not self._start:
-            self._numbers = loaders.numbers(self.loader)
+            self._numbers = dataloaders.numbers(self.loader)
         return {
             "size": self.size,
             "epoch": self.epoch,
@@ -102,7 +102,7 @@ class Feed:
             "numbers": self._numbers,
             "start": self._start and self._start.state,
             "last": None if self._last is self._start or not self._last else self._last.state,
-            "own": loaders.generator_states(self.loader),
+            "own": dataloaders.generator_states(self.loader),
             "loader": self._own_state(),
         }
 
@@ -123,18 +123,18 @@ class Feed:
         self._last = Moment(self.loader, state["last"]) if state["last"] else self._start
         self._states = [state["loader"]] if state["loader"] is not None and self._jumps_by_state else []
         self._pending = self._start is not None
-        loaders.set_numbers(self.loader, self._numbers)
+        dataloaders.set_numbers(self.loader, self._numbers)
         is_same = state["size"] == self.size
         # Accelerate gives samplers a generator when there are several ranks, and none when there is one.
         own = {key: value for key, value in state["own"].items() if is_same or value is not None}
-        loaders.set_generator_states(self.loader, own)
+        dataloaders.set_generator_states(self.loader, own)
         return self._rescale(state["size"]) if self._pending and not is_same else []
 
     def _begun(self) -> Iterator[Any]:
         if self._start is not None:  # the last loop was left in the middle
             self._end_pass()
-        loaders.forget_premade(self.loader)
-        self._numbers, self._warm = loaders.numbers(self.loader), loaders.is_warm(self.loader)
+        dataloaders.forget_premade(self.loader)
+        self._numbers, self._warm = dataloaders.numbers(self.loader), dataloaders.is_warm(self.loader)
         self._start = self._last = Moment(self.loader)
         iterator: Iterator[Any] = iter(self.loader)
         return iterator
@@ -142,27 +142,27 @@ class Feed:
     def _end_pass(self) -> None:
         self.epoch, self.batch, self._given, self._offset = self.epoch + 1, 0, 0, 0
         self._start, self._last, self._states = None, None, []
-        loaders.forget_start(self.loader)
+        dataloaders.forget_start(self.loader)
 
     def _before(self) -> None:
         # The first batch is asked for in the state that the pass began with; workers draw nothing here.
-        if self.batch and loaders.looks_ahead(self.loader) and loaders.reads_here(self.loader):
+        if self.batch and dataloaders.looks_ahead(self.loader) and dataloaders.reads_here(self.loader):
             self._last = Moment(self.loader)
 
     def _count(self, batch: Any) -> None:
-        given = loaders.samples_in(batch) * self.size
+        given = dataloaders.samples_in(batch) * self.size
         self.batch, self.samples, self._given = self.batch + 1, self.samples + given, self._given + given
         self._remember_own_state()
 
     def _remember_own_state(self) -> None:
-        if self._jumps_by_state and loaders.looks_ahead(self.loader):
+        if self._jumps_by_state and dataloaders.looks_ahead(self.loader):
             self._states = [*self._states[-2:], _plain(self.loader.state_dict())]
 
     @property
     def _jumps_by_state(self) -> bool:
-        if self.replay or loaders.is_map(self.loader) or not loaders.has_own_state(self.loader):
+        if self.replay or dataloaders.is_map(self.loader) or not dataloaders.has_own_state(self.loader):
             return False
-        return self.replay is False or not loaders.refills_a_buffer(self.loader)
+        return self.replay is False or not dataloaders.refills_a_buffer(self.loader)
 
     def _own_state(self) -> Any:
         """The loader's own position, before the batches that the way back reads again; None to read from the first."""
@@ -170,7 +170,7 @@ class Feed:
             return self._states[0] if self._states else None
         if not self.batch or not self._jumps_by_state:
             return None
-        if not loaders.looks_ahead(self.loader):
+        if not dataloaders.looks_ahead(self.loader):
             return _plain(self.loader.state_dict())
         return self._states[0] if len(self._states) > _AHEAD else None
 
@@ -178,8 +178,8 @@ class Feed:
         """The loader's iterator, having given what was given; random state and generators are left as they are."""
         now = Moment(self.loader)
         self._pending = False
-        loaders.forget_premade(self.loader)
-        loaders.set_numbers(self.loader, self._numbers)  # again: the script may have set an epoch since
+        dataloaders.forget_premade(self.loader)
+        dataloaders.set_numbers(self.loader, self._numbers)  # again: the script may have set an epoch since
         if self._start is not None:
             self._start.put_back()
         try:
@@ -214,26 +214,26 @@ class Feed:
 
     def _way(self) -> tuple[int, list[AbstractContextManager[None]]]:
         """How many batches are read again, and what is left out before them."""
-        ahead, unit = loaders.looks_ahead(self.loader), loaders.per_call(self.loader)
+        ahead, unit = dataloaders.looks_ahead(self.loader), dataloaders.per_call(self.loader)
         if self._states:
             self.loader.load_state_dict(self._states[0])
             return (_AHEAD if ahead else 0), []
-        if not loaders.is_map(self.loader):
+        if not dataloaders.is_map(self.loader):
             return self.batch, []
         again = self.batch if self.replay else min(self.batch, _AHEAD if ahead else 1)
         jumps: list[AbstractContextManager[None]] = []
         if self._offset:
-            unseen = self._offset // loaders.readers(self.loader, self.size)
-            jumps.append(loaders.jumping(self.loader, 0, unseen, inside=True))
+            unseen = self._offset // dataloaders.readers(self.loader, self.size)
+            jumps.append(dataloaders.jumping(self.loader, 0, unseen, inside=True))
         # The first batch stays: loaders that fill up the last batch do it with the first.
         keep, drop = max(again - 1, 0) * unit, (self.batch - again) * unit
-        jumps.append(loaders.jumping(self.loader, keep, drop, self._start if self._warm else None))
+        jumps.append(dataloaders.jumping(self.loader, keep, drop, self._start if self._warm else None))
         return again, jumps
 
     def _rescale(self, saved: int) -> list[str]:
         """Go on after the samples that `saved` ranks had seen together."""
         self._last, self._states = self._start, []
-        full, length = loaders.global_batch(self.loader, self.size), loaders.length(self.loader)
+        full, length = dataloaders.global_batch(self.loader, self.size), dataloaders.length(self.loader)
         full = full or self._given // max(self.batch * saved, 1) * self.size
         done = f"{saved} ranks had seen {self._given} samples of this pass, {self.size} go on"
         if self._loaded_at_end and length is not None and not self._offset:
@@ -242,9 +242,9 @@ class Feed:
         if full and self._given % full == 0 and not self._offset:
             self.batch = self._given // full
             return [f"{done} with batch {self.batch + 1} of theirs"]
-        if loaders.is_map(self.loader):
+        if dataloaders.is_map(self.loader):
             self.batch, self._offset = 0, self._given
-            left = self._given % loaders.readers(self.loader, self.size)
+            left = self._given % dataloaders.readers(self.loader, self.size)
             twice = f"; {left} of them are given again, so that all ranks begin alike" if left else ""
             return [f"{done} in the middle of a batch of theirs: batches are cut anew from there{twice}"]
         self.batch = self._given // full if full else 0

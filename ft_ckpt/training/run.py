@@ -10,9 +10,7 @@ from typing import Any
 
 from torch import nn
 
-from ft_ckpt import capturing, optimizers, rank_state, resume, schedule, state_files, training, zero_optimizer
-from ft_ckpt.accumulation import StepWatch
-from ft_ckpt.capturing import Captured, Objects
+from ft_ckpt import schedule
 from ft_ckpt.checkpoint.open_checkpoint import OpenCheckpoint
 from ft_ckpt.config import SaverConfig
 from ft_ckpt.distributed import broadcast
@@ -20,16 +18,20 @@ from ft_ckpt.distributed.agreement import numbers
 from ft_ckpt.distributed.ranks import Ranks, current
 from ft_ckpt.distributed.wrappers import Source
 from ft_ckpt.errors import ConfigError, LoadError, SelectionError, damaged_input, listing
-from ft_ckpt.feeds import Feeds
-from ft_ckpt.fingerprint import differences, fingerprint
-from ft_ckpt.items import Item, Key, in_order, items_of, known_sources, model_of, signatures, with_extra_state
 from ft_ckpt.model.base_model import BaseWatch
-from ft_ckpt.polling import ClockPoll
-from ft_ckpt.rank_state import OnRank
-from ft_ckpt.resume import Restored, RestoreReport, worst_of
 from ft_ckpt.schedule import Every
-from ft_ckpt.structure import Kept
-from ft_ckpt.training import Document
+from ft_ckpt.training import capture as capturing
+from ft_ckpt.training import optimizers, rank_state, resume, state, state_files, zero_optimizer
+from ft_ckpt.training.capture import Captured, Objects
+from ft_ckpt.training.feeds import Feeds
+from ft_ckpt.training.gradients import StepWatch
+from ft_ckpt.training.items import Item, Key, in_order, items_of, known_sources, model_of, signatures, with_extra_state
+from ft_ckpt.training.polling import ClockPoll
+from ft_ckpt.training.rank_state import OnRank
+from ft_ckpt.training.resume import Restored, RestoreReport, worst_of
+from ft_ckpt.training.run_settings import differences, fingerprint
+from ft_ckpt.training.state import Document
+from ft_ckpt.training.structure import Kept
 
 
 @dataclass(frozen=True)
@@ -107,7 +109,7 @@ class Run:
         items = with_extra_state(self.model, items_of(self.accelerator, self.registered))
         found = known_sources(self.model, items)
         signatures(self.accelerator, self.registered, lambda: found)
-        training.look(items, found, {})
+        state.look(items, found, {})
 
     def capture(self, ranks: Ranks, versions: Mapping[str, str], kept: Kept) -> Captured:
         """The state of the whole run, and the sources of its models; `kept` as for `capturing`. Nothing is moved."""

@@ -23,7 +23,7 @@ from ft_ckpt.formats.hdf5 import hdf5_file
 from ft_ckpt.formats.layout import TensorFile
 from ft_ckpt.formats.pytree import unflatten
 from ft_ckpt.formats.pytree_json import decode
-from ft_ckpt.training import DOCUMENT_NAME, DOCUMENT_VERSION, FOLDER, Document, source_of, tensors_of
+from ft_ckpt.training.state import DOCUMENT_NAME, DOCUMENT_VERSION, FOLDER, Document, source_of, tensors_of
 
 
 def read_document(path: Path) -> Document:

@@ -7,13 +7,14 @@ from typing import Any, TypeVar
 
 from torch import nn
 
-from ft_ckpt import optimizers, training
 from ft_ckpt.distributed.ranks import Ranks, attempt
 from ft_ckpt.distributed.wrappers import Source
-from ft_ckpt.items import Item, Key, check_same, known_sources, with_extra_state
 from ft_ckpt.model.entries import Entry
-from ft_ckpt.structure import Kept, Look, Structure, emptied, filled, is_placed
-from ft_ckpt.training import Document, Local, State
+from ft_ckpt.training import optimizers
+from ft_ckpt.training import state as training
+from ft_ckpt.training.items import Item, Key, check_same, known_sources, with_extra_state
+from ft_ckpt.training.state import Document, Local, State
+from ft_ckpt.training.structure import Kept, Look, Structure, emptied, filled, is_placed
 
 T = TypeVar("T")
 

@@ -27,7 +27,7 @@ from ft_ckpt.distributed.ranks import Ranks, attempt, current
 from ft_ckpt.errors import CheckpointError, RankError
 from ft_ckpt.formats.layout import ITEM_BYTES, Spec
 from ft_ckpt.model.json_values import dtype_of
-from ft_ckpt.training import DOCUMENT_NAME, FOLDER
+from ft_ckpt.training.state import DOCUMENT_NAME, FOLDER
 
 _LANE = "serving"
 _DONE, _FAILED = b"+", b"-"  # the last byte of an answer

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
-from ft_ckpt import rng
+from ft_ckpt.training import rng
 
 _NUMBERS = {  # what an order of samples is made of, besides generators; other parts' seeds are the script's to say
     "loader": ("iteration",), "sampler": ("epoch", "initial_seed", "seed"), "dataset": ("epoch",)

@@ -5,7 +5,7 @@ import time
 from ft_ckpt import schedule
 from ft_ckpt.distributed.ranks import Ranks
 from ft_ckpt.schedule import Every, History
-from ft_ckpt.signals import SignalWatch
+from ft_ckpt.training.signals import SignalWatch
 
 
 class ClockPoll:

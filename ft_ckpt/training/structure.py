@@ -21,7 +21,7 @@ from torch.nn.parameter import is_lazy
 from ft_ckpt.distributed.sharding import Holding
 from ft_ckpt.distributed.tensor_names import is_plain, walk
 from ft_ckpt.distributed.wrappers import Source, sent_buffers, to_sharded, wrappers
-from ft_ckpt.optimizers import inner
+from ft_ckpt.training.optimizers import inner
 
 T = TypeVar("T")
 _PLAIN = (Tensor, nn.Parameter, nn.Buffer)

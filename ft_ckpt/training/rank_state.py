@@ -7,15 +7,16 @@ from typing import Any
 
 from torch import nn
 
-from ft_ckpt import accumulation, rng, zero_optimizer
-from ft_ckpt.accumulation import StepWatch
 from ft_ckpt.distributed.ranks import Ranks
 from ft_ckpt.errors import CheckpointError, SelectionError
-from ft_ckpt.feeds import Feeds
-from ft_ckpt.items import Item
-from ft_ckpt.resume import Restored
-from ft_ckpt.state_files import Stored, own_tree
-from ft_ckpt.training import Document
+from ft_ckpt.training import gradients as accumulation
+from ft_ckpt.training import rng, zero_optimizer
+from ft_ckpt.training.feeds import Feeds
+from ft_ckpt.training.gradients import StepWatch
+from ft_ckpt.training.items import Item
+from ft_ckpt.training.resume import Restored
+from ft_ckpt.training.state import Document
+from ft_ckpt.training.state_files import Stored, own_tree
 
 _GRADIENTS, _RANDOM, _FEED, _STEPS, _SYNC = "gradients", "rng", "loader", "accumulation", "sync"
 

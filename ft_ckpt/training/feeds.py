@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ft_ckpt.distributed.ranks import Ranks
-from ft_ckpt.position import Feed
+from ft_ckpt.training.data_position import Feed
 
 _PLACE = ("epoch", "batch", "samples")
 _ABOUT = "about"  # the key of what tells loaders apart

@@ -13,8 +13,8 @@ from ft_ckpt.checkpoint.catalog import CheckpointInfo, discover, read_manifest
 from ft_ckpt.checkpoint.manifest import Manifest
 from ft_ckpt.checkpoint.open_checkpoint import OpenCheckpoint, open_checkpoint
 from ft_ckpt.errors import ConfigError, CorruptError, ManifestError, NotACheckpointError, TargetError, listing
-from ft_ckpt.state_files import read_document
 from ft_ckpt.storage.local_disk import local_path
+from ft_ckpt.training.state_files import read_document
 
 MODES = ("auto", "must", "never")
 _LOG = logging.getLogger("ft_ckpt")

@@ -20,7 +20,7 @@ from ft_ckpt.errors import SelectionError, listing
 from ft_ckpt.formats import pytree_json, safetensors
 from ft_ckpt.formats.pytree import PLAIN, flatten
 from ft_ckpt.model.json_values import decode, dtype_name, dtype_of, encode
-from ft_ckpt.parameter_groups import matched, set_groups, settings_of
+from ft_ckpt.training.parameter_groups import matched, set_groups, settings_of
 
 _MOST_BESIDE_BYTES = 1 << 20
 Description = dict[str, Any]  # {"class": str, "groups": [{"params": [names], ...}], "state": {name: {key: entry}}}

@@ -12,12 +12,12 @@ import torch
 import xxhash
 from torch import nn
 
-from ft_ckpt import optimizers, zero_optimizer
 from ft_ckpt.distributed import wrappers
 from ft_ckpt.distributed.agreement import numbers
 from ft_ckpt.distributed.tensor_names import refuse_one_way
 from ft_ckpt.distributed.wrappers import Source, sources, unwrap
 from ft_ckpt.errors import ConfigError, LoadError, RanksDisagreeError, SelectionError, listing
+from ft_ckpt.training import optimizers, zero_optimizer
 
 ENGINE = "engine"  # the item of DeepSpeed's counters
 EXTRA_STATE = "extra state"  # the item of what a model's modules list beside parameters and buffers
