@@ -16,9 +16,9 @@ if TYPE_CHECKING:
     from ft_ckpt.files.objects import load, save
     from ft_ckpt.model.load import load_model
     from ft_ckpt.model.load_weights import LoadReport
-    from ft_ckpt.pending import PendingSave
     from ft_ckpt.retain import Keep
     from ft_ckpt.saver import CheckpointSaver, Progress, SaveReport
+    from ft_ckpt.saving.background import PendingSave
     from ft_ckpt.schedule import Every
     from ft_ckpt.training.resume import RestoreReport
 
@@ -50,7 +50,7 @@ _HOME = {
     "Every": "ft_ckpt.schedule",
     "Keep": "ft_ckpt.retain",
     "LoadReport": "ft_ckpt.model.load_weights",
-    "PendingSave": "ft_ckpt.pending",
+    "PendingSave": "ft_ckpt.saving.background",
     "Progress": "ft_ckpt.saver",
     "RestoreReport": "ft_ckpt.training.resume",
     "SaveReport": "ft_ckpt.saver",

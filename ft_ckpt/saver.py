@@ -18,12 +18,12 @@ from ft_ckpt.config import SaverConfig, make_config, numbers_of
 from ft_ckpt.distributed import wrappers
 from ft_ckpt.distributed.ranks import Ranks, attempt, current
 from ft_ckpt.model.parts import Attribute, is_of_adapters
-from ft_ckpt.pending import Pending, PendingSave
-from ft_ckpt.preparing import check_companions, request_of
-from ft_ckpt.records import versions
-from ft_ckpt.run_saves import RunSaves
-from ft_ckpt.saving import SaveReport
-from ft_ckpt.snapshot import as_in_training
+from ft_ckpt.saving.background import Pending, PendingSave
+from ft_ckpt.saving.build_manifest import versions
+from ft_ckpt.saving.execute import SaveReport
+from ft_ckpt.saving.plan import check_companions, request_of
+from ft_ckpt.saving.run_saves import RunSaves
+from ft_ckpt.saving.snapshot import as_in_training
 from ft_ckpt.storage.local_disk import local_path
 from ft_ckpt.training import rehearsal, starting
 from ft_ckpt.training.run import Progress, Run

@@ -5,10 +5,10 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
-from ft_ckpt.deliver import PartPlan, plan
 from ft_ckpt.distributed.sharding import Holding, _cut, replicated, runs
 from ft_ckpt.distributed.wrappers import Source
 from ft_ckpt.model.entries import Entry, Part
+from ft_ckpt.saving.files import PartPlan, plan
 
 WAYS = ("ddp", "fsdp1", "fsdp2", "zero3")
 

@@ -17,9 +17,10 @@ from launch import run_cases
 from safetensors.torch import load_file
 from torch import nn
 
-from ft_ckpt import CheckpointSaver, Every, Keep, SaveReport, latest, moving, saving, snapshot, verify
+from ft_ckpt import CheckpointSaver, Every, Keep, SaveReport, latest, verify
 from ft_ckpt.errors import CheckpointError, ConfigError, NoSpaceError
-from ft_ckpt.pending import PendingSave
+from ft_ckpt.saving import execute, move_tensors, snapshot
+from ft_ckpt.saving.background import PendingSave
 
 TESTS = Path(__file__).parent
 TWO = ["ddp", "fsdp2", "fsdp1", "fsdp1_flat", "gathered", "told_at_the_next_step", "one_rank_fails", "not_shared"]
@@ -159,14 +160,14 @@ def test_optimizers_are_given_back(tmp_path):
 @pytest.fixture
 def failing(monkeypatch):
     """While this is set, no file can be written."""
-    broken, real = threading.Event(), moving.write_files
+    broken, real = threading.Event(), move_tensors.write_files
 
     def write(*arguments):
         if broken.is_set():
             raise NoSpaceError("model.safetensors: no space left")
         return real(*arguments)
 
-    monkeypatch.setattr(moving, "write_files", write)
+    monkeypatch.setattr(move_tensors, "write_files", write)
     return broken
 
 
@@ -230,7 +231,7 @@ def test_an_error_of_the_program_is_not_hidden(tmp_path, failing):
 
 
 def test_a_save_waits_for_the_one_before(tmp_path, monkeypatch):
-    real, order = saving.commit.commit, []
+    real, order = execute.commit.commit, []
 
     def slow(stage, target, manifest):
         order.append(f"{target.name} begins")
@@ -238,7 +239,7 @@ def test_a_save_waits_for_the_one_before(tmp_path, monkeypatch):
         real(stage, target, manifest)
         order.append(f"{target.name} ends")
 
-    monkeypatch.setattr(saving.commit, "commit", slow)
+    monkeypatch.setattr(execute.commit, "commit", slow)
     model, _optimizer, saver = stamped(tmp_path)
     with saver:
         handles = [saver.save(model, tmp_path / name) for name in "ab"]

@@ -17,9 +17,10 @@ from safetensors.torch import load_file, save
 from torch import nn
 from torch.distributed import HashStore
 
-from ft_ckpt import CheckpointSaver, direct, verify
+from ft_ckpt import CheckpointSaver, verify
 from ft_ckpt.checkpoint.catalog import read_manifest
 from ft_ckpt.distributed.ranks import Ranks
+from ft_ckpt.saving import write_shards
 from ft_ckpt.storage import direct_io as unbuffered
 from ft_ckpt.storage.buffers import BLOCK_BYTES
 from ft_ckpt.storage.digests import digest_like
@@ -58,18 +59,18 @@ def by_saver(values, folder, **options):
 def by_ranks(values, folder, way="fsdp2", world=2, dtype=None, block_bytes=SMALL, direct_io="on"):
     """The file as `world` ranks write it at once, each what it holds; their threads stand for the processes."""
     with pytest.MonkeyPatch.context() as patch, ThreadPoolExecutor(world) as pool:
-        patch.setattr(direct, "BLOCK_BYTES", 4096)  # in which replicated tensors are shared out
-        (share,) = direct.shares([planned(values, way, world, 0, dtype)], world)
-        direct.create(share, folder)
+        patch.setattr(write_shards, "BLOCK_BYTES", 4096)  # in which replicated tensors are shared out
+        (share,) = write_shards.shares([planned(values, way, world, 0, dtype)], world)
+        write_shards.create(share, folder)
         store = HashStore()
 
         def write(rank):
-            (mine,) = direct.shares([planned(values, way, world, rank, dtype)], world)
+            (mine,) = write_shards.shares([planned(values, way, world, rank, dtype)], world)
             assert mine.cuts == share.cuts
             with Writer(pace_of(folder, 0, 2, direct_io, block_bytes)) as writer:
-                return direct.write(mine, folder, Ranks(rank, world, store), writer, 1 << 20)
+                return write_shards.write(mine, folder, Ranks(rank, world, store), writer, 1 << 20)
 
-        record = direct.record(share, list(pool.map(write, range(world))))
+        record = write_shards.record(share, list(pool.map(write, range(world))))
     assert digest_like(folder / share.file.path, record) == record.digest
     return folder / share.file.path
 

@@ -14,9 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributed import HashStore
 
-from ft_ckpt import direct
 from ft_ckpt.distributed import sharding
 from ft_ckpt.distributed.ranks import Ranks
+from ft_ckpt.saving import write_shards
 from ft_ckpt.storage.digests import parts
 
 TESTS = Path(__file__).parent
@@ -25,12 +25,12 @@ worlds = st.sampled_from([2, 8, 1001, 1024]) | st.integers(2, 1024)
 
 
 def shared(values, way, world, rank):
-    (share,) = direct.shares([planned(values, way, world, rank)], world)
+    (share,) = write_shards.shares([planned(values, way, world, rank)], world)
     return share
 
 
 def spans(share, ranks):
-    return [(region.start, region.start + region.size_bytes) for region in direct._regions(share, ranks, 1 << 20)]
+    return [(region.start, region.start + region.size_bytes) for region in write_shards._regions(share, ranks, 1 << 20)]
 
 
 def joined(spans):
@@ -48,14 +48,15 @@ def joined(spans):
 def test_every_byte_has_one_writer(shapes, way, world, block_bytes):
     values = {f"t{number}": torch.zeros(shape) for number, shape in enumerate(shapes)}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(direct, "BLOCK_BYTES", block_bytes)
+        patch.setattr(write_shards, "BLOCK_BYTES", block_bytes)
         first = shared(values, way, world, 0)
         owners = {owner for _, _, owner in parts(first.kept, first.file.layout.size_bytes)}
         looks = {0, 1, world // 2, world - 1, min(owners), max(owners)}
         found = {rank: shared(values, way, world, rank) for rank in looks}
         written = {
             rank: [
-                (region.start, region.start + region.size_bytes) for region in direct._regions(share, ranks, 1 << 20)
+                (region.start, region.start + region.size_bytes)
+                for region in write_shards._regions(share, ranks, 1 << 20)
             ]
             for rank, share in found.items()
             for ranks in [Ranks(rank, world, HashStore())]
@@ -76,7 +77,7 @@ def test_the_manifest_does_not_grow_with_the_ranks(way):
     for world in (2, 64, 1024):
         share = shared(values, way, world, 0)
         assert len(share.kept) == len(values)
-        record = direct.record(share, ["0" * 32] * world)
+        record = write_shards.record(share, ["0" * 32] * world)
         sizes[world] = len(json.dumps([list(asdict(cut).values()) for cut in record.cuts])) + len(record.digest)
     assert max(sizes.values()) < sizes[2] * 1.1
     assert max(sizes.values()) < 100 * len(values)

@@ -9,7 +9,8 @@ import pytest
 import torch
 from faults import contents
 
-from ft_ckpt import CheckpointSaver, load_model, snapshot, verify
+from ft_ckpt import CheckpointSaver, load_model, verify
+from ft_ckpt.saving import snapshot
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ from launch import run_cases
 from torch import nn
 
 from ft_ckpt import CheckpointSaver
-from ft_ckpt.replicas import folded_bits
+from ft_ckpt.saving.replicas import folded_bits
 
 CASES = [
     "mixture",

@@ -12,11 +12,12 @@ from compare import assert_same_tensors, reference, stored
 from launch import run_cases
 from transformers import AutoModelForCausalLM
 
-from ft_ckpt import CheckpointSaver, Every, Keep, SaverConfig, load_model, moving, reuse, verify
+from ft_ckpt import CheckpointSaver, Every, Keep, SaverConfig, load_model, verify
 from ft_ckpt.checkpoint import free_space
 from ft_ckpt.checkpoint.catalog import discover, read_manifest
 from ft_ckpt.checkpoint.delete import drop
 from ft_ckpt.errors import NoSpaceError
+from ft_ckpt.saving import move_tensors, reuse_frozen
 
 WRAPPED = ("ddp", "fsdp2", "fsdp1", "zero3")  # stage 3 comes last, as in test_zero_optimizer.py
 CASES = ["one_rank_changed", "other_writers", *(f"{one}/{how}" for one in WRAPPED for how in ("gathered", "direct"))]
@@ -241,7 +242,7 @@ def test_small_models_stay_one_file(model, tmp_path):
 
 
 def test_auto_pays_from_a_size_on(model, tmp_path, monkeypatch):
-    monkeypatch.setattr(reuse, "LEAST_BYTES", 1 << 20)
+    monkeypatch.setattr(reuse_frozen, "LEAST_BYTES", 1 << 20)
     assert is_linked(twice(model, tmp_path / "most", reuse_frozen="auto"))
     trained = [name for name, _ in model.named_parameters() if "layers.0.mlp" not in name]
     path = twice(frozen_but(model, *trained), tmp_path / "few", reuse_frozen="auto")
@@ -357,7 +358,7 @@ def test_links_need_no_room(model, tmp_path, monkeypatch):
 
 def test_a_frozen_file_that_changed_needs_room_at_the_next_try(model, tmp_path, monkeypatch):
     """The disk fills up while the changed file is written: the next try knows that it is no link."""
-    needed, real = [], moving.write_files
+    needed, real = [], move_tensors.write_files
 
     def full_once(*given):
         if len(needed) == 2:
@@ -365,7 +366,7 @@ def test_a_frozen_file_that_changed_needs_room_at_the_next_try(model, tmp_path, 
         return real(*given)
 
     monkeypatch.setattr(free_space, "ensure", lambda target, size, *_, **__: needed.append(size))
-    monkeypatch.setattr(moving, "write_files", full_once)
+    monkeypatch.setattr(move_tensors, "write_files", full_once)
     path = twice(model, tmp_path, write_in_place, when_full="wait")
     assert needed[0] - needed[1] > 6_000_000
     assert needed[2] == needed[0]

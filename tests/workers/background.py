@@ -17,10 +17,11 @@ import torch.distributed as dist
 import zero_optimizer
 from wrappers import WRAPPERS, Live
 
-from ft_ckpt import CheckpointSaver, moving, snapshot, verify
+from ft_ckpt import CheckpointSaver, verify
 from ft_ckpt.errors import CheckpointError, NoSpaceError
-from ft_ckpt.pending import PendingSave
-from ft_ckpt.snapshot import Snapshot
+from ft_ckpt.saving import move_tensors, snapshot
+from ft_ckpt.saving.background import PendingSave
+from ft_ckpt.saving.snapshot import Snapshot
 from ft_ckpt.storage import regions
 from ft_ckpt.training.structure import Kept
 
@@ -156,7 +157,7 @@ def not_shared(folder: Path) -> None:
     """Rank 1 does not see rank 0's files."""
     live, saver = begun("fsdp2", folder)
     real = Path.is_file
-    Path.is_file = lambda path: not (harness.RANK and path.name.startswith(moving._PROBE)) and real(path)
+    Path.is_file = lambda path: not (harness.RANK and path.name.startswith(move_tensors._PROBE)) and real(path)
     try:
         with saver:
             done_at_once(saver, live, folder / "saved")

@@ -18,10 +18,11 @@ import torch
 import torch.distributed as dist
 from wrappers import WRAPPERS, Live
 
-from ft_ckpt import CheckpointSaver, direct, latest, moving, verify
+from ft_ckpt import CheckpointSaver, latest, verify
 from ft_ckpt.checkpoint.catalog import read_manifest
 from ft_ckpt.distributed import gather
 from ft_ckpt.errors import NoSpaceError, RankError
+from ft_ckpt.saving import move_tensors, write_shards
 from ft_ckpt.storage import regions
 
 SHORT = {"enter_timeout_seconds": 60, "on_difference": "ignore", "io_threads": 2}
@@ -69,7 +70,7 @@ def not_shared(folder: Path) -> None:
     """Rank 1 does not see rank 0's files: rank 0 writes everything."""
     live = live_model("fsdp2", "qwen3")
     saver = CheckpointSaver(live.accelerator, folder, each_rank_writes="on", **SHORT)
-    with hidden(moving._PROBE) if harness.RANK else nullcontext():
+    with hidden(move_tensors._PROBE) if harness.RANK else nullcontext():
         saver.save(live.model, folder / "saved")
     assert verify(folder / "saved").ok
     assert not any(file.cuts for file in read_manifest(folder / "saved").files)
@@ -115,18 +116,18 @@ def full_disk(wrapper: str, model: str, rank: int, each: str, folder: Path) -> N
 
 def shared_out(folder: Path) -> None:
     """Replicated parameters, cut in smaller blocks than usual: the other rank stops as well."""
-    direct.BLOCK_BYTES, usual = 4096, direct.BLOCK_BYTES
+    write_shards.BLOCK_BYTES, usual = 4096, write_shards.BLOCK_BYTES
     try:
         full_disk("ddp", "wide", 0, "on", folder)
     finally:
-        direct.BLOCK_BYTES = usual
+        write_shards.BLOCK_BYTES = usual
 
 
 def waits_for_room(folder: Path) -> None:
     """A disk that was full for a while on one rank: all try again."""
     live = live_model("fsdp2", "qwen3")
     saver = CheckpointSaver(live.accelerator, folder, each_rank_writes="on", when_full="wait", **SHORT)
-    real, tries = direct.create, []
+    real, tries = write_shards.create, []
 
     def create(*args: Any) -> None:
         tries.append(args)
@@ -134,11 +135,11 @@ def waits_for_room(folder: Path) -> None:
             raise NoSpaceError("no room for the file yet")
         real(*args)
 
-    direct.create = create
+    write_shards.create = create
     try:
         saver.save(live.model, folder / "saved")
     finally:
-        direct.create = real
+        write_shards.create = real
     assert bool(tries) is (harness.RANK == 0)
     assert verify(folder / "saved").ok
 

@@ -5,15 +5,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ft_ckpt import direct, reuse
 from ft_ckpt.checkpoint.manifest import FileRecord
 from ft_ckpt.config import SaverConfig
-from ft_ckpt.deliver import PartPlan, pieces
 from ft_ckpt.distributed import wrappers
 from ft_ckpt.distributed.gather import equal
 from ft_ckpt.distributed.ranks import Ranks, attempt
 from ft_ckpt.errors import IncompleteError
-from ft_ckpt.preparing import Prepared, Request
+from ft_ckpt.saving import reuse_frozen, write_shards
+from ft_ckpt.saving.files import PartPlan, pieces
+from ft_ckpt.saving.plan import Prepared, Request
 from ft_ckpt.storage.progress import tracked
 from ft_ckpt.storage.write_tuning import pace_of
 from ft_ckpt.storage.writer import Writer, write_files
@@ -36,7 +36,7 @@ class SaveJob:
     @property
     def plans(self) -> tuple[PartPlan, ...]:
         """The files that are to be written."""
-        return reuse.to_write(self.prepared.plans, self.taken)
+        return reuse_frozen.to_write(self.prepared.plans, self.taken)
 
 
 def moved(job: SaveJob) -> list[FileRecord]:
@@ -56,9 +56,9 @@ def _linked(job: SaveJob) -> list[FileRecord]:
     offers, stage = job.answers[0]["offers"], job.prepared.stage
     if not offers:
         return []
-    shares = reuse.frozen_shares(job.prepared.plans, job.ranks.size)
-    job.taken.update(reuse.equal_files(shares, offers, job.ranks, job.config.bucket_bytes))
-    return [] if stage is None else reuse.settle(shares, job.taken, stage)
+    shares = reuse_frozen.frozen_shares(job.prepared.plans, job.ranks.size)
+    job.taken.update(reuse_frozen.equal_files(shares, offers, job.ranks, job.config.bucket_bytes))
+    return [] if stage is None else reuse_frozen.settle(shares, job.taken, stage)
 
 
 def _gathered(job: SaveJob, untied: list[tuple[wrappers.Source, wrappers.Source]]) -> list[FileRecord]:
@@ -80,7 +80,7 @@ def _writer(job: SaveJob, stage: Path, size_bytes: int) -> Writer:
     return Writer(pace_of(stage, size_bytes, config.io_threads, config.direct_io, config.io_block_bytes))
 
 
-def _open_to_all(job: SaveJob) -> list[direct.Share] | None:
+def _open_to_all(job: SaveJob) -> list[write_shards.Share] | None:
     """Make the files for all ranks to write into, if that pays and they all see them; None: rank 0 writes."""
     config, told = job.config, job.answers[0]
     plain = all(one.format == "safetensors" for one in job.prepared.plans) and config.compression is None
@@ -88,13 +88,13 @@ def _open_to_all(job: SaveJob) -> list[direct.Share] | None:
         return None
     if any(answer["state_dict"] for answer in job.answers):
         return None
-    shares = direct.shares(job.plans, job.ranks.size)
-    if config.each_rank_writes == "auto" and not direct.pays(shares):
+    shares = write_shards.shares(job.plans, job.ranks.size)
+    if config.each_rank_writes == "auto" and not write_shards.pays(shares):
         return None
 
     def open_files() -> None:
         for share in shares if job.prepared.stage is not None else ():
-            direct.create(share, Path(told["stage"]))
+            write_shards.create(share, Path(told["stage"]))
 
     _, error = attempt(open_files)
     if all_see(Path(told["stage"]), job.ranks, error):
@@ -127,17 +127,18 @@ def all_see(folder: Path, ranks: Ranks, error: BaseException | None = None) -> b
 
 
 def _from_all(
-    job: SaveJob, shares: list[direct.Share], untied: list[tuple[wrappers.Source, wrappers.Source]]
+    job: SaveJob, shares: list[write_shards.Share], untied: list[tuple[wrappers.Source, wrappers.Source]]
 ) -> list[FileRecord]:
     """Every rank writes what it holds; the records are rank 0's to keep."""
     stage, config = Path(job.answers[0]["stage"]), job.config
 
     _refuse_untied(untied)
     with _writer(job, stage, sum(one.size_bytes for one in job.plans) // job.ranks.size) as writer:
-        digests = [direct.write(share, stage, job.ranks, writer, config.bucket_bytes) for share in shares]
+        digests = [write_shards.write(share, stage, job.ranks, writer, config.bucket_bytes) for share in shares]
     answers = job.ranks.agree("the writing of save()", {"digests": digests})
     return [
-        direct.record(share, [answer["digests"][number] for answer in answers]) for number, share in enumerate(shares)
+        write_shards.record(share, [answer["digests"][number] for answer in answers])
+        for number, share in enumerate(shares)
     ]
 
 

@@ -17,18 +17,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ft_ckpt import replicas
-from ft_ckpt.background import Worker
 from ft_ckpt.config import SaverConfig
 from ft_ckpt.distributed.ranks import Ranks, attempt, current
-from ft_ckpt.keeping import Weighed, planned, weigh
 from ft_ckpt.model.conversion import warm_up
-from ft_ckpt.moving import all_see
-from ft_ckpt.preparing import Prepared, Request
-from ft_ckpt.priority import yield_to_training
-from ft_ckpt.saving import SaveReport, compares, run, settled
+from ft_ckpt.saving import replicas
+from ft_ckpt.saving.execute import SaveReport, compares, run, settled
+from ft_ckpt.saving.move_tensors import all_see
+from ft_ckpt.saving.plan import Prepared, Request
+from ft_ckpt.saving.plan_cache import Weighed, planned, weigh
+from ft_ckpt.saving.priority import yield_to_training
+from ft_ckpt.saving.snapshot import Snapshot, owned_by
+from ft_ckpt.saving.worker import Worker
 from ft_ckpt.schedule import History, learnt
-from ft_ckpt.snapshot import Snapshot, owned_by
 from ft_ckpt.training import zero_optimizer
 from ft_ckpt.training.capture import Captured
 from ft_ckpt.training.items import items_of

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from ft_ckpt.checkpoint.manifest import BaseRecord, FileRecord, Manifest, PartRecord
-from ft_ckpt.deliver import PartPlan
 from ft_ckpt.model.base_model import base_identity, common_dtype
 from ft_ckpt.model.entries import Part, lossy_casts, shared_between
+from ft_ckpt.saving.files import PartPlan
 from ft_ckpt.storage.digests import digest_of
 
 _LIBRARIES = ("torch", "transformers", "peft", "accelerate", "safetensors")

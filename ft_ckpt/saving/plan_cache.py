@@ -10,17 +10,17 @@ from typing import Any
 
 from torch import Tensor
 
-from ft_ckpt import direct
 from ft_ckpt.config import SaverConfig, parse_size
-from ft_ckpt.deliver import PartPlan
 from ft_ckpt.distributed import wrappers
 from ft_ckpt.distributed.ranks import Ranks
 from ft_ckpt.distributed.wrappers import Source
 from ft_ckpt.model.base_model import refuse_merged
 from ft_ckpt.model.entries import Entry, Part
-from ft_ckpt.preparing import Companions, Prepared, Request, choose, companions_of
-from ft_ckpt.replicas import of_plans
-from ft_ckpt.snapshot import Copies, key, size_of
+from ft_ckpt.saving import write_shards
+from ft_ckpt.saving.files import PartPlan
+from ft_ckpt.saving.plan import Companions, Prepared, Request, choose, companions_of
+from ft_ckpt.saving.replicas import of_plans
+from ft_ckpt.saving.snapshot import Copies, key, size_of
 from ft_ckpt.storage.digests import chunks
 from ft_ckpt.training.optimizers import parameter_of
 from ft_ckpt.training.structure import Look, emptied, filled, is_placed, local_of
@@ -224,8 +224,8 @@ def _is_free(chosen: Prepared, request: Request, ranks: Ranks, config: SaverConf
     )
 
 
-def _shares(chosen: Prepared, ranks: Ranks) -> list[direct.Share]:
-    return direct.shares(chosen.plans, ranks.size)
+def _shares(chosen: Prepared, ranks: Ranks) -> list[write_shards.Share]:
+    return write_shards.shares(chosen.plans, ranks.size)
 
 
 def _sources(chosen: Prepared, request: Request, ranks: Ranks) -> Iterator[Source]:

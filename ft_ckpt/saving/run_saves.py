@@ -13,12 +13,12 @@ from ft_ckpt.config import SaverConfig
 from ft_ckpt.distributed.ranks import Ranks, current
 from ft_ckpt.errors import CheckpointError, ConfigError
 from ft_ckpt.model.parts import is_adapter_run
-from ft_ckpt.pending import Pending, PendingSave
-from ft_ckpt.preparing import request_of
-from ft_ckpt.records import versions
-from ft_ckpt.replicas import described, settings_apart
-from ft_ckpt.saving import SaveReport, tell_apart
-from ft_ckpt.snapshot import as_in_training
+from ft_ckpt.saving.background import Pending, PendingSave
+from ft_ckpt.saving.build_manifest import versions
+from ft_ckpt.saving.execute import SaveReport, tell_apart
+from ft_ckpt.saving.plan import request_of
+from ft_ckpt.saving.replicas import described, settings_apart
+from ft_ckpt.saving.snapshot import as_in_training
 from ft_ckpt.storage.local_disk import local_path
 from ft_ckpt.training.items import of_model
 from ft_ckpt.training.run import Run

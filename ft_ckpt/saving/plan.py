@@ -12,12 +12,10 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ft_ckpt import replicas, reuse
 from ft_ckpt.checkpoint import commit, free_space
 from ft_ckpt.checkpoint.catalog import is_inside
 from ft_ckpt.checkpoint.manifest import BaseRecord
 from ft_ckpt.config import SaverConfig
-from ft_ckpt.deliver import PartPlan, plan
 from ft_ckpt.distributed import wrappers
 from ft_ckpt.distributed.ranks import Ranks
 from ft_ckpt.errors import ConfigError, explained
@@ -26,8 +24,10 @@ from ft_ckpt.model.entries import EXTRA_FILE, main_dtype
 from ft_ckpt.model.parts import Attribute, parts_of
 from ft_ckpt.model.plain_module import write_module
 from ft_ckpt.model.selection import without_own_layouts
-from ft_ckpt.records import base_record
-from ft_ckpt.reuse import Offer
+from ft_ckpt.saving import replicas, reuse_frozen
+from ft_ckpt.saving.build_manifest import base_record
+from ft_ckpt.saving.files import PartPlan, plan
+from ft_ckpt.saving.reuse_frozen import Offer
 from ft_ckpt.training.capture import Captured
 from ft_ckpt.training.items import of_model
 from ft_ckpt.training.state import DOCUMENT_NAME, state_part
@@ -132,7 +132,7 @@ def choose(request: Request, ranks: Ranks, config: SaverConfig) -> Prepared:
     captured = request.captured.with_tensors()
     own = of_model(captured.found) or wrappers.sources(request.model)
     mode = config.reuse_frozen if request.format == "safetensors" else "off"
-    still = reuse.frozen(own)  # before others take their place, so that all ranks plan the same files
+    still = reuse_frozen.frozen(own)  # before others take their place, so that all ranks plan the same files
     if request.state_dict_given:
         own = wrappers.from_state_dict(request.state_dict, own, ranks)
     asked: dict[str, Any] = {"adapter_only": request.adapter_only, "attribute": request.attribute}
@@ -145,7 +145,9 @@ def choose(request: Request, ranks: Ranks, config: SaverConfig) -> Prepared:
     if request.apart:
         parts = replicas.set_apart(parts, request.apart, ranks.rank)
         captured.document["apart"] = {name: dict(odd) for name, odd in request.apart.items()}
-    plans = tuple(plan(part, request.max_shard_bytes, request.format, reuse.apart(part, still, mode)) for part in parts)
+    plans = tuple(
+        plan(part, request.max_shard_bytes, request.format, reuse_frozen.apart(part, still, mode)) for part in parts
+    )
     doubtful = tuple(pair for part in parts for pair in part.doubtful)
     samples = {part.name: wrappers.sample(part.base, ranks.rank) for part in parts if part.base}
     engine = wrappers.engine_names([*own.values(), *captured.found.values()])
@@ -208,8 +210,8 @@ def _offers(
 ) -> dict[str, Offer]:
     if request.state_dict_given or config.nonfinite == "raise":  # which looks at all numbers
         return {}
-    shares = [share for share in reuse.frozen_shares(plans, ranks.size) if share.file.path not in changed]
-    return reuse.bring(shares, request.target, stage, ranks, config.each_rank_writes != "on")
+    shares = [share for share in reuse_frozen.frozen_shares(plans, ranks.size) if share.file.path not in changed]
+    return reuse_frozen.bring(shares, request.target, stage, ranks, config.each_rank_writes != "on")
 
 
 def _write_companions(root: Path, one: PartPlan, request: Request) -> None:

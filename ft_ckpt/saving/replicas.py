@@ -15,13 +15,13 @@ import torch
 import xxhash
 from torch import Tensor
 
-from ft_ckpt.deliver import PartPlan
 from ft_ckpt.distributed.agreement import numbers
 from ft_ckpt.distributed.ranks import Ranks
 from ft_ckpt.distributed.sharding import Holding, held_by
 from ft_ckpt.distributed.wrappers import Source, of_rank_0
 from ft_ckpt.errors import IncompleteError, RanksDisagreeError, listing
 from ft_ckpt.model.entries import Entry, Part
+from ft_ckpt.saving.files import PartPlan
 from ft_ckpt.training.optimizers import own_settings
 
 # Tensor, as a run names it -> the ranks whose own is not the first rank's: where theirs lies (see `place_of`), None if

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from ft_ckpt.checkpoint.manifest import Cut, FileRecord
-from ft_ckpt.deliver import PartPlan, tensors_of
 from ft_ckpt.distributed.ranks import Ranks
 from ft_ckpt.model.entries import Entry
+from ft_ckpt.saving.files import PartPlan, tensors_of
 from ft_ckpt.storage.buffers import BLOCK_BYTES
 from ft_ckpt.storage.digests import chunks, together
 from ft_ckpt.storage.direct_io import create_file

@@ -13,19 +13,19 @@ from typing import Any
 
 import xxhash
 
-from ft_ckpt import replicas, reuse
 from ft_ckpt.checkpoint import commit
 from ft_ckpt.checkpoint.catalog import size_of
 from ft_ckpt.checkpoint.manifest import FileRecord
 from ft_ckpt.config import SaverConfig, human_size
-from ft_ckpt.deliver import check_written, second_names
 from ft_ckpt.distributed.ranks import Ranks
 from ft_ckpt.errors import NoSpaceError, RankError, RanksDisagreeError, explained
 from ft_ckpt.files.objects import compress_file
 from ft_ckpt.model.parts import kind_of
-from ft_ckpt.moving import SaveJob, moved
-from ft_ckpt.preparing import Prepared, Request, prepare
-from ft_ckpt.records import manifest_of
+from ft_ckpt.saving import replicas, reuse_frozen
+from ft_ckpt.saving.build_manifest import manifest_of
+from ft_ckpt.saving.files import check_written, second_names
+from ft_ckpt.saving.move_tensors import SaveJob, moved
+from ft_ckpt.saving.plan import Prepared, Request, prepare
 from ft_ckpt.storage.digests import digest_of
 from ft_ckpt.training.items import check_names
 
@@ -160,7 +160,7 @@ def _facts(request: Request | None, prepared: Prepared | None, made: Mapping[str
         "state_dict": request.state_dict_given,
         "samples": prepared.samples,
         "stage": None if prepared.stage is None else str(prepared.stage),
-        "offers": reuse.to_json(prepared.offers),
+        "offers": reuse_frozen.to_json(prepared.offers),
         "replicas": replicas.told(made),
     }
 

@@ -16,16 +16,16 @@ from typing import Any
 import torch
 from torch import nn
 
-from ft_ckpt import direct
 from ft_ckpt.checkpoint.catalog import read_manifest
 from ft_ckpt.checkpoint.manifest import MANIFEST_NAME, FileRecord
-from ft_ckpt.deliver import PartPlan
-from ft_ckpt.direct import Share
 from ft_ckpt.distributed.ranks import Ranks
 from ft_ckpt.distributed.sharding import Flat
 from ft_ckpt.distributed.wrappers import Source
 from ft_ckpt.errors import ManifestError
 from ft_ckpt.model.entries import Part
+from ft_ckpt.saving import write_shards
+from ft_ckpt.saving.files import PartPlan
+from ft_ckpt.saving.write_shards import Share
 from ft_ckpt.storage.digests import together, whole
 from ft_ckpt.storage.writer import FilePlan
 
@@ -75,7 +75,7 @@ def apart(part: Part, still: frozenset[int], mode: str) -> frozenset[str]:
 def frozen_shares(plans: Iterable[PartPlan], world_size: int) -> list[Share]:
     """The planned files that hold frozen tensors alone, and who writes what of them."""
     chosen = [replace(plan, files=tuple(file for file in plan.files if _is_frozen(file, plan))) for plan in plans]
-    return direct.shares([plan for plan in chosen if plan.files], world_size)
+    return write_shards.shares([plan for plan in chosen if plan.files], world_size)
 
 
 def bring(shares: Sequence[Share], target: Path, stage: Path, ranks: Ranks, gathers: bool) -> dict[str, Offer]:
@@ -112,7 +112,9 @@ def equal_files(
     for share in shares:
         offer = offers.get(share.file.path)
         if offer is not None:
-            mine[share.file.path] = direct.digest(share.gathered() if offer.ranks == 1 else share, ranks, bucket_bytes)
+            mine[share.file.path] = write_shards.digest(
+                share.gathered() if offer.ranks == 1 else share, ranks, bucket_bytes
+            )
     answers = ranks.agree("the frozen files of save()", {"digests": mine})
     found = {}
     for path, offer in offers.items():
