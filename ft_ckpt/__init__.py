@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from ft_ckpt.files.objects import load, save
     from ft_ckpt.model.load import load_model
     from ft_ckpt.model.load_weights import LoadReport
-    from ft_ckpt.retain import Keep
+    from ft_ckpt.retention import Keep
     from ft_ckpt.saver import CheckpointSaver, Progress, SaveReport
     from ft_ckpt.saving.background import PendingSave
     from ft_ckpt.schedule import Every
@@ -48,7 +48,7 @@ __all__ = [
 _HOME = {
     "CheckpointSaver": "ft_ckpt.saver",
     "Every": "ft_ckpt.schedule",
-    "Keep": "ft_ckpt.retain",
+    "Keep": "ft_ckpt.retention",
     "LoadReport": "ft_ckpt.model.load_weights",
     "PendingSave": "ft_ckpt.saving.background",
     "Progress": "ft_ckpt.saver",

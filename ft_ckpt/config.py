@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from ft_ckpt.errors import ConfigError, listing
-from ft_ckpt.retain import Keep
+from ft_ckpt.retention import Keep
 from ft_ckpt.schedule import Every
 
 _DTYPES = ("as_is", "config", "float64", "float32", "bfloat16", "float16")

@@ -20,7 +20,7 @@ from ft_ckpt.checkpoint.manifest import MANIFEST_NAME, FileRecord, from_json, to
 from ft_ckpt.checkpoint.prune import sweep
 from ft_ckpt.errors import CorruptError, ManifestError, NotACheckpointError, UnreadableError
 from ft_ckpt.formats.safetensors_header import read_header
-from ft_ckpt.retain import Keep
+from ft_ckpt.retention import Keep
 from ft_ckpt.storage.digests import digest_of
 
 

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ft_ckpt.errors import ConfigError
-from ft_ckpt.retain import Held, Keep, newest, plan
+from ft_ckpt.retention import Held, Keep, newest, plan
 
 HOUR, DAY = 3600, 86400
 

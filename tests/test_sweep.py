@@ -23,7 +23,7 @@ from ft_ckpt.checkpoint.manifest import MANIFEST_NAME, PartRecord
 from ft_ckpt.checkpoint.pins import lease, pin, unpin
 from ft_ckpt.checkpoint.prune import SweepReport, clear, make_room, survey, sweep
 from ft_ckpt.errors import NotACheckpointError
-from ft_ckpt.retain import Keep
+from ft_ckpt.retention import Keep
 from ft_ckpt.storage import local_disk
 from ft_ckpt.storage.digests import digest_of
 

@@ -28,7 +28,7 @@ from ft_ckpt.checkpoint.delete import (
 )
 from ft_ckpt.checkpoint.manifest import MANIFEST_NAME
 from ft_ckpt.errors import CheckpointError, UnreadableError, listing
-from ft_ckpt.retain import Held, Keep, Plan, newest, plan
+from ft_ckpt.retention import Held, Keep, Plan, newest, plan
 
 _LOG = logging.getLogger("ft_ckpt")
 _STAGE = re.compile(r"\.(?P<target>.+)\.ft_ckpt-stage-.+-\d+-[0-9a-f]{8}", re.DOTALL)

@@ -15,7 +15,7 @@ from ft_ckpt.cli import views
 from ft_ckpt.cli.arguments import folder, only_path
 from ft_ckpt.config import human_size
 from ft_ckpt.errors import ConfigError, TargetError, listing
-from ft_ckpt.retain import Best, Keep
+from ft_ckpt.retention import Best, Keep
 
 _Last = Annotated[int | None, typer.Option("--last", "--keep-last", help="Keep the newest so many.")]
 _Every = Annotated[int | None, typer.Option(help="Keep each whose step is a multiple of this.")]

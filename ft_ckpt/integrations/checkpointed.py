@@ -31,7 +31,7 @@ from ft_ckpt.integrations.trainer_files import (
     wanted_of,
 )
 from ft_ckpt.model.adapters import has_adapters
-from ft_ckpt.retain import Keep
+from ft_ckpt.retention import Keep
 from ft_ckpt.training import rng
 
 _WEIGHTS = re.compile(r"((pytorch_)?model|adapter_model)(-\d+-of-\d+)?\.(safetensors|bin)(\.index\.json)?")

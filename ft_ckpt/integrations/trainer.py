@@ -21,7 +21,7 @@ from transformers import Trainer, TrainerCallback
 from ft_ckpt.config import keep_of, make_config
 from ft_ckpt.errors import ConfigError
 from ft_ckpt.integrations.checkpointed import Checkpointed, TrainerSettings, overrides
-from ft_ckpt.retain import Keep
+from ft_ckpt.retention import Keep
 from ft_ckpt.storage.local_disk import local_path
 
 __all__ = ["FtCkptCallback"]

@@ -22,7 +22,7 @@ from ft_ckpt.checkpoint.pins import DROPPED
 from ft_ckpt.checkpoint.prune import clear, sweep
 from ft_ckpt.distributed.ranks import Ranks, attempt
 from ft_ckpt.errors import CorruptError, LoadError, ManifestError, NotACheckpointError, listing
-from ft_ckpt.retain import Keep
+from ft_ckpt.retention import Keep
 from ft_ckpt.training import resume, starting
 from ft_ckpt.training.items import known_sources
 from ft_ckpt.training.serve_files import facts_of, open_to_all
