@@ -7,6 +7,8 @@ no torch.
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from ft_ckpt._version import __version__ as __version__
+
 if TYPE_CHECKING:
     from ft_ckpt import errors
     from ft_ckpt.checkpoint.catalog import best, latest, verify
@@ -21,8 +23,6 @@ if TYPE_CHECKING:
     from ft_ckpt.saving.background import PendingSave
     from ft_ckpt.schedule import Every
     from ft_ckpt.training.resume import RestoreReport
-
-__version__ = "0.2.0"
 
 __all__ = [
     "CheckpointSaver",

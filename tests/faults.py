@@ -12,9 +12,10 @@ from typing import Any
 import xxhash
 
 from ft_ckpt.checkpoint.commit import commit, open_stage
-from ft_ckpt.checkpoint.manifest import MANIFEST_NAME, FileRecord, Manifest, PartRecord, TensorRecord
+from ft_ckpt.checkpoint.manifest import MANIFEST_NAME, Manifest, PartRecord
+from ft_ckpt.formats.layout import TensorRecord
 from ft_ckpt.storage import local_disk
-from ft_ckpt.storage.digests import digest_of
+from ft_ckpt.storage.digests import FileRecord, digest_of
 
 CALLS = ("mkdir", "move", "exchange", "unlink", "chmod", "fsync", "rmtree")  # every call that changes the disk
 

@@ -16,12 +16,12 @@ from faults import contents, make_checkpoint, rewrite_manifest, save, signed
 from ft_ckpt.checkpoint import checks
 from ft_ckpt.checkpoint.catalog import check_paths, check_small_files, discover, latest, read_manifest, verify
 from ft_ckpt.checkpoint.commit import commit, open_stage
-from ft_ckpt.checkpoint.manifest import MANIFEST_NAME, FileRecord, from_json, to_json
+from ft_ckpt.checkpoint.manifest import MANIFEST_NAME, from_json, to_json
 from ft_ckpt.checkpoint.prune import sweep
 from ft_ckpt.errors import CorruptError, ManifestError, NotACheckpointError, UnreadableError
 from ft_ckpt.formats.safetensors_header import read_header
 from ft_ckpt.retention import Keep
-from ft_ckpt.storage.digests import digest_of
+from ft_ckpt.storage.digests import FileRecord, digest_of
 
 
 @pytest.fixture

@@ -17,10 +17,11 @@ from faults import contents, dies_at, in_child, make_checkpoint, save, stop_at
 
 from ft_ckpt.checkpoint.catalog import latest, read_manifest, verify
 from ft_ckpt.checkpoint.commit import check_target, commit, discard, open_stage
-from ft_ckpt.checkpoint.manifest import MANIFEST_NAME, FileRecord
+from ft_ckpt.checkpoint.manifest import MANIFEST_NAME
 from ft_ckpt.checkpoint.recovery import recover, uncommit
 from ft_ckpt.errors import CorruptError, ManifestError, NoSpaceError, TargetError
 from ft_ckpt.storage import local_disk, owners
+from ft_ckpt.storage.digests import FileRecord
 from ft_ckpt.storage.placing import replacing
 
 root_only = pytest.mark.skipif(os.geteuid() != 0, reason="mounts and other users need root")

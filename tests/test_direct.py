@@ -13,10 +13,9 @@ from hypothesis import strategies as st
 from launch import run_cases
 
 from ft_ckpt.checkpoint import checks
-from ft_ckpt.checkpoint.manifest import Cut, FileRecord
 from ft_ckpt.errors import CorruptError
 from ft_ckpt.storage import buffers as blocks
-from ft_ckpt.storage.digests import digest_like, digest_of, parts, together
+from ft_ckpt.storage.digests import Cut, FileRecord, digest_like, digest_of, parts, together
 
 CASES = [
     *("ddp/llama", "ddp/wide", "ddp/mixtral", "fsdp1/llama", "fsdp1_flat/qwen3", "fsdp2/qwen3", "fsdp2/qwen3/bfloat16"),

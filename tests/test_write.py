@@ -16,10 +16,11 @@ from hypothesis import strategies as st
 
 from ft_ckpt.errors import IncompleteError, NoSpaceError, TargetError
 from ft_ckpt.formats.layout import Layout, Spec
+from ft_ckpt.formats.write_files import FilePlan, Piece, write_files
 from ft_ckpt.storage import direct_io, local_disk
 from ft_ckpt.storage.buffers import BLOCK_BYTES
 from ft_ckpt.storage.write_tuning import Pace, pace_of
-from ft_ckpt.storage.writer import FilePlan, Piece, Writer, write_files
+from ft_ckpt.storage.writer import Writer
 
 
 def plan(sizes, header=b"head", gap=0, trailer=b""):

@@ -22,6 +22,7 @@ from ft_ckpt.errors import (
 )
 from ft_ckpt.storage import local_disk
 from ft_ckpt.storage.local_disk import local_path, read_text
+from ft_ckpt.storage.paths import is_inside
 
 _HEAD_BYTES = 64 << 10  # of a manifest: the fields that are one number or one line
 
@@ -90,16 +91,6 @@ def check_paths(manifest: Manifest, source: str) -> None:
             f"{source}: {listing(sorted(map(repr, unsafe)))}: a path in a manifest must be relative, with forward "
             f"slashes and without '..'; do not use this checkpoint"
         )
-
-
-def is_inside(path: object) -> bool:
-    """True for a relative path in its plainest form (no "..", ".", empty step, backslash or NUL) that can be a name.
-
-    Surrogates from dc80 to dcff stand for the bytes of a name that is not UTF-8, other ones for nothing.
-    """
-    if not isinstance(path, str) or re.search("[\\\\\0\ud800-\udc7f\udd00-\udfff]", path):
-        return False
-    return not {"", ".", ".."} & set(path.split("/"))
 
 
 @dataclass(frozen=True)

@@ -7,11 +7,12 @@ import stat
 from collections.abc import Iterator, Sequence
 from pathlib import Path, PurePosixPath
 
-from ft_ckpt.checkpoint.manifest import MANIFEST_LIMIT_BYTES, FileRecord, Manifest, PartRecord, TensorRecord
+from ft_ckpt.checkpoint.manifest import MANIFEST_LIMIT_BYTES, Manifest, PartRecord
 from ft_ckpt.errors import CheckpointError, CorruptError, listing
+from ft_ckpt.formats.layout import TensorRecord
 from ft_ckpt.formats.safetensors_header import HDF5_HALF, read_header
 from ft_ckpt.storage import local_disk
-from ft_ckpt.storage.digests import digest_like
+from ft_ckpt.storage.digests import FileRecord, digest_like
 
 _WORTH_THREADS_BYTES = 8 << 20
 SMALL_BYTES = 1 << 20  # files below it are hashed whenever a checkpoint is looked at: configs, tokenizers, indexes

@@ -18,10 +18,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ft_ckpt.checkpoint import pins
-from ft_ckpt.checkpoint.catalog import is_inside, read_manifest
+from ft_ckpt.checkpoint.catalog import read_manifest
 from ft_ckpt.checkpoint.manifest import MANIFEST_LIMIT_BYTES, MANIFEST_NAME, Manifest, from_json, to_json
 from ft_ckpt.errors import CheckpointError, CorruptError, listing
 from ft_ckpt.storage import local_disk
+from ft_ckpt.storage.paths import is_inside
 from ft_ckpt.storage.placing import PREFIX, write_text
 
 STATE = "state"  # kind of the parts that hold a training state

@@ -16,47 +16,14 @@ import xxhash
 
 from ft_ckpt.checkpoint.typed_json import OddValue, reader_of
 from ft_ckpt.errors import ManifestError, listing
+from ft_ckpt.formats.layout import TensorRecord
+from ft_ckpt.storage.digests import FileRecord
 
 MANIFEST_NAME = "ft_ckpt.json"
 FORMAT_VERSION = 1  # raised when an older reader could misread a newer manifest
 MANIFEST_LIMIT_BYTES = 256 << 20  # a million tensors
 _MOST_RANKS = 1 << 17  # that a file may have as writers: each has a digest of its own while it is checked
 _encode = json.JSONEncoder(ensure_ascii=False).encode
-
-
-@dataclass(frozen=True)
-class Cut:
-    """Bytes [start, stop) of a file in consecutive chunks, each written by another rank: `owner`, `owner` + 1, ..."""
-
-    start: int
-    stop: int
-    chunk: int  # bytes of each chunk but the first and the last
-    lead: int  # bytes of the first
-    owner: int
-
-
-@dataclass(frozen=True)
-class FileRecord:
-    """One file of the checkpoint, `path` relative to its folder with forward slashes."""
-
-    path: str
-    size_bytes: int
-    digest: str  # "xxh3-128:" and 32 hex digits of the whole file, or "xxh3-128-of-ranks:" as `digests` says
-    cuts: tuple[Cut, ...] = ()  # in file order, where several ranks wrote it; what is between them is rank 0's
-    ranks: int = 1  # that wrote it
-    linked: bool = False  # to the file of an earlier checkpoint, whose tensors had not changed since
-
-
-@dataclass(frozen=True)
-class TensorRecord:
-    """One stored tensor: where its bytes are and what they mean."""
-
-    name: str  # as stored in the file
-    shape: tuple[int, ...]
-    dtype: str  # torch's name without "torch.", e.g. "bfloat16"
-    file: str  # path of a FileRecord
-    start: int  # first byte in the file, inclusive; with `end` 0 when it is compressed, in chunks all over it
-    end: int  # last byte in the file, exclusive
 
 
 @dataclass(frozen=True)

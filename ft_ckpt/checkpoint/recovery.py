@@ -14,11 +14,12 @@ import re
 import warnings
 from pathlib import Path
 
-from ft_ckpt.checkpoint.catalog import is_inside, read_manifest
+from ft_ckpt.checkpoint.catalog import read_manifest
 from ft_ckpt.checkpoint.checks import misleading
 from ft_ckpt.checkpoint.manifest import MANIFEST_LIMIT_BYTES, MANIFEST_NAME, Manifest
 from ft_ckpt.errors import CheckpointError, CorruptError, ManifestError, UnreadableError, explained
 from ft_ckpt.storage import local_disk, owners
+from ft_ckpt.storage.paths import is_inside
 from ft_ckpt.storage.placing import ABANDONED_SECONDS
 
 LEFTOVER = re.compile(rf"\.(?:(?P<target>.+)\.)?ft_ckpt-(?P<what>stage|old)-(?P<owner>{owners.OWNER})", re.DOTALL)

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from ft_ckpt import __version__
+from ft_ckpt._version import __version__
 from ft_ckpt.checkpoint import catalog
 from ft_ckpt.checkpoint.manifest import MANIFEST_NAME
 from ft_ckpt.cli import check as checking

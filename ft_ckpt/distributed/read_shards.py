@@ -18,9 +18,9 @@ from torch import Tensor
 from ft_ckpt.distributed.sharding import Block
 from ft_ckpt.distributed.wrappers import Source
 from ft_ckpt.errors import LoadError, listing
+from ft_ckpt.formats.dtypes import dtype_name
 from ft_ckpt.formats.layout import TensorFile
 from ft_ckpt.formats.pytree import PLAIN
-from ft_ckpt.model.json_values import dtype_name
 from ft_ckpt.storage.buffers import Run, read_ahead
 
 THREADS = 4

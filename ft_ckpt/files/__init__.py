@@ -1,1 +1,4 @@
-"""files."""
+"""Single files and plain folders of weights: `ft_ckpt.save` and `load`, lazy tensors, conversion, comparison.
+
+Nothing here knows models, ranks or runs. Begin at `objects` for save and load, at `convert` for conversion.
+"""

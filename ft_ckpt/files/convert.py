@@ -14,9 +14,9 @@ from typing import Any
 
 from huggingface_hub import split_state_dict_into_shards_factory
 
-from ft_ckpt import __version__
+from ft_ckpt._version import __version__
 from ft_ckpt.checkpoint import commit
-from ft_ckpt.checkpoint.manifest import BaseRecord, FileRecord, Manifest, PartRecord
+from ft_ckpt.checkpoint.manifest import BaseRecord, Manifest, PartRecord
 from ft_ckpt.checkpoint.open_checkpoint import held_open
 from ft_ckpt.config import dtype_name, parse_size
 from ft_ckpt.errors import ConfigError, TargetError, damaged_input, explained, listing
@@ -27,7 +27,7 @@ from ft_ckpt.formats import dcp, detect, tensorflow
 from ft_ckpt.formats.layout import Spec, TensorFile
 from ft_ckpt.formats.mapped_file import RawFile, Stream
 from ft_ckpt.storage import local_disk
-from ft_ckpt.storage.digests import digest_of
+from ft_ckpt.storage.digests import FileRecord, digest_of
 from ft_ckpt.storage.placing import replacing
 
 FORMATS = ("safetensors", "h5", "dual", "torch", "tensorflow", "dcp")

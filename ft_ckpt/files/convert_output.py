@@ -8,14 +8,15 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from ft_ckpt.checkpoint.manifest import FileRecord
 from ft_ckpt.files.rename import runs, slices
 from ft_ckpt.formats import dual, safetensors, torch_file
 from ft_ckpt.formats.hdf5 import hdf5_file
 from ft_ckpt.formats.layout import Layout, Spec, TensorFile
+from ft_ckpt.formats.write_files import FilePlan, Piece, write_files
 from ft_ckpt.storage.buffers import read_ahead
+from ft_ckpt.storage.digests import FileRecord
 from ft_ckpt.storage.progress import tracked
-from ft_ckpt.storage.writer import FilePlan, Piece, Writer, write_files
+from ft_ckpt.storage.writer import Writer
 
 
 @dataclass(frozen=True)

@@ -9,12 +9,13 @@ from typing import Any
 
 from torch import Tensor
 
-from ft_ckpt.checkpoint.catalog import is_inside, read_manifest
+from ft_ckpt.checkpoint.catalog import read_manifest
 from ft_ckpt.checkpoint.manifest import MANIFEST_NAME, Manifest, PartRecord
 from ft_ckpt.errors import CorruptError, LoadError, damaged_input, listing
 from ft_ckpt.formats import dcp, deepspeed, detect, tensorflow
 from ft_ckpt.formats.layout import Spec, TensorFile
 from ft_ckpt.storage.buffers import Run
+from ft_ckpt.storage.paths import is_inside
 
 ENDINGS = (".safetensors", ".h5", ".bin")  # in the order in which readers choose
 _STEMS = {"model": ("model", "pytorch_model"), "adapter": ("adapter_model",)}

@@ -23,11 +23,12 @@ from ft_ckpt.formats.hdf5 import cerebras_write, chunks, hdf5_file
 from ft_ckpt.formats.hdf5.filters import Codec
 from ft_ckpt.formats.layout import Layout, Spec
 from ft_ckpt.formats.pytree import Leaf, flatten, unflatten
+from ft_ckpt.formats.write_files import FilePlan, Piece, write_files
 from ft_ckpt.storage import local_disk
 from ft_ckpt.storage.buffers import BLOCK_BYTES
 from ft_ckpt.storage.digests import digest_like
 from ft_ckpt.storage.placing import replacing
-from ft_ckpt.storage.writer import FilePlan, Piece, Writer, write_files
+from ft_ckpt.storage.writer import Writer
 
 FORMATS = ("h5", "dual", "safetensors", "torch")
 _MOST_AT_ONCE = 1 << 30  # bytes written in one call; Linux takes less than 2 GB

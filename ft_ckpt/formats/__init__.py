@@ -1,1 +1,5 @@
-"""formats."""
+"""Tensor file formats: how each lays out tensors, is recognised, and is read without running anything in it.
+
+A format answers with its whole layout before a byte is there, and readers describe tensors before they are read.
+Nothing here knows steps, ranks, models or folders of checkpoints. Begin at `layout`, then at one format, `safetensors`.
+"""

@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ft_ckpt.checkpoint.catalog import is_inside
 from ft_ckpt.errors import (
     CorruptError,
     LoadError,
@@ -32,6 +31,7 @@ from ft_ckpt.formats.safe_pickle import Passive
 from ft_ckpt.formats.span_file import numel
 from ft_ckpt.formats.torch_file import row_major
 from ft_ckpt.formats.torch_pickle import Stored, load, loads
+from ft_ckpt.storage.paths import is_inside
 
 METADATA = ".metadata"
 _READ_BYTES = 16 << 20

@@ -12,13 +12,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ft_ckpt.checkpoint.catalog import is_inside
 from ft_ckpt.errors import CorruptError, LoadError, damaged_input, listing
 from ft_ckpt.formats.layout import ITEM_BYTES, Spec, sizes
 from ft_ckpt.formats.mapped_file import RawFile
 from ft_ckpt.formats.safe_pickle import Passive
 from ft_ckpt.formats.span_file import Span, SpanFile, numel
 from ft_ckpt.formats.torch_pickle import Stored, load
+from ft_ckpt.storage.paths import is_inside
 
 _RANK = re.compile(r"zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
 _OPTIMIZER, _MODEL = "*_optim_states.pt", "*_model_states.pt"

@@ -79,3 +79,15 @@ class TensorFile(Protocol):
     def close(self) -> None:
         """Let go of the file."""
         ...
+
+
+@dataclass(frozen=True)
+class TensorRecord:
+    """One stored tensor: where its bytes are and what they mean."""
+
+    name: str  # as stored in the file
+    shape: tuple[int, ...]
+    dtype: str  # torch's name without "torch.", e.g. "bfloat16"
+    file: str  # path of a FileRecord
+    start: int  # first byte in the file, inclusive; with `end` 0 when it is compressed, in chunks all over it
+    end: int  # last byte in the file, exclusive

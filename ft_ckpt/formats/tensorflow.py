@@ -14,10 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ft_ckpt.checkpoint.catalog import is_inside
 from ft_ckpt.errors import ConfigError, CorruptError, SelectionError, TargetError, listing, shown
 from ft_ckpt.formats.layout import Spec
 from ft_ckpt.formats.span_file import numel
+from ft_ckpt.storage.paths import is_inside
 
 PREFIX = "model.ckpt"  # of the files in a folder that we write
 STATE = "checkpoint"  # the file by which TensorFlow finds the newest prefix in a folder

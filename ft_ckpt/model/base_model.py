@@ -21,8 +21,8 @@ from ft_ckpt.distributed.ranks import Ranks
 from ft_ckpt.distributed.tensor_names import walk
 from ft_ckpt.distributed.wrappers import Source, elements_at, sample, sources, unwrap
 from ft_ckpt.errors import CheckpointError, SelectionError, listing
+from ft_ckpt.formats.dtypes import dtype_name
 from ft_ckpt.model.adapters import PREFIX, TO_BASE, base_sources, has_adapters, is_peft_model
-from ft_ckpt.model.json_values import dtype_name
 from ft_ckpt.model.selection import View
 
 _PASSING = {"_name_or_path", "transformers_version", "dtype", "torch_dtype", "architectures", "use_cache", "vocab_size"}

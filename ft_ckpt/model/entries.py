@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ft_ckpt.distributed.wrappers import Source
-from ft_ckpt.model.json_values import dtype_name
+from ft_ckpt.formats.dtypes import dtype_name
 
 MODEL_FILE = "model"
 EXTRA_FILE = "extra_state.json"  # beside the weights: what modules list in their state dict that is no tensor

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from ft_ckpt.errors import LoadError, SelectionError
+from ft_ckpt.formats.dtypes import dtype_name, dtype_of
 
 _MAX_DEPTH = 32  # a list that holds itself is not simple
 _OF_TRANSFORMERS = re.compile(r"transformers\.models\.\w+\.(modeling|configuration)_\w+|transformers\.generation\.\w+")
@@ -65,19 +66,6 @@ def decode(value: Any) -> Any:
         "frozenset": frozenset,
     }
     return decoders[kind](decode(content))  # type: ignore[operator]  # each takes what its kind was encoded to
-
-
-def dtype_name(dtype: torch.dtype) -> str:
-    """torch's name of a dtype without "torch."."""
-    return str(dtype).removeprefix("torch.")
-
-
-def dtype_of(name: str) -> torch.dtype:
-    """The dtype of that name. Raises LoadError when torch has none."""
-    dtype = vars(torch).get(name)
-    if not isinstance(dtype, torch.dtype):
-        raise LoadError(f"{name!r} is no torch dtype; the checkpoint is damaged, use another")
-    return dtype
 
 
 def is_config(kind: type) -> bool:

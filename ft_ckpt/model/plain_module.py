@@ -19,7 +19,8 @@ from torch.distributed.fsdp import FSDPModule
 
 from ft_ckpt.distributed.tensor_names import wrapped_key
 from ft_ckpt.errors import LoadError, SelectionError, listing
-from ft_ckpt.model.json_values import decode, dtype_name, dtype_of, encode, imported
+from ft_ckpt.formats.dtypes import dtype_name, dtype_of
+from ft_ckpt.model.json_values import decode, encode, imported
 
 MODULE_NAME = "module.json"
 DESCRIPTION_FORMAT = 1  # raised when an older reader could misread a newer description

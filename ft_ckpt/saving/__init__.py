@@ -1,1 +1,4 @@
-"""saving."""
+"""One save, from the request to the commit: plan, snapshot, files, writing by every rank, in the background too.
+
+Nothing here decides when to save or what to keep. Begin at `execute`, the road that every save takes.
+"""

@@ -8,11 +8,12 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from ft_ckpt.checkpoint.manifest import BaseRecord, FileRecord, Manifest, PartRecord
+from ft_ckpt._version import __version__
+from ft_ckpt.checkpoint.manifest import BaseRecord, Manifest, PartRecord
 from ft_ckpt.model.base_model import base_identity, common_dtype
 from ft_ckpt.model.entries import Part, lossy_casts, shared_between
 from ft_ckpt.saving.files import PartPlan
-from ft_ckpt.storage.digests import digest_of
+from ft_ckpt.storage.digests import FileRecord, digest_of
 
 _LIBRARIES = ("torch", "transformers", "peft", "accelerate", "safetensors")
 
@@ -88,6 +89,4 @@ def _base(name: str, bases: Mapping[str, BaseRecord], answers: Sequence[Mapping[
 @cache  # reading a package's metadata takes milliseconds
 def versions() -> dict[str, str]:
     """The versions of ft_ckpt and of the libraries that decide what is saved."""
-    from ft_ckpt import __version__
-
     return {"ft_ckpt": __version__, **{name: metadata.version(name) for name in _LIBRARIES}}

@@ -15,7 +15,6 @@ import xxhash
 
 from ft_ckpt.checkpoint import commit
 from ft_ckpt.checkpoint.catalog import size_of
-from ft_ckpt.checkpoint.manifest import FileRecord
 from ft_ckpt.config import SaverConfig, human_size
 from ft_ckpt.distributed.ranks import Ranks
 from ft_ckpt.errors import NoSpaceError, RankError, RanksDisagreeError, explained
@@ -26,7 +25,7 @@ from ft_ckpt.saving.build_manifest import manifest_of
 from ft_ckpt.saving.files import check_written, second_names
 from ft_ckpt.saving.move_tensors import SaveJob, moved
 from ft_ckpt.saving.plan import Prepared, Request, prepare
-from ft_ckpt.storage.digests import digest_of
+from ft_ckpt.storage.digests import FileRecord, digest_of
 from ft_ckpt.training.items import check_names
 
 _LOG = logging.getLogger("ft_ckpt")

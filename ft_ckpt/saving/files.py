@@ -15,17 +15,17 @@ import torch
 from huggingface_hub import split_state_dict_into_shards_factory
 from torch import Tensor
 
-from ft_ckpt.checkpoint.manifest import FileRecord
 from ft_ckpt.distributed.gather import gather, stream
 from ft_ckpt.distributed.ranks import Ranks
 from ft_ckpt.distributed.wrappers import Source
 from ft_ckpt.errors import IncompleteError, SelectionError, listing
 from ft_ckpt.formats import dual, safetensors
+from ft_ckpt.formats.dtypes import dtype_name
 from ft_ckpt.formats.hdf5 import hdf5_file
 from ft_ckpt.formats.layout import Layout, Spec, TensorFile
+from ft_ckpt.formats.write_files import FilePlan, Piece
 from ft_ckpt.model.entries import Entry, Group, Part
-from ft_ckpt.model.json_values import dtype_name
-from ft_ckpt.storage.writer import FilePlan, Piece
+from ft_ckpt.storage.digests import FileRecord
 
 _SLICE = 4 << 20  # elements converted at a time
 _SUFFIXES = {"safetensors": ".safetensors", "h5": ".h5", "dual": ".safetensors"}

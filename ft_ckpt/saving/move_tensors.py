@@ -5,18 +5,19 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ft_ckpt.checkpoint.manifest import FileRecord
 from ft_ckpt.config import SaverConfig
 from ft_ckpt.distributed import wrappers
 from ft_ckpt.distributed.gather import equal
 from ft_ckpt.distributed.ranks import Ranks, attempt
 from ft_ckpt.errors import IncompleteError
+from ft_ckpt.formats.write_files import write_files
 from ft_ckpt.saving import reuse_frozen, write_shards
 from ft_ckpt.saving.files import PartPlan, pieces
 from ft_ckpt.saving.plan import Prepared, Request
+from ft_ckpt.storage.digests import FileRecord
 from ft_ckpt.storage.progress import tracked
 from ft_ckpt.storage.write_tuning import pace_of
-from ft_ckpt.storage.writer import Writer, write_files
+from ft_ckpt.storage.writer import Writer
 
 _PROBE = ".ft_ckpt-probe"
 

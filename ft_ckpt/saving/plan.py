@@ -13,7 +13,6 @@ from typing import Any
 from torch import Tensor, nn
 
 from ft_ckpt.checkpoint import commit, free_space
-from ft_ckpt.checkpoint.catalog import is_inside
 from ft_ckpt.checkpoint.manifest import BaseRecord
 from ft_ckpt.config import SaverConfig
 from ft_ckpt.distributed import wrappers
@@ -28,6 +27,7 @@ from ft_ckpt.saving import replicas, reuse_frozen
 from ft_ckpt.saving.build_manifest import base_record
 from ft_ckpt.saving.files import PartPlan, plan
 from ft_ckpt.saving.reuse_frozen import Offer
+from ft_ckpt.storage.paths import is_inside
 from ft_ckpt.training.capture import Captured
 from ft_ckpt.training.items import of_model
 from ft_ckpt.training.state import DOCUMENT_NAME, state_part

@@ -17,7 +17,8 @@ from torch import Tensor
 
 from ft_ckpt.distributed.agreement import numbers
 from ft_ckpt.distributed.ranks import Ranks
-from ft_ckpt.distributed.sharding import Holding, held_by
+from ft_ckpt.distributed.replicas import WEIGHTS, own_name, place_of
+from ft_ckpt.distributed.sharding import held_by
 from ft_ckpt.distributed.wrappers import Source, of_rank_0
 from ft_ckpt.errors import IncompleteError, RanksDisagreeError, listing
 from ft_ckpt.model.entries import Entry, Part
@@ -27,7 +28,6 @@ from ft_ckpt.training.optimizers import own_settings
 # Tensor, as a run names it -> the ranks whose own is not the first rank's: where theirs lies (see `place_of`), None if
 # they have nothing.
 Apart = Mapping[str, Mapping[int, str | None]]
-WEIGHTS = "weights"  # the folder, in such names, of the model that is saved
 _WORDS = 1 << 24  # of 8 bytes, digested at a time on an accelerator
 _ODD = (-7046029254386353131, -4417276706812531889, -8663945395140668459)  # odd factors that spread bits, of xxHash
 
@@ -50,12 +50,6 @@ def of_plans(plans: Iterable[PartPlan]) -> dict[str, Source]:
                 if source.holding.alike:
                     found.setdefault(source.identity, (name, source))
     return dict(found.values())
-
-
-def place_of(holding: Holding) -> str:
-    """Where in the tensor this rank's part lies: its offsets and sizes as JSON, "" for all of it."""
-    mine = holding.mine
-    return "" if mine is None or mine.sizes == holding.view else json.dumps([mine.offsets, mine.sizes])
 
 
 def digests(sources: Mapping[str, Source], rank: int) -> dict[str, Digest]:
@@ -163,21 +157,6 @@ def set_apart(parts: Sequence[Part], apart: Apart, rank: int) -> list[Part]:
         notes = part.notes if number else (*part.notes, note_of(apart, has_state))
         changed.append(replace(part, entries=tuple(entries), notes=notes))
     return changed
-
-
-def own_name(name: str, rank: int) -> str:
-    """The stored name of what `rank` alone has of the tensor `name`."""
-    return f"rank-{rank}/{name}"
-
-
-def own_part(source: Source) -> Source:
-    """What this rank holds of the source, as a tensor for itself: as `own_name` is stored."""
-    holding = source.holding
-    if holding.mine is None or not place_of(holding):
-        return source
-    sizes = holding.mine.sizes
-    mine = replace(holding.mine, offsets=(0,) * len(sizes))
-    return replace(source, shape=sizes, holding=Holding(sizes, holding.local, (), lambda rank: None, mine=mine))
 
 
 def folded_bits(tensor: Tensor) -> Tensor:

@@ -17,17 +17,17 @@ import torch
 from torch import nn
 
 from ft_ckpt.checkpoint.catalog import read_manifest
-from ft_ckpt.checkpoint.manifest import MANIFEST_NAME, FileRecord
+from ft_ckpt.checkpoint.manifest import MANIFEST_NAME
 from ft_ckpt.distributed.ranks import Ranks
 from ft_ckpt.distributed.sharding import Flat
 from ft_ckpt.distributed.wrappers import Source
 from ft_ckpt.errors import ManifestError
+from ft_ckpt.formats.write_files import FilePlan
 from ft_ckpt.model.entries import Part
 from ft_ckpt.saving import write_shards
 from ft_ckpt.saving.files import PartPlan
 from ft_ckpt.saving.write_shards import Share
-from ft_ckpt.storage.digests import together, whole
-from ft_ckpt.storage.writer import FilePlan
+from ft_ckpt.storage.digests import FileRecord, together, whole
 
 LEAST_BYTES = 64 << 20  # of frozen tensors, for which a second file pays
 LEAST_SHARE = 0.25  # of a part

@@ -14,15 +14,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ft_ckpt.checkpoint.manifest import Cut, FileRecord
 from ft_ckpt.distributed.ranks import Ranks
+from ft_ckpt.formats.write_files import FilePlan
 from ft_ckpt.model.entries import Entry
 from ft_ckpt.saving.files import PartPlan, tensors_of
 from ft_ckpt.storage.buffers import BLOCK_BYTES
-from ft_ckpt.storage.digests import chunks, together
+from ft_ckpt.storage.digests import Cut, FileRecord, chunks, together
 from ft_ckpt.storage.direct_io import create_file
 from ft_ckpt.storage.regions import Region, digest_regions, write_regions
-from ft_ckpt.storage.writer import FilePlan, Writer
+from ft_ckpt.storage.writer import Writer
 
 LEAST_BYTES = 32 << 20  # of a checkpoint for which it pays that all ranks open its files
 _SLICE = 4 << 20  # elements converted at a time

@@ -13,11 +13,33 @@ from typing import Any
 
 import xxhash
 
-from ft_ckpt.checkpoint.manifest import Cut, FileRecord
 from ft_ckpt.storage import local_disk
 
 _AHEAD_BYTES = 16 << 20  # files from this size on are read by other threads ahead of the one that hashes
 _WHOLE, _CUT = "xxh3-128:", "xxh3-128-of-ranks:"
+
+
+@dataclass(frozen=True)
+class Cut:
+    """Bytes [start, stop) of a file in consecutive chunks, each written by another rank: `owner`, `owner` + 1, ..."""
+
+    start: int
+    stop: int
+    chunk: int  # bytes of each chunk but the first and the last
+    lead: int  # bytes of the first
+    owner: int
+
+
+@dataclass(frozen=True)
+class FileRecord:
+    """One file of the checkpoint, `path` relative to its folder with forward slashes."""
+
+    path: str
+    size_bytes: int
+    digest: str  # "xxh3-128:" and 32 hex digits of the whole file, or "xxh3-128-of-ranks:" as `digests` says
+    cuts: tuple[Cut, ...] = ()  # in file order, where several ranks wrote it; what is between them is rank 0's
+    ranks: int = 1  # that wrote it
+    linked: bool = False  # to the file of an earlier checkpoint, whose tensors had not changed since
 
 
 @dataclass(eq=False)

@@ -2,10 +2,21 @@
 
 import sys
 from collections.abc import Iterable, Iterator
-
-from ft_ckpt.storage.writer import Piece
+from typing import Protocol, TypeVar
 
 _WORTH_SHOWING_BYTES = 64 << 20
+
+
+class Sized(Protocol):
+    """Anything of a known size."""
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes it counts for."""
+        ...
+
+
+Piece = TypeVar("Piece", bound=Sized)
 
 
 def tracked(pieces: Iterable[Piece], total_bytes: int, label: str, leads: bool) -> Iterator[Piece]:

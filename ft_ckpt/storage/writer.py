@@ -9,9 +9,9 @@ also means that a chunk may be reused the moment `append` returns.
 import ctypes
 import mmap
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from queue import SimpleQueue
@@ -19,39 +19,11 @@ from typing import Any
 
 import xxhash
 
-from ft_ckpt.checkpoint.manifest import FileRecord, TensorRecord
 from ft_ckpt.errors import IncompleteError, explained
-from ft_ckpt.formats.layout import Layout, Spec
 from ft_ckpt.storage import local_disk
 from ft_ckpt.storage.buffers import ALIGNMENT, address_of, new_block
 from ft_ckpt.storage.direct_io import create_file, write_all
 from ft_ckpt.storage.write_tuning import USUAL, Pace
-
-
-@dataclass(frozen=True)
-class FilePlan:
-    """One weight file to be: where it goes, relative to the checkpoint, and its layout."""
-
-    path: str
-    layout: Layout
-
-    def records(self) -> list[TensorRecord]:
-        """Where each tensor will lie."""
-        return [
-            TensorRecord(spec.name, spec.shape, spec.dtype, self.path, start, start + spec.size_bytes)
-            for spec, start in zip(self.layout.specs, self.layout.starts, strict=True)
-        ]
-
-
-@dataclass(frozen=True)
-class Piece:
-    """The next bytes of one tensor: `address` on the host, alive until the piece after it is asked for."""
-
-    path: str
-    name: str
-    address: int
-    size_bytes: int
-    keeper: Any = None  # whatever owns the memory
 
 
 class Writer:
@@ -201,61 +173,3 @@ def update(block: mmap.mmap, parts: Iterable[tuple[Any, int, int]]) -> None:
     with memoryview(block) as view:
         for digest, start, end in parts:
             digest.update(view[start:end])
-
-
-def write_files(
-    plans: Sequence[FilePlan], pieces: Iterable[Piece], folder: Path, writer: Writer
-) -> Iterator[FileRecord]:
-    """Write the planned files below `folder` from `pieces`, which come in the order of the plans.
-
-    Raises IncompleteError when a piece is not the one the layout expects next, NoSpaceError when the disk is full.
-    """
-    feed = iter(pieces)
-    for plan in plans:
-        with _file(writer, folder / plan.path, plan.layout) as file:
-            _fill(file, plan, feed)
-            size, digest = file.finish()
-        yield FileRecord(plan.path, size, digest)
-    for extra in feed:
-        raise IncompleteError(f"{extra.name}: arrived after the last planned tensor; nothing is kept")
-
-
-@contextmanager
-def _file(writer: Writer, path: Path, layout: Layout) -> Iterator[DurableFile]:
-    with explained(path):
-        path.parent.mkdir(parents=True, exist_ok=True)
-    file = writer.create(path, layout.size_bytes)
-    try:
-        file.append_bytes(layout.header)
-        yield file
-    except BaseException:
-        file.abandon()
-        raise
-
-
-def _fill(file: DurableFile, plan: FilePlan, feed: Iterator[Piece]) -> None:
-    """Append everything of one file that follows its header."""
-    layout = plan.layout
-    digests = {spec.name: xxhash.xxh3_128() for spec in layout.specs} if layout.trailer is not None else {}
-    for spec, start in zip(layout.specs, layout.starts, strict=True):
-        file.skip_to(start)
-        file.tensor = digests.get(spec.name)
-        _append(file, plan, spec, feed)
-        file.tensor = None
-    if layout.trailer is not None and layout.trailer_start is not None:
-        file.skip_to(layout.trailer_start)
-        file.hashed()
-        file.append_bytes(layout.trailer({name: digest.digest() for name, digest in digests.items()}))
-    file.skip_to(layout.size_bytes)
-
-
-def _append(file: DurableFile, plan: FilePlan, spec: Spec, feed: Iterator[Piece]) -> None:
-    """Append the pieces of one tensor."""
-    missing = spec.size_bytes
-    while missing:
-        piece = next(feed, None)
-        if piece is None or (piece.path, piece.name) != (plan.path, spec.name) or piece.size_bytes > missing:
-            found = "nothing" if piece is None else f"{piece.size_bytes} bytes of {piece.name}"
-            raise IncompleteError(f"{spec.name}: {missing} bytes missing when {found} arrived; nothing is kept")
-        file.append(piece.address, piece.size_bytes)
-        missing -= piece.size_bytes

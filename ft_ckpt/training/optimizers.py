@@ -18,8 +18,9 @@ from ft_ckpt.distributed.sharding import Flat, Holding, dtensor_holding, held_by
 from ft_ckpt.distributed.wrappers import Source
 from ft_ckpt.errors import SelectionError, listing
 from ft_ckpt.formats import pytree_json, safetensors
+from ft_ckpt.formats.dtypes import dtype_name, dtype_of
 from ft_ckpt.formats.pytree import PLAIN, flatten
-from ft_ckpt.model.json_values import decode, dtype_name, dtype_of, encode
+from ft_ckpt.model.json_values import decode, encode
 from ft_ckpt.training.parameter_groups import matched, set_groups, settings_of
 
 _MOST_BESIDE_BYTES = 1 << 20

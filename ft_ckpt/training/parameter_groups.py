@@ -8,8 +8,9 @@ from torch import Tensor
 
 from ft_ckpt.distributed.wrappers import Source
 from ft_ckpt.errors import LoadError, SelectionError, listing
+from ft_ckpt.formats.dtypes import dtype_name, dtype_of
 from ft_ckpt.formats.pytree import PLAIN
-from ft_ckpt.model.json_values import decode, dtype_name, dtype_of, encode
+from ft_ckpt.model.json_values import decode, encode
 
 Group = tuple[dict[str, Any], Mapping[str, Any]]  # of an optimizer, and the values described for it
 

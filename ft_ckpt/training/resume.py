@@ -14,10 +14,10 @@ from ft_ckpt.checkpoint.open_checkpoint import OpenCheckpoint
 from ft_ckpt.distributed.broadcast import Filler, each_reads
 from ft_ckpt.distributed.ranks import Ranks
 from ft_ckpt.distributed.read_shards import Wanted, fill
+from ft_ckpt.distributed.replicas import WEIGHTS, own_name, own_part, place_of
 from ft_ckpt.distributed.wrappers import Source
 from ft_ckpt.errors import CheckpointError, LoadError, listing
 from ft_ckpt.model.base_model import differences_of_base
-from ft_ckpt.saving.replicas import WEIGHTS, own_name, own_part, place_of
 from ft_ckpt.training import optimizers
 from ft_ckpt.training.items import ENGINE, ExtraState, Item, Key, labelled, manner, of_model, tied
 from ft_ckpt.training.state import FOLDER, Document

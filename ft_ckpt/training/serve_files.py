@@ -25,8 +25,8 @@ from ft_ckpt.checkpoint.manifest import MANIFEST_NAME
 from ft_ckpt.checkpoint.open_checkpoint import OpenCheckpoint, open_checkpoint
 from ft_ckpt.distributed.ranks import Ranks, attempt, current
 from ft_ckpt.errors import CheckpointError, RankError
+from ft_ckpt.formats.dtypes import dtype_of
 from ft_ckpt.formats.layout import ITEM_BYTES, Spec
-from ft_ckpt.model.json_values import dtype_of
 from ft_ckpt.training.state import DOCUMENT_NAME, FOLDER
 
 _LANE = "serving"

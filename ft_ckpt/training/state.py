@@ -18,10 +18,10 @@ from ft_ckpt.distributed.ranks import Ranks
 from ft_ckpt.distributed.sharding import Holding, dtensor_holding, elsewhere, held_by, is_dtensor
 from ft_ckpt.distributed.wrappers import Source
 from ft_ckpt.formats import safetensors
+from ft_ckpt.formats.dtypes import dtype_name, dtype_of
 from ft_ckpt.formats.pytree import PLAIN, Leaf, flatten
 from ft_ckpt.formats.pytree_json import encode
 from ft_ckpt.model.entries import Entry, Part
-from ft_ckpt.model.json_values import dtype_name, dtype_of
 from ft_ckpt.training import optimizers
 from ft_ckpt.training.items import Item, Key, check_names, labelled, manner, of_model, tied
 

@@ -16,7 +16,8 @@ from ft_ckpt.distributed.sharding import Holding, replicated
 from ft_ckpt.distributed.wrappers import Source
 from ft_ckpt.distributed.zero import Partition, Place, changed_with_steps, laid_out
 from ft_ckpt.errors import LoadError, SelectionError, listing
-from ft_ckpt.model.json_values import decode, dtype_name, dtype_of, encode
+from ft_ckpt.formats.dtypes import dtype_name, dtype_of
+from ft_ckpt.model.json_values import decode, encode
 from ft_ckpt.training import optimizers
 from ft_ckpt.training.optimizers import Description, inner
 from ft_ckpt.training.parameter_groups import matched, set_groups
