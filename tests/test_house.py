@@ -23,10 +23,14 @@ ERRORS = {name for name, value in vars(errors).items() if isinstance(value, type
 FOREIGN_ERRORS = {
     "cli/__init__.py": {"Exit"},  # how typer is told an exit code
     "cli/verify.py": {"Exit"},
-    "run_saves.py": {"SystemExit"},  # after the save that a signal asked for
-    "disk.py": {"OSError", "FileNotFoundError"},  # it stands for system calls and fails as they do
-    "unbuffered.py": {"OSError"},  # likewise; `explained` makes it one of ours before it leaves the module
-    "typed_json.py": {"OddValue", "_odd", "_located"},  # it knows the field; who knows the file makes it one of ours
+    "saving/run_saves.py": {"SystemExit"},  # after the save that a signal asked for
+    "storage/local_disk.py": {"OSError", "FileNotFoundError"},  # it stands for system calls and fails as they do
+    "storage/direct_io.py": {"OSError"},  # likewise; `explained` makes it one of ours before it leaves the module
+    "checkpoint/typed_json.py": {
+        "OddValue",
+        "_odd",
+        "_located",
+    },  # it knows the field; who knows the file makes it one of ours
 }
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 MAX_FUNCTION_LINES = 50
