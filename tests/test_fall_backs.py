@@ -4,6 +4,7 @@ import ctypes
 import errno
 import fcntl
 import os
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
@@ -22,7 +23,7 @@ from ft_ckpt.checkpoint.catalog import read_manifest
 from ft_ckpt.distributed.ranks import Ranks
 from ft_ckpt.saving import write_shards
 from ft_ckpt.storage import direct_io as unbuffered
-from ft_ckpt.storage.buffers import BLOCK_BYTES
+from ft_ckpt.storage.buffers import BLOCK_BYTES, new_block
 from ft_ckpt.storage.digests import digest_like
 from ft_ckpt.storage.write_tuning import pace_of
 from ft_ckpt.storage.writer import Writer
@@ -191,3 +192,27 @@ def test_a_dual_file_has_one_name_without_links(tmp_path, monkeypatch, code):
     assert verify(path).ok
     assert not (path / "model.h5").exists()
     assert "model.h5" not in {record.path for record in read_manifest(path).files}
+
+
+def test_threads_that_are_refused_at_once_all_go_on(tmp_path, monkeypatch):
+    """The second to be refused finds that the first has left O_DIRECT already."""
+    together, real = threading.Barrier(2), os.pwrite
+
+    def written(descriptor, data, offset):
+        if fcntl.fcntl(descriptor, fcntl.F_GETFL) & os.O_DIRECT:
+            together.wait(10)
+            raise OSError(errno.EINVAL, "Invalid argument")
+        return real(descriptor, data, offset)
+
+    monkeypatch.setattr(os, "pwrite", written)
+    path, blocks = tmp_path / "file", [new_block(1 << 16) for _ in range(2)]
+    for number, block in enumerate(blocks):
+        block[:] = bytes([number + 1]) * len(block)
+    descriptor = unbuffered.create_file(path, 1 << 17, direct=True)
+    if not fcntl.fcntl(descriptor, fcntl.F_GETFL) & os.O_DIRECT:
+        pytest.skip("needs a file system with O_DIRECT")
+    with ThreadPoolExecutor(2) as pool:
+        parts = [(path, descriptor, block, (0, 1 << 16), n << 16) for n, block in enumerate(blocks)]
+        list(pool.map(lambda part: unbuffered.write_all(*part), parts))
+    os.close(descriptor)
+    assert path.read_bytes() == bytes(blocks[0]) + bytes(blocks[1])

@@ -66,22 +66,25 @@ def write_all(path: Path, descriptor: int, block: mmap.mmap, part: tuple[int, in
     start, stop = part
     with explained(path), memoryview(block) as view:
         while start < stop:
+            was_direct = _is_direct(descriptor)
             try:
                 done = os.pwrite(descriptor, view[start:stop], offset)
             except OSError as error:
-                if error.errno != errno.EINVAL or not _leave_direct(descriptor):
+                if error.errno != errno.EINVAL or not was_direct:
                     raise
+                _leave_direct(descriptor)
                 continue
             if not done:
                 raise OSError(errno.EIO, "nothing of a block was written")
             start, offset = start + done, offset + done
 
 
-def _leave_direct(descriptor: int) -> bool:
-    """Go on through the page cache; False when the file was not unbuffered. Some file systems refuse only here."""
+def _is_direct(descriptor: int) -> bool:
+    """Whether writes go past the page cache. Asked before each: another thread's refused write may end it meanwhile."""
+    return bool(fcntl.fcntl(descriptor, fcntl.F_GETFL) & getattr(os, "O_DIRECT", 0))
+
+
+def _leave_direct(descriptor: int) -> None:
+    """Go on through the page cache: some file systems refuse direct writes only when the first comes."""
     flags = fcntl.fcntl(descriptor, fcntl.F_GETFL)
-    direct = getattr(os, "O_DIRECT", 0)
-    if not flags & direct:
-        return False
-    fcntl.fcntl(descriptor, fcntl.F_SETFL, flags & ~direct)
-    return True
+    fcntl.fcntl(descriptor, fcntl.F_SETFL, flags & ~getattr(os, "O_DIRECT", 0))
