@@ -1,0 +1,342 @@
+"""What comes out of a checkpoint that is replaced, damaged or made on purpose while or before it is read."""
+
+import json
+import os
+import random
+import shutil
+import subprocess
+import sys
+import textwrap
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import models
+import peft
+import pytest
+import torch
+from faults import edit
+from places import python_path
+from torch import nn
+from transformers import GPTNeoConfig, GPTNeoForCausalLM
+
+import ft_ckpt
+from ft_ckpt import CheckpointSaver
+from ft_ckpt.checkpoint.catalog import read_manifest
+from ft_ckpt.checkpoint.manifest import MANIFEST_NAME, to_json
+from ft_ckpt.checkpoint.pins import leased
+from ft_ckpt.cli import main
+from ft_ckpt.errors import CheckpointError, CorruptError, LoadError
+from ft_ckpt.files import convert, diff
+from ft_ckpt.model import load
+from ft_ckpt.training.run import Run
+
+SEED = int(os.environ.get("FT_CKPT_SEED", "0")) or random.SystemRandom().randrange(1, 1 << 30)
+
+
+class Pair(nn.Module):
+    """A policy and a value head, every parameter of both the same number."""
+
+    def __init__(self, value: float = 0.0) -> None:
+        super().__init__()
+        self.policy, self.value_head = nn.Linear(40, 40), nn.Linear(40, 1)
+        with torch.no_grad():
+            for parameter in self.parameters():
+                parameter.fill_(value)
+
+
+PARTS = ["policy", "value_head"]
+
+
+def numbers(loaded: dict[str, nn.Module]) -> set[float]:
+    return {parameter.flatten()[0].item() for part in loaded.values() for parameter in part.parameters()}
+
+
+def test_parts_are_of_one_moment(tmp_path, monkeypatch):
+    """A save between the policy and its value head gives neither half of the other's."""
+    CheckpointSaver().save(Pair(1), tmp_path / "out", attribute=PARTS)
+    real = load._load
+
+    def overwritten_after(*asked):
+        loaded = real(*asked)
+        CheckpointSaver().save(Pair(2), tmp_path / "out", attribute=PARTS)
+        return loaded
+
+    monkeypatch.setattr(load, "_load", overwritten_after)
+    assert numbers(ft_ckpt.load_model(tmp_path / "out")) == {1.0}
+    monkeypatch.undo()
+    assert numbers(ft_ckpt.load_model(tmp_path / "out")) == {2.0}
+
+
+WRITER = """
+import sys
+from test_opening import CheckpointSaver, PARTS, Pair
+for number in range(int(sys.argv[2])):
+    CheckpointSaver().save(Pair(float(number)), sys.argv[1], attribute=PARTS)
+"""
+
+
+@pytest.mark.parametrize("times", [8, pytest.param(200, marks=pytest.mark.slow)])
+def test_readers_against_overwrites(tmp_path, times):
+    """Parts read while another process overwrites them are those of one save."""
+    CheckpointSaver().save(Pair(0), tmp_path / "out", attribute=PARTS)
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), python_path()])}
+    writer = subprocess.Popen([sys.executable, "-c", WRITER, tmp_path / "out", str(times)], env=environment)
+    seen = []
+    while writer.poll() is None:
+        seen.append(numbers(ft_ckpt.load_model(tmp_path / "out")))
+    assert writer.returncode == 0
+    assert all(len(one) == 1 for one in seen), seen
+    assert len({*map(tuple, seen)}) > 1
+
+
+def test_what_is_resumed_is_what_was_compared(tmp_path, monkeypatch):
+    """A save after the choice of a checkpoint changes nothing of the resume."""
+
+    def saver(value: float) -> CheckpointSaver:
+        model = Pair(value)
+        one = CheckpointSaver(directory=tmp_path)
+        one.register(model=model, optimizer=torch.optim.SGD(model.parameters(), lr=value))
+        return one
+
+    saver(1).save_state(path=tmp_path / "last")
+    real = Run.reinstate
+
+    def overwritten_before(*asked):
+        saver(2).save_state(path=tmp_path / "last")
+        return real(*asked)
+
+    monkeypatch.setattr(Run, "reinstate", overwritten_before)
+    fresh = saver(3)
+    fresh.resume("must")
+    assert {p.flatten()[0].item() for p in fresh._run.model.parameters()} == {1.0}
+    assert fresh._run.registered["optimizer"].param_groups[0]["lr"] == 1.0
+
+
+def test_no_links_are_left(tmp_path, monkeypatch):
+    """The folder of links that libraries read from is gone, whatever came of it, and no name tells of it."""
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "links"))
+    monkeypatch.setattr("tempfile.tempdir", None)
+    (tmp_path / "links").mkdir()
+    CheckpointSaver().save(models.build("mixtral"), tmp_path / "out")
+    loaded = ft_ckpt.load_model(tmp_path / "out")
+    assert loaded.config._name_or_path == loaded.name_or_path == str(tmp_path / "out")
+    with pytest.raises(LoadError) as failed:
+        ft_ckpt.load_model(tmp_path / "out", into=nn.Linear(1, 1))
+    assert str(tmp_path / "links") not in str(failed.value)
+    assert str(tmp_path / "out") in str(failed.value)
+    assert not [*(tmp_path / "links").iterdir()]
+
+
+# Damage
+
+
+def flipped(file: Path, place: int) -> bytes:
+    content = bytearray(file.read_bytes())
+    content[place // 8] ^= 1 << place % 8
+    return bytes(content)
+
+
+def made(kind: str, folder: Path) -> nn.Module:
+    if kind == "adapters":
+        model = models.build("lora").eval()
+        CheckpointSaver(tokenizer=models.tokenizer()).save(model, folder, adapter_only=False)
+    elif kind == "large":
+        model = models.build("wide").eval()
+        CheckpointSaver().save(model, folder)
+    else:
+        model = Pair(1)
+        CheckpointSaver().save(model, folder, attribute=PARTS, format="h5" if kind == "h5" else "safetensors")
+    return model
+
+
+def content(loaded: object) -> dict[str, torch.Tensor]:
+    if isinstance(loaded, dict):
+        return {f"{part}.{name}": t for part, one in loaded.items() for name, t in one.state_dict().items()}
+    return dict(loaded.state_dict())
+
+
+@pytest.mark.parametrize("kind", ["adapters", "large", "parts", "h5"])
+@pytest.mark.parametrize("times", [2, pytest.param(40, marks=pytest.mark.slow)])
+def test_no_flipped_bit_gives_another_model(tmp_path, kind, times):
+    """Flips in every file: none gives other values with verify=True, nor in a small file without it."""
+    print(f"FT_CKPT_SEED={SEED}")
+    draw, path = random.Random(SEED), tmp_path / "out"
+    made(kind, path)
+    truth = content(ft_ckpt.load_model(path))
+    listed = {file.path for file in read_manifest(path).files}
+    for file in sorted(listed | {MANIFEST_NAME}):
+        whole, limit = (path / file).read_bytes(), 1 << 20
+        for _ in range(times):
+            (path / file).write_bytes(flipped(path / file, place := draw.randrange(8 * len(whole))))
+            for verify in (False, True) if len(whole) < limit else (True,):
+                try:
+                    found = content(ft_ckpt.load_model(path, verify=verify))
+                except CheckpointError:
+                    continue
+                assert file == MANIFEST_NAME, (file, place, verify)  # which vouches for the others
+                assert found.keys() == truth.keys()
+                assert all(torch.equal(found[name], truth[name]) for name in truth)
+            (path / file).write_bytes(whole)
+
+
+@pytest.mark.parametrize(
+    "text", ["", "{", "[]", "null", '{"model_type": "nothing"}', '{"model_type": "llama"}', "\xff"]
+)
+@pytest.mark.parametrize("file", ["config.json", "generation_config.json"])
+def test_configs_that_are_none(tmp_path, file, text):
+    """Files that the manifest vouches for and that nothing can be made of are told as ours."""
+    CheckpointSaver().save(models.build("qwen3"), tmp_path / "out")
+    edit(tmp_path / "out", file, text.encode("latin-1"))
+    try:
+        loaded = ft_ckpt.load_model(tmp_path / "out")
+    except CheckpointError:
+        return
+    assert file == "generation_config.json"  # of which some fields are as good as others
+    assert content(loaded)
+
+
+def change_config(folder: Path, **fields: object) -> None:
+    edit(folder, "config.json", json.dumps({**json.loads((folder / "config.json").read_text()), **fields}))
+
+
+@pytest.mark.parametrize("fields", [{"num_hidden_layers": 1 << 32}, {"num_hidden_layers": 60_000}], ids=str)
+def test_a_model_without_end_is_refused(tmp_path, fields):
+    """A config that asks for more than the tensors can be is refused at once."""
+    CheckpointSaver().save(models.build("llama"), tmp_path / "out")
+    change_config(tmp_path / "out", **fields)
+    begun = time.monotonic()
+    with pytest.raises(LoadError, match=r"config\.json"):
+        ft_ckpt.load_model(tmp_path / "out")
+    assert time.monotonic() - begun < 10
+
+
+def test_a_buffer_without_end_is_refused(tmp_path):
+    """This model makes a mask of its positions squared."""
+    sizes = {"vocab_size": 101, "hidden_size": 24, "num_layers": 2, "num_heads": 4, "max_position_embeddings": 64}
+    model = GPTNeoForCausalLM(GPTNeoConfig(**sizes, attention_types=[[["global"], 2]]))
+    CheckpointSaver().save(model, tmp_path / "out")
+    assert ft_ckpt.load_model(tmp_path / "out").config.max_position_embeddings == 64
+    change_config(tmp_path / "out", max_position_embeddings=200_000)
+    with pytest.raises(LoadError, match=r"config\.json: asks for a buffer of 40,000,000,000 numbers"):
+        ft_ckpt.load_model(tmp_path / "out")
+
+
+# Code
+
+
+MARKER = "MARKER.txt"
+REMOTE = f"""
+import pathlib
+pathlib.Path({MARKER!r}).write_text("ran")
+from transformers import LlamaConfig, LlamaForCausalLM
+class Own(LlamaForCausalLM):
+    pass
+class OwnConfig(LlamaConfig):
+    model_type = "own_llama"
+"""
+YES = """
+import sys, ft_ckpt
+from ft_ckpt.errors import LoadError
+for place in sys.argv[1:]:
+    try:
+        ft_ckpt.load_model(place)
+    except LoadError as error:
+        print("refused", error)
+"""
+
+
+def test_code_in_a_checkpoint_is_never_asked_about(tmp_path):
+    """With "y" on standard input nothing runs: neither beside the weights, nor beside an adapter's base."""
+    base = models.build("llama")
+    CheckpointSaver().save(base, tmp_path / "model")
+    (tmp_path / "model" / "own.py").write_text(textwrap.dedent(REMOTE))
+    mapped = {"AutoConfig": "own.OwnConfig", "AutoModel": "own.Own", "AutoModelForCausalLM": "own.Own"}
+    change_config(tmp_path / "model", model_type="own_llama", auto_map=mapped)
+    base.name_or_path = base.config._name_or_path = str(tmp_path / "model")
+    adapter = peft.get_peft_model(base, peft.LoraConfig(target_modules=["q_proj"]))
+    CheckpointSaver().save(adapter, tmp_path / "adapter", adapter_only=True)
+    answer = subprocess.run(
+        [sys.executable, "-c", YES, tmp_path / "model", tmp_path / "adapter"],
+        input="y\n" * 20,
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        env={**os.environ, "HF_MODULES_CACHE": str(tmp_path / "modules")},
+    )
+    assert answer.stdout.count("refused") == 2, answer.stderr
+    assert "[y/N]" not in answer.stdout
+    assert not (tmp_path / MARKER).exists()
+
+
+@pytest.mark.parametrize(
+    "name", ["Trainer", "pipeline", "set_seed", "logging", "AutoModel", "utils", "PreTrainedConfig"]
+)
+def test_no_public_name_of_transformers_is_called_for_a_class(tmp_path, monkeypatch, name):
+    """A class name in a manifest is a model's or none at all."""
+    import transformers
+
+    called = []
+    CheckpointSaver().save(models.build("llama"), tmp_path / "out")
+    manifest = read_manifest(tmp_path / "out")
+    named = replace(manifest, parts=tuple(replace(part, class_name=name) for part in manifest.parts))
+    (tmp_path / "out" / MANIFEST_NAME).write_text(to_json(named))
+    for one in ("set_seed", "pipeline"):
+        monkeypatch.setattr(transformers, one, lambda *asked, **given: called.append(asked))
+    with pytest.raises(CheckpointError):
+        ft_ckpt.load_model(tmp_path / "out")
+    assert not called
+
+
+def test_a_pipe_among_the_files(tmp_path):
+    """A file that is none is refused, not waited for."""
+    CheckpointSaver().save(models.build("llama"), tmp_path / "out")
+    (tmp_path / "out" / "config.json").unlink()
+    os.mkfifo(tmp_path / "out" / "config.json")
+    with pytest.raises(CorruptError, match=r"config\.json: not a regular file"):
+        ft_ckpt.load_model(tmp_path / "out")
+
+
+# Conversion and comparison
+
+
+def test_a_checkpoint_that_is_replaced_is_converted_as_it_was(tmp_path, monkeypatch):
+    """Weights and config are of one save, and nothing may delete it meanwhile."""
+    model = models.build("llama").eval()
+    CheckpointSaver().save(model, tmp_path / "out")
+    real = convert._copy
+
+    def overwritten_before(*asked):
+        assert leased(tmp_path / "out")
+        CheckpointSaver().save(models.build("qwen3"), tmp_path / "out")
+        return real(*asked)
+
+    monkeypatch.setattr(convert, "_copy", overwritten_before)
+    ft_ckpt.convert(tmp_path / "out", tmp_path / "new", progress=False)
+    loaded = ft_ckpt.load_model(tmp_path / "new")
+    assert type(loaded) is type(model)
+    assert content(loaded).keys() == content(model).keys()
+    assert all(torch.equal(tensor, content(model)[name]) for name, tensor in content(loaded).items())
+
+
+@pytest.mark.parametrize("below", ["", "policy", "policy/model.safetensors"])
+def test_what_is_compared_is_held_open(tmp_path, monkeypatch, capsys, below):
+    """A part of a checkpoint, and a file in one, as well as all of it."""
+    for number in (1, 2):
+        CheckpointSaver().save(Pair(number), tmp_path / f"{number}", attribute=PARTS)
+    real = diff.compare
+
+    def overwritten_before(*asked):
+        assert leased(tmp_path / "1")
+        assert leased(tmp_path / "2")
+        shutil.rmtree(tmp_path / "2")
+        return real(*asked)
+
+    monkeypatch.setattr(diff, "compare", overwritten_before)
+    places = [str(tmp_path / number / below) for number in "12"]
+    monkeypatch.setattr(sys, "argv", ["ft-ckpt", "diff", *places, "--json"])
+    with pytest.raises(SystemExit, match="1"):
+        main()
+    told = json.loads(capsys.readouterr().out)
+    assert {tensor["largest"] for tensor in told["tensors"]} == {1.0}
+    assert not leased(tmp_path / "1")

@@ -1,0 +1,471 @@
+"""`ft-ckpt` as people and scripts run it: in a process of its own."""
+
+import json
+import os
+import pty
+import re
+import subprocess
+import sys
+from contextlib import suppress
+from dataclasses import replace
+
+import pytest
+from faults import make_checkpoint, manifest_of, save, save_of, save_with_state
+
+from ft_ckpt.checkpoint.catalog import discover
+from ft_ckpt.checkpoint.commit import commit, open_stage
+from ft_ckpt.checkpoint.manifest import to_json
+from ft_ckpt.checkpoint.pins import pinned
+
+RUN = "import sys; from ft_ckpt.cli import main; main()"
+DPO = ("rewards/chosen", "rewards/rejected", "rewards/accuracies", "rewards/margins", "logps/chosen", "logps/rejected")
+LISTED = """
+import atexit, sys
+atexit.register(lambda: print(*sorted({name.split(".")[0] for name in sys.modules}), file=sys.stderr))
+from ft_ckpt.cli import main
+main()
+"""
+
+
+def ft_ckpt(*arguments, code=RUN):
+    return subprocess.run(
+        [sys.executable, "-c", code, *map(str, arguments)], capture_output=True, text=True, check=False
+    )
+
+
+@pytest.fixture
+def run(tmp_path):
+    for step in (1, 20):
+        save(tmp_path / f"checkpoint-{step}", step=step, shards=2, parts=("", "policy"))
+    return tmp_path
+
+
+def spoil(checkpoint):
+    (checkpoint / "config.json").write_text("")
+
+
+def test_ls(run):
+    spoil(run / "checkpoint-20")
+    answer = ft_ckpt("ls", run)
+    lines = answer.stdout.splitlines()
+    assert answer.returncode == 0
+    assert lines[0].split() == ["checkpoint", "step", "age", "size", "kind", "parts", "valid"]
+    assert lines[1].split()[:2] == ["checkpoint-1", "1"]
+    assert lines[1].split()[-4:] == ["full", "model,", "policy", "yes"]
+    assert lines[2].split()[-1] == "no"
+    assert "config.json: 0 bytes, expected 12" in lines[3]
+
+
+def test_ls_json(run):
+    rows = json.loads(ft_ckpt("ls", run, "--json").stdout)
+    assert [(row["step"], row["valid"], row["parts"]) for row in rows] == [
+        (1, True, ["", "policy"]),
+        (20, True, ["", "policy"]),
+    ]
+
+
+def test_ls_of_an_empty_run(tmp_path):
+    answer = ft_ckpt("ls", tmp_path)
+    assert (answer.returncode, answer.stdout) == (0, f"{tmp_path}: no checkpoints\n")
+
+
+def test_latest_falls_back_in_one_line(run):
+    """Pain 20: the newest is not valid, and the script that asks gets the one before."""
+    spoil(run / "checkpoint-20")
+    answer = ft_ckpt("latest", run)
+    assert (answer.returncode, answer.stdout) == (0, f"{run / 'checkpoint-1'}\n")
+    assert answer.stderr.startswith(f"ft-ckpt: {run / 'checkpoint-20'}: not valid, using an older checkpoint: ")
+    assert answer.stderr.count("\n") == 1
+
+
+def test_latest_json(run):
+    answer = json.loads(ft_ckpt("latest", "--json", run).stdout)
+    assert answer == {"path": str(run / "checkpoint-20"), "step": 20, "created": "2026-01-01T00:00:20+00:00"}
+
+
+def test_verify(run):
+    answer = ft_ckpt("verify", run / "checkpoint-1")
+    assert answer.returncode == 0
+    assert answer.stdout.startswith(f"{run / 'checkpoint-1'}: ok, 8 files, ")
+
+
+@pytest.mark.parametrize("fast", [True, False])
+def test_verify_says_what_is_wrong(run, fast):
+    """Pain 26: bit rot is found, in a file as small as this one without being asked for."""
+    shard = run / "checkpoint-1" / "model-00001-of-00002.safetensors"
+    shard.write_bytes(shard.read_bytes()[:-1] + b"!")
+    answer = ft_ckpt("verify", run / "checkpoint-1", "--json", *(["--fast"] if fast else []))
+    report = json.loads(answer.stdout)
+    assert (answer.returncode, report["ok"], len(report["problems"])) == (1, False, 1)
+
+
+def test_show(run):
+    lines = ft_ckpt("show", run / "checkpoint-1").stdout.splitlines()
+    assert lines[0].endswith("checkpoint-1: full, step 1, 2026-01-01 00:00:01 UTC")
+    assert lines[2] == "model: model Tiny, 4 tensors"
+    assert lines[4].split() == ["layers.0.weight", "2x3", "float32", "24", "B", "model-00001-of-00002.safetensors"]
+    assert sum(line.startswith("layers.") for line in lines) == 8
+
+
+def test_show_json(run):
+    document = json.loads(ft_ckpt("show", run / "checkpoint-1", "--json").stdout)
+    assert [part["name"] for part in document["parts"]] == ["", "policy"]
+    assert document["parts"][0]["tensors"][0]["shape"] == [2, 3]
+
+
+def test_ls_of_what_a_run_has(tmp_path):
+    """Metrics, a training state and a pin; a state is no part that could be loaded."""
+    save_with_state(tmp_path / "checkpoint-3", 3, metrics={"eval_loss": 0.51234567, "accuracy": 1.0})
+    ft_ckpt("pin", tmp_path / "checkpoint-3")
+    heads, words = (line.split() for line in ft_ckpt("ls", tmp_path).stdout.splitlines())
+    assert heads[-4:] == ["state", "eval_loss", "accuracy", "pinned"]
+    assert words[-4:] == ["yes", "0.5123", "1", "yes"]
+    (row,) = json.loads(ft_ckpt("ls", tmp_path, "--json").stdout)
+    assert row == row | {
+        "parts": [""],
+        "state": True,
+        "pinned": True,
+        "metrics": {"eval_loss": 0.51234567, "accuracy": 1},
+    }
+
+
+def test_pin_and_unpin(run):
+    answer = ft_ckpt("pin", run / "checkpoint-1", "--reason", "the paper's")
+    assert (answer.returncode, answer.stdout) == (0, f"{run / 'checkpoint-1'}: {pinned(run / 'checkpoint-1')}\n")
+    assert answer.stdout.endswith(": the paper's\n")
+    answers = [ft_ckpt("unpin", run / "checkpoint-1") for _ in range(2)]
+    assert [(answer.returncode, answer.stdout) for answer in answers] == [
+        (0, f"{run / 'checkpoint-1'}: no longer pinned\n"),
+        (1, f"{run / 'checkpoint-1'}: was not pinned\n"),
+    ]
+
+
+@pytest.fixture
+def long_run(tmp_path):
+    for step in range(10, 60, 10):
+        save_with_state(tmp_path / f"checkpoint-{step}", step, metrics={"loss": abs(20 - step)})
+    (tmp_path / "checkpoint-10" / "notes.txt").write_text("mine")
+    return tmp_path
+
+
+def of_one_run(root):
+    for info in discover(root):
+        (info.path / "ft_ckpt.json").write_text(to_json(replace(info.manifest, run_id="1146f0")))
+
+
+def steps(root):
+    return [info.manifest.step for info in discover(root)]
+
+
+RULES = ["--last", "2", "--best", "loss:min", "--best", "loss:max:1", "--state-last", "1"]
+
+
+def test_prune(long_run):
+    """Pain 24: what would go is said first, and why the rest stays."""
+    answer = ft_ckpt("prune", long_run, *RULES, "--dry-run")
+    lines = [line.rstrip().split(maxsplit=2) for line in answer.stdout.splitlines()]
+    assert (answer.returncode, steps(long_run)) == (0, [10, 20, 30, 40, 50])
+    assert lines[1:-1] == [
+        *(["checkpoint-10", "drop"], ["checkpoint-30", "drop"]),
+        ["checkpoint-20", "keep", "without state  best loss"],
+        ["checkpoint-40", "keep", "without state  last 2"],
+        ["checkpoint-50", "keep", "newest valid, last 2, best loss"],
+    ]
+    assert answer.stdout.endswith("would be freed\n")
+    answer = ft_ckpt("prune", long_run, *RULES)
+    assert (answer.returncode, steps(long_run)) == (0, [20, 40, 50])
+    assert (
+        answer.stdout.splitlines()[-1]
+        == f"  {long_run / 'checkpoint-10' / 'notes.txt'}: stays, as no checkpoint listed it"
+    )
+
+
+def test_prune_by_time_and_step(long_run):
+    assert ft_ckpt("prune", long_run, "--every", "20", "--hourly", "1", "--daily", "1", "--weekly", "1").returncode == 0
+    assert steps(long_run) == [20, 40, 50]
+
+
+def test_prune_json(long_run):
+    document = json.loads(ft_ckpt("prune", long_run, "--last", "1", "--json").stdout)
+    assert document["dropped"] == [str(long_run / f"checkpoint-{step}") for step in (10, 20, 30, 40)]
+    assert document["kept"] == {str(long_run / "checkpoint-50"): ["newest valid", "last 1"]}
+    assert document["freed_bytes"] > 0
+    assert document["problems"] == []
+
+
+def test_prune_asks_which_run(long_run):
+    """Pain 24: two runs in one folder; which of them is meant has to be said."""
+    of_one_run(long_run)
+    save_with_state(long_run / "other-1", 1, run_id="other")
+    answer = ft_ckpt("prune", long_run, "--last", "1")
+    assert "other (1 checkpoints)" in answer.stderr
+    assert (answer.returncode, len(steps(long_run))) == (2, 6)
+    ft_ckpt("prune", long_run, "--last", "1", "--run", "other")
+    assert len(steps(long_run)) == 6
+    ft_ckpt("prune", long_run, "--last", "1", "--run", "all")
+    assert steps(long_run) == [50]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["ls"], "ls: nothing given, expected RUN; see `ft-ckpt ls --help`"),
+        (["ls", "{run}", "b"], "ls: {run} b given, expected RUN"),
+        (["ls", "{run}", "--deep"], "ls: No such option: --deep"),
+        (["prune", "{run}", "--last", "few"], "prune: Invalid value for '--last'"),
+        (["destroy"], "No such command 'destroy'; see `ft-ckpt --help`"),
+        (["unpin", "{run}"], "{run}: no ft_ckpt.json in it"),
+        (["ls", "{run}/absent"], "{run}/absent: no such folder"),
+        (["latest", "{run}"], "{run}: no valid checkpoint in it"),
+        (["best", "{run}"], "{run}: no valid checkpoint with that metric"),
+        (["verify", "{run}/absent"], "{run}/absent: no such file or folder"),
+        (["verify", "{run}"], "{run}: no ft_ckpt.json and no safetensors files in it"),
+        (["show", "{run}"], "{run}: no weights found; expected"),
+        (["diff", "{run}"], "diff: {run} given, expected A B"),
+        (["diff", "{run}/absent", "{run}"], "{run}/absent: no such file or folder"),
+        (["pin", "{run}"], "{run}: no ft_ckpt.json in it; pin a checkpoint that"),
+        (["prune", "{run}"], "prune: no rule given, so everything stays"),
+        (["prune", "{run}/absent", "--last", "1"], "{run}/absent: no such folder"),
+        (["prune", "{run}", "--last", "0"], "last=0: expected a whole number from 1"),
+        (["prune", "{run}", "--best", "loss"], "--best loss: expected a metric, min or max"),
+    ],
+)
+def test_errors_are_one_line(tmp_path, arguments, message):
+    answer = ft_ckpt(*(argument.format(run=tmp_path) for argument in arguments))
+    assert (answer.returncode, answer.stdout) == (2, "")
+    assert answer.stderr.startswith(f"ft-ckpt: {message.format(run=tmp_path)}")
+    assert answer.stderr.count("\n") == 1
+
+
+def test_a_reader_that_has_seen_enough(run):
+    head = [sys.executable, "-c", RUN, "show", str(run / "checkpoint-1"), "--json"]
+    process = subprocess.Popen(head, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    process.stdout.close()
+    assert (process.stderr.read(), process.wait()) == ("", 1)
+
+
+def test_version():
+    from ft_ckpt import __version__
+
+    assert ft_ckpt("--version").stdout == f"ft-ckpt {__version__}\n"
+
+
+@pytest.mark.parametrize("command", [["--help"], ["ls", "--help"], ["ls"], ["latest"], ["verify"], ["show"]])
+def test_starts_without_the_heavy_libraries(run, command):
+    """A listing answers at once: nothing that trains is imported, nor what typer would use to check arguments."""
+    path = {"ls": run, "latest": run}.get(command[0], run / "checkpoint-1")
+    answer = ft_ckpt(*command, *([] if "--help" in command else [path]), code=LISTED)
+    loaded = set(answer.stderr.split())
+    assert answer.returncode == 0
+    assert "ft_ckpt" in loaded
+    assert not loaded & {"torch", "transformers", "numpy", "accelerate", "peft", "safetensors", "pydantic"}
+    assert "--help" not in command or "rich" not in loaded
+
+
+@pytest.mark.parametrize("command", [["pin", "checkpoint-1"], ["prune", ".", "--last", "9"], ["diff", "--help"]])
+def test_pruning_needs_no_torch(run, command):
+    name, path, *rest = command
+    answer = ft_ckpt(name, path if path == "--help" else run / path, *rest, code=LISTED)
+    assert answer.returncode == 0
+    assert not set(answer.stderr.split()) & {"torch", "transformers", "numpy", "accelerate", "peft", "safetensors"}
+
+
+def on_a_terminal(*arguments, columns=80):
+    """The exit code, and what a person sees: lines as the terminal has them, with its codes."""
+    ours, theirs = pty.openpty()
+    process = subprocess.Popen(
+        [sys.executable, "-c", RUN, *map(str, arguments)],
+        stdout=theirs,
+        stderr=theirs,
+        env={**os.environ, "COLUMNS": str(columns), "TERM": "xterm"},
+    )
+    os.close(theirs)
+    seen = b""
+    with suppress(OSError):  # the other end is closed
+        while read := os.read(ours, 65536):
+            seen += read
+    os.close(ours)
+    return process.wait(), seen.decode().replace("\r\n", "\n").splitlines()
+
+
+def plain(lines):
+    return [re.sub(r"\x1b\[[0-9;]*m", "", line).rstrip() for line in lines]
+
+
+@pytest.fixture
+def wide_run(tmp_path):
+    """Checkpoints of TRL's DPO: long names, fourteen metrics, several parts."""
+    metrics = {f"{when}{name}": 0.123456 for when in ("", "eval_") for name in DPO} | {"loss": 0.5, "eval_loss": 0.25}
+    for step in (500, 1000):
+        save_with_state(tmp_path / f"checkpoint-of-a-preference-run-{step}", step, metrics=metrics)
+    return tmp_path
+
+
+@pytest.mark.parametrize("columns", [60, 80, 120])
+def test_ls_fits_a_terminal(wide_run, columns):
+    """A row is a line, its name whole; what else fits is shown, the loss first."""
+    code, seen = on_a_terminal("ls", wide_run, columns=columns)
+    lines = plain(seen)
+    assert (code, len(lines)) == (0, 4)
+    assert max(map(len, lines)) <= columns
+    assert [line.split()[0] for line in lines[1:3]] == [f"checkpoint-of-a-preference-run-{n}" for n in (500, 1000)]
+    heads = lines[0].split()
+    assert "loss" in heads or columns < 80
+    assert {"step", "size", "eval_loss"} <= set(heads)
+    assert not {"parts", "pinned", "valid"} & set(heads)
+    assert lines[3].endswith(" more metrics: `ft-ckpt show`, or --metrics")
+
+
+def test_ls_shows_what_is_asked_for(wide_run):
+    _, seen = on_a_terminal("ls", wide_run, "--metrics", columns=400)
+    assert set(DPO) < set(plain(seen)[0].split())
+    assert "rewards/margins 0.123456" in ft_ckpt("show", wide_run / "checkpoint-of-a-preference-run-500").stdout
+
+
+def test_ls_marks_what_is_invalid(run):
+    spoil(run / "checkpoint-20")
+    _, seen = on_a_terminal("ls", run)
+    assert [line.startswith("\x1b[31m") for line in seen[1:3]] == [False, True]
+    assert plain(seen)[2].split()[-1] == "no"
+
+
+def test_a_file_of_two_names_counts_once(tmp_path):
+    stage = open_stage(tmp_path / "checkpoint-1")
+    parts = make_checkpoint(stage).parts
+    os.link(stage / "model.safetensors", stage / "model.h5")
+    commit(stage, tmp_path / "checkpoint-1", manifest_of(stage, parts, 1))
+    weights, others = ((tmp_path / "checkpoint-1" / name).stat().st_size for name in ("model.h5", "config.json"))
+    (row,) = json.loads(ft_ckpt("ls", tmp_path, "--json").stdout)
+    assert row["bytes"] == weights + others
+    assert json.loads(ft_ckpt("verify", tmp_path / "checkpoint-1", "--json").stdout)["bytes"] == weights + others
+
+
+def test_verify_of_a_run_is_of_all_its_checkpoints(run):
+    answer = ft_ckpt("verify", run)
+    assert (answer.returncode, [line.split(": ")[0] for line in answer.stdout.splitlines()]) == (
+        0,
+        [str(run / "checkpoint-1"), str(run / "checkpoint-20")],
+    )
+    spoil(run / "checkpoint-1")
+    (run / "checkpoint-20" / "ft_ckpt.json").write_text("{")
+    answer = ft_ckpt("verify", run, "--json")
+    assert answer.returncode == 1
+    assert [(report["ok"], len(report["problems"])) for report in json.loads(answer.stdout)] == [(False, 1)] * 2
+
+
+@pytest.fixture
+def foreign(tmp_path):
+    """A sharded folder that another library wrote."""
+    folder = tmp_path / "model"
+    make_checkpoint(folder, shards=2)
+    return folder
+
+
+def test_verify_of_a_foreign_folder(foreign):
+    answer = ft_ckpt("verify", foreign, code=LISTED)
+    assert (answer.returncode, "torch" in answer.stderr.split()) == (0, False)
+    assert answer.stdout.startswith(f"{foreign}: ok, 2 files, ")
+    assert answer.stdout.endswith("; headers and indexes hold together, values were not recorded\n")
+    assert ft_ckpt("verify", foreign / "model-00001-of-00002.safetensors").returncode == 0
+
+
+def cut(folder):
+    shard = folder / "model-00001-of-00002.safetensors"
+    shard.write_bytes(shard.read_bytes()[:-8])
+
+
+def misdirect(folder):
+    index = folder / "model.safetensors.index.json"
+    index.write_text(index.read_text().replace("00002-of", "00001-of"))
+
+
+@pytest.mark.parametrize(
+    ("harm", "words"),
+    [
+        (cut, r"model-00001-of-00002\.safetensors: .*its tensors end at byte"),
+        (lambda folder: (folder / "model-00002-of-00002.safetensors").unlink(), "shards missing: model-00002-of-00002"),
+        (misdirect, r"not in the shards it sends them to: layers\.1\.weight, layers\.3\.weight"),
+        (lambda folder: (folder / "model.safetensors.index.json").write_text("[]"), "no weight_map in it"),
+        (lambda folder: (folder / "config.json").write_text('{"a": '), r"config\.json: not JSON"),
+    ],
+)
+def test_verify_says_what_is_wrong_with_a_foreign_folder(foreign, harm, words):
+    harm(foreign)
+    answer = ft_ckpt("verify", foreign)
+    assert answer.returncode == 1
+    assert re.search(words, answer.stdout), answer.stdout
+
+
+def test_prune_of_a_run_with_its_final_weights(long_run):
+    """What a saver saved by itself is of no run: it stays, and nobody has to say which run is meant."""
+    of_one_run(long_run)
+    save_of(long_run / "final", step=None)
+    answer = ft_ckpt("prune", long_run, "--last", "1")
+    assert answer.returncode == 0, answer.stderr
+    assert re.search(r"final +keep +of no run", answer.stdout)
+    assert {info.path.name for info in discover(long_run)} == {"final", "checkpoint-50"}
+
+
+def test_best(long_run):
+    for asked in ("loss:min", "loss:max"):
+        answer = ft_ckpt("best", long_run, "--metric", asked)
+        expected = "checkpoint-20" if asked == "loss:min" else "checkpoint-50"
+        assert (answer.returncode, answer.stdout) == (0, f"{long_run / expected}\n")
+    assert ft_ckpt("best", long_run, "--metric", "loss").returncode == 2
+
+
+def test_help_in_short(run):
+    """A word for each command, whole; -h as people type it."""
+    code, seen = on_a_terminal("-h")
+    assert code == 0
+    assert max(map(len, seen)) <= 80
+    assert not any(line.rstrip().endswith("...") for line in seen[1:])
+    assert ft_ckpt("ls", "-h").stdout == ft_ckpt("ls", "--help").stdout
+    assert ft_ckpt().stdout == ft_ckpt("--help").stdout
+
+
+def test_options_have_one_name(long_run):
+    """The same rule by the same name, and by the one it had elsewhere."""
+    for name in ("--last", "--keep-last"):
+        assert ft_ckpt("prune", long_run, name, "2", "--dry-run").returncode == 0
+        assert ft_ckpt("plan", "--model-size", "1GB", "--save-time", "1", "--step-time", "1", "--mtbf", "1d", name, "3")
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_completion(shell):
+    answer = subprocess.run(
+        [sys.executable, "-c", RUN, "--show-completion"],
+        env={**os.environ, "SHELL": f"/bin/{shell}"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (answer.returncode, "_FT_CKPT_COMPLETE" in answer.stdout) == (0, True)
+
+
+def test_completion_in_bash(tmp_path):
+    (tmp_path / "ft-ckpt").write_text(f"#!{sys.executable}\n{RUN}\n")
+    (tmp_path / "ft-ckpt").chmod(0o755)
+    script = """eval "$(ft-ckpt --show-completion)"
+    COMP_WORDS=(ft-ckpt pru) COMP_CWORD=1; _ft_ckpt_completion ft-ckpt; echo "${COMPREPLY[@]}"
+    COMP_WORDS=(ft-ckpt prune --st) COMP_CWORD=2; _ft_ckpt_completion ft-ckpt; echo ${COMPREPLY[@]}"""
+    told = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SHELL": "/bin/bash"}
+    answer = subprocess.run(
+        ["bash", "-c", script], capture_output=True, text=True, env={**os.environ, **told}, check=False
+    )
+    assert answer.stdout.split("\n")[:2] == ["prune", "--state-last --state-every"], answer.stderr
+
+
+def test_diff_and_convert_as_scripts_use_them(run):
+    """Exit code 1 for a difference, as of diff itself; what is there is replaced when that was said."""
+    one, other = run / "checkpoint-1", run / "checkpoint-20"
+    assert [ft_ckpt("diff", one, each).returncode for each in (one, other)] == [0, 1]
+    assert ft_ckpt("diff", one, other, "--json").returncode == 1
+    target = run / "out.safetensors"
+    target.write_text("mine")
+    answer = ft_ckpt("convert", one / "model-00001-of-00002.safetensors", target)
+    assert (answer.returncode, target.read_text()) == (2, "mine")
+    assert "is there already; give --force to replace it" in answer.stderr
+    answer = ft_ckpt("convert", one / "model-00001-of-00002.safetensors", target, "--force")
+    assert (answer.returncode, target.stat().st_size > 4) == (0, True), answer.stderr
+    assert ft_ckpt("convert", one, run).returncode == 2

@@ -1,0 +1,105 @@
+"""A thousand ranks without their processes: who writes which bytes of a file, and how little is said of it."""
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import asdict
+
+import pytest
+import torch
+from held import WAYS, llama_1b, planned
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from places import WORKERS, python_path
+from torch.distributed import HashStore
+
+from ft_ckpt.distributed import sharding
+from ft_ckpt.distributed.ranks import Ranks
+from ft_ckpt.saving import write_shards
+from ft_ckpt.storage.digests import parts
+
+shapes = st.lists(st.lists(st.integers(0, 60) | st.integers(1000, 1100), max_size=2).map(tuple), min_size=1, max_size=4)
+worlds = st.sampled_from([2, 8, 1001, 1024]) | st.integers(2, 1024)
+
+
+def shared(values, way, world, rank):
+    (share,) = write_shards.shares([planned(values, way, world, rank)], world)
+    return share
+
+
+def spans(share, ranks):
+    return [(region.start, region.start + region.size_bytes) for region in write_shards._regions(share, ranks, 1 << 20)]
+
+
+def joined(spans):
+    """Neighbouring spans as one."""
+    found = []
+    for start, stop in spans:
+        if found and found[-1][1] == start:
+            start = found.pop()[0]
+        found.append((start, stop))
+    return found
+
+
+@settings(max_examples=150, deadline=None)
+@given(shapes, st.sampled_from(WAYS), worlds, st.sampled_from([64, 4096]))
+def test_every_byte_has_one_writer(shapes, way, world, block_bytes):
+    values = {f"t{number}": torch.zeros(shape) for number, shape in enumerate(shapes)}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(write_shards, "BLOCK_BYTES", block_bytes)
+        first = shared(values, way, world, 0)
+        owners = {owner for _, _, owner in parts(first.kept, first.file.layout.size_bytes)}
+        looks = {0, 1, world // 2, world - 1, min(owners), max(owners)}
+        found = {rank: shared(values, way, world, rank) for rank in looks}
+        written = {
+            rank: [
+                (region.start, region.start + region.size_bytes)
+                for region in write_shards._regions(share, ranks, 1 << 20)
+            ]
+            for rank, share in found.items()
+            for ranks in [Ranks(rank, world, HashStore())]
+        }
+    size = first.file.layout.size_bytes
+    pieces = list(parts(first.kept, size))
+    assert joined((start, stop) for start, stop, _ in pieces) == [(0, size)], "each byte once"
+    assert all(0 <= owner < world for _, _, owner in pieces)
+    for rank in looks:
+        assert found[rank].cuts == first.cuts, "worked out alike by all"
+        assert joined(written[rank]) == joined((start, stop) for start, stop, owner in pieces if owner == rank)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_the_manifest_does_not_grow_with_the_ranks(way):
+    values = llama_1b()
+    sizes = {}
+    for world in (2, 64, 1024):
+        share = shared(values, way, world, 0)
+        assert len(share.kept) == len(values)
+        record = write_shards.record(share, ["0" * 32] * world)
+        sizes[world] = len(json.dumps([list(asdict(cut).values()) for cut in record.cuts])) + len(record.digest)
+    assert max(sizes.values()) < sizes[2] * 1.1
+    assert max(sizes.values()) < 100 * len(values)
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("world", [8, 1024])
+def test_planning_takes_steps_by_tensors_and_ranks(way, world, monkeypatch):
+    """A rank is asked for its block of a tensor once or twice, and no element is looked at."""
+    steps, values = [], llama_1b()
+    for name in ("_cut", "_run"):
+        real = getattr(sharding, name)
+        counted = lambda *given, real=real: steps.append(1) or real(*given)  # noqa: E731
+        monkeypatch.setattr(sharding, name, counted)
+        monkeypatch.setattr(f"held.{name}", counted, raising=False)
+    shared(values, way, world, world - 1)
+    assert bool(steps) is (way != "ddp")
+    assert len(steps) <= 2 * len(values) * (world + 1)
+
+
+def test_holdings_are_those_of_the_engines():
+    command = [sys.executable, str(WORKERS / "many.py")]
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=120, env={**os.environ, "PYTHONPATH": python_path()}
+    )
+    assert done.stdout == "the same", done.stderr

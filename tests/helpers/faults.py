@@ -1,0 +1,204 @@
+"""Small checkpoints written by hand, processes that die at a chosen call, and a disk that is watched."""
+
+import json
+import os
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from datetime import datetime, timedelta, timezone
+from pathlib import Path
+from typing import Any
+
+import xxhash
+
+from ft_ckpt.checkpoint.catalog import read_manifest
+from ft_ckpt.checkpoint.commit import commit, open_stage
+from ft_ckpt.checkpoint.manifest import MANIFEST_NAME, Manifest, PartRecord, to_json
+from ft_ckpt.formats.layout import TensorRecord
+from ft_ckpt.storage import local_disk
+from ft_ckpt.storage.digests import FileRecord, digest_of
+
+CALLS = ("mkdir", "move", "exchange", "unlink", "chmod", "fsync", "rmtree")  # every call that changes the disk
+
+
+def make_checkpoint(folder, *, step=1, shards=1, kind="model", parts=("",)) -> Manifest:
+    """Fill `folder` with a checkpoint of small `parts`, but not its manifest; each byte of its weights is `step`."""
+    records = [_make_part(Path(folder), part, step, shards, kind) for part in parts]
+    return manifest_of(folder, records, step)
+
+
+def _make_part(folder, part, step, shards, kind) -> PartRecord:
+    (folder / part).mkdir(parents=True, exist_ok=True)
+    stem = "adapter_model" if kind == "adapter" else "model"
+    names = [f"layers.{number}.weight" for number in range(4)]
+    records, where = [], {}
+    for shard in range(shards):
+        file = f"{stem}.safetensors" if shards == 1 else f"{stem}-{shard + 1:05d}-of-{shards:05d}.safetensors"
+        records += write_safetensors(folder / part / file, names[shard::shards], step, (Path(part) / file).as_posix())
+        where |= dict.fromkeys(names[shard::shards], file)
+    if shards > 1:
+        index = {"metadata": {}, "weight_map": where}
+        (folder / part / f"{stem}.safetensors.index.json").write_text(json.dumps(index))
+    config = "adapter_config.json" if kind == "adapter" else "config.json"
+    (folder / part / config).write_text(json.dumps({"step": step}))
+    return PartRecord(part, part, kind, "safetensors", "Tiny", tuple(records))
+
+
+def manifest_of(folder, parts, step) -> Manifest:
+    paths = sorted(path for path in Path(folder).rglob("*") if path.is_file())
+    files = [FileRecord(p.relative_to(folder).as_posix(), p.stat().st_size, digest_of(p)) for p in paths]
+    created = datetime(2026, 1, 1, tzinfo=timezone.utc) + timedelta(seconds=step)  # the same save, the same bytes
+    return Manifest(tuple(parts), tuple(files), "full", created.isoformat(), step=step)
+
+
+def write_safetensors(path, names, fill, file) -> list[TensorRecord]:
+    """A float32 [2, 3] tensor for each name, as the format has it: length, JSON header, bytes."""
+    entries = {n: {"dtype": "F32", "shape": [2, 3], "data_offsets": [24 * i, 24 * i + 24]} for i, n in enumerate(names)}
+    header = json.dumps(entries).encode()
+    path.write_bytes(len(header).to_bytes(8, "little") + header + bytes([fill % 256]) * 24 * len(names))
+    first = 8 + len(header)
+    return [TensorRecord(n, (2, 3), "float32", file, first + 24 * i, first + 24 * i + 24) for i, n in enumerate(names)]
+
+
+def save(target, **what) -> Manifest:
+    """A checkpoint made and committed as a saver would."""
+    stage = open_stage(Path(target))
+    manifest = make_checkpoint(stage, **what)
+    commit(stage, Path(target), manifest)
+    return manifest
+
+
+def rewrite_manifest(checkpoint, change) -> None:
+    """Replace the manifest by what `change` makes of its JSON, as somebody would who knows its digest."""
+    file = Path(checkpoint) / MANIFEST_NAME
+    document = json.loads(file.read_text())
+    document.pop("digest", None)
+    change(document)
+    file.write_text(signed(json.dumps(document, indent=1)))
+
+
+def signed(text) -> str:
+    """The JSON object `text` with the digest that makes it a manifest."""
+    digest = f"xxh3-128:{xxhash.xxh3_128_hexdigest(text.encode())}"
+    return text.replace("{\n", f'{{\n  "digest": "{digest}",\n', 1)
+
+
+def contents(folder) -> dict[str, bytes]:
+    """Everything below `folder`, hidden or not: relative path to bytes; of a link, where it leads to."""
+    return {path.relative_to(folder).as_posix(): _content(path) for path in Path(folder).rglob("*")}
+
+
+def _content(path) -> bytes:
+    if path.is_symlink():
+        return bytes(path.readlink())
+    return b"" if path.is_dir() else path.read_bytes()
+
+
+def dies_at(call: int, action: Callable[[], object]) -> bool:
+    """Run `action` in a forked process that is killed just before its `call`-th call (1 is the first) to the disk.
+
+    False when `action` made fewer calls and returned. A removal of a folder is killed half way, too.
+    """
+
+    def doomed():
+        stop_at(call, lambda: os.kill(os.getpid(), signal.SIGKILL), partial=True)
+        action()
+
+    status, said = _forked(doomed)
+    assert os.WIFSIGNALED(status) or os.WEXITSTATUS(status) == 0, said
+    return os.WIFSIGNALED(status)
+
+
+def in_child(action: Callable[[], object]) -> str:
+    """Run `action` in a forked process; "" when it returned, the name and text of what it raised otherwise."""
+    return _forked(action)[1]
+
+
+def _forked(action) -> tuple[int, str]:
+    end, start = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            action()
+        except BaseException as error:
+            os.write(start, f"{type(error).__name__}: {error}".encode())
+            os._exit(1)
+        os._exit(0)
+    os.close(start)
+    with os.fdopen(end, encoding="utf-8") as pipe:
+        said = pipe.read()
+    return os.waitpid(child, 0)[1], said
+
+
+def stop_at(call: int, stop: Callable[[], object], *, partial: bool = False, patch=setattr) -> None:
+    """From now on, count the calls to the disk and do `stop` just before the `call`-th. Nothing is really synced."""
+    left = call
+
+    def counting(name, real):
+        def run(*args, **more):
+            nonlocal left
+            left -= 1
+            if left == 0:
+                if partial and name == "rmtree":
+                    _remove_half(args[0])
+                stop()
+            return None if name == "fsync" else real(*args, **more)  # no power is cut here: spare the disk
+
+        return run
+
+    for name in CALLS:
+        patch(local_disk, name, counting(name, getattr(local_disk, name)))
+
+
+def _remove_half(folder) -> None:
+    files = sorted(path for path in Path(folder).rglob("*") if path.is_file())
+    for path in files[len(files) // 2 :]:
+        path.unlink()
+
+
+@contextmanager
+def writes(before: Callable[[], Any] = lambda: None) -> Iterator[list[int]]:
+    """The bytes of each block that is written to a file meanwhile; `before` is called ahead of it, and may raise."""
+    real, written = os.pwrite, []
+
+    def pwrite(descriptor: int, data: Any, offset: int) -> int:
+        before()
+        written.append(real(descriptor, data, offset))
+        return written[-1]
+
+    os.pwrite = pwrite
+    try:
+        yield written
+    finally:
+        os.pwrite = real
+
+
+def save_with_state(target, step, *, world=2, **facts):
+    """A checkpoint with a training state: a file for each rank, all with the same names, and a JSON file."""
+    target = Path(target)
+    stage = open_stage(target)
+    parts = list(make_checkpoint(stage, step=step).parts)
+    (stage / "state").mkdir()
+    records = []
+    for rank in range(world):
+        file = f"state/rank-{rank}.safetensors"
+        records += write_safetensors(stage / file, ["momentum", f"rng.{rank}"], step, file)
+    (stage / "state" / "position.json").write_text(json.dumps({"step": step}))
+    parts.append(PartRecord("state", "state", "state", "safetensors", "", tuple(records)))
+    commit(stage, target, replace(manifest_of(stage, parts, step), **facts))
+
+
+def save_of(target, **facts):
+    stage = open_stage(target)
+    commit(stage, target, replace(make_checkpoint(stage), **facts))
+
+
+def edit(folder: Path, name: str, text: bytes | str) -> None:
+    """Write a file, and make the manifest vouch for it."""
+    (folder / name).write_bytes(text if isinstance(text, bytes) else text.encode())
+    manifest = read_manifest(folder)
+    made_of = {"size_bytes": (folder / name).stat().st_size, "digest": digest_of(folder / name)}
+    known = next((file for file in manifest.files if file.path == name), manifest.files[0])
+    files = (*(f for f in manifest.files if f.path != name), replace(known, path=name, **made_of))
+    (folder / MANIFEST_NAME).write_text(to_json(replace(manifest, files=files)))

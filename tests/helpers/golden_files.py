@@ -1,0 +1,47 @@
+"""The objects behind the golden files, and how to write them anew, when a format changes on purpose.
+
+Run as `python tests/helpers/golden_files.py`, with `tests/helpers` on PYTHONPATH.
+"""
+
+from collections import OrderedDict
+
+import numpy as np
+import torch
+from places import TESTS
+
+from ft_ckpt.files.objects import save
+
+HERE = TESTS / "golden"
+
+
+def flat() -> dict[str, torch.Tensor]:
+    """A model of a few types; values are exact, so that no library can change them."""
+    return {
+        "layers.0.weight": (torch.arange(128.0 * 300) % 251).view(128, 300).to(torch.bfloat16),
+        "layers.0.bias": torch.arange(5.0),
+        "count": torch.tensor(3),
+        "mask": torch.tensor([True, False]),
+        "none": torch.zeros(0, 2),
+    }
+
+
+def nested() -> dict[object, object]:
+    """A state with every way that a leaf can be described."""
+    weight = torch.arange(6.0).view(2, 3)
+    return {
+        "model": OrderedDict([("w", weight), ("tied", weight), ("a/b", torch.arange(3))]),
+        "step": 7, "rate": 1e-4, "odd": [float("nan"), 1j, b"raw", None, True, "é"], ("a", 1): np.arange(3),
+        "f8": torch.arange(4.0).to(torch.float8_e4m3fn), "a": {"b": 1}, "a.b": 2,
+    }  # fmt: skip
+
+
+FILES = {
+    "flat.h5": (flat, {}),
+    "nested.h5": (nested, {}),
+    "native.h5": (flat, {"native_floats": True}),
+    "dual.safetensors": (flat, {"format": "dual"}),
+}
+
+if __name__ == "__main__":
+    for name, (obj, options) in FILES.items():
+        save(obj(), HERE / name, **options)

@@ -1,0 +1,137 @@
+"""Run a worker on several ranks, and read back what each of its cases came to on each rank."""
+
+import atexit
+import json
+import os
+import select
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+import extensions
+import psutil
+from places import HELPERS, WORKERS, python_path
+
+TIMED_OUT = -1
+MAX_LAUNCHES = 4  # a case that kills its process costs one launch; more than this many such cases are not worth waiting
+
+
+@dataclass(frozen=True)
+class Result:
+    """How a launch ended: everything its ranks printed, and their exit status or TIMED_OUT."""
+
+    log: str
+    returncode: int
+
+
+def launch(
+    worker: str,
+    ranks: int = 2,
+    args: Sequence[object] = (),
+    timeout: float = 120,
+    env: Mapping[str, str] | None = None,
+) -> Result:
+    """Run `tests/workers/{worker}.py` on `ranks` processes for at most `timeout` seconds; leaves no process behind."""
+    script = str(WORKERS / f"{worker}.py")
+    with tempfile.NamedTemporaryFile("w+", errors="replace") as log:
+        request = [script, [str(argument) for argument in args], ranks, _environment(timeout, env or {}), log.name]
+        returncode = _served(request, timeout)
+        log.seek(0)
+        return Result(log.read(), returncode)
+
+
+def run_cases(
+    worker: str,
+    cases: Sequence[str],
+    folder: Path,
+    ranks: int = 2,
+    timeout: float = 180,
+    env: Mapping[str, str] | None = None,
+) -> dict[str, str]:
+    """What went wrong in each case, over all ranks ("" when nothing did).
+
+    A case that takes its process down is charged with the log, and the cases after it are launched again, so that one
+    crash does not hide the others.
+    """
+    errors: dict[str, str] = {}
+    for attempt in range(MAX_LAUNCHES):
+        remaining = [case for case in cases if case not in errors]
+        if not remaining:
+            break
+        outcomes = folder / f"outcomes-{attempt}"
+        outcomes.mkdir(parents=True)
+        result = launch(worker, ranks, [folder, outcomes, *remaining], timeout, env)
+        errors.update(_finished(outcomes, ranks))
+        crashed = next((case for case in remaining if case not in errors), None)
+        if crashed is not None:
+            errors[crashed] = f"the process ended with status {result.returncode}\n{result.log[-6000:]}"
+    return {case: errors.get(case, "not run: too many cases before it crashed") for case in cases}
+
+
+def _environment(timeout: float, extra: Mapping[str, str]) -> dict[str, str]:
+    # The worker prints every rank's stack shortly before it would be killed.
+    fixed = {
+        "PYTHONPATH": python_path(),
+        "OMP_NUM_THREADS": "1",
+        "HF_HUB_OFFLINE": "1",
+        "STACKS_AFTER": str(max(timeout - 15, timeout / 2)),
+    }
+    return {**os.environ, **fixed, **extra}
+
+
+@cache
+def _nursery() -> subprocess.Popen[str]:
+    """The server that launches are forked from, one for this process."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    server = subprocess.Popen(
+        [sys.executable, str(HELPERS / "nursery.py")],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        env=environment,
+        text=True,
+        start_new_session=True,
+    )
+    atexit.register(server.kill)
+    assert server.stdout.readline() == "ready\n", "tests/nursery.py did not start"
+    return server
+
+
+def _served(request: list[object], timeout: float) -> int:
+    """The exit status of what the server forks for `request`, or TIMED_OUT."""
+    server = _nursery()
+    server.stdin.write(json.dumps(request) + "\n")
+    server.stdin.flush()
+    launcher = psutil.Process(int(server.stdout.readline()))
+    ended = select.select([server.stdout], [], [], timeout)[0]
+    if not ended:
+        _kill_tree(launcher)
+    returncode = int(server.stdout.readline())
+    extensions.drop_stale_locks()  # a rank may have been killed while it held one
+    return returncode if ended else TIMED_OUT
+
+
+def _kill_tree(launcher: psutil.Process) -> None:
+    with suppress(psutil.NoSuchProcess):
+        for process in [*launcher.children(recursive=True), launcher]:
+            with suppress(psutil.NoSuchProcess):
+                process.kill()
+
+
+def _finished(outcomes: Path, ranks: int) -> dict[str, str]:
+    """The cases every rank came to the end of, with the ranks' errors joined."""
+    rows: dict[str, dict[int, str]] = {}
+    for rank in range(ranks):
+        path = outcomes / f"rank{rank}.jsonl"
+        for line in path.read_text().splitlines() if path.exists() else ():
+            row = json.loads(line)
+            rows.setdefault(row["case"], {})[rank] = row["error"]
+    return {
+        case: "\n".join(f"[rank {rank}] {error}" for rank, error in sorted(by_rank.items()) if error)
+        for case, by_rank in rows.items()
+        if len(by_rank) == ranks
+    }

@@ -1,0 +1,284 @@
+"""Every PEFT method: the adapter PEFT itself would have written, where PEFT is right, and all of it where it is not."""
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import models
+import peft
+import pytest
+import torch
+import transformers
+from compare import assert_agree, assert_same_tensors, files, logits, raw, stored
+from models import trained
+from peft import LoraConfig, PeftModel, get_peft_model
+from safetensors.torch import load_file, save_file
+from torch import nn
+from transformers import AutoModelForCausalLM
+
+import ft_ckpt
+from ft_ckpt import CheckpointSaver, errors
+from ft_ckpt.checkpoint.catalog import read_manifest
+
+QKV = ["q_proj", "v_proj"]
+
+
+def attention(cls: Any, **settings: Any) -> Any:
+    return cls(target_modules=QKV, task_type="CAUSAL_LM", **settings)
+
+
+def low_rank(**settings: Any) -> LoraConfig:
+    return LoraConfig(**{"r": 4, "target_modules": QKV, "task_type": "CAUSAL_LM", **settings})
+
+
+def virtual_tokens(cls: Any, **settings: Any) -> Any:
+    return cls(task_type="CAUSAL_LM", num_virtual_tokens=3, **settings)
+
+
+# method -> the name of its base in models.py, its configuration
+METHODS: dict[str, tuple[str, Callable[[], Any]]] = {
+    "lora": ("qwen3", low_rank),
+    "lora-tied": ("llama", low_rank),
+    "dora": ("qwen3", lambda: low_rank(use_dora=True)),
+    "rslora": ("qwen3", lambda: low_rank(use_rslora=True)),
+    "lora-rank-pattern": ("qwen3", lambda: low_rank(rank_pattern={"layers.0.self_attn.q_proj": 2})),
+    "lora-conv1d": ("gpt2", lambda: low_rank(target_modules=["c_attn"], fan_in_fan_out=True)),
+    "ia3": (
+        "qwen3",
+        lambda: peft.IA3Config(target_modules=["k_proj", "down_proj"], feedforward_modules=["down_proj"]),
+    ),
+    "adalora": ("qwen3", lambda: attention(peft.AdaLoraConfig, init_r=4, target_r=2, total_step=10)),
+    "loha": ("qwen3", lambda: attention(peft.LoHaConfig, r=3)),
+    "lokr": ("qwen3", lambda: attention(peft.LoKrConfig, r=3)),
+    "oft": ("qwen3", lambda: attention(peft.OFTConfig, r=0, oft_block_size=4)),
+    "vera": ("qwen3", lambda: peft.VeraConfig(r=4, target_modules=["q_proj"])),
+    "prompt": ("qwen3", lambda: virtual_tokens(peft.PromptTuningConfig)),
+    "prefix": ("qwen3", lambda: virtual_tokens(peft.PrefixTuningConfig)),
+    "prefix-projected": (
+        "qwen3",
+        lambda: virtual_tokens(peft.PrefixTuningConfig, prefix_projection=True, encoder_hidden_size=7),
+    ),
+    "p-tuning": ("qwen3", lambda: virtual_tokens(peft.PromptEncoderConfig, encoder_hidden_size=7)),
+    "trainable-tokens": ("qwen3", lambda: peft.TrainableTokensConfig(token_indices=[34, 46], task_type="CAUSAL_LM")),
+    "lora-trainable-tokens": ("qwen3", lambda: low_rank(trainable_token_indices=[34, 46])),
+    "lora-trainable-tokens-tied": ("llama", lambda: low_rank(trainable_token_indices=[34, 46])),
+    "target-parameters": ("mixtral", lambda: low_rank(target_modules=[], target_parameters=["experts.gate_up_proj"])),
+    "modules-to-save": ("qwen3", lambda: low_rank(modules_to_save=["lm_head", "embed_tokens"])),
+    "bias-all": ("gpt2", lambda: low_rank(target_modules=["c_attn"], fan_in_fan_out=True, bias="all")),
+    "bias-lora-only": ("gpt2", lambda: low_rank(target_modules=["c_attn"], fan_in_fan_out=True, bias="lora_only")),
+    "embeddings-targeted": ("qwen3", lambda: low_rank(target_modules=["embed_tokens", "q_proj"])),
+}
+
+
+def tuned(method: str) -> PeftModel:
+    base, config = METHODS[method]
+    return trained(get_peft_model(models.build(base), config()))
+
+
+def save_adapter(model: Any, folder: Any, **settings: Any) -> Any:
+    return CheckpointSaver().save(model, folder, adapter_only=True, **settings)
+
+
+def has_lora_only_biases() -> bool:
+    """Whether this PEFT saves the biases it trains with bias="lora_only"; 0.18 left them out, which ours never does."""
+    return tuple(map(int, peft.__version__.split(".")[:2])) > (0, 18)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_adapter_is_the_one_peft_writes(method, tmp_path):
+    """Pains 3, 5: what PEFT's own key logic keeps, no tensor less."""
+    model = tuned(method)
+    save_adapter(model, tmp_path / "ours")
+    # PEFT adds the whole frozen embedding when a target of that name is adapted; nothing needs it.
+    model.save_pretrained(tmp_path / "theirs", save_embedding_layers=False)
+    kept = stored(tmp_path / "ours")
+    if method == "bias-lora-only" and not has_lora_only_biases():
+        kept = {name: tensor for name, tensor in kept.items() if not name.endswith("base_layer.bias")}
+    assert_same_tensors(kept, stored(tmp_path / "theirs"))
+    ours, theirs = (json.loads((tmp_path / side / "adapter_config.json").read_text()) for side in ("ours", "theirs"))
+    assert ours == theirs
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_adapter_loads_on_its_base(method, tmp_path):
+    """Pains 3, 10: an adapter that loads in part, without a word."""
+    model = tuned(method)
+    save_adapter(model, tmp_path)
+    base = METHODS[method][0]
+    theirs = PeftModel.from_pretrained(models.build(base), tmp_path)
+    ours = ft_ckpt.load_model(tmp_path, base=models.build(base))
+    for loaded in (theirs, ours):
+        assert_agree(logits(loaded), logits(model))
+    assert not torch.equal(logits(ours), logits(models.build(base)))
+
+
+def test_pruned_adalora_keeps_its_rank_pattern(tmp_path):
+    model = tuned("adalora")
+    masks = {
+        name.removesuffix(".default"): [True, False, True, True]
+        for name, _ in model.base_model.model.named_parameters()
+        if "lora_E" in name
+    }
+    model.base_model.resize_modules_by_rank_pattern(masks, "default")
+    model.peft_config["default"].rank_pattern = masks
+    save_adapter(model, tmp_path / "ours")
+    model.save_pretrained(tmp_path / "theirs")
+    assert_same_tensors(stored(tmp_path / "ours"), stored(tmp_path / "theirs"))
+    loaded = ft_ckpt.load_model(tmp_path / "ours", base=models.build("qwen3"))
+    assert_agree(logits(loaded), logits(model))
+
+
+@pytest.mark.parametrize("how", ["peft", "transformers", "inject"])
+def test_adapter_is_small_however_it_was_attached(how, tmp_path):
+    """Pain 4: the frozen base written at every save, missed adapters that are no PeftModel."""
+    base, config = models.lora_wide().unload(), low_rank(r=2, target_modules=["q_proj"])
+    model = trained(attach(base, config, how))
+    save_adapter(model, tmp_path, tokenizer=models.tokenizer())
+    weights = (tmp_path / "adapter_model.safetensors").stat().st_size
+    assert weights < 20_000
+    assert sum((tmp_path / name).stat().st_size for name in files(tmp_path)) < weights + 65536
+
+
+@pytest.mark.parametrize("how", ["transformers", "inject"])
+def test_injected_adapters_load_as_a_peft_model(how, tmp_path):
+    """Pain 4: adapters attached without PeftModel."""
+    model = trained(attach(models.build("qwen3"), low_rank(), how))
+    save_adapter(model, tmp_path)
+    theirs = PeftModel.from_pretrained(models.build("qwen3"), tmp_path)
+    assert_agree(logits(theirs), logits(model))
+    assert_agree(logits(ft_ckpt.load_model(tmp_path, base=models.build("qwen3"))), logits(model))
+
+
+def attach(base: nn.Module, config: LoraConfig, how: str) -> nn.Module:
+    if how == "peft":
+        return get_peft_model(base, config)
+    if how == "inject":
+        return peft.inject_adapter_in_model(config, base)
+    base.add_adapter(config)
+    return base
+
+
+def test_hand_trained_embeddings_are_saved(tmp_path):
+    """Pain 6: embeddings made trainable by hand are silently left out."""
+    model = get_peft_model(models.build("qwen3"), low_rank())
+    model.get_input_embeddings().weight.requires_grad_(True)
+    trained(model)
+    report = save_adapter(model, tmp_path)
+    kept = stored(tmp_path)["base_model.model.model.embed_tokens.weight"]
+    assert raw(kept) == raw(model.get_input_embeddings().weight)
+    assert any("embed_tokens" in note for note in report.notes)
+    theirs = PeftModel.from_pretrained(models.build("qwen3"), tmp_path)
+    assert_agree(logits(theirs), logits(model))
+    assert_agree(logits(ft_ckpt.load_model(tmp_path, base=models.build("qwen3"))), logits(model))
+
+
+@pytest.mark.parametrize("target", ["q_proj", "model.embed_tokens"])
+@pytest.mark.parametrize("with_path", [False, True])
+def test_resized_embeddings_are_saved(target, with_path, tmp_path):
+    """Pain 6: new rows dropped when the base has no path, or when the target is spelled with its path."""
+    models.build("qwen3").save_pretrained(tmp_path / "base")
+    model = get_peft_model(resized(tmp_path, with_path, seed=1), low_rank(target_modules=["q_proj", target]))
+    trained(model)
+    save_adapter(model, tmp_path / "ours")
+    theirs = PeftModel.from_pretrained(resized(tmp_path, with_path, seed=2), tmp_path / "ours")
+    assert_agree(logits(theirs), logits(model))
+    ours = ft_ckpt.load_model(tmp_path / "ours", base=resized(tmp_path, with_path, seed=2))
+    assert_agree(logits(ours), logits(model))
+
+
+def resized(folder: Any, with_path: bool, seed: int) -> Any:
+    """The base with four more rows of embeddings, which differ by seed."""
+    base = AutoModelForCausalLM.from_pretrained(folder / "base") if with_path else models.build("qwen3")
+    base.resize_token_embeddings(105)
+    with torch.no_grad():
+        for layer in (base.get_input_embeddings(), base.get_output_embeddings()):
+            layer.weight[101:] = torch.randn(4, 24, generator=torch.Generator().manual_seed(seed))
+    return base
+
+
+def test_the_active_adapter_is_active_again(tmp_path):
+    """Pain 39: only one of several adapters comes back."""
+    model = trained(models.lora(models.build("qwen3")))
+    model.set_adapter("second")
+    save_adapter(model, tmp_path)
+    parts = {part.adapter: part for part in read_manifest(tmp_path).parts}
+    assert {name: part.active for name, part in parts.items()} == {"default": False, "second": True}
+    loaded = ft_ckpt.load_model(tmp_path, base=models.build("qwen3"))
+    assert set(loaded.peft_config) == {"default", "second"}
+    assert loaded.active_adapter == "second"
+
+
+def test_full_save_of_a_peft_model_has_base_and_adapters(tmp_path):
+    model = models.build("lora").eval()
+    CheckpointSaver().save(model, tmp_path, adapter_only=False)
+    assert {"model.safetensors", "config.json"} <= files(tmp_path)
+    assert {f"adapters/{name}/adapter_config.json" for name in ("default", "second")} <= files(tmp_path)
+    plain = AutoModelForCausalLM.from_pretrained(tmp_path)
+    with model.disable_adapter():
+        assert_agree(logits(plain), logits(model))
+    again = PeftModel.from_pretrained(plain, tmp_path / "adapters" / "default")
+    assert_agree(logits(again), logits(model))
+
+
+def test_another_base_is_refused(tmp_path):
+    """Pain 19: the adapter reloaded on a base with other weights, silently."""
+    save_adapter(tuned("lora"), tmp_path)
+    with pytest.raises(errors.BaseMismatchError, match="base"):
+        ft_ckpt.load_model(tmp_path, base=models.build("qwen3", seed=1))
+    assert isinstance(ft_ckpt.load_model(tmp_path, base=models.build("qwen3", seed=1), check_base=False), PeftModel)
+
+
+def test_base_is_found_by_its_recorded_path(tmp_path):
+    """Pain 19: the base is named in the checkpoint and used when nothing else is said."""
+    models.build("qwen3").save_pretrained(tmp_path / "base")
+    base = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+    model = trained(get_peft_model(base, low_rank()))
+    save_adapter(model, tmp_path / "ours")
+    assert_agree(logits(ft_ckpt.load_model(tmp_path / "ours")), logits(model))
+    models.build("qwen3", seed=1).save_pretrained(tmp_path / "base")
+    with pytest.raises(errors.BaseMismatchError, match="base"):
+        ft_ckpt.load_model(tmp_path / "ours")
+
+
+def test_a_renamed_key_is_refused(tmp_path):
+    """Pain 10: keys that do not match are ignored, and the adapter does nothing."""
+    save_adapter(tuned("lora"), tmp_path)
+    path = tmp_path / "adapter_model.safetensors"
+    tensors = {name.replace("layers.0", "layerz.0"): tensor for name, tensor in load_file(path).items()}
+    save_file(tensors, path, metadata={"format": "pt"})
+    with pytest.raises(errors.CheckpointError, match=r"layer[sz]\.0"):
+        ft_ckpt.load_model(tmp_path, base=models.build("qwen3"))
+
+
+def test_adapter_only_needs_an_adapter(tmp_path):
+    """Pain 4: adapter-only on a model without adapters must not fall back to the whole model."""
+    with pytest.raises(errors.NotAnAdapterError, match="Qwen3ForCausalLM"):
+        save_adapter(models.build("qwen3"), tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def four_bit(folder: Any) -> Any:
+    pytest.importorskip("bitsandbytes")
+    config = transformers.BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4")
+    return AutoModelForCausalLM.from_pretrained(folder / "base", quantization_config=config)
+
+
+def test_adapter_on_a_quantised_base(tmp_path):
+    """Pain 14: quantised bases crash the save, or leave their state in the adapter."""
+    models.qwen3(hidden_size=64, intermediate_size=64, head_dim=16).save_pretrained(tmp_path / "base")
+    model = trained(get_peft_model(four_bit(tmp_path), low_rank()))
+    save_adapter(model, tmp_path / "ours")
+    model.save_pretrained(tmp_path / "theirs")
+    assert_same_tensors(stored(tmp_path / "ours"), stored(tmp_path / "theirs"))
+    loaded = ft_ckpt.load_model(tmp_path / "ours", base=four_bit(tmp_path))
+    assert_agree(logits(loaded), logits(model))
+
+
+def test_full_save_of_a_quantised_model(tmp_path):
+    """Pain 14: the quantisation state lives outside the parameters."""
+    models.qwen3(hidden_size=64, intermediate_size=64, head_dim=16).save_pretrained(tmp_path / "base")
+    model = four_bit(tmp_path)
+    CheckpointSaver().save(model, tmp_path / "ours")
+    model.save_pretrained(tmp_path / "theirs")
+    assert_same_tensors(stored(tmp_path / "ours"), stored(tmp_path / "theirs"))
+    assert_agree(logits(AutoModelForCausalLM.from_pretrained(tmp_path / "ours")), logits(model))

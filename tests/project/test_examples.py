@@ -1,0 +1,166 @@
+"""The example scripts, run as a reader would run them, and their results opened with the usual libraries."""
+
+import argparse
+import inspect
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+import torch
+from launch import launch
+from peft import PeftModel
+from places import ROOT
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import ft_ckpt
+from ft_ckpt.checkpoint.catalog import read_manifest
+
+TINY = ("--batch-size", "8", "--sequence-length", "64")
+
+
+def run(command, limit_seconds=120):
+    """What a command prints; SIGTERM, not SIGKILL, when it is late, so that the launcher ends its ranks."""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
+    process = subprocess.Popen(
+        [sys.executable, *map(str, command)],
+        text=True,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+    )
+    try:
+        output, _ = process.communicate(timeout=limit_seconds)
+    except subprocess.TimeoutExpired:
+        process.terminate()
+        output, _ = process.communicate()
+    assert process.returncode == 0, output
+    return output
+
+
+def launched(script, *arguments):
+    """What a script prints on two processes that Accelerate launches."""
+    config = ROOT / "configs" / "ddp_cpu.yaml"
+    command = ["-m", "accelerate.commands.launch", "--config_file", config, ROOT / "scripts" / script]
+    return run([*command, *arguments])
+
+
+def numbers(name, output):
+    return [float(number) for number in re.findall(rf"{name} ([\d.]+)", output)]
+
+
+def parameters(model):
+    return dict(model.named_parameters())
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory):
+    """Some text to learn from: it must not depend on the length of the standard library."""
+    path = tmp_path_factory.mktemp("data") / "argparse.txt"
+    path.write_text(inspect.getsource(argparse))
+    return path
+
+
+@pytest.fixture(scope="module")
+def full(tmp_path_factory, text):
+    folder = tmp_path_factory.mktemp("full")
+    options = ("--dataset", text, "--steps", "40", "--save-every", "20", "--chat-template", "olmo", *TINY)
+    return folder, launched("finetune.py", "--output-dir", folder, *options)
+
+
+@pytest.fixture(scope="module")
+def ppo(tmp_path_factory, text):
+    folder = tmp_path_factory.mktemp("ppo")
+    options = ("--dataset", text, "--iterations", "6", "--new-tokens", "8", "--epochs", "4")
+    return folder, launched("ppo.py", "--output-dir", folder, *options)
+
+
+def test_full_run_learns_and_says_so_once(full):
+    _, output = full
+    assert numbers("/40 loss", output)[-1] < numbers("/40 loss", output)[0] - 1
+    assert len(numbers("held-out loss", output)) == 1, "each rank believes that it is alone"
+
+
+def test_full_run_is_what_transformers_loads(full, text):
+    folder, output = full
+    model = AutoModelForCausalLM.from_pretrained(folder / "final")
+    tokenizer = AutoTokenizer.from_pretrained(folder / "final")
+    stream = torch.tensor([*tokenizer(text.read_text(), verbose=False)["input_ids"], tokenizer.eos_token_id])
+    held_out = stream[: len(stream) // 64 * 64].view(-1, 64)[19::20]
+    with torch.no_grad():
+        loss = model(input_ids=held_out, labels=held_out).loss.item()
+    assert loss == pytest.approx(numbers("held-out loss", output)[0], abs=0.1)
+    ends = tokenizer.convert_tokens_to_ids(["<|im_end|>", "<|endoftext|>"])
+    assert model.generation_config.eos_token_id == ends
+
+
+def test_full_run_leaves_valid_checkpoints(full):
+    folder, _ = full
+    steps = {path.name: read_manifest(path).step for path in folder.iterdir()}
+    assert steps == {"checkpoint-20": 20, "checkpoint-40": 40, "final": 40}
+    assert all(ft_ckpt.verify(folder / name).ok for name in steps)
+    assert set(read_manifest(folder / "checkpoint-20").metrics) == {"loss"}
+
+
+def test_lora_on_the_full_run_is_what_peft_loads(full, text, tmp_path):
+    base = full[0] / "final"
+    output = launched(
+        *("finetune.py", "--output-dir", tmp_path, "--model", base, "--lora", "--dataset", text, "--steps", "4"), *TINY
+    )
+    assert len(numbers("held-out loss", output)) == 1
+    assert not list((tmp_path / "final").glob("model*"))
+    model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), tmp_path / "final")
+    trained = [parameter for name, parameter in model.named_parameters() if "lora_B" in name]
+    assert trained, "no LoRA weights"
+    assert all(parameter.abs().sum() > 0 for parameter in trained), "LoRA weights as they were made"
+
+
+def test_ppo_earns_more(ppo):
+    rewards = numbers("mean reward", ppo[1])
+    assert len(rewards) == 6, "one line for each iteration"
+    assert sum(rewards[-2:]) / 2 > sum(rewards[:2]) / 2 + 0.05
+
+
+@pytest.mark.slow
+def test_ppo_goes_on_where_it_was(ppo, text, tmp_path):
+    options = ("--output-dir", tmp_path, "--dataset", text, "--new-tokens", "8", "--epochs", "4", "--save-every", "2")
+    launched("ppo.py", *options, "--iterations", "2")
+    rest = numbers("mean reward", launched("ppo.py", *options, "--iterations", "6"))
+    assert rest == numbers("mean reward", ppo[1])[2:]
+
+
+def test_ppo_saves_both_parts_and_the_policy_alone(ppo):
+    folder, _ = ppo
+    parts = ft_ckpt.load_model(folder / "both")
+    assert set(parts) == {"policy", "value_head"}
+    assert [tuple(weight.shape) for weight in parts["value_head"].parameters()] == [(128, 128), (128,), (1, 128), (1,)]
+    alone = parameters(AutoModelForCausalLM.from_pretrained(folder / "policy"))
+    assert all(torch.equal(weight, alone[name]) for name, weight in parameters(parts["policy"]).items())
+
+
+def test_extracted_policy_is_a_plain_folder(ppo, tmp_path):
+    source, destination = ppo[0] / "both", tmp_path / "policy"
+    output = run([ROOT / "scripts" / "extract_policy.py", source, destination, "--prompt", "import"])
+    assert "'import' continues: " in output
+    extracted = parameters(AutoModelForCausalLM.from_pretrained(destination))
+    original = parameters(AutoModelForCausalLM.from_pretrained(source / "policy"))
+    assert extracted.keys() == original.keys()
+    assert all(torch.equal(weight, extracted[name]) for name, weight in original.items())
+
+
+@pytest.mark.parametrize(
+    ("engine", "environment"),
+    [
+        ("fsdp2", {"ACCELERATE_USE_CPU": "true", "ACCELERATE_TORCH_DEVICE": "cpu"}),
+        ("zero3", {"DS_ACCELERATOR": "cpu"}),
+    ],
+)
+def test_finetune_runs_unchanged_when_sharded(engine, environment, text, tmp_path):
+    script = ROOT / "scripts" / "finetune.py"
+    arguments = (engine, script, "--output-dir", tmp_path, "--dataset", text, "--steps", "4", *TINY)
+    result = launch("example", 2, arguments, env=environment)
+    assert result.returncode == 0, result.log
+    assert len(numbers("held-out loss", result.log)) == 1
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "final")
+    assert all(parameter.isfinite().all() and parameter.abs().sum() > 0 for parameter in model.parameters())

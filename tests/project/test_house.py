@@ -1,0 +1,276 @@
+"""The house rules, as tests: what a reader of this repository may rely on without looking."""
+
+import ast
+import os
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+from places import ROOT
+
+import ft_ckpt
+from ft_ckpt import errors
+
+PACKAGE = sorted((ROOT / "ft_ckpt").rglob("*.py"))
+PAGES = [ROOT / "README.md", ROOT / "ft_ckpt/README.md"]
+ERRORS = {name for name, value in vars(errors).items() if isinstance(value, type) and issubclass(value, Exception)}
+FOREIGN_ERRORS = {
+    "cli/__init__.py": {"Exit"},  # how typer is told an exit code
+    "cli/verify.py": {"Exit"},
+    "saving/run_saves.py": {"SystemExit"},  # after the save that a signal asked for
+    "storage/local_disk.py": {"OSError", "FileNotFoundError"},  # it stands for system calls and fails as they do
+    "storage/direct_io.py": {"OSError"},  # likewise; `explained` makes it one of ours before it leaves the module
+    "checkpoint/typed_json.py": {
+        "OddValue",
+        "_odd",
+        "_located",
+    },  # it knows the field; who knows the file makes it one of ours
+}
+FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
+MAX_FUNCTION_LINES = 50
+MAX_FILE_LINES = 350
+
+package = pytest.mark.parametrize("path", PACKAGE, ids=lambda path: str(path.relative_to(ROOT)))
+pages = pytest.mark.parametrize("page", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
+
+
+# The public face
+
+
+def test_public_names_are_pinned_sorted_and_resolve():
+    assert ft_ckpt.__all__ == [
+        "CheckpointSaver",
+        "Every",
+        "Keep",
+        "LoadReport",
+        "PendingSave",
+        "Progress",
+        "RestoreReport",
+        "SaveReport",
+        "SaverConfig",
+        "best",
+        "checkpoint_closure",
+        "convert",
+        "errors",
+        "latest",
+        "load",
+        "load_model",
+        "save",
+        "verify",
+    ]
+    assert ft_ckpt.__all__ == sorted(ft_ckpt.__all__)
+    assert [name for name in ft_ckpt.__all__ if getattr(ft_ckpt, name, None) is None] == []
+
+
+@pytest.mark.parametrize(
+    "module", ["ft_ckpt", "ft_ckpt.checkpoint.catalog", "ft_ckpt.checkpoint.commit", "ft_ckpt.cli"]
+)
+def test_importing_brings_no_torch(module):
+    heavy = {"torch", "transformers", "peft", "accelerate", "numpy"}
+    code = f"import sys, {module}; print(*sorted({heavy} & set(sys.modules)))"
+    assert run(sys.executable, "-c", code).strip() == ""
+
+
+def test_every_error_is_a_checkpoint_error_and_a_builtin_one():
+    builtins = (ValueError, AttributeError, TypeError, OSError, RuntimeError)
+    children = [getattr(errors, name) for name in ERRORS - {"CheckpointError"}]
+    assert [e for e in children if not (issubclass(e, errors.CheckpointError) and issubclass(e, builtins))] == []
+
+
+# The code
+
+
+@package
+def test_everything_public_has_a_docstring(path):
+    assert [name for name, node in public_definitions(parse(path)) if not ast.get_docstring(node)] == []
+
+
+@package
+def test_functions_and_files_stay_short(path):
+    functions = [node for node in ast.walk(parse(path)) if isinstance(node, FUNCTIONS)]
+    assert {node.name: lines(node) for node in functions if lines(node) > MAX_FUNCTION_LINES} == {}
+    assert len(path.read_text().splitlines()) <= MAX_FILE_LINES
+
+
+@package
+def test_what_is_raised_comes_from_our_own_tree(path):
+    tree = parse(path)
+    makers = {node.name for node in ast.walk(tree) if isinstance(node, FUNCTIONS) and returns_error(node)}
+    kinds = {node.name for node in tree.body if isinstance(node, ast.ClassDef) and is_error(node)}
+    allowed = ERRORS | makers | kinds | FOREIGN_ERRORS.get(str(path.relative_to(ROOT / "ft_ckpt")), set())
+    assert [f"line {line}: {name}" for line, name in raised(tree) if name not in allowed] == []
+
+
+# The pages
+
+
+@pages
+def test_python_on_a_page_compiles(page):
+    for block in blocks(page, "python"):
+        compile(block, str(page), "exec")
+
+
+@pages
+def test_commands_on_a_page_exist(page):
+    assert [line for block in blocks(page, "bash|sh") for line in commands(block) if not is_runnable(line)] == []
+
+
+@pages
+def test_paths_named_on_a_page_exist(page):
+    paths = re.findall(r"(?<![\w./-])((?:scripts|configs|tests)/[\w./-]*\w)", page.read_text())
+    assert [path for path in paths if not (ROOT / path).exists()] == []
+
+
+@pages
+def test_links_on_a_page_lead_somewhere(page):
+    targets = re.findall(r"\]\(([^)#\s]+)", page.read_text())
+    assert [t for t in targets if "://" not in t and not (page.parent / t).exists()] == []
+
+
+def test_changelog_begins_with_this_version():
+    assert re.search(r"^## (\S+)", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)[1] == ft_ckpt.__version__
+
+
+# The scripts and the command
+
+
+def test_scripts_can_be_run_or_say_what_they_are():
+    files = [path for path in (ROOT / "scripts").rglob("*") if path.is_file() and "__pycache__" not in path.parts]
+    assert [str(path) for path in files if not (is_program(path) or is_documented(path))] == []
+
+
+@pytest.mark.parametrize("script", ["scripts/environment", "scripts/test", "scripts/demo", ".ci/run"])
+def test_shell_scripts_parse(script):
+    assert os.access(ROOT / script, os.X_OK)
+    assert run("bash", "-n", script) == ""
+
+
+def test_every_command_has_help():
+    assert "Usage" in ft_ckpt_command("--help")
+    for command in cli_commands():
+        assert f"ft-ckpt {command}" in ft_ckpt_command(command, "--help")
+
+
+@pytest.mark.skipif(not (ROOT / ".git").exists(), reason="only git knows which files belong to the project")
+def test_no_text_depends_on_one_machine():
+    """An absolute path of a developer's machine works nowhere else."""
+    machine = re.compile(r"(?<![\w./])/(?:work|home|root|Users)/\w+")
+    found = [f"{path}: {match[0]}" for path in tracked() for match in machine.finditer(text(path))]
+    assert found == []
+
+
+# How to look
+
+
+def run(*command: str) -> str:
+    """What a command prints; the test fails with what it complained about when it fails."""
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert result.returncode == 0, result.stderr
+    return result.stdout + result.stderr
+
+
+def parse(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
+
+
+def public_definitions(tree: ast.AST) -> Iterator[tuple[str, ast.AST]]:
+    """The module, and classes, functions and methods without an underscore; nested functions are private.
+
+    Of a function with several signatures only the last says what it does.
+    """
+    if isinstance(tree, ast.Module):
+        yield "module", tree
+    for node in getattr(tree, "body", []):
+        if isinstance(node, (*FUNCTIONS, ast.ClassDef)) and not node.name.startswith("_") and not overloads(node):
+            yield node.name, node
+            if isinstance(node, ast.ClassDef):
+                yield from public_definitions(node)
+
+
+def overloads(node: Any) -> bool:
+    return any(isinstance(one, ast.Name) and one.id == "overload" for one in node.decorator_list)
+
+
+def lines(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
+    """Lines of a function's body, its docstring left out."""
+    body = function.body[1:] if ast.get_docstring(function) else function.body
+    return body[-1].end_lineno - body[0].lineno + 1 if body else 0
+
+
+def returns_error(function: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
+    """Whether a function makes one of our errors, or hands back the system's own where ours does not apply."""
+    return function.returns is not None and ast.unparse(function.returns).split(".")[-1] in {*ERRORS, "OSError"}
+
+
+def is_error(kind: ast.ClassDef) -> bool:
+    """Whether a class is a kind of one of our errors, told apart in its own module only."""
+    return kind.name.startswith("_") and any(ast.unparse(base) in ERRORS for base in kind.bases)
+
+
+def raised(tree: ast.Module) -> Iterator[tuple[int, str]]:
+    """Line and name of what each `raise` makes; passing on an error that exists already makes nothing."""
+    protocol = {id(n) for f in ast.walk(tree) if getattr(f, "name", "") == "__getattr__" for n in ast.walk(f)}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Raise) and node.exc is not None and id(node) not in protocol:
+            made = node.exc.func if isinstance(node.exc, ast.Call) else node.exc
+            for choice in (made.body, made.orelse) if isinstance(made, ast.IfExp) else (made,):
+                name = ast.unparse(choice).split(".")[-1]
+                if isinstance(node.exc, ast.Call) or name[0].isupper():
+                    yield node.lineno, name
+
+
+def blocks(page: Path, language: str) -> list[str]:
+    """The fenced blocks of a page in one language (a pattern)."""
+    return re.findall(rf"^```(?:{language})\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL)
+
+
+def commands(block: str) -> list[str]:
+    """The command lines of a shell block: continuations joined, comments and empty lines dropped."""
+    joined = block.replace("\\\n", " ").splitlines()
+    return [line.strip() for line in joined if line.strip() and not line.strip().startswith("#")]
+
+
+def is_runnable(line: str) -> bool:
+    """Whether a command is ours and there, or a program every user has; `ft-ckpt` must know the subcommand."""
+    name, *rest = shlex.split(line, comments=True)
+    if name == "ft-ckpt":
+        return rest[0].startswith("--") or rest[0] in cli_commands()
+    if "/" in name:
+        return os.access(ROOT / name, os.X_OK)
+    return name in {"accelerate", "bash", "cd", "git", "pip", "python", "python3", "source", "torchrun"}
+
+
+def cli_commands() -> list[str]:
+    from ft_ckpt.cli import app
+
+    return sorted(typer.main.get_command(app).commands)
+
+
+def ft_ckpt_command(*arguments: str) -> str:
+    return run(sys.executable, "-c", "from ft_ckpt.cli import main; main()", *arguments)
+
+
+def is_program(path: Path) -> bool:
+    return os.access(path, os.X_OK) and path.read_bytes().startswith(b"#!/usr/bin/env ")
+
+
+def is_documented(path: Path) -> bool:
+    return path.suffix == ".md" or (path.suffix == ".py" and ast.get_docstring(parse(path)) is not None)
+
+
+def tracked() -> list[Path]:
+    """The files of a checkout that git does not ignore."""
+    # A checkout that belongs to another user (a container's volume) is as good as ours for listing files.
+    listed = run("git", "-c", "safe.directory=*", "ls-files", "-co", "--exclude-standard")
+    return [path for path in map(ROOT.joinpath, listed.splitlines()) if path.is_file()]
+
+
+def text(path: Path) -> str:
+    """A file as text; bytes that are no text become question marks."""
+    return path.read_bytes().decode("utf-8", errors="replace")
