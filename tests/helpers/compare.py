@@ -65,7 +65,7 @@ def base_of(state: dict[str, torch.Tensor]) -> nn.Module:
     return base
 
 
-def reference(model: nn.Module, folder: Path, **settings: Any) -> dict[str, torch.Tensor]:
+def reference(model: Any, folder: Path, **settings: Any) -> dict[str, torch.Tensor]:
     """What `save_pretrained` writes for `model`."""
     model.save_pretrained(folder, **settings)
     return stored(folder)

@@ -75,23 +75,23 @@ class FormatContract:
     def path(self, tmp_path: Path) -> Path:
         return tmp_path / f"state{self.suffix}"
 
-    def test_round_trip(self, path):
+    def test_round_trip(self, path: Path) -> None:
         save(state(), path, self.kind)
         found = load(path)
         assert list(found) == list(state()) or (not self.ordered and set(found) == set(state()))
         assert all(equal(found[name], value) for name, value in state().items())
 
-    def test_format_is_known_by_content(self, path, tmp_path):
+    def test_format_is_known_by_content(self, path: Path, tmp_path: Path) -> None:
         save(state(), path, self.kind)
         bare = tmp_path / "no_suffix"
         path.rename(bare)
         assert equal(load(bare)["number"], state()["number"])
 
-    def test_empty(self, path):
+    def test_empty(self, path: Path) -> None:
         save({}, path, self.kind)
         assert load(path) == {}
 
-    def test_tied_once_and_again(self, path):
+    def test_tied_once_and_again(self, path: Path) -> None:
         weight = torch.randn(1000, 100)
         save({"a": weight, "b": weight, "c": weight[:], "d": weight[1:]}, path, self.kind)
         found = load(path)
@@ -99,21 +99,21 @@ class FormatContract:
         found["a"][0, 0] = 7
         assert found["b"][0, 0] == found["c"][0, 0] == 7
 
-    def test_eager(self, path):
+    def test_eager(self, path: Path) -> None:
         save(state(), path, self.kind)
         found = load(path, map_location="cpu")
         path.write_bytes(b"")
         assert {type(value) for value in found.values()} == {torch.Tensor}
         assert equal(found["turned"], state()["turned"])
 
-    def test_deleted_and_replaced_files_keep_their_values(self, path):
+    def test_deleted_and_replaced_files_keep_their_values(self, path: Path) -> None:
         save(state(), path, self.kind)
         deleted, replaced = load(path), load(path)
         save({"number": torch.tensor(8)}, path, self.kind)
         path.unlink()
         assert all(equal(deleted[name], value) and equal(replaced[name], value) for name, value in state().items())
 
-    def test_cut_short_while_open(self, path):
+    def test_cut_short_while_open(self, path: Path) -> None:
         if not self.lazy:
             pytest.skip("torch.load maps what it gives")
         save(state(), path, self.kind)
@@ -124,7 +124,7 @@ class FormatContract:
             with pytest.raises(CorruptError, match="changed while it was open"):
                 found[name].clone()
 
-    def test_cut_short_before(self, path):
+    def test_cut_short_before(self, path: Path) -> None:
         save(state(), path, self.kind)
         whole = path.read_bytes()
         for size in (0, 1, 9, 600, len(whole) // 2, len(whole) - 1):
@@ -132,14 +132,14 @@ class FormatContract:
             with pytest.raises((CorruptError, ValueError)):
                 load(path, format=self.kind)
 
-    def test_refusal_leaves_the_old_file(self, path):
+    def test_refusal_leaves_the_old_file(self, path: Path) -> None:
         save({"number": torch.tensor(1)}, path, self.kind)
         with pytest.raises((SelectionError, AttributeError, TypeError, RuntimeError)):
             save({"number": torch.tensor(2), "bad": lambda: 0}, path, self.kind)
         assert load(path)["number"] == 1
         assert list(path.parent.iterdir()) == [path]
 
-    def test_mode_follows_the_umask(self, path):
+    def test_mode_follows_the_umask(self, path: Path) -> None:
         before = os.umask(0o027)
         try:
             save(state(), path, self.kind)
@@ -147,23 +147,24 @@ class FormatContract:
             os.umask(before)
         assert stat.S_IMODE(path.stat().st_mode) == 0o640
 
-    def test_no_folder(self, tmp_path):
+    def test_no_folder(self, tmp_path: Path) -> None:
         with pytest.raises(TargetError, match="its folder does not exist"):
             save({}, tmp_path / "missing" / f"state{self.suffix}", self.kind)
 
-    def test_a_link_stays_a_link(self, path, tmp_path):
+    def test_a_link_stays_a_link(self, path: Path, tmp_path: Path) -> None:
         real = tmp_path / "real"
         path.symlink_to(real)
         save(state(), path, self.kind)
         assert path.is_symlink()
         assert equal(load(real)["number"], state()["number"])
 
-    def test_killed_while_saving(self, path):
+    def test_killed_while_saving(self, path: Path) -> None:
         """Pain 46: killed at any moment, the file is the old one or the new one."""
         save({"number": torch.tensor(1), "big": torch.full((300_000,), 1)}, path, self.kind)
         for moment in range(4):
             done = 1
             child = _start(SAVE_FOREVER, path, self.kind)
+            assert child.stdout is not None
             for _ in range(1 + moment):
                 done = int(child.stdout.readline() or done)
             time.sleep(0.003 * moment)
@@ -176,9 +177,10 @@ class FormatContract:
         save({}, path, self.kind)
         assert list(path.parent.iterdir()) == [path]
 
-    def test_disk_full(self, path):
+    def test_disk_full(self, path: Path) -> None:
         save({"number": torch.tensor(1)}, path, self.kind)
         child = _start(SAVE_TOO_MUCH, path, self.kind)
+        assert child.stdout is not None
         output = child.stdout.read()
         assert child.wait() == 0
         assert "True" in output

@@ -3,7 +3,7 @@
 import json
 import os
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from datetime import datetime, timedelta, timezone
@@ -19,20 +19,24 @@ from ft_ckpt.formats.layout import TensorRecord
 from ft_ckpt.storage import local_disk
 from ft_ckpt.storage.digests import FileRecord, digest_of
 
+Folder = str | os.PathLike[str]
 CALLS = ("mkdir", "move", "exchange", "unlink", "chmod", "fsync", "rmtree")  # every call that changes the disk
 
 
-def make_checkpoint(folder, *, step=1, shards=1, kind="model", parts=("",)) -> Manifest:
+def make_checkpoint(
+    folder: Folder, *, step: int = 1, shards: int = 1, kind: str = "model", parts: Sequence[str] = ("",)
+) -> Manifest:
     """Fill `folder` with a checkpoint of small `parts`, but not its manifest; each byte of its weights is `step`."""
     records = [_make_part(Path(folder), part, step, shards, kind) for part in parts]
     return manifest_of(folder, records, step)
 
 
-def _make_part(folder, part, step, shards, kind) -> PartRecord:
+def _make_part(folder: Path, part: str, step: int, shards: int, kind: str) -> PartRecord:
     (folder / part).mkdir(parents=True, exist_ok=True)
     stem = "adapter_model" if kind == "adapter" else "model"
     names = [f"layers.{number}.weight" for number in range(4)]
-    records, where = [], {}
+    records: list[TensorRecord] = []
+    where: dict[str, str] = {}
     for shard in range(shards):
         file = f"{stem}.safetensors" if shards == 1 else f"{stem}-{shard + 1:05d}-of-{shards:05d}.safetensors"
         records += write_safetensors(folder / part / file, names[shard::shards], step, (Path(part) / file).as_posix())
@@ -45,14 +49,14 @@ def _make_part(folder, part, step, shards, kind) -> PartRecord:
     return PartRecord(part, part, kind, "safetensors", "Tiny", tuple(records))
 
 
-def manifest_of(folder, parts, step) -> Manifest:
+def manifest_of(folder: Folder, parts: Iterable[PartRecord], step: int) -> Manifest:
     paths = sorted(path for path in Path(folder).rglob("*") if path.is_file())
     files = [FileRecord(p.relative_to(folder).as_posix(), p.stat().st_size, digest_of(p)) for p in paths]
     created = datetime(2026, 1, 1, tzinfo=timezone.utc) + timedelta(seconds=step)  # the same save, the same bytes
     return Manifest(tuple(parts), tuple(files), "full", created.isoformat(), step=step)
 
 
-def write_safetensors(path, names, fill, file) -> list[TensorRecord]:
+def write_safetensors(path: Path, names: Sequence[str], fill: int, file: str) -> list[TensorRecord]:
     """A float32 [2, 3] tensor for each name, as the format has it: length, JSON header, bytes."""
     entries = {n: {"dtype": "F32", "shape": [2, 3], "data_offsets": [24 * i, 24 * i + 24]} for i, n in enumerate(names)}
     header = json.dumps(entries).encode()
@@ -61,7 +65,7 @@ def write_safetensors(path, names, fill, file) -> list[TensorRecord]:
     return [TensorRecord(n, (2, 3), "float32", file, first + 24 * i, first + 24 * i + 24) for i, n in enumerate(names)]
 
 
-def save(target, **what) -> Manifest:
+def save(target: Folder, **what: Any) -> Manifest:
     """A checkpoint made and committed as a saver would."""
     stage = open_stage(Path(target))
     manifest = make_checkpoint(stage, **what)
@@ -69,7 +73,7 @@ def save(target, **what) -> Manifest:
     return manifest
 
 
-def rewrite_manifest(checkpoint, change) -> None:
+def rewrite_manifest(checkpoint: Folder, change: Callable[[dict[str, Any]], object]) -> None:
     """Replace the manifest by what `change` makes of its JSON, as somebody would who knows its digest."""
     file = Path(checkpoint) / MANIFEST_NAME
     document = json.loads(file.read_text())
@@ -78,18 +82,18 @@ def rewrite_manifest(checkpoint, change) -> None:
     file.write_text(signed(json.dumps(document, indent=1)))
 
 
-def signed(text) -> str:
+def signed(text: str) -> str:
     """The JSON object `text` with the digest that makes it a manifest."""
     digest = f"xxh3-128:{xxhash.xxh3_128_hexdigest(text.encode())}"
     return text.replace("{\n", f'{{\n  "digest": "{digest}",\n', 1)
 
 
-def contents(folder) -> dict[str, bytes]:
+def contents(folder: Folder) -> dict[str, bytes]:
     """Everything below `folder`, hidden or not: relative path to bytes; of a link, where it leads to."""
     return {path.relative_to(folder).as_posix(): _content(path) for path in Path(folder).rglob("*")}
 
 
-def _content(path) -> bytes:
+def _content(path: Path) -> bytes:
     if path.is_symlink():
         return bytes(path.readlink())
     return b"" if path.is_dir() else path.read_bytes()
@@ -101,7 +105,7 @@ def dies_at(call: int, action: Callable[[], object]) -> bool:
     False when `action` made fewer calls and returned. A removal of a folder is killed half way, too.
     """
 
-    def doomed():
+    def doomed() -> None:
         stop_at(call, lambda: os.kill(os.getpid(), signal.SIGKILL), partial=True)
         action()
 
@@ -115,7 +119,7 @@ def in_child(action: Callable[[], object]) -> str:
     return _forked(action)[1]
 
 
-def _forked(action) -> tuple[int, str]:
+def _forked(action: Callable[[], object]) -> tuple[int, str]:
     end, start = os.pipe()
     child = os.fork()
     if child == 0:
@@ -131,12 +135,14 @@ def _forked(action) -> tuple[int, str]:
     return os.waitpid(child, 0)[1], said
 
 
-def stop_at(call: int, stop: Callable[[], object], *, partial: bool = False, patch=setattr) -> None:
+def stop_at(
+    call: int, stop: Callable[[], object], *, partial: bool = False, patch: Callable[[Any, str, Any], None] = setattr
+) -> None:
     """From now on, count the calls to the disk and do `stop` just before the `call`-th. Nothing is really synced."""
     left = call
 
-    def counting(name, real):
-        def run(*args, **more):
+    def counting(name: str, real: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*args: Any, **more: Any) -> Any:
             nonlocal left
             left -= 1
             if left == 0:
@@ -151,7 +157,7 @@ def stop_at(call: int, stop: Callable[[], object], *, partial: bool = False, pat
         patch(local_disk, name, counting(name, getattr(local_disk, name)))
 
 
-def _remove_half(folder) -> None:
+def _remove_half(folder: Folder) -> None:
     files = sorted(path for path in Path(folder).rglob("*") if path.is_file())
     for path in files[len(files) // 2 :]:
         path.unlink()
@@ -174,10 +180,9 @@ def writes(before: Callable[[], Any] = lambda: None) -> Iterator[list[int]]:
         os.pwrite = real
 
 
-def save_with_state(target, step, *, world=2, **facts):
+def save_with_state(target: Folder, step: int, *, world: int = 2, **facts: Any) -> None:
     """A checkpoint with a training state: a file for each rank, all with the same names, and a JSON file."""
-    target = Path(target)
-    stage = open_stage(target)
+    stage = open_stage(Path(target))
     parts = list(make_checkpoint(stage, step=step).parts)
     (stage / "state").mkdir()
     records = []
@@ -186,19 +191,24 @@ def save_with_state(target, step, *, world=2, **facts):
         records += write_safetensors(stage / file, ["momentum", f"rng.{rank}"], step, file)
     (stage / "state" / "position.json").write_text(json.dumps({"step": step}))
     parts.append(PartRecord("state", "state", "state", "safetensors", "", tuple(records)))
-    commit(stage, target, replace(manifest_of(stage, parts, step), **facts))
+    commit(stage, Path(target), replace(manifest_of(stage, parts, step), **facts))
 
 
-def save_of(target, **facts):
-    stage = open_stage(target)
-    commit(stage, target, replace(make_checkpoint(stage), **facts))
+def save_of(target: Folder, **facts: Any) -> None:
+    """A checkpoint with those `facts` in its manifest."""
+    stage = open_stage(Path(target))
+    commit(stage, Path(target), replace(make_checkpoint(stage), **facts))
 
 
 def edit(folder: Path, name: str, text: bytes | str) -> None:
     """Write a file, and make the manifest vouch for it."""
     (folder / name).write_bytes(text if isinstance(text, bytes) else text.encode())
     manifest = read_manifest(folder)
-    made_of = {"size_bytes": (folder / name).stat().st_size, "digest": digest_of(folder / name)}
     known = next((file for file in manifest.files if file.path == name), manifest.files[0])
-    files = (*(f for f in manifest.files if f.path != name), replace(known, path=name, **made_of))
+    files = (*(f for f in manifest.files if f.path != name), _described(folder, known, name))
     (folder / MANIFEST_NAME).write_text(to_json(replace(manifest, files=files)))
+
+
+def _described(folder: Path, known: FileRecord, name: str) -> FileRecord:
+    """The record of a file as it is now."""
+    return replace(known, path=name, size_bytes=(folder / name).stat().st_size, digest=digest_of(folder / name))

@@ -17,7 +17,7 @@ Make = Callable[[], Any]
 SAMPLES, EPOCHS = 11, 3
 
 
-class Numbers(Dataset):
+class Numbers(Dataset[torch.Tensor]):
     """0, 1, 2 …; `noise` adds random augmentation from all three global generators, or from one of its own."""
 
     def __init__(self, noise: str = "", count: int = SAMPLES) -> None:
@@ -36,7 +36,7 @@ class Numbers(Dataset):
         return float(self.own.random()) if self.noise == "own" else 0.0
 
 
-class Stream(Numbers, IterableDataset):
+class Stream(Numbers, IterableDataset[torch.Tensor]):
     """The same in order, each worker its share."""
 
     def __getitem__(self, index: int) -> torch.Tensor:
@@ -65,7 +65,8 @@ class Counted(Stream):
         self.where["next"] = 0
 
     def state_dict(self) -> dict[str, Any]:
-        return self.hands_out(self.where)
+        found: dict[str, Any] = self.hands_out(self.where)
+        return found
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.where = dict(state)

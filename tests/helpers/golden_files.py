@@ -4,6 +4,8 @@ Run as `python tests/helpers/golden_files.py`, with `tests/helpers` on PYTHONPAT
 """
 
 from collections import OrderedDict
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import torch
@@ -35,7 +37,7 @@ def nested() -> dict[object, object]:
     }  # fmt: skip
 
 
-FILES = {
+FILES: dict[str, tuple[Callable[[], Any], dict[str, Any]]] = {
     "flat.h5": (flat, {}),
     "nested.h5": (nested, {}),
     "native.h5": (flat, {"native_floats": True}),

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
-from ft_ckpt.distributed.sharding import Holding, _cut, replicated, runs
+from ft_ckpt.distributed.sharding import Block, Holding, _cut, replicated, runs
 from ft_ckpt.distributed.wrappers import Source
 from ft_ckpt.model.entries import Entry, Part
 from ft_ckpt.saving.files import PartPlan, plan
@@ -49,7 +49,10 @@ def _held(value: Tensor, way: str, world: int, rank: int) -> Holding:
         shard = -(-value.numel() // world)
         return runs(_shard(value.reshape(-1), shard, rank), value.numel(), 0, shard, range(world), rank)
     shape = tuple(value.shape)
-    block = lambda at: _cut(shape, ((0, at, world),))  # noqa: E731 - as in holdings
+
+    def block(at: int) -> Block | None:
+        return _cut(shape, ((0, at, world),))
+
     mine = block(rank)
     local = value[mine.offsets[0] : mine.offsets[0] + mine.sizes[0]] if mine is not None else value[:0]
     return Holding(shape, local, tuple(range(world)), block, moves=True, mine=mine)

@@ -97,6 +97,7 @@ def _nursery() -> subprocess.Popen[str]:
         start_new_session=True,
     )
     atexit.register(server.kill)
+    assert server.stdout is not None
     assert server.stdout.readline() == "ready\n", "tests/nursery.py did not start"
     return server
 
@@ -104,6 +105,8 @@ def _nursery() -> subprocess.Popen[str]:
 def _served(request: list[object], timeout: float) -> int:
     """The exit status of what the server forks for `request`, or TIMED_OUT."""
     server = _nursery()
+    assert server.stdin is not None
+    assert server.stdout is not None
     server.stdin.write(json.dumps(request) + "\n")
     server.stdin.flush()
     launcher = psutil.Process(int(server.stdout.readline()))

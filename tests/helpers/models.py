@@ -84,7 +84,7 @@ class ValueModel(nn.Module):
 class SharedTrunk(nn.Module):
     """Policy and value model on one trunk: the trunk's parameters have two names."""
 
-    def __init__(self, policy: nn.Module) -> None:
+    def __init__(self, policy: Any) -> None:
         super().__init__()
         self.policy = policy
         self.value_model = ValueModel(policy.model)
@@ -151,7 +151,7 @@ def shared_trunk() -> nn.Module:
 
 def partly_frozen() -> nn.Module:
     """A tied model whose first layer is not trained."""
-    model = llama()
+    model: Any = llama()
     model.model.layers[0].requires_grad_(False)
     return model
 

@@ -4,16 +4,17 @@ import io
 import os
 import pickle
 import zipfile
+from collections.abc import Callable
 from pathlib import Path
 
 
 class Runs:
     """Pickles as a call of `function` with `arguments`."""
 
-    def __init__(self, function, *arguments) -> None:
+    def __init__(self, function: Callable[..., object], *arguments: object) -> None:
         self.call = (function, arguments)
 
-    def __reduce__(self):
+    def __reduce__(self) -> tuple[Callable[..., object], tuple[object, ...]]:
         return self.call
 
 

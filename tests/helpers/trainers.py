@@ -15,7 +15,7 @@ SAMPLES = 14
 SILENT = {"report_to": [], "disable_tqdm": True, "logging_steps": 1, "log_level": "error", "use_cpu": True}
 
 
-class Sentences(Dataset):
+class Sentences(Dataset[dict[str, torch.Tensor]]):
     """Token rows that random augmentation changes at every reading."""
 
     def __init__(self, noise: bool = True) -> None:
@@ -31,7 +31,7 @@ class Sentences(Dataset):
         return {"input_ids": row, "labels": row.clone()}
 
 
-class Stream(IterableDataset):
+class Stream(IterableDataset[dict[str, torch.Tensor]]):
     def __iter__(self) -> Any:
         rows = Sentences()
         yield from (rows[index] for index in range(SAMPLES))

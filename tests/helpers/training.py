@@ -1,6 +1,7 @@
 """A small run: a model with dropout, shuffled data, a schedule; trained, saved, and resumed."""
 
 import random
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,24 +15,24 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 from ft_ckpt import CheckpointSaver
 
 SAMPLES, EPOCHS = 12, 3
-QUIET = {"on_difference": "ignore"}
+QUIET: dict[str, Any] = {"on_difference": "ignore"}
 
 
-class Stream(IterableDataset):
+class Stream(IterableDataset[torch.Tensor]):
     """The same rows in the same order at every pass."""
 
-    def __iter__(self):
+    def __iter__(self) -> Iterator[torch.Tensor]:
         info = torch.utils.data.get_worker_info()
         yield from (rows()[index] for index in range(info.id if info else 0, SAMPLES, info.num_workers if info else 1))
 
 
-class Noisy(Dataset):
+class Noisy(Dataset[torch.Tensor]):
     """Rows with noise that is drawn where they are read."""
 
-    def __len__(self):
+    def __len__(self) -> int:
         return SAMPLES
 
-    def __getitem__(self, index):
+    def __getitem__(self, index: int) -> torch.Tensor:
         return rows()[index] + torch.randn(3)
 
 
@@ -53,7 +54,11 @@ def network() -> nn.Module:
 
 
 def prepared(
-    accumulate: int = 1, workers: int = 0, stream: bool = False, noisy: bool = False, wrap=lambda model: model
+    accumulate: int = 1,
+    workers: int = 0,
+    stream: bool = False,
+    noisy: bool = False,
+    wrap: Callable[[nn.Module], nn.Module] = lambda model: model,
 ) -> Trained:
     """A fresh run, as a new process makes it; the process's random numbers are left anywhere."""
     torch.manual_seed(0)
@@ -65,7 +70,8 @@ def prepared(
     if stream:
         loader = DataLoader(Stream(), 2, num_workers=workers)
     else:
-        loader = DataLoader(Noisy() if noisy else TensorDataset(rows()), 2, shuffle=True, num_workers=workers)
+        data: Any = Noisy() if noisy else TensorDataset(rows())
+        loader = DataLoader(data, 2, shuffle=True, num_workers=workers)
     made = Trained(accelerator, *accelerator.prepare(model, optimizer, scheduler, loader))
     for seed in (torch.manual_seed, random.seed, np.random.seed):
         seed(77)
