@@ -170,18 +170,18 @@ def _rows(through: Sequence[Step], resumed: Sequence[Step]) -> Iterator[Row]:
 
 def _ends(one: Path, other: Path) -> tuple[int, list[str]]:
     """How many tensors the two runs ended with, and which of them differ; random numbers and places are left out."""
-    from ft_ckpt.files.diff import compare
-    from ft_ckpt.files.folder import Joined
+    from ft_ckpt.files.diff import compare_files
+    from ft_ckpt.files.folder import JoinedFile
     from ft_ckpt.formats import detect
 
     with ExitStack() as stack:
         joined = []
         for path in (one, other):
             parts = {tensor.file: part.path for part in catalog.read_manifest(path).parts for tensor in part.tensors}
-            files = [(f"{part}/" if part else "", detect.open_file(path / file)) for file, part in parts.items()]
-            joined.append(Joined(files, path.name))
+            files = [(f"{part}/" if part else "", detect.open_tensor_file(path / file)) for file, part in parts.items()]
+            joined.append(JoinedFile(files, path.name))
             stack.callback(joined[-1].close)
-        found = [each for each in compare(*joined) if not each.name.startswith("state/rank-")]
+        found = [each for each in compare_files(*joined) if not each.name.startswith("state/rank-")]
     return len(found), [each.name for each in found if each.changed]
 
 

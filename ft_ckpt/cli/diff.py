@@ -28,12 +28,12 @@ def diff(context: typer.Context, top: _Top = 20, as_json: _Json = False) -> None
     one, other = paths(context, "A", "B")
     from ft_ckpt.checkpoint.open_checkpoint import held_open
     from ft_ckpt.files.convert import open_source
-    from ft_ckpt.files.diff import by_layer, compare
+    from ft_ckpt.files.diff import by_layer, compare_files
 
     with ExitStack() as stack:
         places = [stack.enter_context(held_open(Path(each))) for each in (one, other)]
         opened = [stack.enter_context(closing(open_source(place))) for place in places]
-        tensors = compare(*opened)
+        tensors = compare_files(*opened)
     layers, most = by_layer(tensors), top if top > 0 else None
     counts = {status: [each.status for each in tensors].count(status) for status in _statuses(tensors)}
     if as_json:

@@ -21,18 +21,21 @@ from ft_ckpt.checkpoint.open_checkpoint import held_open
 from ft_ckpt.config import dtype_name, parse_size
 from ft_ckpt.errors import ConfigError, TargetError, damaged_input, explained, listing
 from ft_ckpt.files import folder
-from ft_ckpt.files.convert_output import Output, output, write
-from ft_ckpt.files.rename import Translated, Untied, check_used, compare, read_map
+from ft_ckpt.files.convert_output import Output, plan_output, write_outputs
+from ft_ckpt.files.rename import TranslatedFile, UntiedFile, check_copy, check_used, read_map
 from ft_ckpt.formats import dcp, detect, tensorflow
 from ft_ckpt.formats.layout import Spec, TensorFile
-from ft_ckpt.formats.mapped_file import RawFile, Stream
+from ft_ckpt.formats.mapped_file import FileStream, RawFile
 from ft_ckpt.storage import local_disk
 from ft_ckpt.storage.digests import FileRecord, digest_of
 from ft_ckpt.storage.placing import replacing
 
 FORMATS = ("safetensors", "h5", "dual", "torch", "tensorflow", "dcp")
 _ENDINGS = {"safetensors": ".safetensors", "dual": ".safetensors", "h5": ".h5", "torch": ".bin"}
-_FOREIGN: Mapping[str, Any] = {"tensorflow": tensorflow, "dcp": dcp}  # whole folders that their own libraries write
+_FOREIGN: Mapping[str, tuple[Any, Any, Any]] = {  # whole folders that their own libraries check, write and read
+    "tensorflow": (tensorflow.check_tensorflow_types, tensorflow.write_tensorflow, tensorflow.open_tensorflow),
+    "dcp": (dcp.check_dcp_types, dcp.write_dcp, dcp.open_dcp),
+}
 _ROOM_BYTES = 16 << 20  # for companions, in the look at free space
 
 
@@ -51,7 +54,7 @@ class ConvertReport:
 
 
 @dataclass(frozen=True)
-class _Options:
+class _ConvertOptions:
     target: Path
     format: str
     dtype: str | None
@@ -92,12 +95,12 @@ def convert(
     )
     to_folder = format in _FOREIGN or target.is_dir() or str(dst).endswith("/") or not target.suffix
     kind = (format or "safetensors") if to_folder else detect.format_by_name(target, format)
-    _check(source, target, kind, to_folder, max_shard_size)
+    _check_request(source, target, kind, to_folder, max_shard_size)
     most = parse_size(max_shard_size or "50GB")
-    options = _Options(target, kind, dtype_name(dtype), read_map(map), most, verify, progress)
+    options = _ConvertOptions(target, kind, dtype_name(dtype), read_map(map), most, verify, progress)
     with held_open(source) as place, closing(open_source(place, source)) as opened:
         check_used(options.names, [*opened.specs, *getattr(opened, "ties", {})], str(source))
-        run = _to_foreign if kind in _FOREIGN else _to_folder if to_folder else _to_file
+        run = _convert_to_foreign if kind in _FOREIGN else _convert_to_folder if to_folder else _convert_to_file
         with explained(target):
             written = run(opened, place, options)
     return dataclasses.replace(written, path=Path(dst), seconds=time.monotonic() - begun)
@@ -109,10 +112,10 @@ def open_source(path: Path, origin: Path | None = None) -> TensorFile:
     `origin` is where they were found, when `path` is a place where they are held open.
     """
     with damaged_input(path):
-        return detect.open_file(path) if path.is_file() else folder.open_file(path, origin)
+        return detect.open_tensor_file(path) if path.is_file() else folder.open_folder(path, origin)
 
 
-def _check(source: Path, target: Path, kind: str, to_folder: bool, max_shard_size: object) -> None:
+def _check_request(source: Path, target: Path, kind: str, to_folder: bool, max_shard_size: object) -> None:
     if kind not in FORMATS:
         raise ConfigError(f"format={kind!r}: expected one of {', '.join(FORMATS)}")
     if target.is_file() and to_folder:
@@ -126,39 +129,39 @@ def _check(source: Path, target: Path, kind: str, to_folder: bool, max_shard_siz
         )
 
 
-def _to_file(opened: TensorFile, _source: Path, options: _Options) -> ConvertReport:
-    file, target = Translated(opened, options.names, options.dtype), options.target
-    one = output(options.format, target.name, file)
+def _convert_to_file(opened: TensorFile, _source: Path, options: _ConvertOptions) -> ConvertReport:
+    file, target = TranslatedFile(opened, options.names, options.dtype), options.target
+    one = plan_output(options.format, target.name, file)
     commit.check_target(target.parent, one.plan.layout.size_bytes)
     local_disk.make_folder(target.parent)
     with replacing(target) as stage:
-        (record,) = write([one], stage.parent, options.progress)
+        (record,) = write_outputs([one], stage.parent, options.progress)
         if options.verify:
-            with closing(detect.open_file(stage)) as found:
-                compare(file, found, target.name)
-    return _report(options, [file], record.size_bytes, ())
+            with closing(detect.open_tensor_file(stage)) as found:
+                check_copy(file, found, target.name)
+    return _conversion_report(options, [file], record.size_bytes, ())
 
 
-def _to_foreign(opened: TensorFile, source: Path, options: _Options) -> ConvertReport:
-    room, target = _FOREIGN[options.format], options.target
-    file = Translated(opened, options.names, options.dtype)
-    whole = Untied(file)  # these formats know no ties
+def _convert_to_foreign(opened: TensorFile, source: Path, options: _ConvertOptions) -> ConvertReport:
+    (check_types, write_folder, open_folder), target = _FOREIGN[options.format], options.target
+    file = TranslatedFile(opened, options.names, options.dtype)
+    whole = UntiedFile(file)  # these formats know no ties
     specs = list(whole.specs.values())
-    room.check(specs)
+    check_types(specs)
     commit.check_target(target, sum(spec.size_bytes for spec in specs) + _ROOM_BYTES)
     stage = commit.open_stage(target)
     try:
-        room.write(stage, specs, whole.read)
+        write_folder(stage, specs, whole.read)
         if options.verify:
-            with closing(room.open_file(stage)) as found:
-                compare(whole, found, target.name)
-        files = _records(stage, ())
+            with closing(open_folder(stage)) as found:
+                check_copy(whole, found, target.name)
+        files = _file_records(stage, ())
         part = PartRecord("", "", "model", options.format, "", (), casts=file.casts)
-        commit.commit(stage, target, _manifest(opened, source, [part], files))
+        commit.commit(stage, target, _converted_manifest(opened, source, [part], files))
     finally:
         commit.discard(stage)
     notes = (f"{len(file.ties)} tied names stored as tensors of their own",) if file.ties else ()
-    return _report(options, [file], sum(file.size_bytes for file in files), notes)
+    return _conversion_report(options, [file], sum(file.size_bytes for file in files), notes)
 
 
 # A folder
@@ -168,8 +171,8 @@ def _to_foreign(opened: TensorFile, source: Path, options: _Options) -> ConvertR
 class _PartPlan:
     """One part of a folder and the files it becomes; `index` is the text of their index, None with one file."""
 
-    part: folder.Part
-    file: Translated
+    part: folder.FolderPart
+    file: TranslatedFile
     outputs: tuple[Output, ...]
     index_path: str
     index: str | None
@@ -197,36 +200,38 @@ class _PartPlan:
         )
 
 
-def _to_folder(opened: TensorFile, source: Path, options: _Options) -> ConvertReport:
-    is_folder = isinstance(opened, folder.Folder)
-    parts = opened.parts if isinstance(opened, folder.Folder) else (folder.Part("", "model", opened),)
-    plans = [_plan(part, options) for part in parts]
+def _convert_to_folder(opened: TensorFile, source: Path, options: _ConvertOptions) -> ConvertReport:
+    is_folder = isinstance(opened, folder.WeightsFolder)
+    parts = opened.parts if isinstance(opened, folder.WeightsFolder) else (folder.FolderPart("", "model", opened),)
+    plans = [_plan_part(part, options) for part in parts]
     outputs = [one for plan in plans for one in plan.outputs]
-    kept, left = opened.companions() if isinstance(opened, folder.Folder) else ([], [])
+    kept, left = opened.companions() if isinstance(opened, folder.WeightsFolder) else ([], [])
     size = sum(one.plan.layout.size_bytes for one in outputs)
     commit.check_target(options.target, size + _ROOM_BYTES + sum((source / name).stat().st_size for name in kept))
     stage = commit.open_stage(options.target)
     try:
-        _copy(source, kept, stage, options.dtype)
-        written = write(outputs, stage, options.progress)
+        _copy_companions(source, kept, stage, options.dtype)
+        written = write_outputs(outputs, stage, options.progress)
         for plan in plans:
             if plan.index is not None:
                 (stage / plan.index_path).write_text(plan.index, encoding="utf-8")
             if options.verify:
-                with closing(folder.joined(stage, [one.plan.path for one in plan.outputs])) as found:
-                    compare(plan.file, found, options.target.name)
+                with closing(folder.join_weight_files(stage, [one.plan.path for one in plan.outputs])) as found:
+                    check_copy(plan.file, found, options.target.name)
         if options.format == "dual":
-            written += _linked(stage, written)
-        manifest = _manifest(opened, source, [plan.record(options.format) for plan in plans], _records(stage, written))
+            written += _link_hdf5_names(stage, written)
+        manifest = _converted_manifest(
+            opened, source, [plan.record(options.format) for plan in plans], _file_records(stage, written)
+        )
         commit.commit(stage, options.target, manifest)
     finally:
         commit.discard(stage)
     notes = (f"{listing(left, ', ')}: not taken along",) if is_folder and left else ()
-    return _report(options, [plan.file for plan in plans], size, notes)
+    return _conversion_report(options, [plan.file for plan in plans], size, notes)
 
 
-def _plan(part: folder.Part, options: _Options) -> _PartPlan:
-    file = Translated(part.file, options.names, options.dtype)
+def _plan_part(part: folder.FolderPart, options: _ConvertOptions) -> _PartPlan:
+    file = TranslatedFile(part.file, options.names, options.dtype)
     stem = "adapter_model" if part.kind == "adapter" else "pytorch_model" if options.format == "torch" else "model"
     ending, place = _ENDINGS[options.format], f"{part.path}/" if part.path else ""
     index_path = f"{place}{stem}{ending}.index.json"
@@ -239,7 +244,7 @@ def _plan(part: folder.Part, options: _Options) -> _PartPlan:
     shards = split.filename_to_tensors
     if part.kind == "adapter" or not shards:  # PEFT reads one file only
         shards = {f"{stem}{ending}": list(file.specs)}
-    outputs = tuple(output(options.format, place + name, _Shard(file, names)) for name, names in shards.items())
+    outputs = tuple(plan_output(options.format, place + name, _Shard(file, names)) for name, names in shards.items())
     if len(shards) == 1:
         return _PartPlan(part, file, outputs, index_path, None)
     places = {**split.tensor_to_filename, **{n: split.tensor_to_filename[kept] for n, kept in file.ties.items()}}
@@ -250,18 +255,18 @@ def _plan(part: folder.Part, options: _Options) -> _PartPlan:
 class _Shard:
     """Some tensors of a file."""
 
-    def __init__(self, file: Translated, names: Sequence[str]) -> None:
+    def __init__(self, file: TranslatedFile, names: Sequence[str]) -> None:
         self.specs: Mapping[str, Spec] = {name: file.specs[name] for name in names}
         self.ties = {name: kept for name, kept in file.ties.items() if kept in self.specs}
         self.metadata = file.metadata
         self.read, self.runs, self.close = file.read, file.runs, file.close
 
 
-def _copy(source: Path, names: Sequence[str], stage: Path, dtype: str | None) -> None:
+def _copy_companions(source: Path, names: Sequence[str], stage: Path, dtype: str | None) -> None:
     for name in names:
         (stage / name).parent.mkdir(parents=True, exist_ok=True)
         with closing(RawFile(source / name)) as file, (stage / name).open("xb") as copy:
-            shutil.copyfileobj(Stream(file), copy)
+            shutil.copyfileobj(FileStream(file), copy)
         if dtype is not None and Path(name).name == "config.json":
             _set_dtype(stage / name, dtype)
 
@@ -277,7 +282,7 @@ def _set_dtype(config: Path, dtype: str) -> None:
         config.write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
 
 
-def _linked(stage: Path, written: Sequence[FileRecord]) -> list[FileRecord]:
+def _link_hdf5_names(stage: Path, written: Sequence[FileRecord]) -> list[FileRecord]:
     """The same files under the names that HDF5 tools expect."""
     links = [(record, record.path.removesuffix(".safetensors") + ".h5") for record in written]
     for record, name in links:
@@ -285,7 +290,7 @@ def _linked(stage: Path, written: Sequence[FileRecord]) -> list[FileRecord]:
     return [FileRecord(name, record.size_bytes, record.digest) for record, name in links]
 
 
-def _records(stage: Path, written: Sequence[FileRecord]) -> tuple[FileRecord, ...]:
+def _file_records(stage: Path, written: Sequence[FileRecord]) -> tuple[FileRecord, ...]:
     """All files of the stage; those not among `written` are read for their digests."""
     known = {record.path for record in written}
     paths = (path.relative_to(stage).as_posix() for path in sorted(stage.rglob("*")) if path.is_file())
@@ -293,19 +298,21 @@ def _records(stage: Path, written: Sequence[FileRecord]) -> tuple[FileRecord, ..
     return (*written, *(FileRecord(p, (stage / p).stat().st_size, digest_of(stage / p)) for p in others))
 
 
-def _manifest(opened: TensorFile, source: Path, parts: Sequence[PartRecord], files: tuple[FileRecord, ...]) -> Manifest:
+def _converted_manifest(
+    opened: TensorFile, source: Path, parts: Sequence[PartRecord], files: tuple[FileRecord, ...]
+) -> Manifest:
     """A checkpoint of ours keeps what its manifest says; anything else gets one."""
     note = f"converted from {os.fsencode(source.name).decode(errors='replace')}"  # a name may be no UTF-8
-    known = opened.manifest if isinstance(opened, folder.Folder) else None
+    known = opened.manifest if isinstance(opened, folder.WeightsFolder) else None
     if known is not None:
         return dataclasses.replace(known, parts=tuple(parts), files=files, notes=(*known.notes, note))
-    named = tuple(_described(part, source) for part in parts)
+    named = tuple(_describe_part(part, source) for part in parts)
     kind = "adapter" if all(part.kind == "adapter" for part in named) else "full"
     created = datetime.now(timezone.utc).isoformat()
     return Manifest(named, files, kind, created, versions={"ft_ckpt": __version__}, notes=(note,))
 
 
-def _described(part: PartRecord, source: Path) -> PartRecord:
+def _describe_part(part: PartRecord, source: Path) -> PartRecord:
     """A part of a folder that is not ours, with what its configs say of it."""
     name = "adapter_config.json" if part.kind == "adapter" else "config.json"
     try:
@@ -320,7 +327,9 @@ def _described(part: PartRecord, source: Path) -> PartRecord:
     return dataclasses.replace(part, class_name=str((config.get("architectures") or [""])[0]))
 
 
-def _report(options: _Options, files: list[Translated], size: int, notes: tuple[str, ...]) -> ConvertReport:
+def _conversion_report(
+    options: _ConvertOptions, files: list[TranslatedFile], size: int, notes: tuple[str, ...]
+) -> ConvertReport:
     casts: dict[str, int] = {}
     for file in files:
         for key, count in file.casts.items():

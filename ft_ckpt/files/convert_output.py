@@ -8,7 +8,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from ft_ckpt.files.rename import runs, slices
+from ft_ckpt.files.rename import read_slices, tensor_runs
 from ft_ckpt.formats import dual, safetensors, torch_file
 from ft_ckpt.formats.hdf5 import hdf5_file
 from ft_ckpt.formats.layout import Layout, Spec, TensorFile
@@ -26,15 +26,15 @@ class Output:
     plan: FilePlan
     inner: FilePlan  # the same with one record for each tensor
     file: TensorFile
-    archive: torch_file.Archive | None = None
+    archive: torch_file.TorchArchive | None = None
 
     def pieces(self) -> Iterator[Piece]:
         """The file's bytes in order."""
-        chunks = _pieces(self.plan.path, self.file, list(self.inner.layout.specs))
-        return chunks if self.archive is None else _woven(self.plan.path, self.archive, chunks)
+        chunks = _read_pieces(self.plan.path, self.file, list(self.inner.layout.specs))
+        return chunks if self.archive is None else _archive_pieces(self.plan.path, self.archive, chunks)
 
 
-def output(kind: str, path: str, file: TensorFile) -> Output:
+def plan_output(kind: str, path: str, file: TensorFile) -> Output:
     """The file `path` of format `kind` that will hold what `file` holds.
 
     Raises SelectionError naming tensors of types that the format cannot keep.
@@ -42,29 +42,30 @@ def output(kind: str, path: str, file: TensorFile) -> Output:
     specs, ties = list(file.specs.values()), dict(getattr(file, "ties", {}))
     metadata = {"format": "pt", **getattr(file, "metadata", {})}  # transformers refuses files that do not say it
     if kind == "torch":
-        archive = torch_file.lay_out(specs, {}, ties)
+        archive = torch_file.lay_out_torch(specs, {}, ties)
         inner = Layout(b"", archive.specs, archive.starts, archive.layout.size_bytes)
         return Output(FilePlan(path, archive.layout), FilePlan(path, inner), file, archive)
     if kind == "h5":
-        layout = hdf5_file.lay_out_tied(specs, ties, metadata)
+        layout = hdf5_file.lay_out_hdf5_tied(specs, ties, metadata)
     else:
-        layout = (dual if kind == "dual" else safetensors).lay_out(specs, {**metadata, **ties})
+        lay_out = dual.lay_out_dual if kind == "dual" else safetensors.lay_out_safetensors
+        layout = lay_out(specs, {**metadata, **ties})
     return Output(FilePlan(path, layout), FilePlan(path, layout), file)
 
 
-def _pieces(path: str, file: TensorFile, specs: list[Spec]) -> Iterator[Piece]:
+def _read_pieces(path: str, file: TensorFile, specs: list[Spec]) -> Iterator[Piece]:
     """What lies in a file as it shall be is read in blocks, anything else a slice at a time."""
-    stored = {spec.name: runs(file, spec.name) for spec in specs}
+    stored = {spec.name: tensor_runs(file, spec.name) for spec in specs}
     for plain, some in groupby(specs, lambda spec: stored[spec.name] is not None):
         if plain:
             for part in read_ahead(run for spec in some for run in stored[spec.name] or ()):
                 yield Piece(path, part.run.name, part.address, part.size_bytes, part)
         else:
-            for spec, data in _ahead(slices(file, list(some))):
+            for spec, data in _prefetch_items(read_slices(file, list(some))):
                 yield Piece(path, spec.name, data.data_ptr(), data.nbytes, data)
 
 
-def _ahead(items: Iterable[Any]) -> Iterator[Any]:
+def _prefetch_items(items: Iterable[Any]) -> Iterator[Any]:
     """`items`, the next of which is being made while one is in use: reading and writing overlap."""
     feed, end = iter(items), object()
     with ThreadPoolExecutor(1, "ft_ckpt-read") as reader:
@@ -74,12 +75,12 @@ def _ahead(items: Iterable[Any]) -> Iterator[Any]:
             yield item
 
 
-def _woven(path: str, archive: torch_file.Archive, chunks: Iterator[Piece]) -> Iterator[Piece]:
+def _archive_pieces(path: str, archive: torch_file.TorchArchive, chunks: Iterator[Piece]) -> Iterator[Piece]:
     def places() -> Iterator[tuple[int, int]]:
         for piece in chunks:  # which stays alive here until the next is asked for
             yield piece.address, piece.size_bytes
 
-    for part in archive.weave(places()):
+    for part in archive.weave_bytes(places()):
         if isinstance(part, tuple):
             yield Piece(path, "archive", *part)
         elif part:
@@ -87,7 +88,7 @@ def _woven(path: str, archive: torch_file.Archive, chunks: Iterator[Piece]) -> I
             yield Piece(path, "archive", ctypes.addressof(held), len(part), held)
 
 
-def write(outputs: list[Output], place: Path, progress: bool) -> list[FileRecord]:
+def write_outputs(outputs: list[Output], place: Path, progress: bool) -> list[FileRecord]:
     """Write `outputs` into the folder `place`, durably, with a bar if `progress` and on a terminal."""
     total = sum(one.plan.layout.size_bytes for one in outputs)
     feed = tracked((piece for one in outputs for piece in one.pieces()), total, "converting", progress)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ft_ckpt.files.rename import SLICE_BYTES, Untied
+from ft_ckpt.files.rename import SLICE_BYTES, UntiedFile
 from ft_ckpt.formats.layout import Spec, TensorFile
 from ft_ckpt.formats.span_file import numel
 
@@ -67,14 +67,14 @@ class Difference:
         return math.sqrt(self.sums.squares / self.sums.norm) if self.sums.norm else 0.0
 
 
-def compare(one: TensorFile, other: TensorFile) -> list[Difference]:
+def compare_files(one: TensorFile, other: TensorFile) -> list[Difference]:
     """Every tensor of A (`one`) and B (`other`), what changed most first; at most a few slices are in memory.
 
     A tied tensor is compared once, and found by any of its names.
     """
-    first, second = Untied(one), Untied(other)
+    first, second = UntiedFile(one), UntiedFile(other)
     names = [*one.specs, *(name for name in other.specs if name not in one.specs)]
-    return _sorted(_difference(first, second, name) for name in names)
+    return _most_changed_first(_tensor_difference(first, second, name) for name in names)
 
 
 def by_layer(found: Iterable[Difference]) -> list[Difference]:
@@ -82,7 +82,7 @@ def by_layer(found: Iterable[Difference]) -> list[Difference]:
     layers: dict[str, list[Difference]] = {}
     for each in found:
         layers.setdefault(layer_of(each.name), []).append(each)
-    return _sorted(_joined(layer, members) for layer, members in layers.items())
+    return _most_changed_first(_layer_difference(layer, members) for layer, members in layers.items())
 
 
 def layer_of(name: str) -> str:
@@ -91,11 +91,11 @@ def layer_of(name: str) -> str:
     return numbered[0] if numbered else name.rpartition(".")[0] or name
 
 
-def _sorted(found: Iterable[Difference]) -> list[Difference]:
+def _most_changed_first(found: Iterable[Difference]) -> list[Difference]:
     return sorted(found, key=lambda each: (each.status == "equal", -each.relative))
 
 
-def _difference(first: Untied, second: Untied, name: str) -> Difference:
+def _tensor_difference(first: UntiedFile, second: UntiedFile, name: str) -> Difference:
     before, after = first.specs.get(name), second.specs.get(name)
     if before is None or after is None or before.shape != after.shape:
         status = "only in B" if before is None else "only in A" if after is None else "shape"
@@ -103,28 +103,28 @@ def _difference(first: Untied, second: Untied, name: str) -> Difference:
     equal, sums = True, Sums()
     for low in range(0, numel(before), _SLICE):
         high = min(low + _SLICE, numel(before))
-        same, more = _compared(first.read(name, low, high), second.read(name, low, high))
+        same, more = _compare_slices(first.read(name, low, high), second.read(name, low, high))
         equal, sums = equal and same, sums + more
     return Difference(name, "equal" if equal else "changed", before, after, sums, changed=int(not equal))
 
 
-def _joined(layer: str, members: Sequence[Difference]) -> Difference:
+def _layer_difference(layer: str, members: Sequence[Difference]) -> Difference:
     changed = sum(each.changed for each in members)
     sums = sum((each.sums for each in members), Sums())
     return Difference(layer, "changed" if changed else "equal", sums=sums, tensors=len(members), changed=changed)
 
 
-def _compared(one: Tensor, other: Tensor) -> tuple[bool, Sums]:
+def _compare_slices(one: Tensor, other: Tensor) -> tuple[bool, Sums]:
     """Whether two slices are equal, and the sums over them."""
     alike = one.dtype == other.dtype
-    equal = alike and torch.equal(_bytes(one), _bytes(other))
+    equal = alike and torch.equal(_byte_view(one), _byte_view(other))
     if alike and str(one.dtype).endswith(_PACKED):
-        return equal, Sums(one.numel(), unbounded=0 if equal else int((_bytes(one) != _bytes(other)).sum()))
-    before = _numbers(one)
+        return equal, Sums(one.numel(), unbounded=0 if equal else int((_byte_view(one) != _byte_view(other)).sum()))
+    before = _float64_values(one)
     norm = float(before.nan_to_num(0.0, 0.0, 0.0).square().sum())
     if equal:
         return True, Sums(before.numel(), norm=norm)
-    after = _numbers(other)
+    after = _float64_values(other)
     same = (before == after) | (before.isnan() & after.isnan())
     change = torch.where(same, 0.0, after - before).abs()
     bounded = change.isfinite()
@@ -133,11 +133,11 @@ def _compared(one: Tensor, other: Tensor) -> tuple[bool, Sums]:
     return not alike and bool(same.all()), sums + Sums(unbounded=int((~bounded).sum()))
 
 
-def _bytes(data: Tensor) -> Tensor:
+def _byte_view(data: Tensor) -> Tensor:
     return data.contiguous().view(torch.uint8)
 
 
-def _numbers(data: Tensor) -> Tensor:
+def _float64_values(data: Tensor) -> Tensor:
     if data.is_complex():
         return torch.view_as_real(data.to(torch.complex128)).flatten()
     return data.to(torch.float64)

@@ -23,7 +23,7 @@ _STEMS = {"model": ("model", "pytorch_model"), "adapter": ("adapter_model",)}
 _BULK = re.compile(r"\.(safetensors|bin|h5|hdf5|mdl|pt|pth|ckpt|msgpack|onnx|onnx_data|gguf|distcp|npz|npy|index)$")
 
 
-class Joined:
+class JoinedFile:
     """Several files as one, each with a prefix for its names."""
 
     def __init__(self, files: Sequence[tuple[str, TensorFile]], source: str) -> None:
@@ -64,7 +64,7 @@ class Joined:
 
 
 @dataclass(frozen=True, eq=False)
-class Part:
+class FolderPart:
     """One loadable thing in a folder: where, what, and its weights as one file."""
 
     path: str  # relative to the folder, "" for the folder itself
@@ -78,10 +78,10 @@ class Part:
         return f"{self.path.replace('/', '.')}." if self.path else ""
 
 
-class Folder(Joined):
+class WeightsFolder(JoinedFile):
     """A folder with config and weights; `parts` are what can be loaded from it."""
 
-    def __init__(self, path: Path, origin: Path, parts: Sequence[Part], manifest: Manifest | None = None) -> None:
+    def __init__(self, path: Path, origin: Path, parts: Sequence[FolderPart], manifest: Manifest | None = None) -> None:
         super().__init__([(part.prefix, part.file) for part in parts], path.name)
         self.path, self.parts, self.manifest = path, tuple(parts), manifest
         self.origin = origin.resolve()  # where it was found: `path` may be of links to its open files
@@ -119,7 +119,7 @@ class Folder(Joined):
         return found
 
 
-def open_file(path: str | Path, origin: Path | None = None) -> TensorFile:
+def open_folder(path: str | Path, origin: Path | None = None) -> TensorFile:
     """The tensors in a folder (or under the prefix of a TensorFlow checkpoint), whatever wrote it.
 
     `origin` is where it was found, when `path` is a folder of links to its files.
@@ -127,59 +127,59 @@ def open_file(path: str | Path, origin: Path | None = None) -> TensorFile:
     Raises LoadError when there are none; CorruptError when files are missing or do not fit together.
     """
     with damaged_input(path):
-        return _opened(Path(path), origin or Path(path))
+        return _open_any_folder(Path(path), origin or Path(path))
 
 
-def _opened(path: Path, origin: Path) -> TensorFile:
-    if tensorflow.prefix_of(path) is not None and not any(weight_files(path, kind)[0] for kind in _STEMS):
-        return tensorflow.open_file(path)
+def _open_any_folder(path: Path, origin: Path) -> TensorFile:
+    if tensorflow.bundle_prefix(path) is not None and not any(weight_files(path, kind)[0] for kind in _STEMS):
+        return tensorflow.open_tensorflow(path)
     if not path.is_dir():
         raise LoadError(f"{path}: no such file or folder")
     if (path / MANIFEST_NAME).is_file():
-        return _ours(path, origin)
-    parts = list(_found(path))
+        return _open_own_checkpoint(path, origin)
+    parts = list(_huggingface_parts(path))
     if parts:
-        return Folder(path, origin, parts)
+        return WeightsFolder(path, origin, parts)
     if (path / dcp.METADATA).is_file():
-        return dcp.open_file(path)
-    if deepspeed.folder_of(path) is not None:
-        return deepspeed.open_file(path)
+        return dcp.open_dcp(path)
+    if deepspeed.deepspeed_folder(path) is not None:
+        return deepspeed.open_deepspeed(path)
     raise LoadError(
         f"{path}: no weights found; expected {', '.join(f'*{e}' for e in ENDINGS)}, a {MANIFEST_NAME}, or a folder of "
         "torch.distributed.checkpoint, DeepSpeed or TensorFlow"
     )
 
 
-def _ours(path: Path, origin: Path) -> TensorFile:
+def _open_own_checkpoint(path: Path, origin: Path) -> TensorFile:
     manifest = read_manifest(path)
     kinds = {part.format for part in manifest.parts}
     if kinds & {"tensorflow", "dcp"}:
-        return tensorflow.open_file(path) if "tensorflow" in kinds else dcp.open_file(path)
+        return tensorflow.open_tensorflow(path) if "tensorflow" in kinds else dcp.open_dcp(path)
     parts = []
     for record in (record for record in manifest.parts if record.kind != "state"):
         names = sorted({tensor.file for tensor in record.tensors})
-        file = joined(path, names)
+        file = join_weight_files(path, names)
         file.ties |= {other: group[0] for group in record.ties for other in group[1:] if group[0] in file.specs}
-        parts.append(Part(record.path, record.kind, file, record))
-    return Folder(path, origin, parts, manifest)
+        parts.append(FolderPart(record.path, record.kind, file, record))
+    return WeightsFolder(path, origin, parts, manifest)
 
 
-def _found(path: Path) -> Iterator[Part]:
+def _huggingface_parts(path: Path) -> Iterator[FolderPart]:
     for kind in _STEMS:
         names, index = weight_files(path, kind)
         if names:
             if index is not None:
-                _check_index(path, index, names)
-            yield Part("", kind, joined(path, names))
+                _check_shard_index(path, index, names)
+            yield FolderPart("", kind, join_weight_files(path, names))
 
 
-def joined(folder: Path, names: Iterable[str]) -> Joined:
+def join_weight_files(folder: Path, names: Iterable[str]) -> JoinedFile:
     """Weight files of `folder` as one. Raises CorruptError naming those that are missing."""
     names = list(names)
     missing = [name for name in names if not is_inside(name) or not (folder / name).is_file()]
     if missing:
         raise CorruptError(f"{folder}: {listing(missing, ', ')}: missing; the folder is incomplete, use another copy")
-    return Joined([("", detect.open_file(folder / name)) for name in names], str(folder))
+    return JoinedFile([("", detect.open_tensor_file(folder / name)) for name in names], str(folder))
 
 
 def weight_files(folder: Path, kind: str) -> tuple[list[str], str | None]:
@@ -190,14 +190,14 @@ def weight_files(folder: Path, kind: str) -> tuple[list[str], str | None]:
             if (folder / f"{stem}{ending}").is_file():
                 return [f"{stem}{ending}"], None
             if (folder / index).is_file():
-                return sorted(set(_weight_map(folder / index).values())), index
+                return sorted(set(_read_weight_map(folder / index).values())), index
     if kind == "adapter":
         return [], None
     others = sorted(file.name for file in folder.glob("*.safetensors") if not file.name.startswith("adapter_model"))
     return others, None
 
 
-def _weight_map(index: Path) -> Mapping[str, str]:
+def _read_weight_map(index: Path) -> Mapping[str, str]:
     try:
         found: Any = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
         return {str(name): str(file) for name, file in found.items()}
@@ -205,10 +205,10 @@ def _weight_map(index: Path) -> Mapping[str, str]:
         raise CorruptError(f"{index.name}: not an index of shards ({error!r}); use another copy") from error
 
 
-def _check_index(folder: Path, index: str, names: Sequence[str]) -> None:
+def _check_shard_index(folder: Path, index: str, names: Sequence[str]) -> None:
     """Raise CorruptError when shards lack tensors that the index says they have."""
-    there = joined(folder, names)
-    lost = [name for name in _weight_map(folder / index) if name not in there.specs and name not in there.ties]
+    there = join_weight_files(folder, names)
+    lost = [name for name in _read_weight_map(folder / index) if name not in there.specs and name not in there.ties]
     there.close()
     if lost:
         raise CorruptError(f"{index}: {listing(lost, ', ')}: in no shard; the folder is incomplete, use another copy")

@@ -37,7 +37,7 @@ _ABOUT: set[Any] = (  # what asks for no value
 )
 
 
-class Source(TensorFile, Protocol):
+class LazySource(TensorFile, Protocol):
     """A file that lazy tensors can be over: it knows whether it changed, and what it maps."""
 
     def maps(self, name: str) -> bool:
@@ -54,7 +54,7 @@ class _Held:
 
     __slots__ = ("dtype", "file", "name", "shape", "values")
 
-    def __init__(self, file: Source, name: str, shape: Sequence[int], dtype: torch.dtype) -> None:
+    def __init__(self, file: LazySource, name: str, shape: Sequence[int], dtype: torch.dtype) -> None:
         self.file, self.name, self.shape, self.dtype = file, name, shape, dtype
         self.values: torch.Tensor | None = None
 
@@ -148,11 +148,11 @@ PLAIN.add(LazyTensor)
 
 def _on_values(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None) -> Any:
     if not kwargs:
-        return func(*map(_plain, args))
-    return func(*map(_plain, args), **{name: _plain(value) for name, value in kwargs.items()})
+        return func(*map(_unwrap_lazy, args))
+    return func(*map(_unwrap_lazy, args), **{name: _unwrap_lazy(value) for name, value in kwargs.items()})
 
 
-def _plain(value: Any) -> Any:
+def _unwrap_lazy(value: Any) -> Any:
     """`value` with tensors in place of lazy ones, in whatever torch's functions take."""
     if type(value) is LazyTensor:
         return value.values()
@@ -161,8 +161,8 @@ def _plain(value: Any) -> Any:
     return value
 
 
-def _detach(lazy: LazyTensor) -> LazyTensor:
-    return _over(lazy._held)
+def _detach_lazy(lazy: LazyTensor) -> LazyTensor:
+    return _make_lazy(lazy._held)
 
 
 def _require_grad(lazy: LazyTensor, requires_grad: bool = True) -> LazyTensor:
@@ -170,22 +170,22 @@ def _require_grad(lazy: LazyTensor, requires_grad: bool = True) -> LazyTensor:
     return lazy
 
 
-def _index(lazy: LazyTensor, key: Any) -> Any:
-    if lazy._own is None and (type(key) is int or (type(key) is slice and _numbers(key))):
+def _index_lazy(lazy: LazyTensor, key: Any) -> Any:
+    if lazy._own is None and (type(key) is int or (type(key) is slice and _is_plain_slice(key))):
         rows = lazy._held.rows(key)
         if rows is not None:
             return rows
-    return lazy.values()[_plain(key)]
+    return lazy.values()[_unwrap_lazy(key)]
 
 
-def _numbers(key: slice) -> bool:
+def _is_plain_slice(key: slice) -> bool:
     return all(part is None or type(part) is int for part in (key.start, key.stop, key.step))
 
 
 _SPECIAL: dict[Any, Callable[..., Any]] = {
-    torch.Tensor.detach: _detach,
+    torch.Tensor.detach: _detach_lazy,
     torch.Tensor.requires_grad_: _require_grad,
-    torch.Tensor.__getitem__: _index,
+    torch.Tensor.__getitem__: _index_lazy,
     torch.Tensor.__repr__: LazyTensor.__repr__,
 }
 
@@ -201,15 +201,15 @@ torch.nn.modules.module.register_module_buffer_registration_hook(_plain_buffer) 
 _make = torch.Tensor._make_wrapper_subclass
 
 
-def _over(held: _Held) -> LazyTensor:
+def _make_lazy(held: _Held) -> LazyTensor:
     lazy: LazyTensor = _make(LazyTensor, held.shape, dtype=held.dtype)
     lazy._held = held
     return lazy
 
 
-def lazy_tensor(file: Source, name: str, shape: Sequence[int], dtype: str) -> LazyTensor:
+def lazy_tensor(file: LazySource, name: str, shape: Sequence[int], dtype: str) -> LazyTensor:
     """The tensor `name` of `file`; `dtype` is torch's name. Raises CorruptError for what torch cannot have."""
     try:
-        return _over(_Held(file, name, shape, getattr(torch, dtype)))
+        return _make_lazy(_Held(file, name, shape, getattr(torch, dtype)))
     except (RuntimeError, TypeError, AttributeError) as error:
         raise CorruptError(f"{name}: {shape} of type {dtype!r}, which this torch cannot have ({error})") from error

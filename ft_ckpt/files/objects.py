@@ -18,7 +18,7 @@ from ft_ckpt.checkpoint.manifest import MANIFEST_NAME
 from ft_ckpt.errors import ConfigError, CorruptError, TargetError, damaged_input, explained, shown, system_error
 from ft_ckpt.files.lazy_tensor import LazyTensor, lazy_tensor
 from ft_ckpt.formats import dual, safetensors, torch_file
-from ft_ckpt.formats.detect import format_by_name, format_of
+from ft_ckpt.formats.detect import detect_format, format_by_name
 from ft_ckpt.formats.hdf5 import cerebras_write, chunks, hdf5_file
 from ft_ckpt.formats.hdf5.filters import Codec
 from ft_ckpt.formats.layout import Layout, Spec
@@ -55,19 +55,19 @@ def save(
     disk is full.
     """
     target = Path(os.path.realpath(local_disk.local_path(path)))  # a link stays a link
-    kind = _known(format_by_name(target, format))
-    codec = _codec(kind, compression, shuffle)
+    kind = _check_format(format_by_name(target, format))
+    codec = _compression_codec(kind, compression, shuffle)
     if target.is_dir() or not target.parent.is_dir():
         raise TargetError(f"{path}: {'a folder' if target.is_dir() else 'its folder does not exist'}; name a file")
     with _no_collection():
-        plan = None if codec or kind == "torch" else _plan(obj, kind, native_floats)
+        plan = None if codec or kind == "torch" else _plan_object(obj, kind, native_floats)
     with explained(target), replacing(target) as stage:
         if codec is not None:
             _save_compressed(obj, stage.parent, stage.name, native_floats, codec)
         elif plan is None:
             _save_torch(obj, stage)
         else:
-            _write(stage.parent, FilePlan(stage.name, plan[0]), plan[1])
+            _write_plan(stage.parent, FilePlan(stage.name, plan[0]), plan[1])
 
 
 def compress_file(path: Path, compression: str, shuffle: str | None = "bit") -> None:
@@ -93,21 +93,21 @@ def load(
     ConfigError where there is nothing to verify it with.
     """
     source = local_disk.local_path(path)
-    kind = _known(format or format_of(source))
+    kind = _check_format(format or detect_format(source))
     if kind == "torch":
         if verify:
             torch_file.check_sums(source)
         return _load_torch(source, map_location, mapped and map_location is None)
-    opener = hdf5_file.open_file if kind == "h5" else dual.open_file
+    opener = hdf5_file.open_hdf5 if kind == "h5" else dual.open_safetensors
     with _no_collection(), damaged_input(source.name):
         file = opener(source, mapped or map_location is not None, verify)
         if verify and not file.has_digests:
             _check_listed(source)
         if map_location is None:
-            return _object(file, None)
+            return _restore_object(file, None)
         if not file.readers and not mapped:  # by several threads, into memory that nothing has touched
             file.raw.read_in()
-        return _object(file, torch.device(map_location))
+        return _restore_object(file, torch.device(map_location))
 
 
 def _check_listed(source: Path) -> None:
@@ -126,13 +126,13 @@ def _check_listed(source: Path) -> None:
     )
 
 
-def _known(kind: str) -> str:
+def _check_format(kind: str) -> str:
     if kind not in FORMATS:
         raise ConfigError(f"format {kind!r}: one of {', '.join(FORMATS)} is expected")
     return kind
 
 
-def _codec(kind: str, compression: str | None, shuffle: str | None) -> Codec | None:
+def _compression_codec(kind: str, compression: str | None, shuffle: str | None) -> Codec | None:
     if compression is None:
         return None
     if kind != "h5":
@@ -140,33 +140,34 @@ def _codec(kind: str, compression: str | None, shuffle: str | None) -> Codec | N
     return Codec(compression, shuffle)
 
 
-def _plan(obj: Any, kind: str, native_floats: bool) -> tuple[Layout, dict[str, Leaf]]:
+def _plan_object(obj: Any, kind: str, native_floats: bool) -> tuple[Layout, dict[str, Leaf]]:
     """The layout of the file and its leaves by name."""
     dtypes = cerebras_write.DTYPES if kind == "h5" else tuple(safetensors.NAMES)
     root, leaves = flatten(obj, dtypes)
     specs = [Spec("", leaf.shape, leaf.dtype) for leaf in leaves]
     arrays = [index for index, leaf in enumerate(leaves) if leaf.is_array]
     if kind == "safetensors":
-        layout, names = dual.lay_out_object(root, specs)
+        layout, names = dual.lay_out_safetensors_object(root, specs)
     else:
-        layout, names = (hdf5_file if kind == "h5" else dual).lay_out_tree(root, specs, arrays, native_floats)
+        lay_out = hdf5_file.lay_out_hdf5_tree if kind == "h5" else dual.lay_out_dual_tree
+        layout, names = lay_out(root, specs, arrays, native_floats)
     return layout, dict(zip(names, leaves, strict=True))
 
 
-def _write(folder: Path, plan: FilePlan, leaves: dict[str, Leaf]) -> None:
+def _write_plan(folder: Path, plan: FilePlan, leaves: dict[str, Leaf]) -> None:
     with Writer() as writer:
-        for _ in write_files([plan], _pieces(plan, leaves), folder, writer):
+        for _ in write_files([plan], _object_pieces(plan, leaves), folder, writer):
             pass
 
 
-def _pieces(plan: FilePlan, leaves: dict[str, Leaf]) -> Iterator[Piece]:
+def _object_pieces(plan: FilePlan, leaves: dict[str, Leaf]) -> Iterator[Piece]:
     for spec in plan.layout.specs:
-        yield from _pieces_of(plan, spec, leaves[spec.name])
+        yield from _leaf_pieces(plan, spec, leaves[spec.name])
 
 
-def _pieces_of(plan: FilePlan, spec: Spec, leaf: Leaf) -> Iterator[Piece]:
+def _leaf_pieces(plan: FilePlan, spec: Spec, leaf: Leaf) -> Iterator[Piece]:
     if spec.size_bytes:
-        address, keeper = _memory(leaf)
+        address, keeper = _leaf_memory(leaf)
         yield Piece(plan.path, spec.name, address, spec.size_bytes, keeper)
 
 
@@ -176,8 +177,8 @@ def _save_compressed(obj: Any, folder: Path, stage: str, native_floats: bool, co
     specs = [Spec("", leaf.shape, leaf.dtype) for leaf in leaves]
     arrays = [index for index, leaf in enumerate(leaves) if leaf.is_array]
     with tempfile.TemporaryFile(dir=folder, buffering=0) as spool:
-        packed = chunks.pack(specs, lambda number: _memory(leaves[number]), codec, spool)
-        layout, names = chunks.lay_out_tree(root, specs, arrays, native_floats, packed)
+        packed = chunks.compress_leaves(specs, lambda number: _leaf_memory(leaves[number]), codec, spool)
+        layout, names = chunks.lay_out_compressed(root, specs, arrays, native_floats, packed)
         plan = FilePlan(stage, layout)
         by_name = {name: (packed.get(number), leaves[number]) for number, name in enumerate(names)}
         with Writer() as writer:
@@ -185,11 +186,13 @@ def _save_compressed(obj: Any, folder: Path, stage: str, native_floats: bool, co
                 pass
 
 
-def _packed_pieces(plan: FilePlan, leaves: dict[str, tuple[chunks.Packed | None, Leaf]], spool: int) -> Iterator[Piece]:
+def _packed_pieces(
+    plan: FilePlan, leaves: dict[str, tuple[chunks.PackedTensor | None, Leaf]], spool: int
+) -> Iterator[Piece]:
     for spec in plan.layout.specs:
         packed, leaf = leaves[spec.name]
         if packed is None:
-            yield from _pieces_of(plan, spec, leaf)
+            yield from _leaf_pieces(plan, spec, leaf)
             continue
         for start in range(0, spec.size_bytes, BLOCK_BYTES):
             data = os.pread(spool, min(BLOCK_BYTES, spec.size_bytes - start), packed.start + start)
@@ -197,7 +200,7 @@ def _packed_pieces(plan: FilePlan, leaves: dict[str, tuple[chunks.Packed | None,
             yield Piece(plan.path, spec.name, ctypes.addressof(held), len(data), held)
 
 
-def _memory(leaf: Leaf) -> tuple[int, Any]:
+def _leaf_memory(leaf: Leaf) -> tuple[int, Any]:
     """Where the values of `leaf` are, one after the other, and what keeps them there."""
     if leaf.is_array:
         array = np.ascontiguousarray(leaf.data)
@@ -211,7 +214,7 @@ def _memory(leaf: Leaf) -> tuple[int, Any]:
     return tensor.data_ptr(), tensor
 
 
-def _object(file: hdf5_file.HDF5File, device: torch.device | None) -> Any:
+def _restore_object(file: hdf5_file.IndexedFile, device: torch.device | None) -> Any:
     index, tensors = file.index, {}
 
     def tensor(number: int) -> Any:
@@ -224,7 +227,7 @@ def _object(file: hdf5_file.HDF5File, device: torch.device | None) -> Any:
 
     if index.root is None and device is None:
         return {name: lazy_tensor(file, name, index.rows[name][1], index.rows[name][0]) for name in index.names}
-    return unflatten(index.tree, tensor, file.array)
+    return unflatten(index.tree, tensor, file.read_array)
 
 
 @contextmanager
@@ -239,7 +242,7 @@ def _no_collection() -> Iterator[None]:
             gc.enable()
 
 
-class _Counted:
+class _CountingStream:
     """A file for torch to write into: all it is given is written, or the first error is kept and all others follow it.
 
     torch's own way of writing neither looks at how much of a block was taken (Linux takes 2 GB at a time) nor at why
@@ -271,23 +274,23 @@ class _Counted:
 
 def _save_torch(obj: Any, stage: Path) -> None:
     with stage.open("xb", buffering=0) as stream:
-        file: Any = _Counted(stream)
+        file: Any = _CountingStream(stream)
         try:
-            torch.save(_loaded(obj), file)
+            torch.save(_load_lazy_tensors(obj), file)
         except RuntimeError as error:
             raise file.failure or system_error(error) or error from error
         if file.failure is not None:
             raise file.failure
-    torch_file.check_written(stage, file.size_bytes)
+    torch_file.check_torch_written(stage, file.size_bytes)
     local_disk.sync(stage)
 
 
-def _loaded(obj: Any) -> Any:
+def _load_lazy_tensors(obj: Any) -> Any:
     return torch.utils._pytree.tree_map_only(LazyTensor, LazyTensor.values, obj)
 
 
 def _load_torch(source: Path, map_location: Any, mapped: bool) -> Any:
-    torch_file.check(source)
+    torch_file.check_torch_file(source)
     with damaged_input(source.name):
         try:
             return torch.load(source, map_location=map_location, weights_only=True, mmap=mapped)

@@ -25,7 +25,7 @@ def read_map(source: str | Path | Names | None) -> dict[str, str]:
     A name may end in *, for every name that begins so. Raises ConfigError when it is none of this.
     """
     given = {} if source is None else source
-    pairs = list(given.items()) if isinstance(given, Mapping) else _parse(Path(given))
+    pairs = list(given.items()) if isinstance(given, Mapping) else _parse_map(Path(given))
     wrong = [f"{old!r}" for old, new in pairs if old.endswith("*") != new.endswith("*")]
     twice = sorted({f"{old!r}" for old, _ in pairs if [one for one, _ in pairs].count(old) > 1})
     if wrong or twice:
@@ -35,7 +35,7 @@ def read_map(source: str | Path | Names | None) -> dict[str, str]:
     return dict(pairs)
 
 
-def _parse(path: Path) -> list[tuple[str, str]]:
+def _parse_map(path: Path) -> list[tuple[str, str]]:
     text = path.read_text(encoding="utf-8")
     if text.lstrip().startswith("{"):
         try:
@@ -58,7 +58,7 @@ def check_used(table: Names, names: Iterable[str], source: str) -> None:
         )
 
 
-def rename(names: Iterable[str], table: Names) -> dict[str, str]:
+def rename_tensors(names: Iterable[str], table: Names) -> dict[str, str]:
     """New names by old. An exact rule goes before one with *, a longer one before a shorter.
 
     Raises SelectionError naming tensors that would come to have one name.
@@ -78,14 +78,14 @@ def rename(names: Iterable[str], table: Names) -> dict[str, str]:
     return new
 
 
-class Translated:
+class TranslatedFile:
     """`file` with its tensors renamed by `names` (see `read_map`) and its floats in `dtype`, None: as they are."""
 
     def __init__(self, file: TensorFile, names: Names, dtype: str | None) -> None:
         if dtype is not None and dtype not in DTYPES:
             raise ConfigError(f"dtype={dtype!r}: expected one of {', '.join(DTYPES)}")
         ties: Names = getattr(file, "ties", {})
-        new = rename([*file.specs, *ties], names)
+        new = rename_tensors([*file.specs, *ties], names)
         self.file, self.old = file, {new[name]: name for name in file.specs}
         self.specs = {
             new[name]: Spec(new[name], spec.shape, dtype if dtype and spec.dtype in _FLOATS else spec.dtype)
@@ -99,7 +99,7 @@ class Translated:
     def runs(self, name: str) -> list[Run] | None:
         """Where the bytes of a tensor lie, unless it is cast."""
         old = self.old[name]
-        return runs(self.file, old) if self.file.specs[old].dtype == self.specs[name].dtype else None
+        return tensor_runs(self.file, old) if self.file.specs[old].dtype == self.specs[name].dtype else None
 
     @property
     def casts(self) -> dict[str, int]:
@@ -127,7 +127,7 @@ class Translated:
         self.file.close()
 
 
-class Untied:
+class UntiedFile:
     """`file` with every name of a tied tensor as a tensor of its own, for formats that know no ties."""
 
     def __init__(self, file: TensorFile) -> None:
@@ -146,14 +146,14 @@ class Untied:
         self.file.close()
 
 
-def runs(file: TensorFile, name: str) -> list[Run] | None:
+def tensor_runs(file: TensorFile, name: str) -> list[Run] | None:
     """Where the bytes of a tensor lie; None when they do not lie in a file as they are."""
     ask = getattr(file, "runs", None)
     found: list[Run] | None = None if ask is None else ask(name)
     return found and [replace(run, name=name) for run in found]
 
 
-def slices(file: TensorFile, specs: list[Spec]) -> Iterator[tuple[Spec, Tensor]]:
+def read_slices(file: TensorFile, specs: list[Spec]) -> Iterator[tuple[Spec, Tensor]]:
     """Every tensor of `specs` in order, as slices of at most SLICE_BYTES."""
     for spec in specs:
         count = numel(spec)
@@ -162,11 +162,11 @@ def slices(file: TensorFile, specs: list[Spec]) -> Iterator[tuple[Spec, Tensor]]
             yield spec, file.read(spec.name, low, min(low + step, count))
 
 
-def compare(wanted: TensorFile, found: TensorFile, source: str) -> None:
+def check_copy(wanted: TensorFile, found: TensorFile, source: str) -> None:
     """Raise CorruptError naming every tensor of `found` that is not, bit for bit, what `wanted` has; slice by slice."""
-    wrong = differences(wanted, found)
+    wrong = copy_differences(wanted, found)
     for name, spec in wanted.specs.items():
-        if name in found.specs and found.specs[name] == spec and not _equal(wanted, found, spec):
+        if name in found.specs and found.specs[name] == spec and not _equal_bytes(wanted, found, spec):
             wrong.append(f"{name}: other values")
     if wrong:
         raise CorruptError(
@@ -174,7 +174,7 @@ def compare(wanted: TensorFile, found: TensorFile, source: str) -> None:
         )
 
 
-def differences(wanted: TensorFile, found: TensorFile) -> list[str]:
+def copy_differences(wanted: TensorFile, found: TensorFile) -> list[str]:
     """What differs in names, shapes and types, ties included."""
     ours, theirs = _all_specs(wanted), _all_specs(found)
     wrong = [f"{name}: missing" for name in ours if name not in theirs]
@@ -188,6 +188,6 @@ def _all_specs(file: TensorFile) -> dict[str, tuple[tuple[int, ...], str]]:
     return found | {name: found[kept] for name, kept in getattr(file, "ties", {}).items()}
 
 
-def _equal(wanted: TensorFile, found: TensorFile, spec: Spec) -> bool:
-    pairs = zip(slices(wanted, [spec]), slices(found, [spec]), strict=True)
+def _equal_bytes(wanted: TensorFile, found: TensorFile, spec: Spec) -> bool:
+    pairs = zip(read_slices(wanted, [spec]), read_slices(found, [spec]), strict=True)
     return all(torch.equal(one.view(torch.uint8), other.view(torch.uint8)) for (_, one), (_, other) in pairs)

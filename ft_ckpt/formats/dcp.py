@@ -25,12 +25,12 @@ from ft_ckpt.errors import (
     shown,
     system_error,
 )
-from ft_ckpt.formats.layout import ITEM_BYTES, Spec, sizes
+from ft_ckpt.formats.layout import ITEM_BYTES, Spec, checked_sizes
 from ft_ckpt.formats.mapped_file import RawFile
 from ft_ckpt.formats.safe_pickle import Passive
 from ft_ckpt.formats.span_file import numel
 from ft_ckpt.formats.torch_file import row_major
-from ft_ckpt.formats.torch_pickle import Stored, load, loads
+from ft_ckpt.formats.torch_pickle import TensorPlace, load_torch_pickle, load_torch_zip
 from ft_ckpt.storage.paths import is_inside
 
 METADATA = ".metadata"
@@ -39,7 +39,7 @@ Places = tuple[int, ...]
 
 
 @dataclass(frozen=True)
-class _Box:
+class _StoredBox:
     """A stored part of a tensor: where it begins in the tensor, its shape, and its place on disk."""
 
     offsets: Places
@@ -52,14 +52,14 @@ class _Box:
 class DcpFile:
     """The tensors of a distributed checkpoint, each put together from its boxes, a slice at a time."""
 
-    def __init__(self, folder: Path, specs: Mapping[str, Spec], boxes: Mapping[str, Sequence[_Box]]) -> None:
+    def __init__(self, folder: Path, specs: Mapping[str, Spec], boxes: Mapping[str, Sequence[_StoredBox]]) -> None:
         self.specs, self.boxes = specs, boxes
         self.skipped: tuple[str, ...] = ()
         self.ties: dict[str, str] = {}  # the format stores one tensor under each of its names
         self.files = {
             path: RawFile(folder / path) for path in sorted({b.path for many in boxes.values() for b in many})
         }
-        self.known: dict[_Box, Stored] = {}
+        self.known: dict[_StoredBox, TensorPlace] = {}
 
     def read(self, name: str, start: int = 0, stop: int | None = None) -> Tensor:
         """Flat elements [start, stop) of tensor `name` in row-major order: 1-D, on the CPU.
@@ -67,20 +67,20 @@ class DcpFile:
         Raises CorruptError when a file has changed or does not hold what the metadata say.
         """
         with damaged_input(name):
-            return self._read(name, start, stop)
+            return self._read_slice(name, start, stop)
 
-    def _read(self, name: str, start: int, stop: int | None) -> Tensor:
+    def _read_slice(self, name: str, start: int, stop: int | None) -> Tensor:
         spec = self.specs[name]
         stop = numel(spec) if stop is None else stop
         for box in self.boxes[name]:  # before memory is asked for on the metadata's word
             self.known[box] = self.known.get(box) or self._open_box(box, spec)
         data = torch.empty(stop - start, dtype=getattr(torch, spec.dtype))
         filled = 0
-        for origin, extent in _cut(start, stop, spec.shape) if stop > start else ():
+        for origin, extent in _cut_range(start, stop, spec.shape) if stop > start else ():
             target = data[filled : filled + math.prod(extent)].view(extent)
             filled += math.prod(extent)
             for box in self.boxes[name]:
-                self._fill(target, origin, box, spec)
+                self._copy_from_box(target, origin, box, spec)
         return data
 
     def close(self) -> None:
@@ -88,7 +88,7 @@ class DcpFile:
         for file in self.files.values():
             file.close()
 
-    def _fill(self, target: Tensor, origin: Places, box: _Box, spec: Spec) -> None:
+    def _copy_from_box(self, target: Tensor, origin: Places, box: _StoredBox, spec: Spec) -> None:
         """Copy what `box` has of the part of the tensor at `origin` that `target` stands for."""
         low = [max(a, b) for a, b in zip(origin, box.offsets, strict=True)]
         ends = zip(origin, target.shape, box.offsets, box.sizes, strict=True)
@@ -100,19 +100,19 @@ class DcpFile:
         first = 0
         for size, a, b in zip(box.sizes, low, box.offsets, strict=True):
             first = first * size + a - b
-        part = self._elements(box, spec, first, math.prod(shape)).view(shape)
+        part = self._box_elements(box, spec, first, math.prod(shape)).view(shape)
         place = tuple(slice(a - o, b - o) for a, b, o in zip(low, high, origin, strict=True))
         target[place].copy_(part)
 
-    def _elements(self, box: _Box, spec: Spec, first: int, count: int) -> Tensor:
+    def _box_elements(self, box: _StoredBox, spec: Spec, first: int, count: int) -> Tensor:
         stored = self.known[box]
         if not stored.is_row_major:
             return row_major(stored)[first : first + count]
         return stored.file.tensor(stored.start + first * ITEM_BYTES[spec.dtype], count, getattr(torch, spec.dtype))
 
-    def _open_box(self, box: _Box, spec: Spec) -> Stored:
-        found = load(self.files[box.path], box.start, box.size_bytes)
-        if not isinstance(found, Stored) or (found.shape, found.dtype) != (box.sizes, spec.dtype):
+    def _open_box(self, box: _StoredBox, spec: Spec) -> TensorPlace:
+        found = load_torch_zip(self.files[box.path], box.start, box.size_bytes)
+        if not isinstance(found, TensorPlace) or (found.shape, found.dtype) != (box.sizes, spec.dtype):
             raise CorruptError(
                 f"{spec.name}: {box.path} holds something else at byte {box.start}, expected {spec.dtype} {box.sizes}; "
                 "the checkpoint is damaged, use another"
@@ -121,7 +121,7 @@ class DcpFile:
         return found
 
 
-def open_file(path: str | Path) -> DcpFile:
+def open_dcp(path: str | Path) -> DcpFile:
     """The tensors of the checkpoint folder `path`; nothing in it is run.
 
     What is no tensor is named in `skipped`. Raises LoadError naming what the metadata refer to beyond tensors and
@@ -130,57 +130,59 @@ def open_file(path: str | Path) -> DcpFile:
     folder = Path(path)
     with damaged_input(f"{folder.name}/{METADATA}: torch.distributed.checkpoint's"):
         raw = RawFile(folder / METADATA)
-        metadata = loads(bytes(raw.bytes(0, raw.size_bytes)), f"{folder.name}/{METADATA}")
+        metadata = load_torch_pickle(bytes(raw.bytes(0, raw.size_bytes)), f"{folder.name}/{METADATA}")
         entries = metadata.state["state_dict_metadata"]
-        stored = {_key(index.state): info.state for index, info in metadata.state["storage_data"].items()}
-        tensors = {name: one for name, one in entries.items() if _is(one, "TensorStorageMetadata")}
-        specs = {name: _spec(name, one.state) for name, one in tensors.items()}
-        boxes = {name: _boxes(name, one.state["chunks"], stored) for name, one in tensors.items()}
-        _check(folder, specs, boxes)
+        stored = {_box_key(index.state): info.state for index, info in metadata.state["storage_data"].items()}
+        tensors = {name: one for name, one in entries.items() if _has_kind(one, "TensorStorageMetadata")}
+        specs = {name: _tensor_spec(name, one.state) for name, one in tensors.items()}
+        boxes = {name: _stored_boxes(name, one.state["chunks"], stored) for name, one in tensors.items()}
+        _check_boxes(folder, specs, boxes)
     opened = DcpFile(folder, specs, boxes)
     opened.skipped = tuple(f"{name}: an object" for name in entries if name not in tensors)
     return opened
 
 
-def _is(value: Any, kind: str) -> bool:
+def _has_kind(value: Any, kind: str) -> bool:
     return isinstance(value, Passive) and value.kind.endswith(f".{kind}")
 
 
-def _spec(name: str, state: Mapping[str, Any]) -> Spec:
+def _tensor_spec(name: str, state: Mapping[str, Any]) -> Spec:
     properties = state["properties"].state
     dtype = properties["dtype"] if isinstance(properties, dict) else properties[0]
     if type(dtype) is not str or type(name) is not str:
         raise CorruptError("a tensor without a name or a type")
-    return Spec(name, sizes(state["size"]), dtype)
+    return Spec(name, checked_sizes(state["size"]), dtype)
 
 
-def _key(index: Mapping[str, Any]) -> tuple[str, Places | None]:
+def _box_key(index: Mapping[str, Any]) -> tuple[str, Places | None]:
     offset = index.get("offset")
-    return str(index["fqn"]), None if offset is None else sizes(offset)
+    return str(index["fqn"]), None if offset is None else checked_sizes(offset)
 
 
-def _boxes(name: str, chunks: Sequence[Any], stored: Mapping[tuple[str, Places | None], Any]) -> list[_Box]:
+def _stored_boxes(
+    name: str, chunks: Sequence[Any], stored: Mapping[tuple[str, Places | None], Any]
+) -> list[_StoredBox]:
     found = []
     for chunk in chunks:
-        offsets, extent = sizes(chunk.state["offsets"]), sizes(chunk.state["sizes"])
+        offsets, extent = checked_sizes(chunk.state["offsets"]), checked_sizes(chunk.state["sizes"])
         info = stored[name, offsets] if (name, offsets) in stored else stored[name, None]
         if info.get("transform_descriptors"):
             raise LoadError(
                 f"{name}: stored through {info['transform_descriptors']}; load it with torch and save it anew"
             )
-        start, length = sizes((info["offset"], info["length"]))
-        found.append(_Box(offsets, extent, str(info["relative_path"]), start, length))
+        start, length = checked_sizes((info["offset"], info["length"]))
+        found.append(_StoredBox(offsets, extent, str(info["relative_path"]), start, length))
     return found
 
 
-def _check(folder: Path, specs: Mapping[str, Spec], boxes: Mapping[str, Sequence[_Box]]) -> None:
+def _check_boxes(folder: Path, specs: Mapping[str, Spec], boxes: Mapping[str, Sequence[_StoredBox]]) -> None:
     """Raise CorruptError naming every tensor whose boxes are not in the folder or do not fill it."""
     wrong = []
     for name, spec in specs.items():
         if spec.dtype not in ITEM_BYTES:
             raise LoadError(f"{name}: {spec.dtype}, which is no plain dtype; convert it before saving")
         misfit = any(len(spec.shape) != len(box.sizes) or len(spec.shape) != len(box.offsets) for box in boxes[name])
-        if misfit or sum(math.prod(b.sizes) for b in boxes[name]) != numel(spec) or _overlap(boxes[name]):
+        if misfit or sum(math.prod(b.sizes) for b in boxes[name]) != numel(spec) or _boxes_overlap(boxes[name]):
             wrong.append(f"{name}: its stored parts do not fill {list(spec.shape)}")
         wrong += [
             f"{name}: {box.path} is missing"
@@ -191,7 +193,7 @@ def _check(folder: Path, specs: Mapping[str, Spec], boxes: Mapping[str, Sequence
         raise CorruptError(f"{folder.name}: {listing(wrong)}; every rank must have saved to this folder")
 
 
-def _overlap(boxes: Sequence[_Box]) -> bool:
+def _boxes_overlap(boxes: Sequence[_StoredBox]) -> bool:
     """True when two boxes share an element: then the others leave a gap, though the numbers of elements agree."""
     ordered = sorted((box for box in boxes if 0 not in box.sizes), key=lambda box: box.offsets)
     for index, one in enumerate(ordered):
@@ -204,7 +206,7 @@ def _overlap(boxes: Sequence[_Box]) -> bool:
     return False
 
 
-def _cut(start: int, stop: int, shape: Places) -> Iterator[tuple[Places, Places]]:
+def _cut_range(start: int, stop: int, shape: Places) -> Iterator[tuple[Places, Places]]:
     """Flat elements [start, stop) of `shape` as boxes (origin, extent), in order: few, and each a run of elements."""
     if not shape:
         yield (), ()
@@ -212,46 +214,46 @@ def _cut(start: int, stop: int, shape: Places) -> Iterator[tuple[Places, Places]
     row = math.prod(shape[1:])
     first, last = -(-start // row), stop // row
     if first > last:  # within one row
-        yield from _inner(last, start - last * row, stop - last * row, shape)
+        yield from _cut_within_row(last, start - last * row, stop - last * row, shape)
         return
     if start < first * row:
-        yield from _inner(first - 1, start - (first - 1) * row, row, shape)
+        yield from _cut_within_row(first - 1, start - (first - 1) * row, row, shape)
     if first < last:
         yield (first, *[0] * (len(shape) - 1)), (last - first, *shape[1:])
     if last * row < stop:
-        yield from _inner(last, 0, stop - last * row, shape)
+        yield from _cut_within_row(last, 0, stop - last * row, shape)
 
 
-def _inner(index: int, start: int, stop: int, shape: Places) -> Iterator[tuple[Places, Places]]:
-    for origin, extent in _cut(start, stop, shape[1:]):
+def _cut_within_row(index: int, start: int, stop: int, shape: Places) -> Iterator[tuple[Places, Places]]:
+    for origin, extent in _cut_range(start, stop, shape[1:]):
         yield (index, *origin), (1, *extent)
 
 
 # Writing
 
 
-def check(specs: Iterable[Spec]) -> None:
+def check_dcp_types(specs: Iterable[Spec]) -> None:
     """Raise SelectionError naming tensors of types that torch has not."""
     foreign = [f"{spec.name}: {spec.dtype}" for spec in specs if spec.dtype not in ITEM_BYTES]
     if foreign:
         raise SelectionError(f"{listing(foreign, ', ')}: torch has no such type; convert it first")
 
 
-def write(folder: Path, specs: Sequence[Spec], read: Callable[[str, int, int], Tensor]) -> None:
+def write_dcp(folder: Path, specs: Sequence[Spec], read: Callable[[str, int, int], Tensor]) -> None:
     """Write `specs` as a checkpoint of one rank; `read(name, start, stop)` gives the flat elements of a tensor.
 
-    One tensor is held at a time. Raises SelectionError as `check` does.
+    One tensor is held at a time. Raises SelectionError as `check_dcp_types` does.
     """
     from torch.distributed import checkpoint
 
-    check(specs)
+    check_dcp_types(specs)
     held: list[Tensor] = []
 
     class Planner(checkpoint.DefaultSavePlanner):  # type: ignore[misc]  # its base is not seen by the type checker
         def resolve_data(self, item: Any) -> Tensor:
             while held:
                 held.pop().untyped_storage().resize_(0)  # torch.save leaves it in a cycle, for the collector to find
-            held.append(_whole(self.state_dict[item.index.fqn], item.index.fqn, read))
+            held.append(_read_whole(self.state_dict[item.index.fqn], item.index.fqn, read))
             return held[0]
 
     stands = {spec.name: torch.empty(spec.shape, dtype=getattr(torch, spec.dtype), device="meta") for spec in specs}
@@ -277,7 +279,7 @@ def _raised_as_ours(folder: Path) -> Iterator[None]:
         raise TargetError(f"{folder}: torch.distributed.checkpoint cannot write it ({told})") from error
 
 
-def _whole(like: Tensor, name: str, read: Callable[[str, int, int], Tensor]) -> Tensor:
+def _read_whole(like: Tensor, name: str, read: Callable[[str, int, int], Tensor]) -> Tensor:
     data = torch.empty(like.numel(), dtype=like.dtype)
     step = max(1, _READ_BYTES // like.itemsize)
     for low in range(0, like.numel(), step):

@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import Any
 
 from ft_ckpt.errors import CorruptError, LoadError, damaged_input, listing
-from ft_ckpt.formats.layout import ITEM_BYTES, Spec, sizes
+from ft_ckpt.formats.layout import ITEM_BYTES, Spec, checked_sizes
 from ft_ckpt.formats.mapped_file import RawFile
 from ft_ckpt.formats.safe_pickle import Passive
 from ft_ckpt.formats.span_file import Span, SpanFile, numel
-from ft_ckpt.formats.torch_pickle import Stored, load
+from ft_ckpt.formats.torch_pickle import TensorPlace, load_torch_zip
 from ft_ckpt.storage.paths import is_inside
 
 _RANK = re.compile(r"zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
@@ -26,25 +26,25 @@ Shapes = Mapping[str, tuple[int, ...]]
 
 
 @dataclass
-class _Found:
+class _FoundTensors:
     """What the files say so far: each tensor with its spans, and further names."""
 
     specs: dict[str, Spec] = field(default_factory=dict)
     spans: dict[str, list[Span]] = field(default_factory=dict)
     ties: dict[str, str] = field(default_factory=dict)
 
-    def add(self, name: str, shape: tuple[int, ...], dtype: str, spans: Sequence[Span]) -> None:
+    def add_tensor(self, name: str, shape: tuple[int, ...], dtype: str, spans: Sequence[Span]) -> None:
         """A tensor whose elements are those of `spans`."""
         self.specs[name], self.spans[name] = Spec(name, shape, dtype), list(spans)
 
-    def add_whole(self, name: str, stored: Stored) -> None:
+    def add_whole(self, name: str, stored: TensorPlace) -> None:
         """A tensor that one file has whole."""
         if not stored.is_row_major:
             raise LoadError(f"{name}: stored with the strides {stored.stride}; save the checkpoint from plain tensors")
-        self.add(name, stored.shape, stored.dtype, [_span(stored)])
+        self.add_tensor(name, stored.shape, stored.dtype, [_whole_span(stored)])
 
 
-def folder_of(path: Path) -> Path | None:
+def deepspeed_folder(path: Path) -> Path | None:
     """The folder with the ranks' files: `path`, or the one in it that its `latest` names; None when there is none."""
     latest = path / "latest"
     with damaged_input(latest):
@@ -53,45 +53,45 @@ def folder_of(path: Path) -> Path | None:
     return next((folder for folder in choices if any(folder.glob(_MODEL)) or any(folder.glob(_OPTIMIZER))), None)
 
 
-def open_file(path: str | Path) -> SpanFile:
+def open_deepspeed(path: str | Path) -> SpanFile:
     """The weights of the DeepSpeed checkpoint `path` (its folder, or the one that holds `latest`).
 
     Trained weights come in float32, the others as they were saved; names that shared a parameter are ties. Raises
     LoadError for model parallelism and experts, and for anything beyond tensors and plain data; CorruptError when
     files are missing or do not add up.
     """
-    folder = folder_of(Path(path))
+    folder = deepspeed_folder(Path(path))
     if folder is None:
         raise LoadError(f"{path}: no {_MODEL} in it; expected a folder that DeepSpeed's save_checkpoint wrote")
     with damaged_input(f"{folder.name}: a checkpoint of DeepSpeed"):
-        return _opened(folder)
+        return _open_rank_files(folder)
 
 
-def _opened(folder: Path) -> SpanFile:
-    models = [_states(file) for file in _model_files(folder)]
+def _open_rank_files(folder: Path) -> SpanFile:
+    models = [_load_states(file) for file in _model_files(folder)]
     if not models or "module" not in models[0]:
         raise CorruptError(f"{folder.name}: no model states in it; every rank must have saved to this folder")
-    optimizers = [_states(file).get("optimizer_state_dict", {}) for file in _optimizer_files(folder)]
-    found = _Found()
-    module = {name: one for name, one in (models[0]["module"] or {}).items() if isinstance(one, Stored)}
+    optimizers = [_load_states(file).get("optimizer_state_dict", {}) for file in _optimizer_files(folder)]
+    found = _FoundTensors()
+    module = {name: one for name, one in (models[0]["module"] or {}).items() if isinstance(one, TensorPlace)}
     if optimizers and models[0].get("param_shapes"):
-        _weights(found, models, optimizers, folder.name)
-    _rest(found, models[0], module, folder.name)
+        _add_weights(found, models, optimizers, folder.name)
+    _add_rest(found, models[0], module, folder.name)
     order = {name: place for place, name in enumerate(module)}
     names = sorted(found.specs, key=lambda name: order.get(name, len(order)))
     specs = {name: found.specs[name] for name in names}
     return SpanFile(specs, {name: found.spans[name] for name in names}, ties=found.ties)
 
 
-def _states(file: Path) -> Any:
-    found = load(RawFile(file))
+def _load_states(file: Path) -> Any:
+    found = load_torch_zip(RawFile(file))
     if not isinstance(found, dict):
         raise CorruptError(f"{file.name}: holds a {type(found).__name__}, expected a dict of states; use another copy")
     return found
 
 
 def _model_files(folder: Path) -> list[Path]:
-    files = sorted(folder.glob(_MODEL), key=_natural)
+    files = sorted(folder.glob(_MODEL), key=_natural_order)
     experts = sorted(file.name for file in folder.glob("*expert*"))
     if experts:
         raise LoadError(f"{folder.name}: {experts[0]}: experts over ranks; expected data parallelism alone")
@@ -99,7 +99,7 @@ def _model_files(folder: Path) -> list[Path]:
 
 
 def _optimizer_files(folder: Path) -> list[Path]:
-    files = sorted(folder.glob(_OPTIMIZER), key=_natural)
+    files = sorted(folder.glob(_OPTIMIZER), key=_natural_order)
     ranks = [match for match in (_RANK.search(file.name) for file in files) if match]
     if any(int(match[2]) for match in ranks) or any(folder.glob("mp_rank_01_*")):
         raise LoadError(f"{folder.name}: of a model in parallel parts (mp_rank_01); expected data parallelism alone")
@@ -110,58 +110,58 @@ def _optimizer_files(folder: Path) -> list[Path]:
     return files
 
 
-def _natural(path: Path) -> list[tuple[int, str]]:
+def _natural_order(path: Path) -> list[tuple[int, str]]:
     return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", path.name)]
 
 
-def _weights(found: _Found, models: Sequence[Any], optimizers: Sequence[Any], source: str) -> None:
+def _add_weights(found: _FoundTensors, models: Sequence[Any], optimizers: Sequence[Any], source: str) -> None:
     """Trained and frozen parameters."""
-    stage, count = _number(optimizers[0]["zero_stage"]), optimizers[0]["partition_count"]
+    stage, count = _plain_int(optimizers[0]["zero_stage"]), optimizers[0]["partition_count"]
     count = max(count) if isinstance(count, list) else count
     if count != len(optimizers):
         raise CorruptError(f"{source}: {len(optimizers)} optimizer files, written by {count} ranks; some are missing")
-    shapes = [{name: sizes(shape) for name, shape in group.items()} for group in models[0]["param_shapes"]]
-    frozen = {name: sizes(shape) for name, shape in (models[0].get("frozen_param_shapes") or {}).items()}
+    shapes = [{name: checked_sizes(shape) for name, shape in group.items()} for group in models[0]["param_shapes"]]
+    frozen = {name: checked_sizes(shape) for name, shape in (models[0].get("frozen_param_shapes") or {}).items()}
     if stage <= 2:
         paddings = optimizers[0].get("param_alignment_paddings")
         groups = [one["single_partition_of_fp32_groups"] for one in optimizers]
         for index, group in enumerate(shapes):
             parts = [rank[index] for rank in groups]
-            _of_long_vector(found, group, parts, paddings[index] if paddings else [0] * len(group), source)
+            _add_from_vector(found, group, parts, paddings[index] if paddings else [0] * len(group), source)
         for name in frozen:
             found.add_whole(name, models[0]["frozen_param_fragments"][name])
         return
     merged = {name: shape for group in shapes for name, shape in group.items()}
-    _of_pieces(found, merged, [one["fp32_flat_groups"] for one in optimizers], source)
+    _add_from_pieces(found, merged, [one["fp32_flat_groups"] for one in optimizers], source)
     if frozen and len(models) != count:
         raise CorruptError(f"{source}: {len(models)} model files, written by {count} ranks; some are missing")
     for name, shape in frozen.items():
         parts = [model["frozen_param_fragments"][name] for model in models]
-        found.add(name, tuple(shape), parts[0].dtype, _run(parts, 0, math.prod(shape), name))
+        found.add_tensor(name, tuple(shape), parts[0].dtype, _span_range(parts, 0, math.prod(shape), name))
 
 
-def _of_long_vector(
-    found: _Found, group: Shapes, parts: Sequence[Stored], paddings: Sequence[int], source: str
+def _add_from_vector(
+    found: _FoundTensors, group: Shapes, parts: Sequence[TensorPlace], paddings: Sequence[int], source: str
 ) -> None:
     at = 0
     for (name, shape), padding in zip(group.items(), paddings, strict=True):
         size = math.prod(shape)
-        found.add(name, tuple(shape), parts[0].dtype, _run(parts, at, size, name))
+        found.add_tensor(name, tuple(shape), parts[0].dtype, _span_range(parts, at, size, name))
         at += size + padding
-    _check_used(at, sum(_size(part) for part in parts), 2 * len(parts), source)
+    _check_used(at, sum(_element_count(part) for part in parts), 2 * len(parts), source)
 
 
-def _of_pieces(found: _Found, shapes: Shapes, ranks: Sequence[Sequence[Stored]], source: str) -> None:
+def _add_from_pieces(found: _FoundTensors, shapes: Shapes, ranks: Sequence[Sequence[TensorPlace]], source: str) -> None:
     at = 0
     for name, shape in shapes.items():
         size = math.prod(shape)
         piece = -(-size // len(ranks))  # the same on every rank; the last ones are padded
         spans = []
         for rank, parts in enumerate(ranks):
-            spans += _run(parts, at, max(0, min(piece, size - rank * piece)), name)
-        found.add(name, tuple(shape), ranks[0][0].dtype, spans)
+            spans += _span_range(parts, at, max(0, min(piece, size - rank * piece)), name)
+        found.add_tensor(name, tuple(shape), ranks[0][0].dtype, spans)
         at += piece
-    _check_used(at, sum(_size(part) for part in ranks[0]), 1, source)
+    _check_used(at, sum(_element_count(part) for part in ranks[0]), 1, source)
 
 
 def _check_used(used: int, there: int, step: int, source: str) -> None:
@@ -172,9 +172,9 @@ def _check_used(used: int, there: int, step: int, source: str) -> None:
         )
 
 
-def _run(parts: Sequence[Stored], start: int, size: int, name: str) -> list[Span]:
+def _span_range(parts: Sequence[TensorPlace], start: int, size: int, name: str) -> list[Span]:
     """Elements [start, start + size) of `parts` one after another."""
-    spans, begin = list(_cuts(parts, start, start + size)), sum(map(_size, parts))
+    spans, begin = list(_cut_spans(parts, start, start + size)), sum(map(_element_count, parts))
     if sum(span.numel for span in spans) != size:
         raise CorruptError(
             f"{name}: elements {start:,} to {start + size:,}, the files have {begin:,}; one is cut short"
@@ -182,16 +182,16 @@ def _run(parts: Sequence[Stored], start: int, size: int, name: str) -> list[Span
     return spans
 
 
-def _cuts(parts: Sequence[Stored], start: int, stop: int) -> Iterator[Span]:
+def _cut_spans(parts: Sequence[TensorPlace], start: int, stop: int) -> Iterator[Span]:
     begin = 0
     for part in parts:
-        low, high = max(start, begin), min(stop, begin + _size(part))
+        low, high = max(start, begin), min(stop, begin + _element_count(part))
         if low < high:
             yield Span(part.file, part.start + (low - begin) * ITEM_BYTES[part.dtype], high - low)
-        begin += _size(part)
+        begin += _element_count(part)
 
 
-def _rest(found: _Found, model: Mapping[str, Any], module: Mapping[str, Stored], source: str) -> None:
+def _add_rest(found: _FoundTensors, model: Mapping[str, Any], module: Mapping[str, TensorPlace], source: str) -> None:
     """What the parameters' files do not have: buffers, tied names, and whatever else the model's state has whole."""
     for name, kept in (model.get("shared_params") or {}).items():
         one, other = (name, kept) if kept in found.specs else (kept, name)
@@ -215,13 +215,13 @@ def _rest(found: _Found, model: Mapping[str, Any], module: Mapping[str, Stored],
         )
 
 
-def _span(stored: Stored) -> Span:
+def _whole_span(stored: TensorPlace) -> Span:
     return Span(stored.file, stored.start, numel(Spec("", stored.shape, stored.dtype)))
 
 
-def _size(stored: Stored) -> int:
+def _element_count(stored: TensorPlace) -> int:
     return math.prod(stored.shape)
 
 
-def _number(value: Any) -> int:
+def _plain_int(value: Any) -> int:
     return int(value.args[0] if isinstance(value, Passive) else value)

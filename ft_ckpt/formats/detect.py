@@ -31,7 +31,7 @@ def format_by_name(path: Path, given: str | None) -> str:
     return found
 
 
-def format_of(path: Path) -> str:
+def detect_format(path: Path) -> str:
     """ "h5", "dual", "safetensors" or "torch", by content. Raises LoadError when it is none of them."""
     with closing(RawFile(path)) as file:
         head = bytes(file.bytes(0, min(16, file.size_bytes)))
@@ -49,20 +49,20 @@ def format_of(path: Path) -> str:
     raise LoadError(f"{path}: begins with {head!r}; expected HDF5, safetensors or a file of torch.save")
 
 
-def open_file(path: Path) -> TensorFile:
+def open_tensor_file(path: Path) -> TensorFile:
     """The tensors of a single file, read by copying. Raises LoadError or CorruptError as its format does."""
     with damaged_input(path.name):
-        kind = format_of(path)
+        kind = detect_format(path)
         if kind == "torch":
-            return torch_file.open_file(path)
-        opened = hdf5_file.open_file(path, mapped=False) if kind == "h5" else dual.open_file(path, mapped=False)
+            return torch_file.open_torch_file(path)
+        opened = hdf5_file.open_hdf5(path, mapped=False) if kind == "h5" else dual.open_safetensors(path, mapped=False)
         return TreeFile(opened)
 
 
 class TreeFile:
     """A file that holds an object: its tensors and arrays, further names of them, and names of everything else."""
 
-    def __init__(self, file: hdf5_file.HDF5File) -> None:
+    def __init__(self, file: hdf5_file.IndexedFile) -> None:
         index = file.index
         self.file, self.names = file, index.names
         self.ties: dict[str, str] = {}
@@ -71,7 +71,7 @@ class TreeFile:
         if index.root is None:
             self.specs: dict[str, Spec] = dict(file.specs)
         else:
-            self._walk(index.root, "")
+            self._walk_tree(index.root, "")
             self.specs = {name: file.specs[name] for name in (index.names[leaf] for leaf in sorted(self.plain))}
         metadata = {str(key): str(value) for key, value in index.metadata.items()}
         told = {name: kept for name, kept in metadata.items() if kept in self.specs and name not in self.specs}
@@ -90,8 +90,8 @@ class TreeFile:
         """Let go of the file."""
         self.file.close()
 
-    def _walk(self, node: Node, name: str) -> None:
-        leaf = _leaf(node)
+    def _walk_tree(self, node: Node, name: str) -> None:
+        leaf = _stored_leaf(node)
         if leaf is not None:
             if leaf in self.plain and self.plain[leaf] != name:
                 self.ties[name] = self.names[leaf]
@@ -99,12 +99,12 @@ class TreeFile:
         elif node.children:
             keys = [str(key.value) if key.kind == "value" else f"{place}" for place, key in enumerate(node.keys)]
             for key, child in zip(keys or map(str, range(len(node.children))), node.children, strict=True):
-                self._walk(child, f"{name}.{key}" if name else key)
+                self._walk_tree(child, f"{name}.{key}" if name else key)
         elif node.kind not in ("dict", "list", "tuple"):
             self.skipped.append(f"{name}: {type(node.value).__name__ if node.kind == 'value' else node.kind}")
 
 
-def _leaf(node: Node) -> int | None:
+def _stored_leaf(node: Node) -> int | None:
     """The leaf of a tensor, or of an array that is stored as numbers."""
     if node.kind == "tensor":
         return int(node.value)

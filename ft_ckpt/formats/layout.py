@@ -53,7 +53,7 @@ class Layout:
     trailer: Callable[[Mapping[str, bytes]], bytes] | None = None
 
 
-def sizes(given: Any) -> tuple[int, ...]:
+def checked_sizes(given: Any) -> tuple[int, ...]:
     """A shape, or other sizes and places, out of a file. Raises CorruptError where one is no number from zero on."""
     found = tuple(given)
     if any(type(one) is not int or not 0 <= one < 1 << 62 for one in found):

@@ -38,7 +38,7 @@ MOST_PROMISED, FREE_BYTES = 16, 64 << 20  # of values not stored: so many times 
 _LEAST_READ_BYTES = 16 << 20  # smaller files are mapped, wherever they are
 
 
-class Stream(io.RawIOBase):
+class FileStream(io.RawIOBase):
     """Bytes [start, start + size_bytes) of an open file as a file of its own.
 
     By its descriptor: what has that path by now may be another file, and a library given a path may share what it
@@ -197,13 +197,13 @@ class RawFile:
             held = self._whole.lend(start, size_bytes)
             if (start, size_bytes) in self._whole.given_back:
                 end = start + size_bytes
-                for first, last in [(start, end)] if self._whole.is_own else _edges(start, end):
+                for first, last in [(start, end)] if self._whole.is_own else _shared_edges(start, end):
                     place = self._whole.address + first
                     ctypes.memmove(place, bytes(self.bytes(first, last - first)), last - first)
         return held
 
 
-def _edges(start: int, end: int) -> list[tuple[int, int]]:
+def _shared_edges(start: int, end: int) -> list[tuple[int, int]]:
     """What [start, end) has of pages that may be its neighbours' too, which are therefore not given back."""
     first, last = start + -start % _PAGE, end // _PAGE * _PAGE
     return [(start, min(first, end)), (max(last, start), end)] if first < last else [(start, end)]

@@ -15,15 +15,15 @@ _NUMBERS = {
 }  # fmt: skip
 
 
-def descr(dtype: np.dtype[Any]) -> Any:
+def describe_dtype(dtype: np.dtype[Any]) -> Any:
     """A JSON form of a numpy type, without pickling."""
     described = np.lib.format.dtype_to_descr(dtype)
-    return described if isinstance(described, str) else _lists(described)
+    return described if isinstance(described, str) else _tuples_to_lists(described)
 
 
 def described_dtype(described: Any) -> np.dtype[Any]:
-    """The numpy type of `descr`."""
-    fields: Any = described if isinstance(described, str) else _tuples(described)
+    """The numpy type of `describe_dtype`."""
+    fields: Any = described if isinstance(described, str) else _field_tuples(described)
     dtype: np.dtype[Any] = np.lib.format.descr_to_dtype(fields)
     return dtype
 
@@ -46,24 +46,24 @@ def restored_array(stored: Array, described: Any, shape: tuple[int, ...]) -> Arr
     return stored.reshape(-1).view(np.uint8).view(dtype).reshape(shape) if stored.nbytes else empty
 
 
-def describable(dtype: np.dtype[Any]) -> bool:
+def is_describable(dtype: np.dtype[Any]) -> bool:
     """True when the type, its extension and metadata included, can be written down and read again."""
     if dtype.hasobject or dtype.metadata:
         return False
     try:
-        return described_dtype(descr(dtype)) == dtype
+        return described_dtype(describe_dtype(dtype)) == dtype
     except (TypeError, ValueError):
         return False
 
 
-def _lists(described: Any) -> Any:
-    return [_lists(item) for item in described] if isinstance(described, (list, tuple)) else described
+def _tuples_to_lists(described: Any) -> Any:
+    return [_tuples_to_lists(item) for item in described] if isinstance(described, (list, tuple)) else described
 
 
-def _tuples(described: Sequence[Any]) -> Any:
+def _field_tuples(described: Sequence[Any]) -> Any:
     """Fields as numpy wants them: a list of (name, type) or (name, type, shape)."""
     fields = []
     for name, kind, *shape in described:
         title = tuple(name) if isinstance(name, list) else name
-        fields.append((title, kind if isinstance(kind, str) else _tuples(kind), *(tuple(part) for part in shape)))
+        fields.append((title, kind if isinstance(kind, str) else _field_tuples(kind), *(tuple(part) for part in shape)))
     return fields

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from ft_ckpt.errors import CorruptError, listing, shown
-from ft_ckpt.formats.safe_pickle import MOST_BYTES, Call, interpret
+from ft_ckpt.formats.safe_pickle import MOST_BYTES, Call, interpret_pickle
 
 
 @dataclass(frozen=True)
@@ -31,12 +31,12 @@ class OpaqueObject:
         return pickle.loads(self.data)  # noqa: S301 - asked for, in so many words
 
 
-def loads(data: bytes, extra: Mapping[str, Any] | None = None) -> Any:
+def unpickle_plain(data: bytes, extra: Mapping[str, Any] | None = None) -> Any:
     """The value pickled in `data`. Raises CorruptError when it holds anything beyond plain values and `extra`."""
     if len(data) > MOST_BYTES:
         raise CorruptError(f"a pickle of {len(data)} bytes")
     try:
-        value, foreign = interpret(io.BytesIO(data), {**_VALUES, **(extra or {})}.get)
+        value, foreign = interpret_pickle(io.BytesIO(data), {**_VALUES, **(extra or {})}.get)
     except CorruptError:
         raise
     except Exception as error:
@@ -46,7 +46,7 @@ def loads(data: bytes, extra: Mapping[str, Any] | None = None) -> Any:
     return value
 
 
-class _Dtype:
+class _NumpyDtype:
     """Stands for numpy.dtype: only its letter and size are looked at."""
 
     def __init__(self, kind: str, *_: Any) -> None:
@@ -56,7 +56,7 @@ class _Dtype:
     def __setstate__(self, state: Any) -> None:
         self.order = state[1] if state[1] in "<>" else "="
 
-    def real(self) -> np.dtype[Any]:
+    def real_dtype(self) -> np.dtype[Any]:
         """The type itself, of numbers only."""
         dtype: np.dtype[Any] = np.dtype(self.kind).newbyteorder(self.order)
         if dtype.kind not in "biufcSU" or dtype.itemsize > MOST_BYTES:
@@ -64,39 +64,39 @@ class _Dtype:
         return dtype
 
 
-def _scalar(dtype: _Dtype, data: bytes) -> Any:
-    return np.frombuffer(data, dtype.real())[0]
+def _numpy_scalar(dtype: _NumpyDtype, data: bytes) -> Any:
+    return np.frombuffer(data, dtype.real_dtype())[0]
 
 
-def _bytes(data: Any = b"", encoding: str = "latin1") -> bytes:
-    return _encode(data, encoding) if isinstance(data, str) else bytes(memoryview(data))  # never bytes(10**12)
+def _make_bytes(data: Any = b"", encoding: str = "latin1") -> bytes:
+    return _encode_latin1(data, encoding) if isinstance(data, str) else bytes(memoryview(data))  # never bytes(10**12)
 
 
-def _encode(text: str, encoding: str = "latin1") -> bytes:
+def _encode_latin1(text: str, encoding: str = "latin1") -> bytes:
     if encoding not in ("latin1", "latin-1"):
         raise CorruptError(f"text in {encoding}")
     return text.encode("latin1")
 
 
-def _collect(make: Callable[[Any], Any]) -> Call:
+def _collection_call(make: Callable[[Any], Any]) -> Call:
     return Call(lambda *items: make(*(list(item) for item in items)))
 
 
 PLAIN: Mapping[str, Any] = {
     "builtins.complex": Call(lambda real=0.0, imaginary=0.0: complex(float(real), float(imaginary))),
-    "builtins.set": _collect(set),
-    "builtins.frozenset": _collect(frozenset),
-    "builtins.bytes": Call(_bytes),
-    "builtins.bytearray": Call(lambda *given: bytearray(_bytes(*given))),
-    "_codecs.encode": Call(_encode),
+    "builtins.set": _collection_call(set),
+    "builtins.frozenset": _collection_call(frozenset),
+    "builtins.bytes": Call(_make_bytes),
+    "builtins.bytearray": Call(lambda *given: bytearray(_make_bytes(*given))),
+    "_codecs.encode": Call(_encode_latin1),
     "collections.OrderedDict": OrderedDict,
 }  # what any table has
 _VALUES: Mapping[str, Any] = {
     **PLAIN,
     **{f"torch.{name}": one for name, one in vars(torch).items() if isinstance(one, torch.dtype)},
     "torch.device": Call(lambda *place: torch.device(*place)),
-    "torch.Size": _collect(torch.Size),
-    "numpy.dtype": Call(_Dtype),
-    "numpy.core.multiarray.scalar": Call(_scalar),
-    "numpy._core.multiarray.scalar": Call(_scalar),
+    "torch.Size": _collection_call(torch.Size),
+    "numpy.dtype": Call(_NumpyDtype),
+    "numpy.core.multiarray.scalar": Call(_numpy_scalar),
+    "numpy._core.multiarray.scalar": Call(_numpy_scalar),
 }

@@ -17,7 +17,8 @@ import numpy as np
 import torch
 
 from ft_ckpt.errors import SelectionError, damaged_input, listing
-from ft_ckpt.formats.numpy_arrays import Array, descr, describable, restored_array, stored_array
+from ft_ckpt.formats.dtypes import dtype_name
+from ft_ckpt.formats.numpy_arrays import Array, describe_dtype, is_describable, restored_array, stored_array
 
 BLOB_BYTES = 4096  # from here on bytes are a leaf and not a part of the tree
 MOST_LEVELS = 150  # of nesting; json, pickle and torch's own trees all recurse
@@ -70,7 +71,7 @@ def flatten(
     Raises SelectionError listing the places of what cannot be kept. Shared lists and dicts come back as equal copies.
     """
     flattener = _Flattener(frozenset(dtypes), classes)
-    node = flattener.node(obj, root)
+    node = flattener.make_node(obj, root)
     if flattener.refused:
         raise SelectionError(
             f"{listing(flattener.refused)}. Nothing was written; convert these, or leave them out. Kept exactly are "
@@ -89,98 +90,102 @@ class _Flattener:
     above: list[int] = field(default_factory=list)  # containers around the one at hand
     alive: list[Any] = field(default_factory=list)  # an id stays one object's only while the object lives
 
-    def node(self, obj: Any, path: str) -> Node:
+    def make_node(self, obj: Any, path: str) -> Node:
         """The node of `obj`; what cannot be kept goes to `refused`."""
         if type(obj) in (bytes, bytearray) and len(obj) >= BLOB_BYTES:
-            return self._blob(obj)
+            return self._blob_node(obj)
         if type(obj) in _SCALARS:
             return Node("value", obj)
         if isinstance(obj, torch.Tensor):
-            return self._tensor(obj, path)
+            return self._tensor_node(obj, path)
         if isinstance(obj, np.generic):
-            return Node("value", obj) if describable(obj.dtype) else self._refuse(path, f"numpy type {obj.dtype}")
+            return (
+                Node("value", obj) if is_describable(obj.dtype) else self._refuse_value(path, f"numpy type {obj.dtype}")
+            )
         if type(obj) is np.ndarray:
-            return self._array(obj, path)
-        return self._container(obj, path)
+            return self._array_node(obj, path)
+        return self._container_node(obj, path)
 
-    def _refuse(self, path: str, what: str) -> Node:
+    def _refuse_value(self, path: str, what: str) -> Node:
         self.refused.append(f"{path}: {what}")
         return Node("value")
 
-    def _container(self, obj: Any, path: str) -> Node:
+    def _container_node(self, obj: Any, path: str) -> Node:
         kind = _KINDS.get(type(obj)) or ("namedtuple" if _is_named(obj) else None)
         if kind is None:
-            return self._refuse(path, f"{type(obj).__module__}.{type(obj).__qualname__}")
+            return self._refuse_value(path, f"{type(obj).__module__}.{type(obj).__qualname__}")
         if id(obj) in self.above or len(self.above) >= MOST_LEVELS:
-            return self._refuse(path, "contains itself" if id(obj) in self.above else f"over {MOST_LEVELS} levels deep")
+            return self._refuse_value(
+                path, "contains itself" if id(obj) in self.above else f"over {MOST_LEVELS} levels deep"
+            )
         self.above.append(id(obj))
         try:
-            return self._mapping(kind, obj, path) if kind in MAPPINGS else self._sequence(kind, obj, path)
+            return self._mapping_node(kind, obj, path) if kind in MAPPINGS else self._sequence_node(kind, obj, path)
         finally:
             self.above.pop()
 
-    def _mapping(self, kind: str, obj: Any, path: str) -> Node:
+    def _mapping_node(self, kind: str, obj: Any, path: str) -> Node:
         keys, children = [], []
         for key, value in obj.items():
-            place = f"{path}[{_quoted(key)}]"
-            keys.append(self._key(key, place))
-            children.append(self.node(value, place))
+            place = f"{path}[{_quoted_key(key)}]"
+            keys.append(self._key_node(key, place))
+            children.append(self.make_node(value, place))
         detail: Any = None
         if kind == "odict" and vars(obj):
-            detail = self.node(dict(vars(obj)), f"{path}.__dict__")
+            detail = self.make_node(dict(vars(obj)), f"{path}.__dict__")
         elif kind == "defaultdict" and obj.default_factory is not None:
             detail = getattr(obj.default_factory, "__name__", None)
             if FACTORIES.get(detail) is not obj.default_factory:
-                return self._refuse(path, f"defaultdict of {obj.default_factory!r}")
+                return self._refuse_value(path, f"defaultdict of {obj.default_factory!r}")
         return Node(kind, detail, tuple(keys), tuple(children))
 
-    def _sequence(self, kind: str, obj: Any, path: str) -> Node:
+    def _sequence_node(self, kind: str, obj: Any, path: str) -> Node:
         items = sorted(obj, key=_set_order) if kind in ("set", "frozenset") else obj
-        children = tuple(self.node(item, f"{path}[{index}]") for index, item in enumerate(items))
+        children = tuple(self.make_node(item, f"{path}[{index}]") for index, item in enumerate(items))
         detail: Any = obj.maxlen if kind == "deque" else None
         if kind == "namedtuple":
             detail = (type(obj).__module__, type(obj).__qualname__, tuple(obj._fields))
         return Node(kind, detail, (), children)
 
-    def _key(self, key: Any, path: str) -> Node:
+    def _key_node(self, key: Any, path: str) -> Node:
         if type(key) in _SCALARS or isinstance(key, np.generic):
-            return self.node(key, path)
+            return self.make_node(key, path)
         if type(key) in (tuple, frozenset):
             items = sorted(key, key=_set_order) if type(key) is frozenset else key
-            return Node(_KINDS[type(key)], children=tuple(self._key(item, path) for item in items))
-        return self._refuse(path, f"a key of type {type(key).__qualname__}")
+            return Node(_KINDS[type(key)], children=tuple(self._key_node(item, path) for item in items))
+        return self._refuse_value(path, f"a key of type {type(key).__qualname__}")
 
-    def _tensor(self, tensor: torch.Tensor, path: str) -> Node:
+    def _tensor_node(self, tensor: torch.Tensor, path: str) -> Node:
         if id(tensor) in self.known:
             return self.known[id(tensor)]
         problem = _tensor_problem(tensor, self.dtypes, self.classes)
         if problem:
-            return self._refuse(path, problem)
-        memory = _memory(tensor)
+            return self._refuse_value(path, problem)
+        memory = _memory_identity(tensor)
         node = self.known.get(memory) if memory is not None else None
         if node is None:
-            node = self._leaf(Leaf(tuple(tensor.shape), dtype_name(tensor.dtype), tensor))
-        return self._know(tensor, memory, node)
+            node = self._add_leaf(Leaf(tuple(tensor.shape), dtype_name(tensor.dtype), tensor))
+        return self._remember_node(tensor, memory, node)
 
-    def _array(self, array: Array, path: str) -> Node:
+    def _array_node(self, array: Array, path: str) -> Node:
         if id(array) in self.known:
             return self.known[id(array)]
-        if not describable(array.dtype):
-            return self._refuse(path, f"numpy array of {array.dtype}")
+        if not is_describable(array.dtype):
+            return self._refuse_value(path, f"numpy array of {array.dtype}")
         data = stored_array(array)
-        tag = self._leaf(Leaf(data.shape, data.dtype.name, data, True))
-        node = Node("array", (tag.value, descr(array.dtype), array.shape))
-        return self._know(array, None, node)
+        tag = self._add_leaf(Leaf(data.shape, data.dtype.name, data, True))
+        node = Node("array", (tag.value, describe_dtype(array.dtype), array.shape))
+        return self._remember_node(array, None, node)
 
-    def _blob(self, data: bytes | bytearray) -> Node:
+    def _blob_node(self, data: bytes | bytearray) -> Node:
         stored = np.frombuffer(data, np.uint8)
-        return Node("blob", (self._leaf(Leaf(stored.shape, "uint8", stored, True)).value, type(data).__name__))
+        return Node("blob", (self._add_leaf(Leaf(stored.shape, "uint8", stored, True)).value, type(data).__name__))
 
-    def _leaf(self, leaf: Leaf) -> Node:
+    def _add_leaf(self, leaf: Leaf) -> Node:
         self.leaves.append(leaf)
         return Node("tensor", len(self.leaves) - 1)
 
-    def _know(self, obj: Any, memory: Hashable, node: Node) -> Node:
+    def _remember_node(self, obj: Any, memory: Hashable, node: Node) -> Node:
         self.alive.append(obj)
         self.known[id(obj)] = node
         if memory is not None:
@@ -195,15 +200,15 @@ def unflatten(node: Node, tensor: Callable[[int], Any], array: Callable[[int], A
     process has imported it, else as a class of the same name and fields; no constructor runs and nothing is imported.
     """
     with damaged_input("the tree of the object"):
-        return _Builder(tensor, array).build(node)
+        return _ObjectBuilder(tensor, array).build_object(node)
 
 
 @dataclass(frozen=True)
-class _Builder:
+class _ObjectBuilder:
     tensor: Callable[[int], Any]
     array: Callable[[int], Array]
 
-    def build(self, node: Node) -> Any:
+    def build_object(self, node: Node) -> Any:
         """The object of `node`."""
         kind = node.kind
         if kind == "tensor":
@@ -217,28 +222,23 @@ class _Builder:
         if kind == "blob":
             return {"bytes": bytes, "bytearray": bytearray}[node.value[1]](self.array(node.value[0]).tobytes())
         if kind in MAPPINGS:
-            return self._mapping(node)
-        items = map(self.build, node.children)
+            return self._build_mapping(node)
+        items = map(self.build_object, node.children)
         if kind == "namedtuple":
             return tuple.__new__(_named_class(*node.value), tuple(items))
         if kind == "deque":
             return deque(items, node.value)
         return SEQUENCES[kind](items)
 
-    def _mapping(self, node: Node) -> Any:
+    def _build_mapping(self, node: Node) -> Any:
         result: Any = defaultdict(None) if node.kind == "defaultdict" else MAPPINGS[node.kind]()
         if node.kind == "defaultdict" and node.value is not None:
             result.default_factory = FACTORIES[node.value]
         for key, child in zip(node.keys, node.children, strict=True):
-            result[key.value if key.kind == "value" else self.build(key)] = self.build(child)
+            result[key.value if key.kind == "value" else self.build_object(key)] = self.build_object(child)
         if node.kind == "odict" and node.value is not None:
-            vars(result).update(self.build(node.value))
+            vars(result).update(self.build_object(node.value))
         return result
-
-
-def dtype_name(dtype: torch.dtype) -> str:
-    """torch's name without "torch."."""
-    return str(dtype).removeprefix("torch.")
 
 
 def _tensor_problem(tensor: torch.Tensor, dtypes: frozenset[str], classes: Collection[type]) -> str | None:
@@ -253,7 +253,7 @@ def _tensor_problem(tensor: torch.Tensor, dtypes: frozenset[str], classes: Colle
     return None
 
 
-def _memory(tensor: torch.Tensor) -> Hashable:
+def _memory_identity(tensor: torch.Tensor) -> Hashable:
     """What two tensors share when they are one; None for those without memory of their own."""
     if type(tensor) not in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer) or tensor.numel() == 0:
         return None
@@ -284,7 +284,7 @@ def _named_class(module: str, qualname: str, fields: Iterable[str]) -> type:
     return collections.namedtuple(qualname.split(".")[-1], names)
 
 
-def _quoted(key: Any) -> str:
+def _quoted_key(key: Any) -> str:
     return '"' + key.replace('"', '\\"') + '"' if isinstance(key, str) else repr(key)
 
 

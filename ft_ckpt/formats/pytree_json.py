@@ -14,32 +14,32 @@ import numpy as np
 import torch
 
 from ft_ckpt.errors import CorruptError, damaged_input
-from ft_ckpt.formats.numpy_arrays import descr, described_dtype
+from ft_ckpt.formats.numpy_arrays import describe_dtype, described_dtype
 from ft_ckpt.formats.pytree import MAPPINGS, MOST_LEVELS, SEQUENCES, Leaf, Node, flatten, unflatten
 
 _WORD = 1 << 63  # integers from here on are written in hexadecimal, which has no limit on digits
 
 
-def dumps(obj: Any, name: str) -> str:
+def dump_object(obj: Any, name: str) -> str:
     """`obj` as one text, with its tensors. Raises SelectionError naming, below `name`, what cannot be kept."""
     dtypes = {str(dtype).removeprefix("torch.") for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}
     node, leaves = flatten(obj, dtypes, name)
-    held = [[list(leaf.shape), leaf.dtype, _text(_raw(leaf))] for leaf in leaves]
-    return json.dumps({"tree": encode(node), "leaves": held}, separators=(",", ":"))
+    held = [[list(leaf.shape), leaf.dtype, _base64_text(_leaf_bytes(leaf))] for leaf in leaves]
+    return json.dumps({"tree": encode_node(node), "leaves": held}, separators=(",", ":"))
 
 
-def loads(text: str) -> Any:
-    """The object that `dumps` was given. Raises CorruptError for any other text."""
+def load_object(text: str) -> Any:
+    """The object that `dump_object` was given. Raises CorruptError for any other text."""
     try:
         document = json.loads(text)
-        leaves = [_leaf(*held) for held in document["leaves"]]
+        leaves = [_leaf_tensor(*held) for held in document["leaves"]]
         tree = document["tree"]
     except (ValueError, TypeError, KeyError, RuntimeError, AttributeError) as error:
         raise CorruptError(f"the text of the object is damaged ({error!r}); use another copy of the file") from error
-    return unflatten(decode(tree), leaves.__getitem__, lambda index: leaves[index].numpy())
+    return unflatten(decode_node(tree), leaves.__getitem__, lambda index: leaves[index].numpy())
 
 
-def encode(node: Node) -> Any:
+def encode_node(node: Node) -> Any:
     """`node` as what `json.dumps` takes."""
     kind = node.kind
     if kind == "tensor":
@@ -48,50 +48,50 @@ def encode(node: Node) -> Any:
         return _encode_value(node.value)
     if kind in ("array", "blob"):
         return [kind, *node.value]
-    children = [encode(child) for child in node.children]
-    if kind == "dict" and all(type(key.value) is str and _clean(key.value) for key in node.keys):
+    children = [encode_node(child) for child in node.children]
+    if kind == "dict" and all(type(key.value) is str and _is_utf8(key.value) for key in node.keys):
         return dict(zip((key.value for key in node.keys), children, strict=True))
     if kind in MAPPINGS:
-        detail = encode(node.value) if isinstance(node.value, Node) else node.value
-        keys = [encode(key) for key in node.keys]
+        detail = encode_node(node.value) if isinstance(node.value, Node) else node.value
+        keys = [encode_node(key) for key in node.keys]
         return [kind, detail, [list(pair) for pair in zip(keys, children, strict=True)]]
     if kind in ("deque", "namedtuple"):
         return [kind, node.value, *children]
     return [kind, *children]
 
 
-def decode(document: Any, most: int = MOST_LEVELS + 2) -> Node:
-    """The node that `encode` was given. Raises CorruptError for anything else."""
+def decode_node(document: Any, most: int = MOST_LEVELS + 2) -> Node:
+    """The node that `encode_node` was given. Raises CorruptError for anything else."""
     with damaged_input("the tree of the object"):
-        return _decode(document, most)
+        return _decode_value(document, most)
 
 
-def _decode(document: Any, most: int) -> Node:
+def _decode_value(document: Any, most: int) -> Node:
     if most == 0:
         raise CorruptError("too deep")
     if type(document) is dict:
         keys = tuple(Node("value", key) for key in document)
-        return Node("dict", None, keys, tuple(_decode(child, most - 1) for child in document.values()))
+        return Node("dict", None, keys, tuple(_decode_value(child, most - 1) for child in document.values()))
     if type(document) is not list:
         return Node("value", document)
     kind, *rest = document
     if kind == "tensor":
-        return Node("tensor", _number(rest[0]))
+        return Node("tensor", _check_number(rest[0]))
     if kind == "array":
         index, described, shape = rest
-        return Node("array", (_number(index), described, tuple(map(_number, shape))))
+        return Node("array", (_check_number(index), described, tuple(map(_check_number, shape))))
     if kind == "blob":
-        return Node("blob", (_number(rest[0]), str(rest[1])))
+        return Node("blob", (_check_number(rest[0]), str(rest[1])))
     if kind in MAPPINGS:
         return _decode_mapping(kind, rest, most)
     if kind in ("deque", "namedtuple"):
-        return Node(kind, rest[0], (), tuple(_decode(child, most - 1) for child in rest[1:]))
+        return Node(kind, rest[0], (), tuple(_decode_value(child, most - 1) for child in rest[1:]))
     if kind in SEQUENCES:
-        return Node(kind, None, (), tuple(_decode(child, most - 1) for child in rest))
+        return Node(kind, None, (), tuple(_decode_value(child, most - 1) for child in rest))
     return Node("value", _VALUES[kind](*rest))
 
 
-def _number(found: Any) -> int:
+def _check_number(found: Any) -> int:
     if type(found) is not int or not 0 <= found < _WORD:
         raise CorruptError(f"{found!r:.40} where a number of a leaf or a size should be")
     return found
@@ -99,13 +99,13 @@ def _number(found: Any) -> int:
 
 def _decode_mapping(kind: str, rest: list[Any], most: int) -> Node:
     detail, pairs = rest
-    keys = tuple(_decode(key, most - 1) for key, _ in pairs)
+    keys = tuple(_decode_value(key, most - 1) for key, _ in pairs)
     if kind == "odict" and detail is not None:
-        detail = _decode(detail, most - 1)
-    return Node(kind, detail, keys, tuple(_decode(child, most - 1) for _, child in pairs))
+        detail = _decode_value(detail, most - 1)
+    return Node(kind, detail, keys, tuple(_decode_value(child, most - 1) for _, child in pairs))
 
 
-def _clean(text: str) -> bool:
+def _is_utf8(text: str) -> bool:
     """True when `text` survives UTF-8: it has no lone halves of surrogate pairs."""
     return text.isascii() or not any("\ud800" <= letter <= "\udfff" for letter in text)
 
@@ -117,70 +117,70 @@ def _encode_value(value: Any) -> Any:
     if kind is int:
         return value if -_WORD <= value < _WORD else ["int", hex(value)]
     if kind is float:
-        return value if math.isfinite(value) else ["float", _bits(value)]
+        return value if math.isfinite(value) else ["float", _float_bits(value)]
     if kind is str:
-        return value if _clean(value) else ["str", value.encode("utf-8", "surrogatepass").hex()]
+        return value if _is_utf8(value) else ["str", value.encode("utf-8", "surrogatepass").hex()]
     if kind is complex:
-        return ["complex", _bits(value.real), _bits(value.imag)]
+        return ["complex", _float_bits(value.real), _float_bits(value.imag)]
     if isinstance(value, np.generic):
-        return ["scalar", descr(value.dtype), _text(value.tobytes())]
+        return ["scalar", describe_dtype(value.dtype), _base64_text(value.tobytes())]
     if isinstance(value, (bytes, bytearray)):
-        return [kind.__name__, _text(value)]
+        return [kind.__name__, _base64_text(value)]
     return [kind.__name__, str(value).removeprefix("torch.")]  # a torch dtype or device
 
 
-def _bits(value: float) -> str:
+def _float_bits(value: float) -> str:
     return struct.pack(">d", value).hex()  # every NaN is kept as it is
 
 
-def _float(bits: str) -> float:
+def _parse_float(bits: str) -> float:
     (value,) = struct.unpack(">d", bytes.fromhex(bits))
     return float(value)
 
 
-def _text(data: bytes | bytearray) -> str:
+def _base64_text(data: bytes | bytearray) -> str:
     return base64.b64encode(data).decode()
 
 
-def _data(text: str) -> bytes:
+def _base64_bytes(text: str) -> bytes:
     return base64.b64decode(text, validate=True)
 
 
-def _raw(leaf: Leaf) -> bytes:
+def _leaf_bytes(leaf: Leaf) -> bytes:
     if leaf.is_array:
         return bytes(leaf.data.tobytes())
     flat = leaf.data.detach().cpu().resolve_conj().resolve_neg().contiguous().reshape(-1)
     return bytes(flat.view(torch.uint8).numpy().tobytes())
 
 
-def _leaf(shape: list[int], dtype: str, text: str) -> torch.Tensor:
-    data = bytearray(_data(text))
+def _leaf_tensor(shape: list[int], dtype: str, text: str) -> torch.Tensor:
+    data = bytearray(_base64_bytes(text))
     flat = torch.frombuffer(data, dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
-    return flat.view(_dtype(dtype)).reshape(shape)
+    return flat.view(_torch_dtype(dtype)).reshape(shape)
 
 
-def _dtype(name: str) -> torch.dtype:
+def _torch_dtype(name: str) -> torch.dtype:
     dtype = getattr(torch, name)
     if not isinstance(dtype, torch.dtype):
         raise CorruptError(f"no torch type {name!r}")
     return dtype
 
 
-def _scalar(described: Any, text: str) -> Any:
+def _parse_scalar(described: Any, text: str) -> Any:
     dtype = described_dtype(described)
     if dtype.hasobject:
         raise CorruptError("an object of numpy")
-    return np.frombuffer(_data(text), np.uint8).view(dtype)[0] if dtype.itemsize else np.ndarray((), dtype)[()]
+    return np.frombuffer(_base64_bytes(text), np.uint8).view(dtype)[0] if dtype.itemsize else np.ndarray((), dtype)[()]
 
 
 _VALUES: dict[str, Callable[..., Any]] = {
     "int": lambda text: int(text, 16),
-    "float": _float,
+    "float": _parse_float,
     "str": lambda text: bytes.fromhex(text).decode("utf-8", "surrogatepass"),
-    "complex": lambda real, imag: complex(_float(real), _float(imag)),
-    "bytes": _data,
-    "bytearray": lambda text: bytearray(_data(text)),
-    "scalar": _scalar,
-    "dtype": _dtype,
+    "complex": lambda real, imag: complex(_parse_float(real), _parse_float(imag)),
+    "bytes": _base64_bytes,
+    "bytearray": lambda text: bytearray(_base64_bytes(text)),
+    "scalar": _parse_scalar,
+    "dtype": _torch_dtype,
     "device": torch.device,
 }

@@ -78,7 +78,7 @@ class Call:
         raise CorruptError("a pickle may not change a function")
 
 
-def interpret(
+def interpret_pickle(
     stream: BinaryIO,
     find: Find,
     passive: frozenset[str] = frozenset(),
@@ -90,7 +90,7 @@ def interpret(
     `persistent` gives what the pickle refers to outside of it. Raises whatever a damaged pickle makes Python raise,
     CorruptError for what none has, for a value that holds itself or has more places than the pickle's size warrants.
     """
-    reader = _Reader(_Whole(stream), find, passive, persistent)
+    reader = _SafeUnpickler(_WholeStream(stream), find, passive, persistent)
     value = None
     try:
         value = reader.load()
@@ -129,7 +129,7 @@ def _check_places(value: Any, most: int) -> None:
         stack += [(part, False) for part in parts if isinstance(part, _CONTAINERS)]
 
 
-class _Whole:
+class _WholeStream:
     """A pickle as a stream that never gives less than is asked for, and never takes in more than it has."""
 
     def __init__(self, stream: BinaryIO) -> None:
@@ -149,12 +149,12 @@ class _Whole:
 _Python: Any = vars(pickle)["_Unpickler"]  # the one in C cannot be told what an instruction may cost
 
 
-class _Reader(_Python):  # type: ignore[misc]
+class _SafeUnpickler(_Python):  # type: ignore[misc]
     dispatch: ClassVar = {code: run for code, run in _Python.dispatch.items() if code not in _FORBIDDEN}
     stack: list[Any]
 
     def __init__(
-        self, pickled: _Whole, find: Find, passive: frozenset[str], persistent: Callable[[Any], Any] | None
+        self, pickled: _WholeStream, find: Find, passive: frozenset[str], persistent: Callable[[Any], Any] | None
     ) -> None:
         super().__init__(pickled)
         self.find, self.passive, self.persistent = find, passive, persistent
@@ -163,20 +163,20 @@ class _Reader(_Python):  # type: ignore[misc]
         self.allowed = self.left = _ALLOWED + _ALLOWED_PER_BYTE * min(pickled.size_bytes, MOST_BYTES)
         self.weights: dict[int, tuple[int, Any]] = {}  # of tuples that hold tuples: what hashing one of them visits
 
-    def pay(self, values: Iterable[Any]) -> None:
+    def pay_for(self, values: Iterable[Any]) -> None:
         """Take what copying or hashing `values` costs off what is left. Raises CorruptError when nothing is."""
         if self.weights:
-            self.left -= sum(self.weights[id(one)][0] if id(one) in self.weights else _length(one) for one in values)
+            self.left -= sum(self.weights[id(one)][0] if id(one) in self.weights else _hash_cost(one) for one in values)
         else:
-            self.left -= sum(map(_length, values))
+            self.left -= sum(map(_hash_cost, values))
         if self.left < 0:
             raise _ExcessError("the pickle does more than its size warrants")
 
-    def _weigh(self) -> None:
+    def _weigh_tuple(self) -> None:
         """Note what the tuple just made costs to hash, where it holds others."""
         made = self.stack[-1]
         if any(type(part) is tuple for part in made):
-            weight = 1 + sum(self.weights[id(p)][0] if id(p) in self.weights else _length(p) for p in made)
+            weight = 1 + sum(self.weights[id(p)][0] if id(p) in self.weights else _hash_cost(p) for p in made)
             self.weights[id(made)] = weight, made
             self.left -= len(made)
             if weight > self.left:
@@ -199,61 +199,61 @@ class _Reader(_Python):  # type: ignore[misc]
         return self.persistent(reference)
 
 
-def _length(value: Any) -> int:
+def _hash_cost(value: Any) -> int:
     kind = type(value)
     if kind in _SIZED:
         return len(value)
     return 1 + len(value) // 64 if kind in (str, bytes, bytearray) else 1
 
 
-def _after(name: str) -> Callable[[_Reader], None]:
+def _then_weigh(name: str) -> Callable[[_SafeUnpickler], None]:
     """The instruction of Python's interpreter with this name, after which the tuple it made is weighed."""
     run = getattr(_Python, name)
 
-    def weighed(reader: _Reader) -> None:
+    def run_weighed(reader: _SafeUnpickler) -> None:
         run(reader)
-        reader._weigh()
+        reader._weigh_tuple()
 
-    return weighed
+    return run_weighed
 
 
-def _before(name: str, hashed: Callable[[_Reader], Iterable[Any]]) -> Callable[[_Reader], None]:
+def _pay_before(name: str, hashed: Callable[[_SafeUnpickler], Iterable[Any]]) -> Callable[[_SafeUnpickler], None]:
     """The instruction of Python's interpreter with this name, before which the values that it hashes are paid."""
     run = getattr(_Python, name)
 
-    def paid(reader: _Reader) -> None:
-        reader.pay(hashed(reader))
+    def run_paid(reader: _SafeUnpickler) -> None:
+        reader.pay_for(hashed(reader))
         run(reader)
 
-    return paid
+    return run_paid
 
 
-def _call(name: str) -> Callable[[_Reader], None]:
+def _pay_call(name: str) -> Callable[[_SafeUnpickler], None]:
     """The instruction of Python's interpreter with this name, before which what it hands to a function is paid."""
     run = getattr(_Python, name)
 
-    def paid(reader: _Reader) -> None:
+    def run_paid(reader: _SafeUnpickler) -> None:
         given = reader.stack[-1]
-        reader.pay(given)
+        reader.pay_for(given)
         if reader.weights:
             for one in given:
                 if isinstance(one, (list, tuple)):  # of which it may make a set or a mapping
-                    reader.pay(one)
+                    reader.pay_for(one)
         run(reader)
 
-    return paid
+    return run_paid
 
 
-_Reader.dispatch |= {
-    **{code: _after(name) for code, name in ((0x74, "load_tuple"), (0x85, "load_tuple1"), (0x86, "load_tuple2"),
+_SafeUnpickler.dispatch |= {
+    **{code: _then_weigh(name) for code, name in ((0x74, "load_tuple"), (0x85, "load_tuple1"), (0x86, "load_tuple2"),
                                              (0x87, "load_tuple3"))},
-    0x64: _before("load_dict", lambda reader: reader.stack[::2]),
-    0x73: _before("load_setitem", lambda reader: reader.stack[-2:-1]),
-    0x75: _before("load_setitems", lambda reader: reader.stack[::2]),
-    0x90: _before("load_additems", lambda reader: reader.stack),
-    0x91: _before("load_frozenset", lambda reader: reader.stack),
-    0x62: _before("load_build", lambda reader: reader.stack[-1:]),
-    0x52: _call("load_reduce"),
-    0x81: _call("load_newobj"),
-    0x92: _before("load_newobj_ex", lambda reader: reader.stack[-2:]),
+    0x64: _pay_before("load_dict", lambda reader: reader.stack[::2]),
+    0x73: _pay_before("load_setitem", lambda reader: reader.stack[-2:-1]),
+    0x75: _pay_before("load_setitems", lambda reader: reader.stack[::2]),
+    0x90: _pay_before("load_additems", lambda reader: reader.stack),
+    0x91: _pay_before("load_frozenset", lambda reader: reader.stack),
+    0x62: _pay_before("load_build", lambda reader: reader.stack[-1:]),
+    0x52: _pay_call("load_reduce"),
+    0x81: _pay_call("load_newobj"),
+    0x92: _pay_before("load_newobj_ex", lambda reader: reader.stack[-2:]),
 }  # fmt: skip

@@ -35,7 +35,7 @@ NAMES = {  # torch name: name in the file, narrowest first, in the reference wri
 _RANK = {name: index for index, name in enumerate(NAMES)}
 
 
-def lay_out(specs: Sequence[Spec], metadata: Mapping[str, str]) -> Layout:
+def lay_out_safetensors(specs: Sequence[Spec], metadata: Mapping[str, str]) -> Layout:
     """The layout of a file holding `specs`. Raises SelectionError naming dtypes the format cannot keep."""
     foreign = [f"{spec.name}: {spec.dtype}" for spec in specs if spec.dtype not in NAMES]
     if foreign:

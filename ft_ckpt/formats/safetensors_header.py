@@ -48,7 +48,7 @@ def read_header(file: Path) -> dict[str, tuple[str, tuple[int, ...], int, int]]:
         text = stream.read(length)
     try:
         entries = json.loads(text).items()
-        tensors = {name: _entry(entry, 8 + length) for name, entry in entries if name != "__metadata__"}
+        tensors = {name: _header_entry(entry, 8 + length) for name, entry in entries if name != "__metadata__"}
     except (AttributeError, KeyError, RecursionError, TypeError, ValueError) as error:
         raise CorruptError(f"{file.name}: malformed header ({error!r}); use an older checkpoint") from error
     end = max((entry[3] for entry in tensors.values()), default=8 + length)
@@ -57,7 +57,7 @@ def read_header(file: Path) -> dict[str, tuple[str, tuple[int, ...], int, int]]:
     return tensors
 
 
-def _entry(entry: dict[str, Any], data_start: int) -> tuple[str, tuple[int, ...], int, int]:
+def _header_entry(entry: dict[str, Any], data_start: int) -> tuple[str, tuple[int, ...], int, int]:
     start, end = entry["data_offsets"]
     dtype = _DTYPES.get(entry["dtype"], entry["dtype"])
     return dtype, tuple(entry["shape"]), data_start + start, data_start + end

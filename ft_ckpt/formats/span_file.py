@@ -44,7 +44,7 @@ class SpanFile:
         """
         spec = self.specs[name]
         dtype = getattr(torch, spec.dtype)
-        chosen = _overlaps(self.spans[name], start, numel(spec) if stop is None else stop, dtype.itemsize)
+        chosen = _overlapping_spans(self.spans[name], start, numel(spec) if stop is None else stop, dtype.itemsize)
         parts = [span.file.tensor(span.start, span.numel, dtype) for span in chosen]
         if not parts:
             return torch.empty(0, dtype=dtype)
@@ -62,7 +62,7 @@ class SpanFile:
                 span.file.close()
 
 
-def _overlaps(spans: Sequence[Span], start: int, stop: int, item_bytes: int) -> Iterator[Span]:
+def _overlapping_spans(spans: Sequence[Span], start: int, stop: int, item_bytes: int) -> Iterator[Span]:
     """Elements [start, stop) as spans."""
     begin = 0
     for span in spans:

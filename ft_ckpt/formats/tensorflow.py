@@ -39,7 +39,7 @@ Read = Callable[[str, int, int], Tensor]
 Rows = tuple[int, int] | None  # of the first dimension, stop exclusive; None: the whole tensor
 
 
-def load_library() -> Any:
+def load_tensorflow() -> Any:
     """The tensorflow package, told to be quiet. Raises ConfigError where it is not installed."""
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
     try:
@@ -51,7 +51,7 @@ def load_library() -> Any:
     return tensorflow
 
 
-def prefix_of(path: Path) -> Path | None:
+def bundle_prefix(path: Path) -> Path | None:
     """The prefix of the checkpoint at `path`: the prefix itself, or the newest in a folder; None when there is none."""
     if path.with_name(path.name + ".index").is_file():
         return path
@@ -70,7 +70,7 @@ class TensorFlowFile:
     """The tensors of a bundle, rows of them read by TensorFlow."""
 
     def __init__(self, prefix: Path) -> None:
-        self.tf, self.prefix = load_library(), prefix
+        self.tf, self.prefix = load_tensorflow(), prefix
         try:
             reader = self.tf.train.load_checkpoint(str(prefix))
         except (self.tf.errors.OpError, ValueError) as error:
@@ -95,17 +95,19 @@ class TensorFlowFile:
         if not spec.shape or spec.dtype in _UNSLICED:
             if self.held[0] != name:
                 self.held = (None, torch.empty(0))  # one at a time: the last is freed before the next is read
-                self.held = (name, self._restore(spec, ""))
+                self.held = (name, self._restore_tensor(spec, ""))
             return self.held[1][start:stop]
         row = math.prod(spec.shape[1:])
         first, last = start // row, -(-stop // row)
-        return self._restore(spec, _slice(spec.shape, first, last))[start - first * row : stop - first * row]
+        return self._restore_tensor(spec, _slice_text(spec.shape, first, last))[
+            start - first * row : stop - first * row
+        ]
 
     def close(self) -> None:
         """Let go of the tensor that was read last."""
         self.held = (None, torch.empty(0))
 
-    def _restore(self, spec: Spec, part: str) -> Tensor:
+    def _restore_tensor(self, spec: Spec, part: str) -> Tensor:
         try:
             with self.tf.device("CPU:0"):
                 (found,) = self.tf.raw_ops.RestoreV2(
@@ -120,44 +122,45 @@ class TensorFlowFile:
         return torch.from_numpy(data.view("uint8")).view(getattr(torch, spec.dtype))
 
 
-def open_file(path: str | Path) -> TensorFlowFile:
+def open_tensorflow(path: str | Path) -> TensorFlowFile:
     """The tensors of the checkpoint with prefix `path`, or of the newest in the folder `path`.
 
     Raises ConfigError where TensorFlow is not installed, CorruptError when there is no checkpoint or it is damaged.
     """
-    prefix = prefix_of(Path(path))
+    prefix = bundle_prefix(Path(path))
     if prefix is None:
         raise CorruptError(f"{path}: no TensorFlow checkpoint there; expected {PREFIX}.index or another prefix's")
     return TensorFlowFile(prefix)
 
 
-def check(specs: Iterable[Spec]) -> None:
+def check_tensorflow_types(specs: Iterable[Spec]) -> None:
     """Raise SelectionError naming tensors of types that TensorFlow has not."""
     foreign = [f"{spec.name}: {spec.dtype}" for spec in specs if spec.dtype not in DTYPES]
     if foreign:
         raise SelectionError(f"{listing(foreign, ', ')}: TensorFlow has no such type; convert it with --dtype")
 
 
-def write(folder: Path, specs: Sequence[Spec], read: Read, shard_bytes: int = SHARD_BYTES) -> None:
+def write_tensorflow(folder: Path, specs: Sequence[Spec], read: Read, shard_bytes: int = SHARD_BYTES) -> None:
     """Write `specs` as a bundle into `folder`; `read(name, start, stop)` gives the flat elements of a tensor.
 
-    About `shard_bytes` (one row, if that is more) are held at a time, twice. Raises SelectionError as `check` does.
+    About `shard_bytes` (one row, if that is more) are held at a time, twice. Raises SelectionError as
+    `check_tensorflow_types` does.
     """
-    check(specs)
-    tf = load_library()
+    check_tensorflow_types(specs)
+    tf = load_tensorflow()
     try:
-        _write(tf, folder, specs, read, shard_bytes)
+        _write_bundle(tf, folder, specs, read, shard_bytes)
     except tf.errors.OpError as error:
         raise TargetError(f"{folder}: TensorFlow cannot write it ({shown(error)}); choose another path") from error
 
 
-def _write(tf: Any, folder: Path, specs: Sequence[Spec], read: Read, shard_bytes: int) -> None:
+def _write_bundle(tf: Any, folder: Path, specs: Sequence[Spec], read: Read, shard_bytes: int) -> None:
     prefix = folder / PREFIX
     shards: list[str] = []
-    for shard in _shards(specs, shard_bytes):
+    for shard in _split_shards(specs, shard_bytes):
         shards.append(str(folder / f".shard-{len(shards):05d}" / "part"))
-        parts = [_array(tf, spec, rows, read) for spec, rows in shard]
-        places = ["" if rows is None else _slice(spec.shape, *rows) for spec, rows in shard]
+        parts = [_read_array(tf, spec, rows, read) for spec, rows in shard]
+        places = ["" if rows is None else _slice_text(spec.shape, *rows) for spec, rows in shard]
         with tf.device("CPU:0"):
             tf.raw_ops.SaveV2(
                 prefix=shards[-1], tensor_names=[s.name for s, _ in shard], shape_and_slices=places, tensors=parts
@@ -168,7 +171,7 @@ def _write(tf: Any, folder: Path, specs: Sequence[Spec], read: Read, shard_bytes
     (folder / STATE).write_text(f'model_checkpoint_path: "{PREFIX}"\nall_model_checkpoint_paths: "{PREFIX}"\n')
 
 
-def _array(tf: Any, spec: Spec, rows: Rows, read: Read) -> Any:
+def _read_array(tf: Any, spec: Spec, rows: Rows, read: Read) -> Any:
     first, last = rows or (0, spec.shape[0] if spec.shape else 1)
     row = math.prod(spec.shape[1:])
     data = torch.empty((last - first) * row, dtype=getattr(torch, spec.dtype))
@@ -181,10 +184,10 @@ def _array(tf: Any, spec: Spec, rows: Rows, read: Read) -> Any:
     return tf.constant(array.reshape(shape))
 
 
-def _shards(specs: Sequence[Spec], most: int) -> Iterator[list[tuple[Spec, Rows]]]:
+def _split_shards(specs: Sequence[Spec], most: int) -> Iterator[list[tuple[Spec, Rows]]]:
     shard: list[tuple[Spec, Rows]] = []
     size = 0
-    for spec, rows, part_bytes in _parts(specs, most):
+    for spec, rows, part_bytes in _sliced_parts(specs, most):
         if shard and size + part_bytes > most:
             yield shard
             shard, size = [], 0
@@ -194,7 +197,7 @@ def _shards(specs: Sequence[Spec], most: int) -> Iterator[list[tuple[Spec, Rows]
         yield shard
 
 
-def _parts(specs: Sequence[Spec], most: int) -> Iterator[tuple[Spec, Rows, int]]:
+def _sliced_parts(specs: Sequence[Spec], most: int) -> Iterator[tuple[Spec, Rows, int]]:
     """Every tensor whole, or as slices of rows none larger than `most` bytes (one row at least)."""
     for spec in specs:
         if spec.size_bytes <= most or not spec.shape or spec.shape[0] == 1 or spec.dtype in _UNSLICED:
@@ -207,7 +210,7 @@ def _parts(specs: Sequence[Spec], most: int) -> Iterator[tuple[Spec, Rows, int]]
             yield spec, (first, last), (last - first) * row
 
 
-def _slice(shape: Sequence[int], first: int, last: int) -> str:
+def _slice_text(shape: Sequence[int], first: int, last: int) -> str:
     """TensorFlow's words for rows [first, last) of a tensor."""
     rest = ":".join(["-"] * (len(shape) - 1))
     return f"{' '.join(map(str, shape))} {first},{last - first}{':' + rest if rest else ''}"

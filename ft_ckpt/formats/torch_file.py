@@ -23,10 +23,17 @@ from torch import Tensor
 
 from ft_ckpt.errors import ConfigError, CorruptError, LoadError, SelectionError, TargetError, damaged_input, listing
 from ft_ckpt.formats.layout import ITEM_BYTES, Layout, Spec
-from ft_ckpt.formats.mapped_file import RawFile, Stream
+from ft_ckpt.formats.mapped_file import FileStream, RawFile
 from ft_ckpt.formats.safe_pickle import Passive
 from ft_ckpt.formats.span_file import Span, SpanFile, numel
-from ft_ckpt.formats.torch_pickle import Stored, Unreadable, check_records, leaves, load, load_legacy
+from ft_ckpt.formats.torch_pickle import (
+    TensorPlace,
+    UnreadableTensor,
+    check_records,
+    load_torch_legacy,
+    load_torch_zip,
+    named_leaves,
+)
 from ft_ckpt.storage.buffers import Run
 
 _ALIGNMENT = 64
@@ -38,7 +45,7 @@ _LEGACY, _BARE = b"\x80\x02\x8a\x0al\xfc\x9cF\xf9 j\xa8P\x19.", (b"\x80\x02}", b
 class TorchFile(SpanFile):
     """A SpanFile some of whose tensors do not lie in row-major order; each of those is made so, one at a time."""
 
-    def __init__(self, specs: Mapping[str, Spec], stored: Mapping[str, Stored], **more: Any) -> None:
+    def __init__(self, specs: Mapping[str, Spec], stored: Mapping[str, TensorPlace], **more: Any) -> None:
         spans = {name: [Span(one.file, one.start, numel(specs[name]))] for name, one in stored.items()}
         super().__init__(specs, spans, **more)
         self.odd = {name: one for name, one in stored.items() if not one.is_row_major}
@@ -62,16 +69,16 @@ class TorchFile(SpanFile):
         self.made = (None, torch.empty(0))
 
 
-def open_file(path: str | Path) -> TorchFile:
+def open_torch_file(path: str | Path) -> TorchFile:
     """The tensors of a file written by `torch.save`, nested dicts and lists as dotted names; nothing in it is run.
 
     What is no tensor is named in `skipped`, further names of one tensor in `ties`. Raises LoadError naming what cannot
     be read as tensors or plain data, and names that are not unique; CorruptError when the file is damaged.
     """
     file = RawFile(Path(path))
-    tensors, skipped = split(_contents(file), file.path.name)
+    tensors, skipped = split_tensors(_torch_contents(file), file.path.name)
     specs, kept, ties = {}, {}, {}
-    seen: dict[Stored, str] = {}
+    seen: dict[TensorPlace, str] = {}
     for name, one in tensors.items():
         first = seen.setdefault(one, name) if 0 not in one.shape else name
         file.promise(one.repeated_bytes if first == name else 0, name)
@@ -82,19 +89,19 @@ def open_file(path: str | Path) -> TorchFile:
     return TorchFile(specs, kept, ties=ties, skipped=skipped)
 
 
-def split(value: Any, source: str) -> tuple[dict[str, Stored], list[str]]:
+def split_tensors(value: Any, source: str) -> tuple[dict[str, TensorPlace], list[str]]:
     """The tensors of nested dicts and lists by dotted name, and what else there is.
 
     Raises LoadError when two of them get one name, or one is more than bytes in a file.
     """
-    tensors: dict[str, Stored] = {}
+    tensors: dict[str, TensorPlace] = {}
     twice, odd, skipped = [], [], []
-    for found, leaf in leaves(value):
+    for found, leaf in named_leaves(value):
         name = found or "tensor"  # the file is one tensor, without a name
-        if isinstance(leaf, Stored):
+        if isinstance(leaf, TensorPlace):
             twice += [name] if name in tensors else []
             tensors[name] = leaf
-        elif isinstance(leaf, Unreadable):
+        elif isinstance(leaf, UnreadableTensor):
             odd.append(f"{name} ({leaf.kind})")
         else:
             skipped.append(f"{name}: {leaf.kind if isinstance(leaf, Passive) else type(leaf).__name__}")
@@ -107,13 +114,13 @@ def split(value: Any, source: str) -> tuple[dict[str, Stored], list[str]]:
     return tensors, skipped
 
 
-def check(path: Path) -> None:
+def check_torch_file(path: Path) -> None:
     """Raise CorruptError where torch's own reader would be kept busy for ever, or ask for memory without end."""
     with closing(RawFile(path)) as file, suppress(LoadError):  # what it refers to is for torch to judge
-        _contents(file)
+        _torch_contents(file)
 
 
-def check_written(path: Path, size_bytes: int) -> None:
+def check_torch_written(path: Path, size_bytes: int) -> None:
     """Raise TargetError unless the file that torch just wrote has `size_bytes` and all its records lie within it."""
     with closing(RawFile(path)) as file:
         if file.size_bytes != size_bytes:
@@ -133,20 +140,20 @@ def check_sums(path: Path) -> None:
             raise ConfigError(
                 f"verify=True: {path.name} is of torch before 1.6, which wrote no checksums; leave it out"
             )
-        with zipfile.ZipFile(io.BufferedReader(Stream(file), 1 << 20)) as archive:
+        with zipfile.ZipFile(io.BufferedReader(FileStream(file), 1 << 20)) as archive:
             damaged = archive.testzip()
         if damaged is not None:
             raise CorruptError(f"{path.name}: {damaged} is damaged (its checksum differs); use another copy")
 
 
-def _contents(file: RawFile) -> Any:
+def _torch_contents(file: RawFile) -> Any:
     head = bytes(file.bytes(0, min(16, file.size_bytes)))
     if head.startswith(_BARE):
         raise LoadError(f"{file.path.name}: a pickle, but none that torch.save wrote; save its tensors with torch.save")
-    return (load_legacy if head.startswith(_LEGACY) else load)(file)
+    return (load_torch_legacy if head.startswith(_LEGACY) else load_torch_zip)(file)
 
 
-def row_major(one: Stored) -> Tensor:
+def row_major(one: TensorPlace) -> Tensor:
     """All elements of a tensor in row-major order, 1-D, whatever order they are stored in."""
     reach = sum((size - 1) * step for size, step in zip(one.shape, one.stride, strict=True)) + 1
     data = one.file.tensor(one.start, reach, getattr(torch, one.dtype))
@@ -156,23 +163,23 @@ def row_major(one: Stored) -> Tensor:
 # Writing
 
 
-class _Storage:
+class _StorageStand:
     """Stands for a storage in the pickle."""
 
     def __init__(self, key: int, spec: Spec) -> None:
         self.key, self.spec = key, spec
 
-    def reference(self) -> tuple[object, ...]:
+    def storage_reference(self) -> tuple[object, ...]:
         """What torch's pickles have in place of a storage."""
         kind = _STORAGE_KINDS.get(self.spec.dtype)
         count = self.spec.size_bytes if kind is None else numel(self.spec)
         return ("storage", torch.UntypedStorage if kind is None else getattr(torch, kind), str(self.key), "cpu", count)
 
 
-class _Stand:
+class _TensorStand:
     """Stands for a tensor in the pickle."""
 
-    def __init__(self, storage: _Storage) -> None:
+    def __init__(self, storage: _StorageStand) -> None:
         self.storage = storage
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -190,7 +197,7 @@ class _Stand:
 class _Pickler(pickle.Pickler):
     def persistent_id(self, value: object) -> Any:
         """Storages are written as references."""
-        return value.reference() if isinstance(value, _Storage) else None
+        return value.storage_reference() if isinstance(value, _StorageStand) else None
 
 
 _STORAGE_KINDS = {
@@ -202,69 +209,69 @@ _STORAGE_KINDS = {
 
 
 @dataclass(frozen=True)
-class _Record:
+class _ZipRecord:
     name: str
     size_bytes: int
     header_start: int
     data: bytes | None  # None: a tensor's, which come later
 
     @property
-    def large(self) -> bool:
+    def is_large(self) -> bool:
         return self.size_bytes >= _LARGE or self.header_start >= _LARGE
 
     @property
-    def head(self) -> bytes:
+    def header_bytes(self) -> bytes:
         """The record's header, padded so that its data are aligned."""
         name = self.name.encode()
         wide = b""
-        if self.large:
+        if self.is_large:
             wide = struct.pack("<QQ", self.size_bytes, self.size_bytes) if self.size_bytes >= _LARGE else b""
             wide += struct.pack("<Q", self.header_start) if self.header_start >= _LARGE else b""
             wide = struct.pack("<HH", 1, len(wide)) + wide
         pad = -(self.header_start + 30 + len(name) + len(wide) + 4) % _ALIGNMENT
         extra = wide + struct.pack("<2sH", b"FB", pad) + b"Z" * pad
-        head = struct.pack("<4sHHHHHIIIHH", b"PK\3\4", 0, self.flags, 0, 0, 0, 0, 0, 0, len(name), len(extra))
+        head = struct.pack("<4sHHHHHIIIHH", b"PK\3\4", 0, self.zip_flags, 0, 0, 0, 0, 0, 0, len(name), len(extra))
         return head + name + extra
 
     @property
-    def flags(self) -> int:
+    def zip_flags(self) -> int:
         return _UTF8 | (_SIZES_AHEAD if self.size_bytes else 0)
 
-    def tail(self, checksum: int) -> bytes:
+    def tail_bytes(self, checksum: int) -> bytes:
         """What follows the data."""
         if not self.size_bytes:
             return b""
-        size = "Q" if self.large else "I"
+        size = "Q" if self.is_large else "I"
         return struct.pack(f"<4sI{size}{size}", b"PK\7\10", checksum, self.size_bytes, self.size_bytes)
 
     @property
-    def end(self) -> int:
-        return self.header_start + len(self.head) + self.size_bytes + len(self.tail(0))
+    def end_offset(self) -> int:
+        return self.header_start + len(self.header_bytes) + self.size_bytes + len(self.tail_bytes(0))
 
-    def entry(self, checksum: int) -> bytes:
+    def directory_entry(self, checksum: int) -> bytes:
         """The record in the directory at the end of the file."""
         name, size, start = self.name.encode(), self.size_bytes, self.header_start
         wide = struct.pack("<QQ", size, size) if size >= _LARGE else b""
         wide += struct.pack("<Q", start) if start >= _LARGE else b""
         extra = struct.pack("<HH", 1, len(wide)) + wide if wide else b""
-        facts = (0, 0, self.flags, 0, 0, 0, checksum, min(size, _LARGE), min(size, _LARGE), len(name), len(extra))
+        facts = (0, 0, self.zip_flags, 0, 0, 0, checksum, min(size, _LARGE), min(size, _LARGE), len(name), len(extra))
         return struct.pack("<4sHHHHHHIIIHHHHHII", b"PK\1\2", *facts, 0, 0, 0, 0, min(start, _LARGE)) + name + extra
 
 
 @dataclass(frozen=True)
-class Archive:
-    """A torch file before it is written: `layout` sees it as one run of bytes, which `weave` makes."""
+class TorchArchive:
+    """A torch file before it is written: `layout` sees it as one run of bytes, which `weave_bytes` makes."""
 
     specs: tuple[Spec, ...]
     starts: tuple[int, ...]
     layout: Layout
-    records: tuple[_Record, ...]
+    records: tuple[_ZipRecord, ...]
 
-    def weave(self, chunks: Iterable[tuple[int, int]]) -> Iterator[bytes | tuple[int, int]]:
+    def weave_bytes(self, chunks: Iterable[tuple[int, int]]) -> Iterator[bytes | tuple[int, int]]:
         """The file's bytes in order; `chunks` are (address, bytes) of the tensors' bytes in order of `specs`."""
         feed, checksums = iter(chunks), []
         for record in self.records:
-            yield record.head
+            yield record.header_bytes
             checksum, missing = zlib.crc32(record.data or b""), record.size_bytes
             if record.data is not None:
                 yield record.data
@@ -274,12 +281,14 @@ class Archive:
                 checksum = zlib.crc32((ctypes.c_char * size).from_address(address), checksum)
                 yield address, size
                 missing -= size
-            yield record.tail(checksum)
+            yield record.tail_bytes(checksum)
             checksums.append(checksum)
-        yield _directory(self.records, checksums)
+        yield _zip_directory(self.records, checksums)
 
 
-def lay_out(specs: Sequence[Spec], metadata: Mapping[str, str], ties: Mapping[str, str] | None = None) -> Archive:
+def lay_out_torch(
+    specs: Sequence[Spec], metadata: Mapping[str, str], ties: Mapping[str, str] | None = None
+) -> TorchArchive:
     """A file that `torch.load` reads as a dict of tensors; `ties` are further names of a tensor.
 
     `metadata` has no place in such a file. Raises SelectionError naming dtypes that torch cannot save.
@@ -287,7 +296,7 @@ def lay_out(specs: Sequence[Spec], metadata: Mapping[str, str], ties: Mapping[st
     foreign = [f"{spec.name}: {spec.dtype}" for spec in specs if spec.dtype not in ITEM_BYTES]
     if foreign:
         raise SelectionError(f"{listing(foreign, ', ')}: torch has no such type; convert it first")
-    stands = {spec.name: _Stand(_Storage(index, spec)) for index, spec in enumerate(specs)}
+    stands = {spec.name: _TensorStand(_StorageStand(index, spec)) for index, spec in enumerate(specs)}
     stands |= {name: stands[kept] for name, kept in (ties or {}).items()}
     buffer = io.BytesIO()
     _Pickler(buffer, protocol=2).dump(stands)
@@ -295,19 +304,19 @@ def lay_out(specs: Sequence[Spec], metadata: Mapping[str, str], ties: Mapping[st
     contents += [(".format_version", 0, b"1"), (".storage_alignment", 0, b"64"), ("byteorder", 0, b"little")]
     contents += [(f"data/{index}", spec.size_bytes, None) for index, spec in enumerate(specs)]
     contents += [("version", 0, b"3\n")]
-    records: list[_Record] = []
+    records: list[_ZipRecord] = []
     for name, size, data in contents:
-        start = records[-1].end if records else 0
-        records.append(_Record(f"archive/{name}", size if data is None else len(data), start, data))
-    starts = tuple(r.header_start + len(r.head) for r in records if r.data is None)
-    size = records[-1].end + len(_directory(records, [0] * len(records)))
+        start = records[-1].end_offset if records else 0
+        records.append(_ZipRecord(f"archive/{name}", size if data is None else len(data), start, data))
+    starts = tuple(r.header_start + len(r.header_bytes) for r in records if r.data is None)
+    size = records[-1].end_offset + len(_zip_directory(records, [0] * len(records)))
     body = Spec("archive", (size,), "uint8")
-    return Archive(tuple(specs), starts, Layout(b"", (body,), (0,), size), tuple(records))
+    return TorchArchive(tuple(specs), starts, Layout(b"", (body,), (0,), size), tuple(records))
 
 
-def _directory(records: Sequence[_Record], checksums: Sequence[int]) -> bytes:
-    start = records[-1].end
-    entries = b"".join(record.entry(checksum) for record, checksum in zip(records, checksums, strict=True))
+def _zip_directory(records: Sequence[_ZipRecord], checksums: Sequence[int]) -> bytes:
+    start = records[-1].end_offset
+    entries = b"".join(record.directory_entry(checksum) for record, checksum in zip(records, checksums, strict=True))
     count, size = len(records), len(entries)
     ends = struct.pack("<4sQHHIIQQQQ", b"PK\6\6", 44, 0, 45, 0, 0, count, count, size, start)
     ends += struct.pack("<4sIQI", b"PK\6\7", 0, start + size, 1)

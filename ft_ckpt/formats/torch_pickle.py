@@ -1,7 +1,7 @@
 """What a torch pickle says, without running any of it.
 
-The table of torch's files for the interpreter in `unpickle`. No tensor byte is read: tensors come out as `Stored`, the
-place of their bytes. Names that are in no table are refused, all of them at once.
+The table of torch's files for the interpreter in `safe_pickle`. No tensor byte is read: tensors come out as
+`TensorPlace`, the place of their bytes. Names that are in no table are refused, all of them at once.
 
 Source: the layout of `torch.save` archives (a zip file, uncompressed, `data.pkl` and one record for each storage).
 """
@@ -16,10 +16,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from ft_ckpt.errors import CorruptError, LoadError, damaged_input, listing
-from ft_ckpt.formats.layout import ITEM_BYTES, sizes
-from ft_ckpt.formats.mapped_file import RawFile, Stream
+from ft_ckpt.formats.layout import ITEM_BYTES, checked_sizes
+from ft_ckpt.formats.mapped_file import FileStream, RawFile
 from ft_ckpt.formats.pickled_objects import PLAIN
-from ft_ckpt.formats.safe_pickle import Call, interpret
+from ft_ckpt.formats.safe_pickle import Call, interpret_pickle
 
 _STORAGES = {
     "BoolStorage": "bool", "ByteStorage": "uint8", "CharStorage": "int8", "ShortStorage": "int16",
@@ -35,7 +35,7 @@ _HEAD = struct.Struct("<4s22xHH")  # of a zip record: signature, then the length
 
 
 @dataclass(frozen=True)
-class Stored:
+class TensorPlace:
     """A tensor in a file: where its first element is, and how the others lie."""
 
     file: RawFile
@@ -62,36 +62,36 @@ class Stored:
 
 
 @dataclass(frozen=True)
-class Unreadable:
+class UnreadableTensor:
     """A tensor of a kind that is more than bytes in a file (quantised, sparse, sharded...)."""
 
     kind: str
 
 
 @dataclass(frozen=True)
-class _Storage:
+class _StoragePlace:
     file: RawFile
     start: int
     end: int
     dtype: str
 
 
-_Find = Callable[[str, str, int], _Storage]  # the storage of a dtype, with a key, of so many elements
+_Find = Callable[[str, str, int], _StoragePlace]  # the storage of a dtype, with a key, of so many elements
 
 
-class _Archive:
+class _ZipRecords:
     """The records of a torch zip file, which may be part of a larger file."""
 
     def __init__(self, file: RawFile, start: int, size_bytes: int) -> None:
         self.file, self.start = file, start
-        with zipfile.ZipFile(Stream(file, start, size_bytes)) as names:
+        with zipfile.ZipFile(FileStream(file, start, size_bytes)) as names:
             self.records = {entry.filename: entry for entry in names.infolist()}
         found = [name for name in self.records if name.count("/") == 1 and name.endswith("/data.pkl")]
         if len(found) != 1 or any(entry.compress_type for entry in self.records.values()):
             raise CorruptError("a zip file, but not one that torch.save wrote")
         self.prefix = found[0][: -len("data.pkl")]
 
-    def place(self, name: str) -> tuple[int, int]:
+    def record_place(self, name: str) -> tuple[int, int]:
         """First byte and size of a record. Raises CorruptError when there is no such record."""
         entry = self.records.get(self.prefix + name)
         if entry is None:
@@ -103,65 +103,65 @@ class _Archive:
             raise CorruptError(f"{name} leads out of the file")
         return begin, entry.file_size
 
-    def read(self, name: str) -> bytes:
+    def read_record(self, name: str) -> bytes:
         """The bytes of a record."""
-        return bytes(self.file.bytes(*self.place(name)))
+        return bytes(self.file.bytes(*self.record_place(name)))
 
 
 def check_records(file: RawFile) -> None:
     """Raise CorruptError unless all records of the torch zip file lie within it."""
     with damaged_input(file.path.name):
-        archive = _Archive(file, 0, file.size_bytes)
+        archive = _ZipRecords(file, 0, file.size_bytes)
         for name in archive.records:
-            archive.place(name.removeprefix(archive.prefix))
+            archive.record_place(name.removeprefix(archive.prefix))
 
 
-def load(file: RawFile, start: int = 0, size_bytes: int | None = None) -> Any:
-    """What the torch zip file at [start, start + size_bytes) of `file` holds, its tensors as `Stored`.
+def load_torch_zip(file: RawFile, start: int = 0, size_bytes: int | None = None) -> Any:
+    """What the torch zip file at [start, start + size_bytes) of `file` holds, its tensors as `TensorPlace`.
 
     Raises CorruptError when it is no such file, LoadError naming everything it refers to that is neither a tensor nor
     plain data.
     """
     with damaged_input(f"{file.path.name}: saved by torch"):
-        return _load(file, start, file.size_bytes - start if size_bytes is None else size_bytes)
+        return _load_zip(file, start, file.size_bytes - start if size_bytes is None else size_bytes)
 
 
-def _load(file: RawFile, start: int, size_bytes: int) -> Any:
-    name, archive = file.path.name, _Archive(file, start, size_bytes)
-    order = archive.read("byteorder") if f"{archive.prefix}byteorder" in archive.records else b"little"
+def _load_zip(file: RawFile, start: int, size_bytes: int) -> Any:
+    name, archive = file.path.name, _ZipRecords(file, start, size_bytes)
+    order = archive.read_record("byteorder") if f"{archive.prefix}byteorder" in archive.records else b"little"
     if order != b"little":
         raise LoadError(f"{name}: written on a big-endian machine; load it there, or with torch.load, and save it anew")
     if f"{archive.prefix}constants.pkl" in archive.records:
         raise LoadError(f"{name}: a TorchScript program, expected saved tensors; save its state_dict() instead")
     places: dict[str, tuple[int, int]] = {}
 
-    def storage(dtype: str, key: str, _numel: int) -> _Storage:
+    def find_storage(dtype: str, key: str, _numel: int) -> _StoragePlace:
         if key not in places:
-            places[key] = archive.place(f"data/{key}")
+            places[key] = archive.record_place(f"data/{key}")
         begin, size = places[key]
-        return _Storage(file, begin, begin + size, dtype)
+        return _StoragePlace(file, begin, begin + size, dtype)
 
-    return loads(archive.read("data.pkl"), name, storage)
+    return load_torch_pickle(archive.read_record("data.pkl"), name, find_storage)
 
 
-def load_legacy(file: RawFile) -> Any:
-    """What a file of torch before 1.6 holds, as `load` gives it.
+def load_torch_legacy(file: RawFile) -> Any:
+    """What a file of torch before 1.6 holds, as `load_torch_zip` gives it.
 
     After three pickles of no interest there is one of the object, one of the keys of its storages, and then these, each
     after its number of elements. So the object is read twice: to come to the storages, and with their places.
     """
     with damaged_input(f"{file.path.name}: saved by torch before 1.6"):
-        stream, sizes = io.BufferedReader(Stream(file)), dict[str, int]()
+        stream, sizes = io.BufferedReader(FileStream(file)), dict[str, int]()
 
-        def note(dtype: str, key: str, count: int) -> _Storage:
+        def note_storage(dtype: str, key: str, count: int) -> _StoragePlace:
             sizes[key] = max(ITEM_BYTES[dtype], sizes.get(key, 0))
-            return _Storage(file, 0, count * ITEM_BYTES[dtype], dtype)
+            return _StoragePlace(file, 0, count * ITEM_BYTES[dtype], dtype)
 
         for _ in range(3):
-            _value(stream, file.path.name, None)
+            _read_pickle(stream, file.path.name, None)
         begin = stream.tell()
-        _value(stream, file.path.name, note)
-        keys = _value(stream, file.path.name, None)
+        _read_pickle(stream, file.path.name, note_storage)
+        keys = _read_pickle(stream, file.path.name, None)
         places, at = {}, stream.tell()
         for key in keys:
             size = int.from_bytes(file.bytes(at, 8), "little") * sizes[key]
@@ -170,19 +170,19 @@ def load_legacy(file: RawFile) -> Any:
         if at > file.size_bytes:
             raise CorruptError(f"storages up to byte {at:,}, the file has {file.size_bytes:,}")
         stream.seek(begin)
-        return _value(stream, file.path.name, lambda dtype, key, _count: _Storage(file, *places[key], dtype))
+        return _read_pickle(stream, file.path.name, lambda dtype, key, _count: _StoragePlace(file, *places[key], dtype))
 
 
-def loads(data: bytes, source: str, storage: _Find | None = None) -> Any:
-    """What the pickle `data` holds; `source` names it in errors. Raises as `load` does."""
+def load_torch_pickle(data: bytes, source: str, storage: _Find | None = None) -> Any:
+    """What the pickle `data` holds; `source` names it in errors. Raises as `load_torch_zip` does."""
     with damaged_input(f"{source}: saved by torch"):
-        return _value(io.BytesIO(data), source, storage)
+        return _read_pickle(io.BytesIO(data), source, storage)
 
 
-def _value(stream: Any, source: str, storage: _Find | None) -> Any:
+def _read_pickle(stream: Any, source: str, storage: _Find | None) -> Any:
     """The value of the pickle in `stream`, which is left at the end of it."""
 
-    def persistent(reference: Any) -> _Storage:
+    def load_reference(reference: Any) -> _StoragePlace:
         if storage is None or not isinstance(reference, tuple) or len(reference) not in (5, 6):
             raise CorruptError("a reference to no storage")
         kind, dtype, key, _location, count, *view = reference
@@ -190,7 +190,7 @@ def _value(stream: Any, source: str, storage: _Find | None) -> Any:
             raise CorruptError("a reference to no storage")
         return storage(dtype, key, count)
 
-    value, foreign = interpret(stream, _find, _PASSIVE, persistent)
+    value, foreign = interpret_pickle(stream, _find_global, _PASSIVE, load_reference)
     if foreign:
         raise LoadError(
             f"{source}: refers to {listing(foreign, ', ')}; expected tensors and plain data. "
@@ -200,29 +200,37 @@ def _value(stream: Any, source: str, storage: _Find | None) -> Any:
 
 
 def _rebuild_v2(
-    storage: _Storage, offset: int, shape: Any, stride: Any, _grad: Any = None, _hooks: Any = None, flags: Any = None
-) -> Stored | Unreadable:
-    return _stored(storage, offset, shape, stride, storage.dtype, flags)
+    storage: _StoragePlace,
+    offset: int,
+    shape: Any,
+    stride: Any,
+    _grad: Any = None,
+    _hooks: Any = None,
+    flags: Any = None,
+) -> TensorPlace | UnreadableTensor:
+    return _place_tensor(storage, offset, shape, stride, storage.dtype, flags)
 
 
 def _rebuild_v3(
-    storage: _Storage, offset: int, shape: Any, stride: Any, _grad: Any, _hooks: Any, dtype: str, flags: Any = None
-) -> Stored | Unreadable:
-    return _stored(storage, offset, shape, stride, dtype, flags)
+    storage: _StoragePlace, offset: int, shape: Any, stride: Any, _grad: Any, _hooks: Any, dtype: str, flags: Any = None
+) -> TensorPlace | UnreadableTensor:
+    return _place_tensor(storage, offset, shape, stride, dtype, flags)
 
 
-def _stored(storage: _Storage, offset: int, shape: Any, stride: Any, dtype: str, flags: Any) -> Stored | Unreadable:
+def _place_tensor(
+    storage: _StoragePlace, offset: int, shape: Any, stride: Any, dtype: str, flags: Any
+) -> TensorPlace | UnreadableTensor:
     if flags:  # values that stand for their conjugates or negatives
-        return Unreadable(f"lazily {' and '.join(flags)}")
+        return UnreadableTensor(f"lazily {' and '.join(flags)}")
     if not isinstance(dtype, str) or dtype not in ITEM_BYTES:
-        return Unreadable(dtype if isinstance(dtype, str) else type(dtype).__name__)
-    shape, stride, (offset,) = sizes(shape), sizes(stride), sizes((offset,))
+        return UnreadableTensor(dtype if isinstance(dtype, str) else type(dtype).__name__)
+    shape, stride, (offset,) = checked_sizes(shape), checked_sizes(stride), checked_sizes((offset,))
     item, count = ITEM_BYTES[dtype], math.prod(shape)
     last = sum((size - 1) * step for size, step in zip(shape, stride, strict=True))
     first = storage.start + offset * item if count else storage.start  # an empty one may begin anywhere
     if count and first + (last + 1) * item > storage.end:
         raise CorruptError(f"a tensor of shape {tuple(shape)} that leads out of its storage")
-    return Stored(storage.file, first, dtype, shape, stride)
+    return TensorPlace(storage.file, first, dtype, shape, stride)
 
 
 def _rebuild_type(function: Any, _type: Any, args: Any, _state: Any) -> Any:
@@ -247,16 +255,16 @@ _GLOBALS: dict[str, Any] = {
 }
 
 
-def _find(full: str) -> Any:
+def _find_global(full: str) -> Any:
     module, _, name = full.rpartition(".")
     if name in _STORAGES and module.partition(".")[0] == "torch":  # in several modules, as versions went
         return _STORAGES[name]
     if full not in _GLOBALS and full.startswith("torch._utils._rebuild"):
-        return Call(lambda *_args: Unreadable(name))
+        return Call(lambda *_args: UnreadableTensor(name))
     return _GLOBALS.get(full)
 
 
-def leaves(value: Any) -> Iterator[tuple[str, Any]]:
+def named_leaves(value: Any) -> Iterator[tuple[str, Any]]:
     """(dotted name, leaf) of nested dicts, lists and tuples, in order."""
     stack: list[tuple[str, Any]] = [("", value)]
     while stack:

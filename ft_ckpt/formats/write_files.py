@@ -49,8 +49,8 @@ def write_files(
     """
     feed = iter(pieces)
     for plan in plans:
-        with _file(writer, folder / plan.path, plan.layout) as file:
-            _fill(file, plan, feed)
+        with _created_file(writer, folder / plan.path, plan.layout) as file:
+            _write_tensors(file, plan, feed)
             size, digest = file.finish()
         yield FileRecord(plan.path, size, digest)
     for extra in feed:
@@ -58,7 +58,7 @@ def write_files(
 
 
 @contextmanager
-def _file(writer: Writer, path: Path, layout: Layout) -> Iterator[DurableFile]:
+def _created_file(writer: Writer, path: Path, layout: Layout) -> Iterator[DurableFile]:
     with explained(path):
         path.parent.mkdir(parents=True, exist_ok=True)
     file = writer.create(path, layout.size_bytes)
@@ -70,14 +70,14 @@ def _file(writer: Writer, path: Path, layout: Layout) -> Iterator[DurableFile]:
         raise
 
 
-def _fill(file: DurableFile, plan: FilePlan, feed: Iterator[Piece]) -> None:
+def _write_tensors(file: DurableFile, plan: FilePlan, feed: Iterator[Piece]) -> None:
     """Append everything of one file that follows its header."""
     layout = plan.layout
     digests = {spec.name: xxhash.xxh3_128() for spec in layout.specs} if layout.trailer is not None else {}
     for spec, start in zip(layout.specs, layout.starts, strict=True):
         file.skip_to(start)
         file.tensor = digests.get(spec.name)
-        _append(file, plan, spec, feed)
+        _append_pieces(file, plan, spec, feed)
         file.tensor = None
     if layout.trailer is not None and layout.trailer_start is not None:
         file.skip_to(layout.trailer_start)
@@ -86,7 +86,7 @@ def _fill(file: DurableFile, plan: FilePlan, feed: Iterator[Piece]) -> None:
     file.skip_to(layout.size_bytes)
 
 
-def _append(file: DurableFile, plan: FilePlan, spec: Spec, feed: Iterator[Piece]) -> None:
+def _append_pieces(file: DurableFile, plan: FilePlan, spec: Spec, feed: Iterator[Piece]) -> None:
     """Append the pieces of one tensor."""
     missing = spec.size_bytes
     while missing:

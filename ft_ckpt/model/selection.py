@@ -14,7 +14,7 @@ from torch import nn
 from ft_ckpt.distributed.tensor_names import walk
 from ft_ckpt.distributed.wrappers import Source, unwrap
 from ft_ckpt.errors import IncompleteError, SelectionError, UnknownAttributeError
-from ft_ckpt.formats.pytree_json import dumps
+from ft_ckpt.formats.pytree_json import dump_object
 from ft_ckpt.model.conversion import cast_entries, converted
 from ft_ckpt.model.entries import Entry, Part
 
@@ -88,7 +88,7 @@ def model_part(part: View, name: str, path: str, dtype: str) -> Part:
     made = cast_entries(entries, part.module, dtype)
     taken = {source.identity for source in kept.values()}
     passed = tuple(source for source in part.sources.values() if source.identity not in taken)
-    extra = dumps(dict(part.extra), name or type(part.module).__name__) if part.extra else None
+    extra = dump_object(dict(part.extra), name or type(part.module).__name__) if part.extra else None
     where = Part(name, path, kind, part.module, made, ties=ties, doubtful=doubtful, notes=notes)
     return replace(where, passed=passed, extra=extra)
 

@@ -30,9 +30,9 @@ from ft_ckpt.storage.digests import FileRecord
 _SLICE = 4 << 20  # elements converted at a time
 _SUFFIXES = {"safetensors": ".safetensors", "h5": ".h5", "dual": ".safetensors"}
 _OPENERS: dict[str, tuple[Callable[[Path], TensorFile], ...]] = {
-    "safetensors": (dual.open_file,),
-    "h5": (hdf5_file.open_file,),
-    "dual": (dual.open_file,),  # which compares its two tables
+    "safetensors": (dual.open_safetensors,),
+    "h5": (hdf5_file.open_hdf5,),
+    "dual": (dual.open_safetensors,),  # which compares its two tables
 }
 _METADATA = {"format": "pt"}  # transformers refuses files that do not say who wrote them
 
@@ -249,8 +249,12 @@ def _layout(specs: list[Spec], format_name: str, part: Part) -> Layout:
         ties = {
             alias: kept for kept, *aliases in part.ties if kept in stored for alias in aliases if alias not in stored
         }
-        return hdf5_file.lay_out_tied(specs, ties, _METADATA)
-    return dual.lay_out(specs, _METADATA) if format_name == "dual" else safetensors.lay_out(specs, _METADATA)
+        return hdf5_file.lay_out_hdf5_tied(specs, ties, _METADATA)
+    return (
+        dual.lay_out_dual(specs, _METADATA)
+        if format_name == "dual"
+        else safetensors.lay_out_safetensors(specs, _METADATA)
+    )
 
 
 def _parameters(part: Part) -> int:

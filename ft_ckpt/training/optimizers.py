@@ -263,11 +263,11 @@ def _described_beside(state: dict[Any, Any]) -> Description:
             f"{size:,} bytes of tensors on {' and '.join(devices)} under keys that are no parameters, expected "
             f"{_MOST_BESIDE_BYTES:,} at most, on one kind of device"
         )
-    return {"text": pytree_json.dumps(state, "state"), "device": devices[0] if devices else "cpu"}
+    return {"text": pytree_json.dump_object(state, "state"), "device": devices[0] if devices else "cpu"}
 
 
 def _restored_beside(described: Description) -> dict[Any, Any]:
-    state: dict[Any, Any] = pytree_json.loads(described["text"])
+    state: dict[Any, Any] = pytree_json.load_object(described["text"])
     return tree_map_only(Tensor, lambda tensor: tensor.to(described["device"]), state)  # type: ignore[no-any-return]
 
 

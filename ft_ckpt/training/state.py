@@ -20,7 +20,7 @@ from ft_ckpt.distributed.wrappers import Source
 from ft_ckpt.formats import safetensors
 from ft_ckpt.formats.dtypes import dtype_name, dtype_of
 from ft_ckpt.formats.pytree import PLAIN, Leaf, flatten
-from ft_ckpt.formats.pytree_json import encode
+from ft_ckpt.formats.pytree_json import encode_node
 from ft_ckpt.model.entries import Entry, Part
 from ft_ckpt.training import optimizers
 from ft_ckpt.training.items import Item, Key, check_names, labelled, manner, of_model, tied
@@ -179,7 +179,7 @@ def _tree(value: Any, name: str, digest: bool) -> tuple[Document, list[Tensor]]:
     tensors = [_tensor(leaf) for leaf in leaves]
     cut = [is_dtensor(tensor) for tensor in tensors]
     facts: Document = {
-        "tree": encode(node),
+        "tree": encode_node(node),
         "leaves": [
             {"shape": list(t.shape), "dtype": dtype_name(t.dtype), "cut": c} for t, c in zip(tensors, cut, strict=True)
         ],

@@ -22,7 +22,7 @@ from ft_ckpt.formats import dual
 from ft_ckpt.formats.hdf5 import hdf5_file
 from ft_ckpt.formats.layout import TensorFile
 from ft_ckpt.formats.pytree import unflatten
-from ft_ckpt.formats.pytree_json import decode
+from ft_ckpt.formats.pytree_json import decode_node
 from ft_ckpt.training.state import DOCUMENT_NAME, DOCUMENT_VERSION, FOLDER, Document, source_of, tensors_of
 
 
@@ -75,7 +75,7 @@ class Stored:
             raise LoadError(f"{name}: not among the tensors of the checkpoint {self._held.path}")
         if place not in self._open:
             opener: Callable[[Path], TensorFile] = (
-                hdf5_file.open_file if self._formats[part] == "h5" else dual.open_file
+                hdf5_file.open_hdf5 if self._formats[part] == "h5" else dual.open_safetensors
             )
             self._open[place] = opener(self._held.folder / place) if self._held.far is None else self._held.far(part)
         return self._open[place]
@@ -133,7 +133,7 @@ def tree_of(entry: Document, prefix: str, stored: Stored, like: Any = None) -> A
         fill(source_of(name, fresh), stored.file(FOLDER, name), name)
         return fresh
 
-    return unflatten(decode(entry["tree"]), tensor, lambda index: stored.state(f"{prefix}/{index}").numpy())
+    return unflatten(decode_node(entry["tree"]), tensor, lambda index: stored.state(f"{prefix}/{index}").numpy())
 
 
 def _cut_tensors(like: Any) -> dict[int, Tensor]:

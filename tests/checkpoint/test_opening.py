@@ -304,14 +304,14 @@ def test_a_checkpoint_that_is_replaced_is_converted_as_it_was(tmp_path, monkeypa
     """Weights and config are of one save, and nothing may delete it meanwhile."""
     model = models.build("llama").eval()
     CheckpointSaver().save(model, tmp_path / "out")
-    real = convert._copy
+    real = convert._copy_companions
 
     def overwritten_before(*asked):
         assert leased(tmp_path / "out")
         CheckpointSaver().save(models.build("qwen3"), tmp_path / "out")
         return real(*asked)
 
-    monkeypatch.setattr(convert, "_copy", overwritten_before)
+    monkeypatch.setattr(convert, "_copy_companions", overwritten_before)
     ft_ckpt.convert(tmp_path / "out", tmp_path / "new", progress=False)
     loaded = ft_ckpt.load_model(tmp_path / "new")
     assert type(loaded) is type(model)
@@ -324,7 +324,7 @@ def test_what_is_compared_is_held_open(tmp_path, monkeypatch, capsys, below):
     """A part of a checkpoint, and a file in one, as well as all of it."""
     for number in (1, 2):
         CheckpointSaver().save(Pair(number), tmp_path / f"{number}", attribute=PARTS)
-    real = diff.compare
+    real = diff.compare_files
 
     def overwritten_before(*asked):
         assert leased(tmp_path / "1")
@@ -332,7 +332,7 @@ def test_what_is_compared_is_held_open(tmp_path, monkeypatch, capsys, below):
         shutil.rmtree(tmp_path / "2")
         return real(*asked)
 
-    monkeypatch.setattr(diff, "compare", overwritten_before)
+    monkeypatch.setattr(diff, "compare_files", overwritten_before)
     places = [str(tmp_path / number / below) for number in "12"]
     monkeypatch.setattr(sys, "argv", ["ft-ckpt", "diff", *places, "--json"])
     with pytest.raises(SystemExit, match="1"):

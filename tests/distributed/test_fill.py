@@ -83,9 +83,9 @@ def stored(tensors, kind, folder):
     """The open file of `kind` with these tensors."""
     if kind == "h5":
         ft_ckpt.save(tensors, folder / "x.h5")
-        return hdf5_file.open_file(folder / "x.h5")
+        return hdf5_file.open_hdf5(folder / "x.h5")
     save_file(tensors, folder / "x.safetensors")
-    file = dual.open_file(folder / "x.safetensors")
+    file = dual.open_safetensors(folder / "x.safetensors")
     return Converted(file) if kind == "converted" else file
 
 

@@ -26,7 +26,7 @@ from ft_ckpt.errors import ConfigError, CorruptError, LoadError, SelectionError,
 from ft_ckpt.files import convert as convert_room
 from ft_ckpt.files import convert_output
 from ft_ckpt.files.convert import convert, open_source
-from ft_ckpt.files.rename import read_map, rename
+from ft_ckpt.files.rename import read_map, rename_tensors
 from ft_ckpt.formats.safetensors import NAMES
 
 FILES = {"safetensors": "x.safetensors", "dual": "x.safetensors", "h5": "x.h5", "torch": "x.pt"}
@@ -173,7 +173,7 @@ def test_a_map_that_makes_no_sense_is_refused(tmp_path, text):
 @given(st.dictionaries(st.text("ab.", min_size=1), st.text("ab.", min_size=1)), st.sets(st.text("ab.", min_size=1)))
 def test_renaming_is_one_to_one_or_refused(table, names):
     try:
-        new = rename(sorted(names), table)
+        new = rename_tensors(sorted(names), table)
     except SelectionError:
         return
     assert len(set(new.values())) == len(names)
@@ -387,14 +387,14 @@ def test_verify_finds_what_went_wrong_on_the_way(tmp_path, monkeypatch, target):
     save_file({"a": torch.zeros(1000), "b": torch.ones(1000)}, tmp_path / "x.safetensors")
 
     def write(plans, folder, progress):
-        records = convert_output.write(plans, folder, progress)
+        records = convert_output.write_outputs(plans, folder, progress)
         path = folder / records[0].path
         content = bytearray(path.read_bytes())
         content[-1] ^= 1
         path.write_bytes(content)
         return records
 
-    monkeypatch.setattr(convert_room, "write", write)
+    monkeypatch.setattr(convert_room, "write_outputs", write)
     with pytest.raises(CorruptError, match="b: other values"):
         convert(tmp_path / "x.safetensors", f"{tmp_path}/{target}", verify=True)
     assert [path.name for path in tmp_path.iterdir()] == ["x.safetensors"]

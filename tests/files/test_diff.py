@@ -19,7 +19,7 @@ import ft_ckpt
 from ft_ckpt import CheckpointSaver
 from ft_ckpt.files import diff as room
 from ft_ckpt.files.convert import open_source
-from ft_ckpt.files.diff import by_layer, compare, layer_of
+from ft_ckpt.files.diff import by_layer, compare_files, layer_of
 from ft_ckpt.formats.safetensors import NAMES
 
 RUN = "import sys; from ft_ckpt.cli import main; main()"
@@ -27,7 +27,7 @@ RUN = "import sys; from ft_ckpt.cli import main; main()"
 
 def compared(one, other):
     with closing(open_source(one)) as first, closing(open_source(other)) as second:
-        return compare(first, second)
+        return compare_files(first, second)
 
 
 def differ(tmp_path, one, other):

@@ -230,7 +230,7 @@ def test_named_tuples_of_unknown_classes_keep_name_and_fields():
     node = pytree.Node(
         "namedtuple", ("no.such.module", "Outer.Pair", ("left", "right")), (), (pytree.Node("value", 1),) * 2
     )
-    found = pytree.unflatten(pytree_json.decode(json.loads(json.dumps(pytree_json.encode(node)))), None, None)
+    found = pytree.unflatten(pytree_json.decode_node(json.loads(json.dumps(pytree_json.encode_node(node)))), None, None)
     assert (type(found).__name__, found.left, found._fields) == ("Pair", 1, ("left", "right"))
 
 
@@ -238,7 +238,7 @@ def test_named_tuples_of_unknown_classes_keep_name_and_fields():
                                   '["dict", null, [[1]]]', '["dtype", "load"]', '["namedtuple", 5]'])  # fmt: skip
 def test_damaged_trees_are_refused(text):
     with pytest.raises(CorruptError):
-        pytree.unflatten(pytree_json.decode(json.loads(text)), None, None)
+        pytree.unflatten(pytree_json.decode_node(json.loads(text)), None, None)
 
 
 def test_a_file_for_the_owner_alone_stays_so(tmp_path):
@@ -274,8 +274,8 @@ class Disk:
 
 
 def on(monkeypatch, **disk):
-    real = objects._Counted
-    monkeypatch.setattr(objects, "_Counted", lambda stream: real(Disk(stream, **disk)))
+    real = objects._CountingStream
+    monkeypatch.setattr(objects, "_CountingStream", lambda stream: real(Disk(stream, **disk)))
 
 
 def test_torch_files_are_whole_whatever_is_taken_at_a_time(monkeypatch, tmp_path):
@@ -324,7 +324,7 @@ def test_what_is_no_file_is_refused_at_once(suffix, tmp_path):
 )
 def test_leaves_have_numbers_from_zero_on(text):
     with pytest.raises(CorruptError, match="where a number"):
-        pytree_json.decode(json.loads(text))
+        pytree_json.decode_node(json.loads(text))
 
 
 @pytest.mark.parametrize("kind", ["h5", "dual", "safetensors", "torch"])

@@ -33,7 +33,7 @@ def written(tmp_path_factory):
 @pytest.mark.parametrize("case", CASES)
 def test_every_tensor_is_put_together(written, case):
     truth = load_file(written / case / "truth.safetensors")
-    file = dcp.open_file(written / case / "saved")
+    file = dcp.open_dcp(written / case / "saved")
     assert {name for name in file.specs if name.startswith("model.")} == set(truth)
     assert any(len(boxes) > 1 for boxes in file.boxes.values()), "nothing was sharded"
     assert any("optimizer" in name for name in file.specs)
@@ -44,7 +44,7 @@ def test_every_tensor_is_put_together(written, case):
 
 @pytest.mark.parametrize("case", CASES)
 def test_any_slice_is_that_of_the_whole(written, case):
-    file = dcp.open_file(written / case / "saved")
+    file = dcp.open_dcp(written / case / "saved")
     for name, spec in file.specs.items():
         whole = file.read(name)
         for start, stop in [(0, 1), (1, 5), (spec.shape[-1] - 1 if spec.shape else 0, whole.numel()), (7, 7), (30, 75)]:
@@ -60,7 +60,7 @@ def test_a_range_is_cut_into_boxes_that_are_runs_in_order(shape, data):
     stop = data.draw(st.integers(start + 1, count))
     elements = torch.arange(count).view(shape)
     found = []
-    for origin, extent in dcp._cut(start, stop, shape):
+    for origin, extent in dcp._cut_range(start, stop, shape):
         found.append(elements[tuple(slice(o, o + e) for o, e in zip(origin, extent, strict=True))].reshape(-1))
         assert torch.equal(found[-1], torch.arange(int(found[-1][0]), int(found[-1][-1]) + 1))
     assert torch.equal(torch.cat(found), torch.arange(start, stop))
@@ -81,7 +81,7 @@ def plain(tmp_path):
 
 def test_every_type_and_shape(plain):
     folder, state = plain
-    file = dcp.open_file(folder)
+    file = dcp.open_dcp(folder)
     assert {name: (spec.shape, spec.dtype) for name, spec in file.specs.items()} == {
         name: (tuple(tensor.shape), str(tensor.dtype)[6:]) for name, tensor in state.items()
     }
@@ -115,7 +115,7 @@ def test_metadata_are_not_run(plain, tmp_path, way):
     metadata.planner_data = pickles.evil(mark)[way]
     (folder / ".metadata").write_bytes(pickle.dumps(metadata))
     with pytest.raises(LoadError, match=r"saved/\.metadata: refers to"):
-        dcp.open_file(folder)
+        dcp.open_dcp(folder)
     assert not mark.exists()
 
 
@@ -124,7 +124,7 @@ def test_missing_files_are_named(plain):
     (data,) = folder.glob("*.distcp")
     data.rename(folder / "elsewhere")
     with pytest.raises(CorruptError, match=r"__0_0\.distcp is missing"):
-        dcp.open_file(folder)
+        dcp.open_dcp(folder)
 
 
 def test_parts_that_do_not_fill_their_tensor_are_refused(plain):
@@ -133,7 +133,7 @@ def test_parts_that_do_not_fill_their_tensor_are_refused(plain):
     metadata.state_dict_metadata["float32"].size = torch.Size([5, 3])
     (folder / ".metadata").write_bytes(pickle.dumps(metadata))
     with pytest.raises(CorruptError, match=r"float32: its stored parts do not fill \[5, 3\]"):
-        dcp.open_file(folder)
+        dcp.open_dcp(folder)
 
 
 def test_a_place_outside_the_folder_is_refused(plain):
@@ -145,7 +145,7 @@ def test_a_place_outside_the_folder_is_refused(plain):
         info.relative_path = "../outside.distcp"
     (folder / ".metadata").write_bytes(pickle.dumps(metadata))
     with pytest.raises(CorruptError, match="outside"):
-        dcp.open_file(folder)
+        dcp.open_dcp(folder)
 
 
 @settings(max_examples=60, deadline=None)
@@ -160,7 +160,7 @@ def test_damaged_metadata_give_an_error_or_whole_tensors(tmp_path_factory, data)
         content[at % len(content)] = data.draw(st.integers(0, 255))
     (folder / name).write_bytes(content)
     try:
-        file = dcp.open_file(folder)
+        file = dcp.open_dcp(folder)
         for spec in file.specs.values():
             assert file.read(spec.name).nbytes == spec.size_bytes
     except CheckpointError:

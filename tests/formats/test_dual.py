@@ -86,7 +86,7 @@ def test_there_is_no_way_without_a_helper():
 
 @pytest.mark.parametrize("count", [1, 40, 3000])
 def test_the_superblock_is_where_hdf5_looks(count):
-    layout = dual.lay_out([Spec(f"layer.{i}", (3, 5), "bfloat16") for i in range(count)], {"format": "pt"})
+    layout = dual.lay_out_dual([Spec(f"layer.{i}", (3, 5), "bfloat16") for i in range(count)], {"format": "pt"})
     place = int.from_bytes(layout.header[:8], "little") + 8
     assert place & place - 1 == 0
     assert layout.header[place : place + 4] == b"\x89HDF"
@@ -95,7 +95,7 @@ def test_the_superblock_is_where_hdf5_looks(count):
 
 def test_types_that_safetensors_lacks_are_refused():
     with pytest.raises(SelectionError, match="complex128"):
-        dual.lay_out([Spec("x", (1,), "complex128")], {})
+        dual.lay_out_dual([Spec("x", (1,), "complex128")], {})
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ from ft_ckpt.errors import CorruptError, SelectionError
 from ft_ckpt.files.objects import load, save
 from ft_ckpt.formats.hdf5 import cerebras_write, hdf5_file, probe
 from ft_ckpt.formats.hdf5.lookup3 import lookup3
-from ft_ckpt.formats.hdf5.metadata import TYPES, Dataset, header
+from ft_ckpt.formats.hdf5.metadata import TYPES, Dataset, hdf5_header
 from ft_ckpt.formats.layout import Spec
 
 TOOLS = pytest.mark.skipif(shutil.which("h5dump") is None, reason="hdf5-tools are not installed")
@@ -39,7 +39,7 @@ def test_golden_files(name, tmp_path):
 
 def test_large_tensors_lie_on_pages_and_small_ones_behind_them():
     specs = [Spec("small", (3,), "float32"), Spec("large", (200, 200), "float32"), Spec("more", (200, 200), "bfloat16")]
-    layout = hdf5_file.lay_out(specs, {})
+    layout = hdf5_file.lay_out_hdf5(specs, {})
     assert [spec.name for spec in layout.specs] == ["large", "more", "small"]
     assert all(start % 4096 == 0 for start in layout.starts[:2])
     assert layout.starts[2] % 64 == 0
@@ -48,7 +48,7 @@ def test_large_tensors_lie_on_pages_and_small_ones_behind_them():
 
 def test_the_layout_tells_the_library_where_the_bytes_are(tmp_path):
     save(state(), tmp_path / "x.h5")
-    index = hdf5_file.open_file(tmp_path / "x.h5").index
+    index = hdf5_file.open_hdf5(tmp_path / "x.h5").index
     with h5py.File(tmp_path / "x.h5") as file:
         for name, spec in index.specs.items():
             data = file["/".join(cerebras_write.dataset_path(name))]
@@ -57,16 +57,16 @@ def test_the_layout_tells_the_library_where_the_bytes_are(tmp_path):
 
 
 def test_metadata_comes_back(tmp_path):
-    layout = hdf5_file.lay_out([], {"format": "pt"})
+    layout = hdf5_file.lay_out_hdf5([], {"format": "pt"})
     (tmp_path / "x.h5").write_bytes(
         layout.header + bytes(layout.trailer_start - len(layout.header)) + layout.trailer({})
     )
-    assert hdf5_file.open_file(tmp_path / "x.h5").index.metadata == {"format": "pt"}
+    assert hdf5_file.open_hdf5(tmp_path / "x.h5").index.metadata == {"format": "pt"}
 
 
 def test_types_that_are_not_known_are_refused():
     with pytest.raises(SelectionError, match="x: qint8"):
-        hdf5_file.lay_out([Spec("x", (1,), "qint8")], {})
+        hdf5_file.lay_out_hdf5([Spec("x", (1,), "qint8")], {})
 
 
 @TOOLS
@@ -121,7 +121,7 @@ def test_changed_by_another_program(tmp_path):
 def test_damaged_values_are_found_by_their_digest(tmp_path):
     save(state(), tmp_path / "x.h5")
     content = bytearray((tmp_path / "x.h5").read_bytes())
-    content[hdf5_file.open_file(tmp_path / "x.h5").index.start("steps")] ^= 1
+    content[hdf5_file.open_hdf5(tmp_path / "x.h5").index.start("steps")] ^= 1
     (tmp_path / "x.h5").write_bytes(content)
     with pytest.raises(CorruptError, match="steps is damaged"):
         load(tmp_path / "x.h5", verify=True)["steps"].clone()
@@ -354,7 +354,7 @@ def test_lookup3(data):
 def test_the_library_finds_every_name(count, tmp_path):
     """One leaf of a name index, and more than one."""
     datasets = [Dataset((f"d{i}",), "u1", (), {"n": i} if i % 1000 == 0 else {}, i) for i in range(count)]
-    content = header(datasets, {f"a{i}": i for i in range(count)}, count) + bytes(i % 256 for i in range(count))
+    content = hdf5_header(datasets, {f"a{i}": i for i in range(count)}, count) + bytes(i % 256 for i in range(count))
     (tmp_path / "x.h5").write_bytes(content)
     with h5py.File(tmp_path / "x.h5") as file:
         assert len(file) == len(file.attrs) == count
@@ -367,6 +367,6 @@ def test_the_library_finds_every_name(count, tmp_path):
 def test_the_library_reads_every_type(tmp_path):
     types = [name for name in TYPES if name not in ("bf16", "e5m2")]
     datasets = [Dataset((name,), name, (2,), {}, 32 * at) for at, name in enumerate(types)]
-    (tmp_path / "x.h5").write_bytes(header(datasets, {}, 32 * len(types)) + bytes(32 * len(types)))
+    (tmp_path / "x.h5").write_bytes(hdf5_header(datasets, {}, 32 * len(types)) + bytes(32 * len(types)))
     with h5py.File(tmp_path / "x.h5") as file:
         assert all(file[name].dtype == np.dtype("?" if name == "bool" else name) for name in types)

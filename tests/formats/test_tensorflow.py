@@ -17,7 +17,7 @@ DTYPES = sorted(tensorflow.DTYPES)
 @pytest.fixture(scope="module")
 def tf():
     pytest.importorskip("tensorflow", reason="the [tensorflow] extra is not installed")
-    return tensorflow.load_library()
+    return tensorflow.load_tensorflow()
 
 
 def filled(dtype, *shape):
@@ -30,7 +30,7 @@ def filled(dtype, *shape):
 def write(folder, tensors, shard_bytes=700):
     folder.mkdir(exist_ok=True)
     specs = [Spec(name, tuple(one.shape), str(one.dtype).removeprefix("torch.")) for name, one in tensors.items()]
-    tensorflow.write(folder, specs, lambda name, low, high: tensors[name].reshape(-1)[low:high], shard_bytes)
+    tensorflow.write_tensorflow(folder, specs, lambda name, low, high: tensors[name].reshape(-1)[low:high], shard_bytes)
 
 
 def bits(array):
@@ -50,7 +50,7 @@ def test_every_type_is_read_by_tensorflow_and_by_us(tf, tmp_path):
     shapes = {name: tuple(shape) for name, shape in reader.get_variable_to_shape_map().items()}
     assert shapes == {name: tuple(tensor.shape) for name, tensor in tensors.items()}
     assert {name: bits(reader.get_tensor(name)) for name in tensors} == {n: raw(t) for n, t in tensors.items()}
-    file = tensorflow.open_file(tmp_path)
+    file = tensorflow.open_tensorflow(tmp_path)
     for name, tensor in tensors.items():
         assert file.specs[name] == Spec(name, tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."))
         assert raw(file.read(name)) == raw(tensor), name
@@ -65,13 +65,13 @@ def test_any_shards_hold_the_same(tf, tmp_path_factory, shape, shard, data):
     write(folder, {"a": tensor, "b": filled("int64", 5)}, shard)
     low = data.draw(st.integers(0, tensor.numel()))
     high = data.draw(st.integers(low, tensor.numel()))
-    assert raw(tensorflow.open_file(folder).read("a", low, high)) == raw(tensor.reshape(-1)[low:high])
+    assert raw(tensorflow.open_tensorflow(folder).read("a", low, high)) == raw(tensor.reshape(-1)[low:high])
 
 
 def test_variables_of_keras_are_read(tf, tmp_path):
     variables = {"w": tf.Variable([[1.0, 2.0]]), "h": tf.Variable(tf.constant([3.0], tf.bfloat16))}
     prefix = tf.train.Checkpoint(**variables).write(str(tmp_path / "own"))
-    file = tensorflow.open_file(prefix)
+    file = tensorflow.open_tensorflow(prefix)
     assert file.read("w/.ATTRIBUTES/VARIABLE_VALUE").tolist() == [1.0, 2.0]
     assert file.read("h/.ATTRIBUTES/VARIABLE_VALUE").dtype == torch.bfloat16
     assert file.skipped == ["_CHECKPOINTABLE_OBJECT_GRAPH: string"]
@@ -96,10 +96,10 @@ def test_damage_is_noticed(tf, tmp_path):
     content[7] ^= 1
     data.write_bytes(content)
     with pytest.raises(CorruptError, match="a cannot be read"):
-        tensorflow.open_file(tmp_path).read("a")
+        tensorflow.open_tensorflow(tmp_path).read("a")
     next(tmp_path.glob("*.index")).write_bytes(b"no index")
     with pytest.raises(CheckpointError):
-        tensorflow.open_file(tmp_path)
+        tensorflow.open_tensorflow(tmp_path)
 
 
 # Without TensorFlow too
@@ -107,14 +107,14 @@ def test_damage_is_noticed(tf, tmp_path):
 
 def test_types_it_has_not_are_refused():
     with pytest.raises(SelectionError, match="w: complex32"):
-        tensorflow.check([Spec("w", (1,), "complex32")])
+        tensorflow.check_tensorflow_types([Spec("w", (1,), "complex32")])
 
 
 def test_it_says_what_to_install(tmp_path, monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "tensorflow", None)
     (tmp_path / "x.ckpt.index").touch()
     with pytest.raises(ConfigError, match=r"pip install 'ft_ckpt\[tensorflow\]'"):
-        tensorflow.open_file(tmp_path / "x.ckpt")
+        tensorflow.open_tensorflow(tmp_path / "x.ckpt")
 
 
 def test_a_prefix_that_leads_out_of_the_folder_is_not_followed(tmp_path):
@@ -122,4 +122,4 @@ def test_a_prefix_that_leads_out_of_the_folder_is_not_followed(tmp_path):
     (tmp_path / "run").mkdir()
     for prefix in (str(tmp_path / "elsewhere"), "../elsewhere"):
         (tmp_path / "run" / "checkpoint").write_text(f'model_checkpoint_path: "{prefix}"\n')
-        assert tensorflow.prefix_of(tmp_path / "run") is None
+        assert tensorflow.bundle_prefix(tmp_path / "run") is None

@@ -10,7 +10,7 @@ import torch
 from ft_ckpt.errors import CorruptError, LoadError
 from ft_ckpt.formats import torch_pickle
 from ft_ckpt.formats.hdf5.cerebras_read import _LEGACY_TREE
-from ft_ckpt.formats.pickled_objects import loads
+from ft_ckpt.formats.pickled_objects import unpickle_plain
 
 
 @pytest.mark.parametrize("protocol", [2, 3, 4])
@@ -21,7 +21,7 @@ from ft_ckpt.formats.pickled_objects import loads
      np.complex64(1j), 2**100, float("inf"), None],
 )  # fmt: skip
 def test_values_are_read(value, protocol):
-    found = loads(pickle.dumps(value, protocol))
+    found = unpickle_plain(pickle.dumps(value, protocol))
     assert type(found) is type(value)
     assert found == value
 
@@ -38,19 +38,19 @@ def test_values_are_read(value, protocol):
 )  # fmt: skip
 def test_pickles_of_more_than_values_are_refused(data):
     with pytest.raises(CorruptError):
-        loads(data)
+        unpickle_plain(data)
 
 
 def test_a_pickle_cannot_change_what_it_calls():
     """BUILD sets attributes of the object before it; those of our stand-ins cannot be set."""
     data = b"\x80\x02cnumpy.core.multiarray\nscalar\n}X\x04\x00\x00\x00makeK\x05sb."
     with pytest.raises(CorruptError):
-        loads(data)
+        unpickle_plain(data)
     with pytest.raises(CorruptError):
-        loads(data.replace(b"}X", b"N}X").replace(b"sb.", b"s\x86b."))
-    assert loads(pickle.dumps(np.float32(1), 4)) == 1
+        unpickle_plain(data.replace(b"}X", b"N}X").replace(b"sb.", b"s\x86b."))
+    assert unpickle_plain(pickle.dumps(np.float32(1), 4)) == 1
     with pytest.raises(CorruptError, match="may not change"):
-        loads(b"\x80\x02ctorch.utils._pytree\nTreeSpec\nN}X\x04\x00\x00\x00typeNs\x86b.", _LEGACY_TREE)
+        unpickle_plain(b"\x80\x02ctorch.utils._pytree\nTreeSpec\nN}X\x04\x00\x00\x00typeNs\x86b.", _LEGACY_TREE)
     assert _LEGACY_TREE["torch.utils._pytree.TreeSpec"]()["type"] is None
 
 
@@ -58,11 +58,11 @@ def test_each_reader_has_a_table_of_its_own():
     """What stands for a type in torch's files is no value, and the leaves of other files may not name an object."""
     for value in (torch.float16, np.float32(1), torch.nn.Linear):
         data = pickle.dumps(value, 2)
-        assert torch_pickle.loads(data, "file") is not value
+        assert torch_pickle.load_torch_pickle(data, "file") is not value
     with pytest.raises(CorruptError, match=r"names torch\.nn\.modules\.linear\.Linear"):
-        loads(data)
+        unpickle_plain(data)
     with pytest.raises(LoadError, match=r"posix\.getcwd"):
-        torch_pickle.loads(pickle.dumps(os.getcwd, 2), "file")
+        torch_pickle.load_torch_pickle(pickle.dumps(os.getcwd, 2), "file")
 
 
 def _nested(first, step, times=40):
@@ -94,7 +94,7 @@ LONG = b"\x80\x04](" + b"K\x01" * 50_000 + b"eq\x00"
 )  # fmt: skip
 def test_a_few_bytes_cannot_ask_for_much(data):
     """Each would take hours, or all memory."""
-    for read in (loads, lambda data: torch_pickle.loads(data, "file")):
+    for read in (unpickle_plain, lambda data: torch_pickle.load_torch_pickle(data, "file")):
         with pytest.raises(CorruptError):
             read(data[1])
 
@@ -105,4 +105,4 @@ def test_what_is_shared_in_moderation_is_read():
         "groups": [{"betas": shared, "keys": {shared: 1}} for _ in range(50)],
         "nested": (((1, 2), shared), shared),
     }
-    assert loads(pickle.dumps(value, 4)) == value
+    assert unpickle_plain(pickle.dumps(value, 4)) == value

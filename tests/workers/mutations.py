@@ -26,7 +26,7 @@ from ft_ckpt.formats import pickled_objects
 from ft_ckpt.formats.hdf5 import hdf5_file
 from ft_ckpt.formats.hdf5 import index as hdf5_index
 from ft_ckpt.formats.pytree import unflatten
-from ft_ckpt.formats.pytree_json import decode
+from ft_ckpt.formats.pytree_json import decode_node
 from ft_ckpt.model.plain_module import build_module, describe_module
 from ft_ckpt.training.state import DOCUMENT_NAME, FOLDER
 from ft_ckpt.training.state_files import read_document
@@ -169,7 +169,7 @@ def crafted_index(folder):
 
     def attempt(dice):
         index = json.dumps(odd(text, dice)).encode()
-        end = hdf5_index.footer(index, data_start, start, start + len(index) + 64)
+        end = hdf5_index.index_footer(index, data_start, start, start + len(index) + 64)
         (folder / "x.h5").unlink()
         (folder / "x.h5").write_bytes(content[:start] + index + end)
         both(folder / "x.h5")
@@ -179,17 +179,19 @@ def crafted_index(folder):
 
 def crafted_chunks(folder):
     """Compressed chunks that are damaged and have the right checksum, for the filters themselves."""
-    from ft_ckpt.formats.hdf5.filters import Codec, decode, encode
+    from ft_ckpt.formats.hdf5.filters import Codec, decode_chunk, encode_chunk
 
     data = np.random.default_rng(0).integers(0, 9, 1 << 14, np.uint8).tobytes() + bytes(1 << 14)
     codecs = [
-        Codec(method, shuffle).filters(2, len(data)) for method in ("zstd", "lz4") for shuffle in ("bit", "byte", None)
+        Codec(method, shuffle).filter_chain(2, len(data))
+        for method in ("zstd", "lz4")
+        for shuffle in ("bit", "byte", None)
     ]
-    chunks = [(filters, *encode(filters, data)) for filters in codecs]
+    chunks = [(filters, *encode_chunk(filters, data)) for filters in codecs]
 
     def attempt(dice):
         filters, stored, mask = dice.choice(chunks)
-        decode(filters, mutated(stored, dice), mask, len(data), "x")
+        decode_chunk(filters, mutated(stored, dice), mask, len(data), "x")
 
     return attempt
 
@@ -301,14 +303,14 @@ def document(folder):
 
 
 def grow(tree):
-    return unflatten(decode(tree), lambda _: torch.ones(2, 2), lambda _: np.ones((2, 2), "f4"))
+    return unflatten(decode_node(tree), lambda _: torch.ones(2, 2), lambda _: np.ones((2, 2), "f4"))
 
 
 def trees(folder):
     from ft_ckpt.formats.pytree import flatten
-    from ft_ckpt.formats.pytree_json import encode
+    from ft_ckpt.formats.pytree_json import encode_node
 
-    whole = encode(flatten(nested(), ["float32", "bfloat16", "int16"])[0])
+    whole = encode_node(flatten(nested(), ["float32", "bfloat16", "int16"])[0])
 
     def attempt(dice):
         grow(odd([whole], dice)[0])
@@ -330,7 +332,7 @@ def pickles(folder):
     data = [pickle.dumps(value, protocol) for value in values for protocol in (0, 2, 4)]
 
     def attempt(dice):
-        pickled_objects.loads(mutated(dice.choice(data), dice))
+        pickled_objects.unpickle_plain(mutated(dice.choice(data), dice))
 
     return attempt
 

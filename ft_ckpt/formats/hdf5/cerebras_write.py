@@ -61,41 +61,43 @@ class Content:
     datasets: Sequence[Dataset]
 
 
-def describe(root: Node, leaves: Sequence[Spec], arrays: Iterable[int] = (), native_floats: bool = False) -> Content:
+def describe_checkpoint(
+    root: Node, leaves: Sequence[Spec], arrays: Iterable[int] = (), native_floats: bool = False
+) -> Content:
     """The content for the object `root`; `leaves` give shape and type by index, those in `arrays` are numpy's.
 
     Raises SelectionError for a name that is too long.
     """
-    walk = _walked(root)
-    writer = _Describer(leaves, frozenset(arrays), native_floats)
+    walk = _walk_object(root)
+    writer = _LeafDescriber(leaves, frozenset(arrays), native_floats)
     attributes: dict[str, Attribute] = {
         "__version__": VERSION,
-        "__spec__": json.dumps([None, _dump([1, walk.tree])]),
+        "__spec__": json.dumps([None, json.dumps([1, walk.tree])]),
         "__SUCCESS__": True,  # an unfinished file has no superblock, or is a temporary file
     }
     for name, node in walk.leaves.items():
-        attributes[f"{name}.__metadata__"] = _wrapped(name, writer.leaf(name, node))
+        attributes[f"{name}.__metadata__"] = _wrap_metadata(name, writer.describe_leaf(name, node))
     objects = list(writer.objects.values())
     return Content(attributes, writer.names, [writer.datasets[index] for index in range(len(leaves))] + objects)
 
 
 def leaf_names(root: Node, count: int) -> list[str]:
-    """The names alone, of `count` leaves, without describing them. Raises as `describe` does."""
+    """The names alone, of `count` leaves, without describing them. Raises as `describe_checkpoint` does."""
     names = [""] * count
-    for name, node in _walked(root).leaves.items():
+    for name, node in _walk_object(root).leaves.items():
         if node.kind != "value":
-            names[_index(node)] = names[_index(node)] or name
+            names[_leaf_index(node)] = names[_leaf_index(node)] or name
     return names
 
 
-def _walked(root: Node) -> "_Walk":
+def _walk_object(root: Node) -> "_TreeWalk":
     try:
-        return _Walk().run(root)
+        return _TreeWalk().walk_tree(root)
     except _CollisionError:
-        return _Walk(escape=True).run(root)
+        return _TreeWalk(escape=True).walk_tree(root)
 
 
-def _index(node: Node) -> int:
+def _leaf_index(node: Node) -> int:
     """Which leaf the node of a tensor or array is."""
     index: int = node.value if node.kind == "tensor" else node.value[0]
     return index
@@ -106,19 +108,19 @@ class _CollisionError(Exception):
 
 
 @dataclass
-class _Walk:
+class _TreeWalk:
     """Leaves by their dotted names, and the tree as torch writes its tree specifications."""
 
     escape: bool = False  # dots in keys, so that no two paths give one name
     leaves: dict[str, Node] = field(default_factory=dict)
     tree: dict[str, Any] = field(default_factory=dict)
 
-    def run(self, root: Node) -> "_Walk":
+    def walk_tree(self, root: Node) -> "_TreeWalk":
         """Walk it all. Raises _CollisionError when two leaves have one name, which escaping prevents."""
-        self.tree = self._node(root, "", "")
+        self.tree = self._walk_node(root, "", "")
         return self
 
-    def _node(self, node: Node, prefix: str, name: str) -> dict[str, Any]:
+    def _walk_node(self, node: Node, prefix: str, name: str) -> dict[str, Any]:
         kind = _NEAREST.get(node.kind, node.kind)
         if kind not in _TORCH_TREES:
             if name in self.leaves:
@@ -133,12 +135,12 @@ class _Walk:
         keys: list[Any] = list(range(len(node.children)))
         context: Any = None
         if node.kind in MAPPINGS:
-            context = keys = list(self._keys(node.keys))
+            context = keys = list(self._child_keys(node.keys))
         pairs = zip(keys, node.children, strict=True)
-        children = [self._node(child, f"{prefix}{key}.", f"{prefix}{key}") for key, child in pairs]
+        children = [self._walk_node(child, f"{prefix}{key}.", f"{prefix}{key}") for key, child in pairs]
         return {"type": _TORCH_TREES[kind], "context": json.dumps(context), "children_spec": children}
 
-    def _keys(self, keys: Iterable[Node]) -> Iterator[Any]:
+    def _child_keys(self, keys: Iterable[Node]) -> Iterator[Any]:
         used: set[str] = set()
         for node in keys:
             key: Any = node.value if node.kind == "value" else _text_key(node)
@@ -161,7 +163,7 @@ def _text_key(node: Node) -> str:
 
 
 @dataclass
-class _Describer:
+class _LeafDescriber:
     """What is said of each leaf, and the datasets that this needs."""
 
     leaves: Sequence[Spec]
@@ -173,25 +175,25 @@ class _Describer:
     def __post_init__(self) -> None:
         self.names = [""] * len(self.leaves)
 
-    def leaf(self, name: str, node: Node) -> dict[str, Any]:
+    def describe_leaf(self, name: str, node: Node) -> dict[str, Any]:
         """The metadata of one leaf."""
         if node.kind == "value":
-            return self._value(name, node.value)
-        index = _index(node)
+            return self._describe_value(name, node.value)
+        index = _leaf_index(node)
         if index in self.datasets:
             return {"__TYPE__": "LinkedObject", "key": self.names[index], "__LINKED__": True, "__NONE__": True}
         self.names[index] = name
         spec = self.leaves[index]
-        known = self._array(spec, node) if index in self.arrays else self._tensor(spec)
-        kind = _PLAIN.get(spec.dtype) or self._stored(spec.dtype)[0]
-        self.datasets[index] = Dataset(_path(name), kind, spec.shape, _as_attributes(known, spec.shape))
-        return known | _moved(name)
+        known = self._describe_array(spec, node) if index in self.arrays else self._describe_tensor(spec)
+        kind = _PLAIN.get(spec.dtype) or self._stored_type(spec.dtype)[0]
+        self.datasets[index] = Dataset(_leaf_path(name), kind, spec.shape, _as_attributes(known, spec.shape))
+        return known | _path_metadata(name)
 
-    def _stored(self, dtype: str) -> tuple[str, str]:
+    def _stored_type(self, dtype: str) -> tuple[str, str]:
         return (NATIVE.get(dtype) if self.native_floats else None) or STORED[dtype]
 
-    def _tensor(self, spec: Spec) -> dict[str, Any]:
-        label = spec.dtype if spec.dtype in _PLAIN else self._stored(spec.dtype)[1]
+    def _describe_tensor(self, spec: Spec) -> dict[str, Any]:
+        label = spec.dtype if spec.dtype in _PLAIN else self._stored_type(spec.dtype)[1]
         known = {
             "__TYPE__": "TorchTensorSerializer",
             "__NUMPY__": True,
@@ -203,11 +205,11 @@ class _Describer:
         }
         return known if label == spec.dtype else known | {"ft_dtype": spec.dtype}
 
-    def _array(self, spec: Spec, node: Node) -> dict[str, Any]:
+    def _describe_array(self, spec: Spec, node: Node) -> dict[str, Any]:
         known = {"__TYPE__": "NumpyArraySerializer", "__NUMPY__": True, "is_bfloat16": False, "compressed": False}
-        return known if node.kind == "blob" else known | {"ft_array": _dump(node.value[1:])}
+        return known if node.kind == "blob" else known | {"ft_array": json.dumps(node.value[1:])}
 
-    def _value(self, name: str, value: Any) -> dict[str, Any]:
+    def _describe_value(self, name: str, value: Any) -> dict[str, Any]:
         if isinstance(value, np.generic):
             value = value.item() if value.dtype.kind in "biuf" and value.dtype.itemsize <= 8 else str(value)
         if value is None:
@@ -220,8 +222,8 @@ class _Describer:
             return {"__TYPE__": "StringSerializer", "string_value": value, "__NONE__": True}
         data = pickle.dumps(value, protocol=4)  # bytes, complex, torch's dtype and device: nothing that runs
         known: dict[str, Attribute] = {"__BYTES__": data, "__TYPE__": "ObjectSerializer"}
-        self.objects[name] = Dataset(_path(name), "f4", None, known)
-        return {"__TYPE__": "ObjectSerializer", "__BYTES__": True} | _moved(name)
+        self.objects[name] = Dataset(_leaf_path(name), "f4", None, known)
+        return {"__TYPE__": "ObjectSerializer", "__BYTES__": True} | _path_metadata(name)
 
 
 def stored_type(dtype: str, native_floats: bool = False) -> str:
@@ -232,18 +234,18 @@ def stored_type(dtype: str, native_floats: bool = False) -> str:
 
 def dataset_path(name: str) -> tuple[str, ...]:
     """Where the dataset of a leaf is, given the leaf's name in the index."""
-    return _path(name.translate(_UNSAFE))
+    return _leaf_path(name.translate(_UNSAFE))
 
 
-def _path(name: str) -> tuple[str, ...]:
+def _leaf_path(name: str) -> tuple[str, ...]:
     """Where a leaf's dataset is: under its own name, unless HDF5 would read that as a path."""
     if "/" in name or name in ("", ".", "..", INDEX, GROUP):
         return (GROUP, "=" + quote(name, safe=""))
     return (name,)
 
 
-def _moved(name: str) -> dict[str, str]:
-    path = _path(name)
+def _path_metadata(name: str) -> dict[str, str]:
+    path = _leaf_path(name)
     return {} if len(path) == 1 else {"key": "/".join(path)}
 
 
@@ -260,14 +262,10 @@ def _as_attributes(known: Mapping[str, Any], shape: tuple[int, ...]) -> dict[str
     return attributes
 
 
-def _wrapped(name: str, known: Mapping[str, Any]) -> str:
+def _wrap_metadata(name: str, known: Mapping[str, Any]) -> str:
     tree = {"type": "builtins.dict", "context": json.dumps([name]), "children_spec": [_LEAF]}
     return json.dumps({
-        "__spec__": [None, _dump([1, tree])],
+        "__spec__": [None, json.dumps([1, tree])],
         "__objects__": [name],
         f"{name}.__metadata__": known,
     })  # fmt: skip
-
-
-def _dump(value: Any) -> str:
-    return json.dumps(value)

@@ -46,11 +46,11 @@ class Codec:
         if self.method == "gzip":
             return  # Python has it
         try:
-            _filter(next(number for number, _ in reversed(self.filters(2, 2))))
+            _plugin_function(next(number for number, _ in reversed(self.filter_chain(2, 2))))
         except ImportError as error:
             raise ConfigError(f"compression {self.method!r}: hdf5plugin is not installed; {INSTALL}") from error
 
-    def filters(self, item_bytes: int, chunk_bytes: int) -> Filters:
+    def filter_chain(self, item_bytes: int, chunk_bytes: int) -> Filters:
         """The HDF5 filters for elements and chunks of these sizes."""
         if self.method == "gzip":  # of bytes shuffled: bits are shuffled by a plugin, and this is for readers without
             shuffled = [(_SHUFFLE, (item_bytes,))] if self.shuffle and item_bytes > 1 else []
@@ -64,7 +64,7 @@ class Codec:
         return [(_SHUFFLE, (item_bytes,)), last] if self.shuffle and item_bytes > 1 else [last]
 
 
-class _Class(ctypes.Structure):
+class _FilterClass(ctypes.Structure):
     """What a filter's library says of itself (H5Z_class2_t)."""
 
     _fields_ = (
@@ -77,37 +77,37 @@ class _Class(ctypes.Structure):
 
 
 @cache
-def _filter(number: int) -> Callable[..., int]:
+def _plugin_function(number: int) -> Callable[..., int]:
     """The function of a filter, which leaves Python's lock to others. Raises ImportError without hdf5plugin."""
     plugin = importlib.import_module("hdf5plugin")
     name = PLUGINS[number]
     if name not in plugin.get_config().registered_filters:  # another program's plugin came first
         plugin.register(name, force=True)
     library = ctypes.CDLL(plugin.get_config().registered_filters[name])
-    library.H5PLget_plugin_info.restype = ctypes.POINTER(_Class)
+    library.H5PLget_plugin_info.restype = ctypes.POINTER(_FilterClass)
     found: Callable[..., int] = library.H5PLget_plugin_info().contents.filter
     return found
 
 
-def _through(number: int, settings: Sequence[int], data: bytes, flags: int, most: int) -> bytes | None:
+def _apply_filter(number: int, settings: Sequence[int], data: bytes, flags: int, most: int) -> bytes | None:
     """What a filter makes of `data`; None when it gives up, or says that this is more than `most` bytes."""
     if number == _SHUFFLE:
         rows = np.frombuffer(data, np.uint8).reshape((settings[0], -1) if flags else (-1, settings[0]))
         shuffled: bytes = rows.T.tobytes()
         return shuffled
     if number == _DEFLATE:
-        return _inflated(data, most) if flags else zlib.compress(data, settings[0])
+        return _zlib_decompress(data, most) if flags else zlib.compress(data, settings[0])
     held, room = ctypes.c_void_p(_libc.malloc(len(data))), ctypes.c_size_t(len(data))
     values = (ctypes.c_uint * len(settings))(*settings)
     try:
         ctypes.memmove(held, data, len(data))
-        size = _filter(number)(flags, len(values), values, len(data), ctypes.byref(room), ctypes.byref(held))
+        size = _plugin_function(number)(flags, len(values), values, len(data), ctypes.byref(room), ctypes.byref(held))
         return ctypes.string_at(held, size) if 0 < size <= min(room.value, most) else None
     finally:
         _libc.free(held)  # a filter frees what it was given when it puts its own in place
 
 
-def _inflated(data: bytes, most: int) -> bytes | None:
+def _zlib_decompress(data: bytes, most: int) -> bytes | None:
     """What zlib has made of at most `most` bytes; None for damaged data, and for more."""
     stream = zlib.decompressobj()
     try:
@@ -169,24 +169,24 @@ def _fits_zstd(data: bytes, _settings: Sequence[int], size_bytes: int) -> bool:
 _HEADS = {_SHUFFLE: _fits_shuffle, 32004: _fits_lz4, 32008: _fits_bitshuffle, 32015: _fits_zstd}
 
 
-def encode(filters: Filters, data: bytes) -> tuple[bytes, int]:
+def encode_chunk(filters: Filters, data: bytes) -> tuple[bytes, int]:
     """The bytes of a chunk in the file, and a bit for each filter that gave up and is left out."""
     mask = 0
     for place, (number, settings) in enumerate(filters):
-        done = _through(number, settings, data, 0, 2 * len(data) + _BLOCK_BYTES)
+        done = _apply_filter(number, settings, data, 0, 2 * len(data) + _BLOCK_BYTES)
         mask |= (done is None) << place
         data = data if done is None else done
     return data, mask
 
 
-def decode(filters: Filters, data: bytes, mask: int, size_bytes: int, name: str) -> bytes:
+def decode_chunk(filters: Filters, data: bytes, mask: int, size_bytes: int, name: str) -> bytes:
     """The bytes of a chunk. Raises CorruptError, naming `name`."""
     for place, (number, settings) in reversed(list(enumerate(filters))):
         if mask >> place & 1:
             continue
         try:
             fits = _HEADS.get(number, _fits_any)(data, settings, size_bytes)
-            done = _through(number, settings, data, _REVERSE, size_bytes) if fits else None
+            done = _apply_filter(number, settings, data, _REVERSE, size_bytes) if fits else None
         except ImportError as error:
             raise CorruptError(f"{name}: compressed, and hdf5plugin is not installed; {INSTALL}") from error
         if done is None:

@@ -17,13 +17,13 @@ import torch
 
 from ft_ckpt.errors import CorruptError, damaged_input
 from ft_ckpt.formats.hdf5 import cerebras_write, hdf5_file
-from ft_ckpt.formats.hdf5.cerebras_read import Reader, Stored
-from ft_ckpt.formats.hdf5.hdf5_file import HDF5File
-from ft_ckpt.formats.hdf5.index import Index, moved_index
+from ft_ckpt.formats.hdf5.cerebras_read import CerebrasReader, StoredLeaf
+from ft_ckpt.formats.hdf5.hdf5_file import IndexedFile
+from ft_ckpt.formats.hdf5.index import TensorIndex, moved_index
 from ft_ckpt.formats.hdf5.metadata import TYPES
 from ft_ckpt.formats.hdf5.probe import Probe
 from ft_ckpt.formats.layout import ITEM_BYTES
-from ft_ckpt.formats.mapped_file import FREE_BYTES, RawFile, Stream
+from ft_ckpt.formats.mapped_file import FREE_BYTES, FileStream, RawFile
 from ft_ckpt.formats.pytree import MOST_LEVELS, Node
 
 MOST_EXPANSION = 4096  # elements may take this many times the bytes of the file, and 64 MiB; beyond is no compression
@@ -34,7 +34,7 @@ _NATIVE = {(2, 15, 7, 8, 0, 7): "bfloat16", (1, 7, 2, 5, 0, 2): "float8_e5m2"}  
 
 
 @dataclass
-class _Source:
+class _ForeignFile:
     """A file: its bytes, what the library makes of it, and the process that reads values."""
 
     raw: RawFile
@@ -42,27 +42,29 @@ class _Source:
     file: Any
     places: int = 0  # visited; a name may lead to what has been visited already
 
-    def visit(self) -> None:
+    def count_visit(self) -> None:
         """Count a place. Raises CorruptError when there are more than the file has room to name."""
         self.places += 1
         if self.places > 1000 + self.raw.size_bytes // _LINK_BYTES:
             raise CorruptError("groups in groups, with more places than the file has room for")
 
 
-def walk(raw: RawFile, verify: bool = False) -> HDF5File:
+def open_foreign(raw: RawFile, verify: bool = False) -> IndexedFile:
     """The file with the places of its tensors found by the HDF5 library. Raises CorruptError for what is refused."""
     raw.check()
     with damaged_input(f"{raw.path.name}: an HDF5 file"):
-        source = _Source(raw, Probe(raw.descriptor, raw.path.name), None)
-        source.file = h5py.File(Stream(raw), "r")
-        return _stale(source, verify) or (_cerebras if "__version__" in source.file.attrs else _plain)(source)
+        source = _ForeignFile(raw, Probe(raw.descriptor, raw.path.name), None)
+        source.file = h5py.File(FileStream(raw), "r")
+        return _open_moved(source, verify) or (_open_cerebras if "__version__" in source.file.attrs else _open_plain)(
+            source
+        )
 
 
 @dataclass
-class Dataset:
+class ForeignDataset:
     """One dataset, checked to lie inside the file."""
 
-    source: _Source
+    source: _ForeignFile
     handle: Any
     path: str
     shape: tuple[int, ...] | None = field(init=False)
@@ -73,10 +75,10 @@ class Dataset:
     def __post_init__(self) -> None:
         self.shape, self.dtype, self.attributes = self.handle.shape, self.handle.dtype, self.handle.attrs
         self.start = self.handle.id.get_offset()
-        _check(self)
+        _check_dataset(self)
 
     @property
-    def elements(self) -> int:
+    def element_count(self) -> int:
         """How many there are."""
         return math.prod(self.shape) if self.shape is not None else 0
 
@@ -91,29 +93,29 @@ class Dataset:
         little = self.dtype.byteorder in ("=", "|", "<")
         return self.dtype.name if little and self.dtype.name in torch_types() else None
 
-    def value(self) -> np.ndarray[Any, Any]:
+    def read_value(self) -> np.ndarray[Any, Any]:
         """All of it."""
-        return self.rows(0, self.elements).reshape(self.shape or ())
+        return self.read_elements(0, self.element_count).reshape(self.shape or ())
 
-    def rows(self, start: int, stop: int) -> np.ndarray[Any, Any]:
+    def read_elements(self, start: int, stop: int) -> np.ndarray[Any, Any]:
         """Elements [start, stop) of the flat values, from as few rows as hold them."""
         shape = self.shape or ()
         row = math.prod(shape[1:])
         if not shape or not row:
-            return self._part(None, None, self.elements)[start:stop]
+            return self._read_rows(None, None, self.element_count)[start:stop]
         first, last = start // row, -(-stop // row)
         step = max(1, _PART_BYTES // max(1, row * self.dtype.itemsize))
         if self.handle.chunks is not None:
             step += -step % self.handle.chunks[0]  # a chunk is decompressed whole
-        parts = [self._part(at, min(at + step, last), row) for at in range(first, last, step)]
+        parts = [self._read_rows(at, min(at + step, last), row) for at in range(first, last, step)]
         values = np.concatenate(parts) if len(parts) != 1 else parts[0]
         return values[start - first * row : stop - first * row]
 
-    def text(self) -> Any:
+    def read_text(self) -> Any:
         """The text, or lists of texts."""
         return json.loads(self.source.probe.read(self.path))
 
-    def _part(self, first: int | None, last: int | None, row: int) -> np.ndarray[Any, Any]:
+    def _read_rows(self, first: int | None, last: int | None, row: int) -> np.ndarray[Any, Any]:
         """Rows [first, last) of `row` elements each, flat; None: all."""
         try:
             values = np.frombuffer(self.source.probe.read(self.path, first, last), self.dtype)
@@ -134,11 +136,11 @@ def torch_types() -> frozenset[str]:
     return frozenset(name for name in cerebras_write.DTYPES if name not in cerebras_write.STORED)
 
 
-def _check(dataset: Dataset) -> None:
+def _check_dataset(dataset: ForeignDataset) -> None:
     handle, raw = dataset.handle, dataset.source.raw
     if handle.external or handle.is_virtual:
         raise CorruptError(f"{dataset.path}: its values are in other files, which are not followed")
-    wanted = dataset.elements * handle.id.get_type().get_size()
+    wanted = dataset.element_count * handle.id.get_type().get_size()
     if wanted > MOST_EXPANSION * raw.size_bytes + FREE_BYTES:
         raise CorruptError(
             f"{dataset.path}: {dataset.shape} of {dataset.dtype} in a file of only {raw.size_bytes} bytes"
@@ -155,7 +157,7 @@ def _check(dataset: Dataset) -> None:
         raw.promise(max(0, wanted - written), dataset.path)  # what was never written is one value, many times
 
 
-def _find(source: _Source, path: str) -> Dataset:
+def _find_dataset(source: _ForeignFile, path: str) -> ForeignDataset:
     """The dataset at `path`, reached by hard links alone."""
     place, parts = source.file, [part for part in path.split("/") if part not in ("", ".")]  # as HDF5 reads paths
     for part in parts or [path]:
@@ -166,10 +168,10 @@ def _find(source: _Source, path: str) -> Dataset:
         place = place[part]
     if not isinstance(place, h5py.Dataset):
         raise CorruptError(f"{path[:200]}: a group where a dataset should be")
-    return Dataset(source, place, "/".join(parts))
+    return ForeignDataset(source, place, "/".join(parts))
 
 
-def _stale(source: _Source, verify: bool) -> HDF5File | None:
+def _open_moved(source: _ForeignFile, verify: bool) -> IndexedFile | None:
     """Our own index where another program has moved the data: what it says is kept, the places are looked up.
 
     None where there is none, or where that program has changed more than places. Raises CorruptError for a damaged one.
@@ -177,11 +179,11 @@ def _stale(source: _Source, verify: bool) -> HDF5File | None:
     raw = source.raw
     if source.file.get(cerebras_write.INDEX, getlink=True) is None:
         return None
-    index = moved_index(_find(source, cerebras_write.INDEX).value().tobytes(), raw.path.name)
+    index = moved_index(_find_dataset(source, cerebras_write.INDEX).read_value().tobytes(), raw.path.name)
     rows, readers = {}, {}
     for name, spec in index.specs.items():
         try:
-            dataset = _find(source, "/".join(cerebras_write.dataset_path(name)))
+            dataset = _find_dataset(source, "/".join(cerebras_write.dataset_path(name)))
         except CorruptError:
             return None
         size = TYPES[cerebras_write.stored_type(spec.dtype)][0]
@@ -189,26 +191,28 @@ def _stale(source: _Source, verify: bool) -> HDF5File | None:
         if not same:
             return None
         if dataset.start is None and spec.size_bytes:
-            readers[name] = _converter(spec.dtype, dataset)
+            readers[name] = _converting_reader(spec.dtype, dataset)
         rows[name] = [*index.rows[name][:2], dataset.start or 0, *index.rows[name][3:5]]
-    return _opened(source, Index(rows, index.root, index.metadata), readers, verify)
+    return _indexed_file(source, TensorIndex(rows, index.root, index.metadata), readers, verify)
 
 
-def _opened(source: _Source, index: Index, readers: Mapping[str, Any], verify: bool = False) -> HDF5File:
-    result = HDF5File(source.raw, index, verify)
+def _indexed_file(
+    source: _ForeignFile, index: TensorIndex, readers: Mapping[str, Any], verify: bool = False
+) -> IndexedFile:
+    result = IndexedFile(source.raw, index, verify)
     result.readers, result.library = dict(readers), source.file
     if not readers:
         source.probe.close()
     return result
 
 
-def _cerebras(source: _Source) -> HDF5File:
-    reader = Reader(source.file.attrs, lambda path: _find(source, path))
-    root = reader.read()
-    return _assemble(source, root, reader.leaves)
+def _open_cerebras(source: _ForeignFile) -> IndexedFile:
+    reader = CerebrasReader(source.file.attrs, lambda path: _find_dataset(source, path))
+    root = reader.read_tree()
+    return _assemble_file(source, root, reader.leaves)
 
 
-def _assemble(source: _Source, root: Node, leaves: list[Stored]) -> HDF5File:
+def _assemble_file(source: _ForeignFile, root: Node, leaves: list[StoredLeaf]) -> IndexedFile:
     rows: dict[str, Any] = {}
     readers: dict[str, Any] = {}
     for leaf in leaves:
@@ -220,24 +224,24 @@ def _assemble(source: _Source, root: Node, leaves: list[Stored]) -> HDF5File:
             source.raw.promise(math.prod(shape) * ITEM_BYTES[leaf.dtype or ""], leaf.name)
         start = None if dataset is None else dataset.start
         rows[leaf.name] = [leaf.dtype or dataset.dtype.name, shape, start or 0, "", len(rows)]
-        reader = _reader(leaf, dataset)
+        reader = _leaf_reader(leaf, dataset)
         if reader is not None:
             readers[leaf.name] = reader
-    return _opened(source, Index(rows, root, {}), readers)
+    return _indexed_file(source, TensorIndex(rows, root, {}), readers)
 
 
-def _reader(leaf: Stored, dataset: Any) -> Any:
+def _leaf_reader(leaf: StoredLeaf, dataset: Any) -> Any:
     """How to read what cannot be mapped; None for what can."""
     if dataset is None:
-        return _filler(leaf)
+        return _constant_reader(leaf)
     if leaf.dtype is None:
-        return dataset.rows
-    return None if _same_bytes(leaf.dtype, dataset) else _converter(leaf.dtype, dataset)
+        return dataset.read_elements
+    return None if _same_bytes(leaf.dtype, dataset) else _converting_reader(leaf.dtype, dataset)
 
 
-def _same_bytes(dtype: str, dataset: Dataset) -> bool:
+def _same_bytes(dtype: str, dataset: ForeignDataset) -> bool:
     """True when the file's own bytes are those of torch's `dtype`, and lie in one run."""
-    if dataset.start is None and dataset.elements:
+    if dataset.start is None and dataset.element_count:
         return False
     kind = dataset.torch_type
     return kind == dtype or (dtype in cerebras_write.STORED and kind in _bit_types(dtype))
@@ -248,52 +252,52 @@ def _bit_types(dtype: str) -> tuple[str, ...]:
     return {1: ("uint8", "int8"), 2: ("int16", "uint16"), 4: ("uint32", "int32")}[size]
 
 
-def _converter(dtype: str, dataset: Dataset) -> Any:
+def _converting_reader(dtype: str, dataset: ForeignDataset) -> Any:
     wanted = getattr(torch, dtype, None)
     if not isinstance(wanted, torch.dtype):
         raise CorruptError(f"{dataset.path}: labelled {dtype!r}, which is no type of torch")
 
-    def convert(start: int, stop: int) -> torch.Tensor:
-        tensor = hdf5_file.as_tensor(dataset.rows(start, stop))
+    def convert_elements(start: int, stop: int) -> torch.Tensor:
+        tensor = hdf5_file.as_tensor(dataset.read_elements(start, stop))
         if dtype in cerebras_write.STORED and dataset.torch_type in _bit_types(dtype):
             return tensor.view(wanted)
         return tensor.to(wanted)
 
-    return convert
+    return convert_elements
 
 
-def _filler(leaf: Stored) -> Any:
+def _constant_reader(leaf: StoredLeaf) -> Any:
     dtype = getattr(torch, leaf.dtype or "")
     return lambda start, stop: torch.full((stop - start,), leaf.fill or 0, dtype=dtype)
 
 
-def _plain(source: _Source) -> HDF5File:
+def _open_plain(source: _ForeignFile) -> IndexedFile:
     """A file that says nothing of objects: groups are dicts, datasets are tensors or arrays, strings are strings."""
-    leaves: list[Stored] = []
-    root = _group(source, source.file, "", (), leaves)
-    return _assemble(source, root, leaves)
+    leaves: list[StoredLeaf] = []
+    root = _group_node(source, source.file, "", (), leaves)
+    return _assemble_file(source, root, leaves)
 
 
-def _group(source: _Source, group: Any, path: str, above: tuple[Any, ...], leaves: list[Stored]) -> Node:
+def _group_node(source: _ForeignFile, group: Any, path: str, above: tuple[Any, ...], leaves: list[StoredLeaf]) -> Node:
     here = h5py.h5o.get_info(group.id).addr
     if here in above or len(above) > MOST_LEVELS:
         raise CorruptError(f"{path}: links that lead in circles")
     keys, children = [], []
     for name in group:
-        source.visit()
+        source.count_visit()
         place = f"{path}/{name}".lstrip("/")
-        item, real = _followed(source, group, path, name)
+        item, real = _follow_link(source, group, path, name)
         keys.append(Node("value", name))
         is_group = isinstance(item, h5py.Group)
         children.append(
-            _group(source, item, place, (*above, here), leaves)
+            _group_node(source, item, place, (*above, here), leaves)
             if is_group
             else _plain_leaf(source, item, real, place, leaves)
         )
     return Node("dict", None, tuple(keys), tuple(children))
 
 
-def _followed(source: _Source, group: Any, path: str, name: str, hops: int = 0) -> tuple[Any, str]:
+def _follow_link(source: _ForeignFile, group: Any, path: str, name: str, hops: int = 0) -> tuple[Any, str]:
     """What `name` in `group`, which is at `path`, is in the end, and its path by hard links.
 
     Soft links are walked part by part, since any part may be a link to another file.
@@ -312,26 +316,26 @@ def _followed(source: _Source, group: Any, path: str, name: str, hops: int = 0) 
     item, at = (source.file, "") if link.path.startswith("/") else (group, path)
     for part in link.path.split("/"):
         if part not in ("", "."):
-            source.visit()
-            item, at = _followed(source, item, at, part, hops + 1)
+            source.count_visit()
+            item, at = _follow_link(source, item, at, part, hops + 1)
     return item, at
 
 
-def _plain_leaf(source: _Source, item: Any, real: str, path: str, leaves: list[Stored]) -> Node:
+def _plain_leaf(source: _ForeignFile, item: Any, real: str, path: str, leaves: list[StoredLeaf]) -> Node:
     if not isinstance(item, h5py.Dataset):
         raise CorruptError(f"{path}: neither a group nor a dataset")
-    dataset = Dataset(source, item, real)
+    dataset = ForeignDataset(source, item, real)
     if dataset.shape is None:
         return Node("value", None)
     if h5py.check_string_dtype(dataset.dtype) is not None:
-        text = dataset.text()
-        return _texts(text) if dataset.shape else Node("value", text)
+        text = dataset.read_text()
+        return _text_node(text) if dataset.shape else Node("value", text)
     if dataset.dtype.hasobject:
         raise CorruptError(f"{path}: values of HDF5 type {dataset.dtype}, which cannot be kept")
-    leaves.append(Stored(path, dataset.torch_type, dataset))
+    leaves.append(StoredLeaf(path, dataset.torch_type, dataset))
     index = len(leaves) - 1
     return Node("tensor", index) if dataset.torch_type else Node("array", (index, None, ()))
 
 
-def _texts(value: Any) -> Node:
-    return Node("list", None, (), tuple(map(_texts, value))) if isinstance(value, list) else Node("value", value)
+def _text_node(value: Any) -> Node:
+    return Node("list", None, (), tuple(map(_text_node, value))) if isinstance(value, list) else Node("value", value)

@@ -22,10 +22,10 @@ from ft_ckpt.formats.hdf5 import cerebras_write
 from ft_ckpt.formats.hdf5 import metadata as hdf5_bytes
 from ft_ckpt.formats.hdf5.index import (
     FOOTER_BYTES,
-    Index,
     Row,
+    TensorIndex,
     flat_tree,
-    footer,
+    index_footer,
     index_text,
     is_flat,
     read_index,
@@ -40,7 +40,7 @@ SIGNATURE = b"\x89HDF\r\n\x1a\n"
 _SMALL_STEP = 64
 
 
-def lay_out(specs: Sequence[Spec], metadata: Mapping[str, str], native_floats: bool = False) -> Layout:
+def lay_out_hdf5(specs: Sequence[Spec], metadata: Mapping[str, str], native_floats: bool = False) -> Layout:
     """The layout of a file that holds `specs` as one flat dict.
 
     `native_floats` gives bfloat16 and float8_e5m2 HDF5's own types, so every reader shows their values. Raises
@@ -50,39 +50,39 @@ def lay_out(specs: Sequence[Spec], metadata: Mapping[str, str], native_floats: b
     if foreign:
         raise SelectionError(f"{listing(foreign, ', ')}: HDF5 files keep no such type here; convert it")
     root = flat_tree(specs)
-    content = cerebras_write.describe(root, specs, native_floats=native_floats)
-    return _lay_out(specs, content, None, dict(metadata))
+    content = cerebras_write.describe_checkpoint(root, specs, native_floats=native_floats)
+    return _hdf5_layout(specs, content, None, dict(metadata))
 
 
-def lay_out_tree(
+def lay_out_hdf5_tree(
     root: Node, leaves: Sequence[Spec], arrays: Sequence[int], native_floats: bool = False
 ) -> tuple[Layout, Sequence[str]]:
     """The layout of a file that holds the object `root`, and the name of each leaf in it."""
-    content = cerebras_write.describe(root, leaves, arrays, native_floats)
+    content = cerebras_write.describe_checkpoint(root, leaves, arrays, native_floats)
     specs = [Spec(name, leaf.shape, leaf.dtype) for name, leaf in zip(content.names, leaves, strict=True)]
-    return _lay_out(specs, content, None if is_flat(root, content.names) else root, {}), content.names
+    return _hdf5_layout(specs, content, None if is_flat(root, content.names) else root, {}), content.names
 
 
-def lay_out_tied(specs: Sequence[Spec], ties: Mapping[str, str], metadata: Mapping[str, str]) -> Layout:
+def lay_out_hdf5_tied(specs: Sequence[Spec], ties: Mapping[str, str], metadata: Mapping[str, str]) -> Layout:
     """The layout of a flat dict in which a tied tensor stands under each of its names; `ties`: alias to kept name."""
     if not ties:
-        return lay_out(specs, metadata)
+        return lay_out_hdf5(specs, metadata)
     places = {spec.name: place for place, spec in enumerate(specs)}
     places |= {name: places[kept] for name, kept in ties.items()}
     keys = tuple(Node("value", name) for name in places)
     root = Node("dict", None, keys, tuple(Node("tensor", place) for place in places.values()))
-    return lay_out_tree(root, specs, ())[0]
+    return lay_out_hdf5_tree(root, specs, ())[0]
 
 
-def rows(specs: Sequence[Spec], order: Sequence[int], starts: Sequence[int], digest: str) -> dict[str, Row]:
-    """The rows of `specs`, in file order, all with one `digest`."""
+def index_rows(specs: Sequence[Spec], order: Sequence[int], starts: Sequence[int], digest: str) -> dict[str, Row]:
+    """The rows of `specs`, in file order, all with one `tensor_digest`."""
     return {
         specs[leaf].name: [specs[leaf].dtype, specs[leaf].shape, start, digest, leaf]
         for leaf, start in zip(order, starts, strict=True)
     }
 
 
-def place(specs: Sequence[Spec], start: int = 0) -> tuple[list[int], list[int], int]:
+def place_tensors(specs: Sequence[Spec], start: int = 0) -> tuple[list[int], list[int], int]:
     """The order of `specs` in the file as indexes, their starts in that order, and the end of the last."""
     large = [index for index, spec in enumerate(specs) if spec.size_bytes >= MAP_BYTES]
     small = [index for index, spec in enumerate(specs) if spec.size_bytes < MAP_BYTES]
@@ -95,38 +95,38 @@ def place(specs: Sequence[Spec], start: int = 0) -> tuple[list[int], list[int], 
     return large + small, starts, at
 
 
-def _lay_out(
+def _hdf5_layout(
     specs: Sequence[Spec], content: cerebras_write.Content, root: Node | None, metadata: Mapping[str, str]
 ) -> Layout:
-    order, starts, end = place(specs)
-    index = Index(rows(specs, order, starts, "0" * 32), root, metadata)
+    order, starts, end = place_tensors(specs)
+    index = TensorIndex(index_rows(specs, order, starts, "0" * 32), root, metadata)
     index_start = end + -end % _SMALL_STEP
     index_bytes = len(index_text(index)) + FOOTER_BYTES
-    datasets = placed(content.datasets, dict(zip(order, starts, strict=True)))
+    datasets = placed_datasets(content.datasets, dict(zip(order, starts, strict=True)))
     datasets.append(index_dataset(index_bytes, index_start))
-    header = hdf5_bytes.header(datasets, content.attributes, index_start + index_bytes)
+    header = hdf5_bytes.hdf5_header(datasets, content.attributes, index_start + index_bytes)
     data_start, size_bytes = len(header), len(header) + index_start + index_bytes
 
-    def trailer(digests: Mapping[str, bytes]) -> bytes:
+    def make_trailer(digests: Mapping[str, bytes]) -> bytes:
         text = index_text(with_digests(index, digests))
-        return text + footer(text, data_start, data_start + index_start, size_bytes)
+        return text + index_footer(text, data_start, data_start + index_start, size_bytes)
 
     ordered = tuple(specs[leaf] for leaf in order)
     return Layout(header, ordered, tuple(data_start + start for start in starts), size_bytes,
-                  data_start + index_start, trailer)  # fmt: skip
+                  data_start + index_start, make_trailer)  # fmt: skip
 
 
-def digest(data: Any) -> str:
+def tensor_digest(data: Any) -> str:
     """The digest of a tensor's bytes."""
     return xxhash.xxh3_128_hexdigest(data)
 
 
-def checksum(data: Any) -> str:
+def chunk_checksum(data: Any) -> str:
     """The digest of a part of a tensor."""
     return xxhash.xxh3_64_hexdigest(data)
 
 
-def placed(datasets: Sequence[hdf5_bytes.Dataset], starts: Mapping[int, int]) -> list[hdf5_bytes.Dataset]:
+def placed_datasets(datasets: Sequence[hdf5_bytes.Dataset], starts: Mapping[int, int]) -> list[hdf5_bytes.Dataset]:
     """`datasets` with the places of their bytes; those without bytes have none."""
     return [
         hdf5_bytes.Dataset(item.path, item.type, item.shape, item.attributes, starts[number])
@@ -141,10 +141,10 @@ def index_dataset(size_bytes: int, start: int) -> hdf5_bytes.Dataset:
     return hdf5_bytes.Dataset((cerebras_write.INDEX,), "u1", (size_bytes,), {}, start)
 
 
-class HDF5File:
+class IndexedFile:
     """An open HDF5 file: `specs` by name, and its `index` with the tree of the object and the names of its leaves."""
 
-    def __init__(self, raw: RawFile, index: Index, verify: bool = False) -> None:
+    def __init__(self, raw: RawFile, index: TensorIndex, verify: bool = False) -> None:
         self.raw, self.index, self.verify = raw, index, verify
         self.readers: dict[str, Callable[[int, int], Any]] = {}  # of those that cannot be mapped
         self.library: Any = None  # h5py's file, where its calls are needed
@@ -160,9 +160,9 @@ class HDF5File:
         Raises CorruptError when the file has changed, is too short or, with `verify`, has another digest.
         """
         with damaged_input(f"{self.raw.path.name}: {name}"):
-            return self._read(name, start, stop)
+            return self._read_elements(name, start, stop)
 
-    def _read(self, name: str, start: int, stop: int | None) -> torch.Tensor:
+    def _read_elements(self, name: str, start: int, stop: int | None) -> torch.Tensor:
         kind, shape, *_ = self.index.rows[name]
         dtype = getattr(torch, kind, None)
         if not isinstance(dtype, torch.dtype):
@@ -172,11 +172,11 @@ class HDF5File:
             self.raw.check()
             tensor = as_tensor(self.readers[name](start, stop)).reshape(-1)
             if whole and self.verify:
-                self._compare(name, tensor)
+                self._verify_digest(name, tensor)
             return tensor
         tensor = self.raw.tensor(self.index.start(name) + start * dtype.itemsize, stop - start, dtype)
         if whole and self.verify:
-            self._compare(name, tensor)
+            self._verify_digest(name, tensor)
         return tensor
 
     @property
@@ -197,13 +197,13 @@ class HDF5File:
         """Raise CorruptError when the file was cut short or written to since it was opened."""
         self.raw.check()
 
-    def array(self, number: int) -> np.ndarray[Any, Any]:
+    def read_array(self, number: int) -> np.ndarray[Any, Any]:
         """The leaf `number` as a numpy array of its own memory."""
         name = self.index.names[number]
         with damaged_input(f"{self.raw.path.name}: {name}"):
-            return self._array(name)
+            return self._stored_array(name)
 
-    def _array(self, name: str) -> np.ndarray[Any, Any]:
+    def _stored_array(self, name: str) -> np.ndarray[Any, Any]:
         if name in self.readers:
             self.raw.check()
             shape = self.index.rows[name][1]
@@ -211,14 +211,14 @@ class HDF5File:
         spec = self.specs[name]
         data = self.raw.bytes(self.index.start(name), spec.size_bytes)
         if self.verify:
-            self._compare(name, torch.frombuffer(data, dtype=torch.uint8) if data else torch.empty(0))
+            self._verify_digest(name, torch.frombuffer(data, dtype=torch.uint8) if data else torch.empty(0))
         return np.frombuffer(data, np.dtype(spec.dtype)).reshape(spec.shape)
 
     def close(self) -> None:
         """Let go of the file."""
         self.raw.close()
 
-    def _compare(self, name: str, tensor: torch.Tensor) -> None:
+    def _verify_digest(self, name: str, tensor: torch.Tensor) -> None:
         known = self.index.rows[name][3]
         data: Any = tensor.view(torch.uint8).numpy() if tensor.numel() else b""
         if known and xxhash.xxh3_128_hexdigest(data) != known:
@@ -234,7 +234,7 @@ def as_tensor(values: Any) -> torch.Tensor:
     return torch.from_numpy(np.asarray(values).astype(values.dtype.newbyteorder("=")))
 
 
-def open_file(path: Path, mapped: bool = True, verify: bool = False) -> HDF5File:
+def open_hdf5(path: Path, mapped: bool = True, verify: bool = False) -> IndexedFile:
     """Open an HDF5 file: ours, a Cerebras checkpoint, or any other of plain datasets and groups.
 
     Raises CorruptError when it is damaged, incomplete, or leads outside itself.
@@ -242,12 +242,12 @@ def open_file(path: Path, mapped: bool = True, verify: bool = False) -> HDF5File
     raw = RawFile(path, mapped)
     index = read_index(raw)
     if index is not None:
-        file = HDF5File(raw, index, verify)
+        file = IndexedFile(raw, index, verify)
         if any(len(row) > 5 for row in index.rows.values()):
-            from ft_ckpt.formats.hdf5.chunks import readers  # which needs the filters' package
+            from ft_ckpt.formats.hdf5.chunks import chunk_readers  # which needs the filters' package
 
-            file.readers = readers(raw, index)
+            file.readers = chunk_readers(raw, index)
         return file
-    from ft_ckpt.formats.hdf5.foreign import walk  # brings h5py, which a file of ours does not need
+    from ft_ckpt.formats.hdf5.foreign import open_foreign  # brings h5py, which a file of ours does not need
 
-    return walk(raw, verify)
+    return open_foreign(raw, verify)

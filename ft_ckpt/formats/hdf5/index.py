@@ -1,7 +1,7 @@
 """The index that ends an HDF5 file of ours: which tensors there are, where, with which digests, and of which object.
 
 It is JSON, and a footer of 64 bytes that proves that nothing has moved. What comes from a file is checked as a whole
-when it is read, so that whoever uses an `Index` can rely on its rows and its tree.
+when it is read, so that whoever uses an `TensorIndex` can rely on its rows and its tree.
 """
 
 import json
@@ -17,7 +17,7 @@ from ft_ckpt.errors import CorruptError, damaged_input, listing
 from ft_ckpt.formats.layout import ITEM_BYTES, Spec
 from ft_ckpt.formats.mapped_file import RawFile
 from ft_ckpt.formats.pytree import Node
-from ft_ckpt.formats.pytree_json import decode, encode
+from ft_ckpt.formats.pytree_json import decode_node, encode_node
 
 _MAGIC = b"ft_ckpt1"
 _FOOTER = "<8sQQQ16s8x"  # magic, data start, index start, file size, digest of the JSON; then the digest of these
@@ -29,7 +29,7 @@ Row = Sequence[Any]  # of the index: torch's dtype, shape, start (from the data 
 
 
 @dataclass(frozen=True)
-class Index:
+class TensorIndex:
     """What the index says: a row for each tensor, in file order; the tree (None: a flat dict); the metadata."""
 
     rows: Mapping[str, Row]
@@ -73,27 +73,27 @@ def is_flat(root: Node, names: Sequence[str]) -> bool:
     return root.kind == "dict" and keys == list(names) and children == [("tensor", i) for i in range(len(names))]
 
 
-def with_digests(index: Index, digests: Mapping[str, bytes]) -> Index:
+def with_digests(index: TensorIndex, digests: Mapping[str, bytes]) -> TensorIndex:
     """`index` with the digests of what was written; what is compressed has its own already."""
     final = {name: row if len(row) > 5 else [*row[:3], digests[name].hex(), row[4]] for name, row in index.rows.items()}
-    return Index(final, index.root, index.metadata)
+    return TensorIndex(final, index.root, index.metadata)
 
 
-def index_text(index: Index) -> bytes:
+def index_text(index: TensorIndex) -> bytes:
     """The index as JSON, of the same length whatever the digests are."""
     whole = {"ft_index": 1, "metadata": index.metadata, "tensors": index.rows}
     if index.root is not None:
-        whole["tree"] = encode(index.root)
+        whole["tree"] = encode_node(index.root)
     return json.dumps(whole, separators=(",", ":")).encode()
 
 
-def footer(text: bytes, data_start: int, index_start: int, file_bytes: int) -> bytes:
+def index_footer(text: bytes, data_start: int, index_start: int, file_bytes: int) -> bytes:
     """What follows the JSON and proves that nothing has moved."""
     known = struct.pack(_FOOTER, _MAGIC, data_start, index_start, file_bytes, xxhash.xxh3_128_digest(text))
     return known + xxhash.xxh3_64_digest(known)
 
 
-def read_index(raw: RawFile, end: int | None = None) -> Index | None:
+def read_index(raw: RawFile, end: int | None = None) -> TensorIndex | None:
     """The index whose footer ends at byte `end` (default: of the file). None when there is none to be trusted.
 
     Raises CorruptError when it is where it should be but damaged.
@@ -101,7 +101,7 @@ def read_index(raw: RawFile, end: int | None = None) -> Index | None:
     end = raw.size_bytes if end is None else end
     if end < FOOTER_BYTES:
         return None
-    known = _footer(bytes(raw.bytes(end - FOOTER_BYTES, FOOTER_BYTES)))
+    known = _parse_footer(bytes(raw.bytes(end - FOOTER_BYTES, FOOTER_BYTES)))
     if known is None:
         return None
     data_start, start, file_bytes, digest = known
@@ -110,25 +110,25 @@ def read_index(raw: RawFile, end: int | None = None) -> Index | None:
     return parse_index(bytes(raw.bytes(start, end - FOOTER_BYTES - start)), digest, data_start, raw.path.name)
 
 
-def moved_index(data: bytes, source: str) -> Index:
+def moved_index(data: bytes, source: str) -> TensorIndex:
     """The index in the bytes of its dataset, wherever that is now; its places are worthless.
 
     Raises CorruptError when it is damaged: then the file is, and what it says without an index is no better.
     """
-    known = _footer(data[-FOOTER_BYTES:])
+    known = _parse_footer(data[-FOOTER_BYTES:])
     if known is None:
         raise CorruptError(f"{source}: its index is damaged; use another copy of the file")
     return parse_index(data[:-FOOTER_BYTES], known[3], 0, source)
 
 
-def _footer(tail: bytes) -> tuple[int, int, int, bytes] | None:
+def _parse_footer(tail: bytes) -> tuple[int, int, int, bytes] | None:
     if len(tail) != FOOTER_BYTES or xxhash.xxh3_64_digest(tail[:-8]) != tail[-8:]:
         return None
     magic, *known = struct.unpack(_FOOTER, tail[:-8])
     return tuple(known) if magic == _MAGIC else None
 
 
-def parse_index(text: bytes, digest: bytes, data_start: int, source: str) -> Index:
+def parse_index(text: bytes, digest: bytes, data_start: int, source: str) -> TensorIndex:
     """The index in `text`, places counted from the start of the file. Raises CorruptError, naming `source`."""
     if xxhash.xxh3_128_digest(text) != digest:
         raise CorruptError(f"{source}: its index is damaged (digest differs); use another copy of the file")
@@ -136,14 +136,14 @@ def parse_index(text: bytes, digest: bytes, data_start: int, source: str) -> Ind
         whole = json.loads(text)
         if whole["ft_index"] != 1:
             raise CorruptError(f"{source}: an index of version {whole['ft_index']!r:.20}; upgrade ft_ckpt")
-        root = decode(whole["tree"]) if "tree" in whole else None
+        root = decode_node(whole["tree"]) if "tree" in whole else None
         metadata = {str(key): str(value) for key, value in whole["metadata"].items()}
-        index = Index(whole["tensors"], root, metadata, data_start)
+        index = TensorIndex(whole["tensors"], root, metadata, data_start)
         check_index(index, source)
     return index
 
 
-def check_index(index: Index, source: str) -> None:
+def check_index(index: TensorIndex, source: str) -> None:
     """Raise CorruptError where the rows of an index are no tensors, or its tree asks for others than it has."""
     count = len(index.rows)
     if sorted([row[4] for row in index.rows.values()]) != list(range(count)):

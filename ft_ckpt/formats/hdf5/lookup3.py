@@ -22,57 +22,57 @@ def lookup3(strings: Sequence[bytes]) -> Words:
     sums = np.zeros(len(strings), np.uint32)
     for length, indexes in lengths.items():
         same = [strings[index] for index in indexes]
-        sums[indexes] = _together(same, length) if len(same) >= _MANY else [_one(data) for data in same]
+        sums[indexes] = _hash_together(same, length) if len(same) >= _MANY else [_hash_one(data) for data in same]
     return sums
 
 
-def _words(strings: Sequence[bytes], length: int) -> Words:
+def _padded_words(strings: Sequence[bytes], length: int) -> Words:
     padding = bytes(-length % 12)
     return np.frombuffer(b"".join(data + padding for data in strings), "<u4").reshape(len(strings), -1)
 
 
-def _together(strings: Sequence[bytes], length: int) -> Words:
+def _hash_together(strings: Sequence[bytes], length: int) -> Words:
     a: Words = np.full(len(strings), (0xDEADBEEF + length) & _MASK, np.uint32)
     b: Words = a.copy()
     c: Words = a.copy()
-    words = _words(strings, length)
+    words = _padded_words(strings, length)
     for at in range(0, words.shape[1], 3):
         a, b, c = a + words[:, at], b + words[:, at + 1], c + words[:, at + 2]
-        a, b, c = _mix(a, b, c) if at + 3 < words.shape[1] else _final(a, b, c)
+        a, b, c = _mix_words(a, b, c) if at + 3 < words.shape[1] else _final_mix(a, b, c)
     return c
 
 
-def _turn(value: Words, bits: int) -> Words:
+def _rotate_left(value: Words, bits: int) -> Words:
     turned: Words = (value << np.uint32(bits)) | (value >> np.uint32(32 - bits))
     return turned
 
 
-def _mix(a: Words, b: Words, c: Words) -> tuple[Words, Words, Words]:
+def _mix_words(a: Words, b: Words, c: Words) -> tuple[Words, Words, Words]:
     for bits in (4, 6, 8):
-        a = (a - c) ^ _turn(c, bits)
+        a = (a - c) ^ _rotate_left(c, bits)
         c = c + b
         a, b, c = b, c, a
     for bits in (16, 19, 4):
-        a = (a - c) ^ _turn(c, bits)
+        a = (a - c) ^ _rotate_left(c, bits)
         c = c + b
         a, b, c = b, c, a
     return a, b, c
 
 
-def _final(a: Words, b: Words, c: Words) -> tuple[Words, Words, Words]:
+def _final_mix(a: Words, b: Words, c: Words) -> tuple[Words, Words, Words]:
     for bits in (14, 11, 25, 16, 4, 14, 24):
-        c = (c ^ b) - _turn(b, bits)
+        c = (c ^ b) - _rotate_left(b, bits)
         a, b, c = b, c, a
     return c, a, b
 
 
-def _one(data: bytes) -> int:
+def _hash_one(data: bytes) -> int:
     """The hash of one string, in plain integers."""
     a: int
     b: int
     c: int
     a = b = c = (0xDEADBEEF + len(data)) & _MASK
-    words: list[int] = _words([data], len(data))[0].tolist()
+    words: list[int] = _padded_words([data], len(data))[0].tolist()
     if not words:
         return c
     for at in range(0, len(words) - 3, 3):

@@ -41,23 +41,23 @@ class Probe:
                 f"{source}: not opened, since no process could be started to try it ({error})"
             ) from error
         self.pipes = [pipe.fileno() for pipe in (self.child.stdin, self.child.stdout) if pipe is not None]
-        self._end = weakref.finalize(self, _end, self.child)
-        while (said := self._take(1 << 16)).strip(b".") == b"":
+        self._end = weakref.finalize(self, _end_process, self.child)
+        while (said := self._read_some(1 << 16)).strip(b".") == b"":
             pass
         if said.strip(b".") != _DONE:
-            raise self._trouble("said what it never says")
+            raise self._process_error("said what it never says")
 
     def read(self, path: str, first: int | None = None, last: int | None = None) -> bytearray:
         """The bytes of the dataset at `path`, or of its rows [first, last); of texts, JSON of them all."""
         try:
             os.write(self.pipes[0], json.dumps([path, first, last]).encode() + b"\n")
         except OSError as error:
-            raise self._trouble("is gone") from error
-        (size,) = _HEAD.unpack(self._exactly(_HEAD.size))
+            raise self._process_error("is gone") from error
+        (size,) = _HEAD.unpack(self._read_exactly(_HEAD.size))
         failed = size == _FAILED
         if failed:
-            (size,) = _HEAD.unpack(self._exactly(_HEAD.size))
-        found = self._exactly(size)
+            (size,) = _HEAD.unpack(self._read_exactly(_HEAD.size))
+        found = self._read_exactly(size)
         if failed:
             raise CorruptError(f"{self.source}: {path} cannot be read ({found.decode(errors='replace')})")
         return found
@@ -66,22 +66,22 @@ class Probe:
         """End it."""
         self._end()
 
-    def _exactly(self, size: int) -> bytearray:
+    def _read_exactly(self, size: int) -> bytearray:
         data = bytearray()
         while len(data) < size:
-            data += self._take(min(size - len(data), 1 << 20))
+            data += self._read_some(min(size - len(data), 1 << 20))
         return data
 
-    def _take(self, most: int) -> bytes:
+    def _read_some(self, most: int) -> bytes:
         """The next bytes it says."""
         if not select.select([self.pipes[1]], [], [], _SILENT_SECONDS)[0]:
-            raise self._trouble(f"gave no sign of life for {_SILENT_SECONDS} seconds")
+            raise self._process_error(f"gave no sign of life for {_SILENT_SECONDS} seconds")
         data = os.read(self.pipes[1], most)
         if not data:
-            raise self._trouble("")
+            raise self._process_error("")
         return data
 
-    def _trouble(self, found: str) -> CorruptError:
+    def _process_error(self, found: str) -> CorruptError:
         if not found:
             code = self.child.wait()
             found = f"ended with {f'signal {-code}' if code < 0 else f'code {code}'}"
@@ -91,7 +91,7 @@ class Probe:
         )
 
 
-def _end(child: subprocess.Popen[bytes]) -> None:
+def _end_process(child: subprocess.Popen[bytes]) -> None:
     child.kill()
     for pipe in (child.stdin, child.stdout):
         if pipe is not None:
@@ -102,56 +102,56 @@ def _end(child: subprocess.Popen[bytes]) -> None:
 # What follows runs in the other process.
 
 
-def _alive() -> None:
+def _begin_step() -> None:
     """Another step begins."""
     import resource
 
     used = resource.getrusage(resource.RUSAGE_SELF)
-    _limit(resource.RLIMIT_CPU, int(used.ru_utime + used.ru_stime) + 1 + STEP_SECONDS)
+    _limit_resource(resource.RLIMIT_CPU, int(used.ru_utime + used.ru_stime) + 1 + STEP_SECONDS)
 
 
-def _limit(what: int, value: int) -> None:
+def _limit_resource(what: int, value: int) -> None:
     import resource
 
     hard = resource.getrlimit(what)[1]
     resource.setrlimit(what, (value if hard == resource.RLIM_INFINITY else min(value, hard), hard))
 
 
-def _touch(item: Any, h5py: Any, seen: set[Any]) -> None:
+def _touch_object(item: Any, h5py: Any, seen: set[Any]) -> None:
     """Everything about `item` and what is below it, each object once; errors are for the walk to tell."""
     os.write(1, b".")
-    _alive()
+    _begin_step()
     if item.id in seen:
         return
     seen.add(item.id)
-    for name in _quietly(lambda: list(item.attrs)) or ():
-        _quietly(lambda name=name: item.attrs[name])
+    for name in _ask_quietly(lambda: list(item.attrs)) or ():
+        _ask_quietly(lambda name=name: item.attrs[name])
     if isinstance(item, h5py.Dataset):
         for fact in (lambda: item.shape, lambda: item.dtype, lambda: item.external, lambda: item.is_virtual,
                      lambda: item._filters, item.id.get_offset, item.id.get_storage_size,
                      lambda: item.chunks and item.id.get_num_chunks()):  # fmt: skip
-            _quietly(fact)
+            _ask_quietly(fact)
     elif isinstance(item, h5py.Group):
-        for name in _quietly(lambda: list(item)) or ():
-            link = _quietly(lambda name=name: item.get(name, getlink=True))
+        for name in _ask_quietly(lambda: list(item)) or ():
+            link = _ask_quietly(lambda name=name: item.get(name, getlink=True))
             if isinstance(link, h5py.HardLink):  # other links lead anywhere
-                below = _quietly(lambda name=name: item[name])
+                below = _ask_quietly(lambda name=name: item[name])
                 if below is not None:
-                    _touch(below, h5py, seen)
+                    _touch_object(below, h5py, seen)
 
 
-def _quietly(ask: Any) -> Any:
+def _ask_quietly(ask: Any) -> Any:
     try:
         return ask()
     except Exception:  # noqa: BLE001 - whatever it is, the walk will meet it too
         return None
 
 
-def _answer(file: Any, h5py: Any, request: bytes) -> bytes:
+def _answer_request(file: Any, h5py: Any, request: bytes) -> bytes:
     path, first, last = json.loads(request)
     dataset = file[path]
     if set(dataset._filters) - {"gzip", "shuffle", "fletcher32", "lzf"}:  # h5py's only way to see filters by number
-        _quietly(lambda: __import__("hdf5plugin"))  # which tells the HDF5 library of its filters
+        _ask_quietly(lambda: __import__("hdf5plugin"))  # which tells the HDF5 library of its filters
     if h5py.check_string_dtype(dataset.dtype) is not None:
         return json.dumps(dataset.asstr(errors="surrogateescape")[()].tolist()
                           if dataset.shape else dataset.asstr(errors="surrogateescape")[()]).encode()  # fmt: skip
@@ -160,11 +160,11 @@ def _answer(file: Any, h5py: Any, request: bytes) -> bytes:
     return found
 
 
-def _serve(file: Any, h5py: Any) -> None:
+def _serve_values(file: Any, h5py: Any) -> None:
     for request in sys.stdin.buffer:
-        _alive()
+        _begin_step()
         try:
-            found = _answer(file, h5py, request)
+            found = _answer_request(file, h5py, request)
             head = _HEAD.pack(len(found))
         except Exception as error:  # noqa: BLE001 - told to the one who asks
             found = f"{type(error).__name__}: {error}"[:500].encode(errors="replace")
@@ -174,22 +174,22 @@ def _serve(file: Any, h5py: Any) -> None:
             left = left[os.write(1, left) :]
 
 
-def main(path: str) -> None:
+def serve_file(path: str) -> None:
     """Touch everything in the file at `path`, then read of it what is asked for."""
     import resource
 
     import h5py
 
-    _limit(resource.RLIMIT_AS, _MOST_MEMORY_BYTES)
-    _limit(resource.RLIMIT_CORE, 0)
-    _alive()
-    file = _quietly(lambda: h5py.File(path, "r", locking=False))
+    _limit_resource(resource.RLIMIT_AS, _MOST_MEMORY_BYTES)
+    _limit_resource(resource.RLIMIT_CORE, 0)
+    _begin_step()
+    file = _ask_quietly(lambda: h5py.File(path, "r", locking=False))
     if file is not None:
-        _touch(file, h5py, set())
+        _touch_object(file, h5py, set())
     os.write(1, _DONE)
     if file is not None:
-        _serve(file, h5py)
+        _serve_values(file, h5py)
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    serve_file(sys.argv[1])
