@@ -204,11 +204,11 @@ import resource, sys
 from contextlib import closing
 from pathlib import Path
 from ft_ckpt.files.convert import open_source
-from ft_ckpt.files.diff import compare
+from ft_ckpt.files.diff import compare_files
 one, other = map(Path, sys.argv[1:])
 with closing(open_source(one)) as one, closing(open_source(other)) as other:
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    (found,) = compare(one, other)
+    (found,) = compare_files(one, other)
     assert found.changed == 1 and found.sums.largest == 1.0
     print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
 """
