@@ -16,7 +16,7 @@ from ft_ckpt.distributed.ranks import Ranks, attempt, current
 from ft_ckpt.errors import CheckpointError, ConfigError, RankError, listing
 from ft_ckpt.saver import CheckpointSaver, open_savers
 from ft_ckpt.schedule import Every
-from ft_ckpt.training.run import Run
+from ft_ckpt.training.run import TrainingRun
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -59,44 +59,44 @@ def checkpoint_closure(
         raise ConfigError(f"checkpoint_closure: {listing(problems)}")
 
     def decorate(inner: Callable[..., Any]) -> Callable[..., Any]:
-        pace = _Pace(f"{getattr(inner, '__name__', type(inner).__name__)}()", every, total_steps, saver)
+        scheduled = _ClosureSchedule(f"{getattr(inner, '__name__', type(inner).__name__)}()", every, total_steps, saver)
 
         @wraps(inner)
         def call(*args: Any, **kwargs: Any) -> Any:
-            return pace.call(lambda: inner(*args, **kwargs))
+            return scheduled.call_if_due(lambda: inner(*args, **kwargs))
 
         return call
 
     return decorate if function is None else decorate(function)
 
 
-class _Pace:
+class _ClosureSchedule:
     """Where one function's loop is, and when the function runs."""
 
     def __init__(self, name: str, every: Every | None, total_steps: int | None, saver: CheckpointSaver | None) -> None:
         self.name = name
         self._every, self._total_steps, self._saver = every, total_steps, saver
         self._given = saver is not None
-        self._own: Run | None = None  # its steps are the saver's or our calls, its history is ours
+        self._own: TrainingRun | None = None  # its steps are the saver's or our calls, its history is ours
         self._calls = 0
 
-    def call(self, function: Callable[[], Any]) -> Any:
+    def call_if_due(self, function: Callable[[], Any]) -> Any:
         """One more call: what `function` returns when it runs in this one, else None. On every rank."""
         self._refuse_nesting()
         self._find_saver()
         if self._saver is not None and not self._saver._run.is_between_steps:
             return None
-        own = self._counted()
-        reason = own.due({}, self._ranks()) or ("last" if self._is_last(own) else None)
+        own = self._counted_run()
+        reason = own.reason_to_save({}, self._current_ranks()) or ("last" if self._is_last(own) else None)
         return None if reason is None else self._run_everywhere(own, reason, function)
 
-    def _run_everywhere(self, own: Run, reason: str, function: Callable[[], Any]) -> Any:
+    def _run_everywhere(self, own: TrainingRun, reason: str, function: Callable[[], Any]) -> Any:
         """Run `function` on all ranks, when all are here and the weights are in their place."""
-        ranks, before, begun = self._ranks(), own.history, time.monotonic()
-        _, error = attempt(self._settle)
+        ranks, before, begun = self._current_ranks(), own.history, time.monotonic()
+        _, error = attempt(self._restore_shards)
         ranks.agree(self.name, {"step": own.step}, error, same=("step",))
         own.note_saved(reason, {})  # if it fails, it runs again an interval later
-        with _inside(self.name):
+        with _running_closure(self.name):
             result, error = ranks.attempt(function)
         _raise_everywhere(self.name, error, ranks)
         own.history = before
@@ -123,18 +123,18 @@ class _Pace:
             self._saver = found[0]
             self._own = None if _is_stepped(found[0]) else self._own
 
-    def _counted(self) -> Run:
+    def _counted_run(self) -> TrainingRun:
         """Our run at the step that is over now."""
-        step, saver = self._step(), self._saver
+        step, saver = self._current_step(), self._saver
         if self._own is None or step < self._own.step:  # the first call, or the saver was resumed since
-            self._own = self._begin(step)
+            self._own = self._begin_run(step)
         if saver is not None:
             self._own.feeds = saver._run.feeds
         if step > self._own.step:
-            self._own.stepped(step)
+            self._own.note_step(step)
         return self._own
 
-    def _step(self) -> int:
+    def _current_step(self) -> int:
         if self._saver is None or not _is_stepped(self._saver):
             self._calls += 1
             return self._calls
@@ -145,7 +145,7 @@ class _Pace:
             )
         return self._saver._run.step
 
-    def _begin(self, step: int) -> Run:
+    def _begin_run(self, step: int) -> TrainingRun:
         """A run of our own that is one step behind, so that this one may be a checkpoint step."""
         every = self._every or (self._saver.config.every if self._saver is not None else None)
         if every is None and self._total_steps is None:
@@ -153,18 +153,18 @@ class _Pace:
                 f"{self.name}: nothing says when it runs: @checkpoint_closure(every=Every(steps=100)), or a saver "
                 "with every=, open before the first call"
             )
-        if every is not None and every.epochs and (self._saver is None or not self._saver._run.feeds.known):
+        if every is not None and every.epochs and (self._saver is None or not self._saver._run.feeds.known_positions):
             raise ConfigError(
                 f"{self.name}: every.epochs={every.epochs}, but no saver knows the epochs: take the batches from "
                 "saver.remaining(loader), and pass saver="
             )
-        run = Run(None, SaverConfig(every=replace(every or Every(deadline=None), signals=(), best=None)))
+        run = TrainingRun(None, SaverConfig(every=replace(every or Every(deadline=None), signals=(), best=None)))
         of = (run.config.every.epochs if run.config.every is not None else None) or 1
-        epochs = of * self._saver._run.feeds.passes(of, with_last=False) if self._saver is not None else 0
+        epochs = of * self._saver._run.feeds.passes_done(of, with_last=False) if self._saver is not None else 0
         run.step, run.history = step - 1, schedule.started(step - 1, epochs, time.monotonic())
         return run
 
-    def _is_last(self, own: Run) -> bool:
+    def _is_last(self, own: TrainingRun) -> bool:
         done = own.history.saved_step
         if self._total_steps is not None:
             return done < self._total_steps <= own.step
@@ -173,7 +173,7 @@ class _Pace:
             return False
         return done < own.step and bool(feed.at_end) and feed.epoch + 1 >= epochs
 
-    def _settle(self) -> None:
+    def _restore_shards(self) -> None:
         """Let every model that the saver knows put its shards back in place, as looking at them does."""
         if self._saver is None:
             return
@@ -182,8 +182,8 @@ class _Pace:
             if isinstance(model, nn.Module):
                 wrappers.sources(model, allow_meta=True)
 
-    def _ranks(self) -> Ranks:
-        return current() if self._saver is None else self._saver._ranks()
+    def _current_ranks(self) -> Ranks:
+        return current() if self._saver is None else self._saver._current_ranks()
 
 
 def _is_stepped(saver: CheckpointSaver) -> bool:
@@ -191,7 +191,7 @@ def _is_stepped(saver: CheckpointSaver) -> bool:
 
 
 @contextmanager
-def _inside(name: str) -> Iterator[None]:
+def _running_closure(name: str) -> Iterator[None]:
     _at_work.append(name)
     try:
         yield

@@ -18,17 +18,17 @@ from ft_ckpt.config import SaverConfig, make_config, numbers_of
 from ft_ckpt.distributed import wrappers
 from ft_ckpt.distributed.ranks import Ranks, attempt, current
 from ft_ckpt.model.parts import Attribute, is_of_adapters
-from ft_ckpt.saving.background import Pending, PendingSave
-from ft_ckpt.saving.build_manifest import versions
+from ft_ckpt.saving.background import BackgroundSaver, PendingSave
+from ft_ckpt.saving.build_manifest import library_versions
 from ft_ckpt.saving.execute import SaveReport
 from ft_ckpt.saving.plan import check_companions, request_of
 from ft_ckpt.saving.run_saves import RunSaves
 from ft_ckpt.saving.snapshot import as_in_training
 from ft_ckpt.storage.local_disk import local_path
 from ft_ckpt.training import rehearsal, starting
-from ft_ckpt.training.run import Progress, Run
-from ft_ckpt.training.serve_files import facts_of, open_to_all
-from ft_ckpt.training.state_files import Stored
+from ft_ckpt.training.run import Progress, TrainingRun
+from ft_ckpt.training.serve_files import checkpoint_facts, open_to_all
+from ft_ckpt.training.state_files import StoredTensors
 
 __all__ = ["CheckpointSaver", "Progress", "SaveReport"]
 _LOG = logging.getLogger("ft_ckpt")
@@ -57,7 +57,7 @@ class CheckpointSaver:
         **settings: Any,
     ) -> None:
         self.config = make_config(config, settings)
-        self._rehearsal = rehearsal.begun()
+        self._rehearsal = rehearsal.start_recorder()
         directory = directory if self._rehearsal is None else self._rehearsal.directory
         self.accelerator = accelerator
         self.directory = None if directory is None else local_path(directory)
@@ -67,11 +67,11 @@ class CheckpointSaver:
         for model in getattr(accelerator, "_models", None) or ():
             # A template takes its tokens from the tokenizer, which may only come with the call of save().
             check_companions(wrappers.unwrap(model), tokenizer, self.config.chat_template_name if tokenizer else None)
-        self._run = Run(accelerator, self.config)
+        self._run = TrainingRun(accelerator, self.config)
         self._epochs: int | None = None  # that `remaining` was asked for
-        self._pending = Pending(self._run)
+        self._pending = BackgroundSaver(self._run)
         self._saves = RunSaves(self._run, self._pending, self.directory, tokenizer, self._rehearsal is not None)
-        self._run.check()
+        self._run.check_objects()
         self._run.note_base()
         _OPEN.add(self)
 
@@ -114,14 +114,14 @@ class CheckpointSaver:
         given: dict[str, Any] = {"dtype": dtype, "chat_template_name": chat_template_name, "format": format}
         given |= {"compression": compression, "max_shard_size": max_shard_size, "background": background}
         config = replace(self.config, **{name: value for name, value in given.items() if value is not None})
-        facts = self._run.facts(step, numbers_of(metrics or {}))
-        self._pending.settle()
+        facts = self._run.facts_of_save(step, numbers_of(metrics or {}))
+        self._pending.wait_for_save()
         return self._pending.save(
             config,
             lambda: request_of(
                 config,
                 model,
-                self._saves.target(path, step, has_state=False),
+                self._saves.target_folder(path, step, has_state=False),
                 adapter_only=self._is_of_adapters(model, adapter_only, attribute),
                 attribute=attribute,
                 tokenizer=self.tokenizer if tokenizer is None else tokenizer,
@@ -154,14 +154,16 @@ class CheckpointSaver:
         `every` wants at the end of a pass are made there if the loader could not tell which batch is the last; at the
         end of all `epochs` the run is saved, if `every` saves it at all and its last step was not.
         """
-        feed = self._run.feeds.of(loader, self._ranks(), replay)
+        feed = self._run.feeds.position_of(loader, self._current_ranks(), replay)
         self._epochs = epochs or self._epochs
-        if epochs is not None and feed.epoch >= epochs and self._run.resumed_from is not None and self._ranks().leads:
+        is_done = epochs is not None and feed.epoch >= epochs and self._run.resumed_from is not None
+        if is_done and self._current_ranks().leads:
             _LOG.info("the run is finished: %d of %d epochs are done", feed.epoch, epochs)
         while epochs is None or feed.epoch < epochs:
-            feed = self._run.feeds.of(loader, self._ranks(), replay)  # anew: the run may have been taken back
+            # Anew: the run may have been taken back.
+            feed = self._run.feeds.position_of(loader, self._current_ranks(), replay)
             batches = feed.batches()
-            yield from batches if self._rehearsal is None else self._rehearsal.watched(batches)
+            yield from batches if self._rehearsal is None else self._rehearsal.watch_batches(batches)
             if self.config.every is not None and self.config.every.epochs:
                 self._saves.save_if_due({})
             if epochs is None:
@@ -186,11 +188,11 @@ class CheckpointSaver:
         given = numbers_of(metrics or {})
         if not self._run.is_batch_done():
             return None
-        self._run.stepped(step, given)
+        self._run.note_step(step, given)
         report = self._saves.save_if_due(given)
         if self._rehearsal is not None:
-            save, leads = lambda path: self.save_state(path=path, metrics=given), self._ranks().leads
-            self._rehearsal.stepped(self._run.step, given, report is not None, leads, save)
+            save, leads = lambda path: self.save_state(path=path, metrics=given), self._current_ranks().leads
+            self._rehearsal.record_step(self._run.step, given, report is not None, leads, save)
         return report
 
     @as_in_training
@@ -213,7 +215,7 @@ class CheckpointSaver:
         `extra_files` and `background` as for `save`.
         Then what `keep` does not ask for is deleted. Raises what `save` raises.
         """
-        counted = self._run.agreed(numbers_of(metrics or {}), self._ranks())
+        counted = self._run.agree_on_metrics(numbers_of(metrics or {}), self._current_ranks())
         config = self.config if background is None else replace(self.config, background=background)
         self._run.register({**objects, **({} if model is None else {"model": model})})
         return self._saves.save(None, config, path, counted, adapter_only, dict(extra_files or {}))
@@ -223,7 +225,7 @@ class CheckpointSaver:
 
         Raises what that save would have raised. Once is enough: it is over then.
         """
-        return self._pending.settle()
+        return self._pending.wait_for_save()
 
     @as_in_training
     def resume(
@@ -242,15 +244,15 @@ class CheckpointSaver:
         Raises LoadError when something was not restored, NotACheckpointError when there is none to resume from,
         CorruptError naming damaged files and the newest whole checkpoint, RankError when another rank failed.
         """
-        self._pending.settle()
+        self._pending.wait_for_save()
         self.register(**objects)
         with ExitStack() as stack:
-            held, branch = self._opened(starting.mode_of(checkpoint), stack)
+            held, branch = self._open_agreed(starting.parse_mode(checkpoint), stack)
             if held is not None:
-                self._run.report = self._run.reinstate(held, self._ranks(), allow, versions())
-                self._run.branch(branch)
-        if self._ranks().leads:
-            _LOG.info(*_told(self._run.progress, self.directory))
+                self._run.report = self._run.restore_state(held, self._current_ranks(), allow, library_versions())
+                self._run.branch_off(branch)
+        if self._current_ranks().leads:
+            _LOG.info(*_resume_message(self._run.progress, self.directory))
         return self._run.progress
 
     def close(self) -> None:
@@ -258,15 +260,15 @@ class CheckpointSaver:
 
         Where `every` saves the run, its last step is saved first if it was not, unless an exception is on its way.
         """
-        self._end(save=sys.exc_info()[0] is None)
+        self._end_use(save=sys.exc_info()[0] is None)
 
     def _is_of_adapters(self, model: nn.Module, asked: bool | None, attribute: Attribute) -> bool:
         alone = is_of_adapters(model, asked, attribute)
         if alone and attribute is None:
-            self._run.base.refuse_changed(model, self._ranks().rank)
+            self._run.base.refuse_changed(model, self._current_ranks().rank)
         return alone
 
-    def _end(self, *, save: bool) -> None:
+    def _end_use(self, *, save: bool) -> None:
         """Save what is to be saved, and let go of everything, whatever happens."""
         with ExitStack() as stack:
             stack.callback(self._pending.close)
@@ -281,37 +283,37 @@ class CheckpointSaver:
 
     def __exit__(self, kind: object, *_: object) -> None:
         if kind is None:
-            self._end(save=True)
+            self._end_use(save=True)
         else:
-            attempt(lambda: self._end(save=False))  # its error would hide the one that is on its way
+            attempt(lambda: self._end_use(save=False))  # its error would hide the one that is on its way
 
-    def _opened(self, mode: str, stack: ExitStack) -> tuple[OpenCheckpoint | None, str | None]:
+    def _open_agreed(self, mode: str, stack: ExitStack) -> tuple[OpenCheckpoint | None, str | None]:
         """The checkpoint that rank 0 chooses, open on every rank as long as the stack; and the name of the run that
         begins there, if it is another. Collective.
         """
-        ranks = self._ranks()
+        ranks = self._current_ranks()
         held: OpenCheckpoint | None
-        chosen, error = ranks.attempt(lambda: self._chosen(mode, stack) if ranks.leads else None)
+        chosen, error = ranks.attempt(lambda: self._choose_and_open(mode, stack) if ranks.leads else None)
         held, branch = chosen or (None, None)
-        told = {"mode": mode, "found": None if held is None else facts_of(held), "branch": branch}
+        told = {"mode": mode, "found": None if held is None else checkpoint_facts(held), "branch": branch}
         answer = ranks.agree("resume()", told, error, same=("mode",))[0]
         if answer["found"] is not None and ranks.size > 1:
-            deep, reader = self.config.verify_resume, lambda one: Stored(one).read
+            deep, reader = self.config.verify_resume, lambda one: StoredTensors(one).read
             held = open_to_all(held, answer["found"], ranks, stack, deep, reader)
         return held, answer["branch"]
 
-    def _chosen(self, mode: str, stack: ExitStack) -> tuple[OpenCheckpoint | None, str | None]:
+    def _choose_and_open(self, mode: str, stack: ExitStack) -> tuple[OpenCheckpoint | None, str | None]:
         if self.directory is not None:
             clear(self.directory)  # of what saves have left that were killed
             starting.warn_of_others(self.directory, mode)
-        held = stack.enter_context(starting.chosen(self.directory, mode, self.config.verify_resume))
-        return held, None if held is None else starting.branch_of(mode, held.path, held.manifest)
+        held = stack.enter_context(starting.open_chosen(self.directory, mode, self.config.verify_resume))
+        return held, None if held is None else starting.branch_run_id(mode, held.path, held.manifest)
 
-    def _ranks(self) -> Ranks:
+    def _current_ranks(self) -> Ranks:
         return current(self.config.enter_timeout_seconds)
 
 
-def _told(progress: Progress, directory: Path | None) -> tuple[Any, ...]:
+def _resume_message(progress: Progress, directory: Path | None) -> tuple[Any, ...]:
     """What the log says of a resume: a format and its arguments."""
     if progress.resumed_from is None:
         return "a fresh start: nothing was resumed from %s", directory

@@ -109,14 +109,14 @@ class Checkpointed(Trainer):  # type: ignore[misc]  # transformers is not typed
             deque(
                 saver.remaining(self.__loader), 0
             )  # saved at the end of a pass, which ends now: nothing is left of it
-        self.__random = rng.capture()
+        self.__random = rng.capture_generators()
 
     def __begin_pass(self) -> Iterator[Any]:
         assert self.__saver is not None  # noqa: S101 - the only caller has looked
         batches, skip = self.__saver.remaining(self.__loader), self.__skip if self.__path is None else 0
         self.__skip = 0
         if self.__random is not None:  # what came since the resume (callbacks, an evaluation) may have drawn some
-            rng.restore(self.__random)
+            rng.restore_generators(self.__random)
             self.__random = None
         for _ in range(skip):  # resumed the Trainer's way: it puts the random state back after the first batches
             next(batches, None)

@@ -25,8 +25,8 @@ from ft_ckpt.errors import CorruptError, LoadError, ManifestError, NotACheckpoin
 from ft_ckpt.retention import Keep
 from ft_ckpt.training import resume, starting
 from ft_ckpt.training.items import known_sources
-from ft_ckpt.training.serve_files import facts_of, open_to_all
-from ft_ckpt.training.state_files import Stored, opened, read_document
+from ft_ckpt.training.serve_files import checkpoint_facts, open_to_all
+from ft_ckpt.training.state_files import StoredTensors, open_stored_tensors, read_document
 
 _LOG = logging.getLogger("ft_ckpt")
 _NAME = re.compile(r"checkpoint-(\d+)")
@@ -122,7 +122,7 @@ def _problems(path: Path, deep: bool) -> tuple[str, ...]:
 
 def is_resumable(path: Path) -> bool:
     """Whether the checkpoint has a training state of ours."""
-    return (path / MANIFEST_NAME).exists() and starting.is_resumable(read_manifest(path))
+    return (path / MANIFEST_NAME).exists() and starting.has_training_state(read_manifest(path))
 
 
 def load_weights(model: nn.Module, path: Path, deep: bool, ranks: Ranks) -> None:
@@ -138,9 +138,9 @@ def load_weights(model: nn.Module, path: Path, deep: bool, ranks: Ranks) -> None
 
 def _load(model: nn.Module, path: Path, deep: bool, ranks: Ranks, stack: ExitStack) -> None:
     held, error = attempt(lambda: _held(path, deep, stack) if ranks.leads else None)
-    found = ranks.agree("opening the best model", {} if held is None else facts_of(held), error)[0]
-    here = open_to_all(held, found, ranks, stack, deep, lambda one: Stored(one).read)
-    with opened(here) as stored:
+    found = ranks.agree("opening the best model", {} if held is None else checkpoint_facts(held), error)[0]
+    here = open_to_all(held, found, ranks, stack, deep, lambda one: StoredTensors(one).read)
+    with open_stored_tensors(here) as stored:
         outcome = resume.restore_weights(known_sources(model, []), read_document(here.folder), stored)
     if outcome.status != "restored":
         raise LoadError(f"{path}: the best model was not loaded: {outcome.detail}")

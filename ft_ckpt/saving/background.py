@@ -21,22 +21,22 @@ from ft_ckpt.config import SaverConfig
 from ft_ckpt.distributed.ranks import Ranks, attempt, current
 from ft_ckpt.model.conversion import warm_up
 from ft_ckpt.saving import replicas
-from ft_ckpt.saving.execute import SaveReport, compares, run, settled
-from ft_ckpt.saving.move_tensors import all_see
-from ft_ckpt.saving.plan import Prepared, Request
+from ft_ckpt.saving.execute import SaveReport, accept_differences, compares_replicas, run_save
+from ft_ckpt.saving.move_tensors import all_ranks_see
+from ft_ckpt.saving.plan import SavePlan, SaveRequest
 from ft_ckpt.saving.plan_cache import Weighed, planned, weigh
 from ft_ckpt.saving.priority import yield_to_training
-from ft_ckpt.saving.snapshot import Snapshot, owned_by
+from ft_ckpt.saving.snapshot import Snapshot, ids_changed_by_steps
 from ft_ckpt.saving.worker import Worker
 from ft_ckpt.schedule import History, learnt
 from ft_ckpt.training import zero_optimizer
 from ft_ckpt.training.capture import Captured
-from ft_ckpt.training.items import items_of
-from ft_ckpt.training.optimizers import inner
-from ft_ckpt.training.run import Run
+from ft_ckpt.training.items import run_items
+from ft_ckpt.training.optimizers import unwrap_optimizer
+from ft_ckpt.training.run import TrainingRun
 from ft_ckpt.training.structure import Kept, Look
 
-_lanes = count(1)  # alike on all ranks: one is taken where all of them are
+_channels = count(1)  # alike on all ranks: one is taken where all of them are
 
 
 @dataclass(frozen=True, eq=False)
@@ -63,23 +63,23 @@ class PendingSave:
         return self.future.result(timeout)
 
 
-class Pending:
+class BackgroundSaver:
     """The saves in the background of one saver, one in flight."""
 
-    def __init__(self, of: Run) -> None:
+    def __init__(self, of: TrainingRun) -> None:
         self.before: History | None = None  # the run's before the save in flight, if that is one of its states
         self._of = of
         self.snapshot = Snapshot()
         self.kept = Kept()
         self._worker = Worker()
-        self._lane = ""
+        self._channel = ""
         self._looks = 0
         self._shared: dict[Path, bool] = {}  # folder -> whether all ranks see the same files in it
         if of.config.background:
             warm_up()
 
     def save(
-        self, config: SaverConfig, make: Callable[[], Request], then: Callable[[Path], Any] = lambda path: None
+        self, config: SaverConfig, make: Callable[[], SaveRequest], then: Callable[[Path], Any] = lambda path: None
     ) -> SaveReport | PendingSave:
         """Carry out what `make` gives, and call `then` with what was committed; in the background if `config` says so.
 
@@ -88,15 +88,15 @@ class Pending:
         begun, ranks = time.monotonic(), current(config.enter_timeout_seconds)
         request, error = attempt(make)
         if config.background:
-            return self._start(request, error, ranks, config, begun, then)
-        chosen: Prepared | None = None
+            return self._start_in_background(request, error, ranks, config, begun, then)
+        chosen: SavePlan | None = None
         if request is not None:
-            chosen, error = ranks.attempt(lambda: planned(self._looked(request, {}), ranks, config))
-        return _now(request, error, ranks, config, begun, chosen, then)
+            chosen, error = ranks.attempt(lambda: planned(self._look_at_model(request, {}), ranks, config))
+        return _save_now(request, error, ranks, config, begun, chosen, then)
 
-    def _start(
+    def _start_in_background(
         self,
-        request: Request | None,
+        request: SaveRequest | None,
         error: BaseException | None,
         ranks: Ranks,
         config: SaverConfig,
@@ -107,52 +107,56 @@ class Pending:
 
         It would be larger than it may, or tensors must come together from several ranks.
         """
-        request, weighed, possible = self._agreed(request, error, ranks, config)
+        request, weighed, possible = self._agree_on_snapshot(request, error, ranks, config)
         self._looks = 0
         if request is None or weighed is None or not (possible and self._is_shared(request.target.parent, ranks)):
-            report = _now(request, None, ranks, config, begun, None if weighed is None else weighed.as_it_is(), then)
-            return PendingSave(report.path, self._worker.ended(report))
-        self._lane = self._lane or f"background-{next(_lanes)}"
-        ranks = current(config.enter_timeout_seconds, self._lane)
+            report = _save_now(
+                request, None, ranks, config, begun, None if weighed is None else weighed.as_it_is(), then
+            )
+            return PendingSave(report.path, self._worker.finish_at_once(report))
+        self._channel = self._channel or f"background-{next(_channels)}"
+        ranks = current(config.enter_timeout_seconds, self._channel)
         config = replace(config, each_rank_writes="on")
-        _, error = attempt(lambda: self.snapshot.take(weighed.now, weighed.late))
+        _, error = attempt(lambda: self.snapshot.begin_copies(weighed.now, weighed.late))
         try:
-            job = partial(self._finish, request, error, ranks, config, begun, weighed, then)
-            return PendingSave(request.target, self._worker.start(job))
+            job = partial(self._finish_in_thread, request, error, ranks, config, begun, weighed, then)
+            return PendingSave(request.target, self._worker.start_job(job))
         except BaseException:
-            self.snapshot.drop()
+            self.snapshot.drop_copies()
             raise
 
-    def _agreed(
-        self, request: Request | None, error: BaseException | None, ranks: Ranks, config: SaverConfig
-    ) -> tuple[Request | None, Weighed | None, bool]:
+    def _agree_on_snapshot(
+        self, request: SaveRequest | None, error: BaseException | None, ranks: Ranks, config: SaverConfig
+    ) -> tuple[SaveRequest | None, Weighed | None, bool]:
         """The request, with what ranks have come apart in, as weighed; and whether no rank must finish it at once."""
         weighed: Weighed | None = None
-        made: dict[str, replicas.Digest] = {}
+        made: dict[str, replicas.ReplicaDigest] = {}
         if request is not None:
             asked = request
-            weighed, error = attempt(lambda: self._weigh(asked, ranks, config))
-        if weighed is not None and compares(request, ranks):
-            some, error = attempt(lambda: replicas.digests(weighed.replicas(), ranks.rank))
+            weighed, error = attempt(lambda: self._weigh_request(asked, ranks, config))
+        if weighed is not None and compares_replicas(request, ranks):
+            some, error = attempt(lambda: replicas.digest_replicas(weighed.replicas(), ranks.rank))
             made = some or {}
         can, target = weighed is not None and weighed.can_wait, "" if request is None else str(request.target)
-        facts = {"path": target, "can": can, "replicas": replicas.told(made)}
+        facts = {"path": target, "can": can, "replicas": replicas.digests_by_place(made)}
         answers = ranks.agree("save() in the background", facts, error, same=("path",))
-        if request is not None and compares(request, ranks):
-            apart = replicas.differing(made, [answer["replicas"] for answer in answers], ranks)
-            request = settled(request, apart, ranks, config)
+        if request is not None and compares_replicas(request, ranks):
+            apart = replicas.differing_replicas(made, [answer["replicas"] for answer in answers], ranks)
+            request = accept_differences(request, apart, ranks, config)
             if apart:  # to be laid out anew
-                return self._agreed(request, None, ranks, config)
+                return self._agree_on_snapshot(request, None, ranks, config)
         return request, weighed, all(answer["can"] for answer in answers)
 
-    def _weigh(self, request: Request, ranks: Ranks, config: SaverConfig) -> Weighed:
+    def _weigh_request(self, request: SaveRequest, ranks: Ranks, config: SaverConfig) -> Weighed:
         """What must be copied, and when; the optimizers that it may wait for are watched from here on."""
-        steppers = {} if request.adapter_only else _steppers(self._of)
-        request = self._looked(request, steppers)
-        self.snapshot.watch(steppers)
-        return weigh(request, ranks, config, partial(owned_by, steppers))
+        steppers = {} if request.adapter_only else _hooked_optimizers(self._of)
+        request = self._look_at_model(request, steppers)
+        self.snapshot.watch_optimizers(steppers)
+        return weigh(request, ranks, config, partial(ids_changed_by_steps, steppers))
 
-    def _looked(self, request: Request, steppers: Mapping[torch.optim.Optimizer, list[Tensor]]) -> Request:
+    def _look_at_model(
+        self, request: SaveRequest, steppers: Mapping[torch.optim.Optimizer, list[Tensor]]
+    ) -> SaveRequest:
         """The request with a look at what it saves, if there was none and it saves what is live."""
         if request.captured.state is not None or request.state_dict_given:
             return request
@@ -164,9 +168,9 @@ class Pending:
         kind = "weights" if not steppers else "weights beside training"
         return replace(request, captured=Captured(look=look, structure=self.kept.of(kind, request.model, look)))
 
-    def _finish(
+    def _finish_in_thread(
         self,
-        request: Request,
+        request: SaveRequest,
         error: BaseException | None,
         ranks: Ranks,
         config: SaverConfig,
@@ -175,17 +179,17 @@ class Pending:
         then: Callable[[Path], None],
     ) -> SaveReport:
         """In the thread: the rest of the copies, and the save itself."""
-        copies, trouble = attempt(self.snapshot.finish)
+        copies, trouble = attempt(self.snapshot.finish_copies)
         yield_to_training(low_io=config.io_priority == "low")  # not before: the optimizer may have to wait for it
         error, chosen = error or trouble, None
         if error is None:
             chosen, error = attempt(lambda: weighed.with_copies(copies))
-        return _now(request, error, ranks, config, begun, chosen, then)
+        return _save_now(request, error, ranks, config, begun, chosen, then)
 
-    def settle(self) -> SaveReport | None:
+    def wait_for_save(self) -> SaveReport | None:
         """Wait for the save in flight and give its report, or raise what it raised; None when there is none."""
         before, self.before = self.before, None
-        report, error = attempt(self._worker.settle)
+        report, error = attempt(self._worker.take_result)
         if before is not None and error is not None:
             self._of.history = replace(self._of.history, best=before.best)
         elif before is not None:
@@ -209,7 +213,7 @@ class Pending:
     def close(self) -> None:
         """Settle, and give the optimizers and the memory back."""
         try:
-            self.settle()
+            self.wait_for_save()
         finally:
             self.snapshot.close()
 
@@ -218,29 +222,31 @@ class Pending:
         if ranks.size == 1:
             return True
         if folder not in self._shared:
-            self._shared[folder] = all_see(folder, ranks)
+            self._shared[folder] = all_ranks_see(folder, ranks)
         return self._shared[folder]
 
 
-def _now(
-    request: Request | None,
+def _save_now(
+    request: SaveRequest | None,
     error: BaseException | None,
     ranks: Ranks,
     config: SaverConfig,
     begun: float,
-    chosen: Prepared | None,
+    chosen: SavePlan | None,
     then: Callable[[Path], Any],
 ) -> SaveReport:
-    report = run(None if error else request, error, ranks, config, begun, chosen)
+    report = run_save(None if error else request, error, ranks, config, begun, chosen)
     then(report.path)
     return report
 
 
-def _steppers(of: Run) -> dict[torch.optim.Optimizer, list[Tensor]]:
+def _hooked_optimizers(of: TrainingRun) -> dict[torch.optim.Optimizer, list[Tensor]]:
     """The optimizers that say when they are about to step, and what their steps change beside their own tensors."""
-    items = [item for item in items_of(of.accelerator, of.registered) if item.kind == "optimizer"]
+    items = [item for item in run_items(of.accelerator, of.registered) if item.kind == "optimizer"]
     found = [
-        zero_optimizer.stepper(item.value) if zero_optimizer.is_zero(item.value) else (inner(item.value), [])
+        zero_optimizer.hooked_optimizer(item.value)
+        if zero_optimizer.is_zero(item.value)
+        else (unwrap_optimizer(item.value), [])
         for item in items
     ]
     return {

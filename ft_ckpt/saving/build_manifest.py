@@ -39,10 +39,12 @@ def manifest_of(
     others = [FileRecord(p, (stage / p).stat().st_size, digest_of(stage / p)) for p in paths if p not in files]
     parts = [one.part for one in plans]
     return Manifest(
-        parts=tuple(_part_record(one, _base(one.part.name, bases, answers), compressed) for one in plans),
+        parts=tuple(
+            _part_record(one, _base_with_fingerprint(one.part.name, bases, answers), compressed) for one in plans
+        ),
         files=(*files.values(), *others),
         created=datetime.now(timezone.utc).isoformat(),
-        versions=versions(),
+        versions=library_versions(),
         shared=shared_between(parts),
         notes=tuple(dict.fromkeys([*(note for part in parts for note in part.notes), *notes])),
         **facts,
@@ -75,7 +77,9 @@ def base_record(part: Part, fingerprint: Mapping[str, Any]) -> BaseRecord:
     return BaseRecord(identity, revision, common_dtype(part.base.values()), digest, fingerprint)
 
 
-def _base(name: str, bases: Mapping[str, BaseRecord], answers: Sequence[Mapping[str, Any]]) -> BaseRecord | None:
+def _base_with_fingerprint(
+    name: str, bases: Mapping[str, BaseRecord], answers: Sequence[Mapping[str, Any]]
+) -> BaseRecord | None:
     """The base of an adapter with its fingerprint: each rank's samples put together; None for other parts."""
     if name not in bases:
         return None
@@ -87,6 +91,6 @@ def _base(name: str, bases: Mapping[str, BaseRecord], answers: Sequence[Mapping[
 
 
 @cache  # reading a package's metadata takes milliseconds
-def versions() -> dict[str, str]:
+def library_versions() -> dict[str, str]:
     """The versions of ft_ckpt and of the libraries that decide what is saved."""
     return {"ft_ckpt": __version__, **{name: metadata.version(name) for name in _LIBRARIES}}

@@ -22,11 +22,11 @@ from ft_ckpt.files.objects import compress_file
 from ft_ckpt.model.parts import kind_of
 from ft_ckpt.saving import replicas, reuse_frozen
 from ft_ckpt.saving.build_manifest import manifest_of
-from ft_ckpt.saving.files import check_written, second_names
-from ft_ckpt.saving.move_tensors import SaveJob, moved
-from ft_ckpt.saving.plan import Prepared, Request, prepare
+from ft_ckpt.saving.files import check_written_files, link_second_names
+from ft_ckpt.saving.move_tensors import SaveJob, write_tensors
+from ft_ckpt.saving.plan import SavePlan, SaveRequest, prepare_stage
 from ft_ckpt.storage.digests import FileRecord, digest_of
-from ft_ckpt.training.items import check_names
+from ft_ckpt.training.items import check_same_tensors
 
 _LOG = logging.getLogger("ft_ckpt")
 
@@ -44,27 +44,27 @@ class SaveReport:
     notes: tuple[str, ...]
 
 
-def run(
-    request: Request | None,
+def run_save(
+    request: SaveRequest | None,
     error: BaseException | None,
     ranks: Ranks,
     config: SaverConfig,
     begun: float,
-    chosen: Prepared | None = None,
+    chosen: SavePlan | None = None,
 ) -> SaveReport:
     """Carry out `request`, or tell the other ranks of the `error` that there is instead. Collective.
 
     `begun` is when the call came, by `time.monotonic`; `chosen` what was chosen before, for this request. Raises what
     `CheckpointSaver.save` says.
     """
-    tries, outcome = 0, _once(request, error, ranks, config, begun, chosen)
+    tries, outcome = 0, _try_save(request, error, ranks, config, begun, chosen)
     while request is not None and outcome.keys() & {"full", "apart"}:
         if "apart" in outcome:  # to be laid out anew
-            request, chosen = settled(request, outcome["apart"], ranks, config), None
+            request, chosen = accept_differences(request, outcome["apart"], ranks, config), None
         else:  # the disk was filled by others meanwhile, and the saver was told not to give up
             tries += 1
         changed = frozenset(outcome.get("changed", ()))
-        outcome = _once(request, None, ranks, config, begun, chosen, tries, changed)
+        outcome = _try_save(request, None, ranks, config, begun, chosen, tries, changed)
     report = SaveReport(**{**outcome, "path": Path(outcome["path"]), "notes": tuple(outcome["notes"])})
     if ranks.leads:
         _LOG.info("saved %s: %s in %.2f s", report.path.name, human_size(report.bytes), report.seconds)
@@ -73,31 +73,33 @@ def run(
     return report
 
 
-def settled(request: Request, apart: replicas.Apart, ranks: Ranks, config: SaverConfig) -> Request:
+def accept_differences(
+    request: SaveRequest, apart: replicas.Differences, ranks: Ranks, config: SaverConfig
+) -> SaveRequest:
     """The request that knows what ranks have come apart in. Raises RanksDisagreeError where that is refused."""
     if apart:
-        tell_apart(replicas.described(apart), str(request.target), ranks, config)
+        report_differences(replicas.describe_differences(apart), str(request.target), ranks, config)
     return replace(request, apart=apart)
 
 
-def tell_apart(found: str, saved: str, ranks: Ranks, config: SaverConfig) -> None:
+def report_differences(found: str, saved: str, ranks: Ranks, config: SaverConfig) -> None:
     """Refuse what ranks were `found` to have otherwise than others, or warn of it in what is `saved`, as configured.
 
     Raises RanksDisagreeError.
     """
     if config.on_difference == "raise":
-        replicas.refuse(found)
+        replicas.refuse_replica_differences(found)
     if config.on_difference == "warn" and ranks.shows:
         warnings.warn(f"{saved}: {found}, which is stored", stacklevel=5)
 
 
-def _once(
-    request: Request | None,
+def _try_save(
+    request: SaveRequest | None,
     error: BaseException | None,
     ranks: Ranks,
     config: SaverConfig,
     begun: float,
-    chosen: Prepared | None,
+    chosen: SavePlan | None,
     tries: int = 0,
     changed: frozenset[str] = frozenset(),
 ) -> dict[str, Any]:
@@ -105,29 +107,35 @@ def _once(
 
     Of a full disk "changed" names the frozen files that no earlier checkpoint has.
     """
-    prepared: Prepared | None = None
-    made: dict[str, replicas.Digest] = {}
+    prepared: SavePlan | None = None
+    made: dict[str, replicas.ReplicaDigest] = {}
     try:
         if request is not None:
             prepared, error = ranks.attempt(
-                explained(request.target)(lambda: prepare(request, ranks, config, tries, chosen, changed))
+                explained(request.target)(lambda: prepare_stage(request, ranks, config, tries, chosen, changed))
             )
-        if prepared is not None and compares(request, ranks):
-            made, error = ranks.attempt(lambda: replicas.digests(replicas.of_plans(prepared.plans), ranks.rank))
+        if prepared is not None and compares_replicas(request, ranks):
+            made, error = ranks.attempt(
+                lambda: replicas.digest_replicas(replicas.replicated_tensors(prepared.plans), ranks.rank)
+            )
             made = made or {}
         # Everything that can be refused is refused here, before a tensor moves: later, ranks depend on each other.
-        answers = ranks.agree("save()", _facts(request, prepared, made), error, same=("path", "kind", "step"))
+        answers = ranks.agree(
+            "save()", _describe_request(request, prepared, made), error, same=("path", "kind", "step")
+        )
         if len({answer["tensors"] for answer in answers}) > 1:
-            check_names([answer["names"] for answer in ranks.agree("the tensors of save()", _names(prepared))])
+            check_same_tensors(
+                [answer["names"] for answer in ranks.agree("the tensors of save()", _tensor_names(prepared))]
+            )
         if request is None or prepared is None:
             raise RankError("save(): agreed on without a plan on this rank; please report it")
         _refuse_lonely_dicts(answers)
-        if compares(request, ranks) and not answers[0]["state_dict"]:  # which was given on rank 0 alone
-            apart = replicas.differing(made, [answer["replicas"] for answer in answers], ranks)
+        if compares_replicas(request, ranks) and not answers[0]["state_dict"]:  # which was given on rank 0 alone
+            apart = replicas.differing_replicas(made, [answer["replicas"] for answer in answers], ranks)
             if apart:
                 return {"apart": apart}
         job = SaveJob(request, prepared, tuple(answers), ranks, config, begun)
-        report, error = ranks.attempt(explained(request.target)(lambda: _carry_out(job)))
+        report, error = ranks.attempt(explained(request.target)(lambda: _write_and_commit(job)))
         if isinstance(error, NoSpaceError) and config.when_full != "raise":
             report, error = {"full": str(error), "changed": [*changed, *(prepared.offers.keys() - job.taken)]}, None
         return ranks.agree("the commit of save()", report, error)[0]
@@ -136,17 +144,19 @@ def _once(
             commit.discard(prepared.stage)
 
 
-def _names(prepared: Prepared | None) -> dict[str, list[str]]:
+def _tensor_names(prepared: SavePlan | None) -> dict[str, list[str]]:
     plans = () if prepared is None else prepared.plans
     return {"names": [f"{one.part.path}/{e.name}".lstrip("/") for one in plans for e in one.part.entries]}
 
 
-def compares(request: Request | None, ranks: Ranks) -> bool:
+def compares_replicas(request: SaveRequest | None, ranks: Ranks) -> bool:
     """Whether what all ranks hold has yet to be compared for this request."""
     return ranks.size > 1 and request is not None and request.apart is None and not request.state_dict_given
 
 
-def _facts(request: Request | None, prepared: Prepared | None, made: Mapping[str, replicas.Digest]) -> dict[str, Any]:
+def _describe_request(
+    request: SaveRequest | None, prepared: SavePlan | None, made: Mapping[str, replicas.ReplicaDigest]
+) -> dict[str, Any]:
     """What every rank must see alike, and what rank 0 wants to know of each."""
     if request is None or prepared is None:
         return {}
@@ -159,8 +169,8 @@ def _facts(request: Request | None, prepared: Prepared | None, made: Mapping[str
         "state_dict": request.state_dict_given,
         "samples": prepared.samples,
         "stage": None if prepared.stage is None else str(prepared.stage),
-        "offers": reuse_frozen.to_json(prepared.offers),
-        "replicas": replicas.told(made),
+        "offers": reuse_frozen.offers_to_json(prepared.offers),
+        "replicas": replicas.digests_by_place(made),
     }
 
 
@@ -173,23 +183,23 @@ def _refuse_lonely_dicts(answers: list[dict[str, Any]]) -> None:
         )
 
 
-def _carry_out(job: SaveJob) -> dict[str, Any]:
+def _write_and_commit(job: SaveJob) -> dict[str, Any]:
     """Write the files, compare them with the model, commit. Collective; the result is rank 0's."""
     if not job.ranks.leads and job.answers[0]["state_dict"]:
         return {}  # rank 0 was handed everything; a gather leaves the others with {} or None, which says nothing
-    files, stage = moved(job), job.prepared.stage
-    return {} if stage is None else _sealed(job, stage, files)
+    files, stage = write_tensors(job), job.prepared.stage
+    return {} if stage is None else _commit_files(job, stage, files)
 
 
-def _sealed(job: SaveJob, stage: Path, files: list[FileRecord]) -> dict[str, Any]:
+def _commit_files(job: SaveJob, stage: Path, files: list[FileRecord]) -> dict[str, Any]:
     """Compare the files with the model, and commit."""
     request, plans, compression = job.request, job.prepared.plans, job.config.compression
-    settings = replicas.settings_apart(request.captured.document)
-    files = files + [link for one in plans for link in second_names(one, files, stage)]
+    settings = replicas.differing_settings(request.captured.document)
+    files = files + [link for one in plans for link in link_second_names(one, files, stage)]
     for one in plans:
-        check_written(one, stage)
+        check_written_files(one, stage)
     if compression is not None:
-        files = [_compressed(file, stage, compression) for file in files]
+        files = [_compress_in_place(file, stage, compression) for file in files]
     manifest = manifest_of(
         stage,
         plans,
@@ -197,7 +207,7 @@ def _sealed(job: SaveJob, stage: Path, files: list[FileRecord]) -> dict[str, Any
         job.answers,
         compressed=compression is not None,
         bases=job.prepared.companions.bases,
-        notes=[replicas.note_of(settings, True)] if settings else [],
+        notes=[replicas.difference_note(settings, True)] if settings else [],
         kind=kind_of(request.adapter_only, request.attribute),
         step=request.step,
         metrics=request.metrics,
@@ -213,19 +223,19 @@ def _sealed(job: SaveJob, stage: Path, files: list[FileRecord]) -> dict[str, Any
         "bytes": size_of(request.target, manifest),
         "tensors": sum(len(part.tensors) for part in manifest.parts),
         "seconds": time.monotonic() - job.begun,
-        "casts": _summed([part.casts for part in manifest.parts]),
+        "casts": _add_counts([part.casts for part in manifest.parts]),
         "notes": list(manifest.notes),
     }
 
 
-def _compressed(file: FileRecord, stage: Path, compression: str) -> FileRecord:
+def _compress_in_place(file: FileRecord, stage: Path, compression: str) -> FileRecord:
     """The file's record once it is compressed in place: sizes are known only afterwards, so this is a second pass."""
     path = stage / file.path
     compress_file(path, compression)
     return FileRecord(file.path, path.stat().st_size, digest_of(path))
 
 
-def _summed(counts: list[Mapping[str, int]]) -> dict[str, int]:
+def _add_counts(counts: list[Mapping[str, int]]) -> dict[str, int]:
     total: dict[str, int] = {}
     for count in counts:
         for key, number in count.items():

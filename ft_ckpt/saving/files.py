@@ -54,7 +54,7 @@ class PartPlan:
         return sum(file.layout.size_bytes for file in self.files)
 
 
-def plan(
+def plan_part(
     part: Part, max_shard_bytes: int, format_name: str = "safetensors", apart: frozenset[str] = frozenset()
 ) -> PartPlan:
     """Files for `part`, split as transformers splits them: in the model's order, none above `max_shard_bytes`.
@@ -65,31 +65,31 @@ def plan(
     those that would have one name in the files.
     """
     suffix = _SUFFIXES[format_name]
-    _refuse_names(part)
+    _refuse_stored_names(part)
     specs = {entry.name: Spec(entry.name, entry.shape, dtype_name(entry.dtype)) for entry in part.entries}
-    unsplit = _layout(list(specs.values()), format_name, part)
+    unsplit = _lay_out_file(list(specs.values()), format_name, part)
     folder = f"{part.path}/" if part.path else ""
     index_path = f"{folder}{part.file}{suffix}.index.json"
     fits = unsplit.size_bytes <= max_shard_bytes and apart in (frozenset(), frozenset(specs))
     if fits or part.kind == "adapter":  # PEFT reads one file only
         file = FilePlan(f"{folder}{part.file}{suffix}", unsplit)
         return PartPlan(part, format_name, (file,), index_path, None, apart)
-    shards = _shards(specs, max_shard_bytes, apart)
+    shards = _split_shards(specs, max_shard_bytes, apart)
     names = [f"{part.file}-{number:05d}-of-{len(shards):05d}{suffix}" for number in range(1, len(shards) + 1)]
     names = names if len(shards) > 1 else [f"{part.file}{suffix}"]
     files = tuple(
-        FilePlan(folder + name, _layout([specs[tensor] for tensor in tensors], format_name, part))
+        FilePlan(folder + name, _lay_out_file([specs[tensor] for tensor in tensors], format_name, part))
         for name, tensors in zip(names, shards, strict=True)
     )
     if len(shards) == 1:
         return PartPlan(part, format_name, files, index_path, None, apart)
-    total = {"total_parameters": _parameters(part), "total_size": sum(spec.size_bytes for spec in specs.values())}
+    total = {"total_parameters": _count_parameters(part), "total_size": sum(spec.size_bytes for spec in specs.values())}
     places = {tensor: name for name, tensors in zip(names, shards, strict=True) for tensor in tensors}
     index = json.dumps({"metadata": total, "weight_map": places}, indent=2, sort_keys=True) + "\n"
     return PartPlan(part, format_name, files, index_path, index, apart)
 
 
-def _refuse_names(part: Part) -> None:
+def _refuse_stored_names(part: Part) -> None:
     """No two tensors have one name, and none a name that files use or cannot have."""
     counts = Counter(entry.name for entry in part.entries)
     twice = [name for name, count in counts.items() if count > 1]
@@ -104,7 +104,7 @@ def _is_text(name: str) -> bool:
     return name.isascii() or not any("\ud800" <= letter <= "\udfff" for letter in name)
 
 
-def _shards(specs: Mapping[str, Spec], max_shard_bytes: int, apart: frozenset[str]) -> list[list[str]]:
+def _split_shards(specs: Mapping[str, Spec], max_shard_bytes: int, apart: frozenset[str]) -> list[list[str]]:
     """Which tensors go into which file, as transformers would; those in `apart` first, among themselves."""
     first = {name: spec for name, spec in specs.items() if name in apart}
     rest = {name: spec for name, spec in specs.items() if name not in apart}
@@ -121,7 +121,7 @@ def _shards(specs: Mapping[str, Spec], max_shard_bytes: int, apart: frozenset[st
     return [tensors for split in splits for tensors in split.filename_to_tensors.values()]
 
 
-def second_names(part_plan: PartPlan, written: Sequence[FileRecord], stage: Path) -> list[FileRecord]:
+def link_second_names(part_plan: PartPlan, written: Sequence[FileRecord], stage: Path) -> list[FileRecord]:
     """Give each dual file of the part its HDF5 name too, as a hard link; none where the file system has no links."""
     if part_plan.format != "dual":
         return []
@@ -135,22 +135,22 @@ def second_names(part_plan: PartPlan, written: Sequence[FileRecord], stage: Path
     return links
 
 
-def pieces(plans: Sequence[PartPlan], ranks: Ranks, bucket_bytes: int, nonfinite: str = "save") -> Iterator[Piece]:
+def file_pieces(plans: Sequence[PartPlan], ranks: Ranks, bucket_bytes: int, nonfinite: str = "save") -> Iterator[Piece]:
     """The bytes of every planned file in file order, on rank 0; nothing elsewhere. Collective.
 
     With `nonfinite="raise"` ends in IncompleteError naming every tensor that holds NaN or infinity.
     """
-    counter = _Counter(nonfinite == "raise")
+    counter = _FiniteCheck(nonfinite == "raise")
     for part_plan in plans:
         entries = {entry.name: entry for entry in part_plan.part.entries}
         for file in part_plan.files:
             ordered = [entries[spec.name] for spec in file.layout.specs if spec.size_bytes]
-            for entry, data in tensors_of(ordered, ranks, bucket_bytes):
-                yield from _bytes(file.path, entry, data, counter)
-    counter.settle()
+            for entry, data in gather_entries(ordered, ranks, bucket_bytes):
+                yield from _cast_pieces(file.path, entry, data, counter)
+    counter.raise_if_found()
 
 
-def check_written(part_plan: PartPlan, folder: Path) -> None:
+def check_written_files(part_plan: PartPlan, folder: Path) -> None:
     """Read the headers of the written files back and compare them with the live model's names, shapes and dtypes.
 
     Raises IncompleteError naming every difference.
@@ -174,17 +174,17 @@ def check_written(part_plan: PartPlan, folder: Path) -> None:
 
 
 @dataclass
-class _Counter:
+class _FiniteCheck:
     """Names of tensors with values that are no numbers, if anybody asked."""
 
     looks: bool
     found: set[str] = field(default_factory=set)
 
-    def look(self, name: str, data: Tensor) -> None:
+    def check_values(self, name: str, data: Tensor) -> None:
         if self.looks and data.dtype.is_floating_point and not bool(torch.isfinite(data).all()):
             self.found.add(name)
 
-    def settle(self) -> None:
+    def raise_if_found(self) -> None:
         if self.found:
             raise IncompleteError(
                 f"{listing(sorted(self.found), ', ')}: NaN or infinity in {len(self.found)} tensor(s), and "
@@ -192,7 +192,7 @@ class _Counter:
             )
 
 
-def tensors_of(ordered: Sequence[Entry], ranks: Ranks, bucket_bytes: int) -> Iterator[tuple[Entry, Tensor]]:
+def gather_entries(ordered: Sequence[Entry], ranks: Ranks, bucket_bytes: int) -> Iterator[tuple[Entry, Tensor]]:
     """(entry, its next flat elements) in order, on rank 0; nothing elsewhere. Collective.
 
     Neighbours that need no conversion travel in the same buckets.
@@ -203,13 +203,13 @@ def tensors_of(ordered: Sequence[Entry], ranks: Ranks, bucket_bytes: int) -> Ite
         if entry.group is None:
             waiting.append(entry)
             continue
-        yield from _streamed(waiting, ranks, bucket_bytes)
+        yield from _stream_entries(waiting, ranks, bucket_bytes)
         waiting = []
-        yield from _made(entry, entry.group, made, ranks, bucket_bytes)
-    yield from _streamed(waiting, ranks, bucket_bytes)
+        yield from _convert_group(entry, entry.group, made, ranks, bucket_bytes)
+    yield from _stream_entries(waiting, ranks, bucket_bytes)
 
 
-def _streamed(entries: Sequence[Entry], ranks: Ranks, bucket_bytes: int) -> Iterator[tuple[Entry, Tensor]]:
+def _stream_entries(entries: Sequence[Entry], ranks: Ranks, bucket_bytes: int) -> Iterator[tuple[Entry, Tensor]]:
     chosen: list[Source] = [entry.source for entry in entries if entry.source is not None]
     position, arrived = 0, 0
     for chunk in stream(chosen, ranks, bucket_bytes):
@@ -219,7 +219,7 @@ def _streamed(entries: Sequence[Entry], ranks: Ranks, bucket_bytes: int) -> Iter
             position, arrived = position + 1, 0
 
 
-def _made(
+def _convert_group(
     entry: Entry, group: Group, made: dict[Group, dict[str, Tensor]], ranks: Ranks, bucket_bytes: int
 ) -> Iterator[tuple[Entry, Tensor]]:
     """The entry's tensor, its group gathered and converted when its first entry is asked for, and freed by its last."""
@@ -233,17 +233,17 @@ def _made(
         yield entry, tensor.reshape(-1)
 
 
-def _bytes(path: str, entry: Entry, data: Tensor, counter: _Counter) -> Iterator[Piece]:
+def _cast_pieces(path: str, entry: Entry, data: Tensor, counter: _FiniteCheck) -> Iterator[Piece]:
     """`data` in the entry's dtype as pieces; converted in slices, so that a cast needs little memory."""
     step = data.numel() if data.dtype == entry.dtype and not counter.looks else _SLICE
     for low in range(0, data.numel(), max(step, 1)):
         part = data[low : low + step]
-        counter.look(entry.name, part)
+        counter.check_values(entry.name, part)
         part = part.to(entry.dtype).contiguous()
         yield Piece(path, entry.name, part.data_ptr(), part.nbytes, part)
 
 
-def _layout(specs: list[Spec], format_name: str, part: Part) -> Layout:
+def _lay_out_file(specs: list[Spec], format_name: str, part: Part) -> Layout:
     if format_name == "h5":
         stored = {spec.name for spec in specs}
         ties = {
@@ -257,5 +257,5 @@ def _layout(specs: list[Spec], format_name: str, part: Part) -> Layout:
     )
 
 
-def _parameters(part: Part) -> int:
+def _count_parameters(part: Part) -> int:
     return sum(torch.Size(entry.shape).numel() for entry in part.entries)

@@ -25,11 +25,11 @@ from ft_ckpt.model.plain_module import write_module
 from ft_ckpt.model.selection import without_own_layouts
 from ft_ckpt.saving import replicas, reuse_frozen
 from ft_ckpt.saving.build_manifest import base_record
-from ft_ckpt.saving.files import PartPlan, plan
+from ft_ckpt.saving.files import PartPlan, plan_part
 from ft_ckpt.saving.reuse_frozen import Offer
 from ft_ckpt.storage.paths import is_inside
 from ft_ckpt.training.capture import Captured
-from ft_ckpt.training.items import of_model
+from ft_ckpt.training.items import model_sources
 from ft_ckpt.training.state import DOCUMENT_NAME, state_part
 
 _MEMORY, _PLENTY_BYTES = "/dev/shm", 1 << 30  # noqa: S108 - a folder of its own is made in it
@@ -37,7 +37,7 @@ _MANIFEST_BYTES = 16 << 20  # room for what is not known yet in the look at free
 
 
 @dataclass(frozen=True, eq=False)
-class Request:
+class SaveRequest:
     """One call of `save`, its defaults filled in."""
 
     model: nn.Module
@@ -58,14 +58,14 @@ class Request:
     run_id: str | None = None
     protect: tuple[Path, ...] = ()  # checkpoints not to be deleted for want of room
     extra_files: Mapping[str, str | bytes] = field(default_factory=dict)  # the caller's own, by path in the checkpoint
-    apart: replicas.Apart | None = None  # what ranks have come apart in; None: not looked at yet
+    apart: replicas.Differences | None = None  # what ranks have come apart in; None: not looked at yet
 
 
-def request_of(config: SaverConfig, model: nn.Module, target: Path, **given: Any) -> Request:
+def request_of(config: SaverConfig, model: nn.Module, target: Path, **given: Any) -> SaveRequest:
     """The request for `model`, with what `config` says where the call did not."""
     own: dict[str, Any] = {"dtype": config.dtype, "format": config.format, "base_id": config.base_id}
     own |= {"chat_template_name": config.chat_template_name, "max_shard_bytes": config.max_shard_bytes}
-    return Request(model, target, **own, **given)
+    return SaveRequest(model, target, **own, **given)
 
 
 @dataclass(frozen=True, eq=False)
@@ -77,7 +77,7 @@ class Companions:
 
 
 @dataclass(frozen=True, eq=False)
-class Prepared:
+class SavePlan:
     """Everything known before the first tensor moves."""
 
     plans: tuple[PartPlan, ...]
@@ -89,24 +89,24 @@ class Prepared:
     offers: Mapping[str, Offer] = field(default_factory=dict)  # on rank 0: frozen files that may be there already
 
 
-def prepare(
-    request: Request,
+def prepare_stage(
+    request: SaveRequest,
     ranks: Ranks,
     config: SaverConfig,
     tries: int,
-    chosen: Prepared | None,
+    chosen: SavePlan | None,
     changed: frozenset[str],
-) -> Prepared:
+) -> SavePlan:
     """Choose, lay out and check, if not `chosen` yet; on rank 0 also fill a stage with everything but weights.
 
     Frozen files of earlier checkpoints are in it, too, but for those that are known to have `changed`.
     """
-    chosen = chosen or choose(request, ranks, config)
+    chosen = chosen or make_plan(request, ranks, config)
     if not ranks.leads:
         return chosen
     stage = commit.open_stage(request.target)
     try:
-        offers = _offers(request, chosen.plans, ranks, config, stage, changed)
+        offers = _find_offers(request, chosen.plans, ranks, config, stage, changed)
         total = sum(file.layout.size_bytes for one in chosen.plans for file in one.files if file.path not in offers)
         free_space.ensure(
             request.target,
@@ -127,34 +127,35 @@ def prepare(
         raise
 
 
-def choose(request: Request, ranks: Ranks, config: SaverConfig) -> Prepared:
+def make_plan(request: SaveRequest, ranks: Ranks, config: SaverConfig) -> SavePlan:
     """What is saved, and laid out how, from the live model as it is now; nothing is made yet."""
     captured = request.captured.with_tensors()
-    own = of_model(captured.found) or wrappers.sources(request.model)
+    own = model_sources(captured.found) or wrappers.sources(request.model)
     mode = config.reuse_frozen if request.format == "safetensors" else "off"
-    still = reuse_frozen.frozen(own)  # before others take their place, so that all ranks plan the same files
+    still = reuse_frozen.frozen_identities(own)  # before others take their place, so that all ranks plan the same files
     if request.state_dict_given:
         own = wrappers.from_state_dict(request.state_dict, own, ranks)
     asked: dict[str, Any] = {"adapter_only": request.adapter_only, "attribute": request.attribute}
-    parts = parts_of(request.model, own, **asked, dtype=request.dtype, extra=_extra(request, own))
+    parts = parts_of(request.model, own, **asked, dtype=request.dtype, extra=_non_tensor_state(request, own))
     parts = without_own_layouts(parts, captured.state is not None)
     if captured.state is not None:
         parts.append(state_part(captured.state, parts, own, frozen=not request.adapter_only))
     if ranks.size > 1 and not request.state_dict_given:
         replicas.refuse_experts(parts)
     if request.apart:
-        parts = replicas.set_apart(parts, request.apart, ranks.rank)
+        parts = replicas.store_differences(parts, request.apart, ranks.rank)
         captured.document["apart"] = {name: dict(odd) for name, odd in request.apart.items()}
     plans = tuple(
-        plan(part, request.max_shard_bytes, request.format, reuse_frozen.apart(part, still, mode)) for part in parts
+        plan_part(part, request.max_shard_bytes, request.format, reuse_frozen.frozen_names(part, still, mode))
+        for part in parts
     )
     doubtful = tuple(pair for part in parts for pair in part.doubtful)
     samples = {part.name: wrappers.sample(part.base, ranks.rank) for part in parts if part.base}
     engine = wrappers.engine_names([*own.values(), *captured.found.values()])
-    return Prepared(plans, engine, doubtful, None, samples, companions_of(request, plans, ranks))
+    return SavePlan(plans, engine, doubtful, None, samples, companions_of(request, plans, ranks))
 
 
-def _extra(request: Request, own: Mapping[str, wrappers.Source]) -> dict[str, Any]:
+def _non_tensor_state(request: SaveRequest, own: Mapping[str, wrappers.Source]) -> dict[str, Any]:
     """What the model's state dict lists that is no tensor. An adapter's run has it with its state."""
     if request.adapter_only and request.captured.state is not None:
         return {}
@@ -162,19 +163,19 @@ def _extra(request: Request, own: Mapping[str, wrappers.Source]) -> dict[str, An
     return {name: one.value for name, one in found.items() if not isinstance(one.value, Tensor)}
 
 
-def companions_of(request: Request, plans: Sequence[PartPlan], ranks: Ranks) -> Companions:
+def companions_of(request: SaveRequest, plans: Sequence[PartPlan], ranks: Ranks) -> Companions:
     """What the checkpoint will say beside its tensors, from the live objects as they are now; nothing but on rank 0.
 
     Raises CompanionError when tokenizer, config and model do not fit, ConfigError for extra files out of the folder.
     """
     if not ranks.leads:
         return Companions()
-    extras = _extras(request.extra_files)
+    extras = _encode_extra_files(request.extra_files)
     parts = [one.part for one in plans]
     for part in parts:
         if part.kind not in ("module", "state"):
             check_companions(part.module, request.tokenizer, request.chat_template_name)
-    place = _scratch()
+    place = _scratch_folder()
     with explained(Path(place)), tempfile.TemporaryDirectory(prefix="ft_ckpt-", dir=place) as made:
         folder = Path(made)
         for one in plans:
@@ -184,7 +185,7 @@ def companions_of(request: Request, plans: Sequence[PartPlan], ranks: Ranks) -> 
     return Companions(files | extras, bases)
 
 
-def _scratch() -> str:
+def _scratch_folder() -> str:
     """Where files are made that are read back at once: in memory where there is plenty, since training waits."""
     with suppress(OSError):
         if os.access(_MEMORY, os.W_OK) and shutil.disk_usage(_MEMORY).free > _PLENTY_BYTES:
@@ -200,8 +201,8 @@ def check_companions(module: nn.Module, tokenizer: Any, chat_template_name: str 
         companions.generation_config(module, tokenizer, chat_template_name)
 
 
-def _offers(
-    request: Request,
+def _find_offers(
+    request: SaveRequest,
     plans: Sequence[PartPlan],
     ranks: Ranks,
     config: SaverConfig,
@@ -211,10 +212,10 @@ def _offers(
     if request.state_dict_given or config.nonfinite == "raise":  # which looks at all numbers
         return {}
     shares = [share for share in reuse_frozen.frozen_shares(plans, ranks.size) if share.file.path not in changed]
-    return reuse_frozen.bring(shares, request.target, stage, ranks, config.each_rank_writes != "on")
+    return reuse_frozen.link_candidates(shares, request.target, stage, ranks, config.each_rank_writes != "on")
 
 
-def _write_companions(root: Path, one: PartPlan, request: Request) -> None:
+def _write_companions(root: Path, one: PartPlan, request: SaveRequest) -> None:
     part, folder = one.part, root / one.part.path
     folder.mkdir(parents=True, exist_ok=True)
     if part.kind == "model":
@@ -245,7 +246,7 @@ def _write_companions(root: Path, one: PartPlan, request: Request) -> None:
         (root / one.index_path).write_text(one.index, encoding="utf-8")
 
 
-def _extras(files: Mapping[str, str | bytes]) -> dict[str, bytes]:
+def _encode_extra_files(files: Mapping[str, str | bytes]) -> dict[str, bytes]:
     outside = [path for path in files if not is_inside(path)]
     if outside:
         raise ConfigError(f"extra_files: {', '.join(outside)}: expected plain paths inside the checkpoint")

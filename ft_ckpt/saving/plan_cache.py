@@ -18,9 +18,9 @@ from ft_ckpt.model.base_model import refuse_merged
 from ft_ckpt.model.entries import Entry, Part
 from ft_ckpt.saving import write_shards
 from ft_ckpt.saving.files import PartPlan
-from ft_ckpt.saving.plan import Companions, Prepared, Request, choose, companions_of
-from ft_ckpt.saving.replicas import of_plans
-from ft_ckpt.saving.snapshot import Copies, key, size_of
+from ft_ckpt.saving.plan import Companions, SavePlan, SaveRequest, companions_of, make_plan
+from ft_ckpt.saving.replicas import replicated_tensors
+from ft_ckpt.saving.snapshot import Copies, copies_size, memory_key
 from ft_ckpt.storage.digests import chunks
 from ft_ckpt.training.optimizers import parameter_of
 from ft_ckpt.training.structure import Look, emptied, filled, is_placed, local_of
@@ -30,13 +30,13 @@ from ft_ckpt.training.structure import Look, emptied, filled, is_placed, local_o
 class Weighed:
     """A save, and what of it must be copied: `now`, or `late`, which nothing but the next optimizer step changes."""
 
-    chosen: Prepared
+    chosen: SavePlan
     can_wait: bool  # for a thread
     now: Mapping[Hashable, Tensor]
     late: Mapping[Hashable, Tensor]
     look: Look | None = None  # that has the tensors of the plan, which is without
 
-    def with_copies(self, copies: Copies) -> Prepared:
+    def with_copies(self, copies: Copies) -> SavePlan:
         """The plan with the copies for the live tensors; of what this rank does not write there are none."""
         look = self.look
         if look is not None:
@@ -45,9 +45,9 @@ class Weighed:
 
     def replicas(self) -> dict[str, Source]:
         """What is written and should be the same on every rank."""
-        return of_plans(self.as_it_is().plans)
+        return replicated_tensors(self.as_it_is().plans)
 
-    def as_it_is(self) -> Prepared:
+    def as_it_is(self) -> SavePlan:
         """The plan with the live tensors, for a save that is finished before training goes on."""
         look = self.look
         return self.chosen if look is None else _with_sources(self.chosen, look, lambda one: filled(one, look))
@@ -67,7 +67,7 @@ class _Task:
 class _Outline:
     """A plan without tensors."""
 
-    chosen: Prepared
+    chosen: SavePlan
     weights: Any  # what the document of the state says of them
     samples: Mapping[
         str, Mapping[str, tuple[Source, list[int]]]
@@ -75,7 +75,7 @@ class _Outline:
     task: _Task | None = None  # once it was asked for
 
 
-def planned(request: Request, ranks: Ranks, config: SaverConfig) -> Prepared:
+def planned(request: SaveRequest, ranks: Ranks, config: SaverConfig) -> SavePlan:
     """What is saved, from the live tensors: chosen now, or before for the same structure. Raises what `choose` does."""
     chosen, outline = _planned(request, ranks, config)
     look = request.captured.look
@@ -84,7 +84,7 @@ def planned(request: Request, ranks: Ranks, config: SaverConfig) -> Prepared:
     return _with_sources(chosen, look, lambda one: filled(one, look))
 
 
-def weigh(request: Request, ranks: Ranks, config: SaverConfig, owned: Callable[[], frozenset[int]]) -> Weighed:
+def weigh(request: SaveRequest, ranks: Ranks, config: SaverConfig, owned: Callable[[], frozenset[int]]) -> Weighed:
     """What is saved, as `planned` says, and what of it has to be copied when.
 
     `owned` gives the ids of the tensors that nothing but the steps of watched optimizers changes.
@@ -94,27 +94,27 @@ def weigh(request: Request, ranks: Ranks, config: SaverConfig, owned: Callable[[
     if outline is None or look is None:
         return _weighed(chosen, request, ranks, config, owned())
     task = outline.task = outline.task or _task(chosen, request, ranks, config, look, owned())
-    can_wait = task.is_free and _fits(task.size_bytes, config)
+    can_wait = task.is_free and _fits_memory(task.size_bytes, config)
     return Weighed(chosen, can_wait, _locals_at(task.now, look), _locals_at(task.late, look), look)
 
 
-def _planned(request: Request, ranks: Ranks, config: SaverConfig) -> tuple[Prepared, _Outline | None]:
+def _planned(request: SaveRequest, ranks: Ranks, config: SaverConfig) -> tuple[SavePlan, _Outline | None]:
     """The plan, without tensors if there is an outline of it."""
     structure, look = request.captured.structure, request.captured.look
     if structure is None or look is None or request.apart:
-        return choose(request, ranks, config), None
-    asked = _asked(request, ranks, config)
+        return make_plan(request, ranks, config), None
+    asked = _request_key(request, ranks, config)
     outline: _Outline | None = structure.made.get(asked)
     if outline is not None:
         return _again(outline, request, look, ranks), outline
-    chosen = choose(request, ranks, config)
+    chosen = make_plan(request, ranks, config)
     outline = structure.made[asked] = _outline(chosen, request, look)
     if outline is None:
         return chosen, None
     return replace(outline.chosen, samples=chosen.samples, companions=chosen.companions), outline
 
 
-def _asked(request: Request, ranks: Ranks, config: SaverConfig) -> Hashable:
+def _request_key(request: SaveRequest, ranks: Ranks, config: SaverConfig) -> Hashable:
     """All that a plan depends on beside the structure."""
     attribute = request.attribute if isinstance(request.attribute, str) else tuple(request.attribute or ())
     own = (request.adapter_only, attribute, request.dtype, request.format, request.max_shard_bytes)
@@ -122,7 +122,7 @@ def _asked(request: Request, ranks: Ranks, config: SaverConfig) -> Hashable:
     return ("plan", ranks.rank, ranks.size, *own, *how)
 
 
-def _outline(chosen: Prepared, request: Request, look: Look) -> _Outline | None:
+def _outline(chosen: SavePlan, request: SaveRequest, look: Look) -> _Outline | None:
     """The plan without its tensors; None when they are not all in the look."""
     entries = [entry for plan in chosen.plans for entry in plan.part.entries]
     base = [source for plan in chosen.plans for source in plan.part.base.values()]
@@ -156,7 +156,7 @@ def _outline(chosen: Prepared, request: Request, look: Look) -> _Outline | None:
     return _Outline(replace(bare, plans=plans, samples={}, companions=Companions()), weights, samples)
 
 
-def _again(outline: _Outline, request: Request, look: Look, ranks: Ranks) -> Prepared:
+def _again(outline: _Outline, request: SaveRequest, look: Look, ranks: Ranks) -> SavePlan:
     """A plan with what is of the moment: elements of an adapter's base, and all that is no tensor."""
     request.captured.document["weights"] = outline.weights
     samples = {}
@@ -173,29 +173,31 @@ def _again(outline: _Outline, request: Request, look: Look, ranks: Ranks) -> Pre
 
 
 def _task(
-    chosen: Prepared, request: Request, ranks: Ranks, config: SaverConfig, look: Look, owned: frozenset[int]
+    chosen: SavePlan, request: SaveRequest, ranks: Ranks, config: SaverConfig, look: Look, owned: frozenset[int]
 ) -> _Task:
     live = _with_sources(chosen, look, lambda one: filled(one, look))
     places: dict[int, bool] = {}
     for source in _sources(live, request, ranks):
         if source.holding.local is not None:
             places[look.places[source.identity]] = _is_late(source, owned)
-    size = size_of(local_of(look.tensors[place]) for place in places)
+    size = copies_size(local_of(look.tensors[place]) for place in places)
     now = tuple(place for place, is_late in places.items() if not is_late)
     late = tuple(place for place, is_late in places.items() if is_late)
     return _Task(now, late, size, _is_free(live, request, ranks, config))
 
 
-def _weighed(chosen: Prepared, request: Request, ranks: Ranks, config: SaverConfig, owned: frozenset[int]) -> Weighed:
+def _weighed(
+    chosen: SavePlan, request: SaveRequest, ranks: Ranks, config: SaverConfig, owned: frozenset[int]
+) -> Weighed:
     sources = list(_sources(chosen, request, ranks))
     tensors = _locals(sources)
     now = _locals(source for source in sources if not _is_late(source, owned))
-    fits = _fits(size_of(tensors.values()), config)
+    fits = _fits_memory(copies_size(tensors.values()), config)
     late = {name: tensor for name, tensor in tensors.items() if name not in now}
     return Weighed(chosen, fits and _is_free(chosen, request, ranks, config), now, late)
 
 
-def _fits(size_bytes: int, config: SaverConfig) -> bool:
+def _fits_memory(size_bytes: int, config: SaverConfig) -> bool:
     return config.snapshot_bytes is None or size_bytes <= parse_size(config.snapshot_bytes)
 
 
@@ -204,9 +206,9 @@ def _is_late(source: Source, owned: frozenset[int]) -> bool:
     return id(parameter_of(source)) in owned and source.engine in ("plain", "fsdp1", "fsdp2", "zero3", "zero")
 
 
-def _is_free(chosen: Prepared, request: Request, ranks: Ranks, config: SaverConfig) -> bool:
+def _is_free(chosen: SavePlan, request: SaveRequest, ranks: Ranks, config: SaverConfig) -> bool:
     """Whether no tensor has to move between ranks."""
-    sources = [source for entry in _entries(chosen) for source in entry.sources]
+    sources = [source for entry in _planned_entries(chosen) for source in entry.sources]
     if any(source.holding.whole is not None for source in sources):
         return False
     if ranks.size == 1:
@@ -224,15 +226,15 @@ def _is_free(chosen: Prepared, request: Request, ranks: Ranks, config: SaverConf
     )
 
 
-def _shares(chosen: Prepared, ranks: Ranks) -> list[write_shards.Share]:
-    return write_shards.shares(chosen.plans, ranks.size)
+def _shares(chosen: SavePlan, ranks: Ranks) -> list[write_shards.Share]:
+    return write_shards.divide_files(chosen.plans, ranks.size)
 
 
-def _sources(chosen: Prepared, request: Request, ranks: Ranks) -> Iterator[Source]:
+def _sources(chosen: SavePlan, request: SaveRequest, ranks: Ranks) -> Iterator[Source]:
     """The sources of which this rank writes something."""
     yield from (source for pair in chosen.ties_to_check for source in pair)
     if ranks.size == 1:
-        yield from (source for entry in _entries(chosen) for source in entry.sources)
+        yield from (source for entry in _planned_entries(chosen) for source in entry.sources)
         return
     for share in _shares(chosen, ranks):
         for entry, cut in zip(share.entries, share.cuts, strict=True):
@@ -243,20 +245,20 @@ def _sources(chosen: Prepared, request: Request, ranks: Ranks) -> Iterator[Sourc
 def _locals(sources: Iterable[Source]) -> dict[Hashable, Tensor]:
     """What this rank has of them, each once."""
     found = (source.holding.local for source in sources)
-    return {key(tensor): tensor for tensor in found if tensor is not None}
+    return {memory_key(tensor): tensor for tensor in found if tensor is not None}
 
 
 def _locals_at(places: Iterable[int], look: Look) -> dict[Hashable, Tensor]:
     return {place: local_of(look.tensors[place]) for place in places}
 
 
-def _entries(chosen: Prepared) -> Iterator[Entry]:
+def _planned_entries(chosen: SavePlan) -> Iterator[Entry]:
     return (entry for plan in chosen.plans for entry in plan.part.entries)
 
 
 def _copied(source: Source, copies: Copies) -> Source:
     local = source.holding.local
-    mine = None if local is None else copies.get(key(local), local)
+    mine = None if local is None else copies.get(memory_key(local), local)
     return replace(source, holding=replace(source.holding, local=mine))
 
 
@@ -265,7 +267,7 @@ def _with_module(part: Part, look: Look) -> Part:
     return part if part.module is None else replace(part, module=look.modules[part.module])
 
 
-def _with_sources(chosen: Prepared, look: Look | None, change: Callable[[Source], Source]) -> Prepared:
+def _with_sources(chosen: SavePlan, look: Look | None, change: Callable[[Source], Source]) -> SavePlan:
     """The same plans with other sources, and the modules of `look` for their places."""
     groups: dict[int, Any] = {}
 

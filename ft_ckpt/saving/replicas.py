@@ -23,16 +23,16 @@ from ft_ckpt.distributed.wrappers import Source, of_rank_0
 from ft_ckpt.errors import IncompleteError, RanksDisagreeError, listing
 from ft_ckpt.model.entries import Entry, Part
 from ft_ckpt.saving.files import PartPlan
-from ft_ckpt.training.optimizers import own_settings
+from ft_ckpt.training.optimizers import settings_by_rank
 
 # Tensor, as a run names it -> the ranks whose own is not the first rank's: where theirs lies (see `place_of`), None if
 # they have nothing.
-Apart = Mapping[str, Mapping[int, str | None]]
+Differences = Mapping[str, Mapping[int, str | None]]
 _WORDS = 1 << 24  # of 8 bytes, digested at a time on an accelerator
 _ODD = (-7046029254386353131, -4417276706812531889, -8663945395140668459)  # odd factors that spread bits, of xxHash
 
 
-class Digest(NamedTuple):
+class ReplicaDigest(NamedTuple):
     """What a rank has of one tensor."""
 
     place: str  # as `place_of` says
@@ -40,23 +40,23 @@ class Digest(NamedTuple):
     speaks: bool  # whether it is this rank's that is stored
 
 
-def of_plans(plans: Iterable[PartPlan]) -> dict[str, Source]:
+def replicated_tensors(plans: Iterable[PartPlan]) -> dict[str, Source]:
     """What is in the files of `plans` and held by several ranks, each tensor once."""
     found: dict[int, tuple[str, Source]] = {}
     for plan in plans:
         written = {spec.name for file in plan.files for spec in file.layout.specs}
         for entry in plan.part.entries:
-            for name, source in _named(plan.part, entry) if entry.name in written else ():
+            for name, source in _named_sources(plan.part, entry) if entry.name in written else ():
                 if source.holding.alike:
                     found.setdefault(source.identity, (name, source))
     return dict(found.values())
 
 
-def digests(sources: Mapping[str, Source], rank: int) -> dict[str, Digest]:
+def digest_replicas(sources: Mapping[str, Source], rank: int) -> dict[str, ReplicaDigest]:
     """The digest of what this `rank` has of each source that it should have something of."""
     holdings = {name: one.holding for name, one in sources.items() if one.holding.mine or not one.holding.moves}
     found = {name: holding.local for name, holding in holdings.items() if holding.local is not None}
-    made = {name: _on_host(tensor) for name, tensor in found.items() if tensor.is_cpu}
+    made = {name: _digest_on_host(tensor) for name, tensor in found.items() if tensor.is_cpu}
     elsewhere = {name: tensor for name, tensor in found.items() if not tensor.is_cpu}
     folded = [folded_bits(tensor) for tensor in elsewhere.values()]
     values = (
@@ -64,12 +64,12 @@ def digests(sources: Mapping[str, Source], rank: int) -> dict[str, Digest]:
     )  # one wait for all
     made |= {name: f"{value:x}" for name, value in zip(elsewhere, values, strict=True)}
     return {
-        name: Digest(place_of(holding), made.get(name, ""), holding.block(rank) is not None)
+        name: ReplicaDigest(place_of(holding), made.get(name, ""), holding.block(rank) is not None)
         for name, holding in holdings.items()
     }
 
 
-def told(made: Mapping[str, Digest]) -> dict[str, str]:
+def digests_by_place(made: Mapping[str, ReplicaDigest]) -> dict[str, str]:
     """What a rank tells the others first: by place, one digest of all that it has there."""
     places: dict[str, list[tuple[str, str]]] = {}
     for name, digest in made.items():
@@ -77,8 +77,10 @@ def told(made: Mapping[str, Digest]) -> dict[str, str]:
     return {place: xxhash.xxh3_128_hexdigest(repr(some).encode()) for place, some in places.items()}
 
 
-def differing(made: Mapping[str, Digest], answers: Sequence[Mapping[str, str]], ranks: Ranks) -> Apart:
-    """The tensors that ranks have otherwise than the first of them, from what each has `told`.
+def differing_replicas(
+    made: Mapping[str, ReplicaDigest], answers: Sequence[Mapping[str, str]], ranks: Ranks
+) -> Differences:
+    """The tensors that ranks have otherwise than the first of them, from what each has `digests_by_place`.
 
     Collective where that differs.
     """
@@ -89,32 +91,35 @@ def differing(made: Mapping[str, Digest], answers: Sequence[Mapping[str, str]], 
     if all(len(digests) == 1 for digests in seen.values()):
         return {}
     everyone = ranks.agree("the comparison of what ranks hold", {"digests": dict(made)})
-    had: dict[str, dict[str, dict[int, Digest]]] = {}  # name -> place -> rank
+    had: dict[str, dict[str, dict[int, ReplicaDigest]]] = {}  # name -> place -> rank
     for rank, answer in enumerate(everyone):
         for name, row in answer["digests"].items():
-            one = Digest(*row)
+            one = ReplicaDigest(*row)
             had.setdefault(name, {}).setdefault(one.place, {})[rank] = one
-    odd = {name: {rank: at for some in places.values() for rank, at in _odd(some)} for name, places in had.items()}
+    odd = {
+        name: {rank: at for some in places.values() for rank, at in _deviating_ranks(some)}
+        for name, places in had.items()
+    }
     return {name: dict(sorted(ranks_of.items())) for name, ranks_of in odd.items() if ranks_of}
 
 
-def settings_apart(document: Mapping[str, Any]) -> Apart:
+def differing_settings(document: Mapping[str, Any]) -> Differences:
     """The settings and numbers of optimizers that the state of a run has for single ranks."""
     found = {
         f"{item}: {what}": odd
         for item, about in document.get("items", {}).items()
-        for what, odd in own_settings(about.get("optimizer", {})).items()
+        for what, odd in settings_by_rank(about.get("optimizer", {})).items()
     }
     return {what: dict.fromkeys(odd, "") for what, odd in found.items()}
 
 
-def note_of(apart: Apart, has_state: bool) -> str:
+def difference_note(apart: Differences, has_state: bool) -> str:
     """What the report says of it."""
     way = ", each rank's own beside it" if has_state else ""
-    return f"{described(apart)}, which is stored{way}"
+    return f"{describe_differences(apart)}, which is stored{way}"
 
 
-def described(apart: Apart) -> str:
+def describe_differences(apart: Differences) -> str:
     """Which tensors differ, and on which ranks, in words."""
     by_ranks: dict[tuple[int, ...], list[str]] = {}
     for name, odd in apart.items():
@@ -124,7 +129,7 @@ def described(apart: Apart) -> str:
     return f"{listing(some)}: not as on {'the first rank with the same part' if is_cut else 'rank 0'}"
 
 
-def refuse(told_apart: str) -> None:
+def refuse_replica_differences(told_apart: str) -> None:
     """Raise RanksDisagreeError for what is `told_apart`: tensors or settings, and the ranks."""
     raise RanksDisagreeError(
         f"{told_apart}, where these ranks should hold the same, and on_difference='raise'; nothing was committed. "
@@ -134,7 +139,12 @@ def refuse(told_apart: str) -> None:
 
 def refuse_experts(parts: Iterable[Part]) -> None:
     """Raise IncompleteError naming experts that DeepSpeed has spread over the ranks, under the same names on each."""
-    named = {source.name: source.live for part in parts for entry in part.entries for _, source in _named(part, entry)}
+    named = {
+        source.name: source.live
+        for part in parts
+        for entry in part.entries
+        for _, source in _named_sources(part, entry)
+    }
     spread = {name: str(live.group_name) for name, live in named.items() if _is_spread(live)}
     if spread:
         groups = ", ".join(sorted(set(spread.values())))
@@ -145,16 +155,18 @@ def refuse_experts(parts: Iterable[Part]) -> None:
         )
 
 
-def set_apart(parts: Sequence[Part], apart: Apart, rank: int) -> list[Part]:
+def store_differences(parts: Sequence[Part], apart: Differences, rank: int) -> list[Part]:
     """The parts with the first rank's of what is `apart`, a note of it, and in a training state each other's own."""
-    sources = {name: s for part in parts for entry in part.entries for name, s in _named(part, entry) if name in apart}
+    sources = {
+        name: s for part in parts for entry in part.entries for name, s in _named_sources(part, entry) if name in apart
+    }
     odd = frozenset(source.identity for source in sources.values())
-    kept = [entry for name, source in sources.items() for entry in _own(name, source, apart[name], rank)]
+    kept = [entry for name, source in sources.items() for entry in _entries_of_others(name, source, apart[name], rank)]
     has_state = any(part.kind == "state" for part in parts)
     changed = []
     for number, part in enumerate(parts):
-        entries = [_changed(entry, odd) for entry in part.entries] + (kept if part.kind == "state" else [])
-        notes = part.notes if number else (*part.notes, note_of(apart, has_state))
+        entries = [_of_first_rank(entry, odd) for entry in part.entries] + (kept if part.kind == "state" else [])
+        notes = part.notes if number else (*part.notes, difference_note(apart, has_state))
         changed.append(replace(part, entries=tuple(entries), notes=notes))
     return changed
 
@@ -169,25 +181,25 @@ def folded_bits(tensor: Tensor) -> Tensor:
         for low in range(0, words.numel(), _WORDS):
             some = words[low : low + _WORDS].to(torch.int64)
             places = torch.arange(first + low, first + low + some.numel(), device=data.device)
-            mixed = _mixed(some ^ (places * _ODD[0]), _ODD[1])
-            total += _mixed(mixed, _ODD[2]).sum()  # which wraps
+            mixed = _mix_bits(some ^ (places * _ODD[0]), _ODD[1])
+            total += _mix_bits(mixed, _ODD[2]).sum()  # which wraps
     return total
 
 
-def _mixed(words: Tensor, factor: int) -> Tensor:
+def _mix_bits(words: Tensor, factor: int) -> Tensor:
     """Upper bits are spread by the product to none below them: so they are folded down."""
     words = words * factor
     return words ^ ((words >> 32) & 0xFFFFFFFF)
 
 
-def _on_host(tensor: Tensor) -> str:
+def _digest_on_host(tensor: Tensor) -> str:
     data = tensor.detach().contiguous()
     return xxhash.xxh3_128_hexdigest(
         (ctypes.c_char * data.nbytes).from_address(data.data_ptr()) if data.nbytes else b""
     )
 
 
-def _named(part: Part, entry: Entry) -> Iterator[tuple[str, Source]]:
+def _named_sources(part: Part, entry: Entry) -> Iterator[tuple[str, Source]]:
     """The sources of an entry by the names they have in a run."""
     if entry.group is not None:
         yield from ((f"{WEIGHTS}/{source.name}", source) for source in entry.group.sources)
@@ -195,13 +207,13 @@ def _named(part: Part, entry: Entry) -> Iterator[tuple[str, Source]]:
         yield entry.name if part.kind == "state" else f"{WEIGHTS}/{entry.source.name}", entry.source
 
 
-def _changed(entry: Entry, odd: frozenset[int]) -> Entry:
+def _of_first_rank(entry: Entry, odd: frozenset[int]) -> Entry:
     if entry.source is None or entry.source.identity not in odd:
         return entry
     return replace(entry, source=of_rank_0(entry.source))
 
 
-def _odd(had: Mapping[int, Digest]) -> Iterator[tuple[int, str | None]]:
+def _deviating_ranks(had: Mapping[int, ReplicaDigest]) -> Iterator[tuple[int, str | None]]:
     """The ranks that have one part of a tensor otherwise than the one that speaks for it, or else the first of them."""
     first = next((digest for digest in had.values() if digest.speaks), next(iter(had.values())))
     for rank, digest in had.items():
@@ -209,7 +221,7 @@ def _odd(had: Mapping[int, Digest]) -> Iterator[tuple[int, str | None]]:
             yield rank, digest.place if digest.bits else None
 
 
-def _own(name: str, source: Source, owners: Mapping[int, str | None], rank: int) -> Iterator[Entry]:
+def _entries_of_others(name: str, source: Source, owners: Mapping[int, str | None], rank: int) -> Iterator[Entry]:
     """The entries of what ranks other than the first have of one tensor."""
     for owner, place in owners.items():
         if place is None:

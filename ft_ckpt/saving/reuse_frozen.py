@@ -44,7 +44,7 @@ class Offer:
 
 
 @dataclass(frozen=True)
-class _Earlier:
+class _EarlierCheckpoint:
     """A checkpoint beside the one that is made, with the time at which it was complete."""
 
     folder: Path
@@ -52,7 +52,7 @@ class _Earlier:
     sealed_ns: int
 
 
-def frozen(found: Mapping[str, Source]) -> frozenset[int]:
+def frozen_identities(found: Mapping[str, Source]) -> frozenset[int]:
     """Identities of the parameters that are not trained."""
     return frozenset(
         source.identity
@@ -61,7 +61,7 @@ def frozen(found: Mapping[str, Source]) -> frozenset[int]:
     )
 
 
-def apart(part: Part, still: frozenset[int], mode: str) -> frozenset[str]:
+def frozen_names(part: Part, still: frozenset[int], mode: str) -> frozenset[str]:
     """Stored names of `part` that belong into files of their own: all that come from `still` tensors, if that pays."""
     if mode == "off" or part.kind not in ("model", "module"):
         return frozenset()
@@ -75,22 +75,24 @@ def apart(part: Part, still: frozenset[int], mode: str) -> frozenset[str]:
 def frozen_shares(plans: Iterable[PartPlan], world_size: int) -> list[Share]:
     """The planned files that hold frozen tensors alone, and who writes what of them."""
     chosen = [replace(plan, files=tuple(file for file in plan.files if _is_frozen(file, plan))) for plan in plans]
-    return write_shards.shares([plan for plan in chosen if plan.files], world_size)
+    return write_shards.divide_files([plan for plan in chosen if plan.files], world_size)
 
 
-def bring(shares: Sequence[Share], target: Path, stage: Path, ranks: Ranks, gathers: bool) -> dict[str, Offer]:
+def link_candidates(
+    shares: Sequence[Share], target: Path, stage: Path, ranks: Ranks, gathers: bool
+) -> dict[str, Offer]:
     """On rank 0: link into `stage` what earlier checkpoints have under the headers of these files; offers by path.
 
     `gathers` says whether tensors may come to rank 0 in order to be digested.
     """
-    earlier = list(_earlier(target.parent)) if shares else []
+    earlier = list(_earlier_checkpoints(target.parent)) if shares else []
     offers = {}
     for share in shares:
         taken = [
             record
             for one in earlier
             for record in one.files
-            if _is_comparable(record, share, ranks, gathers) and _linked(one, record, share, stage)
+            if _is_comparable(record, share, ranks, gathers) and _link_candidate(one, record, share, stage)
         ]
         alike = [record.digest for record in taken if record.ranks == taken[0].ranks]
         if alike:
@@ -112,8 +114,8 @@ def equal_files(
     for share in shares:
         offer = offers.get(share.file.path)
         if offer is not None:
-            mine[share.file.path] = write_shards.digest(
-                share.gathered() if offer.ranks == 1 else share, ranks, bucket_bytes
+            mine[share.file.path] = write_shards.digest_own_bytes(
+                share.for_rank_0() if offer.ranks == 1 else share, ranks, bucket_bytes
             )
     answers = ranks.agree("the frozen files of save()", {"digests": mine})
     found = {}
@@ -125,27 +127,27 @@ def equal_files(
     return found
 
 
-def settle(shares: Sequence[Share], taken: Mapping[str, str], stage: Path) -> list[FileRecord]:
+def place_equal_files(shares: Sequence[Share], taken: Mapping[str, str], stage: Path) -> list[FileRecord]:
     """On rank 0: put the `taken` files in their places, by the digests they have; their records."""
     records = []
     for share in shares:
         path = share.file.path
         if path in taken:
             (stage / path).parent.mkdir(parents=True, exist_ok=True)
-            os.link(_place(stage, taken[path]), stage / path)
-            cuts, size = ((), 1) if taken[path].startswith(whole("")) else (share.kept, share.ranks)
+            os.link(_candidate_path(stage, taken[path]), stage / path)
+            cuts, size = ((), 1) if taken[path].startswith(whole("")) else (share.actual_cuts, share.ranks)
             records.append(FileRecord(path, share.file.layout.size_bytes, taken[path], cuts, size, linked=True))
     for link in stage.glob(f"{_LINK}*"):
         link.unlink()
     return records
 
 
-def to_json(offers: Mapping[str, Offer]) -> dict[str, Any]:
+def offers_to_json(offers: Mapping[str, Offer]) -> dict[str, Any]:
     """Offers as all ranks are told of them."""
     return {path: asdict(offer) for path, offer in offers.items()}
 
 
-def to_write(plans: Sequence[PartPlan], taken: Iterable[str]) -> tuple[PartPlan, ...]:
+def without_linked(plans: Sequence[PartPlan], taken: Iterable[str]) -> tuple[PartPlan, ...]:
     """The plans without the files that are `taken`."""
     have = set(taken)
     return tuple(replace(one, files=tuple(file for file in one.files if file.path not in have)) for one in plans)
@@ -155,7 +157,7 @@ def _is_frozen(file: FilePlan, plan: PartPlan) -> bool:
     return bool(file.layout.specs) and plan.apart.issuperset(spec.name for spec in file.layout.specs)
 
 
-def _earlier(folder: Path) -> Iterator[_Earlier]:
+def _earlier_checkpoints(folder: Path) -> Iterator[_EarlierCheckpoint]:
     """The newest whole checkpoints in `folder`, newest first."""
     sealed = []
     with suppress(OSError):
@@ -165,7 +167,7 @@ def _earlier(folder: Path) -> Iterator[_Earlier]:
                     sealed.append(((path / MANIFEST_NAME).stat().st_mtime_ns, path))
     for time_ns, path in sorted(sealed, reverse=True)[:_EARLIER]:
         with suppress(ManifestError, OSError):  # damaged, or deleted since
-            yield _Earlier(path, read_manifest(path).files, time_ns)
+            yield _EarlierCheckpoint(path, read_manifest(path).files, time_ns)
 
 
 def _is_comparable(record: FileRecord, share: Share, ranks: Ranks, gathers: bool) -> bool:
@@ -173,16 +175,16 @@ def _is_comparable(record: FileRecord, share: Share, ranks: Ranks, gathers: bool
     if record.size_bytes != share.file.layout.size_bytes:
         return False
     if record.ranks > 1:
-        return record.ranks == ranks.size and record.cuts == share.kept
-    return gathers or ranks.size == 1 or not share.moves
+        return record.ranks == ranks.size and record.cuts == share.actual_cuts
+    return gathers or ranks.size == 1 or not share.needs_transfer
 
 
-def _linked(one: _Earlier, record: FileRecord, share: Share, stage: Path) -> bool:
+def _link_candidate(one: _EarlierCheckpoint, record: FileRecord, share: Share, stage: Path) -> bool:
     """Link the earlier file into the stage, unless it begins otherwise or was written to since its checkpoint was made.
 
     What is looked at is the link: nobody can put another file in its place.
     """
-    goal, header = _place(stage, record.digest), share.file.layout.header
+    goal, header = _candidate_path(stage, record.digest), share.file.layout.header
     if goal.exists():
         return True
     try:
@@ -198,5 +200,5 @@ def _linked(one: _Earlier, record: FileRecord, share: Share, stage: Path) -> boo
     return False
 
 
-def _place(stage: Path, digest: str) -> Path:
+def _candidate_path(stage: Path, digest: str) -> Path:
     return stage / (_LINK + digest.replace(":", "-"))

@@ -13,15 +13,15 @@ from ft_ckpt.config import SaverConfig
 from ft_ckpt.distributed.ranks import Ranks, current
 from ft_ckpt.errors import CheckpointError, ConfigError
 from ft_ckpt.model.parts import is_adapter_run
-from ft_ckpt.saving.background import Pending, PendingSave
-from ft_ckpt.saving.build_manifest import versions
-from ft_ckpt.saving.execute import SaveReport, tell_apart
+from ft_ckpt.saving.background import BackgroundSaver, PendingSave
+from ft_ckpt.saving.build_manifest import library_versions
+from ft_ckpt.saving.execute import SaveReport, report_differences
 from ft_ckpt.saving.plan import request_of
-from ft_ckpt.saving.replicas import described, settings_apart
+from ft_ckpt.saving.replicas import describe_differences, differing_settings
 from ft_ckpt.saving.snapshot import as_in_training
 from ft_ckpt.storage.local_disk import local_path
-from ft_ckpt.training.items import of_model
-from ft_ckpt.training.run import Run
+from ft_ckpt.training.items import model_sources
+from ft_ckpt.training.run import TrainingRun
 from ft_ckpt.training.signals import exit_code
 from ft_ckpt.training.starting import refuse_replacing
 
@@ -33,8 +33,8 @@ _SAVES_WITHOUT_METRIC = 3  # before it is said that none came
 class RunSaves:
     """What one saver does with one run. Every method is collective."""
 
-    run: Run
-    pending: Pending
+    run: TrainingRun
+    pending: BackgroundSaver
     directory: Path | None
     tokenizer: Any
     is_rehearsal: bool
@@ -46,15 +46,15 @@ class RunSaves:
 
     def save_if_due(self, metrics: dict[str, float]) -> SaveReport | PendingSave | None:
         """Save if `every` wants it; after a save for a signal the process exits (SystemExit)."""
-        if self.pending.has_ended(self._ranks()):
-            self._tried(self.pending.settle)
-        metrics, every = self.run.agreed(metrics, self._ranks()), self.run.config.every
-        reason = self.run.due(metrics, self._ranks())
+        if self.pending.has_ended(self._current_ranks()):
+            self._warn_on_failure(self.pending.wait_for_save)
+        metrics, every = self.run.agree_on_metrics(metrics, self._current_ranks()), self.run.config.every
+        reason = self.run.reason_to_save(metrics, self._current_ranks())
         if reason is None:
             return None
         ends = reason == "deadline" or reason.startswith("SIG") or self.is_rehearsal
         config = replace(self.run.config, background=self.run.config.background and not ends)
-        report = self._tried(lambda: self.save(reason, config, None, metrics))
+        report = self._warn_on_failure(lambda: self.save(reason, config, None, metrics))
         if reason.startswith("SIG"):
             self.close()
             self.run.close()
@@ -69,8 +69,8 @@ class RunSaves:
             return
         if self.run.lacks_save:
             config = replace(self.run.config, background=False)
-            metrics = self.run.agreed(self.run.last_metrics, self._ranks())
-            self._tried(lambda: self.save("end", config, None, metrics))
+            metrics = self.run.agree_on_metrics(self.run.last_metrics, self._current_ranks())
+            self._warn_on_failure(lambda: self.save("end", config, None, metrics))
         self.run.warn_of_absent_metrics(1)
 
     def save(
@@ -83,31 +83,31 @@ class RunSaves:
         extra_files: Mapping[str, str | bytes] | None = None,
     ) -> SaveReport | PendingSave:
         """Save the state of the run for `reason`, None for the script's own; then delete what need not be kept."""
-        self.pending.settle()
+        self.pending.wait_for_save()
         begun, now, history = time.monotonic(), self.run, self.run.history
         now.note_saved(reason, metrics)
         try:
-            captured = now.capture(self._ranks(), versions(), self.pending.kept)
-            if apart := settings_apart(captured.document):
-                tell_apart(described(apart), f"step {now.step}", self._ranks(), config)
-            adapters = captured.once("adapters", lambda: is_adapter_run(now.model, of_model(captured.found)))
-            adapters = now.base.is_left_out(now.model, adapters, adapter_only, self._ranks())
+            captured = now.capture_state(self._current_ranks(), library_versions(), self.pending.kept)
+            if apart := differing_settings(captured.document):
+                report_differences(describe_differences(apart), f"step {now.step}", self._current_ranks(), config)
+            adapters = captured.once("adapters", lambda: is_adapter_run(now.model, model_sources(captured.found)))
+            adapters = now.base.is_left_out(now.model, adapters, adapter_only, self._current_ranks())
             report = self.pending.save(
                 config,
                 lambda: request_of(
                     config,
                     now.model,
-                    self.target(path, now.step, has_state=True),
+                    self.target_folder(path, now.step, has_state=True),
                     adapter_only=adapters,
                     tokenizer=self.tokenizer,
                     step=now.step,
                     metrics=metrics,
                     captured=captured,
                     run_id=now.run_id,
-                    protect=self._protected(),
+                    protect=self._protected_paths(),
                     extra_files=extra_files or {},
                 ),
-                self._prunes(),
+                self._make_pruner(),
             )
         except BaseException:
             now.history = history
@@ -121,7 +121,7 @@ class RunSaves:
         now.note_saved(reason, metrics, time.monotonic() - begun)
         return report
 
-    def target(self, path: str | Path | None, step: int | None, *, has_state: bool) -> Path:
+    def target_folder(self, path: str | Path | None, step: int | None, *, has_state: bool) -> Path:
         """The folder to save to. Raises ConfigError when none is known, TargetError for one that must stay."""
         if self.is_closed:
             raise CheckpointError("this saver is closed; make a new one to save again")
@@ -131,13 +131,13 @@ class RunSaves:
             raise ConfigError("save() without a path needs the saver's directory and a step; give it a path, or both")
         else:
             target = self.directory / self.run.config.name_template.format(step=step)
-        if self._ranks().leads:
+        if self._current_ranks().leads:
             # A rehearsal runs one script several times in one folder, on purpose.
             is_run = path is None and has_state and not self.is_rehearsal
             refuse_replacing(target, has_state, self.run.own_ids if is_run else None)
         return target.absolute()
 
-    def _tried(self, action: Callable[[], T]) -> T | None:
+    def _warn_on_failure(self, action: Callable[[], T]) -> T | None:
         try:
             return action()
         except CheckpointError as error:
@@ -146,13 +146,13 @@ class RunSaves:
             warnings.warn(f"step {self.run.step}: no checkpoint was made, training goes on: {error}", stacklevel=5)
             return None
 
-    def _prunes(self) -> Callable[[Path], None]:
+    def _make_pruner(self) -> Callable[[Path], None]:
         """What deletes old checkpoints once a new one is there."""
-        directory = self.directory if self._ranks().leads else None
-        return partial(tidy, directory, self.run.config.keep, self.run.run_id, self._protected())
+        directory = self.directory if self._current_ranks().leads else None
+        return partial(tidy, directory, self.run.config.keep, self.run.run_id, self._protected_paths())
 
-    def _protected(self) -> tuple[Path, ...]:
+    def _protected_paths(self) -> tuple[Path, ...]:
         return () if self.run.resumed_from is None else (self.run.resumed_from,)
 
-    def _ranks(self) -> Ranks:
+    def _current_ranks(self) -> Ranks:
         return current(self.run.config.enter_timeout_seconds)

@@ -1,7 +1,8 @@
 """Host copies of tensors, of one moment: no later optimizer step shows in them.
 
 What a known optimizer alone changes may be copied while the next forward and backward run: a hook lets the next step
-wait for the copy. Everything else is copied before `take` returns. The memory is reused from one snapshot to the next.
+wait for the copy. Everything else is copied before `begin_copies` returns. The memory is reused from one snapshot to
+the next.
 """
 
 import time
@@ -23,13 +24,13 @@ def as_in_training(method: Callable[P, T]) -> Callable[P, T]:
     """The method outside of `torch.inference_mode`: what it makes lives on, and training changes it."""
 
     @wraps(method)
-    def outside(*args: P.args, **kwargs: P.kwargs) -> T:
+    def call_outside(*args: P.args, **kwargs: P.kwargs) -> T:
         if not torch.is_inference_mode_enabled():
             return method(*args, **kwargs)
         with torch.inference_mode(False), torch.no_grad():
             return method(*args, **kwargs)
 
-    return outside
+    return call_outside
 
 
 class Snapshot:
@@ -37,7 +38,7 @@ class Snapshot:
 
     def __init__(self) -> None:
         self.waited_seconds = 0.0  # by optimizers, over all snapshots
-        self._now, self._late = _Room(), _Room()
+        self._now, self._late = _CopyMemory(), _CopyMemory()
         self._copied: Copies = {}
         self._left: Copies = {}
         self._ready: dict[torch.device, Any] = {}  # CUDA device -> event after which its tensors may be read
@@ -45,28 +46,28 @@ class Snapshot:
         self._done.set()
         self._hooks: dict[int, tuple[Any, Any]] = {}  # id -> (optimizer, which keeps the id its own; handle)
 
-    def watch(self, optimizers: Iterable[Any]) -> None:
+    def watch_optimizers(self, optimizers: Iterable[Any]) -> None:
         """Let the next step of each optimizer wait for the copies."""
         for optimizer in optimizers:
             if id(optimizer) not in self._hooks:
-                self._hooks[id(optimizer)] = (optimizer, optimizer.register_step_pre_hook(self._hold))
+                self._hooks[id(optimizer)] = (optimizer, optimizer.register_step_pre_hook(self._wait_for_copies))
 
-    def take(self, now: Copies, late: Copies) -> None:
-        """Copy `now`; `late` is copied by `finish`, and watched optimizers do not step before that."""
-        self._copied = _copy(self._now, now, {})
+    def begin_copies(self, now: Copies, late: Copies) -> None:
+        """Copy `now`; `late` is copied by `finish_copies`, and watched optimizers do not step before that."""
+        self._copied = _copy_tensors(self._now, now, {})
         self._left = late
-        self._ready = {device: _event(device) for device in {t.device for t in late.values() if t.is_cuda}}
+        self._ready = {device: _record_event(device) for device in {t.device for t in late.values() if t.is_cuda}}
         self._done.clear()
 
-    def finish(self) -> Copies:
+    def finish_copies(self) -> Copies:
         """Copy what is left, and let optimizers step, whatever happens here. From any thread; all copies by name."""
         try:
-            return {**self._copied, **_copy(self._late, self._left, self._ready)}
+            return {**self._copied, **_copy_tensors(self._late, self._left, self._ready)}
         finally:
-            self.drop()
+            self.drop_copies()
 
-    def drop(self) -> None:
-        """Nobody will call `finish`: let optimizers step."""
+    def drop_copies(self) -> None:
+        """Nobody will call `finish_copies`: let optimizers step."""
         self._copied, self._left = {}, {}
         self._done.set()
 
@@ -75,16 +76,16 @@ class Snapshot:
         for _, handle in self._hooks.values():
             handle.remove()
         self._hooks.clear()
-        self._now, self._late = _Room(), _Room()
+        self._now, self._late = _CopyMemory(), _CopyMemory()
 
-    def _hold(self, *_: Any) -> None:
+    def _wait_for_copies(self, *_: Any) -> None:
         if not self._done.is_set():
             begun = time.monotonic()
             self._done.wait()
             self.waited_seconds += time.monotonic() - begun
 
 
-def owned_by(optimizers: Mapping[Any, Iterable[Tensor]]) -> frozenset[int]:
+def ids_changed_by_steps(optimizers: Mapping[Any, Iterable[Tensor]]) -> frozenset[int]:
     """The ids of all tensors that the steps of these optimizers change: their own, and those given for each."""
     owned: set[int] = set()
     for optimizer, further in optimizers.items():
@@ -95,17 +96,17 @@ def owned_by(optimizers: Mapping[Any, Iterable[Tensor]]) -> frozenset[int]:
     return frozenset(owned)
 
 
-def key(tensor: Tensor) -> Hashable:
+def memory_key(tensor: Tensor) -> Hashable:
     """What tells two live tensors apart: the memory they are, and how they see it."""
     return tensor.data_ptr(), tensor.device, tensor.dtype, tuple(tensor.shape), tensor.stride()
 
 
-def size_of(tensors: Iterable[Tensor]) -> int:
+def copies_size(tensors: Iterable[Tensor]) -> int:
     """Bytes of host memory that copies of `tensors` take."""
-    return sum(_padded(tensor.nbytes) for tensor in tensors)
+    return sum(_padded_size(tensor.nbytes) for tensor in tensors)
 
 
-class _Room:
+class _CopyMemory:
     """Memory that grows to the largest snapshot and is used again; pinned where a GPU copies into it."""
 
     def __init__(self) -> None:
@@ -113,26 +114,26 @@ class _Room:
         self._shapes: list[Any] = []
         self._places: list[Tensor] = []
 
-    def like(self, tensors: Iterable[Tensor]) -> list[Tensor]:
+    def places_for(self, tensors: Iterable[Tensor]) -> list[Tensor]:
         """Room for a copy of each tensor."""
         tensors = list(tensors)
         shapes: list[Any] = [(tensor.dtype, tensor.shape) for tensor in tensors]
         if shapes == self._shapes:  # as in most saves of a run
             return self._places
-        needed = size_of(tensors)
+        needed = copies_size(tensors)
         if self._memory.numel() < needed:
             self._memory, self._places = torch.empty(0, dtype=torch.uint8), []  # the old goes before the larger comes
             self._memory = torch.empty(needed, dtype=torch.uint8, pin_memory=any(t.is_cuda for t in tensors))
         self._shapes, self._places, at = shapes, [], 0
         for tensor in tensors:
             self._places.append(self._memory[at : at + tensor.nbytes].view(tensor.dtype).view(tensor.shape))
-            at += _padded(tensor.nbytes)
+            at += _padded_size(tensor.nbytes)
         return self._places
 
 
 @torch.no_grad()
-def _copy(room: _Room, live: Copies, ready: Mapping[torch.device, Any]) -> dict[Hashable, Tensor]:
-    copies = dict(zip(live, room.like(live.values()), strict=True))
+def _copy_tensors(room: _CopyMemory, live: Copies, ready: Mapping[torch.device, Any]) -> dict[Hashable, Tensor]:
+    copies = dict(zip(live, room.places_for(live.values()), strict=True))
     by_device: dict[torch.device, list[tuple[Tensor, Tensor]]] = {}
     for name, tensor in live.items():
         by_device.setdefault(tensor.device, []).append((copies[name], tensor))
@@ -147,18 +148,18 @@ def _copy(room: _Room, live: Copies, ready: Mapping[torch.device, Any]) -> dict[
 def _from_cuda(device: torch.device, pairs: Iterable[tuple[Tensor, Tensor]], ready: Any) -> None:
     """Copy beside what the GPU computes: on a stream of its own, which begins after the event `ready`."""
     stream: Any = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-    stream.wait_event(_event(device) if ready is None else ready)
+    stream.wait_event(_record_event(device) if ready is None else ready)
     with torch.cuda.stream(stream):
         for target, live in pairs:
             target.copy_(live, non_blocking=True)
     stream.synchronize()
 
 
-def _event(device: torch.device) -> Any:
+def _record_event(device: torch.device) -> Any:
     event: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
     event.record(torch.cuda.current_stream(device))
     return event
 
 
-def _padded(size: int) -> int:
+def _padded_size(size: int) -> int:
     return size + -size % _ALIGNMENT

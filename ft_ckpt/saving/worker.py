@@ -20,14 +20,14 @@ class Worker:
         self._future: Future[Any] | None = None
         _OPEN.add(self)
 
-    def start(self, job: Callable[[], Any]) -> "Future[Any]":
+    def start_job(self, job: Callable[[], Any]) -> "Future[Any]":
         """Begin `job`; the one before it must have been settled."""
         future = self._future = Future()
-        self._thread = threading.Thread(target=_work, args=(job, future), name="ft_ckpt-save")
+        self._thread = threading.Thread(target=_run_job, args=(job, future), name="ft_ckpt-save")
         self._thread.start()
         return future
 
-    def ended(self, result: Any) -> "Future[Any]":
+    def finish_at_once(self, result: Any) -> "Future[Any]":
         """As `start`, of a job that was done at once."""
         future = self._future = Future()
         future.set_result(result)
@@ -43,7 +43,7 @@ class Worker:
         """Whether there is nothing to wait for."""
         return self._future is None or self._future.done()
 
-    def settle(self) -> Any:
+    def take_result(self) -> Any:
         """Wait for the job, and give its result or raise its error, once; None when nothing is owed."""
         if self._future is None:
             return None
@@ -56,7 +56,7 @@ class Worker:
         if self._thread is not None:
             self._thread.join()
 
-    def error(self) -> BaseException | None:
+    def unread_error(self) -> BaseException | None:
         """The error that nobody has been told of."""
         return self._future.exception() if self._future is not None and self._future.done() else None
 
@@ -64,7 +64,7 @@ class Worker:
 _OPEN: WeakSet[Worker] = WeakSet()
 
 
-def _work(job: Callable[[], Any], future: "Future[Any]") -> None:
+def _run_job(job: Callable[[], Any], future: "Future[Any]") -> None:
     time.sleep(_LAG_SECONDS)
     try:
         future.set_result(job())
@@ -72,19 +72,19 @@ def _work(job: Callable[[], Any], future: "Future[Any]") -> None:
         future.set_exception(error)
 
 
-def _finish() -> None:
+def _join_workers() -> None:
     for worker in list(_OPEN):
         worker.join()
 
 
-def _tell() -> None:
+def _warn_of_unread_errors() -> None:
     for worker in list(_OPEN):
-        if (error := worker.error()) is not None:
+        if (error := worker.unread_error()) is not None:
             warnings.warn(
                 f"a save in the background failed, and the program ended without asking: {error}", stacklevel=1
             )
 
 
 # Jobs may use thread pools, which take no more work once the interpreter begins to end: they are waited for before.
-getattr(threading, "_register_atexit", atexit.register)(_finish)
-atexit.register(_tell)
+getattr(threading, "_register_atexit", atexit.register)(_join_workers)
+atexit.register(_warn_of_unread_errors)

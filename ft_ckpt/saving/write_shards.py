@@ -17,7 +17,7 @@ from torch import Tensor
 from ft_ckpt.distributed.ranks import Ranks
 from ft_ckpt.formats.write_files import FilePlan
 from ft_ckpt.model.entries import Entry
-from ft_ckpt.saving.files import PartPlan, tensors_of
+from ft_ckpt.saving.files import PartPlan, gather_entries
 from ft_ckpt.storage.buffers import BLOCK_BYTES
 from ft_ckpt.storage.digests import Cut, FileRecord, chunks, together
 from ft_ckpt.storage.direct_io import create_file
@@ -38,22 +38,22 @@ class Share:
     ranks: int = 1  # that write
 
     @property
-    def kept(self) -> tuple[Cut, ...]:
+    def actual_cuts(self) -> tuple[Cut, ...]:
         """The cuts there are, in file order."""
         return tuple(cut for cut in self.cuts if cut is not None)
 
     @property
-    def moves(self) -> bool:
+    def needs_transfer(self) -> bool:
         """Whether tensors would have to move if rank 0 wrote all of it."""
         held = [source.holding for entry in self.entries for source in entry.sources]
         return any(holding.moves or holding.whole is not None for holding in held)
 
-    def gathered(self) -> "Share":
+    def for_rank_0(self) -> "Share":
         """The same file if rank 0 writes all of it."""
         return replace(self, cuts=(None,) * len(self.cuts), ranks=1)
 
 
-def shares(plans: Sequence[PartPlan], world_size: int) -> list[Share]:
+def divide_files(plans: Sequence[PartPlan], world_size: int) -> list[Share]:
     """Who writes what of every file."""
     found = []
     for plan in plans:
@@ -63,20 +63,20 @@ def shares(plans: Sequence[PartPlan], world_size: int) -> list[Share]:
             step = -(-file.layout.size_bytes // world_size)
             step += -step % BLOCK_BYTES  # so that no disk block has two writers
             cuts = [
-                _cut(entry, start, spec.size_bytes, step)
+                _tensor_cut(entry, start, spec.size_bytes, step)
                 for entry, spec, start in zip(ordered, file.layout.specs, file.layout.starts, strict=True)
             ]
             found.append(Share(file, ordered, tuple(cuts), world_size))
     return found
 
 
-def pays(found: Sequence[Share]) -> bool:
+def is_worth_sharing(found: Sequence[Share]) -> bool:
     """Whether other ranks than 0 have anything to write that is worth it."""
-    cut = sum(cut.stop - cut.start for share in found for cut in share.kept)
+    cut = sum(cut.stop - cut.start for share in found for cut in share.actual_cuts)
     return cut >= LEAST_BYTES
 
 
-def create(share: Share, folder: Path) -> None:
+def allocate_file(share: Share, folder: Path) -> None:
     """Make the file at its full size, for all ranks to write into. Raises NoSpaceError when there is no room."""
     path = folder / share.file.path
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -84,26 +84,26 @@ def create(share: Share, folder: Path) -> None:
     os.truncate(path, share.file.layout.size_bytes)
 
 
-def record(share: Share, digests: Sequence[str]) -> FileRecord:
+def file_record(share: Share, digests: Sequence[str]) -> FileRecord:
     """The record of the file from its ranks' digests."""
-    return FileRecord(share.file.path, share.file.layout.size_bytes, together(digests), share.kept, len(digests))
+    return FileRecord(share.file.path, share.file.layout.size_bytes, together(digests), share.actual_cuts, len(digests))
 
 
-def write(share: Share, folder: Path, ranks: Ranks, writer: Writer, bucket_bytes: int) -> str:
+def write_own_bytes(share: Share, folder: Path, ranks: Ranks, writer: Writer, bucket_bytes: int) -> str:
     """Write this rank's bytes of one file, which is there; their digest. Collective where tensors come to rank 0.
 
     Stops in the middle when another rank has failed, with NoSpaceError where that rank's disk is full, else RankError.
     """
-    regions = _while_all_write(_regions(share, ranks, bucket_bytes), ranks, writer.pace.block_bytes)
+    regions = _while_all_write(_own_regions(share, ranks, bucket_bytes), ranks, writer.pace.block_bytes)
     return write_regions(folder / share.file.path, regions, writer)
 
 
-def digest(share: Share, ranks: Ranks, bucket_bytes: int) -> str:
-    """The digest that `write` would give for this rank's bytes, without writing them. Collective as that is."""
-    return digest_regions(_while_all_write(_regions(share, ranks, bucket_bytes), ranks, BLOCK_BYTES))
+def digest_own_bytes(share: Share, ranks: Ranks, bucket_bytes: int) -> str:
+    """The digest that `write_own_bytes` would give, without writing anything. Collective as that is."""
+    return digest_regions(_while_all_write(_own_regions(share, ranks, bucket_bytes), ranks, BLOCK_BYTES))
 
 
-def _cut(entry: Entry, start: int, size_bytes: int, step: int) -> Cut | None:
+def _tensor_cut(entry: Entry, start: int, size_bytes: int, step: int) -> Cut | None:
     """The cut of one tensor at `start`; `step` is the file's share of each rank where all have the same."""
     source, item = entry.source, entry.dtype.itemsize
     if source is None or source.holding.whole is not None or not size_bytes:
@@ -112,7 +112,7 @@ def _cut(entry: Entry, start: int, size_bytes: int, step: int) -> Cut | None:
         if not source.holding.alike or start % item:
             return None
         return Cut(start, start + size_bytes, step, step - start % step, start // step)
-    runs = _runs(source.holding)
+    runs = _runs_by_owner(source.holding)
     if runs is None:
         return None
     lengths = [high - low for _, low, high in runs]
@@ -124,7 +124,7 @@ def _cut(entry: Entry, start: int, size_bytes: int, step: int) -> Cut | None:
     return Cut(start, start + size_bytes, chunk * item, lengths[0] * item, runs[0][0])
 
 
-def _runs(holding: Any) -> list[tuple[int, int, int]] | None:
+def _runs_by_owner(holding: Any) -> list[tuple[int, int, int]] | None:
     """(rank, first, last) flat elements of each owner in rank order; None when a block is no single run."""
     runs = []
     row = 1
@@ -144,7 +144,7 @@ def _runs(holding: Any) -> list[tuple[int, int, int]] | None:
     return runs or None
 
 
-def _regions(share: Share, ranks: Ranks, bucket_bytes: int) -> Iterator[Region]:
+def _own_regions(share: Share, ranks: Ranks, bucket_bytes: int) -> Iterator[Region]:
     """This rank's bytes of the file, in order."""
     places = list(zip(share.entries, share.cuts, share.file.layout.specs, share.file.layout.starts, strict=True))
     at = 0  # up to here, what no tensor covers is written
@@ -152,23 +152,25 @@ def _regions(share: Share, ranks: Ranks, bucket_bytes: int) -> Iterator[Region]:
         places_here = list(group)
         if is_gathered:
             starts = {spec.name: start for _, _, spec, start in places_here}
-            tensors = tensors_of([entry for entry, _, spec, _ in places_here if spec.size_bytes], ranks, bucket_bytes)
+            tensors = gather_entries(
+                [entry for entry, _, spec, _ in places_here if spec.size_bytes], ranks, bucket_bytes
+            )
             for entry, data in tensors:
-                yield from _fixed(share.file, at, starts[entry.name])
+                yield from _header_regions(share.file, at, starts[entry.name])
                 at = starts[entry.name]
-                for part in _converted(data, entry.dtype):
+                for part in _cast_slices(data, entry.dtype):
                     yield Region(at, part.data_ptr(), part.nbytes, part)
                     at += part.nbytes
                 starts[entry.name] = at  # its next elements go on from here
             continue
         for entry, cut, spec, start in places_here:
             if ranks.leads:
-                yield from _fixed(share.file, at, start)
+                yield from _header_regions(share.file, at, start)
             at = start + spec.size_bytes
             if cut is not None:
-                yield from _own(entry, cut, ranks.rank)
+                yield from _tensor_regions(entry, cut, ranks.rank)
     if ranks.leads:
-        yield from _fixed(share.file, at, share.file.layout.size_bytes)
+        yield from _header_regions(share.file, at, share.file.layout.size_bytes)
 
 
 def _while_all_write(regions: Iterable[Region], ranks: Ranks, most_bytes: int) -> Iterator[Region]:
@@ -180,7 +182,7 @@ def _while_all_write(regions: Iterable[Region], ranks: Ranks, most_bytes: int) -
             yield Region(region.start + low, region.address + low, size, region.keeper)
 
 
-def _fixed(file: FilePlan, start: int, stop: int) -> Iterator[Region]:
+def _header_regions(file: FilePlan, start: int, stop: int) -> Iterator[Region]:
     """Header and gaps: bytes of the file that are no tensor's."""
     if start < stop:
         data = bytearray(file.layout.header[start:stop].ljust(stop - start, b"\0"))
@@ -188,7 +190,7 @@ def _fixed(file: FilePlan, start: int, stop: int) -> Iterator[Region]:
         yield Region(start, held.data_ptr(), stop - start, held)
 
 
-def _own(entry: Entry, cut: Cut, rank: int) -> Iterator[Region]:
+def _tensor_regions(entry: Entry, cut: Cut, rank: int) -> Iterator[Region]:
     """This rank's chunks of one tensor."""
     source = entry.source
     if source is None or source.holding.local is None:
@@ -199,12 +201,12 @@ def _own(entry: Entry, cut: Cut, rank: int) -> Iterator[Region]:
             continue
         first = (start - cut.start) // item if not source.holding.moves else 0
         at = start
-        for part in _converted(local[first : first + (stop - start) // item], entry.dtype):
+        for part in _cast_slices(local[first : first + (stop - start) // item], entry.dtype):
             yield Region(at, part.data_ptr(), part.nbytes, part)
             at += part.nbytes
 
 
-def _converted(data: Tensor, dtype: torch.dtype) -> Iterator[Tensor]:
+def _cast_slices(data: Tensor, dtype: torch.dtype) -> Iterator[Tensor]:
     """Flat `data` on the host in `dtype`: as it is, or in slices."""
     step = max(1, data.numel() if data.dtype == dtype and data.device.type == "cpu" else _SLICE)
     for low in range(0, data.numel(), step):

@@ -12,8 +12,8 @@ from ft_ckpt.distributed.wrappers import Source
 from ft_ckpt.model.entries import Entry
 from ft_ckpt.training import optimizers
 from ft_ckpt.training import state as training
-from ft_ckpt.training.items import Item, Key, check_same, known_sources, with_extra_state
-from ft_ckpt.training.state import Document, Local, State
+from ft_ckpt.training.items import Item, Key, check_same_items, known_sources, with_extra_state
+from ft_ckpt.training.state import Document, LocalState, TrainingState
 from ft_ckpt.training.structure import Kept, Look, Structure, emptied, filled, is_placed
 
 T = TypeVar("T")
@@ -36,7 +36,7 @@ class Captured:
     """
 
     found: Mapping[Key, Source] = field(default_factory=dict)
-    state: State | None = None
+    state: TrainingState | None = None
     look: Look | None = None
     structure: Structure | None = None
 
@@ -71,12 +71,12 @@ class _Known:
 @dataclass(frozen=True, eq=False)
 class _Begun:
     objects: Objects
-    local: Local
+    local: LocalState
     look: Look
     structure: Structure | None
 
 
-def capture(objects: Callable[[], Objects], ranks: Ranks, kept: Kept) -> Captured:
+def capture_run(objects: Callable[[], Objects], ranks: Ranks, kept: Kept) -> Captured:
     """The state of the run that consists of `objects`. Collective. Moves nothing.
 
     The structure is remembered in `kept`, and what it alone decides. Raises SelectionError naming what cannot be saved.
@@ -86,14 +86,14 @@ def capture(objects: Callable[[], Objects], ranks: Ranks, kept: Kept) -> Capture
     if again is not None:
         return again
 
-    def look() -> tuple[dict[Key, Source], Local]:
+    def look() -> tuple[dict[Key, Source], LocalState]:
         found = known_sources(begun.objects.model, begun.objects.items)
-        return found, training.with_optimizers(begun.local, training.descriptions(begun.objects.items, found))
+        return found, training.add_optimizers(begun.local, training.describe_optimizers(begun.objects.items, found))
 
     looked, error = (None, error) if begun is None else attempt(look)
-    found, local = looked or ({}, Local({"items": {}, "own": {}}, {}))
-    everyone = training.exchange(local, ranks, error, found)
-    state = training.assemble(local, everyone, begun.objects.items, found, ranks.rank)
+    found, local = looked or ({}, LocalState({"items": {}, "own": {}}, {}))
+    everyone = training.exchange_facts(local, ranks, error, found)
+    state = training.assemble_state(local, everyone, begun.objects.items, found, ranks.rank)
     if begun.structure is not None and all(_are_alike(local.facts, facts) for facts in everyone):
         _remember(begun, found, state)
     return Captured(found, state, begun.look, begun.structure)
@@ -110,7 +110,7 @@ def _begin(objects: Objects, ranks: Ranks, kept: Kept) -> _Begun:
             look.optimizer(item.value)
     if look.is_opaque:  # else all modules list what every module does
         objects = replace(objects, items=with_extra_state(objects.model, objects.items))
-    local = training.look_beside(objects.items, objects.own, digest=ranks.size > 1)
+    local = training.describe_objects(objects.items, objects.own, digest=ranks.size > 1)
     trees = {**local.facts["own"], **{n: fact for n, fact in local.facts["items"].items() if "leaves" in fact}}
     look.others(local.leaves, {name: fact["leaves"] for name, fact in trees.items()})
     return _Begun(objects, local, look, kept.of("run", objects.model, look))
@@ -130,30 +130,32 @@ def _as_before(begun: _Begun | None, ranks: Ranks, error: BaseException | None) 
     items = {} if begun is None else {item.name: item.kind for item in begun.objects.items}
     told = {"known": described is not None, "own": own, "digests": digests, "items": items}
     answers = ranks.agree("the look of save_state()", told, error)
-    check_same([answer["items"] for answer in answers])
+    check_same_items([answer["items"] for answer in answers])
     alike = all(answer["known"] and answer["digests"] == answers[0]["digests"] for answer in answers)
     if begun is None or known is None or described is None or not alike:
         return None
-    local = training.with_optimizers(begun.local, described)
+    local = training.add_optimizers(begun.local, described)
     everyone: list[Document] = [local.facts]
     if ranks.size > 1:
         everyone = [{"own": answer["own"], "items": local.facts["items"]} for answer in answers]
-    document = training.documented(everyone, begun.objects.items)
-    return Captured(known.found, State(known.entries, document), begun.look, begun.structure)
+    document = training.build_document(everyone, begun.objects.items)
+    return Captured(known.found, TrainingState(known.entries, document), begun.look, begun.structure)
 
 
 def _renewed(items: Sequence[Item], known: _Known) -> dict[str, optimizers.Description] | None:
     described = {}
     for item in items:
         if item.kind == "optimizer":
-            now = optimizers.renewed(optimizers.inner(item.value), known.descriptions[item.name])
+            now = optimizers.with_current_settings(
+                optimizers.unwrap_optimizer(item.value), known.descriptions[item.name]
+            )
             if now is None:
                 return None
             described[item.name] = now
     return described
 
 
-def _remember(begun: _Begun, found: Mapping[Key, Source], state: State) -> None:
+def _remember(begun: _Begun, found: Mapping[Key, Source], state: TrainingState) -> None:
     """Keep what the structure decides, if all of it can be told without tensors."""
     if begun.structure is None:
         return

@@ -23,7 +23,7 @@ import torch
 
 from ft_ckpt.errors import CorruptError, LoadError
 from ft_ckpt.training import dataloaders
-from ft_ckpt.training.dataloaders import Moment
+from ft_ckpt.training.dataloaders import RandomState
 
 _AHEAD = 2  # batches to read again so that a loader which reads one ahead holds the right one
 _KEYS = (
@@ -32,7 +32,7 @@ _KEYS = (
 )  # fmt: skip
 
 
-class Feed:
+class DataPosition:
     """One data loader, and where the run is in it. Each rank has its own; no call communicates."""
 
     def __init__(self, loader: Any, rank: int = 0, size: int = 1, *, replay: bool | None = None) -> None:
@@ -46,8 +46,8 @@ class Feed:
         self.samples = 0  # given to all ranks since the run began, if theirs are as large as ours
         self._given = 0  # the same, of the current pass
         self._offset = 0  # samples of all ranks left out at the innermost sampler: what another world size had seen
-        self._start: Moment | None = None
-        self._last: Moment | None = None
+        self._start: RandomState | None = None
+        self._last: RandomState | None = None
         self._numbers: dict[str, int] = {}
         self._warm = False
         self._states: list[Any] = []  # the loader's own, after each of the last three batches
@@ -64,7 +64,7 @@ class Feed:
         known = getattr(self.loader, "end_of_dataloader", None)
         if isinstance(known, bool):
             return known
-        length = None if self._offset else dataloaders.length(self.loader)
+        length = None if self._offset else dataloaders.pass_length(self.loader)
         return None if length is None else self.batch >= length
 
     def batches(self) -> Iterator[Any]:
@@ -73,14 +73,14 @@ class Feed:
         A loop left by `break` leaves its pass unfinished: saved then, the run resumes within it; called again here,
         a new pass begins. Raises LoadError when the data has become shorter than what was given of it.
         """
-        iterator = self._resumed() if self._pending else self._begun()
+        iterator = self._resume_pass() if self._pending else self._begin_pass()
         while True:
-            self._before()
+            self._note_random_state()
             try:
                 batch = next(iterator)
             except StopIteration:
                 break
-            self._count(batch)
+            self._count_batch(batch)
             yield batch
         self._end_pass()
 
@@ -89,7 +89,7 @@ class Feed:
         three). May differ between ranks.
         """
         if not self._start:
-            self._numbers = dataloaders.numbers(self.loader)
+            self._numbers = dataloaders.loader_counters(self.loader)
         return {
             "size": self.size,
             "epoch": self.epoch,
@@ -115,27 +115,27 @@ class Feed:
         missing = [key for key in _KEYS if key not in state]
         if missing:
             raise CorruptError(f"position in the data: {', '.join(missing)} missing; it is not what state_dict returns")
-        state = _plain(state)
+        state = _deep_copy(state)
         self.epoch, self.batch, self.samples = state["epoch"], state["batch"], state["samples"]
         self._given, self._offset, self._warm = state["given"], state["offset"], state["warm"]
         self._numbers, self._loaded_at_end = state["numbers"], state["at_end"]
-        self._start = Moment(self.loader, state["start"]) if state["start"] else None
-        self._last = Moment(self.loader, state["last"]) if state["last"] else self._start
+        self._start = RandomState(self.loader, state["start"]) if state["start"] else None
+        self._last = RandomState(self.loader, state["last"]) if state["last"] else self._start
         self._states = [state["loader"]] if state["loader"] is not None and self._jumps_by_state else []
         self._pending = self._start is not None
-        dataloaders.set_numbers(self.loader, self._numbers)
+        dataloaders.set_loader_counters(self.loader, self._numbers)
         is_same = state["size"] == self.size
         # Accelerate gives samplers a generator when there are several ranks, and none when there is one.
         own = {key: value for key, value in state["own"].items() if is_same or value is not None}
         dataloaders.set_generator_states(self.loader, own)
-        return self._rescale(state["size"]) if self._pending and not is_same else []
+        return self._adapt_to_ranks(state["size"]) if self._pending and not is_same else []
 
-    def _begun(self) -> Iterator[Any]:
+    def _begin_pass(self) -> Iterator[Any]:
         if self._start is not None:  # the last loop was left in the middle
             self._end_pass()
         dataloaders.forget_premade(self.loader)
-        self._numbers, self._warm = dataloaders.numbers(self.loader), dataloaders.is_warm(self.loader)
-        self._start = self._last = Moment(self.loader)
+        self._numbers, self._warm = dataloaders.loader_counters(self.loader), dataloaders.is_warm(self.loader)
+        self._start = self._last = RandomState(self.loader)
         iterator: Iterator[Any] = iter(self.loader)
         return iterator
 
@@ -144,19 +144,19 @@ class Feed:
         self._start, self._last, self._states = None, None, []
         dataloaders.forget_start(self.loader)
 
-    def _before(self) -> None:
+    def _note_random_state(self) -> None:
         # The first batch is asked for in the state that the pass began with; workers draw nothing here.
         if self.batch and dataloaders.looks_ahead(self.loader) and dataloaders.reads_here(self.loader):
-            self._last = Moment(self.loader)
+            self._last = RandomState(self.loader)
 
-    def _count(self, batch: Any) -> None:
+    def _count_batch(self, batch: Any) -> None:
         given = dataloaders.samples_in(batch) * self.size
         self.batch, self.samples, self._given = self.batch + 1, self.samples + given, self._given + given
         self._remember_own_state()
 
     def _remember_own_state(self) -> None:
         if self._jumps_by_state and dataloaders.looks_ahead(self.loader):
-            self._states = [*self._states[-2:], _plain(self.loader.state_dict())]
+            self._states = [*self._states[-2:], _deep_copy(self.loader.state_dict())]
 
     @property
     def _jumps_by_state(self) -> bool:
@@ -171,35 +171,35 @@ class Feed:
         if not self.batch or not self._jumps_by_state:
             return None
         if not dataloaders.looks_ahead(self.loader):
-            return _plain(self.loader.state_dict())
+            return _deep_copy(self.loader.state_dict())
         return self._states[0] if len(self._states) > _AHEAD else None
 
-    def _resumed(self) -> Iterator[Any]:
+    def _resume_pass(self) -> Iterator[Any]:
         """The loader's iterator, having given what was given; random state and generators are left as they are."""
-        now = Moment(self.loader)
+        now = RandomState(self.loader)
         self._pending = False
         dataloaders.forget_premade(self.loader)
-        dataloaders.set_numbers(self.loader, self._numbers)  # again: the script may have set an epoch since
+        dataloaders.set_loader_counters(self.loader, self._numbers)  # again: the script may have set an epoch since
         if self._start is not None:
             self._start.put_back()
         try:
-            return self._wound()
+            return self._wind_forward()
         finally:
             now.put_back()
 
-    def _wound(self) -> Iterator[Any]:
-        again, jumps = self._way()
+    def _wind_forward(self) -> Iterator[Any]:
+        again, jumps = self._plan_rewind()
         with ExitStack() as stack:
             for jump in jumps:
                 stack.enter_context(jump)
             iterator: Iterator[Any] = iter(self.loader)
-            first = self._read(iterator) if again or self._offset else []  # here the sampler draws its order
+            first = self._read_one(iterator) if again or self._offset else []  # here the sampler draws its order
         if not again:
             return chain(first, iterator)
         for left in range(again - 1, 0, -1):
             if left == 1 and self._last is not None and self._last is not self._start:
                 self._last.put_back()  # what was read ahead in this call was made with it
-            first = first and self._read(iterator)
+            first = first and self._read_one(iterator)
         if not first:
             raise LoadError(
                 f"the data: {self.batch} batches of the pass were given when it was saved, now it has fewer; resume "
@@ -207,14 +207,14 @@ class Feed:
             )
         return iterator
 
-    def _read(self, iterator: Iterator[Any]) -> list[Any]:
+    def _read_one(self, iterator: Iterator[Any]) -> list[Any]:
         read = list(islice(iterator, 1))
         self._remember_own_state()
         return read
 
-    def _way(self) -> tuple[int, list[AbstractContextManager[None]]]:
+    def _plan_rewind(self) -> tuple[int, list[AbstractContextManager[None]]]:
         """How many batches are read again, and what is left out before them."""
-        ahead, unit = dataloaders.looks_ahead(self.loader), dataloaders.per_call(self.loader)
+        ahead, unit = dataloaders.looks_ahead(self.loader), dataloaders.batches_per_call(self.loader)
         if self._states:
             self.loader.load_state_dict(self._states[0])
             return (_AHEAD if ahead else 0), []
@@ -223,17 +223,17 @@ class Feed:
         again = self.batch if self.replay else min(self.batch, _AHEAD if ahead else 1)
         jumps: list[AbstractContextManager[None]] = []
         if self._offset:
-            unseen = self._offset // dataloaders.readers(self.loader, self.size)
-            jumps.append(dataloaders.jumping(self.loader, 0, unseen, inside=True))
+            unseen = self._offset // dataloaders.sampler_divisor(self.loader, self.size)
+            jumps.append(dataloaders.skipping_items(self.loader, 0, unseen, inside=True))
         # The first batch stays: loaders that fill up the last batch do it with the first.
         keep, drop = max(again - 1, 0) * unit, (self.batch - again) * unit
-        jumps.append(dataloaders.jumping(self.loader, keep, drop, self._start if self._warm else None))
+        jumps.append(dataloaders.skipping_items(self.loader, keep, drop, self._start if self._warm else None))
         return again, jumps
 
-    def _rescale(self, saved: int) -> list[str]:
+    def _adapt_to_ranks(self, saved: int) -> list[str]:
         """Go on after the samples that `saved` ranks had seen together."""
         self._last, self._states = self._start, []
-        full, length = dataloaders.global_batch(self.loader, self.size), dataloaders.length(self.loader)
+        full, length = dataloaders.global_batch(self.loader, self.size), dataloaders.pass_length(self.loader)
         full = full or self._given // max(self.batch * saved, 1) * self.size
         done = f"{saved} ranks had seen {self._given} samples of this pass, {self.size} go on"
         if self._loaded_at_end and length is not None and not self._offset:
@@ -244,19 +244,19 @@ class Feed:
             return [f"{done} with batch {self.batch + 1} of theirs"]
         if dataloaders.is_map(self.loader):
             self.batch, self._offset = 0, self._given
-            left = self._given % dataloaders.readers(self.loader, self.size)
+            left = self._given % dataloaders.sampler_divisor(self.loader, self.size)
             twice = f"; {left} of them are given again, so that all ranks begin alike" if left else ""
             return [f"{done} in the middle of a batch of theirs: batches are cut anew from there{twice}"]
         self.batch = self._given // full if full else 0
         return [f"{done} with batch {self.batch + 1} of theirs; {self._given - self.batch * full} are given again"]
 
 
-def _plain(value: Any) -> Any:
+def _deep_copy(value: Any) -> Any:
     """A copy that shares nothing with a file or with the loader."""
     if isinstance(value, torch.Tensor):
         return value.detach().clone()
     if isinstance(value, np.ndarray):
         return np.array(value)
     if isinstance(value, Mapping):
-        return {key: _plain(item) for key, item in value.items()}
-    return type(value)(map(_plain, value)) if type(value) in (list, tuple) else value
+        return {key: _deep_copy(item) for key, item in value.items()}
+    return type(value)(map(_deep_copy, value)) if type(value) in (list, tuple) else value

@@ -21,7 +21,7 @@ _NUMBERS = {  # what an order of samples is made of, besides generators; other p
 _DEEPEST = 16  # of wrappers around a data set or a sampler
 
 
-def base(loader: Any) -> Any:
+def base_loader(loader: Any) -> Any:
     """The loader that reads, below those that wrap it."""
     while "base_dataloader" in getattr(loader, "__dict__", {}):
         loader = loader.base_dataloader
@@ -30,12 +30,12 @@ def base(loader: Any) -> Any:
 
 def is_map(loader: Any) -> bool:
     """Whether samples are asked for by index, so that what is skipped need not be read."""
-    return isinstance(base(loader), DataLoader) and not isinstance(base(loader).dataset, IterableDataset)
+    return isinstance(base_loader(loader), DataLoader) and not isinstance(base_loader(loader).dataset, IterableDataset)
 
 
 def looks_ahead(loader: Any) -> bool:
     """Whether batches may be read before they are asked for, in this process."""
-    inner = base(loader)
+    inner = base_loader(loader)
     if inner is not loader or not isinstance(inner, DataLoader):
         return True
     return type(inner).__iter__.__module__.split(".")[0] not in ("torch", "torchdata")
@@ -43,12 +43,12 @@ def looks_ahead(loader: Any) -> bool:
 
 def reads_here(loader: Any) -> bool:
     """Whether samples are read in this process and not by workers."""
-    return not getattr(base(loader), "num_workers", 0)
+    return not getattr(base_loader(loader), "num_workers", 0)
 
 
 def is_warm(loader: Any) -> bool:
     """Whether workers of an earlier pass are kept: then a pass begins without drawing their seed."""
-    inner = base(loader)
+    inner = base_loader(loader)
     return bool(getattr(inner, "persistent_workers", False)) and getattr(inner, "_iterator", None) is not None
 
 
@@ -57,7 +57,7 @@ def forget_premade(loader: Any) -> None:
 
     What it drew would be unknown; the one made in its place draws again.
     """
-    inner = base(loader)
+    inner = base_loader(loader)
     if getattr(inner, "_initial_iter_for_state_dict", False):
         inner.load_state_dict({})
 
@@ -68,7 +68,7 @@ def has_own_state(loader: Any) -> bool:
     One whose data set does not know where it is can only read all again, as we can, and counts it twice. One that
     reads on rank 0 for all corrects its count of batches, and not the state of its data set.
     """
-    inner = base(loader)
+    inner = base_loader(loader)
     knowing = (inner, getattr(inner, "dataset", None))
     is_stateful = all(hasattr(part, "state_dict") and hasattr(part, "load_state_dict") for part in knowing)
     return is_stateful and not hasattr(loader, "slice_fn")
@@ -76,7 +76,7 @@ def has_own_state(loader: Any) -> bool:
 
 def refills_a_buffer(loader: Any) -> bool:
     """Whether the data set (of `datasets`) has a shuffle buffer, which its state does not hold."""
-    for dataset in _datasets(loader):
+    for dataset in _nested_datasets(loader):
         part = getattr(dataset, "_ex_iterable", None)
         while part is not None:
             if hasattr(part, "buffer_size"):
@@ -89,12 +89,12 @@ def forget_start(loader: Any) -> None:
     """Let the next pass begin at the first sample: a data set of `datasets` begins each pass of an epoch where it was
     told to, and loops do not always tell it a new epoch.
     """
-    for dataset in _datasets(loader):
+    for dataset in _nested_datasets(loader):
         if getattr(dataset, "_starting_state_dict", None) is not None:
             dataset._starting_state_dict = None
 
 
-def per_call(loader: Any) -> int:
+def batches_per_call(loader: Any) -> int:
     """Batches of the loader that reads which one batch of `loader` takes on the rank that reads."""
     if not hasattr(loader, "slice_fn") or loader.split_batches or getattr(loader, "submesh_tp", None):
         return 1
@@ -103,7 +103,7 @@ def per_call(loader: Any) -> int:
 
 def global_batch(loader: Any, size: int) -> int | None:
     """Samples of all ranks in a full batch, None when the loader does not say."""
-    inner = base(loader)
+    inner = base_loader(loader)
     index = getattr(inner, "batch_sampler", None)
     index = getattr(inner, "sampler", None) if index is None else index
     batch = getattr(inner, "batch_size", None) or getattr(index, "batch_size", None)
@@ -111,14 +111,14 @@ def global_batch(loader: Any, size: int) -> int | None:
     return int(batch) * (1 if split else size) if batch else None
 
 
-def readers(loader: Any, size: int) -> int:
+def sampler_divisor(loader: Any, size: int) -> int:
     """Over how many ranks the innermost sampler is divided: 1 when every rank's is of all samples."""
-    samplers = [_held(holder, name) for holder, name in _samplers(loader)]
+    samplers = [_sampler_at(holder, name) for holder, name in _sampler_places(loader)]
     shared = hasattr(loader, "slice_fn") or any(hasattr(sampler, "num_processes") for sampler in samplers)
     return 1 if shared else size
 
 
-def length(loader: Any) -> int | None:
+def pass_length(loader: Any) -> int | None:
     """Batches of a whole pass, None where that cannot be known for certain."""
     try:
         return len(loader) if is_map(loader) else None
@@ -138,44 +138,44 @@ def samples_in(batch: Any) -> int:
     return int(batch.shape[0]) if getattr(batch, "shape", ()) else 1
 
 
-def _samplers(loader: Any) -> list[tuple[Any, str]]:
+def _sampler_places(loader: Any) -> list[tuple[Any, str]]:
     """Where each sampler is held (object, attribute), the outermost first."""
     places: list[tuple[Any, str]] = []
-    holder = base(loader)
+    holder = base_loader(loader)
     name = "sampler" if getattr(holder, "batch_sampler", None) is None else "batch_sampler"
     while name in getattr(holder, "__dict__", {}) and len(places) < _DEEPEST:
         places.append((holder, name))
-        holder = _held(holder, name)
+        holder = _sampler_at(holder, name)
         name = "batch_sampler" if "batch_sampler" in getattr(holder, "__dict__", {}) else "sampler"
     return places
 
 
-def _held(holder: Any, name: str) -> Any:
+def _sampler_at(holder: Any, name: str) -> Any:
     item = vars(holder)[name]
-    return item.plain if type(item) is _Jump else item
+    return item.plain if type(item) is _SkippingSampler else item
 
 
-def _datasets(loader: Any) -> list[Any]:
+def _nested_datasets(loader: Any) -> list[Any]:
     found: list[Any] = []
-    holder = base(loader)
+    holder = base_loader(loader)
     while "dataset" in getattr(holder, "__dict__", {}) and len(found) < _DEEPEST:
         holder = vars(holder)["dataset"]
         found.append(holder)
     return found
 
 
-def _parts(loader: Any) -> dict[str, Any]:
-    samplers = [_held(holder, name) for holder, name in _samplers(loader)]
-    parts = {"loader": loader, "base": base(loader), "collate": getattr(base(loader), "collate_fn", None)}
-    for kind, items in (("sampler", samplers), ("dataset", _datasets(loader))):
+def _loader_parts(loader: Any) -> dict[str, Any]:
+    samplers = [_sampler_at(holder, name) for holder, name in _sampler_places(loader)]
+    parts = {"loader": loader, "base": base_loader(loader), "collate": getattr(base_loader(loader), "collate_fn", None)}
+    for kind, items in (("sampler", samplers), ("dataset", _nested_datasets(loader))):
         parts |= {f"{kind}.{depth}": item for depth, item in enumerate(reversed(items))}
     return parts
 
 
-def numbers(loader: Any) -> dict[str, int]:
+def loader_counters(loader: Any) -> dict[str, int]:
     """Epochs and seeds that the loader's parts count and keep."""
     found = {}
-    for part_name, part in _parts(loader).items():
+    for part_name, part in _loader_parts(loader).items():
         for name in _NUMBERS.get(part_name.split(".")[0], ()):
             value = getattr(part, name, None)
             is_ours = name in getattr(part, "__dict__", {}) or hasattr(part, f"set_{name}")
@@ -184,9 +184,9 @@ def numbers(loader: Any) -> dict[str, int]:
     return found
 
 
-def set_numbers(loader: Any, saved: Mapping[str, int]) -> None:
-    """Put back what `numbers` told, in the parts that are here too."""
-    here, parts = numbers(loader), _parts(loader)
+def set_loader_counters(loader: Any, saved: Mapping[str, int]) -> None:
+    """Put back what `loader_counters` told, in the parts that are here too."""
+    here, parts = loader_counters(loader), _loader_parts(loader)
     for key in saved.keys() & here.keys():
         part_name, name = key.split(":")
         if hasattr(parts[part_name], f"set_{name}"):
@@ -195,10 +195,10 @@ def set_numbers(loader: Any, saved: Mapping[str, int]) -> None:
             setattr(parts[part_name], name, saved[key])
 
 
-def generators(loader: Any) -> dict[str, tuple[Any, str, Any]]:
+def loader_generators(loader: Any) -> dict[str, tuple[Any, str, Any]]:
     """The loader's own random number generators: (part, attribute, generator), None where one could be."""
     found = {}
-    for part_name, part in _parts(loader).items():
+    for part_name, part in _loader_parts(loader).items():
         for name, value in getattr(part, "__dict__", {}).items():
             is_slot = name == "generator" and value is None
             if is_slot or isinstance(value, rng.KINDS):
@@ -207,10 +207,10 @@ def generators(loader: Any) -> dict[str, tuple[Any, str, Any]]:
 
 
 def generator_states(loader: Any) -> dict[str, Any]:
-    """The state of each of `generators`, None for an empty place. One that several parts share is read once."""
+    """The state of each of `loader_generators`, None for an empty place. One that several parts share is read once."""
     states: dict[int, Any] = {}
     found = {}
-    for key, (_, _, generator) in generators(loader).items():
+    for key, (_, _, generator) in loader_generators(loader).items():
         if id(generator) not in states:
             states[id(generator)] = rng.state_of(generator)
         found[key] = states[id(generator)]
@@ -219,7 +219,7 @@ def generator_states(loader: Any) -> dict[str, Any]:
 
 def set_generator_states(loader: Any, saved: Mapping[str, Any]) -> None:
     """Put back what `generator_states` told: empty places are emptied, and filled ones filled. Raises CorruptError."""
-    for key, (part, name, generator) in generators(loader).items():
+    for key, (part, name, generator) in loader_generators(loader).items():
         if key not in saved:
             continue
         state = saved[key]
@@ -228,13 +228,13 @@ def set_generator_states(loader: Any, saved: Mapping[str, Any]) -> None:
             setattr(part, name, wanted)
 
 
-class _Jump:
+class _SkippingSampler:
     """A sampler that leaves some items out the first time it gives any, and is `plain` in everything else.
 
     `moment` is the random state to iterate `plain` from; None means: whatever it is.
     """
 
-    def __init__(self, plain: Any, keep: int, drop: int, moment: "Moment | None") -> None:
+    def __init__(self, plain: Any, keep: int, drop: int, moment: "RandomState | None") -> None:
         self.plain, self._keep, self._drop, self._moment = plain, keep, drop, moment
         self._is_new = True
 
@@ -242,12 +242,12 @@ class _Jump:
         # At once, as the loader would: some samplers draw here, and some when the first item is asked for. Loaders
         # with workers make two iterators and use the second.
         if self._moment is None or not self._is_new:
-            return self._given(iter(self.plain), None)
+            return self._remaining_items(iter(self.plain), None)
         self._moment.put_back()
         items = iter(self.plain)
-        return self._given(items, Moment(self._moment.loader))
+        return self._remaining_items(items, RandomState(self._moment.loader))
 
-    def _given(self, items: Iterator[Any], moment: "Moment | None") -> Iterator[Any]:
+    def _remaining_items(self, items: Iterator[Any], moment: "RandomState | None") -> Iterator[Any]:
         if self._is_new:
             self._is_new = False
             if moment is not None:
@@ -270,31 +270,35 @@ class _Jump:
         return type(self.plain)
 
 
-class Moment:
+class RandomState:
     """All random number generators that `loader` may draw from: as they are now, or as a `state` says they were."""
 
     def __init__(self, loader: Any, state: Mapping[str, Any] | None = None) -> None:
         self.loader = loader
-        self.state = state or {"global": rng.capture(), "own": generator_states(loader)}
-        self._objects = {} if state else generators(loader)
+        self.state = state or {"global": rng.capture_generators(), "own": generator_states(loader)}
+        self._objects = {} if state else loader_generators(loader)
 
     def put_back(self) -> None:
         """Make all of them what they were, and the same objects. Raises CorruptError for one that does not fit."""
         for part, name, generator in self._objects.values():
             vars(part)[name] = generator
         set_generator_states(self.loader, self.state["own"])
-        rng.restore(self.state["global"])
+        rng.restore_generators(self.state["global"])
 
 
 @contextmanager
-def jumping(loader: Any, keep: int, drop: int, moment: Moment | None = None, inside: bool = False) -> Iterator[None]:
+def skipping_items(
+    loader: Any, keep: int, drop: int, moment: RandomState | None = None, inside: bool = False
+) -> Iterator[None]:
     """While this lasts, a pass over `loader` that begins leaves out `drop` items after the first `keep`, unread.
 
     Items are what the outermost sampler gives (batches, as a rule), or with `inside` the innermost (samples).
     """
-    holder, name = _samplers(loader)[-1 if inside else 0]
+    holder, name = _sampler_places(loader)[-1 if inside else 0]
     plain = vars(holder)[name]
-    vars(holder)[name] = _Jump(plain, keep, drop, moment)  # loaders forbid to set it, for reasons that are not ours
+    vars(holder)[name] = _SkippingSampler(
+        plain, keep, drop, moment
+    )  # loaders forbid to set it, for reasons that are not ours
     try:
         yield
     finally:

@@ -25,12 +25,12 @@ class StepWatch:
         ] = {}  # by id, which is the optimizer's while it is here
         self._has_stepped = False
 
-    def watch(self, optimizers: Iterable[Any]) -> None:
+    def watch_optimizers(self, optimizers: Iterable[Any]) -> None:
         """Hear of each step from now on; those that are no torch optimizers, or hide their steps, cannot be heard."""
         for one in optimizers:
             heard = isinstance(one, torch.optim.Optimizer) and getattr(type(one).step, "hooked", False)
             if heard and id(one) not in self._hooks:
-                self._hooks[id(one)] = (one, one.register_step_post_hook(self._stepped))
+                self._hooks[id(one)] = (one, one.register_step_post_hook(self._mark_taken))
 
     def is_unfinished(self, models: Callable[[], Iterable[nn.Module]]) -> bool:
         """Whether gradients wait for a step, and none was made since this was last asked."""
@@ -46,7 +46,8 @@ class StepWatch:
         optimizers = [optimizer for optimizer, _ in self._hooks.values()]
         if any(not _is_taken(gradient) for optimizer in optimizers for gradient in _gradients_of(optimizer)):
             return True
-        return any(_unreduced(inner) is not None for model in models() for inner in _fsdp_parameters(model).values())
+        kept = (inner for model in models() for inner in _fsdp_parameters(model).values())
+        return any(_unreduced_gradient(inner) is not None for inner in kept)
 
     def close(self) -> None:
         """Take the hooks off."""
@@ -54,7 +55,7 @@ class StepWatch:
             handle.remove()
         self._hooks.clear()
 
-    def _stepped(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    def _mark_taken(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         self._has_stepped = True
         for gradient in _gradients_of(optimizer):
             setattr(gradient, _TAKEN, gradient._version)
@@ -65,7 +66,7 @@ def drop_gradients(model: nn.Module) -> None:
     restore_gradients(model, {})
 
 
-def gradients(model: nn.Module) -> dict[str, Tensor]:
+def pending_gradients(model: nn.Module) -> dict[str, Tensor]:
     """This rank's gradients of a step that is not complete, by raw parameter name.
 
     Raises SelectionError under engines that keep them out of reach until the step is complete.
@@ -78,11 +79,11 @@ def gradients(model: nn.Module) -> dict[str, Tensor]:
             "gradients: accumulated by FSDP1 where they cannot be read; save when the optimizer has stepped, as "
             "saver.step() does, or after zero_grad()"
         )
-    return dict(_accumulated(root))
+    return dict(_accumulated_gradients(root))
 
 
 def restore_gradients(model: nn.Module, stored: Mapping[str, Tensor]) -> None:
-    """Put back what `gradients` gave; parameters that are not in it have none."""
+    """Put back what `pending_gradients` gave; parameters that are not in it have none."""
     root = unwrap(model)
     whole = _fsdp_parameters(root)
     for module in root.modules():
@@ -121,16 +122,16 @@ def _drop_unsharded(inner: Any) -> None:
         inner._unsharded_param.grad = None
 
 
-def _accumulated(root: nn.Module) -> Iterator[tuple[str, Tensor]]:
+def _accumulated_gradients(root: nn.Module) -> Iterator[tuple[str, Tensor]]:
     whole = _fsdp_parameters(root)
     for name, parameter in root.named_parameters():
-        pending = _unreduced(whole[name]) if name in whole else None
+        pending = _unreduced_gradient(whole[name]) if name in whole else None
         gradient: Any = pending if pending is not None else parameter.grad
         if gradient is not None:
             yield name, (gradient.to_local() if is_dtensor(gradient) else gradient).detach()
 
 
-def _unreduced(inner: Any) -> Any:
+def _unreduced_gradient(inner: Any) -> Any:
     """The gradient that FSDP2 has not yet brought together from all ranks, None when there is none."""
     pending = getattr(inner, "unsharded_accumulated_grad", None)
     unsharded = getattr(inner, "_unsharded_param", None)

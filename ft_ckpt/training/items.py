@@ -4,7 +4,7 @@ Names are chosen so that nothing is told by them: a tensor is known by its model
 what names a state uses itself no object can have.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,6 +18,8 @@ from ft_ckpt.distributed.tensor_names import refuse_one_way
 from ft_ckpt.distributed.wrappers import Source, sources, unwrap
 from ft_ckpt.errors import ConfigError, LoadError, RanksDisagreeError, SelectionError, listing
 from ft_ckpt.training import optimizers, zero_optimizer
+from ft_ckpt.training.optimizers import PLAIN_BACKEND, OptimizerBackend
+from ft_ckpt.training.zero_optimizer import ZERO_BACKEND
 
 ENGINE = "engine"  # the item of DeepSpeed's counters
 EXTRA_STATE = "extra state"  # the item of what a model's modules list beside parameters and buffers
@@ -54,30 +56,30 @@ class ExtraState:
         wrappers.give_back(self.model, state)
 
 
-def items_of(accelerator: Any, registered: Mapping[str, Any]) -> list[Item]:
+def run_items(accelerator: Any, registered: Mapping[str, Any]) -> list[Item]:
     """The objects Accelerate prepared, and those registered by name, without the model that is saved.
 
     A prepared object that is registered has its registered name. Raises SelectionError for a registered object that is
     neither a module, an optimizer nor has a state dict, ConfigError for names that are taken or cannot be used.
     """
-    names = {_bare(value): name for name, value in registered.items() if name != "model"}
-    made = _prepared(accelerator, registered)
-    found = [(names.get(_bare(value), name), value) for name, value in made]
-    series = {name: name.split("_")[0] for name, value in made if _bare(value) not in names}
-    prepared = {_bare(value) for _, value in found}
-    found += [(n, v) for n, v in registered.items() if n != "model" and _bare(v) not in prepared]
-    _refuse_names(found, registered)
+    names = {_bare_identity(value): name for name, value in registered.items() if name != "model"}
+    made = _prepared_objects(accelerator, registered)
+    found = [(names.get(_bare_identity(value), name), value) for name, value in made]
+    series = {name: name.split("_")[0] for name, value in made if _bare_identity(value) not in names}
+    prepared = {_bare_identity(value) for _, value in found}
+    found += [(n, v) for n, v in registered.items() if n != "model" and _bare_identity(v) not in prepared]
+    _refuse_item_names(found, registered)
     numbered = {name: one for name, one in series.items() if one in ("model", "scheduler", "custom")}
-    return [Item(name, _kind(name, value), value, numbered.get(name, "")) for name, value in found]
+    return [Item(name, _item_kind(name, value), value, numbered.get(name, "")) for name, value in found]
 
 
-def model_of(accelerator: Any, registered: Mapping[str, Any]) -> nn.Module | None:
+def main_model(accelerator: Any, registered: Mapping[str, Any]) -> nn.Module | None:
     """The model that is saved: the one registered as such, else the first prepared one that has no other name."""
     if "model" in registered:
         return registered["model"]  # type: ignore[no-any-return]
     models = list(getattr(accelerator, "_models", ()))
-    named = {_bare(value) for value in registered.values()}
-    return next((model for model in models if _bare(model) not in named), models[0] if models else None)
+    named = {_bare_identity(value) for value in registered.values()}
+    return next((model for model in models if _bare_identity(model) not in named), models[0] if models else None)
 
 
 def with_extra_state(model: nn.Module, items: Sequence[Item]) -> list[Item]:
@@ -93,7 +95,7 @@ def with_extra_state(model: nn.Module, items: Sequence[Item]) -> list[Item]:
     ]
 
 
-def signatures(
+def object_signatures(
     accelerator: Any, registered: Mapping[str, Any], found: Callable[[], Mapping[Key, Source]]
 ) -> Signatures:
     """What tells several prepared objects of one kind apart that have no names, by item; "" is the saved model.
@@ -102,13 +104,13 @@ def signatures(
     are alike: nothing would tell that their order has changed.
     """
     series: dict[str, list[Item]] = {}
-    for item in items_of(accelerator, registered):
+    for item in run_items(accelerator, registered):
         series.setdefault(item.series, []).append(item)
     if "model" in series and "model" not in registered:
-        series["model"].insert(0, Item("", "model", model_of(accelerator, registered), "model"))
+        series["model"].insert(0, Item("", "model", main_model(accelerator, registered), "model"))
     several = [item for kind, some in series.items() if kind and len(some) > 1 for item in some]
     sources = found() if several else {}
-    told = {item.name: f"{item.series} {_signature(item, sources)}" for item in several}
+    told = {item.name: f"{item.series} {_object_signature(item, sources)}" for item in several}
     alike = [[name or "model" for name in told if told[name] == one] for one in dict.fromkeys(told.values())]
     problems = [f"{', '.join(names)}: alike, and told apart by their order alone" for names in alike if len(names) > 1]
     if problems:
@@ -119,15 +121,15 @@ def signatures(
     return told
 
 
-def in_order(accelerator: Any, registered: Mapping[str, Any], saved: Signatures) -> list[Item]:
+def items_in_saved_order(accelerator: Any, registered: Mapping[str, Any], saved: Signatures) -> list[Item]:
     """The run's items, under the names that the objects of the `saved` signatures had.
 
     Raises LoadError where another model than before would be the saved one.
     """
-    model, items = model_of(accelerator, registered), items_of(accelerator, registered)
+    model, items = main_model(accelerator, registered), run_items(accelerator, registered)
     if not saved or model is None:
         return items
-    live = signatures(accelerator, registered, lambda: known_sources(model, items))
+    live = object_signatures(accelerator, registered, lambda: known_sources(model, items))
     moved = {name: one for name, one in live.items() if saved.get(name) != one}
     free = {one: name for name, one in saved.items() if live.get(name) != one}
     names = {name: free[one] for name, one in moved.items() if one in free}
@@ -140,7 +142,7 @@ def in_order(accelerator: Any, registered: Mapping[str, Any], saved: Signatures)
     return [replace(item, name=names.get(item.name, item.name)) for item in items]
 
 
-def check_same(everyone: Sequence[Mapping[str, str]]) -> None:
+def check_same_items(everyone: Sequence[Mapping[str, str]]) -> None:
     """Raise RanksDisagreeError naming objects that not all ranks have, or that are of another kind on some.
 
     `everyone`: each rank's items, their kinds by name.
@@ -159,7 +161,7 @@ def check_same(everyone: Sequence[Mapping[str, str]]) -> None:
         )
 
 
-def check_names(everyone: Sequence[Sequence[str]]) -> None:
+def check_same_tensors(everyone: Sequence[Sequence[str]]) -> None:
     """Raise RanksDisagreeError naming the tensors that not all ranks have. `everyone`: each rank's names."""
     owners: dict[str, list[int]] = {}
     for rank, names in enumerate(everyone):
@@ -173,9 +175,30 @@ def check_names(everyone: Sequence[Sequence[str]]) -> None:
     )
 
 
-def manner(item: Item) -> Any:
-    """The functions for the item's kind of optimizer: `optimizers`, or `zero_optimizer`, which has the same."""
-    return zero_optimizer if zero_optimizer.is_zero(item.value) else optimizers
+def optimizer_backend(item: Item) -> OptimizerBackend:
+    """The functions for the item's kind of optimizer."""
+    return ZERO_BACKEND if zero_optimizer.is_zero(item.value) else PLAIN_BACKEND
+
+
+def plain_optimizers(items: Iterable[Item]) -> list[Any]:
+    """The torch optimizers among `items`, unwrapped: their steps take in gradients of the models' own parameters."""
+    return [optimizers.unwrap_optimizer(item.value) for item in _plain_items(items)]
+
+
+def zero_items(items: Iterable[Item]) -> list[Item]:
+    """The optimizers among `items` that DeepSpeed partitions."""
+    return [item for item in items if item.kind == "optimizer" and zero_optimizer.is_zero(item.value)]
+
+
+def refuse_unsaveable(items: Iterable[Item]) -> None:
+    """Raise SelectionError for optimizers that cannot be kept whatever they train, naming all of them."""
+    inner = [(item.name, optimizers.unwrap_optimizer(item.value)) for item in _plain_items(items)]
+    problems = [f"{name}: {why}" for name, optimizer in inner for why in optimizers.unsaveable_state(optimizer)]
+    if problems:
+        raise SelectionError(
+            f"{listing(problems)}: cannot be kept, so a run could not be resumed exactly; use another optimizer, or "
+            "save without its state"
+        )
 
 
 def known_sources(model: nn.Module, items: Sequence[Item]) -> dict[Key, Source]:
@@ -185,19 +208,18 @@ def known_sources(model: nn.Module, items: Sequence[Item]) -> dict[Key, Source]:
     """
     models = [("", model), *((item.name, item.value) for item in items if item.kind == "model")]
     found = {(item, name): source for item, one in models for name, source in sources(one).items()}
-    plain = [optimizers.inner(i.value) for i in items if i.kind == "optimizer" and not zero_optimizer.is_zero(i.value)]
-    labels = labelled(found)
-    trained = frozenset(identity for one in plain for identity in optimizers.trained(one, labels))
+    labels = labelled_sources(found)
+    trained = frozenset(i for one in plain_optimizers(items) for i in optimizers.trained_identities(one, labels))
     again = {key: replace(s, trainable=True) for key, s in found.items() if s.identity in trained and not s.trainable}
     return {**found, **again}
 
 
-def of_model(found: Mapping[Key, Source], item: str = "") -> dict[str, Source]:
+def model_sources(found: Mapping[Key, Source], item: str = "") -> dict[str, Source]:
     """The tensors of one model by their names in it."""
     return {name: source for (owner, name), source in found.items() if owner == item}
 
 
-def labelled(found: Mapping[Key, Source]) -> dict[str, Source]:
+def labelled_sources(found: Mapping[Key, Source]) -> dict[str, Source]:
     """The tensors of all models by names that tell them apart, for optimizers: no two keys have the same.
 
     Those of a further model begin with its item and a colon, which no item's name has; a name of the model that is
@@ -210,7 +232,7 @@ def labelled(found: Mapping[Key, Source]) -> dict[str, Source]:
     }
 
 
-def tied(found: Mapping[str, Source]) -> list[tuple[str, ...]]:
+def tied_names(found: Mapping[str, Source]) -> list[tuple[str, ...]]:
     """The names of each parameter and buffer, in order: more than one where they are tied."""
     groups: dict[int, list[str]] = {}
     for name, source in found.items():
@@ -232,47 +254,53 @@ class _Counters:
         zero_optimizer.restore_engine_counters(self.engine, state)
 
 
-def _prepared(accelerator: Any, registered: Mapping[str, Any]) -> list[tuple[str, Any]]:
+def _plain_items(items: Iterable[Item]) -> list[Item]:
+    return [item for item in items if item.kind == "optimizer" and not zero_optimizer.is_zero(item.value)]
+
+
+def _prepared_objects(accelerator: Any, registered: Mapping[str, Any]) -> list[tuple[str, Any]]:
     """What Accelerate has, by kind and number, without the model that is saved."""
-    main = model_of(accelerator, registered)
-    models = [m for m in getattr(accelerator, "_models", ()) if main is None or _bare(m) != _bare(main)]
+    main = main_model(accelerator, registered)
+    models = [
+        m for m in getattr(accelerator, "_models", ()) if main is None or _bare_identity(m) != _bare_identity(main)
+    ]
     found = [(f"model_{i}", m) for i, m in enumerate(models, 1)]
-    found += [(_numbered("optimizer", i), o) for i, o in enumerate(getattr(accelerator, "_optimizers", ()))]
-    found += [(_numbered("scheduler", i), s) for i, s in enumerate(getattr(accelerator, "_schedulers", ()))]
+    found += [(_numbered_name("optimizer", i), o) for i, o in enumerate(getattr(accelerator, "_optimizers", ()))]
+    found += [(_numbered_name("scheduler", i), s) for i, s in enumerate(getattr(accelerator, "_schedulers", ()))]
     if getattr(accelerator, "deepspeed_engine_wrapped", None) is not None:
         found.append((ENGINE, _Counters(accelerator.deepspeed_engine_wrapped.engine)))
     if getattr(accelerator, "scaler", None) is not None:
         found.append(("scaler", accelerator.scaler))
-    return found + [(_numbered("custom", i), o) for i, o in enumerate(getattr(accelerator, "_custom_objects", ()))]
+    return found + [(_numbered_name("custom", i), o) for i, o in enumerate(getattr(accelerator, "_custom_objects", ()))]
 
 
-def _bare(value: Any) -> int:
+def _bare_identity(value: Any) -> int:
     """The identity of an object without what Accelerate and engines put around it."""
-    return id(unwrap(value) if isinstance(value, nn.Module) else _inside(value))
+    return id(unwrap(value) if isinstance(value, nn.Module) else _unwrap_object(value))
 
 
-def _inside(value: Any) -> Any:
+def _unwrap_object(value: Any) -> Any:
     while type(value).__module__.startswith("accelerate.") and hasattr(value, "scheduler"):
         value = value.scheduler
-    return optimizers.inner(value)
+    return optimizers.unwrap_optimizer(value)
 
 
-def _signature(item: Item, found: Mapping[Key, Source]) -> str:
+def _object_signature(item: Item, found: Mapping[Key, Source]) -> str:
     """The class of an object, and a digest of what it holds."""
     if item.kind == "model":
-        held: Any = [(n, s.shape, str(s.dtype), s.trainable) for n, s in of_model(found, item.name).items()]
+        held: Any = [(n, s.shape, str(s.dtype), s.trainable) for n, s in model_sources(found, item.name).items()]
         kind = type(unwrap(item.value)).__name__.removeprefix("FSDP")
     else:
-        value = _inside(item.value)
-        kind, steps = type(value).__name__, optimizers.inner(getattr(value, "optimizer", None))
-        labels = {id(optimizers.parameter_of(source)): name for name, source in labelled(found).items()}
+        value = _unwrap_object(item.value)
+        kind, steps = type(value).__name__, optimizers.unwrap_optimizer(getattr(value, "optimizer", None))
+        labels = {id(optimizers.parameter_of(source)): name for name, source in labelled_sources(found).items()}
         groups = getattr(steps, "param_groups", ())
         held = sorted(str(labels.get(id(p))) for group in groups for p in group["params"])
         held = held if item.series == "scheduler" else sorted(map(str, item.value.state_dict()))
     return f"{kind} {xxhash.xxh3_64_hexdigest(repr(held).encode())}"
 
 
-def _refuse_names(found: Sequence[tuple[str, Any]], registered: Mapping[str, Any]) -> None:
+def _refuse_item_names(found: Sequence[tuple[str, Any]], registered: Mapping[str, Any]) -> None:
     """Raise ConfigError for names that two objects have, or that a state uses itself."""
     names = [name for name, _ in found]
     problems = [f"{n}: the name of what Accelerate has prepared" for n in registered if names.count(n) > 1]
@@ -286,14 +314,14 @@ def _refuse_names(found: Sequence[tuple[str, Any]], registered: Mapping[str, Any
         raise ConfigError(f"{listing(problems)}; register it under another name")
 
 
-def _numbered(name: str, index: int) -> str:
+def _numbered_name(name: str, index: int) -> str:
     return name if index == 0 else f"{name}_{index}"
 
 
-def _kind(name: str, value: Any) -> str:
+def _item_kind(name: str, value: Any) -> str:
     if isinstance(value, nn.Module):
         return "model"
-    if isinstance(optimizers.inner(value), torch.optim.Optimizer) or zero_optimizer.is_zero(value):
+    if isinstance(optimizers.unwrap_optimizer(value), torch.optim.Optimizer) or zero_optimizer.is_zero(value):
         return "optimizer"
     if callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None)):
         return "object"

@@ -1,12 +1,13 @@
 """The state of a torch optimizer, by the names of the parameters, and back.
 
-`describe` tells, on each rank, what there is; `merged` makes one description of those of all ranks; `captured` gives
-the tensors as sources, cut over the ranks like the parameters they belong to; `restore` makes the state anew, whatever
-order, number of ranks or wrapper it was saved under. Nothing is moved here.
+`describe_optimizer` lists what this rank has; `merge_descriptions` makes one description of those of all ranks;
+`optimizer_tensors` gives the tensors as sources, cut over the ranks like the parameters they belong to;
+`restore_optimizer` makes the state anew, whatever order, number of ranks or wrapper it was saved under. Nothing is
+moved here.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any
 
@@ -21,27 +22,36 @@ from ft_ckpt.formats import pytree_json, safetensors
 from ft_ckpt.formats.dtypes import dtype_name, dtype_of
 from ft_ckpt.formats.pytree import PLAIN, flatten
 from ft_ckpt.model.json_values import decode, encode
-from ft_ckpt.training.parameter_groups import matched, set_groups, settings_of
+from ft_ckpt.training.parameter_groups import match_groups, set_groups, settings_of
 
 _MOST_BESIDE_BYTES = 1 << 20
 Description = dict[str, Any]  # {"class": str, "groups": [{"params": [names], ...}], "state": {name: {key: entry}}}
 
 
-def inner(optimizer: Any) -> Any:
+@dataclass(frozen=True)
+class OptimizerBackend:
+    """The functions for one kind of optimizer: those of this module, or what `zero_optimizer` has in their place."""
+
+    describe: Callable[[Any, Mapping[str, Source]], Description]
+    tensors: Callable[[Any, Description, Mapping[str, Source]], dict[str, Source]]
+    restore: Callable[..., tuple[str, ...]]  # as `restore_optimizer`
+
+
+def unwrap_optimizer(optimizer: Any) -> Any:
     """The optimizer inside Accelerate's wrapper, if there is one."""
     while type(optimizer).__module__.startswith("accelerate.") and hasattr(optimizer, "optimizer"):
         optimizer = optimizer.optimizer
     return optimizer
 
 
-def describe(optimizer: Any, found: Mapping[str, Source]) -> Description:
+def describe_optimizer(optimizer: Any, found: Mapping[str, Source]) -> Description:
     """What this rank has of the optimizer's state, as JSON can say it: plain values, and facts of the tensors.
 
     `found` are the sources of the models it trains. Whether a parameter requires a gradient just now decides nothing.
     Raises SelectionError naming what cannot be kept: tensors with a meaning of their own, Python objects, parameters
     of no known model, further entries of its state dict.
     """
-    owners, problems = _owners(found), refusals(optimizer)
+    owners, problems = _sources_by_parameter(found), unsaveable_state(optimizer)
     groups: list[Description] = []
     for number, group in enumerate(optimizer.param_groups):
         names = [[source.name for source in owners.get(id(p), [])] for p in group["params"]]
@@ -52,13 +62,13 @@ def describe(optimizer: Any, found: Mapping[str, Source]) -> Description:
         ]
         groups.append({"params": list(chain(*names)), "values": values})
     state: Description = {}
-    for parameter in _stateful(optimizer):
+    for parameter in _stateful_parameters(optimizer):
         if id(parameter) not in owners:
             problems.append(f"state of a tensor of shape {list(parameter.shape)}: of no known model")
         for key, value in optimizer.state[parameter].items():
             for source in owners.get(id(parameter), []):
-                entry = _entry(value, parameter, source)
-                problem = _problem(value, source, parameter) if entry is not None else type(value).__name__
+                entry = _state_entry(value, parameter, source)
+                problem = _state_problem(value, source, parameter) if entry is not None else type(value).__name__
                 problems += [f"{source.name}: {key}: {problem}"] if problem else []
                 state.setdefault(source.name, {})[key] = entry
     if problems:
@@ -67,10 +77,10 @@ def describe(optimizer: Any, found: Mapping[str, Source]) -> Description:
             "use an optimizer whose state is tensors and numbers, or save without its state"
         )
     described = {"class": type(optimizer).__name__, "groups": groups, "state": state}
-    return described | ({"beside": _described_beside(beside)} if (beside := _beside(optimizer)) else {})
+    return described | ({"beside": _describe_other_state(beside)} if (beside := _other_state(optimizer)) else {})
 
 
-def refusals(optimizer: Any) -> list[str]:
+def unsaveable_state(optimizer: Any) -> list[str]:
     """What of the optimizer cannot be kept whatever it trains; known before its first step."""
     problems = []
     if isinstance(optimizer, torch.optim.LBFGS):
@@ -79,13 +89,13 @@ def refusals(optimizer: Any) -> list[str]:
         further = [key for key in optimizer.state_dict() if key not in ("state", "param_groups")]
         problems += [f"its state dict has {key!r} too" for key in further]
     try:
-        _described_beside(_beside(optimizer))
+        _describe_other_state(_other_state(optimizer))
     except SelectionError as error:
         problems.append(str(error))
     return problems
 
 
-def renewed(optimizer: Any, description: Description) -> Description | None:
+def with_current_settings(optimizer: Any, description: Description) -> Description | None:
     """`description`, made of the same parameters and the same state, with the hyperparameters of now.
 
     None when one of them cannot be kept any more.
@@ -99,7 +109,7 @@ def renewed(optimizer: Any, description: Description) -> Description | None:
     return {**description, "groups": groups}
 
 
-def merged(descriptions: Sequence[Description]) -> Description:
+def merge_descriptions(descriptions: Sequence[Description]) -> Description:
     """One description: a rank that holds nothing of a parameter (FSDP1) may have no state for it.
 
     Settings of groups and numbers that a rank has otherwise than rank 0 are under "own", by the rank.
@@ -118,11 +128,11 @@ def merged(descriptions: Sequence[Description]) -> Description:
             known = state.setdefault(name, {})
             known.update({k: {**v, "rank": rank} if rank else v for k, v in entries.items() if k not in known})
     together = {**descriptions[0], "state": state}
-    own = {str(rank): values for rank, one in enumerate(descriptions) if (values := _own_values(one, together))}
+    own = {str(rank): values for rank, one in enumerate(descriptions) if (values := _values_of_rank(one, together))}
     return {**together, **({"own": own} if own else {})}
 
 
-def of_rank(description: Description, rank: int) -> Description:
+def description_of_rank(description: Description, rank: int) -> Description:
     """The merged description, with the settings and numbers that `rank` had of its own."""
     own = description.get("own", {}).get(str(rank))
     if own is None:
@@ -135,7 +145,7 @@ def of_rank(description: Description, rank: int) -> Description:
     return {**description, "groups": groups, "state": state}
 
 
-def own_settings(description: Description) -> dict[str, list[int]]:
+def settings_by_rank(description: Description) -> dict[str, list[int]]:
     """What of a merged description some ranks have of their own, in words, and these ranks."""
     found: dict[str, list[int]] = {}
     for rank, own in description.get("own", {}).items():
@@ -146,18 +156,18 @@ def own_settings(description: Description) -> dict[str, list[int]]:
     return found
 
 
-def captured(optimizer: Any, description: Description, found: Mapping[str, Source]) -> dict[str, Source]:
+def optimizer_tensors(optimizer: Any, description: Description, found: Mapping[str, Source]) -> dict[str, Source]:
     """The tensors of the described state as sources, by "parameter/key"; the same names on every rank."""
     sources = {}
     for name, entries in description["state"].items():
         for key, entry in entries.items():
             if _is_tensor(entry):
                 state = optimizer.state.get(parameter_of(found[name]), {})
-                sources[f"{name}/{key}"] = _source(found[name], key, entry, state.get(key))
+                sources[f"{name}/{key}"] = _state_source(found[name], key, entry, state.get(key))
     return sources
 
 
-def restore(
+def restore_optimizer(
     optimizer: Any,
     description: Description,
     found: Mapping[str, Source],
@@ -173,7 +183,7 @@ def restore(
     for those that only it has.
     """
     fill = later or fill
-    groups, notes = matched(optimizer.param_groups, names_of(optimizer, found), description, found)
+    groups, notes = match_groups(optimizer.param_groups, names_of(optimizer, found), description, found)
     fresh: dict[Any, dict[str, Any]] = {}
     for name, entries in description["state"].items():
         parameter = parameter_of(found[name])
@@ -183,9 +193,9 @@ def restore(
                 state[key] = decode(entry["value"])
                 continue
             if key not in state:
-                state[key] = _empty(entry, parameter, found[name])
-            fill(_source(found[name], key, entry, state[key]))
-    beside = _restored_beside(description["beside"]) if "beside" in description else {}
+                state[key] = _empty_state_tensor(entry, parameter, found[name])
+            fill(_state_source(found[name], key, entry, state[key]))
+    beside = _restore_other_state(description["beside"]) if "beside" in description else {}
     optimizer.state.clear()
     optimizer.state.update({**fresh, **beside})
     for name, dtype in description.get("masters", {}).items():  # of ZeRO: more exact than the weights beside them
@@ -200,17 +210,17 @@ def restore(
 
 def names_of(optimizer: Any, found: Mapping[str, Source]) -> list[list[str]]:
     """The names of the parameters in each group; of tied ones the first."""
-    owners = _owners(found)
+    owners = _sources_by_parameter(found)
     return [[s.name for p in group["params"] for s in owners.get(id(p), [])] for group in optimizer.param_groups]
 
 
-def trained(optimizer: Any, found: Mapping[str, Source]) -> frozenset[int]:
+def trained_identities(optimizer: Any, found: Mapping[str, Source]) -> frozenset[int]:
     """The identities of the sources that the optimizer has trained: those whose parameters have state."""
-    owners = _owners(found)
-    return frozenset(source.identity for p in _stateful(optimizer) for source in owners.get(id(p), []))
+    owners = _sources_by_parameter(found)
+    return frozenset(source.identity for p in _stateful_parameters(optimizer) for source in owners.get(id(p), []))
 
 
-def _owners(found: Mapping[str, Source]) -> dict[int, list[Source]]:
+def _sources_by_parameter(found: Mapping[str, Source]) -> dict[int, list[Source]]:
     """The sources that are in each parameter object: one, or those of a whole FSDP1 flat parameter."""
     owners: dict[int, list[Source]] = {}
     seen: set[int] = set()
@@ -229,7 +239,7 @@ def parameter_of(source: Source) -> Any:
     return source.live.handle.flat_param if source.live.original is None else source.live.original
 
 
-def _own_values(one: Description, together: Description) -> Description:
+def _values_of_rank(one: Description, together: Description) -> Description:
     """The settings and numbers of one rank that are not those of the ranks `together`; {} for none."""
     groups, state = {}, {}
     for number, (group, known) in enumerate(zip(one["groups"], together["groups"], strict=False)):
@@ -242,19 +252,19 @@ def _own_values(one: Description, together: Description) -> Description:
     return {"groups": groups, "state": state} if groups or state else {}
 
 
-def _stateful(optimizer: Any) -> list[Any]:
+def _stateful_parameters(optimizer: Any) -> list[Any]:
     """The parameters that have state: in the order of the groups, then those that are in no group just now."""
     ordered = {id(p): p for group in optimizer.param_groups for p in group["params"] if p in optimizer.state}
     ordered.update({id(key): key for key in optimizer.state if isinstance(key, Tensor) and id(key) not in ordered})
     return list(ordered.values())
 
 
-def _beside(optimizer: Any) -> dict[Any, Any]:
+def _other_state(optimizer: Any) -> dict[Any, Any]:
     """State under keys that are no parameters."""
     return {key: value for key, value in optimizer.state.items() if not isinstance(key, Tensor)}
 
 
-def _described_beside(state: dict[Any, Any]) -> Description:
+def _describe_other_state(state: dict[Any, Any]) -> Description:
     leaves = flatten(state, safetensors.NAMES, "state", PLAIN)[1]
     tensors = [leaf.data for leaf in leaves if not leaf.is_array]
     size, devices = sum(leaf.data.nbytes for leaf in leaves), sorted({tensor.device.type for tensor in tensors})
@@ -266,12 +276,12 @@ def _described_beside(state: dict[Any, Any]) -> Description:
     return {"text": pytree_json.dump_object(state, "state"), "device": devices[0] if devices else "cpu"}
 
 
-def _restored_beside(described: Description) -> dict[Any, Any]:
+def _restore_other_state(described: Description) -> dict[Any, Any]:
     state: dict[Any, Any] = pytree_json.load_object(described["text"])
     return tree_map_only(Tensor, lambda tensor: tensor.to(described["device"]), state)  # type: ignore[no-any-return]
 
 
-def _entry(value: Any, parameter: Any, owner: Source) -> Any:
+def _state_entry(value: Any, parameter: Any, owner: Source) -> Any:
     """The facts of a tensor, its shape the whole one, or {"value": plain value}; None for anything else."""
     if isinstance(value, Tensor):
         host = value.device.type == "cpu" and parameter.device.type != "cpu"
@@ -293,7 +303,7 @@ def _is_tensor(entry: Any) -> bool:
     return "dtype" in entry
 
 
-def _problem(value: Any, source: Source, parameter: Any) -> str | None:
+def _state_problem(value: Any, source: Source, parameter: Any) -> str | None:
     if not isinstance(value, Tensor) or is_dtensor(value):
         return None
     if type(value) not in PLAIN or value.layout is not torch.strided or value.is_quantized:
@@ -304,14 +314,14 @@ def _problem(value: Any, source: Source, parameter: Any) -> str | None:
     return None
 
 
-def _source(owner: Source, key: str, entry: Any, value: Any) -> Source:
+def _state_source(owner: Source, key: str, entry: Any, value: Any) -> Source:
     """The source of one state tensor; `value` is what this rank has of it, None for nothing."""
     dtype = dtype_of(entry["dtype"])
-    shape, holding, engine = _holding(owner, entry, value)
+    shape, holding, engine = _state_holding(owner, entry, value)
     return Source(f"{owner.name}/{key}", owner.raw, shape, dtype, False, value, id(value), engine, holding)
 
 
-def _holding(owner: Source, entry: Any, value: Any) -> tuple[tuple[int, ...], Holding, str]:
+def _state_holding(owner: Source, entry: Any, value: Any) -> tuple[tuple[int, ...], Holding, str]:
     if is_dtensor(value):
         engine, holding = dtensor_holding(value)
         return tuple(value.shape), holding, engine
@@ -327,10 +337,13 @@ def _holding(owner: Source, entry: Any, value: Any) -> tuple[tuple[int, ...], Ho
     return shape, replace(holding, alike="rank" not in entry and not isinstance(owner.live, Flat)), "plain"
 
 
-def _empty(entry: Any, parameter: Any, owner: Source) -> Tensor:
+def _empty_state_tensor(entry: Any, parameter: Any, owner: Source) -> Tensor:
     """Memory for a state tensor, cut like its parameter where that is cut."""
     dtype = dtype_of(entry["dtype"])
     device = torch.device("cpu") if entry["host"] else parameter.device
     if _is_alike(entry, owner):
         return torch.zeros_like(parameter.detach(), dtype=dtype, device=None if not entry["host"] else device)
     return torch.zeros(entry["shape"], dtype=dtype, device=device)
+
+
+PLAIN_BACKEND = OptimizerBackend(describe_optimizer, optimizer_tensors, restore_optimizer)

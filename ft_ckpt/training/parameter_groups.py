@@ -17,10 +17,10 @@ Group = tuple[dict[str, Any], Mapping[str, Any]]  # of an optimizer, and the val
 
 def settings_of(group: Mapping[str, Any]) -> dict[str, Any]:
     """What a group says beside its parameters: {"value": JSON} by key, None for what cannot be kept."""
-    return {key: _hyperparameter(value) for key, value in group.items() if key != "params"}
+    return {key: _encode_hyperparameter(value) for key, value in group.items() if key != "params"}
 
 
-def matched(
+def match_groups(
     groups: Sequence[dict[str, Any]],
     live: Sequence[Collection[str]],
     description: Mapping[str, Any],
@@ -36,7 +36,7 @@ def matched(
     stored = [{canonical.get(name, name) for name in group["params"]} for group in description["groups"]]
     with_state = {canonical.get(name, name) for name in description["state"]}
     here, there = {name for names in live for name in names}, {name for names in stored for name in names}
-    problems = _differences(here, there, with_state, found)
+    problems = _group_differences(here, there, with_state, found)
     ours, theirs = [here & there & set(names) for names in live], [names & here for names in stored]
     places = {frozenset(names): place for place, names in enumerate(theirs) if names}
     pairs: list[Group] = []
@@ -58,10 +58,10 @@ def set_groups(groups: Iterable[Group]) -> None:
     """Give each group the values that were described for it."""
     for group, values in groups:
         for key, value in values.items():
-            _set(group, key, value)
+            _set_hyperparameter(group, key, value)
 
 
-def _differences(here: set[str], there: set[str], with_state: set[str], found: Mapping[str, Source]) -> list[str]:
+def _group_differences(here: set[str], there: set[str], with_state: set[str], found: Mapping[str, Source]) -> list[str]:
     """What only one side trains."""
     only_here = [name for name in here - there if found[name].trainable or name in with_state]
     lost = [name for name in (there | with_state) - here if name not in found]
@@ -72,7 +72,7 @@ def _differences(here: set[str], there: set[str], with_state: set[str], found: M
     ]
 
 
-def _hyperparameter(value: Any) -> Any:
+def _encode_hyperparameter(value: Any) -> Any:
     """{"tensor": dtype, "value": number} or {"value": JSON of a simple value}; None for what is neither."""
     if isinstance(value, Tensor) and type(value) in PLAIN and value.numel() == 1:
         return {"tensor": dtype_name(value.dtype), "value": encode(value.item())}
@@ -82,7 +82,7 @@ def _hyperparameter(value: Any) -> Any:
         return None
 
 
-def _set(group: dict[str, Any], key: str, stored: dict[str, Any]) -> None:
+def _set_hyperparameter(group: dict[str, Any], key: str, stored: dict[str, Any]) -> None:
     value = decode(stored["value"])
     if "tensor" not in stored:
         group[key] = value

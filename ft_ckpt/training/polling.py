@@ -22,7 +22,7 @@ class ClockPoll:
         """Meet after the next step: the run stands at `step` on all ranks."""
         self._next_step = step + 1
 
-    def reason(self, history: History, step: int, ranks: Ranks) -> str | None:
+    def reason_to_save(self, history: History, step: int, ranks: Ranks) -> str | None:
         """Why to save now, the same on every rank; None for no reason, or when it is not time to meet."""
         if self._every is None or step < self._next_step or not self._goes_on:
             return None

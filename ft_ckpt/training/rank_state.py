@@ -11,12 +11,12 @@ from ft_ckpt.distributed.ranks import Ranks
 from ft_ckpt.errors import CheckpointError, SelectionError
 from ft_ckpt.training import gradients as accumulation
 from ft_ckpt.training import rng, zero_optimizer
-from ft_ckpt.training.feeds import Feeds
+from ft_ckpt.training.feeds import DataPositions
 from ft_ckpt.training.gradients import StepWatch
 from ft_ckpt.training.items import Item
 from ft_ckpt.training.resume import Restored
 from ft_ckpt.training.state import Document
-from ft_ckpt.training.state_files import Stored, own_tree
+from ft_ckpt.training.state_files import StoredTensors, tree_of_rank
 
 _GRADIENTS, _RANDOM, _FEED, _STEPS, _SYNC = "gradients", "rng", "loader", "accumulation", "sync"
 
@@ -27,7 +27,7 @@ class OnRank:
 
     accelerator: Any
     models: Mapping[str, nn.Module]
-    feeds: Feeds
+    feeds: DataPositions
     steps: StepWatch
     zero: Sequence[Item]
 
@@ -37,33 +37,33 @@ class OnRank:
         return bool(getattr(self.accelerator, "sync_gradients", True))
 
 
-def captured(of: OnRank) -> dict[str, Any]:
+def capture_rank_state(of: OnRank) -> dict[str, Any]:
     """The state of this rank, as trees by name. Raises SelectionError where gradients are kept out of reach."""
-    own: dict[str, Any] = {_RANDOM: rng.capture()}
+    own: dict[str, Any] = {_RANDOM: rng.capture_generators()}
     own |= {f"{_FEED}-{index}": state for index, state in enumerate(of.feeds.state_dicts())}
     if hasattr(of.accelerator, "step"):
         own[_STEPS], own[_SYNC] = int(of.accelerator.step), of.is_synced
-    if not of.is_synced and any(zero_optimizer.accumulating(item.value) for item in of.zero):
+    if not of.is_synced and any(zero_optimizer.is_accumulating(item.value) for item in of.zero):
         raise SelectionError("gradients: DeepSpeed keeps them to itself; save when the optimizer has stepped")
     if not of.is_synced or of.steps.is_pending(of.models.values):
-        own[_GRADIENTS] = {name: accumulation.gradients(model) for name, model in of.models.items()}
+        own[_GRADIENTS] = {name: accumulation.pending_gradients(model) for name, model in of.models.items()}
     return own
 
 
-def put_back(
-    to: OnRank, document: Document, stored: Stored, ranks: Ranks
-) -> tuple[Feeds, tuple[str, ...], list[Restored]]:
-    """Give this rank what `captured` gave: the feeds, notes, and what became of each.
+def restore_rank_state(
+    to: OnRank, document: Document, stored: StoredTensors, ranks: Ranks
+) -> tuple[DataPositions, tuple[str, ...], list[Restored]]:
+    """Give this rank what `capture_rank_state` gave: the feeds, notes, and what became of each.
 
     Random numbers come last, since anything before may draw some. Gradients that the checkpoint lacks are dropped.
     """
     saved, notes, outcomes = len(document["ranks"]), [], []
     stand_in = min(ranks.rank, saved - 1)
-    trees = {name: own_tree(document, stored, stand_in, name) for name in document["ranks"][stand_in]}
+    trees = {name: tree_of_rank(document, stored, stand_in, name) for name in document["ranks"][stand_in]}
     if saved != ranks.size:  # what all ranks have seen together is rank 0's to tell
         places = [name for name in trees if name.startswith(f"{_FEED}-")]
-        trees |= {name: own_tree(document, stored, 0, name) for name in places}
-    feeds = Feeds([trees[name] for index in range(len(trees)) if (name := f"{_FEED}-{index}") in trees])
+        trees |= {name: tree_of_rank(document, stored, 0, name) for name in places}
+    feeds = DataPositions([trees[name] for index in range(len(trees)) if (name := f"{_FEED}-{index}") in trees])
     if f"{_FEED}-0" in trees:
         outcomes.append(Restored("data", "restored"))
     if _STEPS in trees and to.accelerator is not None:
@@ -73,7 +73,7 @@ def put_back(
         accumulation.drop_gradients(model)
     if any(_GRADIENTS in names for names in document["ranks"]):
         outcomes.append(_put_back_gradients(to.models, trees.get(_GRADIENTS), saved, ranks))
-    problems = rng.restore(trees[_RANDOM])
+    problems = rng.restore_generators(trees[_RANDOM])
     outcomes.append(Restored(_RANDOM, "failed" if problems else "restored", "; ".join(problems)))
     if saved != ranks.size:
         notes.append(
@@ -81,7 +81,7 @@ def put_back(
             f"{min(saved, ranks.size) - 1} go on with their random numbers, further ones with new ones"
         )
     if ranks.rank >= saved:
-        _scatter(ranks.rank)
+        _reseed_new_rank(ranks.rank)
     return feeds, tuple(notes), outcomes
 
 
@@ -97,7 +97,7 @@ def _put_back_gradients(models: Mapping[str, nn.Module], gradients: Any, saved: 
     return Restored(_GRADIENTS, "restored")
 
 
-def _scatter(rank: int) -> None:
+def _reseed_new_rank(rank: int) -> None:
     """New random numbers for a rank that was not there: from those it was lent, moved apart by its number."""
     import numpy as np
     import torch

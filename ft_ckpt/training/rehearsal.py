@@ -52,14 +52,14 @@ class Recorder:
         self._batches: Any = None
         Path(told.record).touch()  # a file without lines: there was a saver, and it was never stepped
 
-    def watched(self, batches: Iterable[Any]) -> Iterator[Any]:
+    def watch_batches(self, batches: Iterable[Any]) -> Iterator[Any]:
         """The same batches; what is in them goes into the digest of the step."""
         for batch in batches:
             self._batches = self._batches or xxhash.xxh3_128()
-            _add(self._batches, batch)
+            _digest_value(self._batches, batch)
             yield batch
 
-    def stepped(
+    def record_step(
         self,
         number: int,
         metrics: Mapping[str, Any],
@@ -83,7 +83,7 @@ class Recorder:
         sys.exit(0)
 
 
-def begun() -> Recorder | None:
+def start_recorder() -> Recorder | None:
     """The rehearsal that this process is part of, if any. Raises ConfigError when the variable cannot be read."""
     text = os.environ.get(VARIABLE)
     if not text:
@@ -101,17 +101,17 @@ def read_steps(record: Path) -> list[Step] | None:
     return [Step(**json.loads(line)) for line in record.read_text(encoding="utf-8").splitlines()]
 
 
-def _add(digest: Any, value: Any) -> None:
+def _digest_value(digest: Any, value: Any) -> None:
     """Add the contents of a batch: tensors and arrays byte by byte, in mappings and sequences, other objects by class
     and, where that says what they are, by value.
     """
     if isinstance(value, Mapping):
         for key, item in value.items():
             digest.update(repr(key).encode())
-            _add(digest, item)
+            _digest_value(digest, item)
     elif isinstance(value, (list, tuple)):
         for item in value:
-            _add(digest, item)
+            _digest_value(digest, item)
     elif hasattr(value, "detach"):
         import torch  # not above: the command that reads what was written has no need of it
 

@@ -19,9 +19,18 @@ from ft_ckpt.distributed.wrappers import Source
 from ft_ckpt.errors import CheckpointError, LoadError, listing
 from ft_ckpt.model.base_model import differences_of_base
 from ft_ckpt.training import optimizers
-from ft_ckpt.training.items import ENGINE, ExtraState, Item, Key, labelled, manner, of_model, tied
+from ft_ckpt.training.items import (
+    ENGINE,
+    ExtraState,
+    Item,
+    Key,
+    labelled_sources,
+    model_sources,
+    optimizer_backend,
+    tied_names,
+)
 from ft_ckpt.training.state import FOLDER, Document
-from ft_ckpt.training.state_files import Stored, own, tree_of
+from ft_ckpt.training.state_files import StoredTensors, entries_of_rank, tree_of
 
 
 @dataclass(frozen=True)
@@ -48,7 +57,7 @@ class RestoreReport:
         return tuple(f"{item.name}: {item.status}: {item.detail}" for item in self.items if item.status != "restored")
 
 
-def worst_of(answers: list[list[Restored]]) -> tuple[Restored, ...]:
+def merge_outcomes(answers: list[list[Restored]]) -> tuple[Restored, ...]:
     """One outcome for each item: the first rank's that is not a success, with the rank named."""
     merged: dict[str, Restored] = {}
     for rank, items in enumerate(answers):
@@ -60,25 +69,25 @@ def worst_of(answers: list[list[Restored]]) -> tuple[Restored, ...]:
 
 
 def restore_weights(
-    found: Mapping[Key, Source], document: Document, stored: Stored, fill_all: Filler = each_reads
+    found: Mapping[Key, Source], document: Document, stored: StoredTensors, fill_all: Filler = each_reads
 ) -> Restored:
     """Every tensor of the model that is saved, in place, on each rank its block.
 
     An adapter's checkpoint lacks the frozen parameters of its base, and nothing else.
     """
-    weights, known = document["weights"], of_model(found)
+    weights, known = document["weights"], model_sources(found)
     unknown = [name for name in weights if name not in known]
     if unknown:
         return Restored("weights", "failed", f"{listing(unknown, ', ')}: in the checkpoint, not in the model")
 
-    def collect() -> list[Wanted]:
+    def wanted_tensors() -> list[Wanted]:
         once = {known[name].identity: (known[name], *place) for name, place in reversed(weights.items())}
-        return [(source, stored.file(part, name), name) for source, part, name in reversed(once.values())]
+        return [(source, stored.file_of(part, name), name) for source, part, name in reversed(once.values())]
 
     left = [name for name, source in known.items() if name not in weights and not _is_elsewhere(source, stored)]
     if left:
         return Restored("weights", "failed", f"{listing(left, ', ')}: in the model, not in the checkpoint")
-    return _attempt("weights", lambda: fill_all("weights", collect))
+    return _try_restore("weights", lambda: fill_all("weights", wanted_tensors))
 
 
 def compare_base(model: nn.Module, document: Document, held: OpenCheckpoint, rank: int) -> list[Restored]:
@@ -94,7 +103,7 @@ def restore_items(
     items: Sequence[Item],
     found: Mapping[Key, Source],
     document: Document,
-    stored: Stored,
+    stored: StoredTensors,
     rank: int,
     fill_all: Filler = each_reads,
 ) -> list[Restored]:
@@ -108,20 +117,20 @@ def restore_items(
                 continue  # an earlier version kept them with the weights
             outcomes.append(Restored(item.name, "absent", "not in the checkpoint"))
             continue
-        entry = own(document, rank).get(item.name) or document["items"][item.name]
+        entry = entries_of_rank(document, rank).get(item.name) or document["items"][item.name]
         if item.kind == "optimizer":
-            entry = {**entry, "optimizer": optimizers.of_rank(entry["optimizer"], rank)}
-        prefix = f"rank-{rank}/{item.name}" if item.name in own(document, rank) else item.name
+            entry = {**entry, "optimizer": optimizers.description_of_rank(entry["optimizer"], rank)}
+        prefix = f"rank-{rank}/{item.name}" if item.name in entries_of_rank(document, rank) else item.name
         alike = not any(item.name in one for one in document["ranks"])  # else each rank reads for itself
-        give = _Give(prefix, stored, fill_all if alike else each_reads)
-        outcomes.append(_attempt(item.name, lambda: _restore(item, entry, found, give)))  # noqa: B023 - called at once
+        give = _StoredItem(prefix, stored, fill_all if alike else each_reads)
+        outcomes.append(_try_restore(item.name, lambda: _restore_item(item, entry, found, give)))  # noqa: B023 - called at once
     names = {ENGINE, *(item.name for item in items)}
     gone = [name for name in document["items"] if name not in names]
     return outcomes + [Restored(name, "absent", "in the checkpoint, not in this run") for name in gone]
 
 
 def restore_apart(
-    items: Sequence[Item], found: Mapping[Key, Source], document: Document, stored: Stored, ranks: Ranks
+    items: Sequence[Item], found: Mapping[Key, Source], document: Document, stored: StoredTensors, ranks: Ranks
 ) -> tuple[list[Restored], list[str]]:
     """What ranks had come apart in, each rank its own; and in words what cannot be put back so. Collective.
 
@@ -131,7 +140,7 @@ def restore_apart(
     apart: dict[str, dict[str, str | None]] = document.get("apart", {})
     if not apart:
         return [], []
-    live, here = _live(items, found, document), str(ranks.rank)
+    live, here = _tensors_by_name(items, found, document), str(ranks.rank)
     same = ranks.size == len(document["ranks"])
     mine = [n for n, odd in apart.items() if here in odd and n in live and same and _is_own(live[n], odd[here])]
     left = [name for name, odd in apart.items() if (here in odd or not same) and name not in mine]
@@ -139,11 +148,13 @@ def restore_apart(
     lost = dict.fromkeys(name.removeprefix(f"{WEIGHTS}/") for answer in answers for name in answer["left"])
     told = [f"{listing(list(lost), ', ')}: not the same on all ranks that saved, rank 0's on all now"] if lost else []
 
-    def collect() -> list[Wanted]:
+    def wanted_tensors() -> list[Wanted]:
         names = {name: own_name(name, ranks.rank) for name in mine}
-        return [(own_part(live[name]), stored.file(FOLDER, own), own) for name, own in names.items()]
+        return [(own_part(live[name]), stored.file_of(FOLDER, own), own) for name, own in names.items()]
 
-    return ([_attempt("replicas", lambda: each_reads("replicas", collect))] if len(lost) < len(apart) else []), told
+    if len(lost) == len(apart):
+        return [], told
+    return [_try_restore("replicas", lambda: each_reads("replicas", wanted_tensors))], told
 
 
 def _is_own(source: Source, place: str | None) -> bool:
@@ -151,23 +162,25 @@ def _is_own(source: Source, place: str | None) -> bool:
     return source.holding.alike and not source.is_added and place_of(source.holding) == place
 
 
-def _live(items: Sequence[Item], found: Mapping[Key, Source], document: Document) -> dict[str, Source]:
+def _tensors_by_name(items: Sequence[Item], found: Mapping[Key, Source], document: Document) -> dict[str, Source]:
     """The tensors of a run by the names of `replicas`."""
     live = {f"{item or WEIGHTS}/{name}": source for (item, name), source in found.items()}
     for item in items:
         if item.kind == "optimizer" and item.name in document["items"]:
             description = document["items"][item.name]["optimizer"]
-            state = manner(item).captured(optimizers.inner(item.value), description, labelled(found))
+            state = optimizer_backend(item).tensors(
+                optimizers.unwrap_optimizer(item.value), description, labelled_sources(found)
+            )
             live |= {f"{item.name}/{name}": source for name, source in state.items()}
     return live
 
 
-def _is_elsewhere(source: Source, stored: Stored) -> bool:
+def _is_elsewhere(source: Source, stored: StoredTensors) -> bool:
     """Whether a tensor that is not among a checkpoint's weights need not be."""
     return source.is_added or (stored.is_adapter and source.is_parameter and not source.trainable)
 
 
-def _attempt(name: str, action: Callable[[], Any]) -> Restored:
+def _try_restore(name: str, action: Callable[[], Any]) -> Restored:
     try:
         detail = action()
     except Exception as error:  # noqa: BLE001 - every item is tried, and all failures are told together
@@ -177,48 +190,48 @@ def _attempt(name: str, action: Callable[[], Any]) -> Restored:
 
 
 @dataclass(frozen=True)
-class _Give:
+class _StoredItem:
     """Stored tensors of one item, for the sources that want them."""
 
     prefix: str
-    stored: Stored
+    stored: StoredTensors
     fill_all: Filler
 
-    def wanted(self, source: Source, name: str) -> Wanted:
+    def wanted_by(self, source: Source, name: str) -> Wanted:
         """What `fill_all` takes."""
         stored_name = f"{self.prefix}/{name}"
-        return source, self.stored.file(FOLDER, stored_name), stored_name
+        return source, self.stored.file_of(FOLDER, stored_name), stored_name
 
-    def now(self, source: Source) -> None:
+    def fill_now(self, source: Source) -> None:
         """Fill the source at once."""
-        fill(*self.wanted(source, source.name))
+        fill(*self.wanted_by(source, source.name))
 
 
-def _restore(item: Item, entry: Document, found: Mapping[Key, Source], give: _Give) -> str:
+def _restore_item(item: Item, entry: Document, found: Mapping[Key, Source], give: _StoredItem) -> str:
     notes: list[str] = []
     if item.kind == "optimizer":
 
-        def state() -> list[Wanted]:
+        def wanted_state() -> list[Wanted]:
             sources: list[Source] = []
-            give_back = manner(item).restore
-            known = labelled(found)
-            notes.extend(give_back(optimizers.inner(item.value), entry["optimizer"], known, give.now, sources.append))
-            return [give.wanted(source, source.name) for source in sources]
+            give_back, optimizer = optimizer_backend(item).restore, optimizers.unwrap_optimizer(item.value)
+            known = labelled_sources(found)
+            notes.extend(give_back(optimizer, entry["optimizer"], known, give.fill_now, sources.append))
+            return [give.wanted_by(source, source.name) for source in sources]
 
-        give.fill_all(item.name, state)
+        give.fill_all(item.name, wanted_state)
     elif item.kind == "model":
-        give.fill_all(item.name, lambda: _whole_model(of_model(found, item.name), give))
+        give.fill_all(item.name, lambda: _wanted_of_model(model_sources(found, item.name), give))
     else:
         item.value.load_state_dict(tree_of(entry, give.prefix, give.stored, item.value))
     return "; ".join(notes)
 
 
-def _whole_model(own: Mapping[str, Source], give: _Give) -> list[Wanted]:
+def _wanted_of_model(own: Mapping[str, Source], give: _StoredItem) -> list[Wanted]:
     """Every tensor of a further model, tied ones under the name that is stored. Raises LoadError for what differs."""
-    names = give.stored.names(f"{give.prefix}/")
-    groups = {next((name for name in group if name in names), group[0]): group for group in tied(own)}
+    names = give.stored.state_names(f"{give.prefix}/")
+    groups = {next((name for name in group if name in names), group[0]): group for group in tied_names(own)}
     problems = [f"{name}: in the model, not in the checkpoint" for name in groups if name not in names]
     problems += [f"{name}: in the checkpoint, not in the model" for name in sorted(names) if name not in own]
     if problems:
         raise LoadError(listing(problems))
-    return [give.wanted(own[name], name) for name in groups]
+    return [give.wanted_by(own[name], name) for name in groups]

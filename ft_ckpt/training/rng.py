@@ -20,34 +20,34 @@ KINDS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Ran
 _BAD = (AttributeError, IndexError, KeyError, OverflowError, RuntimeError, TypeError, ValueError)  # what setters raise
 
 
-def capture() -> State:
+def capture_generators() -> State:
     """The state of all generators, in about 5 KB per generator.
 
     "python", "numpy", "torch", and the accelerator under its type ("cuda") where there is one: plain values, numpy
     arrays and CPU tensors.
     """
     state: State = {
-        "python": _python(random.getstate()),
+        "python": _python_state(random.getstate()),
         "numpy": np.random.get_state(legacy=False),
         "torch": torch.get_rng_state(),
     }
-    for kind, indices in _devices().items():
+    for kind, indices in _device_indices().items():
         state[kind] = [torch.get_device_module(kind).get_rng_state(*index) for index in indices]
     return state
 
 
-def restore(state: Mapping[str, Any]) -> list[str]:
-    """Put all generators into `state`, which `capture` made; what could not be restored, a sentence each.
+def restore_generators(state: Mapping[str, Any]) -> list[str]:
+    """Put all generators into `state`, which `capture_generators` made; what could not be restored, a sentence each.
 
     One that fails leaves its generator as it was and does not keep the others from being restored. What is in the
     state for an accelerator that is not here, and one in use here of which the state knows nothing, are named too.
     """
     problems = []
     for name, put in _PUTTERS.items():
-        problems += _attempt(name, put, state)
-    here = _devices() | {kind: indices for kind, indices in _devices(wake=True).items() if kind in state}
+        problems += _try_put(name, put, state)
+    here = _device_indices() | {kind: indices for kind, indices in _device_indices(wake=True).items() if kind in state}
     for kind, indices in here.items():
-        problems += _attempt(kind, _put_devices(kind, indices), state)
+        problems += _try_put(kind, _put_devices(kind, indices), state)
     strangers = [kind for kind in state if kind not in _PUTTERS and kind not in here]
     return problems + [f"{kind}: saved from a device this process has none of" for kind in strangers]
 
@@ -61,7 +61,7 @@ def state_of(generator: Any) -> State | None:
     if isinstance(generator, np.random.RandomState):
         return {"kind": "numpy legacy", "state": generator.get_state(legacy=False)}
     if isinstance(generator, random.Random) and not isinstance(generator, random.SystemRandom):
-        return {"kind": "python", "state": _python(generator.getstate())}
+        return {"kind": "python", "state": _python_state(generator.getstate())}
     return None
 
 
@@ -75,7 +75,7 @@ def generator_in(state: Mapping[str, Any], generator: Any = None) -> Any:
         if generator is None or (state_of(generator) or {}).get("kind") != kind:
             generator = _MAKERS[kind](state)
         if kind == "torch":
-            generator.set_state(_octets(inner))
+            generator.set_state(_byte_tensor(inner))
         elif kind == "python":
             generator.setstate(_python_tuple(inner))
         elif kind == "numpy":
@@ -87,7 +87,7 @@ def generator_in(state: Mapping[str, Any], generator: Any = None) -> Any:
     return generator
 
 
-def _attempt(name: str, put: Callable[[Any], str | None], state: Mapping[str, Any]) -> list[str]:
+def _try_put(name: str, put: Callable[[Any], str | None], state: Mapping[str, Any]) -> list[str]:
     if name not in state:
         return [f"{name}: not in the saved state"]
     try:
@@ -97,7 +97,7 @@ def _attempt(name: str, put: Callable[[Any], str | None], state: Mapping[str, An
     return [f"{name}: {problem}"] if problem else []
 
 
-def _python(state: tuple[Any, ...]) -> State:
+def _python_state(state: tuple[Any, ...]) -> State:
     version, words, gauss = state
     return {"version": version, "words": np.array(words, dtype=np.uint32), "gauss": gauss}
 
@@ -126,29 +126,29 @@ def _put_numpy(state: Mapping[str, Any]) -> None:
 
 
 def _put_torch(state: Any) -> None:
-    torch.set_rng_state(_octets(state))
+    torch.set_rng_state(_byte_tensor(state))
 
 
 _PUTTERS: dict[str, Callable[[Any], str | None]] = {"python": _put_python, "numpy": _put_numpy, "torch": _put_torch}
 
 
 def _put_devices(kind: str, indices: list[tuple[int, ...]]) -> Callable[[Any], str | None]:
-    def put(states: Any) -> str | None:
+    def put_states(states: Any) -> str | None:
         for saved, index in zip(states, indices, strict=False):
-            torch.get_device_module(kind).set_rng_state(_octets(saved), *index)
+            torch.get_device_module(kind).set_rng_state(_byte_tensor(saved), *index)
         if len(states) != len(indices):
             return f"{len(states)} devices when it was saved, {len(indices)} here; the first ones were restored"
         return None
 
-    return put
+    return put_states
 
 
-def _octets(state: Any) -> torch.Tensor:
+def _byte_tensor(state: Any) -> torch.Tensor:
     # A plain copy: what was read lazily from a file, or mapped, is not what generators take.
     return torch.as_tensor(state, dtype=torch.uint8).clone()
 
 
-def _devices(wake: bool = False) -> dict[str, list[tuple[int, ...]]]:
+def _device_indices(wake: bool = False) -> dict[str, list[tuple[int, ...]]]:
     """The arguments that name this process's devices to their module; `wake` counts a device not yet touched too."""
     device = torch.accelerator.current_accelerator(check_available=True)
     if device is None:
@@ -158,7 +158,7 @@ def _devices(wake: bool = False) -> dict[str, list[tuple[int, ...]]]:
         return {}
     count = torch.accelerator.device_count()
     # One device is asked for without a number: not every kind of device takes one (mps).
-    return {device.type: [(index,) for index in range(count)] if count > 1 and not _shared() else [()]}
+    return {device.type: [(index,) for index in range(count)] if count > 1 and not _shares_machine() else [()]}
 
 
 # A file names the kind, and no kind but these is made.
@@ -171,6 +171,6 @@ _MAKERS: dict[str, Callable[[Mapping[str, Any]], Any]] = {
 }
 
 
-def _shared() -> bool:
+def _shares_machine() -> bool:
     distributed = torch.distributed
     return bool(distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1)

@@ -17,19 +17,31 @@ from ft_ckpt.distributed import broadcast
 from ft_ckpt.distributed.agreement import numbers
 from ft_ckpt.distributed.ranks import Ranks, current
 from ft_ckpt.distributed.wrappers import Source
-from ft_ckpt.errors import ConfigError, LoadError, SelectionError, damaged_input, listing
+from ft_ckpt.errors import ConfigError, LoadError, damaged_input, listing
 from ft_ckpt.model.base_model import BaseWatch
 from ft_ckpt.schedule import Every
 from ft_ckpt.training import capture as capturing
-from ft_ckpt.training import optimizers, rank_state, resume, state, state_files, zero_optimizer
+from ft_ckpt.training import rank_state, resume, state, state_files, zero_optimizer
 from ft_ckpt.training.capture import Captured, Objects
-from ft_ckpt.training.feeds import Feeds
+from ft_ckpt.training.feeds import DataPositions
 from ft_ckpt.training.gradients import StepWatch
-from ft_ckpt.training.items import Item, Key, in_order, items_of, known_sources, model_of, signatures, with_extra_state
+from ft_ckpt.training.items import (
+    Item,
+    Key,
+    items_in_saved_order,
+    known_sources,
+    main_model,
+    object_signatures,
+    plain_optimizers,
+    refuse_unsaveable,
+    run_items,
+    with_extra_state,
+    zero_items,
+)
 from ft_ckpt.training.polling import ClockPoll
 from ft_ckpt.training.rank_state import OnRank
-from ft_ckpt.training.resume import Restored, RestoreReport, worst_of
-from ft_ckpt.training.run_settings import differences, fingerprint
+from ft_ckpt.training.resume import Restored, RestoreReport, merge_outcomes
+from ft_ckpt.training.run_settings import fingerprint_differences, run_fingerprint
 from ft_ckpt.training.state import Document
 from ft_ckpt.training.structure import Kept
 
@@ -46,7 +58,7 @@ class Progress:
     report: RestoreReport = field(default_factory=RestoreReport)  # without items when the run began afresh
 
 
-class Run:
+class TrainingRun:
     """What one training run consists of. All methods that take `ranks` are collective."""
 
     def __init__(self, accelerator: Any, config: SaverConfig) -> None:
@@ -54,7 +66,7 @@ class Run:
         self.config = config
         self.registered: dict[str, Any] = {}
         self.step = 0
-        self.feeds = Feeds()
+        self.feeds = DataPositions()
         self.run_id = uuid.uuid4().hex
         self.resumed_from: Path | None = None
         self.report = RestoreReport()
@@ -73,10 +85,10 @@ class Run:
 
         Raises SelectionError for one whose state cannot be kept, ConfigError for a name that is taken.
         """
-        items = items_of(self.accelerator, {**self.registered, **objects})
-        _refuse(item for item in items if item.name in objects)
+        items = run_items(self.accelerator, {**self.registered, **objects})
+        refuse_unsaveable(item for item in items if item.name in objects)
         self.registered.update(objects)
-        self.steps.watch(_heard(items))
+        self.steps.watch_optimizers(plain_optimizers(items))
         self.note_base()
 
     def note_base(self) -> None:
@@ -87,7 +99,7 @@ class Run:
     @property
     def model(self) -> nn.Module:
         """The model whose weights are saved. Raises ConfigError when there is none."""
-        model = model_of(self.accelerator, self.registered)
+        model = main_model(self.accelerator, self.registered)
         if model is None:
             raise ConfigError(
                 "no model: prepare one with Accelerate before this, or pass it: saver.register(model=model, ...)"
@@ -97,42 +109,42 @@ class Run:
     @property
     def progress(self) -> Progress:
         """How far the run is now."""
-        return Progress(self.step, **self.feeds.place, resumed_from=self.resumed_from, report=self.report)
+        return Progress(self.step, **self.feeds.counts, resumed_from=self.resumed_from, report=self.report)
 
-    def check(self) -> None:
+    def check_objects(self) -> None:
         """Raise SelectionError, now and not after hours, when something of the run cannot be kept."""
-        _refuse(self._listen())
+        refuse_unsaveable(self._watch_steps())
         if self.config.every is None:
             return
         if not getattr(self.accelerator, "_models", None) and "model" not in self.registered:
             return  # what is passed later is looked at when it is
-        items = with_extra_state(self.model, items_of(self.accelerator, self.registered))
+        items = with_extra_state(self.model, run_items(self.accelerator, self.registered))
         found = known_sources(self.model, items)
-        signatures(self.accelerator, self.registered, lambda: found)
-        state.look(items, found, {})
+        object_signatures(self.accelerator, self.registered, lambda: found)
+        state.local_state(items, found, {})
 
-    def capture(self, ranks: Ranks, versions: Mapping[str, str], kept: Kept) -> Captured:
+    def capture_state(self, ranks: Ranks, versions: Mapping[str, str], kept: Kept) -> Captured:
         """The state of the whole run, and the sources of its models; `kept` as for `capturing`. Nothing is moved."""
 
-        def objects() -> Objects:
-            items = self._listen()
-            return Objects(self.model, items, rank_state.captured(self._on_rank(items)))
+        def current_objects() -> Objects:
+            items = self._watch_steps()
+            return Objects(self.model, items, rank_state.capture_rank_state(self._on_rank(items)))
 
-        captured = capturing.capture(objects, ranks, kept)
-        signed = signatures(self.accelerator, self.registered, lambda: captured.with_tensors().found)
+        captured = capturing.capture_run(current_objects, ranks, kept)
+        signed = object_signatures(self.accelerator, self.registered, lambda: captured.with_tensors().found)
         captured.document.update(
             {
-                "progress": {"step": self.step, **self.feeds.place},
+                "progress": {"step": self.step, **self.feeds.counts},
                 "history": self.history.to_json(),
                 "run_id": self.run_id,
                 "ancestors": sorted(self._ancestors),
-                "fingerprint": self._fingerprint(captured.found, ranks, versions),
+                "fingerprint": self._current_fingerprint(captured.found, ranks, versions),
                 "signatures": signed,
             }
         )
         return captured
 
-    def reinstate(
+    def restore_state(
         self, held: OpenCheckpoint, ranks: Ranks, allow: Iterable[str] | bool, versions: Mapping[str, str]
     ) -> RestoreReport:
         """Put the whole run back into the state of `held`; what is in `allow` may fail (True: everything)."""
@@ -140,20 +152,22 @@ class Run:
         report, error = ranks.attempt(lambda: self._put_back(held, ranks, versions))
         found = [] if report is None else [[item.name, item.status, item.detail] for item in report.items]
         answers = ranks.agree("resume()", {"items": found}, error)
-        items = worst_of([[Restored(*item) for item in answer["items"]] for answer in answers])
+        items = merge_outcomes([[Restored(*item) for item in answer["items"]] for answer in answers])
         final: RestoreReport = replace(report, items=items)
-        refused = [line for line in final.problems if allow is not True and line.split(":")[0] not in _names(allow)]
+        refused = [
+            line for line in final.problems if allow is not True and line.split(":")[0] not in _allowed_names(allow)
+        ]
         if refused:
             raise LoadError(
                 f"{path}: {listing(refused)}. Pass the same objects as the saved run, or resume(allow=[names]) to go "
                 "on without; the model may be partly overwritten"
             )
-        for item in _zero(items_of(self.accelerator, self.registered)):
-            zero_optimizer.refresh(item.value)
+        for item in zero_items(run_items(self.accelerator, self.registered)):
+            zero_optimizer.refresh_weights(item.value)
         self._settle_differences(final)
         return final
 
-    def agreed(self, metrics: Mapping[str, float], ranks: Ranks) -> dict[str, float]:
+    def agree_on_metrics(self, metrics: Mapping[str, float], ranks: Ranks) -> dict[str, float]:
         """The metrics that count where one decides when to save: rank 0's, since each rank may have its own loss."""
         every = self.config.every
         if every is None or every.best is None or every.best[0] not in metrics:
@@ -161,21 +175,21 @@ class Run:
         answers = ranks.agree("saver.step()", {"metrics": dict(metrics)})
         return dict(answers[0]["metrics"])
 
-    def due(self, metrics: Mapping[str, float], ranks: Ranks) -> str | None:
+    def reason_to_save(self, metrics: Mapping[str, float], ranks: Ranks) -> str | None:
         """Why to save now, the same on every rank if the `metrics` are; None for no reason."""
         every = self.config.every
         if every is None:
             return None
         reason = schedule.own_reason(every, self.history, self.step, self._epochs_done(), metrics)
-        return self.poll.reason(self.history, self.step, ranks) or reason
+        return self.poll.reason_to_save(self.history, self.step, ranks) or reason
 
     def is_batch_done(self) -> bool:
         """Whether the batch that is over, on this rank as on all, completed a step."""
-        self._listen()
-        self._is_unfinished = self.steps.is_unfinished(lambda: self._models().values())
+        self._watch_steps()
+        self._is_unfinished = self.steps.is_unfinished(lambda: self._models_by_item().values())
         return self.is_between_steps
 
-    def stepped(self, step: int | None = None, metrics: Mapping[str, float] | None = None) -> None:
+    def note_step(self, step: int | None = None, metrics: Mapping[str, float] | None = None) -> None:
         """One more optimizer step is done."""
         self.step, now = self.step + 1 if step is None else step, time.monotonic()
         self.last_metrics = dict(metrics or {})
@@ -221,7 +235,7 @@ class Run:
         """The names whose checkpoints this run may replace: its own, and those of runs that it went back in."""
         return frozenset({self.run_id, *self._ancestors})
 
-    def branch(self, run_id: str | None) -> None:
+    def branch_off(self, run_id: str | None) -> None:
         """Go on as another run, if it has a name: what this one had saved after the point gone back to is not of it."""
         if run_id is not None:
             self._ancestors.add(self.run_id)
@@ -237,7 +251,7 @@ class Run:
             )
             self._absent = set()
 
-    def facts(self, step: int | None, metrics: Mapping[str, float]) -> dict[str, Any]:
+    def facts_of_save(self, step: int | None, metrics: Mapping[str, float]) -> dict[str, Any]:
         """What a save of weights within this run says of it: `step` and `metrics` unless given, and whose it is."""
         if not self.is_under_way:
             return {"step": step, "metrics": dict(metrics)}
@@ -250,50 +264,51 @@ class Run:
         self.steps.close()
         self.poll.close()
 
-    def _listen(self) -> list[Item]:
+    def _watch_steps(self) -> list[Item]:
         """Hear of the steps of all optimizers that are known by now: the run's items."""
-        items = items_of(self.accelerator, self.registered)
-        self.steps.watch(_heard(items))
+        items = run_items(self.accelerator, self.registered)
+        self.steps.watch_optimizers(plain_optimizers(items))
         return items
 
-    def _models(self) -> dict[str, nn.Module]:
+    def _models_by_item(self) -> dict[str, nn.Module]:
         """The models of the run by their items, "" for the one that is saved."""
-        items = items_of(self.accelerator, self.registered)
+        items = run_items(self.accelerator, self.registered)
         return {"": self.model, **{item.name: item.value for item in items if item.kind == "model"}}
 
     def _on_rank(self, items: Sequence[Item]) -> OnRank:
-        return OnRank(self.accelerator, self._models(), self.feeds, self.steps, _zero(items))
+        return OnRank(self.accelerator, self._models_by_item(), self.feeds, self.steps, zero_items(items))
 
     def _epochs_done(self) -> int:
         """Passes that loaders have come to the end of, in multiples of what the schedule counts by."""
         of = (self.config.every.epochs if self.config.every is not None else None) or 1
-        return of * self.feeds.passes(of)
+        return of * self.feeds.passes_done(of)
 
-    def _fingerprint(self, found: Mapping[Key, Source], ranks: Ranks, versions: Mapping[str, str]) -> Document:
-        items = items_of(self.accelerator, self.registered)
+    def _current_fingerprint(self, found: Mapping[Key, Source], ranks: Ranks, versions: Mapping[str, str]) -> Document:
+        items = run_items(self.accelerator, self.registered)
         objects = {item.name: item.value for item in items}
-        loaders = list(getattr(self.accelerator, "_dataloaders", ())) or [feed.loader for feed in self.feeds.known]
-        return fingerprint(self.model, found.values(), objects, loaders, self.accelerator, ranks.size, versions)
+        prepared = list(getattr(self.accelerator, "_dataloaders", ()))
+        loaders = prepared or [feed.loader for feed in self.feeds.known_positions]
+        return run_fingerprint(self.model, found.values(), objects, loaders, self.accelerator, ranks.size, versions)
 
     def _put_back(self, held: OpenCheckpoint, ranks: Ranks, versions: Mapping[str, str]) -> RestoreReport:
         document = state_files.read_document(held.folder)
-        items = in_order(self.accelerator, self.registered, document.get("signatures", {}))
+        items = items_in_saved_order(self.accelerator, self.registered, document.get("signatures", {}))
         items = with_extra_state(self.model, items)
         found = known_sources(self.model, items)
         fill_all = broadcast.filler(
             "broadcast" if held.served else self.config.fan_out, ranks, self.config.bucket_bytes
         )
-        with state_files.opened(held) as stored:
+        with state_files.open_stored_tensors(held) as stored:
             outcomes = [resume.restore_weights(found, document, stored, fill_all)]
             outcomes += resume.compare_base(self.model, document, held, ranks.rank)
-            for item in _zero(items):
+            for item in zero_items(items):
                 zero_optimizer.adopt_weights(item.value)
             outcomes += resume.restore_items(items, found, document, stored, ranks.rank, fill_all)
             self._is_unfinished = False
             with damaged_input(f"{held.path}: its training state"):
                 apart, lost = resume.restore_apart(items, found, document, stored, ranks)
                 outcomes += apart
-                self.feeds, notes, more = rank_state.put_back(self._on_rank(items), document, stored, ranks)
+                self.feeds, notes, more = rank_state.restore_rank_state(self._on_rank(items), document, stored, ranks)
                 progress = document["progress"]
                 self.step, self.run_id, self.resumed_from = progress["step"], document["run_id"], held.path
                 self._ancestors = set(document.get("ancestors", ()))
@@ -302,7 +317,7 @@ class Run:
             far = numbers(list(held.served))
             notes = (*notes, f"rank(s) {far} do not see the checkpoint: rank 0 has read it for them")
         self.poll.resume_at(self.step)
-        changed = differences(document["fingerprint"], self._fingerprint(found, ranks, versions))
+        changed = fingerprint_differences(document["fingerprint"], self._current_fingerprint(found, ranks, versions))
         return RestoreReport(held.path, (*outcomes, *more), (*changed, *lost), notes)
 
     def _settle_differences(self, report: RestoreReport) -> None:
@@ -316,26 +331,5 @@ class Run:
             warnings.warn(f"{report.path}: {listing(told)}", stacklevel=4)
 
 
-def _refuse(items: Iterable[Item]) -> None:
-    """Raise SelectionError for optimizers that cannot be kept whatever they train, naming all of them."""
-    plain = [item for item in items if item.kind == "optimizer" and not zero_optimizer.is_zero(item.value)]
-    problems = [f"{item.name}: {why}" for item in plain for why in optimizers.refusals(optimizers.inner(item.value))]
-    if problems:
-        raise SelectionError(
-            f"{listing(problems)}: cannot be kept, so a run could not be resumed exactly; use another optimizer, or "
-            "save without its state"
-        )
-
-
-def _heard(items: Iterable[Item]) -> list[Any]:
-    """The optimizers whose steps take in gradients of the models' parameters."""
-    plain = [item for item in items if item.kind == "optimizer" and not zero_optimizer.is_zero(item.value)]
-    return [optimizers.inner(item.value) for item in plain]
-
-
-def _zero(items: Iterable[Item]) -> list[Item]:
-    return [item for item in items if item.kind == "optimizer" and zero_optimizer.is_zero(item.value)]
-
-
-def _names(allow: Iterable[str] | bool) -> frozenset[str]:
+def _allowed_names(allow: Iterable[str] | bool) -> frozenset[str]:
     return frozenset() if isinstance(allow, bool) else frozenset(allow)

@@ -10,7 +10,7 @@ from ft_ckpt.distributed.wrappers import Source, engine_names, unwrap
 Fingerprint = dict[str, Any]
 
 
-def fingerprint(
+def run_fingerprint(
     model: nn.Module,
     found: Collection[Source],
     objects: Mapping[str, Any],
@@ -29,14 +29,14 @@ def fingerprint(
         "mixed precision": getattr(accelerator, "mixed_precision", None),
     }
     for name, value in objects.items():
-        facts[name] = type(_inner(value)).__name__
+        facts[name] = type(_unwrap_accelerate(value)).__name__
     for index, loader in enumerate(loaders):
-        facts |= {f"loader {index}: {name}": value for name, value in _of_loader(loader).items()}
+        facts |= {f"loader {index}: {name}": value for name, value in _loader_settings(loader).items()}
     facts |= {f"version of {name}": version for name, version in versions.items()}
     return {name: value for name, value in facts.items() if value is not None}
 
 
-def differences(saved: Fingerprint, now: Fingerprint) -> tuple[str, ...]:
+def fingerprint_differences(saved: Fingerprint, now: Fingerprint) -> tuple[str, ...]:
     """A sentence for each fact that both know and that is not the same."""
     return tuple(
         f"{name}: {saved[name]!r} when it was saved, {now[name]!r} now"
@@ -45,19 +45,19 @@ def differences(saved: Fingerprint, now: Fingerprint) -> tuple[str, ...]:
     )
 
 
-def _inner(value: Any) -> Any:
+def _unwrap_accelerate(value: Any) -> Any:
     for attribute in ("optimizer", "scheduler"):
         if type(value).__module__.startswith("accelerate.") and hasattr(value, attribute):
-            return _inner(getattr(value, attribute))
+            return _unwrap_accelerate(getattr(value, attribute))
     return value
 
 
-def _of_loader(loader: Any) -> dict[str, Any]:
+def _loader_settings(loader: Any) -> dict[str, Any]:
     batch = getattr(loader, "total_batch_size", None) or getattr(loader, "batch_size", None)
-    return {"batch size": batch, "samples": _length(getattr(loader, "dataset", None))}
+    return {"batch size": batch, "samples": _count_samples(getattr(loader, "dataset", None))}
 
 
-def _length(dataset: Any) -> int | None:
+def _count_samples(dataset: Any) -> int | None:
     try:
         return len(dataset)
     except (TypeError, NotImplementedError, AttributeError):

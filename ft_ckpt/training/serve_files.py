@@ -38,9 +38,9 @@ _WAIT = timedelta(seconds=0.5)  # between looks at whether the other side is sti
 Read = Callable[[str, str, int, int], Tensor]  # folder of a part, tensor, flat elements [start, stop) -> on the host
 
 
-def facts_of(held: OpenCheckpoint) -> dict[str, Any]:
+def checkpoint_facts(held: OpenCheckpoint) -> dict[str, Any]:
     """By what rank 0 tells the others which checkpoint it has chosen."""
-    return {"path": str(held.path), "identity": held.identity, "place": _place(held.path)}
+    return {"path": str(held.path), "identity": held.identity, "place": _manifest_place(held.path)}
 
 
 def open_to_all(
@@ -56,27 +56,29 @@ def open_to_all(
     A rank sees it that finds the same files at the same path, or a copy that is whole (`deep`: by its digests). For one
     that does not, rank 0 reads, through what `reader` gives, which is used in a thread. Collective.
     """
-    here, _ = attempt(lambda: held or _seen(found, stack, deep))
+    here, _ = attempt(lambda: held or _open_local_copy(found, stack, deep))
     answers = ranks.agree("opening the checkpoint of resume()", {"sees": here is not None})
     far = tuple(rank for rank, answer in enumerate(answers) if not answer["sees"])
     if not far:
         return cast("OpenCheckpoint", here)
-    told, error = attempt(lambda: {} if held is None else {"word": uuid.uuid4().hex, "texts": _texts(held)})
+    told, error = attempt(lambda: {} if held is None else {"word": uuid.uuid4().hex, "texts": _shared_texts(held)})
     told = ranks.agree("sending the checkpoint of resume()", told, error)[0]
     if held is not None:
-        stack.enter_context(serving(told["word"], reader(held), ranks))
-    return _far(found, told, ranks, stack, far) if here is None else replace(here, served=far)
+        stack.enter_context(serve_reads(told["word"], reader(held), ranks))
+    return _remote_checkpoint(found, told, ranks, stack, far) if here is None else replace(here, served=far)
 
 
 @contextmanager
-def serving(word: str, read: Read, ranks: Ranks) -> Iterator[None]:
+def serve_reads(word: str, read: Read, ranks: Ranks) -> Iterator[None]:
     """On rank 0: answer from a thread what other ranks ask about the checkpoint they call `word`, while this lasts.
 
     `read` is called in that thread.
     """
     done = threading.Event()
     store = current(ranks.timeout_seconds, _LANE).store
-    thread = threading.Thread(target=_serve, args=(store, word, read, done), name="ft_ckpt-serve", daemon=True)
+    thread = threading.Thread(
+        target=_answer_requests, args=(store, word, read, done), name="ft_ckpt-serve", daemon=True
+    )
     thread.start()
     try:
         yield
@@ -86,7 +88,7 @@ def serving(word: str, read: Read, ranks: Ranks) -> Iterator[None]:
 
 
 @dataclass(eq=False)
-class FarFile:
+class RemoteFile:
     """The tensors of a part that rank 0 reads for this rank; a `TensorFile`."""
 
     part: str  # its folder
@@ -108,24 +110,25 @@ class FarFile:
         step = max(1, _PIECE_BYTES // item)
         for low in range(start, stop, step):
             high = min(low + step, stop)
-            asked.append((self._ask([self.part, name, low, high]), (low - start) * item, (high - start) * item))
+            key = self._send_request([self.part, name, low, high])
+            asked.append((key, (low - start) * item, (high - start) * item))
             if len(asked) == _AHEAD:
-                self._take(asked.popleft(), found)
+                self._receive_answer(asked.popleft(), found)
         while asked:
-            self._take(asked.popleft(), found)
+            self._receive_answer(asked.popleft(), found)
         return found.view(dtype_of(spec.dtype))
 
     def close(self) -> None:
         """Nothing is open here."""
 
-    def _ask(self, what: list[Any]) -> str:
-        number = self.store.add(_key(self.word, "asked"), 1)
-        self.store.set(_key(self.word, f"ask/{number}"), json.dumps(what))
-        return _key(self.word, f"answer/{number}")
+    def _send_request(self, what: list[Any]) -> str:
+        number = self.store.add(_store_key(self.word, "asked"), 1)
+        self.store.set(_store_key(self.word, f"ask/{number}"), json.dumps(what))
+        return _store_key(self.word, f"answer/{number}")
 
-    def _take(self, asked: tuple[str, int, int], found: Tensor) -> None:
+    def _receive_answer(self, asked: tuple[str, int, int], found: Tensor) -> None:
         key, start, stop = asked
-        while not _arrives(self.store, key):
+        while not _wait_for_key(self.store, key):
             self.ranks.check_peers()
         answer = self.store.get(key)
         self.store.delete_key(key)
@@ -134,30 +137,30 @@ class FarFile:
         ctypes.memmove(found.data_ptr() + start, answer, stop - start)
 
 
-def _seen(found: Mapping[str, Any], stack: ExitStack, deep: bool) -> OpenCheckpoint | None:
+def _open_local_copy(found: Mapping[str, Any], stack: ExitStack, deep: bool) -> OpenCheckpoint | None:
     """The checkpoint as this rank sees it; None when it is another one, or a copy that is damaged."""
     with ExitStack() as trial:
         here = trial.enter_context(open_checkpoint(found["path"]))
         same = here.identity == found["identity"]
-        if same and (_place(here.path) == found["place"] or not here.problems(deep)):
+        if same and (_manifest_place(here.path) == found["place"] or not here.problems(deep)):
             stack.push(trial.pop_all())
             return here
     return None
 
 
-def _place(path: Path) -> list[int]:
+def _manifest_place(path: Path) -> list[int]:
     """What is the same of a manifest on all machines that share its disk, and not of a copy."""
     status = (path / MANIFEST_NAME).stat()
     return [status.st_ino, status.st_size, status.st_mtime_ns]
 
 
-def _texts(held: OpenCheckpoint) -> dict[str, str]:
+def _shared_texts(held: OpenCheckpoint) -> dict[str, str]:
     """What of a checkpoint every rank has to know."""
     document = f"{FOLDER}/{DOCUMENT_NAME}"
     return {name: (held.folder / name).read_text(encoding="utf-8") for name in (MANIFEST_NAME, document)}
 
 
-def _far(
+def _remote_checkpoint(
     found: Mapping[str, Any], told: Mapping[str, Any], ranks: Ranks, stack: ExitStack, far: tuple[int, ...]
 ) -> OpenCheckpoint:
     """The checkpoint for a rank that does not see it: the texts in a folder here, the tensors on rank 0."""
@@ -167,7 +170,7 @@ def _far(
         (folder / name).write_text(text, encoding="utf-8")
     manifest = read_manifest(folder)
     files = {
-        part.path: FarFile(
+        part.path: RemoteFile(
             part.path, {t.name: Spec(t.name, t.shape, t.dtype) for t in part.tensors}, told["word"], ranks
         )
         for part in manifest.parts
@@ -175,33 +178,33 @@ def _far(
     return OpenCheckpoint(Path(found["path"]), folder, manifest, found["identity"], files.__getitem__, far)
 
 
-def _serve(store: Any, word: str, read: Read, done: threading.Event) -> None:
+def _answer_requests(store: Any, word: str, read: Read, done: threading.Event) -> None:
     number = 1
     while not done.is_set():
-        key = _key(word, f"ask/{number}")
-        if not _arrives(store, key):
+        key = _store_key(word, f"ask/{number}")
+        if not _wait_for_key(store, key):
             continue
         asked = json.loads(store.get(key))
         data, error = attempt(lambda: read(*asked))  # noqa: B023 - called at once
-        store.set(_key(word, f"answer/{number}"), _failed(error) if error else _content(data))
+        store.set(_store_key(word, f"answer/{number}"), _encode_failure(error) if error else _encode_answer(data))
         store.delete_key(key)
         number += 1
 
 
-def _content(data: Tensor) -> bytes:
+def _encode_answer(data: Tensor) -> bytes:
     return data.contiguous().view(-1).view(torch.uint8).numpy().tobytes() + _DONE
 
 
-def _failed(error: BaseException) -> bytes:
+def _encode_failure(error: BaseException) -> bytes:
     return (str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}").encode() + _FAILED
 
 
-def _arrives(store: Any, key: str) -> bool:
+def _wait_for_key(store: Any, key: str) -> bool:
     with suppress(RuntimeError):  # DistStoreError: time is up
         store.wait([key], _WAIT)
         return True
     return False
 
 
-def _key(word: str, name: str) -> str:
+def _store_key(word: str, name: str) -> str:
     return f"ft_ckpt/{_LANE}/{word}/{name}"

@@ -60,9 +60,9 @@ class SignalWatch:
         """Restore the previous handlers, except where someone else's has been set since. May be called twice."""
         if threading.current_thread() is threading.main_thread():  # from elsewhere they cannot be changed, and go on
             with self._lock:
-                self._restore()
+                self._restore_handlers()
 
-    def _restore(self) -> None:
+    def _restore_handlers(self) -> None:
         while self._previous:
             number, previous = self._previous.popitem()
             if signal.getsignal(number) == self._on_signal:
@@ -70,7 +70,7 @@ class SignalWatch:
 
     def _on_signal(self, number: int, _frame: FrameType | None) -> None:
         if os.getpid() != self._process:  # a forked child, where nobody asks for `received`
-            self._restore()
+            self._restore_handlers()
             os.kill(os.getpid(), number)
         elif self.received is None:
             self.received = signal.Signals(number).name

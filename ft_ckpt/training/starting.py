@@ -21,7 +21,7 @@ _LOG = logging.getLogger("ft_ckpt")
 _AUTO = ("latest", "newest", "last", "True", "true")
 
 
-def mode_of(checkpoint: Any) -> str:
+def parse_mode(checkpoint: Any) -> str:
     """What `resume` was asked for, as one of MODES or the name or path of a checkpoint. Raises ConfigError."""
     if checkpoint is None or checkpoint is True or checkpoint in _AUTO:
         if checkpoint is not None:
@@ -37,7 +37,7 @@ def mode_of(checkpoint: Any) -> str:
 
 
 @contextmanager
-def chosen(directory: Path | None, mode: str, deep: bool = True) -> Iterator[OpenCheckpoint | None]:
+def open_chosen(directory: Path | None, mode: str, deep: bool = True) -> Iterator[OpenCheckpoint | None]:
     """The checkpoint to resume from, open while the block runs; None to start afresh.
 
     What was compared with its manifest are the open files that are then read.
@@ -50,29 +50,31 @@ def chosen(directory: Path | None, mode: str, deep: bool = True) -> Iterator[Ope
         yield None
         return
     with ExitStack() as stack:
-        yield _choose(directory, mode, deep, stack)
+        yield _choose_checkpoint(directory, mode, deep, stack)
 
 
-def _choose(directory: Path | None, mode: str, deep: bool, stack: ExitStack) -> OpenCheckpoint | None:
+def _choose_checkpoint(directory: Path | None, mode: str, deep: bool, stack: ExitStack) -> OpenCheckpoint | None:
     if mode in ("auto", "must"):
-        candidates = [] if directory is None else [i for i in reversed(discover(directory)) if is_resumable(i.manifest)]
+        candidates = (
+            [] if directory is None else [i for i in reversed(discover(directory)) if has_training_state(i.manifest)]
+        )
     else:
-        named = _named(directory, mode)
+        named = _path_by_name(directory, mode)
         if not named.exists():
             there = [info.path.name for info in discover(directory)] if directory is not None else []
             raise NotACheckpointError(
                 f"{named}: is not there; {directory} has {listing(there, ', ') or 'none'}. Expected 'auto', 'must', "
                 "'never', the name of one of these, or a path"
             )
-        if not is_resumable(read_manifest(named)):
+        if not has_training_state(read_manifest(named)):
             raise NotACheckpointError(f"{named}: holds weights and no training state; ft_ckpt.load_model reads them")
         candidates = [CheckpointInfo(named, read_manifest(named))]
     for number, info in enumerate(candidates):
-        held, problems = _opened(info.path, deep, stack)
+        held, problems = _open_whole(info.path, deep, stack)
         if held is not None:
             return held
         if mode != "auto":
-            older = next((one.path for one in candidates[number + 1 :] if _opened(one.path, deep, stack)[0]), None)
+            older = next((one.path for one in candidates[number + 1 :] if _open_whole(one.path, deep, stack)[0]), None)
             advice = f"the newest whole one is {older}" if older else "there is no older one that is whole"
             raise CorruptError(f"{info.path}: {listing(list(problems))}; {advice}")
         warnings.warn(f"{info.path}: damaged, trying an older one: {listing(list(problems))}", stacklevel=2)
@@ -81,13 +83,13 @@ def _choose(directory: Path | None, mode: str, deep: bool, stack: ExitStack) -> 
     return None
 
 
-def _named(directory: Path | None, name: str) -> Path:
+def _path_by_name(directory: Path | None, name: str) -> Path:
     """The run's own checkpoint of that name; what has a separator in it, or is none of the run's, is a path."""
     own = None if directory is None or os.sep in name else directory / name
     return own if own is not None and (own.exists() or not Path(name).exists()) else local_path(name)
 
 
-def _opened(path: Path, deep: bool, stack: ExitStack) -> tuple[OpenCheckpoint | None, tuple[str, ...]]:
+def _open_whole(path: Path, deep: bool, stack: ExitStack) -> tuple[OpenCheckpoint | None, tuple[str, ...]]:
     """The checkpoint at `path`, open as long as the stack; or None, and what is wrong with it."""
     with ExitStack() as trial:
         try:
@@ -102,23 +104,23 @@ def _opened(path: Path, deep: bool, stack: ExitStack) -> tuple[OpenCheckpoint | 
     return None, found
 
 
-def is_resumable(manifest: Manifest) -> bool:
+def has_training_state(manifest: Manifest) -> bool:
     """Whether the checkpoint has training state."""
     return any(part.kind == "state" for part in manifest.parts)
 
 
-def branch_of(mode: str, path: Path, manifest: Manifest) -> str | None:
+def branch_run_id(mode: str, path: Path, manifest: Manifest) -> str | None:
     """A name for the run that goes on from `path`, if it was asked for by name and its run has got further."""
     if mode in MODES:
         return None
-    fellows = [info.manifest for info in _of_runs(path.parent) if info.manifest.run_id == manifest.run_id]
+    fellows = [info.manifest for info in _resumable_checkpoints(path.parent) if info.manifest.run_id == manifest.run_id]
     return uuid.uuid4().hex if any((one.step or 0) > (manifest.step or 0) for one in fellows) else None
 
 
 def warn_of_others(directory: Path, mode: str) -> None:
     """Say that the folder holds more runs than the one that goes on, or any beside a fresh one."""
     newest: dict[str | None, str] = {}
-    for info in _of_runs(directory):
+    for info in _resumable_checkpoints(directory):
         newest[info.manifest.run_id] = info.path.name
     runs = [f"{str(run_id)[:6]} (to {name})" for run_id, name in newest.items()]
     if mode == "never" and runs:
@@ -144,7 +146,7 @@ def refuse_replacing(target: Path, has_state: bool, own_ids: Collection[str] | N
         manifest = read_manifest(target)
     except (ManifestError, OSError):
         return  # nothing is committed there, or nothing that could be read
-    if is_resumable(manifest) and not has_state:
+    if has_training_state(manifest) and not has_state:
         raise TargetError(
             f"{target}: holds training state, which a save of weights alone would delete; save to another path"
         )
@@ -155,6 +157,6 @@ def refuse_replacing(target: Path, has_state: bool, own_ids: Collection[str] | N
         )
 
 
-def _of_runs(directory: Path) -> list[CheckpointInfo]:
+def _resumable_checkpoints(directory: Path) -> list[CheckpointInfo]:
     """The checkpoints in a folder that runs can be resumed from, oldest first."""
-    return [info for info in discover(directory) if is_resumable(info.manifest)]
+    return [info for info in discover(directory) if has_training_state(info.manifest)]

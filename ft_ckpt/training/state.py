@@ -23,7 +23,15 @@ from ft_ckpt.formats.pytree import PLAIN, Leaf, flatten
 from ft_ckpt.formats.pytree_json import encode_node
 from ft_ckpt.model.entries import Entry, Part
 from ft_ckpt.training import optimizers
-from ft_ckpt.training.items import Item, Key, check_names, labelled, manner, of_model, tied
+from ft_ckpt.training.items import (
+    Item,
+    Key,
+    check_same_tensors,
+    labelled_sources,
+    model_sources,
+    optimizer_backend,
+    tied_names,
+)
 
 FOLDER, FILE, DOCUMENT_NAME = "state", "training", "training.json"
 DOCUMENT_VERSION = 1
@@ -32,7 +40,7 @@ _LEAVES = frozenset({*PLAIN, DTensor})
 
 
 @dataclass(frozen=True, eq=False)
-class Local:
+class LocalState:
     """What this rank has: facts that every rank must know before anything is laid out, and the tensors behind them."""
 
     facts: Document
@@ -40,42 +48,44 @@ class Local:
 
 
 @dataclass(frozen=True, eq=False)
-class State:
+class TrainingState:
     """The training state of all ranks, ready to be stored."""
 
     entries: tuple[Entry, ...]
     document: Document
 
 
-def look(items: Sequence[Item], found: Mapping[Key, Source], own: Mapping[str, Any]) -> Local:
+def local_state(items: Sequence[Item], found: Mapping[Key, Source], own: Mapping[str, Any]) -> LocalState:
     """This rank's part of the state; `own` are objects (trees) that each rank has for itself. Moves nothing.
 
     Raises SelectionError naming what cannot be kept.
     """
-    return with_optimizers(look_beside(items, own), descriptions(items, found))
+    return add_optimizers(describe_objects(items, own), describe_optimizers(items, found))
 
 
-def look_beside(items: Sequence[Item], own: Mapping[str, Any], digest: bool = True) -> Local:
-    """As `look`, without optimizers; `digest` where several ranks have to compare what they have."""
+def describe_objects(items: Sequence[Item], own: Mapping[str, Any], digest: bool = True) -> LocalState:
+    """As `local_state`, without optimizers; `digest` where several ranks have to compare what they have."""
     facts: Document = {"items": {}, "own": {}}
     leaves: dict[str, Sequence[Tensor]] = {}
     for item in items:
         if item.kind == "model":
             facts["items"][item.name] = {"model": True}
         elif item.kind == "object":
-            facts["items"][item.name], leaves[item.name] = _tree(item.value.state_dict(), item.name, digest)
+            facts["items"][item.name], leaves[item.name] = _flatten_tree(item.value.state_dict(), item.name, digest)
     for name, value in own.items():
-        facts["own"][name], leaves[name] = _tree(value, name, False)
-    return Local(facts, leaves)
+        facts["own"][name], leaves[name] = _flatten_tree(value, name, False)
+    return LocalState(facts, leaves)
 
 
-def descriptions(items: Sequence[Item], found: Mapping[Key, Source]) -> dict[str, optimizers.Description]:
+def describe_optimizers(items: Sequence[Item], found: Mapping[Key, Source]) -> dict[str, optimizers.Description]:
     """What there is of each optimizer, by item. Raises SelectionError naming what cannot be kept."""
-    chosen, known = [item for item in items if item.kind == "optimizer"], labelled(found)
-    return {item.name: manner(item).describe(optimizers.inner(item.value), known) for item in chosen}
+    chosen, known = [item for item in items if item.kind == "optimizer"], labelled_sources(found)
+    return {
+        item.name: optimizer_backend(item).describe(optimizers.unwrap_optimizer(item.value), known) for item in chosen
+    }
 
 
-def with_optimizers(local: Local, described: Mapping[str, optimizers.Description]) -> Local:
+def add_optimizers(local: LocalState, described: Mapping[str, optimizers.Description]) -> LocalState:
     """`local` with the facts of the optimizers, by item."""
     facts = {name: {"optimizer": description} for name, description in described.items()}
     return replace(local, facts={**local.facts, "items": {**local.facts["items"], **facts}})
@@ -87,8 +97,8 @@ def digests_of_settings(described: Mapping[str, optimizers.Description]) -> dict
     return {name: xxhash.xxh3_128_hexdigest(repr(each).encode()) for name, each in values.items()}
 
 
-def exchange(
-    local: Local, ranks: Ranks, error: BaseException | None = None, found: Iterable[Key] = ()
+def exchange_facts(
+    local: LocalState, ranks: Ranks, error: BaseException | None = None, found: Iterable[Key] = ()
 ) -> list[Document]:
     """The facts of every rank, in rank order, on every rank, which have all the tensors `found`. Collective.
 
@@ -103,7 +113,9 @@ def exchange(
     every = xxhash.xxh3_128_hexdigest(repr(labels).encode())
     answers = ranks.agree("save_state()", {"digests": digests, "own": local.facts["own"], "names": every}, error)
     if len({answer["names"] for answer in answers}) > 1:
-        check_names([answer["names"] for answer in ranks.agree("the tensors of save_state()", {"names": labels})])
+        check_same_tensors(
+            [answer["names"] for answer in ranks.agree("the tensors of save_state()", {"names": labels})]
+        )
     names = {name for answer in answers for name in answer["digests"]}
     odd = [n for n in sorted(names) if len({answer["digests"].get(n) for answer in answers}) > 1]
     if odd:
@@ -117,28 +129,28 @@ def exchange(
     ]
 
 
-def assemble(
-    local: Local, everyone: Sequence[Document], items: Sequence[Item], found: Mapping[Key, Source], rank: int
-) -> State:
+def assemble_state(
+    local: LocalState, everyone: Sequence[Document], items: Sequence[Item], found: Mapping[Key, Source], rank: int
+) -> TrainingState:
     """The whole state, the same on every rank, from the facts of `everyone` in rank order."""
     entries: list[Entry] = []
     for item in items:
-        entries += _of_item(item, local, [facts["items"].get(item.name) for facts in everyone], found, rank)
-    for number, trees in enumerate(_owned(everyone)):
+        entries += _item_entries(item, local, [facts["items"].get(item.name) for facts in everyone], found, rank)
+    for number, trees in enumerate(_trees_by_rank(everyone)):
         for name, fact in trees.items():
             mine = local.leaves[name] if number == rank else None
             entries += _own_entries(f"rank-{number}/{name}", number, fact["leaves"], mine)
-    return State(tuple(entries), documented(everyone, items))
+    return TrainingState(tuple(entries), build_document(everyone, items))
 
 
-def documented(everyone: Sequence[Document], items: Sequence[Item]) -> Document:
+def build_document(everyone: Sequence[Document], items: Sequence[Item]) -> Document:
     """All of the state that is no tensor, from the facts of `everyone` in rank order."""
-    about = {item.name: _about(item, [facts["items"].get(item.name) for facts in everyone]) for item in items}
-    ranks = [{name: _placed(fact) for name, fact in trees.items()} for trees in _owned(everyone)]
+    about = {item.name: _describe_item(item, [facts["items"].get(item.name) for facts in everyone]) for item in items}
+    ranks = [{name: _summarize_tree(fact) for name, fact in trees.items()} for trees in _trees_by_rank(everyone)]
     return {"version": DOCUMENT_VERSION, "items": about, "ranks": ranks}
 
 
-def state_part(state: State, parts: Sequence[Part], found: Mapping[str, Source], frozen: bool) -> Part:
+def state_part(state: TrainingState, parts: Sequence[Part], found: Mapping[str, Source], frozen: bool) -> Part:
     """The part that holds `state`, and exact copies of live tensors that the other `parts` have changed or left out.
 
     Frozen parameters are left out with them unless `frozen`: an adapter's base is no part of its run.
@@ -157,26 +169,26 @@ def state_part(state: State, parts: Sequence[Part], found: Mapping[str, Source],
             weights[name] = exact[source.identity]
         elif frozen or source.trainable or not source.is_parameter:
             exact[source.identity] = weights[name] = [FOLDER, f"weights/{name}"]
-            entries.append(_entry(replace(source, name=f"weights/{name}")))
+            entries.append(_entry_of(replace(source, name=f"weights/{name}")))
     state.document["weights"] = weights
     return Part(FOLDER, FOLDER, "state", None, tuple(entries), FILE)
 
 
 def source_of(name: str, tensor: Tensor) -> Source:
     """The source of a tensor that is alike on all ranks, or cut over them by torch itself."""
-    engine, holding = _held(tensor)
+    engine, holding = _tensor_holding(tensor)
     return Source(name, name, tuple(tensor.shape), tensor.dtype, False, tensor, id(tensor), engine, holding)
 
 
-def tensors_of(value: Any, name: str = "state") -> list[Tensor]:
+def tree_tensors(value: Any, name: str = "state") -> list[Tensor]:
     """The tensors in a tree of plain values, in the order in which they are stored."""
-    return [_tensor(leaf) for leaf in flatten(value, safetensors.NAMES, name, _LEAVES)[1]]
+    return [_leaf_tensor(leaf) for leaf in flatten(value, safetensors.NAMES, name, _LEAVES)[1]]
 
 
-def _tree(value: Any, name: str, digest: bool) -> tuple[Document, list[Tensor]]:
+def _flatten_tree(value: Any, name: str, digest: bool) -> tuple[Document, list[Tensor]]:
     """The facts of a tree, and its tensors."""
     node, leaves = flatten(value, safetensors.NAMES, name, _LEAVES)
-    tensors = [_tensor(leaf) for leaf in leaves]
+    tensors = [_leaf_tensor(leaf) for leaf in leaves]
     cut = [is_dtensor(tensor) for tensor in tensors]
     facts: Document = {
         "tree": encode_node(node),
@@ -192,22 +204,22 @@ def _tree(value: Any, name: str, digest: bool) -> tuple[Document, list[Tensor]]:
     return facts, tensors
 
 
-def _tensor(leaf: Leaf) -> Tensor:
+def _leaf_tensor(leaf: Leaf) -> Tensor:
     return torch.from_numpy(leaf.data) if leaf.is_array else leaf.data.detach()
 
 
-def _about(item: Item, facts: Sequence[Any]) -> Document:
+def _describe_item(item: Item, facts: Sequence[Any]) -> Document:
     """What the document says of one item."""
     if item.kind == "optimizer":
-        return {"optimizer": optimizers.merged([fact["optimizer"] for fact in facts])}
-    return {"model": True} if item.kind == "model" else _placed(facts[0])
+        return {"optimizer": optimizers.merge_descriptions([fact["optimizer"] for fact in facts])}
+    return {"model": True} if item.kind == "model" else _summarize_tree(facts[0])
 
 
-def _placed(fact: Document) -> Document:
+def _summarize_tree(fact: Document) -> Document:
     return {"tree": fact["tree"], "tensors": len(fact["leaves"])}
 
 
-def _owned(everyone: Sequence[Document]) -> list[Document]:
+def _trees_by_rank(everyone: Sequence[Document]) -> list[Document]:
     """The trees that each rank has of its own: those that are, and items that differ from rank 0's."""
     first = everyone[0]["items"]
     return [
@@ -221,19 +233,26 @@ def _owned(everyone: Sequence[Document]) -> list[Document]:
     ]
 
 
-def _of_item(item: Item, local: Local, facts: Sequence[Any], found: Mapping[Key, Source], rank: int) -> list[Entry]:
+def _item_entries(
+    item: Item, local: LocalState, facts: Sequence[Any], found: Mapping[Key, Source], rank: int
+) -> list[Entry]:
     """The entries of the tensors that an item has once for all ranks."""
     if item.kind == "optimizer":
-        description = optimizers.merged([fact["optimizer"] for fact in facts])
-        return _entries(item.name, manner(item).captured(optimizers.inner(item.value), description, labelled(found)))
+        description = optimizers.merge_descriptions([fact["optimizer"] for fact in facts])
+        return _prefixed_entries(
+            item.name,
+            optimizer_backend(item).tensors(
+                optimizers.unwrap_optimizer(item.value), description, labelled_sources(found)
+            ),
+        )
     if item.kind == "model":
-        tensors = of_model(found, item.name)
-        return _entries(item.name, {names[0]: tensors[names[0]] for names in tied(tensors)})
+        tensors = model_sources(found, item.name)
+        return _prefixed_entries(item.name, {names[0]: tensors[names[0]] for names in tied_names(tensors)})
     entries = []
     for index, leaf in enumerate(facts[0]["leaves"]):
         tensor = local.leaves[item.name][index] if leaf["cut"] or rank == 0 else None
-        engine, holding = ("plain", elsewhere(tuple(leaf["shape"]))) if tensor is None else _held(tensor)
-        entries.append(_entry(_made(f"{item.name}/{index}", leaf, holding, tensor, engine)))
+        engine, holding = ("plain", elsewhere(tuple(leaf["shape"]))) if tensor is None else _tensor_holding(tensor)
+        entries.append(_entry_of(_leaf_source(f"{item.name}/{index}", leaf, holding, tensor, engine)))
     return entries
 
 
@@ -241,20 +260,22 @@ def _own_entries(prefix: str, owner: int, leaves: Sequence[Document], mine: Sequ
     """Entries of tensors that only the rank `owner` has."""
     for index, leaf in enumerate(leaves):
         tensor = mine[index] if mine is not None else None
-        yield _entry(_made(f"{prefix}/{index}", leaf, held_by(owner, tuple(leaf["shape"]), tensor), tensor, "plain"))
+        yield _entry_of(
+            _leaf_source(f"{prefix}/{index}", leaf, held_by(owner, tuple(leaf["shape"]), tensor), tensor, "plain")
+        )
 
 
-def _held(tensor: Tensor) -> tuple[str, Holding]:
+def _tensor_holding(tensor: Tensor) -> tuple[str, Holding]:
     return dtensor_holding(tensor) if is_dtensor(tensor) else ("plain", held_by(0, tuple(tensor.shape), tensor))
 
 
-def _made(name: str, leaf: Document, holding: Holding, live: Any, engine: str) -> Source:
+def _leaf_source(name: str, leaf: Document, holding: Holding, live: Any, engine: str) -> Source:
     return Source(name, name, tuple(leaf["shape"]), dtype_of(leaf["dtype"]), False, live, id(live), engine, holding)
 
 
-def _entries(prefix: str, tensors: Mapping[str, Source]) -> list[Entry]:
-    return [_entry(replace(source, name=f"{prefix}/{name}")) for name, source in tensors.items()]
+def _prefixed_entries(prefix: str, tensors: Mapping[str, Source]) -> list[Entry]:
+    return [_entry_of(replace(source, name=f"{prefix}/{name}")) for name, source in tensors.items()]
 
 
-def _entry(source: Source) -> Entry:
+def _entry_of(source: Source) -> Entry:
     return Entry(source.name, source.shape, source.dtype, source.dtype, source)

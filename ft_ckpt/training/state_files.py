@@ -23,7 +23,7 @@ from ft_ckpt.formats.hdf5 import hdf5_file
 from ft_ckpt.formats.layout import TensorFile
 from ft_ckpt.formats.pytree import unflatten
 from ft_ckpt.formats.pytree_json import decode_node
-from ft_ckpt.training.state import DOCUMENT_NAME, DOCUMENT_VERSION, FOLDER, Document, source_of, tensors_of
+from ft_ckpt.training.state import DOCUMENT_NAME, DOCUMENT_VERSION, FOLDER, Document, source_of, tree_tensors
 
 
 def read_document(path: Path) -> Document:
@@ -36,7 +36,7 @@ def read_document(path: Path) -> Document:
             raise CorruptError(
                 f"{file}: training state version {version}, this ft_ckpt reads up to {DOCUMENT_VERSION}; upgrade"
             )
-        known = reader_of(_Known)(document)
+        known = reader_of(_KnownDocument)(document)
         trees = [entry for rank in known.ranks for entry in rank.values()]
         odd = any(len(place) != 2 for place in known.weights.values()) or any("tree" not in entry for entry in trees)
         if odd or not known.ranks:
@@ -47,7 +47,7 @@ def read_document(path: Path) -> Document:
 
 
 @dataclass(frozen=True)
-class _Known:
+class _KnownDocument:
     """What every document has; it is compared where it is read, so that what reads parts of it can rely on them."""
 
     version: int
@@ -58,7 +58,7 @@ class _Known:
     run_id: str
 
 
-class Stored:
+class StoredTensors:
     """The tensor files of one checkpoint, opened when first needed; tensors by the folder of their part and name."""
 
     def __init__(self, held: OpenCheckpoint) -> None:
@@ -68,7 +68,7 @@ class Stored:
         self._files = {(part.path, tensor.name): tensor.file for part in parts for tensor in part.tensors}
         self._open: dict[str, TensorFile] = {}
 
-    def file(self, part: str, name: str) -> TensorFile:
+    def file_of(self, part: str, name: str) -> TensorFile:
         """The file that holds the tensor `name` of the part in folder `part`. Raises LoadError when none does."""
         place = self._files.get((part, name))
         if place is None:
@@ -80,17 +80,17 @@ class Stored:
             self._open[place] = opener(self._held.folder / place) if self._held.far is None else self._held.far(part)
         return self._open[place]
 
-    def names(self, prefix: str) -> frozenset[str]:
+    def state_names(self, prefix: str) -> frozenset[str]:
         """Names of the training state's tensors that begin with `prefix`, without it."""
         return frozenset(n[len(prefix) :] for part, n in self._files if part == FOLDER and n.startswith(prefix))
 
     def read(self, part: str, name: str, start: int, stop: int) -> Tensor:
         """Flat elements [start, stop) of a tensor, on the host."""
-        return self.file(part, name).read(name, start, stop)
+        return self.file_of(part, name).read(name, start, stop)
 
-    def state(self, name: str) -> Tensor:
+    def state_tensor(self, name: str) -> Tensor:
         """The tensor `name` of the training state, whole, on the host."""
-        file = self.file(FOLDER, name)
+        file = self.file_of(FOLDER, name)
         return file.read(name).view(file.specs[name].shape)
 
     def close(self) -> None:
@@ -100,40 +100,43 @@ class Stored:
 
 
 @contextmanager
-def opened(held: OpenCheckpoint) -> Iterator[Stored]:
+def open_stored_tensors(held: OpenCheckpoint) -> Iterator[StoredTensors]:
     """The tensor files of a checkpoint while the block runs."""
-    stored = Stored(held)
+    stored = StoredTensors(held)
     try:
         yield stored
     finally:
         stored.close()
 
 
-def own(document: Document, rank: int) -> Document:
+def entries_of_rank(document: Document, rank: int) -> Document:
     """What the document has of this rank alone; nothing for a rank that was not there."""
     ranks: list[Document] = document["ranks"]
     return ranks[rank] if rank < len(ranks) else {}
 
 
-def own_tree(document: Document, stored: Stored, rank: int, name: str) -> Any:
+def tree_of_rank(document: Document, stored: StoredTensors, rank: int, name: str) -> Any:
     """The object `name` that the rank stored for itself; None when there is none."""
-    entry = own(document, rank).get(name)
+    entry = entries_of_rank(document, rank).get(name)
     return None if entry is None else tree_of(entry, f"rank-{rank}/{name}", stored)
 
 
-def tree_of(entry: Document, prefix: str, stored: Stored, like: Any = None) -> Any:
+def tree_of(entry: Document, prefix: str, stored: StoredTensors, like: Any = None) -> Any:
     """The object that `entry` describes. Tensors that `like` has cut over the ranks are made and read in its way."""
     cut = _cut_tensors(like)
 
-    def tensor(index: int) -> Any:
+    def make_tensor(index: int) -> Any:
         name = f"{prefix}/{index}"
         if index not in cut:
-            return stored.state(name)
+            return stored.state_tensor(name)
         fresh = torch.empty_like(cut[index])
-        fill(source_of(name, fresh), stored.file(FOLDER, name), name)
+        fill(source_of(name, fresh), stored.file_of(FOLDER, name), name)
         return fresh
 
-    return unflatten(decode_node(entry["tree"]), tensor, lambda index: stored.state(f"{prefix}/{index}").numpy())
+    def make_array(index: int) -> Any:
+        return stored.state_tensor(f"{prefix}/{index}").numpy()
+
+    return unflatten(decode_node(entry["tree"]), make_tensor, make_array)
 
 
 def _cut_tensors(like: Any) -> dict[int, Tensor]:
@@ -141,6 +144,6 @@ def _cut_tensors(like: Any) -> dict[int, Tensor]:
     if like is None:
         return {}
     with suppress(SelectionError):  # what it holds before it is loaded may be of any kind
-        tensors = tensors_of(like.state_dict())
+        tensors = tree_tensors(like.state_dict())
         return {index: tensor for index, tensor in enumerate(tensors) if is_dtensor(tensor)}
     return {}

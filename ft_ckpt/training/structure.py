@@ -21,7 +21,7 @@ from torch.nn.parameter import is_lazy
 from ft_ckpt.distributed.sharding import Holding
 from ft_ckpt.distributed.tensor_names import is_plain, walk
 from ft_ckpt.distributed.wrappers import Source, sent_buffers, to_sharded, wrappers
-from ft_ckpt.training.optimizers import inner
+from ft_ckpt.training.optimizers import unwrap_optimizer
 
 T = TypeVar("T")
 _PLAIN = (Tensor, nn.Parameter, nn.Buffer)
@@ -98,7 +98,7 @@ class Look:
 
     def optimizer(self, optimizer: Any, with_state: bool = True) -> None:
         """Note an optimizer: what it trains, and unless told otherwise the state of that."""
-        one: Any = inner(optimizer)
+        one: Any = unwrap_optimizer(optimizer)
         self.facts.append(type(one))
         if type(one).state_dict is not torch.optim.Optimizer.state_dict:
             self.is_opaque = True

@@ -19,8 +19,8 @@ from ft_ckpt.errors import LoadError, SelectionError, listing
 from ft_ckpt.formats.dtypes import dtype_name, dtype_of
 from ft_ckpt.model.json_values import decode, encode
 from ft_ckpt.training import optimizers
-from ft_ckpt.training.optimizers import Description, inner
-from ft_ckpt.training.parameter_groups import matched, set_groups
+from ft_ckpt.training.optimizers import Description, OptimizerBackend, unwrap_optimizer
+from ft_ckpt.training.parameter_groups import match_groups, set_groups
 
 MASTER = "master"  # the key of the float32 weights that ZeRO trains beside half-precision ones
 
@@ -40,43 +40,43 @@ class _Unflattened:
 
 def is_zero(optimizer: Any) -> bool:
     """Whether `optimizer`, inside Accelerate's wrapper or not, is one that DeepSpeed partitions. Imports nothing."""
-    kinds = type(inner(optimizer)).__mro__
+    kinds = type(unwrap_optimizer(optimizer)).__mro__
     return any(kind.__name__ == "ZeROOptimizer" and kind.__module__.startswith("deepspeed.") for kind in kinds)
 
 
-def stepper(optimizer: Any) -> tuple[Any, list[Tensor]]:
+def hooked_optimizer(optimizer: Any) -> tuple[Any, list[Tensor]]:
     """The torch optimizer inside ZeRO's, and the masters and weights that change when it has begun to step, not before.
 
     Gradients are made ready before that, weights are made of the masters and sent to other ranks after it. (None, [])
     where something of what is captured changes at other moments, too.
     """
-    optimizer = inner(optimizer)
+    optimizer = unwrap_optimizer(optimizer)
     changed = changed_with_steps(optimizer)
     return (None, []) if changed is None else (optimizer.optimizer, changed)
 
 
-def describe(optimizer: Any, found: Mapping[str, Source]) -> Description:
-    """As `optimizers.describe`, with "masters" ({name: dtype}) and "scaler" (the loss scaler's numbers) beside.
+def describe_zero(optimizer: Any, found: Mapping[str, Source]) -> Description:
+    """As `describe_optimizer`, with "masters" ({name: dtype}) and "scaler" (the loss scaler's numbers) beside.
 
     The same on every rank. Masters of the weights' own dtype are the weights and are left out. Raises SelectionError
     naming what cannot be kept; it can be asked before the first step.
     """
-    optimizer = inner(optimizer)
+    optimizer = unwrap_optimizer(optimizer)
     partitions = laid_out(optimizer, found)
-    groups = optimizers.describe(_unflattened(optimizer, partitions), found)
+    groups = optimizers.describe_optimizer(_unflatten_groups(optimizer, partitions), found)
     masters = {
         place.owner.name: dtype_name(partition.master.dtype)
         for partition in partitions
         for place in partition.places
         if partition.master.dtype != place.owner.dtype
     }
-    own = {"class": type(optimizer.optimizer).__name__, "state": _entries(optimizer.optimizer, partitions)}
-    return {**groups, **own, "masters": masters, "scaler": _scaler(optimizer)}
+    own = {"class": type(optimizer.optimizer).__name__, "state": _describe_zero_state(optimizer.optimizer, partitions)}
+    return {**groups, **own, "masters": masters, "scaler": _scaler_numbers(optimizer)}
 
 
-def captured(optimizer: Any, description: Description, found: Mapping[str, Source]) -> dict[str, Source]:
+def zero_tensors(optimizer: Any, description: Description, found: Mapping[str, Source]) -> dict[str, Source]:
     """The described tensors as sources by "parameter/key", masters as "parameter/master"; the same on every rank."""
-    optimizer = inner(optimizer)
+    optimizer = unwrap_optimizer(optimizer)
     sources: dict[str, Source] = {}
     for partition in laid_out(optimizer, found):
         buffers = {**optimizer.optimizer.state.get(partition.master, {}), MASTER: partition.master}
@@ -87,12 +87,12 @@ def captured(optimizer: Any, description: Description, found: Mapping[str, Sourc
             for key in [*keys, *([MASTER] if name in description["masters"] else [])]:
                 cut = _is_cut(buffers[key], partition.master)
                 holding = place.cut(buffers[key]) if cut else replicated(buffers[key])
-                source = _source(place.owner, key, buffers[key].dtype, holding)
+                source = _zero_source(place.owner, key, buffers[key].dtype, holding)
                 sources[f"{name}/{key}"] = replace(source, live=buffers[key])
     return sources
 
 
-def restore(
+def restore_zero(
     optimizer: Any,
     description: Description,
     found: Mapping[str, Source],
@@ -101,20 +101,20 @@ def restore(
 ) -> tuple[str, ...]:
     """Give the optimizer the described state, on any number of ranks. Not collective. Returns notes.
 
-    The weights must be back already: masters that the description does not have are made from them. Call `refresh`
-    once every rank has come through. `fill` reads into what this rank holds of a source; `later`, if given, notes
-    those that can be filled after the return, all but numbers and what is converted. Raises LoadError for
+    The weights must be back already: masters that the description does not have are made from them. Call
+    `refresh_weights` once every rank has come through. `fill` reads into what this rank holds of a source; `later`, if
+    given, notes those that can be filled after the return, all but numbers and what is converted. Raises LoadError for
     parameters, groups or state that only one of the two sides has, and for step counts that differ within a partition.
     """
     adopt_weights(optimizer)
-    optimizer = inner(optimizer)
+    optimizer = unwrap_optimizer(optimizer)
     partitions = laid_out(optimizer, found)
     _restore_groups(optimizer, partitions, description, found)
     fills = (fill, later or fill)
     _restore_masters(partitions, description.get("masters", {}), fills)
     for partition in partitions:
         _restore_state(optimizer.optimizer, partition, description["state"], fills)
-    _link(optimizer, partitions)
+    _link_full_state(optimizer, partitions)
     _restore_scaler(optimizer, description.get("scaler", {}))
     names = {place.owner.name for partition in partitions for place in partition.places}
     missing = names - set(description["state"])
@@ -124,19 +124,19 @@ def restore(
 def adopt_weights(optimizer: Any) -> None:
     """Make the masters from the live weights, as they are rounded. Not collective.
 
-    `restore` begins with it. It is for weights that came back without an optimizer's state, too: the masters would
-    overwrite them at the next step, or in `refresh`.
+    `restore_zero` begins with it. It is for weights that came back without an optimizer's state, too: the masters would
+    overwrite them at the next step, or in `refresh_weights`.
     """
-    inner(optimizer).refresh_fp32_params()
+    unwrap_optimizer(optimizer).refresh_fp32_params()
 
 
-def refresh(optimizer: Any) -> None:
+def refresh_weights(optimizer: Any) -> None:
     """Make every copy of the weights agree with the restored masters and shards. Collective.
 
     Under stages 1 and 2 each rank's part of the live weights comes from its masters and goes to the others; under
     stage 3 the shards do, and small parameters that every rank keeps whole are gathered again.
     """
-    optimizer = inner(optimizer)
+    optimizer = unwrap_optimizer(optimizer)
     if hasattr(optimizer, "update_lp_params"):
         optimizer.update_lp_params()
     elif hasattr(optimizer, "fp32_partitioned_groups_flat"):
@@ -146,9 +146,9 @@ def refresh(optimizer: Any) -> None:
         optimizer.checkpoint_event_epilogue()  # gathers what must be whole between steps
 
 
-def accumulating(optimizer: Any) -> bool:
+def is_accumulating(optimizer: Any) -> bool:
     """Whether it holds gradients of a step that is not finished: these are not part of what is captured."""
-    optimizer = inner(optimizer)
+    optimizer = unwrap_optimizer(optimizer)
     if hasattr(optimizer, "fp32_groups_has_gradients"):
         return any(any(group) for group in optimizer.fp32_groups_has_gradients)
     if hasattr(optimizer, "fp16_groups"):  # stage 3 counts on at the next forward only
@@ -170,22 +170,22 @@ def restore_engine_counters(engine: Any, counters: Mapping[str, int]) -> None:
     engine.micro_steps = steps * engine.gradient_accumulation_steps() + rest
 
 
-def _unflattened(optimizer: Any, partitions: list[Partition]) -> _Unflattened:
+def _unflatten_groups(optimizer: Any, partitions: list[Partition]) -> _Unflattened:
     groups = [{**group, "params": []} for group in optimizer.optimizer.param_groups]
     for partition in partitions:
         groups[partition.group]["params"] += [place.owner.live for place in partition.places]
     return _Unflattened(groups, {})
 
 
-def _entries(base: Any, partitions: list[Partition]) -> dict[str, dict[str, Any]]:
+def _describe_zero_state(base: Any, partitions: list[Partition]) -> dict[str, dict[str, Any]]:
     """The facts of each parameter's state."""
     state: dict[str, dict[str, Any]] = {}
     problems = []
     for partition in partitions:
         for key, value in base.state.get(partition.master, {}).items():
             for place in partition.places:
-                entry = _entry(value, partition.master, place.owner)
-                problems += [f"{place.owner.name}: {key}: {_kind(value)}"] if entry is None else []
+                entry = _zero_state_entry(value, partition.master, place.owner)
+                problems += [f"{place.owner.name}: {key}: {_kind_of_value(value)}"] if entry is None else []
                 state.setdefault(place.owner.name, {})[key] = entry
     if problems:
         raise SelectionError(
@@ -199,7 +199,7 @@ def _is_cut(value: Any, master: Tensor) -> bool:
     return isinstance(value, Tensor) and value.shape == master.shape
 
 
-def _entry(value: Any, master: Tensor, owner: Source) -> Any:
+def _zero_state_entry(value: Any, master: Tensor, owner: Source) -> Any:
     """The facts of a tensor as the parameter's own, or {"value": plain value}; None for anything else."""
     if not isinstance(value, Tensor):
         try:
@@ -214,13 +214,13 @@ def _entry(value: Any, master: Tensor, owner: Source) -> Any:
     return {"shape": list(value.shape), "dtype": dtype_name(value.dtype), "host": host}
 
 
-def _kind(value: Any) -> str:
+def _kind_of_value(value: Any) -> str:
     if isinstance(value, Tensor):
         return f"shape {list(value.shape)}, not cut like the parameters"
     return type(value).__name__
 
 
-def _scaler(optimizer: Any) -> dict[str, Any]:
+def _scaler_numbers(optimizer: Any) -> dict[str, Any]:
     """What changes of its dynamic loss scaler, which there is in half precision only: DeepSpeed's own, or torch's."""
     scaler, torch_scaler = getattr(optimizer, "loss_scaler", None), optimizer.torch_autocast_gradscaler
     if torch_scaler is not None:
@@ -230,7 +230,7 @@ def _scaler(optimizer: Any) -> dict[str, Any]:
 
 def _restore_scaler(optimizer: Any, stored: Mapping[str, Any]) -> None:
     values = {key: decode(value) for key, value in stored.items()}
-    if set(values) == set(_scaler(optimizer)):  # else the run has gone to or from float16, or to the other scaler
+    if set(values) == set(_scaler_numbers(optimizer)):  # else float16 has come or gone, or the other scaler
         if optimizer.torch_autocast_gradscaler is not None:
             optimizer.torch_autocast_gradscaler.load_state_dict(values)
             return
@@ -238,7 +238,7 @@ def _restore_scaler(optimizer: Any, stored: Mapping[str, Any]) -> None:
             setattr(optimizer.loss_scaler, key, value)
 
 
-def _source(owner: Source, key: str, dtype: torch.dtype, holding: Holding) -> Source:
+def _zero_source(owner: Source, key: str, dtype: torch.dtype, holding: Holding) -> Source:
     shape = owner.shape if holding.moves else holding.view
     engine = "zero" if holding.moves else "plain"
     # The local views are made anew each time: the holding lives as long as the source, and so does its id.
@@ -249,8 +249,8 @@ def _restore_groups(
     optimizer: Any, partitions: list[Partition], description: Description, found: Mapping[str, Source]
 ) -> None:
     """The hyperparameters."""
-    shown = _unflattened(optimizer, partitions)
-    set_groups(matched(shown.param_groups, optimizers.names_of(shown, found), description, found)[0])
+    shown = _unflatten_groups(optimizer, partitions)
+    set_groups(match_groups(shown.param_groups, optimizers.names_of(shown, found), description, found)[0])
     for group, restored in zip(optimizer.optimizer.param_groups, shown.param_groups, strict=True):
         group.update({key: value for key, value in restored.items() if key != "params"})
 
@@ -259,7 +259,7 @@ def _restore_masters(partitions: list[Partition], stored: Mapping[str, str], fil
     for partition in partitions:
         for place in partition.places:
             if place.owner.name in stored:
-                _read(place, MASTER, dtype_of(stored[place.owner.name]), partition.master, fills)
+                _read_run(place, MASTER, dtype_of(stored[place.owner.name]), partition.master, fills)
 
 
 def _restore_state(base: Any, partition: Partition, stored: Mapping[str, dict[str, Any]], fills: _Fills) -> None:
@@ -268,7 +268,7 @@ def _restore_state(base: Any, partition: Partition, stored: Mapping[str, dict[st
         base.state.pop(partition.master, None)
         return
     if not base.state.get(partition.master):
-        _begin(base, partition)
+        _init_inner_state(base, partition)
     state = base.state[partition.master]
     cut = [key for key, value in state.items() if _is_cut(value, partition.master)]
     problems = [
@@ -284,10 +284,10 @@ def _restore_state(base: Any, partition: Partition, stored: Mapping[str, dict[st
             continue
         value.zero_()  # for parameters that had no state
         for place, entries in kept.items():
-            _read(place, key, dtype_of(entries[key]["dtype"]), value, fills)
+            _read_run(place, key, dtype_of(entries[key]["dtype"]), value, fills)
 
 
-def _link(optimizer: Any, partitions: list[Partition]) -> None:
+def _link_full_state(optimizer: Any, partitions: list[Partition]) -> None:
     """Let DeepSpeed's own functions for a parameter's full state find what is there now."""
     if hasattr(optimizer, "_hp_optimizer_states_linked"):
         optimizer._hp_optimizer_states_linked = False  # else by itself after the next step
@@ -295,7 +295,7 @@ def _link(optimizer: Any, partitions: list[Partition]) -> None:
             optimizer._lazy_init_hp_params_optimizer_state()
 
 
-def _begin(base: Any, partition: Partition) -> None:
+def _init_inner_state(base: Any, partition: Partition) -> None:
     """Let the inner optimizer make its state as at a first step, which is taken with no gradient and no rate."""
     master, groups = partition.master, base.param_groups
     before, gradient = master.detach().clone(), master.grad
@@ -312,7 +312,7 @@ def _begin(base: Any, partition: Partition) -> None:
 
 def _restored_number(key: str, live: Any, kept: Mapping[Place, dict[str, Any]], fill: Callable[[Source], Any]) -> Any:
     """The one number, such as the step, that all parameters of a partition share, in the form of `live`."""
-    numbers = {place.owner.name: _number(place, key, entries[key], fill) for place, entries in kept.items()}
+    numbers = {place.owner.name: _stored_number(place, key, entries[key], fill) for place, entries in kept.items()}
     first, value = next(iter(numbers.items()))
     other = next((name for name, number in numbers.items() if number != value), None)
     if other is not None:
@@ -325,22 +325,25 @@ def _restored_number(key: str, live: Any, kept: Mapping[Place, dict[str, Any]], 
     return int(value) if type(live) is int else value
 
 
-def _number(place: Place, key: str, entry: Any, fill: Callable[[Source], Any]) -> Any:
+def _stored_number(place: Place, key: str, entry: Any, fill: Callable[[Source], Any]) -> Any:
     if "dtype" not in entry:
         return decode(entry["value"])
     holding = replicated(torch.zeros(entry["shape"], dtype=dtype_of(entry["dtype"])))
-    source = _source(place.owner, key, dtype_of(entry["dtype"]), holding)
+    source = _zero_source(place.owner, key, dtype_of(entry["dtype"]), holding)
     fill(source)
     return source.live.item()
 
 
-def _read(place: Place, key: str, dtype: torch.dtype, into: Tensor, fills: _Fills) -> None:
+def _read_run(place: Place, key: str, dtype: torch.dtype, into: Tensor, fills: _Fills) -> None:
     """Read this rank's run of a tensor stored as `dtype` into its place in the flat buffer `into`."""
     holding = place.cut(into)
     local = holding.local
     if local is None or dtype == into.dtype:
-        fills[1](_source(place.owner, key, dtype, holding))
+        fills[1](_zero_source(place.owner, key, dtype, holding))
         return
     read = torch.empty(local.shape, dtype=dtype)
-    fills[0](_source(place.owner, key, dtype, replace(holding, local=read)))
+    fills[0](_zero_source(place.owner, key, dtype, replace(holding, local=read)))
     local.copy_(read)
+
+
+ZERO_BACKEND = OptimizerBackend(describe_zero, zero_tensors, restore_zero)

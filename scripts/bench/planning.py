@@ -15,7 +15,7 @@ from transformers import LlamaForCausalLM
 from ft_ckpt import SaverConfig
 from ft_ckpt.distributed.ranks import Ranks
 from ft_ckpt.saving import write_shards
-from ft_ckpt.saving.plan import choose, request_of
+from ft_ckpt.saving.plan import make_plan, request_of
 from ft_ckpt.storage.digests import chunks
 from scripts.bench.common import Row, Setting, as_child, in_child, medians, seconds
 from scripts.bench.models import config_of
@@ -54,8 +54,8 @@ def _plan(model: torch.nn.Module, ranks: Ranks) -> Row:
     config, row = SaverConfig(), {}
     given = {"tokenizer": None, "adapter_only": False, "step": None, "metrics": {}}
     request, chosen, shares, own = request_of(config, model, Path("target"), **given), [], [], []
-    row["choose_seconds"] = seconds(lambda: chosen.append(choose(request, ranks, config)))
-    row["shares_seconds"] = seconds(lambda: shares.extend(write_shards.shares(chosen[0].plans, ranks.size)))
+    row["choose_seconds"] = seconds(lambda: chosen.append(make_plan(request, ranks, config)))
+    row["shares_seconds"] = seconds(lambda: shares.extend(write_shards.divide_files(chosen[0].plans, ranks.size)))
     row["own_seconds"] = seconds(
         lambda: own.extend(c for share in shares for cut in share.kept for c in chunks(cut) if c[2] == ranks.rank)
     )

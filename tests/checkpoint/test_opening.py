@@ -29,7 +29,7 @@ from ft_ckpt.cli import main
 from ft_ckpt.errors import CheckpointError, CorruptError, LoadError
 from ft_ckpt.files import convert, diff
 from ft_ckpt.model import load
-from ft_ckpt.training.run import Run
+from ft_ckpt.training.run import TrainingRun
 
 SEED = int(os.environ.get("FT_CKPT_SEED", "0")) or random.SystemRandom().randrange(1, 1 << 30)
 
@@ -100,13 +100,13 @@ def test_what_is_resumed_is_what_was_compared(tmp_path, monkeypatch):
         return one
 
     saver(1).save_state(path=tmp_path / "last")
-    real = Run.reinstate
+    real = TrainingRun.restore_state
 
     def overwritten_before(*asked):
         saver(2).save_state(path=tmp_path / "last")
         return real(*asked)
 
-    monkeypatch.setattr(Run, "reinstate", overwritten_before)
+    monkeypatch.setattr(TrainingRun, "restore_state", overwritten_before)
     fresh = saver(3)
     fresh.resume("must")
     assert {p.flatten()[0].item() for p in fresh._run.model.parameters()} == {1.0}

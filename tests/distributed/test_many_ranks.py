@@ -24,12 +24,14 @@ worlds = st.sampled_from([2, 8, 1001, 1024]) | st.integers(2, 1024)
 
 
 def shared(values, way, world, rank):
-    (share,) = write_shards.shares([planned(values, way, world, rank)], world)
+    (share,) = write_shards.divide_files([planned(values, way, world, rank)], world)
     return share
 
 
 def spans(share, ranks):
-    return [(region.start, region.start + region.size_bytes) for region in write_shards._regions(share, ranks, 1 << 20)]
+    return [
+        (region.start, region.start + region.size_bytes) for region in write_shards._own_regions(share, ranks, 1 << 20)
+    ]
 
 
 def joined(spans):
@@ -55,7 +57,7 @@ def test_every_byte_has_one_writer(shapes, way, world, block_bytes):
         written = {
             rank: [
                 (region.start, region.start + region.size_bytes)
-                for region in write_shards._regions(share, ranks, 1 << 20)
+                for region in write_shards._own_regions(share, ranks, 1 << 20)
             ]
             for rank, share in found.items()
             for ranks in [Ranks(rank, world, HashStore())]
@@ -75,8 +77,8 @@ def test_the_manifest_does_not_grow_with_the_ranks(way):
     sizes = {}
     for world in (2, 64, 1024):
         share = shared(values, way, world, 0)
-        assert len(share.kept) == len(values)
-        record = write_shards.record(share, ["0" * 32] * world)
+        assert len(share.actual_cuts) == len(values)
+        record = write_shards.file_record(share, ["0" * 32] * world)
         sizes[world] = len(json.dumps([list(asdict(cut).values()) for cut in record.cuts])) + len(record.digest)
     assert max(sizes.values()) < sizes[2] * 1.1
     assert max(sizes.values()) < 100 * len(values)

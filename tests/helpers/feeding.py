@@ -11,7 +11,7 @@ import torch
 from torch.utils.data import Dataset, IterableDataset, get_worker_info
 
 from ft_ckpt.training import rng
-from ft_ckpt.training.data_position import Feed
+from ft_ckpt.training.data_position import DataPosition
 
 Make = Callable[[], Any]
 SAMPLES, EPOCHS = 11, 3
@@ -89,14 +89,14 @@ def scramble(seed: int) -> None:
 
 
 def fingerprint() -> str:
-    state = rng.capture()
+    state = rng.capture_generators()
     parts = [state["python"]["words"].tobytes(), state["numpy"]["state"]["key"].tobytes(), state["torch"].numpy()]
     numbers = (state["python"]["gauss"], state["numpy"]["state"]["pos"], state["numpy"]["gauss"])
     return hashlib.sha256(b"".join(map(bytes, parts)) + repr(numbers).encode()).hexdigest()[:12]
 
 
 def train(
-    feed: Feed,
+    feed: DataPosition,
     after_step: Callable[[int], None] = lambda step: None,
     look: Callable[[], Any] = lambda: None,
     set_epoch: Callable[[int], None] = lambda epoch: None,
@@ -124,16 +124,16 @@ def plain(batch: Any) -> Any:
     return [plain(item) for item in batch] if isinstance(batch, (list, tuple)) else batch
 
 
-def saved(feed: Feed) -> dict[str, Any]:
+def saved(feed: DataPosition) -> dict[str, Any]:
     """What a checkpoint would hold."""
-    return {"feed": feed.state_dict(), "rng": rng.capture()}
+    return {"feed": feed.state_dict(), "rng": rng.capture_generators()}
 
 
-def resumed(feed: Feed, state: dict[str, Any]) -> Feed:
+def resumed(feed: DataPosition, state: dict[str, Any]) -> DataPosition:
     """`feed`, of a process that has done other things before, put where `state` was saved."""
     scramble(1000)
     assert feed.load_state_dict(state["feed"]) == []
-    assert rng.restore(state["rng"]) == []
+    assert rng.restore_generators(state["rng"]) == []
     return feed
 
 
@@ -142,7 +142,7 @@ def uninterrupted(make: Make, rank: int = 0, **settings: Any) -> tuple[list[Step
     scramble(1)
     loader = make()
     scramble(1 + rank)
-    feed = Feed(loader, rank, **settings)
+    feed = DataPosition(loader, rank, **settings)
     states = [saved(feed)]
     steps = train(feed, lambda step: states.append(saved(feed)))
     return steps, states
@@ -152,4 +152,4 @@ def differing(
     make: Make, steps: list[Step], states: list[dict[str, Any]], stops: Iterable[int], **settings: Any
 ) -> list[int]:
     """The stops after which a resumed run is not the uninterrupted one."""
-    return [stop for stop in stops if train(resumed(Feed(make(), **settings), states[stop])) != steps[stop:]]
+    return [stop for stop in stops if train(resumed(DataPosition(make(), **settings), states[stop])) != steps[stop:]]

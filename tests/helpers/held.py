@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from ft_ckpt.distributed.sharding import Block, Holding, _cut, replicated, runs
 from ft_ckpt.distributed.wrappers import Source
 from ft_ckpt.model.entries import Entry, Part
-from ft_ckpt.saving.files import PartPlan, plan
+from ft_ckpt.saving.files import PartPlan, plan_part
 
 WAYS = ("ddp", "fsdp1", "fsdp2", "zero3")
 
@@ -28,7 +28,7 @@ def planned(
         else {name: _held(values[name], way, world, rank) for name in values}
     )
     entries = [_entry(name, value, held[name], dtype) for name, value in values.items()]
-    return plan(Part("model", "", "model", None, tuple(entries)), shard)
+    return plan_part(Part("model", "", "model", None, tuple(entries)), shard)
 
 
 def flat(values: Mapping[str, Tensor], world: int, rank: int) -> dict[str, Holding]:

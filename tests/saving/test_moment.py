@@ -16,13 +16,13 @@ from ft_ckpt.saving import snapshot
 @pytest.fixture
 def held(monkeypatch):
     """The thread of a save begins when this is set."""
-    go, real = threading.Event(), snapshot.Snapshot.finish
+    go, real = threading.Event(), snapshot.Snapshot.finish_copies
 
     def finish(self):
         assert go.wait(30)
         return real(self)
 
-    monkeypatch.setattr(snapshot.Snapshot, "finish", finish)
+    monkeypatch.setattr(snapshot.Snapshot, "finish_copies", finish)
     return go
 
 

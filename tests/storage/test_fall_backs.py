@@ -61,17 +61,17 @@ def by_ranks(values, folder, way="fsdp2", world=2, dtype=None, block_bytes=SMALL
     """The file as `world` ranks write it at once, each what it holds; their threads stand for the processes."""
     with pytest.MonkeyPatch.context() as patch, ThreadPoolExecutor(world) as pool:
         patch.setattr(write_shards, "BLOCK_BYTES", 4096)  # in which replicated tensors are shared out
-        (share,) = write_shards.shares([planned(values, way, world, 0, dtype)], world)
-        write_shards.create(share, folder)
+        (share,) = write_shards.divide_files([planned(values, way, world, 0, dtype)], world)
+        write_shards.allocate_file(share, folder)
         store = HashStore()
 
         def write(rank):
-            (mine,) = write_shards.shares([planned(values, way, world, rank, dtype)], world)
+            (mine,) = write_shards.divide_files([planned(values, way, world, rank, dtype)], world)
             assert mine.cuts == share.cuts
             with Writer(pace_of(folder, 0, 2, direct_io, block_bytes)) as writer:
-                return write_shards.write(mine, folder, Ranks(rank, world, store), writer, 1 << 20)
+                return write_shards.write_own_bytes(mine, folder, Ranks(rank, world, store), writer, 1 << 20)
 
-        record = write_shards.record(share, list(pool.map(write, range(world))))
+        record = write_shards.file_record(share, list(pool.map(write, range(world))))
     assert digest_like(folder / share.file.path, record) == record.digest
     return folder / share.file.path
 

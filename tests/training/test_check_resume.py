@@ -139,14 +139,14 @@ def test_a_launcher_is_put_before_the_script(tmp_path):
 
 def test_without_the_variable_there_is_no_rehearsal(monkeypatch):
     monkeypatch.delenv(rehearsal.VARIABLE, raising=False)
-    assert rehearsal.begun() is None
+    assert rehearsal.start_recorder() is None
 
 
 @pytest.mark.parametrize("text", ["{", "[]", '{"steps": 3}'])
 def test_a_variable_that_nobody_can_read(monkeypatch, text):
     monkeypatch.setenv(rehearsal.VARIABLE, text)
     with pytest.raises(ConfigError, match="unset it"):
-        rehearsal.begun()
+        rehearsal.start_recorder()
 
 
 @pytest.fixture
@@ -157,9 +157,9 @@ def told(tmp_path):
 def test_steps_are_written_down_exactly_and_the_script_ends(told, tmp_path):
     saved = []
     recorder = Recorder(told)
-    recorder.stepped(1, {"loss": 0.1, "nan": float("nan")}, False, True, saved.append)
+    recorder.record_step(1, {"loss": 0.1, "nan": float("nan")}, False, True, saved.append)
     with pytest.raises(SystemExit) as ended:
-        recorder.stepped(2, {"loss": torch.tensor(1 / 3)}, False, True, saved.append)
+        recorder.record_step(2, {"loss": torch.tensor(1 / 3)}, False, True, saved.append)
     assert (ended.value.code, saved) == (0, [None])
     third = float(torch.tensor(1 / 3)).hex()
     exact = [Step(1, {"loss": (0.1).hex(), "nan": "nan"}, None), Step(2, {"loss": third}, None)]
@@ -169,18 +169,18 @@ def test_steps_are_written_down_exactly_and_the_script_ends(told, tmp_path):
 def test_a_step_that_is_saved_is_not_saved_again_and_other_ranks_write_nothing(told, tmp_path):
     saved = []
     with pytest.raises(SystemExit):
-        Recorder(told).stepped(2, {}, True, False, saved.append)
+        Recorder(told).record_step(2, {}, True, False, saved.append)
     assert saved == []
     with pytest.raises(SystemExit):
-        Recorder(told).stepped(3, {}, True, False, saved.append)
+        Recorder(told).record_step(3, {}, True, False, saved.append)
     assert saved == [tmp_path / "checkpoints" / rehearsal.END]
     assert read_steps(tmp_path / "steps.jsonl") == []
 
 
 def digest(told, *batches):
     recorder = Recorder(told)
-    assert all(one is other for one, other in zip(recorder.watched(batches), batches, strict=True))
-    recorder.stepped(1, {}, False, True, print)
+    assert all(one is other for one, other in zip(recorder.watch_batches(batches), batches, strict=True))
+    recorder.record_step(1, {}, False, True, print)
     return read_steps(Path(told.record))[-1].batches
 
 

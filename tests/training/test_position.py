@@ -15,7 +15,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 import ft_ckpt
 from ft_ckpt.errors import CorruptError, LoadError
 from ft_ckpt.training import dataloaders, rng
-from ft_ckpt.training.data_position import Feed
+from ft_ckpt.training.data_position import DataPosition
 
 
 def seeded(seed: int = 5) -> torch.Generator:
@@ -106,7 +106,7 @@ def test_resumed_after_any_batch_a_run_goes_on_exactly(name) -> None:
     scramble(1)
     loader = make()
     scramble(1)
-    assert train(Feed(loader)) == steps  # looking at the position changes nothing
+    assert train(DataPosition(loader)) == steps  # looking at the position changes nothing
     assert steps[0] != steps[len(steps) // 3]
     assert differing(make, steps, states, range(len(states))) == []
 
@@ -117,7 +117,7 @@ def test_resumed_twice(name) -> None:
     make = LOADERS[name]
     steps, states = uninterrupted(make)
     for first in {1, 2, 3, min(5, len(steps))}:
-        feed, again = resumed(Feed(make()), states[first]), []
+        feed, again = resumed(DataPosition(make()), states[first]), []
         again.append(saved(feed))  # at once, before any batch
         train(feed, lambda step, feed=feed, again=again: again.append(saved(feed)))
         stops = {0, 1, 2, min(3, len(steps) - first)} & set(range(len(again)))
@@ -144,7 +144,7 @@ def test_augmentation_inside_workers_is_exact_when_batches_are_replayed(make) ->
 def test_a_shuffle_buffer_may_be_filled_anew_instead() -> None:
     make = LOADERS["stateful datasets shuffled stream"]
     steps, states = uninterrupted(make, replay=False)
-    rest = train(resumed(Feed(make(), replay=False), states[1]))
+    rest = train(resumed(DataPosition(make(), replay=False), states[1]))
     found, wanted = ([step.batch for step in run] for run in (rest, steps[1:]))
     assert found[0] != wanted[0]
     assert found[-3:] == wanted[-3:]  # the next passes are whole again
@@ -155,10 +155,10 @@ def test_epochs_that_the_script_sets() -> None:
         return DataLoader(Numbers(), 4, sampler=DistributedSampler(Numbers(), 2, 1, seed=7))
 
     scramble(1)
-    feed, states = Feed(make(), 1, 2), []
+    feed, states = DataPosition(make(), 1, 2), []
     steps = train(feed, lambda step: states.append(saved(feed)), set_epoch=feed.loader.sampler.set_epoch)
     for stop, state in enumerate(states, 1):
-        again = resumed(Feed(make(), 1, 2), state)
+        again = resumed(DataPosition(make(), 1, 2), state)
         assert train(again, set_epoch=again.loader.sampler.set_epoch) == steps[stop:]
 
 
@@ -170,11 +170,11 @@ def test_gradient_accumulation_is_told_the_end_of_the_data() -> None:
 
     make = LOADERS["prepared"]
     scramble(1)
-    feed, states = Feed(make()), []
+    feed, states = DataPosition(make()), []
     steps = train(feed, lambda step: states.append(saved(feed)), look)
     assert [step.batch[1] for step in steps] == [(False, 3), (False, 3), (True, 3)] * 3
     for stop, state in enumerate(states, 1):
-        again = resumed(Feed(make()), state)
+        again = resumed(DataPosition(make()), state)
         assert train(again, look=look) == steps[stop:]
         assert again.loader.iteration == 3
 
@@ -185,7 +185,7 @@ def test_position_goes_through_a_file_that_is_gone_when_the_data_is_asked_for(tm
     steps, states = uninterrupted(make)
     for stop in (0, 2, 3, 5):
         ft_ckpt.save(states[stop], path)
-        feed = resumed(Feed(make()), ft_ckpt.load(path))
+        feed = resumed(DataPosition(make()), ft_ckpt.load(path))
         path.unlink()
         assert train(feed) == steps[stop:]
 
@@ -200,17 +200,17 @@ def test_what_is_skipped_is_not_read() -> None:
             return super().__getitem__(index)
 
     scramble(1)
-    feed = Feed(DataLoader(Watched(count=1000), 10))
+    feed = DataPosition(DataLoader(Watched(count=1000), 10))
     for _ in zip(range(50), feed.batches(), strict=False):
         state = saved(feed)
     read.clear()
-    next(resumed(Feed(DataLoader(Watched(count=1000), 10)), state).batches())
+    next(resumed(DataPosition(DataLoader(Watched(count=1000), 10)), state).batches())
     assert read == list(range(490, 510))
-    feed = Feed(StatefulDataLoader(Counted(count=1000), 10))
+    feed = DataPosition(StatefulDataLoader(Counted(count=1000), 10))
     for _ in zip(range(50), feed.batches(), strict=False):
         state = saved(feed)
     counted = Counted(count=1000)
-    next(resumed(Feed(StatefulDataLoader(counted, 10)), state).batches())
+    next(resumed(DataPosition(StatefulDataLoader(counted, 10)), state).batches())
     assert counted.read == 10
 
 
@@ -218,7 +218,7 @@ def test_a_sampler_that_leaves_batches_out_passes_for_the_one_it_is() -> None:
     """Accelerate asks whether a loader's sampler is a batch sampler, and for its size."""
     sampler = BatchSampler(range(SAMPLES), 4, drop_last=False)
     loader = DataLoader(Numbers(), batch_size=None, sampler=sampler)
-    with dataloaders.jumping(loader, 1, 1):
+    with dataloaders.skipping_items(loader, 1, 1):
         assert isinstance(loader.sampler, BatchSampler)
         assert (len(loader), loader.sampler.batch_size) == (3, 4)
         assert [list(loader.sampler) for _ in range(2)] == [[[0, 1, 2, 3], [8, 9, 10]], list(sampler)]
@@ -227,11 +227,11 @@ def test_a_sampler_that_leaves_batches_out_passes_for_the_one_it_is() -> None:
 
 def test_a_loop_left_by_break() -> None:
     scramble(1)
-    feed = Feed(DataLoader(Numbers(), 4))
+    feed = DataPosition(DataLoader(Numbers(), 4))
     for _ in feed.batches():
         break
     assert (feed.epoch, feed.batch) == (0, 1)
-    rest = list(resumed(Feed(DataLoader(Numbers(), 4)), saved(feed)).batches())
+    rest = list(resumed(DataPosition(DataLoader(Numbers(), 4)), saved(feed)).batches())
     assert [len(batch) for batch in rest] == [4, 3]
     assert len(list(feed.batches())) == 3  # here, a new pass
     assert (feed.epoch, feed.batch, feed.samples) == (2, 0, 4 + SAMPLES)
@@ -239,7 +239,7 @@ def test_a_loop_left_by_break() -> None:
 
 def test_the_end_of_a_pass_is_known_where_it_can_be() -> None:
     def ends(loader: Any) -> list[bool | None]:
-        feed = Feed(loader)
+        feed = DataPosition(loader)
         return [feed.at_end, *(feed.at_end for _ in feed.batches()), feed.at_end]
 
     assert ends(DataLoader(Numbers(), 4)) == [False, False, False, True, False]
@@ -249,27 +249,27 @@ def test_the_end_of_a_pass_is_known_where_it_can_be() -> None:
 
 def test_data_that_became_shorter_is_an_error() -> None:
     for make in (Numbers, Stream):
-        feed = Feed(DataLoader(make(), 4))
+        feed = DataPosition(DataLoader(make(), 4))
         for _ in feed.batches():
             state = saved(feed)
         with pytest.raises(LoadError, match="3 batches of the pass were given when it was saved, now it has fewer"):
-            list(resumed(Feed(DataLoader(make(count=4), 4)), state).batches())
+            list(resumed(DataPosition(DataLoader(make(count=4), 4)), state).batches())
 
 
 def test_a_state_that_is_none_is_refused() -> None:
     with pytest.raises(CorruptError, match="epoch, batch"):
-        Feed(DataLoader(Numbers(), 4)).load_state_dict({"size": 1})
+        DataPosition(DataLoader(Numbers(), 4)).load_state_dict({"size": 1})
 
 
 @pytest.mark.parametrize("seen", range(1, 5))
 def test_another_number_of_ranks_goes_on_after_the_samples_that_were_seen(seen) -> None:
     """Pain 38: cannot resume on another number of GPUs."""
 
-    def rank(index: int, size: int) -> Feed:
+    def rank(index: int, size: int) -> DataPosition:
         data = Numbers(count=48)
-        return Feed(DataLoader(data, 3, sampler=DistributedSampler(data, size, index, seed=3)), index, size)
+        return DataPosition(DataLoader(data, 3, sampler=DistributedSampler(data, size, index, seed=3)), index, size)
 
-    def order(feeds: list[Feed], most: int) -> tuple[list[int], dict[str, Any]]:
+    def order(feeds: list[DataPosition], most: int) -> tuple[list[int], dict[str, Any]]:
         samples, state = [], {}
         for _, *batches in zip(range(most), *(feed.batches() for feed in feeds), strict=False):
             # DistributedSampler deals samples out in turn.
@@ -299,14 +299,14 @@ def test_resumed_on_another_number_of_ranks_and_then_again() -> None:
 
     for stop, left in ((1, 18), (2, 17)):  # in the middle of a batch, and at its end
         scramble(1)
-        alone = Feed(
+        alone = DataPosition(
             DataLoader(Numbers("own", count=36), 3, sampler=DistributedSampler(Numbers(count=36), 1, 0, seed=3))
         )
         for _ in zip(range(stop), alone.batches(), strict=False):
             state = saved(alone)
-        feed = Feed(make(), 0, 2)
+        feed = DataPosition(make(), 0, 2)
         feed.load_state_dict(state["feed"])
-        rng.restore(state["rng"])
+        rng.restore_generators(state["rng"])
         states = [saved(feed)]
         steps = train(feed, lambda step, feed=feed, states=states: states.append(saved(feed)))
         assert len(steps) == left
@@ -343,7 +343,7 @@ def test_ranks_that_read_together(outcomes, ranks, case) -> None:
 
 def test_remembering_where_a_plain_loader_is_costs_nothing_at_a_step(monkeypatch) -> None:
     captures = []
-    capture = rng.capture
-    monkeypatch.setattr(rng, "capture", lambda: captures.append(1) or capture())
-    assert len(list(Feed(DataLoader(Numbers(), 4)).batches())) == 3
+    capture = rng.capture_generators
+    monkeypatch.setattr(rng, "capture_generators", lambda: captures.append(1) or capture())
+    assert len(list(DataPosition(DataLoader(Numbers(), 4)).batches())) == 3
     assert len(captures) == 1

@@ -25,20 +25,20 @@ def scramble(seed: int = 99) -> None:
 
 def test_restored_generators_go_on_as_they_would_have() -> None:
     scramble(1)
-    state = rng.capture()
+    state = rng.capture_generators()
     expected = [draws() for _ in range(3)]
     scramble(2)
-    assert rng.restore(state) == []
+    assert rng.restore_generators(state) == []
     assert [draws() for _ in range(3)] == expected
 
 
 @pytest.mark.parametrize("suffix", ["h5", "safetensors"])
 def test_state_goes_through_a_file(tmp_path, suffix) -> None:
     scramble(1)
-    ft_ckpt.save(rng.capture(), tmp_path / f"rng.{suffix}")
+    ft_ckpt.save(rng.capture_generators(), tmp_path / f"rng.{suffix}")
     expected = draws()
     scramble(2)
-    assert rng.restore(ft_ckpt.load(tmp_path / f"rng.{suffix}")) == []
+    assert rng.restore_generators(ft_ckpt.load(tmp_path / f"rng.{suffix}")) == []
     assert draws() == expected
 
 
@@ -46,10 +46,10 @@ def test_another_numpy_generator_is_kept() -> None:
     before = np.random.get_bit_generator()
     try:
         np.random.set_bit_generator(np.random.PCG64(5))
-        state = rng.capture()
+        state = rng.capture_generators()
         expected = np.random.rand(5)
         np.random.rand(3)
-        assert rng.restore(state) == []
+        assert rng.restore_generators(state) == []
         assert (np.random.rand(5) == expected).all()
     finally:
         np.random.set_bit_generator(before)
@@ -60,7 +60,7 @@ def test_another_numpy_generator_is_kept() -> None:
 def test_what_cannot_be_restored_is_named_and_the_rest_is(name, damage) -> None:
     """Pain 36: a missing or corrupt RNG state passed in silence."""
     scramble(1)
-    state = rng.capture()
+    state = rng.capture_generators()
     expected = draws()
     broken = dict(state)
     if damage == "missing":
@@ -73,7 +73,7 @@ def test_what_cannot_be_restored_is_named_and_the_rest_is(name, damage) -> None:
         broken[name] = {**state[name], part: short[part]} if part else state[name][:100]
     scramble(2)
     untouched = dict(zip(("python", "numpy", "torch"), chunks(peek()), strict=True))[name]
-    problems = rng.restore(broken)
+    problems = rng.restore_generators(broken)
     assert len(problems) == 1
     assert problems[0].startswith(f"{name}: ")
     for other, found, wanted in zip(("python", "numpy", "torch"), chunks(draws()), chunks(expected), strict=True):
@@ -85,16 +85,16 @@ def chunks(numbers: list[float]) -> list[list[float]]:
 
 
 def peek() -> list[float]:
-    state = rng.capture()
+    state = rng.capture_generators()
     numbers = draws()
-    rng.restore(state)
+    rng.restore_generators(state)
     return numbers
 
 
 def test_an_accelerator_that_is_not_here_is_named() -> None:
     if torch.accelerator.is_available():
         pytest.skip("this machine has one")
-    assert rng.restore({**rng.capture(), "cuda": [torch.zeros(16, dtype=torch.uint8)]}) == [
+    assert rng.restore_generators({**rng.capture_generators(), "cuda": [torch.zeros(16, dtype=torch.uint8)]}) == [
         "cuda: saved from a device this process has none of"
     ]
 
@@ -102,10 +102,10 @@ def test_an_accelerator_that_is_not_here_is_named() -> None:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_cuda_goes_on_as_it_would_have() -> None:
     torch.cuda.manual_seed(3)
-    state = rng.capture()
+    state = rng.capture_generators()
     expected = torch.rand(5, device="cuda")
     torch.cuda.manual_seed(4)
-    assert rng.restore(state) == []
+    assert rng.restore_generators(state) == []
     assert torch.equal(torch.rand(5, device="cuda"), expected)
 
 

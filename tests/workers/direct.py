@@ -127,7 +127,7 @@ def waits_for_room(folder: Path) -> None:
     """A disk that was full for a while on one rank: all try again."""
     live = live_model("fsdp2", "qwen3")
     saver = CheckpointSaver(live.accelerator, folder, each_rank_writes="on", when_full="wait", **SHORT)
-    real, tries = write_shards.create, []
+    real, tries = write_shards.allocate_file, []
 
     def create(*args: Any) -> None:
         tries.append(args)
@@ -135,11 +135,11 @@ def waits_for_room(folder: Path) -> None:
             raise NoSpaceError("no room for the file yet")
         real(*args)
 
-    write_shards.create = create
+    write_shards.allocate_file = create
     try:
         saver.save(live.model, folder / "saved")
     finally:
-        write_shards.create = real
+        write_shards.allocate_file = real
     assert bool(tries) is (harness.RANK == 0)
     assert verify(folder / "saved").ok
 

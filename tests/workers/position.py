@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 import ft_ckpt
-from ft_ckpt.training.data_position import Feed
+from ft_ckpt.training.data_position import DataPosition
 
 COUNT, BATCH = 48, 2
 STOPS = {1: (3, 4, 24), 2: (1, 2, 12)}  # batches: in the middle of one of twice as many ranks, at its end, at the last
@@ -77,7 +77,7 @@ def together(batch: torch.Tensor, name: str) -> list[int]:
     return [index for row in in_turn for index in row]
 
 
-def order(feed: Feed, name: str, after_step: Callable[[int], None] = lambda step: None) -> list[list[int]]:
+def order(feed: DataPosition, name: str, after_step: Callable[[int], None] = lambda step: None) -> list[list[int]]:
     """The samples of each pass that is left."""
     passes: list[list[int]] = []
     while feed.epoch < 3:
@@ -99,7 +99,7 @@ def save(name: str) -> None:
     scramble(1)
     loader = LOADERS[name](COUNT)
     scramble(1 + RANK)
-    feed = Feed(loader, RANK, WORLD)
+    feed = DataPosition(loader, RANK, WORLD)
 
     def keep(step: int) -> None:
         if feed.epoch == 1 and step in stops(name, WORLD) and RANK == 0:
@@ -115,13 +115,13 @@ def load(name: str, before: int) -> None:
     for stop in stops(name, before):
         state = ft_ckpt.load(STATES / f"{name}-{before}-{stop}.h5")
         scramble(1000 + RANK)
-        feed, states = Feed(LOADERS[name](COUNT), RANK, WORLD), []
+        feed, states = DataPosition(LOADERS[name](COUNT), RANK, WORLD), []
         notes = feed.load_state_dict(state["feed"])
         seen = stop * BATCH * before if name != "split" else stop * 4
         if "stream" in name:
             seen -= seen % (BATCH * WORLD)  # what is read in order begins with a whole batch
 
-        def keep(step: int, feed: Feed = feed, states: list[Any] = states) -> None:
+        def keep(step: int, feed: DataPosition = feed, states: list[Any] = states) -> None:
             states += [saved(feed)] if feed.epoch == 1 and step <= 3 else []
 
         rest, later = order(feed, name, keep)
@@ -132,7 +132,7 @@ def load(name: str, before: int) -> None:
         if name != "dispatched" and (before > 1 or name not in ("default", "split")):
             assert later == passes[2], where
         for again in states:
-            rest_again, later_again = order(resumed(Feed(LOADERS[name](COUNT), RANK, WORLD), again), name)
+            rest_again, later_again = order(resumed(DataPosition(LOADERS[name](COUNT), RANK, WORLD), again), name)
             assert rest[len(rest) - len(rest_again) :] == rest_again, where
             assert later_again == later, where
 

@@ -20,7 +20,7 @@ from ft_ckpt import CheckpointSaver
 from ft_ckpt.distributed.gather import gather
 from ft_ckpt.distributed.ranks import current
 from ft_ckpt.training import state as training
-from ft_ckpt.training.items import items_of, known_sources
+from ft_ckpt.training.items import known_sources, run_items
 
 TOLD = {"enter_timeout_seconds": 60, "on_difference": "ignore"}
 
@@ -91,12 +91,12 @@ def take(wrapper: str, model: str, folder: Path) -> None:
 
 def optimizer_state(live: Live) -> dict[str, torch.Tensor]:
     """The optimizer's tensors, whole, on rank 0; checked against torch's own gather where that works."""
-    items = items_of(None, {"model": live.model, "optimizer": live.optimizer})
+    items = run_items(None, {"model": live.model, "optimizer": live.optimizer})
     items = [item for item in items if item.kind == "optimizer"]
     found = known_sources(live.model, items)
     ranks = current()
-    local = training.look(items, found, {})
-    state = training.assemble(local, training.exchange(local, ranks), items, found, ranks.rank)
+    local = training.local_state(items, found, {})
+    state = training.assemble_state(local, training.exchange_facts(local, ranks), items, found, ranks.rank)
     return gather([entry.source for entry in state.entries if entry.source is not None], ranks, 1 << 20)
 
 

@@ -119,10 +119,10 @@ def train(live: Any, steps: range, alike: bool = False) -> list[float]:
 def capture(live: Any) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
     """What a checkpoint has: the description, and all tensors in full, weights included; on every rank."""
     found = sources(live)
-    described = zero_optimizer.describe(live.optimizer, found)
+    described = zero_optimizer.describe_zero(live.optimizer, found)
     described = json.loads(json.dumps(described))
     described["counters"] = zero_optimizer.engine_counters(live)
-    captured = zero_optimizer.captured(live.optimizer, described, found)
+    captured = zero_optimizer.zero_tensors(live.optimizer, described, found)
     full = gather([*found.values(), *captured.values()], current(), 256)
     shared = [full]
     dist.broadcast_object_list(shared)
@@ -156,8 +156,8 @@ def restore(live: Any, described: dict[str, Any], full: Mapping[str, torch.Tenso
     with torch.no_grad():
         for source in found.values():
             fill(source)
-    notes = zero_optimizer.restore(live.optimizer, described, found, fill)
-    zero_optimizer.refresh(live.optimizer)
+    notes = zero_optimizer.restore_zero(live.optimizer, described, found, fill)
+    zero_optimizer.refresh_weights(live.optimizer)
     if "counters" in described:
         zero_optimizer.restore_engine_counters(live, described["counters"])
     return notes
@@ -260,8 +260,8 @@ def plain(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> l
 
 def plain_capture(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
     found = sources(model)
-    described = optimizers.describe(optimizer, found)
-    every = [*found.values(), *optimizers.captured(optimizer, described, found).values()]
+    described = optimizers.describe_optimizer(optimizer, found)
+    every = [*found.values(), *optimizers.optimizer_tensors(optimizer, described, found).values()]
     return described, {source.name: source.live.detach().clone() for source in every}
 
 
@@ -301,7 +301,7 @@ def to_plain(case: str, folder: Path) -> None:
     with torch.no_grad():
         for source in found.values():
             fill(source)
-    optimizers.restore(optimizer, described, found, fill)
+    optimizers.restore_optimizer(optimizer, described, found, fill)
     got, state = plain_capture(model, optimizer)
     assert (got["groups"], got["state"]) == (described["groups"], described["state"])
     same(state, full)
@@ -343,7 +343,7 @@ def weights_alone(case: str, folder: Path) -> None:
     groups = [{**group, "params": ["other"]} for group in described["groups"]]
     with pytest.raises(LoadError, match="other"):
         restore(again, {**described, "groups": groups}, full)
-    zero_optimizer.refresh(again.optimizer)
+    zero_optimizer.refresh_weights(again.optimizer)
     state = capture(again)[1]
     same({name: state[name] for name in sources(live)}, {name: full[name] for name in sources(live)})
 
@@ -391,15 +391,15 @@ def refused(case: str, folder: Path) -> None:
     live = engine(case)
     found = sources(live)
     with pytest.raises(SelectionError, match="of no known model"):
-        zero_optimizer.describe(live.optimizer, {"scale": found["scale"]})
+        zero_optimizer.describe_zero(live.optimizer, {"scale": found["scale"]})
     train(live, range(1))
     partition = next(iter(live.optimizer.optimizer.state))
     live.optimizer.optimizer.state[partition]["absmax"] = torch.ones(2)
     with pytest.raises(SelectionError, match=r"embed.weight: absmax: shape \[2\], not cut like the parameters"):
-        zero_optimizer.describe(live.optimizer, found)
+        zero_optimizer.describe_zero(live.optimizer, found)
     live.optimizer.has_moe_layers = True
     with pytest.raises(SelectionError, match="experts spread over ranks"):
-        zero_optimizer.describe(live.optimizer, found)
+        zero_optimizer.describe_zero(live.optimizer, found)
 
 
 def scaled(case: str, folder: Path) -> None:
@@ -425,12 +425,12 @@ def unfinished(case: str, folder: Path) -> None:
     live = engine(case, accumulation=2)
     seen = []
     for _ in range(2):
-        seen.append(zero_optimizer.accumulating(live.optimizer))
+        seen.append(zero_optimizer.is_accumulating(live.optimizer))
         for step in range(2):
             live.backward(live(batch(step, alike=False)))
-            seen.append(zero_optimizer.accumulating(live.optimizer))
+            seen.append(zero_optimizer.is_accumulating(live.optimizer))
             live.step()
-            seen.append(zero_optimizer.accumulating(live.optimizer))
+            seen.append(zero_optimizer.is_accumulating(live.optimizer))
     assert seen == [False, True, True, True, False] * 2, seen
 
 
@@ -440,7 +440,7 @@ def accelerate(case: str, folder: Path) -> None:
     prepared, optimizer = deepspeed_accelerator(int(case[-1]))(model).prepare(model, adam(model))
     assert zero_optimizer.is_zero(optimizer)
     assert not zero_optimizer.is_zero(adam(build()))
-    assert optimizers.inner(optimizer) is prepared.optimizer
+    assert optimizers.unwrap_optimizer(optimizer) is prepared.optimizer
     train(prepared, range(2))
     as_deepspeed_sees_it(prepared, capture(prepared)[1])
 
