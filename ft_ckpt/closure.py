@@ -161,7 +161,7 @@ class _ClosureSchedule:
         run = TrainingRun(None, SaverConfig(every=replace(every or Every(deadline=None), signals=(), best=None)))
         of = (run.config.every.epochs if run.config.every is not None else None) or 1
         epochs = of * self._saver._run.feeds.passes_done(of, with_last=False) if self._saver is not None else 0
-        run.step, run.history = step - 1, schedule.started(step - 1, epochs, time.monotonic())
+        run.step, run.history = step - 1, schedule.begin_history(step - 1, epochs, time.monotonic())
         return run
 
     def _is_last(self, own: TrainingRun) -> bool:

@@ -1,4 +1,4 @@
-"""What a saver can be told, with the rules that prove it when it is made."""
+"""The settings of a saver and the rules that check them when it is made."""
 
 import math
 import re
@@ -74,7 +74,7 @@ class SaverConfig:
     """Compare the digests of all files of a checkpoint before a run is resumed from it."""
 
     def __post_init__(self) -> None:
-        for name, meant in (("dtype", dtype_name), ("every", every_of), ("keep", keep_of)):
+        for name, meant in (("dtype", canonical_dtype), ("every", every_of), ("keep", keep_of)):
             object.__setattr__(self, name, meant(getattr(self, name)))
         problems = [problem for rule in _RULES for problem in rule(self)]
         if problems:
@@ -110,7 +110,7 @@ def numbers_of(metrics: Mapping[str, Any]) -> dict[str, float]:
     Raises ConfigError naming all that are no real number.
     """
     found = {name: _number_of(value) for name, value in metrics.items()}
-    problems = [f"{name} is {_described(metrics[name])}" for name, value in found.items() if value is None]
+    problems = [f"{name} is {_value_kind(metrics[name])}" for name, value in found.items() if value is None]
     problems += [f"the name {name!r} is no text" for name in found if not isinstance(name, str)]
     if problems:
         raise ConfigError(f"metrics: {listing(problems)}; expected a name and one real number for each")
@@ -128,7 +128,7 @@ def _number_of(value: Any) -> float | None:
         return None
 
 
-def _described(value: Any) -> str:
+def _value_kind(value: Any) -> str:
     shape = getattr(value, "shape", None)
     return f"a {type(value).__name__}" + (f" of shape {list(shape)}" if shape else "")
 
@@ -154,7 +154,7 @@ def human_size(size_bytes: float) -> str:
     return f"{size_bytes / 1000**power:.1f} {'KMGT'[power - 1]}B"
 
 
-def dtype_name(dtype: Any) -> Any:
+def canonical_dtype(dtype: Any) -> Any:
     """A torch type, or one of its short names, by torch's name ("bfloat16"); anything else as it is."""
     name = str(dtype).removeprefix("torch.") if type(dtype).__name__ == "dtype" else dtype
     return _SHORT.get(name, name.removeprefix("torch.")) if isinstance(name, str) else name
@@ -210,7 +210,7 @@ def _choice_rule(config: SaverConfig) -> list[str]:
     ]
 
 
-def _number_rule(config: SaverConfig) -> list[str]:
+def _bounds_rule(config: SaverConfig) -> list[str]:
     least = {"bucket_bytes": 1 << 16, "enter_timeout_seconds": 0.1, "io_threads": 1, "io_block_bytes": 1 << 16}
     problems = [
         f"{name}={getattr(config, name)!r}: must be at least {bound}"
@@ -245,4 +245,4 @@ def _class_rule(config: SaverConfig) -> list[str]:
     ]
 
 
-_RULES = (_class_rule, _compression_rule, _dtype_rule, _size_rule, _choice_rule, _number_rule, _template_rule)
+_RULES = (_class_rule, _compression_rule, _dtype_rule, _size_rule, _choice_rule, _bounds_rule, _template_rule)

@@ -1,4 +1,4 @@
-"""What saving costs against what a failure loses: how far apart checkpoints should be.
+"""Computes how far apart checkpoints should be, from the cost of a save and the rate of failures.
 
 A run works for `interval` seconds, saves for `save_seconds`, and so on; it fails at random, on average every
 `mtbf_seconds` of running, while working and while saving, and then goes back to its last checkpoint. Pure.

@@ -1,4 +1,4 @@
-"""Which checkpoints stay: rules over what is known of them. Looks at no disk."""
+"""Rules that decide which checkpoints stay. Pure: reads no disk."""
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -36,12 +36,14 @@ class Keep:
 
     def __post_init__(self) -> None:
         wrong = [
-            f"{name}={value!r}: expected a whole number from 1" for name, value in self._counts if not _count(value)
+            f"{name}={value!r}: expected a whole number from 1"
+            for name, value in self._count_rules
+            if not _is_whole_count(value)
         ]
         wrong += [
             f"best={best!r}: expected (metric, 'min' or 'max') and perhaps how many"
-            for best in self._bests
-            if not _fits(best)
+            for best in self._best_rules
+            if not _is_best_rule(best)
         ]
         if self.state is not None and self.state.state is not None:
             wrong.append("state.state: rules for the state of the state; leave it out")
@@ -51,20 +53,20 @@ class Keep:
     @property
     def rankings(self) -> tuple[tuple[str, str, int], ...]:
         """Every `best` as (metric, mode, how many)."""
-        return tuple((best[0], best[1], best[2] if len(best) == 3 else 1) for best in self._bests)
+        return tuple((best[0], best[1], best[2] if len(best) == 3 else 1) for best in self._best_rules)
 
     @property
     def has_rules(self) -> bool:
         """Whether anything about weights is asked for; without, all of them stay."""
-        return bool(self._bests) or any(value is not None for _, value in self._counts)
+        return bool(self._best_rules) or any(value is not None for _, value in self._count_rules)
 
     @property
-    def _counts(self) -> list[tuple[str, int | None]]:
+    def _count_rules(self) -> list[tuple[str, int | None]]:
         names = ("last", "every_steps", *_PERIODS)
         return [(name, getattr(self, name)) for name in names]
 
     @property
-    def _bests(self) -> list[Best]:
+    def _best_rules(self) -> list[Best]:
         if not self.best:
             return []
         is_one = not isinstance(self.best, Sequence) or isinstance(self.best[0], str)
@@ -72,7 +74,7 @@ class Keep:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Held:
+class HeldCheckpoint:
     """One checkpoint of a run, as far as the rules need to know it."""
 
     path: Path
@@ -88,45 +90,45 @@ class Held:
 
 
 @dataclass(frozen=True)
-class Plan:
-    """What stays and why; what goes; what stays without its training state. Oldest first."""
+class PrunePlan:
+    """The checkpoints to keep, with reasons, to delete, and to keep without their training state. Oldest first."""
 
     keep: Mapping[Path, tuple[str, ...]]
     drop: tuple[Path, ...]
     strip: tuple[Path, ...]
 
 
-def plan(held: Sequence[Held], keep: Keep, run_id: str | None = None) -> Plan:
-    """What `keep` means for the checkpoints `held`; with `run_id` only that run's are judged, the others stay.
+def plan_pruning(held: Sequence[HeldCheckpoint], keep: Keep, run_id: str | None = None) -> PrunePlan:
+    """Apply `keep` to the checkpoints `held`; with `run_id` only that run's are judged, the others stay.
 
     Never dropped, and never stripped: the newest valid one, the newest valid one with a training state, and those
     with guards. One that is not valid takes no place of another's: the rules are asked with it and without it, and
     either answer keeps. Nothing goes while none is valid.
     """
-    ours = sorted((each for each in held if run_id is None or each.run_id == run_id), key=_age)
-    firm = _firm(held, ours)
-    asked = _chosen(ours, keep)
-    stays = {each.path: (*firm[each.path], *asked.get(each.path, ())) for each in sorted(held, key=_age)}
+    ours = sorted((each for each in held if run_id is None or each.run_id == run_id), key=_age_key)
+    firm = _firm_reasons(held, ours)
+    asked = _chosen_by_rules(ours, keep)
+    stays = {each.path: (*firm[each.path], *asked.get(each.path, ())) for each in sorted(held, key=_age_key)}
     bare = _without_state(ours, keep, firm)
     alone = {each.path for each in bare if not each.has_weights}  # nothing would be left of it
     kept = {path: why for path, why in stays.items() if why and path not in alone}
     drop = tuple(path for path in stays if path not in kept)
-    return Plan(kept, drop, tuple(each.path for each in bare if each.path in kept))
+    return PrunePlan(kept, drop, tuple(each.path for each in bare if each.path in kept))
 
 
-def newest(held: Iterable[Held]) -> dict[Path, str]:
+def newest_valid(held: Iterable[HeldCheckpoint]) -> dict[Path, str]:
     """The newest valid checkpoint, and the newest valid one with a training state: path to why it matters."""
-    whole = sorted((each for each in held if each.valid), key=_age)
+    whole = sorted((each for each in held if each.valid), key=_age_key)
     found = {each.path: "newest valid with state" for each in [one for one in whole if one.has_state][-1:]}
     return found | {each.path: "newest valid" for each in whole[-1:]}
 
 
-def _age(each: Held) -> tuple[int, int, float, str]:
-    """As `catalog.discover` orders them: by step, never by the name or the time of the folder."""
+def _age_key(each: HeldCheckpoint) -> tuple[int, int, float, str]:
+    """The sort key of `catalog.discover`: step first, never the name or the time of the folder."""
     return -1 if each.step is None else each.step, each.number, each.created, str(each.path)
 
 
-def _firm(held: Sequence[Held], ours: Sequence[Held]) -> dict[Path, tuple[str, ...]]:
+def _firm_reasons(held: Sequence[HeldCheckpoint], ours: Sequence[HeldCheckpoint]) -> dict[Path, tuple[str, ...]]:
     """For each checkpoint the reasons that no rule can overcome."""
     reasons = {each.path: each.guards for each in held}
     for each in held:
@@ -134,63 +136,67 @@ def _firm(held: Sequence[Held], ours: Sequence[Held]) -> dict[Path, tuple[str, .
             reasons[each.path] += ("of another run" if each.run_id else "of no run",)
         elif not any(one.valid for one in ours):
             reasons[each.path] += ("no valid one is there",)
-    for path, why in newest(ours).items():
+    for path, why in newest_valid(ours).items():
         reasons[path] += (why,)
     return reasons
 
 
-def _without_state(ours: Sequence[Held], keep: Keep, firm: Mapping[Path, tuple[str, ...]]) -> list[Held]:
+def _without_state(
+    ours: Sequence[HeldCheckpoint], keep: Keep, firm: Mapping[Path, tuple[str, ...]]
+) -> list[HeldCheckpoint]:
     if keep.state is None:
         return []
     stateful = [each for each in ours if each.has_state]
-    asked = _chosen(stateful, keep.state)
+    asked = _chosen_by_rules(stateful, keep.state)
     return [each for each in stateful if not firm[each.path] and each.path not in asked]
 
 
-def _chosen(held: Sequence[Held], keep: Keep) -> dict[Path, tuple[str, ...]]:
-    """Those of `held`, oldest first, that a rule asks for, with the rules."""
+def _chosen_by_rules(held: Sequence[HeldCheckpoint], keep: Keep) -> dict[Path, tuple[str, ...]]:
+    """The checkpoints of `held` that a rule asks for, each with those rules, oldest first."""
     if not keep.has_rules:
         return {each.path: ("no rule drops it",) for each in held}
     found: dict[Path, list[str]] = {}
     for group in (held, [each for each in held if each.valid]):
-        for each, reason in _asked(group, keep):
+        for each, reason in _asked_by_rules(group, keep):
             reasons = found.setdefault(each.path, [])
             if reason not in reasons:
                 reasons.append(reason)
     return {path: tuple(reasons) for path, reasons in found.items()}
 
 
-def _asked(held: Sequence[Held], keep: Keep) -> Iterator[tuple[Held, str]]:
-    yield from ((each, f"last {keep.last}") for each in _tail(held, keep.last))
+def _asked_by_rules(held: Sequence[HeldCheckpoint], keep: Keep) -> Iterator[tuple[HeldCheckpoint, str]]:
+    yield from ((each, f"last {keep.last}") for each in _last_of(held, keep.last))
     for each in held:
         if keep.every_steps and each.step is not None and each.step % keep.every_steps == 0:
             yield each, f"every {keep.every_steps} steps"
     for metric, mode, count in keep.rankings:
-        yield from ((each, f"best {metric}") for each in _best(held, metric, mode)[:count])
+        yield from ((each, f"best {metric}") for each in _best_first(held, metric, mode)[:count])
     for name, pattern in _PERIODS.items():
-        last_of = {_period(each, pattern): each for each in sorted(held, key=lambda each: (each.created, _age(each)))}
-        yield from ((last_of[period], f"{name}: {period}") for period in _tail(list(last_of), getattr(keep, name)))
+        last_of = {
+            _period_name(each, pattern): each for each in sorted(held, key=lambda each: (each.created, _age_key(each)))
+        }
+        yield from ((last_of[period], f"{name}: {period}") for period in _last_of(list(last_of), getattr(keep, name)))
 
 
-def _tail(items: Sequence[_T], count: int | None) -> Sequence[_T]:
+def _last_of(items: Sequence[_T], count: int | None) -> Sequence[_T]:
     return items[-count:] if count else ()
 
 
-def _best(held: Sequence[Held], metric: str, mode: str) -> list[Held]:
-    """Those that have a number for it, the best first; of equals the first."""
+def _best_first(held: Sequence[HeldCheckpoint], metric: str, mode: str) -> list[HeldCheckpoint]:
+    """The checkpoints that have a number for `metric`, the best first; of equals the first."""
     known = [each for each in held if not math.isnan(each.metrics.get(metric, math.nan))]
     return sorted(known, key=lambda each: each.metrics[metric] if mode == "min" else -each.metrics[metric])
 
 
-def _period(each: Held, pattern: str) -> str:
+def _period_name(each: HeldCheckpoint, pattern: str) -> str:
     return datetime.fromtimestamp(each.created, timezone.utc).strftime(pattern)
 
 
-def _count(value: object) -> bool:
+def _is_whole_count(value: object) -> bool:
     return value is None or (isinstance(value, int) and not isinstance(value, bool) and value >= 1)
 
 
-def _fits(best: object) -> bool:
+def _is_best_rule(best: object) -> bool:
     if not isinstance(best, Sequence) or len(best) not in (2, 3) or not isinstance(best[0], str):
         return False
-    return best[1] in ("min", "max") and (len(best) == 2 or (best[2] is not None and _count(best[2])))
+    return best[1] in ("min", "max") and (len(best) == 2 or (best[2] is not None and _is_whole_count(best[2])))

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from ft_ckpt.checkpoint import commit
 from ft_ckpt.checkpoint.open_checkpoint import OpenCheckpoint
-from ft_ckpt.checkpoint.prune import clear
+from ft_ckpt.checkpoint.prune import recover_all
 from ft_ckpt.config import SaverConfig, make_config, numbers_of
 from ft_ckpt.distributed import wrappers
 from ft_ckpt.distributed.ranks import Ranks, attempt, current
@@ -304,7 +304,7 @@ class CheckpointSaver:
 
     def _choose_and_open(self, mode: str, stack: ExitStack) -> tuple[OpenCheckpoint | None, str | None]:
         if self.directory is not None:
-            clear(self.directory)  # of what saves have left that were killed
+            recover_all(self.directory)  # of what saves have left that were killed
             starting.warn_of_others(self.directory, mode)
         held = stack.enter_context(starting.open_chosen(self.directory, mode, self.config.verify_resume))
         return held, None if held is None else starting.branch_run_id(mode, held.path, held.manifest)

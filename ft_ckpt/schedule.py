@@ -71,12 +71,12 @@ class Every:
         """The deadline in unix seconds; None when there is none."""
         if self.deadline == "auto":
             return _slurm_end(os.environ.get(DEADLINE_VARIABLE))
-        return _unix(self.deadline)
+        return _unix_seconds(self.deadline)
 
 
 @dataclass(frozen=True)
 class History:
-    """What the schedule needs to know of the run so far. Times are of a monotonic clock, in seconds."""
+    """The facts about the run so far that the schedule decides by. Times are of a monotonic clock, in seconds."""
 
     step: int = 0
     seen_at: float = 0.0  # when that step, or the save after it, ended
@@ -91,14 +91,14 @@ class History:
     reason: str | None = None  # of the last save
 
     def to_json(self) -> dict[str, Any]:
-        """What a resumed run goes on from: best metrics, measurements, failures; no clock times."""
+        """The values that a resumed run goes on from: best metrics, measurements, failures; no clock times."""
         return {name: getattr(self, name) for name in _KEPT} | {"best": dict(self.best)}
 
 
 _KEPT = ("saved_epochs", "best", "step_seconds", "save_seconds", "run_seconds", "failures", "reason")
 
 
-def started(step: int, epochs_done: int, now: float, kept: Mapping[str, Any] | None = None) -> History:
+def begin_history(step: int, epochs_done: int, now: float, kept: Mapping[str, Any] | None = None) -> History:
     """The history of a run that begins at `step`, or resumes there with what `History.to_json` kept.
 
     What was kept knows the epochs done as they were counted for that save, and goes before `epochs_done`.
@@ -127,7 +127,7 @@ def own_reason(
         return "steps"
     if every.epochs and epochs_done // every.epochs > history.saved_epochs // every.epochs:
         return "epochs"
-    return "best" if _improved(every, history, metrics or {}) else None
+    return "best" if _is_improvement(every, history, metrics or {}) else None
 
 
 def shared_reason(every: Every, history: History, now: float, now_unix: float, signal: str | None = None) -> str | None:
@@ -178,16 +178,16 @@ def next_poll(history: History, step: int, poll_seconds: float) -> int:
     return step + int(min(max(1, gap), _MOST_STEPS_UNASKED))
 
 
-def stepped(history: History, step: int, now: float) -> History:
+def after_step(history: History, step: int, now: float) -> History:
     """The history after `step` ended at `now`; unchanged when that step is already in it."""
     if step <= history.step:
         return history
     passed = now - history.seen_at
-    seconds = _mean(history.step_seconds, passed / (step - history.step), _STEP_WEIGHT)
+    seconds = _running_mean(history.step_seconds, passed / (step - history.step), _STEP_WEIGHT)
     return replace(history, step=step, seen_at=now, step_seconds=seconds, run_seconds=history.run_seconds + passed)
 
 
-def saved(
+def after_save(
     every: Every,
     history: History,
     step: int,
@@ -204,7 +204,7 @@ def saved(
     and, with no metrics either, for a save that failed, so that the next try is an interval later.
     """
     best = dict(history.best)
-    if every.best and _improved(every, history, metrics or {}):
+    if every.best and _is_improvement(every, history, metrics or {}):
         best[every.best[0]] = float((metrics or {})[every.best[0]])
     return replace(
         history,
@@ -213,19 +213,19 @@ def saved(
         saved_step=step,
         saved_epochs=epochs_done,
         saved_at=now,
-        save_seconds=_mean(history.save_seconds, cost_seconds, _SAVE_WEIGHT),
+        save_seconds=_running_mean(history.save_seconds, cost_seconds, _SAVE_WEIGHT),
         best=best,
         run_seconds=history.run_seconds + now - history.seen_at,
         reason=reason,
     )
 
 
-def learnt(history: History, cost_seconds: float) -> History:
-    """The history once it is known what the last save took: one that was finished while training went on."""
-    return replace(history, save_seconds=_mean(history.save_seconds, cost_seconds, _SAVE_WEIGHT))
+def after_cost(history: History, cost_seconds: float) -> History:
+    """The history once the cost of a background save is known."""
+    return replace(history, save_seconds=_running_mean(history.save_seconds, cost_seconds, _SAVE_WEIGHT))
 
 
-def _improved(every: Every, history: History, metrics: Mapping[str, float]) -> bool:
+def _is_improvement(every: Every, history: History, metrics: Mapping[str, float]) -> bool:
     if every.best is None or every.best[0] not in metrics:
         return False
     name, mode = every.best
@@ -236,18 +236,18 @@ def _improved(every: Every, history: History, metrics: Mapping[str, float]) -> b
 
 
 def _before_deadline(every: Every, history: History, now: float, now_unix: float) -> bool:
-    """Once when the margin begins, then whenever as much was done since the last save as there is time left.
+    """Whether to save for the deadline: when the margin begins, then when the unsaved work equals the time left.
 
     The second saves work done in the margin, and that of a job as short as the margin; only while two saves fit.
     """
     deadline = every.deadline_unix()
-    if deadline is None or not 0 < (left := deadline - now_unix) <= (margin := _margin(every, history)):
+    if deadline is None or not 0 < (left := deadline - now_unix) <= (margin := _deadline_margin(every, history)):
         return False
     waited = now - history.saved_at
     return left + waited > margin or (waited >= left >= 2 * (history.save_seconds or 0))
 
 
-def _margin(every: Every, history: History) -> float:
+def _deadline_margin(every: Every, history: History) -> float:
     if every.deadline_margin_minutes is not None:
         return every.deadline_margin_minutes * 60
     if history.save_seconds is None:
@@ -255,13 +255,13 @@ def _margin(every: Every, history: History) -> float:
     return max(_LEAST_MARGIN_SECONDS, 3 * history.save_seconds + 2 * (history.step_seconds or 0))
 
 
-def _mean(before: float | None, value: float | None, weight: float) -> float | None:
+def _running_mean(before: float | None, value: float | None, weight: float) -> float | None:
     if before is None or value is None:
         return value if before is None else before
     return before + weight * (value - before)
 
 
-def _unix(when: float | datetime | str | None) -> float | None:
+def _unix_seconds(when: float | datetime | str | None) -> float | None:
     if isinstance(when, str):
         when = datetime.fromisoformat(when.replace("Z", "+00:00"))  # Python 3.10 does not know the letter
     return when.timestamp() if isinstance(when, datetime) else when
@@ -275,11 +275,11 @@ def _number_rule(every: Every) -> list[str]:
     return [
         f"{name}={value!r}: expected {expected}"
         for name, (kind, least, most, expected) in _NUMBERS.items()
-        if not (_within(value := getattr(every, name), kind, least, most) or value is getattr(Every, name))
+        if not (_is_within(value := getattr(every, name), kind, least, most) or value is getattr(Every, name))
     ]
 
 
-def _within(value: Any, kind: type, least: float, most: float = math.inf) -> bool:
+def _is_within(value: Any, kind: type, least: float, most: float = math.inf) -> bool:
     kinds = (int,) if kind is int else (int, float)
     return isinstance(value, kinds) and not isinstance(value, bool) and least <= value <= most
 
@@ -307,7 +307,9 @@ def _signal_rule(every: Every) -> list[str]:
 
 def _deadline_rule(every: Every) -> list[str]:
     try:
-        good = every.deadline in (None, "auto") or _within(_unix(every.deadline), float, 0, sys.float_info.max)
+        good = every.deadline in (None, "auto") or _is_within(
+            _unix_seconds(every.deadline), float, 0, sys.float_info.max
+        )
     except ValueError:
         good = False
     return [] if good else [f'deadline={every.deadline!r}: expected "auto", unix seconds, a datetime or ISO 8601 text']
@@ -319,11 +321,11 @@ def _kept_problems(kept: Mapping[str, Any]) -> list[str]:
         value = kept.get(name, 0)
         optional = name in ("step_seconds", "save_seconds")
         if not (
-            _within(value, int if name in ("saved_epochs", "failures") else float, 0) or (optional and value is None)
+            _is_within(value, int if name in ("saved_epochs", "failures") else float, 0) or (optional and value is None)
         ):
             problems.append(f"{name} is {value!r}, expected a number")
     best = kept.get("best", {})
-    if not (isinstance(best, Mapping) and all(_within(value, float, -math.inf) for value in best.values())):
+    if not (isinstance(best, Mapping) and all(_is_within(value, float, -math.inf) for value in best.values())):
         problems.append(f"best is {best!r}, expected a number for each name")
     return problems
 

@@ -1,4 +1,4 @@
-"""What checkpoints are there, and are they whole? Reads only; needs no torch."""
+"""Finds, orders and verifies checkpoints. Reads only; needs no torch."""
 
 import math
 import os
@@ -8,8 +8,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from ft_ckpt.checkpoint.checks import SMALL_BYTES, problems_of, small_problems
-from ft_ckpt.checkpoint.manifest import MANIFEST_LIMIT_BYTES, MANIFEST_NAME, Manifest, from_json
+from ft_ckpt.checkpoint.checks import SMALL_BYTES, checkpoint_problems, small_problems
+from ft_ckpt.checkpoint.manifest import MANIFEST_LIMIT_BYTES, MANIFEST_NAME, Manifest, manifest_from_json
 from ft_ckpt.errors import (
     CheckpointError,
     ConfigError,
@@ -63,16 +63,16 @@ def read_manifest(path: str | os.PathLike[str]) -> Manifest:
         raise
     except CorruptError as error:
         raise ManifestError(str(error)) from error
-    manifest = from_json(text, str(file))
+    manifest = manifest_from_json(text, str(file))
     check_paths(manifest, str(file))
     return manifest
 
 
-def nothing_at(path: Path) -> str:
+def why_no_checkpoint(path: Path) -> str:
     """Why `path` is no checkpoint, and what to do: it is not there, holds checkpoints, or was never completed."""
     if not os.path.lexists(path):
         return f"{path}: no such folder; `ft-ckpt ls` lists the checkpoints of a run"
-    names = [each.name for each in _below(path) if (each / MANIFEST_NAME).is_file()] if path.is_dir() else []
+    names = [each.name for each in _visible_entries(path) if (each / MANIFEST_NAME).is_file()] if path.is_dir() else []
     if names:
         return f"{path}: the folder of a run, which holds {listing(names, ', ')}; name one of them"
     return f"{path}: no {MANIFEST_NAME} in it, so no save was completed there; use another folder or save again"
@@ -95,7 +95,7 @@ def check_paths(manifest: Manifest, source: str) -> None:
 
 @dataclass(frozen=True)
 class Listing:
-    """What a look into a folder found: checkpoints, oldest first, and manifests that could not be read, with why.
+    """The checkpoints in a folder, oldest first, and the manifests there that could not be read, with the reasons.
 
     `damaged` ones will not be read later either; `unreadable` ones may be whole, and count for something.
     """
@@ -105,19 +105,19 @@ class Listing:
     unreadable: Mapping[Path, CheckpointError]
 
 
-def look(root: str | os.PathLike[str]) -> Listing:
+def list_checkpoints(root: str | os.PathLike[str]) -> Listing:
     """The committed checkpoints in `root` and directly below it, as `discover` has them, and what is wrong with others.
 
     Raises UnreadableError when `root` itself cannot be looked through.
     """
     root = local_path(root)
     with damaged_input(root):
-        below = _below(root)
+        below = _visible_entries(root)
     found: dict[str, CheckpointInfo] = {}
     damaged: dict[Path, CheckpointError] = {}
     unreadable: dict[Path, CheckpointError] = {}
     for path in [root, *sorted(below, key=os.path.islink)]:  # a link to a sibling is not a second checkpoint
-        result = _info(path)
+        result = _checkpoint_info(path)
         if isinstance(result, CheckpointInfo):
             found.setdefault(os.path.realpath(path), result)
         elif isinstance(result, UnreadableError):
@@ -135,7 +135,7 @@ def discover(root: str | os.PathLike[str]) -> list[CheckpointInfo]:
     so are those whose manifest is damaged or cannot be read just now, with a warning that names them. Raises
     UnreadableError when `root` itself cannot be looked through.
     """
-    listed = look(root)
+    listed = list_checkpoints(root)
     for path, error in {**listed.damaged, **listed.unreadable}.items():
         warnings.warn(f"{path}: left out: {error}", stacklevel=2)
     return list(listed.found)
@@ -143,8 +143,8 @@ def discover(root: str | os.PathLike[str]) -> list[CheckpointInfo]:
 
 def next_number(target: Path) -> int:
     """The number of a checkpoint without a step that is saved to `target`: one more than the largest beside it."""
-    around = [target, target.parent, *_below(target), *_below(target.parent)]
-    return 1 + max(_number(path) for path in around)
+    around = [target, target.parent, *_visible_entries(target), *_visible_entries(target.parent)]
+    return 1 + max(_number_in_head(path) for path in around)
 
 
 def latest(directory: str | os.PathLike[str]) -> Path | None:
@@ -167,7 +167,7 @@ def best(run: str | os.PathLike[str], metric: str | tuple[str, str] | None = Non
     infos = [info for info in infos if info.manifest.run_id == infos[-1].manifest.run_id]
     if not infos:
         return None
-    name, mode = _ranking(infos, metric)
+    name, mode = _wanted_ranking(infos, metric)
     known = [info for info in infos if not math.isnan(info.manifest.metrics.get(name, math.nan))]
     known.sort(key=lambda info: info.manifest.metrics[name] * (1 if mode == "min" else -1))
     return _first_valid(known, "the next best")
@@ -183,25 +183,25 @@ def verify(path: str | os.PathLike[str], *, deep: bool = True) -> VerifyReport:
     """
     path = Path(path)
     while True:
-        before = _identity(path)
+        before = _manifest_identity(path)
         try:
             manifest = read_manifest(path)
         except NotACheckpointError:
-            raise NotACheckpointError(nothing_at(path)) from None
+            raise NotACheckpointError(why_no_checkpoint(path)) from None
         with damaged_input(path):
-            problems = tuple(problems_of(path, manifest, deep=deep))
+            problems = tuple(checkpoint_problems(path, manifest, deep=deep))
         # One save may overwrite the checkpoint while it is read here: what was seen is then half of each. Look again.
-        if not problems or _identity(path) == before:
-            return VerifyReport(path, not problems, problems, len(manifest.files), size_of(path, manifest))
+        if not problems or _manifest_identity(path) == before:
+            return VerifyReport(path, not problems, problems, len(manifest.files), checkpoint_bytes(path, manifest))
 
 
-def size_of(path: Path, manifest: Manifest) -> int:
+def checkpoint_bytes(path: Path, manifest: Manifest) -> int:
     """Bytes of the files that the manifest of checkpoint `path` lists; one that goes by two names counts once."""
-    return sum({_inode(path / file.path): file.size_bytes for file in manifest.files}.values())
+    return sum({_file_key(path / file.path): file.size_bytes for file in manifest.files}.values())
 
 
-def _inode(file: Path) -> object:
-    """What two names of one file have in common; of one that is not there, its name."""
+def _file_key(file: Path) -> object:
+    """A key that is equal for all names of one file; of a missing file, its name."""
     try:
         found = file.stat()
     except OSError:
@@ -219,8 +219,8 @@ def check_small_files(path: str | os.PathLike[str], manifest: Manifest, *, below
         raise CorruptError(f"{path}: {listing(problems)}; use an older checkpoint")
 
 
-def _info(path: Path) -> CheckpointInfo | CheckpointError | None:
-    """What is committed in `path`, or what is wrong with it; None when there is nothing."""
+def _checkpoint_info(path: Path) -> CheckpointInfo | CheckpointError | None:
+    """The checkpoint committed in `path`, or the error of reading it; None when nothing is committed there."""
     try:
         with damaged_input(path):
             return CheckpointInfo(path, read_manifest(path))
@@ -231,22 +231,22 @@ def _info(path: Path) -> CheckpointInfo | CheckpointError | None:
 
 
 def _in_order(infos: Sequence[CheckpointInfo]) -> list[CheckpointInfo]:
-    """Oldest first: a run that was begun afresh is newer than one that got further before it."""
+    """Sort oldest first: a run that was begun afresh is newer than one that got further before it."""
     newest: dict[str | None, str] = {}
     for info in infos:
         run = info.manifest.run_id
         newest[run] = max(newest.get(run, ""), info.manifest.created)
-    return sorted(infos, key=lambda info: (newest[info.manifest.run_id], *_age(info)))
+    return sorted(infos, key=lambda info: (newest[info.manifest.run_id], *_age_order(info)))
 
 
-def _age(info: CheckpointInfo) -> tuple[int, int, str]:
-    """Clocks go back now and then: among those without a step, their number comes before the time."""
+def _age_order(info: CheckpointInfo) -> tuple[int, int, str]:
+    """The sort key within a run: step, number, time. Clocks may go back, so the number comes before the time."""
     manifest = info.manifest
     return (-1 if manifest.step is None else manifest.step, manifest.number or 0, manifest.created)
 
 
 def _first_valid(infos: Iterable[CheckpointInfo], instead: str) -> Path | None:
-    """The first that passes `verify(deep=False)`; those before it are warned of."""
+    """The path of the first that passes `verify(deep=False)`; warns of each before it."""
     for info in infos:
         try:
             problems = verify(info.path, deep=False).problems
@@ -258,8 +258,8 @@ def _first_valid(infos: Iterable[CheckpointInfo], instead: str) -> Path | None:
     return None
 
 
-def _ranking(infos: Sequence[CheckpointInfo], metric: str | tuple[str, str] | None) -> tuple[str, str]:
-    """The metric that is meant, and "min" or "max". Raises ConfigError when that is not known."""
+def _wanted_ranking(infos: Sequence[CheckpointInfo], metric: str | tuple[str, str] | None) -> tuple[str, str]:
+    """The name of the metric to rank by, and "min" or "max". Raises ConfigError when that cannot be decided."""
     if isinstance(metric, tuple) and len(metric) == 2 and metric[1] in ("min", "max"):
         return metric
     told = {name: mode for info in infos for name, mode in info.manifest.rankings.items()}
@@ -273,11 +273,11 @@ def _ranking(infos: Sequence[CheckpointInfo], metric: str | tuple[str, str] | No
     )
 
 
-def _below(folder: Path) -> list[Path]:
-    return [folder / name for name in local_disk.names(folder) if not name.startswith(".")]
+def _visible_entries(folder: Path) -> list[Path]:
+    return [folder / name for name in local_disk.list_names(folder) if not name.startswith(".")]
 
 
-def _number(path: Path) -> int:
+def _number_in_head(path: Path) -> int:
     """The number of the checkpoint in `path`, from the head of its manifest alone; 0 when it has none."""
     try:
         with local_disk.open_regular(path / MANIFEST_NAME) as stream:
@@ -288,7 +288,7 @@ def _number(path: Path) -> int:
     return int(found[1]) if found else 0
 
 
-def _identity(path: Path) -> tuple[int, int] | None:
+def _manifest_identity(path: Path) -> tuple[int, int] | None:
     try:
         found = (path / MANIFEST_NAME).stat()
     except OSError:

@@ -1,4 +1,4 @@
-"""What is wrong with the files of a checkpoint, going by its manifest. Reads only; needs no torch."""
+"""Compares the files of a checkpoint with its manifest. Reads only; needs no torch."""
 
 import json
 import os
@@ -29,27 +29,27 @@ _MISLEADING = {
 }
 
 
-def problems_of(path: Path, manifest: Manifest, *, deep: bool) -> Iterator[str]:
-    """Everything that `catalog.verify` reports, a line each."""
+def checkpoint_problems(path: Path, manifest: Manifest, *, deep: bool) -> Iterator[str]:
+    """Every problem that `catalog.verify` reports, a line each."""
     bad = {file.path: problem for file in manifest.files if (problem := _size_problem(path, file))}
     yield from bad.values()
-    for name in strays(path, manifest):
+    for name in misleading_files(path, manifest):
         yield f"{name}: not of this checkpoint, and readers would take it for its weights; move it away"
     sound = [file for file in manifest.files if file.path not in bad]
     yield from _tensor_problems(path, manifest, {file.path for file in sound})
     for part in manifest.parts:
-        yield from _index_problems(path, part, {file.path for file in sound})
+        yield from _part_index_problems(path, part, {file.path for file in sound})
     yield from _digest_problems(path, [file for file in sound if deep or file.size_bytes < SMALL_BYTES])
 
 
 def small_problems(path: Path, manifest: Manifest, below_bytes: int) -> list[str]:
-    """The files of less than `below_bytes` whose size or digest is not the manifest's, a line each."""
+    """A line for each file of less than `below_bytes` whose size or digest is not the manifest's."""
     small = [file for file in manifest.files if file.size_bytes < below_bytes]
     bad = {file.path: problem for file in small if (problem := _size_problem(path, file))}
     return [*bad.values(), *_digest_problems(path, [file for file in small if file.path not in bad])]
 
 
-def misleading(path: str, manifest: Manifest) -> bool:
+def is_misleading(path: str, manifest: Manifest) -> bool:
     """True when `path`, relative to the checkpoint, is not listed and readers would mix it up with the weights."""
     where, name = str(PurePosixPath(path).parent), PurePosixPath(path).name
     kinds = {part.kind for part in manifest.parts if (part.path or ".") == where}
@@ -58,11 +58,11 @@ def misleading(path: str, manifest: Manifest) -> bool:
     return all(file.path != path for file in manifest.files)
 
 
-def strays(folder: Path, manifest: Manifest) -> list[str]:
+def misleading_files(folder: Path, manifest: Manifest) -> list[str]:
     """Paths of the misleading files in the folders of the manifest's parts, sorted."""
     paths = {part.path for part in manifest.parts}
-    found = [(Path(path) / name).as_posix() for path in paths for name in local_disk.names(folder / path)]
-    return sorted(path for path in found if misleading(path, manifest))
+    found = [(Path(path) / name).as_posix() for path in paths for name in local_disk.list_names(folder / path)]
+    return sorted(path for path in found if is_misleading(path, manifest))
 
 
 def _size_problem(path: Path, file: FileRecord) -> str | None:
@@ -103,12 +103,15 @@ def _header_problems(path: Path, file: str, tensors: list[TensorRecord]) -> Iter
         yield f"{file}: tensors that the manifest does not list: {listing(sorted(extra), ', ')}"
     changed = [name for name in expected.keys() & found.keys() if expected[name] != found[name]]
     if changed:
-        facts = (f"{name} is {_fact(found[name])}, expected {_fact(expected[name])}" for name in sorted(changed))
+        facts = (
+            f"{name} is {_tensor_fact(found[name])}, expected {_tensor_fact(expected[name])}"
+            for name in sorted(changed)
+        )
         yield f"{file}: {listing(list(facts), ', ')}"
 
 
-def _index_problems(path: Path, part: PartRecord, sound: set[str]) -> Iterator[str]:
-    """The index of a part must send each tensor to the file that holds it; several shards must have one."""
+def _part_index_problems(path: Path, part: PartRecord, sound: set[str]) -> Iterator[str]:
+    """Check that the index of a part sends each tensor to the file that holds it, and that several shards have one."""
     files = {tensor.file for tensor in part.tensors}
     folder = f"{part.path}/" if part.path else ""
     indexes = [name for name in sound if re.fullmatch(rf"{re.escape(folder)}[^/]+\.safetensors\.index\.json", name)]
@@ -117,12 +120,12 @@ def _index_problems(path: Path, part: PartRecord, sound: set[str]) -> Iterator[s
         yield f"{folder or './'}: {len(files)} shards without an index; readers of sharded weights need one"
     expected = {tensor.name: tensor.file for tensor in part.tensors}
     for name in sorted(indexes):
-        if (found := _weight_map(path / name, folder)) != expected:
+        if (found := _read_weight_map(path / name, folder)) != expected:
             wrong = sorted(key for key in expected.keys() | found.keys() if expected.get(key) != found.get(key))
             yield f"{name}: sends these tensors elsewhere than the manifest: {listing(wrong, ', ')}"
 
 
-def _weight_map(index: Path, folder: str) -> dict[str, str]:
+def _read_weight_map(index: Path, folder: str) -> dict[str, str]:
     try:
         entries = json.loads(local_disk.read_text(index, MANIFEST_LIMIT_BYTES))["weight_map"]
         return {name: f"{folder}{file}" for name, file in entries.items()}
@@ -153,6 +156,6 @@ def _digest_or_reason(path: Path, file: FileRecord) -> str:
         return f"unreadable ({error})"
 
 
-def _fact(entry: tuple[str, tuple[int, ...], int, int]) -> str:
+def _tensor_fact(entry: tuple[str, tuple[int, ...], int, int]) -> str:
     dtype, shape, start, end = entry
     return f"{dtype} {list(shape)} at bytes {start:,} to {end:,}"

@@ -1,4 +1,4 @@
-"""The point of no return: a stage folder becomes the checkpoint, or nothing has happened.
+"""Commits a save: a stage folder becomes the checkpoint in full, or nothing has happened.
 
 A stage is filled, then sealed: compared with the manifest, every file and folder synced, the manifest in it last.
 It is then put in place in one of three ways:
@@ -25,12 +25,12 @@ from dataclasses import replace
 from pathlib import Path
 
 from ft_ckpt.checkpoint.catalog import check_paths, next_number
-from ft_ckpt.checkpoint.checks import strays
-from ft_ckpt.checkpoint.manifest import MANIFEST_NAME, Manifest, to_json
-from ft_ckpt.checkpoint.recovery import LEFTOVER, clean_up, listed, recover, sideline_of
+from ft_ckpt.checkpoint.checks import misleading_files
+from ft_ckpt.checkpoint.manifest import MANIFEST_NAME, Manifest, manifest_to_json
+from ft_ckpt.checkpoint.recovery import LEFTOVER, listed_files, recover_target, settle_or_warn, sideline_of
 from ft_ckpt.errors import CorruptError, NoSpaceError, TargetError, explained, listing
 from ft_ckpt.storage import local_disk, owners
-from ft_ckpt.storage.placing import clear, make_held
+from ft_ckpt.storage.placing import clear_drafts, make_locked_folder
 
 _open: set[Path] = set()  # stages of this process that are not done with
 _DRAFT = f".{MANIFEST_NAME}.draft"
@@ -74,14 +74,14 @@ def open_stage(target: Path) -> Path:
     check_target(target, 0)
     with explained(target):
         target = local_disk.real_path(target)
-        recover(target)
+        recover_target(target)
         local_disk.make_folder(target.parent)
         stage = _new_stage(target)
     _open.add(stage)
     return stage
 
 
-def commit(stage: Path, target: Path, manifest: Manifest) -> None:
+def commit_stage(stage: Path, target: Path, manifest: Manifest) -> None:
     """Make `stage` the checkpoint `target`, durably, with `manifest`; on an exception before that, nothing changes.
 
     The manifest must list every file in the stage. Files of `target` that are of no checkpoint stay, except weights
@@ -94,14 +94,14 @@ def commit(stage: Path, target: Path, manifest: Manifest) -> None:
     """
     with explained(target):
         target = local_disk.real_path(target)
-        with owners.held(target):  # after an exchange this is the old one, at the stage's place
+        with owners.holding_lock(target):  # after an exchange this is the old one, at the stage's place
             try:
-                _make_it(stage, target, manifest)
+                _seal_and_place(stage, target, manifest)
             finally:
-                _close(stage)
+                _release_stage(stage)
 
 
-def discard(stage: Path) -> None:
+def discard_stage(stage: Path) -> None:
     """Delete a stage that will not be committed; nothing happens when it is already gone.
 
     What cannot be deleted is warned of and left for the next save.
@@ -109,47 +109,49 @@ def discard(stage: Path) -> None:
     named = LEFTOVER.fullmatch(stage.name)
     if named is None:
         raise TargetError(f"{stage}: not a stage made by open_stage; nothing was deleted")
-    if stage in _open:  # else `commit` has done with it, and what it left there it left on purpose
+    if stage in _open:  # else `commit_stage` has done with it, and what it left there it left on purpose
         try:
-            clean_up(stage, stage.parent / named["target"] if named["target"] else stage.parent)
+            settle_or_warn(stage, stage.parent / named["target"] if named["target"] else stage.parent)
         finally:
-            _close(stage)
+            _release_stage(stage)
 
 
-def _make_it(stage: Path, target: Path, manifest: Manifest) -> None:
+def _seal_and_place(stage: Path, target: Path, manifest: Manifest) -> None:
     sealed = None
     try:
         check_paths(manifest, str(target))
         if manifest.step is None:
             manifest = replace(manifest, number=next_number(target))
-        _seal(stage, manifest, target)
+        _seal_stage(stage, manifest, target)
         sealed = (stage / MANIFEST_NAME).lstat()
-        _place(stage, target, manifest)
+        _place_stage(stage, target, manifest)
     except OSError as error:
-        if sealed is not None and _is_at(target, sealed):
-            raise _not_certain(stage, target, error) from error  # nothing old is deleted now: a power cut may need it
-        clean_up(stage, target)
+        if sealed is not None and _holds_manifest(target, sealed):
+            raise _durability_error(
+                stage, target, error
+            ) from error  # nothing old is deleted now: a power cut may need it
+        settle_or_warn(stage, target)
         raise
     except BaseException:
-        clean_up(stage, target)
+        settle_or_warn(stage, target)
         raise
-    clean_up(stage, target, manifest)
+    settle_or_warn(stage, target, manifest)
 
 
-def _close(stage: Path) -> None:
+def _release_stage(stage: Path) -> None:
     _open.discard(stage)
-    owners.let_go(stage)
+    owners.release_lock(stage)
 
 
-def _is_at(target: Path, sealed: os.stat_result) -> bool:
-    """Whether the manifest that was sealed is that of `target` now."""
+def _holds_manifest(target: Path, sealed: os.stat_result) -> bool:
+    """Whether the manifest in `target` is the one that was sealed."""
     try:
         return os.path.samestat((target / MANIFEST_NAME).lstat(), sealed)
     except OSError:
         return False
 
 
-def _not_certain(stage: Path, target: Path, error: OSError) -> TargetError:
+def _durability_error(stage: Path, target: Path, error: OSError) -> TargetError:
     old = next((each for each in (sideline_of(stage, target), stage) if os.path.lexists(each)), None)
     kept = f"; what was there before is kept in {old.name} until the next save" if old else ""
     found = TargetError(
@@ -162,49 +164,49 @@ def _not_certain(stage: Path, target: Path, error: OSError) -> TargetError:
 def _new_stage(target: Path) -> Path:
     if not local_disk.holds_mount(target):
         try:
-            return make_held(lambda owner: target.parent / f".{target.name}.ft_ckpt-stage-{owner}")
+            return make_locked_folder(lambda owner: target.parent / f".{target.name}.ft_ckpt-stage-{owner}")
         except OSError as error:
             if error.errno not in _NOT_BESIDE or not target.is_dir():
                 raise
-    return make_held(lambda owner: target / f".ft_ckpt-stage-{owner}")
+    return make_locked_folder(lambda owner: target / f".ft_ckpt-stage-{owner}")
 
 
-def _seal(stage: Path, manifest: Manifest, target: Path) -> None:
+def _seal_stage(stage: Path, manifest: Manifest, target: Path) -> None:
     """Make the stage complete and durable; its manifest appears when everything else has."""
-    clear(stage)  # hidden, and else it would stay in the checkpoint for good
+    clear_drafts(stage)  # hidden, and else it would stay in the checkpoint for good
     _check_contents(stage, manifest)
     draft = stage / _DRAFT
-    draft.write_text(to_json(manifest), encoding="utf-8")
-    everything = [*local_disk.tree(stage), stage]
-    _grant(stage, everything, target)
+    draft.write_text(manifest_to_json(manifest), encoding="utf-8")
+    everything = [*local_disk.walk_tree(stage), stage]
+    _grant_access(stage, everything, target)
     local_disk.sync_all(everything)
     local_disk.move(draft, stage / MANIFEST_NAME)
-    local_disk.sync(stage)
+    local_disk.sync_path(stage)
 
 
-def _grant(stage: Path, everything: list[Path], target: Path) -> None:
-    """Let what takes the place of something be read by whom that could, and what is new by whom the umask says.
+def _grant_access(stage: Path, everything: list[Path], target: Path) -> None:
+    """Give files that replace others the permissions of those, and new ones the permissions that the umask allows.
 
     Where nothing of the old checkpoint was open to others, nothing new is. Files made by libraries may be for the owner
     only, so each gets its mode here.
     """
-    file_mode, folder_mode = local_disk.mode(stage / _DRAFT), local_disk.mode(stage)
-    old = _modes(target, [MANIFEST_NAME, *(listed(target) or ())])
+    file_mode, folder_mode = local_disk.permission_bits(stage / _DRAFT), local_disk.permission_bits(stage)
+    old = _permissions_of(target, [MANIFEST_NAME, *(listed_files(target) or ())])
     was_open = 0o777 if not old else functools.reduce(operator.or_, old.values())
     places = {path: path.relative_to(stage).as_posix() for path in everything if path != stage}
     places[stage / _DRAFT] = MANIFEST_NAME
-    known = _modes(target, places.values())
+    known = _permissions_of(target, places.values())
     for path, name in places.items():
         if path.is_dir():
             may_enter = was_open | (was_open & 0o444) >> 2  # whoever may read a file may enter its folder
             wanted = known.get(name, folder_mode & (may_enter | 0o7000)) | stat.S_IRWXU
         else:
             wanted = known.get(name, file_mode & was_open) | stat.S_IRUSR
-        if local_disk.mode(path) != wanted:
+        if local_disk.permission_bits(path) != wanted:
             local_disk.chmod(path, wanted)
 
 
-def _modes(folder: Path, names: Iterable[str]) -> dict[str, int]:
+def _permissions_of(folder: Path, names: Iterable[str]) -> dict[str, int]:
     """The permission bits of those of `names` that are files or folders in `folder`."""
     found = {}
     for name in names:
@@ -216,7 +218,7 @@ def _modes(folder: Path, names: Iterable[str]) -> dict[str, int]:
 
 
 def _check_contents(stage: Path, manifest: Manifest) -> None:
-    places = [path for path in local_disk.tree(stage) if path.is_symlink() or not path.is_dir()]
+    places = [path for path in local_disk.walk_tree(stage) if path.is_symlink() or not path.is_dir()]
     found = {path.relative_to(stage).as_posix(): path.lstat().st_size for path in places}
     expected = {file.path: file.size_bytes for file in manifest.files}
     wrong = [f"{path.name}: a symbolic link in the stage" for path in places if path.is_symlink()]
@@ -233,19 +235,19 @@ def _check_contents(stage: Path, manifest: Manifest) -> None:
         raise CorruptError(f"{listing(sorted(wrong))}: the stage is not what the manifest describes; save again")
 
 
-def _place(stage: Path, target: Path, manifest: Manifest) -> None:
-    old = listed(target)
+def _place_stage(stage: Path, target: Path, manifest: Manifest) -> None:
+    old = listed_files(target)
     new = [file.path for file in manifest.files]
     _check_obstacles(target, new, old or frozenset())
     movable = stage.parent != target and not local_disk.holds_cwd(
         target
     )  # beside it means that it holds no mount either
-    if not (movable and _swap(stage, target, committed=old is not None)):
-        _pour(stage, target, {*(old or ()), *new, *strays(target, manifest)}, new)
+    if not (movable and _swap_folders(stage, target, committed=old is not None)):
+        _pour_files(stage, target, {*(old or ()), *new, *misleading_files(target, manifest)}, new)
 
 
 def _check_obstacles(target: Path, new: list[str], old: frozenset[str]) -> None:
-    """A folder where a file has to go, or a file where a folder has to be, is nothing to delete unasked."""
+    """Raise TargetError where a folder is in the way of a file, or a file in the way of a folder; delete neither."""
     folders = {parent.as_posix() for path in new for parent in Path(path).parents} - {"."}
     found = [path for path in new if local_disk.is_folder(target / path)]
     found += [
@@ -258,7 +260,7 @@ def _check_obstacles(target: Path, new: list[str], old: frozenset[str]) -> None:
         )
 
 
-def _swap(stage: Path, target: Path, *, committed: bool) -> bool:
+def _swap_folders(stage: Path, target: Path, *, committed: bool) -> bool:
     """Put the stage in place in one step; False where that is not possible, and nothing has changed."""
     if target.is_dir():
         local_disk.take_access(stage, target)
@@ -266,22 +268,22 @@ def _swap(stage: Path, target: Path, *, committed: bool) -> bool:
         if not target.exists() or not any(target.iterdir()):
             local_disk.move(stage, target)
         elif committed:
-            local_disk.exchange(stage, target)
+            local_disk.exchange_folders(stage, target)
         else:
             return False
     except OSError as error:
         if error.errno in _NO_SWAP:
             return False
         raise
-    local_disk.sync(target.parent)
+    local_disk.sync_path(target.parent)
     return True
 
 
-def _pour(stage: Path, target: Path, aside: set[str], new: list[str]) -> None:
+def _pour_files(stage: Path, target: Path, aside: set[str], new: list[str]) -> None:
     sideline = sideline_of(stage, target)
     local_disk.make_folder(target)
     local_disk.mkdir(sideline)
-    local_disk.shift([MANIFEST_NAME], target, sideline)  # first: no reader may trust files that are about to move
-    local_disk.shift(aside, target, sideline)
-    local_disk.shift(new, stage, target)
-    local_disk.shift([MANIFEST_NAME], stage, target)
+    local_disk.move_files([MANIFEST_NAME], target, sideline)  # first: no reader may trust files that are about to move
+    local_disk.move_files(aside, target, sideline)
+    local_disk.move_files(new, stage, target)
+    local_disk.move_files([MANIFEST_NAME], stage, target)

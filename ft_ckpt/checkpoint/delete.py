@@ -1,4 +1,4 @@
-"""Takes one checkpoint, or its training state, off the disk; stopped anywhere, `settle` finishes.
+"""Deletes one checkpoint, or its training state; after an interruption `finish_deletion` completes the work.
 
 A checkpoint is dropped by renaming its manifest to a tombstone: in that one step it stops being one, and what has to
 be deleted stays on record. Only then are pins and leases looked at once more; where there is one, the manifest goes
@@ -17,14 +17,22 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from ft_ckpt.checkpoint import pins
 from ft_ckpt.checkpoint.catalog import read_manifest
-from ft_ckpt.checkpoint.manifest import MANIFEST_LIMIT_BYTES, MANIFEST_NAME, Manifest, from_json, to_json
+from ft_ckpt.checkpoint.leases import lease_reasons
+from ft_ckpt.checkpoint.manifest import (
+    MANIFEST_LIMIT_BYTES,
+    MANIFEST_NAME,
+    Manifest,
+    manifest_from_json,
+    manifest_to_json,
+)
+from ft_ckpt.checkpoint.pins import pin_reason
 from ft_ckpt.errors import CheckpointError, CorruptError, listing
 from ft_ckpt.storage import local_disk
 from ft_ckpt.storage.paths import is_inside
 from ft_ckpt.storage.placing import PREFIX, write_text
 
+TOMBSTONE = f"{PREFIX}dropped"  # the manifest of a checkpoint that is being deleted
 STATE = "state"  # kind of the parts that hold a training state
 _NOTE = "the training state was removed when it was no longer to be kept"
 _BUSY = tuple(f"{PREFIX}{what}-" for what in ("stage", "old"))  # of a save that pours into the folder
@@ -32,7 +40,7 @@ _BUSY = tuple(f"{PREFIX}{what}-" for what in ("stage", "old"))  # of a save that
 
 @dataclass(frozen=True)
 class Removal:
-    """What became of a checkpoint that was to go, or to lose its state."""
+    """The outcome of deleting a checkpoint or its state."""
 
     path: Path
     why: tuple[str, ...] = ()  # it stays as it was, for these reasons
@@ -42,56 +50,62 @@ class Removal:
     left: tuple[Path, ...] = ()  # files in its folder that it never listed, which stay
 
 
-def drop(path: Path) -> Removal:
-    """Delete the checkpoint `path`, unless somebody needs it. Raises OSError or CorruptError, and `settle` goes on."""
-    if why := _obstacles(path):
+def delete_checkpoint(path: Path) -> Removal:
+    """Delete the checkpoint `path`, unless something guards it.
+
+    Raises OSError or CorruptError; `finish_deletion` then completes the work.
+    """
+    if why := _deletion_obstacles(path):
         return Removal(path, why=why)
     with contextlib.suppress(FileNotFoundError):  # somebody else was faster
-        local_disk.move(path / MANIFEST_NAME, path / pins.DROPPED)
-        local_disk.sync(path)
-        return settle(path)
+        local_disk.move(path / MANIFEST_NAME, path / TOMBSTONE)
+        local_disk.sync_path(path)
+        return finish_deletion(path)
     return Removal(path)
 
 
-def strip(path: Path) -> Removal:
-    """Delete the training state of the checkpoint `path`, unless somebody needs it. Raises as `drop` does."""
-    if why := _obstacles(path):
+def delete_state(path: Path) -> Removal:
+    """Delete the training state of the checkpoint `path`, unless something guards it.
+
+    Raises as `delete_checkpoint` does.
+    """
+    if why := _deletion_obstacles(path):
         return Removal(path, why=why)
     manifest = read_manifest(path)
-    write_text(path / pins.DROPPED, local_disk.read_text(path / MANIFEST_NAME, MANIFEST_LIMIT_BYTES))
-    write_text(path / MANIFEST_NAME, to_json(without_state(manifest)))
-    return settle(path)
+    write_text(path / TOMBSTONE, local_disk.read_text(path / MANIFEST_NAME, MANIFEST_LIMIT_BYTES))
+    write_text(path / MANIFEST_NAME, manifest_to_json(without_state(manifest)))
+    return finish_deletion(path)
 
 
-def settle(path: Path) -> Removal:
+def finish_deletion(path: Path) -> Removal:
     """Do what the tombstone in `path` asks for, as the table on top says; may be interrupted and repeated."""
     if _name_of_gone(path):
-        return _vanish(path)
-    if why := guards(path):
-        return Removal(path, why=why if _put_back(path) else ())
+        return _remove_folder(path)
+    if why := deletion_guards(path):
+        return Removal(path, why=why if _restore_manifest(path) else ())
     committed = (path / MANIFEST_NAME).exists()
-    doomed = listed(path / pins.DROPPED) - (listed(path / MANIFEST_NAME) if committed else frozenset())
-    freed = size_of(path, doomed)
-    local_disk.delete(doomed, path)
-    local_disk.prune(doomed, path)
+    doomed = manifest_files(path / TOMBSTONE) - (manifest_files(path / MANIFEST_NAME) if committed else frozenset())
+    freed = releasable_bytes(path, doomed)
+    local_disk.delete_files(doomed, path)
+    local_disk.remove_empty_folders(doomed, path)
     if not committed:
-        return dataclasses.replace(_close(path), freed_bytes=freed)
-    _unlink(path / pins.DROPPED)
-    local_disk.sync(path)
+        return dataclasses.replace(_close_folder(path), freed_bytes=freed)
+    _unlink_if_there(path / TOMBSTONE)
+    local_disk.sync_path(path)
     return Removal(path, stripped=True, freed_bytes=freed)
 
 
-def unfinished(root: Path) -> list[Path]:
-    """The folders in `root` that wait for `settle`: with a tombstone, or emptied and on their way out."""
-    found = [path for path in entries(root) if not path.is_symlink()]
-    return [path for path in found if _name_of_gone(path) or (path / pins.DROPPED).is_file()]
+def unfinished_deletions(root: Path) -> list[Path]:
+    """The folders in `root` that wait for `finish_deletion`: with a tombstone, or emptied and on their way out."""
+    found = [path for path in folder_entries(root) if not path.is_symlink()]
+    return [path for path in found if _name_of_gone(path) or (path / TOMBSTONE).is_file()]
 
 
-def guards(path: Path) -> tuple[str, ...]:
-    """Why the checkpoint `path` may not be touched now, as its own folder and the one around it tell."""
-    pinned = pins.pinned(path)
-    saving = ("a save to it is not finished",) if _is_saved(path) else ()
-    return (*((pinned,) if pinned else ()), *pins.leased(path), *saving)
+def deletion_guards(path: Path) -> tuple[str, ...]:
+    """The reasons, read from its folder and the one around it, why the checkpoint `path` must not be deleted now."""
+    pinned = pin_reason(path)
+    saving = ("a save to it is not finished",) if _is_being_saved(path) else ()
+    return (*((pinned,) if pinned else ()), *lease_reasons(path), *saving)
 
 
 def without_state(manifest: Manifest) -> Manifest:
@@ -105,7 +119,7 @@ def without_state(manifest: Manifest) -> Manifest:
     )
 
 
-def listed(file: Path) -> frozenset[str]:
+def manifest_files(file: Path) -> frozenset[str]:
     """The files that a manifest or tombstone names. Understands newer ones, too. Raises OSError or CorruptError."""
     try:
         text = local_disk.read_text(file, MANIFEST_LIMIT_BYTES)
@@ -119,92 +133,92 @@ def listed(file: Path) -> frozenset[str]:
     return paths
 
 
-def size_of(path: Path, names: Iterable[str]) -> int:
-    """What the disk gains when these files of `path` go; a file by two names is one, by a third elsewhere none."""
-    found = local_disk.stats(names, path)
+def releasable_bytes(path: Path, names: Iterable[str]) -> int:
+    """Bytes that deleting these files of `path` frees: a file under two names counts once, one linked elsewhere not."""
+    found = local_disk.file_stats(names, path)
     names_of = Counter((each.st_dev, each.st_ino) for each in found)
     once = {(each.st_dev, each.st_ino): each for each in found}
     return sum(each.st_size for key, each in once.items() if each.st_nlink <= names_of[key])
 
 
-def entries(folder: Path) -> list[Path]:
-    """What is in `folder`, sorted; nothing when there is no such folder."""
+def folder_entries(folder: Path) -> list[Path]:
+    """The entries of `folder`, sorted; empty when there is no such folder."""
     try:
         return sorted(folder.iterdir())
     except (FileNotFoundError, NotADirectoryError):
         return []
 
 
-def _obstacles(path: Path) -> tuple[str, ...]:
-    """Why `path` cannot be removed now. A tombstone must do its work before another takes its place."""
-    waiting = ("an earlier removal is not finished",) if (path / pins.DROPPED).exists() else ()
-    return (*guards(path), *waiting)
+def _deletion_obstacles(path: Path) -> tuple[str, ...]:
+    """The reasons why `path` cannot be deleted now; an unfinished deletion is one, since it needs its tombstone."""
+    waiting = ("an earlier removal is not finished",) if (path / TOMBSTONE).exists() else ()
+    return (*deletion_guards(path), *waiting)
 
 
-def _is_saved(path: Path) -> bool:
+def _is_being_saved(path: Path) -> bool:
     beside = f".{path.name}{_BUSY[0]}"
-    inside = any(each.name.startswith(_BUSY) for each in entries(path))
-    return inside or any(each.name.startswith(beside) for each in entries(path.parent))
+    inside = any(each.name.startswith(_BUSY) for each in folder_entries(path))
+    return inside or any(each.name.startswith(beside) for each in folder_entries(path.parent))
 
 
-def _put_back(path: Path) -> bool:
-    """Make `path` the checkpoint it was, as somebody needs it after all; False when it cannot be, or is another now."""
-    was, now = _read(path / pins.DROPPED), _read(path / MANIFEST_NAME)
-    if was is None or (now is not None and now.created != was.created) or _is_saved(path):
+def _restore_manifest(path: Path) -> bool:
+    """Undo the deletion of `path`, which something guards after all; False when it is damaged or another by now."""
+    was, now = _manifest_or_none(path / TOMBSTONE), _manifest_or_none(path / MANIFEST_NAME)
+    if was is None or (now is not None and now.created != was.created) or _is_being_saved(path):
         return False
     if not all((path / file.path).is_file() for file in was.files):
         return False
-    local_disk.move(path / pins.DROPPED, path / MANIFEST_NAME)
-    local_disk.sync(path)
+    local_disk.move(path / TOMBSTONE, path / MANIFEST_NAME)
+    local_disk.sync_path(path)
     return True
 
 
-def _close(path: Path) -> Removal:
-    """After the last file of a dropped checkpoint: the marks, the tombstone, and the folder if that empties it."""
-    if not _others(path):
-        gone = path.with_name(f".{path.name}{pins.DROPPED}")  # never an empty folder that looks like a checkpoint
+def _close_folder(path: Path) -> Removal:
+    """Delete the marks and the tombstone of a checkpoint whose files are gone, and its folder if that empties it."""
+    if not _other_files(path):
+        gone = path.with_name(f".{path.name}{TOMBSTONE}")  # never an empty folder that looks like a checkpoint
         local_disk.move(path, gone)
-        return _vanish(gone)
-    _unlink(path / pins.DROPPED)
-    local_disk.sync(path)
-    left = tuple(each for each in sorted(local_disk.tree(path)) if each.is_symlink() or not each.is_dir())
+        return _remove_folder(gone)
+    _unlink_if_there(path / TOMBSTONE)
+    local_disk.sync_path(path)
+    left = tuple(each for each in sorted(local_disk.walk_tree(path)) if each.is_symlink() or not each.is_dir())
     return Removal(path, dropped=True, left=left)
 
 
-def _vanish(gone: Path) -> Removal:
+def _remove_folder(gone: Path) -> Removal:
     path = gone.with_name(_name_of_gone(gone))
-    if _others(gone):  # somebody put something there in that instant
+    if _other_files(gone):  # somebody put something there in that instant
         local_disk.move(gone, path)
-        return _close(path)
-    _unlink(gone / pins.DROPPED)
+        return _close_folder(path)
+    _unlink_if_there(gone / TOMBSTONE)
     with contextlib.suppress(OSError):  # something came even now: the next sweep looks again
         gone.rmdir()
-    local_disk.sync(path.parent)
+    local_disk.sync_path(path.parent)
     return Removal(path, dropped=True)
 
 
-def _others(path: Path) -> list[Path]:
-    """What is in the folder of a dropped checkpoint besides the tombstone; other marks mean nothing any more and go."""
-    found = [each for each in entries(path) if each.name != pins.DROPPED]
+def _other_files(path: Path) -> list[Path]:
+    """The entries of a deleted checkpoint's folder besides its tombstone; other marks of ours are deleted here."""
+    found = [each for each in folder_entries(path) if each.name != TOMBSTONE]
     spent = [each for each in found if each.name.startswith(PREFIX) and not each.is_dir()]
     for each in spent:
-        _unlink(each)
+        _unlink_if_there(each)
     return [each for each in found if each not in spent]
 
 
-def _unlink(file: Path) -> None:
+def _unlink_if_there(file: Path) -> None:
     with contextlib.suppress(FileNotFoundError, NotADirectoryError):
         local_disk.unlink(file)
 
 
 def _name_of_gone(path: Path) -> str:
-    """The name of the folder that `_close` renamed to `path`; "" for any other."""
-    named = path.name.startswith(".") and path.name.endswith(pins.DROPPED) and path.is_dir()
-    return path.name[1 : -len(pins.DROPPED)] if named else ""
+    """The name of the folder that `_close_folder` renamed to `path`; "" for any other."""
+    named = path.name.startswith(".") and path.name.endswith(TOMBSTONE) and path.is_dir()
+    return path.name[1 : -len(TOMBSTONE)] if named else ""
 
 
-def _read(file: Path) -> Manifest | None:
+def _manifest_or_none(file: Path) -> Manifest | None:
     try:
-        return from_json(local_disk.read_text(file, MANIFEST_LIMIT_BYTES), str(file))
+        return manifest_from_json(local_disk.read_text(file, MANIFEST_LIMIT_BYTES), str(file))
     except (CheckpointError, OSError):
         return None

@@ -1,4 +1,4 @@
-"""Weights without a manifest of ours: do their headers, indexes and configs hold together? Needs no torch."""
+"""Checks weights without a manifest of ours by their headers, indexes and configs. Needs no torch."""
 
 import json
 from collections.abc import Iterator
@@ -51,11 +51,11 @@ def _document_problems(file: Path, folder: Path, names: dict[Path, set[str]]) ->
         yield f"{label}: not JSON ({error})"
         return
     if file.name.endswith(_INDEX):
-        yield from _index_problems(file, label, found, names)
+        yield from _index_file_problems(file, label, found, names)
 
 
-def _index_problems(index: Path, label: str, found: Any, names: dict[Path, set[str]]) -> Iterator[str]:
-    """An index must send each tensor to a file beside it that has it."""
+def _index_file_problems(index: Path, label: str, found: Any, names: dict[Path, set[str]]) -> Iterator[str]:
+    """Check that an index sends each tensor to a file beside it that has it."""
     where = found.get("weight_map") if isinstance(found, dict) else None
     if not isinstance(where, dict):
         yield f"{label}: no weight_map in it"

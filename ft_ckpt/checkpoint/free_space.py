@@ -1,4 +1,4 @@
-"""Room on the disk for a checkpoint, and what to do where there is none: give up, delete old ones, or wait."""
+"""Ensures that the disk has room for a checkpoint: raises, deletes old checkpoints, or waits."""
 
 import time
 from collections.abc import Iterable
@@ -12,7 +12,7 @@ from ft_ckpt.errors import NoSpaceError
 POLL_SECONDS = 10.0
 
 
-def ensure(
+def ensure_space(
     target: Path,
     needed_bytes: int,
     config: SaverConfig,
@@ -28,7 +28,7 @@ def ensure(
     `config.when_full` has no more to offer, TargetError when the place cannot be written.
     """
     if config.when_full == "wait":
-        _wait(target, needed_bytes, tries)
+        _wait_for_space(target, needed_bytes, tries)
         return
     if tries == 0:
         try:
@@ -45,7 +45,7 @@ def ensure(
     commit.check_target(target, needed_bytes)
 
 
-def _wait(target: Path, needed_bytes: int, tries: int) -> None:
+def _wait_for_space(target: Path, needed_bytes: int, tries: int) -> None:
     while True:
         if tries:  # there seemed to be room, and there was not
             time.sleep(POLL_SECONDS)

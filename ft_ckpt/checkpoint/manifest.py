@@ -76,27 +76,27 @@ class Manifest:
     format_version: int = FORMAT_VERSION
 
 
-def to_json(manifest: Manifest) -> str:
+def manifest_to_json(manifest: Manifest) -> str:
     """The manifest as JSON text, one line per record so that a diff or an eye can follow it.
 
-    It vouches for itself: "digest" is that of the text without its own line.
+    Its field "digest" is that of the text without the line of that field.
     """
     plain = {key: value for key, value in vars(manifest).items() if key not in ("parts", "files")}
     plain["metrics"] = {name: value if math.isfinite(value) else str(value) for name, value in plain["metrics"].items()}
-    lines = [f"  {_dump(key)}: {_dump(value)}," for key, value in plain.items()]
+    lines = [f"  {_json_text(key)}: {_json_text(value)}," for key, value in plain.items()]
     lines.append('  "files": [\n' + ",\n".join("    " + _file_json(file) for file in manifest.files) + "\n  ],")
     lines.append('  "parts": [\n' + ",\n".join(_part_json(part) for part in manifest.parts) + "\n  ]")
     body = "\n".join(lines) + "\n}\n"
-    return "{\n" + _digest_line(_digest("{\n" + body)) + body
+    return "{\n" + _digest_line(_text_digest("{\n" + body)) + body
 
 
-def from_json(text: str, source: str = MANIFEST_NAME) -> Manifest:
+def manifest_from_json(text: str, source: str = MANIFEST_NAME) -> Manifest:
     """The manifest in `text`; `source` names it in errors.
 
     Raises ManifestError when it is not JSON, lacks a field or has one of another type or range, has changed since it
-    was written (its digest tells; those of ft_ckpt 0.1.0 have none), or was written by a newer ft_ckpt.
+    was written (by its digest, which those of ft_ckpt 0.1.0 lack), or was written by a newer ft_ckpt.
     """
-    document = _document(text, source)
+    document = _parse_document(text, source)
     _check_digest(document, text, source)
     try:
         manifest: Manifest = _read(document)
@@ -104,7 +104,7 @@ def from_json(text: str, source: str = MANIFEST_NAME) -> Manifest:
         raise ManifestError(
             f"{source}: malformed manifest ({odd}); the checkpoint is damaged, use an older one"
         ) from odd
-    if problems := list(_problems(manifest)):
+    if problems := list(_manifest_problems(manifest)):
         raise ManifestError(
             f"{source}: malformed manifest ({listing(problems)}); the checkpoint is damaged, use an older one"
         )
@@ -112,33 +112,33 @@ def from_json(text: str, source: str = MANIFEST_NAME) -> Manifest:
 
 
 def _file_json(file: FileRecord) -> str:
-    return _dump({**vars(file), "cuts": [list(vars(cut).values()) for cut in file.cuts]})
+    return _json_text({**vars(file), "cuts": [list(vars(cut).values()) for cut in file.cuts]})
 
 
 def _part_json(part: PartRecord) -> str:
     plain = {**vars(part), "base": None if part.base is None else vars(part.base)}
-    head = "".join(f"{_dump(key)}: {_dump(value)}, " for key, value in plain.items() if key != "tensors")
-    tensors = ",\n".join("      " + _dump(vars(tensor)) for tensor in part.tensors)
+    head = "".join(f"{_json_text(key)}: {_json_text(value)}, " for key, value in plain.items() if key != "tensors")
+    tensors = ",\n".join("      " + _json_text(vars(tensor)) for tensor in part.tensors)
     return f'    {{{head}"tensors": [\n{tensors}\n    ]}}'
 
 
-def _dump(value: Any) -> str:
+def _json_text(value: Any) -> str:
     """JSON that is valid UTF-8 whatever names it holds: bytes of a file name that are not UTF-8 come as surrogates."""
     return re.sub("[\ud800-\udfff]", lambda found: f"\\u{ord(found[0]):04x}", _encode(value))
 
 
-def _digest(text: str) -> str:
+def _text_digest(text: str) -> str:
     return f"xxh3-128:{xxhash.xxh3_128_hexdigest(text.encode('utf-8', 'surrogatepass'))}"
 
 
 def _digest_line(digest: str) -> str:
-    return f'  "digest": {_dump(digest)},\n'
+    return f'  "digest": {_json_text(digest)},\n'
 
 
 _read = reader_of(Manifest)
 
 
-def _document(text: str, source: str) -> dict[str, Any]:
+def _parse_document(text: str, source: str) -> dict[str, Any]:
     try:
         document = json.loads(text)
         version = document["format_version"]
@@ -154,10 +154,10 @@ def _document(text: str, source: str) -> dict[str, Any]:
 
 
 def _check_digest(document: dict[str, Any], text: str, source: str) -> None:
-    """A manifest must have the digest it tells; without one it is of 0.1.0, and has no field of later versions."""
+    """Compare a manifest with the digest in it; one without is of 0.1.0 and must have no field of later versions."""
     told = document.get("digest")
     if "digest" in document:
-        found = _digest(text.replace(_digest_line(str(told)), "", 1))
+        found = _text_digest(text.replace(_digest_line(str(told)), "", 1))
         if found != told:
             raise ManifestError(
                 f"{source}: its digest is {found}, expected {told!r}: the manifest has changed since it was written; "
@@ -170,8 +170,8 @@ def _check_digest(document: dict[str, Any], text: str, source: str) -> None:
         )
 
 
-def _problems(manifest: Manifest) -> Iterator[str]:
-    """What no save writes, though each field is of the right type."""
+def _manifest_problems(manifest: Manifest) -> Iterator[str]:
+    """A line for each value that no save writes, though its type is right."""
     again = [path for path, count in Counter(file.path for file in manifest.files).items() if count > 1]
     yield from (f"{path!r}: listed more than once" for path in again)
     for file in manifest.files:

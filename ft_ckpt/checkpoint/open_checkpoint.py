@@ -1,8 +1,8 @@
-"""One checkpoint held open: all its files, of one moment, whatever becomes of the folder meanwhile.
+"""Holds all files of one checkpoint open, so that readers see one save, even if it is replaced or deleted meanwhile.
 
-A save may replace a checkpoint, and a sweep delete it, between any two files that are opened in it by their paths. So
-every file is opened first, and the manifest is looked at again when the last one is open: the one in place is then the
-one that was read, or it is all done anew. Readers of any library find the files in a folder of links to them.
+A checkpoint may be replaced or deleted between any two files that are opened by their paths. So every file is opened
+first and the manifest compared again when the last one is open: if it is no longer the one that was read, all is opened
+anew. Readers of any library find the files in a folder of links to them.
 """
 
 import hashlib
@@ -14,10 +14,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ft_ckpt.checkpoint.catalog import nothing_at, read_manifest
-from ft_ckpt.checkpoint.checks import problems_of, strays
+from ft_ckpt.checkpoint.catalog import read_manifest, why_no_checkpoint
+from ft_ckpt.checkpoint.checks import checkpoint_problems, misleading_files
+from ft_ckpt.checkpoint.leases import hold_lease
 from ft_ckpt.checkpoint.manifest import MANIFEST_NAME, Manifest
-from ft_ckpt.checkpoint.pins import lease
 from ft_ckpt.errors import CheckpointError, CorruptError, NotACheckpointError, damaged_input
 from ft_ckpt.storage.local_disk import open_regular
 
@@ -37,35 +37,35 @@ class OpenCheckpoint:
     )
     served: tuple[int, ...] = ()  # ranks that rank 0 reads for
 
-    def problems(self, deep: bool) -> tuple[str, ...]:
+    def find_problems(self, deep: bool) -> tuple[str, ...]:
         """What is wrong with the open files, as `catalog.verify` finds it, and with what lies beside them."""
         where = "not of this checkpoint, and readers would take it for its weights; move it away"
-        beside = (f"{name}: {where}" for name in strays(self.path, self.manifest))
-        return (*problems_of(self.folder, self.manifest, deep=deep), *beside)
+        beside = (f"{name}: {where}" for name in misleading_files(self.path, self.manifest))
+        return (*checkpoint_problems(self.folder, self.manifest, deep=deep), *beside)
 
 
 @contextmanager
 def open_checkpoint(path: str | os.PathLike[str]) -> Iterator[OpenCheckpoint]:
-    """The checkpoint at `path`, its files open while the block runs, and leased so that no sweep deletes them.
+    """The checkpoint at `path`, its files open while the block runs, and leased so that nothing deletes them.
 
     A file that is missing has no link in `folder`. Raises NotACheckpointError or ManifestError as
     `catalog.read_manifest` does, CorruptError when a file cannot be opened or is no file, or where open files have no
     paths (outside Linux) and the checkpoint was replaced meanwhile.
     """
     path = Path(path).absolute()
-    with lease(path), ExitStack() as stack:
-        while (held := _hold(path, stack)) is None:  # replaced meanwhile
+    with hold_lease(path), ExitStack() as stack:
+        while (held := _open_all(path, stack)) is None:  # replaced meanwhile
             stack.close()
         try:
             yield held
         except CheckpointError as error:
-            error.args = tuple(_spelt(arg, held) for arg in error.args)
+            error.args = tuple(_with_found_path(arg, held) for arg in error.args)
             raise
 
 
 @contextmanager
-def held_open(path: Path) -> Iterator[Path]:
-    """Where to read the file or folder `path` while the block runs.
+def hold_open(path: Path) -> Iterator[Path]:
+    """The path at which to read the file or folder `path` while the block runs.
 
     If it is a checkpoint of ours, or lies in one, that is held open, and what comes out is in its folder of links. A
     file that the checkpoint does not list is read where it is; so is whatever is no checkpoint of ours.
@@ -82,23 +82,23 @@ def held_open(path: Path) -> Iterator[Path]:
         yield place if place.exists() else path
 
 
-def _hold(path: Path, stack: ExitStack) -> OpenCheckpoint | None:
+def _open_all(path: Path, stack: ExitStack) -> OpenCheckpoint | None:
     """Open everything; None when another checkpoint has taken the place meanwhile."""
-    marker = _open(path / MANIFEST_NAME, stack)
+    marker = _open_or_none(path / MANIFEST_NAME, stack)
     if marker is None:
-        raise NotACheckpointError(nothing_at(path))
+        raise NotACheckpointError(why_no_checkpoint(path))
     manifest = read_manifest(path)
-    opened = {file.path: _open(path / file.path, stack) for file in manifest.files}
+    opened = {file.path: _open_or_none(path / file.path, stack) for file in manifest.files}
     if not _is_in_place(path, marker):
         return None
     text = os.pread(marker, os.fstat(marker).st_size, 0)
     if not _DESCRIPTORS.is_dir():
         stack.callback(_refuse_replaced, path, marker)
-    folder = _linked(path, {MANIFEST_NAME: marker, **opened}, stack) if _DESCRIPTORS.is_dir() else path
+    folder = _link_folder(path, {MANIFEST_NAME: marker, **opened}, stack) if _DESCRIPTORS.is_dir() else path
     return OpenCheckpoint(path, folder, manifest, hashlib.blake2b(text, digest_size=16).hexdigest())
 
 
-def _open(file: Path, stack: ExitStack) -> int | None:
+def _open_or_none(file: Path, stack: ExitStack) -> int | None:
     """A descriptor of the file, closed with the stack; None when there is none."""
     with damaged_input(file):
         try:
@@ -115,7 +115,7 @@ def _is_in_place(path: Path, marker: int) -> bool:
         return False
 
 
-def _linked(path: Path, opened: dict[str, int | None], stack: ExitStack) -> Path:
+def _link_folder(path: Path, opened: dict[str, int | None], stack: ExitStack) -> Path:
     """A folder, called as the checkpoint is, whose files are the open ones."""
     top = stack.enter_context(tempfile.TemporaryDirectory(prefix="ft_ckpt-open-"))
     folder = Path(top, path.name or "checkpoint")
@@ -132,5 +132,5 @@ def _refuse_replaced(path: Path, marker: int) -> None:
         raise CorruptError(f"{path}: replaced while it was read; read it again")
 
 
-def _spelt(text: object, held: OpenCheckpoint) -> object:
+def _with_found_path(text: object, held: OpenCheckpoint) -> object:
     return text.replace(str(held.folder), str(held.path)) if isinstance(text, str) else text

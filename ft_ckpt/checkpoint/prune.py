@@ -1,4 +1,4 @@
-"""Deletes from a run what its rules do not ask for; stopped anywhere, the next sweep finishes."""
+"""Deletes the checkpoints of a run that its rules do not keep; an interrupted deletion is finished by the next call."""
 
 import contextlib
 import dataclasses
@@ -16,27 +16,27 @@ from ft_ckpt.checkpoint import catalog, recovery
 from ft_ckpt.checkpoint.delete import (
     STATE,
     Removal,
-    drop,
-    entries,
-    guards,
-    listed,
-    settle,
-    size_of,
-    strip,
-    unfinished,
+    delete_checkpoint,
+    delete_state,
+    deletion_guards,
+    finish_deletion,
+    folder_entries,
+    manifest_files,
+    releasable_bytes,
+    unfinished_deletions,
     without_state,
 )
 from ft_ckpt.checkpoint.manifest import MANIFEST_NAME
 from ft_ckpt.errors import CheckpointError, UnreadableError, listing
-from ft_ckpt.retention import Held, Keep, Plan, newest, plan
+from ft_ckpt.retention import HeldCheckpoint, Keep, PrunePlan, newest_valid, plan_pruning
 
 _LOG = logging.getLogger("ft_ckpt")
 _STAGE = re.compile(r"\.(?P<target>.+)\.ft_ckpt-stage-.+-\d+-[0-9a-f]{8}", re.DOTALL)
 
 
 @dataclass(frozen=True)
-class SweepReport:
-    """What a sweep did, or a dry run would: `kept` with the reasons; what failed is left for the next one."""
+class PruneReport:
+    """The outcome of pruning, or of its dry run: `kept` with the reasons; failures are tried again next time."""
 
     kept: Mapping[Path, tuple[str, ...]] = field(default_factory=dict)
     dropped: tuple[Path, ...] = ()
@@ -46,45 +46,47 @@ class SweepReport:
     problems: tuple[str, ...] = ()
 
 
-def survey(root: str | os.PathLike[str], protect: Iterable[str | os.PathLike[str]] = ()) -> list[Held]:
-    """The checkpoints that stand in the folder `root` of a run, oldest first; a link is none, nor is `root` itself.
+def survey_run(root: str | os.PathLike[str], protect: Iterable[str | os.PathLike[str]] = ()) -> list[HeldCheckpoint]:
+    """The checkpoints in the folder `root` of a run, oldest first; links and `root` itself are left out.
 
     Guarded are those in `protect`, pinned or leased ones, those that a link in `root` leads to, and those that a save
     is about to replace. Raises UnreadableError when a manifest, or `root`, cannot be read just now: rules that see only
     some of them could let the wrong ones go.
     """
     root = Path(root)
-    links = {os.path.realpath(path): path.name for path in entries(root) if path.is_symlink()}
+    links = {os.path.realpath(path): path.name for path in folder_entries(root) if path.is_symlink()}
     asked = {os.path.realpath(path) for path in protect}
-    listed = catalog.look(root)
+    listed = catalog.list_checkpoints(root)
     if listed.unreadable:
         raise UnreadableError(listing([str(error) for error in listed.unreadable.values()]))
     found = (info for info in listed.found if info.path != root and not info.path.is_symlink())
-    return [held for info in found if (held := _held(info, links, asked)) is not None]
+    return [held for info in found if (held := _held_checkpoint(info, links, asked)) is not None]
 
 
-def sweep(
+def prune_run(
     root: str | os.PathLike[str],
     keep: Keep,
     *,
     run_id: str | None = None,
     protect: Iterable[str | os.PathLike[str]] = (),
     dry_run: bool = False,
-) -> SweepReport:
-    """Delete from the folder `root` what `keep` does not ask for (see `retain.plan`), and what earlier sweeps left.
+) -> PruneReport:
+    """Delete the checkpoints in `root` that `keep` does not ask for (see `retention.plan_pruning`).
 
     With `run_id` other runs' checkpoints stay; folders without our manifest always do. What the disk refuses is in the
     report's `problems` and nothing is raised for it; so is another sweep of the same folder, which is not waited for.
     """
-    return _swept(Path(root), lambda: plan(survey(root, protect), keep, run_id), dry_run=dry_run)
+    return _run_plan(Path(root), lambda: plan_pruning(survey_run(root, protect), keep, run_id), dry_run=dry_run)
 
 
-def tidy(root: Path | None, keep: Keep | None, run_id: str, protect: tuple[Path, ...], newest_path: Path) -> None:
-    """Delete what need not be kept, once a new checkpoint is there; trouble with it is warned of, and ends no run."""
+def prune_after_save(
+    root: Path | None, keep: Keep | None, run_id: str, protect: tuple[Path, ...], newest_path: Path
+) -> None:
+    """Prune a run after a save; failures are warned of and never end the run."""
     if root is None or keep is None:
         return
     try:
-        problems = sweep(root, keep, run_id=run_id, protect=(newest_path, *protect)).problems
+        problems = prune_run(root, keep, run_id=run_id, protect=(newest_path, *protect)).problems
     except Exception as error:  # noqa: BLE001 - the checkpoint is safe, and the next sweep tries again
         problems = (str(error),)
     for problem in problems:
@@ -98,41 +100,45 @@ def make_room(
     *,
     run_id: str | None = None,
     protect: Iterable[str | os.PathLike[str]] = (),
-) -> SweepReport:
-    """Delete ahead of its save what `keep` would not ask for once there is a checkpoint of `step`.
+) -> PruneReport:
+    """Delete, ahead of the save of `step`, the checkpoints that `keep` would not ask for after it.
 
-    The newest valid ones of today stay nevertheless: the new one is not there yet. Reports as `sweep` does.
+    The newest valid ones of today stay nevertheless: the new one is not there yet. Reports as `prune_run` does.
     """
 
-    def as_if_saved() -> Plan:
-        held = survey(root, protect)
-        vital = newest(each for each in held if run_id is None or each.run_id == run_id)
+    def as_if_saved() -> PrunePlan:
+        held = survey_run(root, protect)
+        vital = newest_valid(each for each in held if run_id is None or each.run_id == run_id)
         if not vital:
-            return plan(held, keep, run_id)
-        held = [_guarded(each, vital.get(each.path)) for each in held]
+            return plan_pruning(held, keep, run_id)
+        held = [_with_guard(each, vital.get(each.path)) for each in held]
         now = datetime.now(timezone.utc).timestamp()
         number = 1 + max((each.number for each in held), default=0)
-        coming = Held(path=Path(root, "\0"), step=step, created=now, has_state=True, run_id=run_id, number=number)
-        planned = plan([*held, coming], keep, run_id)
+        coming = HeldCheckpoint(
+            path=Path(root, "\0"), step=step, created=now, has_state=True, run_id=run_id, number=number
+        )
+        planned = plan_pruning([*held, coming], keep, run_id)
         kept = {path: why for path, why in planned.keep.items() if path != coming.path}
         return dataclasses.replace(planned, keep=kept)
 
-    return _swept(Path(root), as_if_saved)
+    return _run_plan(Path(root), as_if_saved)
 
 
-def clear(root: str | os.PathLike[str]) -> tuple[str, ...]:
-    """Settle what saves into `root` left when their process died (see `recovery.recover`); says what was done.
+def recover_all(root: str | os.PathLike[str]) -> tuple[str, ...]:
+    """Undo or finish the saves into `root` whose process died (see `recovery.recover_target`); a line for each.
 
     For the one who writes there, before it does: nobody else may be saving into `root`. Raises TargetError.
     """
     root = Path(root)
-    named = (_STAGE.fullmatch(path.name) for path in entries(root))
+    named = (_STAGE.fullmatch(path.name) for path in folder_entries(root))
     targets = sorted({match["target"] for match in named if match})
     # The run's own folder too: a model saved into it is put in place by an exchange, and what is below it comes after.
-    return tuple(line for target in (root, *(root / name for name in targets)) for line in recovery.recover(target))
+    return tuple(
+        line for target in (root, *(root / name for name in targets)) for line in recovery.recover_target(target)
+    )
 
 
-def _held(info: catalog.CheckpointInfo, links: Mapping[str, str], asked: set[str]) -> Held | None:
+def _held_checkpoint(info: catalog.CheckpointInfo, links: Mapping[str, str], asked: set[str]) -> HeldCheckpoint | None:
     path, manifest = info.path, info.manifest
     real = os.path.realpath(path)
     try:
@@ -144,13 +150,13 @@ def _held(info: catalog.CheckpointInfo, links: Mapping[str, str], asked: set[str
     why = [f"linked from {links[real]}"] if real in links else []
     why += ["protected by the caller"] if real in asked else []
     kinds = {part.kind for part in manifest.parts}
-    return Held(
+    return HeldCheckpoint(
         path=path,
         step=manifest.step,
-        created=_seconds(path, manifest.created),
+        created=_created_seconds(path, manifest.created),
         number=manifest.number or 0,
         metrics=manifest.metrics,
-        guards=(*why, *guards(path)),
+        guards=(*why, *deletion_guards(path)),
         valid=valid,
         has_state=STATE in kinds,
         has_weights=kinds != {STATE},
@@ -158,11 +164,11 @@ def _held(info: catalog.CheckpointInfo, links: Mapping[str, str], asked: set[str
     )
 
 
-def _guarded(each: Held, why: str | None) -> Held:
+def _with_guard(each: HeldCheckpoint, why: str | None) -> HeldCheckpoint:
     return each if why is None else dataclasses.replace(each, guards=(*each.guards, why))
 
 
-def _seconds(path: Path, created: str) -> float:
+def _created_seconds(path: Path, created: str) -> float:
     """Unix time of an ISO 8601 text, UTC where it names no zone; of the manifest's last change when it is none."""
     try:
         then = datetime.fromisoformat(created.replace("Z", "+00:00"))
@@ -174,8 +180,8 @@ def _seconds(path: Path, created: str) -> float:
 
 
 @contextlib.contextmanager
-def _alone(root: Path) -> Iterator[bool]:
-    """Whether this is the only sweep of `root`: one that drops and one that strips could bring a checkpoint back."""
+def _sole_pruner(root: Path) -> Iterator[bool]:
+    """Lock `root` against a second pruning, which could bring a checkpoint back; False when another holds the lock."""
     handle = os.open(root, os.O_RDONLY)
     try:
         try:
@@ -190,19 +196,21 @@ def _alone(root: Path) -> Iterator[bool]:
         os.close(handle)
 
 
-def _swept(root: Path, planned: Callable[[], Plan], *, dry_run: bool = False) -> SweepReport:
+def _run_plan(root: Path, planned: Callable[[], PrunePlan], *, dry_run: bool = False) -> PruneReport:
     try:
         if dry_run:
-            return _forecast(planned())
-        with _alone(root) as alone:
+            return _dry_report(planned())
+        with _sole_pruner(root) as alone:
             if not alone:
-                return SweepReport(problems=(f"{root}: another sweep is at work there; nothing was deleted",))
-            done = [_tried(settle, path) for path in unfinished(root)]
+                return PruneReport(problems=(f"{root}: another sweep is at work there; nothing was deleted",))
+            done = [_try_step(finish_deletion, path) for path in unfinished_deletions(root)]
             what = planned()
-            done += [_tried(drop, path) for path in what.drop] + [_tried(strip, path) for path in what.strip]
+            done += [_try_step(delete_checkpoint, path) for path in what.drop] + [
+                _try_step(delete_state, path) for path in what.strip
+            ]
     except (CheckpointError, OSError) as error:
-        return SweepReport(problems=(f"{root}: cannot be looked through ({error}); nothing was deleted",))
-    report = _report(what, done)
+        return PruneReport(problems=(f"{root}: cannot be looked through ({error}); nothing was deleted",))
+    report = _prune_report(what, done)
     for path in report.dropped:
         _LOG.info("deleted %s", path.name)
     for path in report.stripped:
@@ -210,16 +218,16 @@ def _swept(root: Path, planned: Callable[[], Plan], *, dry_run: bool = False) ->
     return report
 
 
-def _tried(step: Callable[[Path], Removal], path: Path) -> Removal | str:
+def _try_step(step: Callable[[Path], Removal], path: Path) -> Removal | str:
     try:
         return step(path)
     except (CheckpointError, OSError) as error:
         return f"{path}: not deleted, or not all of it ({error}); the next sweep goes on"
 
 
-def _report(what: Plan, done: list[Removal | str]) -> SweepReport:
+def _prune_report(what: PrunePlan, done: list[Removal | str]) -> PruneReport:
     removals = [each for each in done if isinstance(each, Removal)]
-    return SweepReport(
+    return PruneReport(
         kept={**what.keep, **{each.path: each.why for each in removals if each.why}},
         dropped=tuple(each.path for each in removals if each.dropped),
         stripped=tuple(each.path for each in removals if each.stripped),
@@ -229,10 +237,10 @@ def _report(what: Plan, done: list[Removal | str]) -> SweepReport:
     )
 
 
-def _forecast(what: Plan) -> SweepReport:
-    sizes = [size_of(path, listed(path / MANIFEST_NAME)) for path in what.drop]
+def _dry_report(what: PrunePlan) -> PruneReport:
+    sizes = [releasable_bytes(path, manifest_files(path / MANIFEST_NAME)) for path in what.drop]
     for path in what.strip:
         manifest = catalog.read_manifest(path)
         rest = {file.path for file in without_state(manifest).files}
-        sizes.append(size_of(path, {file.path for file in manifest.files} - rest))
-    return SweepReport(what.keep, what.drop, what.strip, sum(sizes))
+        sizes.append(releasable_bytes(path, {file.path for file in manifest.files} - rest))
+    return PruneReport(what.keep, what.drop, what.strip, sum(sizes))

@@ -1,4 +1,4 @@
-"""What saves leave on the disk, brought to rest: after a commit, an interruption or a death, by the same code.
+"""Undoes or finishes interrupted saves; the same code cleans up after a commit.
 
     a sideline, no manifest in the target    undo: poured files back to the stage, then the sideline back
     a sideline, a manifest in the target     the new one is in place: delete the sideline
@@ -15,7 +15,7 @@ import warnings
 from pathlib import Path
 
 from ft_ckpt.checkpoint.catalog import read_manifest
-from ft_ckpt.checkpoint.checks import misleading
+from ft_ckpt.checkpoint.checks import is_misleading
 from ft_ckpt.checkpoint.manifest import MANIFEST_LIMIT_BYTES, MANIFEST_NAME, Manifest
 from ft_ckpt.errors import CheckpointError, CorruptError, ManifestError, UnreadableError, explained
 from ft_ckpt.storage import local_disk, owners
@@ -25,8 +25,8 @@ from ft_ckpt.storage.placing import ABANDONED_SECONDS
 LEFTOVER = re.compile(rf"\.(?:(?P<target>.+)\.)?ft_ckpt-(?P<what>stage|old)-(?P<owner>{owners.OWNER})", re.DOTALL)
 
 
-def recover(target: Path) -> tuple[str, ...]:
-    """Undo or finish what saves to `target` left when they ended; says what was done, a line for each.
+def recover_target(target: Path) -> tuple[str, ...]:
+    """Undo or finish interrupted saves to `target`; returns a line for each.
 
     A leftover is left alone while its owner lives, see `owners`. What another machine left is settled at once when it
     was being put in place, and an unsealed stage after a day: `target` must have no other writer. Leftovers beside it
@@ -36,36 +36,36 @@ def recover(target: Path) -> tuple[str, ...]:
     with explained(target):
         target = local_disk.real_path(target)
         done = []
-        for found in (*_leftovers(target, target), *_leftovers(target.parent, None)):
+        for found in (*_find_leftovers(target, target), *_find_leftovers(target.parent, None)):
             _, of, entry = found
             named = LEFTOVER.fullmatch(entry.name)
             in_place = (named is not None and named["what"] == "old") or (entry / MANIFEST_NAME).exists()
             seconds = 0.0 if in_place and of == target else ABANDONED_SECONDS
-            done.append(_recovered(*found, seconds))
+            done.append(_recover_leftover(*found, seconds))
         return tuple(line for line in done if line)
 
 
 def uncommit(path: Path) -> None:
     """Take the manifest out of `path`, durably: from here on it is no checkpoint, and deleting may be interrupted."""
-    local_disk.delete([MANIFEST_NAME], path)
+    local_disk.delete_files([MANIFEST_NAME], path)
 
 
-def clean_up(stage: Path, target: Path, manifest: Manifest | None = None) -> None:
-    """`_settle`, where nothing depends on it any more: errors are warned of, and the next save tries again."""
+def settle_or_warn(stage: Path, target: Path, manifest: Manifest | None = None) -> None:
+    """`settle_stage`, where nothing depends on it any more: errors are warned of, and the next save tries again."""
     try:
-        settle(stage, target, manifest)
+        settle_stage(stage, target, manifest)
     except (CheckpointError, OSError) as error:
-        _warn(stage, target, error)
+        _warn_left(stage, target, error)
 
 
 def sideline_of(stage: Path, target: Path) -> Path:
-    """The folder in `target` that what was there before is put aside in."""
+    """The hidden folder in `target` that holds the old checkpoint while the new one is moved in."""
     named = LEFTOVER.fullmatch(stage.name)
     return target / f".ft_ckpt-old-{named['owner'] if named else stage.name}"
 
 
-def settle(stage: Path, target: Path, manifest: Manifest | None = None) -> str:
-    """Bring stage, sideline and target to rest, as the table on top says; may itself be interrupted and repeated.
+def settle_stage(stage: Path, target: Path, manifest: Manifest | None = None) -> str:
+    """Undo or finish one save from the state of stage, sideline and target, as the table on top says; repeatable.
 
     `manifest` is the target's where it is known. What was there before goes last, when what replaces it is durable.
     """
@@ -73,37 +73,39 @@ def settle(stage: Path, target: Path, manifest: Manifest | None = None) -> str:
     if local_disk.is_folder(sideline):
         done = f"{target}: removed what a finished overwrite had put aside"
         if not (target / MANIFEST_NAME).exists():
-            _undo(stage, target, sideline)
+            _undo_pour(stage, target, sideline)
             done = f"{target}: undid an unfinished overwrite"
-        local_disk.sync(target)
-        local_disk.prune(local_disk.pieces(sideline, target, set()), target)  # folders that only the old one had
-        _delete(sideline)
+        local_disk.sync_path(target)
+        local_disk.remove_empty_folders(
+            local_disk.movable_pieces(sideline, target, set()), target
+        )  # folders that only the old one had
+        _delete_committed(sideline)
     if local_disk.is_folder(stage):
-        local_disk.sync(stage.parent)
-        _carry(stage, target, manifest)
-        _delete(stage)
+        local_disk.sync_path(stage.parent)
+        _carry_foreign_files(stage, target, manifest)
+        _delete_committed(stage)
     return done
 
 
-def _delete(folder: Path) -> None:
+def _delete_committed(folder: Path) -> None:
     uncommit(folder)
     local_disk.delete_folder(folder)
 
 
-def _undo(stage: Path, target: Path, sideline: Path) -> None:
-    new = listed(stage) or frozenset()
-    local_disk.shift([path for path in new if not os.path.lexists(stage / path)], target, stage)
-    local_disk.prune(new, target)
-    local_disk.shift(local_disk.pieces(sideline, target, {MANIFEST_NAME}), sideline, target)
-    local_disk.shift([MANIFEST_NAME], sideline, target)  # last: only now is the old one whole
+def _undo_pour(stage: Path, target: Path, sideline: Path) -> None:
+    new = listed_files(stage) or frozenset()
+    local_disk.move_files([path for path in new if not os.path.lexists(stage / path)], target, stage)
+    local_disk.remove_empty_folders(new, target)
+    local_disk.move_files(local_disk.movable_pieces(sideline, target, {MANIFEST_NAME}), sideline, target)
+    local_disk.move_files([MANIFEST_NAME], sideline, target)  # last: only now is the old one whole
 
 
-def _carry(stage: Path, target: Path, manifest: Manifest | None) -> None:
-    """After an exchange: what the old checkpoint did not list goes over to the new one, whose own files win.
+def _carry_foreign_files(stage: Path, target: Path, manifest: Manifest | None) -> None:
+    """After an exchange, move files that the old checkpoint did not list into the new one, whose own files win.
 
     Raises UnreadableError when a manifest cannot be read just now: then the stage has to stay as it is.
     """
-    old = listed(stage)
+    old = listed_files(stage)
     if old is None:
         return
     try:
@@ -112,11 +114,11 @@ def _carry(stage: Path, target: Path, manifest: Manifest | None) -> None:
         raise
     except ManifestError:
         return
-    foreign = local_disk.pieces(stage, target, {MANIFEST_NAME, *old, *(file.path for file in manifest.files)})
-    local_disk.shift([path for path in foreign if not misleading(path, manifest)], stage, target, replace=False)
+    foreign = local_disk.movable_pieces(stage, target, {MANIFEST_NAME, *old, *(file.path for file in manifest.files)})
+    local_disk.move_files([path for path in foreign if not is_misleading(path, manifest)], stage, target, replace=False)
 
 
-def listed(folder: Path) -> frozenset[str] | None:
+def listed_files(folder: Path) -> frozenset[str] | None:
     """The files of the checkpoint in `folder`; None when there is none. Understands newer manifests than ours too.
 
     Raises UnreadableError when that cannot be told just now.
@@ -131,13 +133,13 @@ def listed(folder: Path) -> frozenset[str] | None:
     return paths if all(is_inside(path) for path in paths) else None
 
 
-def _leftovers(folder: Path, target: Path | None) -> list[tuple[Path, Path, Path]]:
-    """What saves left in `folder`: stage, target, and what there is of it, the stage itself or its sideline alone.
+def _find_leftovers(folder: Path, target: Path | None) -> list[tuple[Path, Path, Path]]:
+    """The interrupted saves in `folder` as (stage, target, entry); the entry is the stage, or its sideline alone.
 
     Only those of `target`, when it is given.
     """
     found: dict[str, tuple[Path, Path, Path]] = {}
-    for entry in map(folder.joinpath, local_disk.names(folder)):
+    for entry in map(folder.joinpath, local_disk.list_names(folder)):
         named = LEFTOVER.fullmatch(entry.name)
         if named is None or not local_disk.is_folder(entry):
             continue
@@ -149,18 +151,18 @@ def _leftovers(folder: Path, target: Path | None) -> list[tuple[Path, Path, Path
     return [found[owner] for owner in sorted(found)]
 
 
-def _recovered(stage: Path, target: Path, entry: Path, most_seconds: float) -> str | None:
-    """What was done about one leftover; None when its owner lives, or may live."""
+def _recover_leftover(stage: Path, target: Path, entry: Path, most_seconds: float) -> str | None:
+    """Undo or finish one interrupted save and say so in a line; None when its owner lives, or may live."""
     named = LEFTOVER.fullmatch(entry.name)
     try:
-        with owners.claimed(entry, named["owner"] if named else "", most_seconds) as gone:
-            return settle(stage, target) if gone else None
+        with owners.claim_leftover(entry, named["owner"] if named else "", most_seconds) as gone:
+            return settle_stage(stage, target) if gone else None
     except (CheckpointError, OSError) as error:
         if not (target / MANIFEST_NAME).exists():
             raise  # what was there waits in the sideline
-        _warn(stage, target, error)
+        _warn_left(stage, target, error)
         return None
 
 
-def _warn(stage: Path, target: Path, error: Exception) -> None:
+def _warn_left(stage: Path, target: Path, error: Exception) -> None:
     warnings.warn(f"{target}: {stage.name} is left for the next save to clear ({error})", stacklevel=5)

@@ -1,4 +1,4 @@
-"""Values of JSON as typed records, each field checked: what comes from a disk may be anything."""
+"""Reads JSON values into typed records and checks each field."""
 
 import math
 import reprlib
@@ -19,8 +19,8 @@ class OddValue(ValueError):  # noqa: N818 - named for what was found
         super().__init__(f"{where}: {found}" if where else found)
         self.found, self.where = found, where
 
-    def below(self, step: str) -> "OddValue":
-        """The same, seen from one level up."""
+    def one_level_up(self, step: str) -> "OddValue":
+        """The same error with its place as seen from the enclosing value."""
         joint = "" if not self.where or self.where.startswith("[") else "."
         return OddValue(self.found, f"{step}{joint}{self.where}")
 
@@ -51,54 +51,54 @@ def _record_reader(kind: Any) -> _Reader:
     readers: dict[str, _Reader] = {one.name: reader_of(one.type) for one in fields(kind)}  # type: ignore[arg-type]
     needed = {one.name for one in fields(kind) if one.default is MISSING and one.default_factory is MISSING}
 
-    def read(value: Any) -> Any:
+    def read_record(value: Any) -> Any:
         document = value
         if type(value) is list and len(value) == len(readers):
             document = dict(zip(readers, value, strict=True))
         if type(document) is not dict:
-            raise _odd(value, kind.__name__)
+            raise _odd_value(value, kind.__name__)
         if not needed <= document.keys():
             raise OddValue("missing", ", ".join(sorted(needed - document.keys())))
         found = {name: reader for name, reader in readers.items() if name in document}
         try:
             return kind(**{name: reader(document[name]) for name, reader in found.items()})
         except OddValue:
-            raise _located((name, reader, document[name]) for name, reader in found.items()) from None
+            raise _locate_odd((name, reader, document[name]) for name, reader in found.items()) from None
 
-    return read
+    return read_record
 
 
 def _list_reader(each: _Reader) -> _Reader:
-    def read(value: Any) -> tuple[Any, ...]:
+    def read_list(value: Any) -> tuple[Any, ...]:
         if type(value) is not list:
-            raise _odd(value, "a list")
+            raise _odd_value(value, "a list")
         try:
             return tuple([each(item) for item in value])
         except OddValue:
-            raise _located((f"[{number}]", each, item) for number, item in enumerate(value)) from None
+            raise _locate_odd((f"[{number}]", each, item) for number, item in enumerate(value)) from None
 
-    return read
+    return read_list
 
 
 def _mapping_reader(each: _Reader) -> _Reader:
-    def read(value: Any) -> dict[str, Any]:
+    def read_mapping(value: Any) -> dict[str, Any]:
         if type(value) is not dict:
-            raise _odd(value, "a mapping")
+            raise _odd_value(value, "a mapping")
         try:
             return {key: each(item) for key, item in value.items()}
         except OddValue:
-            raise _located((f"[{key!r}]", each, item) for key, item in value.items()) from None
+            raise _locate_odd((f"[{key!r}]", each, item) for key, item in value.items()) from None
 
-    return read
+    return read_mapping
 
 
-def _located(items: Iterable[tuple[str, _Reader, Any]]) -> OddValue:
-    """Which of `items` is odd. Looked for a second time, so that the first goes fast."""
-    found = (odd.below(step) for step, reader, value in items if (odd := _refusal(reader, value)))
+def _locate_odd(items: Iterable[tuple[str, _Reader, Any]]) -> OddValue:
+    """The error of the first odd item; a second pass finds it, so that the first pass is fast."""
+    found = (odd.one_level_up(step) for step, reader, value in items if (odd := _odd_or_none(reader, value)))
     return next(found, OddValue("changed while it was read"))
 
 
-def _refusal(reader: _Reader, value: Any) -> OddValue | None:
+def _odd_or_none(reader: _Reader, value: Any) -> OddValue | None:
     try:
         reader(value)
     except OddValue as odd:
@@ -106,22 +106,22 @@ def _refusal(reader: _Reader, value: Any) -> OddValue | None:
     return None
 
 
-def _plain(kind: type) -> _Reader:
-    def read(value: Any) -> Any:
+def _plain_reader(kind: type) -> _Reader:
+    def read_plain(value: Any) -> Any:
         if type(value) is kind:
             return value
-        raise _odd(value, kind.__name__)
+        raise _odd_value(value, kind.__name__)
 
-    return read
+    return read_plain
 
 
-def _whole(value: Any) -> int:
+def _read_whole(value: Any) -> int:
     if type(value) is int and -_LIMIT <= value < _LIMIT:
         return value
-    raise _odd(value, "a whole number")
+    raise _odd_value(value, "a whole number")
 
 
-def _number(value: Any) -> float:
+def _read_float(value: Any) -> float:
     """A float; infinities come as text, and NaN stands for what is no number, which ft_ckpt 0.1.0 let pass."""
     try:
         return value if type(value) in (int, float) else float(value)
@@ -129,14 +129,14 @@ def _number(value: Any) -> float:
         return math.nan
 
 
-def _odd(value: Any, expected: str) -> OddValue:
+def _odd_value(value: Any, expected: str) -> OddValue:
     return OddValue(f"{reprlib.repr(value)}, expected {expected}")
 
 
 _PLAIN: dict[Any, _Reader] = {
-    str: _plain(str),
-    bool: _plain(bool),
-    int: _whole,
-    float: _number,
+    str: _plain_reader(str),
+    bool: _plain_reader(bool),
+    int: _read_whole,
+    float: _read_float,
     Any: lambda value: value,
 }

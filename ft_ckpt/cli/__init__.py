@@ -20,7 +20,7 @@ from ft_ckpt.cli import plan as planning
 from ft_ckpt.cli import prune as pruning
 from ft_ckpt.cli import verify as verifying
 from ft_ckpt.cli import views
-from ft_ckpt.cli.arguments import folder, only_path
+from ft_ckpt.cli.arguments import only_path, run_folder
 from ft_ckpt.errors import CheckpointError, NotACheckpointError
 
 _NAME = "ft-ckpt"
@@ -64,13 +64,13 @@ _Metrics = Annotated[bool, typer.Option("--metrics", help="Show all metrics; els
 _Metric = Annotated[str | None, typer.Option(help='Name of the metric, as in "eval_loss" or "eval_loss:min".')]
 
 
-def _version(asked: bool) -> None:
+def _print_version(asked: bool) -> None:
     if asked:
         typer.echo(f"{_NAME} {__version__}")
         raise typer.Exit
 
 
-def _completion(asked: bool) -> None:
+def _print_completion(asked: bool) -> None:
     if asked:
         shell = Path(os.environ.get("SHELL", "bash")).name
         from typer.completion import get_completion_script  # type: ignore[attr-defined]
@@ -80,15 +80,15 @@ def _completion(asked: bool) -> None:
 
 
 @app.callback()
-def _options(
+def _global_options(
     version: Annotated[
-        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print version.")
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print version.")
     ] = False,
     show_completion: Annotated[
         bool,
         typer.Option(
             "--show-completion",
-            callback=_completion,
+            callback=_print_completion,
             is_eager=True,
             help='Print what $SHELL needs to complete words, as in eval "$(ft-ckpt --show-completion)".',
         ),
@@ -97,36 +97,36 @@ def _options(
     pass
 
 
-def _command(
+def _register_command(
     name: str, metavar: str, summary: str, settings: dict[str, Any] = _LEFT_OVER
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """A command whose `summary` fits beside its name in a line of the help."""
     return app.command(name, cls=_Command, options_metavar=metavar, short_help=summary, context_settings=settings)
 
 
-@_command("ls", "RUN [OPTIONS]", "List the checkpoints of a run.")
-def list_run(context: typer.Context, metrics: _Metrics = False, as_json: _Json = False) -> None:
+@_register_command("ls", "RUN [OPTIONS]", "List the checkpoints of a run.")
+def list_command(context: typer.Context, metrics: _Metrics = False, as_json: _Json = False) -> None:
     """List the checkpoints of the folder RUN, oldest first."""
-    run = folder(context)
+    run = run_folder(context)
     infos = catalog.discover(run)
-    rows = [views.row(info, catalog.verify(info.path, deep=False)) for info in infos]
+    rows = [views.checkpoint_row(info, catalog.verify(info.path, deep=False)) for info in infos]
     views.show_run(run, rows, views.ranked_metrics(infos)[: None if metrics else 2], as_json=as_json)
 
 
-@_command("latest", "RUN [OPTIONS]", "Print the path of the newest valid checkpoint.")
-def latest(context: typer.Context, as_json: _Json = False) -> None:
+@_register_command("latest", "RUN [OPTIONS]", "Print the path of the newest valid checkpoint.")
+def latest_command(context: typer.Context, as_json: _Json = False) -> None:
     """Print the newest valid checkpoint of the folder RUN."""
-    run = folder(context)
+    run = run_folder(context)
     found = catalog.latest(run)
     if found is None:
         raise NotACheckpointError(f"{run}: no valid checkpoint in it; `ft-ckpt ls` and `ft-ckpt verify` say why")
     views.show_latest(catalog.CheckpointInfo(found, catalog.read_manifest(found)), as_json=as_json)
 
 
-@_command("best", "RUN [OPTIONS]", "Print the path of the checkpoint with the best metric.")
-def best(context: typer.Context, metric: _Metric = None, as_json: _Json = False) -> None:
+@_register_command("best", "RUN [OPTIONS]", "Print the path of the checkpoint with the best metric.")
+def best_command(context: typer.Context, metric: _Metric = None, as_json: _Json = False) -> None:
     """Print the valid checkpoint of the folder RUN with the best metric; else by what the run keeps the best of."""
-    run = folder(context)
+    run = run_folder(context)
     name, _, mode = (metric or "").partition(":")
     found = catalog.best(run, (name, mode) if mode else metric)
     if found is None:
@@ -136,26 +136,30 @@ def best(context: typer.Context, metric: _Metric = None, as_json: _Json = False)
     views.show_latest(catalog.CheckpointInfo(found, catalog.read_manifest(found)), as_json=as_json)
 
 
-@_command("show", "PATH [OPTIONS]", "List the parts and tensors of a checkpoint or weight file.")
-def show(context: typer.Context, as_json: _Json = False) -> None:
+@_register_command("show", "PATH [OPTIONS]", "List the parts and tensors of a checkpoint or weight file.")
+def show_command(context: typer.Context, as_json: _Json = False) -> None:
     """List the parts and tensors of the checkpoint PATH, or the tensors of a weight file or foreign folder."""
     path = only_path(context)
     if not path.exists() or (catalog.discover(path) and not (path / MANIFEST_NAME).is_file()):
-        raise NotACheckpointError(catalog.nothing_at(path))
+        raise NotACheckpointError(catalog.why_no_checkpoint(path))
     if not (path / MANIFEST_NAME).is_file():
         converting.show_file(path, as_json=as_json)
         return
     views.show_checkpoint(catalog.CheckpointInfo(path, catalog.read_manifest(path)), as_json=as_json)
 
 
-_command("verify", "PATH [OPTIONS]", "Compare a checkpoint, or all of a run, with its manifest.")(verifying.verify)
-_command("diff", "A B [OPTIONS]", "Compare the tensors of two checkpoints or files.")(differing.diff)
-_command("convert", "SRC DST [OPTIONS]", "Write weights in another format.")(converting.convert)
-_command("prune", "RUN [OPTIONS]", "Delete the checkpoints that no rule keeps.")(pruning.prune)
-_command("pin", "PATH [OPTIONS]", "Keep a checkpoint whatever any rule says.")(pruning.pin)
-_command("unpin", "PATH", "Let rules decide about a checkpoint again.")(pruning.unpin)
-_command("plan", "[FOLDER] [OPTIONS]", "Compare intervals between saves by what they cost.")(planning.plan)
-_command("check-resume", "[OPTIONS] SCRIPT [ARGS]", "Prove that a script resumes exactly.", _SCRIPT)(
+_register_command("verify", "PATH [OPTIONS]", "Compare a checkpoint, or all of a run, with its manifest.")(
+    verifying.verify_command
+)
+_register_command("diff", "A B [OPTIONS]", "Compare the tensors of two checkpoints or files.")(differing.diff_command)
+_register_command("convert", "SRC DST [OPTIONS]", "Write weights in another format.")(converting.convert_command)
+_register_command("prune", "RUN [OPTIONS]", "Delete the checkpoints that no rule keeps.")(pruning.prune_command)
+_register_command("pin", "PATH [OPTIONS]", "Keep a checkpoint whatever any rule says.")(pruning.pin_command)
+_register_command("unpin", "PATH", "Let rules decide about a checkpoint again.")(pruning.unpin_command)
+_register_command("plan", "[FOLDER] [OPTIONS]", "Compare intervals between saves by what they cost.")(
+    planning.plan_command
+)
+_register_command("check-resume", "[OPTIONS] SCRIPT [ARGS]", "Prove that a script resumes exactly.", _SCRIPT)(
     checking.check_resume
 )
 
@@ -173,13 +177,13 @@ def main() -> None:
     try:
         sys.exit(app(sys.argv[1:] or ["--help"], prog_name=_NAME, standalone_mode=False))
     except _UsageError as error:
-        print(f"{_NAME}: {_told(error)}", file=sys.stderr)
+        print(f"{_NAME}: {_parser_message(error)}", file=sys.stderr)
     except (CheckpointError, OSError) as error:
         print(f"{_NAME}: {error}", file=sys.stderr)
     sys.exit(2)
 
 
-def _told(error: Any) -> str:
+def _parser_message(error: Any) -> str:
     """What the parser objects to, as our own errors say it."""
     path = error.ctx.command_path if error.ctx else _NAME
     command = path.removeprefix(_NAME).strip()

@@ -8,7 +8,7 @@ from ft_ckpt.errors import ConfigError, NotACheckpointError
 from ft_ckpt.storage.local_disk import local_path
 
 
-def paths(context: typer.Context, *expected: str) -> list[str]:
+def given_paths(context: typer.Context, *expected: str) -> list[str]:
     """The words that are no options, one for each `expected` name. Raises ConfigError for another number of them."""
     if len(context.args) != len(expected):
         given, command = " ".join(context.args) or "nothing", context.info_name
@@ -20,10 +20,10 @@ def paths(context: typer.Context, *expected: str) -> list[str]:
 
 def only_path(context: typer.Context, expected: str = "PATH") -> Path:
     """The one path given. Raises ConfigError for none or several, and for a URL."""
-    return Path(paths(context, expected)[0])
+    return Path(given_paths(context, expected)[0])
 
 
-def folder(context: typer.Context) -> Path:
+def run_folder(context: typer.Context) -> Path:
     """The one folder given, of a run. Raises NotACheckpointError when it is not there."""
     run = only_path(context, "RUN")
     if not run.is_dir():

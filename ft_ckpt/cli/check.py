@@ -30,7 +30,7 @@ _Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
 @dataclass(frozen=True)
-class Row:
+class MetricRow:
     """One metric of one step in both runs: the numbers as exact text, None where there is none."""
 
     step: int
@@ -40,29 +40,29 @@ class Row:
     batches: bool | None  # whether the digests agree; None where batches were not seen
 
     @property
-    def equal(self) -> bool:
+    def is_equal(self) -> bool:
         """Whether both runs did the same."""
         return self.through == self.resumed and self.batches is not False
 
 
 @dataclass(frozen=True)
 class Finding:
-    """What the two runs came to; `tensors` at the end, of weights and training state, of which some are `different`."""
+    """The comparison of the two runs; `tensors` of weights and training state at the end, some of them `different`."""
 
     stop: int
-    rows: tuple[Row, ...]
+    rows: tuple[MetricRow, ...]
     tensors: int
     different: tuple[str, ...]
 
     @property
-    def first(self) -> Row | None:
+    def first_difference(self) -> MetricRow | None:
         """The first difference."""
-        return next((row for row in self.rows if not row.equal), None)
+        return next((row for row in self.rows if not row.is_equal), None)
 
     @property
-    def equal(self) -> bool:
+    def is_equal(self) -> bool:
         """Whether the resumed run did what the other one did, and became the same."""
-        return self.first is None and not self.different
+        return self.first_difference is None and not self.different
 
 
 def check_resume(
@@ -81,34 +81,36 @@ def check_resume(
     """
     if stop is not None and stop >= steps:
         raise ConfigError(f"check-resume: --stop {stop}: expected less than --steps {steps}")
-    command = _command(context.args, nproc, launch)
+    command = _launch_command(context.args, nproc, launch)
     with tempfile.TemporaryDirectory(prefix="ft_ckpt-rehearsal-", dir=scratch) as room:
-        found = rehearse(command, Path(room).absolute(), steps, stop or steps // 2)
-    _show(found, as_json=as_json)
-    sys.exit(0 if found.equal else 1)
+        found = rehearse_script(command, Path(room).absolute(), steps, stop or steps // 2)
+    _show_finding(found, as_json=as_json)
+    sys.exit(0 if found.is_equal else 1)
 
 
-def rehearse(command: Sequence[str], room: Path, steps: int, stop: int) -> Finding:
+def rehearse_script(command: Sequence[str], room: Path, steps: int, stop: int) -> Finding:
     """Run `command` three times in the folder `room`: for `steps`, up to `stop`, and from there.
 
     Raises CheckpointError for a script that fails, ends too soon, has no saver or does not step it; LoadError for one
     that is not resumed.
     """
     one, other = (Rehearsal(str(room / name), "", steps) for name in ("through", "resumed"))
-    through = _run(command, replace(one, record=str(room / "through.jsonl")), f"{steps} steps without a stop")
-    before = _run(command, replace(other, record=str(room / "before.jsonl"), stop=stop), f"a stop after step {stop}")
+    through = _run_script(command, replace(one, record=str(room / "through.jsonl")), f"{steps} steps without a stop")
+    before = _run_script(
+        command, replace(other, record=str(room / "before.jsonl"), stop=stop), f"a stop after step {stop}"
+    )
     stopped = before[-1].number
-    after = _run(command, replace(other, record=str(room / "after.jsonl")), f"resumed at step {stopped}")
+    after = _run_script(command, replace(other, record=str(room / "after.jsonl")), f"resumed at step {stopped}")
     if after[0].number <= stopped:
         raise LoadError(
-            f"{_script(command)}: started again it began with step {after[0].number}, though there was a checkpoint of "
-            f"step {stopped}: call saver.resume() before the loop, with no path and no step of your own"
+            f"{_script_name(command)}: started again it began with step {after[0].number}, though there was a "
+            f"checkpoint of step {stopped}: call saver.resume() before the loop, with no path and no step of your own"
         )
-    tensors, different = _ends(Path(one.directory) / END, Path(other.directory) / END)
-    return Finding(stopped, tuple(_rows(through, [*before, *after])), tensors, tuple(different))
+    tensors, different = _compare_ends(Path(one.directory) / END, Path(other.directory) / END)
+    return Finding(stopped, tuple(_compare_steps(through, [*before, *after])), tensors, tuple(different))
 
 
-def _command(words: Sequence[str], nproc: int, launch: str | None) -> list[str]:
+def _launch_command(words: Sequence[str], nproc: int, launch: str | None) -> list[str]:
     if not words or not Path(words[0]).is_file():
         given = words[0] if words else "nothing"
         raise ConfigError(
@@ -122,11 +124,11 @@ def _command(words: Sequence[str], nproc: int, launch: str | None) -> list[str]:
     return [sys.executable, *(torchrun if nproc > 1 else ()), *words]
 
 
-def _run(command: Sequence[str], told: Rehearsal, what: str) -> list[Step]:
+def _run_script(command: Sequence[str], told: Rehearsal, what: str) -> list[Step]:
     """The steps of one run."""
     print(f"ft-ckpt: {what} ...", file=sys.stderr)
     last = told.steps if told.stop is None else told.stop
-    code, tail = _process(command, told)
+    code, tail = _run_process(command, told)
     found = read_steps(Path(told.record))
     if code:
         problem = f"ended with exit code {code}"
@@ -138,10 +140,10 @@ def _run(command: Sequence[str], told: Rehearsal, what: str) -> list[Step]:
         problem = f"ended after step {found[-1].number}, {last} are needed: let it run longer, or give fewer --steps"
     else:
         return found
-    raise CheckpointError(f"{_script(command)}: {problem}\n{what}; the end of its output:\n{tail}")
+    raise CheckpointError(f"{_script_name(command)}: {problem}\n{what}; the end of its output:\n{tail}")
 
 
-def _process(command: Sequence[str], told: Rehearsal) -> tuple[int, str]:
+def _run_process(command: Sequence[str], told: Rehearsal) -> tuple[int, str]:
     """The exit code of `command`, and the end of what it printed."""
     environment = {**os.environ, VARIABLE: told.to_json()}
     with tempfile.TemporaryFile("w+", errors="replace") as log:
@@ -154,21 +156,21 @@ def _process(command: Sequence[str], told: Rehearsal) -> tuple[int, str]:
         return done.returncode, "".join(log.readlines()[-_TAIL_LINES:])
 
 
-def _script(command: Sequence[str]) -> str:
+def _script_name(command: Sequence[str]) -> str:
     return next((word for word in command if word.endswith(".py")), command[-1])
 
 
-def _rows(through: Sequence[Step], resumed: Sequence[Step]) -> Iterator[Row]:
+def _compare_steps(through: Sequence[Step], resumed: Sequence[Step]) -> Iterator[MetricRow]:
     ones, others = ({step.number: step for step in steps} for steps in (through, resumed))
     for number in sorted(ones.keys() | others.keys()):
         one, other = ones.get(number, Step(number, {}, None)), others.get(number, Step(number, {}, None))
         seen = one.batches is not None or other.batches is not None or (number in ones) != (number in others)
         alike = one.batches == other.batches and number in ones and number in others if seen else None
         for name in dict.fromkeys([*one.metrics, *other.metrics]) or [None]:
-            yield Row(number, name, one.metrics.get(name or ""), other.metrics.get(name or ""), alike)
+            yield MetricRow(number, name, one.metrics.get(name or ""), other.metrics.get(name or ""), alike)
 
 
-def _ends(one: Path, other: Path) -> tuple[int, list[str]]:
+def _compare_ends(one: Path, other: Path) -> tuple[int, list[str]]:
     """How many tensors the two runs ended with, and which of them differ; random numbers and places are left out."""
     from ft_ckpt.files.diff import compare_files
     from ft_ckpt.files.folder import JoinedFile
@@ -185,39 +187,43 @@ def _ends(one: Path, other: Path) -> tuple[int, list[str]]:
     return len(found), [each.name for each in found if each.changed]
 
 
-def _show(found: Finding, *, as_json: bool) -> None:
+def _show_finding(found: Finding, *, as_json: bool) -> None:
     if as_json:
-        views.print_json(_json(found))
+        views.print_json(_finding_json(found))
         return
     heads = ("step", "metric", "without a stop", "stopped and resumed", "batches", "")
-    views.print_table(heads, (_cells(row, found) for row in found.rows))
-    print(_verdict(found))
+    views.print_table(heads, (_finding_cells(row, found) for row in found.rows))
+    print(_verdict_text(found))
 
 
-def _cells(row: Row, found: Finding) -> tuple[str, ...]:
+def _finding_cells(row: MetricRow, found: Finding) -> tuple[str, ...]:
     batches = {None: "-", True: "same", False: "differ"}[row.batches]
     stopped = "stopped here" if row.step == found.stop else ""
-    mark = "<- first difference" if row is found.first else "differs" if not row.equal else stopped
-    return str(row.step), row.metric or "-", _number(row.through), _number(row.resumed), batches, mark
+    mark = "<- first difference" if row is found.first_difference else "differs" if not row.is_equal else stopped
+    return str(row.step), row.metric or "-", _exact_number(row.through), _exact_number(row.resumed), batches, mark
 
 
-def _number(exact: str | None) -> str:
+def _exact_number(exact: str | None) -> str:
     return "-" if exact is None else repr(float.fromhex(exact))
 
 
-def _verdict(found: Finding) -> str:
-    """What the table says, in a sentence or two."""
-    first, ends = found.first, f"{len(found.different)} of {found.tensors} tensors differ at the end"
-    if found.equal:
+def _verdict_text(found: Finding) -> str:
+    """The result of the comparison in a sentence or two."""
+    first, ends = found.first_difference, f"{len(found.different)} of {found.tensors} tensors differ at the end"
+    if found.is_equal:
         lacking = "" if any(row.metric for row in found.rows) else "; no metrics were given to saver.step()"
         return f"the same, to the bit, with {found.tensors} tensors of weights and training state at the end{lacking}"
     if first is None:
         return f"not the same: {ends}, though no metric does: {listing(list(found.different), ', ')}"
-    numbers = f"{first.metric} {_number(first.through)} and {_number(first.resumed)}" if first.metric else "the batches"
-    return f"not the same: they differ from step {first.step} on ({numbers}); {ends}. {_advice(first, found.stop)}"
+    numbers = (
+        f"{first.metric} {_exact_number(first.through)} and {_exact_number(first.resumed)}"
+        if first.metric
+        else "the batches"
+    )
+    return f"not the same: they differ from step {first.step} on ({numbers}); {ends}. {_advice_text(first, found.stop)}"
 
 
-def _advice(first: Row, stop: int) -> str:
+def _advice_text(first: MetricRow, stop: int) -> str:
     if first.step <= stop:
         return (
             "That is before the stop: the script does something else each time it runs, so nothing can be said of "
@@ -232,14 +238,14 @@ def _advice(first: Row, stop: int) -> str:
     )
 
 
-def _json(found: Finding) -> dict[str, Any]:
-    rows = [{**asdict(row), "equal": row.equal, **_values(row)} for row in found.rows]
-    first = rows[found.rows.index(found.first)] if found.first else None
+def _finding_json(found: Finding) -> dict[str, Any]:
+    rows = [{**asdict(row), "equal": row.is_equal, **_json_numbers(row)} for row in found.rows]
+    first = rows[found.rows.index(found.first_difference)] if found.first_difference else None
     ends = {"tensors": found.tensors, "different": list(found.different)}
-    return {"equal": found.equal, "stop": found.stop, "first_difference": first, "end": ends, "rows": rows}
+    return {"equal": found.is_equal, "stop": found.stop, "first_difference": first, "end": ends, "rows": rows}
 
 
-def _values(row: Row) -> Mapping[str, float | str | None]:
+def _json_numbers(row: MetricRow) -> Mapping[str, float | str | None]:
     """The numbers as JSON has them: text where it has none."""
     exact = {"through": row.through, "resumed": row.resumed}
     values = {name: None if text is None else float.fromhex(text) for name, text in exact.items()}

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ft_ckpt.cli import views
-from ft_ckpt.cli.arguments import paths
+from ft_ckpt.cli.arguments import given_paths
 from ft_ckpt.config import human_size
 from ft_ckpt.errors import TargetError
 
@@ -28,7 +28,7 @@ _HERE = "\0"  # key of the tensor itself among what its name leads to
 _Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
-def convert(
+def convert_command(
     context: typer.Context,
     format: _Format = None,  # noqa: A002
     dtype: _Dtype = None,
@@ -39,7 +39,7 @@ def convert(
     as_json: _Json = False,
 ) -> None:
     """Write the weights of SRC to DST in another format; DST is a file with its format's suffix, or a folder."""
-    source, target = paths(context, "SRC", "DST")
+    source, target = given_paths(context, "SRC", "DST")
     if not force and _is_there(Path(target)):
         raise TargetError(f"{target}: is there already; give --force to replace it, or choose another path")
     from ft_ckpt.files.convert import convert as run
@@ -55,10 +55,10 @@ def _is_there(target: Path) -> bool:
 
 def show_file(path: Path, *, as_json: bool) -> None:
     """The tensors of a file or folder that is no checkpoint of ours, as a tree; none of them is read."""
-    from ft_ckpt.checkpoint.open_checkpoint import held_open
+    from ft_ckpt.checkpoint.open_checkpoint import hold_open
     from ft_ckpt.files.convert import open_source
 
-    with held_open(path) as place, closing(open_source(place)) as file:
+    with hold_open(path) as place, closing(open_source(place)) as file:
         specs, ties = dict(file.specs), dict(getattr(file, "ties", {}))
         skipped = list(getattr(file, "skipped", ()))
     size = sum(spec.size_bytes for spec in specs.values())
@@ -67,15 +67,15 @@ def show_file(path: Path, *, as_json: bool) -> None:
         views.print_json({"path": str(path), "bytes": size, "tensors": tensors, "ties": ties, "others": skipped})
         return
     print(f"{path}: {len(specs)} tensors, {human_size(size)}")
-    views.print_table(("tensor", "shape", "dtype", "size"), _tree(specs, ties))
+    views.print_table(("tensor", "shape", "dtype", "size"), _tensor_rows(specs, ties))
     for other in skipped:
         print(f"  {other}")
 
 
-Row = tuple[str, str, str, str]
+TensorRow = tuple[str, str, str, str]
 
 
-def _tree(specs: dict[str, "Spec"], ties: dict[str, str]) -> Iterator[Row]:
+def _tensor_rows(specs: dict[str, "Spec"], ties: dict[str, str]) -> Iterator[TensorRow]:
     """A row for each tensor, indented below what several names begin with."""
     root: dict[str, Any] = {}
     for name in (*specs, *ties):
@@ -84,15 +84,15 @@ def _tree(specs: dict[str, "Spec"], ties: dict[str, str]) -> Iterator[Row]:
             node = node.setdefault(step, {})
         node[_HERE] = name
     for step, node in root.items():
-        yield from _rows(node, step, 0, specs, ties)
+        yield from _node_rows(node, step, 0, specs, ties)
 
 
-def _rows(
+def _node_rows(
     node: dict[str, Any], label: str, depth: int, specs: dict[str, "Spec"], ties: dict[str, str]
-) -> Iterator[Row]:
+) -> Iterator[TensorRow]:
     below = [(step, inner) for step, inner in node.items() if step != _HERE]
     if _HERE not in node and len(below) == 1:
-        yield from _rows(below[0][1], f"{label}.{below[0][0]}", depth, specs, ties)
+        yield from _node_rows(below[0][1], f"{label}.{below[0][0]}", depth, specs, ties)
         return
     name, label = node.get(_HERE), "  " * depth + label
     if name in specs:
@@ -100,7 +100,7 @@ def _rows(
     else:
         yield label, "" if name is None else f"= {ties[name]}", "", ""
     for step, inner in below:
-        yield from _rows(inner, step, depth + 1, specs, ties)
+        yield from _node_rows(inner, step, depth + 1, specs, ties)
 
 
 def _print_report(source: str, report: "ConvertReport", verified: bool, *, as_json: bool) -> None:

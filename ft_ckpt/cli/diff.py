@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ft_ckpt.cli import views
-from ft_ckpt.cli.arguments import paths
+from ft_ckpt.cli.arguments import given_paths
 
 if TYPE_CHECKING:
     from ft_ckpt.files.diff import Difference
@@ -20,54 +20,57 @@ _Top = Annotated[int, typer.Option(help="Layers, and tensors, to list; 0 for all
 _HEADS = ("changed", "largest", "mean", "relative")
 
 
-def diff(context: typer.Context, top: _Top = 20, as_json: _Json = False) -> None:
+def diff_command(context: typer.Context, top: _Top = 20, as_json: _Json = False) -> None:
     """Compare the tensors of the files, checkpoints or folders A and B: what changed, by how much, in which layers.
 
     Exit code 1 if they differ.
     """
-    one, other = paths(context, "A", "B")
-    from ft_ckpt.checkpoint.open_checkpoint import held_open
+    one, other = given_paths(context, "A", "B")
+    from ft_ckpt.checkpoint.open_checkpoint import hold_open
     from ft_ckpt.files.convert import open_source
     from ft_ckpt.files.diff import by_layer, compare_files
 
     with ExitStack() as stack:
-        places = [stack.enter_context(held_open(Path(each))) for each in (one, other)]
+        places = [stack.enter_context(hold_open(Path(each))) for each in (one, other)]
         opened = [stack.enter_context(closing(open_source(place))) for place in places]
         tensors = compare_files(*opened)
     layers, most = by_layer(tensors), top if top > 0 else None
-    counts = {status: [each.status for each in tensors].count(status) for status in _statuses(tensors)}
+    counts = {status: [each.status for each in tensors].count(status) for status in _found_statuses(tensors)}
     if as_json:
-        found = {"tensors": list(map(_json, tensors[:most])), "layers": list(map(_json, layers[:most]))}
+        found = {
+            "tensors": list(map(_difference_json, tensors[:most])),
+            "layers": list(map(_difference_json, layers[:most])),
+        }
         views.print_json({"a": one, "b": other, "counts": counts, **found})
         sys.exit(1 if any(each.changed for each in tensors) else 0)
     print(f"{one} -> {other}: {', '.join(f'{count} {status}' for status, count in counts.items()) or 'no tensors'}")
-    _print(("layer", "tensors", *_HEADS[1:]), layers, most)
-    _print(("tensor", *_HEADS), tensors, most)
+    _print_differences(("layer", "tensors", *_HEADS[1:]), layers, most)
+    _print_differences(("tensor", *_HEADS), tensors, most)
     sys.exit(1 if any(each.changed for each in tensors) else 0)
 
 
-def _statuses(tensors: Sequence["Difference"]) -> list[str]:
+def _found_statuses(tensors: Sequence["Difference"]) -> list[str]:
     return list(dict.fromkeys(each.status for each in tensors))
 
 
-def _print(heads: tuple[str, ...], found: Sequence["Difference"], most: int | None) -> None:
+def _print_differences(heads: tuple[str, ...], found: Sequence["Difference"], most: int | None) -> None:
     unequal = [each for each in found if each.changed]
     if not unequal:
         return
     print()
-    views.print_table(heads, map(_cells, unequal[:most]))
+    views.print_table(heads, map(_difference_cells, unequal[:most]))
     if len(unequal) > len(unequal[:most]):
         print(f"and {len(unequal) - len(unequal[:most])} more; see --top")
 
 
-def _cells(each: "Difference") -> tuple[str, ...]:
+def _difference_cells(each: "Difference") -> tuple[str, ...]:
     figures = (
-        tuple(_figures(each)) if each.sums.elements else ("", "", "")
+        tuple(_change_figures(each)) if each.sums.elements else ("", "", "")
     )  # of what could not be compared there are none
-    return each.name, " ".join(_what(each)), *figures
+    return each.name, " ".join(_change_words(each)), *figures
 
 
-def _what(each: "Difference") -> Iterator[str]:
+def _change_words(each: "Difference") -> Iterator[str]:
     """Of a layer how many of its tensors changed; of a tensor what did, besides values."""
     if each.before is None and each.after is None:
         yield f"{each.changed} of {each.tensors}"
@@ -79,13 +82,13 @@ def _what(each: "Difference") -> Iterator[str]:
     yield " -> ".join(dict.fromkeys(spec.dtype for spec in sides))
 
 
-def _figures(each: "Difference") -> Iterator[str]:
+def _change_figures(each: "Difference") -> Iterator[str]:
     yield f"{each.sums.largest:.3g}" + (f" ({each.sums.unbounded} not finite)" if each.sums.unbounded else "")
     yield f"{each.mean:.3g}"
     yield f"{each.relative:.3g}" if math.isfinite(each.relative) else "-"
 
 
-def _json(each: "Difference") -> dict[str, Any]:
+def _difference_json(each: "Difference") -> dict[str, Any]:
     sides = {
         side: {"shape": list(spec.shape), "dtype": spec.dtype}
         for side, spec in (("a", each.before), ("b", each.after))

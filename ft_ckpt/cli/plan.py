@@ -39,7 +39,7 @@ _Plot = Annotated[str | None, typer.Option(help="Draw the cost curve into this .
 
 
 @dataclass(frozen=True)
-class Job:
+class PlannedRun:
     """The run that is planned for; `size_bytes` is None when only the save time is known."""
 
     step_seconds: float
@@ -53,7 +53,7 @@ class Job:
 
 
 @dataclass(frozen=True)
-class Row:
+class IntervalRow:
     """One interval. Fractions are of the time spent on work that lasts; `disk_bytes` is the most held at once."""
 
     steps: int
@@ -66,7 +66,7 @@ class Row:
     optimum: bool
 
 
-def plan(
+def plan_command(
     context: typer.Context,
     model_size: _Size = None,
     step_time: _Step = None,
@@ -81,16 +81,16 @@ def plan(
     plot: _Plot = None,
 ) -> None:
     """Compare intervals between saves, of a run that fails now and then; FOLDER is a checkpoint or a run like it."""
-    folder = _folder(context)
+    folder = _optional_folder(context)
     size_of = model_size or save_time or folder
     needs = {"--step-time": step_time, "--mtbf": mtbf, "--model-size, --save-time or FOLDER": size_of}
     missing = [name for name, given in needs.items() if not given]
     if missing or step_time is None or mtbf is None:
         raise ConfigError(f"plan: expected {'; '.join(missing)}; see `ft-ckpt plan --help`")
-    size = parse_size(model_size) if model_size else _size_of(folder) if folder else None
-    job = Job(
+    size = parse_size(model_size) if model_size else _folder_bytes(folder) if folder else None
+    job = PlannedRun(
         step_seconds=parse_seconds(step_time),
-        save_seconds=parse_seconds(save_time) if save_time else _measure(folder or Path(), size or 0),
+        save_seconds=parse_seconds(save_time) if save_time else _measure_save(folder or Path(), size or 0),
         mtbf_seconds=parse_seconds(mtbf) / nodes,
         restart_seconds=parse_seconds(restart_time),
         size_bytes=size,
@@ -98,51 +98,53 @@ def plan(
         hours=hours,
         max_overhead=max_overhead,
     )
-    if math.isinf(total(job, best_steps(job))):
+    if math.isinf(total_overhead(job, best_steps(job))):
         times = f"a save of {human_time(job.save_seconds)} and a failure every {human_time(job.mtbf_seconds)}"
         raise ConfigError(f"plan: {times}: the run would never get from one checkpoint to the next")
     if plot:
-        plots.draw_costs(Path(plot), best_steps(job), job.step_seconds, partial(saving, job), partial(total, job))
-    _show(job, rows(job), measured=not save_time, as_json=as_json)
+        plots.draw_costs(
+            Path(plot), best_steps(job), job.step_seconds, partial(saving_overhead, job), partial(total_overhead, job)
+        )
+    _show_plan(job, interval_rows(job), measured=not save_time, as_json=as_json)
 
 
-def best_steps(job: Job) -> int:
+def best_steps(job: PlannedRun) -> int:
     """The number of whole steps between saves that costs least within the overhead that saving may have."""
     least = math.ceil(bounded_interval(job.save_seconds, job.max_overhead) / job.step_seconds)
     wanted = int(optimal_interval(job.save_seconds, job.mtbf_seconds) / job.step_seconds)
-    return min((max(1, least, steps) for steps in (wanted, wanted + 1)), key=lambda steps: total(job, steps))
+    return min((max(1, least, steps) for steps in (wanted, wanted + 1)), key=lambda steps: total_overhead(job, steps))
 
 
-def saving(job: Job, steps: float) -> float:
-    """The part of `total` that saving takes."""
+def saving_overhead(job: PlannedRun, steps: float) -> float:
+    """The part of `total_overhead` that saving takes."""
     return job.save_seconds / (steps * job.step_seconds)
 
 
-def total(job: Job, steps: float) -> float:
+def total_overhead(job: PlannedRun, steps: float) -> float:
     """Expected overhead of a save every `steps` steps, see `expected_overhead`."""
     return expected_overhead(steps * job.step_seconds, job.save_seconds, job.mtbf_seconds, job.restart_seconds)
 
 
-def rows(job: Job) -> list[Row]:
+def interval_rows(job: PlannedRun) -> list[IntervalRow]:
     """The optimum, and the round numbers of steps around it."""
     best = best_steps(job)
     rounds = (digit * 10**power for power in range(len(str(best * _SPREAD)) + 1) for digit in _ROUND)
     around = {steps for steps in rounds if best / _SPREAD <= steps <= best * _SPREAD}
-    return [_row(job, steps, steps == best) for steps in sorted({best, *around})]
+    return [_interval_row(job, steps, steps == best) for steps in sorted({best, *around})]
 
 
-def _row(job: Job, steps: int, optimum: bool) -> Row:
-    interval, overhead, share = steps * job.step_seconds, total(job, steps), saving(job, steps)
+def _interval_row(job: PlannedRun, steps: int, optimum: bool) -> IntervalRow:
+    interval, overhead, share = steps * job.step_seconds, total_overhead(job, steps), saving_overhead(job, steps)
     saves = int(job.hours * 3600 / (interval * (1 + overhead)))
     held = saves if job.keep_last is None else min(saves, job.keep_last + 1)  # one more while the next is written
     disk = None if job.size_bytes is None else held * job.size_bytes
-    return Row(steps, interval, saves, disk, share, overhead - share, overhead, optimum)
+    return IntervalRow(steps, interval, saves, disk, share, overhead - share, overhead, optimum)
 
 
-def _show(job: Job, found: list[Row], *, measured: bool, as_json: bool) -> None:
+def _show_plan(job: PlannedRun, found: list[IntervalRow], *, measured: bool, as_json: bool) -> None:
     if as_json:
         best = next(row.steps for row in found if row.optimum)
-        table = [_finite(row) for row in found]
+        table = [_row_json(row) for row in found]
         views.print_json({**asdict(job), "measured": measured, "optimum_steps": best, "rows": table})
         return
     size = "" if job.size_bytes is None else f" of {human_size(job.size_bytes)}"
@@ -150,21 +152,21 @@ def _show(job: Job, found: list[Row], *, measured: bool, as_json: bool) -> None:
     print(f"a save{size} takes {human_time(job.save_seconds)}{how}; a failure every {human_time(job.mtbf_seconds)}")
     print(f"{job.hours:g} hours of running; a restart takes {human_time(job.restart_seconds)} (in recomputation)")
     heads = ("steps", "interval", "saves", "disk", "saving", "recomputation", "total", "")
-    views.print_table(heads, map(_cells, found))
+    views.print_table(heads, map(_interval_cells, found))
 
 
-def _cells(row: Row) -> tuple[str, ...]:
+def _interval_cells(row: IntervalRow) -> tuple[str, ...]:
     disk = "-" if row.disk_bytes is None else human_size(row.disk_bytes)
-    shares = (_percent(row.saving), _percent(row.recomputation), _percent(row.total))
+    shares = (_percent_text(row.saving), _percent_text(row.recomputation), _percent_text(row.total))
     return f"{row.steps}", human_time(row.interval_seconds), f"{row.saves}", disk, *shares, "<- optimum" * row.optimum
 
 
-def _finite(row: Row) -> dict[str, Any]:
+def _row_json(row: IntervalRow) -> dict[str, Any]:
     """A row as JSON, which has no infinity."""
     return {name: None if value == math.inf else value for name, value in asdict(row).items()}
 
 
-def _percent(fraction: float) -> str:
+def _percent_text(fraction: float) -> str:
     return "never ends" if math.isinf(fraction) else f"{fraction:.2%}"
 
 
@@ -176,7 +178,7 @@ def human_time(seconds: float) -> str:
     return f"{seconds:.3g} s"
 
 
-def _folder(context: typer.Context) -> Path | None:
+def _optional_folder(context: typer.Context) -> Path | None:
     if len(context.args) > 1:
         raise ConfigError(f"plan: {' '.join(context.args)} given, expected [FOLDER]; see `ft-ckpt plan --help`")
     folder = local_path(context.args[0]) if context.args else None
@@ -185,18 +187,18 @@ def _folder(context: typer.Context) -> Path | None:
     return folder
 
 
-def _size_of(folder: Path) -> int:
+def _folder_bytes(folder: Path) -> int:
     """Bytes of a checkpoint, of the newest in a run, or of the files of any other model folder."""
     found = catalog.discover(folder)
     if found:
-        return catalog.size_of(found[-1].path, found[-1].manifest)
+        return catalog.checkpoint_bytes(found[-1].path, found[-1].manifest)
     size = sum(path.stat().st_size for path in folder.iterdir() if path.is_file())
     if not size:
         raise NotACheckpointError(f"{folder}: neither checkpoints nor files in it; give --model-size")
     return size
 
 
-def _measure(folder: Path, size_bytes: int) -> float:
+def _measure_save(folder: Path, size_bytes: int) -> float:
     """Seconds to write `size_bytes` durably into `folder`, from a file of 256 MiB at most; gathering is not in it."""
     from ft_ckpt.storage.writer import Writer
 

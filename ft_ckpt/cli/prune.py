@@ -1,4 +1,4 @@
-"""`ft-ckpt prune`, `pin` and `unpin`: what stays of a run."""
+"""The commands `prune`, `pin` and `unpin`, which decide about the checkpoints that stay."""
 
 import re
 import sys
@@ -10,9 +10,9 @@ from typing import Annotated
 import typer
 
 from ft_ckpt.checkpoint import catalog, pins
-from ft_ckpt.checkpoint.prune import SweepReport, sweep
+from ft_ckpt.checkpoint.prune import PruneReport, prune_run
 from ft_ckpt.cli import views
-from ft_ckpt.cli.arguments import folder, only_path
+from ft_ckpt.cli.arguments import only_path, run_folder
 from ft_ckpt.config import human_size
 from ft_ckpt.errors import ConfigError, TargetError, listing
 from ft_ckpt.retention import Best, Keep
@@ -31,7 +31,7 @@ _Reason = Annotated[str, typer.Option(help="Shown to whoever asks why it stays."
 _Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
-def prune(
+def prune_command(
     context: typer.Context,
     last: _Last = None,
     every: _Every = None,
@@ -46,12 +46,12 @@ def prune(
     as_json: _Json = False,
 ) -> None:
     """Delete the checkpoints of the folder RUN that no rule keeps; never the newest, pinned ones, or those in use."""
-    root = folder(context)
+    root = run_folder(context)
     state = Keep(last=state_last, every_steps=state_every)
     keep = Keep(
         last=last,
         every_steps=every,
-        best=[_best(text) for text in best or ()],
+        best=[_best_rule_of(text) for text in best or ()],
         hourly=hourly,
         daily=daily,
         weekly=weekly,
@@ -59,20 +59,20 @@ def prune(
     )
     if not keep.has_rules and keep.state is None:
         raise ConfigError("prune: no rule given, so everything stays; give --last, --every, --best, --daily, ...")
-    report = sweep(root, keep, run_id=_run_id(root, run), dry_run=dry_run)
-    _show(root, report, dry_run=dry_run, as_json=as_json)
+    report = prune_run(root, keep, run_id=_run_id(root, run), dry_run=dry_run)
+    _show_report(root, report, dry_run=dry_run, as_json=as_json)
     if report.problems:
         raise TargetError(listing(list(report.problems)))
 
 
-def pin(context: typer.Context, reason: _Reason = "") -> None:
+def pin_command(context: typer.Context, reason: _Reason = "") -> None:
     """Keep the checkpoint PATH whatever any rule says, until it is unpinned."""
     path = only_path(context)
     pins.pin(path, reason)
-    print(f"{path}: {pins.pinned(path)}")
+    print(f"{path}: {pins.pin_reason(path)}")
 
 
-def unpin(context: typer.Context) -> None:
+def unpin_command(context: typer.Context) -> None:
     """Let rules decide about the checkpoint PATH again; exit code 1 if it was not pinned."""
     path = only_path(context)
     catalog.read_manifest(path)
@@ -81,7 +81,7 @@ def unpin(context: typer.Context) -> None:
     sys.exit(0 if was_pinned else 1)
 
 
-def _best(text: str) -> Best:
+def _best_rule_of(text: str) -> Best:
     found = re.fullmatch(r"(.+?):(min|max)(?::(\d+))?", text)
     if found is None:
         raise ConfigError(f"--best {text}: expected a metric, min or max, and perhaps how many, as in eval_loss:min:2")
@@ -105,17 +105,17 @@ def _run_id(root: Path, asked: str | None) -> str | None:
     return asked
 
 
-def _show(root: Path, report: SweepReport, *, dry_run: bool, as_json: bool) -> None:
+def _show_report(root: Path, report: PruneReport, *, dry_run: bool, as_json: bool) -> None:
     if as_json:
         views.print_json(
             {
                 "path": str(root),
                 "dry_run": dry_run,
                 "kept": {str(path): list(why) for path, why in report.kept.items()},
-                "dropped": _texts(report.dropped),
-                "stripped": _texts(report.stripped),
+                "dropped": _path_texts(report.dropped),
+                "stripped": _path_texts(report.stripped),
                 "freed_bytes": report.freed_bytes,
-                "left": _texts(report.left),
+                "left": _path_texts(report.left),
                 "problems": list(report.problems),
             }
         )
@@ -129,5 +129,5 @@ def _show(root: Path, report: SweepReport, *, dry_run: bool, as_json: bool) -> N
         print(f"  {file}: stays, as no checkpoint listed it")
 
 
-def _texts(paths: Sequence[Path]) -> list[str]:
+def _path_texts(paths: Sequence[Path]) -> list[str]:
     return list(map(str, paths))

@@ -16,7 +16,7 @@ _Fast = Annotated[bool, typer.Option("--fast", help="Names, sizes and headers on
 _UNCHECKED = "; headers and indexes hold together, values were not recorded"
 
 
-def verify(context: typer.Context, fast: _Fast = False, as_json: _Json = False) -> None:
+def verify_command(context: typer.Context, fast: _Fast = False, as_json: _Json = False) -> None:
     """Compare the checkpoint PATH, or all of the run PATH, with their manifests; exit code 1 if they differ.
 
     Of safetensors files and folders without a manifest, headers, indexes and configs are checked.
@@ -24,14 +24,14 @@ def verify(context: typer.Context, fast: _Fast = False, as_json: _Json = False) 
     path = only_path(context)
     if not path.exists():
         raise NotACheckpointError(f"{path}: no such file or folder")
-    found = _checkpoints(path)
-    reports = [_report(each, deep=not fast) for each in found] or [foreign.verify_foreign(path)]
+    found = _checkpoints_at(path)
+    reports = [_report_on(each, deep=not fast) for each in found] or [foreign.verify_foreign(path)]
     note = "" if found or not reports[0].ok else _UNCHECKED
     views.show_reports(reports, note, as_json=as_json)
     raise typer.Exit(0 if all(report.ok for report in reports) else 1)
 
 
-def _checkpoints(path: Path) -> list[Path]:
+def _checkpoints_at(path: Path) -> list[Path]:
     """The folder itself, if something was committed there, and those directly below it where something was."""
     if not path.is_dir():
         return []
@@ -40,7 +40,7 @@ def _checkpoints(path: Path) -> list[Path]:
     return [*here, *(one for one in (path, *below) if (one / MANIFEST_NAME).is_file() and one not in here)]
 
 
-def _report(path: Path, *, deep: bool) -> catalog.VerifyReport:
+def _report_on(path: Path, *, deep: bool) -> catalog.VerifyReport:
     try:
         return catalog.verify(path, deep=deep)
     except (ManifestError, OSError) as error:

@@ -1,4 +1,4 @@
-"""What `ft-ckpt` prints: tables for people, JSON for programs. Rich is imported where a table is drawn."""
+"""Prints the answers of `ft-ckpt`: tables for people, JSON for programs. Rich is imported where a table is drawn."""
 
 import dataclasses
 import json
@@ -26,7 +26,7 @@ _LEAST = ("parts", "kind", "state", "age", "pinned")  # what goes first where a 
 _GAP = 2  # between columns
 
 
-def row(info: CheckpointInfo, report: VerifyReport) -> dict[str, Any]:
+def checkpoint_row(info: CheckpointInfo, report: VerifyReport) -> dict[str, Any]:
     """One checkpoint of a run; `bytes` of all its files, `problems` of the fast verification."""
     manifest = info.manifest
     return {
@@ -38,7 +38,7 @@ def row(info: CheckpointInfo, report: VerifyReport) -> dict[str, Any]:
         "parts": [part.name for part in manifest.parts if part.kind != STATE],
         "state": any(part.kind == STATE for part in manifest.parts),
         "metrics": dict(manifest.metrics),
-        "pinned": pins.pinned(info.path) is not None,
+        "pinned": pins.pin_reason(info.path) is not None,
         "valid": report.ok,
         "problems": list(report.problems),
     }
@@ -52,10 +52,10 @@ def show_run(run: Path, rows: Sequence[dict[str, Any]], metrics: Sequence[str], 
     if not rows:
         print(f"{run}: no checkpoints")
         return
-    columns = _columns(rows, metrics)
+    columns = _run_columns(rows, metrics)
     invalid = [number for number, each in enumerate(rows) if not each["valid"]]
     print_table(tuple(columns), zip(*columns.values(), strict=True), red=invalid)
-    others = {name for each in rows for name in each["metrics"] if _head(name) not in columns}
+    others = {name for each in rows for name in each["metrics"] if _metric_head(name) not in columns}
     if others:
         print(f"{len(others)} more metrics: `ft-ckpt show`, or --metrics")
     for each in rows:
@@ -68,10 +68,10 @@ def ranked_metrics(infos: Iterable[CheckpointInfo]) -> list[str]:
     ranked = {name for info in infos for name in info.manifest.rankings}
     known = dict.fromkeys(name for info in infos for name in info.manifest.metrics)
 
-    def weight(name: str) -> tuple[bool, bool, bool]:
+    def metric_weight(name: str) -> tuple[bool, bool, bool]:
         return name not in ranked, name not in ("eval_loss", "loss"), not name.startswith("eval_")
 
-    return sorted(known, key=weight)
+    return sorted(known, key=metric_weight)
 
 
 def show_latest(info: CheckpointInfo, *, as_json: bool) -> None:
@@ -110,50 +110,54 @@ def show_checkpoint(info: CheckpointInfo, *, as_json: bool) -> None:
 def _show_part(part: PartRecord) -> None:
     files = sorted({tensor.file for tensor in part.tensors})
     place = f" in {files[0]}" if len(files) == 1 else ""
-    print(f"\n{part.name or 'model'}: {part.kind} {part.class_name}, {len(part.tensors)} tensors{place}{_base(part)}")
+    print(
+        f"\n{part.name or 'model'}: {part.kind} {part.class_name}, {len(part.tensors)} tensors{place}{_base_text(part)}"
+    )
     heads = ("tensor", "shape", "dtype", "size", "file")[: 5 if len(files) > 1 else 4]
     tensors = ((t.name, human_shape(t.shape), t.dtype, human_size(t.end - t.start), t.file) for t in part.tensors)
     print_table(heads, (cells[: len(heads)] for cells in tensors))
 
 
-def _base(part: PartRecord) -> str:
+def _base_text(part: PartRecord) -> str:
     return f", on {part.base.id or 'a base built in memory'}" if part.base else ""
 
 
-def _columns(rows: Sequence[dict[str, Any]], metrics: Sequence[str]) -> dict[str, list[str]]:
+def _run_columns(rows: Sequence[dict[str, Any]], metrics: Sequence[str]) -> dict[str, list[str]]:
     """The columns of a run's table by their heads: those that say something, as many as fit."""
-    found = {head: [_cell(each, head) for each in rows] for head in ("checkpoint", "step", "age", "size", "kind")}
-    found |= {head: [_cell(each, head) for each in rows] for head in ("parts", "state")}
-    found |= {_head(name): [_metric(each["metrics"].get(name)) for each in rows] for name in metrics}
-    found |= {head: [_cell(each, head) for each in rows] for head in ("pinned", "valid")}
+    found = {
+        head: [_column_cell(each, head) for each in rows] for head in ("checkpoint", "step", "age", "size", "kind")
+    }
+    found |= {head: [_column_cell(each, head) for each in rows] for head in ("parts", "state")}
+    found |= {_metric_head(name): [_metric_text(each["metrics"].get(name)) for each in rows] for name in metrics}
+    found |= {head: [_column_cell(each, head) for each in rows] for head in ("pinned", "valid")}
     found = {head: cells for head, cells in found.items() if set(cells) != {_ORDINARY.get(head, "")}}
-    for head in (*_LEAST, *map(_head, reversed(metrics))):
-        if _width(found) <= _terminal_width():
+    for head in (*_LEAST, *map(_metric_head, reversed(metrics))):
+        if _table_width(found) <= _terminal_width():
             break
         found.pop(head, None)
     return found
 
 
-def _head(metric: str) -> str:
+def _metric_head(metric: str) -> str:
     """The head of a metric's column; not that of another."""
     return f"metric {metric}" if metric in ("checkpoint", "age", "size", "kind", *_ORDINARY) else metric
 
 
-def _cell(each: Mapping[str, Any], head: str) -> str:
+def _column_cell(each: Mapping[str, Any], head: str) -> str:
     if head == "checkpoint":
         return Path(each["path"]).name or str(each["path"])
     if head == "parts":
         return ", ".join(name or "model" for name in each["parts"])
     if head in ("age", "size"):
-        return _since(each["created"]) if head == "age" else human_size(each["bytes"])
+        return _age_text(each["created"]) if head == "age" else human_size(each["bytes"])
     return ("yes" if each[head] else "no") if isinstance(each[head], bool) else _or_dash(each[head])
 
 
-def _metric(value: float | None) -> str:
+def _metric_text(value: float | None) -> str:
     return "-" if value is None else f"{value:.4g}"
 
 
-def _width(columns: Mapping[str, Sequence[str]]) -> int:
+def _table_width(columns: Mapping[str, Sequence[str]]) -> int:
     return sum(max(map(len, (head, *cells))) + _GAP for head, cells in columns.items()) - _GAP
 
 
@@ -205,11 +209,11 @@ def human_shape(shape: tuple[int, ...]) -> str:
 
 def human_moment(created: str) -> str:
     """An ISO 8601 time to the second, in UTC; the text itself when it is none."""
-    then = _moment(created)
+    then = _parse_moment(created)
     return created if then is None else f"{then.astimezone(timezone.utc):%Y-%m-%d %H:%M:%S} UTC"
 
 
-def _moment(created: str) -> datetime | None:
+def _parse_moment(created: str) -> datetime | None:
     try:
         then = datetime.fromisoformat(created.replace("Z", "+00:00"))
     except ValueError:
@@ -217,9 +221,9 @@ def _moment(created: str) -> datetime | None:
     return then if then.tzinfo else then.replace(tzinfo=timezone.utc)
 
 
-def _since(created: str) -> str:
+def _age_text(created: str) -> str:
     """How long ago the ISO 8601 time `created` was, in its largest unit; the text itself when it is none."""
-    then = _moment(created)
+    then = _parse_moment(created)
     if then is None:
         return created
     seconds = max(0, (datetime.now(timezone.utc) - then).total_seconds())

@@ -21,7 +21,7 @@ from ft_ckpt.errors import LoadError, listing
 from ft_ckpt.formats.dtypes import dtype_name
 from ft_ckpt.formats.layout import TensorFile
 from ft_ckpt.formats.pytree import PLAIN
-from ft_ckpt.storage.buffers import Run, read_ahead
+from ft_ckpt.storage.buffers import ByteRun, read_ahead
 
 THREADS = 4
 _SLICE_BYTES = 64 << 20  # read at a time, so that a large block needs little memory beside itself
@@ -48,7 +48,7 @@ def fill_all(wanted: Iterable[Wanted], threads: int = THREADS, direct: str = "au
     """
     asked = list(wanted)
     check_all(asked)
-    landings: dict[Run, Landing] = {}
+    landings: dict[ByteRun, Landing] = {}
     total = 0
     for source, file, name in asked:
         found = _landings(source, file, name)
@@ -59,7 +59,7 @@ def fill_all(wanted: Iterable[Wanted], threads: int = THREADS, direct: str = "au
     return total + land(landings, threads, direct)
 
 
-def land(landings: Mapping[Run, Landing], threads: int = THREADS, direct: str = "auto") -> int:
+def land(landings: Mapping[ByteRun, Landing], threads: int = THREADS, direct: str = "auto") -> int:
     """Read all runs in the order of their bytes, and put each where it belongs; bytes of the runs."""
     order = {id(file): place for place, file in enumerate(run.file for run in landings)}
     runs = sorted(landings, key=lambda run: (order[id(run.file)], run.start))
@@ -86,7 +86,7 @@ def fill(source: Source, file: TensorFile, name: str) -> int:
 
 def read_onto(file: TensorFile, device: torch.device, threads: int = THREADS) -> dict[str, Tensor]:
     """All tensors of `file` by name in new memory of `device`, read straight into it a block at a time."""
-    tensors, landings = {}, dict[Run, Landing]()
+    tensors, landings = {}, dict[ByteRun, Landing]()
     for name, spec in file.specs.items():
         run = whole_run(file, name)
         if run is None:
@@ -106,7 +106,7 @@ def check_all(wanted: Iterable[Wanted]) -> None:
         raise LoadError(listing(problems))
 
 
-def whole_run(file: TensorFile, name: str) -> Run | None:
+def whole_run(file: TensorFile, name: str) -> ByteRun | None:
     """Where the bytes of the tensor lie; None when it has to be read through its format."""
     ask = getattr(file, "runs", None)
     runs = None if ask is None or getattr(file, "verify", False) else ask(name)
@@ -182,7 +182,7 @@ def _move(to: Tensor, at: int, data: Tensor) -> None:
     torch.autograd.graph.increment_version(to)
 
 
-def _landings(source: Source, file: TensorFile, name: str) -> dict[Run, Landing] | None:
+def _landings(source: Source, file: TensorFile, name: str) -> dict[ByteRun, Landing] | None:
     """The byte ranges of this rank's block, and where each goes; None where that takes more than moving bytes."""
     holding, item = source.holding, source.dtype.itemsize
     local, mine = holding.local, holding.mine
@@ -195,9 +195,9 @@ def _landings(source: Source, file: TensorFile, name: str) -> dict[Run, Landing]
     size = math.prod(mine.sizes[last:]) * item
     if local.is_contiguous() and (not last or size >= _LEAST_RUN_BYTES):
         starts = (run.start + start * item for start in _starts(mine, holding.view, last))
-        return {Run(name, run.file, start, size): Straight(local, n * size) for n, start in enumerate(starts)}
+        return {ByteRun(name, run.file, start, size): Straight(local, n * size) for n, start in enumerate(starts)}
     row_bytes = math.prod(holding.view[1:]) * item
-    rows = Run(name, run.file, run.start + mine.offsets[0] * row_bytes, mine.sizes[0] * row_bytes)
+    rows = ByteRun(name, run.file, run.start + mine.offsets[0] * row_bytes, mine.sizes[0] * row_bytes)
     return {rows: _Rows(local, mine, holding.view, source.dtype)}
 
 

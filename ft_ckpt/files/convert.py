@@ -17,8 +17,8 @@ from huggingface_hub import split_state_dict_into_shards_factory
 from ft_ckpt._version import __version__
 from ft_ckpt.checkpoint import commit
 from ft_ckpt.checkpoint.manifest import BaseRecord, Manifest, PartRecord
-from ft_ckpt.checkpoint.open_checkpoint import held_open
-from ft_ckpt.config import dtype_name, parse_size
+from ft_ckpt.checkpoint.open_checkpoint import hold_open
+from ft_ckpt.config import canonical_dtype, parse_size
 from ft_ckpt.errors import ConfigError, TargetError, damaged_input, explained, listing
 from ft_ckpt.files import folder
 from ft_ckpt.files.convert_output import Output, plan_output, write_outputs
@@ -28,7 +28,7 @@ from ft_ckpt.formats.layout import Spec, TensorFile
 from ft_ckpt.formats.mapped_file import FileStream, RawFile
 from ft_ckpt.storage import local_disk
 from ft_ckpt.storage.digests import FileRecord, digest_of
-from ft_ckpt.storage.placing import replacing
+from ft_ckpt.storage.placing import replace_file
 
 FORMATS = ("safetensors", "h5", "dual", "torch", "tensorflow", "dcp")
 _ENDINGS = {"safetensors": ".safetensors", "dual": ".safetensors", "h5": ".h5", "torch": ".bin"}
@@ -97,8 +97,8 @@ def convert(
     kind = (format or "safetensors") if to_folder else detect.format_by_name(target, format)
     _check_request(source, target, kind, to_folder, max_shard_size)
     most = parse_size(max_shard_size or "50GB")
-    options = _ConvertOptions(target, kind, dtype_name(dtype), read_map(map), most, verify, progress)
-    with held_open(source) as place, closing(open_source(place, source)) as opened:
+    options = _ConvertOptions(target, kind, canonical_dtype(dtype), read_map(map), most, verify, progress)
+    with hold_open(source) as place, closing(open_source(place, source)) as opened:
         check_used(options.names, [*opened.specs, *getattr(opened, "ties", {})], str(source))
         run = _convert_to_foreign if kind in _FOREIGN else _convert_to_folder if to_folder else _convert_to_file
         with explained(target):
@@ -134,7 +134,7 @@ def _convert_to_file(opened: TensorFile, _source: Path, options: _ConvertOptions
     one = plan_output(options.format, target.name, file)
     commit.check_target(target.parent, one.plan.layout.size_bytes)
     local_disk.make_folder(target.parent)
-    with replacing(target) as stage:
+    with replace_file(target) as stage:
         (record,) = write_outputs([one], stage.parent, options.progress)
         if options.verify:
             with closing(detect.open_tensor_file(stage)) as found:
@@ -157,9 +157,9 @@ def _convert_to_foreign(opened: TensorFile, source: Path, options: _ConvertOptio
                 check_copy(whole, found, target.name)
         files = _file_records(stage, ())
         part = PartRecord("", "", "model", options.format, "", (), casts=file.casts)
-        commit.commit(stage, target, _converted_manifest(opened, source, [part], files))
+        commit.commit_stage(stage, target, _converted_manifest(opened, source, [part], files))
     finally:
-        commit.discard(stage)
+        commit.discard_stage(stage)
     notes = (f"{len(file.ties)} tied names stored as tensors of their own",) if file.ties else ()
     return _conversion_report(options, [file], sum(file.size_bytes for file in files), notes)
 
@@ -223,9 +223,9 @@ def _convert_to_folder(opened: TensorFile, source: Path, options: _ConvertOption
         manifest = _converted_manifest(
             opened, source, [plan.record(options.format) for plan in plans], _file_records(stage, written)
         )
-        commit.commit(stage, options.target, manifest)
+        commit.commit_stage(stage, options.target, manifest)
     finally:
-        commit.discard(stage)
+        commit.discard_stage(stage)
     notes = (f"{listing(left, ', ')}: not taken along",) if is_folder and left else ()
     return _conversion_report(options, [plan.file for plan in plans], size, notes)
 

@@ -15,7 +15,7 @@ from ft_ckpt.formats.layout import Layout, Spec, TensorFile
 from ft_ckpt.formats.write_files import FilePlan, Piece, write_files
 from ft_ckpt.storage.buffers import read_ahead
 from ft_ckpt.storage.digests import FileRecord
-from ft_ckpt.storage.progress import tracked
+from ft_ckpt.storage.progress import track_progress
 from ft_ckpt.storage.writer import Writer
 
 
@@ -91,6 +91,6 @@ def _archive_pieces(path: str, archive: torch_file.TorchArchive, chunks: Iterato
 def write_outputs(outputs: list[Output], place: Path, progress: bool) -> list[FileRecord]:
     """Write `outputs` into the folder `place`, durably, with a bar if `progress` and on a terminal."""
     total = sum(one.plan.layout.size_bytes for one in outputs)
-    feed = tracked((piece for one in outputs for piece in one.pieces()), total, "converting", progress)
+    feed = track_progress((piece for one in outputs for piece in one.pieces()), total, "converting", progress)
     with Writer() as writer:
         return list(write_files([one.plan for one in outputs], feed, place, writer))

@@ -14,7 +14,7 @@ from ft_ckpt.checkpoint.manifest import MANIFEST_NAME, Manifest, PartRecord
 from ft_ckpt.errors import CorruptError, LoadError, damaged_input, listing
 from ft_ckpt.formats import dcp, deepspeed, detect, tensorflow
 from ft_ckpt.formats.layout import Spec, TensorFile
-from ft_ckpt.storage.buffers import Run
+from ft_ckpt.storage.buffers import ByteRun
 from ft_ckpt.storage.paths import is_inside
 
 ENDINGS = (".safetensors", ".h5", ".bin")  # in the order in which readers choose
@@ -51,7 +51,7 @@ class JoinedFile:
         file, inner = self.places[name]
         return file.read(inner, start, stop)
 
-    def runs(self, name: str) -> list[Run] | None:
+    def runs(self, name: str) -> list[ByteRun] | None:
         """Where the bytes of tensor `name` lie; None when they do not lie in a file as they are."""
         file, inner = self.places[name]
         ask = getattr(file, "runs", None)

@@ -27,7 +27,7 @@ from ft_ckpt.formats.write_files import FilePlan, Piece, write_files
 from ft_ckpt.storage import local_disk
 from ft_ckpt.storage.buffers import BLOCK_BYTES
 from ft_ckpt.storage.digests import digest_like
-from ft_ckpt.storage.placing import replacing
+from ft_ckpt.storage.placing import replace_file
 from ft_ckpt.storage.writer import Writer
 
 FORMATS = ("h5", "dual", "safetensors", "torch")
@@ -61,7 +61,7 @@ def save(
         raise TargetError(f"{path}: {'a folder' if target.is_dir() else 'its folder does not exist'}; name a file")
     with _no_collection():
         plan = None if codec or kind == "torch" else _plan_object(obj, kind, native_floats)
-    with explained(target), replacing(target) as stage:
+    with explained(target), replace_file(target) as stage:
         if codec is not None:
             _save_compressed(obj, stage.parent, stage.name, native_floats, codec)
         elif plan is None:
@@ -282,7 +282,7 @@ def _save_torch(obj: Any, stage: Path) -> None:
         if file.failure is not None:
             raise file.failure
     torch_file.check_torch_written(stage, file.size_bytes)
-    local_disk.sync(stage)
+    local_disk.sync_path(stage)
 
 
 def _load_lazy_tensors(obj: Any) -> Any:

@@ -11,7 +11,7 @@ from torch import Tensor
 from ft_ckpt.errors import ConfigError, CorruptError, SelectionError, listing
 from ft_ckpt.formats.layout import Spec, TensorFile
 from ft_ckpt.formats.span_file import numel
-from ft_ckpt.storage.buffers import Run
+from ft_ckpt.storage.buffers import ByteRun
 
 SLICE_BYTES = 4 << 20  # small, since what several threads free stays with their heaps
 DTYPES = ("float64", "float32", "bfloat16", "float16")
@@ -96,7 +96,7 @@ class TranslatedFile:
         self.skipped: tuple[str, ...] = tuple(getattr(file, "skipped", ()))
         self.overflown: set[str] = set()  # with values that became infinite
 
-    def runs(self, name: str) -> list[Run] | None:
+    def runs(self, name: str) -> list[ByteRun] | None:
         """Where the bytes of a tensor lie, unless it is cast."""
         old = self.old[name]
         return tensor_runs(self.file, old) if self.file.specs[old].dtype == self.specs[name].dtype else None
@@ -146,10 +146,10 @@ class UntiedFile:
         self.file.close()
 
 
-def tensor_runs(file: TensorFile, name: str) -> list[Run] | None:
+def tensor_runs(file: TensorFile, name: str) -> list[ByteRun] | None:
     """Where the bytes of a tensor lie; None when they do not lie in a file as they are."""
     ask = getattr(file, "runs", None)
-    found: list[Run] | None = None if ask is None else ask(name)
+    found: list[ByteRun] | None = None if ask is None else ask(name)
     return found and [replace(run, name=name) for run in found]
 
 

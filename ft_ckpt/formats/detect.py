@@ -11,7 +11,7 @@ from ft_ckpt.formats.hdf5 import hdf5_file
 from ft_ckpt.formats.layout import Spec, TensorFile
 from ft_ckpt.formats.mapped_file import RawFile
 from ft_ckpt.formats.pytree import Node
-from ft_ckpt.storage.buffers import Run
+from ft_ckpt.storage.buffers import ByteRun
 
 SUFFIXES = {
     **dict.fromkeys((".h5", ".hdf5", ".mdl"), "h5"),
@@ -82,7 +82,7 @@ class TreeFile:
         """Flat elements [start, stop) of tensor `name`: 1-D, on the CPU."""
         return self.file.read(name, start, stop)
 
-    def runs(self, name: str) -> list[Run] | None:
+    def runs(self, name: str) -> list[ByteRun] | None:
         """Where the bytes of tensor `name` lie; None when it is not stored in one piece."""
         return self.file.runs(name)
 

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from ft_ckpt.formats.layout import ITEM_BYTES, Spec
 from ft_ckpt.formats.mapped_file import RawFile
-from ft_ckpt.storage.buffers import Run
+from ft_ckpt.storage.buffers import ByteRun
 
 
 @dataclass(frozen=True, eq=False)
@@ -50,10 +50,10 @@ class SpanFile:
             return torch.empty(0, dtype=dtype)
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
-    def runs(self, name: str) -> list[Run] | None:
+    def runs(self, name: str) -> list[ByteRun] | None:
         """Where the bytes of tensor `name` lie."""
         item_bytes = ITEM_BYTES[self.specs[name].dtype]
-        return [Run(name, span.file, span.start, span.numel * item_bytes) for span in self.spans[name]]
+        return [ByteRun(name, span.file, span.start, span.numel * item_bytes) for span in self.spans[name]]
 
     def close(self) -> None:
         """Let go of the files; what was read stays."""

@@ -34,7 +34,7 @@ from ft_ckpt.formats.torch_pickle import (
     load_torch_zip,
     named_leaves,
 )
-from ft_ckpt.storage.buffers import Run
+from ft_ckpt.storage.buffers import ByteRun
 
 _ALIGNMENT = 64
 _LARGE = 0xFFFFFFFF  # sizes and offsets from here on need the 64-bit fields of zip
@@ -60,7 +60,7 @@ class TorchFile(SpanFile):
             self.made = (name, row_major(self.odd[name]))
         return self.made[1][start:stop]
 
-    def runs(self, name: str) -> list[Run] | None:
+    def runs(self, name: str) -> list[ByteRun] | None:
         """Where the bytes of tensor `name` lie; None when they are not in row-major order."""
         return None if name in self.odd else super().runs(name)
 

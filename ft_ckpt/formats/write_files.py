@@ -81,7 +81,7 @@ def _write_tensors(file: DurableFile, plan: FilePlan, feed: Iterator[Piece]) -> 
         file.tensor = None
     if layout.trailer is not None and layout.trailer_start is not None:
         file.skip_to(layout.trailer_start)
-        file.hashed()
+        file.await_digests()
         file.append_bytes(layout.trailer({name: digest.digest() for name, digest in digests.items()}))
     file.skip_to(layout.size_bytes)
 

@@ -20,11 +20,11 @@ from ft_ckpt.distributed.ranks import Ranks, attempt, by_itself, current
 from ft_ckpt.distributed.sharding import is_dtensor
 from ft_ckpt.errors import ConfigError, SelectionError, listing
 from ft_ckpt.integrations.trainer_files import (
-    Chosen,
+    ChosenCheckpoint,
     chosen_by,
     files_below,
-    is_resumable,
-    load_weights,
+    has_our_state,
+    load_best_weights,
     metrics_of,
     prune_older,
     state_text,
@@ -65,10 +65,10 @@ class Checkpointed(Trainer):  # type: ignore[misc]  # transformers is not typed
         wanted = wanted_of(resume_from_checkpoint)
         directory, deep = Path(self.args.output_dir), self.ft_ckpt.config.verify_resume
         # Verified once more when its files are held open, which may be others by then.
-        chosen = chosen_by(self.__ranks(), wanted, directory, deep) if wanted else Chosen()
+        chosen = chosen_by(self.__current_ranks(), wanted, directory, deep) if wanted else ChosenCheckpoint()
         self.__path = chosen.path if chosen.is_ours else None
         with tempfile.TemporaryDirectory() as folder:
-            return super().train(chosen.shown(folder), *args, **kwargs)
+            return super().train(chosen.path_for_trainer(folder), *args, **kwargs)
 
     def get_batch_samples(self, epoch_iterator: Any, *args: Any) -> Any:
         """The batches of a step, from our iterator over the data."""
@@ -97,13 +97,13 @@ class Checkpointed(Trainer):  # type: ignore[misc]  # transformers is not typed
             self.__saver.close()
         self.__loader, self.__pass, self.__random = prepared[1], None, None
         config, directory = self.ft_ckpt.config, self.args.output_dir
-        self.__saver = CheckpointSaver(self.accelerator, directory, tokenizer=self.__tokenizer(), config=config)
+        self.__saver = CheckpointSaver(self.accelerator, directory, tokenizer=self.__own_tokenizer(), config=config)
         self.__saver.register(model=self.model_wrapped, optimizer=self.optimizer, scheduler=self.lr_scheduler)
         if self.__path is not None:
-            self.__resume(self.__saver, self.__path)
+            self.__resume_run(self.__saver, self.__path)
         return prepared
 
-    def __resume(self, saver: CheckpointSaver, path: Any) -> None:
+    def __resume_run(self, saver: CheckpointSaver, path: Any) -> None:
         progress = saver.resume(path, allow=self.ft_ckpt.allow)
         if progress.batch and not self.__skip and not self.args.ignore_data_skip:
             deque(
@@ -131,19 +131,21 @@ class Checkpointed(Trainer):  # type: ignore[misc]  # transformers is not typed
             super()._load_rng_state(checkpoint)
 
     def _load_best_model(self) -> None:
-        path, ranks = Path(self.state.best_model_checkpoint), self.__ranks()
-        ours, error = attempt(lambda: ranks.leads and is_resumable(path))
+        path, ranks = Path(self.state.best_model_checkpoint), self.__current_ranks()
+        ours, error = attempt(lambda: ranks.leads and has_our_state(path))
         if not ranks.agree("the best model", {"ours": ours}, error)[0]["ours"]:
             return super()._load_best_model()  # type: ignore[no-any-return]  # transformers is not typed
-        load_weights(self.model_wrapped, path, self.ft_ckpt.config.verify_resume, ranks)
+        load_best_weights(self.model_wrapped, path, self.ft_ckpt.config.verify_resume, ranks)
         return None
 
     def __agree_on_best(self) -> None:
         """Take rank 0's word for where the best model is: others may not see it."""
-        answers = self.__ranks().agree("the place of the best model", {"path": self.state.best_model_checkpoint})
+        answers = self.__current_ranks().agree(
+            "the place of the best model", {"path": self.state.best_model_checkpoint}
+        )
         self.state.best_model_checkpoint = answers[0]["path"]
 
-    def __ranks(self) -> Ranks:
+    def __current_ranks(self) -> Ranks:
         return current(self.ft_ckpt.config.enter_timeout_seconds)
 
     def _finalize_training(self, *args: Any, **kwargs: Any) -> Any:
@@ -162,7 +164,7 @@ class Checkpointed(Trainer):  # type: ignore[misc]  # transformers is not typed
             self.store_flos()
         folder = Path(self._get_output_dir(trial=trial))
         target = folder / f"checkpoint-{self.state.global_step}"
-        self.__commit(folder, target)
+        self.__commit_checkpoint(folder, target)
         if self.args.push_to_hub:
             self._push_from_checkpoint(str(target))
         if self.is_world_process_zero():
@@ -188,7 +190,7 @@ class Checkpointed(Trainer):  # type: ignore[misc]  # transformers is not typed
 
     def __save_weights(self, target: Path) -> None:
         """The model, or its adapters, as what may be loaded: without the training state."""
-        tokenizer, config = self.__tokenizer(), self.ft_ckpt.config
+        tokenizer, config = self.__own_tokenizer(), self.ft_ckpt.config
         saver = self.__saver or CheckpointSaver(self.accelerator, tokenizer=tokenizer, config=config)
         saver.save(
             self.model_wrapped,
@@ -196,13 +198,13 @@ class Checkpointed(Trainer):  # type: ignore[misc]  # transformers is not typed
             adapter_only=has_adapters(wrappers.unwrap(self.model_wrapped)),
             step=self.state.global_step or None,
             metrics=metrics_of(self.state),
-            extra_files=self.__added(),
+            extra_files=self.__added_files(),
             background=False,
         )
 
-    def __added(self) -> dict[str, bytes]:
+    def __added_files(self) -> dict[str, bytes]:
         """What a subclass writes beside the weights, from its own `save_model` or `_save`, on all ranks; by path."""
-        method = next((name for name in ("save_model", "_save") if overrides(type(self), name)), None)
+        method = next((name for name in ("save_model", "_save") if overrides_method(type(self), name)), None)
         if method is None:
             return {}
         with tempfile.TemporaryDirectory() as folder:
@@ -219,10 +221,10 @@ class Checkpointed(Trainer):  # type: ignore[misc]  # transformers is not typed
                 f"{listing(weights, ', ')}: written by {name} itself, in a layout of its own that ft_ckpt does not "
                 "know; train without FtCkptCallback, or let it call super() for the weights"
             )
-        self.__ranks().agree("save_model()", {}, error)
+        self.__current_ranks().agree("save_model()", {}, error)
         return found
 
-    def __commit(self, folder: Path, target: Path) -> None:
+    def __commit_checkpoint(self, folder: Path, target: Path) -> None:
         if self.__saver is None:
             raise ConfigError(f"{target}: a checkpoint of a run that has not begun; save within train()")
         step, best = self.state.global_step, self.state.best_global_step
@@ -232,7 +234,7 @@ class Checkpointed(Trainer):  # type: ignore[misc]  # transformers is not typed
         self.__agree_on_best()
         given: dict[str, Any] = {
             "metrics": metrics_of(self.state),
-            "extra_files": {**self.__added(), TRAINER_STATE_NAME: state_text(self)},
+            "extra_files": {**self.__added_files(), TRAINER_STATE_NAME: state_text(self)},
             "background": False,  # the Trainer deletes older checkpoints once this returns
         }
         if self.args.save_only_model:
@@ -244,14 +246,14 @@ class Checkpointed(Trainer):  # type: ignore[misc]  # transformers is not typed
             self.__saver.step(step=step)
             self.__saver.save_state(path=target, **given)
 
-    def __tokenizer(self) -> Any:
+    def __own_tokenizer(self) -> Any:
         return self.processing_class or getattr(self.data_collator, "tokenizer", None)
 
 
 _BASE = (Trainer, Checkpointed)
 
 
-def overrides(kind: type, method: str) -> bool:
+def overrides_method(kind: type, method: str) -> bool:
     """Whether a class between `Trainer` and `kind` has a `method` of its own."""
     return any(method in vars(each) for each in kind.__mro__ if issubclass(each, Trainer) and each not in _BASE)
 

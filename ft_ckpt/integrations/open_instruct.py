@@ -56,10 +56,10 @@ def get_last_checkpoint(folder: str, incomplete: bool = False) -> str | None:
     chosen = steps or [name for name in names if name.startswith("epoch_")]
     if not incomplete:
         chosen = [name for name in chosen if _is_complete(Path(folder, name))]
-    numbered = [name for name in chosen if _number(name) is not None]
+    numbered = [name for name in chosen if _folder_number(name) is not None]
     if not numbered:
         return None
-    return os.path.join(folder, max(numbered, key=_order))  # noqa: PTH118 - the folder as it was spelt
+    return os.path.join(folder, max(numbered, key=_folder_order))  # noqa: PTH118 - the folder as it was spelt
 
 
 def clean_last_n_checkpoints(output_dir: str, keep_last_n_checkpoints: int) -> None:
@@ -68,12 +68,12 @@ def clean_last_n_checkpoints(output_dir: str, keep_last_n_checkpoints: int) -> N
     A negative number keeps all. Folders without a number are left alone. Raises FileNotFoundError as above.
     """
     folders = [path for path in Path(output_dir).iterdir() if _is_checkpoint(path)]
-    folders.sort(key=lambda path: _order(path.name))
+    folders.sort(key=lambda path: _folder_order(path.name))
     if keep_last_n_checkpoints < 0:
         return
     for path in folders[: max(0, len(folders) - keep_last_n_checkpoints)]:
         _LOG.info("removing checkpoint %s", path)
-        _remove(path)
+        _delete_unmarked(path)
 
 
 def _is_complete(path: Path) -> bool:
@@ -81,19 +81,19 @@ def _is_complete(path: Path) -> bool:
 
 
 def _is_checkpoint(path: Path) -> bool:
-    return path.name.startswith(("step_", "epoch_")) and path.is_dir() and _number(path.name) is not None
+    return path.name.startswith(("step_", "epoch_")) and path.is_dir() and _folder_number(path.name) is not None
 
 
-def _number(name: str) -> int | None:
+def _folder_number(name: str) -> int | None:
     tail = name.split("_")[-1]
     return int(tail) if _NUMBER.fullmatch(tail) else None
 
 
-def _order(name: str) -> int:
-    return _number(name) or 0
+def _folder_order(name: str) -> int:
+    return _folder_number(name) or 0
 
 
-def _remove(path: Path) -> None:
+def _delete_unmarked(path: Path) -> None:
     """Both marks of completeness go first: a deletion that is interrupted leaves nothing that looks whole."""
     if path.is_symlink():
         return  # what it points to is not ours to delete

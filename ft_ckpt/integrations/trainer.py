@@ -20,7 +20,7 @@ from transformers import Trainer, TrainerCallback
 
 from ft_ckpt.config import keep_of, make_config
 from ft_ckpt.errors import ConfigError
-from ft_ckpt.integrations.checkpointed import Checkpointed, TrainerSettings, overrides
+from ft_ckpt.integrations.checkpointed import Checkpointed, TrainerSettings, overrides_method
 from ft_ckpt.retention import Keep
 from ft_ckpt.storage.local_disk import local_path
 
@@ -57,12 +57,12 @@ class FtCkptCallback(TrainerCallback):  # type: ignore[misc]  # transformers is 
         """A new callback with `settings`, added to a `trainer` that is there already and not yet training."""
         callback = cls(**settings)
         trainer.add_callback(callback)
-        callback._take(trainer)
+        callback._take_trainer(trainer)
         return callback
 
     def on_init_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Find the trainer that is being made."""
-        self._take(_caller(self))
+        self._take_trainer(_calling_trainer(self))
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Refuse to be forgotten: without its trainer nothing would be saved in our way."""
@@ -78,7 +78,7 @@ class FtCkptCallback(TrainerCallback):  # type: ignore[misc]  # transformers is 
         """A pass is over, perhaps in the middle of a step."""
         self._trainer.ft_ckpt_step_ended()
 
-    def _take(self, trainer: Any) -> None:
+    def _take_trainer(self, trainer: Any) -> None:
         kind = type(trainer)
         if self._trainer is not None or issubclass(kind, Checkpointed):
             raise ConfigError("FtCkptCallback: one for one trainer; make another for another")
@@ -97,7 +97,7 @@ class FtCkptCallback(TrainerCallback):  # type: ignore[misc]  # transformers is 
         self._trainer = trainer
 
 
-def _caller(callback: TrainerCallback) -> Any:
+def _calling_trainer(callback: TrainerCallback) -> Any:
     """The trainer on the stack that is being made with `callback`: it tells its callbacks everything but itself."""
     frame = sys._getframe(1)
     while frame is not None:
@@ -111,4 +111,4 @@ def _caller(callback: TrainerCallback) -> Any:
 def _calls_super(kind: type, method: str) -> bool:
     """Whether the `method` of `kind` is Trainer's, or goes on to it by `super()` as far as its code shows."""
     code = getattr(inspect.unwrap(getattr(kind, method)), "__code__", None)
-    return not overrides(kind, method) or code is None or "super" in code.co_names
+    return not overrides_method(kind, method) or code is None or "super" in code.co_names

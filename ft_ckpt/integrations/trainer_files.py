@@ -1,4 +1,4 @@
-"""Checkpoints in the output folder of a Trainer, ours and its own: which is resumed from, and which stay."""
+"""Chooses, loads and prunes checkpoints in the output folder of a Trainer, ours and its own."""
 
 import logging
 import math
@@ -16,10 +16,10 @@ from transformers.trainer import TRAINER_STATE_NAME, TRAINING_ARGS_NAME
 from transformers.trainer_callback import ExportableState
 
 from ft_ckpt.checkpoint.catalog import discover, read_manifest, verify
+from ft_ckpt.checkpoint.delete import TOMBSTONE
 from ft_ckpt.checkpoint.manifest import MANIFEST_NAME
 from ft_ckpt.checkpoint.open_checkpoint import OpenCheckpoint, open_checkpoint
-from ft_ckpt.checkpoint.pins import DROPPED
-from ft_ckpt.checkpoint.prune import clear, sweep
+from ft_ckpt.checkpoint.prune import prune_run, recover_all
 from ft_ckpt.distributed.ranks import Ranks, attempt
 from ft_ckpt.errors import CorruptError, LoadError, ManifestError, NotACheckpointError, listing
 from ft_ckpt.retention import Keep
@@ -34,16 +34,16 @@ _MODES = {True: "auto", "true": "auto", "auto": "auto", "latest": "auto", "must"
 
 
 @dataclass(frozen=True)
-class Chosen:
-    """What a Trainer is resumed from, the same on every rank."""
+class ChosenCheckpoint:
+    """The checkpoint that a Trainer resumes from, the same on every rank."""
 
     path: str | None = None  # None: a fresh start
     is_ours: bool = False  # whether it has a training state of ours
     state: str | None = None  # of one of ours: what the Trainer has written about itself
 
-    def shown(self, folder: str) -> str | None:
+    def path_for_trainer(self, folder: str) -> str | None:
         """Where this rank's Trainer finds what it has written: at the path, or in `folder`, where it is put if not."""
-        if self.path is None or self.state is None or _text(Path(self.path, TRAINER_STATE_NAME)) == self.state:
+        if self.path is None or self.state is None or _text_or_none(Path(self.path, TRAINER_STATE_NAME)) == self.state:
             return self.path
         Path(folder, TRAINER_STATE_NAME).write_text(self.state, encoding="utf-8")
         return folder
@@ -57,29 +57,29 @@ def wanted_of(resume_from_checkpoint: Any) -> Any:
     return _MODES.get(mode, resume_from_checkpoint)
 
 
-def chosen_by(ranks: Ranks, wanted: str, folder: Path, deep: bool) -> Chosen:
+def chosen_by(ranks: Ranks, wanted: str, folder: Path, deep: bool) -> ChosenCheckpoint:
     """What rank 0 finds for `wanted`: a path; "auto", the newest that is whole, if any; "must", it or an error.
 
     Collective. Raises NotACheckpointError or CorruptError.
     """
 
-    def told() -> dict[str, Any]:
-        path = _sought(wanted, folder, deep) if ranks.leads else None
+    def find_on_leader() -> dict[str, Any]:
+        path = _find_checkpoint(wanted, folder, deep) if ranks.leads else None
         if path is None:
             return {}
-        ours = is_resumable(path)
-        return {"path": str(path), "is_ours": ours, "state": _text(path / TRAINER_STATE_NAME) if ours else None}
+        ours = has_our_state(path)
+        return {"path": str(path), "is_ours": ours, "state": _text_or_none(path / TRAINER_STATE_NAME) if ours else None}
 
-    found, error = ranks.attempt(told)
-    return Chosen(**ranks.agree("train(resume_from_checkpoint=...)", found, error)[0])
+    found, error = ranks.attempt(find_on_leader)
+    return ChosenCheckpoint(**ranks.agree("train(resume_from_checkpoint=...)", found, error)[0])
 
 
-def _sought(wanted: str, folder: Path, deep: bool) -> Path | None:
+def _find_checkpoint(wanted: str, folder: Path, deep: bool) -> Path | None:
     """The checkpoint that `wanted` means, of those in `folder` if it is no path; None for a fresh start."""
     if wanted not in ("auto", "must"):
-        return _whole(wanted, deep)
-    clear(folder)  # of what saves have left that were killed
-    path = _newest(folder, deep)
+        return _check_whole(wanted, deep)
+    recover_all(folder)  # of what saves have left that were killed
+    path = _newest_whole(folder, deep)
     if path is None and wanted == "must":
         raise NotACheckpointError(f"{folder}: no whole checkpoint in it; resume_from_checkpoint=True begins afresh")
     if path is None:
@@ -87,32 +87,32 @@ def _sought(wanted: str, folder: Path, deep: bool) -> Path | None:
     return path
 
 
-def _newest(folder: Path, deep: bool) -> Path | None:
+def _newest_whole(folder: Path, deep: bool) -> Path | None:
     """The checkpoint in `folder` with the highest step that is whole, ours or the Trainer's; None without one."""
     below = folder.iterdir() if folder.is_dir() else ()
     named = [(int(match[1]), path) for path in below if (match := _NAME.fullmatch(path.name))]
     for _, path in sorted(named, reverse=True):
-        problems = _problems(path, deep)
+        problems = _what_is_wrong(path, deep)
         if not problems:
             return path
         warnings.warn(f"{path}: not whole, trying an older one: {listing(list(problems))}", stacklevel=2)
     return None
 
 
-def _whole(wanted: Any, deep: bool) -> Path:
+def _check_whole(wanted: Any, deep: bool) -> Path:
     """The checkpoint that was asked for by its path; one that is not ours is the Trainer's to judge."""
     path = Path(wanted)
-    problems = _problems(path, deep) if (path / MANIFEST_NAME).exists() else ()
+    problems = _what_is_wrong(path, deep) if (path / MANIFEST_NAME).exists() else ()
     if problems:
         raise CorruptError(f"{path}: {listing(list(problems))}; resume_from_checkpoint=True takes the newest whole one")
     return path
 
 
-def _problems(path: Path, deep: bool) -> tuple[str, ...]:
+def _what_is_wrong(path: Path, deep: bool) -> tuple[str, ...]:
     try:
         if (path / MANIFEST_NAME).exists():
             return verify(path, deep=deep).problems
-        if (path / DROPPED).exists():
+        if (path / TOMBSTONE).exists():
             return ("it is being deleted",)
         TrainerState.load_from_json(str(path / TRAINER_STATE_NAME))  # the last thing that the Trainer writes
     except (ManifestError, OSError, ValueError, TypeError) as error:
@@ -120,24 +120,24 @@ def _problems(path: Path, deep: bool) -> tuple[str, ...]:
     return ()
 
 
-def is_resumable(path: Path) -> bool:
+def has_our_state(path: Path) -> bool:
     """Whether the checkpoint has a training state of ours."""
     return (path / MANIFEST_NAME).exists() and starting.has_training_state(read_manifest(path))
 
 
-def load_weights(model: nn.Module, path: Path, deep: bool, ranks: Ranks) -> None:
+def load_best_weights(model: nn.Module, path: Path, deep: bool, ranks: Ranks) -> None:
     """Put the weights of the checkpoint that rank 0 has at `path` into `model`; it reads for those that do not see it.
 
     Collective. `deep` compares the digests of all its files. Raises CorruptError naming damaged files, LoadError when
     the weights do not fit.
     """
     with ExitStack() as stack:
-        _, error = ranks.attempt(lambda: _load(model, path, deep, ranks, stack))
+        _, error = ranks.attempt(lambda: _load_best(model, path, deep, ranks, stack))
         ranks.agree("load_best_model_at_end", {}, error)  # before rank 0 stops to read for others
 
 
-def _load(model: nn.Module, path: Path, deep: bool, ranks: Ranks, stack: ExitStack) -> None:
-    held, error = attempt(lambda: _held(path, deep, stack) if ranks.leads else None)
+def _load_best(model: nn.Module, path: Path, deep: bool, ranks: Ranks, stack: ExitStack) -> None:
+    held, error = attempt(lambda: _open_whole(path, deep, stack) if ranks.leads else None)
     found = ranks.agree("opening the best model", {} if held is None else checkpoint_facts(held), error)[0]
     here = open_to_all(held, found, ranks, stack, deep, lambda one: StoredTensors(one).read)
     with open_stored_tensors(here) as stored:
@@ -146,14 +146,14 @@ def _load(model: nn.Module, path: Path, deep: bool, ranks: Ranks, stack: ExitSta
         raise LoadError(f"{path}: the best model was not loaded: {outcome.detail}")
 
 
-def _held(path: Path, deep: bool, stack: ExitStack) -> OpenCheckpoint:
+def _open_whole(path: Path, deep: bool, stack: ExitStack) -> OpenCheckpoint:
     held = stack.enter_context(open_checkpoint(path))
-    if problems := held.problems(deep):
+    if problems := held.find_problems(deep):
         raise CorruptError(f"{path}: {listing(list(problems))}; the best model was not loaded")
     return held
 
 
-def _text(file: Path) -> str | None:
+def _text_or_none(file: Path) -> str | None:
     with suppress(OSError, ValueError):
         return file.read_text(encoding="utf-8")
     return None
@@ -171,7 +171,7 @@ def prune_older(folder: Path, newest: Path, best: str | None, limit: int | None,
         is_beside = best is not None and Path(best) not in last  # the best counts among the limit
         keep = Keep(last=max(limit - is_beside, 1))
     if keep is not None:
-        report = sweep(folder, keep, run_id=run_id, protect=[newest] if best is None else [newest, best])
+        report = prune_run(folder, keep, run_id=run_id, protect=[newest] if best is None else [newest, best])
         for problem in report.problems:
             warnings.warn(f"{folder}: an old checkpoint was not deleted: {problem}", stacklevel=3)
 

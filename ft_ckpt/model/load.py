@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ft_ckpt.checkpoint.catalog import nothing_at
+from ft_ckpt.checkpoint.catalog import why_no_checkpoint
 from ft_ckpt.checkpoint.manifest import MANIFEST_NAME, PartRecord
 from ft_ckpt.checkpoint.open_checkpoint import OpenCheckpoint, open_checkpoint
 from ft_ckpt.distributed.wrappers import give_back, listed, sources
@@ -110,7 +110,7 @@ def _load_checkpoint(
     held: OpenCheckpoint, wanted: str | None, options: _Options, device: Any
 ) -> tuple[Any, LoadReport]:
     root, manifest = held.folder, held.manifest
-    problems = held.problems(deep=options.verify)
+    problems = held.find_problems(deep=options.verify)
     if problems:
         raise CorruptError(f"{root}: {listing(list(problems))}; use an older checkpoint")
     groups = _groups([part for part in manifest.parts if part.kind != "state"], wanted, root)
@@ -142,7 +142,7 @@ def _find(path: Path, part: str | None) -> tuple[Path, str | None]:
         if (folder / MANIFEST_NAME).is_file():
             below = path.absolute().relative_to(folder.absolute()).as_posix() if depth else None
             return folder, below if part is None else part
-    raise NotACheckpointError(nothing_at(path))
+    raise NotACheckpointError(why_no_checkpoint(path))
 
 
 def _groups(parts: Sequence[PartRecord], wanted: str | None, root: Path) -> dict[str, list[PartRecord]]:

@@ -28,7 +28,7 @@ from ft_ckpt.saving.plan_cache import Weighed, planned, weigh
 from ft_ckpt.saving.priority import yield_to_training
 from ft_ckpt.saving.snapshot import Snapshot, ids_changed_by_steps
 from ft_ckpt.saving.worker import Worker
-from ft_ckpt.schedule import History, learnt
+from ft_ckpt.schedule import History, after_cost
 from ft_ckpt.training import zero_optimizer
 from ft_ckpt.training.capture import Captured
 from ft_ckpt.training.items import run_items
@@ -193,7 +193,7 @@ class BackgroundSaver:
         if before is not None and error is not None:
             self._of.history = replace(self._of.history, best=before.best)
         elif before is not None:
-            self._of.history = learnt(self._of.history, report.seconds)
+            self._of.history = after_cost(self._of.history, report.seconds)
         if error is not None:
             raise error
         return report  # type: ignore[no-any-return]  # of `attempt`, which takes anything

@@ -14,7 +14,7 @@ from typing import Any
 import xxhash
 
 from ft_ckpt.checkpoint import commit
-from ft_ckpt.checkpoint.catalog import size_of
+from ft_ckpt.checkpoint.catalog import checkpoint_bytes
 from ft_ckpt.config import SaverConfig, human_size
 from ft_ckpt.distributed.ranks import Ranks
 from ft_ckpt.errors import NoSpaceError, RankError, RanksDisagreeError, explained
@@ -141,7 +141,7 @@ def _try_save(
         return ranks.agree("the commit of save()", report, error)[0]
     finally:
         if prepared is not None and prepared.stage is not None:
-            commit.discard(prepared.stage)
+            commit.discard_stage(prepared.stage)
 
 
 def _tensor_names(prepared: SavePlan | None) -> dict[str, list[str]]:
@@ -216,11 +216,11 @@ def _commit_files(job: SaveJob, stage: Path, files: list[FileRecord]) -> dict[st
         rankings=job.config.rankings,
         export=request.run_id is not None and request.captured.state is None,
     )
-    commit.commit(stage, request.target, manifest)
+    commit.commit_stage(stage, request.target, manifest)
     return {
         "path": str(request.target),
         "kind": manifest.kind,
-        "bytes": size_of(request.target, manifest),
+        "bytes": checkpoint_bytes(request.target, manifest),
         "tensors": sum(len(part.tensors) for part in manifest.parts),
         "seconds": time.monotonic() - job.begun,
         "casts": _add_counts([part.casts for part in manifest.parts]),

@@ -15,7 +15,7 @@ from ft_ckpt.saving import reuse_frozen, write_shards
 from ft_ckpt.saving.files import PartPlan, file_pieces
 from ft_ckpt.saving.plan import SavePlan, SaveRequest
 from ft_ckpt.storage.digests import FileRecord
-from ft_ckpt.storage.progress import tracked
+from ft_ckpt.storage.progress import track_progress
 from ft_ckpt.storage.write_tuning import pace_of
 from ft_ckpt.storage.writer import Writer
 
@@ -66,7 +66,7 @@ def _write_on_rank_0(job: SaveJob, untied: list[tuple[wrappers.Source, wrappers.
     """All tensors come to rank 0, which writes them."""
     plans, config, stage = job.unlinked_plans, job.config, job.prepared.stage
     total = sum(one.size_bytes for one in plans)
-    feed = tracked(
+    feed = track_progress(
         file_pieces(plans, job.ranks, config.bucket_bytes, config.nonfinite), total, "saving", job.ranks.shows
     )
     if stage is None:

@@ -108,7 +108,7 @@ def prepare_stage(
     try:
         offers = _find_offers(request, chosen.plans, ranks, config, stage, changed)
         total = sum(file.layout.size_bytes for one in chosen.plans for file in one.files if file.path not in offers)
-        free_space.ensure(
+        free_space.ensure_space(
             request.target,
             total + sum(map(len, chosen.companions.files.values())) + _MANIFEST_BYTES,
             config,
@@ -123,7 +123,7 @@ def prepare_stage(
                 (stage / path).write_bytes(content)
         return replace(chosen, stage=stage, offers=offers)
     except BaseException:
-        commit.discard(stage)
+        commit.discard_stage(stage)
         raise
 
 

@@ -21,7 +21,7 @@ from ft_ckpt.saving.files import PartPlan
 from ft_ckpt.saving.plan import Companions, SavePlan, SaveRequest, companions_of, make_plan
 from ft_ckpt.saving.replicas import replicated_tensors
 from ft_ckpt.saving.snapshot import Copies, copies_size, memory_key
-from ft_ckpt.storage.digests import chunks
+from ft_ckpt.storage.digests import cut_chunks
 from ft_ckpt.training.optimizers import parameter_of
 from ft_ckpt.training.structure import Look, emptied, filled, is_placed, local_of
 
@@ -238,7 +238,7 @@ def _sources(chosen: SavePlan, request: SaveRequest, ranks: Ranks) -> Iterator[S
         return
     for share in _shares(chosen, ranks):
         for entry, cut in zip(share.entries, share.cuts, strict=True):
-            mine = ranks.leads if cut is None else any(owner == ranks.rank for _, _, owner in chunks(cut))
+            mine = ranks.leads if cut is None else any(owner == ranks.rank for _, _, owner in cut_chunks(cut))
             yield from entry.sources if mine else ()
 
 

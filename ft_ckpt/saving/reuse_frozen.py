@@ -27,7 +27,7 @@ from ft_ckpt.model.entries import Part
 from ft_ckpt.saving import write_shards
 from ft_ckpt.saving.files import PartPlan
 from ft_ckpt.saving.write_shards import Share
-from ft_ckpt.storage.digests import FileRecord, together, whole
+from ft_ckpt.storage.digests import FileRecord, joined_digest, whole_digest
 
 LEAST_BYTES = 64 << 20  # of frozen tensors, for which a second file pays
 LEAST_SHARE = 0.25  # of a part
@@ -121,7 +121,7 @@ def equal_files(
     found = {}
     for path, offer in offers.items():
         parts = [answer["digests"][path] for answer in answers]
-        digest = whole(parts[0]) if offer.ranks == 1 else together(parts)
+        digest = whole_digest(parts[0]) if offer.ranks == 1 else joined_digest(parts)
         if digest in offer.digests:
             found[path] = digest
     return found
@@ -135,7 +135,7 @@ def place_equal_files(shares: Sequence[Share], taken: Mapping[str, str], stage: 
         if path in taken:
             (stage / path).parent.mkdir(parents=True, exist_ok=True)
             os.link(_candidate_path(stage, taken[path]), stage / path)
-            cuts, size = ((), 1) if taken[path].startswith(whole("")) else (share.actual_cuts, share.ranks)
+            cuts, size = ((), 1) if taken[path].startswith(whole_digest("")) else (share.actual_cuts, share.ranks)
             records.append(FileRecord(path, share.file.layout.size_bytes, taken[path], cuts, size, linked=True))
     for link in stage.glob(f"{_LINK}*"):
         link.unlink()

@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-from ft_ckpt.checkpoint.prune import tidy
+from ft_ckpt.checkpoint.prune import prune_after_save
 from ft_ckpt.config import SaverConfig
 from ft_ckpt.distributed.ranks import Ranks, current
 from ft_ckpt.errors import CheckpointError, ConfigError
@@ -149,7 +149,7 @@ class RunSaves:
     def _make_pruner(self) -> Callable[[Path], None]:
         """What deletes old checkpoints once a new one is there."""
         directory = self.directory if self._current_ranks().leads else None
-        return partial(tidy, directory, self.run.config.keep, self.run.run_id, self._protected_paths())
+        return partial(prune_after_save, directory, self.run.config.keep, self.run.run_id, self._protected_paths())
 
     def _protected_paths(self) -> tuple[Path, ...]:
         return () if self.run.resumed_from is None else (self.run.resumed_from,)

@@ -19,7 +19,7 @@ from ft_ckpt.formats.write_files import FilePlan
 from ft_ckpt.model.entries import Entry
 from ft_ckpt.saving.files import PartPlan, gather_entries
 from ft_ckpt.storage.buffers import BLOCK_BYTES
-from ft_ckpt.storage.digests import Cut, FileRecord, chunks, together
+from ft_ckpt.storage.digests import Cut, FileRecord, cut_chunks, joined_digest
 from ft_ckpt.storage.direct_io import create_file
 from ft_ckpt.storage.regions import Region, digest_regions, write_regions
 from ft_ckpt.storage.writer import Writer
@@ -86,7 +86,9 @@ def allocate_file(share: Share, folder: Path) -> None:
 
 def file_record(share: Share, digests: Sequence[str]) -> FileRecord:
     """The record of the file from its ranks' digests."""
-    return FileRecord(share.file.path, share.file.layout.size_bytes, together(digests), share.actual_cuts, len(digests))
+    return FileRecord(
+        share.file.path, share.file.layout.size_bytes, joined_digest(digests), share.actual_cuts, len(digests)
+    )
 
 
 def write_own_bytes(share: Share, folder: Path, ranks: Ranks, writer: Writer, bucket_bytes: int) -> str:
@@ -196,7 +198,7 @@ def _tensor_regions(entry: Entry, cut: Cut, rank: int) -> Iterator[Region]:
     if source is None or source.holding.local is None:
         return
     item, local = entry.dtype.itemsize, source.holding.local.reshape(-1)
-    for start, stop, owner in chunks(cut):
+    for start, stop, owner in cut_chunks(cut):
         if owner != rank:
             continue
         first = (start - cut.start) // item if not source.holding.moves else 0

@@ -1,4 +1,4 @@
-"""Digests of files: of one that was written from front to back, and of one that several ranks wrote their parts of.
+"""Digests of files, whether one rank wrote them from front to back or several ranks wrote parts of them.
 
 The parts of each rank, in file order, have one digest; how the file was cut is told by a `Cut` for each run of chunks,
 and what no cut covers is rank 0's. So a file has as many digests as writers, and is checked in one pass.
@@ -43,14 +43,14 @@ class FileRecord:
 
 
 @dataclass(eq=False)
-class _Open:
+class _HashedFile:
     """A file open for reading."""
 
     path: Path
     descriptor: int
 
     def check(self) -> None:
-        """Nothing: whoever asks for a digest compares it."""
+        """Check nothing: the caller compares the digest."""
 
 
 def digest_of(file: Path) -> str:
@@ -58,61 +58,61 @@ def digest_of(file: Path) -> str:
 
     Raises OSError, or CorruptError when a large file cannot be read to its end.
     """
-    return whole(_digests(file, (), 1)[0])
+    return whole_digest(_rank_digests(file, (), 1)[0])
 
 
 def digest_like(file: Path, record: FileRecord) -> str:
     """The digest of `file`, taken the way the one in `record` was. Raises as `digest_of` does."""
     if record.ranks == 1:
         return digest_of(file)
-    return together(_digests(file, record.cuts, record.ranks))
+    return joined_digest(_rank_digests(file, record.cuts, record.ranks))
 
 
-def _digests(file: Path, cuts: Sequence[Cut], ranks: int) -> list[str]:
+def _rank_digests(file: Path, cuts: Sequence[Cut], ranks: int) -> list[str]:
     """The digest of each rank's parts of the file, hexadecimal."""
     states = [xxhash.xxh3_128() for _ in range(ranks)]
     with local_disk.open_regular(file) as stream:
         size_bytes = os.fstat(stream.fileno()).st_size
         if size_bytes < _AHEAD_BYTES:
             content = stream.read()
-            for start, stop, owner in parts(cuts, size_bytes):
+            for start, stop, owner in rank_parts(cuts, size_bytes):
                 states[owner].update(content[start:stop])
         else:
-            _read_ahead(_Open(file, stream.fileno()), parts(cuts, size_bytes), states)
+            _read_ahead(_HashedFile(file, stream.fileno()), rank_parts(cuts, size_bytes), states)
     return [state.hexdigest() for state in states]
 
 
-def _read_ahead(file: _Open, found: Iterable[tuple[int, int, int]], states: Sequence[Any]) -> None:
-    from ft_ckpt.storage.buffers import Run, read_ahead  # here, so that listing does not pay for it
+def _read_ahead(file: _HashedFile, found: Iterable[tuple[int, int, int]], states: Sequence[Any]) -> None:
+    from ft_ckpt.storage.buffers import ByteRun, read_ahead  # here, so that listing does not pay for it
 
-    runs = (Run(str(owner), file, start, stop - start) for start, stop, owner in found)
+    runs = (ByteRun(str(owner), file, start, stop - start) for start, stop, owner in found)
     for part in read_ahead(runs):
         states[int(part.run.name)].update((ctypes.c_char * part.size_bytes).from_address(part.address))
 
 
-def whole(digest: str) -> str:
+def whole_digest(digest: str) -> str:
     """The digest of a file that one rank wrote, from that of its bytes, hexadecimal."""
     return _WHOLE + digest
 
 
-def together(digests: Iterable[str]) -> str:
+def joined_digest(digests: Iterable[str]) -> str:
     """The digest of a file from those of its ranks' parts, hexadecimal, in rank order."""
     return _CUT + xxhash.xxh3_128_hexdigest("".join(digests).encode())
 
 
-def parts(cuts: Sequence[Cut], size_bytes: int) -> Iterator[tuple[int, int, int]]:
-    """The file in order, as (start, stop, rank that wrote it); neighbours of one rank may come as one or more."""
+def rank_parts(cuts: Sequence[Cut], size_bytes: int) -> Iterator[tuple[int, int, int]]:
+    """The ranges of the file in order, as (start, stop, rank that wrote it); neighbours of one rank may be joined."""
     at = 0
     for cut in cuts:
         if at < cut.start:
             yield at, cut.start, 0
-        yield from chunks(cut)
+        yield from cut_chunks(cut)
         at = cut.stop
     if at < size_bytes:
         yield at, size_bytes, 0
 
 
-def chunks(cut: Cut) -> Iterator[tuple[int, int, int]]:
+def cut_chunks(cut: Cut) -> Iterator[tuple[int, int, int]]:
     """The chunks of one cut, as (start, stop, rank)."""
     start, stop, owner = cut.start, min(cut.start + cut.lead, cut.stop), cut.owner
     while start < cut.stop:

@@ -1,4 +1,4 @@
-"""Files written past the page cache (O_DIRECT) where the file system takes that, and through it where it does not.
+"""Opens and writes files past the page cache (O_DIRECT) where the file system allows it, else through the cache.
 
 Refused at open or at a write, the same file goes on through the page cache. Space is taken before the first byte.
 """
@@ -23,15 +23,15 @@ def create_file(path: Path, size_bytes: int, direct: bool) -> int:
     Raises NoSpaceError when there is not enough, TargetError when the file cannot be made, or is there already.
     """
     with explained(path):
-        descriptor = open_file(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, direct)
-        refusal = _allocate(descriptor, size_bytes)
+        descriptor = open_for_writing(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, direct)
+        refusal = _allocate_space(descriptor, size_bytes)
         if refusal in _FULL:
             os.close(descriptor)
             raise OSError(refusal, os.strerror(refusal))
     return descriptor
 
 
-def open_file(path: Path, flags: int, direct: bool) -> int:
+def open_for_writing(path: Path, flags: int, direct: bool) -> int:
     """A descriptor of `path`, unbuffered if `direct` and the file system takes that. Raises OSError."""
     flags |= os.O_CLOEXEC | os.O_NOFOLLOW
     if direct and hasattr(os, "O_DIRECT"):
@@ -45,8 +45,8 @@ def open_file(path: Path, flags: int, direct: bool) -> int:
     return os.open(path, flags, 0o666)
 
 
-def _allocate(descriptor: int, size_bytes: int) -> int:
-    """Take the space now, so that a full disk is known before anything is written; an errno, 0 when all is well.
+def _allocate_space(descriptor: int, size_bytes: int) -> int:
+    """Allocate the space now, so that a full disk is known before anything is written; an errno, 0 for success.
 
     Not posix_fallocate: where the file system cannot, the C library would write every block itself.
     """
@@ -85,6 +85,6 @@ def _is_direct(descriptor: int) -> bool:
 
 
 def _leave_direct(descriptor: int) -> None:
-    """Go on through the page cache: some file systems refuse direct writes only when the first comes."""
+    """Switch the file to the page cache: some file systems refuse direct writes only when the first comes."""
     flags = fcntl.fcntl(descriptor, fcntl.F_GETFL)
     fcntl.fcntl(descriptor, fcntl.F_SETFL, flags & ~getattr(os, "O_DIRECT", 0))

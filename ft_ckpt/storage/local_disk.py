@@ -1,4 +1,4 @@
-"""Durable steps on a local file system, each safe to stop at any call. Knows folders, not checkpoints."""
+"""Durable operations on a local file system, each safe to interrupt at any call. Knows folders, not checkpoints."""
 
 import contextlib
 import ctypes
@@ -77,15 +77,15 @@ def read_text(file: Path, limit_bytes: int) -> str:
     return text
 
 
-def names(folder: Path) -> list[str]:
-    """What is in `folder`, sorted; nothing when there is no such folder. Raises OSError."""
+def list_names(folder: Path) -> list[str]:
+    """The names in `folder`, sorted; none when there is no such folder. Raises OSError."""
     try:
         return sorted(entry.name for entry in folder.iterdir())
     except (FileNotFoundError, NotADirectoryError):
         return []
 
 
-def exchange(one: Path, other: Path) -> None:
+def exchange_folders(one: Path, other: Path) -> None:
     """Swap two folders in one step. Raises OSError, with ENOSYS where the C library has no such call."""
     call = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
     if call is None:
@@ -96,8 +96,8 @@ def exchange(one: Path, other: Path) -> None:
             raise OSError(code, os.strerror(code), str(other))
 
 
-def sync(path: Path) -> None:
-    """Return when the file's bytes, or the folder's names, would survive a power cut."""
+def sync_path(path: Path) -> None:
+    """Sync a file's bytes, or a folder's names, so that they survive a power cut."""
     handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         sync_open(handle)
@@ -106,7 +106,7 @@ def sync(path: Path) -> None:
 
 
 def sync_open(handle: int) -> None:
-    """`sync` what is open already. File systems that have no such call for it are taken at their word."""
+    """Sync an open file or folder. On file systems without such a call this does nothing."""
     try:
         fsync(handle)
     except OSError as error:
@@ -115,25 +115,25 @@ def sync_open(handle: int) -> None:
 
 
 def sync_all(paths: Sequence[Path]) -> None:
-    """`sync` all of them, in no order, side by side: a journalling file system then commits them together."""
+    """Sync all `paths` side by side, in no order: a journalling file system then commits them together."""
     from concurrent.futures import ThreadPoolExecutor  # here, so that listing does not pay for it
 
     with ThreadPoolExecutor(max(1, min(8, len(paths)))) as pool:
-        for _ in pool.map(sync, paths):
+        for _ in pool.map(sync_path, paths):
             pass
 
 
 def make_folder(folder: Path) -> None:
-    """Make `folder` and its parents; each is synced into its own parent, or a power cut could take the branch."""
+    """Make `folder` and its parents; each is synced into its own parent, so that a power cut takes none of them."""
     if not folder.is_dir():
         make_folder(folder.parent)
         with contextlib.suppress(FileExistsError):
             mkdir(folder)
-        sync(folder.parent)
+        sync_path(folder.parent)
 
 
 @contextlib.contextmanager
-def inside(folder: Path, below: str = "", *, make: bool = False) -> Iterator[int]:
+def folder_handle(folder: Path, below: str = "", *, make: bool = False) -> Iterator[int]:
     """A descriptor of the folder `below` in `folder`, reached step by step: no link at or below `folder` is followed.
 
     With `make`, folders that are missing are made. Raises OSError: FileNotFoundError when it is not there,
@@ -153,7 +153,7 @@ def inside(folder: Path, below: str = "", *, make: bool = False) -> Iterator[int
         os.close(handle)
 
 
-def shift(paths: Iterable[str], source: Path, goal: Path, *, replace: bool = True) -> None:
+def move_files(paths: Iterable[str], source: Path, goal: Path, *, replace: bool = True) -> None:
     """Move those of `paths` that are in `source` to the same place in `goal`, durably; nothing goes through a link.
 
     Without `replace`, what is in the way in `goal` stays, and so does in `source` what would take its place.
@@ -161,11 +161,11 @@ def shift(paths: Iterable[str], source: Path, goal: Path, *, replace: bool = Tru
     for below, each in _by_folder(paths):
         with contextlib.ExitStack() as stack:
             try:
-                here = stack.enter_context(inside(source, below))
+                here = stack.enter_context(folder_handle(source, below))
             except (FileNotFoundError, NotADirectoryError):
                 continue
             if present := [name for name in each if _is_in(here, name)]:
-                there = stack.enter_context(inside(goal, below, make=True))
+                there = stack.enter_context(folder_handle(goal, below, make=True))
                 for name in present:
                     if replace or not _is_in(there, name):
                         move(name, name, src_dir_fd=here, dst_dir_fd=there)
@@ -173,32 +173,32 @@ def shift(paths: Iterable[str], source: Path, goal: Path, *, replace: bool = Tru
                 sync_open(there)
 
 
-def delete(paths: Iterable[str], folder: Path) -> None:
+def delete_files(paths: Iterable[str], folder: Path) -> None:
     """Delete those of `paths` that are files or links in `folder`, durably; what a link leads to is not touched."""
     for below, each in _by_folder(paths):
-        with contextlib.suppress(FileNotFoundError, NotADirectoryError), inside(folder, below) as here:
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError), folder_handle(folder, below) as here:
             for name in each:
                 with contextlib.suppress(FileNotFoundError, IsADirectoryError):
                     unlink(name, dir_fd=here)
             sync_open(here)  # or a power cut could bring files back that nothing knows of any more
 
 
-def stats(paths: Iterable[str], folder: Path) -> list[os.stat_result]:
-    """Of those of `paths` that are in `folder`, what `delete` would reach."""
+def file_stats(paths: Iterable[str], folder: Path) -> list[os.stat_result]:
+    """The stat results of those of `paths` that `delete_files` would delete from `folder`."""
     found = []
     for below, each in _by_folder(paths):
-        with contextlib.suppress(OSError), inside(folder, below) as here:
+        with contextlib.suppress(OSError), folder_handle(folder, below) as here:
             for name in each:
                 with contextlib.suppress(OSError):
                     found.append(os.stat(name, dir_fd=here, follow_symlinks=False))
     return found
 
 
-def prune(paths: Iterable[str], folder: Path) -> None:
-    """Remove the folders of `paths` that moving or deleting them has left empty."""
+def remove_empty_folders(paths: Iterable[str], folder: Path) -> None:
+    """Remove the folders of `paths` that are empty after moving or deleting them."""
     parents = {parent for path in paths for parent in PurePath(path).parents if parent != PurePath()}
     for parent in sorted(parents, reverse=True):  # the deepest first
-        with contextlib.suppress(OSError), inside(folder, str(parent.parent)) as here:
+        with contextlib.suppress(OSError), folder_handle(folder, str(parent.parent)) as here:
             os.rmdir(parent.name, dir_fd=here)
 
 
@@ -225,14 +225,14 @@ def _is_in(folder: int, name: str) -> bool:
     return True
 
 
-def tree(folder: Path) -> Iterator[Path]:
+def walk_tree(folder: Path) -> Iterator[Path]:
     """Every file and folder below `folder`, contents ahead of their folder; links are not followed."""
     for place, folders, files in os.walk(folder, topdown=False):
         yield from (Path(place) / name for name in (*files, *folders))
 
 
-def pieces(source: Path, goal: Path, ours: set[str]) -> list[str]:
-    """What is in `source` and not among `ours`, in pieces as large as can be moved into `goal` at once."""
+def movable_pieces(source: Path, goal: Path, ours: set[str]) -> list[str]:
+    """Paths in `source` that are not among `ours`, each the largest subtree that can be moved into `goal` at once."""
     shared = {parent.as_posix() for path in ours for parent in Path(path).parents}
 
     def walk(folder: str) -> Iterator[str]:
@@ -246,13 +246,13 @@ def pieces(source: Path, goal: Path, ours: set[str]) -> list[str]:
     return list(walk(""))
 
 
-def mode(path: Path) -> int:
+def permission_bits(path: Path) -> int:
     """The permission bits of `path`."""
     return stat.S_IMODE(path.stat().st_mode)
 
 
 def real_path(target: Path) -> Path:
-    """Where `target` leads to: a link stays, what it leads to is replaced. Raises TargetError for a loop of links."""
+    """`target` with its links resolved, so that a link stays and its goal is replaced. TargetError for a loop."""
     try:
         return Path(target).resolve()
     except RuntimeError as error:  # what Python before 3.13 raises
@@ -273,12 +273,12 @@ def take_group(path: Path, group: int) -> None:
 def take_access(folder: Path, other: Path) -> None:
     """Give `folder` the mode and group of `other`, as far as this process may."""
     take_group(folder, other.stat().st_gid)
-    if mode(folder) != mode(other):
-        chmod(folder, mode(other))
+    if permission_bits(folder) != permission_bits(other):
+        chmod(folder, permission_bits(other))
 
 
 def holds_cwd(folder: Path) -> bool:
-    """True when this process works in `folder`: moved and deleted, it would pull the ground from under it."""
+    """Whether the working directory of this process is in `folder`, which then must not be moved or deleted."""
     try:
         return Path.cwd().resolve().is_relative_to(folder)
     except FileNotFoundError:

@@ -1,4 +1,4 @@
-"""Whether whoever made a hidden file or folder still lives: it is kept locked for as long.
+"""Decides whether the process that made a hidden file or folder still lives: it keeps that locked until it ends.
 
 A lock ends with its process, however that ends, and every process of the machine sees it, whatever container it is in.
 Where a lock says nothing (of another machine's processes, on a file system without locks) time has to.
@@ -24,21 +24,21 @@ _change = threading.Lock()
 
 
 def new_owner() -> str:
-    """The end of a new hidden name: host, machine, process, and a word of its own. At most 60 bytes, in ASCII."""
+    """The suffix of a new hidden name: host, machine, process, random digits. At most 60 bytes, in ASCII."""
     host = re.sub(r"[^A-Za-z0-9_.-]", "_", socket.gethostname())[:20]  # for whoever reads it; the machine tells apart
-    return f"{host}-{_mark()}-{os.getpid()}-{secrets.token_hex(4)}"
+    return f"{host}-{_machine_mark()}-{os.getpid()}-{secrets.token_hex(4)}"
 
 
-def machine() -> str | None:
-    """This machine since it was started, all of its containers included: who runs here sees the same locks."""
+def machine_id() -> str | None:
+    """The boot id, equal for all containers of this machine, which see each other's locks; None if unknown."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
     except OSError:
         return None
 
 
-def hold(path: Path) -> bool | None:
-    """Lock `path`, a file or a folder, until `let_go`; False when another has the lock, or it is not there any more.
+def hold_lock(path: Path) -> bool | None:
+    """Lock the file or folder `path` until `release_lock`; False when another has the lock, or it is gone.
 
     None where locks say nothing: on a file system without them, or where it may not be opened.
     """
@@ -47,7 +47,7 @@ def hold(path: Path) -> bool | None:
     except OSError as error:
         return False if error.errno in (errno.ENOENT, errno.ELOOP) else None
     try:
-        mine: bool | None = lock(descriptor) or None
+        mine: bool | None = lock_descriptor(descriptor) or None
         if not os.path.samestat(path.lstat(), os.fstat(descriptor)):  # deleted by whoever had the lock before
             mine = False
     except OSError:
@@ -60,8 +60,8 @@ def hold(path: Path) -> bool | None:
     return True
 
 
-def let_go(path: Path) -> None:
-    """Give back the lock on `path`, wherever it was moved since; nothing happens when it was not held."""
+def release_lock(path: Path) -> None:
+    """Release the lock on `path`, wherever it was moved since; nothing happens when it was not held."""
     with _change:
         descriptor = _held.pop(str(path), None)
     if descriptor is not None:
@@ -74,28 +74,28 @@ def let_go(path: Path) -> None:
 
 
 @contextmanager
-def held(path: Path) -> Iterator[bool | None]:
-    """Hold the lock on `path` meanwhile; says what `hold` does."""
-    mine = hold(path)
+def holding_lock(path: Path) -> Iterator[bool | None]:
+    """Hold the lock on `path` while the block runs; yields the answer of `hold_lock`."""
+    mine = hold_lock(path)
     try:
         yield mine
     finally:
         if mine:
-            let_go(path)
+            release_lock(path)
 
 
 @contextmanager
-def claimed(path: Path, owner: str, seconds: float) -> Iterator[bool]:
-    """Take over what `owner` left at `path`, and keep it locked meanwhile; False when it has to be let alone.
+def claim_leftover(path: Path, owner: str, seconds: float) -> Iterator[bool]:
+    """Lock the leftover of `owner` at `path` while the block runs; yields False when it has to be left alone.
 
-    It is let alone while it is locked; where a lock says nothing, and if another machine made it, also until it is
-    `seconds` old.
+    It is left alone while another process has it locked; where locks say nothing, and if another machine made it, also
+    until it is `seconds` old.
     """
-    with held(path) as mine:
-        yield mine is not False and ((mine is True and _is_of_here(owner)) or _age(path) > seconds)
+    with holding_lock(path) as mine:
+        yield mine is not False and ((mine is True and _is_of_here(owner)) or _age_seconds(path) > seconds)
 
 
-def lock(descriptor: int) -> bool:
+def lock_descriptor(descriptor: int) -> bool:
     """Lock an open file until it is closed; False on a file system without locks.
 
     Raises BlockingIOError when another has the lock.
@@ -124,17 +124,17 @@ def is_locked(path: Path) -> bool:
     return False
 
 
-def _mark() -> str:
-    """The machine in eight hex digits."""
-    return f"{zlib.crc32((machine() or socket.gethostname()).encode()):08x}"
+def _machine_mark() -> str:
+    """A hash of the machine id in eight hex digits."""
+    return f"{zlib.crc32((machine_id() or socket.gethostname()).encode()):08x}"
 
 
 def _is_of_here(owner: str) -> bool:
     named = _MACHINE.fullmatch(owner)
-    return named is not None and named["machine"] == _mark()
+    return named is not None and named["machine"] == _machine_mark()
 
 
-def _age(path: Path) -> float:
+def _age_seconds(path: Path) -> float:
     try:
         return time.time() - path.lstat().st_mtime
     except OSError:

@@ -15,7 +15,7 @@ _NAME_BYTES = 150  # of a target's name in that of a hidden folder; 255 are allo
 
 
 def write_text(file: Path, text: str) -> None:
-    """Put a small file in place in one step, durably, readable by whom the one it replaces was.
+    """Write a small file atomically and durably, with the permissions of the file it replaces.
 
     Raises OSError, and leaves what was there.
     """
@@ -26,24 +26,24 @@ def write_text(file: Path, text: str) -> None:
         with draft.open("xb") as stream:  # exclusive: never through a link
             stream.write(text.encode("utf-8"))
         if file.exists():
-            local_disk.chmod(draft, local_disk.mode(file))
-        local_disk.sync(draft)
+            local_disk.chmod(draft, local_disk.permission_bits(file))
+        local_disk.sync_path(draft)
         local_disk.move(draft, file)
     except BaseException:
         with contextlib.suppress(OSError):
             local_disk.unlink(draft)
         raise
-    local_disk.sync(file.parent)
+    local_disk.sync_path(file.parent)
 
 
 @contextlib.contextmanager
-def replacing(target: Path) -> Iterator[Path]:
-    """A path for the block to make a file at, which then takes the place of the file `target`, durably.
+def replace_file(target: Path) -> Iterator[Path]:
+    """Yield a path at which the block makes a file, then move that file to `target` atomically and durably.
 
-    Nothing is left of it, and `target` is what it was, when the block raises. It may be read by whom the file it
-    replaces was. Raises OSError.
+    When the block raises, nothing is left of it and `target` is unchanged. The file gets the group and permissions of
+    the one it replaces. Raises OSError.
     """
-    with _workplace(target) as folder:
+    with _draft_folder(target) as folder:
         file = folder / target.name
         yield file
         with contextlib.suppress(FileNotFoundError):
@@ -51,37 +51,37 @@ def replacing(target: Path) -> Iterator[Path]:
             local_disk.take_group(file, old.st_gid)
             local_disk.chmod(file, stat.S_IMODE(old.st_mode))
         local_disk.move(file, target)
-        local_disk.sync(target.parent)
+        local_disk.sync_path(target.parent)
 
 
-def clear(folder: Path) -> None:
-    """Delete what `replacing` has left anywhere in `folder`, which is the caller's alone. Raises TargetError."""
-    for path in list(local_disk.tree(folder)):
+def clear_drafts(folder: Path) -> None:
+    """Delete drafts of `replace_file` anywhere in `folder`, which is the caller's alone. Raises TargetError."""
+    for path in list(local_disk.walk_tree(folder)):
         if _FILE in path.name and local_disk.is_folder(path):
             local_disk.delete_folder(path)
 
 
-def make_held(place: Callable[[str], Path]) -> Path:
+def make_locked_folder(place: Callable[[str], Path]) -> Path:
     """Make a new folder whose lock this process holds; `place` says where, from the name of its owner."""
     while True:
         folder = place(owners.new_owner())
         local_disk.mkdir(folder)
-        if owners.hold(folder) is not False:  # else another took it for a dead one's in that instant
+        if owners.hold_lock(folder) is not False:  # else another took it for a dead one's in that instant
             return folder
 
 
 @contextlib.contextmanager
-def _workplace(target: Path) -> Iterator[Path]:
-    """A hidden folder beside `target`, locked; gone afterwards, as what earlier ones left whose process is dead."""
+def _draft_folder(target: Path) -> Iterator[Path]:
+    """Yield a hidden, locked folder beside `target` and delete it afterwards; deletes those of dead processes, too."""
     start = f".{os.fsencode(target.name)[:_NAME_BYTES].decode('utf-8', 'ignore')}{_FILE}"
-    for name in local_disk.names(target.parent):
+    for name in local_disk.list_names(target.parent):
         if name.startswith(start):
-            with owners.claimed(target.parent / name, name, ABANDONED_SECONDS) as gone:
+            with owners.claim_leftover(target.parent / name, name, ABANDONED_SECONDS) as gone:
                 if gone:
                     local_disk.rmtree(target.parent / name)
-    folder = make_held(lambda owner: target.parent / f"{start}{owner}")
+    folder = make_locked_folder(lambda owner: target.parent / f"{start}{owner}")
     try:
         yield folder
     finally:
         local_disk.rmtree(folder)
-        owners.let_go(folder)
+        owners.release_lock(folder)

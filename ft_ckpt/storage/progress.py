@@ -1,4 +1,4 @@
-"""Progress bars: on rank 0, on a terminal, and only for what takes long."""
+"""Shows a progress bar on rank 0's terminal for transfers of 64 MiB or more."""
 
 import sys
 from collections.abc import Iterable, Iterator
@@ -19,8 +19,8 @@ class Sized(Protocol):
 Piece = TypeVar("Piece", bound=Sized)
 
 
-def tracked(pieces: Iterable[Piece], total_bytes: int, label: str, leads: bool) -> Iterator[Piece]:
-    """`pieces`, passed through, with a bar of the bytes that went by on rank 0's terminal."""
+def track_progress(pieces: Iterable[Piece], total_bytes: int, label: str, leads: bool) -> Iterator[Piece]:
+    """Yield `pieces` unchanged and show their bytes in a bar on rank 0's terminal."""
     if not leads or total_bytes < _WORTH_SHOWING_BYTES or not sys.stderr.isatty():
         yield from pieces
         return

@@ -1,4 +1,4 @@
-"""Parts of one file, written by the rank that has their bytes: no rank waits for another, nothing is gathered.
+"""Writes this rank's parts of a file that several ranks write in place, without gathering.
 
 The file is there at its full size before. Whole disk blocks go past the page cache; the ends of a part share a block
 with another rank's part and go through it, where the kernel puts the two together.
@@ -19,8 +19,8 @@ import xxhash
 from ft_ckpt.errors import explained
 from ft_ckpt.storage import local_disk
 from ft_ckpt.storage.buffers import ALIGNMENT, address_of
-from ft_ckpt.storage.direct_io import open_file, write_all
-from ft_ckpt.storage.writer import Writer, update
+from ft_ckpt.storage.direct_io import open_for_writing, write_all
+from ft_ckpt.storage.writer import Writer, update_digests
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class Region:
 
 
 def write_regions(path: Path, regions: Iterable[Region], writer: Writer) -> str:
-    """Write `regions` into the existing file `path`; synced when this returns. Their digest in file order, hexadecimal.
+    """Write `regions` into the existing file `path` and sync it; returns their digest in file order, hexadecimal.
 
     Raises NoSpaceError when the disk is full, TargetError when it cannot be written.
     """
@@ -42,7 +42,7 @@ def write_regions(path: Path, regions: Iterable[Region], writer: Writer) -> str:
         file = _Regions(writer, path)
         try:
             for region in regions:
-                file.put(region)
+                file.put_region(region)
             digest = file.finish()
         except BaseException:
             with suppress(OSError):
@@ -76,25 +76,25 @@ class _Regions:
     jobs: list[Future[None]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.plain = open_file(self.path, os.O_WRONLY, False)
+        self.plain = open_for_writing(self.path, os.O_WRONLY, False)
         try:
-            self.direct = open_file(self.path, os.O_WRONLY, self.writer.pace.direct)
+            self.direct = open_for_writing(self.path, os.O_WRONLY, self.writer.pace.direct)
         except OSError:
             os.close(self.plain)
             raise
 
-    def put(self, region: Region) -> None:
+    def put_region(self, region: Region) -> None:
         start, address, left = region.start, region.address, region.size_bytes
         while left:
             if self.block is None or start != self.base + self.high or self.high == self.writer.pace.block_bytes:
-                self._begin(start)
+                self._begin_block(start)
             count = min(left, self.writer.pace.block_bytes - self.high)
-            ctypes.memmove(address_of(self._held()) + self.high, address, count)
+            ctypes.memmove(address_of(self._filling_block()) + self.high, address, count)
             self.high += count
             start, address, left = start + count, address + count, left - count
 
     def finish(self) -> str:
-        self._dispatch()
+        self._dispatch_block()
         for job in self.jobs:
             job.result()
         local_disk.sync_open(self.direct)
@@ -110,26 +110,26 @@ class _Regions:
         finally:
             os.close(self.plain)
 
-    def _held(self) -> mmap.mmap:
+    def _filling_block(self) -> mmap.mmap:
         if self.block is None:
-            self.block = self.writer.take()
+            self.block = self.writer.take_block()
         return self.block
 
-    def _begin(self, start: int) -> None:
-        self._dispatch()
+    def _begin_block(self, start: int) -> None:
+        self._dispatch_block()
         self.base = start - start % ALIGNMENT
         self.low = self.high = start - self.base
 
-    def _dispatch(self) -> None:
+    def _dispatch_block(self) -> None:
         if self.block is None:
             return
         block, base, low, high = self.block, self.base, self.low, self.high
         self.block = None
-        hashed = self.writer.file_hasher.submit(update, block, [(self.digest, low, high)])
+        hashed = self.writer.file_hasher.submit(update_digests, block, [(self.digest, low, high)])
         self.jobs = [job for job in self.jobs if not job.done() or job.result() is not None]  # raises a writer's error
-        self.jobs.append(self.writer.pool.submit(self._flush, block, base, low, high, hashed))
+        self.jobs.append(self.writer.pool.submit(self._flush_block, block, base, low, high, hashed))
 
-    def _flush(self, block: mmap.mmap, base: int, low: int, high: int, hashed: Future[None]) -> None:
+    def _flush_block(self, block: mmap.mmap, base: int, low: int, high: int, hashed: Future[None]) -> None:
         first, last = low + -low % ALIGNMENT, high - high % ALIGNMENT
         pieces = [(self.plain, low, min(first, high)), (self.direct, first, last), (self.plain, max(last, first), high)]
         try:

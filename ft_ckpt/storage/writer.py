@@ -1,4 +1,4 @@
-"""Tensors become durable files: several threads write, and two hash, behind one that copies.
+"""Writes tensors into durable files: one thread copies, several write behind it, and two hash.
 
 A file is laid out before its first byte arrives, and filled from front to back. Bytes are copied into aligned blocks
 and written from them past the page cache (O_DIRECT) where the file system takes that, which on most disks is several
@@ -49,7 +49,7 @@ class Writer:
             with suppress(BufferError):  # a view that an exception's traceback still holds; freed with it
                 block.close()
 
-    def take(self) -> mmap.mmap:
+    def take_block(self) -> mmap.mmap:
         """An aligned block of the pace's size, new while there are few; waits while all are being written."""
         if self.free.empty() and len(self.blocks) < self.most_blocks:
             self.blocks.append(new_block(self.pace.block_bytes))
@@ -64,7 +64,7 @@ class Writer:
 
 @dataclass
 class DurableFile:
-    """A file filled from front to back by `append`, on the disk for good once `finish` returns."""
+    """A file filled from front to back by `append`, durable once `finish` returns."""
 
     writer: Writer
     path: Path
@@ -89,7 +89,7 @@ class DurableFile:
                 self.parts.append((self.tensor, self.filled, self.filled + count))
             self.filled += count
             if self.filled == self.writer.pace.block_bytes:
-                self._dispatch()
+                self._dispatch_block()
 
     def append_bytes(self, data: bytes) -> None:
         """Append `data`."""
@@ -108,7 +108,7 @@ class DurableFile:
         Raises what any writer raised, TargetError or NoSpaceError when the file cannot be synced.
         """
         if self.filled:
-            self._dispatch()
+            self._dispatch_block()
         for job in self.jobs:
             job.result()
         if self.written != self.size_bytes:
@@ -130,37 +130,37 @@ class DurableFile:
             self._close()
 
     def _close(self) -> None:
-        """Close it once: after an error, too, the number may be another file's at once."""
+        """Close the descriptor once: its number may be another file's at once, also after an error."""
         descriptor, self.descriptor = self.descriptor, -1
         if descriptor >= 0:
             os.close(descriptor)
 
     def _open_block(self) -> mmap.mmap:
         if self.block is None:
-            self.block = self.writer.take()
+            self.block = self.writer.take_block()
         return self.block
 
-    def _dispatch(self) -> None:
+    def _dispatch_block(self) -> None:
         block, count, offset = self._open_block(), self.filled, self.written
-        hashed = self._hash(block, count)
+        hashed = self._hash_block(block, count)
         self.block, self.filled, self.written, self.parts = None, 0, offset + count, []
         self.jobs = [job for job in self.jobs if not job.done() or job.result() is not None]  # raises a writer's error
-        self.jobs.append(self.writer.pool.submit(self._flush, block, count, offset, hashed))
+        self.jobs.append(self.writer.pool.submit(self._flush_block, block, count, offset, hashed))
 
-    def hashed(self) -> None:
-        """Return when the digests of all tensors so far are what they will be."""
+    def await_digests(self) -> None:
+        """Wait until the digests of all tensors appended so far are complete."""
         if self.block is not None:
-            self.writer.tensor_hasher.submit(update, self.block, self.parts)
+            self.writer.tensor_hasher.submit(update_digests, self.block, self.parts)
             self.parts = []
         self.writer.tensor_hasher.submit(int).result()  # what was asked of it before is done
 
-    def _hash(self, block: mmap.mmap, count: int) -> list[Future[None]]:
-        hashed = [self.writer.file_hasher.submit(update, block, [(self.digest, 0, count)])]
+    def _hash_block(self, block: mmap.mmap, count: int) -> list[Future[None]]:
+        hashed = [self.writer.file_hasher.submit(update_digests, block, [(self.digest, 0, count)])]
         if self.parts:
-            hashed.append(self.writer.tensor_hasher.submit(update, block, self.parts))
+            hashed.append(self.writer.tensor_hasher.submit(update_digests, block, self.parts))
         return hashed
 
-    def _flush(self, block: mmap.mmap, count: int, offset: int, hashed: list[Future[None]]) -> None:
+    def _flush_block(self, block: mmap.mmap, count: int, offset: int, hashed: list[Future[None]]) -> None:
         try:
             write_all(self.path, self.descriptor, block, (0, count + -count % ALIGNMENT), offset)
         finally:
@@ -168,8 +168,8 @@ class DurableFile:
             self.writer.free.put(block)
 
 
-def update(block: mmap.mmap, parts: Iterable[tuple[Any, int, int]]) -> None:
-    """Let digests take bytes of `block`; `parts` are digests, each with the first byte and the end of what it takes."""
+def update_digests(block: mmap.mmap, parts: Iterable[tuple[Any, int, int]]) -> None:
+    """Update digests with bytes of `block`; `parts` are (digest, start, end)."""
     with memoryview(block) as view:
         for digest, start, end in parts:
             digest.update(view[start:end])

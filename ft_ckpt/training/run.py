@@ -70,7 +70,7 @@ class TrainingRun:
         self.run_id = uuid.uuid4().hex
         self.resumed_from: Path | None = None
         self.report = RestoreReport()
-        self.history = schedule.started(0, 0, time.monotonic())
+        self.history = schedule.begin_history(0, 0, time.monotonic())
         self.poll = ClockPoll(config.every)
         self.steps = StepWatch()
         self.base = BaseWatch()
@@ -195,7 +195,7 @@ class TrainingRun:
         self.last_metrics = dict(metrics or {})
         self._absent -= self.last_metrics.keys()
         if self.has_begun:
-            self.history = schedule.stepped(self.history, self.step, now)
+            self.history = schedule.after_step(self.history, self.step, now)
         else:  # what came before the first step, such as loading the model, is no step's time
             self.history = replace(self.history, step=self.step, seen_at=now, saved_at=now)
         self.has_begun = True
@@ -204,7 +204,7 @@ class TrainingRun:
         """A save for `reason` is made now, or was and took `cost` seconds."""
         self._absent -= metrics.keys()
         self._saves += cost is None
-        self.history = schedule.saved(
+        self.history = schedule.after_save(
             self.config.every or Every(),
             self.history,
             self.step,
@@ -312,7 +312,9 @@ class TrainingRun:
                 progress = document["progress"]
                 self.step, self.run_id, self.resumed_from = progress["step"], document["run_id"], held.path
                 self._ancestors = set(document.get("ancestors", ()))
-                self.history = schedule.started(self.step, progress["epoch"], time.monotonic(), document["history"])
+                self.history = schedule.begin_history(
+                    self.step, progress["epoch"], time.monotonic(), document["history"]
+                )
         if held.served:
             far = numbers(list(held.served))
             notes = (*notes, f"rank(s) {far} do not see the checkpoint: rank 0 has read it for them")

@@ -142,7 +142,7 @@ def _open_local_copy(found: Mapping[str, Any], stack: ExitStack, deep: bool) -> 
     with ExitStack() as trial:
         here = trial.enter_context(open_checkpoint(found["path"]))
         same = here.identity == found["identity"]
-        if same and (_manifest_place(here.path) == found["place"] or not here.problems(deep)):
+        if same and (_manifest_place(here.path) == found["place"] or not here.find_problems(deep)):
             stack.push(trial.pop_all())
             return here
     return None

@@ -94,7 +94,7 @@ def _open_whole(path: Path, deep: bool, stack: ExitStack) -> tuple[OpenCheckpoin
     with ExitStack() as trial:
         try:
             held = trial.enter_context(open_checkpoint(path))
-            found = held.problems(deep)
+            found = held.find_problems(deep)
             if not found:
                 read_document(held.folder)
                 stack.push(trial.pop_all())

@@ -16,7 +16,7 @@ from ft_ckpt import SaverConfig
 from ft_ckpt.distributed.ranks import Ranks
 from ft_ckpt.saving import write_shards
 from ft_ckpt.saving.plan import make_plan, request_of
-from ft_ckpt.storage.digests import chunks
+from ft_ckpt.storage.digests import cut_chunks
 from scripts.bench.common import Row, Setting, as_child, in_child, medians, seconds
 from scripts.bench.models import config_of
 
@@ -57,7 +57,7 @@ def _plan(model: torch.nn.Module, ranks: Ranks) -> Row:
     row["choose_seconds"] = seconds(lambda: chosen.append(make_plan(request, ranks, config)))
     row["shares_seconds"] = seconds(lambda: shares.extend(write_shards.divide_files(chosen[0].plans, ranks.size)))
     row["own_seconds"] = seconds(
-        lambda: own.extend(c for share in shares for cut in share.kept for c in chunks(cut) if c[2] == ranks.rank)
+        lambda: own.extend(c for share in shares for cut in share.kept for c in cut_chunks(cut) if c[2] == ranks.rank)
     )
     return {"seconds": sum(row.values()), **row, "pieces": len(own)}
 

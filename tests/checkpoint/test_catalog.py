@@ -15,9 +15,9 @@ from faults import contents, make_checkpoint, rewrite_manifest, save, signed
 
 from ft_ckpt.checkpoint import checks
 from ft_ckpt.checkpoint.catalog import check_paths, check_small_files, discover, latest, read_manifest, verify
-from ft_ckpt.checkpoint.commit import commit, open_stage
-from ft_ckpt.checkpoint.manifest import MANIFEST_NAME, from_json, to_json
-from ft_ckpt.checkpoint.prune import sweep
+from ft_ckpt.checkpoint.commit import commit_stage, open_stage
+from ft_ckpt.checkpoint.manifest import MANIFEST_NAME, manifest_from_json, manifest_to_json
+from ft_ckpt.checkpoint.prune import prune_run
 from ft_ckpt.errors import CorruptError, ManifestError, NotACheckpointError, UnreadableError
 from ft_ckpt.formats.safetensors_header import read_header
 from ft_ckpt.retention import Keep
@@ -46,7 +46,7 @@ def test_whole(checkpoint):
 
 def test_manifest_comes_back_equal(tmp_path):
     manifest = save(tmp_path / "checkpoint", shards=2)
-    assert read_manifest(tmp_path / "checkpoint") == manifest == from_json(to_json(manifest))
+    assert read_manifest(tmp_path / "checkpoint") == manifest == manifest_from_json(manifest_to_json(manifest))
 
 
 SHARD, INDEX = "model-00001-of-00002.safetensors", "model.safetensors.index.json"
@@ -321,7 +321,7 @@ def test_an_odd_manifest_is_refused_and_stops_nothing_else(checkpoint, words):
         read_manifest(checkpoint)
     with pytest.warns(UserWarning, match="checkpoint-1: left out"):
         assert latest(checkpoint.parent) == checkpoint.parent / "checkpoint-0"
-    assert sweep(checkpoint.parent, Keep(last=1)).problems == ()
+    assert prune_run(checkpoint.parent, Keep(last=1)).problems == ()
     save(checkpoint, step=2)
     assert steps(checkpoint.parent) == [0, 2]
 
@@ -378,7 +378,7 @@ def test_a_manifest_that_cannot_be_read_just_now_is_not_taken_for_absent(checkpo
         assert caught.value.errno == code
         with pytest.warns(UserWarning, match=r"checkpoint-1: left out: .*cannot be read"):
             assert latest(checkpoint.parent) == checkpoint.parent / "checkpoint-0"
-        report = sweep(checkpoint.parent, Keep(last=1))
+        report = prune_run(checkpoint.parent, Keep(last=1))
         assert ("checkpoint-1" in report.problems[0], "nothing was deleted" in report.problems[0]) == (True, True)
     assert contents(checkpoint.parent) == before
 
@@ -388,7 +388,7 @@ def test_names_that_are_not_utf_8(tmp_path):
     stage = open_stage(tmp_path / "checkpoint")
     name = os.fsdecode(b"caf\xe9.txt")
     (stage / name).write_text("mine")
-    commit(stage, tmp_path / "checkpoint", replace(make_checkpoint(stage), notes=(f"converted from {name}",)))
+    commit_stage(stage, tmp_path / "checkpoint", replace(make_checkpoint(stage), notes=(f"converted from {name}",)))
     (tmp_path / "checkpoint" / MANIFEST_NAME).read_bytes().decode("utf-8")
     assert read_manifest(tmp_path / "checkpoint").notes == (f"converted from {name}",)
     assert verify(tmp_path / "checkpoint").ok
@@ -399,10 +399,10 @@ def test_those_without_a_step_come_as_they_were_saved(tmp_path):
     for number, name in enumerate(["zeta", "alpha", "mid", "."]):
         stage = open_stage(tmp_path / name)
         created = f"20{50 - number}-01-01T00:00:00+00:00"
-        commit(stage, tmp_path / name, replace(make_checkpoint(stage), step=None, created=created))
+        commit_stage(stage, tmp_path / name, replace(make_checkpoint(stage), step=None, created=created))
     assert [info.path.name for info in discover(tmp_path)] == ["zeta", "alpha", "mid", tmp_path.name]
     assert latest(tmp_path) == tmp_path
-    sweep(tmp_path, Keep(last=1))
+    prune_run(tmp_path, Keep(last=1))
     assert [info.path.name for info in discover(tmp_path)] == ["mid", tmp_path.name]
 
 

@@ -16,13 +16,13 @@ import pytest
 from faults import contents, dies_at, in_child, make_checkpoint, save, stop_at
 
 from ft_ckpt.checkpoint.catalog import latest, read_manifest, verify
-from ft_ckpt.checkpoint.commit import check_target, commit, discard, open_stage
+from ft_ckpt.checkpoint.commit import check_target, commit_stage, discard_stage, open_stage
 from ft_ckpt.checkpoint.manifest import MANIFEST_NAME
-from ft_ckpt.checkpoint.recovery import recover, uncommit
+from ft_ckpt.checkpoint.recovery import recover_target, uncommit
 from ft_ckpt.errors import CorruptError, ManifestError, NoSpaceError, TargetError
 from ft_ckpt.storage import local_disk, owners
 from ft_ckpt.storage.digests import FileRecord
-from ft_ckpt.storage.placing import replacing
+from ft_ckpt.storage.placing import replace_file
 
 root_only = pytest.mark.skipif(os.geteuid() != 0, reason="mounts and other users need root")
 
@@ -141,7 +141,7 @@ def test_killed_at_every_call(tmp_path, outcomes, prepare, act):
         target.parent.mkdir()
         prepare(target)
         died = dies_at(call, lambda: act(target))
-        recover(target)
+        recover_target(target)
         check_settled(target, outcomes, prepare)
         assert died or contents(target) == outcomes[prepare][1]
         return died
@@ -169,8 +169,8 @@ def test_killed_and_its_recovery_stopped(tmp_path, outcomes, case):
     def recovery_stopped(call, crashed):
         target = tmp_path / "again" / "checkpoint"
         shutil.copytree(crashed, target.parent, symlinks=True)
-        stopped = raises_at(call, KeyboardInterrupt(), lambda: recover(target), partial=True)
-        recover(target)
+        stopped = raises_at(call, KeyboardInterrupt(), lambda: recover_target(target), partial=True)
+        recover_target(target)
         check_settled(target, outcomes, prepare)
         shutil.rmtree(target.parent)
         return stopped
@@ -211,8 +211,8 @@ def test_what_is_in_place_but_may_be_lost_is_said_and_the_old_one_kept(tmp_path,
         stage = open_stage(target)
         manifest = make_checkpoint(stage, step=2, shards=2, parts=("", "policy"))
         with pytest.raises(TargetError, match=r"checkpoint is in place, but might not survive.*save again") as caught:
-            commit(stage, target, manifest)
-        discard(stage)
+            commit_stage(stage, target, manifest)
+        discard_stage(stage)
     assert (len(failed), caught.value.errno) == (1, errno.EIO)
     assert (verify(target).ok, read_manifest(target).step) == (True, 2)
     kept = [path for path in tmp_path.rglob(".*ft_ckpt-*") if path.is_dir()]
@@ -251,7 +251,7 @@ def test_files_of_others_outlive_a_manifest_that_cannot_be_read(tmp_path, monkey
     """After the exchange: what is not known to be ours is not deleted."""
     target = tmp_path / "checkpoint"
     committed(target)
-    real, exchange, swapped = os.open, local_disk.exchange, []
+    real, exchange, swapped = os.open, local_disk.exchange_folders, []
 
     def failing(path, *args, **more):
         around = Path(str(path)).parent
@@ -261,9 +261,9 @@ def test_files_of_others_outlive_a_manifest_that_cannot_be_read(tmp_path, monkey
 
     with monkeypatch.context() as patch:
         patch.setattr(os, "open", failing)
-        patch.setattr(local_disk, "exchange", lambda *two: (exchange(*two), swapped.append(1)))
+        patch.setattr(local_disk, "exchange_folders", lambda *two: (exchange(*two), swapped.append(1)))
         stage = open_stage(target)
-        commit(stage, target, make_checkpoint(stage, step=2, shards=2, parts=("", "policy")))
+        commit_stage(stage, target, make_checkpoint(stage, step=2, shards=2, parts=("", "policy")))
     found = [path.name for path in tmp_path.rglob("notes.txt")]
     assert found == ["notes.txt"]
     overwrite(target)
@@ -281,7 +281,7 @@ def test_interrupted_at_every_call(tmp_path, outcomes, prepare, act, error):
         prepare(target)
         raised = raises_at(call, error, lambda: act(target))
         os.chdir(tmp_path)
-        recover(target)
+        recover_target(target)
         check_settled(target, outcomes, prepare)
         return raised
 
@@ -320,7 +320,7 @@ def test_everything_is_synced_and_in_order(tmp_path, monkeypatch):
     assert str(tmp_path) in done  # or the folder "new" might not outlive the power cut
     done.clear()
     manifest = make_checkpoint(stage, parts=["policy"])
-    commit(stage, target, manifest)
+    commit_stage(stage, target, manifest)
     sealed, placed = done.index((stage / ".ft_ckpt.json.draft", stage / MANIFEST_NAME)), done.index((stage, target))
     files = [str(stage / file.path) for file in manifest.files]
     assert {*files, str(stage), str(stage / "policy"), str(stage / ".ft_ckpt.json.draft")} == set(done[:sealed])
@@ -339,18 +339,20 @@ def test_modes_follow_the_umask(tmp_path, umask, case):
         manifest = make_checkpoint(stage, parts=["policy"])
         for path in stage.rglob("*"):
             path.chmod(0o700 if path.is_dir() else 0o600)
-        commit(stage, target, manifest)
+        commit_stage(stage, target, manifest)
     finally:
         os.umask(before)
-    assert local_disk.mode(target) == local_disk.mode(target / "policy") == 0o777 & ~umask
-    assert {local_disk.mode(target / name) for name in (MANIFEST_NAME, "policy/config.json")} == {0o666 & ~umask}
+    assert local_disk.permission_bits(target) == local_disk.permission_bits(target / "policy") == 0o777 & ~umask
+    assert {local_disk.permission_bits(target / name) for name in (MANIFEST_NAME, "policy/config.json")} == {
+        0o666 & ~umask
+    }
 
 
 def test_an_overwritten_folder_keeps_its_mode(tmp_path):
     save(tmp_path / "checkpoint", step=1)
     (tmp_path / "checkpoint").chmod(0o2770)
     save(tmp_path / "checkpoint", step=2)
-    assert local_disk.mode(tmp_path / "checkpoint") == 0o2770
+    assert local_disk.permission_bits(tmp_path / "checkpoint") == 0o2770
 
 
 def test_what_was_for_the_owner_alone_stays_so(tmp_path):
@@ -359,7 +361,7 @@ def test_what_was_for_the_owner_alone_stays_so(tmp_path):
     for path in target.rglob("*"):
         path.chmod(0o700 if path.is_dir() else 0o600)
     save(target, step=2, shards=2, parts=("", "policy", "value"))
-    modes = {local_disk.mode(path) for path in target.rglob("*")}
+    modes = {local_disk.permission_bits(path) for path in target.rglob("*")}
     assert modes == {0o600, 0o700}
 
 
@@ -371,7 +373,7 @@ def test_each_file_keeps_its_mode(tmp_path, act):
     for name, mode in wanted.items():
         (target / name).chmod(mode)
     act(target)
-    assert {name: local_disk.mode(target / name) for name in wanted} == wanted
+    assert {name: local_disk.permission_bits(target / name) for name in wanted} == wanted
 
 
 def test_foreign_folders_are_moved_not_copied(tmp_path):
@@ -429,7 +431,7 @@ def test_without_exchange(tmp_path, monkeypatch, code):
         raise OSError(code, os.strerror(code))
 
     committed(tmp_path / "checkpoint")
-    monkeypatch.setattr(local_disk, "exchange", refuse)
+    monkeypatch.setattr(local_disk, "exchange_folders", refuse)
     overwrite(tmp_path / "checkpoint")
     assert read_manifest(tmp_path / "checkpoint").step == 2
     assert (tmp_path / "checkpoint" / "notes.txt").exists()
@@ -472,7 +474,7 @@ def test_disk_full_keeps_the_old_one(small_disk, prepare):
     with pytest.raises(OSError, match="space"):
         fill(small_disk)
     with pytest.raises(NoSpaceError, match="no room") as caught:
-        commit(stage, target, manifest)
+        commit_stage(stage, target, manifest)
     assert caught.value.errno == errno.ENOSPC
     assert contents(target) == before
     assert names(target.parent) == (["checkpoint"] if before else [])
@@ -488,7 +490,7 @@ def test_file_size_limit_keeps_the_old_one(tmp_path):
         stage = open_stage(tmp_path / "checkpoint")
         manifest = make_checkpoint(stage, step=2)
         resource.setrlimit(resource.RLIMIT_FSIZE, (100, 100))
-        commit(stage, tmp_path / "checkpoint", manifest)
+        commit_stage(stage, tmp_path / "checkpoint", manifest)
 
     assert in_child(limited).startswith("NoSpaceError: ")
     assert contents(tmp_path) == before
@@ -592,7 +594,7 @@ def test_nothing_in_the_way_is_deleted(tmp_path, prepare, obstacle):
     stage = open_stage(target)
     manifest = make_checkpoint(stage, step=2, parts=("", "policy"))
     with pytest.raises(TargetError, match="move it away"):
-        commit(stage, target, manifest)
+        commit_stage(stage, target, manifest)
     assert contents(tmp_path) == before
 
 
@@ -603,7 +605,7 @@ def test_paths_that_lead_outside_are_refused(tmp_path, path):
     manifest = make_checkpoint(stage, step=2)
     manifest = replace(manifest, files=(*manifest.files, FileRecord(path, 1, "")))
     with pytest.raises(ManifestError, match="must be relative"):
-        commit(stage, tmp_path / "checkpoint", manifest)
+        commit_stage(stage, tmp_path / "checkpoint", manifest)
     assert read_manifest(tmp_path / "checkpoint").step == 1
 
 
@@ -650,7 +652,7 @@ def test_a_stage_that_is_not_what_was_described(tmp_path, spoil, message):
     manifest = make_checkpoint(stage, step=2)
     spoil(stage)
     with pytest.raises(CorruptError, match=message):
-        commit(stage, tmp_path / "checkpoint", manifest)
+        commit_stage(stage, tmp_path / "checkpoint", manifest)
     assert contents(tmp_path) == before
 
 
@@ -663,12 +665,12 @@ def test_recover_leaves_the_living_alone(tmp_path):
     theirs.mkdir()
     neighbour.mkdir()
     os.utime(neighbour, (0, 0))
-    other = in_child(lambda: recover(target))
+    other = in_child(lambda: recover_target(target))
     assert other == ""
-    assert recover(target) == ()
+    assert recover_target(target) == ()
     assert ours.is_dir()
     os.utime(theirs, (0, 0))
-    assert recover(target) == (f"{theirs.name}: removed what was left of a save",)
+    assert recover_target(target) == (f"{theirs.name}: removed what was left of a save",)
     assert neighbour.is_dir()
 
 
@@ -714,8 +716,8 @@ import sys, socket, time
 socket.gethostname = lambda: "the-same-name"
 from pathlib import Path
 from ft_ckpt.checkpoint.commit import open_stage
-from ft_ckpt.storage.placing import replacing
-with replacing(Path(sys.argv[1]) / "one.safetensors") as file:
+from ft_ckpt.storage.placing import replace_file
+with replace_file(Path(sys.argv[1]) / "one.safetensors") as file:
     file.write_text("half")
     print(open_stage(Path(sys.argv[1]) / "checkpoint"), flush=True)
     time.sleep(600)
@@ -730,7 +732,7 @@ def test_what_another_container_is_making_is_left_alone(tmp_path):
     moved = stage.with_name(stage.name.replace(f"-{maker.pid}-", "-999999999-"))
     stage.rename(moved)
     save(tmp_path / "checkpoint", step=1)
-    with replacing(tmp_path / "one.safetensors") as file:
+    with replace_file(tmp_path / "one.safetensors") as file:
         file.write_text("whole")
     assert moved.is_dir()
     assert len([name for name in names(tmp_path) if "ft_ckpt-file" in name]) == 1
@@ -738,7 +740,7 @@ def test_what_another_container_is_making_is_left_alone(tmp_path):
     maker.wait()
     maker.stdout.close()
     save(tmp_path / "checkpoint", step=2)
-    with replacing(tmp_path / "one.safetensors") as file:
+    with replace_file(tmp_path / "one.safetensors") as file:
         file.write_text("whole")
     assert names(tmp_path) == ["checkpoint", "one.safetensors"]
 
@@ -758,7 +760,7 @@ def test_the_next_save_settles_the_last_one(tmp_path):
     committed(tmp_path / "checkpoint")
     assert dies_at(20, lambda: overwrite_from_inside(tmp_path / "checkpoint"))
     assert [name for name in contents(tmp_path) if ".ft_ckpt-" in name]
-    discard(open_stage(tmp_path / "checkpoint"))
+    discard_stage(open_stage(tmp_path / "checkpoint"))
     assert verify(tmp_path / "checkpoint").ok
     assert not [name for name in contents(tmp_path) if "ft_ckpt-" in name]
 
@@ -776,30 +778,30 @@ def test_what_was_put_aside_does_not_come_back(tmp_path):
 
     assert any(torn(call) for call in range(1, 99))
     uncommit(target)
-    recover(target)
+    recover_target(target)
     assert not (target / MANIFEST_NAME).exists()
 
 
 def test_what_was_made_in_the_stage_and_left_there_is_not_committed(tmp_path, monkeypatch):
     """A file that was compressed in place: the folder it was made in is hidden, and would stay for good."""
     stage = open_stage(tmp_path / "checkpoint")
-    with monkeypatch.context() as patch, replacing(stage / "model.h5") as file:
+    with monkeypatch.context() as patch, replace_file(stage / "model.h5") as file:
         file.write_text("compressed")
         patch.setattr(local_disk, "rmtree", lambda folder: None)
         stage_of_file = file.parent
     stage_of_file.mkdir(exist_ok=True)
-    commit(stage, tmp_path / "checkpoint", make_checkpoint(stage))
+    commit_stage(stage, tmp_path / "checkpoint", make_checkpoint(stage))
     assert [name for name in contents(tmp_path) if ".ft_ckpt-" in name] == []
 
 
 def test_discard(tmp_path):
     stage = open_stage(tmp_path / "checkpoint")
     make_checkpoint(stage)
-    discard(stage)
-    discard(stage)
+    discard_stage(stage)
+    discard_stage(stage)
     assert names(tmp_path) == []
     with pytest.raises(TargetError, match="not a stage"):
-        discard(tmp_path)
+        discard_stage(tmp_path)
     assert tmp_path.is_dir()
 
 

@@ -11,17 +11,18 @@ import time
 import pytest
 from faults import contents, dies_at, in_child, save
 
-from ft_ckpt.checkpoint import pins
+from ft_ckpt.checkpoint import leases, pins
 from ft_ckpt.checkpoint.catalog import verify
+from ft_ckpt.checkpoint.leases import hold_lease, lease_reasons
 from ft_ckpt.checkpoint.manifest import MANIFEST_NAME
-from ft_ckpt.checkpoint.pins import lease, leased, pin, pinned, unpin
+from ft_ckpt.checkpoint.pins import pin, pin_reason, unpin
 from ft_ckpt.errors import NoSpaceError, NotACheckpointError, TargetError
 from ft_ckpt.storage import local_disk, owners
 
 HOLD = """
 import sys, time
-from ft_ckpt.checkpoint.pins import lease
-with lease(sys.argv[1]):
+from ft_ckpt.checkpoint.leases import hold_lease
+with hold_lease(sys.argv[1]):
     print("held", flush=True)
     time.sleep(600)
 """
@@ -51,21 +52,21 @@ def hidden(folder):
 def test_pin_and_unpin(checkpoint, monkeypatch):
     monkeypatch.setenv("LOGNAME", "ann")
     before = contents(checkpoint)
-    assert pinned(checkpoint) is None
+    assert pin_reason(checkpoint) is None
     pin(checkpoint, "the paper's é")
-    assert pinned(checkpoint) == "pinned by ann: the paper's é"
+    assert pin_reason(checkpoint) == "pinned by ann: the paper's é"
     assert json.loads((checkpoint / pins.PIN).read_text())["time"].endswith("+00:00")
     assert hidden(checkpoint) == [pins.PIN]
     assert verify(checkpoint).ok
     pin(checkpoint)
-    assert pinned(checkpoint) == "pinned by ann"
+    assert pin_reason(checkpoint) == "pinned by ann"
     assert (unpin(checkpoint), unpin(checkpoint)) == (True, False)
     assert contents(checkpoint) == before
 
 
 def test_a_pin_that_is_cut_short_is_a_pin(checkpoint):
     (checkpoint / pins.PIN).write_text('{"reas')
-    assert pinned(checkpoint) == "pinned"
+    assert pin_reason(checkpoint) == "pinned"
 
 
 def test_only_checkpoints_are_pinned(tmp_path):
@@ -87,18 +88,18 @@ def test_a_checkpoint_that_goes_while_it_is_pinned(checkpoint, monkeypatch):
 def test_pins_outlive_an_overwrite(checkpoint, shards):
     pin(checkpoint, "keep me")
     save(checkpoint, step=1, shards=shards)
-    assert "keep me" in pinned(checkpoint)
+    assert "keep me" in pin_reason(checkpoint)
     assert verify(checkpoint).ok
 
 
 def test_pinning_is_all_or_nothing(checkpoint):
     call = 1
     while dies_at(call, lambda: pin(checkpoint, "why")):
-        assert pinned(checkpoint) is None or pinned(checkpoint).endswith(": why")
+        assert pin_reason(checkpoint) is None or pin_reason(checkpoint).endswith(": why")
         unpin(checkpoint)
         call += 1
     assert call > 2
-    assert pinned(checkpoint).endswith(": why")
+    assert pin_reason(checkpoint).endswith(": why")
     assert hidden(checkpoint) == [pins.PIN]  # what a dead one drafted is no more
 
 
@@ -113,7 +114,7 @@ def test_a_pin_that_cannot_be_written(checkpoint, monkeypatch, code, call):
         with pytest.raises(NoSpaceError if code == errno.ENOSPC else TargetError) as caught:
             pin(checkpoint, "why")
         assert caught.value.errno == code
-    assert pinned(checkpoint) is None
+    assert pin_reason(checkpoint) is None
     assert hidden(checkpoint) == []
 
 
@@ -125,23 +126,23 @@ def test_a_draft_is_not_written_through_a_link(checkpoint, tmp_path):
 
 
 def test_a_lease_lasts_as_long_as_its_block(checkpoint):
-    with lease(checkpoint), lease(checkpoint):
-        assert leased(checkpoint) == (f"in use by process {os.getpid()} on {os.uname().nodename}",) * 2
+    with hold_lease(checkpoint), hold_lease(checkpoint):
+        assert lease_reasons(checkpoint) == (f"in use by process {os.getpid()} on {os.uname().nodename}",) * 2
         assert verify(checkpoint).ok
-    assert (leased(checkpoint), hidden(checkpoint)) == ((), [])
-    with pytest.raises(KeyError), lease(checkpoint):
+    assert (lease_reasons(checkpoint), hidden(checkpoint)) == ((), [])
+    with pytest.raises(KeyError), hold_lease(checkpoint):
         raise KeyError
     assert hidden(checkpoint) == []
 
 
 def test_a_dead_holder_holds_nothing(checkpoint, holder):
-    assert leased(checkpoint) == (f"in use by process {holder.pid} on {os.uname().nodename}",)
+    assert lease_reasons(checkpoint) == (f"in use by process {holder.pid} on {os.uname().nodename}",)
     holder.send_signal(signal.SIGKILL)
-    while holder.poll() is None or leased(checkpoint):
+    while holder.poll() is None or lease_reasons(checkpoint):
         assert holder.returncode is None, "dead and buried, and its lease is believed"
         time.sleep(0.01)
     assert len(hidden(checkpoint)) == 1
-    with lease(checkpoint):  # who comes next cleans up
+    with hold_lease(checkpoint):  # who comes next cleans up
         assert len(hidden(checkpoint)) == 1
     assert hidden(checkpoint) == []
 
@@ -150,32 +151,32 @@ def test_a_stopped_holder_holds(checkpoint, holder):
     """A process that was put to sleep will go on reading, however long ago it was heard of."""
     holder.send_signal(signal.SIGSTOP)
     age(checkpoint, 1e6)
-    assert len(leased(checkpoint)) == 1
+    assert len(lease_reasons(checkpoint)) == 1
 
 
 @pytest.mark.parametrize("change", [{"machine": "another"}, {"machine": None}])
 def test_holders_whose_locks_are_not_seen(checkpoint, monkeypatch, change):
     """Of another machine, or on a file system without locks: what counts is when it was last heard of."""
-    monkeypatch.setattr(owners, "lock", lambda handle: False)
-    with lease(checkpoint):
+    monkeypatch.setattr(owners, "lock_descriptor", lambda handle: False)
+    with hold_lease(checkpoint):
         rewrite(checkpoint, **change)
-        assert len(leased(checkpoint)) == 1
+        assert len(lease_reasons(checkpoint)) == 1
         age(checkpoint, 601)
-        assert leased(checkpoint) == ()
+        assert lease_reasons(checkpoint) == ()
 
 
 def test_a_lease_goes_where_its_checkpoint_goes(checkpoint, tmp_path):
     """A save moves it for an instant; if it is let go just then, what is moved back holds nothing."""
-    with lease(checkpoint):
+    with hold_lease(checkpoint):
         checkpoint.rename(tmp_path / "aside")
-        assert len(leased(tmp_path / "aside")) == 1
+        assert len(lease_reasons(tmp_path / "aside")) == 1
     (tmp_path / "aside").rename(checkpoint)
-    assert (len(hidden(checkpoint)), leased(checkpoint)) == (1, ())
+    assert (len(hidden(checkpoint)), lease_reasons(checkpoint)) == (1, ())
 
 
 def test_the_holder_is_heard_of(checkpoint, monkeypatch):
-    monkeypatch.setattr(pins, "_BEAT_SECONDS", 0.01)
-    with lease(checkpoint):
+    monkeypatch.setattr(leases, "_BEAT_SECONDS", 0.01)
+    with hold_lease(checkpoint):
         age(checkpoint, 1e6)
         old = time.time() - 1e5
         while lease_of(checkpoint).stat().st_mtime < old:
@@ -183,9 +184,9 @@ def test_the_holder_is_heard_of(checkpoint, monkeypatch):
 
 
 def test_leases_where_there_is_nothing_to_hold(tmp_path, checkpoint):
-    with lease(tmp_path), lease(tmp_path / "absent"):
+    with hold_lease(tmp_path), hold_lease(tmp_path / "absent"):
         assert hidden(tmp_path) == []
-    assert leased(tmp_path / "absent") == ()
+    assert lease_reasons(tmp_path / "absent") == ()
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can become somebody who may not write")
@@ -194,7 +195,7 @@ def test_a_lease_on_what_cannot_be_written(checkpoint):
 
     def read():
         os.setuid(65534)
-        with lease(checkpoint):
+        with hold_lease(checkpoint):
             assert hidden(checkpoint) == []
 
     for parent in checkpoint.parents:

@@ -23,8 +23,8 @@ from transformers import GPTNeoConfig, GPTNeoForCausalLM
 import ft_ckpt
 from ft_ckpt import CheckpointSaver
 from ft_ckpt.checkpoint.catalog import read_manifest
-from ft_ckpt.checkpoint.manifest import MANIFEST_NAME, to_json
-from ft_ckpt.checkpoint.pins import leased
+from ft_ckpt.checkpoint.leases import lease_reasons
+from ft_ckpt.checkpoint.manifest import MANIFEST_NAME, manifest_to_json
 from ft_ckpt.cli import main
 from ft_ckpt.errors import CheckpointError, CorruptError, LoadError
 from ft_ckpt.files import convert, diff
@@ -280,7 +280,7 @@ def test_no_public_name_of_transformers_is_called_for_a_class(tmp_path, monkeypa
     CheckpointSaver().save(models.build("llama"), tmp_path / "out")
     manifest = read_manifest(tmp_path / "out")
     named = replace(manifest, parts=tuple(replace(part, class_name=name) for part in manifest.parts))
-    (tmp_path / "out" / MANIFEST_NAME).write_text(to_json(named))
+    (tmp_path / "out" / MANIFEST_NAME).write_text(manifest_to_json(named))
     for one in ("set_seed", "pipeline"):
         monkeypatch.setattr(transformers, one, lambda *asked, **given: called.append(asked))
     with pytest.raises(CheckpointError):
@@ -307,7 +307,7 @@ def test_a_checkpoint_that_is_replaced_is_converted_as_it_was(tmp_path, monkeypa
     real = convert._copy_companions
 
     def overwritten_before(*asked):
-        assert leased(tmp_path / "out")
+        assert lease_reasons(tmp_path / "out")
         CheckpointSaver().save(models.build("qwen3"), tmp_path / "out")
         return real(*asked)
 
@@ -327,8 +327,8 @@ def test_what_is_compared_is_held_open(tmp_path, monkeypatch, capsys, below):
     real = diff.compare_files
 
     def overwritten_before(*asked):
-        assert leased(tmp_path / "1")
-        assert leased(tmp_path / "2")
+        assert lease_reasons(tmp_path / "1")
+        assert lease_reasons(tmp_path / "2")
         shutil.rmtree(tmp_path / "2")
         return real(*asked)
 
@@ -339,4 +339,4 @@ def test_what_is_compared_is_held_open(tmp_path, monkeypatch, capsys, below):
         main()
     told = json.loads(capsys.readouterr().out)
     assert {tensor["largest"] for tensor in told["tensors"]} == {1.0}
-    assert not leased(tmp_path / "1")
+    assert not lease_reasons(tmp_path / "1")

@@ -23,13 +23,13 @@ from faults import (
     stop_at,
 )
 
-from ft_ckpt.checkpoint import pins
 from ft_ckpt.checkpoint.catalog import discover, read_manifest, verify
-from ft_ckpt.checkpoint.commit import commit, open_stage
-from ft_ckpt.checkpoint.delete import without_state
+from ft_ckpt.checkpoint.commit import commit_stage, open_stage
+from ft_ckpt.checkpoint.delete import TOMBSTONE, without_state
+from ft_ckpt.checkpoint.leases import hold_lease
 from ft_ckpt.checkpoint.manifest import MANIFEST_NAME, PartRecord
-from ft_ckpt.checkpoint.pins import lease, pin, unpin
-from ft_ckpt.checkpoint.prune import SweepReport, clear, make_room, survey, sweep
+from ft_ckpt.checkpoint.pins import pin, unpin
+from ft_ckpt.checkpoint.prune import PruneReport, make_room, prune_run, recover_all, survey_run
 from ft_ckpt.errors import NotACheckpointError
 from ft_ckpt.retention import Keep
 from ft_ckpt.storage import local_disk
@@ -39,8 +39,8 @@ READER = """
 import sys
 from pathlib import Path
 from ft_ckpt.checkpoint.catalog import verify
-from ft_ckpt.checkpoint.pins import lease
-with lease(sys.argv[1]):
+from ft_ckpt.checkpoint.leases import hold_lease
+with hold_lease(sys.argv[1]):
     assert verify(sys.argv[1]).ok
     print("reading", flush=True)
     while sys.stdin.readline():
@@ -72,7 +72,7 @@ def steps(root):
 
 
 def stateful(root):
-    return [held.step for held in survey(root) if held.has_state]
+    return [held.step for held in survey_run(root) if held.has_state]
 
 
 def names(folder):
@@ -86,7 +86,7 @@ def test_the_last_stay_whole(run):
     """Pain 24: the newest by number stay; a user's folder of a like name, and another tool's, are not touched."""
     before = contents(run)
     sizes = [sum(file.size_bytes for file in info.manifest.files) for info in discover(run)]
-    report = sweep(run, Keep(last=2))
+    report = prune_run(run, Keep(last=2))
     assert steps(run) == [11, 12]
     assert report.dropped == tuple(run / f"checkpoint-{step}" for step in (8, 9, 10))
     assert report.left == (run / "checkpoint-8" / "logs" / "events.txt",)
@@ -99,16 +99,16 @@ def test_the_last_stay_whole(run):
 
 
 def test_the_best_and_the_newest_stay(run):
-    sweep(run, Keep(best=("loss", "min")))
+    prune_run(run, Keep(best=("loss", "min")))
     assert steps(run) == [10, 12]
 
 
 def test_a_dry_run_foretells_and_does_nothing(run):
     before = contents(run)
     keep = Keep(last=3, state=Keep(last=1))
-    foretold = sweep(run, keep, dry_run=True)
+    foretold = prune_run(run, keep, dry_run=True)
     assert contents(run) == before
-    done = sweep(run, keep)
+    done = prune_run(run, keep)
     assert replace(done, left=()) == foretold
     assert (len(foretold.dropped), len(foretold.stripped)) == (2, 2)
 
@@ -116,14 +116,14 @@ def test_a_dry_run_foretells_and_does_nothing(run):
 def test_old_states_go_and_their_weights_stay(run):
     weights = [run / f"checkpoint-{step}" for step in (9, 10, 11)]
     before = {path: contents(path) for path in weights}
-    report = sweep(run, Keep(last=4, state=Keep(last=1)))
+    report = prune_run(run, Keep(last=4, state=Keep(last=1)))
     assert (steps(run), stateful(run), report.stripped) == ([9, 10, 11, 12], [12], tuple(weights))
     for path in weights:
         assert verify(path).ok
         assert contents(path) == rest_of(before[path]) | {MANIFEST_NAME: (path / MANIFEST_NAME).read_bytes()}
         assert "training state" in read_manifest(path).notes[-1]
     assert report.freed_bytes > sum(len(before[path]["state/position.json"]) for path in weights)
-    assert sweep(run, Keep(last=4, state=Keep(last=1))) == SweepReport(report.kept)
+    assert prune_run(run, Keep(last=4, state=Keep(last=1))) == PruneReport(report.kept)
 
 
 def rest_of(files):
@@ -139,14 +139,14 @@ def test_a_state_of_several_files_verifies(run):
 def test_pins_and_links_stay(run):
     pin(run / "checkpoint-8")
     (run / "best").symlink_to("checkpoint-9")
-    report = sweep(run, Keep(last=1, state=Keep(last=1)), protect=[os.path.relpath(run / "checkpoint-10")])
+    report = prune_run(run, Keep(last=1, state=Keep(last=1)), protect=[os.path.relpath(run / "checkpoint-10")])
     assert (steps(run), stateful(run)) == ([8, 9, 10, 12], [8, 9, 10, 12])
     assert [why[0].partition(" by ")[0] for why in report.kept.values()] == [
         *("pinned", "linked from best", "protected", "newest valid"),
     ]
     unpin(run / "checkpoint-8")
     (run / "best").unlink()
-    sweep(run, Keep(last=1))
+    prune_run(run, Keep(last=1))
     assert steps(run) == [12]
 
 
@@ -155,7 +155,7 @@ def test_links_are_not_followed(run, tmp_path_factory):
     elsewhere = tmp_path_factory.mktemp("elsewhere") / "checkpoint-99"
     save(elsewhere, step=99)
     (run / "checkpoint-99").symlink_to(elsewhere)
-    assert list(sweep(run, Keep(last=1)).kept) == [run / "checkpoint-12"]
+    assert list(prune_run(run, Keep(last=1)).kept) == [run / "checkpoint-12"]
     assert verify(run / "checkpoint-99").ok
 
 
@@ -168,8 +168,8 @@ def test_what_a_tombstone_names_behind_a_link_stays(run, tmp_path_factory):
     (run / "bad" / "d").symlink_to(elsewhere)
     (run / "bad" / "sub" / "own.txt").write_text("listed")
     named = [{"path": path} for path in ("d/victim.txt", "d/empty/x", "sub/own.txt")]
-    (run / "bad" / pins.DROPPED).write_text(json.dumps({"files": named}))
-    report = sweep(run, Keep(last=5))
+    (run / "bad" / TOMBSTONE).write_text(json.dumps({"files": named}))
+    report = prune_run(run, Keep(last=5))
     assert (elsewhere / "victim.txt").read_text() == "mine"
     assert (elsewhere / "empty").is_dir()
     assert (report.left, report.problems) == ((run / "bad" / "d",), ())
@@ -182,7 +182,7 @@ def test_a_part_that_was_moved_away_and_linked_keeps_its_files(run, tmp_path_fac
     (run / "checkpoint-9" / "state").symlink_to(elsewhere)
     before = contents(elsewhere)
     assert verify(run / "checkpoint-9").ok
-    report = sweep(run, Keep(last=1))
+    report = prune_run(run, Keep(last=1))
     assert contents(elsewhere) == before
     assert run / "checkpoint-9" / "state" in report.left
     assert steps(run) == [12]
@@ -191,7 +191,7 @@ def test_a_part_that_was_moved_away_and_linked_keeps_its_files(run, tmp_path_fac
 def test_the_run_itself_is_no_checkpoint_of_it(run):
     """The final model beside its checkpoints."""
     save_of(run, step=None)
-    sweep(run, Keep(last=1))
+    prune_run(run, Keep(last=1))
     assert verify(run).ok
     assert steps(run) == [None, 12]
 
@@ -200,17 +200,17 @@ def test_another_runs_stay(run):
     """Pain 24: two runs that share a folder."""
     for step in (20, 21, 22):
         save_of(run / f"theirs-{step}", step=step, run_id="theirs")
-    sweep(run, Keep(last=1), run_id="theirs")
+    prune_run(run, Keep(last=1), run_id="theirs")
     assert sorted(steps(run)) == [8, 9, 10, 11, 12, 22]
 
 
 def test_damaged_ones_take_no_place(run):
     """Pain 24: the newest cannot be loaded, and the one before it is not deleted for its sake."""
     (run / "checkpoint-12" / "config.json").unlink()
-    sweep(run, Keep(last=1))
+    prune_run(run, Keep(last=1))
     assert steps(run) == [11, 12]
     (run / "checkpoint-11" / "state" / "position.json").unlink()
-    sweep(run, Keep(last=1))
+    prune_run(run, Keep(last=1))
     assert steps(run) == [11, 12]  # none is valid: nothing is certain
 
 
@@ -218,9 +218,9 @@ def test_a_file_by_two_names_is_freed_once(run):
     stage = open_stage(run / "checkpoint-1")
     make_checkpoint(stage, step=1)
     os.link(stage / "model.safetensors", stage / "model.h5")
-    commit(stage, run / "checkpoint-1", make_manifest(stage))
+    commit_stage(stage, run / "checkpoint-1", make_manifest(stage))
     size = sum((run / "checkpoint-1" / name).stat().st_size for name in ("model.h5", "config.json"))
-    assert sweep(run, Keep(last=5)).freed_bytes == size
+    assert prune_run(run, Keep(last=5)).freed_bytes == size
 
 
 def make_manifest(stage):
@@ -229,12 +229,12 @@ def make_manifest(stage):
 
 def test_room_is_made_for_the_one_to_come(run):
     """Pain 22: the disk is full, so what the next checkpoint will push out goes now; never the last that is valid."""
-    assert sweep(run, Keep(last=5)).dropped == ()
+    assert prune_run(run, Keep(last=5)).dropped == ()
     assert make_room(run, Keep(last=5), 13).dropped == (run / "checkpoint-8",)
     assert make_room(run, Keep(last=1, state=Keep(last=1)), 13).dropped == tuple(
         run / f"checkpoint-{step}" for step in (9, 10, 11)
     )
-    assert make_room(run, Keep(last=1, state=Keep(last=1)), 13) == SweepReport(
+    assert make_room(run, Keep(last=1, state=Keep(last=1)), 13) == PruneReport(
         {run / "checkpoint-12": ("newest valid",)}
     )
     (run / "checkpoint-12" / "config.json").unlink()
@@ -242,8 +242,8 @@ def test_room_is_made_for_the_one_to_come(run):
 
 
 def test_an_empty_or_absent_run(tmp_path):
-    assert sweep(tmp_path, Keep(last=1)) == SweepReport()
-    assert "absent: cannot be looked through" in sweep(tmp_path / "absent", Keep(last=1)).problems[0]
+    assert prune_run(tmp_path, Keep(last=1)) == PruneReport()
+    assert "absent: cannot be looked through" in prune_run(tmp_path / "absent", Keep(last=1)).problems[0]
 
 
 # Stopped anywhere
@@ -261,7 +261,7 @@ def template(tmp_path_factory):
     (root / "checkpoint-keep-me").mkdir()
     after = root.parent / "after"
     shutil.copytree(root, after)
-    sweep(after, KEEP)
+    prune_run(after, KEEP)
     return root, contents(after)
 
 
@@ -289,9 +289,9 @@ def test_killed_at_every_call(tmp_path, template):
     def killed(call):
         root = tmp_path / str(call)
         shutil.copytree(template[0], root)
-        died = dies_at(call, lambda: sweep(root, KEEP))
+        died = dies_at(call, lambda: prune_run(root, KEEP))
         check_meanwhile(root)
-        assert sweep(root, KEEP).problems == ()
+        assert prune_run(root, KEEP).problems == ()
         assert contents(root) == template[1]
         shutil.rmtree(root)
         return died
@@ -312,15 +312,15 @@ def test_refused_at_every_call(tmp_path, template, error):
         with pytest.MonkeyPatch.context() as patch:
             stop_at(call, stop, patch=patch.setattr)
             try:
-                report = sweep(root, KEEP)
+                report = prune_run(root, KEEP)
             except KeyboardInterrupt:
-                report = SweepReport(problems=("interrupted",))
+                report = PruneReport(problems=("interrupted",))
         check_meanwhile(root)
         stopped = bool(report.problems)
         if stopped and isinstance(error, OSError):
             assert len(report.dropped) + len(report.stripped) == 2
             assert "I/O error" in report.problems[0]
-        assert sweep(root, KEEP).problems == ()
+        assert prune_run(root, KEEP).problems == ()
         assert contents(root) == template[1]
         shutil.rmtree(root)
         return stopped
@@ -334,11 +334,11 @@ def test_finished_before_it_is_dropped(tmp_path, template):
     def killed(call):
         root = tmp_path / str(call)
         shutil.copytree(template[0], root)
-        died = dies_at(call, lambda: sweep(root, KEEP))
+        died = dies_at(call, lambda: prune_run(root, KEEP))
         with pytest.MonkeyPatch.context() as patch:
             stop_at(1, refuse, patch=patch.setattr)
-            sweep(root, Keep(last=1))
-        sweep(root, Keep(last=1))
+            prune_run(root, Keep(last=1))
+        prune_run(root, Keep(last=1))
         assert names(root) == ["checkpoint-2", "checkpoint-4", "checkpoint-keep-me"]
         assert names(root / "checkpoint-2") == ["notes.txt"]
         shutil.rmtree(root)
@@ -354,10 +354,10 @@ def test_saved_again_over_the_remains(tmp_path, template, step):
     def killed(call):
         root = tmp_path / str(call)
         shutil.copytree(template[0], root)
-        died = dies_at(call, lambda: sweep(root, KEEP))
+        died = dies_at(call, lambda: prune_run(root, KEEP))
         save(root / f"checkpoint-{step}", step=step, shards=3)
         saved = read_manifest(root / f"checkpoint-{step}")
-        sweep(root, Keep())
+        prune_run(root, Keep())
         assert verify(root / f"checkpoint-{step}").ok
         assert read_manifest(root / f"checkpoint-{step}") == saved
         files = {path.name for path in (root / f"checkpoint-{step}").rglob("[!.]*") if path.is_file()}
@@ -374,7 +374,7 @@ def test_saved_again_over_the_remains(tmp_path, template, step):
 def test_a_reader_is_waited_for(run):
     """A checkpoint that another process reads stays; once it is read, or the reader is dead, it goes."""
     readers = [start_reader(run / f"checkpoint-{step}") for step in (8, 9)]
-    assert sweep(run, Keep(last=1)).dropped == tuple(run / f"checkpoint-{step}" for step in (10, 11))
+    assert prune_run(run, Keep(last=1)).dropped == tuple(run / f"checkpoint-{step}" for step in (10, 11))
     for reader in readers:
         reader.stdin.write("\n")
         reader.stdin.flush()
@@ -383,7 +383,7 @@ def test_a_reader_is_waited_for(run):
     readers[0].wait()
     readers[1].kill()
     readers[1].wait()
-    assert sweep(run, Keep(last=1)).dropped == tuple(run / f"checkpoint-{step}" for step in (8, 9))
+    assert prune_run(run, Keep(last=1)).dropped == tuple(run / f"checkpoint-{step}" for step in (8, 9))
     for reader in readers:
         reader.stdout.close()
     readers[1].stdin.close()
@@ -405,17 +405,17 @@ def test_readers_and_sweeps_side_by_side(tmp_path):
     if sweeper == 0:
         for step in range(200):
             save(tmp_path / f"checkpoint-{step}", step=step)
-            sweep(tmp_path, Keep(last=1))
+            prune_run(tmp_path, Keep(last=1))
         os._exit(0)
     reads = 0
     while os.waitpid(sweeper, os.WNOHANG)[0] == 0:
         for checkpoint in tmp_path.glob("checkpoint-*"):
-            with lease(checkpoint), contextlib.suppress(NotACheckpointError):
+            with hold_lease(checkpoint), contextlib.suppress(NotACheckpointError):
                 listed = read_manifest(checkpoint).files
                 assert [digest_of(checkpoint / file.path) for file in listed] == [file.digest for file in listed]
                 reads += 1
     assert reads > 10
-    sweep(tmp_path, Keep(last=1))
+    prune_run(tmp_path, Keep(last=1))
     assert names(tmp_path) == ["checkpoint-199"]
 
 
@@ -424,27 +424,27 @@ def test_readers_and_sweeps_side_by_side(tmp_path):
 def test_marked_between_the_plan_and_the_deed(run, monkeypatch, keep, mark):
     """The manifest is out of the way and only then marks are looked at: one that is there by now brings it back."""
     before = contents(run / "checkpoint-9")
-    held, move = lease(run / "checkpoint-9"), local_disk.move
+    held, move = hold_lease(run / "checkpoint-9"), local_disk.move
     put = {"pin": lambda: pin(run / "checkpoint-9"), "lease": held.__enter__}[mark]
-    tombstone = run / "checkpoint-9" / pins.DROPPED
+    tombstone = run / "checkpoint-9" / TOMBSTONE
     monkeypatch.setattr(local_disk, "move", lambda one, other: (other == tombstone and put(), move(one, other)))
-    report = sweep(run, keep)
+    report = prune_run(run, keep)
     monkeypatch.undo()
     assert report.kept[run / "checkpoint-9"][0].startswith("pinned" if mark == "pin" else "in use")
     assert {p: c for p, c in contents(run / "checkpoint-9").items() if not p.startswith(".")} == before
     assert steps(run) == ([9, 12] if keep.last else [8, 9, 10, 11, 12])
     if mark == "lease":
         held.__exit__(None, None, None)
-        sweep(run, keep)
+        prune_run(run, keep)
         assert stateful(run) == [12]
 
 
 def test_what_is_about_to_be_replaced_stays(run):
     """A save to it is under way: neither the old nor the new is the sweep's."""
     stage = open_stage(run / "checkpoint-9")
-    report = sweep(run, Keep(last=1))
+    report = prune_run(run, Keep(last=1))
     assert report.kept[run / "checkpoint-9"] == ("a save to it is not finished",)
-    commit(stage, run / "checkpoint-9", make_checkpoint(stage, step=9))
+    commit_stage(stage, run / "checkpoint-9", make_checkpoint(stage, step=9))
     assert verify(run / "checkpoint-9").ok
 
 
@@ -452,18 +452,19 @@ def test_two_sweeps_do_not_meet(run):
     handle = os.open(run, os.O_RDONLY)
     fcntl.flock(handle, fcntl.LOCK_EX)
     before = contents(run)
-    assert "another sweep is at work" in sweep(run, Keep(last=1)).problems[0]
+    assert "another sweep is at work" in prune_run(run, Keep(last=1)).problems[0]
     assert contents(run) == before
     os.close(handle)
-    assert sweep(run, Keep(last=1)).problems == ()
+    assert prune_run(run, Keep(last=1)).problems == ()
 
 
 def test_one_that_disappears_is_no_error(run, monkeypatch):
     """Somebody deletes by hand while the sweep looks, or after it has."""
     monkeypatch.setattr(
-        "ft_ckpt.checkpoint.prune.guards", lambda path: shutil.rmtree(path.with_name("checkpoint-9"), True) or ()
+        "ft_ckpt.checkpoint.prune.deletion_guards",
+        lambda path: shutil.rmtree(path.with_name("checkpoint-9"), True) or (),
     )
-    assert sweep(run, Keep(last=1)).problems == ()
+    assert prune_run(run, Keep(last=1)).problems == ()
     assert steps(run) == [12]
 
 
@@ -477,17 +478,17 @@ def test_what_dead_saves_left_is_cleared(run):
     for step in (99, 9):
         assert dies_at(5, lambda step=step: save(run / f"checkpoint-{step}", step=step))
         assert contents(run) != before | {stage.name: b""}
-        assert len(clear(run)) == 1
+        assert len(recover_all(run)) == 1
         assert contents(run) == before | {stage.name: b""}
 
 
 def test_a_spoilt_tombstone_is_named_and_left(run):
     shutil.copytree(run / "checkpoint-8", run / "checkpoint-1")
-    (run / "checkpoint-1" / MANIFEST_NAME).rename(run / "checkpoint-1" / pins.DROPPED)
+    (run / "checkpoint-1" / MANIFEST_NAME).rename(run / "checkpoint-1" / TOMBSTONE)
     for text, said in (("{", "not a manifest"), ('{"files": [{"path": "../x"}]}', "outside of the folder")):
-        (run / "checkpoint-1" / pins.DROPPED).write_text(text)
+        (run / "checkpoint-1" / TOMBSTONE).write_text(text)
         before = contents(run)
-        assert said in sweep(run, Keep()).problems[0]
+        assert said in prune_run(run, Keep()).problems[0]
         assert contents(run) == before
 
 
@@ -500,7 +501,7 @@ def test_a_model_saved_into_the_folder_of_its_run_loses_no_checkpoint(tmp_path):
         save_with_state(root / "checkpoint-8", 8)
         save_of(root)
         died = dies_at(call, partial(save_of, root))
-        clear(root)
+        recover_all(root)
         assert verify(root).ok
         assert verify(root / "checkpoint-8").ok
         assert not list(root.parent.glob(".*"))

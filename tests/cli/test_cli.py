@@ -13,9 +13,9 @@ import pytest
 from faults import make_checkpoint, manifest_of, save, save_of, save_with_state
 
 from ft_ckpt.checkpoint.catalog import discover
-from ft_ckpt.checkpoint.commit import commit, open_stage
-from ft_ckpt.checkpoint.manifest import to_json
-from ft_ckpt.checkpoint.pins import pinned
+from ft_ckpt.checkpoint.commit import commit_stage, open_stage
+from ft_ckpt.checkpoint.manifest import manifest_to_json
+from ft_ckpt.checkpoint.pins import pin_reason
 
 RUN = "import sys; from ft_ckpt.cli import main; main()"
 DPO = ("rewards/chosen", "rewards/rejected", "rewards/accuracies", "rewards/margins", "logps/chosen", "logps/rejected")
@@ -131,7 +131,7 @@ def test_ls_of_what_a_run_has(tmp_path):
 
 def test_pin_and_unpin(run):
     answer = ft_ckpt("pin", run / "checkpoint-1", "--reason", "the paper's")
-    assert (answer.returncode, answer.stdout) == (0, f"{run / 'checkpoint-1'}: {pinned(run / 'checkpoint-1')}\n")
+    assert (answer.returncode, answer.stdout) == (0, f"{run / 'checkpoint-1'}: {pin_reason(run / 'checkpoint-1')}\n")
     assert answer.stdout.endswith(": the paper's\n")
     answers = [ft_ckpt("unpin", run / "checkpoint-1") for _ in range(2)]
     assert [(answer.returncode, answer.stdout) for answer in answers] == [
@@ -150,7 +150,7 @@ def long_run(tmp_path):
 
 def of_one_run(root):
     for info in discover(root):
-        (info.path / "ft_ckpt.json").write_text(to_json(replace(info.manifest, run_id="1146f0")))
+        (info.path / "ft_ckpt.json").write_text(manifest_to_json(replace(info.manifest, run_id="1146f0")))
 
 
 def steps(root):
@@ -333,7 +333,7 @@ def test_a_file_of_two_names_counts_once(tmp_path):
     stage = open_stage(tmp_path / "checkpoint-1")
     parts = make_checkpoint(stage).parts
     os.link(stage / "model.safetensors", stage / "model.h5")
-    commit(stage, tmp_path / "checkpoint-1", manifest_of(stage, parts, 1))
+    commit_stage(stage, tmp_path / "checkpoint-1", manifest_of(stage, parts, 1))
     weights, others = ((tmp_path / "checkpoint-1" / name).stat().st_size for name in ("model.h5", "config.json"))
     (row,) = json.loads(ft_ckpt("ls", tmp_path, "--json").stdout)
     assert row["bytes"] == weights + others

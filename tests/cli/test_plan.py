@@ -8,10 +8,10 @@ import pytest
 from faults import save
 from test_cli import LISTED, ft_ckpt
 
-from ft_ckpt.cli.plan import Job, best_steps, human_time, rows, total
+from ft_ckpt.cli.plan import PlannedRun, best_steps, human_time, interval_rows, total_overhead
 from ft_ckpt.intervals import expected_overhead
 
-JOB = Job(
+JOB = PlannedRun(
     step_seconds=1.2,
     save_seconds=4.0,
     mtbf_seconds=6 * 3600,
@@ -26,13 +26,13 @@ GIVEN = ["plan", "--step-time", 1.2, "--mtbf", "24h", "--nodes", 4]
 
 def test_the_optimum_is_the_cheapest_number_of_steps():
     best = best_steps(JOB)
-    cheapest = min(range(1, 5000), key=lambda steps: total(JOB, steps))
+    cheapest = min(range(1, 5000), key=lambda steps: total_overhead(JOB, steps))
     assert best == pytest.approx(cheapest, rel=0.01)
-    assert [row.steps for row in rows(JOB) if row.optimum] == [best]
+    assert [row.steps for row in interval_rows(JOB) if row.optimum] == [best]
 
 
 def test_rows_are_counted_right():
-    row = next(row for row in rows(JOB) if row.steps == 100)
+    row = next(row for row in interval_rows(JOB) if row.steps == 100)
     assert row.interval_seconds == 120
     assert row.saving == pytest.approx(4 / 120)
     assert row.total == pytest.approx(expected_overhead(120, 4, 21600, 300)) == row.saving + row.recomputation
@@ -41,19 +41,19 @@ def test_rows_are_counted_right():
 
 
 def test_rows_of_a_run_that_keeps_all_of_an_unknown_size():
-    job = Job(**{**JOB.__dict__, "keep_last": None})
-    assert all(row.disk_bytes == row.saves * 2_500_000_000 for row in rows(job))
-    assert {row.disk_bytes for row in rows(Job(**{**JOB.__dict__, "size_bytes": None}))} == {None}
+    job = PlannedRun(**{**JOB.__dict__, "keep_last": None})
+    assert all(row.disk_bytes == row.saves * 2_500_000_000 for row in interval_rows(job))
+    assert {row.disk_bytes for row in interval_rows(PlannedRun(**{**JOB.__dict__, "size_bytes": None}))} == {None}
 
 
 @pytest.mark.parametrize(("overhead", "steps"), [(0.001, 3330), (0.5, best_steps(JOB))])
 def test_the_overhead_is_bounded(overhead, steps):
-    assert best_steps(Job(**{**JOB.__dict__, "max_overhead": overhead})) == steps
+    assert best_steps(PlannedRun(**{**JOB.__dict__, "max_overhead": overhead})) == steps
 
 
 def test_a_step_longer_than_the_optimum():
-    assert best_steps(Job(**{**JOB.__dict__, "step_seconds": 7200.0})) == 1
-    assert [row.steps for row in rows(Job(**{**JOB.__dict__, "step_seconds": 7200.0}))] == [1, 2, 5, 10]
+    assert best_steps(PlannedRun(**{**JOB.__dict__, "step_seconds": 7200.0})) == 1
+    assert [row.steps for row in interval_rows(PlannedRun(**{**JOB.__dict__, "step_seconds": 7200.0}))] == [1, 2, 5, 10]
 
 
 def test_table():

@@ -17,7 +17,7 @@ from torch.distributed import HashStore
 from ft_ckpt.distributed import sharding
 from ft_ckpt.distributed.ranks import Ranks
 from ft_ckpt.saving import write_shards
-from ft_ckpt.storage.digests import parts
+from ft_ckpt.storage.digests import rank_parts
 
 shapes = st.lists(st.lists(st.integers(0, 60) | st.integers(1000, 1100), max_size=2).map(tuple), min_size=1, max_size=4)
 worlds = st.sampled_from([2, 8, 1001, 1024]) | st.integers(2, 1024)
@@ -51,7 +51,7 @@ def test_every_byte_has_one_writer(shapes, way, world, block_bytes):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(write_shards, "BLOCK_BYTES", block_bytes)
         first = shared(values, way, world, 0)
-        owners = {owner for _, _, owner in parts(first.kept, first.file.layout.size_bytes)}
+        owners = {owner for _, _, owner in rank_parts(first.kept, first.file.layout.size_bytes)}
         looks = {0, 1, world // 2, world - 1, min(owners), max(owners)}
         found = {rank: shared(values, way, world, rank) for rank in looks}
         written = {
@@ -63,7 +63,7 @@ def test_every_byte_has_one_writer(shapes, way, world, block_bytes):
             for ranks in [Ranks(rank, world, HashStore())]
         }
     size = first.file.layout.size_bytes
-    pieces = list(parts(first.kept, size))
+    pieces = list(rank_parts(first.kept, size))
     assert joined((start, stop) for start, stop, _ in pieces) == [(0, size)], "each byte once"
     assert all(0 <= owner < world for _, _, owner in pieces)
     for rank in looks:

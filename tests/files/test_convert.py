@@ -345,7 +345,7 @@ def test_a_folder_is_not_converted_into_itself(tmp_path, llama):
 def command(capsys):
     """Runs `convert` as the command line does; what it printed."""
     app = typer.Typer()
-    app.command(context_settings={"allow_extra_args": True})(cli_convert.convert)
+    app.command(context_settings={"allow_extra_args": True})(cli_convert.convert_command)
 
     def run(*arguments):
         app([str(argument) for argument in arguments], standalone_mode=False)

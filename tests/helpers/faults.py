@@ -13,14 +13,14 @@ from typing import Any
 import xxhash
 
 from ft_ckpt.checkpoint.catalog import read_manifest
-from ft_ckpt.checkpoint.commit import commit, open_stage
-from ft_ckpt.checkpoint.manifest import MANIFEST_NAME, Manifest, PartRecord, to_json
+from ft_ckpt.checkpoint.commit import commit_stage, open_stage
+from ft_ckpt.checkpoint.manifest import MANIFEST_NAME, Manifest, PartRecord, manifest_to_json
 from ft_ckpt.formats.layout import TensorRecord
 from ft_ckpt.storage import local_disk
 from ft_ckpt.storage.digests import FileRecord, digest_of
 
 Folder = str | os.PathLike[str]
-CALLS = ("mkdir", "move", "exchange", "unlink", "chmod", "fsync", "rmtree")  # every call that changes the disk
+CALLS = ("mkdir", "move", "exchange_folders", "unlink", "chmod", "fsync", "rmtree")  # every call that changes the disk
 
 
 def make_checkpoint(
@@ -69,7 +69,7 @@ def save(target: Folder, **what: Any) -> Manifest:
     """A checkpoint made and committed as a saver would."""
     stage = open_stage(Path(target))
     manifest = make_checkpoint(stage, **what)
-    commit(stage, Path(target), manifest)
+    commit_stage(stage, Path(target), manifest)
     return manifest
 
 
@@ -191,13 +191,13 @@ def save_with_state(target: Folder, step: int, *, world: int = 2, **facts: Any) 
         records += write_safetensors(stage / file, ["momentum", f"rng.{rank}"], step, file)
     (stage / "state" / "position.json").write_text(json.dumps({"step": step}))
     parts.append(PartRecord("state", "state", "state", "safetensors", "", tuple(records)))
-    commit(stage, Path(target), replace(manifest_of(stage, parts, step), **facts))
+    commit_stage(stage, Path(target), replace(manifest_of(stage, parts, step), **facts))
 
 
 def save_of(target: Folder, **facts: Any) -> None:
     """A checkpoint with those `facts` in its manifest."""
     stage = open_stage(Path(target))
-    commit(stage, Path(target), replace(make_checkpoint(stage), **facts))
+    commit_stage(stage, Path(target), replace(make_checkpoint(stage), **facts))
 
 
 def edit(folder: Path, name: str, text: bytes | str) -> None:
@@ -206,7 +206,7 @@ def edit(folder: Path, name: str, text: bytes | str) -> None:
     manifest = read_manifest(folder)
     known = next((file for file in manifest.files if file.path == name), manifest.files[0])
     files = (*(f for f in manifest.files if f.path != name), _described(folder, known, name))
-    (folder / MANIFEST_NAME).write_text(to_json(replace(manifest, files=files)))
+    (folder / MANIFEST_NAME).write_text(manifest_to_json(replace(manifest, files=files)))
 
 
 def _described(folder: Path, known: FileRecord, name: str) -> FileRecord:

@@ -28,8 +28,8 @@ FOREIGN_ERRORS = {
     "storage/direct_io.py": {"OSError"},  # likewise; `explained` makes it one of ours before it leaves the module
     "checkpoint/typed_json.py": {
         "OddValue",
-        "_odd",
-        "_located",
+        "_odd_value",
+        "_locate_odd",
     },  # it knows the field; who knows the file makes it one of ours
 }
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)

@@ -231,7 +231,7 @@ def test_an_error_of_the_program_is_not_hidden(tmp_path, failing):
 
 
 def test_a_save_waits_for_the_one_before(tmp_path, monkeypatch):
-    real, order = execute.commit.commit, []
+    real, order = execute.commit.commit_stage, []
 
     def slow(stage, target, manifest):
         order.append(f"{target.name} begins")
@@ -239,7 +239,7 @@ def test_a_save_waits_for_the_one_before(tmp_path, monkeypatch):
         real(stage, target, manifest)
         order.append(f"{target.name} ends")
 
-    monkeypatch.setattr(execute.commit, "commit", slow)
+    monkeypatch.setattr(execute.commit, "commit_stage", slow)
     model, _optimizer, saver = stamped(tmp_path)
     with saver:
         handles = [saver.save(model, tmp_path / name) for name in "ab"]

@@ -15,7 +15,7 @@ from launch import run_cases
 from ft_ckpt.checkpoint import checks
 from ft_ckpt.errors import CorruptError
 from ft_ckpt.storage import buffers as blocks
-from ft_ckpt.storage.digests import Cut, FileRecord, digest_like, digest_of, parts, together
+from ft_ckpt.storage.digests import Cut, FileRecord, digest_like, digest_of, joined_digest, rank_parts
 
 CASES = [
     *("ddp/llama", "ddp/wide", "ddp/mixtral", "fsdp1/llama", "fsdp1_flat/qwen3", "fsdp2/qwen3", "fsdp2/qwen3/bfloat16"),
@@ -78,7 +78,7 @@ def cut_files(draw):
 @given(cut_files())
 def test_the_parts_are_the_whole_file(file):
     size, cuts = file
-    found = list(parts(cuts, size))
+    found = list(rank_parts(cuts, size))
     assert [start for start, _, _ in found] == [0, *(stop for _, stop, _ in found)][: len(found)]
     assert not size or found[-1][1] == size
     assert all(start < stop for start, stop, _ in found)
@@ -99,7 +99,7 @@ def test_every_byte_counts(tmp_path):
     assert digest_like(path, record) != whole
     assert digest_like(path, FileRecord("file", 19, "")) == digest_of(path)
     assert digest_like(path, FileRecord("file", 19, "", (), 2)).startswith("xxh3-128-of-ranks:")
-    assert together(["a", "b"]) != together(["b", "a"])
+    assert joined_digest(["a", "b"]) != joined_digest(["b", "a"])
 
 
 @settings(max_examples=25, deadline=None)
@@ -116,9 +116,9 @@ def test_a_digest_is_the_same_however_the_file_is_read(tmp_path_factory, file, s
     path, content = tmp_path_factory.getbasetemp() / "digested", random.Random(scale).randbytes(size)
     path.write_bytes(content)
     states = [xxhash.xxh3_128() for _ in range(50)]
-    for start, stop, owner in parts(cuts, size):
+    for start, stop, owner in rank_parts(cuts, size):
         states[owner].update(content[start:stop])
-    expected = together(state.hexdigest() for state in states)
+    expected = joined_digest(state.hexdigest() for state in states)
     assert digest_like(path, FileRecord("file", size, "", cuts, 50)) == expected
     assert digest_of(path) == f"xxh3-128:{xxhash.xxh3_128_hexdigest(content)}"
 

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 from ft_ckpt import CheckpointSaver, Every, Keep, SaverConfig, load_model, verify
 from ft_ckpt.checkpoint import free_space
 from ft_ckpt.checkpoint.catalog import discover, read_manifest
-from ft_ckpt.checkpoint.delete import drop
+from ft_ckpt.checkpoint.delete import delete_checkpoint
 from ft_ckpt.errors import NoSpaceError
 from ft_ckpt.saving import move_tensors, reuse_frozen
 
@@ -84,7 +84,7 @@ def test_only_what_changed_is_written(model, tmp_path):
 
 def test_each_is_whole_without_the_other(model, tmp_path):
     path = twice(model, tmp_path)
-    assert drop(tmp_path / "checkpoint-1").dropped
+    assert delete_checkpoint(tmp_path / "checkpoint-1").dropped
     assert_is(path, model, tmp_path / "reference")
     assert not is_linked_still(path)
 
@@ -351,7 +351,7 @@ def test_a_given_state_dict_is_written(model, tmp_path):
 
 def test_links_need_no_room(model, tmp_path, monkeypatch):
     needed = []
-    monkeypatch.setattr(free_space, "ensure", lambda target, size, *_, **__: needed.append(size))
+    monkeypatch.setattr(free_space, "ensure_space", lambda target, size, *_, **__: needed.append(size))
     twice(model, tmp_path)
     assert needed[0] - needed[1] > 6_000_000
 
@@ -365,7 +365,7 @@ def test_a_frozen_file_that_changed_needs_room_at_the_next_try(model, tmp_path, 
             raise NoSpaceError("full")
         return real(*given)
 
-    monkeypatch.setattr(free_space, "ensure", lambda target, size, *_, **__: needed.append(size))
+    monkeypatch.setattr(free_space, "ensure_space", lambda target, size, *_, **__: needed.append(size))
     monkeypatch.setattr(move_tensors, "write_files", full_once)
     path = twice(model, tmp_path, write_in_place, when_full="wait")
     assert needed[0] - needed[1] > 6_000_000

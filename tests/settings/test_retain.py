@@ -9,13 +9,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ft_ckpt.errors import ConfigError
-from ft_ckpt.retention import Held, Keep, newest, plan
+from ft_ckpt.retention import HeldCheckpoint, Keep, newest_valid, plan_pruning
 
 HOUR, DAY = 3600, 86400
 
 
 def held(step, **facts):
-    return Held(**{"path": Path(f"checkpoint-{step}"), "step": step, "created": step * 60.0, **facts})
+    return HeldCheckpoint(**{"path": Path(f"checkpoint-{step}"), "step": step, "created": step * 60.0, **facts})
 
 
 def steps(paths):
@@ -23,7 +23,7 @@ def steps(paths):
 
 
 def kept(run, keep, **options):
-    return steps(plan(run, keep, **options).keep)
+    return steps(plan_pruning(run, keep, **options).keep)
 
 
 # Each rule
@@ -74,7 +74,7 @@ def test_rules_are_a_union():
     run = [held(step, created=step * float(DAY), metrics={"loss": abs(step - 12)}) for step in range(1, 31)]
     keep = Keep(last=2, every_steps=10, best=("loss", "min"), daily=3)
     assert kept(run, keep) == [10, 12, 20, 28, 29, 30]
-    assert plan(run, keep).keep[Path("checkpoint-30")] == (
+    assert plan_pruning(run, keep).keep[Path("checkpoint-30")] == (
         *("newest valid", "last 2", "every 10 steps", "daily: 1970-01-31"),
     )
 
@@ -82,7 +82,7 @@ def test_rules_are_a_union():
 def test_without_rules_everything_stays():
     run = [held(step, valid=step != 2) for step in range(5)]
     assert kept(run, Keep()) == [0, 1, 2, 3, 4]
-    assert plan([], Keep(last=1)) == plan([], Keep())
+    assert plan_pruning([], Keep(last=1)) == plan_pruning([], Keep())
 
 
 # What no rule can take
@@ -107,28 +107,31 @@ def test_another_runs_stay():
 
 def test_guards():
     run = [held(step, guards=("pinned",) if step == 1 else ()) for step in range(4)]
-    found = plan(run, Keep(last=1))
+    found = plan_pruning(run, Keep(last=1))
     assert (found.keep[Path("checkpoint-1")], steps(found.drop)) == (("pinned",), [0, 2])
 
 
 def test_state_has_rules_of_its_own():
     run = [held(step, has_state=step != 6, guards=("pinned",) if step == 1 else ()) for step in range(7)]
-    found = plan(run, Keep(last=5, state=Keep(last=2)))
+    found = plan_pruning(run, Keep(last=5, state=Keep(last=2)))
     assert (steps(found.keep), steps(found.drop), steps(found.strip)) == ([1, 2, 3, 4, 5, 6], [0], [2, 3])
-    assert steps(plan(run, Keep(state=Keep(last=1))).strip) == [0, 2, 3, 4]
-    assert plan(run, Keep(last=5)).strip == ()
+    assert steps(plan_pruning(run, Keep(state=Keep(last=1))).strip) == [0, 2, 3, 4]
+    assert plan_pruning(run, Keep(last=5)).strip == ()
 
 
 def test_the_way_back_stays():
     """A final save without a training state does not cost the last one that has it."""
     run = [held(1, has_state=True), held(2, has_state=True, valid=False), held(3)]
-    found = plan(run, Keep(last=1, state=Keep(last=1)))
+    found = plan_pruning(run, Keep(last=1, state=Keep(last=1)))
     assert (steps(found.keep), steps(found.drop), found.strip) == ([1, 3], [2], ())
 
 
 def test_nothing_is_stripped_bare():
     run = [held(step, has_state=True, has_weights=False) for step in range(3)]
-    assert (kept(run, Keep(last=2, state=Keep(last=1))), plan(run, Keep(last=2, state=Keep(last=1))).strip) == ([2], ())
+    assert (kept(run, Keep(last=2, state=Keep(last=1))), plan_pruning(run, Keep(last=2, state=Keep(last=1))).strip) == (
+        [2],
+        (),
+    )
 
 
 def test_rules_that_cannot_be_meant():
@@ -161,7 +164,7 @@ def histories(draw):
     """Checkpoints in any order, with steps that may be equal or unknown, of two runs."""
     count = draw(st.integers(0, 12))
     return [
-        Held(
+        HeldCheckpoint(
             path=Path(f"{number}"),
             step=draw(st.none() | st.integers(0, 30)),
             created=draw(st.integers(0, 60)) * 5.0 * HOUR,
@@ -179,7 +182,7 @@ def histories(draw):
 @given(histories(), keeps(), st.sampled_from([None, "a"]))
 def test_any_history(run, keep, run_id):
     """Whatever the history and the rules: the newest valid, the way back, and everything guarded survive whole."""
-    found = plan(run, keep, run_id)
+    found = plan_pruning(run, keep, run_id)
     assert sorted([*found.keep, *found.drop]) == sorted(each.path for each in run)
     assert set(found.strip) <= set(found.keep)
     assert all(found.keep.values())
@@ -195,10 +198,10 @@ def test_any_history(run, keep, run_id):
 @given(histories(), keeps())
 def test_any_history_against_a_model(run, keep):
     """The rules once more, each said for one checkpoint instead of for all at once."""
-    found, valid = plan(run, keep), [each for each in run if each.valid]
+    found, valid = plan_pruning(run, keep), [each for each in run if each.valid]
     state = keep.state or Keep()
     for each in run:
-        firm = each.guards or not valid or each.path in newest(run)
+        firm = each.guards or not valid or each.path in newest_valid(run)
         asked = wanted(each, run, keep) or (each.valid and wanted(each, valid, keep))
         stateful, sound = [one for one in run if one.has_state], [one for one in valid if one.has_state]
         bare = each.has_state and not firm

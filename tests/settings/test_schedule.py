@@ -14,14 +14,14 @@ from ft_ckpt.intervals import bounded_interval, expected_overhead, optimal_inter
 from ft_ckpt.schedule import (
     Every,
     History,
+    after_save,
+    after_step,
+    begin_history,
     interval_seconds,
     needs_poll,
     next_poll,
     own_reason,
-    saved,
     shared_reason,
-    started,
-    stepped,
 )
 
 unhurried = settings(deadline=None)  # a busy machine is no failure
@@ -31,16 +31,16 @@ QUIET = {"signals": (), "deadline": None}
 def drive(every, steps, step_seconds=1.0, cost=0.5, epoch_steps=10, metrics=None, unix=0.0, advance=1, history=None):
     """Steps at which a run of one process saves, and why; `metrics` is what is measured at a step."""
     now, found = 0.0, {}
-    history = history or started(0, 0, now)
+    history = history or begin_history(0, 0, now)
     for step in range(advance, steps + 1, advance):
         now += step_seconds * advance
-        history = stepped(history, step, now)
+        history = after_step(history, step, now)
         values, epochs = (metrics or {}).get(step), step // epoch_steps
         reason = own_reason(every, history, step, epochs, values) or shared_reason(every, history, now, unix + now)
         if reason:
             now += cost
             found[step] = reason
-            history = saved(every, history, step, epochs, now, cost_seconds=cost, metrics=values, reason=reason)
+            history = after_save(every, history, step, epochs, now, cost_seconds=cost, metrics=values, reason=reason)
             assert own_reason(every, history, step, epochs, values) is None, "never twice for one step"
             assert shared_reason(every, history, now + 1e9, unix + now) is None
     return found, history
@@ -94,14 +94,14 @@ def test_best_by_the_largest_and_without_the_metric():
 
 def test_what_is_known_later_of_a_saved_step_saves_it_no_second_time():
     every = Every(epochs=1, best=("loss", "min"), **QUIET)
-    history = saved(every, stepped(started(0, 0, 0.0), 10, 10.0), 10, 0, 11.0, cost_seconds=1.0)
+    history = after_save(every, after_step(begin_history(0, 0, 0.0), 10, 10.0), 10, 0, 11.0, cost_seconds=1.0)
     assert own_reason(every, history, 10, 1, {"loss": 1.0}) is None
     assert own_reason(every, history, 11, 1) == "epochs"
 
 
 def test_a_save_that_failed_is_tried_an_interval_later():
     every = Every(steps=10, best=("loss", "min"), **QUIET)
-    history = saved(every, stepped(started(0, 0, 0.0), 10, 10.0), 10, 0, 11.0)
+    history = after_save(every, after_step(begin_history(0, 0, 0.0), 10, 10.0), 10, 0, 11.0)
     assert (history.save_seconds, history.best) == (None, {})
     assert own_reason(every, history, 11, 0, {}) is None
     assert own_reason(every, history, 11, 0, {"loss": 5.0}) == "best"
@@ -119,10 +119,10 @@ def test_minutes_count_from_the_end_of_the_last_save():
 
 def test_a_signal_comes_first_and_is_answered_on_a_saved_step():
     """Pain 45: a preempted run saves."""
-    every, fresh = Every(minutes=1), started(5, 0, 0.0)
+    every, fresh = Every(minutes=1), begin_history(5, 0, 0.0)
     assert shared_reason(every, fresh, 100.0, 0.0, "SIGTERM") == "SIGTERM"
     assert shared_reason(every, fresh, 100.0, 0.0) is None
-    assert shared_reason(every, stepped(fresh, 6, 100.0), 100.0, 0.0) == "minutes"
+    assert shared_reason(every, after_step(fresh, 6, 100.0), 100.0, 0.0) == "minutes"
 
 
 @pytest.mark.parametrize(
@@ -152,7 +152,7 @@ def test_deadline_of_a_slurm_job(monkeypatch):
 @given(job=st.floats(1, 2000), cost=st.floats(0.1, 100), seconds=st.floats(0.5, 20), known=st.booleans())
 def test_the_last_save_before_a_deadline_leaves_little_to_lose(job, cost, seconds, known):
     """A job of any length, even shorter than the margin, ends with less unsaved than there was left to save it in."""
-    history = started(0, 0, 0.0, History(save_seconds=cost if known else None).to_json())
+    history = begin_history(0, 0, 0.0, History(save_seconds=cost if known else None).to_json())
     found, _ = drive(Every(deadline=job, signals=()), int(job / seconds), seconds, cost, history=history)
     if job < 4 * (cost + seconds):
         return
@@ -262,23 +262,23 @@ def test_optimal_interval_refuses(arguments):
 
 def run_with_failures(every, steps, step_seconds, cost, mtbf, restart=0.0, seed=0):
     """Wall seconds until `steps` steps are done and saved, and the history; what a failure loses is done again."""
-    rng, now, history, kept, base = random.Random(seed), 0.0, started(0, 0, 0.0), None, 0
+    rng, now, history, kept, base = random.Random(seed), 0.0, begin_history(0, 0, 0.0), None, 0
     failure = rng.expovariate(1 / mtbf)
     while base < steps:
         step = history.step + 1
         now += step_seconds
-        history = stepped(history, step, now)
+        history = after_step(history, step, now)
         reason = own_reason(every, history, step, 0) or shared_reason(every, history, now, now)
         if reason or step == steps:
             now += cost
-            document = saved(every, history, step, 0, now, reason=reason).to_json()
-            history = saved(every, history, step, 0, now, cost_seconds=cost, reason=reason)
+            document = after_save(every, history, step, 0, now, reason=reason).to_json()
+            history = after_save(every, history, step, 0, now, cost_seconds=cost, reason=reason)
             if now < failure:
                 kept, base = document, step
         if now >= failure:
             now = failure + restart
             failure = now + rng.expovariate(1 / mtbf)
-            history = started(base, 0, now, kept)
+            history = begin_history(base, 0, now, kept)
     return now, history
 
 
@@ -310,11 +310,11 @@ def test_the_interval_converges_whatever_was_guessed(guess):
 
 
 def test_the_interval_follows_the_cost_of_saving():
-    every, history = Every.optimal(mtbf="24h", **QUIET), started(0, 0, 0.0)
+    every, history = Every.optimal(mtbf="24h", **QUIET), begin_history(0, 0, 0.0)
     assert interval_seconds(every, history) == pytest.approx(optimal_interval(1.0, 86400))
     for cost in (2.0, 40.0):
         for step in range(20):
-            history = saved(every, history, step, 0, 0.0, cost_seconds=cost)
+            history = after_save(every, history, step, 0, 0.0, cost_seconds=cost)
         assert interval_seconds(every, history) == pytest.approx(
             max(optimal_interval(cost, 86400), 19 * cost), rel=0.01
         )
@@ -341,15 +341,15 @@ def test_a_run_stays_within_the_overhead():
 
 def test_failures_are_counted_and_planned_stops_are_not():
     for reason, failures in [("steps", 1), ("optimum", 1), ("best", 1), ("SIGTERM", 0), ("deadline", 0), (None, 0)]:
-        kept = saved(Every(), stepped(started(0, 0, 0.0), 3, 9.0), 3, 0, 10.0, reason=reason).to_json()
-        assert started(3, 0, 77.0, kept).failures == failures
+        kept = after_save(Every(), after_step(begin_history(0, 0, 0.0), 3, 9.0), 3, 0, 10.0, reason=reason).to_json()
+        assert begin_history(3, 0, 77.0, kept).failures == failures
 
 
 def test_a_resumed_run_goes_on_from_what_was_kept():
     every = Every(steps=10, best=("loss", "min"), **QUIET)
-    before = saved(
+    before = after_save(
         every,
-        stepped(started(0, 0, 0.0), 12, 24.0),
+        after_step(begin_history(0, 0, 0.0), 12, 24.0),
         12,
         1,
         30.0,
@@ -357,7 +357,7 @@ def test_a_resumed_run_goes_on_from_what_was_kept():
         metrics={"loss": 2.0},
         reason="best",
     )
-    after = started(12, 1, 500.0, before.to_json())
+    after = begin_history(12, 1, 500.0, before.to_json())
     assert (after.best, after.step_seconds, after.save_seconds, after.run_seconds) == ({"loss": 2.0}, 2.0, 6.0, 30.0)
     assert (after.saved_at, after.saved_step) == (500.0, 12)
     assert own_reason(every, after, 13, 1, {"loss": 3.0}) is None
@@ -367,8 +367,8 @@ def test_a_resumed_run_goes_on_from_what_was_kept():
 def test_an_epoch_that_ended_with_the_save_is_not_saved_again():
     """Whoever resumes may count the epoch, whose last batch was just given, as not over yet."""
     every = Every(epochs=1, **QUIET)
-    kept = saved(every, stepped(started(0, 0, 0.0), 10, 10.0), 10, 1, 11.0, reason="epochs").to_json()
-    after = started(10, 0, 0.0, kept)
+    kept = after_save(every, after_step(begin_history(0, 0, 0.0), 10, 10.0), 10, 1, 11.0, reason="epochs").to_json()
+    after = begin_history(10, 0, 0.0, kept)
     assert [own_reason(every, after, step, epochs) for step, epochs in [(11, 1), (20, 2)]] == [None, "epochs"]
 
 
@@ -382,9 +382,9 @@ def test_a_history_that_was_tampered_with_is_refused():
         {"best": []},
     ):
         with pytest.raises(LoadError, match=f"history: {next(iter(wrong))} is"):
-            started(0, 0, 0.0, kept | wrong)
+            begin_history(0, 0, 0.0, kept | wrong)
     with pytest.raises(LoadError, match="best is missing; step_seconds is missing"):
-        started(0, 0, 0.0, {})
+        begin_history(0, 0, 0.0, {})
 
 
 # Settings

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from ft_ckpt.errors import CorruptError
 from ft_ckpt.formats.mapped_file import RawFile
 from ft_ckpt.storage import buffers as blocks
-from ft_ckpt.storage.buffers import ALIGNMENT, Run, read_ahead
+from ft_ckpt.storage.buffers import ALIGNMENT, ByteRun, read_ahead
 
 SIZE = (3 << 20) + 4097
 BLOCK = 1 << 20
@@ -38,7 +38,7 @@ def drop(path):
 def read(path, ranges, **options):
     """The bytes of each range."""
     file = RawFile(path)
-    runs = [Run(str(place), file, start, size) for place, (start, size) in enumerate(ranges)]
+    runs = [ByteRun(str(place), file, start, size) for place, (start, size) in enumerate(ranges)]
     found = [b""] * len(runs)
     for part in read_ahead(runs, block_bytes=BLOCK, **options):
         assert int(part.run.name) == max(int(part.run.name), *(place for place, data in enumerate(found) if data), 0)
@@ -109,13 +109,13 @@ def test_unbuffered_reads_refused_late_and_short_ones(source, monkeypatch):
 def test_what_is_in_the_page_cache_is_taken_from_there(tmp_path, monkeypatch):
     path = tmp_path / "x.bin"
     path.write_bytes(bytes(SIZE))
-    doors, real = [], blocks._door
-    monkeypatch.setattr(blocks, "_door", lambda *place: doors.append(real(*place)) or doors[-1])
+    doors, real = [], blocks._open_direct
+    monkeypatch.setattr(blocks, "_open_direct", lambda *place: doors.append(real(*place)) or doors[-1])
     used, preadv = set(), os.preadv
     monkeypatch.setattr(os, "preadv", lambda *place: used.add(place[0]) or preadv(*place))
     for known in (True, False):
         used.clear()
-        monkeypatch.setattr(blocks, "cached", lambda *_, known=known: known)
+        monkeypatch.setattr(blocks, "is_cached", lambda *_, known=known: known)
         read(path, [(0, SIZE)])
         assert (doors[-1] in used) is (not known and doors[-1] is not None)
 
@@ -127,10 +127,10 @@ def test_cached_tells(tmp_path):
     with path.open("rb") as file:
         if blocks._libc.syscall(451, -1, None, None, 0) and ctypes.get_errno() == errno.ENOSYS:
             pytest.skip("this kernel cannot tell")
-        if blocks.cached(file.fileno(), 0, 1 << 20):
+        if blocks.is_cached(file.fileno(), 0, 1 << 20):
             pytest.skip("this file system drops nothing from memory")
         os.pread(file.fileno(), 1 << 20, 0)
-        assert blocks.cached(file.fileno(), 1, (1 << 20) - 2)
+        assert blocks.is_cached(file.fileno(), 1, (1 << 20) - 2)
 
 
 @pytest.mark.parametrize("direct", ["on", "off"])
@@ -139,12 +139,12 @@ def test_a_file_cut_short_or_rewritten_is_an_error(tmp_path, direct):
     path.write_bytes(bytes(SIZE))
     file = RawFile(path)
     with pytest.raises(CorruptError, match=r"x\.bin: ends at byte 3149825, bytes up to 3149826 asked for"):
-        list(read_ahead([Run("a", file, 0, SIZE + 1)], direct=direct, block_bytes=BLOCK))
-    feed = read_ahead([Run("a", file, 0, SIZE)], direct=direct, block_bytes=BLOCK, threads=1)
+        list(read_ahead([ByteRun("a", file, 0, SIZE + 1)], direct=direct, block_bytes=BLOCK))
+    feed = read_ahead([ByteRun("a", file, 0, SIZE)], direct=direct, block_bytes=BLOCK, threads=1)
     next(feed)
     os.truncate(path, 5000)
     with pytest.raises(CorruptError, match="changed while it was open"):
-        list(read_ahead([Run("a", file, 0, SIZE)], direct=direct, block_bytes=BLOCK))
+        list(read_ahead([ByteRun("a", file, 0, SIZE)], direct=direct, block_bytes=BLOCK))
     feed.close()
 
 
@@ -154,7 +154,7 @@ def test_a_file_that_is_replaced_stays_whole(tmp_path):
     file = RawFile(path)
     (tmp_path / "y.bin").write_bytes(b"b" * SIZE)
     (tmp_path / "y.bin").replace(path)
-    (part, *_) = read_ahead([Run("a", file, 0, 10)], direct="on")
+    (part, *_) = read_ahead([ByteRun("a", file, 0, 10)], direct="on")
     assert ctypes.string_at(part.address, 10) == b"a" * 10
 
 
@@ -162,7 +162,7 @@ def test_left_early_nothing_stays_open(source):
     path, _ = source
     file = RawFile(path)
     before = len(os.listdir("/proc/self/fd"))  # noqa: PTH208
-    feed = read_ahead([Run("a", file, 0, SIZE)], direct="on", block_bytes=BLOCK)
+    feed = read_ahead([ByteRun("a", file, 0, SIZE)], direct="on", block_bytes=BLOCK)
     next(feed)
     feed.close()
     assert len(os.listdir("/proc/self/fd")) == before  # noqa: PTH208
@@ -176,11 +176,11 @@ def test_memory_stays_bounded(tmp_path):
     code = f"""
 import resource
 from pathlib import Path
-from ft_ckpt.storage.buffers import Run, read_ahead
+from ft_ckpt.storage.buffers import ByteRun, read_ahead
 from ft_ckpt.formats.mapped_file import RawFile
 file = RawFile(Path({str(path)!r}))
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-print(sum(part.size_bytes for part in read_ahead([Run("a", file, 0, 512 << 20)], threads=2)))
+print(sum(part.size_bytes for part in read_ahead([ByteRun("a", file, 0, 512 << 20)], threads=2)))
 print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)

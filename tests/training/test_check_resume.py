@@ -10,7 +10,7 @@ import pytest
 import torch
 from places import TESTS
 
-from ft_ckpt.cli.check import Finding, Row, _rows, _verdict
+from ft_ckpt.cli.check import Finding, MetricRow, _compare_steps, _verdict_text
 from ft_ckpt.errors import ConfigError
 from ft_ckpt.training import rehearsal
 from ft_ckpt.training.rehearsal import Recorder, Rehearsal, Step, read_steps
@@ -205,28 +205,31 @@ def test_digests_tell_batches_apart(told):
 def test_rows_of_two_runs_side_by_side():
     through = [Step(1, {"loss": "0x1p+0"}, "a"), Step(2, {"loss": "0x1p+1"}, "b")]
     resumed = [Step(1, {"loss": "0x1p+0"}, "a"), Step(3, {"loss": "0x1p+1"}, "b")]
-    rows = list(_rows(through, resumed))
-    assert [(row.step, row.equal) for row in rows] == [(1, True), (2, False), (3, False)]
-    assert [row.equal for row in _rows([Step(1, {}, None), Step(2, {}, None)], [Step(2, {}, None)])] == [False, True]
+    rows = list(_compare_steps(through, resumed))
+    assert [(row.step, row.is_equal) for row in rows] == [(1, True), (2, False), (3, False)]
+    assert [row.is_equal for row in _compare_steps([Step(1, {}, None), Step(2, {}, None)], [Step(2, {}, None)])] == [
+        False,
+        True,
+    ]
 
 
 @pytest.mark.parametrize(
     ("row", "different", "words"),
     [
-        (Row(3, "loss", "0x1p+0", "0x1p+1", False), ("w",), "given other data"),
-        (Row(3, "loss", "0x1p+0", "0x1p+1", None), ("w",), "If the data was the same"),
-        (Row(3, None, None, None, False), ("w",), "from step 3 on (the batches)"),
-        (Row(3, "loss", "0x1p+0", "0x1p+0", None), ("w",), "though no metric does: w"),
-        (Row(2, "loss", "0x1p+0", "0x1p+1", True), ("w",), "before the stop"),
+        (MetricRow(3, "loss", "0x1p+0", "0x1p+1", False), ("w",), "given other data"),
+        (MetricRow(3, "loss", "0x1p+0", "0x1p+1", None), ("w",), "If the data was the same"),
+        (MetricRow(3, None, None, None, False), ("w",), "from step 3 on (the batches)"),
+        (MetricRow(3, "loss", "0x1p+0", "0x1p+0", None), ("w",), "though no metric does: w"),
+        (MetricRow(2, "loss", "0x1p+0", "0x1p+1", True), ("w",), "before the stop"),
     ],
 )
 def test_the_verdict_says_where_to_look(row, different, words):
     finding = Finding(2, (row,), 4, different)
-    assert not finding.equal
-    assert words in _verdict(finding)
+    assert not finding.is_equal
+    assert words in _verdict_text(finding)
 
 
 def test_weights_that_are_the_same_without_any_metric():
-    finding = Finding(2, tuple(_rows([Step(1, {}, None)], [Step(1, {}, None)])), 4, ())
-    assert finding.equal
-    assert "no metrics were given to saver.step()" in _verdict(finding)
+    finding = Finding(2, tuple(_compare_steps([Step(1, {}, None)], [Step(1, {}, None)])), 4, ())
+    assert finding.is_equal
+    assert "no metrics were given to saver.step()" in _verdict_text(finding)

@@ -28,8 +28,8 @@ from torch import distributed, nn
 import ft_ckpt
 from ft_ckpt import CheckpointSaver, Keep
 from ft_ckpt.checkpoint.catalog import read_manifest, verify
-from ft_ckpt.checkpoint.pins import pin, pinned
-from ft_ckpt.checkpoint.prune import sweep
+from ft_ckpt.checkpoint.pins import pin, pin_reason
+from ft_ckpt.checkpoint.prune import prune_run
 from ft_ckpt.errors import CheckpointError, TargetError
 
 SHORT = 9999  # as faulty.c has it: a write takes half of what it is given
@@ -127,7 +127,7 @@ def prune(folder: Path, value: int) -> None:
                 saver.save(Two(step), folder / f"checkpoint-{step}", step=step)
         (folder / "checkpoint-3" / "notes.txt").write_text("mine")
     else:
-        for problem in sweep(folder, Keep(last=1)).problems:
+        for problem in prune_run(folder, Keep(last=1)).problems:
             raise TargetError(problem)
 
 
@@ -214,7 +214,7 @@ def trial(case: str, folder: Path, number: int, code: int, on: bool, expected: l
         return f"{where}: after the next one {wrong}"
     if found != expected:
         return f"{where}: {said or 'no error'}, then left: {sorted(set(found) ^ set(expected))}"
-    if case == "pin" and "reason 2" not in str(pinned(folder / "out")):
+    if case == "pin" and "reason 2" not in str(pin_reason(folder / "out")):
         return f"{where}: no pin"
     if (
         (folder / "out").is_dir()

@@ -34,7 +34,7 @@ from ft_ckpt.formats.hdf5.index import (
 from ft_ckpt.formats.layout import Layout, Spec
 from ft_ckpt.formats.mapped_file import MAP_BYTES, RawFile
 from ft_ckpt.formats.pytree import Node
-from ft_ckpt.storage.buffers import Run
+from ft_ckpt.storage.buffers import ByteRun
 
 SIGNATURE = b"\x89HDF\r\n\x1a\n"
 _SMALL_STEP = 64
@@ -184,9 +184,9 @@ class IndexedFile:
         """Whether every tensor can be verified."""
         return all(row[3] for row in self.index.rows.values())
 
-    def runs(self, name: str) -> list[Run] | None:
+    def runs(self, name: str) -> list[ByteRun] | None:
         """Where the bytes of tensor `name` lie; None when it is not stored in one piece."""
-        run = Run(name, self.raw, self.index.start(name), self.specs[name].size_bytes)
+        run = ByteRun(name, self.raw, self.index.start(name), self.specs[name].size_bytes)
         return None if name in self.readers else [run]
 
     def maps(self, name: str) -> bool:
