@@ -10,7 +10,7 @@ from pathlib import Path, PurePosixPath
 from ft_ckpt.checkpoint.manifest import MANIFEST_LIMIT_BYTES, Manifest, PartRecord
 from ft_ckpt.errors import CheckpointError, CorruptError, listing
 from ft_ckpt.formats.layout import TensorRecord
-from ft_ckpt.formats.safetensors_header import HDF5_HALF, read_header
+from ft_ckpt.formats.safetensors import HELPER, read_header
 from ft_ckpt.storage import local_disk
 from ft_ckpt.storage.digests import FileRecord, digest_like
 
@@ -99,7 +99,7 @@ def _header_problems(path: Path, file: str, tensors: list[TensorRecord]) -> Iter
     expected = {t.name: (t.dtype, t.shape, t.start, t.end) for t in tensors}
     if lost := expected.keys() - found.keys():
         yield f"{file}: tensors missing: {listing(sorted(lost), ', ')}"
-    if extra := {name for name in found.keys() - expected.keys() if not name.startswith(HDF5_HALF)}:
+    if extra := found.keys() - expected.keys() - {HELPER}:
         yield f"{file}: tensors that the manifest does not list: {listing(sorted(extra), ', ')}"
     changed = [name for name in expected.keys() & found.keys() if expected[name] != found[name]]
     if changed:

@@ -8,7 +8,7 @@ from typing import Any
 from ft_ckpt.checkpoint.catalog import VerifyReport
 from ft_ckpt.checkpoint.manifest import MANIFEST_NAME
 from ft_ckpt.errors import CorruptError, LoadError, listing
-from ft_ckpt.formats.safetensors_header import read_header
+from ft_ckpt.formats.safetensors import read_header
 from ft_ckpt.storage.paths import is_inside
 
 _INDEX = ".safetensors.index.json"

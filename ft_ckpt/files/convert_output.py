@@ -10,7 +10,7 @@ from typing import Any
 
 from ft_ckpt.files.rename import read_slices, tensor_runs
 from ft_ckpt.formats import dual, safetensors, torch_file
-from ft_ckpt.formats.hdf5 import hdf5_file
+from ft_ckpt.formats.hdf5 import hdf5_layout
 from ft_ckpt.formats.layout import Layout, Spec, TensorFile
 from ft_ckpt.formats.write_files import FilePlan, Piece, write_files
 from ft_ckpt.storage.buffers import read_ahead
@@ -46,7 +46,7 @@ def plan_output(kind: str, path: str, file: TensorFile) -> Output:
         inner = Layout(b"", archive.specs, archive.starts, archive.layout.size_bytes)
         return Output(FilePlan(path, archive.layout), FilePlan(path, inner), file, archive)
     if kind == "h5":
-        layout = hdf5_file.lay_out_hdf5_tied(specs, ties, metadata)
+        layout = hdf5_layout.lay_out_hdf5_tied(specs, ties, metadata)
     else:
         lay_out = dual.lay_out_dual if kind == "dual" else safetensors.lay_out_safetensors
         layout = lay_out(specs, {**metadata, **ties})

@@ -17,12 +17,13 @@ from ft_ckpt.checkpoint.catalog import read_manifest
 from ft_ckpt.checkpoint.manifest import MANIFEST_NAME
 from ft_ckpt.errors import ConfigError, CorruptError, TargetError, damaged_input, explained, shown, system_error
 from ft_ckpt.files.lazy_tensor import LazyTensor, lazy_tensor
-from ft_ckpt.formats import dual, safetensors, torch_file
+from ft_ckpt.formats import dual, safetensors, safetensors_file, torch_file
 from ft_ckpt.formats.detect import detect_format, format_by_name
-from ft_ckpt.formats.hdf5 import cerebras_write, chunks, hdf5_file
+from ft_ckpt.formats.hdf5 import cerebras_write, chunks, hdf5_file, hdf5_layout
 from ft_ckpt.formats.hdf5.filters import Codec
 from ft_ckpt.formats.layout import Layout, Spec
 from ft_ckpt.formats.pytree import Leaf, flatten, unflatten
+from ft_ckpt.formats.tensor_file import IndexedFile
 from ft_ckpt.formats.write_files import FilePlan, Piece, write_files
 from ft_ckpt.storage import local_disk
 from ft_ckpt.storage.buffers import BLOCK_BYTES
@@ -98,7 +99,7 @@ def load(
         if verify:
             torch_file.check_sums(source)
         return _load_torch(source, map_location, mapped and map_location is None)
-    opener = hdf5_file.open_hdf5 if kind == "h5" else dual.open_safetensors
+    opener = hdf5_file.open_hdf5 if kind == "h5" else safetensors_file.open_safetensors
     with _no_collection(), damaged_input(source.name):
         file = opener(source, mapped or map_location is not None, verify)
         if verify and not file.has_digests:
@@ -147,9 +148,9 @@ def _plan_object(obj: Any, kind: str, native_floats: bool) -> tuple[Layout, dict
     specs = [Spec("", leaf.shape, leaf.dtype) for leaf in leaves]
     arrays = [index for index, leaf in enumerate(leaves) if leaf.is_array]
     if kind == "safetensors":
-        layout, names = dual.lay_out_safetensors_object(root, specs)
+        layout, names = safetensors_file.lay_out_safetensors_object(root, specs)
     else:
-        lay_out = hdf5_file.lay_out_hdf5_tree if kind == "h5" else dual.lay_out_dual_tree
+        lay_out = hdf5_layout.lay_out_hdf5_tree if kind == "h5" else dual.lay_out_dual_tree
         layout, names = lay_out(root, specs, arrays, native_floats)
     return layout, dict(zip(names, leaves, strict=True))
 
@@ -214,7 +215,7 @@ def _leaf_memory(leaf: Leaf) -> tuple[int, Any]:
     return tensor.data_ptr(), tensor
 
 
-def _restore_object(file: hdf5_file.IndexedFile, device: torch.device | None) -> Any:
+def _restore_object(file: IndexedFile, device: torch.device | None) -> Any:
     index, tensors = file.index, {}
 
     def tensor(number: int) -> Any:

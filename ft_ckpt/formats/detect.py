@@ -6,11 +6,12 @@ from pathlib import Path
 from torch import Tensor
 
 from ft_ckpt.errors import ConfigError, LoadError, damaged_input
-from ft_ckpt.formats import dual, torch_file
+from ft_ckpt.formats import safetensors_file, torch_file
 from ft_ckpt.formats.hdf5 import hdf5_file
 from ft_ckpt.formats.layout import Spec, TensorFile
 from ft_ckpt.formats.mapped_file import RawFile
 from ft_ckpt.formats.pytree import Node
+from ft_ckpt.formats.tensor_file import IndexedFile
 from ft_ckpt.storage.buffers import ByteRun
 
 SUFFIXES = {
@@ -55,14 +56,18 @@ def open_tensor_file(path: Path) -> TensorFile:
         kind = detect_format(path)
         if kind == "torch":
             return torch_file.open_torch_file(path)
-        opened = hdf5_file.open_hdf5(path, mapped=False) if kind == "h5" else dual.open_safetensors(path, mapped=False)
+        opened = (
+            hdf5_file.open_hdf5(path, mapped=False)
+            if kind == "h5"
+            else safetensors_file.open_safetensors(path, mapped=False)
+        )
         return TreeFile(opened)
 
 
 class TreeFile:
     """A file that holds an object: its tensors and arrays, further names of them, and names of everything else."""
 
-    def __init__(self, file: hdf5_file.IndexedFile) -> None:
+    def __init__(self, file: IndexedFile) -> None:
         index = file.index
         self.file, self.names = file, index.names
         self.ties: dict[str, str] = {}

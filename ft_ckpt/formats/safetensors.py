@@ -1,4 +1,4 @@
-"""The safetensors format: a header that is known before the first tensor byte.
+"""The safetensors format: its header, laid out before the first tensor byte is there, and read. Needs no torch.
 
 Source: the format description in the safetensors repository. A file is an 8-byte little-endian header length, a JSON
 header padded with spaces to a multiple of 8, and the tensors without gaps. The order is that of the reference writer
@@ -6,11 +6,21 @@ header padded with spaces to a multiple of 8, and the tensors without gaps. The 
 """
 
 import json
-from collections.abc import Mapping, Sequence
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
 
-from ft_ckpt.errors import SelectionError, listing
-from ft_ckpt.formats.layout import Layout, Spec
+from ft_ckpt.errors import CorruptError, SelectionError, listing
+from ft_ckpt.formats.layout import ITEM_BYTES, Layout, Spec, checked_sizes
+from ft_ckpt.storage import local_disk
 
+# The tensor that the HDF5 half of a dual file is for safetensors. `from_pretrained` drops it in silence: it does so
+# with names with "rotary_emb.inv_freq" where the model has rotary embeddings, and with those that end in
+# ".position_ids" where it has position ids. Elsewhere it is listed as unexpected, and ignored.
+HELPER = "__hdf5__.rotary_emb.inv_freq.position_ids"
+_MOST_HEADER_BYTES = 100_000_000  # the safetensors format's own bound
 NAMES = {  # torch name: name in the file, narrowest first, in the reference writer's order
     "bool": "BOOL",
     "uint8": "U8",
@@ -33,6 +43,7 @@ NAMES = {  # torch name: name in the file, narrowest first, in the reference wri
     "uint64": "U64",
 }
 _RANK = {name: index for index, name in enumerate(NAMES)}
+_TORCH_NAMES = {stored: name for name, stored in NAMES.items()}
 
 
 def lay_out_safetensors(specs: Sequence[Spec], metadata: Mapping[str, str]) -> Layout:
@@ -56,3 +67,64 @@ def lay_out_safetensors(specs: Sequence[Spec], metadata: Mapping[str, str]) -> L
     header = len(text).to_bytes(8, "little") + text
     starts = tuple(len(header) + offset for offset in offsets)
     return Layout(header, tuple(ordered), starts, len(header) + begin)
+
+
+class HeaderEntry(NamedTuple):
+    """A tensor as the header of its file describes it."""
+
+    dtype: str  # torch's name, or the file's own where torch has no such type
+    shape: tuple[int, ...]
+    start: int  # first byte in the file, inclusive
+    end: int  # last byte in the file, exclusive
+
+
+@dataclass(frozen=True)
+class SafetensorsHeader:
+    """The header of a file: its tensors by name, in the header's order, and its metadata."""
+
+    tensors: Mapping[str, HeaderEntry]
+    metadata: Mapping[str, str]
+
+
+def read_header(file: Path) -> dict[str, HeaderEntry]:
+    """The tensors of a safetensors file. Raises CorruptError as `parse_header` does, OSError if it cannot be read."""
+    with local_disk.open_regular(file) as stream:
+        descriptor = stream.fileno()
+        try:
+            header = parse_header(lambda at, size: os.pread(descriptor, size, at), os.fstat(descriptor).st_size)
+        except CorruptError as error:
+            raise CorruptError(f"{file.name}: {error}; use an older checkpoint") from error
+    return dict(header.tensors)
+
+
+def parse_header(read: Callable[[int, int], bytes | bytearray], file_bytes: int) -> SafetensorsHeader:
+    """The header of the file of `file_bytes` from which `read(start, size)` gives bytes.
+
+    Raises CorruptError when it is malformed or its tensors do not fill the file, one after the other.
+    """
+    length = int.from_bytes(read(0, 8), "little")
+    if not 2 <= length <= min(_MOST_HEADER_BYTES, file_bytes - 8):
+        raise CorruptError(f"a header of {length:,} bytes in a file of {file_bytes:,}")
+    text = bytes(read(8, length))
+    try:
+        rows = json.loads(text)
+        metadata = {str(key): str(value) for key, value in rows.pop("__metadata__", {}).items()}
+        tensors = {name: _header_entry(row, 8 + length) for name, row in rows.items()}
+    except (AttributeError, CorruptError, KeyError, RecursionError, TypeError, ValueError) as error:
+        raise CorruptError(f"malformed header ({error!r})") from error
+    at = 8 + length
+    for name, entry in sorted(tensors.items(), key=lambda item: item[1][2:]):
+        if entry.start != at:
+            raise CorruptError(f"{name}: bytes {entry.start:,} to {entry.end:,}, the tensor before it ends at {at:,}")
+        at = entry.end
+    if at != file_bytes:
+        raise CorruptError(f"its tensors end at byte {at:,}, it at {file_bytes:,}")
+    return SafetensorsHeader(tensors, metadata)
+
+
+def _header_entry(row: Mapping[str, Any], data_start: int) -> HeaderEntry:
+    dtype, shape = str(_TORCH_NAMES.get(row["dtype"], row["dtype"])), checked_sizes(row["shape"])
+    start, end = checked_sizes(row["data_offsets"])
+    if end < start or (dtype in ITEM_BYTES and end - start != Spec("", shape, dtype).size_bytes):
+        raise CorruptError(f"{dtype} {list(shape)} at bytes {start:,} to {end:,}")
+    return HeaderEntry(dtype, shape, data_start + start, data_start + end)

@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 
 from ft_ckpt.distributed.read_shards import read_onto, readers_here
-from ft_ckpt.formats import dual
+from ft_ckpt.formats import safetensors_file
 from ft_ckpt.formats.hdf5 import hdf5_file
 from ft_ckpt.formats.pytree_json import load_object
+from ft_ckpt.formats.tensor_file import IndexedFile
 from ft_ckpt.model.entries import EXTRA_FILE
 
 Supplied = tuple[dict[str, Tensor], bool]  # by name, and whether they are their files, mapped
@@ -48,7 +49,7 @@ def supply(files: Iterable[Path], mapped: bool | str = "auto") -> Supplied:
     return _supply([_open(path) for path in files], mapped, None)
 
 
-def _supply(files: Iterable[hdf5_file.IndexedFile], mapped: bool | str, device: torch.device | None) -> Supplied:
+def _supply(files: Iterable[IndexedFile], mapped: bool | str, device: torch.device | None) -> Supplied:
     tensors: dict[str, Tensor] = {}
     are_mapped = device is None
     for file in files:
@@ -62,12 +63,12 @@ def _supply(files: Iterable[hdf5_file.IndexedFile], mapped: bool | str, device: 
     return tensors, are_mapped
 
 
-def _open(file: Path) -> hdf5_file.IndexedFile:
+def _open(file: Path) -> IndexedFile:
     """The open weight file; its suffix tells the format."""
-    return hdf5_file.open_hdf5(file) if file.suffix == ".h5" else dual.open_safetensors(file)
+    return hdf5_file.open_hdf5(file) if file.suffix == ".h5" else safetensors_file.open_safetensors(file)
 
 
-def _tensors(file: hdf5_file.IndexedFile) -> dict[str, Tensor]:
+def _tensors(file: IndexedFile) -> dict[str, Tensor]:
     return {name: file.read(name).view(spec.shape) for name, spec in file.specs.items()}
 
 

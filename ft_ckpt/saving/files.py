@@ -19,9 +19,9 @@ from ft_ckpt.distributed.gather import gather, stream
 from ft_ckpt.distributed.ranks import Ranks
 from ft_ckpt.distributed.wrappers import Source
 from ft_ckpt.errors import IncompleteError, SelectionError, listing
-from ft_ckpt.formats import dual, safetensors
+from ft_ckpt.formats import dual, safetensors, safetensors_file
 from ft_ckpt.formats.dtypes import dtype_name
-from ft_ckpt.formats.hdf5 import hdf5_file
+from ft_ckpt.formats.hdf5 import hdf5_file, hdf5_layout
 from ft_ckpt.formats.layout import Layout, Spec, TensorFile
 from ft_ckpt.formats.write_files import FilePlan, Piece
 from ft_ckpt.model.entries import Entry, Group, Part
@@ -30,9 +30,9 @@ from ft_ckpt.storage.digests import FileRecord
 _SLICE = 4 << 20  # elements converted at a time
 _SUFFIXES = {"safetensors": ".safetensors", "h5": ".h5", "dual": ".safetensors"}
 _OPENERS: dict[str, tuple[Callable[[Path], TensorFile], ...]] = {
-    "safetensors": (dual.open_safetensors,),
+    "safetensors": (safetensors_file.open_safetensors,),
     "h5": (hdf5_file.open_hdf5,),
-    "dual": (dual.open_safetensors,),  # which compares its two tables
+    "dual": (safetensors_file.open_safetensors,),  # which compares its two tables
 }
 _METADATA = {"format": "pt"}  # transformers refuses files that do not say who wrote them
 
@@ -249,7 +249,7 @@ def _lay_out_file(specs: list[Spec], format_name: str, part: Part) -> Layout:
         ties = {
             alias: kept for kept, *aliases in part.ties if kept in stored for alias in aliases if alias not in stored
         }
-        return hdf5_file.lay_out_hdf5_tied(specs, ties, _METADATA)
+        return hdf5_layout.lay_out_hdf5_tied(specs, ties, _METADATA)
     return (
         dual.lay_out_dual(specs, _METADATA)
         if format_name == "dual"

@@ -18,7 +18,7 @@ from ft_ckpt.checkpoint.typed_json import reader_of
 from ft_ckpt.distributed.read_shards import fill
 from ft_ckpt.distributed.sharding import is_dtensor
 from ft_ckpt.errors import CorruptError, LoadError, SelectionError, damaged_input
-from ft_ckpt.formats import dual
+from ft_ckpt.formats import safetensors_file
 from ft_ckpt.formats.hdf5 import hdf5_file
 from ft_ckpt.formats.layout import TensorFile
 from ft_ckpt.formats.pytree import unflatten
@@ -75,7 +75,7 @@ class StoredTensors:
             raise LoadError(f"{name}: not among the tensors of the checkpoint {self._held.path}")
         if place not in self._open:
             opener: Callable[[Path], TensorFile] = (
-                hdf5_file.open_hdf5 if self._formats[part] == "h5" else dual.open_safetensors
+                hdf5_file.open_hdf5 if self._formats[part] == "h5" else safetensors_file.open_safetensors
             )
             self._open[place] = opener(self._held.folder / place) if self._held.far is None else self._held.far(part)
         return self._open[place]

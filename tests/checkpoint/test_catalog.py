@@ -19,7 +19,7 @@ from ft_ckpt.checkpoint.commit import commit_stage, open_stage
 from ft_ckpt.checkpoint.manifest import MANIFEST_NAME, manifest_from_json, manifest_to_json
 from ft_ckpt.checkpoint.prune import prune_run
 from ft_ckpt.errors import CorruptError, ManifestError, NotACheckpointError, UnreadableError
-from ft_ckpt.formats.safetensors_header import read_header
+from ft_ckpt.formats.safetensors import read_header
 from ft_ckpt.retention import Keep
 from ft_ckpt.storage.digests import FileRecord, digest_of
 

@@ -20,7 +20,7 @@ from ft_ckpt.distributed.read_shards import fill_all, read_onto
 from ft_ckpt.distributed.sharding import Block, Holding
 from ft_ckpt.distributed.wrappers import Source
 from ft_ckpt.errors import CorruptError, LoadError
-from ft_ckpt.formats import dual, mapped_file
+from ft_ckpt.formats import mapped_file, safetensors_file
 from ft_ckpt.formats.hdf5 import hdf5_file
 from ft_ckpt.model.open_weights import supplying
 
@@ -85,7 +85,7 @@ def stored(tensors, kind, folder):
         ft_ckpt.save(tensors, folder / "x.h5")
         return hdf5_file.open_hdf5(folder / "x.h5")
     save_file(tensors, folder / "x.safetensors")
-    file = dual.open_safetensors(folder / "x.safetensors")
+    file = safetensors_file.open_safetensors(folder / "x.safetensors")
     return Converted(file) if kind == "converted" else file
 
 

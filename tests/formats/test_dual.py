@@ -17,6 +17,7 @@ from ft_ckpt.errors import CorruptError, SelectionError
 from ft_ckpt.files.objects import load, save
 from ft_ckpt.formats import dual
 from ft_ckpt.formats.layout import Spec
+from ft_ckpt.formats.safetensors import HELPER
 
 SMALL = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4, "vocab_size": 64}
 
@@ -30,7 +31,7 @@ def path(tmp_path):
 
 def test_safetensors_reads_it(path):
     found = load_file(path)
-    assert found.keys() == state().keys() | {dual.HELPER}
+    assert found.keys() == state().keys() | {HELPER}
     assert all(equal(found[name], value) for name, value in state().items())
     with safe_open(path, "pt") as file:
         assert equal(file.get_slice("steps")[2:5], state()["steps"][2:5])
@@ -103,7 +104,7 @@ def test_types_that_safetensors_lacks_are_refused():
     [
         (LlamaForCausalLM(LlamaConfig(**SMALL, num_key_value_heads=2)), set()),
         (BertModel(BertConfig(**SMALL)), set()),
-        (GPT2Model(GPT2Config(n_embd=32, n_layer=1, n_head=4, vocab_size=64)), {dual.HELPER}),
+        (GPT2Model(GPT2Config(n_embd=32, n_layer=1, n_head=4, vocab_size=64)), {HELPER}),
     ],
     ids=["rotary", "position ids", "neither"],
 )

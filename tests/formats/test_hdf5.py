@@ -18,7 +18,7 @@ from places import HELPERS
 
 from ft_ckpt.errors import CorruptError, SelectionError
 from ft_ckpt.files.objects import load, save
-from ft_ckpt.formats.hdf5 import cerebras_write, hdf5_file, probe
+from ft_ckpt.formats.hdf5 import cerebras_write, hdf5_file, hdf5_layout, probe
 from ft_ckpt.formats.hdf5.lookup3 import lookup3
 from ft_ckpt.formats.hdf5.metadata import TYPES, Dataset, hdf5_header
 from ft_ckpt.formats.layout import Spec
@@ -39,7 +39,7 @@ def test_golden_files(name, tmp_path):
 
 def test_large_tensors_lie_on_pages_and_small_ones_behind_them():
     specs = [Spec("small", (3,), "float32"), Spec("large", (200, 200), "float32"), Spec("more", (200, 200), "bfloat16")]
-    layout = hdf5_file.lay_out_hdf5(specs, {})
+    layout = hdf5_layout.lay_out_hdf5(specs, {})
     assert [spec.name for spec in layout.specs] == ["large", "more", "small"]
     assert all(start % 4096 == 0 for start in layout.starts[:2])
     assert layout.starts[2] % 64 == 0
@@ -57,7 +57,7 @@ def test_the_layout_tells_the_library_where_the_bytes_are(tmp_path):
 
 
 def test_metadata_comes_back(tmp_path):
-    layout = hdf5_file.lay_out_hdf5([], {"format": "pt"})
+    layout = hdf5_layout.lay_out_hdf5([], {"format": "pt"})
     (tmp_path / "x.h5").write_bytes(
         layout.header + bytes(layout.trailer_start - len(layout.header)) + layout.trailer({})
     )
@@ -66,7 +66,7 @@ def test_metadata_comes_back(tmp_path):
 
 def test_types_that_are_not_known_are_refused():
     with pytest.raises(SelectionError, match="x: qint8"):
-        hdf5_file.lay_out_hdf5([Spec("x", (1,), "qint8")], {})
+        hdf5_layout.lay_out_hdf5([Spec("x", (1,), "qint8")], {})
 
 
 @TOOLS

@@ -22,9 +22,8 @@ import torch
 from ft_ckpt import load, save
 from ft_ckpt.errors import CheckpointError
 from ft_ckpt.files.convert import open_source
-from ft_ckpt.formats import pickled_objects
-from ft_ckpt.formats.hdf5 import hdf5_file
-from ft_ckpt.formats.hdf5 import index as hdf5_index
+from ft_ckpt.formats import pickled_objects, tensor_index
+from ft_ckpt.formats.mapped_file import RawFile
 from ft_ckpt.formats.pytree import unflatten
 from ft_ckpt.formats.pytree_json import decode_node
 from ft_ckpt.model.plain_module import build_module, describe_module
@@ -162,14 +161,14 @@ def in_folder(make, read=tensors):
 def crafted_index(folder):
     """A file of ours whose index is odd and has the right digest."""
     save(nested(), folder / "x.h5", compression="zstd")
-    content, raw = (folder / "x.h5").read_bytes(), hdf5_file.RawFile(folder / "x.h5")
-    _, data_start, start, *_ = struct.unpack(hdf5_index._FOOTER, content[-64:-8])
+    content, raw = (folder / "x.h5").read_bytes(), RawFile(folder / "x.h5")
+    _, data_start, start, *_ = struct.unpack(tensor_index._FOOTER, content[-64:-8])
     text = json.loads(content[start:-64])
     raw.close()
 
     def attempt(dice):
         index = json.dumps(odd(text, dice)).encode()
-        end = hdf5_index.index_footer(index, data_start, start, start + len(index) + 64)
+        end = tensor_index.index_footer(index, data_start, start, start + len(index) + 64)
         (folder / "x.h5").unlink()
         (folder / "x.h5").write_bytes(content[:start] + index + end)
         both(folder / "x.h5")

@@ -21,14 +21,16 @@ from typing import Any, BinaryIO
 
 import numpy as np
 import torch
+import xxhash
 
 from ft_ckpt.errors import CorruptError, damaged_input
-from ft_ckpt.formats.hdf5 import cerebras_write, hdf5_file, metadata
-from ft_ckpt.formats.hdf5 import index as hdf5_index
+from ft_ckpt.formats import tensor_index
+from ft_ckpt.formats.hdf5 import cerebras_write, hdf5_layout, metadata
 from ft_ckpt.formats.hdf5.filters import PLUGINS, Codec, Filters, decode_chunk, encode_chunk
 from ft_ckpt.formats.layout import ITEM_BYTES, Layout, Spec
 from ft_ckpt.formats.mapped_file import RawFile
 from ft_ckpt.formats.pytree import Node
+from ft_ckpt.formats.tensor_file import tensor_digest
 
 CHUNK_BYTES = 1 << 20  # at most; also what HDF5 libraries keep in memory of a dataset by default
 SMALLEST_BYTES = 4096  # below, a tree of chunks is larger than what compression could save
@@ -147,7 +149,7 @@ def chunk_threads() -> int:
 def _start_packing(spec: Spec, codec: Codec, address: int) -> PackedTensor:
     item = ITEM_BYTES[spec.dtype]
     grid = ChunkGrid.for_shape(spec.shape, item)
-    digest = hdf5_file.tensor_digest((ctypes.c_char * spec.size_bytes).from_address(address))
+    digest = tensor_digest((ctypes.c_char * spec.size_bytes).from_address(address))
     return PackedTensor(grid, codec.filter_chain(item, grid.chunk_elements * item), 0, [], digest)
 
 
@@ -160,10 +162,14 @@ def _compress_chunk(packed: PackedTensor, number: int, spec: Spec, address: int,
 
 def _spool_chunk(packed: PackedTensor, job: Future[tuple[bytes, int]], spool: BinaryIO) -> None:
     data, mask = job.result()
-    packed.chunks.append((len(data), mask, hdf5_file.chunk_checksum(data)))
+    packed.chunks.append((len(data), mask, _chunk_checksum(data)))
     view = memoryview(data)
     while view:
         view = view[spool.write(view) :]
+
+
+def _chunk_checksum(data: bytes) -> str:
+    return xxhash.xxh3_64_hexdigest(data)
 
 
 def lay_out_compressed(
@@ -180,26 +186,26 @@ def lay_out_compressed(
         Spec(spec.name, (packed[leaf].size_bytes,), "uint8") if leaf in packed else spec
         for leaf, spec in enumerate(specs)
     ]
-    order, starts, end = hdf5_file.place_tensors(stored)
+    order, starts, end = hdf5_layout.place_tensors(stored)
     places = dict(zip(order, starts, strict=True))
-    index = hdf5_index.TensorIndex(
-        _compressed_rows(specs, order, starts, packed), None if hdf5_index.is_flat(root, names) else root, {}
+    index = tensor_index.TensorIndex(
+        _compressed_rows(specs, order, starts, packed), None if tensor_index.is_flat(root, names) else root, {}
     )
     first = end + -end % 8
     _, roots, index_start = _chunk_trees(packed, places, first)
-    index_bytes = len(hdf5_index.index_text(index)) + hdf5_index.FOOTER_BYTES
-    datasets = hdf5_file.placed_datasets(content.datasets, places)
+    index_bytes = len(tensor_index.index_text(index)) + tensor_index.FOOTER_BYTES
+    datasets = hdf5_layout.placed_datasets(content.datasets, places)
     for leaf, item in packed.items():
         pipeline = _pipeline_message(item.filters)
         datasets[leaf] = replace(datasets[leaf], start=roots[leaf], chunk=tuple(item.grid.chunk), filters=pipeline)
-    datasets.append(hdf5_file.index_dataset(index_bytes, index_start))
+    datasets.append(hdf5_layout.index_dataset(index_bytes, index_start))
     header = metadata.hdf5_header(datasets, content.attributes, index_start + index_bytes)
     base, size_bytes = len(header), len(header) + index_start + index_bytes
 
     def make_trailer(digests: Mapping[str, bytes]) -> bytes:
         trees = _chunk_trees(packed, places, first, base)[0]
-        text = hdf5_index.index_text(hdf5_index.with_digests(index, digests))
-        return trees + text + hdf5_index.index_footer(text, base, base + index_start, size_bytes)
+        text = tensor_index.index_text(tensor_index.with_digests(index, digests))
+        return trees + text + tensor_index.index_footer(text, base, base + index_start, size_bytes)
 
     return Layout(header, tuple(stored[leaf] for leaf in order), tuple(base + start for start in starts), size_bytes,
                   base + first, make_trailer), names  # fmt: skip
@@ -207,8 +213,8 @@ def lay_out_compressed(
 
 def _compressed_rows(
     specs: Sequence[Spec], order: Sequence[int], starts: Sequence[int], packed: Mapping[int, PackedTensor]
-) -> dict[str, hdf5_index.Row]:
-    rows = hdf5_file.index_rows(specs, order, starts, "0" * 32)
+) -> dict[str, tensor_index.Row]:
+    rows = hdf5_layout.index_rows(specs, order, starts, "0" * 32)
     for leaf, item in packed.items():
         name = specs[leaf].name
         rows[name] = [*rows[name][:3], item.digest, leaf, [item.grid.chunk, item.filters, item.chunks]]
@@ -273,7 +279,7 @@ def _tree_level(keys: Sequence[bytes], end: bytes, places: Sequence[int], level:
     return nodes
 
 
-def chunk_readers(raw: RawFile, index: hdf5_index.TensorIndex) -> dict[str, Callable[[int, int], torch.Tensor]]:
+def chunk_readers(raw: RawFile, index: tensor_index.TensorIndex) -> dict[str, Callable[[int, int], torch.Tensor]]:
     """How to read the compressed tensors of `index`. Raises CorruptError when it says nothing sensible of them."""
     with damaged_input(f"{raw.path.name}: its index"):
         return {
@@ -284,7 +290,7 @@ def chunk_readers(raw: RawFile, index: hdf5_index.TensorIndex) -> dict[str, Call
 class _ChunkReader:
     """Elements of one compressed tensor, from the chunks that hold them. Each chunk is compared with its checksum."""
 
-    def __init__(self, raw: RawFile, name: str, row: hdf5_index.Row, start: int) -> None:
+    def __init__(self, raw: RawFile, name: str, row: tensor_index.Row, start: int) -> None:
         self.raw, self.label = raw, f"{raw.path.name}: {name}"
         self.item_bytes = ITEM_BYTES[row[0]]
         self.dtype: torch.dtype = getattr(torch, row[0])
@@ -326,7 +332,7 @@ class _ChunkReader:
         """Put into `data`, which is [start, stop), what chunk `number` has of it."""
         size, mask, checksum = self.chunks[number]
         stored = bytes(self.raw.bytes(self.starts[number], size))
-        if hdf5_file.chunk_checksum(stored) != checksum:
+        if _chunk_checksum(stored) != checksum:
             raise CorruptError(f"{self.label} is damaged (a chunk's checksum differs); use another copy of the file")
         item = self.item_bytes
         chunk = decode_chunk(self.filters, stored, mask, self.grid.chunk_elements * item, self.label)

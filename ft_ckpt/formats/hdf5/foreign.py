@@ -16,15 +16,15 @@ import numpy as np
 import torch
 
 from ft_ckpt.errors import CorruptError, damaged_input
-from ft_ckpt.formats.hdf5 import cerebras_write, hdf5_file
+from ft_ckpt.formats.hdf5 import cerebras_write
 from ft_ckpt.formats.hdf5.cerebras_read import CerebrasReader, StoredLeaf
-from ft_ckpt.formats.hdf5.hdf5_file import IndexedFile
-from ft_ckpt.formats.hdf5.index import TensorIndex, moved_index
 from ft_ckpt.formats.hdf5.metadata import TYPES
 from ft_ckpt.formats.hdf5.probe import Probe
 from ft_ckpt.formats.layout import ITEM_BYTES
 from ft_ckpt.formats.mapped_file import FREE_BYTES, FileStream, RawFile
 from ft_ckpt.formats.pytree import MOST_LEVELS, Node
+from ft_ckpt.formats.tensor_file import IndexedFile, as_tensor
+from ft_ckpt.formats.tensor_index import TensorIndex, moved_index
 
 MOST_EXPANSION = 4096  # elements may take this many times the bytes of the file, and 64 MiB; beyond is no compression
 _LINK_BYTES = 16  # what a link takes in a file, at least
@@ -258,7 +258,7 @@ def _converting_reader(dtype: str, dataset: ForeignDataset) -> Any:
         raise CorruptError(f"{dataset.path}: labelled {dtype!r}, which is no type of torch")
 
     def convert_elements(start: int, stop: int) -> torch.Tensor:
-        tensor = hdf5_file.as_tensor(dataset.read_elements(start, stop))
+        tensor = as_tensor(dataset.read_elements(start, stop))
         if dtype in cerebras_write.STORED and dataset.torch_type in _bit_types(dtype):
             return tensor.view(wanted)
         return tensor.to(wanted)

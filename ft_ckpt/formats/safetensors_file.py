@@ -1,0 +1,68 @@
+"""Safetensors files opened, dual ones too; and files whose metadata hold the tree of an object that is no flat dict."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+from ft_ckpt.errors import CorruptError, UnreadableError, damaged_input
+from ft_ckpt.formats.hdf5.cerebras_write import leaf_names
+from ft_ckpt.formats.layout import Layout, Spec
+from ft_ckpt.formats.mapped_file import RawFile
+from ft_ckpt.formats.pytree import Node
+from ft_ckpt.formats.pytree_json import decode_node, encode_node
+from ft_ckpt.formats.safetensors import HELPER, SafetensorsHeader, lay_out_safetensors, parse_header
+from ft_ckpt.formats.tensor_file import IndexedFile
+from ft_ckpt.formats.tensor_index import TensorIndex, check_index, is_flat, read_index
+
+TREE = "ft_ckpt_tree"  # key of the metadata that holds the tree of an object that is no flat dict
+
+
+def lay_out_safetensors_object(root: Node, leaves: Sequence[Spec]) -> tuple[Layout, Sequence[str]]:
+    """The layout of a file that holds the object `root`, and the name of each leaf in it."""
+    names = leaf_names(root, len(leaves))
+    specs = [Spec(name, leaf.shape, leaf.dtype) for name, leaf in zip(names, leaves, strict=True)]
+    return lay_out_safetensors(specs, tree_metadata(root, names)), names
+
+
+def tree_metadata(root: Node, names: Sequence[str]) -> dict[str, str]:
+    """The metadata of a file that holds the object `root`: its tree, unless it is a flat dict."""
+    return {} if is_flat(root, names) else {TREE: json.dumps([list(names), encode_node(root)])}
+
+
+def open_safetensors(path: Path, mapped: bool = True, verify: bool = False) -> IndexedFile:
+    """Open a safetensors file, dual or not; the helper tensor of a dual one is not among its `specs`.
+
+    Raises CorruptError when its header is not sound.
+    """
+    raw = RawFile(path, mapped)
+    try:
+        with damaged_input("its header"):
+            header = parse_header(raw.bytes, raw.size_bytes)
+            index = _header_index(header)
+            check_index(index, "its header")
+    except UnreadableError:
+        raise
+    except CorruptError as error:
+        raise CorruptError(f"{path.name}: not a whole safetensors file ({error}); use another copy") from error
+    helper = header.tensors.get(HELPER)
+    other = read_index(raw, helper.end) if helper is not None else None
+    if other is not None and _tables_differ(index, other):
+        raise CorruptError(f"{path.name}: its two tables of tensors differ; use another copy of the file")
+    return IndexedFile(raw, other or index, verify)
+
+
+def _tables_differ(one: TensorIndex, other: TensorIndex) -> bool:
+    places = [{name: index.start(name) for name in index.rows} for index in (one, other)]
+    return one.specs != other.specs or places[0] != places[1]
+
+
+def _header_index(header: SafetensorsHeader) -> TensorIndex:
+    """The index of a file without one: its header says as much, but for digests."""
+    tensors = {name: entry for name, entry in header.tensors.items() if name != HELPER}
+    names, metadata, root = list(tensors), dict(header.metadata), None
+    if TREE in metadata:
+        names, tree = json.loads(metadata.pop(TREE))
+        root = decode_node(tree)
+    leaves = {name: leaf for leaf, name in enumerate(names)}
+    rows = {name: [entry.dtype, entry.shape, entry.start, "", leaves[name]] for name, entry in tensors.items()}
+    return TensorIndex(rows, root, metadata)
