@@ -105,8 +105,8 @@ def broadcast(ready: _Ready, ranks: Ranks) -> None:
 
 def _is_common(one: Wanted) -> bool:
     """Whether every rank holds all of it; the same answer on every rank."""
-    holding = one[0].holding
-    return not holding.moves and holding.whole is None
+    sharding = one[0].sharding
+    return not sharding.is_sharded and not sharding.is_opaque
 
 
 class _Stream:
@@ -164,7 +164,7 @@ def _read(wanted: Sequence[Wanted]) -> Iterator[Tensor]:
 def _landing(one: Wanted) -> Landing | None:
     """Where the whole tensor goes on this rank; None where this rank has no use for it."""
     source = one[0]
-    local = source.holding.local
+    local = source.local
     if local is None or not local.numel():
         return None
     if type(local) in PLAIN and local.is_contiguous() and local.dtype == source.dtype:

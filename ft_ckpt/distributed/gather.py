@@ -14,8 +14,9 @@ import xxhash
 from torch import Tensor, nn
 
 from ft_ckpt.distributed.ranks import Ranks, current
-from ft_ckpt.distributed.sharding import Block
-from ft_ckpt.distributed.wrappers import Source, sources
+from ft_ckpt.distributed.sharding import Box
+from ft_ckpt.distributed.tensor_info import Source
+from ft_ckpt.distributed.wrappers import sources
 
 
 @dataclass(frozen=True, eq=False)
@@ -84,32 +85,32 @@ class _Unit:
     @property
     def row(self) -> int:
         """Elements per row."""
-        return math.prod(self.source.holding.view[1:])
+        return math.prod(self.source.sharding.view[1:])
 
     @property
     def size_bytes(self) -> int:
         return (self.high - self.low) * self.row * self.source.dtype.itemsize
 
-    def part(self, rank: int) -> Block | None:
+    def part(self, rank: int) -> Box | None:
         """What `rank` contributes to these rows, in coordinates of the view."""
-        block = self.source.holding.block(rank)
-        if block is None or not block.sizes:
-            return block
-        low, high = max(block.offsets[0], self.low), min(block.offsets[0] + block.sizes[0], self.high)
+        box = self.source.sharding.box(rank)
+        if box is None or not box.sizes:
+            return box
+        low, high = max(box.offsets[0], self.low), min(box.offsets[0] + box.sizes[0], self.high)
         if low >= high:
             return None
-        return Block((low, *block.offsets[1:]), (high - low, *block.sizes[1:]))
+        return Box((low, *box.offsets[1:]), (high - low, *box.sizes[1:]))
 
     def own(self, rank: int) -> Tensor | None:
         """This rank's data of `part(rank)`."""
-        part, holding = self.part(rank), self.source.holding
-        if part is None or holding.local is None:
+        part, local = self.part(rank), self.source.local
+        if part is None or local is None:
             return None
         if not part.sizes:
-            return holding.local
-        block = holding.block(rank)
-        begin = part.offsets[0] - (block.offsets[0] if block else 0)
-        return holding.local[begin : begin + part.sizes[0]]
+            return local
+        box = self.source.sharding.box(rank)
+        begin = part.offsets[0] - (box.offsets[0] if box else 0)
+        return local[begin : begin + part.sizes[0]]
 
 
 def _buckets(chosen: Sequence[Source], limit: int) -> Iterator[list[_Unit]]:
@@ -120,14 +121,14 @@ def _buckets(chosen: Sequence[Source], limit: int) -> Iterator[list[_Unit]]:
     bucket: list[_Unit] = []
     room = limit
     for source in chosen:
-        if bucket and not source.holding.moves:
+        if bucket and not source.sharding.is_sharded:
             yield bucket
             bucket, room = [], limit
         for unit in _units(source, limit):
             if bucket and unit.size_bytes > room:
                 yield bucket
                 bucket, room = [], limit
-            if not source.holding.moves:
+            if not source.sharding.is_sharded:
                 yield [unit]
                 continue
             bucket.append(unit)
@@ -137,17 +138,17 @@ def _buckets(chosen: Sequence[Source], limit: int) -> Iterator[list[_Unit]]:
 
 
 def _units(source: Source, limit: int) -> Iterator[_Unit]:
-    rows = source.holding.view[0] if source.holding.view else 1
-    if source.holding.whole is not None or (not source.holding.moves and _on_host(source)):
+    rows = source.sharding.view[0] if source.sharding.view else 1
+    if source.sharding.is_opaque or (not source.sharding.is_sharded and _on_host(source)):
         yield _Unit(source, 0, rows)  # nothing to stage: the tensor itself is the chunk
         return
-    row_bytes = max(1, math.prod(source.holding.view[1:]) * source.dtype.itemsize)
+    row_bytes = max(1, math.prod(source.sharding.view[1:]) * source.dtype.itemsize)
     step = max(1, limit // row_bytes)
     yield from (_Unit(source, low, min(low + step, rows)) for low in range(0, max(rows, 1), step))
 
 
 def _on_host(source: Source) -> bool:
-    local = source.holding.local
+    local = source.local
     return local is not None and local.device.type == "cpu" and local.is_contiguous()
 
 
@@ -163,8 +164,8 @@ class _Courier:
         """Send this rank's contributions of `bucket`, or receive the others' and yield the chunks."""
         import torch.distributed as dist
 
-        moving = [unit for unit in bucket if unit.source.holding.moves]
-        together = any(unit.source.holding.whole is not None for unit in bucket)
+        moving = [unit for unit in bucket if unit.source.sharding.is_sharded]
+        together = any(unit.source.sharding.is_opaque for unit in bucket)
         if not self.ranks.leads:
             packed = self._packed(moving)  # first: once it has its turn, nothing is left that can fail
             if moving or together:
@@ -172,8 +173,8 @@ class _Courier:
             if packed is not None:
                 dist.send(packed, dst=0)
             for unit in bucket:
-                if unit.source.holding.whole is not None:
-                    unit.source.holding.whole()
+                if unit.source.sharding.is_opaque:
+                    unit.source.gather_full()
             return
         if (moving or together) and self.ranks.size > 1:
             self.ranks.open_turn(range(1, self.ranks.size) if together else _senders(moving))
@@ -182,8 +183,8 @@ class _Courier:
             yield Chunk(unit.source.name, unit.low * unit.row, self._data(unit, filled))
 
     def _data(self, unit: _Unit, filled: Mapping[int, Tensor]) -> Tensor:
-        if unit.source.holding.whole is not None:
-            return unit.source.holding.whole().cpu().reshape(-1)
+        if unit.source.sharding.is_opaque:
+            return unit.source.gather_full().cpu().reshape(-1)
         if id(unit) in filled:
             return filled[id(unit)].cpu().view(-1)
         own = unit.own(self.ranks.rank)
@@ -210,10 +211,10 @@ class _Courier:
         room = self._buffer("rows", self.most)  # at once: whoever has the last chunk would keep a smaller one alive
         rows, position = {}, 0
         for unit in moving:
-            shape = (unit.high - unit.low, *unit.source.holding.view[1:])
+            shape = (unit.high - unit.low, *unit.source.sharding.view[1:])
             rows[id(unit)] = _bytes_as(room, position, unit.source.dtype, shape)
             position += _padded(unit.size_bytes)
-        owners = sorted(set(chain.from_iterable(unit.source.holding.owners for unit in moving)))
+        owners = sorted(set(chain.from_iterable(unit.source.sharding.owners for unit in moving)))
         for rank in owners:
             parts = [(unit, part) for unit in moving if (part := unit.part(rank)) is not None]
             if rank == self.ranks.rank:
@@ -239,23 +240,23 @@ class _Courier:
 
 
 def _rows_bytes(bucket: list[_Unit]) -> int:
-    return sum(_padded(unit.size_bytes) for unit in bucket if unit.source.holding.moves)
+    return sum(_padded(unit.size_bytes) for unit in bucket if unit.source.sharding.is_sharded)
 
 
 def _senders(moving: list[_Unit]) -> list[int]:
     """The ranks other than 0 that contribute to these units."""
-    owners = set(chain.from_iterable(unit.source.holding.owners for unit in moving)) - {0}
+    owners = set(chain.from_iterable(unit.source.sharding.owners for unit in moving)) - {0}
     return sorted(rank for rank in owners if any(unit.part(rank) is not None for unit in moving))
 
 
-def _unpack(packed: Tensor, parts: list[tuple[_Unit, Block]], rows: Mapping[int, Tensor]) -> None:
+def _unpack(packed: Tensor, parts: list[tuple[_Unit, Box]], rows: Mapping[int, Tensor]) -> None:
     position = 0
     for unit, part in parts:
         _paste(rows[id(unit)], unit, part, _bytes_as(packed, position, unit.source.dtype, part.sizes))
         position += _padded(_part_bytes(unit, part))
 
 
-def _part_bytes(unit: _Unit, part: Block) -> int:
+def _part_bytes(unit: _Unit, part: Box) -> int:
     return math.prod(part.sizes) * unit.source.dtype.itemsize
 
 
@@ -264,7 +265,7 @@ def _padded(size: int) -> int:
     return size + -size % 16
 
 
-def _paste(rows: Tensor, unit: _Unit, part: Block, data: Tensor | None) -> None:
+def _paste(rows: Tensor, unit: _Unit, part: Box, data: Tensor | None) -> None:
     if data is None:
         return
     box = rows

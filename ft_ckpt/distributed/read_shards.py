@@ -15,8 +15,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from ft_ckpt.distributed.sharding import Block
-from ft_ckpt.distributed.wrappers import Source
+from ft_ckpt.distributed.sharding import Box
+from ft_ckpt.distributed.tensor_info import Source
 from ft_ckpt.errors import LoadError, listing
 from ft_ckpt.formats.dtypes import dtype_name
 from ft_ckpt.formats.layout import TensorFile
@@ -71,17 +71,15 @@ def land(landings: Mapping[ByteRun, Landing], threads: int = THREADS, direct: st
 def fill(source: Source, file: TensorFile, name: str) -> int:
     """As `fill_all`, for one tensor and at once, through whatever the file's format needs."""
     check_all([(source, file, name)])
-    holding = source.holding
-    if holding.local is None or holding.mine is None or not holding.local.numel():
+    local, mine, view = source.local, source.local_box, source.sharding.view
+    if local is None or mine is None or not local.numel():
         return 0
-    if _is_expanded(holding.local):
-        return _fill_expanded(source, holding.local, file, name)
-    if not holding.view:
-        holding.local.copy_(file.read(name).reshape(()))
+    if _is_expanded(local):
+        return _fill_expanded(source, local, file, name)
+    if not view:
+        local.copy_(file.read(name).reshape(()))
         return source.dtype.itemsize
-    return sum(
-        _fill_rows(holding.local, holding.mine, holding.view, file, name, low, high) for low, high in _cuts(source)
-    )
+    return sum(_fill_rows(local, mine, view, file, name, low, high) for low, high in _cuts(source))
 
 
 def read_onto(file: TensorFile, device: torch.device, threads: int = THREADS) -> dict[str, Tensor]:
@@ -147,7 +145,7 @@ class _Rows:
     """Rows of a block that is cut in further dimensions, or has gaps in memory: put together, then cut out."""
 
     local: Tensor
-    mine: Block
+    mine: Box
     view: tuple[int, ...]
     dtype: torch.dtype
     low: int = 0  # rows that are done, of the block's
@@ -184,24 +182,24 @@ def _move(to: Tensor, at: int, data: Tensor) -> None:
 
 def _landings(source: Source, file: TensorFile, name: str) -> dict[ByteRun, Landing] | None:
     """The byte ranges of this rank's block, and where each goes; None where that takes more than moving bytes."""
-    holding, item = source.holding, source.dtype.itemsize
-    local, mine = holding.local, holding.mine
+    view, item = source.sharding.view, source.dtype.itemsize
+    local, mine = source.local, source.local_box
     if local is None or mine is None or not local.numel():
         return {}
     run = whole_run(file, name)
     if run is None or type(local) not in PLAIN or local.dtype != source.dtype or _is_expanded(local):
         return None
-    last = max((dim for dim, size in enumerate(holding.view) if mine.sizes[dim] != size), default=0)
+    last = max((dim for dim, size in enumerate(view) if mine.sizes[dim] != size), default=0)
     size = math.prod(mine.sizes[last:]) * item
     if local.is_contiguous() and (not last or size >= _LEAST_RUN_BYTES):
-        starts = (run.start + start * item for start in _starts(mine, holding.view, last))
+        starts = (run.start + start * item for start in _starts(mine, view, last))
         return {ByteRun(name, run.file, start, size): Straight(local, n * size) for n, start in enumerate(starts)}
-    row_bytes = math.prod(holding.view[1:]) * item
+    row_bytes = math.prod(view[1:]) * item
     rows = ByteRun(name, run.file, run.start + mine.offsets[0] * row_bytes, mine.sizes[0] * row_bytes)
-    return {rows: _Rows(local, mine, holding.view, source.dtype)}
+    return {rows: _Rows(local, mine, view, source.dtype)}
 
 
-def _starts(mine: Block, view: tuple[int, ...], last: int) -> Iterable[int]:
+def _starts(mine: Box, view: tuple[int, ...], last: int) -> Iterable[int]:
     """Where in the flattened tensor the block's runs begin, in order; `last` is the last dimension that is cut."""
     strides = [math.prod(view[dim + 1 :]) for dim in range(len(view))]
     places = [range(low, low + size) for low, size in zip(mine.offsets[:last], mine.sizes, strict=False)]
@@ -222,15 +220,15 @@ def _problem(source: Source, file: TensorFile, name: str) -> str | None:
 
 def _cuts(source: Source) -> list[tuple[int, int]]:
     """The rows of this rank's block in runs of at most _SLICE_BYTES (or one row), counted from its first row."""
-    mine = source.holding.mine
+    mine = source.local_box
     rows = mine.sizes[0] if mine else 0
-    row_bytes = max(1, math.prod(source.holding.view[1:]) * source.dtype.itemsize)
+    row_bytes = max(1, math.prod(source.sharding.view[1:]) * source.dtype.itemsize)
     step = max(1, _SLICE_BYTES // row_bytes)
     return [(low, min(low + step, rows)) for low in range(0, rows, step)]
 
 
 def _fill_rows(
-    local: Tensor, mine: Block, view: tuple[int, ...], file: TensorFile, name: str, low: int, high: int
+    local: Tensor, mine: Box, view: tuple[int, ...], file: TensorFile, name: str, low: int, high: int
 ) -> int:
     """Rows [low, high) of the block: whole rows are read, and a block cut in other dimensions takes its columns."""
     row = math.prod(view[1:])
@@ -248,7 +246,7 @@ def _is_expanded(local: Tensor) -> bool:
 def _fill_expanded(source: Source, local: Tensor, file: TensorFile, name: str) -> int:
     """Each place in memory once, if all its elements are the same in the file."""
     fresh = torch.empty(local.shape, dtype=local.dtype)
-    taken = fill(replace(source, holding=replace(source.holding, local=fresh)), file, name)
+    taken = fill(replace(source, local=fresh), file, name)
     once = tuple(slice(1) if stride == 0 else slice(None) for stride in local.stride())
     again = fresh[once].expand(local.shape).contiguous()
     if not torch.equal(again.view(-1).view(torch.uint8), fresh.view(-1).view(torch.uint8)):
@@ -257,7 +255,7 @@ def _fill_expanded(source: Source, local: Tensor, file: TensorFile, name: str) -
     return taken
 
 
-def _columns(rows: Tensor, mine: Block, view: tuple[int, ...]) -> Tensor:
+def _columns(rows: Tensor, mine: Box, view: tuple[int, ...]) -> Tensor:
     """What the block has of whole rows."""
     for dim in range(1, len(view)):
         rows = rows.narrow(dim, mine.offsets[dim], mine.sizes[dim])

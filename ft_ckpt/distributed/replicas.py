@@ -3,16 +3,16 @@
 import json
 from dataclasses import replace
 
-from ft_ckpt.distributed.sharding import Holding
-from ft_ckpt.distributed.wrappers import Source
+from ft_ckpt.distributed.sharding import OwnedSharding, Sharding
+from ft_ckpt.distributed.tensor_info import Source
 
 WEIGHTS = "weights"  # the folder, in such names, of the model that is saved
 
 
-def place_of(holding: Holding) -> str:
-    """Where in the tensor this rank's part lies: its offsets and sizes as JSON, "" for all of it."""
-    mine = holding.mine
-    return "" if mine is None or mine.sizes == holding.view else json.dumps([mine.offsets, mine.sizes])
+def place_of(sharding: Sharding, rank: int) -> str:
+    """Where in the tensor the part of `rank` lies: its offsets and sizes as JSON, "" for all of it."""
+    mine = sharding.local_box(rank)
+    return "" if mine is None or mine.sizes == sharding.view else json.dumps([mine.offsets, mine.sizes])
 
 
 def own_name(name: str, rank: int) -> str:
@@ -20,11 +20,9 @@ def own_name(name: str, rank: int) -> str:
     return f"rank-{rank}/{name}"
 
 
-def own_part(source: Source) -> Source:
-    """What this rank holds of the source, as a tensor for itself: as `own_name` is stored."""
-    holding = source.holding
-    if holding.mine is None or not place_of(holding):
+def own_part(source: Source, rank: int) -> Source:
+    """What `rank`, this one, holds of the source, as a tensor for itself: as `own_name` is stored."""
+    mine = source.sharding.local_box(rank)
+    if mine is None or not place_of(source.sharding, rank):
         return source
-    sizes = holding.mine.sizes
-    mine = replace(holding.mine, offsets=(0,) * len(sizes))
-    return replace(source, shape=sizes, holding=Holding(sizes, holding.local, (), lambda rank: None, mine=mine))
+    return replace(source, shape=mine.sizes, sharding=OwnedSharding(mine.sizes, None))

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import _IncompatibleKeys
 from torch.nn.parameter import is_lazy
 
-from ft_ckpt.distributed.sharding import is_dtensor
+from ft_ckpt.distributed.fsdp2 import is_dtensor
 from ft_ckpt.errors import LoadError, SelectionError, listing
 
 EXTRA_STATE = "_extra_state"  # torch's name for it

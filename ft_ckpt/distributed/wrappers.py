@@ -5,10 +5,10 @@ A rank holds, of each full tensor, either all of it or one block: rows of it (FS
 Wrappers are told by their tensors and modules, never by what a launcher says it configured.
 """
 
-import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext, suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,50 +17,14 @@ from torch.distributed.fsdp import FSDPModule
 from torch.nn.parameter import is_lazy
 
 from ft_ckpt.distributed import tensor_names as names
+from ft_ckpt.distributed.fsdp1 import FlatParameter, flat_parameters
+from ft_ckpt.distributed.fsdp2 import dtensor_full, dtensor_local, dtensor_sharding, is_dtensor
 from ft_ckpt.distributed.ranks import Ranks
-from ft_ckpt.distributed.sharding import (
-    Flat,
-    Holding,
-    dtensor_holding,
-    elsewhere,
-    flat_holdings,
-    is_dtensor,
-    replicated,
-    zero3_holding,
-)
+from ft_ckpt.distributed.sharding import OwnedSharding, ReplicatedSharding, Sharding, unravel_index
+from ft_ckpt.distributed.tensor_info import Source
 from ft_ckpt.distributed.tensor_names import Added, walk, wrapped_key
+from ft_ckpt.distributed.zero import zero3_local, zero3_sharding
 from ft_ckpt.errors import IncompleteError, SelectionError, listing
-
-
-@dataclass(frozen=True, eq=False)
-class Source:
-    """One tensor of the live model, under its canonical name."""
-
-    name: str  # without wrapper parts
-    raw: str  # as `named_modules` spells it, wrapper parts included
-    shape: tuple[int, ...]  # global
-    dtype: torch.dtype
-    trainable: bool
-    live: Any  # the parameter or buffer itself, kept so that its id stays its own
-    identity: int  # equal for names that are one parameter
-    engine: str  # "plain", "fsdp1", "fsdp2", "zero3", "tensor parallel"
-    holding: Holding
-    is_added: bool = False  # listed by the state dict though it is no parameter and no buffer
-
-    @property
-    def numel(self) -> int:
-        """Elements of the full tensor."""
-        return math.prod(self.shape)
-
-    @property
-    def size_bytes(self) -> int:
-        """Bytes of the full tensor."""
-        return self.numel * self.dtype.itemsize
-
-    @property
-    def is_parameter(self) -> bool:
-        """Whether it is a parameter, or FSDP1's part of one."""
-        return isinstance(self.live, nn.Parameter | Flat)
 
 
 def unwrap(model: nn.Module) -> nn.Module:
@@ -85,7 +49,7 @@ def sources(model: nn.Module, allow_meta: bool = False) -> dict[str, Source]:
     root = unwrap(model)
     modules = list(walk(root))
     to_sharded(module for _, _, module in modules)
-    flat, sent = flat_holdings(model), sent_buffers(model)
+    flat, sent = flat_parameters(model), sent_buffers(model)
     found: dict[str, Source] = {}
     unmade: list[str] = []
     for path, raw, module in modules:
@@ -94,11 +58,13 @@ def sources(model: nn.Module, allow_meta: bool = False) -> dict[str, Source]:
             if is_lazy(tensor):
                 unmade.append(name)
             else:
-                found[name] = _source(name, f"{raw}.{key}" if raw else key, tensor, flat.get((id(module), key)))
+                found[name] = source_of_tensor(
+                    name, f"{raw}.{key}" if raw else key, tensor, flat.get((id(module), key))
+                )
                 found[name] = of_rank_0(found[name]) if id(tensor) in sent else found[name]
     with suppress(SelectionError) if allow_meta else nullcontext():
-        for name, one in _added_tensors(root, found).items():
-            found[name] = replace(_source(name, one.raw, one.value, None), trainable=False, is_added=True)
+        for name, new in _added_tensors(root, found).items():
+            found[name] = replace(source_of_tensor(name, new.raw, new.value), trainable=False, is_added=True)
     _refuse_sparse(found)
     homeless = [] if allow_meta else unmade + [name for name, source in found.items() if not _has_data(source)]
     if homeless:
@@ -157,7 +123,7 @@ def sent_buffers(model: nn.Module) -> frozenset[int]:
 
 def of_rank_0(source: Source) -> Source:
     """The source as one that other ranks may have otherwise: rank 0's is the one that counts."""
-    return replace(source, holding=replace(source.holding, alike=False))
+    return replace(source, sharding=replace(source.sharding, is_replicated=False))  # type: ignore[type-var]  # a dataclass
 
 
 def from_state_dict(
@@ -169,15 +135,15 @@ def from_state_dict(
     shape or dtype.
     """
     if not ranks.leads:
-        return {name: replace(source, holding=elsewhere(source.shape)) for name, source in live.items()}
+        return {n: replace(one, sharding=OwnedSharding(one.shape, 0), local=None) for n, one in live.items()}
     tied: dict[int, list[str]] = {}
     for name, source in live.items():
-        tied.setdefault(source.identity, []).append(name)
+        tied.setdefault(source.key, []).append(name)
     given = {name: tensor for name, tensor in (state_dict or {}).items() if isinstance(tensor, Tensor)}
     problems = [f"{name}: not in the model" for name in given if name not in live]
     result: dict[str, Source] = {}
     for name, source in live.items():
-        tensor = next((given[alias] for alias in [name, *tied[source.identity]] if alias in given), None)
+        tensor = next((given[alias] for alias in [name, *tied[source.key]] if alias in given), None)
         if tensor is None:
             problems.append(f"{name}: missing")
         elif tuple(tensor.shape) != source.shape:
@@ -185,8 +151,8 @@ def from_state_dict(
         elif tensor.dtype != source.dtype:
             problems.append(f"{name}: {tensor.dtype}, the model has {source.dtype} (dtype= casts while saving)")
         else:
-            given_source = _source(name, source.raw, tensor.detach(), None)
-            result[name] = replace(given_source, trainable=source.trainable, identity=source.identity)
+            given_source = source_of_tensor(name, source.raw_name, tensor.detach(), None)
+            result[name] = replace(given_source, trainable=source.trainable, key=source.key)
     if problems:
         raise IncompleteError(
             f"{listing(problems)}: the state dict differs from the live model in {len(problems)} place(s); gather it "
@@ -216,15 +182,14 @@ def picked(chosen: Mapping[str, Source], tensors: int = 32, elements: int = 8) -
 
 def elements_at(source: Source, rank: int, indices: Sequence[int]) -> dict[str, float]:
     """The elements at flat `indices` that `rank`, this one, contributes to `source`, by index."""
-    holding = source.holding
-    mine = holding.block(rank)
-    if mine is None or holding.local is None or not holding.local.numel():
+    mine, local = source.sharding.box(rank), source.local
+    if mine is None or local is None or not local.numel():
         return {}
     values = {}
     for index in indices:
-        inside = [at - low for at, low in zip(_unravel(index, holding.view), mine.offsets, strict=True)]
+        inside = [at - low for at, low in zip(unravel_index(index, source.sharding.view), mine.offsets, strict=True)]
         if all(0 <= at < size for at, size in zip(inside, mine.sizes, strict=True)):
-            values[str(index)] = float(holding.local[tuple(inside)])
+            values[str(index)] = float(local[tuple(inside)])
     return values
 
 
@@ -244,7 +209,7 @@ def _is_deepspeed(model: nn.Module) -> bool:
     return type(model).__name__.endswith("Engine") and "deepspeed" in type(model).__module__
 
 
-def _own_tensors(module: nn.Module, flat: Mapping[tuple[int, str], Flat]) -> Iterator[tuple[str, Any]]:
+def _own_tensors(module: nn.Module, flat: Mapping[tuple[int, str], FlatParameter]) -> Iterator[tuple[str, Any]]:
     """The module's own parameters and persistent buffers, in that order."""
     own = {key: value for key, value in module._parameters.items() if key != "_flat_param"}
     yield from ((key, value) for key, value in own.items() if value is not None)
@@ -278,32 +243,33 @@ def _is_dense(tensor: Tensor) -> bool:
     return tensor.layout is torch.strided and not tensor.is_quantized
 
 
-def _source(name: str, raw: str, tensor: Any, flat: Flat | None) -> Source:
+def source_of_tensor(name: str, raw: str, tensor: Any, flat: FlatParameter | None = None) -> Source:
+    """The source of a parameter or buffer, under whatever engine holds it."""
     if flat is not None:
-        return Source(name, raw, flat.shape, flat.dtype, flat.trainable, flat, id(flat), "fsdp1", flat.holding())
-    shape = tuple(tensor.shape)
+        one = Source(id(flat), name, raw, flat.shape, flat.dtype, flat.trainable, True, "fsdp1", flat.sharding())
+        return replace(one, live=flat, local=flat.local_run(flat.shard_buffer()))
+    shape, full = tuple(tensor.shape), Source.gather_full
+    engine: str
+    sharding: Sharding
+    local: Tensor | None
     if hasattr(tensor, "ds_shape"):
         shape = tuple(tensor.ds_shape)
-        engine, holding = "zero3", zero3_holding(tensor, shape)
+        engine, sharding = "zero3", zero3_sharding(tensor, shape)
+        local = zero3_local(tensor, sharding)
     elif is_dtensor(tensor):
-        engine, holding = dtensor_holding(tensor)
+        (engine, sharding), local = dtensor_sharding(tensor), dtensor_local(tensor)
+        full = partial(dtensor_full, tensor) if sharding.is_opaque else full
     else:
-        engine, holding = "plain", replicated(tensor)
-    return Source(name, raw, shape, tensor.dtype, bool(tensor.requires_grad), tensor, id(tensor), engine, holding)
+        engine, sharding, local = "plain", ReplicatedSharding(shape), tensor.detach()
+    trainable, is_parameter = bool(tensor.requires_grad), isinstance(tensor, nn.Parameter)
+    one = Source(id(tensor), name, raw, shape, tensor.dtype, trainable, is_parameter, engine, sharding)
+    return replace(one, live=tensor, local=local, gather_full=full)
 
 
 def _has_data(source: Source) -> bool:
-    holding = source.holding
-    if holding.whole is not None or (holding.moves and not holding.owners):
+    sharding = source.sharding
+    if sharding.is_opaque or (sharding.is_sharded and not sharding.owners):
         return True  # torch gathers it, or another group of replicas speaks for this one
-    if not holding.owners:
+    if not sharding.owners:
         return source.numel == 0
-    return holding.local is None or holding.local.device.type != "meta"
-
-
-def _unravel(index: int, shape: tuple[int, ...]) -> tuple[int, ...]:
-    places = []
-    for size in reversed(shape):
-        places.append(index % size)
-        index //= size
-    return tuple(reversed(places))
+    return source.local is None or source.local.device.type != "meta"

@@ -4,16 +4,17 @@ Every rank works out from sizes and orders what all of them hold; nothing is ask
 nothing of DeepSpeed's fields.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+import math
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from functools import partial
 from itertools import accumulate
 from typing import Any
 
 from torch import Tensor
 
-from ft_ckpt.distributed.sharding import Holding, runs
-from ft_ckpt.distributed.wrappers import Source
+from ft_ckpt.distributed.process_groups import global_rank, group_members, is_subset_of_ranks
+from ft_ckpt.distributed.sharding import FlatSharding, OwnedSharding, Sharding
+from ft_ckpt.distributed.tensor_info import Source
 from ft_ckpt.errors import SelectionError, listing
 
 _KNOWN = ("DeepSpeedZeroOptimizer", "DeepSpeedZeroOptimizer_Stage3", "BF16_Optimizer")
@@ -24,12 +25,37 @@ _FIELDS = (  # the groups of weights, the masters; a class has those of the firs
 )
 
 
+def zero3_sharding(parameter: Any, shape: tuple[int, ...]) -> Sharding:
+    """Stage 3: every rank of the group keeps one equal part of the flattened, padded parameter."""
+    shard = getattr(parameter, "ds_tensor", None)
+    if shard is None or (shard.numel() == 0 and math.prod(shape)):
+        return OwnedSharding(shape, None)
+    members = group_members(getattr(parameter, "ds_process_group", None))
+    return _flat_sharding(math.prod(shape), 0, shard.numel(), members)
+
+
+def zero3_local(parameter: Any, sharding: Sharding) -> Tensor | None:
+    """This rank's elements of a stage 3 parameter of this `sharding`."""
+    span = sharding.range_in_shard(global_rank()) if isinstance(sharding, FlatSharding) else None
+    return None if span is None else parameter.ds_tensor.detach().view(-1)[slice(*span)]
+
+
+def _flat_sharding(numel: int, first: int, shard: int, members: tuple[int, ...]) -> FlatSharding:
+    return FlatSharding(numel, first, shard, members, is_subset_of_ranks(len(members)))
+
+
 @dataclass(frozen=True, eq=False)
 class Place:
-    """One parameter in a partition: its weight, and how it is held by any buffer that is cut like the partition."""
+    """One parameter in a partition: its weight, and where it is in any buffer that is cut like the partition."""
 
     owner: Source
-    cut: Callable[[Tensor], Holding]
+    sharding: FlatSharding
+    start: int  # of this rank's shard in the partition
+
+    def local_run(self, buffer: Tensor) -> Tensor | None:
+        """This rank's elements in `buffer`; None for none."""
+        span = self.sharding.range_in_shard(global_rank())
+        return None if span is None else buffer.detach().view(-1)[self.start + span[0] : self.start + span[1]]
 
 
 @dataclass(frozen=True, eq=False)
@@ -71,45 +97,31 @@ def changed_with_steps(optimizer: Any) -> list[Any] | None:
 
 def _stage_3(optimizer: Any, owners: Mapping[int, Source]) -> Iterator[Partition]:
     """Each parameter is cut into equal shards by itself; a partition is this rank's shards one after the other."""
-    import torch.distributed as dist
-
-    rank = dist.get_rank()
     for number, master in enumerate(optimizer.fp32_partitioned_groups_flat):
         places, start = [], 0
         for source in _known(owners, optimizer.fp16_groups[number]):
             shard = source.live.ds_tensor.ds_numel
-            members = dist.get_process_group_ranks(source.live.ds_process_group)
-            places.append(Place(source, partial(_cut_shard, source.numel, start, shard, members, rank)))
+            members = group_members(source.live.ds_process_group)
+            places.append(Place(source, _flat_sharding(source.numel, 0, shard, members), start))
             start += shard
         yield Partition(master, optimizer.sub_group_to_group_id[number], tuple(places))
 
 
 def _stages_1_2(optimizer: Any, owners: Mapping[int, Source]) -> Iterator[Partition]:
     """A group's parameters lie one after the other, perhaps aligned; a partition is an equal shard of the whole."""
-    import torch.distributed as dist
-
     mixed = hasattr(optimizer, "bf16_groups")  # stage 1 in bfloat16 with float32 gradients has a class of its own
     masters = optimizer.fp32_groups_flat_partition if mixed else optimizer.single_partition_of_fp32_groups
-    rank = dist.get_rank()
     for number, master in enumerate(masters):
         laid = optimizer.bf16_groups[number] if mixed else optimizer.round_robin_bit16_groups[number]
         ends = [0, *accumulate(parameter.numel() for parameter in laid)]
         starts = getattr(optimizer, "round_robin_bit16_offsets", {number: ends})[number]
         first = {id(parameter): start for parameter, start in zip(laid, starts, strict=False)}
-        members = dist.get_process_group_ranks(optimizer.real_dp_process_group[number])
+        members = group_members(optimizer.real_dp_process_group[number])
         places = [
-            Place(source, partial(_cut_flat, source.numel, first[id(source.live)], master.numel(), members, rank))
+            Place(source, _flat_sharding(source.numel, first[id(source.live)], master.numel(), members), 0)
             for source in _known(owners, laid if mixed else optimizer.bit16_groups[number])
         ]
         yield Partition(master, number, tuple(places))
-
-
-def _cut_flat(numel: int, first: int, shard: int, members: list[int], rank: int, buffer: Tensor) -> Holding:
-    return runs(buffer, numel, first, shard, members, rank)
-
-
-def _cut_shard(numel: int, start: int, shard: int, members: list[int], rank: int, buffer: Tensor) -> Holding:
-    return runs(buffer.detach()[start : start + shard], numel, 0, shard, members, rank)
 
 
 def _refusals(optimizer: Any) -> list[str]:

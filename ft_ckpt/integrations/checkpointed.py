@@ -16,8 +16,8 @@ from transformers.trainer import TRAINER_STATE_NAME
 from ft_ckpt import CheckpointSaver
 from ft_ckpt.config import SaverConfig
 from ft_ckpt.distributed import wrappers
+from ft_ckpt.distributed.fsdp2 import is_dtensor
 from ft_ckpt.distributed.ranks import Ranks, attempt, by_itself, current
-from ft_ckpt.distributed.sharding import is_dtensor
 from ft_ckpt.errors import ConfigError, SelectionError, listing
 from ft_ckpt.integrations.trainer_files import (
     ChosenCheckpoint,

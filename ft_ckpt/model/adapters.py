@@ -14,8 +14,8 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
+from ft_ckpt.distributed.tensor_info import Source
 from ft_ckpt.distributed.tensor_names import walk, wrapper_steps
-from ft_ckpt.distributed.wrappers import Source
 from ft_ckpt.errors import IncompleteError, NotAnAdapterError, SelectionError, listing
 from ft_ckpt.model.conversion import cast_entries
 from ft_ckpt.model.entries import Entry, Group, Part
@@ -150,7 +150,7 @@ def _entries(part: View, adapter: str) -> list[Entry]:
     config = part.module.peft_config[adapter]
     if config.is_prompt_learning:
         return _prompt_entries(part, adapter)
-    standins = {source.raw: torch.zeros((), dtype=source.dtype).expand(source.shape) for source in _of(part)}
+    standins = {source.raw_name: torch.zeros((), dtype=source.dtype).expand(source.shape) for source in _of(part)}
     stored = _peft_names(part.module, standins, adapter)
     origin = {id(tensor): source for tensor, source in zip(standins.values(), _of(part), strict=True)}
     prefix, clean_name = "" if is_peft_model(part.module) else PREFIX, _cleaner(part)
@@ -175,7 +175,7 @@ def _of(part: View) -> list[Source]:
 
 def _cleaner(part: View) -> Callable[[str], str]:
     """What takes the steps of wrappers out of a name that PEFT made of a raw one."""
-    steps = wrapper_steps((source.name, source.raw) for source in _of(part))
+    steps = wrapper_steps((source.name, source.raw_name) for source in _of(part))
     return lambda name: ".".join(step for step in name.split(".") if step not in steps)
 
 
@@ -198,7 +198,7 @@ def _computed(part: View, adapter: str, made: Mapping[str, Tensor]) -> Group | N
     prefix, clean_name = "" if is_peft_model(part.module) else PREFIX, _cleaner(part)
 
     def convert(full: dict[str, Tensor]) -> dict[str, Tensor]:
-        stored = _peft_names(part.module, {source.raw: full[source.name] for source in needed}, adapter)
+        stored = _peft_names(part.module, {source.raw_name: full[source.name] for source in needed}, adapter)
         return {prefix + clean_name(name): tensor.contiguous() for name, tensor in stored.items() if name in made}
 
     return Group(needed, convert)
@@ -218,7 +218,7 @@ def _prompt_entries(part: View, adapter: str) -> list[Entry]:
         model = copy.copy(part.module)  # a shallow copy: only this one sees the rebuilt encoder
         model.__dict__["_modules"] = {**model._modules, "prompt_encoder": nn.ModuleDict({adapter: encoder})}
         with torch.no_grad():
-            stored = _peft_names(model, {s.raw: torch.zeros(1) for s in others.values()}, adapter)
+            stored = _peft_names(model, {s.raw_name: torch.zeros(1) for s in others.values()}, adapter)
         return {
             name: tensor.detach().contiguous()
             for name, tensor in stored.items()
@@ -251,18 +251,18 @@ def _rebuilt(module: nn.Module, full: Mapping[str, Tensor]) -> nn.Module:
 
 def _left_out(part: View, chosen: Mapping[str, list[Entry]]) -> tuple[list[Entry], tuple[str, ...]]:
     """Base tensors that the adapter cannot do without: trained ones, and embeddings whose rows were added."""
-    taken = {entry.source.identity for entries in chosen.values() for entry in entries if entry.source is not None}
-    taken |= {s.identity for entries in chosen.values() for e in entries if e.group for s in e.group.sources}
+    taken = {entry.source.key for entries in chosen.values() for entry in entries if entry.source is not None}
+    taken |= {s.key for entries in chosen.values() for e in entries if e.group for s in e.group.sources}
     resized = _resized_embeddings(part)
     prefix = "" if is_peft_model(part.module) else PREFIX
     owned = {id(source) for _, source in base_sources(part)}
     extra, notes = [], []
     for name, source in part.sources.items():
-        if id(source) not in owned or source.identity in taken:
+        if id(source) not in owned or source.key in taken:
             continue
         if source.trainable or name in resized:
             extra.append(Entry(prefix + name, source.shape, source.dtype, source.dtype, source))
-            taken.add(source.identity)
+            taken.add(source.key)
             notes.append(
                 f"{name}: saved with the adapter because it was {'trained' if source.trainable else 'resized'}"
             )
@@ -317,9 +317,9 @@ def _configured_rows(place: str, model: Any) -> int | None:
 
 def missing_trainable(part: View, parts: Iterable[Part]) -> list[str]:
     """Trainable tensors that none of `parts` stores: must be empty before an adapter checkpoint is committed."""
-    stored = {entry.source.identity for p in parts for entry in p.entries if entry.source is not None}
-    stored |= {s.identity for p in parts for entry in p.entries if entry.group for s in entry.group.sources}
-    return [name for name, source in part.sources.items() if source.trainable and source.identity not in stored]
+    stored = {entry.source.key for p in parts for entry in p.entries if entry.source is not None}
+    stored |= {s.key for p in parts for entry in p.entries if entry.group for s in entry.group.sources}
+    return [name for name, source in part.sources.items() if source.trainable and source.key not in stored]
 
 
 def check_complete(part: View, parts: list[Part]) -> None:

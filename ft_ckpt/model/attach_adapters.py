@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from ft_ckpt.checkpoint.manifest import PartRecord
-from ft_ckpt.distributed.wrappers import Source, sources
+from ft_ckpt.distributed.tensor_info import Source
+from ft_ckpt.distributed.wrappers import sources
 from ft_ckpt.errors import BaseMismatchError, LoadError, listing
 from ft_ckpt.model.adapters import PREFIX, adapter_parts, base_sources, is_peft_model
 from ft_ckpt.model.base_model import differing, is_floating, keeps_base

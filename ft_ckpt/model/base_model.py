@@ -18,8 +18,9 @@ from torch import nn
 
 from ft_ckpt.checkpoint.manifest import PartRecord
 from ft_ckpt.distributed.ranks import Ranks
+from ft_ckpt.distributed.tensor_info import Source
 from ft_ckpt.distributed.tensor_names import walk
-from ft_ckpt.distributed.wrappers import Source, elements_at, sample, sources, unwrap
+from ft_ckpt.distributed.wrappers import elements_at, sample, sources, unwrap
 from ft_ckpt.errors import CheckpointError, SelectionError, listing
 from ft_ckpt.formats.dtypes import dtype_name
 from ft_ckpt.model.adapters import PREFIX, TO_BASE, base_sources, has_adapters, is_peft_model

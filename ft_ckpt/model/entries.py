@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ft_ckpt.distributed.wrappers import Source
+from ft_ckpt.distributed.tensor_info import Source
 from ft_ckpt.formats.dtypes import dtype_name
 
 MODEL_FILE = "model"
@@ -68,7 +68,7 @@ def shared_between(parts: Iterable[Part]) -> tuple[tuple[str, ...], ...]:
     for part in parts:
         for entry in part.entries:
             if entry.source is not None:
-                groups.setdefault(entry.source.identity, []).append(f"{part.name}:{entry.name}")
+                groups.setdefault(entry.source.key, []).append(f"{part.name}:{entry.name}")
     return tuple(tuple(names) for names in groups.values() if len(names) > 1)
 
 

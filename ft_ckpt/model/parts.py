@@ -5,7 +5,8 @@ from typing import Any
 
 from torch import nn
 
-from ft_ckpt.distributed.wrappers import Source, unwrap
+from ft_ckpt.distributed.tensor_info import Source
+from ft_ckpt.distributed.wrappers import unwrap
 from ft_ckpt.errors import IncompleteError, NotAnAdapterError, SelectionError, listing
 from ft_ckpt.model.adapters import adapter_parts, base_view, check_complete, has_adapters, missing_trainable
 from ft_ckpt.model.base_model import made_anew, refuse_merged
@@ -90,12 +91,12 @@ def _checked(parts: list[Part], views: Iterable[View], adapter_only: bool) -> li
     the frozen tensors of its base. Raises IncompleteError naming everything else.
     """
     entries = [entry for part in parts for entry in part.entries]
-    known = {entry.source.identity for entry in entries if entry.source is not None}
-    known |= {source.identity for entry in entries if entry.group for source in entry.group.sources}
-    known |= {source.identity for part in parts for source in part.passed}
+    known = {entry.source.key for entry in entries if entry.source is not None}
+    known |= {source.key for entry in entries if entry.group for source in entry.group.sources}
+    known |= {source.key for part in parts for source in part.passed}
     if adapter_only:
-        known |= {source.identity for part in parts for source in part.base.values()}
-    missing = [name for one in views for name, source in one.sources.items() if source.identity not in known]
+        known |= {source.key for part in parts for source in part.base.values()}
+    missing = [name for one in views for name, source in one.sources.items() if source.key not in known]
     if missing:
         raise IncompleteError(
             f"{listing(missing, ', ')}: {len(missing)} tensor(s) of the model would be in no file, and no rule says "

@@ -11,8 +11,9 @@ from typing import Any
 
 from torch import nn
 
+from ft_ckpt.distributed.tensor_info import Source
 from ft_ckpt.distributed.tensor_names import walk
-from ft_ckpt.distributed.wrappers import Source, unwrap
+from ft_ckpt.distributed.wrappers import unwrap
 from ft_ckpt.errors import IncompleteError, SelectionError, UnknownAttributeError
 from ft_ckpt.formats.pytree_json import dump_object
 from ft_ckpt.model.conversion import cast_entries, converted
@@ -40,7 +41,7 @@ def view(
     prefix = f"{attribute}." if attribute else ""
     depth = len(attribute.split(".")) if attribute else 0
     below = {
-        name.removeprefix(prefix): replace(source, raw=_raw_below(source, depth))
+        name.removeprefix(prefix): replace(source, raw_name=_raw_below(source, depth))
         for name, source in found.items()
         if name.startswith(prefix)
     }
@@ -69,7 +70,7 @@ def module_at(model: nn.Module, attribute: str) -> nn.Module:
 
 def _raw_below(source: Source, depth: int) -> str:
     """The raw name as the submodule `depth` attributes down spells it, once it is unwrapped itself."""
-    steps, left = source.raw.split("."), source.name.split(".")[depth:]
+    steps, left = source.raw_name.split("."), source.name.split(".")[depth:]
     own = source.name.split(".")[:depth]
     while own or steps[0] != left[0]:
         step = steps.pop(0)
@@ -86,8 +87,8 @@ def model_part(part: View, name: str, path: str, dtype: str) -> Part:
     kind = "model" if hugging_face else "module"
     doubtful = tuple(diverged_ties(part)) if hugging_face else ()
     made = cast_entries(entries, part.module, dtype)
-    taken = {source.identity for source in kept.values()}
-    passed = tuple(source for source in part.sources.values() if source.identity not in taken)
+    taken = {source.key for source in kept.values()}
+    passed = tuple(source for source in part.sources.values() if source.key not in taken)
     extra = dump_object(dict(part.extra), name or type(part.module).__name__) if part.extra else None
     where = Part(name, path, kind, part.module, made, ties=ties, doubtful=doubtful, notes=notes)
     return replace(where, passed=passed, extra=extra)
@@ -139,7 +140,7 @@ def diverged_ties(part: View) -> list[tuple[Source, Source]]:
     if not getattr(_text_config(config), "tie_word_embeddings", False):
         return []
     pairs = [(part.sources.get(one), part.sources.get(other)) for one, other in declared.items()]
-    return [(a, b) for a, b in pairs if a is not None and b is not None and a.identity != b.identity]
+    return [(a, b) for a, b in pairs if a is not None and b is not None and a.key != b.key]
 
 
 def _refuse_unserialisable(module: Any) -> None:
@@ -163,7 +164,7 @@ def _without_aliases(
     names = [name for name in part.sources if name not in ignored]
     groups: dict[int, list[str]] = {}
     for name in names:
-        groups.setdefault(part.sources[name].identity, []).append(name)
+        groups.setdefault(part.sources[name].key, []).append(name)
     dropped: set[str] = set()
     ties, notes = [], []
     for group in (group for group in groups.values() if len(group) > 1):

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ft_ckpt.distributed.gather import gather, stream
 from ft_ckpt.distributed.ranks import Ranks
-from ft_ckpt.distributed.wrappers import Source
+from ft_ckpt.distributed.tensor_info import Source
 from ft_ckpt.errors import IncompleteError, SelectionError, listing
 from ft_ckpt.formats import dual, safetensors, safetensors_file
 from ft_ckpt.formats.dtypes import dtype_name

@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Any
 
 from ft_ckpt.config import SaverConfig
-from ft_ckpt.distributed import wrappers
 from ft_ckpt.distributed.gather import equal
 from ft_ckpt.distributed.ranks import Ranks, attempt
+from ft_ckpt.distributed.tensor_info import Source
 from ft_ckpt.errors import IncompleteError
 from ft_ckpt.formats.write_files import write_files
 from ft_ckpt.saving import reuse_frozen, write_shards
@@ -62,7 +62,7 @@ def _link_frozen_files(job: SaveJob) -> list[FileRecord]:
     return [] if stage is None else reuse_frozen.place_equal_files(shares, job.taken, stage)
 
 
-def _write_on_rank_0(job: SaveJob, untied: list[tuple[wrappers.Source, wrappers.Source]]) -> list[FileRecord]:
+def _write_on_rank_0(job: SaveJob, untied: list[tuple[Source, Source]]) -> list[FileRecord]:
     """All tensors come to rank 0, which writes them."""
     plans, config, stage = job.unlinked_plans, job.config, job.prepared.stage
     total = sum(one.size_bytes for one in plans)
@@ -130,7 +130,7 @@ def all_ranks_see(folder: Path, ranks: Ranks, error: BaseException | None = None
 
 
 def _write_on_all_ranks(
-    job: SaveJob, shares: list[write_shards.Share], untied: list[tuple[wrappers.Source, wrappers.Source]]
+    job: SaveJob, shares: list[write_shards.Share], untied: list[tuple[Source, Source]]
 ) -> list[FileRecord]:
     """Every rank writes what it holds; the records are rank 0's to keep."""
     stage, config = Path(job.answers[0]["stage"]), job.config
@@ -147,7 +147,7 @@ def _write_on_all_ranks(
     ]
 
 
-def _refuse_untied(pairs: list[tuple[wrappers.Source, wrappers.Source]]) -> None:
+def _refuse_untied(pairs: list[tuple[Source, Source]]) -> None:
     if pairs:
         names = ", ".join(f"{one.name} and {other.name}" for one, other in pairs)
         raise IncompleteError(

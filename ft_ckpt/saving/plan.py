@@ -17,6 +17,7 @@ from ft_ckpt.checkpoint.manifest import BaseRecord
 from ft_ckpt.config import SaverConfig
 from ft_ckpt.distributed import wrappers
 from ft_ckpt.distributed.ranks import Ranks
+from ft_ckpt.distributed.tensor_info import Source
 from ft_ckpt.errors import ConfigError, explained
 from ft_ckpt.model import pretrained_files as companions
 from ft_ckpt.model.entries import EXTRA_FILE, main_dtype
@@ -82,7 +83,7 @@ class SavePlan:
 
     plans: tuple[PartPlan, ...]
     engine: str
-    ties_to_check: tuple[tuple[wrappers.Source, wrappers.Source], ...]
+    ties_to_check: tuple[tuple[Source, Source], ...]
     stage: Path | None  # on rank 0
     samples: dict[str, dict[str, dict[str, float]]] = field(default_factory=dict)  # part name -> fingerprint
     companions: Companions = field(default_factory=Companions)
@@ -155,7 +156,7 @@ def make_plan(request: SaveRequest, ranks: Ranks, config: SaverConfig) -> SavePl
     return SavePlan(plans, engine, doubtful, None, samples, companions_of(request, plans, ranks))
 
 
-def _non_tensor_state(request: SaveRequest, own: Mapping[str, wrappers.Source]) -> dict[str, Any]:
+def _non_tensor_state(request: SaveRequest, own: Mapping[str, Source]) -> dict[str, Any]:
     """What the model's state dict lists that is no tensor. An adapter's run has it with its state."""
     if request.adapter_only and request.captured.state is not None:
         return {}

@@ -13,7 +13,7 @@ from torch import Tensor
 from ft_ckpt.config import SaverConfig, parse_size
 from ft_ckpt.distributed import wrappers
 from ft_ckpt.distributed.ranks import Ranks
-from ft_ckpt.distributed.wrappers import Source
+from ft_ckpt.distributed.tensor_info import Source
 from ft_ckpt.model.base_model import refuse_merged
 from ft_ckpt.model.entries import Entry, Part
 from ft_ckpt.saving import write_shards
@@ -178,8 +178,8 @@ def _task(
     live = _with_sources(chosen, look, lambda one: filled(one, look))
     places: dict[int, bool] = {}
     for source in _sources(live, request, ranks):
-        if source.holding.local is not None:
-            places[look.places[source.identity]] = _is_late(source, owned)
+        if source.local is not None:
+            places[look.places[source.key]] = _is_late(source, owned)
     size = copies_size(local_of(look.tensors[place]) for place in places)
     now = tuple(place for place, is_late in places.items() if not is_late)
     late = tuple(place for place, is_late in places.items() if is_late)
@@ -209,17 +209,17 @@ def _is_late(source: Source, owned: frozenset[int]) -> bool:
 def _is_free(chosen: SavePlan, request: SaveRequest, ranks: Ranks, config: SaverConfig) -> bool:
     """Whether no tensor has to move between ranks."""
     sources = [source for entry in _planned_entries(chosen) for source in entry.sources]
-    if any(source.holding.whole is not None for source in sources):
+    if any(source.sharding.is_opaque for source in sources):
         return False
     if ranks.size == 1:
         return True
     plain = all(one.format == "safetensors" for one in chosen.plans) and config.compression is None
     if not plain or config.each_rank_writes == "off" or config.nonfinite == "raise" or request.state_dict_given:
         return False
-    if any(source.holding.moves for pair in chosen.ties_to_check for source in pair):
+    if any(source.sharding.is_sharded for pair in chosen.ties_to_check for source in pair):
         return False
     return not any(
-        entry.group is not None or (entry.source is not None and entry.source.holding.moves and cut is None)
+        entry.group is not None or (entry.source is not None and entry.source.sharding.is_sharded and cut is None)
         for share in _shares(chosen, ranks)
         for entry, cut, spec in zip(share.entries, share.cuts, share.file.layout.specs, strict=True)
         if spec.size_bytes
@@ -244,7 +244,7 @@ def _sources(chosen: SavePlan, request: SaveRequest, ranks: Ranks) -> Iterator[S
 
 def _locals(sources: Iterable[Source]) -> dict[Hashable, Tensor]:
     """What this rank has of them, each once."""
-    found = (source.holding.local for source in sources)
+    found = (source.local for source in sources)
     return {memory_key(tensor): tensor for tensor in found if tensor is not None}
 
 
@@ -257,9 +257,9 @@ def _planned_entries(chosen: SavePlan) -> Iterator[Entry]:
 
 
 def _copied(source: Source, copies: Copies) -> Source:
-    local = source.holding.local
+    local = source.local
     mine = None if local is None else copies.get(memory_key(local), local)
-    return replace(source, holding=replace(source.holding, local=mine))
+    return replace(source, local=mine)
 
 
 def _with_module(part: Part, look: Look) -> Part:

@@ -18,8 +18,9 @@ from torch import Tensor
 from ft_ckpt.distributed.agreement import numbers
 from ft_ckpt.distributed.ranks import Ranks
 from ft_ckpt.distributed.replicas import WEIGHTS, own_name, place_of
-from ft_ckpt.distributed.sharding import held_by
-from ft_ckpt.distributed.wrappers import Source, of_rank_0
+from ft_ckpt.distributed.sharding import OwnedSharding
+from ft_ckpt.distributed.tensor_info import Source
+from ft_ckpt.distributed.wrappers import of_rank_0
 from ft_ckpt.errors import IncompleteError, RanksDisagreeError, listing
 from ft_ckpt.model.entries import Entry, Part
 from ft_ckpt.saving.files import PartPlan
@@ -47,15 +48,16 @@ def replicated_tensors(plans: Iterable[PartPlan]) -> dict[str, Source]:
         written = {spec.name for file in plan.files for spec in file.layout.specs}
         for entry in plan.part.entries:
             for name, source in _named_sources(plan.part, entry) if entry.name in written else ():
-                if source.holding.alike:
-                    found.setdefault(source.identity, (name, source))
+                if source.sharding.is_replicated:
+                    found.setdefault(source.key, (name, source))
     return dict(found.values())
 
 
 def digest_replicas(sources: Mapping[str, Source], rank: int) -> dict[str, ReplicaDigest]:
     """The digest of what this `rank` has of each source that it should have something of."""
-    holdings = {name: one.holding for name, one in sources.items() if one.holding.mine or not one.holding.moves}
-    found = {name: holding.local for name, holding in holdings.items() if holding.local is not None}
+    shardings = {name: one.sharding for name, one in sources.items()}
+    shardings = {name: one for name, one in shardings.items() if one.local_box(rank) or not one.is_sharded}
+    found = {name: local for name in shardings if (local := sources[name].local) is not None}
     made = {name: _digest_on_host(tensor) for name, tensor in found.items() if tensor.is_cpu}
     elsewhere = {name: tensor for name, tensor in found.items() if not tensor.is_cpu}
     folded = [folded_bits(tensor) for tensor in elsewhere.values()]
@@ -64,8 +66,8 @@ def digest_replicas(sources: Mapping[str, Source], rank: int) -> dict[str, Repli
     )  # one wait for all
     made |= {name: f"{value:x}" for name, value in zip(elsewhere, values, strict=True)}
     return {
-        name: ReplicaDigest(place_of(holding), made.get(name, ""), holding.block(rank) is not None)
-        for name, holding in holdings.items()
+        name: ReplicaDigest(place_of(sharding, rank), made.get(name, ""), sharding.box(rank) is not None)
+        for name, sharding in shardings.items()
     }
 
 
@@ -160,7 +162,7 @@ def store_differences(parts: Sequence[Part], apart: Differences, rank: int) -> l
     sources = {
         name: s for part in parts for entry in part.entries for name, s in _named_sources(part, entry) if name in apart
     }
-    odd = frozenset(source.identity for source in sources.values())
+    odd = frozenset(source.key for source in sources.values())
     kept = [entry for name, source in sources.items() for entry in _entries_of_others(name, source, apart[name], rank)]
     has_state = any(part.kind == "state" for part in parts)
     changed = []
@@ -208,7 +210,7 @@ def _named_sources(part: Part, entry: Entry) -> Iterator[tuple[str, Source]]:
 
 
 def _of_first_rank(entry: Entry, odd: frozenset[int]) -> Entry:
-    if entry.source is None or entry.source.identity not in odd:
+    if entry.source is None or entry.source.key not in odd:
         return entry
     return replace(entry, source=of_rank_0(entry.source))
 
@@ -226,10 +228,12 @@ def _entries_of_others(name: str, source: Source, owners: Mapping[int, str | Non
     for owner, place in owners.items():
         if place is None:
             continue
-        local = source.holding.local if owner == rank else None
+        local = source.local if owner == rank else None
         sizes: Any = tuple(json.loads(place)[1]) if place else None
-        shape, view = (source.shape, source.holding.view) if sizes is None else (sizes, sizes)
-        mine = replace(source, name=own_name(name, owner), shape=shape, holding=held_by(owner, view, local))
+        shape, view = (source.shape, source.sharding.view) if sizes is None else (sizes, sizes)
+        mine = replace(
+            source, name=own_name(name, owner), shape=shape, sharding=OwnedSharding(view, owner), local=local
+        )
         yield Entry(mine.name, shape, source.dtype, source.dtype, mine)
 
 

@@ -14,13 +14,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 
 from ft_ckpt.checkpoint.catalog import read_manifest
 from ft_ckpt.checkpoint.manifest import MANIFEST_NAME
 from ft_ckpt.distributed.ranks import Ranks
-from ft_ckpt.distributed.sharding import Flat
-from ft_ckpt.distributed.wrappers import Source
+from ft_ckpt.distributed.tensor_info import Source
 from ft_ckpt.errors import ManifestError
 from ft_ckpt.formats.write_files import FilePlan
 from ft_ckpt.model.entries import Part
@@ -54,18 +52,14 @@ class _EarlierCheckpoint:
 
 def frozen_identities(found: Mapping[str, Source]) -> frozenset[int]:
     """Identities of the parameters that are not trained."""
-    return frozenset(
-        source.identity
-        for source in found.values()
-        if not source.trainable and isinstance(source.live, (nn.Parameter, Flat))
-    )
+    return frozenset(source.key for source in found.values() if not source.trainable and source.is_parameter)
 
 
 def frozen_names(part: Part, still: frozenset[int], mode: str) -> frozenset[str]:
     """Stored names of `part` that belong into files of their own: all that come from `still` tensors, if that pays."""
     if mode == "off" or part.kind not in ("model", "module"):
         return frozenset()
-    names = {entry.name for entry in part.entries if {s.identity for s in entry.sources} <= still}
+    names = {entry.name for entry in part.entries if {s.key for s in entry.sources} <= still}
     sizes = {entry.name: torch.Size(entry.shape).numel() * entry.dtype.itemsize for entry in part.entries}
     held = sum(sizes[name] for name in names)
     pays = mode == "on" or held >= max(LEAST_BYTES, LEAST_SHARE * sum(sizes.values()))

@@ -9,12 +9,12 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby, pairwise
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from ft_ckpt.distributed.ranks import Ranks
+from ft_ckpt.distributed.sharding import Sharding
 from ft_ckpt.formats.write_files import FilePlan
 from ft_ckpt.model.entries import Entry
 from ft_ckpt.saving.files import PartPlan, gather_entries
@@ -45,8 +45,8 @@ class Share:
     @property
     def needs_transfer(self) -> bool:
         """Whether tensors would have to move if rank 0 wrote all of it."""
-        held = [source.holding for entry in self.entries for source in entry.sources]
-        return any(holding.moves or holding.whole is not None for holding in held)
+        shardings = [source.sharding for entry in self.entries for source in entry.sources]
+        return any(sharding.is_sharded or sharding.is_opaque for sharding in shardings)
 
     def for_rank_0(self) -> "Share":
         """The same file if rank 0 writes all of it."""
@@ -108,13 +108,13 @@ def digest_own_bytes(share: Share, ranks: Ranks, bucket_bytes: int) -> str:
 def _tensor_cut(entry: Entry, start: int, size_bytes: int, step: int) -> Cut | None:
     """The cut of one tensor at `start`; `step` is the file's share of each rank where all have the same."""
     source, item = entry.source, entry.dtype.itemsize
-    if source is None or source.holding.whole is not None or not size_bytes:
+    if source is None or source.sharding.is_opaque or not size_bytes:
         return None
-    if not source.holding.moves:
-        if not source.holding.alike or start % item:
+    if not source.sharding.is_sharded:
+        if not source.sharding.is_replicated or start % item:
             return None
         return Cut(start, start + size_bytes, step, step - start % step, start // step)
-    runs = _runs_by_owner(source.holding)
+    runs = _runs_by_owner(source.sharding)
     if runs is None:
         return None
     lengths = [high - low for _, low, high in runs]
@@ -126,23 +126,23 @@ def _tensor_cut(entry: Entry, start: int, size_bytes: int, step: int) -> Cut | N
     return Cut(start, start + size_bytes, chunk * item, lengths[0] * item, runs[0][0])
 
 
-def _runs_by_owner(holding: Any) -> list[tuple[int, int, int]] | None:
+def _runs_by_owner(sharding: Sharding) -> list[tuple[int, int, int]] | None:
     """(rank, first, last) flat elements of each owner in rank order; None when a block is no single run."""
     runs = []
     row = 1
-    for size in holding.view[1:]:
+    for size in sharding.view[1:]:
         row *= size
-    for rank in sorted(holding.owners):
-        block = holding.block(rank)
-        if block is None:
+    for rank in sorted(sharding.owners):
+        box = sharding.box(rank)
+        if box is None:
             continue
-        if not block.sizes:  # one number
+        if not box.sizes:  # one number
             runs.append((rank, 0, 1))
             continue
-        if block.sizes[1:] != holding.view[1:]:
+        if box.sizes[1:] != sharding.view[1:]:
             return None
-        first = block.offsets[0] * row
-        runs.append((rank, first, first + block.sizes[0] * row))
+        first = box.offsets[0] * row
+        runs.append((rank, first, first + box.sizes[0] * row))
     return runs or None
 
 
@@ -195,13 +195,13 @@ def _header_regions(file: FilePlan, start: int, stop: int) -> Iterator[Region]:
 def _tensor_regions(entry: Entry, cut: Cut, rank: int) -> Iterator[Region]:
     """This rank's chunks of one tensor."""
     source = entry.source
-    if source is None or source.holding.local is None:
+    if source is None or source.local is None:
         return
-    item, local = entry.dtype.itemsize, source.holding.local.reshape(-1)
+    item, local = entry.dtype.itemsize, source.local.reshape(-1)
     for start, stop, owner in cut_chunks(cut):
         if owner != rank:
             continue
-        first = (start - cut.start) // item if not source.holding.moves else 0
+        first = (start - cut.start) // item if not source.sharding.is_sharded else 0
         at = start
         for part in _cast_slices(local[first : first + (stop - start) // item], entry.dtype):
             yield Region(at, part.data_ptr(), part.nbytes, part)

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 from torch import nn
 
 from ft_ckpt.distributed.ranks import Ranks, attempt
-from ft_ckpt.distributed.wrappers import Source
+from ft_ckpt.distributed.tensor_info import Source
 from ft_ckpt.model.entries import Entry
 from ft_ckpt.training import optimizers
 from ft_ckpt.training import state as training

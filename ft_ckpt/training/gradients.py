@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ft_ckpt.distributed.sharding import is_dtensor
+from ft_ckpt.distributed.fsdp2 import is_dtensor
 from ft_ckpt.distributed.wrappers import unwrap
 from ft_ckpt.errors import SelectionError
 

@@ -14,8 +14,9 @@ from torch import nn
 
 from ft_ckpt.distributed import wrappers
 from ft_ckpt.distributed.agreement import numbers
+from ft_ckpt.distributed.tensor_info import Source
 from ft_ckpt.distributed.tensor_names import refuse_one_way
-from ft_ckpt.distributed.wrappers import Source, sources, unwrap
+from ft_ckpt.distributed.wrappers import sources, unwrap
 from ft_ckpt.errors import ConfigError, LoadError, RanksDisagreeError, SelectionError, listing
 from ft_ckpt.training import optimizers, zero_optimizer
 from ft_ckpt.training.optimizers import PLAIN_BACKEND, OptimizerBackend
@@ -210,7 +211,7 @@ def known_sources(model: nn.Module, items: Sequence[Item]) -> dict[Key, Source]:
     found = {(item, name): source for item, one in models for name, source in sources(one).items()}
     labels = labelled_sources(found)
     trained = frozenset(i for one in plain_optimizers(items) for i in optimizers.trained_identities(one, labels))
-    again = {key: replace(s, trainable=True) for key, s in found.items() if s.identity in trained and not s.trainable}
+    again = {key: replace(s, trainable=True) for key, s in found.items() if s.key in trained and not s.trainable}
     return {**found, **again}
 
 
@@ -237,7 +238,7 @@ def tied_names(found: Mapping[str, Source]) -> list[tuple[str, ...]]:
     groups: dict[int, list[str]] = {}
     for name, source in found.items():
         if not source.is_added:
-            groups.setdefault(source.identity, []).append(name)
+            groups.setdefault(source.key, []).append(name)
     return [tuple(group) for group in groups.values()]
 
 

@@ -15,8 +15,11 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
-from ft_ckpt.distributed.sharding import Flat, Holding, dtensor_holding, held_by, is_dtensor
-from ft_ckpt.distributed.wrappers import Source
+from ft_ckpt.distributed.fsdp1 import FlatParameter
+from ft_ckpt.distributed.fsdp2 import is_dtensor
+from ft_ckpt.distributed.sharding import OwnedSharding
+from ft_ckpt.distributed.tensor_info import Source
+from ft_ckpt.distributed.wrappers import source_of_tensor
 from ft_ckpt.errors import SelectionError, listing
 from ft_ckpt.formats import pytree_json, safetensors
 from ft_ckpt.formats.dtypes import dtype_name, dtype_of
@@ -217,7 +220,7 @@ def names_of(optimizer: Any, found: Mapping[str, Source]) -> list[list[str]]:
 def trained_identities(optimizer: Any, found: Mapping[str, Source]) -> frozenset[int]:
     """The identities of the sources that the optimizer has trained: those whose parameters have state."""
     owners = _sources_by_parameter(found)
-    return frozenset(source.identity for p in _stateful_parameters(optimizer) for source in owners.get(id(p), []))
+    return frozenset(source.key for p in _stateful_parameters(optimizer) for source in owners.get(id(p), []))
 
 
 def _sources_by_parameter(found: Mapping[str, Source]) -> dict[int, list[Source]]:
@@ -225,16 +228,16 @@ def _sources_by_parameter(found: Mapping[str, Source]) -> dict[int, list[Source]
     owners: dict[int, list[Source]] = {}
     seen: set[int] = set()
     for source in found.values():
-        if source.identity in seen:
+        if source.key in seen:
             continue  # a tied name
-        seen.add(source.identity)
+        seen.add(source.key)
         owners.setdefault(id(parameter_of(source)), []).append(source)
     return owners
 
 
 def parameter_of(source: Source) -> Any:
     """The parameter object that an optimizer was given for `source`, or the tensor itself."""
-    if not isinstance(source.live, Flat):
+    if not isinstance(source.live, FlatParameter):
         return source.live
     return source.live.handle.flat_param if source.live.original is None else source.live.original
 
@@ -285,7 +288,7 @@ def _state_entry(value: Any, parameter: Any, owner: Source) -> Any:
     """The facts of a tensor, its shape the whole one, or {"value": plain value}; None for anything else."""
     if isinstance(value, Tensor):
         host = value.device.type == "cpu" and parameter.device.type != "cpu"
-        cut = isinstance(owner.live, Flat) and value.dim() > 0  # FSDP1 shows each rank its own run of it
+        cut = isinstance(owner.live, FlatParameter) and value.dim() > 0  # FSDP1 shows each rank its own run of it
         shape = list(owner.shape if cut else value.shape)
         return {"shape": shape, "dtype": dtype_name(value.dtype), "host": host}
     try:
@@ -308,33 +311,28 @@ def _state_problem(value: Any, source: Source, parameter: Any) -> str | None:
         return None
     if type(value) not in PLAIN or value.layout is not torch.strided or value.is_quantized:
         return f"{type(value).__module__}.{type(value).__qualname__}, a tensor with a meaning of its own"
-    cut = is_dtensor(parameter) or isinstance(source.live, Flat)
-    if cut and value.numel() > 1 and not (isinstance(source.live, Flat) and value.shape == parameter.shape):
+    cut = is_dtensor(parameter) or isinstance(source.live, FlatParameter)
+    if cut and value.numel() > 1 and not (isinstance(source.live, FlatParameter) and value.shape == parameter.shape):
         return f"shape {list(value.shape)} on this rank, not cut like the parameter"
     return None
 
 
 def _state_source(owner: Source, key: str, entry: Any, value: Any) -> Source:
     """The source of one state tensor; `value` is what this rank has of it, None for nothing."""
-    dtype = dtype_of(entry["dtype"])
-    shape, holding, engine = _state_holding(owner, entry, value)
-    return Source(f"{owner.name}/{key}", owner.raw, shape, dtype, False, value, id(value), engine, holding)
-
-
-def _state_holding(owner: Source, entry: Any, value: Any) -> tuple[tuple[int, ...], Holding, str]:
+    name, dtype = f"{owner.name}/{key}", dtype_of(entry["dtype"])
     if is_dtensor(value):
-        engine, holding = dtensor_holding(value)
-        return tuple(value.shape), holding, engine
-    if isinstance(owner.live, Flat) and _is_alike(entry, owner):
+        return replace(source_of_tensor(name, owner.raw_name, value), dtype=dtype, trainable=False)
+    made = Source(id(value), name, owner.raw_name, owner.shape, dtype, False, False, "fsdp1", owner.sharding)
+    if isinstance(owner.live, FlatParameter) and _is_alike(entry, owner):
         flat = owner.live
         if flat.original is None and value is not None:
-            return owner.shape, flat.holding_of(value), "fsdp1"
-        like = owner.holding
-        return owner.shape, replace(like, local=None if value is None else value.detach().view(-1)), "fsdp1"
-    shape, local = tuple(entry["shape"]), None if value is None else value.detach()
-    holding = held_by(entry.get("rank", 0), shape, local)
+            return replace(made, sharding=flat.sharding(value.numel()), live=value, local=flat.local_run(value))
+        return replace(made, live=value, local=None if value is None else value.detach().view(-1))
     # Of parameters that FSDP1 has cut a rank may have nothing, and no state then.
-    return shape, replace(holding, alike="rank" not in entry and not isinstance(owner.live, Flat)), "plain"
+    is_replicated = "rank" not in entry and not isinstance(owner.live, FlatParameter)
+    shape, local = tuple(entry["shape"]), None if value is None else value.detach()
+    sharding = OwnedSharding(shape, entry.get("rank", 0), is_replicated)
+    return replace(made, shape=shape, engine="plain", sharding=sharding, live=value, local=local)
 
 
 def _empty_state_tensor(entry: Any, parameter: Any, owner: Source) -> Tensor:

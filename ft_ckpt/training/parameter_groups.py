@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ft_ckpt.distributed.wrappers import Source
+from ft_ckpt.distributed.tensor_info import Source
 from ft_ckpt.errors import LoadError, SelectionError, listing
 from ft_ckpt.formats.dtypes import dtype_name, dtype_of
 from ft_ckpt.formats.pytree import PLAIN
@@ -32,7 +32,7 @@ def match_groups(
     be in one of the two only, as long as they stay frozen. Raises LoadError for any other difference.
     """
     first: dict[int, str] = {}
-    canonical = {name: first.setdefault(source.identity, name) for name, source in found.items()}
+    canonical = {name: first.setdefault(source.key, name) for name, source in found.items()}
     stored = [{canonical.get(name, name) for name in group["params"]} for group in description["groups"]]
     with_state = {canonical.get(name, name) for name in description["state"]}
     here, there = {name for names in live for name in names}, {name for names in stored for name in names}

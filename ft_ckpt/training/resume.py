@@ -15,7 +15,7 @@ from ft_ckpt.distributed.broadcast import Filler, each_reads
 from ft_ckpt.distributed.ranks import Ranks
 from ft_ckpt.distributed.read_shards import Wanted, fill
 from ft_ckpt.distributed.replicas import WEIGHTS, own_name, own_part, place_of
-from ft_ckpt.distributed.wrappers import Source
+from ft_ckpt.distributed.tensor_info import Source
 from ft_ckpt.errors import CheckpointError, LoadError, listing
 from ft_ckpt.model.base_model import differences_of_base
 from ft_ckpt.training import optimizers
@@ -81,7 +81,7 @@ def restore_weights(
         return Restored("weights", "failed", f"{listing(unknown, ', ')}: in the checkpoint, not in the model")
 
     def wanted_tensors() -> list[Wanted]:
-        once = {known[name].identity: (known[name], *place) for name, place in reversed(weights.items())}
+        once = {known[name].key: (known[name], *place) for name, place in reversed(weights.items())}
         return [(source, stored.file_of(part, name), name) for source, part, name in reversed(once.values())]
 
     left = [name for name, source in known.items() if name not in weights and not _is_elsewhere(source, stored)]
@@ -142,7 +142,8 @@ def restore_apart(
         return [], []
     live, here = _tensors_by_name(items, found, document), str(ranks.rank)
     same = ranks.size == len(document["ranks"])
-    mine = [n for n, odd in apart.items() if here in odd and n in live and same and _is_own(live[n], odd[here])]
+    had = {name: odd[here] for name, odd in apart.items() if here in odd and name in live and same}
+    mine = [name for name, place in had.items() if _is_own(live[name], place, ranks.rank)]
     left = [name for name, odd in apart.items() if (here in odd or not same) and name not in mine]
     answers = ranks.agree("what ranks had come apart in", {"left": left})
     lost = dict.fromkeys(name.removeprefix(f"{WEIGHTS}/") for answer in answers for name in answer["left"])
@@ -150,16 +151,16 @@ def restore_apart(
 
     def wanted_tensors() -> list[Wanted]:
         names = {name: own_name(name, ranks.rank) for name in mine}
-        return [(own_part(live[name]), stored.file_of(FOLDER, own), own) for name, own in names.items()]
+        return [(own_part(live[name], ranks.rank), stored.file_of(FOLDER, own), own) for name, own in names.items()]
 
     if len(lost) == len(apart):
         return [], told
     return [_try_restore("replicas", lambda: each_reads("replicas", wanted_tensors))], told
 
 
-def _is_own(source: Source, place: str | None) -> bool:
+def _is_own(source: Source, place: str | None, rank: int) -> bool:
     """Whether a rank may have a tensor of its own there, as it lay at `place`, in memory that is the model's."""
-    return source.holding.alike and not source.is_added and place_of(source.holding) == place
+    return source.sharding.is_replicated and not source.is_added and place_of(source.sharding, rank) == place
 
 
 def _tensors_by_name(items: Sequence[Item], found: Mapping[Key, Source], document: Document) -> dict[str, Source]:

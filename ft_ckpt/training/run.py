@@ -16,7 +16,7 @@ from ft_ckpt.config import SaverConfig
 from ft_ckpt.distributed import broadcast
 from ft_ckpt.distributed.agreement import numbers
 from ft_ckpt.distributed.ranks import Ranks, current
-from ft_ckpt.distributed.wrappers import Source
+from ft_ckpt.distributed.tensor_info import Source
 from ft_ckpt.errors import ConfigError, LoadError, damaged_input, listing
 from ft_ckpt.model.base_model import BaseWatch
 from ft_ckpt.schedule import Every

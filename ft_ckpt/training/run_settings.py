@@ -5,7 +5,8 @@ from typing import Any
 
 from torch import nn
 
-from ft_ckpt.distributed.wrappers import Source, engine_names, unwrap
+from ft_ckpt.distributed.tensor_info import Source
+from ft_ckpt.distributed.wrappers import engine_names, unwrap
 
 Fingerprint = dict[str, Any]
 
@@ -24,7 +25,7 @@ def run_fingerprint(
         "world size": world_size,
         "engine": engine_names(found),
         "model": type(unwrap(model)).__name__.removeprefix("FSDP"),
-        "parameters": sum(one.numel for one in {s.identity: s for s in found}.values()),
+        "parameters": sum(one.numel for one in {s.key: s for s in found}.values()),
         "gradient accumulation": getattr(accelerator, "gradient_accumulation_steps", None),
         "mixed precision": getattr(accelerator, "mixed_precision", None),
     }

@@ -14,9 +14,11 @@ import xxhash
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from ft_ckpt.distributed.fsdp2 import is_dtensor
 from ft_ckpt.distributed.ranks import Ranks
-from ft_ckpt.distributed.sharding import Holding, dtensor_holding, elsewhere, held_by, is_dtensor
-from ft_ckpt.distributed.wrappers import Source
+from ft_ckpt.distributed.sharding import OwnedSharding
+from ft_ckpt.distributed.tensor_info import Source
+from ft_ckpt.distributed.wrappers import source_of_tensor
 from ft_ckpt.formats import safetensors
 from ft_ckpt.formats.dtypes import dtype_name, dtype_of
 from ft_ckpt.formats.pytree import PLAIN, Leaf, flatten
@@ -156,7 +158,7 @@ def state_part(state: TrainingState, parts: Sequence[Part], found: Mapping[str, 
     Frozen parameters are left out with them unless `frozen`: an adapter's base is no part of its run.
     """
     exact = {
-        entry.source.identity: [part.path, entry.name]
+        entry.source.key: [part.path, entry.name]
         for part in parts
         for entry in part.entries
         if entry.source is not None and entry.dtype == entry.source.dtype
@@ -165,10 +167,10 @@ def state_part(state: TrainingState, parts: Sequence[Part], found: Mapping[str, 
     for name, source in found.items():
         if source.is_added:
             continue  # kept with the extra state
-        if source.identity in exact:
-            weights[name] = exact[source.identity]
+        if source.key in exact:
+            weights[name] = exact[source.key]
         elif frozen or source.trainable or not source.is_parameter:
-            exact[source.identity] = weights[name] = [FOLDER, f"weights/{name}"]
+            exact[source.key] = weights[name] = [FOLDER, f"weights/{name}"]
             entries.append(_entry_of(replace(source, name=f"weights/{name}")))
     state.document["weights"] = weights
     return Part(FOLDER, FOLDER, "state", None, tuple(entries), FILE)
@@ -176,8 +178,8 @@ def state_part(state: TrainingState, parts: Sequence[Part], found: Mapping[str, 
 
 def source_of(name: str, tensor: Tensor) -> Source:
     """The source of a tensor that is alike on all ranks, or cut over them by torch itself."""
-    engine, holding = _tensor_holding(tensor)
-    return Source(name, name, tuple(tensor.shape), tensor.dtype, False, tensor, id(tensor), engine, holding)
+    made = replace(source_of_tensor(name, name, tensor), trainable=False)
+    return made if is_dtensor(tensor) else replace(made, sharding=OwnedSharding(made.shape, 0))
 
 
 def tree_tensors(value: Any, name: str = "state") -> list[Tensor]:
@@ -251,8 +253,11 @@ def _item_entries(
     entries = []
     for index, leaf in enumerate(facts[0]["leaves"]):
         tensor = local.leaves[item.name][index] if leaf["cut"] or rank == 0 else None
-        engine, holding = ("plain", elsewhere(tuple(leaf["shape"]))) if tensor is None else _tensor_holding(tensor)
-        entries.append(_entry_of(_leaf_source(f"{item.name}/{index}", leaf, holding, tensor, engine)))
+        name = f"{item.name}/{index}"
+        if tensor is not None and is_dtensor(tensor):
+            entries.append(_entry_of(source_of_tensor(name, name, tensor)))
+        else:
+            entries.append(_entry_of(_leaf_source(name, leaf, tensor, 0)))
     return entries
 
 
@@ -260,17 +265,14 @@ def _own_entries(prefix: str, owner: int, leaves: Sequence[Document], mine: Sequ
     """Entries of tensors that only the rank `owner` has."""
     for index, leaf in enumerate(leaves):
         tensor = mine[index] if mine is not None else None
-        yield _entry_of(
-            _leaf_source(f"{prefix}/{index}", leaf, held_by(owner, tuple(leaf["shape"]), tensor), tensor, "plain")
-        )
+        yield _entry_of(_leaf_source(f"{prefix}/{index}", leaf, tensor, owner))
 
 
-def _tensor_holding(tensor: Tensor) -> tuple[str, Holding]:
-    return dtensor_holding(tensor) if is_dtensor(tensor) else ("plain", held_by(0, tuple(tensor.shape), tensor))
-
-
-def _leaf_source(name: str, leaf: Document, holding: Holding, live: Any, engine: str) -> Source:
-    return Source(name, name, tuple(leaf["shape"]), dtype_of(leaf["dtype"]), False, live, id(live), engine, holding)
+def _leaf_source(name: str, leaf: Document, tensor: Tensor | None, owner: int) -> Source:
+    """The source of a tensor in a tree; `tensor` is what this rank has of it, which `owner` speaks for."""
+    shape, dtype = tuple(leaf["shape"]), dtype_of(leaf["dtype"])
+    bare = Source(id(tensor), name, name, shape, dtype, False, False, "plain", OwnedSharding(shape, owner))
+    return replace(bare, live=tensor, local=tensor)
 
 
 def _prefixed_entries(prefix: str, tensors: Mapping[str, Source]) -> list[Entry]:

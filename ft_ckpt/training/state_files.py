@@ -15,8 +15,8 @@ from torch import Tensor
 
 from ft_ckpt.checkpoint.open_checkpoint import OpenCheckpoint
 from ft_ckpt.checkpoint.typed_json import reader_of
+from ft_ckpt.distributed.fsdp2 import is_dtensor
 from ft_ckpt.distributed.read_shards import fill
-from ft_ckpt.distributed.sharding import is_dtensor
 from ft_ckpt.errors import CorruptError, LoadError, SelectionError, damaged_input
 from ft_ckpt.formats import safetensors_file
 from ft_ckpt.formats.hdf5 import hdf5_file

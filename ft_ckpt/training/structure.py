@@ -18,9 +18,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 
-from ft_ckpt.distributed.sharding import Holding
+from ft_ckpt.distributed.tensor_info import Source
 from ft_ckpt.distributed.tensor_names import is_plain, walk
-from ft_ckpt.distributed.wrappers import Source, sent_buffers, to_sharded, wrappers
+from ft_ckpt.distributed.wrappers import sent_buffers, to_sharded, wrappers
 from ft_ckpt.training.optimizers import unwrap_optimizer
 
 T = TypeVar("T")
@@ -204,13 +204,13 @@ def _of_class(kind: type, name: str) -> Any:
 
 def is_placed(source: Source, look: Look) -> bool:
     """Whether the look has the source's tensor, if it has one here, and nothing else is needed to read it."""
-    return source.holding.whole is None and (source.live is None or id(source.live) in look.places)
+    return not source.sharding.is_opaque and (source.live is None or id(source.live) in look.places)
 
 
 def emptied(source: Source, look: Look) -> Source:
     """The source, placed in the look, without its tensor: `live` is its place."""
     place = None if source.live is None else look.places[id(source.live)]
-    return replace(source, live=place, holding=replace(source.holding, local=None))
+    return replace(source, live=place, local=None)
 
 
 def filled(source: Source, look: Look, local: Callable[[int], Tensor | None] | None = None) -> Source:
@@ -218,11 +218,8 @@ def filled(source: Source, look: Look, local: Callable[[int], Tensor | None] | N
     if not isinstance(source.live, int):
         return source
     live: Any = look.tensors[source.live]
-    held = source.holding
     mine = local_of(live).detach() if local is None else local(source.live)
-    holding = Holding(held.view, mine, held.owners, held.block, held.moves, None, held.mine, held.alike)
-    one = source
-    return Source(one.name, one.raw, one.shape, one.dtype, one.trainable, live, id(live), one.engine, holding)
+    return replace(source, key=id(live), live=live, local=mine)
 
 
 def local_of(tensor: Any) -> Tensor:

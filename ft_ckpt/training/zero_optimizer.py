@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ft_ckpt.distributed.sharding import Holding, replicated
-from ft_ckpt.distributed.wrappers import Source
+from ft_ckpt.distributed.sharding import ReplicatedSharding, Sharding
+from ft_ckpt.distributed.tensor_info import Source, new_key
 from ft_ckpt.distributed.zero import Partition, Place, changed_with_steps, laid_out
 from ft_ckpt.errors import LoadError, SelectionError, listing
 from ft_ckpt.formats.dtypes import dtype_name, dtype_of
@@ -85,10 +85,8 @@ def zero_tensors(optimizer: Any, description: Description, found: Mapping[str, S
             entries = description["state"].get(name, {})
             keys = [key for key, entry in entries.items() if "dtype" in entry]
             for key in [*keys, *([MASTER] if name in description["masters"] else [])]:
-                cut = _is_cut(buffers[key], partition.master)
-                holding = place.cut(buffers[key]) if cut else replicated(buffers[key])
-                source = _zero_source(place.owner, key, buffers[key].dtype, holding)
-                sources[f"{name}/{key}"] = replace(source, live=buffers[key])
+                make = _run_source if _is_cut(buffers[key], partition.master) else _whole_source
+                sources[f"{name}/{key}"] = make(place, key, buffers[key])
     return sources
 
 
@@ -238,11 +236,23 @@ def _restore_scaler(optimizer: Any, stored: Mapping[str, Any]) -> None:
             setattr(optimizer.loss_scaler, key, value)
 
 
-def _zero_source(owner: Source, key: str, dtype: torch.dtype, holding: Holding) -> Source:
-    shape = owner.shape if holding.moves else holding.view
-    engine = "zero" if holding.moves else "plain"
-    # The local views are made anew each time: the holding lives as long as the source, and so does its id.
-    return Source(f"{owner.name}/{key}", owner.raw, shape, dtype, False, holding.local, id(holding), engine, holding)
+def _run_source(place: Place, key: str, buffer: Tensor) -> Source:
+    """The source of a parameter's run in a buffer that is cut like the partition."""
+    return _zero_source(place.owner, key, place.owner.shape, "zero", place.sharding, buffer, place.local_run(buffer))
+
+
+def _whole_source(place: Place, key: str, tensor: Tensor) -> Source:
+    """The source of a tensor that every rank has whole, such as a number of steps."""
+    shape = tuple(tensor.shape)
+    return _zero_source(place.owner, key, shape, "plain", ReplicatedSharding(shape), tensor, tensor.detach())
+
+
+def _zero_source(
+    owner: Source, key: str, shape: tuple[int, ...], engine: str, sharding: Sharding, live: Tensor, local: Tensor | None
+) -> Source:
+    name = f"{owner.name}/{key}"
+    bare = Source(new_key(), name, owner.raw_name, shape, live.dtype, False, False, engine, sharding)
+    return replace(bare, live=live, local=local)  # several are in one live buffer: each has a key of its own
 
 
 def _restore_groups(
@@ -328,22 +338,20 @@ def _restored_number(key: str, live: Any, kept: Mapping[Place, dict[str, Any]], 
 def _stored_number(place: Place, key: str, entry: Any, fill: Callable[[Source], Any]) -> Any:
     if "dtype" not in entry:
         return decode(entry["value"])
-    holding = replicated(torch.zeros(entry["shape"], dtype=dtype_of(entry["dtype"])))
-    source = _zero_source(place.owner, key, dtype_of(entry["dtype"]), holding)
+    source = _whole_source(place, key, torch.zeros(entry["shape"], dtype=dtype_of(entry["dtype"])))
     fill(source)
     return source.live.item()
 
 
 def _read_run(place: Place, key: str, dtype: torch.dtype, into: Tensor, fills: _Fills) -> None:
     """Read this rank's run of a tensor stored as `dtype` into its place in the flat buffer `into`."""
-    holding = place.cut(into)
-    local = holding.local
-    if local is None or dtype == into.dtype:
-        fills[1](_zero_source(place.owner, key, dtype, holding))
+    source = _run_source(place, key, into)
+    if source.local is None or dtype == into.dtype:
+        fills[1](replace(source, dtype=dtype))
         return
-    read = torch.empty(local.shape, dtype=dtype)
-    fills[0](_zero_source(place.owner, key, dtype, replace(holding, local=read)))
-    local.copy_(read)
+    read = torch.empty(source.local.shape, dtype=dtype)
+    fills[0](replace(source, dtype=dtype, local=read))
+    source.local.copy_(read)
 
 
 ZERO_BACKEND = OptimizerBackend(describe_zero, zero_tensors, restore_zero)

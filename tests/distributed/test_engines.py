@@ -54,7 +54,7 @@ def test_ties_are_identity_not_storage():
     model.one, model.two = nn.Parameter(flat[:6]), nn.Parameter(flat[6:])
     model.alias = model.one
     found = sources(model)
-    assert found["one"].identity == found["alias"].identity != found["two"].identity
+    assert found["one"].key == found["alias"].key != found["two"].key
 
 
 def test_non_contiguous_and_non_persistent():
@@ -100,5 +100,5 @@ def test_names_of_nested_wrappers():
     model = nn.ModuleDict({"_orig_mod": nn.ModuleDict({"a": torch.compile(checkpoint_wrapper(inner))})})
     found = sources(torch.compile(model))
     assert list(found) == ["_orig_mod.a.weight", "_orig_mod.a.bias"]
-    assert found["_orig_mod.a.bias"].raw == "_orig_mod.a._orig_mod._checkpoint_wrapped_module.bias"
+    assert found["_orig_mod.a.bias"].raw_name == "_orig_mod.a._orig_mod._checkpoint_wrapped_module.bias"
     assert unwrap(torch.compile(inner, backend="eager")) is inner

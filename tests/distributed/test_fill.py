@@ -5,6 +5,7 @@ import math
 import os
 import tempfile
 import threading
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
@@ -17,8 +18,8 @@ from safetensors.torch import save_file
 import ft_ckpt
 from ft_ckpt.distributed import read_shards
 from ft_ckpt.distributed.read_shards import fill_all, read_onto
-from ft_ckpt.distributed.sharding import Block, Holding
-from ft_ckpt.distributed.wrappers import Source
+from ft_ckpt.distributed.sharding import Box, ReplicatedSharding
+from ft_ckpt.distributed.tensor_info import Source
 from ft_ckpt.errors import CorruptError, LoadError
 from ft_ckpt.formats import mapped_file, safetensors_file
 from ft_ckpt.formats.hdf5 import hdf5_file
@@ -58,14 +59,26 @@ def source(name, full, view, block, has_gaps=False):
     return made(name, full, view, local, block)
 
 
+@dataclass(frozen=True)
+class OneBox(ReplicatedSharding):
+    """This rank has one box of the tensor, any one."""
+
+    here: Box | None = None
+
+    def local_box(self, rank):
+        return self.here
+
+
 def made(name, full, view, local, block):
-    holding = Holding(tuple(view), local, (0,), lambda rank: block, mine=block)
-    return Source(name, name, tuple(full.shape), full.dtype, True, local, id(local), "plain", holding)
+    bare = Source(
+        id(local), name, name, tuple(full.shape), full.dtype, True, True, "plain", OneBox(tuple(view), here=block)
+    )
+    return replace(bare, live=local, local=local)
 
 
 def whole(name, full):
     local = torch.zeros_like(full)
-    return made(name, full, full.shape, local, Block((0,) * full.dim(), tuple(full.shape)))
+    return made(name, full, full.shape, local, Box((0,) * full.dim(), tuple(full.shape)))
 
 
 @st.composite
@@ -76,7 +89,7 @@ def blocks_of_tensors(draw):
     offsets = [draw(st.integers(0, max(size - 1, 0))) for size in view]
     sizes = [draw(st.integers(min(1, size), size - low)) for size, low in zip(view, offsets, strict=True)]
     gaps = draw(st.booleans()) if view else False
-    return shape, draw(st.sampled_from(DTYPES)), view, Block(tuple(offsets), tuple(sizes)), gaps
+    return shape, draw(st.sampled_from(DTYPES)), view, Box(tuple(offsets), tuple(sizes)), gaps
 
 
 def stored(tensors, kind, folder):
@@ -109,10 +122,10 @@ def test_any_blocks_of_any_tensors(asked, kind, least, stage, direct):
             wanted.append((one, file, name))
         fill_all(reversed(wanted), threads=2, direct=direct)
     for one, _, name in wanted:
-        expected = full[name].view(one.holding.view)
-        for dim, (low, size) in enumerate(zip(one.holding.mine.offsets, one.holding.mine.sizes, strict=True)):
+        expected = full[name].view(one.sharding.view)
+        for dim, (low, size) in enumerate(zip(one.local_box.offsets, one.local_box.sizes, strict=True)):
             expected = expected.narrow(dim, low, size)
-        assert same(one.holding.local, expected), name
+        assert same(one.local, expected), name
 
 
 def test_what_is_not_this_ranks_stays(tmp_path):
@@ -120,7 +133,7 @@ def test_what_is_not_this_ranks_stays(tmp_path):
     full = values((33,), torch.float32)
     file = stored({"a": full}, "safetensors", tmp_path)
     buffer = torch.full((10,), 7.0)
-    fill_all([(made("a", full, (33,), buffer[3:8], Block((20,), (5,))), file, "a")])
+    fill_all([(made("a", full, (33,), buffer[3:8], Box((20,), (5,))), file, "a")])
     assert buffer.tolist() == [7.0] * 3 + full[20:25].tolist() + [7.0] * 2
 
 
@@ -132,7 +145,7 @@ def test_twenty_thousand_tiny_tensors_and_a_large_one(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "preadv", lambda *place: calls.append(place[2]) or real(*place))
     wanted = [(whole(name, tensor), file, name) for name, tensor in full.items()]
     assert fill_all(wanted) == sum(tensor.nbytes for tensor in full.values())
-    assert all(torch.equal(one.holding.local, full[name]) for one, _, name in wanted)
+    assert all(torch.equal(one.local, full[name]) for one, _, name in wanted)
     assert len(calls) < 20
 
 
@@ -140,7 +153,7 @@ def test_the_version_of_what_was_filled_changes(tmp_path):
     """A later save must not take it for the tensor of the checkpoint before."""
     full = values((5,), torch.float32)
     parameter = torch.nn.Parameter(torch.zeros(5))
-    one = made("a", full, (5,), parameter.detach(), Block((0,), (5,)))
+    one = made("a", full, (5,), parameter.detach(), Box((0,), (5,)))
     before = parameter._version
     fill_all([(one, stored({"a": full}, "safetensors", tmp_path), "a")])
     assert parameter._version > before
@@ -155,7 +168,7 @@ def test_all_problems_at_once_and_nothing_read(tmp_path):
         fill_all([(good, file, "a"), *problems, (whole("d", full), file, "d")])
     for text in ("b: float32 [4, 3] in the checkpoint", "c: float32 [4, 3]", "d: not in the checkpoint"):
         assert text in str(caught.value)
-    assert not good.holding.local.any()
+    assert not good.local.any()
 
 
 def test_without_unbuffered_reads(tmp_path, monkeypatch):
@@ -171,7 +184,7 @@ def test_without_unbuffered_reads(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "open", refuse)
     one = whole("a", full)
     fill_all([(one, file, "a")], direct="on")
-    assert torch.equal(one.holding.local, full)
+    assert torch.equal(one.local, full)
     assert file.raw.read_in(direct="on")
     assert torch.equal(file.read("a"), full)
 

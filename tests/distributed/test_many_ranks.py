@@ -87,19 +87,18 @@ def test_the_manifest_does_not_grow_with_the_ranks(way):
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("world", [8, 1024])
 def test_planning_takes_steps_by_tensors_and_ranks(way, world, monkeypatch):
-    """A rank is asked for its block of a tensor once or twice, and no element is looked at."""
+    """A rank is asked for its box of a tensor once or twice, and no element is looked at."""
     steps, values = [], llama_1b()
-    for name in ("_cut", "_run"):
+    for name in ("_cut_box", "_run_in_shard"):
         real = getattr(sharding, name)
         counted = lambda *given, real=real: steps.append(1) or real(*given)  # noqa: E731
         monkeypatch.setattr(sharding, name, counted)
-        monkeypatch.setattr(f"held.{name}", counted, raising=False)
     shared(values, way, world, world - 1)
     assert bool(steps) is (way != "ddp")
     assert len(steps) <= 2 * len(values) * (world + 1)
 
 
-def test_holdings_are_those_of_the_engines():
+def test_layouts_are_those_of_the_engines():
     command = [sys.executable, str(WORKERS / "many.py")]
     done = subprocess.run(
         command, capture_output=True, text=True, timeout=120, env={**os.environ, "PYTHONPATH": python_path()}

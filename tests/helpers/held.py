@@ -1,15 +1,17 @@
 """Tensors as the engines hold them on any of many ranks, without a process for each."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
 
-from ft_ckpt.distributed.sharding import Block, Holding, _cut, replicated, runs
-from ft_ckpt.distributed.wrappers import Source
+from ft_ckpt.distributed.sharding import FlatSharding, Mesh, MeshSharding, ReplicatedSharding, Sharding
+from ft_ckpt.distributed.tensor_info import Source
 from ft_ckpt.model.entries import Entry, Part
 from ft_ckpt.saving.files import PartPlan, plan_part
 
+Held = tuple[Sharding, Tensor | None]
 WAYS = ("ddp", "fsdp1", "fsdp2", "zero3")
 
 
@@ -31,31 +33,32 @@ def planned(
     return plan_part(Part("model", "", "model", None, tuple(entries)), shard)
 
 
-def flat(values: Mapping[str, Tensor], world: int, rank: int) -> dict[str, Holding]:
+def flat(values: Mapping[str, Tensor], world: int, rank: int) -> dict[str, Held]:
     """All of them in one FSDP1 flat parameter, padded to equal shards."""
     shard = max(1, -(-sum(value.numel() for value in values.values()) // world))
     buffer = _shard(torch.cat([value.reshape(-1) for value in values.values()]), shard, rank)
     found, first = {}, 0
     for name, value in values.items():
-        found[name] = runs(buffer, value.numel(), first, shard, range(world), rank)
+        found[name] = _run(buffer, FlatSharding(value.numel(), first, shard, tuple(range(world))), rank)
         first += value.numel()
     return found
 
 
-def _held(value: Tensor, way: str, world: int, rank: int) -> Holding:
+def _held(value: Tensor, way: str, world: int, rank: int) -> Held:
+    shape, ranks = tuple(value.shape), tuple(range(world))
     if way == "ddp" or (way == "fsdp2" and not value.dim()):
-        return replicated(value)
+        return ReplicatedSharding(shape), value
     if way == "zero3":  # each parameter by itself, flattened and padded
         shard = -(-value.numel() // world)
-        return runs(_shard(value.reshape(-1), shard, rank), value.numel(), 0, shard, range(world), rank)
-    shape = tuple(value.shape)
+        return _run(_shard(value.reshape(-1), shard, rank), FlatSharding(value.numel(), 0, shard, ranks), rank)
+    sharding = MeshSharding(shape, Mesh((world,), ranks), (0,))
+    mine = sharding.local_box(rank)
+    return sharding, value[mine.offsets[0] : mine.offsets[0] + mine.sizes[0]] if mine is not None else value[:0]
 
-    def block(at: int) -> Block | None:
-        return _cut(shape, ((0, at, world),))
 
-    mine = block(rank)
-    local = value[mine.offsets[0] : mine.offsets[0] + mine.sizes[0]] if mine is not None else value[:0]
-    return Holding(shape, local, tuple(range(world)), block, moves=True, mine=mine)
+def _run(buffer: Tensor, sharding: FlatSharding, rank: int) -> Held:
+    span = sharding.range_in_shard(rank)
+    return sharding, None if span is None else buffer[slice(*span)]
 
 
 def _shard(value: Tensor, shard: int, rank: int) -> Tensor:
@@ -63,9 +66,10 @@ def _shard(value: Tensor, shard: int, rank: int) -> Tensor:
     return part if part.numel() == shard else torch.cat([part, part.new_zeros(shard - part.numel())])
 
 
-def _entry(name: str, value: Tensor, holding: Holding, dtype: torch.dtype | None) -> Entry:
+def _entry(name: str, value: Tensor, held: Held, dtype: torch.dtype | None) -> Entry:
     live = nn.Parameter(value, requires_grad=False)
-    source = Source(name, name, tuple(value.shape), value.dtype, True, live, id(live), "plain", holding)
+    source = Source(id(live), name, name, tuple(value.shape), value.dtype, True, True, "plain", held[0])
+    source = replace(source, live=live, local=held[1])
     return Entry(name, source.shape, dtype or value.dtype, value.dtype, source)
 
 

@@ -1,4 +1,4 @@
-"""Real FSDP2 and ZeRO-3 holdings of a few ranks of a thousand: a process group that pretends takes one process."""
+"""Real FSDP2 and ZeRO-3 layouts of a few ranks of a thousand: a process group that pretends takes one process."""
 
 import sys
 from types import SimpleNamespace
@@ -11,16 +11,17 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from ft_ckpt.distributed.sharding import zero3_holding
-from ft_ckpt.distributed.wrappers import sources
+from ft_ckpt.distributed.wrappers import source_of_tensor, sources
 
 WORLD = 1024
 
 
-def facts(holding):
-    local = None if holding.local is None or not holding.local.numel() else tuple(holding.local.shape)
-    blocks = [holding.block(rank) for rank in (0, 1, 2, 511, 512, 1022, 1023)]
-    return holding.view, tuple(rank for rank in holding.owners if holding.block(rank)), blocks, local, holding.moves
+def facts(source):
+    local = None if source.local is None or not source.local.numel() else tuple(source.local.shape)
+    sharding = source.sharding
+    boxes = [sharding.box(rank) for rank in (0, 1, 2, 511, 512, 1022, 1023)]
+    owners = tuple(rank for rank in sharding.owners if sharding.box(rank))
+    return sharding.view, owners, boxes, source.local_box, local, sharding.is_sharded
 
 
 def compare(rank):
@@ -30,16 +31,17 @@ def compare(rank):
         )
     values = {name: torch.zeros(value.shape) for name, value in model.named_parameters()}
     fully_shard(model, mesh=init_device_mesh("cpu", (WORLD,)))
-    real = {name: source.holding for name, source in sources(model.to_empty(device="cpu")).items()}
-    told = {entry.name: entry.source.holding for entry in planned(values, "fsdp2", WORLD, rank).part.entries}
+    real = sources(model.to_empty(device="cpu"))
+    told = {entry.name: entry.source for entry in planned(values, "fsdp2", WORLD, rank).part.entries}
     for name in values:
         assert facts(told[name]) == facts(real[name]), (rank, name, facts(told[name]), facts(real[name]))
-    told = {entry.name: entry.source.holding for entry in planned(values, "zero3", WORLD, rank).part.entries}
+    told = {entry.name: entry.source for entry in planned(values, "zero3", WORLD, rank).part.entries}
     for name, value in values.items():
         shard = torch.zeros(-(-value.numel() // WORLD))  # as DeepSpeed pads and cuts
-        parameter = SimpleNamespace(ds_tensor=shard, ds_process_group=dist.group.WORLD)
-        holding = zero3_holding(parameter, tuple(value.shape))
-        assert facts(told[name]) == facts(holding), (rank, name, facts(told[name]), facts(holding))
+        parameter = SimpleNamespace(ds_tensor=shard, ds_process_group=dist.group.WORLD, ds_shape=value.shape)
+        parameter.shape, parameter.dtype, parameter.requires_grad = (0,), value.dtype, True
+        source = source_of_tensor(name, name, parameter)
+        assert facts(told[name]) == facts(source), (rank, name, facts(told[name]), facts(source))
 
 
 if __name__ == "__main__":

@@ -20,8 +20,9 @@ from wrappers import deepspeed_accelerator
 
 from ft_ckpt.distributed.gather import gather
 from ft_ckpt.distributed.ranks import current
-from ft_ckpt.distributed.sharding import Block
-from ft_ckpt.distributed.wrappers import Source, sources
+from ft_ckpt.distributed.sharding import Box
+from ft_ckpt.distributed.tensor_info import Source
+from ft_ckpt.distributed.wrappers import sources
 from ft_ckpt.errors import LoadError, SelectionError
 from ft_ckpt.training import optimizers, zero_optimizer
 
@@ -137,15 +138,15 @@ class Filler:
         self.full = full
 
     def __call__(self, source: Source) -> None:
-        full, holding = self.full[source.name], source.holding
+        full, local, box = self.full[source.name], source.local, source.local_box
         assert (tuple(full.shape), full.dtype) == (source.shape, source.dtype), source.name
-        if holding.local is not None and holding.mine is not None:
-            assert holding.local.shape == holding.mine.sizes
-            holding.local.copy_(cut(full.reshape(holding.view), holding.mine))
+        if local is not None and box is not None:
+            assert local.shape == box.sizes
+            local.copy_(cut(full.reshape(source.sharding.view), box))
 
 
-def cut(full: torch.Tensor, block: Block) -> torch.Tensor:
-    for dim, (offset, size) in enumerate(zip(block.offsets, block.sizes, strict=True)):
+def cut(full: torch.Tensor, box: Box) -> torch.Tensor:
+    for dim, (offset, size) in enumerate(zip(box.offsets, box.sizes, strict=True)):
         full = full.narrow(dim, offset, size)
     return full
 

@@ -1,0 +1,83 @@
+"""FSDP1: parameters lie one after the other in flat parameters, each cut into equal shards.
+
+Facts are taken from the handles that FullyShardedDataParallel keeps; nothing is unsharded for it.
+"""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ft_ckpt.distributed.process_groups import global_rank, group_members, is_subset_of_ranks
+from ft_ckpt.distributed.sharding import FlatSharding, ReplicatedSharding, Sharding
+
+
+@dataclass(frozen=True, eq=False)
+class FlatParameter:
+    """One original parameter inside an FSDP1 flat parameter."""
+
+    handle: Any
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    trainable: bool
+    first: int  # index of its first element in the unsharded flat parameter
+    original: Any = None  # the parameter that optimizers are given; None where that is the flat parameter itself
+
+    def shard_buffer(self) -> Tensor:
+        """This rank's shard of the flat parameter."""
+        local: Tensor | None = getattr(self.handle.flat_param, "_local_shard", None)
+        return self.handle.flat_param if local is None else local
+
+    def sharding(self, shard: int | None = None) -> Sharding:
+        """Its runs in the ranks' shards of `shard` elements, by default those of the flat parameter itself."""
+        numel = math.prod(self.shape)
+        if not self.handle.uses_sharded_strategy:
+            return ReplicatedSharding((numel,))
+        members = group_members(self.handle.process_group)
+        size = self.shard_buffer().numel() if shard is None else shard
+        return FlatSharding(numel, self.first, size, members, is_subset_of_ranks(len(members)))
+
+    def local_run(self, buffer: Tensor) -> Tensor | None:
+        """This rank's elements in any `buffer` that is cut like the flat parameter, such as its optimizer state."""
+        flat, sharding = buffer.detach().view(-1), self.sharding(buffer.numel())
+        if not isinstance(sharding, FlatSharding):
+            return flat[self.first : self.first + math.prod(self.shape)]
+        span = sharding.range_in_shard(global_rank())
+        return None if span is None else flat[slice(*span)]
+
+
+def is_fsdp1(module: nn.Module) -> bool:
+    """Whether `module` is FSDP1's wrapper; told by its name, since that class takes long to import."""
+    return type(module).__name__ == "FullyShardedDataParallel"
+
+
+def flat_parameters(model: nn.Module) -> dict[tuple[int, str], FlatParameter]:
+    """(id of the owning module, parameter name) -> its place in an FSDP1 flat parameter."""
+    found: dict[tuple[int, str], FlatParameter] = {}
+    for module in model.modules():
+        handle = getattr(module, "_handle", None) if is_fsdp1(module) else None
+        if handle is not None:
+            found.update(_parameters_of_handle(handle))
+    return found
+
+
+def _parameters_of_handle(handle: Any) -> Iterator[tuple[tuple[int, str], FlatParameter]]:
+    flat = handle.flat_param
+    originals = flat._params or [None] * len(flat._param_infos)  # None with use_orig_params=False
+    trainable = {id(info.module): flat.requires_grad for info in flat._param_infos}
+    starts, position = [], 0
+    for numel, padding in zip(flat._numels_with_padding, flat._is_padding_mask, strict=True):
+        if not padding:
+            starts.append(position)
+        position += numel
+    places = {}
+    for info, shape, first, original in zip(flat._param_infos, flat._shapes, starts, originals, strict=True):
+        wants = trainable[id(info.module)] if original is None else bool(original.requires_grad)
+        one = FlatParameter(handle, tuple(shape), flat.dtype, wants, first, original)
+        places[id(info.module), info.param_name] = one
+    yield from places.items()
+    for shared in flat._shared_param_infos:
+        yield (id(shared.module), shared.param_name), places[id(shared.prim_module), shared.prim_param_name]

@@ -1,0 +1,77 @@
+"""What there is to know of one tensor without having it, and where its elements come from when they are needed."""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from itertools import count
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from ft_ckpt.distributed.process_groups import global_rank
+from ft_ckpt.distributed.sharding import Box, Sharding
+
+
+@dataclass(frozen=True)
+class TensorInfo:
+    """One tensor of a run under its canonical name: facts alone, equal on equal models."""
+
+    key: int  # equal for names that are one parameter; what `Tensors` are asked by
+    name: str  # without wrapper parts
+    raw_name: str  # as `named_modules` spells it, wrapper parts included
+    shape: tuple[int, ...]  # global
+    dtype: torch.dtype
+    trainable: bool
+    is_parameter: bool
+    engine: str  # "plain", "fsdp1", "fsdp2", "zero3", "tensor parallel", "zero"
+    sharding: Sharding
+    is_added: bool = False  # listed by the state dict though it is no parameter and no buffer
+
+    @property
+    def numel(self) -> int:
+        """Elements of the full tensor."""
+        return math.prod(self.shape)
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of the full tensor."""
+        return self.numel * self.dtype.itemsize
+
+
+class Tensors(Protocol):
+    """The elements behind `TensorInfo`s: those of a live run, or of a snapshot."""
+
+    def local(self, key: int) -> Tensor | None:
+        """This rank's elements, as `Sharding.local_box` says; None where it has none. Wants no gradient."""
+        ...
+
+    def full(self, key: int) -> Tensor:
+        """The full tensor of an opaque sharding. Collective."""
+        ...
+
+
+_new_keys = count(-1, -1)  # below all that objects have
+
+
+def new_key() -> int:
+    """A key that no other tensor has."""
+    return next(_new_keys)
+
+
+def _refuse_full() -> Tensor:
+    raise NotImplementedError("no collective of an engine gives this tensor")
+
+
+@dataclass(frozen=True, eq=False)
+class Source(TensorInfo):
+    """A description together with the tensor, on its way out: users take `Tensors` beside a `TensorInfo` instead."""
+
+    live: Any = None  # the parameter or buffer itself, kept so that its id stays its own
+    local: Tensor | None = None  # this rank's elements
+    gather_full: Callable[[], Tensor] = field(default=_refuse_full)  # of an opaque sharding
+
+    @property
+    def local_box(self) -> Box | None:
+        """Where `local` lies in the view."""
+        return self.sharding.local_box(global_rank())
