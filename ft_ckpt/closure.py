@@ -12,7 +12,7 @@ from torch import nn
 from ft_ckpt import schedule
 from ft_ckpt.config import SaverConfig, every_of
 from ft_ckpt.distributed import wrappers
-from ft_ckpt.distributed.ranks import Ranks, attempt, current
+from ft_ckpt.distributed.ranks import Ranks, current_ranks, try_action
 from ft_ckpt.errors import CheckpointError, ConfigError, RankError, listing
 from ft_ckpt.saver import CheckpointSaver, open_savers
 from ft_ckpt.schedule import Every
@@ -93,7 +93,7 @@ class _ClosureSchedule:
     def _run_everywhere(self, own: TrainingRun, reason: str, function: Callable[[], Any]) -> Any:
         """Run `function` on all ranks, when all are here and the weights are in their place."""
         ranks, before, begun = self._current_ranks(), own.history, time.monotonic()
-        _, error = attempt(self._restore_shards)
+        _, error = try_action(self._restore_shards)
         ranks.agree(self.name, {"step": own.step}, error, same=("step",))
         own.note_saved(reason, {})  # if it fails, it runs again an interval later
         with _running_closure(self.name):
@@ -183,7 +183,7 @@ class _ClosureSchedule:
                 wrappers.sources(model, allow_meta=True)
 
     def _current_ranks(self) -> Ranks:
-        return current() if self._saver is None else self._saver._current_ranks()
+        return current_ranks() if self._saver is None else self._saver._current_ranks()
 
 
 def _is_stepped(saver: CheckpointSaver) -> bool:

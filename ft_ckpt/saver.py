@@ -16,7 +16,7 @@ from ft_ckpt.checkpoint.open_checkpoint import OpenCheckpoint
 from ft_ckpt.checkpoint.prune import recover_all
 from ft_ckpt.config import SaverConfig, make_config, numbers_of
 from ft_ckpt.distributed import wrappers
-from ft_ckpt.distributed.ranks import Ranks, attempt, current
+from ft_ckpt.distributed.ranks import Ranks, current_ranks, try_action
 from ft_ckpt.model.parts import Attribute, is_of_adapters
 from ft_ckpt.saving.background import BackgroundSaver, PendingSave
 from ft_ckpt.saving.build_manifest import library_versions
@@ -285,7 +285,7 @@ class CheckpointSaver:
         if kind is None:
             self._end_use(save=True)
         else:
-            attempt(lambda: self._end_use(save=False))  # its error would hide the one that is on its way
+            try_action(lambda: self._end_use(save=False))  # its error would hide the one that is on its way
 
     def _open_agreed(self, mode: str, stack: ExitStack) -> tuple[OpenCheckpoint | None, str | None]:
         """The checkpoint that rank 0 chooses, open on every rank as long as the stack; and the name of the run that
@@ -310,7 +310,7 @@ class CheckpointSaver:
         return held, None if held is None else starting.branch_run_id(mode, held.path, held.manifest)
 
     def _current_ranks(self) -> Ranks:
-        return current(self.config.enter_timeout_seconds)
+        return current_ranks(self.config.enter_timeout_seconds)
 
 
 def _resume_message(progress: Progress, directory: Path | None) -> tuple[Any, ...]:

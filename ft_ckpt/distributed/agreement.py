@@ -7,7 +7,7 @@ from ft_ckpt.errors import CheckpointError, NoSpaceError
 ADVICE = "call it on every rank, not under `if accelerator.is_main_process`, and with the same arguments"
 
 
-def described(error: BaseException | None) -> dict[str, Any]:
+def error_facts(error: BaseException | None) -> dict[str, Any]:
     """What others are told of an error: its text, and whether it is a full disk."""
     if error is None:
         return {"error": None, "full": False}
@@ -15,35 +15,35 @@ def described(error: BaseException | None) -> dict[str, Any]:
     return {"error": text, "full": isinstance(error, NoSpaceError)}
 
 
-def judge(
+def judge_entries(
     what: str, entries: dict[int, dict[str, Any]], size: int, same: tuple[str, ...], limit: float
 ) -> tuple[str | None, str]:
     """What is wrong, None when nothing is, and of what kind that is."""
     missing = [rank for rank in range(size) if rank not in entries]
     if missing:
-        return f"{what}: rank(s) {numbers(missing)} did not enter it within {limit:g} s; {ADVICE}", "disagree"
+        return f"{what}: rank(s) {rank_numbers(missing)} did not enter it within {limit:g} s; {ADVICE}", "disagree"
     elsewhere = [rank for rank, entry in entries.items() if entry["what"] != what]
     if elsewhere:
         called = entries[elsewhere[0]]["what"]
-        return f"{what}: rank(s) {numbers(elsewhere)} called {called} instead; {ADVICE}", "disagree"
+        return f"{what}: rank(s) {rank_numbers(elsewhere)} called {called} instead; {ADVICE}", "disagree"
     failed = [rank for rank, entry in entries.items() if entry["error"] is not None]
     if failed:
         text = "; ".join(f"rank {rank}: {entries[rank]['error']}" for rank in failed[:4])
         kind = "full" if all(entries[rank]["full"] for rank in failed) else "failed"
         return f"{what} failed, nothing was committed: {text}", kind
-    differing = [difference for name in same if (difference := _difference(name, list(entries.values())))]
+    differing = [difference for name in same if (difference := _field_difference(name, list(entries.values())))]
     return (f"{what}: ranks disagree: {'; '.join(differing)}" if differing else None), "disagree"
 
 
-def _difference(name: str, entries: list[dict[str, Any]]) -> str | None:
+def _field_difference(name: str, entries: list[dict[str, Any]]) -> str | None:
     first = entries[0]["value"].get(name)
     odd = [rank for rank, entry in enumerate(entries) if entry["value"].get(name) != first]
     if not odd:
         return None
-    return f"{name} is {first!r} on rank 0 and {entries[odd[0]]['value'].get(name)!r} on rank(s) {numbers(odd)}"
+    return f"{name} is {first!r} on rank 0 and {entries[odd[0]]['value'].get(name)!r} on rank(s) {rank_numbers(odd)}"
 
 
-def numbers(ranks: list[int]) -> str:
+def rank_numbers(ranks: list[int]) -> str:
     """The ranks in one line, the first eight of them by number."""
     shown = ", ".join(map(str, sorted(ranks)[:8]))
     return shown if len(ranks) <= 8 else f"{shown} and {len(ranks) - 8} more"

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from ft_ckpt.distributed.gather import wire_device
-from ft_ckpt.distributed.ranks import Ranks, attempt
+from ft_ckpt.distributed.ranks import Ranks, try_action
 from ft_ckpt.distributed.read_shards import (
     Landing,
-    Straight,
+    StraightLanding,
     Wanted,
     bytes_at,
     check_all,
@@ -35,12 +35,12 @@ def each_reads(_what: str, collect: Callable[[], list[Wanted]]) -> None:
     """Fill with this rank's blocks what `collect` gives. Not collective. Raises what `fill_all` and `collect` raise."""
     wanted = collect()
     check_all(wanted)
-    fill_all(one for one in wanted if not _is_common(one))
+    fill_all(one for one in wanted if not _is_whole_everywhere(one))
     # Several processes that read the same bytes of a disk share the page cache: past it, each would read them anew.
-    fill_all((one for one in wanted if _is_common(one)), direct="auto" if readers_here() == 1 else "off")
+    fill_all((one for one in wanted if _is_whole_everywhere(one)), direct="auto" if readers_here() == 1 else "off")
 
 
-def filler(way: str, ranks: Ranks, bucket_bytes: int) -> Filler:
+def choose_filler(way: str, ranks: Ranks, bucket_bytes: int) -> Filler:
     """The function that fills tensors the `way` of SaverConfig.fan_out. With "broadcast" it is collective.
 
     All ranks must then call it for the same things in the same order; an error on one of them is raised on all.
@@ -49,15 +49,15 @@ def filler(way: str, ranks: Ranks, bucket_bytes: int) -> Filler:
         return each_reads
 
     def fill(what: str, collect: Callable[[], list[Wanted]]) -> None:
-        ready, error = attempt(lambda: _Ready(collect(), bucket_bytes))
+        ready, error = try_action(lambda: _BroadcastPlan(collect(), bucket_bytes))
         ranks.agree(f"reading {what}", {"tensors": "" if ready is None else ready.digest}, error, same=("tensors",))
-        broadcast(ready, ranks)
+        broadcast_tensors(ready, ranks)
         fill_all(ready.own)
 
     return fill
 
 
-class _Ready:
+class _BroadcastPlan:
     """What one rank wants, and all the memory that takes: after this nothing of its own can keep it from a broadcast.
 
     It needs `bucket_bytes` beside the tensors. Raises as `check_all`.
@@ -65,11 +65,11 @@ class _Ready:
 
     def __init__(self, wanted: list[Wanted], bucket_bytes: int) -> None:
         check_all(wanted)
-        self.common = [one for one in wanted if _is_common(one)]
-        self.own = [one for one in wanted if not _is_common(one)]
+        self.common = [one for one in wanted if _is_whole_everywhere(one)]
+        self.own = [one for one in wanted if not _is_whole_everywhere(one)]
         self.size_bytes = sum(source.size_bytes for source, _, _ in self.common)
         self.bucket = torch.empty(min(bucket_bytes, self.size_bytes) + 1, dtype=torch.uint8, device=wire_device())
-        self.stream = _Stream(self.common)
+        self.stream = _TensorStream(self.common)
 
     @property
     def digest(self) -> str:
@@ -78,7 +78,7 @@ class _Ready:
         return hashlib.blake2b(told.encode(), digest_size=8).hexdigest()
 
 
-def broadcast(ready: _Ready, ranks: Ranks) -> None:
+def broadcast_tensors(ready: _BroadcastPlan, ranks: Ranks) -> None:
     """Fill tensors that every rank holds whole with what rank 0 reads. Collective, with the same tensors everywhere.
 
     Raises on rank 0 what reading raised, RankError on the others.
@@ -86,12 +86,12 @@ def broadcast(ready: _Ready, ranks: Ranks) -> None:
     import torch.distributed as dist
 
     bucket, stream, total, step = ready.bucket, ready.stream, ready.size_bytes, ready.bucket.numel() - 1
-    feed = _Feed(_read(ready.common)) if ranks.leads else None
+    feed = _PieceFeed(_stored_pieces(ready.common)) if ranks.leads else None
     for start in range(0, total, max(step, 1)):
         size = min(step, total - start)
         error = None
         if feed is not None:
-            _, error = attempt(lambda: feed.fill(bucket[:size]))  # noqa: B023 - called at once
+            _, error = try_action(lambda: feed.fill(bucket[:size]))  # noqa: B023 - called at once
             bucket[size] = int(error is not None)
         dist.broadcast(bucket[: size + 1], src=0)
         if error is not None:
@@ -103,18 +103,18 @@ def broadcast(ready: _Ready, ranks: Ranks) -> None:
         raise stream.error
 
 
-def _is_common(one: Wanted) -> bool:
+def _is_whole_everywhere(one: Wanted) -> bool:
     """Whether every rank holds all of it; the same answer on every rank."""
     sharding = one[0].sharding
     return not sharding.is_sharded and not sharding.is_opaque
 
 
-class _Stream:
+class _TensorStream:
     """The tensors as one stream of bytes on its way into them."""
 
     def __init__(self, wanted: Sequence[Wanted]) -> None:
         self.error: BaseException | None = None
-        self._places = iter([(one[0].size_bytes, _landing(one)) for one in wanted if one[0].size_bytes])
+        self._places = iter([(one[0].size_bytes, _whole_landing(one)) for one in wanted if one[0].size_bytes])
         self._left = 0
         self._landing: Landing | None = None
 
@@ -126,11 +126,11 @@ class _Stream:
             count = min(self._left, data.numel())
             if self._landing is not None and self.error is None:
                 landing = self._landing
-                _, self.error = attempt(lambda: landing.put(data[:count]))  # noqa: B023 - called at once
+                _, self.error = try_action(lambda: landing.put(data[:count]))  # noqa: B023 - called at once
             data, self._left = data[count:], self._left - count
 
 
-class _Feed:
+class _PieceFeed:
     """Pieces of any size, given out as buckets."""
 
     def __init__(self, pieces: Iterator[Tensor]) -> None:
@@ -147,7 +147,7 @@ class _Feed:
 
 
 @torch.no_grad()
-def _read(wanted: Sequence[Wanted]) -> Iterator[Tensor]:
+def _stored_pieces(wanted: Sequence[Wanted]) -> Iterator[Tensor]:
     """The bytes of the stored tensors in order, each piece alive until the next is asked for."""
     placed = [(one, whole_run(one[1], one[2])) for one in wanted]
     for plain, some in groupby(placed, lambda item: item[1] is not None):
@@ -161,18 +161,18 @@ def _read(wanted: Sequence[Wanted]) -> Iterator[Tensor]:
                 yield file.read(name, start, min(start + step, source.numel)).view(torch.uint8)
 
 
-def _landing(one: Wanted) -> Landing | None:
+def _whole_landing(one: Wanted) -> Landing | None:
     """Where the whole tensor goes on this rank; None where this rank has no use for it."""
     source = one[0]
     local = source.local
     if local is None or not local.numel():
         return None
     if type(local) in PLAIN and local.is_contiguous() and local.dtype == source.dtype:
-        return Straight(local)
-    return _Cast(local, source.dtype, torch.empty(source.size_bytes, dtype=torch.uint8))
+        return StraightLanding(local)
+    return _CastLanding(local, source.dtype, torch.empty(source.size_bytes, dtype=torch.uint8))
 
 
-class _Cast:
+class _CastLanding:
     """A tensor that takes more than moving bytes: put together first, then copied as torch does it."""
 
     def __init__(self, local: Tensor, dtype: torch.dtype, stage: Tensor) -> None:

@@ -1,7 +1,7 @@
 """How the blocks that ranks hold come together on rank 0.
 
-`stream` brings chosen tensors to rank 0 a bucket at a time, so that it never holds more than its own shard and the
-bucket. Every rank works out by itself who sends what: nothing but tensor bytes travels.
+`stream_chunks` brings chosen tensors to rank 0 a bucket at a time, so that it never holds more than its own shard and
+the bucket. Every rank works out by itself who sends what: nothing but tensor bytes travels.
 """
 
 import math
@@ -13,7 +13,7 @@ import torch
 import xxhash
 from torch import Tensor, nn
 
-from ft_ckpt.distributed.ranks import Ranks, current
+from ft_ckpt.distributed.ranks import Ranks, current_ranks
 from ft_ckpt.distributed.sharding import Box
 from ft_ckpt.distributed.tensor_info import Source
 from ft_ckpt.distributed.wrappers import sources
@@ -28,16 +28,16 @@ class Chunk:
     data: Tensor
 
 
-def stream(chosen: Sequence[Source], ranks: Ranks, bucket_bytes: int) -> Iterator[Chunk]:
+def stream_chunks(chosen: Sequence[Source], ranks: Ranks, bucket_bytes: int) -> Iterator[Chunk]:
     """The elements of `chosen`, in order, as chunks on rank 0; nothing on the others. Collective.
 
     Every rank must run it to its end with the same `chosen`. Beside its own shard rank 0 holds at most
     `bucket_bytes`, or one row of a tensor where a row alone is larger.
     """
-    buckets = list(_buckets(chosen, bucket_bytes // 2))  # one half is filled from the other
-    courier = _Courier(ranks, max(map(_rows_bytes, buckets), default=0))
+    buckets = list(_cut_buckets(chosen, bucket_bytes // 2))  # one half is filled from the other
+    courier = _BucketCarrier(ranks, max(map(_rows_bytes, buckets), default=0))
     for bucket in buckets:
-        yield from courier.carry(bucket)
+        yield from courier.carry_bucket(bucket)
 
 
 def full_state_dict(
@@ -49,33 +49,33 @@ def full_state_dict(
     """
     found = sources(model)
     chosen = [found[name] for name in (names if names is not None else found)]
-    return gather(chosen, ranks or current(), bucket_bytes)
+    return gather_tensors(chosen, ranks or current_ranks(), bucket_bytes)
 
 
-def equal(one: Source, other: Source, ranks: Ranks, bucket_bytes: int) -> bool:
+def are_equal(one: Source, other: Source, ranks: Ranks, bucket_bytes: int) -> bool:
     """Whether two sources hold the same bits; True on ranks other than 0. Collective."""
     digests = []
     for source in (one, other):
         digest = xxhash.xxh3_128()
-        for chunk in stream([source], ranks, bucket_bytes):
+        for chunk in stream_chunks([source], ranks, bucket_bytes):
             digest.update(chunk.data.contiguous().view(torch.uint8).numpy().data)
         digests.append(digest.digest())
     return digests[0] == digests[1]
 
 
-def gather(chosen: Sequence[Source], ranks: Ranks, bucket_bytes: int) -> dict[str, Tensor]:
+def gather_tensors(chosen: Sequence[Source], ranks: Ranks, bucket_bytes: int) -> dict[str, Tensor]:
     """Full copies of `chosen` on the host of rank 0, by name; `{}` elsewhere. Collective."""
     full: dict[str, Tensor] = {}
     if ranks.leads:
         full = {source.name: torch.empty(source.shape, dtype=source.dtype) for source in chosen}
-    for chunk in stream(chosen, ranks, bucket_bytes):
+    for chunk in stream_chunks(chosen, ranks, bucket_bytes):
         flat = full[chunk.name].view(-1)
         flat[chunk.start : chunk.start + chunk.data.numel()].copy_(chunk.data)
     return full
 
 
 @dataclass(frozen=True, eq=False)
-class _Unit:
+class _RowRange:
     """Rows [low, high) of one source's view."""
 
     source: Source
@@ -83,15 +83,15 @@ class _Unit:
     high: int
 
     @property
-    def row(self) -> int:
+    def row_numel(self) -> int:
         """Elements per row."""
         return math.prod(self.source.sharding.view[1:])
 
     @property
     def size_bytes(self) -> int:
-        return (self.high - self.low) * self.row * self.source.dtype.itemsize
+        return (self.high - self.low) * self.row_numel * self.source.dtype.itemsize
 
-    def part(self, rank: int) -> Box | None:
+    def part_of_rank(self, rank: int) -> Box | None:
         """What `rank` contributes to these rows, in coordinates of the view."""
         box = self.source.sharding.box(rank)
         if box is None or not box.sizes:
@@ -101,9 +101,9 @@ class _Unit:
             return None
         return Box((low, *box.offsets[1:]), (high - low, *box.sizes[1:]))
 
-    def own(self, rank: int) -> Tensor | None:
+    def own_data(self, rank: int) -> Tensor | None:
         """This rank's data of `part(rank)`."""
-        part, local = self.part(rank), self.source.local
+        part, local = self.part_of_rank(rank), self.source.local
         if part is None or local is None:
             return None
         if not part.sizes:
@@ -113,18 +113,18 @@ class _Unit:
         return local[begin : begin + part.sizes[0]]
 
 
-def _buckets(chosen: Sequence[Source], limit: int) -> Iterator[list[_Unit]]:
+def _cut_buckets(chosen: Sequence[Source], limit: int) -> Iterator[list[_RowRange]]:
     """The sources cut at whole rows into lists of units of at most `limit` bytes (or one row).
 
     What moves between ranks is cut the same way on all of them: it shares no bucket with what does not.
     """
-    bucket: list[_Unit] = []
+    bucket: list[_RowRange] = []
     room = limit
     for source in chosen:
         if bucket and not source.sharding.is_sharded:
             yield bucket
             bucket, room = [], limit
-        for unit in _units(source, limit):
+        for unit in _cut_units(source, limit):
             if bucket and unit.size_bytes > room:
                 yield bucket
                 bucket, room = [], limit
@@ -137,39 +137,39 @@ def _buckets(chosen: Sequence[Source], limit: int) -> Iterator[list[_Unit]]:
         yield bucket
 
 
-def _units(source: Source, limit: int) -> Iterator[_Unit]:
+def _cut_units(source: Source, limit: int) -> Iterator[_RowRange]:
     rows = source.sharding.view[0] if source.sharding.view else 1
-    if source.sharding.is_opaque or (not source.sharding.is_sharded and _on_host(source)):
-        yield _Unit(source, 0, rows)  # nothing to stage: the tensor itself is the chunk
+    if source.sharding.is_opaque or (not source.sharding.is_sharded and _is_on_host(source)):
+        yield _RowRange(source, 0, rows)  # nothing to stage: the tensor itself is the chunk
         return
     row_bytes = max(1, math.prod(source.sharding.view[1:]) * source.dtype.itemsize)
     step = max(1, limit // row_bytes)
-    yield from (_Unit(source, low, min(low + step, rows)) for low in range(0, max(rows, 1), step))
+    yield from (_RowRange(source, low, min(low + step, rows)) for low in range(0, max(rows, 1), step))
 
 
-def _on_host(source: Source) -> bool:
+def _is_on_host(source: Source) -> bool:
     local = source.local
     return local is not None and local.device.type == "cpu" and local.is_contiguous()
 
 
 @dataclass
-class _Courier:
+class _BucketCarrier:
     """Carries buckets to rank 0 through two buffers that are allocated once and reused."""
 
     ranks: Ranks
     most: int  # bytes of all rows that come together, in any bucket
     buffers: dict[str, Tensor] = field(default_factory=dict)
 
-    def carry(self, bucket: list[_Unit]) -> Iterator[Chunk]:
+    def carry_bucket(self, bucket: list[_RowRange]) -> Iterator[Chunk]:
         """Send this rank's contributions of `bucket`, or receive the others' and yield the chunks."""
         import torch.distributed as dist
 
         moving = [unit for unit in bucket if unit.source.sharding.is_sharded]
         together = any(unit.source.sharding.is_opaque for unit in bucket)
         if not self.ranks.leads:
-            packed = self._packed(moving)  # first: once it has its turn, nothing is left that can fail
+            packed = self._pack_own(moving)  # first: once it has its turn, nothing is left that can fail
             if moving or together:
-                self.ranks.await_turn(together or packed is not None)
+                self.ranks.await_receive_slot(together or packed is not None)
             if packed is not None:
                 dist.send(packed, dst=0)
             for unit in bucket:
@@ -177,57 +177,59 @@ class _Courier:
                     unit.source.gather_full()
             return
         if (moving or together) and self.ranks.size > 1:
-            self.ranks.open_turn(range(1, self.ranks.size) if together else _senders(moving))
-        filled = self._receive(moving) if moving else {}
+            self.ranks.open_receive_slot(range(1, self.ranks.size) if together else _sending_ranks(moving))
+        filled = self._receive_rows(moving) if moving else {}
         for unit in bucket:
-            yield Chunk(unit.source.name, unit.low * unit.row, self._data(unit, filled))
+            yield Chunk(unit.source.name, unit.low * unit.row_numel, self._data_of_rows(unit, filled))
 
-    def _data(self, unit: _Unit, filled: Mapping[int, Tensor]) -> Tensor:
+    def _data_of_rows(self, unit: _RowRange, filled: Mapping[int, Tensor]) -> Tensor:
         if unit.source.sharding.is_opaque:
             return unit.source.gather_full().cpu().reshape(-1)
         if id(unit) in filled:
             return filled[id(unit)].cpu().view(-1)
-        own = unit.own(self.ranks.rank)
+        own = unit.own_data(self.ranks.rank)
         if own is None:  # an empty tensor has no owner
             return torch.empty(0, dtype=unit.source.dtype)
         return own.cpu().reshape(-1)
 
-    def _packed(self, moving: list[_Unit]) -> Tensor | None:
+    def _pack_own(self, moving: list[_RowRange]) -> Tensor | None:
         """What this rank contributes, in one buffer; None when it has nothing."""
-        mine = [own for unit in moving if (own := unit.own(self.ranks.rank)) is not None]
+        mine = [own for unit in moving if (own := unit.own_data(self.ranks.rank)) is not None]
         if not mine:
             return None
-        packed = self._buffer("packed", sum(_padded(own.nbytes) for own in mine))
+        packed = self._reuse_buffer("packed", sum(_padded_size(own.nbytes) for own in mine))
         position = 0
         for own in mine:
             _bytes_as(packed, position, own.dtype, own.shape).copy_(own)
-            position += _padded(own.nbytes)
+            position += _padded_size(own.nbytes)
         return packed
 
-    def _receive(self, moving: list[_Unit]) -> dict[int, Tensor]:
+    def _receive_rows(self, moving: list[_RowRange]) -> dict[int, Tensor]:
         """The full rows of each unit, by id of the unit, in the receive buffer."""
         import torch.distributed as dist
 
-        room = self._buffer("rows", self.most)  # at once: whoever has the last chunk would keep a smaller one alive
+        room = self._reuse_buffer("rows", self.most)  # at once: a reader of the last chunk keeps a smaller one alive
         rows, position = {}, 0
         for unit in moving:
             shape = (unit.high - unit.low, *unit.source.sharding.view[1:])
             rows[id(unit)] = _bytes_as(room, position, unit.source.dtype, shape)
-            position += _padded(unit.size_bytes)
+            position += _padded_size(unit.size_bytes)
         owners = sorted(set(chain.from_iterable(unit.source.sharding.owners for unit in moving)))
         for rank in owners:
-            parts = [(unit, part) for unit in moving if (part := unit.part(rank)) is not None]
+            parts = [(unit, part) for unit in moving if (part := unit.part_of_rank(rank)) is not None]
             if rank == self.ranks.rank:
                 for unit, part in parts:
-                    _paste(rows[id(unit)], unit, part, unit.own(rank))
+                    _paste_part(rows[id(unit)], unit, part, unit.own_data(rank))
                 continue
             if parts:
-                packed = self._buffer("packed", sum(_padded(_part_bytes(unit, part)) for unit, part in parts))
+                packed = self._reuse_buffer(
+                    "packed", sum(_padded_size(_part_bytes(unit, part)) for unit, part in parts)
+                )
                 dist.recv(packed, src=rank)
-                _unpack(packed, parts, rows)
+                _unpack_rows(packed, parts, rows)
         return rows
 
-    def _buffer(self, use: str, size: int) -> Tensor:
+    def _reuse_buffer(self, use: str, size: int) -> Tensor:
         """The first `size` bytes of the buffer for `use`, which grows if it must."""
         held = self.buffers.get(use)
         if held is None or held.numel() < size:
@@ -239,33 +241,33 @@ class _Courier:
         return held[:size]
 
 
-def _rows_bytes(bucket: list[_Unit]) -> int:
-    return sum(_padded(unit.size_bytes) for unit in bucket if unit.source.sharding.is_sharded)
+def _rows_bytes(bucket: list[_RowRange]) -> int:
+    return sum(_padded_size(unit.size_bytes) for unit in bucket if unit.source.sharding.is_sharded)
 
 
-def _senders(moving: list[_Unit]) -> list[int]:
+def _sending_ranks(moving: list[_RowRange]) -> list[int]:
     """The ranks other than 0 that contribute to these units."""
     owners = set(chain.from_iterable(unit.source.sharding.owners for unit in moving)) - {0}
-    return sorted(rank for rank in owners if any(unit.part(rank) is not None for unit in moving))
+    return sorted(rank for rank in owners if any(unit.part_of_rank(rank) is not None for unit in moving))
 
 
-def _unpack(packed: Tensor, parts: list[tuple[_Unit, Box]], rows: Mapping[int, Tensor]) -> None:
+def _unpack_rows(packed: Tensor, parts: list[tuple[_RowRange, Box]], rows: Mapping[int, Tensor]) -> None:
     position = 0
     for unit, part in parts:
-        _paste(rows[id(unit)], unit, part, _bytes_as(packed, position, unit.source.dtype, part.sizes))
-        position += _padded(_part_bytes(unit, part))
+        _paste_part(rows[id(unit)], unit, part, _bytes_as(packed, position, unit.source.dtype, part.sizes))
+        position += _padded_size(_part_bytes(unit, part))
 
 
-def _part_bytes(unit: _Unit, part: Box) -> int:
+def _part_bytes(unit: _RowRange, part: Box) -> int:
     return math.prod(part.sizes) * unit.source.dtype.itemsize
 
 
-def _padded(size: int) -> int:
+def _padded_size(size: int) -> int:
     """`size` rounded up so that whatever follows it in a buffer is aligned for every dtype."""
     return size + -size % 16
 
 
-def _paste(rows: Tensor, unit: _Unit, part: Box, data: Tensor | None) -> None:
+def _paste_part(rows: Tensor, unit: _RowRange, part: Box, data: Tensor | None) -> None:
     if data is None:
         return
     box = rows

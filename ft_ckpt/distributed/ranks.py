@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
 
-from ft_ckpt.distributed.agreement import ADVICE, described, judge, numbers
+from ft_ckpt.distributed.agreement import ADVICE, error_facts, judge_entries, rank_numbers
 from ft_ckpt.errors import CheckpointError, NoSpaceError, RankError, RanksDisagreeError
 
 _BEAT_SECONDS = 1.0  # between signs of life of a rank at work; well below any sensible time-out
@@ -35,8 +35,8 @@ class Ranks:
     store: Any = None
     timeout_seconds: float = 600.0
     rounds: int = 0
-    turns: int = 0
-    lane: str = ""  # meetings of another thread, which do not mix with those of the main one
+    slots: int = 0
+    channel: str = ""  # meetings of another thread, which do not mix with those of the main one
     scope: str = ""  # of the attempts this rank is in: their meetings are counted apart
     ahead: tuple[str, ...] = ()  # keys of the meetings after these attempts
     spent: list[str] = field(default_factory=list)  # rank 0's own keys, which nobody needs once all have met again
@@ -51,7 +51,7 @@ class Ranks:
     @property
     def shows(self) -> bool:
         """Whether this is where a person looks on."""
-        return self.leads and not self.lane
+        return self.leads and not self.channel
 
     def agree(
         self,
@@ -71,14 +71,14 @@ class Ranks:
             if error is not None:
                 raise error
             return [dict(value or {})]
-        own = {"what": what, "value": dict(value or {}), **described(error)}
-        self._tell(error)
-        self.rounds, self.turns = self.rounds + 1, 0
+        own = {"what": what, "value": dict(value or {}), **error_facts(error)}
+        self._report_failure(error)
+        self.rounds, self.slots = self.rounds + 1, 0
         limit = self.timeout_seconds if timeout_seconds is None else timeout_seconds
         try:
-            self._heed()
-            self._put(f"{self.rounds}/{self.rank}", own)
-            verdict = self._lead(what, same, limit) if self.leads else self._follow(what, limit)
+            self._check_failures()
+            self._put_json(f"{self.rounds}/{self.rank}", own)
+            verdict = self._collect_entries(what, same, limit) if self.leads else self._await_verdict(what, limit)
         except CheckpointError as told:
             raise (told if error is None else error) from None
         if error is not None:
@@ -94,16 +94,16 @@ class Ranks:
         wait or look (`check_peers`) inside their `action`; so all come to that agreement, wherever each of them was.
         """
         if self.size == 1:
-            return attempt(action)
+            return try_action(action)
         outside = self.scope, self.rounds, self.ahead
-        self.ahead = (*self.ahead, self._key(f"{self.rounds + 1}"))
+        self.ahead = (*self.ahead, self._store_key(f"{self.rounds + 1}"))
         self.scope = f"{self.scope}{self.rounds}/"
         try:
             with self.working():
-                result, error = attempt(action)
+                result, error = try_action(action)
         finally:
             self.scope, self.rounds, self.ahead = outside
-        self._tell(error)
+        self._report_failure(error)
         return result, error
 
     def check_peers(self) -> None:
@@ -111,7 +111,7 @@ class Ranks:
         now = time.monotonic()
         if self.size > 1 and now >= self.looked_at + max(_LOOK_SECONDS, self.size / _LOOKS_PER_SECOND):
             self.looked_at = now
-            self._heed()
+            self._check_failures()
 
     @contextmanager
     def working(self) -> Iterator[None]:
@@ -124,11 +124,11 @@ class Ranks:
             return
         done = threading.Event()
 
-        def beat() -> None:
+        def send_beats() -> None:
             while not done.wait(_BEAT_SECONDS):
-                self.store.set(self._beat(self.rank), str(time.monotonic_ns()))
+                self.store.set(self._beat_key(self.rank), str(time.monotonic_ns()))
 
-        thread = threading.Thread(target=beat, name="ft_ckpt-beat", daemon=True)
+        thread = threading.Thread(target=send_beats, name="ft_ckpt-beat", daemon=True)
         thread.start()
         try:
             yield
@@ -136,80 +136,80 @@ class Ranks:
             done.set()
             thread.join()
 
-    def open_turn(self, bringing: Iterable[int]) -> None:
+    def open_receive_slot(self, bringing: Iterable[int]) -> None:
         """On rank 0: from here on it takes what the ranks `bringing` something send, all of which are ready to.
 
         A send that nobody receives would end with the group's time-out, however healthy the disk rank 0 waits for; and
-        so would a receive from a rank that has failed. Raises as `await_turn` does.
+        so would a receive from a rank that has failed. Raises as `await_receive_slot` does.
         """
-        self.turns += 1
-        turn, ready = f"{self.rounds}/turn/{self.turns}", list(bringing)
+        self.slots += 1
+        turn, ready = f"{self.rounds}/turn/{self.slots}", list(bringing)
         names = [f"{turn}/{rank}" for rank in ready]
-        self.spent.append(self._key(turn))
-        if not self._await(names, ready, self.timeout_seconds):
+        self.spent.append(self._store_key(turn))
+        if not self._await_names(names, ready, self.timeout_seconds):
             raise RankError(
-                f"rank(s) {numbers(ready)} brought no tensors within {self.timeout_seconds:g} s of a sign of life"
+                f"rank(s) {rank_numbers(ready)} brought no tensors within {self.timeout_seconds:g} s of a sign of life"
             )
-        self.store.set(self._key(turn), "")
+        self.store.set(self._store_key(turn), "")
 
-    def await_turn(self, brings: bool) -> None:
+    def await_receive_slot(self, brings: bool) -> None:
         """On the other ranks: wait until rank 0 takes what this one `brings`; return at once if that is nothing.
 
         Raises what another rank has failed with, or RankError when rank 0 falls silent or has gone on.
         """
-        self.turns += 1
-        turn = f"{self.rounds}/turn/{self.turns}"
+        self.slots += 1
+        turn = f"{self.rounds}/turn/{self.slots}"
         if not brings:
             return
-        own = self._key(f"{turn}/{self.rank}")
+        own = self._store_key(f"{turn}/{self.rank}")
         self.store.set(own, "")
-        if not self._await([turn], [0], self.timeout_seconds):
+        if not self._await_names([turn], [0], self.timeout_seconds):
             raise RankError(f"rank 0 took no tensors within {self.timeout_seconds:g} s of a sign of life")
-        self._forget(own)
+        self._delete_key(own)
 
-    def _lead(self, what: str, same: tuple[str, ...], limit: float) -> dict[str, Any]:
+    def _collect_entries(self, what: str, same: tuple[str, ...], limit: float) -> dict[str, Any]:
         """Collect what the ranks put, judge it, and put the verdict where the others wait for it.
 
         Each rank forgets what it put itself: for one to do it would take a call for each of the others.
         """
         names = [f"{self.rounds}/{rank}" for rank in range(self.size)]
-        self._await(names, range(1, self.size), limit)
-        here = [rank for rank, name in enumerate(names) if self.store.check([self._key(name)])]
-        entries = {rank: self._get(names[rank]) for rank in here}
-        problem, kind = judge(what, entries, self.size, same, limit)
+        self._await_names(names, range(1, self.size), limit)
+        here = [rank for rank, name in enumerate(names) if self.store.check([self._store_key(name)])]
+        entries = {rank: self._get_json(names[rank]) for rank in here}
+        problem, kind = judge_entries(what, entries, self.size, same, limit)
         verdict = {"problem": problem, "kind": kind, "entries": [] if problem else list(entries.values())}
-        self._put(f"{self.rounds}/verdict", verdict)
+        self._put_json(f"{self.rounds}/verdict", verdict)
         left = [f"{self.rounds}/verdict", *([*names, f"{self.rounds}/failed"] if problem else names[:1])]
         if len(here) == self.size:  # so all have read the verdict before this one, and are past its turns
             for key in self.spent:
-                self._forget(key)
+                self._delete_key(key)
             self.spent.clear()
-        self.spent += map(self._key, left)
+        self.spent += map(self._store_key, left)
         return verdict
 
-    def _follow(self, what: str, limit: float) -> dict[str, Any]:
+    def _await_verdict(self, what: str, limit: float) -> dict[str, Any]:
         """Wait for rank 0, however long it is at work, and then for its verdict, which it gives within `limit`."""
-        arrived = self._await([f"{self.rounds}/0"], [0], limit)
-        if arrived and self._await([f"{self.rounds}/verdict"], [0], limit + 60.0):
-            verdict = self._get(f"{self.rounds}/verdict")
+        arrived = self._await_names([f"{self.rounds}/0"], [0], limit)
+        if arrived and self._await_names([f"{self.rounds}/verdict"], [0], limit + 60.0):
+            verdict = self._get_json(f"{self.rounds}/verdict")
             if not verdict["problem"]:  # else a rank that is late must see who has gone on
-                self._forget(self._key(f"{self.rounds}/{self.rank}"))
+                self._delete_key(self._store_key(f"{self.rounds}/{self.rank}"))
             return verdict
         # Rank 0 may still come: it must not take this rank's entry for its presence.
         own = {"what": what, "value": {}, "error": f"gave up after {limit:g} s", "full": False}
-        self._put(f"{self.rounds}/{self.rank}", own)
+        self._put_json(f"{self.rounds}/{self.rank}", own)
         found = "rank 0 came and then fell silent" if arrived else f"rank(s) 0 did not enter {what}"
         return {"problem": f"{what}: {found} within {limit:g} s; {ADVICE}", "kind": "disagree", "entries": []}
 
-    def _await(self, names: list[str], awaited: Iterable[int], limit: float) -> bool:
+    def _await_names(self, names: list[str], awaited: Iterable[int], limit: float) -> bool:
         """Wait for `names`, which the ranks `awaited` put; False after `limit` seconds without a sign of their life.
 
-        Raises what `_heed` does.
+        Raises what `_check_failures` does.
         """
         deadline, heard = time.monotonic() + limit, b""
-        while not self._arrive(names, min(_BEAT_SECONDS, max(deadline - time.monotonic(), 0.001))):
-            self._heed(names, awaited)
-            beats = [self._beat(rank) for rank in awaited]
+        while not self._have_arrived(names, min(_BEAT_SECONDS, max(deadline - time.monotonic(), 0.001))):
+            self._check_failures(names, awaited)
+            beats = [self._beat_key(rank) for rank in awaited]
             beat = b" ".join(self.store.get(key) for key in beats if self.store.check([key]))
             if beat != heard:
                 # One seen for the first time may be an old one: it counts only as what the next is compared to.
@@ -218,47 +218,47 @@ class Ranks:
                 return False
         return True
 
-    def _heed(self, names: Iterable[str] = (), awaited: Iterable[int] = ()) -> None:
+    def _check_failures(self, names: Iterable[str] = (), awaited: Iterable[int] = ()) -> None:
         """Raise what keeps `awaited` ranks from putting `names`: a rank has failed, or they have gone on without."""
-        for meeting in (*self.ahead, self._key(f"{self.rounds + 1}")):
+        for meeting in (*self.ahead, self._store_key(f"{self.rounds + 1}")):
             failed = self.store.check([f"{meeting}/failed"])
             gone = [rank for rank in awaited if self.store.check([f"{meeting}/{rank}"])]
-            if not (failed or gone) or (names and self.store.check([self._key(name) for name in names])):
+            if not (failed or gone) or (names and self.store.check([self._store_key(name) for name in names])):
                 continue  # a rank that has put the last of `names` may be at the next meeting already
             if not failed:
-                raise RanksDisagreeError(f"rank(s) {numbers(gone)} went on without this one; {ADVICE}")
+                raise RanksDisagreeError(f"rank(s) {rank_numbers(gone)} went on without this one; {ADVICE}")
             raise _error_of(json.loads(self.store.get(f"{meeting}/failed")))
 
-    def _tell(self, error: BaseException | None) -> None:
+    def _report_failure(self, error: BaseException | None) -> None:
         """Leave a word at the next meeting that this rank has failed; the first such word is the one that counts."""
         if error is not None:
-            own = described(error)
+            own = error_facts(error)
             told = {"problem": f"rank {self.rank} failed: {own['error']}", "kind": "full" if own["full"] else "failed"}
-            self.store.compare_set(self._key(f"{self.rounds + 1}/failed"), "", json.dumps(told))
+            self.store.compare_set(self._store_key(f"{self.rounds + 1}/failed"), "", json.dumps(told))
 
-    def _arrive(self, names: list[str], seconds: float) -> bool:
+    def _have_arrived(self, names: list[str], seconds: float) -> bool:
         """Whether all of `names` are in the store within `seconds`; the store wakes us, nobody polls."""
         try:
-            self.store.wait([self._key(name) for name in names], timedelta(seconds=seconds))
+            self.store.wait([self._store_key(name) for name in names], timedelta(seconds=seconds))
         except RuntimeError:  # DistStoreError: time is up
             return False
         return True
 
-    def _forget(self, key: str) -> None:
+    def _delete_key(self, key: str) -> None:
         with suppress(RuntimeError, NotImplementedError):  # stores without deletion only grow
             self.store.delete_key(key)
             for number in range(1, self.further.pop(key, 1)):
                 self.store.delete_key(f"{key}/part-{number}")
 
-    def _key(self, name: str) -> str:
-        return f"ft_ckpt/{self.lane}/{self.scope}{name}"
+    def _store_key(self, name: str) -> str:
+        return f"ft_ckpt/{self.channel}/{self.scope}{name}"
 
-    def _beat(self, rank: int) -> str:
-        return f"ft_ckpt/{self.lane}/beat/{rank}"
+    def _beat_key(self, rank: int) -> str:
+        return f"ft_ckpt/{self.channel}/beat/{rank}"
 
-    def _put(self, name: str, value: dict[str, Any]) -> None:
+    def _put_json(self, name: str, value: dict[str, Any]) -> None:
         """Under one key, or under several of which that one comes last: who sees it finds them all."""
-        key, text = self._key(name), json.dumps(value).encode()
+        key, text = self._store_key(name), json.dumps(value).encode()
         parts = [text[low : low + _VALUE_BYTES] for low in range(0, len(text), _VALUE_BYTES)]
         for number, part in enumerate(parts[1:], 1):
             self.store.set(f"{key}/part-{number}", part)
@@ -266,8 +266,8 @@ class Ranks:
         if len(parts) > 1:
             self.further[key] = len(parts)
 
-    def _get(self, name: str) -> dict[str, Any]:
-        key = self._key(name)
+    def _get_json(self, name: str) -> dict[str, Any]:
+        key = self._store_key(name)
         count, _, text = self.store.get(key).partition(b" ")
         rest = [self.store.get(f"{key}/part-{number}") for number in range(1, int(count))]
         value: dict[str, Any] = json.loads(b"".join([text, *rest]))
@@ -275,35 +275,35 @@ class Ranks:
 
 
 _by_itself: ContextVar[bool] = ContextVar("_by_itself", default=False)
-_shared: dict[tuple[Any, str], Ranks] = {}  # by lane and process group, kept so that no other can be taken for it
+_shared: dict[tuple[Any, str], Ranks] = {}  # by channel and process group, kept so that no other can be taken for it
 
 
-def current(timeout_seconds: float = 600.0, lane: str = "") -> Ranks:
+def current_ranks(timeout_seconds: float = 600.0, channel: str = "") -> Ranks:
     """The ranks of the default process group, or one rank when there is none.
 
-    One object per process group and `lane`: its count of rounds must be the same on every rank, whichever saver asks.
-    A lane is for one thread: its meetings are apart from those of the others. Raises
+    One object per process group and `channel`: its count of rounds must be the same on every rank and for every saver.
+    A channel is for one thread: its meetings are apart from those of the others. Raises
     RanksDisagreeError in a process that was launched as one of several and has no process group.
     """
     if _by_itself.get():
-        return Ranks(0, 1, lane=lane)
+        return Ranks(0, 1, channel=channel)
     import torch.distributed as dist
 
     if not (dist.is_available() and dist.is_initialized()):
         _refuse_split_brain()
-        return Ranks(0, 1, lane=lane)
+        return Ranks(0, 1, channel=channel)
     if dist.get_world_size() == 1:
-        return Ranks(0, 1, lane=lane)
+        return Ranks(0, 1, channel=channel)
     from torch.distributed.distributed_c10d import _get_default_group, _get_default_store
 
     group = _get_default_group()
     if (group, "") not in _shared:
         _shared.clear()  # a destroyed group's store is gone with it
         _shared[group, ""] = Ranks(dist.get_rank(), dist.get_world_size(), _get_default_store())
-    if (group, lane) not in _shared:  # a thread that waits in a store keeps the others from it
+    if (group, channel) not in _shared:  # a thread that waits in a store keeps the others from it
         store = _shared[group, ""].store.clone()
-        _shared[group, lane] = Ranks(dist.get_rank(), dist.get_world_size(), store, lane=lane)
-    ranks = _shared[group, lane]
+        _shared[group, channel] = Ranks(dist.get_rank(), dist.get_world_size(), store, channel=channel)
+    ranks = _shared[group, channel]
     ranks.timeout_seconds = timeout_seconds
     return ranks
 
@@ -329,7 +329,7 @@ def _refuse_split_brain() -> None:
         )
 
 
-def attempt(action: Callable[[], Any]) -> tuple[Any, BaseException | None]:
+def try_action(action: Callable[[], Any]) -> tuple[Any, BaseException | None]:
     """The result of `action` and None, or None and what it raised: for steps whose outcome is agreed on next."""
     try:
         return action(), None

@@ -51,15 +51,15 @@ def fill_all(wanted: Iterable[Wanted], threads: int = THREADS, direct: str = "au
     landings: dict[ByteRun, Landing] = {}
     total = 0
     for source, file, name in asked:
-        found = _landings(source, file, name)
+        found = _landings_of_box(source, file, name)
         if found is None:
-            total += fill(source, file, name)
+            total += fill_tensor(source, file, name)
         else:
             landings.update(found)
-    return total + land(landings, threads, direct)
+    return total + read_runs(landings, threads, direct)
 
 
-def land(landings: Mapping[ByteRun, Landing], threads: int = THREADS, direct: str = "auto") -> int:
+def read_runs(landings: Mapping[ByteRun, Landing], threads: int = THREADS, direct: str = "auto") -> int:
     """Read all runs in the order of their bytes, and put each where it belongs; bytes of the runs."""
     order = {id(file): place for place, file in enumerate(run.file for run in landings)}
     runs = sorted(landings, key=lambda run: (order[id(run.file)], run.start))
@@ -68,7 +68,7 @@ def land(landings: Mapping[ByteRun, Landing], threads: int = THREADS, direct: st
     return sum(run.size_bytes for run in runs)
 
 
-def fill(source: Source, file: TensorFile, name: str) -> int:
+def fill_tensor(source: Source, file: TensorFile, name: str) -> int:
     """As `fill_all`, for one tensor and at once, through whatever the file's format needs."""
     check_all([(source, file, name)])
     local, mine, view = source.local, source.local_box, source.sharding.view
@@ -79,7 +79,7 @@ def fill(source: Source, file: TensorFile, name: str) -> int:
     if not view:
         local.copy_(file.read(name).reshape(()))
         return source.dtype.itemsize
-    return sum(_fill_rows(local, mine, view, file, name, low, high) for low, high in _cuts(source))
+    return sum(_fill_rows(local, mine, view, file, name, low, high) for low, high in _row_ranges(source))
 
 
 def read_onto(file: TensorFile, device: torch.device, threads: int = THREADS) -> dict[str, Tensor]:
@@ -92,14 +92,14 @@ def read_onto(file: TensorFile, device: torch.device, threads: int = THREADS) ->
             continue
         tensors[name] = torch.empty(spec.shape, dtype=getattr(torch, spec.dtype), device=device)
         if run.size_bytes:
-            landings[run] = Straight(tensors[name])
-    land(landings, threads)
+            landings[run] = StraightLanding(tensors[name])
+    read_runs(landings, threads)
     return tensors
 
 
 def check_all(wanted: Iterable[Wanted]) -> None:
     """Raise LoadError naming each stored tensor that is missing, or of another shape or dtype than its source."""
-    problems = [problem for one in wanted if (problem := _problem(*one))]
+    problems = [problem for one in wanted if (problem := _spec_problem(*one))]
     if problems:
         raise LoadError(listing(problems))
 
@@ -123,7 +123,7 @@ def readers_here() -> int:
 
 
 @dataclass(eq=False)
-class Straight:
+class StraightLanding:
     """Where the next bytes go: consecutive memory of the tensor itself, from byte `at`."""
 
     local: Tensor  # contiguous
@@ -133,7 +133,7 @@ class Straight:
         """Copy the next bytes into their place."""
         end = self.at + data.numel()
         if self.local.device.type == "cpu" and data.device.type == "cpu":
-            _move(self.local, self.at, data)
+            _copy_bytes(self.local, self.at, data)
         else:
             flat = self.local.as_strided((self.local.numel(),), (1,))  # one element may have any stride
             flat.view(torch.uint8)[self.at : end].copy_(data)
@@ -141,7 +141,7 @@ class Straight:
 
 
 @dataclass(eq=False)
-class _Rows:
+class _RowsLanding:
     """Rows of a block that is cut in further dimensions, or has gaps in memory: put together, then cut out."""
 
     local: Tensor
@@ -161,26 +161,26 @@ class _Rows:
             if not self.stage.numel():
                 self.stage = torch.empty(rows * row_bytes, dtype=torch.uint8)
             count = min(data.numel(), rows * row_bytes - self.filled)
-            _move(self.stage, self.filled, data[:count])
+            _copy_bytes(self.stage, self.filled, data[:count])
             data, self.filled = data[count:], self.filled + count
             if self.filled == rows * row_bytes:
                 self._cut_out(self.stage[: self.filled].view(self.dtype).view(rows, *self.view[1:]))
 
     def _cut_out(self, rows: Tensor) -> None:
         high = self.low + rows.shape[0]
-        self.local[self.low : high].copy_(_columns(rows, self.mine, self.view))
+        self.local[self.low : high].copy_(_cut_columns(rows, self.mine, self.view))
         self.low, self.filled = high, 0
         if high == self.mine.sizes[0]:
             self.stage = self.stage.new_empty(0)
 
 
-def _move(to: Tensor, at: int, data: Tensor) -> None:
+def _copy_bytes(to: Tensor, at: int, data: Tensor) -> None:
     """Copy bytes into the host memory of `to`: not as torch does it, whose threads wait for each other by spinning."""
     ctypes.memmove(to.data_ptr() + at, data.data_ptr(), data.numel())
     torch.autograd.graph.increment_version(to)
 
 
-def _landings(source: Source, file: TensorFile, name: str) -> dict[ByteRun, Landing] | None:
+def _landings_of_box(source: Source, file: TensorFile, name: str) -> dict[ByteRun, Landing] | None:
     """The byte ranges of this rank's block, and where each goes; None where that takes more than moving bytes."""
     view, item = source.sharding.view, source.dtype.itemsize
     local, mine = source.local, source.local_box
@@ -192,14 +192,16 @@ def _landings(source: Source, file: TensorFile, name: str) -> dict[ByteRun, Land
     last = max((dim for dim, size in enumerate(view) if mine.sizes[dim] != size), default=0)
     size = math.prod(mine.sizes[last:]) * item
     if local.is_contiguous() and (not last or size >= _LEAST_RUN_BYTES):
-        starts = (run.start + start * item for start in _starts(mine, view, last))
-        return {ByteRun(name, run.file, start, size): Straight(local, n * size) for n, start in enumerate(starts)}
+        starts = (run.start + start * item for start in _run_starts(mine, view, last))
+        return {
+            ByteRun(name, run.file, start, size): StraightLanding(local, n * size) for n, start in enumerate(starts)
+        }
     row_bytes = math.prod(view[1:]) * item
     rows = ByteRun(name, run.file, run.start + mine.offsets[0] * row_bytes, mine.sizes[0] * row_bytes)
-    return {rows: _Rows(local, mine, view, source.dtype)}
+    return {rows: _RowsLanding(local, mine, view, source.dtype)}
 
 
-def _starts(mine: Box, view: tuple[int, ...], last: int) -> Iterable[int]:
+def _run_starts(mine: Box, view: tuple[int, ...], last: int) -> Iterable[int]:
     """Where in the flattened tensor the block's runs begin, in order; `last` is the last dimension that is cut."""
     strides = [math.prod(view[dim + 1 :]) for dim in range(len(view))]
     places = [range(low, low + size) for low, size in zip(mine.offsets[:last], mine.sizes, strict=False)]
@@ -208,7 +210,7 @@ def _starts(mine: Box, view: tuple[int, ...], last: int) -> Iterable[int]:
         yield begin + sum(index * stride for index, stride in zip(place, strides, strict=False))
 
 
-def _problem(source: Source, file: TensorFile, name: str) -> str | None:
+def _spec_problem(source: Source, file: TensorFile, name: str) -> str | None:
     spec = file.specs.get(name)
     if spec is None:
         return f"{name}: not in the checkpoint, and {source.name} needs it"
@@ -218,7 +220,7 @@ def _problem(source: Source, file: TensorFile, name: str) -> str | None:
     return f"{name}: {spec.dtype} {list(spec.shape)} in the checkpoint, {wanted[1]} {list(wanted[0])} in this run"
 
 
-def _cuts(source: Source) -> list[tuple[int, int]]:
+def _row_ranges(source: Source) -> list[tuple[int, int]]:
     """The rows of this rank's block in runs of at most _SLICE_BYTES (or one row), counted from its first row."""
     mine = source.local_box
     rows = mine.sizes[0] if mine else 0
@@ -234,7 +236,7 @@ def _fill_rows(
     row = math.prod(view[1:])
     first = mine.offsets[0]
     data = file.read(name, (first + low) * row, (first + high) * row)
-    local[low:high].copy_(_columns(data.view(high - low, *view[1:]), mine, view))
+    local[low:high].copy_(_cut_columns(data.view(high - low, *view[1:]), mine, view))
     return data.nbytes
 
 
@@ -246,7 +248,7 @@ def _is_expanded(local: Tensor) -> bool:
 def _fill_expanded(source: Source, local: Tensor, file: TensorFile, name: str) -> int:
     """Each place in memory once, if all its elements are the same in the file."""
     fresh = torch.empty(local.shape, dtype=local.dtype)
-    taken = fill(replace(source, local=fresh), file, name)
+    taken = fill_tensor(replace(source, local=fresh), file, name)
     once = tuple(slice(1) if stride == 0 else slice(None) for stride in local.stride())
     again = fresh[once].expand(local.shape).contiguous()
     if not torch.equal(again.view(-1).view(torch.uint8), fresh.view(-1).view(torch.uint8)):
@@ -255,7 +257,7 @@ def _fill_expanded(source: Source, local: Tensor, file: TensorFile, name: str) -
     return taken
 
 
-def _columns(rows: Tensor, mine: Box, view: tuple[int, ...]) -> Tensor:
+def _cut_columns(rows: Tensor, mine: Box, view: tuple[int, ...]) -> Tensor:
     """What the block has of whole rows."""
     for dim in range(1, len(view)):
         rows = rows.narrow(dim, mine.offsets[dim], mine.sizes[dim])

@@ -35,7 +35,7 @@ class Added:
     prefix: str  # canonical, of the owner's names
 
 
-def walk(root: nn.Module) -> Iterator[tuple[str, str, nn.Module]]:
+def walk_modules(root: nn.Module) -> Iterator[tuple[str, str, nn.Module]]:
     """(canonical name, raw name, module) for each of `root.named_modules(remove_duplicate=False)`, in its order.
 
     The canonical name is without the parts that wrappers put in. Much faster than torch's: training waits for it.
@@ -93,51 +93,51 @@ def is_plain(module: nn.Module) -> bool:
     return wrapped_key(module) is not None or not any(map(_is_users, hooks))
 
 
-def added(root: nn.Module, live: Mapping[str, Any]) -> dict[str, Added]:
+def added_state(root: nn.Module, live: Mapping[str, Any]) -> dict[str, Added]:
     """What `root` lists beside its `live` tensors, by canonical name; what it lists of those again is left out.
 
     Moves nothing, and calls no collective: FSDP1's own listing is passed by. Raises SelectionError naming a module that
     fails to list its state.
     """
-    if all(is_plain(module) for _, _, module in walk(root)):
+    if all(is_plain(module) for _, _, module in walk_modules(root)):
         return {}
-    known = {id(tensor) for tensor in live.values()} | {_memory(tensor) for tensor in live.values()} - {None}
-    lister = _Lister()
-    lister.visit(root, "", "")
+    known = {id(tensor) for tensor in live.values()} | {_memory_key(tensor) for tensor in live.values()} - {None}
+    lister = _StateLister()
+    lister.list_module(root, "", "")
     return {
         name: one
         for name, one in lister.found.items()
         if not is_lazy(one.value)
         and name not in live
         and id(one.value) not in known
-        and (_memory(one.value) or one) not in known
+        and (_memory_key(one.value) or one) not in known
     }
 
 
-def give_back(root: nn.Module, live: Mapping[str, Any], values: Mapping[str, Any]) -> None:
-    """Give `values`, what `added` told when they were saved, to the modules that list them, the way each loads them.
+def load_added_state(root: nn.Module, live: Mapping[str, Any], values: Mapping[str, Any]) -> None:
+    """Give `values`, which `added_state` listed when they were saved, to their modules, the way each loads them.
 
     Raises LoadError naming what is not listed here, or not among `values`, or still differs when all is loaded.
     """
-    here = added(root, live)
+    here = added_state(root, live)
     problems = [f"{name}: in the checkpoint, not listed by this model" for name in values if name not in here]
     problems += [f"{name}: listed by this model, not in the checkpoint" for name in here if name not in values]
     owners = {id(one.owner): one for one in here.values()}
     for owner in owners.values() if not problems else ():
-        problems += _load(owner, live, {n: values[n] for n, one in here.items() if one.owner is owner.owner})
-    for name, one in added(root, live).items() if not problems else ():
-        if not _same(one.value, values[name]):
-            _overwrite(one.value, values[name])  # what is listed as it is, though no loading knows of it
+        problems += _load_added(owner, live, {n: values[n] for n, one in here.items() if one.owner is owner.owner})
+    for name, one in added_state(root, live).items() if not problems else ():
+        if not _same_values(one.value, values[name]):
+            _overwrite_live(one.value, values[name])  # what is listed as it is, though no loading knows of it
     problems += [
         f"{name}: listed by {type(one.owner).__name__}, which does not take it back when it is loaded"
-        for name, one in (added(root, live).items() if not problems else ())
-        if not name.endswith(EXTRA_STATE) and not _same(one.value, values[name])
+        for name, one in (added_state(root, live).items() if not problems else ())
+        if not name.endswith(EXTRA_STATE) and not _same_values(one.value, values[name])
     ]
     if problems:
         raise LoadError(listing(problems))
 
 
-def refuse_one_way(found: Mapping[str, Added]) -> None:
+def refuse_one_way_state(found: Mapping[str, Added]) -> None:
     """Raise SelectionError naming extra state that its module can tell and not take back."""
     setters = {name: getattr(type(one.owner), "set_extra_state", None) for name, one in found.items()}
     lost = [n for n, put in setters.items() if n.endswith(EXTRA_STATE) and put is nn.Module.set_extra_state]
@@ -150,12 +150,12 @@ def refuse_one_way(found: Mapping[str, Added]) -> None:
 
 def takes_extra_state(root: nn.Module, name: str) -> bool:
     """Whether `name` is the extra state of a module below `root` that can be given some."""
-    owners = {f"{path}.{EXTRA_STATE}" if path else EXTRA_STATE: module for path, _, module in walk(root)}
-    return name in owners and _overrides(owners[name], "set_extra_state")
+    owners = {f"{path}.{EXTRA_STATE}" if path else EXTRA_STATE: module for path, _, module in walk_modules(root)}
+    return name in owners and _overrides_method(owners[name], "set_extra_state")
 
 
 @dataclass
-class _Lister:
+class _StateLister:
     """One listing, as torch makes it, that notes who listed what first."""
 
     listed: "OrderedDict[str, Any]" = field(default_factory=OrderedDict)
@@ -164,10 +164,10 @@ class _Lister:
     def __post_init__(self) -> None:
         self.listed._metadata = OrderedDict()  # type: ignore[attr-defined]  # as torch's has it, for hooks
 
-    def visit(self, module: nn.Module, prefix: str, raw: str) -> None:
+    def list_module(self, module: nn.Module, prefix: str, raw: str) -> None:
         """List `module` and what is below it. Raises SelectionError for one that fails to."""
         try:
-            self._visit(module, prefix, raw)
+            self._list_unguarded(module, prefix, raw)
         except SelectionError:
             raise
         except Exception as error:
@@ -176,13 +176,13 @@ class _Lister:
                 f"{name}: {type(module).__name__} fails to list its state ({type(error).__name__}: {error})"
             ) from error
 
-    def _visit(self, module: nn.Module, prefix: str, raw: str) -> None:
+    def _list_unguarded(self, module: nn.Module, prefix: str, raw: str) -> None:
         inner = wrapped_key(module)
         if inner is not None:
-            self.visit(module._modules[inner], prefix, f"{raw}{inner}.")  # type: ignore[arg-type]  # there is one
-        elif _overrides(module, "state_dict") and not _has_fsdp1(module):  # which gathers when it is asked
+            self.list_module(module._modules[inner], prefix, f"{raw}{inner}.")  # type: ignore[arg-type]  # there is one
+        elif _overrides_method(module, "state_dict") and not _has_fsdp1(module):  # which gathers when it is asked
             whole = module.state_dict() if not prefix else module.state_dict(prefix=prefix, keep_vars=True)
-            self._note(module, prefix, raw, whole)
+            self._note_listed(module, prefix, raw, whole)
         else:
             self._as_torch_does(module, prefix, raw)
 
@@ -193,15 +193,15 @@ class _Lister:
             before(module, prefix, True)
         own: dict[str, Any] = {}
         module._save_to_state_dict(own, prefix, True)
-        self._note(module, prefix, raw, own)
+        self._note_listed(module, prefix, raw, own)
         for name, child in module._modules.items():
             if child is not None:
-                self.visit(child, f"{prefix}{name}.", f"{raw}{name}.")
+                self.list_module(child, f"{prefix}{name}.", f"{raw}{name}.")
         for hook in filter(_is_users, module._state_dict_hooks.values()):
             returned = hook(module, self.listed, prefix, metadata)
-            self._note(module, prefix, raw, dict(self.listed if returned is None else returned))
+            self._note_listed(module, prefix, raw, dict(self.listed if returned is None else returned))
 
-    def _note(self, module: nn.Module, prefix: str, raw: str, now: Mapping[str, Any]) -> None:
+    def _note_listed(self, module: nn.Module, prefix: str, raw: str, now: Mapping[str, Any]) -> None:
         for name, value in now.items():
             known = self.found.get(name)
             if known is None:
@@ -211,14 +211,14 @@ class _Lister:
         self.listed.update(now)
 
 
-def _load(one: Added, live: Mapping[str, Any], values: Mapping[str, Any]) -> list[str]:
+def _load_added(one: Added, live: Mapping[str, Any], values: Mapping[str, Any]) -> list[str]:
     """Let the owner of `one` load its `values`, beside its own tensors as they are; what it found wrong."""
     owner, prefix = one.owner, one.prefix
     below = {name: t.detach() for name, t in live.items() if isinstance(t, Tensor) and name.startswith(prefix)}
     state = OrderedDict({**below, **values})
     errors: list[str] = []
     try:
-        if _overrides(owner, "state_dict") or _overrides(owner, "load_state_dict"):
+        if _overrides_method(owner, "state_dict") or _overrides_method(owner, "load_state_dict"):
             owner.load_state_dict({name.removeprefix(prefix): value for name, value in state.items()}, strict=False)
             return []
         owner._load_from_state_dict(state, prefix, {"version": owner._version}, True, [], [], errors)
@@ -229,7 +229,7 @@ def _load(one: Added, live: Mapping[str, Any], values: Mapping[str, Any]) -> lis
     return [f"{next(iter(values))}: {type(owner).__name__} cannot load it: {error}" for error in errors]
 
 
-def _overrides(module: nn.Module, method: str) -> bool:
+def _overrides_method(module: nn.Module, method: str) -> bool:
     return method in vars(module) or getattr(type(module), method) is not getattr(nn.Module, method)
 
 
@@ -250,7 +250,7 @@ def _has_fsdp1(module: nn.Module) -> bool:
     return any(type(one).__name__ == "FullyShardedDataParallel" for one in module.modules())
 
 
-def _memory(value: Any) -> Any:
+def _memory_key(value: Any) -> Any:
     """What two tensors share when they are the same bytes; None for what has no memory of its own."""
     local = value.to_local() if is_dtensor(value) else value
     if not isinstance(local, Tensor) or local.layout is not torch.strided or not local.numel() or local.is_meta:
@@ -259,23 +259,27 @@ def _memory(value: Any) -> Any:
     return (local.device, local.data_ptr(), tuple(value.shape), local.stride(), local.dtype, flags)
 
 
-def _overwrite(live: Any, stored: Any) -> None:
+def _overwrite_live(live: Any, stored: Any) -> None:
     if isinstance(live, Tensor) and isinstance(stored, Tensor) and live.shape == stored.shape:
         with torch.no_grad():
             live.copy_(stored)
 
 
-def _same(one: Any, other: Any) -> bool:
+def _same_values(one: Any, other: Any) -> bool:
     """Whether two values are the same, bit for bit."""
     if isinstance(one, Tensor) and isinstance(other, Tensor):
-        return one.shape == other.shape and one.dtype == other.dtype and torch.equal(_bits(one), _bits(other))
+        return (
+            one.shape == other.shape
+            and one.dtype == other.dtype
+            and torch.equal(_tensor_bits(one), _tensor_bits(other))
+        )
     if isinstance(one, Mapping) and isinstance(other, Mapping):
-        return one.keys() == other.keys() and all(_same(one[key], other[key]) for key in one)
+        return one.keys() == other.keys() and all(_same_values(one[key], other[key]) for key in one)
     if isinstance(one, list | tuple) and isinstance(other, list | tuple):
-        return len(one) == len(other) and all(map(_same, one, other))
+        return len(one) == len(other) and all(map(_same_values, one, other))
     return type(one) is type(other) and pickle.dumps(one) == pickle.dumps(other)
 
 
-def _bits(tensor: Any) -> Tensor:
+def _tensor_bits(tensor: Any) -> Tensor:
     local: Tensor = tensor.to_local() if is_dtensor(tensor) else tensor
     return local.detach().cpu().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)

@@ -22,20 +22,20 @@ from ft_ckpt.distributed.fsdp2 import dtensor_full, dtensor_local, dtensor_shard
 from ft_ckpt.distributed.ranks import Ranks
 from ft_ckpt.distributed.sharding import OwnedSharding, ReplicatedSharding, Sharding, unravel_index
 from ft_ckpt.distributed.tensor_info import Source
-from ft_ckpt.distributed.tensor_names import Added, walk, wrapped_key
+from ft_ckpt.distributed.tensor_names import Added, walk_modules, wrapped_key
 from ft_ckpt.distributed.zero import zero3_local, zero3_sharding
 from ft_ckpt.errors import IncompleteError, SelectionError, listing
 
 
 def unwrap(model: nn.Module) -> nn.Module:
     """The user's own module inside any stack of DDP, FSDP1, DeepSpeed and torch.compile wrappers."""
-    return wrappers(model)[-1]
+    return wrapper_chain(model)[-1]
 
 
-def wrappers(model: nn.Module) -> list[nn.Module]:
+def wrapper_chain(model: nn.Module) -> list[nn.Module]:
     """`model` and what each wrapper holds, the user's own module last."""
-    inner = _inner(model)
-    return [model] if inner is None else [model, *wrappers(inner)]
+    inner = _wrapped_module(model)
+    return [model] if inner is None else [model, *wrapper_chain(inner)]
 
 
 def sources(model: nn.Module, allow_meta: bool = False) -> dict[str, Source]:
@@ -47,9 +47,9 @@ def sources(model: nn.Module, allow_meta: bool = False) -> dict[str, Source]:
     have no dense values to store.
     """
     root = unwrap(model)
-    modules = list(walk(root))
-    to_sharded(module for _, _, module in modules)
-    flat, sent = flat_parameters(model), sent_buffers(model)
+    modules = list(walk_modules(root))
+    reshard_modules(module for _, _, module in modules)
+    flat, sent = flat_parameters(model), broadcast_buffers(model)
     found: dict[str, Source] = {}
     unmade: list[str] = []
     for path, raw, module in modules:
@@ -76,32 +76,32 @@ def sources(model: nn.Module, allow_meta: bool = False) -> dict[str, Source]:
     return found
 
 
-def added(model: nn.Module, found: Mapping[str, Source] | None = None) -> dict[str, Added]:
+def added_state_of(model: nn.Module, found: Mapping[str, Source] | None = None) -> dict[str, Added]:
     """What the modules of `model` list beside parameters and persistent buffers, tensors or not, by canonical name.
 
     `found` are its sources, if they are known.
     """
     found = sources(model, allow_meta=True) if found is None else found
-    return names.added(unwrap(model), _live(found))
+    return names.added_state(unwrap(model), _live_tensors(found))
 
 
-def listed(model: nn.Module, found: Mapping[str, Source], given: Iterable[str]) -> list[str]:
+def names_listed_beside(model: nn.Module, found: Mapping[str, Source], given: Iterable[str]) -> list[str]:
     """Names that `model`, whose sources are `found`, lists beside these, as far as it can tell before it is loaded.
 
     A module that cannot list its extra state yet has that of the `given` names that it can take.
     """
     try:
-        return list(added(model, found))
+        return list(added_state_of(model, found))
     except SelectionError:
         return [name for name in given if name not in found and names.takes_extra_state(unwrap(model), name)]
 
 
-def give_back(model: nn.Module, values: Mapping[str, Any]) -> None:
-    """Give back what `added` told when it was saved. Raises LoadError naming what was not taken back."""
-    names.give_back(unwrap(model), _live(sources(model, allow_meta=True)), values)
+def restore_added_state(model: nn.Module, values: Mapping[str, Any]) -> None:
+    """Give back what `added_state_of` told when it was saved. Raises LoadError naming what was not taken back."""
+    names.load_added_state(unwrap(model), _live_tensors(sources(model, allow_meta=True)), values)
 
 
-def to_sharded(modules: Iterable[nn.Module]) -> None:
+def reshard_modules(modules: Iterable[nn.Module]) -> None:
     """Let FSDP2 put its shards back in place, as it does for a state dict.
 
     Between a forward and what follows it, the outermost parameters are whole and in the compute dtype: copies, with
@@ -112,10 +112,10 @@ def to_sharded(modules: Iterable[nn.Module]) -> None:
             module.reshard()
 
 
-def sent_buffers(model: nn.Module) -> frozenset[int]:
+def broadcast_buffers(model: nn.Module) -> frozenset[int]:
     """Ids of the buffers that DDP will send from rank 0 to all before the next forward, whatever these have."""
     sent: set[int] = set()
-    for wrapper in wrappers(model):
+    for wrapper in wrapper_chain(model):
         if isinstance(wrapper, nn.parallel.DistributedDataParallel) and wrapper.will_sync_module_buffers():  # type: ignore[no-untyped-call]
             sent.update(id(buffer) for buffer in wrapper.modules_buffers)
     return frozenset(sent)
@@ -161,7 +161,7 @@ def from_state_dict(
     return result
 
 
-def sample(
+def sample_elements(
     chosen: Mapping[str, Source], rank: int, tensors: int = 32, elements: int = 8
 ) -> dict[str, dict[str, float]]:
     """A few elements of `chosen` that `rank` holds, as {name: {flat index: value}}: the stuff of fingerprints.
@@ -169,12 +169,12 @@ def sample(
     Evenly spread over the floating tensors; over all ranks together at most `tensors` x `elements` values, each held
     by one rank. Not collective: merge what the ranks return.
     """
-    indices = picked(chosen, tensors, elements)
+    indices = picked_indices(chosen, tensors, elements)
     return {name: values for name in indices if (values := elements_at(chosen[name], rank, indices[name]))}
 
 
-def picked(chosen: Mapping[str, Source], tensors: int = 32, elements: int = 8) -> dict[str, list[int]]:
-    """The flat indices of the elements that `sample` takes, by name."""
+def picked_indices(chosen: Mapping[str, Source], tensors: int = 32, elements: int = 8) -> dict[str, list[int]]:
+    """The flat indices of the elements that `sample_elements` takes, by name."""
     floating = sorted(name for name, s in chosen.items() if s.dtype.is_floating_point and s.numel > 0)
     names = floating[:: max(1, -(-len(floating) // tensors))]
     return {name: sorted({chosen[name].numel * i // elements for i in range(elements)}) for name in names}
@@ -198,7 +198,7 @@ def engine_names(found: Iterable[Source]) -> str:
     return "+".join(sorted({source.engine for source in found} - {"plain"})) or "plain"
 
 
-def _inner(model: nn.Module) -> nn.Module | None:
+def _wrapped_module(model: nn.Module) -> nn.Module | None:
     key = wrapped_key(model)
     if isinstance(model, nn.parallel.DistributedDataParallel | nn.DataParallel) or _is_deepspeed(model):
         key = "module"
@@ -221,11 +221,11 @@ def _own_tensors(module: nn.Module, flat: Mapping[tuple[int, str], FlatParameter
 
 
 def _added_tensors(root: nn.Module, found: Mapping[str, Source]) -> dict[str, Added]:
-    listed = names.added(root, _live(found))
+    listed = names.added_state(root, _live_tensors(found))
     return {name: one for name, one in listed.items() if isinstance(one.value, Tensor)}
 
 
-def _live(found: Mapping[str, Source]) -> dict[str, Any]:
+def _live_tensors(found: Mapping[str, Source]) -> dict[str, Any]:
     """The parameters and buffers among `found`."""
     return {name: source.live for name, source in found.items() if not source.is_added}
 

@@ -67,13 +67,13 @@ class Partition:
     places: tuple[Place, ...]
 
 
-def laid_out(optimizer: Any, found: Mapping[str, Source]) -> list[Partition]:
+def zero_partitions(optimizer: Any, found: Mapping[str, Source]) -> list[Partition]:
     """This rank's partitions; on every rank as many, with the same parameters.
 
     `found` are the sources of the models it trains. Raises SelectionError for parameters of no known model, and for
     settings that keep state where it cannot be reached by name.
     """
-    problems = _refusals(optimizer)
+    problems = _refused_settings(optimizer)
     if problems:
         raise SelectionError(
             f"{type(optimizer).__name__}: {listing(problems)}: its state cannot be kept by name; change these "
@@ -89,7 +89,7 @@ def changed_with_steps(optimizer: Any) -> list[Any] | None:
     None where other moments change something, too, or where nobody knows.
     """
     muon = any("use_muon" in group for group in optimizer.optimizer.param_groups)  # moves its momentum before the step
-    if muon or getattr(optimizer, "zenflow", False) or _refusals(optimizer):
+    if muon or getattr(optimizer, "zenflow", False) or _refused_settings(optimizer):
         return None
     groups, masters = next(fields for fields in _FIELDS if hasattr(optimizer, fields[0]))
     return [*getattr(optimizer, masters), *(weight for group in getattr(optimizer, groups) for weight in group)]
@@ -99,7 +99,7 @@ def _stage_3(optimizer: Any, owners: Mapping[int, Source]) -> Iterator[Partition
     """Each parameter is cut into equal shards by itself; a partition is this rank's shards one after the other."""
     for number, master in enumerate(optimizer.fp32_partitioned_groups_flat):
         places, start = [], 0
-        for source in _known(owners, optimizer.fp16_groups[number]):
+        for source in _known_sources(owners, optimizer.fp16_groups[number]):
             shard = source.live.ds_tensor.ds_numel
             members = group_members(source.live.ds_process_group)
             places.append(Place(source, _flat_sharding(source.numel, 0, shard, members), start))
@@ -119,12 +119,12 @@ def _stages_1_2(optimizer: Any, owners: Mapping[int, Source]) -> Iterator[Partit
         members = group_members(optimizer.real_dp_process_group[number])
         places = [
             Place(source, _flat_sharding(source.numel, first[id(source.live)], master.numel(), members), 0)
-            for source in _known(owners, laid if mixed else optimizer.bit16_groups[number])
+            for source in _known_sources(owners, laid if mixed else optimizer.bit16_groups[number])
         ]
         yield Partition(master, number, tuple(places))
 
 
-def _refusals(optimizer: Any) -> list[str]:
+def _refused_settings(optimizer: Any) -> list[str]:
     """What of this optimizer's configuration keeps its state where it cannot be reached by name."""
     kind, groups = type(optimizer).__name__, optimizer.optimizer.param_groups
     facts = {
@@ -139,7 +139,7 @@ def _refusals(optimizer: Any) -> list[str]:
     return [fact for fact, true in facts.items() if true]
 
 
-def _known(owners: Mapping[int, Source], parameters: list[Any]) -> list[Source]:
+def _known_sources(owners: Mapping[int, Source], parameters: list[Any]) -> list[Source]:
     unknown = [i for i, parameter in enumerate(parameters) if id(parameter) not in owners]
     if unknown:
         raise SelectionError(f"parameters {unknown} of a group: of no known model; give the model they are of, too")

@@ -17,7 +17,7 @@ from ft_ckpt import CheckpointSaver
 from ft_ckpt.config import SaverConfig
 from ft_ckpt.distributed import wrappers
 from ft_ckpt.distributed.fsdp2 import is_dtensor
-from ft_ckpt.distributed.ranks import Ranks, attempt, by_itself, current
+from ft_ckpt.distributed.ranks import Ranks, by_itself, current_ranks, try_action
 from ft_ckpt.errors import ConfigError, SelectionError, listing
 from ft_ckpt.integrations.trainer_files import (
     ChosenCheckpoint,
@@ -132,7 +132,7 @@ class Checkpointed(Trainer):  # type: ignore[misc]  # transformers is not typed
 
     def _load_best_model(self) -> None:
         path, ranks = Path(self.state.best_model_checkpoint), self.__current_ranks()
-        ours, error = attempt(lambda: ranks.leads and has_our_state(path))
+        ours, error = try_action(lambda: ranks.leads and has_our_state(path))
         if not ranks.agree("the best model", {"ours": ours}, error)[0]["ours"]:
             return super()._load_best_model()  # type: ignore[no-any-return]  # transformers is not typed
         load_best_weights(self.model_wrapped, path, self.ft_ckpt.config.verify_resume, ranks)
@@ -146,7 +146,7 @@ class Checkpointed(Trainer):  # type: ignore[misc]  # transformers is not typed
         self.state.best_model_checkpoint = answers[0]["path"]
 
     def __current_ranks(self) -> Ranks:
-        return current(self.ft_ckpt.config.enter_timeout_seconds)
+        return current_ranks(self.ft_ckpt.config.enter_timeout_seconds)
 
     def _finalize_training(self, *args: Any, **kwargs: Any) -> Any:
         # With a limit of 1 the Trainer would delete here whatever is called like a checkpoint, the newest one too.
@@ -210,7 +210,7 @@ class Checkpointed(Trainer):  # type: ignore[misc]  # transformers is not typed
         with tempfile.TemporaryDirectory() as folder:
             self.__asks = True
             try:
-                _, error = attempt(lambda: self.save_model(folder, _internal_call=True))
+                _, error = try_action(lambda: self.save_model(folder, _internal_call=True))
             finally:
                 self.__asks = False
             found = files_below(Path(folder))

@@ -20,7 +20,7 @@ from ft_ckpt.checkpoint.delete import TOMBSTONE
 from ft_ckpt.checkpoint.manifest import MANIFEST_NAME
 from ft_ckpt.checkpoint.open_checkpoint import OpenCheckpoint, open_checkpoint
 from ft_ckpt.checkpoint.prune import prune_run, recover_all
-from ft_ckpt.distributed.ranks import Ranks, attempt
+from ft_ckpt.distributed.ranks import Ranks, try_action
 from ft_ckpt.errors import CorruptError, LoadError, ManifestError, NotACheckpointError, listing
 from ft_ckpt.retention import Keep
 from ft_ckpt.training import resume, starting
@@ -137,7 +137,7 @@ def load_best_weights(model: nn.Module, path: Path, deep: bool, ranks: Ranks) ->
 
 
 def _load_best(model: nn.Module, path: Path, deep: bool, ranks: Ranks, stack: ExitStack) -> None:
-    held, error = attempt(lambda: _open_whole(path, deep, stack) if ranks.leads else None)
+    held, error = try_action(lambda: _open_whole(path, deep, stack) if ranks.leads else None)
     found = ranks.agree("opening the best model", {} if held is None else checkpoint_facts(held), error)[0]
     here = open_to_all(held, found, ranks, stack, deep, lambda one: StoredTensors(one).read)
     with open_stored_tensors(here) as stored:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from ft_ckpt.distributed.tensor_info import Source
-from ft_ckpt.distributed.tensor_names import walk, wrapper_steps
+from ft_ckpt.distributed.tensor_names import walk_modules, wrapper_steps
 from ft_ckpt.errors import IncompleteError, NotAnAdapterError, SelectionError, listing
 from ft_ckpt.model.conversion import cast_entries
 from ft_ckpt.model.entries import Entry, Group, Part
@@ -49,8 +49,8 @@ def adapter_parts(part: View, name: str, path: str, dtype: str, in_folders: bool
         )
     names = list(part.module.peft_config)
     _refuse_extra(part)
-    chosen = {adapter: _entries(part, adapter) for adapter in names}
-    extra, notes = _left_out(part, chosen)
+    chosen = {adapter: _adapter_entries(part, adapter) for adapter in names}
+    extra, notes = _entries_left_out(part, chosen)
     if not in_folders:
         kept = "state of the base that is no tensor, not in an adapter's file"
         notes += tuple(f"{name}: {kept}" for name, _ in _of_base(part, part.extra))
@@ -61,7 +61,7 @@ def adapter_parts(part: View, name: str, path: str, dtype: str, in_folders: bool
     active = active_adapters(part.module)
     parts = []
     for adapter, entries in chosen.items():
-        folder = _folder(path, adapter, in_folders)
+        folder = _adapter_folder(path, adapter, in_folders)
         added = [entry for entry in extra if adapter in active or not active]
         made = cast_entries([*entries, *added], part.module, dtype)
         label = "/".join(filter(None, (name, "" if adapter == "default" and not in_folders else adapter)))
@@ -100,7 +100,7 @@ def _of_base(part: View, named: Mapping[str, T]) -> Iterable[tuple[str, T]]:
     from peft.tuners.tuners_utils import BaseTunerLayer
     from peft.utils.other import AuxiliaryTrainingWrapper
 
-    wrapped = _paths(part.module, (BaseTunerLayer, AuxiliaryTrainingWrapper))
+    wrapped = _paths_of_kinds(part.module, (BaseTunerLayer, AuxiliaryTrainingWrapper))
     start = ["base_model", *(["model"] if hasattr(part.module.base_model, "peft_config") else [])]
     root = start if is_peft_model(part.module) else []
     for name, value in named.items():
@@ -112,8 +112,8 @@ def _of_base(part: View, named: Mapping[str, T]) -> Iterable[tuple[str, T]]:
             yield ".".join(kept[len(root) :]), value
 
 
-def _paths(module: nn.Module, kinds: tuple[type, ...]) -> frozenset[str]:
-    return frozenset(path for path, _, inner in walk(module) if isinstance(inner, kinds))
+def _paths_of_kinds(module: nn.Module, kinds: tuple[type, ...]) -> frozenset[str]:
+    return frozenset(path for path, _, inner in walk_modules(module) if isinstance(inner, kinds))
 
 
 def _base_steps(steps: list[str], wrapped: frozenset[str]) -> list[str] | None:
@@ -139,23 +139,25 @@ def _refuse_extra(part: View) -> None:
         )
 
 
-def _folder(path: str, adapter: str, in_folders: bool) -> str:
+def _adapter_folder(path: str, adapter: str, in_folders: bool) -> str:
     if in_folders:
         return "/".join(filter(None, (path, "adapters", adapter)))
     return "/".join(filter(None, (path, "" if adapter == "default" else adapter)))
 
 
-def _entries(part: View, adapter: str) -> list[Entry]:
+def _adapter_entries(part: View, adapter: str) -> list[Entry]:
     """What PEFT selects for the adapter, under the names it stores."""
     config = part.module.peft_config[adapter]
     if config.is_prompt_learning:
         return _prompt_entries(part, adapter)
-    standins = {source.raw_name: torch.zeros((), dtype=source.dtype).expand(source.shape) for source in _of(part)}
+    standins = {
+        source.raw_name: torch.zeros((), dtype=source.dtype).expand(source.shape) for source in _part_sources(part)
+    }
     stored = _peft_names(part.module, standins, adapter)
-    origin = {id(tensor): source for tensor, source in zip(standins.values(), _of(part), strict=True)}
-    prefix, clean_name = "" if is_peft_model(part.module) else PREFIX, _cleaner(part)
+    origin = {id(tensor): source for tensor, source in zip(standins.values(), _part_sources(part), strict=True)}
+    prefix, clean_name = "" if is_peft_model(part.module) else PREFIX, _name_cleaner(part)
     made = {name: tensor for name, tensor in stored.items() if id(tensor) not in origin}
-    group = _computed(part, adapter, made)
+    group = _computed_group(part, adapter, made)
     return [
         Entry(
             prefix + clean_name(name),
@@ -169,13 +171,13 @@ def _entries(part: View, adapter: str) -> list[Entry]:
     ]
 
 
-def _of(part: View) -> list[Source]:
+def _part_sources(part: View) -> list[Source]:
     return list(part.sources.values())
 
 
-def _cleaner(part: View) -> Callable[[str], str]:
+def _name_cleaner(part: View) -> Callable[[str], str]:
     """What takes the steps of wrappers out of a name that PEFT made of a raw one."""
-    steps = wrapper_steps((source.name, source.raw_name) for source in _of(part))
+    steps = wrapper_steps((source.name, source.raw_name) for source in _part_sources(part))
     return lambda name: ".".join(step for step in name.split(".") if step not in steps)
 
 
@@ -189,19 +191,19 @@ def _peft_names(module: Any, state_dict: Mapping[str, Tensor], adapter: str) -> 
     return result
 
 
-def _computed(part: View, adapter: str, made: Mapping[str, Tensor]) -> Group | None:
+def _computed_group(part: View, adapter: str, made: Mapping[str, Tensor]) -> Group | None:
     """The group for tensors that PEFT computes from others when it saves: pruned ranks, top-k indices."""
     if not made:
         return None
     base = {id(source) for _, source in base_sources(part)}
-    needed = tuple(source for source in _of(part) if id(source) not in base)
-    prefix, clean_name = "" if is_peft_model(part.module) else PREFIX, _cleaner(part)
+    needed = tuple(source for source in _part_sources(part) if id(source) not in base)
+    prefix, clean_name = "" if is_peft_model(part.module) else PREFIX, _name_cleaner(part)
 
-    def convert(full: dict[str, Tensor]) -> dict[str, Tensor]:
+    def ask_peft(full: dict[str, Tensor]) -> dict[str, Tensor]:
         stored = _peft_names(part.module, {source.raw_name: full[source.name] for source in needed}, adapter)
         return {prefix + clean_name(name): tensor.contiguous() for name, tensor in stored.items() if name in made}
 
-    return Group(needed, convert)
+    return Group(needed, ask_peft)
 
 
 def _prompt_entries(part: View, adapter: str) -> list[Entry]:
@@ -210,8 +212,8 @@ def _prompt_entries(part: View, adapter: str) -> list[Entry]:
     needed = tuple(source for name, source in part.sources.items() if name.startswith(inside))
     others = {name: source for name, source in part.sources.items() if "modules_to_save" in name.split(".")}
 
-    def convert(full: dict[str, Tensor]) -> dict[str, Tensor]:
-        encoder = _rebuilt(
+    def run_encoder(full: dict[str, Tensor]) -> dict[str, Tensor]:
+        encoder = _rebuild_module(
             part.module.prompt_encoder[adapter],
             {s.name[s.name.index(inside) + len(inside) :]: full[s.name] for s in needed},
         )
@@ -225,8 +227,8 @@ def _prompt_entries(part: View, adapter: str) -> list[Entry]:
             if tensor.numel() != 0 and "modules_to_save" not in name
         }
 
-    group = Group(needed, convert)
-    made = convert({source.name: torch.zeros(source.shape, dtype=source.dtype) for source in needed})
+    group = Group(needed, run_encoder)
+    made = run_encoder({source.name: torch.zeros(source.shape, dtype=source.dtype) for source in needed})
     entries = [Entry(name, tuple(t.shape), t.dtype, t.dtype, group=group) for name, t in made.items()]
     kept = [(name, s) for name, s in others.items() if f".modules_to_save.{adapter}." in name]
     return entries + [
@@ -234,7 +236,7 @@ def _prompt_entries(part: View, adapter: str) -> list[Entry]:
     ]
 
 
-def _rebuilt(module: nn.Module, full: Mapping[str, Tensor]) -> nn.Module:
+def _rebuild_module(module: nn.Module, full: Mapping[str, Tensor]) -> nn.Module:
     """A copy of `module` with ordinary parameters holding `full`, whatever shards the live one has."""
     own = {id(parameter): parameter for parameter in module.parameters()}
     twin = copy.deepcopy(module, memo={key: nn.Parameter(torch.empty(0), requires_grad=False) for key in own})
@@ -249,7 +251,7 @@ def _rebuilt(module: nn.Module, full: Mapping[str, Tensor]) -> nn.Module:
     return twin
 
 
-def _left_out(part: View, chosen: Mapping[str, list[Entry]]) -> tuple[list[Entry], tuple[str, ...]]:
+def _entries_left_out(part: View, chosen: Mapping[str, list[Entry]]) -> tuple[list[Entry], tuple[str, ...]]:
     """Base tensors that the adapter cannot do without: trained ones, and embeddings whose rows were added."""
     taken = {entry.source.key for entries in chosen.values() for entry in entries if entry.source is not None}
     taken |= {s.key for entries in chosen.values() for e in entries if e.group for s in e.group.sources}
@@ -277,7 +279,7 @@ def _resized_embeddings(part: View) -> set[str]:
         return set()
     layers = [getattr(model, ask)() for ask in ("get_input_embeddings", "get_output_embeddings") if hasattr(model, ask)]
     own = {id(_own_layer(layer)) for layer in layers if layer is not None}
-    paths = (path for path, _, inner in walk(module) if id(inner) in own)
+    paths = (path for path, _, inner in walk_modules(module) if id(inner) in own)
     names = [name for path in paths if (name := f"{path}.weight") in part.sources]
     known = _rows_of_base(module, model)
     return {name for name in names if known is not None and part.sources[name].shape[0] != known}

@@ -13,7 +13,7 @@ from ft_ckpt.distributed.tensor_info import Source
 from ft_ckpt.distributed.wrappers import sources
 from ft_ckpt.errors import BaseMismatchError, LoadError, listing
 from ft_ckpt.model.adapters import PREFIX, adapter_parts, base_sources, is_peft_model
-from ft_ckpt.model.base_model import differing, is_floating, keeps_base
+from ft_ckpt.model.base_model import differing_tensors, is_floating, keeps_base
 from ft_ckpt.model.open_weights import read_tensors
 from ft_ckpt.model.pretrained import model_class
 from ft_ckpt.model.selection import View
@@ -55,7 +55,7 @@ def base_of(record: PartRecord, given: Any, trust_remote_code: bool) -> nn.Modul
     return model
 
 
-def attach(
+def attach_adapters(
     model: nn.Module, root: Path, records: Sequence[PartRecord], *, check_base: bool, beside: bool = False
 ) -> Attached:
     """Put the adapters in `records` onto `model`, which may be a base or already carry adapters of these names.
@@ -68,7 +68,7 @@ def attach(
     """
     from peft import PeftModel
 
-    configs = {str(record.adapter): _config(root / record.path, beside) for record in records}
+    configs = {str(record.adapter): _adapter_config(root / record.path, beside) for record in records}
     is_remade = not all(keeps_base(config) for config in configs.values())
     check_base = check_base and not is_peft_model(model)
     notes = _prepare_base(model, root, records, check_base and not is_remade)
@@ -86,16 +86,16 @@ def attach(
     for record in records if check_base and is_remade else ():
         here = dict(base_sources(View(peft_model, sources(peft_model))))
         _check_base(here, type(model).__name__, record, is_remade=True)
-    missing, unexpected = _settle(peft_model, root, records)
+    missing, unexpected = _place_brought(peft_model, root, records)
     problems = [f"{name}: missing in the files" for name in missing]
     problems += [f"{name}: no place in the model" for name in unexpected]
     if problems:
         raise LoadError(f"{listing(problems)}: the adapter in {root} does not fit this base")
-    _activate(peft_model, records)
+    _activate_adapters(peft_model, records)
     return Attached(peft_model.eval(), tuple(missing), tuple(unexpected), notes)
 
 
-def _config(folder: Path, beside: bool) -> Any:
+def _adapter_config(folder: Path, beside: bool) -> Any:
     """An adapter's config; on a base that was saved `beside` it, which it must not change once more."""
     from peft import PeftConfig
 
@@ -164,7 +164,7 @@ def _check_base(here: Mapping[str, Source], kind: str, record: PartRecord, *, is
         return
     # quantised here or there: the tensors that stayed floating speak for it
     known = {n: values for n, values in base.fingerprint.items() if n in here and is_floating(here[n])}
-    names = differing(here, replace(record, base=replace(base, fingerprint=known)), is_remade=is_remade)
+    names = differing_tensors(here, replace(record, base=replace(base, fingerprint=known)), is_remade=is_remade)
     if names:
         remade = "; its making changes the base, and did so otherwise here" if is_remade else ""
         raise BaseMismatchError(
@@ -179,7 +179,7 @@ def _check_base(here: Mapping[str, Source], kind: str, record: PartRecord, *, is
         )
 
 
-def _settle(model: Any, root: Path, records: Sequence[PartRecord]) -> tuple[list[str], list[str]]:
+def _place_brought(model: Any, root: Path, records: Sequence[PartRecord]) -> tuple[list[str], list[str]]:
     """Names that did not meet; base tensors that came with the adapter are put in place, whatever PEFT did."""
     one = View(model, sources(model))
     expected = {part.adapter: {entry.name for entry in part.entries} for part in adapter_parts(one, "", "", "as_is")}
@@ -192,11 +192,11 @@ def _settle(model: Any, root: Path, records: Sequence[PartRecord]) -> tuple[list
         missing += sorted(expected[record.adapter] - stored)
         brought = stored - expected[record.adapter]
         unexpected += sorted(brought - set(base))
-        _place(root, record, {name: base[name] for name in brought if name in base})
+        _copy_brought(root, record, {name: base[name] for name in brought if name in base})
     return missing, unexpected
 
 
-def _place(root: Path, record: PartRecord, brought: Mapping[str, Source]) -> None:
+def _copy_brought(root: Path, record: PartRecord, brought: Mapping[str, Source]) -> None:
     for file in {tensor.file for tensor in record.tensors if tensor.name in brought}:
         stored = read_tensors(root / file)
         with torch.no_grad():
@@ -205,7 +205,7 @@ def _place(root: Path, record: PartRecord, brought: Mapping[str, Source]) -> Non
                 live.copy_(stored[name])
 
 
-def _activate(model: Any, records: Sequence[PartRecord]) -> None:
+def _activate_adapters(model: Any, records: Sequence[PartRecord]) -> None:
     active = [str(record.adapter) for record in records if record.active]
     if len(active) == 1:
         model.set_adapter(active[0])

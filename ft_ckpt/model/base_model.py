@@ -19,8 +19,8 @@ from torch import nn
 from ft_ckpt.checkpoint.manifest import PartRecord
 from ft_ckpt.distributed.ranks import Ranks
 from ft_ckpt.distributed.tensor_info import Source
-from ft_ckpt.distributed.tensor_names import walk
-from ft_ckpt.distributed.wrappers import elements_at, sample, sources, unwrap
+from ft_ckpt.distributed.tensor_names import walk_modules
+from ft_ckpt.distributed.wrappers import elements_at, sample_elements, sources, unwrap
 from ft_ckpt.errors import CheckpointError, SelectionError, listing
 from ft_ckpt.formats.dtypes import dtype_name
 from ft_ckpt.model.adapters import PREFIX, TO_BASE, base_sources, has_adapters, is_peft_model
@@ -43,21 +43,21 @@ class BaseWatch:
         self._samples: dict[str, dict[str, float]] = {}
         self._limits: dict[str, float] = {}  # by how much of its size an element may differ
 
-    def note(self, model: nn.Module, rank: int) -> None:
+    def note_base(self, model: nn.Module, rank: int) -> None:
         """Remember samples of the base of `model` as it is now, when it comes for the first time."""
-        if not self._knows(model):
+        if not self._knows_model(model):
             with suppress(CheckpointError):  # a model whose tensors are not there yet
                 self._samples = base_samples(model, rank)
                 dtypes = {source.name: source.dtype for source in sources(model).values()} if self._samples else {}
                 self._limits = {name: _ULPS * torch.finfo(dtypes[name]).eps for name in self._samples}
                 self._model = ref(unwrap(model))
 
-    def _knows(self, model: nn.Module) -> bool:
+    def _knows_model(self, model: nn.Module) -> bool:
         return self._model is not None and self._model() is unwrap(model)
 
-    def changed(self, model: nn.Module, rank: int) -> list[str]:
+    def changed_layers(self, model: nn.Module, rank: int) -> list[str]:
         """Names of layers whose samples are others than when the model was first seen."""
-        if not self._knows(model) or not self._samples:
+        if not self._knows_model(model) or not self._samples:
             return []
         refuse_merged(unwrap(model))
         now, limits = base_samples(model, rank), self._limits
@@ -69,8 +69,10 @@ class BaseWatch:
 
     def refuse_changed(self, model: nn.Module, rank: int) -> None:
         """Raise SelectionError if the base has changed: an adapter alone would lose that."""
-        if changed := self.changed(model, rank):
-            raise SelectionError(f"{_changed(changed)}: the adapter alone would lose it; save with adapter_only=False")
+        if changed := self.changed_layers(model, rank):
+            raise SelectionError(
+                f"{_changed_text(changed)}: the adapter alone would lose it; save with adapter_only=False"
+            )
 
     def is_left_out(self, model: nn.Module, alone: bool, asked: bool | None, ranks: Ranks) -> bool:
         """Whether a checkpoint of a run leaves out the base: `asked`, else if adapters `alone` are trained. Collective.
@@ -80,19 +82,19 @@ class BaseWatch:
         """
         if not (alone if asked is None else asked):
             return False
-        found, error = ranks.attempt(lambda: self.changed(model, ranks.rank))
+        found, error = ranks.attempt(lambda: self.changed_layers(model, ranks.rank))
         answers = ranks.agree("the base of save_state()", {"changed": found}, error)
         if not (names := sorted({name for answer in answers for name in answer["changed"]})):
             return True
         if asked:
             self.refuse_changed(model, ranks.rank)
-            raise SelectionError(f"{_changed(names)} on other ranks; save with adapter_only=False")
+            raise SelectionError(f"{_changed_text(names)} on other ranks; save with adapter_only=False")
         if ranks.leads:
-            warnings.warn(f"{_changed(names)}: it is saved with the adapters", stacklevel=5)
+            warnings.warn(f"{_changed_text(names)}: it is saved with the adapters", stacklevel=5)
         return False
 
 
-def _changed(names: list[str]) -> str:
+def _changed_text(names: list[str]) -> str:
     return f"{listing(names, ', ')}: the adapters' base has changed since the run began"
 
 
@@ -114,7 +116,7 @@ def refuse_merged(module: nn.Module) -> None:
     """
     from peft.tuners.tuners_utils import BaseTunerLayer
 
-    merged = [path for path, _, one in walk(module) if isinstance(one, BaseTunerLayer) and one.merged]
+    merged = [path for path, _, one in walk_modules(module) if isinstance(one, BaseTunerLayer) and one.merged]
     if merged:
         raise SelectionError(
             f"{listing(merged, ', ')}: an adapter is merged into {len(merged)} layer(s); call unmerge_adapter() before "
@@ -140,7 +142,7 @@ def base_samples(model: nn.Module, rank: int) -> dict[str, dict[str, float]]:
         return {}
     base = {source.name: source for _, source in base_sources(View(module, sources(model))) if not source.trainable}
     adapted = {name: source for name, source in base.items() if set(TO_BASE) & set(name.split("."))}
-    return sample(adapted or base, rank, tensors=128, elements=4)
+    return sample_elements(adapted or base, rank, tensors=128, elements=4)
 
 
 def differences_of_base(
@@ -165,28 +167,32 @@ def differences_of_base(
         if (dtype := common_dtype(left.values())) != base.dtype:
             problems[f"{dtype}, it was {base.dtype}"] = None
         outer = replace(record, base=replace(base, fingerprint=outside))
-        if names := differing(left, outer, rank, is_remade=is_remade):
+        if names := differing_tensors(left, outer, rank, is_remade=is_remade):
             problems[f"{listing(names, ', ')}: {len(names)} of {len(outside)} sampled tensors are others"] = None
     return compared, list(problems)
 
 
-def differing(here: Mapping[str, Source], record: PartRecord, rank: int = 0, *, is_remade: bool = False) -> list[str]:
+def differing_tensors(
+    here: Mapping[str, Source], record: PartRecord, rank: int = 0, *, is_remade: bool = False
+) -> list[str]:
     """Names of tensors recorded of an adapter's base that are not `here`, or whose elements on this rank are others.
 
     `is_remade`: the making of the adapter has changed both; what that computes may differ in its last digits.
     """
     if record.base is None:
         return []
-    adapted = _adapted(record)
+    adapted = _adapted_paths(record)
     return [
         name
         for name, values in record.base.fingerprint.items()
         if name not in here
-        or not _agree(here[name], values, record.base.dtype, rank, name.rpartition(".")[0] in adapted, is_remade)
+        or not _elements_agree(
+            here[name], values, record.base.dtype, rank, name.rpartition(".")[0] in adapted, is_remade
+        )
     ]
 
 
-def _adapted(record: PartRecord) -> frozenset[str]:
+def _adapted_paths(record: PartRecord) -> frozenset[str]:
     """The paths, in the base, of everything above a tensor of the adapter: its layers are among them."""
     steps = (tensor.name.removeprefix(PREFIX).split(".") for tensor in record.tensors)
     return frozenset(".".join(one[:depth]) for one in steps for depth in range(1, len(one)))
@@ -204,7 +210,7 @@ def common_dtype(tensors: Iterable[Source]) -> str:
     return dtype_name(common) if common else "float32"
 
 
-def _agree(
+def _elements_agree(
     source: Source, values: Mapping[str, float], dtype: str, rank: int, is_adapted: bool, is_remade: bool
 ) -> bool:
     """Whether live elements equal the recorded ones, as far as the coarser of the two dtypes can tell.

@@ -16,7 +16,7 @@ from ft_ckpt.errors import SelectionError, listing
 from ft_ckpt.model.entries import Entry, Group
 
 
-def warm_up() -> None:
+def load_conversion_table() -> None:
     """Let transformers make its table of conversions, 60 ms once a process, where nothing else is waited for yet."""
     from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
@@ -25,10 +25,10 @@ def warm_up() -> None:
 
 def stored_as_in_memory(module: nn.Module, names: Mapping[str, Source]) -> bool:
     """Whether transformers writes this model's tensors under the names and in the form they have in memory."""
-    return all(names.get(entry.name) is entry.source for entry in converted(module, names))
+    return all(names.get(entry.name) is entry.source for entry in converted_entries(module, names))
 
 
-def converted(module: Any, kept: Mapping[str, Source]) -> list[Entry]:
+def converted_entries(module: Any, kept: Mapping[str, Source]) -> list[Entry]:
     """Entries under the names transformers writes: it keeps some architectures otherwise in memory than on disk.
 
     The conversion runs on meta tensors: what comes back as the same object was only renamed and is streamed; the
@@ -42,7 +42,7 @@ def converted(module: Any, kept: Mapping[str, Source]) -> list[Entry]:
     streamed = {name: origin[id(tensor)] for name, tensor in stored.items() if id(tensor) in origin}
     left = [name for name in kept if name not in set(streamed.values())]
     made = {name: tensor for name, tensor in stored.items() if name not in streamed}
-    group_of = _groups(module, {name: kept[name] for name in left}, made, revert_weight_conversion)
+    group_of = _conversion_groups(module, {name: kept[name] for name in left}, made, revert_weight_conversion)
     return [
         Entry(name, tuple(tensor.shape), tensor.dtype, tensor.dtype, kept[streamed[name]])
         if name in streamed
@@ -51,19 +51,19 @@ def converted(module: Any, kept: Mapping[str, Source]) -> list[Entry]:
     ]
 
 
-def _groups(
+def _conversion_groups(
     module: Any, left: Mapping[str, Source], made: Mapping[str, Tensor], revert: Callable[..., dict[str, Tensor]]
 ) -> dict[str, Group]:
     """Stored name -> the group that makes it; one group for all where layers do not convert independently."""
 
-    def group(names: list[str]) -> tuple[Group, dict[str, Tensor]]:
+    def make_group(names: list[str]) -> tuple[Group, dict[str, Tensor]]:
         chosen = {left[name].name: name for name in names}
 
-        def convert(full: dict[str, Tensor]) -> dict[str, Tensor]:
+        def convert_layer(full: dict[str, Tensor]) -> dict[str, Tensor]:
             return revert(module, {chosen[name]: tensor for name, tensor in full.items()})
 
         sources = tuple(left[name] for name in names)
-        return Group(sources, convert), convert(
+        return Group(sources, convert_layer), convert_layer(
             {s.name: torch.empty(s.shape, dtype=s.dtype, device="meta") for s in sources}
         )
 
@@ -73,7 +73,7 @@ def _groups(
     for split in (list(layers.values()), [list(left)]):
         result: dict[str, Group] = {}
         for names in split:
-            one, outputs = group(names)
+            one, outputs = make_group(names)
             result.update({name: one for name in outputs if made.get(name, None) is not None})
         if set(result) == set(made):
             return result

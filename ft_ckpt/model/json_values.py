@@ -22,7 +22,7 @@ _OF_TRANSFORMERS = re.compile(r"transformers\.models\.\w+\.(modeling|configurati
 _UNWRITTEN = ("_attn_implementation", "_experts_implementation")  # fields of a config that its JSON leaves out
 
 
-def encode(value: Any, depth: int = 0) -> Any:
+def encode_value(value: Any, depth: int = 0) -> Any:
     """JSON for a simple value. Raises SelectionError for any other."""
     if depth > _MAX_DEPTH:
         raise SelectionError("nested too deeply")
@@ -34,11 +34,11 @@ def encode(value: Any, depth: int = 0) -> Any:
     if kind is torch.dtype:
         return {"dtype": dtype_name(value)}
     if kind is dict:
-        return {"dict": [[encode(key, depth + 1), encode(item, depth + 1)] for key, item in value.items()]}
+        return {"dict": [[encode_value(key, depth + 1), encode_value(item, depth + 1)] for key, item in value.items()]}
     if kind is list:
-        return [encode(item, depth + 1) for item in value]
+        return [encode_value(item, depth + 1) for item in value]
     if kind in (tuple, torch.Size, set, frozenset):
-        items = [encode(item, depth + 1) for item in value]
+        items = [encode_value(item, depth + 1) for item in value]
         ordered = items if kind in (tuple, torch.Size) else sorted(items, key=json.dumps)
         return {"size" if kind is torch.Size else kind.__name__: ordered}
     if is_config(kind):
@@ -46,15 +46,15 @@ def encode(value: Any, depth: int = 0) -> Any:
     raise SelectionError(f"{kind.__name__} is no simple value")
 
 
-def decode(value: Any) -> Any:
-    """The value that `encode` described. Raises LoadError for a dtype or config class that is not to be had."""
+def decode_value(value: Any) -> Any:
+    """The value that `encode_value` described. Raises LoadError for a dtype or config class that is not to be had."""
     if isinstance(value, list):
-        return [decode(item) for item in value]
+        return [decode_value(item) for item in value]
     if not isinstance(value, dict):
         return value
     ((kind, content),) = value.items()
     if kind == "dict":
-        return {decode(key): decode(item) for key, item in content}
+        return {decode_value(key): decode_value(item) for key, item in content}
     if kind == "config":
         return _decode_config(content)
     decoders = {
@@ -65,7 +65,7 @@ def decode(value: Any) -> Any:
         "set": set,
         "frozenset": frozenset,
     }
-    return decoders[kind](decode(content))  # type: ignore[operator]  # each takes what its kind was encoded to
+    return decoders[kind](decode_value(content))  # type: ignore[operator]  # each takes what its kind was encoded to
 
 
 def is_config(kind: type) -> bool:
@@ -77,7 +77,7 @@ def is_config(kind: type) -> bool:
     )
 
 
-def imported(module_name: str) -> Any:
+def imported_module(module_name: str) -> Any:
     """The module, if this process has imported it or it is one of transformers' own models; None otherwise."""
     if module_name not in sys.modules and _OF_TRANSFORMERS.fullmatch(module_name):
         try:
@@ -99,7 +99,7 @@ def _encode_config(config: Any) -> dict[str, Any]:
 
 def _decode_config(content: Mapping[str, Any]) -> Any:
     module_name, _, name = content["class"].partition(":")
-    kind = vars(imported(module_name) or object).get(name)
+    kind = vars(imported_module(module_name) or object).get(name)
     if not isinstance(kind, type) or not is_config(kind):
         raise LoadError(f"{content['class']}: no config class of transformers in this process; import its module first")
     config: Any = kind.from_dict(content["fields"])  # type: ignore[attr-defined]  # every config class has it

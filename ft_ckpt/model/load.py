@@ -13,26 +13,26 @@ from torch import nn
 from ft_ckpt.checkpoint.catalog import why_no_checkpoint
 from ft_ckpt.checkpoint.manifest import MANIFEST_NAME, PartRecord
 from ft_ckpt.checkpoint.open_checkpoint import OpenCheckpoint, open_checkpoint
-from ft_ckpt.distributed.wrappers import give_back, listed, sources
+from ft_ckpt.distributed.wrappers import names_listed_beside, restore_added_state, sources
 from ft_ckpt.errors import CheckpointError, CorruptError, LoadError, NotACheckpointError, listing, shown
-from ft_ckpt.model.attach_adapters import attach, base_of
+from ft_ckpt.model.attach_adapters import attach_adapters, base_of
 from ft_ckpt.model.load_weights import LoadReport, put_tensors, refuse_differences, share_again, summary_of
-from ft_ckpt.model.open_weights import Supplied, extra_beside, supply, supplying
+from ft_ckpt.model.open_weights import Weights, extra_beside, fetching_weights, read_weights
 from ft_ckpt.model.plain_module import MODULE_NAME, build_module
 from ft_ckpt.model.pretrained import (
-    at_most,
     checked_config,
+    class_of_own_code,
     empty_model,
+    limit_parameters,
     listing_own,
     model_class,
     most_parameters,
-    own_class,
 )
 from ft_ckpt.storage.local_disk import local_path
 
 
 @dataclass(frozen=True)
-class _Options:
+class _LoadOptions:
     """How to load, the same for every part."""
 
     base: Any
@@ -87,15 +87,15 @@ def load_model(
         raise LoadError(f"mapped={mapped!r}: expected True, False or 'auto'")
     is_host = device is None or torch.device(device).type in ("cpu", "meta")
     place = None if is_host else torch.empty(0, device=device).device  # with its number: threads have their own
-    options = _Options(base, into, classes or {}, strict, check_base, trust_remote_code, verify, mapped, place)
-    root, wanted = _find(Path(path), part)
-    with open_checkpoint(root) as held, _explained(root):
+    options = _LoadOptions(base, into, classes or {}, strict, check_base, trust_remote_code, verify, mapped, place)
+    root, wanted = _find_checkpoint(Path(path), part)
+    with open_checkpoint(root) as held, _explain_errors(root):
         model, report = _load_checkpoint(held, wanted, options, device)
     return (model, report) if with_report else model
 
 
 @contextmanager
-def _explained(root: Path) -> Iterator[None]:
+def _explain_errors(root: Path) -> Iterator[None]:
     """What libraries raise over the files comes out as a LoadError; want of memory is nobody's damage."""
     try:
         yield
@@ -107,19 +107,19 @@ def _explained(root: Path) -> Iterator[None]:
 
 
 def _load_checkpoint(
-    held: OpenCheckpoint, wanted: str | None, options: _Options, device: Any
+    held: OpenCheckpoint, wanted: str | None, options: _LoadOptions, device: Any
 ) -> tuple[Any, LoadReport]:
     root, manifest = held.folder, held.manifest
     problems = held.find_problems(deep=options.verify)
     if problems:
         raise CorruptError(f"{root}: {listing(list(problems))}; use an older checkpoint")
-    groups = _groups([part for part in manifest.parts if part.kind != "state"], wanted, root)
+    groups = _group_records([part for part in manifest.parts if part.kind != "state"], wanted, root)
     if options.into is not None and len(groups) > 1:
         raise LoadError(f"into=: {root} holds {', '.join(groups)}; name one of them with part=")
-    loaded = {name: _load(root, records, options) for name, records in groups.items()}
+    loaded = {name: _load_group(root, records, options) for name, records in groups.items()}
     models = {name: model.to(device) if device is not None else model for name, (model, _) in loaded.items()}
     for name, model in models.items():
-        _name(model, root / name, held.path / name)
+        _set_origin(model, root / name, held.path / name)
     share_again(manifest, models)
     single = len(models) == 1 and (wanted is not None or "" in models)
     result = next(iter(models.values())) if single else models
@@ -127,7 +127,7 @@ def _load_checkpoint(
     return result, found
 
 
-def _name(model: Any, read_from: Path, found_at: Path) -> None:
+def _set_origin(model: Any, read_from: Path, found_at: Path) -> None:
     """Let models of transformers and their configs say that they come from the folder they were found at."""
     for module in model.modules():
         owners: list[Any] = [module, getattr(module, "config", None)]
@@ -136,7 +136,7 @@ def _name(model: Any, read_from: Path, found_at: Path) -> None:
                 owner.name_or_path = str(found_at)
 
 
-def _find(path: Path, part: str | None) -> tuple[Path, str | None]:
+def _find_checkpoint(path: Path, part: str | None) -> tuple[Path, str | None]:
     """The checkpoint's folder, and the folder of the part asked for (None: all of it)."""
     for depth, folder in enumerate([local_path(path), *path.absolute().parents][:4]):
         if (folder / MANIFEST_NAME).is_file():
@@ -145,11 +145,11 @@ def _find(path: Path, part: str | None) -> tuple[Path, str | None]:
     raise NotACheckpointError(why_no_checkpoint(path))
 
 
-def _groups(parts: Sequence[PartRecord], wanted: str | None, root: Path) -> dict[str, list[PartRecord]]:
+def _group_records(parts: Sequence[PartRecord], wanted: str | None, root: Path) -> dict[str, list[PartRecord]]:
     """Records by the thing they make up: a model with its adapters is one."""
     groups: dict[str, list[PartRecord]] = {}
     for record in parts:
-        groups.setdefault(_owner(record), []).append(record)
+        groups.setdefault(_owner_folder(record), []).append(record)
     if wanted is None:
         return groups
     if wanted in groups:
@@ -163,7 +163,7 @@ def _groups(parts: Sequence[PartRecord], wanted: str | None, root: Path) -> dict
     return {wanted: exact}
 
 
-def _owner(record: PartRecord) -> str:
+def _owner_folder(record: PartRecord) -> str:
     """The folder of the model the record belongs to."""
     if record.kind != "adapter":
         return record.path
@@ -173,7 +173,7 @@ def _owner(record: PartRecord) -> str:
     return record.path.removesuffix(tail).rstrip("/")
 
 
-def _load(root: Path, records: list[PartRecord], options: _Options) -> tuple[nn.Module, LoadReport]:
+def _load_group(root: Path, records: list[PartRecord], options: _LoadOptions) -> tuple[nn.Module, LoadReport]:
     whole = [record for record in records if record.kind != "adapter"]
     adapters = [record for record in records if record.kind == "adapter"]
     if whole and whole[0].kind == "module":
@@ -186,41 +186,41 @@ def _load(root: Path, records: list[PartRecord], options: _Options) -> tuple[nn.
     if model is None:
         trusted = options.trust_remote_code
         model = options.into if options.into is not None else base_of(adapters[0], options.base, trusted)
-    notes = attach(model, root, adapters, check_base=options.check_base and not whole, beside=bool(whole))
+    notes = attach_adapters(model, root, adapters, check_base=options.check_base and not whole, beside=bool(whole))
     count = sum(len(record.tensors) for record in adapters) + (report.tensors if report else 0)
     return notes.model, LoadReport(
         root, "", notes.missing, notes.unexpected, (), count, bool(report and report.zero_copy), notes.notes
     )
 
 
-def _load_plain(root: Path, record: PartRecord, options: _Options) -> tuple[nn.Module, LoadReport]:
+def _load_plain(root: Path, record: PartRecord, options: _LoadOptions) -> tuple[nn.Module, LoadReport]:
     folder = root / record.path
     if options.into is not None:
-        return options.into, _copy(options.into, record, root, options)
-    with supplying(_files(root, record), options.mapped, options.device) as tensors:
+        return options.into, _copy_tensors(options.into, record, root, options)
+    with fetching_weights(_weight_files(root, record), options.mapped, options.device) as tensors:
         module = build_module(json.loads((folder / MODULE_NAME).read_text(encoding="utf-8")), options.classes).eval()
-        return module, _place(module, record, root, options.strict, tensors())
+        return module, _place_tensors(module, record, root, options.strict, tensors())
 
 
-def _load_pretrained(root: Path, record: PartRecord, options: _Options) -> tuple[nn.Module, LoadReport]:
+def _load_pretrained(root: Path, record: PartRecord, options: _LoadOptions) -> tuple[nn.Module, LoadReport]:
     folder = root / record.path
     if options.into is not None:
-        return options.into, _copy(options.into, record, root, options)
+        return options.into, _copy_tensors(options.into, record, root, options)
     config, cls = checked_config(folder, record), model_class(record.class_name)
-    with at_most(most_parameters(record), "config.json"):
+    with limit_parameters(most_parameters(record), "config.json"):
         # quantised models, and those of code of their own, are for transformers to make
         if cls is not None and not options.trust_remote_code and config.get("quantization_config") is None:
-            with supplying(_files(root, record), options.mapped, options.device) as tensors:
+            with fetching_weights(_weight_files(root, record), options.mapped, options.device) as tensors:
                 model = empty_model(cls, folder, record)
                 if model is not None:
-                    report = _place(model, record, root, options.strict, tensors())
+                    report = _place_tensors(model, record, root, options.strict, tensors())
                     model.tie_weights()
                     return model.eval(), report
-        return _through_transformers(cls or own_class(config, record), folder, root, record, options)
+        return _through_transformers(cls or class_of_own_code(config, record), folder, root, record, options)
 
 
 def _through_transformers(
-    cls: Any, folder: Path, root: Path, record: PartRecord, options: _Options
+    cls: Any, folder: Path, root: Path, record: PartRecord, options: _LoadOptions
 ) -> tuple[nn.Module, LoadReport]:
     """Let transformers load what is converted on the way in; its account of the load is held to the same strictness.
 
@@ -237,7 +237,7 @@ def _through_transformers(
         model, info = _by_transformers(cls, folder, root, record, options)
     unexpected, beside = set(info["unexpected_keys"]), [] if is_quantised else list(_beside_own(model, extra))
     if not unexpected.isdisjoint(beside):
-        stored = supply(_files(root, record), options.mapped)[0]
+        stored = read_weights(_weight_files(root, record), options.mapped)[0]
         extra |= {name: stored[name] for name in beside if name in unexpected}
     report = LoadReport(
         root,
@@ -250,13 +250,13 @@ def _through_transformers(
     )
     refuse_differences(report, options.strict)
     if beside and options.strict:
-        give_back(model, extra)
+        restore_added_state(model, extra)
     elif beside:
         model.load_state_dict({name: extra[name] for name in beside if name in extra}, strict=False)
     return model.eval(), report
 
 
-def _by_transformers(cls: Any, folder: Path, root: Path, record: PartRecord, options: _Options) -> tuple[Any, Any]:
+def _by_transformers(cls: Any, folder: Path, root: Path, record: PartRecord, options: _LoadOptions) -> tuple[Any, Any]:
     """The model as transformers makes it of the folder, and its account."""
     import transformers
 
@@ -265,27 +265,27 @@ def _by_transformers(cls: Any, folder: Path, root: Path, record: PartRecord, opt
         return cls.from_pretrained(folder, dtype="auto", local_files_only=True, **asked)  # type: ignore[no-any-return]
     # which transformers does not open: it gets the tensors themselves
     config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=options.trust_remote_code)
-    tensors = supply(_files(root, record), options.mapped)[0]
+    tensors = read_weights(_weight_files(root, record), options.mapped)[0]
     return cls.from_pretrained(None, config=config, state_dict=tensors, dtype=config.dtype, **asked)  # type: ignore[no-any-return]
 
 
 def _beside_own(model: nn.Module, given: Iterable[str]) -> list[str]:
     """Names that the model lists beside its parameters and buffers."""
     own = {name: one for name, one in sources(model, allow_meta=True).items() if not one.is_added}
-    return listed(model, own, given)
+    return names_listed_beside(model, own, given)
 
 
-def _place(module: nn.Module, record: PartRecord, root: Path, strict: bool, supplied: Supplied) -> LoadReport:
+def _place_tensors(module: nn.Module, record: PartRecord, root: Path, strict: bool, supplied: Weights) -> LoadReport:
     """Give `module` the stored tensors themselves."""
     return replace(put_tensors(module, record, supplied[0], root, strict, assign=True), zero_copy=supplied[1])
 
 
-def _copy(into: nn.Module, record: PartRecord, root: Path, options: _Options) -> LoadReport:
+def _copy_tensors(into: nn.Module, record: PartRecord, root: Path, options: _LoadOptions) -> LoadReport:
     """Give `into` the values of the stored tensors."""
-    tensors, _ = supply(_files(root, record), options.mapped)
+    tensors, _ = read_weights(_weight_files(root, record), options.mapped)
     return put_tensors(into, record, tensors, root, options.strict, assign=False)
 
 
-def _files(root: Path, record: PartRecord) -> list[Path]:
+def _weight_files(root: Path, record: PartRecord) -> list[Path]:
     """The part's weight files."""
     return list(dict.fromkeys(root / tensor.file for tensor in record.tensors))

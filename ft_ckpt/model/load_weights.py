@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from ft_ckpt.checkpoint.manifest import Manifest, PartRecord
-from ft_ckpt.distributed.wrappers import give_back, listed, sources
+from ft_ckpt.distributed.wrappers import names_listed_beside, restore_added_state, sources
 from ft_ckpt.errors import LoadError, listing
 from ft_ckpt.model.open_weights import extra_beside
 from ft_ckpt.model.plain_module import put_at, tensor_at
@@ -40,7 +40,7 @@ def put_tensors(
     own = sources(module, allow_meta=True)
     live = {name: None if source.is_added else source.shape for name, source in own.items()}
     extra = extra_beside(root / record.path)
-    live |= dict.fromkeys(listed(module, own, (*tensors, *extra)))
+    live |= dict.fromkeys(names_listed_beside(module, own, (*tensors, *extra)))
     reshaped = [n for n, t in tensors.items() if live.get(n) is not None and live[n] != tuple(t.shape)]
     report = LoadReport(
         root,
@@ -58,7 +58,7 @@ def put_tensors(
     fitting |= {name: value for name, value in extra.items() if name in live}
     module.load_state_dict(fitting, strict=False, assign=assign)
     if strict:
-        give_back(module, {name: value for name, value in fitting.items() if live[name] is None})
+        restore_added_state(module, {name: value for name, value in fitting.items() if live[name] is None})
     for name, parameter in module.named_parameters():
         parameter.requires_grad_(wants.get(name, parameter.requires_grad) and parameter.dtype.is_floating_point)
     for kept, *aliases in record.ties if assign else ():

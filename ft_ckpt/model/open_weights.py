@@ -16,40 +16,40 @@ from ft_ckpt.formats.pytree_json import load_object
 from ft_ckpt.formats.tensor_file import IndexedFile
 from ft_ckpt.model.entries import EXTRA_FILE
 
-Supplied = tuple[dict[str, Tensor], bool]  # by name, and whether they are their files, mapped
+Weights = tuple[dict[str, Tensor], bool]  # by name, and whether they are their files, mapped
 
 
 def read_tensors(file: Path) -> dict[str, Tensor]:
     """The tensors of a weight file by name, mapped from it."""
-    return _tensors(_open(file))
+    return _file_tensors(_open_weight_file(file))
 
 
 @contextmanager
-def supplying(
+def fetching_weights(
     files: Iterable[Path], mapped: bool | str = "auto", device: torch.device | None = None
-) -> Iterator[Callable[[], Supplied]]:
-    """What `supply` gives, fetched in a thread while the block does something else; the block calls for it.
+) -> Iterator[Callable[[], Weights]]:
+    """What `read_weights` gives, fetched in a thread while the block does something else; the block calls for it.
 
     With a `device` the tensors are read onto it. A block that ends without them ends the reading too. Raises
     CorruptError for a file whose table is not sound.
     """
-    opened = [_open(path) for path in files]
+    opened = [_open_weight_file(path) for path in files]
     with ThreadPoolExecutor(1, "ft_ckpt-supply") as pool, ExitStack() as stack:
         for file in opened:
             stack.callback(file.close)  # each read of a closed file is its last
-        yield pool.submit(_supply, opened, mapped, device).result
+        yield pool.submit(_read_files, opened, mapped, device).result
 
 
-def supply(files: Iterable[Path], mapped: bool | str = "auto") -> Supplied:
+def read_weights(files: Iterable[Path], mapped: bool | str = "auto") -> Weights:
     """The tensors of `files` by name, and whether they are the files themselves, mapped.
 
     `mapped`="auto" reads a file into memory when that is faster than touching it page by page, and no other process of
     the launch on this machine may want the same pages.
     """
-    return _supply([_open(path) for path in files], mapped, None)
+    return _read_files([_open_weight_file(path) for path in files], mapped, None)
 
 
-def _supply(files: Iterable[IndexedFile], mapped: bool | str, device: torch.device | None) -> Supplied:
+def _read_files(files: Iterable[IndexedFile], mapped: bool | str, device: torch.device | None) -> Weights:
     tensors: dict[str, Tensor] = {}
     are_mapped = device is None
     for file in files:
@@ -59,16 +59,16 @@ def _supply(files: Iterable[IndexedFile], mapped: bool | str, device: torch.devi
         wanted = mapped is False or (mapped == "auto" and readers_here() == 1 and file.raw.is_cold())
         if wanted and not file.readers:  # what is compressed goes through memory anyway
             are_mapped = not file.raw.read_in() and are_mapped
-        tensors.update(_tensors(file))
+        tensors.update(_file_tensors(file))
     return tensors, are_mapped
 
 
-def _open(file: Path) -> IndexedFile:
+def _open_weight_file(file: Path) -> IndexedFile:
     """The open weight file; its suffix tells the format."""
     return hdf5_file.open_hdf5(file) if file.suffix == ".h5" else safetensors_file.open_safetensors(file)
 
 
-def _tensors(file: IndexedFile) -> dict[str, Tensor]:
+def _file_tensors(file: IndexedFile) -> dict[str, Tensor]:
     return {name: file.read(name).view(spec.shape) for name, spec in file.specs.items()}
 
 

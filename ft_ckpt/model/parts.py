@@ -11,7 +11,7 @@ from ft_ckpt.errors import IncompleteError, NotAnAdapterError, SelectionError, l
 from ft_ckpt.model.adapters import adapter_parts, base_view, check_complete, has_adapters, missing_trainable
 from ft_ckpt.model.base_model import made_anew, refuse_merged
 from ft_ckpt.model.entries import Part
-from ft_ckpt.model.selection import View, model_part, module_at, view
+from ft_ckpt.model.selection import View, model_part, module_at, view_of
 
 Attribute = str | Sequence[str] | None
 
@@ -50,11 +50,11 @@ def parts_of(
     does not have what was asked for, IncompleteError naming tensors that would be left out and by no rule.
     """
     if attribute is None or isinstance(attribute, str):
-        whole = view(model, found, attribute or "", extra)
-        return _checked(_parts(whole, attribute or "", "", adapter_only, dtype), [whole], adapter_only)
+        whole = view_of(model, found, attribute or "", extra)
+        return _refuse_missing(_parts_of_view(whole, attribute or "", "", adapter_only, dtype), [whole], adapter_only)
     if not attribute or len(set(attribute)) != len(attribute):
         raise SelectionError(f"attribute={list(attribute)!r}: expected one or more names, each once")
-    views = {name: view(model, found, name, extra) for name in attribute}
+    views = {name: view_of(model, found, name, extra) for name in attribute}
     if adapter_only and not any(has_adapters(one.module) for one in views.values()):
         raise NotAnAdapterError(
             f"adapter_only=True: none of {', '.join(views)} has a PEFT adapter; use adapter_only=False"
@@ -62,9 +62,9 @@ def parts_of(
     parts = [
         part
         for name, one in views.items()  # beside an adapter a plain attribute, such as a value head, is saved in full
-        for part in _parts(one, name, name, adapter_only and has_adapters(one.module), dtype)
+        for part in _parts_of_view(one, name, name, adapter_only and has_adapters(one.module), dtype)
     ]
-    return _checked(parts, views.values(), adapter_only)
+    return _refuse_missing(parts, views.values(), adapter_only)
 
 
 def is_adapter_run(model: nn.Module, found: Mapping[str, Source]) -> bool:
@@ -73,7 +73,7 @@ def is_adapter_run(model: nn.Module, found: Mapping[str, Source]) -> bool:
         return False
     if made_anew(unwrap(model)):
         return False  # nobody could make this base again
-    whole = view(model, found)
+    whole = view_of(model, found)
     return not missing_trainable(whole, adapter_parts(whole, "", "", "as_is"))
 
 
@@ -84,7 +84,7 @@ def kind_of(adapter_only: bool, attribute: Attribute) -> str:
     return "adapter" if adapter_only else "full"
 
 
-def _checked(parts: list[Part], views: Iterable[View], adapter_only: bool) -> list[Part]:
+def _refuse_missing(parts: list[Part], views: Iterable[View], adapter_only: bool) -> list[Part]:
     """`parts`, compared with all that the model has below what was asked for.
 
     Left out may be: other names of one parameter, what the class or PEFT says it makes anew, and, of an adapter alone,
@@ -105,7 +105,7 @@ def _checked(parts: list[Part], views: Iterable[View], adapter_only: bool) -> li
     return parts
 
 
-def _parts(one: View, name: str, path: str, adapter_only: bool, dtype: str) -> list[Part]:
+def _parts_of_view(one: View, name: str, path: str, adapter_only: bool, dtype: str) -> list[Part]:
     if has_adapters(one.module):
         refuse_merged(one.module)
     if adapter_only and has_adapters(one.module) and (changed := made_anew(one.module)):

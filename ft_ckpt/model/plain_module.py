@@ -20,7 +20,7 @@ from torch.distributed.fsdp import FSDPModule
 from ft_ckpt.distributed.tensor_names import wrapped_key
 from ft_ckpt.errors import LoadError, SelectionError, listing
 from ft_ckpt.formats.dtypes import dtype_name, dtype_of
-from ft_ckpt.model.json_values import decode, encode, imported
+from ft_ckpt.model.json_values import decode_value, encode_value, imported_module
 
 MODULE_NAME = "module.json"
 DESCRIPTION_FORMAT = 1  # raised when an older reader could misread a newer description
@@ -65,7 +65,7 @@ def describe_module(module: nn.Module, shapes: Shapes | None = None) -> dict[str
     `shapes`: global shapes by clean parameter name, where the engine holds flat shards whose own shape says nothing
     (FSDP1). Without it the shape is the parameter's, `ds_shape` under ZeRO-3.
     """
-    return {"format": DESCRIPTION_FORMAT, **_Describer(shapes or {}).node(module, "")}
+    return {"format": DESCRIPTION_FORMAT, **_ModuleDescriber(shapes or {}).describe_node(module, "")}
 
 
 def build_module(description: Mapping[str, Any], classes: Mapping[str, type] | None = None) -> nn.Module:
@@ -82,49 +82,49 @@ def build_module(description: Mapping[str, Any], classes: Mapping[str, type] | N
             raise LoadError(f"{MODULE_NAME}: format {version}, this ft_ckpt reads up to {DESCRIPTION_FORMAT}; upgrade")
         found = _find_classes(description, classes or {})
         _warn_opaque(description)
-        return _Builder(found).node(description, "")
+        return _ModuleBuilder(found).build_node(description, "")
     except (KeyError, TypeError, ValueError, AttributeError, RuntimeError) as error:
         if isinstance(error, LoadError):
             raise LoadError(f"{MODULE_NAME}: {str(error).removeprefix(f'{MODULE_NAME}: ')}") from error
         raise LoadError(f"{MODULE_NAME}: malformed description ({error!r}); the checkpoint is damaged") from error
 
 
-class _Describer:
+class _ModuleDescriber:
     """One walk over a module; tensors and modules met twice are recorded once, then as `same_as` their first name."""
 
     def __init__(self, shapes: Shapes) -> None:
         self.shapes = shapes
         self.names: dict[int, str] = {}
 
-    def node(self, module: nn.Module, path: str) -> dict[str, Any]:
+    def describe_node(self, module: nn.Module, path: str) -> dict[str, Any]:
         module = peel(module)
         if id(module) in self.names:
             return {"same_as": self.names[id(module)]}
         self.names[id(module)] = path
         cls = plain_class(type(module))
-        parameters = self.parameters(module, path)
-        attributes, opaque = _attributes(module, {parameter["name"] for parameter in parameters})
+        parameters = self.describe_parameters(module, path)
+        attributes, opaque = _simple_attributes(module, {parameter["name"] for parameter in parameters})
         return {
             "class": f"{cls.__module__}:{cls.__qualname__}",
             "attributes": attributes,
             "parameters": parameters,
-            "buffers": [self.buffer(module, name, path) for name in module._buffers],
+            "buffers": [self.describe_buffer(module, name, path) for name in module._buffers],
             "children": [
-                [name, None if child is None else self.node(child, _join(path, name))]
+                [name, None if child is None else self.describe_node(child, _join_path(path, name))]
                 for name, child in module._modules.items()
             ],
             "opaque": opaque,
         }
 
-    def parameters(self, module: nn.Module, path: str) -> list[dict[str, Any]]:
+    def describe_parameters(self, module: nn.Module, path: str) -> list[dict[str, Any]]:
         # FSDP1 leaves plain views of its flat parameter where the parameters were
         views = {name: value for name, value in vars(module).items() if isinstance(value, torch.Tensor)}
         own: dict[str, torch.Tensor | None] = dict(module._parameters.items())
-        own |= {name: view for name, view in views.items() if _join(path, name) in self.shapes}
-        return [self.tensor(tensor, name, path) for name, tensor in own.items()]
+        own |= {name: view for name, view in views.items() if _join_path(path, name) in self.shapes}
+        return [self.describe_tensor(tensor, name, path) for name, tensor in own.items()]
 
-    def tensor(self, tensor: torch.Tensor | None, name: str, path: str) -> dict[str, Any]:
-        full = _join(path, name)
+    def describe_tensor(self, tensor: torch.Tensor | None, name: str, path: str) -> dict[str, Any]:
+        full = _join_path(path, name)
         if tensor is None:
             return {"name": name, "shape": None}
         if id(tensor) in self.names:
@@ -134,45 +134,45 @@ class _Describer:
         record = {"name": name, "shape": list(shape), "dtype": dtype_name(tensor.dtype)}
         return {**record, "requires_grad": tensor.requires_grad}
 
-    def buffer(self, module: nn.Module, name: str, path: str) -> dict[str, Any]:
-        record = self.tensor(module._buffers[name], name, path)
+    def describe_buffer(self, module: nn.Module, name: str, path: str) -> dict[str, Any]:
+        record = self.describe_tensor(module._buffers[name], name, path)
         if name not in module._non_persistent_buffers_set:
             return {**record, "persistent": True}
         return {**record, "persistent": False, "data": _buffer_data(module._buffers[name])}
 
 
-class _Builder:
+class _ModuleBuilder:
     """One walk over a description; keeps what it made by full name, for `same_as`."""
 
     def __init__(self, classes: Mapping[str, type]) -> None:
         self.classes = classes
         self.made: dict[str, Any] = {}
 
-    def node(self, node: Mapping[str, Any], path: str) -> nn.Module:
+    def build_node(self, node: Mapping[str, Any], path: str) -> nn.Module:
         if "same_as" in node:
             shared: nn.Module = self.made[node["same_as"]]
             return shared
-        _refuse_names(node, self.classes[node["class"]], path)
+        _refuse_method_names(node, self.classes[node["class"]], path)
         module: nn.Module = object.__new__(self.classes[node["class"]])
         nn.Module.__init__(module)
         self.made[path] = module
         # past __setattr__ and properties: those are code of the class, and what they expect is not there yet
-        vars(module).update({key: decode(value) for key, value in node["attributes"].items()})
+        vars(module).update({key: decode_value(value) for key, value in node["attributes"].items()})
         for record in node["parameters"]:
-            module._parameters[record["name"]] = self.tensor(record, path, _empty_parameter)
+            module._parameters[record["name"]] = self.build_tensor(record, path, _empty_parameter)
         for record in node["buffers"]:
-            module._buffers[record["name"]] = self.tensor(record, path, _buffer_value)
+            module._buffers[record["name"]] = self.build_tensor(record, path, _buffer_value)
             if not record["persistent"]:
                 module._non_persistent_buffers_set.add(record["name"])
         for name, child in node["children"]:
-            module._modules[name] = None if child is None else self.node(child, _join(path, name))
+            module._modules[name] = None if child is None else self.build_node(child, _join_path(path, name))
         return module
 
-    def tensor(self, record: Mapping[str, Any], path: str, make: Any) -> Any:
+    def build_tensor(self, record: Mapping[str, Any], path: str, make: Any) -> Any:
         if "same_as" in record:
             return self.made[record["same_as"]]
         value = None if record["shape"] is None else make(record)
-        self.made[_join(path, record["name"])] = value
+        self.made[_join_path(path, record["name"])] = value
         return value
 
 
@@ -207,18 +207,18 @@ def _is_method(cls: type, name: str) -> bool:
     return isinstance(found, (staticmethod, classmethod)) or (callable(found) and not isinstance(found, type))
 
 
-def _refuse_names(node: Mapping[str, Any], cls: type, path: str) -> None:
+def _refuse_method_names(node: Mapping[str, Any], cls: type, path: str) -> None:
     """Raise LoadError where a description would change what its class does, and not only what it holds."""
     taken = [name for name in node["attributes"] if name in _INTERNAL or _is_method(cls, name)]
     held = [record["name"] for record in (*node["parameters"], *node["buffers"])]
     held += [name for name, _ in node["children"]]
     odd = [name for name in held if not name or "." in name or name in _INTERNAL or _is_method(cls, name)]
     if taken or odd:
-        names = listing([_join(path, name) for name in (*taken, *odd)], ", ")
+        names = listing([_join_path(path, name) for name in (*taken, *odd)], ", ")
         raise LoadError(f"{MODULE_NAME}: {names}: names of methods, or of no attribute; the checkpoint is damaged")
 
 
-def _attributes(module: nn.Module, parameters: set[str]) -> tuple[dict[str, Any], list[str]]:
+def _simple_attributes(module: nn.Module, parameters: set[str]) -> tuple[dict[str, Any], list[str]]:
     simple: dict[str, Any] = {}
     opaque: list[str] = []
     for name, value in vars(module).items():
@@ -230,7 +230,7 @@ def _attributes(module: nn.Module, parameters: set[str]) -> tuple[dict[str, Any]
             opaque.append(name)
             continue
         try:
-            simple[name] = encode(value)
+            simple[name] = encode_value(value)
         except SelectionError:
             opaque.append(name)
     return simple, opaque
@@ -262,7 +262,7 @@ def _buffer_value(record: Mapping[str, Any]) -> torch.Tensor:
 
 
 def _find_classes(description: Mapping[str, Any], classes: Mapping[str, type]) -> dict[str, type]:
-    names = dict.fromkeys(node["class"] for _, node in _nodes(description, ""))
+    names = dict.fromkeys(node["class"] for _, node in _walk_nodes(description, ""))
     found = {name: _find_class(name, classes) for name in names}
     problems = [f"{name} ({cls})" for name, cls in found.items() if isinstance(cls, str)]
     if problems:
@@ -278,7 +278,7 @@ def _find_class(name: str, classes: Mapping[str, type]) -> type | str:
     module_name, _, qualname = name.partition(":")
     found: Any = classes.get(name, classes.get(qualname))
     if found is None:
-        found = imported(module_name)
+        found = imported_module(module_name)
         if found is None:
             return f"{module_name} is not imported"
         for part in qualname.split("."):
@@ -290,20 +290,20 @@ def _find_class(name: str, classes: Mapping[str, type]) -> type | str:
     return found
 
 
-def _nodes(node: Mapping[str, Any], path: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
+def _walk_nodes(node: Mapping[str, Any], path: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
     if "same_as" in node:
         return
     yield path, node
     for name, child in node["children"]:
         if child is not None:
-            yield from _nodes(child, _join(path, name))
+            yield from _walk_nodes(child, _join_path(path, name))
 
 
 def _warn_opaque(description: Mapping[str, Any]) -> None:
-    lost = [_join(path, name) for path, node in _nodes(description, "") for name in node["opaque"]]
+    lost = [_join_path(path, name) for path, node in _walk_nodes(description, "") for name in node["opaque"]]
     lost += [
-        _join(path, record["name"])
-        for path, node in _nodes(description, "")
+        _join_path(path, record["name"])
+        for path, node in _walk_nodes(description, "")
         for record in node["buffers"]
         if not record["persistent"] and record.get("data") is None and record.get("shape") is not None
     ]
@@ -315,5 +315,5 @@ def _warn_opaque(description: Mapping[str, Any]) -> None:
         )
 
 
-def _join(path: str, name: str) -> str:
+def _join_path(path: str, name: str) -> str:
     return f"{path}.{name}" if path else name

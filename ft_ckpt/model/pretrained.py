@@ -35,7 +35,7 @@ def model_class(name: str) -> Any:
 def checked_config(folder: Path, record: PartRecord) -> dict[str, Any]:
     """What config.json says, before anything is made of it; a model of a billion layers would be made for ever."""
     config: dict[str, Any] = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    if absurd := [f"{name}: {value:,}" for name, value in _counts(config) if value > _MOST_LAYERS]:
+    if absurd := [f"{name}: {value:,}" for name, value in _counts_in(config) if value > _MOST_LAYERS]:
         raise LoadError(
             f"config.json: {listing(absurd)}: no model of the {len(record.tensors):,} tensors in the checkpoint; use "
             "another copy"
@@ -43,14 +43,14 @@ def checked_config(folder: Path, record: PartRecord) -> dict[str, Any]:
     return config
 
 
-def _counts(value: Any, name: str = "") -> Iterator[tuple[str, int]]:
+def _counts_in(value: Any, name: str = "") -> Iterator[tuple[str, int]]:
     """The numbers in a config that say how many of something the model has, however deep inside."""
     if isinstance(value, dict):
         for key, inner in value.items():
-            yield from _counts(inner, key)
+            yield from _counts_in(inner, key)
     elif isinstance(value, list):
         for inner in value:
-            yield from _counts(inner, name)
+            yield from _counts_in(inner, name)
     elif isinstance(value, (int, float)) and _COUNT.fullmatch(name):
         yield name, int(value) if abs(value) < 1e300 else 10**300
 
@@ -62,7 +62,7 @@ def empty_model(cls: Any, folder: Path, record: PartRecord) -> Any:
     from transformers.initialization import guard_torch_init_functions
 
     config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False)
-    with init_empty_weights(include_buffers=False), filled_later(), guard_torch_init_functions():
+    with init_empty_weights(include_buffers=False), leave_parameters_unfilled(), guard_torch_init_functions():
         model = cls(config)
     names = sources(model, allow_meta=True)
     if not stored_as_in_memory(model, names) or any(tensor.name not in names for tensor in record.tensors):
@@ -78,7 +78,7 @@ def most_parameters(record: PartRecord) -> int:
     return _PARAMETERS_A_TENSOR * (len(record.tensors) + 256)
 
 
-def own_class(config: Mapping[str, Any], record: PartRecord) -> Any:
+def class_of_own_code(config: Mapping[str, Any], record: PartRecord) -> Any:
     """What finds the class of a model with code of its own; transformers runs that only if it may."""
     import transformers
 
@@ -98,12 +98,12 @@ def listing_own() -> Iterator[None]:
     """
     whole = nn.Module.state_dict
 
-    def own(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    def list_own(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if args or kwargs or not is_pretrained(module):
             return whole(module, *args, **kwargs)
         return {n: one.live.detach() for n, one in sources(module, allow_meta=True).items() if not one.is_added}
 
-    nn.Module.state_dict = own  # type: ignore[assignment, method-assign]
+    nn.Module.state_dict = list_own  # type: ignore[assignment, method-assign]
     try:
         yield
     finally:
@@ -111,20 +111,20 @@ def listing_own() -> Iterator[None]:
 
 
 @contextmanager
-def filled_later() -> Iterator[None]:
+def leave_parameters_unfilled() -> Iterator[None]:
     """Transformers leaves parameters that are made while the block runs as they are: drawing numbers for nothing costs
     more than mapping a model. Buffers get their values.
     """
     register = nn.Module.register_parameter
 
-    def mark(module: nn.Module, name: str, param: nn.Parameter | None) -> None:
+    def mark_filled(module: nn.Module, name: str, param: nn.Parameter | None) -> None:
         if param is not None:
             vars(param).pop("_is_hf_initialized", None)  # a tied one comes again, and Accelerate makes it anew
         register(module, name, param)
         if param is not None:
             module._parameters[name]._is_hf_initialized = True  # type: ignore[union-attr]
 
-    nn.Module.register_parameter = mark  # type: ignore[assignment, method-assign]
+    nn.Module.register_parameter = mark_filled  # type: ignore[assignment, method-assign]
     try:
         yield
     finally:
@@ -147,14 +147,14 @@ class _Bounded(TorchFunctionMode):
 
 
 @contextmanager
-def at_most(parameters: int, source: str) -> Iterator[None]:
+def limit_parameters(parameters: int, source: str) -> Iterator[None]:
     """Stop the making of a model of more than so many parameters, or of a huge buffer, which `source` asked for.
 
     Raises a LoadError before the memory is taken. Parameters are made without memory, buffers with it.
     """
     register, made = nn.Module.register_parameter, 0
 
-    def count(module: nn.Module, name: str, param: nn.Parameter | None) -> None:
+    def count_parameter(module: nn.Module, name: str, param: nn.Parameter | None) -> None:
         nonlocal made
         made += 1
         if made > parameters:
@@ -164,7 +164,7 @@ def at_most(parameters: int, source: str) -> Iterator[None]:
             )
         register(module, name, param)
 
-    nn.Module.register_parameter = count  # type: ignore[assignment, method-assign]
+    nn.Module.register_parameter = count_parameter  # type: ignore[assignment, method-assign]
     try:
         with _Bounded():
             yield

@@ -39,7 +39,7 @@ def generation_config(model: nn.Module, tokenizer: Any, chat_template_name: str 
     if live is None or not hasattr(model, "can_generate") or not model.can_generate():  # type: ignore[operator]
         return None  # a wrapper around the model that does may have been given one, too
     if chat_template_name is None:
-        return _repaired(_with_config_fields(live, model.config))
+        return _repaired_settings(_with_config_fields(live, model.config))
     text = _text_tokenizer(tokenizer)
     if text is None:
         raise CompanionError(f"chat_template_name {chat_template_name!r} takes its tokens from a tokenizer; pass one")
@@ -121,18 +121,18 @@ def write_adapter(
 def _with_config_fields(live: Any, config: Any) -> Any:
     """A copy of `live`, with generation settings that were made on the model config, where they cannot be saved."""
     generation = copy.deepcopy(live)
-    for name, value in _misplaced(config).items():
+    for name, value in _misplaced_settings(config).items():
         if getattr(generation, name, None) is None:
             setattr(generation, name, value)
     return generation
 
 
-def _misplaced(config: Any) -> dict[str, Any]:
+def _misplaced_settings(config: Any) -> dict[str, Any]:
     parameters: dict[str, Any] = getattr(config, "_get_generation_parameters", dict)()
     return parameters
 
 
-def _repaired(generation: Any) -> Any:
+def _repaired_settings(generation: Any) -> Any:
     """The same, or a new one of all fields that are valid together; one as published is kept as it is."""
     if getattr(generation, "_original_object_hash", None) == hash(generation) or _is_valid(generation):
         return generation
@@ -194,7 +194,7 @@ def _embedding_rows(model: nn.Module) -> int | None:
     weight = getattr(embedding, "weight", None)
     if isinstance(weight, torch.Tensor) and len(global_shape(weight)) == 2:  # a picture's is a convolution
         return global_shape(weight)[0]
-    return getattr(_text_config(model), "vocab_size", None)
+    return getattr(_decoder_config(model), "vocab_size", None)
 
 
 def _input_embedding(model: Any) -> Any:
@@ -208,7 +208,7 @@ def _input_embedding(model: Any) -> Any:
     return embedding
 
 
-def _text_config(model: Any) -> Any:
+def _decoder_config(model: Any) -> Any:
     try:
         return model.config.get_text_config(decoder=True)
     except (AttributeError, ValueError):  # no config, or several texts in it
@@ -228,13 +228,13 @@ def _write_tokenizer(folder: Path, tokenizer: Any) -> None:
 
 def _saved_config(model: Any, dtype: str) -> Any:
     config = copy.deepcopy(model.config)
-    for name in _misplaced(config):
+    for name in _misplaced_settings(config):
         vars(config).pop(name, None)
     if not _is_quantised(model, config):
         for name in ("quantization_config", "_pre_quantization_dtype"):
             vars(config).pop(name, None)
     cast = dtype != str(model.dtype).removeprefix("torch.")
-    for part in _subconfigs(config):
+    for part in _nested_configs(config):
         part._name_or_path = ""  # written for nested configs, and a path of this machine
         part.dtype = dtype if cast and part.dtype is not None else part.dtype
     config.dtype = dtype
@@ -242,12 +242,12 @@ def _saved_config(model: Any, dtype: str) -> Any:
     return config
 
 
-def _subconfigs(config: Any) -> Iterator[Any]:
+def _nested_configs(config: Any) -> Iterator[Any]:
     for name in getattr(config, "sub_configs", ()):
         part = getattr(config, name, None)
         if hasattr(part, "sub_configs"):
             yield part
-            yield from _subconfigs(part)
+            yield from _nested_configs(part)
 
 
 def _is_quantised(model: nn.Module, config: Any) -> bool:
@@ -287,13 +287,15 @@ def _write_code(folder: Path, model: nn.Module, config: Any) -> None:
     custom_object_save(object.__new__(cls), str(folder), config=config)
     auto_map = getattr(config, "auto_map", None)
     if auto_map:
-        config.auto_map = {name: _localised(entry, folder, Path(source).parent) for name, entry in auto_map.items()}
+        config.auto_map = {
+            name: _localised_entry(entry, folder, Path(source).parent) for name, entry in auto_map.items()
+        }
 
 
-def _localised(entry: Any, folder: Path, source: Path) -> Any:
+def _localised_entry(entry: Any, folder: Path, source: Path) -> Any:
     """An `auto_map` entry without "repo--", its file copied; left as it is when the code is not on this machine."""
     if isinstance(entry, (list, tuple)):
-        return [_localised(item, folder, source) for item in entry]
+        return [_localised_entry(item, folder, source) for item in entry]
     if not isinstance(entry, str):
         return entry
     local = entry.rpartition("--")[2]

@@ -12,11 +12,11 @@ from typing import Any
 from torch import nn
 
 from ft_ckpt.distributed.tensor_info import Source
-from ft_ckpt.distributed.tensor_names import walk
+from ft_ckpt.distributed.tensor_names import walk_modules
 from ft_ckpt.distributed.wrappers import unwrap
 from ft_ckpt.errors import IncompleteError, SelectionError, UnknownAttributeError
 from ft_ckpt.formats.pytree_json import dump_object
-from ft_ckpt.model.conversion import cast_entries, converted
+from ft_ckpt.model.conversion import cast_entries, converted_entries
 from ft_ckpt.model.entries import Entry, Part
 
 
@@ -29,7 +29,7 @@ class View:
     extra: Mapping[str, Any] = field(default_factory=dict)  # what its state dict lists that is no tensor
 
 
-def view(
+def view_of(
     model: nn.Module, found: Mapping[str, Source], attribute: str = "", extra: Mapping[str, Any] | None = None
 ) -> View:
     """The whole model, or the submodule at the dotted path `attribute`.
@@ -52,7 +52,7 @@ def view(
 
 
 def module_at(model: nn.Module, attribute: str) -> nn.Module:
-    """The model, or its submodule at the dotted path `attribute`, unwrapped. Raises what `view` says."""
+    """The model, or its submodule at the dotted path `attribute`, unwrapped. Raises what `view_of` says."""
     module = unwrap(model)
     for part in attribute.split(".") if attribute else []:
         if part not in module._modules and not hasattr(module, part):
@@ -83,7 +83,7 @@ def model_part(part: View, name: str, path: str, dtype: str) -> Part:
     hugging_face = is_pretrained(part.module)
     _refuse_unserialisable(part.module)
     kept, ties, notes = _without_aliases(part, hugging_face)
-    entries = converted(part.module, kept) if hugging_face else _as_they_are(kept)
+    entries = converted_entries(part.module, kept) if hugging_face else _as_they_are(kept)
     kind = "model" if hugging_face else "module"
     doubtful = tuple(diverged_ties(part)) if hugging_face else ()
     made = cast_entries(entries, part.module, dtype)
@@ -127,7 +127,7 @@ def _has_own_layout(part: Part) -> bool:
 def _pretrained_below(part: Part) -> list[str]:
     """Paths of the transformers models in the part's module that are in no other."""
     found: list[str] = []
-    for path, _, inner in walk(part.module):
+    for path, _, inner in walk_modules(part.module):
         if is_pretrained(inner) and not any(path.startswith(f"{outer}.") for outer in found):
             found.append(path)
     return [f"{part.name}.{path}" if part.name else path for path in found]
@@ -186,7 +186,7 @@ def _kept_of(group: list[str], module: nn.Module) -> list[str]:
     """The names of a tied group to store, as transformers chooses: those no pattern declares as an alias."""
     patterns = [
         f"{re.escape(path)}\\.{key}" if path else key
-        for path, _, inner in walk(module)
+        for path, _, inner in walk_modules(module)
         for key in (getattr(inner, "_tied_weights_keys", None) or ())
     ]
     plain = [name for name in group if not any(re.search(pattern, name) for pattern in patterns)]

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from ft_ckpt.config import SaverConfig
-from ft_ckpt.distributed.ranks import Ranks, attempt, current
-from ft_ckpt.model.conversion import warm_up
+from ft_ckpt.distributed.ranks import Ranks, current_ranks, try_action
+from ft_ckpt.model.conversion import load_conversion_table
 from ft_ckpt.saving import replicas
 from ft_ckpt.saving.execute import SaveReport, accept_differences, compares_replicas, run_save
 from ft_ckpt.saving.move_tensors import all_ranks_see
@@ -76,7 +76,7 @@ class BackgroundSaver:
         self._looks = 0
         self._shared: dict[Path, bool] = {}  # folder -> whether all ranks see the same files in it
         if of.config.background:
-            warm_up()
+            load_conversion_table()
 
     def save(
         self, config: SaverConfig, make: Callable[[], SaveRequest], then: Callable[[Path], Any] = lambda path: None
@@ -85,8 +85,8 @@ class BackgroundSaver:
 
         In the background `then` is called there. Collective; raises what `saving.run` does.
         """
-        begun, ranks = time.monotonic(), current(config.enter_timeout_seconds)
-        request, error = attempt(make)
+        begun, ranks = time.monotonic(), current_ranks(config.enter_timeout_seconds)
+        request, error = try_action(make)
         if config.background:
             return self._start_in_background(request, error, ranks, config, begun, then)
         chosen: SavePlan | None = None
@@ -115,9 +115,9 @@ class BackgroundSaver:
             )
             return PendingSave(report.path, self._worker.finish_at_once(report))
         self._channel = self._channel or f"background-{next(_channels)}"
-        ranks = current(config.enter_timeout_seconds, self._channel)
+        ranks = current_ranks(config.enter_timeout_seconds, self._channel)
         config = replace(config, each_rank_writes="on")
-        _, error = attempt(lambda: self.snapshot.begin_copies(weighed.now, weighed.late))
+        _, error = try_action(lambda: self.snapshot.begin_copies(weighed.now, weighed.late))
         try:
             job = partial(self._finish_in_thread, request, error, ranks, config, begun, weighed, then)
             return PendingSave(request.target, self._worker.start_job(job))
@@ -133,9 +133,9 @@ class BackgroundSaver:
         made: dict[str, replicas.ReplicaDigest] = {}
         if request is not None:
             asked = request
-            weighed, error = attempt(lambda: self._weigh_request(asked, ranks, config))
+            weighed, error = try_action(lambda: self._weigh_request(asked, ranks, config))
         if weighed is not None and compares_replicas(request, ranks):
-            some, error = attempt(lambda: replicas.digest_replicas(weighed.replicas(), ranks.rank))
+            some, error = try_action(lambda: replicas.digest_replicas(weighed.replicas(), ranks.rank))
             made = some or {}
         can, target = weighed is not None and weighed.can_wait, "" if request is None else str(request.target)
         facts = {"path": target, "can": can, "replicas": replicas.digests_by_place(made)}
@@ -179,17 +179,17 @@ class BackgroundSaver:
         then: Callable[[Path], None],
     ) -> SaveReport:
         """In the thread: the rest of the copies, and the save itself."""
-        copies, trouble = attempt(self.snapshot.finish_copies)
+        copies, trouble = try_action(self.snapshot.finish_copies)
         yield_to_training(low_io=config.io_priority == "low")  # not before: the optimizer may have to wait for it
         error, chosen = error or trouble, None
         if error is None:
-            chosen, error = attempt(lambda: weighed.with_copies(copies))
+            chosen, error = try_action(lambda: weighed.with_copies(copies))
         return _save_now(request, error, ranks, config, begun, chosen, then)
 
     def wait_for_save(self) -> SaveReport | None:
         """Wait for the save in flight and give its report, or raise what it raised; None when there is none."""
         before, self.before = self.before, None
-        report, error = attempt(self._worker.take_result)
+        report, error = try_action(self._worker.take_result)
         if before is not None and error is not None:
             self._of.history = replace(self._of.history, best=before.best)
         elif before is not None:

@@ -15,7 +15,7 @@ import torch
 from huggingface_hub import split_state_dict_into_shards_factory
 from torch import Tensor
 
-from ft_ckpt.distributed.gather import gather, stream
+from ft_ckpt.distributed.gather import gather_tensors, stream_chunks
 from ft_ckpt.distributed.ranks import Ranks
 from ft_ckpt.distributed.tensor_info import Source
 from ft_ckpt.errors import IncompleteError, SelectionError, listing
@@ -212,7 +212,7 @@ def gather_entries(ordered: Sequence[Entry], ranks: Ranks, bucket_bytes: int) ->
 def _stream_entries(entries: Sequence[Entry], ranks: Ranks, bucket_bytes: int) -> Iterator[tuple[Entry, Tensor]]:
     chosen: list[Source] = [entry.source for entry in entries if entry.source is not None]
     position, arrived = 0, 0
-    for chunk in stream(chosen, ranks, bucket_bytes):
+    for chunk in stream_chunks(chosen, ranks, bucket_bytes):
         yield entries[position], chunk.data
         arrived += chunk.data.numel()
         if arrived == chosen[position].numel:
@@ -224,7 +224,7 @@ def _convert_group(
 ) -> Iterator[tuple[Entry, Tensor]]:
     """The entry's tensor, its group gathered and converted when its first entry is asked for, and freed by its last."""
     if group not in made:
-        full = gather(group.sources, ranks, bucket_bytes)
+        full = gather_tensors(group.sources, ranks, bucket_bytes)
         made[group] = group.convert(full) if ranks.leads else {}
     if ranks.leads:
         tensor = made[group].pop(entry.name)

@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from ft_ckpt.config import SaverConfig
-from ft_ckpt.distributed.gather import equal
-from ft_ckpt.distributed.ranks import Ranks, attempt
+from ft_ckpt.distributed.gather import are_equal
+from ft_ckpt.distributed.ranks import Ranks, try_action
 from ft_ckpt.distributed.tensor_info import Source
 from ft_ckpt.errors import IncompleteError
 from ft_ckpt.formats.write_files import write_files
@@ -46,7 +46,7 @@ def write_tensors(job: SaveJob) -> list[FileRecord]:
     Raises IncompleteError for tensors that the model's config ties and that differ.
     """
     pairs = job.prepared.ties_to_check
-    untied = [pair for pair in pairs if not equal(*pair, job.ranks, job.config.bucket_bytes)]
+    untied = [pair for pair in pairs if not are_equal(*pair, job.ranks, job.config.bucket_bytes)]
     linked = _link_frozen_files(job)
     shares = _create_shared_files(job)
     return linked + (_write_on_rank_0(job, untied) if shares is None else _write_on_all_ranks(job, shares, untied))
@@ -99,7 +99,7 @@ def _create_shared_files(job: SaveJob) -> list[write_shards.Share] | None:
         for share in shares if job.prepared.stage is not None else ():
             write_shards.allocate_file(share, Path(told["stage"]))
 
-    _, error = attempt(open_files)
+    _, error = try_action(open_files)
     if all_ranks_see(Path(told["stage"]), job.ranks, error):
         return shares
     for share in shares if job.prepared.stage is not None else ():
@@ -120,7 +120,7 @@ def all_ranks_see(folder: Path, ranks: Ranks, error: BaseException | None = None
             probe.write_text(word)
 
     if error is None:
-        _, error = attempt(leave_probe)
+        _, error = try_action(leave_probe)
     told = ranks.agree("the files of save()", {"path": str(probe), "word": word}, error)[0]
     seen = Path(told["path"]).is_file() and Path(told["path"]).read_text() == told["word"]
     votes = ranks.agree("the look at the files of save()", {"sees": seen})

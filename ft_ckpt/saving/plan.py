@@ -151,7 +151,7 @@ def make_plan(request: SaveRequest, ranks: Ranks, config: SaverConfig) -> SavePl
         for part in parts
     )
     doubtful = tuple(pair for part in parts for pair in part.doubtful)
-    samples = {part.name: wrappers.sample(part.base, ranks.rank) for part in parts if part.base}
+    samples = {part.name: wrappers.sample_elements(part.base, ranks.rank) for part in parts if part.base}
     engine = wrappers.engine_names([*own.values(), *captured.found.values()])
     return SavePlan(plans, engine, doubtful, None, samples, companions_of(request, plans, ranks))
 
@@ -160,7 +160,7 @@ def _non_tensor_state(request: SaveRequest, own: Mapping[str, Source]) -> dict[s
     """What the model's state dict lists that is no tensor. An adapter's run has it with its state."""
     if request.adapter_only and request.captured.state is not None:
         return {}
-    found = wrappers.added(request.model, own)
+    found = wrappers.added_state_of(request.model, own)
     return {name: one.value for name, one in found.items() if not isinstance(one.value, Tensor)}
 
 

@@ -137,7 +137,7 @@ def _outline(chosen: SavePlan, request: SaveRequest, look: Look) -> _Outline | N
     samples = {}
     for plan in chosen.plans:
         if plan.part.base:
-            picked, base_of = wrappers.picked(plan.part.base), plan.part.base
+            picked, base_of = wrappers.picked_indices(plan.part.base), plan.part.base
             samples[plan.part.name] = {name: (emptied(base_of[name], look), picked[name]) for name in picked}
     bare = _with_sources(chosen, None, lambda one: emptied(one, look))
     plans = tuple(

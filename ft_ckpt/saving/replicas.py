@@ -15,7 +15,7 @@ import torch
 import xxhash
 from torch import Tensor
 
-from ft_ckpt.distributed.agreement import numbers
+from ft_ckpt.distributed.agreement import rank_numbers
 from ft_ckpt.distributed.ranks import Ranks
 from ft_ckpt.distributed.replicas import WEIGHTS, own_name, place_of
 from ft_ckpt.distributed.sharding import OwnedSharding
@@ -126,7 +126,7 @@ def describe_differences(apart: Differences) -> str:
     by_ranks: dict[tuple[int, ...], list[str]] = {}
     for name, odd in apart.items():
         by_ranks.setdefault(tuple(odd), []).append(name.removeprefix(f"{WEIGHTS}/"))
-    some = [f"{listing(names, ', ')} on rank(s) {numbers(list(odd))}" for odd, names in by_ranks.items()]
+    some = [f"{listing(names, ', ')} on rank(s) {rank_numbers(list(odd))}" for odd, names in by_ranks.items()]
     is_cut = any(place for odd in apart.values() for place in odd.values())
     return f"{listing(some)}: not as on {'the first rank with the same part' if is_cut else 'rank 0'}"
 

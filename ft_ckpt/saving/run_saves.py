@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 from ft_ckpt.checkpoint.prune import prune_after_save
 from ft_ckpt.config import SaverConfig
-from ft_ckpt.distributed.ranks import Ranks, current
+from ft_ckpt.distributed.ranks import Ranks, current_ranks
 from ft_ckpt.errors import CheckpointError, ConfigError
 from ft_ckpt.model.parts import is_adapter_run
 from ft_ckpt.saving.background import BackgroundSaver, PendingSave
@@ -155,4 +155,4 @@ class RunSaves:
         return () if self.run.resumed_from is None else (self.run.resumed_from,)
 
     def _current_ranks(self) -> Ranks:
-        return current(self.run.config.enter_timeout_seconds)
+        return current_ranks(self.run.config.enter_timeout_seconds)

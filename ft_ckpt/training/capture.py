@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 
 from torch import nn
 
-from ft_ckpt.distributed.ranks import Ranks, attempt
+from ft_ckpt.distributed.ranks import Ranks, try_action
 from ft_ckpt.distributed.tensor_info import Source
 from ft_ckpt.model.entries import Entry
 from ft_ckpt.training import optimizers
@@ -81,7 +81,7 @@ def capture_run(objects: Callable[[], Objects], ranks: Ranks, kept: Kept) -> Cap
 
     The structure is remembered in `kept`, and what it alone decides. Raises SelectionError naming what cannot be saved.
     """
-    begun, error = attempt(lambda: _begin(objects(), ranks, kept))
+    begun, error = try_action(lambda: _begin(objects(), ranks, kept))
     again = _as_before(begun, ranks, error)
     if again is not None:
         return again
@@ -90,7 +90,7 @@ def capture_run(objects: Callable[[], Objects], ranks: Ranks, kept: Kept) -> Cap
         found = known_sources(begun.objects.model, begun.objects.items)
         return found, training.add_optimizers(begun.local, training.describe_optimizers(begun.objects.items, found))
 
-    looked, error = (None, error) if begun is None else attempt(look)
+    looked, error = (None, error) if begun is None else try_action(look)
     found, local = looked or ({}, LocalState({"items": {}, "own": {}}, {}))
     everyone = training.exchange_facts(local, ranks, error, found)
     state = training.assemble_state(local, everyone, begun.objects.items, found, ranks.rank)

@@ -13,9 +13,9 @@ import xxhash
 from torch import nn
 
 from ft_ckpt.distributed import wrappers
-from ft_ckpt.distributed.agreement import numbers
+from ft_ckpt.distributed.agreement import rank_numbers
 from ft_ckpt.distributed.tensor_info import Source
-from ft_ckpt.distributed.tensor_names import refuse_one_way
+from ft_ckpt.distributed.tensor_names import refuse_one_way_state
 from ft_ckpt.distributed.wrappers import sources, unwrap
 from ft_ckpt.errors import ConfigError, LoadError, RanksDisagreeError, SelectionError, listing
 from ft_ckpt.training import optimizers, zero_optimizer
@@ -48,13 +48,13 @@ class ExtraState:
 
     def state_dict(self) -> dict[str, Any]:
         """The values of this moment, by name."""
-        found = wrappers.added(self.model)
-        refuse_one_way(found)
+        found = wrappers.added_state_of(self.model)
+        refuse_one_way_state(found)
         return {name: one.value for name, one in found.items()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Give them back; raises LoadError naming what was not taken."""
-        wrappers.give_back(self.model, state)
+        wrappers.restore_added_state(self.model, state)
 
 
 def run_items(accelerator: Any, registered: Mapping[str, Any]) -> list[Item]:
@@ -91,7 +91,7 @@ def with_extra_state(model: nn.Module, items: Sequence[Item]) -> list[Item]:
         *(
             Item(f"{EXTRA_STATE} of {name}" if name else EXTRA_STATE, "object", ExtraState(one))
             for name, one in models
-            if wrappers.added(one)
+            if wrappers.added_state_of(one)
         ),
     ]
 
@@ -154,7 +154,7 @@ def check_same_items(everyone: Sequence[Mapping[str, str]]) -> None:
         for rank, one in enumerate(everyone):
             kinds.setdefault(one.get(name), []).append(rank)
         if len(kinds) > 1:
-            told = [f"{kind or 'absent'} on rank(s) {numbers(ranks)}" for kind, ranks in kinds.items()]
+            told = [f"{kind or 'absent'} on rank(s) {rank_numbers(ranks)}" for kind, ranks in kinds.items()]
             problems.append(f"{name}: {', '.join(told)}")
     if problems:
         raise RanksDisagreeError(
@@ -168,7 +168,7 @@ def check_same_tensors(everyone: Sequence[Sequence[str]]) -> None:
     for rank, names in enumerate(everyone):
         for name in names:
             owners.setdefault(name, []).append(rank)
-    lonely = [f"{n} on rank(s) {numbers(has)} alone" for n, has in owners.items() if len(has) < len(everyone)]
+    lonely = [f"{n} on rank(s) {rank_numbers(has)} alone" for n, has in owners.items() if len(has) < len(everyone)]
     told = listing(lonely) if lonely else "tensors: of another shape or dtype, or in another order, on some ranks"
     raise RanksDisagreeError(
         f"{told}; every rank has to hold or share all tensors of the model: one whose layers are spread over the ranks "

@@ -24,7 +24,7 @@ from ft_ckpt.errors import SelectionError, listing
 from ft_ckpt.formats import pytree_json, safetensors
 from ft_ckpt.formats.dtypes import dtype_name, dtype_of
 from ft_ckpt.formats.pytree import PLAIN, flatten
-from ft_ckpt.model.json_values import decode, encode
+from ft_ckpt.model.json_values import decode_value, encode_value
 from ft_ckpt.training.parameter_groups import match_groups, set_groups, settings_of
 
 _MOST_BESIDE_BYTES = 1 << 20
@@ -193,7 +193,7 @@ def restore_optimizer(
         state = fresh.setdefault(parameter, {})
         for key, entry in entries.items():
             if not _is_tensor(entry):
-                state[key] = decode(entry["value"])
+                state[key] = decode_value(entry["value"])
                 continue
             if key not in state:
                 state[key] = _empty_state_tensor(entry, parameter, found[name])
@@ -292,7 +292,7 @@ def _state_entry(value: Any, parameter: Any, owner: Source) -> Any:
         shape = list(owner.shape if cut else value.shape)
         return {"shape": shape, "dtype": dtype_name(value.dtype), "host": host}
     try:
-        return {"value": encode(value)}
+        return {"value": encode_value(value)}
     except SelectionError:
         return None
 

@@ -10,7 +10,7 @@ from ft_ckpt.distributed.tensor_info import Source
 from ft_ckpt.errors import LoadError, SelectionError, listing
 from ft_ckpt.formats.dtypes import dtype_name, dtype_of
 from ft_ckpt.formats.pytree import PLAIN
-from ft_ckpt.model.json_values import decode, encode
+from ft_ckpt.model.json_values import decode_value, encode_value
 
 Group = tuple[dict[str, Any], Mapping[str, Any]]  # of an optimizer, and the values described for it
 
@@ -75,15 +75,15 @@ def _group_differences(here: set[str], there: set[str], with_state: set[str], fo
 def _encode_hyperparameter(value: Any) -> Any:
     """{"tensor": dtype, "value": number} or {"value": JSON of a simple value}; None for what is neither."""
     if isinstance(value, Tensor) and type(value) in PLAIN and value.numel() == 1:
-        return {"tensor": dtype_name(value.dtype), "value": encode(value.item())}
+        return {"tensor": dtype_name(value.dtype), "value": encode_value(value.item())}
     try:
-        return {"value": encode(value)}
+        return {"value": encode_value(value)}
     except SelectionError:
         return None
 
 
 def _set_hyperparameter(group: dict[str, Any], key: str, stored: dict[str, Any]) -> None:
-    value = decode(stored["value"])
+    value = decode_value(stored["value"])
     if "tensor" not in stored:
         group[key] = value
     elif isinstance(group.get(key), Tensor):

@@ -13,7 +13,7 @@ from torch import nn
 from ft_ckpt.checkpoint.open_checkpoint import OpenCheckpoint
 from ft_ckpt.distributed.broadcast import Filler, each_reads
 from ft_ckpt.distributed.ranks import Ranks
-from ft_ckpt.distributed.read_shards import Wanted, fill
+from ft_ckpt.distributed.read_shards import Wanted, fill_tensor
 from ft_ckpt.distributed.replicas import WEIGHTS, own_name, own_part, place_of
 from ft_ckpt.distributed.tensor_info import Source
 from ft_ckpt.errors import CheckpointError, LoadError, listing
@@ -205,7 +205,7 @@ class _StoredItem:
 
     def fill_now(self, source: Source) -> None:
         """Fill the source at once."""
-        fill(*self.wanted_by(source, source.name))
+        fill_tensor(*self.wanted_by(source, source.name))
 
 
 def _restore_item(item: Item, entry: Document, found: Mapping[Key, Source], give: _StoredItem) -> str:

@@ -14,8 +14,8 @@ from ft_ckpt import schedule
 from ft_ckpt.checkpoint.open_checkpoint import OpenCheckpoint
 from ft_ckpt.config import SaverConfig
 from ft_ckpt.distributed import broadcast
-from ft_ckpt.distributed.agreement import numbers
-from ft_ckpt.distributed.ranks import Ranks, current
+from ft_ckpt.distributed.agreement import rank_numbers
+from ft_ckpt.distributed.ranks import Ranks, current_ranks
 from ft_ckpt.distributed.tensor_info import Source
 from ft_ckpt.errors import ConfigError, LoadError, damaged_input, listing
 from ft_ckpt.model.base_model import BaseWatch
@@ -94,7 +94,7 @@ class TrainingRun:
     def note_base(self) -> None:
         """Remember the base of the model's adapters as the script has made it."""
         if "model" in self.registered or getattr(self.accelerator, "_models", None):
-            self.base.note(self.model, current().rank)
+            self.base.note_base(self.model, current_ranks().rank)
 
     @property
     def model(self) -> nn.Module:
@@ -295,7 +295,7 @@ class TrainingRun:
         items = items_in_saved_order(self.accelerator, self.registered, document.get("signatures", {}))
         items = with_extra_state(self.model, items)
         found = known_sources(self.model, items)
-        fill_all = broadcast.filler(
+        fill_all = broadcast.choose_filler(
             "broadcast" if held.served else self.config.fan_out, ranks, self.config.bucket_bytes
         )
         with state_files.open_stored_tensors(held) as stored:
@@ -316,7 +316,7 @@ class TrainingRun:
                     self.step, progress["epoch"], time.monotonic(), document["history"]
                 )
         if held.served:
-            far = numbers(list(held.served))
+            far = rank_numbers(list(held.served))
             notes = (*notes, f"rank(s) {far} do not see the checkpoint: rank 0 has read it for them")
         self.poll.resume_at(self.step)
         changed = fingerprint_differences(document["fingerprint"], self._current_fingerprint(found, ranks, versions))

@@ -23,7 +23,7 @@ from torch import Tensor
 from ft_ckpt.checkpoint.catalog import read_manifest
 from ft_ckpt.checkpoint.manifest import MANIFEST_NAME
 from ft_ckpt.checkpoint.open_checkpoint import OpenCheckpoint, open_checkpoint
-from ft_ckpt.distributed.ranks import Ranks, attempt, current
+from ft_ckpt.distributed.ranks import Ranks, current_ranks, try_action
 from ft_ckpt.errors import CheckpointError, RankError
 from ft_ckpt.formats.dtypes import dtype_of
 from ft_ckpt.formats.layout import ITEM_BYTES, Spec
@@ -56,12 +56,12 @@ def open_to_all(
     A rank sees it that finds the same files at the same path, or a copy that is whole (`deep`: by its digests). For one
     that does not, rank 0 reads, through what `reader` gives, which is used in a thread. Collective.
     """
-    here, _ = attempt(lambda: held or _open_local_copy(found, stack, deep))
+    here, _ = try_action(lambda: held or _open_local_copy(found, stack, deep))
     answers = ranks.agree("opening the checkpoint of resume()", {"sees": here is not None})
     far = tuple(rank for rank, answer in enumerate(answers) if not answer["sees"])
     if not far:
         return cast("OpenCheckpoint", here)
-    told, error = attempt(lambda: {} if held is None else {"word": uuid.uuid4().hex, "texts": _shared_texts(held)})
+    told, error = try_action(lambda: {} if held is None else {"word": uuid.uuid4().hex, "texts": _shared_texts(held)})
     told = ranks.agree("sending the checkpoint of resume()", told, error)[0]
     if held is not None:
         stack.enter_context(serve_reads(told["word"], reader(held), ranks))
@@ -75,7 +75,7 @@ def serve_reads(word: str, read: Read, ranks: Ranks) -> Iterator[None]:
     `read` is called in that thread.
     """
     done = threading.Event()
-    store = current(ranks.timeout_seconds, _LANE).store
+    store = current_ranks(ranks.timeout_seconds, _LANE).store
     thread = threading.Thread(
         target=_answer_requests, args=(store, word, read, done), name="ft_ckpt-serve", daemon=True
     )
@@ -98,7 +98,7 @@ class RemoteFile:
     store: Any = field(init=False)
 
     def __post_init__(self) -> None:
-        self.store = current(self.ranks.timeout_seconds, _LANE).store
+        self.store = current_ranks(self.ranks.timeout_seconds, _LANE).store
 
     def read(self, name: str, start: int = 0, stop: int | None = None) -> Tensor:
         """Flat elements [start, stop) of the tensor. Raises RankError when rank 0 cannot read them, or is gone."""
@@ -185,7 +185,7 @@ def _answer_requests(store: Any, word: str, read: Read, done: threading.Event) -
         if not _wait_for_key(store, key):
             continue
         asked = json.loads(store.get(key))
-        data, error = attempt(lambda: read(*asked))  # noqa: B023 - called at once
+        data, error = try_action(lambda: read(*asked))  # noqa: B023 - called at once
         store.set(_store_key(word, f"answer/{number}"), _encode_failure(error) if error else _encode_answer(data))
         store.delete_key(key)
         number += 1

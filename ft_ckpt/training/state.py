@@ -255,7 +255,7 @@ def _item_entries(
         tensor = local.leaves[item.name][index] if leaf["cut"] or rank == 0 else None
         name = f"{item.name}/{index}"
         if tensor is not None and is_dtensor(tensor):
-            entries.append(_entry_of(source_of_tensor(name, name, tensor)))
+            entries.append(_entry_of(source_of(name, tensor)))
         else:
             entries.append(_entry_of(_leaf_source(name, leaf, tensor, 0)))
     return entries

@@ -16,7 +16,7 @@ from torch import Tensor
 from ft_ckpt.checkpoint.open_checkpoint import OpenCheckpoint
 from ft_ckpt.checkpoint.typed_json import reader_of
 from ft_ckpt.distributed.fsdp2 import is_dtensor
-from ft_ckpt.distributed.read_shards import fill
+from ft_ckpt.distributed.read_shards import fill_tensor
 from ft_ckpt.errors import CorruptError, LoadError, SelectionError, damaged_input
 from ft_ckpt.formats import safetensors_file
 from ft_ckpt.formats.hdf5 import hdf5_file
@@ -130,7 +130,7 @@ def tree_of(entry: Document, prefix: str, stored: StoredTensors, like: Any = Non
         if index not in cut:
             return stored.state_tensor(name)
         fresh = torch.empty_like(cut[index])
-        fill(source_of(name, fresh), stored.file_of(FOLDER, name), name)
+        fill_tensor(source_of(name, fresh), stored.file_of(FOLDER, name), name)
         return fresh
 
     def make_array(index: int) -> Any:

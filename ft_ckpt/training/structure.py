@@ -19,8 +19,8 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 
 from ft_ckpt.distributed.tensor_info import Source
-from ft_ckpt.distributed.tensor_names import is_plain, walk
-from ft_ckpt.distributed.wrappers import sent_buffers, to_sharded, wrappers
+from ft_ckpt.distributed.tensor_names import is_plain, walk_modules
+from ft_ckpt.distributed.wrappers import broadcast_buffers, reshard_modules, wrapper_chain
 from ft_ckpt.training.optimizers import unwrap_optimizer
 
 T = TypeVar("T")
@@ -88,10 +88,10 @@ class Look:
 
     def model(self, model: nn.Module) -> None:
         """Note a model, whatever wraps it."""
-        *outer, root = wrappers(model)
-        modules = list(walk(root))
-        to_sharded(module for _, _, module in modules)
-        self.facts.append([(type(one), len(sent_buffers(one))) for one in outer])
+        *outer, root = wrapper_chain(model)
+        modules = list(walk_modules(root))
+        reshard_modules(module for _, _, module in modules)
+        self.facts.append([(type(one), len(broadcast_buffers(one))) for one in outer])
         self.is_opaque |= any(type(one).__name__ in _OPAQUE for one in outer)
         for _, raw, module in modules:
             self._module(raw, module)

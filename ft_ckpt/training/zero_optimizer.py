@@ -14,10 +14,10 @@ from torch import Tensor
 
 from ft_ckpt.distributed.sharding import ReplicatedSharding, Sharding
 from ft_ckpt.distributed.tensor_info import Source, new_key
-from ft_ckpt.distributed.zero import Partition, Place, changed_with_steps, laid_out
+from ft_ckpt.distributed.zero import Partition, Place, changed_with_steps, zero_partitions
 from ft_ckpt.errors import LoadError, SelectionError, listing
 from ft_ckpt.formats.dtypes import dtype_name, dtype_of
-from ft_ckpt.model.json_values import decode, encode
+from ft_ckpt.model.json_values import decode_value, encode_value
 from ft_ckpt.training import optimizers
 from ft_ckpt.training.optimizers import Description, OptimizerBackend, unwrap_optimizer
 from ft_ckpt.training.parameter_groups import match_groups, set_groups
@@ -62,7 +62,7 @@ def describe_zero(optimizer: Any, found: Mapping[str, Source]) -> Description:
     naming what cannot be kept; it can be asked before the first step.
     """
     optimizer = unwrap_optimizer(optimizer)
-    partitions = laid_out(optimizer, found)
+    partitions = zero_partitions(optimizer, found)
     groups = optimizers.describe_optimizer(_unflatten_groups(optimizer, partitions), found)
     masters = {
         place.owner.name: dtype_name(partition.master.dtype)
@@ -78,7 +78,7 @@ def zero_tensors(optimizer: Any, description: Description, found: Mapping[str, S
     """The described tensors as sources by "parameter/key", masters as "parameter/master"; the same on every rank."""
     optimizer = unwrap_optimizer(optimizer)
     sources: dict[str, Source] = {}
-    for partition in laid_out(optimizer, found):
+    for partition in zero_partitions(optimizer, found):
         buffers = {**optimizer.optimizer.state.get(partition.master, {}), MASTER: partition.master}
         for place in partition.places:
             name = place.owner.name
@@ -106,7 +106,7 @@ def restore_zero(
     """
     adopt_weights(optimizer)
     optimizer = unwrap_optimizer(optimizer)
-    partitions = laid_out(optimizer, found)
+    partitions = zero_partitions(optimizer, found)
     _restore_groups(optimizer, partitions, description, found)
     fills = (fill, later or fill)
     _restore_masters(partitions, description.get("masters", {}), fills)
@@ -201,7 +201,7 @@ def _zero_state_entry(value: Any, master: Tensor, owner: Source) -> Any:
     """The facts of a tensor as the parameter's own, or {"value": plain value}; None for anything else."""
     if not isinstance(value, Tensor):
         try:
-            return {"value": encode(value)}
+            return {"value": encode_value(value)}
         except SelectionError:
             return None
     if _is_cut(value, master):
@@ -222,12 +222,12 @@ def _scaler_numbers(optimizer: Any) -> dict[str, Any]:
     """What changes of its dynamic loss scaler, which there is in half precision only: DeepSpeed's own, or torch's."""
     scaler, torch_scaler = getattr(optimizer, "loss_scaler", None), optimizer.torch_autocast_gradscaler
     if torch_scaler is not None:
-        return {key: encode(value) for key, value in torch_scaler.state_dict().items()}
-    return {key: encode(getattr(scaler, key)) for key in _SCALER} if getattr(scaler, "dynamic", False) else {}
+        return {key: encode_value(value) for key, value in torch_scaler.state_dict().items()}
+    return {key: encode_value(getattr(scaler, key)) for key in _SCALER} if getattr(scaler, "dynamic", False) else {}
 
 
 def _restore_scaler(optimizer: Any, stored: Mapping[str, Any]) -> None:
-    values = {key: decode(value) for key, value in stored.items()}
+    values = {key: decode_value(value) for key, value in stored.items()}
     if set(values) == set(_scaler_numbers(optimizer)):  # else float16 has come or gone, or the other scaler
         if optimizer.torch_autocast_gradscaler is not None:
             optimizer.torch_autocast_gradscaler.load_state_dict(values)
@@ -337,7 +337,7 @@ def _restored_number(key: str, live: Any, kept: Mapping[Place, dict[str, Any]], 
 
 def _stored_number(place: Place, key: str, entry: Any, fill: Callable[[Source], Any]) -> Any:
     if "dtype" not in entry:
-        return decode(entry["value"])
+        return decode_value(entry["value"])
     source = _whole_source(place, key, torch.zeros(entry["shape"], dtype=dtype_of(entry["dtype"])))
     fill(source)
     return source.live.item()

@@ -55,14 +55,14 @@ def numbers(loaded: dict[str, nn.Module]) -> set[float]:
 def test_parts_are_of_one_moment(tmp_path, monkeypatch):
     """A save between the policy and its value head gives neither half of the other's."""
     CheckpointSaver().save(Pair(1), tmp_path / "out", attribute=PARTS)
-    real = load._load
+    real = load._load_group
 
     def overwritten_after(*asked):
         loaded = real(*asked)
         CheckpointSaver().save(Pair(2), tmp_path / "out", attribute=PARTS)
         return loaded
 
-    monkeypatch.setattr(load, "_load", overwritten_after)
+    monkeypatch.setattr(load, "_load_group", overwritten_after)
     assert numbers(ft_ckpt.load_model(tmp_path / "out")) == {1.0}
     monkeypatch.undo()
     assert numbers(ft_ckpt.load_model(tmp_path / "out")) == {2.0}

@@ -23,7 +23,7 @@ from ft_ckpt.distributed.tensor_info import Source
 from ft_ckpt.errors import CorruptError, LoadError
 from ft_ckpt.formats import mapped_file, safetensors_file
 from ft_ckpt.formats.hdf5 import hdf5_file
-from ft_ckpt.model.open_weights import supplying
+from ft_ckpt.model.open_weights import fetching_weights
 
 DTYPES = [torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.uint8, torch.complex64, torch.float8_e4m3fn]
 FAN_OUT = ["same/ddp/llama", "same/ddp/mixtral", "same/fsdp1/llama", "same/fsdp2/qwen3", "cut_short"]
@@ -276,14 +276,14 @@ def test_files_are_read_beside_the_block_and_not_after_it(tmp_path, monkeypatch)
     file, full = tmp_path / "x.safetensors", {"a": values((40 << 20,), torch.uint8)}
     save_file(full, file)
     before = set(Path("/proc/self/fd").iterdir())
-    with supplying([file], mapped=False) as tensors:
+    with fetching_weights([file], mapped=False) as tensors:
         assert same(tensors()[0]["a"], full["a"])
     monkeypatch.setattr(mapped_file.RawFile, "is_cold", lambda file: is_over.wait(60))
     is_over = threading.Event()
     monkeypatch.setattr(
         mapped_file.RawFile, "close", lambda file, close=mapped_file.RawFile.close: (close(file), is_over.set())
     )
-    with pytest.raises(ZeroDivisionError), supplying([file]) as tensors:
+    with pytest.raises(ZeroDivisionError), fetching_weights([file]) as tensors:
         1 / 0  # noqa: B018
     with pytest.raises(CorruptError, match="closed"):
         tensors()

@@ -21,7 +21,7 @@ from wrappers import fsdp2
 import ft_ckpt.storage.writer
 from ft_ckpt import CheckpointSaver, errors, latest, verify
 from ft_ckpt.checkpoint.catalog import read_manifest
-from ft_ckpt.distributed.ranks import current
+from ft_ckpt.distributed.ranks import current_ranks
 
 BUCKET = 1 << 16  # the smallest: the wide model takes some hundred of them
 
@@ -151,7 +151,7 @@ def nothing_piles_up(folder: Path) -> None:
     for step in range(6):
         keeper.save(live.model, folder / "only", step=step)
         dist.barrier()
-        keys.append(current().store.num_keys())
+        keys.append(current_ranks().store.num_keys())
         dist.barrier()
     assert max(keys[1:]) - min(keys[1:]) <= 4, keys
     with pytest.raises((errors.RankError, errors.SelectionError)):
@@ -159,13 +159,13 @@ def nothing_piles_up(folder: Path) -> None:
     dist.barrier()
     keeper.save(live.model, folder / "only", step=step)
     dist.barrier()
-    assert current().store.num_keys() <= keys[-1] + 6
+    assert current_ranks().store.num_keys() <= keys[-1] + 6
     dist.barrier()
 
 
 def large_answers(folder: Path) -> None:
     """What ranks tell each other may be larger than one value of the store, and is taken out of it all the same."""
-    ranks, keys = current(), []
+    ranks, keys = current_ranks(), []
     for _ in range(4):
         told = {"text": "ä" * (3 << 20), "rank": harness.RANK}  # six characters each in JSON
         answers = ranks.agree("large answers", told)

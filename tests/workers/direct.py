@@ -148,13 +148,13 @@ def nothing_to_send(folder: Path) -> None:
     """A rank fails before it sends its part: rank 0 does not wait for that."""
     live = live_model("fsdp2", "qwen3")
     saver = CheckpointSaver(live.accelerator, folder, each_rank_writes="off", **SHORT)
-    real = gather._Courier._packed
-    gather._Courier._packed = lambda *args: 1 / 0
+    real = gather._BucketCarrier._pack_own
+    gather._BucketCarrier._pack_own = lambda *args: 1 / 0
     try:
         with pytest.raises(RankError if harness.RANK == 0 else ZeroDivisionError, match="division by zero"):
             saver.save(live.model, folder / "saved")
     finally:
-        gather._Courier._packed = real
+        gather._BucketCarrier._pack_own = real
     dist.barrier()
     assert not any(folder.iterdir()), list(folder.iterdir())
 

@@ -15,9 +15,9 @@ from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolic
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from ft_ckpt import CheckpointSaver
-from ft_ckpt.distributed.gather import equal, full_state_dict, gather, stream
-from ft_ckpt.distributed.ranks import current
-from ft_ckpt.distributed.wrappers import sample, sources
+from ft_ckpt.distributed.gather import are_equal, full_state_dict, gather_tensors, stream_chunks
+from ft_ckpt.distributed.ranks import current_ranks
+from ft_ckpt.distributed.wrappers import sample_elements, sources
 from ft_ckpt.errors import RankError, RanksDisagreeError
 
 CPU = torch.device("cpu")
@@ -81,11 +81,11 @@ def gathers(wrap) -> None:
     found = sources(wrap(build()))
     assert list(found) == list(truth)
     for bucket_bytes, order in ((1 << 20, list(found)), (1, list(found)), (64, list(reversed(found)))):
-        full = gather([found[name] for name in order], current(), bucket_bytes)
+        full = gather_tensors([found[name] for name in order], current_ranks(), bucket_bytes)
         assert set(full) == (set(truth) if RANK == 0 else set())
         assert all(torch.equal(full[name], truth[name]) for name in full)
     samples: dict[str, dict[str, float]] = {}
-    for one in current().agree("samples", sample(found, RANK)):
+    for one in current_ranks().agree("samples", sample_elements(found, RANK)):
         for name, values in one.items():
             assert not set(values) & set(samples.setdefault(name, {})), f"{name}: sampled by two ranks"
             samples[name].update(values)
@@ -116,15 +116,15 @@ def comparing() -> None:
     with torch.no_grad():
         model[1].bias[6] += 1
     found = sources(fully_shard(model, mesh=init_device_mesh("cpu", (WORLD,))))
-    assert equal(found["0.weight"], found["1.weight"], current(), 64)
-    assert equal(found["0.bias"], found["1.bias"], current(), 64) == (RANK != 0)
+    assert are_equal(found["0.weight"], found["1.weight"], current_ranks(), 64)
+    assert are_equal(found["0.bias"], found["1.bias"], current_ranks(), 64) == (RANK != 0)
 
 
 def bounded() -> None:
     """A chunk is never larger than half the bucket, so that the other half can be on its way."""
     model = fully_shard(nn.Sequential(nn.Linear(512, 512), nn.Linear(512, 256)), mesh=init_device_mesh("cpu", (WORLD,)))
     largest = total = 0
-    for chunk in stream(list(sources(model).values()), current(), 64 << 10):
+    for chunk in stream_chunks(list(sources(model).values()), current_ranks(), 64 << 10):
         largest, total = max(largest, chunk.data.nbytes), total + chunk.data.nbytes
     assert largest <= 32 << 10
     assert total == (4 * (512 * 512 + 512 + 512 * 256 + 256) if RANK == 0 else 0)
@@ -143,8 +143,8 @@ def handed_over() -> None:
 
 def gathering_fails() -> None:
     """Pain 28: rank 0 fails between two tensors; the others learn it at once, not when their patience ends."""
-    begun, ranks = time.monotonic(), current(60)
-    feed = stream(list(sources(fsdp2(build())).values()), ranks, 64)
+    begun, ranks = time.monotonic(), current_ranks(60)
+    feed = stream_chunks(list(sources(fsdp2(build())).values()), ranks, 64)
     error: BaseException | None = None
     try:
         for _ in feed:

@@ -17,8 +17,8 @@ from safetensors.torch import load_file, save_file
 from wrappers import WRAPPERS, Live, truth
 
 from ft_ckpt import CheckpointSaver
-from ft_ckpt.distributed.gather import gather
-from ft_ckpt.distributed.ranks import current
+from ft_ckpt.distributed.gather import gather_tensors
+from ft_ckpt.distributed.ranks import current_ranks
 from ft_ckpt.training import state as training
 from ft_ckpt.training.items import known_sources, run_items
 
@@ -94,10 +94,10 @@ def optimizer_state(live: Live) -> dict[str, torch.Tensor]:
     items = run_items(None, {"model": live.model, "optimizer": live.optimizer})
     items = [item for item in items if item.kind == "optimizer"]
     found = known_sources(live.model, items)
-    ranks = current()
+    ranks = current_ranks()
     local = training.local_state(items, found, {})
     state = training.assemble_state(local, training.exchange_facts(local, ranks), items, found, ranks.rank)
-    return gather([entry.source for entry in state.entries if entry.source is not None], ranks, 1 << 20)
+    return gather_tensors([entry.source for entry in state.entries if entry.source is not None], ranks, 1 << 20)
 
 
 def same(expected: dict[str, torch.Tensor], found: dict[str, torch.Tensor]) -> None:

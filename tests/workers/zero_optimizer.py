@@ -18,8 +18,8 @@ from harness import RANK, WORLD, run
 from torch import nn
 from wrappers import deepspeed_accelerator
 
-from ft_ckpt.distributed.gather import gather
-from ft_ckpt.distributed.ranks import current
+from ft_ckpt.distributed.gather import gather_tensors
+from ft_ckpt.distributed.ranks import current_ranks
 from ft_ckpt.distributed.sharding import Box
 from ft_ckpt.distributed.tensor_info import Source
 from ft_ckpt.distributed.wrappers import sources
@@ -124,10 +124,10 @@ def capture(live: Any) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
     described = json.loads(json.dumps(described))
     described["counters"] = zero_optimizer.engine_counters(live)
     captured = zero_optimizer.zero_tensors(live.optimizer, described, found)
-    full = gather([*found.values(), *captured.values()], current(), 256)
+    full = gather_tensors([*found.values(), *captured.values()], current_ranks(), 256)
     shared = [full]
     dist.broadcast_object_list(shared)
-    assert current().agree("descriptions", {"described": described}, same=("described",))
+    assert current_ranks().agree("descriptions", {"described": described}, same=("described",))
     return described, shared[0]
 
 
