@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import count
 from typing import Any, Protocol
 
@@ -51,14 +51,6 @@ class Tensors(Protocol):
         ...
 
 
-_new_keys = count(-1, -1)  # below all that objects have
-
-
-def new_key() -> int:
-    """A key that no other tensor has."""
-    return next(_new_keys)
-
-
 def _refuse_full() -> Tensor:
     raise NotImplementedError("no collective of an engine gives this tensor")
 
@@ -75,3 +67,15 @@ class Source(TensorInfo):
     def local_box(self) -> Box | None:
         """Where `local` lies in the view."""
         return self.sharding.local_box(global_rank())
+
+
+_new_keys = count(-1, -1)  # below all that objects have
+
+
+def state_source(
+    owner: Source, key: str, shape: tuple[int, ...], engine: str, sharding: Sharding, live: Tensor, local: Tensor | None
+) -> Source:
+    """The source of a tensor "`owner`/`key`" that lies in `live`, perhaps beside others: under a key of its own."""
+    name = f"{owner.name}/{key}"
+    bare = Source(next(_new_keys), name, owner.raw_name, shape, live.dtype, False, False, engine, sharding)
+    return replace(bare, live=live, local=local)

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ft_ckpt.distributed.sharding import ReplicatedSharding, Sharding
-from ft_ckpt.distributed.tensor_info import Source, new_key
+from ft_ckpt.distributed.sharding import ReplicatedSharding
+from ft_ckpt.distributed.tensor_info import Source, state_source
 from ft_ckpt.distributed.zero import Partition, Place, changed_with_steps, zero_partitions
 from ft_ckpt.errors import LoadError, SelectionError, listing
 from ft_ckpt.formats.dtypes import dtype_name, dtype_of
@@ -238,21 +238,13 @@ def _restore_scaler(optimizer: Any, stored: Mapping[str, Any]) -> None:
 
 def _run_source(place: Place, key: str, buffer: Tensor) -> Source:
     """The source of a parameter's run in a buffer that is cut like the partition."""
-    return _zero_source(place.owner, key, place.owner.shape, "zero", place.sharding, buffer, place.local_run(buffer))
+    return state_source(place.owner, key, place.owner.shape, "zero", place.sharding, buffer, place.local_run(buffer))
 
 
 def _whole_source(place: Place, key: str, tensor: Tensor) -> Source:
     """The source of a tensor that every rank has whole, such as a number of steps."""
     shape = tuple(tensor.shape)
-    return _zero_source(place.owner, key, shape, "plain", ReplicatedSharding(shape), tensor, tensor.detach())
-
-
-def _zero_source(
-    owner: Source, key: str, shape: tuple[int, ...], engine: str, sharding: Sharding, live: Tensor, local: Tensor | None
-) -> Source:
-    name = f"{owner.name}/{key}"
-    bare = Source(new_key(), name, owner.raw_name, shape, live.dtype, False, False, engine, sharding)
-    return replace(bare, live=live, local=local)  # several are in one live buffer: each has a key of its own
+    return state_source(place.owner, key, shape, "plain", ReplicatedSharding(shape), tensor, tensor.detach())
 
 
 def _restore_groups(
