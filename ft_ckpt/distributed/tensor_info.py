@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ft_ckpt.distributed.process_groups import global_rank
 from ft_ckpt.distributed.sharding import Box, Sharding
+from ft_ckpt.errors import SelectionError
 
 
 @dataclass(frozen=True)
@@ -52,7 +53,7 @@ class Tensors(Protocol):
 
 
 def _refuse_full() -> Tensor:
-    raise NotImplementedError("no collective of an engine gives this tensor")
+    raise SelectionError("a tensor of no engine was to be gathered by one; please report it")
 
 
 @dataclass(frozen=True, eq=False)
