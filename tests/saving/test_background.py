@@ -260,7 +260,8 @@ def test_close_waits(tmp_path):
 
 PROGRAM = """
 import sys, os, torch
-from ft_ckpt import CheckpointSaver, saving
+from ft_ckpt import CheckpointSaver
+from ft_ckpt.checkpoint import commit
 folder, what = sys.argv[1:]
 model = torch.nn.Linear(300, 300)
 saver = CheckpointSaver(None, folder, background=True)
@@ -270,9 +271,9 @@ def hang(*_):
     import time
     time.sleep(600)
 if what == "hang":
-    saving.commit.commit = hang
+    commit.commit_stage = hang
 if what == "fail":
-    saving.commit.commit = lambda *_: 1 / 0
+    commit.commit_stage = lambda *_: 1 / 0
 saver.save(model, step=2)
 """
 
