@@ -120,12 +120,12 @@ def _part_index_problems(path: Path, part: PartRecord, sound: set[str]) -> Itera
         yield f"{folder or './'}: {len(files)} shards without an index; readers of sharded weights need one"
     expected = {tensor.name: tensor.file for tensor in part.tensors}
     for name in sorted(indexes):
-        if (found := _read_weight_map(path / name, folder)) != expected:
+        if (found := _indexed_files(path / name, folder)) != expected:
             wrong = sorted(key for key in expected.keys() | found.keys() if expected.get(key) != found.get(key))
             yield f"{name}: sends these tensors elsewhere than the manifest: {listing(wrong, ', ')}"
 
 
-def _read_weight_map(index: Path, folder: str) -> dict[str, str]:
+def _indexed_files(index: Path, folder: str) -> dict[str, str]:
     try:
         entries = json.loads(local_disk.read_text(index, MANIFEST_LIMIT_BYTES))["weight_map"]
         return {name: f"{folder}{file}" for name, file in entries.items()}

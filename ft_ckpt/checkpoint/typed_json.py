@@ -115,7 +115,7 @@ def _plain_reader(kind: type) -> _Reader:
     return read_plain
 
 
-def _read_whole(value: Any) -> int:
+def _read_integer(value: Any) -> int:
     if type(value) is int and -_LIMIT <= value < _LIMIT:
         return value
     raise _odd_value(value, "a whole number")
@@ -136,7 +136,7 @@ def _odd_value(value: Any, expected: str) -> OddValue:
 _PLAIN: dict[Any, _Reader] = {
     str: _plain_reader(str),
     bool: _plain_reader(bool),
-    int: _read_whole,
+    int: _read_integer,
     float: _read_float,
     Any: lambda value: value,
 }

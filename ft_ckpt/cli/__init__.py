@@ -1,4 +1,7 @@
-"""`ft-ckpt`: list, verify, compare and prune checkpoints. Parse, call, print; starts without torch."""
+"""`ft-ckpt`: list, verify, compare, convert and prune checkpoints.
+
+Nothing here holds logic or imports torch at the start: commands parse, call and print. Begin at the commands below.
+"""
 
 import os
 import sys

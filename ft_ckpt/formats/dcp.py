@@ -253,7 +253,7 @@ def write_dcp(folder: Path, specs: Sequence[Spec], read: Callable[[str, int, int
         def resolve_data(self, item: Any) -> Tensor:
             while held:
                 held.pop().untyped_storage().resize_(0)  # torch.save leaves it in a cycle, for the collector to find
-            held.append(_read_whole(self.state_dict[item.index.fqn], item.index.fqn, read))
+            held.append(_read_in_steps(self.state_dict[item.index.fqn], item.index.fqn, read))
             return held[0]
 
     stands = {spec.name: torch.empty(spec.shape, dtype=getattr(torch, spec.dtype), device="meta") for spec in specs}
@@ -279,7 +279,7 @@ def _raised_as_ours(folder: Path) -> Iterator[None]:
         raise TargetError(f"{folder}: torch.distributed.checkpoint cannot write it ({told})") from error
 
 
-def _read_whole(like: Tensor, name: str, read: Callable[[str, int, int], Tensor]) -> Tensor:
+def _read_in_steps(like: Tensor, name: str, read: Callable[[str, int, int], Tensor]) -> Tensor:
     data = torch.empty(like.numel(), dtype=like.dtype)
     step = max(1, _READ_BYTES // like.itemsize)
     for low in range(0, like.numel(), step):

@@ -157,7 +157,7 @@ def write_tensorflow(folder: Path, specs: Sequence[Spec], read: Read, shard_byte
 def _write_bundle(tf: Any, folder: Path, specs: Sequence[Spec], read: Read, shard_bytes: int) -> None:
     prefix = folder / PREFIX
     shards: list[str] = []
-    for shard in _split_shards(specs, shard_bytes):
+    for shard in _grouped_parts(specs, shard_bytes):
         shards.append(str(folder / f".shard-{len(shards):05d}" / "part"))
         parts = [_read_array(tf, spec, rows, read) for spec, rows in shard]
         places = ["" if rows is None else _slice_text(spec.shape, *rows) for spec, rows in shard]
@@ -184,7 +184,7 @@ def _read_array(tf: Any, spec: Spec, rows: Rows, read: Read) -> Any:
     return tf.constant(array.reshape(shape))
 
 
-def _split_shards(specs: Sequence[Spec], most: int) -> Iterator[list[tuple[Spec, Rows]]]:
+def _grouped_parts(specs: Sequence[Spec], most: int) -> Iterator[list[tuple[Spec, Rows]]]:
     shard: list[tuple[Spec, Rows]] = []
     size = 0
     for spec, rows, part_bytes in _sliced_parts(specs, most):

@@ -1,1 +1,5 @@
-"""Drop-in replacements for what other projects' scripts call."""
+"""Other people's trainers: drop-in replacements for what their scripts call, and callbacks.
+
+Nothing here decides what a checkpoint holds or how it is written. Begin at `trainer`, the callback of transformers and
+TRL, or at `open_instruct`.
+"""

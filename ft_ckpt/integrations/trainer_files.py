@@ -64,7 +64,7 @@ def chosen_by(ranks: Ranks, wanted: str, folder: Path, deep: bool) -> ChosenChec
     """
 
     def find_on_leader() -> dict[str, Any]:
-        path = _find_checkpoint(wanted, folder, deep) if ranks.leads else None
+        path = _wanted_checkpoint(wanted, folder, deep) if ranks.leads else None
         if path is None:
             return {}
         ours = has_our_state(path)
@@ -74,7 +74,7 @@ def chosen_by(ranks: Ranks, wanted: str, folder: Path, deep: bool) -> ChosenChec
     return ChosenCheckpoint(**ranks.agree("train(resume_from_checkpoint=...)", found, error)[0])
 
 
-def _find_checkpoint(wanted: str, folder: Path, deep: bool) -> Path | None:
+def _wanted_checkpoint(wanted: str, folder: Path, deep: bool) -> Path | None:
     """The checkpoint that `wanted` means, of those in `folder` if it is no path; None for a fresh start."""
     if wanted not in ("auto", "must"):
         return _check_whole(wanted, deep)
@@ -137,7 +137,7 @@ def load_best_weights(model: nn.Module, path: Path, deep: bool, ranks: Ranks) ->
 
 
 def _load_best(model: nn.Module, path: Path, deep: bool, ranks: Ranks, stack: ExitStack) -> None:
-    held, error = try_action(lambda: _open_whole(path, deep, stack) if ranks.leads else None)
+    held, error = try_action(lambda: _open_best(path, deep, stack) if ranks.leads else None)
     found = ranks.agree("opening the best model", {} if held is None else checkpoint_facts(held), error)[0]
     here = open_to_all(held, found, ranks, stack, deep, lambda one: StoredTensors(one).read)
     with open_stored_tensors(here) as stored:
@@ -146,7 +146,7 @@ def _load_best(model: nn.Module, path: Path, deep: bool, ranks: Ranks, stack: Ex
         raise LoadError(f"{path}: the best model was not loaded: {outcome.detail}")
 
 
-def _open_whole(path: Path, deep: bool, stack: ExitStack) -> OpenCheckpoint:
+def _open_best(path: Path, deep: bool, stack: ExitStack) -> OpenCheckpoint:
     held = stack.enter_context(open_checkpoint(path))
     if problems := held.find_problems(deep):
         raise CorruptError(f"{path}: {listing(list(problems))}; the best model was not loaded")

@@ -54,7 +54,7 @@ class Snapshot:
 
     def begin_copies(self, now: Copies, late: Copies) -> None:
         """Copy `now`; `late` is copied by `finish_copies`, and watched optimizers do not step before that."""
-        self._copied = _copy_tensors(self._now, now, {})
+        self._copied = _copy_by_device(self._now, now, {})
         self._left = late
         self._ready = {device: _record_event(device) for device in {t.device for t in late.values() if t.is_cuda}}
         self._done.clear()
@@ -62,7 +62,7 @@ class Snapshot:
     def finish_copies(self) -> Copies:
         """Copy what is left, and let optimizers step, whatever happens here. From any thread; all copies by name."""
         try:
-            return {**self._copied, **_copy_tensors(self._late, self._left, self._ready)}
+            return {**self._copied, **_copy_by_device(self._late, self._left, self._ready)}
         finally:
             self.drop_copies()
 
@@ -103,7 +103,7 @@ def memory_key(tensor: Tensor) -> Hashable:
 
 def copies_size(tensors: Iterable[Tensor]) -> int:
     """Bytes of host memory that copies of `tensors` take."""
-    return sum(_padded_size(tensor.nbytes) for tensor in tensors)
+    return sum(_aligned_size(tensor.nbytes) for tensor in tensors)
 
 
 class _CopyMemory:
@@ -127,12 +127,12 @@ class _CopyMemory:
         self._shapes, self._places, at = shapes, [], 0
         for tensor in tensors:
             self._places.append(self._memory[at : at + tensor.nbytes].view(tensor.dtype).view(tensor.shape))
-            at += _padded_size(tensor.nbytes)
+            at += _aligned_size(tensor.nbytes)
         return self._places
 
 
 @torch.no_grad()
-def _copy_tensors(room: _CopyMemory, live: Copies, ready: Mapping[torch.device, Any]) -> dict[Hashable, Tensor]:
+def _copy_by_device(room: _CopyMemory, live: Copies, ready: Mapping[torch.device, Any]) -> dict[Hashable, Tensor]:
     copies = dict(zip(live, room.places_for(live.values()), strict=True))
     by_device: dict[torch.device, list[tuple[Tensor, Tensor]]] = {}
     for name, tensor in live.items():
@@ -161,5 +161,5 @@ def _record_event(device: torch.device) -> Any:
     return event
 
 
-def _padded_size(size: int) -> int:
+def _aligned_size(size: int) -> int:
     return size + -size % _ALIGNMENT

@@ -184,13 +184,13 @@ def source_of(name: str, tensor: Tensor) -> Source:
 
 def tree_tensors(value: Any, name: str = "state") -> list[Tensor]:
     """The tensors in a tree of plain values, in the order in which they are stored."""
-    return [_leaf_tensor(leaf) for leaf in flatten(value, safetensors.NAMES, name, _LEAVES)[1]]
+    return [_live_leaf(leaf) for leaf in flatten(value, safetensors.NAMES, name, _LEAVES)[1]]
 
 
 def _flatten_tree(value: Any, name: str, digest: bool) -> tuple[Document, list[Tensor]]:
     """The facts of a tree, and its tensors."""
     node, leaves = flatten(value, safetensors.NAMES, name, _LEAVES)
-    tensors = [_leaf_tensor(leaf) for leaf in leaves]
+    tensors = [_live_leaf(leaf) for leaf in leaves]
     cut = [is_dtensor(tensor) for tensor in tensors]
     facts: Document = {
         "tree": encode_node(node),
@@ -206,7 +206,7 @@ def _flatten_tree(value: Any, name: str, digest: bool) -> tuple[Document, list[T
     return facts, tensors
 
 
-def _leaf_tensor(leaf: Leaf) -> Tensor:
+def _live_leaf(leaf: Leaf) -> Tensor:
     return torch.from_numpy(leaf.data) if leaf.is_array else leaf.data.detach()
 
 

@@ -6,6 +6,7 @@ import re
 import shlex
 import subprocess
 import sys
+from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -36,8 +37,48 @@ FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 MAX_FUNCTION_LINES = 50
 MAX_FILE_LINES = 350
 
+MOST_MODULES_AT_THE_TOP = 10
+MOST_ONE_WORD_NAMES = 0.20  # of the functions; verbs of file objects and of the public interface are one word
+ONE_NAME_IN_TWO_FILES = {  # of functions and classes at the top of a module; each with why
+    "__getattr__": "Python's own word",
+    "__dir__": "likewise",
+}
+
 package = pytest.mark.parametrize("path", PACKAGE, ids=lambda path: str(path.relative_to(ROOT)))
 pages = pytest.mark.parametrize("page", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
+
+
+# Names and rooms
+
+
+def test_few_modules_lie_beside_the_packages():
+    modules = [path.name for path in (ROOT / "ft_ckpt").glob("*.py")]
+    assert len(modules) <= MOST_MODULES_AT_THE_TOP, modules
+
+
+def test_every_package_says_what_lives_there_what_must_not_and_where_to_begin():
+    packages = [path for path in PACKAGE if path.name == "__init__.py" and path.parent.name != "ft_ckpt"]
+    said = {str(path.relative_to(ROOT)): " ".join((ast.get_docstring(parse(path)) or "").split()) for path in packages}
+    assert [name for name, doc in said.items() if "ft_ckpt/cli" not in name and "Nothing here" not in doc] == []
+    assert [name for name, doc in said.items() if "Begin at" not in doc] == []
+
+
+def test_a_name_at_the_top_of_a_module_is_there_once():
+    """Whoever searches for a function or a class finds one definition."""
+    places = defaultdict(set)
+    for path in PACKAGE:
+        for node in parse(path).body:
+            if isinstance(node, (*FUNCTIONS, ast.ClassDef)):
+                places[node.name].add(str(path.relative_to(ROOT)))
+    twice = {name: sorted(files) for name, files in places.items() if len(files) > 1}
+    assert twice.keys() - ONE_NAME_IN_TWO_FILES.keys() == set(), twice
+
+
+def test_most_functions_have_names_of_two_words():
+    nodes = [node for path in PACKAGE for node in ast.walk(parse(path)) if isinstance(node, FUNCTIONS)]
+    names = [node.name for node in nodes if not node.name.startswith("__")]
+    short = [name for name in names if "_" not in name.strip("_")]
+    assert len(short) <= MOST_ONE_WORD_NAMES * len(names), sorted(short)
 
 
 # The public face

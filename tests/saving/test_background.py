@@ -108,14 +108,14 @@ def test_five_hundred_checkpoints_are_one_step_each(tmp_path):
 @pytest.fixture
 def held(monkeypatch):
     """Copies that are not made before save() returns wait for this."""
-    go, real = threading.Event(), snapshot._copy_tensors
+    go, real = threading.Event(), snapshot._copy_by_device
 
     def copy(*arguments):
         if threading.current_thread() is not threading.main_thread():
             assert go.wait(30)
         return real(*arguments)
 
-    monkeypatch.setattr(snapshot, "_copy_tensors", copy)
+    monkeypatch.setattr(snapshot, "_copy_by_device", copy)
     return go
 
 

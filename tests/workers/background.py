@@ -58,7 +58,7 @@ def as_late_as_can_be(moved: threading.Event) -> Iterator[dict[bool, int]]:
 
     Gives the bytes of numbers that are copied (True: in a thread).
     """
-    copy, hold, copied = snapshot._copy_tensors, Snapshot._wait_for_copies, {True: 0, False: 0}
+    copy, hold, copied = snapshot._copy_by_device, Snapshot._wait_for_copies, {True: 0, False: 0}
 
     def late(room: Any, live: Any, ready: Any) -> Any:
         in_thread = threading.current_thread() is not threading.main_thread()
@@ -72,11 +72,11 @@ def as_late_as_can_be(moved: threading.Event) -> Iterator[dict[bool, int]]:
         moved.set()
         hold(*given)
 
-    snapshot._copy_tensors, Snapshot._wait_for_copies = late, asked
+    snapshot._copy_by_device, Snapshot._wait_for_copies = late, asked
     try:
         yield copied
     finally:
-        snapshot._copy_tensors, Snapshot._wait_for_copies = copy, hold
+        snapshot._copy_by_device, Snapshot._wait_for_copies = copy, hold
 
 
 def same_moment(wrapper: str, folder: Path) -> None:
