@@ -1,44 +1,76 @@
-"""The documents say what is so: settings, commands and the README's own lines."""
+"""The documents say what is so: every code block of README and docs is run, and answers what the page shows."""
 
+import json
 import os
 import re
 import runpy
-import shlex
 import subprocess
 import sys
 from dataclasses import fields
 
 import pytest
-import torch
-from faults import save_of, save_with_state
-from places import HELPERS, ROOT
-from test_house import blocks, commands
+import yaml
+from launch import run_cases
+from pages import PARSED, RUN, blocks_of
+from places import ROOT
 
 import ft_ckpt
-from ft_ckpt.cli import app
 
 README = ROOT / "README.md"
-ELSEWHERE = {"global_step100/"}  # made by other libraries; reading it is tested with DeepSpeed
+PAGES = [README, *sorted((ROOT / "docs").rglob("*.md"))]
+PARSERS = {"yaml": yaml.safe_load, "json": json.loads}
+MOST_NOT_RUN = 5
 
-# What the README's lines take for granted, and how often the model was called.
-GIVEN = """
-import atexit, sys, warnings
-sys.path.insert(0, HELPERS)
-warnings.simplefilter("ignore")
-import torch, models, trainers
-from accelerate.utils import set_seed
-set_seed(0)
-model, tokenizer = models.llama(), models.tokenizer()
-optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-scheduler = torch.optim.lr_scheduler.ConstantLR(optimizer)
-data = trainers.Sentences(noise=False)
-loader = torch.utils.data.DataLoader(data, batch_size=2, shuffle=True)
-SFTTrainer = trainers.Trainer
-args = trainers.TrainingArguments("runs/trainer", max_steps=4, save_steps=2, **trainers.SILENT)
-calls = []
-model.register_forward_pre_hook(lambda *_: calls.append(1) if model.training else None)
-atexit.register(lambda: print("batches:", len(calls)))
-"""
+pages = pytest.mark.parametrize("page", PAGES, ids=lambda path: path.stem)
+
+
+@pytest.fixture(scope="module")
+def done(request, tmp_path_factory):
+    """The folder where the pages asked for were done, and what went wrong on each: one process has the libraries."""
+    folder = tmp_path_factory.mktemp("pages")
+    asked = {item.callspec.params.get("page") for item in request.session.items if hasattr(item, "callspec")}
+    names = [name_of(page) for page in PAGES if page in asked]
+    for name, page in {"twenty": twenty_lines(), "trainer": trainer_lines()}.items():
+        if any(item.name.startswith(f"test_the_{name}_lines") for item in request.session.items):
+            (folder / name).mkdir()
+            (folder / name / "page.md").write_text(page, encoding="utf-8")
+            names.append(name)
+    return folder, run_cases("page", names, folder, ranks=1, timeout=300)
+
+
+@pages
+def test_a_page_does_what_it_says(page, done):
+    """Its blocks in order, in an empty folder: what a reader would do who copies them one after the other."""
+    check(done, name_of(page))
+
+
+@pages
+def test_what_is_not_run_is_of_a_known_kind_or_has_a_reason(page):
+    blocks = blocks_of(page)
+    assert [str(block) for block in blocks if block.language not in RUN | PARSED | {"text"}] == []
+    assert [str(block) for block in blocks if block.not_run is not None and len(block.not_run) < 20] == []
+    for block in blocks:
+        if block.language in PARSED:
+            PARSERS[block.language](block.code)
+
+
+def test_few_blocks_are_not_run():
+    assert len([block for page in PAGES for block in blocks_of(page) if block.not_run]) <= MOST_NOT_RUN
+
+
+def test_the_readme_is_short():
+    assert len(README.read_text(encoding="utf-8").splitlines()) <= 220
+
+
+def test_the_twenty_lines_do_nothing_once_they_are_done(done):
+    """On a first start three epochs of seven batches, and a log; on a second nothing."""
+    assert ft_ckpt.verify(check(done, "twenty") / "runs/sft/final").ok
+
+
+def test_the_trainer_lines_do_nothing_once_they_are_done(done):
+    runs = check(done, "trainer") / "runs"
+    assert {path.name for path in runs.glob("trainer/checkpoint-*")} == {"checkpoint-2", "checkpoint-4"}
+    assert ft_ckpt.verify(runs / "final").ok
 
 
 def test_every_setting_is_listed_with_its_default():
@@ -51,63 +83,56 @@ def test_every_setting_is_listed_with_its_default():
     assert [(name, eval(default)) for name, default in named] == [(field.name, field.default) for field in expected]
 
 
-def block_with(words):
-    """The one Python block of the README that has these words."""
-    (found,) = [block for block in blocks(README, "python") if words in block]
-    return found
-
-
-def run_as_printed(folder, *parts):
-    """The number of batches that the README's lines trained on, in a process of their own."""
-    told = {"PYTHONPATH": str(ROOT), "ACCELERATE_USE_CPU": "true", "CUDA_VISIBLE_DEVICES": ""}
-    code = "".join((f"HELPERS = {str(HELPERS)!r}\n", GIVEN, *parts))
+def test_the_site_is_built_without_a_warning(tmp_path):
+    """Every link and every name of the API reference is found."""
     done = subprocess.run(
-        [sys.executable, "-c", code], cwd=folder, env=os.environ | told, capture_output=True, text=True, check=False
+        [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", tmp_path],
+        cwd=ROOT,
+        env=os.environ | {"PYTHONPATH": str(ROOT), "NO_MKDOCS_2_WARNING": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    return int(re.search(r"batches: (\d+)", done.stdout)[1]), done.stderr
+    assert (tmp_path / "api" / "index.html").exists()
 
 
-def test_the_twenty_lines_as_printed(tmp_path):
-    """On a first start and on a second; then the checkpoint is found and loaded, in the lines printed below them."""
-    lines, after = block_with("saver.remaining(loader, epochs=3)"), block_with("newest = ft_ckpt.latest")
-    logged = "import logging\nlogging.basicConfig(level=logging.INFO)\n"
-    first, told = run_as_printed(tmp_path, logged, lines, after)
-    assert first == 21  # three epochs of seven
-    assert "INFO:ft_ckpt:a fresh start: nothing was resumed from runs/sft" in told
-    assert re.search(r"INFO:ft_ckpt:saved final: [\d.]+ KB in [\d.]+ s", told)
-    second, _ = run_as_printed(tmp_path, lines, after)
-    assert second == 0  # the run is finished
-    assert ft_ckpt.verify(tmp_path / "runs/sft/final").ok
+# How a page is done
 
 
-def test_the_trainer_lines_as_printed(tmp_path):
+def name_of(page):
+    return page.relative_to(ROOT).as_posix()
+
+
+def check(done, name):
+    """The folder in which a page was done; the test fails with what went wrong there."""
+    folder, errors = done
+    if errors[name]:
+        pytest.fail(errors[name][-6000:], pytrace=False)
+    return folder / name
+
+
+def twenty_lines():
+    """A page of the README's twenty lines, started twice."""
+    lines = block_with("saver.remaining(loader, epochs=3)")
+    logged = "import logging, sys\nlogging.basicConfig(level=logging.INFO, stream=sys.stdout, format='%(message)s')\n"
+    begun = "a fresh start: nothing was resumed from runs/sft\n...\nsaved final: 7 KB in 7 s\n21 batches\n"
+    return script(logged + lines, begun) + script(lines, "0 batches\n")
+
+
+def trainer_lines():
+    """The same of the lines for a Trainer."""
     lines = block_with("FtCkptCallback()]")
-    starts = [run_as_printed(tmp_path, lines) for _ in range(2)]
-    assert [batches for batches, _ in starts] == [4, 0]
-    assert {path.name for path in tmp_path.glob("runs/trainer/checkpoint-*")} == {"checkpoint-2", "checkpoint-4"}
-    assert ft_ckpt.verify(tmp_path / "runs/final").ok
+    return script(lines, "...\n4 batches\n") + script(lines, "...\n0 batches\n")
 
 
-@pytest.fixture
-def made(tmp_path, monkeypatch):
-    """The files that the README's commands name."""
-    for step in (500, 1000):
-        save_with_state(tmp_path / f"runs/sft/checkpoint-{step}", step, metrics={"eval_loss": 1 / step})
-    save_of(tmp_path / "runs/sft/final", step=None)
-    ft_ckpt.save({"weight": torch.ones(2)}, tmp_path / "model.h5")
-    monkeypatch.chdir(tmp_path)
+def block_with(words):
+    """The one Python block of the README that has these words."""
+    (found,) = [block for block in blocks_of(README) if block.language == "python" and words in block.code]
+    return found.code
 
 
-def test_the_commands_as_printed(made):
-    """Every `ft-ckpt` line of the README, one after the other; exit code 1 is the answer "they differ"."""
-    lines = [line for block in blocks(README, "sh") for line in commands(block) if line.startswith("ft-ckpt ")]
-    assert len(lines) > 10
-    for line in lines:
-        words = shlex.split(line, comments=True)[1:]
-        if not ELSEWHERE & set(words):
-            try:
-                code = app(words, standalone_mode=False)
-            except SystemExit as end:
-                code = end.code
-            assert (line, code or 0) == (line, 1 if words[0] == "diff" else 0)
+def script(code, answer):
+    """A part of a page: a block that begins anew, and what it prints with the number of batches trained on."""
+    counted = f"{code}print(len(calls), 'batches')\n"
+    return f"<!-- new script -->\n```python\n{counted}```\n\n```text\n{answer}```\n"

@@ -1,0 +1,115 @@
+"""The code blocks of a page: what a reader would copy, in order, with what the page shows as the answer.
+
+A comment on the line above a fence changes how its block is run; readers do not see it:
+
+    <!-- not run: REASON -->   the block cannot run in a test
+    <!-- new script -->        from here on the names of the blocks before are gone, as in another file
+"""
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+RUN = {"python", "sh", "console"}
+PARSED = {"yaml", "json"}
+_FENCE = re.compile(r"^(?P<indent> *)```(?P<language>\w*)(?: +(?P<rest>.*))?$")
+_COMMENT = re.compile(r"<!-- (?P<word>not run|new script)(?:: (?P<reason>.+))? -->")
+_TITLE = re.compile(r'title="([^"]+)"')
+_CHANGING = (  # parts of an output that differ from run to run, and what stands for them in both texts
+    (re.compile(r"\d{4}-\d\d-\d\d[ T]\d\d:\d\d(:\d\d)?( UTC|Z)?"), "<date>"),
+    (re.compile(r"\b[0-9a-f]{8,}\b"), "<id>"),
+    (re.compile(r"\bby \w+:"), "by <user>:"),
+    (re.compile(r"\b\d+(\.\d+)? (B|KB|MB|GB|ms|s|min|h|d)\b(/s)?"), "<amount>"),
+    (re.compile(r"\b\d+\.\d{3,}(e-?\d+)?\b"), "<number>"),
+    (re.compile(r"-{3,}|[ \t]+"), " "),
+)
+
+
+@dataclass(frozen=True)
+class Block:
+    """One fenced block: `line` is that of its first line of code, `answer` what the page shows below it."""
+
+    page: str
+    line: int
+    language: str
+    code: str
+    title: str | None = None
+    not_run: str | None = None
+    begins_script: bool = False
+    answer: str | None = None
+
+    def __str__(self) -> str:
+        return f"{self.page}.md:{self.line}"
+
+
+def blocks_of(page: Path) -> list[Block]:
+    """The blocks of a page in order; a `text` block right below one that is run is that one's answer."""
+    found: list[Block] = []
+    end = -1  # line after the last block, with empty lines behind it
+    for block, last, above in _fences(page):
+        if block.language == "text" and found and above == end and found[-1].language in RUN:
+            found[-1] = Block(**{**vars(found[-1]), "answer": block.code})
+        else:
+            found.append(block)
+        end = last
+    return found
+
+
+def _fences(page: Path) -> Iterator[tuple[Block, int, int]]:
+    """Each block with the line it ends in, and the last line above it that is not empty."""
+    lines = page.read_text(encoding="utf-8").splitlines()
+    opened, mark, above = None, None, -1
+    for number, line in enumerate(lines):
+        fence = _FENCE.match(line)
+        if opened is None and fence:
+            opened = number, fence
+        elif opened is not None and line.strip() == "```":
+            start, fence = opened
+            indent = len(fence["indent"])
+            code = "".join(f"{each[indent:]}\n" for each in lines[start + 1 : number])
+            title = _TITLE.search(fence["rest"] or "")
+            word, reason = (mark["word"], mark["reason"]) if mark else (None, None)
+            block = Block(
+                page.stem,
+                start + 2,
+                fence["language"] or "text",
+                code,
+                title=title and title[1],
+                not_run=reason if word == "not run" else None,
+                begins_script=word == "new script",
+            )
+            yield block, number, above
+            opened, mark, above = None, None, number
+        elif opened is None and line.strip():
+            mark, above = _COMMENT.fullmatch(line.strip()), number
+
+
+def commands_of(code: str) -> list[str]:
+    """The command lines of a shell block: continuations joined, comments and empty lines dropped."""
+    joined = code.replace("\\\n", " ").splitlines()
+    return [line.strip() for line in joined if line.strip() and not line.strip().startswith("#")]
+
+
+def dialogue_of(code: str) -> list[tuple[str, str]]:
+    """The commands of a console block, each with the output that is shown below it."""
+    turns = re.split(r"^\$ ", code, flags=re.MULTILINE)
+    pairs = (turn.replace("\\\n", " ").partition("\n") for turn in turns[1:])
+    return [(command.strip(), output) for command, _, output in pairs]
+
+
+def is_shown(expected: str, actual: str) -> bool:
+    """Whether an output is what a page shows: `...` stands for any lines, or any words; times and sizes for others."""
+    wanted, lines = _comparable(expected), _comparable(actual)
+    pattern = "".join("(?:.*\n)*" if line == "..." else _any_words(line) for line in wanted)
+    return re.fullmatch(pattern, "".join(f"{line}\n" for line in lines)) is not None
+
+
+def _any_words(line: str) -> str:
+    return ".*".join(map(re.escape, line.split("..."))) + "\n"
+
+
+def _comparable(text: str) -> list[str]:
+    for pattern, word in _CHANGING:
+        text = pattern.sub(word, text)
+    return [line.strip() for line in text.splitlines() if line.strip()]

@@ -1,0 +1,164 @@
+"""What the scripts on each page take for granted: tiny models, what trains them, and runs that were there before.
+
+A function for each page, called by the page's name with the number of the script on it; it gives the names.
+"""
+
+import copy
+import warnings
+from pathlib import Path
+from typing import Any
+
+import models
+import torch
+import trainers
+from accelerate import Accelerator
+from accelerate.utils import set_seed
+from torch.utils.data import DataLoader
+
+import ft_ckpt
+from ft_ckpt import CheckpointSaver
+
+calls: list[int] = []  # one for each batch that a model of `parts` was trained on
+
+
+def names_for(page: str, script: int) -> dict[str, Any]:
+    """The names that script number `script` of a page begins with."""
+    warnings.simplefilter("ignore")
+    set_seed(0)
+    make = globals().get(f"on_{page.lower().replace('-', '_')}")
+    return {} if make is None else make(script)
+
+
+def on_readme(script: int) -> dict[str, Any]:
+    lora_model, ppo_model = models.lora(), models.policy_and_value()
+    args = trainers.TrainingArguments("runs/trainer", max_steps=4, save_steps=2, **trainers.SILENT)
+    names = {"lora_model": lora_model, "ppo_model": ppo_model, "args": args, "ft_ckpt": ft_ckpt}
+    names |= {"SFTTrainer": trainers.Trainer, "data": trainers.Sentences(noise=False)}
+    return names | (on_saved(script) if script else parts(models.llama()))
+
+
+def on_page(_: int) -> dict[str, Any]:
+    """What a test has put together of the README's lines."""
+    return {**on_readme(0), "calls": calls}
+
+
+def on_index(script: int) -> dict[str, Any]:
+    return on_saved(script) if script else parts(models.llama())
+
+
+def on_saved(_: int) -> dict[str, Any]:
+    """A script whose objects Accelerate has prepared, with a saver and functions that train."""
+    names = prepared(models.llama())
+
+    def train(batch: Any) -> torch.Tensor:
+        return train_step(names, batch)
+
+    saver = CheckpointSaver(names["accelerator"], "runs/sft", tokenizer=names["tokenizer"])
+    return {**names, "train": train, "evaluate": lambda _: 2.0, "saver": saver, "CheckpointSaver": CheckpointSaver}
+
+
+on_full = on_background = on_hdf5 = on_files = on_saved
+
+
+def on_lora(script: int) -> dict[str, Any]:
+    save_base("base")
+    torch.manual_seed(7)
+    save_base("other")
+    return on_saved(script)
+
+
+def on_ppo(script: int) -> dict[str, Any]:
+    return {**on_saved(script), "ppo_model": models.policy_and_value(), "ValueHead": models.ValueHead}
+
+
+def on_resume(script: int) -> dict[str, Any]:
+    names = {**on_saved(0), **(parts(models.llama()) if script else {})}
+    return {**names, "average": copy.deepcopy(names["model"]), "early_stopping": EarlyStopping()}
+
+
+def on_schedule(script: int) -> dict[str, Any]:
+    make_run("runs/sft")
+    return on_saved(script)
+
+
+on_cli = on_on_disk = on_schedule
+
+
+def on_convert(script: int) -> dict[str, Any]:
+    ft_ckpt.save({"weight": torch.ones(2)}, "model.h5")
+    return on_schedule(script)
+
+
+def on_save_state(_: int) -> dict[str, Any]:
+    return parts(models.llama())
+
+
+def on_errors(script: int) -> dict[str, Any]:
+    return on_ppo(script)
+
+
+def on_trainer(script: int) -> dict[str, Any]:
+    return on_readme(script)
+
+
+def on_open_instruct(script: int) -> dict[str, Any]:
+    return {**on_ppo(script), "model": models.lora()}
+
+
+class EarlyStopping:
+    """Something of a script's own that is resumed with it."""
+
+    best = 1.0
+
+    def state_dict(self) -> dict[str, float]:
+        return {"best": self.best}
+
+    def load_state_dict(self, state: dict[str, float]) -> None:
+        self.best = state["best"]
+
+
+def parts(model: Any) -> dict[str, Any]:
+    """A model with its tokenizer and what trains it; seven batches a pass."""
+    optimizer = torch.optim.AdamW([each for each in model.parameters() if each.requires_grad], lr=1e-3)
+    loader: Any = DataLoader(trainers.Sentences(noise=False), batch_size=2, shuffle=True)
+    model.register_forward_pre_hook(lambda *_: calls.append(1) if model.training else None)
+    scheduler = torch.optim.lr_scheduler.ConstantLR(optimizer)
+    names = {"model": model.train(), "optimizer": optimizer, "loader": loader, "scheduler": scheduler}
+    return {**names, "tokenizer": models.tokenizer()}
+
+
+def prepared(model: Any) -> dict[str, Any]:
+    """The same as Accelerate has prepared it."""
+    names, accelerator = parts(model), Accelerator()
+    for name in ("model", "optimizer", "loader", "scheduler"):
+        names[name] = accelerator.prepare(names[name])
+    return {**names, "accelerator": accelerator}
+
+
+def train_step(names: dict[str, Any], batch: Any) -> torch.Tensor:
+    loss = names["model"](**batch).loss
+    names["accelerator"].backward(loss)
+    names["optimizer"].step()
+    names["optimizer"].zero_grad()
+    return loss
+
+
+def make_run(folder: str) -> None:
+    """A run with three checkpoints, the second the best, and its weights in `final`."""
+    if Path(folder).exists():
+        return
+    names = prepared(models.llama())
+    with CheckpointSaver(names["accelerator"], folder, tokenizer=names["tokenizer"]) as saver:
+        saver.resume()
+        for step, loss in {500: 2.31, 1000: 2.07, 1500: 2.11}.items():
+            train_step(names, next(iter(names["loader"])))
+            saver.step(step=step)
+            saver.save_state(metrics={"eval_loss": loss})
+        saver.save(names["model"], Path(folder) / "final")
+
+
+def save_base(folder: str) -> None:
+    """A base model in a folder."""
+    model: Any = models.qwen3()
+    model.save_pretrained(folder)
+    models.tokenizer().save_pretrained(folder)
