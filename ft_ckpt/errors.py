@@ -8,11 +8,13 @@
     ├── IncompleteError        ValueError          gathered or staged tensors differ from the live model
     ├── CompanionError         ValueError          config, generation config or tokenizer cannot be saved as they are
     ├── TargetError            OSError             the place to write to cannot be written
-    │   └── NoSpaceError           OSError(ENOSPC) not enough room, found before or while writing
+    │   ├── NoSpaceError           OSError(ENOSPC) not enough room, found before or while writing
+    │   └── NameTakenError         FileExistsError something that was to be new is there already
     ├── ManifestError          ValueError          a manifest that is absent, malformed or from a newer ft_ckpt
     │   └── NotACheckpointError    FileNotFoundError   no committed checkpoint there
     ├── CorruptError           ValueError          files differ from what the manifest recorded
-    │   └── UnreadableError        OSError             the system would not read a file just now
+    │   ├── UnreadableError        OSError             the system would not read a file just now
+    │   └── MissingError           FileNotFoundError   nothing of that name in a store
     ├── LoadError              ValueError          a strict load that did not fit
     │   └── BaseMismatchError      ValueError      an adapter put on another base than it was trained on
     └── RankError              RuntimeError        another rank failed
@@ -73,6 +75,10 @@ class NoSpaceError(TargetError):
         return str(self.args[1])
 
 
+class NameTakenError(TargetError, FileExistsError):
+    """A write that must make something new found that its name is taken."""
+
+
 class ManifestError(CheckpointError, ValueError):
     """A manifest that is malformed or was written by a newer ft_ckpt."""
 
@@ -87,6 +93,10 @@ class CorruptError(CheckpointError, ValueError):
 
 class UnreadableError(CorruptError, OSError):
     """A file that the system would not read just now; it may be whole."""
+
+
+class MissingError(CorruptError, FileNotFoundError):
+    """Nothing of that name in a store."""
 
 
 class LoadError(CheckpointError, ValueError):

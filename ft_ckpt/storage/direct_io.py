@@ -58,7 +58,7 @@ def _allocate_space(descriptor: int, size_bytes: int) -> int:
     return 0
 
 
-def write_all(path: Path, descriptor: int, block: mmap.mmap, part: tuple[int, int], offset: int) -> None:
+def write_all(path: Path, descriptor: int, block: mmap.mmap | memoryview, part: tuple[int, int], offset: int) -> None:
     """Write bytes [first, last) of `block` at `offset` of the file; on through the page cache where it must be.
 
     Raises NoSpaceError when the disk is full, TargetError when it cannot be written.

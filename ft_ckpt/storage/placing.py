@@ -15,6 +15,11 @@ _NAME_BYTES = 150  # of a target's name in that of a hidden folder; 255 are allo
 
 
 def write_text(file: Path, text: str) -> None:
+    """Write a small file as `write_bytes` does, in UTF-8."""
+    write_bytes(file, text.encode("utf-8"))
+
+
+def write_bytes(file: Path, content: bytes) -> None:
     """Write a small file atomically and durably, with the permissions of the file it replaces.
 
     Raises OSError, and leaves what was there.
@@ -24,7 +29,7 @@ def write_text(file: Path, text: str) -> None:
         with contextlib.suppress(FileNotFoundError):  # of one who died
             local_disk.unlink(draft)
         with draft.open("xb") as stream:  # exclusive: never through a link
-            stream.write(text.encode("utf-8"))
+            stream.write(content)
         if file.exists():
             local_disk.chmod(draft, local_disk.permission_bits(file))
         local_disk.sync_path(draft)

@@ -1,0 +1,313 @@
+"""A local folder as a store. Objects are files; what is not finished is in hidden drafts beside them."""
+
+import contextlib
+import errno
+import mmap
+import os
+import secrets
+import stat
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from threading import Lock
+
+from ft_ckpt.errors import (
+    CorruptError,
+    IncompleteError,
+    MissingError,
+    NameTakenError,
+    UnreadableError,
+    damaged_input,
+    explained,
+)
+from ft_ckpt.storage import local_disk
+from ft_ckpt.storage.direct_io import create_file, write_all
+from ft_ckpt.storage.placing import PREFIX, write_bytes
+from ft_ckpt.storage.store import Folder, FolderListing, Stored, checked_name
+
+_DRAFT = ".draft"
+_ABSENT = (errno.ENOENT, errno.ENOTDIR)
+_CANNOT_LINK = {errno.EPERM, errno.EXDEV, errno.EMLINK, errno.EOPNOTSUPP, errno.ENOSYS}
+
+
+@dataclass(frozen=True)
+class LocalStore:
+    """The files below `folder`, which need not exist yet. Links are followed when reading, never when deleting."""
+
+    folder: Path
+    shares_ranges = True
+
+    @property
+    def url(self) -> str:
+        """The path of the folder."""
+        return str(self.folder)
+
+    def path(self, name: str) -> Path:
+        """The path of an object. Raises ConfigError for a name that leads out of the store."""
+        return self.folder / checked_name(name)
+
+    def read(self, name: str, start: int = 0, stop: int | None = None) -> bytes:
+        """Bytes [start, stop) of a file, see `Store.read`."""
+        with contextlib.closing(self.open(name)) as file:
+            stop = file.size_bytes if stop is None else stop
+            memory = bytearray(max(0, stop - start))
+            file.read_into(memoryview(memory), start)
+        return bytes(memory)
+
+    def open(self, name: str) -> "LocalFile":
+        """Open a regular file for reading; a pipe, socket or device is CorruptError."""
+        path = self.path(name)
+        with _reading(path):
+            stream = local_disk.open_regular(path)
+            descriptor = os.dup(stream.fileno())
+            stream.close()
+            found = os.fstat(descriptor)
+            return LocalFile(name, path, descriptor, found.st_size, _version(found))
+
+    def write(self, name: str, data: bytes, *, create_only: bool = False) -> None:
+        """Write a small file through a draft beside it, see `Store.write`."""
+        path = self.path(name)
+        with explained(path):
+            local_disk.make_folder(path.parent)
+            if not create_only:
+                write_bytes(path, data)
+                return
+            with _draft_of(path) as draft:
+                with draft.open("xb") as stream:
+                    stream.write(data)
+                local_disk.sync_path(draft)
+                _put_new(draft, path)
+                local_disk.sync_path(path.parent)
+
+    def create(self, name: str, size_bytes: int) -> "LocalWriting":
+        """A new file, its space allocated now; NoSpaceError where there is none."""
+        path = self.path(name)
+        with explained(path):
+            local_disk.make_folder(path.parent)
+        draft = _draft_name(path)
+        return LocalWriting(name, path, draft, create_file(draft, size_bytes, False), size_bytes)
+
+    def list(self, prefix: str = "") -> list[Stored]:
+        """All files below `prefix` but drafts, see `Store.list`; folders that are links are not entered."""
+        top = self.path(prefix) if prefix else self.folder
+        with _reading(top):
+            walk = os.walk(top, onerror=_raise_unless_absent)
+            paths = (Path(place) / name for place, _, files in walk for name in files if not _is_draft(name))
+            return sorted(filter(None, map(self._stored, paths)), key=lambda each: each.name)
+
+    def list_folder(self, prefix: str = "") -> FolderListing:
+        """The folders and files directly in `prefix`, see `Store.list_folder`."""
+        top = self.path(prefix) if prefix else self.folder
+        folders: list[tuple[bool, Folder]] = []
+        objects = []
+        with _reading(top):
+            for path in map(top.joinpath, local_disk.list_names(top)):
+                if path.is_dir():
+                    folders.append((path.is_symlink(), Folder(path.name, os.path.realpath(path))))
+                elif not _is_draft(path.name) and (stored := self._stored(path)) is not None:
+                    objects.append(stored)
+        folders.sort(key=lambda each: each[0])
+        return FolderListing(os.path.realpath(top), tuple(folder for _, folder in folders), tuple(objects))
+
+    def stat(self, name: str) -> Stored | None:
+        """The file, see `Store.stat`; None for a folder, or what is no regular file."""
+        return self._stored(self.path(name))
+
+    def copy(self, name: str, other: str) -> bool:
+        """Link the file under another name; False where the file system has no links."""
+        source, goal = self.path(name), self.path(other)
+        if self.stat(name) is None:
+            raise _missing(source)
+        with explained(goal):
+            local_disk.make_folder(goal.parent)
+        with explained(goal), _draft_of(goal) as draft:
+            try:
+                os.link(source, draft)
+            except OSError as error:
+                if error.errno in _CANNOT_LINK:
+                    return False
+                raise
+            local_disk.move(draft, goal)
+            local_disk.sync_path(goal.parent)
+        return True
+
+    def delete(self, names: Iterable[str]) -> None:
+        """Delete files, and the folders that this leaves empty."""
+        names = [checked_name(name) for name in names]
+        with explained(self.folder), contextlib.suppress(FileNotFoundError):
+            local_disk.delete_files(names, self.folder)
+            local_disk.remove_empty_folders(names, self.folder)
+
+    def free_bytes(self) -> int | None:
+        """Bytes that this user may still write on the device of the folder, or of the nearest one that exists."""
+        with explained(self.folder):
+            present = next(path for path in (self.folder, *self.folder.absolute().parents) if path.exists())
+            device = os.statvfs(present)
+        return device.f_bavail * device.f_frsize
+
+    def _stored(self, path: Path) -> Stored | None:
+        try:
+            found = path.stat()
+        except OSError as error:
+            if error.errno in (*_ABSENT, errno.ELOOP):
+                return None
+            with damaged_input(path):
+                raise
+        if not stat.S_ISREG(found.st_mode):
+            return None
+        name = path.relative_to(self.folder).as_posix()
+        return Stored(name, found.st_size, found.st_mtime, _version(found))
+
+
+@dataclass
+class LocalFile:
+    """A file that is open for reading."""
+
+    name: str
+    path: Path
+    descriptor: int
+    size_bytes: int
+    version: str
+    _map: mmap.mmap | None = None
+
+    def read_into(self, memory: memoryview, start: int = 0) -> None:
+        """Fill `memory` from `start` on, see `Readable.read_into`."""
+        done = 0
+        with damaged_input(self.path):
+            while done < len(memory):
+                count = os.preadv(self.descriptor, [memory[done:]], start + done)
+                if not count:
+                    raise CorruptError(
+                        f"{self.path}: ends at byte {start + done}, bytes up to {start + len(memory)} asked for; "
+                        "it was cut short"
+                    )
+                done += count
+
+    def map(self) -> memoryview | None:
+        """The file mapped for reading."""
+        if not self.size_bytes:
+            return memoryview(b"")
+        if self._map is None:
+            self._map = mmap.mmap(self.descriptor, self.size_bytes, access=mmap.ACCESS_READ)
+        return memoryview(self._map)
+
+    def check(self) -> None:
+        """Raise CorruptError when the file has been written to since it was opened."""
+        found = _version(os.fstat(self.descriptor))
+        if found != self.version:
+            raise CorruptError(f"{self.path}: changed while it was read; read it again")
+
+    def close(self) -> None:
+        """Close the file once."""
+        descriptor, self.descriptor = self.descriptor, -1
+        if self._map is not None:
+            with contextlib.suppress(BufferError):  # a view is in use; the map goes with it
+                self._map.close()
+        if descriptor >= 0:
+            os.close(descriptor)
+
+
+@dataclass
+class LocalWriting:
+    """A file that is being written, under the name of a draft."""
+
+    name: str
+    path: Path
+    draft: Path
+    descriptor: int
+    size_bytes: int
+    written: int = 0
+    _lock: Lock = field(default_factory=Lock)
+
+    def write(self, offset: int, memory: memoryview) -> None:
+        """Write `memory` at `offset`, see `Writable.write`."""
+        if offset + len(memory) > self.size_bytes:
+            raise IncompleteError(f"{self.name}: bytes up to {offset + len(memory)}, expected {self.size_bytes}")
+        write_all(self.path, self.descriptor, memory, (0, len(memory)), offset)
+        with self._lock:
+            self.written += len(memory)
+
+    def finish(self) -> Stored:
+        """Sync the file and move it into place."""
+        if self.written != self.size_bytes:
+            self.abandon()
+            raise IncompleteError(f"{self.name}: {self.written} of {self.size_bytes} bytes arrived; nothing is kept")
+        try:
+            with explained(self.path):
+                local_disk.sync_open(self.descriptor)
+                found = os.fstat(self.descriptor)
+                self._close()
+                local_disk.move(self.draft, self.path)
+                local_disk.sync_path(self.path.parent)
+        except BaseException:
+            self.abandon()
+            raise
+        return Stored(self.name, found.st_size, found.st_mtime, _version(found))
+
+    def abandon(self) -> None:
+        """Delete the draft, see `Writable.abandon`."""
+        with contextlib.suppress(OSError):
+            self._close()
+        with contextlib.suppress(OSError):
+            local_disk.unlink(self.draft)
+
+    def _close(self) -> None:
+        descriptor, self.descriptor = self.descriptor, -1
+        if descriptor >= 0:
+            os.close(descriptor)
+
+
+@contextlib.contextmanager
+def _reading(path: Path) -> Iterator[None]:
+    """Errors of the system while reading, as ours: MissingError for what is not there."""
+    try:
+        with damaged_input(path):
+            yield
+    except UnreadableError as error:
+        if error.errno in _ABSENT:
+            raise _missing(path) from error
+        raise
+    except FileNotFoundError as error:
+        raise _missing(path) from error
+
+
+def _missing(path: Path) -> MissingError:
+    found = MissingError(f"{path}: no such file")
+    found.errno = errno.ENOENT
+    return found
+
+
+@contextlib.contextmanager
+def _draft_of(path: Path) -> Iterator[Path]:
+    """A new name beside `path` for the block to make a file at; what is still there afterwards is deleted."""
+    draft = _draft_name(path)
+    try:
+        yield draft
+    finally:
+        with contextlib.suppress(OSError):
+            local_disk.unlink(draft)
+
+
+def _draft_name(path: Path) -> Path:
+    return path.with_name(f"{PREFIX}{secrets.token_hex(8)}{_DRAFT}")
+
+
+def _is_draft(name: str) -> bool:
+    return name.startswith(PREFIX) and name.endswith(_DRAFT)
+
+
+def _raise_unless_absent(error: OSError) -> None:
+    if error.errno not in _ABSENT:
+        raise error
+
+
+def _put_new(draft: Path, path: Path) -> None:
+    """Give the draft its name unless that is taken, in one step: a link, since a rename would replace."""
+    try:
+        os.link(draft, path)
+    except FileExistsError as error:
+        raise NameTakenError(f"{path}: is there already; nothing was written") from error
+
+
+def _version(found: os.stat_result) -> str:
+    return f"{found.st_dev:x}-{found.st_ino:x}-{found.st_mtime_ns:x}-{found.st_size:x}"

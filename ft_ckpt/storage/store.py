@@ -1,0 +1,141 @@
+"""The interface to the places that hold bytes: a local folder, or a prefix in an object store.
+
+A store holds objects under names: relative paths with forward slashes, see `paths.is_inside`. Folders exist as far as
+names have slashes. All errors are ours: ConfigError for a name that the store cannot have, MissingError, CorruptError
+or UnreadableError while reading, TargetError, NoSpaceError or NameTakenError while writing.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Protocol
+
+from ft_ckpt.errors import ConfigError
+from ft_ckpt.storage.paths import is_inside
+
+
+@dataclass(frozen=True)
+class Stored:
+    """One object of a store."""
+
+    name: str
+    size_bytes: int
+    modified: float  # unix seconds, by the clock of the store
+    version: str  # another one whenever the bytes are replaced
+
+
+@dataclass(frozen=True)
+class Folder:
+    """One folder of a store; two names of one folder (a link) have equal identities."""
+
+    name: str
+    identity: str
+
+
+@dataclass(frozen=True)
+class FolderListing:
+    """The contents of one folder, by name; folders that are links come after the others."""
+
+    identity: str
+    folders: tuple[Folder, ...]
+    objects: tuple[Stored, ...]
+
+
+class Readable(Protocol):
+    """An object that is open for reading: always the bytes of the moment it was opened at, or an error."""
+
+    name: str
+    size_bytes: int
+    version: str
+
+    def read_into(self, memory: memoryview, start: int = 0) -> None:
+        """Fill `memory` with the bytes from `start` on. Raises CorruptError when there are not as many."""
+        ...
+
+    def map(self) -> memoryview | None:
+        """All bytes without a copy, valid until `close`; None where the store cannot map."""
+        ...
+
+    def check(self) -> None:
+        """Raise CorruptError when the bytes have changed since the object was opened."""
+        ...
+
+    def close(self) -> None:
+        """Release the object."""
+        ...
+
+
+class Writable(Protocol):
+    """A new object that is being written; nobody sees it before `finish`."""
+
+    def write(self, offset: int, memory: memoryview) -> None:
+        """Write `memory` at `offset`: each byte once, in any order, from any thread. `memory` may be reused after."""
+        ...
+
+    def finish(self) -> Stored:
+        """Make the object appear under its name, durably. Raises IncompleteError when bytes are missing."""
+        ...
+
+    def abandon(self) -> None:
+        """Drop the object; nothing of it stays. Raises nothing, also after `finish`, which it does not undo."""
+        ...
+
+
+class Store(Protocol):
+    """A folder of named bytes: a local one, or the prefix of a bucket."""
+
+    @property
+    def url(self) -> str:
+        """The place as people write it: a path, or scheme://bucket/prefix."""
+        ...
+
+    @property
+    def shares_ranges(self) -> bool:
+        """Whether several processes may write ranges of one object in place."""
+        ...
+
+    def read(self, name: str, start: int = 0, stop: int | None = None) -> bytes:
+        """Bytes [start, stop) of an object; `stop` None is its end. Raises CorruptError when it is shorter."""
+        ...
+
+    def open(self, name: str) -> Readable:
+        """Open an object for reading."""
+        ...
+
+    def write(self, name: str, data: bytes, *, create_only: bool = False) -> None:
+        """Write a small object atomically and durably. With `create_only`, NameTakenError when the name is taken."""
+        ...
+
+    def create(self, name: str, size_bytes: int) -> Writable:
+        """A new object of exactly `size_bytes`, which replaces the one of that name when it is finished."""
+        ...
+
+    def list(self, prefix: str = "") -> list[Stored]:
+        """All objects in the folder `prefix` and below it, by name; none when there is no such folder."""
+        ...
+
+    def list_folder(self, prefix: str = "") -> FolderListing:
+        """The folders and objects directly in the folder `prefix`; none when there is no such folder."""
+        ...
+
+    def stat(self, name: str) -> Stored | None:
+        """The object, unopened; None when there is none."""
+        ...
+
+    def copy(self, name: str, other: str) -> bool:
+        """Give the bytes of `name` the name `other`, too, without moving them here; False where that is impossible."""
+        ...
+
+    def delete(self, names: Iterable[str]) -> None:
+        """Delete objects, durably; names that are not there are passed over."""
+        ...
+
+    def free_bytes(self) -> int | None:
+        """Bytes that can still be written; None where there is no limit."""
+        ...
+
+
+def checked_name(name: str) -> str:
+    """`name`, if a store may have it. Raises ConfigError when it is absolute, empty or leads out of the store."""
+    if not is_inside(name):
+        raise ConfigError(f"{name!r}: no name of an object; expected a relative path with forward slashes, no '..'")
+    return name

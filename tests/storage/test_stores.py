@@ -1,0 +1,161 @@
+"""The contract of stores, on a local folder and on two of obstore's; and what only one of them does."""
+
+import os
+from pathlib import Path
+
+import pytest
+from contract_store import StoreContract, put
+from faulty_stores import CountingStore, FullStore, RefusingStore, SlowStore, TornStore
+
+from ft_ckpt.errors import ConfigError, CorruptError, NoSpaceError, TargetError, UnreadableError
+from ft_ckpt.storage import local_disk
+from ft_ckpt.storage.local_store import LocalStore
+from ft_ckpt.storage.open_store import open_store
+
+
+class TestLocalStore(StoreContract):
+    @pytest.fixture
+    def store(self, tmp_path):
+        return LocalStore(tmp_path / "store")
+
+
+class TestMemoryStore(StoreContract):
+    @pytest.fixture
+    def store(self):
+        pytest.importorskip("obstore")
+        return open_store("memory:///")
+
+
+class TestObstoreLocalStore(StoreContract):
+    @pytest.fixture
+    def store(self, tmp_path):
+        client = pytest.importorskip("obstore.store")
+        from ft_ckpt.storage.object_store import ObjectStore
+
+        return ObjectStore(
+            client.LocalStore(tmp_path / "bucket", mkdir=True, automatic_cleanup=True), f"file://{tmp_path}/bucket"
+        )
+
+
+@pytest.fixture
+def local(tmp_path):
+    return LocalStore(tmp_path / "store")
+
+
+# Only of a local folder
+
+
+def test_every_write_is_synced_and_leaves_no_draft(local, monkeypatch):
+    synced = []
+    monkeypatch.setattr(
+        local_disk, "fsync", lambda handle: synced.append(str(Path(f"/proc/self/fd/{handle}").readlink()))
+    )
+    local.write("a/small", b"x")
+    put(local, "a/large", b"y" * 100)
+    folder = str(local.folder / "a")
+    assert synced.count(folder) == 2, "the folder, after each file is in place"
+    assert len([each for each in synced if each.startswith(f"{folder}/")]) == 2, "and each file before that"
+    assert {path.name for path in (local.folder / "a").iterdir()} == {"large", "small"}
+
+
+def test_what_is_no_regular_file_is_never_waited_for(local):
+    local.write("a", b"x")
+    os.mkfifo(local.folder / "pipe")
+    with pytest.raises(CorruptError, match="pipe: not a regular file"):
+        local.read("pipe")
+    assert local.stat("pipe") is None
+    assert [each.name for each in local.list()] == ["a"]
+
+
+def test_links_are_read_through_and_deleted_themselves(local):
+    local.write("one/a", b"x")
+    (local.folder / "two").symlink_to("one")
+    (local.folder / "link").symlink_to("one/a")
+    assert local.read("link") == local.read("two/a") == b"x"
+    found = local.list_folder()
+    assert [each.name for each in found.folders] == ["one", "two"], "links come last"
+    assert len({each.identity for each in found.folders}) == 1
+    assert [each.name for each in local.list()] == ["link", "one/a"]
+    local.delete(["link", "two/a"])
+    assert local.read("one/a") == b"x"
+
+
+def test_a_file_that_is_written_to_while_it_is_open(local):
+    local.write("a", b"before")
+    file = local.open("a")
+    (local.folder / "a").write_bytes(b"after, in place")
+    with pytest.raises(CorruptError, match="a: changed while it was read"):
+        file.check()
+    file.close()
+
+
+def test_a_read_only_folder_is_said(local):
+    local.write("a", b"x")
+    local.folder.chmod(0o500)
+    try:
+        if os.access(local.folder, os.W_OK):
+            pytest.skip("this user may write everywhere")
+        with pytest.raises(TargetError, match="a: cannot be written"):
+            local.write("a", b"y")
+    finally:
+        local.folder.chmod(0o700)
+
+
+# Opening
+
+
+def test_open_store(tmp_path):
+    assert open_store(tmp_path) == open_store(str(tmp_path)) == LocalStore(tmp_path)
+    with pytest.raises(ConfigError, match="nowhere://bucket"):
+        open_store("nowhere://bucket")
+
+
+# An upload
+
+
+def test_an_upload_that_fails_is_raised_and_leaves_nothing(monkeypatch):
+    """Raised by a write or by the end, whichever is first; a writer that waits for room is woken by it."""
+    obstore = pytest.importorskip("obstore")
+    store = open_store("memory:///")
+
+    def broken(_client, _name, pieces, **_options):
+        next(iter(pieces))
+        raise obstore.exceptions.GenericError("the line is cut\nBacktrace: ...")
+
+    monkeypatch.setattr(obstore, "put", broken)
+    writing = store.create("a", 200 << 20)
+
+    def write_all():
+        for start in range(0, 200 << 20, 1 << 20):
+            writing.write(start, memoryview(bytes(1 << 20)))
+
+    with pytest.raises(
+        TargetError, match=r"memory:///a: cannot be written \(GenericError: the line is cut\)"
+    ) as caught:
+        write_all()
+    assert "Backtrace" not in str(caught.value)
+    writing.abandon()
+    assert store.list() == []
+
+
+# Stores that fail
+
+
+def test_faulty_stores(local):
+    full = FullStore(local, 150)
+    put(full, "a", b"x" * 100)
+    with pytest.raises(NoSpaceError, match="b: no room"):
+        put(full, "b", b"x" * 100)
+    counting = CountingStore(local)
+    assert counting.read("a", 0, 1) == b"x"
+    assert counting.calls == [("read", "a")]
+    refusing = RefusingStore(local, ["write", "read"], "secret")
+    refusing.write("open", b"x")
+    with pytest.raises(TargetError, match="secret/a: refused"):
+        refusing.write("secret/a", b"x")
+    with pytest.raises(UnreadableError, match="secret/a: refused"):
+        refusing.read("secret/a")
+    assert len(TornStore(local).read("a")) == 50
+    with pytest.raises(CorruptError, match="cut short"):
+        TornStore(local).open("a").read_into(memoryview(bytearray(10)))
+    assert SlowStore(local, 0.01).read("a") == b"x" * 100
