@@ -1,11 +1,25 @@
-"""Settings every test runs under: no network, one thread per process, the same umask and seed."""
+"""Settings every test runs under: no network, one thread per process, the same umask and seed; the longest files first."""
 
 import os
+from pathlib import Path
 
 import extensions
+import pytest
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
 extensions.settle_folder()
+
+# A file runs on one worker, so what takes a minute must not begin when the other worker has nothing left.
+LONGEST_FILES = (
+    *("test_check_resume", "test_distributed", "test_position", "test_trainer", "test_examples", "test_resume_wrappers"),
+    *("test_commit", "test_documents", "test_killed", "test_direct", "test_background", "test_faults", "test_bench"),
+)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Put the tests of the longest files first, in the order above."""
+    places = {name: place for place, name in enumerate(LONGEST_FILES)}
+    items.sort(key=lambda item: places.get(Path(item.path).stem, len(places)))

@@ -105,6 +105,7 @@ def test_a_script_that_ends_too_soon(tmp_path):
     assert "ended after step 6, 7 are needed" in answer.stderr
 
 
+@pytest.mark.slow
 def test_a_script_that_is_not_resumed(tmp_path):
     answer = check(tmp_path, "--steps", 2, SCRIPT, "does not resume")
     assert answer.returncode == 2
