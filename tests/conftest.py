@@ -1,4 +1,7 @@
-"""Settings every test runs under: no network, one thread per process, the same umask and seed; the longest files first."""
+"""Settings every test runs under: no network, one thread per process, the same umask and seed.
+
+The longest files begin first.
+"""
 
 import os
 from pathlib import Path
@@ -14,8 +17,9 @@ extensions.settle_folder()
 
 # A file runs on one worker, so what takes a minute must not begin when the other worker has nothing left.
 LONGEST_FILES = (
-    *("test_check_resume", "test_distributed", "test_position", "test_trainer", "test_examples", "test_resume_wrappers"),
-    *("test_commit", "test_documents", "test_killed", "test_direct", "test_background", "test_faults", "test_bench"),
+    *("test_check_resume", "test_distributed", "test_position", "test_trainer", "test_examples"),
+    *("test_resume_wrappers", "test_commit", "test_documents", "test_killed"),
+    *("test_direct", "test_background", "test_faults", "test_bench"),
 )
 
 

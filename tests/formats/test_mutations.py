@@ -4,8 +4,6 @@ Run by hand: `FT_CKPT_SEED=5 pytest tests/formats/test_mutations.py`; what fails
 `python tests/workers/mutations.py GROUP SEED N N+1 FOLDER` is that one alone.
 """
 
-import os
-import random
 import re
 import subprocess
 import sys
@@ -13,9 +11,10 @@ from collections import Counter
 
 import pytest
 from places import WORKERS
+from seeds import chosen_seed
 
 WORKER = WORKERS / "mutations.py"
-SEED = os.environ.get("FT_CKPT_SEED", str(random.randrange(10**6)))
+SEED = str(chosen_seed())
 GROUPS = re.findall(r'^    "(.+?)": ', WORKER.read_text().partition("\nGROUPS = ")[2].partition("\n}")[0], re.MULTILINE)
 SLOW = [group for group in GROUPS if "cerebras" in group or group in ("hdf5 moved", "hdf5 foreign")]
 FAST = [group for group in GROUPS if group not in SLOW]  # the others take a process of their own for each input

@@ -1,11 +1,11 @@
 """Pain 20: killed at any moment, a run goes on as if it had not been."""
 
 import os
-import random
 import subprocess
 import sys
 
 import pytest
+from seeds import chosen_seed
 
 SCRIPT = """
 import random, sys
@@ -26,7 +26,7 @@ print("killed", done, "in", runs)
 
 
 def killed(folder, ranks, kills):
-    seed = random.randrange(10**6)
+    seed = chosen_seed()
     env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
     command = [sys.executable, "-c", SCRIPT, str(folder), str(ranks), str(kills), str(seed)]
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=1200, check=False)

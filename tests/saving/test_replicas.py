@@ -1,11 +1,9 @@
 """What every rank should hold alike is compared: rank 0's is saved, a run keeps each rank's own, and it is said."""
 
-import os
-import random
-
 import pytest
 import torch
 from launch import run_cases
+from seeds import chosen_seed
 from torch import nn
 
 from ft_ckpt import CheckpointSaver
@@ -74,7 +72,7 @@ def test_another_number_of_ranks_has_rank_0s_and_says_so(outcomes, folder):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.uint8, torch.bool, torch.complex64])
 def test_digest_made_on_a_device_tells_every_bit_and_place(dtype):
     """Each single bit, two elements that change places, and zeros in the middle or at the end."""
-    seed = int(os.environ.get("FT_CKPT_SEED", random.randrange(1 << 30)))
+    seed = chosen_seed()
     print(f"FT_CKPT_SEED={seed}")
     draws = torch.Generator().manual_seed(seed)
     data = torch.randint(0, 2, (131 * dtype.itemsize,), dtype=torch.uint8, generator=draws)

@@ -119,6 +119,7 @@ def same_moment(wrapper: str, folder: Path) -> None:
     assert (folder / "after" / files[0]).read_bytes() != (folder / "now-2" / files[0]).read_bytes()
 
 
+@harness.named
 def muon(folder: Path) -> None:
     """Muon moves its momentum before the optimizer inside ZeRO steps: nothing waits for that, all is copied at once."""
     moved = threading.Event()
@@ -142,6 +143,7 @@ def done_at_once(saver: CheckpointSaver, live: Live, path: Path, **settings: Any
     assert handle.result().path == handle.path == path
 
 
+@harness.named
 def gathered(folder: Path) -> None:
     """Where tensors must come to rank 0, they do before save() returns."""
     live, saver = begun("fsdp2", folder, each_rank_writes="off")
@@ -153,6 +155,7 @@ def gathered(folder: Path) -> None:
     assert verify(folder / "saved").ok
 
 
+@harness.named
 def not_shared(folder: Path) -> None:
     """Rank 1 does not see rank 0's files."""
     live, saver = begun("fsdp2", folder)
@@ -181,6 +184,7 @@ def broken() -> Any:
     return real
 
 
+@harness.named
 def one_rank_fails(folder: Path) -> None:
     live, saver = begun("fsdp2", folder)
     real = broken()
@@ -199,6 +203,7 @@ def one_rank_fails(folder: Path) -> None:
     assert verify(folder / "saved").ok
 
 
+@harness.named
 def told_at_the_next_step(folder: Path) -> None:
     """All ranks raise at the same step, though they know of it at different times."""
     live, saver = begun("fsdp2", folder)
@@ -218,7 +223,7 @@ def told_at_the_next_step(folder: Path) -> None:
 
 
 def case(name: str, folder: Path) -> None:
-    globals()[name](folder) if name in globals() else same_moment(name, folder)
+    harness.NAMED[name](folder) if name in harness.NAMED else same_moment(name, folder)
 
 
 if __name__ == "__main__":

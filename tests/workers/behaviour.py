@@ -38,6 +38,7 @@ def raised(kind: type[Exception], action: Any, *said: str) -> None:
     assert not missing, f"{missing} not in: {caught.value}"
 
 
+@harness.named
 def nothing_in(folder: Path) -> None:
     dist.barrier()  # rank 0 may still be clearing up when the others have raised
     found = list(folder.iterdir())
@@ -68,6 +69,7 @@ def broken_disk() -> None:
     raise OSError(5, "the disk has gone")
 
 
+@harness.named
 def different_arguments(folder: Path) -> None:
     model = models.build("llama")
     raised(errors.RanksDisagreeError, lambda: saver().save(model, folder / "a", step=harness.RANK), "step", "rank(s) 1")
@@ -79,6 +81,7 @@ def different_arguments(folder: Path) -> None:
     nothing_in(folder)
 
 
+@harness.named
 def error_on_one_rank(folder: Path) -> None:
     """The rank that erred raises its own error, the others name it."""
     model = models.build("policy_and_value")
@@ -88,6 +91,7 @@ def error_on_one_rank(folder: Path) -> None:
     nothing_in(folder)
 
 
+@harness.named
 def writer_raises(folder: Path) -> None:
     """Rank 1 is in the middle of sending: it must come out, and the checkpoint of before must still be whole."""
     for name, model in {"replicated": models.build("wide"), "sharded": fsdp2(models.build("wide"))}.items():
@@ -112,6 +116,7 @@ def fails_to_write(model: nn.Module, root: Path, step: int) -> None:
         raised(kind, lambda: saver(directory=root).save(model, step=step), "the disk has gone")
 
 
+@harness.named
 def one_writer(folder: Path) -> None:
     """No two ranks open the same file to write it."""
     opened: set[str] = set()
@@ -131,6 +136,7 @@ def one_writer(folder: Path) -> None:
     assert not everybody[1], everybody[1]
 
 
+@harness.named
 def overwriting(folder: Path) -> None:
     """A hundred saves over one another, the ranks out of step: every one is there, whole, when `save` returns."""
     model, dice = nn.Linear(5, 3), random.Random(harness.RANK)
@@ -145,6 +151,7 @@ def overwriting(folder: Path) -> None:
     assert [path.name for path in folder.iterdir()] == ["only"]
 
 
+@harness.named
 def nothing_piles_up(folder: Path) -> None:
     """Each rank takes out of the store what it put there, turns of a gather of many buckets included."""
     live, keeper, keys = fsdp2(models.build("wide")), saver(each_rank_writes="off"), []
@@ -163,6 +170,7 @@ def nothing_piles_up(folder: Path) -> None:
     dist.barrier()
 
 
+@harness.named
 def large_answers(folder: Path) -> None:
     """What ranks tell each other may be larger than one value of the store, and is taken out of it all the same."""
     ranks, keys = current_ranks(), []
@@ -178,6 +186,7 @@ def large_answers(folder: Path) -> None:
     assert max(keys[1:]) == min(keys[1:]), keys
 
 
+@harness.named
 def slow_writer(folder: Path) -> None:
     """The disk stalls for longer than the process group waits for anything."""
     for name, model in {"replicated": models.build("wide"), "sharded": fsdp2(models.build("wide"))}.items():
@@ -187,10 +196,12 @@ def slow_writer(folder: Path) -> None:
         dist.barrier()  # the group is still good
 
 
+@harness.named
 def only_rank_0(folder: Path) -> None:
     _only(0, folder)
 
 
+@harness.named
 def only_rank_1(folder: Path) -> None:
     _only(1, folder)
 
@@ -206,7 +217,7 @@ def _only(rank: int, folder: Path) -> None:
 
 
 def case(name: str, folder: Path) -> None:
-    globals()[name](folder)
+    harness.NAMED[name](folder)
 
 
 if __name__ == "__main__":

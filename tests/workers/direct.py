@@ -66,6 +66,7 @@ def flipped(file: Path) -> None:
     file.write_bytes(content)
 
 
+@harness.named
 def not_shared(folder: Path) -> None:
     """Rank 1 does not see rank 0's files: rank 0 writes everything."""
     live = live_model("fsdp2", "qwen3")
@@ -114,6 +115,7 @@ def full_disk(wrapper: str, model: str, rank: int, each: str, folder: Path) -> N
     assert verify(folder / "checkpoint-2").ok
 
 
+@harness.named
 def shared_out(folder: Path) -> None:
     """Replicated parameters, cut in smaller blocks than usual: the other rank stops as well."""
     write_shards.BLOCK_BYTES, usual = 4096, write_shards.BLOCK_BYTES
@@ -123,6 +125,7 @@ def shared_out(folder: Path) -> None:
         write_shards.BLOCK_BYTES = usual
 
 
+@harness.named
 def waits_for_room(folder: Path) -> None:
     """A disk that was full for a while on one rank: all try again."""
     live = live_model("fsdp2", "qwen3")
@@ -144,6 +147,7 @@ def waits_for_room(folder: Path) -> None:
     assert verify(folder / "saved").ok
 
 
+@harness.named
 def nothing_to_send(folder: Path) -> None:
     """A rank fails before it sends its part: rank 0 does not wait for that."""
     live = live_model("fsdp2", "qwen3")
@@ -159,6 +163,7 @@ def nothing_to_send(folder: Path) -> None:
     assert not any(folder.iterdir()), list(folder.iterdir())
 
 
+@harness.named
 def broken_rank(folder: Path) -> None:
     live = live_model("ddp", "qwen3")
     real = regions._Regions.finish
@@ -175,7 +180,7 @@ def broken_rank(folder: Path) -> None:
 
 def case(name: str, folder: Path) -> None:
     if "/" not in name:
-        globals()[name](folder)
+        harness.NAMED[name](folder)
         return
     if name.startswith("full_disk"):
         _, wrapper, model, rank, each = name.split("/")

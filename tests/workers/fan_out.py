@@ -67,6 +67,7 @@ def count_common(asked: list[str]) -> None:
         room.read_ahead = noted
 
 
+@harness.named
 def cut_short(folder: Path) -> None:
     """Rank 0 cannot read on in the middle of it: every rank says so, at once."""
     left("ddp", "llama", folder)
@@ -88,6 +89,7 @@ def cut_short(folder: Path) -> None:
         assert "the disk is gone" in first.detail, first
 
 
+@harness.named
 def another_model(folder: Path) -> None:
     """One rank's tensors do not fit: the others do not wait for it in a broadcast."""
     left("ddp", "llama", folder)
@@ -99,6 +101,7 @@ def another_model(folder: Path) -> None:
         saver.resume("must")
 
 
+@harness.named
 def gone_before_reading(folder: Path) -> None:
     """One rank fails before it reads anything: the others are told of it, not left to their time-out."""
     left("ddp", "llama", folder)
@@ -113,6 +116,7 @@ def gone_before_reading(folder: Path) -> None:
     goes_on(fresh, folder)
 
 
+@harness.named
 def no_memory(folder: Path) -> None:
     """One rank has no memory for its bucket: nobody enters the broadcast."""
     left("ddp", "llama", folder)
@@ -125,6 +129,7 @@ def no_memory(folder: Path) -> None:
     goes_on(fresh, folder)
 
 
+@harness.named
 def fewer_readings(folder: Path) -> None:
     """One rank finds that nothing fits and goes on without the others: they notice."""
     left("ddp", "llama", folder)
@@ -147,7 +152,7 @@ def goes_on(live: Live, folder: Path) -> None:
 def case(name: str, folder: Path) -> None:
     try:
         if "/" not in name:
-            globals()[name](folder)
+            harness.NAMED[name](folder)
             return
         _, wrapper, model = name.split("/")
         same_as_read(wrapper, model, folder)

@@ -26,6 +26,7 @@ from ft_ckpt.training import rank_state, serve_files
 HERE = Path("/proc/self/cwd")
 
 
+@harness.named
 def other_checkpoints(folder: Path) -> None:
     """Rank 1 has checkpoints of another run, of the same name and of a later step: rank 0's is the run's."""
     other = live_model("ddp", "llama", seed=5)
@@ -65,6 +66,7 @@ def resumed(expected: dict[str, torch.Tensor], far: bool = True) -> None:
         same(expected, truth(fresh))
 
 
+@harness.named
 def copies(folder: Path) -> None:
     """A whole copy on the other disk is read there; one that is damaged is not."""
     expected, theirs = left(), disk_of_rank_0()
@@ -82,6 +84,7 @@ def copies(folder: Path) -> None:
     resumed(expected)
 
 
+@harness.named
 def unreadable(folder: Path) -> None:
     """Rank 0 cannot read on: every rank says so, at once."""
     live = live_model("fsdp2", "llama")
@@ -104,6 +107,7 @@ def unreadable(folder: Path) -> None:
         assert keeper.resume("must").step == 2
 
 
+@harness.named
 def leader_fails(folder: Path) -> None:
     """Rank 0 fails at something else while it answers: the others do not wait for it."""
     live = live_model("fsdp2", "llama")
@@ -127,7 +131,7 @@ def case(name: str, folder: Path) -> None:
     private.mkdir(exist_ok=True)
     os.chdir(private)
     if "/" not in name:
-        globals()[name](folder)
+        harness.NAMED[name](folder)
     elif name.startswith("exact/"):
         _, wrapper, model = name.split("/")
         exact(wrapper, model, HERE)

@@ -97,6 +97,7 @@ def no_mixture(folder: Path, background: bool, flipped: int | None) -> None:
     dist.barrier()
 
 
+@harness.named
 def alike(folder: Path) -> None:
     """Nothing is said where all hold the same; statistics that DDP sends from rank 0 count as the same."""
     live = counting(DistributedDataParallel)
@@ -114,6 +115,7 @@ def of_rank_0(tensor: torch.Tensor) -> torch.Tensor:
     return sent if harness.RANK else tensor + 1
 
 
+@harness.named
 def refused(folder: Path) -> None:
     live = WRAPPERS["ddp"](models.build("llama"))
     with saver_of(live, folder, on_difference="raise") as saver:
@@ -160,6 +162,7 @@ def each_its_own(folder: Path, way: str, background: bool) -> None:
         same(held(live), held(fresh))
 
 
+@harness.named
 def left(folder: Path) -> None:
     """For another number of ranks."""
     live = local_model()
@@ -170,6 +173,7 @@ def left(folder: Path) -> None:
         torch.save(held(live), folder / "held.pt")
 
 
+@harness.named
 def again_and_alike(folder: Path) -> None:
     """One saver, of one structure: apart, averaged, apart again; each checkpoint has what its moment had."""
     live = local_model()
@@ -299,6 +303,7 @@ def parts(folder: Path, way: str, background: bool) -> None:
     assert not (folder / "refused").exists()
 
 
+@harness.named
 def other_parts(folder: Path) -> None:
     """Ranks that hold other parts than before have the first rank's, and it is said on all of them."""
     live = layers("hsdp")
@@ -351,6 +356,7 @@ def settings(folder: Path, background: bool) -> None:
     assert not (folder / "refused").exists()
 
 
+@harness.named
 def experts(folder: Path) -> None:
     """DeepSpeed's experts have the same names on all ranks, and are others on each."""
     model = local_model().model
@@ -363,6 +369,7 @@ def experts(folder: Path) -> None:
     CheckpointSaver(None, folder, **SHORT).save(model, folder / "out")
 
 
+@harness.named
 def one_sided(folder: Path) -> None:
     """An object that one rank alone has registered, or has of another kind."""
     live = local_model()
@@ -404,7 +411,7 @@ CASES: dict[str, Any] = {
 
 
 def case(name: str, folder: Path) -> None:
-    CASES.get(name, globals().get(name))(folder)
+    (CASES.get(name) or harness.NAMED[name])(folder)
 
 
 if __name__ == "__main__":

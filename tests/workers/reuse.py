@@ -68,6 +68,7 @@ def only_what_changed(wrapper: str, each: str, folder: Path) -> None:
         assert linked(saver.save(live.model, step=4, background=True).result().path)
 
 
+@harness.named
 def one_rank_changed(folder: Path) -> None:
     """What one rank alone knows to have changed is written by all, and by the next save taken over again."""
     live = live_model("fsdp2")
@@ -85,6 +86,7 @@ def one_rank_changed(folder: Path) -> None:
     assert_is(path, live)
 
 
+@harness.named
 def other_writers(folder: Path) -> None:
     """Rank 0 does not compare what all ranks wrote, nor all ranks what rank 0 wrote, if tensors may not move."""
     live = live_model("fsdp2")
@@ -100,7 +102,7 @@ def other_writers(folder: Path) -> None:
 
 def case(name: str, folder: Path) -> None:
     if "/" not in name:
-        globals()[name](folder)
+        harness.NAMED[name](folder)
         return
     wrapper, each = name.split("/")
     only_what_changed(wrapper, "on" if each == "direct" else "off", folder)

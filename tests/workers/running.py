@@ -22,6 +22,7 @@ from ft_ckpt.errors import LoadError
 SHORT = {"enter_timeout_seconds": 30, **QUIET}
 
 
+@harness.named
 def one_signal(folder: Path) -> None:
     """Rank 1 alone is told to end; both save the same step and exit with its code."""
     run = prepared()
@@ -42,6 +43,7 @@ def endless(run: Any, saver: CheckpointSaver) -> None:
         saver.step()
 
 
+@harness.named
 def by_the_clock(folder: Path) -> None:
     """The ranks' clocks differ: rank 0's decides."""
     run = prepared()
@@ -54,6 +56,7 @@ def by_the_clock(folder: Path) -> None:
     assert any(folder.iterdir())
 
 
+@harness.named
 def by_a_metric(folder: Path) -> None:
     """Each rank has a loss of its own: rank 0's counts."""
     run = prepared()
@@ -62,10 +65,12 @@ def by_a_metric(folder: Path) -> None:
     assert [report is not None for report in reports] == [True, True, False, True], reports
 
 
+@harness.named
 def incomplete_ddp(folder: Path) -> None:
     incomplete("ddp", folder)
 
 
+@harness.named
 def incomplete_fsdp2(folder: Path) -> None:
     incomplete("fsdp2_accelerate", folder)
 
@@ -102,14 +107,17 @@ def micro_step(live: Live, number: int) -> float:
         return live.step(models.batch(seed=31 * number + harness.RANK))
 
 
+@harness.named
 def by_hand_ddp(folder: Path) -> None:
     by_hand("ddp", folder)
 
 
+@harness.named
 def by_hand_fsdp2(folder: Path) -> None:
     by_hand("fsdp2", folder)
 
 
+@harness.named
 def by_hand_fsdp2_unsynced(folder: Path) -> None:
     by_hand("fsdp2", folder, unsynced=True)
 
@@ -148,6 +156,7 @@ def by_hand(wrapper: str, folder: Path, *, unsynced: bool = False) -> None:
         assert [batch(fresh, later) for later in range(number + 1, 9)] == expected[number + 1 :], number
 
 
+@harness.named
 def unlike(folder: Path) -> None:
     """What fails on one rank alone is raised on all, and named."""
     run = prepared()
@@ -160,7 +169,7 @@ def unlike(folder: Path) -> None:
 
 
 def case(name: str, folder: Path) -> None:
-    globals()[name](folder)
+    harness.NAMED[name](folder)
 
 
 if __name__ == "__main__":
