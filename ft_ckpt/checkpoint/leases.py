@@ -12,7 +12,6 @@ import os
 import secrets
 import socket
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -95,11 +94,4 @@ def _lease_holder(file: Path) -> str:
 
 
 def _is_held(file: Path) -> bool:
-    try:
-        touched = file.stat().st_mtime
-    except OSError:
-        return False
-    if owners.is_locked(file):
-        return True
-    machine = read_mark(file).get("machine")
-    return (machine is None or machine != owners.machine_id()) and time.time() - touched < _STALE_SECONDS
+    return not owners.has_ended(file, read_mark(file).get("machine"), _STALE_SECONDS)

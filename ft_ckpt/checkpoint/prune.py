@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import fcntl
 import logging
 import os
 import re
@@ -29,6 +28,7 @@ from ft_ckpt.checkpoint.delete import (
 from ft_ckpt.checkpoint.manifest import MANIFEST_NAME
 from ft_ckpt.errors import CheckpointError, UnreadableError, listing
 from ft_ckpt.retention import HeldCheckpoint, Keep, PrunePlan, newest_valid, plan_pruning
+from ft_ckpt.storage import owners
 
 _LOG = logging.getLogger("ft_ckpt")
 _STAGE = re.compile(r"\.(?P<target>.+)\.ft_ckpt-stage-.+-\d+-[0-9a-f]{8}", re.DOTALL)
@@ -182,18 +182,8 @@ def _created_seconds(path: Path, created: str) -> float:
 @contextlib.contextmanager
 def _sole_pruner(root: Path) -> Iterator[bool]:
     """Lock `root` against a second pruning, which could bring a checkpoint back; False when another holds the lock."""
-    handle = os.open(root, os.O_RDONLY)
-    try:
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            yield False
-            return
-        except OSError:  # a file system without locks on folders, such as NFS: there must be one sweeper then
-            pass
-        yield True
-    finally:
-        os.close(handle)
+    with owners.holding_lock(root.resolve(strict=True)) as mine:
+        yield mine is not False  # without locks on folders, such as NFS, there must be one that prunes
 
 
 def _run_plan(root: Path, planned: Callable[[], PrunePlan], *, dry_run: bool = False) -> PruneReport:

@@ -92,7 +92,17 @@ def claim_leftover(path: Path, owner: str, seconds: float) -> Iterator[bool]:
     until it is `seconds` old.
     """
     with holding_lock(path) as mine:
-        yield mine is not False and ((mine is True and _is_of_here(owner)) or _age_seconds(path) > seconds)
+        yield _has_ended(_age_seconds(path), mine, _is_of_here(owner), seconds)
+
+
+def has_ended(path: Path, machine: str | None, seconds: float) -> bool:
+    """Whether the process that locked the file `path` while it lives has ended, without taking over its lock.
+
+    `machine` is the `machine_id` it wrote down, None where it got no lock. The rule is that of `claim_leftover`; a file
+    that is not there has nobody.
+    """
+    age = _age_seconds(path)
+    return age is None or _has_ended(age, _can_lock(path), machine is not None and machine == machine_id(), seconds)
 
 
 def lock_descriptor(descriptor: int) -> bool:
@@ -109,19 +119,26 @@ def lock_descriptor(descriptor: int) -> bool:
     return True
 
 
-def is_locked(path: Path) -> bool:
-    """Whether a process of this machine has a lock on the file `path`."""
+def _has_ended(age: float | None, is_free: bool | None, is_of_here: bool, seconds: float) -> bool:
+    """The one rule: its lock is free and this machine sees its locks, or the lock says nothing and time has passed."""
+    if is_free is False or age is None:
+        return False
+    return (is_free is True and is_of_here) or age > seconds
+
+
+def _can_lock(path: Path) -> bool | None:
+    """Whether nobody has a lock on the file `path`; None where locks say nothing, as in `hold_lock`."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError:
-        return False
+        return None
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)  # shared: two that ask are not in each other's way
     except OSError as error:
-        return isinstance(error, BlockingIOError)
+        return False if isinstance(error, BlockingIOError) else None
     finally:
         os.close(descriptor)
-    return False
+    return True
 
 
 def _machine_mark() -> str:
@@ -134,8 +151,9 @@ def _is_of_here(owner: str) -> bool:
     return named is not None and named["machine"] == _machine_mark()
 
 
-def _age_seconds(path: Path) -> float:
+def _age_seconds(path: Path) -> float | None:
+    """Seconds since `path` was last touched; None when it is not there."""
     try:
         return time.time() - path.lstat().st_mtime
     except OSError:
-        return 0.0
+        return None
