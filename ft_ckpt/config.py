@@ -42,11 +42,11 @@ class SaverConfig:
     enter_timeout_seconds: float = 600.0
     """How long ranks wait for each other to call `save` before the missing ones are named in an error."""
     io_threads: int | None = None
-    """Writer threads on each rank that writes; None: 4, or what is fastest here once a save has 4 GB or more."""
+    """Writer threads on each rank that writes; None: 4."""
     io_block_bytes: int = 8 << 20
     """Memory written at once, in bytes, a multiple of 4096; two more blocks are held than there are threads."""
     direct_io: str = "auto"
-    """Unbuffered writes (O_DIRECT): "auto" where the file system takes them and is not slower so, "on" or "off"."""
+    """Unbuffered writes (O_DIRECT): "auto" for files from 8 MiB on where the file system takes them, "on", "off"."""
     io_priority: str = "normal"
     """Of what a save in the background writes, where the disk's scheduler looks at it: "normal" or "low"."""
     each_rank_writes: str = "auto"

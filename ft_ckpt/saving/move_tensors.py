@@ -16,7 +16,7 @@ from ft_ckpt.saving.files import PartPlan, file_pieces
 from ft_ckpt.saving.plan import SavePlan, SaveRequest
 from ft_ckpt.storage.digests import FileRecord
 from ft_ckpt.storage.progress import track_progress
-from ft_ckpt.storage.write_tuning import pace_of
+from ft_ckpt.storage.write_tuning import tuning_for
 from ft_ckpt.storage.writer import Writer
 
 _PROBE = ".ft_ckpt-probe"
@@ -74,13 +74,13 @@ def _write_on_rank_0(job: SaveJob, untied: list[tuple[Source, Source]]) -> list[
             pass
         return []
     _refuse_untied(untied)
-    with _make_writer(job, stage, total) as writer:
+    with _make_writer(job) as writer:
         return list(write_files([file for one in plans for file in one.files], feed, stage, writer))
 
 
-def _make_writer(job: SaveJob, stage: Path, size_bytes: int) -> Writer:
+def _make_writer(job: SaveJob) -> Writer:
     config = job.config
-    return Writer(pace_of(stage, size_bytes, config.io_threads, config.direct_io, config.io_block_bytes))
+    return Writer(tuning_for(config.io_threads, config.direct_io, config.io_block_bytes))
 
 
 def _create_shared_files(job: SaveJob) -> list[write_shards.Share] | None:
@@ -136,7 +136,7 @@ def _write_on_all_ranks(
     stage, config = Path(job.answers[0]["stage"]), job.config
 
     _refuse_untied(untied)
-    with _make_writer(job, stage, sum(one.size_bytes for one in job.unlinked_plans) // job.ranks.size) as writer:
+    with _make_writer(job) as writer:
         digests = [
             write_shards.write_own_bytes(share, stage, job.ranks, writer, config.bucket_bytes) for share in shares
         ]

@@ -96,7 +96,7 @@ def write_own_bytes(share: Share, folder: Path, ranks: Ranks, writer: Writer, bu
 
     Stops in the middle when another rank has failed, with NoSpaceError where that rank's disk is full, else RankError.
     """
-    regions = _while_all_write(_own_regions(share, ranks, bucket_bytes), ranks, writer.pace.block_bytes)
+    regions = _while_all_write(_own_regions(share, ranks, bucket_bytes), ranks, writer.tuning.block_bytes)
     return write_regions(folder / share.file.path, regions, writer)
 
 

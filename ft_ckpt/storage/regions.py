@@ -78,7 +78,7 @@ class _Regions:
     def __post_init__(self) -> None:
         self.plain = open_for_writing(self.path, os.O_WRONLY, False)
         try:
-            self.direct = open_for_writing(self.path, os.O_WRONLY, self.writer.pace.direct)
+            self.direct = open_for_writing(self.path, os.O_WRONLY, self.writer.tuning.direct)
         except OSError:
             os.close(self.plain)
             raise
@@ -86,9 +86,9 @@ class _Regions:
     def put_region(self, region: Region) -> None:
         start, address, left = region.start, region.address, region.size_bytes
         while left:
-            if self.block is None or start != self.base + self.high or self.high == self.writer.pace.block_bytes:
+            if self.block is None or start != self.base + self.high or self.high == self.writer.tuning.block_bytes:
                 self._begin_block(start)
-            count = min(left, self.writer.pace.block_bytes - self.high)
+            count = min(left, self.writer.tuning.block_bytes - self.high)
             ctypes.memmove(address_of(self._filling_block()) + self.high, address, count)
             self.high += count
             start, address, left = start + count, address + count, left - count

@@ -23,21 +23,23 @@ from ft_ckpt.errors import IncompleteError, explained
 from ft_ckpt.storage import local_disk
 from ft_ckpt.storage.buffers import ALIGNMENT, address_of, new_block
 from ft_ckpt.storage.direct_io import create_file, write_all
-from ft_ckpt.storage.write_tuning import USUAL, Pace
+from ft_ckpt.storage.write_tuning import WriteTuning
 
 
 class Writer:
     """Writer threads and the aligned blocks they share; one for all files of a save."""
 
-    def __init__(self, pace: Pace = USUAL) -> None:
-        self.pace = pace
-        self.pool = ThreadPoolExecutor(pace.threads, "ft_ckpt-write")
+    def __init__(self, tuning: WriteTuning | None = None) -> None:
+        self.tuning = tuning or WriteTuning()
+        self.pool = ThreadPoolExecutor(self.tuning.threads, "ft_ckpt-write")
         # One thread for each kind of digest, since a digest takes its bytes in order.
         self.file_hasher = ThreadPoolExecutor(1, "ft_ckpt-hash")
         self.tensor_hasher = ThreadPoolExecutor(1, "ft_ckpt-hash-tensors")
         self.free: SimpleQueue[mmap.mmap] = SimpleQueue()
         self.blocks: list[mmap.mmap] = []
-        self.most_blocks = pace.threads + 2  # one being filled, one on its way, the others under a writer's hands
+        self.most_blocks = (
+            self.tuning.threads + 2
+        )  # one being filled, one on its way, the others under a writer's hands
 
     def __enter__(self) -> "Writer":
         return self
@@ -50,15 +52,15 @@ class Writer:
                 block.close()
 
     def take_block(self) -> mmap.mmap:
-        """An aligned block of the pace's size, new while there are few; waits while all are being written."""
+        """An aligned block, new while there are few; waits while all are being written."""
         if self.free.empty() and len(self.blocks) < self.most_blocks:
-            self.blocks.append(new_block(self.pace.block_bytes))
+            self.blocks.append(new_block(self.tuning.block_bytes))
             return self.blocks[-1]
         return self.free.get()  # that is the back-pressure
 
     def create(self, path: Path, size_bytes: int) -> "DurableFile":
         """A new file of exactly `size_bytes`, its space allocated. Raises TargetError, or NoSpaceError without room."""
-        direct = self.pace.direct and size_bytes >= self.pace.least_direct_bytes
+        direct = self.tuning.direct and size_bytes >= self.tuning.least_direct_bytes
         return DurableFile(self, path, create_file(path, size_bytes, direct), size_bytes)
 
 
@@ -82,13 +84,13 @@ class DurableFile:
         """Copy `size_bytes` from `address`; they may change as soon as this returns."""
         while size_bytes:
             block = self._open_block()
-            count = min(size_bytes, self.writer.pace.block_bytes - self.filled)
+            count = min(size_bytes, self.writer.tuning.block_bytes - self.filled)
             ctypes.memmove(address_of(block) + self.filled, address, count)
             address, size_bytes = address + count, size_bytes - count
             if self.tensor is not None:
                 self.parts.append((self.tensor, self.filled, self.filled + count))
             self.filled += count
-            if self.filled == self.writer.pace.block_bytes:
+            if self.filled == self.writer.tuning.block_bytes:
                 self._dispatch_block()
 
     def append_bytes(self, data: bytes) -> None:

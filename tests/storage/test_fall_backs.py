@@ -25,7 +25,7 @@ from ft_ckpt.saving import write_shards
 from ft_ckpt.storage import direct_io as unbuffered
 from ft_ckpt.storage.buffers import BLOCK_BYTES, new_block
 from ft_ckpt.storage.digests import digest_like
-from ft_ckpt.storage.write_tuning import pace_of
+from ft_ckpt.storage.write_tuning import tuning_for
 from ft_ckpt.storage.writer import Writer
 
 SMALL = 1 << 16  # a block of many, even for small tensors
@@ -68,7 +68,7 @@ def by_ranks(values, folder, way="fsdp2", world=2, dtype=None, block_bytes=SMALL
         def write(rank):
             (mine,) = write_shards.divide_files([planned(values, way, world, rank, dtype)], world)
             assert mine.cuts == share.cuts
-            with Writer(pace_of(folder, 0, 2, direct_io, block_bytes)) as writer:
+            with Writer(tuning_for(2, direct_io, block_bytes)) as writer:
                 return write_shards.write_own_bytes(mine, folder, Ranks(rank, world, store), writer, 1 << 20)
 
         record = write_shards.file_record(share, list(pool.map(write, range(world))))

@@ -19,7 +19,7 @@ from ft_ckpt.formats.layout import Layout, Spec
 from ft_ckpt.formats.write_files import FilePlan, Piece, write_files
 from ft_ckpt.storage import direct_io, local_disk
 from ft_ckpt.storage.buffers import BLOCK_BYTES
-from ft_ckpt.storage.write_tuning import Pace, pace_of
+from ft_ckpt.storage.write_tuning import WriteTuning, tuning_for
 from ft_ckpt.storage.writer import Writer
 
 
@@ -48,7 +48,7 @@ def written(tmp_path, sizes, *, direct="auto", threads=2, pieces=1, block_bytes=
     """The file's bytes as written and as they should be."""
     datas = [os.urandom(size) for size in sizes]
     one = plan(sizes, **layout)
-    with Writer(pace_of(tmp_path, 0, threads, direct, block_bytes)) as writer:
+    with Writer(tuning_for(threads, direct, block_bytes)) as writer:
         (record,) = write_files([one], feed(datas, pieces), tmp_path, writer)
     content = (tmp_path / "file.bin").read_bytes()
     expected = bytearray(one.layout.size_bytes)
@@ -91,7 +91,7 @@ def test_the_trailer_has_the_digest_of_every_tensor(tmp_path):
     told = {}
     one = plan([len(data) for data in datas], gap=3, trailer=b"index")
     layout = replace(one.layout, trailer=lambda found: told.update(found) or b"index")
-    with Writer(Pace(threads=2)) as writer:
+    with Writer(WriteTuning(threads=2)) as writer:
         list(write_files([FilePlan("file.bin", layout)], feed(datas, pieces=3), tmp_path, writer))
     assert told == {f"t{index}": xxhash.xxh3_128_digest(data) for index, data in enumerate(datas)}
 
@@ -145,7 +145,7 @@ def test_memory_may_change_once_appended(tmp_path):
     buffer = bytearray(os.urandom(3 * BLOCK_BYTES))
     before = bytes(buffer)
     view = (ctypes.c_char * len(buffer)).from_buffer(buffer)
-    with Writer(Pace(threads=1)) as writer:
+    with Writer(WriteTuning(threads=1)) as writer:
         file = writer.create(tmp_path / "f", len(buffer))
         file.append(ctypes.addressof(view), len(buffer))
         ctypes.memset(ctypes.addressof(view), 0, len(buffer))
@@ -229,7 +229,7 @@ def test_a_file_is_closed_once_and_the_first_error_stays(tmp_path, monkeypatch, 
 
         return run
 
-    with Writer(Pace(threads=1)) as writer:
+    with Writer(WriteTuning(threads=1)) as writer:
         file = writer.create(tmp_path / "f", 3)
         file.append_bytes(b"abc")
         descriptor = file.descriptor

@@ -1,0 +1,22 @@
+"""How files are written is what the settings say."""
+
+import pytest
+
+from ft_ckpt.config import SaverConfig
+from ft_ckpt.errors import ConfigError
+from ft_ckpt.storage.write_tuning import WriteTuning, tuning_for
+
+
+def test_settings_say_how_files_are_written():
+    assert tuning_for() == WriteTuning()
+    assert tuning_for(3, "off", 1 << 16) == WriteTuning(False, 3, 1 << 16)
+    assert tuning_for(direct="on").least_direct_bytes == 0, "small files, too"
+
+
+def test_settings_that_cannot_work():
+    with pytest.raises(ConfigError, match="io_block_bytes=100000: must be a multiple of 4096"):
+        SaverConfig(io_block_bytes=100_000)
+    with pytest.raises(ConfigError, match="io_threads=0: must be at least 1"):
+        SaverConfig(io_threads=0)
+    with pytest.raises(ConfigError, match="io_priority='idle': expected one of normal, low"):
+        SaverConfig(io_priority="idle")
