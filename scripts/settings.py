@@ -12,18 +12,24 @@ from ft_ckpt import Every, SaverConfig
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "settings.md"
 _HEAD = """# Settings
 
-Made by `python scripts/settings.py` from the source. Every problem is told at once, when the object is made.
+You find here every setting with its default, its meaning and its unit. A value that cannot work is an error when the
+object is made, which names all problems at once. (`python scripts/settings.py` makes this page from the source.)
 
 ## `SaverConfig`
 
 Given to `CheckpointSaver` as keywords, or together as `config=SaverConfig(...)`; `FtCkptCallback` takes them too (but
 `every`, which is the Trainer's to say).
 """
+_TAIL = """
+## `Keep`
+
+Which checkpoints of a run stay. [What to keep](schedule.md#what-to-keep) has its rules.
+"""
 
 
 def page() -> str:
     """The whole page as Markdown."""
-    return f"{_HEAD}\n{table(SaverConfig)}\n## `Every`\n\nWhen `saver.step()` saves.\n\n{table(Every)}"
+    return f"{_HEAD}\n{table(SaverConfig)}\n## `Every`\n\nWhen `saver.step()` saves.\n\n{table(Every)}{_TAIL}"
 
 
 def table(kind: type) -> str:
