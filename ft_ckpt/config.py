@@ -7,6 +7,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from ft_ckpt.errors import ConfigError, listing
+from ft_ckpt.formats.registry import DEFAULT_FORMAT, tensor_formats
 from ft_ckpt.retention import Keep
 from ft_ckpt.schedule import Every
 
@@ -23,7 +24,7 @@ class SaverConfig:
 
     dtype: str = "as_is"
     """Floating-point type in the file: "as_is", "config" (what the model's config says), a torch type or its name."""
-    format: str = "safetensors"
+    format: str = DEFAULT_FORMAT
     """Of weight files: "safetensors", "h5" (HDF5), or "dual" (one file that is valid as both)."""
     compression: str | None = None
     """Of HDF5 files: "zstd", "lz4", "blosc2" (by hdf5plugin) or "gzip" (any reader); None writes them to be mapped."""
@@ -192,7 +193,7 @@ def _size_rule(config: SaverConfig) -> list[str]:
 
 def _choice_rule(config: SaverConfig) -> list[str]:
     choices = {
-        "format": ("safetensors", "h5", "dual"),
+        "format": tuple(known.name for known in tensor_formats() if known.serves_checkpoints),
         "nonfinite": ("save", "raise"),
         "direct_io": ("auto", "on", "off"),
         "io_priority": ("normal", "low"),
@@ -229,10 +230,14 @@ def _template_rule(config: SaverConfig) -> list[str]:
 
 
 def _compression_rule(config: SaverConfig) -> list[str]:
-    if config.compression not in (None, "zstd", "lz4", "blosc2", "gzip"):
-        return [f"compression={config.compression!r}: expected zstd, lz4, blosc2, gzip or None"]
-    if config.compression and config.format != "h5":
-        return [f"compression={config.compression!r} and format={config.format!r}: only format='h5' is compressed"]
+    methods = {method: known.name for known in tensor_formats() for method in known.compressions}
+    if config.compression is None:
+        return []
+    if config.compression not in methods:
+        return [f"compression={config.compression!r}: expected {', '.join(methods)} or None"]
+    if config.format != methods[config.compression]:
+        only = f"only format={methods[config.compression]!r} is compressed"
+        return [f"compression={config.compression!r} and format={config.format!r}: {only}"]
     return []
 
 

@@ -23,19 +23,14 @@ from ft_ckpt.errors import ConfigError, TargetError, damaged_input, explained, l
 from ft_ckpt.files import folder
 from ft_ckpt.files.convert_output import Output, plan_output, write_outputs
 from ft_ckpt.files.rename import TranslatedFile, UntiedFile, check_copy, check_used, read_map
-from ft_ckpt.formats import dcp, detect, tensorflow
+from ft_ckpt.formats import detect
 from ft_ckpt.formats.layout import Spec, TensorFile
 from ft_ckpt.formats.mapped_file import FileStream, RawFile
+from ft_ckpt.formats.registry import DEFAULT_FORMAT, FolderLibrary, TensorFormat, format_named, tensor_formats
 from ft_ckpt.storage import local_disk
 from ft_ckpt.storage.digests import FileRecord, digest_of
 from ft_ckpt.storage.placing import replace_file
 
-FORMATS = ("safetensors", "h5", "dual", "torch", "tensorflow", "dcp")
-_ENDINGS = {"safetensors": ".safetensors", "dual": ".safetensors", "h5": ".h5", "torch": ".bin"}
-_FOREIGN: Mapping[str, tuple[Any, Any, Any]] = {  # whole folders that their own libraries check, write and read
-    "tensorflow": (tensorflow.check_tensorflow_types, tensorflow.write_tensorflow, tensorflow.open_tensorflow),
-    "dcp": (dcp.check_dcp_types, dcp.write_dcp, dcp.open_dcp),
-}
 _ROOM_BYTES = 16 << 20  # for companions, in the look at free space
 
 
@@ -56,7 +51,7 @@ class ConvertReport:
 @dataclass(frozen=True)
 class _ConvertOptions:
     target: Path
-    format: str
+    format: TensorFormat
     dtype: str | None
     names: Mapping[str, str]
     max_shard_bytes: int
@@ -79,7 +74,7 @@ def convert(
 
     `src` is a file (HDF5, safetensors, torch), a Hugging Face folder, a checkpoint of ours, or a folder of torch's
     distributed checkpoint, DeepSpeed or TensorFlow. `dst` is a file whose suffix names the format, or a folder, which
-    gets the companions of a source folder and a manifest. `format`: one of FORMATS. `dtype` casts floating-point
+    gets the companions of a source folder and a manifest. `format`: the name of one. `dtype` casts floating-point
     tensors, `map` renames (see `translate.read_map`), `verify` reads the result and compares it bit for bit with the
     source, `max_shard_size` (bytes or "5GB") splits the weights of a folder. At most a few slices are held, or one
     tensor where it is not stored in row-major order. A checkpoint of ours is held open: a save that
@@ -93,16 +88,20 @@ def convert(
         local_disk.local_path(src),
         Path(os.path.realpath(local_disk.local_path(dst))),
     )
-    to_folder = format in _FOREIGN or target.is_dir() or str(dst).endswith("/") or not target.suffix
-    kind = (format or "safetensors") if to_folder else detect.format_by_name(target, format)
-    _check_request(source, target, kind, to_folder, max_shard_size)
+    given = None if format is None else _known_format(format)
+    names_folder = target.is_dir() or str(dst).endswith("/") or not target.suffix
+    to_folder = names_folder or (given is not None and given.library is not None)
+    known = given or (format_named(DEFAULT_FORMAT) if to_folder else detect.format_by_suffix(target))
+    _check_request(source, target, known.name, to_folder, max_shard_size)
     most = parse_size(max_shard_size or "50GB")
-    options = _ConvertOptions(target, kind, canonical_dtype(dtype), read_map(map), most, verify, progress)
+    options = _ConvertOptions(target, known, canonical_dtype(dtype), read_map(map), most, verify, progress)
     with hold_open(source) as place, closing(open_source(place, source)) as opened:
         check_used(options.names, [*opened.specs, *getattr(opened, "ties", {})], str(source))
-        run = _convert_to_foreign if kind in _FOREIGN else _convert_to_folder if to_folder else _convert_to_file
         with explained(target):
-            written = run(opened, place, options)
+            if known.library is not None:
+                written = _convert_by_library(opened, place, options, known.library)
+            else:
+                written = (_convert_to_folder if to_folder else _convert_to_file)(opened, place, options)
     return dataclasses.replace(written, path=Path(dst), seconds=time.monotonic() - begun)
 
 
@@ -115,9 +114,14 @@ def open_source(path: Path, origin: Path | None = None) -> TensorFile:
         return detect.open_tensor_file(path) if path.is_file() else folder.open_folder(path, origin)
 
 
+def _known_format(name: str) -> TensorFormat:
+    names = [known.name for known in tensor_formats()]
+    if name not in names:
+        raise ConfigError(f"format={name!r}: expected one of {', '.join(names)}")
+    return format_named(name)
+
+
 def _check_request(source: Path, target: Path, kind: str, to_folder: bool, max_shard_size: object) -> None:
-    if kind not in FORMATS:
-        raise ConfigError(f"format={kind!r}: expected one of {', '.join(FORMATS)}")
     if target.is_file() and to_folder:
         raise TargetError(f"{target}: a file, expected a folder for {kind}; choose another path")
     here = source.resolve()
@@ -142,21 +146,23 @@ def _convert_to_file(opened: TensorFile, _source: Path, options: _ConvertOptions
     return _conversion_report(options, [file], record.size_bytes, ())
 
 
-def _convert_to_foreign(opened: TensorFile, source: Path, options: _ConvertOptions) -> ConvertReport:
-    (check_types, write_folder, open_folder), target = _FOREIGN[options.format], options.target
+def _convert_by_library(
+    opened: TensorFile, source: Path, options: _ConvertOptions, library: FolderLibrary
+) -> ConvertReport:
+    target = options.target
     file = TranslatedFile(opened, options.names, options.dtype)
     whole = UntiedFile(file)  # these formats know no ties
     specs = list(whole.specs.values())
-    check_types(specs)
+    library.check_types(specs)
     commit.check_target(target, sum(spec.size_bytes for spec in specs) + _ROOM_BYTES)
     stage = commit.open_stage(target)
     try:
-        write_folder(stage, specs, whole.read)
+        library.write_folder(stage, specs, whole.read)
         if options.verify:
-            with closing(open_folder(stage)) as found:
+            with closing(library.open_folder(stage)) as found:
                 check_copy(whole, found, target.name)
         files = _file_records(stage, ())
-        part = PartRecord("", "", "model", options.format, "", (), casts=file.casts)
+        part = PartRecord("", "", "model", options.format.name, "", (), casts=file.casts)
         commit.commit_stage(stage, target, _converted_manifest(opened, source, [part], files))
     finally:
         commit.discard_stage(stage)
@@ -177,7 +183,7 @@ class _PartPlan:
     index_path: str
     index: str | None
 
-    def record(self, kind: str) -> PartRecord:
+    def part_record(self, kind: str) -> PartRecord:
         """The part in the manifest."""
         tensors = tuple(record for one in self.outputs for record in one.inner.records())
         groups: dict[str, list[str]] = {}
@@ -218,10 +224,9 @@ def _convert_to_folder(opened: TensorFile, source: Path, options: _ConvertOption
             if options.verify:
                 with closing(folder.join_weight_files(stage, [one.plan.path for one in plan.outputs])) as found:
                     check_copy(plan.file, found, options.target.name)
-        if options.format == "dual":
-            written += _link_hdf5_names(stage, written)
+        written += _link_second_names(stage, written, options.format)
         manifest = _converted_manifest(
-            opened, source, [plan.record(options.format) for plan in plans], _file_records(stage, written)
+            opened, source, [plan.part_record(options.format.name) for plan in plans], _file_records(stage, written)
         )
         commit.commit_stage(stage, options.target, manifest)
     finally:
@@ -232,8 +237,8 @@ def _convert_to_folder(opened: TensorFile, source: Path, options: _ConvertOption
 
 def _plan_part(part: folder.FolderPart, options: _ConvertOptions) -> _PartPlan:
     file = TranslatedFile(part.file, options.names, options.dtype)
-    stem = "adapter_model" if part.kind == "adapter" else "pytorch_model" if options.format == "torch" else "model"
-    ending, place = _ENDINGS[options.format], f"{part.path}/" if part.path else ""
+    stem = "adapter_model" if part.kind == "adapter" else options.format.model_stem
+    ending, place = options.format.suffixes[0], f"{part.path}/" if part.path else ""
     index_path = f"{place}{stem}{ending}.index.json"
     split = split_state_dict_into_shards_factory(
         file.specs,
@@ -282,9 +287,10 @@ def _set_dtype(config: Path, dtype: str) -> None:
         config.write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
 
 
-def _link_hdf5_names(stage: Path, written: Sequence[FileRecord]) -> list[FileRecord]:
-    """The same files under the names that HDF5 tools expect."""
-    links = [(record, record.path.removesuffix(".safetensors") + ".h5") for record in written]
+def _link_second_names(stage: Path, written: Sequence[FileRecord], known: TensorFormat) -> list[FileRecord]:
+    """The same files under their second names, where the format has any."""
+    renamed = written if known.second_suffix else ()
+    links = [(record, record.path.removesuffix(known.suffixes[0]) + known.second_suffix) for record in renamed]
     for record, name in links:
         os.link(stage / record.path, stage / name)
     return [FileRecord(name, record.size_bytes, record.digest) for record, name in links]
@@ -339,4 +345,4 @@ def _conversion_report(
         notes = (*notes, f"{listing(beyond, ', ')}: values beyond what {options.dtype} can hold have become infinite")
     skipped = tuple(what for file in files for what in file.skipped)
     tensors = sum(len(file.specs) for file in files)
-    return ConvertReport(options.target, options.format, size, tensors, 0.0, casts, skipped, notes)
+    return ConvertReport(options.target, options.format.name, size, tensors, 0.0, casts, skipped, notes)

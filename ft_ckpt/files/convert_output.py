@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from ft_ckpt.files.rename import read_slices, tensor_runs
-from ft_ckpt.formats import dual, safetensors, torch_file
-from ft_ckpt.formats.hdf5 import hdf5_layout
 from ft_ckpt.formats.layout import Layout, Spec, TensorFile
+from ft_ckpt.formats.registry import TensorFormat
+from ft_ckpt.formats.torch_file import TorchArchive
 from ft_ckpt.formats.write_files import FilePlan, Piece, write_files
 from ft_ckpt.storage.buffers import read_ahead
 from ft_ckpt.storage.digests import FileRecord
@@ -26,7 +26,7 @@ class Output:
     plan: FilePlan
     inner: FilePlan  # the same with one record for each tensor
     file: TensorFile
-    archive: torch_file.TorchArchive | None = None
+    archive: TorchArchive | None = None
 
     def pieces(self) -> Iterator[Piece]:
         """The file's bytes in order."""
@@ -34,23 +34,19 @@ class Output:
         return chunks if self.archive is None else _archive_pieces(self.plan.path, self.archive, chunks)
 
 
-def plan_output(kind: str, path: str, file: TensorFile) -> Output:
-    """The file `path` of format `kind` that will hold what `file` holds.
+def plan_output(known: TensorFormat, path: str, file: TensorFile) -> Output:
+    """The file `path` of format `known` that will hold what `file` holds.
 
     Raises SelectionError naming tensors of types that the format cannot keep.
     """
     specs, ties = list(file.specs.values()), dict(getattr(file, "ties", {}))
     metadata = {"format": "pt", **getattr(file, "metadata", {})}  # transformers refuses files that do not say it
-    if kind == "torch":
-        archive = torch_file.lay_out_torch(specs, {}, ties)
+    if known.lay_out_archive is not None:
+        archive = known.lay_out_archive(specs, metadata, ties)
         inner = Layout(b"", archive.specs, archive.starts, archive.layout.size_bytes)
         return Output(FilePlan(path, archive.layout), FilePlan(path, inner), file, archive)
-    if kind == "h5":
-        layout = hdf5_layout.lay_out_hdf5_tied(specs, ties, metadata)
-    else:
-        lay_out = dual.lay_out_dual if kind == "dual" else safetensors.lay_out_safetensors
-        layout = lay_out(specs, {**metadata, **ties})
-    return Output(FilePlan(path, layout), FilePlan(path, layout), file)
+    plan = FilePlan(path, known.lay_out_file(specs, metadata, ties))
+    return Output(plan, plan, file)
 
 
 def _read_pieces(path: str, file: TensorFile, specs: list[Spec]) -> Iterator[Piece]:
@@ -75,7 +71,7 @@ def _prefetch_items(items: Iterable[Any]) -> Iterator[Any]:
             yield item
 
 
-def _archive_pieces(path: str, archive: torch_file.TorchArchive, chunks: Iterator[Piece]) -> Iterator[Piece]:
+def _archive_pieces(path: str, archive: TorchArchive, chunks: Iterator[Piece]) -> Iterator[Piece]:
     def places() -> Iterator[tuple[int, int]]:
         for piece in chunks:  # which stays alive here until the next is asked for
             yield piece.address, piece.size_bytes

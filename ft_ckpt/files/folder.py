@@ -14,10 +14,10 @@ from ft_ckpt.checkpoint.manifest import MANIFEST_NAME, Manifest, PartRecord
 from ft_ckpt.errors import CorruptError, LoadError, damaged_input, listing
 from ft_ckpt.formats import dcp, deepspeed, detect, tensorflow
 from ft_ckpt.formats.layout import Spec, TensorFile
+from ft_ckpt.formats.registry import format_named, tensor_formats
 from ft_ckpt.storage.buffers import ByteRun
 from ft_ckpt.storage.paths import is_inside
 
-ENDINGS = (".safetensors", ".h5", ".bin")  # in the order in which readers choose
 _STEMS = {"model": ("model", "pytorch_model"), "adapter": ("adapter_model",)}
 # Files that hold weights or a training state in some format; what else is in a folder goes along with its weights.
 _BULK = re.compile(r"\.(safetensors|bin|h5|hdf5|mdl|pt|pth|ckpt|msgpack|onnx|onnx_data|gguf|distcp|npz|npy|index)$")
@@ -144,17 +144,18 @@ def _open_any_folder(path: Path, origin: Path) -> TensorFile:
         return dcp.open_dcp(path)
     if deepspeed.deepspeed_folder(path) is not None:
         return deepspeed.open_deepspeed(path)
+    expected = ", ".join(f"*{ending}" for ending in _endings())
     raise LoadError(
-        f"{path}: no weights found; expected {', '.join(f'*{e}' for e in ENDINGS)}, a {MANIFEST_NAME}, or a folder of "
+        f"{path}: no weights found; expected {expected}, a {MANIFEST_NAME}, or a folder of "
         "torch.distributed.checkpoint, DeepSpeed or TensorFlow"
     )
 
 
 def _open_own_checkpoint(path: Path, origin: Path) -> TensorFile:
     manifest = read_manifest(path)
-    kinds = {part.format for part in manifest.parts}
-    if kinds & {"tensorflow", "dcp"}:
-        return tensorflow.open_tensorflow(path) if "tensorflow" in kinds else dcp.open_dcp(path)
+    for known in map(format_named, sorted({part.format for part in manifest.parts})):
+        if known.library is not None:
+            return known.library.open_folder(path)
     parts = []
     for record in (record for record in manifest.parts if record.kind != "state"):
         names = sorted({tensor.file for tensor in record.tensors})
@@ -182,9 +183,14 @@ def join_weight_files(folder: Path, names: Iterable[str]) -> JoinedFile:
     return JoinedFile([("", detect.open_tensor_file(folder / name)) for name in names], str(folder))
 
 
+def _endings() -> list[str]:
+    """What names of weight files end in, in the order in which readers choose."""
+    return list(dict.fromkeys(known.suffixes[0] for known in tensor_formats() if known.suffixes))
+
+
 def weight_files(folder: Path, kind: str) -> tuple[list[str], str | None]:
     """The weight files in `folder` that a reader would choose, and their index if there are shards."""
-    for ending in ENDINGS:
+    for ending in _endings():
         for stem in _STEMS["adapter" if kind == "adapter" else "model"]:
             index = f"{stem}{ending}.index.json"
             if (folder / f"{stem}{ending}").is_file():

@@ -7,22 +7,21 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from pickle import UnpicklingError
-from typing import Any, BinaryIO
+from typing import Any
 
 import numpy as np
 import torch
 
 from ft_ckpt.checkpoint.catalog import read_manifest
 from ft_ckpt.checkpoint.manifest import MANIFEST_NAME
-from ft_ckpt.errors import ConfigError, CorruptError, TargetError, damaged_input, explained, shown, system_error
+from ft_ckpt.errors import ConfigError, CorruptError, TargetError, damaged_input, explained
 from ft_ckpt.files.lazy_tensor import LazyTensor, lazy_tensor
-from ft_ckpt.formats import dual, safetensors, safetensors_file, torch_file
-from ft_ckpt.formats.detect import detect_format, format_by_name
-from ft_ckpt.formats.hdf5 import cerebras_write, chunks, hdf5_file, hdf5_layout
+from ft_ckpt.formats.detect import detect_format, format_by_suffix
+from ft_ckpt.formats.hdf5 import cerebras_write, chunks
 from ft_ckpt.formats.hdf5.filters import Codec
 from ft_ckpt.formats.layout import Layout, Spec
 from ft_ckpt.formats.pytree import Leaf, flatten, unflatten
+from ft_ckpt.formats.registry import TensorFormat, format_named, tensor_formats
 from ft_ckpt.formats.tensor_file import IndexedFile
 from ft_ckpt.formats.write_files import FilePlan, Piece, write_files
 from ft_ckpt.storage import local_disk
@@ -30,9 +29,6 @@ from ft_ckpt.storage.buffers import BLOCK_BYTES
 from ft_ckpt.storage.digests import digest_like
 from ft_ckpt.storage.placing import replace_file
 from ft_ckpt.storage.writer import Writer
-
-FORMATS = ("h5", "dual", "safetensors", "torch")
-_MOST_AT_ONCE = 1 << 30  # bytes written in one call; Linux takes less than 2 GB
 
 
 def save(
@@ -56,24 +52,25 @@ def save(
     disk is full.
     """
     target = Path(os.path.realpath(local_disk.local_path(path)))  # a link stays a link
-    kind = _check_format(format_by_name(target, format))
-    codec = _compression_codec(kind, compression, shuffle)
+    known = format_by_suffix(target) if format is None else _object_format(format)
+    codec = _compression_codec(known, compression, shuffle)
     if target.is_dir() or not target.parent.is_dir():
         raise TargetError(f"{path}: {'a folder' if target.is_dir() else 'its folder does not exist'}; name a file")
     with _no_collection():
-        plan = None if codec or kind == "torch" else _plan_object(obj, kind, native_floats)
+        plan = None if codec is not None else _plan_object(obj, known, native_floats)
     with explained(target), replace_file(target) as stage:
         if codec is not None:
             _save_compressed(obj, stage.parent, stage.name, native_floats, codec)
-        elif plan is None:
-            _save_torch(obj, stage)
-        else:
+        elif plan is not None:
             _write_plan(stage.parent, FilePlan(stage.name, plan[0]), plan[1])
+        elif known.save_object is not None:
+            known.save_object(_load_lazy_tensors(obj), stage)
 
 
 def compress_file(path: Path, compression: str, shuffle: str | None = "bit") -> None:
     """Replace an HDF5 file of ours by one that holds the same, compressed. Raises what `save` raises."""
-    save(load(path, format="h5"), path, "h5", compression=compression, shuffle=shuffle)
+    known = format_by_suffix(path).name
+    save(load(path, format=known), path, known, compression=compression, shuffle=shuffle)
 
 
 def load(
@@ -94,14 +91,11 @@ def load(
     ConfigError where there is nothing to verify it with.
     """
     source = local_disk.local_path(path)
-    kind = _check_format(format or detect_format(source))
-    if kind == "torch":
-        if verify:
-            torch_file.check_sums(source)
-        return _load_torch(source, map_location, mapped and map_location is None)
-    opener = hdf5_file.open_hdf5 if kind == "h5" else safetensors_file.open_safetensors
+    known = detect_format(source) if format is None else _object_format(format)
+    if known.load_object is not None:
+        return known.load_object(source, map_location, mapped, verify)
     with _no_collection(), damaged_input(source.name):
-        file = opener(source, mapped or map_location is not None, verify)
+        file = known.open_file(source, mapped or map_location is not None, verify)
         if verify and not file.has_digests:
             _check_listed(source)
         if map_location is None:
@@ -127,31 +121,30 @@ def _check_listed(source: Path) -> None:
     )
 
 
-def _check_format(kind: str) -> str:
-    if kind not in FORMATS:
-        raise ConfigError(f"format {kind!r}: one of {', '.join(FORMATS)} is expected")
-    return kind
+def _object_format(name: str) -> TensorFormat:
+    """The format called `name`. Raises ConfigError when there is none that holds objects."""
+    names = [known.name for known in tensor_formats() if known.serves_objects]
+    if name not in names:
+        raise ConfigError(f"format {name!r}: one of {', '.join(names)} is expected")
+    return format_named(name)
 
 
-def _compression_codec(kind: str, compression: str | None, shuffle: str | None) -> Codec | None:
+def _compression_codec(known: TensorFormat, compression: str | None, shuffle: str | None) -> Codec | None:
     if compression is None:
         return None
-    if kind != "h5":
-        raise ConfigError(f"compression {compression!r}: only for HDF5 files, this one is {kind!r}; leave it out")
+    if not known.compressions:
+        raise ConfigError(f"compression {compression!r}: only for HDF5 files, this one is {known.name!r}; leave it out")
     return Codec(compression, shuffle)
 
 
-def _plan_object(obj: Any, kind: str, native_floats: bool) -> tuple[Layout, dict[str, Leaf]]:
-    """The layout of the file and its leaves by name."""
-    dtypes = cerebras_write.DTYPES if kind == "h5" else tuple(safetensors.NAMES)
-    root, leaves = flatten(obj, dtypes)
+def _plan_object(obj: Any, known: TensorFormat, native_floats: bool) -> tuple[Layout, dict[str, Leaf]] | None:
+    """The layout of the file and its leaves by name; None where a library lays it out as it writes."""
+    if known.lay_out_object is None:
+        return None
+    root, leaves = flatten(obj, known.object_dtypes)
     specs = [Spec("", leaf.shape, leaf.dtype) for leaf in leaves]
     arrays = [index for index, leaf in enumerate(leaves) if leaf.is_array]
-    if kind == "safetensors":
-        layout, names = safetensors_file.lay_out_safetensors_object(root, specs)
-    else:
-        lay_out = hdf5_layout.lay_out_hdf5_tree if kind == "h5" else dual.lay_out_dual_tree
-        layout, names = lay_out(root, specs, arrays, native_floats)
+    layout, names = known.lay_out_object(root, specs, arrays, native_floats)
     return layout, dict(zip(names, leaves, strict=True))
 
 
@@ -243,62 +236,5 @@ def _no_collection() -> Iterator[None]:
             gc.enable()
 
 
-class _CountingStream:
-    """A file for torch to write into: all it is given is written, or the first error is kept and all others follow it.
-
-    torch's own way of writing neither looks at how much of a block was taken (Linux takes 2 GB at a time) nor at why
-    writing failed.
-    """
-
-    def __init__(self, stream: BinaryIO) -> None:
-        self.stream, self.size_bytes = stream, 0
-        self.failure: OSError | None = None
-
-    def write(self, data: Any) -> int:
-        """Write all of `data`. Raises OSError."""
-        view = memoryview(data).cast("B")
-        try:
-            if self.failure is not None:
-                raise self.failure
-            left = view
-            while left:
-                left = left[self.stream.write(left[:_MOST_AT_ONCE]) or 0 :]
-        except OSError as error:
-            self.failure = self.failure or error
-            raise
-        self.size_bytes += len(view)
-        return len(view)
-
-    def flush(self) -> None:
-        """Nothing: what is written is in the file."""
-
-
-def _save_torch(obj: Any, stage: Path) -> None:
-    with stage.open("xb", buffering=0) as stream:
-        file: Any = _CountingStream(stream)
-        try:
-            torch.save(_load_lazy_tensors(obj), file)
-        except RuntimeError as error:
-            raise file.failure or system_error(error) or error from error
-        if file.failure is not None:
-            raise file.failure
-    torch_file.check_torch_written(stage, file.size_bytes)
-    local_disk.sync_path(stage)
-
-
 def _load_lazy_tensors(obj: Any) -> Any:
     return torch.utils._pytree.tree_map_only(LazyTensor, LazyTensor.values, obj)
-
-
-def _load_torch(source: Path, map_location: Any, mapped: bool) -> Any:
-    torch_file.check_torch_file(source)
-    with damaged_input(source.name):
-        try:
-            return torch.load(source, map_location=map_location, weights_only=True, mmap=mapped)
-        except UnpicklingError as error:
-            told = shown(error)
-            raise CorruptError(f"{source.name}: torch cannot read it without running code ({told})") from error
-        except RuntimeError as error:
-            if "mmap can only be used" not in str(error):
-                raise
-            return torch.load(source, map_location=map_location, weights_only=True)  # older than torch 1.6

@@ -1,4 +1,4 @@
-"""Which format a file is of, told by its first bytes, and how it is opened."""
+"""Finds the format of a file by its first bytes or its suffix, and opens its tensors."""
 
 from contextlib import closing
 from pathlib import Path
@@ -6,62 +6,42 @@ from pathlib import Path
 from torch import Tensor
 
 from ft_ckpt.errors import ConfigError, LoadError, damaged_input
-from ft_ckpt.formats import safetensors_file, torch_file
-from ft_ckpt.formats.hdf5 import hdf5_file
 from ft_ckpt.formats.layout import Spec, TensorFile
 from ft_ckpt.formats.mapped_file import RawFile
 from ft_ckpt.formats.pytree import Node
+from ft_ckpt.formats.registry import TensorFormat, tensor_formats
 from ft_ckpt.formats.tensor_file import IndexedFile
 from ft_ckpt.storage.buffers import ByteRun
 
-SUFFIXES = {
-    **dict.fromkeys((".h5", ".hdf5", ".mdl"), "h5"),
-    ".safetensors": "safetensors",
-    **dict.fromkeys((".pt", ".bin", ".pth"), "torch"),
-}
-_LEAST_USER_BLOCK, _MOST_USER_BLOCK = 512, 1 << 30
+
+def format_by_suffix(path: Path) -> TensorFormat:
+    """The format to write `path` in. Raises ConfigError when none has its suffix."""
+    found = [known for known in tensor_formats() if path.suffix.lower() in known.suffixes]
+    if not found:
+        suffixes = dict.fromkeys(suffix for known in tensor_formats() for suffix in known.suffixes)
+        raise ConfigError(f"{path}: no format goes by {path.suffix!r}; use {', '.join(suffixes)}, or give a format")
+    return found[0]
 
 
-def format_by_name(path: Path, given: str | None) -> str:
-    """The format to write `path` in: the one `given`, or that of its suffix. Raises ConfigError when there is none."""
-    if given is not None:
-        return given
-    found = SUFFIXES.get(path.suffix.lower())
-    if found is None:
-        raise ConfigError(f"{path}: no format goes by {path.suffix!r}; use {', '.join(SUFFIXES)}, or give a format")
-    return found
-
-
-def detect_format(path: Path) -> str:
-    """ "h5", "dual", "safetensors" or "torch", by content. Raises LoadError when it is none of them."""
+def detect_format(path: Path) -> TensorFormat:
+    """The format of the file `path`, by its content. Raises LoadError when it is of none."""
     with closing(RawFile(path)) as file:
+        for known in reversed(tensor_formats()):  # those that begin as others do come after them
+            if known.recognise is not None and known.recognise(file):
+                return known
         head = bytes(file.bytes(0, min(16, file.size_bytes)))
-        if head.startswith(hdf5_file.SIGNATURE):
-            return "h5"
-        if head.startswith(b"PK\3\4") or (head[:1] == b"\x80" and head[8:9] != b"{"):  # a length can begin so too
-            return "torch"
-        at = _LEAST_USER_BLOCK
-        while at + len(hdf5_file.SIGNATURE) <= min(file.size_bytes, _MOST_USER_BLOCK):
-            if file.bytes(at, len(hdf5_file.SIGNATURE)) == hdf5_file.SIGNATURE:
-                return "dual" if head[8:9] == b"{" else "h5"
-            at *= 2
-    if head[8:9] == b"{":
-        return "safetensors"
     raise LoadError(f"{path}: begins with {head!r}; expected HDF5, safetensors or a file of torch.save")
 
 
 def open_tensor_file(path: Path) -> TensorFile:
     """The tensors of a single file, read by copying. Raises LoadError or CorruptError as its format does."""
     with damaged_input(path.name):
-        kind = detect_format(path)
-        if kind == "torch":
-            return torch_file.open_torch_file(path)
-        opened = (
-            hdf5_file.open_hdf5(path, mapped=False)
-            if kind == "h5"
-            else safetensors_file.open_safetensors(path, mapped=False)
-        )
-        return TreeFile(opened)
+        known = detect_format(path)
+        if known.open_indexed is not None:
+            return TreeFile(known.open_indexed(path, mapped=False))
+        if known.open_tensors is not None:
+            return known.open_tensors(path)
+    raise LoadError(f"{path}: nothing here reads the tensors of a {known.name} file")
 
 
 class TreeFile:

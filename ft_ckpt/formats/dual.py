@@ -10,22 +10,30 @@ and every byte after the header belongs to exactly one tensor.
 
 import json
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 from ft_ckpt.formats import tensor_index
 from ft_ckpt.formats.hdf5 import cerebras_write, hdf5_layout
 from ft_ckpt.formats.hdf5 import metadata as hdf5_bytes
+from ft_ckpt.formats.hdf5.hdf5_file import has_user_block
 from ft_ckpt.formats.layout import ITEM_BYTES, Layout, Spec
+from ft_ckpt.formats.mapped_file import RawFile
 from ft_ckpt.formats.pytree import Node
 from ft_ckpt.formats.safetensors import HELPER, NAMES, lay_out_safetensors
-from ft_ckpt.formats.safetensors_file import tree_metadata
+from ft_ckpt.formats.safetensors_file import is_safetensors, tree_metadata
 
 
-def lay_out_dual(specs: Sequence[Spec], metadata: Mapping[str, str], native_floats: bool = False) -> Layout:
-    """The layout of a dual file that holds `specs` as one flat dict. Raises SelectionError for types it cannot keep."""
+def lay_out_dual(
+    specs: Sequence[Spec], metadata: Mapping[str, str], ties: Mapping[str, str] = MappingProxyType({})
+) -> Layout:
+    """The layout of a dual file that holds `specs` as one flat dict, its `ties` told in the metadata.
+
+    Raises SelectionError for types it cannot keep.
+    """
     lay_out_safetensors(specs, {})  # for its refusals: it has fewer types than HDF5
-    content = cerebras_write.describe_checkpoint(tensor_index.flat_tree(specs), specs, native_floats=native_floats)
-    return _dual_layout(specs, content, None, metadata)
+    content = cerebras_write.describe_checkpoint(tensor_index.flat_tree(specs), specs)
+    return _dual_layout(specs, content, None, {**metadata, **ties})
 
 
 def lay_out_dual_tree(
@@ -92,3 +100,8 @@ def _dual_header(
         places = [middle_bytes + start, middle_bytes + start + spec.size_bytes]
         head[spec.name] = {"dtype": NAMES[spec.dtype], "shape": list(spec.shape), "data_offsets": places}
     return json.dumps(head, ensure_ascii=False, separators=(",", ":")).encode()
+
+
+def is_dual(file: RawFile) -> bool:
+    """Whether the file begins as safetensors and goes on as HDF5."""
+    return is_safetensors(file) and has_user_block(file)

@@ -10,6 +10,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from ft_ckpt.errors import CorruptError, SelectionError, listing
@@ -46,8 +47,13 @@ _RANK = {name: index for index, name in enumerate(NAMES)}
 _TORCH_NAMES = {stored: name for name, stored in NAMES.items()}
 
 
-def lay_out_safetensors(specs: Sequence[Spec], metadata: Mapping[str, str]) -> Layout:
-    """The layout of a file holding `specs`. Raises SelectionError naming dtypes the format cannot keep."""
+def lay_out_safetensors(
+    specs: Sequence[Spec], metadata: Mapping[str, str], ties: Mapping[str, str] = MappingProxyType({})
+) -> Layout:
+    """The layout of a file holding `specs`, its `ties` told in the metadata.
+
+    Raises SelectionError naming dtypes the format cannot keep.
+    """
     foreign = [f"{spec.name}: {spec.dtype}" for spec in specs if spec.dtype not in NAMES]
     if foreign:
         raise SelectionError(
@@ -55,7 +61,7 @@ def lay_out_safetensors(specs: Sequence[Spec], metadata: Mapping[str, str]) -> L
             "state dict (persistent=False)"
         )
     ordered = sorted(specs, key=lambda spec: (-_RANK[spec.dtype], spec.name))
-    head: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
+    head: dict[str, object] = {"__metadata__": {**metadata, **ties}} if metadata or ties else {}
     begin, offsets = 0, []
     for spec in ordered:
         end = begin + spec.size_bytes

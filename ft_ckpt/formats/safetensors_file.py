@@ -17,7 +17,9 @@ from ft_ckpt.formats.tensor_index import TensorIndex, check_index, is_flat, read
 TREE = "ft_ckpt_tree"  # key of the metadata that holds the tree of an object that is no flat dict
 
 
-def lay_out_safetensors_object(root: Node, leaves: Sequence[Spec]) -> tuple[Layout, Sequence[str]]:
+def lay_out_safetensors_object(
+    root: Node, leaves: Sequence[Spec], _arrays: Sequence[int] = (), _native_floats: bool = False
+) -> tuple[Layout, Sequence[str]]:
     """The layout of a file that holds the object `root`, and the name of each leaf in it."""
     names = leaf_names(root, len(leaves))
     specs = [Spec(name, leaf.shape, leaf.dtype) for name, leaf in zip(names, leaves, strict=True)]
@@ -27,6 +29,11 @@ def lay_out_safetensors_object(root: Node, leaves: Sequence[Spec]) -> tuple[Layo
 def tree_metadata(root: Node, names: Sequence[str]) -> dict[str, str]:
     """The metadata of a file that holds the object `root`: its tree, unless it is a flat dict."""
     return {} if is_flat(root, names) else {TREE: json.dumps([list(names), encode_node(root)])}
+
+
+def is_safetensors(file: RawFile) -> bool:
+    """Whether the file begins as safetensors does: a length, and a header of JSON."""
+    return file.size_bytes > 8 and file.bytes(8, 1) == b"{"
 
 
 def open_safetensors(path: Path, mapped: bool = True, verify: bool = False) -> IndexedFile:

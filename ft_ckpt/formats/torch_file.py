@@ -114,6 +114,12 @@ def split_tensors(value: Any, source: str) -> tuple[dict[str, TensorPlace], list
     return tensors, skipped
 
 
+def is_torch_file(file: RawFile) -> bool:
+    """Whether the file begins as those of torch do: a zip archive, or a pickle."""
+    head = bytes(file.bytes(0, min(16, file.size_bytes)))
+    return head.startswith(b"PK\3\4") or (head[:1] == b"\x80" and head[8:9] != b"{")  # a length can begin so too
+
+
 def check_torch_file(path: Path) -> None:
     """Raise CorruptError where torch's own reader would be kept busy for ever, or ask for memory without end."""
     with closing(RawFile(path)) as file, suppress(LoadError):  # what it refers to is for torch to judge

@@ -12,6 +12,7 @@ from ft_ckpt.checkpoint.manifest import PartRecord
 from ft_ckpt.distributed.tensor_info import Source
 from ft_ckpt.distributed.wrappers import sources
 from ft_ckpt.errors import BaseMismatchError, LoadError, listing
+from ft_ckpt.formats.registry import format_named
 from ft_ckpt.model.adapters import PREFIX, adapter_parts, base_sources, is_peft_model
 from ft_ckpt.model.base_model import differing_tensors, is_floating, keeps_base
 from ft_ckpt.model.open_weights import read_tensors
@@ -75,7 +76,7 @@ def attach_adapters(
     peft_model: Any = model if is_peft_model(model) else None
     for record in records:
         folder, name = str(root / record.path), str(record.adapter)
-        if record.format == "h5":  # which PEFT does not open
+        if not format_named(record.format).read_by_transformers:  # nor by PEFT
             peft_model = _add_adapter(peft_model or model, root, record, configs[name])
         elif peft_model is None:
             peft_model = PeftModel.from_pretrained(model, folder, adapter_name=name, config=configs[name])

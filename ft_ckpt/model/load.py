@@ -15,6 +15,7 @@ from ft_ckpt.checkpoint.manifest import MANIFEST_NAME, PartRecord
 from ft_ckpt.checkpoint.open_checkpoint import OpenCheckpoint, open_checkpoint
 from ft_ckpt.distributed.wrappers import names_listed_beside, restore_added_state, sources
 from ft_ckpt.errors import CheckpointError, CorruptError, LoadError, NotACheckpointError, listing, shown
+from ft_ckpt.formats.registry import format_named
 from ft_ckpt.model.attach_adapters import attach_adapters, base_of
 from ft_ckpt.model.load_weights import LoadReport, put_tensors, refuse_differences, share_again, summary_of
 from ft_ckpt.model.open_weights import Weights, extra_beside, fetching_weights, read_weights
@@ -261,7 +262,7 @@ def _by_transformers(cls: Any, folder: Path, root: Path, record: PartRecord, opt
     import transformers
 
     asked: dict[str, Any] = {"output_loading_info": True, "trust_remote_code": options.trust_remote_code}
-    if record.format != "h5":
+    if format_named(record.format).read_by_transformers:
         return cls.from_pretrained(folder, dtype="auto", local_files_only=True, **asked)  # type: ignore[no-any-return]
     # which transformers does not open: it gets the tensors themselves
     config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=options.trust_remote_code)

@@ -10,9 +10,8 @@ import torch
 from torch import Tensor
 
 from ft_ckpt.distributed.read_shards import read_onto, readers_here
-from ft_ckpt.formats import safetensors_file
-from ft_ckpt.formats.hdf5 import hdf5_file
 from ft_ckpt.formats.pytree_json import load_object
+from ft_ckpt.formats.registry import checkpoint_format_of
 from ft_ckpt.formats.tensor_file import IndexedFile
 from ft_ckpt.model.entries import EXTRA_FILE
 
@@ -65,7 +64,7 @@ def _read_files(files: Iterable[IndexedFile], mapped: bool | str, device: torch.
 
 def _open_weight_file(file: Path) -> IndexedFile:
     """The open weight file; its suffix tells the format."""
-    return hdf5_file.open_hdf5(file) if file.suffix == ".h5" else safetensors_file.open_safetensors(file)
+    return checkpoint_format_of(file).open_file(file)
 
 
 def _file_tensors(file: IndexedFile) -> dict[str, Tensor]:

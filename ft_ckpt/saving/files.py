@@ -6,7 +6,7 @@ The plan is the same on every rank, for all take part in bringing the tensors; t
 import json
 import os
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -19,21 +19,14 @@ from ft_ckpt.distributed.gather import gather_tensors, stream_chunks
 from ft_ckpt.distributed.ranks import Ranks
 from ft_ckpt.distributed.tensor_info import Source
 from ft_ckpt.errors import IncompleteError, SelectionError, listing
-from ft_ckpt.formats import dual, safetensors, safetensors_file
 from ft_ckpt.formats.dtypes import dtype_name
-from ft_ckpt.formats.hdf5 import hdf5_file, hdf5_layout
-from ft_ckpt.formats.layout import Layout, Spec, TensorFile
+from ft_ckpt.formats.layout import Layout, Spec
+from ft_ckpt.formats.registry import DEFAULT_FORMAT, TensorFormat, format_named
 from ft_ckpt.formats.write_files import FilePlan, Piece
 from ft_ckpt.model.entries import Entry, Group, Part
 from ft_ckpt.storage.digests import FileRecord
 
 _SLICE = 4 << 20  # elements converted at a time
-_SUFFIXES = {"safetensors": ".safetensors", "h5": ".h5", "dual": ".safetensors"}
-_OPENERS: dict[str, tuple[Callable[[Path], TensorFile], ...]] = {
-    "safetensors": (safetensors_file.open_safetensors,),
-    "h5": (hdf5_file.open_hdf5,),
-    "dual": (safetensors_file.open_safetensors,),  # which compares its two tables
-}
 _METADATA = {"format": "pt"}  # transformers refuses files that do not say who wrote them
 
 
@@ -55,7 +48,7 @@ class PartPlan:
 
 
 def plan_part(
-    part: Part, max_shard_bytes: int, format_name: str = "safetensors", apart: frozenset[str] = frozenset()
+    part: Part, max_shard_bytes: int, format_name: str = DEFAULT_FORMAT, apart: frozenset[str] = frozenset()
 ) -> PartPlan:
     """Files for `part`, split as transformers splits them: in the model's order, none above `max_shard_bytes`.
 
@@ -64,10 +57,11 @@ def plan_part(
     Raises SelectionError naming tensors of a dtype or a name that the format cannot keep, IncompleteError naming
     those that would have one name in the files.
     """
-    suffix = _SUFFIXES[format_name]
+    known = format_named(format_name)
+    suffix = known.suffixes[0]
     _refuse_stored_names(part)
     specs = {entry.name: Spec(entry.name, entry.shape, dtype_name(entry.dtype)) for entry in part.entries}
-    unsplit = _lay_out_file(list(specs.values()), format_name, part)
+    unsplit = _lay_out_file(list(specs.values()), known, part)
     folder = f"{part.path}/" if part.path else ""
     index_path = f"{folder}{part.file}{suffix}.index.json"
     fits = unsplit.size_bytes <= max_shard_bytes and apart in (frozenset(), frozenset(specs))
@@ -78,7 +72,7 @@ def plan_part(
     names = [f"{part.file}-{number:05d}-of-{len(shards):05d}{suffix}" for number in range(1, len(shards) + 1)]
     names = names if len(shards) > 1 else [f"{part.file}{suffix}"]
     files = tuple(
-        FilePlan(folder + name, _lay_out_file([specs[tensor] for tensor in tensors], format_name, part))
+        FilePlan(folder + name, _lay_out_file([specs[tensor] for tensor in tensors], known, part))
         for name, tensors in zip(names, shards, strict=True)
     )
     if len(shards) == 1:
@@ -123,12 +117,13 @@ def _split_shards(specs: Mapping[str, Spec], max_shard_bytes: int, apart: frozen
 
 def link_second_names(part_plan: PartPlan, written: Sequence[FileRecord], stage: Path) -> list[FileRecord]:
     """Give each dual file of the part its HDF5 name too, as a hard link; none where the file system has no links."""
-    if part_plan.format != "dual":
+    own = format_named(part_plan.format)
+    if not own.second_suffix:
         return []
     known = {record.path: record for record in written}
     links = []
     for file in part_plan.files:
-        twin = file.path.removesuffix(_SUFFIXES["dual"]) + _SUFFIXES["h5"]
+        twin = file.path.removesuffix(own.suffixes[0]) + own.second_suffix
         with suppress(OSError):
             os.link(stage / file.path, stage / twin)
             links.append(replace(known[file.path], path=twin))
@@ -158,10 +153,9 @@ def check_written_files(part_plan: PartPlan, folder: Path) -> None:
     expected = {entry.name: Spec(entry.name, entry.shape, dtype_name(entry.dtype)) for entry in part_plan.part.entries}
     found: dict[str, Spec] = {}
     for file in part_plan.files:
-        for opener in _OPENERS[part_plan.format]:
-            opened = opener(folder / file.path)
-            found.update(opened.specs)
-            opened.close()
+        opened = format_named(part_plan.format).open_file(folder / file.path)
+        found.update(opened.specs)
+        opened.close()
     problems = [f"{name}: in the model, not in the file" for name in expected if name not in found]
     problems += [f"{name}: in the file, not in the model" for name in found if name not in expected]
     problems += [
@@ -243,18 +237,10 @@ def _cast_pieces(path: str, entry: Entry, data: Tensor, counter: _FiniteCheck) -
         yield Piece(path, entry.name, part.data_ptr(), part.nbytes, part)
 
 
-def _lay_out_file(specs: list[Spec], format_name: str, part: Part) -> Layout:
-    if format_name == "h5":
-        stored = {spec.name for spec in specs}
-        ties = {
-            alias: kept for kept, *aliases in part.ties if kept in stored for alias in aliases if alias not in stored
-        }
-        return hdf5_layout.lay_out_hdf5_tied(specs, ties, _METADATA)
-    return (
-        dual.lay_out_dual(specs, _METADATA)
-        if format_name == "dual"
-        else safetensors.lay_out_safetensors(specs, _METADATA)
-    )
+def _lay_out_file(specs: list[Spec], known: TensorFormat, part: Part) -> Layout:
+    stored = {spec.name for spec in specs} if known.holds_aliases else set()
+    ties = {alias: kept for kept, *aliases in part.ties if kept in stored for alias in aliases if alias not in stored}
+    return known.lay_out_file(specs, _METADATA, ties)
 
 
 def _count_parameters(part: Part) -> int:

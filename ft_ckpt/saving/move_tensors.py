@@ -10,6 +10,7 @@ from ft_ckpt.distributed.gather import are_equal
 from ft_ckpt.distributed.ranks import Ranks, try_action
 from ft_ckpt.distributed.tensor_info import Source
 from ft_ckpt.errors import IncompleteError
+from ft_ckpt.formats.registry import format_named
 from ft_ckpt.formats.write_files import write_files
 from ft_ckpt.saving import reuse_frozen, write_shards
 from ft_ckpt.saving.files import PartPlan, file_pieces
@@ -86,7 +87,7 @@ def _make_writer(job: SaveJob) -> Writer:
 def _create_shared_files(job: SaveJob) -> list[write_shards.Share] | None:
     """Make the files for all ranks to write into, if that pays and they all see them; None: rank 0 writes."""
     config, told = job.config, job.answers[0]
-    plain = all(one.format == "safetensors" for one in job.prepared.plans) and config.compression is None
+    plain = all(format_named(one.format).is_plain for one in job.prepared.plans) and config.compression is None
     if job.ranks.size == 1 or config.each_rank_writes == "off" or not plain or config.nonfinite == "raise":
         return None
     if any(answer["state_dict"] for answer in job.answers):

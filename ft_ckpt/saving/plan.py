@@ -19,6 +19,7 @@ from ft_ckpt.distributed import wrappers
 from ft_ckpt.distributed.ranks import Ranks
 from ft_ckpt.distributed.tensor_info import Source
 from ft_ckpt.errors import ConfigError, explained
+from ft_ckpt.formats.registry import format_named
 from ft_ckpt.model import pretrained_files as companions
 from ft_ckpt.model.entries import EXTRA_FILE, main_dtype
 from ft_ckpt.model.parts import Attribute, parts_of
@@ -132,7 +133,7 @@ def make_plan(request: SaveRequest, ranks: Ranks, config: SaverConfig) -> SavePl
     """What is saved, and laid out how, from the live model as it is now; nothing is made yet."""
     captured = request.captured.with_tensors()
     own = model_sources(captured.found) or wrappers.sources(request.model)
-    mode = config.reuse_frozen if request.format == "safetensors" else "off"
+    mode = config.reuse_frozen if format_named(request.format).is_plain else "off"
     still = reuse_frozen.frozen_identities(own)  # before others take their place, so that all ranks plan the same files
     if request.state_dict_given:
         own = wrappers.from_state_dict(request.state_dict, own, ranks)

@@ -14,6 +14,7 @@ from ft_ckpt.config import SaverConfig, parse_size
 from ft_ckpt.distributed import wrappers
 from ft_ckpt.distributed.ranks import Ranks
 from ft_ckpt.distributed.tensor_info import Source
+from ft_ckpt.formats.registry import format_named
 from ft_ckpt.model.base_model import refuse_merged
 from ft_ckpt.model.entries import Entry, Part
 from ft_ckpt.saving import write_shards
@@ -213,7 +214,7 @@ def _is_free(chosen: SavePlan, request: SaveRequest, ranks: Ranks, config: Saver
         return False
     if ranks.size == 1:
         return True
-    plain = all(one.format == "safetensors" for one in chosen.plans) and config.compression is None
+    plain = all(format_named(one.format).is_plain for one in chosen.plans) and config.compression is None
     if not plain or config.each_rank_writes == "off" or config.nonfinite == "raise" or request.state_dict_given:
         return False
     if any(source.sharding.is_sharded for pair in chosen.ties_to_check for source in pair):

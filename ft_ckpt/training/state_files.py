@@ -4,7 +4,7 @@ Read by ranges from plain tensor files; nothing is executed.
 """
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,11 +18,10 @@ from ft_ckpt.checkpoint.typed_json import reader_of
 from ft_ckpt.distributed.fsdp2 import is_dtensor
 from ft_ckpt.distributed.read_shards import fill_tensor
 from ft_ckpt.errors import CorruptError, LoadError, SelectionError, damaged_input
-from ft_ckpt.formats import safetensors_file
-from ft_ckpt.formats.hdf5 import hdf5_file
 from ft_ckpt.formats.layout import TensorFile
 from ft_ckpt.formats.pytree import unflatten
 from ft_ckpt.formats.pytree_json import decode_node
+from ft_ckpt.formats.registry import format_named
 from ft_ckpt.training.state import DOCUMENT_NAME, DOCUMENT_VERSION, FOLDER, Document, source_of, tree_tensors
 
 
@@ -74,10 +73,8 @@ class StoredTensors:
         if place is None:
             raise LoadError(f"{name}: not among the tensors of the checkpoint {self._held.path}")
         if place not in self._open:
-            opener: Callable[[Path], TensorFile] = (
-                hdf5_file.open_hdf5 if self._formats[part] == "h5" else safetensors_file.open_safetensors
-            )
-            self._open[place] = opener(self._held.folder / place) if self._held.far is None else self._held.far(part)
+            known, held = format_named(self._formats[part]), self._held
+            self._open[place] = known.open_file(held.folder / place) if held.far is None else held.far(part)
         return self._open[place]
 
     def state_names(self, prefix: str) -> frozenset[str]:

@@ -25,9 +25,8 @@ from ft_ckpt.errors import (
     SelectionError,
     TargetError,
 )
-from ft_ckpt.files import objects
 from ft_ckpt.files.objects import load, save
-from ft_ckpt.formats import pytree, pytree_json
+from ft_ckpt.formats import pytree, pytree_json, torch_objects
 from ft_ckpt.formats.hdf5 import cerebras_write
 
 pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf")  # torch, whenever it makes a complex32
@@ -274,8 +273,8 @@ class Disk:
 
 
 def on(monkeypatch, **disk):
-    real = objects._CountingStream
-    monkeypatch.setattr(objects, "_CountingStream", lambda stream: real(Disk(stream, **disk)))
+    real = torch_objects._CountingStream
+    monkeypatch.setattr(torch_objects, "_CountingStream", lambda stream: real(Disk(stream, **disk)))
 
 
 def test_torch_files_are_whole_whatever_is_taken_at_a_time(monkeypatch, tmp_path):

@@ -7,6 +7,27 @@ from ft_ckpt.formats.tensor_file import IndexedFile
 from ft_ckpt.formats.tensor_index import read_index
 
 SIGNATURE = b"\x89HDF\r\n\x1a\n"
+_LEAST_USER_BLOCK, _MOST_USER_BLOCK = 512, 1 << 30
+
+
+def is_hdf5(file: RawFile) -> bool:
+    """Whether the signature of HDF5 is at the start of the file, or after a user block."""
+    return _is_signature_at(file, 0) or has_user_block(file)
+
+
+def has_user_block(file: RawFile) -> bool:
+    """Whether the signature is where it may be when other bytes come first: at 512 * 2**n."""
+    at = _LEAST_USER_BLOCK
+    while at <= min(file.size_bytes, _MOST_USER_BLOCK):
+        if _is_signature_at(file, at):
+            return True
+        at *= 2
+    return False
+
+
+def _is_signature_at(file: RawFile, start: int) -> bool:
+    size = len(SIGNATURE)
+    return start + size <= file.size_bytes and file.bytes(start, size) == SIGNATURE
 
 
 def open_hdf5(path: Path, mapped: bool = True, verify: bool = False) -> IndexedFile:

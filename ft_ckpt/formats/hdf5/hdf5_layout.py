@@ -9,6 +9,7 @@ says that another program has moved things since.
 """
 
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 
 from ft_ckpt.errors import SelectionError, listing
 from ft_ckpt.formats.hdf5 import cerebras_write
@@ -30,18 +31,24 @@ from ft_ckpt.formats.tensor_index import (
 _SMALL_STEP = 64
 
 
-def lay_out_hdf5(specs: Sequence[Spec], metadata: Mapping[str, str], native_floats: bool = False) -> Layout:
-    """The layout of a file that holds `specs` as one flat dict.
+def lay_out_hdf5(
+    specs: Sequence[Spec], metadata: Mapping[str, str], ties: Mapping[str, str] = MappingProxyType({})
+) -> Layout:
+    """The layout of a file that holds `specs` as one flat dict, and the tied ones under each of their names.
 
-    `native_floats` gives bfloat16 and float8_e5m2 HDF5's own types, so every reader shows their values. Raises
-    SelectionError naming dtypes the format cannot keep.
+    `ties`: alias to kept name; with any, there is no place for `metadata`. Raises SelectionError naming dtypes the
+    format cannot keep.
     """
     foreign = [f"{spec.name}: {spec.dtype}" for spec in specs if spec.dtype not in cerebras_write.DTYPES]
     if foreign:
         raise SelectionError(f"{listing(foreign, ', ')}: HDF5 files keep no such type here; convert it")
-    root = flat_tree(specs)
-    content = cerebras_write.describe_checkpoint(root, specs, native_floats=native_floats)
-    return _hdf5_layout(specs, content, None, dict(metadata))
+    if not ties:
+        return _hdf5_layout(specs, cerebras_write.describe_checkpoint(flat_tree(specs), specs), None, dict(metadata))
+    places = {spec.name: place for place, spec in enumerate(specs)}
+    places |= {name: places[kept] for name, kept in ties.items()}
+    keys = tuple(Node("value", name) for name in places)
+    root = Node("dict", None, keys, tuple(Node("tensor", place) for place in places.values()))
+    return lay_out_hdf5_tree(root, specs, ())[0]
 
 
 def lay_out_hdf5_tree(
@@ -51,17 +58,6 @@ def lay_out_hdf5_tree(
     content = cerebras_write.describe_checkpoint(root, leaves, arrays, native_floats)
     specs = [Spec(name, leaf.shape, leaf.dtype) for name, leaf in zip(content.names, leaves, strict=True)]
     return _hdf5_layout(specs, content, None if is_flat(root, content.names) else root, {}), content.names
-
-
-def lay_out_hdf5_tied(specs: Sequence[Spec], ties: Mapping[str, str], metadata: Mapping[str, str]) -> Layout:
-    """The layout of a flat dict in which a tied tensor stands under each of its names; `ties`: alias to kept name."""
-    if not ties:
-        return lay_out_hdf5(specs, metadata)
-    places = {spec.name: place for place, spec in enumerate(specs)}
-    places |= {name: places[kept] for name, kept in ties.items()}
-    keys = tuple(Node("value", name) for name in places)
-    root = Node("dict", None, keys, tuple(Node("tensor", place) for place in places.values()))
-    return lay_out_hdf5_tree(root, specs, ())[0]
 
 
 def index_rows(specs: Sequence[Spec], order: Sequence[int], starts: Sequence[int], digest: str) -> dict[str, Row]:

@@ -1,0 +1,201 @@
+"""The tensor formats, a record for each: its files' names, its functions, and what it can do. Needs no torch.
+
+A new format is one file with its functions and one record in `_FORMATS`; everything else asks the records. Their
+functions are named by place and imported when they are first called, so that settings can be checked without torch.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ft_ckpt.errors import ConfigError
+from ft_ckpt.formats.layout import ITEM_BYTES, Layout, Spec, TensorFile
+from ft_ckpt.formats.safetensors import NAMES, lay_out_safetensors
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from ft_ckpt.formats.mapped_file import RawFile
+    from ft_ckpt.formats.pytree import Node
+    from ft_ckpt.formats.tensor_file import IndexedFile
+    from ft_ckpt.formats.torch_file import TorchArchive
+
+DEFAULT_FORMAT = "safetensors"
+Ties = Mapping[str, str]  # further name of a tensor: the one it is kept under
+Metadata = Mapping[str, str]
+Read = Callable[[str, int, int], "Tensor"]  # flat elements [start, stop) of the tensor of that name
+
+
+@dataclass(frozen=True)
+class FolderLibrary:
+    """How the library of a foreign format writes and reads its folders."""
+
+    check_types: Callable[[Sequence[Spec]], None]  # raises SelectionError for types that it cannot keep
+    write_folder: Callable[[Path, Sequence[Spec], Read], None]
+    open_folder: Callable[[Path], TensorFile]
+
+
+@dataclass(frozen=True, kw_only=True)
+class TensorFormat:
+    """One tensor format. What it cannot do has no function, or the value that stands here."""
+
+    name: str
+    suffixes: tuple[str, ...] = ()  # of its files, the one that is written first; none: it is a folder of files
+    model_stem: str = "model"  # of the file of a model's weights in a folder
+    second_suffix: str = ""  # of a second name that its files go by, as files of another format too
+
+    lay_out: Callable[[Sequence[Spec], Metadata, Ties], Layout] | None = None
+    """A file of tensors as one flat dict; raises SelectionError for types it cannot keep."""
+    lay_out_object: "Callable[[Node, Sequence[Spec], Sequence[int], bool], tuple[Layout, Sequence[str]]] | None" = None
+    """A file of any object and the names of its leaves, from (tree, leaves, which are numpy's, `native_floats`)."""
+    lay_out_archive: "Callable[[Sequence[Spec], Metadata, Ties], TorchArchive] | None" = None
+    """A file of tensors with bytes among them that depend on theirs."""
+    save_object: Callable[[Any, Path], None] | None = None
+    """Writes an object whose tensors are all loaded into a new file: by a library that lays out as it goes."""
+    load_object: Callable[..., Any] | None = None
+    """What `save_object` wrote, from (path, map_location, mapped, verify)."""
+    library: FolderLibrary | None = None
+    """Of a format whose checkpoints are folders."""
+
+    recognise: "Callable[[RawFile], bool] | None" = None
+    """Whether an open file is of this format, by its first bytes."""
+    open_indexed: "Callable[..., IndexedFile] | None" = None
+    """Opens a file that has an index, from (path, mapped=True, verify=False)."""
+    open_tensors: Callable[[Path], TensorFile] | None = None
+    """Opens the tensors of a file that has no index."""
+
+    object_dtypes: frozenset[str] = frozenset()  # of the tensors that an object may have
+    compressions: tuple[str, ...] = ()
+    native_floats: bool = False  # can store bfloat16 as a type whose values every reader shows
+    is_plain: bool = False  # a header, tensors and nothing else: ranks write one file together, checkpoints share it
+    holds_aliases: bool = False  # a tied tensor stands in the file under each of its names
+    read_by_transformers: bool = False  # and by PEFT
+
+    def lay_out_file(self, specs: Sequence[Spec], metadata: Metadata, ties: Ties) -> Layout:
+        """The layout of a file that holds `specs` as one flat dict.
+
+        Raises SelectionError for tensors that the format cannot keep, ConfigError where it has no such files.
+        """
+        if self.lay_out is None:
+            raise ConfigError(f"format {self.name!r}: no file can be laid out in it; choose another")
+        return self.lay_out(specs, metadata, ties)
+
+    def open_file(self, path: Path, mapped: bool = True, verify: bool = False) -> "IndexedFile":
+        """The open file `path`. Raises CorruptError for one that is not sound, ConfigError where none has an index."""
+        if self.open_indexed is None:
+            raise ConfigError(f"format {self.name!r}: its files have no index of their tensors; convert {path} first")
+        return self.open_indexed(path, mapped, verify)
+
+    @property
+    def serves_checkpoints(self) -> bool:
+        """Whether a saver can write it: its layout is known before the first byte, and it can be opened by index."""
+        return self.lay_out is not None and self.open_indexed is not None
+
+    @property
+    def serves_objects(self) -> bool:
+        """Whether it can hold any object."""
+        return self.lay_out_object is not None or self.save_object is not None
+
+
+def function_at(place: str) -> Callable[..., Any]:
+    """The function at "module:name" in this package."""
+    module, name = place.split(":")
+    found: Callable[..., Any] = getattr(import_module(f"ft_ckpt.formats.{module}"), name)
+    return found
+
+
+@dataclass(frozen=True)
+class _Lazily:
+    """The function at `place`, whose module is imported when it is first called."""
+
+    place: str
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return function_at(self.place)(*args, **kwargs)
+
+
+_FORMATS: dict[str, TensorFormat] = {}
+
+
+def register_format(known: TensorFormat) -> None:
+    """Add a format; it is asked before the ones that are there already whether a file is its own."""
+    _FORMATS[known.name] = known
+
+
+def tensor_formats() -> tuple[TensorFormat, ...]:
+    """All formats, in the order in which messages list them and readers of a folder choose."""
+    return tuple(_FORMATS.values())
+
+
+def format_named(name: str) -> TensorFormat:
+    """The format called `name`. Raises ConfigError when there is none."""
+    if name not in _FORMATS:
+        raise ConfigError(f"format {name!r}: one of {', '.join(_FORMATS)} is expected")
+    return _FORMATS[name]
+
+
+def checkpoint_format_of(path: Path) -> TensorFormat:
+    """The format of a weight file of a checkpoint, by its suffix; any other file is the default's to refuse."""
+    found = [known for known in tensor_formats() if known.serves_checkpoints and path.suffix in known.suffixes]
+    return found[0] if found else format_named(DEFAULT_FORMAT)
+
+
+register_format(TensorFormat(
+    name=DEFAULT_FORMAT,
+    suffixes=(".safetensors",),
+    lay_out=lay_out_safetensors,
+    lay_out_object=_Lazily("safetensors_file:lay_out_safetensors_object"),
+    recognise=_Lazily("safetensors_file:is_safetensors"),
+    open_indexed=_Lazily("safetensors_file:open_safetensors"),
+    object_dtypes=frozenset(NAMES),
+    is_plain=True,
+    read_by_transformers=True,
+))  # fmt: skip
+register_format(TensorFormat(
+    name="h5",
+    suffixes=(".h5", ".hdf5", ".mdl"),
+    lay_out=_Lazily("hdf5.hdf5_layout:lay_out_hdf5"),
+    lay_out_object=_Lazily("hdf5.hdf5_layout:lay_out_hdf5_tree"),
+    recognise=_Lazily("hdf5.hdf5_file:is_hdf5"),
+    open_indexed=_Lazily("hdf5.hdf5_file:open_hdf5"),
+    object_dtypes=frozenset(ITEM_BYTES),
+    compressions=("zstd", "lz4", "blosc2", "gzip"),
+    native_floats=True,
+    holds_aliases=True,
+))  # fmt: skip
+register_format(TensorFormat(
+    name="dual",
+    suffixes=(".safetensors",),
+    second_suffix=".h5",
+    lay_out=_Lazily("dual:lay_out_dual"),
+    lay_out_object=_Lazily("dual:lay_out_dual_tree"),
+    recognise=_Lazily("dual:is_dual"),
+    open_indexed=_Lazily("safetensors_file:open_safetensors"),  # which compares its two tables
+    object_dtypes=frozenset(NAMES),
+    native_floats=True,
+    read_by_transformers=True,
+))  # fmt: skip
+register_format(TensorFormat(
+    name="torch",
+    suffixes=(".bin", ".pt", ".pth"),
+    model_stem="pytorch_model",
+    lay_out_archive=_Lazily("torch_file:lay_out_torch"),
+    save_object=_Lazily("torch_objects:save_torch_object"),
+    load_object=_Lazily("torch_objects:load_torch_object"),
+    recognise=_Lazily("torch_file:is_torch_file"),
+    open_tensors=_Lazily("torch_file:open_torch_file"),
+))  # fmt: skip
+register_format(TensorFormat(
+    name="tensorflow",
+    library=FolderLibrary(
+        _Lazily("tensorflow:check_tensorflow_types"),
+        _Lazily("tensorflow:write_tensorflow"),
+        _Lazily("tensorflow:open_tensorflow"),
+    ),
+))  # fmt: skip
+register_format(TensorFormat(
+    name="dcp",
+    library=FolderLibrary(_Lazily("dcp:check_dcp_types"), _Lazily("dcp:write_dcp"), _Lazily("dcp:open_dcp")),
+))  # fmt: skip

@@ -1,0 +1,78 @@
+"""Objects in files of torch: written and read by torch itself, which runs nothing that is in them."""
+
+from pathlib import Path
+from pickle import UnpicklingError
+from typing import Any, BinaryIO
+
+import torch
+
+from ft_ckpt.errors import CorruptError, damaged_input, shown, system_error
+from ft_ckpt.formats.torch_file import check_sums, check_torch_file, check_torch_written
+from ft_ckpt.storage import local_disk
+
+_MOST_AT_ONCE = 1 << 30  # bytes written in one call; Linux takes less than 2 GB
+
+
+class _CountingStream:
+    """A file for torch to write into: all it is given is written, or the first error is kept and all others follow it.
+
+    torch's own way of writing neither looks at how much of a block was taken (Linux takes 2 GB at a time) nor at why
+    writing failed.
+    """
+
+    def __init__(self, stream: BinaryIO) -> None:
+        self.stream, self.size_bytes = stream, 0
+        self.failure: OSError | None = None
+
+    def write(self, data: Any) -> int:
+        """Write all of `data`. Raises OSError."""
+        view = memoryview(data).cast("B")
+        try:
+            if self.failure is not None:
+                raise self.failure
+            left = view
+            while left:
+                left = left[self.stream.write(left[:_MOST_AT_ONCE]) or 0 :]
+        except OSError as error:
+            self.failure = self.failure or error
+            raise
+        self.size_bytes += len(view)
+        return len(view)
+
+    def flush(self) -> None:
+        """Nothing: what is written is in the file."""
+
+
+def save_torch_object(obj: Any, stage: Path) -> None:
+    """Write `obj`, whose tensors are plain ones, into the new file `stage`, durably. Raises TargetError, OSError."""
+    with stage.open("xb", buffering=0) as stream:
+        file: Any = _CountingStream(stream)
+        try:
+            torch.save(obj, file)
+        except RuntimeError as error:
+            raise file.failure or system_error(error) or error from error
+        if file.failure is not None:
+            raise file.failure
+    check_torch_written(stage, file.size_bytes)
+    local_disk.sync_path(stage)
+
+
+def load_torch_object(source: Path, map_location: Any, mapped: bool, verify: bool) -> Any:
+    """The object in the file `source`, its tensors on `map_location`; mapped from the file, if `mapped` and None.
+
+    `verify` compares checksums. Raises CorruptError where the file is damaged or would run code.
+    """
+    if verify:
+        check_sums(source)
+    check_torch_file(source)
+    mapped = mapped and map_location is None
+    with damaged_input(source.name):
+        try:
+            return torch.load(source, map_location=map_location, weights_only=True, mmap=mapped)
+        except UnpicklingError as error:
+            told = shown(error)
+            raise CorruptError(f"{source.name}: torch cannot read it without running code ({told})") from error
+        except RuntimeError as error:
+            if "mmap can only be used" not in str(error):
+                raise
+            return torch.load(source, map_location=map_location, weights_only=True)  # older than torch 1.6

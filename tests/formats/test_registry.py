@@ -1,0 +1,103 @@
+"""The registry of formats: a new one is a file with its functions and one record."""
+
+import json
+import subprocess
+import sys
+
+import models
+import pytest
+import torch
+
+import ft_ckpt
+from ft_ckpt import CheckpointSaver
+from ft_ckpt.checkpoint.catalog import read_manifest
+from ft_ckpt.errors import ConfigError
+from ft_ckpt.formats import registry
+from ft_ckpt.formats.detect import detect_format
+from ft_ckpt.formats.layout import Layout
+from ft_ckpt.formats.mapped_file import RawFile
+from ft_ckpt.formats.registry import TensorFormat, format_named, register_format, tensor_formats
+from ft_ckpt.formats.tensor_file import IndexedFile
+from ft_ckpt.formats.tensor_index import TensorIndex
+
+MAGIC = b"tiny"
+
+
+def lay_out_tiny(specs, metadata, ties):
+    """Four letters, the length of a table of the tensors, that table, and the tensors one after the other."""
+    starts, at = [], 0
+    for spec in specs:
+        starts.append(at)
+        at += spec.size_bytes
+    table = [[spec.name, spec.dtype, spec.shape, start] for spec, start in zip(specs, starts, strict=True)]
+    text = json.dumps(table).encode()
+    header = MAGIC + len(text).to_bytes(8, "little") + text
+    return Layout(header, tuple(specs), tuple(len(header) + start for start in starts), len(header) + at)
+
+
+def open_tiny(path, mapped=True, verify=False):
+    raw = RawFile(path, mapped)
+    size = int.from_bytes(raw.bytes(4, 8), "little")
+    table = json.loads(raw.bytes(12, size))
+    rows = {name: [dtype, shape, start, "", leaf] for leaf, (name, dtype, shape, start) in enumerate(table)}
+    return IndexedFile(raw, TensorIndex(rows, None, {}, 12 + size), verify)
+
+
+@pytest.fixture
+def tiny(monkeypatch):
+    monkeypatch.setattr(registry, "_FORMATS", dict(registry._FORMATS))
+    register_format(TensorFormat(name="tiny", suffixes=(".tiny",), lay_out=lay_out_tiny, open_indexed=open_tiny,
+                                 recognise=lambda file: file.bytes(0, 4) == MAGIC))  # fmt: skip
+
+
+def logits(model):
+    with torch.no_grad():
+        return model.eval()(**models.batch(0)).logits
+
+
+@pytest.mark.parametrize(("name", "shard"), [("llama", "50GB"), ("gpt2", 30_000), ("lora", "50GB")])
+def test_a_new_format_saves_and_loads_models(tiny, tmp_path, name, shard):
+    model = models.build(name)
+    report = CheckpointSaver(format="tiny", max_shard_size=shard).save(model, tmp_path / "out", adapter_only=False)
+    manifest = read_manifest(report.path)
+    assert {part.format for part in manifest.parts} == {"tiny"}
+    files = {tensor.file for tensor in manifest.parts[0].tensors}
+    assert (len(files) > 1) == (shard != "50GB")
+    assert {detect_format(report.path / file).name for file in files} == {"tiny"}
+    assert ft_ckpt.verify(report.path).ok
+    torch.testing.assert_close(logits(ft_ckpt.load_model(report.path)), logits(model), rtol=0, atol=1e-6)
+
+
+def test_a_new_format_is_converted_from_and_to(tiny, tmp_path):
+    tensors = {"a": torch.arange(6.0).view(2, 3), "b": torch.ones(5, dtype=torch.bfloat16)}
+    ft_ckpt.save(tensors, tmp_path / "x.safetensors")
+    ft_ckpt.convert(tmp_path / "x.safetensors", tmp_path / "y.tiny", verify=True)
+    ft_ckpt.convert(tmp_path / "y.tiny", tmp_path / "z.h5", verify=True)
+    found = ft_ckpt.load(tmp_path / "z.h5", "cpu")
+    assert all(torch.equal(found[name], tensor) for name, tensor in tensors.items())
+
+
+def test_a_format_that_is_not_registered_is_refused():
+    with pytest.raises(ConfigError, match="'tiny': expected one of safetensors, h5, dual"):
+        CheckpointSaver(format="tiny")
+    with pytest.raises(ConfigError, match="format 'tiny': one of safetensors, h5, dual, torch"):
+        ft_ckpt.save({}, "x", "tiny")
+    with pytest.raises(ConfigError, match="format='tiny': expected one of safetensors, h5, dual, torch, tensor"):
+        ft_ckpt.convert("x", "y", format="tiny")
+    with pytest.raises(ConfigError, match="format 'torch': its files have no index"):
+        format_named("torch").open_file("x.pt")
+
+
+def test_asking_the_records_needs_no_torch():
+    code = "import sys, ft_ckpt.formats.registry, ft_ckpt.config; ft_ckpt.config.SaverConfig(format='h5'); "
+    code += "sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_every_function_of_every_record_is_there():
+    """They are named by text, which no type checker follows."""
+    for known in tensor_formats():
+        for one in (known, known.library):
+            for value in vars(one).values() if one is not None else ():
+                place = getattr(value, "place", None)
+                assert place is None or callable(registry.function_at(place)), place
