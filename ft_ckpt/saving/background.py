@@ -22,7 +22,7 @@ from ft_ckpt.distributed.ranks import Ranks, current_ranks, try_action
 from ft_ckpt.model.conversion import load_conversion_table
 from ft_ckpt.saving import replicas
 from ft_ckpt.saving.execute import SaveReport, accept_differences, compares_replicas, run_save
-from ft_ckpt.saving.move_tensors import all_ranks_see
+from ft_ckpt.saving.move_tensors import SharedFolders
 from ft_ckpt.saving.plan import SavePlan, SaveRequest
 from ft_ckpt.saving.plan_cache import Weighed, planned, weigh
 from ft_ckpt.saving.priority import yield_to_training
@@ -31,6 +31,7 @@ from ft_ckpt.saving.worker import Worker
 from ft_ckpt.schedule import History, after_cost
 from ft_ckpt.training import zero_optimizer
 from ft_ckpt.training.capture import Captured
+from ft_ckpt.training.exchange import exchange
 from ft_ckpt.training.items import run_items
 from ft_ckpt.training.optimizers import unwrap_optimizer
 from ft_ckpt.training.run import TrainingRun
@@ -63,6 +64,20 @@ class PendingSave:
         return self.future.result(timeout)
 
 
+@dataclass(frozen=True)
+class _SnapshotFacts:
+    """What a rank tells the others of a save that is to be finished beside training."""
+
+    path: str
+    can_wait: bool
+    replicas: Mapping[str, str]  # digests of what other ranks should hold alike, by place
+
+
+@dataclass(frozen=True)
+class _Ended:
+    is_done: bool
+
+
 class BackgroundSaver:
     """The saves in the background of one saver, one in flight."""
 
@@ -74,7 +89,7 @@ class BackgroundSaver:
         self._worker = Worker()
         self._channel = ""
         self._looks = 0
-        self._shared: dict[Path, bool] = {}  # folder -> whether all ranks see the same files in it
+        self._shared = SharedFolders()
         if of.config.background:
             load_conversion_table()
 
@@ -92,7 +107,7 @@ class BackgroundSaver:
         chosen: SavePlan | None = None
         if request is not None:
             chosen, error = ranks.attempt(lambda: planned(self._look_at_model(request, {}), ranks, config))
-        return _save_now(request, error, ranks, config, begun, chosen, then)
+        return self._save_now(request, error, ranks, config, begun, chosen, then)
 
     def _start_in_background(
         self,
@@ -109,10 +124,10 @@ class BackgroundSaver:
         """
         request, weighed, possible = self._agree_on_snapshot(request, error, ranks, config)
         self._looks = 0
-        if request is None or weighed is None or not (possible and self._is_shared(request.target.parent, ranks)):
-            report = _save_now(
-                request, None, ranks, config, begun, None if weighed is None else weighed.as_it_is(), then
-            )
+        possible = possible and request is not None and self._shared.is_seen_by_all(request.target.parent, ranks)
+        if request is None or weighed is None or not possible:
+            chosen = None if weighed is None else weighed.as_it_is()
+            report = self._save_now(request, None, ranks, config, begun, chosen, then)
             return PendingSave(report.path, self._worker.finish_at_once(report))
         self._channel = self._channel or f"background-{next(_channels)}"
         ranks = current_ranks(config.enter_timeout_seconds, self._channel)
@@ -138,14 +153,14 @@ class BackgroundSaver:
             some, error = try_action(lambda: replicas.digest_replicas(weighed.replicas(), ranks.rank))
             made = some or {}
         can, target = weighed is not None and weighed.can_wait, "" if request is None else str(request.target)
-        facts = {"path": target, "can": can, "replicas": replicas.digests_by_place(made)}
-        answers = ranks.agree("save() in the background", facts, error, same=("path",))
+        facts = _SnapshotFacts(target, can, replicas.digests_by_place(made))
+        answers = exchange(ranks, "save() in the background", _SnapshotFacts, facts, error, same=("path",))
         if request is not None and compares_replicas(request, ranks):
-            apart = replicas.differing_replicas(made, [answer["replicas"] for answer in answers], ranks)
+            apart = replicas.differing_replicas(made, [answer.replicas for answer in answers], ranks)
             request = accept_differences(request, apart, ranks, config)
             if apart:  # to be laid out anew
                 return self._agree_on_snapshot(request, None, ranks, config)
-        return request, weighed, all(answer["can"] for answer in answers)
+        return request, weighed, all(answer.can_wait for answer in answers)
 
     def _weigh_request(self, request: SaveRequest, ranks: Ranks, config: SaverConfig) -> Weighed:
         """What must be copied, and when; the optimizers that it may wait for are watched from here on."""
@@ -184,7 +199,21 @@ class BackgroundSaver:
         error, chosen = error or trouble, None
         if error is None:
             chosen, error = try_action(lambda: weighed.with_copies(copies))
-        return _save_now(request, error, ranks, config, begun, chosen, then)
+        return self._save_now(request, error, ranks, config, begun, chosen, then)
+
+    def _save_now(
+        self,
+        request: SaveRequest | None,
+        error: BaseException | None,
+        ranks: Ranks,
+        config: SaverConfig,
+        begun: float,
+        chosen: SavePlan | None,
+        then: Callable[[Path], Any],
+    ) -> SaveReport:
+        report = run_save(None if error else request, error, ranks, config, begun, chosen, self._shared)
+        then(report.path)
+        return report
 
     def wait_for_save(self) -> SaveReport | None:
         """Wait for the save in flight and give its report, or raise what it raised; None when there is none."""
@@ -208,7 +237,7 @@ class BackgroundSaver:
         self._looks += 1
         if self._looks % 64 and self._looks & (self._looks - 1):
             return False
-        return all(answer["done"] for answer in ranks.agree("saver.step()", {"done": self._worker.is_done}))
+        return all(one.is_done for one in exchange(ranks, "saver.step()", _Ended, _Ended(self._worker.is_done)))
 
     def close(self) -> None:
         """Settle, and give the optimizers and the memory back."""
@@ -216,28 +245,6 @@ class BackgroundSaver:
             self.wait_for_save()
         finally:
             self.snapshot.close()
-
-    def _is_shared(self, folder: Path, ranks: Ranks) -> bool:
-        """Whether all ranks see the files that rank 0 makes in `folder`; asked once, so that no save must wait."""
-        if ranks.size == 1:
-            return True
-        if folder not in self._shared:
-            self._shared[folder] = all_ranks_see(folder, ranks)
-        return self._shared[folder]
-
-
-def _save_now(
-    request: SaveRequest | None,
-    error: BaseException | None,
-    ranks: Ranks,
-    config: SaverConfig,
-    begun: float,
-    chosen: SavePlan | None,
-    then: Callable[[Path], Any],
-) -> SaveReport:
-    report = run_save(None if error else request, error, ranks, config, begun, chosen)
-    then(report.path)
-    return report
 
 
 def _hooked_optimizers(of: TrainingRun) -> dict[torch.optim.Optimizer, list[Tensor]]:

@@ -15,6 +15,7 @@ from ft_ckpt.model.entries import Part, lossy_casts, shared_between
 from ft_ckpt.saving.files import PartPlan
 from ft_ckpt.storage.digests import FileRecord, digest_of
 
+BaseSamples = Mapping[str, Mapping[str, Mapping[str, float]]]  # part -> tensor -> flat index -> element
 _LIBRARIES = ("torch", "transformers", "peft", "accelerate", "safetensors")
 
 
@@ -22,7 +23,7 @@ def manifest_of(
     stage: Path,
     plans: Sequence[PartPlan],
     written: Iterable[FileRecord],
-    answers: Sequence[Mapping[str, Any]],
+    samples: Sequence[BaseSamples],
     *,
     compressed: bool,
     bases: Mapping[str, BaseRecord],
@@ -31,7 +32,7 @@ def manifest_of(
 ) -> Manifest:
     """The manifest of all files in `stage`, of which those in `written` are known already.
 
-    `answers` are what each rank said of the tensors it sampled, `bases` those of adapters by the names of their parts;
+    `samples` are each rank's of the bases of adapters, `bases` their records by the names of the parts;
     `notes` are beside those of the parts, `facts` further fields of the manifest.
     """
     files = {file.path: file for file in written}
@@ -40,7 +41,7 @@ def manifest_of(
     parts = [one.part for one in plans]
     return Manifest(
         parts=tuple(
-            _part_record(one, _base_with_fingerprint(one.part.name, bases, answers), compressed) for one in plans
+            _part_record(one, _base_with_fingerprint(one.part.name, bases, samples), compressed) for one in plans
         ),
         files=(*files.values(), *others),
         created=datetime.now(timezone.utc).isoformat(),
@@ -78,14 +79,14 @@ def base_record(part: Part, fingerprint: Mapping[str, Any]) -> BaseRecord:
 
 
 def _base_with_fingerprint(
-    name: str, bases: Mapping[str, BaseRecord], answers: Sequence[Mapping[str, Any]]
+    name: str, bases: Mapping[str, BaseRecord], samples: Sequence[BaseSamples]
 ) -> BaseRecord | None:
     """The base of an adapter with its fingerprint: each rank's samples put together; None for other parts."""
     if name not in bases:
         return None
     merged: dict[str, dict[str, float]] = {}
-    for answer in answers:
-        for tensor, values in answer["samples"].get(name, {}).items():
+    for own in samples:
+        for tensor, values in own.get(name, {}).items():
             merged.setdefault(tensor, {}).update(values)
     return replace(bases[name], fingerprint=merged)
 

@@ -9,7 +9,6 @@ import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import xxhash
 
@@ -20,12 +19,13 @@ from ft_ckpt.distributed.ranks import Ranks
 from ft_ckpt.errors import NoSpaceError, RankError, RanksDisagreeError, explained
 from ft_ckpt.files.objects import compress_file
 from ft_ckpt.model.parts import kind_of
-from ft_ckpt.saving import replicas, reuse_frozen
+from ft_ckpt.saving import replicas
 from ft_ckpt.saving.build_manifest import manifest_of
 from ft_ckpt.saving.files import check_written_files, link_second_names
-from ft_ckpt.saving.move_tensors import SaveJob, write_tensors
+from ft_ckpt.saving.move_tensors import SaveFacts, SaveJob, SharedFolders, write_tensors
 from ft_ckpt.saving.plan import SavePlan, SaveRequest, prepare_stage
 from ft_ckpt.storage.digests import FileRecord, digest_of
+from ft_ckpt.training.exchange import exchange
 from ft_ckpt.training.items import check_same_tensors
 
 _LOG = logging.getLogger("ft_ckpt")
@@ -50,22 +50,30 @@ def run_save(
     ranks: Ranks,
     config: SaverConfig,
     begun: float,
-    chosen: SavePlan | None = None,
+    chosen: SavePlan | None,
+    shared: SharedFolders,
 ) -> SaveReport:
     """Carry out `request`, or tell the other ranks of the `error` that there is instead. Collective.
 
-    `begun` is when the call came, by `time.monotonic`; `chosen` what was chosen before, for this request. Raises what
-    `CheckpointSaver.save` says.
+    `begun` is when the call came, by `time.monotonic`; `chosen` the plan made before for this request, if there is one;
+    `shared` what is known of folders that all ranks see. Raises what `CheckpointSaver.save` says.
     """
-    tries, outcome = 0, _try_save(request, error, ranks, config, begun, chosen)
-    while request is not None and outcome.keys() & {"full", "apart"}:
-        if "apart" in outcome:  # to be laid out anew
-            request, chosen = accept_differences(request, outcome["apart"], ranks, config), None
+    tries, changed = 0, frozenset[str]()
+    while True:
+        try:
+            outcome = _try_save(_SaveTry(request, ranks, config, begun, chosen, shared, tries, changed), error)
+        except BaseException:
+            shared.forget()
+            raise
+        if outcome.saved is not None or request is None:
+            break
+        if outcome.differences is not None:  # to be laid out anew
+            request, chosen = accept_differences(request, outcome.differences, ranks, config), None
         else:  # the disk was filled by others meanwhile, and the saver was told not to give up
-            tries += 1
-        changed = frozenset(outcome.get("changed", ()))
-        outcome = _try_save(request, None, ranks, config, begun, chosen, tries, changed)
-    report = SaveReport(**{**outcome, "path": Path(outcome["path"]), "notes": tuple(outcome["notes"])})
+            tries, changed = tries + 1, frozenset(outcome.changed)
+    if request is None or outcome.saved is None:
+        raise RankError("save(): agreed on without a request on this rank; please report it")
+    report = SaveReport(request.target, **vars(outcome.saved))
     if ranks.leads:
         _LOG.info("saved %s: %s in %.2f s", report.path.name, human_size(report.bytes), report.seconds)
         for note in report.notes:
@@ -93,26 +101,57 @@ def report_differences(found: str, saved: str, ranks: Ranks, config: SaverConfig
         warnings.warn(f"{saved}: {found}, which is stored", stacklevel=5)
 
 
-def _try_save(
-    request: SaveRequest | None,
-    error: BaseException | None,
-    ranks: Ranks,
-    config: SaverConfig,
-    begun: float,
-    chosen: SavePlan | None,
-    tries: int = 0,
-    changed: frozenset[str] = frozenset(),
-) -> dict[str, Any]:
-    """One try: what was committed, or on every rank {"apart": what ranks have come apart in} or {"full": why}.
+@dataclass(frozen=True, eq=False)
+class _SaveTry:
+    """One try to carry out a request."""
 
-    Of a full disk "changed" names the frozen files that no earlier checkpoint has.
-    """
+    request: SaveRequest | None
+    ranks: Ranks
+    config: SaverConfig
+    begun: float
+    chosen: SavePlan | None  # made before, for this request
+    shared: SharedFolders
+    number: int  # of tries before this one
+    changed: frozenset[str]  # frozen files that no earlier checkpoint has, as those tries have found
+
+
+@dataclass(frozen=True)
+class _Saved:
+    """What was committed: the fields of a SaveReport but the path."""
+
+    kind: str
+    bytes: int
+    tensors: int
+    seconds: float
+    casts: Mapping[str, int]
+    notes: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class _Outcome:
+    """What a try came to, rank 0's on every rank; with nothing `saved` there is to be another one."""
+
+    saved: _Saved | None = None
+    full: str | None = None  # why a disk had no room
+    changed: tuple[str, ...] = ()  # then the frozen files that no earlier checkpoint has
+    differences: Mapping[str, Mapping[int, str | None]] | None = None  # what ranks hold otherwise than others
+
+
+@dataclass(frozen=True)
+class _Names:
+    names: tuple[str, ...]
+
+
+def _try_save(one: _SaveTry, error: BaseException | None) -> _Outcome:
+    request, ranks, config = one.request, one.ranks, one.config
     prepared: SavePlan | None = None
     made: dict[str, replicas.ReplicaDigest] = {}
     try:
         if request is not None:
             prepared, error = ranks.attempt(
-                explained(request.target)(lambda: prepare_stage(request, ranks, config, tries, chosen, changed))
+                explained(request.target)(
+                    lambda: prepare_stage(request, ranks, config, one.number, one.chosen, one.changed)
+                )
             )
         if prepared is not None and compares_replicas(request, ranks):
             made, error = ranks.attempt(
@@ -120,33 +159,45 @@ def _try_save(
             )
             made = made or {}
         # Everything that can be refused is refused here, before a tensor moves: later, ranks depend on each other.
-        answers = ranks.agree(
-            "save()", _describe_request(request, prepared, made), error, same=("path", "kind", "step")
-        )
-        if len({answer["tensors"] for answer in answers}) > 1:
-            check_same_tensors(
-                [answer["names"] for answer in ranks.agree("the tensors of save()", _tensor_names(prepared))]
-            )
+        answers = _agree_on_plan(request, prepared, made, ranks, error)
         if request is None or prepared is None:
             raise RankError("save(): agreed on without a plan on this rank; please report it")
         _refuse_lonely_dicts(answers)
-        if compares_replicas(request, ranks) and not answers[0]["state_dict"]:  # which was given on rank 0 alone
-            apart = replicas.differing_replicas(made, [answer["replicas"] for answer in answers], ranks)
+        if compares_replicas(request, ranks) and not answers[0].state_dict:  # which was given on rank 0 alone
+            apart = replicas.differing_replicas(made, [answer.replicas for answer in answers], ranks)
             if apart:
-                return {"apart": apart}
-        job = SaveJob(request, prepared, tuple(answers), ranks, config, begun)
-        report, error = ranks.attempt(explained(request.target)(lambda: _write_and_commit(job)))
+                return _Outcome(differences=apart)
+        job = SaveJob(request, prepared, tuple(answers), ranks, config, one.begun, one.shared)
+        outcome, error = ranks.attempt(explained(request.target)(lambda: _write_and_commit(job)))
         if isinstance(error, NoSpaceError) and config.when_full != "raise":
-            report, error = {"full": str(error), "changed": [*changed, *(prepared.offers.keys() - job.taken)]}, None
-        return ranks.agree("the commit of save()", report, error)[0]
+            changed = (*one.changed, *(prepared.offers.keys() - job.taken))
+            outcome, error = _Outcome(full=str(error), changed=changed), None
+        outcomes: list[_Outcome] = exchange(ranks, "the commit of save()", _Outcome, outcome, error)
+        return outcomes[0]
     finally:
         if prepared is not None and prepared.stage is not None:
             commit.discard_stage(prepared.stage)
 
 
-def _tensor_names(prepared: SavePlan | None) -> dict[str, list[str]]:
-    plans = () if prepared is None else prepared.plans
-    return {"names": [f"{one.part.path}/{e.name}".lstrip("/") for one in plans for e in one.part.entries]}
+def _agree_on_plan(
+    request: SaveRequest | None,
+    prepared: SavePlan | None,
+    made: Mapping[str, replicas.ReplicaDigest],
+    ranks: Ranks,
+    error: BaseException | None,
+) -> list[SaveFacts]:
+    """Meet with the facts of the save; of every rank, in rank order. Raises RanksDisagreeError naming tensors."""
+    facts = None if request is None or prepared is None else _describe_save(request, prepared, made)
+    answers = exchange(ranks, "save()", SaveFacts, facts, error, same=("path", "kind", "step"))
+    if len({answer.tensors for answer in answers}) > 1:
+        names = None if prepared is None else _Names(_tensor_names(prepared))
+        everyone = exchange(ranks, "the tensors of save()", _Names, names)
+        check_same_tensors([answer.names for answer in everyone])
+    return answers
+
+
+def _tensor_names(prepared: SavePlan) -> tuple[str, ...]:
+    return tuple(f"{one.part.path}/{e.name}".lstrip("/") for one in prepared.plans for e in one.part.entries)
 
 
 def compares_replicas(request: SaveRequest | None, ranks: Ranks) -> bool:
@@ -154,44 +205,42 @@ def compares_replicas(request: SaveRequest | None, ranks: Ranks) -> bool:
     return ranks.size > 1 and request is not None and request.apart is None and not request.state_dict_given
 
 
-def _describe_request(
-    request: SaveRequest | None, prepared: SavePlan | None, made: Mapping[str, replicas.ReplicaDigest]
-) -> dict[str, Any]:
+def _describe_save(request: SaveRequest, prepared: SavePlan, made: Mapping[str, replicas.ReplicaDigest]) -> SaveFacts:
     """What every rank must see alike, and what rank 0 wants to know of each."""
-    if request is None or prepared is None:
-        return {}
     names = repr([(f.path, f.layout.specs) for one in prepared.plans for f in one.files])
-    return {
-        "path": str(request.target),
-        "kind": kind_of(request.adapter_only, request.attribute),
-        "step": request.step,
-        "tensors": xxhash.xxh3_64_hexdigest(names.encode()),
-        "state_dict": request.state_dict_given,
-        "samples": prepared.samples,
-        "stage": None if prepared.stage is None else str(prepared.stage),
-        "offers": reuse_frozen.offers_to_json(prepared.offers),
-        "replicas": replicas.digests_by_place(made),
-    }
+    return SaveFacts(
+        path=str(request.target),
+        kind=kind_of(request.adapter_only, request.attribute),
+        step=request.step,
+        tensors=xxhash.xxh3_64_hexdigest(names.encode()),
+        state_dict=request.state_dict_given,
+        samples=prepared.samples,
+        stage=None if prepared.stage is None else str(prepared.stage),
+        offers=prepared.offers,
+        replicas=replicas.digests_by_place(made),
+    )
 
 
-def _refuse_lonely_dicts(answers: list[dict[str, Any]]) -> None:
+def _refuse_lonely_dicts(answers: list[SaveFacts]) -> None:
     """Rank 0 writes: a state dict that others were handed and it was not leaves it waiting for tensors."""
-    given = [str(rank) for rank, answer in enumerate(answers) if answer["state_dict"]]
-    if given and not answers[0]["state_dict"]:
+    given = [str(rank) for rank, answer in enumerate(answers) if answer.state_dict]
+    if given and not answers[0].state_dict:
         raise RanksDisagreeError(
             f"state_dict= was given on rank(s) {', '.join(given)} and not on rank 0, which writes it; give it on rank 0"
         )
 
 
-def _write_and_commit(job: SaveJob) -> dict[str, Any]:
+def _write_and_commit(job: SaveJob) -> _Outcome:
     """Write the files, compare them with the model, commit. Collective; the result is rank 0's."""
-    if not job.ranks.leads and job.answers[0]["state_dict"]:
-        return {}  # rank 0 was handed everything; a gather leaves the others with {} or None, which says nothing
+    if not job.ranks.leads and job.answers[0].state_dict:
+        return (
+            _Outcome()
+        )  # rank 0 was handed everything; a gather leaves the others with {} or None, which says nothing
     files, stage = write_tensors(job), job.prepared.stage
-    return {} if stage is None else _commit_files(job, stage, files)
+    return _Outcome() if stage is None else _Outcome(_commit_files(job, stage, files))
 
 
-def _commit_files(job: SaveJob, stage: Path, files: list[FileRecord]) -> dict[str, Any]:
+def _commit_files(job: SaveJob, stage: Path, files: list[FileRecord]) -> _Saved:
     """Compare the files with the model, and commit."""
     request, plans, compression = job.request, job.prepared.plans, job.config.compression
     settings = replicas.differing_settings(request.captured.document)
@@ -204,7 +253,7 @@ def _commit_files(job: SaveJob, stage: Path, files: list[FileRecord]) -> dict[st
         stage,
         plans,
         files,
-        job.answers,
+        [answer.samples for answer in job.answers],
         compressed=compression is not None,
         bases=job.prepared.companions.bases,
         notes=[replicas.difference_note(settings, True)] if settings else [],
@@ -217,15 +266,14 @@ def _commit_files(job: SaveJob, stage: Path, files: list[FileRecord]) -> dict[st
         export=request.run_id is not None and request.captured.state is None,
     )
     commit.commit_stage(stage, request.target, manifest)
-    return {
-        "path": str(request.target),
-        "kind": manifest.kind,
-        "bytes": checkpoint_bytes(request.target, manifest),
-        "tensors": sum(len(part.tensors) for part in manifest.parts),
-        "seconds": time.monotonic() - job.begun,
-        "casts": _add_counts([part.casts for part in manifest.parts]),
-        "notes": list(manifest.notes),
-    }
+    return _Saved(
+        kind=manifest.kind,
+        bytes=checkpoint_bytes(request.target, manifest),
+        tensors=sum(len(part.tensors) for part in manifest.parts),
+        seconds=time.monotonic() - job.begun,
+        casts=_add_counts([part.casts for part in manifest.parts]),
+        notes=manifest.notes,
+    )
 
 
 def _compress_in_place(file: FileRecord, stage: Path, compression: str) -> FileRecord:

@@ -1,9 +1,9 @@
 """The tensors of one save come into its files: by rank 0, or by every rank, whichever they can and which pays."""
 
 import uuid
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from ft_ckpt.config import SaverConfig
 from ft_ckpt.distributed.gather import are_equal
@@ -15,12 +15,64 @@ from ft_ckpt.formats.write_files import write_files
 from ft_ckpt.saving import reuse_frozen, write_shards
 from ft_ckpt.saving.files import PartPlan, file_pieces
 from ft_ckpt.saving.plan import SavePlan, SaveRequest
+from ft_ckpt.saving.reuse_frozen import Offer
 from ft_ckpt.storage.digests import FileRecord
 from ft_ckpt.storage.progress import track_progress
 from ft_ckpt.storage.write_tuning import tuning_for
 from ft_ckpt.storage.writer import Writer
+from ft_ckpt.training.exchange import exchange
 
 _PROBE = ".ft_ckpt-probe"
+
+
+@dataclass(frozen=True)
+class SaveFacts:
+    """What a rank tells the others of a save before a tensor moves."""
+
+    path: str
+    kind: str
+    step: int | None
+    tensors: str  # digest of the names, shapes and dtypes in all files
+    state_dict: bool  # whether one was given
+    samples: Mapping[str, Mapping[str, Mapping[str, float]]]  # of adapters' bases: part -> tensor -> element
+    stage: str | None  # rank 0's
+    offers: Mapping[str, Offer]  # rank 0's: frozen files that may be there already
+    replicas: Mapping[str, str]  # digests of what other ranks should hold alike, by place
+
+
+@dataclass(frozen=True)
+class _Digests:
+    digests: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class _Probe:
+    """A file that rank 0 has left, and the word in it."""
+
+    path: str
+    word: str
+
+
+@dataclass(frozen=True)
+class _Vote:
+    sees: bool
+
+
+class SharedFolders:
+    """Folders in which all ranks see what rank 0 makes, or not all: asked once for each, until a save fails."""
+
+    def __init__(self) -> None:
+        self._known: dict[Path, bool] = {}
+
+    def is_seen_by_all(self, folder: Path, ranks: Ranks, probed: Path | None = None) -> bool:
+        """Whether all ranks see the files of `folder`; the probe goes there, or to `probed` below it. Collective."""
+        if folder not in self._known:
+            self._known[folder] = ranks.size == 1 or all_ranks_see(probed or folder, ranks)
+        return self._known[folder]
+
+    def forget(self) -> None:
+        """Ask anew."""
+        self._known.clear()
 
 
 @dataclass(frozen=True, eq=False)
@@ -29,10 +81,11 @@ class SaveJob:
 
     request: SaveRequest
     prepared: SavePlan
-    answers: tuple[dict[str, Any], ...]
+    answers: tuple[SaveFacts, ...]
     ranks: Ranks
     config: SaverConfig
     begun: float
+    shared: SharedFolders
     taken: dict[str, str] = field(default_factory=dict)  # once known: digests of the files that are there, by path
 
     @property
@@ -49,13 +102,13 @@ def write_tensors(job: SaveJob) -> list[FileRecord]:
     pairs = job.prepared.ties_to_check
     untied = [pair for pair in pairs if not are_equal(*pair, job.ranks, job.config.bucket_bytes)]
     linked = _link_frozen_files(job)
-    shares = _create_shared_files(job)
+    shares = _divide_between_ranks(job)
     return linked + (_write_on_rank_0(job, untied) if shares is None else _write_on_all_ranks(job, shares, untied))
 
 
 def _link_frozen_files(job: SaveJob) -> list[FileRecord]:
     """Find the frozen files that are there already, and on rank 0 put them in place; their records. Collective."""
-    offers, stage = job.answers[0]["offers"], job.prepared.stage
+    offers, stage = job.answers[0].offers, job.prepared.stage
     if not offers:
         return []
     shares = reuse_frozen.frozen_shares(job.prepared.plans, job.ranks.size)
@@ -84,66 +137,55 @@ def _make_writer(job: SaveJob) -> Writer:
     return Writer(tuning_for(config.io_threads, config.direct_io, config.io_block_bytes))
 
 
-def _create_shared_files(job: SaveJob) -> list[write_shards.Share] | None:
-    """Make the files for all ranks to write into, if that pays and they all see them; None: rank 0 writes."""
-    config, told = job.config, job.answers[0]
+def _divide_between_ranks(job: SaveJob) -> list[write_shards.Share] | None:
+    """Who writes what, if it pays that every rank writes and all see the stage; None: rank 0 writes. Collective."""
+    config = job.config
     plain = all(format_named(one.format).is_plain for one in job.prepared.plans) and config.compression is None
     if job.ranks.size == 1 or config.each_rank_writes == "off" or not plain or config.nonfinite == "raise":
         return None
-    if any(answer["state_dict"] for answer in job.answers):
+    if any(answer.state_dict for answer in job.answers):
         return None
     shares = write_shards.divide_files(job.unlinked_plans, job.ranks.size)
     if config.each_rank_writes == "auto" and not write_shards.is_worth_sharing(shares):
         return None
-
-    def open_files() -> None:
-        for share in shares if job.prepared.stage is not None else ():
-            write_shards.allocate_file(share, Path(told["stage"]))
-
-    _, error = try_action(open_files)
-    if all_ranks_see(Path(told["stage"]), job.ranks, error):
-        return shares
-    for share in shares if job.prepared.stage is not None else ():
-        (Path(told["stage"]) / share.file.path).unlink()
-    return None
+    stage = Path(str(job.answers[0].stage))
+    return shares if job.shared.is_seen_by_all(stage.parent, job.ranks, probed=stage) else None
 
 
-def all_ranks_see(folder: Path, ranks: Ranks, error: BaseException | None = None) -> bool:
+def all_ranks_see(folder: Path, ranks: Ranks) -> bool:
     """Whether all ranks see what rank 0 makes in `folder`: each looks for a word it leaves there. Collective.
 
-    Raises `error`, or that of rank 0 if it cannot write there, on all ranks.
+    Raises the error of rank 0, if it cannot write there, on all ranks.
     """
-    probe, word = folder / f"{_PROBE}-{uuid.uuid4().hex}", uuid.uuid4().hex
+    mine = _Probe(str(folder / f"{_PROBE}-{uuid.uuid4().hex}"), uuid.uuid4().hex)
 
     def leave_probe() -> None:
         if ranks.leads:
             folder.mkdir(parents=True, exist_ok=True)
-            probe.write_text(word)
+            Path(mine.path).write_text(mine.word)
 
-    if error is None:
-        _, error = try_action(leave_probe)
-    told = ranks.agree("the files of save()", {"path": str(probe), "word": word}, error)[0]
-    seen = Path(told["path"]).is_file() and Path(told["path"]).read_text() == told["word"]
-    votes = ranks.agree("the look at the files of save()", {"sees": seen})
+    _, error = try_action(leave_probe)
+    probe = exchange(ranks, "the files of save()", _Probe, mine, error)[0]
+    seen = Path(probe.path).is_file() and Path(probe.path).read_text() == probe.word
+    votes = exchange(ranks, "the look at the files of save()", _Vote, _Vote(seen))
     if ranks.leads:
-        probe.unlink(missing_ok=True)
-    return all(vote["sees"] for vote in votes)
+        Path(mine.path).unlink(missing_ok=True)
+    return all(vote.sees for vote in votes)
 
 
 def _write_on_all_ranks(
     job: SaveJob, shares: list[write_shards.Share], untied: list[tuple[Source, Source]]
 ) -> list[FileRecord]:
     """Every rank writes what it holds; the records are rank 0's to keep."""
-    stage, config = Path(job.answers[0]["stage"]), job.config
-
+    stage, config, ranks = Path(str(job.answers[0].stage)), job.config, job.ranks
     _refuse_untied(untied)
+    for share in shares:  # rank 0 takes the room for all files before a byte is written
+        write_shards.allocate_file(share, stage, takes_room=ranks.leads)
     with _make_writer(job) as writer:
-        digests = [
-            write_shards.write_own_bytes(share, stage, job.ranks, writer, config.bucket_bytes) for share in shares
-        ]
-    answers = job.ranks.agree("the writing of save()", {"digests": digests})
+        mine = [write_shards.write_own_bytes(share, stage, ranks, writer, config.bucket_bytes) for share in shares]
+    answers = exchange(ranks, "the writing of save()", _Digests, _Digests(tuple(mine)))
     return [
-        write_shards.file_record(share, [answer["digests"][number] for answer in answers])
+        write_shards.file_record(share, [answer.digests[number] for answer in answers])
         for number, share in enumerate(shares)
     ]
 

@@ -8,8 +8,8 @@ have whole rank 0's, and is written by that rank alone; a run keeps those of the
 import ctypes
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
-from typing import Any, NamedTuple
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 import xxhash
@@ -24,6 +24,7 @@ from ft_ckpt.distributed.wrappers import of_rank_0
 from ft_ckpt.errors import IncompleteError, RanksDisagreeError, listing
 from ft_ckpt.model.entries import Entry, Part
 from ft_ckpt.saving.files import PartPlan
+from ft_ckpt.training.exchange import exchange
 from ft_ckpt.training.optimizers import settings_by_rank
 
 # Tensor, as a run names it -> the ranks whose own is not the first rank's: where theirs lies (see `place_of`), None if
@@ -33,12 +34,18 @@ _WORDS = 1 << 24  # of 8 bytes, digested at a time on an accelerator
 _ODD = (-7046029254386353131, -4417276706812531889, -8663945395140668459)  # odd factors that spread bits, of xxHash
 
 
-class ReplicaDigest(NamedTuple):
+@dataclass(frozen=True)
+class ReplicaDigest:
     """What a rank has of one tensor."""
 
     place: str  # as `place_of` says
     bits: str  # hexadecimal; "" where it has nothing, though others have
     speaks: bool  # whether it is this rank's that is stored
+
+
+@dataclass(frozen=True)
+class _Digests:
+    digests: Mapping[str, ReplicaDigest]
 
 
 def replicated_tensors(plans: Iterable[PartPlan]) -> dict[str, Source]:
@@ -92,11 +99,10 @@ def differing_replicas(
             seen.setdefault(place, set()).add(digest)
     if all(len(digests) == 1 for digests in seen.values()):
         return {}
-    everyone = ranks.agree("the comparison of what ranks hold", {"digests": dict(made)})
+    everyone = exchange(ranks, "the comparison of what ranks hold", _Digests, _Digests(made))
     had: dict[str, dict[str, dict[int, ReplicaDigest]]] = {}  # name -> place -> rank
-    for rank, answer in enumerate(everyone):
-        for name, row in answer["digests"].items():
-            one = ReplicaDigest(*row)
+    for rank, held in enumerate(everyone):
+        for name, one in held.digests.items():
             had.setdefault(name, {}).setdefault(one.place, {})[rank] = one
     odd = {
         name: {rank: at for some in places.values() for rank, at in _deviating_ranks(some)}

@@ -9,9 +9,8 @@ import os
 import stat
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -26,6 +25,7 @@ from ft_ckpt.saving import write_shards
 from ft_ckpt.saving.files import PartPlan
 from ft_ckpt.saving.write_shards import Share
 from ft_ckpt.storage.digests import FileRecord, joined_digest, whole_digest
+from ft_ckpt.training.exchange import exchange
 
 LEAST_BYTES = 64 << 20  # of frozen tensors, for which a second file pays
 LEAST_SHARE = 0.25  # of a part
@@ -39,6 +39,11 @@ class Offer:
 
     ranks: int  # that each of the digests is made of
     digests: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class _Digests:
+    digests: Mapping[str, str]  # of this rank's bytes, by path
 
 
 @dataclass(frozen=True)
@@ -95,15 +100,14 @@ def link_candidates(
 
 
 def equal_files(
-    shares: Sequence[Share], told: Mapping[str, Mapping[str, Any]], ranks: Ranks, bucket_bytes: int
+    shares: Sequence[Share], offers: Mapping[str, Offer], ranks: Ranks, bucket_bytes: int
 ) -> dict[str, str]:
-    """The digests of the files that equal one which rank 0 has `told` all ranks of, by path. Collective.
+    """The digests of the files that equal one of rank 0's `offers`, by path. Collective.
 
     Each rank digests what it would write; tensors come to rank 0 where rank 0 alone wrote the earlier file.
     """
-    if not told:
+    if not offers:
         return {}
-    offers = {path: Offer(offer["ranks"], tuple(offer["digests"])) for path, offer in told.items()}
     mine = {}
     for share in shares:
         offer = offers.get(share.file.path)
@@ -111,10 +115,10 @@ def equal_files(
             mine[share.file.path] = write_shards.digest_own_bytes(
                 share.for_rank_0() if offer.ranks == 1 else share, ranks, bucket_bytes
             )
-    answers = ranks.agree("the frozen files of save()", {"digests": mine})
+    answers = exchange(ranks, "the frozen files of save()", _Digests, _Digests(mine))
     found = {}
     for path, offer in offers.items():
-        parts = [answer["digests"][path] for answer in answers]
+        parts = [answer.digests[path] for answer in answers]
         digest = whole_digest(parts[0]) if offer.ranks == 1 else joined_digest(parts)
         if digest in offer.digests:
             found[path] = digest
@@ -134,11 +138,6 @@ def place_equal_files(shares: Sequence[Share], taken: Mapping[str, str], stage: 
     for link in stage.glob(f"{_LINK}*"):
         link.unlink()
     return records
-
-
-def offers_to_json(offers: Mapping[str, Offer]) -> dict[str, Any]:
-    """Offers as all ranks are told of them."""
-    return {path: asdict(offer) for path, offer in offers.items()}
 
 
 def without_linked(plans: Sequence[PartPlan], taken: Iterable[str]) -> tuple[PartPlan, ...]:

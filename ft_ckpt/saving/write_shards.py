@@ -15,6 +15,7 @@ from torch import Tensor
 
 from ft_ckpt.distributed.ranks import Ranks
 from ft_ckpt.distributed.sharding import Sharding
+from ft_ckpt.errors import explained
 from ft_ckpt.formats.write_files import FilePlan
 from ft_ckpt.model.entries import Entry
 from ft_ckpt.saving.files import PartPlan, gather_entries
@@ -76,12 +77,18 @@ def is_worth_sharing(found: Sequence[Share]) -> bool:
     return cut >= LEAST_BYTES
 
 
-def allocate_file(share: Share, folder: Path) -> None:
-    """Make the file at its full size, for all ranks to write into. Raises NoSpaceError when there is no room."""
-    path = folder / share.file.path
-    path.parent.mkdir(parents=True, exist_ok=True)
-    os.close(create_file(path, share.file.layout.size_bytes, direct=False))
-    os.truncate(path, share.file.layout.size_bytes)
+def allocate_file(share: Share, stage: Path, takes_room: bool) -> None:
+    """Make the file, if no other rank has made it yet; one rank `takes_room` for all of it.
+
+    Every rank may write to it at once, whether the room is taken or not. Raises NoSpaceError when there is none.
+    """
+    path, size = stage / share.file.path, share.file.layout.size_bytes if takes_room else 0
+    with explained(path):
+        for folder in reversed(path.relative_to(stage).parents[:-1]):
+            (stage / folder).mkdir(exist_ok=True)  # not the stage itself, which rank 0 may have taken away again
+        os.close(create_file(path, size, direct=False, is_shared=True))
+        if takes_room:
+            os.truncate(path, size)
 
 
 def file_record(share: Share, digests: Sequence[str]) -> FileRecord:

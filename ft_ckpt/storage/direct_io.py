@@ -17,13 +17,13 @@ _NOT_DIRECT = {errno.EINVAL, errno.EOPNOTSUPP}  # what a file system without it 
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
-def create_file(path: Path, size_bytes: int, direct: bool) -> int:
-    """A descriptor of the new file `path`, its space taken.
+def create_file(path: Path, size_bytes: int, direct: bool, is_shared: bool = False) -> int:
+    """A descriptor of the new file `path`, its space taken. One that `is_shared` may have been made by another rank.
 
     Raises NoSpaceError when there is not enough, TargetError when the file cannot be made, or is there already.
     """
     with explained(path):
-        descriptor = open_for_writing(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, direct)
+        descriptor = open_for_writing(path, os.O_WRONLY | os.O_CREAT | (0 if is_shared else os.O_EXCL), direct)
         refusal = _allocate_space(descriptor, size_bytes)
         if refusal in _FULL:
             os.close(descriptor)

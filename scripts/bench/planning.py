@@ -50,15 +50,17 @@ def _cut_model(parameters: int) -> torch.nn.Module:
     return model.to_empty(device="cpu")
 
 
+def _own_chunks(shares: list[write_shards.Share], rank: int) -> list[tuple[int, int, int]]:
+    return [chunk for share in shares for cut in share.actual_cuts for chunk in cut_chunks(cut) if chunk[2] == rank]
+
+
 def _plan(model: torch.nn.Module, ranks: Ranks) -> Row:
     config, row = SaverConfig(), {}
     given = {"tokenizer": None, "adapter_only": False, "step": None, "metrics": {}}
     request, chosen, shares, own = request_of(config, model, Path("target"), **given), [], [], []
     row["choose_seconds"] = seconds(lambda: chosen.append(make_plan(request, ranks, config)))
     row["shares_seconds"] = seconds(lambda: shares.extend(write_shards.divide_files(chosen[0].plans, ranks.size)))
-    row["own_seconds"] = seconds(
-        lambda: own.extend(c for share in shares for cut in share.kept for c in cut_chunks(cut) if c[2] == ranks.rank)
-    )
+    row["own_seconds"] = seconds(lambda: own.extend(_own_chunks(shares, ranks.rank)))
     return {"seconds": sum(row.values()), **row, "pieces": len(own)}
 
 

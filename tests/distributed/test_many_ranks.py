@@ -51,7 +51,7 @@ def test_every_byte_has_one_writer(shapes, way, world, block_bytes):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(write_shards, "BLOCK_BYTES", block_bytes)
         first = shared(values, way, world, 0)
-        owners = {owner for _, _, owner in rank_parts(first.kept, first.file.layout.size_bytes)}
+        owners = {owner for _, _, owner in rank_parts(first.actual_cuts, first.file.layout.size_bytes)}
         looks = {0, 1, world // 2, world - 1, min(owners), max(owners)}
         found = {rank: shared(values, way, world, rank) for rank in looks}
         written = {
@@ -63,7 +63,7 @@ def test_every_byte_has_one_writer(shapes, way, world, block_bytes):
             for ranks in [Ranks(rank, world, HashStore())]
         }
     size = first.file.layout.size_bytes
-    pieces = list(rank_parts(first.kept, size))
+    pieces = list(rank_parts(first.actual_cuts, size))
     assert joined((start, stop) for start, stop, _ in pieces) == [(0, size)], "each byte once"
     assert all(0 <= owner < world for _, _, owner in pieces)
     for rank in looks:

@@ -23,7 +23,17 @@ from ft_ckpt.errors import CheckpointError, ConfigError, NoSpaceError
 from ft_ckpt.saving import execute, move_tensors, snapshot
 from ft_ckpt.saving.background import PendingSave
 
-TWO = ["ddp", "fsdp2", "fsdp1", "fsdp1_flat", "gathered", "told_at_the_next_step", "one_rank_fails", "not_shared"]
+TWO = [
+    "ddp",
+    "fsdp2",
+    "fsdp1",
+    "fsdp1_flat",
+    "gathered",
+    "told_at_the_next_step",
+    "one_rank_fails",
+    "not_shared",
+    "few_meetings",
+]
 ZERO = [  # stage 3 comes last, as in test_zero_optimizer.py
     *("zero1", "zero2", "muon", "zero1_bf16_gradients32", "zero2_bf16_offload"),
     *("zero3", "zero3_bf16_subgroups_persistent"),

@@ -18,6 +18,7 @@ import zero_optimizer
 from wrappers import WRAPPERS, Live
 
 from ft_ckpt import CheckpointSaver, verify
+from ft_ckpt.distributed.ranks import Ranks
 from ft_ckpt.errors import CheckpointError, NoSpaceError
 from ft_ckpt.saving import move_tensors, snapshot
 from ft_ckpt.saving.background import PendingSave
@@ -169,6 +170,34 @@ def not_shared(folder: Path) -> None:
     assert verify(folder / "saved").ok
     dist.barrier()
     assert [path.name for path in folder.iterdir()] == ["saved"]
+
+
+def few_meetings(folder: Path) -> None:
+    """Once all ranks are known to see the folder, they meet when the run is looked at, planned, written, committed."""
+    live, saver = begun("fsdp2", folder)
+    met: list[str] = []
+    real = Ranks.agree
+
+    def counted(ranks: Ranks, what: str, *rest: Any, **named: Any) -> list[dict[str, Any]]:
+        met.append(what)
+        return real(ranks, what, *rest, **named)
+
+    Ranks.agree = counted
+    try:
+        with saver:
+            saver.save_state(adapter_only=False)
+            saver.wait()
+            for background in (True, False):
+                live.step(models.batch(seed=harness.RANK))
+                saver.step()
+                met.clear()
+                saver.save_state(adapter_only=False, background=background)
+                saver.wait()
+                planned = ["save() in the background"] if background else []
+                expected = ["the look of save_state()", *planned, "save()", "the writing of save()"]
+                assert met == [*expected, "the commit of save()"], met
+    finally:
+        Ranks.agree = real
 
 
 def broken() -> Any:
