@@ -41,7 +41,7 @@ class SaveFacts:
 
 
 @dataclass(frozen=True)
-class _Digests:
+class _WrittenDigests:
     digests: tuple[str, ...]
 
 
@@ -183,7 +183,7 @@ def _write_on_all_ranks(
         write_shards.allocate_file(share, stage, takes_room=ranks.leads)
     with _make_writer(job) as writer:
         mine = [write_shards.write_own_bytes(share, stage, ranks, writer, config.bucket_bytes) for share in shares]
-    answers = exchange(ranks, "the writing of save()", _Digests, _Digests(tuple(mine)))
+    answers = exchange(ranks, "the writing of save()", _WrittenDigests, _WrittenDigests(tuple(mine)))
     return [
         write_shards.file_record(share, [answer.digests[number] for answer in answers])
         for number, share in enumerate(shares)

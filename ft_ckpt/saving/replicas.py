@@ -44,7 +44,7 @@ class ReplicaDigest:
 
 
 @dataclass(frozen=True)
-class _Digests:
+class _ReplicaDigests:
     digests: Mapping[str, ReplicaDigest]
 
 
@@ -99,7 +99,7 @@ def differing_replicas(
             seen.setdefault(place, set()).add(digest)
     if all(len(digests) == 1 for digests in seen.values()):
         return {}
-    everyone = exchange(ranks, "the comparison of what ranks hold", _Digests, _Digests(made))
+    everyone = exchange(ranks, "the comparison of what ranks hold", _ReplicaDigests, _ReplicaDigests(made))
     had: dict[str, dict[str, dict[int, ReplicaDigest]]] = {}  # name -> place -> rank
     for rank, held in enumerate(everyone):
         for name, one in held.digests.items():

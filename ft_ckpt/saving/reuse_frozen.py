@@ -42,7 +42,7 @@ class Offer:
 
 
 @dataclass(frozen=True)
-class _Digests:
+class _FrozenDigests:
     digests: Mapping[str, str]  # of this rank's bytes, by path
 
 
@@ -115,7 +115,7 @@ def equal_files(
             mine[share.file.path] = write_shards.digest_own_bytes(
                 share.for_rank_0() if offer.ranks == 1 else share, ranks, bucket_bytes
             )
-    answers = exchange(ranks, "the frozen files of save()", _Digests, _Digests(mine))
+    answers = exchange(ranks, "the frozen files of save()", _FrozenDigests, _FrozenDigests(mine))
     found = {}
     for path, offer in offers.items():
         parts = [answer.digests[path] for answer in answers]
