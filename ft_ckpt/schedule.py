@@ -45,7 +45,7 @@ class Every:
     best: tuple[str, str] | None = None
     """Name of a metric and "min" or "max": whenever it is better than at any save before."""
     signals: tuple[str, ...] = ("SIGTERM", "SIGUSR1", "SIGINT")
-    """On any of these: saved at the end of the step, then the process exits (see `signals.py`)."""
+    """On any of these: saved at the end of the step, then the process exits; a second one ends it at once."""
     exit_code: int | None = None
     """After a save on a signal; None is 128 and the signal's number, as a shell shows it."""
     deadline: float | datetime | str | None = "auto"

@@ -37,13 +37,18 @@ class CheckpointInfo:
 
 @dataclass(frozen=True)
 class VerifyReport:
-    """What `verify` found: `ok` when `problems` is empty; `files` are those the manifest lists, `bytes` their size."""
+    """The outcome of `verify`."""
 
     path: Path
+    """The checkpoint."""
     ok: bool
+    """Whether there are no problems."""
     problems: tuple[str, ...]
+    """What differs from the manifest, with the file first."""
     files: int
+    """Number of files that the manifest lists."""
     bytes: int
+    """Their size, in bytes."""
 
 
 def read_manifest(path: str | os.PathLike[str]) -> Manifest:

@@ -36,12 +36,12 @@ _ROOM_BYTES = 16 << 20  # for companions, in the look at free space
 
 @dataclass(frozen=True)
 class ConvertReport:
-    """What a conversion wrote."""
+    """A finished conversion: `bytes` of all weight files, `tensors` with a tied one counted once."""
 
     path: Path
     format: str
-    bytes: int  # of all weight files
-    tensors: int  # a tied one once
+    bytes: int
+    tensors: int
     seconds: float
     casts: Mapping[str, int]  # "float32->bfloat16": number of tensors
     skipped: tuple[str, ...]  # "name: what it is" of what is no tensor
@@ -75,10 +75,10 @@ def convert(
     `src` is a file (HDF5, safetensors, torch), a Hugging Face folder, a checkpoint of ours, or a folder of torch's
     distributed checkpoint, DeepSpeed or TensorFlow. `dst` is a file whose suffix names the format, or a folder, which
     gets the companions of a source folder and a manifest. `format`: the name of one. `dtype` casts floating-point
-    tensors, `map` renames (see `translate.read_map`), `verify` reads the result and compares it bit for bit with the
-    source, `max_shard_size` (bytes or "5GB") splits the weights of a folder. At most a few slices are held, or one
-    tensor where it is not stored in row-major order. A checkpoint of ours is held open: a save that
-    replaces it meanwhile changes nothing, and no sweep deletes it.
+    tensors, `map` renames (old names to new ones, with * at the end of both for all that begin so, or a file of these),
+    `verify` compares the result bit for bit with the source, `max_shard_size` (bytes or "5GB") splits the weights of a
+    folder. At most a few slices are held, or one tensor where it is not stored in row-major order. A checkpoint of ours
+    is held open: a save that replaces it meanwhile changes nothing, and none deletes it.
 
     Raises ConfigError, SelectionError for names and types that cannot be, LoadError or CorruptError for the source,
     TargetError or NoSpaceError for the target.

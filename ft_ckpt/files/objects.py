@@ -42,7 +42,7 @@ def save(
 ) -> None:
     """Save `obj` into the file `path`, whole and durable, or raise and leave what was there.
 
-    `obj` is any nesting of dicts, lists, tuples, numbers, strings, bytes, numpy arrays and tensors; see `tree`.
+    `obj` is any nesting of dicts, lists, tuples, numbers, strings, bytes, numpy arrays and tensors.
     `format` is "h5", "dual", "safetensors" or "torch"; without it the suffix of `path` decides. `native_floats` gives
     bfloat16 in HDF5 files a type whose values every reader shows. `compression` ("zstd", "lz4", "blosc2" or "gzip",
     HDF5 files only) takes less room and more time, and about twice the room while it is at work; `shuffle` ("bit",
@@ -84,7 +84,7 @@ def load(
     """The object in the file `path`. Without `map_location` its tensors are read when they are first used.
 
     `map_location` gives plain tensors on that device; on the CPU large ones are mapped. `mapped=False` copies values
-    where they would be mapped (see `lazy`). `verify` compares digests: of HDF5 files of ours for every tensor that is
+    where they would be mapped. `verify` compares digests: of HDF5 files of ours for every tensor that is
     read, of other files at once, as the manifest beside the file has them, or the checksums in a torch file. `format`
     is found from the content. Raises
     CorruptError for a file that is damaged, incomplete or would run code, FileNotFoundError where there is none,

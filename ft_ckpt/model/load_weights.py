@@ -16,16 +16,24 @@ from ft_ckpt.model.plain_module import put_at, tensor_at
 
 @dataclass(frozen=True)
 class LoadReport:
-    """What a load found. A strict load raises instead of returning one with the first three filled."""
+    """The outcome of a load. A strict one raises where a name would be missing, unexpected or reshaped."""
 
     path: Path
-    part: str  # "" for the whole checkpoint
-    missing: tuple[str, ...] = ()  # in the model, not in the files
-    unexpected: tuple[str, ...] = ()  # in the files, not in the model
-    reshaped: tuple[str, ...] = ()  # of another shape
+    """The checkpoint."""
+    part: str
+    """The part that was loaded; "" for the whole checkpoint."""
+    missing: tuple[str, ...] = ()
+    """Names in the model and not in the files."""
+    unexpected: tuple[str, ...] = ()
+    """Names in the files and not in the model."""
+    reshaped: tuple[str, ...] = ()
+    """Names of tensors with another shape in the model."""
     tensors: int = 0
-    zero_copy: bool = False  # the parameters are the mapped file; they are copied only when written to
+    """Number of tensors that were loaded."""
+    zero_copy: bool = False
+    """The parameters are the mapped file; they are copied only when they are written to."""
     notes: tuple[str, ...] = ()
+    """What the load decided and a reader should know."""
 
 
 def put_tensors(

@@ -48,7 +48,9 @@ class PendingSave:
     """
 
     path: Path
+    """The folder that the save makes."""
     future: "Future[SaveReport]"
+    """What the save comes to."""
 
     @property
     def done(self) -> bool:

@@ -33,15 +33,22 @@ _LOG = logging.getLogger("ft_ckpt")
 
 @dataclass(frozen=True)
 class SaveReport:
-    """What a save committed, the same on every rank."""
+    """A finished save: its folder, its size and the saver's decisions. The same on every rank."""
 
     path: Path
-    kind: str  # "full" | "adapter" | "attribute"
-    bytes: int  # of all files; one that goes by two names counts once
+    """The committed folder."""
+    kind: str
+    """ "full", "adapter", "attribute" or "state"."""
+    bytes: int
+    """Size of all files, in bytes; one that goes by two names counts once."""
     tensors: int
-    seconds: float  # from the call to the commit, synced
-    casts: Mapping[str, int]  # "float32->bfloat16": number of tensors
+    """Number of stored tensors."""
+    seconds: float
+    """From the call to the commit, synced."""
+    casts: Mapping[str, int]
+    """Number of tensors for each cast, such as "float32->bfloat16"."""
     notes: tuple[str, ...]
+    """What the saver decided and a reader should know."""
 
 
 def run_save(

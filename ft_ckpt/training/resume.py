@@ -44,12 +44,16 @@ class Restored:
 
 @dataclass(frozen=True)
 class RestoreReport:
-    """What a resume brought back, item by item, and how the run differs from the one that saved."""
+    """The outcome of a resume, item by item, and how the run differs from the one that saved."""
 
-    path: Path | None = None  # None: nothing was resumed, the run began afresh
+    path: Path | None = None
+    """The checkpoint; None when nothing was resumed and the run began afresh."""
     items: tuple[Restored, ...] = ()
+    """Each with its `name`, `status` ("restored", "absent" on one side, or "failed") and a `detail` that says why."""
     differences: tuple[str, ...] = ()
+    """Settings in which this run differs from the one that saved."""
     notes: tuple[str, ...] = ()
+    """What the resume decided and a reader should know."""
 
     @property
     def problems(self) -> tuple[str, ...]:

@@ -48,14 +48,20 @@ from ft_ckpt.training.structure import Kept
 
 @dataclass(frozen=True)
 class Progress:
-    """How far a run is. `resumed_from` and `report` tell how it came there, if it was resumed."""
+    """How far a run is, and what it was resumed from."""
 
-    step: int = 0  # optimizer steps done
-    epoch: int = 0  # passes over the data done, as `remaining` counts them for the loader it was first asked for
-    batch: int = 0  # batches of this rank done in the current pass of that loader
-    samples: int = 0  # of that loader, done by all ranks
+    step: int = 0
+    """Steps of the optimizer that are done."""
+    epoch: int = 0
+    """Passes over the data that are done, as `remaining` counts them for the loader it was first asked for."""
+    batch: int = 0
+    """Batches of this rank that are done in the current pass of that loader."""
+    samples: int = 0
+    """Samples of that loader that all ranks together have been given since the run began."""
     resumed_from: Path | None = None
-    report: RestoreReport = field(default_factory=RestoreReport)  # without items when the run began afresh
+    """The checkpoint; None when the run began afresh."""
+    report: RestoreReport = field(default_factory=RestoreReport)
+    """The outcome of the resume; without items when the run began afresh."""
 
 
 class TrainingRun:

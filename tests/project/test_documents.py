@@ -13,6 +13,7 @@ import yaml
 from launch import run_cases
 from pages import PARSED, RUN, blocks_of
 from places import ROOT
+from test_house import ERRORS, cli_commands
 
 import ft_ckpt
 
@@ -81,6 +82,15 @@ def test_every_setting_is_listed_with_its_default():
     named = re.findall(r"^\| `(\w+)` \| `(.+?)` \|", page, re.MULTILINE)
     expected = [field for kind in (ft_ckpt.SaverConfig, ft_ckpt.Every) for field in fields(kind)]
     assert [(name, eval(default)) for name, default in named] == [(field.name, field.default) for field in expected]
+
+
+def test_nothing_public_is_left_out():
+    """Every public name is on the page of the API, every command on its page, every error in its table."""
+    api, cli, errors = ((ROOT / f"docs/{name}.md").read_text(encoding="utf-8") for name in ("api", "cli", "errors"))
+    described = set(re.findall(r"^::: ft_ckpt\.(\w+)", api, re.MULTILINE))
+    assert {name for name in ft_ckpt.__all__ if name not in described} == set()
+    assert {name for name in cli_commands() if not re.search(rf"^\| .*`{name}\b", cli, re.MULTILINE)} == set()
+    assert ERRORS - {"CheckpointError"} == set(re.findall(r"^\| `(\w+)`", errors, re.MULTILINE))
 
 
 def test_the_site_is_built_without_a_warning(tmp_path):

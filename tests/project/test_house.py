@@ -170,7 +170,7 @@ def test_commands_on_a_page_exist(page):
 
 @pages
 def test_paths_named_on_a_page_exist(page):
-    paths = re.findall(r"(?<![\w./-])((?:scripts|configs|tests)/[\w./-]*\w)", page.read_text())
+    paths = re.findall(r"(?<![\w./-])((?:ft_ckpt|scripts|configs|tests)/[\w./-]*\w)", page.read_text())
     assert [path for path in paths if not (ROOT / path).exists()] == []
 
 
