@@ -57,7 +57,7 @@ def on_saved(_: int) -> dict[str, Any]:
     return {**names, "train": train, "evaluate": lambda _: 2.0, "saver": saver, "CheckpointSaver": CheckpointSaver}
 
 
-on_full = on_background = on_hdf5 = on_files = on_saved
+on_full = on_background = on_hdf5 = on_files = on_contributing = on_saved
 
 
 def on_lora(script: int) -> dict[str, Any]:
