@@ -4,7 +4,7 @@ Facts are taken from the handles that FullyShardedDataParallel keeps; nothing is
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from ft_ckpt.distributed.process_groups import global_rank, group_members, is_subset_of_ranks
 from ft_ckpt.distributed.sharding import FlatSharding, ReplicatedSharding, Sharding
+from ft_ckpt.distributed.wrapper_protocol import Layout, Wrapper
 
 
 @dataclass(frozen=True, eq=False)
@@ -49,19 +50,46 @@ class FlatParameter:
         return None if span is None else flat[slice(*span)]
 
 
-def is_fsdp1(module: nn.Module) -> bool:
-    """Whether `module` is FSDP1's wrapper; told by its name, since that class takes long to import."""
-    return type(module).__name__ == "FullyShardedDataParallel"
+class FSDP1Wrapper(Wrapper):
+    """FullyShardedDataParallel around a module and, inside, around its layers."""
 
+    child_key = "_fsdp_wrapped_module"
+    packages = ("torch.distributed.",)
+    hides_gradients = "FSDP1"
 
-def flat_parameters(model: nn.Module) -> dict[tuple[int, str], FlatParameter]:
-    """(id of the owning module, parameter name) -> its place in an FSDP1 flat parameter."""
-    found: dict[tuple[int, str], FlatParameter] = {}
-    for module in model.modules():
-        handle = getattr(module, "_handle", None) if is_fsdp1(module) else None
-        if handle is not None:
-            found.update(_parameters_of_handle(handle))
-    return found
+    def wraps(self, module: nn.Module) -> bool:
+        """Told by the name of the class, since importing it takes long."""
+        return type(module).__name__ == "FullyShardedDataParallel"
+
+    def hides_tensors(self, module: nn.Module) -> bool:
+        """The module's parameters lie in its handle's flat parameter."""
+        return self.wraps(module)
+
+    def tensors_of_modules(self, model: nn.Module) -> Mapping[tuple[int, str], FlatParameter]:
+        """The places of the original parameters in the flat ones."""
+        found: dict[tuple[int, str], FlatParameter] = {}
+        for module in model.modules():
+            handle = getattr(module, "_handle", None) if self.wraps(module) else None
+            if handle is not None:
+                found.update(_parameters_of_handle(handle))
+        return found
+
+    def describes(self, tensor: Any) -> bool:
+        """Whether it is a place in a flat parameter."""
+        return isinstance(tensor, FlatParameter)
+
+    def layout_of(self, tensor: Any) -> Layout:
+        """The run of elements in each rank's shard."""
+        return Layout(tensor.shape, tensor.dtype, tensor.trainable, True, "fsdp1", tensor.sharding())
+
+    def local_part(self, tensor: Any) -> Tensor | None:
+        """This rank's run in its shard of the flat parameter."""
+        return tensor.local_run(tensor.shard_buffer())  # type: ignore[no-any-return]  # as FlatParameter says
+
+    def drop_gradients(self, module: nn.Module) -> None:
+        """FSDP1 shows parts of the flat parameter's gradient as those of the parameters."""
+        if isinstance(flat := getattr(module, "_flat_param", None), Tensor):
+            flat.grad = None
 
 
 def _parameters_of_handle(handle: Any) -> Iterator[tuple[tuple[int, str], FlatParameter]]:

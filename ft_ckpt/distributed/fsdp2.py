@@ -1,37 +1,91 @@
 """Torch's distributed tensors (FSDP2, HSDP, tensor parallelism): cut over a mesh of ranks as placements say."""
 
+from collections.abc import Mapping
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 
 from ft_ckpt.distributed.process_groups import is_subset_of_ranks
 from ft_ckpt.distributed.sharding import Box, Mesh, MeshSharding, OpaqueSharding, Sharding
+from ft_ckpt.distributed.wrapper_protocol import Layout, PendingGradient, Wrapper
 
 
-def is_dtensor(tensor: Any) -> bool:
-    """Whether torch's distributed tensors describe it (FSDP2, tensor parallelism)."""
-    return hasattr(tensor, "device_mesh") and hasattr(tensor, "placements") and hasattr(tensor, "full_tensor")
+class FSDP2Wrapper(Wrapper):
+    """FSDP2 and whatever else makes torch's distributed tensors; it wraps no module, but gives modules new classes."""
+
+    packages = ("torch.distributed.",)
+    attribute_prefixes = ("_fsdp_", "_is_fsdp_", "__composable")
+
+    def describes(self, tensor: Any) -> bool:
+        """Whether it is a distributed tensor."""
+        return hasattr(tensor, "device_mesh") and hasattr(tensor, "placements") and hasattr(tensor, "full_tensor")
+
+    def layout_of(self, tensor: Any) -> Layout:
+        """What mesh and placements say."""
+        shape, mesh, placements = tuple(tensor.shape), tensor.device_mesh, tuple(tensor.placements)
+        here, are_some = tuple(mesh.get_coordinate() or ()), is_subset_of_ranks(mesh.size())
+        engine, sharding = _sharding_of_layout(shape, mesh, placements, here, are_some)
+        is_parameter = isinstance(tensor, nn.Parameter)
+        return Layout(shape, tensor.dtype, bool(tensor.requires_grad), is_parameter, engine, sharding)
+
+    def local_part(self, tensor: Any) -> Tensor | None:
+        """This rank's part."""
+        with torch.no_grad():  # or torch would make a step of autograd of it
+            local = tensor.to_local().detach()
+        ready: Tensor = local.wait() if hasattr(local, "wait") else local  # still on its way when a collective made it
+        return ready
+
+    def full_tensor(self, tensor: Any) -> Tensor:
+        """The full tensor, as torch's own gather puts it together."""
+        return tensor.detach().full_tensor()  # type: ignore[no-any-return]  # a Tensor
+
+    def reshard(self, module: nn.Module) -> None:
+        """As FSDP2 does it for a state dict.
+
+        Between a forward and what follows it, the outermost parameters are whole and in the compute dtype: copies,
+        with less precision than the shards.
+        """
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+    def user_class(self, cls: type) -> type:
+        """FSDP2 gives a module a class of its own that inherits from the user's."""
+        return next(base for base in cls.__mro__ if not issubclass(base, FSDPModule))
+
+    def pending_gradients(self, root: nn.Module) -> Mapping[str, PendingGradient]:
+        """FSDP2's own records of the parameters that it cuts: they keep gradients that are not yet reduced."""
+        states: list[Any] = [one._get_fsdp_state() for one in root.modules() if isinstance(one, FSDPModule)]
+        if not states:
+            return {}
+        groups = (getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group] for state in states)
+        records = {
+            id(one.sharded_param): one for some in groups for group in some if group for one in group.fsdp_params
+        }
+        names = {id(parameter): name for name, parameter in root.named_parameters()}
+        return {names[key]: _UnreducedGradient(one) for key, one in records.items() if key in names}
 
 
-def dtensor_local(tensor: Any) -> Tensor:
-    """This rank's part of a distributed tensor."""
-    with torch.no_grad():  # or torch would make a step of autograd of it
-        local: Any = tensor.to_local().detach()
-    return local.wait() if hasattr(local, "wait") else local  # type: ignore[no-any-return]  # on its way, of a collective
+@dataclass(frozen=True)
+class _UnreducedGradient:
+    """The gradient of a whole parameter that FSDP2 has not yet brought together from all ranks."""
 
+    record: Any  # FSDP2's of the parameter
 
-def dtensor_full(tensor: Any) -> Tensor:
-    """The full tensor, as torch's own gather puts it together. Collective."""
-    return tensor.detach().full_tensor()  # type: ignore[no-any-return]  # a Tensor
+    def read(self) -> Tensor | None:
+        """The sum of earlier backward passes, or the gradient of the one just done."""
+        pending: Tensor | None = getattr(self.record, "unsharded_accumulated_grad", None)
+        whole = getattr(self.record, "_unsharded_param", None)
+        return whole.grad if pending is None and whole is not None else pending
 
-
-def dtensor_sharding(tensor: Any) -> tuple[str, Sharding]:
-    """The engine's name and the sharding of a distributed tensor."""
-    mesh, placements = tensor.device_mesh, tuple(tensor.placements)
-    here, are_some = tuple(mesh.get_coordinate() or ()), is_subset_of_ranks(mesh.size())
-    return _sharding_of_layout(tuple(tensor.shape), mesh, placements, here, are_some)
+    def write(self, gradient: Tensor | None) -> None:
+        """As the sum of earlier passes."""
+        self.record.unsharded_accumulated_grad = gradient
+        if getattr(self.record, "_unsharded_param", None) is not None:
+            self.record._unsharded_param.grad = None
 
 
 @lru_cache(maxsize=1024)  # torch counts out every index of a cut dimension; a model has few shapes and many tensors

@@ -13,10 +13,10 @@ import torch
 import xxhash
 from torch import Tensor, nn
 
+from ft_ckpt.distributed.inventory import Inventory
 from ft_ckpt.distributed.ranks import Ranks, current_ranks
 from ft_ckpt.distributed.sharding import Box
-from ft_ckpt.distributed.tensor_info import Source
-from ft_ckpt.distributed.wrappers import sources
+from ft_ckpt.distributed.tensor_info import TensorInfo, Tensors, full_of, local_of
 
 
 @dataclass(frozen=True, eq=False)
@@ -28,14 +28,17 @@ class Chunk:
     data: Tensor
 
 
-def stream_chunks(chosen: Sequence[Source], ranks: Ranks, bucket_bytes: int) -> Iterator[Chunk]:
+def stream_chunks(
+    chosen: Sequence[TensorInfo], ranks: Ranks, bucket_bytes: int, tensors: Tensors | None = None
+) -> Iterator[Chunk]:
     """The elements of `chosen`, in order, as chunks on rank 0; nothing on the others. Collective.
 
-    Every rank must run it to its end with the same `chosen`. Beside its own shard rank 0 holds at most
+    They are taken from `tensors`, or else from the sources themselves. Every rank must run it to its end with the same
+    `chosen`. Beside its own shard rank 0 holds at most
     `bucket_bytes`, or one row of a tensor where a row alone is larger.
     """
-    buckets = list(_cut_buckets(chosen, bucket_bytes // 2))  # one half is filled from the other
-    courier = _BucketCarrier(ranks, max(map(_rows_bytes, buckets), default=0))
+    buckets = list(_cut_buckets(chosen, bucket_bytes // 2, tensors))  # one half is filled from the other
+    courier = _BucketCarrier(ranks, tensors, max(map(_rows_bytes, buckets), default=0))
     for bucket in buckets:
         yield from courier.carry_bucket(bucket)
 
@@ -47,28 +50,34 @@ def full_state_dict(
 
     `names` limits it; nothing else is moved. The tensors are copies.
     """
-    found = sources(model)
+    inventory = Inventory()
+    inventory.note_model(model)
+    found = inventory.infos()
     chosen = [found[name] for name in (names if names is not None else found)]
-    return gather_tensors(chosen, ranks or current_ranks(), bucket_bytes)
+    return gather_tensors(chosen, ranks or current_ranks(), bucket_bytes, inventory)
 
 
-def are_equal(one: Source, other: Source, ranks: Ranks, bucket_bytes: int) -> bool:
-    """Whether two sources hold the same bits; True on ranks other than 0. Collective."""
+def are_equal(
+    one: TensorInfo, other: TensorInfo, ranks: Ranks, bucket_bytes: int, tensors: Tensors | None = None
+) -> bool:
+    """Whether two tensors have the same bits; True on ranks other than 0. Collective."""
     digests = []
-    for source in (one, other):
+    for info in (one, other):
         digest = xxhash.xxh3_128()
-        for chunk in stream_chunks([source], ranks, bucket_bytes):
+        for chunk in stream_chunks([info], ranks, bucket_bytes, tensors):
             digest.update(chunk.data.contiguous().view(torch.uint8).numpy().data)
         digests.append(digest.digest())
     return digests[0] == digests[1]
 
 
-def gather_tensors(chosen: Sequence[Source], ranks: Ranks, bucket_bytes: int) -> dict[str, Tensor]:
+def gather_tensors(
+    chosen: Sequence[TensorInfo], ranks: Ranks, bucket_bytes: int, tensors: Tensors | None = None
+) -> dict[str, Tensor]:
     """Full copies of `chosen` on the host of rank 0, by name; `{}` elsewhere. Collective."""
     full: dict[str, Tensor] = {}
     if ranks.leads:
-        full = {source.name: torch.empty(source.shape, dtype=source.dtype) for source in chosen}
-    for chunk in stream_chunks(chosen, ranks, bucket_bytes):
+        full = {info.name: torch.empty(info.shape, dtype=info.dtype) for info in chosen}
+    for chunk in stream_chunks(chosen, ranks, bucket_bytes, tensors):
         flat = full[chunk.name].view(-1)
         flat[chunk.start : chunk.start + chunk.data.numel()].copy_(chunk.data)
     return full
@@ -76,24 +85,25 @@ def gather_tensors(chosen: Sequence[Source], ranks: Ranks, bucket_bytes: int) ->
 
 @dataclass(frozen=True, eq=False)
 class _RowRange:
-    """Rows [low, high) of one source's view."""
+    """Rows [low, high) of one tensor's view."""
 
-    source: Source
+    info: TensorInfo
+    local: Tensor | None  # this rank's elements
     low: int
     high: int
 
     @property
     def row_numel(self) -> int:
         """Elements per row."""
-        return math.prod(self.source.sharding.view[1:])
+        return math.prod(self.info.sharding.view[1:])
 
     @property
     def size_bytes(self) -> int:
-        return (self.high - self.low) * self.row_numel * self.source.dtype.itemsize
+        return (self.high - self.low) * self.row_numel * self.info.dtype.itemsize
 
     def part_of_rank(self, rank: int) -> Box | None:
         """What `rank` contributes to these rows, in coordinates of the view."""
-        box = self.source.sharding.box(rank)
+        box = self.info.sharding.box(rank)
         if box is None or not box.sizes:
             return box
         low, high = max(box.offsets[0], self.low), min(box.offsets[0] + box.sizes[0], self.high)
@@ -103,32 +113,32 @@ class _RowRange:
 
     def own_data(self, rank: int) -> Tensor | None:
         """This rank's data of `part(rank)`."""
-        part, local = self.part_of_rank(rank), self.source.local
+        part, local = self.part_of_rank(rank), self.local
         if part is None or local is None:
             return None
         if not part.sizes:
             return local
-        box = self.source.sharding.box(rank)
+        box = self.info.sharding.box(rank)
         begin = part.offsets[0] - (box.offsets[0] if box else 0)
         return local[begin : begin + part.sizes[0]]
 
 
-def _cut_buckets(chosen: Sequence[Source], limit: int) -> Iterator[list[_RowRange]]:
-    """The sources cut at whole rows into lists of units of at most `limit` bytes (or one row).
+def _cut_buckets(chosen: Sequence[TensorInfo], limit: int, tensors: Tensors | None) -> Iterator[list[_RowRange]]:
+    """The tensors cut at whole rows into lists of units of at most `limit` bytes (or one row).
 
     What moves between ranks is cut the same way on all of them: it shares no bucket with what does not.
     """
     bucket: list[_RowRange] = []
     room = limit
-    for source in chosen:
-        if bucket and not source.sharding.is_sharded:
+    for info in chosen:
+        if bucket and not info.sharding.is_sharded:
             yield bucket
             bucket, room = [], limit
-        for unit in _cut_units(source, limit):
+        for unit in _cut_units(info, local_of(info, tensors), limit):
             if bucket and unit.size_bytes > room:
                 yield bucket
                 bucket, room = [], limit
-            if not source.sharding.is_sharded:
+            if not info.sharding.is_sharded:
                 yield [unit]
                 continue
             bucket.append(unit)
@@ -137,18 +147,18 @@ def _cut_buckets(chosen: Sequence[Source], limit: int) -> Iterator[list[_RowRang
         yield bucket
 
 
-def _cut_units(source: Source, limit: int) -> Iterator[_RowRange]:
-    rows = source.sharding.view[0] if source.sharding.view else 1
-    if source.sharding.is_opaque or (not source.sharding.is_sharded and _is_on_host(source)):
-        yield _RowRange(source, 0, rows)  # nothing to stage: the tensor itself is the chunk
+def _cut_units(info: TensorInfo, local: Tensor | None, limit: int) -> Iterator[_RowRange]:
+    view, is_sharded = info.sharding.view, info.sharding.is_sharded
+    rows = view[0] if view else 1
+    if info.sharding.is_opaque or (not is_sharded and _is_on_host(local)):
+        yield _RowRange(info, local, 0, rows)  # nothing to stage: the tensor itself is the chunk
         return
-    row_bytes = max(1, math.prod(source.sharding.view[1:]) * source.dtype.itemsize)
+    row_bytes = max(1, math.prod(view[1:]) * info.dtype.itemsize)
     step = max(1, limit // row_bytes)
-    yield from (_RowRange(source, low, min(low + step, rows)) for low in range(0, max(rows, 1), step))
+    yield from (_RowRange(info, local, low, min(low + step, rows)) for low in range(0, max(rows, 1), step))
 
 
-def _is_on_host(source: Source) -> bool:
-    local = source.local
+def _is_on_host(local: Tensor | None) -> bool:
     return local is not None and local.device.type == "cpu" and local.is_contiguous()
 
 
@@ -157,6 +167,7 @@ class _BucketCarrier:
     """Carries buckets to rank 0 through two buffers that are allocated once and reused."""
 
     ranks: Ranks
+    tensors: Tensors | None
     most: int  # bytes of all rows that come together, in any bucket
     buffers: dict[str, Tensor] = field(default_factory=dict)
 
@@ -164,8 +175,8 @@ class _BucketCarrier:
         """Send this rank's contributions of `bucket`, or receive the others' and yield the chunks."""
         import torch.distributed as dist
 
-        moving = [unit for unit in bucket if unit.source.sharding.is_sharded]
-        together = any(unit.source.sharding.is_opaque for unit in bucket)
+        moving = [unit for unit in bucket if unit.info.sharding.is_sharded]
+        together = any(unit.info.sharding.is_opaque for unit in bucket)
         if not self.ranks.leads:
             packed = self._pack_own(moving)  # first: once it has its turn, nothing is left that can fail
             if moving or together:
@@ -173,23 +184,23 @@ class _BucketCarrier:
             if packed is not None:
                 dist.send(packed, dst=0)
             for unit in bucket:
-                if unit.source.sharding.is_opaque:
-                    unit.source.gather_full()
+                if unit.info.sharding.is_opaque:
+                    full_of(unit.info, self.tensors)
             return
         if (moving or together) and self.ranks.size > 1:
             self.ranks.open_receive_slot(range(1, self.ranks.size) if together else _sending_ranks(moving))
         filled = self._receive_rows(moving) if moving else {}
         for unit in bucket:
-            yield Chunk(unit.source.name, unit.low * unit.row_numel, self._data_of_rows(unit, filled))
+            yield Chunk(unit.info.name, unit.low * unit.row_numel, self._data_of_rows(unit, filled))
 
     def _data_of_rows(self, unit: _RowRange, filled: Mapping[int, Tensor]) -> Tensor:
-        if unit.source.sharding.is_opaque:
-            return unit.source.gather_full().cpu().reshape(-1)
+        if unit.info.sharding.is_opaque:
+            return full_of(unit.info, self.tensors).cpu().reshape(-1)
         if id(unit) in filled:
             return filled[id(unit)].cpu().view(-1)
         own = unit.own_data(self.ranks.rank)
         if own is None:  # an empty tensor has no owner
-            return torch.empty(0, dtype=unit.source.dtype)
+            return torch.empty(0, dtype=unit.info.dtype)
         return own.cpu().reshape(-1)
 
     def _pack_own(self, moving: list[_RowRange]) -> Tensor | None:
@@ -211,10 +222,10 @@ class _BucketCarrier:
         room = self._reuse_buffer("rows", self.most)  # at once: a reader of the last chunk keeps a smaller one alive
         rows, position = {}, 0
         for unit in moving:
-            shape = (unit.high - unit.low, *unit.source.sharding.view[1:])
-            rows[id(unit)] = _bytes_as(room, position, unit.source.dtype, shape)
+            shape = (unit.high - unit.low, *unit.info.sharding.view[1:])
+            rows[id(unit)] = _bytes_as(room, position, unit.info.dtype, shape)
             position += _padded_size(unit.size_bytes)
-        owners = sorted(set(chain.from_iterable(unit.source.sharding.owners for unit in moving)))
+        owners = sorted(set(chain.from_iterable(unit.info.sharding.owners for unit in moving)))
         for rank in owners:
             parts = [(unit, part) for unit in moving if (part := unit.part_of_rank(rank)) is not None]
             if rank == self.ranks.rank:
@@ -242,24 +253,24 @@ class _BucketCarrier:
 
 
 def _rows_bytes(bucket: list[_RowRange]) -> int:
-    return sum(_padded_size(unit.size_bytes) for unit in bucket if unit.source.sharding.is_sharded)
+    return sum(_padded_size(unit.size_bytes) for unit in bucket if unit.info.sharding.is_sharded)
 
 
 def _sending_ranks(moving: list[_RowRange]) -> list[int]:
     """The ranks other than 0 that contribute to these units."""
-    owners = set(chain.from_iterable(unit.source.sharding.owners for unit in moving)) - {0}
+    owners = set(chain.from_iterable(unit.info.sharding.owners for unit in moving)) - {0}
     return sorted(rank for rank in owners if any(unit.part_of_rank(rank) is not None for unit in moving))
 
 
 def _unpack_rows(packed: Tensor, parts: list[tuple[_RowRange, Box]], rows: Mapping[int, Tensor]) -> None:
     position = 0
     for unit, part in parts:
-        _paste_part(rows[id(unit)], unit, part, _bytes_as(packed, position, unit.source.dtype, part.sizes))
+        _paste_part(rows[id(unit)], unit, part, _bytes_as(packed, position, unit.info.dtype, part.sizes))
         position += _padded_size(_part_bytes(unit, part))
 
 
 def _part_bytes(unit: _RowRange, part: Box) -> int:
-    return math.prod(part.sizes) * unit.source.dtype.itemsize
+    return math.prod(part.sizes) * unit.info.dtype.itemsize
 
 
 def _padded_size(size: int) -> int:

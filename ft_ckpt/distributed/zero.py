@@ -1,7 +1,7 @@
-"""Where DeepSpeed's ZeRO puts each parameter: the flat partitions of a rank, and the runs of parameters in them.
+"""DeepSpeed's ZeRO: the parameters that stage 3 partitions, and the flat partitions that its optimizers train.
 
-Every rank works out from sizes and orders what all of them hold; nothing is asked and nothing moves. Other rooms know
-nothing of DeepSpeed's fields.
+Every rank works out from sizes and orders what all of them hold; nothing is asked and nothing moves. No other module
+reads DeepSpeed's fields of parameters or partitions.
 """
 
 import math
@@ -10,11 +10,12 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from ft_ckpt.distributed.process_groups import global_rank, group_members, is_subset_of_ranks
 from ft_ckpt.distributed.sharding import FlatSharding, OwnedSharding, Sharding
 from ft_ckpt.distributed.tensor_info import Source
+from ft_ckpt.distributed.wrapper_protocol import Layout, Wrapper
 from ft_ckpt.errors import SelectionError, listing
 
 _KNOWN = ("DeepSpeedZeroOptimizer", "DeepSpeedZeroOptimizer_Stage3", "BF16_Optimizer")
@@ -25,19 +26,44 @@ _FIELDS = (  # the groups of weights, the masters; a class has those of the firs
 )
 
 
-def zero3_sharding(parameter: Any, shape: tuple[int, ...]) -> Sharding:
-    """Stage 3: every rank of the group keeps one equal part of the flattened, padded parameter."""
-    shard = getattr(parameter, "ds_tensor", None)
+class DeepSpeedWrapper(Wrapper):
+    """DeepSpeed's engine around a model, and the parameters that its stage 3 partitions."""
+
+    child_key = "module"
+    packages = function_packages = ("deepspeed.",)
+    attributes = ("ds_id", "ds_grads_remaining", "_original_parameters")
+    attribute_prefixes = ("_ds_",)
+
+    def wraps(self, module: nn.Module) -> bool:
+        """Told by names, since importing DeepSpeed takes long."""
+        return type(module).__name__.endswith("Engine") and "deepspeed" in type(module).__module__
+
+    def hides_tensors(self, module: nn.Module) -> bool:
+        """The optimizers' partitions are nowhere in the modules."""
+        return self.wraps(module)
+
+    def describes(self, tensor: Any) -> bool:
+        """Whether it is a parameter of stage 3; those of stages 1 and 2 are ordinary ones."""
+        return hasattr(tensor, "ds_shape")
+
+    def layout_of(self, tensor: Any) -> Layout:
+        """Every rank of the group keeps one equal part of the flattened, padded parameter."""
+        shape, is_parameter = tuple(tensor.ds_shape), isinstance(tensor, nn.Parameter)
+        return Layout(shape, tensor.dtype, bool(tensor.requires_grad), is_parameter, "zero3", _zero3_sharding(tensor))
+
+    def local_part(self, tensor: Any) -> Tensor | None:
+        """This rank's elements, without the padding."""
+        sharding = _zero3_sharding(tensor)
+        span = sharding.range_in_shard(global_rank()) if isinstance(sharding, FlatSharding) else None
+        return None if span is None else tensor.ds_tensor.detach().view(-1)[slice(*span)]
+
+
+def _zero3_sharding(parameter: Any) -> Sharding:
+    shape, shard = tuple(parameter.ds_shape), getattr(parameter, "ds_tensor", None)
     if shard is None or (shard.numel() == 0 and math.prod(shape)):
         return OwnedSharding(shape, None)
     members = group_members(getattr(parameter, "ds_process_group", None))
     return _flat_sharding(math.prod(shape), 0, shard.numel(), members)
-
-
-def zero3_local(parameter: Any, sharding: Sharding) -> Tensor | None:
-    """This rank's elements of a stage 3 parameter of this `sharding`."""
-    span = sharding.range_in_shard(global_rank()) if isinstance(sharding, FlatSharding) else None
-    return None if span is None else parameter.ds_tensor.detach().view(-1)[slice(*span)]
 
 
 def _flat_sharding(numel: int, first: int, shard: int, members: tuple[int, ...]) -> FlatSharding:

@@ -16,8 +16,8 @@ from transformers.trainer import TRAINER_STATE_NAME
 from ft_ckpt import CheckpointSaver
 from ft_ckpt.config import SaverConfig
 from ft_ckpt.distributed import wrappers
-from ft_ckpt.distributed.fsdp2 import is_dtensor
 from ft_ckpt.distributed.ranks import Ranks, by_itself, current_ranks, try_action
+from ft_ckpt.distributed.wrappers import is_distributed
 from ft_ckpt.errors import ConfigError, SelectionError, listing
 from ft_ckpt.integrations.trainer_files import (
     ChosenCheckpoint,
@@ -259,4 +259,4 @@ def overrides_method(kind: type, method: str) -> bool:
 
 
 def _is_sharded(model: nn.Module) -> bool:
-    return any(is_dtensor(tensor) for tensor in model.parameters())
+    return any(is_distributed(tensor) for tensor in model.parameters())

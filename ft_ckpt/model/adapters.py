@@ -14,8 +14,9 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
+from ft_ckpt.distributed.added_state import wrapper_steps
 from ft_ckpt.distributed.tensor_info import Source
-from ft_ckpt.distributed.tensor_names import walk_modules, wrapper_steps
+from ft_ckpt.distributed.wrappers import walk_modules
 from ft_ckpt.errors import IncompleteError, NotAnAdapterError, SelectionError, listing
 from ft_ckpt.model.conversion import cast_entries
 from ft_ckpt.model.entries import Entry, Group, Part

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from ft_ckpt.checkpoint.manifest import PartRecord
+from ft_ckpt.distributed.inventory import sources
 from ft_ckpt.distributed.tensor_info import Source
-from ft_ckpt.distributed.wrappers import sources
 from ft_ckpt.errors import BaseMismatchError, LoadError, listing
 from ft_ckpt.formats.registry import format_named
 from ft_ckpt.model.adapters import PREFIX, adapter_parts, base_sources, is_peft_model

@@ -17,10 +17,11 @@ import xxhash
 from torch import nn
 
 from ft_ckpt.checkpoint.manifest import PartRecord
+from ft_ckpt.distributed.inventory import sources
 from ft_ckpt.distributed.ranks import Ranks
+from ft_ckpt.distributed.samples import elements_at, sample_elements
 from ft_ckpt.distributed.tensor_info import Source
-from ft_ckpt.distributed.tensor_names import walk_modules
-from ft_ckpt.distributed.wrappers import elements_at, sample_elements, sources, unwrap
+from ft_ckpt.distributed.wrappers import unwrap, walk_modules
 from ft_ckpt.errors import CheckpointError, SelectionError, listing
 from ft_ckpt.formats.dtypes import dtype_name
 from ft_ckpt.model.adapters import PREFIX, TO_BASE, base_sources, has_adapters, is_peft_model

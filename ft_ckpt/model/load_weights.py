@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from ft_ckpt.checkpoint.manifest import Manifest, PartRecord
-from ft_ckpt.distributed.wrappers import names_listed_beside, restore_added_state, sources
+from ft_ckpt.distributed.inventory import names_listed_beside, restore_added_state, sources
 from ft_ckpt.errors import LoadError, listing
 from ft_ckpt.model.open_weights import extra_beside
 from ft_ckpt.model.plain_module import put_at, tensor_at

@@ -15,9 +15,8 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
 
-from ft_ckpt.distributed.tensor_names import wrapped_key
+from ft_ckpt.distributed.wrappers import is_engine_attribute, layout_of, unwrap, user_class
 from ft_ckpt.errors import LoadError, SelectionError, listing
 from ft_ckpt.formats.dtypes import dtype_name, dtype_of
 from ft_ckpt.model.json_values import decode_value, encode_value, imported_module
@@ -28,29 +27,13 @@ DESCRIPTION_FORMAT = 1  # raised when an older reader could misread a newer desc
 Shapes = Mapping[str, Sequence[int]]
 
 _INTERNAL = frozenset(vars(nn.Module())) | {name for name in dir(nn.Module) if name.startswith("_")}
-_ENGINE = frozenset(  # set on a module by its wrappers
-    {"forward", "_is_torch_compile", "_original_parameters", "ds_id", "ds_grads_remaining"}
-)
-_ENGINE_PREFIXES = ("_fsdp_", "_is_fsdp_", "_ddp_", "_ds_", "__composable", "_hf_hook", "_old_forward")
 _CONVERSIONS = frozenset({"type", "float", "half", "double", "cpu", "cuda"})  # torch's, whose names people take
 _MAX_BUFFER_BYTES = 16 << 20  # a non-persistent buffer larger than this is described by its shape only
 
 
-def plain_class(cls: type) -> type:
-    """The class as written: FSDP2 gives a module a class of its own that inherits from it, this is the one below."""
-    return next(base for base in cls.__mro__ if not issubclass(base, FSDPModule))
-
-
-def peel(module: nn.Module) -> nn.Module:
-    """The module inside torch.compile, activation checkpointing, FSDP1 and DDP wrappers, in any order."""
-    inner = _wrapped(module)
-    return module if inner is None else peel(inner)
-
-
 def global_shape(tensor: torch.Tensor) -> tuple[int, ...]:
     """Full shape of a parameter that may be sharded (ZeRO-3, DTensor); its values are not touched."""
-    shape: Sequence[int] = getattr(tensor, "ds_shape", tensor.shape)
-    return tuple(int(size) for size in shape)
+    return layout_of(tensor).shape
 
 
 def write_module(folder: Path, module: nn.Module, shapes: Shapes | None = None) -> None:
@@ -97,11 +80,11 @@ class _ModuleDescriber:
         self.names: dict[int, str] = {}
 
     def describe_node(self, module: nn.Module, path: str) -> dict[str, Any]:
-        module = peel(module)
+        module = unwrap(module)
         if id(module) in self.names:
             return {"same_as": self.names[id(module)]}
         self.names[id(module)] = path
-        cls = plain_class(type(module))
+        cls = user_class(type(module))
         parameters = self.describe_parameters(module, path)
         attributes, opaque = _simple_attributes(module, {parameter["name"] for parameter in parameters})
         return {
@@ -191,16 +174,6 @@ def put_at(module: nn.Module, name: str, value: Any) -> None:
     setattr(module.get_submodule(path), key, value)
 
 
-def _wrapped(module: nn.Module) -> nn.Module | None:
-    key = wrapped_key(module)
-    if key is not None:
-        return module._modules[key]
-    if isinstance(module, nn.parallel.DistributedDataParallel | nn.DataParallel):
-        inner: nn.Module = module.module
-        return inner
-    return None
-
-
 def _is_method(cls: type, name: str) -> bool:
     """Whether the class has a function of that name, which an attribute would take the place of."""
     found = None if name in _CONVERSIONS else inspect.getattr_static(cls, name, None)
@@ -222,11 +195,9 @@ def _simple_attributes(module: nn.Module, parameters: set[str]) -> tuple[dict[st
     simple: dict[str, Any] = {}
     opaque: list[str] = []
     for name, value in vars(module).items():
-        if name in _INTERNAL | _ENGINE | parameters or name.startswith(_ENGINE_PREFIXES):
+        if name in _INTERNAL | parameters or is_engine_attribute(name, value):
             continue
-        if str(getattr(value, "__module__", "")).startswith("deepspeed."):  # its functions, under names of any kind
-            continue
-        if _is_method(plain_class(type(module)), name):  # what the class does is not in a description
+        if _is_method(user_class(type(module)), name):  # what the class does is not in a description
             opaque.append(name)
             continue
         try:

@@ -12,7 +12,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from ft_ckpt.checkpoint.manifest import PartRecord
-from ft_ckpt.distributed.wrappers import sources
+from ft_ckpt.distributed.inventory import sources
 from ft_ckpt.errors import LoadError, listing
 from ft_ckpt.model.conversion import stored_as_in_memory
 from ft_ckpt.model.selection import is_pretrained

@@ -19,9 +19,10 @@ from transformers import GenerationConfig, PreTrainedTokenizerBase
 from transformers.dynamic_module_utils import custom_object_save, get_relative_import_files
 
 from ft_ckpt.checkpoint.manifest import BaseRecord
+from ft_ckpt.distributed.wrappers import unwrap, user_class
 from ft_ckpt.errors import CompanionError
 from ft_ckpt.model.model_card import blank_card, injected_card, name_base
-from ft_ckpt.model.plain_module import global_shape, peel, plain_class
+from ft_ckpt.model.plain_module import global_shape
 
 _OLMO_EOS = ("<|im_end|>", "<|endoftext|>")
 _MODES = ("do_sample", "num_beams", "return_dict_in_generate", "use_cache")  # other fields are valid under these
@@ -238,7 +239,7 @@ def _saved_config(model: Any, dtype: str) -> Any:
         part._name_or_path = ""  # written for nested configs, and a path of this machine
         part.dtype = dtype if cast and part.dtype is not None else part.dtype
     config.dtype = dtype
-    config.architectures = [plain_class(type(model)).__name__]
+    config.architectures = [user_class(type(model)).__name__]
     return config
 
 
@@ -272,7 +273,7 @@ def _is_packed(module: nn.Module) -> bool:
 
 def _write_code(folder: Path, model: nn.Module, config: Any) -> None:
     """Copy the files that define a custom model, and point `config.auto_map` at them. Nothing is executed."""
-    cls = plain_class(type(model))
+    cls = user_class(type(model))
     if getattr(cls, "_auto_class", None) is None:
         return
     source = getattr(sys.modules[cls.__module__], "__file__", None)
@@ -312,5 +313,5 @@ def _localised_entry(entry: Any, folder: Path, source: Path) -> Any:
 
 def _auto_mapping(model: Any) -> dict[str, str]:
     base = model.get_base_model() if isinstance(model, peft.PeftModel) else model
-    cls = plain_class(type(peel(base)))
+    cls = user_class(type(unwrap(base)))
     return {"base_model_class": cls.__name__, "parent_library": cls.__module__}

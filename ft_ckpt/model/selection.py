@@ -12,8 +12,7 @@ from typing import Any
 from torch import nn
 
 from ft_ckpt.distributed.tensor_info import Source
-from ft_ckpt.distributed.tensor_names import walk_modules
-from ft_ckpt.distributed.wrappers import unwrap
+from ft_ckpt.distributed.wrappers import unwrap, walk_modules
 from ft_ckpt.errors import IncompleteError, SelectionError, UnknownAttributeError
 from ft_ckpt.formats.pytree_json import dump_object
 from ft_ckpt.model.conversion import cast_entries, converted_entries

@@ -10,6 +10,7 @@ from typing import Any
 
 from ft_ckpt._version import __version__
 from ft_ckpt.checkpoint.manifest import BaseRecord, Manifest, PartRecord
+from ft_ckpt.distributed.wrappers import user_class
 from ft_ckpt.model.base_model import base_identity, common_dtype
 from ft_ckpt.model.entries import Part, lossy_casts, shared_between
 from ft_ckpt.saving.files import PartPlan
@@ -61,7 +62,7 @@ def _part_record(one: PartPlan, base: BaseRecord | None, compressed: bool) -> Pa
         path=part.path,
         kind=part.kind,
         format=one.format,
-        class_name="" if part.module is None else type(part.module).__name__.removeprefix("FSDP"),
+        class_name="" if part.module is None else user_class(type(part.module)).__name__,
         tensors=tuple(replace(record, start=0, end=0) if compressed else record for record in tensors),
         ties=part.ties,
         trainable=trainable,

@@ -15,8 +15,9 @@ from torch import Tensor, nn
 from ft_ckpt.checkpoint import commit, free_space
 from ft_ckpt.checkpoint.manifest import BaseRecord
 from ft_ckpt.config import SaverConfig
-from ft_ckpt.distributed import wrappers
+from ft_ckpt.distributed.inventory import added_state_of, engine_names, from_state_dict, sources
 from ft_ckpt.distributed.ranks import Ranks
+from ft_ckpt.distributed.samples import sample_elements
 from ft_ckpt.distributed.tensor_info import Source
 from ft_ckpt.errors import ConfigError, explained
 from ft_ckpt.formats.registry import format_named
@@ -132,11 +133,11 @@ def prepare_stage(
 def make_plan(request: SaveRequest, ranks: Ranks, config: SaverConfig) -> SavePlan:
     """What is saved, and laid out how, from the live model as it is now; nothing is made yet."""
     captured = request.captured.with_tensors()
-    own = model_sources(captured.found) or wrappers.sources(request.model)
+    own = model_sources(captured.found) or sources(request.model)
     mode = config.reuse_frozen if format_named(request.format).is_plain else "off"
     still = reuse_frozen.frozen_identities(own)  # before others take their place, so that all ranks plan the same files
     if request.state_dict_given:
-        own = wrappers.from_state_dict(request.state_dict, own, ranks)
+        own = from_state_dict(request.state_dict, own, ranks)
     asked: dict[str, Any] = {"adapter_only": request.adapter_only, "attribute": request.attribute}
     parts = parts_of(request.model, own, **asked, dtype=request.dtype, extra=_non_tensor_state(request, own))
     parts = without_own_layouts(parts, captured.state is not None)
@@ -152,8 +153,8 @@ def make_plan(request: SaveRequest, ranks: Ranks, config: SaverConfig) -> SavePl
         for part in parts
     )
     doubtful = tuple(pair for part in parts for pair in part.doubtful)
-    samples = {part.name: wrappers.sample_elements(part.base, ranks.rank) for part in parts if part.base}
-    engine = wrappers.engine_names([*own.values(), *captured.found.values()])
+    samples = {part.name: sample_elements(part.base, ranks.rank) for part in parts if part.base}
+    engine = engine_names([*own.values(), *captured.found.values()])
     return SavePlan(plans, engine, doubtful, None, samples, companions_of(request, plans, ranks))
 
 
@@ -161,7 +162,7 @@ def _non_tensor_state(request: SaveRequest, own: Mapping[str, Source]) -> dict[s
     """What the model's state dict lists that is no tensor. An adapter's run has it with its state."""
     if request.adapter_only and request.captured.state is not None:
         return {}
-    found = wrappers.added_state_of(request.model, own)
+    found = added_state_of(request.model, own)
     return {name: one.value for name, one in found.items() if not isinstance(one.value, Tensor)}
 
 

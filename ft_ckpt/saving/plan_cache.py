@@ -11,8 +11,8 @@ from typing import Any
 from torch import Tensor
 
 from ft_ckpt.config import SaverConfig, parse_size
-from ft_ckpt.distributed import wrappers
 from ft_ckpt.distributed.ranks import Ranks
+from ft_ckpt.distributed.samples import elements_at, picked_indices
 from ft_ckpt.distributed.tensor_info import Source
 from ft_ckpt.formats.registry import format_named
 from ft_ckpt.model.base_model import refuse_merged
@@ -138,7 +138,7 @@ def _outline(chosen: SavePlan, request: SaveRequest, look: Look) -> _Outline | N
     samples = {}
     for plan in chosen.plans:
         if plan.part.base:
-            picked, base_of = wrappers.picked_indices(plan.part.base), plan.part.base
+            picked, base_of = picked_indices(plan.part.base), plan.part.base
             samples[plan.part.name] = {name: (emptied(base_of[name], look), picked[name]) for name in picked}
     bare = _with_sources(chosen, None, lambda one: emptied(one, look))
     plans = tuple(
@@ -163,8 +163,7 @@ def _again(outline: _Outline, request: SaveRequest, look: Look, ranks: Ranks) ->
     samples = {}
     for name, picked in outline.samples.items():
         values = {
-            tensor: wrappers.elements_at(filled(one, look), ranks.rank, indices)
-            for tensor, (one, indices) in picked.items()
+            tensor: elements_at(filled(one, look), ranks.rank, indices) for tensor, (one, indices) in picked.items()
         }
         samples[name] = {tensor: some for tensor, some in values.items() if some}
     plans = [replace(one, part=_with_module(one.part, look)) for one in outline.chosen.plans]

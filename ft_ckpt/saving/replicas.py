@@ -16,11 +16,11 @@ import xxhash
 from torch import Tensor
 
 from ft_ckpt.distributed.agreement import rank_numbers
+from ft_ckpt.distributed.inventory import of_rank_0
 from ft_ckpt.distributed.ranks import Ranks
 from ft_ckpt.distributed.replicas import WEIGHTS, own_name, place_of
 from ft_ckpt.distributed.sharding import OwnedSharding
 from ft_ckpt.distributed.tensor_info import Source
-from ft_ckpt.distributed.wrappers import of_rank_0
 from ft_ckpt.errors import IncompleteError, RanksDisagreeError, listing
 from ft_ckpt.model.entries import Entry, Part
 from ft_ckpt.saving.files import PartPlan

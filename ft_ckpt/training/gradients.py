@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ft_ckpt.distributed.fsdp2 import is_dtensor
+from ft_ckpt.distributed import wrappers
 from ft_ckpt.distributed.wrappers import unwrap
 from ft_ckpt.errors import SelectionError
 
@@ -46,8 +46,8 @@ class StepWatch:
         optimizers = [optimizer for optimizer, _ in self._hooks.values()]
         if any(not _is_taken(gradient) for optimizer in optimizers for gradient in _gradients_of(optimizer)):
             return True
-        kept = (inner for model in models() for inner in _fsdp_parameters(model).values())
-        return any(_unreduced_gradient(inner) is not None for inner in kept)
+        kept = (one for model in models() for one in wrappers.pending_gradients(unwrap(model)).values())
+        return any(one.read() is not None for one in kept)
 
     def close(self) -> None:
         """Take the hooks off."""
@@ -72,11 +72,10 @@ def pending_gradients(model: nn.Module) -> dict[str, Tensor]:
     Raises SelectionError under engines that keep them out of reach until the step is complete.
     """
     root = unwrap(model)
-    if any(parameter.grad is not None for parameter in model.parameters()) and any(
-        type(module).__name__ == "FullyShardedDataParallel" for module in model.modules()
-    ):
+    hiding = wrappers.hiding_gradients(model)
+    if hiding and any(parameter.grad is not None for parameter in model.parameters()):
         raise SelectionError(
-            "gradients: accumulated by FSDP1 where they cannot be read; save when the optimizer has stepped, as "
+            f"gradients: accumulated by {hiding[0]} where they cannot be read; save when the optimizer has stepped, as "
             "saver.step() does, or after zero_grad()"
         )
     return dict(_accumulated_gradients(root))
@@ -85,21 +84,20 @@ def pending_gradients(model: nn.Module) -> dict[str, Tensor]:
 def restore_gradients(model: nn.Module, stored: Mapping[str, Tensor]) -> None:
     """Put back what `pending_gradients` gave; parameters that are not in it have none."""
     root = unwrap(model)
-    whole = _fsdp_parameters(root)
-    for module in root.modules():
-        if isinstance(getattr(module, "_flat_param", None), Tensor):  # FSDP1 shows parts of it as parameters
-            module._flat_param.grad = None
+    whole = wrappers.pending_gradients(root)
+    wrappers.drop_gradients(root)
     for name, parameter in root.named_parameters():
         parameter.grad = None
         if name in whole:
-            _drop_unsharded(whole[name])
+            whole[name].write(None)
         if name not in stored:
             continue
         if name in whole and stored[name].shape == parameter.shape:
-            whole[name].unsharded_accumulated_grad = stored[name].to(parameter.device)
-        elif is_dtensor(parameter):
-            gradient: Any = torch.zeros_like(parameter.detach())
-            gradient.to_local().copy_(stored[name])
+            whole[name].write(stored[name].to(parameter.device))
+        elif wrappers.is_distributed(parameter.detach()):
+            gradient = torch.zeros_like(parameter.detach())
+            if (local := wrappers.local_part(gradient)) is not None:
+                local.copy_(stored[name])
             parameter.grad = gradient
         else:
             parameter.grad = stored[name].to(parameter.device)
@@ -116,40 +114,10 @@ def _is_taken(gradient: Tensor) -> bool:
     return bool(getattr(gradient, _TAKEN, None) == gradient._version)
 
 
-def _drop_unsharded(inner: Any) -> None:
-    inner.unsharded_accumulated_grad = None
-    if getattr(inner, "_unsharded_param", None) is not None:
-        inner._unsharded_param.grad = None
-
-
 def _accumulated_gradients(root: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    whole = _fsdp_parameters(root)
+    whole = wrappers.pending_gradients(root)
     for name, parameter in root.named_parameters():
-        pending = _unreduced_gradient(whole[name]) if name in whole else None
-        gradient: Any = pending if pending is not None else parameter.grad
-        if gradient is not None:
-            yield name, (gradient.to_local() if is_dtensor(gradient) else gradient).detach()
-
-
-def _unreduced_gradient(inner: Any) -> Any:
-    """The gradient that FSDP2 has not yet brought together from all ranks, None when there is none."""
-    pending = getattr(inner, "unsharded_accumulated_grad", None)
-    unsharded = getattr(inner, "_unsharded_param", None)
-    return unsharded.grad if pending is None and unsharded is not None else pending
-
-
-def _fsdp_parameters(root: nn.Module) -> dict[str, Any]:
-    """FSDP2's own record of each parameter it cuts, which keeps gradients that are not yet reduced, by raw name."""
-    from torch.distributed.fsdp import FSDPModule
-
-    root = unwrap(root)
-    names = {id(parameter): name for name, parameter in root.named_parameters()}
-    found = {}
-    for module in root.modules():
-        if not isinstance(module, FSDPModule):
-            continue
-        state = module._get_fsdp_state()
-        groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
-        for group in (group for group in groups if group is not None):
-            found.update({names[id(p.sharded_param)]: p for p in group.fsdp_params if id(p.sharded_param) in names})
-    return found
+        pending = whole[name].read() if name in whole else None
+        gradient = pending if pending is not None else parameter.grad
+        if gradient is not None and (local := wrappers.local_part(gradient)) is not None:
+            yield name, local

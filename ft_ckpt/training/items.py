@@ -12,11 +12,12 @@ import torch
 import xxhash
 from torch import nn
 
-from ft_ckpt.distributed import wrappers
+from ft_ckpt.distributed import inventory
+from ft_ckpt.distributed.added_state import refuse_one_way_state
 from ft_ckpt.distributed.agreement import rank_numbers
+from ft_ckpt.distributed.inventory import sources
 from ft_ckpt.distributed.tensor_info import Source
-from ft_ckpt.distributed.tensor_names import refuse_one_way_state
-from ft_ckpt.distributed.wrappers import sources, unwrap
+from ft_ckpt.distributed.wrappers import unwrap, user_class
 from ft_ckpt.errors import ConfigError, LoadError, RanksDisagreeError, SelectionError, listing
 from ft_ckpt.training import optimizers, zero_optimizer
 from ft_ckpt.training.optimizers import PLAIN_BACKEND, OptimizerBackend
@@ -48,13 +49,13 @@ class ExtraState:
 
     def state_dict(self) -> dict[str, Any]:
         """The values of this moment, by name."""
-        found = wrappers.added_state_of(self.model)
+        found = inventory.added_state_of(self.model)
         refuse_one_way_state(found)
         return {name: one.value for name, one in found.items()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Give them back; raises LoadError naming what was not taken."""
-        wrappers.restore_added_state(self.model, state)
+        inventory.restore_added_state(self.model, state)
 
 
 def run_items(accelerator: Any, registered: Mapping[str, Any]) -> list[Item]:
@@ -91,7 +92,7 @@ def with_extra_state(model: nn.Module, items: Sequence[Item]) -> list[Item]:
         *(
             Item(f"{EXTRA_STATE} of {name}" if name else EXTRA_STATE, "object", ExtraState(one))
             for name, one in models
-            if wrappers.added_state_of(one)
+            if inventory.added_state_of(one)
         ),
     ]
 
@@ -290,7 +291,7 @@ def _object_signature(item: Item, found: Mapping[Key, Source]) -> str:
     """The class of an object, and a digest of what it holds."""
     if item.kind == "model":
         held: Any = [(n, s.shape, str(s.dtype), s.trainable) for n, s in model_sources(found, item.name).items()]
-        kind = type(unwrap(item.value)).__name__.removeprefix("FSDP")
+        kind = user_class(type(unwrap(item.value))).__name__
     else:
         value = _unwrap_object(item.value)
         kind, steps = type(value).__name__, optimizers.unwrap_optimizer(getattr(value, "optimizer", None))

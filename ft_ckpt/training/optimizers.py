@@ -16,10 +16,10 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from ft_ckpt.distributed.fsdp1 import FlatParameter
-from ft_ckpt.distributed.fsdp2 import is_dtensor
+from ft_ckpt.distributed.inventory import source_of_tensor
 from ft_ckpt.distributed.sharding import OwnedSharding
 from ft_ckpt.distributed.tensor_info import Source
-from ft_ckpt.distributed.wrappers import source_of_tensor
+from ft_ckpt.distributed.wrappers import is_distributed
 from ft_ckpt.errors import SelectionError, listing
 from ft_ckpt.formats import pytree_json, safetensors
 from ft_ckpt.formats.dtypes import dtype_name, dtype_of
@@ -307,11 +307,11 @@ def _is_tensor(entry: Any) -> bool:
 
 
 def _state_problem(value: Any, source: Source, parameter: Any) -> str | None:
-    if not isinstance(value, Tensor) or is_dtensor(value):
+    if not isinstance(value, Tensor) or is_distributed(value):
         return None
     if type(value) not in PLAIN or value.layout is not torch.strided or value.is_quantized:
         return f"{type(value).__module__}.{type(value).__qualname__}, a tensor with a meaning of its own"
-    cut = is_dtensor(parameter) or isinstance(source.live, FlatParameter)
+    cut = is_distributed(parameter) or isinstance(source.live, FlatParameter)
     if cut and value.numel() > 1 and not (isinstance(source.live, FlatParameter) and value.shape == parameter.shape):
         return f"shape {list(value.shape)} on this rank, not cut like the parameter"
     return None
@@ -320,7 +320,7 @@ def _state_problem(value: Any, source: Source, parameter: Any) -> str | None:
 def _state_source(owner: Source, key: str, entry: Any, value: Any) -> Source:
     """The source of one state tensor; `value` is what this rank has of it, None for nothing."""
     name, dtype = f"{owner.name}/{key}", dtype_of(entry["dtype"])
-    if is_dtensor(value):
+    if is_distributed(value):
         return replace(source_of_tensor(name, owner.raw_name, value), dtype=dtype, trainable=False)
     made = Source(id(value), name, owner.raw_name, owner.shape, dtype, False, False, "fsdp1", owner.sharding)
     if isinstance(owner.live, FlatParameter) and _is_alike(entry, owner):

@@ -5,8 +5,9 @@ from typing import Any
 
 from torch import nn
 
+from ft_ckpt.distributed.inventory import engine_names
 from ft_ckpt.distributed.tensor_info import Source
-from ft_ckpt.distributed.wrappers import engine_names, unwrap
+from ft_ckpt.distributed.wrappers import unwrap, user_class
 
 Fingerprint = dict[str, Any]
 
@@ -24,7 +25,7 @@ def run_fingerprint(
     facts: Fingerprint = {
         "world size": world_size,
         "engine": engine_names(found),
-        "model": type(unwrap(model)).__name__.removeprefix("FSDP"),
+        "model": user_class(type(unwrap(model))).__name__,
         "parameters": sum(one.numel for one in {s.key: s for s in found}.values()),
         "gradient accumulation": getattr(accelerator, "gradient_accumulation_steps", None),
         "mixed precision": getattr(accelerator, "mixed_precision", None),

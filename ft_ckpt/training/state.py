@@ -14,11 +14,11 @@ import xxhash
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from ft_ckpt.distributed.fsdp2 import is_dtensor
+from ft_ckpt.distributed.inventory import source_of_tensor
 from ft_ckpt.distributed.ranks import Ranks
 from ft_ckpt.distributed.sharding import OwnedSharding
 from ft_ckpt.distributed.tensor_info import Source
-from ft_ckpt.distributed.wrappers import source_of_tensor
+from ft_ckpt.distributed.wrappers import is_distributed
 from ft_ckpt.formats import safetensors
 from ft_ckpt.formats.dtypes import dtype_name, dtype_of
 from ft_ckpt.formats.pytree import PLAIN, Leaf, flatten
@@ -179,7 +179,7 @@ def state_part(state: TrainingState, parts: Sequence[Part], found: Mapping[str, 
 def source_of(name: str, tensor: Tensor) -> Source:
     """The source of a tensor that is alike on all ranks, or cut over them by torch itself."""
     made = replace(source_of_tensor(name, name, tensor), trainable=False)
-    return made if is_dtensor(tensor) else replace(made, sharding=OwnedSharding(made.shape, 0))
+    return made if is_distributed(tensor) else replace(made, sharding=OwnedSharding(made.shape, 0))
 
 
 def tree_tensors(value: Any, name: str = "state") -> list[Tensor]:
@@ -191,7 +191,7 @@ def _flatten_tree(value: Any, name: str, digest: bool) -> tuple[Document, list[T
     """The facts of a tree, and its tensors."""
     node, leaves = flatten(value, safetensors.NAMES, name, _LEAVES)
     tensors = [_live_leaf(leaf) for leaf in leaves]
-    cut = [is_dtensor(tensor) for tensor in tensors]
+    cut = [is_distributed(tensor) for tensor in tensors]
     facts: Document = {
         "tree": encode_node(node),
         "leaves": [
@@ -254,7 +254,7 @@ def _item_entries(
     for index, leaf in enumerate(facts[0]["leaves"]):
         tensor = local.leaves[item.name][index] if leaf["cut"] or rank == 0 else None
         name = f"{item.name}/{index}"
-        if tensor is not None and is_dtensor(tensor):
+        if tensor is not None and is_distributed(tensor):
             entries.append(_entry_of(source_of(name, tensor)))
         else:
             entries.append(_entry_of(_leaf_source(name, leaf, tensor, 0)))

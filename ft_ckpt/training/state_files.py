@@ -15,8 +15,8 @@ from torch import Tensor
 
 from ft_ckpt.checkpoint.open_checkpoint import OpenCheckpoint
 from ft_ckpt.checkpoint.typed_json import reader_of
-from ft_ckpt.distributed.fsdp2 import is_dtensor
 from ft_ckpt.distributed.read_shards import fill_tensor
+from ft_ckpt.distributed.wrappers import is_distributed
 from ft_ckpt.errors import CorruptError, LoadError, SelectionError, damaged_input
 from ft_ckpt.formats.layout import TensorFile
 from ft_ckpt.formats.pytree import unflatten
@@ -142,5 +142,5 @@ def _cut_tensors(like: Any) -> dict[int, Tensor]:
         return {}
     with suppress(SelectionError):  # what it holds before it is loaded may be of any kind
         tensors = tree_tensors(like.state_dict())
-        return {index: tensor for index, tensor in enumerate(tensors) if is_dtensor(tensor)}
+        return {index: tensor for index, tensor in enumerate(tensors) if is_distributed(tensor)}
     return {}

@@ -18,15 +18,14 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 
+from ft_ckpt.distributed.added_state import is_plain
 from ft_ckpt.distributed.tensor_info import Source
-from ft_ckpt.distributed.tensor_names import is_plain, walk_modules
-from ft_ckpt.distributed.wrappers import broadcast_buffers, reshard_modules, wrapper_chain
+from ft_ckpt.distributed.wrappers import broadcast_buffers, hides_tensors, reshard_modules, walk_modules, wrapper_chain
 from ft_ckpt.training.optimizers import unwrap_optimizer
 
 T = TypeVar("T")
 _PLAIN = (Tensor, nn.Parameter, nn.Buffer)
 _NUMBERS = (int, float, bool, str, type(None))
-_OPAQUE = ("FullyShardedDataParallel", "DeepSpeedEngine")  # keep tensors where a walk over modules does not see them
 _ASKED = frozenset(
     (  # what the libraries look for on modules of anybody's, and on their classes
         *("config", "peft_config", "_active_adapter", "active_adapter", "_hf_peft_config_loaded", "vocab_size"),
@@ -92,7 +91,7 @@ class Look:
         modules = list(walk_modules(root))
         reshard_modules(module for _, _, module in modules)
         self.facts.append([(type(one), len(broadcast_buffers(one))) for one in outer])
-        self.is_opaque |= any(type(one).__name__ in _OPAQUE for one in outer)
+        self.is_opaque |= any(map(hides_tensors, outer))
         for _, raw, module in modules:
             self._module(raw, module)
 
@@ -128,10 +127,10 @@ class Look:
         own, kind = vars(module), type(module)
         self.modules.append(module)
         self.facts += path, kind
-        plain = is_plain(module) and kind.__name__ not in _OPAQUE
-        self.is_opaque |= not plain or own.get("hf_quantizer") is not None
+        self.is_opaque |= not is_plain(module) or own.get("hf_quantizer") is not None
         if kind not in self._classes:
             self._classes.add(kind)
+            self.is_opaque |= hides_tensors(module)
             if any(base.__module__.startswith(_LIBRARIES) for base in kind.__mro__):
                 self._of_libraries.add(kind)
             self.facts.append([self._described(_of_class(kind, name)) for name in _ASKED])

@@ -11,8 +11,9 @@ from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.fsdp import FSDPModule
 
+from ft_ckpt.distributed.wrappers import user_class
 from ft_ckpt.errors import LoadError
-from ft_ckpt.model.plain_module import build_module, describe_module, global_shape, plain_class, write_module
+from ft_ckpt.model.plain_module import build_module, describe_module, global_shape, write_module
 
 
 class ValueHead(nn.Module):
@@ -150,7 +151,7 @@ def test_fsdp2_class_is_recorded_as_written() -> None:
     module.__class__ = fsdp
     assert describe_module(module)["class"] == f"{__name__}:ValueHead"
     own = type("FSDPValueHead", (ValueHead,), {})  # somebody's own class, named so
-    assert plain_class(own) is own
+    assert user_class(own) is own
 
 
 def test_shapes_of_sharded_parameters() -> None:

@@ -16,8 +16,9 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 from ft_ckpt import CheckpointSaver
 from ft_ckpt.distributed.gather import are_equal, full_state_dict, gather_tensors, stream_chunks
+from ft_ckpt.distributed.inventory import sources
 from ft_ckpt.distributed.ranks import current_ranks
-from ft_ckpt.distributed.wrappers import sample_elements, sources
+from ft_ckpt.distributed.samples import sample_elements
 from ft_ckpt.errors import RankError, RanksDisagreeError
 
 CPU = torch.device("cpu")

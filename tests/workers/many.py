@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from ft_ckpt.distributed.wrappers import source_of_tensor, sources
+from ft_ckpt.distributed.inventory import source_of_tensor, sources
 
 WORLD = 1024
 

@@ -19,10 +19,10 @@ from torch import nn
 from wrappers import deepspeed_accelerator
 
 from ft_ckpt.distributed.gather import gather_tensors
+from ft_ckpt.distributed.inventory import sources
 from ft_ckpt.distributed.ranks import current_ranks
 from ft_ckpt.distributed.sharding import Box
 from ft_ckpt.distributed.tensor_info import Source
-from ft_ckpt.distributed.wrappers import sources
 from ft_ckpt.errors import LoadError, SelectionError
 from ft_ckpt.training import optimizers, zero_optimizer
 

@@ -7,7 +7,7 @@ Wrappers are told by their types: a module of the user's may have a name like th
 
 import pickle
 from collections import OrderedDict
-from collections.abc import Hashable, Iterable, Iterator, Mapping
+from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any, cast
@@ -17,16 +17,14 @@ from torch import Tensor, nn
 from torch.nn.modules.module import _IncompatibleKeys
 from torch.nn.parameter import is_lazy
 
-from ft_ckpt.distributed.fsdp2 import is_dtensor
+from ft_ckpt.distributed.wrappers import hides_tensors, is_engine_code, local_part, walk_modules, wrapped_key
 from ft_ckpt.errors import LoadError, SelectionError, listing
 
 EXTRA_STATE = "_extra_state"  # torch's name for it
-_WRAPPED = frozenset({"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
-_ENGINES = ("torch.distributed.", "deepspeed.")  # whose hooks bring tensors in order and add none
 
 
 @dataclass(frozen=True, eq=False)
-class Added:
+class AddedValue:
     """One value that a module lists beside parameters and buffers."""
 
     raw: str  # with the wrapper parts of the module's path
@@ -35,51 +33,23 @@ class Added:
     prefix: str  # canonical, of the owner's names
 
 
-def walk_modules(root: nn.Module) -> Iterator[tuple[str, str, nn.Module]]:
-    """(canonical name, raw name, module) for each of `root.named_modules(remove_duplicate=False)`, in its order.
-
-    The canonical name is without the parts that wrappers put in. Much faster than torch's: training waits for it.
-    """
-    waiting = [("", "", root)]
-    while waiting:
-        name, raw, module = waiting.pop()
-        yield name, raw, module
-        if module._modules:
-            inner, above, raw_above = wrapped_key(module), f"{name}." if name else "", f"{raw}." if raw else ""
-            waiting += [
-                (name if key == inner else above + key, raw_above + key, child)
-                for key, child in reversed(module._modules.items())
-                if child is not None
-            ]
-
-
-def wrapped_key(module: nn.Module) -> str | None:
-    """The name of the child that `module` wraps without a trace in names; None when it is no such wrapper."""
-    if _WRAPPED.isdisjoint(module._modules):
-        return None
-    key = next(key for key in module._modules if key in _WRAPPED)
-    if key == "_orig_mod":
-        return key if isinstance(module, torch._dynamo.OptimizedModule) else None
-    if key == "_fsdp_wrapped_module":
-        return key if type(module).__name__ == "FullyShardedDataParallel" else None
-    if key == "_checkpoint_wrapped_module":
-        from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import ActivationWrapper
-
-        return key if isinstance(module, ActivationWrapper) else None
-    return None
-
-
 def wrapper_steps(pairs: Iterable[tuple[str, str]]) -> frozenset[str]:
     """The steps that wrappers put into the raw names of (name, raw name) `pairs`.
 
     Raises SelectionError where a module of the user's has the name of such a step: the two cannot be told apart.
     """
     named = [(name.split("."), raw.split(".")) for name, raw in pairs if name != raw]
-    steps = frozenset(step for name, raw in named for step in raw if step in _WRAPPED and step not in name)
-    clash = [".".join(name) for name, raw in named if not _WRAPPED.isdisjoint(name)]
+    steps = frozenset(step for name, raw in named for step in _steps_put_in(name, raw))
+    clash = [".".join(name) for name, _ in named if not steps.isdisjoint(name)]
     if clash:
         raise SelectionError(f"{listing(clash, ', ')}: a module has the name of a wrapper that is around it; rename it")
     return steps
+
+
+def _steps_put_in(name: list[str], raw: list[str]) -> list[str]:
+    """The steps of `raw` that `name` is without."""
+    left = list(name)
+    return [step for step in raw if not (left and left[0] == step and left.pop(0))]
 
 
 def is_plain(module: nn.Module) -> bool:
@@ -93,7 +63,7 @@ def is_plain(module: nn.Module) -> bool:
     return wrapped_key(module) is not None or not any(map(_is_users, hooks))
 
 
-def added_state(root: nn.Module, live: Mapping[str, Any]) -> dict[str, Added]:
+def added_state(root: nn.Module, live: Mapping[str, Any]) -> dict[str, AddedValue]:
     """What `root` lists beside its `live` tensors, by canonical name; what it lists of those again is left out.
 
     Moves nothing, and calls no collective: FSDP1's own listing is passed by. Raises SelectionError naming a module that
@@ -137,7 +107,7 @@ def load_added_state(root: nn.Module, live: Mapping[str, Any], values: Mapping[s
         raise LoadError(listing(problems))
 
 
-def refuse_one_way_state(found: Mapping[str, Added]) -> None:
+def refuse_one_way_state(found: Mapping[str, AddedValue]) -> None:
     """Raise SelectionError naming extra state that its module can tell and not take back."""
     setters = {name: getattr(type(one.owner), "set_extra_state", None) for name, one in found.items()}
     lost = [n for n, put in setters.items() if n.endswith(EXTRA_STATE) and put is nn.Module.set_extra_state]
@@ -159,7 +129,7 @@ class _StateLister:
     """One listing, as torch makes it, that notes who listed what first."""
 
     listed: "OrderedDict[str, Any]" = field(default_factory=OrderedDict)
-    found: dict[str, Added] = field(default_factory=dict)
+    found: dict[str, AddedValue] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.listed._metadata = OrderedDict()  # type: ignore[attr-defined]  # as torch's has it, for hooks
@@ -180,7 +150,7 @@ class _StateLister:
         inner = wrapped_key(module)
         if inner is not None:
             self.list_module(module._modules[inner], prefix, f"{raw}{inner}.")  # type: ignore[arg-type]  # there is one
-        elif _overrides_method(module, "state_dict") and not _has_fsdp1(module):  # which gathers when it is asked
+        elif _overrides_method(module, "state_dict") and not _hides_tensors(module):  # which gathers when it is asked
             whole = module.state_dict() if not prefix else module.state_dict(prefix=prefix, keep_vars=True)
             self._note_listed(module, prefix, raw, whole)
         else:
@@ -205,13 +175,13 @@ class _StateLister:
         for name, value in now.items():
             known = self.found.get(name)
             if known is None:
-                self.found[name] = Added(raw + name.removeprefix(prefix), value, module, prefix)
+                self.found[name] = AddedValue(raw + name.removeprefix(prefix), value, module, prefix)
             elif known.value is not value:
                 self.found[name] = replace(known, value=value)
         self.listed.update(now)
 
 
-def _load_added(one: Added, live: Mapping[str, Any], values: Mapping[str, Any]) -> list[str]:
+def _load_added(one: AddedValue, live: Mapping[str, Any], values: Mapping[str, Any]) -> list[str]:
     """Let the owner of `one` load its `values`, beside its own tensors as they are; what it found wrong."""
     owner, prefix = one.owner, one.prefix
     below = {name: t.detach() for name, t in live.items() if isinstance(t, Tensor) and name.startswith(prefix)}
@@ -242,17 +212,17 @@ def _is_plain_class(kind: Any) -> bool:
 
 
 def _is_users(hook: Any) -> bool:
-    """Whether a hook is not an engine's own."""
-    return not str(getattr(getattr(hook, "func", hook), "__module__", "")).startswith(_ENGINES)
+    """Whether a hook is not an engine's own, which brings tensors in order and adds none."""
+    return not is_engine_code(str(getattr(getattr(hook, "func", hook), "__module__", "")))
 
 
-def _has_fsdp1(module: nn.Module) -> bool:
-    return any(type(one).__name__ == "FullyShardedDataParallel" for one in module.modules())
+def _hides_tensors(module: nn.Module) -> bool:
+    return any(hides_tensors(one) for one in module.modules())
 
 
 def _memory_key(value: Any) -> Any:
     """What two tensors share when they are the same bytes; None for what has no memory of its own."""
-    local = value.to_local() if is_dtensor(value) else value
+    local = local_part(value) if isinstance(value, Tensor) else None
     if not isinstance(local, Tensor) or local.layout is not torch.strided or not local.numel() or local.is_meta:
         return None
     flags = (local.is_conj(), local.is_neg())
@@ -281,5 +251,6 @@ def _same_values(one: Any, other: Any) -> bool:
 
 
 def _tensor_bits(tensor: Any) -> Tensor:
-    local: Tensor = tensor.to_local() if is_dtensor(tensor) else tensor
-    return local.detach().cpu().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
+    local = local_part(tensor)
+    held = torch.empty(0) if local is None else local
+    return held.cpu().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)

@@ -1,0 +1,38 @@
+"""A few elements of tensors, as ranks hold them: what fingerprints of a model are made of."""
+
+from collections.abc import Mapping, Sequence
+
+from ft_ckpt.distributed.sharding import unravel_index
+from ft_ckpt.distributed.tensor_info import TensorInfo, Tensors, local_of
+
+
+def sample_elements(
+    chosen: Mapping[str, TensorInfo], rank: int, tensors: int = 32, elements: int = 8, live: Tensors | None = None
+) -> dict[str, dict[str, float]]:
+    """A few elements of `chosen` that `rank` holds, as {name: {flat index: value}}.
+
+    Evenly spread over the floating tensors; over all ranks together at most `tensors` x `elements` values, each held
+    by one rank. Not collective: merge what the ranks return.
+    """
+    indices = picked_indices(chosen, tensors, elements)
+    return {name: values for name in indices if (values := elements_at(chosen[name], rank, indices[name], live))}
+
+
+def picked_indices(chosen: Mapping[str, TensorInfo], tensors: int = 32, elements: int = 8) -> dict[str, list[int]]:
+    """The flat indices of the elements that `sample_elements` takes, by name."""
+    floating = sorted(name for name, info in chosen.items() if info.dtype.is_floating_point and info.numel > 0)
+    names = floating[:: max(1, -(-len(floating) // tensors))]
+    return {name: sorted({chosen[name].numel * i // elements for i in range(elements)}) for name in names}
+
+
+def elements_at(info: TensorInfo, rank: int, indices: Sequence[int], live: Tensors | None = None) -> dict[str, float]:
+    """The elements at flat `indices` that `rank`, this one, contributes to the tensor, by index."""
+    mine, local = info.sharding.box(rank), local_of(info, live)
+    if mine is None or local is None or not local.numel():
+        return {}
+    values = {}
+    for index in indices:
+        inside = [at - low for at, low in zip(unravel_index(index, info.sharding.view), mine.offsets, strict=True)]
+        if all(0 <= at < size for at, size in zip(inside, mine.sizes, strict=True)):
+            values[str(index)] = float(local[tuple(inside)])
+    return values

@@ -1,0 +1,92 @@
+"""What the library asks of one kind of wrapper or engine; the answers here are those of one that changes nothing.
+
+A new kind is a subclass in a file of its own, which answers what is different about it, and a line in `wrappers`.
+"""
+
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from ft_ckpt.distributed.sharding import Sharding
+
+
+class Layout(NamedTuple):
+    """What an engine knows of one tensor."""
+
+    shape: tuple[int, ...]  # of the full tensor
+    dtype: torch.dtype
+    trainable: bool
+    is_parameter: bool
+    engine: str
+    sharding: Sharding
+
+
+class PendingGradient(Protocol):
+    """A gradient that an engine keeps for itself until the step is complete."""
+
+    def read(self) -> Tensor | None:
+        """The gradient as far as it is summed up; None for none."""
+        ...
+
+    def write(self, gradient: Tensor | None) -> None:
+        """Put one in its place, or none."""
+        ...
+
+
+class Wrapper:
+    """One kind of wrapper module, or of tensors that an engine has laid out."""
+
+    child_key: str | None = None  # the name under which its modules keep the module they wrap
+    packages: tuple[str, ...] = ()  # beginnings of the names of modules with its code, from which it hooks modules
+    function_packages: tuple[str, ...] = ()  # likewise, from which it puts functions on the user's modules
+    attributes: tuple[str, ...] = ()  # that it sets on the user's modules
+    attribute_prefixes: tuple[str, ...] = ()
+    hides_gradients: str | None = None  # its name for people, where accumulated gradients cannot be read under it
+
+    def wraps(self, module: nn.Module) -> bool:
+        """Whether `module` is a wrapper of this kind, with the module it wraps under `child_key`."""
+        return False
+
+    def hides_tensors(self, module: nn.Module) -> bool:
+        """Whether tensors below `module` are kept where a walk over its modules does not see them."""
+        return False
+
+    def tensors_of_modules(self, model: nn.Module) -> Mapping[tuple[int, str], Any]:
+        """(id of a module, name) -> what stands for the parameter that the module had under that name."""
+        return {}
+
+    def describes(self, tensor: Any) -> bool:
+        """Whether a parameter, buffer or what stands for one is laid out by this engine."""
+        return False
+
+    def layout_of(self, tensor: Any) -> Layout:
+        """The layout of a tensor that it `describes`. Moves nothing."""
+        raise NotImplementedError
+
+    def local_part(self, tensor: Any) -> Tensor | None:
+        """This rank's elements of a tensor that it `describes`, without gradient; None for none. Moves nothing."""
+        raise NotImplementedError
+
+    def full_tensor(self, tensor: Any) -> Tensor:
+        """The full tensor, for opaque shardings. Collective."""
+        raise NotImplementedError
+
+    def reshard(self, module: nn.Module) -> None:
+        """Put the shards of `module` back in place, so that they can be read."""
+
+    def broadcast_buffers(self, module: nn.Module) -> Iterable[Tensor]:
+        """Buffers that the wrapper `module` will send from rank 0 to all before the next forward."""
+        return ()
+
+    def user_class(self, cls: type) -> type:
+        """The class as the user wrote it, where the engine has given its modules another."""
+        return cls
+
+    def pending_gradients(self, root: nn.Module) -> Mapping[str, PendingGradient]:
+        """Gradients that the engine keeps for itself, by raw parameter name."""
+        return {}
+
+    def drop_gradients(self, module: nn.Module) -> None:
+        """Leave no gradient where the engine keeps those of `module` itself."""
