@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from ft_ckpt.distributed.process_groups import global_rank, group_members, is_subset_of_ranks
 from ft_ckpt.distributed.sharding import FlatSharding, ReplicatedSharding, Sharding
-from ft_ckpt.distributed.wrapper_protocol import Layout, Wrapper
+from ft_ckpt.distributed.wrapper_protocol import TensorLayout, Wrapper
 
 
 @dataclass(frozen=True, eq=False)
@@ -78,9 +78,9 @@ class FSDP1Wrapper(Wrapper):
         """Whether it is a place in a flat parameter."""
         return isinstance(tensor, FlatParameter)
 
-    def layout_of(self, tensor: Any) -> Layout:
+    def layout_of(self, tensor: Any) -> TensorLayout:
         """The run of elements in each rank's shard."""
-        return Layout(tensor.shape, tensor.dtype, tensor.trainable, True, "fsdp1", tensor.sharding())
+        return TensorLayout(tensor.shape, tensor.dtype, tensor.trainable, True, "fsdp1", tensor.sharding())
 
     def local_part(self, tensor: Any) -> Tensor | None:
         """This rank's run in its shard of the flat parameter."""

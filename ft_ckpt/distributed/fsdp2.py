@@ -11,7 +11,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from ft_ckpt.distributed.process_groups import is_subset_of_ranks
 from ft_ckpt.distributed.sharding import Box, Mesh, MeshSharding, OpaqueSharding, Sharding
-from ft_ckpt.distributed.wrapper_protocol import Layout, PendingGradient, Wrapper
+from ft_ckpt.distributed.wrapper_protocol import PendingGradient, TensorLayout, Wrapper
 
 
 class FSDP2Wrapper(Wrapper):
@@ -24,13 +24,13 @@ class FSDP2Wrapper(Wrapper):
         """Whether it is a distributed tensor."""
         return hasattr(tensor, "device_mesh") and hasattr(tensor, "placements") and hasattr(tensor, "full_tensor")
 
-    def layout_of(self, tensor: Any) -> Layout:
+    def layout_of(self, tensor: Any) -> TensorLayout:
         """What mesh and placements say."""
         shape, mesh, placements = tuple(tensor.shape), tensor.device_mesh, tuple(tensor.placements)
         here, are_some = tuple(mesh.get_coordinate() or ()), is_subset_of_ranks(mesh.size())
         engine, sharding = _sharding_of_layout(shape, mesh, placements, here, are_some)
         is_parameter = isinstance(tensor, nn.Parameter)
-        return Layout(shape, tensor.dtype, bool(tensor.requires_grad), is_parameter, engine, sharding)
+        return TensorLayout(shape, tensor.dtype, bool(tensor.requires_grad), is_parameter, engine, sharding)
 
     def local_part(self, tensor: Any) -> Tensor | None:
         """This rank's part."""

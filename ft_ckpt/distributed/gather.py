@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from ft_ckpt.distributed.inventory import Inventory
 from ft_ckpt.distributed.ranks import Ranks, current_ranks
 from ft_ckpt.distributed.sharding import Box
-from ft_ckpt.distributed.tensor_info import TensorInfo, Tensors, full_of, local_of
+from ft_ckpt.distributed.tensor_info import TensorInfo, Tensors, full_elements, local_elements
 
 
 @dataclass(frozen=True, eq=False)
@@ -134,7 +134,7 @@ def _cut_buckets(chosen: Sequence[TensorInfo], limit: int, tensors: Tensors | No
         if bucket and not info.sharding.is_sharded:
             yield bucket
             bucket, room = [], limit
-        for unit in _cut_units(info, local_of(info, tensors), limit):
+        for unit in _cut_units(info, local_elements(info, tensors), limit):
             if bucket and unit.size_bytes > room:
                 yield bucket
                 bucket, room = [], limit
@@ -185,7 +185,7 @@ class _BucketCarrier:
                 dist.send(packed, dst=0)
             for unit in bucket:
                 if unit.info.sharding.is_opaque:
-                    full_of(unit.info, self.tensors)
+                    full_elements(unit.info, self.tensors)
             return
         if (moving or together) and self.ranks.size > 1:
             self.ranks.open_receive_slot(range(1, self.ranks.size) if together else _sending_ranks(moving))
@@ -195,7 +195,7 @@ class _BucketCarrier:
 
     def _data_of_rows(self, unit: _RowRange, filled: Mapping[int, Tensor]) -> Tensor:
         if unit.info.sharding.is_opaque:
-            return full_of(unit.info, self.tensors).cpu().reshape(-1)
+            return full_elements(unit.info, self.tensors).cpu().reshape(-1)
         if id(unit) in filled:
             return filled[id(unit)].cpu().view(-1)
         own = unit.own_data(self.ranks.rank)

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from ft_ckpt.distributed.sharding import ReplicatedSharding
-from ft_ckpt.distributed.wrapper_protocol import Layout, Wrapper
+from ft_ckpt.distributed.wrapper_protocol import TensorLayout, Wrapper
 
 
 class PlainTensors(Wrapper):
@@ -20,11 +20,11 @@ class PlainTensors(Wrapper):
         """Any tensor that no engine has laid out."""
         return True
 
-    def layout_of(self, tensor: Any) -> Layout:
+    def layout_of(self, tensor: Any) -> TensorLayout:
         """The whole tensor on every rank."""
         shape, is_parameter = tuple(tensor.shape), isinstance(tensor, nn.Parameter)
         sharding = ReplicatedSharding(shape)
-        return Layout(shape, tensor.dtype, bool(tensor.requires_grad), is_parameter, "plain", sharding)
+        return TensorLayout(shape, tensor.dtype, bool(tensor.requires_grad), is_parameter, "plain", sharding)
 
     def local_part(self, tensor: Any) -> Tensor | None:
         """The tensor itself."""

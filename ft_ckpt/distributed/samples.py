@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 
 from ft_ckpt.distributed.sharding import unravel_index
-from ft_ckpt.distributed.tensor_info import TensorInfo, Tensors, local_of
+from ft_ckpt.distributed.tensor_info import TensorInfo, Tensors, local_elements
 
 
 def sample_elements(
@@ -27,7 +27,7 @@ def picked_indices(chosen: Mapping[str, TensorInfo], tensors: int = 32, elements
 
 def elements_at(info: TensorInfo, rank: int, indices: Sequence[int], live: Tensors | None = None) -> dict[str, float]:
     """The elements at flat `indices` that `rank`, this one, contributes to the tensor, by index."""
-    mine, local = info.sharding.box(rank), local_of(info, live)
+    mine, local = info.sharding.box(rank), local_elements(info, live)
     if mine is None or local is None or not local.numel():
         return {}
     values = {}

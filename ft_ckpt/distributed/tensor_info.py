@@ -70,15 +70,15 @@ class Source(TensorInfo):
         return self.sharding.local_box(global_rank())
 
 
-def local_of(info: TensorInfo, tensors: Tensors | None) -> Tensor | None:
+def local_elements(info: TensorInfo, tensors: Tensors | None) -> Tensor | None:
     """This rank's elements from `tensors`, or without these from the source that `info` is."""
     if tensors is not None:
         return tensors.local(info.key)
     return info.local if isinstance(info, Source) else None
 
 
-def full_of(info: TensorInfo, tensors: Tensors | None) -> Tensor:
-    """The full tensor of an opaque sharding, as `local_of`. Collective."""
+def full_elements(info: TensorInfo, tensors: Tensors | None) -> Tensor:
+    """The full tensor of an opaque sharding, as `local_elements`. Collective."""
     if tensors is not None:
         return tensors.full(info.key)
     return info.gather_full() if isinstance(info, Source) else _refuse_full()

@@ -10,9 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from ft_ckpt.distributed.sharding import Sharding
+from ft_ckpt.errors import SelectionError
 
 
-class Layout(NamedTuple):
+class TensorLayout(NamedTuple):
     """What an engine knows of one tensor."""
 
     shape: tuple[int, ...]  # of the full tensor
@@ -61,17 +62,17 @@ class Wrapper:
         """Whether a parameter, buffer or what stands for one is laid out by this engine."""
         return False
 
-    def layout_of(self, tensor: Any) -> Layout:
+    def layout_of(self, tensor: Any) -> TensorLayout:
         """The layout of a tensor that it `describes`. Moves nothing."""
-        raise NotImplementedError
+        raise self._unanswered()
 
     def local_part(self, tensor: Any) -> Tensor | None:
         """This rank's elements of a tensor that it `describes`, without gradient; None for none. Moves nothing."""
-        raise NotImplementedError
+        raise self._unanswered()
 
     def full_tensor(self, tensor: Any) -> Tensor:
         """The full tensor, for opaque shardings. Collective."""
-        raise NotImplementedError
+        raise self._unanswered()
 
     def reshard(self, module: nn.Module) -> None:
         """Put the shards of `module` back in place, so that they can be read."""
@@ -90,3 +91,6 @@ class Wrapper:
 
     def drop_gradients(self, module: nn.Module) -> None:
         """Leave no gradient where the engine keeps those of `module` itself."""
+
+    def _unanswered(self) -> SelectionError:
+        return SelectionError(f"{type(self).__name__}: describes a tensor without its elements; please report it")

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from ft_ckpt.distributed.fsdp1 import FSDP1Wrapper
 from ft_ckpt.distributed.fsdp2 import FSDP2Wrapper
 from ft_ckpt.distributed.plain import CheckpointedActivations, CompiledWrapper, DataParallelWrapper, PlainTensors
-from ft_ckpt.distributed.wrapper_protocol import Layout, PendingGradient, Wrapper
+from ft_ckpt.distributed.wrapper_protocol import PendingGradient, TensorLayout, Wrapper
 from ft_ckpt.distributed.zero import DeepSpeedWrapper
 
 WRAPPERS: list[Wrapper] = [
@@ -117,7 +117,7 @@ def is_engine_code(module_name: str) -> bool:
 # Tensors
 
 
-def layout_of(tensor: Any) -> Layout:
+def layout_of(tensor: Any) -> TensorLayout:
     """How a parameter, a buffer, or what stands for one is laid out over the ranks. Moves nothing."""
     return _engine_of(tensor).layout_of(tensor)
 
@@ -150,12 +150,12 @@ def hiding_gradients(model: nn.Module) -> list[str]:
     return [str(one.hides_gradients) for one in hiding if any(one.wraps(module) for module in model.modules())]
 
 
-def pending_gradients(root: nn.Module) -> dict[str, PendingGradient]:
+def kept_gradients(root: nn.Module) -> dict[str, PendingGradient]:
     """Gradients that engines keep for themselves until a step is complete, by raw parameter name."""
     return {name: found for wrapper in WRAPPERS for name, found in wrapper.pending_gradients(root).items()}
 
 
-def drop_gradients(root: nn.Module) -> None:
+def drop_kept_gradients(root: nn.Module) -> None:
     """Leave no gradient where engines keep those of modules themselves."""
     for module in root.modules():
         for wrapper in WRAPPERS:

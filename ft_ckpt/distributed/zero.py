@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from ft_ckpt.distributed.process_groups import global_rank, group_members, is_subset_of_ranks
 from ft_ckpt.distributed.sharding import FlatSharding, OwnedSharding, Sharding
 from ft_ckpt.distributed.tensor_info import Source
-from ft_ckpt.distributed.wrapper_protocol import Layout, Wrapper
+from ft_ckpt.distributed.wrapper_protocol import TensorLayout, Wrapper
 from ft_ckpt.errors import SelectionError, listing
 
 _KNOWN = ("DeepSpeedZeroOptimizer", "DeepSpeedZeroOptimizer_Stage3", "BF16_Optimizer")
@@ -46,10 +46,12 @@ class DeepSpeedWrapper(Wrapper):
         """Whether it is a parameter of stage 3; those of stages 1 and 2 are ordinary ones."""
         return hasattr(tensor, "ds_shape")
 
-    def layout_of(self, tensor: Any) -> Layout:
+    def layout_of(self, tensor: Any) -> TensorLayout:
         """Every rank of the group keeps one equal part of the flattened, padded parameter."""
         shape, is_parameter = tuple(tensor.ds_shape), isinstance(tensor, nn.Parameter)
-        return Layout(shape, tensor.dtype, bool(tensor.requires_grad), is_parameter, "zero3", _zero3_sharding(tensor))
+        return TensorLayout(
+            shape, tensor.dtype, bool(tensor.requires_grad), is_parameter, "zero3", _zero3_sharding(tensor)
+        )
 
     def local_part(self, tensor: Any) -> Tensor | None:
         """This rank's elements, without the padding."""

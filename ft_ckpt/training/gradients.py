@@ -46,7 +46,7 @@ class StepWatch:
         optimizers = [optimizer for optimizer, _ in self._hooks.values()]
         if any(not _is_taken(gradient) for optimizer in optimizers for gradient in _gradients_of(optimizer)):
             return True
-        kept = (one for model in models() for one in wrappers.pending_gradients(unwrap(model)).values())
+        kept = (one for model in models() for one in wrappers.kept_gradients(unwrap(model)).values())
         return any(one.read() is not None for one in kept)
 
     def close(self) -> None:
@@ -84,8 +84,8 @@ def pending_gradients(model: nn.Module) -> dict[str, Tensor]:
 def restore_gradients(model: nn.Module, stored: Mapping[str, Tensor]) -> None:
     """Put back what `pending_gradients` gave; parameters that are not in it have none."""
     root = unwrap(model)
-    whole = wrappers.pending_gradients(root)
-    wrappers.drop_gradients(root)
+    whole = wrappers.kept_gradients(root)
+    wrappers.drop_kept_gradients(root)
     for name, parameter in root.named_parameters():
         parameter.grad = None
         if name in whole:
@@ -115,7 +115,7 @@ def _is_taken(gradient: Tensor) -> bool:
 
 
 def _accumulated_gradients(root: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    whole = wrappers.pending_gradients(root)
+    whole = wrappers.kept_gradients(root)
     for name, parameter in root.named_parameters():
         pending = whole[name].read() if name in whole else None
         gradient = pending if pending is not None else parameter.grad

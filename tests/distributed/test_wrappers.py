@@ -13,7 +13,7 @@ from ft_ckpt.distributed.gather import full_state_dict, gather_tensors
 from ft_ckpt.distributed.inventory import Inventory
 from ft_ckpt.distributed.ranks import current_ranks
 from ft_ckpt.distributed.sharding import ReplicatedSharding
-from ft_ckpt.distributed.wrapper_protocol import Layout, Wrapper
+from ft_ckpt.distributed.wrapper_protocol import TensorLayout, Wrapper
 from ft_ckpt.errors import SelectionError
 
 
@@ -51,7 +51,7 @@ class CrateWrapper(Wrapper):
 
     def layout_of(self, tensor):
         sharding = ReplicatedSharding((torch.Size(tensor.shape).numel(),))  # flat, and the same on every rank
-        return Layout(tensor.shape, tensor.dtype, True, True, "crate", sharding)
+        return TensorLayout(tensor.shape, tensor.dtype, True, True, "crate", sharding)
 
     def local_part(self, tensor):
         return tensor.buffer[tensor.first : tensor.first + torch.Size(tensor.shape).numel()]
