@@ -178,7 +178,7 @@ def _part_sources(part: View) -> list[Source]:
 
 def _name_cleaner(part: View) -> Callable[[str], str]:
     """What takes the steps of wrappers out of a name that PEFT made of a raw one."""
-    steps = wrapper_steps((source.name, source.raw_name) for source in _part_sources(part))
+    steps = wrapper_steps((name, source.raw_name) for name, source in part.sources.items())
     return lambda name: ".".join(step for step in name.split(".") if step not in steps)
 
 
