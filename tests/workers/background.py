@@ -172,6 +172,7 @@ def not_shared(folder: Path) -> None:
     assert [path.name for path in folder.iterdir()] == ["saved"]
 
 
+@harness.named
 def few_meetings(folder: Path) -> None:
     """Once all ranks are known to see the folder, they meet when the run is looked at, planned, written, committed."""
     live, saver = begun("fsdp2", folder, each_rank_writes="on")
