@@ -8,11 +8,10 @@ anew. Readers of any library find the files in a folder of links to them.
 import hashlib
 import os
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from ft_ckpt.checkpoint.catalog import read_manifest, why_no_checkpoint
 from ft_ckpt.checkpoint.checks import checkpoint_problems, misleading_files
@@ -32,10 +31,6 @@ class OpenCheckpoint:
     folder: Path  # links to its open files, under their paths in the checkpoint
     manifest: Manifest
     identity: str  # digest of the manifest's text: equal for all ranks that have opened the same checkpoint
-    far: Callable[[str], Any] | None = (
-        None  # folder of a part -> its tensors, where another rank reads them for this one
-    )
-    served: tuple[int, ...] = ()  # ranks that rank 0 reads for
 
     def find_problems(self, deep: bool) -> tuple[str, ...]:
         """What is wrong with the open files, as `catalog.verify` finds it, and with what lies beside them."""

@@ -18,15 +18,16 @@ from transformers.trainer_callback import ExportableState
 from ft_ckpt.checkpoint.catalog import discover, read_manifest, verify
 from ft_ckpt.checkpoint.delete import TOMBSTONE
 from ft_ckpt.checkpoint.manifest import MANIFEST_NAME
-from ft_ckpt.checkpoint.open_checkpoint import OpenCheckpoint, open_checkpoint
+from ft_ckpt.checkpoint.open_checkpoint import open_checkpoint
 from ft_ckpt.checkpoint.prune import prune_run, recover_all
 from ft_ckpt.distributed.ranks import Ranks, try_action
 from ft_ckpt.errors import CorruptError, LoadError, ManifestError, NotACheckpointError, listing
 from ft_ckpt.retention import Keep
 from ft_ckpt.training import resume, starting
+from ft_ckpt.training.exchange import exchange
 from ft_ckpt.training.items import known_sources
-from ft_ckpt.training.serve_files import checkpoint_facts, open_to_all
-from ft_ckpt.training.state_files import StoredTensors, open_stored_tensors, read_document
+from ft_ckpt.training.serve_files import CheckpointFacts, checkpoint_facts, open_to_all
+from ft_ckpt.training.state_files import ResumePoint, open_resume_point
 
 _LOG = logging.getLogger("ft_ckpt")
 _NAME = re.compile(r"checkpoint-(\d+)")
@@ -137,20 +138,20 @@ def load_best_weights(model: nn.Module, path: Path, deep: bool, ranks: Ranks) ->
 
 
 def _load_best(model: nn.Module, path: Path, deep: bool, ranks: Ranks, stack: ExitStack) -> None:
-    held, error = try_action(lambda: _open_best(path, deep, stack) if ranks.leads else None)
-    found = ranks.agree("opening the best model", {} if held is None else checkpoint_facts(held), error)[0]
-    here = open_to_all(held, found, ranks, stack, deep, lambda one: StoredTensors(one).read)
-    with open_stored_tensors(here) as stored:
-        outcome = resume.restore_weights(known_sources(model, []), read_document(here.folder), stored)
+    point, error = try_action(lambda: _open_best(path, deep, stack) if ranks.leads else None)
+    mine = CheckpointFacts("", "", ()) if point is None else checkpoint_facts(point.checkpoint)
+    found = exchange(ranks, "opening the best model", CheckpointFacts, mine, error)[0]
+    here = open_to_all(point, found, ranks, stack, deep)
+    outcome = resume.restore_weights(known_sources(model, []), here.document, here.tensors)
     if outcome.status != "restored":
         raise LoadError(f"{path}: the best model was not loaded: {outcome.detail}")
 
 
-def _open_best(path: Path, deep: bool, stack: ExitStack) -> OpenCheckpoint:
+def _open_best(path: Path, deep: bool, stack: ExitStack) -> ResumePoint:
     held = stack.enter_context(open_checkpoint(path))
     if problems := held.find_problems(deep):
         raise CorruptError(f"{path}: {listing(list(problems))}; the best model was not loaded")
-    return held
+    return open_resume_point(held, stack)
 
 
 def _text_or_none(file: Path) -> str | None:

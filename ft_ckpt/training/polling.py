@@ -1,11 +1,21 @@
 """What clocks and signals ask for while a run goes on: ranks meet for it only at steps that all of them know."""
 
 import time
+from dataclasses import dataclass
 
 from ft_ckpt import schedule
 from ft_ckpt.distributed.ranks import Ranks
 from ft_ckpt.schedule import Every, History
+from ft_ckpt.training.exchange import exchange
 from ft_ckpt.training.signals import SignalWatch
+
+
+@dataclass(frozen=True)
+class _Poll:
+    reason: str | None  # to save now
+    signal: str | None  # that has come
+    next_step: int  # after which to meet again
+    goes_on: bool
 
 
 class ClockPoll:
@@ -29,13 +39,12 @@ class ClockPoll:
         begun, signal = time.monotonic(), self._watch.received
         wanted = schedule.shared_reason(self._every, history, begun, time.time(), signal)
         next_step = schedule.next_poll(history, step, self._meeting_seconds)
-        told = {"reason": wanted, "signal": signal, "next": next_step, "polls": schedule.needs_poll(self._every)}
-        answers = ranks.agree("saver.step()", told)
+        poll = _Poll(wanted, signal, next_step, schedule.needs_poll(self._every))
+        answers = exchange(ranks, "saver.step()", _Poll, poll)
         self._meeting_seconds = min(self._meeting_seconds, time.monotonic() - begun)
-        self._next_step, self._goes_on = answers[0]["next"], answers[0]["polls"]
-        signals = [answer["signal"] for answer in answers if answer["signal"]]
-        reason: str | None = signals[0] if signals else answers[0]["reason"]
-        return reason
+        self._next_step, self._goes_on = answers[0].next_step, answers[0].goes_on
+        signals = [answer.signal for answer in answers if answer.signal]
+        return signals[0] if signals else answers[0].reason
 
     def close(self) -> None:
         """Give signals back to whoever had them."""

@@ -61,7 +61,7 @@ class RestoreReport:
         return tuple(f"{item.name}: {item.status}: {item.detail}" for item in self.items if item.status != "restored")
 
 
-def merge_outcomes(answers: list[list[Restored]]) -> tuple[Restored, ...]:
+def merge_outcomes(answers: Sequence[Sequence[Restored]]) -> tuple[Restored, ...]:
     """One outcome for each item: the first rank's that is not a success, with the rank named."""
     merged: dict[str, Restored] = {}
     for rank, items in enumerate(answers):

@@ -11,7 +11,6 @@ from typing import Any
 from torch import nn
 
 from ft_ckpt import schedule
-from ft_ckpt.checkpoint.open_checkpoint import OpenCheckpoint
 from ft_ckpt.config import SaverConfig
 from ft_ckpt.distributed import broadcast
 from ft_ckpt.distributed.agreement import rank_numbers
@@ -21,8 +20,9 @@ from ft_ckpt.errors import ConfigError, LoadError, damaged_input, listing
 from ft_ckpt.model.base_model import BaseWatch
 from ft_ckpt.schedule import Every
 from ft_ckpt.training import capture as capturing
-from ft_ckpt.training import rank_state, resume, state, state_files, zero_optimizer
+from ft_ckpt.training import rank_state, resume, state, zero_optimizer
 from ft_ckpt.training.capture import Captured, Objects
+from ft_ckpt.training.exchange import exchange
 from ft_ckpt.training.feeds import DataPositions
 from ft_ckpt.training.gradients import StepWatch
 from ft_ckpt.training.items import (
@@ -43,6 +43,7 @@ from ft_ckpt.training.rank_state import OnRank
 from ft_ckpt.training.resume import Restored, RestoreReport, merge_outcomes
 from ft_ckpt.training.run_settings import fingerprint_differences, run_fingerprint
 from ft_ckpt.training.state import Document
+from ft_ckpt.training.state_files import ResumePoint
 from ft_ckpt.training.structure import Kept
 
 
@@ -62,6 +63,16 @@ class Progress:
     """The checkpoint; None when the run began afresh."""
     report: RestoreReport = field(default_factory=RestoreReport)
     """The outcome of the resume; without items when the run began afresh."""
+
+
+@dataclass(frozen=True)
+class _Outcomes:
+    items: tuple[Restored, ...]
+
+
+@dataclass(frozen=True)
+class _Metrics:
+    metrics: Mapping[str, float]
 
 
 class TrainingRun:
@@ -151,14 +162,13 @@ class TrainingRun:
         return captured
 
     def restore_state(
-        self, held: OpenCheckpoint, ranks: Ranks, allow: Iterable[str] | bool, versions: Mapping[str, str]
+        self, point: ResumePoint, ranks: Ranks, allow: Iterable[str] | bool, versions: Mapping[str, str]
     ) -> RestoreReport:
-        """Put the whole run back into the state of `held`; what is in `allow` may fail (True: everything)."""
-        path = held.path
-        report, error = ranks.attempt(lambda: self._put_back(held, ranks, versions))
-        found = [] if report is None else [[item.name, item.status, item.detail] for item in report.items]
-        answers = ranks.agree("resume()", {"items": found}, error)
-        items = merge_outcomes([[Restored(*item) for item in answer["items"]] for answer in answers])
+        """Put the whole run back to where `point` was made; what is in `allow` may fail (True: everything)."""
+        path = point.checkpoint.path
+        report, error = ranks.attempt(lambda: self._put_back(point, ranks, versions))
+        mine = None if report is None else _Outcomes(report.items)
+        items = merge_outcomes([answer.items for answer in exchange(ranks, "resume()", _Outcomes, mine, error)])
         final: RestoreReport = replace(report, items=items)
         refused = [
             line for line in final.problems if allow is not True and line.split(":")[0] not in _allowed_names(allow)
@@ -178,8 +188,7 @@ class TrainingRun:
         every = self.config.every
         if every is None or every.best is None or every.best[0] not in metrics:
             return dict(metrics)
-        answers = ranks.agree("saver.step()", {"metrics": dict(metrics)})
-        return dict(answers[0]["metrics"])
+        return dict(exchange(ranks, "saver.step()", _Metrics, _Metrics(dict(metrics)))[0].metrics)
 
     def reason_to_save(self, metrics: Mapping[str, float], ranks: Ranks) -> str | None:
         """Why to save now, the same on every rank if the `metrics` are; None for no reason."""
@@ -296,33 +305,30 @@ class TrainingRun:
         loaders = prepared or [feed.loader for feed in self.feeds.known_positions]
         return run_fingerprint(self.model, found.values(), objects, loaders, self.accelerator, ranks.size, versions)
 
-    def _put_back(self, held: OpenCheckpoint, ranks: Ranks, versions: Mapping[str, str]) -> RestoreReport:
-        document = state_files.read_document(held.folder)
+    def _put_back(self, point: ResumePoint, ranks: Ranks, versions: Mapping[str, str]) -> RestoreReport:
+        held, document, stored = point.checkpoint, point.document, point.tensors
         items = items_in_saved_order(self.accelerator, self.registered, document.get("signatures", {}))
         items = with_extra_state(self.model, items)
         found = known_sources(self.model, items)
-        fill_all = broadcast.choose_filler(
-            "broadcast" if held.served else self.config.fan_out, ranks, self.config.bucket_bytes
-        )
-        with state_files.open_stored_tensors(held) as stored:
-            outcomes = [resume.restore_weights(found, document, stored, fill_all)]
-            outcomes += resume.compare_base(self.model, document, held, ranks.rank)
-            for item in zero_items(items):
-                zero_optimizer.adopt_weights(item.value)
-            outcomes += resume.restore_items(items, found, document, stored, ranks.rank, fill_all)
-            self._is_unfinished = False
-            with damaged_input(f"{held.path}: its training state"):
-                apart, lost = resume.restore_apart(items, found, document, stored, ranks)
-                outcomes += apart
-                self.feeds, notes, more = rank_state.restore_rank_state(self._on_rank(items), document, stored, ranks)
-                progress = document["progress"]
-                self.step, self.run_id, self.resumed_from = progress["step"], document["run_id"], held.path
-                self._ancestors = set(document.get("ancestors", ()))
-                self.history = schedule.begin_history(
-                    self.step, progress["epoch"], time.monotonic(), document["history"]
-                )
-        if held.served:
-            far = rank_numbers(list(held.served))
+        way = "broadcast" if point.served else self.config.fan_out
+        fill_all = broadcast.choose_filler(way, ranks, self.config.bucket_bytes)
+        outcomes = [resume.restore_weights(found, document, stored, fill_all)]
+        outcomes += resume.compare_base(self.model, document, held, ranks.rank)
+        for item in zero_items(items):
+            zero_optimizer.adopt_weights(item.value)
+        outcomes += resume.restore_items(items, found, document, stored, ranks.rank, fill_all)
+        self._is_unfinished = False
+        with damaged_input(f"{held.path}: its training state"):
+            apart, lost = resume.restore_apart(items, found, document, stored, ranks)
+            outcomes += apart
+            self.feeds, notes, more = rank_state.restore_rank_state(self._on_rank(items), document, stored, ranks)
+            progress = document["progress"]
+            self.step, self.run_id, self.resumed_from = progress["step"], document["run_id"], held.path
+            self._ancestors = set(document.get("ancestors", ()))
+            now = time.monotonic()
+            self.history = schedule.begin_history(self.step, progress["epoch"], now, document["history"])
+        if point.served:
+            far = rank_numbers(list(point.served))
             notes = (*notes, f"rank(s) {far} do not see the checkpoint: rank 0 has read it for them")
         self.poll.resume_at(self.step)
         changed = fingerprint_differences(document["fingerprint"], self._current_fingerprint(found, ranks, versions))

@@ -6,7 +6,6 @@ rank reads what it holds when it comes to it, whatever its wrapper, a few MB at 
 
 import ctypes
 import json
-import tempfile
 import threading
 import uuid
 from collections import deque
@@ -20,14 +19,14 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from ft_ckpt.checkpoint.catalog import read_manifest
-from ft_ckpt.checkpoint.manifest import MANIFEST_NAME
+from ft_ckpt.checkpoint.manifest import MANIFEST_NAME, manifest_from_json, manifest_to_json
 from ft_ckpt.checkpoint.open_checkpoint import OpenCheckpoint, open_checkpoint
 from ft_ckpt.distributed.ranks import Ranks, current_ranks, try_action
 from ft_ckpt.errors import CheckpointError, RankError
 from ft_ckpt.formats.dtypes import dtype_of
-from ft_ckpt.formats.layout import ITEM_BYTES, Spec
-from ft_ckpt.training.state import DOCUMENT_NAME, FOLDER
+from ft_ckpt.formats.layout import ITEM_BYTES, Spec, TensorFile
+from ft_ckpt.training.exchange import exchange
+from ft_ckpt.training.state_files import ResumePoint, StoredTensors, open_resume_point
 
 _LANE = "serving"
 _DONE, _FAILED = b"+", b"-"  # the last byte of an answer
@@ -38,34 +37,54 @@ _WAIT = timedelta(seconds=0.5)  # between looks at whether the other side is sti
 Read = Callable[[str, str, int, int], Tensor]  # folder of a part, tensor, flat elements [start, stop) -> on the host
 
 
-def checkpoint_facts(held: OpenCheckpoint) -> dict[str, Any]:
+@dataclass(frozen=True)
+class CheckpointFacts:
     """By what rank 0 tells the others which checkpoint it has chosen."""
-    return {"path": str(held.path), "identity": held.identity, "place": _manifest_place(held.path)}
+
+    path: str
+    identity: str
+    place: tuple[int, ...]  # what is the same of its manifest on all machines that share its disk, and not of a copy
+
+
+@dataclass(frozen=True)
+class _Sight:
+    sees: bool
+
+
+@dataclass(frozen=True)
+class _Sent:
+    """What rank 0 sends of a checkpoint to those who do not see it, and what they call it when they ask for tensors."""
+
+    serving_id: str = ""
+    manifest: str = ""
+    document: Mapping[str, Any] = field(default_factory=dict)
+
+
+def checkpoint_facts(held: OpenCheckpoint) -> CheckpointFacts:
+    """What tells the checkpoint from all others."""
+    return CheckpointFacts(str(held.path), held.identity, _manifest_place(held.path))
 
 
 def open_to_all(
-    held: OpenCheckpoint | None,
-    found: Mapping[str, Any],
-    ranks: Ranks,
-    stack: ExitStack,
-    deep: bool,
-    reader: Callable[[OpenCheckpoint], Read],
-) -> OpenCheckpoint:
-    """The checkpoint that rank 0 has `held` and told of by its facts, `found`, on every rank until the stack ends.
+    point: ResumePoint | None, found: CheckpointFacts, ranks: Ranks, stack: ExitStack, deep: bool
+) -> ResumePoint:
+    """The checkpoint that rank 0 has open as `point`, by its facts `found`, on every rank until the stack ends.
 
     A rank sees it that finds the same files at the same path, or a copy that is whole (`deep`: by its digests). For one
-    that does not, rank 0 reads, through what `reader` gives, which is used in a thread. Collective.
+    that does not, rank 0 reads, in a thread. Collective.
     """
-    here, _ = try_action(lambda: held or _open_local_copy(found, stack, deep))
-    answers = ranks.agree("opening the checkpoint of resume()", {"sees": here is not None})
-    far = tuple(rank for rank, answer in enumerate(answers) if not answer["sees"])
+    here, _ = try_action(lambda: point or _open_local_copy(found, stack, deep))
+    answers = exchange(ranks, "opening the checkpoint of resume()", _Sight, _Sight(here is not None))
+    far = tuple(rank for rank, answer in enumerate(answers) if not answer.sees)
     if not far:
-        return cast("OpenCheckpoint", here)
-    told, error = try_action(lambda: {} if held is None else {"word": uuid.uuid4().hex, "texts": _shared_texts(held)})
-    told = ranks.agree("sending the checkpoint of resume()", told, error)[0]
-    if held is not None:
-        stack.enter_context(serve_reads(told["word"], reader(held), ranks))
-    return _remote_checkpoint(found, told, ranks, stack, far) if here is None else replace(here, served=far)
+        return cast("ResumePoint", here)
+    mine, error = try_action(lambda: _Sent() if point is None else _checkpoint_to_send(point))
+    sent = exchange(ranks, "sending the checkpoint of resume()", _Sent, mine, error)[0]
+    if point is not None:
+        again = StoredTensors(point.checkpoint)  # the thread's own: open files are of one thread
+        stack.callback(again.close)
+        stack.enter_context(serve_reads(sent.serving_id, again.read, ranks))
+    return _remote_checkpoint(found, sent, ranks, far) if here is None else replace(here, served=far)
 
 
 @contextmanager
@@ -137,45 +156,36 @@ class RemoteFile:
         ctypes.memmove(found.data_ptr() + start, answer, stop - start)
 
 
-def _open_local_copy(found: Mapping[str, Any], stack: ExitStack, deep: bool) -> OpenCheckpoint | None:
+def _open_local_copy(found: CheckpointFacts, stack: ExitStack, deep: bool) -> ResumePoint | None:
     """The checkpoint as this rank sees it; None when it is another one, or a copy that is damaged."""
     with ExitStack() as trial:
-        here = trial.enter_context(open_checkpoint(found["path"]))
-        same = here.identity == found["identity"]
-        if same and (_manifest_place(here.path) == found["place"] or not here.find_problems(deep)):
+        here = trial.enter_context(open_checkpoint(found.path))
+        same = here.identity == found.identity
+        if same and (_manifest_place(here.path) == found.place or not here.find_problems(deep)):
+            point = open_resume_point(here, trial)
             stack.push(trial.pop_all())
-            return here
+            return point
     return None
 
 
-def _manifest_place(path: Path) -> list[int]:
-    """What is the same of a manifest on all machines that share its disk, and not of a copy."""
+def _manifest_place(path: Path) -> tuple[int, ...]:
     status = (path / MANIFEST_NAME).stat()
-    return [status.st_ino, status.st_size, status.st_mtime_ns]
+    return status.st_ino, status.st_size, status.st_mtime_ns
 
 
-def _shared_texts(held: OpenCheckpoint) -> dict[str, str]:
-    """What of a checkpoint every rank has to know."""
-    document = f"{FOLDER}/{DOCUMENT_NAME}"
-    return {name: (held.folder / name).read_text(encoding="utf-8") for name in (MANIFEST_NAME, document)}
+def _checkpoint_to_send(point: ResumePoint) -> _Sent:
+    return _Sent(uuid.uuid4().hex, manifest_to_json(point.checkpoint.manifest), point.document)
 
 
-def _remote_checkpoint(
-    found: Mapping[str, Any], told: Mapping[str, Any], ranks: Ranks, stack: ExitStack, far: tuple[int, ...]
-) -> OpenCheckpoint:
-    """The checkpoint for a rank that does not see it: the texts in a folder here, the tensors on rank 0."""
-    folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="ft_ckpt-far-")))
-    for name, text in told["texts"].items():
-        (folder / name).parent.mkdir(exist_ok=True)
-        (folder / name).write_text(text, encoding="utf-8")
-    manifest = read_manifest(folder)
-    files = {
-        part.path: RemoteFile(
-            part.path, {t.name: Spec(t.name, t.shape, t.dtype) for t in part.tensors}, told["word"], ranks
-        )
-        for part in manifest.parts
-    }
-    return OpenCheckpoint(Path(found["path"]), folder, manifest, found["identity"], files.__getitem__, far)
+def _remote_checkpoint(found: CheckpointFacts, sent: _Sent, ranks: Ranks, far: tuple[int, ...]) -> ResumePoint:
+    """The checkpoint for a rank that does not see it, which has been `sent` all but the tensors: rank 0 reads these."""
+    manifest, path = manifest_from_json(sent.manifest, found.path), Path(found.path)
+    files: dict[str, TensorFile] = {}
+    for part in manifest.parts:
+        specs = {tensor.name: Spec(tensor.name, tensor.shape, tensor.dtype) for tensor in part.tensors}
+        files[part.path] = RemoteFile(part.path, specs, sent.serving_id, ranks)
+    held = OpenCheckpoint(path, path, manifest, found.identity)
+    return ResumePoint(held, dict(sent.document), StoredTensors(held, files.__getitem__), far)
 
 
 def _answer_requests(store: Any, word: str, read: Read, done: threading.Event) -> None:

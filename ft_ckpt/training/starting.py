@@ -4,8 +4,8 @@ import logging
 import os
 import uuid
 import warnings
-from collections.abc import Collection, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Collection, Iterable, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ from ft_ckpt.checkpoint.manifest import Manifest
 from ft_ckpt.checkpoint.open_checkpoint import OpenCheckpoint, open_checkpoint
 from ft_ckpt.errors import ConfigError, CorruptError, ManifestError, NotACheckpointError, TargetError, listing
 from ft_ckpt.storage.local_disk import local_path
-from ft_ckpt.training.state_files import read_document
+from ft_ckpt.training.state_files import ResumePoint, open_resume_point
 
 MODES = ("auto", "must", "never")
 _LOG = logging.getLogger("ft_ckpt")
@@ -36,9 +36,10 @@ def parse_mode(checkpoint: Any) -> str:
     )
 
 
-@contextmanager
-def open_chosen(directory: Path | None, mode: str, deep: bool = True) -> Iterator[OpenCheckpoint | None]:
-    """The checkpoint to resume from, open while the block runs; None to start afresh.
+def open_chosen(
+    directory: Path | None, infos: Sequence[CheckpointInfo], mode: str, deep: bool, stack: ExitStack
+) -> ResumePoint | None:
+    """The checkpoint to resume from, open until the stack ends; None to start afresh. `infos` are the `directory`'s.
 
     What was compared with its manifest are the open files that are then read.
 
@@ -47,32 +48,12 @@ def open_chosen(directory: Path | None, mode: str, deep: bool = True) -> Iterato
     NotACheckpointError when there is none, CorruptError naming its damaged files and the newest whole one.
     """
     if mode == "never":
-        yield None
-        return
-    with ExitStack() as stack:
-        yield _choose_checkpoint(directory, mode, deep, stack)
-
-
-def _choose_checkpoint(directory: Path | None, mode: str, deep: bool, stack: ExitStack) -> OpenCheckpoint | None:
-    if mode in ("auto", "must"):
-        candidates = (
-            [] if directory is None else [i for i in reversed(discover(directory)) if has_training_state(i.manifest)]
-        )
-    else:
-        named = _path_by_name(directory, mode)
-        if not named.exists():
-            there = [info.path.name for info in discover(directory)] if directory is not None else []
-            raise NotACheckpointError(
-                f"{named}: is not there; {directory} has {listing(there, ', ') or 'none'}. Expected 'auto', 'must', "
-                "'never', the name of one of these, or a path"
-            )
-        if not has_training_state(read_manifest(named)):
-            raise NotACheckpointError(f"{named}: holds weights and no training state; ft_ckpt.load_model reads them")
-        candidates = [CheckpointInfo(named, read_manifest(named))]
+        return None
+    candidates = resumable(reversed(infos)) if mode in MODES else [_checkpoint_by_name(directory, infos, mode)]
     for number, info in enumerate(candidates):
-        held, problems = _open_whole(info.path, deep, stack)
-        if held is not None:
-            return held
+        point, problems = _open_whole(info.path, deep, stack)
+        if point is not None:
+            return point
         if mode != "auto":
             older = next((one.path for one in candidates[number + 1 :] if _open_whole(one.path, deep, stack)[0]), None)
             advice = f"the newest whole one is {older}" if older else "there is no older one that is whole"
@@ -83,22 +64,42 @@ def _choose_checkpoint(directory: Path | None, mode: str, deep: bool, stack: Exi
     return None
 
 
+def resumable(infos: Iterable[CheckpointInfo]) -> list[CheckpointInfo]:
+    """Those of `infos` that runs can be resumed from."""
+    return [info for info in infos if has_training_state(info.manifest)]
+
+
+def _checkpoint_by_name(directory: Path | None, infos: Sequence[CheckpointInfo], name: str) -> CheckpointInfo:
+    """The checkpoint asked for by its name in `directory`, or by its path."""
+    named = _path_by_name(directory, name)
+    if not named.exists():
+        there = [info.path.name for info in infos]
+        raise NotACheckpointError(
+            f"{named}: is not there; {directory} has {listing(there, ', ') or 'none'}. Expected 'auto', 'must', "
+            "'never', the name of one of these, or a path"
+        )
+    manifest = read_manifest(named)
+    if not has_training_state(manifest):
+        raise NotACheckpointError(f"{named}: holds weights and no training state; ft_ckpt.load_model reads them")
+    return CheckpointInfo(named, manifest)
+
+
 def _path_by_name(directory: Path | None, name: str) -> Path:
     """The run's own checkpoint of that name; what has a separator in it, or is none of the run's, is a path."""
     own = None if directory is None or os.sep in name else directory / name
     return own if own is not None and (own.exists() or not Path(name).exists()) else local_path(name)
 
 
-def _open_whole(path: Path, deep: bool, stack: ExitStack) -> tuple[OpenCheckpoint | None, tuple[str, ...]]:
-    """The checkpoint at `path`, open as long as the stack; or None, and what is wrong with it."""
+def _open_whole(path: Path, deep: bool, stack: ExitStack) -> tuple[ResumePoint | None, tuple[str, ...]]:
+    """The checkpoint at `path`, open until the stack ends; or None, and what is wrong with it."""
     with ExitStack() as trial:
         try:
             held = trial.enter_context(open_checkpoint(path))
             found = held.find_problems(deep)
             if not found:
-                read_document(held.folder)
+                point = open_resume_point(held, trial)
                 stack.push(trial.pop_all())
-                return held, ()
+                return point, ()
         except (ManifestError, CorruptError, OSError) as error:
             return None, (str(error),)
     return None, found
@@ -109,18 +110,25 @@ def has_training_state(manifest: Manifest) -> bool:
     return any(part.kind == "state" for part in manifest.parts)
 
 
-def branch_run_id(mode: str, path: Path, manifest: Manifest) -> str | None:
-    """A name for the run that goes on from `path`, if it was asked for by name and its run has got further."""
+def branch_run_id(
+    mode: str, chosen: OpenCheckpoint, directory: Path | None, infos: Sequence[CheckpointInfo]
+) -> str | None:
+    """A name for the run that goes on from `chosen`, if it was asked for by name and its run has got further.
+
+    `infos` are the checkpoints in `directory`.
+    """
     if mode in MODES:
         return None
-    fellows = [info.manifest for info in _resumable_checkpoints(path.parent) if info.manifest.run_id == manifest.run_id]
-    return uuid.uuid4().hex if any((one.step or 0) > (manifest.step or 0) for one in fellows) else None
+    beside, manifest = chosen.path.parent, chosen.manifest
+    all_beside = infos if directory is not None and beside == directory.absolute() else discover(beside)
+    steps = [one.manifest.step or 0 for one in resumable(all_beside) if one.manifest.run_id == manifest.run_id]
+    return uuid.uuid4().hex if any(step > (manifest.step or 0) for step in steps) else None
 
 
-def warn_of_others(directory: Path, mode: str) -> None:
-    """Say that the folder holds more runs than the one that goes on, or any beside a fresh one."""
+def warn_of_others(directory: Path, infos: Sequence[CheckpointInfo], mode: str) -> None:
+    """Say that a folder with checkpoints `infos` holds more runs than the one that goes on, or any beside a new one."""
     newest: dict[str | None, str] = {}
-    for info in _resumable_checkpoints(directory):
+    for info in resumable(infos):
         newest[info.manifest.run_id] = info.path.name
     runs = [f"{str(run_id)[:6]} (to {name})" for run_id, name in newest.items()]
     if mode == "never" and runs:
@@ -155,8 +163,3 @@ def refuse_replacing(target: Path, has_state: bool, own_ids: Collection[str] | N
             f"{target}: of another run, {manifest.run_id[:6]}, which got to this step before; use another directory, "
             "resume that run, or delete its checkpoints"
         )
-
-
-def _resumable_checkpoints(directory: Path) -> list[CheckpointInfo]:
-    """The checkpoints in a folder that runs can be resumed from, oldest first."""
-    return [info for info in discover(directory) if has_training_state(info.manifest)]

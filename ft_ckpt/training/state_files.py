@@ -4,8 +4,8 @@ Read by ranges from plain tensor files; nothing is executed.
 """
 
 import json
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -60,8 +60,9 @@ class _KnownDocument:
 class StoredTensors:
     """The tensor files of one checkpoint, opened when first needed; tensors by the folder of their part and name."""
 
-    def __init__(self, held: OpenCheckpoint) -> None:
-        self._held, parts = held, held.manifest.parts
+    def __init__(self, held: OpenCheckpoint, remote: Callable[[str], TensorFile] | None = None) -> None:
+        """`remote` gives the tensors of the part in a folder, where another rank reads them for this one."""
+        self._held, self._remote, parts = held, remote, held.manifest.parts
         self.is_adapter = held.manifest.kind == "adapter"
         self._formats = {part.path: part.format for part in parts}
         self._files = {(part.path, tensor.name): tensor.file for part in parts for tensor in part.tensors}
@@ -73,8 +74,8 @@ class StoredTensors:
         if place is None:
             raise LoadError(f"{name}: not among the tensors of the checkpoint {self._held.path}")
         if place not in self._open:
-            known, held = format_named(self._formats[part]), self._held
-            self._open[place] = known.open_file(held.folder / place) if held.far is None else held.far(part)
+            open_file = format_named(self._formats[part]).open_file
+            self._open[place] = self._remote(part) if self._remote else open_file(self._held.folder / place)
         return self._open[place]
 
     def state_names(self, prefix: str) -> frozenset[str]:
@@ -96,14 +97,21 @@ class StoredTensors:
             file.close()
 
 
-@contextmanager
-def open_stored_tensors(held: OpenCheckpoint) -> Iterator[StoredTensors]:
-    """The tensor files of a checkpoint while the block runs."""
-    stored = StoredTensors(held)
-    try:
-        yield stored
-    finally:
-        stored.close()
+@dataclass(frozen=True, eq=False)
+class ResumePoint:
+    """An open checkpoint to resume from, in which each thing is read once: manifest, document of the state, tensors."""
+
+    checkpoint: OpenCheckpoint
+    document: Document
+    tensors: StoredTensors
+    served: tuple[int, ...] = ()  # ranks that rank 0 reads the tensors for
+
+
+def open_resume_point(held: OpenCheckpoint, stack: ExitStack) -> ResumePoint:
+    """What there is to resume from in an open checkpoint, until the stack ends. Raises CorruptError."""
+    tensors = StoredTensors(held)
+    stack.callback(tensors.close)
+    return ResumePoint(held, read_document(held.folder), tensors)
 
 
 def entries_of_rank(document: Document, rank: int) -> Document:

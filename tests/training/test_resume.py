@@ -14,7 +14,9 @@ from training import QUIET, begin, go_on, network, prepared, train, whole
 
 import ft_ckpt
 from ft_ckpt import CheckpointSaver, Every, Keep
+from ft_ckpt.checkpoint import catalog, open_checkpoint
 from ft_ckpt.errors import ConfigError, CorruptError, LoadError, NotACheckpointError, SelectionError
+from ft_ckpt.training import state_files
 
 SHAPES = {
     "shuffled": {},
@@ -87,6 +89,24 @@ def test_modes(tmp_path, mode, found):
         progress = saver.resume(mode)
     assert (progress.resumed_from and progress.resumed_from.name) == found
     assert progress.step == {"checkpoint-4": 4, "checkpoint-2": 2, None: 5}[found]
+
+
+@pytest.mark.parametrize("mode", ["auto", "must", "checkpoint-4"])
+def test_each_thing_is_read_once(tmp_path, monkeypatch, mode):
+    """The manifests of the folder when one is chosen, then its own, of the open file, and the state's document."""
+    run = prepared()
+    with CheckpointSaver(run.accelerator, tmp_path, every=Every(steps=2, signals=()), **QUIET) as saver:
+        train(run, saver, 4)
+    read = []
+    looked = ((catalog, "manifest_from_json"), (open_checkpoint, "read_manifest"), (state_files, "read_document"))
+    for module, name in looked:
+        real = getattr(module, name)
+        monkeypatch.setattr(module, name, lambda *given, real=real, name=name: (read.append(name), real(*given))[1])
+    progress = CheckpointSaver(run.accelerator, tmp_path, **QUIET).resume(mode)
+    assert progress.resumed_from == tmp_path / "checkpoint-4"
+    assert [read.count(name) for name in ("read_manifest", "read_document")] == [1, 1]
+    manifests = len(list(tmp_path.glob("checkpoint-*")))
+    assert read.count("manifest_from_json") == manifests + (1 if mode in ("auto", "must") else 2)
 
 
 def test_must_with_nothing_there(tmp_path):
