@@ -129,7 +129,7 @@ class RawFile:
         if self._whole is not None or not self.size_bytes:
             return False
         self.check()
-        own = _Mapping.of(-1, self.size_bytes + -self.size_bytes % ALIGNMENT)
+        own = _Mapping.create(-1, self.size_bytes + -self.size_bytes % ALIGNMENT)
         if own is None:
             return False
         read_into(own.memory, self, self.size_bytes, threads, direct, _READ_BYTES)
@@ -150,7 +150,7 @@ class RawFile:
 
     def bytes(self, start: int, size_bytes: int) -> bytearray:
         """A copy of the bytes from `start`. Raises CorruptError where the file has not so many, or has changed."""
-        self._inside(start, size_bytes)
+        self._check_range(start, size_bytes)
         if self._whole is not None and self._whole.is_own and not self._whole.given_back:
             return bytearray(self._whole.memory[start : start + size_bytes])
         data = bytearray(size_bytes)
@@ -173,12 +173,12 @@ class RawFile:
         size_bytes = count * dtype.itemsize
         wanted = self.mapped if mapped is None else mapped
         if wanted and size_bytes >= MAP_BYTES and start % dtype.itemsize == 0:
-            held = self._map(start, size_bytes)
+            held = self._map_range(start, size_bytes)
             if held is not None:
                 return torch.frombuffer(held, dtype=dtype, count=count)
         return torch.frombuffer(self.bytes(start, size_bytes), dtype=dtype, count=count)
 
-    def _inside(self, start: int, size_bytes: int) -> None:
+    def _check_range(self, start: int, size_bytes: int) -> None:
         self.check()
         if start < 0 or size_bytes < 0 or start + size_bytes > self.size_bytes:
             raise CorruptError(
@@ -186,20 +186,19 @@ class RawFile:
                 "it was cut short or its table is damaged"
             )
 
-    def _map(self, start: int, size_bytes: int) -> Any:
+    def _map_range(self, start: int, size_bytes: int) -> Any:
         """A part of the file's mapping as a buffer; None when the system gives no mapping."""
-        self._inside(start, size_bytes)
-        self._whole = self._whole or _Mapping.of(self.descriptor, self.size_bytes)
+        self._check_range(start, size_bytes)
+        self._whole = self._whole or _Mapping.create(self.descriptor, self.size_bytes)
         if self._whole is None:
             return None
-        held = self._whole.lent(start, size_bytes)
+        held = self._whole.part_in_use(start, size_bytes)
         if held is None:
-            held = self._whole.lend(start, size_bytes)
+            held = self._whole.lend_part(start, size_bytes)
             if (start, size_bytes) in self._whole.given_back:
                 end = start + size_bytes
                 for first, last in [(start, end)] if self._whole.is_own else _shared_edges(start, end):
-                    place = self._whole.address + first
-                    ctypes.memmove(place, bytes(self.bytes(first, last - first)), last - first)
+                    self._whole.memory[first:last] = self.bytes(first, last - first)
         return held
 
 
@@ -222,7 +221,8 @@ class _Mapping:
     """All of a file as private memory: read where it is touched, and what is written to it stays here.
 
     With `is_own` it is plain memory that the file was read into. One mapping for all tensors, since many are slower to
-    touch. Not Python's mmap, since memory must be given back tensor by tensor.
+    touch; their memory is given back one by one. Python's mmap is as fast, but before 3.13 (`trackfd`) it keeps the
+    file open for as long as any tensor of it is in use: one descriptor for each shard of every model that is loaded.
     """
 
     def __init__(self, address: int, size_bytes: int, is_own: bool) -> None:
@@ -233,7 +233,7 @@ class _Mapping:
         weakref.finalize(self, _libc.munmap, address, size_bytes).atexit = False  # tensors may outlive the exit
 
     @staticmethod
-    def of(descriptor: int, size_bytes: int) -> "_Mapping | None":
+    def create(descriptor: int, size_bytes: int) -> "_Mapping | None":
         """The mapping of an open file (-1: of no file, all zero), or None."""
         is_own = descriptor < 0
         protection, flags = mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_PRIVATE
@@ -245,16 +245,16 @@ class _Mapping:
         _libc.madvise(address, size_bytes, _HUGEPAGE)
         return _Mapping(address, size_bytes, is_own)
 
-    def lend(self, start: int, size_bytes: int) -> memoryview:
+    def lend_part(self, start: int, size_bytes: int) -> memoryview:
         """Some of it; when nothing uses that any more, its memory is given back."""
         held = self.memory[start : start + size_bytes]
-        part = self.parts[start, size_bytes] = _Part(held, _Part.end)
+        part = self.parts[start, size_bytes] = _Part(held, _Part.end_use)
         part.mapping, part.start, part.size_bytes = self, start, size_bytes
         _lent[id(part)] = part
         return held
 
-    def lent(self, start: int, size_bytes: int) -> memoryview | None:
-        """What `lend` gave, if it is still in use."""
+    def part_in_use(self, start: int, size_bytes: int) -> memoryview | None:
+        """What `lend_part` gave, if it is still in use."""
         part = self.parts.get((start, size_bytes))
         return None if part is None else part()
 
@@ -274,7 +274,9 @@ class _Part(weakref.ref[memoryview]):
     start: int
     size_bytes: int
 
-    def end(self, is_over: Callable[[], bool] = sys.is_finalizing) -> None:  # bound here: names go first at the exit
+    def end_use(
+        self, is_over: Callable[[], bool] = sys.is_finalizing
+    ) -> None:  # bound: names go first at exit
         """Nothing uses the part any more."""
         if is_over():
             return

@@ -1,5 +1,6 @@
 """Torch files: everything torch writes is read without running it, and torch reads what is written here."""
 
+import argparse
 import ctypes
 import io
 import os
@@ -12,6 +13,7 @@ import torch
 from contract_format import bytes_of, filled
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ft_ckpt.errors import CheckpointError, CorruptError, LoadError, SelectionError
 from ft_ckpt.files.objects import load
@@ -222,6 +224,33 @@ def test_a_file_that_changes_while_open_is_noticed(tmp_path):
     os.truncate(tmp_path / "x.pt", 2000)
     with pytest.raises(CorruptError, match="changed while it was open"):
         file.read("a")
+
+
+def fake_load(path):
+    with FakeTensorMode():
+        return torch.load(path, weights_only=True)
+
+
+def test_why_pickles_are_not_read_by_torch(tmp_path):
+    """Under fake tensors torch finds places, too. When it passes all of this, `torch_pickle` is no longer needed."""
+    path = tmp_path / "x.pt"
+    torch.save({"w": torch.ones(10)}, path, _use_new_zipfile_serialization=False)
+    assert fake_load(path)["w"].untyped_storage()._checkpoint_offset is None  # a file of torch before 1.6
+
+    torch.save({"w": torch.ones(10), "args": argparse.Namespace(lr=1)}, path)
+    assert torch_file.open_torch_file(path).skipped == ("args: argparse.Namespace",)
+    with pytest.raises(pickle.UnpicklingError):
+        fake_load(path)
+
+    torch.save({"w": torch.ones(10)}, path)
+    with zipfile.ZipFile(path) as archive:
+        records = {name: archive.read(name) for name in archive.namelist()}
+    with zipfile.ZipFile(path, "w") as archive:
+        for name, data in records.items():
+            archive.writestr(name, data[:8] if name.endswith("data/0") else data)
+    assert fake_load(path)["w"].shape == (10,)  # from 8 bytes
+    with pytest.raises(CorruptError, match="leads out of its storage"):
+        torch_file.open_torch_file(path)
 
 
 def test_types_torch_has_not_are_refused():
