@@ -12,8 +12,6 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub import split_state_dict_into_shards_factory
-
 from ft_ckpt._version import __version__
 from ft_ckpt.checkpoint import commit
 from ft_ckpt.checkpoint.manifest import BaseRecord, Manifest, PartRecord
@@ -27,6 +25,7 @@ from ft_ckpt.formats import detect
 from ft_ckpt.formats.layout import Spec, TensorFile
 from ft_ckpt.formats.mapped_file import FileStream, RawFile
 from ft_ckpt.formats.registry import DEFAULT_FORMAT, FolderLibrary, TensorFormat, format_named, tensor_formats
+from ft_ckpt.formats.shard_files import link_second_names, shard_index, split_into_files
 from ft_ckpt.storage import local_disk
 from ft_ckpt.storage.digests import FileRecord, digest_of
 from ft_ckpt.storage.placing import replace_file
@@ -224,7 +223,7 @@ def _convert_to_folder(opened: TensorFile, source: Path, options: _ConvertOption
             if options.verify:
                 with closing(folder.join_weight_files(stage, [one.plan.path for one in plan.outputs])) as found:
                     check_copy(plan.file, found, options.target.name)
-        written += _link_second_names(stage, written, options.format)
+        written += link_second_names(options.format, written, stage)
         manifest = _converted_manifest(
             opened, source, [plan.part_record(options.format.name) for plan in plans], _file_records(stage, written)
         )
@@ -240,21 +239,14 @@ def _plan_part(part: folder.FolderPart, options: _ConvertOptions) -> _PartPlan:
     stem = "adapter_model" if part.kind == "adapter" else options.format.model_stem
     ending, place = options.format.suffixes[0], f"{part.path}/" if part.path else ""
     index_path = f"{place}{stem}{ending}.index.json"
-    split = split_state_dict_into_shards_factory(
-        file.specs,
-        get_storage_size=lambda spec: spec.size_bytes,
-        filename_pattern=f"{stem}{{suffix}}{ending}",
-        max_shard_size=options.max_shard_bytes,
-    )
-    shards = split.filename_to_tensors
-    if part.kind == "adapter" or not shards:  # PEFT reads one file only
-        shards = {f"{stem}{ending}": list(file.specs)}
+    shards = {f"{stem}{ending}": list(file.specs)}
+    if part.kind != "adapter":  # PEFT reads one file only
+        shards = split_into_files(file.specs, stem, ending, options.max_shard_bytes)
     outputs = tuple(plan_output(options.format, place + name, _Shard(file, names)) for name, names in shards.items())
     if len(shards) == 1:
         return _PartPlan(part, file, outputs, index_path, None)
-    places = {**split.tensor_to_filename, **{n: split.tensor_to_filename[kept] for n, kept in file.ties.items()}}
-    index = json.dumps({"metadata": split.metadata, "weight_map": places}, indent=2, sort_keys=True) + "\n"
-    return _PartPlan(part, file, outputs, index_path, index)
+    total = {"total_size": sum(spec.size_bytes for spec in file.specs.values())}
+    return _PartPlan(part, file, outputs, index_path, shard_index(shards, total, file.ties))
 
 
 class _Shard:
@@ -285,15 +277,6 @@ def _set_dtype(config: Path, dtype: str) -> None:
     if isinstance(found, dict) and found.keys() & {"dtype", "torch_dtype"}:
         found |= {key: dtype for key in ("dtype", "torch_dtype") if key in found}
         config.write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
-
-
-def _link_second_names(stage: Path, written: Sequence[FileRecord], known: TensorFormat) -> list[FileRecord]:
-    """The same files under their second names, where the format has any."""
-    renamed = written if known.second_suffix else ()
-    links = [(record, record.path.removesuffix(known.suffixes[0]) + known.second_suffix) for record in renamed]
-    for record, name in links:
-        os.link(stage / record.path, stage / name)
-    return [FileRecord(name, record.size_bytes, record.digest) for record, name in links]
 
 
 def _file_records(stage: Path, written: Sequence[FileRecord]) -> tuple[FileRecord, ...]:

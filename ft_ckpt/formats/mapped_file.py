@@ -274,9 +274,7 @@ class _Part(weakref.ref[memoryview]):
     start: int
     size_bytes: int
 
-    def end_use(
-        self, is_over: Callable[[], bool] = sys.is_finalizing
-    ) -> None:  # bound: names go first at exit
+    def end_use(self, is_over: Callable[[], bool] = sys.is_finalizing) -> None:  # bound: names go first at exit
         """Nothing uses the part any more."""
         if is_over():
             return

@@ -18,10 +18,12 @@ from ft_ckpt.config import SaverConfig, human_size
 from ft_ckpt.distributed.ranks import Ranks
 from ft_ckpt.errors import NoSpaceError, RankError, RanksDisagreeError, explained
 from ft_ckpt.files.objects import compress_file
+from ft_ckpt.formats.registry import format_named
+from ft_ckpt.formats.shard_files import link_second_names
 from ft_ckpt.model.parts import kind_of
 from ft_ckpt.saving import replicas
 from ft_ckpt.saving.build_manifest import manifest_of
-from ft_ckpt.saving.files import check_written_files, link_second_names
+from ft_ckpt.saving.files import check_written_files
 from ft_ckpt.saving.move_tensors import SaveFacts, SaveJob, SharedFolders, write_tensors
 from ft_ckpt.saving.plan import SavePlan, SaveRequest, prepare_stage
 from ft_ckpt.storage.digests import FileRecord, digest_of
@@ -251,7 +253,9 @@ def _commit_files(job: SaveJob, stage: Path, files: list[FileRecord]) -> _Saved:
     """Compare the files with the model, and commit."""
     request, plans, compression = job.request, job.prepared.plans, job.config.compression
     settings = replicas.differing_settings(request.captured.document)
-    files = files + [link for one in plans for link in link_second_names(one, files, stage)]
+    for one in plans:
+        paths = {file.path for file in one.files}
+        files = files + link_second_names(format_named(one.format), [f for f in files if f.path in paths], stage)
     for one in plans:
         check_written_files(one, stage)
     if compression is not None:

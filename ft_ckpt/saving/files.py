@@ -3,16 +3,12 @@
 The plan is the same on every rank, for all take part in bringing the tensors; the pieces come out on rank 0.
 """
 
-import json
-import os
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
-from huggingface_hub import split_state_dict_into_shards_factory
 from torch import Tensor
 
 from ft_ckpt.distributed.gather import gather_tensors, stream_chunks
@@ -22,9 +18,9 @@ from ft_ckpt.errors import IncompleteError, SelectionError, listing
 from ft_ckpt.formats.dtypes import dtype_name
 from ft_ckpt.formats.layout import Layout, Spec
 from ft_ckpt.formats.registry import DEFAULT_FORMAT, TensorFormat, format_named
+from ft_ckpt.formats.shard_files import shard_index, split_into_files
 from ft_ckpt.formats.write_files import FilePlan, Piece
 from ft_ckpt.model.entries import Entry, Group, Part
-from ft_ckpt.storage.digests import FileRecord
 
 _SLICE = 4 << 20  # elements converted at a time
 _METADATA = {"format": "pt"}  # transformers refuses files that do not say who wrote them
@@ -64,23 +60,18 @@ def plan_part(
     unsplit = _lay_out_file(list(specs.values()), known, part)
     folder = f"{part.path}/" if part.path else ""
     index_path = f"{folder}{part.file}{suffix}.index.json"
-    fits = unsplit.size_bytes <= max_shard_bytes and apart in (frozenset(), frozenset(specs))
-    if fits or part.kind == "adapter":  # PEFT reads one file only
+    shards = {f"{part.file}{suffix}": list(specs)}
+    if part.kind != "adapter":  # PEFT reads one file only
+        shards = split_into_files(specs, part.file, suffix, max_shard_bytes, apart)
+    if len(shards) == 1:
         file = FilePlan(f"{folder}{part.file}{suffix}", unsplit)
         return PartPlan(part, format_name, (file,), index_path, None, apart)
-    shards = _split_shards(specs, max_shard_bytes, apart)
-    names = [f"{part.file}-{number:05d}-of-{len(shards):05d}{suffix}" for number in range(1, len(shards) + 1)]
-    names = names if len(shards) > 1 else [f"{part.file}{suffix}"]
     files = tuple(
         FilePlan(folder + name, _lay_out_file([specs[tensor] for tensor in tensors], known, part))
-        for name, tensors in zip(names, shards, strict=True)
+        for name, tensors in shards.items()
     )
-    if len(shards) == 1:
-        return PartPlan(part, format_name, files, index_path, None, apart)
     total = {"total_parameters": _count_parameters(part), "total_size": sum(spec.size_bytes for spec in specs.values())}
-    places = {tensor: name for name, tensors in zip(names, shards, strict=True) for tensor in tensors}
-    index = json.dumps({"metadata": total, "weight_map": places}, indent=2, sort_keys=True) + "\n"
-    return PartPlan(part, format_name, files, index_path, index, apart)
+    return PartPlan(part, format_name, files, index_path, shard_index(shards, total), apart)
 
 
 def _refuse_stored_names(part: Part) -> None:
@@ -96,38 +87,6 @@ def _refuse_stored_names(part: Part) -> None:
 
 def _is_text(name: str) -> bool:
     return name.isascii() or not any("\ud800" <= letter <= "\udfff" for letter in name)
-
-
-def _split_shards(specs: Mapping[str, Spec], max_shard_bytes: int, apart: frozenset[str]) -> list[list[str]]:
-    """Which tensors go into which file, as transformers would; those in `apart` first, among themselves."""
-    first = {name: spec for name, spec in specs.items() if name in apart}
-    rest = {name: spec for name, spec in specs.items() if name not in apart}
-    splits = [
-        split_state_dict_into_shards_factory(
-            some,
-            get_storage_size=lambda spec: spec.size_bytes,
-            filename_pattern="{suffix}",
-            max_shard_size=max_shard_bytes,
-        )
-        for some in (first, rest)
-        if some
-    ]
-    return [tensors for split in splits for tensors in split.filename_to_tensors.values()]
-
-
-def link_second_names(part_plan: PartPlan, written: Sequence[FileRecord], stage: Path) -> list[FileRecord]:
-    """Give each dual file of the part its HDF5 name too, as a hard link; none where the file system has no links."""
-    own = format_named(part_plan.format)
-    if not own.second_suffix:
-        return []
-    known = {record.path: record for record in written}
-    links = []
-    for file in part_plan.files:
-        twin = file.path.removesuffix(own.suffixes[0]) + own.second_suffix
-        with suppress(OSError):
-            os.link(stage / file.path, stage / twin)
-            links.append(replace(known[file.path], path=twin))
-    return links
 
 
 def file_pieces(plans: Sequence[PartPlan], ranks: Ranks, bucket_bytes: int, nonfinite: str = "save") -> Iterator[Piece]:

@@ -1,0 +1,61 @@
+"""How the tensors of one model are split into files, their index, and the second names of files: as readers expect."""
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from types import MappingProxyType
+
+from huggingface_hub import split_state_dict_into_shards_factory
+
+from ft_ckpt.formats.layout import Spec
+from ft_ckpt.formats.registry import TensorFormat
+from ft_ckpt.storage.digests import FileRecord
+
+
+def split_into_files(
+    specs: Mapping[str, Spec], stem: str, suffix: str, most_bytes: int, apart: frozenset[str] = frozenset()
+) -> dict[str, list[str]]:
+    """The tensors of each file by its name, split as transformers would: in their order, at most `most_bytes` each.
+
+    Those named in `apart` come first, in files of their own. A larger tensor has a file for itself.
+    """
+    groups = [{name: spec for name, spec in specs.items() if (name in apart) == first} for first in (True, False)]
+    splits = [
+        split_state_dict_into_shards_factory(
+            group,
+            get_storage_size=lambda spec: spec.size_bytes,
+            filename_pattern="{suffix}",
+            max_shard_size=most_bytes,
+        )
+        for group in groups
+        if group
+    ]
+    shards = [tensors for split in splits for tensors in split.filename_to_tensors.values()]
+    if len(shards) < 2:
+        return {f"{stem}{suffix}": list(specs)}
+    return {f"{stem}-{i:05d}-of-{len(shards):05d}{suffix}": tensors for i, tensors in enumerate(shards, 1)}
+
+
+def shard_index(
+    files: Mapping[str, Sequence[str]],
+    totals: Mapping[str, int],
+    ties: Mapping[str, str] = MappingProxyType({}),
+) -> str:
+    """The text of the index of several files: where each tensor is, and each name in `ties` (to the kept one)."""
+    places = {tensor: name for name, tensors in files.items() for tensor in tensors}
+    places |= {alias: places[kept] for alias, kept in ties.items()}
+    return json.dumps({"metadata": totals, "weight_map": places}, indent=2, sort_keys=True) + "\n"
+
+
+def link_second_names(known: TensorFormat, written: Sequence[FileRecord], stage: Path) -> list[FileRecord]:
+    """Give files in `stage` the second name of their format, as hard links; none where it, or the disk, has no such."""
+    links = []
+    for record in written if known.second_suffix else ():
+        second = record.path.removesuffix(known.suffixes[0]) + known.second_suffix
+        with suppress(OSError):
+            os.link(stage / record.path, stage / second)
+            links.append(replace(record, path=second))
+    return links
