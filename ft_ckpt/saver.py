@@ -46,7 +46,7 @@ class _Choice:
 
 
 class CheckpointSaver:
-    """Saves models that Accelerate, or nothing, has wrapped, as folders that every Hugging Face tool loads.
+    """Saves and resumes a training run, and saves models as folders that every Hugging Face tool loads.
 
     `accelerator` is looked through for prepared models, whose generation configs are checked here and now, so that a
     run does not end on an error that was there at its start. `directory` is where checkpoints go when `save` is given
