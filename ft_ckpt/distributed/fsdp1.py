@@ -4,7 +4,7 @@ Facts are taken from the handles that FullyShardedDataParallel keeps; nothing is
 """
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -65,10 +65,10 @@ class FSDP1Wrapper(Wrapper):
         """The module's parameters lie in its handle's flat parameter."""
         return self.wraps(module)
 
-    def tensors_of_modules(self, model: nn.Module) -> Mapping[tuple[int, str], FlatParameter]:
+    def tensors_of_modules(self, modules: Sequence[nn.Module]) -> Mapping[tuple[int, str], FlatParameter]:
         """The places of the original parameters in the flat ones."""
         found: dict[tuple[int, str], FlatParameter] = {}
-        for module in model.modules():
+        for module in modules:
             handle = getattr(module, "_handle", None) if self.wraps(module) else None
             if handle is not None:
                 found.update(_parameters_of_handle(handle))

@@ -63,8 +63,9 @@ class Inventory:
         """Walk over a model, whatever wraps it, and keep its rows under `item`. Lets engines put shards back first."""
         chain = wrappers.wrapper_chain(model)
         walk = list(wrappers.walk_modules(chain[-1]))
-        wrappers.reshard_modules(module for _, _, module in walk)
-        taken, sent = wrappers.tensors_of_modules(model), wrappers.broadcast_buffers(model)
+        modules = [*chain[:-1], *(module for _, _, module in walk)]
+        wrappers.reshard_modules(modules)
+        taken, sent = wrappers.tensors_of_modules(modules), wrappers.broadcast_buffers(model)
         rows = tuple(
             ModuleRow(path, raw, module, tuple((name, self.key_of(t)) for name, t in _own_tensors(module, taken)))
             for path, raw, module in walk
@@ -170,8 +171,10 @@ class Inventory:
 
 def _own_tensors(module: nn.Module, taken: Mapping[tuple[int, str], Any]) -> Iterator[tuple[str, Any]]:
     """The module's own parameters and persistent buffers, in that order; for those `taken` what stands for them."""
-    own = {key: value for key, value in module._parameters.items() if key != "_flat_param"}
-    yield from ((key, taken.get((id(module), key), value)) for key, value in own.items() if value is not None)
+    own = module._parameters
+    for key, value in own.items():
+        if value is not None and key != "_flat_param":
+            yield key, taken.get((id(module), key), value)
     # FSDP1 with use_orig_params=False leaves plain attributes where the parameters were, which only it knows of.
     yield from ((key, stand_in) for (owner, key), stand_in in taken.items() if owner == id(module) and key not in own)
     for key, buffer in module._buffers.items():
@@ -273,9 +276,9 @@ def engine_names(found: Iterable[TensorInfo]) -> str:
 
 
 def _with_tensor(info: TensorInfo, live: Any) -> Source:
-    fields = {name: getattr(info, name) for name in TensorInfo.__dataclass_fields__}
-    full = partial(wrappers.full_tensor, live)
-    return Source(**{**fields, "key": id(live)}, live=live, local=wrappers.local_part(live), gather_full=full)
+    facts = info.shape, info.dtype, info.trainable, info.is_parameter, info.engine, info.sharding, info.is_added
+    local, full = wrappers.local_part(live), partial(wrappers.full_tensor, live)
+    return Source(id(live), info.name, info.raw_name, *facts, live, local, full)
 
 
 def _live_tensors(found: Mapping[str, Source]) -> dict[str, Any]:

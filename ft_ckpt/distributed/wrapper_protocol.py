@@ -3,7 +3,7 @@
 A new kind is a subclass in a file of its own, which answers what is different about it, and a line in `wrappers`.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -54,8 +54,11 @@ class Wrapper:
         """Whether tensors below `module` are kept where a walk over its modules does not see them."""
         return False
 
-    def tensors_of_modules(self, model: nn.Module) -> Mapping[tuple[int, str], Any]:
-        """(id of a module, name) -> what stands for the parameter that the module had under that name."""
+    def tensors_of_modules(self, modules: Sequence[nn.Module]) -> Mapping[tuple[int, str], Any]:
+        """(id of a module, name) -> what stands for the parameter that the module had under that name.
+
+        `modules` are those of a model, wrappers included.
+        """
         return {}
 
     def describes(self, tensor: Any) -> bool:

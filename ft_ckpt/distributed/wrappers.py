@@ -4,7 +4,7 @@ Wrappers are told by their modules and tensors, never by what a launcher says it
 with a `Wrapper` and add its line to WRAPPERS: the first that describes a tensor answers for it.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -19,10 +19,10 @@ WRAPPERS: list[Wrapper] = [
     FSDP1Wrapper(),
     DeepSpeedWrapper(),
     FSDP2Wrapper(),
+    PlainTensors(),  # describes all that those above do not
     DataParallelWrapper(),
     CompiledWrapper(),
     CheckpointedActivations(),
-    PlainTensors(),
 ]
 
 
@@ -74,9 +74,12 @@ def hides_tensors(module: nn.Module) -> bool:
     return any(wrapper.hides_tensors(module) for wrapper in WRAPPERS)
 
 
-def tensors_of_modules(model: nn.Module) -> dict[tuple[int, str], Any]:
-    """(id of a module, name) -> what stands for the parameter that an engine has taken from that module."""
-    return {place: tensor for wrapper in WRAPPERS for place, tensor in wrapper.tensors_of_modules(model).items()}
+def tensors_of_modules(modules: Sequence[nn.Module]) -> dict[tuple[int, str], Any]:
+    """(id of a module, name) -> what stands for the parameter that an engine has taken from that module.
+
+    Wrappers must be among `modules`.
+    """
+    return {place: tensor for wrapper in WRAPPERS for place, tensor in wrapper.tensors_of_modules(modules).items()}
 
 
 def reshard_modules(modules: Iterable[nn.Module]) -> None:
@@ -138,7 +141,10 @@ def is_distributed(tensor: Any) -> bool:
 
 
 def _engine_of(tensor: Any) -> Wrapper:
-    return next(wrapper for wrapper in WRAPPERS if wrapper.describes(tensor))
+    for wrapper in WRAPPERS:
+        if wrapper.describes(tensor):
+            return wrapper
+    return WRAPPERS[-1]  # not reached: PlainTensors describes all
 
 
 # Gradients

@@ -43,8 +43,8 @@ class CrateWrapper(Wrapper):
     def wraps(self, module):
         return isinstance(module, Crate)
 
-    def tensors_of_modules(self, model):
-        return {at: place for one in model.modules() if isinstance(one, Crate) for at, place in one.places.items()}
+    def tensors_of_modules(self, modules):
+        return {at: place for one in modules if isinstance(one, Crate) for at, place in one.places.items()}
 
     def describes(self, tensor):
         return isinstance(tensor, Place)
