@@ -13,7 +13,7 @@ import torch
 import xxhash
 from torch import Tensor, nn
 
-from ft_ckpt.distributed.inventory import Inventory
+from ft_ckpt.distributed.inventory import inventory_of
 from ft_ckpt.distributed.ranks import Ranks, current_ranks
 from ft_ckpt.distributed.sharding import Box
 from ft_ckpt.distributed.tensor_info import TensorInfo, Tensors, full_elements, local_elements
@@ -50,8 +50,7 @@ def full_state_dict(
 
     `names` limits it; nothing else is moved. The tensors are copies.
     """
-    inventory = Inventory()
-    inventory.note_model(model)
+    inventory = inventory_of(model)
     found = inventory.infos()
     chosen = [found[name] for name in (names if names is not None else found)]
     return gather_tensors(chosen, ranks or current_ranks(), bucket_bytes, inventory)

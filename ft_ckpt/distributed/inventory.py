@@ -52,7 +52,7 @@ class Inventory:
         self._live: list[Any] = []
         self._keys: dict[int, int] = {}  # id -> key
         self._locals: dict[int, Tensor | None] = {}  # of runs in buffers
-        self._infos: dict[str, dict[str, TensorInfo]] = {}
+        self._infos: dict[tuple[str, bool], dict[str, TensorInfo]] = {}
 
     @property
     def rows(self) -> list[ModuleRow]:
@@ -107,9 +107,9 @@ class Inventory:
         meta device, not made yet, or partitioned away without a trace) unless `allow_meta`; SelectionError naming
         those that have no dense values to store. Moves no data.
         """
-        if item not in self._infos:
-            self._infos[item] = self._described(item, allow_meta)
-        return self._infos[item]
+        if (item, allow_meta) not in self._infos:
+            self._infos[item, allow_meta] = self._described(item, allow_meta)
+        return self._infos[item, allow_meta]
 
     def info_of(self, key: int, name: str, raw_name: str) -> TensorInfo:
         """The description of one tensor under a name."""
@@ -121,6 +121,17 @@ class Inventory:
         infos = self.infos(item, allow_meta=True)
         live = {name: self.live(info.key) for name, info in infos.items() if not info.is_added}
         return beside.added_state(self.models[item].chain[-1], live)
+
+    def names_added(self, given: Iterable[str], item: str = "") -> list[str]:
+        """The names of `added`, as far as the model can tell before it is loaded.
+
+        A module that cannot list its extra state yet has that of the `given` names that it can take.
+        """
+        try:
+            return list(self.added(item))
+        except SelectionError:
+            known, root = self.infos(item, allow_meta=True), self.models[item].chain[-1]
+            return [name for name in given if name not in known and beside.takes_extra_state(root, name)]
 
     def _described(self, item: str, allow_meta: bool) -> dict[str, TensorInfo]:
         model = self.models[item]
@@ -191,13 +202,19 @@ def of_rank_0(info: Info) -> Info:
     return replace(info, sharding=replace(info.sharding, is_replicated=False))  # type: ignore[type-var]  # a dataclass
 
 
+def inventory_of(model: nn.Module) -> Inventory:
+    """The inventory of one model."""
+    inventory = Inventory()
+    inventory.note_model(model)
+    return inventory
+
+
 # Descriptions together with their tensors
 
 
 def sources(model: nn.Module, allow_meta: bool = False) -> dict[str, Source]:
     """What `Inventory.infos` says of `model`, each with its tensor. Raises what that raises."""
-    inventory = Inventory()
-    inventory.note_model(model)
+    inventory = inventory_of(model)
     infos = inventory.infos("", allow_meta)
     return {name: _with_tensor(info, inventory.live(info.key)) for name, info in infos.items()}
 
@@ -218,21 +235,12 @@ def added_state_of(model: nn.Module, found: Mapping[str, Source] | None = None) 
     return beside.added_state(wrappers.unwrap(model), _live_tensors(found))
 
 
-def names_listed_beside(model: nn.Module, found: Mapping[str, Source], given: Iterable[str]) -> list[str]:
-    """Names that `model`, whose sources are `found`, lists beside these, as far as it can tell before it is loaded.
-
-    A module that cannot list its extra state yet has that of the `given` names that it can take.
-    """
-    try:
-        return list(added_state_of(model, found))
-    except SelectionError:
-        root = wrappers.unwrap(model)
-        return [name for name in given if name not in found and beside.takes_extra_state(root, name)]
-
-
 def restore_added_state(model: nn.Module, values: Mapping[str, Any]) -> None:
     """Give back what `added_state_of` listed when it was saved. Raises LoadError naming what was not taken back."""
-    beside.load_added_state(wrappers.unwrap(model), _live_tensors(sources(model, allow_meta=True)), values)
+    inventory = inventory_of(model)
+    infos = inventory.infos(allow_meta=True)
+    live = {name: inventory.live(info.key) for name, info in infos.items() if not info.is_added}
+    beside.load_added_state(wrappers.unwrap(model), live, values)
 
 
 def from_state_dict(

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from ft_ckpt.distributed.added_state import wrapper_steps
-from ft_ckpt.distributed.tensor_info import Source
+from ft_ckpt.distributed.tensor_info import TensorInfo
 from ft_ckpt.distributed.wrappers import walk_modules
 from ft_ckpt.errors import IncompleteError, NotAnAdapterError, SelectionError, listing
 from ft_ckpt.model.conversion import cast_entries
@@ -91,7 +91,7 @@ def base_view(part: View) -> View:
     return View(module, dict(base_sources(part)), dict(_of_base(part, part.extra)))
 
 
-def base_sources(part: View) -> Iterable[tuple[str, Source]]:
+def base_sources(part: View) -> Iterable[tuple[str, TensorInfo]]:
     """(name in the base model, source) of every tensor that is the base model's own."""
     return _of_base(part, part.sources)
 
@@ -172,7 +172,7 @@ def _adapter_entries(part: View, adapter: str) -> list[Entry]:
     ]
 
 
-def _part_sources(part: View) -> list[Source]:
+def _part_sources(part: View) -> list[TensorInfo]:
     return list(part.sources.values())
 
 

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from ft_ckpt.checkpoint.manifest import PartRecord
-from ft_ckpt.distributed.inventory import sources
-from ft_ckpt.distributed.tensor_info import Source
+from ft_ckpt.distributed.inventory import Inventory, inventory_of
+from ft_ckpt.distributed.tensor_info import TensorInfo, Tensors
 from ft_ckpt.errors import BaseMismatchError, LoadError, listing
 from ft_ckpt.formats.registry import format_named
 from ft_ckpt.model.adapters import PREFIX, adapter_parts, base_sources, is_peft_model
@@ -85,8 +85,9 @@ def attach_adapters(
                 peft_model.add_adapter(name, configs[name])
             peft_model.load_adapter(folder, adapter_name=name)
     for record in records if check_base and is_remade else ():
-        here = dict(base_sources(View(peft_model, sources(peft_model))))
-        _check_base(here, type(model).__name__, record, is_remade=True)
+        now = inventory_of(peft_model)
+        here = dict(base_sources(View(peft_model, now.infos())))
+        _check_base(here, now, type(model).__name__, record, is_remade=True)
     missing, unexpected = _place_brought(peft_model, root, records)
     problems = [f"{name}: missing in the files" for name in missing]
     problems += [f"{name}: no place in the model" for name in unexpected]
@@ -137,9 +138,9 @@ def _prepare_base(model: Any, root: Path, records: Sequence[PartRecord], check: 
     if is_peft_model(model):
         return ()
     if check:
-        here = sources(model)
+        here = inventory_of(model)
         for record in records:
-            _check_base(here, type(model).__name__, record, is_remade=False)
+            _check_base(here.infos(), here, type(model).__name__, record, is_remade=False)
     rows = _stored_rows(model, records)
     if rows is None or rows == model.get_input_embeddings().weight.shape[0]:
         return ()
@@ -158,14 +159,17 @@ def _stored_rows(model: Any, records: Sequence[PartRecord]) -> int | None:
     return next(found, None)
 
 
-def _check_base(here: Mapping[str, Source], kind: str, record: PartRecord, *, is_remade: bool) -> None:
+def _check_base(
+    here: Mapping[str, TensorInfo], tensors: Tensors, kind: str, record: PartRecord, *, is_remade: bool
+) -> None:
     """Compare a base with the one that the adapter in `record` was trained on; `kind` is its class."""
     base, name = record.base, str(record.adapter)
     if base is None:
         return
     # quantised here or there: the tensors that stayed floating speak for it
     known = {n: values for n, values in base.fingerprint.items() if n in here and is_floating(here[n])}
-    names = differing_tensors(here, replace(record, base=replace(base, fingerprint=known)), is_remade=is_remade)
+    sampled = replace(record, base=replace(base, fingerprint=known))
+    names = differing_tensors(here, tensors, sampled, is_remade=is_remade)
     if names:
         remade = "; its making changes the base, and did so otherwise here" if is_remade else ""
         raise BaseMismatchError(
@@ -182,7 +186,8 @@ def _check_base(here: Mapping[str, Source], kind: str, record: PartRecord, *, is
 
 def _place_brought(model: Any, root: Path, records: Sequence[PartRecord]) -> tuple[list[str], list[str]]:
     """Names that did not meet; base tensors that came with the adapter are put in place, whatever PEFT did."""
-    one = View(model, sources(model))
+    inventory = inventory_of(model)
+    one = View(model, inventory.infos())
     expected = {part.adapter: {entry.name for entry in part.entries} for part in adapter_parts(one, "", "", "as_is")}
     base = {PREFIX + name: source for name, source in base_sources(one)}
     base.update({source.name: source for _, source in base_sources(one)})
@@ -193,16 +198,16 @@ def _place_brought(model: Any, root: Path, records: Sequence[PartRecord]) -> tup
         missing += sorted(expected[record.adapter] - stored)
         brought = stored - expected[record.adapter]
         unexpected += sorted(brought - set(base))
-        _copy_brought(root, record, {name: base[name] for name in brought if name in base})
+        _copy_brought(root, record, {name: base[name] for name in brought if name in base}, inventory)
     return missing, unexpected
 
 
-def _copy_brought(root: Path, record: PartRecord, brought: Mapping[str, Source]) -> None:
+def _copy_brought(root: Path, record: PartRecord, brought: Mapping[str, TensorInfo], inventory: Inventory) -> None:
     for file in {tensor.file for tensor in record.tensors if tensor.name in brought}:
         stored = read_tensors(root / file)
         with torch.no_grad():
             for name in brought:
-                live: Tensor = brought[name].live
+                live: Tensor = inventory.live(brought[name].key)
                 live.copy_(stored[name])
 
 

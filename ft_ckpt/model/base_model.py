@@ -17,10 +17,10 @@ import xxhash
 from torch import nn
 
 from ft_ckpt.checkpoint.manifest import PartRecord
-from ft_ckpt.distributed.inventory import sources
+from ft_ckpt.distributed.inventory import inventory_of
 from ft_ckpt.distributed.ranks import Ranks
 from ft_ckpt.distributed.samples import elements_at, sample_elements
-from ft_ckpt.distributed.tensor_info import Source
+from ft_ckpt.distributed.tensor_info import TensorInfo, Tensors
 from ft_ckpt.distributed.wrappers import unwrap, walk_modules
 from ft_ckpt.errors import CheckpointError, SelectionError, listing
 from ft_ckpt.formats.dtypes import dtype_name
@@ -49,7 +49,8 @@ class BaseWatch:
         if not self._knows_model(model):
             with suppress(CheckpointError):  # a model whose tensors are not there yet
                 self._samples = base_samples(model, rank)
-                dtypes = {source.name: source.dtype for source in sources(model).values()} if self._samples else {}
+                infos = inventory_of(model).infos() if self._samples else {}
+                dtypes = {info.name: info.dtype for info in infos.values()}
                 self._limits = {name: _ULPS * torch.finfo(dtypes[name]).eps for name in self._samples}
                 self._model = ref(unwrap(model))
 
@@ -141,9 +142,10 @@ def base_samples(model: nn.Module, rank: int) -> dict[str, dict[str, float]]:
     module = unwrap(model)
     if not has_adapters(module):
         return {}
-    base = {source.name: source for _, source in base_sources(View(module, sources(model))) if not source.trainable}
+    inventory = inventory_of(model)
+    base = {info.name: info for _, info in base_sources(View(module, inventory.infos())) if not info.trainable}
     adapted = {name: source for name, source in base.items() if set(TO_BASE) & set(name.split("."))}
-    return sample_elements(adapted or base, rank, tensors=128, elements=4)
+    return sample_elements(adapted or base, rank, tensors=128, elements=4, live=inventory)
 
 
 def differences_of_base(
@@ -155,7 +157,8 @@ def differences_of_base(
     module: Any = unwrap(model)
     if not has_adapters(module):
         return 0, []
-    here = dict(base_sources(View(module, sources(model))))
+    inventory = inventory_of(model)
+    here = dict(base_sources(View(module, inventory.infos())))
     left = {name: source for name, source in here.items() if source.name not in stored}
     is_remade = not all(keeps_base(config) for config in module.peft_config.values())
     compared, problems = 0, dict[str, None]()
@@ -168,13 +171,13 @@ def differences_of_base(
         if (dtype := common_dtype(left.values())) != base.dtype:
             problems[f"{dtype}, it was {base.dtype}"] = None
         outer = replace(record, base=replace(base, fingerprint=outside))
-        if names := differing_tensors(left, outer, rank, is_remade=is_remade):
+        if names := differing_tensors(left, inventory, outer, rank, is_remade=is_remade):
             problems[f"{listing(names, ', ')}: {len(names)} of {len(outside)} sampled tensors are others"] = None
     return compared, list(problems)
 
 
 def differing_tensors(
-    here: Mapping[str, Source], record: PartRecord, rank: int = 0, *, is_remade: bool = False
+    here: Mapping[str, TensorInfo], tensors: Tensors, record: PartRecord, rank: int = 0, *, is_remade: bool = False
 ) -> list[str]:
     """Names of tensors recorded of an adapter's base that are not `here`, or whose elements on this rank are others.
 
@@ -182,15 +185,13 @@ def differing_tensors(
     """
     if record.base is None:
         return []
-    adapted = _adapted_paths(record)
-    return [
-        name
-        for name, values in record.base.fingerprint.items()
-        if name not in here
-        or not _elements_agree(
-            here[name], values, record.base.dtype, rank, name.rpartition(".")[0] in adapted, is_remade
-        )
-    ]
+    adapted, dtype = _adapted_paths(record), record.base.dtype
+
+    def is_same(name: str, values: Mapping[str, float]) -> bool:
+        is_adapted = name.rpartition(".")[0] in adapted
+        return name in here and _elements_agree(here[name], tensors, values, dtype, rank, is_adapted, is_remade)
+
+    return [name for name, values in record.base.fingerprint.items() if not is_same(name, values)]
 
 
 def _adapted_paths(record: PartRecord) -> frozenset[str]:
@@ -199,12 +200,12 @@ def _adapted_paths(record: PartRecord) -> frozenset[str]:
     return frozenset(".".join(one[:depth]) for one in steps for depth in range(1, len(one)))
 
 
-def is_floating(source: Source) -> bool:
+def is_floating(source: TensorInfo) -> bool:
     """Whether the tensor has numbers to compare: quantised ones have others."""
     return source.dtype.is_floating_point
 
 
-def common_dtype(tensors: Iterable[Source]) -> str:
+def common_dtype(tensors: Iterable[TensorInfo]) -> str:
     """The dtype that most floating tensors have."""
     dtypes = [source.dtype for source in tensors if source.dtype.is_floating_point]
     common = max(set(dtypes), key=dtypes.count, default=None)
@@ -212,7 +213,13 @@ def common_dtype(tensors: Iterable[Source]) -> str:
 
 
 def _elements_agree(
-    source: Source, values: Mapping[str, float], dtype: str, rank: int, is_adapted: bool, is_remade: bool
+    source: TensorInfo,
+    tensors: Tensors,
+    values: Mapping[str, float],
+    dtype: str,
+    rank: int,
+    is_adapted: bool,
+    is_remade: bool,
 ) -> bool:
     """Whether live elements equal the recorded ones, as far as the coarser of the two dtypes can tell.
 
@@ -226,7 +233,7 @@ def _elements_agree(
     limit = 0.0 if source.dtype == recorded and not is_adapted else _ULPS * torch.finfo(coarse).eps
     if is_adapted and is_remade:
         limit = max(limit, _REMADE_ULPS * torch.finfo(torch.float32).eps)
-    return _are_near(elements_at(source, rank, indices), values, limit, is_adapted)
+    return _are_near(elements_at(source, rank, indices, tensors), values, limit, is_adapted)
 
 
 def _are_near(here: Mapping[str, float], values: Mapping[str, float], limit: float, is_adapted: bool) -> bool:

@@ -13,7 +13,7 @@ from torch import nn
 from ft_ckpt.checkpoint.catalog import why_no_checkpoint
 from ft_ckpt.checkpoint.manifest import MANIFEST_NAME, PartRecord
 from ft_ckpt.checkpoint.open_checkpoint import OpenCheckpoint, open_checkpoint
-from ft_ckpt.distributed.inventory import names_listed_beside, restore_added_state, sources
+from ft_ckpt.distributed.inventory import inventory_of, restore_added_state
 from ft_ckpt.errors import CheckpointError, CorruptError, LoadError, NotACheckpointError, listing, shown
 from ft_ckpt.formats.registry import format_named
 from ft_ckpt.model.attach_adapters import attach_adapters, base_of
@@ -272,8 +272,7 @@ def _by_transformers(cls: Any, folder: Path, root: Path, record: PartRecord, opt
 
 def _beside_own(model: nn.Module, given: Iterable[str]) -> list[str]:
     """Names that the model lists beside its parameters and buffers."""
-    own = {name: one for name, one in sources(model, allow_meta=True).items() if not one.is_added}
-    return names_listed_beside(model, own, given)
+    return inventory_of(model).names_added(given)
 
 
 def _place_tensors(module: nn.Module, record: PartRecord, root: Path, strict: bool, supplied: Weights) -> LoadReport:

@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from ft_ckpt.checkpoint.manifest import Manifest, PartRecord
-from ft_ckpt.distributed.inventory import names_listed_beside, restore_added_state, sources
+from ft_ckpt.distributed.inventory import inventory_of, restore_added_state
 from ft_ckpt.errors import LoadError, listing
 from ft_ckpt.model.open_weights import extra_beside
 from ft_ckpt.model.plain_module import put_at, tensor_at
@@ -45,10 +45,11 @@ def put_tensors(
     """
     for kept, *aliases in record.ties:
         tensors.update({alias: tensors[kept] for alias in aliases if kept in tensors and alias not in tensors})
-    own = sources(module, allow_meta=True)
+    inventory = inventory_of(module)
+    own = inventory.infos(allow_meta=True)
     live = {name: None if source.is_added else source.shape for name, source in own.items()}
     extra = extra_beside(root / record.path)
-    live |= dict.fromkeys(names_listed_beside(module, own, (*tensors, *extra)))
+    live |= dict.fromkeys(inventory.names_added((*tensors, *extra)))
     reshaped = [n for n, t in tensors.items() if live.get(n) is not None and live[n] != tuple(t.shape)]
     report = LoadReport(
         root,

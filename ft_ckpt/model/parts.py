@@ -5,7 +5,7 @@ from typing import Any
 
 from torch import nn
 
-from ft_ckpt.distributed.tensor_info import Source
+from ft_ckpt.distributed.tensor_info import TensorInfo
 from ft_ckpt.distributed.wrappers import unwrap
 from ft_ckpt.errors import IncompleteError, NotAnAdapterError, SelectionError, listing
 from ft_ckpt.model.adapters import adapter_parts, base_view, check_complete, has_adapters, missing_trainable
@@ -37,7 +37,7 @@ def is_of_adapters(model: nn.Module, adapter_only: bool | None, attribute: Attri
 
 def parts_of(
     model: nn.Module,
-    found: Mapping[str, Source],
+    found: Mapping[str, TensorInfo],
     *,
     adapter_only: bool,
     attribute: Attribute,
@@ -67,7 +67,7 @@ def parts_of(
     return _refuse_missing(parts, views.values(), adapter_only)
 
 
-def is_adapter_run(model: nn.Module, found: Mapping[str, Source]) -> bool:
+def is_adapter_run(model: nn.Module, found: Mapping[str, TensorInfo]) -> bool:
     """Whether adapters are all that is trained, on a base that can be had again; `found` are the sources of `model`."""
     if not has_adapters(unwrap(model)):
         return False

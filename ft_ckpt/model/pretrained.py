@@ -12,7 +12,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from ft_ckpt.checkpoint.manifest import PartRecord
-from ft_ckpt.distributed.inventory import sources
+from ft_ckpt.distributed.inventory import inventory_of
 from ft_ckpt.errors import LoadError, listing
 from ft_ckpt.model.conversion import stored_as_in_memory
 from ft_ckpt.model.selection import is_pretrained
@@ -64,7 +64,7 @@ def empty_model(cls: Any, folder: Path, record: PartRecord) -> Any:
     config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False)
     with init_empty_weights(include_buffers=False), leave_parameters_unfilled(), guard_torch_init_functions():
         model = cls(config)
-    names = sources(model, allow_meta=True)
+    names = inventory_of(model).infos(allow_meta=True)
     if not stored_as_in_memory(model, names) or any(tensor.name not in names for tensor in record.tensors):
         return None
     if model.can_generate() and (folder / "generation_config.json").is_file():
@@ -101,7 +101,9 @@ def listing_own() -> Iterator[None]:
     def list_own(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if args or kwargs or not is_pretrained(module):
             return whole(module, *args, **kwargs)
-        return {n: one.live.detach() for n, one in sources(module, allow_meta=True).items() if not one.is_added}
+        inventory = inventory_of(module)
+        infos = inventory.infos(allow_meta=True)
+        return {name: inventory.live(info.key).detach() for name, info in infos.items() if not info.is_added}
 
     nn.Module.state_dict = list_own  # type: ignore[assignment, method-assign]
     try:

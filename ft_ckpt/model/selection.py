@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import nn
 
-from ft_ckpt.distributed.tensor_info import Source
+from ft_ckpt.distributed.tensor_info import TensorInfo
 from ft_ckpt.distributed.wrappers import unwrap, walk_modules
 from ft_ckpt.errors import IncompleteError, SelectionError, UnknownAttributeError
 from ft_ckpt.formats.pytree_json import dump_object
@@ -24,12 +24,12 @@ class View:
     """A module of the live model, unwrapped, with what is below it by names relative to it."""
 
     module: Any  # an nn.Module; what else it may have depends on its class
-    sources: Mapping[str, Source] = field(default_factory=dict)
+    sources: Mapping[str, TensorInfo] = field(default_factory=dict)
     extra: Mapping[str, Any] = field(default_factory=dict)  # what its state dict lists that is no tensor
 
 
 def view_of(
-    model: nn.Module, found: Mapping[str, Source], attribute: str = "", extra: Mapping[str, Any] | None = None
+    model: nn.Module, found: Mapping[str, TensorInfo], attribute: str = "", extra: Mapping[str, Any] | None = None
 ) -> View:
     """The whole model, or the submodule at the dotted path `attribute`.
 
@@ -67,7 +67,7 @@ def module_at(model: nn.Module, attribute: str) -> nn.Module:
     return module
 
 
-def _raw_below(source: Source, depth: int) -> str:
+def _raw_below(source: TensorInfo, depth: int) -> str:
     """The raw name as the submodule `depth` attributes down spells it, once it is unwrapped itself."""
     steps, left = source.raw_name.split("."), source.name.split(".")[depth:]
     own = source.name.split(".")[:depth]
@@ -132,7 +132,7 @@ def _pretrained_below(part: Part) -> list[str]:
     return [f"{part.name}.{path}" if part.name else path for path in found]
 
 
-def diverged_ties(part: View) -> list[tuple[Source, Source]]:
+def diverged_ties(part: View) -> list[tuple[TensorInfo, TensorInfo]]:
     """Pairs the model declares to be one parameter but that are two in memory: to be compared before one is dropped."""
     config = getattr(part.module, "config", None)
     declared = getattr(part.module, "all_tied_weights_keys", None) or {}
@@ -157,7 +157,7 @@ def _refuse_unserialisable(module: Any) -> None:
 
 def _without_aliases(
     part: View, hugging_face: bool
-) -> tuple[dict[str, Source], tuple[tuple[str, ...], ...], tuple[str, ...]]:
+) -> tuple[dict[str, TensorInfo], tuple[tuple[str, ...], ...], tuple[str, ...]]:
     """Names to store: of tied names the one a loader expects, found by parameter identity, never by storage."""
     ignored = set(getattr(part.module, "_keys_to_ignore_on_save", None) or ()) if hugging_face else set()
     names = [name for name in part.sources if name not in ignored]
@@ -192,7 +192,7 @@ def _kept_of(group: list[str], module: nn.Module) -> list[str]:
     return plain or [max(group)]
 
 
-def _as_they_are(kept: Mapping[str, Source]) -> list[Entry]:
+def _as_they_are(kept: Mapping[str, TensorInfo]) -> list[Entry]:
     return [Entry(name, source.shape, source.dtype, source.dtype, source) for name, source in kept.items()]
 
 
