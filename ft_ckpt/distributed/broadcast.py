@@ -13,18 +13,10 @@ from torch import Tensor
 
 from ft_ckpt.distributed.gather import wire_device
 from ft_ckpt.distributed.ranks import Ranks, try_action
-from ft_ckpt.distributed.read_shards import (
-    Landing,
-    StraightLanding,
-    Wanted,
-    bytes_at,
-    check_all,
-    fill_all,
-    readers_here,
-    whole_run,
-)
+from ft_ckpt.distributed.read_shards import Wanted, check_all, fill_all, readers_here
 from ft_ckpt.errors import RankError
 from ft_ckpt.formats.pytree import PLAIN
+from ft_ckpt.formats.read_files import Landing, StraightLanding, bytes_at, whole_run
 from ft_ckpt.storage.buffers import read_ahead
 
 Filler = Callable[[str, Callable[[], list[Wanted]]], None]  # fills what the function gives, for what the text names

@@ -4,13 +4,11 @@ The map is the one `gather` goes by, read backwards, so a file written on any nu
 tensors are filled in the order of their bytes, read ahead by threads, past the page cache where that pays.
 """
 
-import ctypes
 import math
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from itertools import product
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -21,22 +19,14 @@ from ft_ckpt.errors import LoadError, listing
 from ft_ckpt.formats.dtypes import dtype_name
 from ft_ckpt.formats.layout import TensorFile
 from ft_ckpt.formats.pytree import PLAIN
-from ft_ckpt.storage.buffers import ByteRun, read_ahead
+from ft_ckpt.formats.read_files import THREADS, Landing, StraightLanding, copy_bytes, read_runs, whole_run
+from ft_ckpt.storage.buffers import ByteRun
 
-THREADS = 4
 _SLICE_BYTES = 64 << 20  # read at a time, so that a large block needs little memory beside itself
 _STAGE_BYTES = 16 << 20  # rows that are put together before their columns are taken out
 _LEAST_RUN_BYTES = 64 << 10  # shorter ones of a block cut in several dimensions are read with what lies between them
 
 Wanted = tuple[Source, TensorFile, str]  # what to fill, from which file, the tensor's name there
-
-
-class Landing(Protocol):
-    """Takes the bytes of a run, in order and in pieces of any size."""
-
-    def put(self, data: Tensor) -> None:
-        """The next bytes, one dimension of uint8, which may be overwritten after this."""
-        ...
 
 
 def fill_all(wanted: Iterable[Wanted], threads: int = THREADS, direct: str = "auto") -> int:
@@ -59,15 +49,6 @@ def fill_all(wanted: Iterable[Wanted], threads: int = THREADS, direct: str = "au
     return total + read_runs(landings, threads, direct)
 
 
-def read_runs(landings: Mapping[ByteRun, Landing], threads: int = THREADS, direct: str = "auto") -> int:
-    """Read all runs in the order of their bytes, and put each where it belongs; bytes of the runs."""
-    order = {id(file): place for place, file in enumerate(run.file for run in landings)}
-    runs = sorted(landings, key=lambda run: (order[id(run.file)], run.start))
-    for part in read_ahead(runs, threads, direct):
-        landings[part.run].put(bytes_at(part.address, part.size_bytes))
-    return sum(run.size_bytes for run in runs)
-
-
 def fill_tensor(source: Source, file: TensorFile, name: str) -> int:
     """As `fill_all`, for one tensor and at once, through whatever the file's format needs."""
     check_all([(source, file, name)])
@@ -82,21 +63,6 @@ def fill_tensor(source: Source, file: TensorFile, name: str) -> int:
     return sum(_fill_rows(local, mine, view, file, name, low, high) for low, high in _row_ranges(source))
 
 
-def read_onto(file: TensorFile, device: torch.device, threads: int = THREADS) -> dict[str, Tensor]:
-    """All tensors of `file` by name in new memory of `device`, read straight into it a block at a time."""
-    tensors, landings = {}, dict[ByteRun, Landing]()
-    for name, spec in file.specs.items():
-        run = whole_run(file, name)
-        if run is None:
-            tensors[name] = file.read(name).view(spec.shape).to(device)
-            continue
-        tensors[name] = torch.empty(spec.shape, dtype=getattr(torch, spec.dtype), device=device)
-        if run.size_bytes:
-            landings[run] = StraightLanding(tensors[name])
-    read_runs(landings, threads)
-    return tensors
-
-
 def check_all(wanted: Iterable[Wanted]) -> None:
     """Raise LoadError naming each stored tensor that is missing, or of another shape or dtype than its source."""
     problems = [problem for one in wanted if (problem := _spec_problem(*one))]
@@ -104,40 +70,10 @@ def check_all(wanted: Iterable[Wanted]) -> None:
         raise LoadError(listing(problems))
 
 
-def whole_run(file: TensorFile, name: str) -> ByteRun | None:
-    """Where the bytes of the tensor lie; None when it has to be read through its format."""
-    ask = getattr(file, "runs", None)
-    runs = None if ask is None or getattr(file, "verify", False) else ask(name)
-    return runs[0] if runs is not None and len(runs) == 1 else None
-
-
-def bytes_at(address: int, size_bytes: int) -> Tensor:
-    """Memory seen as a tensor; it does not keep the memory."""
-    return torch.frombuffer((ctypes.c_char * size_bytes).from_address(address), dtype=torch.uint8)
-
-
 def readers_here() -> int:
     """How many processes of this launch are on this machine, and may read the same files as this one."""
     count = os.environ.get("LOCAL_WORLD_SIZE", "1")
     return int(count) if count.isdigit() else 1
-
-
-@dataclass(eq=False)
-class StraightLanding:
-    """Where the next bytes go: consecutive memory of the tensor itself, from byte `at`."""
-
-    local: Tensor  # contiguous
-    at: int = 0
-
-    def put(self, data: Tensor) -> None:
-        """Copy the next bytes into their place."""
-        end = self.at + data.numel()
-        if self.local.device.type == "cpu" and data.device.type == "cpu":
-            _copy_bytes(self.local, self.at, data)
-        else:
-            flat = self.local.as_strided((self.local.numel(),), (1,))  # one element may have any stride
-            flat.view(torch.uint8)[self.at : end].copy_(data)
-        self.at = end
 
 
 @dataclass(eq=False)
@@ -161,7 +97,7 @@ class _RowsLanding:
             if not self.stage.numel():
                 self.stage = torch.empty(rows * row_bytes, dtype=torch.uint8)
             count = min(data.numel(), rows * row_bytes - self.filled)
-            _copy_bytes(self.stage, self.filled, data[:count])
+            copy_bytes(self.stage, self.filled, data[:count])
             data, self.filled = data[count:], self.filled + count
             if self.filled == rows * row_bytes:
                 self._cut_out(self.stage[: self.filled].view(self.dtype).view(rows, *self.view[1:]))
@@ -172,12 +108,6 @@ class _RowsLanding:
         self.low, self.filled = high, 0
         if high == self.mine.sizes[0]:
             self.stage = self.stage.new_empty(0)
-
-
-def _copy_bytes(to: Tensor, at: int, data: Tensor) -> None:
-    """Copy bytes into the host memory of `to`: not as torch does it, whose threads wait for each other by spinning."""
-    ctypes.memmove(to.data_ptr() + at, data.data_ptr(), data.numel())
-    torch.autograd.graph.increment_version(to)
 
 
 def _landings_of_box(source: Source, file: TensorFile, name: str) -> dict[ByteRun, Landing] | None:

@@ -10,7 +10,6 @@ from torch import Tensor
 
 from ft_ckpt.files.rename import SLICE_BYTES, UntiedFile
 from ft_ckpt.formats.layout import Spec, TensorFile
-from ft_ckpt.formats.span_file import numel
 
 _SLICE = SLICE_BYTES // 8  # elements: they are compared in float64
 _PACKED = "float4_e2m1fn_x2"  # two numbers in a byte, which torch converts to nothing else
@@ -101,8 +100,8 @@ def _tensor_difference(first: UntiedFile, second: UntiedFile, name: str) -> Diff
         status = "only in B" if before is None else "only in A" if after is None else "shape"
         return Difference(name, status, before, after, changed=1)
     equal, sums = True, Sums()
-    for low in range(0, numel(before), _SLICE):
-        high = min(low + _SLICE, numel(before))
+    for low in range(0, before.numel, _SLICE):
+        high = min(low + _SLICE, before.numel)
         same, more = _compare_slices(first.read(name, low, high), second.read(name, low, high))
         equal, sums = equal and same, sums + more
     return Difference(name, "equal" if equal else "changed", before, after, sums, changed=int(not equal))

@@ -10,7 +10,6 @@ from torch import Tensor
 
 from ft_ckpt.errors import ConfigError, CorruptError, SelectionError, listing
 from ft_ckpt.formats.layout import Spec, TensorFile
-from ft_ckpt.formats.span_file import numel
 from ft_ckpt.storage.buffers import ByteRun
 
 SLICE_BYTES = 4 << 20  # small, since what several threads free stays with their heaps
@@ -156,7 +155,7 @@ def tensor_runs(file: TensorFile, name: str) -> list[ByteRun] | None:
 def read_slices(file: TensorFile, specs: list[Spec]) -> Iterator[tuple[Spec, Tensor]]:
     """Every tensor of `specs` in order, as slices of at most SLICE_BYTES."""
     for spec in specs:
-        count = numel(spec)
+        count = spec.numel
         step = SLICE_BYTES * count // max(spec.size_bytes, 1) or 1
         for low in range(0, count, step):
             yield spec, file.read(spec.name, low, min(low + step, count))

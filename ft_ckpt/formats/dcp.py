@@ -28,7 +28,6 @@ from ft_ckpt.errors import (
 from ft_ckpt.formats.layout import ITEM_BYTES, Spec, checked_sizes
 from ft_ckpt.formats.mapped_file import RawFile
 from ft_ckpt.formats.safe_pickle import Passive
-from ft_ckpt.formats.span_file import numel
 from ft_ckpt.formats.torch_file import row_major
 from ft_ckpt.formats.torch_pickle import TensorPlace, load_torch_pickle, load_torch_zip
 from ft_ckpt.storage.paths import is_inside
@@ -71,7 +70,7 @@ class DcpFile:
 
     def _read_slice(self, name: str, start: int, stop: int | None) -> Tensor:
         spec = self.specs[name]
-        stop = numel(spec) if stop is None else stop
+        stop = spec.numel if stop is None else stop
         for box in self.boxes[name]:  # before memory is asked for on the metadata's word
             self.known[box] = self.known.get(box) or self._open_box(box, spec)
         data = torch.empty(stop - start, dtype=getattr(torch, spec.dtype))
@@ -182,7 +181,7 @@ def _check_boxes(folder: Path, specs: Mapping[str, Spec], boxes: Mapping[str, Se
         if spec.dtype not in ITEM_BYTES:
             raise LoadError(f"{name}: {spec.dtype}, which is no plain dtype; convert it before saving")
         misfit = any(len(spec.shape) != len(box.sizes) or len(spec.shape) != len(box.offsets) for box in boxes[name])
-        if misfit or sum(math.prod(b.sizes) for b in boxes[name]) != numel(spec) or _boxes_overlap(boxes[name]):
+        if misfit or sum(math.prod(b.sizes) for b in boxes[name]) != spec.numel or _boxes_overlap(boxes[name]):
             wrong.append(f"{name}: its stored parts do not fill {list(spec.shape)}")
         wrong += [
             f"{name}: {box.path} is missing"

@@ -16,7 +16,7 @@ from ft_ckpt.errors import CorruptError, LoadError, damaged_input, listing
 from ft_ckpt.formats.layout import ITEM_BYTES, Spec, checked_sizes
 from ft_ckpt.formats.mapped_file import RawFile
 from ft_ckpt.formats.safe_pickle import Passive
-from ft_ckpt.formats.span_file import Span, SpanFile, numel
+from ft_ckpt.formats.span_file import Span, SpanFile
 from ft_ckpt.formats.torch_pickle import TensorPlace, load_torch_zip
 from ft_ckpt.storage.paths import is_inside
 
@@ -216,7 +216,7 @@ def _add_rest(found: _FoundTensors, model: Mapping[str, Any], module: Mapping[st
 
 
 def _whole_span(stored: TensorPlace) -> Span:
-    return Span(stored.file, stored.start, numel(Spec("", stored.shape, stored.dtype)))
+    return Span(stored.file, stored.start, math.prod(stored.shape))
 
 
 def _element_count(stored: TensorPlace) -> int:

@@ -32,9 +32,14 @@ class Spec:
     dtype: str  # torch's name without "torch."
 
     @property
+    def numel(self) -> int:
+        """Elements of the tensor."""
+        return math.prod(self.shape)
+
+    @property
     def size_bytes(self) -> int:
         """Bytes of the tensor in the file."""
-        return math.prod(self.shape) * ITEM_BYTES[self.dtype]
+        return self.numel * ITEM_BYTES[self.dtype]
 
 
 @dataclass(frozen=True)

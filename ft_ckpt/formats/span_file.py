@@ -44,7 +44,7 @@ class SpanFile:
         """
         spec = self.specs[name]
         dtype = getattr(torch, spec.dtype)
-        chosen = _overlapping_spans(self.spans[name], start, numel(spec) if stop is None else stop, dtype.itemsize)
+        chosen = _overlapping_spans(self.spans[name], start, spec.numel if stop is None else stop, dtype.itemsize)
         parts = [span.file.tensor(span.start, span.numel, dtype) for span in chosen]
         if not parts:
             return torch.empty(0, dtype=dtype)
@@ -70,8 +70,3 @@ def _overlapping_spans(spans: Sequence[Span], start: int, stop: int, item_bytes:
         if low < high:
             yield Span(span.file, span.start + (low - begin) * item_bytes, high - low)
         begin += span.numel
-
-
-def numel(spec: Spec) -> int:
-    """Elements of a tensor."""
-    return spec.size_bytes // ITEM_BYTES[spec.dtype]

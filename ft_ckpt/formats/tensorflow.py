@@ -16,7 +16,6 @@ from torch import Tensor
 
 from ft_ckpt.errors import ConfigError, CorruptError, SelectionError, TargetError, listing, shown
 from ft_ckpt.formats.layout import Spec
-from ft_ckpt.formats.span_file import numel
 from ft_ckpt.storage.paths import is_inside
 
 PREFIX = "model.ckpt"  # of the files in a folder that we write
@@ -89,7 +88,7 @@ class TensorFlowFile:
     def read(self, name: str, start: int = 0, stop: int | None = None) -> Tensor:
         """Flat elements [start, stop) of tensor `name`: 1-D, on the CPU. Raises CorruptError when bytes differ."""
         spec = self.specs[name]
-        stop = numel(spec) if stop is None else min(stop, numel(spec))
+        stop = spec.numel if stop is None else min(stop, spec.numel)
         if stop <= start:
             return torch.empty(0, dtype=getattr(torch, spec.dtype))
         if not spec.shape or spec.dtype in _UNSLICED:

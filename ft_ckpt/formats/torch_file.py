@@ -25,7 +25,7 @@ from ft_ckpt.errors import ConfigError, CorruptError, LoadError, SelectionError,
 from ft_ckpt.formats.layout import ITEM_BYTES, Layout, Spec
 from ft_ckpt.formats.mapped_file import FileStream, RawFile
 from ft_ckpt.formats.safe_pickle import Passive
-from ft_ckpt.formats.span_file import Span, SpanFile, numel
+from ft_ckpt.formats.span_file import Span, SpanFile
 from ft_ckpt.formats.torch_pickle import (
     TensorPlace,
     UnreadableTensor,
@@ -46,7 +46,7 @@ class TorchFile(SpanFile):
     """A SpanFile some of whose tensors do not lie in row-major order; each of those is made so, one at a time."""
 
     def __init__(self, specs: Mapping[str, Spec], stored: Mapping[str, TensorPlace], **more: Any) -> None:
-        spans = {name: [Span(one.file, one.start, numel(specs[name]))] for name, one in stored.items()}
+        spans = {name: [Span(one.file, one.start, specs[name].numel)] for name, one in stored.items()}
         super().__init__(specs, spans, **more)
         self.odd = {name: one for name, one in stored.items() if not one.is_row_major}
         self.made: tuple[str | None, Tensor] = (None, torch.empty(0))
@@ -178,7 +178,7 @@ class _StorageStand:
     def storage_reference(self) -> tuple[object, ...]:
         """What torch's pickles have in place of a storage."""
         kind = _STORAGE_KINDS.get(self.spec.dtype)
-        count = self.spec.size_bytes if kind is None else numel(self.spec)
+        count = self.spec.size_bytes if kind is None else self.spec.numel
         return ("storage", torch.UntypedStorage if kind is None else getattr(torch, kind), str(self.key), "cpu", count)
 
 

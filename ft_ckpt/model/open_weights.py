@@ -9,8 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ft_ckpt.distributed.read_shards import read_onto, readers_here
+from ft_ckpt.distributed.read_shards import readers_here
 from ft_ckpt.formats.pytree_json import load_object
+from ft_ckpt.formats.read_files import read_onto
 from ft_ckpt.formats.registry import checkpoint_format_of
 from ft_ckpt.formats.tensor_file import IndexedFile
 from ft_ckpt.model.entries import EXTRA_FILE

@@ -17,12 +17,13 @@ from safetensors.torch import save_file
 
 import ft_ckpt
 from ft_ckpt.distributed import read_shards
-from ft_ckpt.distributed.read_shards import fill_all, read_onto
+from ft_ckpt.distributed.read_shards import fill_all
 from ft_ckpt.distributed.sharding import Box, ReplicatedSharding
 from ft_ckpt.distributed.tensor_info import Source
 from ft_ckpt.errors import CorruptError, LoadError
 from ft_ckpt.formats import mapped_file, safetensors_file
 from ft_ckpt.formats.hdf5 import hdf5_file
+from ft_ckpt.formats.read_files import read_onto
 from ft_ckpt.model.open_weights import fetching_weights
 
 DTYPES = [torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.uint8, torch.complex64, torch.float8_e4m3fn]
