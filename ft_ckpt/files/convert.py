@@ -1,4 +1,4 @@
-"""From any format to any other, slice by slice: what is held is a few slices, whatever the size of the model."""
+"""Converts weights from any format to any other, slice by slice: a few slices are held, whatever the model's size."""
 
 import dataclasses
 import json
@@ -269,7 +269,7 @@ def _copy_companions(source: Path, names: Sequence[str], stage: Path, dtype: str
 
 
 def _set_dtype(config: Path, dtype: str) -> None:
-    """Let a config say what type its weights are in now: readers go by it."""
+    """Write the weights' new type into a config: readers go by it."""
     try:
         found = json.loads(config.read_text(encoding="utf-8"))
     except ValueError:

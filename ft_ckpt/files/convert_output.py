@@ -1,4 +1,4 @@
-"""A weight file to be, in any format, filled from the tensors of another file."""
+"""Plans and writes a weight file of any format from the tensors of another file."""
 
 import ctypes
 from collections.abc import Iterable, Iterator
@@ -50,7 +50,7 @@ def plan_output(known: TensorFormat, path: str, file: TensorFile) -> Output:
 
 
 def _read_pieces(path: str, file: TensorFile, specs: list[Spec]) -> Iterator[Piece]:
-    """What lies in a file as it shall be is read in blocks, anything else a slice at a time."""
+    """Tensors whose bytes are taken as they are come in blocks, all others a slice at a time."""
     stored = {spec.name: tensor_runs(file, spec.name) for spec in specs}
     for plain, some in groupby(specs, lambda spec: stored[spec.name] is not None):
         if plain:

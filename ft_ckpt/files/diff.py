@@ -1,4 +1,4 @@
-"""What differs between the tensors of two files or folders, A and B: by tensor and by layer, a slice at a time."""
+"""Compares the tensors of two files or folders, A and B: by tensor and by layer, a slice at a time."""
 
 import math
 import re
@@ -114,7 +114,7 @@ def _layer_difference(layer: str, members: Sequence[Difference]) -> Difference:
 
 
 def _compare_slices(one: Tensor, other: Tensor) -> tuple[bool, Sums]:
-    """Whether two slices are equal, and the sums over them."""
+    """True when two slices are equal, and the sums over them."""
     alike = one.dtype == other.dtype
     equal = alike and torch.equal(_byte_view(one), _byte_view(other))
     if alike and str(one.dtype).endswith(_PACKED):

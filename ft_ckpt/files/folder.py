@@ -1,4 +1,4 @@
-"""Folders of weights: of Hugging Face, sharded or not, and checkpoints of ours; each as one file of tensors."""
+"""Opens folders of weights as one file of tensors: of Hugging Face, sharded or not, and checkpoints of ours."""
 
 import json
 import re
@@ -52,7 +52,7 @@ class JoinedFile:
         return file.read(inner, start, stop)
 
     def runs(self, name: str) -> list[ByteRun] | None:
-        """Where the bytes of tensor `name` lie; None when they do not lie in a file as they are."""
+        """The byte ranges of tensor `name`; None when they do not lie in a file as they are."""
         file, inner = self.places[name]
         ask = getattr(file, "runs", None)
         return None if ask is None else ask(inner)
@@ -74,7 +74,7 @@ class FolderPart:
 
     @property
     def prefix(self) -> str:
-        """What tells its tensors from those of other parts in one list of names."""
+        """The prefix of its tensors' names, which sets them apart from those of other parts."""
         return f"{self.path.replace('/', '.')}." if self.path else ""
 
 
@@ -106,7 +106,7 @@ class WeightsFolder(JoinedFile):
         return kept, left
 
     def _leads_out(self, name: str) -> bool:
-        """Whether a link on the way leads elsewhere than below the folder, or into the store of the Hub's cache."""
+        """True when a link on the way leads elsewhere than below the folder, or into the store of the Hub's cache."""
         here, real = self.origin, (self.origin / name).resolve()
         roots = [here, here.parent.parent / "blobs"] if here.parent.name == "snapshots" else [here]
         return not any(real.is_relative_to(root) for root in roots)
@@ -184,7 +184,7 @@ def join_weight_files(folder: Path, names: Iterable[str]) -> JoinedFile:
 
 
 def _endings() -> list[str]:
-    """What names of weight files end in, in the order in which readers choose."""
+    """The endings of weight files, in the order in which readers choose."""
     return list(dict.fromkeys(known.suffixes[0] for known in tensor_formats() if known.suffixes))
 
 

@@ -38,10 +38,10 @@ _ABOUT: set[Any] = (  # what asks for no value
 
 
 class LazySource(TensorFile, Protocol):
-    """A file that lazy tensors can be over: it knows whether it changed, and what it maps."""
+    """A file that lazy tensors can read from: it knows whether it changed, and which tensors it maps."""
 
     def maps(self, name: str) -> bool:
-        """True when a part of the tensor is as dear as all of it."""
+        """True when reading a part of the tensor costs as much as all of it."""
         ...
 
     def check(self) -> None:
@@ -115,7 +115,7 @@ class LazyTensor(torch.Tensor):
         return self._own
 
     def release(self) -> None:
-        """Let the values go, what was written to them too; the next use reads them again."""
+        """Drop the values, and whatever was written to them; the next use reads them again."""
         self._own = self._held.values = None
 
     @property
@@ -124,7 +124,7 @@ class LazyTensor(torch.Tensor):
         return self._held.values is not None
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        """What it is, without reading it."""
+        """Name, shape, type and state, without reading any value."""
         state = "loaded" if self.is_loaded else "not loaded"
         held = self._held
         return f"LazyTensor({held.name!r}, shape={tuple(held.shape)}, dtype={held.dtype}, {state})"

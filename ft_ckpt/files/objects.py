@@ -195,7 +195,7 @@ def _packed_pieces(
 
 
 def _leaf_memory(leaf: Leaf) -> tuple[int, Any]:
-    """Where the values of `leaf` are, one after the other, and what keeps them there."""
+    """The address of the values of `leaf`, one after the other, and the object that owns the memory."""
     if leaf.is_array:
         array = np.ascontiguousarray(leaf.data)
         return array.ctypes.data, array

@@ -1,4 +1,4 @@
-"""The tensors of one file under other names and in another type, a slice at a time."""
+"""Gives the tensors of one file other names and another type, a slice at a time."""
 
 import json
 from collections.abc import Iterable, Iterator, Mapping
@@ -96,7 +96,7 @@ class TranslatedFile:
         self.overflown: set[str] = set()  # with values that became infinite
 
     def runs(self, name: str) -> list[ByteRun] | None:
-        """Where the bytes of a tensor lie, unless it is cast."""
+        """The byte ranges of a tensor, unless it is cast."""
         old = self.old[name]
         return tensor_runs(self.file, old) if self.file.specs[old].dtype == self.specs[name].dtype else None
 
@@ -146,7 +146,7 @@ class UntiedFile:
 
 
 def tensor_runs(file: TensorFile, name: str) -> list[ByteRun] | None:
-    """Where the bytes of a tensor lie; None when they do not lie in a file as they are."""
+    """The byte ranges of a tensor; None when they do not lie in a file as they are."""
     ask = getattr(file, "runs", None)
     found: list[ByteRun] | None = None if ask is None else ask(name)
     return found and [replace(run, name=name) for run in found]
@@ -174,7 +174,7 @@ def check_copy(wanted: TensorFile, found: TensorFile, source: str) -> None:
 
 
 def copy_differences(wanted: TensorFile, found: TensorFile) -> list[str]:
-    """What differs in names, shapes and types, ties included."""
+    """The differences in names, shapes and types, ties included."""
     ours, theirs = _all_specs(wanted), _all_specs(found)
     wrong = [f"{name}: missing" for name in ours if name not in theirs]
     wrong += [f"{name}: unexpected" for name in theirs if name not in ours]

@@ -1,4 +1,4 @@
-"""Checkpoints of torch.distributed.checkpoint: a folder with `.metadata` and `.distcp` files.
+"""Reads and writes checkpoints of torch.distributed.checkpoint: a folder with `.metadata` and `.distcp` files.
 
 Source: the classes of `torch.distributed.checkpoint.metadata`. The metadata, a pickle that is read without running
 it, says of every tensor which boxes of it are stored, and where: each box is a small torch archive inside a file.
@@ -83,7 +83,7 @@ class DcpFile:
         return data
 
     def close(self) -> None:
-        """Let go of the files."""
+        """Close the files."""
         for file in self.files.values():
             file.close()
 
@@ -274,8 +274,8 @@ def _raised_as_ours(folder: Path) -> Iterator[None]:
         causes = [cause for cause, _ in error.failures.values()]
         for cause in filter(None, map(system_error, causes)):
             raise cause from error
-        told = listing([shown(cause) for cause in causes])
-        raise TargetError(f"{folder}: torch.distributed.checkpoint cannot write it ({told})") from error
+        reasons = listing([shown(cause) for cause in causes])
+        raise TargetError(f"{folder}: torch.distributed.checkpoint cannot write it ({reasons})") from error
 
 
 def _read_in_steps(like: Tensor, name: str, read: Callable[[str, int, int], Tensor]) -> Tensor:

@@ -27,7 +27,7 @@ Shapes = Mapping[str, tuple[int, ...]]
 
 @dataclass
 class _FoundTensors:
-    """What the files say so far: each tensor with its spans, and further names."""
+    """The tensors found so far, each with its spans, and further names of them."""
 
     specs: dict[str, Spec] = field(default_factory=dict)
     spans: dict[str, list[Span]] = field(default_factory=dict)
@@ -173,7 +173,7 @@ def _check_used(used: int, there: int, step: int, source: str) -> None:
 
 
 def _span_range(parts: Sequence[TensorPlace], start: int, size: int, name: str) -> list[Span]:
-    """Elements [start, start + size) of `parts` one after another."""
+    """The spans of elements [start, start + size) of `parts`, which follow one another."""
     spans, begin = list(_cut_spans(parts, start, start + size)), sum(map(_element_count, parts))
     if sum(span.numel for span in spans) != size:
         raise CorruptError(
@@ -192,7 +192,7 @@ def _cut_spans(parts: Sequence[TensorPlace], start: int, stop: int) -> Iterator[
 
 
 def _add_rest(found: _FoundTensors, model: Mapping[str, Any], module: Mapping[str, TensorPlace], source: str) -> None:
-    """What the parameters' files do not have: buffers, tied names, and whatever else the model's state has whole."""
+    """Add what the optimizers' files lack: buffers, tied names, and all else that the model's state has whole."""
     for name, kept in (model.get("shared_params") or {}).items():
         one, other = (name, kept) if kept in found.specs else (kept, name)
         if other in found.specs and one not in found.specs:

@@ -59,20 +59,20 @@ class TreeFile:
             self._walk_tree(index.root, "")
             self.specs = {name: file.specs[name] for name in (index.names[leaf] for leaf in sorted(self.plain))}
         metadata = {str(key): str(value) for key, value in index.metadata.items()}
-        told = {name: kept for name, kept in metadata.items() if kept in self.specs and name not in self.specs}
-        self.ties |= told
-        self.metadata = {key: value for key, value in metadata.items() if key not in told}
+        ties = {name: kept for name, kept in metadata.items() if kept in self.specs and name not in self.specs}
+        self.ties |= ties
+        self.metadata = {key: value for key, value in metadata.items() if key not in ties}
 
     def read(self, name: str, start: int = 0, stop: int | None = None) -> Tensor:
         """Flat elements [start, stop) of tensor `name`: 1-D, on the CPU."""
         return self.file.read(name, start, stop)
 
     def runs(self, name: str) -> list[ByteRun] | None:
-        """Where the bytes of tensor `name` lie; None when it is not stored in one piece."""
+        """The byte range of tensor `name` in its file; None when it is not stored in one piece."""
         return self.file.runs(name)
 
     def close(self) -> None:
-        """Let go of the file."""
+        """Close the file."""
         self.file.close()
 
     def _walk_tree(self, node: Node, name: str) -> None:

@@ -27,7 +27,7 @@ from ft_ckpt.formats.safetensors_file import is_safetensors, tree_metadata
 def lay_out_dual(
     specs: Sequence[Spec], metadata: Mapping[str, str], ties: Mapping[str, str] = MappingProxyType({})
 ) -> Layout:
-    """The layout of a dual file that holds `specs` as one flat dict, its `ties` told in the metadata.
+    """The layout of a dual file that holds `specs` as one flat dict, its `ties` in the metadata.
 
     Raises SelectionError for types it cannot keep.
     """

@@ -1,4 +1,4 @@
-"""One module per tensor format: how its files are laid out, and how they are read.
+"""The types that all tensor formats share: a file's layout, a tensor's description, an open file.
 
 A format answers with a `Layout` before the first tensor byte is there; writing is the same for all of them.
 """
@@ -25,7 +25,7 @@ ITEM_BYTES = {  # torch's name of a dtype: bytes per element
 
 @dataclass(frozen=True)
 class Spec:
-    """What a file will hold under one name."""
+    """A tensor as a file describes it: name, shape and type."""
 
     name: str
     shape: tuple[int, ...]
@@ -44,7 +44,7 @@ class Spec:
 
 @dataclass(frozen=True)
 class Layout:
-    """A file before it is written: its header, the tensors in file order with their places, and what ends it.
+    """A file before it is written: its header, the tensors in file order with their places, and its trailer.
 
     Bytes between them are zero. The trailer is made when the digests of the tensors (16 bytes of xxh3-128 by name)
     are known, and its size is known before.
@@ -59,7 +59,7 @@ class Layout:
 
 
 def checked_sizes(given: Any) -> tuple[int, ...]:
-    """A shape, or other sizes and places, out of a file. Raises CorruptError where one is no number from zero on."""
+    """A shape, or other sizes and places, read from a file. Raises CorruptError unless all are integers from 0 on."""
     found = tuple(given)
     if any(type(one) is not int or not 0 <= one < 1 << 62 for one in found):
         raise CorruptError("sizes or places that are none")
@@ -67,11 +67,11 @@ def checked_sizes(given: Any) -> tuple[int, ...]:
 
 
 class TensorFile(Protocol):
-    """Tensors on disk, read when asked for. What `open_file` of every format gives."""
+    """An open file of tensors, each read when it is asked for. Every format's files are opened as one."""
 
     @property
     def specs(self) -> Mapping[str, Spec]:
-        """What there is by name, in file order; no tensor is read to know it."""
+        """The tensors by name, in file order; none is read for this."""
         ...
 
     def read(self, name: str, start: int = 0, stop: int | None = None) -> "torch.Tensor":
@@ -82,13 +82,13 @@ class TensorFile(Protocol):
         ...
 
     def close(self) -> None:
-        """Let go of the file."""
+        """Close the file."""
         ...
 
 
 @dataclass(frozen=True)
 class TensorRecord:
-    """One stored tensor: where its bytes are and what they mean."""
+    """One stored tensor: its place in a file, shape and type."""
 
     name: str  # as stored in the file
     shape: tuple[int, ...]

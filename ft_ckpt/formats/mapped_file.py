@@ -64,7 +64,7 @@ class FileStream(io.RawIOBase):
         return self.at
 
     def tell(self) -> int:
-        """Where this is."""
+        """The position, in bytes from the start."""
         return self.at
 
     def readinto(self, buffer: Any) -> int:
@@ -91,7 +91,7 @@ class RawFile:
         self._known = (found.st_size, found.st_mtime_ns)
 
     def close(self) -> None:
-        """Let go of the file. What was mapped from it stays."""
+        """Close the file. Tensors that were mapped from it stay valid."""
         self._closed = True
         self._closer()
 
@@ -110,7 +110,7 @@ class RawFile:
             )
 
     def promise(self, size_bytes: int, name: str) -> None:
-        """Note that tensor `name` has so many bytes that are not in the file: constants, or elements that are one.
+        """Count the bytes of tensor `name` that are not stored: those of constants, or of elements that repeat.
 
         Raises CorruptError when all of these are more than a file of this size has any use for.
         """
@@ -137,7 +137,7 @@ class RawFile:
         return True
 
     def is_cold(self) -> bool:
-        """Whether `read_in` is faster than touching the mapped file: large, and less than half of it in memory.
+        """True when `read_in` is faster than touching the mapped file: large, and less than half of it in memory.
 
         False too where the system cannot tell, or has not twice the memory for it.
         """
@@ -203,7 +203,7 @@ class RawFile:
 
 
 def _shared_edges(start: int, end: int) -> list[tuple[int, int]]:
-    """What [start, end) has of pages that may be its neighbours' too, which are therefore not given back."""
+    """The ends of [start, end) that share pages with their neighbours, and are therefore not given back."""
     first, last = start + -start % _PAGE, end // _PAGE * _PAGE
     return [(start, min(first, end)), (max(last, start), end)] if first < last else [(start, end)]
 
@@ -246,7 +246,7 @@ class _Mapping:
         return _Mapping(address, size_bytes, is_own)
 
     def lend_part(self, start: int, size_bytes: int) -> memoryview:
-        """Some of it; when nothing uses that any more, its memory is given back."""
+        """A part of the memory, which is given back when nothing uses it any more."""
         held = self.memory[start : start + size_bytes]
         part = self.parts[start, size_bytes] = _Part(held, _Part.end_use)
         part.mapping, part.start, part.size_bytes = self, start, size_bytes
@@ -254,7 +254,7 @@ class _Mapping:
         return held
 
     def part_in_use(self, start: int, size_bytes: int) -> memoryview | None:
-        """What `lend_part` gave, if it is still in use."""
+        """The memory that `lend_part` gave, if it is still in use."""
         part = self.parts.get((start, size_bytes))
         return None if part is None else part()
 
@@ -267,7 +267,7 @@ class _Mapping:
 
 
 class _Part(weakref.ref[memoryview]):
-    """A part that was lent; it keeps the mapping. As small as can be, since it is made at a tensor's first use."""
+    """A weak reference to a part in use, which keeps the mapping. Small, since one is made at a tensor's first use."""
 
     __slots__ = ("mapping", "size_bytes", "start")
     mapping: _Mapping
@@ -275,7 +275,7 @@ class _Part(weakref.ref[memoryview]):
     size_bytes: int
 
     def end_use(self, is_over: Callable[[], bool] = sys.is_finalizing) -> None:  # bound: names go first at exit
-        """Nothing uses the part any more."""
+        """Give back the memory of a part that nothing uses any more."""
         if is_over():
             return
         del _lent[id(self)]

@@ -1,4 +1,4 @@
-"""Single objects pickled in a file, such as the leaves of a Cerebras checkpoint: plain values, and nothing that runs.
+"""Reads single pickled objects, such as leaves of a Cerebras checkpoint: plain values, and nothing that runs.
 
 Their table of names is here. What it does not know stays an `OpaqueObject`, which its owner may open on purpose.
 """

@@ -1,4 +1,4 @@
-"""Any Python object as a tree of nodes and a list of tensors, and back. No file format is known here.
+"""Turns any Python object into a tree of nodes and a list of tensors, and back. No file format is known here.
 
 What is kept exactly: dict, OrderedDict (with the attributes torch gives a state dict), Counter, defaultdict, list,
 tuple, named tuple, set, frozenset, deque, torch.Size, None, bool, int, float, complex, str, bytes, bytearray, numpy
@@ -254,7 +254,7 @@ def _tensor_problem(tensor: torch.Tensor, dtypes: frozenset[str], classes: Colle
 
 
 def _memory_identity(tensor: torch.Tensor) -> Hashable:
-    """What two tensors share when they are one; None for those without memory of their own."""
+    """A key that is equal for tensors of the same memory; None for those without memory of their own."""
     if type(tensor) not in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer) or tensor.numel() == 0:
         return None
     flags = (tensor.is_conj(), tensor.is_neg())

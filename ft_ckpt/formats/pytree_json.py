@@ -1,4 +1,4 @@
-"""A tree of nodes as JSON, exactly: what JSON has is itself, everything else is a list with its kind in front.
+"""Writes a tree of nodes as JSON, exactly, and reads it: values that JSON lacks are lists that begin with their kind.
 
 A small object can be one text with all its tensors in it.
 """
@@ -40,7 +40,7 @@ def load_object(text: str) -> Any:
 
 
 def encode_node(node: Node) -> Any:
-    """`node` as what `json.dumps` takes."""
+    """`node` as lists, dicts and plain values, for `json.dumps`."""
     kind = node.kind
     if kind == "tensor":
         return ["tensor", node.value]

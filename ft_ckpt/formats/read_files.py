@@ -1,4 +1,4 @@
-"""Many tensors read in the order of their bytes: by threads, ahead, past the page cache where that pays."""
+"""Reads many tensors in the order of their bytes: by threads, ahead, past the page cache where that pays."""
 
 import ctypes
 from collections.abc import Mapping
@@ -24,7 +24,7 @@ class Landing(Protocol):
 
 @dataclass(eq=False)
 class StraightLanding:
-    """Where the next bytes go: consecutive memory of the tensor itself, from byte `at`."""
+    """Copies the next bytes into the memory of the tensor itself, from byte `at` on."""
 
     local: Tensor  # contiguous
     at: int = 0
@@ -41,7 +41,7 @@ class StraightLanding:
 
 
 def read_runs(landings: Mapping[ByteRun, Landing], threads: int = THREADS, direct: str = "auto") -> int:
-    """Read all runs in the order of their bytes, and put each where it belongs; bytes of the runs."""
+    """Read all runs in the order of their bytes and hand each to its landing. Returns the bytes read."""
     order = {id(file): place for place, file in enumerate(run.file for run in landings)}
     runs = sorted(landings, key=lambda run: (order[id(run.file)], run.start))
     for part in read_ahead(runs, threads, direct):
@@ -65,7 +65,7 @@ def read_onto(file: TensorFile, device: torch.device, threads: int = THREADS) ->
 
 
 def whole_run(file: TensorFile, name: str) -> ByteRun | None:
-    """Where the bytes of the tensor lie; None when it has to be read through its format."""
+    """The byte range of the tensor in its file; None when it has to be read through its format."""
     ask = getattr(file, "runs", None)
     runs = None if ask is None or getattr(file, "verify", False) else ask(name)
     return runs[0] if runs is not None and len(runs) == 1 else None

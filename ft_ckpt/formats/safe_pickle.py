@@ -1,4 +1,4 @@
-"""Pickles in foreign files: values are read, code is never run.
+"""Reads pickles in foreign files without running any code.
 
 One interpreter for all of them, Python's own without the instructions that no checkpoint needs. Whatever name a pickle
 refers to is looked up in a table of its reader, and what stands there is ours: plain containers, functions that make
@@ -44,7 +44,7 @@ class Passive(metaclass=Sealed):
     state: Any
 
     def __new__(cls, *args: Any, **_named: Any) -> "Passive":
-        """Note the arguments."""
+        """Keep the arguments."""
         made = object.__new__(cls)
         made.args, made.state = args, None
         return made
@@ -56,14 +56,14 @@ class Passive(metaclass=Sealed):
         pass
 
     def append(self, value: Any) -> None:
-        """What list subclasses are filled by."""
+        """Take and drop an item: how a pickle fills a subclass of list."""
 
     def extend(self, values: Any) -> None:
-        """What list subclasses are filled by."""
+        """Take and drop an item: how a pickle fills a subclass of list."""
 
 
 class Call:
-    """A function of a table. No pickle can change it: it has no attributes, and refuses a state."""
+    """A function that pickles may call. None can change it: it has no attributes, and refuses a state."""
 
     __slots__ = ("_run",)
 
@@ -71,7 +71,7 @@ class Call:
         self._run = run
 
     def __call__(self, *args: Any) -> Any:
-        """What the function makes of `args`."""
+        """Run the function."""
         return self._run(*args)
 
     def __setstate__(self, state: Any) -> None:
@@ -164,7 +164,7 @@ class _SafeUnpickler(_Python):  # type: ignore[misc]
         self.weights: dict[int, tuple[int, Any]] = {}  # of tuples that hold tuples: what hashing one of them visits
 
     def pay_for(self, values: Iterable[Any]) -> None:
-        """Take what copying or hashing `values` costs off what is left. Raises CorruptError when nothing is."""
+        """Subtract what copying or hashing `values` costs from the allowance. Raises CorruptError at its end."""
         if self.weights:
             self.left -= sum(self.weights[id(one)][0] if id(one) in self.weights else _hash_cost(one) for one in values)
         else:
@@ -173,7 +173,7 @@ class _SafeUnpickler(_Python):  # type: ignore[misc]
             raise _ExcessError("the pickle does more than its size warrants")
 
     def _weigh_tuple(self) -> None:
-        """Note what the tuple just made costs to hash, where it holds others."""
+        """Note the cost of hashing the tuple just made, where it holds other tuples."""
         made = self.stack[-1]
         if any(type(part) is tuple for part in made):
             weight = 1 + sum(self.weights[id(p)][0] if id(p) in self.weights else _hash_cost(p) for p in made)
@@ -183,7 +183,7 @@ class _SafeUnpickler(_Python):  # type: ignore[misc]
                 raise _ExcessError("tuples in tuples, of more places than the size of the pickle warrants")
 
     def find_class(self, module: str, name: str) -> Any:
-        """What stands for a global: nothing is imported, and a name outside the table is noted as foreign."""
+        """The stand-in for a global. Nothing is imported; a name outside the table is noted as foreign."""
         full = f"{_ALIASES.get(module, module)}.{name}"
         found = self.find(full)
         if found is not None:
@@ -193,7 +193,7 @@ class _SafeUnpickler(_Python):  # type: ignore[misc]
         return self.classes.setdefault(full, Sealed(name, (Passive,), {"kind": full}))
 
     def persistent_load(self, reference: Any) -> Any:
-        """What a pickle refers to outside of it."""
+        """The object outside of the pickle that it refers to."""
         if self.persistent is None:
             raise CorruptError("a reference to something outside of the pickle")
         return self.persistent(reference)

@@ -50,7 +50,7 @@ _TORCH_NAMES = {stored: name for name, stored in NAMES.items()}
 def lay_out_safetensors(
     specs: Sequence[Spec], metadata: Mapping[str, str], ties: Mapping[str, str] = MappingProxyType({})
 ) -> Layout:
-    """The layout of a file holding `specs`, its `ties` told in the metadata.
+    """The layout of a file holding `specs`, its `ties` in the metadata.
 
     Raises SelectionError naming dtypes the format cannot keep.
     """

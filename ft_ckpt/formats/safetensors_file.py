@@ -1,4 +1,4 @@
-"""Safetensors files opened, dual ones too; and files whose metadata hold the tree of an object that is no flat dict."""
+"""Opens safetensors files, dual ones too, and lays out those that hold an object: its tree goes into the metadata."""
 
 import json
 from collections.abc import Sequence
@@ -32,7 +32,7 @@ def tree_metadata(root: Node, names: Sequence[str]) -> dict[str, str]:
 
 
 def is_safetensors(file: RawFile) -> bool:
-    """Whether the file begins as safetensors does: a length, and a header of JSON."""
+    """True when the file begins as safetensors does: a length, and a header of JSON."""
     return file.size_bytes > 8 and file.bytes(8, 1) == b"{"
 
 

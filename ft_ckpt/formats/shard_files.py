@@ -1,4 +1,4 @@
-"""How the tensors of one model are split into files, their index, and the second names of files: as readers expect."""
+"""Splits the tensors of a model into files, and writes their index, as transformers does; links second names."""
 
 import json
 import os
@@ -51,7 +51,7 @@ def shard_index(
 
 
 def link_second_names(known: TensorFormat, written: Sequence[FileRecord], stage: Path) -> list[FileRecord]:
-    """Give files in `stage` the second name of their format, as hard links; none where it, or the disk, has no such."""
+    """Give files in `stage` the second name of their format, if it has one, as hard links, where the disk has these."""
     links = []
     for record in written if known.second_suffix else ():
         second = record.path.removesuffix(known.suffixes[0]) + known.second_suffix

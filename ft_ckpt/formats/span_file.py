@@ -1,4 +1,4 @@
-"""Tensors as runs of bytes in files, read a slice at a time: what most formats come down to."""
+"""Open files whose tensors are runs of bytes, read a slice at a time. Most foreign formats come down to this."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -51,19 +51,19 @@ class SpanFile:
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def runs(self, name: str) -> list[ByteRun] | None:
-        """Where the bytes of tensor `name` lie."""
+        """The byte ranges of tensor `name` in its files."""
         item_bytes = ITEM_BYTES[self.specs[name].dtype]
         return [ByteRun(name, span.file, span.start, span.numel * item_bytes) for span in self.spans[name]]
 
     def close(self) -> None:
-        """Let go of the files; what was read stays."""
+        """Close the files. Tensors that were read stay valid."""
         for spans in self.spans.values():
             for span in spans:
                 span.file.close()
 
 
 def _overlapping_spans(spans: Sequence[Span], start: int, stop: int, item_bytes: int) -> Iterator[Span]:
-    """Elements [start, stop) as spans."""
+    """The spans of elements [start, stop)."""
     begin = 0
     for span in spans:
         low, high = max(start, begin), min(stop, begin + span.numel)

@@ -30,7 +30,7 @@ class IndexedFile:
 
     @property
     def specs(self) -> dict[str, Spec]:
-        """What there is, in file order; for a foreign file, in the order of its tree."""
+        """The tensors by name, in file order; for a foreign file, in the order of its tree."""
         return self.index.specs
 
     def read(self, name: str, start: int = 0, stop: int | None = None) -> torch.Tensor:
@@ -60,16 +60,16 @@ class IndexedFile:
 
     @property
     def has_digests(self) -> bool:
-        """Whether every tensor can be verified."""
+        """True when every tensor can be verified."""
         return all(row[3] for row in self.index.rows.values())
 
     def runs(self, name: str) -> list[ByteRun] | None:
-        """Where the bytes of tensor `name` lie; None when it is not stored in one piece."""
+        """The byte range of tensor `name` in the file; None when it is not stored in one piece."""
         run = ByteRun(name, self.raw, self.index.start(name), self.specs[name].size_bytes)
         return None if name in self.readers else [run]
 
     def maps(self, name: str) -> bool:
-        """True when a part of the tensor is as dear as all of it."""
+        """True when reading a part of the tensor costs as much as all of it."""
         return name not in self.readers and (self.raw.mapped or self.specs[name].size_bytes < MAP_BYTES)
 
     def check(self) -> None:
@@ -94,7 +94,7 @@ class IndexedFile:
         return np.frombuffer(data, np.dtype(spec.dtype)).reshape(spec.shape)
 
     def close(self) -> None:
-        """Let go of the file."""
+        """Close the file."""
         self.raw.close()
 
     def _verify_digest(self, name: str, tensor: torch.Tensor) -> None:
@@ -107,7 +107,7 @@ class IndexedFile:
 
 
 def as_tensor(values: Any) -> torch.Tensor:
-    """What a reader gives as a tensor of its own memory, in the byte order of this machine."""
+    """Values that were read, as a tensor of its own memory in the byte order of this machine."""
     if isinstance(values, torch.Tensor):
         return values
     return torch.from_numpy(np.asarray(values).astype(values.dtype.newbyteorder("=")))

@@ -1,7 +1,7 @@
 """The index that ends an HDF5 file of ours: which tensors there are, where, with which digests, and of which object.
 
 It is JSON, and a footer of 64 bytes that proves that nothing has moved. What comes from a file is checked as a whole
-when it is read, so that whoever uses an `TensorIndex` can rely on its rows and its tree.
+when it is read, so that users of a `TensorIndex` can rely on its rows and its tree.
 """
 
 import json
@@ -30,7 +30,7 @@ Row = Sequence[Any]  # of the index: torch's dtype, shape, start (from the data 
 
 @dataclass(frozen=True)
 class TensorIndex:
-    """What the index says: a row for each tensor, in file order; the tree (None: a flat dict); the metadata."""
+    """An index: a row for each tensor, in file order; the tree of the object (None: a flat dict); the metadata."""
 
     rows: Mapping[str, Row]
     root: Node | None
@@ -47,7 +47,7 @@ class TensorIndex:
 
     @cached_property
     def specs(self) -> dict[str, Spec]:
-        """What there is, in file order."""
+        """The tensors by name, in file order."""
         return {name: Spec(name, tuple(row[1]), row[0]) for name, row in self.rows.items()}
 
     @property
@@ -56,7 +56,7 @@ class TensorIndex:
         return flat_tree([self.specs[name] for name in self.names]) if self.root is None else self.root
 
     def start(self, name: str) -> int:
-        """Where in the file the tensor starts."""
+        """The tensor's first byte in the file."""
         return int(self.rows[name][2]) + self.data_start
 
 
@@ -88,7 +88,7 @@ def index_text(index: TensorIndex) -> bytes:
 
 
 def index_footer(text: bytes, data_start: int, index_start: int, file_bytes: int) -> bytes:
-    """What follows the JSON and proves that nothing has moved."""
+    """The footer, which follows the JSON and proves that nothing has moved."""
     known = struct.pack(_FOOTER, _MAGIC, data_start, index_start, file_bytes, xxhash.xxh3_128_digest(text))
     return known + xxhash.xxh3_64_digest(known)
 
@@ -150,8 +150,8 @@ def check_index(index: TensorIndex, source: str) -> None:
         raise CorruptError(f"{source}: its index does not name each of {count} tensors once; use another copy")
     wrong = [name for name, row in index.rows.items() if not _is_sound(row)]
     if wrong or (index.root is not None and _most_leaf(index.root) >= count):
-        told = listing(wrong, ", ") or "the tree"
-        raise CorruptError(f"{source}: {told}: malformed in its index; use another copy of the file")
+        where = listing(wrong, ", ") or "the tree"
+        raise CorruptError(f"{source}: {where}: malformed in its index; use another copy of the file")
 
 
 def _is_sound(row: Row) -> bool:

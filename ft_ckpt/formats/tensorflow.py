@@ -39,7 +39,7 @@ Rows = tuple[int, int] | None  # of the first dimension, stop exclusive; None: t
 
 
 def load_tensorflow() -> Any:
-    """The tensorflow package, told to be quiet. Raises ConfigError where it is not installed."""
+    """The tensorflow package, its log quiet. Raises ConfigError where it is not installed."""
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
     try:
         import tensorflow  # type: ignore[import-untyped,import-not-found,unused-ignore]
@@ -103,7 +103,7 @@ class TensorFlowFile:
         ]
 
     def close(self) -> None:
-        """Let go of the tensor that was read last."""
+        """Drop the tensor that was read last."""
         self.held = (None, torch.empty(0))
 
     def _restore_tensor(self, spec: Spec, part: str) -> Tensor:
@@ -210,6 +210,6 @@ def _sliced_parts(specs: Sequence[Spec], most: int) -> Iterator[tuple[Spec, Rows
 
 
 def _slice_text(shape: Sequence[int], first: int, last: int) -> str:
-    """TensorFlow's words for rows [first, last) of a tensor."""
+    """TensorFlow's notation for rows [first, last) of a tensor."""
     rest = ":".join(["-"] * (len(shape) - 1))
     return f"{' '.join(map(str, shape))} {first},{last - first}{':' + rest if rest else ''}"

@@ -1,4 +1,4 @@
-"""Torch's own files (.pt, .bin, .pth): read without running them, written without holding them.
+"""Reads torch's own files (.pt, .bin, .pth) without running them, and writes them without holding them.
 
 Source: the layout of `torch.save` archives. One zip file without compression: `archive/data.pkl` names the tensors
 and the record of each storage, `archive/data/N` are the storages, each at a multiple of 64 bytes, followed by its
@@ -61,11 +61,11 @@ class TorchFile(SpanFile):
         return self.made[1][start:stop]
 
     def runs(self, name: str) -> list[ByteRun] | None:
-        """Where the bytes of tensor `name` lie; None when they are not in row-major order."""
+        """The byte ranges of tensor `name` in its file; None when they are not in row-major order."""
         return None if name in self.odd else super().runs(name)
 
     def close(self) -> None:
-        """Let go of the tensor that was made."""
+        """Drop the tensor that was made last."""
         self.made = (None, torch.empty(0))
 
 
@@ -90,7 +90,7 @@ def open_torch_file(path: str | Path) -> TorchFile:
 
 
 def split_tensors(value: Any, source: str) -> tuple[dict[str, TensorPlace], list[str]]:
-    """The tensors of nested dicts and lists by dotted name, and what else there is.
+    """The tensors of nested dicts and lists by dotted name, and descriptions of all other values.
 
     Raises LoadError when two of them get one name, or one is more than bytes in a file.
     """
@@ -115,7 +115,7 @@ def split_tensors(value: Any, source: str) -> tuple[dict[str, TensorPlace], list
 
 
 def is_torch_file(file: RawFile) -> bool:
-    """Whether the file begins as those of torch do: a zip archive, or a pickle."""
+    """True when the file begins as those of torch do: a zip archive, or a pickle."""
     head = bytes(file.bytes(0, min(16, file.size_bytes)))
     return head.startswith(b"PK\3\4") or (head[:1] == b"\x80" and head[8:9] != b"{")  # a length can begin so too
 
@@ -170,20 +170,20 @@ def row_major(one: TensorPlace) -> Tensor:
 
 
 class _StorageStand:
-    """Stands for a storage in the pickle."""
+    """A storage, as the pickler sees it."""
 
     def __init__(self, key: int, spec: Spec) -> None:
         self.key, self.spec = key, spec
 
     def storage_reference(self) -> tuple[object, ...]:
-        """What torch's pickles have in place of a storage."""
+        """The reference that torch's pickles have in place of a storage."""
         kind = _STORAGE_KINDS.get(self.spec.dtype)
         count = self.spec.size_bytes if kind is None else self.spec.numel
         return ("storage", torch.UntypedStorage if kind is None else getattr(torch, kind), str(self.key), "cpu", count)
 
 
 class _TensorStand:
-    """Stands for a tensor in the pickle."""
+    """A tensor, as the pickler sees it."""
 
     def __init__(self, storage: _StorageStand) -> None:
         self.storage = storage
@@ -244,7 +244,7 @@ class _ZipRecord:
         return _UTF8 | (_SIZES_AHEAD if self.size_bytes else 0)
 
     def tail_bytes(self, checksum: int) -> bytes:
-        """What follows the data."""
+        """The bytes after the data: checksum and sizes."""
         if not self.size_bytes:
             return b""
         size = "Q" if self.is_large else "I"

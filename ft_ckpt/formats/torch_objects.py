@@ -40,7 +40,7 @@ class _CountingStream:
         return len(view)
 
     def flush(self) -> None:
-        """Nothing: what is written is in the file."""
+        """Do nothing: there is no buffer."""
 
 
 def save_torch_object(obj: Any, stage: Path) -> None:
@@ -70,8 +70,8 @@ def load_torch_object(source: Path, map_location: Any, mapped: bool, verify: boo
         try:
             return torch.load(source, map_location=map_location, weights_only=True, mmap=mapped)
         except UnpicklingError as error:
-            told = shown(error)
-            raise CorruptError(f"{source.name}: torch cannot read it without running code ({told})") from error
+            reason = shown(error)
+            raise CorruptError(f"{source.name}: torch cannot read it without running code ({reason})") from error
         except RuntimeError as error:
             if "mmap can only be used" not in str(error):
                 raise

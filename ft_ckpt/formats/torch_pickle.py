@@ -61,7 +61,7 @@ class TensorPlace:
 
     @property
     def repeated_bytes(self) -> int:
-        """How many more bytes it takes in row-major order than are stored of it."""
+        """The bytes that it takes in row-major order beyond those stored of it."""
         reach = sum((size - 1) * step for size, step in zip(self.shape, self.stride, strict=True)) + 1
         return max(0, math.prod(self.shape) - reach) * ITEM_BYTES[self.dtype]
 
@@ -122,7 +122,7 @@ def check_records(file: RawFile) -> None:
 
 
 def load_torch_zip(file: RawFile, start: int = 0, size_bytes: int | None = None) -> Any:
-    """What the torch zip file at [start, start + size_bytes) of `file` holds, its tensors as `TensorPlace`.
+    """The value in the torch zip file at [start, start + size_bytes) of `file`, its tensors as `TensorPlace`.
 
     Raises CorruptError when it is no such file, LoadError naming everything it refers to that is neither a tensor nor
     plain data.
@@ -150,7 +150,7 @@ def _load_zip(file: RawFile, start: int, size_bytes: int) -> Any:
 
 
 def load_torch_legacy(file: RawFile) -> Any:
-    """What a file of torch before 1.6 holds, as `load_torch_zip` gives it.
+    """The value in a file of torch before 1.6, as `load_torch_zip` gives it.
 
     After three pickles of no interest there is one of the object, one of the keys of its storages, and then these, each
     after its number of elements. So the object is read twice: to come to the storages, and with their places.
@@ -179,7 +179,7 @@ def load_torch_legacy(file: RawFile) -> Any:
 
 
 def load_torch_pickle(data: bytes, source: str, storage: _Find | None = None) -> Any:
-    """What the pickle `data` holds; `source` names it in errors. Raises as `load_torch_zip` does."""
+    """The value of the pickle `data`; `source` names it in errors. Raises as `load_torch_zip` does."""
     with damaged_input(f"{source}: saved by torch"):
         return _read_pickle(io.BytesIO(data), source, storage)
 

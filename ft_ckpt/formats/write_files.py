@@ -1,4 +1,4 @@
-"""Tensors in the order of a file's layout become that file, digested on the way."""
+"""Writes planned files from tensors that come in the order of their layouts, and digests them on the way."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -22,7 +22,7 @@ class FilePlan:
     layout: Layout
 
     def records(self) -> list[TensorRecord]:
-        """Where each tensor will lie."""
+        """A record of each tensor and its place."""
         return [
             TensorRecord(spec.name, spec.shape, spec.dtype, self.path, start, start + spec.size_bytes)
             for spec, start in zip(self.layout.specs, self.layout.starts, strict=True)

@@ -1,4 +1,4 @@
-"""What a Cerebras checkpoint says: the tree of its object and how each leaf is to be read. Formats 0.5 and 0.4.
+"""Reads the description of a Cerebras checkpoint: its object's tree, and how to read each leaf. Formats 0.5 and 0.4.
 
 Nothing in the file is run: the pickled tree of 0.4 and its objects go through `pickled_objects`, and what that does not
 know stays opaque. Links to other files, unfinished files and unknown kinds of leaves are refused.

@@ -1,4 +1,4 @@
-"""How an object looks in a Cerebras checkpoint of format 0.5: names, tree and the description of every leaf.
+"""Describes an object as a Cerebras checkpoint of format 0.5 does: names, tree and the facts of every leaf.
 
 The format is described from files that its own tools wrote and read. It knows dicts with simple keys, lists, tuples,
 sets and deques; what it cannot say (named tuples, tuple keys, two keys that give one name) is put in its nearest
@@ -27,7 +27,7 @@ RTFX = {
     "bool": 1, "int16": 3, "int32": 4, "int64": 5, "uint8": 6, "uint16": 7, "uint32": 8, "uint64": 9, "float16": 10,
     "float32": 11, "float64": 12, "bfloat16": 15,
 }  # fmt: skip
-STORED = {  # torch's type: (type in the file, label), where other readers must be told another type than ours
+STORED = {  # torch's type: (type in the file, label), where other readers need another type than ours
     "bfloat16": ("i2", "bfloat16"),
     "complex32": ("u4", "uint32"),
     **dict.fromkeys(("float8_e5m2", "float8_e4m3fn", "float8_e8m0fnu", "float8_e4m3fnuz"), ("u1", "uint8")),
@@ -98,7 +98,7 @@ def _walk_object(root: Node) -> "_TreeWalk":
 
 
 def _leaf_index(node: Node) -> int:
-    """Which leaf the node of a tensor or array is."""
+    """The number of the leaf of a tensor's or array's node."""
     index: int = node.value if node.kind == "tensor" else node.value[0]
     return index
 
@@ -164,7 +164,7 @@ def _text_key(node: Node) -> str:
 
 @dataclass
 class _LeafDescriber:
-    """What is said of each leaf, and the datasets that this needs."""
+    """Makes the description of each leaf, and the datasets that it needs."""
 
     leaves: Sequence[Spec]
     arrays: frozenset[int]
@@ -233,12 +233,12 @@ def stored_type(dtype: str, native_floats: bool = False) -> str:
 
 
 def dataset_path(name: str) -> tuple[str, ...]:
-    """Where the dataset of a leaf is, given the leaf's name in the index."""
+    """The path of a leaf's dataset, given the leaf's name in the index."""
     return _leaf_path(name.translate(_UNSAFE))
 
 
 def _leaf_path(name: str) -> tuple[str, ...]:
-    """Where a leaf's dataset is: under its own name, unless HDF5 would read that as a path."""
+    """The path of a leaf's dataset: its own name, unless HDF5 would read that as a path."""
     if "/" in name or name in ("", ".", "..", INDEX, GROUP):
         return (GROUP, "=" + quote(name, safe=""))
     return (name,)

@@ -1,4 +1,4 @@
-"""Compressed tensors in HDF5 files: cut into chunks that pass the HDF5 filters of hdf5plugin, several at a time.
+"""Compresses tensors in HDF5 files, and reads them: chunks that pass the filters of hdf5plugin, several at a time.
 
     superblock and metadata | chunks, and small tensors as they are | trees of the chunks | index
 
@@ -40,7 +40,7 @@ _NODE_CHUNKS = 64  # children of a tree's node: twice the K that holds where a f
 
 @dataclass(frozen=True)
 class ChunkGrid:
-    """How a tensor is cut: along one dimension; those before it element by element, those after it not at all."""
+    """The chunks of a tensor: one dimension is cut, those before it into single elements, those after it not at all."""
 
     shape: Sequence[int]
     chunk: Sequence[int]
@@ -79,7 +79,7 @@ class ChunkGrid:
 
     @property
     def chunk_count(self) -> int:
-        """How many chunks there are."""
+        """The number of chunks."""
         return math.prod(self.shape[: self.cut_dim]) * self.line_chunks
 
     def chunk_at(self, element: int) -> int:
@@ -94,7 +94,7 @@ class ChunkGrid:
         )
 
     def chunk_corner(self, number: int) -> tuple[int, ...]:
-        """Where in the tensor the chunk starts."""
+        """The indexes of the chunk's first element in the tensor."""
         line, step = divmod(number, self.line_chunks)
         above = np.unravel_index(line, tuple(self.shape[: self.cut_dim])) if self.cut_dim else ()
         return (*map(int, above), step * self.chunk[self.cut_dim], *[0] * (len(self.shape) - self.cut_dim - 1))
@@ -142,7 +142,7 @@ def compress_leaves(leaves: Sequence[Spec], memory: Memory, codec: Codec, spool:
 
 
 def chunk_threads() -> int:
-    """How many chunks are worked on at a time."""
+    """The number of chunks that are worked on at a time."""
     return min(16, os.cpu_count() or 1)
 
 
@@ -280,7 +280,7 @@ def _tree_level(keys: Sequence[bytes], end: bytes, places: Sequence[int], level:
 
 
 def chunk_readers(raw: RawFile, index: tensor_index.TensorIndex) -> dict[str, Callable[[int, int], torch.Tensor]]:
-    """How to read the compressed tensors of `index`. Raises CorruptError when it says nothing sensible of them."""
+    """A function that reads elements, for each compressed tensor. Raises CorruptError when the index is malformed."""
     with damaged_input(f"{raw.path.name}: its index"):
         return {
             name: _ChunkReader(raw, name, row, index.start(name)) for name, row in index.rows.items() if len(row) > 5

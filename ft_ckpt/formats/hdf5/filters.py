@@ -1,4 +1,4 @@
-"""HDF5's filters without the HDF5 library: one chunk through the functions that hdf5plugin's libraries export.
+"""Calls HDF5's filters without the HDF5 library: one chunk through the functions that hdf5plugin's libraries export.
 
 They are called with the arguments the HDF5 library would give them, by as many threads as there are chunks.
 """
@@ -34,7 +34,7 @@ Filters = Sequence[tuple[int, Sequence[int]]]  # number and settings, in the ord
 
 @dataclass(frozen=True)
 class Codec:
-    """What the caller asks for. Raises ConfigError for what is not known, or not installed."""
+    """A compression, and the shuffle before it. Raises ConfigError for unknown ones, and without hdf5plugin."""
 
     method: str
     shuffle: str | None = "bit"
@@ -65,7 +65,7 @@ class Codec:
 
 
 class _FilterClass(ctypes.Structure):
-    """What a filter's library says of itself (H5Z_class2_t)."""
+    """The description that a filter's library exports (H5Z_class2_t)."""
 
     _fields_ = (
         ("version", ctypes.c_int), ("id", ctypes.c_int), ("encodes", ctypes.c_uint), ("decodes", ctypes.c_uint),
@@ -90,7 +90,7 @@ def _plugin_function(number: int) -> Callable[..., int]:
 
 
 def _apply_filter(number: int, settings: Sequence[int], data: bytes, flags: int, most: int) -> bytes | None:
-    """What a filter makes of `data`; None when it gives up, or says that this is more than `most` bytes."""
+    """`data` passed through a filter; None when it gives up, or the result is more than `most` bytes."""
     if number == _SHUFFLE:
         rows = np.frombuffer(data, np.uint8).reshape((settings[0], -1) if flags else (-1, settings[0]))
         shuffled: bytes = rows.T.tobytes()
@@ -108,7 +108,7 @@ def _apply_filter(number: int, settings: Sequence[int], data: bytes, flags: int,
 
 
 def _zlib_decompress(data: bytes, most: int) -> bytes | None:
-    """What zlib has made of at most `most` bytes; None for damaged data, and for more."""
+    """`data` decompressed; None when it is damaged, or more than `most` bytes."""
     stream = zlib.decompressobj()
     try:
         whole = stream.decompress(data, most)

@@ -1,4 +1,4 @@
-"""HDF5 files by other hands, through the HDF5 library: found, checked, and read without leaving the file.
+"""Opens HDF5 files that others wrote, through the HDF5 library: all is checked, and nothing outside the file is read.
 
 Links that lead in circles or out of the file, external storage, virtual datasets, sizes that the file cannot hold and
 filters that are not installed are refused by name. A dataset without chunks is mapped like ours; what the library must
@@ -35,7 +35,7 @@ _NATIVE = {(2, 15, 7, 8, 0, 7): "bfloat16", (1, 7, 2, 5, 0, 2): "float8_e5m2"}  
 
 @dataclass
 class _ForeignFile:
-    """A file: its bytes, what the library makes of it, and the process that reads values."""
+    """An open file: its bytes, the library's view of it, and the process that reads values."""
 
     raw: RawFile
     probe: Probe
@@ -79,7 +79,7 @@ class ForeignDataset:
 
     @property
     def element_count(self) -> int:
-        """How many there are."""
+        """The number of elements."""
         return math.prod(self.shape) if self.shape is not None else 0
 
     @property
@@ -231,7 +231,7 @@ def _assemble_file(source: _ForeignFile, root: Node, leaves: list[StoredLeaf]) -
 
 
 def _leaf_reader(leaf: StoredLeaf, dataset: Any) -> Any:
-    """How to read what cannot be mapped; None for what can."""
+    """A function that reads elements of a leaf that cannot be mapped; None for one that can."""
     if dataset is None:
         return _constant_reader(leaf)
     if leaf.dtype is None:
@@ -272,7 +272,7 @@ def _constant_reader(leaf: StoredLeaf) -> Any:
 
 
 def _open_plain(source: _ForeignFile) -> IndexedFile:
-    """A file that says nothing of objects: groups are dicts, datasets are tensors or arrays, strings are strings."""
+    """Open a file that describes no object: groups are dicts, datasets are tensors or arrays, strings are strings."""
     leaves: list[StoredLeaf] = []
     root = _group_node(source, source.file, "", (), leaves)
     return _assemble_file(source, root, leaves)
@@ -298,7 +298,7 @@ def _group_node(source: _ForeignFile, group: Any, path: str, above: tuple[Any, .
 
 
 def _follow_link(source: _ForeignFile, group: Any, path: str, name: str, hops: int = 0) -> tuple[Any, str]:
-    """What `name` in `group`, which is at `path`, is in the end, and its path by hard links.
+    """The object that `name` in `group`, which is at `path`, leads to, and its path by hard links.
 
     Soft links are walked part by part, since any part may be a link to another file.
     """

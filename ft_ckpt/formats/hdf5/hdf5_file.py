@@ -11,12 +11,12 @@ _LEAST_USER_BLOCK, _MOST_USER_BLOCK = 512, 1 << 30
 
 
 def is_hdf5(file: RawFile) -> bool:
-    """Whether the signature of HDF5 is at the start of the file, or after a user block."""
+    """True when the signature of HDF5 is at the start of the file, or after a user block."""
     return _is_signature_at(file, 0) or has_user_block(file)
 
 
 def has_user_block(file: RawFile) -> bool:
-    """Whether the signature is where it may be when other bytes come first: at 512 * 2**n."""
+    """True when the signature comes after other bytes, which end at 512 * 2**n."""
     at = _LEAST_USER_BLOCK
     while at <= min(file.size_bytes, _MOST_USER_BLOCK):
         if _is_signature_at(file, at):

@@ -1,4 +1,4 @@
-"""HDF5 files that can be mapped: all metadata first, then the tensors, then an index with their digests.
+"""Lays out HDF5 files that can be mapped: all metadata first, then the tensors, then an index with their digests.
 
     superblock and metadata | to a page | large tensors, each on a page | small ones, each on 64 bytes | index
 

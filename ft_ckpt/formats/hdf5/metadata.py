@@ -1,4 +1,4 @@
-"""The bytes of HDF5's own structures, for a file whose metadata comes first and is never changed.
+"""Makes the bytes of HDF5's own structures, for a file whose metadata comes first and is never changed.
 
 Source: HDF5 File Format Specification, version 3.0 (superblock 2, object headers 2, dense links and attributes,
 global heaps), as libraries from 1.8 to 2.x read it. Made here and not by the HDF5 library, because that library's
@@ -107,7 +107,7 @@ class _StringHeap:
 def hdf5_header(
     datasets: Sequence[Dataset], attributes: Mapping[str, Attribute], data_bytes: int, base: int = 0
 ) -> bytes:
-    """Everything ahead of the data: superblock and metadata, padded so that the data start on a page of the file.
+    """The bytes ahead of the data: superblock and metadata, padded so that the data start on a page of the file.
 
     `attributes` are the root group's; `data_bytes` is what follows this header up to the end of the file. `base` is
     the number of bytes ahead of the superblock (0, or a power of two from 512).
@@ -257,7 +257,7 @@ def _link_message(name: str, place: int) -> bytes:
 
 @dataclass(frozen=True)
 class _NameIndex:
-    """How a group finds its links, or an object its attributes: by the hash of their names."""
+    """The index by which a group finds its links, or an object its attributes: by the hash of their names."""
 
     kind: int
     offset_bytes: int  # of a place in the heap

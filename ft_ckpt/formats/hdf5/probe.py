@@ -1,8 +1,8 @@
-"""The HDF5 library on a file that is not ours, in a process that may die of it.
+"""Runs the HDF5 library on a file that is not ours, in a process that may die of it.
 
 A damaged file can send the HDF5 library, and the filters it calls, into an endless loop, memory without end or a crash.
 So this file is run as a program of its own. It does with the metadata all that `hdf5_walk` will do, says that it is
-done, and then reads values when asked: what is compressed, or otherwise no plain run of bytes, is never read by the
+done, and then reads values on request: what is compressed, or otherwise no plain run of bytes, is never read by the
 library in our process. It is ended when it takes too long over one step.
 """
 
@@ -99,11 +99,11 @@ def _end_process(child: subprocess.Popen[bytes]) -> None:
     child.wait()
 
 
-# What follows runs in the other process.
+# All below runs in the other process.
 
 
 def _begin_step() -> None:
-    """Another step begins."""
+    """Allow the processor time of another step."""
     import resource
 
     used = resource.getrusage(resource.RUSAGE_SELF)
@@ -166,7 +166,7 @@ def _serve_values(file: Any, h5py: Any) -> None:
         try:
             found = _answer_request(file, h5py, request)
             head = _HEAD.pack(len(found))
-        except Exception as error:  # noqa: BLE001 - told to the one who asks
+        except Exception as error:  # noqa: BLE001 - the answer says it
             found = f"{type(error).__name__}: {error}"[:500].encode(errors="replace")
             head = _HEAD.pack(_FAILED) + _HEAD.pack(len(found))
         left = memoryview(head + found)
