@@ -25,6 +25,7 @@ found, what was expected, and what to do, with the name of the tensor or file fi
 """
 
 import errno
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -172,6 +173,11 @@ def system_error(error: BaseException | None) -> OSError | None:
     while error is not None and not (isinstance(error, OSError) and error.errno is not None):
         error = error.__cause__ or error.__context__
     return error
+
+
+def reason_of(error: OSError) -> str:
+    """What the system says of an error of its own, or of one of ours that stands for it."""
+    return error.strerror or (os.strerror(error.errno) if error.errno else str(error))
 
 
 def shown(error: BaseException) -> str:

@@ -5,6 +5,7 @@ import os
 import re
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,14 +16,16 @@ from ft_ckpt.errors import (
     ConfigError,
     CorruptError,
     ManifestError,
+    MissingError,
     NotACheckpointError,
     UnreadableError,
     damaged_input,
     listing,
 )
-from ft_ckpt.storage import local_disk
-from ft_ckpt.storage.local_disk import local_path, read_text
+from ft_ckpt.storage.local_disk import local_path
+from ft_ckpt.storage.local_store import LocalStore
 from ft_ckpt.storage.paths import is_inside
+from ft_ckpt.storage.store import Folder, FolderListing, Store, read_range, read_text
 
 _HEAD_BYTES = 64 << 10  # of a manifest: the fields that are one number or one line
 
@@ -57,27 +60,34 @@ def read_manifest(path: str | os.PathLike[str]) -> Manifest:
     Raises NotACheckpointError when nothing is committed there; ManifestError when the manifest is damaged, from a
     newer ft_ckpt, or names a place outside the folder; UnreadableError when the system would not read it just now.
     """
-    file = local_path(path) / MANIFEST_NAME
+    return load_manifest(LocalStore(local_path(path)))
+
+
+def load_manifest(store: Store) -> Manifest:
+    """The manifest of the checkpoint that `store` holds. Raises as `read_manifest` does."""
+    where = store.where(MANIFEST_NAME)
     try:
-        text = read_text(file, MANIFEST_LIMIT_BYTES)
-    except FileNotFoundError as error:
+        text = read_text(store, MANIFEST_NAME, MANIFEST_LIMIT_BYTES)
+    except MissingError as error:
         raise NotACheckpointError(
-            f"{path}: no {MANIFEST_NAME} in it, so no save was completed there; use another folder or save again"
+            f"{store.url}: no {MANIFEST_NAME} in it, so no save was completed there; use another folder or save again"
         ) from error
     except UnreadableError:
         raise
     except CorruptError as error:
         raise ManifestError(str(error)) from error
-    manifest = manifest_from_json(text, str(file))
-    check_paths(manifest, str(file))
+    manifest = manifest_from_json(text, where)
+    check_paths(manifest, where)
     return manifest
 
 
 def why_no_checkpoint(path: Path) -> str:
     """Why `path` is no checkpoint, and what to do: it is not there, holds checkpoints, or was never completed."""
-    if not os.path.lexists(path):
+    store = LocalStore(path)
+    found = store.list_folder()
+    if not found.exists:
         return f"{path}: no such folder; `ft-ckpt ls` lists the checkpoints of a run"
-    names = [each.name for each in _visible_entries(path) if (each / MANIFEST_NAME).is_file()] if path.is_dir() else []
+    names = [each.name for each in _visible_folders(found) if store.within(each.name).stat(MANIFEST_NAME)]
     if names:
         return f"{path}: the folder of a run, which holds {listing(names, ', ')}; name one of them"
     return f"{path}: no {MANIFEST_NAME} in it, so no save was completed there; use another folder or save again"
@@ -116,15 +126,17 @@ def list_checkpoints(root: str | os.PathLike[str]) -> Listing:
     Raises UnreadableError when `root` itself cannot be looked through.
     """
     root = local_path(root)
-    with damaged_input(root):
-        below = _visible_entries(root)
+    store = LocalStore(root)
+    places: dict[Path, tuple[Store, str]] = {root: (store, store.identity)}
+    for folder in _visible_folders(store.list_folder()):
+        places[root / folder.name] = store.within(folder.name), folder.identity
     found: dict[str, CheckpointInfo] = {}
     damaged: dict[Path, CheckpointError] = {}
     unreadable: dict[Path, CheckpointError] = {}
-    for path in [root, *sorted(below, key=os.path.islink)]:  # a link to a sibling is not a second checkpoint
-        result = _checkpoint_info(path)
+    for path, (place, identity) in places.items():
+        result = _checkpoint_info(path, place)
         if isinstance(result, CheckpointInfo):
-            found.setdefault(os.path.realpath(path), result)
+            found.setdefault(identity, result)  # links come last: one to a sibling is not a second checkpoint
         elif isinstance(result, UnreadableError):
             unreadable[path] = result
         elif result is not None:
@@ -148,8 +160,11 @@ def discover(root: str | os.PathLike[str]) -> list[CheckpointInfo]:
 
 def next_number(target: Path) -> int:
     """The number of a checkpoint without a step that is saved to `target`: one more than the largest beside it."""
-    around = [target, target.parent, *_visible_entries(target), *_visible_entries(target.parent)]
-    return 1 + max(_number_in_head(path) for path in around)
+    numbers = []
+    for store in (LocalStore(target), LocalStore(target.parent)):
+        below = [store.within(folder.name) for folder in _visible_folders(store.list_folder())]
+        numbers += [_number_in_head(each) for each in (store, *below)]
+    return 1 + max(numbers)
 
 
 def latest(directory: str | os.PathLike[str]) -> Path | None:
@@ -186,32 +201,34 @@ def verify(path: str | os.PathLike[str], *, deep: bool = True) -> VerifyReport:
 
     Raises NotACheckpointError, ManifestError or UnreadableError as `read_manifest` does.
     """
-    path = Path(path)
+    path = local_path(path)
+    store = LocalStore(path)
     while True:
-        before = _manifest_identity(path)
+        before = _manifest_version(store)
         try:
-            manifest = read_manifest(path)
+            manifest = load_manifest(store)
         except NotACheckpointError:
             raise NotACheckpointError(why_no_checkpoint(path)) from None
         with damaged_input(path):
-            problems = tuple(checkpoint_problems(path, manifest, deep=deep))
+            problems = tuple(checkpoint_problems(store, manifest, deep=deep))
         # One save may overwrite the checkpoint while it is read here: what was seen is then half of each. Look again.
-        if not problems or _manifest_identity(path) == before:
+        if not problems or _manifest_version(store) == before:
             return VerifyReport(path, not problems, problems, len(manifest.files), checkpoint_bytes(path, manifest))
 
 
 def checkpoint_bytes(path: Path, manifest: Manifest) -> int:
     """Bytes of the files that the manifest of checkpoint `path` lists; one that goes by two names counts once."""
-    return sum({_file_key(path / file.path): file.size_bytes for file in manifest.files}.values())
+    store = LocalStore(path)
+    return sum({_file_key(store, file.path): file.size_bytes for file in manifest.files}.values())
 
 
-def _file_key(file: Path) -> object:
+def _file_key(store: Store, name: str) -> object:
     """A key that is equal for all names of one file; of a missing file, its name."""
     try:
-        found = file.stat()
-    except OSError:
-        return file
-    return found.st_dev, found.st_ino
+        found = store.stat(name)
+    except UnreadableError:
+        return name
+    return name if found is None else (found.version, found.modified)
 
 
 def check_small_files(path: str | os.PathLike[str], manifest: Manifest, *, below_bytes: int = SMALL_BYTES) -> None:
@@ -220,15 +237,15 @@ def check_small_files(path: str | os.PathLike[str], manifest: Manifest, *, below
     Reads nothing else: no header, no large file. Raises CorruptError naming every file that differs.
     """
     path = Path(path)
-    if problems := small_problems(path, manifest, below_bytes):
+    if problems := small_problems(LocalStore(path), manifest, below_bytes):
         raise CorruptError(f"{path}: {listing(problems)}; use an older checkpoint")
 
 
-def _checkpoint_info(path: Path) -> CheckpointInfo | CheckpointError | None:
+def _checkpoint_info(path: Path, store: Store) -> CheckpointInfo | CheckpointError | None:
     """The checkpoint committed in `path`, or the error of reading it; None when nothing is committed there."""
     try:
         with damaged_input(path):
-            return CheckpointInfo(path, read_manifest(path))
+            return CheckpointInfo(path, load_manifest(store))
     except NotACheckpointError:
         return None
     except CheckpointError as error:
@@ -278,24 +295,24 @@ def _wanted_ranking(infos: Sequence[CheckpointInfo], metric: str | tuple[str, st
     )
 
 
-def _visible_entries(folder: Path) -> list[Path]:
-    return [folder / name for name in local_disk.list_names(folder) if not name.startswith(".")]
+def _visible_folders(found: FolderListing) -> list[Folder]:
+    return [folder for folder in found.folders if not folder.name.startswith(".")]
 
 
-def _number_in_head(path: Path) -> int:
-    """The number of the checkpoint in `path`, from the head of its manifest alone; 0 when it has none."""
+def _number_in_head(store: Store) -> int:
+    """The number of the checkpoint in `store`, from the head of its manifest alone; 0 when it has none."""
     try:
-        with local_disk.open_regular(path / MANIFEST_NAME) as stream:
-            head = stream.read(_HEAD_BYTES)
-    except (OSError, CorruptError):
+        with closing(store.open(MANIFEST_NAME)) as file:
+            head = read_range(file, 0, _HEAD_BYTES)
+    except CorruptError:
         return 0
     found = re.search(rb'^  "number": (\d{1,18}),$', head, re.MULTILINE)
     return int(found[1]) if found else 0
 
 
-def _manifest_identity(path: Path) -> tuple[int, int] | None:
+def _manifest_version(store: Store) -> str | None:
     try:
-        found = (path / MANIFEST_NAME).stat()
-    except OSError:
+        found = store.stat(MANIFEST_NAME)
+    except UnreadableError:
         return None
-    return found.st_ino, found.st_mtime_ns
+    return None if found is None else found.version

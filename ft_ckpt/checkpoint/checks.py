@@ -3,16 +3,16 @@
 import json
 import os
 import re
-import stat
 from collections.abc import Iterator, Sequence
-from pathlib import Path, PurePosixPath
+from contextlib import closing
+from pathlib import PurePosixPath
 
 from ft_ckpt.checkpoint.manifest import MANIFEST_LIMIT_BYTES, Manifest, PartRecord
-from ft_ckpt.errors import CheckpointError, CorruptError, listing
+from ft_ckpt.errors import CheckpointError, CorruptError, MissingError, UnreadableError, listing, reason_of
 from ft_ckpt.formats.layout import TensorRecord
 from ft_ckpt.formats.safetensors import HELPER, read_header
-from ft_ckpt.storage import local_disk
-from ft_ckpt.storage.digests import FileRecord, digest_like
+from ft_ckpt.storage.digests import FileRecord, digest_of_open
+from ft_ckpt.storage.store import Store, Stored, read_text
 
 _WORTH_THREADS_BYTES = 8 << 20
 SMALL_BYTES = 1 << 20  # files below it are hashed whenever a checkpoint is looked at: configs, tokenizers, indexes
@@ -29,24 +29,26 @@ _MISLEADING = {
 }
 
 
-def checkpoint_problems(path: Path, manifest: Manifest, *, deep: bool) -> Iterator[str]:
+def checkpoint_problems(store: Store, manifest: Manifest, *, deep: bool) -> Iterator[str]:
     """Every problem that `catalog.verify` reports, a line each."""
-    bad = {file.path: problem for file in manifest.files if (problem := _size_problem(path, file))}
+    folders = {str(PurePosixPath(file.path).parent) for file in manifest.files}
+    listed = {each.name: each for folder in folders for each in store.list_folder(_plain(folder)).objects}
+    bad = {file.path: found for file in manifest.files if (found := _size_problem(store, file, listed.get(file.path)))}
     yield from bad.values()
-    for name in misleading_files(path, manifest):
+    for name in misleading_files(store, manifest):
         yield f"{name}: not of this checkpoint, and readers would take it for its weights; move it away"
     sound = [file for file in manifest.files if file.path not in bad]
-    yield from _tensor_problems(path, manifest, {file.path for file in sound})
+    yield from _tensor_problems(store, manifest, {file.path for file in sound})
     for part in manifest.parts:
-        yield from _part_index_problems(path, part, {file.path for file in sound})
-    yield from _digest_problems(path, [file for file in sound if deep or file.size_bytes < SMALL_BYTES])
+        yield from _part_index_problems(store, part, {file.path for file in sound})
+    yield from _digest_problems(store, [file for file in sound if deep or file.size_bytes < SMALL_BYTES])
 
 
-def small_problems(path: Path, manifest: Manifest, below_bytes: int) -> list[str]:
+def small_problems(store: Store, manifest: Manifest, below_bytes: int) -> list[str]:
     """A line for each file of less than `below_bytes` whose size or digest is not the manifest's."""
     small = [file for file in manifest.files if file.size_bytes < below_bytes]
-    bad = {file.path: problem for file in small if (problem := _size_problem(path, file))}
-    return [*bad.values(), *_digest_problems(path, [file for file in small if file.path not in bad])]
+    bad = {file.path: problem for file in small if (problem := _size_problem(store, file, None))}
+    return [*bad.values(), *_digest_problems(store, [file for file in small if file.path not in bad])]
 
 
 def is_misleading(path: str, manifest: Manifest) -> bool:
@@ -58,26 +60,43 @@ def is_misleading(path: str, manifest: Manifest) -> bool:
     return all(file.path != path for file in manifest.files)
 
 
-def misleading_files(folder: Path, manifest: Manifest) -> list[str]:
+def misleading_files(store: Store, manifest: Manifest) -> list[str]:
     """Paths of the misleading files in the folders of the manifest's parts, sorted."""
     paths = {part.path for part in manifest.parts}
-    found = [(Path(path) / name).as_posix() for path in paths for name in local_disk.list_names(folder / path)]
+    found = (each for path in paths for each in _names_in(store, path))
     return sorted(path for path in found if is_misleading(path, manifest))
 
 
-def _size_problem(path: Path, file: FileRecord) -> str | None:
+def _names_in(store: Store, folder: str) -> Iterator[str]:
+    """The paths of everything directly in `folder`, folders included."""
+    listed = store.list_folder(folder)
+    yield from (each.name for each in listed.objects)
+    yield from (f"{folder}/{each.name}" if folder else each.name for each in listed.folders)
+
+
+def _plain(folder: str) -> str:
+    return "" if folder == "." else folder
+
+
+def _size_problem(store: Store, file: FileRecord, found: Stored | None) -> str | None:
+    """What is wrong with a file that was listed as `found`; with None it is opened, which says why it was not."""
     try:
-        found = (path / file.path).stat()
-    except OSError as error:
-        return f"{file.path}: missing ({error.strerror})"
-    if not stat.S_ISREG(found.st_mode):
+        size_bytes = _opened_bytes(store, file.path) if found is None else found.size_bytes
+    except (MissingError, UnreadableError) as error:
+        return f"{file.path}: missing ({reason_of(error)})"
+    except CorruptError:
         return f"{file.path}: not a file"
-    if found.st_size != file.size_bytes:
-        return f"{file.path}: {found.st_size:,} bytes, expected {file.size_bytes:,}: cut short or overwritten"
+    if size_bytes != file.size_bytes:
+        return f"{file.path}: {size_bytes:,} bytes, expected {file.size_bytes:,}: cut short or overwritten"
     return None
 
 
-def _tensor_problems(path: Path, manifest: Manifest, sound: set[str]) -> Iterator[str]:
+def _opened_bytes(store: Store, name: str) -> int:
+    with closing(store.open(name)) as file:
+        return file.size_bytes
+
+
+def _tensor_problems(store: Store, manifest: Manifest, sound: set[str]) -> Iterator[str]:
     records: dict[str, list[TensorRecord]] = {}
     for part in manifest.parts:
         for tensor in part.tensors:
@@ -87,13 +106,14 @@ def _tensor_problems(path: Path, manifest: Manifest, sound: set[str]) -> Iterato
         if file not in listed:
             yield f"{file}: holds {len(tensors)} tensors but is not among the listed files"
         elif file in sound and file.endswith(".safetensors"):
-            yield from _header_problems(path, file, tensors)
+            yield from _header_problems(store, file, tensors)
 
 
-def _header_problems(path: Path, file: str, tensors: list[TensorRecord]) -> Iterator[str]:
+def _header_problems(store: Store, file: str, tensors: list[TensorRecord]) -> Iterator[str]:
     try:
-        found = read_header(path / file)
-    except (CorruptError, OSError) as error:
+        with closing(store.open(file)) as opened:
+            found = read_header(opened)
+    except CorruptError as error:
         yield f"{file}: not a readable safetensors file ({error})"
         return
     expected = {t.name: (t.dtype, t.shape, t.start, t.end) for t in tensors}
@@ -110,7 +130,7 @@ def _header_problems(path: Path, file: str, tensors: list[TensorRecord]) -> Iter
         yield f"{file}: {listing(list(facts), ', ')}"
 
 
-def _part_index_problems(path: Path, part: PartRecord, sound: set[str]) -> Iterator[str]:
+def _part_index_problems(store: Store, part: PartRecord, sound: set[str]) -> Iterator[str]:
     """Check that the index of a part sends each tensor to the file that holds it, and that several shards have one."""
     files = {tensor.file for tensor in part.tensors}
     folder = f"{part.path}/" if part.path else ""
@@ -120,38 +140,39 @@ def _part_index_problems(path: Path, part: PartRecord, sound: set[str]) -> Itera
         yield f"{folder or './'}: {len(files)} shards without an index; readers of sharded weights need one"
     expected = {tensor.name: tensor.file for tensor in part.tensors}
     for name in sorted(indexes):
-        if (found := _indexed_files(path / name, folder)) != expected:
+        if (found := _indexed_files(store, name, folder)) != expected:
             wrong = sorted(key for key in expected.keys() | found.keys() if expected.get(key) != found.get(key))
             yield f"{name}: sends these tensors elsewhere than the manifest: {listing(wrong, ', ')}"
 
 
-def _indexed_files(index: Path, folder: str) -> dict[str, str]:
+def _indexed_files(store: Store, index: str, folder: str) -> dict[str, str]:
     try:
-        entries = json.loads(local_disk.read_text(index, MANIFEST_LIMIT_BYTES))["weight_map"]
+        entries = json.loads(read_text(store, index, MANIFEST_LIMIT_BYTES))["weight_map"]
         return {name: f"{folder}{file}" for name, file in entries.items()}
     except (AttributeError, CheckpointError, KeyError, OSError, RecursionError, TypeError, ValueError):
         return {}
 
 
-def _digest_problems(path: Path, files: Sequence[FileRecord]) -> Iterator[str]:
+def _digest_problems(store: Store, files: Sequence[FileRecord]) -> Iterator[str]:
     if sum(file.size_bytes for file in files) < _WORTH_THREADS_BYTES:
-        found = [_digest_or_reason(path, file) for file in files]
+        found = [_digest_or_reason(store, file) for file in files]
     else:
         from concurrent.futures import ThreadPoolExecutor  # here, so that listing does not pay for it
 
         with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:  # hashing and reading both let other threads run
-            found = list(pool.map(lambda file: _digest_or_reason(path, file), files))
+            found = list(pool.map(lambda file: _digest_or_reason(store, file), files))
     for file, digest in zip(files, found, strict=True):
         if digest != file.digest:
             yield f"{file.path}: digest {digest}, expected {file.digest}: its bytes have changed"
 
 
-def _digest_or_reason(path: Path, file: FileRecord) -> str:
+def _digest_or_reason(store: Store, file: FileRecord) -> str:
     """The digest of a file as its record has it, or words that no digest equals when it cannot be read."""
     try:
-        return digest_like(path / file.path, file)
-    except OSError as error:
-        return f"unreadable ({error.strerror})"
+        with closing(store.open(file.path)) as opened:
+            return digest_of_open(opened, file)
+    except (MissingError, UnreadableError) as error:
+        return f"unreadable ({reason_of(error)})"
     except CorruptError as error:  # a large file that ends too soon, or cannot be read on
         return f"unreadable ({error})"
 

@@ -30,6 +30,7 @@ from ft_ckpt.checkpoint.manifest import MANIFEST_NAME, Manifest, manifest_to_jso
 from ft_ckpt.checkpoint.recovery import LEFTOVER, listed_files, recover_target, settle_or_warn, sideline_of
 from ft_ckpt.errors import CorruptError, NoSpaceError, TargetError, explained, listing
 from ft_ckpt.storage import local_disk, owners
+from ft_ckpt.storage.local_store import LocalStore
 from ft_ckpt.storage.placing import clear_drafts, make_locked_folder
 
 _open: set[Path] = set()  # stages of this process that are not done with
@@ -243,7 +244,7 @@ def _place_stage(stage: Path, target: Path, manifest: Manifest) -> None:
         target
     )  # beside it means that it holds no mount either
     if not (movable and _swap_folders(stage, target, committed=old is not None)):
-        _pour_files(stage, target, {*(old or ()), *new, *misleading_files(target, manifest)}, new)
+        _pour_files(stage, target, {*(old or ()), *new, *misleading_files(LocalStore(target), manifest)}, new)
 
 
 def _check_obstacles(target: Path, new: list[str], old: frozenset[str]) -> None:

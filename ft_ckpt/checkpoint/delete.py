@@ -29,8 +29,10 @@ from ft_ckpt.checkpoint.manifest import (
 from ft_ckpt.checkpoint.pins import pin_reason
 from ft_ckpt.errors import CheckpointError, CorruptError, listing
 from ft_ckpt.storage import local_disk
+from ft_ckpt.storage.local_store import LocalStore
 from ft_ckpt.storage.paths import is_inside
 from ft_ckpt.storage.placing import PREFIX, write_text
+from ft_ckpt.storage.store import read_text
 
 TOMBSTONE = f"{PREFIX}dropped"  # the manifest of a checkpoint that is being deleted
 STATE = "state"  # kind of the parts that hold a training state
@@ -72,7 +74,7 @@ def delete_state(path: Path) -> Removal:
     if why := _deletion_obstacles(path):
         return Removal(path, why=why)
     manifest = read_manifest(path)
-    write_text(path / TOMBSTONE, local_disk.read_text(path / MANIFEST_NAME, MANIFEST_LIMIT_BYTES))
+    write_text(path / TOMBSTONE, read_text(LocalStore(path), MANIFEST_NAME, MANIFEST_LIMIT_BYTES))
     write_text(path / MANIFEST_NAME, manifest_to_json(without_state(manifest)))
     return finish_deletion(path)
 
@@ -122,7 +124,7 @@ def without_state(manifest: Manifest) -> Manifest:
 def manifest_files(file: Path) -> frozenset[str]:
     """The files that a manifest or tombstone names. Understands newer ones, too. Raises OSError or CorruptError."""
     try:
-        text = local_disk.read_text(file, MANIFEST_LIMIT_BYTES)
+        text = read_text(LocalStore(file.parent), file.name, MANIFEST_LIMIT_BYTES)
         paths = frozenset(str(each["path"]) for each in json.loads(text)["files"])
     except (KeyError, RecursionError, TypeError, ValueError) as error:
         if isinstance(error, CheckpointError):
@@ -219,6 +221,6 @@ def _name_of_gone(path: Path) -> str:
 
 def _manifest_or_none(file: Path) -> Manifest | None:
     try:
-        return manifest_from_json(local_disk.read_text(file, MANIFEST_LIMIT_BYTES), str(file))
+        return manifest_from_json(read_text(LocalStore(file.parent), file.name, MANIFEST_LIMIT_BYTES), str(file))
     except (CheckpointError, OSError):
         return None

@@ -2,14 +2,17 @@
 
 import json
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 from ft_ckpt.checkpoint.catalog import VerifyReport
 from ft_ckpt.checkpoint.manifest import MANIFEST_NAME
-from ft_ckpt.errors import CorruptError, LoadError, listing
+from ft_ckpt.errors import CheckpointError, CorruptError, LoadError, listing
 from ft_ckpt.formats.safetensors import read_header
+from ft_ckpt.storage.local_store import LocalStore
 from ft_ckpt.storage.paths import is_inside
+from ft_ckpt.storage.store import Store
 
 _INDEX = ".safetensors.index.json"
 
@@ -20,54 +23,58 @@ def verify_foreign(path: Path) -> VerifyReport:
     Of each file the header, of each index that its tensors are where it says, of each JSON file that it is JSON.
     Values cannot be checked: nobody recorded their digests. Raises LoadError where there is no such file.
     """
-    files = [path] if path.is_file() else sorted(path.rglob("*"))
-    weights = [file for file in files if file.suffix == ".safetensors" and file.is_file()]
-    folder = path.parent if path.is_file() else path
-    if not weights and not any(file.name.endswith(_INDEX) for file in files):
+    store = LocalStore(path)
+    names = [each.name for each in store.list()]
+    real = Path(store.identity)
+    if not names and LocalStore(real.parent).stat(real.name) is not None:
+        store, names = LocalStore(real.parent), [real.name]
+    weights = [name for name in names if name.endswith(".safetensors")]
+    if not weights and not any(name.endswith(_INDEX) for name in names):
         found = f"no {MANIFEST_NAME} and no safetensors files in it"
         raise LoadError(f"{path}: {found}; `ft-ckpt show` reads other formats")
-    told = {file: _names_or_reason(file) for file in weights}
-    names = {file: held for file, held in told.items() if isinstance(held, set)}
-    problems = [f"{file.relative_to(folder)}: {held}" for file, held in told.items() if isinstance(held, str)]
-    for file in files:
-        if file.suffix == ".json" and file.is_file():
-            problems += _document_problems(file, folder, names)
-    size = sum(file.stat().st_size for file in weights)
+    told = {name: _names_or_reason(store, name) for name in weights}
+    held = {name: found for name, found in told.items() if isinstance(found, set)}
+    problems = [f"{name}: {found}" for name, found in told.items() if isinstance(found, str)]
+    for name in names:
+        if name.endswith(".json"):
+            problems += _document_problems(store, name, held)
+    size = sum(each.size_bytes for name in weights if (each := store.stat(name)) is not None)
     return VerifyReport(path, not problems, tuple(problems), len(weights), size)
 
 
-def _names_or_reason(file: Path) -> set[str] | str:
+def _names_or_reason(store: Store, name: str) -> set[str] | str:
     try:
-        return set(read_header(file))
-    except (CorruptError, OSError) as error:
+        with closing(store.open(name)) as file:
+            return set(read_header(file))
+    except CorruptError as error:
         return str(error)
 
 
-def _document_problems(file: Path, folder: Path, names: dict[Path, set[str]]) -> Iterator[str]:
-    label = file.relative_to(folder).as_posix()
+def _document_problems(store: Store, name: str, held: dict[str, set[str]]) -> Iterator[str]:
     try:
-        found = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        yield f"{label}: not JSON ({error})"
+        found = json.loads(store.read(name).decode("utf-8"))
+    except (CheckpointError, ValueError, RecursionError) as error:
+        yield f"{name}: not JSON ({error})"
         return
-    if file.name.endswith(_INDEX):
-        yield from _index_file_problems(file, label, found, names)
+    if name.endswith(_INDEX):
+        yield from _index_file_problems(store, name, found, held)
 
 
-def _index_file_problems(index: Path, label: str, found: Any, names: dict[Path, set[str]]) -> Iterator[str]:
+def _index_file_problems(store: Store, index: str, found: Any, held: dict[str, set[str]]) -> Iterator[str]:
     """Check that an index sends each tensor to a file beside it that has it."""
     where = found.get("weight_map") if isinstance(found, dict) else None
     if not isinstance(where, dict):
-        yield f"{label}: no weight_map in it"
+        yield f"{index}: no weight_map in it"
         return
-    shards = {str(file) for file in where.values()}
-    lost = sorted(shard for shard in shards if not is_inside(shard) or not (index.parent / shard).is_file())
+    folder = index.rpartition("/")[0]
+    shards = {str(file): f"{folder}/{file}" if folder else str(file) for file in where.values()}
+    lost = sorted(shard for shard, name in shards.items() if not is_inside(shard) or store.stat(name) is None)
     if lost:
-        yield f"{label}: shards missing: {listing(lost, ', ')}"
-    held = {shard: names[index.parent / shard] for shard in shards - set(lost) if index.parent / shard in names}
-    wrong = sorted(name for name, shard in where.items() if str(shard) in held and name not in held[str(shard)])
+        yield f"{index}: shards missing: {listing(lost, ', ')}"
+    tensors = {shard: held[name] for shard, name in shards.items() if shard not in lost and name in held}
+    wrong = sorted(name for name, shard in where.items() if name not in tensors.get(str(shard), where))
     if wrong:
-        yield f"{label}: not in the shards it sends them to: {listing(wrong, ', ')}"
-    stray = sorted(name for tensors in held.values() for name in tensors if name not in where)
+        yield f"{index}: not in the shards it sends them to: {listing(wrong, ', ')}"
+    stray = sorted(name for names in tensors.values() for name in names if name not in where)
     if stray:
-        yield f"{label}: in its shards, not in it: {listing(stray, ', ')}"
+        yield f"{index}: in its shards, not in it: {listing(stray, ', ')}"

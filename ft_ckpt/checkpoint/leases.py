@@ -18,6 +18,7 @@ from pathlib import Path
 from ft_ckpt.checkpoint.manifest import MANIFEST_NAME
 from ft_ckpt.checkpoint.pins import read_mark
 from ft_ckpt.storage import owners
+from ft_ckpt.storage.local_store import LocalStore
 from ft_ckpt.storage.placing import PREFIX
 
 _LEASE = f"{PREFIX}lease-"
@@ -89,9 +90,9 @@ def _lease_files(path: Path) -> list[Path]:
 
 
 def _lease_holder(file: Path) -> str:
-    found = read_mark(file)
+    found = read_mark(LocalStore(file.parent), file.name)
     return f"process {found.get('pid')} on {found.get('host')}" if found else file.name.removeprefix(_LEASE)
 
 
 def _is_held(file: Path) -> bool:
-    return not owners.has_ended(file, read_mark(file).get("machine"), _STALE_SECONDS)
+    return not owners.has_ended(file, read_mark(LocalStore(file.parent), file.name).get("machine"), _STALE_SECONDS)

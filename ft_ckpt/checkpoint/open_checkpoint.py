@@ -19,6 +19,7 @@ from ft_ckpt.checkpoint.leases import hold_lease
 from ft_ckpt.checkpoint.manifest import MANIFEST_NAME, Manifest
 from ft_ckpt.errors import CheckpointError, CorruptError, NotACheckpointError, damaged_input
 from ft_ckpt.storage.local_disk import open_regular
+from ft_ckpt.storage.local_store import LocalStore
 
 _DESCRIPTORS = Path("/proc/self/fd")
 
@@ -35,8 +36,8 @@ class OpenCheckpoint:
     def find_problems(self, deep: bool) -> tuple[str, ...]:
         """What is wrong with the open files, as `catalog.verify` finds it, and with what lies beside them."""
         where = "not of this checkpoint, and readers would take it for its weights; move it away"
-        beside = (f"{name}: {where}" for name in misleading_files(self.path, self.manifest))
-        return (*checkpoint_problems(self.folder, self.manifest, deep=deep), *beside)
+        beside = (f"{name}: {where}" for name in misleading_files(LocalStore(self.path), self.manifest))
+        return (*checkpoint_problems(LocalStore(self.folder), self.manifest, deep=deep), *beside)
 
 
 @contextmanager

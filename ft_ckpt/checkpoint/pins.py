@@ -8,9 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from ft_ckpt.checkpoint.manifest import MANIFEST_NAME
-from ft_ckpt.errors import CheckpointError, NotACheckpointError, explained
-from ft_ckpt.storage import local_disk
-from ft_ckpt.storage.placing import PREFIX, write_text
+from ft_ckpt.errors import CheckpointError, NotACheckpointError
+from ft_ckpt.storage.local_disk import local_path
+from ft_ckpt.storage.local_store import LocalStore
+from ft_ckpt.storage.placing import PREFIX
+from ft_ckpt.storage.store import Store, read_text
 
 PIN = f"{PREFIX}pin"
 _MARK_LIMIT_BYTES = 64 << 10
@@ -22,13 +24,12 @@ def pin(path: str | os.PathLike[str], reason: str = "") -> None:
     Raises NotACheckpointError when nothing is committed there; TargetError or NoSpaceError when it cannot be
     written, and no pin is left.
     """
-    path = local_disk.local_path(path)
-    _check_committed(path)
+    store = LocalStore(local_path(path))
+    _check_committed(store)
     made = datetime.now(timezone.utc).isoformat(timespec="seconds")
-    with explained(path):
-        write_text(path / PIN, json.dumps({"reason": reason, "time": made, "user": _user_name()}))
+    store.write(PIN, json.dumps({"reason": reason, "time": made, "user": _user_name()}).encode())
     try:
-        _check_committed(path)
+        _check_committed(store)
     except NotACheckpointError:  # deleted meanwhile: whoever did may not have seen the pin
         unpin(path)
         raise
@@ -36,28 +37,27 @@ def pin(path: str | os.PathLike[str], reason: str = "") -> None:
 
 def unpin(path: str | os.PathLike[str]) -> bool:
     """Take the pin out of `path`, durably; False when there was none. Raises TargetError."""
-    try:
-        local_disk.unlink(local_disk.local_path(path) / PIN)
-    except FileNotFoundError:
+    store = LocalStore(local_path(path))
+    if store.stat(PIN) is None:
         return False
-    local_disk.sync_path(Path(path))
+    store.delete([PIN])
     return True
 
 
 def pin_reason(path: str | os.PathLike[str]) -> str | None:
     """The user and the reason of the pin of checkpoint `path`, in words; None when it is not pinned."""
-    file = Path(path) / PIN
-    if not file.exists():
+    store = LocalStore(Path(path))
+    if store.stat(PIN) is None:
         return None
-    found = read_mark(file)
+    found = read_mark(store, PIN)
     who = f" by {found['user']}" if found.get("user") else ""
     why = f": {found['reason']}" if found.get("reason") else ""
     return f"pinned{who}{why}"
 
 
-def _check_committed(path: Path) -> None:
-    if not (path / MANIFEST_NAME).is_file():
-        raise NotACheckpointError(f"{path}: no {MANIFEST_NAME} in it; pin a checkpoint that `ft-ckpt ls` lists")
+def _check_committed(store: Store) -> None:
+    if store.stat(MANIFEST_NAME) is None:
+        raise NotACheckpointError(f"{store.url}: no {MANIFEST_NAME} in it; pin a checkpoint that `ft-ckpt ls` lists")
 
 
 def _user_name() -> str:
@@ -67,10 +67,10 @@ def _user_name() -> str:
         return f"uid {os.getuid()}"
 
 
-def read_mark(file: Path) -> dict[str, Any]:
+def read_mark(store: Store, name: str) -> dict[str, Any]:
     """The JSON object in a pin or lease; empty when it was cut short, as it may be when its writer died."""
     try:
-        found = json.loads(local_disk.read_text(file, _MARK_LIMIT_BYTES))
-    except (CheckpointError, OSError, RecursionError, ValueError):
+        found = json.loads(read_text(store, name, _MARK_LIMIT_BYTES))
+    except (CheckpointError, RecursionError, ValueError):
         return {}
     return found if isinstance(found, dict) else {}

@@ -19,8 +19,10 @@ from ft_ckpt.checkpoint.checks import is_misleading
 from ft_ckpt.checkpoint.manifest import MANIFEST_LIMIT_BYTES, MANIFEST_NAME, Manifest
 from ft_ckpt.errors import CheckpointError, CorruptError, ManifestError, UnreadableError, explained
 from ft_ckpt.storage import local_disk, owners
+from ft_ckpt.storage.local_store import LocalStore
 from ft_ckpt.storage.paths import is_inside
 from ft_ckpt.storage.placing import ABANDONED_SECONDS
+from ft_ckpt.storage.store import read_text
 
 LEFTOVER = re.compile(rf"\.(?:(?P<target>.+)\.)?ft_ckpt-(?P<what>stage|old)-(?P<owner>{owners.OWNER})", re.DOTALL)
 
@@ -124,7 +126,7 @@ def listed_files(folder: Path) -> frozenset[str] | None:
     Raises UnreadableError when that cannot be told just now.
     """
     try:
-        files = json.loads(local_disk.read_text(folder / MANIFEST_NAME, MANIFEST_LIMIT_BYTES))["files"]
+        files = json.loads(read_text(LocalStore(folder), MANIFEST_NAME, MANIFEST_LIMIT_BYTES))["files"]
         paths = frozenset(file["path"] for file in files)
     except UnreadableError:
         raise

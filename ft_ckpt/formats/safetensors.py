@@ -6,16 +6,16 @@ header padded with spaces to a multiple of 8, and the tensors without gaps. The 
 """
 
 import json
-import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from functools import partial
+from pathlib import PurePosixPath
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from ft_ckpt.errors import CorruptError, SelectionError, listing
+from ft_ckpt.errors import CorruptError, SelectionError, UnreadableError, listing
 from ft_ckpt.formats.layout import ITEM_BYTES, Layout, Spec, checked_sizes
-from ft_ckpt.storage import local_disk
+from ft_ckpt.storage.store import Readable, read_range
 
 # The tensor that the HDF5 half of a dual file is for safetensors. `from_pretrained` drops it in silence: it does so
 # with names with "rotary_emb.inv_freq" where the model has rotary embeddings, and with those that end in
@@ -92,14 +92,14 @@ class SafetensorsHeader:
     metadata: Mapping[str, str]
 
 
-def read_header(file: Path) -> dict[str, HeaderEntry]:
-    """The tensors of a safetensors file. Raises CorruptError as `parse_header` does, OSError if it cannot be read."""
-    with local_disk.open_regular(file) as stream:
-        descriptor = stream.fileno()
-        try:
-            header = parse_header(lambda at, size: os.pread(descriptor, size, at), os.fstat(descriptor).st_size)
-        except CorruptError as error:
-            raise CorruptError(f"{file.name}: {error}; use an older checkpoint") from error
+def read_header(file: Readable) -> dict[str, HeaderEntry]:
+    """The tensors of an open safetensors file. Raises CorruptError as `parse_header` does, or if it cannot be read."""
+    try:
+        header = parse_header(partial(read_range, file), file.size_bytes)
+    except UnreadableError:
+        raise
+    except CorruptError as error:
+        raise CorruptError(f"{PurePosixPath(file.name).name}: {error}; use an older checkpoint") from error
     return dict(header.tensors)
 
 

@@ -5,15 +5,16 @@ and what no cut covers is rank 0's. So a file has as many digests as writers, an
 """
 
 import ctypes
-import os
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import xxhash
 
-from ft_ckpt.storage import local_disk
+from ft_ckpt.storage.local_store import LocalFile, open_local_file
+from ft_ckpt.storage.store import Readable, read_range
 
 _AHEAD_BYTES = 16 << 20  # files from this size on are read by other threads ahead of the one that hashes
 _WHOLE, _CUT = "xxh3-128:", "xxh3-128-of-ranks:"
@@ -42,47 +43,46 @@ class FileRecord:
     linked: bool = False  # to the file of an earlier checkpoint, whose tensors had not changed since
 
 
-@dataclass(eq=False)
-class _HashedFile:
-    """A file open for reading."""
-
-    path: Path
-    descriptor: int
-
-    def check(self) -> None:
-        """Check nothing: the caller compares the digest."""
-
-
 def digest_of(file: Path) -> str:
     """The digest of the whole file as a FileRecord has it: "xxh3-128:" and 32 hex digits.
 
     Raises OSError, or CorruptError when a large file cannot be read to its end.
     """
-    return whole_digest(_rank_digests(file, (), 1)[0])
+    with closing(open_local_file(file)) as opened:
+        return whole_digest(_rank_digests(opened, (), 1)[0])
 
 
 def digest_like(file: Path, record: FileRecord) -> str:
     """The digest of `file`, taken the way the one in `record` was. Raises as `digest_of` does."""
+    with closing(open_local_file(file)) as opened:
+        return digest_of_open(opened, record)
+
+
+def digest_of_open(file: Readable, record: FileRecord) -> str:
+    """The digest of an open object, taken the way the one in `record` was. Raises CorruptError as reading does."""
     if record.ranks == 1:
-        return digest_of(file)
+        return whole_digest(_rank_digests(file, (), 1)[0])
     return joined_digest(_rank_digests(file, record.cuts, record.ranks))
 
 
-def _rank_digests(file: Path, cuts: Sequence[Cut], ranks: int) -> list[str]:
+def _rank_digests(file: Readable, cuts: Sequence[Cut], ranks: int) -> list[str]:
     """The digest of each rank's parts of the file, hexadecimal."""
     states = [xxhash.xxh3_128() for _ in range(ranks)]
-    with local_disk.open_regular(file) as stream:
-        size_bytes = os.fstat(stream.fileno()).st_size
-        if size_bytes < _AHEAD_BYTES:
-            content = stream.read()
-            for start, stop, owner in rank_parts(cuts, size_bytes):
-                states[owner].update(content[start:stop])
-        else:
-            _read_ahead(_HashedFile(file, stream.fileno()), rank_parts(cuts, size_bytes), states)
+    found = rank_parts(cuts, file.size_bytes)
+    if file.size_bytes < _AHEAD_BYTES:
+        content = read_range(file, 0, file.size_bytes)
+        for start, stop, owner in found:
+            states[owner].update(content[start:stop])
+    elif isinstance(file, LocalFile):
+        _read_ahead(file, found, states)
+    else:
+        for start, stop, owner in found:
+            for at in range(start, stop, _AHEAD_BYTES):
+                states[owner].update(read_range(file, at, min(_AHEAD_BYTES, stop - at)))
     return [state.hexdigest() for state in states]
 
 
-def _read_ahead(file: _HashedFile, found: Iterable[tuple[int, int, int]], states: Sequence[Any]) -> None:
+def _read_ahead(file: LocalFile, found: Iterable[tuple[int, int, int]], states: Sequence[Any]) -> None:
     from ft_ckpt.storage.buffers import ByteRun, read_ahead  # here, so that listing does not pay for it
 
     runs = (ByteRun(str(owner), file, start, stop - start) for start, stop, owner in found)

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path, PurePath
 from typing import BinaryIO
 
-from ft_ckpt.errors import ConfigError, CorruptError, TargetError, UnreadableError, damaged_input
+from ft_ckpt.errors import ConfigError, CorruptError, TargetError
 
 # The calls that change the disk, each by one name, so that a test can stop the process at every one of them.
 mkdir = os.mkdir
@@ -42,7 +42,12 @@ def local_path(place: str | os.PathLike[str]) -> Path:
 
 
 def open_regular(path: Path) -> BinaryIO:
-    """Open a regular file for reading. A pipe, socket or device is refused and never waited for.
+    """Open a regular file for reading, as `regular_descriptor` does."""
+    return os.fdopen(regular_descriptor(path), "rb")
+
+
+def regular_descriptor(path: Path) -> int:
+    """A descriptor of a regular file, for reading. A pipe, socket or device is refused and never waited for.
 
     Raises OSError, or CorruptError for what is no regular file.
     """
@@ -55,32 +60,22 @@ def open_regular(path: Path) -> BinaryIO:
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
         raise CorruptError(f"{path}: not a regular file; move it away")
-    return os.fdopen(descriptor, "rb")
-
-
-def read_text(file: Path, limit_bytes: int) -> str:
-    """The UTF-8 text of a regular file.
-
-    Raises FileNotFoundError when it is not there, UnreadableError when it cannot be read now, CorruptError when it is
-    something else, or larger than `limit_bytes`.
-    """
-    try:
-        with damaged_input(file), open_regular(file) as stream:
-            size_bytes = os.fstat(stream.fileno()).st_size
-            text = stream.read(limit_bytes).decode("utf-8") if size_bytes <= limit_bytes else ""
-    except UnreadableError as error:
-        if error.errno == errno.ENOTDIR:
-            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(file)) from error
-        raise
-    if size_bytes > limit_bytes:
-        raise CorruptError(f"{file}: {size_bytes:,} bytes, expected at most {limit_bytes:,}; use another copy")
-    return text
+    return descriptor
 
 
 def list_names(folder: Path) -> list[str]:
     """The names in `folder`, sorted; none when there is no such folder. Raises OSError."""
     try:
         return sorted(entry.name for entry in folder.iterdir())
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+
+
+def list_entries(folder: Path) -> list[os.DirEntry[str]]:
+    """The entries of `folder`, sorted by name; none when there is no such folder. Raises OSError."""
+    try:
+        with os.scandir(folder) as found:
+            return sorted(found, key=lambda each: each.name)
     except (FileNotFoundError, NotADirectoryError):
         return []
 

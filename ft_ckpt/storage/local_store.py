@@ -42,6 +42,19 @@ class LocalStore:
         """The path of the folder."""
         return str(self.folder)
 
+    @property
+    def identity(self) -> str:
+        """The path of the folder without links."""
+        return os.path.realpath(self.folder)
+
+    def within(self, folder: str) -> "LocalStore":
+        """The store of a folder in this one, which may have any name that a folder can have."""
+        return LocalStore(self.folder / folder)
+
+    def where(self, name: str) -> str:
+        """The path of an object, as text."""
+        return str(self.folder / name)
+
     def path(self, name: str) -> Path:
         """The path of an object. Raises ConfigError for a name that leads out of the store."""
         return self.folder / checked_name(name)
@@ -58,11 +71,7 @@ class LocalStore:
         """Open a regular file for reading; a pipe, socket or device is CorruptError."""
         path = self.path(name)
         with _reading(path):
-            stream = local_disk.open_regular(path)
-            descriptor = os.dup(stream.fileno())
-            stream.close()
-            found = os.fstat(descriptor)
-            return LocalFile(name, path, descriptor, found.st_size, _version(found))
+            return open_local_file(path, name)
 
     def write(self, name: str, data: bytes, *, create_only: bool = False) -> None:
         """Write a small file through a draft beside it, see `Store.write`."""
@@ -93,25 +102,29 @@ class LocalStore:
         with _reading(top):
             walk = os.walk(top, onerror=_raise_unless_absent)
             paths = (Path(place) / name for place, _, files in walk for name in files if not _is_draft(name))
-            return sorted(filter(None, map(self._stored, paths)), key=lambda each: each.name)
+            named = ((path.relative_to(self.folder).as_posix(), _regular(path)) for path in paths)
+            found = [_stored(name, facts) for name, facts in named if facts is not None]
+        return sorted(found, key=lambda each: each.name)
 
     def list_folder(self, prefix: str = "") -> FolderListing:
         """The folders and files directly in `prefix`, see `Store.list_folder`."""
         top = self.path(prefix) if prefix else self.folder
-        folders: list[tuple[bool, Folder]] = []
-        objects = []
+        folders, objects, begin = [], [], f"{prefix}/" if prefix else ""
         with _reading(top):
-            for path in map(top.joinpath, local_disk.list_names(top)):
-                if path.is_dir():
-                    folders.append((path.is_symlink(), Folder(path.name, os.path.realpath(path))))
-                elif not _is_draft(path.name) and (stored := self._stored(path)) is not None:
-                    objects.append(stored)
-        folders.sort(key=lambda each: each[0])
-        return FolderListing(os.path.realpath(top), tuple(folder for _, folder in folders), tuple(objects))
+            for entry in local_disk.list_entries(top):
+                if _may_be_folder(entry):
+                    folders.append(Folder(entry.name, os.path.realpath(entry.path), entry.is_symlink()))
+                elif not _is_draft(entry.name) and (found := _regular(entry.path)) is not None:
+                    objects.append(_stored(begin + entry.name, found))
+        folders.sort(key=lambda each: each.is_link)
+        return FolderListing(os.path.lexists(top), tuple(folders), tuple(objects))
 
     def stat(self, name: str) -> Stored | None:
         """The file, see `Store.stat`; None for a folder, or what is no regular file."""
-        return self._stored(self.path(name))
+        path = self.path(name)
+        with _reading(path):
+            found = _regular(path)
+        return None if found is None else _stored(name, found)
 
     def copy(self, name: str, other: str) -> bool:
         """Link the file under another name; False where the file system has no links."""
@@ -144,19 +157,6 @@ class LocalStore:
             present = next(path for path in (self.folder, *self.folder.absolute().parents) if path.exists())
             device = os.statvfs(present)
         return device.f_bavail * device.f_frsize
-
-    def _stored(self, path: Path) -> Stored | None:
-        try:
-            found = path.stat()
-        except OSError as error:
-            if error.errno in (*_ABSENT, errno.ELOOP):
-                return None
-            with damaged_input(path):
-                raise
-        if not stat.S_ISREG(found.st_mode):
-            return None
-        name = path.relative_to(self.folder).as_posix()
-        return Stored(name, found.st_size, found.st_mtime, _version(found))
 
 
 @dataclass
@@ -242,7 +242,7 @@ class LocalWriting:
         except BaseException:
             self.abandon()
             raise
-        return Stored(self.name, found.st_size, found.st_mtime, _version(found))
+        return _stored(self.name, found)
 
     def abandon(self) -> None:
         """Delete the draft, see `Writable.abandon`."""
@@ -255,6 +255,13 @@ class LocalWriting:
         descriptor, self.descriptor = self.descriptor, -1
         if descriptor >= 0:
             os.close(descriptor)
+
+
+def open_local_file(path: Path, name: str = "") -> LocalFile:
+    """Open a regular file anywhere. Raises OSError, or CorruptError for what is no regular file."""
+    descriptor = local_disk.regular_descriptor(path)
+    found = os.fstat(descriptor)
+    return LocalFile(name or path.name, path, descriptor, found.st_size, _version(found))
 
 
 @contextlib.contextmanager
@@ -292,6 +299,14 @@ def _draft_name(path: Path) -> Path:
     return path.with_name(f"{PREFIX}{secrets.token_hex(8)}{_DRAFT}")
 
 
+def _may_be_folder(entry: os.DirEntry[str]) -> bool:
+    """True also for a link that cannot be followed now: reading in it says why."""
+    try:
+        return entry.is_dir()
+    except OSError:
+        return True
+
+
 def _is_draft(name: str) -> bool:
     return name.startswith(PREFIX) and name.endswith(_DRAFT)
 
@@ -307,6 +322,21 @@ def _put_new(draft: Path, path: Path) -> None:
         os.link(draft, path)
     except FileExistsError as error:
         raise NameTakenError(f"{path}: is there already; nothing was written") from error
+
+
+def _regular(path: str | Path) -> os.stat_result | None:
+    """The facts about a regular file, through links; None for anything else, and for what is not there."""
+    try:
+        found = os.stat(path)  # noqa: PTH116 - of each file of each listing: a Path would cost more than the call
+    except OSError as error:
+        if error.errno in (*_ABSENT, errno.ELOOP):
+            return None
+        raise
+    return found if stat.S_ISREG(found.st_mode) else None
+
+
+def _stored(name: str, found: os.stat_result) -> Stored:
+    return Stored(name, found.st_size, found.st_mtime, _version(found))
 
 
 def _version(found: os.stat_result) -> str:

@@ -4,6 +4,7 @@ An object appears when its last byte is there: in one request, or as a multipart
 Readers ask for the version that they opened, so that an object which is written over becomes an error.
 """
 
+import errno
 import threading
 from collections import deque
 from collections.abc import Iterable, Iterator
@@ -37,10 +38,11 @@ _TAKEN = (FileExistsError, exceptions.AlreadyExistsError)
 
 @dataclass(frozen=True)
 class ObjectStore:
-    """The objects of `client`, an obstore store that may have a prefix of its own; `url` names it to people."""
+    """The objects of `client` below `prefix` ("" or a path with a slash at its end); `url` names it to people."""
 
     client: Any
     url: str
+    prefix: str = ""
     shares_ranges = False
 
     @classmethod
@@ -51,11 +53,24 @@ class ObjectStore:
         except (exceptions.BaseError, ValueError, TypeError) as error:
             raise ConfigError(f"{url}: no object store that can be used ({shown(error)})") from error
 
+    @property
+    def identity(self) -> str:
+        """The URL."""
+        return self.url
+
+    def within(self, folder: str) -> "ObjectStore":
+        """The store of the objects below `folder`."""
+        return ObjectStore(self.client, self.where(folder), f"{self.prefix}{checked_name(folder)}/")
+
+    def key(self, name: str) -> str:
+        """The name of an object in the client. Raises ConfigError for one that no store may have."""
+        return self.prefix + checked_name(name)
+
     def read(self, name: str, start: int = 0, stop: int | None = None) -> bytes:
         """Bytes [start, stop) of an object, see `Store.read`."""
         if stop is None and not start:
             with self._reading(name):
-                return bytes(obstore.get(self.client, checked_name(name)).bytes())
+                return bytes(obstore.get(self.client, self.key(name)).bytes())
         file = self.open(name)
         memory = bytearray(max(0, (file.size_bytes if stop is None else stop) - start))
         file.read_into(memoryview(memory), start)
@@ -76,49 +91,51 @@ class ObjectStore:
         """
         with self._writing(name):
             mode: Any = "create" if create_only else "overwrite"
-            obstore.put(self.client, checked_name(name), data, mode=mode, use_multipart=False)
+            obstore.put(self.client, self.key(name), data, mode=mode, use_multipart=False)
 
     def create(self, name: str, size_bytes: int) -> "RemoteWriting":
         """A multipart upload, in the background. Bytes ahead of a gap are held in memory until it is filled."""
-        return RemoteWriting(self, checked_name(name), size_bytes)
+        checked_name(name)
+        return RemoteWriting(self, name, size_bytes)
 
     def list(self, prefix: str = "") -> list[Stored]:
         """All objects below `prefix`, see `Store.list`."""
         with self._reading(prefix):
-            pages = obstore.list(self.client, checked_name(prefix) if prefix else None)
-            return sorted((_stored(each) for page in pages for each in page), key=lambda each: each.name)
+            pages = obstore.list(self.client, self._folder_key(prefix))
+            return sorted((self._stored(each) for page in pages for each in page), key=lambda each: each.name)
 
     def list_folder(self, prefix: str = "") -> FolderListing:
         """The folders and objects directly in `prefix`, by one listing with a delimiter."""
         with self._reading(prefix):
-            found = obstore.list_with_delimiter(self.client, checked_name(prefix) if prefix else None)
-        folders = sorted(str(each).rstrip("/") for each in found["common_prefixes"])
-        objects = sorted((_stored(each) for each in found["objects"]), key=lambda each: each.name)
-        return FolderListing(prefix, tuple(Folder(each.rsplit("/", 1)[-1], each) for each in folders), tuple(objects))
+            found = obstore.list_with_delimiter(self.client, self._folder_key(prefix))
+        names = sorted(str(each).rstrip("/").rsplit("/", 1)[-1] for each in found["common_prefixes"])
+        folders = tuple(Folder(name, self.where(f"{prefix}/{name}" if prefix else name)) for name in names)
+        objects = tuple(sorted((self._stored(each) for each in found["objects"]), key=lambda each: each.name))
+        return FolderListing(bool(folders or objects), folders, objects)
 
     def stat(self, name: str) -> Stored | None:
         """The object, see `Store.stat`."""
         try:
             with self._reading(name):
-                return _stored(obstore.head(self.client, checked_name(name)))
+                return self._stored(obstore.head(self.client, self.key(name)))
         except MissingError:
             return None
 
     def copy(self, name: str, other: str) -> bool:
         """A copy that the store makes of itself."""
-        checked_name(other)
+        goal = self.key(other)
         if self.stat(name) is None:
             raise self._missing(name)
         with self._writing(other):
             try:
-                obstore.copy(self.client, name, other)
+                obstore.copy(self.client, self.key(name), goal)
             except exceptions.NotSupportedError:
                 return False
         return True
 
     def delete(self, names: Iterable[str]) -> None:
         """Delete objects, as many in one request as the store takes."""
-        doomed = [checked_name(name) for name in names]
+        doomed = [self.key(name) for name in names]
         with self._writing(", ".join(doomed[:1])):
             try:
                 obstore.delete(self.client, doomed)
@@ -135,8 +152,18 @@ class ObjectStore:
         """The URL of an object."""
         return f"{self.url}/{name}" if name else self.url
 
+    def _folder_key(self, folder: str) -> str | None:
+        return self.key(folder) if folder else self.prefix or None
+
+    def _stored(self, found: Any) -> Stored:
+        modified = found["last_modified"].timestamp()
+        version = found.get("e_tag") or f"{_MADE_UP}{modified}-{found['size']}"
+        return Stored(found["path"].removeprefix(self.prefix), found["size"], modified, version)
+
     def _missing(self, name: str) -> MissingError:
-        return MissingError(f"{self.where(name)}: no such object")
+        found = MissingError(f"{self.where(name)}: no such object")
+        found.errno = errno.ENOENT
+        return found
 
     @contextmanager
     def _reading(self, name: str) -> Iterator[None]:
@@ -198,7 +225,7 @@ class RemoteObject:
         if not self.version.startswith(_MADE_UP):
             options["if_match"] = self.version
         with self.store._reading(self.name):
-            found = obstore.get(self.store.client, self.name, options=options).bytes()
+            found = obstore.get(self.store.client, self.store.key(self.name), options=options).bytes()
         if len(found) != len(memory):
             raise CorruptError(
                 f"{self.store.where(self.name)}: {len(found)} bytes came from byte {start} on, expected {len(memory)}; "
@@ -290,11 +317,11 @@ class RemoteWriting:
     def _upload(self) -> None:
         try:
             if not self.size_bytes and self._next_piece() is None:  # no stream of no bytes
-                obstore.put(self.store.client, self.name, b"", use_multipart=False)
+                obstore.put(self.store.client, self.store.key(self.name), b"", use_multipart=False)
                 return
             obstore.put(
                 self.store.client,
-                self.name,
+                self.store.key(self.name),
                 self._pieces(),
                 use_multipart=True,
                 chunk_size=self.part_bytes,
@@ -325,12 +352,6 @@ class RemoteWriting:
 def _abort() -> NoReturn:
     """End the iterator of an upload by an error: the client then takes back what it has sent."""
     raise InterruptedError("the upload is dropped")
-
-
-def _stored(found: Any) -> Stored:
-    modified = found["last_modified"].timestamp()
-    version = found.get("e_tag") or f"{_MADE_UP}{modified}-{found['size']}"
-    return Stored(found["path"], found["size"], modified, version)
 
 
 def _is_bad_name(error: BaseException) -> bool:

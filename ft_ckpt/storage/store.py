@@ -6,10 +6,11 @@ or UnreadableError while reading, TargetError, NoSpaceError or NameTakenError wh
 """
 
 from collections.abc import Iterable
+from contextlib import closing
 from dataclasses import dataclass
 from typing import Protocol
 
-from ft_ckpt.errors import ConfigError
+from ft_ckpt.errors import ConfigError, CorruptError, damaged_input
 from ft_ckpt.storage.paths import is_inside
 
 
@@ -25,17 +26,18 @@ class Stored:
 
 @dataclass(frozen=True)
 class Folder:
-    """One folder of a store; two names of one folder (a link) have equal identities."""
+    """One folder of a store; all names of one folder (links to it) have the `identity` of its store, see `within`."""
 
     name: str
     identity: str
+    is_link: bool = False
 
 
 @dataclass(frozen=True)
 class FolderListing:
     """The contents of one folder, by name; folders that are links come after the others."""
 
-    identity: str
+    exists: bool  # in a bucket, folders are there when something is in them
     folders: tuple[Folder, ...]
     objects: tuple[Stored, ...]
 
@@ -89,8 +91,21 @@ class Store(Protocol):
         ...
 
     @property
+    def identity(self) -> str:
+        """The one name of this store: equal for two that are reached by different links."""
+        ...
+
+    @property
     def shares_ranges(self) -> bool:
         """Whether several processes may write ranges of one object in place."""
+        ...
+
+    def within(self, folder: str) -> "Store":
+        """The store of what is below `folder`."""
+        ...
+
+    def where(self, name: str) -> str:
+        """An object as people write it, for messages."""
         ...
 
     def read(self, name: str, start: int = 0, stop: int | None = None) -> bytes:
@@ -114,7 +129,7 @@ class Store(Protocol):
         ...
 
     def list_folder(self, prefix: str = "") -> FolderListing:
-        """The folders and objects directly in the folder `prefix`; none when there is no such folder."""
+        """The folders and objects directly in the folder `prefix`, where there is one."""
         ...
 
     def stat(self, name: str) -> Stored | None:
@@ -139,3 +154,25 @@ def checked_name(name: str) -> str:
     if not is_inside(name):
         raise ConfigError(f"{name!r}: no name of an object; expected a relative path with forward slashes, no '..'")
     return name
+
+
+def read_text(store: Store, name: str, limit_bytes: int) -> str:
+    """The UTF-8 text of an object.
+
+    Raises MissingError when it is not there, UnreadableError when it cannot be read now, CorruptError when it is
+    something else, or larger than `limit_bytes`.
+    """
+    with closing(store.open(name)) as file:
+        if file.size_bytes > limit_bytes:
+            found = f"{store.where(name)}: {file.size_bytes:,} bytes, expected at most {limit_bytes:,}"
+            raise CorruptError(f"{found}; use another copy")
+        content = read_range(file, 0, limit_bytes)
+    with damaged_input(store.where(name)):
+        return content.decode("utf-8")
+
+
+def read_range(file: Readable, start: int, size_bytes: int) -> bytes:
+    """Up to `size_bytes` from byte `start` on: as many as there are."""
+    memory = bytearray(max(0, min(size_bytes, file.size_bytes - start)))
+    file.read_into(memoryview(memory), start)
+    return bytes(memory)

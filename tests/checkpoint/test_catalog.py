@@ -22,6 +22,7 @@ from ft_ckpt.errors import CorruptError, ManifestError, NotACheckpointError, Unr
 from ft_ckpt.formats.safetensors import read_header
 from ft_ckpt.retention import Keep
 from ft_ckpt.storage.digests import FileRecord, digest_of
+from ft_ckpt.storage.local_store import open_local_file
 
 
 @pytest.fixture
@@ -433,7 +434,7 @@ def test_a_tensor_in_a_file_that_is_not_listed(checkpoint):
 
 def test_read_header(tmp_path):
     make_checkpoint(tmp_path)
-    found = read_header(tmp_path / "model.safetensors")
+    found = read_header(open_local_file(tmp_path / "model.safetensors"))
     size = (tmp_path / "model.safetensors").stat().st_size
     assert found["layers.0.weight"] == ("float32", (2, 3), size - 96, size - 72)
     assert found["layers.3.weight"] == ("float32", (2, 3), size - 24, size)

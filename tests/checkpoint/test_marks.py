@@ -18,6 +18,7 @@ from ft_ckpt.checkpoint.manifest import MANIFEST_NAME
 from ft_ckpt.checkpoint.pins import pin, pin_reason, unpin
 from ft_ckpt.errors import NoSpaceError, NotACheckpointError, TargetError
 from ft_ckpt.storage import local_disk, owners
+from ft_ckpt.storage.local_store import LocalStore
 
 HOLD = """
 import sys, time
@@ -77,8 +78,8 @@ def test_only_checkpoints_are_pinned(tmp_path):
 
 def test_a_checkpoint_that_goes_while_it_is_pinned(checkpoint, monkeypatch):
     """Whoever deletes it may have looked for pins before there was one: then there must be none."""
-    write = pins.write_text
-    monkeypatch.setattr(pins, "write_text", lambda *what: (write(*what), (checkpoint / MANIFEST_NAME).unlink()))
+    write = LocalStore.write
+    monkeypatch.setattr(LocalStore, "write", lambda *what: (write(*what), (checkpoint / MANIFEST_NAME).unlink()))
     with pytest.raises(NotACheckpointError):
         pin(checkpoint)
     assert hidden(checkpoint) == []

@@ -166,9 +166,23 @@ class StoreContract:
         top = store.list_folder()
         assert [each.name for each in top.folders] == ["run", "runner"]
         assert [each.name for each in top.objects] == ["top"]
-        assert top.folders[0].identity == found.identity
+        assert top.folders[0].identity == store.within("run").identity
         absent = store.list_folder("absent")
-        assert (absent.folders, absent.objects, names(store, "absent")) == ((), (), [])
+        assert (absent.exists, absent.folders, absent.objects, names(store, "absent")) == (False, (), (), [])
+
+    def test_within(self, store: Store) -> None:
+        store.write("run/checkpoint-1/a", b"x")
+        below = store.within("run").within("checkpoint-1")
+        below.write("sub/b", b"y")
+        put(below, "c", b"large")
+        assert names(below) == ["a", "c", "sub/b"]
+        assert names(store) == ["run/checkpoint-1/a", "run/checkpoint-1/c", "run/checkpoint-1/sub/b"]
+        assert below.copy("a", "d") in (True, False)
+        below.delete(["a", "c", "d", "sub/b"])
+        assert names(store) == []
+        assert below.where("a").endswith("/run/checkpoint-1/a")
+        with pytest.raises(MissingError, match="run/checkpoint-1/a"):
+            below.read("a")
 
     def test_stat(self, store: Store) -> None:
         store.write("a/b", b"12345")
