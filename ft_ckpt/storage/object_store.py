@@ -4,11 +4,10 @@ An object appears when its last byte is there: in one request, or as a multipart
 Readers ask for the version that they opened, so that an object which is written over becomes an error.
 """
 
-import errno
 import threading
 from collections import deque
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
@@ -16,24 +15,20 @@ import obstore
 from obstore import exceptions
 from obstore.store import from_url
 
-from ft_ckpt.errors import (
-    CheckpointError,
-    ConfigError,
-    CorruptError,
-    IncompleteError,
-    MissingError,
-    NameTakenError,
-    TargetError,
-    UnreadableError,
-    shown,
+from ft_ckpt.errors import ConfigError, CorruptError, IncompleteError, MissingError
+from ft_ckpt.storage.object_errors import (
+    ABSENT,
+    changed_object,
+    client_reason,
+    missing_object,
+    reading_object,
+    writing_object,
 )
 from ft_ckpt.storage.store import Folder, FolderListing, Stored, checked_name
 
 _PART_BYTES, _MOST_PARTS = 16 << 20, 10_000  # of an upload; S3 takes no more parts than that
 _STREAMS = 4  # parts of one upload that are under way at once
 _MADE_UP = "~"  # begins the version of an object that the store gives none
-_ABSENT = (FileNotFoundError, exceptions.NotFoundError)
-_TAKEN = (FileExistsError, exceptions.AlreadyExistsError)
 
 
 @dataclass(frozen=True)
@@ -51,7 +46,7 @@ class ObjectStore:
         try:
             return cls(from_url(url, **options), url.removesuffix("/"))
         except (exceptions.BaseError, ValueError, TypeError) as error:
-            raise ConfigError(f"{url}: no object store that can be used ({shown(error)})") from error
+            raise ConfigError(f"{url}: no object store that can be used ({client_reason(error)})") from error
 
     @property
     def identity(self) -> str:
@@ -69,7 +64,7 @@ class ObjectStore:
     def read(self, name: str, start: int = 0, stop: int | None = None) -> bytes:
         """Bytes [start, stop) of an object, see `Store.read`."""
         if stop is None and not start:
-            with self._reading(name):
+            with reading_object(self.where(name)):
                 return bytes(obstore.get(self.client, self.key(name)).bytes())
         file = self.open(name)
         memory = bytearray(max(0, (file.size_bytes if stop is None else stop) - start))
@@ -80,7 +75,7 @@ class ObjectStore:
         """Look the object up; its bytes are read when they are asked for."""
         found = self.stat(name)
         if found is None:
-            raise self._missing(name)
+            raise missing_object(self.where(name))
         return RemoteObject(self, name, found.size_bytes, found.version)
 
     def write(self, name: str, data: bytes, *, create_only: bool = False) -> None:
@@ -89,7 +84,7 @@ class ObjectStore:
         With `create_only`, an answer that was lost may come as NameTakenError, though it is our bytes that are there:
         who has to know reads them back.
         """
-        with self._writing(name):
+        with writing_object(self.where(name)):
             mode: Any = "create" if create_only else "overwrite"
             obstore.put(self.client, self.key(name), data, mode=mode, use_multipart=False)
 
@@ -100,13 +95,13 @@ class ObjectStore:
 
     def list(self, prefix: str = "") -> list[Stored]:
         """All objects below `prefix`, see `Store.list`."""
-        with self._reading(prefix):
+        with reading_object(self.where(prefix)):
             pages = obstore.list(self.client, self._folder_key(prefix))
             return sorted((self._stored(each) for page in pages for each in page), key=lambda each: each.name)
 
     def list_folder(self, prefix: str = "") -> FolderListing:
         """The folders and objects directly in `prefix`, by one listing with a delimiter."""
-        with self._reading(prefix):
+        with reading_object(self.where(prefix)):
             found = obstore.list_with_delimiter(self.client, self._folder_key(prefix))
         names = sorted(str(each).rstrip("/").rsplit("/", 1)[-1] for each in found["common_prefixes"])
         folders = tuple(Folder(name, self.where(f"{prefix}/{name}" if prefix else name)) for name in names)
@@ -116,7 +111,7 @@ class ObjectStore:
     def stat(self, name: str) -> Stored | None:
         """The object, see `Store.stat`."""
         try:
-            with self._reading(name):
+            with reading_object(self.where(name)):
                 return self._stored(obstore.head(self.client, self.key(name)))
         except MissingError:
             return None
@@ -125,8 +120,8 @@ class ObjectStore:
         """A copy that the store makes of itself."""
         goal = self.key(other)
         if self.stat(name) is None:
-            raise self._missing(name)
-        with self._writing(other):
+            raise missing_object(self.where(name))
+        with writing_object(self.where(other)):
             try:
                 obstore.copy(self.client, self.key(name), goal)
             except exceptions.NotSupportedError:
@@ -136,12 +131,12 @@ class ObjectStore:
     def delete(self, names: Iterable[str]) -> None:
         """Delete objects, as many in one request as the store takes."""
         doomed = [self.key(name) for name in names]
-        with self._writing(", ".join(doomed[:1])):
+        with writing_object(self.url):
             try:
                 obstore.delete(self.client, doomed)
-            except _ABSENT:  # some stores say so, and stop there
+            except ABSENT:  # some stores say so, and stop there
                 for name in doomed:
-                    with suppress(*_ABSENT):
+                    with suppress(*ABSENT):
                         obstore.delete(self.client, name)
 
     def free_bytes(self) -> int | None:
@@ -159,47 +154,6 @@ class ObjectStore:
         modified = found["last_modified"].timestamp()
         version = found.get("e_tag") or f"{_MADE_UP}{modified}-{found['size']}"
         return Stored(found["path"].removeprefix(self.prefix), found["size"], modified, version)
-
-    def _missing(self, name: str) -> MissingError:
-        found = MissingError(f"{self.where(name)}: no such object")
-        found.errno = errno.ENOENT
-        return found
-
-    @contextmanager
-    def _reading(self, name: str) -> Iterator[None]:
-        """Errors of the client while reading, as ours."""
-        try:
-            yield
-        except CheckpointError:
-            raise
-        except _ABSENT as error:
-            raise self._missing(name) from error
-        except exceptions.PreconditionError as error:
-            raise self.changed(name) from error
-        except (exceptions.BaseError, OSError, ValueError) as error:
-            if _is_bad_name(error):
-                raise _unusable(name, error) from error
-            raise UnreadableError(f"{self.where(name)}: cannot be read ({_reason(error)}); try again") from error
-
-    @contextmanager
-    def _writing(self, name: str) -> Iterator[None]:
-        """Errors of the client while writing, as ours."""
-        try:
-            yield
-        except CheckpointError:
-            raise
-        except _TAKEN as error:
-            raise NameTakenError(f"{self.where(name)}: is there already; nothing was written") from error
-        except (exceptions.BaseError, OSError, ValueError) as error:
-            if _is_bad_name(error):
-                raise _unusable(name, error) from error
-            raise TargetError(
-                f"{self.where(name)}: cannot be written ({_reason(error)}); mend that or choose another place"
-            ) from error
-
-    def changed(self, name: str) -> CorruptError:
-        """The error for an object that is no longer the one that was opened."""
-        return CorruptError(f"{self.where(name)}: written over while it was read; read it again")
 
 
 @dataclass
@@ -224,7 +178,7 @@ class RemoteObject:
         options: Any = {"range": (start, stop)}
         if not self.version.startswith(_MADE_UP):
             options["if_match"] = self.version
-        with self.store._reading(self.name):
+        with reading_object(self.store.where(self.name)):
             found = obstore.get(self.store.client, self.store.key(self.name), options=options).bytes()
         if len(found) != len(memory):
             raise CorruptError(
@@ -241,7 +195,7 @@ class RemoteObject:
         """Ask for the object's version again, see `Readable.check`."""
         found = self.store.stat(self.name)
         if found is None or found.version != self.version:
-            raise self.store.changed(self.name)
+            raise changed_object(self.store.where(self.name))
 
     def close(self) -> None:
         """Nothing is held."""
@@ -311,7 +265,7 @@ class RemoteWriting:
 
     def _raise_failure(self) -> None:
         if self._error is not None:
-            with self.store._writing(self.name):
+            with writing_object(self.store.where(self.name)):
                 raise self._error
 
     def _upload(self) -> None:
@@ -352,16 +306,3 @@ class RemoteWriting:
 def _abort() -> NoReturn:
     """End the iterator of an upload by an error: the client then takes back what it has sent."""
     raise InterruptedError("the upload is dropped")
-
-
-def _is_bad_name(error: BaseException) -> bool:
-    return isinstance(error, exceptions.InvalidPathError) or "Could not parse path" in str(error)
-
-
-def _unusable(name: str, error: BaseException) -> ConfigError:
-    return ConfigError(f"{name!r}: no name that an object can have ({_reason(error)})")
-
-
-def _reason(error: BaseException) -> str:
-    """The first line of what the client says: the rest is a dump of its insides."""
-    return shown(error).split("\n", 1)[0][:300]

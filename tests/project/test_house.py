@@ -26,9 +26,8 @@ FOREIGN_ERRORS = {
     "cli/__init__.py": {"Exit"},  # how typer is told an exit code
     "cli/verify.py": {"Exit"},
     "saving/run_saves.py": {"SystemExit"},  # after the save that a signal asked for
-    "storage/object_store.py": {
-        "InterruptedError"
-    },  # inside an upload, whose client aborts it then; nobody else sees it
+    # The first ends the iterator of an upload, whose client aborts it then; the others are made in `object_errors`.
+    "storage/object_store.py": {"InterruptedError", "missing_object", "changed_object"},
     "storage/local_disk.py": {"OSError", "FileNotFoundError"},  # it stands for system calls and fails as they do
     "storage/direct_io.py": {"OSError"},  # likewise; `explained` makes it one of ours before it leaves the module
     "checkpoint/typed_json.py": {
