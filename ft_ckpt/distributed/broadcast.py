@@ -13,17 +13,17 @@ from torch import Tensor
 
 from ft_ckpt.distributed.gather import wire_device
 from ft_ckpt.distributed.ranks import Ranks, try_action
-from ft_ckpt.distributed.read_shards import Wanted, check_all, fill_all, readers_here
+from ft_ckpt.distributed.read_shards import WantedTensor, check_all, fill_all, readers_here
 from ft_ckpt.errors import RankError
 from ft_ckpt.formats.pytree import PLAIN
 from ft_ckpt.formats.read_files import Landing, StraightLanding, bytes_at, whole_run
 from ft_ckpt.storage.buffers import read_ahead
 
-Filler = Callable[[str, Callable[[], list[Wanted]]], None]  # fills what the function gives, for what the text names
+Filler = Callable[[str, Callable[[], list[WantedTensor]]], None]  # (what for, what the function gives)
 _SLICE_BYTES = 16 << 20  # of a tensor that has to be read through its format
 
 
-def each_reads(_what: str, collect: Callable[[], list[Wanted]]) -> None:
+def each_reads(_what: str, collect: Callable[[], list[WantedTensor]]) -> None:
     """Fill with this rank's blocks what `collect` gives. Not collective. Raises what `fill_all` and `collect` raise."""
     wanted = collect()
     check_all(wanted)
@@ -40,7 +40,7 @@ def choose_filler(way: str, ranks: Ranks, bucket_bytes: int) -> Filler:
     if way != "broadcast" or ranks.size == 1:
         return each_reads
 
-    def fill(what: str, collect: Callable[[], list[Wanted]]) -> None:
+    def fill(what: str, collect: Callable[[], list[WantedTensor]]) -> None:
         ready, error = try_action(lambda: _BroadcastPlan(collect(), bucket_bytes))
         ranks.agree(f"reading {what}", {"tensors": "" if ready is None else ready.digest}, error, same=("tensors",))
         broadcast_tensors(ready, ranks)
@@ -55,18 +55,18 @@ class _BroadcastPlan:
     It needs `bucket_bytes` beside the tensors. Raises as `check_all`.
     """
 
-    def __init__(self, wanted: list[Wanted], bucket_bytes: int) -> None:
+    def __init__(self, wanted: list[WantedTensor], bucket_bytes: int) -> None:
         check_all(wanted)
         self.common = [one for one in wanted if _is_whole_everywhere(one)]
         self.own = [one for one in wanted if not _is_whole_everywhere(one)]
-        self.size_bytes = sum(source.size_bytes for source, _, _ in self.common)
+        self.size_bytes = sum(one.info.size_bytes for one in self.common)
         self.bucket = torch.empty(min(bucket_bytes, self.size_bytes) + 1, dtype=torch.uint8, device=wire_device())
         self.stream = _TensorStream(self.common)
 
     @property
     def digest(self) -> str:
         """The same where the same tensors come by broadcast."""
-        told = "\n".join(f"{name} {source.shape} {source.dtype}" for source, _, name in self.common)
+        told = "\n".join(f"{one.name} {one.info.shape} {one.info.dtype}" for one in self.common)
         return hashlib.blake2b(told.encode(), digest_size=8).hexdigest()
 
 
@@ -95,18 +95,18 @@ def broadcast_tensors(ready: _BroadcastPlan, ranks: Ranks) -> None:
         raise stream.error
 
 
-def _is_whole_everywhere(one: Wanted) -> bool:
+def _is_whole_everywhere(one: WantedTensor) -> bool:
     """Whether every rank holds all of it; the same answer on every rank."""
-    sharding = one[0].sharding
+    sharding = one.info.sharding
     return not sharding.is_sharded and not sharding.is_opaque
 
 
 class _TensorStream:
     """The tensors as one stream of bytes on its way into them."""
 
-    def __init__(self, wanted: Sequence[Wanted]) -> None:
+    def __init__(self, wanted: Sequence[WantedTensor]) -> None:
         self.error: BaseException | None = None
-        self._places = iter([(one[0].size_bytes, _whole_landing(one)) for one in wanted if one[0].size_bytes])
+        self._places = iter([(one.info.size_bytes, _whole_landing(one)) for one in wanted if one.info.size_bytes])
         self._left = 0
         self._landing: Landing | None = None
 
@@ -139,29 +139,28 @@ class _PieceFeed:
 
 
 @torch.no_grad()
-def _stored_pieces(wanted: Sequence[Wanted]) -> Iterator[Tensor]:
+def _stored_pieces(wanted: Sequence[WantedTensor]) -> Iterator[Tensor]:
     """The bytes of the stored tensors in order, each piece alive until the next is asked for."""
-    placed = [(one, whole_run(one[1], one[2])) for one in wanted]
+    placed = [(one, whole_run(one.file, one.name)) for one in wanted]
     for plain, some in groupby(placed, lambda item: item[1] is not None):
         if plain:
             for part in read_ahead(run for _, run in some if run is not None):
                 yield bytes_at(part.address, part.size_bytes)
             continue
-        for (source, file, name), _ in some:
-            step = max(1, _SLICE_BYTES // source.dtype.itemsize)
-            for start in range(0, source.numel, step):
-                yield file.read(name, start, min(start + step, source.numel)).view(torch.uint8)
+        for (one, _), numel in ((item, item[0].info.numel) for item in some):
+            step = max(1, _SLICE_BYTES // one.info.dtype.itemsize)
+            for start in range(0, numel, step):
+                yield one.file.read(one.name, start, min(start + step, numel)).view(torch.uint8)
 
 
-def _whole_landing(one: Wanted) -> Landing | None:
+def _whole_landing(one: WantedTensor) -> Landing | None:
     """Where the whole tensor goes on this rank; None where this rank has no use for it."""
-    source = one[0]
-    local = source.local
+    info, local = one.info, one.local
     if local is None or not local.numel():
         return None
-    if type(local) in PLAIN and local.is_contiguous() and local.dtype == source.dtype:
+    if type(local) in PLAIN and local.is_contiguous() and local.dtype == info.dtype:
         return StraightLanding(local)
-    return _CastLanding(local, source.dtype, torch.empty(source.size_bytes, dtype=torch.uint8))
+    return _CastLanding(local, info.dtype, torch.empty(info.size_bytes, dtype=torch.uint8))
 
 
 class _CastLanding:

@@ -13,8 +13,9 @@ from itertools import product
 import torch
 from torch import Tensor
 
+from ft_ckpt.distributed.process_groups import global_rank
 from ft_ckpt.distributed.sharding import Box
-from ft_ckpt.distributed.tensor_info import Source
+from ft_ckpt.distributed.tensor_info import TensorInfo
 from ft_ckpt.errors import LoadError, listing
 from ft_ckpt.formats.dtypes import dtype_name
 from ft_ckpt.formats.layout import TensorFile
@@ -26,11 +27,24 @@ _SLICE_BYTES = 64 << 20  # read at a time, so that a large block needs little me
 _STAGE_BYTES = 16 << 20  # rows that are put together before their columns are taken out
 _LEAST_RUN_BYTES = 64 << 10  # shorter ones of a block cut in several dimensions are read with what lies between them
 
-Wanted = tuple[Source, TensorFile, str]  # what to fill, from which file, the tensor's name there
+
+@dataclass(frozen=True, eq=False)
+class WantedTensor:
+    """What to fill: this rank's elements of a tensor, from a stored one."""
+
+    info: TensorInfo
+    local: Tensor | None  # the elements' memory, as `box` says; None for nothing
+    file: TensorFile
+    name: str  # in the file
+
+    @property
+    def box(self) -> Box | None:
+        """Which elements of the tensor this rank has."""
+        return self.info.sharding.local_box(global_rank())
 
 
-def fill_all(wanted: Iterable[Wanted], threads: int = THREADS, direct: str = "auto") -> int:
-    """Overwrite what this rank holds of each source with its block of the stored tensor; bytes read.
+def fill_all(wanted: Iterable[WantedTensor], threads: int = THREADS, direct: str = "auto") -> int:
+    """Overwrite this rank's elements of each tensor with those of the stored one; bytes read.
 
     Beside the tensors it needs `threads` + 2 blocks of memory. `direct`: as in `blocks.read_ahead`. Raises LoadError
     naming everything that is missing or of another shape or dtype, before anything is read; CorruptError when a file
@@ -40,32 +54,32 @@ def fill_all(wanted: Iterable[Wanted], threads: int = THREADS, direct: str = "au
     check_all(asked)
     landings: dict[ByteRun, Landing] = {}
     total = 0
-    for source, file, name in asked:
-        found = _landings_of_box(source, file, name)
+    for one in asked:
+        found = _landings_of_box(one)
         if found is None:
-            total += fill_tensor(source, file, name)
+            total += fill_tensor(one)
         else:
             landings.update(found)
     return total + read_runs(landings, threads, direct)
 
 
-def fill_tensor(source: Source, file: TensorFile, name: str) -> int:
+def fill_tensor(one: WantedTensor) -> int:
     """As `fill_all`, for one tensor and at once, through whatever the file's format needs."""
-    check_all([(source, file, name)])
-    local, mine, view = source.local, source.local_box, source.sharding.view
+    check_all([one])
+    local, mine, view = one.local, one.box, one.info.sharding.view
     if local is None or mine is None or not local.numel():
         return 0
     if _is_expanded(local):
-        return _fill_expanded(source, local, file, name)
+        return _fill_expanded(one, local)
     if not view:
-        local.copy_(file.read(name).reshape(()))
-        return source.dtype.itemsize
-    return sum(_fill_rows(local, mine, view, file, name, low, high) for low, high in _row_ranges(source))
+        local.copy_(one.file.read(one.name).reshape(()))
+        return one.info.dtype.itemsize
+    return sum(_fill_rows(one, local, mine, low, high) for low, high in _row_ranges(mine, view, one.info.dtype))
 
 
-def check_all(wanted: Iterable[Wanted]) -> None:
-    """Raise LoadError naming each stored tensor that is missing, or of another shape or dtype than its source."""
-    problems = [problem for one in wanted if (problem := _spec_problem(*one))]
+def check_all(wanted: Iterable[WantedTensor]) -> None:
+    """Raise LoadError naming each stored tensor that is missing, or of another shape or dtype than is wanted."""
+    problems = [problem for one in wanted if (problem := _spec_problem(one))]
     if problems:
         raise LoadError(listing(problems))
 
@@ -84,7 +98,7 @@ class _RowsLanding:
     mine: Box
     view: tuple[int, ...]
     dtype: torch.dtype
-    low: int = 0  # rows that are done, of the block's
+    low: int = 0  # rows that are done, of the box
     filled: int = 0  # bytes of the stage
     stage: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.uint8))
 
@@ -110,14 +124,14 @@ class _RowsLanding:
             self.stage = self.stage.new_empty(0)
 
 
-def _landings_of_box(source: Source, file: TensorFile, name: str) -> dict[ByteRun, Landing] | None:
-    """The byte ranges of this rank's block, and where each goes; None where that takes more than moving bytes."""
-    view, item = source.sharding.view, source.dtype.itemsize
-    local, mine = source.local, source.local_box
+def _landings_of_box(one: WantedTensor) -> dict[ByteRun, Landing] | None:
+    """The byte ranges of this rank's box, and where each goes; None where that takes more than moving bytes."""
+    view, dtype = one.info.sharding.view, one.info.dtype
+    local, mine, name, item = one.local, one.box, one.name, dtype.itemsize
     if local is None or mine is None or not local.numel():
         return {}
-    run = whole_run(file, name)
-    if run is None or type(local) not in PLAIN or local.dtype != source.dtype or _is_expanded(local):
+    run = whole_run(one.file, name)
+    if run is None or type(local) not in PLAIN or local.dtype != dtype or _is_expanded(local):
         return None
     last = max((dim for dim, size in enumerate(view) if mine.sizes[dim] != size), default=0)
     size = math.prod(mine.sizes[last:]) * item
@@ -128,7 +142,7 @@ def _landings_of_box(source: Source, file: TensorFile, name: str) -> dict[ByteRu
         }
     row_bytes = math.prod(view[1:]) * item
     rows = ByteRun(name, run.file, run.start + mine.offsets[0] * row_bytes, mine.sizes[0] * row_bytes)
-    return {rows: _RowsLanding(local, mine, view, source.dtype)}
+    return {rows: _RowsLanding(local, mine, view, dtype)}
 
 
 def _run_starts(mine: Box, view: tuple[int, ...], last: int) -> Iterable[int]:
@@ -140,32 +154,28 @@ def _run_starts(mine: Box, view: tuple[int, ...], last: int) -> Iterable[int]:
         yield begin + sum(index * stride for index, stride in zip(place, strides, strict=False))
 
 
-def _spec_problem(source: Source, file: TensorFile, name: str) -> str | None:
-    spec = file.specs.get(name)
+def _spec_problem(one: WantedTensor) -> str | None:
+    name, spec = one.name, one.file.specs.get(one.name)
     if spec is None:
-        return f"{name}: not in the checkpoint, and {source.name} needs it"
-    wanted = (source.shape, dtype_name(source.dtype))
+        return f"{name}: not in the checkpoint, and {one.info.name} needs it"
+    wanted = (one.info.shape, dtype_name(one.info.dtype))
     if (spec.shape, spec.dtype) == wanted:
         return None
     return f"{name}: {spec.dtype} {list(spec.shape)} in the checkpoint, {wanted[1]} {list(wanted[0])} in this run"
 
 
-def _row_ranges(source: Source) -> list[tuple[int, int]]:
-    """The rows of this rank's block in runs of at most _SLICE_BYTES (or one row), counted from its first row."""
-    mine = source.local_box
-    rows = mine.sizes[0] if mine else 0
-    row_bytes = max(1, math.prod(source.sharding.view[1:]) * source.dtype.itemsize)
+def _row_ranges(mine: Box, view: tuple[int, ...], dtype: torch.dtype) -> list[tuple[int, int]]:
+    """The rows of a box in runs of at most _SLICE_BYTES (or one row), counted from its first row."""
+    rows, row_bytes = mine.sizes[0], max(1, math.prod(view[1:]) * dtype.itemsize)
     step = max(1, _SLICE_BYTES // row_bytes)
     return [(low, min(low + step, rows)) for low in range(0, rows, step)]
 
 
-def _fill_rows(
-    local: Tensor, mine: Box, view: tuple[int, ...], file: TensorFile, name: str, low: int, high: int
-) -> int:
-    """Rows [low, high) of the block: whole rows are read, and a block cut in other dimensions takes its columns."""
+def _fill_rows(one: WantedTensor, local: Tensor, mine: Box, low: int, high: int) -> int:
+    """Rows [low, high) of the box: whole rows are read, and a box cut in other dimensions takes its columns."""
+    view, first = one.info.sharding.view, mine.offsets[0]
     row = math.prod(view[1:])
-    first = mine.offsets[0]
-    data = file.read(name, (first + low) * row, (first + high) * row)
+    data = one.file.read(one.name, (first + low) * row, (first + high) * row)
     local[low:high].copy_(_cut_columns(data.view(high - low, *view[1:]), mine, view))
     return data.nbytes
 
@@ -175,14 +185,14 @@ def _is_expanded(local: Tensor) -> bool:
     return any(stride == 0 and size > 1 for stride, size in zip(local.stride(), local.shape, strict=True))
 
 
-def _fill_expanded(source: Source, local: Tensor, file: TensorFile, name: str) -> int:
+def _fill_expanded(one: WantedTensor, local: Tensor) -> int:
     """Each place in memory once, if all its elements are the same in the file."""
     fresh = torch.empty(local.shape, dtype=local.dtype)
-    taken = fill_tensor(replace(source, local=fresh), file, name)
+    taken = fill_tensor(replace(one, local=fresh))
     once = tuple(slice(1) if stride == 0 else slice(None) for stride in local.stride())
     again = fresh[once].expand(local.shape).contiguous()
     if not torch.equal(again.view(-1).view(torch.uint8), fresh.view(-1).view(torch.uint8)):
-        raise LoadError(f"{source.name}: one value many times here (made by expand), and not in the checkpoint")
+        raise LoadError(f"{one.info.name}: one value many times here (made by expand), and not in the checkpoint")
     local[once].copy_(fresh[once])
     return taken
 

@@ -13,7 +13,7 @@ from torch import nn
 from ft_ckpt.checkpoint.open_checkpoint import OpenCheckpoint
 from ft_ckpt.distributed.broadcast import Filler, each_reads
 from ft_ckpt.distributed.ranks import Ranks
-from ft_ckpt.distributed.read_shards import Wanted, fill_tensor
+from ft_ckpt.distributed.read_shards import WantedTensor, fill_tensor
 from ft_ckpt.distributed.replicas import WEIGHTS, own_name, own_part, place_of
 from ft_ckpt.distributed.tensor_info import Source
 from ft_ckpt.errors import CheckpointError, LoadError, listing
@@ -84,9 +84,10 @@ def restore_weights(
     if unknown:
         return Restored("weights", "failed", f"{listing(unknown, ', ')}: in the checkpoint, not in the model")
 
-    def wanted_tensors() -> list[Wanted]:
+    def wanted_tensors() -> list[WantedTensor]:
         once = {known[name].key: (known[name], *place) for name, place in reversed(weights.items())}
-        return [(source, stored.file_of(part, name), name) for source, part, name in reversed(once.values())]
+        places = reversed(once.values())
+        return [WantedTensor(one, one.local, stored.file_of(part, name), name) for one, part, name in places]
 
     left = [name for name, source in known.items() if name not in weights and not _is_elsewhere(source, stored)]
     if left:
@@ -153,9 +154,9 @@ def restore_apart(
     lost = dict.fromkeys(name.removeprefix(f"{WEIGHTS}/") for answer in answers for name in answer["left"])
     told = [f"{listing(list(lost), ', ')}: not the same on all ranks that saved, rank 0's on all now"] if lost else []
 
-    def wanted_tensors() -> list[Wanted]:
-        names = {name: own_name(name, ranks.rank) for name in mine}
-        return [(own_part(live[name], ranks.rank), stored.file_of(FOLDER, own), own) for name, own in names.items()]
+    def wanted_tensors() -> list[WantedTensor]:
+        parts = {own_name(name, ranks.rank): own_part(live[name], ranks.rank) for name in mine}
+        return [WantedTensor(one, one.local, stored.file_of(FOLDER, own), own) for own, one in parts.items()]
 
     if len(lost) == len(apart):
         return [], told
@@ -202,21 +203,21 @@ class _StoredItem:
     stored: StoredTensors
     fill_all: Filler
 
-    def wanted_by(self, source: Source, name: str) -> Wanted:
+    def wanted_by(self, source: Source, name: str) -> WantedTensor:
         """What `fill_all` takes."""
         stored_name = f"{self.prefix}/{name}"
-        return source, self.stored.file_of(FOLDER, stored_name), stored_name
+        return WantedTensor(source, source.local, self.stored.file_of(FOLDER, stored_name), stored_name)
 
     def fill_now(self, source: Source) -> None:
         """Fill the source at once."""
-        fill_tensor(*self.wanted_by(source, source.name))
+        fill_tensor(self.wanted_by(source, source.name))
 
 
 def _restore_item(item: Item, entry: Document, found: Mapping[Key, Source], give: _StoredItem) -> str:
     notes: list[str] = []
     if item.kind == "optimizer":
 
-        def wanted_state() -> list[Wanted]:
+        def wanted_state() -> list[WantedTensor]:
             sources: list[Source] = []
             give_back, optimizer = optimizer_backend(item).restore, optimizers.unwrap_optimizer(item.value)
             known = labelled_sources(found)
@@ -231,7 +232,7 @@ def _restore_item(item: Item, entry: Document, found: Mapping[Key, Source], give
     return "; ".join(notes)
 
 
-def _wanted_of_model(own: Mapping[str, Source], give: _StoredItem) -> list[Wanted]:
+def _wanted_of_model(own: Mapping[str, Source], give: _StoredItem) -> list[WantedTensor]:
     """Every tensor of a further model, tied ones under the name that is stored. Raises LoadError for what differs."""
     names = give.stored.state_names(f"{give.prefix}/")
     groups = {next((name for name in group if name in names), group[0]): group for group in tied_names(own)}

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ft_ckpt.checkpoint.open_checkpoint import OpenCheckpoint
 from ft_ckpt.checkpoint.typed_json import reader_of
-from ft_ckpt.distributed.read_shards import fill_tensor
+from ft_ckpt.distributed.read_shards import WantedTensor, fill_tensor
 from ft_ckpt.distributed.wrappers import is_distributed
 from ft_ckpt.errors import CorruptError, LoadError, SelectionError, damaged_input
 from ft_ckpt.formats.layout import TensorFile
@@ -135,7 +135,8 @@ def tree_of(entry: Document, prefix: str, stored: StoredTensors, like: Any = Non
         if index not in cut:
             return stored.state_tensor(name)
         fresh = torch.empty_like(cut[index])
-        fill_tensor(source_of(name, fresh), stored.file_of(FOLDER, name), name)
+        made = source_of(name, fresh)
+        fill_tensor(WantedTensor(made, made.local, stored.file_of(FOLDER, name), name))
         return fresh
 
     def make_array(index: int) -> Any:

@@ -17,9 +17,9 @@ from safetensors.torch import save_file
 
 import ft_ckpt
 from ft_ckpt.distributed import read_shards
-from ft_ckpt.distributed.read_shards import fill_all
+from ft_ckpt.distributed.read_shards import WantedTensor, fill_all
 from ft_ckpt.distributed.sharding import Box, ReplicatedSharding
-from ft_ckpt.distributed.tensor_info import Source
+from ft_ckpt.distributed.tensor_info import TensorInfo
 from ft_ckpt.errors import CorruptError, LoadError
 from ft_ckpt.formats import mapped_file, safetensors_file
 from ft_ckpt.formats.hdf5 import hdf5_file
@@ -53,7 +53,7 @@ def same(one, other):
 
 
 def source(name, full, view, block, has_gaps=False):
-    """A source of which this rank holds `block`, with nothing of the stored values in it."""
+    """A tensor of which this rank has `block`, with nothing of the stored values in it."""
     local = torch.zeros(*block.sizes[:-1], 2 * block.sizes[-1] if has_gaps else block.sizes[-1], dtype=full.dtype)
     if has_gaps:
         local = local[..., ::2]
@@ -71,10 +71,13 @@ class OneBox(ReplicatedSharding):
 
 
 def made(name, full, view, local, block):
-    bare = Source(
-        id(local), name, name, tuple(full.shape), full.dtype, True, True, "plain", OneBox(tuple(view), here=block)
-    )
-    return replace(bare, live=local, local=local)
+    sharding = OneBox(tuple(view), here=block)
+    info = TensorInfo(0, name, name, tuple(full.shape), full.dtype, True, True, "plain", sharding)
+    return WantedTensor(info, local, None, name)
+
+
+def of(file, *wanted):
+    return [replace(one, file=file) for one in wanted]
 
 
 def whole(name, full):
@@ -119,14 +122,13 @@ def test_any_blocks_of_any_tensors(asked, kind, least, stage, direct):
         file = stored(full, kind, Path(folder))
         wanted = []
         for name, (_, _, view, block, gaps) in zip(full, asked, strict=True):
-            one = source(name, full[name], view, block, gaps) if view else whole(name, full[name])
-            wanted.append((one, file, name))
-        fill_all(reversed(wanted), threads=2, direct=direct)
-    for one, _, name in wanted:
-        expected = full[name].view(one.sharding.view)
-        for dim, (low, size) in enumerate(zip(one.local_box.offsets, one.local_box.sizes, strict=True)):
+            wanted.append(source(name, full[name], view, block, gaps) if view else whole(name, full[name]))
+        fill_all(reversed(of(file, *wanted)), threads=2, direct=direct)
+    for one in wanted:
+        expected = full[one.name].view(one.info.sharding.view)
+        for dim, (low, size) in enumerate(zip(one.box.offsets, one.box.sizes, strict=True)):
             expected = expected.narrow(dim, low, size)
-        assert same(one.local, expected), name
+        assert same(one.local, expected), one.name
 
 
 def test_what_is_not_this_ranks_stays(tmp_path):
@@ -134,7 +136,7 @@ def test_what_is_not_this_ranks_stays(tmp_path):
     full = values((33,), torch.float32)
     file = stored({"a": full}, "safetensors", tmp_path)
     buffer = torch.full((10,), 7.0)
-    fill_all([(made("a", full, (33,), buffer[3:8], Box((20,), (5,))), file, "a")])
+    fill_all(of(file, made("a", full, (33,), buffer[3:8], Box((20,), (5,)))))
     assert buffer.tolist() == [7.0] * 3 + full[20:25].tolist() + [7.0] * 2
 
 
@@ -144,9 +146,9 @@ def test_twenty_thousand_tiny_tensors_and_a_large_one(tmp_path, monkeypatch):
     file = stored(full, "safetensors", tmp_path)
     calls, real = [], os.preadv
     monkeypatch.setattr(os, "preadv", lambda *place: calls.append(place[2]) or real(*place))
-    wanted = [(whole(name, tensor), file, name) for name, tensor in full.items()]
+    wanted = of(file, *(whole(name, tensor) for name, tensor in full.items()))
     assert fill_all(wanted) == sum(tensor.nbytes for tensor in full.values())
-    assert all(torch.equal(one.local, full[name]) for one, _, name in wanted)
+    assert all(torch.equal(one.local, full[one.name]) for one in wanted)
     assert len(calls) < 20
 
 
@@ -156,7 +158,7 @@ def test_the_version_of_what_was_filled_changes(tmp_path):
     parameter = torch.nn.Parameter(torch.zeros(5))
     one = made("a", full, (5,), parameter.detach(), Box((0,), (5,)))
     before = parameter._version
-    fill_all([(one, stored({"a": full}, "safetensors", tmp_path), "a")])
+    fill_all(of(stored({"a": full}, "safetensors", tmp_path), one))
     assert parameter._version > before
 
 
@@ -164,9 +166,9 @@ def test_all_problems_at_once_and_nothing_read(tmp_path):
     full = values((4, 3), torch.float32)
     file = stored({name: full.clone() for name in "abc"}, "safetensors", tmp_path)
     good = whole("a", full)
-    problems = [(whole("b", full.view(3, 4)), file, "b"), (whole("c", full.double()), file, "c")]
+    problems = [whole("b", full.view(3, 4)), whole("c", full.double())]
     with pytest.raises(LoadError) as caught:
-        fill_all([(good, file, "a"), *problems, (whole("d", full), file, "d")])
+        fill_all(of(file, good, *problems, whole("d", full)))
     for text in ("b: float32 [4, 3] in the checkpoint", "c: float32 [4, 3]", "d: not in the checkpoint"):
         assert text in str(caught.value)
     assert not good.local.any()
@@ -184,7 +186,7 @@ def test_without_unbuffered_reads(tmp_path, monkeypatch):
     file = stored({"a": full}, "safetensors", tmp_path)
     monkeypatch.setattr(os, "open", refuse)
     one = whole("a", full)
-    fill_all([(one, file, "a")], direct="on")
+    fill_all(of(file, one), direct="on")
     assert torch.equal(one.local, full)
     assert file.raw.read_in(direct="on")
     assert torch.equal(file.read("a"), full)
@@ -195,7 +197,7 @@ def test_a_file_that_changes_is_an_error(tmp_path):
     file = stored(full, "safetensors", tmp_path)
     os.truncate(tmp_path / "x.safetensors", 1 << 20)
     with pytest.raises(CorruptError, match=r"x\.safetensors"):
-        fill_all([(whole("a", full["a"]), file, "a")])
+        fill_all(of(file, whole("a", full["a"])))
     with pytest.raises(CorruptError, match="changed while it was open"):
         file.raw.read_in()
 

@@ -3,6 +3,7 @@
 A case is "same/wrapper/model" or one of the functions here.
 """
 
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -96,7 +97,7 @@ def another_model(folder: Path) -> None:
     fresh = live_model("ddp", "llama", seed=1)
     if harness.RANK == 1:
         real = broadcast.check_all
-        broadcast.check_all = lambda wanted: real([(*one[:2], "nowhere") for one in wanted])
+        broadcast.check_all = lambda wanted: real([replace(one, name="nowhere") for one in wanted])
     with saver_of(fresh, folder, fan_out="broadcast") as saver, pytest.raises(LoadError, match="nowhere: not in the"):
         saver.resume("must")
 
