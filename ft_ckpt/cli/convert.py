@@ -13,12 +13,13 @@ from ft_ckpt.cli import views
 from ft_ckpt.cli.arguments import given_paths
 from ft_ckpt.config import human_size
 from ft_ckpt.errors import TargetError
+from ft_ckpt.formats.registry import format_names
 
 if TYPE_CHECKING:
     from ft_ckpt.files.convert import ConvertReport
     from ft_ckpt.formats.layout import Spec
 
-_Format = Annotated[str | None, typer.Option(help="safetensors, h5, dual, torch, tensorflow or dcp; else by suffix.")]
+_Format = Annotated[str | None, typer.Option(help=f"Of {', '.join(format_names())}; else by suffix.")]
 _Dtype = Annotated[str | None, typer.Option(help="Cast floating-point tensors to float64, float32, bfloat16, float16.")]
 _Map = Annotated[str | None, typer.Option("--map", help='File of lines "old new", or JSON; * at the end of both.')]
 _Shard = Annotated[str | None, typer.Option(help='Largest weight file of a folder, as in "5GB".')]

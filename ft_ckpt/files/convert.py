@@ -24,7 +24,7 @@ from ft_ckpt.files.rename import TranslatedFile, UntiedFile, check_copy, check_u
 from ft_ckpt.formats import detect
 from ft_ckpt.formats.layout import Spec, TensorFile
 from ft_ckpt.formats.mapped_file import FileStream, RawFile
-from ft_ckpt.formats.registry import DEFAULT_FORMAT, FolderLibrary, TensorFormat, format_named, tensor_formats
+from ft_ckpt.formats.registry import DEFAULT_FORMAT, FolderLibrary, TensorFormat, format_named, format_names
 from ft_ckpt.formats.shard_files import link_second_names, shard_index, split_into_files
 from ft_ckpt.storage import local_disk
 from ft_ckpt.storage.digests import FileRecord, digest_of
@@ -114,9 +114,8 @@ def open_source(path: Path, origin: Path | None = None) -> TensorFile:
 
 
 def _known_format(name: str) -> TensorFormat:
-    names = [known.name for known in tensor_formats()]
-    if name not in names:
-        raise ConfigError(f"format={name!r}: expected one of {', '.join(names)}")
+    if name not in format_names():
+        raise ConfigError(f"format={name!r}: expected one of {', '.join(format_names())}")
     return format_named(name)
 
 

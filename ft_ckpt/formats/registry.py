@@ -129,6 +129,11 @@ def tensor_formats() -> tuple[TensorFormat, ...]:
     return tuple(_FORMATS.values())
 
 
+def format_names() -> list[str]:
+    """The names of all formats, in that order."""
+    return list(_FORMATS)
+
+
 def format_named(name: str) -> TensorFormat:
     """The format called `name`. Raises ConfigError when there is none."""
     if name not in _FORMATS:

@@ -1,5 +1,6 @@
 """The registry of formats: a new one is a file with its functions and one record."""
 
+import ast
 import json
 import subprocess
 import sys
@@ -7,6 +8,7 @@ import sys
 import models
 import pytest
 import torch
+from places import ROOT
 
 import ft_ckpt
 from ft_ckpt import CheckpointSaver
@@ -101,3 +103,13 @@ def test_every_function_of_every_record_is_there():
             for value in vars(one).values() if one is not None else ():
                 place = getattr(value, "place", None)
                 assert place is None or callable(registry.function_at(place)), place
+
+
+def test_nothing_compares_names_of_formats():
+    """A comparison with one would be a place that a new format does not reach."""
+    names = {known.name for known in tensor_formats()} - {"torch"}  # which is the name of much else
+    for path in (ROOT / "ft_ckpt").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            parts = [node.left, *node.comparators] if isinstance(node, ast.Compare) else []
+            constants = {one.value for part in parts for one in ast.walk(part) if isinstance(one, ast.Constant)}
+            assert not names & constants, f"{path}:{node.lineno}"

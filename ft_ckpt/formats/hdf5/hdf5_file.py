@@ -11,8 +11,8 @@ _LEAST_USER_BLOCK, _MOST_USER_BLOCK = 512, 1 << 30
 
 
 def is_hdf5(file: RawFile) -> bool:
-    """True when the signature of HDF5 is at the start of the file, or after a user block."""
-    return _is_signature_at(file, 0) or has_user_block(file)
+    """True when the signature of HDF5 is at the start of the file, or after a user block other than a dual file's."""
+    return _is_signature_at(file, 0) or (file.size_bytes > 8 and file.bytes(8, 1) != b"{" and has_user_block(file))
 
 
 def has_user_block(file: RawFile) -> bool:
