@@ -29,6 +29,8 @@ from ft_ckpt.checkpoint.manifest import MANIFEST_NAME
 from ft_ckpt.errors import CheckpointError, UnreadableError, listing
 from ft_ckpt.retention import HeldCheckpoint, Keep, PrunePlan, newest_valid, plan_pruning
 from ft_ckpt.storage import owners
+from ft_ckpt.storage.local_store import LocalStore
+from ft_ckpt.storage.store import Store
 
 _LOG = logging.getLogger("ft_ckpt")
 _STAGE = re.compile(r"\.(?P<target>.+)\.ft_ckpt-stage-.+-\d+-[0-9a-f]{8}", re.DOTALL)
@@ -54,12 +56,12 @@ def survey_run(root: str | os.PathLike[str], protect: Iterable[str | os.PathLike
     some of them could let the wrong ones go.
     """
     root = Path(root)
-    links = {os.path.realpath(path): path.name for path in folder_entries(root) if path.is_symlink()}
-    asked = {os.path.realpath(path) for path in protect}
+    links = {each.identity: each.name for each in LocalStore(root).list_folder().folders if each.is_link}
+    asked = {LocalStore(Path(path)).identity for path in protect}
     listed = catalog.list_checkpoints(root)
     if listed.unreadable:
         raise UnreadableError(listing([str(error) for error in listed.unreadable.values()]))
-    found = (info for info in listed.found if info.path != root and not info.path.is_symlink())
+    found = (info for info in listed.found if info.path != root and info.path.name not in links.values())
     return [held for info in found if (held := _held_checkpoint(info, links, asked)) is not None]
 
 
@@ -140,11 +142,12 @@ def recover_all(root: str | os.PathLike[str]) -> tuple[str, ...]:
 
 def _held_checkpoint(info: catalog.CheckpointInfo, links: Mapping[str, str], asked: set[str]) -> HeldCheckpoint | None:
     path, manifest = info.path, info.manifest
-    real = os.path.realpath(path)
+    store = LocalStore(path)
+    real = store.identity
     try:
         valid = catalog.verify(path, deep=False).ok
     except CheckpointError:
-        if not (path / MANIFEST_NAME).exists():  # deleted since it was discovered
+        if store.stat(MANIFEST_NAME) is None:  # deleted since it was discovered
             return None
         valid = False
     why = [f"linked from {links[real]}"] if real in links else []
@@ -153,7 +156,7 @@ def _held_checkpoint(info: catalog.CheckpointInfo, links: Mapping[str, str], ask
     return HeldCheckpoint(
         path=path,
         step=manifest.step,
-        created=_created_seconds(path, manifest.created),
+        created=_created_seconds(store, manifest.created),
         number=manifest.number or 0,
         metrics=manifest.metrics,
         guards=(*why, *deletion_guards(path)),
@@ -168,14 +171,13 @@ def _with_guard(each: HeldCheckpoint, why: str | None) -> HeldCheckpoint:
     return each if why is None else dataclasses.replace(each, guards=(*each.guards, why))
 
 
-def _created_seconds(path: Path, created: str) -> float:
+def _created_seconds(store: Store, created: str) -> float:
     """Unix time of an ISO 8601 text, UTC where it names no zone; of the manifest's last change when it is none."""
     try:
         then = datetime.fromisoformat(created.replace("Z", "+00:00"))
     except ValueError:
-        with contextlib.suppress(OSError):
-            return (path / MANIFEST_NAME).stat().st_mtime
-        return 0.0
+        found = store.stat(MANIFEST_NAME)
+        return 0.0 if found is None else found.modified
     return (then if then.tzinfo else then.replace(tzinfo=timezone.utc)).timestamp()
 
 

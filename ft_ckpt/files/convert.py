@@ -16,6 +16,7 @@ from ft_ckpt._version import __version__
 from ft_ckpt.checkpoint import commit
 from ft_ckpt.checkpoint.manifest import BaseRecord, Manifest, PartRecord
 from ft_ckpt.checkpoint.open_checkpoint import hold_open
+from ft_ckpt.checkpoint.staging import open_staging
 from ft_ckpt.config import canonical_dtype, parse_size
 from ft_ckpt.errors import ConfigError, TargetError, damaged_input, explained, listing
 from ft_ckpt.files import folder
@@ -153,7 +154,8 @@ def _convert_by_library(
     specs = list(whole.specs.values())
     library.check_types(specs)
     commit.check_target(target, sum(spec.size_bytes for spec in specs) + _ROOM_BYTES)
-    stage = commit.open_stage(target)
+    staging = open_staging(target)
+    stage = staging.stage
     try:
         library.write_folder(stage, specs, whole.read)
         if options.verify:
@@ -161,9 +163,9 @@ def _convert_by_library(
                 check_copy(whole, found, target.name)
         files = _file_records(stage, ())
         part = PartRecord("", "", "model", options.format.name, "", (), casts=file.casts)
-        commit.commit_stage(stage, target, _converted_manifest(opened, source, [part], files))
+        staging.commit(_converted_manifest(opened, source, [part], files))
     finally:
-        commit.discard_stage(stage)
+        staging.discard()
     notes = (f"{len(file.ties)} tied names stored as tensors of their own",) if file.ties else ()
     return _conversion_report(options, [file], sum(file.size_bytes for file in files), notes)
 
@@ -212,13 +214,14 @@ def _convert_to_folder(opened: TensorFile, source: Path, options: _ConvertOption
     kept, left = opened.companions() if isinstance(opened, folder.WeightsFolder) else ([], [])
     size = sum(one.plan.layout.size_bytes for one in outputs)
     commit.check_target(options.target, size + _ROOM_BYTES + sum((source / name).stat().st_size for name in kept))
-    stage = commit.open_stage(options.target)
+    staging = open_staging(options.target)
+    stage = staging.stage
     try:
         _copy_companions(source, kept, stage, options.dtype)
         written = write_outputs(outputs, stage, options.progress)
         for plan in plans:
             if plan.index is not None:
-                (stage / plan.index_path).write_text(plan.index, encoding="utf-8")
+                staging.store.write(plan.index_path, plan.index.encode())
             if options.verify:
                 with closing(folder.join_weight_files(stage, [one.plan.path for one in plan.outputs])) as found:
                     check_copy(plan.file, found, options.target.name)
@@ -226,9 +229,9 @@ def _convert_to_folder(opened: TensorFile, source: Path, options: _ConvertOption
         manifest = _converted_manifest(
             opened, source, [plan.part_record(options.format.name) for plan in plans], _file_records(stage, written)
         )
-        commit.commit_stage(stage, options.target, manifest)
+        staging.commit(manifest)
     finally:
-        commit.discard_stage(stage)
+        staging.discard()
     notes = (f"{listing(left, ', ')}: not taken along",) if is_folder and left else ()
     return _conversion_report(options, [plan.file for plan in plans], size, notes)
 
