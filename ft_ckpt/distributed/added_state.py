@@ -1,4 +1,4 @@
-"""What torch's `state_dict()` of a model lists, and under which names; wrappers left out, and nothing gathered.
+"""State that modules list in torch's `state_dict()` beside parameters and buffers: found, and given back.
 
 Most modules list their parameters and persistent buffers, and nothing else. Some have extra state, a way of saving of
 their own, or hooks that add to what is listed: that is found by asking them, and given back through their own loading.
@@ -126,7 +126,7 @@ def takes_extra_state(root: nn.Module, name: str) -> bool:
 
 @dataclass
 class _StateLister:
-    """One listing, as torch makes it, that notes who listed what first."""
+    """Lists the state of modules as torch does, and notes which module listed a value first."""
 
     listed: "OrderedDict[str, Any]" = field(default_factory=OrderedDict)
     found: dict[str, AddedValue] = field(default_factory=dict)
@@ -182,7 +182,7 @@ class _StateLister:
 
 
 def _load_added(one: AddedValue, live: Mapping[str, Any], values: Mapping[str, Any]) -> list[str]:
-    """Let the owner of `one` load its `values`, beside its own tensors as they are; what it found wrong."""
+    """Let the owner of `one` load its `values`, beside its own tensors as they are; returns its complaints."""
     owner, prefix = one.owner, one.prefix
     below = {name: t.detach() for name, t in live.items() if isinstance(t, Tensor) and name.startswith(prefix)}
     state = OrderedDict({**below, **values})
@@ -221,7 +221,7 @@ def _hides_tensors(module: nn.Module) -> bool:
 
 
 def _memory_key(value: Any) -> Any:
-    """What two tensors share when they are the same bytes; None for what has no memory of its own."""
+    """A key that two tensors of the same bytes share; None for a value without memory of its own."""
     local = local_part(value) if isinstance(value, Tensor) else None
     if not isinstance(local, Tensor) or local.layout is not torch.strided or not local.numel() or local.is_meta:
         return None

@@ -1,4 +1,4 @@
-"""What ranks that meet tell each other of failures, and what their answers come to; in words, without moving them."""
+"""The verdict on a meeting of ranks, from what each of them reported. Pure functions: nothing is sent here."""
 
 from typing import Any
 
@@ -8,7 +8,7 @@ ADVICE = "call it on every rank, not under `if accelerator.is_main_process`, and
 
 
 def error_facts(error: BaseException | None) -> dict[str, Any]:
-    """What others are told of an error: its text, and whether it is a full disk."""
+    """The facts of an error that other ranks need: its text, and whether a disk is full."""
     if error is None:
         return {"error": None, "full": False}
     text = str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
@@ -18,7 +18,7 @@ def error_facts(error: BaseException | None) -> dict[str, Any]:
 def judge_entries(
     what: str, entries: dict[int, dict[str, Any]], size: int, same: tuple[str, ...], limit: float
 ) -> tuple[str | None, str]:
-    """What is wrong, None when nothing is, and of what kind that is."""
+    """The problem that the ranks' entries show, None for none, and its kind; `same` names fields to be equal."""
     missing = [rank for rank in range(size) if rank not in entries]
     if missing:
         return f"{what}: rank(s) {rank_numbers(missing)} did not enter it within {limit:g} s; {ADVICE}", "disagree"

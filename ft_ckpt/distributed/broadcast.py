@@ -1,4 +1,4 @@
-"""How stored tensors reach the ranks: each reads what it holds, or rank 0 reads for all what all hold whole.
+"""Reads stored tensors into a run: each rank its own elements, or rank 0 for all what every rank holds whole.
 
 The second way is for storage that is slow or counts its readers. The tensors travel as one stream of bytes, cut into
 buckets at places that every rank works out by itself; the byte behind each bucket tells whether rank 0 could read on.
@@ -24,7 +24,7 @@ _SLICE_BYTES = 16 << 20  # of a tensor that has to be read through its format
 
 
 def each_reads(_what: str, collect: Callable[[], list[WantedTensor]]) -> None:
-    """Fill with this rank's blocks what `collect` gives. Not collective. Raises what `fill_all` and `collect` raise."""
+    """Read this rank's elements of what `collect` gives. Not collective. Raises what `fill_all` and `collect` raise."""
     wanted = collect()
     check_all(wanted)
     fill_all(one for one in wanted if not _is_whole_everywhere(one))
@@ -50,7 +50,7 @@ def choose_filler(way: str, ranks: Ranks, bucket_bytes: int) -> Filler:
 
 
 class _BroadcastPlan:
-    """What one rank wants, and all the memory that takes: after this nothing of its own can keep it from a broadcast.
+    """The tensors that one rank wants and all memory for reading them, so that it cannot fail between broadcasts.
 
     It needs `bucket_bytes` beside the tensors. Raises as `check_all`.
     """
@@ -65,7 +65,7 @@ class _BroadcastPlan:
 
     @property
     def digest(self) -> str:
-        """The same where the same tensors come by broadcast."""
+        """Equal on ranks that expect the same tensors."""
         told = "\n".join(f"{one.name} {one.info.shape} {one.info.dtype}" for one in self.common)
         return hashlib.blake2b(told.encode(), digest_size=8).hexdigest()
 
@@ -111,7 +111,7 @@ class _TensorStream:
         self._landing: Landing | None = None
 
     def put(self, data: Tensor) -> None:
-        """The next bytes. What goes wrong is kept in `error`, and the rest let through."""
+        """Store the next bytes. The first error is kept in `error`, and further data discarded."""
         while data.numel():
             if not self._left:
                 self._left, self._landing = next(self._places)
@@ -154,7 +154,7 @@ def _stored_pieces(wanted: Sequence[WantedTensor]) -> Iterator[Tensor]:
 
 
 def _whole_landing(one: WantedTensor) -> Landing | None:
-    """Where the whole tensor goes on this rank; None where this rank has no use for it."""
+    """The place of the whole tensor in this rank's memory; None where it has none."""
     info, local = one.info, one.local
     if local is None or not local.numel():
         return None
@@ -164,7 +164,7 @@ def _whole_landing(one: WantedTensor) -> Landing | None:
 
 
 class _CastLanding:
-    """A tensor that takes more than moving bytes: put together first, then copied as torch does it."""
+    """A tensor in another dtype or layout than the stored one: collected first, then copied by torch."""
 
     def __init__(self, local: Tensor, dtype: torch.dtype, stage: Tensor) -> None:
         self._local, self._dtype, self._stage, self._at = local, dtype, stage, 0

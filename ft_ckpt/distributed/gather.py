@@ -1,7 +1,7 @@
-"""How the blocks that ranks hold come together on rank 0.
+"""Brings the elements that ranks hold together on rank 0.
 
 `stream_chunks` brings chosen tensors to rank 0 a bucket at a time, so that it never holds more than its own shard and
-the bucket. Every rank works out by itself who sends what: nothing but tensor bytes travels.
+the bucket. Every rank works out alone which rank sends what, so nothing but tensor bytes is sent.
 """
 
 import math
@@ -21,7 +21,7 @@ from ft_ckpt.distributed.tensor_info import TensorInfo, Tensors, full_elements, 
 
 @dataclass(frozen=True, eq=False)
 class Chunk:
-    """Consecutive elements of one source on rank 0, flat, valid until the next chunk is asked for."""
+    """Consecutive elements of one tensor on rank 0, flat, valid until the next chunk is asked for."""
 
     name: str
     start: int  # index of the first element in the flattened full tensor
@@ -111,7 +111,7 @@ class _RowRange:
         return Box((low, *box.offsets[1:]), (high - low, *box.sizes[1:]))
 
     def own_data(self, rank: int) -> Tensor | None:
-        """This rank's data of `part(rank)`."""
+        """This rank's elements of `part_of_rank(rank)`."""
         part, local = self.part_of_rank(rank), self.local
         if part is None or local is None:
             return None
@@ -293,7 +293,7 @@ def _bytes_as(flat: Tensor, start: int, dtype: torch.dtype, shape: Sequence[int]
 
 
 def wire_device() -> torch.device:
-    """Where the default process group wants its tensors: the accelerator under NCCL and its like, else the host."""
+    """The device that the default process group sends from: the accelerator under NCCL and its like, else the host."""
     import torch.distributed as dist
 
     backend = str(dist.get_backend())

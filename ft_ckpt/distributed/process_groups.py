@@ -1,4 +1,4 @@
-"""The few questions that layouts ask of torch's process groups; each has an answer without one, too."""
+"""Facts of torch's process groups that layouts depend on; without a group, those of a single rank."""
 
 from typing import Any
 

@@ -2,8 +2,8 @@
 
 Agreement goes through the process group's key-value store, not through a collective: nobody sits in a GPU operation
 while rank 0 writes (so no watchdog fires), a rank that does not come is known by number, and an error on one rank
-reaches the others within a second: a rank that fails goes straight to the next meeting and leaves a word there, which
-the others heed wherever they wait. The same calls work with one process and no process group.
+reaches the others within a second: a rank that fails goes straight to the next meeting and reports it there, and the
+others look for such reports wherever they wait. The same calls work with one process and no process group.
 """
 
 import json
@@ -21,7 +21,7 @@ from ft_ckpt.distributed.agreement import ADVICE, error_facts, judge_entries, ra
 from ft_ckpt.errors import CheckpointError, NoSpaceError, RankError, RanksDisagreeError
 
 _BEAT_SECONDS = 1.0  # between signs of life of a rank at work; well below any sensible time-out
-_LOOK_SECONDS = 0.1  # between looks for a word of failure of a rank at work
+_LOOK_SECONDS = 0.1  # between looks, of a rank at work, for reports of failure
 _VALUE_BYTES = 4 << 20  # of one key: torch's store ends at more than 8 MiB, and takes the process group with it
 _LOOKS_PER_SECOND = 1000  # at most, of all ranks together: one process answers them
 
@@ -41,7 +41,7 @@ class Ranks:
     ahead: tuple[str, ...] = ()  # keys of the meetings after these attempts
     spent: list[str] = field(default_factory=list)  # rank 0's own keys, which nobody needs once all have met again
     further: dict[str, int] = field(default_factory=dict)  # keys of this rank whose value is in as many parts
-    looked_at: float = 0.0  # for a word of failure
+    looked_at: float = 0.0  # for reports of failure
 
     @property
     def leads(self) -> bool:
@@ -50,7 +50,7 @@ class Ranks:
 
     @property
     def shows(self) -> bool:
-        """Whether this is where a person looks on."""
+        """Whether this rank shows progress and warnings: rank 0, outside of background threads."""
         return self.leads and not self.channel
 
     def agree(
@@ -115,7 +115,7 @@ class Ranks:
 
     @contextmanager
     def working(self) -> Iterator[None]:
-        """Tell the other ranks, while the block runs, that this one is alive and at work: they go on waiting.
+        """Report to the other ranks, while the block runs, that this one is alive, so that they go on waiting.
 
         From a thread, since the work may sit in one long system call. When the process dies, so does the thread.
         """
@@ -137,7 +137,7 @@ class Ranks:
             thread.join()
 
     def open_receive_slot(self, bringing: Iterable[int]) -> None:
-        """On rank 0: from here on it takes what the ranks `bringing` something send, all of which are ready to.
+        """Rank 0 is ready to receive from the ranks `bringing` tensors, and waits until all of them are ready to send.
 
         A send that nobody receives would end with the group's time-out, however healthy the disk rank 0 waits for; and
         so would a receive from a rank that has failed. Raises as `await_receive_slot` does.
@@ -153,7 +153,7 @@ class Ranks:
         self.store.set(self._store_key(turn), "")
 
     def await_receive_slot(self, brings: bool) -> None:
-        """On the other ranks: wait until rank 0 takes what this one `brings`; return at once if that is nothing.
+        """Wait, on other ranks, until rank 0 is ready to receive; return at once unless this one `brings` tensors.
 
         Raises what another rank has failed with, or RankError when rank 0 falls silent or has gone on.
         """
@@ -168,7 +168,7 @@ class Ranks:
         self._delete_key(own)
 
     def _collect_entries(self, what: str, same: tuple[str, ...], limit: float) -> dict[str, Any]:
-        """Collect what the ranks put, judge it, and put the verdict where the others wait for it.
+        """Collect the entries of all ranks, and store the verdict on them for the others.
 
         Each rank forgets what it put itself: for one to do it would take a call for each of the others.
         """
@@ -219,7 +219,7 @@ class Ranks:
         return True
 
     def _check_failures(self, names: Iterable[str] = (), awaited: Iterable[int] = ()) -> None:
-        """Raise what keeps `awaited` ranks from putting `names`: a rank has failed, or they have gone on without."""
+        """Raise why `awaited` ranks will not put `names`: a rank has failed, or they have gone on without."""
         for meeting in (*self.ahead, self._store_key(f"{self.rounds + 1}")):
             failed = self.store.check([f"{meeting}/failed"])
             gone = [rank for rank in awaited if self.store.check([f"{meeting}/{rank}"])]
@@ -230,7 +230,7 @@ class Ranks:
             raise _error_of(json.loads(self.store.get(f"{meeting}/failed")))
 
     def _report_failure(self, error: BaseException | None) -> None:
-        """Leave a word at the next meeting that this rank has failed; the first such word is the one that counts."""
+        """Report at the next meeting that this rank has failed; the first report of any rank counts."""
         if error is not None:
             own = error_facts(error)
             told = {"problem": f"rank {self.rank} failed: {own['error']}", "kind": "full" if own["full"] else "failed"}
@@ -257,7 +257,7 @@ class Ranks:
         return f"ft_ckpt/{self.channel}/beat/{rank}"
 
     def _put_json(self, name: str, value: dict[str, Any]) -> None:
-        """Under one key, or under several of which that one comes last: who sees it finds them all."""
+        """Store a value under one key, or in parts of which the one under that key comes last."""
         key, text = self._store_key(name), json.dumps(value).encode()
         parts = [text[low : low + _VALUE_BYTES] for low in range(0, len(text), _VALUE_BYTES)]
         for number, part in enumerate(parts[1:], 1):
@@ -310,7 +310,7 @@ def current_ranks(timeout_seconds: float = 600.0, channel: str = "") -> Ranks:
 
 @contextmanager
 def by_itself() -> Iterator[None]:
-    """In the block, this process acts alone: for what each holds whole, and the others do not wait for."""
+    """Let this process act alone in the block: for objects that each holds whole, and no other rank waits for."""
     token = _by_itself.set(True)
     try:
         yield
@@ -319,7 +319,7 @@ def by_itself() -> Iterator[None]:
 
 
 def _refuse_split_brain() -> None:
-    """Each of several processes that believes to be alone would write the same folder."""
+    """Refuse to take one of several launched processes for the only one: all would write the same folder."""
     launched = os.environ.get("WORLD_SIZE", "1")
     if launched.isdigit() and int(launched) > 1 and "RANK" in os.environ:
         raise RanksDisagreeError(
@@ -338,7 +338,7 @@ def try_action(action: Callable[[], Any]) -> tuple[Any, BaseException | None]:
 
 
 def _error_of(told: Mapping[str, Any]) -> CheckpointError:
-    """What a verdict or a word of failure is raised as."""
+    """The exception for a verdict, or for a report of failure."""
     kinds: dict[str, Callable[[str], CheckpointError]]
     kinds = {"failed": RankError, "full": NoSpaceError, "disagree": RanksDisagreeError}
     return kinds[told["kind"]](told["problem"])

@@ -1,6 +1,6 @@
-"""The way back: each rank reads from files the blocks it holds, and nothing else.
+"""Reads stored tensors into the elements that this rank holds, and nothing else.
 
-The map is the one `gather` goes by, read backwards, so a file written on any number of ranks fills any other. Many
+Boxes are those of the present run's shardings, so a file written on any number of ranks can be read by any other. Many
 tensors are filled in the order of their bytes, read ahead by threads, past the page cache where that pays.
 """
 

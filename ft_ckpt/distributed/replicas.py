@@ -1,4 +1,4 @@
-"""Names and places of what single ranks hold of a tensor that several ranks have."""
+"""Names and places of the parts of replicated tensors that single ranks hold otherwise than the first."""
 
 import json
 from dataclasses import replace
@@ -16,12 +16,12 @@ def place_of(sharding: Sharding, rank: int) -> str:
 
 
 def own_name(name: str, rank: int) -> str:
-    """The stored name of what `rank` alone has of the tensor `name`."""
+    """The stored name of the elements that `rank` alone has of the tensor `name`."""
     return f"rank-{rank}/{name}"
 
 
 def own_part(source: Source, rank: int) -> Source:
-    """What `rank`, this one, holds of the source, as a tensor for itself: as `own_name` is stored."""
+    """The elements that `rank`, this one, holds of the source, as a tensor of their own: stored under `own_name`."""
     mine = source.sharding.local_box(rank)
     if mine is None or not place_of(source.sharding, rank):
         return source

@@ -1,4 +1,4 @@
-"""Which tensors make up an adapter: everything PEFT knows how to load, and everything that was trained.
+"""The tensors that make up an adapter: everything PEFT knows how to load, and everything that was trained.
 
 PEFT's own selection decides the names, method by method. It is given stand-ins instead of tensors, under the names it
 finds by walking the module tree (wrapper parts included), so nothing has to be gathered to ask it. What it would
@@ -97,7 +97,7 @@ def base_sources(part: View) -> Iterable[tuple[str, TensorInfo]]:
 
 
 def _of_base(part: View, named: Mapping[str, T]) -> Iterable[tuple[str, T]]:
-    """What of `named` is the base model's own, by its name there."""
+    """The entries of `named` that are the base model's own, by their names there."""
     from peft.tuners.tuners_utils import BaseTunerLayer
     from peft.utils.other import AuxiliaryTrainingWrapper
 
@@ -131,7 +131,7 @@ def _base_steps(steps: list[str], wrapped: frozenset[str]) -> list[str] | None:
 
 
 def _refuse_extra(part: View) -> None:
-    """Files of adapters are PEFT's, which has no place for anything but tensors."""
+    """Refuse state that is no tensor: files of adapters are PEFT's, which have no place for it."""
     own = sorted(part.extra.keys() - {name for _, name in _of_base(part, {name: name for name in part.extra})})
     if own:
         raise SelectionError(
@@ -147,7 +147,7 @@ def _adapter_folder(path: str, adapter: str, in_folders: bool) -> str:
 
 
 def _adapter_entries(part: View, adapter: str) -> list[Entry]:
-    """What PEFT selects for the adapter, under the names it stores."""
+    """The tensors that PEFT selects for the adapter, under the names it stores."""
     config = part.module.peft_config[adapter]
     if config.is_prompt_learning:
         return _prompt_entries(part, adapter)
@@ -177,7 +177,7 @@ def _part_sources(part: View) -> list[TensorInfo]:
 
 
 def _name_cleaner(part: View) -> Callable[[str], str]:
-    """What takes the steps of wrappers out of a name that PEFT made of a raw one."""
+    """A function that removes the steps of wrappers from a name that PEFT made of a raw one."""
     steps = wrapper_steps((name, source.raw_name) for name, source in part.sources.items())
     return lambda name: ".".join(step for step in name.split(".") if step not in steps)
 
@@ -208,7 +208,7 @@ def _computed_group(part: View, adapter: str, made: Mapping[str, Tensor]) -> Gro
 
 
 def _prompt_entries(part: View, adapter: str) -> list[Entry]:
-    """Prompt methods store what their encoder yields, so the encoder is rebuilt from full tensors and run."""
+    """The entries of a prompt method, which stores its encoder's output: that is rebuilt from full tensors and run."""
     inside = f"prompt_encoder.{adapter}."
     needed = tuple(source for name, source in part.sources.items() if name.startswith(inside))
     others = {name: source for name, source in part.sources.items() if "modules_to_save" in name.split(".")}

@@ -1,4 +1,4 @@
-"""Adapters back onto their base: the right base, all their tensors, the active one active."""
+"""Puts stored adapters onto their base: the right base, all their tensors, the active one active."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -22,7 +22,7 @@ from ft_ckpt.model.selection import View
 
 @dataclass(frozen=True, eq=False)
 class Attached:
-    """The model with its adapters, and what did not fit."""
+    """The model with its adapters, and the names that did not fit."""
 
     model: nn.Module
     missing: tuple[str, ...]
@@ -185,7 +185,7 @@ def _check_base(
 
 
 def _place_brought(model: Any, root: Path, records: Sequence[PartRecord]) -> tuple[list[str], list[str]]:
-    """Names that did not meet; base tensors that came with the adapter are put in place, whatever PEFT did."""
+    """Names missing in files or model; base tensors that came with the adapter are put in place, whatever PEFT did."""
     inventory = inventory_of(model)
     one = View(model, inventory.infos())
     expected = {part.adapter: {entry.name for entry in part.entries} for part in adapter_parts(one, "", "", "as_is")}

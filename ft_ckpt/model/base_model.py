@@ -1,7 +1,7 @@
-"""The model that adapters are on: which it is, whether it is the same, and whether it can be had again.
+"""The base model of adapters: its identity, whether it has changed, and whether it can be made again.
 
-A base is told by sampled elements. They tell another model, another precision, and whatever changed most of a layer, as
-merging an adapter into it does; a change of few elements, such as a row of an embedding, passes them by.
+A base is recognised by sampled elements. Sampling detects another model, another precision, and changes of most of a
+layer, as merging an adapter into it makes; it misses a change of few elements, such as a row of an embedding.
 """
 
 import json
@@ -37,7 +37,7 @@ _REMADE_ULPS = 64  # of float32, in which decompositions are computed
 
 
 class BaseWatch:
-    """The base as a script makes it for its adapters, to which every resume comes back; and what became of it."""
+    """Notices when the base of a run's adapters changes: a resume would find it as the script makes it at the start."""
 
     def __init__(self) -> None:
         self._model: ref[nn.Module] | None = None
@@ -201,7 +201,7 @@ def _adapted_paths(record: PartRecord) -> frozenset[str]:
 
 
 def is_floating(source: TensorInfo) -> bool:
-    """Whether the tensor has numbers to compare: quantised ones have others."""
+    """Whether the tensor's elements can be compared: those of quantised ones cannot."""
     return source.dtype.is_floating_point
 
 

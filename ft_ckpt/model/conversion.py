@@ -1,4 +1,4 @@
-"""Names, form and dtypes of a model's tensors in the file, where they are others than in memory.
+"""Conversion of a model's tensors whose names, form or dtypes differ between memory and file.
 
 Works on names, shapes and dtypes only: what transformers would write is asked of it with tensors on the meta device.
 """

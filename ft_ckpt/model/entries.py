@@ -1,4 +1,4 @@
-"""What is to be stored: a part for each folder that something can load, and an entry for each tensor in its files."""
+"""Plans of what is stored: a part for each folder that something can load, an entry for each tensor in its files."""
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -35,7 +35,7 @@ class Entry:
 
     @property
     def sources(self) -> tuple[StoredInfo, ...]:
-        """What it is made from."""
+        """The tensors it is made from."""
         if self.group is not None:
             return self.group.sources
         return () if self.source is None else (self.source,)

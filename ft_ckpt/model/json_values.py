@@ -1,4 +1,4 @@
-"""Simple values as JSON, and back: what a module's attributes are made of when they are no tensors or modules.
+"""Attributes of modules that are no tensors or modules, as JSON and back.
 
 What JSON lacks is a one-key object such as {"tuple": [...]}. Configs of transformers are among them, since a language
 model inside a plain module is nothing without its own. Reading imports nothing but transformers' own models.

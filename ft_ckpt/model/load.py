@@ -1,4 +1,4 @@
-"""The road back: a committed checkpoint becomes a model again, strictly, without running anything it contains."""
+"""Loads a committed checkpoint as a model, strictly, without running anything it contains."""
 
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -97,7 +97,7 @@ def load_model(
 
 @contextmanager
 def _explain_errors(root: Path) -> Iterator[None]:
-    """What libraries raise over the files comes out as a LoadError; want of memory is nobody's damage."""
+    """Raise a LoadError for errors of libraries, which the files cause; but not for want of memory."""
     try:
         yield
     except (CheckpointError, MemoryError, torch.OutOfMemoryError):

@@ -1,4 +1,4 @@
-"""Stored tensors become those of a module, strictly; the report of what did not fit."""
+"""Puts stored tensors into a module, strictly, and reports those that do not fit."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace

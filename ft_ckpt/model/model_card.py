@@ -54,7 +54,7 @@ def _is_repository(name: str) -> bool:
 
 
 def injected_card(config: Any) -> str:
-    """What PEFT would say of a PeftModel, for adapters that were injected into a model."""
+    """The card that PEFT would write for a PeftModel, for adapters that were injected into a model."""
     base = config.base_model_name_or_path
     base = base if base and _is_repository(base) else None
     kind = str(getattr(config.peft_type, "value", config.peft_type)).lower()

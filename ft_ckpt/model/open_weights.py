@@ -1,4 +1,4 @@
-"""The tensors of weight files for a model that is loaded: mapped, read into memory, or straight onto a device."""
+"""Opens weight files for a model that is loaded: mapped, read into memory, or straight onto a device."""
 
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -28,7 +28,7 @@ def read_tensors(file: Path) -> dict[str, Tensor]:
 def fetching_weights(
     files: Iterable[Path], mapped: bool | str = "auto", device: torch.device | None = None
 ) -> Iterator[Callable[[], Weights]]:
-    """What `read_weights` gives, fetched in a thread while the block does something else; the block calls for it.
+    """Fetch the tensors of `files` in a thread; the block gets a function that waits for them.
 
     With a `device` the tensors are read onto it. A block that ends without them ends the reading too. Raises
     CorruptError for a file whose table is not sound.
@@ -73,6 +73,6 @@ def _file_tensors(file: IndexedFile) -> dict[str, Tensor]:
 
 
 def extra_beside(folder: Path) -> dict[str, Any]:
-    """What the model in `folder` had in its state dict that is no tensor. Raises CorruptError when it is damaged."""
+    """The values of the model's state dict in `folder` that are no tensors. Raises CorruptError for a damaged file."""
     file = folder / EXTRA_FILE
     return load_object(file.read_text(encoding="utf-8")) if file.is_file() else {}

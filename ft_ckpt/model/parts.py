@@ -1,4 +1,4 @@
-"""What the caller asked for, as parts: one for each folder that something can load."""
+"""Turns a request into parts: one for each folder that something can load."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -85,7 +85,7 @@ def kind_of(adapter_only: bool, attribute: Attribute) -> str:
 
 
 def _refuse_missing(parts: list[Part], views: Iterable[View], adapter_only: bool) -> list[Part]:
-    """`parts`, compared with all that the model has below what was asked for.
+    """The `parts`, once it is sure that they leave out no tensor of the `views` without a rule.
 
     Left out may be: other names of one parameter, what the class or PEFT says it makes anew, and, of an adapter alone,
     the frozen tensors of its base. Raises IncompleteError naming everything else.

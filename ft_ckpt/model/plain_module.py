@@ -1,4 +1,4 @@
-"""A plain `nn.Module` as a small JSON tree, and back, without running a constructor or importing anything.
+"""Describes a plain `nn.Module` as JSON, and rebuilds it without running a constructor or importing anything.
 
 A value head has no config of its own to rebuild it from. `describe_module` records its classes, simple attributes,
 parameter and buffer shapes; `build_module` puts the same tree together again, parameters on the meta device, from
@@ -160,7 +160,7 @@ class _ModuleBuilder:
 
 
 def tensor_at(module: nn.Module, name: str) -> Any:
-    """What `module` has under a dotted name; None when there is nothing."""
+    """The attribute of `module` under a dotted name; None for none."""
     path, _, key = name.rpartition(".")
     try:
         return getattr(module.get_submodule(path), key)

@@ -1,4 +1,4 @@
-"""A model of transformers from what its folder says: within the bounds of its tensors, and of known classes only."""
+"""Builds an empty transformers model from its folder: of known classes only, no larger than its tensors allow."""
 
 import json
 import re
@@ -33,7 +33,7 @@ def model_class(name: str) -> Any:
 
 
 def checked_config(folder: Path, record: PartRecord) -> dict[str, Any]:
-    """What config.json says, before anything is made of it; a model of a billion layers would be made for ever."""
+    """The contents of config.json, with counts checked first: a model of a billion layers would be built for ever."""
     config: dict[str, Any] = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     if absurd := [f"{name}: {value:,}" for name, value in _counts_in(config) if value > _MOST_LAYERS]:
         raise LoadError(
@@ -79,7 +79,7 @@ def most_parameters(record: PartRecord) -> int:
 
 
 def class_of_own_code(config: Mapping[str, Any], record: PartRecord) -> Any:
-    """What finds the class of a model with code of its own; transformers runs that only if it may."""
+    """The auto class that finds the class of a model with code of its own; transformers runs that only if it may."""
     import transformers
 
     if not config.get("auto_map"):

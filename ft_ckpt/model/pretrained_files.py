@@ -1,4 +1,4 @@
-"""What stands beside the weights: config, generation config, tokenizer, chat template, custom code, model card.
+"""Writes the files beside the weights: config, generation config, tokenizer, chat template, custom code, model card.
 
 The files are those `save_pretrained` writes. Everything here runs on rank 0 alone while parameters may be sharded, so
 no tensor is read; and training goes on with the same objects, so fields are set on copies.

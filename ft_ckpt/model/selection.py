@@ -1,4 +1,4 @@
-"""What is saved, and under which names: whole models, submodels, plain modules.
+"""Selects the tensors of a save and their names: whole models, submodels, plain modules.
 
 Works on names, shapes and dtypes only; no tensor is read and no rank is asked. The result is a list of parts, each a
 folder that something can load, whose entries say where every stored tensor comes from.
@@ -21,7 +21,7 @@ from ft_ckpt.model.entries import Entry, Part
 
 @dataclass(frozen=True, eq=False)
 class View:
-    """A module of the live model, unwrapped, with what is below it by names relative to it."""
+    """A module of the live model, unwrapped, with the tensors below it by names relative to it."""
 
     module: Any  # an nn.Module; what else it may have depends on its class
     sources: Mapping[str, TensorInfo] = field(default_factory=dict)
@@ -133,7 +133,7 @@ def _pretrained_below(part: Part) -> list[str]:
 
 
 def diverged_ties(part: View) -> list[tuple[TensorInfo, TensorInfo]]:
-    """Pairs the model declares to be one parameter but that are two in memory: to be compared before one is dropped."""
+    """Pairs that the model declares tied but that are two in memory: to be compared before one is dropped."""
     config = getattr(part.module, "config", None)
     declared = getattr(part.module, "all_tied_weights_keys", None) or {}
     if not getattr(_text_config(config), "tie_word_embeddings", False):
@@ -143,7 +143,7 @@ def diverged_ties(part: View) -> list[tuple[TensorInfo, TensorInfo]]:
 
 
 def _refuse_unserialisable(module: Any) -> None:
-    """Quantisers that keep weights in forms of their own, such as torchao's tensor subclasses, cannot be stored."""
+    """Refuse quantisers that keep weights in forms of their own, such as torchao's tensor subclasses."""
     quantizer = getattr(module, "hf_quantizer", None)
     if quantizer is None:
         return

@@ -279,7 +279,9 @@ def test_a_further_model_with_ties_is_resumed(name, tmp_path):
 
 def test_a_further_model_stored_under_its_last_tied_name_is_resumed(tmp_path, monkeypatch):
     """As version 0.1.0 stored it."""
-    monkeypatch.setattr(training, "tied", lambda found, old=training.tied: [group[::-1] for group in old(found)])
+    monkeypatch.setattr(
+        training, "tied_names", lambda found, old=training.tied_names: [group[::-1] for group in old(found)]
+    )
     average = models.build("llama", seed=1)
     CheckpointSaver().save_state(models.build("llama"), tmp_path / "out", ema=average)
     monkeypatch.undo()
