@@ -25,6 +25,7 @@ from ft_ckpt.cli import verify as verifying
 from ft_ckpt.cli import views
 from ft_ckpt.cli.arguments import only_path, run_folder
 from ft_ckpt.errors import CheckpointError, NotACheckpointError
+from ft_ckpt.storage.local_store import LocalStore
 
 _NAME = "ft-ckpt"
 _COMPLETE = "_FT_CKPT_COMPLETE"  # set by the shell that asks what a word could become
@@ -143,9 +144,11 @@ def best_command(context: typer.Context, metric: _Metric = None, as_json: _Json 
 def show_command(context: typer.Context, as_json: _Json = False) -> None:
     """List the parts and tensors of the checkpoint PATH, or the tensors of a weight file or foreign folder."""
     path = only_path(context)
-    if not path.exists() or (catalog.discover(path) and not (path / MANIFEST_NAME).is_file()):
+    store = LocalStore(path)
+    committed = store.stat(MANIFEST_NAME) is not None
+    if not store.list_folder().exists or (catalog.discover(path) and not committed):
         raise NotACheckpointError(catalog.why_no_checkpoint(path))
-    if not (path / MANIFEST_NAME).is_file():
+    if not committed:
         converting.show_file(path, as_json=as_json)
         return
     views.show_checkpoint(catalog.CheckpointInfo(path, catalog.read_manifest(path)), as_json=as_json)

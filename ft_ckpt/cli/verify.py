@@ -10,6 +10,7 @@ from ft_ckpt.checkpoint.manifest import MANIFEST_NAME
 from ft_ckpt.cli import views
 from ft_ckpt.cli.arguments import only_path
 from ft_ckpt.errors import ManifestError, NotACheckpointError
+from ft_ckpt.storage.local_store import LocalStore
 
 _Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 _Fast = Annotated[bool, typer.Option("--fast", help="Names, sizes and headers only; do not read every byte.")]
@@ -22,7 +23,7 @@ def verify_command(context: typer.Context, fast: _Fast = False, as_json: _Json =
     Of safetensors files and folders without a manifest, headers, indexes and configs are checked.
     """
     path = only_path(context)
-    if not path.exists():
+    if not LocalStore(path).list_folder().exists:
         raise NotACheckpointError(f"{path}: no such file or folder")
     found = _checkpoints_at(path)
     reports = [_report_on(each, deep=not fast) for each in found] or [foreign.verify_foreign(path)]
@@ -33,11 +34,12 @@ def verify_command(context: typer.Context, fast: _Fast = False, as_json: _Json =
 
 def _checkpoints_at(path: Path) -> list[Path]:
     """The folder itself, if something was committed there, and those directly below it where something was."""
-    if not path.is_dir():
-        return []
-    below = sorted(one for one in path.iterdir() if not one.name.startswith(".") and not one.is_symlink())
+    store = LocalStore(path)
+    folders = store.list_folder().folders
+    below = sorted(each.name for each in folders if not each.name.startswith(".") and not each.is_link)
     here = {info.path: None for info in catalog.discover(path)}  # in their order; then those that cannot be read
-    return [*here, *(one for one in (path, *below) if (one / MANIFEST_NAME).is_file() and one not in here)]
+    stores = {path: store, **{path / name: store.within(name) for name in below}}
+    return [*here, *(one for one, at in stores.items() if at.stat(MANIFEST_NAME) is not None and one not in here)]
 
 
 def _report_on(path: Path, *, deep: bool) -> catalog.VerifyReport:

@@ -1,0 +1,65 @@
+"""Which modules know the file system; all others ask a store, or hand a path on to one of these.
+
+A module knows it when it imports what only files need, calls what of `os` is about files, calls `open`, or calls what
+only paths have (`is_file`, `iterdir`, `read_text`, ...).
+"""
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2] / "ft_ckpt"
+IMPORTS = {"fcntl", "glob", "mmap", "shutil", "tempfile", "ft_ckpt.storage.local_disk"}
+HARMLESS = {
+    *("PathLike", "fspath", "fsencode", "fsdecode", "pathsep", "sep"),  # names of files
+    *("environ", "getenv", "getpid", "getppid", "getuid", "kill", "register_at_fork", "urandom", "strerror"),
+    *("PRIO_PROCESS", "cpu_count", "getpriority", "sched_getaffinity", "setpriority"),
+}
+OF_PATHS = {
+    *("exists", "is_dir", "is_file", "is_symlink", "lstat", "samefile", "glob", "iterdir", "rglob"),
+    *("hardlink_to", "mkdir", "readlink", "rmdir", "symlink_to", "touch", "unlink"),
+    *("read_bytes", "read_text", "write_bytes", "write_text"),
+}
+
+# The floor: what a store and the fast road beside it are made of.
+STORAGE = {"buffers", "direct_io", "local_disk", "local_store", "owners", "placing", "regions", "writer"}
+# The commit protocol of folders, its recovery and its opposite, locks of readers, and open files kept open.
+CHECKPOINT = {"commit", "delete", "leases", "open_checkpoint", "recovery"}
+# Still asking by themselves: whether a path is a file or a folder, small files of libraries, and stages by their paths.
+OTHERS = {
+    *("cli/arguments", "cli/check", "cli/convert", "cli/plan"),
+    *("files/convert", "files/folder", "files/objects", "files/rename"),
+    *("formats/dcp", "formats/deepspeed", "formats/hdf5/foreign", "formats/hdf5/probe", "formats/mapped_file"),
+    *("formats/shard_files", "formats/tensorflow", "formats/torch_objects", "formats/write_files"),
+    *("integrations/checkpointed", "integrations/open_instruct", "integrations/trainer_files"),
+    *("model/adapters", "model/load", "model/model_card", "model/open_weights", "model/plain_module"),
+    *("model/pretrained", "model/pretrained_files"),
+    *("saving/build_manifest", "saving/move_tensors", "saving/plan", "saving/reuse_frozen", "saving/write_shards"),
+    *("training/rehearsal", "training/starting", "training/state_files"),
+}
+
+
+def signs(tree: ast.Module) -> Iterator[str]:
+    """What in a module is about files."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (each.name for each in node.names if each.name in IMPORTS)
+        elif isinstance(node, ast.ImportFrom):
+            names = {f"{node.module}.{each.name}" for each in node.names if each.name != "local_path"}
+            yield from {node.module, *names} & IMPORTS if names else ()
+        elif isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "os":
+            yield from {node.attr} - HARMLESS
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+            yield from {node.func.attr} & OF_PATHS
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
+            yield from {node.func.id} & {"open"}
+
+
+def test_who_knows_the_file_system():
+    found = {
+        path.relative_to(ROOT).with_suffix("").as_posix(): sorted(set(signs(ast.parse(path.read_text()))))
+        for path in ROOT.rglob("*.py")
+    }
+    known = {name: why for name, why in found.items() if why}
+    allowed = {f"storage/{name}" for name in STORAGE} | {f"checkpoint/{name}" for name in CHECKPOINT} | OTHERS
+    assert {name: why for name, why in known.items() if name not in allowed} == {}, "ask a store"
