@@ -36,7 +36,7 @@ def done(request, tmp_path_factory):
             (folder / name).mkdir()
             (folder / name / "page.md").write_text(page, encoding="utf-8")
             names.append(name)
-    return folder, run_cases("page", names, folder, ranks=1, timeout=300)
+    return folder, run_cases("page", names, folder, ranks=1, timeout=380)
 
 
 @pages
