@@ -1,0 +1,99 @@
+"""Layouts are data: each element has one owner, boxes are those of torch, and equal layouts are equal."""
+
+import math
+import pickle
+from itertools import product
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset
+
+from ft_ckpt.distributed.sharding import (
+    FlatSharding,
+    Mesh,
+    MeshSharding,
+    OpaqueSharding,
+    OwnedSharding,
+    ReplicatedSharding,
+)
+
+shapes = st.lists(st.integers(0, 7), min_size=1, max_size=3).map(tuple)
+
+
+@st.composite
+def mesh_shardings(draw):
+    """A tensor over a grid of at most 3 dimensions, each of which cuts another dimension or none; rank 0 is in it."""
+    view = draw(shapes)
+    grid = draw(st.lists(st.integers(1, 4), min_size=1, max_size=3).map(tuple))
+    dims = draw(st.permutations([*range(len(view)), *[None] * len(grid)]))[: len(grid)]
+    ranks = draw(st.permutations(range(math.prod(grid))))
+    return MeshSharding(view, Mesh(grid, tuple(ranks)), tuple(dims))
+
+
+@st.composite
+def flat_shardings(draw):
+    numel, first = draw(st.integers(0, 40)), draw(st.integers(0, 20))
+    shard = draw(st.integers(1, 20))
+    members = range(max(1, -(-(first + numel) // shard)) + draw(st.integers(0, 2)))
+    return FlatSharding(numel, first, shard, tuple(members))
+
+
+layouts = (
+    mesh_shardings()
+    | flat_shardings()
+    | shapes.map(ReplicatedSharding)
+    | st.builds(OwnedSharding, shapes, st.integers(0, 3))
+)
+
+
+@settings(max_examples=200, deadline=None)
+@given(layouts)
+def test_each_element_is_in_the_box_of_one_owner(sharding):
+    seen = torch.zeros(sharding.view, dtype=torch.int)
+    for rank in sharding.owners:
+        if (box := sharding.box(rank)) is not None:
+            seen[tuple(slice(low, low + size) for low, size in zip(box.offsets, box.sizes, strict=True))] += 1
+            assert box == sharding.local_box(rank)
+    assert bool((seen == 1).all())
+    assert [rank for rank in range(70) if sharding.box(rank) is not None and rank not in sharding.owners] == []
+
+
+@settings(max_examples=200, deadline=None)
+@given(mesh_shardings())
+def test_boxes_are_those_of_torch(sharding):
+    placements = [Replicate() if dim is None else Shard(dim) for dim in sharding.cuts]
+    grid = product(*(range(size) for size in sharding.mesh.shape))
+    for rank, place in zip(sharding.mesh.ranks, grid, strict=True):
+        expected = _compute_local_shape_and_global_offset(
+            sharding.view, sharding.mesh.shape, lambda dim, place=place: place[dim], placements
+        )
+        box = sharding.local_box(rank)
+        assert (None if box is None else (box.sizes, box.offsets)) == (
+            tuple(map(tuple, expected)) if all(expected[0]) else None
+        )
+
+
+@pytest.mark.parametrize(
+    "sharding",
+    [
+        MeshSharding((4, 2), Mesh((2, 2), (4, 5, 6, 7)), (None, 0), is_replicated=True),
+        FlatSharding(10, 3, 5, (4, 5, 6), is_replicated=True),
+    ],
+)
+def test_a_group_without_rank_0_holds_again_and_contributes_nothing(sharding):
+    assert (sharding.owners, sharding.is_sharded) == ((), True)
+    assert all(sharding.box(rank) is None for rank in range(8))
+    assert sharding.local_box(4) is not None
+    assert sharding.local_box(0) is None
+
+
+@settings(max_examples=50, deadline=None)
+@given(layouts)
+def test_layouts_are_hashable_comparable_and_can_be_sent(sharding):
+    sharding.owners  # noqa: B018 - what is worked out once must not change what it equals
+    again = pickle.loads(pickle.dumps(sharding))
+    assert again == sharding
+    assert len({again, sharding, OpaqueSharding(sharding.view, None), OwnedSharding(sharding.view, None)}) == 3
