@@ -56,6 +56,7 @@ class FSDP1Wrapper(Wrapper):
     child_key = "_fsdp_wrapped_module"
     packages = ("torch.distributed.",)
     hides_gradients = "FSDP1"
+    shows_runs = True
 
     def wraps(self, module: nn.Module) -> bool:
         """Told by the name of the class, since importing it takes long."""
@@ -85,6 +86,16 @@ class FSDP1Wrapper(Wrapper):
     def local_part(self, tensor: Any) -> Tensor | None:
         """This rank's run in its shard of the flat parameter."""
         return tensor.local_run(tensor.shard_buffer())  # type: ignore[no-any-return]  # as FlatParameter says
+
+    def optimizer_parameter(self, tensor: Any) -> Any:
+        """The original parameter, or with use_orig_params=False the whole flat one."""
+        return tensor.handle.flat_param if tensor.original is None else tensor.original
+
+    def state_run(self, tensor: Any, state: Tensor | None) -> tuple[Sharding, Tensor | None]:
+        """State of an original parameter is this rank's run; that of a flat parameter has runs of all in it."""
+        if state is None or tensor.original is not None:
+            return tensor.sharding(), None if state is None else state.detach().view(-1)
+        return tensor.sharding(state.numel()), tensor.local_run(state)
 
     def drop_gradients(self, module: nn.Module) -> None:
         """FSDP1 shows parts of the flat parameter's gradient as those of the parameters."""

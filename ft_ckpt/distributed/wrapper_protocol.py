@@ -45,6 +45,7 @@ class Wrapper:
     attributes: tuple[str, ...] = ()  # that it sets on the user's modules
     attribute_prefixes: tuple[str, ...] = ()
     hides_gradients: str | None = None  # its name for people, where accumulated gradients cannot be read under it
+    shows_runs = False  # whether optimizers see, of a tensor that it describes, this rank's run of elements alone
 
     def wraps(self, module: nn.Module) -> bool:
         """Whether `module` is a wrapper of this kind, with the module it wraps under `child_key`."""
@@ -75,6 +76,14 @@ class Wrapper:
 
     def full_tensor(self, tensor: Any) -> Tensor:
         """The full tensor, for opaque shardings. Collective."""
+        raise self._unanswered()
+
+    def optimizer_parameter(self, tensor: Any) -> Any:
+        """The object that optimizers are given for a tensor that it `describes`."""
+        return tensor
+
+    def state_run(self, tensor: Any, state: Tensor | None) -> tuple[Sharding, Tensor | None]:
+        """The layout of optimizer state of the shape of a tensor that `shows_runs`, and this rank's elements of it."""
         raise self._unanswered()
 
     def reshard(self, module: nn.Module) -> None:

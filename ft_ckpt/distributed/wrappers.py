@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from ft_ckpt.distributed.fsdp1 import FSDP1Wrapper
 from ft_ckpt.distributed.fsdp2 import FSDP2Wrapper
 from ft_ckpt.distributed.plain import CheckpointedActivations, CompiledWrapper, DataParallelWrapper, PlainTensors
+from ft_ckpt.distributed.sharding import Sharding
 from ft_ckpt.distributed.wrapper_protocol import PendingGradient, TensorLayout, Wrapper
 from ft_ckpt.distributed.zero import DeepSpeedWrapper
 
@@ -138,6 +139,21 @@ def full_tensor(tensor: Any) -> Tensor:
 def is_distributed(tensor: Any) -> bool:
     """Whether the tensor itself says how it is cut over the ranks."""
     return not isinstance(_engine_of(tensor), PlainTensors)
+
+
+def optimizer_parameter(tensor: Any) -> Any:
+    """The object that optimizers are given for a parameter, or for what stands for one."""
+    return _engine_of(tensor).optimizer_parameter(tensor)
+
+
+def shows_runs(tensor: Any) -> bool:
+    """Whether optimizers see this rank's run of elements alone, as an ordinary tensor of one dimension."""
+    return _engine_of(tensor).shows_runs
+
+
+def state_run(tensor: Any, state: Tensor | None) -> tuple[Sharding, Tensor | None]:
+    """The layout of optimizer state of the shape of a tensor that `shows_runs`, and this rank's elements of it."""
+    return _engine_of(tensor).state_run(tensor, state)
 
 
 def _engine_of(tensor: Any) -> Wrapper:
