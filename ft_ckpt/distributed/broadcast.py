@@ -17,7 +17,7 @@ from ft_ckpt.distributed.read_shards import WantedTensor, check_all, fill_all, r
 from ft_ckpt.errors import RankError
 from ft_ckpt.formats.pytree import PLAIN
 from ft_ckpt.formats.read_files import Landing, StraightLanding, bytes_at, whole_run
-from ft_ckpt.storage.buffers import read_ahead
+from ft_ckpt.storage.read_ahead import read_ahead
 
 Filler = Callable[[str, Callable[[], list[WantedTensor]]], None]  # (what for, what the function gives)
 _SLICE_BYTES = 16 << 20  # of a tensor that has to be read through its format

@@ -21,7 +21,7 @@ from ft_ckpt.formats.dtypes import dtype_name
 from ft_ckpt.formats.layout import TensorFile
 from ft_ckpt.formats.pytree import PLAIN
 from ft_ckpt.formats.read_files import THREADS, Landing, StraightLanding, copy_bytes, read_runs, whole_run
-from ft_ckpt.storage.buffers import ByteRun
+from ft_ckpt.storage.read_ahead import ByteRun
 
 _SLICE_BYTES = 64 << 20  # read at a time, so that a large block needs little memory beside itself
 _STAGE_BYTES = 16 << 20  # rows that are put together before their columns are taken out

@@ -13,9 +13,9 @@ from ft_ckpt.formats.layout import Layout, Spec, TensorFile
 from ft_ckpt.formats.registry import TensorFormat
 from ft_ckpt.formats.torch_file import TorchArchive
 from ft_ckpt.formats.write_files import FilePlan, Piece, write_files
-from ft_ckpt.storage.buffers import read_ahead
 from ft_ckpt.storage.digests import FileRecord
 from ft_ckpt.storage.progress import track_progress
+from ft_ckpt.storage.read_ahead import read_ahead
 from ft_ckpt.storage.writer import Writer
 
 

@@ -15,8 +15,8 @@ from ft_ckpt.errors import CorruptError, LoadError, damaged_input, listing
 from ft_ckpt.formats import dcp, deepspeed, detect, tensorflow
 from ft_ckpt.formats.layout import Spec, TensorFile
 from ft_ckpt.formats.registry import format_named, tensor_formats
-from ft_ckpt.storage.buffers import ByteRun
 from ft_ckpt.storage.paths import is_inside
+from ft_ckpt.storage.read_ahead import ByteRun
 
 _STEMS = {"model": ("model", "pytorch_model"), "adapter": ("adapter_model",)}
 # Files that hold weights or a training state in some format; what else is in a folder goes along with its weights.

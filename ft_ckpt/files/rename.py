@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ft_ckpt.errors import ConfigError, CorruptError, SelectionError, listing
 from ft_ckpt.formats.layout import Spec, TensorFile
-from ft_ckpt.storage.buffers import ByteRun
+from ft_ckpt.storage.read_ahead import ByteRun
 
 SLICE_BYTES = 4 << 20  # small, since what several threads free stays with their heaps
 DTYPES = ("float64", "float32", "bfloat16", "float16")

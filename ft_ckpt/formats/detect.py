@@ -11,7 +11,7 @@ from ft_ckpt.formats.mapped_file import RawFile
 from ft_ckpt.formats.pytree import Node
 from ft_ckpt.formats.registry import TensorFormat, tensor_formats
 from ft_ckpt.formats.tensor_file import IndexedFile
-from ft_ckpt.storage.buffers import ByteRun
+from ft_ckpt.storage.read_ahead import ByteRun
 
 
 def format_by_suffix(path: Path) -> TensorFormat:

@@ -20,7 +20,8 @@ from typing import Any
 import torch
 
 from ft_ckpt.errors import CorruptError, LoadError, UnreadableError, damaged_input
-from ft_ckpt.storage.buffers import ALIGNMENT, cached_bytes, read_into
+from ft_ckpt.storage.buffers import ALIGNMENT
+from ft_ckpt.storage.read_ahead import cached_bytes, read_into
 
 MAP_BYTES = 1 << 16  # smaller tensors are copied: that is no slower, and safe whatever happens to the file
 _PAGE = mmap.ALLOCATIONGRANULARITY

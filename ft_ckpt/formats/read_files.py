@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ft_ckpt.formats.layout import TensorFile
-from ft_ckpt.storage.buffers import ByteRun, read_ahead
+from ft_ckpt.storage.read_ahead import ByteRun, read_ahead
 
 THREADS = 4
 

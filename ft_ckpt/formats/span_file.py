@@ -8,7 +8,7 @@ from torch import Tensor
 
 from ft_ckpt.formats.layout import ITEM_BYTES, Spec
 from ft_ckpt.formats.mapped_file import RawFile
-from ft_ckpt.storage.buffers import ByteRun
+from ft_ckpt.storage.read_ahead import ByteRun
 
 
 @dataclass(frozen=True, eq=False)

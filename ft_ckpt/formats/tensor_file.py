@@ -12,7 +12,7 @@ from ft_ckpt.errors import CorruptError, damaged_input
 from ft_ckpt.formats.layout import Spec
 from ft_ckpt.formats.mapped_file import MAP_BYTES, RawFile
 from ft_ckpt.formats.tensor_index import TensorIndex
-from ft_ckpt.storage.buffers import ByteRun
+from ft_ckpt.storage.read_ahead import ByteRun
 
 
 def tensor_digest(data: Any) -> str:

@@ -34,7 +34,7 @@ from ft_ckpt.formats.torch_pickle import (
     load_torch_zip,
     named_leaves,
 )
-from ft_ckpt.storage.buffers import ByteRun
+from ft_ckpt.storage.read_ahead import ByteRun
 
 _ALIGNMENT = 64
 _LARGE = 0xFFFFFFFF  # sizes and offsets from here on need the 64-bit fields of zip

@@ -1,5 +1,5 @@
-"""Bytes on their way to and from the disk: the local file system, aligned blocks, direct writes, read-ahead, digests.
+"""Bytes on their way to and from where they are kept: stores (a folder, a bucket), the fast road of a disk, digests.
 
-Nothing here knows tensors, models, ranks' agreements or what a checkpoint is, and nothing here imports torch but for
-memory. Begin at `local_disk`, the durable steps each by one name, and at `writer`, which turns bytes into files.
+Nothing here knows tensors, models, ranks' agreements or what a checkpoint is, and nothing here imports torch. Begin at
+`store`, what a place that holds bytes can do; then `local_disk`, the durable steps each by one name, and `writer`.
 """

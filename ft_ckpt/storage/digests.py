@@ -83,7 +83,7 @@ def _rank_digests(file: Readable, cuts: Sequence[Cut], ranks: int) -> list[str]:
 
 
 def _read_ahead(file: LocalFile, found: Iterable[tuple[int, int, int]], states: Sequence[Any]) -> None:
-    from ft_ckpt.storage.buffers import ByteRun, read_ahead  # here, so that listing does not pay for it
+    from ft_ckpt.storage.read_ahead import ByteRun, read_ahead  # here, so that listing does not pay for it
 
     runs = (ByteRun(str(owner), file, start, stop - start) for start, stop, owner in found)
     for part in read_ahead(runs):

@@ -22,7 +22,7 @@ OF_PATHS = {
 }
 
 # The floor: what a store and the fast road beside it are made of.
-STORAGE = {"buffers", "direct_io", "local_disk", "local_store", "owners", "placing", "regions", "writer"}
+STORAGE = {"buffers", "direct_io", "local_disk", "local_store", "owners", "placing", "read_ahead", "regions", "writer"}
 # The commit protocol of folders, its recovery and its opposite, locks of readers, and open files kept open.
 CHECKPOINT = {"commit", "delete", "leases", "open_checkpoint", "recovery"}
 # Still asking by themselves: whether a path is a file or a folder, small files of libraries, and stages by their paths.

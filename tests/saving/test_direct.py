@@ -14,7 +14,7 @@ from launch import run_cases
 
 from ft_ckpt.checkpoint import checks
 from ft_ckpt.errors import CorruptError
-from ft_ckpt.storage import buffers as blocks
+from ft_ckpt.storage import read_ahead as blocks
 from ft_ckpt.storage.digests import Cut, FileRecord, digest_like, digest_of, joined_digest, rank_parts
 
 CASES = [

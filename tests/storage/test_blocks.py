@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 
 from ft_ckpt.errors import CorruptError
 from ft_ckpt.formats.mapped_file import RawFile
-from ft_ckpt.storage import buffers as blocks
-from ft_ckpt.storage.buffers import ALIGNMENT, ByteRun, read_ahead
+from ft_ckpt.storage import read_ahead as blocks
+from ft_ckpt.storage.buffers import ALIGNMENT
+from ft_ckpt.storage.read_ahead import ByteRun, read_ahead
 
 SIZE = (3 << 20) + 4097
 BLOCK = 1 << 20
@@ -176,7 +177,7 @@ def test_memory_stays_bounded(tmp_path):
     code = f"""
 import resource
 from pathlib import Path
-from ft_ckpt.storage.buffers import ByteRun, read_ahead
+from ft_ckpt.storage.read_ahead import ByteRun, read_ahead
 from ft_ckpt.formats.mapped_file import RawFile
 file = RawFile(Path({str(path)!r}))
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

@@ -18,7 +18,7 @@ from wrappers import Live, truth
 from ft_ckpt import CheckpointSaver
 from ft_ckpt.distributed import broadcast, read_shards
 from ft_ckpt.errors import LoadError, RankError
-from ft_ckpt.storage import buffers
+from ft_ckpt.storage import read_ahead as reading
 from ft_ckpt.training import resume, run
 
 BUCKET = 1 << 16  # the least there is: many buckets even for a tiny model
@@ -58,7 +58,7 @@ def same_as_read(wrapper: str, model: str, folder: Path) -> None:
 def count_common(asked: list[str]) -> None:
     """Note the tensors this process reads from here on."""
     for room in (read_shards, broadcast):
-        real = buffers.read_ahead
+        real = reading.read_ahead
 
         def noted(runs: Any, *options: Any, real: Any = real) -> Any:
             runs = list(runs)
@@ -73,7 +73,7 @@ def cut_short(folder: Path) -> None:
     """Rank 0 cannot read on in the middle of it: every rank says so, at once."""
     left("ddp", "llama", folder)
     if harness.RANK == 0:
-        real = buffers.read_ahead
+        real = reading.read_ahead
 
         def broken(runs: Any, *options: Any) -> Any:
             for number, part in enumerate(real(runs, *options)):
@@ -159,7 +159,7 @@ def case(name: str, folder: Path) -> None:
         same_as_read(wrapper, model, folder)
     finally:
         for room in (read_shards, broadcast):
-            room.read_ahead = buffers.read_ahead
+            room.read_ahead = reading.read_ahead
 
 
 if __name__ == "__main__":
