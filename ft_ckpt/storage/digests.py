@@ -43,6 +43,17 @@ class FileRecord:
     linked: bool = False  # to the file of an earlier checkpoint, whose tensors had not changed since
 
 
+@dataclass(eq=False)
+class _HashedFile:
+    """A file open for reading ahead."""
+
+    path: Path
+    descriptor: int
+
+    def check(self) -> None:
+        """Check nothing: the caller compares the digest."""
+
+
 def digest_of(file: Path) -> str:
     """The digest of the whole file as a FileRecord has it: "xxh3-128:" and 32 hex digits.
 
@@ -74,7 +85,7 @@ def _rank_digests(file: Readable, cuts: Sequence[Cut], ranks: int) -> list[str]:
         for start, stop, owner in found:
             states[owner].update(content[start:stop])
     elif isinstance(file, LocalFile):
-        _read_ahead(file, found, states)
+        _read_ahead(_HashedFile(file.path, file.descriptor), found, states)
     else:
         for start, stop, owner in found:
             for at in range(start, stop, _AHEAD_BYTES):
@@ -82,7 +93,7 @@ def _rank_digests(file: Readable, cuts: Sequence[Cut], ranks: int) -> list[str]:
     return [state.hexdigest() for state in states]
 
 
-def _read_ahead(file: LocalFile, found: Iterable[tuple[int, int, int]], states: Sequence[Any]) -> None:
+def _read_ahead(file: _HashedFile, found: Iterable[tuple[int, int, int]], states: Sequence[Any]) -> None:
     from ft_ckpt.storage.read_ahead import ByteRun, read_ahead  # here, so that listing does not pay for it
 
     runs = (ByteRun(str(owner), file, start, stop - start) for start, stop, owner in found)

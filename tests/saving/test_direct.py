@@ -16,6 +16,7 @@ from ft_ckpt.checkpoint import checks
 from ft_ckpt.errors import CorruptError
 from ft_ckpt.storage import read_ahead as blocks
 from ft_ckpt.storage.digests import Cut, FileRecord, digest_like, digest_of, joined_digest, rank_parts
+from ft_ckpt.storage.local_store import LocalStore
 
 CASES = [
     *("ddp/llama", "ddp/wide", "ddp/mixtral", "fsdp1/llama", "fsdp1_flat/qwen3", "fsdp2/qwen3", "fsdp2/qwen3/bfloat16"),
@@ -141,5 +142,5 @@ def test_a_large_file_that_cannot_be_read_on_is_a_problem_of_its_checkpoint(tmp_
         raise OSError(errno.EIO, "Input/output error")
 
     monkeypatch.setattr(os, "preadv", broken)
-    (problem,) = checks._digest_problems(tmp_path / "checkpoint", [large])
+    (problem,) = checks._digest_problems(LocalStore(tmp_path / "checkpoint"), [large])
     assert problem.startswith("model.safetensors: digest unreadable (model.safetensors: cannot be read at byte 0")
