@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from ft_ckpt.checkpoint.catalog import best, latest, verify
     from ft_ckpt.closure import checkpoint_closure
     from ft_ckpt.config import SaverConfig
+    from ft_ckpt.files.average import average
     from ft_ckpt.files.convert import convert
     from ft_ckpt.files.objects import load, save
     from ft_ckpt.model.load import load_model
@@ -34,6 +35,7 @@ __all__ = [
     "RestoreReport",
     "SaveReport",
     "SaverConfig",
+    "average",
     "best",
     "checkpoint_closure",
     "convert",
@@ -55,6 +57,7 @@ _HOME = {
     "RestoreReport": "ft_ckpt.training.resume",
     "SaveReport": "ft_ckpt.saver",
     "SaverConfig": "ft_ckpt.config",
+    "average": "ft_ckpt.files.average",
     "best": "ft_ckpt.checkpoint.catalog",
     "checkpoint_closure": "ft_ckpt.closure",
     "convert": "ft_ckpt.files.convert",

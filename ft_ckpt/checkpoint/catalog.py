@@ -170,9 +170,10 @@ def next_number(target: Path) -> int:
 def latest(directory: str | os.PathLike[str]) -> Path | None:
     """The newest checkpoint in `directory` that passes `verify(deep=False)`; None when there is none.
 
-    One that does not pass is left out with a warning that says why.
+    One that was computed from others (an average, a merged model) is passed over: it is no moment of a run. One that
+    does not pass is left out with a warning that says why.
     """
-    return _first_valid(reversed(discover(directory)), "an older checkpoint")
+    return _first_valid(reversed(_moments(directory)), "an older checkpoint")
 
 
 def best(run: str | os.PathLike[str], metric: str | tuple[str, str] | None = None) -> Path | None:
@@ -183,7 +184,7 @@ def best(run: str | os.PathLike[str], metric: str | tuple[str, str] | None = Non
     `verify(deep=False)` is left out with a warning. Raises ConfigError when it is not known which metric is meant, or
     whether less or more of it is better.
     """
-    infos = discover(run)
+    infos = _moments(run)
     infos = [info for info in infos if info.manifest.run_id == infos[-1].manifest.run_id]
     if not infos:
         return None
@@ -220,6 +221,11 @@ def checkpoint_bytes(path: Path, manifest: Manifest) -> int:
     """Bytes of the files that the manifest of checkpoint `path` lists; one that goes by two names counts once."""
     store = LocalStore(path)
     return sum({_file_key(store, file.path): file.size_bytes for file in manifest.files}.values())
+
+
+def _moments(folder: str | os.PathLike[str]) -> list[CheckpointInfo]:
+    """The checkpoints in `folder`, oldest first, that are moments of a run: not computed from others."""
+    return [info for info in discover(folder) if not info.manifest.made_from]
 
 
 def _file_key(store: Store, name: str) -> object:

@@ -73,6 +73,7 @@ class Manifest:
     rankings: Mapping[str, str] = field(default_factory=dict)  # metric -> "min" or "max": what the run calls best
     export: bool = False  # weights saved within a run beside its checkpoints: no rule of the run deletes them
     number: int | None = None  # without a step: one more than the largest beside it, since clocks may go back
+    made_from: tuple[str, ...] = ()  # names of the checkpoints that the weights were computed from: an average, a merge
     format_version: int = FORMAT_VERSION
 
 

@@ -16,6 +16,7 @@ from typer.core import TyperCommand, TyperGroup
 from ft_ckpt._version import __version__
 from ft_ckpt.checkpoint import catalog
 from ft_ckpt.checkpoint.manifest import MANIFEST_NAME
+from ft_ckpt.cli import average as averaging
 from ft_ckpt.cli import check as checking
 from ft_ckpt.cli import convert as converting
 from ft_ckpt.cli import diff as differing
@@ -159,6 +160,7 @@ _register_command("verify", "PATH [OPTIONS]", "Compare a checkpoint, or all of a
     verifying.verify_command
 )
 _register_command("diff", "A B [OPTIONS]", "Compare the tensors of two checkpoints or files.")(differing.diff_command)
+_register_command("average", "A B ... OUT [OPTIONS]", "Write the average of checkpoints.")(averaging.average_command)
 _register_command("convert", "SRC DST [OPTIONS]", "Write weights in another format.")(converting.convert_command)
 _register_command("prune", "RUN [OPTIONS]", "Delete the checkpoints that no rule keeps.")(pruning.prune_command)
 _register_command("pin", "PATH [OPTIONS]", "Keep a checkpoint whatever any rule says.")(pruning.pin_command)

@@ -18,6 +18,14 @@ def given_paths(context: typer.Context, *expected: str) -> list[str]:
     return list(context.args)
 
 
+def several_paths(context: typer.Context, expected: str) -> list[str]:
+    """The words that are no options, two or more of them. Raises ConfigError for fewer."""
+    if len(context.args) < 2:
+        given, command = " ".join(context.args) or "nothing", context.info_name
+        raise ConfigError(f"{command}: {given} given, expected {expected}; see `ft-ckpt {command} --help`")
+    return given_paths(context, *context.args)
+
+
 def only_path(context: typer.Context, expected: str = "PATH") -> Path:
     """The one path given. Raises ConfigError for none or several, and for a URL."""
     return Path(given_paths(context, expected)[0])

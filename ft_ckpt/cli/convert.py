@@ -41,12 +41,17 @@ def convert_command(
 ) -> None:
     """Write the weights of SRC to DST in another format; DST is a file with its format's suffix, or a folder."""
     source, target = given_paths(context, "SRC", "DST")
-    if not force and _is_there(Path(target)):
-        raise TargetError(f"{target}: is there already; give --force to replace it, or choose another path")
+    refuse_existing(target, force)
     from ft_ckpt.files.convert import convert as run
 
     report = run(source, target, format=format, dtype=dtype, map=names, max_shard_size=max_shard_size, verify=verify)
-    _print_report(source, report, verify, as_json=as_json)
+    print_conversion(source, report, verify, as_json=as_json)
+
+
+def refuse_existing(target: str, force: bool) -> None:
+    """Raise TargetError if something would be replaced and that was not asked for."""
+    if not force and _is_there(Path(target)):
+        raise TargetError(f"{target}: is there already; give --force to replace it, or choose another path")
 
 
 def _is_there(target: Path) -> bool:
@@ -104,7 +109,8 @@ def _node_rows(
         yield from _node_rows(inner, step, depth + 1, specs, ties)
 
 
-def _print_report(source: str, report: "ConvertReport", verified: bool, *, as_json: bool) -> None:
+def print_conversion(source: str, report: "ConvertReport", verified: bool, *, as_json: bool) -> None:
+    """Say what was written from `source`, in a line or as JSON."""
     if as_json:
         found: dict[str, Any] = {**dataclasses.asdict(report), "path": str(report.path), "verified": verified}
         views.print_json(found)

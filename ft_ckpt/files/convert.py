@@ -49,14 +49,20 @@ class ConvertReport:
 
 
 @dataclass(frozen=True)
-class _ConvertOptions:
-    target: Path
+class ConvertOptions:
+    """What a conversion is asked for."""
+
+    path: Path  # as it was given
+    target: Path  # the same without links
     format: TensorFormat
-    dtype: str | None
-    names: Mapping[str, str]
+    to_folder: bool
+    dtype: str | None  # of floating-point tensors; None: as they are
+    names: Mapping[str, str]  # new by old
     max_shard_bytes: int
     verify: bool
     progress: bool
+    note: str  # of the manifest: where the weights are from
+    made_from: tuple[str, ...] = ()  # names of the checkpoints they were computed from, if they were
 
 
 def convert(
@@ -83,26 +89,76 @@ def convert(
     Raises ConfigError, SelectionError for names and types that cannot be, LoadError or CorruptError for the source,
     TargetError or NoSpaceError for the target.
     """
-    begun, source, target = (
-        time.monotonic(),
-        local_disk.local_path(src),
-        Path(os.path.realpath(local_disk.local_path(dst))),
-    )
+    source = local_disk.local_path(src)
+    note = f"converted from {os.fsencode(source.name).decode(errors='replace')}"  # a name may be no UTF-8
+    names = read_map(map)
+    options = convert_options(
+        dst, format=format, dtype=dtype, names=names, max_shard_size=max_shard_size, verify=verify, progress=progress,
+        note=note,
+    )  # fmt: skip
+    check_apart([source], options)
+    with hold_open(source) as place, closing(open_source(place, source)) as opened:
+        check_used(names, [*opened.specs, *getattr(opened, "ties", {})], str(source))
+        return write_converted(opened, place, options)
+
+
+def convert_options(
+    dst: str | Path,
+    *,
+    format: str | None,  # noqa: A002
+    dtype: str | None,
+    max_shard_size: int | str | None,
+    verify: bool,
+    progress: bool,
+    note: str,
+    names: Mapping[str, str] | None = None,
+    made_from: tuple[str, ...] = (),
+) -> ConvertOptions:
+    """What is asked of a conversion, as `convert` takes it, made sense of. Raises ConfigError or TargetError."""
+    target = Path(os.path.realpath(local_disk.local_path(dst)))
     given = None if format is None else _known_format(format)
     names_folder = target.is_dir() or str(dst).endswith("/") or not target.suffix
     to_folder = names_folder or (given is not None and given.library is not None)
     known = given or (format_named(DEFAULT_FORMAT) if to_folder else detect.format_by_suffix(target))
-    _check_request(source, target, known.name, to_folder, max_shard_size)
+    if target.is_file() and to_folder:
+        raise TargetError(f"{target}: a file, expected a folder for {known.name}; choose another path")
+    if not to_folder and max_shard_size is not None:
+        raise ConfigError(
+            f"max_shard_size={max_shard_size!r}: {target.name} is one file; give a folder to have several"
+        )
     most = parse_size(max_shard_size or "50GB")
-    options = _ConvertOptions(target, known, canonical_dtype(dtype), read_map(map), most, verify, progress)
-    with hold_open(source) as place, closing(open_source(place, source)) as opened:
-        check_used(options.names, [*opened.specs, *getattr(opened, "ties", {})], str(source))
-        with explained(target):
-            if known.library is not None:
-                written = _convert_by_library(opened, place, options, known.library)
-            else:
-                written = (_convert_to_folder if to_folder else _convert_to_file)(opened, place, options)
-    return dataclasses.replace(written, path=Path(dst), seconds=time.monotonic() - begun)
+    return ConvertOptions(
+        Path(dst),
+        target,
+        known,
+        to_folder,
+        canonical_dtype(dtype),
+        names or {},
+        most,
+        verify,
+        progress,
+        note,
+        made_from,
+    )
+
+
+def check_apart(sources: Sequence[Path], options: ConvertOptions) -> None:
+    """Raise ConfigError if the folder to be written lies in one that is read."""
+    for source in sources:
+        here = source.resolve()
+        if options.to_folder and here.is_dir() and (options.target == here or here in options.target.parents):
+            raise ConfigError(f"{options.target}: in the folder that is to be read; choose a path outside of it")
+
+
+def write_converted(opened: TensorFile, place: Path, options: ConvertOptions) -> ConvertReport:
+    """Write the tensors of `opened`, and the companions in the folder `place`, as `options` ask."""
+    begun = time.monotonic()
+    with explained(options.target):
+        if options.format.library is not None:
+            written = _convert_by_library(opened, place, options, options.format.library)
+        else:
+            written = (_convert_to_folder if options.to_folder else _convert_to_file)(opened, place, options)
+    return dataclasses.replace(written, path=options.path, seconds=time.monotonic() - begun)
 
 
 def open_source(path: Path, origin: Path | None = None) -> TensorFile:
@@ -120,19 +176,7 @@ def _known_format(name: str) -> TensorFormat:
     return format_named(name)
 
 
-def _check_request(source: Path, target: Path, kind: str, to_folder: bool, max_shard_size: object) -> None:
-    if target.is_file() and to_folder:
-        raise TargetError(f"{target}: a file, expected a folder for {kind}; choose another path")
-    here = source.resolve()
-    if to_folder and here.is_dir() and (target == here or here in target.parents):
-        raise ConfigError(f"{target}: in the folder that is to be converted; choose a path outside of it")
-    if not to_folder and max_shard_size is not None:
-        raise ConfigError(
-            f"max_shard_size={max_shard_size!r}: {target.name} is one file; give a folder to have several"
-        )
-
-
-def _convert_to_file(opened: TensorFile, _source: Path, options: _ConvertOptions) -> ConvertReport:
+def _convert_to_file(opened: TensorFile, _source: Path, options: ConvertOptions) -> ConvertReport:
     file, target = TranslatedFile(opened, options.names, options.dtype), options.target
     one = plan_output(options.format, target.name, file)
     commit.check_target(target.parent, one.plan.layout.size_bytes)
@@ -146,7 +190,7 @@ def _convert_to_file(opened: TensorFile, _source: Path, options: _ConvertOptions
 
 
 def _convert_by_library(
-    opened: TensorFile, source: Path, options: _ConvertOptions, library: FolderLibrary
+    opened: TensorFile, source: Path, options: ConvertOptions, library: FolderLibrary
 ) -> ConvertReport:
     target = options.target
     file = TranslatedFile(opened, options.names, options.dtype)
@@ -163,7 +207,7 @@ def _convert_by_library(
                 check_copy(whole, found, target.name)
         files = _file_records(stage, ())
         part = PartRecord("", "", "model", options.format.name, "", (), casts=file.casts)
-        staging.commit(_converted_manifest(opened, source, [part], files))
+        staging.commit(_converted_manifest(opened, source, [part], files, options))
     finally:
         staging.discard()
     notes = (f"{len(file.ties)} tied names stored as tensors of their own",) if file.ties else ()
@@ -206,7 +250,7 @@ class _PartPlan:
         )
 
 
-def _convert_to_folder(opened: TensorFile, source: Path, options: _ConvertOptions) -> ConvertReport:
+def _convert_to_folder(opened: TensorFile, source: Path, options: ConvertOptions) -> ConvertReport:
     is_folder = isinstance(opened, folder.WeightsFolder)
     parts = opened.parts if isinstance(opened, folder.WeightsFolder) else (folder.FolderPart("", "model", opened),)
     plans = [_plan_part(part, options) for part in parts]
@@ -226,17 +270,15 @@ def _convert_to_folder(opened: TensorFile, source: Path, options: _ConvertOption
                 with closing(folder.join_weight_files(stage, [one.plan.path for one in plan.outputs])) as found:
                     check_copy(plan.file, found, options.target.name)
         written += link_second_names(options.format, written, stage)
-        manifest = _converted_manifest(
-            opened, source, [plan.part_record(options.format.name) for plan in plans], _file_records(stage, written)
-        )
-        staging.commit(manifest)
+        parts_written = [plan.part_record(options.format.name) for plan in plans]
+        staging.commit(_converted_manifest(opened, source, parts_written, _file_records(stage, written), options))
     finally:
         staging.discard()
     notes = (f"{listing(left, ', ')}: not taken along",) if is_folder and left else ()
     return _conversion_report(options, [plan.file for plan in plans], size, notes)
 
 
-def _plan_part(part: folder.FolderPart, options: _ConvertOptions) -> _PartPlan:
+def _plan_part(part: folder.FolderPart, options: ConvertOptions) -> _PartPlan:
     file = TranslatedFile(part.file, options.names, options.dtype)
     stem = "adapter_model" if part.kind == "adapter" else options.format.model_stem
     ending, place = options.format.suffixes[0], f"{part.path}/" if part.path else ""
@@ -290,17 +332,24 @@ def _file_records(stage: Path, written: Sequence[FileRecord]) -> tuple[FileRecor
 
 
 def _converted_manifest(
-    opened: TensorFile, source: Path, parts: Sequence[PartRecord], files: tuple[FileRecord, ...]
+    opened: TensorFile,
+    source: Path,
+    parts: Sequence[PartRecord],
+    files: tuple[FileRecord, ...],
+    options: ConvertOptions,
 ) -> Manifest:
     """A checkpoint of ours keeps what its manifest says; anything else gets one."""
-    note = f"converted from {os.fsencode(source.name).decode(errors='replace')}"  # a name may be no UTF-8
     known = opened.manifest if isinstance(opened, folder.WeightsFolder) else None
     if known is not None:
-        return dataclasses.replace(known, parts=tuple(parts), files=files, notes=(*known.notes, note))
+        return dataclasses.replace(known, parts=tuple(parts), files=files, notes=(*known.notes, options.note))
     named = tuple(_describe_part(part, source) for part in parts)
     kind = "adapter" if all(part.kind == "adapter" for part in named) else "full"
     created = datetime.now(timezone.utc).isoformat()
-    return Manifest(named, files, kind, created, versions={"ft_ckpt": __version__}, notes=(note,))
+    versions = {"ft_ckpt": __version__}
+    return Manifest(
+        named, files, kind, created, versions=versions, notes=(options.note,), made_from=options.made_from,
+        export=bool(options.made_from),
+    )  # fmt: skip
 
 
 def _describe_part(part: PartRecord, source: Path) -> PartRecord:
@@ -319,7 +368,7 @@ def _describe_part(part: PartRecord, source: Path) -> PartRecord:
 
 
 def _conversion_report(
-    options: _ConvertOptions, files: list[TranslatedFile], size: int, notes: tuple[str, ...]
+    options: ConvertOptions, files: list[TranslatedFile], size: int, notes: tuple[str, ...]
 ) -> ConvertReport:
     casts: dict[str, int] = {}
     for file in files:

@@ -101,9 +101,14 @@ class WeightsFolder(JoinedFile):
                 continue
             if self.manifest is not None and all(record.path != name for record in self.manifest.files):
                 continue
-            bulk = _BULK.search(name) or name.endswith(".index.json")
+            bulk = _BULK.search(name) or name.endswith(".index.json") or name.startswith(self._state_folders())
             (left if bulk else kept).append(name)
         return kept, left
+
+    def _state_folders(self) -> tuple[str, ...]:
+        """Where states of training lie: they belong to a moment of a run, not to its weights."""
+        parts = self.manifest.parts if self.manifest is not None else ()
+        return tuple(f"{part.path}/" for part in parts if part.kind == "state")
 
     def _leads_out(self, name: str) -> bool:
         """True when a link on the way leads elsewhere than below the folder, or into the store of the Hub's cache."""

@@ -14,7 +14,7 @@ from ft_ckpt.storage.read_ahead import ByteRun
 
 SLICE_BYTES = 4 << 20  # small, since what several threads free stays with their heaps
 DTYPES = ("float64", "float32", "bfloat16", "float16")
-_FLOATS = (*DTYPES, "float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz", "float8_e8m0fnu")
+FLOAT_DTYPES = (*DTYPES, "float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz", "float8_e8m0fnu")
 Names = Mapping[str, str]
 
 
@@ -87,7 +87,7 @@ class TranslatedFile:
         new = rename_tensors([*file.specs, *ties], names)
         self.file, self.old = file, {new[name]: name for name in file.specs}
         self.specs = {
-            new[name]: Spec(new[name], spec.shape, dtype if dtype and spec.dtype in _FLOATS else spec.dtype)
+            new[name]: Spec(new[name], spec.shape, dtype if dtype and spec.dtype in FLOAT_DTYPES else spec.dtype)
             for name, spec in file.specs.items()
         }
         self.ties = {new[name]: new[kept] for name, kept in ties.items()}

@@ -98,6 +98,7 @@ def test_public_names_are_pinned_sorted_and_resolve():
         "RestoreReport",
         "SaveReport",
         "SaverConfig",
+        "average",
         "best",
         "checkpoint_closure",
         "convert",

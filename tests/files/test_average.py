@@ -1,0 +1,182 @@
+"""Averages of checkpoints: exact to one rounding, streamed, and never taken for a moment of a run."""
+
+import json
+import subprocess
+import sys
+
+import models
+import pytest
+import torch
+from compare import logits, stored
+from faults import edit
+from safetensors.torch import load_file, save_file
+from torch import nn
+from transformers import AutoModelForCausalLM
+
+import ft_ckpt
+from ft_ckpt import CheckpointSaver, Keep, SaverConfig, average, latest, verify
+from ft_ckpt.checkpoint.catalog import read_manifest
+from ft_ckpt.errors import ConfigError, LoadError, SelectionError
+from ft_ckpt.files.average import normalized_weights
+
+
+def saved(folder, seed, **settings):
+    model = models.build("llama", seed)
+    CheckpointSaver().save(model, folder, tokenizer=models.tokenizer(), **settings)
+    return model
+
+
+@pytest.fixture
+def three(tmp_path):
+    """Three checkpoints of one architecture, and their weights by name."""
+    for seed in range(3):
+        saved(tmp_path / f"c{seed}", seed)
+    return [tmp_path / f"c{seed}" for seed in range(3)]
+
+
+def mean(folders, shares):
+    pairs = [(stored(folder), share) for folder, share in zip(folders, shares, strict=True)]
+    return {name: torch.stack([each[name].double() * share for each, share in pairs]).sum(0) for name in pairs[0][0]}
+
+
+@pytest.mark.parametrize("weights", [None, (1, 2, 5)])
+def test_every_element_is_the_mean(three, tmp_path, weights):
+    report = average(three, tmp_path / "out", weights=weights)
+    expected = mean(three, normalized_weights(weights, 3))
+    found = stored(tmp_path / "out")
+    assert found.keys() == expected.keys()
+    assert all(torch.allclose(found[name].double(), value, rtol=1e-6, atol=1e-7) for name, value in expected.items())
+    assert report.tensors == len(load_file(tmp_path / "out" / "model.safetensors"))
+    assert verify(tmp_path / "out").ok
+
+
+def test_transformers_reads_it(three, tmp_path):
+    average(three, tmp_path / "out")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert logits(model).isfinite().all()
+    assert (tmp_path / "out" / "tokenizer.json").exists()
+    assert torch.equal(logits(model), logits(ft_ckpt.load_model(tmp_path / "out")))
+
+
+def test_rounded_once(tmp_path):
+    """Half a unit in the last place at most: a sum that is rounded on the way is further off."""
+    values = torch.randn(3, 70_001).bfloat16()
+    sources = [tmp_path / f"{number}.safetensors" for number in range(3)]
+    for source, value in zip(sources, values, strict=True):
+        save_file({"w": value}, source)
+    average(sources, tmp_path / "out.safetensors")
+    average(sources, tmp_path / "wide.h5", dtype="float32")
+    exact = values.double().mean(0)
+    found = load_file(tmp_path / "out.safetensors")["w"]
+    assert found.dtype == torch.bfloat16
+    assert ((found.double() - exact).abs() <= exact.abs() * 2**-8 + 1e-6).all()
+    wide = ft_ckpt.load(tmp_path / "wide.h5")["w"].values()
+    assert wide.dtype == torch.float32
+    assert torch.allclose(wide.double(), exact, rtol=1e-6, atol=1e-7)
+
+
+def test_counts_that_differ_are_named(tmp_path):
+    for number in range(2):
+        save_file({"w": torch.ones(3) * number, "seen": torch.tensor(number), "same": torch.tensor(7)},
+                  tmp_path / f"{number}.safetensors")  # fmt: skip
+    report = average([tmp_path / "0.safetensors", tmp_path / "1.safetensors"], tmp_path / "out.safetensors")
+    found = load_file(tmp_path / "out.safetensors")
+    assert (found["seen"], found["same"], found["w"][0]) == (1, 7, 0.5)
+    assert report.notes == ("seen: no floating-point numbers, and not equal; the last source's were taken",)
+
+
+def test_parts_and_formats(tmp_path):
+    parts = ["policy", "value_head"]
+    for seed in range(2):
+        with CheckpointSaver(format="h5" if seed else "safetensors") as saver:
+            saver.save(models.build("policy_and_value", seed), tmp_path / f"c{seed}", attribute=parts)
+    average([tmp_path / "c0", tmp_path / "c1"], tmp_path / "out", format="dual")
+    assert [part.path for part in read_manifest(tmp_path / "out").parts] == parts
+    assert verify(tmp_path / "out").ok
+    both = [ft_ckpt.load_model(tmp_path / name / "value_head").state_dict() for name in ("c0", "c1", "out")]
+    for name, value in both[2].items():
+        assert torch.allclose(value, (both[0][name] + both[1][name]) / 2)
+
+
+def test_adapters_of_one_base(tmp_path):
+    for name, base, seed in (("a0", 0, 1), ("a1", 0, 2), ("other", 3, 1)):
+        adapted = models.lora(models.build("llama", base))
+        CheckpointSaver().save(models.trained(adapted, seed), tmp_path / name, adapter_only=True)
+    pair = [tmp_path / "a0", tmp_path / "a1"]
+    average(pair, tmp_path / "out")
+    files = [load_file(tmp_path / name / "adapter_model.safetensors") for name in ("a0", "a1", "out")]
+    assert all(torch.allclose(files[2][name], (files[0][name] + files[1][name]) / 2) for name in files[2])
+    assert ft_ckpt.load_model(tmp_path / "out", base=models.build("llama", 0)) is not None
+    with pytest.raises(LoadError, match=r"other: base is .*; only adapters of one base"):
+        average([tmp_path / "a0", tmp_path / "other"], tmp_path / "no")
+    config = json.loads((tmp_path / "a1" / "adapter_config.json").read_text())
+    edit(tmp_path / "a1", "adapter_config.json", json.dumps({**config, "lora_alpha": 99}))
+    with pytest.raises(LoadError, match="lora_alpha is 99"):
+        average(pair, tmp_path / "no")
+    assert not (tmp_path / "no").exists()
+
+
+def test_of_a_run_and_no_moment_of_it(tmp_path):
+    model = nn.Linear(40, 40)
+    optimizer = torch.optim.AdamW(model.parameters())
+    run = tmp_path / "run"
+    with CheckpointSaver(None, run, config=SaverConfig(keep=Keep(last=2))) as saver:
+        saver.register(model=model, optimizer=optimizer)
+        for _ in range(3):
+            model(torch.randn(2, 40)).sum().backward()
+            optimizer.step()
+            saver.step()
+            saver.save_state()
+        kept = sorted(path.name for path in run.iterdir() if path.name.startswith("checkpoint"))
+        report = average([run], run / "averaged", last=2)
+        manifest = read_manifest(run / "averaged")
+        assert (manifest.made_from, manifest.run_id, manifest.step) == (tuple(kept), None, None)
+        assert manifest.notes == (f"the average of {kept[0]}, {kept[1]}",)
+        assert not (run / "averaged" / "state").exists()
+        assert report.tensors == 2
+        assert latest(run) == run / kept[1]
+        saver.step()
+        saver.save_state()
+        assert (run / "averaged").exists(), "no rule of the run deletes it"
+        assert latest(run).name == "checkpoint-4"
+    with CheckpointSaver(None, run) as saver:
+        saver.register(model=model, optimizer=optimizer)
+        assert saver.resume("must").step == 4
+
+
+@pytest.mark.parametrize(
+    ("sources", "settings", "words"),
+    [
+        (1, {}, "two or more"),
+        (2, {"weights": [1]}, "expected 2 finite numbers"),
+        (2, {"weights": [1, -1]}, "whose sum is not 0"),
+        (2, {"weights": [1, float("nan")]}, "finite"),
+        (2, {"last": 2}, "expected one run's folder"),
+        (1, {"last": 4}, "1 valid checkpoint"),
+    ],
+)
+def test_what_cannot_be_asked_for(three, tmp_path, sources, settings, words):
+    with pytest.raises(ConfigError, match=words):
+        average(three[:sources], tmp_path / "out", **settings)
+    assert not (tmp_path / "out").exists()
+
+
+def test_other_models_are_named(three, tmp_path):
+    CheckpointSaver().save(models.build("gpt2"), tmp_path / "other")
+    with pytest.raises(SelectionError, match=r"other: lm_head.weight: |other: model\.embed_tokens.weight: missing"):
+        average([three[0], tmp_path / "other"], tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_the_command(three, tmp_path):
+    def run(*options):
+        code = "from ft_ckpt.cli import main; main()"
+        command = [sys.executable, "-c", code, "average", *map(str, three), str(tmp_path / "out"), *options]
+        return subprocess.run(command, capture_output=True, text=True, check=False)
+
+    done = run("--weights", "1,1,2", "--json")
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["notes"] == []
+    assert read_manifest(tmp_path / "out").notes == ("the average of c0 (0.25), c1 (0.25), c2 (0.5)",)
+    again = run()
+    assert (again.returncode, "is there already; give --force" in again.stderr) == (2, True)
