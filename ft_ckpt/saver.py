@@ -17,7 +17,7 @@ from ft_ckpt.checkpoint.prune import recover_all
 from ft_ckpt.config import SaverConfig, make_config, numbers_of
 from ft_ckpt.distributed import wrappers
 from ft_ckpt.distributed.ranks import Ranks, current_ranks, try_action
-from ft_ckpt.model.parts import Attribute, is_of_adapters
+from ft_ckpt.model.parts import Attribute, is_of_adapters, model_inside
 from ft_ckpt.saving.background import BackgroundSaver, PendingSave
 from ft_ckpt.saving.build_manifest import library_versions
 from ft_ckpt.saving.execute import SaveReport
@@ -110,12 +110,13 @@ class CheckpointSaver:
         With `background` it returns at once if it can; what becomes of the save is told by the handle, and by the next
         call of the saver, which raises if it failed.
 
-        The whole model by default; the submodule at `attribute`, or several, a folder each. Of a model with PEFT
-        adapters say whether they alone are saved (`adapter_only` True) or the base and they side by side (False), which
-        only `ft_ckpt.load_model` puts together. `path` defaults to `directory`/checkpoint-`step`; no checkpoint with
-        training state is replaced. Within a run `step` and `metrics` default to those of its last step. `state_dict` is
-        taken instead of the live tensors, if it agrees with the model. `extra_files` of rank 0, by path in the
-        checkpoint, are committed with it. The other keywords override the saver's settings for this call.
+        The whole model by default (of torch's AveragedModel the one inside); the submodule at `attribute`, or several,
+        a folder each. Of a model with PEFT adapters say whether they alone are saved (`adapter_only` True) or the base
+        and they side by side (False), which only `ft_ckpt.load_model` puts together. `path` defaults to
+        `directory`/checkpoint-`step`; no checkpoint with training state is replaced. Within a run `step` and `metrics`
+        default to those of its last step. `state_dict` is taken instead of the live tensors, if it agrees with the
+        model. `extra_files` of rank 0, by path in the checkpoint, are committed with it. The other keywords override
+        the saver's settings for this call.
 
         Raises SelectionError when the model lacks what was asked for or leaves a choice, IncompleteError when the
         result would differ from it, TargetError or NoSpaceError when it cannot be written, RankError when another rank
@@ -125,6 +126,7 @@ class CheckpointSaver:
         given |= {"compression": compression, "max_shard_size": max_shard_size, "background": background}
         config = replace(self.config, **{name: value for name, value in given.items() if value is not None})
         facts = self._run.facts_of_save(step, numbers_of(metrics or {}))
+        model = model_inside(model)
         self._pending.wait_for_save()
         return self._pending.save(
             config,

@@ -156,16 +156,12 @@ def _chosen_paths(sources: list[Path], last: int | None) -> list[Path]:
     if len(sources) != 1 or last < 2:
         raise ConfigError(f"last={last} with {len(sources)} source(s): expected one run's folder, and 2 or more")
     known = discover(sources[0])
-    plain = [info for info in known if not info.manifest.made_from and info.manifest.run_id == _newest_run(known)]
-    whole = [info.path for info in reversed(plain) if catalog.verify(info.path, deep=False).ok][:last]
+    moments = [info for info in known if not info.manifest.export]
+    of_run = [info for info in moments if info.manifest.run_id == moments[-1].manifest.run_id]
+    whole = [info.path for info in reversed(of_run) if catalog.verify(info.path, deep=False).ok][:last]
     if len(whole) < last:
         raise ConfigError(f"{sources[0]}: {len(whole)} valid checkpoint(s) of its newest run, {last} are wanted")
     return list(reversed(whole))
-
-
-def _newest_run(known: Sequence[Any]) -> str | None:
-    runs: list[str | None] = [info.manifest.run_id for info in known if not info.manifest.made_from]
-    return runs[-1] if runs else None
 
 
 def _averaged_source(opened: Sequence[TensorFile], shares: Sequence[float], options: ConvertOptions) -> TensorFile:

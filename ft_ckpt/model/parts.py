@@ -4,6 +4,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from torch import nn
+from torch.optim.swa_utils import AveragedModel
 
 from ft_ckpt.distributed.tensor_info import TensorInfo
 from ft_ckpt.distributed.wrappers import unwrap
@@ -14,6 +15,15 @@ from ft_ckpt.model.entries import Part
 from ft_ckpt.model.selection import View, model_part, module_at, view_of
 
 Attribute = str | Sequence[str] | None
+
+
+def model_inside(model: nn.Module) -> nn.Module:
+    """The model whose weights torch's AveragedModel (EMA, SWA) holds; any other model as it is.
+
+    Its count of averages belongs to the run, which keeps it when the AveragedModel is registered.
+    """
+    inside = model.module if isinstance(model, AveragedModel) else model
+    return inside if isinstance(inside, nn.Module) else model
 
 
 def is_of_adapters(model: nn.Module, adapter_only: bool | None, attribute: Attribute) -> bool:

@@ -11,6 +11,7 @@ from compare import logits, stored
 from faults import edit
 from safetensors.torch import load_file, save_file
 from torch import nn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from transformers import AutoModelForCausalLM
 
 import ft_ckpt
@@ -180,3 +181,15 @@ def test_the_command(three, tmp_path):
     assert read_manifest(tmp_path / "out").notes == ("the average of c0 (0.25), c1 (0.25), c2 (0.5)",)
     again = run()
     assert (again.returncode, "is there already; give --force" in again.stderr) == (2, True)
+
+
+def test_an_average_made_while_training_is_the_plain_model(tmp_path):
+    model = models.build("llama", 0)
+    ema = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9))
+    ema.update_parameters(model)
+    models.fill(model, 5)
+    ema.update_parameters(model)
+    CheckpointSaver().save(ema, tmp_path / "out")
+    found = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert torch.equal(logits(found), logits(ema.module))
+    assert not torch.equal(logits(found), logits(model))
