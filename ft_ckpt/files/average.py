@@ -155,10 +155,11 @@ def _chosen_paths(sources: list[Path], last: int | None) -> list[Path]:
         return sources
     if len(sources) != 1 or last < 2:
         raise ConfigError(f"last={last} with {len(sources)} source(s): expected one run's folder, and 2 or more")
-    known = discover(sources[0])
-    moments = [info for info in known if not info.manifest.export]
-    of_run = [info for info in moments if info.manifest.run_id == moments[-1].manifest.run_id]
-    whole = [info.path for info in reversed(of_run) if catalog.verify(info.path, deep=False).ok][:last]
+    known = [info for info in discover(sources[0]) if not info.manifest.made_from]
+    of_run = [info for info in known if info.manifest.run_id == known[-1].manifest.run_id]
+    # The weights that a run ends with are those of its last checkpoint once more: they do not count twice.
+    moments = [info for info in of_run if not info.manifest.export] or of_run
+    whole = [info.path for info in reversed(moments) if catalog.verify(info.path, deep=False).ok][:last]
     if len(whole) < last:
         raise ConfigError(f"{sources[0]}: {len(whole)} valid checkpoint(s) of its newest run, {last} are wanted")
     return list(reversed(whole))

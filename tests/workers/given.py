@@ -81,7 +81,7 @@ def on_schedule(script: int) -> dict[str, Any]:
     return on_saved(script)
 
 
-on_cli = on_on_disk = on_schedule
+on_cli = on_on_disk = on_average = on_schedule
 
 
 def on_convert(script: int) -> dict[str, Any]:
