@@ -22,14 +22,8 @@ from ft_ckpt.checkpoint.catalog import discover
 from ft_ckpt.checkpoint.manifest import Manifest
 from ft_ckpt.checkpoint.open_checkpoint import hold_open
 from ft_ckpt.errors import ConfigError, LoadError, SelectionError, listing
-from ft_ckpt.files.convert import (
-    ConvertOptions,
-    ConvertReport,
-    check_apart,
-    convert_options,
-    open_source,
-    write_converted,
-)
+from ft_ckpt.files.convert import ConvertReport, open_source, write_converted
+from ft_ckpt.files.convert_options import ConvertOptions, check_apart, convert_options
 from ft_ckpt.files.folder import FolderPart, WeightsFolder
 from ft_ckpt.files.rename import FLOAT_DTYPES, copy_differences
 from ft_ckpt.formats.dtypes import dtype_of

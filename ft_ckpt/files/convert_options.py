@@ -1,0 +1,83 @@
+"""What a conversion is asked for, made sense of before anything is read."""
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from ft_ckpt.config import canonical_dtype, parse_size
+from ft_ckpt.errors import ConfigError, TargetError
+from ft_ckpt.formats import detect
+from ft_ckpt.formats.registry import DEFAULT_FORMAT, TensorFormat, format_named, format_names
+from ft_ckpt.storage import local_disk
+
+
+@dataclass(frozen=True)
+class ConvertOptions:
+    """What a conversion is asked for."""
+
+    path: Path  # as it was given
+    target: Path  # the same without links
+    format: TensorFormat
+    to_folder: bool
+    dtype: str | None  # of floating-point tensors; None: as they are
+    names: Mapping[str, str]  # new by old
+    max_shard_bytes: int
+    verify: bool
+    progress: bool
+    note: str  # of the manifest: where the weights are from
+    made_from: tuple[str, ...] = ()  # names of the checkpoints they were computed from, if they were
+
+
+def convert_options(
+    dst: str | Path,
+    *,
+    format: str | None,  # noqa: A002
+    dtype: str | None,
+    max_shard_size: int | str | None,
+    verify: bool,
+    progress: bool,
+    note: str,
+    names: Mapping[str, str] | None = None,
+    made_from: tuple[str, ...] = (),
+) -> ConvertOptions:
+    """What is asked of a conversion, as `convert` takes it, made sense of. Raises ConfigError or TargetError."""
+    target = Path(os.path.realpath(local_disk.local_path(dst)))
+    given = None if format is None else _known_format(format)
+    names_folder = target.is_dir() or str(dst).endswith("/") or not target.suffix
+    to_folder = names_folder or (given is not None and given.library is not None)
+    known = given or (format_named(DEFAULT_FORMAT) if to_folder else detect.format_by_suffix(target))
+    if target.is_file() and to_folder:
+        raise TargetError(f"{target}: a file, expected a folder for {known.name}; choose another path")
+    if not to_folder and max_shard_size is not None:
+        raise ConfigError(
+            f"max_shard_size={max_shard_size!r}: {target.name} is one file; give a folder to have several"
+        )
+    most = parse_size(max_shard_size or "50GB")
+    return ConvertOptions(
+        Path(dst),
+        target,
+        known,
+        to_folder,
+        canonical_dtype(dtype),
+        names or {},
+        most,
+        verify,
+        progress,
+        note,
+        made_from,
+    )
+
+
+def check_apart(sources: Sequence[Path], options: ConvertOptions) -> None:
+    """Raise ConfigError if the folder to be written lies in one that is read."""
+    for source in sources:
+        here = source.resolve()
+        if options.to_folder and here.is_dir() and (options.target == here or here in options.target.parents):
+            raise ConfigError(f"{options.target}: in the folder that is to be read; choose a path outside of it")
+
+
+def _known_format(name: str) -> TensorFormat:
+    if name not in format_names():
+        raise ConfigError(f"format={name!r}: expected one of {', '.join(format_names())}")
+    return format_named(name)
