@@ -20,8 +20,9 @@ from ft_ckpt.distributed.ranks import Ranks, current_ranks, try_action
 from ft_ckpt.model.parts import Attribute, is_of_adapters, model_inside
 from ft_ckpt.saving.background import BackgroundSaver, PendingSave
 from ft_ckpt.saving.build_manifest import library_versions
+from ft_ckpt.saving.companions import check_companions
 from ft_ckpt.saving.execute import SaveReport
-from ft_ckpt.saving.plan import check_companions, request_of
+from ft_ckpt.saving.plan import request_of
 from ft_ckpt.saving.run_saves import RunSaves
 from ft_ckpt.saving.snapshot import as_in_training
 from ft_ckpt.storage.local_disk import local_path

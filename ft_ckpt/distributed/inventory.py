@@ -81,6 +81,15 @@ class Inventory:
             self._live.append(live)
         return key
 
+    @property
+    def size(self) -> int:
+        """How many tensors are noted: their keys are below it."""
+        return len(self._live)
+
+    def known_key(self, live: Any) -> int | None:
+        """The key of a tensor that was noted, None for another."""
+        return self._keys.get(id(live))
+
     def note_run(self, live: Any, local: Tensor | None) -> int:
         """A new key for this rank's run `local` of elements in the buffer `live`, where others may lie, too."""
         self._live.append(live)
@@ -92,7 +101,9 @@ class Inventory:
         return self._live[key]
 
     def local(self, key: int) -> Tensor | None:
-        """This rank's elements, without gradient; None for none."""
+        """This rank's elements, without gradient; None for none, as under keys below 0, of what other ranks have."""
+        if key < 0:
+            return None
         return self._locals[key] if key in self._locals else wrappers.local_part(self._live[key])
 
     def full(self, key: int) -> Tensor:

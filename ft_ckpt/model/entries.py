@@ -7,10 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ft_ckpt.distributed.tensor_info import TensorInfo
 from ft_ckpt.formats.dtypes import dtype_name
 
 MODEL_FILE = "model"
-StoredInfo = Any  # a TensorInfo; some users still take the tensor of a Source from it
 EXTRA_FILE = "extra_state.json"  # beside the weights: what modules list in their state dict that is no tensor
 
 
@@ -18,7 +18,7 @@ EXTRA_FILE = "extra_state.json"  # beside the weights: what modules list in thei
 class Group:
     """Stored tensors that are computed together from full sources, such as experts kept fused in memory."""
 
-    sources: tuple[StoredInfo, ...]
+    sources: tuple[TensorInfo, ...]
     convert: Callable[[dict[str, Tensor]], dict[str, Tensor]]  # by canonical name -> by stored name
 
 
@@ -30,11 +30,11 @@ class Entry:
     shape: tuple[int, ...]
     dtype: torch.dtype  # in the file
     memory_dtype: torch.dtype
-    source: StoredInfo | None = None
+    source: TensorInfo | None = None
     group: Group | None = None
 
     @property
-    def sources(self) -> tuple[StoredInfo, ...]:
+    def sources(self) -> tuple[TensorInfo, ...]:
         """The tensors it is made from."""
         if self.group is not None:
             return self.group.sources
@@ -56,11 +56,11 @@ class Part:
     active: bool = False
     beside: bool = False  # an adapter whose base, as it is now, is in the same checkpoint
     doubtful: tuple[
-        tuple[StoredInfo, StoredInfo], ...
+        tuple[TensorInfo, TensorInfo], ...
     ] = ()  # declared one parameter, two in memory: compare before commit
-    base: Mapping[str, StoredInfo] = field(default_factory=dict)  # frozen tensors of an adapter's base, by base name
+    base: Mapping[str, TensorInfo] = field(default_factory=dict)  # frozen tensors of an adapter's base, by base name
     notes: tuple[str, ...] = ()
-    passed: tuple[StoredInfo, ...] = ()  # left out on purpose: what the class or PEFT says it makes anew
+    passed: tuple[TensorInfo, ...] = ()  # left out on purpose: what the class or PEFT says it makes anew
     extra: str | None = None  # the text of EXTRA_FILE, if there is any
 
 

@@ -23,10 +23,10 @@ from ft_ckpt.model.conversion import load_conversion_table
 from ft_ckpt.saving import replicas
 from ft_ckpt.saving.execute import SaveReport, accept_differences, compares_replicas, run_save
 from ft_ckpt.saving.move_tensors import SharedFolders
-from ft_ckpt.saving.plan import SavePlan, SaveRequest
-from ft_ckpt.saving.plan_cache import Weighed, planned, weigh
+from ft_ckpt.saving.plan import SaveRequest
+from ft_ckpt.saving.planned_save import CopyPlan, PlannedSave, held_by, plan_copies, plan_save
 from ft_ckpt.saving.priority import yield_to_training
-from ft_ckpt.saving.snapshot import Snapshot, ids_changed_by_steps
+from ft_ckpt.saving.snapshot import Copies, Snapshot, ids_changed_by_steps
 from ft_ckpt.saving.worker import Worker
 from ft_ckpt.schedule import History, after_cost
 from ft_ckpt.training import zero_optimizer
@@ -35,7 +35,8 @@ from ft_ckpt.training.exchange import exchange
 from ft_ckpt.training.items import run_items
 from ft_ckpt.training.optimizers import unwrap_optimizer
 from ft_ckpt.training.run import TrainingRun
-from ft_ckpt.training.structure import Kept, Look
+from ft_ckpt.training.signature import PlanCache, Signer
+from ft_ckpt.training.tensor_keys import HeldTensors
 
 _channels = count(1)  # alike on all ranks: one is taken where all of them are
 
@@ -75,6 +76,22 @@ class _SnapshotFacts:
     replicas: Mapping[str, str]  # digests of what other ranks should hold alike, by place
 
 
+@dataclass(frozen=True, eq=False)
+class _Prepared:
+    """A request, its plan, and what has to be copied for it."""
+
+    request: SaveRequest
+    planned: PlannedSave
+    copies: CopyPlan
+
+    def tensors_to_copy(self) -> tuple[Copies, Copies]:
+        """Those to be copied now, and late, by key."""
+        found = {key: held_by(self.planned.tensors, key) for key in (*self.copies.now, *self.copies.late)}
+        have = {key: tensor for key, tensor in found.items() if tensor is not None}
+        late = set(self.copies.late)
+        return {k: v for k, v in have.items() if k not in late}, {k: v for k, v in have.items() if k in late}
+
+
 @dataclass(frozen=True)
 class _Ended:
     is_done: bool
@@ -87,7 +104,7 @@ class BackgroundSaver:
         self.before: History | None = None  # the run's before the save in flight, if that is one of its states
         self._of = of
         self.snapshot = Snapshot()
-        self.kept = Kept()
+        self.cache = PlanCache()
         self._worker = Worker()
         self._channel = ""
         self._looks = 0
@@ -106,10 +123,16 @@ class BackgroundSaver:
         request, error = try_action(make)
         if config.background:
             return self._start_in_background(request, error, ranks, config, begun, then)
-        chosen: SavePlan | None = None
+        planned: PlannedSave | None = None
         if request is not None:
-            chosen, error = ranks.attempt(lambda: planned(self._look_at_model(request, {}), ranks, config))
-        return self._save_now(request, error, ranks, config, begun, chosen, then)
+            asked = request
+            made, error = ranks.attempt(lambda: self._plan_request(asked, ranks, config))
+            request, planned = made or (asked, None)
+        return self._save_now(request, error, ranks, config, begun, planned, then)
+
+    def _plan_request(self, request: SaveRequest, ranks: Ranks, config: SaverConfig) -> tuple[SaveRequest, PlannedSave]:
+        request, captured = self._look_at_model(request, {})
+        return request, plan_save(request, captured, ranks, config)
 
     def _start_in_background(
         self,
@@ -124,19 +147,19 @@ class BackgroundSaver:
 
         It would be larger than it may, or tensors must come together from several ranks.
         """
-        request, weighed, possible = self._agree_on_snapshot(request, error, ranks, config)
+        request, prepared, possible = self._agree_on_snapshot(request, error, ranks, config)
         self._looks = 0
         possible = possible and request is not None and self._shared.is_seen_by_all(request.target.parent, ranks)
-        if request is None or weighed is None or not possible:
-            chosen = None if weighed is None else weighed.as_it_is()
-            report = self._save_now(request, None, ranks, config, begun, chosen, then)
+        if request is None or prepared is None or not possible:
+            planned = None if prepared is None else prepared.planned
+            report = self._save_now(request, None, ranks, config, begun, planned, then)
             return PendingSave(report.path, self._worker.finish_at_once(report))
         self._channel = self._channel or f"background-{next(_channels)}"
         ranks = current_ranks(config.enter_timeout_seconds, self._channel)
         config = replace(config, each_rank_writes="on")
-        _, error = try_action(lambda: self.snapshot.begin_copies(weighed.now, weighed.late))
+        _, error = try_action(lambda: self.snapshot.begin_copies(*prepared.tensors_to_copy()))
         try:
-            job = partial(self._finish_in_thread, request, error, ranks, config, begun, weighed, then)
+            job = partial(self._finish_in_thread, request, error, ranks, config, begun, prepared.planned, then)
             return PendingSave(request.target, self._worker.start_job(job))
         except BaseException:
             self.snapshot.drop_copies()
@@ -144,46 +167,50 @@ class BackgroundSaver:
 
     def _agree_on_snapshot(
         self, request: SaveRequest | None, error: BaseException | None, ranks: Ranks, config: SaverConfig
-    ) -> tuple[SaveRequest | None, Weighed | None, bool]:
-        """The request, with what ranks have come apart in, as weighed; and whether no rank must finish it at once."""
-        weighed: Weighed | None = None
+    ) -> tuple[SaveRequest | None, "_Prepared | None", bool]:
+        """The request, with what ranks have come apart in, and its plan; and whether no rank must finish it at once."""
+        prepared: _Prepared | None = None
         made: dict[str, replicas.ReplicaDigest] = {}
         if request is not None:
             asked = request
-            weighed, error = try_action(lambda: self._weigh_request(asked, ranks, config))
-        if weighed is not None and compares_replicas(request, ranks):
-            some, error = try_action(lambda: replicas.digest_replicas(weighed.replicas(), ranks.rank))
+            prepared, error = try_action(lambda: self._prepare_snapshot(asked, ranks, config))
+        if prepared is not None and compares_replicas(request, ranks):
+            planned = prepared.planned
+            infos = replicas.replicated_tensors(planned.plan.plans)
+            some, error = try_action(lambda: replicas.digest_replicas(infos, planned.tensors, ranks.rank))
             made = some or {}
-        can, target = weighed is not None and weighed.can_wait, "" if request is None else str(request.target)
+        can, target = prepared is not None and prepared.copies.can_wait(config), str(request.target) if request else ""
         facts = _SnapshotFacts(target, can, replicas.digests_by_place(made))
         answers = exchange(ranks, "save() in the background", _SnapshotFacts, facts, error, same=("path",))
-        if request is not None and compares_replicas(request, ranks):
+        if request is not None and prepared is not None and compares_replicas(request, ranks):
             apart = replicas.differing_replicas(made, [answer.replicas for answer in answers], ranks)
-            request = accept_differences(request, apart, ranks, config)
+            request = accept_differences(prepared.request, apart, ranks, config)
             if apart:  # to be laid out anew
                 return self._agree_on_snapshot(request, None, ranks, config)
-        return request, weighed, all(answer.can_wait for answer in answers)
+        return request, prepared, all(answer.can_wait for answer in answers)
 
-    def _weigh_request(self, request: SaveRequest, ranks: Ranks, config: SaverConfig) -> Weighed:
-        """What must be copied, and when; the optimizers that it may wait for are watched from here on."""
+    def _prepare_snapshot(self, request: SaveRequest, ranks: Ranks, config: SaverConfig) -> "_Prepared":
+        """The plan, and what must be copied when; the optimizers that it may wait for are watched from here on."""
         steppers = {} if request.adapter_only else _hooked_optimizers(self._of)
-        request = self._look_at_model(request, steppers)
+        request, captured = self._look_at_model(request, steppers)
         self.snapshot.watch_optimizers(steppers)
-        return weigh(request, ranks, config, partial(ids_changed_by_steps, steppers))
+        planned = plan_save(request, captured, ranks, config)
+        owned = partial(ids_changed_by_steps, steppers)
+        return _Prepared(request, planned, plan_copies(planned, request, captured, ranks, config, owned))
 
     def _look_at_model(
         self, request: SaveRequest, steppers: Mapping[torch.optim.Optimizer, list[Tensor]]
-    ) -> SaveRequest:
-        """The request with a look at what it saves, if there was none and it saves what is live."""
-        if request.captured.state is not None or request.state_dict_given:
-            return request
-        look = Look()
-        look.model(request.model)
+    ) -> tuple[SaveRequest, Captured]:
+        """The request with a look at what it saves, if there was none."""
+        if request.captured is not None:
+            return request, request.captured
+        signer = Signer()
+        signer.note_model(request.model)
         for optimizer, further in steppers.items():
-            look.optimizer(optimizer, with_state=False)
-            look.facts.append([look.places.get(id(tensor)) for tensor in further])
-        kind = "weights" if not steppers else "weights beside training"
-        return replace(request, captured=Captured(look=look, structure=self.kept.of(kind, request.model, look)))
+            signer.note_optimizer(optimizer, with_state=False)
+            signer.note_fact([signer.inventory.known_key(tensor) for tensor in further])
+        captured = Captured(signer.inventory, signer.signature(), self.cache)
+        return replace(request, captured=captured), captured
 
     def _finish_in_thread(
         self,
@@ -192,16 +219,14 @@ class BackgroundSaver:
         ranks: Ranks,
         config: SaverConfig,
         begun: float,
-        weighed: Weighed,
+        planned: PlannedSave,
         then: Callable[[Path], None],
     ) -> SaveReport:
         """In the thread: the rest of the copies, and the save itself."""
         copies, trouble = try_action(self.snapshot.finish_copies)
         yield_to_training(low_io=config.io_priority == "low")  # not before: the optimizer may have to wait for it
-        error, chosen = error or trouble, None
-        if error is None:
-            chosen, error = try_action(lambda: weighed.with_copies(copies))
-        return self._save_now(request, error, ranks, config, begun, chosen, then)
+        copied = None if copies is None else replace(planned, tensors=HeldTensors(copies))
+        return self._save_now(request, error or trouble, ranks, config, begun, copied, then)
 
     def _save_now(
         self,
@@ -210,10 +235,10 @@ class BackgroundSaver:
         ranks: Ranks,
         config: SaverConfig,
         begun: float,
-        chosen: SavePlan | None,
+        planned: PlannedSave | None,
         then: Callable[[Path], Any],
     ) -> SaveReport:
-        report = run_save(None if error else request, error, ranks, config, begun, chosen, self._shared)
+        report = run_save(None if error else request, error, ranks, config, begun, planned, self._shared)
         then(report.path)
         return report
 

@@ -10,7 +10,6 @@ from typing import Any
 
 from ft_ckpt._version import __version__
 from ft_ckpt.checkpoint.manifest import BaseRecord, Manifest, PartRecord
-from ft_ckpt.distributed.wrappers import user_class
 from ft_ckpt.model.base_model import base_identity, common_dtype
 from ft_ckpt.model.entries import Part, lossy_casts, shared_between
 from ft_ckpt.saving.files import PartPlan
@@ -28,13 +27,15 @@ def manifest_of(
     *,
     compressed: bool,
     bases: Mapping[str, BaseRecord],
+    classes: Mapping[str, str],
     notes: Sequence[str],
     **facts: Any,
 ) -> Manifest:
     """The manifest of all files in `stage`, of which those in `written` are known already.
 
-    `samples` are each rank's of the bases of adapters, `bases` their records by the names of the parts;
-    `notes` are beside those of the parts, `facts` further fields of the manifest.
+    `samples` are each rank's of the bases of adapters; `bases` their records, and `classes` the names of the classes
+    that are saved, by the names of the parts; `notes` are beside those of the parts, `facts` further fields of the
+    manifest.
     """
     files = {file.path: file for file in written}
     paths = sorted(p.relative_to(stage).as_posix() for p in stage.rglob("*") if p.is_file())
@@ -42,7 +43,9 @@ def manifest_of(
     parts = [one.part for one in plans]
     return Manifest(
         parts=tuple(
-            _part_record(one, _base_with_fingerprint(one.part.name, bases, samples), compressed) for one in plans
+            _part_record(one, _base_with_fingerprint(name, bases, samples), classes[name], compressed)
+            for one in plans
+            for name in [one.part.name]
         ),
         files=(*files.values(), *others),
         created=datetime.now(timezone.utc).isoformat(),
@@ -53,7 +56,7 @@ def manifest_of(
     )
 
 
-def _part_record(one: PartPlan, base: BaseRecord | None, compressed: bool) -> PartRecord:
+def _part_record(one: PartPlan, base: BaseRecord | None, class_name: str, compressed: bool) -> PartRecord:
     part = one.part
     tensors = (record for file in one.files for record in file.records())
     trainable = tuple(e.name for e in part.entries if e.source is not None and e.source.trainable)
@@ -62,7 +65,7 @@ def _part_record(one: PartPlan, base: BaseRecord | None, compressed: bool) -> Pa
         path=part.path,
         kind=part.kind,
         format=one.format,
-        class_name="" if part.module is None else user_class(type(part.module)).__name__,
+        class_name=class_name,
         tensors=tuple(replace(record, start=0, end=0) if compressed else record for record in tensors),
         ties=part.ties,
         trainable=trainable,

@@ -25,7 +25,9 @@ from ft_ckpt.saving import replicas
 from ft_ckpt.saving.build_manifest import manifest_of
 from ft_ckpt.saving.files import check_written_files
 from ft_ckpt.saving.move_tensors import SaveFacts, SaveJob, SharedFolders, write_tensors
-from ft_ckpt.saving.plan import SavePlan, SaveRequest, prepare_stage
+from ft_ckpt.saving.plan import SaveRequest
+from ft_ckpt.saving.planned_save import PlannedSave, look_at_model, plan_save
+from ft_ckpt.saving.stage import StagedSave, prepare_stage
 from ft_ckpt.storage.digests import FileRecord, digest_of
 from ft_ckpt.training.exchange import exchange
 from ft_ckpt.training.items import check_same_tensors
@@ -59,7 +61,7 @@ def run_save(
     ranks: Ranks,
     config: SaverConfig,
     begun: float,
-    chosen: SavePlan | None,
+    chosen: PlannedSave | None,
     shared: SharedFolders,
 ) -> SaveReport:
     """Carry out `request`, or tell the other ranks of the `error` that there is instead. Collective.
@@ -118,7 +120,7 @@ class _SaveTry:
     ranks: Ranks
     config: SaverConfig
     begun: float
-    chosen: SavePlan | None  # made before, for this request
+    chosen: PlannedSave | None  # made before, for this request
     shared: SharedFolders
     number: int  # of tries before this one
     changed: frozenset[str]  # frozen files that no earlier checkpoint has, as those tries have found
@@ -153,18 +155,16 @@ class _Names:
 
 def _try_save(one: _SaveTry, error: BaseException | None) -> _Outcome:
     request, ranks, config = one.request, one.ranks, one.config
-    prepared: SavePlan | None = None
+    prepared: StagedSave | None = None
     made: dict[str, replicas.ReplicaDigest] = {}
     try:
         if request is not None:
-            prepared, error = ranks.attempt(
-                explained(request.target)(
-                    lambda: prepare_stage(request, ranks, config, one.number, one.chosen, one.changed)
-                )
-            )
+            prepared, error = ranks.attempt(explained(request.target)(lambda: _prepare(request, one)))
         if prepared is not None and compares_replicas(request, ranks):
             made, error = ranks.attempt(
-                lambda: replicas.digest_replicas(replicas.replicated_tensors(prepared.plans), ranks.rank)
+                lambda: replicas.digest_replicas(
+                    replicas.replicated_tensors(prepared.plans), prepared.planned.tensors, ranks.rank
+                )
             )
             made = made or {}
         # Everything that can be refused is refused here, before a tensor moves: later, ranks depend on each other.
@@ -188,9 +188,18 @@ def _try_save(one: _SaveTry, error: BaseException | None) -> _Outcome:
             commit.discard_stage(prepared.stage)
 
 
+def _prepare(request: SaveRequest, one: _SaveTry) -> StagedSave:
+    """Plan, if that was not done before, and fill the stage."""
+    planned = one.chosen
+    if planned is None:
+        captured = request.captured or look_at_model(request.model)
+        planned = plan_save(request, captured, one.ranks, one.config)
+    return prepare_stage(request, planned, one.ranks, one.config, one.number, one.changed)
+
+
 def _agree_on_plan(
     request: SaveRequest | None,
-    prepared: SavePlan | None,
+    prepared: StagedSave | None,
     made: Mapping[str, replicas.ReplicaDigest],
     ranks: Ranks,
     error: BaseException | None,
@@ -205,7 +214,7 @@ def _agree_on_plan(
     return answers
 
 
-def _tensor_names(prepared: SavePlan) -> tuple[str, ...]:
+def _tensor_names(prepared: StagedSave) -> tuple[str, ...]:
     return tuple(f"{one.part.path}/{e.name}".lstrip("/") for one in prepared.plans for e in one.part.entries)
 
 
@@ -214,7 +223,7 @@ def compares_replicas(request: SaveRequest | None, ranks: Ranks) -> bool:
     return ranks.size > 1 and request is not None and request.apart is None and not request.state_dict_given
 
 
-def _describe_save(request: SaveRequest, prepared: SavePlan, made: Mapping[str, replicas.ReplicaDigest]) -> SaveFacts:
+def _describe_save(request: SaveRequest, prepared: StagedSave, made: Mapping[str, replicas.ReplicaDigest]) -> SaveFacts:
     """What every rank must see alike, and what rank 0 wants to know of each."""
     names = repr([(f.path, f.layout.specs) for one in prepared.plans for f in one.files])
     return SaveFacts(
@@ -223,7 +232,7 @@ def _describe_save(request: SaveRequest, prepared: SavePlan, made: Mapping[str, 
         step=request.step,
         tensors=xxhash.xxh3_64_hexdigest(names.encode()),
         state_dict=request.state_dict_given,
-        samples=prepared.samples,
+        samples=prepared.planned.samples,
         stage=None if prepared.stage is None else str(prepared.stage),
         offers=prepared.offers,
         replicas=replicas.digests_by_place(made),
@@ -252,7 +261,7 @@ def _write_and_commit(job: SaveJob) -> _Outcome:
 def _commit_files(job: SaveJob, stage: Path, files: list[FileRecord]) -> _Saved:
     """Compare the files with the model, and commit."""
     request, plans, compression = job.request, job.prepared.plans, job.config.compression
-    settings = replicas.differing_settings(request.captured.document)
+    settings = replicas.differing_settings({} if request.captured is None else request.captured.document)
     for one in plans:
         paths = {file.path for file in one.files}
         files = files + link_second_names(format_named(one.format), [f for f in files if f.path in paths], stage)
@@ -266,15 +275,16 @@ def _commit_files(job: SaveJob, stage: Path, files: list[FileRecord]) -> _Saved:
         files,
         [answer.samples for answer in job.answers],
         compressed=compression is not None,
-        bases=job.prepared.companions.bases,
+        bases=job.prepared.planned.companions.bases,
+        classes=job.prepared.planned.companions.classes,
         notes=[replicas.difference_note(settings, True)] if settings else [],
         kind=kind_of(request.adapter_only, request.attribute),
         step=request.step,
         metrics=request.metrics,
-        world={"size": job.ranks.size, "engine": job.prepared.engine},
+        world={"size": job.ranks.size, "engine": job.prepared.planned.plan.engine},
         run_id=request.run_id,
         rankings=job.config.rankings,
-        export=request.run_id is not None and request.captured.state is None,
+        export=request.run_id is not None and (request.captured is None or request.captured.state is None),
     )
     commit.commit_stage(stage, request.target, manifest)
     return _Saved(

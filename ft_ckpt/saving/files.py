@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ft_ckpt.distributed.gather import gather_tensors, stream_chunks
 from ft_ckpt.distributed.ranks import Ranks
-from ft_ckpt.distributed.tensor_info import Source
+from ft_ckpt.distributed.tensor_info import TensorInfo, Tensors
 from ft_ckpt.errors import IncompleteError, SelectionError, listing
 from ft_ckpt.formats.dtypes import dtype_name
 from ft_ckpt.formats.layout import Layout, Spec
@@ -89,7 +89,9 @@ def _is_text(name: str) -> bool:
     return name.isascii() or not any("\ud800" <= letter <= "\udfff" for letter in name)
 
 
-def file_pieces(plans: Sequence[PartPlan], ranks: Ranks, bucket_bytes: int, nonfinite: str = "save") -> Iterator[Piece]:
+def file_pieces(
+    plans: Sequence[PartPlan], tensors: Tensors, ranks: Ranks, bucket_bytes: int, nonfinite: str = "save"
+) -> Iterator[Piece]:
     """The bytes of every planned file in file order, on rank 0; nothing elsewhere. Collective.
 
     With `nonfinite="raise"` ends in IncompleteError naming every tensor that holds NaN or infinity.
@@ -99,7 +101,7 @@ def file_pieces(plans: Sequence[PartPlan], ranks: Ranks, bucket_bytes: int, nonf
         entries = {entry.name: entry for entry in part_plan.part.entries}
         for file in part_plan.files:
             ordered = [entries[spec.name] for spec in file.layout.specs if spec.size_bytes]
-            for entry, data in gather_entries(ordered, ranks, bucket_bytes):
+            for entry, data in gather_entries(ordered, tensors, ranks, bucket_bytes):
                 yield from _cast_pieces(file.path, entry, data, counter)
     counter.raise_if_found()
 
@@ -145,7 +147,9 @@ class _FiniteCheck:
             )
 
 
-def gather_entries(ordered: Sequence[Entry], ranks: Ranks, bucket_bytes: int) -> Iterator[tuple[Entry, Tensor]]:
+def gather_entries(
+    ordered: Sequence[Entry], tensors: Tensors, ranks: Ranks, bucket_bytes: int
+) -> Iterator[tuple[Entry, Tensor]]:
     """(entry, its next flat elements) in order, on rank 0; nothing elsewhere. Collective.
 
     Neighbours that need no conversion travel in the same buckets.
@@ -156,30 +160,41 @@ def gather_entries(ordered: Sequence[Entry], ranks: Ranks, bucket_bytes: int) ->
         if entry.group is None:
             waiting.append(entry)
             continue
-        yield from _stream_entries(waiting, ranks, bucket_bytes)
+        yield from _stream_entries(waiting, tensors, ranks, bucket_bytes)
         waiting = []
-        yield from _convert_group(entry, entry.group, made, ranks, bucket_bytes)
-    yield from _stream_entries(waiting, ranks, bucket_bytes)
+        yield from _convert_group(entry, entry.group, made, _Gather(tensors, ranks, bucket_bytes))
+    yield from _stream_entries(waiting, tensors, ranks, bucket_bytes)
 
 
-def _stream_entries(entries: Sequence[Entry], ranks: Ranks, bucket_bytes: int) -> Iterator[tuple[Entry, Tensor]]:
-    chosen: list[Source] = [entry.source for entry in entries if entry.source is not None]
+def _stream_entries(
+    entries: Sequence[Entry], tensors: Tensors, ranks: Ranks, bucket_bytes: int
+) -> Iterator[tuple[Entry, Tensor]]:
+    chosen: list[TensorInfo] = [entry.source for entry in entries if entry.source is not None]
     position, arrived = 0, 0
-    for chunk in stream_chunks(chosen, ranks, bucket_bytes):
+    for chunk in stream_chunks(chosen, ranks, bucket_bytes, tensors):
         yield entries[position], chunk.data
         arrived += chunk.data.numel()
         if arrived == chosen[position].numel:
             position, arrived = position + 1, 0
 
 
+@dataclass(frozen=True, eq=False)
+class _Gather:
+    """Where full tensors come from."""
+
+    tensors: Tensors
+    ranks: Ranks
+    bucket_bytes: int
+
+
 def _convert_group(
-    entry: Entry, group: Group, made: dict[Group, dict[str, Tensor]], ranks: Ranks, bucket_bytes: int
+    entry: Entry, group: Group, made: dict[Group, dict[str, Tensor]], way: _Gather
 ) -> Iterator[tuple[Entry, Tensor]]:
     """The entry's tensor, its group gathered and converted when its first entry is asked for, and freed by its last."""
     if group not in made:
-        full = gather_tensors(group.sources, ranks, bucket_bytes)
-        made[group] = group.convert(full) if ranks.leads else {}
-    if ranks.leads:
+        full = gather_tensors(group.sources, way.ranks, way.bucket_bytes, way.tensors)
+        made[group] = group.convert(full) if way.ranks.leads else {}
+    if way.ranks.leads:
         tensor = made[group].pop(entry.name)
         if tuple(tensor.shape) != entry.shape:
             raise IncompleteError(f"{entry.name}: converted to shape {tuple(tensor.shape)}, planned {entry.shape}")

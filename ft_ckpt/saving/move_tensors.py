@@ -8,14 +8,15 @@ from pathlib import Path
 from ft_ckpt.config import SaverConfig
 from ft_ckpt.distributed.gather import are_equal
 from ft_ckpt.distributed.ranks import Ranks, try_action
-from ft_ckpt.distributed.tensor_info import Source
+from ft_ckpt.distributed.tensor_info import TensorInfo, Tensors
 from ft_ckpt.errors import IncompleteError
 from ft_ckpt.formats.registry import format_named
 from ft_ckpt.formats.write_files import write_files
 from ft_ckpt.saving import reuse_frozen, write_shards
 from ft_ckpt.saving.files import PartPlan, file_pieces
-from ft_ckpt.saving.plan import SavePlan, SaveRequest
+from ft_ckpt.saving.plan import SaveRequest
 from ft_ckpt.saving.reuse_frozen import Offer
+from ft_ckpt.saving.stage import StagedSave
 from ft_ckpt.storage.digests import FileRecord
 from ft_ckpt.storage.progress import track_progress
 from ft_ckpt.storage.write_tuning import tuning_for
@@ -80,13 +81,18 @@ class SaveJob:
     """A save that all ranks have agreed to."""
 
     request: SaveRequest
-    prepared: SavePlan
+    prepared: StagedSave
     answers: tuple[SaveFacts, ...]
     ranks: Ranks
     config: SaverConfig
     begun: float
     shared: SharedFolders
     taken: dict[str, str] = field(default_factory=dict)  # once known: digests of the files that are there, by path
+
+    @property
+    def tensors(self) -> Tensors:
+        """Those who have the tensors."""
+        return self.prepared.planned.tensors
 
     @property
     def unlinked_plans(self) -> tuple[PartPlan, ...]:
@@ -99,8 +105,8 @@ def write_tensors(job: SaveJob) -> list[FileRecord]:
 
     Raises IncompleteError for tensors that the model's config ties and that differ.
     """
-    pairs = job.prepared.ties_to_check
-    untied = [pair for pair in pairs if not are_equal(*pair, job.ranks, job.config.bucket_bytes)]
+    pairs = job.prepared.planned.plan.ties_to_check
+    untied = [pair for pair in pairs if not are_equal(*pair, job.ranks, job.config.bucket_bytes, job.tensors)]
     linked = _link_frozen_files(job)
     shares = _divide_between_ranks(job)
     return linked + (_write_on_rank_0(job, untied) if shares is None else _write_on_all_ranks(job, shares, untied))
@@ -112,16 +118,19 @@ def _link_frozen_files(job: SaveJob) -> list[FileRecord]:
     if not offers:
         return []
     shares = reuse_frozen.frozen_shares(job.prepared.plans, job.ranks.size)
-    job.taken.update(reuse_frozen.equal_files(shares, offers, job.ranks, job.config.bucket_bytes))
+    job.taken.update(reuse_frozen.equal_files(shares, offers, job.tensors, job.ranks, job.config.bucket_bytes))
     return [] if stage is None else reuse_frozen.place_equal_files(shares, job.taken, stage)
 
 
-def _write_on_rank_0(job: SaveJob, untied: list[tuple[Source, Source]]) -> list[FileRecord]:
+def _write_on_rank_0(job: SaveJob, untied: list[tuple[TensorInfo, TensorInfo]]) -> list[FileRecord]:
     """All tensors come to rank 0, which writes them."""
     plans, config, stage = job.unlinked_plans, job.config, job.prepared.stage
     total = sum(one.size_bytes for one in plans)
     feed = track_progress(
-        file_pieces(plans, job.ranks, config.bucket_bytes, config.nonfinite), total, "saving", job.ranks.shows
+        file_pieces(plans, job.tensors, job.ranks, config.bucket_bytes, config.nonfinite),
+        total,
+        "saving",
+        job.ranks.shows,
     )
     if stage is None:
         for _ in feed:
@@ -174,7 +183,7 @@ def all_ranks_see(folder: Path, ranks: Ranks) -> bool:
 
 
 def _write_on_all_ranks(
-    job: SaveJob, shares: list[write_shards.Share], untied: list[tuple[Source, Source]]
+    job: SaveJob, shares: list[write_shards.Share], untied: list[tuple[TensorInfo, TensorInfo]]
 ) -> list[FileRecord]:
     """Every rank writes what it holds; the records are rank 0's to keep."""
     stage, config, ranks = Path(str(job.answers[0].stage)), job.config, job.ranks
@@ -182,7 +191,8 @@ def _write_on_all_ranks(
     for share in shares:  # rank 0 takes the room for all files before a byte is written
         write_shards.allocate_file(share, stage, takes_room=ranks.leads)
     with _make_writer(job) as writer:
-        mine = [write_shards.write_own_bytes(share, stage, ranks, writer, config.bucket_bytes) for share in shares]
+        given = job.tensors, ranks, writer, config.bucket_bytes
+        mine = [write_shards.write_own_bytes(share, stage, *given) for share in shares]
     answers = exchange(ranks, "the writing of save()", _WrittenDigests, _WrittenDigests(tuple(mine)))
     return [
         write_shards.file_record(share, [answer.digests[number] for answer in answers])
@@ -190,7 +200,7 @@ def _write_on_all_ranks(
     ]
 
 
-def _refuse_untied(pairs: list[tuple[Source, Source]]) -> None:
+def _refuse_untied(pairs: list[tuple[TensorInfo, TensorInfo]]) -> None:
     if pairs:
         names = ", ".join(f"{one.name} and {other.name}" for one, other in pairs)
         raise IncompleteError(

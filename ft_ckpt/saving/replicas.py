@@ -16,11 +16,11 @@ import xxhash
 from torch import Tensor
 
 from ft_ckpt.distributed.agreement import rank_numbers
-from ft_ckpt.distributed.inventory import of_rank_0
+from ft_ckpt.distributed.inventory import Inventory, of_rank_0
 from ft_ckpt.distributed.ranks import Ranks
 from ft_ckpt.distributed.replicas import WEIGHTS, own_name, place_of
 from ft_ckpt.distributed.sharding import OwnedSharding
-from ft_ckpt.distributed.tensor_info import Source
+from ft_ckpt.distributed.tensor_info import TensorInfo, Tensors
 from ft_ckpt.errors import IncompleteError, RanksDisagreeError, listing
 from ft_ckpt.model.entries import Entry, Part
 from ft_ckpt.saving.files import PartPlan
@@ -48,9 +48,9 @@ class _ReplicaDigests:
     digests: Mapping[str, ReplicaDigest]
 
 
-def replicated_tensors(plans: Iterable[PartPlan]) -> dict[str, Source]:
+def replicated_tensors(plans: Iterable[PartPlan]) -> dict[str, TensorInfo]:
     """What is in the files of `plans` and held by several ranks, each tensor once."""
-    found: dict[int, tuple[str, Source]] = {}
+    found: dict[int, tuple[str, TensorInfo]] = {}
     for plan in plans:
         written = {spec.name for file in plan.files for spec in file.layout.specs}
         for entry in plan.part.entries:
@@ -60,11 +60,11 @@ def replicated_tensors(plans: Iterable[PartPlan]) -> dict[str, Source]:
     return dict(found.values())
 
 
-def digest_replicas(sources: Mapping[str, Source], rank: int) -> dict[str, ReplicaDigest]:
-    """The digest of what this `rank` has of each source that it should have something of."""
-    shardings = {name: one.sharding for name, one in sources.items()}
+def digest_replicas(infos: Mapping[str, TensorInfo], tensors: Tensors, rank: int) -> dict[str, ReplicaDigest]:
+    """The digest of what this `rank` has of each tensor that it should have something of."""
+    shardings = {name: one.sharding for name, one in infos.items()}
     shardings = {name: one for name, one in shardings.items() if one.local_box(rank) or not one.is_sharded}
-    found = {name: local for name in shardings if (local := sources[name].local) is not None}
+    found = {name: local for name in shardings if (local := tensors.local(infos[name].key)) is not None}
     made = {name: _digest_on_host(tensor) for name, tensor in found.items() if tensor.is_cpu}
     elsewhere = {name: tensor for name, tensor in found.items() if not tensor.is_cpu}
     folded = [folded_bits(tensor) for tensor in elsewhere.values()]
@@ -145,14 +145,10 @@ def refuse_replica_differences(told_apart: str) -> None:
     )
 
 
-def refuse_experts(parts: Iterable[Part]) -> None:
+def refuse_experts(parts: Iterable[Part], inventory: Inventory) -> None:
     """Raise IncompleteError naming experts that DeepSpeed has spread over the ranks, under the same names on each."""
-    named = {
-        source.name: source.live
-        for part in parts
-        for entry in part.entries
-        for _, source in _named_sources(part, entry)
-    }
+    infos = [info for part in parts for entry in part.entries for info in entry.sources if info.key >= 0]
+    named = {info.name: inventory.live(info.key) for info in infos}
     spread = {name: str(live.group_name) for name, live in named.items() if _is_spread(live)}
     if spread:
         groups = ", ".join(sorted(set(spread.values())))
@@ -163,13 +159,13 @@ def refuse_experts(parts: Iterable[Part]) -> None:
         )
 
 
-def store_differences(parts: Sequence[Part], apart: Differences, rank: int) -> list[Part]:
+def store_differences(parts: Sequence[Part], apart: Differences) -> list[Part]:
     """The parts with the first rank's of what is `apart`, a note of it, and in a training state each other's own."""
     sources = {
         name: s for part in parts for entry in part.entries for name, s in _named_sources(part, entry) if name in apart
     }
     odd = frozenset(source.key for source in sources.values())
-    kept = [entry for name, source in sources.items() for entry in _entries_of_others(name, source, apart[name], rank)]
+    kept = [entry for name, source in sources.items() for entry in _entries_of_others(name, source, apart[name])]
     has_state = any(part.kind == "state" for part in parts)
     changed = []
     for number, part in enumerate(parts):
@@ -207,7 +203,7 @@ def _digest_on_host(tensor: Tensor) -> str:
     )
 
 
-def _named_sources(part: Part, entry: Entry) -> Iterator[tuple[str, Source]]:
+def _named_sources(part: Part, entry: Entry) -> Iterator[tuple[str, TensorInfo]]:
     """The sources of an entry by the names they have in a run."""
     if entry.group is not None:
         yield from ((f"{WEIGHTS}/{source.name}", source) for source in entry.group.sources)
@@ -229,17 +225,14 @@ def _deviating_ranks(had: Mapping[int, ReplicaDigest]) -> Iterator[tuple[int, st
             yield rank, digest.place if digest.bits else None
 
 
-def _entries_of_others(name: str, source: Source, owners: Mapping[int, str | None], rank: int) -> Iterator[Entry]:
+def _entries_of_others(name: str, source: TensorInfo, owners: Mapping[int, str | None]) -> Iterator[Entry]:
     """The entries of what ranks other than the first have of one tensor."""
     for owner, place in owners.items():
         if place is None:
             continue
-        local = source.local if owner == rank else None
         sizes: Any = tuple(json.loads(place)[1]) if place else None
         shape, view = (source.shape, source.sharding.view) if sizes is None else (sizes, sizes)
-        mine = replace(
-            source, name=own_name(name, owner), shape=shape, sharding=OwnedSharding(view, owner), local=local
-        )
+        mine = replace(source, name=own_name(name, owner), shape=shape, sharding=OwnedSharding(view, owner))
         yield Entry(mine.name, shape, source.dtype, source.dtype, mine)
 
 

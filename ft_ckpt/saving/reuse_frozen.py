@@ -17,7 +17,7 @@ import torch
 from ft_ckpt.checkpoint.catalog import read_manifest
 from ft_ckpt.checkpoint.manifest import MANIFEST_NAME
 from ft_ckpt.distributed.ranks import Ranks
-from ft_ckpt.distributed.tensor_info import Source
+from ft_ckpt.distributed.tensor_info import TensorInfo, Tensors
 from ft_ckpt.errors import ManifestError
 from ft_ckpt.formats.write_files import FilePlan
 from ft_ckpt.model.entries import Part
@@ -55,7 +55,7 @@ class _EarlierCheckpoint:
     sealed_ns: int
 
 
-def frozen_identities(found: Mapping[str, Source]) -> frozenset[int]:
+def frozen_identities(found: Mapping[str, TensorInfo]) -> frozenset[int]:
     """Identities of the parameters that are not trained."""
     return frozenset(source.key for source in found.values() if not source.trainable and source.is_parameter)
 
@@ -100,7 +100,7 @@ def link_candidates(
 
 
 def equal_files(
-    shares: Sequence[Share], offers: Mapping[str, Offer], ranks: Ranks, bucket_bytes: int
+    shares: Sequence[Share], offers: Mapping[str, Offer], tensors: Tensors, ranks: Ranks, bucket_bytes: int
 ) -> dict[str, str]:
     """The digests of the files that equal one of rank 0's `offers`, by path. Collective.
 
@@ -113,7 +113,7 @@ def equal_files(
         offer = offers.get(share.file.path)
         if offer is not None:
             mine[share.file.path] = write_shards.digest_own_bytes(
-                share.for_rank_0() if offer.ranks == 1 else share, ranks, bucket_bytes
+                share.for_rank_0() if offer.ranks == 1 else share, tensors, ranks, bucket_bytes
             )
     answers = exchange(ranks, "the frozen files of save()", _FrozenDigests, _FrozenDigests(mine))
     found = {}

@@ -87,7 +87,7 @@ class RunSaves:
         begun, now, history = time.monotonic(), self.run, self.run.history
         now.note_saved(reason, metrics)
         try:
-            captured = now.capture_state(self._current_ranks(), library_versions(), self.pending.kept)
+            captured = now.capture_state(self._current_ranks(), library_versions(), self.pending.cache)
             if apart := differing_settings(captured.document):
                 report_differences(describe_differences(apart), f"step {now.step}", self._current_ranks(), config)
             adapters = captured.once("adapters", lambda: is_adapter_run(now.model, model_sources(captured.found)))

@@ -6,7 +6,7 @@ the next.
 """
 
 import time
-from collections.abc import Callable, Hashable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import wraps
 from threading import Event
 from typing import Any, ParamSpec, TypeVar
@@ -17,7 +17,7 @@ from torch import Tensor
 P = ParamSpec("P")
 T = TypeVar("T")
 _ALIGNMENT = 64
-Copies = Mapping[Hashable, Tensor]  # by the names of the live tensors, whatever these are
+Copies = Mapping[int, Tensor]  # by the keys of the live tensors
 
 
 def as_in_training(method: Callable[P, T]) -> Callable[P, T]:
@@ -96,11 +96,6 @@ def ids_changed_by_steps(optimizers: Mapping[Any, Iterable[Tensor]]) -> frozense
     return frozenset(owned)
 
 
-def memory_key(tensor: Tensor) -> Hashable:
-    """What tells two live tensors apart: the memory they are, and how they see it."""
-    return tensor.data_ptr(), tensor.device, tensor.dtype, tuple(tensor.shape), tensor.stride()
-
-
 def copies_size(tensors: Iterable[Tensor]) -> int:
     """Bytes of host memory that copies of `tensors` take."""
     return sum(_aligned_size(tensor.nbytes) for tensor in tensors)
@@ -132,7 +127,7 @@ class _CopyMemory:
 
 
 @torch.no_grad()
-def _copy_by_device(room: _CopyMemory, live: Copies, ready: Mapping[torch.device, Any]) -> dict[Hashable, Tensor]:
+def _copy_by_device(room: _CopyMemory, live: Copies, ready: Mapping[torch.device, Any]) -> dict[int, Tensor]:
     copies = dict(zip(live, room.places_for(live.values()), strict=True))
     by_device: dict[torch.device, list[tuple[Tensor, Tensor]]] = {}
     for name, tensor in live.items():

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from ft_ckpt.distributed.ranks import Ranks
 from ft_ckpt.distributed.sharding import Sharding
+from ft_ckpt.distributed.tensor_info import Tensors
 from ft_ckpt.errors import explained
 from ft_ckpt.formats.write_files import FilePlan
 from ft_ckpt.model.entries import Entry
@@ -98,18 +99,20 @@ def file_record(share: Share, digests: Sequence[str]) -> FileRecord:
     )
 
 
-def write_own_bytes(share: Share, folder: Path, ranks: Ranks, writer: Writer, bucket_bytes: int) -> str:
+def write_own_bytes(
+    share: Share, folder: Path, tensors: Tensors, ranks: Ranks, writer: Writer, bucket_bytes: int
+) -> str:
     """Write this rank's bytes of one file, which is there; their digest. Collective where tensors come to rank 0.
 
     Stops in the middle when another rank has failed, with NoSpaceError where that rank's disk is full, else RankError.
     """
-    regions = _while_all_write(_own_regions(share, ranks, bucket_bytes), ranks, writer.tuning.block_bytes)
+    regions = _while_all_write(_own_regions(share, tensors, ranks, bucket_bytes), ranks, writer.tuning.block_bytes)
     return write_regions(folder / share.file.path, regions, writer)
 
 
-def digest_own_bytes(share: Share, ranks: Ranks, bucket_bytes: int) -> str:
+def digest_own_bytes(share: Share, tensors: Tensors, ranks: Ranks, bucket_bytes: int) -> str:
     """The digest that `write_own_bytes` would give, without writing anything. Collective as that is."""
-    return digest_regions(_while_all_write(_own_regions(share, ranks, bucket_bytes), ranks, BLOCK_BYTES))
+    return digest_regions(_while_all_write(_own_regions(share, tensors, ranks, bucket_bytes), ranks, BLOCK_BYTES))
 
 
 def _tensor_cut(entry: Entry, start: int, size_bytes: int, step: int) -> Cut | None:
@@ -153,7 +156,7 @@ def _runs_by_owner(sharding: Sharding) -> list[tuple[int, int, int]] | None:
     return runs or None
 
 
-def _own_regions(share: Share, ranks: Ranks, bucket_bytes: int) -> Iterator[Region]:
+def _own_regions(share: Share, tensors: Tensors, ranks: Ranks, bucket_bytes: int) -> Iterator[Region]:
     """This rank's bytes of the file, in order."""
     places = list(zip(share.entries, share.cuts, share.file.layout.specs, share.file.layout.starts, strict=True))
     at = 0  # up to here, what no tensor covers is written
@@ -161,10 +164,8 @@ def _own_regions(share: Share, ranks: Ranks, bucket_bytes: int) -> Iterator[Regi
         places_here = list(group)
         if is_gathered:
             starts = {spec.name: start for _, _, spec, start in places_here}
-            tensors = gather_entries(
-                [entry for entry, _, spec, _ in places_here if spec.size_bytes], ranks, bucket_bytes
-            )
-            for entry, data in tensors:
+            moving = [entry for entry, _, spec, _ in places_here if spec.size_bytes]
+            for entry, data in gather_entries(moving, tensors, ranks, bucket_bytes):
                 yield from _header_regions(share.file, at, starts[entry.name])
                 at = starts[entry.name]
                 for part in _cast_slices(data, entry.dtype):
@@ -177,7 +178,7 @@ def _own_regions(share: Share, ranks: Ranks, bucket_bytes: int) -> Iterator[Regi
                 yield from _header_regions(share.file, at, start)
             at = start + spec.size_bytes
             if cut is not None:
-                yield from _tensor_regions(entry, cut, ranks.rank)
+                yield from _tensor_regions(entry, cut, tensors, ranks.rank)
     if ranks.leads:
         yield from _header_regions(share.file, at, share.file.layout.size_bytes)
 
@@ -199,12 +200,13 @@ def _header_regions(file: FilePlan, start: int, stop: int) -> Iterator[Region]:
         yield Region(start, held.data_ptr(), stop - start, held)
 
 
-def _tensor_regions(entry: Entry, cut: Cut, rank: int) -> Iterator[Region]:
+def _tensor_regions(entry: Entry, cut: Cut, tensors: Tensors, rank: int) -> Iterator[Region]:
     """This rank's chunks of one tensor."""
     source = entry.source
-    if source is None or source.local is None:
+    held = None if source is None else tensors.local(source.key)
+    if source is None or held is None:
         return
-    item, local = entry.dtype.itemsize, source.local.reshape(-1)
+    item, local = entry.dtype.itemsize, held.reshape(-1)
     for start, stop, owner in cut_chunks(cut):
         if owner != rank:
             continue

@@ -2,19 +2,21 @@
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import chain
 from typing import Any, TypeVar
 
 from torch import nn
 
+from ft_ckpt.distributed.inventory import Inventory
 from ft_ckpt.distributed.ranks import Ranks, try_action
-from ft_ckpt.distributed.tensor_info import Source
+from ft_ckpt.distributed.tensor_info import Source, TensorInfo
 from ft_ckpt.model.entries import Entry
 from ft_ckpt.training import optimizers
 from ft_ckpt.training import state as training
+from ft_ckpt.training.exchange import exchange
 from ft_ckpt.training.items import Item, Key, check_same_items, known_sources, with_extra_state
+from ft_ckpt.training.signature import PlanCache, Signature, Signer
 from ft_ckpt.training.state import Document, LocalState, TrainingState
-from ft_ckpt.training.structure import Kept, Look, Structure, emptied, filled, is_placed
+from ft_ckpt.training.tensor_keys import KeyedFacts, with_tensor
 
 T = TypeVar("T")
 
@@ -30,141 +32,148 @@ class Objects:
 
 @dataclass(frozen=True, eq=False)
 class Captured:
-    """The state of a run, and the sources of its models; or, of a save without them, the structure alone.
+    """What a save has found: the tensors by key, the facts that decide its plan, and of a run its state.
 
-    With a `look` both may be those of an earlier save, without tensors: these are in the look, by their places.
+    Descriptions are without tensors, those of an earlier save where the facts are the same.
     """
 
-    found: Mapping[Key, Source] = field(default_factory=dict)
+    inventory: Inventory
+    signature: Signature | None = None  # None: facts do not tell
+    cache: PlanCache = field(default_factory=PlanCache)
+    found: Mapping[Key, TensorInfo] = field(default_factory=dict)  # of the models of a run
     state: TrainingState | None = None
-    look: Look | None = None
-    structure: Structure | None = None
 
     @property
     def document(self) -> Document:
         """All of the state that is no tensor."""
         return {} if self.state is None else self.state.document
 
-    def once(self, what: Hashable, make: Callable[[], T]) -> T:
-        """What `make` gives; where the structure is known, what it gave the first time."""
-        return make() if self.structure is None else self.structure.once(what, make)
+    def once(self, question: Hashable, make: Callable[[], T]) -> T:
+        """What `make` gives; where the facts were the same before, what it gave then."""
+        return self.cache.once(self.signature, question, make)
 
-    def with_tensors(self) -> "Captured":
-        """The same with all tensors."""
-        look, state = self.look, self.state
-        if look is None or state is None:
-            return self
-        found = {key: filled(source, look) for key, source in self.found.items()}
-        entries = tuple(e if e.source is None else replace(e, source=filled(e.source, look)) for e in state.entries)
-        return replace(self, found=found, state=replace(state, entries=entries))
+    def sources(self) -> dict[Key, Source]:
+        """The tensors of the run's models, with their descriptions."""
+        return {key: with_tensor(info, self.inventory) for key, info in self.found.items()}
 
 
 @dataclass(frozen=True, eq=False)
 class _Known:
-    """What a structure alone decides."""
+    """What the facts alone decide."""
 
-    found: Mapping[Key, Source]  # without tensors, as those of the entries
+    found: Mapping[Key, TensorInfo]
     entries: tuple[Entry, ...]
     descriptions: Mapping[str, optimizers.Description]
 
 
 @dataclass(frozen=True, eq=False)
-class _Begun:
+class _Look:
+    """What this rank has, before it is described."""
+
     objects: Objects
     local: LocalState
-    look: Look
-    structure: Structure | None
+    inventory: Inventory
+    signature: Signature | None
 
 
-def capture_run(objects: Callable[[], Objects], ranks: Ranks, kept: Kept) -> Captured:
+@dataclass(frozen=True)
+class _LookFacts:
+    """What a rank tells the others of its look at the run."""
+
+    known: bool  # whether an earlier save had the same facts
+    own: Mapping[str, Any]  # what it alone has, where there are others
+    digests: Mapping[str, str]  # of objects' state and of optimizers' settings
+    items: Mapping[str, str]  # kinds by name
+
+
+def capture_run(objects: Callable[[], Objects], ranks: Ranks, cache: PlanCache) -> Captured:
     """The state of the run that consists of `objects`. Collective. Moves nothing.
 
-    The structure is remembered in `kept`, and what it alone decides. Raises SelectionError naming what cannot be saved.
+    What the facts alone decide is kept in `cache`. Raises SelectionError naming what cannot be saved.
     """
-    begun, error = try_action(lambda: _begin(objects(), ranks, kept))
-    again = _as_before(begun, ranks, error)
+    look, error = try_action(lambda: _look_at_run(objects(), ranks))
+    again = _captured_before(look, ranks, cache, error)
     if again is not None:
         return again
 
-    def look() -> tuple[dict[Key, Source], LocalState]:
-        found = known_sources(begun.objects.model, begun.objects.items)
-        return found, training.add_optimizers(begun.local, training.describe_optimizers(begun.objects.items, found))
+    def describe() -> tuple[dict[Key, Source], LocalState]:
+        found = known_sources(look.objects.model, look.objects.items, look.inventory)
+        return found, training.add_optimizers(look.local, training.describe_optimizers(look.objects.items, found))
 
-    looked, error = (None, error) if begun is None else try_action(look)
-    found, local = looked or ({}, LocalState({"items": {}, "own": {}}, {}))
+    described, error = (None, error) if look is None else try_action(describe)
+    found, local = described or ({}, LocalState({"items": {}, "own": {}}, {}))
     everyone = training.exchange_facts(local, ranks, error, found)
-    state = training.assemble_state(local, everyone, begun.objects.items, found, ranks.rank)
-    if begun.structure is not None and all(_are_alike(local.facts, facts) for facts in everyone):
-        _remember(begun, found, state)
-    return Captured(found, state, begun.look, begun.structure)
+    state = training.assemble_state(local, everyone, look.objects.items, found, ranks.rank)
+    facts = KeyedFacts(look.inventory)
+    bare = {key: facts.without_tensor(source) for key, source in found.items()}
+    entries = tuple(replace(e, source=facts.without_tensor(e.source)) for e in state.entries if e.source is not None)
+    if all(_are_alike(local.facts, others) for others in everyone) and _are_noted(look, [*bare.values()], entries):
+        about = {n: each["optimizer"] for n, each in state.document["items"].items() if "optimizer" in each}
+        cache.keep(look.signature, "run", _Known(bare, entries, about))
+    return Captured(look.inventory, look.signature, cache, bare, replace(state, entries=entries))
 
 
-def _begin(objects: Objects, ranks: Ranks, kept: Kept) -> _Begun:
-    look = Look()
-    look.model(objects.model)
+def _look_at_run(objects: Objects, ranks: Ranks) -> _Look:
+    signer = Signer()
+    signer.note_model(objects.model)
     for item in objects.items:
-        look.facts.append((item.name, item.kind))
+        signer.note_fact((item.name, item.kind))
         if item.kind == "model":
-            look.model(item.value)
+            signer.note_model(item.value, item.name)
         elif item.kind == "optimizer":
-            look.optimizer(item.value)
-    if look.is_opaque:  # else all modules list what every module does
+            signer.note_optimizer(item.value)
+    if signer.is_opaque:  # else all modules list what every module does
         objects = replace(objects, items=with_extra_state(objects.model, objects.items))
     local = training.describe_objects(objects.items, objects.own, digest=ranks.size > 1)
     trees = {**local.facts["own"], **{n: fact for n, fact in local.facts["items"].items() if "leaves" in fact}}
-    look.others(local.leaves, {name: fact["leaves"] for name, fact in trees.items()})
-    return _Begun(objects, local, look, kept.of("run", objects.model, look))
+    signer.note_fact({name: fact["leaves"] for name, fact in trees.items()})
+    signer.note_others(local.leaves)
+    return _Look(objects, local, signer.inventory, signer.signature())
 
 
-def _as_before(begun: _Begun | None, ranks: Ranks, error: BaseException | None) -> Captured | None:
-    """The state by what is known of its structure; None when some rank does not know it."""
-    known: _Known | None = None
-    described: dict[str, optimizers.Description] | None = None
-    if begun is not None and begun.structure is not None:
-        known = begun.structure.made.get("run")
-        described = None if known is None else _renewed(begun.objects.items, known)
-    local = None if begun is None else begun.local
-    digests = {} if local is None else {n: f["digest"] for n, f in local.facts["items"].items() if "digest" in f}
-    digests |= training.digests_of_settings(described or {})
-    own = {} if local is None or ranks.size == 1 else local.facts["own"]
-    items = {} if begun is None else {item.name: item.kind for item in begun.objects.items}
-    told = {"known": described is not None, "own": own, "digests": digests, "items": items}
-    answers = ranks.agree("the look of save_state()", told, error)
-    check_same_items([answer["items"] for answer in answers])
-    alike = all(answer["known"] and answer["digests"] == answers[0]["digests"] for answer in answers)
-    if begun is None or known is None or described is None or not alike:
+def _captured_before(
+    look: _Look | None, ranks: Ranks, cache: PlanCache, error: BaseException | None
+) -> Captured | None:
+    """The state by what is known of the same facts; None when some rank does not know it."""
+    known: _Known | None = None if look is None else cache.find(look.signature, "run")
+    described = None if look is None or known is None else _with_current_settings(look.objects.items, known)
+    mine = None if look is None else _facts_of_look(look, described, ranks)
+    answers = exchange(ranks, "the look of save_state()", _LookFacts, mine, error)
+    check_same_items([answer.items for answer in answers])
+    alike = all(answer.known and answer.digests == answers[0].digests for answer in answers)
+    if look is None or known is None or described is None or not alike:
         return None
-    local = training.add_optimizers(begun.local, described)
+    local = training.add_optimizers(look.local, described)
     everyone: list[Document] = [local.facts]
     if ranks.size > 1:
-        everyone = [{"own": answer["own"], "items": local.facts["items"]} for answer in answers]
-    document = training.build_document(everyone, begun.objects.items)
-    return Captured(known.found, TrainingState(known.entries, document), begun.look, begun.structure)
+        everyone = [{"own": answer.own, "items": local.facts["items"]} for answer in answers]
+    document = training.build_document(everyone, look.objects.items)
+    return Captured(look.inventory, look.signature, cache, known.found, TrainingState(known.entries, document))
 
 
-def _renewed(items: Sequence[Item], known: _Known) -> dict[str, optimizers.Description] | None:
+def _facts_of_look(look: _Look, described: Mapping[str, optimizers.Description] | None, ranks: Ranks) -> _LookFacts:
+    digests = {name: fact["digest"] for name, fact in look.local.facts["items"].items() if "digest" in fact}
+    digests |= training.digests_of_settings(described or {})
+    own = {} if ranks.size == 1 else look.local.facts["own"]
+    return _LookFacts(described is not None, own, digests, {item.name: item.kind for item in look.objects.items})
+
+
+def _with_current_settings(items: Sequence[Item], known: _Known) -> dict[str, optimizers.Description] | None:
     described = {}
     for item in items:
         if item.kind == "optimizer":
-            now = optimizers.with_current_settings(
-                optimizers.unwrap_optimizer(item.value), known.descriptions[item.name]
-            )
+            optimizer = optimizers.unwrap_optimizer(item.value)
+            now = optimizers.with_current_settings(optimizer, known.descriptions[item.name])
             if now is None:
                 return None
             described[item.name] = now
     return described
 
 
-def _remember(begun: _Begun, found: Mapping[Key, Source], state: TrainingState) -> None:
-    """Keep what the structure decides, if all of it can be told without tensors."""
-    if begun.structure is None:
-        return
-    entries = [entry.source for entry in state.entries if entry.source is not None]
-    if all(is_placed(source, begun.look) for source in chain(found.values(), entries)):
-        described = {n: about["optimizer"] for n, about in state.document["items"].items() if "optimizer" in about}
-        bare = tuple(replace(e, source=emptied(e.source, begun.look)) for e in state.entries if e.source is not None)
-        known = {key: emptied(source, begun.look) for key, source in found.items()}
-        begun.structure.made["run"] = _Known(known, bare, described)
+def _are_noted(look: _Look, found: Sequence[TensorInfo], entries: Sequence[Entry]) -> bool:
+    """Whether the same look at equal facts has each tensor under the same key: none came to the inventory later."""
+    infos = [*found, *(info for entry in entries for info in entry.sources)]
+    return look.signature is not None and all(info.key < look.signature.tensors for info in infos)
 
 
 def _are_alike(one: Document, other: Document) -> bool:

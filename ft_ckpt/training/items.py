@@ -6,7 +6,7 @@ what names a state uses itself no object can have.
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import xxhash
@@ -15,14 +15,16 @@ from torch import nn
 from ft_ckpt.distributed import inventory
 from ft_ckpt.distributed.added_state import refuse_one_way_state
 from ft_ckpt.distributed.agreement import rank_numbers
-from ft_ckpt.distributed.inventory import sources
-from ft_ckpt.distributed.tensor_info import Source
+from ft_ckpt.distributed.inventory import Inventory
+from ft_ckpt.distributed.tensor_info import Source, TensorInfo
 from ft_ckpt.distributed.wrappers import unwrap, user_class
 from ft_ckpt.errors import ConfigError, LoadError, RanksDisagreeError, SelectionError, listing
 from ft_ckpt.training import optimizers, zero_optimizer
 from ft_ckpt.training.optimizers import PLAIN_BACKEND, OptimizerBackend
+from ft_ckpt.training.tensor_keys import sources_in
 from ft_ckpt.training.zero_optimizer import ZERO_BACKEND
 
+Info = TypeVar("Info", bound=TensorInfo)
 ENGINE = "engine"  # the item of DeepSpeed's counters
 EXTRA_STATE = "extra state"  # the item of what a model's modules list beside parameters and buffers
 Signatures = Mapping[str, str]
@@ -203,20 +205,25 @@ def refuse_unsaveable(items: Iterable[Item]) -> None:
         )
 
 
-def known_sources(model: nn.Module, items: Sequence[Item]) -> dict[Key, Source]:
+def known_sources(model: nn.Module, items: Sequence[Item], inventory: Inventory | None = None) -> dict[Key, Source]:
     """The tensors of all the run's models; trainable are also those that an optimizer of the run has trained.
 
-    Loops freeze and unfreeze: what requires a gradient at one moment does not tell what a run has changed.
+    Loops freeze and unfreeze: what requires a gradient at one moment does not tell what a run has changed. An
+    `inventory` has the models noted by item; without one they are walked over now.
     """
-    models = [("", model), *((item.name, item.value) for item in items if item.kind == "model")]
-    found = {(item, name): source for item, one in models for name, source in sources(one).items()}
+    models = {"": model, **{item.name: item.value for item in items if item.kind == "model"}}
+    if inventory is None:
+        inventory = Inventory()
+        for item, one in models.items():
+            inventory.note_model(one, item)
+    found = {(item, name): source for item in models for name, source in sources_in(inventory, item).items()}
     labels = labelled_sources(found)
     trained = frozenset(i for one in plain_optimizers(items) for i in optimizers.trained_identities(one, labels))
     again = {key: replace(s, trainable=True) for key, s in found.items() if s.key in trained and not s.trainable}
     return {**found, **again}
 
 
-def model_sources(found: Mapping[Key, Source], item: str = "") -> dict[str, Source]:
+def model_sources(found: Mapping[Key, Info], item: str = "") -> dict[str, Info]:
     """The tensors of one model by their names in it."""
     return {name: source for (owner, name), source in found.items() if owner == item}
 

@@ -237,9 +237,14 @@ def _sources_by_parameter(found: Mapping[str, Source]) -> dict[int, list[Source]
 
 def parameter_of(source: Source) -> Any:
     """The parameter object that an optimizer was given for `source`, or the tensor itself."""
-    if not isinstance(source.live, FlatParameter):
-        return source.live
-    return source.live.handle.flat_param if source.live.original is None else source.live.original
+    return parameter_behind(source.live)
+
+
+def parameter_behind(live: Any) -> Any:
+    """The parameter object that an optimizer was given for a live tensor, or for what stands for one."""
+    if not isinstance(live, FlatParameter):
+        return live
+    return live.handle.flat_param if live.original is None else live.original
 
 
 def _values_of_rank(one: Description, together: Description) -> Description:

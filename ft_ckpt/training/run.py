@@ -15,7 +15,7 @@ from ft_ckpt.config import SaverConfig
 from ft_ckpt.distributed import broadcast
 from ft_ckpt.distributed.agreement import rank_numbers
 from ft_ckpt.distributed.ranks import Ranks, current_ranks
-from ft_ckpt.distributed.tensor_info import Source
+from ft_ckpt.distributed.tensor_info import TensorInfo
 from ft_ckpt.errors import ConfigError, LoadError, damaged_input, listing
 from ft_ckpt.model.base_model import BaseWatch
 from ft_ckpt.schedule import Every
@@ -42,9 +42,9 @@ from ft_ckpt.training.polling import ClockPoll
 from ft_ckpt.training.rank_state import OnRank
 from ft_ckpt.training.resume import Restored, RestoreReport, merge_outcomes
 from ft_ckpt.training.run_settings import fingerprint_differences, run_fingerprint
+from ft_ckpt.training.signature import PlanCache
 from ft_ckpt.training.state import Document
 from ft_ckpt.training.state_files import ResumePoint
-from ft_ckpt.training.structure import Kept
 
 
 @dataclass(frozen=True)
@@ -140,15 +140,15 @@ class TrainingRun:
         object_signatures(self.accelerator, self.registered, lambda: found)
         state.local_state(items, found, {})
 
-    def capture_state(self, ranks: Ranks, versions: Mapping[str, str], kept: Kept) -> Captured:
-        """The state of the whole run, and the sources of its models; `kept` as for `capturing`. Nothing is moved."""
+    def capture_state(self, ranks: Ranks, versions: Mapping[str, str], cache: PlanCache) -> Captured:
+        """The state of the whole run, and the sources of its models; `cache` of what facts decide. Nothing is moved."""
 
         def current_objects() -> Objects:
             items = self._watch_steps()
             return Objects(self.model, items, rank_state.capture_rank_state(self._on_rank(items)))
 
-        captured = capturing.capture_run(current_objects, ranks, kept)
-        signed = object_signatures(self.accelerator, self.registered, lambda: captured.with_tensors().found)
+        captured = capturing.capture_run(current_objects, ranks, cache)
+        signed = object_signatures(self.accelerator, self.registered, captured.sources)
         captured.document.update(
             {
                 "progress": {"step": self.step, **self.feeds.counts},
@@ -298,7 +298,9 @@ class TrainingRun:
         of = (self.config.every.epochs if self.config.every is not None else None) or 1
         return of * self.feeds.passes_done(of)
 
-    def _current_fingerprint(self, found: Mapping[Key, Source], ranks: Ranks, versions: Mapping[str, str]) -> Document:
+    def _current_fingerprint(
+        self, found: Mapping[Key, TensorInfo], ranks: Ranks, versions: Mapping[str, str]
+    ) -> Document:
         items = run_items(self.accelerator, self.registered)
         objects = {item.name: item.value for item in items}
         prepared = list(getattr(self.accelerator, "_dataloaders", ()))

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from ft_ckpt.distributed.inventory import source_of_tensor
 from ft_ckpt.distributed.ranks import Ranks
 from ft_ckpt.distributed.sharding import OwnedSharding
-from ft_ckpt.distributed.tensor_info import Source
+from ft_ckpt.distributed.tensor_info import Source, TensorInfo
 from ft_ckpt.distributed.wrappers import is_distributed
 from ft_ckpt.formats import safetensors
 from ft_ckpt.formats.dtypes import dtype_name, dtype_of
@@ -152,7 +152,7 @@ def build_document(everyone: Sequence[Document], items: Sequence[Item]) -> Docum
     return {"version": DOCUMENT_VERSION, "items": about, "ranks": ranks}
 
 
-def state_part(state: TrainingState, parts: Sequence[Part], found: Mapping[str, Source], frozen: bool) -> Part:
+def state_part(state: TrainingState, parts: Sequence[Part], found: Mapping[str, TensorInfo], frozen: bool) -> Part:
     """The part that holds `state`, and exact copies of live tensors that the other `parts` have changed or left out.
 
     Frozen parameters are left out with them unless `frozen`: an adapter's base is no part of its run.
@@ -279,5 +279,5 @@ def _prefixed_entries(prefix: str, tensors: Mapping[str, Source]) -> list[Entry]
     return [_entry_of(replace(source, name=f"{prefix}/{name}")) for name, source in tensors.items()]
 
 
-def _entry_of(source: Source) -> Entry:
+def _entry_of(source: TensorInfo) -> Entry:
     return Entry(source.name, source.shape, source.dtype, source.dtype, source)

@@ -16,6 +16,7 @@ from ft_ckpt import SaverConfig
 from ft_ckpt.distributed.ranks import Ranks
 from ft_ckpt.saving import write_shards
 from ft_ckpt.saving.plan import make_plan, request_of
+from ft_ckpt.saving.planned_save import look_at_model
 from ft_ckpt.storage.digests import cut_chunks
 from scripts.bench.common import Row, Setting, as_child, in_child, medians, seconds
 from scripts.bench.models import config_of
@@ -58,7 +59,7 @@ def _plan(model: torch.nn.Module, ranks: Ranks) -> Row:
     config, row = SaverConfig(), {}
     given = {"tokenizer": None, "adapter_only": False, "step": None, "metrics": {}}
     request, chosen, shares, own = request_of(config, model, Path("target"), **given), [], [], []
-    row["choose_seconds"] = seconds(lambda: chosen.append(make_plan(request, ranks, config)))
+    row["choose_seconds"] = seconds(lambda: chosen.append(make_plan(request, look_at_model(model), ranks, config)[0]))
     row["shares_seconds"] = seconds(lambda: shares.extend(write_shards.divide_files(chosen[0].plans, ranks.size)))
     row["own_seconds"] = seconds(lambda: own.extend(_own_chunks(shares, ranks.rank)))
     return {"seconds": sum(row.values()), **row, "pieces": len(own)}

@@ -10,6 +10,8 @@ from ft_ckpt.distributed.sharding import FlatSharding, Mesh, MeshSharding, Repli
 from ft_ckpt.distributed.tensor_info import Source
 from ft_ckpt.model.entries import Entry, Part
 from ft_ckpt.saving.files import PartPlan, plan_part
+from ft_ckpt.saving.write_shards import Share
+from ft_ckpt.training.tensor_keys import HeldTensors
 
 Held = tuple[Sharding, Tensor | None]
 WAYS = ("ddp", "fsdp1", "fsdp2", "zero3")
@@ -31,6 +33,12 @@ def planned(
     )
     entries = [_entry(name, value, held[name], dtype) for name, value in values.items()]
     return plan_part(Part("model", "", "model", None, tuple(entries)), shard)
+
+
+def tensors_of(share: Share) -> HeldTensors:
+    """What the rank has that planned this file."""
+    sources = [entry.source for entry in share.entries]
+    return HeldTensors({source.key: source.local for source in sources if isinstance(source, Source)})
 
 
 def flat(values: Mapping[str, Tensor], world: int, rank: int) -> dict[str, Held]:

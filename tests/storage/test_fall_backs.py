@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import models
 import pytest
 import torch
-from held import WAYS, planned
+from held import WAYS, planned, tensors_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save
@@ -62,14 +62,16 @@ def by_ranks(values, folder, way="fsdp2", world=2, dtype=None, block_bytes=SMALL
     with pytest.MonkeyPatch.context() as patch, ThreadPoolExecutor(world) as pool:
         patch.setattr(write_shards, "BLOCK_BYTES", 4096)  # in which replicated tensors are shared out
         (share,) = write_shards.divide_files([planned(values, way, world, 0, dtype)], world)
-        write_shards.allocate_file(share, folder)
+        write_shards.allocate_file(share, folder, takes_room=True)
         store = HashStore()
 
         def write(rank):
             (mine,) = write_shards.divide_files([planned(values, way, world, rank, dtype)], world)
             assert mine.cuts == share.cuts
             with Writer(tuning_for(2, direct_io, block_bytes)) as writer:
-                return write_shards.write_own_bytes(mine, folder, Ranks(rank, world, store), writer, 1 << 20)
+                return write_shards.write_own_bytes(
+                    mine, folder, tensors_of(mine), Ranks(rank, world, store), writer, 1 << 20
+                )
 
         record = write_shards.file_record(share, list(pool.map(write, range(world))))
     assert digest_like(folder / share.file.path, record) == record.digest

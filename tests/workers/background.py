@@ -24,7 +24,7 @@ from ft_ckpt.saving import move_tensors, snapshot
 from ft_ckpt.saving.background import PendingSave
 from ft_ckpt.saving.snapshot import Snapshot
 from ft_ckpt.storage import regions
-from ft_ckpt.training.structure import Kept
+from ft_ckpt.training.signature import PlanCache
 
 SHORT = {"enter_timeout_seconds": 60, "on_difference": "ignore", "io_threads": 2, "background": True}
 
@@ -87,9 +87,9 @@ def same_moment(wrapper: str, folder: Path) -> None:
         live, saver = begun(wrapper, folder)
         with saver:
             for number in "12":  # the second by the plan of the first
-                known, saver._pending.kept = saver._pending.kept, Kept()  # so that this one is planned anew
+                known, saver._pending.cache = saver._pending.cache, PlanCache()  # so that this one is planned anew
                 saver.save_state(path=folder / f"now-{number}", adapter_only=False, background=False)
-                saver._pending.kept = known
+                saver._pending.cache = known
                 moved.clear()
                 handle = saver.save_state(path=folder / f"later-{number}", adapter_only=False)
                 for seed in (5, 6):
@@ -98,8 +98,8 @@ def same_moment(wrapper: str, folder: Path) -> None:
                     saver.step()
                 assert isinstance(handle, PendingSave)
                 handle.result(60)
-            structures = saver._pending.kept._last[saver._run.model]
-            assert ("run" in structures) == (not wrapper.startswith(("fsdp1", "zero")))
+            kept = saver._pending.cache.kept
+            assert (kept["run"] == 1) == (not wrapper.startswith(("fsdp1", "zero")))
             hooked = [optimizer for optimizer, _ in saver._pending.snapshot._hooks.values()]
             assert all(optimizer._optimizer_step_pre_hooks for optimizer in hooked)
             saver.save(live.model, folder / "after")

@@ -1,0 +1,199 @@
+"""A plan together with what only its moment has; and what must be copied so that it can be carried out beside training.
+
+A plan is kept for as long as the facts it was made of are the same. It names tensors by key: each save finds them in
+the inventory of its own moment, or in a snapshot of it.
+"""
+
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from torch import Tensor, nn
+
+from ft_ckpt.config import SaverConfig, parse_size
+from ft_ckpt.distributed.inventory import Inventory, ModuleRow
+from ft_ckpt.distributed.ranks import Ranks
+from ft_ckpt.distributed.samples import elements_at
+from ft_ckpt.distributed.tensor_info import TensorInfo, Tensors
+from ft_ckpt.formats.registry import format_named
+from ft_ckpt.model.base_model import refuse_merged
+from ft_ckpt.saving import write_shards
+from ft_ckpt.saving.companions import Companions, companions_of
+from ft_ckpt.saving.plan import SavePlan, SaveRequest, make_plan
+from ft_ckpt.saving.snapshot import copies_size
+from ft_ckpt.storage.digests import cut_chunks
+from ft_ckpt.training.capture import Captured
+from ft_ckpt.training.optimizers import parameter_behind
+from ft_ckpt.training.tensor_keys import snapshot_part
+
+
+@dataclass(frozen=True, eq=False)
+class PlannedSave:
+    """A plan, and what is of the moment: those who have the tensors, elements of them, and all that is no tensor."""
+
+    plan: SavePlan
+    tensors: Tensors
+    samples: Mapping[str, Mapping[str, Mapping[str, float]]] = field(default_factory=dict)  # part -> tensor -> element
+    companions: Companions = field(default_factory=Companions)
+
+
+@dataclass(frozen=True)
+class CopyPlan:
+    """Which tensors a save in the background copies when, by key."""
+
+    now: tuple[int, ...]
+    late: tuple[int, ...]  # those that nothing but the next optimizer step changes
+    size_bytes: int  # of host memory
+    needs_gather: bool  # whether tensors have to move between ranks, which a thread cannot do
+
+    def can_wait(self, config: SaverConfig) -> bool:
+        """Whether the save can be left to a thread."""
+        fits = config.snapshot_bytes is None or self.size_bytes <= parse_size(config.snapshot_bytes)
+        return fits and not self.needs_gather
+
+
+def look_at_model(model: nn.Module) -> Captured:
+    """The tensors of a model by key, for a save of its weights alone; nothing decides whether they change."""
+    inventory = Inventory()
+    inventory.note_model(model)
+    return Captured(inventory)
+
+
+def plan_save(request: SaveRequest, captured: Captured, ranks: Ranks, config: SaverConfig) -> PlannedSave:
+    """What is saved, planned now, or before for the same facts. Raises what `make_plan` and `companions_of` raise."""
+    question = None if request.apart or request.state_dict_given else _question(request, ranks, config)
+    plan: SavePlan | None = None if question is None else captured.cache.find(captured.signature, question)
+    tensors: Tensors = captured.inventory
+    if plan is None:
+        plan, tensors = make_plan(request, captured, ranks, config)
+        if question is not None and _is_pure(plan, captured):
+            captured.cache.keep(captured.signature, question, plan)
+    return _at_this_moment(plan, tensors, request, captured, ranks)
+
+
+def plan_copies(
+    planned: PlannedSave,
+    request: SaveRequest,
+    captured: Captured,
+    ranks: Ranks,
+    config: SaverConfig,
+    owned: Callable[[], frozenset[int]],
+) -> CopyPlan:
+    """What of a planned save has to be copied when.
+
+    `owned` gives the ids of the tensors that nothing but the steps of watched optimizers changes.
+    """
+    question = None if request.apart or request.state_dict_given else ("copies", _question(request, ranks, config))
+    known: CopyPlan | None = None if question is None else captured.cache.find(captured.signature, question)
+    if known is not None:
+        return known
+    ids = owned()
+    late: dict[int, bool] = {}
+    for info in _written_here(planned.plan, ranks):
+        if held_by(planned.tensors, info.key) is not None:
+            is_live = planned.tensors is captured.inventory
+            late[info.key] = is_live and _is_late(info, captured.inventory, ids)
+    size = copies_size([one for key in late if (one := held_by(planned.tensors, key)) is not None])
+    now = tuple(key for key, is_late in late.items() if not is_late)
+    gathers = _needs_gather(planned.plan, request, ranks, config)
+    made = CopyPlan(now, tuple(key for key, is_late in late.items() if is_late), size, gathers)
+    if question is not None and all(key < _noted(captured) for key in late):
+        captured.cache.keep(captured.signature, question, made)
+    return made
+
+
+def held_by(tensors: Tensors, key: int) -> Tensor | None:
+    """What this rank has of a tensor, to be copied."""
+    return snapshot_part(tensors, key) if isinstance(tensors, Inventory) else tensors.local(key)
+
+
+def _question(request: SaveRequest, ranks: Ranks, config: SaverConfig) -> Hashable:
+    """All that a plan depends on beside the facts of models and optimizers."""
+    attribute = request.attribute if isinstance(request.attribute, str) else tuple(request.attribute or ())
+    own = (request.adapter_only, attribute, request.dtype, request.format, request.max_shard_bytes)
+    how = (config.reuse_frozen, config.compression, config.each_rank_writes, config.nonfinite)
+    return ("plan", ranks.rank, ranks.size, *own, *how)
+
+
+def _is_pure(plan: SavePlan, captured: Captured) -> bool:
+    """Whether the plan holds no module and no code that has one, and its keys are those of all equal facts."""
+    parts = [one.part for one in plan.plans]
+    entries = [entry for part in parts for entry in part.entries]
+    if any(entry.group is not None for entry in entries):
+        return False
+    infos = [*_all_infos(plan), *(info for part in parts for info in part.base.values())]
+    is_noted = all(info.key < _noted(captured) for info in infos)
+    return is_noted and all(part.module is None or isinstance(part.module, int) for part in parts)
+
+
+def _noted(captured: Captured) -> int:
+    """The keys below this are the same for the same facts."""
+    return 0 if captured.signature is None else captured.signature.tensors
+
+
+def _at_this_moment(
+    plan: SavePlan, tensors: Tensors, request: SaveRequest, captured: Captured, ranks: Ranks
+) -> PlannedSave:
+    """The plan with what only this moment has. Raises as `companions_of`."""
+    if captured.state is not None:
+        captured.document["weights"] = plan.weights
+        if request.apart:
+            captured.document["apart"] = {name: dict(odd) for name, odd in request.apart.items()}
+    samples = {}
+    for one in plan.plans:
+        picked = plan.sampled.get(one.part.name, {})
+        values = {name: elements_at(one.part.base[name], ranks.rank, at, tensors) for name, at in picked.items()}
+        samples[one.part.name] = {name: some for name, some in values.items() if some}
+    rows = captured.inventory.rows
+    live = [replace(p, part=replace(p.part, module=_module_at(p.part.module, rows))) for p in plan.plans]
+    for module in {id(one.part.module): one.part.module for one in live if one.part.kind == "adapter"}.values():
+        refuse_merged(module)
+    return PlannedSave(plan, tensors, samples, companions_of(request, live, captured.document, ranks))
+
+
+def _module_at(place: Any, rows: Sequence[ModuleRow]) -> Any:
+    """The module of the inventory; one that is in no row, and so in no kept plan, is there itself."""
+    return rows[place].module if isinstance(place, int) else place
+
+
+def _is_late(info: TensorInfo, inventory: Inventory, owned: frozenset[int]) -> bool:
+    """Whether nothing but the step of a watched optimizer changes the tensor."""
+    known = info.engine in ("plain", "fsdp1", "fsdp2", "zero3", "zero")
+    return known and id(parameter_behind(inventory.live(info.key))) in owned
+
+
+def _needs_gather(plan: SavePlan, request: SaveRequest, ranks: Ranks, config: SaverConfig) -> bool:
+    """Whether some tensor has to move between ranks."""
+    infos = [info for one in plan.plans for entry in one.part.entries for info in entry.sources]
+    if any(info.sharding.is_opaque for info in infos):
+        return True
+    if ranks.size == 1:
+        return False
+    plain = all(format_named(one.format).is_plain for one in plan.plans) and config.compression is None
+    if not plain or config.each_rank_writes == "off" or config.nonfinite == "raise" or request.state_dict_given:
+        return True
+    if any(info.sharding.is_sharded for pair in plan.ties_to_check for info in pair):
+        return True
+    return any(
+        entry.group is not None or (entry.source is not None and entry.source.sharding.is_sharded and cut is None)
+        for share in write_shards.divide_files(plan.plans, ranks.size)
+        for entry, cut, spec in zip(share.entries, share.cuts, share.file.layout.specs, strict=True)
+        if spec.size_bytes
+    )
+
+
+def _written_here(plan: SavePlan, ranks: Ranks) -> Iterator[TensorInfo]:
+    """The tensors of which this rank writes something."""
+    if ranks.size == 1:
+        yield from _all_infos(plan)
+        return
+    yield from (info for pair in plan.ties_to_check for info in pair)
+    for share in write_shards.divide_files(plan.plans, ranks.size):
+        for entry, cut in zip(share.entries, share.cuts, strict=True):
+            mine = ranks.leads if cut is None else any(owner == ranks.rank for _, _, owner in cut_chunks(cut))
+            yield from entry.sources if mine else ()
+
+
+def _all_infos(plan: SavePlan) -> Iterator[TensorInfo]:
+    yield from (info for pair in plan.ties_to_check for info in pair)
+    yield from (info for one in plan.plans for entry in one.part.entries for info in entry.sources)

@@ -1,0 +1,263 @@
+"""What a plan is made of, as facts that compare equal or not; plans are kept under them, and hold no tensor or module.
+
+A signature has all that decides names and layouts: names, shapes, dtypes, ties and what is trained; the class of every
+module, what that class and the module itself have beside tensors, by content; settings of optimizers; conversions that
+were registered; the base that an adapter's config names. Functions are told by their code. What cannot be described so
+has no signature, and is planned anew. Classes of torch itself are taken to be as they are.
+"""
+
+import io
+import pickle
+import sys
+from collections import Counter, OrderedDict, defaultdict
+from collections.abc import Callable, Hashable, Iterable, Mapping
+from enum import Enum
+from functools import partial
+from pathlib import Path
+from types import BuiltinFunctionType, FunctionType, MappingProxyType
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.nn.parameter import is_lazy
+
+from ft_ckpt.distributed.added_state import is_plain
+from ft_ckpt.distributed.inventory import Inventory, ModuleRow
+from ft_ckpt.distributed.wrappers import hides_tensors
+from ft_ckpt.training.optimizers import unwrap_optimizer
+
+T = TypeVar("T")
+_MOST_PLANS = 32
+_MOST_BYTES = 1 << 20  # of one object that is described by its pickle
+_PLAIN = (Tensor, nn.Parameter, nn.Buffer)
+_NUMBERS = (int, float, bool, str, type(None))
+_IMMUTABLE = frozenset((*_NUMBERS, bytes, torch.dtype, torch.device, type, torch.Size, range, complex))
+_CODE = frozenset((FunctionType, BuiltinFunctionType, property, classmethod, staticmethod))
+_MAPPINGS = frozenset((dict, OrderedDict, defaultdict, MappingProxyType))
+_DEEPEST = 8  # containers in containers
+_ENGINES = "torch.distributed."  # its state on a module decides no name; how it cuts a tensor is a fact of that tensor
+_IN_EVERY_MODULE = frozenset(vars(nn.Module()))
+_IN_EVERY_CLASS = frozenset(
+    (
+        *("__doc__", "__module__", "__dict__", "__weakref__", "__annotations__", "__parameters__", "__qualname__"),
+        *("__abstractmethods__", "_abc_impl", "__orig_bases__", "__firstlineno__", "__static_attributes__"),
+    )
+)
+
+
+class Signature:
+    """Facts that decide a plan. Equal ones have equal plans."""
+
+    def __init__(self, facts: list[Any], tensors: int) -> None:
+        self._facts, self.tensors = facts, tensors  # the keys of the tensors noted are 0 to `tensors`
+        self._hash = hash((len(facts), tensors))
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Signature) and self._hash == other._hash and self._facts == other._facts
+
+
+class PlanCache:
+    """What was made for each signature and question: pure data, the newest few."""
+
+    def __init__(self) -> None:
+        self._made: OrderedDict[tuple[Signature, Hashable], Any] = OrderedDict()
+        self.kept: Counter[Any] = Counter()  # how often something was kept, by question or by its first word
+
+    def find(self, signature: Signature | None, question: Hashable) -> Any:
+        """What was kept, None for nothing."""
+        if signature is None or (signature, question) not in self._made:
+            return None
+        self._made.move_to_end((signature, question))
+        return self._made[signature, question]
+
+    def keep(self, signature: Signature | None, question: Hashable, answer: T) -> T:
+        """`answer`, kept if there is a signature to find it by."""
+        if signature is not None:
+            self._made[signature, question] = answer
+            self.kept[question[0] if isinstance(question, tuple) else question] += 1
+            if len(self._made) > _MOST_PLANS:
+                self._made.popitem(last=False)
+        return answer
+
+    def once(self, signature: Signature | None, question: Hashable, make: Callable[[], T]) -> T:
+        """What `make` gives, made when it is not known for this signature."""
+        known: T | None = self.find(signature, question)
+        return self.keep(signature, question, make()) if known is None else known
+
+
+class Signer:
+    """Notes models, optimizers and other tensors in one order, into an inventory, and the facts that decide plans."""
+
+    def __init__(self) -> None:
+        self.inventory = Inventory()
+        self.is_opaque = False  # something decides that facts do not tell
+        self._facts: list[Any] = [_registered_conversions()]
+        self._contents: dict[int, bytes] = {}  # by id: many modules share a config
+        self._classes: set[type] = set()
+        self._kept: list[Any] = []  # so that ids stay their own
+
+    def signature(self) -> Signature | None:
+        """All that was noted; None where something cannot be described."""
+        return None if self.is_opaque else Signature(self._facts, self.inventory.size)
+
+    def note_fact(self, fact: Any) -> None:
+        """Note something that compares by content."""
+        self._facts.append(fact)
+
+    def note_model(self, model: nn.Module, item: str = "") -> None:
+        """Note a model, whatever wraps it."""
+        noted = self.inventory.note_model(model, item)
+        self._facts.append([[type(one) for one in noted.chain], sorted(noted.broadcast)])
+        self.is_opaque |= any(map(hides_tensors, noted.chain[:-1]))
+        for row in noted.rows:
+            self._note_module(row)
+
+    def note_optimizer(self, optimizer: Any, with_state: bool = True) -> None:
+        """Note an optimizer: what it trains, and unless told otherwise the state of that."""
+        one: Any = unwrap_optimizer(optimizer)
+        self._facts.append(type(one))
+        if type(one).state_dict is not torch.optim.Optimizer.state_dict:
+            self.is_opaque = True
+            return
+        for group in one.param_groups:
+            self._facts += [list(group), [self.inventory.known_key(parameter) for parameter in group["params"]]]
+        for parameter, state in one.state.items() if with_state else ():
+            if not isinstance(parameter, Tensor):  # state of no parameter: any tree
+                self.is_opaque = True
+                continue
+            self._facts.append(self.inventory.known_key(parameter))
+            for key, value in state.items():
+                if isinstance(value, Tensor):
+                    self._note_tensor(key, value)
+                else:
+                    self.is_opaque |= type(value) not in _NUMBERS
+                    self._facts += key, value
+
+    def note_others(self, tensors: Mapping[str, Iterable[Tensor]]) -> None:
+        """Note further tensors by the names of what they are of."""
+        for name, some in tensors.items():
+            for tensor in some:
+                self._note_tensor(name, tensor)
+
+    def _note_module(self, row: ModuleRow) -> None:
+        module, own = row.module, vars(row.module)
+        kind = type(module)
+        self._facts += row.raw_path, kind
+        self.is_opaque |= not is_plain(module) or own.get("hf_quantizer") is not None
+        if kind not in self._classes:
+            self._classes.add(kind)
+            self.is_opaque |= hides_tensors(module)
+            for base in kind.__mro__:
+                self._note_class(base)
+        names = own.keys() - _IN_EVERY_MODULE
+        if names:
+            self._facts.append({n: v if type(v := own[n]) in _IMMUTABLE else self._describe(v) for n in names})
+        self._note_base(own.get("peft_config"))
+        for name, key in row.tensors:
+            self._note_tensor(name, self.inventory.live(key))
+
+    def _note_class(self, base: type) -> None:
+        """What a class says: everybody may ask it of the modules of that class."""
+        if base.__module__.split(".")[0] in ("torch", "builtins", "abc", "typing"):
+            return
+        found = {name: value for name, value in vars(base).items() if name not in _IN_EVERY_CLASS}
+        described = {n: v if type(v) in _IMMUTABLE or type(v) in _CODE else self._describe(v) for n, v in found.items()}
+        self._facts += base, described
+
+    def _note_base(self, configs: Any) -> None:
+        """The file that says what an adapter's base was made with, which decides whether its embeddings have grown."""
+        for config in configs.values() if isinstance(configs, dict) else ():
+            self._facts.append(_base_config_facts(getattr(config, "base_model_name_or_path", None)))
+
+    def _describe(self, value: Any, depth: int = 0) -> Any:
+        """A copy of `value` that compares by content: it may be changed in place.
+
+        Modules and tensors are facts of their own. What cannot be described makes everything opaque.
+        """
+        kind = type(value)
+        if kind in _IMMUTABLE:
+            return value
+        if depth < _DEEPEST and kind in _MAPPINGS:
+            return kind, [
+                (k if type(k) in _IMMUTABLE else self._describe(k), self._describe(v, depth + 1))
+                for k, v in value.items()
+            ]
+        if depth < _DEEPEST and kind in (list, tuple):
+            return kind, [self._describe(one, depth + 1) for one in value]
+        if kind in (set, frozenset):
+            return kind, frozenset(map(self._describe, value))
+        if isinstance(value, (Enum, type)):
+            return value
+        if isinstance(value, (Tensor, nn.Module)) or kind.__module__.startswith(_ENGINES):
+            return kind
+        if kind is partial:
+            return kind, [self._describe(one, depth + 1) for one in (value.func, value.args, value.keywords)]
+        code = getattr(getattr(value, "__func__", value), "__code__", None)
+        return (kind, code) if code is not None else self._content_of(value)
+
+    def _content_of(self, value: Any) -> bytes:
+        if id(value) not in self._contents:
+            try:
+                self._contents[id(value)] = _pickled(value)
+            except Exception:  # noqa: BLE001 - anybody's object
+                self._contents[id(value)], self.is_opaque = b"", True
+            self._kept.append(value)
+        return self._contents[id(value)]
+
+    def _note_tensor(self, name: str, live: Any) -> None:
+        if not isinstance(live, Tensor) or is_lazy(live):
+            self.is_opaque = True
+            return
+        tensor: Any = live
+        kind, cut = type(tensor), None
+        if kind is DTensor:
+            cut = tensor.device_mesh, tensor.placements, isinstance(tensor, nn.Parameter)
+        elif kind is not Tensor:
+            self.is_opaque |= kind not in _PLAIN or hasattr(tensor, "ds_shape")
+        self.is_opaque |= tensor.layout is not torch.strided
+        where = None if tensor.is_cpu else tensor.device
+        key = self.inventory.key_of(tensor)
+        self._facts += name, key, kind, cut, where, tensor.shape, tensor.dtype, tensor.requires_grad
+
+
+class _Limited(io.BytesIO):
+    """A file that takes no more than what a setting may have."""
+
+    def write(self, data: Any) -> int:
+        if self.tell() + len(data) > _MOST_BYTES:
+            raise ValueError("too large to compare at every save")
+        return super().write(data)
+
+
+def _pickled(value: Any) -> bytes:
+    file = _Limited()
+    pickle.Pickler(file, pickle.HIGHEST_PROTOCOL).dump(value)
+    return file.getvalue()
+
+
+def _registered_conversions() -> Any:
+    """Conversions of names that a script has registered with transformers: they count for models of any time."""
+    mapping: Any = sys.modules.get("transformers.conversion_mapping")
+    names = sorted(getattr(mapping, "USER_REGISTERED_MAPPINGS", ()))
+    known = getattr(mapping, "_checkpoint_conversion_mapping_cache", None) or {}
+    return [(name, list(known.get(name, ()))) for name in names]
+
+
+def _base_config_facts(place: Any) -> Any:
+    """What tells whether the config at `place`, a folder or a name on the Hub, is still the same on this disk."""
+    if not isinstance(place, str) or not place:
+        return None
+    file: Any = Path(place, "config.json") if Path(place).is_dir() else None
+    if file is None:
+        from huggingface_hub import try_to_load_from_cache
+
+        file = try_to_load_from_cache(place, "config.json")
+    try:
+        status = Path(file).stat()
+    except (OSError, TypeError, ValueError):
+        return place
+    return place, str(file), status.st_ino, status.st_size, status.st_mtime_ns
