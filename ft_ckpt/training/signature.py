@@ -20,7 +20,6 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.nn.parameter import is_lazy
 
 from ft_ckpt.distributed.added_state import is_plain
 from ft_ckpt.distributed.inventory import Inventory, ModuleRow
@@ -30,7 +29,7 @@ from ft_ckpt.training.optimizers import unwrap_optimizer
 T = TypeVar("T")
 _MOST_PLANS = 32
 _MOST_BYTES = 1 << 20  # of one object that is described by its pickle
-_PLAIN = (Tensor, nn.Parameter, nn.Buffer)
+_PLAIN = frozenset((Tensor, nn.Parameter, nn.Buffer))
 _NUMBERS = (int, float, bool, str, type(None))
 _IMMUTABLE = frozenset((*_NUMBERS, bytes, torch.dtype, torch.device, type, torch.Size, range, complex))
 _CODE = frozenset((FunctionType, BuiltinFunctionType, property, classmethod, staticmethod))
@@ -153,12 +152,13 @@ class Signer:
             self.is_opaque |= hides_tensors(module)
             for base in kind.__mro__:
                 self._note_class(base)
-        names = own.keys() - _IN_EVERY_MODULE
-        if names:
-            self._facts.append({n: v if type(v := own[n]) in _IMMUTABLE else self._describe(v) for n in names})
-        self._note_base(own.get("peft_config"))
+        if len(own) > len(_IN_EVERY_MODULE):  # which all have
+            own_names = [name for name in own if name not in _IN_EVERY_MODULE]
+            self._facts.append({n: v if type(v := own[n]) in _IMMUTABLE else self._describe(v) for n in own_names})
+            if "peft_config" in own:
+                self._note_base(own["peft_config"])
         for name, key in row.tensors:
-            self._note_tensor(name, self.inventory.live(key))
+            self._note_layout(name, key, self.inventory.live(key))
 
     def _note_class(self, base: type) -> None:
         """What a class says: everybody may ask it of the modules of that class."""
@@ -208,19 +208,18 @@ class Signer:
             self._kept.append(value)
         return self._contents[id(value)]
 
-    def _note_tensor(self, name: str, live: Any) -> None:
-        if not isinstance(live, Tensor) or is_lazy(live):
-            self.is_opaque = True
-            return
-        tensor: Any = live
+    def _note_tensor(self, name: str, tensor: Any) -> None:
+        self._note_layout(name, self.inventory.key_of(tensor), tensor)
+
+    def _note_layout(self, name: str, key: int, tensor: Any) -> None:
         kind, cut = type(tensor), None
         if kind is DTensor:
             cut = tensor.device_mesh, tensor.placements, isinstance(tensor, nn.Parameter)
-        elif kind is not Tensor:
-            self.is_opaque |= kind not in _PLAIN or hasattr(tensor, "ds_shape")
+        elif kind not in _PLAIN or hasattr(tensor, "ds_shape"):  # of a lazy module, an engine, or another library
+            self.is_opaque = True
+            return
         self.is_opaque |= tensor.layout is not torch.strided
         where = None if tensor.is_cpu else tensor.device
-        key = self.inventory.key_of(tensor)
         self._facts += name, key, kind, cut, where, tensor.shape, tensor.dtype, tensor.requires_grad
 
 
