@@ -13,6 +13,7 @@ from torch import nn
 from transformers.core_model_loading import WeightRenaming
 
 from ft_ckpt import CheckpointSaver, verify
+from ft_ckpt.distributed.inventory import Inventory
 
 
 class Run:
@@ -270,7 +271,35 @@ def a_method_of_the_model(run):
     run.model.get_output_embeddings = lambda: None
 
 
+def an_attribute_of_any_module(run):
+    run.model.model.norm.remembers = {"what": [1]}
+    run.compare()
+    run.model.model.norm.remembers["what"].append(2)
+
+
+def an_attribute_of_the_class_of_any_module(run):
+    kind = type(run.model.model.norm)
+    run.model.model.norm.__class__ = type(kind.__name__, (kind,), {"__module__": kind.__module__, "remembers": [1]})
+    run.compare()
+    type(run.model.model.norm).remembers.append(2)
+
+
+def a_method_of_the_class(run):
+    kind = type(run.model)
+    run.model.__class__ = type(kind.__name__, (kind,), {"__module__": kind.__module__})
+    run.compare()
+    type(run.model).get_output_embeddings = lambda self: None
+
+
+def a_buffer_that_is_not_stored(run):
+    run.model.model.register_buffer("seen", torch.ones(3))
+    run.compare()
+    run.model.model.register_buffer("seen", torch.ones(3), persistent=False)
+
+
 CHANGES = [
+    *(an_attribute_of_any_module, an_attribute_of_the_class_of_any_module, a_method_of_the_class),
+    a_buffer_that_is_not_stored,
     *(frozen, unfrozen_again, another_parameter, another_dtype, resized, tied_or_not, a_buffer, a_layer),
     *(an_adapter, a_second_adapter, another_adapter_in_use, a_trained_base, rows_below_an_adapter),
     *(another_place_of_the_base, what_is_left_out, what_the_class_leaves_out, what_is_left_out_in_place),
@@ -323,6 +352,40 @@ def test_a_change_beside_the_model_is_noticed(run, change):
     change(run)
     run.compare()
     assert run.known["run"] > before["run"]
+
+
+@pytest.mark.parametrize("kind", ["run", "weights"])
+@pytest.mark.parametrize("background", [True, False])
+def test_a_save_walks_over_the_model_once(run, monkeypatch, kind, background):
+    walks, real = [], Inventory.note_model
+    monkeypatch.setattr(Inventory, "note_model", lambda *given: (walks.append(given), real(*given))[1])
+    run.save(kind, background)
+    with new_saver(run.folder) as stranger:  # which has no plan yet
+        run.save(kind, background, stranger)
+    assert len(walks) == 2
+
+
+def test_what_cannot_be_described_is_planned_every_time(run):
+    run.model.model.norm.remembers = (number for number in ())
+    before = run.known
+    run.compare()
+    assert run.known == before
+
+
+def test_plans_hold_no_tensors_and_no_modules(run):
+    for answer in run.saver._pending.cache._made.values():
+        found = [one for one in gc_reachable(answer) if isinstance(one, (torch.Tensor, nn.Module))]
+        assert not found
+
+
+def gc_reachable(root):
+    seen, waiting = {}, [root]
+    while waiting:
+        one = waiting.pop()
+        if id(one) not in seen and not isinstance(one, (type, type(gc))) and not callable(one):
+            seen[id(one)] = one
+            waiting += gc.get_referents(one)
+    return seen.values()
 
 
 def test_a_rate_that_cannot_be_kept_is_refused_as_ever(run):
