@@ -15,6 +15,7 @@ from ft_ckpt.distributed.inventory import Inventory, ModuleRow
 from ft_ckpt.distributed.ranks import Ranks
 from ft_ckpt.distributed.samples import elements_at
 from ft_ckpt.distributed.tensor_info import TensorInfo, Tensors
+from ft_ckpt.distributed.wrappers import optimizer_parameter
 from ft_ckpt.formats.registry import format_named
 from ft_ckpt.model.base_model import refuse_merged
 from ft_ckpt.saving import write_shards
@@ -23,7 +24,6 @@ from ft_ckpt.saving.plan import SavePlan, SaveRequest, make_plan
 from ft_ckpt.saving.snapshot import copies_size
 from ft_ckpt.storage.digests import cut_chunks
 from ft_ckpt.training.capture import Captured
-from ft_ckpt.training.optimizers import parameter_behind
 from ft_ckpt.training.tensor_keys import snapshot_part
 
 
@@ -159,7 +159,7 @@ def _module_at(place: Any, rows: Sequence[ModuleRow]) -> Any:
 def _is_late(info: TensorInfo, inventory: Inventory, owned: frozenset[int]) -> bool:
     """Whether nothing but the step of a watched optimizer changes the tensor."""
     known = info.engine in ("plain", "fsdp1", "fsdp2", "zero3", "zero")
-    return known and id(parameter_behind(inventory.live(info.key))) in owned
+    return known and id(optimizer_parameter(inventory.live(info.key))) in owned
 
 
 def _needs_gather(plan: SavePlan, request: SaveRequest, ranks: Ranks, config: SaverConfig) -> bool:

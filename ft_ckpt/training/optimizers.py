@@ -19,7 +19,7 @@ from ft_ckpt.distributed.fsdp1 import FlatParameter
 from ft_ckpt.distributed.inventory import source_of_tensor
 from ft_ckpt.distributed.sharding import OwnedSharding
 from ft_ckpt.distributed.tensor_info import Source
-from ft_ckpt.distributed.wrappers import is_distributed
+from ft_ckpt.distributed.wrappers import is_distributed, optimizer_parameter
 from ft_ckpt.errors import SelectionError, listing
 from ft_ckpt.formats import pytree_json, safetensors
 from ft_ckpt.formats.dtypes import dtype_name, dtype_of
@@ -237,14 +237,7 @@ def _sources_by_parameter(found: Mapping[str, Source]) -> dict[int, list[Source]
 
 def parameter_of(source: Source) -> Any:
     """The parameter object that an optimizer was given for `source`, or the tensor itself."""
-    return parameter_behind(source.live)
-
-
-def parameter_behind(live: Any) -> Any:
-    """The parameter object that an optimizer was given for a live tensor, or for what stands for one."""
-    if not isinstance(live, FlatParameter):
-        return live
-    return live.handle.flat_param if live.original is None else live.original
+    return optimizer_parameter(source.live)
 
 
 def _values_of_rank(one: Description, together: Description) -> Description:

@@ -24,6 +24,7 @@ from torch.distributed.tensor import DTensor
 from ft_ckpt.distributed.added_state import is_plain
 from ft_ckpt.distributed.inventory import Inventory, ModuleRow
 from ft_ckpt.distributed.wrappers import hides_tensors
+from ft_ckpt.errors import SelectionError
 from ft_ckpt.training.optimizers import unwrap_optimizer
 
 T = TypeVar("T")
@@ -228,7 +229,7 @@ class _Limited(io.BytesIO):
 
     def write(self, data: Any) -> int:
         if self.tell() + len(data) > _MOST_BYTES:
-            raise ValueError("too large to compare at every save")
+            raise SelectionError("too large to compare at every save")
         return super().write(data)
 
 
