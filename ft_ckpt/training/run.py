@@ -170,9 +170,8 @@ class TrainingRun:
         mine = None if report is None else _Outcomes(report.items)
         items = merge_outcomes([answer.items for answer in exchange(ranks, "resume()", _Outcomes, mine, error)])
         final: RestoreReport = replace(report, items=items)
-        refused = [
-            line for line in final.problems if allow is not True and line.split(":")[0] not in _allowed_names(allow)
-        ]
+        allowed = () if isinstance(allow, bool) else frozenset(allow)
+        refused = [line for line in final.problems if allow is not True and line.split(":")[0] not in allowed]
         if refused:
             raise LoadError(
                 f"{path}: {listing(refused)}. Pass the same objects as the saved run, or resume(allow=[names]) to go "
@@ -345,7 +344,3 @@ class TrainingRun:
             )
         if told and self.config.on_difference == "warn":
             warnings.warn(f"{report.path}: {listing(told)}", stacklevel=4)
-
-
-def _allowed_names(allow: Iterable[str] | bool) -> frozenset[str]:
-    return frozenset() if isinstance(allow, bool) else frozenset(allow)
