@@ -1,4 +1,4 @@
-"""What there is to know of one tensor without having it, and where its elements come from when they are needed."""
+"""Descriptions of tensors without the tensors, and the places that their elements are taken from when needed."""
 
 import math
 from collections.abc import Callable
@@ -58,7 +58,7 @@ def _refuse_full() -> Tensor:
 
 @dataclass(frozen=True, eq=False)
 class Source(TensorInfo):
-    """A description together with the tensor, on its way out: users take `Tensors` beside a `TensorInfo` instead."""
+    """A description together with its tensor, while optimizers are described or a run is restored; in no plan."""
 
     live: Any = None  # the parameter or buffer itself, kept so that its id stays its own
     local: Tensor | None = None  # this rank's elements
@@ -71,7 +71,7 @@ class Source(TensorInfo):
 
 
 def local_elements(info: TensorInfo, tensors: Tensors | None) -> Tensor | None:
-    """This rank's elements from `tensors`, or without these from the source that `info` is."""
+    """This rank's elements from `tensors`; with None from `info` itself, which must be a Source."""
     if tensors is not None:
         return tensors.local(info.key)
     return info.local if isinstance(info, Source) else None
