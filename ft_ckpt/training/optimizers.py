@@ -15,11 +15,10 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
-from ft_ckpt.distributed.fsdp1 import FlatParameter
 from ft_ckpt.distributed.inventory import source_of_tensor
-from ft_ckpt.distributed.sharding import OwnedSharding
+from ft_ckpt.distributed.sharding import OwnedSharding, Sharding
 from ft_ckpt.distributed.tensor_info import Source
-from ft_ckpt.distributed.wrappers import is_distributed, optimizer_parameter
+from ft_ckpt.distributed.wrappers import is_distributed, optimizer_parameter, shows_runs, state_run
 from ft_ckpt.errors import SelectionError, listing
 from ft_ckpt.formats import pytree_json, safetensors
 from ft_ckpt.formats.dtypes import dtype_name, dtype_of
@@ -286,7 +285,7 @@ def _state_entry(value: Any, parameter: Any, owner: Source) -> Any:
     """The facts of a tensor, its shape the whole one, or {"value": plain value}; None for anything else."""
     if isinstance(value, Tensor):
         host = value.device.type == "cpu" and parameter.device.type != "cpu"
-        cut = isinstance(owner.live, FlatParameter) and value.dim() > 0  # FSDP1 shows each rank its own run of it
+        cut = shows_runs(owner.live) and value.dim() > 0
         shape = list(owner.shape if cut else value.shape)
         return {"shape": shape, "dtype": dtype_name(value.dtype), "host": host}
     try:
@@ -309,8 +308,9 @@ def _state_problem(value: Any, source: Source, parameter: Any) -> str | None:
         return None
     if type(value) not in PLAIN or value.layout is not torch.strided or value.is_quantized:
         return f"{type(value).__module__}.{type(value).__qualname__}, a tensor with a meaning of its own"
-    cut = is_distributed(parameter) or isinstance(source.live, FlatParameter)
-    if cut and value.numel() > 1 and not (isinstance(source.live, FlatParameter) and value.shape == parameter.shape):
+    is_run = shows_runs(source.live)
+    cut = is_run or is_distributed(parameter)
+    if cut and value.numel() > 1 and not (is_run and value.shape == parameter.shape):
         return f"shape {list(value.shape)} on this rank, not cut like the parameter"
     return None
 
@@ -320,17 +320,15 @@ def _state_source(owner: Source, key: str, entry: Any, value: Any) -> Source:
     name, dtype = f"{owner.name}/{key}", dtype_of(entry["dtype"])
     if is_distributed(value):
         return replace(source_of_tensor(name, owner.raw_name, value), dtype=dtype, trainable=False)
-    made = Source(id(value), name, owner.raw_name, owner.shape, dtype, False, False, "fsdp1", owner.sharding)
-    if isinstance(owner.live, FlatParameter) and _is_alike(entry, owner):
-        flat = owner.live
-        if flat.original is None and value is not None:
-            return replace(made, sharding=flat.sharding(value.numel()), live=value, local=flat.local_run(value))
-        return replace(made, live=value, local=None if value is None else value.detach().view(-1))
-    # Of parameters that FSDP1 has cut a rank may have nothing, and no state then.
-    is_replicated = "rank" not in entry and not isinstance(owner.live, FlatParameter)
-    shape, local = tuple(entry["shape"]), None if value is None else value.detach()
-    sharding = OwnedSharding(shape, entry.get("rank", 0), is_replicated)
-    return replace(made, shape=shape, engine="plain", sharding=sharding, live=value, local=local)
+    is_run, shape = shows_runs(owner.live), tuple(entry["shape"])
+    sharding: Sharding
+    if is_run and _is_alike(entry, owner):
+        engine, (sharding, local) = owner.engine, state_run(owner.live, value)
+    else:  # of a parameter in runs a rank may have nothing, and no state then
+        engine, sharding = "plain", OwnedSharding(shape, entry.get("rank", 0), "rank" not in entry and not is_run)
+        local = None if value is None else value.detach()
+    made = Source(id(value), name, owner.raw_name, shape, dtype, False, False, engine, sharding)
+    return replace(made, live=value, local=local)
 
 
 def _empty_state_tensor(entry: Any, parameter: Any, owner: Source) -> Tensor:
