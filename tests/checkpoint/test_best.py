@@ -160,11 +160,12 @@ def test_a_name_is_the_runs_own(tmp_path, monkeypatch):
     assert saver_of(tmp_path / "run").resume("./checkpoint-1").resumed_from.parent == tmp_path / "elsewhere"
 
 
-LOOP = re.search(r"Train an epoch, evaluate.*?```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)[1]
+PAGE = ROOT / "docs" / "schedule.md"
+LOOP = re.search(r"Train an epoch, evaluate.*?```python\n(.*?)```", PAGE.read_text(), re.DOTALL)[1]
 
 
 def epochs(folder, losses, stop=None):
-    """The README's loop, on a run of two steps an epoch; killed instead of the evaluation of the epoch `stop`."""
+    """The page's loop, on a run of two steps an epoch; killed instead of the evaluation of the epoch `stop`."""
     made = []
 
     def evaluate(model):
@@ -178,8 +179,8 @@ def epochs(folder, losses, stop=None):
 
     names = {"ft_ckpt": ft_ckpt, "CheckpointSaver": saver, "Every": Every, "Keep": Keep, "accelerator": None}
     names |= {"loader": DataLoader(TensorDataset(torch.arange(4)), batch_size=2), "train": lambda batch: None}
-    monkey = LOOP.replace('"runs/sft"', repr(str(folder)))
-    exec(compile(monkey, "README.md", "exec"), {**names, "evaluate": evaluate, "model": None})
+    lines = LOOP.replace('"runs/epochs"', repr(str(folder))).replace("from ft_ckpt import", "# instead of")
+    exec(compile(lines, PAGE.name, "exec"), {**names, "evaluate": evaluate, "model": None})
 
 
 def test_train_evaluate_save_keep_the_best(tmp_path, recwarn):
