@@ -174,6 +174,15 @@ def test_paths_named_on_a_page_exist(page):
     assert [path for path in paths if not (ROOT / path).exists()] == []
 
 
+def test_the_house_plan_names_rooms_that_are_there():
+    plan = (ROOT / "ft_ckpt/README.md").read_text()
+    rooms = set(re.findall(r"`([a-z_]+(?:/[a-z_0-9]+)*(?:/|\.py))`", plan))
+    assert [room for room in sorted(rooms) if not (ROOT / "ft_ckpt" / room).exists()] == []
+    there = {path.name for path in (ROOT / "ft_ckpt").iterdir() if path.name[0] not in "_."}
+    named = {room.split("/")[0] for room in rooms}
+    assert {name for name in there if name not in named} <= {"README.md", "py.typed"}
+
+
 @pages
 def test_links_on_a_page_lead_somewhere(page):
     targets = re.findall(r"\]\(([^)#\s]+)", page.read_text())
