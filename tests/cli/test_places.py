@@ -5,7 +5,7 @@ import torch
 from test_cli import ft_ckpt as command
 
 import ft_ckpt
-from ft_ckpt import CheckpointSaver, Every, Keep, SaverConfig
+from ft_ckpt import CheckpointSaver, Every, Keep, SaverConfig, closure
 from ft_ckpt.checkpoint import pins
 from ft_ckpt.checkpoint.catalog import discover
 from ft_ckpt.closure import checkpoint_closure
@@ -96,7 +96,8 @@ def test_numbers_for_schedule_and_retention():
         SaverConfig(keep=0)
 
 
-def test_a_closure_by_a_number():
+def test_a_closure_by_a_number(monkeypatch):
+    monkeypatch.setattr(closure, "open_savers", list)  # another test may have left one
     calls = []
     counted = checkpoint_closure(every=2)(lambda: calls.append(1))
     for _ in range(4):

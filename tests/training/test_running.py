@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from launch import run_cases
+from signals_heard import hear_interrupts
 from torch.utils.data import DataLoader, TensorDataset
 from training import QUIET, network, prepared, rows, train
 
@@ -176,7 +177,7 @@ with CheckpointSaver(run.accelerator, sys.argv[1], every=Every(), **QUIET) as sa
 def test_signals_save_and_exit(tmp_path, name, code):
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     command = [sys.executable, "-c", SCRIPT, str(tmp_path)]
-    with subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True, preexec_fn=hear_interrupts) as process:
         assert process.stdout is not None
         while int(process.stdout.readline()) < 5:
             pass

@@ -9,6 +9,7 @@ import threading
 import time
 
 import pytest
+from signals_heard import hear_interrupts
 
 from ft_ckpt.training import signals
 from ft_ckpt.training.signals import SignalWatch, exit_code
@@ -33,7 +34,9 @@ WATCHED = ("SIGTERM", "SIGUSR1", "SIGINT")
 
 
 def child(*arguments):
-    process = subprocess.Popen([sys.executable, "-c", CHILD, *arguments], stdout=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        [sys.executable, "-c", CHILD, *arguments], stdout=subprocess.PIPE, text=True, preexec_fn=hear_interrupts
+    )
     assert process.stdout.readline() == "ready\n"
     return process
 
