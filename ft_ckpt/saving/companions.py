@@ -46,14 +46,16 @@ def companions_of(request: SaveRequest, plans: Sequence[PartPlan], document: Doc
         return Companions()
     extras = _encode_extra_files(request.extra_files)
     parts = [one.part for one in plans]
-    for part in parts:
-        if part.kind not in ("module", "state"):
-            check_companions(part.module, request.tokenizer, request.chat_template_name)
+    settings = {
+        id(part): check_companions(part.module, request.tokenizer, request.chat_template_name)
+        for part in parts
+        if part.kind not in ("module", "state")
+    }
     place = _scratch_folder()
     with explained(Path(place)), tempfile.TemporaryDirectory(prefix="ft_ckpt-", dir=place) as made:
         folder = Path(made)
         for one in plans:
-            _write_companions(folder, one, request, document)
+            _write_companions(folder, one, request, document, settings.get(id(one.part)))
         files = {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
     bases = {part.name: base_record(part, {}) for part in parts if part.kind == "adapter"}
     classes = {p.name: "" if p.module is None else user_class(type(p.module)).__name__ for p in parts}
@@ -68,19 +70,19 @@ def _scratch_folder() -> str:
     return tempfile.gettempdir()
 
 
-def check_companions(module: nn.Module, tokenizer: Any, chat_template_name: str | None) -> None:
-    """Raise CompanionError when the tokenizer or the generation settings do not fit `module`."""
+def check_companions(module: nn.Module, tokenizer: Any, chat_template_name: str | None) -> Any:
+    """The generation settings for `module`, if it has any. Raises CompanionError when they or the tokenizer misfit."""
     if hasattr(module, "config") and tokenizer is not None:
         companions.check_tokenizer(module, tokenizer)
-    if hasattr(module, "generation_config"):
-        companions.generation_config(module, tokenizer, chat_template_name)
+    if not hasattr(module, "generation_config"):
+        return None
+    return companions.generation_config(module, tokenizer, chat_template_name)
 
 
-def _write_companions(root: Path, one: PartPlan, request: SaveRequest, document: Document) -> None:
+def _write_companions(root: Path, one: PartPlan, request: SaveRequest, document: Document, generation: Any) -> None:
     part, folder = one.part, root / one.part.path
     folder.mkdir(parents=True, exist_ok=True)
     if part.kind == "model":
-        generation = companions.generation_config(part.module, request.tokenizer, request.chat_template_name)
         companions.write_model(
             folder, part.module, dtype=main_dtype(part), tokenizer=request.tokenizer, generation=generation
         )
