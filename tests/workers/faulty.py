@@ -5,6 +5,7 @@ Run with `faulty.c` preloaded and a JSON of what to try; prints a JSON of what w
 
 import ctypes
 import errno
+import faulthandler
 import json
 import os
 import random
@@ -12,6 +13,7 @@ import select
 import shutil
 import signal
 import sys
+import tempfile
 import time
 import traceback
 import warnings
@@ -239,21 +241,27 @@ def run(case: str, folder: Path, value: int, number: int, code: int, on: bool) -
     return ""
 
 
-def forked(work: Callable[[], str], seconds: int = 60) -> str:
-    """What `work` returns in a process of its own, or how that ended."""
+def forked(work: Callable[[], str], seconds: int = 150) -> str:
+    """What `work` returns in a process of its own, or how that ended; ranks that it starts are given up before it."""
     return in_processes([work], seconds)[0]
 
 
 def in_processes(works: list[Callable[[], str]], seconds: int = 60) -> list[str]:
-    """What each of `works` returns in a process of its own, at the same time, or how that ended."""
-    started, ended = [start(work) for work in works], []
-    for child, pipe in started:
-        if not select.select([pipe], [], [], seconds)[0]:
-            os.kill(child, signal.SIGKILL)
-        with os.fdopen(pipe, "rb") as stream:
-            said = stream.read().decode()
-        status = os.waitpid(child, 0)[1]
-        ended.append(said if os.WIFEXITED(status) else f"ended by signal {os.WTERMSIG(status)}, after {seconds} s if 9")
+    """What each of `works` returns in a process of its own, at the same time, or how that ended and where it was."""
+    ended = []
+    with tempfile.TemporaryFile() as stacks:
+        faulthandler.register(signal.SIGUSR1, stacks, all_threads=True)
+        for child, pipe in [start(work) for work in works]:
+            if not select.select([pipe], [], [], seconds)[0]:
+                os.kill(child, signal.SIGUSR1)
+                time.sleep(1)
+                os.kill(child, signal.SIGKILL)
+            with os.fdopen(pipe, "rb") as stream:
+                said = stream.read().decode()
+            status = os.waitpid(child, 0)[1]
+            stacks.seek(0)
+            where = f"ended by signal {os.WTERMSIG(status)}, after {seconds} s if 9\n{stacks.read().decode()}"
+            ended.append(said if os.WIFEXITED(status) else where)
     return ended
 
 
