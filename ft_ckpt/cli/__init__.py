@@ -25,6 +25,7 @@ from ft_ckpt.cli import prune as pruning
 from ft_ckpt.cli import verify as verifying
 from ft_ckpt.cli import views
 from ft_ckpt.cli.arguments import only_path, run_folder
+from ft_ckpt.cli.options import JsonOption
 from ft_ckpt.errors import CheckpointError, NotACheckpointError
 from ft_ckpt.storage.local_store import LocalStore
 
@@ -65,7 +66,6 @@ app = typer.Typer(
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
 )
-_Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 _Metrics = Annotated[bool, typer.Option("--metrics", help="Show all metrics; else the two that say most.")]
 _Metric = Annotated[str | None, typer.Option(help='Name of the metric, as in "eval_loss" or "eval_loss:min".')]
 
@@ -111,7 +111,7 @@ def _register_command(
 
 
 @_register_command("ls", "RUN [OPTIONS]", "List the checkpoints of a run.")
-def list_command(context: typer.Context, metrics: _Metrics = False, as_json: _Json = False) -> None:
+def list_command(context: typer.Context, metrics: _Metrics = False, as_json: JsonOption = False) -> None:
     """List the checkpoints of the folder RUN, oldest first."""
     run = run_folder(context)
     infos = catalog.discover(run)
@@ -120,7 +120,7 @@ def list_command(context: typer.Context, metrics: _Metrics = False, as_json: _Js
 
 
 @_register_command("latest", "RUN [OPTIONS]", "Print the path of the newest valid checkpoint.")
-def latest_command(context: typer.Context, as_json: _Json = False) -> None:
+def latest_command(context: typer.Context, as_json: JsonOption = False) -> None:
     """Print the newest valid checkpoint of the folder RUN."""
     run = run_folder(context)
     found = catalog.latest(run)
@@ -130,7 +130,7 @@ def latest_command(context: typer.Context, as_json: _Json = False) -> None:
 
 
 @_register_command("best", "RUN [OPTIONS]", "Print the path of the checkpoint with the best metric.")
-def best_command(context: typer.Context, metric: _Metric = None, as_json: _Json = False) -> None:
+def best_command(context: typer.Context, metric: _Metric = None, as_json: JsonOption = False) -> None:
     """Print the valid checkpoint of the folder RUN with the best metric; else by what the run keeps the best of."""
     run = run_folder(context)
     name, _, mode = (metric or "").partition(":")
@@ -143,7 +143,7 @@ def best_command(context: typer.Context, metric: _Metric = None, as_json: _Json 
 
 
 @_register_command("show", "PATH [OPTIONS]", "List the parts and tensors of a checkpoint or weight file.")
-def show_command(context: typer.Context, as_json: _Json = False) -> None:
+def show_command(context: typer.Context, as_json: JsonOption = False) -> None:
     """List the parts and tensors of the checkpoint PATH, or the tensors of a weight file or foreign folder."""
     path = only_path(context)
     store = LocalStore(path)

@@ -6,27 +6,22 @@ import typer
 
 from ft_ckpt.cli.arguments import several_paths
 from ft_ckpt.cli.convert import print_conversion, refuse_existing
+from ft_ckpt.cli.options import DtypeOption, ForceOption, FormatOption, JsonOption, ShardOption, VerifyOption
 
 _Weights = Annotated[str | None, typer.Option(help='A number for each source, as in "1,2,1"; else all count alike.')]
 _Last = Annotated[int | None, typer.Option(help="Of one RUN, its so many newest valid checkpoints.")]
-_Format = Annotated[str | None, typer.Option(help="safetensors, h5, dual, torch, tensorflow or dcp; else by suffix.")]
-_Dtype = Annotated[str | None, typer.Option(help="Type of the averages: float64, float32, bfloat16 or float16.")]
-_Shard = Annotated[str | None, typer.Option(help='Largest weight file of a folder, as in "5GB".')]
-_Verify = Annotated[bool, typer.Option("--verify", help="Read OUT back and compare it, bit for bit.")]
-_Force = Annotated[bool, typer.Option("--force", help="Replace what is at OUT.")]
-_Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
 def average_command(
     context: typer.Context,
     weights: _Weights = None,
     last: _Last = None,
-    format: _Format = None,  # noqa: A002
-    dtype: _Dtype = None,
-    max_shard_size: _Shard = None,
-    verify: _Verify = False,
-    force: _Force = False,
-    as_json: _Json = False,
+    format: FormatOption = None,  # noqa: A002
+    dtype: DtypeOption = None,
+    max_shard_size: ShardOption = None,
+    verify: VerifyOption = False,
+    force: ForceOption = False,
+    as_json: JsonOption = False,
 ) -> None:
     """Write the average of the checkpoints A, B, ... to OUT: in float32, rounded once; of adapters factor by factor."""
     *sources, target = several_paths(context, "A B ... OUT" if last is None else "RUN OUT")

@@ -16,6 +16,7 @@ import typer
 
 from ft_ckpt.checkpoint import catalog
 from ft_ckpt.cli import views
+from ft_ckpt.cli.options import JsonOption
 from ft_ckpt.errors import CheckpointError, ConfigError, LoadError, listing
 from ft_ckpt.training.rehearsal import END, VARIABLE, Rehearsal, Step, read_steps
 
@@ -26,7 +27,6 @@ _At = Annotated[int | None, typer.Option("--stop", min=1, help="Step after which
 _Nproc = Annotated[int, typer.Option(min=1, help="Processes, launched by torchrun.")]
 _Launch = Annotated[str | None, typer.Option(help='What launches it, as in "accelerate launch --config_file FILE".')]
 _Scratch = Annotated[str | None, typer.Option(help="Folder for three checkpoints or more; else the system's for such.")]
-_Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ def check_resume(
     nproc: _Nproc = 1,
     launch: _Launch = None,
     scratch: _Scratch = None,
-    as_json: _Json = False,
+    as_json: JsonOption = False,
 ) -> None:
     """Run SCRIPT for some steps, then again with a stop and a resume half-way; exit code 1 if that made a difference.
 

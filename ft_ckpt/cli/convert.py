@@ -11,33 +11,27 @@ import typer
 
 from ft_ckpt.cli import views
 from ft_ckpt.cli.arguments import given_paths
+from ft_ckpt.cli.options import DtypeOption, ForceOption, FormatOption, JsonOption, ShardOption, VerifyOption
 from ft_ckpt.config import human_size
 from ft_ckpt.errors import TargetError
-from ft_ckpt.formats.registry import format_names
 
 if TYPE_CHECKING:
     from ft_ckpt.files.convert import ConvertReport
     from ft_ckpt.formats.layout import Spec
 
-_Format = Annotated[str | None, typer.Option(help=f"Of {', '.join(format_names())}; else by suffix.")]
-_Dtype = Annotated[str | None, typer.Option(help="Cast floating-point tensors to float64, float32, bfloat16, float16.")]
 _Map = Annotated[str | None, typer.Option("--map", help='File of lines "old new", or JSON; * at the end of both.')]
-_Shard = Annotated[str | None, typer.Option(help='Largest weight file of a folder, as in "5GB".')]
-_Verify = Annotated[bool, typer.Option("--verify", help="Read DST back and compare it with SRC, bit for bit.")]
-_Force = Annotated[bool, typer.Option("--force", help="Replace what is at DST.")]
 _HERE = "\0"  # key of the tensor itself among what its name leads to
-_Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
 def convert_command(
     context: typer.Context,
-    format: _Format = None,  # noqa: A002
-    dtype: _Dtype = None,
+    format: FormatOption = None,  # noqa: A002
+    dtype: DtypeOption = None,
     names: _Map = None,
-    max_shard_size: _Shard = None,
-    verify: _Verify = False,
-    force: _Force = False,
-    as_json: _Json = False,
+    max_shard_size: ShardOption = None,
+    verify: VerifyOption = False,
+    force: ForceOption = False,
+    as_json: JsonOption = False,
 ) -> None:
     """Write the weights of SRC to DST in another format; DST is a file with its format's suffix, or a folder."""
     source, target = given_paths(context, "SRC", "DST")

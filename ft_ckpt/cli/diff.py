@@ -11,16 +11,16 @@ import typer
 
 from ft_ckpt.cli import views
 from ft_ckpt.cli.arguments import given_paths
+from ft_ckpt.cli.options import JsonOption
 
 if TYPE_CHECKING:
     from ft_ckpt.files.diff import Difference
 
-_Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 _Top = Annotated[int, typer.Option(help="Layers, and tensors, to list; 0 for all.")]
 _HEADS = ("changed", "largest", "mean", "relative")
 
 
-def diff_command(context: typer.Context, top: _Top = 20, as_json: _Json = False) -> None:
+def diff_command(context: typer.Context, top: _Top = 20, as_json: JsonOption = False) -> None:
     """Compare the tensors of the files, checkpoints or folders A and B: what changed, by how much, in which layers.
 
     Exit code 1 if they differ.

@@ -13,6 +13,7 @@ import typer
 
 from ft_ckpt.checkpoint import catalog
 from ft_ckpt.cli import plots, views
+from ft_ckpt.cli.options import JsonOption
 from ft_ckpt.config import human_size, parse_size
 from ft_ckpt.errors import ConfigError, NotACheckpointError
 from ft_ckpt.intervals import bounded_interval, expected_overhead, optimal_interval, parse_seconds
@@ -34,7 +35,6 @@ _Restart = Annotated[str, typer.Option(help="Time from a failure to the first ne
 _Last = Annotated[int | None, typer.Option("--last", "--keep-last", min=1, help="Checkpoints kept; else all.")]
 _Hours = Annotated[float, typer.Option(min=0.01, help="Length of the run.")]
 _Most = Annotated[float, typer.Option(min=0.001, max=1, help="Fraction of the time that saving may take.")]
-_Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 _Plot = Annotated[str | None, typer.Option(help="Draw the cost curve into this .png, .svg or .pdf file.")]
 
 
@@ -77,7 +77,7 @@ def plan_command(
     keep_last: _Last = None,
     hours: _Hours = 24.0,
     max_overhead: _Most = 0.05,
-    as_json: _Json = False,
+    as_json: JsonOption = False,
     plot: _Plot = None,
 ) -> None:
     """Compare intervals between saves, of a run that fails now and then; FOLDER is a checkpoint or a run like it."""

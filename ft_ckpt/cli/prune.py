@@ -13,6 +13,7 @@ from ft_ckpt.checkpoint import catalog, pins
 from ft_ckpt.checkpoint.prune import PruneReport, prune_run
 from ft_ckpt.cli import views
 from ft_ckpt.cli.arguments import only_path, run_folder
+from ft_ckpt.cli.options import JsonOption
 from ft_ckpt.config import human_size
 from ft_ckpt.errors import ConfigError, TargetError, listing
 from ft_ckpt.retention import Best, Keep
@@ -28,7 +29,6 @@ _StateEvery = Annotated[int | None, typer.Option(help="And of each whose step is
 _Run = Annotated[str | None, typer.Option(help='Only of the run with this id; "all" for every run in the folder.')]
 _DryRun = Annotated[bool, typer.Option("--dry-run", help="Say what would be done, and do nothing.")]
 _Reason = Annotated[str, typer.Option(help="Shown to whoever asks why it stays.")]
-_Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
 def prune_command(
@@ -43,7 +43,7 @@ def prune_command(
     state_every: _StateEvery = None,
     run: _Run = None,
     dry_run: _DryRun = False,
-    as_json: _Json = False,
+    as_json: JsonOption = False,
 ) -> None:
     """Delete the checkpoints of the folder RUN that no rule keeps; never the newest, pinned ones, or those in use."""
     root = run_folder(context)

@@ -9,15 +9,15 @@ from ft_ckpt.checkpoint import catalog, foreign
 from ft_ckpt.checkpoint.manifest import MANIFEST_NAME
 from ft_ckpt.cli import views
 from ft_ckpt.cli.arguments import only_path
+from ft_ckpt.cli.options import JsonOption
 from ft_ckpt.errors import ManifestError, NotACheckpointError
 from ft_ckpt.storage.local_store import LocalStore
 
-_Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 _Fast = Annotated[bool, typer.Option("--fast", help="Names, sizes and headers only; do not read every byte.")]
 _UNCHECKED = "; headers and indexes hold together, values were not recorded"
 
 
-def verify_command(context: typer.Context, fast: _Fast = False, as_json: _Json = False) -> None:
+def verify_command(context: typer.Context, fast: _Fast = False, as_json: JsonOption = False) -> None:
     """Compare the checkpoint PATH, or all of the run PATH, with their manifests; exit code 1 if they differ.
 
     Of safetensors files and folders without a manifest, headers, indexes and configs are checked.

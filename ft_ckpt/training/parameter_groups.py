@@ -12,7 +12,7 @@ from ft_ckpt.formats.dtypes import dtype_name, dtype_of
 from ft_ckpt.formats.pytree import PLAIN
 from ft_ckpt.model.json_values import decode_value, encode_value
 
-Group = tuple[dict[str, Any], Mapping[str, Any]]  # of an optimizer, and the values described for it
+GroupValues = tuple[dict[str, Any], Mapping[str, Any]]  # of an optimizer, and the values described for it
 
 
 def settings_of(group: Mapping[str, Any]) -> dict[str, Any]:
@@ -25,7 +25,7 @@ def match_groups(
     live: Sequence[Collection[str]],
     description: Mapping[str, Any],
     found: Mapping[str, Source],
-) -> tuple[list[Group], list[str]]:
+) -> tuple[list[GroupValues], list[str]]:
     """Each live group, whose parameters have the names `live`, with the values described for the same ones; and notes.
 
     Groups are compared by position and by all names in them. ZeRO forgets frozen parameters: those without state may
@@ -39,7 +39,7 @@ def match_groups(
     problems = _group_differences(here, there, with_state, found)
     ours, theirs = [here & there & set(names) for names in live], [names & here for names in stored]
     places = {frozenset(names): place for place, names in enumerate(theirs) if names}
-    pairs: list[Group] = []
+    pairs: list[GroupValues] = []
     notes: list[str] = []
     for number, (group, names) in enumerate(zip(groups, ours, strict=True)):
         place = number if ours == theirs else places.get(frozenset(names))
@@ -54,7 +54,7 @@ def match_groups(
     return pairs, notes
 
 
-def set_groups(groups: Iterable[Group]) -> None:
+def set_groups(groups: Iterable[GroupValues]) -> None:
     """Give each group the values that were described for it."""
     for group, values in groups:
         for key, value in values.items():
