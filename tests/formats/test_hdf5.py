@@ -1,11 +1,13 @@
 """Our HDF5 files: their bytes, what other programs see in them, and what becomes of damaged and foreign ones."""
 
+import resource
 import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import h5py
+import hdf5plugin
 import numpy as np
 import pytest
 import torch
@@ -262,11 +264,25 @@ def test_a_file_that_cannot_be_tried_is_not_opened(way, tmp_path, monkeypatch):
         load(tmp_path / "x.h5")
 
 
-def test_a_file_on_which_the_library_never_ends(monkeypatch):
+def test_a_file_on_which_the_library_never_ends():
     """Found by mutation: its attributes go round in circles."""
-    monkeypatch.setattr(probe, "_SILENT_SECONDS", 3)
-    with pytest.raises(CorruptError, match=r"endless\.h5: "):
+    begun = resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime
+    with pytest.raises(CorruptError, match=r"endless\.h5: .*ended with signal"):
         load(HERE / "endless.h5")
+    assert resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime - begun < 3, "a small file is given up soon"
+
+
+def test_a_filter_that_prints_what_it_thinks_of_a_damaged_chunk(tmp_path, monkeypatch):
+    """Found by mutation: that was taken for the length of an answer, which was then waited for."""
+    monkeypatch.setattr(probe, "_SILENT_SECONDS", 5)
+    with h5py.File(tmp_path / "x.h5", "w") as file:
+        place = file.create_dataset("x", data=np.arange(1000) % 7, chunks=(1000,), **hdf5plugin.LZ4())
+        first = place.id.get_chunk_info(0).byte_offset
+    content = bytearray((tmp_path / "x.h5").read_bytes())
+    content[first + 16] ^= 0xF0  # of the first word of its only block
+    (tmp_path / "x.h5").write_bytes(content)
+    with pytest.raises(CorruptError, match=r"x\.h5: x cannot be read .*filter returned failure"):
+        load(tmp_path / "x.h5", map_location="cpu")
 
 
 FUZZ = """

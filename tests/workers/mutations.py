@@ -1,8 +1,8 @@
 """Damaged inputs for some readers, one after the other: `python mutations.py GROUP[,GROUP] SEED FIRST END FOLDER`.
 
-Says "begin GROUP/N" before each input and "end" with what came of it after: "whole", "refused", "memory" (refused, for
-want of it), or "foreign" with the error. An input that ends the process, or takes over STEP_SECONDS of processor time,
-is the last that began.
+Says "begin GROUP/N" before each input, and after it "end" with what came of it and when: "whole", "refused", "memory"
+(refused, for want of it), or "foreign" with the error, or with the time or the memory that it took, also of processes
+it started. An input that ends the process, or takes over STEP_SECONDS of processor time, is the last that began.
 """
 
 import json
@@ -11,6 +11,7 @@ import random
 import resource
 import struct
 import sys
+import time
 import warnings
 from contextlib import ExitStack
 from pathlib import Path
@@ -31,6 +32,7 @@ from ft_ckpt.training.state import DOCUMENT_NAME, FOLDER
 from ft_ckpt.training.state_files import read_document
 
 STEP_SECONDS = 10
+WAIT_SECONDS = 40  # by the clock, on a machine that may have much else to do
 MOST_BYTES = 1 << 30
 ODD = [
     *(None, True, -1, 0, 1 << 31, 1 << 40, 1 << 62, 1 << 70, 1e999, -0.5, "", "x", "\ud800"),
@@ -362,13 +364,24 @@ GROUPS = {
 
 
 def outcome(attempt, dice):
+    begun, spent = time.monotonic(), children().ru_utime + children().ru_stime
     try:
         attempt(dice)
+        found = "whole"
     except CheckpointError as error:
-        return "memory" if _is_memory(error) else "refused"
+        found = "memory" if _is_memory(error) else "refused"
     except Exception as error:
-        return f"foreign {type(error).__name__}: {str(error)[:300]!r}"
-    return "whole"
+        found = f"foreign {type(error).__name__}: {str(error)[:300]!r}"
+    took, worked = time.monotonic() - begun, children().ru_utime + children().ru_stime - spent
+    if took > WAIT_SECONDS or worked > STEP_SECONDS:
+        found = f"foreign {took:.0f} s, {worked:.0f} s of them at work: {found}"
+    if children().ru_maxrss << 10 > MOST_BYTES:
+        found = f"foreign {children().ru_maxrss >> 10} MiB: {found}"
+    return f"{found} in {took:.1f} s"
+
+
+def children():
+    return resource.getrusage(resource.RUSAGE_CHILDREN)
 
 
 def _is_memory(error):

@@ -53,7 +53,7 @@ def open_foreign(raw: RawFile, verify: bool = False) -> IndexedFile:
     """The file with the places of its tensors found by the HDF5 library. Raises CorruptError for what is refused."""
     raw.check()
     with damaged_input(f"{raw.path.name}: an HDF5 file"):
-        source = _ForeignFile(raw, Probe(raw.descriptor, raw.path.name), None)
+        source = _ForeignFile(raw, Probe(raw.descriptor, raw.path.name, _most_bytes(raw)), None)
         source.file = h5py.File(FileStream(raw), "r")
         return _open_moved(source, verify) or (_open_cerebras if "__version__" in source.file.attrs else _open_plain)(
             source
@@ -136,12 +136,17 @@ def torch_types() -> frozenset[str]:
     return frozenset(name for name in cerebras_write.DTYPES if name not in cerebras_write.STORED)
 
 
+def _most_bytes(raw: RawFile) -> int:
+    """The bytes that the values of one dataset may take."""
+    return MOST_EXPANSION * raw.size_bytes + FREE_BYTES
+
+
 def _check_dataset(dataset: ForeignDataset) -> None:
     handle, raw = dataset.handle, dataset.source.raw
     if handle.external or handle.is_virtual:
         raise CorruptError(f"{dataset.path}: its values are in other files, which are not followed")
     wanted = dataset.element_count * handle.id.get_type().get_size()
-    if wanted > MOST_EXPANSION * raw.size_bytes + FREE_BYTES:
+    if wanted > _most_bytes(raw):
         raise CorruptError(
             f"{dataset.path}: {dataset.shape} of {dataset.dtype} in a file of only {raw.size_bytes} bytes"
         )

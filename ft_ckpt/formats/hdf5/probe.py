@@ -3,22 +3,26 @@
 A damaged file can send the HDF5 library, and the filters it calls, into an endless loop, memory without end or a crash.
 So this file is run as a program of its own. It does with the metadata all that `hdf5_walk` will do, says that it is
 done, and then reads values on request: what is compressed, or otherwise no plain run of bytes, is never read by the
-library in our process. It is ended when it takes too long over one step.
+library in our process. It is ended when it takes too long over one step. Filters print to its standard output what they
+think of damaged data, so its answers go elsewhere.
 """
 
 import json
 import os
 import select
+import signal
 import struct
 import subprocess
 import sys
 import weakref
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from ft_ckpt.errors import CorruptError
 
-STEP_SECONDS = 8  # of processor time: no single step of a sound file takes so long
+_STEP_SECONDS = (2, 8)  # of processor time, for the smallest and the largest files; sound ones take less
+_STEP_BYTES = 10 << 20  # in a second, by the slowest filter
 _SILENT_SECONDS = 60  # by the clock, on a machine that may have much else to do
 _MOST_MEMORY_BYTES = 8 << 30
 _DONE, _FAILED = b"\n", -1
@@ -26,10 +30,13 @@ _HEAD = struct.Struct("<q")  # ahead of an answer: its bytes, or _FAILED
 
 
 class Probe:
-    """The program at work on the open file `descriptor`. Raises CorruptError, naming `source`, for what it dies of."""
+    """The program at work on the open file `descriptor`; no answer of it may be longer than `most_bytes`.
 
-    def __init__(self, descriptor: int, source: str) -> None:
-        self.source = source
+    Raises CorruptError, naming `source`, for what it dies of.
+    """
+
+    def __init__(self, descriptor: int, source: str, most_bytes: int) -> None:
+        self.source, self.most_bytes = source, most_bytes
         try:
             self.child = subprocess.Popen(  # noqa: S603 - this file, by this interpreter
                 [sys.executable, "-c", Path(__file__).read_text(encoding="utf-8"), f"/dev/fd/{descriptor}"],
@@ -53,11 +60,9 @@ class Probe:
             os.write(self.pipes[0], json.dumps([path, first, last]).encode() + b"\n")
         except OSError as error:
             raise self._process_error("is gone") from error
-        (size,) = _HEAD.unpack(self._read_exactly(_HEAD.size))
+        size = self._read_size()
         failed = size == _FAILED
-        if failed:
-            (size,) = _HEAD.unpack(self._read_exactly(_HEAD.size))
-        found = self._read_exactly(size)
+        found = self._read_exactly(self._read_size() if failed else size)
         if failed:
             raise CorruptError(f"{self.source}: {path} cannot be read ({found.decode(errors='replace')})")
         return found
@@ -65,6 +70,12 @@ class Probe:
     def close(self) -> None:
         """End it."""
         self._end()
+
+    def _read_size(self) -> int:
+        (size,) = _HEAD.unpack(self._read_exactly(_HEAD.size))
+        if size > self.most_bytes:
+            raise self._process_error(f"found {size:,} bytes of values, at most {self.most_bytes:,} expected")
+        return int(size)
 
     def _read_exactly(self, size: int) -> bytearray:
         data = bytearray()
@@ -102,12 +113,10 @@ def _end_process(child: subprocess.Popen[bytes]) -> None:
 # All below runs in the other process.
 
 
-def _begin_step() -> None:
-    """Allow the processor time of another step."""
-    import resource
-
-    used = resource.getrusage(resource.RUSAGE_SELF)
-    _limit_resource(resource.RLIMIT_CPU, int(used.ru_utime + used.ru_stime) + 1 + STEP_SECONDS)
+def _begin_step(size_bytes: int) -> None:
+    """Allow the processor time of another step, that of handling `size_bytes`; the system ends what takes longer."""
+    least, most = _STEP_SECONDS
+    signal.setitimer(signal.ITIMER_PROF, min(most, least + size_bytes / _STEP_BYTES))
 
 
 def _limit_resource(what: int, value: int) -> None:
@@ -117,10 +126,9 @@ def _limit_resource(what: int, value: int) -> None:
     resource.setrlimit(what, (value if hard == resource.RLIM_INFINITY else min(value, hard), hard))
 
 
-def _touch_object(item: Any, h5py: Any, seen: set[Any]) -> None:
+def _touch_object(item: Any, h5py: Any, seen: set[Any], begin_step: Callable[[], None]) -> None:
     """Everything about `item` and what is below it, each object once; errors are for the walk to tell."""
-    os.write(1, b".")
-    _begin_step()
+    begin_step()
     if item.id in seen:
         return
     seen.add(item.id)
@@ -137,7 +145,7 @@ def _touch_object(item: Any, h5py: Any, seen: set[Any]) -> None:
             if isinstance(link, h5py.HardLink):  # other links lead anywhere
                 below = _ask_quietly(lambda name=name: item[name])
                 if below is not None:
-                    _touch_object(below, h5py, seen)
+                    _touch_object(below, h5py, seen, begin_step)
 
 
 def _ask_quietly(ask: Any) -> Any:
@@ -147,9 +155,10 @@ def _ask_quietly(ask: Any) -> Any:
         return None
 
 
-def _answer_request(file: Any, h5py: Any, request: bytes) -> bytes:
+def _answer_request(file: Any, h5py: Any, request: bytes, size_bytes: int) -> bytes:
     path, first, last = json.loads(request)
     dataset = file[path]
+    _begin_step(size_bytes + (dataset.size or 0) * dataset.dtype.itemsize)
     if set(dataset._filters) - {"gzip", "shuffle", "fletcher32", "lzf"}:  # h5py's only way to see filters by number
         _ask_quietly(lambda: __import__("hdf5plugin"))  # which tells the HDF5 library of its filters
     if h5py.check_string_dtype(dataset.dtype) is not None:
@@ -160,35 +169,45 @@ def _answer_request(file: Any, h5py: Any, request: bytes) -> bytes:
     return found
 
 
-def _serve_values(file: Any, h5py: Any) -> None:
+def _serve_values(file: Any, h5py: Any, size_bytes: int, answers: int) -> None:
     for request in sys.stdin.buffer:
-        _begin_step()
+        _begin_step(size_bytes)
         try:
-            found = _answer_request(file, h5py, request)
+            found = _answer_request(file, h5py, request, size_bytes)
             head = _HEAD.pack(len(found))
         except Exception as error:  # noqa: BLE001 - the answer says it
             found = f"{type(error).__name__}: {error}"[:500].encode(errors="replace")
             head = _HEAD.pack(_FAILED) + _HEAD.pack(len(found))
         left = memoryview(head + found)
         while left:
-            left = left[os.write(1, left) :]
+            left = left[os.write(answers, left) :]
 
 
 def serve_file(path: str) -> None:
     """Touch everything in the file at `path`, then read of it what is asked for."""
+    answers = os.dup(1)
+    os.dup2(2, 1)
+    signal.signal(signal.SIGPROF, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGPROF])
     import resource
 
     import h5py
 
     _limit_resource(resource.RLIMIT_AS, _MOST_MEMORY_BYTES)
     _limit_resource(resource.RLIMIT_CORE, 0)
-    _begin_step()
+    size_bytes = Path(path).stat().st_size
+
+    def begin_step() -> None:
+        os.write(answers, b".")
+        _begin_step(size_bytes)
+
+    begin_step()
     file = _ask_quietly(lambda: h5py.File(path, "r", locking=False))
     if file is not None:
-        _touch_object(file, h5py, set())
-    os.write(1, _DONE)
+        _touch_object(file, h5py, set(), begin_step)
+    os.write(answers, _DONE)
     if file is not None:
-        _serve_values(file, h5py)
+        _serve_values(file, h5py, size_bytes, answers)
 
 
 if __name__ == "__main__":
