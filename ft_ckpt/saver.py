@@ -4,7 +4,7 @@ import logging
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from weakref import WeakSet
@@ -12,8 +12,6 @@ from weakref import WeakSet
 from torch import Tensor, nn
 
 from ft_ckpt.checkpoint import commit
-from ft_ckpt.checkpoint.catalog import CheckpointInfo, discover
-from ft_ckpt.checkpoint.prune import recover_all
 from ft_ckpt.config import SaverConfig, make_config, numbers_of
 from ft_ckpt.distributed import wrappers
 from ft_ckpt.distributed.ranks import Ranks, current_ranks, try_action
@@ -27,23 +25,12 @@ from ft_ckpt.saving.run_saves import RunSaves
 from ft_ckpt.saving.snapshot import as_in_training
 from ft_ckpt.storage.local_disk import local_path
 from ft_ckpt.training import rehearsal, starting
-from ft_ckpt.training.exchange import exchange
+from ft_ckpt.training.choosing import open_agreed
 from ft_ckpt.training.run import Progress, TrainingRun
-from ft_ckpt.training.serve_files import CheckpointFacts, checkpoint_facts, open_to_all
-from ft_ckpt.training.state_files import ResumePoint
 
 __all__ = ["CheckpointSaver", "Progress", "SaveReport"]
 _LOG = logging.getLogger("ft_ckpt")
 _OPEN: WeakSet["CheckpointSaver"] = WeakSet()
-
-
-@dataclass(frozen=True)
-class _Choice:
-    """What rank 0 resumes from, of what it was asked for."""
-
-    mode: str
-    found: CheckpointFacts | None  # None: the run begins afresh
-    branch: str | None  # the name of the run that begins there, if it is another
 
 
 class CheckpointSaver:
@@ -260,9 +247,10 @@ class CheckpointSaver:
         self._pending.wait_for_save()
         self.register(**objects)
         with ExitStack() as stack:
-            point, branch = self._open_agreed(starting.parse_mode(checkpoint), stack)
+            mode, ranks = starting.parse_mode(checkpoint), self._current_ranks()
+            point, branch = open_agreed(self.directory, mode, ranks, stack, verify=self.config.verify_resume)
             if point is not None:
-                self._run.report = self._run.restore_state(point, self._current_ranks(), allow, library_versions())
+                self._run.report = self._run.restore_state(point, ranks, allow, library_versions())
                 self._run.branch_off(branch)
         if self._current_ranks().leads:
             _LOG.info(*_resume_message(self._run.progress, self.directory))
@@ -299,31 +287,6 @@ class CheckpointSaver:
             self._end_use(save=True)
         else:
             try_action(lambda: self._end_use(save=False))  # its error would hide the one that is on its way
-
-    def _open_agreed(self, mode: str, stack: ExitStack) -> tuple[ResumePoint | None, str | None]:
-        """The checkpoint that rank 0 chooses, open on every rank as long as the stack; and the name of the run that
-        begins there, if it is another. Collective.
-        """
-        ranks = self._current_ranks()
-        point: ResumePoint | None
-        chosen, error = ranks.attempt(lambda: self._choose_and_open(mode, stack) if ranks.leads else None)
-        point, branch = chosen or (None, None)
-        choice = _Choice(mode, None if point is None else checkpoint_facts(point.checkpoint), branch)
-        choice = exchange(ranks, "resume()", _Choice, choice, error, same=("mode",))[0]
-        if choice.found is not None and ranks.size > 1:
-            point = open_to_all(point, choice.found, ranks, stack, self.config.verify_resume)
-        return point, choice.branch
-
-    def _choose_and_open(self, mode: str, stack: ExitStack) -> tuple[ResumePoint | None, str | None]:
-        infos: list[CheckpointInfo] = []
-        if self.directory is not None:
-            recover_all(self.directory)  # of what saves have left that were killed
-            infos = discover(self.directory)
-            starting.warn_of_others(self.directory, infos, mode)
-        point = starting.open_chosen(self.directory, infos, mode, self.config.verify_resume, stack)
-        if point is None:
-            return None, None
-        return point, starting.branch_run_id(mode, point.checkpoint, self.directory, infos)
 
     def _current_ranks(self) -> Ranks:
         return current_ranks(self.config.enter_timeout_seconds)

@@ -1,0 +1,54 @@
+"""Rank 0 chooses the checkpoint that a run resumes from; all ranks then have it open."""
+
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+from ft_ckpt.checkpoint.catalog import CheckpointInfo, discover
+from ft_ckpt.checkpoint.prune import recover_all
+from ft_ckpt.distributed.ranks import Ranks
+from ft_ckpt.training import starting
+from ft_ckpt.training.exchange import exchange
+from ft_ckpt.training.serve_files import CheckpointFacts, checkpoint_facts, open_to_all
+from ft_ckpt.training.state_files import ResumePoint
+
+
+@dataclass(frozen=True)
+class _Choice:
+    """What rank 0 resumes from, of what it was asked for."""
+
+    mode: str
+    found: CheckpointFacts | None  # None: the run begins afresh
+    branch: str | None  # the name of the run that begins there, if it is another
+
+
+def open_agreed(
+    directory: Path | None, mode: str, ranks: Ranks, stack: ExitStack, *, verify: bool
+) -> tuple[ResumePoint | None, str | None]:
+    """The checkpoint that rank 0 chooses, open on every rank as long as the stack; and the name of the run that begins
+    there, if it is another. With `verify` all its digests are compared. Collective.
+
+    Raises what `starting.open_chosen` does, RankError when another rank failed.
+    """
+    point: ResumePoint | None
+    chosen, error = ranks.attempt(lambda: _choose_and_open(directory, mode, verify, stack) if ranks.leads else None)
+    point, branch = chosen or (None, None)
+    choice = _Choice(mode, None if point is None else checkpoint_facts(point.checkpoint), branch)
+    choice = exchange(ranks, "resume()", _Choice, choice, error, same=("mode",))[0]
+    if choice.found is not None and ranks.size > 1:
+        point = open_to_all(point, choice.found, ranks, stack, verify)
+    return point, choice.branch
+
+
+def _choose_and_open(
+    directory: Path | None, mode: str, verify: bool, stack: ExitStack
+) -> tuple[ResumePoint | None, str | None]:
+    infos: list[CheckpointInfo] = []
+    if directory is not None:
+        recover_all(directory)  # of what saves have left that were killed
+        infos = discover(directory)
+        starting.warn_of_others(directory, infos, mode)
+    point = starting.open_chosen(directory, infos, mode, verify, stack)
+    if point is None:
+        return None, None
+    return point, starting.branch_run_id(mode, point.checkpoint, directory, infos)
