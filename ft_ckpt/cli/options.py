@@ -4,10 +4,11 @@ from typing import Annotated
 
 import typer
 
-from ft_ckpt.formats.registry import format_names
+from ft_ckpt.formats.registry import written_formats
 
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON.")]
-FormatOption = Annotated[str | None, typer.Option(help=f"Of {', '.join(format_names())}; else by suffix.")]
+_FORMATS = ", ".join(known.name for known in written_formats())
+FormatOption = Annotated[str | None, typer.Option(help=f"Of {_FORMATS}; else by suffix.")]
 DtypeOption = Annotated[
     str | None, typer.Option(help="Cast floating-point tensors to float64, float32, bfloat16, float16.")
 ]

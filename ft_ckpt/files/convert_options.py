@@ -8,7 +8,7 @@ from pathlib import Path
 from ft_ckpt.config import canonical_dtype, parse_size
 from ft_ckpt.errors import ConfigError, TargetError
 from ft_ckpt.formats import detect
-from ft_ckpt.formats.registry import DEFAULT_FORMAT, TensorFormat, format_named, format_names
+from ft_ckpt.formats.registry import DEFAULT_FORMAT, TensorFormat, format_named, written_formats
 from ft_ckpt.storage import local_disk
 
 
@@ -78,6 +78,7 @@ def check_apart(sources: Sequence[Path], options: ConvertOptions) -> None:
 
 
 def _known_format(name: str) -> TensorFormat:
-    if name not in format_names():
-        raise ConfigError(f"format={name!r}: expected one of {', '.join(format_names())}")
+    names = [known.name for known in written_formats()]
+    if name not in names:
+        raise ConfigError(f"format={name!r}: expected one of {', '.join(names)}")
     return format_named(name)

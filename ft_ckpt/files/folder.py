@@ -12,7 +12,7 @@ from torch import Tensor
 from ft_ckpt.checkpoint.catalog import read_manifest
 from ft_ckpt.checkpoint.manifest import MANIFEST_NAME, Manifest, PartRecord
 from ft_ckpt.errors import CorruptError, LoadError, damaged_input, listing
-from ft_ckpt.formats import dcp, deepspeed, detect, tensorflow
+from ft_ckpt.formats import dcp, deepspeed, detect, lightning, tensorflow
 from ft_ckpt.formats.layout import Spec, TensorFile
 from ft_ckpt.formats.registry import format_named, tensor_formats
 from ft_ckpt.storage.paths import is_inside
@@ -146,7 +146,8 @@ def _open_any_folder(path: Path, origin: Path) -> TensorFile:
     if parts:
         return WeightsFolder(path, origin, parts)
     if (path / dcp.METADATA).is_file():
-        return dcp.open_dcp(path)
+        opened = dcp.open_dcp(path)
+        return lightning.module_weights(opened) if (path / lightning.META).is_file() else opened
     if deepspeed.deepspeed_folder(path) is not None:
         return deepspeed.open_deepspeed(path)
     expected = ", ".join(f"*{ending}" for ending in _endings())

@@ -9,16 +9,16 @@ from ft_ckpt.errors import ConfigError, LoadError, damaged_input
 from ft_ckpt.formats.layout import Spec, TensorFile
 from ft_ckpt.formats.mapped_file import RawFile
 from ft_ckpt.formats.pytree import Node
-from ft_ckpt.formats.registry import TensorFormat, tensor_formats
+from ft_ckpt.formats.registry import TensorFormat, tensor_formats, written_formats
 from ft_ckpt.formats.tensor_file import IndexedFile
 from ft_ckpt.storage.read_ahead import ByteRun
 
 
 def format_by_suffix(path: Path) -> TensorFormat:
     """The format to write `path` in. Raises ConfigError when none has its suffix."""
-    found = [known for known in tensor_formats() if path.suffix.lower() in known.suffixes]
+    found = [known for known in written_formats() if path.suffix.lower() in known.suffixes]
     if not found:
-        suffixes = dict.fromkeys(suffix for known in tensor_formats() for suffix in known.suffixes)
+        suffixes = dict.fromkeys(suffix for known in written_formats() for suffix in known.suffixes)
         raise ConfigError(f"{path}: no format goes by {path.suffix!r}; use {', '.join(suffixes)}, or give a format")
     return found[0]
 

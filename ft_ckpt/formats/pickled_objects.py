@@ -36,7 +36,7 @@ def unpickle_plain(data: bytes, extra: Mapping[str, Any] | None = None) -> Any:
     if len(data) > MOST_BYTES:
         raise CorruptError(f"a pickle of {len(data)} bytes")
     try:
-        value, foreign = interpret_pickle(io.BytesIO(data), {**_VALUES, **(extra or {})}.get)
+        value, foreign = interpret_pickle(io.BytesIO(data), {**PLAIN_VALUES, **(extra or {})}.get)
     except CorruptError:
         raise
     except Exception as error:
@@ -91,7 +91,7 @@ PLAIN: Mapping[str, Any] = {
     "_codecs.encode": Call(_encode_latin1),
     "collections.OrderedDict": OrderedDict,
 }  # what any table has
-_VALUES: Mapping[str, Any] = {
+PLAIN_VALUES: Mapping[str, Any] = {
     **PLAIN,
     **{f"torch.{name}": one for name, one in vars(torch).items() if isinstance(one, torch.dtype)},
     "torch.device": Call(lambda *place: torch.device(*place)),

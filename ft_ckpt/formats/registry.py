@@ -94,6 +94,11 @@ class TensorFormat:
         return self.lay_out is not None and self.open_indexed is not None
 
     @property
+    def is_written(self) -> bool:
+        """Whether tensors can be written in it; else it is read only."""
+        return self.lay_out is not None or self.lay_out_archive is not None or self.library is not None
+
+    @property
     def serves_objects(self) -> bool:
         """Whether it can hold any object."""
         return self.lay_out_object is not None or self.save_object is not None
@@ -129,9 +134,9 @@ def tensor_formats() -> tuple[TensorFormat, ...]:
     return tuple(_FORMATS.values())
 
 
-def format_names() -> list[str]:
-    """The names of all formats, in that order."""
-    return list(_FORMATS)
+def written_formats() -> list[TensorFormat]:
+    """The formats that tensors can be written in, in that order."""
+    return [known for known in tensor_formats() if known.is_written]
 
 
 def format_named(name: str) -> TensorFormat:
@@ -191,6 +196,13 @@ register_format(TensorFormat(
     load_object=_Lazily("torch_objects:load_torch_object"),
     recognise=_Lazily("torch_file:is_torch_file"),
     open_tensors=_Lazily("torch_file:open_torch_file"),
+))  # fmt: skip
+register_format(TensorFormat(
+    name="lightning",
+    suffixes=(".ckpt",),
+    load_object=_Lazily("lightning:load_lightning"),
+    recognise=_Lazily("lightning:is_lightning"),
+    open_tensors=_Lazily("lightning:open_lightning"),
 ))  # fmt: skip
 register_format(TensorFormat(
     name="tensorflow",

@@ -189,7 +189,7 @@ class _SafeUnpickler(_Python):  # type: ignore[misc]
         if found is not None:
             return found
         if full.partition(".")[0] not in self.passive:
-            self.foreign.add(f"{module}.{name}")
+            self.foreign.add(full)
         return self.classes.setdefault(full, Sealed(name, (Passive,), {"kind": full}))
 
     def persistent_load(self, reference: Any) -> Any:

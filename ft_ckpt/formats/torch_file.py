@@ -24,12 +24,12 @@ from torch import Tensor
 from ft_ckpt.errors import ConfigError, CorruptError, LoadError, SelectionError, TargetError, damaged_input, listing
 from ft_ckpt.formats.layout import ITEM_BYTES, Layout, Spec
 from ft_ckpt.formats.mapped_file import FileStream, RawFile
-from ft_ckpt.formats.safe_pickle import Passive
 from ft_ckpt.formats.span_file import Span, SpanFile
 from ft_ckpt.formats.torch_pickle import (
     TensorPlace,
     UnreadableTensor,
     check_records,
+    kind_of_leaf,
     load_torch_legacy,
     load_torch_zip,
     named_leaves,
@@ -76,7 +76,11 @@ def open_torch_file(path: str | Path) -> TorchFile:
     be read as tensors or plain data, and names that are not unique; CorruptError when the file is damaged.
     """
     file = RawFile(Path(path))
-    tensors, skipped = split_tensors(_torch_contents(file), file.path.name)
+    return join_places(file, *split_tensors(_torch_contents(file), file.path.name))
+
+
+def join_places(file: RawFile, tensors: Mapping[str, TensorPlace], skipped: Sequence[str]) -> TorchFile:
+    """The tensors of an open file by name; further names of one are ties. Raises CorruptError where it is too small."""
     specs, kept, ties = {}, {}, {}
     seen: dict[TensorPlace, str] = {}
     for name, one in tensors.items():
@@ -104,7 +108,7 @@ def split_tensors(value: Any, source: str) -> tuple[dict[str, TensorPlace], list
         elif isinstance(leaf, UnreadableTensor):
             odd.append(f"{name} ({leaf.kind})")
         else:
-            skipped.append(f"{name}: {leaf.kind if isinstance(leaf, Passive) else type(leaf).__name__}")
+            skipped.append(f"{name}: {kind_of_leaf(leaf)}")
     if twice:
         raise LoadError(f"{source}: {listing(twice, ', ')}: names of several tensors once nesting is written as dots")
     if odd:
@@ -161,9 +165,14 @@ def _torch_contents(file: RawFile) -> Any:
 
 def row_major(one: TensorPlace) -> Tensor:
     """All elements of a tensor in row-major order, 1-D, whatever order they are stored in."""
+    return strided_tensor(one).clone(memory_format=torch.contiguous_format).view(-1)
+
+
+def strided_tensor(one: TensorPlace) -> Tensor:
+    """A tensor as it is stored; writable, and no write reaches the file."""
     reach = sum((size - 1) * step for size, step in zip(one.shape, one.stride, strict=True)) + 1
-    data = one.file.tensor(one.start, reach, getattr(torch, one.dtype))
-    return torch.as_strided(data, one.shape, one.stride).clone(memory_format=torch.contiguous_format).view(-1)
+    data = one.file.tensor(one.start, 0 if 0 in one.shape else reach, getattr(torch, one.dtype))
+    return torch.as_strided(data, one.shape, one.stride)
 
 
 # Writing

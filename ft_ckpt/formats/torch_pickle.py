@@ -20,11 +20,13 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from ft_ckpt.errors import CorruptError, LoadError, damaged_input, listing
 from ft_ckpt.formats.layout import ITEM_BYTES, checked_sizes
 from ft_ckpt.formats.mapped_file import FileStream, RawFile
 from ft_ckpt.formats.pickled_objects import PLAIN
-from ft_ckpt.formats.safe_pickle import Call, interpret_pickle
+from ft_ckpt.formats.safe_pickle import Call, Find, Passive, interpret_pickle
 
 _STORAGES = {
     "BoolStorage": "bool", "ByteStorage": "uint8", "CharStorage": "int8", "ShortStorage": "int16",
@@ -81,7 +83,15 @@ class _StoragePlace:
     dtype: str
 
 
-_Find = Callable[[str, str, int], _StoragePlace]  # the storage of a dtype, with a key, of so many elements
+_FindStorage = Callable[[str, str, int], _StoragePlace]  # of a dtype, with a key, of so many elements
+
+
+@dataclass(frozen=True)
+class PickleRules:
+    """What the pickle of a kind of file may name, and whether a value stands in spite of names that are not known."""
+
+    find: Find
+    admits: Callable[[Any, frozenset[str]], bool] = lambda _value, _unknown: False
 
 
 class _ZipRecords:
@@ -121,17 +131,26 @@ def check_records(file: RawFile) -> None:
             archive.record_place(name.removeprefix(archive.prefix))
 
 
-def load_torch_zip(file: RawFile, start: int = 0, size_bytes: int | None = None) -> Any:
+def read_zip_head(file: RawFile, most: int) -> bytes:
+    """The first `most` bytes of the pickle in a torch zip file. Raises CorruptError when it is no such file."""
+    with damaged_input(f"{file.path.name}: saved by torch"):
+        start, size = _ZipRecords(file, 0, file.size_bytes).record_place("data.pkl")
+        return bytes(file.bytes(start, min(size, most)))
+
+
+def load_torch_zip(
+    file: RawFile, start: int = 0, size_bytes: int | None = None, rules: PickleRules | None = None
+) -> Any:
     """The value in the torch zip file at [start, start + size_bytes) of `file`, its tensors as `TensorPlace`.
 
     Raises CorruptError when it is no such file, LoadError naming everything it refers to that is neither a tensor nor
     plain data.
     """
     with damaged_input(f"{file.path.name}: saved by torch"):
-        return _load_zip(file, start, file.size_bytes - start if size_bytes is None else size_bytes)
+        return _load_zip(file, start, file.size_bytes - start if size_bytes is None else size_bytes, rules or _RULES)
 
 
-def _load_zip(file: RawFile, start: int, size_bytes: int) -> Any:
+def _load_zip(file: RawFile, start: int, size_bytes: int, rules: PickleRules) -> Any:
     name, archive = file.path.name, _ZipRecords(file, start, size_bytes)
     order = archive.read_record("byteorder") if f"{archive.prefix}byteorder" in archive.records else b"little"
     if order != b"little":
@@ -146,7 +165,7 @@ def _load_zip(file: RawFile, start: int, size_bytes: int) -> Any:
         begin, size = places[key]
         return _StoragePlace(file, begin, begin + size, dtype)
 
-    return load_torch_pickle(archive.read_record("data.pkl"), name, find_storage)
+    return load_torch_pickle(archive.read_record("data.pkl"), name, find_storage, rules)
 
 
 def load_torch_legacy(file: RawFile) -> Any:
@@ -178,13 +197,15 @@ def load_torch_legacy(file: RawFile) -> Any:
         return _read_pickle(stream, file.path.name, lambda dtype, key, _count: _StoragePlace(file, *places[key], dtype))
 
 
-def load_torch_pickle(data: bytes, source: str, storage: _Find | None = None) -> Any:
+def load_torch_pickle(
+    data: bytes, source: str, storage: _FindStorage | None = None, rules: PickleRules | None = None
+) -> Any:
     """The value of the pickle `data`; `source` names it in errors. Raises as `load_torch_zip` does."""
     with damaged_input(f"{source}: saved by torch"):
-        return _read_pickle(io.BytesIO(data), source, storage)
+        return _read_pickle(io.BytesIO(data), source, storage, rules or _RULES)
 
 
-def _read_pickle(stream: Any, source: str, storage: _Find | None) -> Any:
+def _read_pickle(stream: Any, source: str, storage: _FindStorage | None, rules: PickleRules | None = None) -> Any:
     """The value of the pickle in `stream`, which is left at the end of it."""
 
     def load_reference(reference: Any) -> _StoragePlace:
@@ -195,8 +216,9 @@ def _read_pickle(stream: Any, source: str, storage: _Find | None) -> Any:
             raise CorruptError("a reference to no storage")
         return storage(dtype, key, count)
 
-    value, foreign = interpret_pickle(stream, _find_global, _PASSIVE, load_reference)
-    if foreign:
+    rules = rules or _RULES
+    value, foreign = interpret_pickle(stream, rules.find, _PASSIVE, load_reference)
+    if foreign and not rules.admits(value, frozenset(foreign)):
         raise LoadError(
             f"{source}: refers to {listing(foreign, ', ')}; expected tensors and plain data. "
             "Nothing of it was run; save a state dict alone, or load it yourself if you trust it"
@@ -217,9 +239,10 @@ def _rebuild_v2(
 
 
 def _rebuild_v3(
-    storage: _StoragePlace, offset: int, shape: Any, stride: Any, _grad: Any, _hooks: Any, dtype: str, flags: Any = None
+    storage: _StoragePlace, offset: int, shape: Any, stride: Any, _grad: Any, _hooks: Any, dtype: Any, flags: Any = None
 ) -> TensorPlace | UnreadableTensor:
-    return _place_tensor(storage, offset, shape, stride, dtype, flags)
+    name = str(dtype).removeprefix("torch.") if isinstance(dtype, torch.dtype) else dtype  # as its table has it
+    return _place_tensor(storage, offset, shape, stride, name, flags)
 
 
 def _place_tensor(
@@ -260,13 +283,24 @@ _GLOBALS: dict[str, Any] = {
 }
 
 
-def _find_global(full: str) -> Any:
+def find_torch_name(full: str) -> Any:
+    """What stands for a name in torch's files; None where the table does not have it."""
     module, _, name = full.rpartition(".")
     if name in _STORAGES and module.partition(".")[0] == "torch":  # in several modules, as versions went
         return _STORAGES[name]
     if full not in _GLOBALS and full.startswith("torch._utils._rebuild"):
         return Call(lambda *_args: UnreadableTensor(name))
     return _GLOBALS.get(full)
+
+
+_RULES = PickleRules(find_torch_name)
+
+
+def kind_of_leaf(leaf: Any) -> str:
+    """The type of a value in a torch file, also of one that only stands for an object, a class or a function."""
+    if isinstance(leaf, Passive) or (isinstance(leaf, type) and issubclass(leaf, Passive)):
+        return leaf.kind
+    return "function" if isinstance(leaf, Call) else type(leaf).__name__
 
 
 def named_leaves(value: Any) -> Iterator[tuple[str, Any]]:

@@ -31,6 +31,7 @@ from ft_ckpt.model.plain_module import build_module, describe_module
 from ft_ckpt.training.state import DOCUMENT_NAME, FOLDER
 from ft_ckpt.training.state_files import read_document
 
+LIBRARIES = Path(__file__).parents[1] / "golden/libraries"
 STEP_SECONDS = 10
 WAIT_SECONDS = 40  # by the clock, on a machine that may have much else to do
 MOST_BYTES = 1 << 30
@@ -158,6 +159,11 @@ def in_folder(make, read=tensors):
         return attempt
 
     return prepare
+
+
+def golden(name):
+    """A file that another library wrote."""
+    return on_file(lambda path: path.write_bytes((LIBRARIES / name).read_bytes()), name)
 
 
 def crafted_index(folder):
@@ -354,6 +360,7 @@ GROUPS = {
         lambda path: torch.save(nested()["model"] | {"n": [1, (2, {})], "t": torch.ones(6, 4).t()}, path), "x.pt"
     ),
     "torch legacy": on_file(lambda path: torch.save(flat(), path, _use_new_zipfile_serialization=False), "x.pt"),
+    "lightning": golden("lightning.ckpt"),
     "pickle": pickles,
     "dcp": in_folder(dcp),
     "deepspeed": in_folder(deepspeed),

@@ -1,0 +1,175 @@
+"""Reads checkpoints of Lightning (`.ckpt`): the weights of a module beside the state of its training, saved by torch.
+
+The tensors of such a file are those of its `state_dict`, under the names they have there. The settings beside them
+(`hyper_parameters`) may be objects of any class: none is imported, each becomes a `SkippedValue` in its place. Among
+the weights a class that is not known is refused, as in any file of torch.
+"""
+
+from collections import OrderedDict
+from collections.abc import Mapping
+from contextlib import closing, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ft_ckpt.errors import CheckpointError, LoadError
+from ft_ckpt.formats.layout import TensorFile
+from ft_ckpt.formats.mapped_file import RawFile
+from ft_ckpt.formats.pickled_objects import PLAIN_VALUES
+from ft_ckpt.formats.renamed_file import RenamedFile
+from ft_ckpt.formats.safe_pickle import Call, Passive
+from ft_ckpt.formats.torch_file import TorchFile, check_sums, join_places, split_tensors, strided_tensor
+from ft_ckpt.formats.torch_pickle import (
+    PickleRules,
+    TensorPlace,
+    UnreadableTensor,
+    find_torch_name,
+    kind_of_leaf,
+    load_torch_zip,
+    named_leaves,
+    read_zip_head,
+)
+
+_VERSION = "pytorch-lightning_version"  # the key by which Lightning itself knows its files
+_WEIGHTS = "state_dict"
+_SHARDED_WEIGHTS = (_WEIGHTS, "model")  # under which its strategies store them: model parallelism, FSDP
+META = "meta.pt"  # beside sharded weights: what is no shard
+_HEAD_BYTES = 64 << 10  # the version is one of the first keys
+
+
+@dataclass(frozen=True)
+class SkippedValue:
+    """An object in a checkpoint of Lightning that was not made, since its class is not known here."""
+
+    name: str  # its place: keys joined by dots
+    kind: str  # its class, with the module
+
+
+def is_lightning(file: RawFile) -> bool:
+    """True when an open file is a torch zip file whose first keys have Lightning's version among them."""
+    with suppress(CheckpointError):
+        return bytes(file.bytes(0, 4)) == b"PK\3\4" and _VERSION.encode() in read_zip_head(file, _HEAD_BYTES)
+    return False
+
+
+def open_lightning(path: Path) -> TorchFile:
+    """The tensors of the `state_dict` in a checkpoint of Lightning, under its names; nothing in it is run.
+
+    What is beside it is summed up in `skipped`, with a line for each object of an unknown class. Raises LoadError
+    for weights of classes that are not known; CorruptError when the file is damaged.
+    """
+    file = RawFile(path)
+    contents = _lightning_contents(file)
+    tensors, skipped = split_tensors(contents[_WEIGHTS], file.path.name)
+    return join_places(file, tensors, [*skipped, *_describe_rest(contents)])
+
+
+def load_lightning(source: Path, map_location: Any, mapped: bool, verify: bool) -> Any:
+    """The object in the file `source`, its tensors on `map_location`; mapped from the file, if `mapped` and None.
+
+    `verify` compares checksums. Objects of unknown classes are `SkippedValue`. Raises as `open_lightning` does.
+    """
+    if verify:
+        check_sums(source)
+    with closing(RawFile(source, mapped and map_location is None)) as file:
+        contents = _lightning_contents(file)
+        split_tensors(contents[_WEIGHTS], file.path.name)  # which refuses tensors that cannot be made
+        return _ValueMaker(file, map_location).make(contents, "")
+
+
+def _lightning_contents(file: RawFile) -> dict[str, Any]:
+    found = load_torch_zip(file, rules=_RULES)
+    if _weights_of(found) is None:
+        raise LoadError(f"{file.path.name}: no {_WEIGHTS!r} in it, expected a checkpoint of Lightning; use torch.load")
+    whole: dict[str, Any] = found
+    return whole
+
+
+def _weights_of(value: Any) -> dict[str, Any] | None:
+    found = value.get(_WEIGHTS) if isinstance(value, dict) and _VERSION in value else None
+    return found if isinstance(found, dict) else None
+
+
+def _admit_settings(value: Any, unknown: frozenset[str]) -> bool:
+    """Whether `value` is a checkpoint that has unknown classes outside its weights only."""
+    weights = _weights_of(value)
+    return weights is not None and all(kind_of_leaf(leaf) not in unknown for _, leaf in named_leaves(weights))
+
+
+def _find_value(full: str) -> Any:
+    """What stands for a name: values as they are (types, devices, numbers of numpy), and places of tensors."""
+    found = PLAIN_VALUES.get(full)
+    return find_torch_name(full) if found is None else found
+
+
+_RULES = PickleRules(_find_value, _admit_settings)
+
+
+def _describe_rest(contents: Mapping[str, Any]) -> list[str]:
+    """A line for each object of an unknown class beside the weights, then one for each key with what it has."""
+    classes, sums = [], []
+    for key in (key for key in contents if key != _WEIGHTS):
+        leaves = list(named_leaves({key: contents[key]}))
+        classes += [f"{name}: {kind_of_leaf(leaf)}" for name, leaf in leaves if _is_opaque(leaf)]
+        tensors = sum(isinstance(leaf, TensorPlace) for _, leaf in leaves)
+        counts = [
+            f"{count} {what}" for count, what in ((tensors, "tensors"), (len(leaves) - tensors, "values")) if count
+        ]
+        sums.append(f"{key}: {' and '.join(counts) or 'nothing'}")
+    return classes + sums
+
+
+def module_weights(folder: TensorFile) -> RenamedFile:
+    """The weights in a sharded checkpoint, a folder of torch.distributed.checkpoint with `META` in it.
+
+    Their names are those of the module. Raises LoadError where none of `folder` is known as such.
+    """
+    names: dict[str, str] = {}
+    others: dict[str, int] = {}
+    for old in folder.specs:
+        key, _, name = old.partition(".")
+        if key in _SHARDED_WEIGHTS and name:
+            names[name] = old
+        else:
+            others[key] = others.get(key, 0) + 1
+    if not names:
+        raise LoadError(f"{META}: beside no weights of Lightning, expected tensors {' or '.join(_SHARDED_WEIGHTS)}.*")
+    skipped = [f"{key}: {count} tensors" for key, count in others.items()]
+    return RenamedFile(folder, names, [*skipped, *getattr(folder, "skipped", ()), f"{META}: the state of the training"])
+
+
+def _is_opaque(leaf: Any) -> bool:
+    """Whether a leaf only stands for an object, a class, a function, or a tensor that is more than bytes."""
+    is_class = isinstance(leaf, type) and issubclass(leaf, Passive)
+    return is_class or isinstance(leaf, (Passive, Call, UnreadableTensor))
+
+
+class _ValueMaker:
+    """Makes the values that were described: tensors of one place are one tensor."""
+
+    def __init__(self, file: RawFile, map_location: Any) -> None:
+        self.file, self.device = file, None if map_location is None else torch.device(map_location)
+        self.tensors: dict[TensorPlace, torch.Tensor] = {}
+
+    def make(self, value: Any, name: str) -> Any:
+        """The value described by `value`, which is at `name`."""
+        if isinstance(value, TensorPlace):
+            return self._make_tensor(value, name)
+        if _is_opaque(value):
+            kind = value.kind if isinstance(value, UnreadableTensor) else kind_of_leaf(value)
+            return SkippedValue(name, kind)
+        if isinstance(value, dict):
+            items = ((self.make(key, name), self.make(one, f"{name}.{key}".lstrip("."))) for key, one in value.items())
+            return (OrderedDict if isinstance(value, OrderedDict) else dict)(items)
+        if type(value) in (list, tuple):
+            return type(value)(self.make(one, f"{name}.{place}".lstrip(".")) for place, one in enumerate(value))
+        return value
+
+    def _make_tensor(self, place: TensorPlace, name: str) -> torch.Tensor:
+        if place not in self.tensors:
+            self.file.promise(place.repeated_bytes, name)
+            made = strided_tensor(place)
+            self.tensors[place] = made if self.device is None else made.to(self.device)
+        return self.tensors[place]
