@@ -15,6 +15,7 @@ from typing import Any
 
 from ft_ckpt.errors import ConfigError, LoadError
 from ft_ckpt.intervals import bounded_interval, optimal_interval, parse_seconds
+from ft_ckpt.save_log import LoggedSave, finish_last, log_from_json, log_to_json
 
 SIGNALS = ("SIGTERM", "SIGINT", "SIGUSR1", "SIGUSR2", "SIGHUP", "SIGQUIT", "SIGXCPU")  # what asks a process to end
 ROUTINE = ("steps", "epochs", "best", "minutes", "optimum")  # reasons after which a run means to go on
@@ -89,10 +90,12 @@ class History:
     run_seconds: float = 0.0  # over all restarts
     failures: int = 0
     reason: str | None = None  # of the last save
+    saves: tuple[LoggedSave, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
-        """The values that a resumed run goes on from: best metrics, measurements, failures; no clock times."""
-        return {name: getattr(self, name) for name in _KEPT} | {"best": dict(self.best)}
+        """The values that a resumed run goes on from: best metrics, measurements, failures, the log of its saves."""
+        kept = {name: getattr(self, name) for name in _KEPT}
+        return kept | {"best": dict(self.best), "saves": log_to_json(self.saves)}
 
 
 _KEPT = ("saved_epochs", "best", "step_seconds", "save_seconds", "run_seconds", "failures", "reason")
@@ -110,8 +113,9 @@ def begin_history(step: int, epochs_done: int, now: float, kept: Mapping[str, An
         return begun
     if problems := _kept_problems(kept):
         raise LoadError(f"history: {'; '.join(problems)}; the file was not written by ft_ckpt or was changed since")
-    failures = kept["failures"] + (kept["reason"] in ROUTINE)
-    return replace(begun, **{name: kept[name] for name in _KEPT} | {"failures": failures, "best": dict(kept["best"])})
+    failures, saves = kept["failures"] + (kept["reason"] in ROUTINE), log_from_json(kept.get("saves", ()))
+    counted = {name: kept[name] for name in _KEPT} | {"failures": failures, "best": dict(kept["best"])}
+    return replace(begun, **counted, saves=saves)
 
 
 def own_reason(
@@ -220,9 +224,10 @@ def after_save(
     )
 
 
-def after_cost(history: History, cost_seconds: float) -> History:
-    """The history once the cost of a background save is known."""
-    return replace(history, save_seconds=_running_mean(history.save_seconds, cost_seconds, _SAVE_WEIGHT))
+def after_commit(history: History, seconds: float, size_bytes: int) -> History:
+    """The history once a background save is committed, which took `seconds` for `size_bytes`."""
+    mean = _running_mean(history.save_seconds, seconds, _SAVE_WEIGHT)
+    return replace(history, save_seconds=mean, saves=finish_last(history.saves, seconds, size_bytes))
 
 
 def _is_improvement(every: Every, history: History, metrics: Mapping[str, float]) -> bool:

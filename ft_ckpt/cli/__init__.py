@@ -22,6 +22,7 @@ from ft_ckpt.cli import convert as converting
 from ft_ckpt.cli import diff as differing
 from ft_ckpt.cli import plan as planning
 from ft_ckpt.cli import prune as pruning
+from ft_ckpt.cli import report as reporting
 from ft_ckpt.cli import verify as verifying
 from ft_ckpt.cli import views
 from ft_ckpt.cli.arguments import only_path, run_folder
@@ -167,6 +168,9 @@ _register_command("pin", "PATH [OPTIONS]", "Keep a checkpoint whatever any rule 
 _register_command("unpin", "PATH", "Let rules decide about a checkpoint again.")(pruning.unpin_command)
 _register_command("plan", "[FOLDER] [OPTIONS]", "Compare intervals between saves by what they cost.")(
     planning.plan_command
+)
+_register_command("report", "RUN [OPTIONS]", "Draw a run on one page: metrics, saves, sizes, drift.")(
+    reporting.report_command
 )
 _register_command("check-resume", "[OPTIONS] SCRIPT [ARGS]", "Prove that a script resumes exactly.", _SCRIPT)(
     checking.check_resume

@@ -2,12 +2,25 @@
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from ft_ckpt.errors import ConfigError
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 _SUFFIXES = (".png", ".svg", ".pdf")
 _SPREAD = 20  # the curve reaches from the optimum divided by this to the optimum times this
 _POINTS = 200
+
+
+def new_figure(inches: tuple[float, float]) -> "Figure":
+    """An empty figure of that width and height. Raises ConfigError without matplotlib."""
+    try:
+        from matplotlib.figure import Figure
+    except ModuleNotFoundError as error:
+        raise ConfigError("drawing needs matplotlib; run `pip install 'ft_ckpt[plot]'`") from error
+    return Figure(figsize=inches, layout="constrained")
 
 
 def draw_costs(
@@ -20,13 +33,9 @@ def draw_costs(
     """
     if path.suffix.lower() not in _SUFFIXES:
         raise ConfigError(f"{path}: expected a file name that ends in {', '.join(_SUFFIXES)}")
-    try:
-        from matplotlib.figure import Figure
-    except ModuleNotFoundError as error:
-        raise ConfigError(f"{path}: drawing needs matplotlib; run `pip install 'ft_ckpt[plot]'`") from error
+    figure = new_figure((8, 5))
     first = max(1.0, best_steps / _SPREAD)
     steps = [first * (best_steps * _SPREAD / first) ** (point / _POINTS) for point in range(_POINTS + 1)]
-    figure = Figure(figsize=(8, 5), layout="constrained")
     axes = figure.subplots()
     axes.plot(steps, [100 * total(each) for each in steps], label="total", linewidth=2)
     axes.plot(steps, [100 * saving(each) for each in steps], label="saving", linestyle="--")

@@ -28,7 +28,7 @@ from ft_ckpt.saving.planned_save import CopyPlan, PlannedSave, held_by, plan_cop
 from ft_ckpt.saving.priority import yield_to_training
 from ft_ckpt.saving.snapshot import Copies, Snapshot, ids_changed_by_steps
 from ft_ckpt.saving.worker import Worker
-from ft_ckpt.schedule import History, after_cost
+from ft_ckpt.schedule import History, after_commit
 from ft_ckpt.training import zero_optimizer
 from ft_ckpt.training.capture import Captured
 from ft_ckpt.training.exchange import exchange
@@ -247,9 +247,9 @@ class BackgroundSaver:
         before, self.before = self.before, None
         report, error = try_action(self._worker.take_result)
         if before is not None and error is not None:
-            self._of.history = replace(self._of.history, best=before.best)
+            self._of.history = replace(self._of.history, best=before.best, saves=before.saves)
         elif before is not None:
-            self._of.history = after_cost(self._of.history, report.seconds)
+            self._of.history = after_commit(self._of.history, report.seconds, report.bytes)
         if error is not None:
             raise error
         return report  # type: ignore[no-any-return]  # of `attempt`, which takes anything

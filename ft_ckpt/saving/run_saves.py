@@ -13,6 +13,7 @@ from ft_ckpt.config import SaverConfig
 from ft_ckpt.distributed.ranks import Ranks, current_ranks
 from ft_ckpt.errors import CheckpointError, ConfigError
 from ft_ckpt.model.parts import is_adapter_run
+from ft_ckpt.save_log import LoggedSave, append_save
 from ft_ckpt.saving.background import BackgroundSaver, PendingSave
 from ft_ckpt.saving.build_manifest import library_versions
 from ft_ckpt.saving.execute import SaveReport, report_differences
@@ -86,6 +87,8 @@ class RunSaves:
         self.pending.wait_for_save()
         begun, now, history = time.monotonic(), self.run, self.run.history
         now.note_saved(reason, metrics)
+        entry = LoggedSave(now.step, time.time(), reason, metrics)
+        now.history = replace(now.history, saves=append_save(history.saves, entry))
         try:
             captured = now.capture_state(self._current_ranks(), library_versions(), self.pending.cache)
             if apart := differing_settings(captured.document):
@@ -114,11 +117,15 @@ class RunSaves:
             now.note_saved(reason, {})  # the next try comes an interval later
             raise
         now.warn_of_absent_metrics(_SAVES_WITHOUT_METRIC)
+        cost = time.monotonic() - begun
+        entry = replace(entry, stall_seconds=cost)
         if isinstance(report, PendingSave):
             self.pending.before = history  # what it cost, and whether it is there at all, is known later
-            return report
-        now.history = history
-        now.note_saved(reason, metrics, time.monotonic() - begun)
+        else:
+            now.history = history
+            now.note_saved(reason, metrics, cost)
+            entry = replace(entry, seconds=report.seconds, size_bytes=report.bytes)
+        now.history = replace(now.history, saves=append_save(history.saves, entry))
         return report
 
     def target_folder(self, path: str | Path | None, step: int | None, *, has_state: bool) -> Path:

@@ -4,7 +4,7 @@ import time
 import uuid
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -153,6 +153,7 @@ class TrainingRun:
             {
                 "progress": {"step": self.step, **self.feeds.counts},
                 "history": self.history.to_json(),
+                "keep": None if self.config.keep is None else asdict(self.config.keep),
                 "run_id": self.run_id,
                 "ancestors": sorted(self._ancestors),
                 "fingerprint": self._current_fingerprint(captured.found, ranks, versions),

@@ -1,0 +1,129 @@
+"""`ft-ckpt report`: a run on one page. The browser that looks at it is marked slow."""
+
+import json
+import re
+import shutil
+import struct
+import subprocess
+import xml.etree.ElementTree as ElementTree
+from pathlib import Path
+
+import pytest
+from test_cli import ft_ckpt as run_command
+from training import QUIET, prepared
+
+import ft_ckpt
+from ft_ckpt import CheckpointSaver, Every, Keep
+from ft_ckpt.cli import app
+from ft_ckpt.cli.report import write_report
+from ft_ckpt.cli.report_facts import gather_facts
+from ft_ckpt.errors import ConfigError, NotACheckpointError
+
+STEPS = 18
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory) -> Path:
+    """Saved in the background at every third step, resumed half-way; the newest two stay, and the best."""
+    folder = tmp_path_factory.mktemp("report") / "a <run> & more"
+    for until in (9, STEPS):
+        made = prepared()
+        keep = Keep(last=2, best=("score", "max"), state=Keep(last=1))
+        every = Every(steps=3, signals=())
+        with CheckpointSaver(made.accelerator, folder, every=every, keep=keep, background=True, **QUIET) as saver:
+            saver.resume()
+            for (batch,) in saver.remaining(made.loader, epochs=3):
+                loss = made.model(batch).square().mean()
+                made.accelerator.backward(loss)
+                made.optimizer.step()
+                made.optimizer.zero_grad()
+                step = saver.progress.step + 1
+                saver.step({"loss": loss.item(), "score": -abs(step - 6)})
+                if step == until:
+                    break
+    return folder
+
+
+def test_the_log_outlives_checkpoints_and_restarts(run):
+    facts = gather_facts(run, ("loss", "score"), comparisons=8)
+    assert [each.step for each in facts.checkpoints] == [6, 9, 15, 18], "the run went on from 9"
+    assert [each.step for each in facts.saves] == [3, 6, 9, 12, 15, 18]
+    assert facts.dropped_steps == (3, 12)
+    timed = [each for each in facts.saves if each.step not in (9, 18)]
+    assert all(each.seconds > 0 and each.size_bytes > 0 and each.stall_seconds > 0 for each in timed)
+    assert {each.seconds for each in facts.saves if each not in timed} == {None}, "a checkpoint cannot know its own"
+    assert [step for step, _ in facts.metric_points("score")] == [3, 6, 9, 12, 15, 18]
+    assert dict(facts.metric_points("score"))[6] == 0
+
+
+def test_why_each_checkpoint_is_kept(run):
+    kept = {each.step: each.kept for each in gather_facts(run, (), comparisons=0).checkpoints}
+    assert kept[9] == (), "until the next sweep of another process"
+    assert "best score" in kept[6]
+    assert "last 2" in kept[15]
+    assert "newest valid" in kept[18]
+
+
+def test_drift_is_that_of_the_files(run):
+    (first, *_, last) = gather_facts(run, (), comparisons=8).drift
+    assert (first.before, first.after, last.after) == ("checkpoint-6", "checkpoint-9", "checkpoint-18")
+    one, other = (ft_ckpt.load(run / name / "model.safetensors") for name in ("checkpoint-6", "checkpoint-9"))
+    names = [name for name in one if name.startswith("3.")]
+    change = sum((other[name].double() - one[name].double()).square().sum() for name in names)
+    norm = sum(one[name].double().square().sum() for name in names)
+    assert first.layers["3"] == pytest.approx(float((change / norm).sqrt()))
+
+
+def test_sizes_are_those_on_the_disk(run):
+    facts = gather_facts(run, (), comparisons=0)
+    files = {path.stat().st_ino: path.stat().st_size for path in run.rglob("*") if path.is_file()}
+    manifests = sum(path.stat().st_size for path in run.rglob("ft_ckpt.json"))
+    assert facts.disk_bytes == sum(files.values()) - manifests
+
+
+def test_the_page_is_whole_and_shows_all(run, tmp_path):
+    answer = run_command("report", run, "-o", tmp_path / "page.html")
+    assert (answer.returncode, answer.stderr) == (0, "")
+    assert "4 checkpoints" in answer.stdout
+    page = (tmp_path / "page.html").read_text()
+    drawing = ElementTree.fromstring(page[page.index("<svg") : page.index("</svg>") + 6])
+    assert len(drawing.findall(".//{http://www.w3.org/2000/svg}path")) > 50
+    assert "a &lt;run&gt; &amp; more" in page
+    assert all(f"<td>checkpoint-{step}</td>" in page for step in (6, 9, 15, 18))
+    assert page.count("<td>deleted</td>") == 2
+    assert not re.search(r'(src|href)="(?!#|data:)', page), "nothing is loaded from elsewhere"
+    assert "<script" not in page
+
+
+def test_the_picture_and_the_facts_alone(run, tmp_path, capsys):
+    write_report(gather_facts(run, ("loss",), comparisons=0), tmp_path / "page.png")
+    head = (tmp_path / "page.png").read_bytes()[:24]
+    width, height = struct.unpack(">II", head[16:24])
+    assert head[:8] == b"\x89PNG\r\n\x1a\n"
+    assert width > 1000 < 2 * height
+    app(["report", str(run), "--json", "--drift", "0"], standalone_mode=False)
+    told = json.loads(capsys.readouterr().out)
+    assert [each["step"] for each in told["checkpoints"]] == [6, 9, 15, 18]
+    assert told["drift"] == []
+
+
+def test_what_cannot_be_reported_is_said(run, tmp_path):
+    with pytest.raises(ConfigError, match=r"expected a name that ends in \.html or \.png"):
+        app(["report", str(run), "-o", str(tmp_path / "page.pdf")], standalone_mode=False)
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(NotACheckpointError, match="empty"):
+        app(["report", str(tmp_path / "empty"), "-o", str(tmp_path / "page.html")], standalone_mode=False)
+    assert not (tmp_path / "page.html").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("chromium") is None, reason="no chromium here")
+def test_a_browser_shows_it(run, tmp_path):
+    write_report(gather_facts(run, ("loss",), comparisons=8), tmp_path / "page.html")
+    calm = ["--headless", "--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-background-networking"]
+    page = f"file://{tmp_path}/page.html"
+    done = subprocess.run(["chromium", *calm, "--dump-dom", page], capture_output=True, text=True, timeout=120)
+    assert "kept because" in done.stdout
+    shot = tmp_path / "shot.png"
+    subprocess.run(["chromium", *calm, f"--screenshot={shot}", page], capture_output=True, timeout=120, check=True)
+    assert shot.stat().st_size > 20_000
