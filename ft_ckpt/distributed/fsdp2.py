@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 
 from ft_ckpt.distributed.process_groups import is_subset_of_ranks
 from ft_ckpt.distributed.sharding import Box, Mesh, MeshSharding, OpaqueSharding, Sharding
@@ -38,6 +39,10 @@ class FSDP2Wrapper(Wrapper):
             local = tensor.to_local().detach()
         ready: Tensor = local.wait() if hasattr(local, "wait") else local  # still on its way when a collective made it
         return ready
+
+    def memory_part(self, tensor: Any) -> Tensor | None:
+        """What torch's own kind of them holds, past autograd."""
+        return tensor._local_tensor if type(tensor) is DTensor else self.local_part(tensor)
 
     def full_tensor(self, tensor: Any) -> Tensor:
         """The full tensor, as torch's own gather puts it together."""

@@ -4,7 +4,7 @@
 asked. Keys count up in the order of noting, so equal walks over equal models give equal keys.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -102,9 +102,16 @@ class Inventory:
 
     def local(self, key: int) -> Tensor | None:
         """This rank's elements, without gradient; None for none, as under keys below 0, of what other ranks have."""
+        return self._part(key, wrappers.local_part)
+
+    def memory(self, key: int) -> Tensor | None:
+        """As `local`, in haste, to be copied: it may want a gradient."""
+        return self._part(key, wrappers.memory_part)
+
+    def _part(self, key: int, part_of: Callable[[Any], Tensor | None]) -> Tensor | None:
         if key < 0:
             return None
-        return self._locals[key] if key in self._locals else wrappers.local_part(self._live[key])
+        return self._locals[key] if key in self._locals else part_of(self._live[key])
 
     def full(self, key: int) -> Tensor:
         """The full tensor of an opaque sharding. Collective."""

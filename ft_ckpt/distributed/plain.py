@@ -30,6 +30,10 @@ class PlainTensors(Wrapper):
         """The tensor itself."""
         return tensor.detach()  # type: ignore[no-any-return]  # a Tensor
 
+    def memory_part(self, tensor: Any) -> Tensor | None:
+        """The very tensor."""
+        return tensor  # type: ignore[no-any-return]  # a Tensor
+
 
 class DataParallelWrapper(Wrapper):
     """DistributedDataParallel and DataParallel: the model as it is, under "module"."""

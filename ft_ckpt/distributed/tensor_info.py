@@ -47,6 +47,10 @@ class Tensors(Protocol):
         """This rank's elements, as `Sharding.local_box` says; None where it has none. Wants no gradient."""
         ...
 
+    def memory(self, key: int) -> Tensor | None:
+        """As `local`, in haste, to be copied: it may want a gradient."""
+        ...
+
     def full(self, key: int) -> Tensor:
         """The full tensor of an opaque sharding. Collective."""
         ...

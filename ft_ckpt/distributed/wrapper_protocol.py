@@ -74,6 +74,10 @@ class Wrapper:
         """This rank's elements of a tensor that it `describes`, without gradient; None for none. Moves nothing."""
         raise self._unanswered()
 
+    def memory_part(self, tensor: Any) -> Tensor | None:
+        """As `local_part`, in haste, to be copied: it may want a gradient."""
+        return self.local_part(tensor)
+
     def full_tensor(self, tensor: Any) -> Tensor:
         """The full tensor, for opaque shardings. Collective."""
         raise self._unanswered()

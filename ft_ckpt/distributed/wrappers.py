@@ -131,6 +131,11 @@ def local_part(tensor: Any) -> Tensor | None:
     return _engine_of(tensor).local_part(tensor)
 
 
+def memory_part(tensor: Any) -> Tensor | None:
+    """As `local_part`, in haste, to be copied: it may want a gradient."""
+    return _engine_of(tensor).memory_part(tensor)
+
+
 def full_tensor(tensor: Any) -> Tensor:
     """The full tensor where its layout is opaque. Collective."""
     return _engine_of(tensor).full_tensor(tensor)

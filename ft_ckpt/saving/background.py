@@ -24,7 +24,7 @@ from ft_ckpt.saving import replicas
 from ft_ckpt.saving.execute import SaveReport, accept_differences, compares_replicas, run_save
 from ft_ckpt.saving.move_tensors import SharedFolders
 from ft_ckpt.saving.plan import SaveRequest
-from ft_ckpt.saving.planned_save import CopyPlan, PlannedSave, held_by, plan_copies, plan_save
+from ft_ckpt.saving.planned_save import CopyPlan, PlannedSave, plan_copies, plan_save
 from ft_ckpt.saving.priority import yield_to_training
 from ft_ckpt.saving.snapshot import Copies, Snapshot, ids_changed_by_steps
 from ft_ckpt.saving.worker import Worker
@@ -86,10 +86,11 @@ class _Prepared:
 
     def tensors_to_copy(self) -> tuple[Copies, Copies]:
         """Those to be copied now, and late, by key."""
-        found = {key: held_by(self.planned.tensors, key) for key in (*self.copies.now, *self.copies.late)}
-        have = {key: tensor for key, tensor in found.items() if tensor is not None}
-        late = set(self.copies.late)
-        return {k: v for k, v in have.items() if k not in late}, {k: v for k, v in have.items() if k in late}
+        now, late = (
+            {key: tensor for key in keys if (tensor := self.planned.tensors.memory(key)) is not None}
+            for keys in (self.copies.now, self.copies.late)
+        )
+        return now, late
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
 from ft_ckpt.config import SaverConfig, parse_size
 from ft_ckpt.distributed.inventory import Inventory, ModuleRow
@@ -24,7 +24,6 @@ from ft_ckpt.saving.plan import SavePlan, SaveRequest, make_plan
 from ft_ckpt.saving.snapshot import copies_size
 from ft_ckpt.storage.digests import cut_chunks
 from ft_ckpt.training.capture import Captured
-from ft_ckpt.training.tensor_keys import snapshot_part
 
 
 @dataclass(frozen=True, eq=False)
@@ -90,21 +89,16 @@ def plan_copies(
     ids = owned()
     late: dict[int, bool] = {}
     for info in _written_here(planned.plan, ranks):
-        if held_by(planned.tensors, info.key) is not None:
+        if planned.tensors.memory(info.key) is not None:
             is_live = planned.tensors is captured.inventory
             late[info.key] = is_live and _is_late(info, captured.inventory, ids)
-    size = copies_size([one for key in late if (one := held_by(planned.tensors, key)) is not None])
+    size = copies_size([one for key in late if (one := planned.tensors.memory(key)) is not None])
     now = tuple(key for key, is_late in late.items() if not is_late)
     gathers = _needs_gather(planned.plan, request, ranks, config)
     made = CopyPlan(now, tuple(key for key, is_late in late.items() if is_late), size, gathers)
     if question is not None and all(key < _noted(captured) for key in late):
         captured.cache.keep(captured.signature, question, made)
     return made
-
-
-def held_by(tensors: Tensors, key: int) -> Tensor | None:
-    """What this rank has of a tensor, to be copied."""
-    return snapshot_part(tensors, key) if isinstance(tensors, Inventory) else tensors.local(key)
 
 
 def _question(request: SaveRequest, ranks: Ranks, config: SaverConfig) -> Hashable:

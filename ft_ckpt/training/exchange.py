@@ -27,8 +27,8 @@ def exchange(
     It travels as JSON; its fields are what `typed_json.reader_of` reads. None is for a rank that has an `error`. The
     fields named in `same` must be equal everywhere. Raises what `Ranks.agree` does.
     """
-    answers = ranks.agree(what, None if value is None else asdict(value), error, same)
-    if ranks.size == 1 and value is not None:
+    if ranks.size == 1 and value is not None and error is None:
         return [value]
+    answers = ranks.agree(what, None if value is None else asdict(value), error, same)
     read = reader_of(kind)
     return [read(answer) for answer in answers]

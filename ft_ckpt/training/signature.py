@@ -57,7 +57,13 @@ class Signature:
         return self._hash
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Signature) and self._hash == other._hash and self._facts == other._facts
+        if not isinstance(other, Signature) or self._hash != other._hash:
+            return False
+        if self._facts is not other._facts:
+            if self._facts != other._facts:
+                return False
+            self._facts = other._facts  # so that the next comparison is over at once
+        return True
 
 
 class PlanCache:
@@ -69,10 +75,12 @@ class PlanCache:
 
     def find(self, signature: Signature | None, question: Hashable) -> Any:
         """What was kept, None for nothing."""
-        if signature is None or (signature, question) not in self._made:
+        if signature is None:
             return None
-        self._made.move_to_end((signature, question))
-        return self._made[signature, question]
+        made = self._made.pop((signature, question), None)
+        if made is not None:
+            self._made[signature, question] = made  # the newest again, for one comparison
+        return made
 
     def keep(self, signature: Signature | None, question: Hashable, answer: T) -> T:
         """`answer`, kept if there is a signature to find it by."""

@@ -6,10 +6,10 @@ from functools import partial
 from typing import Any
 
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from ft_ckpt.distributed.inventory import Inventory
 from ft_ckpt.distributed.tensor_info import Source, TensorInfo
+from ft_ckpt.distributed.wrappers import memory_part
 from ft_ckpt.errors import SelectionError
 
 _FIELDS = tuple(field.name for field in fields(TensorInfo))
@@ -24,6 +24,8 @@ class HeldTensors:
     def local(self, key: int) -> Tensor | None:
         """This rank's elements; None for none."""
         return self._held.get(key)
+
+    memory = local
 
     def full(self, key: int) -> Tensor:
         """Raise SelectionError: only a live tensor can be gathered by its engine."""
@@ -72,16 +74,9 @@ class KeyedFacts:
         return self._inventory.note_run(source.live, source.local)
 
 
-def snapshot_part(inventory: Inventory, key: int) -> Tensor | None:
-    """What this rank has of a tensor; it may want a gradient. As `Inventory.local`, but for its haste."""
-    live: Any = inventory.live(key) if key >= 0 else None
-    local: Tensor | None = live._local_tensor if type(live) is DTensor else inventory.local(key)
-    return local
-
-
 def _is_whole(source: Source) -> bool:
     """Whether what this rank has of the source is what it has of its tensor, not a run in a buffer."""
-    live: Any = source.live
-    part = live._local_tensor if isinstance(live, DTensor) else live
-    local = source.local
-    return local is not None and local.shape == part.shape and local.data_ptr() == part.data_ptr()
+    local, part = source.local, memory_part(source.live)
+    if local is None or part is None:
+        return False
+    return local.shape == part.shape and local.data_ptr() == part.data_ptr()
