@@ -64,8 +64,8 @@ def check_tokenizer(model: nn.Module, tokenizer: Any) -> None:
         )
 
 
-def write_model(folder: Path, model: Any, *, dtype: str, tokenizer: Any = None, generation: Any = None) -> None:
-    """Write all of a Hugging Face model but its weights into `folder`, which exists.
+def write_model(folder: Path, model: Any, *, dtype: str, generation: Any = None) -> None:
+    """Write configs and code of a Hugging Face model into `folder`, which exists.
 
     `dtype`: torch's name of what the weights file holds, e.g. "bfloat16". `generation` comes from `generation_config`.
     Raises CompanionError when the config does not pass its own checks.
@@ -78,7 +78,6 @@ def write_model(folder: Path, model: Any, *, dtype: str, tokenizer: Any = None, 
         raise CompanionError(f"config.json: {type(config).__name__} refuses to be saved: {error}") from error
     if generation is not None:  # not its save_pretrained, which would refuse a published config that nobody changed
         generation.to_json_file(folder / "generation_config.json", keys_to_pop=["compile_config"])
-    _write_tokenizer(folder, tokenizer)
 
 
 def write_adapter(
@@ -89,7 +88,6 @@ def write_adapter(
     base: BaseRecord,
     beside: bool = False,
     base_id: str | None = None,
-    tokenizer: Any = None,
 ) -> None:
     """Write `adapter_config.json` and a model card for one adapter into `folder`, which exists.
 
@@ -113,7 +111,6 @@ def write_adapter(
     if isinstance(model, peft.PeftModel):
         model.create_or_update_model_card(str(folder))
         name_base(folder / "README.md", base_id)
-    _write_tokenizer(folder, tokenizer)
 
 
 # Generation config
@@ -216,9 +213,8 @@ def _decoder_config(model: Any) -> Any:
         return None
 
 
-def _write_tokenizer(folder: Path, tokenizer: Any) -> None:
-    if tokenizer is None:
-        return
+def write_tokenizer(folder: Path, tokenizer: Any) -> None:
+    """Write a tokenizer or processor into `folder`, which exists."""
     if not isinstance(tokenizer, PreTrainedTokenizerBase):
         tokenizer = copy.deepcopy(tokenizer)  # a processor signs its tokenizer when it is saved
     tokenizer.save_pretrained(str(folder))

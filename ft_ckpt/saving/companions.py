@@ -4,10 +4,10 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 from torch import nn
@@ -17,13 +17,14 @@ from ft_ckpt.distributed.ranks import Ranks
 from ft_ckpt.distributed.wrappers import user_class
 from ft_ckpt.errors import ConfigError, explained
 from ft_ckpt.model import pretrained_files as companions
-from ft_ckpt.model.entries import EXTRA_FILE, main_dtype
+from ft_ckpt.model.entries import EXTRA_FILE, Part, main_dtype
 from ft_ckpt.model.plain_module import write_module
 from ft_ckpt.saving.build_manifest import base_record
 from ft_ckpt.saving.files import PartPlan
 from ft_ckpt.saving.plan import SaveRequest
 from ft_ckpt.storage.paths import is_inside
-from ft_ckpt.training.state import DOCUMENT_NAME, Document
+from ft_ckpt.training.capture import Captured
+from ft_ckpt.training.state import DOCUMENT_NAME, FOLDER, Document
 
 _MEMORY, _PLENTY_BYTES = "/dev/shm", 1 << 30  # noqa: S108 - a folder of its own is made in it
 
@@ -35,31 +36,107 @@ class Companions:
     files: Mapping[str, bytes] = field(default_factory=dict)  # by path in the checkpoint
     bases: Mapping[str, BaseRecord] = field(default_factory=dict)  # of adapters, by the names of their parts
     classes: Mapping[str, str] = field(default_factory=dict)  # of what the parts are of
+    document: Document = field(default_factory=dict)  # of a run
+
+    def contents(self) -> dict[str, bytes]:
+        """All files by path. The text of the document is made now: nothing changes it any more."""
+        text = json.dumps(self.document, separators=(",", ":")).encode()
+        return {**self.files, **({f"{FOLDER}/{DOCUMENT_NAME}": text} if self.document else {})}
 
 
-def companions_of(request: SaveRequest, plans: Sequence[PartPlan], document: Document, ranks: Ranks) -> Companions:
+def companions_of(
+    request: SaveRequest, plans: Sequence[PartPlan], captured: Captured, question: Hashable, ranks: Ranks
+) -> Companions:
     """What the checkpoint will say beside its tensors, from the live objects as they are now; nothing but on rank 0.
 
-    Raises CompanionError when tokenizer, config and model do not fit, ConfigError for extra files out of the folder.
+    What facts decide is kept under `question`, None where it is not. Raises CompanionError when tokenizer, config and
+    model do not fit, ConfigError for extra files out of the folder.
     """
     if not ranks.leads:
         return Companions()
     extras = _encode_extra_files(request.extra_files)
-    parts = [one.part for one in plans]
-    settings = {
-        id(part): check_companions(part.module, request.tokenizer, request.chat_template_name)
-        for part in parts
-        if part.kind not in ("module", "state")
-    }
+    described = [one.part for one in plans if one.part.kind in ("model", "adapter")]
+    for part in described:
+        check_companions(part.module, request.tokenizer, request.chat_template_name)
+    decided = [part for part in described if question is not None and _is_decided(part, request)]
+    others = [one.part for one in plans if one.part not in decided and one.part.kind != "state"]
+    key = ("companions", question, request.base_id, tuple(part.name for part in decided))
+    known = captured.once(key, lambda: _make_companions(decided, request))
+    now = _make_companions(others, request)
+    tokens = _tokenizer_files(described, request.tokenizer)
+    return Companions(
+        {**known.files, **now.files, **tokens, **_files_of_plans(plans), **extras},
+        {**known.bases, **now.bases},
+        {**known.classes, **now.classes, **{one.part.name: "" for one in plans if one.part.module is None}},
+        captured.document,
+    )
+
+
+def check_companions(module: nn.Module, tokenizer: Any, chat_template_name: str | None) -> None:
+    """Raise CompanionError when the tokenizer, or the generation settings it is to give, misfit the module."""
+    if hasattr(module, "config") and tokenizer is not None:
+        companions.check_tokenizer(module, tokenizer)
+    if chat_template_name is not None:
+        companions.generation_config(module, tokenizer, chat_template_name)
+
+
+def _is_decided(part: Part, request: SaveRequest) -> bool:
+    """Whether facts decide all that is said of a part; not where a tokenizer does, or files with its code."""
+    kinds = type(part.module), type(getattr(part.module, "config", None))
+    return request.chat_template_name is None and not any(getattr(kind, "_auto_class", None) for kind in kinds)
+
+
+def _make_companions(parts: Sequence[Part], request: SaveRequest) -> Companions:
+    """What is said of single parts, but for their tokenizer."""
+
+    def write_all(root: Path) -> None:
+        for part in parts:
+            _write_companions(root, part, request)
+
+    bases = {part.name: base_record(part, {}) for part in parts if part.kind == "adapter"}
+    classes = {part.name: user_class(type(part.module)).__name__ for part in parts}
+    return Companions(_written_files(write_all) if parts else {}, bases, classes)
+
+
+def _write_companions(root: Path, part: Part, request: SaveRequest) -> None:
+    folder = root / part.path
+    folder.mkdir(parents=True, exist_ok=True)
+    if part.kind == "model":
+        generation = companions.generation_config(part.module, request.tokenizer, request.chat_template_name)
+        companions.write_model(folder, part.module, dtype=main_dtype(part), generation=generation)
+    elif part.kind == "adapter":
+        how: dict[str, Any] = {"base": base_record(part, {}), "beside": part.beside, "base_id": request.base_id}
+        companions.write_adapter(folder, part.module, str(part.adapter), **how)
+    else:
+        write_module(folder, part.module, {entry.name: entry.shape for entry in part.entries})
+
+
+def _tokenizer_files(parts: Sequence[Part], tokenizer: Any) -> dict[str, bytes]:
+    """Those of the tokenizer, for each part; made once."""
+    if tokenizer is None or not parts:
+        return {}
+    made = _written_files(lambda folder: companions.write_tokenizer(folder, tokenizer))
+    return {_path_in(part, name): content for part in parts for name, content in made.items()}
+
+
+def _files_of_plans(plans: Sequence[PartPlan]) -> dict[str, bytes]:
+    extra = {_path_in(one.part, EXTRA_FILE): one.part.extra for one in plans}
+    texts = {**extra, **{one.index_path: one.index for one in plans}}
+    return {path: text.encode() for path, text in texts.items() if text is not None}
+
+
+def _path_in(part: Part, name: str) -> str:
+    return PurePosixPath(part.path, name).as_posix()
+
+
+def _written_files(write: Callable[[Path], None]) -> dict[str, bytes]:
+    """What `write` puts into a folder that is there for it alone, by path."""
     place = _scratch_folder()
     with explained(Path(place)), tempfile.TemporaryDirectory(prefix="ft_ckpt-", dir=place) as made:
-        folder = Path(made)
-        for one in plans:
-            _write_companions(folder, one, request, document, settings.get(id(one.part)))
-        files = {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
-    bases = {part.name: base_record(part, {}) for part in parts if part.kind == "adapter"}
-    classes = {p.name: "" if p.module is None else user_class(type(p.module)).__name__ for p in parts}
-    return Companions(files | extras, bases, classes)
+        write(Path(made))
+        return {
+            path.relative_to(made).as_posix(): path.read_bytes() for path in Path(made).rglob("*") if path.is_file()
+        }
 
 
 def _scratch_folder() -> str:
@@ -68,43 +145,6 @@ def _scratch_folder() -> str:
         if os.access(_MEMORY, os.W_OK) and shutil.disk_usage(_MEMORY).free > _PLENTY_BYTES:
             return _MEMORY
     return tempfile.gettempdir()
-
-
-def check_companions(module: nn.Module, tokenizer: Any, chat_template_name: str | None) -> Any:
-    """The generation settings for `module`, if it has any. Raises CompanionError when they or the tokenizer misfit."""
-    if hasattr(module, "config") and tokenizer is not None:
-        companions.check_tokenizer(module, tokenizer)
-    if not hasattr(module, "generation_config"):
-        return None
-    return companions.generation_config(module, tokenizer, chat_template_name)
-
-
-def _write_companions(root: Path, one: PartPlan, request: SaveRequest, document: Document, generation: Any) -> None:
-    part, folder = one.part, root / one.part.path
-    folder.mkdir(parents=True, exist_ok=True)
-    if part.kind == "model":
-        companions.write_model(
-            folder, part.module, dtype=main_dtype(part), tokenizer=request.tokenizer, generation=generation
-        )
-    elif part.kind == "adapter":
-        base = base_record(part, {})
-        companions.write_adapter(
-            folder,
-            part.module,
-            str(part.adapter),
-            base=base,
-            beside=part.beside,
-            base_id=request.base_id,
-            tokenizer=request.tokenizer,
-        )
-    elif part.kind == "state":
-        (folder / DOCUMENT_NAME).write_text(json.dumps(document, separators=(",", ":")), encoding="utf-8")
-    else:
-        write_module(folder, part.module, {entry.name: entry.shape for entry in part.entries})
-    if part.extra is not None:
-        (folder / EXTRA_FILE).write_text(part.extra, encoding="utf-8")
-    if one.index is not None:
-        (root / one.index_path).write_text(one.index, encoding="utf-8")
 
 
 def _encode_extra_files(files: Mapping[str, str | bytes]) -> dict[str, bytes]:

@@ -67,7 +67,7 @@ def plan_save(request: SaveRequest, captured: Captured, ranks: Ranks, config: Sa
         plan, tensors = make_plan(request, captured, ranks, config)
         if question is not None and _is_pure(plan, captured):
             captured.cache.keep(captured.signature, question, plan)
-    return _at_this_moment(plan, tensors, request, captured, ranks)
+    return _at_this_moment(plan, tensors, request, captured, question, ranks)
 
 
 def plan_copies(
@@ -126,7 +126,7 @@ def _noted(captured: Captured) -> int:
 
 
 def _at_this_moment(
-    plan: SavePlan, tensors: Tensors, request: SaveRequest, captured: Captured, ranks: Ranks
+    plan: SavePlan, tensors: Tensors, request: SaveRequest, captured: Captured, question: Hashable, ranks: Ranks
 ) -> PlannedSave:
     """The plan with what only this moment has. Raises as `companions_of`."""
     if captured.state is not None:
@@ -142,7 +142,7 @@ def _at_this_moment(
     live = [replace(p, part=replace(p.part, module=_module_at(p.part.module, rows))) for p in plan.plans]
     for module in {id(one.part.module): one.part.module for one in live if one.part.kind == "adapter"}.values():
         refuse_merged(module)
-    return PlannedSave(plan, tensors, samples, companions_of(request, live, captured.document, ranks))
+    return PlannedSave(plan, tensors, samples, companions_of(request, live, captured, question, ranks))
 
 
 def _module_at(place: Any, rows: Sequence[ModuleRow]) -> Any:

@@ -40,14 +40,15 @@ def prepare_stage(
     """
     if not ranks.leads:
         return StagedSave(planned)
-    stage, companions = commit.open_stage(request.target), planned.companions
+    contents = planned.companions.contents()
+    stage = commit.open_stage(request.target)
     try:
         offers = _find_offers(request, planned.plan.plans, ranks, config, stage, changed)
         files = [file for one in planned.plan.plans for file in one.files]
         total = sum(file.layout.size_bytes for file in files if file.path not in offers)
         free_space.ensure_space(
             request.target,
-            total + sum(map(len, companions.files.values())) + _MANIFEST_BYTES,
+            total + sum(map(len, contents.values())) + _MANIFEST_BYTES,
             config,
             step=request.step,
             run_id=request.run_id,
@@ -55,7 +56,7 @@ def prepare_stage(
             tries=tries,
         )
         with explained(request.target):
-            for path, content in companions.files.items():
+            for path, content in contents.items():
                 (stage / path).parent.mkdir(parents=True, exist_ok=True)
                 (stage / path).write_bytes(content)
         return StagedSave(planned, stage, offers)

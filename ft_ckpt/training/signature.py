@@ -42,6 +42,7 @@ _IN_EVERY_CLASS = frozenset(
     (
         *("__doc__", "__module__", "__dict__", "__weakref__", "__annotations__", "__parameters__", "__qualname__"),
         *("__abstractmethods__", "_abc_impl", "__orig_bases__", "__firstlineno__", "__static_attributes__"),
+        *("__dataclass_fields__", "__dataclass_params__", "__match_args__"),
     )
 )
 
@@ -157,30 +158,36 @@ class Signer:
         self._facts += row.raw_path, kind
         self.is_opaque |= not is_plain(module) or own.get("hf_quantizer") is not None
         if kind not in self._classes:
-            self._classes.add(kind)
             self.is_opaque |= hides_tensors(module)
-            for base in kind.__mro__:
-                self._note_class(base)
+            self._note_classes(kind)
         if len(own) > len(_IN_EVERY_MODULE):  # which all have
             own_names = [name for name in own if name not in _IN_EVERY_MODULE]
             self._facts.append({n: v if type(v := own[n]) in _IMMUTABLE else self._describe(v) for n in own_names})
             if "peft_config" in own:
-                self._note_base(own["peft_config"])
+                self._note_bases(module, own["peft_config"])
         for name, key in row.tensors:
             self._note_layout(name, key, self.inventory.live(key))
 
+    def _note_classes(self, kind: type) -> None:
+        """What a class says, and those it inherits from: everybody may ask it of its objects."""
+        for base in kind.__mro__:
+            if base not in self._classes:
+                self._classes.add(base)
+                self._note_class(base)
+
     def _note_class(self, base: type) -> None:
-        """What a class says: everybody may ask it of the modules of that class."""
         if base.__module__.split(".")[0] in ("torch", "builtins", "abc", "typing"):
             return
         found = {name: value for name, value in vars(base).items() if name not in _IN_EVERY_CLASS}
         described = {n: v if type(v) in _IMMUTABLE or type(v) in _CODE else self._describe(v) for n, v in found.items()}
         self._facts += base, described
 
-    def _note_base(self, configs: Any) -> None:
-        """The file that says what an adapter's base was made with, which decides whether its embeddings have grown."""
-        for config in configs.values() if isinstance(configs, dict) else ():
-            self._facts.append(_base_config_facts(getattr(config, "base_model_name_or_path", None)))
+    def _note_bases(self, module: Any, configs: Any) -> None:
+        """The files that say what an adapter's base was made with, which decides whether its embeddings have grown."""
+        known = configs.values() if isinstance(configs, dict) else ()
+        names = [getattr(one, "base_model_name_or_path", None) for one in known]
+        names.append(getattr(getattr(module, "config", None), "_name_or_path", None))
+        self._facts += map(_base_config_facts, names)
 
     def _describe(self, value: Any, depth: int = 0) -> Any:
         """A copy of `value` that compares by content: it may be changed in place.
@@ -199,7 +206,7 @@ class Signer:
             return kind, [self._describe(one, depth + 1) for one in value]
         if kind in (set, frozenset):
             return kind, frozenset(map(self._describe, value))
-        if isinstance(value, (Enum, type)):
+        if isinstance(value, (Enum, type, property)):
             return value
         if isinstance(value, (Tensor, nn.Module)) or kind.__module__.startswith(_ENGINES):
             return kind
@@ -210,6 +217,7 @@ class Signer:
 
     def _content_of(self, value: Any) -> bytes:
         if id(value) not in self._contents:
+            self._note_classes(type(value))
             try:
                 self._contents[id(value)] = _pickled(value)
             except Exception:  # noqa: BLE001 - anybody's object
@@ -267,5 +275,5 @@ def _base_config_facts(place: Any) -> Any:
     try:
         status = Path(file).stat()
     except (OSError, TypeError, ValueError):
-        return place
+        return place, Path(place).exists()
     return place, str(file), status.st_ino, status.st_size, status.st_mtime_ns

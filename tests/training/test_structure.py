@@ -21,7 +21,8 @@ class Run:
 
     def __init__(self, folder):
         self.folder, self.model, self.count = folder, models.build("qwen3"), 0
-        self.saver, self.further = new_saver(folder), {}
+        self.tokenizer, self.further = models.tokenizer(), {}
+        self.saver = new_saver(folder, self.tokenizer)
         self.begin()
 
     def begin(self, kind=torch.optim.AdamW, **settings):
@@ -48,7 +49,7 @@ class Run:
     def compare(self):
         """Saves that know the structure write what a new saver does, which knows nothing, at the same moment."""
         for kind in ("run", "weights", *(["adapters"] if hasattr(self.model, "peft_config") else [])):
-            with new_saver(self.folder) as stranger:
+            with new_saver(self.folder, self.tokenizer) as stranger:
                 expected = contents(self.save(kind, False, stranger))
             for background in (True, False):
                 target = self.save(kind, background)
@@ -62,8 +63,8 @@ class Run:
         return Counter(self.saver._pending.cache.kept)
 
 
-def new_saver(folder):
-    return CheckpointSaver(None, folder, on_difference="ignore", reuse_frozen="off")
+def new_saver(folder, tokenizer=None):
+    return CheckpointSaver(None, folder, tokenizer=tokenizer, on_difference="ignore", reuse_frozen="off")
 
 
 def contents(folder):
@@ -239,6 +240,10 @@ def a_nested_setting(run):
     run.model.config.more["deep"].append(2)
 
 
+def a_generation_setting(run):
+    run.model.generation_config.max_length = 77
+
+
 def a_conversion(run):
     run.model._weight_conversions = [WeightRenaming(r"mlp\.(.*)_proj", r"feed.\1_proj")]
 
@@ -304,6 +309,7 @@ CHANGES = [
     *(an_adapter, a_second_adapter, another_adapter_in_use, a_trained_base, rows_below_an_adapter),
     *(another_place_of_the_base, what_is_left_out, what_the_class_leaves_out, what_is_left_out_in_place),
     *(names_of_ties, kept_in_float32, a_setting_of_the_config, a_nested_setting, a_conversion),
+    a_generation_setting,
     *(a_setting_of_an_adapter, an_adapter_renamed, a_module_trained_whole, rows_trained_alone, a_method_of_the_model),
 ]
 
@@ -315,6 +321,35 @@ def test_a_change_of_the_model_is_noticed(run, change):
     run.compare()
     assert run.known["run"] > before["run"]
     assert run.known["plan"] > before["plan"] + 1  # of the run, and of the weights
+
+
+def test_a_change_of_the_class_of_a_config_is_noticed(run, monkeypatch):
+    monkeypatch.setattr(type(run.model.config), "remembers", [1], raising=False)
+    run.compare()
+    before = run.known
+    type(run.model.config).remembers.append(2)
+    run.compare()
+    assert run.known["plan"] > before["plan"] + 1
+
+
+def more_tokens(run):
+    run.tokenizer.add_tokens(["<new>"])
+
+
+def a_chat_template(run):
+    run.tokenizer.chat_template = "{{ other }}"
+
+
+def another_special_token(run):
+    run.tokenizer.pad_token = "w1"
+
+
+@pytest.mark.parametrize("change", [more_tokens, a_chat_template, another_special_token])
+def test_a_tokenizer_is_of_the_moment(run, change):
+    before = run.known
+    change(run)
+    run.compare()
+    assert run.known == before
 
 
 def more_state(run):
