@@ -20,6 +20,7 @@ from ft_ckpt.saving.background import BackgroundSaver, PendingSave
 from ft_ckpt.saving.build_manifest import library_versions
 from ft_ckpt.saving.companions import check_companions
 from ft_ckpt.saving.execute import SaveReport
+from ft_ckpt.saving.merged_save import Merged, ask_merged
 from ft_ckpt.saving.plan import request_of
 from ft_ckpt.saving.run_saves import RunSaves
 from ft_ckpt.saving.snapshot import as_in_training
@@ -92,6 +93,8 @@ class CheckpointSaver:
         metrics: Mapping[str, float] | None = None,
         extra_files: Mapping[str, str | bytes] | None = None,
         background: bool | None = None,
+        merged: Merged = False,
+        check: str | Mapping[str, Any] | None = None,
     ) -> SaveReport | PendingSave:
         """Save `model`, or what is asked of it, to the folder `path`; call on every rank. Returns when it is durable.
 
@@ -104,7 +107,9 @@ class CheckpointSaver:
         `directory`/checkpoint-`step`; no checkpoint with training state is replaced. Within a run `step` and `metrics`
         default to those of its last step. `state_dict` is taken instead of the live tensors, if it agrees with the
         model. `extra_files` of rank 0, by path in the checkpoint, are committed with it. The other keywords override
-        the saver's settings for this call.
+        the saver's settings for this call. `merged` True stores one plain model, the active adapters merged into a copy
+        of the base, layer by layer; names choose adapters, a mapping gives each a weight. `check`="logits", or a batch,
+        compares what transformers makes of the folder with the live model before it is committed.
 
         Raises SelectionError when the model lacks what was asked for or leaves a choice, IncompleteError when the
         result would differ from it, TargetError or NoSpaceError when it cannot be written, RankError when another rank
@@ -116,13 +121,15 @@ class CheckpointSaver:
         facts = self._run.facts_of_save(step, numbers_of(metrics or {}))
         model = model_inside(model)
         self._pending.wait_for_save()
+        extra = ask_merged(model, merged, check, adapter_only, attribute, state_dict)
         return self._pending.save(
             config,
             lambda: request_of(
                 config,
                 model,
                 self._saves.target_folder(path, step, has_state=False),
-                adapter_only=self._is_of_adapters(model, adapter_only, attribute),
+                **extra(),
+                adapter_only=False if merged else self._is_of_adapters(model, adapter_only, attribute),
                 attribute=attribute,
                 tokenizer=self.tokenizer if tokenizer is None else tokenizer,
                 state_dict=state_dict,

@@ -102,8 +102,7 @@ def _of_base(part: View, named: Mapping[str, T]) -> Iterable[tuple[str, T]]:
     from peft.utils.other import AuxiliaryTrainingWrapper
 
     wrapped = _paths_of_kinds(part.module, (BaseTunerLayer, AuxiliaryTrainingWrapper))
-    start = ["base_model", *(["model"] if hasattr(part.module.base_model, "peft_config") else [])]
-    root = start if is_peft_model(part.module) else []
+    root = _root_steps(part.module)
     for name, value in named.items():
         steps = name.split(".")
         if steps[: len(root)] != root:
@@ -111,6 +110,18 @@ def _of_base(part: View, named: Mapping[str, T]) -> Iterable[tuple[str, T]]:
         kept = _base_steps(steps, wrapped)
         if kept is not None:
             yield ".".join(kept[len(root) :]), value
+
+
+def base_path(part: View, path: str) -> str:
+    """The path, in the base model, of the module at `path` that is below no layer of PEFT's."""
+    return ".".join(path.split(".")[len(_root_steps(part.module)) :])
+
+
+def _root_steps(module: Any) -> list[str]:
+    """The steps from a PeftModel to its base; none where adapters are injected."""
+    if not is_peft_model(module):
+        return []
+    return ["base_model", *(["model"] if hasattr(module.base_model, "peft_config") else [])]
 
 
 def _paths_of_kinds(module: nn.Module, kinds: tuple[type, ...]) -> frozenset[str]:

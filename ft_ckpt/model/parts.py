@@ -12,6 +12,8 @@ from ft_ckpt.errors import IncompleteError, NotAnAdapterError, SelectionError, l
 from ft_ckpt.model.adapters import adapter_parts, base_view, check_complete, has_adapters, missing_trainable
 from ft_ckpt.model.base_model import made_anew, refuse_merged
 from ft_ckpt.model.entries import Part
+from ft_ckpt.model.merge_adapters import merged_part
+from ft_ckpt.model.merge_layers import MergeChoice
 from ft_ckpt.model.selection import View, model_part, module_at, view_of
 
 Attribute = str | Sequence[str] | None
@@ -53,14 +55,18 @@ def parts_of(
     attribute: Attribute,
     dtype: str,
     extra: Mapping[str, Any] | None = None,
+    merged: MergeChoice | None = None,
 ) -> list[Part]:
     """The parts of a save. A single attribute goes to the checkpoint's own folder, a list to a folder each.
 
-    `extra` is what the model's state dict lists that is no tensor. Raises SelectionError and its kin when the model
-    does not have what was asked for, IncompleteError naming tensors that would be left out and by no rule.
+    `extra` is what the model's state dict lists that is no tensor; `merged` are adapters that go into the base. Raises
+    SelectionError and its kin when the model does not have what was asked for, IncompleteError naming tensors that
+    would be left out and by no rule.
     """
     if attribute is None or isinstance(attribute, str):
         whole = view_of(model, found, attribute or "", extra)
+        if merged is not None:
+            return _refuse_missing([merged_part(whole, "", dtype, merged)], [whole], adapter_only)
         return _refuse_missing(_parts_of_view(whole, attribute or "", "", adapter_only, dtype), [whole], adapter_only)
     if not attribute or len(set(attribute)) != len(attribute):
         raise SelectionError(f"attribute={list(attribute)!r}: expected one or more names, each once")

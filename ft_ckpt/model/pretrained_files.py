@@ -227,7 +227,7 @@ def _saved_config(model: Any, dtype: str) -> Any:
     config = copy.deepcopy(model.config)
     for name in _misplaced_settings(config):
         vars(config).pop(name, None)
-    if not _is_quantised(model, config):
+    if not is_quantised(model, config):
         for name in ("quantization_config", "_pre_quantization_dtype"):
             vars(config).pop(name, None)
     cast = dtype != str(model.dtype).removeprefix("torch.")
@@ -247,7 +247,7 @@ def _nested_configs(config: Any) -> Iterator[Any]:
             yield from _nested_configs(part)
 
 
-def _is_quantised(model: nn.Module, config: Any) -> bool:
+def is_quantised(model: nn.Module, config: Any) -> bool:
     """Whether the weights are still packed: a merged or dequantised model often keeps a config that says so."""
     settings = getattr(config, "quantization_config", None)
     if settings is None:

@@ -228,7 +228,7 @@ def _describe_save(request: SaveRequest, prepared: StagedSave, made: Mapping[str
     names = repr([(f.path, f.layout.specs) for one in prepared.plans for f in one.files])
     return SaveFacts(
         path=str(request.target),
-        kind=kind_of(request.adapter_only, request.attribute),
+        kind="merged" if request.merged else kind_of(request.adapter_only, request.attribute),
         step=request.step,
         tensors=xxhash.xxh3_64_hexdigest(names.encode()),
         state_dict=request.state_dict_given,
@@ -267,6 +267,8 @@ def _commit_files(job: SaveJob, stage: Path, files: list[FileRecord]) -> _Saved:
         files = files + link_second_names(format_named(one.format), [f for f in files if f.path in paths], stage)
     for one in plans:
         check_written_files(one, stage)
+    notes = [replicas.difference_note(settings, True)] if settings else []
+    notes += [] if request.check is None else [request.check.compare(stage)]
     if compression is not None:
         files = [_compress_in_place(file, stage, compression) for file in files]
     manifest = manifest_of(
@@ -277,7 +279,7 @@ def _commit_files(job: SaveJob, stage: Path, files: list[FileRecord]) -> _Saved:
         compressed=compression is not None,
         bases=job.prepared.planned.companions.bases,
         classes=job.prepared.planned.companions.classes,
-        notes=[replicas.difference_note(settings, True)] if settings else [],
+        notes=notes,
         kind=kind_of(request.adapter_only, request.attribute),
         step=request.step,
         metrics=request.metrics,

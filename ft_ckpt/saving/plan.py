@@ -13,9 +13,11 @@ from ft_ckpt.distributed.ranks import Ranks
 from ft_ckpt.distributed.samples import picked_indices
 from ft_ckpt.distributed.tensor_info import TensorInfo, Tensors
 from ft_ckpt.formats.registry import format_named
+from ft_ckpt.model.merge_layers import MergeChoice
 from ft_ckpt.model.parts import Attribute, parts_of
 from ft_ckpt.model.selection import without_own_layouts
 from ft_ckpt.saving import replicas, reuse_frozen
+from ft_ckpt.saving.check_logits import LogitsCheck
 from ft_ckpt.saving.files import PartPlan, plan_part
 from ft_ckpt.training.capture import Captured
 from ft_ckpt.training.items import model_sources
@@ -46,6 +48,8 @@ class SaveRequest:
     protect: tuple[Path, ...] = ()  # checkpoints not to be deleted for want of room
     extra_files: Mapping[str, str | bytes] = field(default_factory=dict)  # the caller's own, by path in the checkpoint
     apart: replicas.Differences | None = None  # what ranks have come apart in; None: not looked at yet
+    merged: MergeChoice | None = None  # the adapters that are merged into the base
+    check: LogitsCheck | None = None  # what the folder must compute before it is committed
 
 
 def request_of(config: SaverConfig, model: nn.Module, target: Path, **given: Any) -> SaveRequest:
@@ -74,13 +78,15 @@ def make_plan(request: SaveRequest, captured: Captured, ranks: Ranks, config: Sa
     """
     inventory, state = captured.inventory, captured.state
     own, tensors = model_sources(captured.found) or inventory.infos(), cast("Tensors", inventory)
-    mode = config.reuse_frozen if format_named(request.format).is_plain else "off"
+    links = format_named(request.format).is_plain and request.merged is None  # what is exported is a folder by itself
+    mode = config.reuse_frozen if links else "off"
     still = reuse_frozen.frozen_identities(own)  # before others take their place, so that all ranks plan the same files
     if request.state_dict_given:
         given = from_state_dict(request.state_dict, {n: with_tensor(one, inventory) for n, one in own.items()}, ranks)
         facts, tensors = KeyedFacts(inventory, is_given=True), HeldTensors({s.key: s.local for s in given.values()})
         own = {name: facts.without_tensor(source) for name, source in given.items()}
     asked: dict[str, Any] = {"adapter_only": request.adapter_only, "attribute": request.attribute}
+    asked["merged"] = request.merged
     parts = parts_of(request.model, own, **asked, dtype=request.dtype, extra=_non_tensor_state(request, captured))
     parts = without_own_layouts(parts, state is not None)
     if state is not None:

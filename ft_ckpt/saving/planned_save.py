@@ -104,7 +104,7 @@ def plan_copies(
 def _question(request: SaveRequest, ranks: Ranks, config: SaverConfig) -> Hashable:
     """All that a plan depends on beside the facts of models and optimizers."""
     attribute = request.attribute if isinstance(request.attribute, str) else tuple(request.attribute or ())
-    own = (request.adapter_only, attribute, request.dtype, request.format, request.max_shard_bytes)
+    own = (request.adapter_only, attribute, request.dtype, request.format, request.max_shard_bytes, request.merged)
     how = (config.reuse_frozen, config.compression, config.each_rank_writes, config.nonfinite)
     return ("plan", ranks.rank, ranks.size, *own, *how)
 

@@ -16,6 +16,8 @@ SAVES: dict[str, tuple[str, dict[str, Any]]] = {
     "untouched": ("qwen3", {"chat_template_name": "olmo"}),
     "adapter": ("lora", {"adapter_only": True}),
     "adapter_attribute": ("lora_policy_and_value", {"adapter_only": True, "attribute": "policy"}),
+    "merged": ("lora", {"merged": True}),
+    "merged_experts": ("lora_experts", {"merged": True}),
     "shared_trunk": ("shared_trunk", {"attribute": ["policy", "value_model"]}),
     "adapter_bytes": ("lora_wide", {"adapter_only": True}),
     "streaming": ("big", {}),
@@ -28,6 +30,7 @@ TRUNK = ("shared_trunk",)
 EVAL = ("after_eval",)
 FORMATS = ("hdf5", "dual")
 BYTES = ("adapter_bytes",)
+MERGED = ("merged", "merged_experts")
 EVERYTHING = FULL + ADAPTER + TRUNK
 
 
@@ -50,7 +53,7 @@ GROUPS = {
     "single": Group(
         1,
         {
-            "none": EVERYTHING + FORMATS,
+            "none": EVERYTHING + FORMATS + MERGED,
             "compiled": WRAPPED,
             "compiled_in_place": WRAPPED,
             "compiled_blocks": WRAPPED,
@@ -60,7 +63,7 @@ GROUPS = {
     "ddp": Group(
         2,
         {
-            "ddp": EVERYTHING + FORMATS,
+            "ddp": EVERYTHING + FORMATS + MERGED,
             "ddp_compiled": WRAPPED,
             "compiled_ddp": WRAPPED,
             "ddp_compiled_blocks": WRAPPED,
@@ -70,10 +73,17 @@ GROUPS = {
     "fsdp1": Group(
         2,
         {
-            "fsdp1": FULL + ADAPTER + BYTES + EVAL + FORMATS,
+            "fsdp1": (
+                *FULL,
+                *ADAPTER,
+                *BYTES,
+                *EVAL,
+                *FORMATS,
+                "merged",
+            ),  # PEFT's target_parameters do not train under it
             "fsdp1_mixed": ("full", "adapter", *EVAL),
             "fsdp1_flat": FULL,
-            "fsdp1_checkpointed": WRAPPED,
+            "fsdp1_checkpointed": (*WRAPPED, "merged"),
             "fsdp1_compiled": WRAPPED,
             "fsdp1_accelerate": ("full", "adapter", "attribute"),
         },
@@ -82,7 +92,7 @@ GROUPS = {
     "fsdp2": Group(
         2,
         {
-            "fsdp2": (*EVERYTHING, *BYTES, *EVAL, *FORMATS, "streaming"),
+            "fsdp2": (*EVERYTHING, *MERGED, *BYTES, *EVAL, *FORMATS, "streaming"),
             "fsdp2_mixed": ("full", "adapter", *EVAL),
             "fsdp2_checkpointed": WRAPPED,
             "fsdp2_compiled_blocks": WRAPPED,
@@ -94,12 +104,12 @@ GROUPS = {
     "four": Group(
         4,
         {
-            "hsdp": ("full", "converted", "adapter", "attributes"),
+            "hsdp": ("full", "converted", "adapter", "attributes", "merged"),
             "fsdp2_tensor_parallel": ("full", "attribute", "untouched"),
         },
     ),
     "zero12": Group(2, {"zero1": WRAPPED, "zero2": EVERYTHING}, {"DS_ACCELERATOR": "cpu"}),
-    "zero3": Group(2, {"zero3": (*EVERYTHING, *BYTES, *EVAL, *FORMATS)}, {"DS_ACCELERATOR": "cpu"}),
+    "zero3": Group(2, {"zero3": (*EVERYTHING, *MERGED, *BYTES, *EVAL, *FORMATS)}, {"DS_ACCELERATOR": "cpu"}),
 }
 
 

@@ -33,6 +33,14 @@ def assert_same_tensors(ours: dict[str, torch.Tensor], theirs: dict[str, torch.T
         assert raw(ours[name]) == raw(tensor), f"{name}: bytes differ"
 
 
+def assert_close_tensors(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> None:
+    """The same names, types and shapes, and values that differ by rounding alone."""
+    assert theirs
+    assert set(ours) == set(theirs), f"names in one only: {sorted(set(ours) ^ set(theirs))}"
+    for name, tensor in theirs.items():
+        assert torch.allclose(ours[name], tensor, rtol=1e-6, atol=1e-7), f"{name}: {ours[name]} is not {tensor}"
+
+
 def assert_agree(ours: torch.Tensor, theirs: torch.Tensor) -> None:
     """Outputs of equal weights: equal but for rounding, which depends on where in memory the weights lie."""
     torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-6)

@@ -127,6 +127,13 @@ def lora(base: nn.Module | None = None) -> PeftModel:
     return model
 
 
+def lora_experts() -> PeftModel:
+    """An adapter on attention and on fused experts."""
+    experts = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+    config = LoraConfig(r=2, target_modules=["q_proj"], target_parameters=experts, task_type="CAUSAL_LM")
+    return get_peft_model(mixtral(), config)
+
+
 def wide() -> nn.Module:
     """Some 7 MB, so that many small buckets are needed."""
     return qwen3(vocab_size=3001, hidden_size=192, intermediate_size=257, head_dim=48)

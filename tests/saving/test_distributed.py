@@ -13,8 +13,18 @@ import h5py
 import models
 import pytest
 import torch
-from cases import ADAPTER, GROUPS, group_of, wrappers_that_save
-from compare import adapter_config, assert_agree, assert_same_tensors, base_of, logits, reference, stored, true_model
+from cases import ADAPTER, GROUPS, MERGED, SAVES, group_of, wrappers_that_save
+from compare import (
+    adapter_config,
+    assert_agree,
+    assert_close_tensors,
+    assert_same_tensors,
+    base_of,
+    logits,
+    reference,
+    stored,
+    true_model,
+)
 from launch import run_cases
 from peft import PeftModel
 from safetensors.torch import load_file
@@ -129,6 +139,17 @@ def test_one_attribute_lies_at_the_root(runs, wrapper, tmp_path):
     model, saved = true_model("policy_and_value", folder).policy, folder / "saved"
     assert_same_tensors(stored(saved), reference(model, tmp_path))
     assert_agree(logits(AutoModelForCausalLM.from_pretrained(saved)), logits(model))
+
+
+@pytest.mark.parametrize(
+    ("what", "wrapper"), [(what, wrapper) for what in MERGED for wrapper in wrappers_that_save(what)]
+)
+def test_merged_is_what_peft_merges_of_the_bare_model(runs, wrapper, what, tmp_path):
+    folder = runs.case(wrapper, what)
+    model, saved = true_model(SAVES[what][0], folder), folder / "saved"
+    live = logits(model)
+    assert_close_tensors(stored(saved), reference(model.merge_and_unload(), tmp_path))
+    assert_agree(logits(AutoModelForCausalLM.from_pretrained(saved)), live)
 
 
 @under("attributes")
