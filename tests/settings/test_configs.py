@@ -1,14 +1,15 @@
 """Every file of configs/ is read by Accelerate, and means to its launcher what its name says."""
 
 import json
-import os
 import subprocess
 import sys
-from pathlib import Path
+from functools import partial
 
+import accelerate.commands.launch as accelerate_launch
 import pytest
 from accelerate.commands.config.config_args import load_config_from_file
 from accelerate.utils import DistributedType
+from launch import launch
 from places import ROOT
 
 CONFIGS = ROOT / "configs"
@@ -33,23 +34,6 @@ line = f"{accelerator.process_index} {accelerator.num_processes} {accelerator.de
 os.write(1, f"{line}\\n".encode())  # in one piece, since two ranks write to the same pipe
 accelerator.wait_for_everyone()
 os._exit(0)  # gloo's threads sometimes take the process down when the interpreter ends
-"""
-
-FSDP = """
-import json
-from accelerate import FullyShardedDataParallelPlugin
-plugin = FullyShardedDataParallelPlugin()
-policy = getattr(plugin.auto_wrap_policy, "__name__", None)
-print(json.dumps([plugin.fsdp_version, policy, plugin.reshard_after_forward, plugin.cpu_ram_efficient_loading]))
-"""
-
-DEEPSPEED = """
-import json
-from accelerate import DeepSpeedPlugin
-plugin = DeepSpeedPlugin()
-zero = plugin.deepspeed_config["zero_optimization"]
-gather = zero.get("stage3_gather_16bit_weights_on_model_save")
-print(json.dumps([plugin.zero_stage, plugin.gradient_clipping, plugin.zero3_init_flag, gather]))
 """
 
 
@@ -81,14 +65,26 @@ def test_launch_on_the_cpu_makes_ranks_that_know_each_other(name, ranks, tmp_pat
     assert sorted(lines) == [f"{rank} {ranks} cpu {list(range(ranks))}" for rank in range(ranks)]
 
 
-def test_fsdp2_reaches_the_plugin(tmp_path):
-    *_, line = launched("fsdp2", FSDP, tmp_path, "--num_processes", "1")
-    assert json.loads(line) == [2, "transformer_auto_wrap_policy", True, False]
-
-
-@pytest.mark.parametrize(("name", "expected"), [("zero2", [2, 1.0, False, False]), ("zero3", [3, 1.0, True, True])])
-def test_zero_reaches_the_plugin(name, expected, tmp_path, monkeypatch):
-    monkeypatch.setenv("DS_ACCELERATOR", "cpu")
-    monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
-    *_, line = launched(name, DEEPSPEED, tmp_path, "--num_processes", "1")
-    assert json.loads(line) == expected
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("fsdp2", [2, "transformer_auto_wrap_policy", True, False]),
+        ("zero2", [2, 1.0, False, False]),
+        ("zero3", [3, 1.0, True, True]),
+    ],
+)
+def test_settings_reach_the_plugin(name, expected, monkeypatch):
+    """The launcher stops where it would start processes; the plugin is made in one that has what it would have set."""
+    asked = {}
+    for kind in ("deepspeed_launcher", "multi_gpu_launcher"):
+        monkeypatch.setattr(accelerate_launch, kind, partial(asked.__setitem__, kind))
+    words = ["--config_file", str(CONFIGS / f"{name}.yaml"), "--num_processes", "1", "script.py"]
+    accelerate_launch.launch_command(accelerate_launch.launch_command_parser().parse_args(words))
+    ((kind, settings),) = asked.items()
+    if kind == "deepspeed_launcher":
+        _, environment = accelerate_launch.prepare_deepspeed_cmd_env(settings)
+    else:
+        environment = accelerate_launch.prepare_multi_gpu_env(settings)
+    result = launch("plugin", 1, [kind], env={**environment, "DS_ACCELERATOR": "cpu"})
+    assert result.returncode == 0, result.log
+    assert json.loads(result.log.splitlines()[-1]) == expected

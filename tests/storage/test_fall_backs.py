@@ -98,7 +98,10 @@ def test_odd_sizes(tmp_path, road, sizes):
     assert_holds(ROADS[road](values, tmp_path), values)
 
 
-@pytest.mark.parametrize("road", ["one writer", "background", "direct, ddp", "direct, fsdp2"])
+_SLOW = (pytest.param(road, marks=pytest.mark.slow) for road in ("background", "direct, ddp"))
+
+
+@pytest.mark.parametrize("road", ["one writer", "direct, fsdp2", *_SLOW])
 def test_twenty_thousand_tiny_ones(tmp_path, road):
     values = tensors([(number % 3 + 1,) for number in range(20_000)])
     assert_holds(ROADS[road](values, tmp_path), values)

@@ -173,7 +173,9 @@ with CheckpointSaver(run.accelerator, sys.argv[1], every=Every(), **QUIET) as sa
 """
 
 
-@pytest.mark.parametrize(("name", "code"), [("SIGTERM", 143), ("SIGINT", 130), ("SIGUSR1", 138)])
+@pytest.mark.parametrize(
+    ("name", "code"), [("SIGTERM", 143), ("SIGINT", 130), pytest.param("SIGUSR1", 138, marks=pytest.mark.slow)]
+)
 def test_signals_save_and_exit(tmp_path, name, code):
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     command = [sys.executable, "-c", SCRIPT, str(tmp_path)]
