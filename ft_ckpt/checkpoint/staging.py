@@ -41,7 +41,7 @@ class LocalStaging:
     @property
     def store(self) -> LocalStore:
         """The files in the stage."""
-        return LocalStore(self.stage)
+        return LocalStore(self.stage, syncs=False)
 
     def commit(self, manifest: Manifest) -> None:
         """Put the stage in place, see `commit.commit_stage`."""

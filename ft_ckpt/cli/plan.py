@@ -200,14 +200,15 @@ def _folder_bytes(folder: Path) -> int:
 
 def _measure_save(folder: Path, size_bytes: int) -> float:
     """Seconds to write `size_bytes` durably into `folder`, from a file of 256 MiB at most; gathering is not in it."""
-    from ft_ckpt.storage.writer import Writer
+    from ft_ckpt.storage.local_store import LocalStore
+    from ft_ckpt.storage.writer import Writer, region_of
 
     sample = max(1, min(size_bytes, _SAMPLE_BYTES))
     chunk = os.urandom(min(sample, _CHUNK_BYTES))  # what a disk that compresses cannot make smaller
     with tempfile.TemporaryDirectory(prefix=".ft_ckpt-plan-", dir=folder) as room, Writer() as writer:
         began = time.perf_counter()
-        file = writer.create(Path(room) / "sample", sample)
-        for start in range(0, sample, len(chunk)):
-            file.append_bytes(chunk[: sample - start])
-        file.finish()
+        with writer.fill(LocalStore(Path(room)).create("sample", sample)) as file:
+            for start in range(0, sample, len(chunk)):
+                file.put_region(region_of(start, chunk[: sample - start]))
+            file.finish()
         return (time.perf_counter() - began) * max(size_bytes, 1) / sample

@@ -29,6 +29,7 @@ from ft_ckpt.formats.registry import FolderLibrary
 from ft_ckpt.formats.shard_files import link_second_names, shard_index, split_into_files
 from ft_ckpt.storage import local_disk
 from ft_ckpt.storage.digests import FileRecord, digest_of
+from ft_ckpt.storage.local_store import LocalStore
 from ft_ckpt.storage.placing import replace_file
 
 _ROOM_BYTES = 16 << 20  # for companions, in the look at free space
@@ -111,7 +112,7 @@ def _convert_to_file(opened: TensorFile, _source: Path, options: ConvertOptions)
     commit.check_target(target.parent, one.plan.layout.size_bytes)
     local_disk.make_folder(target.parent)
     with replace_file(target) as stage:
-        (record,) = write_outputs([one], stage.parent, options.progress)
+        (record,) = write_outputs([one], LocalStore(stage.parent, syncs=False), options.progress)
         if options.verify:
             with closing(detect.open_tensor_file(stage)) as found:
                 check_copy(file, found, target.name)
@@ -191,7 +192,7 @@ def _convert_to_folder(opened: TensorFile, source: Path, options: ConvertOptions
     stage = staging.stage
     try:
         _copy_companions(source, kept, stage, options.dtype)
-        written = write_outputs(outputs, stage, options.progress)
+        written = write_outputs(outputs, staging.store, options.progress)
         for plan in plans:
             if plan.index is not None:
                 staging.store.write(plan.index_path, plan.index.encode())

@@ -1,22 +1,21 @@
 """Plans and writes a weight file of any format from the tensors of another file."""
 
-import ctypes
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import groupby
-from pathlib import Path
 from typing import Any
 
 from ft_ckpt.files.rename import read_slices, tensor_runs
-from ft_ckpt.formats.layout import Layout, Spec, TensorFile
+from ft_ckpt.formats.layout import Layout, TensorFile
 from ft_ckpt.formats.registry import TensorFormat
 from ft_ckpt.formats.torch_file import TorchArchive
-from ft_ckpt.formats.write_files import FilePlan, Piece, write_files
+from ft_ckpt.formats.write_files import FilePlan, write_file
 from ft_ckpt.storage.digests import FileRecord
 from ft_ckpt.storage.progress import track_progress
 from ft_ckpt.storage.read_ahead import read_ahead
-from ft_ckpt.storage.writer import Writer
+from ft_ckpt.storage.store import Store
+from ft_ckpt.storage.writer import Region, Writer, region_of
 
 
 @dataclass(frozen=True)
@@ -28,10 +27,10 @@ class Output:
     file: TensorFile
     archive: TorchArchive | None = None
 
-    def pieces(self) -> Iterator[Piece]:
+    def regions(self) -> Iterator[Region]:
         """The file's bytes in order."""
-        chunks = _read_pieces(self.plan.path, self.file, list(self.inner.layout.specs))
-        return chunks if self.archive is None else _archive_pieces(self.plan.path, self.archive, chunks)
+        found = _read_regions(self.file, self.inner.layout)
+        return found if self.archive is None else _archive_regions(self.archive, found)
 
 
 def plan_output(known: TensorFormat, path: str, file: TensorFile) -> Output:
@@ -49,16 +48,22 @@ def plan_output(known: TensorFormat, path: str, file: TensorFile) -> Output:
     return Output(plan, plan, file)
 
 
-def _read_pieces(path: str, file: TensorFile, specs: list[Spec]) -> Iterator[Piece]:
+def _read_regions(file: TensorFile, layout: Layout) -> Iterator[Region]:
     """Tensors whose bytes are taken as they are come in blocks, all others a slice at a time."""
-    stored = {spec.name: tensor_runs(file, spec.name) for spec in specs}
-    for plain, some in groupby(specs, lambda spec: stored[spec.name] is not None):
+    starts = {spec.name: start for spec, start in zip(layout.specs, layout.starts, strict=True)}
+    stored = {spec.name: tensor_runs(file, spec.name) for spec in layout.specs}
+
+    def place(name: str, address: int, size_bytes: int, keeper: Any) -> Region:
+        starts[name] += size_bytes
+        return Region(starts[name] - size_bytes, address, size_bytes, keeper)
+
+    for plain, some in groupby(layout.specs, lambda spec: stored[spec.name] is not None):
         if plain:
             for part in read_ahead(run for spec in some for run in stored[spec.name] or ()):
-                yield Piece(path, part.run.name, part.address, part.size_bytes, part)
+                yield place(part.run.name, part.address, part.size_bytes, part)
         else:
             for spec, data in _prefetch_items(read_slices(file, list(some))):
-                yield Piece(path, spec.name, data.data_ptr(), data.nbytes, data)
+                yield place(spec.name, data.data_ptr(), data.nbytes, data)
 
 
 def _prefetch_items(items: Iterable[Any]) -> Iterator[Any]:
@@ -71,22 +76,21 @@ def _prefetch_items(items: Iterable[Any]) -> Iterator[Any]:
             yield item
 
 
-def _archive_pieces(path: str, archive: TorchArchive, chunks: Iterator[Piece]) -> Iterator[Piece]:
+def _archive_regions(archive: TorchArchive, chunks: Iterator[Region]) -> Iterator[Region]:
     def places() -> Iterator[tuple[int, int]]:
-        for piece in chunks:  # which stays alive here until the next is asked for
-            yield piece.address, piece.size_bytes
+        for region in chunks:  # which stays alive here until the next is asked for
+            yield region.address, region.size_bytes
 
+    at = 0
     for part in archive.weave_bytes(places()):
-        if isinstance(part, tuple):
-            yield Piece(path, "archive", *part)
-        elif part:
-            held = ctypes.create_string_buffer(part, len(part))
-            yield Piece(path, "archive", ctypes.addressof(held), len(part), held)
+        region = region_of(at, part) if isinstance(part, bytes) else Region(at, *part)
+        if region.size_bytes:
+            yield region
+        at += region.size_bytes
 
 
-def write_outputs(outputs: list[Output], place: Path, progress: bool) -> list[FileRecord]:
-    """Write `outputs` into the folder `place`, durably, with a bar if `progress` and on a terminal."""
+def write_outputs(outputs: list[Output], store: Store, progress: bool) -> list[FileRecord]:
+    """Write `outputs` into `store`, durably, with a bar if `progress` and on a terminal."""
     total = sum(one.plan.layout.size_bytes for one in outputs)
-    feed = track_progress((piece for one in outputs for piece in one.pieces()), total, "converting", progress)
-    with Writer() as writer:
-        return list(write_files([one.plan for one in outputs], feed, place, writer))
+    with Writer() as writer, track_progress(total, "converting", progress) as track:
+        return [write_file(one.plan, track(one.regions()), store, writer) for one in outputs]

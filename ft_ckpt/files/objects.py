@@ -1,10 +1,9 @@
 """`save` and `load`: any state in one file, used like torch.save and torch.load."""
 
-import ctypes
 import gc
 import os
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -23,12 +22,13 @@ from ft_ckpt.formats.layout import Layout, Spec
 from ft_ckpt.formats.pytree import Leaf, flatten, unflatten
 from ft_ckpt.formats.registry import TensorFormat, format_named, tensor_formats
 from ft_ckpt.formats.tensor_file import IndexedFile
-from ft_ckpt.formats.write_files import FilePlan, Piece, write_files
+from ft_ckpt.formats.write_files import FilePlan, write_file
 from ft_ckpt.storage import local_disk
 from ft_ckpt.storage.buffers import BLOCK_BYTES
 from ft_ckpt.storage.digests import digest_like
+from ft_ckpt.storage.local_store import LocalStore
 from ft_ckpt.storage.placing import replace_file
-from ft_ckpt.storage.writer import Writer
+from ft_ckpt.storage.writer import Region, Writer, region_of
 
 
 def save(
@@ -62,7 +62,7 @@ def save(
         if codec is not None:
             _save_compressed(obj, stage.parent, stage.name, native_floats, codec)
         elif plan is not None:
-            _write_plan(stage.parent, FilePlan(stage.name, plan[0]), plan[1])
+            _write_plan(stage.parent, FilePlan(stage.name, plan[0]), _object_regions(*plan))
         elif known.save_object is not None:
             known.save_object(_load_lazy_tensors(obj), stage)
 
@@ -148,21 +148,20 @@ def _plan_object(obj: Any, known: TensorFormat, native_floats: bool) -> tuple[La
     return layout, dict(zip(names, leaves, strict=True))
 
 
-def _write_plan(folder: Path, plan: FilePlan, leaves: dict[str, Leaf]) -> None:
+def _write_plan(folder: Path, plan: FilePlan, regions: Iterable[Region]) -> None:
     with Writer() as writer:
-        for _ in write_files([plan], _object_pieces(plan, leaves), folder, writer):
-            pass
+        write_file(plan, regions, LocalStore(folder, syncs=False), writer)
 
 
-def _object_pieces(plan: FilePlan, leaves: dict[str, Leaf]) -> Iterator[Piece]:
-    for spec in plan.layout.specs:
-        yield from _leaf_pieces(plan, spec, leaves[spec.name])
+def _object_regions(layout: Layout, leaves: dict[str, Leaf]) -> Iterator[Region]:
+    for spec, start in zip(layout.specs, layout.starts, strict=True):
+        yield from _leaf_regions(start, spec, leaves[spec.name])
 
 
-def _leaf_pieces(plan: FilePlan, spec: Spec, leaf: Leaf) -> Iterator[Piece]:
+def _leaf_regions(start: int, spec: Spec, leaf: Leaf) -> Iterator[Region]:
     if spec.size_bytes:
         address, keeper = _leaf_memory(leaf)
-        yield Piece(plan.path, spec.name, address, spec.size_bytes, keeper)
+        yield Region(start, address, spec.size_bytes, keeper)
 
 
 def _save_compressed(obj: Any, folder: Path, stage: str, native_floats: bool, codec: Codec) -> None:
@@ -173,25 +172,21 @@ def _save_compressed(obj: Any, folder: Path, stage: str, native_floats: bool, co
     with tempfile.TemporaryFile(dir=folder, buffering=0) as spool:
         packed = chunks.compress_leaves(specs, lambda number: _leaf_memory(leaves[number]), codec, spool)
         layout, names = chunks.lay_out_compressed(root, specs, arrays, native_floats, packed)
-        plan = FilePlan(stage, layout)
         by_name = {name: (packed.get(number), leaves[number]) for number, name in enumerate(names)}
-        with Writer() as writer:
-            for _ in write_files([plan], _packed_pieces(plan, by_name, spool.fileno()), folder, writer):
-                pass
+        _write_plan(folder, FilePlan(stage, layout), _packed_regions(layout, by_name, spool.fileno()))
 
 
-def _packed_pieces(
-    plan: FilePlan, leaves: dict[str, tuple[chunks.PackedTensor | None, Leaf]], spool: int
-) -> Iterator[Piece]:
-    for spec in plan.layout.specs:
+def _packed_regions(
+    layout: Layout, leaves: dict[str, tuple[chunks.PackedTensor | None, Leaf]], spool: int
+) -> Iterator[Region]:
+    for spec, at in zip(layout.specs, layout.starts, strict=True):
         packed, leaf = leaves[spec.name]
         if packed is None:
-            yield from _leaf_pieces(plan, spec, leaf)
+            yield from _leaf_regions(at, spec, leaf)
             continue
         for start in range(0, spec.size_bytes, BLOCK_BYTES):
             data = os.pread(spool, min(BLOCK_BYTES, spec.size_bytes - start), packed.start + start)
-            held = ctypes.create_string_buffer(data, len(data))
-            yield Piece(plan.path, spec.name, ctypes.addressof(held), len(data), held)
+            yield region_of(at + start, data)
 
 
 def _leaf_memory(leaf: Leaf) -> tuple[int, Any]:

@@ -1,17 +1,15 @@
-"""Writes planned files from tensors that come in the order of their layouts, and digests them on the way."""
+"""Writes a planned file from tensors that come in the order of its layout, and digests them on the way."""
 
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
 
 import xxhash
 
-from ft_ckpt.errors import IncompleteError, explained
-from ft_ckpt.formats.layout import Layout, Spec, TensorRecord
-from ft_ckpt.storage.digests import FileRecord
-from ft_ckpt.storage.writer import DurableFile, Writer
+from ft_ckpt.errors import IncompleteError
+from ft_ckpt.formats.layout import Layout, TensorRecord
+from ft_ckpt.storage.digests import FileRecord, whole_digest
+from ft_ckpt.storage.store import Store
+from ft_ckpt.storage.writer import DurableFile, Region, Writer, region_of
 
 
 @dataclass(frozen=True)
@@ -29,70 +27,52 @@ class FilePlan:
         ]
 
 
-@dataclass(frozen=True)
-class Piece:
-    """The next bytes of one tensor: `address` on the host, alive until the piece after it is asked for."""
+def write_file(plan: FilePlan, regions: Iterable[Region], store: Store, writer: Writer) -> FileRecord:
+    """Write the planned file from `regions`: the bytes of its tensors, in the order of the layout.
 
-    path: str
-    name: str
-    address: int
-    size_bytes: int
-    keeper: Any = None  # whatever owns the memory
-
-
-def write_files(
-    plans: Sequence[FilePlan], pieces: Iterable[Piece], folder: Path, writer: Writer
-) -> Iterator[FileRecord]:
-    """Write the planned files below `folder` from `pieces`, which come in the order of the plans.
-
-    Raises IncompleteError when a piece is not the one the layout expects next, NoSpaceError when the disk is full.
+    Raises IncompleteError when a region is not the one the layout expects next, NoSpaceError when the disk is full.
     """
-    feed = iter(pieces)
-    for plan in plans:
-        with _created_file(writer, folder / plan.path, plan.layout) as file:
-            _write_tensors(file, plan, feed)
-            size, digest = file.finish()
-        yield FileRecord(plan.path, size, digest)
-    for extra in feed:
-        raise IncompleteError(f"{extra.name}: arrived after the last planned tensor; nothing is kept")
+    layout, feed = plan.layout, iter(regions)
+    with writer.fill(store.create(plan.path, layout.size_bytes)) as file:
+        file.put_region(region_of(0, layout.header))
+        end = _put_tensors(file, layout, feed)
+        file.put_zeros(end, layout.size_bytes)
+        for extra in feed:
+            raise IncompleteError(
+                f"{plan.path}: {_describe_region(extra)} came after the last planned tensor; nothing is kept"
+            )
+        digest = file.finish()
+    return FileRecord(plan.path, layout.size_bytes, whole_digest(digest))
 
 
-@contextmanager
-def _created_file(writer: Writer, path: Path, layout: Layout) -> Iterator[DurableFile]:
-    with explained(path):
-        path.parent.mkdir(parents=True, exist_ok=True)
-    file = writer.create(path, layout.size_bytes)
-    try:
-        file.append_bytes(layout.header)
-        yield file
-    except BaseException:
-        file.abandon()
-        raise
-
-
-def _write_tensors(file: DurableFile, plan: FilePlan, feed: Iterator[Piece]) -> None:
-    """Append everything of one file that follows its header."""
-    layout = plan.layout
+def _put_tensors(file: DurableFile, layout: Layout, feed: Iterator[Region]) -> int:
+    """Put the tensors and the trailer of a file; returns where they end."""
     digests = {spec.name: xxhash.xxh3_128() for spec in layout.specs} if layout.trailer is not None else {}
+    end = len(layout.header)
     for spec, start in zip(layout.specs, layout.starts, strict=True):
-        file.skip_to(start)
-        file.tensor = digests.get(spec.name)
-        _append_pieces(file, plan, spec, feed)
-        file.tensor = None
-    if layout.trailer is not None and layout.trailer_start is not None:
-        file.skip_to(layout.trailer_start)
-        file.await_digests()
-        file.append_bytes(layout.trailer({name: digest.digest() for name, digest in digests.items()}))
-    file.skip_to(layout.size_bytes)
+        file.put_zeros(end, start)
+        end = start + spec.size_bytes
+        for region in _next_regions(spec.name, start, end, feed):
+            file.put_region(region, digests.get(spec.name))
+    if layout.trailer is None or layout.trailer_start is None:
+        return end
+    file.put_zeros(end, layout.trailer_start)
+    file.await_digests()
+    trailer = layout.trailer({name: digest.digest() for name, digest in digests.items()})
+    file.put_region(region_of(layout.trailer_start, trailer))
+    return layout.trailer_start + len(trailer)
 
 
-def _append_pieces(file: DurableFile, plan: FilePlan, spec: Spec, feed: Iterator[Piece]) -> None:
-    """Append the pieces of one tensor."""
-    missing = spec.size_bytes
-    while missing:
-        piece = next(feed, None)
-        if piece is None or (piece.path, piece.name) != (plan.path, spec.name) or piece.size_bytes > missing:
-            found = "nothing" if piece is None else f"{piece.size_bytes} bytes of {piece.name}"
-            raise IncompleteError(f"{spec.name}: {missing} bytes missing when {found} arrived; nothing is kept")
-        file.append(piece.address, piece.size_bytes)
-        missing -= piece.size_bytes
+def _next_regions(name: str, start: int, end: int, feed: Iterator[Region]) -> Iterator[Region]:
+    """The regions of one tensor. Raises IncompleteError when others come."""
+    while start < end:
+        region = next(feed, None)
+        if region is None or region.start != start or region.size_bytes > end - start:
+            found = "nothing" if region is None else _describe_region(region)
+            raise IncompleteError(f"{name}: {end - start} bytes missing when {found} came; nothing is kept")
+        yield region
+        start += region.size_bytes
+
+
+def _describe_region(region: Region) -> str:
+    return f"{region.size_bytes} bytes for byte {region.start} of the file"

@@ -19,8 +19,9 @@ from ft_ckpt.formats.dtypes import dtype_name
 from ft_ckpt.formats.layout import Layout, Spec
 from ft_ckpt.formats.registry import DEFAULT_FORMAT, TensorFormat, format_named
 from ft_ckpt.formats.shard_files import shard_index, split_into_files
-from ft_ckpt.formats.write_files import FilePlan, Piece
+from ft_ckpt.formats.write_files import FilePlan
 from ft_ckpt.model.entries import Entry, Group, Part
+from ft_ckpt.storage.writer import Region
 
 _SLICE = 4 << 20  # elements converted at a time
 _METADATA = {"format": "pt"}  # transformers refuses files that do not say who wrote them
@@ -89,21 +90,49 @@ def _is_text(name: str) -> bool:
     return name.isascii() or not any("\ud800" <= letter <= "\udfff" for letter in name)
 
 
-def file_pieces(
-    plans: Sequence[PartPlan], tensors: Tensors, ranks: Ranks, bucket_bytes: int, nonfinite: str = "save"
-) -> Iterator[Piece]:
-    """The bytes of every planned file in file order, on rank 0; nothing elsewhere. Collective.
+def file_regions(
+    part_plan: PartPlan,
+    file: FilePlan,
+    tensors: Tensors,
+    ranks: Ranks,
+    bucket_bytes: int,
+    check: "FiniteCheck | None" = None,
+) -> Iterator[Region]:
+    """The bytes of one planned file's tensors in file order, on rank 0; nothing elsewhere. Collective."""
+    entries = {entry.name: entry for entry in part_plan.part.entries}
+    layout = file.layout
+    places = [(entries[spec.name], at) for spec, at in zip(layout.specs, layout.starts, strict=True) if spec.size_bytes]
+    return gathered_regions(places, tensors, ranks, bucket_bytes, check)
 
-    With `nonfinite="raise"` ends in IncompleteError naming every tensor that holds NaN or infinity.
+
+def gathered_regions(
+    places: Sequence[tuple[Entry, int]],
+    tensors: Tensors,
+    ranks: Ranks,
+    bucket_bytes: int,
+    check: "FiniteCheck | None" = None,
+) -> Iterator[Region]:
+    """The bytes of tensors from their places in a file on, in order, on rank 0; nothing elsewhere. Collective."""
+    starts = {entry.name: start for entry, start in places}
+    for entry, data in gather_entries([entry for entry, _ in places], tensors, ranks, bucket_bytes):
+        for region in cast_regions(starts[entry.name], entry, data, check):
+            yield region
+            starts[entry.name] += region.size_bytes  # its next elements go on from here
+
+
+def cast_regions(start: int, entry: Entry, data: Tensor, check: "FiniteCheck | None" = None) -> Iterator[Region]:
+    """Flat elements of a tensor on the host in the entry's dtype: as they are, or in slices, which need little memory.
+
+    `start` is their place in the file.
     """
-    counter = _FiniteCheck(nonfinite == "raise")
-    for part_plan in plans:
-        entries = {entry.name: entry for entry in part_plan.part.entries}
-        for file in part_plan.files:
-            ordered = [entries[spec.name] for spec in file.layout.specs if spec.size_bytes]
-            for entry, data in gather_entries(ordered, tensors, ranks, bucket_bytes):
-                yield from _cast_pieces(file.path, entry, data, counter)
-    counter.raise_if_found()
+    is_ready = data.dtype == entry.dtype and data.device.type == "cpu" and check is None
+    step = max(1, data.numel() if is_ready else _SLICE)
+    for low in range(0, data.numel(), step):
+        part = data[low : low + step]
+        if check is not None:
+            check.look_at(entry.name, part)
+        part = part.to(device="cpu", dtype=entry.dtype).contiguous()
+        yield Region(start + low * entry.dtype.itemsize, part.data_ptr(), part.nbytes, part)
 
 
 def check_written_files(part_plan: PartPlan, folder: Path) -> None:
@@ -129,17 +158,18 @@ def check_written_files(part_plan: PartPlan, folder: Path) -> None:
 
 
 @dataclass
-class _FiniteCheck:
-    """Names of tensors with values that are no numbers, if anybody asked."""
+class FiniteCheck:
+    """Names of tensors with values that are no numbers."""
 
-    looks: bool
     found: set[str] = field(default_factory=set)
 
-    def check_values(self, name: str, data: Tensor) -> None:
-        if self.looks and data.dtype.is_floating_point and not bool(torch.isfinite(data).all()):
+    def look_at(self, name: str, data: Tensor) -> None:
+        """Look at values of the tensor `name`."""
+        if data.dtype.is_floating_point and not bool(torch.isfinite(data).all()):
             self.found.add(name)
 
     def raise_if_found(self) -> None:
+        """Raise IncompleteError naming every tensor that holds NaN or infinity."""
         if self.found:
             raise IncompleteError(
                 f"{listing(sorted(self.found), ', ')}: NaN or infinity in {len(self.found)} tensor(s), and "
@@ -199,16 +229,6 @@ def _convert_group(
         if tuple(tensor.shape) != entry.shape:
             raise IncompleteError(f"{entry.name}: converted to shape {tuple(tensor.shape)}, planned {entry.shape}")
         yield entry, tensor.reshape(-1)
-
-
-def _cast_pieces(path: str, entry: Entry, data: Tensor, counter: _FiniteCheck) -> Iterator[Piece]:
-    """`data` in the entry's dtype as pieces; converted in slices, so that a cast needs little memory."""
-    step = data.numel() if data.dtype == entry.dtype and not counter.looks else _SLICE
-    for low in range(0, data.numel(), max(step, 1)):
-        part = data[low : low + step]
-        counter.check_values(entry.name, part)
-        part = part.to(entry.dtype).contiguous()
-        yield Piece(path, entry.name, part.data_ptr(), part.nbytes, part)
 
 
 def _lay_out_file(specs: list[Spec], known: TensorFormat, part: Part) -> Layout:

@@ -11,15 +11,16 @@ from ft_ckpt.distributed.ranks import Ranks, try_action
 from ft_ckpt.distributed.tensor_info import TensorInfo, Tensors
 from ft_ckpt.errors import IncompleteError
 from ft_ckpt.formats.registry import format_named
-from ft_ckpt.formats.write_files import write_files
+from ft_ckpt.formats.write_files import write_file
 from ft_ckpt.saving import reuse_frozen, write_shards
-from ft_ckpt.saving.files import PartPlan, file_pieces
+from ft_ckpt.saving.files import FiniteCheck, PartPlan, file_regions
 from ft_ckpt.saving.plan import SaveRequest
 from ft_ckpt.saving.reuse_frozen import Offer
 from ft_ckpt.saving.stage import StagedSave
 from ft_ckpt.storage.digests import FileRecord
+from ft_ckpt.storage.local_store import LocalStore
 from ft_ckpt.storage.progress import track_progress
-from ft_ckpt.storage.write_tuning import tuning_for
+from ft_ckpt.storage.write_tuning import WriteTuning, tuning_for
 from ft_ckpt.storage.writer import Writer
 from ft_ckpt.training.exchange import exchange
 
@@ -123,27 +124,34 @@ def _link_frozen_files(job: SaveJob) -> list[FileRecord]:
 
 
 def _write_on_rank_0(job: SaveJob, untied: list[tuple[TensorInfo, TensorInfo]]) -> list[FileRecord]:
-    """All tensors come to rank 0, which writes them."""
-    plans, config, stage = job.unlinked_plans, job.config, job.prepared.stage
-    total = sum(one.size_bytes for one in plans)
-    feed = track_progress(
-        file_pieces(plans, job.tensors, job.ranks, config.bucket_bytes, config.nonfinite),
-        total,
-        "saving",
-        job.ranks.shows,
-    )
-    if stage is None:
-        for _ in feed:
-            pass
+    """All tensors come to rank 0, which writes them. Raises IncompleteError for numbers that are none, if asked to."""
+    files = [(one, file) for one in job.unlinked_plans for file in one.files]
+    given = job.tensors, job.ranks, job.config.bucket_bytes
+    check = FiniteCheck() if job.config.nonfinite == "raise" else None
+    if job.prepared.stage is None:
+        for one, file in files:
+            for _ in file_regions(one, file, *given):
+                pass
         return []
     _refuse_untied(untied)
-    with _make_writer(job) as writer:
-        return list(write_files([file for one in plans for file in one.files], feed, stage, writer))
+    tuning = _write_tuning(job)
+    store, total = _stage_store(job), sum(file.layout.size_bytes for _, file in files)
+    with Writer(tuning) as writer, track_progress(total, "saving", job.ranks.shows) as track:
+        written = [
+            write_file(file, track(file_regions(one, file, *given, check)), store, writer) for one, file in files
+        ]
+    if check is not None:
+        check.raise_if_found()
+    return written
 
 
-def _make_writer(job: SaveJob) -> Writer:
-    config = job.config
-    return Writer(tuning_for(config.io_threads, config.direct_io, config.io_block_bytes))
+def _write_tuning(job: SaveJob) -> WriteTuning:
+    return tuning_for(job.config.io_threads, job.config.direct_io, job.config.io_block_bytes)
+
+
+def _stage_store(job: SaveJob) -> LocalStore:
+    """Rank 0's stage, as any rank sees it."""
+    return LocalStore(Path(str(job.answers[0].stage)), _write_tuning(job).direct_bytes, syncs=False)
 
 
 def _divide_between_ranks(job: SaveJob) -> list[write_shards.Share] | None:
@@ -186,13 +194,14 @@ def _write_on_all_ranks(
     job: SaveJob, shares: list[write_shards.Share], untied: list[tuple[TensorInfo, TensorInfo]]
 ) -> list[FileRecord]:
     """Every rank writes what it holds; the records are rank 0's to keep."""
-    stage, config, ranks = Path(str(job.answers[0].stage)), job.config, job.ranks
+    config, ranks, store = job.config, job.ranks, _stage_store(job)
     _refuse_untied(untied)
-    for share in shares:  # rank 0 takes the room for all files before a byte is written
-        write_shards.allocate_file(share, stage, takes_room=ranks.leads)
-    with _make_writer(job) as writer:
+    if ranks.leads:  # it takes the room for all files before it writes a byte
+        for share in shares:
+            store.allocate(share.file.path, share.file.layout.size_bytes)
+    with Writer(_write_tuning(job)) as writer:
         given = job.tensors, ranks, writer, config.bucket_bytes
-        mine = [write_shards.write_own_bytes(share, stage, *given) for share in shares]
+        mine = [write_shards.write_own_bytes(share, store, *given) for share in shares]
     answers = exchange(ranks, "the writing of save()", _WrittenDigests, _WrittenDigests(tuple(mine)))
     return [
         write_shards.file_record(share, [answer.digests[number] for answer in answers])

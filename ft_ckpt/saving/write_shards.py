@@ -4,30 +4,22 @@ Which bytes of a file are whose follows from its layout and from how each tensor
 alone. What is no run of bytes (converted names, slabs of tensor parallelism) comes to rank 0 as ever, in its turn.
 """
 
-import os
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby, pairwise
-from pathlib import Path
-
-import torch
-from torch import Tensor
 
 from ft_ckpt.distributed.ranks import Ranks
 from ft_ckpt.distributed.sharding import Sharding
 from ft_ckpt.distributed.tensor_info import Tensors
-from ft_ckpt.errors import explained
 from ft_ckpt.formats.write_files import FilePlan
 from ft_ckpt.model.entries import Entry
-from ft_ckpt.saving.files import PartPlan, gather_entries
+from ft_ckpt.saving.files import PartPlan, cast_regions, gathered_regions
 from ft_ckpt.storage.buffers import BLOCK_BYTES
 from ft_ckpt.storage.digests import Cut, FileRecord, cut_chunks, joined_digest
-from ft_ckpt.storage.direct_io import create_file
-from ft_ckpt.storage.regions import Region, digest_regions, write_regions
-from ft_ckpt.storage.writer import Writer
+from ft_ckpt.storage.store import SharedStore
+from ft_ckpt.storage.writer import Region, Writer, digest_regions, region_of
 
 LEAST_BYTES = 32 << 20  # of a checkpoint for which it pays that all ranks open its files
-_SLICE = 4 << 20  # elements converted at a time
 
 
 @dataclass(frozen=True, eq=False)
@@ -78,20 +70,6 @@ def is_worth_sharing(found: Sequence[Share]) -> bool:
     return cut >= LEAST_BYTES
 
 
-def allocate_file(share: Share, stage: Path, takes_room: bool) -> None:
-    """Make the file, if no other rank has made it yet; one rank `takes_room` for all of it.
-
-    Every rank may write to it at once, whether the room is taken or not. Raises NoSpaceError when there is none.
-    """
-    path, size = stage / share.file.path, share.file.layout.size_bytes if takes_room else 0
-    with explained(path):
-        for folder in reversed(path.relative_to(stage).parents[:-1]):
-            (stage / folder).mkdir(exist_ok=True)  # not the stage itself, which rank 0 may have taken away again
-        os.close(create_file(path, size, direct=False, is_shared=True))
-        if takes_room:
-            os.truncate(path, size)
-
-
 def file_record(share: Share, digests: Sequence[str]) -> FileRecord:
     """The record of the file from its ranks' digests."""
     return FileRecord(
@@ -100,14 +78,17 @@ def file_record(share: Share, digests: Sequence[str]) -> FileRecord:
 
 
 def write_own_bytes(
-    share: Share, folder: Path, tensors: Tensors, ranks: Ranks, writer: Writer, bucket_bytes: int
+    share: Share, store: SharedStore, tensors: Tensors, ranks: Ranks, writer: Writer, bucket_bytes: int
 ) -> str:
-    """Write this rank's bytes of one file, which is there; their digest. Collective where tensors come to rank 0.
+    """Write this rank's bytes of one file; their digest. Collective where tensors come to rank 0.
 
     Stops in the middle when another rank has failed, with NoSpaceError where that rank's disk is full, else RankError.
     """
     regions = _while_all_write(_own_regions(share, tensors, ranks, bucket_bytes), ranks, writer.tuning.block_bytes)
-    return write_regions(folder / share.file.path, regions, writer)
+    with writer.fill(store.share(share.file.path, share.file.layout.size_bytes)) as file:
+        for region in regions:
+            file.put_region(region)
+        return file.finish()
 
 
 def digest_own_bytes(share: Share, tensors: Tensors, ranks: Ranks, bucket_bytes: int) -> str:
@@ -161,19 +142,14 @@ def _own_regions(share: Share, tensors: Tensors, ranks: Ranks, bucket_bytes: int
     places = list(zip(share.entries, share.cuts, share.file.layout.specs, share.file.layout.starts, strict=True))
     at = 0  # up to here, what no tensor covers is written
     for is_gathered, group in groupby(places, key=lambda place: place[1] is None):
-        places_here = list(group)
         if is_gathered:
-            starts = {spec.name: start for _, _, spec, start in places_here}
-            moving = [entry for entry, _, spec, _ in places_here if spec.size_bytes]
-            for entry, data in gather_entries(moving, tensors, ranks, bucket_bytes):
-                yield from _header_regions(share.file, at, starts[entry.name])
-                at = starts[entry.name]
-                for part in _cast_slices(data, entry.dtype):
-                    yield Region(at, part.data_ptr(), part.nbytes, part)
-                    at += part.nbytes
-                starts[entry.name] = at  # its next elements go on from here
+            moving = [(entry, start) for entry, _, spec, start in group if spec.size_bytes]
+            for region in gathered_regions(moving, tensors, ranks, bucket_bytes):
+                yield from _header_regions(share.file, at, region.start)
+                yield region
+                at = region.start + region.size_bytes
             continue
-        for entry, cut, spec, start in places_here:
+        for entry, cut, spec, start in group:
             if ranks.leads:
                 yield from _header_regions(share.file, at, start)
             at = start + spec.size_bytes
@@ -195,9 +171,7 @@ def _while_all_write(regions: Iterable[Region], ranks: Ranks, most_bytes: int) -
 def _header_regions(file: FilePlan, start: int, stop: int) -> Iterator[Region]:
     """Header and gaps: bytes of the file that are no tensor's."""
     if start < stop:
-        data = bytearray(file.layout.header[start:stop].ljust(stop - start, b"\0"))
-        held = torch.frombuffer(data, dtype=torch.uint8)
-        yield Region(start, held.data_ptr(), stop - start, held)
+        yield region_of(start, file.layout.header[start:stop].ljust(stop - start, b"\0"))
 
 
 def _tensor_regions(entry: Entry, cut: Cut, tensors: Tensors, rank: int) -> Iterator[Region]:
@@ -208,17 +182,6 @@ def _tensor_regions(entry: Entry, cut: Cut, tensors: Tensors, rank: int) -> Iter
         return
     item, local = entry.dtype.itemsize, held.reshape(-1)
     for start, stop, owner in cut_chunks(cut):
-        if owner != rank:
-            continue
-        first = (start - cut.start) // item if not source.sharding.is_sharded else 0
-        at = start
-        for part in _cast_slices(local[first : first + (stop - start) // item], entry.dtype):
-            yield Region(at, part.data_ptr(), part.nbytes, part)
-            at += part.nbytes
-
-
-def _cast_slices(data: Tensor, dtype: torch.dtype) -> Iterator[Tensor]:
-    """Flat `data` on the host in `dtype`: as it is, or in slices."""
-    step = max(1, data.numel() if data.dtype == dtype and data.device.type == "cpu" else _SLICE)
-    for low in range(0, data.numel(), step):
-        yield data[low : low + step].to(device="cpu", dtype=dtype).contiguous()
+        if owner == rank:
+            first = (start - cut.start) // item if not source.sharding.is_sharded else 0
+            yield from cast_regions(start, entry, local[first : first + (stop - start) // item])

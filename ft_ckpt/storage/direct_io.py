@@ -1,82 +1,184 @@
-"""Opens and writes files past the page cache (O_DIRECT) where the file system allows it, else through the cache.
+"""Writes files past the page cache (O_DIRECT) where the file system allows it, else through the cache.
 
 Refused at open or at a write, the same file goes on through the page cache. Space is taken before the first byte.
 """
 
+import contextlib
 import ctypes
 import errno
 import fcntl
-import mmap
 import os
+from dataclasses import dataclass, field
 from pathlib import Path
+from threading import Lock
 
-from ft_ckpt.errors import explained
+from ft_ckpt.errors import IncompleteError, explained
+from ft_ckpt.storage import local_disk
+from ft_ckpt.storage.buffers import ALIGNMENT, address_of
+from ft_ckpt.storage.store import Stored
 
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 _NOT_DIRECT = {errno.EINVAL, errno.EOPNOTSUPP}  # what a file system without it says
+_FLAGS = os.O_WRONLY | os.O_CLOEXEC | os.O_NOFOLLOW
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
-def create_file(path: Path, size_bytes: int, direct: bool, is_shared: bool = False) -> int:
-    """A descriptor of the new file `path`, its space taken. One that `is_shared` may have been made by another rank.
+@dataclass
+class LocalWriting:
+    """A file that is being written at `draft`, and moved to `path` in the end; or one that stays where it is.
 
-    Raises NoSpaceError when there is not enough, TargetError when the file cannot be made, or is there already.
+    Whole disk blocks of aligned memory go past the page cache, through the descriptor `direct`; all else goes through
+    it, as do the ends that share a disk block with another rank's bytes: there the kernel puts the two together.
+    """
+
+    name: str
+    path: Path
+    draft: Path
+    size_bytes: int
+    plain: int
+    direct: int  # -1: all goes through the page cache
+    is_shared: bool  # written by other processes, too, so that nobody here knows when it is whole
+    syncs: bool  # whether its name survives a power cut from the end of `finish` on
+    written: int = 0
+    _lock: Lock = field(default_factory=Lock)
+
+    def write(self, offset: int, memory: memoryview) -> None:
+        """Write `memory` at `offset`, see `Writable.write`."""
+        if offset + len(memory) > self.size_bytes:
+            raise IncompleteError(f"{self.name}: bytes up to {offset + len(memory)}, expected {self.size_bytes}")
+        first, last = (0, 0) if self.direct < 0 else _whole_blocks(offset, memory)
+        with explained(self.path):
+            _write_all(self.plain, memory[:first], offset)
+            _write_all(self.direct, memory[first:last], offset + first)
+            _write_all(self.plain, memory[last:], offset + last)
+        with self._lock:
+            self.written += len(memory)
+
+    def finish(self) -> Stored:
+        """Sync the file and move it into place."""
+        if self.written != self.size_bytes and not self.is_shared:
+            self.abandon()
+            raise IncompleteError(f"{self.name}: {self.written} of {self.size_bytes} bytes arrived; nothing is kept")
+        try:
+            with explained(self.path):
+                local_disk.sync_open(self.plain)
+                found = os.fstat(self.plain)
+                self._close()
+                if self.draft != self.path:
+                    local_disk.move(self.draft, self.path)
+                if self.syncs:
+                    local_disk.sync_path(self.path.parent)
+        except BaseException:
+            self.abandon()
+            raise
+        return local_disk.stored_file(self.name, found)
+
+    def abandon(self) -> None:
+        """Delete the draft, see `Writable.abandon`; a file that others write into is theirs to delete."""
+        with contextlib.suppress(OSError):
+            self._close()
+        if not self.is_shared:
+            with contextlib.suppress(OSError):
+                local_disk.unlink(self.draft)
+
+    def _close(self) -> None:
+        """Close each descriptor once: its number may be another file's at once, also after an error."""
+        plain, direct, self.plain, self.direct = self.plain, self.direct, -1, -1
+        try:
+            if direct >= 0:
+                os.close(direct)
+        finally:
+            if plain >= 0:
+                os.close(plain)
+
+
+def create_file(
+    name: str, path: Path, draft: Path, size_bytes: int, *, direct: bool, shared: bool = False, syncs: bool = True
+) -> LocalWriting:
+    """The new file `draft`, which is to be `path`; its space is taken, unless it is `shared`, see `allocate_file`.
+
+    Raises NoSpaceError when there is not enough, TargetError when the file cannot be made, or is there already and not
+    `shared`.
     """
     with explained(path):
-        descriptor = open_for_writing(path, os.O_WRONLY | os.O_CREAT | (0 if is_shared else os.O_EXCL), direct)
-        refusal = _allocate_space(descriptor, size_bytes)
-        if refusal in _FULL:
-            os.close(descriptor)
-            raise OSError(refusal, os.strerror(refusal))
-    return descriptor
-
-
-def open_for_writing(path: Path, flags: int, direct: bool) -> int:
-    """A descriptor of `path`, unbuffered if `direct` and the file system takes that. Raises OSError."""
-    flags |= os.O_CLOEXEC | os.O_NOFOLLOW
-    if direct and hasattr(os, "O_DIRECT"):
+        plain = os.open(draft, _FLAGS | os.O_CREAT | (0 if shared else os.O_EXCL), 0o666)
         try:
-            return os.open(path, flags | os.O_DIRECT, 0o666)
-        except OSError as error:
-            if error.errno not in _NOT_DIRECT:
-                raise
-        if flags & os.O_EXCL:
-            path.unlink(missing_ok=True)  # the file system refused it, and may have made an empty file before
-    return os.open(path, flags, 0o666)
+            if not shared:
+                _allocate_space(plain, size_bytes)
+            unbuffered = _open_unbuffered(draft) if direct else -1
+        except BaseException:
+            os.close(plain)
+            if not shared:
+                local_disk.unlink(draft)
+            raise
+    return LocalWriting(name, path, draft, size_bytes, plain, unbuffered, shared, syncs)
 
 
-def _allocate_space(descriptor: int, size_bytes: int) -> int:
-    """Allocate the space now, so that a full disk is known before anything is written; an errno, 0 for success.
+def allocate_file(path: Path, size_bytes: int) -> None:
+    """Take the space for the file `path`, which is made where it is not there; several processes may write into it.
+
+    Raises NoSpaceError when there is not enough, TargetError when the file cannot be made.
+    """
+    with explained(path):
+        descriptor = os.open(path, _FLAGS | os.O_CREAT, 0o666)
+        try:
+            _allocate_space(descriptor, size_bytes)
+            os.ftruncate(descriptor, size_bytes)
+        finally:
+            os.close(descriptor)
+
+
+def _open_unbuffered(path: Path) -> int:
+    """A second descriptor of the file `path`, unbuffered; -1 where its file system has none. Raises OSError."""
+    if not hasattr(os, "O_DIRECT"):
+        return -1
+    try:
+        return os.open(path, _FLAGS | os.O_DIRECT, 0o666)
+    except OSError as error:
+        if error.errno not in _NOT_DIRECT:
+            raise
+        return -1
+
+
+def _allocate_space(descriptor: int, size_bytes: int) -> None:
+    """Allocate the space now, so that a full disk is known before anything is written. Raises OSError when it is full.
 
     Not posix_fallocate: where the file system cannot, the C library would write every block itself.
     """
     if not size_bytes or not hasattr(_libc, "fallocate"):
-        return 0
+        return
     while _libc.fallocate(descriptor, 0, ctypes.c_int64(0), ctypes.c_int64(size_bytes)):
-        if (refusal := ctypes.get_errno()) != errno.EINTR:
-            return refusal
-    return 0
+        refusal = ctypes.get_errno()
+        if refusal in _FULL:
+            raise OSError(refusal, os.strerror(refusal))
+        if refusal != errno.EINTR:
+            return
 
 
-def write_all(path: Path, descriptor: int, block: mmap.mmap | memoryview, part: tuple[int, int], offset: int) -> None:
-    """Write bytes [first, last) of `block` at `offset` of the file; on through the page cache where it must be.
+def _whole_blocks(offset: int, memory: memoryview) -> tuple[int, int]:
+    """The part of `memory` at `offset` that fills whole disk blocks from aligned addresses; (0, 0) for none."""
+    first = -offset % ALIGNMENT
+    last = len(memory) - (offset + len(memory)) % ALIGNMENT
+    if memory.readonly or first >= last or (address_of(memory) + first) % ALIGNMENT:
+        return 0, 0
+    return first, last
 
-    Raises NoSpaceError when the disk is full, TargetError when it cannot be written.
-    """
-    start, stop = part
-    with explained(path), memoryview(block) as view:
-        while start < stop:
-            was_direct = _is_direct(descriptor)
-            try:
-                done = os.pwrite(descriptor, view[start:stop], offset)
-            except OSError as error:
-                if error.errno != errno.EINVAL or not was_direct:
-                    raise
-                _leave_direct(descriptor)
-                continue
-            if not done:
-                raise OSError(errno.EIO, "nothing of a block was written")
-            start, offset = start + done, offset + done
+
+def _write_all(descriptor: int, memory: memoryview, offset: int) -> None:
+    """Write `memory` at `offset` of the file; on through the page cache where it must be. Raises OSError."""
+    done = 0
+    while done < len(memory):
+        was_direct = _is_direct(descriptor)
+        try:
+            count = os.pwrite(descriptor, memory[done:], offset + done)
+        except OSError as error:
+            if error.errno != errno.EINVAL or not was_direct:
+                raise
+            _leave_direct(descriptor)
+            continue
+        if not count:
+            raise OSError(errno.EIO, "nothing of a block was written")
+        done += count
 
 
 def _is_direct(descriptor: int) -> bool:

@@ -13,6 +13,7 @@ from pathlib import Path, PurePath
 from typing import BinaryIO
 
 from ft_ckpt.errors import ConfigError, CorruptError, TargetError
+from ft_ckpt.storage.store import Stored
 
 # The calls that change the disk, each by one name, so that a test can stop the process at every one of them.
 mkdir = os.mkdir
@@ -78,6 +79,16 @@ def list_entries(folder: Path) -> list[os.DirEntry[str]]:
             return sorted(found, key=lambda each: each.name)
     except (FileNotFoundError, NotADirectoryError):
         return []
+
+
+def stored_file(name: str, found: os.stat_result) -> Stored:
+    """A file of these facts as an object of a store."""
+    return Stored(name, found.st_size, found.st_mtime, file_version(found))
+
+
+def file_version(found: os.stat_result) -> str:
+    """Another text whenever the bytes of a file are replaced."""
+    return f"{found.st_dev:x}-{found.st_ino:x}-{found.st_mtime_ns:x}-{found.st_size:x}"
 
 
 def exchange_folders(one: Path, other: Path) -> None:

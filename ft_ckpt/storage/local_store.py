@@ -7,13 +7,11 @@ import os
 import secrets
 import stat
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from pathlib import Path
-from threading import Lock
 
 from ft_ckpt.errors import (
     CorruptError,
-    IncompleteError,
     MissingError,
     NameTakenError,
     UnreadableError,
@@ -21,7 +19,8 @@ from ft_ckpt.errors import (
     explained,
 )
 from ft_ckpt.storage import local_disk
-from ft_ckpt.storage.direct_io import create_file, write_all
+from ft_ckpt.storage.buffers import BLOCK_BYTES
+from ft_ckpt.storage.direct_io import LocalWriting, allocate_file, create_file
 from ft_ckpt.storage.placing import PREFIX, write_bytes
 from ft_ckpt.storage.store import Folder, FolderListing, Stored, checked_name
 
@@ -35,7 +34,8 @@ class LocalStore:
     """The files below `folder`, which need not exist yet. Links are followed when reading, never when deleting."""
 
     folder: Path
-    shares_ranges = True
+    direct_bytes: int | None = BLOCK_BYTES  # new objects from this size on go past the page cache; None: none does
+    syncs: bool = True  # whether names survive a power cut at once; in a stage the commit sees to that, for all files
 
     @property
     def url(self) -> str:
@@ -49,7 +49,7 @@ class LocalStore:
 
     def within(self, folder: str) -> "LocalStore":
         """The store of a folder in this one, which may have any name that a folder can have."""
-        return LocalStore(self.folder / folder)
+        return replace(self, folder=self.folder / folder)
 
     def where(self, name: str) -> str:
         """The path of an object, as text."""
@@ -77,24 +77,41 @@ class LocalStore:
         """Write a small file through a draft beside it, see `Store.write`."""
         path = self.path(name)
         with explained(path):
-            local_disk.make_folder(path.parent)
-            if not create_only:
+            self._make_parents(path)
+            if self.syncs and not create_only:
                 write_bytes(path, data)
                 return
             with _draft_of(path) as draft:
                 with draft.open("xb") as stream:
                     stream.write(data)
-                local_disk.sync_path(draft)
-                _put_new(draft, path)
-                local_disk.sync_path(path.parent)
+                if self.syncs:
+                    local_disk.sync_path(draft)
+                _put_new(draft, path) if create_only else local_disk.move(draft, path)
+                self._sync_name(path)
 
-    def create(self, name: str, size_bytes: int) -> "LocalWriting":
+    def create(self, name: str, size_bytes: int) -> LocalWriting:
         """A new file, its space allocated now; NoSpaceError where there is none."""
         path = self.path(name)
         with explained(path):
-            local_disk.make_folder(path.parent)
-        draft = _draft_name(path)
-        return LocalWriting(name, path, draft, create_file(draft, size_bytes, False), size_bytes)
+            self._make_parents(path)
+        return create_file(
+            name, path, _draft_name(path), size_bytes, direct=self._is_direct(size_bytes), syncs=self.syncs
+        )
+
+    def allocate(self, name: str, size_bytes: int) -> None:
+        """Take the space for a file that several processes write, see `SharedStore.allocate`."""
+        path = self.path(name)
+        with explained(path):
+            self._make_parents(path)
+        allocate_file(path, size_bytes)
+
+    def share(self, name: str, size_bytes: int) -> LocalWriting:
+        """This process's way into a file that several processes write, see `SharedStore.share`."""
+        path = self.path(name)
+        with explained(path):
+            self._make_parents(path)
+        direct = self._is_direct(size_bytes)
+        return create_file(name, path, path, size_bytes, direct=direct, shared=True, syncs=self.syncs)
 
     def list(self, prefix: str = "") -> list[Stored]:
         """All files below `prefix` but drafts, see `Store.list`; folders that are links are not entered."""
@@ -103,7 +120,7 @@ class LocalStore:
             walk = os.walk(top, onerror=_raise_unless_absent)
             paths = (Path(place) / name for place, _, files in walk for name in files if not _is_draft(name))
             named = ((path.relative_to(self.folder).as_posix(), _regular(path)) for path in paths)
-            found = [_stored(name, facts) for name, facts in named if facts is not None]
+            found = [local_disk.stored_file(name, facts) for name, facts in named if facts is not None]
         return sorted(found, key=lambda each: each.name)
 
     def list_folder(self, prefix: str = "") -> FolderListing:
@@ -115,7 +132,7 @@ class LocalStore:
                 if _may_be_folder(entry):
                     folders.append(Folder(entry.name, os.path.realpath(entry.path), entry.is_symlink()))
                 elif not _is_draft(entry.name) and (found := _regular(entry.path)) is not None:
-                    objects.append(_stored(begin + entry.name, found))
+                    objects.append(local_disk.stored_file(begin + entry.name, found))
         folders.sort(key=lambda each: each.is_link)
         return FolderListing(os.path.lexists(top), tuple(folders), tuple(objects))
 
@@ -124,7 +141,7 @@ class LocalStore:
         path = self.path(name)
         with _reading(path):
             found = _regular(path)
-        return None if found is None else _stored(name, found)
+        return None if found is None else local_disk.stored_file(name, found)
 
     def copy(self, name: str, other: str) -> bool:
         """Link the file under another name; False where the file system has no links."""
@@ -132,7 +149,7 @@ class LocalStore:
         if self.stat(name) is None:
             raise _missing(source)
         with explained(goal):
-            local_disk.make_folder(goal.parent)
+            self._make_parents(goal)
         with explained(goal), _draft_of(goal) as draft:
             try:
                 os.link(source, draft)
@@ -141,7 +158,7 @@ class LocalStore:
                     return False
                 raise
             local_disk.move(draft, goal)
-            local_disk.sync_path(goal.parent)
+            self._sync_name(goal)
         return True
 
     def delete(self, names: Iterable[str]) -> None:
@@ -157,6 +174,21 @@ class LocalStore:
             present = next(path for path in (self.folder, *self.folder.absolute().parents) if path.exists())
             device = os.statvfs(present)
         return device.f_bavail * device.f_frsize
+
+    def _is_direct(self, size_bytes: int) -> bool:
+        return self.direct_bytes is not None and size_bytes >= self.direct_bytes
+
+    def _make_parents(self, path: Path) -> None:
+        """Make the folders that `path` is in; not a stage itself, which may have been taken away again."""
+        if self.syncs:
+            local_disk.make_folder(path.parent)
+            return
+        for folder in reversed(path.relative_to(self.folder).parents[:-1]):
+            (self.folder / folder).mkdir(exist_ok=True)
+
+    def _sync_name(self, path: Path) -> None:
+        if self.syncs:
+            local_disk.sync_path(path.parent)
 
 
 @dataclass
@@ -193,7 +225,7 @@ class LocalFile:
 
     def check(self) -> None:
         """Raise CorruptError when the file has been written to since it was opened."""
-        found = _version(os.fstat(self.descriptor))
+        found = local_disk.file_version(os.fstat(self.descriptor))
         if found != self.version:
             raise CorruptError(f"{self.path}: changed while it was read; read it again")
 
@@ -207,61 +239,11 @@ class LocalFile:
             os.close(descriptor)
 
 
-@dataclass
-class LocalWriting:
-    """A file that is being written, under the name of a draft."""
-
-    name: str
-    path: Path
-    draft: Path
-    descriptor: int
-    size_bytes: int
-    written: int = 0
-    _lock: Lock = field(default_factory=Lock)
-
-    def write(self, offset: int, memory: memoryview) -> None:
-        """Write `memory` at `offset`, see `Writable.write`."""
-        if offset + len(memory) > self.size_bytes:
-            raise IncompleteError(f"{self.name}: bytes up to {offset + len(memory)}, expected {self.size_bytes}")
-        write_all(self.path, self.descriptor, memory, (0, len(memory)), offset)
-        with self._lock:
-            self.written += len(memory)
-
-    def finish(self) -> Stored:
-        """Sync the file and move it into place."""
-        if self.written != self.size_bytes:
-            self.abandon()
-            raise IncompleteError(f"{self.name}: {self.written} of {self.size_bytes} bytes arrived; nothing is kept")
-        try:
-            with explained(self.path):
-                local_disk.sync_open(self.descriptor)
-                found = os.fstat(self.descriptor)
-                self._close()
-                local_disk.move(self.draft, self.path)
-                local_disk.sync_path(self.path.parent)
-        except BaseException:
-            self.abandon()
-            raise
-        return _stored(self.name, found)
-
-    def abandon(self) -> None:
-        """Delete the draft, see `Writable.abandon`."""
-        with contextlib.suppress(OSError):
-            self._close()
-        with contextlib.suppress(OSError):
-            local_disk.unlink(self.draft)
-
-    def _close(self) -> None:
-        descriptor, self.descriptor = self.descriptor, -1
-        if descriptor >= 0:
-            os.close(descriptor)
-
-
 def open_local_file(path: Path, name: str = "") -> LocalFile:
     """Open a regular file anywhere. Raises OSError, or CorruptError for what is no regular file."""
     descriptor = local_disk.regular_descriptor(path)
     found = os.fstat(descriptor)
-    return LocalFile(name or path.name, path, descriptor, found.st_size, _version(found))
+    return LocalFile(name or path.name, path, descriptor, found.st_size, local_disk.file_version(found))
 
 
 @contextlib.contextmanager
@@ -333,11 +315,3 @@ def _regular(path: str | Path) -> os.stat_result | None:
             return None
         raise
     return found if stat.S_ISREG(found.st_mode) else None
-
-
-def _stored(name: str, found: os.stat_result) -> Stored:
-    return Stored(name, found.st_size, found.st_mtime, _version(found))
-
-
-def _version(found: os.stat_result) -> str:
-    return f"{found.st_dev:x}-{found.st_ino:x}-{found.st_mtime_ns:x}-{found.st_size:x}"

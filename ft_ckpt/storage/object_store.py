@@ -38,7 +38,6 @@ class ObjectStore:
     client: Any
     url: str
     prefix: str = ""
-    shares_ranges = False
 
     @classmethod
     def from_url(cls, url: str, **options: Any) -> "ObjectStore":

@@ -8,7 +8,7 @@ or UnreadableError while reading, TargetError, NoSpaceError or NameTakenError wh
 from collections.abc import Iterable
 from contextlib import closing
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from ft_ckpt.errors import ConfigError, CorruptError, damaged_input
 from ft_ckpt.storage.paths import is_inside
@@ -95,11 +95,6 @@ class Store(Protocol):
         """The one name of this store: equal for two that are reached by different links."""
         ...
 
-    @property
-    def shares_ranges(self) -> bool:
-        """Whether several processes may write ranges of one object in place."""
-        ...
-
     def within(self, folder: str) -> "Store":
         """The store of what is below `folder`."""
         ...
@@ -146,6 +141,23 @@ class Store(Protocol):
 
     def free_bytes(self) -> int | None:
         """Bytes that can still be written; None where there is no limit."""
+        ...
+
+
+@runtime_checkable
+class SharedStore(Store, Protocol):
+    """A store in which several processes may write ranges of one object, in place."""
+
+    def allocate(self, name: str, size_bytes: int) -> None:
+        """Take the space for the object that is `share`d under this name, which is made where it is not there."""
+        ...
+
+    def share(self, name: str, size_bytes: int) -> Writable:
+        """A way for this process into an object that others write other ranges of; the first to come makes it.
+
+        It has its name from the start. `finish` makes the bytes of one process durable and cannot know whether all have
+        come; `abandon` leaves the object there.
+        """
         ...
 
 

@@ -12,20 +12,15 @@ from ft_ckpt.storage.buffers import BLOCK_BYTES
 
 @dataclass(frozen=True)
 class WriteTuning:
-    """One way to write: `threads` writers of blocks of `block_bytes`, past the page cache if `direct`."""
+    """One way to write: `threads` writers of blocks of `block_bytes`."""
 
-    direct: bool = True
     threads: int = 4
     block_bytes: int = BLOCK_BYTES
-    least_direct_bytes: int = BLOCK_BYTES  # smaller files go through the page cache all the same
+    direct_bytes: int | None = BLOCK_BYTES  # files from this size on go past the page cache; None: none does
 
 
 def tuning_for(threads: int | None = None, direct: str = "auto", block_bytes: int = BLOCK_BYTES) -> WriteTuning:
     """The way to write that these settings ask for: None and "auto" are the defaults, "on" is for small files, too."""
     usual = WriteTuning()
-    return WriteTuning(
-        direct=direct != "off",
-        threads=threads or usual.threads,
-        block_bytes=block_bytes,
-        least_direct_bytes=0 if direct == "on" else usual.least_direct_bytes,
-    )
+    least = {"auto": usual.direct_bytes, "on": 0, "off": None}[direct]
+    return WriteTuning(threads or usual.threads, block_bytes, least)

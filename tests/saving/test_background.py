@@ -170,14 +170,14 @@ def test_optimizers_are_given_back(tmp_path):
 @pytest.fixture
 def failing(monkeypatch):
     """While this is set, no file can be written."""
-    broken, real = threading.Event(), move_tensors.write_files
+    broken, real = threading.Event(), move_tensors.write_file
 
     def write(*arguments):
         if broken.is_set():
             raise NoSpaceError("model.safetensors: no space left")
         return real(*arguments)
 
-    monkeypatch.setattr(move_tensors, "write_files", write)
+    monkeypatch.setattr(move_tensors, "write_file", write)
     return broken
 
 

@@ -358,7 +358,7 @@ def test_links_need_no_room(model, tmp_path, monkeypatch):
 
 def test_a_frozen_file_that_changed_needs_room_at_the_next_try(model, tmp_path, monkeypatch):
     """The disk fills up while the changed file is written: the next try knows that it is no link."""
-    needed, real = [], move_tensors.write_files
+    needed, real = [], move_tensors.write_file
 
     def full_once(*given):
         if len(needed) == 2:
@@ -366,7 +366,7 @@ def test_a_frozen_file_that_changed_needs_room_at_the_next_try(model, tmp_path, 
         return real(*given)
 
     monkeypatch.setattr(free_space, "ensure_space", lambda target, size, *_, **__: needed.append(size))
-    monkeypatch.setattr(move_tensors, "write_files", full_once)
+    monkeypatch.setattr(move_tensors, "write_file", full_once)
     path = twice(model, tmp_path, write_in_place, when_full="wait")
     assert needed[0] - needed[1] > 6_000_000
     assert needed[2] == needed[0]

@@ -25,6 +25,7 @@ from ft_ckpt.saving import write_shards
 from ft_ckpt.storage import direct_io as unbuffered
 from ft_ckpt.storage.buffers import BLOCK_BYTES, new_block
 from ft_ckpt.storage.digests import digest_like
+from ft_ckpt.storage.local_store import LocalStore
 from ft_ckpt.storage.write_tuning import tuning_for
 from ft_ckpt.storage.writer import Writer
 
@@ -62,16 +63,17 @@ def by_ranks(values, folder, way="fsdp2", world=2, dtype=None, block_bytes=SMALL
     with pytest.MonkeyPatch.context() as patch, ThreadPoolExecutor(world) as pool:
         patch.setattr(write_shards, "BLOCK_BYTES", 4096)  # in which replicated tensors are shared out
         (share,) = write_shards.divide_files([planned(values, way, world, 0, dtype)], world)
-        write_shards.allocate_file(share, folder, takes_room=True)
+        tuning = tuning_for(2, direct_io, block_bytes)
+        store_of_files = LocalStore(folder, tuning.direct_bytes, syncs=False)
+        store_of_files.allocate(share.file.path, share.file.layout.size_bytes)
         store = HashStore()
 
         def write(rank):
             (mine,) = write_shards.divide_files([planned(values, way, world, rank, dtype)], world)
             assert mine.cuts == share.cuts
-            with Writer(tuning_for(2, direct_io, block_bytes)) as writer:
-                return write_shards.write_own_bytes(
-                    mine, folder, tensors_of(mine), Ranks(rank, world, store), writer, 1 << 20
-                )
+            ranks = Ranks(rank, world, store)
+            with Writer(tuning) as writer:
+                return write_shards.write_own_bytes(mine, store_of_files, tensors_of(mine), ranks, writer, 1 << 20)
 
         record = write_shards.file_record(share, list(pool.map(write, range(world))))
     assert digest_like(folder / share.file.path, record) == record.digest
@@ -210,14 +212,16 @@ def test_threads_that_are_refused_at_once_all_go_on(tmp_path, monkeypatch):
         return real(descriptor, data, offset)
 
     monkeypatch.setattr(os, "pwrite", written)
-    path, blocks = tmp_path / "file", [new_block(1 << 16) for _ in range(2)]
+    blocks = [new_block(1 << 16) for _ in range(2)]
     for number, block in enumerate(blocks):
         block[:] = bytes([number + 1]) * len(block)
-    descriptor = unbuffered.create_file(path, 1 << 17, direct=True)
-    if not fcntl.fcntl(descriptor, fcntl.F_GETFL) & os.O_DIRECT:
+    writing = LocalStore(tmp_path).create("file", 1 << 17)
+    assert writing.direct == -1, "small"
+    writing.abandon()
+    writing = LocalStore(tmp_path, direct_bytes=0).create("file", 1 << 17)
+    if writing.direct < 0:
         pytest.skip("needs a file system with O_DIRECT")
     with ThreadPoolExecutor(2) as pool:
-        parts = [(path, descriptor, block, (0, 1 << 16), n << 16) for n, block in enumerate(blocks)]
-        list(pool.map(lambda part: unbuffered.write_all(*part), parts))
-    os.close(descriptor)
-    assert path.read_bytes() == bytes(blocks[0]) + bytes(blocks[1])
+        list(pool.map(lambda n: writing.write(n << 16, memoryview(blocks[n])), range(2)))
+    writing.finish()
+    assert (tmp_path / "file").read_bytes() == bytes(blocks[0]) + bytes(blocks[1])

@@ -19,6 +19,12 @@ class TestLocalStore(StoreContract):
         return LocalStore(tmp_path / "store")
 
 
+class TestStageStore(StoreContract):
+    @pytest.fixture
+    def store(self, tmp_path):
+        return LocalStore(tmp_path, syncs=False)
+
+
 class TestMemoryStore(StoreContract):
     @pytest.fixture
     def store(self):

@@ -16,11 +16,12 @@ from hypothesis import strategies as st
 
 from ft_ckpt.errors import IncompleteError, NoSpaceError, TargetError
 from ft_ckpt.formats.layout import Layout, Spec
-from ft_ckpt.formats.write_files import FilePlan, Piece, write_files
+from ft_ckpt.formats.write_files import FilePlan, write_file
 from ft_ckpt.storage import direct_io, local_disk
 from ft_ckpt.storage.buffers import BLOCK_BYTES
+from ft_ckpt.storage.local_store import LocalStore
 from ft_ckpt.storage.write_tuning import WriteTuning, tuning_for
-from ft_ckpt.storage.writer import Writer
+from ft_ckpt.storage.writer import Region, Writer, region_of
 
 
 def plan(sizes, header=b"head", gap=0, trailer=b""):
@@ -35,21 +36,22 @@ def plan(sizes, header=b"head", gap=0, trailer=b""):
     return FilePlan("file.bin", Layout(header, specs, tuple(starts), end + len(trailer), end, lambda digests: trailer))
 
 
-def feed(datas, pieces=1):
-    for index, data in enumerate(datas):
+def feed(datas, starts, pieces=1):
+    for data, start in zip(datas, starts, strict=True):
         buffer = ctypes.create_string_buffer(data, len(data))
         step = -(-len(data) // pieces) or 1
         for low in range(0, len(data), step):
-            size = min(step, len(data) - low)
-            yield Piece("file.bin", f"t{index}", ctypes.addressof(buffer) + low, size, buffer)
+            yield Region(start + low, ctypes.addressof(buffer) + low, min(step, len(data) - low), buffer)
 
 
 def written(tmp_path, sizes, *, direct="auto", threads=2, pieces=1, block_bytes=BLOCK_BYTES, **layout):
     """The file's bytes as written and as they should be."""
     datas = [os.urandom(size) for size in sizes]
     one = plan(sizes, **layout)
-    with Writer(tuning_for(threads, direct, block_bytes)) as writer:
-        (record,) = write_files([one], feed(datas, pieces), tmp_path, writer)
+    tuning = tuning_for(threads, direct, block_bytes)
+    with Writer(tuning) as writer:
+        regions = feed(datas, one.layout.starts, pieces)
+        record = write_file(one, regions, LocalStore(tmp_path, tuning.direct_bytes), writer)
     content = (tmp_path / "file.bin").read_bytes()
     expected = bytearray(one.layout.size_bytes)
     expected[: len(one.layout.header)] = one.layout.header
@@ -92,7 +94,8 @@ def test_the_trailer_has_the_digest_of_every_tensor(tmp_path):
     one = plan([len(data) for data in datas], gap=3, trailer=b"index")
     layout = replace(one.layout, trailer=lambda found: told.update(found) or b"index")
     with Writer(WriteTuning(threads=2)) as writer:
-        list(write_files([FilePlan("file.bin", layout)], feed(datas, pieces=3), tmp_path, writer))
+        regions = feed(datas, layout.starts, pieces=3)
+        write_file(FilePlan("file.bin", layout), regions, LocalStore(tmp_path), writer)
     assert told == {f"t{index}": xxhash.xxh3_128_digest(data) for index, data in enumerate(datas)}
 
 
@@ -105,7 +108,7 @@ def test_file_system_without_unbuffered_writes(tmp_path, monkeypatch):
     """Refused at open: the file goes through the page cache, and is the same."""
     real = os.open
     monkeypatch.setattr(
-        direct_io.os, "open", lambda path, flags, mode: _refuse(flags) or real(path, flags, mode), raising=True
+        direct_io.os, "open", lambda path, flags, *mode: _refuse(flags) or real(path, flags, *mode), raising=True
     )
     content, expected = written(tmp_path, [BLOCK_BYTES + 3], direct="on")
     assert content == expected
@@ -141,13 +144,12 @@ def test_short_writes_go_on(tmp_path, monkeypatch):
 
 
 def test_memory_may_change_once_appended(tmp_path):
-    """A chunk is copied before `append` returns: the bucket it lies in is filled again at once."""
+    """A region is copied before `put_region` returns: the bucket it lies in is filled again at once."""
     buffer = bytearray(os.urandom(3 * BLOCK_BYTES))
     before = bytes(buffer)
     view = (ctypes.c_char * len(buffer)).from_buffer(buffer)
-    with Writer(WriteTuning(threads=1)) as writer:
-        file = writer.create(tmp_path / "f", len(buffer))
-        file.append(ctypes.addressof(view), len(buffer))
+    with Writer(WriteTuning(threads=1)) as writer, writer.fill(LocalStore(tmp_path).create("f", len(buffer))) as file:
+        file.put_region(Region(0, ctypes.addressof(view), len(buffer)))
         ctypes.memset(ctypes.addressof(view), 0, len(buffer))
         file.finish()
     assert (tmp_path / "f").read_bytes() == before
@@ -155,17 +157,22 @@ def test_memory_may_change_once_appended(tmp_path):
 
 @pytest.mark.parametrize(
     ("datas", "words"),
-    [([b"abc"], r"t1: 4 bytes missing when nothing arrived"), ([b"abc", b"defgh"], r"5 bytes of t1 arrived")],
+    [
+        ([b"abc"], r"t1: 4 bytes missing when nothing came"),
+        ([b"abc", b"defgh"], r"t1: 4 bytes missing when 5 bytes for byte 7 of the file came"),
+        ([b"abc", b"de", b"fg"], r"t1: 2 bytes missing when 2 bytes for byte 12 of the file came"),
+    ],
 )
 def test_wrong_feed_is_refused(tmp_path, datas, words):
     """Pain 1: what arrives must be exactly what the live model promised."""
     with Writer() as writer, pytest.raises(IncompleteError, match=words):
-        list(write_files([plan([3, 4])], feed(datas), tmp_path, writer))
+        write_file(plan([3, 4]), feed(datas, (4, 7, 12)[: len(datas)]), LocalStore(tmp_path), writer)
+    assert not list(tmp_path.iterdir())
 
 
 def test_more_than_planned_is_refused(tmp_path):
-    with Writer() as writer, pytest.raises(IncompleteError, match="t1: arrived after the last"):
-        list(write_files([plan([3])], feed([b"abc", b"d"]), tmp_path, writer))
+    with Writer() as writer, pytest.raises(IncompleteError, match="1 bytes for byte 7 of the file came after the last"):
+        write_file(plan([3]), feed([b"abc", b"d"], [4, 7]), LocalStore(tmp_path), writer)
 
 
 @pytest.mark.parametrize("direct", ["on", "off"])
@@ -197,8 +204,9 @@ def test_error_in_a_writer_thread_is_raised(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("code", [errno.EEXIST, errno.EMFILE, errno.EACCES, errno.EIO])
-def test_only_a_refused_o_direct_is_gone_around(tmp_path, monkeypatch, code):
-    """Any other failure is told, and the file that is there is not deleted for it."""
+@pytest.mark.parametrize("way", ["create", "share"])
+def test_only_a_refused_o_direct_is_gone_around(tmp_path, monkeypatch, code, way):
+    """Any other failure is told, and a file that is there is not deleted for it."""
     (tmp_path / "f").write_text("another's")
     real = os.open
 
@@ -209,8 +217,9 @@ def test_only_a_refused_o_direct_is_gone_around(tmp_path, monkeypatch, code):
 
     monkeypatch.setattr(os, "open", opened)
     with pytest.raises(TargetError, match="f: cannot be written") as caught:
-        direct_io.create_file(tmp_path / "f", 10, direct=True)
+        getattr(LocalStore(tmp_path, direct_bytes=0), way)("f", 10)
     assert caught.value.errno == code
+    assert [path.name for path in tmp_path.iterdir()] == ["f"]
     assert (tmp_path / "f").read_text() == "another's"
 
 
@@ -230,16 +239,18 @@ def test_a_file_is_closed_once_and_the_first_error_stays(tmp_path, monkeypatch, 
         return run
 
     with Writer(WriteTuning(threads=1)) as writer:
-        file = writer.create(tmp_path / "f", 3)
-        file.append_bytes(b"abc")
-        descriptor = file.descriptor
-        monkeypatch.setattr(os, "close", failing("close"))
-        monkeypatch.setattr(local_disk, "fsync", failing("fsync"))
-        with pytest.raises(TargetError, match=f"{call} failed"):
-            file.finish()
-        file.abandon()
+        goal = LocalStore(tmp_path, direct_bytes=0).create("f", 3)
+        descriptors = [goal.direct, goal.plain]
+        with writer.fill(goal) as file:
+            file.put_region(region_of(0, b"abc"))
+            monkeypatch.setattr(os, "close", failing("close"))
+            monkeypatch.setattr(local_disk, "fsync", failing("fsync"))
+            with pytest.raises(TargetError, match=f"{call} failed"):
+                file.finish()
+            file.abandon()
         monkeypatch.undo()
-    assert closed == [descriptor]
+    assert closed == [each for each in descriptors if each >= 0]
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("code", [errno.EINVAL, errno.ENOTSUP])
@@ -257,13 +268,13 @@ def test_memory_stays_bounded(tmp_path):
     code = f"""
 import ctypes, resource
 from pathlib import Path
-from ft_ckpt.storage.writer import Writer
+from ft_ckpt.storage.local_store import LocalStore
+from ft_ckpt.storage.writer import Region, Writer
 block = ctypes.create_string_buffer(1 << 20)
-with Writer() as writer:
+with Writer() as writer, writer.fill(LocalStore(Path({str(tmp_path)!r})).create("f", 512 << 20)) as file:
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    file = writer.create(Path({str(tmp_path / "f")!r}), 512 << 20)
-    for _ in range(512):
-        file.append(ctypes.addressof(block), 1 << 20)
+    for number in range(512):
+        file.put_region(Region(number << 20, ctypes.addressof(block), 1 << 20))
     file.finish()
     print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
 """

@@ -9,8 +9,8 @@ from ft_ckpt.storage.write_tuning import WriteTuning, tuning_for
 
 def test_settings_say_how_files_are_written():
     assert tuning_for() == WriteTuning()
-    assert tuning_for(3, "off", 1 << 16) == WriteTuning(False, 3, 1 << 16)
-    assert tuning_for(direct="on").least_direct_bytes == 0, "small files, too"
+    assert tuning_for(3, "off", 1 << 16) == WriteTuning(3, 1 << 16, None)
+    assert tuning_for(direct="on").direct_bytes == 0, "small files, too"
 
 
 def test_settings_that_cannot_work():

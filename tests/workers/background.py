@@ -23,7 +23,7 @@ from ft_ckpt.errors import CheckpointError, NoSpaceError
 from ft_ckpt.saving import move_tensors, snapshot
 from ft_ckpt.saving.background import PendingSave
 from ft_ckpt.saving.snapshot import Snapshot
-from ft_ckpt.storage import regions
+from ft_ckpt.storage.direct_io import LocalWriting
 from ft_ckpt.training.signature import PlanCache
 
 SHORT = {"enter_timeout_seconds": 60, "on_difference": "ignore", "io_threads": 2, "background": True}
@@ -203,14 +203,14 @@ def few_meetings(folder: Path) -> None:
 
 def broken() -> Any:
     """Rank 1 cannot write."""
-    real = regions.write_all
+    real = LocalWriting.write
 
-    def full(path: Path, *rest: Any) -> None:
+    def full(file: LocalWriting, offset: int, memory: memoryview) -> None:
         if harness.RANK == 1:
-            raise NoSpaceError(f"{path}: no space")
-        real(path, *rest)
+            raise NoSpaceError(f"{file.path}: no space")
+        real(file, offset, memory)
 
-    regions.write_all = full
+    LocalWriting.write = full
     return real
 
 
@@ -223,7 +223,7 @@ def one_rank_fails(folder: Path) -> None:
         with pytest.raises(CheckpointError):
             handle.result(50)
     finally:
-        regions.write_all = real
+        LocalWriting.write = real
     with pytest.raises(NoSpaceError if harness.RANK else CheckpointError, match="no space"):
         saver.save(live.model, folder / "saved")
     dist.barrier()
@@ -245,7 +245,7 @@ def told_at_the_next_step(folder: Path) -> None:
                 time.sleep(0.001 * (1 + harness.RANK))
                 saver.step()
     finally:
-        regions.write_all = real
+        LocalWriting.write = real
     told: list[Any] = [None] * harness.WORLD
     dist.all_gather_object(told, saver.progress.step)
     assert len(set(told)) == 1, told

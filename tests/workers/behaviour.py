@@ -49,19 +49,19 @@ def nothing_in(folder: Path) -> None:
 @contextlib.contextmanager
 def failing_writer(action: Any) -> Iterator[None]:
     """On rank 0, `action()` runs before the tenth write of a save."""
-    original, calls = ft_ckpt.storage.writer.DurableFile.append, []
+    original, calls = ft_ckpt.storage.writer.DurableFile.put_region, []
 
-    def append(self: Any, *args: Any) -> None:
+    def put_region(self: Any, *args: Any) -> None:
         calls.append(1)
         if len(calls) == 10 and harness.RANK == 0:
             action()
         original(self, *args)
 
-    ft_ckpt.storage.writer.DurableFile.append = append
+    ft_ckpt.storage.writer.DurableFile.put_region = put_region
     try:
         yield
     finally:
-        ft_ckpt.storage.writer.DurableFile.append = original
+        ft_ckpt.storage.writer.DurableFile.put_region = original
     assert harness.RANK or len(calls) >= 10, f"only {len(calls)} writes: the fault was never there"
 
 

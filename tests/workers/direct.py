@@ -23,7 +23,8 @@ from ft_ckpt.checkpoint.catalog import read_manifest
 from ft_ckpt.distributed import gather
 from ft_ckpt.errors import NoSpaceError, RankError
 from ft_ckpt.saving import move_tensors, write_shards
-from ft_ckpt.storage import regions
+from ft_ckpt.storage import writer
+from ft_ckpt.storage.local_store import LocalStore
 
 SHORT = {"enter_timeout_seconds": 60, "on_difference": "ignore", "io_threads": 2}
 
@@ -130,19 +131,19 @@ def waits_for_room(folder: Path) -> None:
     """A disk that was full for a while on one rank: all try again."""
     live = live_model("fsdp2", "qwen3")
     saver = CheckpointSaver(live.accelerator, folder, each_rank_writes="on", when_full="wait", **SHORT)
-    real, tries = write_shards.allocate_file, []
+    real, tries = LocalStore.allocate, []
 
-    def create(*args: Any, takes_room: bool) -> None:
-        tries.extend([args] if takes_room else [])
-        if takes_room and len(tries) == 1:
+    def allocate(*args: Any) -> None:
+        tries.append(args)
+        if len(tries) == 1:
             raise NoSpaceError("no room for the file yet")
-        real(*args, takes_room=takes_room)
+        real(*args)
 
-    write_shards.allocate_file = create
+    LocalStore.allocate = allocate
     try:
         saver.save(live.model, folder / "saved")
     finally:
-        write_shards.allocate_file = real
+        LocalStore.allocate = real
     assert bool(tries) is (harness.RANK == 0)
     assert verify(folder / "saved").ok
 
@@ -166,14 +167,14 @@ def nothing_to_send(folder: Path) -> None:
 @harness.named
 def broken_rank(folder: Path) -> None:
     live = live_model("ddp", "qwen3")
-    real = regions._Regions.finish
-    regions._Regions.finish = lambda file: real(file) if harness.RANK == 0 else 1 / 0
+    real = writer.DurableFile.finish
+    writer.DurableFile.finish = lambda file: real(file) if harness.RANK == 0 else 1 / 0
     try:
         saver = CheckpointSaver(live.accelerator, folder, each_rank_writes="on", **SHORT)
         with pytest.raises(RankError if harness.RANK == 0 else ZeroDivisionError):
             saver.save(live.model, folder / "saved")
     finally:
-        regions._Regions.finish = real
+        writer.DurableFile.finish = real
     dist.barrier()
     assert not any(folder.iterdir()), list(folder.iterdir())
 
