@@ -219,7 +219,11 @@ def verify(path: str | os.PathLike[str], *, deep: bool = True) -> VerifyReport:
 
 def checkpoint_bytes(path: Path, manifest: Manifest) -> int:
     """Bytes of the files that the manifest of checkpoint `path` lists; one that goes by two names counts once."""
-    store = LocalStore(path)
+    return stored_bytes(LocalStore(path), manifest)
+
+
+def stored_bytes(store: Store, manifest: Manifest) -> int:
+    """Bytes of the files that the manifest lists, as `store` has them; one that goes by two names counts once."""
     return sum({_file_key(store, file.path): file.size_bytes for file in manifest.files}.values())
 
 

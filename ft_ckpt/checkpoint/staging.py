@@ -10,6 +10,7 @@ from typing import Protocol
 
 from ft_ckpt.checkpoint import commit
 from ft_ckpt.checkpoint.manifest import Manifest
+from ft_ckpt.storage.buffers import BLOCK_BYTES
 from ft_ckpt.storage.local_store import LocalStore
 from ft_ckpt.storage.store import Store
 
@@ -20,6 +21,11 @@ class Staging(Protocol):
     @property
     def store(self) -> Store:
         """Where its files are written; no reader takes it for a checkpoint before `commit`."""
+        ...
+
+    @property
+    def beside(self) -> Store:
+        """The folder in which the checkpoint is to be, with others of its run."""
         ...
 
     def commit(self, manifest: Manifest) -> None:
@@ -37,11 +43,17 @@ class LocalStaging:
 
     stage: Path
     target: Path
+    direct_bytes: int | None = BLOCK_BYTES  # see LocalStore
 
     @property
     def store(self) -> LocalStore:
         """The files in the stage."""
-        return LocalStore(self.stage, syncs=False)
+        return stage_store(self.stage, self.direct_bytes)
+
+    @property
+    def beside(self) -> LocalStore:
+        """The folder of the target."""
+        return LocalStore(self.target.parent)
 
     def commit(self, manifest: Manifest) -> None:
         """Put the stage in place, see `commit.commit_stage`."""
@@ -52,6 +64,11 @@ class LocalStaging:
         commit.discard_stage(self.stage)
 
 
-def open_staging(target: Path) -> LocalStaging:
-    """A fresh staging for the folder `target`; raises as `commit.open_stage` does."""
-    return LocalStaging(commit.open_stage(target), target)
+def open_staging(target: Path, direct_bytes: int | None = BLOCK_BYTES) -> LocalStaging:
+    """A fresh staging for the folder `target`; raises as `commit.open_stage` does. `direct_bytes`: see LocalStore."""
+    return LocalStaging(commit.open_stage(target), target, direct_bytes)
+
+
+def stage_store(stage: Path, direct_bytes: int | None = BLOCK_BYTES) -> LocalStore:
+    """The files in a stage, for any rank that sees it: they are synced by the commit."""
+    return LocalStore(stage, direct_bytes, syncs=False)

@@ -199,7 +199,7 @@ def _convert_to_folder(opened: TensorFile, source: Path, options: ConvertOptions
             if options.verify:
                 with closing(folder.join_weight_files(stage, [one.plan.path for one in plan.outputs])) as found:
                     check_copy(plan.file, found, options.target.name)
-        written += link_second_names(options.format, written, stage)
+        written += link_second_names(options.format, written, staging.store)
         parts_written = [plan.part_record(options.format.name) for plan in plans]
         staging.commit(_converted_manifest(opened, source, parts_written, _file_records(stage, written), options))
     finally:

@@ -1,11 +1,8 @@
 """Splits the tensors of a model into files, and writes their index, as transformers does; links second names."""
 
 import json
-import os
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import replace
-from pathlib import Path
 from types import MappingProxyType
 
 from huggingface_hub import split_state_dict_into_shards_factory
@@ -13,6 +10,7 @@ from huggingface_hub import split_state_dict_into_shards_factory
 from ft_ckpt.formats.layout import Spec
 from ft_ckpt.formats.registry import TensorFormat
 from ft_ckpt.storage.digests import FileRecord
+from ft_ckpt.storage.store import Store
 
 
 def split_into_files(
@@ -50,12 +48,11 @@ def shard_index(
     return json.dumps({"metadata": totals, "weight_map": places}, indent=2, sort_keys=True) + "\n"
 
 
-def link_second_names(known: TensorFormat, written: Sequence[FileRecord], stage: Path) -> list[FileRecord]:
-    """Give files in `stage` the second name of their format, if it has one, as hard links, where the disk has these."""
+def link_second_names(known: TensorFormat, written: Sequence[FileRecord], store: Store) -> list[FileRecord]:
+    """Give files in `store` the second name of their format, if it has one, where the store has such names."""
     links = []
     for record in written if known.second_suffix else ():
         second = record.path.removesuffix(known.suffixes[0]) + known.second_suffix
-        with suppress(OSError):
-            os.link(stage / record.path, stage / second)
+        if store.copy(record.path, second):
             links.append(replace(record, path=second))
     return links

@@ -1,11 +1,10 @@
-"""What a checkpoint says of itself: the manifest of a stage, from its plans and what was written."""
+"""What a checkpoint says of itself: its manifest, from the plans and what was written."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from datetime import datetime, timezone
 from functools import cache
 from importlib import metadata
-from pathlib import Path
 from typing import Any
 
 from ft_ckpt._version import __version__
@@ -13,16 +12,15 @@ from ft_ckpt.checkpoint.manifest import BaseRecord, Manifest, PartRecord
 from ft_ckpt.model.base_model import base_identity, common_dtype
 from ft_ckpt.model.entries import Part, lossy_casts, shared_between
 from ft_ckpt.saving.files import PartPlan
-from ft_ckpt.storage.digests import FileRecord, digest_of
+from ft_ckpt.storage.digests import FileRecord
 
 BaseSamples = Mapping[str, Mapping[str, Mapping[str, float]]]  # part -> tensor -> flat index -> element
 _LIBRARIES = ("torch", "transformers", "peft", "accelerate", "safetensors")
 
 
 def manifest_of(
-    stage: Path,
     plans: Sequence[PartPlan],
-    written: Iterable[FileRecord],
+    files: Iterable[FileRecord],
     samples: Sequence[BaseSamples],
     *,
     compressed: bool,
@@ -31,15 +29,12 @@ def manifest_of(
     notes: Sequence[str],
     **facts: Any,
 ) -> Manifest:
-    """The manifest of all files in `stage`, of which those in `written` are known already.
+    """The manifest of these plans and `files`.
 
     `samples` are each rank's of the bases of adapters; `bases` their records, and `classes` the names of the classes
     that are saved, by the names of the parts; `notes` are beside those of the parts, `facts` further fields of the
     manifest.
     """
-    files = {file.path: file for file in written}
-    paths = sorted(p.relative_to(stage).as_posix() for p in stage.rglob("*") if p.is_file())
-    others = [FileRecord(p, (stage / p).stat().st_size, digest_of(stage / p)) for p in paths if p not in files]
     parts = [one.part for one in plans]
     return Manifest(
         parts=tuple(
@@ -47,7 +42,7 @@ def manifest_of(
             for one in plans
             for name in [one.part.name]
         ),
-        files=(*files.values(), *others),
+        files=tuple(files),
         created=datetime.now(timezone.utc).isoformat(),
         versions=library_versions(),
         shared=shared_between(parts),

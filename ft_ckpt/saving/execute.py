@@ -12,8 +12,8 @@ from pathlib import Path
 
 import xxhash
 
-from ft_ckpt.checkpoint import commit
-from ft_ckpt.checkpoint.catalog import checkpoint_bytes
+from ft_ckpt.checkpoint.catalog import stored_bytes
+from ft_ckpt.checkpoint.staging import Staging
 from ft_ckpt.config import SaverConfig, human_size
 from ft_ckpt.distributed.ranks import Ranks
 from ft_ckpt.errors import NoSpaceError, RankError, RanksDisagreeError, explained
@@ -28,7 +28,9 @@ from ft_ckpt.saving.move_tensors import SaveFacts, SaveJob, SharedFolders, write
 from ft_ckpt.saving.plan import SaveRequest
 from ft_ckpt.saving.planned_save import PlannedSave, look_at_model, plan_save
 from ft_ckpt.saving.stage import StagedSave, prepare_stage
-from ft_ckpt.storage.digests import FileRecord, digest_of
+from ft_ckpt.storage.digests import FileRecord, read_record
+from ft_ckpt.storage.scratch import edited_object, folder_path
+from ft_ckpt.storage.store import SharedStore, Store
 from ft_ckpt.training.exchange import exchange
 from ft_ckpt.training.items import check_same_tensors
 
@@ -184,8 +186,8 @@ def _try_save(one: _SaveTry, error: BaseException | None) -> _Outcome:
         outcomes: list[_Outcome] = exchange(ranks, "the commit of save()", _Outcome, outcome, error)
         return outcomes[0]
     finally:
-        if prepared is not None and prepared.stage is not None:
-            commit.discard_stage(prepared.stage)
+        if prepared is not None and prepared.staging is not None:
+            prepared.staging.discard()
 
 
 def _prepare(request: SaveRequest, one: _SaveTry) -> StagedSave:
@@ -233,10 +235,15 @@ def _describe_save(request: SaveRequest, prepared: StagedSave, made: Mapping[str
         tensors=xxhash.xxh3_64_hexdigest(names.encode()),
         state_dict=request.state_dict_given,
         samples=prepared.planned.samples,
-        stage=None if prepared.stage is None else str(prepared.stage),
+        stage=_shared_stage(prepared.staging),
         offers=prepared.offers,
         replicas=replicas.digests_by_place(made),
     )
+
+
+def _shared_stage(staging: Staging | None) -> str | None:
+    """The folder in which ranks may write files together, if there is one."""
+    return staging.store.url if staging is not None and isinstance(staging.store, SharedStore) else None
 
 
 def _refuse_lonely_dicts(answers: list[SaveFacts]) -> None:
@@ -254,27 +261,28 @@ def _write_and_commit(job: SaveJob) -> _Outcome:
         return (
             _Outcome()
         )  # rank 0 was handed everything; a gather leaves the others with {} or None, which says nothing
-    files, stage = write_tensors(job), job.prepared.stage
-    return _Outcome() if stage is None else _Outcome(_commit_files(job, stage, files))
+    files, staging = write_tensors(job), job.prepared.staging
+    return _Outcome() if staging is None else _Outcome(_commit_files(job, staging, files))
 
 
-def _commit_files(job: SaveJob, stage: Path, files: list[FileRecord]) -> _Saved:
+def _commit_files(job: SaveJob, staging: Staging, files: list[FileRecord]) -> _Saved:
     """Compare the files with the model, and commit."""
-    request, plans, compression = job.request, job.prepared.plans, job.config.compression
+    request, plans, compression, store = job.request, job.prepared.plans, job.config.compression, staging.store
     settings = replicas.differing_settings({} if request.captured is None else request.captured.document)
     for one in plans:
         paths = {file.path for file in one.files}
-        files = files + link_second_names(format_named(one.format), [f for f in files if f.path in paths], stage)
+        files = files + link_second_names(format_named(one.format), [f for f in files if f.path in paths], store)
     for one in plans:
-        check_written_files(one, stage)
+        check_written_files(one, store)
     notes = [replicas.difference_note(settings, True)] if settings else []
-    notes += [] if request.check is None else [request.check.compare(stage)]
+    if request.check is not None:
+        with folder_path(store) as folder:
+            notes.append(request.check.compare(folder))
     if compression is not None:
-        files = [_compress_in_place(file, stage, compression) for file in files]
+        files = [_compress_in_place(file, store, compression) for file in files]
     manifest = manifest_of(
-        stage,
         plans,
-        files,
+        [*files, *job.prepared.files],
         [answer.samples for answer in job.answers],
         compressed=compression is not None,
         bases=job.prepared.planned.companions.bases,
@@ -288,10 +296,11 @@ def _commit_files(job: SaveJob, stage: Path, files: list[FileRecord]) -> _Saved:
         rankings=job.config.rankings,
         export=request.run_id is not None and (request.captured is None or request.captured.state is None),
     )
-    commit.commit_stage(stage, request.target, manifest)
+    size_bytes = stored_bytes(store, manifest)
+    staging.commit(manifest)
     return _Saved(
         kind=manifest.kind,
-        bytes=checkpoint_bytes(request.target, manifest),
+        bytes=size_bytes,
         tensors=sum(len(part.tensors) for part in manifest.parts),
         seconds=time.monotonic() - job.begun,
         casts=_add_counts([part.casts for part in manifest.parts]),
@@ -299,11 +308,11 @@ def _commit_files(job: SaveJob, stage: Path, files: list[FileRecord]) -> _Saved:
     )
 
 
-def _compress_in_place(file: FileRecord, stage: Path, compression: str) -> FileRecord:
+def _compress_in_place(file: FileRecord, store: Store, compression: str) -> FileRecord:
     """The file's record once it is compressed in place: sizes are known only afterwards, so this is a second pass."""
-    path = stage / file.path
-    compress_file(path, compression)
-    return FileRecord(file.path, path.stat().st_size, digest_of(path))
+    with edited_object(store, file.path) as path:
+        compress_file(path, compression)
+    return read_record(store, file.path)
 
 
 def _add_counts(counts: list[Mapping[str, int]]) -> dict[str, int]:

@@ -21,6 +21,7 @@ from ft_ckpt.formats.registry import DEFAULT_FORMAT, TensorFormat, format_named
 from ft_ckpt.formats.shard_files import shard_index, split_into_files
 from ft_ckpt.formats.write_files import FilePlan
 from ft_ckpt.model.entries import Entry, Group, Part
+from ft_ckpt.storage.store import Store
 from ft_ckpt.storage.writer import Region
 
 _SLICE = 4 << 20  # elements converted at a time
@@ -135,7 +136,7 @@ def cast_regions(start: int, entry: Entry, data: Tensor, check: "FiniteCheck | N
         yield Region(start + low * entry.dtype.itemsize, part.data_ptr(), part.nbytes, part)
 
 
-def check_written_files(part_plan: PartPlan, folder: Path) -> None:
+def check_written_files(part_plan: PartPlan, store: Store) -> None:
     """Read the headers of the written files back and compare them with the live model's names, shapes and dtypes.
 
     Raises IncompleteError naming every difference.
@@ -143,7 +144,7 @@ def check_written_files(part_plan: PartPlan, folder: Path) -> None:
     expected = {entry.name: Spec(entry.name, entry.shape, dtype_name(entry.dtype)) for entry in part_plan.part.entries}
     found: dict[str, Spec] = {}
     for file in part_plan.files:
-        opened = format_named(part_plan.format).open_file(folder / file.path)
+        opened = format_named(part_plan.format).open_file(Path(store.where(file.path)))
         found.update(opened.specs)
         opened.close()
     problems = [f"{name}: in the model, not in the file" for name in expected if name not in found]

@@ -5,22 +5,23 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from ft_ckpt.checkpoint.staging import stage_store
 from ft_ckpt.config import SaverConfig
 from ft_ckpt.distributed.gather import are_equal
 from ft_ckpt.distributed.ranks import Ranks, try_action
 from ft_ckpt.distributed.tensor_info import TensorInfo, Tensors
-from ft_ckpt.errors import IncompleteError
+from ft_ckpt.errors import CorruptError, IncompleteError
 from ft_ckpt.formats.registry import format_named
 from ft_ckpt.formats.write_files import write_file
 from ft_ckpt.saving import reuse_frozen, write_shards
 from ft_ckpt.saving.files import FiniteCheck, PartPlan, file_regions
 from ft_ckpt.saving.plan import SaveRequest
 from ft_ckpt.saving.reuse_frozen import Offer
-from ft_ckpt.saving.stage import StagedSave
+from ft_ckpt.saving.stage import StagedSave, saver_tuning
 from ft_ckpt.storage.digests import FileRecord
 from ft_ckpt.storage.local_store import LocalStore
 from ft_ckpt.storage.progress import track_progress
-from ft_ckpt.storage.write_tuning import WriteTuning, tuning_for
+from ft_ckpt.storage.store import Store
 from ft_ckpt.storage.writer import Writer
 from ft_ckpt.training.exchange import exchange
 
@@ -37,7 +38,7 @@ class SaveFacts:
     tensors: str  # digest of the names, shapes and dtypes in all files
     state_dict: bool  # whether one was given
     samples: Mapping[str, Mapping[str, Mapping[str, float]]]  # of adapters' bases: part -> tensor -> element
-    stage: str | None  # rank 0's
+    stage: str | None  # rank 0's; None where ranks cannot write one file together
     offers: Mapping[str, Offer]  # rank 0's: frozen files that may be there already
     replicas: Mapping[str, str]  # digests of what other ranks should hold alike, by place
 
@@ -49,9 +50,10 @@ class _WrittenDigests:
 
 @dataclass(frozen=True)
 class _Probe:
-    """A file that rank 0 has left, and the word in it."""
+    """A file that rank 0 has left in a folder, and the word in it."""
 
-    path: str
+    folder: str
+    name: str
     word: str
 
 
@@ -69,7 +71,7 @@ class SharedFolders:
     def is_seen_by_all(self, folder: Path, ranks: Ranks, probed: Path | None = None) -> bool:
         """Whether all ranks see the files of `folder`; the probe goes there, or to `probed` below it. Collective."""
         if folder not in self._known:
-            self._known[folder] = ranks.size == 1 or all_ranks_see(probed or folder, ranks)
+            self._known[folder] = ranks.size == 1 or all_ranks_see(LocalStore(probed or folder), ranks)
         return self._known[folder]
 
     def forget(self) -> None:
@@ -102,7 +104,7 @@ class SaveJob:
 
 
 def write_tensors(job: SaveJob) -> list[FileRecord]:
-    """Move and write the tensors, on rank 0 the records of all files in the stage. Collective.
+    """Move and write the tensors, on rank 0 the records of their files. Collective.
 
     Raises IncompleteError for tensors that the model's config ties and that differ.
     """
@@ -115,12 +117,12 @@ def write_tensors(job: SaveJob) -> list[FileRecord]:
 
 def _link_frozen_files(job: SaveJob) -> list[FileRecord]:
     """Find the frozen files that are there already, and on rank 0 put them in place; their records. Collective."""
-    offers, stage = job.answers[0].offers, job.prepared.stage
+    offers, staging = job.answers[0].offers, job.prepared.staging
     if not offers:
         return []
     shares = reuse_frozen.frozen_shares(job.prepared.plans, job.ranks.size)
     job.taken.update(reuse_frozen.equal_files(shares, offers, job.tensors, job.ranks, job.config.bucket_bytes))
-    return [] if stage is None else reuse_frozen.place_equal_files(shares, job.taken, stage)
+    return [] if staging is None else reuse_frozen.place_equal_files(shares, job.taken, staging.store)
 
 
 def _write_on_rank_0(job: SaveJob, untied: list[tuple[TensorInfo, TensorInfo]]) -> list[FileRecord]:
@@ -128,15 +130,14 @@ def _write_on_rank_0(job: SaveJob, untied: list[tuple[TensorInfo, TensorInfo]]) 
     files = [(one, file) for one in job.unlinked_plans for file in one.files]
     given = job.tensors, job.ranks, job.config.bucket_bytes
     check = FiniteCheck() if job.config.nonfinite == "raise" else None
-    if job.prepared.stage is None:
+    if job.prepared.staging is None:
         for one, file in files:
             for _ in file_regions(one, file, *given):
                 pass
         return []
     _refuse_untied(untied)
-    tuning = _write_tuning(job)
-    store, total = _stage_store(job), sum(file.layout.size_bytes for _, file in files)
-    with Writer(tuning) as writer, track_progress(total, "saving", job.ranks.shows) as track:
+    store, total = job.prepared.staging.store, sum(file.layout.size_bytes for _, file in files)
+    with Writer(saver_tuning(job.config)) as writer, track_progress(total, "saving", job.ranks.shows) as track:
         written = [
             write_file(file, track(file_regions(one, file, *given, check)), store, writer) for one, file in files
         ]
@@ -145,61 +146,53 @@ def _write_on_rank_0(job: SaveJob, untied: list[tuple[TensorInfo, TensorInfo]]) 
     return written
 
 
-def _write_tuning(job: SaveJob) -> WriteTuning:
-    return tuning_for(job.config.io_threads, job.config.direct_io, job.config.io_block_bytes)
-
-
-def _stage_store(job: SaveJob) -> LocalStore:
-    """Rank 0's stage, as any rank sees it."""
-    return LocalStore(Path(str(job.answers[0].stage)), _write_tuning(job).direct_bytes, syncs=False)
-
-
 def _divide_between_ranks(job: SaveJob) -> list[write_shards.Share] | None:
     """Who writes what, if it pays that every rank writes and all see the stage; None: rank 0 writes. Collective."""
     config = job.config
     plain = all(format_named(one.format).is_plain for one in job.prepared.plans) and config.compression is None
     if job.ranks.size == 1 or config.each_rank_writes == "off" or not plain or config.nonfinite == "raise":
         return None
-    if any(answer.state_dict for answer in job.answers):
+    stage = job.answers[0].stage
+    if stage is None or any(answer.state_dict for answer in job.answers):
         return None
     shares = write_shards.divide_files(job.unlinked_plans, job.ranks.size)
     if config.each_rank_writes == "auto" and not write_shards.is_worth_sharing(shares):
         return None
-    stage = Path(str(job.answers[0].stage))
-    return shares if job.shared.is_seen_by_all(stage.parent, job.ranks, probed=stage) else None
+    return shares if job.shared.is_seen_by_all(Path(stage).parent, job.ranks, probed=Path(stage)) else None
 
 
-def all_ranks_see(folder: Path, ranks: Ranks) -> bool:
-    """Whether all ranks see what rank 0 makes in `folder`: each looks for a word it leaves there. Collective.
+def all_ranks_see(store: Store, ranks: Ranks) -> bool:
+    """Whether all ranks see what rank 0 makes in `store`: each looks for a word it leaves there. Collective.
 
     Raises the error of rank 0, if it cannot write there, on all ranks.
     """
-    mine = _Probe(str(folder / f"{_PROBE}-{uuid.uuid4().hex}"), uuid.uuid4().hex)
-
-    def leave_probe() -> None:
-        if ranks.leads:
-            folder.mkdir(parents=True, exist_ok=True)
-            Path(mine.path).write_text(mine.word)
-
-    _, error = try_action(leave_probe)
+    mine = _Probe(store.url, f"{_PROBE}-{uuid.uuid4().hex}", uuid.uuid4().hex)
+    _, error = try_action(lambda: store.write(mine.name, mine.word.encode()) if ranks.leads else None)
     probe = exchange(ranks, "the files of save()", _Probe, mine, error)[0]
-    seen = Path(probe.path).is_file() and Path(probe.path).read_text() == probe.word
-    votes = exchange(ranks, "the look at the files of save()", _Vote, _Vote(seen))
+    votes = exchange(ranks, "the look at the files of save()", _Vote, _Vote(_is_seen(probe)))
     if ranks.leads:
-        Path(mine.path).unlink(missing_ok=True)
+        store.delete([mine.name])
     return all(vote.sees for vote in votes)
+
+
+def _is_seen(probe: _Probe) -> bool:
+    try:
+        return LocalStore(Path(probe.folder)).read(probe.name) == probe.word.encode()
+    except CorruptError:  # it is not there, or something else is
+        return False
 
 
 def _write_on_all_ranks(
     job: SaveJob, shares: list[write_shards.Share], untied: list[tuple[TensorInfo, TensorInfo]]
 ) -> list[FileRecord]:
     """Every rank writes what it holds; the records are rank 0's to keep."""
-    config, ranks, store = job.config, job.ranks, _stage_store(job)
+    config, ranks, tuning = job.config, job.ranks, saver_tuning(job.config)
+    store = stage_store(Path(str(job.answers[0].stage)), tuning.direct_bytes)
     _refuse_untied(untied)
     if ranks.leads:  # it takes the room for all files before it writes a byte
         for share in shares:
             store.allocate(share.file.path, share.file.layout.size_bytes)
-    with Writer(_write_tuning(job)) as writer:
+    with Writer(tuning) as writer:
         given = job.tensors, ranks, writer, config.bucket_bytes
         mine = [write_shards.write_own_bytes(share, store, *given) for share in shares]
     answers = exchange(ranks, "the writing of save()", _WrittenDigests, _WrittenDigests(tuple(mine)))

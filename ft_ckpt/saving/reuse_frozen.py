@@ -5,26 +5,25 @@ it would write to it; where an earlier checkpoint has a file with that digest, t
 content decides, whoever made the earlier checkpoint. Where there are no hard links all is written.
 """
 
-import os
-import stat
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import torch
 
-from ft_ckpt.checkpoint.catalog import read_manifest
+from ft_ckpt.checkpoint.catalog import load_manifest
 from ft_ckpt.checkpoint.manifest import MANIFEST_NAME
+from ft_ckpt.checkpoint.staging import Staging
 from ft_ckpt.distributed.ranks import Ranks
 from ft_ckpt.distributed.tensor_info import TensorInfo, Tensors
-from ft_ckpt.errors import ManifestError
+from ft_ckpt.errors import CorruptError, ManifestError, TargetError
 from ft_ckpt.formats.write_files import FilePlan
 from ft_ckpt.model.entries import Part
 from ft_ckpt.saving import write_shards
 from ft_ckpt.saving.files import PartPlan
 from ft_ckpt.saving.write_shards import Share
 from ft_ckpt.storage.digests import FileRecord, joined_digest, whole_digest
+from ft_ckpt.storage.store import Store
 from ft_ckpt.training.exchange import exchange
 
 LEAST_BYTES = 64 << 20  # of frozen tensors, for which a second file pays
@@ -50,9 +49,9 @@ class _FrozenDigests:
 class _EarlierCheckpoint:
     """A checkpoint beside the one that is made, with the time at which it was complete."""
 
-    folder: Path
+    store: Store
     files: tuple[FileRecord, ...]
-    sealed_ns: int
+    sealed: float  # unix seconds, by the clock of the store
 
 
 def frozen_identities(found: Mapping[str, TensorInfo]) -> frozenset[int]:
@@ -77,21 +76,19 @@ def frozen_shares(plans: Iterable[PartPlan], world_size: int) -> list[Share]:
     return write_shards.divide_files([plan for plan in chosen if plan.files], world_size)
 
 
-def link_candidates(
-    shares: Sequence[Share], target: Path, stage: Path, ranks: Ranks, gathers: bool
-) -> dict[str, Offer]:
-    """On rank 0: link into `stage` what earlier checkpoints have under the headers of these files; offers by path.
+def link_candidates(shares: Sequence[Share], staging: Staging, ranks: Ranks, gathers: bool) -> dict[str, Offer]:
+    """On rank 0: take what earlier checkpoints have under the headers of these files into the staging; offers by path.
 
     `gathers` says whether tensors may come to rank 0 in order to be digested.
     """
-    earlier = list(_earlier_checkpoints(target.parent)) if shares else []
+    earlier = list(_earlier_checkpoints(staging.beside)) if shares else []
     offers = {}
     for share in shares:
         taken = [
             record
             for one in earlier
             for record in one.files
-            if _is_comparable(record, share, ranks, gathers) and _link_candidate(one, record, share, stage)
+            if _is_comparable(record, share, ranks, gathers) and _take_candidate(one, record, share, staging.store)
         ]
         alike = [record.digest for record in taken if record.ranks == taken[0].ranks]
         if alike:
@@ -125,18 +122,17 @@ def equal_files(
     return found
 
 
-def place_equal_files(shares: Sequence[Share], taken: Mapping[str, str], stage: Path) -> list[FileRecord]:
-    """On rank 0: put the `taken` files in their places, by the digests they have; their records."""
+def place_equal_files(shares: Sequence[Share], taken: Mapping[str, str], store: Store) -> list[FileRecord]:
+    """On rank 0: put the `taken` files in their places, by the digests they have; their records. Raises TargetError."""
     records = []
     for share in shares:
         path = share.file.path
         if path in taken:
-            (stage / path).parent.mkdir(parents=True, exist_ok=True)
-            os.link(_candidate_path(stage, taken[path]), stage / path)
+            if not store.copy(_candidate_name(taken[path]), path):
+                raise TargetError(f"{store.where(path)}: cannot be linked; set reuse_frozen='off' and save again")
             cuts, size = ((), 1) if taken[path].startswith(whole_digest("")) else (share.actual_cuts, share.ranks)
             records.append(FileRecord(path, share.file.layout.size_bytes, taken[path], cuts, size, linked=True))
-    for link in stage.glob(f"{_LINK}*"):
-        link.unlink()
+    store.delete(each.name for each in store.list_folder().objects if each.name.startswith(_LINK))
     return records
 
 
@@ -150,17 +146,18 @@ def _is_frozen(file: FilePlan, plan: PartPlan) -> bool:
     return bool(file.layout.specs) and plan.apart.issuperset(spec.name for spec in file.layout.specs)
 
 
-def _earlier_checkpoints(folder: Path) -> Iterator[_EarlierCheckpoint]:
-    """The newest whole checkpoints in `folder`, newest first."""
-    sealed = []
+def _earlier_checkpoints(beside: Store) -> Iterator[_EarlierCheckpoint]:
+    """The newest whole checkpoints in a folder, newest first."""
+    sealed: list[tuple[float, str]] = []
     with suppress(OSError):
-        for path in folder.iterdir():
+        for folder in beside.list_folder().folders:
             with suppress(OSError):
-                if not path.name.startswith("."):
-                    sealed.append(((path / MANIFEST_NAME).stat().st_mtime_ns, path))
-    for time_ns, path in sorted(sealed, reverse=True)[:_EARLIER]:
+                found = None if folder.name.startswith(".") else beside.within(folder.name).stat(MANIFEST_NAME)
+                sealed += [(found.modified, folder.name)] if found is not None else []
+    for time, name in sorted(sealed, reverse=True)[:_EARLIER]:
         with suppress(ManifestError, OSError):  # damaged, or deleted since
-            yield _EarlierCheckpoint(path, read_manifest(path).files, time_ns)
+            store = beside.within(name)
+            yield _EarlierCheckpoint(store, load_manifest(store).files, time)
 
 
 def _is_comparable(record: FileRecord, share: Share, ranks: Ranks, gathers: bool) -> bool:
@@ -172,26 +169,24 @@ def _is_comparable(record: FileRecord, share: Share, ranks: Ranks, gathers: bool
     return gathers or ranks.size == 1 or not share.needs_transfer
 
 
-def _link_candidate(one: _EarlierCheckpoint, record: FileRecord, share: Share, stage: Path) -> bool:
-    """Link the earlier file into the stage, unless it begins otherwise or was written to since its checkpoint was made.
+def _take_candidate(one: _EarlierCheckpoint, record: FileRecord, share: Share, store: Store) -> bool:
+    """Take the earlier file into the stage, unless it begins otherwise or was written to since its checkpoint was made.
 
-    What is looked at is the link: nobody can put another file in its place.
+    Its version is compared again when it is there, so that nobody can put another file in its place.
     """
-    goal, header = _candidate_path(stage, record.digest), share.file.layout.header
-    if goal.exists():
-        return True
-    try:
-        os.link(one.folder / record.path, goal, follow_symlinks=False)
-        found = goal.lstat()
-        if stat.S_ISREG(found.st_mode) and found.st_size == record.size_bytes and found.st_mtime_ns <= one.sealed_ns:
-            with goal.open("rb") as stream:
-                if stream.read(len(header)) == header:
-                    return True
-    except OSError:  # gone since, or no links here
-        pass
-    goal.unlink(missing_ok=True)
+    name, header = _candidate_name(record.digest), share.file.layout.header
+    with suppress(OSError, CorruptError):  # gone since, or no links here
+        if store.stat(name) is not None:
+            return True
+        found = one.store.stat(record.path)
+        if found is None or found.size_bytes != record.size_bytes or found.modified > one.sealed:
+            return False
+        if store.copy(record.path, name, one.store):
+            if one.store.stat(record.path) == found and store.read(name, 0, len(header)) == header:
+                return True
+            store.delete([name])
     return False
 
 
-def _candidate_path(stage: Path, digest: str) -> Path:
-    return stage / (_LINK + digest.replace(":", "-"))
+def _candidate_name(digest: str) -> str:
+    return _LINK + digest.replace(":", "-")

@@ -14,7 +14,7 @@ from typing import Any
 import xxhash
 
 from ft_ckpt.storage.local_store import LocalFile, open_local_file
-from ft_ckpt.storage.store import Readable, read_range
+from ft_ckpt.storage.store import Readable, Store, read_range
 
 _AHEAD_BYTES = 16 << 20  # files from this size on are read by other threads ahead of the one that hashes
 _WHOLE, _CUT = "xxh3-128:", "xxh3-128-of-ranks:"
@@ -61,6 +61,17 @@ def digest_of(file: Path) -> str:
     """
     with closing(open_local_file(file)) as opened:
         return whole_digest(_rank_digests(opened, (), 1)[0])
+
+
+def record_of(path: str, content: bytes) -> FileRecord:
+    """The record of a small file from its bytes."""
+    return FileRecord(path, len(content), whole_digest(xxhash.xxh3_128_hexdigest(content)))
+
+
+def read_record(store: Store, path: str) -> FileRecord:
+    """The record of an object, which is read for it. Raises as reading does."""
+    with closing(store.open(path)) as opened:
+        return FileRecord(path, opened.size_bytes, whole_digest(_rank_digests(opened, (), 1)[0]))
 
 
 def digest_like(file: Path, record: FileRecord) -> str:

@@ -22,7 +22,7 @@ from ft_ckpt.storage import local_disk
 from ft_ckpt.storage.buffers import BLOCK_BYTES
 from ft_ckpt.storage.direct_io import LocalWriting, allocate_file, create_file
 from ft_ckpt.storage.placing import PREFIX, write_bytes
-from ft_ckpt.storage.store import Folder, FolderListing, Stored, checked_name
+from ft_ckpt.storage.store import Folder, FolderListing, Store, Stored, checked_name
 
 _DRAFT = ".draft"
 _ABSENT = (errno.ENOENT, errno.ENOTDIR)
@@ -143,20 +143,25 @@ class LocalStore:
             found = _regular(path)
         return None if found is None else local_disk.stored_file(name, found)
 
-    def copy(self, name: str, other: str) -> bool:
-        """Link the file under another name; False where the file system has no links."""
-        source, goal = self.path(name), self.path(other)
-        if self.stat(name) is None:
-            raise _missing(source)
+    def copy(self, name: str, other: str, source: Store | None = None) -> bool:
+        """Link the file under another name, see `Store.copy`; False too for what is a link itself."""
+        store = self if source is None else source
+        if not isinstance(store, LocalStore):
+            return False
+        origin, goal = store.path(name), self.path(other)
+        if store.stat(name) is None:
+            raise _missing(origin)
         with explained(goal):
             self._make_parents(goal)
         with explained(goal), _draft_of(goal) as draft:
             try:
-                os.link(source, draft)
+                os.link(origin, draft, follow_symlinks=False)
             except OSError as error:
                 if error.errno in _CANNOT_LINK:
                     return False
                 raise
+            if draft.is_symlink():
+                return False
             local_disk.move(draft, goal)
             self._sync_name(goal)
         return True

@@ -24,7 +24,7 @@ from ft_ckpt.storage.object_errors import (
     reading_object,
     writing_object,
 )
-from ft_ckpt.storage.store import Folder, FolderListing, Stored, checked_name
+from ft_ckpt.storage.store import Folder, FolderListing, Store, Stored, checked_name
 
 _PART_BYTES, _MOST_PARTS = 16 << 20, 10_000  # of an upload; S3 takes no more parts than that
 _STREAMS = 4  # parts of one upload that are under way at once
@@ -115,14 +115,16 @@ class ObjectStore:
         except MissingError:
             return None
 
-    def copy(self, name: str, other: str) -> bool:
-        """A copy that the store makes of itself."""
-        goal = self.key(other)
-        if self.stat(name) is None:
-            raise missing_object(self.where(name))
+    def copy(self, name: str, other: str, source: Store | None = None) -> bool:
+        """A copy that the service makes by itself, see `Store.copy`; False between two of them."""
+        store, goal = self if source is None else source, self.key(other)
+        if not isinstance(store, ObjectStore) or store.client is not self.client:
+            return False
+        if store.stat(name) is None:
+            raise missing_object(store.where(name))
         with writing_object(self.where(other)):
             try:
-                obstore.copy(self.client, self.key(name), goal)
+                obstore.copy(self.client, store.key(name), goal)
             except exceptions.NotSupportedError:
                 return False
         return True

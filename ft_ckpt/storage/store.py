@@ -131,8 +131,11 @@ class Store(Protocol):
         """The object, unopened; None when there is none."""
         ...
 
-    def copy(self, name: str, other: str) -> bool:
-        """Give the bytes of `name` the name `other`, too, without moving them here; False where that is impossible."""
+    def copy(self, name: str, other: str, source: "Store | None" = None) -> bool:
+        """Give the bytes of `name` the name `other`, too, without moving them here; False where that is impossible.
+
+        With a `source`, `name` is an object of that store.
+        """
         ...
 
     def delete(self, names: Iterable[str]) -> None:

@@ -22,7 +22,7 @@ OF_PATHS = {
 }
 
 # The floor: what a store and the fast road beside it are made of.
-STORAGE = {"buffers", "direct_io", "local_disk", "local_store", "owners", "placing", "read_ahead"}
+STORAGE = {"buffers", "direct_io", "local_disk", "local_store", "owners", "placing", "read_ahead", "scratch"}
 # The commit protocol of folders, its recovery and its opposite, locks of readers, and open files kept open.
 CHECKPOINT = {"commit", "delete", "leases", "open_checkpoint", "recovery"}
 # Still asking by themselves: whether a path is a file or a folder, small files of libraries, and stages by their paths.
@@ -30,11 +30,10 @@ OTHERS = {
     *("cli/arguments", "cli/check", "cli/convert", "cli/plan"),
     *("files/average", "files/convert", "files/convert_options", "files/folder", "files/objects", "files/rename"),
     *("formats/dcp", "formats/deepspeed", "formats/hdf5/foreign", "formats/hdf5/probe", "formats/mapped_file"),
-    *("formats/shard_files", "formats/tensorflow", "formats/torch_objects"),
+    *("formats/tensorflow", "formats/torch_objects"),
     *("integrations/checkpointed", "integrations/open_instruct", "integrations/trainer_files"),
     *("model/adapters", "model/load", "model/model_card", "model/open_weights", "model/plain_module"),
     *("model/pretrained", "model/pretrained_files"),
-    *("saving/build_manifest", "saving/companions", "saving/move_tensors", "saving/reuse_frozen", "saving/stage"),
     *("training/rehearsal", "training/signature", "training/starting", "training/state_files"),
 }
 

@@ -19,8 +19,9 @@ from safetensors.torch import load_file
 from torch import nn
 
 from ft_ckpt import CheckpointSaver, Every, Keep, SaveReport, latest, verify
+from ft_ckpt.checkpoint import commit
 from ft_ckpt.errors import CheckpointError, ConfigError, NoSpaceError
-from ft_ckpt.saving import execute, move_tensors, snapshot
+from ft_ckpt.saving import move_tensors, snapshot
 from ft_ckpt.saving.background import PendingSave
 
 TWO = [
@@ -241,7 +242,7 @@ def test_an_error_of_the_program_is_not_hidden(tmp_path, failing):
 
 
 def test_a_save_waits_for_the_one_before(tmp_path, monkeypatch):
-    real, order = execute.commit.commit_stage, []
+    real, order = commit.commit_stage, []
 
     def slow(stage, target, manifest):
         order.append(f"{target.name} begins")
@@ -249,7 +250,7 @@ def test_a_save_waits_for_the_one_before(tmp_path, monkeypatch):
         real(stage, target, manifest)
         order.append(f"{target.name} ends")
 
-    monkeypatch.setattr(execute.commit, "commit_stage", slow)
+    monkeypatch.setattr(commit, "commit_stage", slow)
     model, _optimizer, saver = stamped(tmp_path)
     with saver:
         handles = [saver.save(model, tmp_path / name) for name in "ab"]

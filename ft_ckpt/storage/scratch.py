@@ -1,0 +1,80 @@
+"""Files of libraries that know nothing but paths: made, or changed, in a folder of this machine, for any store."""
+
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager, suppress
+from pathlib import Path, PurePath
+
+from ft_ckpt.errors import explained
+from ft_ckpt.storage.buffers import BLOCK_BYTES, new_block
+from ft_ckpt.storage.local_store import LocalStore
+from ft_ckpt.storage.store import Store
+
+_MEMORY, _PLENTY_BYTES = "/dev/shm", 1 << 30  # noqa: S108 - a folder of its own is made in it
+
+
+def files_made_by(make: Callable[[Path], object]) -> dict[str, bytes]:
+    """The files that `make` leaves in an empty folder, by their paths in it; they are small.
+
+    Raises TargetError or NoSpaceError when they cannot be written.
+    """
+    place = _scratch_folder()
+    with explained(Path(place)), tempfile.TemporaryDirectory(prefix="ft_ckpt-", dir=place) as made:
+        make(Path(made))
+        store = LocalStore(Path(made))
+        return {each.name: store.read(each.name) for each in store.list()}
+
+
+@contextmanager
+def edited_object(store: Store, name: str) -> Iterator[Path]:
+    """The path of an object that the block changes: its own in a local folder, else that of a copy that is put back."""
+    if isinstance(store, LocalStore):
+        yield store.path(name)
+        return
+    with tempfile.TemporaryDirectory(prefix="ft_ckpt-") as folder:
+        here, file = LocalStore(Path(folder)), PurePath(name).name
+        copy_object(store, name, here, file)
+        yield here.path(file)
+        copy_object(here, file, store, name)
+
+
+def copy_object(source: Store, name: str, goal: Store, other: str) -> None:
+    """Copy an object into another store, or under another name, a block at a time; replaces what is there.
+
+    Raises CorruptError when it changes meanwhile.
+    """
+    with closing(source.open(name)) as file:
+        writing = goal.create(other, file.size_bytes)
+        try:
+            with memoryview(new_block()) as view:
+                for start in range(0, file.size_bytes, BLOCK_BYTES):
+                    part = view[: min(BLOCK_BYTES, file.size_bytes - start)]
+                    file.read_into(part, start)
+                    writing.write(start, part)
+            file.check()
+            writing.finish()
+        except BaseException:
+            writing.abandon()
+            raise
+
+
+@contextmanager
+def folder_path(store: Store) -> Iterator[Path]:
+    """The path of a folder with all objects of a store, to be read while the block runs: its own, or that of a copy."""
+    if isinstance(store, LocalStore):
+        yield store.folder
+        return
+    with tempfile.TemporaryDirectory(prefix="ft_ckpt-") as folder:
+        for each in store.list():
+            LocalStore(Path(folder)).write(each.name, store.read(each.name))
+        yield Path(folder)
+
+
+def _scratch_folder() -> str:
+    """Where files are made that are read back at once: in memory where there is plenty, since training waits."""
+    with suppress(OSError):
+        if os.access(_MEMORY, os.W_OK) and shutil.disk_usage(_MEMORY).free > _PLENTY_BYTES:
+            return _MEMORY
+    return tempfile.gettempdir()
