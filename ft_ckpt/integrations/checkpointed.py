@@ -21,8 +21,8 @@ from ft_ckpt.distributed.wrappers import is_distributed
 from ft_ckpt.errors import ConfigError, SelectionError, listing
 from ft_ckpt.integrations.trainer_files import (
     ChosenCheckpoint,
+    added_files,
     chosen_by,
-    files_below,
     has_our_state,
     load_best_weights,
     metrics_of,
@@ -213,7 +213,7 @@ class Checkpointed(Trainer):  # type: ignore[misc]  # transformers is not typed
                 _, error = try_action(lambda: self.save_model(folder, _internal_call=True))
             finally:
                 self.__asks = False
-            found = files_below(Path(folder))
+            found = added_files(Path(folder))
         weights = [path for path in found if _WEIGHTS.fullmatch(path)]
         if weights:
             name = f"{type(self).__name__}.{method}"

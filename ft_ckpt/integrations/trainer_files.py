@@ -3,7 +3,6 @@
 import logging
 import math
 import re
-import tempfile
 import warnings
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
@@ -23,6 +22,8 @@ from ft_ckpt.checkpoint.prune import prune_run, recover_all
 from ft_ckpt.distributed.ranks import Ranks, try_action
 from ft_ckpt.errors import CorruptError, LoadError, ManifestError, NotACheckpointError, listing
 from ft_ckpt.retention import Keep
+from ft_ckpt.storage.local_store import LocalStore
+from ft_ckpt.storage.scratch import files_below, files_made_by
 from ft_ckpt.training import resume, starting
 from ft_ckpt.training.exchange import exchange
 from ft_ckpt.training.items import known_sources
@@ -44,9 +45,9 @@ class ChosenCheckpoint:
 
     def path_for_trainer(self, folder: str) -> str | None:
         """Where this rank's Trainer finds what it has written: at the path, or in `folder`, where it is put if not."""
-        if self.path is None or self.state is None or _text_or_none(Path(self.path, TRAINER_STATE_NAME)) == self.state:
+        if self.path is None or self.state is None or _trainer_state(Path(self.path)) == self.state:
             return self.path
-        Path(folder, TRAINER_STATE_NAME).write_text(self.state, encoding="utf-8")
+        LocalStore(Path(folder)).write(TRAINER_STATE_NAME, self.state.encode())
         return folder
 
 
@@ -69,7 +70,7 @@ def chosen_by(ranks: Ranks, wanted: str, folder: Path, deep: bool) -> ChosenChec
         if path is None:
             return {}
         ours = has_our_state(path)
-        return {"path": str(path), "is_ours": ours, "state": _text_or_none(path / TRAINER_STATE_NAME) if ours else None}
+        return {"path": str(path), "is_ours": ours, "state": _trainer_state(path) if ours else None}
 
     found, error = ranks.attempt(find_on_leader)
     return ChosenCheckpoint(**ranks.agree("train(resume_from_checkpoint=...)", found, error)[0])
@@ -90,8 +91,8 @@ def _wanted_checkpoint(wanted: str, folder: Path, deep: bool) -> Path | None:
 
 def _newest_whole(folder: Path, deep: bool) -> Path | None:
     """The checkpoint in `folder` with the highest step that is whole, ours or the Trainer's; None without one."""
-    below = folder.iterdir() if folder.is_dir() else ()
-    named = [(int(match[1]), path) for path in below if (match := _NAME.fullmatch(path.name))]
+    below = LocalStore(folder).list_folder().folders
+    named = [(int(match[1]), folder / each.name) for each in below if (match := _NAME.fullmatch(each.name))]
     for _, path in sorted(named, reverse=True):
         problems = _what_is_wrong(path, deep)
         if not problems:
@@ -103,7 +104,7 @@ def _newest_whole(folder: Path, deep: bool) -> Path | None:
 def _check_whole(wanted: Any, deep: bool) -> Path:
     """The checkpoint that was asked for by its path; one that is not ours is the Trainer's to judge."""
     path = Path(wanted)
-    problems = _what_is_wrong(path, deep) if (path / MANIFEST_NAME).exists() else ()
+    problems = _what_is_wrong(path, deep) if _has_file(path, MANIFEST_NAME) else ()
     if problems:
         raise CorruptError(f"{path}: {listing(list(problems))}; resume_from_checkpoint=True takes the newest whole one")
     return path
@@ -111,9 +112,9 @@ def _check_whole(wanted: Any, deep: bool) -> Path:
 
 def _what_is_wrong(path: Path, deep: bool) -> tuple[str, ...]:
     try:
-        if (path / MANIFEST_NAME).exists():
+        if _has_file(path, MANIFEST_NAME):
             return verify(path, deep=deep).problems
-        if (path / TOMBSTONE).exists():
+        if _has_file(path, TOMBSTONE):
             return ("it is being deleted",)
         TrainerState.load_from_json(str(path / TRAINER_STATE_NAME))  # the last thing that the Trainer writes
     except (ManifestError, OSError, ValueError, TypeError) as error:
@@ -123,7 +124,7 @@ def _what_is_wrong(path: Path, deep: bool) -> tuple[str, ...]:
 
 def has_our_state(path: Path) -> bool:
     """Whether the checkpoint has a training state of ours."""
-    return (path / MANIFEST_NAME).exists() and starting.has_training_state(read_manifest(path))
+    return _has_file(path, MANIFEST_NAME) and starting.has_training_state(read_manifest(path))
 
 
 def load_best_weights(model: nn.Module, path: Path, deep: bool, ranks: Ranks) -> None:
@@ -154,9 +155,14 @@ def _open_best(path: Path, deep: bool, stack: ExitStack) -> ResumePoint:
     return open_resume_point(held, stack)
 
 
-def _text_or_none(file: Path) -> str | None:
+def _has_file(path: Path, name: str) -> bool:
+    return LocalStore(path).stat(name) is not None
+
+
+def _trainer_state(path: Path) -> str | None:
+    """What the Trainer has written about itself into a checkpoint; None where that cannot be read."""
     with suppress(OSError, ValueError):
-        return file.read_text(encoding="utf-8")
+        return LocalStore(path).read(TRAINER_STATE_NAME).decode()
     return None
 
 
@@ -182,10 +188,8 @@ def state_text(trainer: Trainer) -> str:
     told = [*trainer.callback_handler.callbacks, trainer.control]
     exported = [each for each in told if isinstance(each, ExportableState)]
     trainer.state.stateful_callbacks = TrainerState(stateful_callbacks=exported).stateful_callbacks
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder, TRAINER_STATE_NAME)
-        trainer.state.save_to_json(str(path))
-        return path.read_text(encoding="utf-8")
+    made = files_made_by(lambda folder: trainer.state.save_to_json(str(folder / TRAINER_STATE_NAME)))
+    return made[TRAINER_STATE_NAME].decode()
 
 
 def metrics_of(state: Any) -> dict[str, float]:
@@ -195,7 +199,6 @@ def metrics_of(state: Any) -> dict[str, float]:
     return {name: float(v) for name, v in found.items() if isinstance(v, (int, float)) and math.isfinite(v)}
 
 
-def files_below(folder: Path) -> dict[str, bytes]:
+def added_files(folder: Path) -> dict[str, bytes]:
     """Every file below `folder` but the pickle of the Trainer's arguments: path to content."""
-    found = {path.relative_to(folder).as_posix(): path for path in folder.rglob("*") if path.is_file()}
-    return {name: path.read_bytes() for name, path in found.items() if name != TRAINING_ARGS_NAME}
+    return {name: content for name, content in files_below(folder).items() if name != TRAINING_ARGS_NAME}

@@ -4,11 +4,10 @@ import os
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path, PurePath
 
 from ft_ckpt.errors import explained
-from ft_ckpt.storage.buffers import BLOCK_BYTES, new_block
 from ft_ckpt.storage.local_store import LocalStore
 from ft_ckpt.storage.store import Store
 
@@ -23,8 +22,13 @@ def files_made_by(make: Callable[[Path], object]) -> dict[str, bytes]:
     place = _scratch_folder()
     with explained(Path(place)), tempfile.TemporaryDirectory(prefix="ft_ckpt-", dir=place) as made:
         make(Path(made))
-        store = LocalStore(Path(made))
-        return {each.name: store.read(each.name) for each in store.list()}
+        return files_below(Path(made))
+
+
+def files_below(folder: Path) -> dict[str, bytes]:
+    """All files in a folder and below it, by their paths in it."""
+    store = LocalStore(folder)
+    return {each.name: store.read(each.name) for each in store.list()}
 
 
 @contextmanager
@@ -35,29 +39,9 @@ def edited_object(store: Store, name: str) -> Iterator[Path]:
         return
     with tempfile.TemporaryDirectory(prefix="ft_ckpt-") as folder:
         here, file = LocalStore(Path(folder)), PurePath(name).name
-        copy_object(store, name, here, file)
+        here.write(file, store.read(name))
         yield here.path(file)
-        copy_object(here, file, store, name)
-
-
-def copy_object(source: Store, name: str, goal: Store, other: str) -> None:
-    """Copy an object into another store, or under another name, a block at a time; replaces what is there.
-
-    Raises CorruptError when it changes meanwhile.
-    """
-    with closing(source.open(name)) as file:
-        writing = goal.create(other, file.size_bytes)
-        try:
-            with memoryview(new_block()) as view:
-                for start in range(0, file.size_bytes, BLOCK_BYTES):
-                    part = view[: min(BLOCK_BYTES, file.size_bytes - start)]
-                    file.read_into(part, start)
-                    writing.write(start, part)
-            file.check()
-            writing.finish()
-        except BaseException:
-            writing.abandon()
-            raise
+        store.write(name, here.read(file))
 
 
 @contextmanager

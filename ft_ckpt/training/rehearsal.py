@@ -8,13 +8,15 @@ import json
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import xxhash
 
-from ft_ckpt.errors import ConfigError
+from ft_ckpt.errors import ConfigError, MissingError, NameTakenError
+from ft_ckpt.storage.local_store import LocalStore
 
 VARIABLE = "FT_CKPT_REHEARSAL"
 END = "rehearsal-end"  # folder of the checkpoint after the last step
@@ -50,7 +52,8 @@ class Recorder:
         self.directory = told.directory
         self._told = told
         self._batches: Any = None
-        Path(told.record).touch()  # a file without lines: there was a saver, and it was never stepped
+        with suppress(NameTakenError):  # a file without lines: there was a saver, and it was never stepped
+            _store_of(Path(told.record)).write(Path(told.record).name, b"", create_only=True)
 
     def watch_batches(self, batches: Iterable[Any]) -> Iterator[Any]:
         """The same batches; what is in them goes into the digest of the step."""
@@ -71,8 +74,9 @@ class Recorder:
         if leads:
             digest = None if self._batches is None else self._batches.hexdigest()
             exact = {name: float(value).hex() for name, value in metrics.items()}
-            with Path(self._told.record).open("a", encoding="utf-8") as file:
-                file.write(json.dumps(asdict(Step(number, exact, digest))) + "\n")
+            record, line = Path(self._told.record), json.dumps(asdict(Step(number, exact, digest))) + "\n"
+            store = _store_of(record)
+            store.write(record.name, store.read(record.name) + line.encode())
         self._batches = None
         if number >= self._told.steps:
             save(Path(self._told.directory) / END)
@@ -96,9 +100,16 @@ def start_recorder() -> Recorder | None:
 
 def read_steps(record: Path) -> list[Step] | None:
     """The steps that a script has taken; None when it made no saver."""
-    if not record.exists():
+    try:
+        text = _store_of(record).read(record.name).decode()
+    except MissingError:
         return None
-    return [Step(**json.loads(line)) for line in record.read_text(encoding="utf-8").splitlines()]
+    return [Step(**json.loads(line)) for line in text.splitlines()]
+
+
+def _store_of(record: Path) -> LocalStore:
+    """The folder of the record, which is there, and whose files are of no use after the rehearsal."""
+    return LocalStore(record.parent, syncs=False)
 
 
 def _digest_value(digest: Any, value: Any) -> None:

@@ -14,6 +14,7 @@ from ft_ckpt.checkpoint.manifest import Manifest
 from ft_ckpt.checkpoint.open_checkpoint import OpenCheckpoint, open_checkpoint
 from ft_ckpt.errors import ConfigError, CorruptError, ManifestError, NotACheckpointError, TargetError, listing
 from ft_ckpt.storage.local_disk import local_path
+from ft_ckpt.storage.local_store import LocalStore
 from ft_ckpt.training.state_files import ResumePoint, open_resume_point
 
 MODES = ("auto", "must", "never")
@@ -72,7 +73,7 @@ def resumable(infos: Iterable[CheckpointInfo]) -> list[CheckpointInfo]:
 def _checkpoint_by_name(directory: Path | None, infos: Sequence[CheckpointInfo], name: str) -> CheckpointInfo:
     """The checkpoint asked for by its name in `directory`, or by its path."""
     named = _path_by_name(directory, name)
-    if not named.exists():
+    if not _is_there(named):
         there = [info.path.name for info in infos]
         raise NotACheckpointError(
             f"{named}: is not there; {directory} has {listing(there, ', ') or 'none'}. Expected 'auto', 'must', "
@@ -87,7 +88,11 @@ def _checkpoint_by_name(directory: Path | None, infos: Sequence[CheckpointInfo],
 def _path_by_name(directory: Path | None, name: str) -> Path:
     """The run's own checkpoint of that name; what has a separator in it, or is none of the run's, is a path."""
     own = None if directory is None or os.sep in name else directory / name
-    return own if own is not None and (own.exists() or not Path(name).exists()) else local_path(name)
+    return own if own is not None and (_is_there(own) or not _is_there(Path(name))) else local_path(name)
+
+
+def _is_there(folder: Path) -> bool:
+    return LocalStore(folder).list_folder().exists
 
 
 def _open_whole(path: Path, deep: bool, stack: ExitStack) -> tuple[ResumePoint | None, tuple[str, ...]]:

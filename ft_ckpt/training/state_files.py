@@ -7,7 +7,6 @@ import json
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,14 +21,16 @@ from ft_ckpt.formats.layout import TensorFile
 from ft_ckpt.formats.pytree import unflatten
 from ft_ckpt.formats.pytree_json import decode_node
 from ft_ckpt.formats.registry import format_named
+from ft_ckpt.storage.local_store import LocalStore
+from ft_ckpt.storage.store import Store
 from ft_ckpt.training.state import DOCUMENT_NAME, DOCUMENT_VERSION, FOLDER, Document, source_of, tree_tensors
 
 
-def read_document(path: Path) -> Document:
-    """The JSON half of the training state of checkpoint `path`. Raises CorruptError when it cannot be read."""
-    file = path / FOLDER / DOCUMENT_NAME
+def read_document(store: Store) -> Document:
+    """The JSON half of the training state of the checkpoint in `store`. Raises CorruptError when it cannot be read."""
+    file = store.where(f"{FOLDER}/{DOCUMENT_NAME}")
     with damaged_input(f"{file}; resume from another checkpoint"):
-        document: Document = json.loads(file.read_text(encoding="utf-8"))
+        document: Document = json.loads(store.read(f"{FOLDER}/{DOCUMENT_NAME}"))
         version = document["version"]
         if version > DOCUMENT_VERSION:
             raise CorruptError(
@@ -111,7 +112,7 @@ def open_resume_point(held: OpenCheckpoint, stack: ExitStack) -> ResumePoint:
     """What there is to resume from in an open checkpoint, until the stack ends. Raises CorruptError."""
     tensors = StoredTensors(held)
     stack.callback(tensors.close)
-    return ResumePoint(held, read_document(held.folder), tensors)
+    return ResumePoint(held, read_document(LocalStore(held.folder)), tensors)
 
 
 def entries_of_rank(document: Document, rank: int) -> Document:

@@ -21,7 +21,7 @@ from wrappers import WRAPPERS, Live
 from ft_ckpt import CheckpointSaver, latest, verify
 from ft_ckpt.checkpoint.catalog import read_manifest
 from ft_ckpt.distributed import gather
-from ft_ckpt.errors import NoSpaceError, RankError
+from ft_ckpt.errors import MissingError, NoSpaceError, RankError
 from ft_ckpt.saving import move_tensors, write_shards
 from ft_ckpt.storage import writer
 from ft_ckpt.storage.local_store import LocalStore
@@ -80,12 +80,18 @@ def not_shared(folder: Path) -> None:
 
 @contextmanager
 def hidden(name: str) -> Iterator[None]:
-    real = Path.is_file
-    Path.is_file = lambda path: not path.name.startswith(name) and real(path)
+    real = LocalStore.read
+
+    def read(store: LocalStore, path: str, *part: int) -> bytes:
+        if path.startswith(name):
+            raise MissingError(f"{path}: no such file")
+        return real(store, path, *part)
+
+    LocalStore.read = read
     try:
         yield
     finally:
-        Path.is_file = real
+        LocalStore.read = real
 
 
 def full_or_slow(full: bool, slow_seconds: float) -> None:

@@ -28,6 +28,7 @@ from ft_ckpt.formats.mapped_file import RawFile
 from ft_ckpt.formats.pytree import unflatten
 from ft_ckpt.formats.pytree_json import decode_node
 from ft_ckpt.model.plain_module import build_module, describe_module
+from ft_ckpt.storage.local_store import LocalStore
 from ft_ckpt.training.state import DOCUMENT_NAME, FOLDER
 from ft_ckpt.training.state_files import read_document
 
@@ -302,7 +303,7 @@ def document(folder):
     def attempt(dice):
         data = mutated(text, dice) if dice.random() < 0.3 else json.dumps(odd(whole, dice)).encode()
         (folder / FOLDER / DOCUMENT_NAME).write_bytes(data)
-        found = read_document(folder)
+        found = read_document(LocalStore(folder))
         for entry in found["ranks"][0].values():
             grow(entry["tree"])
 
