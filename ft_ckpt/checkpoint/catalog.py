@@ -158,10 +158,10 @@ def discover(root: str | os.PathLike[str]) -> list[CheckpointInfo]:
     return list(listed.found)
 
 
-def next_number(target: Path) -> int:
-    """The number of a checkpoint without a step that is saved to `target`: one more than the largest beside it."""
+def next_number(target: Store, beside: Store) -> int:
+    """The number of a checkpoint without a step that is saved to `target`: one more than the largest `beside` it."""
     numbers = []
-    for store in (LocalStore(target), LocalStore(target.parent)):
+    for store in (target, beside):
         below = [store.within(folder.name) for folder in _visible_folders(store.list_folder())]
         numbers += [_number_in_head(each) for each in (store, *below)]
     return 1 + max(numbers)

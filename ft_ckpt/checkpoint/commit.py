@@ -122,7 +122,7 @@ def _seal_and_place(stage: Path, target: Path, manifest: Manifest) -> None:
     try:
         check_paths(manifest, str(target))
         if manifest.step is None:
-            manifest = replace(manifest, number=next_number(target))
+            manifest = replace(manifest, number=next_number(LocalStore(target), LocalStore(target.parent)))
         _seal_stage(stage, manifest, target)
         sealed = (stage / MANIFEST_NAME).lstat()
         _place_stage(stage, target, manifest)

@@ -5,8 +5,8 @@ The plan is the same on every rank, for all take part in bringing the tensors; t
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -21,6 +21,7 @@ from ft_ckpt.formats.registry import DEFAULT_FORMAT, TensorFormat, format_named
 from ft_ckpt.formats.shard_files import shard_index, split_into_files
 from ft_ckpt.formats.write_files import FilePlan
 from ft_ckpt.model.entries import Entry, Group, Part
+from ft_ckpt.storage.scratch import object_path
 from ft_ckpt.storage.store import Store
 from ft_ckpt.storage.writer import Region
 
@@ -144,9 +145,8 @@ def check_written_files(part_plan: PartPlan, store: Store) -> None:
     expected = {entry.name: Spec(entry.name, entry.shape, dtype_name(entry.dtype)) for entry in part_plan.part.entries}
     found: dict[str, Spec] = {}
     for file in part_plan.files:
-        opened = format_named(part_plan.format).open_file(Path(store.where(file.path)))
-        found.update(opened.specs)
-        opened.close()
+        with object_path(store, file.path) as path, closing(format_named(part_plan.format).open_file(path)) as opened:
+            found.update(opened.specs)
     problems = [f"{name}: in the model, not in the file" for name in expected if name not in found]
     problems += [f"{name}: in the file, not in the model" for name in found if name not in expected]
     problems += [

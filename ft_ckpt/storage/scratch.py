@@ -32,8 +32,8 @@ def files_below(folder: Path) -> dict[str, bytes]:
 
 
 @contextmanager
-def edited_object(store: Store, name: str) -> Iterator[Path]:
-    """The path of an object that the block changes: its own in a local folder, else that of a copy that is put back."""
+def object_path(store: Store, name: str) -> Iterator[Path]:
+    """The path of an object to be read while the block runs: its own in a local folder, else that of a copy."""
     if isinstance(store, LocalStore):
         yield store.path(name)
         return
@@ -41,7 +41,15 @@ def edited_object(store: Store, name: str) -> Iterator[Path]:
         here, file = LocalStore(Path(folder)), PurePath(name).name
         here.write(file, store.read(name))
         yield here.path(file)
-        store.write(name, here.read(file))
+
+
+@contextmanager
+def edited_object(store: Store, name: str) -> Iterator[Path]:
+    """The path of an object that the block changes: its own in a local folder, else that of a copy that is put back."""
+    with object_path(store, name) as path:
+        yield path
+        if not isinstance(store, LocalStore):
+            store.write(name, LocalStore(path.parent).read(path.name))
 
 
 @contextmanager

@@ -1,16 +1,24 @@
 """Checkpoints that lie in other stores than a folder, and in stores that fail."""
 
 import os
+from dataclasses import replace
 
 import pytest
 from faults import make_checkpoint, save
-from faulty_stores import CountingStore, RefusingStore, TornStore
+from faulty_stores import CountingStore, RefusingStore, TornStore, Wrapped
 
 from ft_ckpt.checkpoint.catalog import load_manifest, verify
 from ft_ckpt.checkpoint.checks import checkpoint_problems, small_problems
 from ft_ckpt.checkpoint.manifest import MANIFEST_NAME
-from ft_ckpt.checkpoint.staging import open_staging
-from ft_ckpt.errors import ManifestError, NotACheckpointError, UnreadableError
+from ft_ckpt.checkpoint.staging import ObjectStaging, open_object_staging, open_staging
+from ft_ckpt.errors import (
+    CorruptError,
+    ManifestError,
+    NameTakenError,
+    NotACheckpointError,
+    TargetError,
+    UnreadableError,
+)
 from ft_ckpt.storage.local_store import LocalStore
 from ft_ckpt.storage.open_store import open_store
 
@@ -93,3 +101,58 @@ def test_a_staging_becomes_the_checkpoint_or_nothing(tmp_path):
     staging.store.write("config.json", b"{}")
     staging.discard()
     assert os.listdir(tmp_path / "run") == ["checkpoint-1"]  # noqa: PTH208 - hidden ones, too
+
+
+def test_objects_become_a_checkpoint_by_their_manifest_alone(local):
+    pytest.importorskip("obstore")
+    run = open_store("memory:///").within("run")
+    manifest, content = load_manifest(local), {each.name: local.read(each.name) for each in local.list()}
+    del content[MANIFEST_NAME]
+    staging = open_object_staging(run, "checkpoint-1")
+    for name in content:
+        staging.store.write(name, content[name])
+    with pytest.raises(NotACheckpointError):
+        load_manifest(staging.store)
+    with pytest.raises(TargetError, match="of a save that is under way, or was broken off"):
+        open_object_staging(run, "checkpoint-1")
+    staging.store.write("left.over", b"")
+    with pytest.raises(CorruptError, match=r"left\.over: not in the store as the manifest has them"):
+        staging.commit(manifest)
+    staging.store.delete(["left.over"])
+    staging.commit(manifest)
+    staging.discard()
+    assert load_manifest(staging.store) == manifest
+    assert problems(staging.store) == []
+    with pytest.raises(NameTakenError, match="a checkpoint is there"):
+        open_object_staging(run, "checkpoint-1")
+    with pytest.raises(NameTakenError):
+        staging.commit(replace(manifest, notes=("of another save",)))
+    assert load_manifest(staging.store) == manifest
+
+
+def test_objects_that_are_discarded_are_gone(local):
+    pytest.importorskip("obstore")
+    run = open_store("memory:///").within("run")
+    staging = open_object_staging(run, "checkpoint-1")
+    staging.store.write("policy/config.json", b"{}")
+    staging.discard()
+    assert run.list() == []
+
+
+class _LosesAnswers(Wrapped):
+    """Writes what is to be new, and says that it was there."""
+
+    def write(self, name, data, *, create_only=False):
+        self.inner.write(name, data, create_only=create_only)
+        if create_only:
+            raise NameTakenError(f"{name}: is there already")
+
+
+def test_a_commit_whose_answer_was_lost_is_read_back(local):
+    pytest.importorskip("obstore")
+    run = open_store("memory:///").within("run")
+    store, manifest = run.within("checkpoint-1"), load_manifest(local)
+    for file in manifest.files:
+        store.write(file.path, local.read(file.path))
+    ObjectStaging(_LosesAnswers(store), run).commit(manifest)
+    assert load_manifest(store) == manifest

@@ -1,0 +1,82 @@
+"""A save writes through the seam of stores alone: into a bucket as into a folder, the same files."""
+
+import models
+import pytest
+import torch
+
+from ft_ckpt import CheckpointSaver
+from ft_ckpt.checkpoint import staging
+from ft_ckpt.checkpoint.catalog import load_manifest
+from ft_ckpt.checkpoint.checks import checkpoint_problems
+from ft_ckpt.checkpoint.manifest import MANIFEST_NAME
+from ft_ckpt.errors import NoSpaceError
+from ft_ckpt.storage.local_store import LocalStore
+from ft_ckpt.storage.open_store import open_store
+
+SETTINGS = {
+    "safetensors": {},
+    "shards": {"max_shard_size": "2MB"},
+    "h5": {"format": "h5"},
+    "dual": {"format": "dual"},
+    "compressed": {"format": "h5", "compression": "gzip"},
+    "background": {"background": True},
+}
+
+
+@pytest.fixture
+def bucket():
+    """The run's folder in a bucket."""
+    pytest.importorskip("obstore")
+    return open_store("memory:///").within("runs/sft")
+
+
+def save_into(store, folder, model, steps=(1,), **settings):
+    """Save to `folder`, whose checkpoints end up in `store`, under their names."""
+    with pytest.MonkeyPatch.context() as patch, CheckpointSaver(None, folder, **settings) as saver:
+        patch.setattr(staging, "open_staging", lambda target, _: staging.open_object_staging(store, target.name))
+        for step in steps:
+            saver.save(model, step=step, extra_files={"notes/one.txt": "of the caller"})
+        saver.wait()
+    assert not any(folder.rglob("*")), "nothing on this machine's disk"
+
+
+@pytest.mark.parametrize("way", SETTINGS)
+def test_files_are_those_of_a_folder(bucket, tmp_path, way):
+    model = models.build("wide")
+    save_into(bucket, tmp_path / "run", model, **SETTINGS[way])
+    with CheckpointSaver(None, tmp_path / "run", **SETTINGS[way]) as saver:
+        saver.save(model, step=1, extra_files={"notes/one.txt": "of the caller"})
+    there, here = bucket.within("checkpoint-1"), LocalStore(tmp_path / "run" / "checkpoint-1")
+    manifest = load_manifest(there)
+    assert list(checkpoint_problems(there, manifest, deep=True)) == []
+    assert (manifest.files, manifest.parts) == (load_manifest(here).files, load_manifest(here).parts)
+    assert [each.name for each in there.list()] == [each.name for each in here.list()]
+    for each in here.list():
+        assert each.name == MANIFEST_NAME or there.read(each.name) == here.read(each.name), each.name
+
+
+def test_frozen_files_are_copied_by_the_service(bucket, tmp_path):
+    model = models.build("wide")
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(name == "model.norm.weight")
+    save_into(bucket, tmp_path / "run", model, (1, 2), reuse_frozen="on")
+    second = bucket.within("checkpoint-2")
+    manifest = load_manifest(second)
+    assert [file.path for file in manifest.files if file.linked] == ["model-00001-of-00002.safetensors"]
+    assert list(checkpoint_problems(second, manifest, deep=True)) == []
+    assert {each.name for each in second.list()} == {MANIFEST_NAME, *(file.path for file in manifest.files)}
+
+
+def test_a_save_that_fails_leaves_nothing(bucket, tmp_path, monkeypatch):
+    model = models.build("wide")
+    save_into(bucket, tmp_path / "run", model)
+    before = [each.name for each in bucket.list()]
+    monkeypatch.setattr(staging.ObjectStaging, "commit", lambda *_: (_ for _ in ()).throw(NoSpaceError("full")))
+    with pytest.raises(NoSpaceError, match="full"):
+        save_into(bucket, tmp_path / "run", model, (2,))
+    assert [each.name for each in bucket.list()] == before
+    with torch.no_grad():
+        model.lm_head.weight.fill_(float("nan"))
+    with pytest.raises(ValueError, match=r"lm_head\.weight: NaN"):
+        save_into(bucket, tmp_path / "run", model, (2,), nonfinite="raise")
+    assert [each.name for each in bucket.list()] == before
