@@ -96,7 +96,7 @@ def _newest_document(infos: Sequence[CheckpointInfo], notes: list[str]) -> Mappi
     for info in reversed(infos):
         if any(part.kind == STATE for part in info.manifest.parts):
             try:
-                return read_document(info.path)
+                return read_document(LocalStore(info.path))
             except CheckpointError as error:
                 notes.append(str(error))
     notes.append("no checkpoint has a training state, so times of saves and deleted checkpoints are not known")

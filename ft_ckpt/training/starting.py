@@ -73,7 +73,7 @@ def resumable(infos: Iterable[CheckpointInfo]) -> list[CheckpointInfo]:
 def _checkpoint_by_name(directory: Path | None, infos: Sequence[CheckpointInfo], name: str) -> CheckpointInfo:
     """The checkpoint asked for by its name in `directory`, or by its path."""
     named = _path_by_name(directory, name)
-    if not _is_there(named):
+    if not _folder_exists(named):
         there = [info.path.name for info in infos]
         raise NotACheckpointError(
             f"{named}: is not there; {directory} has {listing(there, ', ') or 'none'}. Expected 'auto', 'must', "
@@ -88,10 +88,10 @@ def _checkpoint_by_name(directory: Path | None, infos: Sequence[CheckpointInfo],
 def _path_by_name(directory: Path | None, name: str) -> Path:
     """The run's own checkpoint of that name; what has a separator in it, or is none of the run's, is a path."""
     own = None if directory is None or os.sep in name else directory / name
-    return own if own is not None and (_is_there(own) or not _is_there(Path(name))) else local_path(name)
+    return own if own is not None and (_folder_exists(own) or not _folder_exists(Path(name))) else local_path(name)
 
 
-def _is_there(folder: Path) -> bool:
+def _folder_exists(folder: Path) -> bool:
     return LocalStore(folder).list_folder().exists
 
 
