@@ -1,12 +1,9 @@
 """What a checkpoint says beside its tensors: configs, tokenizer, model card, a run's document, files of the caller."""
 
 import json
-import os
-import shutil
-import tempfile
-from collections.abc import Callable, Hashable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -15,7 +12,7 @@ from torch import nn
 from ft_ckpt.checkpoint.manifest import BaseRecord
 from ft_ckpt.distributed.ranks import Ranks
 from ft_ckpt.distributed.wrappers import user_class
-from ft_ckpt.errors import ConfigError, explained
+from ft_ckpt.errors import ConfigError
 from ft_ckpt.model import pretrained_files as companions
 from ft_ckpt.model.entries import EXTRA_FILE, Part, main_dtype
 from ft_ckpt.model.plain_module import write_module
@@ -23,10 +20,9 @@ from ft_ckpt.saving.build_manifest import base_record
 from ft_ckpt.saving.files import PartPlan
 from ft_ckpt.saving.plan import SaveRequest
 from ft_ckpt.storage.paths import is_inside
+from ft_ckpt.storage.scratch import files_made_by
 from ft_ckpt.training.capture import Captured
 from ft_ckpt.training.state import DOCUMENT_NAME, FOLDER, Document
-
-_MEMORY, _PLENTY_BYTES = "/dev/shm", 1 << 30  # noqa: S108 - a folder of its own is made in it
 
 
 @dataclass(frozen=True, eq=False)
@@ -54,7 +50,7 @@ def companions_of(
     """
     if not ranks.leads:
         return Companions()
-    extras = _encode_extra_files(request.extra_files)
+    extras = _encode_extra_files(request.extra_files, {file.path for one in plans for file in one.files})
     described = [one.part for one in plans if one.part.kind in ("model", "adapter")]
     for part in described:
         check_companions(part.module, request.tokenizer, request.chat_template_name)
@@ -88,19 +84,16 @@ def _is_decided(part: Part, request: SaveRequest) -> bool:
 
 def _make_companions(parts: Sequence[Part], request: SaveRequest) -> Companions:
     """What is said of single parts, but for their tokenizer."""
-
-    def write_all(root: Path) -> None:
-        for part in parts:
-            _write_companions(root, part, request)
-
     bases = {part.name: base_record(part, {}) for part in parts if part.kind == "adapter"}
     classes = {part.name: user_class(type(part.module)).__name__ for part in parts}
-    return Companions(_written_files(write_all) if parts else {}, bases, classes)
+    files: dict[str, bytes] = {}
+    for part in parts:
+        made = files_made_by(partial(_write_companions, part=part, request=request))
+        files |= {_path_in(part, name): content for name, content in made.items()}
+    return Companions(files, bases, classes)
 
 
-def _write_companions(root: Path, part: Part, request: SaveRequest) -> None:
-    folder = root / part.path
-    folder.mkdir(parents=True, exist_ok=True)
+def _write_companions(folder: Path, part: Part, request: SaveRequest) -> None:
     if part.kind == "model":
         generation = companions.generation_config(part.module, request.tokenizer, request.chat_template_name)
         companions.write_model(folder, part.module, dtype=main_dtype(part), generation=generation)
@@ -115,7 +108,7 @@ def _tokenizer_files(parts: Sequence[Part], tokenizer: Any) -> dict[str, bytes]:
     """Those of the tokenizer, for each part; made once."""
     if tokenizer is None or not parts:
         return {}
-    made = _written_files(lambda folder: companions.write_tokenizer(folder, tokenizer))
+    made = files_made_by(lambda folder: companions.write_tokenizer(folder, tokenizer))
     return {_path_in(part, name): content for part in parts for name, content in made.items()}
 
 
@@ -129,26 +122,10 @@ def _path_in(part: Part, name: str) -> str:
     return PurePosixPath(part.path, name).as_posix()
 
 
-def _written_files(write: Callable[[Path], None]) -> dict[str, bytes]:
-    """What `write` puts into a folder that is there for it alone, by path."""
-    place = _scratch_folder()
-    with explained(Path(place)), tempfile.TemporaryDirectory(prefix="ft_ckpt-", dir=place) as made:
-        write(Path(made))
-        return {
-            path.relative_to(made).as_posix(): path.read_bytes() for path in Path(made).rglob("*") if path.is_file()
-        }
-
-
-def _scratch_folder() -> str:
-    """Where files are made that are read back at once: in memory where there is plenty, since training waits."""
-    with suppress(OSError):
-        if os.access(_MEMORY, os.W_OK) and shutil.disk_usage(_MEMORY).free > _PLENTY_BYTES:
-            return _MEMORY
-    return tempfile.gettempdir()
-
-
-def _encode_extra_files(files: Mapping[str, str | bytes]) -> dict[str, bytes]:
+def _encode_extra_files(files: Mapping[str, str | bytes], weights: set[str]) -> dict[str, bytes]:
     outside = [path for path in files if not is_inside(path)]
     if outside:
         raise ConfigError(f"extra_files: {', '.join(outside)}: expected plain paths inside the checkpoint")
+    if taken := sorted(weights & files.keys()):
+        raise ConfigError(f"extra_files: {', '.join(taken)}: the weights have this name; choose another")
     return {path: content.encode() if isinstance(content, str) else bytes(content) for path, content in files.items()}

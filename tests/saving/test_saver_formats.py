@@ -128,3 +128,11 @@ def test_compressed(tmp_path, codec):
 def test_compression_is_for_hdf5():
     with pytest.raises(ConfigError, match="only format='h5' is compressed"):
         CheckpointSaver(compression="zstd")
+
+
+def test_files_of_the_caller_leave_the_weights_their_names(tmp_path):
+    model = models.build("llama")
+    for name in ("model.safetensors", "../out.txt"):
+        with pytest.raises(ConfigError, match=rf"extra_files: {name}"):
+            CheckpointSaver().save(model, tmp_path / "out", extra_files={name: b"mine"})
+    assert not any(tmp_path.iterdir())
