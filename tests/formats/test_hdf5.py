@@ -272,6 +272,25 @@ def test_a_file_on_which_the_library_never_ends():
     assert resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime - begun < 3, "a small file is given up soon"
 
 
+def test_a_file_on_which_the_library_asks_for_memory_without_end():
+    """Found by mutation; what the other process was refused is not tried again in ours."""
+    with pytest.raises(CorruptError, match=r"hungry\.h5: .*more memory than a sound file needs"):
+        load(HERE / "hungry.h5")
+
+
+def test_many_small_datasets_are_read_within_the_memory_of_a_small_file(tmp_path, monkeypatch):
+    """Each takes a hundred times its bytes while it is open."""
+    monkeypatch.setattr(probe, "__file__", str(tmp_path / "probe.py"))
+    text = Path(hdf5_file.__file__).with_name("probe.py").read_text()
+    (tmp_path / "probe.py").write_text(
+        text.replace("(512 << 20, ", "(64 << 20, ").replace("EXPANSION = 16", "EXPANSION = 1")
+    )
+    with h5py.File(tmp_path / "x.h5", "w") as file:
+        for number in range(1000):
+            file.create_dataset(f"{number}", data=np.arange(30), chunks=(10,), compression="gzip")
+    assert load(tmp_path / "x.h5")["999"].tolist() == list(range(30))
+
+
 def test_a_filter_that_prints_what_it_thinks_of_a_damaged_chunk(tmp_path, monkeypatch):
     """Found by mutation: that was taken for the length of an answer, which was then waited for."""
     monkeypatch.setattr(probe, "_SILENT_SECONDS", 5)

@@ -145,10 +145,12 @@ def _check_dataset(dataset: ForeignDataset) -> None:
     handle, raw = dataset.handle, dataset.source.raw
     if handle.external or handle.is_virtual:
         raise CorruptError(f"{dataset.path}: its values are in other files, which are not followed")
-    wanted = dataset.element_count * handle.id.get_type().get_size()
-    if wanted > _most_bytes(raw):
+    item_bytes = handle.id.get_type().get_size()
+    wanted, chunk = dataset.element_count * item_bytes, math.prod(handle.chunks or ()) * item_bytes
+    if max(wanted, chunk) > _most_bytes(raw):
         raise CorruptError(
-            f"{dataset.path}: {dataset.shape} of {dataset.dtype} in a file of only {raw.size_bytes} bytes"
+            f"{dataset.path}: {dataset.shape} of {dataset.dtype}, {handle.chunks or 'all'} at a time, in a file of "
+            f"only {raw.size_bytes} bytes"
         )
     if dataset.start is not None and dataset.start + wanted > raw.size_bytes:
         raise CorruptError(

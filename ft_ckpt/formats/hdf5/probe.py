@@ -8,6 +8,7 @@ think of damaged data, so its answers go elsewhere.
 """
 
 import json
+import math
 import os
 import select
 import signal
@@ -23,9 +24,11 @@ from ft_ckpt.errors import CorruptError
 
 _STEP_SECONDS = (2, 8)  # of processor time, for the smallest and the largest files; sound ones take less
 _STEP_BYTES = 10 << 20  # in a second, by the slowest filter
+_STEP_MEMORY = (512 << 20, 8 << 30)  # beside what h5py takes
+_STEP_EXPANSION = 16  # times the bytes that it handles
 _SILENT_SECONDS = 60  # by the clock, on a machine that may have much else to do
-_MOST_MEMORY_BYTES = 8 << 30
 _DONE, _FAILED = b"\n", -1
+_NO_MEMORY = 12  # as the system numbers that error
 _HEAD = struct.Struct("<q")  # ahead of an answer: its bytes, or _FAILED
 
 
@@ -96,6 +99,7 @@ class Probe:
         if not found:
             code = self.child.wait()
             found = f"ended with {f'signal {-code}' if code < 0 else f'code {code}'}"
+            found = "asked for more memory than a sound file needs" if code == _NO_MEMORY else found
         self._end()
         return CorruptError(
             f"{self.source}: the process that tries it with the HDF5 library {found}; use another copy of the file"
@@ -113,10 +117,24 @@ def _end_process(child: subprocess.Popen[bytes]) -> None:
 # All below runs in the other process.
 
 
-def _begin_step(size_bytes: int) -> None:
-    """Allow the processor time of another step, that of handling `size_bytes`; the system ends what takes longer."""
-    least, most = _STEP_SECONDS
-    signal.setitimer(signal.ITIMER_PROF, min(most, least + size_bytes / _STEP_BYTES))
+def _limit_step(size_bytes: int, own_bytes: int) -> None:
+    """Allow the processor time and the memory of another step, that of handling `size_bytes`.
+
+    The system ends what takes longer, and refuses more memory, beside the `own_bytes` there were at the beginning.
+    """
+    import resource
+
+    (soonest, latest), (least, most) = _STEP_SECONDS, _STEP_MEMORY
+    signal.setitimer(signal.ITIMER_PROF, min(latest, soonest + size_bytes / _STEP_BYTES))
+    _limit_resource(resource.RLIMIT_AS, own_bytes + min(most, least + _STEP_EXPANSION * size_bytes))
+
+
+def _own_bytes() -> int:
+    """The address space of this process; 0 where the system does not say."""
+    try:
+        return int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0]) * os.sysconf("SC_PAGE_SIZE")
+    except OSError:
+        return 0
 
 
 def _limit_resource(what: int, value: int) -> None:
@@ -126,12 +144,14 @@ def _limit_resource(what: int, value: int) -> None:
     resource.setrlimit(what, (value if hard == resource.RLIM_INFINITY else min(value, hard), hard))
 
 
-def _touch_object(item: Any, h5py: Any, seen: set[Any], begin_step: Callable[[], None]) -> None:
+def _touch_object(item: Any, h5py: Any, seen: set[int], begin_object: Callable[[], None]) -> None:
     """Everything about `item` and what is below it, each object once; errors are for the walk to tell."""
-    begin_step()
-    if item.id in seen:
+    begin_object()
+    place = _ask_quietly(lambda: h5py.h5o.get_info(item.id).addr)  # not the object, which would stay open
+    if place in seen:
         return
-    seen.add(item.id)
+    if place is not None:
+        seen.add(place)
     for name in _ask_quietly(lambda: list(item.attrs)) or ():
         _ask_quietly(lambda name=name: item.attrs[name])
     if isinstance(item, h5py.Dataset):
@@ -145,20 +165,25 @@ def _touch_object(item: Any, h5py: Any, seen: set[Any], begin_step: Callable[[],
             if isinstance(link, h5py.HardLink):  # other links lead anywhere
                 below = _ask_quietly(lambda name=name: item[name])
                 if below is not None:
-                    _touch_object(below, h5py, seen, begin_step)
+                    _touch_object(below, h5py, seen, begin_object)
 
 
 def _ask_quietly(ask: Any) -> Any:
     try:
         return ask()
-    except Exception:  # noqa: BLE001 - whatever it is, the walk will meet it too
+    except Exception as error:  # noqa: BLE001 - whatever it is, the walk will meet it too
+        if isinstance(error, MemoryError) or "alloc" in str(error):
+            os._exit(_NO_MEMORY)  # but the walk, which has no such limit, must not
         return None
 
 
-def _answer_request(file: Any, h5py: Any, request: bytes, size_bytes: int) -> bytes:
+def _answer_request(file: Any, h5py: Any, request: bytes, begin_step: Callable[[int], None]) -> bytes:
     path, first, last = json.loads(request)
+    begin_step(0)
     dataset = file[path]
-    _begin_step(size_bytes + (dataset.size or 0) * dataset.dtype.itemsize)
+    shape = dataset.shape or ()
+    asked = math.prod(shape) if first is None else (last - first) * math.prod(shape[1:])
+    begin_step((asked + math.prod(dataset.chunks or ())) * dataset.dtype.itemsize)
     if set(dataset._filters) - {"gzip", "shuffle", "fletcher32", "lzf"}:  # h5py's only way to see filters by number
         _ask_quietly(lambda: __import__("hdf5plugin"))  # which tells the HDF5 library of its filters
     if h5py.check_string_dtype(dataset.dtype) is not None:
@@ -169,18 +194,18 @@ def _answer_request(file: Any, h5py: Any, request: bytes, size_bytes: int) -> by
     return found
 
 
-def _serve_values(file: Any, h5py: Any, size_bytes: int, answers: int) -> None:
+def _serve_values(file: Any, h5py: Any, begin_step: Callable[[int], None], answers: int) -> None:
     for request in sys.stdin.buffer:
-        _begin_step(size_bytes)
         try:
-            found = _answer_request(file, h5py, request, size_bytes)
+            found = _answer_request(file, h5py, request, begin_step)
             head = _HEAD.pack(len(found))
         except Exception as error:  # noqa: BLE001 - the answer says it
             found = f"{type(error).__name__}: {error}"[:500].encode(errors="replace")
             head = _HEAD.pack(_FAILED) + _HEAD.pack(len(found))
-        left = memoryview(head + found)
-        while left:
-            left = left[os.write(answers, left) :]
+        for part in (head, found):
+            left = memoryview(part)
+            while left:
+                left = left[os.write(answers, left) :]
 
 
 def serve_file(path: str) -> None:
@@ -193,21 +218,23 @@ def serve_file(path: str) -> None:
 
     import h5py
 
-    _limit_resource(resource.RLIMIT_AS, _MOST_MEMORY_BYTES)
     _limit_resource(resource.RLIMIT_CORE, 0)
-    size_bytes = Path(path).stat().st_size
+    size_bytes, own_bytes = Path(path).stat().st_size, _own_bytes()
 
-    def begin_step() -> None:
+    def begin_step(more_bytes: int) -> None:
+        _limit_step(size_bytes + more_bytes, own_bytes)
+
+    def begin_object() -> None:
         os.write(answers, b".")
-        _begin_step(size_bytes)
+        begin_step(0)
 
-    begin_step()
+    begin_object()
     file = _ask_quietly(lambda: h5py.File(path, "r", locking=False))
     if file is not None:
-        _touch_object(file, h5py, set(), begin_step)
+        _touch_object(file, h5py, set(), begin_object)
     os.write(answers, _DONE)
     if file is not None:
-        _serve_values(file, h5py, size_bytes, answers)
+        _serve_values(file, h5py, begin_step, answers)
 
 
 if __name__ == "__main__":
