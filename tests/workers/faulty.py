@@ -252,7 +252,9 @@ def in_processes(works: list[Callable[[], str]], seconds: int = 60) -> list[str]
     with tempfile.TemporaryFile() as stacks:
         faulthandler.register(signal.SIGUSR1, stacks, all_threads=True)
         for child, pipe in [start(work) for work in works]:
+            waits = ""
             if not select.select([pipe], [], [], seconds)[0]:
+                waits = waiting_of(child)
                 os.kill(child, signal.SIGUSR1)
                 time.sleep(1)
                 os.kill(child, signal.SIGKILL)
@@ -260,9 +262,17 @@ def in_processes(works: list[Callable[[], str]], seconds: int = 60) -> list[str]
                 said = stream.read().decode()
             status = os.waitpid(child, 0)[1]
             stacks.seek(0)
-            where = f"ended by signal {os.WTERMSIG(status)}, after {seconds} s if 9\n{stacks.read().decode()}"
+            where = f"ended by signal {os.WTERMSIG(status)}, after {seconds} s if 9; {waits}\n{stacks.read().decode()}"
             ended.append(said if os.WIFEXITED(status) else where)
     return ended
+
+
+def waiting_of(process: int) -> str:
+    """What each thread of a process waits for in the kernel, and how busy the machine is: a slow disk is no hang."""
+    threads = sorted(Path(f"/proc/{process}/task").iterdir())
+    told = [f"{one.name}: {(one / 'stat').read_text().split()[2]} {(one / 'wchan').read_text()}" for one in threads]
+    pressure = [one.read_text().splitlines()[0] for one in Path("/proc/pressure").glob("io")]  # not on every machine
+    return f"{', '.join(told)}; load {os.getloadavg()[0]:.0f}; {pressure}"
 
 
 def start(work: Callable[[], str]) -> tuple[int, int]:
@@ -304,16 +314,18 @@ def campaign(root: Path, cases: list[str], most: int, seed: int) -> dict[str, ob
         calls, expected = measured(case, copied(origin, root / "count"))
         faults = [(n, name, on) for n in range(1, calls + 1) for name in CODES for on in (False, True)]
         faults = [each for each in faults if not each[2] or each[1] in ("ENOSPC", "EIO", "EROFS")]
-        faults = chances.sample(faults, min(most, len(faults))) if most else faults
+        faults, slowest = chances.sample(faults, min(most, len(faults))) if most else faults, 0.0
         for number, (call, name, on) in enumerate(faults):
             folder = copied(origin, root / f"trial-{number}")
+            begun = time.monotonic()
             said = forked(partial(trial, case, folder, call, CODES[name], on, expected))
+            slowest = max(slowest, time.monotonic() - begun)
             if said:
-                print(name, said, file=sys.stderr, flush=True)
-                wrong.append(f"{name}{' and on' if on else ''}: {said}")
+                wrong.append(f"{name}{' and on' if on else ''} at call {call} of {case}: {said}")
+                print(wrong[-1], file=sys.stderr, flush=True)
             removed(folder)
         tried[case] = [calls, len(faults)]
-        print(case, tried[case], len(wrong), file=sys.stderr, flush=True)
+        print(case, tried[case], len(wrong), f"slowest {slowest:.1f} s", file=sys.stderr, flush=True)
         for path in root.iterdir():
             removed(path) if path.is_dir() else path.unlink()
     return {"tried": tried, "wrong": wrong}
