@@ -118,4 +118,4 @@ def print_conversion(source: str, report: "ConvertReport", verified: bool, *, as
         print(f"  {note}")
     if report.skipped:
         shown = ", ".join(report.skipped[:8]) + (", ..." if len(report.skipped) > 8 else "")
-        print(f"  {len(report.skipped)} values that are no tensors were left out: {shown}")
+        print(f"  {len(report.skipped)} left out: {shown}")

@@ -37,10 +37,10 @@ def open_tensor_file(path: Path) -> TensorFile:
     """The tensors of a single file, read by copying. Raises LoadError or CorruptError as its format does."""
     with damaged_input(path.name):
         known = detect_format(path)
-        if known.open_indexed is not None:
-            return TreeFile(known.open_indexed(path, mapped=False))
         if known.open_tensors is not None:
             return known.open_tensors(path)
+        if known.open_indexed is not None:
+            return TreeFile(known.open_indexed(path, mapped=False))
     raise LoadError(f"{path}: nothing here reads the tensors of a {known.name} file")
 
 
@@ -51,7 +51,7 @@ class TreeFile:
         index = file.index
         self.file, self.names = file, index.names
         self.ties: dict[str, str] = {}
-        self.skipped: list[str] = []
+        self.skipped: list[str] = list(file.skipped)
         self.plain: dict[int, str] = {}  # leaf: the name it was found under first
         if index.root is None:
             self.specs: dict[str, Spec] = dict(file.specs)

@@ -7,14 +7,14 @@ the weights a class that is not known is refused, as in any file of torch.
 
 from collections import OrderedDict
 from collections.abc import Mapping
-from contextlib import closing, suppress
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from ft_ckpt.errors import CheckpointError, LoadError
+from ft_ckpt.errors import LoadError
 from ft_ckpt.formats.layout import TensorFile
 from ft_ckpt.formats.mapped_file import RawFile
 from ft_ckpt.formats.pickled_objects import PLAIN_VALUES
@@ -29,14 +29,14 @@ from ft_ckpt.formats.torch_pickle import (
     kind_of_leaf,
     load_torch_zip,
     named_leaves,
-    read_zip_head,
 )
+from ft_ckpt.formats.zip_records import ZIP_MAGIC
 
 _VERSION = "pytorch-lightning_version"  # the key by which Lightning itself knows its files
 _WEIGHTS = "state_dict"
 _SHARDED_WEIGHTS = (_WEIGHTS, "model")  # under which its strategies store them: model parallelism, FSDP
 META = "meta.pt"  # beside sharded weights: what is no shard
-_HEAD_BYTES = 64 << 10  # the version is one of the first keys
+_HEAD_BYTES = 64 << 10  # the version is one of the first keys of the first record
 
 
 @dataclass(frozen=True)
@@ -49,9 +49,8 @@ class SkippedValue:
 
 def is_lightning(file: RawFile) -> bool:
     """True when an open file is a torch zip file whose first keys have Lightning's version among them."""
-    with suppress(CheckpointError):
-        return bytes(file.bytes(0, 4)) == b"PK\3\4" and _VERSION.encode() in read_zip_head(file, _HEAD_BYTES)
-    return False
+    head = file.bytes(0, min(_HEAD_BYTES, file.size_bytes))
+    return head.startswith(ZIP_MAGIC) and _VERSION.encode() in head
 
 
 def open_lightning(path: Path) -> TorchFile:

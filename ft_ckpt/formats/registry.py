@@ -64,7 +64,7 @@ class TensorFormat:
     open_indexed: "Callable[..., IndexedFile] | None" = None
     """Opens a file that has an index, from (path, mapped=True, verify=False)."""
     open_tensors: Callable[[Path], TensorFile] | None = None
-    """Opens the tensors of a file that has no index."""
+    """Opens the tensors of a file under the names that they go by: where it has no index, or other names in it."""
 
     object_dtypes: frozenset[str] = frozenset()  # of the tensors that an object may have
     compressions: tuple[str, ...] = ()
@@ -170,6 +170,7 @@ register_format(TensorFormat(
     lay_out_object=_Lazily("hdf5.hdf5_layout:lay_out_hdf5_tree"),
     recognise=_Lazily("hdf5.hdf5_file:is_hdf5"),
     open_indexed=_Lazily("hdf5.hdf5_file:open_hdf5"),
+    open_tensors=_Lazily("hdf5.keras:open_hdf5_tensors"),
     object_dtypes=frozenset(ITEM_BYTES),
     compressions=("zstd", "lz4", "blosc2", "gzip"),
     native_floats=True,
@@ -203,6 +204,12 @@ register_format(TensorFormat(
     load_object=_Lazily("lightning:load_lightning"),
     recognise=_Lazily("lightning:is_lightning"),
     open_tensors=_Lazily("lightning:open_lightning"),
+))  # fmt: skip
+register_format(TensorFormat(
+    name="keras",
+    suffixes=(".keras",),
+    recognise=_Lazily("hdf5.keras:is_keras_archive"),
+    open_indexed=_Lazily("hdf5.keras:open_keras_archive"),
 ))  # fmt: skip
 register_format(TensorFormat(
     name="tensorflow",

@@ -27,6 +27,7 @@ class IndexedFile:
         self.raw, self.index, self.verify = raw, index, verify
         self.readers: dict[str, Callable[[int, int], Any]] = {}  # of those that cannot be mapped
         self.library: Any = None  # h5py's file, where its calls are needed
+        self.skipped: tuple[str, ...] = ()  # "name: what it is" of what is in the file and not in the index
 
     @property
     def specs(self) -> dict[str, Spec]:

@@ -13,8 +13,6 @@ Source: the layout of `torch.save` archives (a zip file, uncompressed, `data.pkl
 
 import io
 import math
-import struct
-import zipfile
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -27,6 +25,7 @@ from ft_ckpt.formats.layout import ITEM_BYTES, checked_sizes
 from ft_ckpt.formats.mapped_file import FileStream, RawFile
 from ft_ckpt.formats.pickled_objects import PLAIN
 from ft_ckpt.formats.safe_pickle import Call, Find, Passive, interpret_pickle
+from ft_ckpt.formats.zip_records import ZipRecords
 
 _STORAGES = {
     "BoolStorage": "bool", "ByteStorage": "uint8", "CharStorage": "int8", "ShortStorage": "int16",
@@ -38,7 +37,6 @@ _STORAGES = {
 _PASSIVE = frozenset(
     ("argparse", "deepspeed", "enum", "numpy", "omegaconf", "pathlib", "peft", "torch", "transformers")
 )
-_HEAD = struct.Struct("<4s22xHH")  # of a zip record: signature, then the lengths of its name and of what follows that
 
 
 @dataclass(frozen=True)
@@ -94,48 +92,24 @@ class PickleRules:
     admits: Callable[[Any, frozenset[str]], bool] = lambda _value, _unknown: False
 
 
-class _ZipRecords:
-    """The records of a torch zip file, which may be part of a larger file."""
+class _TorchRecords(ZipRecords):
+    """The records of a torch zip file, by their names without the folder that all are in."""
 
     def __init__(self, file: RawFile, start: int, size_bytes: int) -> None:
-        self.file, self.start = file, start
-        with zipfile.ZipFile(FileStream(file, start, size_bytes)) as names:
-            self.records = {entry.filename: entry for entry in names.infolist()}
+        super().__init__(file, start, size_bytes)
         found = [name for name in self.records if name.count("/") == 1 and name.endswith("/data.pkl")]
         if len(found) != 1 or any(entry.compress_type for entry in self.records.values()):
             raise CorruptError("a zip file, but not one that torch.save wrote")
-        self.prefix = found[0][: -len("data.pkl")]
-
-    def record_place(self, name: str) -> tuple[int, int]:
-        """First byte and size of a record. Raises CorruptError when there is no such record."""
-        entry = self.records.get(self.prefix + name)
-        if entry is None:
-            raise CorruptError(f"{name} is missing")
-        head = self.start + entry.header_offset
-        signature, *lengths = _HEAD.unpack(self.file.bytes(head, _HEAD.size))
-        begin = head + _HEAD.size + sum(lengths)
-        if signature != b"PK\3\4" or begin + entry.file_size > self.file.size_bytes:
-            raise CorruptError(f"{name} leads out of the file")
-        return begin, entry.file_size
-
-    def read_record(self, name: str) -> bytes:
-        """The bytes of a record."""
-        return bytes(self.file.bytes(*self.record_place(name)))
+        prefix = found[0][: -len("data.pkl")]
+        self.records = {name.removeprefix(prefix): entry for name, entry in self.records.items()}
 
 
 def check_records(file: RawFile) -> None:
     """Raise CorruptError unless all records of the torch zip file lie within it."""
     with damaged_input(file.path.name):
-        archive = _ZipRecords(file, 0, file.size_bytes)
+        archive = _TorchRecords(file, 0, file.size_bytes)
         for name in archive.records:
-            archive.record_place(name.removeprefix(archive.prefix))
-
-
-def read_zip_head(file: RawFile, most: int) -> bytes:
-    """The first `most` bytes of the pickle in a torch zip file. Raises CorruptError when it is no such file."""
-    with damaged_input(f"{file.path.name}: saved by torch"):
-        start, size = _ZipRecords(file, 0, file.size_bytes).record_place("data.pkl")
-        return bytes(file.bytes(start, min(size, most)))
+            archive.record_place(name)
 
 
 def load_torch_zip(
@@ -151,11 +125,11 @@ def load_torch_zip(
 
 
 def _load_zip(file: RawFile, start: int, size_bytes: int, rules: PickleRules) -> Any:
-    name, archive = file.path.name, _ZipRecords(file, start, size_bytes)
-    order = archive.read_record("byteorder") if f"{archive.prefix}byteorder" in archive.records else b"little"
+    name, archive = file.path.name, _TorchRecords(file, start, size_bytes)
+    order = archive.read_record("byteorder") if "byteorder" in archive.records else b"little"
     if order != b"little":
         raise LoadError(f"{name}: written on a big-endian machine; load it there, or with torch.load, and save it anew")
-    if f"{archive.prefix}constants.pkl" in archive.records:
+    if "constants.pkl" in archive.records:
         raise LoadError(f"{name}: a TorchScript program, expected saved tensors; save its state_dict() instead")
     places: dict[str, tuple[int, int]] = {}
 

@@ -16,7 +16,7 @@ from seeds import chosen_seed
 WORKER = WORKERS / "mutations.py"
 SEED = str(chosen_seed())
 GROUPS = re.findall(r'^    "(.+?)": ', WORKER.read_text().partition("\nGROUPS = ")[2].partition("\n}")[0], re.MULTILINE)
-SLOW = [group for group in GROUPS if "cerebras" in group or group in ("hdf5 moved", "hdf5 foreign")]
+SLOW = [group for group in GROUPS if group.startswith(("cerebras", "keras")) or group in ("hdf5 moved", "hdf5 foreign")]
 FAST = [group for group in GROUPS if group not in SLOW]  # the others take a process of their own for each input
 ENDS = 3  # of processes, at which a group is given up
 

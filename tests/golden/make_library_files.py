@@ -64,6 +64,38 @@ def lightning():
     trainer.save_checkpoint(HERE / "lightning.ckpt")
 
 
+def keras():
+    """`keras.keras`, `keras.h5`, `keras.weights.h5`: a model in a model; `bfloat16.*`: one layer in that type."""
+    import keras
+
+    inputs = keras.Input((3,), name="inputs")
+    inner = keras.Sequential([keras.layers.Dense(2, use_bias=False), keras.layers.BatchNormalization(name="norm")],
+                             name="inner")  # fmt: skip
+    outputs = keras.layers.Dense(1, name="last")(inner(keras.layers.Dense(4, name="hidden")(inputs)))
+    model = keras.Model(inputs, outputs, name="net")
+    model.compile("sgd", "mse")
+    model.fit(np.zeros((2, 3)), np.zeros((2, 1)), verbose=0)
+    half = keras.Sequential([keras.Input((3,)), keras.layers.Dense(2, dtype="bfloat16", name="half")], name="net")
+    for made, stem in ((model, "keras"), (half, "bfloat16")):
+        for number, weight in enumerate(made.weights):
+            weight.assign(values(number, weight.shape))
+        made.save(HERE / f"{stem}.keras")
+        made.save(HERE / f"{stem}.h5")
+    model.save_weights(HERE / "keras.weights.h5")
+
+
+def keras2():
+    """`keras2.h5`: the weights of a model of Keras 2, as transformers wrote them into its tf_model.h5."""
+    import tf_keras
+
+    layers = [tf_keras.layers.Dense(2, name="dense"), tf_keras.layers.BatchNormalization(name="norm")]
+    model = tf_keras.Sequential(layers, name="net")
+    model.build((None, 3))
+    for number, weight in enumerate(model.weights):
+        weight.assign(values(number, weight.shape))
+    model.save_weights(HERE / "keras2.h5", save_format="h5")
+
+
 if __name__ == "__main__":
     warnings.simplefilter("ignore")
     os.environ.setdefault("KERAS_BACKEND", "torch")

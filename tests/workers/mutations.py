@@ -361,6 +361,8 @@ GROUPS = {
         lambda path: torch.save(nested()["model"] | {"n": [1, (2, {})], "t": torch.ones(6, 4).t()}, path), "x.pt"
     ),
     "torch legacy": on_file(lambda path: torch.save(flat(), path, _use_new_zipfile_serialization=False), "x.pt"),
+    "keras": golden("keras.keras"),
+    "keras hdf5": golden("bfloat16.h5"),
     "lightning": golden("lightning.ckpt"),
     "pickle": pickles,
     "dcp": in_folder(dcp),

@@ -8,7 +8,7 @@ make the values of is read by a process that may die of it (`hdf5_probe`).
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import h5py
@@ -40,6 +40,7 @@ class _ForeignFile:
     raw: RawFile
     probe: Probe
     file: Any
+    part: tuple[int, int]  # first byte in `raw` and size of the HDF5 file
     places: int = 0  # visited; a name may lead to what has been visited already
 
     def count_visit(self) -> None:
@@ -49,15 +50,15 @@ class _ForeignFile:
             raise CorruptError("groups in groups, with more places than the file has room for")
 
 
-def open_foreign(raw: RawFile, verify: bool = False) -> IndexedFile:
-    """The file with the places of its tensors found by the HDF5 library. Raises CorruptError for what is refused."""
+def open_foreign(raw: RawFile, verify: bool = False, part: tuple[int, int] | None = None) -> IndexedFile:
+    """The file, or its `part` (first byte, size), with places found by the HDF5 library. Raises CorruptError."""
     raw.check()
+    part = part or (0, raw.size_bytes)
     with damaged_input(f"{raw.path.name}: an HDF5 file"):
-        source = _ForeignFile(raw, Probe(raw.descriptor, raw.path.name, _most_bytes(raw)), None)
-        source.file = h5py.File(FileStream(raw), "r")
-        return _open_moved(source, verify) or (_open_cerebras if "__version__" in source.file.attrs else _open_plain)(
-            source
-        )
+        probe = Probe(raw.descriptor, raw.path.name, _most_bytes(raw), part)
+        source = _ForeignFile(raw, probe, h5py.File(FileStream(raw, *part), "r"), part)
+        open_whole = _open_cerebras if "__version__" in source.file.attrs else _open_plain
+        return _open_moved(source, verify) or open_whole(source)
 
 
 @dataclass
@@ -152,9 +153,10 @@ def _check_dataset(dataset: ForeignDataset) -> None:
             f"{dataset.path}: {dataset.shape} of {dataset.dtype}, {handle.chunks or 'all'} at a time, in a file of "
             f"only {raw.size_bytes} bytes"
         )
-    if dataset.start is not None and dataset.start + wanted > raw.size_bytes:
+    size_bytes = dataset.source.part[1]
+    if dataset.start is not None and dataset.start + wanted > size_bytes:
         raise CorruptError(
-            f"{dataset.path}: bytes {dataset.start} to {dataset.start + wanted}, the file has {raw.size_bytes}; "
+            f"{dataset.path}: bytes {dataset.start} to {dataset.start + wanted}, the file has {size_bytes}; "
             "it was cut short"
         )
     if dataset.start is None:
@@ -206,7 +208,7 @@ def _open_moved(source: _ForeignFile, verify: bool) -> IndexedFile | None:
 def _indexed_file(
     source: _ForeignFile, index: TensorIndex, readers: Mapping[str, Any], verify: bool = False
 ) -> IndexedFile:
-    result = IndexedFile(source.raw, index, verify)
+    result = IndexedFile(source.raw, replace(index, data_start=source.part[0]), verify)
     result.readers, result.library = dict(readers), source.file
     if not readers:
         source.probe.close()

@@ -7,6 +7,7 @@ library in our process. It is ended when it takes too long over one step. Filter
 think of damaged data, so its answers go elsewhere.
 """
 
+import io
 import json
 import math
 import os
@@ -33,16 +34,18 @@ _HEAD = struct.Struct("<q")  # ahead of an answer: its bytes, or _FAILED
 
 
 class Probe:
-    """The program at work on the open file `descriptor`; no answer of it may be longer than `most_bytes`.
+    """The program at work on an HDF5 file; no answer of it may be longer than `most_bytes`.
 
-    Raises CorruptError, naming `source`, for what it dies of.
+    The file is `part` (first byte, size) of the open one `descriptor`. Raises CorruptError, naming `source`, for what
+    the program dies of.
     """
 
-    def __init__(self, descriptor: int, source: str, most_bytes: int) -> None:
+    def __init__(self, descriptor: int, source: str, most_bytes: int, part: tuple[int, int]) -> None:
         self.source, self.most_bytes = source, most_bytes
         try:
             self.child = subprocess.Popen(  # noqa: S603 - this file, by this interpreter
-                [sys.executable, "-c", Path(__file__).read_text(encoding="utf-8"), f"/dev/fd/{descriptor}"],
+                [sys.executable, "-c", Path(__file__).read_text(encoding="utf-8"), f"/dev/fd/{descriptor}",
+                 *map(str, part)],
                 stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, pass_fds=[descriptor],
                 env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}, cwd="/", bufsize=0,
             )  # fmt: skip
@@ -208,8 +211,35 @@ def _serve_values(file: Any, h5py: Any, begin_step: Callable[[int], None], answe
                 left = left[os.write(answers, left) :]
 
 
-def serve_file(path: str) -> None:
-    """Touch everything in the file at `path`, then read of it what is asked for."""
+class _FilePart(io.RawIOBase):
+    """Bytes [start, start + size_bytes) of a file as a file of its own."""
+
+    def __init__(self, path: str, start: int, size_bytes: int) -> None:
+        super().__init__()
+        self.descriptor, self.start, self.size_bytes, self.at = os.open(path, os.O_RDONLY), start, size_bytes, 0
+
+    def seekable(self) -> bool:
+        return True
+
+    def readable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        self.at = max(0, offset + (0, self.at, self.size_bytes)[whence])
+        return self.at
+
+    def tell(self) -> int:
+        return self.at
+
+    def readinto(self, buffer: Any) -> int:
+        found = os.pread(self.descriptor, min(len(buffer), max(0, self.size_bytes - self.at)), self.start + self.at)
+        buffer[: len(found)] = found
+        self.at += len(found)
+        return len(found)
+
+
+def serve_file(path: str, start: int, size_bytes: int) -> None:
+    """Touch everything in the HDF5 file in the file at `path`, then read of it what is asked for."""
     answers = os.dup(1)
     os.dup2(2, 1)
     signal.signal(signal.SIGPROF, signal.SIG_DFL)
@@ -219,7 +249,7 @@ def serve_file(path: str) -> None:
     import h5py
 
     _limit_resource(resource.RLIMIT_CORE, 0)
-    size_bytes, own_bytes = Path(path).stat().st_size, _own_bytes()
+    own_bytes = _own_bytes()
 
     def begin_step(more_bytes: int) -> None:
         _limit_step(size_bytes + more_bytes, own_bytes)
@@ -229,7 +259,8 @@ def serve_file(path: str) -> None:
         begin_step(0)
 
     begin_object()
-    file = _ask_quietly(lambda: h5py.File(path, "r", locking=False))
+    place: Any = _FilePart(path, start, size_bytes) if start else path
+    file = _ask_quietly(lambda: h5py.File(place, "r", locking=False))
     if file is not None:
         _touch_object(file, h5py, set(), begin_object)
     os.write(answers, _DONE)
@@ -238,4 +269,4 @@ def serve_file(path: str) -> None:
 
 
 if __name__ == "__main__":
-    serve_file(sys.argv[1])
+    serve_file(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]))
