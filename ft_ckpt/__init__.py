@@ -24,14 +24,20 @@ if TYPE_CHECKING:
     from ft_ckpt.saving.background import PendingSave
     from ft_ckpt.schedule import Every
     from ft_ckpt.training.resume import RestoreReport
+    from ft_ckpt.transfer.places import pull, push
+    from ft_ckpt.transfer.pushes import PendingPush
+    from ft_ckpt.transfer.reports import PullReport, PushReport
 
 __all__ = [
     "CheckpointSaver",
     "Every",
     "Keep",
     "LoadReport",
+    "PendingPush",
     "PendingSave",
     "Progress",
+    "PullReport",
+    "PushReport",
     "RestoreReport",
     "SaveReport",
     "SaverConfig",
@@ -43,6 +49,8 @@ __all__ = [
     "latest",
     "load",
     "load_model",
+    "pull",
+    "push",
     "save",
     "verify",
 ]
@@ -52,8 +60,11 @@ _HOME = {
     "Every": "ft_ckpt.schedule",
     "Keep": "ft_ckpt.retention",
     "LoadReport": "ft_ckpt.model.load_weights",
+    "PendingPush": "ft_ckpt.transfer.pushes",
     "PendingSave": "ft_ckpt.saving.background",
     "Progress": "ft_ckpt.saver",
+    "PullReport": "ft_ckpt.transfer.reports",
+    "PushReport": "ft_ckpt.transfer.reports",
     "RestoreReport": "ft_ckpt.training.resume",
     "SaveReport": "ft_ckpt.saver",
     "SaverConfig": "ft_ckpt.config",
@@ -64,6 +75,8 @@ _HOME = {
     "latest": "ft_ckpt.checkpoint.catalog",
     "load": "ft_ckpt.files.objects",
     "load_model": "ft_ckpt.model.load",
+    "pull": "ft_ckpt.transfer.places",
+    "push": "ft_ckpt.transfer.places",
     "save": "ft_ckpt.files.objects",
     "verify": "ft_ckpt.checkpoint.catalog",
 }

@@ -20,6 +20,7 @@ from ft_ckpt.saving.background import BackgroundSaver, PendingSave
 from ft_ckpt.saving.build_manifest import library_versions
 from ft_ckpt.saving.companions import check_companions
 from ft_ckpt.saving.execute import SaveReport
+from ft_ckpt.saving.follow_up import FollowUp, SaveHook, hooks_of
 from ft_ckpt.saving.merged_save import Merged, ask_merged
 from ft_ckpt.saving.plan import request_of
 from ft_ckpt.saving.run_saves import RunSaves
@@ -28,6 +29,7 @@ from ft_ckpt.storage.local_disk import local_path
 from ft_ckpt.training import rehearsal, starting
 from ft_ckpt.training.choosing import open_agreed
 from ft_ckpt.training.run import Progress, TrainingRun
+from ft_ckpt.transfer.places import check_destination
 
 __all__ = ["CheckpointSaver", "Progress", "SaveReport"]
 _LOG = logging.getLogger("ft_ckpt")
@@ -40,6 +42,8 @@ class CheckpointSaver:
     `accelerator` is looked through for prepared models, whose generation configs are checked here and now, so that a
     run does not end on an error that was there at its start. `directory` is where checkpoints go when `save` is given
     a step and no path. `settings` are the fields of `SaverConfig`, which may be passed as `config` instead.
+    `on_saved`, a function or several, is called with the report of each save once it is committed, on rank 0, in the
+    thread that has finished the save; what it raises is warned of. It must not call the saver.
 
     Raises ConfigError for settings that cannot work, CompanionError for a tokenizer or generation config that does
     not fit, SelectionError for optimizers and other objects of a run whose state cannot be kept, TargetError when
@@ -53,9 +57,11 @@ class CheckpointSaver:
         *,
         tokenizer: Any = None,
         config: SaverConfig | None = None,
+        on_saved: SaveHook | Iterable[SaveHook] | None = None,
         **settings: Any,
     ) -> None:
         self.config = make_config(config, settings)
+        self._follow_up = FollowUp(hooks_of(on_saved))
         self._rehearsal = rehearsal.start_recorder()
         directory = directory if self._rehearsal is None else self._rehearsal.directory
         self.accelerator = accelerator
@@ -69,7 +75,8 @@ class CheckpointSaver:
         self._run = TrainingRun(accelerator, self.config)
         self._epochs: int | None = None  # that `remaining` was asked for
         self._pending = BackgroundSaver(self._run)
-        self._saves = RunSaves(self._run, self._pending, self.directory, tokenizer, self._rehearsal is not None)
+        is_rehearsal = self._rehearsal is not None
+        self._saves = RunSaves(self._run, self._pending, self.directory, tokenizer, is_rehearsal, self._follow_up)
         self._run.check_objects()
         self._run.note_base()
         _OPEN.add(self)
@@ -95,6 +102,7 @@ class CheckpointSaver:
         background: bool | None = None,
         merged: Merged = False,
         check: str | Mapping[str, Any] | None = None,
+        push_to_hub: str | None = None,
     ) -> SaveReport | PendingSave:
         """Save `model`, or what is asked of it, to the folder `path`; call on every rank. Returns when it is durable.
 
@@ -109,7 +117,9 @@ class CheckpointSaver:
         model. `extra_files` of rank 0, by path in the checkpoint, are committed with it. The other keywords override
         the saver's settings for this call. `merged` True stores one plain model, the active adapters merged into a copy
         of the base, layer by layer; names choose adapters, a mapping gives each a weight. `check`="logits", or a batch,
-        compares what transformers makes of the folder with the live model before it is committed.
+        compares what transformers makes of the folder with the live model before it is committed. With `push_to_hub`
+        ("user/name", "hf://user/name@revision") rank 0 then pushes the checkpoint there in the background, as
+        `ft_ckpt.push` does; the report's `push` is the handle.
 
         Raises SelectionError when the model lacks what was asked for or leaves a choice, IncompleteError when the
         result would differ from it, TargetError or NoSpaceError when it cannot be written, RankError when another rank
@@ -118,6 +128,8 @@ class CheckpointSaver:
         given: dict[str, Any] = {"dtype": dtype, "chat_template_name": chat_template_name, "format": format}
         given |= {"compression": compression, "max_shard_size": max_shard_size, "background": background}
         config = replace(self.config, **{name: value for name, value in given.items() if value is not None})
+        if push_to_hub is not None:
+            check_destination(push_to_hub)
         facts = self._run.facts_of_save(step, numbers_of(metrics or {}))
         model = model_inside(model)
         self._pending.wait_for_save()
@@ -137,6 +149,7 @@ class CheckpointSaver:
                 extra_files=dict(extra_files or {}),
                 **facts,
             ),
+            self._follow_up.plan(self._current_ranks().leads, push_to=push_to_hub, base_id=config.base_id),
         )
 
     def register(self, **objects: Any) -> None:
@@ -279,6 +292,7 @@ class CheckpointSaver:
     def _end_use(self, *, save: bool) -> None:
         """Save what is to be saved, and let go of everything, whatever happens."""
         with ExitStack() as stack:
+            stack.callback(self._follow_up.end_pushes, wait=save)  # the last, since a save in the background begins one
             stack.callback(self._pending.close)
             stack.callback(self._run.close)
             stack.callback(_OPEN.discard, self)

@@ -18,7 +18,8 @@ object is made, which names all problems at once. (`python scripts/settings.py` 
 ## `SaverConfig`
 
 Given to `CheckpointSaver` as keywords, or together as `config=SaverConfig(...)`; `FtCkptCallback` takes them too (but
-`every`, which is the Trainer's to say).
+`every`, which is the Trainer's to say). Beside them both take `on_saved`, functions that are called
+[after each save](push.md#after-each-save).
 """
 _TAIL = """
 ## `Keep`

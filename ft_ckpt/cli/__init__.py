@@ -23,6 +23,7 @@ from ft_ckpt.cli import diff as differing
 from ft_ckpt.cli import plan as planning
 from ft_ckpt.cli import prune as pruning
 from ft_ckpt.cli import report as reporting
+from ft_ckpt.cli import transfer as transferring
 from ft_ckpt.cli import verify as verifying
 from ft_ckpt.cli import views
 from ft_ckpt.cli.arguments import only_path, run_folder
@@ -163,6 +164,8 @@ _register_command("verify", "PATH [OPTIONS]", "Compare a checkpoint, or all of a
 _register_command("diff", "A B [OPTIONS]", "Compare the tensors of two checkpoints or files.")(differing.diff_command)
 _register_command("average", "A B ... OUT [OPTIONS]", "Write the average of checkpoints.")(averaging.average_command)
 _register_command("convert", "SRC DST [OPTIONS]", "Write weights in another format.")(converting.convert_command)
+_register_command("push", "CHECKPOINT URL [OPTIONS]", "Push a checkpoint to the Hub.")(transferring.push_command)
+_register_command("pull", "URL FOLDER [OPTIONS]", "Fetch a checkpoint from the Hub.")(transferring.pull_command)
 _register_command("prune", "RUN [OPTIONS]", "Delete the checkpoints that no rule keeps.")(pruning.prune_command)
 _register_command("pin", "PATH [OPTIONS]", "Keep a checkpoint whatever any rule says.")(pruning.pin_command)
 _register_command("unpin", "PATH", "Let rules decide about a checkpoint again.")(pruning.unpin_command)

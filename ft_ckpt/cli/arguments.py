@@ -8,12 +8,17 @@ from ft_ckpt.errors import ConfigError, NotACheckpointError
 from ft_ckpt.storage.local_disk import local_path
 
 
-def given_paths(context: typer.Context, *expected: str) -> list[str]:
+def given_words(context: typer.Context, *expected: str) -> list[str]:
     """The words that are no options, one for each `expected` name. Raises ConfigError for another number of them."""
     if len(context.args) != len(expected):
         given, command = " ".join(context.args) or "nothing", context.info_name
         raise ConfigError(f"{command}: {given} given, expected {' '.join(expected)}; see `ft-ckpt {command} --help`")
-    for word in context.args:
+    return list(context.args)
+
+
+def given_paths(context: typer.Context, *expected: str) -> list[str]:
+    """The paths of this machine that are given, one for each `expected` name. Raises ConfigError for others."""
+    for word in given_words(context, *expected):
         local_path(word)
     return list(context.args)
 

@@ -30,8 +30,10 @@ from ft_ckpt.integrations.trainer_files import (
     state_text,
     wanted_of,
 )
+from ft_ckpt.integrations.trainer_push import push_checkpoint, push_saved
 from ft_ckpt.model.adapters import has_adapters
 from ft_ckpt.retention import Keep
+from ft_ckpt.saving.follow_up import SaveHook
 from ft_ckpt.training import rng
 
 _WEIGHTS = re.compile(r"((pytorch_)?model|adapter_model)(-\d+-of-\d+)?\.(safetensors|bin)(\.index\.json)?")
@@ -39,11 +41,12 @@ _WEIGHTS = re.compile(r"((pytorch_)?model|adapter_model)(-\d+-of-\d+)?\.(safeten
 
 @dataclass(frozen=True)
 class TrainerSettings:
-    """What `FtCkptCallback` was told: which checkpoints stay, what a resume may lack, how to save."""
+    """What `FtCkptCallback` was told: which checkpoints stay, what a resume may lack, how to save, what follows."""
 
     keep: Keep | None
     allow: Iterable[str] | bool
     config: SaverConfig
+    on_saved: tuple[SaveHook, ...] = ()
 
 
 class Checkpointed(Trainer):  # type: ignore[misc]  # transformers is not typed
@@ -96,8 +99,7 @@ class Checkpointed(Trainer):  # type: ignore[misc]  # transformers is not typed
         if self.__saver is not None:
             self.__saver.close()
         self.__loader, self.__pass, self.__random = prepared[1], None, None
-        config, directory = self.ft_ckpt.config, self.args.output_dir
-        self.__saver = CheckpointSaver(self.accelerator, directory, tokenizer=self.__own_tokenizer(), config=config)
+        self.__saver = self.__make_saver(self.args.output_dir)
         self.__saver.register(model=self.model_wrapped, optimizer=self.optimizer, scheduler=self.lr_scheduler)
         if self.__path is not None:
             self.__resume_run(self.__saver, self.__path)
@@ -166,7 +168,7 @@ class Checkpointed(Trainer):  # type: ignore[misc]  # transformers is not typed
         target = folder / f"checkpoint-{self.state.global_step}"
         self.__commit_checkpoint(folder, target)
         if self.args.push_to_hub:
-            self._push_from_checkpoint(str(target))
+            push_checkpoint(self, target)
         if self.is_world_process_zero():
             best, limit = self.state.best_model_checkpoint, self.args.save_total_limit
             prune_older(folder, target, best, limit, self.ft_ckpt.keep)
@@ -184,14 +186,31 @@ class Checkpointed(Trainer):  # type: ignore[misc]  # transformers is not typed
         if self.args.push_to_hub and not _internal_call:
             self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
 
+    def push_to_hub(
+        self,
+        commit_message: str | None = "End of training",
+        blocking: bool = True,
+        token: str | None = None,
+        revision: str | None = None,
+        private: bool | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """Save the weights to the output folder, and push them; a PushReport, or its future without `blocking`."""
+        self.callback_handler.on_push_begin(self.args, self.state, self.control)
+        if self.hub_model_id is None:
+            self.init_hf_repo(token=token, **({} if private is None else {"private": private}))
+        self.save_model(_internal_call=True)
+        if not self.is_world_process_zero():
+            return None
+        return push_saved(self, commit_message, kwargs, blocking=blocking, token=token, revision=revision)
+
     def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
         if not self.__asks:
             super()._save(output_dir, state_dict)
 
     def __save_weights(self, target: Path) -> None:
         """The model, or its adapters, as what may be loaded: without the training state."""
-        tokenizer, config = self.__own_tokenizer(), self.ft_ckpt.config
-        saver = self.__saver or CheckpointSaver(self.accelerator, tokenizer=tokenizer, config=config)
+        saver = self.__saver or self.__make_saver(None)
         saver.save(
             self.model_wrapped,
             target,
@@ -246,8 +265,10 @@ class Checkpointed(Trainer):  # type: ignore[misc]  # transformers is not typed
             self.__saver.step(step=step)
             self.__saver.save_state(path=target, **given)
 
-    def __own_tokenizer(self) -> Any:
-        return self.processing_class or getattr(self.data_collator, "tokenizer", None)
+    def __make_saver(self, directory: str | None) -> CheckpointSaver:
+        tokenizer = self.processing_class or getattr(self.data_collator, "tokenizer", None)
+        config, on_saved = self.ft_ckpt.config, self.ft_ckpt.on_saved
+        return CheckpointSaver(self.accelerator, directory, tokenizer=tokenizer, config=config, on_saved=on_saved)
 
 
 _BASE = (Trainer, Checkpointed)

@@ -15,18 +15,17 @@ import warnings
 from collections.abc import Iterable
 from typing import Any
 
-from huggingface_hub.utils import DEFAULT_IGNORE_PATTERNS  # type: ignore[attr-defined]
 from transformers import Trainer, TrainerCallback
 
 from ft_ckpt.config import keep_of, make_config
 from ft_ckpt.errors import ConfigError
 from ft_ckpt.integrations.checkpointed import Checkpointed, TrainerSettings, overrides_method
 from ft_ckpt.retention import Keep
+from ft_ckpt.saving.follow_up import SaveHook, hooks_of
 from ft_ckpt.storage.local_disk import local_path
 
 __all__ = ["FtCkptCallback"]
 
-_UNFINISHED = "*.ft_ckpt-*"  # what a save is writing, and what readers put beside a checkpoint
 _REPLACED = ("_save_checkpoint", "save_model")  # a subclass whose own do not call these is not saved by ft_ckpt
 
 
@@ -35,7 +34,7 @@ class FtCkptCallback(TrainerCallback):  # type: ignore[misc]  # transformers is 
 
     `keep` says which checkpoints stay (the best that the Trainer knows of always does); a number is of the newest;
     None: the Trainer's `save_total_limit` does, of this run's checkpoints. `allow` names items that a resume may do
-    without. `settings` are those of `CheckpointSaver`.
+    without. `on_saved` and `settings` are those of `CheckpointSaver`.
 
     Raises ConfigError for settings that cannot work.
     """
@@ -45,11 +44,12 @@ class FtCkptCallback(TrainerCallback):  # type: ignore[misc]  # transformers is 
         *,
         keep: Keep | int | None = None,
         allow: Iterable[str] | bool = (),
+        on_saved: SaveHook | Iterable[SaveHook] | None = None,
         **settings: Any,
     ) -> None:
         if "every" in settings:
             raise ConfigError("every=: when to save is the Trainer's to say; set save_strategy and save_steps")
-        self._settings = TrainerSettings(keep_of(keep), allow, make_config(None, settings))
+        self._settings = TrainerSettings(keep_of(keep), allow, make_config(None, settings), hooks_of(on_saved))
         self._trainer: Any = None
 
     @classmethod
@@ -83,10 +83,6 @@ class FtCkptCallback(TrainerCallback):  # type: ignore[misc]  # transformers is 
         if self._trainer is not None or issubclass(kind, Checkpointed):
             raise ConfigError("FtCkptCallback: one for one trainer; make another for another")
         local_path(trainer.args.output_dir)
-        # A push goes on beside training, over the folder that the next save writes into; the Trainer's own patterns
-        # (checkpoint-*) do not know what is not yet in place.
-        if _UNFINISHED not in DEFAULT_IGNORE_PATTERNS:
-            DEFAULT_IGNORE_PATTERNS.append(_UNFINISHED)
         for method in filter(lambda name: not _calls_super(kind, name), _REPLACED):
             warnings.warn(
                 f"{kind.__name__}.{method} does not call Trainer's own: what it saves is not ft_ckpt's", stacklevel=3

@@ -7,8 +7,8 @@ from typing import Any
 
 import peft
 from huggingface_hub import ModelCard, ModelCardData
-from huggingface_hub.errors import HFValidationError
-from huggingface_hub.utils._validators import validate_repo_id
+
+from ft_ckpt.checkpoint.hub_names import is_hub_name
 
 _CARD = """---
 {head}library_name: peft
@@ -36,7 +36,7 @@ def name_base(file: Path, base_id: str | None) -> None:
     """Let a card name the base by `base_id`, or not at all if it has a path, which the Hub refuses."""
     card = ModelCard.load(file)
     named = card.data.base_model
-    if base_id is None and (not named or _is_repository(named)):
+    if base_id is None and (not named or is_hub_name(named)):
         return
     card.data.base_model = base_id
     tags = [tag for tag in card.data.tags or () if not tag.startswith("base_model:")]
@@ -44,19 +44,10 @@ def name_base(file: Path, base_id: str | None) -> None:
     card.save(file)
 
 
-def _is_repository(name: str) -> bool:
-    """Whether the Hub may have a model of that name, and no folder here has it."""
-    try:
-        validate_repo_id(name)
-    except HFValidationError:
-        return False
-    return not Path(name).exists()
-
-
 def injected_card(config: Any) -> str:
     """The card that PEFT would write for a PeftModel, for adapters that were injected into a model."""
     base = config.base_model_name_or_path
-    base = base if base and _is_repository(base) else None
+    base = base if base and is_hub_name(base) else None
     kind = str(getattr(config.peft_type, "value", config.peft_type)).lower()
     tags = [kind, "transformers"] + ([f"base_model:adapter:{base}"] if base else [])
     return _CARD.format(

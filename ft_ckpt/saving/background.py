@@ -12,7 +12,6 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import count
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,6 +21,7 @@ from ft_ckpt.distributed.ranks import Ranks, current_ranks, try_action
 from ft_ckpt.model.conversion import load_conversion_table
 from ft_ckpt.saving import replicas
 from ft_ckpt.saving.execute import SaveReport, accept_differences, compares_replicas, run_save
+from ft_ckpt.saving.follow_up import AfterSave
 from ft_ckpt.saving.move_tensors import SharedFolders
 from ft_ckpt.saving.plan import SaveRequest
 from ft_ckpt.saving.planned_save import CopyPlan, PlannedSave, plan_copies, plan_save
@@ -113,12 +113,10 @@ class BackgroundSaver:
         if of.config.background:
             load_conversion_table()
 
-    def save(
-        self, config: SaverConfig, make: Callable[[], SaveRequest], then: Callable[[Path], Any] = lambda path: None
-    ) -> SaveReport | PendingSave:
-        """Carry out what `make` gives, and call `then` with what was committed; in the background if `config` says so.
-
-        In the background `then` is called there. Collective; raises what `saving.run` does.
+    def save(self, config: SaverConfig, make: Callable[[], SaveRequest], then: AfterSave) -> SaveReport | PendingSave:
+        """Carry out what `make` gives, and answer what `then` makes of its report; all in the background if `config`
+               says so.
+        Collective; raises what `saving.run` does.
         """
         begun, ranks = time.monotonic(), current_ranks(config.enter_timeout_seconds)
         request, error = try_action(make)
@@ -142,7 +140,7 @@ class BackgroundSaver:
         ranks: Ranks,
         config: SaverConfig,
         begun: float,
-        then: Callable[[Path], None],
+        then: AfterSave,
     ) -> PendingSave:
         """Begin `request` in the background; or carry it out now, where no snapshot of it can be taken.
 
@@ -221,7 +219,7 @@ class BackgroundSaver:
         config: SaverConfig,
         begun: float,
         planned: PlannedSave,
-        then: Callable[[Path], None],
+        then: AfterSave,
     ) -> SaveReport:
         """In the thread: the rest of the copies, and the save itself."""
         copies, trouble = try_action(self.snapshot.finish_copies)
@@ -237,11 +235,10 @@ class BackgroundSaver:
         config: SaverConfig,
         begun: float,
         planned: PlannedSave | None,
-        then: Callable[[Path], Any],
+        then: AfterSave,
     ) -> SaveReport:
         report = run_save(None if error else request, error, ranks, config, begun, planned, self._shared)
-        then(report.path)
-        return report
+        return then(report)
 
     def wait_for_save(self) -> SaveReport | None:
         """Wait for the save in flight and give its report, or raise what it raised; None when there is none."""

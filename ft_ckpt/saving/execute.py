@@ -33,13 +33,14 @@ from ft_ckpt.storage.scratch import edited_object, folder_path
 from ft_ckpt.storage.store import SharedStore, Store
 from ft_ckpt.training.exchange import exchange
 from ft_ckpt.training.items import check_same_tensors
+from ft_ckpt.transfer.pushes import PendingPush
 
 _LOG = logging.getLogger("ft_ckpt")
 
 
 @dataclass(frozen=True)
 class SaveReport:
-    """A finished save: its folder, its size and the saver's decisions. The same on every rank."""
+    """A finished save: its folder, its size and the saver's decisions. The same on every rank, but `push`."""
 
     path: Path
     """The committed folder."""
@@ -55,6 +56,10 @@ class SaveReport:
     """Number of tensors for each cast, such as "float32->bfloat16"."""
     notes: tuple[str, ...]
     """What the saver decided and a reader should know."""
+    step: int | None
+    """The step that it is of."""
+    push: PendingPush | None = None
+    """The push to the Hub that was asked for with the save; on rank 0 alone."""
 
 
 def run_save(
@@ -138,6 +143,7 @@ class _Saved:
     seconds: float
     casts: Mapping[str, int]
     notes: tuple[str, ...]
+    step: int | None
 
 
 @dataclass(frozen=True)
@@ -305,6 +311,7 @@ def _commit_files(job: SaveJob, staging: Staging, files: list[FileRecord]) -> _S
         seconds=time.monotonic() - job.begun,
         casts=_add_counts([part.casts for part in manifest.parts]),
         notes=manifest.notes,
+        step=manifest.step,
     )
 
 

@@ -3,7 +3,7 @@
 import time
 import warnings
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -17,6 +17,7 @@ from ft_ckpt.save_log import LoggedSave, append_save
 from ft_ckpt.saving.background import BackgroundSaver, PendingSave
 from ft_ckpt.saving.build_manifest import library_versions
 from ft_ckpt.saving.execute import SaveReport, report_differences
+from ft_ckpt.saving.follow_up import FollowUp
 from ft_ckpt.saving.plan import request_of
 from ft_ckpt.saving.replicas import describe_differences, differing_settings
 from ft_ckpt.saving.snapshot import as_in_training
@@ -39,6 +40,7 @@ class RunSaves:
     directory: Path | None
     tokenizer: Any
     is_rehearsal: bool
+    follow_up: FollowUp = field(default_factory=FollowUp)
     is_closed: bool = False
 
     def close(self) -> None:
@@ -110,7 +112,7 @@ class RunSaves:
                     protect=self._protected_paths(),
                     extra_files=extra_files or {},
                 ),
-                self._make_pruner(),
+                self.follow_up.plan(self._current_ranks().leads, prune=self._make_pruner()),
             )
         except BaseException:
             now.history = history

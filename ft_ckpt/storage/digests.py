@@ -112,6 +112,11 @@ def _read_ahead(file: _HashedFile, found: Iterable[tuple[int, int, int]], states
         states[int(part.run.name)].update((ctypes.c_char * part.size_bytes).from_address(part.address))
 
 
+def digest_of_bytes(content: bytes) -> str:
+    """The digest that a file with this content would have."""
+    return whole_digest(xxhash.xxh3_128_hexdigest(content))
+
+
 def whole_digest(digest: str) -> str:
     """The digest of a file that one rank wrote, from that of its bytes, hexadecimal."""
     return _WHOLE + digest

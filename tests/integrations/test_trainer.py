@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 import torch
 import trainers
-from huggingface_hub import HfApi
 from launch import run_cases
 from safetensors.torch import load_file
 from trainers import Recorded, Sentences, Stream, ours, run, trainer
@@ -18,7 +17,6 @@ import ft_ckpt
 from ft_ckpt import Every, Keep
 from ft_ckpt.checkpoint import checks
 from ft_ckpt.checkpoint.catalog import read_manifest
-from ft_ckpt.checkpoint.commit import open_stage
 from ft_ckpt.errors import ConfigError, CorruptError, NotACheckpointError, SelectionError
 from ft_ckpt.integrations import trainer_files
 from ft_ckpt.integrations.trainer import FtCkptCallback
@@ -409,26 +407,3 @@ def test_sft_trainer(tmp_path):
     assert losses(again) == losses(plain)
     assert all(map(torch.equal, plain.model.parameters(), again.model.parameters()))
     assert ft_ckpt.verify(tmp_path / "run" / "checkpoint-8").ok
-
-
-def test_a_push_leaves_out_what_a_save_is_writing(tmp_path, monkeypatch):
-    """The Trainer pushes its folder in the background, with patterns that know finished checkpoints only."""
-    made = ours(tmp_path, stop_after=1)
-    run(made)
-    made.save_model()
-    stage = open_stage(tmp_path / "checkpoint-2")
-    for path in (stage / "model.safetensors", tmp_path / ".ft_ckpt-old-host-1-00000000" / "model.safetensors"):
-        path.parent.mkdir(exist_ok=True)
-        path.write_bytes(b"half")
-    pushed, prepare = [], HfApi._prepare_upload_folder_additions
-
-    def prepared(self, *args, **given):
-        pushed.extend(prepare(self, *args, **given))
-        raise InterruptedError  # what follows needs the Hub
-
-    monkeypatch.setattr(HfApi, "_prepare_upload_folder_additions", prepared)
-    with pytest.raises(InterruptedError):
-        HfApi().upload_folder(repo_id="a/b", folder_path=tmp_path, ignore_patterns=["_*", "checkpoint-*"])
-    names = {operation.path_in_repo for operation in pushed}
-    assert {"model.safetensors", "ft_ckpt.json"} <= names
-    assert not [name for name in names if "/" in name or ".ft_ckpt" in name]

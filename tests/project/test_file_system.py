@@ -31,10 +31,10 @@ OTHERS = {
     *("files/average", "files/convert", "files/convert_options", "files/folder", "files/objects", "files/rename"),
     *("formats/dcp", "formats/deepspeed", "formats/hdf5/foreign", "formats/hdf5/probe", "formats/mapped_file"),
     *("formats/tensorflow", "formats/torch_objects"),
-    *("integrations/checkpointed", "integrations/open_instruct"),
-    *("model/adapters", "model/load", "model/model_card", "model/open_weights", "model/plain_module"),
+    *("integrations/checkpointed", "integrations/open_instruct", "integrations/trainer_push"),
+    *("model/adapters", "model/load", "model/open_weights", "model/plain_module"),
     *("model/pretrained", "model/pretrained_files"),
-    *("training/signature",),
+    *("training/signature", "transfer/hub_pull"),
 }
 
 

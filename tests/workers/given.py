@@ -5,6 +5,7 @@ A function for each page, called by the page's name with the number of the scrip
 
 import copy
 import warnings
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +14,13 @@ import torch
 import trainers
 from accelerate import Accelerator
 from accelerate.utils import set_seed
+from hub_server import serving_hub, using_hub
 from torch.utils.data import DataLoader
 
 import ft_ckpt
 from ft_ckpt import CheckpointSaver
 
+_open = ExitStack()  # as long as the process
 calls: list[int] = []  # one for each batch that a model of `parts` was trained on
 
 
@@ -82,6 +85,11 @@ def on_schedule(script: int) -> dict[str, Any]:
 
 
 on_cli = on_on_disk = on_average = on_schedule
+
+
+def on_push(script: int) -> dict[str, Any]:
+    _open.enter_context(using_hub(_open.enter_context(serving_hub())))
+    return on_schedule(script)
 
 
 def on_convert(script: int) -> dict[str, Any]:

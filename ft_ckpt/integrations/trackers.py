@@ -1,0 +1,125 @@
+"""What experiment trackers are told of each save: functions for `CheckpointSaver(on_saved=...)`.
+
+    CheckpointSaver(accelerator, "runs/sft", on_saved=[log_to_accelerate(accelerator), log_to_wandb(run)])
+
+Each is called on rank 0 once a save is committed. The trackers are imported when they are used first.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+from ft_ckpt.checkpoint.catalog import best, read_manifest
+from ft_ckpt.checkpoint.manifest import Manifest
+from ft_ckpt.checkpoint.open_checkpoint import open_checkpoint
+from ft_ckpt.errors import ConfigError
+from ft_ckpt.saving.execute import SaveReport
+from ft_ckpt.transfer.outgoing import weights_manifest
+
+__all__ = ["checkpoint_values", "log_to_accelerate", "log_to_mlflow", "log_to_trackio", "log_to_wandb"]
+
+
+def checkpoint_values(report: SaveReport, prefix: str = "checkpoint/") -> dict[str, float]:
+    """What a tracker draws of a save: its seconds, bytes and tensors; whether it is the best of its run so far.
+
+    The last is 0 or 1, and is there when the run ranks its checkpoints by a metric.
+    """
+    found: dict[str, float] = {"seconds": report.seconds, "bytes": report.bytes, "tensors": report.tensors}
+    if (is_best := _is_best(report)) is not None:
+        found["is_best"] = float(is_best)
+    return {f"{prefix}{name}": value for name, value in found.items()}
+
+
+def log_to_accelerate(accelerator: Any, prefix: str = "checkpoint/") -> Callable[[SaveReport], None]:
+    """Log the values of each save to the trackers that `accelerator.init_trackers` has begun."""
+
+    def log_values(report: SaveReport) -> None:
+        accelerator.log(checkpoint_values(report, prefix), step=report.step)
+
+    return log_values
+
+
+def log_to_trackio(prefix: str = "checkpoint/") -> Callable[[SaveReport], None]:
+    """Log the values of each save to the run that `trackio.init` has begun."""
+
+    def log_values(report: SaveReport) -> None:
+        import trackio
+
+        trackio.log(checkpoint_values(report, prefix), step=report.step)
+
+    return log_values
+
+
+def log_to_wandb(
+    run: Any = None, name: str | None = None, *, state: bool = False, upload: bool = True
+) -> Callable[[SaveReport], None]:
+    """Log each save as a version of a W&B artifact of the type "model".
+
+    `run` defaults to the one that `wandb.init` has begun, `name` of the artifact to "checkpoint-" and the run's id. The
+    training state is in it with `state`. Without `upload` the artifact only refers to the folder. Versions are known as
+    "latest", "step-500" and, where the run ranks its checkpoints, "best".
+    """
+
+    def log_artifact(report: SaveReport) -> None:
+        import wandb
+
+        target = run if run is not None else wandb.run
+        if target is None:
+            raise ConfigError("no W&B run has begun; call wandb.init() ahead of the first save, or give a run")
+        with open_checkpoint(report.path) as held:
+            facts = _facts_of(report, held.manifest)
+            artifact = wandb.Artifact(name or f"checkpoint-{target.id}", type="model", metadata=facts)
+            if upload:
+                for path in _paths_of(held.manifest, state=state):
+                    artifact.add_file(str(held.folder / path), name=path)
+            else:
+                artifact.add_reference(report.path.absolute().as_uri(), checksum=False)
+            target.log_artifact(artifact, aliases=["latest", *_names_of(report)])
+
+    return log_artifact
+
+
+def log_to_mlflow(
+    run_id: str | None = None, folder: str = "checkpoints", *, state: bool = False
+) -> Callable[[SaveReport], None]:
+    """Log the values of each save to MLflow, and its files as artifacts in `folder`, below the checkpoint's name.
+
+    `run_id` defaults to the run that `mlflow.start_run` has begun. The training state is among the files with `state`.
+    """
+
+    def log_files(report: SaveReport) -> None:
+        import mlflow
+
+        active = mlflow.active_run()
+        told = run_id or (None if active is None else active.info.run_id)
+        if told is None:
+            raise ConfigError("no MLflow run has begun; call mlflow.start_run() ahead of the first save")
+        values = {name.replace("/", "_"): value for name, value in checkpoint_values(report).items()}
+        mlflow.log_metrics(values, step=report.step, run_id=told)
+        with open_checkpoint(report.path) as held:
+            for path in _paths_of(held.manifest, state=state):
+                below = path.rpartition("/")[0]
+                place = "/".join(step for step in (folder, report.path.name, below) if step)
+                mlflow.log_artifact(str(held.folder / path), artifact_path=place, run_id=told)
+
+    return log_files
+
+
+def _is_best(report: SaveReport) -> bool | None:
+    """Whether no checkpoint of the run is better, by the first metric that it ranks them by; None without one."""
+    ranking = next(iter(read_manifest(report.path).rankings.items()), None)
+    return None if ranking is None else best(report.path.parent, ranking) == report.path
+
+
+def _names_of(report: SaveReport) -> list[str]:
+    """What a version is known as beside "latest"."""
+    found = [] if report.step is None else [f"step-{report.step}"]
+    return [*found, "best"] if _is_best(report) else found
+
+
+def _paths_of(manifest: Manifest, *, state: bool) -> list[str]:
+    return [file.path for file in (manifest if state else weights_manifest(manifest)).files]
+
+
+def _facts_of(report: SaveReport, manifest: Manifest) -> dict[str, Any]:
+    facts = {"step": report.step, "kind": report.kind, "bytes": report.bytes, "run_id": manifest.run_id}
+    return {**facts, "metrics": dict(manifest.metrics), "versions": dict(manifest.versions)}

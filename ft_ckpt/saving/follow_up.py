@@ -1,0 +1,69 @@
+"""What follows a committed save: older checkpoints go, a push begins, and the script's own functions are called.
+
+All of it is done where the save was finished, in its thread for one in the background, and in this order. Nothing of it
+fails a save: the checkpoint is there.
+"""
+
+import warnings
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from ft_ckpt.saving.execute import SaveReport
+from ft_ckpt.transfer.places import begin_push
+from ft_ckpt.transfer.pushes import PendingPush, wait_for_pushes, warn_of_unpushed
+from ft_ckpt.transfer.reports import PushOptions
+
+SaveHook = Callable[[SaveReport], object]  # a script's own function
+AfterSave = Callable[[SaveReport], SaveReport]
+
+
+@dataclass(frozen=True, eq=False)
+class FollowUp:
+    """What one saver does after its saves; its pushes go on by themselves."""
+
+    hooks: tuple[SaveHook, ...] = ()
+    pushes: list[PendingPush] = field(default_factory=list)
+
+    def plan(
+        self,
+        leads: bool,
+        *,
+        prune: Callable[[Path], None] | None = None,
+        push_to: str | None = None,
+        base_id: str | None = None,
+    ) -> AfterSave:
+        """What to do after one save; on a rank that does not lead nothing is pushed and no function called."""
+
+        def follow(report: SaveReport) -> SaveReport:
+            if prune is not None:
+                prune(report.path)
+            if leads and push_to is not None:
+                push = begin_push(report.path, push_to, PushOptions(base_id=base_id))
+                self.pushes.append(push)
+                report = replace(report, push=push)
+            for hook in self.hooks if leads else ():
+                _call_hook(hook, report)
+            return report
+
+        return follow
+
+    def end_pushes(self, *, wait: bool) -> None:
+        """Wait for all pushes, or name those that have not ended, which go on until the process ends."""
+        (wait_for_pushes if wait else warn_of_unpushed)(self.pushes)
+
+
+def _call_hook(hook: SaveHook, report: SaveReport) -> None:
+    try:
+        hook(report)
+    except Exception as error:  # noqa: BLE001 - the script's own, of any kind
+        name = getattr(hook, "__name__", type(hook).__name__)
+        told = f"{type(error).__name__}: {error}"
+        warnings.warn(f"{report.path}: saved, but {name} of on_saved failed: {told}", stacklevel=2)
+
+
+def hooks_of(given: SaveHook | Iterable[SaveHook] | None) -> tuple[SaveHook, ...]:
+    """One function, several or none."""
+    if given is None:
+        return ()
+    return (given,) if callable(given) else tuple(given)

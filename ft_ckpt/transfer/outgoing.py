@@ -1,0 +1,156 @@
+"""Chooses what of a checkpoint is sent elsewhere: no state unless it is asked for, nothing that names this machine.
+
+The manifest that goes along lists what is sent, as it is sent. The model card is not listed: where checkpoints are
+shown, people write into it.
+"""
+
+import json
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from ft_ckpt.checkpoint.hub_names import is_hub_name
+from ft_ckpt.checkpoint.manifest import MANIFEST_NAME, BaseRecord, Manifest, manifest_to_json
+from ft_ckpt.checkpoint.open_checkpoint import OpenCheckpoint
+from ft_ckpt.errors import CheckpointError, CorruptError, listing
+from ft_ckpt.storage.digests import FileRecord, digest_of_bytes
+from ft_ckpt.storage.local_store import LocalStore
+
+CARD_NAME = "README.md"
+_OF_RUNS = {"trainer_state.json"}  # what a Trainer says of its run: it goes with the state
+_BASE_KEYS = {"base_model_name_or_path", "_name_or_path", "name_or_path"}
+_CONFIG_LIMIT_BYTES = 8 << 20
+
+
+@dataclass(frozen=True)
+class OutgoingFiles:
+    """What is sent of a checkpoint."""
+
+    files: Mapping[str, Path | bytes]  # by path in the checkpoint: the open file, or what is sent instead
+    manifest: Manifest  # of what is sent
+    base_id: str | None  # what the base is called on the Hub
+    notes: tuple[str, ...]
+
+    def content(self, name: str) -> bytes:
+        """The content of a small file, as it is sent; none of one that is not."""
+        file = self.files.get(name, b"")
+        return file if isinstance(file, bytes) else LocalStore(file.parent).read(file.name)
+
+
+def refuse_damaged(held: OpenCheckpoint) -> None:
+    """Raise CorruptError when a file of the checkpoint is not what its manifest says; the card may have been edited."""
+    files = tuple(file for file in held.manifest.files if file.path != CARD_NAME)
+    problems = replace(held, manifest=replace(held.manifest, files=files)).find_problems(deep=True)
+    if problems:
+        raise CorruptError(f"{held.path}: {listing(list(problems))}; not sent, use another checkpoint")
+
+
+def outgoing_files(held: OpenCheckpoint, *, state: bool, base_id: str | None) -> OutgoingFiles:
+    """What to send of an open checkpoint, with its `state` or without; `base_id` is what its base is called."""
+    manifest = held.manifest if state else weights_manifest(held.manifest)
+    sent = [file for file in manifest.files if not _is_hidden(file.path)]
+    left_out = sorted({file.path for file in held.manifest.files} - {file.path for file in sent})
+    notes = [f"{listing(left_out, ', ')}: left out"] if left_out else []
+    configs = dict(_configs_of(held, sent))
+    base_id = base_id or _base_on_hub(manifest, configs)
+    changed = dict(_changed_configs(configs, _local_bases(manifest), base_id))
+    notes += [f"{path}: {what}" for path, (_, what) in changed.items()]
+    parts = tuple(replace(part, base=_named_base(part.base, base_id)) for part in manifest.parts)
+    records = tuple(
+        _record_of(file.path, changed[file.path][0]) if file.path in changed else replace(file, linked=False)
+        for file in sent
+        if file.path != CARD_NAME
+    )
+    manifest = replace(manifest, files=records, parts=parts)
+    files: dict[str, Path | bytes] = {file.path: held.folder / file.path for file in sent}
+    files |= {path: content for path, (content, _) in changed.items()}
+    files[MANIFEST_NAME] = manifest_to_json(manifest).encode("utf-8")
+    return OutgoingFiles(files, manifest, base_id, tuple(notes))
+
+
+def weights_manifest(manifest: Manifest) -> Manifest:
+    """The manifest of the weights alone, as a save of them within the run would have it."""
+    folders = [part.path for part in manifest.parts if part.kind == "state"]
+    files = tuple(
+        file
+        for file in manifest.files
+        if file.path not in _OF_RUNS and not any(file.path.startswith(f"{folder}/") for folder in folders)
+    )
+    parts = tuple(part for part in manifest.parts if part.kind != "state")
+    export = manifest.export or bool(folders)  # fetched into its run's folder, no rule of the run deletes it
+    return replace(manifest, files=files, parts=parts, export=export)
+
+
+def _is_hidden(path: str) -> bool:
+    return any(step.startswith(".") for step in path.split("/"))
+
+
+def _configs_of(held: OpenCheckpoint, files: list[FileRecord]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The small JSON objects that say how to build what is sent, by path."""
+    for file in files:
+        name = PurePosixPath(file.path).name
+        if name.endswith("config.json") and file.size_bytes <= _CONFIG_LIMIT_BYTES:
+            try:
+                found = json.loads(LocalStore(held.folder).read(file.path))
+            except (ValueError, RecursionError):
+                continue
+            if isinstance(found, dict):
+                yield file.path, found
+
+
+def _base_on_hub(manifest: Manifest, configs: Mapping[str, dict[str, Any]]) -> str | None:
+    """What the base is called on the Hub, by adapter configs and the manifest."""
+    told = [config.get("base_model_name_or_path") for config in configs.values()]
+    told += [part.base.id for part in manifest.parts if part.base is not None]
+    return next((name for name in told if isinstance(name, str) and is_hub_name(name)), None)
+
+
+def _local_bases(manifest: Manifest) -> set[str]:
+    return {part.base.id for part in manifest.parts if part.base and part.base.id and not is_hub_name(part.base.id)}
+
+
+def _named_base(base: BaseRecord | None, base_id: str | None) -> BaseRecord | None:
+    if base is None or base.id is None or is_hub_name(base.id):
+        return base
+    return replace(base, id=base_id)
+
+
+def _changed_configs(
+    configs: Mapping[str, dict[str, Any]], local: set[str], base_id: str | None
+) -> Iterator[tuple[str, tuple[bytes, str]]]:
+    """The configs that name places of this machine, by path: as they are sent, and what was changed."""
+    for path, config in configs.items():
+        told: list[str] = []
+        found = _without_places(config, "", local, base_id, told)
+        if told:
+            yield path, (f"{json.dumps(found, indent=2, sort_keys=True)}\n".encode(), "; ".join(told))
+
+
+def _without_places(value: Any, key: str, local: set[str], base_id: str | None, told: list[str]) -> Any:
+    """The JSON value without paths of this machine; what is changed is added to `told`."""
+    if isinstance(value, dict):
+        return {name: _without_places(each, name, local, base_id, told) for name, each in value.items()}
+    if isinstance(value, list):
+        return [_without_places(each, key, local, base_id, told) for each in value]
+    is_base = key in _BASE_KEYS and isinstance(value, str) and not is_hub_name(value)
+    if not isinstance(value, str) or not (value in local or is_base or _is_place_here(value)):
+        return value
+    instead = base_id if key in _BASE_KEYS or value in local else None
+    told.append(f"{key} was a path of this machine, {'left out' if instead is None else f'now {instead}'}")
+    return instead
+
+
+def _is_place_here(text: str) -> bool:
+    """Whether a text is the absolute path of something on this machine; single names such as "/s" are tokens."""
+    path = Path(text)
+    if not path.is_absolute() or len(path.parts) < 3 or "\0" in text:
+        return False
+    with suppress(CheckpointError, OSError):
+        return LocalStore(path.parent).stat(path.name) is not None or LocalStore(path).list_folder().exists
+    return False
+
+
+def _record_of(path: str, content: bytes) -> FileRecord:
+    return FileRecord(path, len(content), digest_of_bytes(content))

@@ -1,0 +1,97 @@
+"""Where checkpoints are sent and fetched from: a line for each kind of place, told by the scheme of its URL."""
+
+import importlib
+import os
+from dataclasses import replace
+from types import ModuleType
+
+from ft_ckpt.checkpoint.open_checkpoint import open_checkpoint
+from ft_ckpt.errors import ConfigError
+from ft_ckpt.storage.local_disk import local_path
+from ft_ckpt.transfer.pushes import PendingPush, start_push
+from ft_ckpt.transfer.reports import PullReport, PushOptions, PushReport
+
+# For each scheme the module with `destination_url` and `send_checkpoint`, and the one with `fetch_checkpoint`; they
+# are imported when one is asked for, as their clients take a while.
+_SENDERS = {"hf": "ft_ckpt.transfer.hub_push"}
+_FETCHERS = {"hf": "ft_ckpt.transfer.hub_pull"}
+
+
+def push(
+    checkpoint: str | os.PathLike[str],
+    destination: str,
+    *,
+    revision: str | None = None,
+    private: bool | None = None,
+    token: str | None = None,
+    state: bool = False,
+    base_id: str | None = None,
+    message: str | None = None,
+    background: bool = False,
+) -> PushReport | PendingPush:
+    """Push the committed `checkpoint` to a model repository on the Hub, as one commit; its folder is leased meanwhile.
+
+    `destination` is "user/name", or "hf://user/name[@revision][/folder]". A repository or branch that is not there is
+    made, `private` if that is True. All digests are compared first. Sent are weights, configs, tokenizer and a manifest
+    of just these: no training state unless `state` is True, and no path of this machine; `base_id` is the name of the
+    base model that takes the place of one. The text of a card that is there stays, its metadata are brought up to date.
+    Weights of older checkpoints that readers would mix up with these are deleted by the same commit. What is there
+    already is not sent again: then no commit is made.
+
+    With `background` the answer is a handle at once; pushes go one after the other, and a failed one is warned of.
+
+    Raises ConfigError for a destination that cannot be, NotACheckpointError when nothing is committed at `checkpoint`,
+    CorruptError when its files differ from its manifest, TargetError when the Hub refuses or is not reached; then the
+    repository is as it was.
+    """
+    options = PushOptions(revision, private, token, state, base_id, message)
+    return (begin_push if background else push_now)(checkpoint, destination, options)
+
+
+def push_now(checkpoint: str | os.PathLike[str], destination: str, options: PushOptions) -> PushReport:
+    """Push as `push` does, with its options in one."""
+    path, sender = local_path(checkpoint), _module_for(destination, _SENDERS)
+    sender.destination_url(destination, options)
+    with open_checkpoint(path) as held:
+        report: PushReport = sender.send_checkpoint(held, destination, options)
+        return report
+
+
+def begin_push(checkpoint: str | os.PathLike[str], destination: str, options: PushOptions) -> PendingPush:
+    """Push as `push` does in the background, with its options in one."""
+    path, sender = local_path(checkpoint), _module_for(destination, _SENDERS)
+    url: str = sender.destination_url(destination, options)
+    quiet = replace(options, quiet=True)
+    return start_push(path, url, lambda held: sender.send_checkpoint(held, destination, quiet))
+
+
+def check_destination(destination: str) -> None:
+    """Refuse a destination that cannot be. Raises ConfigError."""
+    _module_for(destination, _SENDERS).destination_url(destination, PushOptions())
+
+
+def pull(
+    source: str, folder: str | os.PathLike[str], *, token: str | None = None, overwrite: bool = False
+) -> PullReport:
+    """Fetch the checkpoint at `source`, "hf://user/name[@revision][/folder]", into `folder`, all of one commit.
+
+    With a manifest every file is compared with it, and the checkpoint is committed as a save would be, or not at all.
+    What has none is fetched as it is. `folder` must be new or empty; `overwrite` lets a checkpoint take the place of
+    another.
+
+    Raises ConfigError for a source that cannot be, MissingError when there is no such repository, revision or folder,
+    UnreadableError when the Hub is not reached, CorruptError or ManifestError when files and manifest differ,
+    NameTakenError when `folder` is taken, TargetError or NoSpaceError when it cannot be written.
+    """
+    fetcher = _module_for(source, _FETCHERS)
+    report: PullReport = fetcher.fetch_checkpoint(source, local_path(folder), token=token, overwrite=overwrite)
+    return report
+
+
+def _module_for(place: str, modules: dict[str, str]) -> ModuleType:
+    scheme, mark, _ = place.partition("://")
+    scheme = scheme if mark else "hf"
+    if scheme not in modules:
+        known = ", ".join(f"{each}://" for each in modules)
+        raise ConfigError(f"{place}: {scheme}:// is no place to send to or fetch from; expected {known}")
+    return importlib.import_module(modules[scheme])

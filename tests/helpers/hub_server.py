@@ -1,0 +1,403 @@
+"""A Hub on loopback: what huggingface_hub asks of one when it commits to model repositories and reads them.
+
+Repositories, branches, commits and large files are kept in memory. Large files come by the LFS protocol, in parts where
+they are larger than `part_bytes`; xet is not offered. `Fault`s make chosen requests fail as real ones do.
+"""
+
+import base64
+import hashlib
+import json
+import re
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+from unittest.mock import patch
+from urllib.parse import parse_qs, unquote, urlsplit
+
+from huggingface_hub import constants
+from huggingface_hub.utils._http import close_session
+
+TOKEN = "hf_right"
+LARGE_BYTES = 1 << 10  # files from this size on, and weights, are large ones
+
+
+@dataclass(frozen=True)
+class Blob:
+    """One file of a commit."""
+
+    content: bytes
+    is_large: bool
+
+    @property
+    def oid(self) -> str:
+        """The name of its content: SHA-256 of a large file, else git's."""
+        if self.is_large:
+            return hashlib.sha256(self.content).hexdigest()
+        return hashlib.sha1(b"blob %d\0" % len(self.content) + self.content).hexdigest()
+
+
+@dataclass
+class Repository:
+    """One repository: the commit of each branch, the files of each commit, and what commits were called."""
+
+    private: bool
+    branches: dict[str, str] = field(default_factory=dict)
+    commits: dict[str, dict[str, Blob]] = field(default_factory=dict)
+    messages: list[str] = field(default_factory=list)
+
+    def add_commit(self, branch: str, files: dict[str, Blob], message: str) -> str:
+        """Put `files` on the branch as a new commit; its name."""
+        parent = self.branches.get(branch, "")
+        oid = hashlib.sha1(f"{parent}{message}{len(self.commits)}".encode()).hexdigest()
+        self.commits[oid], self.branches[branch] = files, oid
+        self.messages.append(message)
+        return oid
+
+    def resolve(self, revision: str) -> str | None:
+        """The commit that a branch or the name of a commit means."""
+        return self.branches.get(revision) or (revision if revision in self.commits else None)
+
+
+@dataclass
+class Fault:
+    """Something that goes wrong with the next `times` requests whose "METHOD path" matches."""
+
+    matches: str
+    status: int = 0
+    times: int = 1
+    cuts: bool = False  # the connection, without an answer
+    acts_first: bool = False  # what was asked for is done ahead of the failure
+    seconds: float = 0.0  # to wait for
+
+
+class Hub:
+    """The server's state, and what a test asks of it."""
+
+    def __init__(self, part_bytes: int = 1 << 20) -> None:
+        self.repositories: dict[str, Repository] = {}
+        self.large: dict[str, bytes] = {}
+        self.parts: dict[tuple[str, int], bytes] = {}
+        self.part_bytes = part_bytes
+        self.faults: list[Fault] = []
+        self.ignored: set[str] = set()  # what a .gitignore keeps out
+        self.requests: list[str] = []
+        self.lock = threading.RLock()
+        self.url = ""
+
+    def files(self, repository: str, branch: str = "main") -> dict[str, bytes]:
+        """The files at the head of a branch."""
+        found = self.repositories[repository]
+        return {path: blob.content for path, blob in found.commits[found.branches[branch]].items()}
+
+    def put(self, repository: str, files: dict[str, bytes], branch: str = "main", message: str = "by hand") -> None:
+        """Commit `files` as somebody else would."""
+        with self.lock:
+            found = self.repositories.setdefault(repository, Repository(private=False))
+            old = found.commits.get(found.branches.get(branch, ""), {})
+            new = {path: _blob_of(path, content) for path, content in files.items()}
+            found.add_commit(branch, {**old, **new}, message)
+
+    def asked(self, pattern: str) -> list[str]:
+        """The requests that match."""
+        return [request for request in self.requests if re.search(pattern, request)]
+
+    def next_fault(self, request: str) -> Fault | None:
+        """The fault that befalls this request."""
+        with self.lock:
+            self.requests.append(request)
+            for fault in self.faults:
+                if fault.times > 0 and re.search(fault.matches, request):
+                    fault.times -= 1
+                    return fault
+        return None
+
+
+def _blob_of(path: str, content: bytes) -> Blob:
+    return Blob(content, _is_large(path, len(content)))
+
+
+def _is_large(path: str, size_bytes: int) -> bool:
+    return path.endswith((".safetensors", ".h5", ".bin")) or (size_bytes >= LARGE_BYTES and not path.endswith(".md"))
+
+
+class _Answer(Exception):  # noqa: N818 - how a handler ends early
+    def __init__(self, status: int, body: Any = None, headers: dict[str, str] | None = None) -> None:
+        super().__init__(status)
+        self.status, self.headers = status, headers or {}
+        self.body = body if isinstance(body, bytes) else json.dumps({} if body is None else body).encode()
+
+
+def _absent(code: str) -> _Answer:
+    return _Answer(404, {"error": code}, {"X-Error-Code": code, "X-Error-Message": code})
+
+
+class _Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    disable_nagle_algorithm = True  # or each answer waits 40 ms for the client's sign of life
+    hub: Hub
+
+    def log_message(self, *_: Any) -> None:
+        pass
+
+    def do_any(self) -> None:
+        body = self.rfile.read(int(self.headers.get("Content-Length") or 0)) or self._chunks()
+        path = urlsplit(self.path).path
+        fault = self.hub.next_fault(f"{self.command} {path}")
+        if fault is not None:
+            time.sleep(fault.seconds)
+            if fault.acts_first:
+                self._outcome(path, body)
+            if fault.cuts:
+                self.close_connection = True
+                return
+            if fault.status:
+                self._send(_Answer(fault.status, {"error": "a fault"}))
+                return
+        self._send(self._outcome(path, body))
+
+    do_GET = do_HEAD = do_POST = do_PUT = do_any  # noqa: N815 - http.server's names
+
+    def _chunks(self) -> bytes:
+        """A body of unknown length."""
+        found = b""
+        if self.headers.get("Transfer-Encoding") == "chunked":
+            while size := int(self.rfile.readline(), 16):
+                found += self.rfile.read(size)
+                self.rfile.readline()
+            self.rfile.readline()
+        return found
+
+    def _outcome(self, path: str, body: bytes) -> _Answer:
+        try:
+            for method, pattern, action in _ROUTES:
+                match = re.fullmatch(pattern, path)
+                if match is not None and self.command in method.split():
+                    self._check_token(path)
+                    with self.hub.lock:
+                        return action(self, *map(unquote, match.groups()), body) or _Answer(200)
+        except _Answer as answer:
+            return answer
+        return _Answer(404, {"error": f"no such place: {path}"})
+
+    def _check_token(self, path: str) -> None:
+        if self.command == "POST" and path.startswith("/api/") and self.headers.get("Authorization") is None:
+            raise _Answer(401, {"error": "Invalid username or password."})
+        if not path.startswith("/lfs/") and self.headers.get("Authorization") not in (None, f"Bearer {TOKEN}"):
+            message = "Invalid credentials in Authorization header"
+            raise _Answer(401, {"error": message}, {"X-Error-Message": message})
+
+    def _send(self, answer: _Answer) -> None:
+        self.send_response(answer.status)
+        headers = {"Content-Type": "application/json", "Content-Length": str(len(answer.body)), **answer.headers}
+        for name, value in headers.items():
+            self.send_header(name, value)
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(answer.body)
+
+    # What is asked for
+
+    def whoami(self, _: bytes) -> _Answer:
+        return _Answer(200, {"type": "user", "name": "user", "auth": {}})
+
+    def create(self, body: bytes) -> _Answer:
+        asked = json.loads(body)
+        name = f"{asked.get('organization') or 'user'}/{asked['name']}"
+        if name in self.hub.repositories:
+            return _Answer(409, {"error": "You already created this model repo", "url": f"{self.hub.url}/{name}"})
+        private = asked.get("visibility") == "private" or bool(asked.get("private"))
+        found = self.hub.repositories[name] = Repository(private=private)
+        found.add_commit("main", {".gitattributes": Blob(b"*.safetensors filter=lfs\n", False)}, "initial commit")
+        return _Answer(200, {"url": f"{self.hub.url}/{name}", "name": name})
+
+    def validate(self, _: bytes) -> _Answer:
+        return _Answer(200, {"errors": [], "warnings": []})
+
+    def info(self, name: str, revision: str, _: bytes) -> _Answer:
+        repository = self._repository(name)
+        oid, files = self._files(repository, revision or "main")
+        siblings = [{"rfilename": path} for path in files]
+        return _Answer(
+            200,
+            {"id": name, "modelId": name, "sha": oid, "private": repository.private, "tags": [], "siblings": siblings},
+        )
+
+    def branch(self, name: str, branch: str, _: bytes) -> _Answer:
+        repository = self._repository(name)
+        if branch in repository.branches:
+            return _Answer(409, {"error": "Reference already exists"})
+        repository.branches[branch] = repository.branches["main"]
+        return _Answer(200)
+
+    def preupload(self, name: str, revision: str, body: bytes) -> _Answer:
+        _, there = self._files(self._repository(name), revision)
+        found = []
+        for file in json.loads(body)["files"]:
+            path, old = file["path"], there.get(file["path"])
+            mode = "lfs" if _is_large(path, file["size"]) else "regular"
+            found.append(
+                {
+                    "path": path,
+                    "uploadMode": mode,
+                    "shouldIgnore": path in self.hub.ignored,
+                    "oid": old.oid if old else None,
+                }
+            )
+        return _Answer(200, {"files": found})
+
+    def batch(self, _name: str, body: bytes) -> _Answer:
+        return _Answer(
+            200, {"transfer": "basic", "objects": [self._object(**one) for one in json.loads(body)["objects"]]}
+        )
+
+    def _object(self, oid: str, size: int) -> dict[str, Any]:
+        if oid in self.hub.large:
+            return {"oid": oid, "size": size}
+        action: dict[str, Any] = {"href": f"{self.hub.url}/lfs/whole/{oid}"}
+        if size > self.hub.part_bytes:
+            count = -(-size // self.hub.part_bytes)
+            urls = {f"{number:05d}": f"{self.hub.url}/lfs/part/{oid}/{number}" for number in range(1, count + 1)}
+            action = {
+                "href": f"{self.hub.url}/lfs/complete/{oid}",
+                "header": {"chunk_size": str(self.hub.part_bytes), **urls},
+            }
+        verify = {"href": f"{self.hub.url}/lfs/verify"}
+        return {"oid": oid, "size": size, "actions": {"upload": action, "verify": verify}}
+
+    def put_whole(self, oid: str, body: bytes) -> None:
+        self._keep_large(oid, body)
+
+    def put_part(self, oid: str, number: str, body: bytes) -> _Answer:
+        self.hub.parts[oid, int(number)] = body
+        return _Answer(200, None, {"ETag": f'"{hashlib.md5(body).hexdigest()}"'})
+
+    def complete(self, oid: str, body: bytes) -> None:
+        parts = json.loads(body)["parts"]
+        self._keep_large(oid, b"".join([self.hub.parts.pop((oid, one["partNumber"])) for one in parts]))
+
+    def verify(self, body: bytes) -> _Answer:
+        return _Answer(200 if json.loads(body)["oid"] in self.hub.large else 404)
+
+    def _keep_large(self, oid: str, content: bytes) -> None:
+        if hashlib.sha256(content).hexdigest() != oid:
+            raise _Answer(400, {"error": "the content is not what was announced"})
+        self.hub.large[oid] = content
+
+    def commit(self, name: str, revision: str, body: bytes) -> _Answer:
+        repository = self._repository(name)
+        oid, there = self._files(repository, revision)
+        lines = [json.loads(line) for line in body.splitlines()]
+        header, files = lines[0]["value"], dict(there)
+        if header.get("parentCommit") not in (None, oid):
+            message = "A commit has happened since. Please refresh and try again."
+            return _Answer(412, {"error": message}, {"X-Error-Message": message})
+        for line in lines[1:]:
+            self._change(files, line["key"], line["value"])
+        made = repository.add_commit(revision, files, header["summary"])
+        return _Answer(200, {"commitUrl": f"{self.hub.url}/{name}/commit/{made}", "commitOid": made, "success": True})
+
+    def _change(self, files: dict[str, Blob], key: str, value: dict[str, Any]) -> None:
+        path = value["path"]
+        if key == "file":
+            files[path] = Blob(base64.b64decode(value["content"]), False)
+        elif key == "lfsFile":
+            if value["oid"] not in self.hub.large:
+                raise _Answer(400, {"error": f"{path}: its content was not uploaded"})
+            files[path] = Blob(self.hub.large[value["oid"]], True)
+        elif path not in files:
+            raise _Answer(404, {"error": "A file with this name doesn't exist"}, {"X-Error-Code": "EntryNotFound"})
+        else:
+            del files[path]
+
+    def paths_info(self, name: str, revision: str, body: bytes) -> _Answer:
+        _, files = self._files(self._repository(name), revision)
+        asked = parse_qs(str(body, "utf-8"))["paths"]
+        return _Answer(200, [_entry(name, files[name]) for name in asked if name in files])
+
+    def tree(self, name: str, revision: str, _: bytes) -> _Answer:
+        files = self._files(self._repository(name), revision)[1]
+        return _Answer(200, [_entry(path, blob) for path, blob in files.items()])
+
+    def content(self, name: str, revision: str, path: str, _: bytes) -> _Answer:
+        oid, files = self._files(self._repository(name), revision)
+        if path not in files:
+            raise _absent("EntryNotFound")
+        blob = files[path]
+        headers = {"X-Repo-Commit": oid, "ETag": f'"{blob.oid}"', "Content-Type": "application/octet-stream"}
+        return _Answer(200, blob.content, headers)
+
+    def _repository(self, name: str) -> Repository:
+        found = self.hub.repositories.get(name)
+        if found is None or (found.private and self.headers.get("Authorization") is None):
+            raise _absent("RepoNotFound")
+        return found
+
+    def _files(self, repository: Repository, revision: str) -> tuple[str, dict[str, Blob]]:
+        oid = repository.resolve(revision)
+        if oid is None:
+            raise _absent("RevisionNotFound")
+        return oid, repository.commits[oid]
+
+
+def _entry(path: str, blob: Blob) -> dict[str, Any]:
+    lfs = {"oid": blob.oid, "size": len(blob.content), "pointerSize": 130}
+    large = {"lfs": lfs} if blob.is_large else {}
+    return {"type": "file", "path": path, "size": len(blob.content), "oid": blob.oid[:40], **large}
+
+
+_REPO = r"/api/models/([^/]+/[^/]+)"
+_ROUTES: list[tuple[str, str, Any]] = [
+    ("GET", "/api/whoami-v2", _Handler.whoami),
+    ("POST", "/api/repos/create", _Handler.create),
+    ("POST", "/api/validate-yaml", _Handler.validate),
+    ("GET", rf"{_REPO}()", _Handler.info),
+    ("GET", rf"{_REPO}/revision/([^/]+)", _Handler.info),
+    ("POST", rf"{_REPO}/branch/([^/]+)", _Handler.branch),
+    ("POST", rf"{_REPO}/preupload/([^/]+)", _Handler.preupload),
+    ("POST", rf"{_REPO}/commit/([^/]+)", _Handler.commit),
+    ("POST", rf"{_REPO}/paths-info/([^/]+)", _Handler.paths_info),
+    ("GET", rf"{_REPO}/tree/([^/]+)", _Handler.tree),
+    ("POST", r"/([^/]+/[^/]+)\.git/info/lfs/objects/batch", _Handler.batch),
+    ("PUT", "/lfs/whole/([^/]+)", _Handler.put_whole),
+    ("PUT", "/lfs/part/([^/]+)/([^/]+)", _Handler.put_part),
+    ("POST", "/lfs/complete/([^/]+)", _Handler.complete),
+    ("POST", "/lfs/verify", _Handler.verify),
+    ("GET HEAD", r"/([^/]+/[^/]+)/resolve/([^/]+)/(.+)", _Handler.content),
+]
+
+
+@contextmanager
+def serving_hub(part_bytes: int = 1 << 20) -> Iterator[Hub]:
+    """A Hub that answers while the block runs, for other processes that are told its `url` by HF_ENDPOINT."""
+    hub = Hub(part_bytes)
+    server = ThreadingHTTPServer(("127.0.0.1", 0), type("Handler", (_Handler,), {"hub": hub}))
+    server.daemon_threads = True
+    hub.url = f"http://127.0.0.1:{server.server_port}"
+    thread = threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True)
+    thread.start()
+    try:
+        yield hub
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()
+
+
+@contextmanager
+def using_hub(hub: Hub) -> Iterator[Hub]:
+    """Let this process take `hub` for the Hub: huggingface_hub has read its settings when it was imported."""
+    settings: dict[str, Any] = {"ENDPOINT": hub.url, "HF_HUB_OFFLINE": False, "HF_HUB_DISABLE_XET": True}
+    settings["HUGGINGFACE_CO_URL_TEMPLATE"] = hub.url + "/{repo_id}/resolve/{revision}/{filename}"
+    close_session()
+    with ExitStack() as stack:
+        stack.enter_context(patch.multiple(constants, **settings))
+        stack.enter_context(patch.dict("os.environ", {"HF_TOKEN": TOKEN}))
+        if "transformers.utils.hub" in sys.modules:  # it keeps a client of its own
+            stack.enter_context(patch("transformers.utils.hub._hf_api", None, create=True))
+        yield hub
+    close_session()
