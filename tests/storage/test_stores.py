@@ -1,6 +1,7 @@
 """The contract of stores, on a local folder and on two of obstore's; and what only one of them does."""
 
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from ft_ckpt.errors import ConfigError, CorruptError, NoSpaceError, TargetError,
 from ft_ckpt.storage import local_disk
 from ft_ckpt.storage.local_store import LocalStore
 from ft_ckpt.storage.open_store import open_store
+from ft_ckpt.storage.store import SharedStore
 
 
 class TestLocalStore(StoreContract):
@@ -105,6 +107,25 @@ def test_a_read_only_folder_is_said(local):
             local.write("a", b"y")
     finally:
         local.folder.chmod(0o700)
+
+
+def test_several_write_ranges_of_one_file(local):
+    """Each its own, whoever comes first and whoever takes the room; the ends share disk blocks."""
+    assert isinstance(local, SharedStore)
+    pytest.importorskip("obstore")
+    assert not isinstance(open_store("memory:///"), SharedStore)
+    data, cuts = os.urandom(40_000), [0, 9_999, 10_001, 40_000]
+    for direct_bytes in (None, 0):
+        store = replace(local, direct_bytes=direct_bytes)
+        writers = [store.share("folder/a", len(data)) for _ in cuts[1:]]
+        store.allocate("folder/a", len(data))
+        for writer, start, stop in zip(writers, cuts[:-1], cuts[1:], strict=True):
+            writer.write(start, memoryview(bytearray(data))[start:stop])
+        for writer in writers:
+            writer.finish()
+        store.share("folder/a", len(data)).abandon()
+        assert store.read("folder/a") == data
+        store.delete(["folder/a"])
 
 
 # Opening
