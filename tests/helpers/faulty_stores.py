@@ -1,11 +1,15 @@
 """Stores that fail as real ones do, each around one that works: handed in, instead of patched calls."""
 
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from ft_ckpt.errors import CorruptError, NoSpaceError, TargetError, UnreadableError
+import pytest
+
+from ft_ckpt.errors import CorruptError, MissingError, NoSpaceError, TargetError, UnreadableError
+from ft_ckpt.storage.local_store import LocalStore
 from ft_ckpt.storage.store import Readable, Store, Stored, Writable
 
 READS = ("read", "open", "list", "list_folder", "stat")
@@ -154,3 +158,18 @@ class _TornFile:
 
     def close(self) -> None:
         self.inner.close()
+
+
+@contextmanager
+def unseen_files(prefix: str) -> Iterator[None]:
+    """Objects that begin so are in no local store of this process, as on a disk that it does not share with others."""
+    real = LocalStore.read
+
+    def read(store: LocalStore, name: str, *part: int) -> bytes:
+        if name.startswith(prefix):
+            raise MissingError(f"{name}: no such file")
+        return real(store, name, *part)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(LocalStore, "read", read)
+        yield

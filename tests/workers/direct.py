@@ -4,8 +4,7 @@ import errno
 import os
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -16,12 +15,13 @@ import models
 import pytest
 import torch
 import torch.distributed as dist
+from faulty_stores import unseen_files
 from wrappers import WRAPPERS, Live
 
 from ft_ckpt import CheckpointSaver, latest, verify
 from ft_ckpt.checkpoint.catalog import read_manifest
 from ft_ckpt.distributed import gather
-from ft_ckpt.errors import MissingError, NoSpaceError, RankError
+from ft_ckpt.errors import NoSpaceError, RankError
 from ft_ckpt.saving import move_tensors, write_shards
 from ft_ckpt.storage import writer
 from ft_ckpt.storage.local_store import LocalStore
@@ -72,26 +72,10 @@ def not_shared(folder: Path) -> None:
     """Rank 1 does not see rank 0's files: rank 0 writes everything."""
     live = live_model("fsdp2", "qwen3")
     saver = CheckpointSaver(live.accelerator, folder, each_rank_writes="on", **SHORT)
-    with hidden(move_tensors._PROBE) if harness.RANK else nullcontext():
+    with unseen_files(move_tensors._PROBE) if harness.RANK else nullcontext():
         saver.save(live.model, folder / "saved")
     assert verify(folder / "saved").ok
     assert not any(file.cuts for file in read_manifest(folder / "saved").files)
-
-
-@contextmanager
-def hidden(name: str) -> Iterator[None]:
-    real = LocalStore.read
-
-    def read(store: LocalStore, path: str, *part: int) -> bytes:
-        if path.startswith(name):
-            raise MissingError(f"{path}: no such file")
-        return real(store, path, *part)
-
-    LocalStore.read = read
-    try:
-        yield
-    finally:
-        LocalStore.read = real
 
 
 def full_or_slow(full: bool, slow_seconds: float) -> None:
