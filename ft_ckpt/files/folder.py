@@ -20,7 +20,9 @@ from ft_ckpt.storage.read_ahead import ByteRun
 
 _STEMS = {"model": ("model", "pytorch_model"), "adapter": ("adapter_model",)}
 # Files that hold weights or a training state in some format; what else is in a folder goes along with its weights.
-_BULK = re.compile(r"\.(safetensors|bin|h5|hdf5|mdl|pt|pth|ckpt|msgpack|onnx|onnx_data|gguf|distcp|npz|npy|index)$")
+_BULK = re.compile(
+    r"\.(safetensors|bin|h5|hdf5|mdl|pt|pth|ckpt|msgpack|onnx|onnx_data|gguf|keras|distcp|npz|npy|index)$"
+)
 
 
 class JoinedFile:
@@ -194,15 +196,20 @@ def _endings() -> list[str]:
     return list(dict.fromkeys(known.suffixes[0] for known in tensor_formats() if known.suffixes))
 
 
+def _weight_names(kind: str) -> Iterator[str]:
+    """What a file of weights may be called, in the order in which readers choose."""
+    for known in (known for known in tensor_formats() if known.suffixes):
+        stems = _STEMS["adapter"] if kind == "adapter" else (*_STEMS["model"], known.model_stem, *known.other_stems)
+        yield from (f"{stem}{known.suffixes[0]}" for stem in dict.fromkeys(stems))
+
+
 def weight_files(folder: Path, kind: str) -> tuple[list[str], str | None]:
     """The weight files in `folder` that a reader would choose, and their index if there are shards."""
-    for ending in _endings():
-        for stem in _STEMS["adapter" if kind == "adapter" else "model"]:
-            index = f"{stem}{ending}.index.json"
-            if (folder / f"{stem}{ending}").is_file():
-                return [f"{stem}{ending}"], None
-            if (folder / index).is_file():
-                return sorted(set(_read_weight_map(folder / index).values())), index
+    for name in _weight_names(kind):
+        if (folder / name).is_file():
+            return [name], None
+        if (folder / f"{name}.index.json").is_file():
+            return sorted(set(_read_weight_map(folder / f"{name}.index.json").values())), f"{name}.index.json"
     if kind == "adapter":
         return [], None
     others = sorted(file.name for file in folder.glob("*.safetensors") if not file.name.startswith("adapter_model"))

@@ -44,6 +44,7 @@ class TensorFormat:
     name: str
     suffixes: tuple[str, ...] = ()  # of its files, the one that is written first; none: it is a folder of files
     model_stem: str = "model"  # of the file of a model's weights in a folder
+    other_stems: tuple[str, ...] = ()  # under which others have their weights in it
     second_suffix: str = ""  # of a second name that its files go by, as files of another format too
 
     lay_out: Callable[[Sequence[Spec], Metadata, Ties], Layout] | None = None
@@ -166,6 +167,7 @@ register_format(TensorFormat(
 register_format(TensorFormat(
     name="h5",
     suffixes=(".h5", ".hdf5", ".mdl"),
+    other_stems=("tf_model",),
     lay_out=_Lazily("hdf5.hdf5_layout:lay_out_hdf5"),
     lay_out_object=_Lazily("hdf5.hdf5_layout:lay_out_hdf5_tree"),
     recognise=_Lazily("hdf5.hdf5_file:is_hdf5"),
@@ -210,6 +212,13 @@ register_format(TensorFormat(
     suffixes=(".keras",),
     recognise=_Lazily("hdf5.keras:is_keras_archive"),
     open_indexed=_Lazily("hdf5.keras:open_keras_archive"),
+))  # fmt: skip
+register_format(TensorFormat(
+    name="flax",
+    suffixes=(".msgpack",),
+    model_stem="flax_model",
+    recognise=_Lazily("flax:is_flax"),
+    open_indexed=_Lazily("flax:open_flax"),
 ))  # fmt: skip
 register_format(TensorFormat(
     name="tensorflow",

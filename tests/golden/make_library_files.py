@@ -96,6 +96,22 @@ def keras2():
     model.save_weights(HERE / "keras2.h5", save_format="h5")
 
 
+def flax():
+    """`flax.msgpack`: a tree of arrays of several types; `pieces.msgpack`: one array in pieces, as those above 1 GB."""
+    import jax.numpy as jnp
+    from flax import serialization
+
+    dense = {"kernel": values(0, (3, 4)).astype("float32"), "bias": jnp.asarray(values(1, (4,)), "bfloat16")}
+    tree = {
+        "params": {"dense": dense},
+        "steps": [values(2, ()).astype("int32"), values(3, (0, 2)).astype("float16")],
+        "rate": 0.5, "name": "net", "wave": 1 + 2j, "scale": np.float64(400.0), "none": None,
+    }  # fmt: skip
+    (HERE / "flax.msgpack").write_bytes(serialization.to_bytes(tree))
+    serialization.MAX_CHUNK_SIZE = 64
+    (HERE / "pieces.msgpack").write_bytes(serialization.to_bytes({"w": values(0, (5, 7)), "b": values(1, (2,))}))
+
+
 if __name__ == "__main__":
     warnings.simplefilter("ignore")
     os.environ.setdefault("KERAS_BACKEND", "torch")

@@ -363,6 +363,8 @@ GROUPS = {
     "torch legacy": on_file(lambda path: torch.save(flat(), path, _use_new_zipfile_serialization=False), "x.pt"),
     "keras": golden("keras.keras"),
     "keras hdf5": golden("bfloat16.h5"),
+    "flax": golden("flax.msgpack"),
+    "flax pieces": golden("pieces.msgpack"),
     "lightning": golden("lightning.ckpt"),
     "pickle": pickles,
     "dcp": in_folder(dcp),
