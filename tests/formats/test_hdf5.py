@@ -278,6 +278,15 @@ def test_a_file_on_which_the_library_asks_for_memory_without_end():
         load(HERE / "hungry.h5")
 
 
+def test_as_many_threads_as_a_large_machine_has_ask_for_no_memory(tmp_path, monkeypatch):
+    """Each would take room for its stack, in a process that has little."""
+    with h5py.File(tmp_path / "x.h5", "w") as file:
+        file.create_dataset("x", data=np.ones(1_000_000), chunks=(1_000_000,), **hdf5plugin.Blosc())
+    for name in ("BLOSC_NTHREADS", "OMP_NUM_THREADS"):
+        monkeypatch.setenv(name, "200")
+    assert load(tmp_path / "x.h5", map_location="cpu")["x"].sum() == 1_000_000
+
+
 def test_many_small_datasets_are_read_within_the_memory_of_a_small_file(tmp_path, monkeypatch):
     """Each takes a hundred times its bytes while it is open."""
     monkeypatch.setattr(probe, "__file__", str(tmp_path / "probe.py"))

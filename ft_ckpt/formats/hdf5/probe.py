@@ -27,6 +27,7 @@ _STEP_SECONDS = (2, 8)  # of processor time, for the smallest and the largest fi
 _STEP_BYTES = 10 << 20  # in a second, by the slowest filter
 _STEP_MEMORY = (512 << 20, 8 << 30)  # beside what h5py takes
 _STEP_EXPANSION = 16  # times the bytes that it handles
+_ONE_THREAD = {"OMP_NUM_THREADS": "1", "BLOSC_NTHREADS": "1"}  # each takes the address space of its stack, 8 MiB
 _SILENT_SECONDS = 60  # by the clock, on a machine that may have much else to do
 _DONE, _FAILED = b"\n", -1
 _NO_MEMORY = 12  # as the system numbers that error
@@ -47,7 +48,8 @@ class Probe:
                 [sys.executable, "-c", Path(__file__).read_text(encoding="utf-8"), f"/dev/fd/{descriptor}",
                  *map(str, part)],
                 stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, pass_fds=[descriptor],
-                env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}, cwd="/", bufsize=0,
+                env=os.environ | _ONE_THREAD | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+                cwd="/", bufsize=0,
             )  # fmt: skip
         except OSError as error:
             raise CorruptError(
