@@ -25,6 +25,7 @@ from ft_ckpt.errors import (
 from ft_ckpt.storage.local_disk import local_path
 from ft_ckpt.storage.local_store import LocalStore
 from ft_ckpt.storage.paths import is_inside
+from ft_ckpt.storage.place import Place, open_place
 from ft_ckpt.storage.store import Folder, FolderListing, Store, read_range, read_text
 
 _HEAD_BYTES = 64 << 10  # of a manifest: the fields that are one number or one line
@@ -42,8 +43,8 @@ class CheckpointInfo:
 class VerifyReport:
     """The outcome of `verify`."""
 
-    path: Path
-    """The checkpoint."""
+    path: str | Path
+    """The checkpoint: its path, or its URL."""
     ok: bool
     """Whether there are no problems."""
     problems: tuple[str, ...]
@@ -65,9 +66,13 @@ def read_manifest(path: str | os.PathLike[str]) -> Manifest:
 
 def load_manifest(store: Store) -> Manifest:
     """The manifest of the checkpoint that `store` holds. Raises as `read_manifest` does."""
-    where = store.where(MANIFEST_NAME)
+    return parse_manifest(manifest_text(store), store.where(MANIFEST_NAME))
+
+
+def manifest_text(store: Store) -> str:
+    """The text of the manifest in `store`. Raises as `read_manifest` does."""
     try:
-        text = read_text(store, MANIFEST_NAME, MANIFEST_LIMIT_BYTES)
+        return read_text(store, MANIFEST_NAME, MANIFEST_LIMIT_BYTES)
     except MissingError as error:
         raise NotACheckpointError(
             f"{store.url}: no {MANIFEST_NAME} in it, so no save was completed there; use another folder or save again"
@@ -76,14 +81,18 @@ def load_manifest(store: Store) -> Manifest:
         raise
     except CorruptError as error:
         raise ManifestError(str(error)) from error
+
+
+def parse_manifest(text: str, where: str) -> Manifest:
+    """The manifest that `text` is, all of its paths inside of its folder. Raises ManifestError, naming `where`."""
     manifest = manifest_from_json(text, where)
     check_paths(manifest, where)
     return manifest
 
 
-def why_no_checkpoint(path: Path) -> str:
-    """Why `path` is no checkpoint, and what to do: it is not there, holds checkpoints, or was never completed."""
-    store = LocalStore(path)
+def why_no_checkpoint(store: Store) -> str:
+    """Why a folder is no checkpoint, and what to do: it is not there, holds checkpoints, or was never completed."""
+    path = store.url
     found = store.list_folder()
     if not found.exists:
         return f"{path}: no such folder; `ft-ckpt ls` lists the checkpoints of a run"
@@ -194,7 +203,7 @@ def best(run: str | os.PathLike[str], metric: str | tuple[str, str] | None = Non
     return _first_valid(known, "the next best")
 
 
-def verify(path: str | os.PathLike[str], *, deep: bool = True) -> VerifyReport:
+def verify(path: str | os.PathLike[str] | Place, *, deep: bool = True) -> VerifyReport:
     """Compare the files of checkpoint `path` with its manifest.
 
     Always: names, sizes, the tensors in every safetensors header, every index, the digests of files below 1 MiB, and no
@@ -202,24 +211,20 @@ def verify(path: str | os.PathLike[str], *, deep: bool = True) -> VerifyReport:
 
     Raises NotACheckpointError, ManifestError or UnreadableError as `read_manifest` does.
     """
-    path = local_path(path)
-    store = LocalStore(path)
+    store = open_place(path).folder
+    found_at = store.folder if isinstance(store, LocalStore) else store.url
     while True:
         before = _manifest_version(store)
         try:
             manifest = load_manifest(store)
         except NotACheckpointError:
-            raise NotACheckpointError(why_no_checkpoint(path)) from None
-        with damaged_input(path):
+            raise NotACheckpointError(why_no_checkpoint(store)) from None
+        with damaged_input(found_at):
             problems = tuple(checkpoint_problems(store, manifest, deep=deep))
         # One save may overwrite the checkpoint while it is read here: what was seen is then half of each. Look again.
         if not problems or _manifest_version(store) == before:
-            return VerifyReport(path, not problems, problems, len(manifest.files), checkpoint_bytes(path, manifest))
-
-
-def checkpoint_bytes(path: Path, manifest: Manifest) -> int:
-    """Bytes of the files that the manifest of checkpoint `path` lists; one that goes by two names counts once."""
-    return stored_bytes(LocalStore(path), manifest)
+            size_bytes = stored_bytes(store, manifest)
+            return VerifyReport(found_at, not problems, problems, len(manifest.files), size_bytes)
 
 
 def stored_bytes(store: Store, manifest: Manifest) -> int:

@@ -2,7 +2,8 @@
 
 A checkpoint may be replaced or deleted between any two files that are opened by their paths. So every file is opened
 first and the manifest compared again when the last one is open: if it is no longer the one that was read, all is opened
-anew. Readers of any library find the files in a folder of links to them.
+anew. Readers of any library find the files in a folder of links to them. A bucket is listed instead: each object is
+read in the version listed, or not at all.
 """
 
 import hashlib
@@ -13,44 +14,65 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from ft_ckpt.checkpoint.catalog import read_manifest, why_no_checkpoint
+from ft_ckpt.checkpoint.catalog import manifest_text, parse_manifest, read_manifest, why_no_checkpoint
 from ft_ckpt.checkpoint.checks import checkpoint_problems, misleading_files
 from ft_ckpt.checkpoint.leases import hold_lease
 from ft_ckpt.checkpoint.manifest import MANIFEST_NAME, Manifest
 from ft_ckpt.errors import CheckpointError, CorruptError, NotACheckpointError, damaged_input
+from ft_ckpt.storage.listed_store import ListedStore
 from ft_ckpt.storage.local_disk import open_regular
-from ft_ckpt.storage.local_store import LocalStore
+from ft_ckpt.storage.local_store import LocalStore, folder_of
+from ft_ckpt.storage.place import Place, open_place
+from ft_ckpt.storage.store import Store
 
 _DESCRIPTORS = Path("/proc/self/fd")
+_MOST_LOOKS = 10  # at a bucket that is written over all the time
 
 
 @dataclass(frozen=True)
 class OpenCheckpoint:
-    """A checkpoint whose files are open; read them in `folder`, and name `path` to people."""
+    """A checkpoint whose files are open; read them in `store`, and name `origin` to people."""
 
-    path: Path  # where it was found
-    folder: Path  # links to its open files, under their paths in the checkpoint
+    origin: Store  # where it was found
+    store: Store  # its open files, under their paths in the checkpoint
     manifest: Manifest
     identity: str  # digest of the manifest's text: equal for all ranks that have opened the same checkpoint
+
+    @property
+    def path(self) -> Path:
+        """Where it was found, on this machine."""
+        return folder_of(self.origin)
+
+    @property
+    def folder(self) -> Path:
+        """On this machine, the folder with links to its open files."""
+        return folder_of(self.store)
 
     def find_problems(self, deep: bool) -> tuple[str, ...]:
         """What is wrong with the open files, as `catalog.verify` finds it, and with what lies beside them."""
         where = "not of this checkpoint, and readers would take it for its weights; move it away"
-        beside = (f"{name}: {where}" for name in misleading_files(LocalStore(self.path), self.manifest))
-        return (*checkpoint_problems(LocalStore(self.folder), self.manifest, deep=deep), *beside)
+        beside = (f"{name}: {where}" for name in misleading_files(self.origin, self.manifest))
+        return (*checkpoint_problems(self.store, self.manifest, deep=deep), *beside)
 
 
 @contextmanager
-def open_checkpoint(path: str | os.PathLike[str]) -> Iterator[OpenCheckpoint]:
-    """The checkpoint at `path`, its files open while the block runs, and leased so that nothing deletes them.
+def open_checkpoint(place: str | os.PathLike[str] | Place) -> Iterator[OpenCheckpoint]:
+    """The checkpoint at `place`, its files open while the block runs, and on a disk leased so that nothing deletes it.
 
-    A file that is missing has no link in `folder`. Raises NotACheckpointError or ManifestError as
-    `catalog.read_manifest` does, CorruptError when a file cannot be opened or is no file, or where open files have no
-    paths (outside Linux) and the checkpoint was replaced meanwhile.
+    A file that is missing is not in its `store`. Raises NotACheckpointError or ManifestError as `load_manifest` does,
+    CorruptError when a file cannot be opened or is no file, or where open files have no paths (outside Linux) and the
+    checkpoint was replaced meanwhile.
     """
-    path = Path(path).absolute()
+    store = open_place(place).folder
+    if not isinstance(store, LocalStore):
+        remote = next(filter(None, (_open_listed(store) for _ in range(_MOST_LOOKS))), None)
+        if remote is None:
+            raise CorruptError(f"{store.url}: replaced while it was read; read it again")
+        yield remote
+        return
+    path = store.folder.absolute()
     with hold_lease(path), ExitStack() as stack:
-        while (held := _open_all(path, stack)) is None:  # replaced meanwhile
+        while (held := _open_local(path, stack)) is None:  # replaced meanwhile
             stack.close()
         try:
             yield held
@@ -59,30 +81,48 @@ def open_checkpoint(path: str | os.PathLike[str]) -> Iterator[OpenCheckpoint]:
             raise
 
 
-@contextmanager
-def hold_open(path: Path) -> Iterator[Path]:
-    """The path at which to read the file or folder `path` while the block runs.
+def checkpoint_around(place: Place) -> tuple[Store, str] | None:
+    """The checkpoint of ours that `place` is, or lies in, and its name there; None when it lies in none."""
+    around = place.folders_around()
+    return next(((store, name) for store, name in around if store.stat(MANIFEST_NAME) is not None), None)
 
-    If it is a checkpoint of ours, or lies in one, that is held open, and what comes out is in its folder of links. A
+
+@contextmanager
+def hold_open(path: str | os.PathLike[str] | Place) -> Iterator[Place]:
+    """Where to read the file or folder `path` while the block runs.
+
+    If it is a checkpoint of ours, or lies in one, that is held open, and what comes out is among its open files. A
     file that the checkpoint does not list is read where it is; so is whatever is no checkpoint of ours.
 
     Raises what `open_checkpoint` does.
     """
-    here = path.absolute()
-    root = next((folder for folder in [here, *here.parents][:4] if (folder / MANIFEST_NAME).is_file()), None)
-    if root is None:
-        yield path
+    place = open_place(path)
+    found = checkpoint_around(place)
+    if found is None:
+        yield place
         return
-    with open_checkpoint(root) as held:
-        place = held.folder / here.relative_to(root)
-        yield place if place.exists() else path
+    root, name = found
+    with open_checkpoint(Place(root)) as held:
+        inside = Place(held.store, name)
+        yield inside if inside.exists else place
 
 
-def _open_all(path: Path, stack: ExitStack) -> OpenCheckpoint | None:
+def _open_listed(store: Store) -> OpenCheckpoint | None:
+    """A checkpoint in a bucket, as it is listed now; None when another one is taking its place."""
+    before = _manifest_state(store)
+    listed = ListedStore(store, {each.name: each for each in store.list()})
+    if {_manifest_state(listed), _manifest_state(store)} != {before}:
+        return None
+    text = manifest_text(listed)
+    manifest = parse_manifest(text, store.where(MANIFEST_NAME))
+    return OpenCheckpoint(store, listed, manifest, _text_identity(text.encode()))
+
+
+def _open_local(path: Path, stack: ExitStack) -> OpenCheckpoint | None:
     """Open everything; None when another checkpoint has taken the place meanwhile."""
     marker = _open_or_none(path / MANIFEST_NAME, stack)
     if marker is None:
-        raise NotACheckpointError(why_no_checkpoint(path))
+        raise NotACheckpointError(why_no_checkpoint(LocalStore(path)))
     manifest = read_manifest(path)
     opened = {file.path: _open_or_none(path / file.path, stack) for file in manifest.files}
     if not _is_in_place(path, marker):
@@ -91,7 +131,16 @@ def _open_all(path: Path, stack: ExitStack) -> OpenCheckpoint | None:
     if not _DESCRIPTORS.is_dir():
         stack.callback(_refuse_replaced, path, marker)
     folder = _link_folder(path, {MANIFEST_NAME: marker, **opened}, stack) if _DESCRIPTORS.is_dir() else path
-    return OpenCheckpoint(path, folder, manifest, hashlib.blake2b(text, digest_size=16).hexdigest())
+    return OpenCheckpoint(LocalStore(path), LocalStore(folder), manifest, _text_identity(text))
+
+
+def _manifest_state(store: Store) -> str | None:
+    found = store.stat(MANIFEST_NAME)
+    return None if found is None else found.version
+
+
+def _text_identity(text: bytes) -> str:
+    return hashlib.blake2b(text, digest_size=16).hexdigest()
 
 
 def _open_or_none(file: Path, stack: ExitStack) -> int | None:

@@ -151,7 +151,7 @@ def show_command(context: typer.Context, as_json: JsonOption = False) -> None:
     store = LocalStore(path)
     committed = store.stat(MANIFEST_NAME) is not None
     if not store.list_folder().exists or (catalog.discover(path) and not committed):
-        raise NotACheckpointError(catalog.why_no_checkpoint(path))
+        raise NotACheckpointError(catalog.why_no_checkpoint(store))
     if not committed:
         converting.show_file(path, as_json=as_json)
         return

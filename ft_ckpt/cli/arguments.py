@@ -6,6 +6,7 @@ import typer
 
 from ft_ckpt.errors import ConfigError, NotACheckpointError
 from ft_ckpt.storage.local_disk import local_path
+from ft_ckpt.storage.place import open_place
 
 
 def given_words(context: typer.Context, *expected: str) -> list[str]:
@@ -39,6 +40,6 @@ def only_path(context: typer.Context, expected: str = "PATH") -> Path:
 def run_folder(context: typer.Context) -> Path:
     """The one folder given, of a run. Raises NotACheckpointError when it is not there."""
     run = only_path(context, "RUN")
-    if not run.is_dir():
+    if not open_place(run).is_folder:
         raise NotACheckpointError(f"{run}: no such folder; give one that holds checkpoints")
     return run

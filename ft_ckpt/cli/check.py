@@ -4,7 +4,6 @@ import os
 import shlex
 import subprocess
 import sys
-import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
@@ -18,6 +17,9 @@ from ft_ckpt.checkpoint import catalog
 from ft_ckpt.cli import views
 from ft_ckpt.cli.options import JsonOption
 from ft_ckpt.errors import CheckpointError, ConfigError, LoadError, listing
+from ft_ckpt.storage.local_store import temporary_store
+from ft_ckpt.storage.place import open_place
+from ft_ckpt.storage.placing import spool_file
 from ft_ckpt.training.rehearsal import END, VARIABLE, Rehearsal, Step, read_steps
 
 _TAIL_LINES = 30  # of the output of a script that failed
@@ -82,8 +84,8 @@ def check_resume(
     if stop is not None and stop >= steps:
         raise ConfigError(f"check-resume: --stop {stop}: expected less than --steps {steps}")
     command = _launch_command(context.args, nproc, launch)
-    with tempfile.TemporaryDirectory(prefix="ft_ckpt-rehearsal-", dir=scratch) as room:
-        found = rehearse_script(command, Path(room).absolute(), steps, stop or steps // 2)
+    with temporary_store(scratch, "ft_ckpt-rehearsal-") as room:
+        found = rehearse_script(command, room.folder.absolute(), steps, stop or steps // 2)
     _show_finding(found, as_json=as_json)
     sys.exit(0 if found.is_equal else 1)
 
@@ -111,7 +113,7 @@ def rehearse_script(command: Sequence[str], room: Path, steps: int, stop: int) -
 
 
 def _launch_command(words: Sequence[str], nproc: int, launch: str | None) -> list[str]:
-    if not words or not Path(words[0]).is_file():
+    if not words or not open_place(words[0]).is_object:
         given = words[0] if words else "nothing"
         raise ConfigError(
             f"check-resume: {given}: no such file, expected [OPTIONS] SCRIPT [ARGS]; see `ft-ckpt check-resume --help`"
@@ -146,14 +148,15 @@ def _run_script(command: Sequence[str], told: Rehearsal, what: str) -> list[Step
 def _run_process(command: Sequence[str], told: Rehearsal) -> tuple[int, str]:
     """The exit code of `command`, and the end of what it printed."""
     environment = {**os.environ, VARIABLE: told.to_json()}
-    with tempfile.TemporaryFile("w+", errors="replace") as log:
+    with spool_file() as log:
         try:
             # The command is the user's own.
             done = subprocess.run(command, env=environment, stdout=log, stderr=subprocess.STDOUT, check=False)  # noqa: S603
         except OSError as error:
             raise ConfigError(f"{command[0]}: {error.strerror}; --launch is a command that takes a script") from error
         log.seek(0)
-        return done.returncode, "".join(log.readlines()[-_TAIL_LINES:])
+        lines = log.read().decode(errors="replace").splitlines(keepends=True)
+        return done.returncode, "".join(lines[-_TAIL_LINES:])
 
 
 def _script_name(command: Sequence[str]) -> str:
@@ -180,7 +183,10 @@ def _compare_ends(one: Path, other: Path) -> tuple[int, list[str]]:
         joined = []
         for path in (one, other):
             parts = {tensor.file: part.path for part in catalog.read_manifest(path).parts for tensor in part.tensors}
-            files = [(f"{part}/" if part else "", detect.open_tensor_file(path / file)) for file, part in parts.items()]
+            files = [
+                (f"{part}/" if part else "", detect.open_tensor_file(open_place(path / file).open()))
+                for file, part in parts.items()
+            ]
             joined.append(JoinedFile(files, path.name))
             stack.callback(joined[-1].close)
         found = [each for each in compare_files(*joined) if not each.name.startswith("state/rank-")]

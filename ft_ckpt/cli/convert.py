@@ -1,7 +1,6 @@
 """`ft-ckpt convert SRC DST`, and what `ft-ckpt show` says of a file. Torch is imported when there is work for it."""
 
 import dataclasses
-import os
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
@@ -14,6 +13,7 @@ from ft_ckpt.cli.arguments import given_paths
 from ft_ckpt.cli.options import DtypeOption, ForceOption, FormatOption, JsonOption, ShardOption, VerifyOption
 from ft_ckpt.config import human_size
 from ft_ckpt.errors import TargetError
+from ft_ckpt.storage.place import Place, open_place
 
 if TYPE_CHECKING:
     from ft_ckpt.files.convert import ConvertReport
@@ -44,13 +44,14 @@ def convert_command(
 
 def refuse_existing(target: str, force: bool) -> None:
     """Raise TargetError if something would be replaced and that was not asked for."""
-    if not force and _is_there(Path(target)):
+    if not force and _is_there(open_place(target)):
         raise TargetError(f"{target}: is there already; give --force to replace it, or choose another path")
 
 
-def _is_there(target: Path) -> bool:
+def _is_there(target: Place) -> bool:
     """Whether something would be replaced; an empty folder is nothing."""
-    return any(target.iterdir()) if target.is_dir() else os.path.lexists(target)
+    found = target.folder.list_folder()
+    return bool(found.folders or found.objects) if target.is_folder else found.exists
 
 
 def show_file(path: Path, *, as_json: bool) -> None:

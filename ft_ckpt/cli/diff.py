@@ -4,7 +4,6 @@ import math
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -31,7 +30,7 @@ def diff_command(context: typer.Context, top: _Top = 20, as_json: JsonOption = F
     from ft_ckpt.files.diff import by_layer, compare_files
 
     with ExitStack() as stack:
-        places = [stack.enter_context(hold_open(Path(each))) for each in (one, other)]
+        places = [stack.enter_context(hold_open(each)) for each in (one, other)]
         opened = [stack.enter_context(closing(open_source(place))) for place in places]
         tensors = compare_files(*opened)
     layers, most = by_layer(tensors), top if top > 0 else None

@@ -2,7 +2,6 @@
 
 import math
 import os
-import tempfile
 import time
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -18,6 +17,8 @@ from ft_ckpt.config import human_size, parse_size
 from ft_ckpt.errors import ConfigError, NotACheckpointError
 from ft_ckpt.intervals import bounded_interval, expected_overhead, optimal_interval, parse_seconds
 from ft_ckpt.storage.local_disk import local_path
+from ft_ckpt.storage.local_store import LocalStore, temporary_store
+from ft_ckpt.storage.place import open_place
 
 _SAMPLE_BYTES = 256 << 20
 _CHUNK_BYTES = 8 << 20
@@ -182,7 +183,7 @@ def _optional_folder(context: typer.Context) -> Path | None:
     if len(context.args) > 1:
         raise ConfigError(f"plan: {' '.join(context.args)} given, expected [FOLDER]; see `ft-ckpt plan --help`")
     folder = local_path(context.args[0]) if context.args else None
-    if folder and not folder.is_dir():
+    if folder and not open_place(folder).is_folder:
         raise NotACheckpointError(f"{folder}: no such folder; give a checkpoint, a run or a model")
     return folder
 
@@ -191,8 +192,8 @@ def _folder_bytes(folder: Path) -> int:
     """Bytes of a checkpoint, of the newest in a run, or of the files of any other model folder."""
     found = catalog.discover(folder)
     if found:
-        return catalog.checkpoint_bytes(found[-1].path, found[-1].manifest)
-    size = sum(path.stat().st_size for path in folder.iterdir() if path.is_file())
+        return catalog.stored_bytes(LocalStore(found[-1].path), found[-1].manifest)
+    size = sum(each.size_bytes for each in LocalStore(folder).list_folder().objects)
     if not size:
         raise NotACheckpointError(f"{folder}: neither checkpoints nor files in it; give --model-size")
     return size
@@ -200,14 +201,13 @@ def _folder_bytes(folder: Path) -> int:
 
 def _measure_save(folder: Path, size_bytes: int) -> float:
     """Seconds to write `size_bytes` durably into `folder`, from a file of 256 MiB at most; gathering is not in it."""
-    from ft_ckpt.storage.local_store import LocalStore
     from ft_ckpt.storage.writer import Writer, region_of
 
     sample = max(1, min(size_bytes, _SAMPLE_BYTES))
     chunk = os.urandom(min(sample, _CHUNK_BYTES))  # what a disk that compresses cannot make smaller
-    with tempfile.TemporaryDirectory(prefix=".ft_ckpt-plan-", dir=folder) as room, Writer() as writer:
+    with temporary_store(folder, ".ft_ckpt-plan-") as room, Writer() as writer:
         began = time.perf_counter()
-        with writer.fill(LocalStore(Path(room)).create("sample", sample)) as file:
+        with writer.fill(room.create("sample", sample)) as file:
             for start in range(0, sample, len(chunk)):
                 file.put_region(region_of(start, chunk[: sample - start]))
             file.finish()

@@ -47,7 +47,7 @@ def report_command(
 
     infos = [info for info in catalog.discover(run) if info.path != run]
     if not infos:
-        raise NotACheckpointError(catalog.why_no_checkpoint(run))
+        raise NotACheckpointError(catalog.why_no_checkpoint(LocalStore(run)))
     facts = gather_facts(run, views.ranked_metrics(infos), comparisons=drift)
     if as_json:
         views.print_json({**dataclasses.asdict(facts), "disk_bytes": facts.disk_bytes})

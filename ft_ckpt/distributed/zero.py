@@ -73,7 +73,7 @@ def _flat_sharding(numel: int, first: int, shard: int, members: tuple[int, ...])
 
 
 @dataclass(frozen=True, eq=False)
-class Place:
+class Slot:
     """One parameter in a partition: its weight, and where it is in any buffer that is cut like the partition."""
 
     owner: Source
@@ -92,7 +92,7 @@ class Partition:
 
     master: Tensor
     group: int
-    places: tuple[Place, ...]
+    places: tuple[Slot, ...]
 
 
 def zero_partitions(optimizer: Any, found: Mapping[str, Source]) -> list[Partition]:
@@ -130,7 +130,7 @@ def _stage_3(optimizer: Any, owners: Mapping[int, Source]) -> Iterator[Partition
         for source in _known_sources(owners, optimizer.fp16_groups[number]):
             shard = source.live.ds_tensor.ds_numel
             members = group_members(source.live.ds_process_group)
-            places.append(Place(source, _flat_sharding(source.numel, 0, shard, members), start))
+            places.append(Slot(source, _flat_sharding(source.numel, 0, shard, members), start))
             start += shard
         yield Partition(master, optimizer.sub_group_to_group_id[number], tuple(places))
 
@@ -146,7 +146,7 @@ def _stages_1_2(optimizer: Any, owners: Mapping[int, Source]) -> Iterator[Partit
         first = {id(parameter): start for parameter, start in zip(laid, starts, strict=False)}
         members = group_members(optimizer.real_dp_process_group[number])
         places = [
-            Place(source, _flat_sharding(source.numel, first[id(source.live)], master.numel(), members), 0)
+            Slot(source, _flat_sharding(source.numel, first[id(source.live)], master.numel(), members), 0)
             for source in _known_sources(owners, laid if mixed else optimizer.bit16_groups[number])
         ]
         yield Partition(master, number, tuple(places))

@@ -7,6 +7,7 @@ Elements are added up in float32 (float64 ones in float64) and rounded once. Sou
 import dataclasses
 import json
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, closing
 from datetime import datetime, timezone
@@ -21,14 +22,16 @@ from ft_ckpt.checkpoint import catalog
 from ft_ckpt.checkpoint.catalog import discover
 from ft_ckpt.checkpoint.manifest import Manifest
 from ft_ckpt.checkpoint.open_checkpoint import hold_open
-from ft_ckpt.errors import ConfigError, LoadError, SelectionError, listing
+from ft_ckpt.errors import ConfigError, CorruptError, LoadError, SelectionError, damaged_input, listing
 from ft_ckpt.files.convert import ConvertReport, open_source, write_converted
 from ft_ckpt.files.convert_options import ConvertOptions, check_apart, convert_options
 from ft_ckpt.files.folder import FolderPart, WeightsFolder
 from ft_ckpt.files.rename import FLOAT_DTYPES, copy_differences
 from ft_ckpt.formats.dtypes import dtype_of
 from ft_ckpt.formats.layout import Spec, TensorFile
-from ft_ckpt.storage import local_disk
+from ft_ckpt.storage.local_store import folder_of
+from ft_ckpt.storage.place import Place, open_place
+from ft_ckpt.storage.store import Store, read_text
 
 # What an adapter's configuration says of the shape of its product; other fields (paths, dropout) may differ.
 _ADAPTER_FIELDS = (
@@ -38,7 +41,7 @@ _ADAPTER_FIELDS = (
 
 
 def average(
-    sources: Sequence[str | Path],
+    sources: Sequence[str | Path | Place],
     dst: str | Path,
     *,
     weights: Sequence[float] | None = None,
@@ -62,18 +65,18 @@ def average(
     Raises ConfigError for counts and weights that cannot be, SelectionError naming tensors that differ in name, shape
     or type, LoadError for adapters of different bases; for files as `convert` does.
     """
-    paths = _chosen_paths([Path(source) for source in sources], last)
-    shares = normalized_weights(weights, len(paths))
+    places = _chosen_places([open_place(source) for source in sources], last)
+    shares = normalized_weights(weights, len(places))
     options = convert_options(
         dst, format=format, dtype=dtype, max_shard_size=max_shard_size, verify=verify, progress=progress,
-        note=_average_note(paths, shares, weights is None), made_from=tuple(path.name for path in paths),
+        note=_average_note(places, shares, weights is None), made_from=tuple(place.last_step for place in places),
     )  # fmt: skip
-    check_apart(paths, options)
+    check_apart(places, options)
     with ExitStack() as stack:
-        places = [stack.enter_context(hold_open(local_disk.local_path(path))) for path in paths]
-        opened = [stack.enter_context(closing(open_source(*pair))) for pair in zip(places, paths, strict=True)]
+        held = [stack.enter_context(hold_open(place)) for place in places]
+        opened = [stack.enter_context(closing(open_source(*pair))) for pair in zip(held, places, strict=True)]
         averaged = _averaged_source(opened, shares, options)
-        report = write_converted(averaged, places[-1], options)
+        report = write_converted(averaged, held[-1], options)
     unequal = sorted(name for file in _averaged_files(averaged) for name in file.unequal)
     note = f"{listing(unequal, ', ')}: no floating-point numbers, and not equal; the last source's were taken"
     return dataclasses.replace(report, notes=(*report.notes, note)) if unequal else report
@@ -82,7 +85,9 @@ def average(
 def normalized_weights(weights: Sequence[float] | None, count: int) -> list[float]:
     """Weights that add up to 1. Raises ConfigError unless there is a finite number for each, of a sum that is not 0."""
     if count < 2:
-        raise ConfigError(f"{count} source(s) given: an average is of two or more; give more, or last= and a run")
+        raise ConfigError(
+            f"{_counted(count, 'source')} given: an average is of two or more; give more, or last= and a run"
+        )
     given = [1.0] * count if weights is None else [float(weight) for weight in weights]
     if len(given) != count or not all(map(math.isfinite, given)) or not sum(given):
         raise ConfigError(f"weights={list(weights or ())}: expected {count} finite numbers whose sum is not 0")
@@ -100,7 +105,7 @@ def parse_weights(text: str | None) -> list[float] | None:
 class AveragedFile:
     """Files of the same tensors as one file of their averages; `unequal` gathers names of others that differ.
 
-    Averages are of the type of what they are made from, or of `dtype`.
+    Averages are of the type of what they are made from, or of `dtype`; `casts` says how many changed theirs.
     """
 
     def __init__(
@@ -115,6 +120,8 @@ class AveragedFile:
             name: Spec(name, spec.shape, dtype if dtype and spec.dtype in FLOAT_DTYPES else spec.dtype)
             for name, spec in files[0].specs.items()
         }
+        casts = (f"{spec.dtype}->{self.specs[name].dtype}" for name, spec in files[0].specs.items())
+        self.casts = dict(Counter(cast for cast in casts if len(set(cast.split("->"))) > 1))
         self.ties: dict[str, str] = dict(getattr(files[0], "ties", {}))
         self.metadata: dict[str, str] = dict(getattr(files[0], "metadata", {}))
         self.skipped: tuple[str, ...] = tuple(getattr(files[0], "skipped", ()))
@@ -144,19 +151,26 @@ class AveragedFile:
         """Nothing: whoever opened the files closes them."""
 
 
-def _chosen_paths(sources: list[Path], last: int | None) -> list[Path]:
+def _chosen_places(sources: list[Place], last: int | None) -> list[Place]:
     if last is None:
         return sources
     if len(sources) != 1 or last < 2:
-        raise ConfigError(f"last={last} with {len(sources)} source(s): expected one run's folder, and 2 or more")
-    known = [info for info in discover(sources[0]) if not info.manifest.made_from]
+        found = _counted(len(sources), "source")
+        raise ConfigError(f"last={last} with {found}: expected one run's folder, and 2 or more")
+    known = [info for info in discover(folder_of(sources[0].folder)) if not info.manifest.made_from]
+    if not known:
+        raise ConfigError(
+            f"{sources[0]}: no checkpoints of a run in it, {last} are wanted; give the folder that a run saves to, or "
+            "the checkpoints themselves without last="
+        )
     of_run = [info for info in known if info.manifest.run_id == known[-1].manifest.run_id]
     # The weights that a run ends with are those of its last checkpoint once more: they do not count twice.
     moments = [info for info in of_run if not info.manifest.export] or of_run
     whole = [info.path for info in reversed(moments) if catalog.verify(info.path, deep=False).ok][:last]
     if len(whole) < last:
-        raise ConfigError(f"{sources[0]}: {len(whole)} valid checkpoint(s) of its newest run, {last} are wanted")
-    return list(reversed(whole))
+        found = _counted(len(whole), "valid checkpoint")
+        raise ConfigError(f"{sources[0]}: {found} of its newest run, {last} are wanted; give a smaller last=")
+    return [open_place(path) for path in reversed(whole)]
 
 
 def _averaged_source(opened: Sequence[TensorFile], shares: Sequence[float], options: ConvertOptions) -> TensorFile:
@@ -174,7 +188,7 @@ def _averaged_source(opened: Sequence[TensorFile], shares: Sequence[float], opti
     for at, part in enumerate(last.parts):
         same = [folder.parts[at].file for folder in folders]
         parts.append(dataclasses.replace(part, file=AveragedFile(same, shares, names, options.dtype)))
-    return WeightsFolder(last.path, last.origin, parts, _averaged_manifest(last.manifest, names))
+    return WeightsFolder(last.place, last.origin, parts, _averaged_manifest(last.manifest, names))
 
 
 def _averaged_files(source: TensorFile) -> list["AveragedFile"]:
@@ -211,13 +225,26 @@ def _check_adapters(folders: Sequence[WeightsFolder], names: Sequence[str]) -> N
 
 
 def _adapter_facts(folder: WeightsFolder, part: FolderPart) -> dict[str, Any]:
-    config = json.loads((folder.path / part.path / "adapter_config.json").read_text(encoding="utf-8"))
+    config = _adapter_config_of(folder.store, f"{part.path}/adapter_config.json".lstrip("/"))
     facts = {key: _comparable(config.get(key)) for key in _ADAPTER_FIELDS}
     base = part.record.base if part.record is not None else None
     named = config.get("base_model_name_or_path")
     # Sampled elements tell bases apart that go by one name, and equal ones by two; as a digest, to be put into words.
     facts["base"] = named if base is None else f"one of samples {_short_digest(base.fingerprint)}"
     return facts
+
+
+def _adapter_config_of(store: Store, name: str) -> dict[str, Any]:
+    """The settings of an adapter. Raises MissingError where there are none, CorruptError for what is no JSON object."""
+    with damaged_input(store.where(name)):
+        found = json.loads(read_text(store, name))
+    if not isinstance(found, dict):
+        raise CorruptError(f"{store.where(name)}: no settings of an adapter; use another copy")
+    return found
+
+
+def _counted(count: int, what: str) -> str:
+    return f"{count} {what}{'' if count == 1 else 's'}"
 
 
 def _short_digest(value: object) -> str:
@@ -228,6 +255,6 @@ def _comparable(value: Any) -> Any:
     return sorted(map(str, value)) if isinstance(value, list) else value  # PEFT writes sets in any order
 
 
-def _average_note(paths: Sequence[Path], shares: Sequence[float], plain: bool) -> str:
-    sources = [path.name if plain else f"{path.name} ({share:.4g})" for path, share in zip(paths, shares, strict=True)]
-    return f"the average of {', '.join(sources)}"
+def _average_note(places: Sequence[Place], shares: Sequence[float], plain: bool) -> str:
+    named = zip((place.last_step for place in places), shares, strict=True)
+    return f"the average of {', '.join(name if plain else f'{name} ({share:.4g})' for name, share in named)}"

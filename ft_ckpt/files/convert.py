@@ -3,13 +3,12 @@
 import dataclasses
 import json
 import os
-import shutil
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from datetime import datetime, timezone
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 from ft_ckpt._version import __version__
@@ -24,13 +23,14 @@ from ft_ckpt.files.convert_output import Output, plan_output, write_outputs
 from ft_ckpt.files.rename import TranslatedFile, UntiedFile, check_copy, check_used, read_map
 from ft_ckpt.formats import detect
 from ft_ckpt.formats.layout import Spec, TensorFile
-from ft_ckpt.formats.mapped_file import FileStream, RawFile
 from ft_ckpt.formats.registry import FolderLibrary
 from ft_ckpt.formats.shard_files import link_second_names, shard_index, split_into_files
-from ft_ckpt.storage import local_disk
-from ft_ckpt.storage.digests import FileRecord, digest_of
+from ft_ckpt.storage.digests import FileRecord, read_record
+from ft_ckpt.storage.local_copy import copy_object
 from ft_ckpt.storage.local_store import LocalStore
+from ft_ckpt.storage.place import Place, open_place
 from ft_ckpt.storage.placing import replace_file
+from ft_ckpt.storage.store import Store, read_text
 
 _ROOM_BYTES = 16 << 20  # for companions, in the look at free space
 
@@ -50,7 +50,7 @@ class ConvertReport:
 
 
 def convert(
-    src: str | Path,
+    src: str | Path | Place,
     dst: str | Path,
     *,
     format: str | None = None,  # noqa: A002
@@ -73,8 +73,8 @@ def convert(
     Raises ConfigError, SelectionError for names and types that cannot be, LoadError or CorruptError for the source,
     TargetError or NoSpaceError for the target.
     """
-    source = local_disk.local_path(src)
-    note = f"converted from {os.fsencode(source.name).decode(errors='replace')}"  # a name may be no UTF-8
+    source = open_place(src)
+    note = f"converted from {os.fsencode(source.last_step).decode(errors='replace')}"  # a name may be no UTF-8
     names = read_map(map)
     options = convert_options(
         dst, format=format, dtype=dtype, names=names, max_shard_size=max_shard_size, verify=verify, progress=progress,
@@ -86,7 +86,7 @@ def convert(
         return write_converted(opened, place, options)
 
 
-def write_converted(opened: TensorFile, place: Path, options: ConvertOptions) -> ConvertReport:
+def write_converted(opened: TensorFile, place: Place, options: ConvertOptions) -> ConvertReport:
     """Write the tensors of `opened`, and the companions in the folder `place`, as `options` ask."""
     begun = time.monotonic()
     with explained(options.target):
@@ -97,30 +97,30 @@ def write_converted(opened: TensorFile, place: Path, options: ConvertOptions) ->
     return dataclasses.replace(written, path=options.path, seconds=time.monotonic() - begun)
 
 
-def open_source(path: Path, origin: Path | None = None) -> TensorFile:
+def open_source(path: str | Path | Place, origin: Place | None = None) -> TensorFile:
     """The tensors at `path`, whatever wrote them; bytes are copied, so a file that shrinks ends in an error.
 
     `origin` is where they were found, when `path` is a place where they are held open.
     """
-    with damaged_input(path):
-        return detect.open_tensor_file(path) if path.is_file() else folder.open_folder(path, origin)
+    place = open_place(path)
+    with damaged_input(place):
+        return detect.open_tensor_file(place.open()) if place.is_object else folder.open_folder(place, origin)
 
 
-def _convert_to_file(opened: TensorFile, _source: Path, options: ConvertOptions) -> ConvertReport:
+def _convert_to_file(opened: TensorFile, _source: Place, options: ConvertOptions) -> ConvertReport:
     file, target = TranslatedFile(opened, options.names, options.dtype), options.target
     one = plan_output(options.format, target.name, file)
     commit.check_target(target.parent, one.plan.layout.size_bytes)
-    local_disk.make_folder(target.parent)
     with replace_file(target) as stage:
         (record,) = write_outputs([one], LocalStore(stage.parent, syncs=False), options.progress)
         if options.verify:
-            with closing(detect.open_tensor_file(stage)) as found:
+            with closing(open_source(stage)) as found:
                 check_copy(file, found, target.name)
     return _conversion_report(options, [file], record.size_bytes, ())
 
 
 def _convert_by_library(
-    opened: TensorFile, source: Path, options: ConvertOptions, library: FolderLibrary
+    opened: TensorFile, source: Place, options: ConvertOptions, library: FolderLibrary
 ) -> ConvertReport:
     target = options.target
     file = TranslatedFile(opened, options.names, options.dtype)
@@ -133,9 +133,9 @@ def _convert_by_library(
     try:
         library.write_folder(stage, specs, whole.read)
         if options.verify:
-            with closing(library.open_folder(stage)) as found:
+            with closing(library.open_folder(open_place(stage))) as found:
                 check_copy(whole, found, target.name)
-        files = _file_records(stage, ())
+        files = _file_records(staging.store, ())
         part = PartRecord("", "", "model", options.format.name, "", (), casts=file.casts)
         staging.commit(_converted_manifest(opened, source, [part], files, options))
     finally:
@@ -180,28 +180,28 @@ class _PartPlan:
         )
 
 
-def _convert_to_folder(opened: TensorFile, source: Path, options: ConvertOptions) -> ConvertReport:
+def _convert_to_folder(opened: TensorFile, source: Place, options: ConvertOptions) -> ConvertReport:
     is_folder = isinstance(opened, folder.WeightsFolder)
     parts = opened.parts if isinstance(opened, folder.WeightsFolder) else (folder.FolderPart("", "model", opened),)
     plans = [_plan_part(part, options) for part in parts]
     outputs = [one for plan in plans for one in plan.outputs]
     kept, left = opened.companions() if isinstance(opened, folder.WeightsFolder) else ([], [])
     size = sum(one.plan.layout.size_bytes for one in outputs)
-    commit.check_target(options.target, size + _ROOM_BYTES + sum((source / name).stat().st_size for name in kept))
+    commit.check_target(options.target, size + _ROOM_BYTES + sum(each.size_bytes for each in kept))
     staging = open_staging(options.target)
-    stage = staging.stage
+    store = staging.store
     try:
-        _copy_companions(source, kept, stage, options.dtype)
-        written = write_outputs(outputs, staging.store, options.progress)
+        _copy_companions(source.folder, [each.name for each in kept], store, options.dtype)
+        written = write_outputs(outputs, store, options.progress)
         for plan in plans:
             if plan.index is not None:
-                staging.store.write(plan.index_path, plan.index.encode())
+                store.write(plan.index_path, plan.index.encode())
             if options.verify:
-                with closing(folder.join_weight_files(stage, [one.plan.path for one in plan.outputs])) as found:
+                with closing(folder.join_weight_files(store, [one.plan.path for one in plan.outputs])) as found:
                     check_copy(plan.file, found, options.target.name)
-        written += link_second_names(options.format, written, staging.store)
+        written += link_second_names(options.format, written, store)
         parts_written = [plan.part_record(options.format.name) for plan in plans]
-        staging.commit(_converted_manifest(opened, source, parts_written, _file_records(stage, written), options))
+        staging.commit(_converted_manifest(opened, source, parts_written, _file_records(store, written), options))
     finally:
         staging.discard()
     notes = (f"{listing(left, ', ')}: not taken along",) if is_folder and left else ()
@@ -233,37 +233,34 @@ class _Shard:
         self.read, self.runs, self.close = file.read, file.runs, file.close
 
 
-def _copy_companions(source: Path, names: Sequence[str], stage: Path, dtype: str | None) -> None:
+def _copy_companions(source: Store, names: Sequence[str], store: Store, dtype: str | None) -> None:
     for name in names:
-        (stage / name).parent.mkdir(parents=True, exist_ok=True)
-        with closing(RawFile(source / name)) as file, (stage / name).open("xb") as copy:
-            shutil.copyfileobj(FileStream(file), copy)
-        if dtype is not None and Path(name).name == "config.json":
-            _set_dtype(stage / name, dtype)
+        with closing(source.open(name)) as file:
+            copy_object(file, store, name)
+        if dtype is not None and PurePosixPath(name).name == "config.json":
+            _set_dtype(store, name, dtype)
 
 
-def _set_dtype(config: Path, dtype: str) -> None:
+def _set_dtype(store: Store, name: str, dtype: str) -> None:
     """Write the weights' new type into a config: readers go by it."""
     try:
-        found = json.loads(config.read_text(encoding="utf-8"))
+        found = json.loads(read_text(store, name))
     except ValueError:
         return
     if isinstance(found, dict) and found.keys() & {"dtype", "torch_dtype"}:
         found |= {key: dtype for key in ("dtype", "torch_dtype") if key in found}
-        config.write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
+        store.write(name, (json.dumps(found, indent=2) + "\n").encode())
 
 
-def _file_records(stage: Path, written: Sequence[FileRecord]) -> tuple[FileRecord, ...]:
+def _file_records(store: Store, written: Sequence[FileRecord]) -> tuple[FileRecord, ...]:
     """All files of the stage; those not among `written` are read for their digests."""
     known = {record.path for record in written}
-    paths = (path.relative_to(stage).as_posix() for path in sorted(stage.rglob("*")) if path.is_file())
-    others = [path for path in paths if path not in known]
-    return (*written, *(FileRecord(p, (stage / p).stat().st_size, digest_of(stage / p)) for p in others))
+    return (*written, *(read_record(store, each.name) for each in store.list() if each.name not in known))
 
 
 def _converted_manifest(
     opened: TensorFile,
-    source: Path,
+    source: Place,
     parts: Sequence[PartRecord],
     files: tuple[FileRecord, ...],
     options: ConvertOptions,
@@ -282,11 +279,11 @@ def _converted_manifest(
     )  # fmt: skip
 
 
-def _describe_part(part: PartRecord, source: Path) -> PartRecord:
+def _describe_part(part: PartRecord, source: Place) -> PartRecord:
     """A part of a folder that is not ours, with what its configs say of it."""
     name = "adapter_config.json" if part.kind == "adapter" else "config.json"
     try:
-        config: Any = json.loads((source / name).read_text(encoding="utf-8"))
+        config: Any = json.loads(read_text(source.folder, name))
     except (OSError, ValueError):
         return part
     if part.kind == "adapter":

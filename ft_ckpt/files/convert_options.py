@@ -1,15 +1,14 @@
 """What a conversion is asked for, made sense of before anything is read."""
 
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 from ft_ckpt.config import canonical_dtype, parse_size
 from ft_ckpt.errors import ConfigError, TargetError
 from ft_ckpt.formats import detect
 from ft_ckpt.formats.registry import DEFAULT_FORMAT, TensorFormat, format_named, written_formats
-from ft_ckpt.storage import local_disk
+from ft_ckpt.storage.place import Place, open_place
 
 
 @dataclass(frozen=True)
@@ -42,12 +41,13 @@ def convert_options(
     made_from: tuple[str, ...] = (),
 ) -> ConvertOptions:
     """What is asked of a conversion, as `convert` takes it, made sense of. Raises ConfigError or TargetError."""
-    target = Path(os.path.realpath(local_disk.local_path(dst)))
+    place = open_place(dst)
+    target = Path(place.folder.identity)
     given = None if format is None else _known_format(format)
-    names_folder = target.is_dir() or str(dst).endswith("/") or not target.suffix
+    names_folder = place.is_folder or str(dst).endswith("/") or not target.suffix
     to_folder = names_folder or (given is not None and given.library is not None)
     known = given or (format_named(DEFAULT_FORMAT) if to_folder else detect.format_by_suffix(target))
-    if target.is_file() and to_folder:
+    if place.is_object and to_folder:
         raise TargetError(f"{target}: a file, expected a folder for {known.name}; choose another path")
     if not to_folder and max_shard_size is not None:
         raise ConfigError(
@@ -69,11 +69,11 @@ def convert_options(
     )
 
 
-def check_apart(sources: Sequence[Path], options: ConvertOptions) -> None:
+def check_apart(sources: Sequence[Place], options: ConvertOptions) -> None:
     """Raise ConfigError if the folder to be written lies in one that is read."""
     for source in sources:
-        here = source.resolve()
-        if options.to_folder and here.is_dir() and (options.target == here or here in options.target.parents):
+        here = PurePosixPath(source.folder.identity)
+        if options.to_folder and options.target.is_relative_to(here) and source.is_folder:
             raise ConfigError(f"{options.target}: in the folder that is to be read; choose a path outside of it")
 
 

@@ -4,19 +4,21 @@ import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import PurePosixPath
 from typing import Any
 
 from torch import Tensor
 
-from ft_ckpt.checkpoint.catalog import read_manifest
+from ft_ckpt.checkpoint.catalog import load_manifest
 from ft_ckpt.checkpoint.manifest import MANIFEST_NAME, Manifest, PartRecord
-from ft_ckpt.errors import CorruptError, LoadError, damaged_input, listing
+from ft_ckpt.errors import CorruptError, LoadError, UnreadableError, damaged_input, listing
 from ft_ckpt.formats import dcp, deepspeed, detect, lightning, tensorflow
 from ft_ckpt.formats.layout import Spec, TensorFile
 from ft_ckpt.formats.registry import format_named, tensor_formats
 from ft_ckpt.storage.paths import is_inside
+from ft_ckpt.storage.place import Place
 from ft_ckpt.storage.read_ahead import ByteRun
+from ft_ckpt.storage.store import Store, Stored, read_text
 
 _STEMS = {"model": ("model", "pytorch_model"), "adapter": ("adapter_model",)}
 # Files that hold weights or a training state in some format; what else is in a folder goes along with its weights.
@@ -83,20 +85,23 @@ class FolderPart:
 class WeightsFolder(JoinedFile):
     """A folder with config and weights; `parts` are what can be loaded from it."""
 
-    def __init__(self, path: Path, origin: Path, parts: Sequence[FolderPart], manifest: Manifest | None = None) -> None:
-        super().__init__([(part.prefix, part.file) for part in parts], path.name)
-        self.path, self.parts, self.manifest = path, tuple(parts), manifest
-        self.origin = origin.resolve()  # where it was found: `path` may be of links to its open files
+    def __init__(
+        self, place: Place, origin: Place, parts: Sequence[FolderPart], manifest: Manifest | None = None
+    ) -> None:
+        super().__init__([(part.prefix, part.file) for part in parts], place.last_step)
+        self.place, self.store, self.parts, self.manifest = place, place.folder, tuple(parts), manifest
+        self.origin = origin  # where it was found: `place` may be of links to its open files
 
-    def companions(self) -> tuple[list[str], list[str]]:
+    def companions(self) -> tuple[list[Stored], list[str]]:
         """Files that belong to the weights whatever their format, and files of bulk that are no part of them."""
-        kept: list[str] = []
+        kept: list[Stored] = []
         left: list[str] = []
-        weights = {(self.path / name).stat().st_ino for name in self._weights()}  # a dual file goes by two names
-        for file in sorted(self.path.rglob("*")):
-            name = file.relative_to(self.path).as_posix()
+        there, weights = self.store.list(), self._weights()
+        versions = {each.version for each in there if each.name in weights}  # a dual file goes by two names
+        for each in there:
+            name = each.name
             hidden = any(step.startswith(".") for step in name.split("/"))
-            if not file.is_file() or hidden or name == MANIFEST_NAME or file.stat().st_ino in weights:
+            if hidden or name == MANIFEST_NAME or each.version in versions:
                 continue
             if self._leads_out(name):
                 left.append(f"{name!a} (a link out of the folder)")
@@ -104,7 +109,10 @@ class WeightsFolder(JoinedFile):
             if self.manifest is not None and all(record.path != name for record in self.manifest.files):
                 continue
             bulk = _BULK.search(name) or name.endswith(".index.json") or name.startswith(self._state_folders())
-            (left if bulk else kept).append(name)
+            if bulk:
+                left.append(name)
+            else:
+                kept.append(each)
         return kept, left
 
     def _state_folders(self) -> tuple[str, ...]:
@@ -114,81 +122,85 @@ class WeightsFolder(JoinedFile):
 
     def _leads_out(self, name: str) -> bool:
         """True when a link on the way leads elsewhere than below the folder, or into the store of the Hub's cache."""
-        here, real = self.origin, (self.origin / name).resolve()
+        store = self.origin.folder
+        here, real = PurePosixPath(store.identity), PurePosixPath(store.within(name).identity)
         roots = [here, here.parent.parent / "blobs"] if here.parent.name == "snapshots" else [here]
         return not any(real.is_relative_to(root) for root in roots)
 
     def _weights(self) -> set[str]:
         found = set()
         for part in self.parts:
-            names, index = weight_files(self.path / part.path, part.kind)
+            names, index = weight_files(Place(self.store, part.path).folder, part.kind)
             found |= {f"{part.path}/{name}".lstrip("/") for name in (*names, *([index] if index else []))}
         return found
 
 
-def open_folder(path: str | Path, origin: Path | None = None) -> TensorFile:
+def open_folder(place: Place, origin: Place | None = None) -> TensorFile:
     """The tensors in a folder (or under the prefix of a TensorFlow checkpoint), whatever wrote it.
 
-    `origin` is where it was found, when `path` is a folder of links to its files.
+    `origin` is where it was found, when `place` is a folder of links to its files.
 
     Raises LoadError when there are none; CorruptError when files are missing or do not fit together.
     """
-    with damaged_input(path):
-        return _open_any_folder(Path(path), origin or Path(path))
+    with damaged_input(place):
+        return _open_any_folder(place, origin or place)
 
 
-def _open_any_folder(path: Path, origin: Path) -> TensorFile:
-    if tensorflow.bundle_prefix(path) is not None and not any(weight_files(path, kind)[0] for kind in _STEMS):
-        return tensorflow.open_tensorflow(path)
-    if not path.is_dir():
-        raise LoadError(f"{path}: no such file or folder")
-    if (path / MANIFEST_NAME).is_file():
-        return _open_own_checkpoint(path, origin)
-    parts = list(_huggingface_parts(path))
+def _open_any_folder(place: Place, origin: Place) -> TensorFile:
+    store = place.folder
+    if tensorflow.bundle_prefix(place) is not None and not any(weight_files(store, kind)[0] for kind in _STEMS):
+        return tensorflow.open_tensorflow(place)
+    if not store.list_folder().exists:
+        raise LoadError(f"{place}: no such file or folder")
+    if store.stat(MANIFEST_NAME) is not None:
+        return _open_own_checkpoint(place, origin)
+    parts = list(_huggingface_parts(store))
     if parts:
-        return WeightsFolder(path, origin, parts)
-    if (path / dcp.METADATA).is_file():
-        opened = dcp.open_dcp(path)
-        return lightning.module_weights(opened) if (path / lightning.META).is_file() else opened
-    if deepspeed.deepspeed_folder(path) is not None:
-        return deepspeed.open_deepspeed(path)
+        return WeightsFolder(place, origin, parts)
+    if store.stat(dcp.METADATA) is not None:
+        opened = dcp.open_dcp(place)
+        return lightning.module_weights(opened) if store.stat(lightning.META) is not None else opened
+    if deepspeed.deepspeed_folder(place) is not None:
+        return deepspeed.open_deepspeed(place)
     expected = ", ".join(f"*{ending}" for ending in _endings())
     raise LoadError(
-        f"{path}: no weights found; expected {expected}, a {MANIFEST_NAME}, or a folder of "
+        f"{place}: no weights found; expected {expected}, a {MANIFEST_NAME}, or a folder of "
         "torch.distributed.checkpoint, DeepSpeed or TensorFlow"
     )
 
 
-def _open_own_checkpoint(path: Path, origin: Path) -> TensorFile:
-    manifest = read_manifest(path)
+def _open_own_checkpoint(place: Place, origin: Place) -> TensorFile:
+    manifest = load_manifest(place.folder)
     for known in map(format_named, sorted({part.format for part in manifest.parts})):
         if known.library is not None:
-            return known.library.open_folder(path)
+            return known.library.open_folder(place)
     parts = []
     for record in (record for record in manifest.parts if record.kind != "state"):
         names = sorted({tensor.file for tensor in record.tensors})
-        file = join_weight_files(path, names)
+        file = join_weight_files(place.folder, names)
         file.ties |= {other: group[0] for group in record.ties for other in group[1:] if group[0] in file.specs}
         parts.append(FolderPart(record.path, record.kind, file, record))
-    return WeightsFolder(path, origin, parts, manifest)
+    return WeightsFolder(place, origin, parts, manifest)
 
 
-def _huggingface_parts(path: Path) -> Iterator[FolderPart]:
+def _huggingface_parts(store: Store) -> Iterator[FolderPart]:
     for kind in _STEMS:
-        names, index = weight_files(path, kind)
+        names, index = weight_files(store, kind)
         if names:
             if index is not None:
-                _check_shard_index(path, index, names)
-            yield FolderPart("", kind, join_weight_files(path, names))
+                _check_shard_index(store, index, names)
+            yield FolderPart("", kind, join_weight_files(store, names))
 
 
-def join_weight_files(folder: Path, names: Iterable[str]) -> JoinedFile:
-    """Weight files of `folder` as one. Raises CorruptError naming those that are missing."""
+def join_weight_files(store: Store, names: Iterable[str]) -> JoinedFile:
+    """Weight files in `store` as one. Raises CorruptError naming those that are missing."""
     names = list(names)
-    missing = [name for name in names if not is_inside(name) or not (folder / name).is_file()]
+    missing = [name for name in names if not is_inside(name) or store.stat(name) is None]
     if missing:
-        raise CorruptError(f"{folder}: {listing(missing, ', ')}: missing; the folder is incomplete, use another copy")
-    return JoinedFile([("", detect.open_tensor_file(folder / name)) for name in names], str(folder))
+        raise CorruptError(
+            f"{store.url}: {listing(missing, ', ')}: missing; the folder is incomplete, use another copy"
+        )
+    return JoinedFile([("", detect.open_tensor_file(store.open(name))) for name in names], store.url)
 
 
 def _endings() -> list[str]:
@@ -203,31 +215,33 @@ def _weight_names(kind: str) -> Iterator[str]:
         yield from (f"{stem}{known.suffixes[0]}" for stem in dict.fromkeys(stems))
 
 
-def weight_files(folder: Path, kind: str) -> tuple[list[str], str | None]:
-    """The weight files in `folder` that a reader would choose, and their index if there are shards."""
+def weight_files(store: Store, kind: str) -> tuple[list[str], str | None]:
+    """The weight files in `store` that a reader would choose, and their index if there are shards."""
+    there = {each.name for each in store.list_folder().objects}
     for name in _weight_names(kind):
-        if (folder / name).is_file():
+        if name in there:
             return [name], None
-        if (folder / f"{name}.index.json").is_file():
-            return sorted(set(_read_weight_map(folder / f"{name}.index.json").values())), f"{name}.index.json"
+        if f"{name}.index.json" in there:
+            return sorted(set(_read_weight_map(store, f"{name}.index.json").values())), f"{name}.index.json"
     if kind == "adapter":
         return [], None
-    others = sorted(file.name for file in folder.glob("*.safetensors") if not file.name.startswith("adapter_model"))
-    return others, None
+    return sorted(n for n in there if n.endswith(".safetensors") and not n.startswith("adapter_model")), None
 
 
-def _read_weight_map(index: Path) -> Mapping[str, str]:
+def _read_weight_map(store: Store, index: str) -> Mapping[str, str]:
     try:
-        found: Any = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        found: Any = json.loads(read_text(store, index))["weight_map"]
         return {str(name): str(file) for name, file in found.items()}
+    except UnreadableError:
+        raise
     except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise CorruptError(f"{index.name}: not an index of shards ({error!r}); use another copy") from error
+        raise CorruptError(f"{index}: not an index of shards ({error!r}); use another copy") from error
 
 
-def _check_shard_index(folder: Path, index: str, names: Sequence[str]) -> None:
+def _check_shard_index(store: Store, index: str, names: Sequence[str]) -> None:
     """Raise CorruptError when shards lack tensors that the index says they have."""
-    there = join_weight_files(folder, names)
-    lost = [name for name in _read_weight_map(folder / index) if name not in there.specs and name not in there.ties]
+    there = join_weight_files(store, names)
+    lost = [name for name in _read_weight_map(store, index) if name not in there.specs and name not in there.ties]
     there.close()
     if lost:
         raise CorruptError(f"{index}: {listing(lost, ', ')}: in no shard; the folder is incomplete, use another copy")

@@ -1,33 +1,34 @@
 """`save` and `load`: any state in one file, used like torch.save and torch.load."""
 
 import gc
-import os
-import tempfile
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
+from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 import torch
 
-from ft_ckpt.checkpoint.catalog import read_manifest
+from ft_ckpt.checkpoint.catalog import load_manifest
 from ft_ckpt.checkpoint.manifest import MANIFEST_NAME
-from ft_ckpt.errors import ConfigError, CorruptError, TargetError, damaged_input, explained
+from ft_ckpt.errors import ConfigError, CorruptError, damaged_input, explained
 from ft_ckpt.files.lazy_tensor import LazyTensor, lazy_tensor
 from ft_ckpt.formats.detect import detect_format, format_by_suffix
 from ft_ckpt.formats.hdf5 import cerebras_write, chunks
 from ft_ckpt.formats.hdf5.filters import Codec
 from ft_ckpt.formats.layout import Layout, Spec
 from ft_ckpt.formats.pytree import Leaf, flatten, unflatten
+from ft_ckpt.formats.raw_file import RawFile
 from ft_ckpt.formats.registry import TensorFormat, format_named, tensor_formats
 from ft_ckpt.formats.tensor_file import IndexedFile
 from ft_ckpt.formats.write_files import FilePlan, write_file
-from ft_ckpt.storage import local_disk
 from ft_ckpt.storage.buffers import BLOCK_BYTES
-from ft_ckpt.storage.digests import digest_like
+from ft_ckpt.storage.digests import digest_of_open
 from ft_ckpt.storage.local_store import LocalStore
-from ft_ckpt.storage.placing import replace_file
+from ft_ckpt.storage.place import Place, open_place
+from ft_ckpt.storage.placing import file_target, replace_file, spool_file
+from ft_ckpt.storage.store import Readable
 from ft_ckpt.storage.writer import Region, Writer, region_of
 
 
@@ -51,11 +52,9 @@ def save(
     kept, ConfigError for settings that are not known, TargetError where `path` cannot be written, NoSpaceError when the
     disk is full.
     """
-    target = Path(os.path.realpath(local_disk.local_path(path)))  # a link stays a link
+    target = file_target(path)
     known = format_by_suffix(target) if format is None else _object_format(format)
     codec = _compression_codec(known, compression, shuffle)
-    if target.is_dir() or not target.parent.is_dir():
-        raise TargetError(f"{path}: {'a folder' if target.is_dir() else 'its folder does not exist'}; name a file")
     with _no_collection():
         plan = None if codec is not None else _plan_object(obj, known, native_floats)
     with explained(target), replace_file(target) as stage:
@@ -74,7 +73,7 @@ def compress_file(path: Path, compression: str, shuffle: str | None = "bit") -> 
 
 
 def load(
-    path: str | Path,
+    path: str | Path | Place,
     map_location: str | torch.device | None = None,
     format: str | None = None,  # noqa: A002
     *,
@@ -90,33 +89,37 @@ def load(
     CorruptError for a file that is damaged, incomplete or would run code, FileNotFoundError where there is none,
     ConfigError where there is nothing to verify it with.
     """
-    source = local_disk.local_path(path)
-    known = detect_format(source) if format is None else _object_format(format)
-    if known.load_object is not None:
-        return known.load_object(source, map_location, mapped, verify)
-    with _no_collection(), damaged_input(source.name):
-        file = known.open_file(source, mapped or map_location is not None, verify)
+    place = open_place(path)
+    with _no_collection(), damaged_input(place.last_step):
+        raw = RawFile(place.open())
+        known = detect_format(raw) if format is None else _object_format(format)
+        if known.load_object is not None:
+            with closing(raw):
+                return known.load_object(raw, map_location, mapped, verify)
+        file = known.open_file(raw.file, mapped or map_location is not None, verify)
         if verify and not file.has_digests:
-            _check_listed(source)
+            _check_listed(raw.file, place)
         if map_location is None:
             return _restore_object(file, None)
-        if not file.readers and not mapped:  # by several threads, into memory that nothing has touched
+        if not file.readers and not (
+            mapped and file.raw.can_map
+        ):  # by several threads, into memory nothing has touched
             file.raw.read_in()
         return _restore_object(file, torch.device(map_location))
 
 
-def _check_listed(source: Path) -> None:
+def _check_listed(source: Readable, place: Place) -> None:
     """Compare a file that has no digests with the manifest beside it. Raises ConfigError where none lists it."""
-    for folder in list(source.absolute().parents)[:3]:
-        if (folder / MANIFEST_NAME).is_file():
-            listed = {record.path: record for record in read_manifest(folder).files}
-            record = listed.get(source.absolute().relative_to(folder).as_posix())
+    called = place.last_step
+    for store, name in islice(place.folders_around(), 1, None):
+        if store.stat(MANIFEST_NAME) is not None:
+            record = {record.path: record for record in load_manifest(store).files}.get(name)
             if record is not None:
-                if digest_like(source, record) != record.digest:
-                    raise CorruptError(f"{source.name} is damaged (its digest differs); use another copy of the file")
+                if digest_of_open(source, record) != record.digest:
+                    raise CorruptError(f"{called} is damaged (its digest differs); use another copy of the file")
                 return
     raise ConfigError(
-        f"verify=True: {source.name} has no digests, and no {MANIFEST_NAME} beside it lists it; leave verify out, or "
+        f"verify=True: {called} has no digests, and no {MANIFEST_NAME} beside it lists it; leave verify out, or "
         "save it as HDF5, which has them"
     )
 
@@ -169,24 +172,24 @@ def _save_compressed(obj: Any, folder: Path, stage: str, native_floats: bool, co
     root, leaves = flatten(obj, cerebras_write.DTYPES)
     specs = [Spec("", leaf.shape, leaf.dtype) for leaf in leaves]
     arrays = [index for index, leaf in enumerate(leaves) if leaf.is_array]
-    with tempfile.TemporaryFile(dir=folder, buffering=0) as spool:
+    with spool_file(folder) as spool:
         packed = chunks.compress_leaves(specs, lambda number: _leaf_memory(leaves[number]), codec, spool)
         layout, names = chunks.lay_out_compressed(root, specs, arrays, native_floats, packed)
         by_name = {name: (packed.get(number), leaves[number]) for number, name in enumerate(names)}
-        _write_plan(folder, FilePlan(stage, layout), _packed_regions(layout, by_name, spool.fileno()))
+        _write_plan(folder, FilePlan(stage, layout), _packed_regions(layout, by_name, spool))
 
 
 def _packed_regions(
-    layout: Layout, leaves: dict[str, tuple[chunks.PackedTensor | None, Leaf]], spool: int
+    layout: Layout, leaves: dict[str, tuple[chunks.PackedTensor | None, Leaf]], spool: BinaryIO
 ) -> Iterator[Region]:
     for spec, at in zip(layout.specs, layout.starts, strict=True):
         packed, leaf = leaves[spec.name]
         if packed is None:
             yield from _leaf_regions(at, spec, leaf)
             continue
+        spool.seek(packed.start)
         for start in range(0, spec.size_bytes, BLOCK_BYTES):
-            data = os.pread(spool, min(BLOCK_BYTES, spec.size_bytes - start), packed.start + start)
-            yield region_of(at + start, data)
+            yield region_of(at + start, spool.read(min(BLOCK_BYTES, spec.size_bytes - start)))
 
 
 def _leaf_memory(leaf: Leaf) -> tuple[int, Any]:

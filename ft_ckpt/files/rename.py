@@ -10,7 +10,9 @@ from torch import Tensor
 
 from ft_ckpt.errors import ConfigError, CorruptError, SelectionError, listing
 from ft_ckpt.formats.layout import Spec, TensorFile
+from ft_ckpt.storage.place import Place, open_place
 from ft_ckpt.storage.read_ahead import ByteRun
+from ft_ckpt.storage.store import read_text
 
 SLICE_BYTES = 4 << 20  # small, since what several threads free stays with their heaps
 DTYPES = ("float64", "float32", "bfloat16", "float16")
@@ -24,7 +26,7 @@ def read_map(source: str | Path | Names | None) -> dict[str, str]:
     A name may end in *, for every name that begins so. Raises ConfigError when it is none of this.
     """
     given = {} if source is None else source
-    pairs = list(given.items()) if isinstance(given, Mapping) else _parse_map(Path(given))
+    pairs = list(given.items()) if isinstance(given, Mapping) else _parse_map(open_place(given))
     wrong = [f"{old!r}" for old, new in pairs if old.endswith("*") != new.endswith("*")]
     twice = sorted({f"{old!r}" for old, _ in pairs if [one for one, _ in pairs].count(old) > 1})
     if wrong or twice:
@@ -34,8 +36,8 @@ def read_map(source: str | Path | Names | None) -> dict[str, str]:
     return dict(pairs)
 
 
-def _parse_map(path: Path) -> list[tuple[str, str]]:
-    text = path.read_text(encoding="utf-8")
+def _parse_map(path: Place) -> list[tuple[str, str]]:
+    text = read_text(path.store, path.name)
     if text.lstrip().startswith("{"):
         try:
             return [(str(old), str(new)) for old, new in json.loads(text, object_pairs_hook=list)]
@@ -102,8 +104,8 @@ class TranslatedFile:
 
     @property
     def casts(self) -> dict[str, int]:
-        """ "float32->bfloat16": number of tensors."""
-        found: dict[str, int] = {}
+        """ "float32->bfloat16": number of tensors, those that the file itself has cast included."""
+        found: dict[str, int] = dict(getattr(self.file, "casts", {}))
         for name, spec in self.specs.items():
             before = self.file.specs[self.old[name]].dtype
             if before != spec.dtype:

@@ -26,11 +26,13 @@ from ft_ckpt.errors import (
     system_error,
 )
 from ft_ckpt.formats.layout import ITEM_BYTES, Spec, checked_sizes
-from ft_ckpt.formats.mapped_file import RawFile
+from ft_ckpt.formats.raw_file import RawFile
 from ft_ckpt.formats.safe_pickle import Passive
 from ft_ckpt.formats.torch_file import row_major
 from ft_ckpt.formats.torch_pickle import TensorPlace, load_torch_pickle, load_torch_zip
 from ft_ckpt.storage.paths import is_inside
+from ft_ckpt.storage.place import Place
+from ft_ckpt.storage.store import Store
 
 METADATA = ".metadata"
 _READ_BYTES = 16 << 20
@@ -51,12 +53,12 @@ class _StoredBox:
 class DcpFile:
     """The tensors of a distributed checkpoint, each put together from its boxes, a slice at a time."""
 
-    def __init__(self, folder: Path, specs: Mapping[str, Spec], boxes: Mapping[str, Sequence[_StoredBox]]) -> None:
+    def __init__(self, store: Store, specs: Mapping[str, Spec], boxes: Mapping[str, Sequence[_StoredBox]]) -> None:
         self.specs, self.boxes = specs, boxes
         self.skipped: tuple[str, ...] = ()
         self.ties: dict[str, str] = {}  # the format stores one tensor under each of its names
         self.files = {
-            path: RawFile(folder / path) for path in sorted({b.path for many in boxes.values() for b in many})
+            path: RawFile(store.open(path)) for path in sorted({b.path for many in boxes.values() for b in many})
         }
         self.known: dict[_StoredBox, TensorPlace] = {}
 
@@ -120,23 +122,22 @@ class DcpFile:
         return found
 
 
-def open_dcp(path: str | Path) -> DcpFile:
-    """The tensors of the checkpoint folder `path`; nothing in it is run.
+def open_dcp(place: Place) -> DcpFile:
+    """The tensors of the checkpoint folder `place`; nothing in it is run.
 
     What is no tensor is named in `skipped`. Raises LoadError naming what the metadata refer to beyond tensors and
     plain data; CorruptError when boxes are missing or do not fill their tensor.
     """
-    folder = Path(path)
-    with damaged_input(f"{folder.name}/{METADATA}: torch.distributed.checkpoint's"):
-        raw = RawFile(folder / METADATA)
-        metadata = load_torch_pickle(bytes(raw.bytes(0, raw.size_bytes)), f"{folder.name}/{METADATA}")
+    store, source = place.folder, place.last_step
+    with damaged_input(f"{source}/{METADATA}: torch.distributed.checkpoint's"):
+        metadata = load_torch_pickle(store.read(METADATA), f"{source}/{METADATA}")
         entries = metadata.state["state_dict_metadata"]
         stored = {_box_key(index.state): info.state for index, info in metadata.state["storage_data"].items()}
         tensors = {name: one for name, one in entries.items() if _has_kind(one, "TensorStorageMetadata")}
         specs = {name: _tensor_spec(name, one.state) for name, one in tensors.items()}
         boxes = {name: _stored_boxes(name, one.state["chunks"], stored) for name, one in tensors.items()}
-        _check_boxes(folder, specs, boxes)
-    opened = DcpFile(folder, specs, boxes)
+        _check_boxes(place, specs, boxes)
+    opened = DcpFile(store, specs, boxes)
     opened.skipped = tuple(f"{name}: an object" for name in entries if name not in tensors)
     return opened
 
@@ -174,22 +175,20 @@ def _stored_boxes(
     return found
 
 
-def _check_boxes(folder: Path, specs: Mapping[str, Spec], boxes: Mapping[str, Sequence[_StoredBox]]) -> None:
+def _check_boxes(place: Place, specs: Mapping[str, Spec], boxes: Mapping[str, Sequence[_StoredBox]]) -> None:
     """Raise CorruptError naming every tensor whose boxes are not in the folder or do not fill it."""
-    wrong = []
+    wrong, store = [], place.folder
+    paths = {box.path for many in boxes.values() for box in many}
+    there = {path for path in paths if is_inside(path) and store.stat(path) is not None}
     for name, spec in specs.items():
         if spec.dtype not in ITEM_BYTES:
             raise LoadError(f"{name}: {spec.dtype}, which is no plain dtype; convert it before saving")
         misfit = any(len(spec.shape) != len(box.sizes) or len(spec.shape) != len(box.offsets) for box in boxes[name])
         if misfit or sum(math.prod(b.sizes) for b in boxes[name]) != spec.numel or _boxes_overlap(boxes[name]):
             wrong.append(f"{name}: its stored parts do not fill {list(spec.shape)}")
-        wrong += [
-            f"{name}: {box.path} is missing"
-            for box in boxes[name]
-            if not is_inside(box.path) or not (folder / box.path).is_file()
-        ]
+        wrong += [f"{name}: {box.path} is missing" for box in boxes[name] if box.path not in there]
     if wrong:
-        raise CorruptError(f"{folder.name}: {listing(wrong)}; every rank must have saved to this folder")
+        raise CorruptError(f"{place.last_step}: {listing(wrong)}; every rank must have saved to this folder")
 
 
 def _boxes_overlap(boxes: Sequence[_StoredBox]) -> bool:

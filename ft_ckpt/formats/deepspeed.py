@@ -9,19 +9,21 @@ import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from ft_ckpt.errors import CorruptError, LoadError, damaged_input, listing
 from ft_ckpt.formats.layout import ITEM_BYTES, Spec, checked_sizes
-from ft_ckpt.formats.mapped_file import RawFile
+from ft_ckpt.formats.raw_file import RawFile
 from ft_ckpt.formats.safe_pickle import Passive
 from ft_ckpt.formats.span_file import Span, SpanFile
 from ft_ckpt.formats.torch_pickle import TensorPlace, load_torch_zip
 from ft_ckpt.storage.paths import is_inside
+from ft_ckpt.storage.place import Place
+from ft_ckpt.storage.store import Store, read_text
 
 _RANK = re.compile(r"zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
-_OPTIMIZER, _MODEL = "*_optim_states.pt", "*_model_states.pt"
+_OPTIMIZER, _MODEL = "_optim_states.pt", "_model_states.pt"
+_LATEST, _LATEST_BYTES = "latest", 4096
 Shapes = Mapping[str, tuple[int, ...]]
 
 
@@ -44,74 +46,76 @@ class _FoundTensors:
         self.add_tensor(name, stored.shape, stored.dtype, [_whole_span(stored)])
 
 
-def deepspeed_folder(path: Path) -> Path | None:
-    """The folder with the ranks' files: `path`, or the one in it that its `latest` names; None when there is none."""
-    latest = path / "latest"
-    with damaged_input(latest):
-        named = latest.read_text(errors="replace").strip() if latest.is_file() else ""
-    choices = [path, path / named] if is_inside(named) else [path]
-    return next((folder for folder in choices if any(folder.glob(_MODEL)) or any(folder.glob(_OPTIMIZER))), None)
+def deepspeed_folder(place: Place) -> Place | None:
+    """The folder with the ranks' files: `place`, or the one in it that its `latest` names; None when there is none."""
+    store, choices = place.folder, [place]
+    if store.stat(_LATEST) is not None:
+        named = read_text(store, _LATEST, _LATEST_BYTES, errors="replace").strip()
+        choices += [Place(store, named)] if is_inside(named) else []
+    return next((one for one in choices if any(name.endswith((_MODEL, _OPTIMIZER)) for name in _file_names(one))), None)
 
 
-def open_deepspeed(path: str | Path) -> SpanFile:
-    """The weights of the DeepSpeed checkpoint `path` (its folder, or the one that holds `latest`).
+def _file_names(place: Place) -> list[str]:
+    """The names of the files in a folder, as ranks count."""
+    return sorted((each.name for each in place.folder.list_folder().objects), key=_natural_order)
+
+
+def open_deepspeed(place: Place) -> SpanFile:
+    """The weights of the DeepSpeed checkpoint `place` (its folder, or the one that holds `latest`).
 
     Trained weights come in float32, the others as they were saved; names that shared a parameter are ties. Raises
     LoadError for model parallelism and experts, and for anything beyond tensors and plain data; CorruptError when
     files are missing or do not add up.
     """
-    folder = deepspeed_folder(Path(path))
-    if folder is None:
-        raise LoadError(f"{path}: no {_MODEL} in it; expected a folder that DeepSpeed's save_checkpoint wrote")
-    with damaged_input(f"{folder.name}: a checkpoint of DeepSpeed"):
-        return _open_rank_files(folder)
+    found = deepspeed_folder(place)
+    if found is None:
+        raise LoadError(f"{place}: no *{_MODEL} in it; expected a folder that DeepSpeed's save_checkpoint wrote")
+    with damaged_input(f"{found.last_step}: a checkpoint of DeepSpeed"):
+        return _open_rank_files(found.folder, found.last_step, _file_names(found))
 
 
-def _open_rank_files(folder: Path) -> SpanFile:
-    models = [_load_states(file) for file in _model_files(folder)]
+def _open_rank_files(store: Store, source: str, names: Sequence[str]) -> SpanFile:
+    models = [_load_states(store, name) for name in _model_files(names, source)]
     if not models or "module" not in models[0]:
-        raise CorruptError(f"{folder.name}: no model states in it; every rank must have saved to this folder")
-    optimizers = [_load_states(file).get("optimizer_state_dict", {}) for file in _optimizer_files(folder)]
+        raise CorruptError(f"{source}: no model states in it; every rank must have saved to this folder")
+    optimizers = [_load_states(store, name).get("optimizer_state_dict", {}) for name in _optimizer_files(names, source)]
     found = _FoundTensors()
     module = {name: one for name, one in (models[0]["module"] or {}).items() if isinstance(one, TensorPlace)}
     if optimizers and models[0].get("param_shapes"):
-        _add_weights(found, models, optimizers, folder.name)
-    _add_rest(found, models[0], module, folder.name)
+        _add_weights(found, models, optimizers, source)
+    _add_rest(found, models[0], module, source)
     order = {name: place for place, name in enumerate(module)}
     names = sorted(found.specs, key=lambda name: order.get(name, len(order)))
     specs = {name: found.specs[name] for name in names}
     return SpanFile(specs, {name: found.spans[name] for name in names}, ties=found.ties)
 
 
-def _load_states(file: Path) -> Any:
-    found = load_torch_zip(RawFile(file))
+def _load_states(store: Store, name: str) -> Any:
+    found = load_torch_zip(RawFile(store.open(name)))
     if not isinstance(found, dict):
-        raise CorruptError(f"{file.name}: holds a {type(found).__name__}, expected a dict of states; use another copy")
+        raise CorruptError(f"{name}: holds a {type(found).__name__}, expected a dict of states; use another copy")
     return found
 
 
-def _model_files(folder: Path) -> list[Path]:
-    files = sorted(folder.glob(_MODEL), key=_natural_order)
-    experts = sorted(file.name for file in folder.glob("*expert*"))
+def _model_files(names: Sequence[str], source: str) -> list[str]:
+    experts = sorted(name for name in names if "expert" in name)
     if experts:
-        raise LoadError(f"{folder.name}: {experts[0]}: experts over ranks; expected data parallelism alone")
-    return files
+        raise LoadError(f"{source}: {experts[0]}: experts over ranks; expected data parallelism alone")
+    return [name for name in names if name.endswith(_MODEL)]
 
 
-def _optimizer_files(folder: Path) -> list[Path]:
-    files = sorted(folder.glob(_OPTIMIZER), key=_natural_order)
-    ranks = [match for match in (_RANK.search(file.name) for file in files) if match]
-    if any(int(match[2]) for match in ranks) or any(folder.glob("mp_rank_01_*")):
-        raise LoadError(f"{folder.name}: of a model in parallel parts (mp_rank_01); expected data parallelism alone")
+def _optimizer_files(names: Sequence[str], source: str) -> list[str]:
+    files = [name for name in names if name.endswith(_OPTIMIZER)]
+    ranks = [match for match in map(_RANK.search, files) if match]
+    if any(int(match[2]) for match in ranks) or any(name.startswith("mp_rank_01_") for name in names):
+        raise LoadError(f"{source}: of a model in parallel parts (mp_rank_01); expected data parallelism alone")
     if [int(match[1]) for match in ranks] != list(range(len(files))):
-        raise CorruptError(
-            f"{folder.name}: files of ranks {[m[1] for m in ranks]}; some rank's is missing or left over"
-        )
+        raise CorruptError(f"{source}: files of ranks {[m[1] for m in ranks]}; some rank's is missing or left over")
     return files
 
 
-def _natural_order(path: Path) -> list[tuple[int, str]]:
-    return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", path.name)]
+def _natural_order(name: str) -> list[tuple[int, str]]:
+    return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", name)]
 
 
 def _add_weights(found: _FoundTensors, models: Sequence[Any], optimizers: Sequence[Any], source: str) -> None:

@@ -1,20 +1,20 @@
 """Finds the format of a file by its first bytes or its suffix, and opens its tensors."""
 
-from contextlib import closing
-from pathlib import Path
+from pathlib import PurePath
 
 from torch import Tensor
 
 from ft_ckpt.errors import ConfigError, LoadError, damaged_input
 from ft_ckpt.formats.layout import Spec, TensorFile
-from ft_ckpt.formats.mapped_file import RawFile
 from ft_ckpt.formats.pytree import Node
+from ft_ckpt.formats.raw_file import RawFile
 from ft_ckpt.formats.registry import TensorFormat, tensor_formats, written_formats
 from ft_ckpt.formats.tensor_file import IndexedFile
 from ft_ckpt.storage.read_ahead import ByteRun
+from ft_ckpt.storage.store import Readable
 
 
-def format_by_suffix(path: Path) -> TensorFormat:
+def format_by_suffix(path: PurePath) -> TensorFormat:
     """The format to write `path` in. Raises ConfigError when none has its suffix."""
     found = [known for known in written_formats() if path.suffix.lower() in known.suffixes]
     if not found:
@@ -23,25 +23,25 @@ def format_by_suffix(path: Path) -> TensorFormat:
     return found[0]
 
 
-def detect_format(path: Path) -> TensorFormat:
-    """The format of the file `path`, by its content. Raises LoadError when it is of none."""
-    with closing(RawFile(path)) as file:
-        for known in reversed(tensor_formats()):  # those that begin as others do come after them
-            if known.recognise is not None and known.recognise(file):
-                return known
-        head = bytes(file.bytes(0, min(16, file.size_bytes)))
-    raise LoadError(f"{path}: begins with {head!r}; expected HDF5, safetensors or a file of torch.save")
+def detect_format(file: RawFile) -> TensorFormat:
+    """The format of an open file, by its content. Raises LoadError when it is of none."""
+    for known in reversed(tensor_formats()):  # those that begin as others do come after them
+        if known.recognise is not None and known.recognise(file):
+            return known
+    head = bytes(file.bytes(0, min(16, file.size_bytes)))
+    raise LoadError(f"{file.file.where}: begins with {head!r}; expected HDF5, safetensors or a file of torch.save")
 
 
-def open_tensor_file(path: Path) -> TensorFile:
-    """The tensors of a single file, read by copying. Raises LoadError or CorruptError as its format does."""
-    with damaged_input(path.name):
-        known = detect_format(path)
+def open_tensor_file(file: Readable) -> TensorFile:
+    """The tensors of a single open file, read by copying. Raises LoadError or CorruptError as its format does."""
+    raw = RawFile(file)
+    with damaged_input(raw.name):
+        known = detect_format(raw)
         if known.open_tensors is not None:
-            return known.open_tensors(path)
+            return known.open_tensors(raw)
         if known.open_indexed is not None:
-            return TreeFile(known.open_indexed(path, mapped=False))
-    raise LoadError(f"{path}: nothing here reads the tensors of a {known.name} file")
+            return TreeFile(known.open_file(raw.file, mapped=False))
+    raise LoadError(f"{file.where}: nothing here reads the tensors of a {known.name} file")
 
 
 class TreeFile:

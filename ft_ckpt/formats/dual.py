@@ -18,8 +18,8 @@ from ft_ckpt.formats.hdf5 import cerebras_write, hdf5_layout
 from ft_ckpt.formats.hdf5 import metadata as hdf5_bytes
 from ft_ckpt.formats.hdf5.hdf5_file import has_user_block
 from ft_ckpt.formats.layout import ITEM_BYTES, Layout, Spec
-from ft_ckpt.formats.mapped_file import RawFile
 from ft_ckpt.formats.pytree import Node
+from ft_ckpt.formats.raw_file import RawFile
 from ft_ckpt.formats.safetensors import HELPER, NAMES, lay_out_safetensors
 from ft_ckpt.formats.safetensors_file import is_safetensors, tree_metadata
 

@@ -9,13 +9,12 @@ import math
 import struct
 from collections.abc import Callable, Mapping
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from ft_ckpt.errors import CorruptError, damaged_input
 from ft_ckpt.formats.layout import ITEM_BYTES, Spec, checked_sizes
-from ft_ckpt.formats.mapped_file import RawFile
 from ft_ckpt.formats.pytree import MOST_LEVELS, Node
+from ft_ckpt.formats.raw_file import RawFile
 from ft_ckpt.formats.span_file import Span, SpanFile
 from ft_ckpt.formats.tensor_file import IndexedFile
 from ft_ckpt.formats.tensor_index import TensorIndex
@@ -47,13 +46,12 @@ def is_flax(file: RawFile) -> bool:
     return is_dict and is_text and head[8:9] != b"{"  # as safetensors begins, after a length
 
 
-def open_flax(path: Path, mapped: bool = True, verify: bool = False) -> IndexedFile:
+def open_flax(raw: RawFile, verify: bool = False) -> IndexedFile:
     """The arrays of a file, named by their keys joined with slashes, and the tree that they are in.
 
     Raises CorruptError when it is damaged, or holds more than arrays and plain values.
     """
-    raw = RawFile(path, mapped)
-    with damaged_input(f"{path.name}: MessagePack of flax"):
+    with damaged_input(f"{raw.name}: MessagePack of flax"):
         walk = _ArrayWalk(raw)
         root = walk.read_node("", 0)
         if walk.at != raw.size_bytes:

@@ -7,17 +7,15 @@ the weights a class that is not known is refused, as in any file of torch.
 
 from collections import OrderedDict
 from collections.abc import Mapping
-from contextlib import closing
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from ft_ckpt.errors import LoadError
 from ft_ckpt.formats.layout import TensorFile
-from ft_ckpt.formats.mapped_file import RawFile
 from ft_ckpt.formats.pickled_objects import PLAIN_VALUES
+from ft_ckpt.formats.raw_file import RawFile
 from ft_ckpt.formats.renamed_file import RenamedFile
 from ft_ckpt.formats.safe_pickle import Call, Passive
 from ft_ckpt.formats.torch_file import TorchFile, check_sums, join_places, split_tensors, strided_tensor
@@ -53,35 +51,34 @@ def is_lightning(file: RawFile) -> bool:
     return head.startswith(ZIP_MAGIC) and _VERSION.encode() in head
 
 
-def open_lightning(path: Path) -> TorchFile:
+def open_lightning(file: RawFile) -> TorchFile:
     """The tensors of the `state_dict` in a checkpoint of Lightning, under its names; nothing in it is run.
 
     What is beside it is summed up in `skipped`, with a line for each object of an unknown class. Raises LoadError
     for weights of classes that are not known; CorruptError when the file is damaged.
     """
-    file = RawFile(path)
     contents = _lightning_contents(file)
-    tensors, skipped = split_tensors(contents[_WEIGHTS], file.path.name)
+    tensors, skipped = split_tensors(contents[_WEIGHTS], file.name)
     return join_places(file, tensors, [*skipped, *_describe_rest(contents)])
 
 
-def load_lightning(source: Path, map_location: Any, mapped: bool, verify: bool) -> Any:
-    """The object in the file `source`, its tensors on `map_location`; mapped from the file, if `mapped` and None.
+def load_lightning(raw: RawFile, map_location: Any, mapped: bool, verify: bool) -> Any:
+    """The object in an open file, its tensors on `map_location`; mapped from the file, if `mapped` and None.
 
     `verify` compares checksums. Objects of unknown classes are `SkippedValue`. Raises as `open_lightning` does.
     """
     if verify:
-        check_sums(source)
-    with closing(RawFile(source, mapped and map_location is None)) as file:
-        contents = _lightning_contents(file)
-        split_tensors(contents[_WEIGHTS], file.path.name)  # which refuses tensors that cannot be made
-        return _ValueMaker(file, map_location).make(contents, "")
+        check_sums(raw)
+    file = RawFile(raw.file, mapped and map_location is None)
+    contents = _lightning_contents(file)
+    split_tensors(contents[_WEIGHTS], file.name)  # which refuses tensors that cannot be made
+    return _ValueMaker(file, map_location).make(contents, "")
 
 
 def _lightning_contents(file: RawFile) -> dict[str, Any]:
     found = load_torch_zip(file, rules=_RULES)
     if _weights_of(found) is None:
-        raise LoadError(f"{file.path.name}: no {_WEIGHTS!r} in it, expected a checkpoint of Lightning; use torch.load")
+        raise LoadError(f"{file.name}: no {_WEIGHTS!r} in it, expected a checkpoint of Lightning; use torch.load")
     whole: dict[str, Any] = found
     return whole
 

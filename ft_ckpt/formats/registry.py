@@ -7,20 +7,22 @@ functions are named by place and imported when they are first called, so that se
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any
 
 from ft_ckpt.errors import ConfigError
 from ft_ckpt.formats.layout import ITEM_BYTES, Layout, Spec, TensorFile
 from ft_ckpt.formats.safetensors import NAMES, lay_out_safetensors
+from ft_ckpt.storage.store import Readable
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from ft_ckpt.formats.mapped_file import RawFile
     from ft_ckpt.formats.pytree import Node
+    from ft_ckpt.formats.raw_file import RawFile
     from ft_ckpt.formats.tensor_file import IndexedFile
     from ft_ckpt.formats.torch_file import TorchArchive
+    from ft_ckpt.storage.place import Place
 
 DEFAULT_FORMAT = "safetensors"
 Ties = Mapping[str, str]  # further name of a tensor: the one it is kept under
@@ -34,7 +36,7 @@ class FolderLibrary:
 
     check_types: Callable[[Sequence[Spec]], None]  # raises SelectionError for types that it cannot keep
     write_folder: Callable[[Path, Sequence[Spec], Read], None]
-    open_folder: Callable[[Path], TensorFile]
+    open_folder: "Callable[[Place], TensorFile]"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,16 +58,16 @@ class TensorFormat:
     save_object: Callable[[Any, Path], None] | None = None
     """Writes an object whose tensors are all loaded into a new file: by a library that lays out as it goes."""
     load_object: Callable[..., Any] | None = None
-    """What `save_object` wrote, from (path, map_location, mapped, verify)."""
+    """What `save_object` wrote, from (open file, map_location, mapped, verify)."""
     library: FolderLibrary | None = None
     """Of a format whose checkpoints are folders."""
 
     recognise: "Callable[[RawFile], bool] | None" = None
     """Whether an open file is of this format, by its first bytes."""
-    open_indexed: "Callable[..., IndexedFile] | None" = None
-    """Opens a file that has an index, from (path, mapped=True, verify=False)."""
-    open_tensors: Callable[[Path], TensorFile] | None = None
-    """Opens the tensors of a file under the names that they go by: where it has no index, or other names in it."""
+    open_indexed: "Callable[[RawFile, bool], IndexedFile] | None" = None
+    """Reads the index of an open file; the second argument: whether digests are compared as tensors are read."""
+    open_tensors: "Callable[[RawFile], TensorFile] | None" = None
+    """The tensors of an open file under the names that they go by: where it has no index, or other names in it."""
 
     object_dtypes: frozenset[str] = frozenset()  # of the tensors that an object may have
     compressions: tuple[str, ...] = ()
@@ -83,11 +85,14 @@ class TensorFormat:
             raise ConfigError(f"format {self.name!r}: no file can be laid out in it; choose another")
         return self.lay_out(specs, metadata, ties)
 
-    def open_file(self, path: Path, mapped: bool = True, verify: bool = False) -> "IndexedFile":
-        """The open file `path`. Raises CorruptError for one that is not sound, ConfigError where none has an index."""
+    def open_file(self, file: Readable, mapped: bool = True, verify: bool = False) -> "IndexedFile":
+        """The tensors of an open file.
+
+        Raises CorruptError for one that is not sound, ConfigError where no file has an index.
+        """
         if self.open_indexed is None:
-            raise ConfigError(f"format {self.name!r}: its files have no index of their tensors; convert {path} first")
-        return self.open_indexed(path, mapped, verify)
+            raise ConfigError(f"format {self.name!r}: its files have no index of their tensors; convert them first")
+        return self.open_indexed(function_at("raw_file:RawFile")(file, mapped), verify)
 
     @property
     def serves_checkpoints(self) -> bool:
@@ -147,9 +152,10 @@ def format_named(name: str) -> TensorFormat:
     return _FORMATS[name]
 
 
-def checkpoint_format_of(path: Path) -> TensorFormat:
+def checkpoint_format_of(name: str) -> TensorFormat:
     """The format of a weight file of a checkpoint, by its suffix; any other file is the default's to refuse."""
-    found = [known for known in tensor_formats() if known.serves_checkpoints and path.suffix in known.suffixes]
+    suffix = PurePosixPath(name).suffix
+    found = [known for known in tensor_formats() if known.serves_checkpoints and suffix in known.suffixes]
     return found[0] if found else format_named(DEFAULT_FORMAT)
 
 

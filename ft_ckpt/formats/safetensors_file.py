@@ -2,14 +2,13 @@
 
 import json
 from collections.abc import Sequence
-from pathlib import Path
 
 from ft_ckpt.errors import CorruptError, UnreadableError, damaged_input
 from ft_ckpt.formats.hdf5.cerebras_write import leaf_names
 from ft_ckpt.formats.layout import Layout, Spec
-from ft_ckpt.formats.mapped_file import RawFile
 from ft_ckpt.formats.pytree import Node
 from ft_ckpt.formats.pytree_json import decode_node, encode_node
+from ft_ckpt.formats.raw_file import RawFile
 from ft_ckpt.formats.safetensors import HELPER, SafetensorsHeader, lay_out_safetensors, parse_header
 from ft_ckpt.formats.tensor_file import IndexedFile
 from ft_ckpt.formats.tensor_index import TensorIndex, check_index, is_flat, read_index
@@ -36,12 +35,11 @@ def is_safetensors(file: RawFile) -> bool:
     return file.size_bytes > 8 and file.bytes(8, 1) == b"{"
 
 
-def open_safetensors(path: Path, mapped: bool = True, verify: bool = False) -> IndexedFile:
-    """Open a safetensors file, dual or not; the helper tensor of a dual one is not among its `specs`.
+def open_safetensors(raw: RawFile, verify: bool = False) -> IndexedFile:
+    """The tensors of a safetensors file, dual or not; the helper tensor of a dual one is not among its `specs`.
 
     Raises CorruptError when its header is not sound.
     """
-    raw = RawFile(path, mapped)
     try:
         with damaged_input("its header"):
             header = parse_header(raw.bytes, raw.size_bytes)
@@ -50,11 +48,11 @@ def open_safetensors(path: Path, mapped: bool = True, verify: bool = False) -> I
     except UnreadableError:
         raise
     except CorruptError as error:
-        raise CorruptError(f"{path.name}: not a whole safetensors file ({error}); use another copy") from error
+        raise CorruptError(f"{raw.name}: not a whole safetensors file ({error}); use another copy") from error
     helper = header.tensors.get(HELPER)
     other = read_index(raw, helper.end) if helper is not None else None
     if other is not None and _tables_differ(index, other):
-        raise CorruptError(f"{path.name}: its two tables of tensors differ; use another copy of the file")
+        raise CorruptError(f"{raw.name}: its two tables of tensors differ; use another copy of the file")
     return IndexedFile(raw, other or index, verify)
 
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from ft_ckpt.formats.layout import ITEM_BYTES, Spec
-from ft_ckpt.formats.mapped_file import RawFile
+from ft_ckpt.formats.raw_file import RawFile
 from ft_ckpt.storage.read_ahead import ByteRun
 
 
@@ -53,7 +53,7 @@ class SpanFile:
     def runs(self, name: str) -> list[ByteRun] | None:
         """The byte ranges of tensor `name` in its files."""
         item_bytes = ITEM_BYTES[self.specs[name].dtype]
-        return [ByteRun(name, span.file, span.start, span.numel * item_bytes) for span in self.spans[name]]
+        return [ByteRun(name, span.file.file, span.start, span.numel * item_bytes) for span in self.spans[name]]
 
     def close(self) -> None:
         """Close the files. Tensors that were read stay valid."""

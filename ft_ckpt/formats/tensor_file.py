@@ -10,7 +10,7 @@ import xxhash
 
 from ft_ckpt.errors import CorruptError, damaged_input
 from ft_ckpt.formats.layout import Spec
-from ft_ckpt.formats.mapped_file import MAP_BYTES, RawFile
+from ft_ckpt.formats.raw_file import MAP_BYTES, RawFile
 from ft_ckpt.formats.tensor_index import TensorIndex
 from ft_ckpt.storage.read_ahead import ByteRun
 
@@ -39,14 +39,14 @@ class IndexedFile:
 
         Raises CorruptError when the file has changed, is too short or, with `verify`, has another digest.
         """
-        with damaged_input(f"{self.raw.path.name}: {name}"):
+        with damaged_input(f"{self.raw.name}: {name}"):
             return self._read_elements(name, start, stop)
 
     def _read_elements(self, name: str, start: int, stop: int | None) -> torch.Tensor:
         kind, shape, *_ = self.index.rows[name]
         dtype = getattr(torch, kind, None)
         if not isinstance(dtype, torch.dtype):
-            raise CorruptError(f"{self.raw.path.name}: {name} is of type {kind!r}, which this torch has not")
+            raise CorruptError(f"{self.raw.name}: {name} is of type {kind!r}, which this torch has not")
         whole, stop = start == 0 and stop is None, math.prod(shape) if stop is None else stop
         if name in self.readers:
             self.raw.check()
@@ -66,7 +66,7 @@ class IndexedFile:
 
     def runs(self, name: str) -> list[ByteRun] | None:
         """The byte range of tensor `name` in the file; None when it is not stored in one piece."""
-        run = ByteRun(name, self.raw, self.index.start(name), self.specs[name].size_bytes)
+        run = ByteRun(name, self.raw.file, self.index.start(name), self.specs[name].size_bytes)
         return None if name in self.readers else [run]
 
     def maps(self, name: str) -> bool:
@@ -80,7 +80,7 @@ class IndexedFile:
     def read_array(self, number: int) -> np.ndarray[Any, Any]:
         """The leaf `number` as a numpy array of its own memory."""
         name = self.index.names[number]
-        with damaged_input(f"{self.raw.path.name}: {name}"):
+        with damaged_input(f"{self.raw.name}: {name}"):
             return self._stored_array(name)
 
     def _stored_array(self, name: str) -> np.ndarray[Any, Any]:
@@ -102,9 +102,7 @@ class IndexedFile:
         known = self.index.rows[name][3]
         data: Any = tensor.view(torch.uint8).numpy() if tensor.numel() else b""
         if known and xxhash.xxh3_128_hexdigest(data) != known:
-            raise CorruptError(
-                f"{self.raw.path.name}: {name} is damaged (its digest differs); use another copy of the file"
-            )
+            raise CorruptError(f"{self.raw.name}: {name} is damaged (its digest differs); use another copy of the file")
 
 
 def as_tensor(values: Any) -> torch.Tensor:

@@ -15,9 +15,9 @@ import xxhash
 
 from ft_ckpt.errors import CorruptError, damaged_input, listing
 from ft_ckpt.formats.layout import ITEM_BYTES, Spec
-from ft_ckpt.formats.mapped_file import RawFile
 from ft_ckpt.formats.pytree import Node
 from ft_ckpt.formats.pytree_json import decode_node, encode_node
+from ft_ckpt.formats.raw_file import RawFile
 
 _MAGIC = b"ft_ckpt1"
 _FOOTER = "<8sQQQ16s8x"  # magic, data start, index start, file size, digest of the JSON; then the digest of these
@@ -107,7 +107,7 @@ def read_index(raw: RawFile, end: int | None = None) -> TensorIndex | None:
     data_start, start, file_bytes, digest = known
     if file_bytes != raw.size_bytes or start > end - FOOTER_BYTES:
         return None
-    return parse_index(bytes(raw.bytes(start, end - FOOTER_BYTES - start)), digest, data_start, raw.path.name)
+    return parse_index(bytes(raw.bytes(start, end - FOOTER_BYTES - start)), digest, data_start, raw.name)
 
 
 def moved_index(data: bytes, source: str) -> TensorIndex:

@@ -8,6 +8,7 @@ import math
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +17,14 @@ from torch import Tensor
 
 from ft_ckpt.errors import ConfigError, CorruptError, SelectionError, TargetError, listing, shown
 from ft_ckpt.formats.layout import Spec
+from ft_ckpt.storage.local_copy import local_folder
+from ft_ckpt.storage.local_store import LocalStore
 from ft_ckpt.storage.paths import is_inside
+from ft_ckpt.storage.place import Place
+from ft_ckpt.storage.store import read_text
 
 PREFIX = "model.ckpt"  # of the files in a folder that we write
+_INDEX = ".index"  # ends the name of the file that has a prefix, and of no other
 STATE = "checkpoint"  # the file by which TensorFlow finds the newest prefix in a folder
 SHARD_BYTES = 96 << 20
 _READ_BYTES = 16 << 20
@@ -50,30 +56,35 @@ def load_tensorflow() -> Any:
     return tensorflow
 
 
-def bundle_prefix(path: Path) -> Path | None:
-    """The prefix of the checkpoint at `path`: the prefix itself, or the newest in a folder; None when there is none."""
-    if path.with_name(path.name + ".index").is_file():
-        return path
-    if not path.is_dir():
-        return None
-    state = path / STATE
-    if state.is_file():
-        named = re.search(r'^model_checkpoint_path: "(.+)"', state.read_text(errors="replace"), re.MULTILINE)
-        if named and is_inside(named[1]) and (path / f"{named[1]}.index").is_file():
-            return path / named[1]
-    found = sorted(path.glob("*.ckpt*.index"))
-    return found[-1].with_suffix("") if found else None
+def bundle_prefix(place: Place) -> Place | None:
+    """The prefix of the checkpoint at `place`: the prefix itself, or the newest in a folder; or None."""
+    if place.name and place.store.stat(f"{place.name}{_INDEX}") is not None:
+        return place
+    store = place.folder
+    names = [each.name for each in store.list_folder().objects]
+    if STATE in names:
+        text = read_text(store, STATE, errors="replace")
+        named = re.search(r'^model_checkpoint_path: "(.+)"', text, re.MULTILINE)
+        if named and is_inside(named[1]) and store.stat(f"{named[1]}{_INDEX}") is not None:
+            return Place(store, named[1])
+    found = sorted(name for name in names if ".ckpt" in name and name.endswith(_INDEX))
+    return Place(store, found[-1].removesuffix(_INDEX)) if found else None
 
 
 class TensorFlowFile:
     """The tensors of a bundle, rows of them read by TensorFlow."""
 
-    def __init__(self, prefix: Path) -> None:
-        self.tf, self.prefix = load_tensorflow(), prefix
+    def __init__(self, prefix: Place) -> None:
+        self.tf, self.source, self.room = load_tensorflow(), prefix.last_step, ExitStack()
+        above, _, last = prefix.name.rpartition("/")
+        folder = Place(prefix.store, above)
+        copied = local_folder(folder, lambda name: name.startswith(f"{last}."))  # TensorFlow takes nothing but paths
+        self.prefix = str(self.room.enter_context(copied) / last)
         try:
-            reader = self.tf.train.load_checkpoint(str(prefix))
+            reader = self.tf.train.load_checkpoint(self.prefix)
         except (self.tf.errors.OpError, ValueError) as error:
-            raise CorruptError(f"{prefix.name}: TensorFlow cannot read it ({error}); use another copy") from error
+            self.room.close()
+            raise CorruptError(f"{self.source}: TensorFlow cannot read it ({error}); use another copy") from error
         self.specs: dict[str, Spec] = {}
         self.ties: dict[str, str] = {}
         self.skipped: list[str] = []
@@ -105,30 +116,31 @@ class TensorFlowFile:
     def close(self) -> None:
         """Drop the tensor that was read last."""
         self.held = (None, torch.empty(0))
+        self.room.close()
 
     def _restore_tensor(self, spec: Spec, part: str) -> Tensor:
         try:
             with self.tf.device("CPU:0"):
                 (found,) = self.tf.raw_ops.RestoreV2(
-                    prefix=str(self.prefix),
+                    prefix=self.prefix,
                     tensor_names=[spec.name],
                     shape_and_slices=[part],
                     dtypes=[self.tf.as_dtype(spec.dtype)],
                 )
         except self.tf.errors.OpError as error:
-            raise CorruptError(f"{self.prefix.name}: {spec.name} cannot be read ({error}); use another copy") from error
+            raise CorruptError(f"{self.source}: {spec.name} cannot be read ({error}); use another copy") from error
         data = found.numpy().copy().reshape(-1)  # what TensorFlow hands out is not for writing
         return torch.from_numpy(data.view("uint8")).view(getattr(torch, spec.dtype))
 
 
-def open_tensorflow(path: str | Path) -> TensorFlowFile:
-    """The tensors of the checkpoint with prefix `path`, or of the newest in the folder `path`.
+def open_tensorflow(place: Place) -> TensorFlowFile:
+    """The tensors of the checkpoint with prefix `place`, or of the newest in the folder `place`.
 
     Raises ConfigError where TensorFlow is not installed, CorruptError when there is no checkpoint or it is damaged.
     """
-    prefix = bundle_prefix(Path(path))
+    prefix = bundle_prefix(place)
     if prefix is None:
-        raise CorruptError(f"{path}: no TensorFlow checkpoint there; expected {PREFIX}.index or another prefix's")
+        raise CorruptError(f"{place}: no TensorFlow checkpoint there; expected {PREFIX}.index or another prefix's")
     return TensorFlowFile(prefix)
 
 
@@ -167,7 +179,8 @@ def _write_bundle(tf: Any, folder: Path, specs: Sequence[Spec], read: Read, shar
         del parts
     with tf.device("CPU:0"):
         tf.raw_ops.MergeV2Checkpoints(checkpoint_prefixes=shards, destination_prefix=str(prefix), delete_old_dirs=True)
-    (folder / STATE).write_text(f'model_checkpoint_path: "{PREFIX}"\nall_model_checkpoint_paths: "{PREFIX}"\n')
+    text = f'model_checkpoint_path: "{PREFIX}"\nall_model_checkpoint_paths: "{PREFIX}"\n'
+    LocalStore(folder).write(STATE, text.encode())
 
 
 def _read_array(tf: Any, spec: Spec, rows: Rows, read: Read) -> Any:

@@ -13,9 +13,8 @@ import zipfile
 import zlib
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import closing, suppress
+from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,7 +22,7 @@ from torch import Tensor
 
 from ft_ckpt.errors import ConfigError, CorruptError, LoadError, SelectionError, TargetError, damaged_input, listing
 from ft_ckpt.formats.layout import ITEM_BYTES, Layout, Spec
-from ft_ckpt.formats.mapped_file import FileStream, RawFile
+from ft_ckpt.formats.raw_file import FileStream, RawFile
 from ft_ckpt.formats.span_file import Span, SpanFile
 from ft_ckpt.formats.torch_pickle import (
     TensorPlace,
@@ -69,14 +68,13 @@ class TorchFile(SpanFile):
         self.made = (None, torch.empty(0))
 
 
-def open_torch_file(path: str | Path) -> TorchFile:
+def open_torch_file(file: RawFile) -> TorchFile:
     """The tensors of a file written by `torch.save`, nested dicts and lists as dotted names; nothing in it is run.
 
     What is no tensor is named in `skipped`, further names of one tensor in `ties`. Raises LoadError naming what cannot
     be read as tensors or plain data, and names that are not unique; CorruptError when the file is damaged.
     """
-    file = RawFile(Path(path))
-    return join_places(file, *split_tensors(_torch_contents(file), file.path.name))
+    return join_places(file, *split_tensors(_torch_contents(file), file.name))
 
 
 def join_places(file: RawFile, tensors: Mapping[str, TensorPlace], skipped: Sequence[str]) -> TorchFile:
@@ -124,42 +122,42 @@ def is_torch_file(file: RawFile) -> bool:
     return head.startswith(b"PK\3\4") or (head[:1] == b"\x80" and head[8:9] != b"{")  # a length can begin so too
 
 
-def check_torch_file(path: Path) -> None:
+def check_torch_file(file: RawFile) -> None:
     """Raise CorruptError where torch's own reader would be kept busy for ever, or ask for memory without end."""
-    with closing(RawFile(path)) as file, suppress(LoadError):  # what it refers to is for torch to judge
+    with suppress(LoadError):  # what it refers to is for torch to judge
         _torch_contents(file)
 
 
-def check_torch_written(path: Path, size_bytes: int) -> None:
+def check_torch_written(file: RawFile, size_bytes: int) -> None:
     """Raise TargetError unless the file that torch just wrote has `size_bytes` and all its records lie within it."""
-    with closing(RawFile(path)) as file:
-        if file.size_bytes != size_bytes:
-            raise TargetError(
-                f"{path}: {file.size_bytes:,} bytes, torch wrote {size_bytes:,}; nothing is kept. Is the disk sound?"
-            )
-        try:
-            check_records(file)
-        except CorruptError as error:
-            raise TargetError(f"{path}: what torch wrote is not whole ({error}); nothing is kept") from error
+    where = file.file.where
+    if file.size_bytes != size_bytes:
+        raise TargetError(
+            f"{where}: {file.size_bytes:,} bytes, torch wrote {size_bytes:,}; nothing is kept. Is the disk sound?"
+        )
+    try:
+        check_records(file)
+    except CorruptError as error:
+        raise TargetError(f"{where}: what torch wrote is not whole ({error}); nothing is kept") from error
 
 
-def check_sums(path: Path) -> None:
+def check_sums(file: RawFile) -> None:
     """Compare the records of a torch file with their checksums. Raises CorruptError, ConfigError where it has none."""
-    with closing(RawFile(path)) as file, damaged_input(path.name):
+    with damaged_input(file.name):
         if bytes(file.bytes(0, min(4, file.size_bytes))) != b"PK\3\4":
             raise ConfigError(
-                f"verify=True: {path.name} is of torch before 1.6, which wrote no checksums; leave it out"
+                f"verify=True: {file.name} is of torch before 1.6, which wrote no checksums; leave it out"
             )
         with zipfile.ZipFile(io.BufferedReader(FileStream(file), 1 << 20)) as archive:
             damaged = archive.testzip()
         if damaged is not None:
-            raise CorruptError(f"{path.name}: {damaged} is damaged (its checksum differs); use another copy")
+            raise CorruptError(f"{file.name}: {damaged} is damaged (its checksum differs); use another copy")
 
 
 def _torch_contents(file: RawFile) -> Any:
     head = bytes(file.bytes(0, min(16, file.size_bytes)))
     if head.startswith(_BARE):
-        raise LoadError(f"{file.path.name}: a pickle, but none that torch.save wrote; save its tensors with torch.save")
+        raise LoadError(f"{file.name}: a pickle, but none that torch.save wrote; save its tensors with torch.save")
     return (load_torch_legacy if head.startswith(_LEGACY) else load_torch_zip)(file)
 
 

@@ -1,5 +1,7 @@
 """Objects in files of torch: written and read by torch itself, which runs nothing that is in them."""
 
+import io
+from contextlib import closing
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any, BinaryIO
@@ -7,9 +9,12 @@ from typing import Any, BinaryIO
 import torch
 
 from ft_ckpt.errors import CorruptError, damaged_input, shown, system_error
+from ft_ckpt.formats.raw_file import FileStream, RawFile
 from ft_ckpt.formats.torch_file import check_sums, check_torch_file, check_torch_written
-from ft_ckpt.storage import local_disk
+from ft_ckpt.storage.local_file import LocalFile, open_local_file
+from ft_ckpt.storage.placing import new_file
 
+_STREAM_BYTES = 8 << 20  # read at a time from afar
 _MOST_AT_ONCE = 1 << 30  # bytes written in one call; Linux takes less than 2 GB
 
 
@@ -45,7 +50,7 @@ class _CountingStream:
 
 def save_torch_object(obj: Any, stage: Path) -> None:
     """Write `obj`, whose tensors are plain ones, into the new file `stage`, durably. Raises TargetError, OSError."""
-    with stage.open("xb", buffering=0) as stream:
+    with new_file(stage) as stream:
         file: Any = _CountingStream(stream)
         try:
             torch.save(obj, file)
@@ -53,26 +58,34 @@ def save_torch_object(obj: Any, stage: Path) -> None:
             raise file.failure or system_error(error) or error from error
         if file.failure is not None:
             raise file.failure
-    check_torch_written(stage, file.size_bytes)
-    local_disk.sync_path(stage)
+    with closing(RawFile(open_local_file(stage))) as written:
+        check_torch_written(written, file.size_bytes)
 
 
-def load_torch_object(source: Path, map_location: Any, mapped: bool, verify: bool) -> Any:
-    """The object in the file `source`, its tensors on `map_location`; mapped from the file, if `mapped` and None.
+def load_torch_object(raw: RawFile, map_location: Any, mapped: bool, verify: bool) -> Any:
+    """The object in an open file, its tensors on `map_location`; mapped from the file, if `mapped` and None.
 
     `verify` compares checksums. Raises CorruptError where the file is damaged or would run code.
     """
     if verify:
-        check_sums(source)
-    check_torch_file(source)
-    mapped = mapped and map_location is None
-    with damaged_input(source.name):
+        check_sums(raw)
+    check_torch_file(raw)
+    mapped = mapped and map_location is None and raw.file.can_map
+    source = _torch_source(raw)
+    with damaged_input(raw.name):
         try:
             return torch.load(source, map_location=map_location, weights_only=True, mmap=mapped)
         except UnpicklingError as error:
             reason = shown(error)
-            raise CorruptError(f"{source.name}: torch cannot read it without running code ({reason})") from error
+            raise CorruptError(f"{raw.name}: torch cannot read it without running code ({reason})") from error
         except RuntimeError as error:
             if "mmap can only be used" not in str(error):
                 raise
             return torch.load(source, map_location=map_location, weights_only=True)  # older than torch 1.6
+
+
+def _torch_source(raw: RawFile) -> Any:
+    """What torch reads the file from: it maps nothing but paths."""
+    if isinstance(raw.file, LocalFile):
+        return raw.file.path
+    return io.BufferedReader(FileStream(raw), _STREAM_BYTES)

@@ -22,8 +22,8 @@ import torch
 
 from ft_ckpt.errors import CorruptError, LoadError, damaged_input, listing
 from ft_ckpt.formats.layout import ITEM_BYTES, checked_sizes
-from ft_ckpt.formats.mapped_file import FileStream, RawFile
 from ft_ckpt.formats.pickled_objects import PLAIN
+from ft_ckpt.formats.raw_file import FileStream, RawFile
 from ft_ckpt.formats.safe_pickle import Call, Find, Passive, interpret_pickle
 from ft_ckpt.formats.zip_records import ZipRecords
 
@@ -106,7 +106,7 @@ class _TorchRecords(ZipRecords):
 
 def check_records(file: RawFile) -> None:
     """Raise CorruptError unless all records of the torch zip file lie within it."""
-    with damaged_input(file.path.name):
+    with damaged_input(file.name):
         archive = _TorchRecords(file, 0, file.size_bytes)
         for name in archive.records:
             archive.record_place(name)
@@ -120,12 +120,12 @@ def load_torch_zip(
     Raises CorruptError when it is no such file, LoadError naming everything it refers to that is neither a tensor nor
     plain data.
     """
-    with damaged_input(f"{file.path.name}: saved by torch"):
+    with damaged_input(f"{file.name}: saved by torch"):
         return _load_zip(file, start, file.size_bytes - start if size_bytes is None else size_bytes, rules or _RULES)
 
 
 def _load_zip(file: RawFile, start: int, size_bytes: int, rules: PickleRules) -> Any:
-    name, archive = file.path.name, _TorchRecords(file, start, size_bytes)
+    name, archive = file.name, _TorchRecords(file, start, size_bytes)
     order = archive.read_record("byteorder") if "byteorder" in archive.records else b"little"
     if order != b"little":
         raise LoadError(f"{name}: written on a big-endian machine; load it there, or with torch.load, and save it anew")
@@ -148,7 +148,7 @@ def load_torch_legacy(file: RawFile) -> Any:
     After three pickles of no interest there is one of the object, one of the keys of its storages, and then these, each
     after its number of elements. So the object is read twice: to come to the storages, and with their places.
     """
-    with damaged_input(f"{file.path.name}: saved by torch before 1.6"):
+    with damaged_input(f"{file.name}: saved by torch before 1.6"):
         stream, sizes = io.BufferedReader(FileStream(file)), dict[str, int]()
 
         def note_storage(dtype: str, key: str, count: int) -> _StoragePlace:
@@ -156,10 +156,10 @@ def load_torch_legacy(file: RawFile) -> Any:
             return _StoragePlace(file, 0, count * ITEM_BYTES[dtype], dtype)
 
         for _ in range(3):
-            _read_pickle(stream, file.path.name, None)
+            _read_pickle(stream, file.name, None)
         begin = stream.tell()
-        _read_pickle(stream, file.path.name, note_storage)
-        keys = _read_pickle(stream, file.path.name, None)
+        _read_pickle(stream, file.name, note_storage)
+        keys = _read_pickle(stream, file.name, None)
         places, at = {}, stream.tell()
         for key in keys:
             size = int.from_bytes(file.bytes(at, 8), "little") * sizes[key]
@@ -168,7 +168,7 @@ def load_torch_legacy(file: RawFile) -> Any:
         if at > file.size_bytes:
             raise CorruptError(f"storages up to byte {at:,}, the file has {file.size_bytes:,}")
         stream.seek(begin)
-        return _read_pickle(stream, file.path.name, lambda dtype, key, _count: _StoragePlace(file, *places[key], dtype))
+        return _read_pickle(stream, file.name, lambda dtype, key, _count: _StoragePlace(file, *places[key], dtype))
 
 
 def load_torch_pickle(

@@ -4,7 +4,7 @@ import struct
 import zipfile
 
 from ft_ckpt.errors import CorruptError
-from ft_ckpt.formats.mapped_file import FileStream, RawFile
+from ft_ckpt.formats.raw_file import FileStream, RawFile
 
 ZIP_MAGIC = b"PK\3\4"
 _HEAD = struct.Struct("<4s22xHH")  # of a record: signature, then the lengths of its name and of what follows that

@@ -1,7 +1,6 @@
 """What `Trainer` does about checkpoints, done by ft_ckpt: what `FtCkptCallback` slips under a trainer's own class."""
 
 import re
-import tempfile
 from collections import deque
 from collections.abc import Iterable, Iterator
 from contextlib import nullcontext
@@ -34,6 +33,8 @@ from ft_ckpt.integrations.trainer_push import push_checkpoint, push_saved
 from ft_ckpt.model.adapters import has_adapters
 from ft_ckpt.retention import Keep
 from ft_ckpt.saving.follow_up import SaveHook
+from ft_ckpt.storage.local_store import temporary_store
+from ft_ckpt.storage.place import open_place
 from ft_ckpt.training import rng
 
 _WEIGHTS = re.compile(r"((pytorch_)?model|adapter_model)(-\d+-of-\d+)?\.(safetensors|bin)(\.index\.json)?")
@@ -70,8 +71,8 @@ class Checkpointed(Trainer):  # type: ignore[misc]  # transformers is not typed
         # Verified once more when its files are held open, which may be others by then.
         chosen = chosen_by(self.__current_ranks(), wanted, directory, deep) if wanted else ChosenCheckpoint()
         self.__path = chosen.path if chosen.is_ours else None
-        with tempfile.TemporaryDirectory() as folder:
-            return super().train(chosen.path_for_trainer(folder), *args, **kwargs)
+        with temporary_store() as room:
+            return super().train(chosen.path_for_trainer(room.url), *args, **kwargs)
 
     def get_batch_samples(self, epoch_iterator: Any, *args: Any) -> Any:
         """The batches of a step, from our iterator over the data."""
@@ -226,13 +227,13 @@ class Checkpointed(Trainer):  # type: ignore[misc]  # transformers is not typed
         method = next((name for name in ("save_model", "_save") if overrides_method(type(self), name)), None)
         if method is None:
             return {}
-        with tempfile.TemporaryDirectory() as folder:
+        with temporary_store() as room:
             self.__asks = True
             try:
-                _, error = try_action(lambda: self.save_model(folder, _internal_call=True))
+                _, error = try_action(lambda: self.save_model(room.url, _internal_call=True))
             finally:
                 self.__asks = False
-            found = added_files(Path(folder))
+            found = added_files(room.folder)
         weights = [path for path in found if _WEIGHTS.fullmatch(path)]
         if weights:
             name = f"{type(self).__name__}.{method}"
@@ -248,7 +249,7 @@ class Checkpointed(Trainer):  # type: ignore[misc]  # transformers is not typed
             raise ConfigError(f"{target}: a checkpoint of a run that has not begun; save within train()")
         step, best = self.state.global_step, self.state.best_global_step
         best_path = folder / f"checkpoint-{best}"
-        if best and (best == step or best_path.exists()):
+        if best and (best == step or open_place(best_path).exists):
             self.state.best_model_checkpoint = str(best_path)
         self.__agree_on_best()
         given: dict[str, Any] = {

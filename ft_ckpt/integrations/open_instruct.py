@@ -4,15 +4,16 @@ A folder counts as complete when it holds open-instruct's own marker or our mani
 """
 
 import logging
-import os
 import re
-import shutil
 from pathlib import Path
 from typing import Any
 
 import ft_ckpt
 from ft_ckpt.checkpoint.manifest import MANIFEST_NAME
 from ft_ckpt.checkpoint.recovery import uncommit
+from ft_ckpt.errors import MissingError
+from ft_ckpt.storage.local_store import LocalStore
+from ft_ckpt.storage.store import Folder, Stored
 
 _LOG = logging.getLogger(__name__)
 _MARKER = "COMPLETED"
@@ -51,15 +52,16 @@ def get_last_checkpoint(folder: str, incomplete: bool = False) -> str | None:
 
     `incomplete` also takes folders that were not finished. Raises FileNotFoundError when there is no `folder`.
     """
-    names = [entry.name for entry in Path(folder).iterdir()]
+    names = [each.name for each in _entries(folder)]
     steps = [name for name in names if name.startswith("step_")]
     chosen = steps or [name for name in names if name.startswith("epoch_")]
     if not incomplete:
-        chosen = [name for name in chosen if _is_complete(Path(folder, name))]
+        chosen = [name for name in chosen if _is_complete(LocalStore(Path(folder, name)))]
     numbered = [name for name in chosen if _folder_number(name) is not None]
     if not numbered:
         return None
-    return os.path.join(folder, max(numbered, key=_folder_order))  # noqa: PTH118 - the folder as it was spelt
+    spelt = folder if folder.endswith("/") else f"{folder}/"  # as it was given
+    return spelt + max(numbered, key=_folder_order)
 
 
 def clean_last_n_checkpoints(output_dir: str, keep_last_n_checkpoints: int) -> None:
@@ -67,21 +69,31 @@ def clean_last_n_checkpoints(output_dir: str, keep_last_n_checkpoints: int) -> N
 
     A negative number keeps all. Folders without a number are left alone. Raises FileNotFoundError as above.
     """
-    folders = [path for path in Path(output_dir).iterdir() if _is_checkpoint(path)]
-    folders.sort(key=lambda path: _folder_order(path.name))
+    folders = [each for each in _entries(output_dir) if isinstance(each, Folder) and _is_checkpoint(each.name)]
+    folders.sort(key=lambda each: _folder_order(each.name))
     if keep_last_n_checkpoints < 0:
         return
-    for path in folders[: max(0, len(folders) - keep_last_n_checkpoints)]:
+    for each in folders[: max(0, len(folders) - keep_last_n_checkpoints)]:
+        path = Path(output_dir, each.name)
         _LOG.info("removing checkpoint %s", path)
-        _delete_unmarked(path)
+        if not each.is_link:  # what it points to is not ours to delete
+            _delete_unmarked(path)
 
 
-def _is_complete(path: Path) -> bool:
-    return (path / _MARKER).exists() or (path / MANIFEST_NAME).exists()
+def _entries(folder: str) -> tuple[Folder | Stored, ...]:
+    """What is in a folder. Raises FileNotFoundError when there is no such folder."""
+    found = LocalStore(Path(folder)).list_folder()
+    if not found.exists:
+        raise MissingError(f"{folder}: no such folder; name the one that the script saves to")
+    return *found.folders, *found.objects
 
 
-def _is_checkpoint(path: Path) -> bool:
-    return path.name.startswith(("step_", "epoch_")) and path.is_dir() and _folder_number(path.name) is not None
+def _is_complete(store: LocalStore) -> bool:
+    return store.stat(_MARKER) is not None or store.stat(MANIFEST_NAME) is not None
+
+
+def _is_checkpoint(name: str) -> bool:
+    return name.startswith(("step_", "epoch_")) and _folder_number(name) is not None
 
 
 def _folder_number(name: str) -> int | None:
@@ -95,13 +107,12 @@ def _folder_order(name: str) -> int:
 
 def _delete_unmarked(path: Path) -> None:
     """Both marks of completeness go first: a deletion that is interrupted leaves nothing that looks whole."""
-    if path.is_symlink():
-        return  # what it points to is not ours to delete
+    store = LocalStore(path)
     try:
-        (path / _MARKER).unlink(missing_ok=True)
-        if (path / MANIFEST_NAME).exists():
+        store.delete([_MARKER])
+        if store.stat(MANIFEST_NAME) is not None:
             uncommit(path)
     except OSError as error:
         _LOG.warning("%s is kept, its marks of completeness cannot be removed: %s", path, error)
         return
-    shutil.rmtree(path, ignore_errors=True)
+    store.delete_all()

@@ -8,7 +8,6 @@ leave out although it was trained or resized is added.
 import copy
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -21,6 +20,7 @@ from ft_ckpt.errors import IncompleteError, NotAnAdapterError, SelectionError, l
 from ft_ckpt.model.conversion import cast_entries
 from ft_ckpt.model.entries import Entry, Group, Part
 from ft_ckpt.model.selection import View
+from ft_ckpt.storage.place import open_place
 
 T = TypeVar("T")
 ADAPTER_FILE = "adapter_model"
@@ -322,7 +322,8 @@ def _configured_rows(place: str, model: Any) -> int | None:
     from transformers import AutoConfig
 
     try:
-        config = AutoConfig.from_pretrained(place, local_files_only=not Path(place).is_dir(), trust_remote_code=False)
+        on_disk = open_place(place).is_folder
+        config = AutoConfig.from_pretrained(place, local_files_only=not on_disk, trust_remote_code=False)
     except (OSError, ValueError):
         return None  # not on this machine: the other evidence decides
     rows = getattr(config.get_text_config(), "vocab_size", None)

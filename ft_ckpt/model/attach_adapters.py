@@ -2,21 +2,21 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ft_ckpt.checkpoint.manifest import PartRecord
+from ft_ckpt.checkpoint.open_checkpoint import OpenCheckpoint
 from ft_ckpt.distributed.inventory import Inventory, inventory_of
 from ft_ckpt.distributed.tensor_info import TensorInfo, Tensors
 from ft_ckpt.errors import BaseMismatchError, LoadError, listing
 from ft_ckpt.formats.registry import format_named
 from ft_ckpt.model.adapters import PREFIX, adapter_parts, base_sources, is_peft_model
 from ft_ckpt.model.base_model import differing_tensors, is_floating, keeps_base
-from ft_ckpt.model.open_weights import read_tensors
-from ft_ckpt.model.pretrained import model_class
+from ft_ckpt.model.open_weights import read_tensors, weight_names
+from ft_ckpt.model.pretrained import companions_here, model_class
 from ft_ckpt.model.selection import View
 
 
@@ -57,7 +57,7 @@ def base_of(record: PartRecord, given: Any, trust_remote_code: bool) -> nn.Modul
 
 
 def attach_adapters(
-    model: nn.Module, root: Path, records: Sequence[PartRecord], *, check_base: bool, beside: bool = False
+    model: nn.Module, held: OpenCheckpoint, records: Sequence[PartRecord], *, check_base: bool, beside: bool = False
 ) -> Attached:
     """Put the adapters in `records` onto `model`, which may be a base or already carry adapters of these names.
 
@@ -69,46 +69,49 @@ def attach_adapters(
     """
     from peft import PeftModel
 
-    configs = {str(record.adapter): _adapter_config(root / record.path, beside) for record in records}
+    configs = {str(record.adapter): _adapter_config(held, record, beside) for record in records}
     is_remade = not all(keeps_base(config) for config in configs.values())
     check_base = check_base and not is_peft_model(model)
-    notes = _prepare_base(model, root, records, check_base and not is_remade)
+    notes = _prepare_base(model, held, records, check_base and not is_remade)
     peft_model: Any = model if is_peft_model(model) else None
     for record in records:
-        folder, name = str(root / record.path), str(record.adapter)
+        name = str(record.adapter)
         if not format_named(record.format).read_by_transformers:  # nor by PEFT
-            peft_model = _add_adapter(peft_model or model, root, record, configs[name])
-        elif peft_model is None:
-            peft_model = PeftModel.from_pretrained(model, folder, adapter_name=name, config=configs[name])
-        else:
-            if name not in peft_model.peft_config:
-                peft_model.add_adapter(name, configs[name])
-            peft_model.load_adapter(folder, adapter_name=name)
+            peft_model = _add_adapter(peft_model or model, held, record, configs[name])
+            continue
+        with companions_here(held, record) as folder:
+            if peft_model is None:
+                peft_model = PeftModel.from_pretrained(model, str(folder), adapter_name=name, config=configs[name])
+            else:
+                if name not in peft_model.peft_config:
+                    peft_model.add_adapter(name, configs[name])
+                peft_model.load_adapter(str(folder), adapter_name=name)
     for record in records if check_base and is_remade else ():
         now = inventory_of(peft_model)
         here = dict(base_sources(View(peft_model, now.infos())))
         _check_base(here, now, type(model).__name__, record, is_remade=True)
-    missing, unexpected = _place_brought(peft_model, root, records)
+    missing, unexpected = _place_brought(peft_model, held, records)
     problems = [f"{name}: missing in the files" for name in missing]
     problems += [f"{name}: no place in the model" for name in unexpected]
     if problems:
-        raise LoadError(f"{listing(problems)}: the adapter in {root} does not fit this base")
+        raise LoadError(f"{listing(problems)}: the adapter in {held.store.url} does not fit this base")
     _activate_adapters(peft_model, records)
     return Attached(peft_model.eval(), tuple(missing), tuple(unexpected), notes)
 
 
-def _adapter_config(folder: Path, beside: bool) -> Any:
+def _adapter_config(held: OpenCheckpoint, record: PartRecord, beside: bool) -> Any:
     """An adapter's config; on a base that was saved `beside` it, which it must not change once more."""
     from peft import PeftConfig
 
-    config = PeftConfig.from_pretrained(str(folder))
+    with companions_here(held, record, lambda name: name == "adapter_config.json") as folder:
+        config = PeftConfig.from_pretrained(str(folder))
     config.inference_mode = True
     if beside and not keeps_base(config):
         config.init_lora_weights = True
     return config
 
 
-def _add_adapter(model: Any, root: Path, record: PartRecord, config: Any) -> Any:
+def _add_adapter(model: Any, held: OpenCheckpoint, record: PartRecord, config: Any) -> Any:
     """The adapter of an HDF5 file: made from its config, then filled."""
     from peft import get_peft_model, set_peft_model_state_dict
 
@@ -117,8 +120,8 @@ def _add_adapter(model: Any, root: Path, record: PartRecord, config: Any) -> Any
         model.add_adapter(name, config)
     else:
         model = get_peft_model(model, config, adapter_name=name)
-    for file in dict.fromkeys(tensor.file for tensor in record.tensors):
-        set_peft_model_state_dict(model, read_tensors(root / file), adapter_name=name)
+    for file in weight_names(record):
+        set_peft_model_state_dict(model, read_tensors(held.store, file), adapter_name=name)
     return model
 
 
@@ -133,7 +136,7 @@ def _base_class(place: str, asked: Mapping[str, Any]) -> Any:
     return next((cls for name in names if (cls := model_class(str(name)))), transformers.AutoModel)
 
 
-def _prepare_base(model: Any, root: Path, records: Sequence[PartRecord], check: bool) -> tuple[str, ...]:
+def _prepare_base(model: Any, held: OpenCheckpoint, records: Sequence[PartRecord], check: bool) -> tuple[str, ...]:
     """Compare the base with the one trained on, then give it the rows that were added for the adapter."""
     if is_peft_model(model):
         return ()
@@ -145,7 +148,7 @@ def _prepare_base(model: Any, root: Path, records: Sequence[PartRecord], check: 
     if rows is None or rows == model.get_input_embeddings().weight.shape[0]:
         return ()
     model.resize_token_embeddings(rows, mean_resizing=False)
-    return (f"embeddings resized to {rows} rows, as the adapter in {root} was trained with",)
+    return (f"embeddings resized to {rows} rows, as the adapter in {held.store.url} was trained with",)
 
 
 def _stored_rows(model: Any, records: Sequence[PartRecord]) -> int | None:
@@ -184,7 +187,7 @@ def _check_base(
         )
 
 
-def _place_brought(model: Any, root: Path, records: Sequence[PartRecord]) -> tuple[list[str], list[str]]:
+def _place_brought(model: Any, held: OpenCheckpoint, records: Sequence[PartRecord]) -> tuple[list[str], list[str]]:
     """Names missing in files or model; base tensors that came with the adapter are put in place, whatever PEFT did."""
     inventory = inventory_of(model)
     one = View(model, inventory.infos())
@@ -198,13 +201,15 @@ def _place_brought(model: Any, root: Path, records: Sequence[PartRecord]) -> tup
         missing += sorted(expected[record.adapter] - stored)
         brought = stored - expected[record.adapter]
         unexpected += sorted(brought - set(base))
-        _copy_brought(root, record, {name: base[name] for name in brought if name in base}, inventory)
+        _copy_brought(held, record, {name: base[name] for name in brought if name in base}, inventory)
     return missing, unexpected
 
 
-def _copy_brought(root: Path, record: PartRecord, brought: Mapping[str, TensorInfo], inventory: Inventory) -> None:
+def _copy_brought(
+    held: OpenCheckpoint, record: PartRecord, brought: Mapping[str, TensorInfo], inventory: Inventory
+) -> None:
     for file in {tensor.file for tensor in record.tensors if tensor.name in brought}:
-        stored = read_tensors(root / file)
+        stored = read_tensors(held.store, file)
         with torch.no_grad():
             for name in brought:
                 live: Tensor = inventory.live(brought[name].key)

@@ -11,25 +11,36 @@ import torch
 from torch import nn
 
 from ft_ckpt.checkpoint.catalog import why_no_checkpoint
-from ft_ckpt.checkpoint.manifest import MANIFEST_NAME, PartRecord
-from ft_ckpt.checkpoint.open_checkpoint import OpenCheckpoint, open_checkpoint
+from ft_ckpt.checkpoint.manifest import PartRecord
+from ft_ckpt.checkpoint.open_checkpoint import OpenCheckpoint, checkpoint_around, open_checkpoint
 from ft_ckpt.distributed.inventory import inventory_of, restore_added_state
 from ft_ckpt.errors import CheckpointError, CorruptError, LoadError, NotACheckpointError, listing, shown
 from ft_ckpt.formats.registry import format_named
 from ft_ckpt.model.attach_adapters import attach_adapters, base_of
 from ft_ckpt.model.load_weights import LoadReport, put_tensors, refuse_differences, share_again, summary_of
-from ft_ckpt.model.open_weights import Weights, extra_beside, fetching_weights, read_weights
+from ft_ckpt.model.open_weights import (
+    Weights,
+    beside_weights,
+    extra_beside,
+    fetching_weights,
+    read_weights,
+    weight_names,
+)
 from ft_ckpt.model.plain_module import MODULE_NAME, build_module
 from ft_ckpt.model.pretrained import (
     checked_config,
     class_of_own_code,
+    companions_here,
     empty_model,
     limit_parameters,
     listing_own,
     model_class,
     most_parameters,
+    name_origin,
 )
-from ft_ckpt.storage.local_disk import local_path
+from ft_ckpt.storage.local_store import LocalStore
+from ft_ckpt.storage.place import Place, open_place
+from ft_ckpt.storage.store import Store, read_text
 
 
 @dataclass(frozen=True)
@@ -48,7 +59,7 @@ class _LoadOptions:
 
 
 def load_model(
-    path: str | Path,
+    path: str | Path | Place,
     *,
     part: str | None = None,
     base: Any = None,
@@ -89,14 +100,14 @@ def load_model(
     is_host = device is None or torch.device(device).type in ("cpu", "meta")
     place = None if is_host else torch.empty(0, device=device).device  # with its number: threads have their own
     options = _LoadOptions(base, into, classes or {}, strict, check_base, trust_remote_code, verify, mapped, place)
-    root, wanted = _find_checkpoint(Path(path), part)
-    with open_checkpoint(root) as held, _explain_errors(root):
+    root, wanted = _find_checkpoint(open_place(path), part)
+    with open_checkpoint(Place(root)) as held, _explain_errors(root):
         model, report = _load_checkpoint(held, wanted, options, device)
     return (model, report) if with_report else model
 
 
 @contextmanager
-def _explain_errors(root: Path) -> Iterator[None]:
+def _explain_errors(root: Store) -> Iterator[None]:
     """Raise a LoadError for errors of libraries, which the files cause; but not for want of memory."""
     try:
         yield
@@ -104,49 +115,39 @@ def _explain_errors(root: Path) -> Iterator[None]:
         raise
     except Exception as error:
         text = str(error) if isinstance(error, (OSError, ValueError)) else shown(error)
-        raise LoadError(f"{root}: no model can be made of it: {text[:2000]}") from error
+        raise LoadError(f"{root.url}: no model can be made of it: {text[:2000]}") from error
 
 
 def _load_checkpoint(
     held: OpenCheckpoint, wanted: str | None, options: _LoadOptions, device: Any
 ) -> tuple[Any, LoadReport]:
-    root, manifest = held.folder, held.manifest
+    manifest, where = held.manifest, held.store.url
     problems = held.find_problems(deep=options.verify)
     if problems:
-        raise CorruptError(f"{root}: {listing(list(problems))}; use an older checkpoint")
-    groups = _group_records([part for part in manifest.parts if part.kind != "state"], wanted, root)
+        raise CorruptError(f"{where}: {listing(list(problems))}; use an older checkpoint")
+    groups = _group_records([part for part in manifest.parts if part.kind != "state"], wanted, where)
     if options.into is not None and len(groups) > 1:
-        raise LoadError(f"into=: {root} holds {', '.join(groups)}; name one of them with part=")
-    loaded = {name: _load_group(root, records, options) for name, records in groups.items()}
+        raise LoadError(f"into=: {where} holds {', '.join(groups)}; name one of them with part=")
+    loaded = {name: _load_group(held, records, options) for name, records in groups.items()}
     models = {name: model.to(device) if device is not None else model for name, (model, _) in loaded.items()}
-    for name, model in models.items():
-        _set_origin(model, root / name, held.path / name)
     share_again(manifest, models)
     single = len(models) == 1 and (wanted is not None or "" in models)
     result = next(iter(models.values())) if single else models
-    found = summary_of(held.path, wanted or "", [one for _, one in loaded.values()], copied=device not in (None, "cpu"))
+    origin = held.origin.folder if isinstance(held.origin, LocalStore) else held.origin.url
+    found = summary_of(origin, wanted or "", [one for _, one in loaded.values()], copied=device not in (None, "cpu"))
     return result, found
 
 
-def _set_origin(model: Any, read_from: Path, found_at: Path) -> None:
-    """Let models of transformers and their configs say that they come from the folder they were found at."""
-    for module in model.modules():
-        owners: list[Any] = [module, getattr(module, "config", None)]
-        for owner in owners:
-            if getattr(owner, "name_or_path", None) == str(read_from):
-                owner.name_or_path = str(found_at)
+def _find_checkpoint(place: Place, part: str | None) -> tuple[Store, str | None]:
+    """The checkpoint's store, and the folder of the part asked for (None: all of it)."""
+    found = checkpoint_around(place)
+    if found is None:
+        raise NotACheckpointError(why_no_checkpoint(place.folder))
+    root, below = found
+    return root, (below or None) if part is None else part
 
 
-def _find_checkpoint(path: Path, part: str | None) -> tuple[Path, str | None]:
-    """The checkpoint's folder, and the folder of the part asked for (None: all of it)."""
-    for depth, folder in enumerate([local_path(path), *path.absolute().parents][:4]):
-        if (folder / MANIFEST_NAME).is_file():
-            below = path.absolute().relative_to(folder.absolute()).as_posix() if depth else None
-            return folder, below if part is None else part
-    raise NotACheckpointError(why_no_checkpoint(path))
-
-
-def _group_records(parts: Sequence[PartRecord], wanted: str | None, root: Path) -> dict[str, list[PartRecord]]:
+def _group_records(parts: Sequence[PartRecord], wanted: str | None, where: str) -> dict[str, list[PartRecord]]:
     """Records by the thing they make up: a model with its adapters is one."""
     groups: dict[str, list[PartRecord]] = {}
     for record in parts:
@@ -159,7 +160,7 @@ def _group_records(parts: Sequence[PartRecord], wanted: str | None, root: Path) 
     if not exact:
         names = sorted({*groups, *(record.name for record in parts)} - {""})
         raise LoadError(
-            f"part {wanted!r}: not in {root}; it has {', '.join(names) or 'one part only, leave part= out'}"
+            f"part {wanted!r}: not in {where}; it has {', '.join(names) or 'one part only, leave part= out'}"
         )
     return {wanted: exact}
 
@@ -174,74 +175,75 @@ def _owner_folder(record: PartRecord) -> str:
     return record.path.removesuffix(tail).rstrip("/")
 
 
-def _load_group(root: Path, records: list[PartRecord], options: _LoadOptions) -> tuple[nn.Module, LoadReport]:
+def _load_group(held: OpenCheckpoint, records: list[PartRecord], options: _LoadOptions) -> tuple[nn.Module, LoadReport]:
     whole = [record for record in records if record.kind != "adapter"]
     adapters = [record for record in records if record.kind == "adapter"]
     if whole and whole[0].kind == "module":
-        return _load_plain(root, whole[0], options)
-    model, report = (None, None) if not whole else _load_pretrained(root, whole[0], options)
+        return _load_plain(held, whole[0], options)
+    model, report = (None, None) if not whole else _load_pretrained(held, whole[0], options)
     if not adapters:
         if model is None or report is None:
-            raise LoadError(f"{root}: no part to load")
+            raise LoadError(f"{held.store.url}: no part to load")
         return model, report
     if model is None:
         trusted = options.trust_remote_code
         model = options.into if options.into is not None else base_of(adapters[0], options.base, trusted)
-    notes = attach_adapters(model, root, adapters, check_base=options.check_base and not whole, beside=bool(whole))
+    notes = attach_adapters(model, held, adapters, check_base=options.check_base and not whole, beside=bool(whole))
     count = sum(len(record.tensors) for record in adapters) + (report.tensors if report else 0)
     return notes.model, LoadReport(
-        root, "", notes.missing, notes.unexpected, (), count, bool(report and report.zero_copy), notes.notes
+        held.store.url, "", notes.missing, notes.unexpected, (), count, bool(report and report.zero_copy), notes.notes
     )
 
 
-def _load_plain(root: Path, record: PartRecord, options: _LoadOptions) -> tuple[nn.Module, LoadReport]:
-    folder = root / record.path
+def _load_plain(held: OpenCheckpoint, record: PartRecord, options: _LoadOptions) -> tuple[nn.Module, LoadReport]:
+    store = held.store
     if options.into is not None:
-        return options.into, _copy_tensors(options.into, record, root, options)
-    with fetching_weights(_weight_files(root, record), options.mapped, options.device) as tensors:
-        module = build_module(json.loads((folder / MODULE_NAME).read_text(encoding="utf-8")), options.classes).eval()
-        return module, _place_tensors(module, record, root, options.strict, tensors())
+        return options.into, _copy_tensors(options.into, record, store, options)
+    with fetching_weights(store, weight_names(record), options.mapped, options.device) as tensors:
+        described = json.loads(read_text(store, beside_weights(record, MODULE_NAME)))
+        module = build_module(described, options.classes).eval()
+        return module, _place_tensors(module, record, store, options.strict, tensors())
 
 
-def _load_pretrained(root: Path, record: PartRecord, options: _LoadOptions) -> tuple[nn.Module, LoadReport]:
-    folder = root / record.path
+def _load_pretrained(held: OpenCheckpoint, record: PartRecord, options: _LoadOptions) -> tuple[nn.Module, LoadReport]:
+    store = held.store
     if options.into is not None:
-        return options.into, _copy_tensors(options.into, record, root, options)
-    config, cls = checked_config(folder, record), model_class(record.class_name)
+        return options.into, _copy_tensors(options.into, record, store, options)
+    config, cls = checked_config(store, record), model_class(record.class_name)
     with limit_parameters(most_parameters(record), "config.json"):
         # quantised models, and those of code of their own, are for transformers to make
         if cls is not None and not options.trust_remote_code and config.get("quantization_config") is None:
-            with fetching_weights(_weight_files(root, record), options.mapped, options.device) as tensors:
-                model = empty_model(cls, folder, record)
+            with fetching_weights(store, weight_names(record), options.mapped, options.device) as tensors:
+                model = empty_model(cls, held, record)
                 if model is not None:
-                    report = _place_tensors(model, record, root, options.strict, tensors())
+                    report = _place_tensors(model, record, store, options.strict, tensors())
                     model.tie_weights()
                     return model.eval(), report
-        return _through_transformers(cls or class_of_own_code(config, record), folder, root, record, options)
+        return _through_transformers(cls or class_of_own_code(config, record), held, record, options)
 
 
 def _through_transformers(
-    cls: Any, folder: Path, root: Path, record: PartRecord, options: _LoadOptions
+    cls: Any, held: OpenCheckpoint, record: PartRecord, options: _LoadOptions
 ) -> tuple[nn.Module, LoadReport]:
     """Let transformers load what is converted on the way in; its account of the load is held to the same strictness.
 
     It places parameters and buffers. What modules list beside them is given back here, as each module loads it.
     """
-    is_quantised = checked_config(folder, record).get("quantization_config") is not None
-    extra = extra_beside(folder)
+    is_quantised = checked_config(held.store, record).get("quantization_config") is not None
+    extra = extra_beside(held.store, record)
     if is_quantised and extra:  # such a model lists what transformers alone knows to take back
         raise LoadError(
             f"{listing(list(extra), ', ')}: state of a quantised model that is no tensor cannot be given back; resume "
             "a run with it, or load the checkpoint into the model with into="
         )
     with nullcontext() if is_quantised else listing_own():
-        model, info = _by_transformers(cls, folder, root, record, options)
+        model, info = _by_transformers(cls, held, record, options)
     unexpected, beside = set(info["unexpected_keys"]), [] if is_quantised else list(_beside_own(model, extra))
     if not unexpected.isdisjoint(beside):
-        stored = read_weights(_weight_files(root, record), options.mapped)[0]
+        stored = read_weights(held.store, weight_names(record), options.mapped)[0]
         extra |= {name: stored[name] for name in beside if name in unexpected}
     report = LoadReport(
-        root,
+        held.store.url,
         record.path,
         tuple(sorted({*info["missing_keys"], *beside} - extra.keys())),
         tuple(sorted((unexpected | extra.keys()) - set(beside))),
@@ -257,17 +259,21 @@ def _through_transformers(
     return model.eval(), report
 
 
-def _by_transformers(cls: Any, folder: Path, root: Path, record: PartRecord, options: _LoadOptions) -> tuple[Any, Any]:
-    """The model as transformers makes it of the folder, and its account."""
+def _by_transformers(cls: Any, held: OpenCheckpoint, record: PartRecord, options: _LoadOptions) -> tuple[Any, Any]:
+    """The model as transformers makes it of the part's folder, and its account."""
     import transformers
 
     asked: dict[str, Any] = {"output_loading_info": True, "trust_remote_code": options.trust_remote_code}
-    if format_named(record.format).read_by_transformers:
-        return cls.from_pretrained(folder, dtype="auto", local_files_only=True, **asked)  # type: ignore[no-any-return]
-    # which transformers does not open: it gets the tensors themselves
-    config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=options.trust_remote_code)
-    tensors = read_weights(_weight_files(root, record), options.mapped)[0]
-    return cls.from_pretrained(None, config=config, state_dict=tensors, dtype=config.dtype, **asked)  # type: ignore[no-any-return]
+    with companions_here(held, record) as folder:
+        if format_named(record.format).read_by_transformers:
+            model, info = cls.from_pretrained(folder, dtype="auto", local_files_only=True, **asked)
+        else:  # which transformers does not open: it gets the tensors themselves
+            config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=options.trust_remote_code)
+            tensors = read_weights(held.store, weight_names(record), options.mapped)[0]
+            made = cls.from_pretrained(None, config=config, state_dict=tensors, dtype=config.dtype, **asked)
+            model, info = made
+        name_origin(model, folder, held, record)
+    return model, info
 
 
 def _beside_own(model: nn.Module, given: Iterable[str]) -> list[str]:
@@ -275,17 +281,12 @@ def _beside_own(model: nn.Module, given: Iterable[str]) -> list[str]:
     return inventory_of(model).names_added(given)
 
 
-def _place_tensors(module: nn.Module, record: PartRecord, root: Path, strict: bool, supplied: Weights) -> LoadReport:
+def _place_tensors(module: nn.Module, record: PartRecord, store: Store, strict: bool, supplied: Weights) -> LoadReport:
     """Give `module` the stored tensors themselves."""
-    return replace(put_tensors(module, record, supplied[0], root, strict, assign=True), zero_copy=supplied[1])
+    return replace(put_tensors(module, record, supplied[0], store, strict, assign=True), zero_copy=supplied[1])
 
 
-def _copy_tensors(into: nn.Module, record: PartRecord, root: Path, options: _LoadOptions) -> LoadReport:
+def _copy_tensors(into: nn.Module, record: PartRecord, store: Store, options: _LoadOptions) -> LoadReport:
     """Give `into` the values of the stored tensors."""
-    tensors, _ = read_weights(_weight_files(root, record), options.mapped)
-    return put_tensors(into, record, tensors, root, options.strict, assign=False)
-
-
-def _weight_files(root: Path, record: PartRecord) -> list[Path]:
-    """The part's weight files."""
-    return list(dict.fromkeys(root / tensor.file for tensor in record.tensors))
+    tensors, _ = read_weights(store, weight_names(record), options.mapped)
+    return put_tensors(into, record, tensors, store, options.strict, assign=False)

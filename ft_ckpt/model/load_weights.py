@@ -12,14 +12,15 @@ from ft_ckpt.distributed.inventory import inventory_of, restore_added_state
 from ft_ckpt.errors import LoadError, listing
 from ft_ckpt.model.open_weights import extra_beside
 from ft_ckpt.model.plain_module import put_at, tensor_at
+from ft_ckpt.storage.store import Store
 
 
 @dataclass(frozen=True)
 class LoadReport:
     """The outcome of a load. A strict one raises where a name would be missing, unexpected or reshaped."""
 
-    path: Path
-    """The checkpoint."""
+    path: str | Path
+    """The checkpoint: its path, or its URL."""
     part: str
     """The part that was loaded; "" for the whole checkpoint."""
     missing: tuple[str, ...] = ()
@@ -37,7 +38,7 @@ class LoadReport:
 
 
 def put_tensors(
-    module: nn.Module, record: PartRecord, tensors: dict[str, Tensor], root: Path, strict: bool, *, assign: bool
+    module: nn.Module, record: PartRecord, tensors: dict[str, Tensor], store: Store, strict: bool, *, assign: bool
 ) -> LoadReport:
     """Put stored tensors into `module`, ties included: the mapped memory itself with `assign`, else its values.
 
@@ -48,11 +49,11 @@ def put_tensors(
     inventory = inventory_of(module)
     own = inventory.infos(allow_meta=True)
     live = {name: None if source.is_added else source.shape for name, source in own.items()}
-    extra = extra_beside(root / record.path)
+    extra = extra_beside(store, record)
     live |= dict.fromkeys(inventory.names_added((*tensors, *extra)))
     reshaped = [n for n, t in tensors.items() if live.get(n) is not None and live[n] != tuple(t.shape)]
     report = LoadReport(
-        root,
+        store.url,
         record.path,
         tuple(name for name in live if name not in tensors and name not in extra),
         tuple(name for name in (*tensors, *extra) if name not in live),
@@ -101,7 +102,7 @@ def share_again(manifest: Manifest, models: Mapping[str, nn.Module]) -> None:
                 put_at(module, name, first)
 
 
-def summary_of(root: Path, part: str, reports: list[LoadReport], copied: bool) -> LoadReport:
+def summary_of(root: str | Path, part: str, reports: list[LoadReport], copied: bool) -> LoadReport:
     """One report of all parts of the checkpoint `root`; `copied`: no parameter is the mapped file any more."""
     first = replace(reports[0], path=root, part=part)
     for other in reports[1:]:

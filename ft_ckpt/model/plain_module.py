@@ -10,7 +10,6 @@ import inspect
 import json
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -36,10 +35,9 @@ def global_shape(tensor: torch.Tensor) -> tuple[int, ...]:
     return layout_of(tensor).shape
 
 
-def write_module(folder: Path, module: nn.Module, shapes: Shapes | None = None) -> None:
-    """Write `module.json` into `folder`; arguments as for `describe_module`."""
-    text = json.dumps(describe_module(module, shapes))  # no indent: with one, json is Python code and ten times slower
-    (folder / MODULE_NAME).write_text(text + "\n", encoding="utf-8")
+def module_text(module: nn.Module, shapes: Shapes | None = None) -> str:
+    """The text of `module.json`; arguments as for `describe_module`."""
+    return json.dumps(describe_module(module, shapes)) + "\n"  # no indent: that is Python code and ten times slower
 
 
 def describe_module(module: nn.Module, shapes: Shapes | None = None) -> dict[str, Any]:

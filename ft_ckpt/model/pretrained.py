@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -12,10 +12,16 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from ft_ckpt.checkpoint.manifest import PartRecord
+from ft_ckpt.checkpoint.open_checkpoint import OpenCheckpoint
 from ft_ckpt.distributed.inventory import inventory_of
 from ft_ckpt.errors import LoadError, listing
 from ft_ckpt.model.conversion import stored_as_in_memory
+from ft_ckpt.model.open_weights import beside_weights, weight_names
 from ft_ckpt.model.selection import is_pretrained
+from ft_ckpt.storage.local_copy import local_folder
+from ft_ckpt.storage.local_store import LocalStore
+from ft_ckpt.storage.place import Place
+from ft_ckpt.storage.store import Store, read_text
 
 _MOST_LAYERS = 1 << 16  # of anything: what a config may ask for before it is held against the tensors
 _PARAMETERS_A_TENSOR = 16  # a stored tensor may be cut into several, and each be made more than once
@@ -32,9 +38,9 @@ def model_class(name: str) -> Any:
     return cls if isinstance(cls, type) and issubclass(cls, transformers.PreTrainedModel) else None
 
 
-def checked_config(folder: Path, record: PartRecord) -> dict[str, Any]:
+def checked_config(store: Store, record: PartRecord) -> dict[str, Any]:
     """The contents of config.json, with counts checked first: a model of a billion layers would be built for ever."""
-    config: dict[str, Any] = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    config: dict[str, Any] = json.loads(read_text(store, beside_weights(record, "config.json")))
     if absurd := [f"{name}: {value:,}" for name, value in _counts_in(config) if value > _MOST_LAYERS]:
         raise LoadError(
             f"config.json: {listing(absurd)}: no model of the {len(record.tensors):,} tensors in the checkpoint; use "
@@ -55,8 +61,38 @@ def _counts_in(value: Any, name: str = "") -> Iterator[tuple[str, int]]:
         yield name, int(value) if abs(value) < 1e300 else 10**300
 
 
-def empty_model(cls: Any, folder: Path, record: PartRecord) -> Any:
+def empty_model(cls: Any, held: OpenCheckpoint, record: PartRecord) -> Any:
     """The model without memory for its parameters; None when transformers has to convert it."""
+    weights = {name.rpartition("/")[2] for name in weight_names(record)}
+    with companions_here(held, record, lambda name: name not in weights) as folder:
+        model = _empty_model_of(cls, folder, record)
+        if model is not None:
+            name_origin(model, folder, held, record)
+    return model
+
+
+@contextmanager
+def companions_here(
+    held: OpenCheckpoint, record: PartRecord, wanted: Callable[[str], bool] = lambda _: True
+) -> Iterator[Path]:
+    """The path of a part's folder for libraries, while the block runs; the part may lie in a bucket.
+
+    Files in folders below it are other parts'.
+    """
+    with local_folder(Place(held.store, record.path), lambda name: "/" not in name and wanted(name)) as folder:
+        yield folder
+
+
+def name_origin(model: nn.Module, read_from: Path, held: OpenCheckpoint, record: PartRecord) -> None:
+    """Let models of transformers and their configs say that they come from the folder they were found at."""
+    for module in model.modules():
+        owners: list[Any] = [module, getattr(module, "config", None)]
+        for owner in owners:
+            if getattr(owner, "name_or_path", None) == str(read_from):
+                owner.name_or_path = held.origin.where(record.path)
+
+
+def _empty_model_of(cls: Any, folder: Path, record: PartRecord) -> Any:
     import transformers
     from accelerate import init_empty_weights
     from transformers.initialization import guard_torch_init_functions
@@ -67,7 +103,7 @@ def empty_model(cls: Any, folder: Path, record: PartRecord) -> Any:
     names = inventory_of(model).infos(allow_meta=True)
     if not stored_as_in_memory(model, names) or any(tensor.name not in names for tensor in record.tensors):
         return None
-    if model.can_generate() and (folder / "generation_config.json").is_file():
+    if model.can_generate() and LocalStore(folder).stat("generation_config.json") is not None:
         model.generation_config = transformers.GenerationConfig.from_pretrained(folder)
     model.name_or_path = str(folder)
     return model

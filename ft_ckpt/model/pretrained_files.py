@@ -5,10 +5,10 @@ no tensor is read; and training goes on with the same objects, so fields are set
 """
 
 import copy
-import shutil
 import sys
 import warnings
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,9 @@ from ft_ckpt.distributed.wrappers import unwrap, user_class
 from ft_ckpt.errors import CompanionError
 from ft_ckpt.model.model_card import blank_card, injected_card, name_base
 from ft_ckpt.model.plain_module import global_shape
+from ft_ckpt.storage.local_copy import copy_object
+from ft_ckpt.storage.local_store import LocalStore
+from ft_ckpt.storage.place import open_place
 
 _OLMO_EOS = ("<|im_end|>", "<|endoftext|>")
 _MODES = ("do_sample", "num_beams", "return_dict_in_generate", "use_cache")  # other fields are valid under these
@@ -107,7 +110,7 @@ def write_adapter(
     mapping = _auto_mapping(model) if config.task_type is None else None
     config.save_pretrained(str(folder), auto_mapping_dict=mapping)
     card = blank_card() if isinstance(model, peft.PeftModel) else injected_card(config)
-    (folder / "README.md").write_text(card, encoding="utf-8")
+    LocalStore(folder).write("README.md", card.encode())
     if isinstance(model, peft.PeftModel):
         model.create_or_update_model_card(str(folder))
         name_base(folder / "README.md", base_id)
@@ -297,10 +300,11 @@ def _localised_entry(entry: Any, folder: Path, source: Path) -> Any:
         return entry
     local = entry.rpartition("--")[2]
     file = source / (local.split(".")[0] + ".py")
-    if not file.is_file():
+    if not open_place(file).is_object:
         return entry
     for needed in (file, *map(Path, get_relative_import_files(file))):
-        shutil.copyfile(needed, folder / needed.name)
+        with closing(open_place(needed).open()) as code:
+            copy_object(code, LocalStore(folder), needed.name)
     return local
 
 

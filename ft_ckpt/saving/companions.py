@@ -15,10 +15,11 @@ from ft_ckpt.distributed.wrappers import user_class
 from ft_ckpt.errors import ConfigError
 from ft_ckpt.model import pretrained_files as companions
 from ft_ckpt.model.entries import EXTRA_FILE, Part, main_dtype
-from ft_ckpt.model.plain_module import write_module
+from ft_ckpt.model.plain_module import MODULE_NAME, module_text
 from ft_ckpt.saving.build_manifest import base_record
 from ft_ckpt.saving.files import PartPlan
 from ft_ckpt.saving.plan import SaveRequest
+from ft_ckpt.storage.local_store import LocalStore
 from ft_ckpt.storage.paths import is_inside
 from ft_ckpt.storage.scratch import files_made_by
 from ft_ckpt.training.capture import Captured
@@ -101,7 +102,8 @@ def _write_companions(folder: Path, part: Part, request: SaveRequest) -> None:
         how: dict[str, Any] = {"base": base_record(part, {}), "beside": part.beside, "base_id": request.base_id}
         companions.write_adapter(folder, part.module, str(part.adapter), **how)
     else:
-        write_module(folder, part.module, {entry.name: entry.shape for entry in part.entries})
+        text = module_text(part.module, {entry.name: entry.shape for entry in part.entries})
+        LocalStore(folder).write(MODULE_NAME, text.encode())
 
 
 def _tokenizer_files(parts: Sequence[Part], tokenizer: Any) -> dict[str, bytes]:

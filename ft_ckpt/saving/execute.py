@@ -29,7 +29,9 @@ from ft_ckpt.saving.plan import SaveRequest
 from ft_ckpt.saving.planned_save import PlannedSave, look_at_model, plan_save
 from ft_ckpt.saving.stage import StagedSave, prepare_stage
 from ft_ckpt.storage.digests import FileRecord, read_record
-from ft_ckpt.storage.scratch import edited_object, folder_path
+from ft_ckpt.storage.local_copy import local_folder
+from ft_ckpt.storage.place import Place
+from ft_ckpt.storage.scratch import edited_object
 from ft_ckpt.storage.store import SharedStore, Store
 from ft_ckpt.training.exchange import exchange
 from ft_ckpt.training.items import check_same_tensors
@@ -282,7 +284,7 @@ def _commit_files(job: SaveJob, staging: Staging, files: list[FileRecord]) -> _S
         check_written_files(one, store)
     notes = [replicas.difference_note(settings, True)] if settings else []
     if request.check is not None:
-        with folder_path(store) as folder:
+        with local_folder(Place(store)) as folder:
             notes.append(request.check.compare(folder))
     if compression is not None:
         files = [_compress_in_place(file, store, compression) for file in files]

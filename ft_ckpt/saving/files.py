@@ -21,7 +21,6 @@ from ft_ckpt.formats.registry import DEFAULT_FORMAT, TensorFormat, format_named
 from ft_ckpt.formats.shard_files import shard_index, split_into_files
 from ft_ckpt.formats.write_files import FilePlan
 from ft_ckpt.model.entries import Entry, Group, Part
-from ft_ckpt.storage.scratch import object_path
 from ft_ckpt.storage.store import Store
 from ft_ckpt.storage.writer import Region
 
@@ -145,7 +144,7 @@ def check_written_files(part_plan: PartPlan, store: Store) -> None:
     expected = {entry.name: Spec(entry.name, entry.shape, dtype_name(entry.dtype)) for entry in part_plan.part.entries}
     found: dict[str, Spec] = {}
     for file in part_plan.files:
-        with object_path(store, file.path) as path, closing(format_named(part_plan.format).open_file(path)) as opened:
+        with closing(format_named(part_plan.format).open_file(store.open(file.path))) as opened:
             found.update(opened.specs)
     problems = [f"{name}: in the model, not in the file" for name in expected if name not in found]
     problems += [f"{name}: in the file, not in the model" for name in found if name not in expected]

@@ -13,7 +13,7 @@ from typing import Any
 
 import xxhash
 
-from ft_ckpt.storage.local_store import LocalFile, open_local_file
+from ft_ckpt.storage.local_file import open_local_file
 from ft_ckpt.storage.store import Readable, Store, read_range
 
 _AHEAD_BYTES = 16 << 20  # files from this size on are read by other threads ahead of the one that hashes
@@ -43,17 +43,6 @@ class FileRecord:
     linked: bool = False  # to the file of an earlier checkpoint, whose tensors had not changed since
 
 
-@dataclass(eq=False)
-class _HashedFile:
-    """A file open for reading ahead."""
-
-    path: Path
-    descriptor: int
-
-    def check(self) -> None:
-        """Check nothing: the caller compares the digest."""
-
-
 def digest_of(file: Path) -> str:
     """The digest of the whole file as a FileRecord has it: "xxh3-128:" and 32 hex digits.
 
@@ -74,12 +63,6 @@ def read_record(store: Store, path: str) -> FileRecord:
         return FileRecord(path, opened.size_bytes, whole_digest(_rank_digests(opened, (), 1)[0]))
 
 
-def digest_like(file: Path, record: FileRecord) -> str:
-    """The digest of `file`, taken the way the one in `record` was. Raises as `digest_of` does."""
-    with closing(open_local_file(file)) as opened:
-        return digest_of_open(opened, record)
-
-
 def digest_of_open(file: Readable, record: FileRecord) -> str:
     """The digest of an open object, taken the way the one in `record` was. Raises CorruptError as reading does."""
     if record.ranks == 1:
@@ -95,16 +78,12 @@ def _rank_digests(file: Readable, cuts: Sequence[Cut], ranks: int) -> list[str]:
         content = read_range(file, 0, file.size_bytes)
         for start, stop, owner in found:
             states[owner].update(content[start:stop])
-    elif isinstance(file, LocalFile):
-        _read_ahead(_HashedFile(file.path, file.descriptor), found, states)
     else:
-        for start, stop, owner in found:
-            for at in range(start, stop, _AHEAD_BYTES):
-                states[owner].update(read_range(file, at, min(_AHEAD_BYTES, stop - at)))
+        _read_ahead(file, found, states)
     return [state.hexdigest() for state in states]
 
 
-def _read_ahead(file: _HashedFile, found: Iterable[tuple[int, int, int]], states: Sequence[Any]) -> None:
+def _read_ahead(file: Readable, found: Iterable[tuple[int, int, int]], states: Sequence[Any]) -> None:
     from ft_ckpt.storage.read_ahead import ByteRun, read_ahead  # here, so that listing does not pay for it
 
     runs = (ByteRun(str(owner), file, start, stop - start) for start, stop, owner in found)

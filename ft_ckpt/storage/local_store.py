@@ -2,7 +2,6 @@
 
 import contextlib
 import errno
-import mmap
 import os
 import secrets
 import stat
@@ -11,7 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ft_ckpt.errors import (
-    CorruptError,
+    ConfigError,
     MissingError,
     NameTakenError,
     UnreadableError,
@@ -21,6 +20,7 @@ from ft_ckpt.errors import (
 from ft_ckpt.storage import local_disk
 from ft_ckpt.storage.buffers import BLOCK_BYTES
 from ft_ckpt.storage.direct_io import LocalWriting, allocate_file, create_file
+from ft_ckpt.storage.local_file import LocalFile, open_local_file
 from ft_ckpt.storage.placing import PREFIX, write_bytes
 from ft_ckpt.storage.store import Folder, FolderListing, Store, Stored, checked_name
 
@@ -47,6 +47,12 @@ class LocalStore:
         """The path of the folder without links."""
         return os.path.realpath(self.folder)
 
+    @property
+    def parent(self) -> "LocalStore | None":
+        """The store of the folder that this one lies in; None for the root."""
+        here = self.folder.absolute()
+        return None if here == here.parent else LocalStore(here.parent)
+
     def within(self, folder: str) -> "LocalStore":
         """The store of a folder in this one, which may have any name that a folder can have."""
         return replace(self, folder=self.folder / folder)
@@ -67,7 +73,7 @@ class LocalStore:
             file.read_into(memoryview(memory), start)
         return bytes(memory)
 
-    def open(self, name: str) -> "LocalFile":
+    def open(self, name: str) -> LocalFile:
         """Open a regular file for reading; a pipe, socket or device is CorruptError."""
         path = self.path(name)
         with _reading(path):
@@ -173,6 +179,10 @@ class LocalStore:
             local_disk.delete_files(names, self.folder)
             local_disk.remove_empty_folders(names, self.folder)
 
+    def delete_all(self) -> None:
+        """Delete the folder with all that is in it, as far as that is possible; links are not followed."""
+        local_disk.rmtree(self.folder)
+
     def free_bytes(self) -> int | None:
         """Bytes that this user may still write on the device of the folder, or of the nearest one that exists."""
         with explained(self.folder):
@@ -196,59 +206,20 @@ class LocalStore:
             local_disk.sync_path(path.parent)
 
 
-@dataclass
-class LocalFile:
-    """A file that is open for reading."""
-
-    name: str
-    path: Path
-    descriptor: int
-    size_bytes: int
-    version: str
-    _map: mmap.mmap | None = None
-
-    def read_into(self, memory: memoryview, start: int = 0) -> None:
-        """Fill `memory` from `start` on, see `Readable.read_into`."""
-        done = 0
-        with damaged_input(self.path):
-            while done < len(memory):
-                count = os.preadv(self.descriptor, [memory[done:]], start + done)
-                if not count:
-                    raise CorruptError(
-                        f"{self.path}: ends at byte {start + done}, bytes up to {start + len(memory)} asked for; "
-                        "it was cut short"
-                    )
-                done += count
-
-    def map(self) -> memoryview | None:
-        """The file mapped for reading."""
-        if not self.size_bytes:
-            return memoryview(b"")
-        if self._map is None:
-            self._map = mmap.mmap(self.descriptor, self.size_bytes, access=mmap.ACCESS_READ)
-        return memoryview(self._map)
-
-    def check(self) -> None:
-        """Raise CorruptError when the file has been written to since it was opened."""
-        found = local_disk.file_version(os.fstat(self.descriptor))
-        if found != self.version:
-            raise CorruptError(f"{self.path}: changed while it was read; read it again")
-
-    def close(self) -> None:
-        """Close the file once."""
-        descriptor, self.descriptor = self.descriptor, -1
-        if self._map is not None:
-            with contextlib.suppress(BufferError):  # a view is in use; the map goes with it
-                self._map.close()
-        if descriptor >= 0:
-            os.close(descriptor)
+def folder_of(store: Store) -> Path:
+    """The path of a store's folder on this machine. Raises ConfigError when the store is no local folder."""
+    if not isinstance(store, LocalStore):
+        raise ConfigError(f"{store.url}: not on this machine's disks; give a local folder")
+    return store.folder
 
 
-def open_local_file(path: Path, name: str = "") -> LocalFile:
-    """Open a regular file anywhere. Raises OSError, or CorruptError for what is no regular file."""
-    descriptor = local_disk.regular_descriptor(path)
-    found = os.fstat(descriptor)
-    return LocalFile(name or path.name, path, descriptor, found.st_size, local_disk.file_version(found))
+@contextlib.contextmanager
+def temporary_store(folder: str | Path | None = None, prefix: str = "ft_ckpt-copy-") -> Iterator[LocalStore]:
+    """A new folder in `folder` (None: where the system has such), deleted with all that is in it after the block."""
+    import tempfile  # here, so that listing does not pay for it
+
+    with tempfile.TemporaryDirectory(prefix=prefix, dir=folder) as room:
+        yield LocalStore(Path(room))
 
 
 @contextlib.contextmanager

@@ -52,6 +52,14 @@ class ObjectStore:
         """The URL."""
         return self.url
 
+    @property
+    def parent(self) -> "ObjectStore | None":
+        """The store one step up in the prefix; None where there is no prefix."""
+        if not self.prefix:
+            return None
+        above = self.prefix.rstrip("/").rpartition("/")[0]
+        return ObjectStore(self.client, self.url.rpartition("/")[0], f"{above}/" if above else "")
+
     def within(self, folder: str) -> "ObjectStore":
         """The store of the objects below `folder`."""
         return ObjectStore(self.client, self.where(folder), f"{self.prefix}{checked_name(folder)}/")
@@ -165,6 +173,12 @@ class RemoteObject:
     name: str
     size_bytes: int
     version: str
+    can_map = False
+
+    @property
+    def where(self) -> str:
+        """The URL."""
+        return self.store.where(self.name)
 
     def read_into(self, memory: memoryview, start: int = 0) -> None:
         """Read one range, of this version, see `Readable.read_into`."""
@@ -188,9 +202,9 @@ class RemoteObject:
             )
         memory[:] = memoryview(found).cast("B")
 
-    def map(self) -> memoryview | None:
+    def map(self) -> None:
         """None: what is far away is not mapped."""
-        return None
+        return
 
     def check(self) -> None:
         """Ask for the object's version again, see `Readable.check`."""

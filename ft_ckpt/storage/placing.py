@@ -5,7 +5,9 @@ import os
 import stat
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import BinaryIO, cast
 
+from ft_ckpt.errors import TargetError
 from ft_ckpt.storage import local_disk, owners
 
 PREFIX = ".ft_ckpt-"  # of every hidden name of ours inside of a checkpoint
@@ -41,13 +43,32 @@ def write_bytes(file: Path, content: bytes) -> None:
     local_disk.sync_path(file.parent)
 
 
+def file_target(path: str | os.PathLike[str]) -> Path:
+    """The path of a file to write, without links: one that is replaced stays where it leads to.
+
+    Raises TargetError for a folder, and where there is no folder to write it in; ConfigError for a URL.
+    """
+    target = Path(os.path.realpath(local_disk.local_path(path)))
+    if target.is_dir() or not target.parent.is_dir():
+        raise TargetError(f"{path}: {'a folder' if target.is_dir() else 'its folder does not exist'}; name a file")
+    return target
+
+
+def spool_file(folder: Path | None = None) -> BinaryIO:
+    """A file without a name and without a buffer, on the disk of `folder`, if given; gone when it is closed."""
+    import tempfile  # here, so that listing does not pay for it
+
+    return cast("BinaryIO", tempfile.TemporaryFile(dir=folder, buffering=0))
+
+
 @contextlib.contextmanager
 def replace_file(target: Path) -> Iterator[Path]:
     """Yield a path at which the block makes a file, then move that file to `target` atomically and durably.
 
-    When the block raises, nothing is left of it and `target` is unchanged. The file gets the group and permissions of
-    the one it replaces. Raises OSError.
+    The folder of `target` is made, too, where it is missing. When the block raises, nothing is left of the file and
+    `target` is unchanged. The file gets the group and permissions of the one it replaces. Raises OSError.
     """
+    local_disk.make_folder(target.parent)
     with _draft_folder(target) as folder:
         file = folder / target.name
         yield file
@@ -57,6 +78,14 @@ def replace_file(target: Path) -> Iterator[Path]:
             local_disk.chmod(file, stat.S_IMODE(old.st_mode))
         local_disk.move(file, target)
         local_disk.sync_path(target.parent)
+
+
+@contextlib.contextmanager
+def new_file(file: Path) -> Iterator[BinaryIO]:
+    """Yield the new file `file` to write into, without a buffer; it is durable after the block. Raises OSError."""
+    with file.open("xb", buffering=0) as stream:
+        yield stream
+        local_disk.sync_open(stream.fileno())
 
 
 def clear_drafts(folder: Path) -> None:

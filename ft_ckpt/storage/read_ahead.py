@@ -1,4 +1,4 @@
-"""Ranges of files that are read into aligned blocks of memory ahead of their use.
+"""Ranges of open objects that are read into aligned blocks of memory ahead of their use; whole files, too.
 
 On most disks, reading past the page cache (O_DIRECT) is twice the rate of reading through it, and costs a tenth of the
 processor's time. What is in the page cache already is taken from there. Knows bytes, not tensors.
@@ -14,34 +14,27 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
 
 from ft_ckpt.errors import CorruptError
 from ft_ckpt.storage.buffers import ALIGNMENT, BLOCK_BYTES, address_of, new_block
+from ft_ckpt.storage.local_file import LocalFile, MappedBytes
+from ft_ckpt.storage.store import Readable
 
 _LEAST_DIRECT_BYTES = 256 << 10  # below, what the kernel reads ahead is worth more
 _GAP_BYTES = 64 << 10  # what is read between two ranges rather than asking twice
+_WHOLE_STEP_BYTES = 32 << 20  # each time, a thread waits for its turn, for 5 ms where Python code is running
+_LEAST_WHOLE_BYTES = 16 << 20  # smaller files are mapped, wherever they are
+_SAMPLES, _SAMPLE_BYTES = 64, 256 << 10  # places of a file asked for in the page cache: all of 2.5 GB takes 20 ms
 _CACHESTAT = 451  # linux 6.5; the same number on every architecture
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
-class OpenFile(Protocol):
-    """A file that is open for reading."""
-
-    path: Path
-    descriptor: int
-
-    def check(self) -> None:
-        """Raise CorruptError when the file has changed since it was opened."""
-        ...
-
-
 @dataclass(frozen=True, eq=False)
 class ByteRun:
-    """Bytes [start, start + size_bytes) of a file; `name` is the caller's."""
+    """Bytes [start, start + size_bytes) of an open object; `name` is the caller's."""
 
     name: str
-    file: OpenFile
+    file: Readable
     start: int
     size_bytes: int
 
@@ -60,7 +53,7 @@ class ReadPart:
 class _BlockRead:
     """One read into a block: bytes [start, end) of a file, and the runs in it, each with its start and end."""
 
-    file: OpenFile
+    file: Readable
     start: int  # aligned
     end: int
     runs: list[tuple[ByteRun, int, int]] = field(default_factory=list)
@@ -102,7 +95,7 @@ def read_ahead(
 
 
 def read_into(
-    memory: memoryview, file: OpenFile, size_bytes: int, threads: int = 4, direct: str = "auto", step: int = BLOCK_BYTES
+    memory: memoryview, file: Readable, size_bytes: int, threads: int = 4, direct: str = "auto", step: int = BLOCK_BYTES
 ) -> None:
     """Read the first `size_bytes` of a file into `memory`: aligned, and as long as they are, rounded up to ALIGNMENT.
 
@@ -154,12 +147,16 @@ def _block_reads(runs: Iterable[ByteRun], block_bytes: int) -> Iterator[_BlockRe
 
 
 def _is_worth(job: _BlockRead) -> bool:
-    size_bytes = job.end - job.start
-    return size_bytes >= _LEAST_DIRECT_BYTES and not is_cached(job.file.descriptor, job.start, size_bytes)
+    size_bytes, file = job.end - job.start, job.file
+    if not isinstance(file, LocalFile) or size_bytes < _LEAST_DIRECT_BYTES:
+        return False
+    return not is_cached(file.descriptor, job.start, size_bytes)
 
 
-def _open_direct(file: OpenFile, stack: ExitStack) -> int | None:
-    """A second descriptor of the open file, with O_DIRECT; None where that is refused."""
+def _open_direct(file: Readable, stack: ExitStack) -> int | None:
+    """A second descriptor of the open file, with O_DIRECT; None where that is refused, or it is no local file."""
+    if not isinstance(file, LocalFile):
+        return None
     with suppress(OSError, AttributeError):  # by its descriptor: its path may lead elsewhere by now
         door = os.open(f"/proc/self/fd/{file.descriptor}", os.O_RDONLY | os.O_CLOEXEC | os.O_DIRECT)
         stack.callback(os.close, door)
@@ -168,26 +165,70 @@ def _open_direct(file: OpenFile, stack: ExitStack) -> int | None:
 
 
 def _read_block(job: _BlockRead, block: mmap.mmap | memoryview, door: int | None) -> None:
-    wanted, done = job.end - job.start, 0
     with memoryview(block) as view:
-        while done < wanted:
-            try:
-                end = wanted if door is None else wanted + -wanted % ALIGNMENT
-                with view[done:end] as rest:
-                    count = os.preadv(job.file.descriptor if door is None else door, [rest], job.start + done)
-            except OSError as error:
-                if error.errno != errno.EINVAL or door is None:
-                    raise CorruptError(
-                        f"{job.file.path.name}: cannot be read at byte {job.start + done} ({error})"
-                    ) from error
-                door = None  # some file systems refuse only here, all of them after an odd number of bytes
-                continue
-            if not count:
-                break
-            done += count
-    job.file.check()  # after reading, so that bytes written meanwhile are not taken for the file's
+        if isinstance(job.file, LocalFile):
+            _read_local(job.file, job, view, door)
+            return
+        with view[: job.end - job.start] as wanted:
+            job.file.read_into(wanted, job.start)
+
+
+def _read_local(file: LocalFile, job: _BlockRead, view: memoryview, door: int | None) -> None:
+    wanted, done = job.end - job.start, 0
+    while done < wanted:
+        try:
+            end = wanted if door is None else wanted + -wanted % ALIGNMENT
+            with view[done:end] as rest:
+                count = os.preadv(file.descriptor if door is None else door, [rest], job.start + done)
+        except OSError as error:
+            if error.errno != errno.EINVAL or door is None:
+                raise CorruptError(f"{file.path.name}: cannot be read at byte {job.start + done} ({error})") from error
+            door = None  # some file systems refuse only here, all of them after an odd number of bytes
+            continue
+        if not count:
+            break
+        done += count
+    file.check()  # after reading, so that bytes written meanwhile are not taken for the file's
     if done < wanted:
         raise CorruptError(
-            f"{job.file.path.name}: ends at byte {job.start + done}, bytes up to {job.end} asked for; "
+            f"{file.path.name}: ends at byte {job.start + done}, bytes up to {job.end} asked for; "
             "it was cut short or its table is damaged"
         )
+
+
+# Whole files
+
+
+def read_whole(file: Readable, threads: int = 4, direct: str = "auto") -> MappedBytes | None:
+    """All of an open object in memory of our own, read at the rate of the disk or the line; None without the memory.
+
+    Raises CorruptError when it changes meanwhile.
+    """
+    own = MappedBytes.create(-1, file.size_bytes + -file.size_bytes % ALIGNMENT) if file.size_bytes else None
+    if own is not None:
+        read_into(own.memory, file, file.size_bytes, threads, direct, _WHOLE_STEP_BYTES)
+    return own
+
+
+def is_cold(file: Readable) -> bool:
+    """True when `read_whole` is faster than touching the mapped file: large, and less than half of it in memory.
+
+    False too where the system cannot tell, or has not twice the memory for it.
+    """
+    if not isinstance(file, LocalFile) or file.size_bytes < _LEAST_WHOLE_BYTES:
+        return False
+    if 2 * file.size_bytes > _available_bytes():
+        return False
+    starts = range(0, file.size_bytes, -(-file.size_bytes // _SAMPLES))
+    found = [cached_bytes(file.descriptor, start, _SAMPLE_BYTES) for start in starts]
+    known = [count for count in found if count is not None]
+    return len(known) == len(starts) and 2 * sum(known) < len(starts) * _SAMPLE_BYTES
+
+
+def _available_bytes() -> int:
+    """Memory that can be had without paging anything out; 0 where that is not known."""
+    try:
+        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+        return next(int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable:"))
+    except (OSError, ValueError, IndexError, StopIteration):
+        return 0

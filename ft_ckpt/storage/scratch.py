@@ -52,18 +52,6 @@ def edited_object(store: Store, name: str) -> Iterator[Path]:
             store.write(name, LocalStore(path.parent).read(path.name))
 
 
-@contextmanager
-def folder_path(store: Store) -> Iterator[Path]:
-    """The path of a folder with all objects of a store, to be read while the block runs: its own, or that of a copy."""
-    if isinstance(store, LocalStore):
-        yield store.folder
-        return
-    with tempfile.TemporaryDirectory(prefix="ft_ckpt-") as folder:
-        for each in store.list():
-            LocalStore(Path(folder)).write(each.name, store.read(each.name))
-        yield Path(folder)
-
-
 def _scratch_folder() -> str:
     """Where files are made that are read back at once: in memory where there is plenty, since training waits."""
     with suppress(OSError):

@@ -8,10 +8,15 @@ or UnreadableError while reading, TargetError, NoSpaceError or NameTakenError wh
 from collections.abc import Iterable
 from contextlib import closing
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from ft_ckpt.errors import ConfigError, CorruptError, damaged_input
 from ft_ckpt.storage.paths import is_inside
+
+if TYPE_CHECKING:
+    from ft_ckpt.storage.local_file import MappedBytes
+
+MOST_TEXT_BYTES = 256 << 20  # of a config, an index or another document that is read whole
 
 
 @dataclass(frozen=True)
@@ -49,12 +54,22 @@ class Readable(Protocol):
     size_bytes: int
     version: str
 
+    @property
+    def where(self) -> str:
+        """The object as people write it, for messages."""
+        ...
+
+    @property
+    def can_map(self) -> bool:
+        """Whether its bytes can be mapped; else every range is read from afar."""
+        ...
+
     def read_into(self, memory: memoryview, start: int = 0) -> None:
         """Fill `memory` with the bytes from `start` on. Raises CorruptError when there are not as many."""
         ...
 
-    def map(self) -> memoryview | None:
-        """All bytes without a copy, valid until `close`; None where the store cannot map."""
+    def map(self) -> "MappedBytes | None":
+        """All bytes without a copy, as memory whose changes reach nobody; None where the system gives no mapping."""
         ...
 
     def check(self) -> None:
@@ -93,6 +108,11 @@ class Store(Protocol):
     @property
     def identity(self) -> str:
         """The one name of this store: equal for two that are reached by different links."""
+        ...
+
+    @property
+    def parent(self) -> "Store | None":
+        """The store that this one is a folder of; None at the top."""
         ...
 
     def within(self, folder: str) -> "Store":
@@ -171,8 +191,8 @@ def checked_name(name: str) -> str:
     return name
 
 
-def read_text(store: Store, name: str, limit_bytes: int) -> str:
-    """The UTF-8 text of an object.
+def read_text(store: Store, name: str, limit_bytes: int = MOST_TEXT_BYTES, errors: str = "strict") -> str:
+    """The UTF-8 text of an object; `errors` as for `bytes.decode`.
 
     Raises MissingError when it is not there, UnreadableError when it cannot be read now, CorruptError when it is
     something else, or larger than `limit_bytes`.
@@ -183,7 +203,7 @@ def read_text(store: Store, name: str, limit_bytes: int) -> str:
             raise CorruptError(f"{found}; use another copy")
         content = read_range(file, 0, limit_bytes)
     with damaged_input(store.where(name)):
-        return content.decode("utf-8")
+        return content.decode("utf-8", errors)
 
 
 def read_range(file: Readable, start: int, size_bytes: int) -> bytes:

@@ -25,6 +25,7 @@ from ft_ckpt.distributed.ranks import Ranks, current_ranks, try_action
 from ft_ckpt.errors import CheckpointError, RankError
 from ft_ckpt.formats.dtypes import dtype_of
 from ft_ckpt.formats.layout import ITEM_BYTES, Spec, TensorFile
+from ft_ckpt.storage.local_store import LocalStore
 from ft_ckpt.training.exchange import exchange
 from ft_ckpt.training.state_files import ResumePoint, StoredTensors, open_resume_point
 
@@ -184,7 +185,7 @@ def _remote_checkpoint(found: CheckpointFacts, sent: _Sent, ranks: Ranks, far: t
     for part in manifest.parts:
         specs = {tensor.name: Spec(tensor.name, tensor.shape, tensor.dtype) for tensor in part.tensors}
         files[part.path] = RemoteFile(part.path, specs, sent.serving_id, ranks)
-    held = OpenCheckpoint(path, path, manifest, found.identity)
+    held = OpenCheckpoint(LocalStore(path), LocalStore(path), manifest, found.identity)
     return ResumePoint(held, dict(sent.document), StoredTensors(held, files.__getitem__), far)
 
 

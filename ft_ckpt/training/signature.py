@@ -11,9 +11,9 @@ import pickle
 import sys
 from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable, Hashable, Iterable, Mapping
+from contextlib import suppress
 from enum import Enum
 from functools import partial
-from pathlib import Path
 from types import BuiltinFunctionType, FunctionType, MappingProxyType
 from typing import Any, TypeVar
 
@@ -24,7 +24,8 @@ from torch.distributed.tensor import DTensor
 from ft_ckpt.distributed.added_state import is_plain
 from ft_ckpt.distributed.inventory import Inventory, ModuleRow
 from ft_ckpt.distributed.wrappers import hides_tensors
-from ft_ckpt.errors import SelectionError
+from ft_ckpt.errors import CheckpointError, SelectionError
+from ft_ckpt.storage.place import Place, open_place
 from ft_ckpt.training.optimizers import unwrap_optimizer
 
 T = TypeVar("T")
@@ -267,13 +268,19 @@ def _base_config_facts(place: Any) -> Any:
     """What tells whether the config at `place`, a folder or a name on the Hub, is still the same on this disk."""
     if not isinstance(place, str) or not place:
         return None
-    file: Any = Path(place, "config.json") if Path(place).is_dir() else None
-    if file is None:
-        from huggingface_hub import try_to_load_from_cache
-
-        file = try_to_load_from_cache(place, "config.json")
     try:
-        status = Path(file).stat()
+        folder = open_place(place)
+        file: Any = Place(folder.folder, "config.json") if folder.is_folder else None
+        if file is None:
+            from huggingface_hub import try_to_load_from_cache
+
+            file = open_place(try_to_load_from_cache(place, "config.json"))  # type: ignore[arg-type]  # or the errors below
+        return place, str(file), file.store.stat(file.name)
     except (OSError, TypeError, ValueError):
-        return place, Path(place).exists()
-    return place, str(file), status.st_ino, status.st_size, status.st_mtime_ns
+        return place, _is_here(place)
+
+
+def _is_here(place: str) -> bool:
+    with suppress(CheckpointError):
+        return open_place(place).exists
+    return False

@@ -76,7 +76,7 @@ class StoredTensors:
             raise LoadError(f"{name}: not among the tensors of the checkpoint {self._held.path}")
         if place not in self._open:
             open_file = format_named(self._formats[part]).open_file
-            self._open[place] = self._remote(part) if self._remote else open_file(self._held.folder / place)
+            self._open[place] = self._remote(part) if self._remote else open_file(self._held.store.open(place))
         return self._open[place]
 
     def state_names(self, prefix: str) -> frozenset[str]:

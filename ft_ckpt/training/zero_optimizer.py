@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ft_ckpt.distributed.sharding import ReplicatedSharding
 from ft_ckpt.distributed.tensor_info import Source, state_source
-from ft_ckpt.distributed.zero import Partition, Place, changed_with_steps, zero_partitions
+from ft_ckpt.distributed.zero import Partition, Slot, changed_with_steps, zero_partitions
 from ft_ckpt.errors import LoadError, SelectionError, listing
 from ft_ckpt.formats.dtypes import dtype_name, dtype_of
 from ft_ckpt.model.json_values import decode_value, encode_value
@@ -236,12 +236,12 @@ def _restore_scaler(optimizer: Any, stored: Mapping[str, Any]) -> None:
             setattr(optimizer.loss_scaler, key, value)
 
 
-def _run_source(place: Place, key: str, buffer: Tensor) -> Source:
+def _run_source(place: Slot, key: str, buffer: Tensor) -> Source:
     """The source of a parameter's run in a buffer that is cut like the partition."""
     return state_source(place.owner, key, place.owner.shape, "zero", place.sharding, buffer, place.local_run(buffer))
 
 
-def _whole_source(place: Place, key: str, tensor: Tensor) -> Source:
+def _whole_source(place: Slot, key: str, tensor: Tensor) -> Source:
     """The source of a tensor that every rank has whole, such as a number of steps."""
     shape = tuple(tensor.shape)
     return state_source(place.owner, key, shape, "plain", ReplicatedSharding(shape), tensor, tensor.detach())
@@ -312,7 +312,7 @@ def _init_inner_state(base: Any, partition: Partition) -> None:
     master.data.copy_(before)
 
 
-def _restored_number(key: str, live: Any, kept: Mapping[Place, dict[str, Any]], fill: Callable[[Source], Any]) -> Any:
+def _restored_number(key: str, live: Any, kept: Mapping[Slot, dict[str, Any]], fill: Callable[[Source], Any]) -> Any:
     """The one number, such as the step, that all parameters of a partition share, in the form of `live`."""
     numbers = {place.owner.name: _stored_number(place, key, entries[key], fill) for place, entries in kept.items()}
     first, value = next(iter(numbers.items()))
@@ -327,7 +327,7 @@ def _restored_number(key: str, live: Any, kept: Mapping[Place, dict[str, Any]], 
     return int(value) if type(live) is int else value
 
 
-def _stored_number(place: Place, key: str, entry: Any, fill: Callable[[Source], Any]) -> Any:
+def _stored_number(place: Slot, key: str, entry: Any, fill: Callable[[Source], Any]) -> Any:
     if "dtype" not in entry:
         return decode_value(entry["value"])
     source = _whole_source(place, key, torch.zeros(entry["shape"], dtype=dtype_of(entry["dtype"])))
@@ -335,7 +335,7 @@ def _stored_number(place: Place, key: str, entry: Any, fill: Callable[[Source], 
     return source.live.item()
 
 
-def _read_run(place: Place, key: str, dtype: torch.dtype, into: Tensor, fills: _Fills) -> None:
+def _read_run(place: Slot, key: str, dtype: torch.dtype, into: Tensor, fills: _Fills) -> None:
     """Read this rank's run of a tensor stored as `dtype` into its place in the flat buffer `into`."""
     source = _run_source(place, key, into)
     if source.local is None or dtype == into.dtype:

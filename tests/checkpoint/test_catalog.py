@@ -22,7 +22,7 @@ from ft_ckpt.errors import CorruptError, ManifestError, NotACheckpointError, Unr
 from ft_ckpt.formats.safetensors import read_header
 from ft_ckpt.retention import Keep
 from ft_ckpt.storage.digests import FileRecord, digest_of
-from ft_ckpt.storage.local_store import open_local_file
+from ft_ckpt.storage.local_file import open_local_file
 
 
 @pytest.fixture

@@ -13,6 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from launch import run_cases
+from opened import raw_file
 from safetensors.torch import save_file
 
 import ft_ckpt
@@ -21,10 +22,13 @@ from ft_ckpt.distributed.read_shards import WantedTensor, fill_all
 from ft_ckpt.distributed.sharding import Box, ReplicatedSharding
 from ft_ckpt.distributed.tensor_info import TensorInfo
 from ft_ckpt.errors import CorruptError, LoadError
-from ft_ckpt.formats import mapped_file, safetensors_file
+from ft_ckpt.formats import raw_file as raw_files
+from ft_ckpt.formats import safetensors_file
 from ft_ckpt.formats.hdf5 import hdf5_file
 from ft_ckpt.formats.read_files import read_onto
 from ft_ckpt.model.open_weights import fetching_weights
+from ft_ckpt.storage import read_ahead
+from ft_ckpt.storage.local_store import LocalStore
 
 DTYPES = [torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.uint8, torch.complex64, torch.float8_e4m3fn]
 FAN_OUT = ["same/ddp/llama", "same/ddp/mixtral", "same/fsdp1/llama", "same/fsdp2/qwen3", "cut_short"]
@@ -100,9 +104,9 @@ def stored(tensors, kind, folder):
     """The open file of `kind` with these tensors."""
     if kind == "h5":
         ft_ckpt.save(tensors, folder / "x.h5")
-        return hdf5_file.open_hdf5(folder / "x.h5")
+        return hdf5_file.open_hdf5(raw_file(folder / "x.h5"))
     save_file(tensors, folder / "x.safetensors")
-    file = safetensors_file.open_safetensors(folder / "x.safetensors")
+    file = safetensors_file.open_safetensors(raw_file(folder / "x.safetensors"))
     return Converted(file) if kind == "converted" else file
 
 
@@ -212,7 +216,7 @@ def test_onto_a_device(tmp_path, kind):
 
 @pytest.mark.parametrize("direct", ["auto", "on", "off"])
 def test_a_file_read_in_gives_what_a_mapped_one_gives(tmp_path, direct, monkeypatch):
-    monkeypatch.setattr(mapped_file, "MAP_BYTES", 100)
+    monkeypatch.setattr(raw_files, "MAP_BYTES", 100)
     full = {f"t{n}": values((size,), torch.uint8, n) for n, size in enumerate([1, 99, 100, 5000, (9 << 20) + 1])}
     file = stored(full, "safetensors", tmp_path)
     assert file.raw.read_in(threads=3, direct=direct)
@@ -248,9 +252,9 @@ class Net(torch.nn.Module):
 def test_load_model_reads_what_is_cold_and_maps_the_rest(tmp_path, monkeypatch, mapped, in_cache, expected):
     net = Net()
     ft_ckpt.CheckpointSaver().save(net, tmp_path / "net")
-    monkeypatch.setattr(mapped_file, "_LEAST_READ_BYTES", 1)
+    monkeypatch.setattr(read_ahead, "_LEAST_WHOLE_BYTES", 1)
     monkeypatch.setattr(
-        mapped_file, "cached_bytes", lambda _, start, size: None if in_cache is None else in_cache * size
+        read_ahead, "cached_bytes", lambda _, start, size: None if in_cache is None else in_cache * size
     )
     model, report = ft_ckpt.load_model(tmp_path / "net", mapped=mapped, with_report=True)
     assert report.zero_copy is expected
@@ -261,17 +265,17 @@ def test_load_model_reads_what_is_cold_and_maps_the_rest(tmp_path, monkeypatch, 
 
 def test_ranks_of_one_machine_share_the_page_cache(tmp_path, monkeypatch):
     ft_ckpt.CheckpointSaver().save(Net(), tmp_path / "net")
-    monkeypatch.setattr(mapped_file, "_LEAST_READ_BYTES", 1)
-    monkeypatch.setattr(mapped_file, "cached_bytes", lambda *_: 0)
+    monkeypatch.setattr(read_ahead, "_LEAST_WHOLE_BYTES", 1)
+    monkeypatch.setattr(read_ahead, "cached_bytes", lambda *_: 0)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     assert ft_ckpt.load_model(tmp_path / "net", with_report=True)[1].zero_copy
 
 
 def test_no_memory_for_a_cold_file_maps_it(tmp_path, monkeypatch):
     ft_ckpt.CheckpointSaver().save(Net(), tmp_path / "net")
-    monkeypatch.setattr(mapped_file, "_LEAST_READ_BYTES", 1)
-    monkeypatch.setattr(mapped_file, "cached_bytes", lambda *_: 0)
-    monkeypatch.setattr(mapped_file, "_available_bytes", lambda: 1 << 20)
+    monkeypatch.setattr(read_ahead, "_LEAST_WHOLE_BYTES", 1)
+    monkeypatch.setattr(read_ahead, "cached_bytes", lambda *_: 0)
+    monkeypatch.setattr(read_ahead, "_available_bytes", lambda: 1 << 20)
     assert ft_ckpt.load_model(tmp_path / "net", with_report=True)[1].zero_copy
 
 
@@ -279,14 +283,14 @@ def test_files_are_read_beside_the_block_and_not_after_it(tmp_path, monkeypatch)
     file, full = tmp_path / "x.safetensors", {"a": values((40 << 20,), torch.uint8)}
     save_file(full, file)
     before = set(Path("/proc/self/fd").iterdir())
-    with fetching_weights([file], mapped=False) as tensors:
+    with fetching_weights(LocalStore(tmp_path), ["x.safetensors"], mapped=False) as tensors:
         assert same(tensors()[0]["a"], full["a"])
-    monkeypatch.setattr(mapped_file.RawFile, "is_cold", lambda file: is_over.wait(60))
+    monkeypatch.setattr(raw_files.RawFile, "is_cold", lambda file: is_over.wait(60))
     is_over = threading.Event()
     monkeypatch.setattr(
-        mapped_file.RawFile, "close", lambda file, close=mapped_file.RawFile.close: (close(file), is_over.set())
+        raw_files.RawFile, "close", lambda file, close=raw_files.RawFile.close: (close(file), is_over.set())
     )
-    with pytest.raises(ZeroDivisionError), fetching_weights([file]) as tensors:
+    with pytest.raises(ZeroDivisionError), fetching_weights(LocalStore(tmp_path), ["x.safetensors"]) as tensors:
         1 / 0  # noqa: B018
     with pytest.raises(CorruptError, match="closed"):
         tensors()

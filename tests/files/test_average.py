@@ -17,8 +17,8 @@ from transformers import AutoModelForCausalLM
 import ft_ckpt
 from ft_ckpt import CheckpointSaver, Keep, SaverConfig, average, latest, verify
 from ft_ckpt.checkpoint.catalog import read_manifest
-from ft_ckpt.errors import ConfigError, LoadError, SelectionError
-from ft_ckpt.files.average import normalized_weights
+from ft_ckpt.errors import ConfigError, CorruptError, LoadError, SelectionError
+from ft_ckpt.files.average import normalized_weights, parse_weights
 
 
 def saved(folder, seed, **settings):
@@ -148,17 +148,55 @@ def test_of_a_run_and_no_moment_of_it(tmp_path):
 @pytest.mark.parametrize(
     ("sources", "settings", "words"),
     [
-        (1, {}, "two or more"),
+        (1, {}, r"^1 source given: an average is of two or more"),
+        (0, {}, r"^0 sources given"),
         (2, {"weights": [1]}, "expected 2 finite numbers"),
         (2, {"weights": [1, -1]}, "whose sum is not 0"),
         (2, {"weights": [1, float("nan")]}, "finite"),
-        (2, {"last": 2}, "expected one run's folder"),
+        (2, {"last": 2}, "last=2 with 2 sources: expected one run's folder"),
         (1, {"last": 4}, "1 valid checkpoint"),
     ],
 )
 def test_what_cannot_be_asked_for(three, tmp_path, sources, settings, words):
     with pytest.raises(ConfigError, match=words):
         average(three[:sources], tmp_path / "out", **settings)
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("made", ["nothing", "an average"])
+def test_a_run_without_checkpoints_says_so(three, tmp_path, made):
+    (tmp_path / "run").mkdir()
+    if made == "an average":
+        average(three, tmp_path / "run" / "averaged", progress=False)
+    with pytest.raises(ConfigError, match=r"run: no checkpoints of a run in it, 2 are wanted; give the folder that a"):
+        average([tmp_path / "run"], tmp_path / "out", last=2)
+
+
+@pytest.mark.parametrize("text", ["1,two", "", "1,,2", "1;2"])
+def test_weights_that_are_no_numbers(text):
+    with pytest.raises(ConfigError, match="expected numbers with commas between them, as in '1,2,1'"):
+        parse_weights(text)
+    assert (parse_weights(None), parse_weights("1,2.5")) == (None, [1.0, 2.5])
+
+
+def test_a_type_that_was_asked_for_is_reported(three, tmp_path):
+    report = average(three, tmp_path / "out", dtype="bfloat16", progress=False)
+    assert report.casts == {"float32->bfloat16": report.tensors}
+    assert read_manifest(tmp_path / "out").parts[0].casts == report.casts
+    assert average(three, tmp_path / "plain", dtype="float32", progress=False).casts == {}
+
+
+@pytest.mark.parametrize("text", [None, "{", "[]", "\xff"])
+def test_settings_of_adapters_that_are_none(tmp_path, text):
+    adapted = models.lora(models.build("llama"))
+    for name in ("a0", "a1"):
+        adapted.save_pretrained(tmp_path / name)
+    if text is None:
+        (tmp_path / "a1" / "adapter_config.json").unlink()
+    else:
+        (tmp_path / "a1" / "adapter_config.json").write_bytes(text.encode("latin-1"))
+    with pytest.raises(CorruptError, match=r"a1/adapter_config\.json: "):
+        average([tmp_path / "a0", tmp_path / "a1"], tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from contract_format import equal, state
+from opened import raw_file
 from places import HELPERS
 from seeds import chosen_seed
 from test_hdf5 import FUZZ
@@ -45,7 +46,7 @@ def test_every_type_comes_back(compression, shuffle, tmp_path):
     obj = {dtype: bits(dtype, 700, 23) for dtype in cerebras_write.DTYPES if hasattr(torch, dtype)}
     save(obj, tmp_path / "x.h5", compression=compression, shuffle=shuffle)
     found = load(tmp_path / "x.h5", verify=True)
-    file = hdf5_file.open_hdf5(tmp_path / "x.h5")
+    file = hdf5_file.open_hdf5(raw_file(tmp_path / "x.h5"))
     assert set(file.readers) == set(obj)
     same(found, obj)
 
@@ -175,7 +176,7 @@ def test_rewritten_by_the_hdf5_library_it_is_still_read(compression, shuffle, tm
 
 def test_a_damaged_chunk_is_named(tmp_path):
     save({"x": torch.arange(99_999)}, tmp_path / "x.h5", compression="zstd")
-    index = hdf5_file.open_hdf5(tmp_path / "x.h5").index
+    index = hdf5_file.open_hdf5(raw_file(tmp_path / "x.h5")).index
     with (tmp_path / "x.h5").open("r+b") as file:
         file.seek(index.start("x") + 100)
         file.write(b"damage")

@@ -8,6 +8,7 @@ import pickles
 import pytest
 import torch
 import torch.distributed.checkpoint as torch_dcp
+from buckets import in_bucket
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from launch import run_cases
@@ -17,6 +18,7 @@ import ft_ckpt
 from ft_ckpt.errors import CheckpointError, CorruptError, LoadError
 from ft_ckpt.files.convert import convert
 from ft_ckpt.formats import dcp
+from ft_ckpt.storage.place import open_place
 
 CASES = ("fsdp2/llama", "tensor_parallel/llama")
 
@@ -31,9 +33,10 @@ def written(tmp_path_factory):
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_every_tensor_is_put_together(written, case):
+@pytest.mark.parametrize("where", [open_place, in_bucket])
+def test_every_tensor_is_put_together(written, case, where):
     truth = load_file(written / case / "truth.safetensors")
-    file = dcp.open_dcp(written / case / "saved")
+    file = dcp.open_dcp(where(written / case / "saved"))
     assert {name for name in file.specs if name.startswith("model.")} == set(truth)
     assert any(len(boxes) > 1 for boxes in file.boxes.values()), "nothing was sharded"
     assert any("optimizer" in name for name in file.specs)
@@ -44,7 +47,7 @@ def test_every_tensor_is_put_together(written, case):
 
 @pytest.mark.parametrize("case", CASES)
 def test_any_slice_is_that_of_the_whole(written, case):
-    file = dcp.open_dcp(written / case / "saved")
+    file = dcp.open_dcp(open_place(written / case / "saved"))
     for name, spec in file.specs.items():
         whole = file.read(name)
         for start, stop in [(0, 1), (1, 5), (spec.shape[-1] - 1 if spec.shape else 0, whole.numel()), (7, 7), (30, 75)]:
@@ -81,7 +84,7 @@ def plain(tmp_path):
 
 def test_every_type_and_shape(plain):
     folder, state = plain
-    file = dcp.open_dcp(folder)
+    file = dcp.open_dcp(open_place(folder))
     assert {name: (spec.shape, spec.dtype) for name, spec in file.specs.items()} == {
         name: (tuple(tensor.shape), str(tensor.dtype)[6:]) for name, tensor in state.items()
     }
@@ -115,7 +118,7 @@ def test_metadata_are_not_run(plain, tmp_path, way):
     metadata.planner_data = pickles.evil(mark)[way]
     (folder / ".metadata").write_bytes(pickle.dumps(metadata))
     with pytest.raises(LoadError, match=r"saved/\.metadata: refers to"):
-        dcp.open_dcp(folder)
+        dcp.open_dcp(open_place(folder))
     assert not mark.exists()
 
 
@@ -124,7 +127,7 @@ def test_missing_files_are_named(plain):
     (data,) = folder.glob("*.distcp")
     data.rename(folder / "elsewhere")
     with pytest.raises(CorruptError, match=r"__0_0\.distcp is missing"):
-        dcp.open_dcp(folder)
+        dcp.open_dcp(open_place(folder))
 
 
 def test_parts_that_do_not_fill_their_tensor_are_refused(plain):
@@ -133,7 +136,7 @@ def test_parts_that_do_not_fill_their_tensor_are_refused(plain):
     metadata.state_dict_metadata["float32"].size = torch.Size([5, 3])
     (folder / ".metadata").write_bytes(pickle.dumps(metadata))
     with pytest.raises(CorruptError, match=r"float32: its stored parts do not fill \[5, 3\]"):
-        dcp.open_dcp(folder)
+        dcp.open_dcp(open_place(folder))
 
 
 def test_a_place_outside_the_folder_is_refused(plain):
@@ -145,7 +148,7 @@ def test_a_place_outside_the_folder_is_refused(plain):
         info.relative_path = "../outside.distcp"
     (folder / ".metadata").write_bytes(pickle.dumps(metadata))
     with pytest.raises(CorruptError, match="outside"):
-        dcp.open_dcp(folder)
+        dcp.open_dcp(open_place(folder))
 
 
 @settings(max_examples=60, deadline=None)
@@ -160,7 +163,7 @@ def test_damaged_metadata_give_an_error_or_whole_tensors(tmp_path_factory, data)
         content[at % len(content)] = data.draw(st.integers(0, 255))
     (folder / name).write_bytes(content)
     try:
-        file = dcp.open_dcp(folder)
+        file = dcp.open_dcp(open_place(folder))
         for spec in file.specs.values():
             assert file.read(spec.name).nbytes == spec.size_bytes
     except CheckpointError:

@@ -15,6 +15,7 @@ from contract_format import equal, state
 from golden_files import FILES, HERE
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from opened import raw_file
 from places import HELPERS
 from seeds import chosen_seed
 
@@ -50,7 +51,7 @@ def test_large_tensors_lie_on_pages_and_small_ones_behind_them():
 
 def test_the_layout_tells_the_library_where_the_bytes_are(tmp_path):
     save(state(), tmp_path / "x.h5")
-    index = hdf5_file.open_hdf5(tmp_path / "x.h5").index
+    index = hdf5_file.open_hdf5(raw_file(tmp_path / "x.h5")).index
     with h5py.File(tmp_path / "x.h5") as file:
         for name, spec in index.specs.items():
             data = file["/".join(cerebras_write.dataset_path(name))]
@@ -63,7 +64,7 @@ def test_metadata_comes_back(tmp_path):
     (tmp_path / "x.h5").write_bytes(
         layout.header + bytes(layout.trailer_start - len(layout.header)) + layout.trailer({})
     )
-    assert hdf5_file.open_hdf5(tmp_path / "x.h5").index.metadata == {"format": "pt"}
+    assert hdf5_file.open_hdf5(raw_file(tmp_path / "x.h5")).index.metadata == {"format": "pt"}
 
 
 def test_types_that_are_not_known_are_refused():
@@ -123,7 +124,7 @@ def test_changed_by_another_program(tmp_path):
 def test_damaged_values_are_found_by_their_digest(tmp_path):
     save(state(), tmp_path / "x.h5")
     content = bytearray((tmp_path / "x.h5").read_bytes())
-    content[hdf5_file.open_hdf5(tmp_path / "x.h5").index.start("steps")] ^= 1
+    content[hdf5_file.open_hdf5(raw_file(tmp_path / "x.h5")).index.start("steps")] ^= 1
     (tmp_path / "x.h5").write_bytes(content)
     with pytest.raises(CorruptError, match="steps is damaged"):
         load(tmp_path / "x.h5", verify=True)["steps"].clone()

@@ -6,6 +6,7 @@ import library_files
 import pickles
 import pytest
 import torch
+from buckets import in_bucket
 from library_files import numbered
 
 import ft_ckpt
@@ -14,6 +15,7 @@ from ft_ckpt.files.convert import open_source
 from ft_ckpt.formats import dcp
 from ft_ckpt.formats.layout import Spec
 from ft_ckpt.formats.lightning import SkippedValue
+from ft_ckpt.storage.place import open_place
 
 GOLDEN = library_files.FOLDER / "lightning.ckpt"
 WEIGHTS = {
@@ -41,8 +43,9 @@ def lightning_like(path, settings, weights=None):
     return path
 
 
-def test_its_tensors_are_the_weights():
-    file = open_source(GOLDEN)
+@pytest.mark.parametrize("where", [open_place, in_bucket])
+def test_its_tensors_are_the_weights(where):
+    file = open_source(where(GOLDEN))
     check_weights({name: file.read(name).view(spec.shape) for name, spec in file.specs.items()}, WEIGHTS)
     assert file.ties == {"tied.weight": "model.0.weight", "tied.bias": "model.0.bias"}
 

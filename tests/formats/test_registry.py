@@ -8,6 +8,7 @@ import sys
 import models
 import pytest
 import torch
+from opened import raw_file
 from places import ROOT
 
 import ft_ckpt
@@ -17,7 +18,6 @@ from ft_ckpt.errors import ConfigError
 from ft_ckpt.formats import registry
 from ft_ckpt.formats.detect import detect_format
 from ft_ckpt.formats.layout import Layout
-from ft_ckpt.formats.mapped_file import RawFile
 from ft_ckpt.formats.registry import TensorFormat, format_named, register_format, tensor_formats
 from ft_ckpt.formats.tensor_file import IndexedFile
 from ft_ckpt.formats.tensor_index import TensorIndex
@@ -37,8 +37,7 @@ def lay_out_tiny(specs, metadata, ties):
     return Layout(header, tuple(specs), tuple(len(header) + start for start in starts), len(header) + at)
 
 
-def open_tiny(path, mapped=True, verify=False):
-    raw = RawFile(path, mapped)
+def open_tiny(raw, verify=False):
     size = int.from_bytes(raw.bytes(4, 8), "little")
     table = json.loads(raw.bytes(12, size))
     rows = {name: [dtype, shape, start, "", leaf] for leaf, (name, dtype, shape, start) in enumerate(table)}
@@ -65,7 +64,7 @@ def test_a_new_format_saves_and_loads_models(tiny, tmp_path, name, shard):
     assert {part.format for part in manifest.parts} == {"tiny"}
     files = {tensor.file for tensor in manifest.parts[0].tensors}
     assert (len(files) > 1) == (shard != "50GB")
-    assert {detect_format(report.path / file).name for file in files} == {"tiny"}
+    assert {detect_format(raw_file(report.path / file)).name for file in files} == {"tiny"}
     assert ft_ckpt.verify(report.path).ok
     torch.testing.assert_close(logits(ft_ckpt.load_model(report.path)), logits(model), rtol=0, atol=1e-6)
 

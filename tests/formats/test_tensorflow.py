@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import torch
+from buckets import in_bucket
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -10,6 +11,7 @@ from ft_ckpt.errors import CheckpointError, ConfigError, CorruptError, Selection
 from ft_ckpt.files.convert import convert
 from ft_ckpt.formats import tensorflow
 from ft_ckpt.formats.layout import ITEM_BYTES, Spec
+from ft_ckpt.storage.place import open_place
 
 DTYPES = sorted(tensorflow.DTYPES)
 
@@ -50,7 +52,7 @@ def test_every_type_is_read_by_tensorflow_and_by_us(tf, tmp_path):
     shapes = {name: tuple(shape) for name, shape in reader.get_variable_to_shape_map().items()}
     assert shapes == {name: tuple(tensor.shape) for name, tensor in tensors.items()}
     assert {name: bits(reader.get_tensor(name)) for name in tensors} == {n: raw(t) for n, t in tensors.items()}
-    file = tensorflow.open_tensorflow(tmp_path)
+    file = tensorflow.open_tensorflow(open_place(tmp_path))
     for name, tensor in tensors.items():
         assert file.specs[name] == Spec(name, tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."))
         assert raw(file.read(name)) == raw(tensor), name
@@ -65,13 +67,24 @@ def test_any_shards_hold_the_same(tf, tmp_path_factory, shape, shard, data):
     write(folder, {"a": tensor, "b": filled("int64", 5)}, shard)
     low = data.draw(st.integers(0, tensor.numel()))
     high = data.draw(st.integers(low, tensor.numel()))
-    assert raw(tensorflow.open_tensorflow(folder).read("a", low, high)) == raw(tensor.reshape(-1)[low:high])
+    assert raw(tensorflow.open_tensorflow(open_place(folder)).read("a", low, high)) == raw(tensor.reshape(-1)[low:high])
+
+
+def test_a_bucket_is_read_through_a_copy_that_goes_with_the_file(tf, tmp_path, monkeypatch):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "room"))
+    (tmp_path / "room").mkdir()
+    tensor = filled("float32", 300, 3)
+    write(tmp_path / "out", {"a": tensor})
+    file = tensorflow.open_tensorflow(in_bucket(tmp_path / "out"))
+    assert raw(file.read("a", 3, 9)) == raw(tensor.reshape(-1)[3:9])
+    file.close()
+    assert not list((tmp_path / "room").iterdir())
 
 
 def test_variables_of_keras_are_read(tf, tmp_path):
     variables = {"w": tf.Variable([[1.0, 2.0]]), "h": tf.Variable(tf.constant([3.0], tf.bfloat16))}
     prefix = tf.train.Checkpoint(**variables).write(str(tmp_path / "own"))
-    file = tensorflow.open_tensorflow(prefix)
+    file = tensorflow.open_tensorflow(open_place(prefix))
     assert file.read("w/.ATTRIBUTES/VARIABLE_VALUE").tolist() == [1.0, 2.0]
     assert file.read("h/.ATTRIBUTES/VARIABLE_VALUE").dtype == torch.bfloat16
     assert file.skipped == ["_CHECKPOINTABLE_OBJECT_GRAPH: string"]
@@ -96,10 +109,10 @@ def test_damage_is_noticed(tf, tmp_path):
     content[7] ^= 1
     data.write_bytes(content)
     with pytest.raises(CorruptError, match="a cannot be read"):
-        tensorflow.open_tensorflow(tmp_path).read("a")
+        tensorflow.open_tensorflow(open_place(tmp_path)).read("a")
     next(tmp_path.glob("*.index")).write_bytes(b"no index")
     with pytest.raises(CheckpointError):
-        tensorflow.open_tensorflow(tmp_path)
+        tensorflow.open_tensorflow(open_place(tmp_path))
 
 
 # Without TensorFlow too
@@ -114,7 +127,7 @@ def test_it_says_what_to_install(tmp_path, monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "tensorflow", None)
     (tmp_path / "x.ckpt.index").touch()
     with pytest.raises(ConfigError, match=r"pip install 'ft_ckpt\[tensorflow\]'"):
-        tensorflow.open_tensorflow(tmp_path / "x.ckpt")
+        tensorflow.open_tensorflow(open_place(tmp_path / "x.ckpt"))
 
 
 def test_a_prefix_that_leads_out_of_the_folder_is_not_followed(tmp_path):
@@ -122,4 +135,4 @@ def test_a_prefix_that_leads_out_of_the_folder_is_not_followed(tmp_path):
     (tmp_path / "run").mkdir()
     for prefix in (str(tmp_path / "elsewhere"), "../elsewhere"):
         (tmp_path / "run" / "checkpoint").write_text(f'model_checkpoint_path: "{prefix}"\n')
-        assert tensorflow.bundle_prefix(tmp_path / "run") is None
+        assert tensorflow.bundle_prefix(open_place(tmp_path / "run")) is None

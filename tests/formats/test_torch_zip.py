@@ -13,13 +13,13 @@ import torch
 from contract_format import bytes_of, filled
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from opened import raw_file
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ft_ckpt.errors import CheckpointError, CorruptError, LoadError, SelectionError
 from ft_ckpt.files.objects import load
 from ft_ckpt.formats import torch_file
 from ft_ckpt.formats.layout import ITEM_BYTES, Spec
-from ft_ckpt.formats.mapped_file import RawFile
 from ft_ckpt.formats.torch_pickle import TensorPlace, named_leaves
 from ft_ckpt.formats.torch_pickle import load_torch_zip as stored_in
 
@@ -61,7 +61,7 @@ def test_every_tensor_torch_saves_is_read(tmp_path_factory, dtype, shape, view, 
     path = tmp_path_factory.mktemp("read") / "x.pt"
     tensor = views[view](filled(shape, dtype))
     torch.save({"a": {"é/b.c": tensor}}, path)
-    file = torch_file.open_torch_file(path)
+    file = torch_file.open_torch_file(raw_file(path))
     assert file.specs == {"a.é/b.c": spec_of("a.é/b.c", tensor)}
     assert bytes_of(file.read("a.é/b.c")) == bytes_of(tensor)
     assert bytes_of(file.read("a.é/b.c", cut // 2, cut)) == bytes_of(tensor.reshape(-1)[cut // 2 : cut])
@@ -95,7 +95,7 @@ def test_beyond_4_gib_every_place_is_where_torch_has_it(tmp_path):
     tensors = {f"t{i}": torch.empty(size, dtype=torch.uint8) for i, size in enumerate(sizes)}  # pages never touched
     with torch.serialization.skip_data():
         torch.save(tensors, tmp_path / "sparse.pt")
-    theirs = stored_in(RawFile(tmp_path / "sparse.pt"))
+    theirs = stored_in(raw_file(tmp_path / "sparse.pt"))
     archive = torch_file.lay_out_torch([spec_of(name, tensor) for name, tensor in tensors.items()], {})
     assert list(archive.starts) == [theirs[name].start for name in tensors]
 
@@ -103,7 +103,7 @@ def test_beyond_4_gib_every_place_is_where_torch_has_it(tmp_path):
 def test_tied_tensors_are_found_and_written_once(tmp_path):
     shared = torch.randn(4, 4)
     torch.save({"one": shared, "view": shared[1:], "two": shared, "other": shared.t()}, tmp_path / "x.pt")
-    file = torch_file.open_torch_file(tmp_path / "x.pt")
+    file = torch_file.open_torch_file(raw_file(tmp_path / "x.pt"))
     assert (list(file.specs), file.ties) == (["one", "view", "other"], {"two": "one"})
     write(tmp_path / "y.pt", {"one": shared}, {"two": "one"})
     loaded = torch.load(tmp_path / "y.pt")
@@ -113,7 +113,7 @@ def test_tied_tensors_are_found_and_written_once(tmp_path):
 def test_what_is_no_tensor_is_named(tmp_path):
     state = {"w": torch.ones(1), "step": 7, "lr": [0.1, None], "names": ("a", b"b", b""), "size": torch.Size([2])}
     torch.save(state, tmp_path / "x.pt")
-    file = torch_file.open_torch_file(tmp_path / "x.pt")
+    file = torch_file.open_torch_file(raw_file(tmp_path / "x.pt"))
     assert list(file.specs) == ["w"]
     assert file.skipped == (
         "step: int",
@@ -129,7 +129,7 @@ def test_what_is_no_tensor_is_named(tmp_path):
 def test_names_that_flatten_alike_are_refused(tmp_path):
     torch.save({"a": {"b": torch.ones(1)}, "a.b": torch.ones(2)}, tmp_path / "x.pt")
     with pytest.raises(LoadError, match=r"a\.b: names of several tensors"):
-        torch_file.open_torch_file(tmp_path / "x.pt")
+        torch_file.open_torch_file(raw_file(tmp_path / "x.pt"))
 
 
 @pytest.mark.parametrize(
@@ -144,13 +144,13 @@ def test_names_that_flatten_alike_are_refused(tmp_path):
 def test_tensors_that_are_more_than_bytes_are_refused_by_name(tmp_path, tensor):
     torch.save({"fine": torch.ones(1), "odd": tensor}, tmp_path / "x.pt")
     with pytest.raises(LoadError, match="odd"):
-        torch_file.open_torch_file(tmp_path / "x.pt")
+        torch_file.open_torch_file(raw_file(tmp_path / "x.pt"))
 
 
 def test_a_file_from_before_torch_1_6_is_read(tmp_path):
     tensors = {"a": torch.randn(3, 2), "b": {"c": torch.arange(4)}}
     torch.save(tensors, tmp_path / "old.bin", _use_new_zipfile_serialization=False)
-    file = torch_file.open_torch_file(tmp_path / "old.bin")
+    file = torch_file.open_torch_file(raw_file(tmp_path / "old.bin"))
     assert torch.equal(file.read("a"), tensors["a"].reshape(-1))
     assert torch.equal(file.read("b.c", 1, 3), torch.tensor([1, 2]))
 
@@ -158,7 +158,7 @@ def test_a_file_from_before_torch_1_6_is_read(tmp_path):
 def test_a_program_is_no_state_dict(tmp_path):
     (tmp_path / "x.pt").write_bytes(pickles.archive(pickles.dump({}), {"constants.pkl": pickles.dump(())}))
     with pytest.raises(LoadError, match="a TorchScript program"):
-        torch_file.open_torch_file(tmp_path / "x.pt")
+        torch_file.open_torch_file(raw_file(tmp_path / "x.pt"))
 
 
 # Hostile and damaged files
@@ -171,7 +171,7 @@ def test_nothing_in_a_pickle_is_run(tmp_path, way, legacy):
     value = {"w": torch.ones(2), "bad": pickles.evil(mark)[way]}
     torch.save(value, tmp_path / "x.pt", _use_new_zipfile_serialization=not legacy)
     with pytest.raises(LoadError, match=r"x\.pt"):
-        torch_file.open_torch_file(tmp_path / "x.pt")
+        torch_file.open_torch_file(raw_file(tmp_path / "x.pt"))
     assert not mark.exists()
     if way != "getattr" and not legacy and way != "import":
         torch.load(tmp_path / "x.pt", weights_only=False)
@@ -182,15 +182,15 @@ def test_nothing_in_a_pickle_is_run(tmp_path, way, legacy):
 def test_a_pickle_cannot_change_its_reader(tmp_path, way):
     (tmp_path / "x.pt").write_bytes(pickles.archive(pickles.TAMPER[way]))
     with pytest.raises(CheckpointError):
-        torch_file.open_torch_file(tmp_path / "x.pt")
+        torch_file.open_torch_file(raw_file(tmp_path / "x.pt"))
     torch.save({"w": torch.ones(3)}, tmp_path / "y.pt")
-    assert torch_file.open_torch_file(tmp_path / "y.pt").read("w").tolist() == [1, 1, 1]
+    assert torch_file.open_torch_file(raw_file(tmp_path / "y.pt")).read("w").tolist() == [1, 1, 1]
 
 
 def test_every_foreign_name_is_in_the_error(tmp_path):
     (tmp_path / "x.pt").write_bytes(pickles.archive(pickles.dump([pickles.Runs(os.getpid), pickles.Runs(os.getcwd)])))
     with pytest.raises(LoadError, match=r"posix\.getcwd, posix\.getpid"):
-        torch_file.open_torch_file(tmp_path / "x.pt")
+        torch_file.open_torch_file(raw_file(tmp_path / "x.pt"))
 
 
 def test_a_structure_that_holds_itself_ends(tmp_path):
@@ -198,7 +198,7 @@ def test_a_structure_that_holds_itself_ends(tmp_path):
     loop.append(loop)
     (tmp_path / "x.pt").write_bytes(pickles.archive(pickle.dumps(loop, 2)))
     with pytest.raises(CorruptError, match="holds itself"):
-        torch_file.open_torch_file(tmp_path / "x.pt")
+        torch_file.open_torch_file(raw_file(tmp_path / "x.pt"))
 
 
 @settings(max_examples=150, deadline=None)
@@ -211,7 +211,7 @@ def test_a_damaged_file_gives_an_error_or_whole_tensors(tmp_path_factory, data):
         content[data.draw(st.integers(0, len(content) - 1))] = data.draw(st.integers(0, 255))
     (folder / "x.pt").write_bytes(content[: data.draw(st.integers(0, len(content)) | st.just(len(content)))])
     try:
-        file = torch_file.open_torch_file(folder / "x.pt")
+        file = torch_file.open_torch_file(raw_file(folder / "x.pt"))
         for spec in file.specs.values():
             assert file.read(spec.name).nbytes == spec.size_bytes
     except CheckpointError:
@@ -220,7 +220,7 @@ def test_a_damaged_file_gives_an_error_or_whole_tensors(tmp_path_factory, data):
 
 def test_a_file_that_changes_while_open_is_noticed(tmp_path):
     torch.save({"a": torch.zeros(100_000)}, tmp_path / "x.pt")
-    file = torch_file.open_torch_file(tmp_path / "x.pt")
+    file = torch_file.open_torch_file(raw_file(tmp_path / "x.pt"))
     os.truncate(tmp_path / "x.pt", 2000)
     with pytest.raises(CorruptError, match="changed while it was open"):
         file.read("a")
@@ -238,7 +238,7 @@ def test_why_pickles_are_not_read_by_torch(tmp_path):
     assert fake_load(path)["w"].untyped_storage()._checkpoint_offset is None  # a file of torch before 1.6
 
     torch.save({"w": torch.ones(10), "args": argparse.Namespace(lr=1)}, path)
-    assert torch_file.open_torch_file(path).skipped == ("args: argparse.Namespace",)
+    assert torch_file.open_torch_file(raw_file(path)).skipped == ("args: argparse.Namespace",)
     with pytest.raises(pickle.UnpicklingError):
         fake_load(path)
 
@@ -250,7 +250,7 @@ def test_why_pickles_are_not_read_by_torch(tmp_path):
             archive.writestr(name, data[:8] if name.endswith("data/0") else data)
     assert fake_load(path)["w"].shape == (10,)  # from 8 bytes
     with pytest.raises(CorruptError, match="leads out of its storage"):
-        torch_file.open_torch_file(path)
+        torch_file.open_torch_file(raw_file(path))
 
 
 def test_types_torch_has_not_are_refused():
@@ -267,7 +267,7 @@ def test_leaves_come_in_order():
 def test_elements_that_are_one_are_not_made_many(tmp_path):
     torch.save({"x": torch.ones(1).expand(1 << 33)}, tmp_path / "x.pt")
     with pytest.raises(CorruptError, match="x takes"):
-        torch_file.open_torch_file(tmp_path / "x.pt")
+        torch_file.open_torch_file(raw_file(tmp_path / "x.pt"))
     assert load(tmp_path / "x.pt")["x"].shape == (1 << 33,)  # as torch has it, without memory
 
 
@@ -276,6 +276,6 @@ def test_an_old_file_is_not_believed_how_large_its_tensors_are(tmp_path):
     content = (tmp_path / "x.pt").read_bytes()
     at = content.rindex((64).to_bytes(8, "little"), 0, len(content) - 256)
     (tmp_path / "x.pt").write_bytes(content[:at] + (1 << 40).to_bytes(8, "little") + content[at + 8 :])
-    for read in (torch_file.open_torch_file, load):
+    for read in (lambda path: torch_file.open_torch_file(raw_file(path)), load):
         with pytest.raises(CorruptError, match=r"x\.pt"):
             read(tmp_path / "x.pt")

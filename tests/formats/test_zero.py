@@ -5,11 +5,13 @@ import shutil
 import pickles
 import pytest
 import torch
+from buckets import in_bucket
 from launch import run_cases
 from safetensors.torch import load_file
 
 from ft_ckpt.errors import CorruptError, LoadError
 from ft_ckpt.formats import deepspeed
+from ft_ckpt.storage.place import open_place
 
 CASES = (
     "zero1/partly_frozen",
@@ -46,8 +48,11 @@ def saved(written, tmp_path):
 @pytest.mark.parametrize("case", CASES)
 def test_weights_are_those_that_were_trained(written, case):
     """Pain 12: zero_to_fp32 loses lm_head or frozen weights."""
-    truth = load_file(written / case / "truth.safetensors")
-    file = deepspeed.open_deepspeed(written / case / "saved")
+    check_weights(open_place(written / case / "saved"), load_file(written / case / "truth.safetensors"))
+
+
+def check_weights(place, truth):
+    file = deepspeed.open_deepspeed(place)
     assert set(file.specs) | set(file.ties) == set(truth)
     for name, tensor in truth.items():
         kept = file.ties.get(name, name)
@@ -58,13 +63,21 @@ def test_weights_are_those_that_were_trained(written, case):
 
 
 def test_tied_weights_come_once(written):
-    file = deepspeed.open_deepspeed(written / "zero3/partly_frozen" / "saved")
+    file = deepspeed.open_deepspeed(open_place(written / "zero3/partly_frozen" / "saved"))
     assert file.ties == {"lm_head.weight": "model.embed_tokens.weight"}
+
+
+def test_a_bucket_is_read_like_a_folder(written):
+    case = written / "zero3/partly_frozen"
+    check_weights(in_bucket(case / "saved"), load_file(case / "truth.safetensors"))
 
 
 def test_the_folder_of_the_step_is_as_good_as_the_one_above(written):
     above = written / "zero2/lora" / "saved"
-    assert deepspeed.open_deepspeed(above / "global_step1").specs == deepspeed.open_deepspeed(above).specs
+    assert (
+        deepspeed.open_deepspeed(open_place(above / "global_step1")).specs
+        == deepspeed.open_deepspeed(open_place(above)).specs
+    )
 
 
 @pytest.mark.parametrize("case", ["zero2/lora", "zero3/lora"])
@@ -74,7 +87,7 @@ def test_files_of_a_rank_that_are_missing_are_noticed(saved, case, kind):
     last = sorted(folder.glob(f"*/*_{kind}_states.pt"))[-1]
     last.unlink()
     with pytest.raises((CorruptError, LoadError), match="global_step1"):
-        deepspeed.open_deepspeed(folder)
+        deepspeed.open_deepspeed(open_place(folder))
 
 
 def test_a_shorter_piece_is_noticed(saved):
@@ -85,7 +98,7 @@ def test_a_shorter_piece_is_noticed(saved):
         groups[0] = groups[0][:-40].clone()
         torch.save(state, file)
     with pytest.raises(CorruptError, match=r"cut short|do not fit together"):
-        deepspeed.open_deepspeed(folder)
+        deepspeed.open_deepspeed(open_place(folder))
 
 
 def test_nothing_in_it_is_run(saved, tmp_path):
@@ -95,7 +108,7 @@ def test_nothing_in_it_is_run(saved, tmp_path):
     state["client"] = pickles.evil(tmp_path / "mark")["system"]
     torch.save(state, file)
     with pytest.raises(LoadError, match=r"refers to posix\.system"):
-        deepspeed.open_deepspeed(folder)
+        deepspeed.open_deepspeed(open_place(folder))
     assert not (tmp_path / "mark").exists()
 
 
@@ -104,9 +117,9 @@ def test_a_model_in_parallel_parts_is_refused(saved):
     file = next(folder.glob("*/mp_rank_00_model_states.pt"))
     shutil.copy(file, file.with_name("mp_rank_01_model_states.pt"))
     with pytest.raises(LoadError, match="parallel parts"):
-        deepspeed.open_deepspeed(folder)
+        deepspeed.open_deepspeed(open_place(folder))
 
 
 def test_a_folder_without_any_is_no_checkpoint(tmp_path):
     with pytest.raises(LoadError, match="save_checkpoint"):
-        deepspeed.open_deepspeed(tmp_path)
+        deepspeed.open_deepspeed(open_place(tmp_path))

@@ -5,12 +5,15 @@ import stat
 import subprocess
 import sys
 import time
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 import torch
+from buckets import in_bucket
 
 from ft_ckpt.errors import CorruptError, SelectionError, TargetError
+from ft_ckpt.files.convert import open_source
 from ft_ckpt.files.objects import load, save
 from ft_ckpt.formats.layout import ITEM_BYTES
 
@@ -80,6 +83,20 @@ class FormatContract:
         found = load(path)
         assert list(found) == list(state()) or (not self.ordered and set(found) == set(state()))
         assert all(equal(found[name], value) for name, value in state().items())
+
+    def test_from_a_bucket(self, path: Path) -> None:
+        """Lazily by ranges, all at once, and as tensors to convert."""
+        save(state(), path, self.kind)
+        place = in_bucket(path)
+        for options in ({}, {"mapped": False}, {"map_location": "cpu"}):
+            found = load(place, **options)
+            assert all(equal(found[name], value) for name, value in state().items())
+            assert equal(load(place, **options)["model.layers.0.weight"][7:9], state()["model.layers.0.weight"][7:9])
+        with closing(open_source(place)) as file:
+            for name, value in state().items():
+                assert equal(file.read(name), value.reshape(-1))
+                low, high = min(1, value.numel()), min(4, value.numel())
+                assert equal(file.read(name, low, high), value.reshape(-1)[low:high])
 
     def test_format_is_known_by_content(self, path: Path, tmp_path: Path) -> None:
         save(state(), path, self.kind)

@@ -144,13 +144,18 @@ class _TornFile:
     name: str
     size_bytes: int
     version: str
+    can_map = False
     asked: list[int] = field(default_factory=list)
+
+    @property
+    def where(self) -> str:
+        return self.inner.where
 
     def read_into(self, memory: memoryview, start: int = 0) -> None:
         self.asked.append(len(memory))
         raise CorruptError(f"{self.name}: {len(memory) // 2} bytes came, expected {len(memory)}; it was cut short")
 
-    def map(self) -> memoryview | None:
+    def map(self) -> None:
         return None
 
     def check(self) -> None:

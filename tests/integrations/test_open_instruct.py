@@ -101,7 +101,7 @@ def test_interrupted_cleaning_leaves_nothing_that_looks_whole(tmp_path: Path, mo
     def killed(path: Path, **_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("shutil.rmtree", killed)
+    monkeypatch.setattr("ft_ckpt.storage.local_disk.rmtree", killed)
     for name in ("step_1", "step_2"):
         with pytest.raises(KeyboardInterrupt):
             clean_last_n_checkpoints(str(tmp_path), 1)

@@ -12,9 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ft_ckpt.errors import CorruptError
-from ft_ckpt.formats.mapped_file import RawFile
 from ft_ckpt.storage import read_ahead as blocks
 from ft_ckpt.storage.buffers import ALIGNMENT
+from ft_ckpt.storage.local_file import open_local_file
 from ft_ckpt.storage.read_ahead import ByteRun, read_ahead
 
 SIZE = (3 << 20) + 4097
@@ -38,7 +38,7 @@ def drop(path):
 
 def read(path, ranges, **options):
     """The bytes of each range."""
-    file = RawFile(path)
+    file = open_local_file(path)
     runs = [ByteRun(str(place), file, start, size) for place, (start, size) in enumerate(ranges)]
     found = [b""] * len(runs)
     for part in read_ahead(runs, block_bytes=BLOCK, **options):
@@ -138,7 +138,7 @@ def test_cached_tells(tmp_path):
 def test_a_file_cut_short_or_rewritten_is_an_error(tmp_path, direct):
     path = tmp_path / "x.bin"
     path.write_bytes(bytes(SIZE))
-    file = RawFile(path)
+    file = open_local_file(path)
     with pytest.raises(CorruptError, match=r"x\.bin: ends at byte 3149825, bytes up to 3149826 asked for"):
         list(read_ahead([ByteRun("a", file, 0, SIZE + 1)], direct=direct, block_bytes=BLOCK))
     feed = read_ahead([ByteRun("a", file, 0, SIZE)], direct=direct, block_bytes=BLOCK, threads=1)
@@ -152,7 +152,7 @@ def test_a_file_cut_short_or_rewritten_is_an_error(tmp_path, direct):
 def test_a_file_that_is_replaced_stays_whole(tmp_path):
     path = tmp_path / "x.bin"
     path.write_bytes(b"a" * SIZE)
-    file = RawFile(path)
+    file = open_local_file(path)
     (tmp_path / "y.bin").write_bytes(b"b" * SIZE)
     (tmp_path / "y.bin").replace(path)
     (part, *_) = read_ahead([ByteRun("a", file, 0, 10)], direct="on")
@@ -161,7 +161,7 @@ def test_a_file_that_is_replaced_stays_whole(tmp_path):
 
 def test_left_early_nothing_stays_open(source):
     path, _ = source
-    file = RawFile(path)
+    file = open_local_file(path)
     before = len(os.listdir("/proc/self/fd"))  # noqa: PTH208
     feed = read_ahead([ByteRun("a", file, 0, SIZE)], direct="on", block_bytes=BLOCK)
     next(feed)
@@ -178,8 +178,8 @@ def test_memory_stays_bounded(tmp_path):
 import resource
 from pathlib import Path
 from ft_ckpt.storage.read_ahead import ByteRun, read_ahead
-from ft_ckpt.formats.mapped_file import RawFile
-file = RawFile(Path({str(path)!r}))
+from ft_ckpt.storage.local_file import open_local_file
+file = open_local_file(Path({str(path)!r}))
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 print(sum(part.size_bytes for part in read_ahead([ByteRun("a", file, 0, 512 << 20)], threads=2)))
 print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)

@@ -92,7 +92,7 @@ def test_a_file_that_is_written_to_while_it_is_open(local):
     local.write("a", b"before")
     file = local.open("a")
     (local.folder / "a").write_bytes(b"after, in place")
-    with pytest.raises(CorruptError, match="a: changed while it was read"):
+    with pytest.raises(CorruptError, match="a: changed while it was open"):
         file.check()
     file.close()
 

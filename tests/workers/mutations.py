@@ -24,7 +24,6 @@ from ft_ckpt import load, save
 from ft_ckpt.errors import CheckpointError
 from ft_ckpt.files.convert import open_source
 from ft_ckpt.formats import pickled_objects, tensor_index
-from ft_ckpt.formats.mapped_file import RawFile
 from ft_ckpt.formats.pytree import unflatten
 from ft_ckpt.formats.pytree_json import decode_node
 from ft_ckpt.model.plain_module import build_module, describe_module
@@ -170,10 +169,9 @@ def golden(name):
 def crafted_index(folder):
     """A file of ours whose index is odd and has the right digest."""
     save(nested(), folder / "x.h5", compression="zstd")
-    content, raw = (folder / "x.h5").read_bytes(), RawFile(folder / "x.h5")
+    content = (folder / "x.h5").read_bytes()
     _, data_start, start, *_ = struct.unpack(tensor_index._FOOTER, content[-64:-8])
     text = json.loads(content[start:-64])
-    raw.close()
 
     def attempt(dice):
         index = json.dumps(odd(text, dice)).encode()

@@ -28,8 +28,8 @@ from ft_ckpt.formats import tensor_index
 from ft_ckpt.formats.hdf5 import cerebras_write, hdf5_layout, metadata
 from ft_ckpt.formats.hdf5.filters import PLUGINS, Codec, Filters, decode_chunk, encode_chunk
 from ft_ckpt.formats.layout import ITEM_BYTES, Layout, Spec
-from ft_ckpt.formats.mapped_file import RawFile
 from ft_ckpt.formats.pytree import Node
+from ft_ckpt.formats.raw_file import RawFile
 from ft_ckpt.formats.tensor_file import tensor_digest
 
 CHUNK_BYTES = 1 << 20  # at most; also what HDF5 libraries keep in memory of a dataset by default
@@ -281,7 +281,7 @@ def _tree_level(keys: Sequence[bytes], end: bytes, places: Sequence[int], level:
 
 def chunk_readers(raw: RawFile, index: tensor_index.TensorIndex) -> dict[str, Callable[[int, int], torch.Tensor]]:
     """A function that reads elements, for each compressed tensor. Raises CorruptError when the index is malformed."""
-    with damaged_input(f"{raw.path.name}: its index"):
+    with damaged_input(f"{raw.name}: its index"):
         return {
             name: _ChunkReader(raw, name, row, index.start(name)) for name, row in index.rows.items() if len(row) > 5
         }
@@ -291,7 +291,7 @@ class _ChunkReader:
     """Elements of one compressed tensor, from the chunks that hold them. Each chunk is compared with its checksum."""
 
     def __init__(self, raw: RawFile, name: str, row: tensor_index.Row, start: int) -> None:
-        self.raw, self.label = raw, f"{raw.path.name}: {name}"
+        self.raw, self.label = raw, f"{raw.name}: {name}"
         self.item_bytes = ITEM_BYTES[row[0]]
         self.dtype: torch.dtype = getattr(torch, row[0])
         chunk, self.filters, self.chunks = row[5]

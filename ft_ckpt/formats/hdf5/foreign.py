@@ -21,15 +21,15 @@ from ft_ckpt.formats.hdf5.cerebras_read import CerebrasReader, StoredLeaf
 from ft_ckpt.formats.hdf5.metadata import TYPES
 from ft_ckpt.formats.hdf5.probe import Probe
 from ft_ckpt.formats.layout import ITEM_BYTES
-from ft_ckpt.formats.mapped_file import FREE_BYTES, FileStream, RawFile
 from ft_ckpt.formats.pytree import MOST_LEVELS, Node
+from ft_ckpt.formats.raw_file import FREE_BYTES, FileStream, RawFile
 from ft_ckpt.formats.tensor_file import IndexedFile, as_tensor
 from ft_ckpt.formats.tensor_index import TensorIndex, moved_index
+from ft_ckpt.storage.local_copy import local_version
 
 MOST_EXPANSION = 4096  # elements may take this many times the bytes of the file, and 64 MiB; beyond is no compression
-_LINK_BYTES = 16  # what a link takes in a file, at least
+_LINK_BYTES, _MOST_HOPS = 16, 16  # what a link takes in a file, at least; soft links that are followed
 _PART_BYTES = 32 << 20  # read at a time
-_MOST_HOPS = 16  # of soft links
 _NATIVE = {(2, 15, 7, 8, 0, 7): "bfloat16", (1, 7, 2, 5, 0, 2): "float8_e5m2"}  # HDF5's own float types
 
 
@@ -54,8 +54,10 @@ def open_foreign(raw: RawFile, verify: bool = False, part: tuple[int, int] | Non
     """The file, or its `part` (first byte, size), with places found by the HDF5 library. Raises CorruptError."""
     raw.check()
     part = part or (0, raw.size_bytes)
-    with damaged_input(f"{raw.path.name}: an HDF5 file"):
-        probe = Probe(raw.descriptor, raw.path.name, _most_bytes(raw), part)
+    with damaged_input(f"{raw.name}: an HDF5 file"):
+        here = local_version(raw.file)  # the process that tries it takes it from no other place
+        raw = raw if here is raw.file else RawFile(here)
+        probe = Probe(here.descriptor, raw.name, _most_bytes(raw), part)
         source = _ForeignFile(raw, probe, h5py.File(FileStream(raw, *part), "r"), part)
         open_whole = _open_cerebras if "__version__" in source.file.attrs else _open_plain
         return _open_moved(source, verify) or open_whole(source)
@@ -112,7 +114,7 @@ class ForeignDataset:
         values = np.concatenate(parts) if len(parts) != 1 else parts[0]
         return values[start - first * row : stop - first * row]
 
-    def read_text(self) -> Any:
+    def read_strings(self) -> Any:
         """The text, or lists of texts."""
         return json.loads(self.source.probe.read(self.path))
 
@@ -126,9 +128,7 @@ class ForeignDataset:
                 f"{list(self.handle._filters) or 'none'}; pip install hdf5plugin)"
             ) from error
         if len(values) != row * (1 if first is None or last is None else last - first):
-            raise CorruptError(
-                f"{self.source.raw.path.name}: {self.path} has {len(values)} values, {row} expected a row"
-            )
+            raise CorruptError(f"{self.source.raw.name}: {self.path} has {len(values)} values, {row} expected a row")
         return values
 
 
@@ -188,7 +188,7 @@ def _open_moved(source: _ForeignFile, verify: bool) -> IndexedFile | None:
     raw = source.raw
     if source.file.get(cerebras_write.INDEX, getlink=True) is None:
         return None
-    index = moved_index(_find_dataset(source, cerebras_write.INDEX).read_value().tobytes(), raw.path.name)
+    index = moved_index(_find_dataset(source, cerebras_write.INDEX).read_value().tobytes(), raw.name)
     rows, readers = {}, {}
     for name, spec in index.specs.items():
         try:
@@ -337,7 +337,7 @@ def _plain_leaf(source: _ForeignFile, item: Any, real: str, path: str, leaves: l
     if dataset.shape is None:
         return Node("value", None)
     if h5py.check_string_dtype(dataset.dtype) is not None:
-        text = dataset.read_text()
+        text = dataset.read_strings()
         return _text_node(text) if dataset.shape else Node("value", text)
     if dataset.dtype.hasobject:
         raise CorruptError(f"{path}: values of HDF5 type {dataset.dtype}, which cannot be kept")

@@ -1,8 +1,6 @@
 """Opens HDF5 files: those of ours by their index alone, all others through the HDF5 library."""
 
-from pathlib import Path
-
-from ft_ckpt.formats.mapped_file import RawFile
+from ft_ckpt.formats.raw_file import RawFile
 from ft_ckpt.formats.tensor_file import IndexedFile
 from ft_ckpt.formats.tensor_index import read_index
 
@@ -30,12 +28,11 @@ def _is_signature_at(file: RawFile, start: int) -> bool:
     return start + size <= file.size_bytes and file.bytes(start, size) == SIGNATURE
 
 
-def open_hdf5(path: Path, mapped: bool = True, verify: bool = False) -> IndexedFile:
-    """Open an HDF5 file: ours, a Cerebras checkpoint, or any other of plain datasets and groups.
+def open_hdf5(raw: RawFile, verify: bool = False) -> IndexedFile:
+    """The tensors of an HDF5 file: ours, a Cerebras checkpoint, or any other of plain datasets and groups.
 
     Raises CorruptError when it is damaged, incomplete, or leads outside itself.
     """
-    raw = RawFile(path, mapped)
     index = read_index(raw)
     if index is not None:
         file = IndexedFile(raw, index, verify)

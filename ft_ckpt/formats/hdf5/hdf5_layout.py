@@ -15,8 +15,8 @@ from ft_ckpt.errors import SelectionError, listing
 from ft_ckpt.formats.hdf5 import cerebras_write
 from ft_ckpt.formats.hdf5 import metadata as hdf5_bytes
 from ft_ckpt.formats.layout import Layout, Spec
-from ft_ckpt.formats.mapped_file import MAP_BYTES
 from ft_ckpt.formats.pytree import Node
+from ft_ckpt.formats.raw_file import MAP_BYTES
 from ft_ckpt.formats.tensor_index import (
     FOOTER_BYTES,
     Row,

@@ -9,7 +9,6 @@ import json
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import h5py
@@ -19,8 +18,8 @@ from ft_ckpt.formats.detect import TreeFile
 from ft_ckpt.formats.hdf5.foreign import open_foreign
 from ft_ckpt.formats.hdf5.hdf5_file import open_hdf5
 from ft_ckpt.formats.layout import ITEM_BYTES
-from ft_ckpt.formats.mapped_file import RawFile
 from ft_ckpt.formats.pytree import MOST_LEVELS
+from ft_ckpt.formats.raw_file import RawFile
 from ft_ckpt.formats.tensor_file import IndexedFile
 from ft_ckpt.formats.tensor_index import TensorIndex
 from ft_ckpt.formats.zip_records import ZIP_MAGIC, ZipRecords
@@ -47,30 +46,29 @@ def is_keras_archive(file: RawFile) -> bool:
     return head.startswith(ZIP_MAGIC) and head[30:].startswith((_FACTS.encode(), _CONFIG.encode(), _INNER.encode()))
 
 
-def open_hdf5_tensors(path: Path) -> TreeFile:
+def open_hdf5_tensors(raw: RawFile) -> TreeFile:
     """The tensors of an HDF5 file: those of a model of Keras under its names, any others as they are in the file.
 
     Raises CorruptError when the file is damaged or the tensors that it lists are not in it.
     """
-    file = open_hdf5(path, mapped=False)
+    file = open_hdf5(RawFile(raw.file, mapped=False))
     if file.library is None:
         return TreeFile(file)
-    with damaged_input(f"{path.name}: an HDF5 file"):
+    with damaged_input(f"{raw.name}: an HDF5 file"):
         naming = _model_naming(file) or _numbered_naming(file, {})
     return TreeFile(file if naming is None else _named_file(file, naming))
 
 
-def open_keras_archive(path: Path, mapped: bool = True, verify: bool = False) -> IndexedFile:
+def open_keras_archive(raw: RawFile, verify: bool = False) -> IndexedFile:
     """The tensors in a `.keras` archive, whose HDF5 file is read where it lies.
 
     Raises LoadError for an archive with weights of another kind, CorruptError when it is damaged.
     """
-    raw = RawFile(path, mapped)
-    with damaged_input(f"{path.name}: an archive of Keras"):
+    with damaged_input(f"{raw.name}: an archive of Keras"):
         archive = ZipRecords(raw)
         others = [name for name in archive.records if name not in (_INNER, _CONFIG, _FACTS)]
         if _INNER not in archive.records:
-            raise LoadError(f"{path.name}: no {_INNER} in it, but {listing(others, ', ') or 'nothing'}; save it anew")
+            raise LoadError(f"{raw.name}: no {_INNER} in it, but {listing(others, ', ') or 'nothing'}; save it anew")
         config, facts = (_read_document(archive, name) for name in (_CONFIG, _FACTS))
         file = open_foreign(raw, verify, archive.record_place(_INNER))
         naming = _numbered_naming(file, _config_names(config, ""))

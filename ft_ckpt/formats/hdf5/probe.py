@@ -4,21 +4,22 @@ A damaged file can send the HDF5 library, and the filters it calls, into an endl
 So this file is run as a program of its own. It does with the metadata all that `hdf5_walk` will do, says that it is
 done, and then reads values on request: what is compressed, or otherwise no plain run of bytes, is never read by the
 library in our process. It is ended when it takes too long over one step. Filters print to its standard output what they
-think of damaged data, so its answers go elsewhere.
+think of damaged data, so it is talked to through a socket.
 """
 
+import inspect
 import io
 import json
 import math
 import os
 import select
 import signal
+import socket
 import struct
 import subprocess
 import sys
 import weakref
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 from ft_ckpt.errors import CorruptError
@@ -43,20 +44,23 @@ class Probe:
 
     def __init__(self, descriptor: int, source: str, most_bytes: int, part: tuple[int, int]) -> None:
         self.source, self.most_bytes = source, most_bytes
+        self.line, other_end = socket.socketpair()
+        number, silent = other_end.fileno(), subprocess.DEVNULL
         try:
             self.child = subprocess.Popen(  # noqa: S603 - this file, by this interpreter
-                [sys.executable, "-c", Path(__file__).read_text(encoding="utf-8"), f"/dev/fd/{descriptor}",
-                 *map(str, part)],
-                stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, pass_fds=[descriptor],
+                [sys.executable, "-c", inspect.getsource(sys.modules[__name__]), f"/dev/fd/{descriptor}",
+                 *map(str, part), str(number)],
+                stdin=silent, stdout=silent, stderr=silent, pass_fds=[descriptor, number], cwd="/",
                 env=os.environ | _ONE_THREAD | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
-                cwd="/", bufsize=0,
             )  # fmt: skip
         except OSError as error:
+            self.line.close()
             raise CorruptError(
                 f"{source}: not opened, since no process could be started to try it ({error})"
             ) from error
-        self.pipes = [pipe.fileno() for pipe in (self.child.stdin, self.child.stdout) if pipe is not None]
-        self._end = weakref.finalize(self, _end_process, self.child)
+        finally:
+            other_end.close()
+        self._end = weakref.finalize(self, _end_process, self.child, self.line)
         while (said := self._read_some(1 << 16)).strip(b".") == b"":
             pass
         if said.strip(b".") != _DONE:
@@ -65,7 +69,7 @@ class Probe:
     def read(self, path: str, first: int | None = None, last: int | None = None) -> bytearray:
         """The bytes of the dataset at `path`, or of its rows [first, last); of texts, JSON of them all."""
         try:
-            os.write(self.pipes[0], json.dumps([path, first, last]).encode() + b"\n")
+            self.line.sendall(json.dumps([path, first, last]).encode() + b"\n")
         except OSError as error:
             raise self._process_error("is gone") from error
         size = self._read_size()
@@ -93,9 +97,12 @@ class Probe:
 
     def _read_some(self, most: int) -> bytes:
         """The next bytes it says."""
-        if not select.select([self.pipes[1]], [], [], _SILENT_SECONDS)[0]:
+        if not select.select([self.line], [], [], _SILENT_SECONDS)[0]:
             raise self._process_error(f"gave no sign of life for {_SILENT_SECONDS} seconds")
-        data = os.read(self.pipes[1], most)
+        try:
+            data = self.line.recv(most)
+        except ConnectionResetError:  # it ended with a request unread
+            data = b""
         if not data:
             raise self._process_error("")
         return data
@@ -111,11 +118,9 @@ class Probe:
         )
 
 
-def _end_process(child: subprocess.Popen[bytes]) -> None:
+def _end_process(child: subprocess.Popen[bytes], line: socket.socket) -> None:
     child.kill()
-    for pipe in (child.stdin, child.stdout):
-        if pipe is not None:
-            pipe.close()
+    line.close()
     child.wait()
 
 
@@ -137,7 +142,7 @@ def _limit_step(size_bytes: int, own_bytes: int) -> None:
 def _own_bytes() -> int:
     """The address space of this process; 0 where the system does not say."""
     try:
-        return int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0]) * os.sysconf("SC_PAGE_SIZE")
+        return int(io.FileIO("/proc/self/statm").read().split()[0]) * os.sysconf("SC_PAGE_SIZE")
     except OSError:
         return 0
 
@@ -199,18 +204,16 @@ def _answer_request(file: Any, h5py: Any, request: bytes, begin_step: Callable[[
     return found
 
 
-def _serve_values(file: Any, h5py: Any, begin_step: Callable[[int], None], answers: int) -> None:
-    for request in sys.stdin.buffer:
+def _serve_values(file: Any, h5py: Any, begin_step: Callable[[int], None], line: socket.socket) -> None:
+    for request in line.makefile("rb"):
         try:
             found = _answer_request(file, h5py, request, begin_step)
             head = _HEAD.pack(len(found))
         except Exception as error:  # noqa: BLE001 - the answer says it
             found = f"{type(error).__name__}: {error}"[:500].encode(errors="replace")
             head = _HEAD.pack(_FAILED) + _HEAD.pack(len(found))
-        for part in (head, found):
-            left = memoryview(part)
-            while left:
-                left = left[os.write(answers, left) :]
+        line.sendall(head)
+        line.sendall(found)
 
 
 class _FilePart(io.RawIOBase):
@@ -218,7 +221,7 @@ class _FilePart(io.RawIOBase):
 
     def __init__(self, path: str, start: int, size_bytes: int) -> None:
         super().__init__()
-        self.descriptor, self.start, self.size_bytes, self.at = os.open(path, os.O_RDONLY), start, size_bytes, 0
+        self.file, self.start, self.size_bytes, self.at = io.FileIO(path), start, size_bytes, 0
 
     def seekable(self) -> bool:
         return True
@@ -234,16 +237,15 @@ class _FilePart(io.RawIOBase):
         return self.at
 
     def readinto(self, buffer: Any) -> int:
-        found = os.pread(self.descriptor, min(len(buffer), max(0, self.size_bytes - self.at)), self.start + self.at)
+        self.file.seek(self.start + self.at)
+        found = self.file.read(min(len(buffer), max(0, self.size_bytes - self.at)))
         buffer[: len(found)] = found
         self.at += len(found)
         return len(found)
 
 
-def serve_file(path: str, start: int, size_bytes: int) -> None:
-    """Touch everything in the HDF5 file in the file at `path`, then read of it what is asked for."""
-    answers = os.dup(1)
-    os.dup2(2, 1)
+def serve_file(path: str, start: int, size_bytes: int, line: socket.socket) -> None:
+    """Touch everything in the HDF5 file in the file at `path`, then read of it what is asked for through `line`."""
     signal.signal(signal.SIGPROF, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGPROF])
     import resource
@@ -257,7 +259,7 @@ def serve_file(path: str, start: int, size_bytes: int) -> None:
         _limit_step(size_bytes + more_bytes, own_bytes)
 
     def begin_object() -> None:
-        os.write(answers, b".")
+        line.sendall(b".")
         begin_step(0)
 
     begin_object()
@@ -265,10 +267,10 @@ def serve_file(path: str, start: int, size_bytes: int) -> None:
     file = _ask_quietly(lambda: h5py.File(place, "r", locking=False))
     if file is not None:
         _touch_object(file, h5py, set(), begin_object)
-    os.write(answers, _DONE)
+    line.sendall(_DONE)
     if file is not None:
-        _serve_values(file, h5py, begin_step, answers)
+        _serve_values(file, h5py, begin_step, line)
 
 
 if __name__ == "__main__":
-    serve_file(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]))
+    serve_file(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), socket.socket(fileno=int(sys.argv[4])))

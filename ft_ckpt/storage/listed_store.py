@@ -1,0 +1,106 @@
+"""A store as it was when it was listed: what is read from it is of that moment, or an error."""
+
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import closing
+from dataclasses import dataclass, replace
+from typing import NoReturn
+
+from ft_ckpt.errors import CorruptError, MissingError, TargetError
+from ft_ckpt.storage.store import Folder, FolderListing, Readable, Store, Stored, checked_name
+
+
+@dataclass(frozen=True)
+class ListedStore:
+    """The objects of `inner` that are `listed`, by name, in the versions listed; nothing can be written."""
+
+    inner: Store
+    listed: Mapping[str, Stored]
+
+    @property
+    def url(self) -> str:
+        """The place itself."""
+        return self.inner.url
+
+    @property
+    def identity(self) -> str:
+        """That of the place itself."""
+        return self.inner.identity
+
+    @property
+    def parent(self) -> None:
+        """None: what lies around it was not listed."""
+
+    def within(self, folder: str) -> "ListedStore":
+        """The listed objects below `folder`."""
+        begin = f"{folder}/"
+        below = {name.removeprefix(begin): each for name, each in self.listed.items() if name.startswith(begin)}
+        return ListedStore(self.inner.within(folder), {name: replace(each, name=name) for name, each in below.items()})
+
+    def where(self, name: str) -> str:
+        """An object as people write it."""
+        return self.inner.where(name)
+
+    def read(self, name: str, start: int = 0, stop: int | None = None) -> bytes:
+        """Bytes [start, stop) of an object, see `Store.read`."""
+        with closing(self.open(name)) as file:
+            stop = file.size_bytes if stop is None else stop
+            memory = bytearray(max(0, stop - start))
+            file.read_into(memoryview(memory), start)
+        return bytes(memory)
+
+    def open(self, name: str) -> Readable:
+        """Open an object. Raises CorruptError when it is no longer the one that was listed."""
+        known = self.stat(name)
+        if known is None:
+            raise MissingError(f"{self.where(name)}: no such object")
+        file = self.inner.open(name)
+        if file.version != known.version:
+            file.close()
+            raise CorruptError(f"{self.where(name)}: written over while it was read; read it again")
+        return file
+
+    def list(self, prefix: str = "") -> list[Stored]:
+        """All objects in the folder `prefix` and below it."""
+        return sorted(self._below(prefix), key=lambda each: each.name)
+
+    def list_folder(self, prefix: str = "") -> FolderListing:
+        """The folders and objects directly in the folder `prefix`."""
+        begin, objects, folders = f"{prefix}/" if prefix else "", [], dict[str, Folder]()
+        for each in self.list(prefix):
+            step, _, deeper = each.name.removeprefix(begin).partition("/")
+            if deeper:
+                folders[step] = Folder(step, self.inner.within(begin + step).identity)
+            else:
+                objects.append(each)
+        return FolderListing(bool(folders or objects), tuple(folders.values()), tuple(objects))
+
+    def stat(self, name: str) -> Stored | None:
+        """The object; None when there was none."""
+        return self.listed.get(checked_name(name))
+
+    def write(self, name: str, data: bytes, *, create_only: bool = False) -> None:
+        """Refuse."""
+        self._refuse(name)
+
+    def create(self, name: str, size_bytes: int) -> NoReturn:
+        """Refuse."""
+        self._refuse(name)
+
+    def copy(self, name: str, other: str, source: Store | None = None) -> bool:
+        """Refuse."""
+        self._refuse(other)
+
+    def delete(self, names: Iterable[str]) -> None:
+        """Refuse."""
+        self._refuse(", ".join(names))
+
+    def free_bytes(self) -> int | None:
+        """None can be written."""
+        return 0
+
+    def _below(self, folder: str) -> Iterator[Stored]:
+        begin = f"{folder}/" if folder else ""
+        return (each for name, each in self.listed.items() if name.startswith(begin))
+
+    def _refuse(self, name: str) -> NoReturn:
+        raise TargetError(f"{self.where(name)}: cannot be written, the store is open for reading; open it anew")

@@ -1,0 +1,75 @@
+"""Copies between stores, and objects as files of this machine for libraries that take nothing but a path."""
+
+import ctypes
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing, contextmanager
+from pathlib import Path, PurePosixPath
+
+from ft_ckpt.storage.local_file import LocalFile
+from ft_ckpt.storage.local_store import LocalStore, temporary_store
+from ft_ckpt.storage.place import Place
+from ft_ckpt.storage.read_ahead import ByteRun, read_ahead
+from ft_ckpt.storage.store import Readable, Store, read_range
+
+_SMALL_BYTES = 8 << 20  # objects up to it are written in one call
+
+
+def copy_object(file: Readable, store: Store, name: str) -> None:
+    """Write all of an open object into `store`, durably, under `name`. Raises what reading and writing do."""
+    if file.size_bytes <= _SMALL_BYTES:
+        store.write(name, read_range(file, 0, file.size_bytes))
+        return
+    writing, at = store.create(name, file.size_bytes), 0
+    try:
+        for part in read_ahead([ByteRun(name, file, 0, file.size_bytes)]):
+            writing.write(at, memoryview((ctypes.c_char * part.size_bytes).from_address(part.address)).cast("B"))
+            at += part.size_bytes
+        writing.finish()
+    except BaseException:
+        writing.abandon()
+        raise
+
+
+def local_version(file: Readable) -> LocalFile:
+    """An open object as a file of this machine: itself, or a copy that is deleted when nothing uses it any more."""
+    if isinstance(file, LocalFile):
+        return file
+    name = PurePosixPath(file.name).name
+    with ExitStack() as stack:
+        room = stack.enter_context(temporary_store())
+        copy_object(file, room, name)
+        copy = room.open(name)
+        weakref.finalize(copy, stack.pop_all().close)
+    return copy
+
+
+def _is_any(_name: str) -> bool:
+    return True
+
+
+@contextmanager
+def local_folder(place: Place, wanted: Callable[[str], bool] = _is_any) -> Iterator[Path]:
+    """The path of a folder on this machine while the block runs: its own, or of a copy of the `wanted` objects in it.
+
+    What the block raises names the place and not the copy.
+    """
+    store = place.folder
+    if isinstance(store, LocalStore):
+        yield store.folder
+        return
+    with temporary_store() as room:
+        copy = room.within(place.last_step)
+        for each in store.list():
+            if wanted(each.name):
+                with closing(store.open(each.name)) as file:
+                    copy_object(file, copy, each.name)
+        try:
+            yield copy.folder
+        except Exception as error:
+            error.args = tuple(_renamed(text, copy.url, str(place)) for text in error.args)
+            raise
+
+
+def _renamed(text: object, before: str, after: str) -> object:
+    return text.replace(before, after) if isinstance(text, str) else text

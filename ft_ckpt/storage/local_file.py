@@ -1,0 +1,189 @@
+"""Files of this machine that are open for reading, by ranges or mapped, and never those bytes that came later.
+
+A file that is deleted or replaced by rename stays whole here, since it is held by its descriptor. One that is cut
+short or written to in place is noticed before its bytes are handed out: size and time of change are compared each
+time. What was copied is safe for good. What was mapped and handed out lies in the file itself: cutting the file short
+after that takes the ground from under it (SIGBUS), for us as for every program that maps files.
+"""
+
+import ctypes
+import mmap
+import os
+import sys
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+
+from ft_ckpt.errors import CorruptError, UnreadableError
+from ft_ckpt.storage import local_disk
+
+_PAGE = mmap.ALLOCATIONGRANULARITY
+_NORESERVE = 0x4000  # linux: a private mapping of a large file must not count as memory promised
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.mmap.restype = ctypes.c_void_p
+_libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long]
+_libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+_libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+_FAILED = ctypes.c_void_p(-1).value
+_DONTNEED, _HUGEPAGE = 4, 14  # linux: MADV_DONTNEED, MADV_HUGEPAGE
+_MOST_AT_ONCE = 1 << 30  # bytes read in one call; Linux takes less than 2 GB
+
+
+class LocalFile:
+    """A file that is open for reading; closed at the latest when nothing uses this any more."""
+
+    can_map = True
+
+    def __init__(self, name: str, path: Path, descriptor: int) -> None:
+        self.name, self.path, self.descriptor = name, path, descriptor
+        self._closer, self._closed = weakref.finalize(self, os.close, descriptor), False
+        found = os.fstat(descriptor)
+        self.size_bytes, self.version = found.st_size, local_disk.file_version(found)
+        self._known = found.st_size, found.st_mtime_ns
+
+    @property
+    def where(self) -> str:
+        """The path."""
+        return str(self.path)
+
+    def read_into(self, memory: memoryview, start: int = 0) -> None:
+        """Fill `memory` from `start` on, see `Readable.read_into`."""
+        done, wanted = 0, len(memory)
+        while done < wanted:
+            try:
+                count = os.preadv(self.descriptor, [memory[done : done + _MOST_AT_ONCE]], start + done)
+            except OSError as error:
+                self._refuse_closed()
+                raise self._refused(f"at byte {start + done}", error) from error
+            if not count:
+                break
+            done += count
+        self.check()  # after reading, so that bytes written meanwhile are not taken for the file's
+        if done < wanted:
+            raise CorruptError(
+                f"{self.path.name}: ends at byte {start + done}, bytes up to {start + wanted} asked for; it was cut "
+                "short or its table is damaged"
+            )
+
+    def map(self) -> "MappedBytes | None":
+        """The file mapped as private memory, see `Readable.map`."""
+        self.check()
+        return MappedBytes.create(self.descriptor, self.size_bytes) if self.size_bytes else None
+
+    def check(self) -> None:
+        """Raise CorruptError when the file was written to or cut short since it was opened, or is closed."""
+        self._refuse_closed()
+        try:
+            found = os.fstat(self.descriptor)
+        except OSError as error:
+            raise self._refused("any more", error) from error
+        if (found.st_size, found.st_mtime_ns) != self._known:
+            raise CorruptError(
+                f"{self.path.name}: changed while it was open, {self._known[0]} bytes then and {found.st_size} now; "
+                "load it again, and replace checkpoints by renaming, never in place"
+            )
+
+    def close(self) -> None:
+        """Close the file. What was mapped from it stays valid."""
+        self._closed = True
+        self._closer()
+
+    def _refused(self, where: str, error: OSError) -> UnreadableError:
+        found = UnreadableError(f"{self.path.name}: cannot be read {where} ({error}); load it again")
+        found.errno = error.errno
+        return found
+
+    def _refuse_closed(self) -> None:
+        if self._closed:
+            raise CorruptError(f"{self.path.name}: closed; load it again")
+
+
+def open_local_file(path: Path, name: str = "") -> LocalFile:
+    """Open a regular file anywhere. Raises OSError, or CorruptError for what is no regular file."""
+    return LocalFile(name or path.name, path, local_disk.regular_descriptor(path))
+
+
+class MappedBytes:
+    """All of a file as private memory: read where it is touched, and what is written to it stays here.
+
+    With `is_own` it is plain memory that the file was read into. One mapping for all tensors, since many are slower to
+    touch; their memory is given back one by one. Python's mmap is as fast, but before 3.13 (`trackfd`) it keeps the
+    file open for as long as any tensor of it is in use: one descriptor for each shard of every model that is loaded.
+    """
+
+    def __init__(self, address: int, size_bytes: int, is_own: bool) -> None:
+        self.address, self.is_own = address, is_own
+        self.given_back: set[tuple[int, int]] = set()  # runs whose edges may still have what was written there
+        self.memory = memoryview((ctypes.c_char * size_bytes).from_address(address)).cast("B")
+        self.parts: dict[tuple[int, int], _Part] = {}
+        weakref.finalize(self, _libc.munmap, address, size_bytes).atexit = False  # tensors may outlive the exit
+
+    @staticmethod
+    def create(descriptor: int, size_bytes: int) -> "MappedBytes | None":
+        """The mapping of an open file (-1: of no file, all zero), or None."""
+        is_own = descriptor < 0
+        protection, flags = mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_PRIVATE
+        flags |= mmap.MAP_ANONYMOUS if is_own else _NORESERVE
+        address = _libc.mmap(None, size_bytes, protection, flags, descriptor, 0)
+        if address in (None, _FAILED):
+            return None
+        # Large pages: fewer faults. A file gets them in the page cache, where its file system can, as it is read here.
+        _libc.madvise(address, size_bytes, _HUGEPAGE)
+        return MappedBytes(address, size_bytes, is_own)
+
+    def lend(self, start: int, size_bytes: int, read_into: Callable[[memoryview, int], None]) -> memoryview:
+        """A part of the memory, which is given back when nothing uses it any more; the same one while it is in use.
+
+        What was given back and may not be as it was is read again by `read_into`.
+        """
+        part = self.parts.get((start, size_bytes))
+        held = None if part is None else part()
+        if held is None:
+            held = self._lend_anew(start, size_bytes)
+            if (start, size_bytes) in self.given_back:
+                end = start + size_bytes
+                for first, last in [(start, end)] if self.is_own else _shared_edges(start, end):
+                    read_into(self.memory[first:last], first)
+        return held
+
+    def _lend_anew(self, start: int, size_bytes: int) -> memoryview:
+        held = self.memory[start : start + size_bytes]
+        part = self.parts[start, size_bytes] = _Part(held, _Part.end_use)
+        part.mapping, part.start, part.size_bytes = self, start, size_bytes
+        _lent[id(part)] = part
+        return held
+
+    def give_back(self, start: int, size_bytes: int) -> None:
+        """Drop the pages that are of this part alone."""
+        self.given_back.add((start, size_bytes))
+        first, last = start + -start % _PAGE, (start + size_bytes) // _PAGE * _PAGE
+        if first < last:
+            _libc.madvise(self.address + first, last - first, _DONTNEED)
+
+
+class _Part(weakref.ref[memoryview]):
+    """A weak reference to a part in use, which keeps the mapping. Small, since one is made at a tensor's first use."""
+
+    __slots__ = ("mapping", "size_bytes", "start")
+    mapping: MappedBytes
+    start: int
+    size_bytes: int
+
+    def end_use(self, is_over: Callable[[], bool] = sys.is_finalizing) -> None:  # bound: names go first at exit
+        """Give back the memory of a part that nothing uses any more."""
+        if is_over():
+            return
+        del _lent[id(self)]
+        key = self.start, self.size_bytes
+        if self.mapping.parts.get(key) is self:  # and not of another thread, which asked at the same moment
+            del self.mapping.parts[key]
+            self.mapping.give_back(*key)
+
+
+_lent: dict[int, _Part] = {}  # those in use: a reference that is itself forgotten would not be called
+
+
+def _shared_edges(start: int, end: int) -> list[tuple[int, int]]:
+    """The ends of [start, end) that share pages with their neighbours, and are therefore not given back."""
+    first, last = start + -start % _PAGE, end // _PAGE * _PAGE
+    return [(start, min(first, end)), (max(last, start), end)] if first < last else [(start, end)]

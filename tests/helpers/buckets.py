@@ -1,0 +1,29 @@
+"""Files and folders in a bucket: obstore's store in memory, which is read like any other."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from ft_ckpt.storage.local_store import LocalStore
+from ft_ckpt.storage.open_store import open_store
+from ft_ckpt.storage.place import Place
+from ft_ckpt.storage.store import Store
+
+
+def new_bucket(prefix: str = "team/runs") -> Store:
+    """An empty bucket below a prefix."""
+    pytest.importorskip("obstore")
+    return open_store("memory:///").within(prefix)
+
+
+def in_bucket(path: str | os.PathLike[str], bucket: Store | None = None) -> Place:
+    """The file or folder at `path`, copied into a bucket under its name."""
+    source, bucket = Path(path), new_bucket() if bucket is None else bucket
+    if source.is_file():
+        bucket.write(source.name, source.read_bytes())
+    else:
+        local, there = LocalStore(source), bucket.within(source.name)
+        for each in local.list():
+            there.write(each.name, local.read(each.name))
+    return Place(bucket, source.name)

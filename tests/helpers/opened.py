@@ -1,0 +1,12 @@
+"""Files and folders of this machine as formats are given them."""
+
+import os
+from pathlib import Path
+
+from ft_ckpt.formats.raw_file import RawFile
+from ft_ckpt.storage.local_file import open_local_file
+
+
+def raw_file(path: str | os.PathLike[str], mapped: bool = True) -> RawFile:
+    """The open file at `path`."""
+    return RawFile(open_local_file(Path(path)), mapped)
