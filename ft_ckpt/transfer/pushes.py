@@ -4,6 +4,7 @@ A push that fails is warned of, and raised from its handle; the checkpoint itsel
 """
 
 import atexit
+import concurrent.futures.thread  # noqa: F401 - what is registered below must come after what this registers
 import logging
 import threading
 import warnings
@@ -130,5 +131,6 @@ def _end_failed(push: PendingPush, error: BaseException) -> None:
     push.future.set_exception(error)
 
 
-# Uploads use thread pools, which take no more work once the interpreter begins to end: they are waited for before.
+# Uploads use thread pools, which take no more work once the interpreter begins to end: they are waited for before, as
+# what was registered last is called first.
 getattr(threading, "_register_atexit", atexit.register)(_QUEUE.join)

@@ -7,6 +7,7 @@ from launch import run_cases
 LAUNCHES = {
     "together": [
         "different_arguments",
+        "what_follows_a_save",
         "error_on_one_rank",
         "writer_raises",
         "one_writer",
@@ -36,6 +37,10 @@ def passed(tmp_path_factory):
 def test_different_arguments_are_an_error_on_every_rank(passed):
     """Pain 29: ranks disagree about what to save, and hang."""
     passed("different_arguments")
+
+
+def test_one_rank_pushes_and_calls_what_follows_a_save(passed):
+    passed("what_follows_a_save")
 
 
 def test_error_on_one_rank_reaches_the_others(passed):

@@ -379,6 +379,20 @@ def test_a_push_that_fails_costs_nothing_else(hub, tmp_path):
     assert push(tmp_path / "out", "user/model").is_new
 
 
+def test_after_an_exception_what_is_not_pushed_is_named(hub, tmp_path):
+    hub.faults.append(Fault("POST .*/preupload/", seconds=0.5))
+    pushed = []
+
+    def fail():
+        with CheckpointSaver() as saver:
+            pushed.append(saver.save(models.build("llama", 0), tmp_path / "out", push_to_hub="user/model").push)
+            raise KeyError
+
+    with pytest.warns(UserWarning, match="out to hf://user/model: not pushed yet"), pytest.raises(KeyError):
+        fail()
+    assert pushed[0].result().is_new
+
+
 def test_a_destination_that_cannot_be_is_refused_ahead_of_the_save(tmp_path):
     with CheckpointSaver() as saver, pytest.raises(ConfigError, match="no model repository"):
         saver.save(models.build("llama", 0), tmp_path / "out", push_to_hub="hf://datasets/a/b")
@@ -393,7 +407,8 @@ def test_the_commands_speak_with_the_hub_that_the_environment_names(hub, made, t
     steps += [["push", "back", "hf://user/model"], ["pull", "hf://user/model", "back"], ["push", "back", "user/model"]]
     code = f"import sys; from ft_ckpt.cli import main\nfor words in {steps}:\n    sys.argv = ['ft-ckpt', *words]\n"
     code += "    try: main()\n    except SystemExit as end: print('exit', end.code or 0)\n"
-    code += "assert 'torch' not in sys.modules"
+    code += "assert 'torch' not in sys.modules\n"
+    code += "import ft_ckpt; ft_ckpt.push('back', 'hf://user/late', background=True)"  # the process waits for it
     done = subprocess.run(
         [sys.executable, "-c", code], env=environment, cwd=tmp_path, capture_output=True, text=True, check=True
     )
@@ -403,5 +418,7 @@ def test_the_commands_speak_with_the_hub_that_the_environment_names(hub, made, t
     assert "verified" in back
     assert "all of it was there" in again
     assert (taken, bare) == ("", "")
+    assert "user/late" in hub.repositories, done.stderr
+    assert hub.files("user/late").get("model.safetensors") == hub.files("user/model")["model.safetensors"]
     assert "back: is there already" in done.stderr
     assert "user/model: expected a URL" in done.stderr

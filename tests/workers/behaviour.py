@@ -15,6 +15,7 @@ import models
 import pytest
 import torch
 import torch.distributed as dist
+from hub_server import serving_hub, using_hub
 from torch import nn
 from wrappers import fsdp2
 
@@ -79,6 +80,22 @@ def different_arguments(folder: Path) -> None:
     attribute = ("policy", "value_head")[harness.RANK]
     raised(errors.RanksDisagreeError, lambda: saver().save(parts, folder / "b", attribute=attribute), "rank(s) 0 alone")
     nothing_in(folder)
+
+
+@harness.named
+def what_follows_a_save(folder: Path) -> None:
+    """Only rank 0 calls functions of the script and pushes; the others go on."""
+    for background in (False, True):
+        seen: list[Any] = []
+        with serving_hub() as hub, using_hub(hub), saver(on_saved=seen.append, background=background) as made:
+            target = folder / f"background-{background}"
+            answer = made.save(fsdp2(models.build("llama")), target, push_to_hub="user/model")
+            report = answer.result() if background else answer
+        assert [each.path for each in seen] == [target] * (harness.RANK == 0)
+        assert (report.push is not None) == (harness.RANK == 0)
+        assert ("user/model" in hub.repositories) == (harness.RANK == 0)
+        assert harness.RANK or report.push.result().is_new
+        dist.barrier()
 
 
 @harness.named
