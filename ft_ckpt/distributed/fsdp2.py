@@ -1,6 +1,6 @@
 """Torch's distributed tensors (FSDP2, HSDP, tensor parallelism): cut over a mesh of ranks as placements say."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -61,16 +61,16 @@ class FSDP2Wrapper(Wrapper):
         """FSDP2 gives a module a class of its own that inherits from the user's."""
         return next(base for base in cls.__mro__ if not issubclass(base, FSDPModule))
 
-    def pending_gradients(self, root: nn.Module) -> Mapping[str, PendingGradient]:
+    def pending_gradients(self, modules: Sequence[nn.Module]) -> Mapping[str, PendingGradient]:
         """FSDP2's own records of the parameters that it cuts: they keep gradients that are not yet reduced."""
-        states: list[Any] = [one._get_fsdp_state() for one in root.modules() if isinstance(one, FSDPModule)]
+        states: list[Any] = [one._get_fsdp_state() for one in modules if isinstance(one, FSDPModule)]
         if not states:
             return {}
         groups = (getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group] for state in states)
         records = {
             id(one.sharded_param): one for some in groups for group in some if group for one in group.fsdp_params
         }
-        names = {id(parameter): name for name, parameter in root.named_parameters()}
+        names = {id(parameter): name for name, parameter in modules[0].named_parameters()}
         return {names[key]: _UnreducedGradient(one) for key, one in records.items() if key in names}
 
 

@@ -4,11 +4,11 @@
 asked. Keys count up in the order of noting, so equal walks over equal models give equal keys.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -25,8 +25,7 @@ from ft_ckpt.errors import IncompleteError, SelectionError, listing
 Info = TypeVar("Info", bound=TensorInfo)
 
 
-@dataclass(frozen=True, eq=False)
-class ModuleRow:
+class ModuleRow(NamedTuple):
     """One module of a walk, and the keys of its own parameters and persistent buffers, in that order."""
 
     path: str  # canonical
@@ -67,7 +66,7 @@ class Inventory:
         wrappers.reshard_modules(modules)
         taken, sent = wrappers.tensors_of_modules(modules), wrappers.broadcast_buffers(model)
         rows = tuple(
-            ModuleRow(path, raw, module, tuple((name, self.key_of(t)) for name, t in _own_tensors(module, taken)))
+            ModuleRow(path, raw, module, tuple([(name, self.key_of(t)) for name, t in _own_tensors(module, taken)]))
             for path, raw, module in walk
         )
         broadcast = frozenset(self._keys[buffer] for buffer in sent if buffer in self._keys)
@@ -76,9 +75,10 @@ class Inventory:
 
     def key_of(self, live: Any) -> int:
         """The key of a tensor, or of what stands for one; the same for the same object."""
-        key = self._keys.setdefault(id(live), len(self._live))
-        if key == len(self._live):
-            self._live.append(live)
+        known = self._live
+        key = self._keys.setdefault(id(live), len(known))
+        if key == len(known):
+            known.append(live)
         return key
 
     @property
@@ -198,17 +198,19 @@ class Inventory:
         return local is None or local.device.type != "meta"
 
 
-def _own_tensors(module: nn.Module, taken: Mapping[tuple[int, str], Any]) -> Iterator[tuple[str, Any]]:
+def _own_tensors(module: nn.Module, taken: Mapping[tuple[int, str], Any]) -> list[tuple[str, Any]]:
     """The module's own parameters and persistent buffers, in that order; for those `taken` what stands for them."""
-    own = module._parameters
-    for key, value in own.items():
-        if value is not None and key != "_flat_param":
-            yield key, taken.get((id(module), key), value)
-    # FSDP1 with use_orig_params=False leaves plain attributes where the parameters were, which only it knows of.
-    yield from ((key, stand_in) for (owner, key), stand_in in taken.items() if owner == id(module) and key not in own)
-    for key, buffer in module._buffers.items():
-        if buffer is not None and key not in module._non_persistent_buffers_set:
-            yield key, buffer
+    own, buffers = module._parameters, module._buffers
+    found: list[tuple[str, Any]] = [
+        (key, value) for key, value in own.items() if value is not None and key != "_flat_param"
+    ]
+    if taken:  # FSDP1 with use_orig_params=False leaves plain attributes where the parameters were, known to it alone
+        here = {key: stand_in for (owner, key), stand_in in taken.items() if owner == id(module)}
+        found = [*{**dict(found), **here}.items()]
+    if buffers:
+        passing = module._non_persistent_buffers_set
+        found += [(key, one) for key, one in buffers.items() if one is not None and key not in passing]
+    return found
 
 
 def _is_dense(tensor: Tensor) -> bool:

@@ -101,8 +101,8 @@ class Wrapper:
         """The class as the user wrote it, where the engine has given its modules another."""
         return cls
 
-    def pending_gradients(self, root: nn.Module) -> Mapping[str, PendingGradient]:
-        """Gradients that the engine keeps for itself, by raw parameter name."""
+    def pending_gradients(self, modules: Sequence[nn.Module]) -> Mapping[str, PendingGradient]:
+        """Gradients that the engine keeps for itself, by raw parameter name; `modules` are a model and all below it."""
         return {}
 
     def drop_gradients(self, module: nn.Module) -> None:

@@ -179,7 +179,8 @@ def hiding_gradients(model: nn.Module) -> list[str]:
 
 def kept_gradients(root: nn.Module) -> dict[str, PendingGradient]:
     """Gradients that engines keep for themselves until a step is complete, by raw parameter name."""
-    return {name: found for wrapper in WRAPPERS for name, found in wrapper.pending_gradients(root).items()}
+    modules = [module for _, _, module in walk_modules(root)]
+    return {name: found for wrapper in WRAPPERS for name, found in wrapper.pending_gradients(modules).items()}
 
 
 def drop_kept_gradients(root: nn.Module) -> None:

@@ -203,7 +203,7 @@ class BackgroundSaver:
         """The request with a look at what it saves, if there was none."""
         if request.captured is not None:
             return request, request.captured
-        signer = Signer()
+        signer = Signer(self.cache)
         signer.note_model(request.model)
         for optimizer, further in steppers.items():
             signer.note_optimizer(optimizer, with_state=False)

@@ -91,7 +91,7 @@ def capture_run(objects: Callable[[], Objects], ranks: Ranks, cache: PlanCache) 
 
     What the facts alone decide is kept in `cache`. Raises SelectionError naming what cannot be saved.
     """
-    look, error = try_action(lambda: _look_at_run(objects(), ranks))
+    look, error = try_action(lambda: _look_at_run(objects(), ranks, cache))
     again = _captured_before(look, ranks, cache, error)
     if again is not None:
         return again
@@ -113,8 +113,8 @@ def capture_run(objects: Callable[[], Objects], ranks: Ranks, cache: PlanCache) 
     return Captured(look.inventory, look.signature, cache, bare, replace(state, entries=entries))
 
 
-def _look_at_run(objects: Objects, ranks: Ranks) -> _Look:
-    signer = Signer()
+def _look_at_run(objects: Objects, ranks: Ranks, cache: PlanCache) -> _Look:
+    signer = Signer(cache)
     signer.note_model(objects.model)
     for item in objects.items:
         signer.note_fact((item.name, item.kind))

@@ -14,8 +14,9 @@ from collections.abc import Callable, Hashable, Iterable, Mapping
 from contextlib import suppress
 from enum import Enum
 from functools import partial
+from operator import is_
 from types import BuiltinFunctionType, FunctionType, MappingProxyType
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -38,7 +39,7 @@ _CODE = frozenset((FunctionType, BuiltinFunctionType, property, classmethod, sta
 _MAPPINGS = frozenset((dict, OrderedDict, defaultdict, MappingProxyType))
 _DEEPEST = 8  # containers in containers
 _ENGINES = "torch.distributed."  # its state on a module decides no name; how it cuts a tensor is a fact of that tensor
-_IN_EVERY_MODULE = frozenset(vars(nn.Module()))
+_EVERYWHERE = frozenset(vars(nn.Module()))
 _IN_EVERY_CLASS = frozenset(
     (
         *("__doc__", "__module__", "__dict__", "__weakref__", "__annotations__", "__parameters__", "__qualname__"),
@@ -68,10 +69,24 @@ class Signature:
         return True
 
 
+class ClassFacts(NamedTuple):
+    """What a class had when it was last looked at."""
+
+    held: dict[str, Any]  # all it has
+    fixed: dict[str, Any]  # what is the same for as long as it is the same object
+    changing: tuple[str, ...]  # what may be changed in place
+
+    def are_those_of(self, now: Mapping[str, Any]) -> bool:
+        """Whether a class that has `now` has the same objects under the same names as then."""
+        held = self.held
+        return len(held) == len(now) and all(map(is_, held, now)) and all(map(is_, held.values(), now.values()))
+
+
 class PlanCache:
-    """What was made for each signature and question: pure data, the newest few."""
+    """What was made for each signature and question: pure data, the newest few; and facts of classes."""
 
     def __init__(self) -> None:
+        self.classes: dict[type, ClassFacts] = {}
         self._made: OrderedDict[tuple[Signature, Hashable], Any] = OrderedDict()
         self.kept: Counter[Any] = Counter()  # how often something was kept, by question or by its first word
 
@@ -102,12 +117,15 @@ class PlanCache:
 class Signer:
     """Notes models, optimizers and other tensors in one order, into an inventory, and the facts that decide plans."""
 
-    def __init__(self) -> None:
+    def __init__(self, cache: PlanCache) -> None:
         self.inventory = Inventory()
+        self._cache = cache
         self.is_opaque = False  # something decides that facts do not tell
         self._facts: list[Any] = [_registered_conversions()]
         self._contents: dict[int, bytes] = {}  # by id: many modules share a config
-        self._classes: set[type] = set()
+        self._kinds: set[type] = set()  # of modules
+        self._classes: set[type] = set()  # these and others, and what they inherit from
+        self._shapes: dict[torch.Size, torch.Size] = {}  # one object each: what compares them has few to read
         self._kept: list[Any] = []  # so that ids stay their own
 
     def signature(self) -> Signature | None:
@@ -158,16 +176,19 @@ class Signer:
         kind = type(module)
         self._facts += row.raw_path, kind
         self.is_opaque |= not is_plain(module) or own.get("hf_quantizer") is not None
-        if kind not in self._classes:
+        if kind not in self._kinds:
+            self._kinds.add(kind)
             self.is_opaque |= hides_tensors(module)
             self._note_classes(kind)
-        if len(own) > len(_IN_EVERY_MODULE):  # which all have
-            own_names = [name for name in own if name not in _IN_EVERY_MODULE]
-            self._facts.append({n: v if type(v := own[n]) in _IMMUTABLE else self._describe(v) for n in own_names})
+        if len(own) > len(_EVERYWHERE):  # which all have
+            more = {
+                n: v if type(v) in _IMMUTABLE else self._describe(v) for n, v in own.items() if n not in _EVERYWHERE
+            }
+            self._facts.append(more)
             if "peft_config" in own:
                 self._note_bases(module, own["peft_config"])
         for name, key in row.tensors:
-            self._note_layout(name, key, self.inventory.live(key))
+            self._note_tensor(name, self.inventory.live(key))
 
     def _note_classes(self, kind: type) -> None:
         """What a class says, and those it inherits from: everybody may ask it of its objects."""
@@ -179,9 +200,12 @@ class Signer:
     def _note_class(self, base: type) -> None:
         if base.__module__.split(".")[0] in ("torch", "builtins", "abc", "typing"):
             return
-        found = {name: value for name, value in vars(base).items() if name not in _IN_EVERY_CLASS}
-        described = {n: v if type(v) in _IMMUTABLE or type(v) in _CODE else self._describe(v) for n, v in found.items()}
-        self._facts += base, described
+        now, known = vars(base), self._cache.classes.get(base)
+        if known is None or not known.are_those_of(now):
+            fixed = {name: value for name, value in now.items() if type(value) in _IMMUTABLE or type(value) in _CODE}
+            changing = tuple(name for name in now if name not in fixed and name not in _IN_EVERY_CLASS)
+            known = self._cache.classes[base] = ClassFacts(dict(now), fixed, changing)
+        self._facts += base, known.fixed, {name: self._describe(now[name]) for name in known.changing}
 
     def _note_bases(self, module: Any, configs: Any) -> None:
         """The files that say what an adapter's base was made with, which decides whether its embeddings have grown."""
@@ -198,6 +222,8 @@ class Signer:
         kind = type(value)
         if kind in _IMMUTABLE:
             return value
+        if id(value) in self._contents:  # first: configs answer questions for attributes slowly
+            return self._contents[id(value)]
         if depth < _DEEPEST and kind in _MAPPINGS:
             return kind, [
                 (k if type(k) in _IMMUTABLE else self._describe(k), self._describe(v, depth + 1))
@@ -217,28 +243,26 @@ class Signer:
         return (kind, code) if code is not None else self._content_of(value)
 
     def _content_of(self, value: Any) -> bytes:
-        if id(value) not in self._contents:
-            self._note_classes(type(value))
-            try:
-                self._contents[id(value)] = _pickled(value)
-            except Exception:  # noqa: BLE001 - anybody's object
-                self._contents[id(value)], self.is_opaque = b"", True
-            self._kept.append(value)
-        return self._contents[id(value)]
+        self._note_classes(type(value))
+        self._kept.append(value)
+        try:
+            content = _pickled(value)
+        except Exception:  # noqa: BLE001 - anybody's object
+            content, self.is_opaque = b"", True
+        return self._contents.setdefault(id(value), content)
 
     def _note_tensor(self, name: str, tensor: Any) -> None:
-        self._note_layout(name, self.inventory.key_of(tensor), tensor)
-
-    def _note_layout(self, name: str, key: int, tensor: Any) -> None:
-        kind, cut = type(tensor), None
+        kind, cut, key = type(tensor), None, self.inventory.key_of(tensor)
         if kind is DTensor:
             cut = tensor.device_mesh, tensor.placements, isinstance(tensor, nn.Parameter)
         elif kind not in _PLAIN or hasattr(tensor, "ds_shape"):  # of a lazy module, an engine, or another library
             self.is_opaque = True
             return
-        self.is_opaque |= tensor.layout is not torch.strided
+        if tensor.layout is not torch.strided:
+            self.is_opaque = True
         where = None if tensor.is_cpu else tensor.device
-        self._facts += name, key, kind, cut, where, tensor.shape, tensor.dtype, tensor.requires_grad
+        shape = self._shapes.setdefault(tensor.shape, tensor.shape)
+        self._facts += name, key, kind, cut, where, shape, tensor.dtype, tensor.requires_grad
 
 
 class _Limited(io.BytesIO):
