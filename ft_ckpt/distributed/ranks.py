@@ -18,6 +18,7 @@ from datetime import timedelta
 from typing import Any
 
 from ft_ckpt.distributed.agreement import ADVICE, error_facts, judge_entries, rank_numbers
+from ft_ckpt.distributed.threads import beside_thread
 from ft_ckpt.errors import CheckpointError, NoSpaceError, RankError, RanksDisagreeError
 
 _BEAT_SECONDS = 1.0  # between signs of life of a rank at work; well below any sensible time-out
@@ -122,19 +123,13 @@ class Ranks:
         if self.size == 1:
             yield
             return
-        done = threading.Event()
 
-        def send_beats() -> None:
+        def send_beats(done: threading.Event) -> None:
             while not done.wait(_BEAT_SECONDS):
                 self.store.set(self._beat_key(self.rank), str(time.monotonic_ns()))
 
-        thread = threading.Thread(target=send_beats, name="ft_ckpt-beat", daemon=True)
-        thread.start()
-        try:
+        with beside_thread("ft_ckpt-beat", send_beats):
             yield
-        finally:
-            done.set()
-            thread.join()
 
     def open_receive_slot(self, bringing: Iterable[int]) -> None:
         """Rank 0 is ready to receive from the ranks `bringing` tensors, and waits until all of them are ready to send.

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -22,6 +23,7 @@ from torch import Tensor
 from ft_ckpt.checkpoint.manifest import MANIFEST_NAME, manifest_from_json, manifest_to_json
 from ft_ckpt.checkpoint.open_checkpoint import OpenCheckpoint, open_checkpoint
 from ft_ckpt.distributed.ranks import Ranks, current_ranks, try_action
+from ft_ckpt.distributed.threads import beside_thread
 from ft_ckpt.errors import CheckpointError, RankError
 from ft_ckpt.formats.dtypes import dtype_of
 from ft_ckpt.formats.layout import ITEM_BYTES, Spec, TensorFile
@@ -94,17 +96,9 @@ def serve_reads(word: str, read: Read, ranks: Ranks) -> Iterator[None]:
 
     `read` is called in that thread.
     """
-    done = threading.Event()
     store = current_ranks(ranks.timeout_seconds, _LANE).store
-    thread = threading.Thread(
-        target=_answer_requests, args=(store, word, read, done), name="ft_ckpt-serve", daemon=True
-    )
-    thread.start()
-    try:
+    with beside_thread("ft_ckpt-serve", partial(_answer_requests, store, word, read)):
         yield
-    finally:
-        done.set()
-        thread.join()
 
 
 @dataclass(eq=False)
