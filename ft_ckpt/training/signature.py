@@ -260,8 +260,8 @@ class Signer:
             return
         if tensor.layout is not torch.strided:
             self.is_opaque = True
-        where = None if tensor.is_cpu else tensor.device
-        shape = self._shapes.setdefault(tensor.shape, tensor.shape)
+        where, shape = None if tensor.is_cpu else tensor.device, tensor.shape
+        shape = self._shapes.setdefault(shape, shape)
         self._facts += name, key, kind, cut, where, shape, tensor.dtype, tensor.requires_grad
 
 

@@ -14,6 +14,7 @@ from transformers.core_model_loading import WeightRenaming
 
 from ft_ckpt import CheckpointSaver, verify
 from ft_ckpt.distributed.inventory import Inventory
+from ft_ckpt.training.signature import PlanCache, Signer
 
 
 class Run:
@@ -330,6 +331,13 @@ def test_a_change_of_the_class_of_a_config_is_noticed(run, monkeypatch):
     type(run.model.config).remembers.append(2)
     run.compare()
     assert run.known["plan"] > before["plan"] + 1
+
+
+def test_a_module_is_asked_by_its_own_class():
+    hiding = type("FullyShardedDataParallel", (nn.Module,), {})
+    signer = Signer(PlanCache())
+    signer.note_model(nn.Sequential(type("Derived", (hiding,), {})(), hiding()))
+    assert signer.is_opaque
 
 
 def more_tokens(run):
