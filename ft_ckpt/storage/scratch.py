@@ -4,11 +4,12 @@ import os
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path, PurePath
 
 from ft_ckpt.errors import explained
-from ft_ckpt.storage.local_store import LocalStore
+from ft_ckpt.storage.local_copy import copy_object
+from ft_ckpt.storage.local_store import LocalStore, temporary_store
 from ft_ckpt.storage.store import Store
 
 _MEMORY, _PLENTY_BYTES = "/dev/shm", 1 << 30  # noqa: S108 - a folder of its own is made in it
@@ -20,9 +21,9 @@ def files_made_by(make: Callable[[Path], object]) -> dict[str, bytes]:
     Raises TargetError or NoSpaceError when they cannot be written.
     """
     place = _scratch_folder()
-    with explained(Path(place)), tempfile.TemporaryDirectory(prefix="ft_ckpt-", dir=place) as made:
-        make(Path(made))
-        return files_below(Path(made))
+    with explained(Path(place)), temporary_store(folder=Path(place)) as room:
+        make(room.folder)
+        return files_below(room.folder)
 
 
 def files_below(folder: Path) -> dict[str, bytes]:
@@ -32,24 +33,18 @@ def files_below(folder: Path) -> dict[str, bytes]:
 
 
 @contextmanager
-def object_path(store: Store, name: str) -> Iterator[Path]:
-    """The path of an object to be read while the block runs: its own in a local folder, else that of a copy."""
+def edited_object(store: Store, name: str) -> Iterator[Path]:
+    """The path of an object that the block changes: its own in a local folder, else that of a copy that is put back."""
     if isinstance(store, LocalStore):
         yield store.path(name)
         return
-    with tempfile.TemporaryDirectory(prefix="ft_ckpt-") as folder:
-        here, file = LocalStore(Path(folder)), PurePath(name).name
-        here.write(file, store.read(name))
-        yield here.path(file)
-
-
-@contextmanager
-def edited_object(store: Store, name: str) -> Iterator[Path]:
-    """The path of an object that the block changes: its own in a local folder, else that of a copy that is put back."""
-    with object_path(store, name) as path:
-        yield path
-        if not isinstance(store, LocalStore):
-            store.write(name, LocalStore(path.parent).read(path.name))
+    with temporary_store() as room:
+        file = PurePath(name).name
+        with closing(store.open(name)) as opened:
+            copy_object(opened, room, file)
+        yield room.path(file)
+        with closing(room.open(file)) as opened:
+            copy_object(opened, store, name)
 
 
 def _scratch_folder() -> str:
