@@ -3,15 +3,16 @@
 import models
 import pytest
 import torch
+from buckets import new_bucket
 
-from ft_ckpt import CheckpointSaver
+from ft_ckpt import CheckpointSaver, load_model
 from ft_ckpt.checkpoint import staging
 from ft_ckpt.checkpoint.catalog import load_manifest
 from ft_ckpt.checkpoint.checks import checkpoint_problems
 from ft_ckpt.checkpoint.manifest import MANIFEST_NAME
 from ft_ckpt.errors import NoSpaceError
 from ft_ckpt.storage.local_store import LocalStore
-from ft_ckpt.storage.open_store import open_store
+from ft_ckpt.storage.place import Place
 
 SETTINGS = {
     "safetensors": {},
@@ -26,8 +27,7 @@ SETTINGS = {
 @pytest.fixture
 def bucket():
     """The run's folder in a bucket."""
-    pytest.importorskip("obstore")
-    return open_store("memory:///").within("runs/sft")
+    return new_bucket().within("runs/sft")
 
 
 def save_into(store, folder, model, steps=(1,), **settings):
@@ -53,6 +53,8 @@ def test_files_are_those_of_a_folder(bucket, tmp_path, way):
     assert [each.name for each in there.list()] == [each.name for each in here.list()]
     for each in here.list():
         assert each.name == MANIFEST_NAME or there.read(each.name) == here.read(each.name), each.name
+    loaded = load_model(Place(there)).state_dict()
+    assert all(torch.equal(loaded[name], tensor) for name, tensor in model.state_dict().items())
 
 
 def test_frozen_files_are_copied_by_the_service(bucket, tmp_path):
