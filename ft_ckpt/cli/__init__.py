@@ -199,6 +199,18 @@ def main() -> None:
     sys.exit(2)
 
 
+def tensorflow_to_h5() -> None:
+    """Run `ft-ckpt convert` on a checkpoint of TensorFlow and an HDF5 file to be: `tensorflow-to-h5 SRC DST`."""
+    sys.argv[1:] = ["convert", *sys.argv[1:], "--format", "h5"]
+    main()
+
+
+def h5_to_tensorflow() -> None:
+    """Run `ft-ckpt convert` on a file and a folder for TensorFlow to be: `h5-to-tensorflow SRC DST`."""
+    sys.argv[1:] = ["convert", *sys.argv[1:], "--format", "tensorflow"]
+    main()
+
+
 def _parser_message(error: Any) -> str:
     """What the parser objects to, as our own errors say it."""
     path = error.ctx.command_path if error.ctx else _NAME

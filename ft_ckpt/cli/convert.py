@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from ft_ckpt.formats.layout import Spec
 
 _Map = Annotated[str | None, typer.Option("--map", help='File of lines "old new", or JSON; * at the end of both.')]
+_Shards = Annotated[str | None, typer.Option(help='File of lines "pattern shard": TensorFlow checkpoints.')]
 _HERE = "\0"  # key of the tensor itself among what its name leads to
 
 
@@ -29,6 +30,7 @@ def convert_command(
     dtype: DtypeOption = None,
     names: _Map = None,
     max_shard_size: ShardOption = None,
+    shards: _Shards = None,
     verify: VerifyOption = False,
     force: ForceOption = False,
     as_json: JsonOption = False,
@@ -38,7 +40,10 @@ def convert_command(
     refuse_existing(target, force)
     from ft_ckpt.files.convert import convert as run
 
-    report = run(source, target, format=format, dtype=dtype, map=names, max_shard_size=max_shard_size, verify=verify)
+    report = run(
+        source, target, format=format, dtype=dtype, map=names, max_shard_size=max_shard_size, shards=shards,
+        verify=verify,
+    )  # fmt: skip
     print_conversion(source, report, verify, as_json=as_json)
 
 

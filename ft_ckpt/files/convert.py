@@ -21,6 +21,7 @@ from ft_ckpt.files import folder
 from ft_ckpt.files.convert_options import ConvertOptions, check_apart, convert_options
 from ft_ckpt.files.convert_output import Output, plan_output, write_outputs
 from ft_ckpt.files.rename import TranslatedFile, UntiedFile, check_copy, check_used, read_map
+from ft_ckpt.files.shard_rules import assign_shards
 from ft_ckpt.formats import detect
 from ft_ckpt.formats.layout import Spec, TensorFile
 from ft_ckpt.formats.registry import FolderLibrary
@@ -58,17 +59,20 @@ def convert(
     map: str | Path | Mapping[str, str] | None = None,  # noqa: A002
     verify: bool = False,
     max_shard_size: int | str | None = None,
+    shards: str | Path | None = None,
     progress: bool = True,
 ) -> ConvertReport:
     """Write the tensors of `src` to `dst` in another format; either everything arrives, durably, or nothing changes.
 
-    `src` is a file (HDF5, safetensors, torch), a Hugging Face folder, a checkpoint of ours, or a folder of torch's
-    distributed checkpoint, DeepSpeed or TensorFlow. `dst` is a file whose suffix names the format, or a folder, which
-    gets the companions of a source folder and a manifest. `format`: the name of one. `dtype` casts floating-point
-    tensors, `map` renames (old names to new ones, with * at the end of both for all that begin so, or a file of these),
-    `verify` compares the result bit for bit with the source, `max_shard_size` (bytes or "5GB") splits the weights of a
-    folder. At most a few slices are held, or one tensor where it is not stored in row-major order. A checkpoint of ours
-    is held open: a save that replaces it meanwhile changes nothing, and none deletes it.
+    `src` is a file (HDF5, safetensors, torch, Keras, flax, Lightning), a Hugging Face folder, a checkpoint of ours or a
+    folder of torch's distributed checkpoint, DeepSpeed, TensorFlow or orbax. `dst` is a file whose suffix names the
+    format, or a folder, which gets the companions of a source folder and a manifest. `format`: the name of one. `dtype`
+    casts floating-point tensors, `map` renames (old names to new ones, with * at the end of both for all that begin so,
+    or a file of these), `verify` compares the result bit for bit with the source, `max_shard_size` (bytes or "5GB")
+    splits the weights of a folder. `shards`, a file of lines "pattern shard", gives each tensor to a checkpoint of
+    TensorFlow by the first pattern that its name fits. At most a few slices are held, or one tensor where it is not
+    stored in row-major order. A checkpoint of ours is held open: a save that replaces it meanwhile changes nothing, and
+    none deletes it.
 
     Raises ConfigError, SelectionError for names and types that cannot be, LoadError or CorruptError for the source,
     TargetError or NoSpaceError for the target.
@@ -78,7 +82,7 @@ def convert(
     names = read_map(map)
     options = convert_options(
         dst, format=format, dtype=dtype, names=names, max_shard_size=max_shard_size, verify=verify, progress=progress,
-        note=note,
+        note=note, shards=shards,
     )  # fmt: skip
     check_apart([source], options)
     with hold_open(source) as place, closing(open_source(place, source)) as opened:
@@ -127,11 +131,15 @@ def _convert_by_library(
     whole = UntiedFile(file)  # these formats know no ties
     specs = list(whole.specs.values())
     library.check_types(specs)
+    groups = assign_shards(specs, options.shards) if options.shards else {}
     commit.check_target(target, sum(spec.size_bytes for spec in specs) + _ROOM_BYTES)
     staging = open_staging(target)
     stage = staging.stage
     try:
-        library.write_folder(stage, specs, whole.read)
+        if library.write_shards is not None and groups:
+            library.write_shards(stage, groups, whole.read)
+        else:
+            library.write_folder(stage, specs, whole.read)
         if options.verify:
             with closing(library.open_folder(open_place(stage))) as found:
                 check_copy(whole, found, target.name)

@@ -6,6 +6,7 @@ from pathlib import Path, PurePosixPath
 
 from ft_ckpt.config import canonical_dtype, parse_size
 from ft_ckpt.errors import ConfigError, TargetError
+from ft_ckpt.files.shard_rules import ShardRule, read_shard_rules
 from ft_ckpt.formats import detect
 from ft_ckpt.formats.registry import DEFAULT_FORMAT, TensorFormat, format_named, written_formats
 from ft_ckpt.storage.place import Place, open_place
@@ -25,6 +26,7 @@ class ConvertOptions:
     verify: bool
     progress: bool
     note: str  # of the manifest: where the weights are from
+    shards: Sequence[ShardRule] = ()  # by which names are given to checkpoints of their own
     made_from: tuple[str, ...] = ()  # names of the checkpoints they were computed from, if they were
 
 
@@ -38,6 +40,7 @@ def convert_options(
     progress: bool,
     note: str,
     names: Mapping[str, str] | None = None,
+    shards: str | Path | None = None,
     made_from: tuple[str, ...] = (),
 ) -> ConvertOptions:
     """What is asked of a conversion, as `convert` takes it, made sense of. Raises ConfigError or TargetError."""
@@ -53,6 +56,8 @@ def convert_options(
         raise ConfigError(
             f"max_shard_size={max_shard_size!r}: {target.name} is one file; give a folder to have several"
         )
+    if shards is not None and (known.library is None or known.library.write_shards is None):
+        raise ConfigError(f"shards={str(shards)!r}: format {known.name!r} has no shards by name; leave it out")
     most = parse_size(max_shard_size or "50GB")
     return ConvertOptions(
         Path(dst),
@@ -65,6 +70,7 @@ def convert_options(
         verify,
         progress,
         note,
+        read_shard_rules(shards),
         made_from,
     )
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from ft_ckpt.checkpoint.catalog import load_manifest
 from ft_ckpt.checkpoint.manifest import MANIFEST_NAME, Manifest, PartRecord
 from ft_ckpt.errors import CorruptError, LoadError, UnreadableError, damaged_input, listing
-from ft_ckpt.formats import dcp, deepspeed, detect, lightning, tensorflow
+from ft_ckpt.formats import dcp, deepspeed, detect, lightning, orbax, tensorflow
 from ft_ckpt.formats.layout import Spec, TensorFile
 from ft_ckpt.formats.registry import format_named, tensor_formats
 from ft_ckpt.storage.paths import is_inside
@@ -162,10 +162,13 @@ def _open_any_folder(place: Place, origin: Place) -> TensorFile:
         return lightning.module_weights(opened) if store.stat(lightning.META) is not None else opened
     if deepspeed.deepspeed_folder(place) is not None:
         return deepspeed.open_deepspeed(place)
+    tree = orbax.orbax_folder(place)
+    if tree is not None:
+        return orbax.open_orbax(tree)
     expected = ", ".join(f"*{ending}" for ending in _endings())
     raise LoadError(
         f"{place}: no weights found; expected {expected}, a {MANIFEST_NAME}, or a folder of "
-        "torch.distributed.checkpoint, DeepSpeed or TensorFlow"
+        "torch.distributed.checkpoint, DeepSpeed, TensorFlow or orbax"
     )
 
 

@@ -37,6 +37,8 @@ class FolderLibrary:
     check_types: Callable[[Sequence[Spec]], None]  # raises SelectionError for types that it cannot keep
     write_folder: Callable[[Path, Sequence[Spec], Read], None]
     open_folder: "Callable[[Place], TensorFile]"
+    write_shards: Callable[[Path, Mapping[str, Sequence[Spec]], Read], None] | None = None
+    """Writes the tensors of each shard as a checkpoint of its own."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -232,6 +234,7 @@ register_format(TensorFormat(
         _Lazily("tensorflow:check_tensorflow_types"),
         _Lazily("tensorflow:write_tensorflow"),
         _Lazily("tensorflow:open_tensorflow"),
+        _Lazily("tensorflow:write_tensorflow_shards"),
     ),
 ))  # fmt: skip
 register_format(TensorFormat(

@@ -4,10 +4,11 @@ TensorFlow itself writes and reads them, on the CPU and a few tensors at a time:
 larger than a shard as slices, and merged by their indexes alone. `tf.train.load_checkpoint` reads the result.
 """
 
+import json
 import math
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -15,16 +16,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ft_ckpt.errors import ConfigError, CorruptError, SelectionError, TargetError, listing, shown
-from ft_ckpt.formats.layout import Spec
+from ft_ckpt.errors import ConfigError, CorruptError, SelectionError, TargetError, damaged_input, listing, shown
+from ft_ckpt.formats.layout import Spec, TensorFile
 from ft_ckpt.storage.local_copy import local_folder
 from ft_ckpt.storage.local_store import LocalStore
 from ft_ckpt.storage.paths import is_inside
 from ft_ckpt.storage.place import Place
-from ft_ckpt.storage.store import read_text
+from ft_ckpt.storage.store import Store, read_text
 
 PREFIX = "model.ckpt"  # of the files in a folder that we write
 _INDEX = ".index"  # ends the name of the file that has a prefix, and of no other
+SHARDS = "shards.json"  # in a folder of several checkpoints that we write: the prefix of each tensor
 STATE = "checkpoint"  # the file by which TensorFlow finds the newest prefix in a folder
 SHARD_BYTES = 96 << 20
 _READ_BYTES = 16 << 20
@@ -133,11 +135,38 @@ class TensorFlowFile:
         return torch.from_numpy(data.view("uint8")).view(getattr(torch, spec.dtype))
 
 
-def open_tensorflow(place: Place) -> TensorFlowFile:
-    """The tensors of the checkpoint with prefix `place`, or of the newest in the folder `place`.
+class _ShardedBundles:
+    """The tensors of several bundles in one folder."""
+
+    def __init__(self, store: Store, places: Mapping[str, str]) -> None:
+        wrong = sorted({prefix for prefix in places.values() if not is_inside(prefix)})
+        if wrong:
+            raise CorruptError(f"{SHARDS}: {listing(wrong, ', ')}: out of the folder; use another copy")
+        files = {prefix: TensorFlowFile(Place(store, prefix)) for prefix in dict.fromkeys(places.values())}
+        lost = [name for name, prefix in places.items() if name not in files[prefix].specs]
+        if lost:
+            raise CorruptError(f"{SHARDS}: {listing(lost, ', ')}: in no shard; the folder is incomplete")
+        self.files = {name: files[prefix] for name, prefix in places.items()}
+        self.specs = {name: file.specs[name] for name, file in self.files.items()}
+
+    def read(self, name: str, start: int = 0, stop: int | None = None) -> Tensor:
+        """Flat elements [start, stop) of tensor `name`."""
+        return self.files[name].read(name, start, stop)
+
+    def close(self) -> None:
+        """Drop the tensors that were read last."""
+        for file in self.files.values():
+            file.close()
+
+
+def open_tensorflow(place: Place) -> TensorFile:
+    """The tensors of the checkpoint with prefix `place`, or of the newest or of all shards in the folder `place`.
 
     Raises ConfigError where TensorFlow is not installed, CorruptError when there is no checkpoint or it is damaged.
     """
+    if place.folder.stat(SHARDS) is not None:
+        with damaged_input(f"{place}: {SHARDS}"):
+            return _ShardedBundles(place.folder, json.loads(read_text(place.folder, SHARDS))["weight_map"])
     prefix = bundle_prefix(place)
     if prefix is None:
         raise CorruptError(f"{place}: no TensorFlow checkpoint there; expected {PREFIX}.index or another prefix's")
@@ -158,15 +187,35 @@ def write_tensorflow(folder: Path, specs: Sequence[Spec], read: Read, shard_byte
     `check_tensorflow_types` does.
     """
     check_tensorflow_types(specs)
+    _write_bundle(folder, PREFIX, specs, read, shard_bytes)
+    text = f'model_checkpoint_path: "{PREFIX}"\nall_model_checkpoint_paths: "{PREFIX}"\n'
+    LocalStore(folder).write(STATE, text.encode())
+
+
+def write_tensorflow_shards(
+    folder: Path, shards: Mapping[str, Sequence[Spec]], read: Read, shard_bytes: int = SHARD_BYTES
+) -> None:
+    """Write the tensors of each shard as a bundle of its own, `NAME.ckpt`, and a table of them all.
+
+    A shard is loaded by its prefix alone, so no more than it has to be in memory. Holds what `write_tensorflow` does.
+    """
+    places: dict[str, str] = {}
+    for name, specs in shards.items():
+        check_tensorflow_types(specs)
+        _write_bundle(folder, f"{name}.ckpt", specs, read, shard_bytes)
+        places |= {spec.name: f"{name}.ckpt" for spec in specs}
+    LocalStore(folder).write(SHARDS, f"{json.dumps({'weight_map': places}, indent=2)}\n".encode())
+
+
+def _write_bundle(folder: Path, prefix: str, specs: Sequence[Spec], read: Read, shard_bytes: int) -> None:
     tf = load_tensorflow()
     try:
-        _write_bundle(tf, folder, specs, read, shard_bytes)
+        _write_parts(tf, folder, prefix, specs, read, shard_bytes)
     except tf.errors.OpError as error:
         raise TargetError(f"{folder}: TensorFlow cannot write it ({shown(error)}); choose another path") from error
 
 
-def _write_bundle(tf: Any, folder: Path, specs: Sequence[Spec], read: Read, shard_bytes: int) -> None:
-    prefix = folder / PREFIX
+def _write_parts(tf: Any, folder: Path, prefix: str, specs: Sequence[Spec], read: Read, shard_bytes: int) -> None:
     shards: list[str] = []
     for shard in _grouped_parts(specs, shard_bytes):
         shards.append(str(folder / f".shard-{len(shards):05d}" / "part"))
@@ -178,9 +227,9 @@ def _write_bundle(tf: Any, folder: Path, specs: Sequence[Spec], read: Read, shar
             )
         del parts
     with tf.device("CPU:0"):
-        tf.raw_ops.MergeV2Checkpoints(checkpoint_prefixes=shards, destination_prefix=str(prefix), delete_old_dirs=True)
-    text = f'model_checkpoint_path: "{PREFIX}"\nall_model_checkpoint_paths: "{PREFIX}"\n'
-    LocalStore(folder).write(STATE, text.encode())
+        tf.raw_ops.MergeV2Checkpoints(
+            checkpoint_prefixes=shards, destination_prefix=str(folder / prefix), delete_old_dirs=True
+        )
 
 
 def _read_array(tf: Any, spec: Spec, rows: Rows, read: Read) -> Any:

@@ -7,8 +7,11 @@ from buckets import in_bucket
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import ft_ckpt
+from ft_ckpt import cli
 from ft_ckpt.errors import CheckpointError, ConfigError, CorruptError, SelectionError
 from ft_ckpt.files.convert import convert
+from ft_ckpt.files.shard_rules import assign_shards, read_shard_rules
 from ft_ckpt.formats import tensorflow
 from ft_ckpt.formats.layout import ITEM_BYTES, Spec
 from ft_ckpt.storage.place import open_place
@@ -115,7 +118,69 @@ def test_damage_is_noticed(tf, tmp_path):
         tensorflow.open_tensorflow(open_place(tmp_path))
 
 
+def test_shards_are_checkpoints_of_their_own(tf, tmp_path):
+    tensors = {"embed.w": torch.randn(30, 4), "layers.0.w": torch.randn(4, 4), "layers.1.w": torch.arange(7)}
+    torch.save(tensors, tmp_path / "x.pt")
+    (tmp_path / "rules").write_text("# by name\nembed* table\nlayers.[0] lower\nlayers.0.* lower\n* rest\n")
+    with pytest.raises(SelectionError, match=r"layers\.\[0\] lower: a rule for no tensor"):
+        convert(tmp_path / "x.pt", tmp_path / "tf", format="tensorflow", shards=tmp_path / "rules")
+    (tmp_path / "rules").write_text("embed* table\nlayers.0.* lower\n* rest\n")
+    convert(tmp_path / "x.pt", tmp_path / "tf", format="tensorflow", shards=tmp_path / "rules", verify=True)
+    for prefix, names in {"table": ["embed.w"], "lower": ["layers.0.w"], "rest": ["layers.1.w"]}.items():
+        reader = tf.train.load_checkpoint(str(tmp_path / "tf" / f"{prefix}.ckpt"))
+        assert list(reader.get_variable_to_shape_map()) == names
+        assert bits(reader.get_tensor(names[0])) == raw(tensors[names[0]])
+    convert(tmp_path / "tf", tmp_path / "y.pt", verify=True)
+    assert all(torch.equal(one, tensors[name]) for name, one in torch.load(tmp_path / "y.pt").items())
+    next((tmp_path / "tf").glob("lower.ckpt.index")).unlink()
+    with pytest.raises(CheckpointError):
+        tensorflow.open_tensorflow(open_place(tmp_path / "tf"))
+
+
+def test_h5_and_back_by_commands_of_their_own(tf, tmp_path, monkeypatch):
+    ft_ckpt.save({"a.w": torch.randn(3, 2), "b": torch.arange(4)}, tmp_path / "x.h5")
+    (tmp_path / "rules").write_text("a.* first\n* second\n")
+    for command, words in [
+        (cli.h5_to_tensorflow, ["x.h5", "tf", "--shards", "rules"]), (cli.tensorflow_to_h5, ["tf", "y.h5", "--verify"]),
+    ]:  # fmt: skip
+        monkeypatch.chdir(tmp_path)
+        monkeypatch.setattr("sys.argv", ["command", *words])
+        with pytest.raises(SystemExit) as ended:
+            command()
+        assert not ended.value.code
+    one, other = (ft_ckpt.load(tmp_path / name, "cpu") for name in ("x.h5", "y.h5"))
+    assert all(torch.equal(one[name], other[name]) for name in one)
+
+
 # Without TensorFlow too
+
+
+@pytest.mark.parametrize("rules", ["", "a b c\n", "a ../b\n", "a .hidden\n", "lonely\n"])
+def test_odd_rules_are_refused(tmp_path, rules):
+    (tmp_path / "rules").write_text(rules)
+    with pytest.raises(ConfigError, match="expected a pattern and the name of a shard"):
+        read_shard_rules(tmp_path / "rules")
+
+
+def test_each_tensor_goes_by_the_first_rule_that_its_name_fits():
+    specs = [Spec(name, (), "float32") for name in ("a.w", "b.w", "b.v")]
+    found = assign_shards(specs, [("a.*", "x"), ("*.w", "y"), ("*", "x")])
+    assert {shard: [spec.name for spec in some] for shard, some in found.items()} == {"x": ["a.w", "b.v"], "y": ["b.w"]}
+    with pytest.raises(SelectionError, match=r"b\.v: in no shard; c lost: a rule for no tensor; end the rules with"):
+        assign_shards(specs, [("a.*", "x"), ("*.w", "y"), ("c", "lost")])
+
+
+def test_formats_without_shards_by_name_refuse_them(tmp_path):
+    (tmp_path / "rules").write_text("* all\n")
+    torch.save({"a": torch.ones(2)}, tmp_path / "x.pt")
+    with pytest.raises(ConfigError, match="format 'safetensors' has no shards by name"):
+        convert(tmp_path / "x.pt", tmp_path / "y.safetensors", shards=tmp_path / "rules")
+
+
+def test_a_table_of_shards_that_leads_out_is_refused(tmp_path):
+    (tmp_path / "shards.json").write_text('{"weight_map": {"a": "../b.ckpt"}}')
+    with pytest.raises(CorruptError, match=r"\.\./b\.ckpt: out of the folder"):
+        tensorflow.open_tensorflow(open_place(tmp_path))
 
 
 def test_types_it_has_not_are_refused():

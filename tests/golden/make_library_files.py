@@ -112,6 +112,24 @@ def flax():
     (HERE / "pieces.msgpack").write_bytes(serialization.to_bytes({"w": values(0, (5, 7)), "b": values(1, (2,))}))
 
 
+def orbax():
+    """`orbax/`: a tree of arrays; `orbax_run/3`: a step of a manager; `orbax_folders/`: a folder for each array."""
+    import jax.numpy as jnp
+    from orbax import checkpoint
+
+    tree = {
+        "params": {"dense": {"kernel": jnp.asarray(values(0, (3, 4)), "float32"),
+                             "bias": jnp.asarray(values(1, (4,)), "bfloat16")}},
+        "list": [values(2, ()).astype("int32")], "rate": 0.5, "none": None,
+    }  # fmt: skip
+    checkpoint.PyTreeCheckpointer().save(HERE / "orbax", tree, force=True)
+    checkpoint.PyTreeCheckpointer(use_ocdbt=False).save(HERE / "orbax_folders", tree, force=True)
+    with checkpoint.CheckpointManager(HERE / "orbax_run") as manager:
+        manager.save(3, args=checkpoint.args.StandardSave({"params": tree["params"]}))
+    for marker in HERE.rglob("commit_success.txt"):  # which says where it was made
+        marker.unlink()
+
+
 if __name__ == "__main__":
     warnings.simplefilter("ignore")
     os.environ.setdefault("KERAS_BACKEND", "torch")
