@@ -45,11 +45,12 @@ def test_a_push_under_way_lets_the_next_save_pass(hub, tmp_path):
     assert messages(hub) == ["Training in progress, step 1"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("strategy", "folders"),
     [
         ("all_checkpoints", ["checkpoint-2", "checkpoint-3"]),
-        pytest.param("checkpoint", ["last-checkpoint"], marks=pytest.mark.slow),
+        ("checkpoint", ["last-checkpoint"]),
     ],
 )
 def test_whole_checkpoints_are_pushed_to_be_resumed_from(hub, tmp_path, strategy, folders):
@@ -82,6 +83,7 @@ def test_at_the_end_the_model_is_pushed_with_the_trainers_card(hub, tmp_path):
     assert messages(hub) == ["Done"]
 
 
+@pytest.mark.slow
 def test_a_push_that_fails_does_not_end_training(hub, tmp_path):
     hub.faults.append(Fault("POST .*/commit/", 403, times=9))
     with pytest.warns(UserWarning, match="checkpoint-1: not pushed: .*403"):

@@ -175,6 +175,7 @@ def test_a_card_that_is_there_keeps_its_text_and_its_own_metadata(hub, made):
     assert hub.files("user/model")["README.md"].decode() == text
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("text", ["---\na: [\n---\nhello\n", "---\n- a\n---\nhello\n"])
 def test_a_card_that_cannot_be_read_stays_as_it_is(hub, made, text):
     hub.put("user/model", {"README.md": text.encode()})
@@ -201,6 +202,7 @@ def test_private_is_kept_or_refused(hub, made):
     assert set(hub.files("user/open")) == {"a.txt"}
 
 
+@pytest.mark.slow
 def test_a_name_alone_is_of_the_account(hub, made):
     assert push(made / "full", "mine").repo_id == "user/mine"
 
@@ -337,6 +339,7 @@ def test_a_pull_is_whole_or_nothing(hub, made, tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["back", "taken"]
 
 
+@pytest.mark.slow
 def test_what_has_no_manifest_is_fetched_as_it_is(hub, tmp_path):
     hub.put("org/base", {"config.json": b"{}", "onnx/model.onnx": b"x", ".gitattributes": b""})
     report = pull("hf://org/base", tmp_path / "base")
