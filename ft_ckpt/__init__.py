@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from ft_ckpt.retention import Keep
     from ft_ckpt.saver import CheckpointSaver, Progress, SaveReport
     from ft_ckpt.saving.background import PendingSave
+    from ft_ckpt.saving.merge_files import merge
     from ft_ckpt.schedule import Every
     from ft_ckpt.training.resume import RestoreReport
     from ft_ckpt.transfer.places import pull, push
@@ -49,6 +50,7 @@ __all__ = [
     "latest",
     "load",
     "load_model",
+    "merge",
     "pull",
     "push",
     "save",
@@ -75,6 +77,7 @@ _HOME = {
     "latest": "ft_ckpt.checkpoint.catalog",
     "load": "ft_ckpt.files.objects",
     "load_model": "ft_ckpt.model.load",
+    "merge": "ft_ckpt.saving.merge_files",
     "pull": "ft_ckpt.transfer.places",
     "push": "ft_ckpt.transfer.places",
     "save": "ft_ckpt.files.objects",

@@ -20,6 +20,7 @@ from ft_ckpt.cli import average as averaging
 from ft_ckpt.cli import check as checking
 from ft_ckpt.cli import convert as converting
 from ft_ckpt.cli import diff as differing
+from ft_ckpt.cli import merge as merging
 from ft_ckpt.cli import plan as planning
 from ft_ckpt.cli import prune as pruning
 from ft_ckpt.cli import report as reporting
@@ -163,6 +164,7 @@ _register_command("verify", "PATH [OPTIONS]", "Compare a checkpoint, or all of a
 )
 _register_command("diff", "A B [OPTIONS]", "Compare the tensors of two checkpoints or files.")(differing.diff_command)
 _register_command("average", "A B ... OUT [OPTIONS]", "Write the average of checkpoints.")(averaging.average_command)
+_register_command("merge", "ADAPTER OUT [OPTIONS]", "Merge an adapter into its base.")(merging.merge_command)
 _register_command("convert", "SRC DST [OPTIONS]", "Write weights in another format.")(converting.convert_command)
 _register_command("push", "CHECKPOINT URL [OPTIONS]", "Push a checkpoint to the Hub.")(transferring.push_command)
 _register_command("pull", "URL FOLDER [OPTIONS]", "Fetch a checkpoint from the Hub.")(transferring.pull_command)

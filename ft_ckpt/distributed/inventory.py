@@ -194,8 +194,7 @@ class Inventory:
             return True  # torch gathers it, or another group of replicas speaks for this one
         if not sharding.owners:
             return info.numel == 0
-        local = self.local(info.key)
-        return local is None or local.device.type != "meta"
+        return info.key in self._locals or wrappers.has_data(self._live[info.key])
 
 
 def _own_tensors(module: nn.Module, taken: Mapping[tuple[int, str], Any]) -> list[tuple[str, Any]]:

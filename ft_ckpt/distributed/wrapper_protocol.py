@@ -78,6 +78,11 @@ class Wrapper:
         """As `local_part`, in haste, to be copied: it may want a gradient."""
         return self.local_part(tensor)
 
+    def has_data(self, tensor: Any) -> bool:
+        """Whether this rank's elements of a tensor that it `describes` are anywhere, if it has any."""
+        local = self.local_part(tensor)
+        return local is None or local.device.type != "meta"
+
     def full_tensor(self, tensor: Any) -> Tensor:
         """The full tensor, for opaque shardings. Collective."""
         raise self._unanswered()

@@ -13,6 +13,7 @@ from ft_ckpt.distributed.fsdp1 import FSDP1Wrapper
 from ft_ckpt.distributed.fsdp2 import FSDP2Wrapper
 from ft_ckpt.distributed.plain import CheckpointedActivations, CompiledWrapper, DataParallelWrapper, PlainTensors
 from ft_ckpt.distributed.sharding import Sharding
+from ft_ckpt.distributed.stand_ins import StandInTensors
 from ft_ckpt.distributed.wrapper_protocol import PendingGradient, TensorLayout, Wrapper
 from ft_ckpt.distributed.zero import DeepSpeedWrapper
 
@@ -20,6 +21,7 @@ WRAPPERS: list[Wrapper] = [
     FSDP1Wrapper(),
     DeepSpeedWrapper(),
     FSDP2Wrapper(),
+    StandInTensors(),
     PlainTensors(),  # describes all that those above do not
     DataParallelWrapper(),
     CompiledWrapper(),
@@ -134,6 +136,11 @@ def local_part(tensor: Any) -> Tensor | None:
 def memory_part(tensor: Any) -> Tensor | None:
     """As `local_part`, in haste, to be copied: it may want a gradient."""
     return _engine_of(tensor).memory_part(tensor)
+
+
+def has_data(tensor: Any) -> bool:
+    """Whether this rank's elements of a tensor are anywhere, if it has any."""
+    return _engine_of(tensor).has_data(tensor)
 
 
 def full_tensor(tensor: Any) -> Tensor:

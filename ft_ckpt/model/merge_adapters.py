@@ -21,7 +21,14 @@ from ft_ckpt.errors import IncompleteError, NotAnAdapterError, SelectionError
 from ft_ckpt.model.adapters import active_adapters, base_view, has_adapters
 from ft_ckpt.model.base_model import refuse_merged
 from ft_ckpt.model.entries import Entry, Group, Part
-from ft_ckpt.model.merge_layers import AdaptedLayer, MergeChoice, adapted_layers, merge_layer, refuse_unmergeable
+from ft_ckpt.model.merge_layers import (
+    AdaptedLayer,
+    MergeChoice,
+    adapted_layers,
+    merge_layer,
+    refuse_quantised,
+    refuse_unmergeable,
+)
 from ft_ckpt.model.selection import View, model_part
 
 _new_keys = count(1 << 40)  # of tensors that are yet to be computed: above those of all inventories
@@ -48,6 +55,7 @@ def merged_part(view: View, path: str, dtype: str, choice: MergeChoice) -> Part:
             f"merged: {type(view.module).__name__} has no PEFT adapter; leave merged= out to save it as it is"
         )
     refuse_merged(view.module)
+    refuse_quantised(base_view(view).module)
     names = _chosen_adapters(view, choice)
     layers = adapted_layers(view, names, choice)
     refuse_unmergeable(view, names, layers)
@@ -180,7 +188,9 @@ def _rounded(name: str, merged: Tensor, dtype: torch.dtype) -> Tensor:
     rounded = merged.detach().to(dtype).contiguous()
     if rounded.device.type == "meta":
         raise IncompleteError(f"{name}: merging needs a tensor that is not there; nothing is committed")
-    if rounded.is_floating_point() and not bool(torch.isfinite(rounded).all()):
+    # No NaN and no infinity leaves a sum finite, which takes a tenth of a look; float16 may overflow as it is rounded.
+    probe = rounded if dtype == torch.float16 else merged.detach().sum()
+    if not bool(torch.isfinite(probe).all()) and not bool(torch.isfinite(rounded).all()):
         raise IncompleteError(
             f"{name}: merging gives NaN, infinity or what {dtype} cannot hold; nothing is committed. Is the adapter "
             "sound?"

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from ft_ckpt.distributed.tensor_info import TensorInfo
 from ft_ckpt.distributed.wrappers import unwrap, walk_modules
 from ft_ckpt.errors import SelectionError, listing
-from ft_ckpt.model.adapters import base_path, base_sources, base_view
+from ft_ckpt.model.adapters import base_path, base_sources
 from ft_ckpt.model.copy_layer import copy_layer, wide_dtype
 from ft_ckpt.model.pretrained_files import is_quantised
 from ft_ckpt.model.selection import View
@@ -56,7 +56,8 @@ def adapted_layers(view: View, names: Sequence[str], choice: MergeChoice) -> lis
     own: dict[int, dict[str, TensorInfo]] = {}
     for name, info in view.sources.items():
         path, _, last = name.rpartition(".")
-        own.setdefault(id(modules[path]), {})[last] = info
+        if path in modules:  # what state dicts list beside has a place of its own
+            own.setdefault(id(modules[path]), {})[last] = info
     base, found = dict(base_sources(view)), []
     weights = dict(zip(names, choice.weights, strict=True)) if choice.weights else {}
     others = set(view.module.peft_config) - set(names)
@@ -127,14 +128,17 @@ def _adapters_on(layer: Any, names: Sequence[str] | None) -> list[str]:
 # Refusals
 
 
-def refuse_unmergeable(view: View, names: Sequence[str], layers: Sequence[AdaptedLayer]) -> None:
-    """Raise SelectionError naming everything that keeps the adapters `names` from being merged."""
-    base: Any = base_view(view).module
+def refuse_quantised(base: Any) -> None:
+    """Raise SelectionError for a base whose weights are quantised."""
     if getattr(base, "config", None) is not None and is_quantised(base, base.config):
         raise SelectionError(
             f"{type(base).__name__}: its weights are quantised, and merging would quantise them once more; merge into "
             "the model that was quantised: save with adapter_only=True, then ft_ckpt.merge(adapter, out, base=...)"
         )
+
+
+def refuse_unmergeable(view: View, names: Sequence[str], layers: Sequence[AdaptedLayer]) -> None:
+    """Raise SelectionError naming everything that keeps the adapters `names` from being merged."""
     problems = [f"adapter {name}: {why}" for name in names if (why := _why_not(view.module.peft_config[name]))]
     problems += [f"{layer.path}: {why}" for layer in layers if (why := _why_layer_not(layer))]
     problems = problems or _unused_tensors(view, names, layers)

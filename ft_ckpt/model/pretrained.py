@@ -94,11 +94,9 @@ def name_origin(model: nn.Module, read_from: Path, held: OpenCheckpoint, record:
 
 def _empty_model_of(cls: Any, folder: Path, record: PartRecord) -> Any:
     import transformers
-    from accelerate import init_empty_weights
-    from transformers.initialization import guard_torch_init_functions
 
     config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False)
-    with init_empty_weights(include_buffers=False), leave_parameters_unfilled(), guard_torch_init_functions():
+    with without_memory():
         model = cls(config)
     names = inventory_of(model).infos(allow_meta=True)
     if not stored_as_in_memory(model, names) or any(tensor.name not in names for tensor in record.tensors):
@@ -124,6 +122,16 @@ def class_of_own_code(config: Mapping[str, Any], record: PartRecord) -> Any:
             "model of yours with into="
         )
     return transformers.AutoModelForCausalLM if "AutoModelForCausalLM" in config["auto_map"] else transformers.AutoModel
+
+
+@contextmanager
+def without_memory() -> Iterator[None]:
+    """Models of transformers that are made while the block runs have no memory for parameters; buffers have values."""
+    from accelerate import init_empty_weights
+    from transformers.initialization import guard_torch_init_functions
+
+    with init_empty_weights(include_buffers=False), leave_parameters_unfilled(), guard_torch_init_functions():
+        yield
 
 
 @contextmanager

@@ -302,7 +302,8 @@ def _commit_files(job: SaveJob, staging: Staging, files: list[FileRecord]) -> _S
         world={"size": job.ranks.size, "engine": job.prepared.planned.plan.engine},
         run_id=request.run_id,
         rankings=job.config.rankings,
-        export=request.run_id is not None and (request.captured is None or request.captured.state is None),
+        export=bool(request.made_from) or (request.run_id is not None and not _has_state(request)),
+        made_from=request.made_from,
     )
     size_bytes = stored_bytes(store, manifest)
     staging.commit(manifest)
@@ -315,6 +316,10 @@ def _commit_files(job: SaveJob, staging: Staging, files: list[FileRecord]) -> _S
         notes=manifest.notes,
         step=manifest.step,
     )
+
+
+def _has_state(request: SaveRequest) -> bool:
+    return request.captured is not None and request.captured.state is not None
 
 
 def _compress_in_place(file: FileRecord, store: Store, compression: str) -> FileRecord:

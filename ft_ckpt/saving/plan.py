@@ -48,6 +48,7 @@ class SaveRequest:
     protect: tuple[Path, ...] = ()  # checkpoints not to be deleted for want of room
     extra_files: Mapping[str, str | bytes] = field(default_factory=dict)  # the caller's own, by path in the checkpoint
     apart: replicas.Differences | None = None  # what ranks have come apart in; None: not looked at yet
+    made_from: tuple[str, ...] = ()  # names of what the weights were computed from
     merged: MergeChoice | None = None  # the adapters that are merged into the base
     check: LogitsCheck | None = None  # what the folder must compute before it is committed
 

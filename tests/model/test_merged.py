@@ -8,10 +8,10 @@ import peft
 import pytest
 import torch
 import transformers
+from architectures import ARCHITECTURES, inputs, make
 from compare import assert_close_tensors, logits, reference, stored
 from methods import METHODS, low_rank, with_adapter
 from peft import inject_adapter_in_model
-from test_architectures import ARCHITECTURES, inputs, make
 from transformers import AutoModelForCausalLM
 
 from ft_ckpt import CheckpointSaver, errors, verify

@@ -109,6 +109,7 @@ def test_public_names_are_pinned_sorted_and_resolve():
         "latest",
         "load",
         "load_model",
+        "merge",
         "pull",
         "push",
         "save",

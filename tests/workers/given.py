@@ -15,7 +15,9 @@ import trainers
 from accelerate import Accelerator
 from accelerate.utils import set_seed
 from hub_server import serving_hub, using_hub
+from peft import LoraConfig, get_peft_model
 from torch.utils.data import DataLoader
+from transformers import AutoModelForCausalLM
 
 import ft_ckpt
 from ft_ckpt import CheckpointSaver
@@ -70,6 +72,12 @@ def on_lora(script: int) -> dict[str, Any]:
     return on_saved(script)
 
 
+def on_merge(script: int) -> dict[str, Any]:
+    names = on_lora(script)
+    make_adapter("base", "out/adapter")
+    return names
+
+
 def on_ppo(script: int) -> dict[str, Any]:
     return {**on_saved(script), "ppo_model": models.policy_and_value(), "ValueHead": models.ValueHead}
 
@@ -84,7 +92,14 @@ def on_schedule(script: int) -> dict[str, Any]:
     return on_saved(script)
 
 
-on_cli = on_on_disk = on_average = on_schedule
+def on_cli(script: int) -> dict[str, Any]:
+    names = on_schedule(script)
+    save_base("base")
+    make_adapter("base", "out/adapter")
+    return names
+
+
+on_on_disk = on_average = on_schedule
 
 
 def on_push(script: int) -> dict[str, Any]:
@@ -163,6 +178,11 @@ def make_run(folder: str) -> None:
             saver.step(step=step)
             saver.save_state(metrics={"eval_loss": loss})
         saver.save(names["model"], Path(folder) / "final")
+
+
+def make_adapter(base: str, folder: str) -> None:
+    config = LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM")
+    get_peft_model(AutoModelForCausalLM.from_pretrained(base), config).save_pretrained(folder)
 
 
 def save_base(folder: str) -> None:

@@ -1,0 +1,231 @@
+"""Adapters merged from files: what PEFT merges of the loaded model, a layer at a time, and only into the right base."""
+
+import dataclasses
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import models
+import pytest
+import torch
+from architectures import ARCHITECTURES, make
+from compare import assert_close_tensors, logits, reference, stored
+from methods import METHODS, low_rank, with_adapter
+from peft import get_peft_model
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+
+import ft_ckpt
+from ft_ckpt import CheckpointSaver, errors, latest, verify
+from ft_ckpt.checkpoint.catalog import read_manifest
+
+LINEAR = ["q_proj", "v_proj", "down_proj"]
+
+
+@pytest.fixture
+def base(tmp_path):
+    return stored_base(tmp_path, "llama-tied")
+
+
+def stored_base(folder: Path, architecture: str, **settings: Any) -> Path:
+    make(ARCHITECTURES[architecture]).save_pretrained(folder / "base", **settings)
+    models.tokenizer().save_pretrained(folder / "base")
+    return folder / "base"
+
+
+def adapted(base: Path, config: Any) -> Any:
+    return with_adapter(AutoModelForCausalLM.from_pretrained(base), config)
+
+
+def merged(adapter: Path, out: Path, **settings: Any) -> Any:
+    return ft_ckpt.merge(adapter, out, progress=False, **settings)
+
+
+def merges_as_peft(architecture: str, config: Any, folder: Path) -> None:
+    """From PEFT's own folder, whose base is found by the name in it."""
+    model = adapted(stored_base(folder, architecture), config)
+    model.save_pretrained(folder / "adapter")
+    live = logits(model)
+    report = merged(folder / "adapter", folder / "out")
+    assert_close_tensors(stored(folder / "out"), reference(model.merge_and_unload(), folder / "theirs"))
+    torch.testing.assert_close(logits(AutoModelForCausalLM.from_pretrained(folder / "out")), live, rtol=1e-4, atol=1e-4)
+    assert report.tensors == len(stored(folder / "out"))
+    assert read_manifest(folder / "out").made_from == ("adapter", "base")
+    assert verify(folder / "out").ok
+
+
+@pytest.mark.parametrize("method", ["bias", "dora", "adalora", "vera-anew", "pissa", "osf"])
+def test_as_peft_merges_it(method, tmp_path):
+    merges_as_peft("llama-tied", METHODS[method](LINEAR), tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", METHODS)
+def test_every_method_as_peft_merges_it(method, tmp_path):
+    merges_as_peft("llama-tied", METHODS[method](LINEAR), tmp_path)
+
+
+@pytest.mark.parametrize("architecture", ["mixtral", "qwen3-moe"])
+def test_experts_that_are_fused_in_memory(architecture, tmp_path):
+    experts = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+    merges_as_peft(architecture, low_rank(["q_proj"], target_parameters=experts, modules_to_save=["lm_head"]), tmp_path)
+
+
+def test_a_base_without_its_prefix(tmp_path):
+    """As GPT-2's own files are: names that transformers renames on loading."""
+    base = stored_base(tmp_path, "gpt2")
+    tensors = load_file(base / "model.safetensors")
+    bare = {name.removeprefix("transformer."): tensor for name, tensor in tensors.items()}
+    save_file(bare, base / "model.safetensors", {"format": "pt"})
+    model = adapted(base, low_rank(["c_attn"], fan_in_fan_out=True))
+    model.save_pretrained(tmp_path / "adapter")
+    merged(tmp_path / "adapter", tmp_path / "out")
+    torch.testing.assert_close(logits(AutoModelForCausalLM.from_pretrained(tmp_path / "out")), logits(model))
+
+
+def test_a_tied_embedding_that_is_adapted(base, tmp_path):
+    model = adapted(base, low_rank(["embed_tokens"], lora_alpha=60))
+    model.save_pretrained(tmp_path / "adapter", save_embedding_layers=False)
+    merged(tmp_path / "adapter", tmp_path / "out")
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    torch.testing.assert_close(logits(again), logits(model), rtol=1e-4, atol=1e-4)
+    assert not again.config.tie_word_embeddings
+
+
+def test_several_adapters_of_a_checkpoint(base, tmp_path):
+    model = adapted(base, low_rank(LINEAR))
+    model.add_adapter("other", low_rank(["k_proj"], r=2))
+    models.trained(model)
+    with CheckpointSaver(tokenizer=models.tokenizer(), format="h5") as saver:
+        saver.save(model, tmp_path / "adapters", adapter_only=True)
+        for name, choice in {
+            "active": True,
+            "both": ["default", "other"],
+            "part": {"default": 0.5, "other": 2.0},
+        }.items():
+            saver.save(model, tmp_path / f"live-{name}", merged=choice, format="safetensors")
+    merged(tmp_path / "adapters", tmp_path / "active")
+    merged(tmp_path / "adapters", tmp_path / "both", adapters=["default", "other"])
+    merged(tmp_path / "adapters", tmp_path / "part", adapters=["default", "other"], weights=[0.5, 2])
+    for name in ("active", "both", "part"):
+        assert_close_tensors(stored(tmp_path / name), stored(tmp_path / f"live-{name}"))
+    assert (tmp_path / "both" / "tokenizer.json").exists()
+    with pytest.raises(errors.SelectionError, match=r"adapter third: not in .*adapters, which has default, other"):
+        merged(tmp_path / "adapters", tmp_path / "no", adapters=["third"])
+    with pytest.raises(errors.SelectionError, match="a number for each of default, other"):
+        merged(tmp_path / "adapters", tmp_path / "no", adapters=["default", "other"], weights=[1])
+
+
+def test_a_base_beside_its_adapters(base, tmp_path):
+    """PiSSA has changed the base, which lies beside; a tokenizer that was trained with goes along."""
+    model = adapted(base, low_rank(LINEAR, init_lora_weights="pissa"))
+    CheckpointSaver().save(model, tmp_path / "both", adapter_only=False, tokenizer=models.tokenizer())
+    merged(tmp_path / "both", tmp_path / "out", dtype="bfloat16", max_shard_size=30_000)
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert again.dtype == torch.bfloat16
+    torch.testing.assert_close(logits(again).float(), logits(model), rtol=0.1, atol=0.1)
+    assert sorted(path.name for path in (tmp_path / "out").iterdir() if path.suffix != ".safetensors") == [
+        "chat_template.jinja", "config.json", "ft_ckpt.json", "generation_config.json", "model.safetensors.index.json",
+        "tokenizer.json", "tokenizer_config.json",
+    ]  # fmt: skip
+
+
+def test_another_base_is_refused(base, tmp_path):
+    CheckpointSaver().save(adapted(base, low_rank(LINEAR)), tmp_path / "adapter", adapter_only=True)
+    other = make(ARCHITECTURES["llama-tied"])
+    models.fill(other, seed=5)
+    other.save_pretrained(tmp_path / "other")
+    with pytest.raises(errors.BaseMismatchError, match="sampled tensors of this base differ"):
+        merged(tmp_path / "adapter", tmp_path / "out", base=tmp_path / "other")
+    assert not (tmp_path / "out").exists()
+    merged(tmp_path / "adapter", tmp_path / "out", base=tmp_path / "other", check_base=False)
+
+
+def test_what_does_not_fit_is_refused(base, tmp_path):
+    model = adapted(base, low_rank(LINEAR))
+    model.save_pretrained(tmp_path / "adapter")
+    file = tmp_path / "adapter" / "adapter_model.safetensors"
+    tensors = load_file(file)
+    lost = next(iter(tensors))
+    save_file({name: tensor for name, tensor in tensors.items() if name != lost}, file, {"format": "pt"})
+    with pytest.raises(errors.LoadError, match=f"{lost}: missing in the files"):
+        merged(tmp_path / "adapter", tmp_path / "out")
+    save_file({**tensors, "base_model.model.odd.lora_A.weight": torch.ones(2)}, file, {"format": "pt"})
+    with pytest.raises(errors.LoadError, match=r"odd\.lora_A\.weight: no place in the model"):
+        merged(tmp_path / "adapter", tmp_path / "out")
+    with pytest.raises(errors.LoadError, match="no adapter in it"):
+        merged(base, tmp_path / "out")
+    config = tmp_path / "adapter" / "adapter_config.json"
+    config.write_text(config.read_text().replace(str(base), "nobody/nothing"))
+    with pytest.raises(errors.LoadError, match="'nobody/nothing' is no folder here"):
+        merged(tmp_path / "adapter", tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_tensors_that_the_base_lacks_are_named(base, tmp_path):
+    adapted(base, low_rank(LINEAR)).save_pretrained(tmp_path / "adapter")
+    tensors = load_file(base / "model.safetensors")
+    lost = "model.layers.1.mlp.up_proj.weight"
+    save_file({n: t for n, t in tensors.items() if n != lost} | {"extra": torch.ones(1)}, base / "model.safetensors")
+    with pytest.raises(errors.LoadError, match=f"{lost}: not in the files"):
+        merged(tmp_path / "adapter", tmp_path / "out")
+    save_file(tensors | {"extra": torch.ones(1)}, base / "model.safetensors")
+    assert (
+        "extra: the base's model has no place for it, left out" in merged(tmp_path / "adapter", tmp_path / "out").notes
+    )
+
+
+def test_checked_by_logits_and_no_moment_of_a_run(tmp_path):
+    base = stored_base(tmp_path, "mixtral")
+    adapted(base, low_rank(["q_proj"])).save_pretrained(tmp_path / "adapter")
+    report = merged(tmp_path / "adapter", tmp_path / "runs" / "merged", check="logits")
+    assert any(note.startswith("logits of 2 x 16 tokens") for note in report.notes)
+    assert read_manifest(tmp_path / "runs" / "merged").export
+    assert latest(tmp_path / "runs") is None
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_a_quantised_base(bits, tmp_path):
+    """Onto the model it was quantised from; or, when asked, onto what its weights stand for."""
+    pytest.importorskip("bitsandbytes")
+    wide = dataclasses.replace(
+        ARCHITECTURES["llama"],
+        settings={**ARCHITECTURES["llama"].settings, "hidden_size": 64, "intermediate_size": 128},
+    )
+    make(wide).bfloat16().save_pretrained(tmp_path / "base")
+    settings = BitsAndBytesConfig(**{f"load_in_{bits}bit": True})
+    live = AutoModelForCausalLM.from_pretrained(tmp_path / "base", quantization_config=settings, device_map="cpu")
+    live.save_pretrained(tmp_path / "quantised")
+    model = models.trained(get_peft_model(live, low_rank(LINEAR)))
+    with pytest.raises(errors.SelectionError, match="its weights are quantised"):
+        CheckpointSaver().save(model, tmp_path / "no", merged=True)
+    CheckpointSaver().save(model, tmp_path / "adapter", adapter_only=True)
+    merged(tmp_path / "adapter", tmp_path / "out")
+    with pytest.raises(errors.LoadError, match="its weights are quantised; name the model"):
+        merged(tmp_path / "adapter", tmp_path / "no", base=tmp_path / "quantised")
+    merged(tmp_path / "adapter", tmp_path / "onto", base=tmp_path / "quantised", dequantize=True)
+    factors = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
+    place = "base_model.model.model.layers.0.self_attn.q_proj"
+    delta = factors[f"{place}.lora_B.weight"].float() @ factors[f"{place}.lora_A.weight"].float() * 7 / 3
+    name = "model.layers.0.self_attn.q_proj.weight"
+    exact = stored(tmp_path / "base")[name].float() + delta
+    torch.testing.assert_close(stored(tmp_path / "out")[name].float(), exact, rtol=2**-8, atol=1e-6)
+    coarse = (stored(tmp_path / "onto")[name].float() - exact).abs().max()
+    assert 1e-4 < coarse < 0.2
+    for folder in ("out", "onto"):
+        assert "quantization_config" not in json.loads((tmp_path / folder / "config.json").read_text())
+        found = AutoModelForCausalLM.from_pretrained(tmp_path / folder)
+        assert (logits(found).float() - logits(model).float()).norm() < 0.3 * logits(model).float().norm()
+
+
+def test_at_the_command_line(base, tmp_path):
+    adapted(base, low_rank(LINEAR)).save_pretrained(tmp_path / "adapter")
+    code = "from ft_ckpt.cli import main; main()"
+    command = [sys.executable, "-c", code, "merge", str(tmp_path / "adapter"), str(tmp_path / "out")]
+    done = subprocess.run([*command, "--dtype", "bfloat16", "--json"], capture_output=True, text=True, check=True)
+    assert json.loads(done.stdout)["tensors"] == len(stored(tmp_path / "out"))
+    done = subprocess.run([*command, "--adapter", "second"], capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert "is there already; give --force" in done.stderr
