@@ -4,7 +4,7 @@ import json
 import os
 import signal
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import replace
 from datetime import datetime, timedelta, timezone
 from pathlib import Path
@@ -17,7 +17,8 @@ from ft_ckpt.checkpoint.commit import commit_stage, open_stage
 from ft_ckpt.checkpoint.manifest import MANIFEST_NAME, Manifest, PartRecord, manifest_to_json
 from ft_ckpt.formats.layout import TensorRecord
 from ft_ckpt.storage import local_disk
-from ft_ckpt.storage.digests import FileRecord, digest_of
+from ft_ckpt.storage.digests import FileRecord, digest_of, digest_of_open
+from ft_ckpt.storage.local_file import open_local_file
 
 Folder = str | os.PathLike[str]
 CALLS = ("mkdir", "move", "exchange_folders", "unlink", "chmod", "fsync", "rmtree")  # every call that changes the disk
@@ -54,6 +55,12 @@ def manifest_of(folder: Folder, parts: Iterable[PartRecord], step: int) -> Manif
     files = [FileRecord(p.relative_to(folder).as_posix(), p.stat().st_size, digest_of(p)) for p in paths]
     created = datetime(2026, 1, 1, tzinfo=timezone.utc) + timedelta(seconds=step)  # the same save, the same bytes
     return Manifest(tuple(parts), tuple(files), "full", created.isoformat(), step=step)
+
+
+def digest_like(path: Path, record: FileRecord) -> str:
+    """The digest of a file, taken the way the one in `record` was."""
+    with closing(open_local_file(path)) as opened:
+        return digest_of_open(opened, record)
 
 
 def write_safetensors(path: Path, names: Sequence[str], fill: int, file: str) -> list[TensorRecord]:

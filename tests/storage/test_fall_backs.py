@@ -11,6 +11,7 @@ from types import SimpleNamespace
 import models
 import pytest
 import torch
+from faults import digest_like
 from held import WAYS, planned, tensors_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -24,7 +25,6 @@ from ft_ckpt.distributed.ranks import Ranks
 from ft_ckpt.saving import write_shards
 from ft_ckpt.storage import direct_io as unbuffered
 from ft_ckpt.storage.buffers import BLOCK_BYTES, new_block
-from ft_ckpt.storage.digests import digest_like
 from ft_ckpt.storage.local_store import LocalStore
 from ft_ckpt.storage.write_tuning import tuning_for
 from ft_ckpt.storage.writer import Writer
