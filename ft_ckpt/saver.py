@@ -255,11 +255,11 @@ class CheckpointSaver:
 
         `checkpoint`: "auto" (also "latest", True, None), the newest in `directory` that is whole, or a fresh start if
         there is none; "must", the newest, or an error; "never" (also False), a fresh start; or one by its name in
-        `directory` or its path. The newest is of the newest run there, however far others got. `objects` are
-        registered first. `progress.report` lists what became of each item, none on a fresh start; those named in
-        `allow` (True: any) may be absent or fail. What the checkpoint does not have is dropped: state of optimizers,
-        gradients. A run taken back to one of its own older checkpoints goes on as a run of its own, which may replace
-        what came after that.
+        `directory` or its path, or the path of a folder of Accelerate's `save_state`. The newest is of the newest run
+        there, however far others got. `objects` are registered first. `progress.report` lists what became of each item,
+        none on a fresh start; those named in `allow` (True: any) may be absent or fail. What the checkpoint does not
+        have is dropped: state of optimizers, gradients. A run taken back to one of its own older checkpoints goes on as
+        a run of its own, which may replace what came after that.
 
         Raises LoadError when something was not restored, NotACheckpointError when there is none to resume from,
         CorruptError naming damaged files and the newest whole checkpoint, RankError when another rank failed.

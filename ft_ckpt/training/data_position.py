@@ -50,6 +50,7 @@ class DataPosition:
         self._last: RandomState | None = None
         self._numbers: dict[str, int] = {}
         self._warm = False
+        self._origin: Any = None  # the loader's own state that the pass was begun in, of a run that was not ours
         self._states: list[Any] = []  # the loader's own, after each of the last three batches
         self._pending = False  # loaded, and not yet wound forward
         self._loaded_at_end: bool | None = None
@@ -64,7 +65,8 @@ class DataPosition:
         known = getattr(self.loader, "end_of_dataloader", None)
         if isinstance(known, bool):
             return known
-        length = None if self._offset else dataloaders.pass_length(self.loader)
+        is_whole = not self._offset and self._origin is None
+        length = None if not is_whole else dataloaders.pass_length(self.loader)
         return None if length is None else self.batch >= length
 
     def batches(self) -> Iterator[Any]:
@@ -104,6 +106,7 @@ class DataPosition:
             "last": None if self._last is self._start or not self._last else self._last.state,
             "own": dataloaders.generator_states(self.loader),
             "loader": self._own_state(),
+            "origin": self._origin,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> list[str]:
@@ -118,7 +121,7 @@ class DataPosition:
         state = _deep_copy(state)
         self.epoch, self.batch, self.samples = state["epoch"], state["batch"], state["samples"]
         self._given, self._offset, self._warm = state["given"], state["offset"], state["warm"]
-        self._numbers, self._loaded_at_end = state["numbers"], state["at_end"]
+        self._numbers, self._loaded_at_end, self._origin = state["numbers"], state["at_end"], state.get("origin")
         self._start = RandomState(self.loader, state["start"]) if state["start"] else None
         self._last = RandomState(self.loader, state["last"]) if state["last"] else self._start
         self._states = [state["loader"]] if state["loader"] is not None and self._jumps_by_state else []
@@ -134,6 +137,8 @@ class DataPosition:
         if self._start is not None:  # the last loop was left in the middle
             self._end_pass()
         dataloaders.forget_premade(self.loader)
+        if self._origin is not None:
+            self.loader.load_state_dict(_deep_copy(self._origin))
         self._numbers, self._warm = dataloaders.loader_counters(self.loader), dataloaders.is_warm(self.loader)
         self._start = self._last = RandomState(self.loader)
         iterator: Iterator[Any] = iter(self.loader)
@@ -141,7 +146,7 @@ class DataPosition:
 
     def _end_pass(self) -> None:
         self.epoch, self.batch, self._given, self._offset = self.epoch + 1, 0, 0, 0
-        self._start, self._last, self._states = None, None, []
+        self._start, self._last, self._states, self._origin = None, None, [], None
         dataloaders.forget_start(self.loader)
 
     def _note_random_state(self) -> None:
@@ -215,6 +220,9 @@ class DataPosition:
     def _plan_rewind(self) -> tuple[int, list[AbstractContextManager[None]]]:
         """How many batches are read again, and what is left out before them."""
         ahead, unit = dataloaders.looks_ahead(self.loader), dataloaders.batches_per_call(self.loader)
+        if self._origin is not None:
+            self.loader.load_state_dict(_deep_copy(self._origin))
+            return self.batch, []
         if self._states:
             self.loader.load_state_dict(self._states[0])
             return (_AHEAD if ahead else 0), []
@@ -232,6 +240,11 @@ class DataPosition:
 
     def _adapt_to_ranks(self, saved: int) -> list[str]:
         """Go on after the samples that `saved` ranks had seen together."""
+        if self._origin is not None:
+            raise LoadError(
+                f"the data: in a pass that another library's loader had begun on {saved} rank(s), {self.size} here; "
+                "resume on as many until the pass is done"
+            )
         self._last, self._states = self._start, []
         full, length = dataloaders.global_batch(self.loader, self.size), dataloaders.pass_length(self.loader)
         full = full or self._given // max(self.batch * saved, 1) * self.size
@@ -249,6 +262,12 @@ class DataPosition:
             return [f"{done} in the middle of a batch of theirs: batches are cut anew from there{twice}"]
         self.batch = self._given // full if full else 0
         return [f"{done} with batch {self.batch + 1} of theirs; {self._given - self.batch * full} are given again"]
+
+
+def place_beginning_in(origin: Any, size: int) -> dict[str, Any]:
+    """What `DataPosition.load_state_dict` takes for a pass to be gone on with from a loader's own state `origin`."""
+    none = dict.fromkeys(_KEYS, 0) | dict.fromkeys(("start", "last", "loader"))
+    return {**none, "size": size, "warm": False, "at_end": False, "numbers": {}, "own": {}, "origin": origin}
 
 
 def _deep_copy(value: Any) -> Any:

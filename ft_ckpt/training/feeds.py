@@ -67,13 +67,13 @@ class DataPositions:
         return [
             (slot.state or {})
             if slot.feed is None
-            else {**slot.feed.state_dict(), _ABOUT: _describe_data(slot.feed.loader)}
+            else {**slot.feed.state_dict(), _ABOUT: describe_data(slot.feed.loader)}
             for slot in self._slots
         ]
 
     def _slot_of(self, loader: Any) -> _Slot:
         """The place that is the loader's: of the same data, else the first that nobody has asked for."""
-        waiting, about = [slot for slot in self._slots if slot.feed is None], _describe_data(loader)
+        waiting, about = [slot for slot in self._slots if slot.feed is None], describe_data(loader)
         alike = [slot for slot in waiting if slot.state is not None and slot.state.get(_ABOUT, about) == about]
         if not waiting:
             self._slots.append(_Slot(None))
@@ -87,7 +87,7 @@ class DataPositions:
         return (alike or waiting)[0]
 
 
-def _describe_data(loader: Any) -> list[Any]:
+def describe_data(loader: Any) -> list[Any]:
     """What tells a loader from others in another process: the class of its data, and how much of it there is."""
     dataset = getattr(loader, "dataset", None)
     try:

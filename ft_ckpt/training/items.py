@@ -66,12 +66,12 @@ def run_items(accelerator: Any, registered: Mapping[str, Any]) -> list[Item]:
     A prepared object that is registered has its registered name. Raises SelectionError for a registered object that is
     neither a module, an optimizer nor has a state dict, ConfigError for names that are taken or cannot be used.
     """
-    names = {_bare_identity(value): name for name, value in registered.items() if name != "model"}
+    names = {bare_identity(value): name for name, value in registered.items() if name != "model"}
     made = _prepared_objects(accelerator, registered)
-    found = [(names.get(_bare_identity(value), name), value) for name, value in made]
-    series = {name: name.split("_")[0] for name, value in made if _bare_identity(value) not in names}
-    prepared = {_bare_identity(value) for _, value in found}
-    found += [(n, v) for n, v in registered.items() if n != "model" and _bare_identity(v) not in prepared]
+    found = [(names.get(bare_identity(value), name), value) for name, value in made]
+    series = {name: name.split("_")[0] for name, value in made if bare_identity(value) not in names}
+    prepared = {bare_identity(value) for _, value in found}
+    found += [(n, v) for n, v in registered.items() if n != "model" and bare_identity(v) not in prepared]
     _refuse_item_names(found, registered)
     numbered = {name: one for name, one in series.items() if one in ("model", "scheduler", "custom")}
     return [Item(name, _item_kind(name, value), value, numbered.get(name, "")) for name, value in found]
@@ -82,8 +82,8 @@ def main_model(accelerator: Any, registered: Mapping[str, Any]) -> nn.Module | N
     if "model" in registered:
         return registered["model"]  # type: ignore[no-any-return]
     models = list(getattr(accelerator, "_models", ()))
-    named = {_bare_identity(value) for value in registered.values()}
-    return next((model for model in models if _bare_identity(model) not in named), models[0] if models else None)
+    named = {bare_identity(value) for value in registered.values()}
+    return next((model for model in models if bare_identity(model) not in named), models[0] if models else None)
 
 
 def with_extra_state(model: nn.Module, items: Sequence[Item]) -> list[Item]:
@@ -270,9 +270,7 @@ def _plain_items(items: Iterable[Item]) -> list[Item]:
 def _prepared_objects(accelerator: Any, registered: Mapping[str, Any]) -> list[tuple[str, Any]]:
     """What Accelerate has, by kind and number, without the model that is saved."""
     main = main_model(accelerator, registered)
-    models = [
-        m for m in getattr(accelerator, "_models", ()) if main is None or _bare_identity(m) != _bare_identity(main)
-    ]
+    models = [m for m in getattr(accelerator, "_models", ()) if main is None or bare_identity(m) != bare_identity(main)]
     found = [(f"model_{i}", m) for i, m in enumerate(models, 1)]
     found += [(_numbered_name("optimizer", i), o) for i, o in enumerate(getattr(accelerator, "_optimizers", ()))]
     found += [(_numbered_name("scheduler", i), s) for i, s in enumerate(getattr(accelerator, "_schedulers", ()))]
@@ -283,7 +281,7 @@ def _prepared_objects(accelerator: Any, registered: Mapping[str, Any]) -> list[t
     return found + [(_numbered_name("custom", i), o) for i, o in enumerate(getattr(accelerator, "_custom_objects", ()))]
 
 
-def _bare_identity(value: Any) -> int:
+def bare_identity(value: Any) -> int:
     """The identity of an object without what Accelerate and engines put around it."""
     return id(unwrap(value) if isinstance(value, nn.Module) else _unwrap_object(value))
 

@@ -27,7 +27,7 @@ def capture_generators() -> State:
     arrays and CPU tensors.
     """
     state: State = {
-        "python": _python_state(random.getstate()),
+        "python": python_state(random.getstate()),
         "numpy": np.random.get_state(legacy=False),
         "torch": torch.get_rng_state(),
     }
@@ -61,7 +61,7 @@ def state_of(generator: Any) -> State | None:
     if isinstance(generator, np.random.RandomState):
         return {"kind": "numpy legacy", "state": generator.get_state(legacy=False)}
     if isinstance(generator, random.Random) and not isinstance(generator, random.SystemRandom):
-        return {"kind": "python", "state": _python_state(generator.getstate())}
+        return {"kind": "python", "state": python_state(generator.getstate())}
     return None
 
 
@@ -97,7 +97,8 @@ def _try_put(name: str, put: Callable[[Any], str | None], state: Mapping[str, An
     return [f"{name}: {problem}"] if problem else []
 
 
-def _python_state(state: tuple[Any, ...]) -> State:
+def python_state(state: tuple[Any, ...]) -> State:
+    """What `random.getstate` returns, as plain values and an array."""
     version, words, gauss = state
     return {"version": version, "words": np.array(words, dtype=np.uint32), "gauss": gauss}
 
@@ -134,6 +135,9 @@ _PUTTERS: dict[str, Callable[[Any], str | None]] = {"python": _put_python, "nump
 
 def _put_devices(kind: str, indices: list[tuple[int, ...]]) -> Callable[[Any], str | None]:
     def put_states(states: Any) -> str | None:
+        if isinstance(states, Mapping):  # by the numbers of devices, all of which the saved process saw
+            here = [str(*index or (torch.accelerator.current_device_index(),)) for index in indices]
+            states = [states[number] for number in here if number in states]
         for saved, index in zip(states, indices, strict=False):
             torch.get_device_module(kind).set_rng_state(_byte_tensor(saved), *index)
         if len(states) != len(indices):

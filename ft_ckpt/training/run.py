@@ -21,6 +21,7 @@ from ft_ckpt.model.base_model import BaseWatch
 from ft_ckpt.schedule import Every
 from ft_ckpt.training import capture as capturing
 from ft_ckpt.training import rank_state, resume, state, zero_optimizer
+from ft_ckpt.training.accelerate_run import LiveRun, fit_point
 from ft_ckpt.training.capture import Captured, Objects
 from ft_ckpt.training.exchange import exchange
 from ft_ckpt.training.feeds import DataPositions
@@ -308,10 +309,11 @@ class TrainingRun:
         return run_fingerprint(self.model, found.values(), objects, loaders, self.accelerator, ranks.size, versions)
 
     def _put_back(self, point: ResumePoint, ranks: Ranks, versions: Mapping[str, str]) -> RestoreReport:
-        held, document, stored = point.checkpoint, point.document, point.tensors
-        items = items_in_saved_order(self.accelerator, self.registered, document.get("signatures", {}))
+        items = items_in_saved_order(self.accelerator, self.registered, point.document.get("signatures", {}))
         items = with_extra_state(self.model, items)
         found = known_sources(self.model, items)
+        fitted = fit_point(point, LiveRun(self.accelerator, self.model, items, found, ranks.rank, ranks.size))
+        held, document, stored, items = point.checkpoint, fitted.point.document, fitted.point.tensors, fitted.items
         way = "broadcast" if point.served else self.config.fan_out
         fill_all = broadcast.choose_filler(way, ranks, self.config.bucket_bytes)
         outcomes = [resume.restore_weights(found, document, stored, fill_all)]
@@ -332,9 +334,10 @@ class TrainingRun:
         if point.served:
             far = rank_numbers(list(point.served))
             notes = (*notes, f"rank(s) {far} do not see the checkpoint: rank 0 has read it for them")
+        notes = (*fitted.notes, *notes)
         self.poll.resume_at(self.step)
         changed = fingerprint_differences(document["fingerprint"], self._current_fingerprint(found, ranks, versions))
-        return RestoreReport(held.path, (*outcomes, *more), (*changed, *lost), notes)
+        return RestoreReport(held.path, (*fitted.outcomes, *outcomes, *more), (*changed, *lost), notes)
 
     def _settle_differences(self, report: RestoreReport) -> None:
         told = [*report.differences, *report.notes]

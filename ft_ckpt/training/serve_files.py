@@ -28,6 +28,7 @@ from ft_ckpt.errors import CheckpointError, RankError
 from ft_ckpt.formats.dtypes import dtype_of
 from ft_ckpt.formats.layout import ITEM_BYTES, Spec, TensorFile
 from ft_ckpt.storage.local_store import LocalStore
+from ft_ckpt.training.accelerate_folder import find_accelerate_folder, is_foreign, open_accelerate_folder
 from ft_ckpt.training.exchange import exchange
 from ft_ckpt.training.state_files import ResumePoint, StoredTensors, open_resume_point
 
@@ -65,7 +66,8 @@ class _Sent:
 
 def checkpoint_facts(held: OpenCheckpoint) -> CheckpointFacts:
     """What tells the checkpoint from all others."""
-    return CheckpointFacts(str(held.path), held.identity, _manifest_place(held.path))
+    place = () if is_foreign(held.manifest) else _manifest_place(held.path)  # else its identity tells it
+    return CheckpointFacts(str(held.path), held.identity, place)
 
 
 def open_to_all(
@@ -84,8 +86,7 @@ def open_to_all(
     mine, error = try_action(lambda: _Sent() if point is None else _checkpoint_to_send(point))
     sent = exchange(ranks, "sending the checkpoint of resume()", _Sent, mine, error)[0]
     if point is not None:
-        again = StoredTensors(point.checkpoint)  # the thread's own: open files are of one thread
-        stack.callback(again.close)
+        again = _open_again(point, stack)  # the thread's own: open files are of one thread
         stack.enter_context(serve_reads(sent.serving_id, again.read, ranks))
     return _remote_checkpoint(found, sent, ranks, far) if here is None else replace(here, served=far)
 
@@ -153,6 +154,9 @@ class RemoteFile:
 
 def _open_local_copy(found: CheckpointFacts, stack: ExitStack, deep: bool) -> ResumePoint | None:
     """The checkpoint as this rank sees it; None when it is another one, or a copy that is damaged."""
+    if find_accelerate_folder(Path(found.path)) is not None:
+        there = open_accelerate_folder(Path(found.path), stack)
+        return there if checkpoint_facts(there.checkpoint) == found else None
     with ExitStack() as trial:
         here = trial.enter_context(open_checkpoint(found.path))
         same = here.identity == found.identity
@@ -161,6 +165,15 @@ def _open_local_copy(found: CheckpointFacts, stack: ExitStack, deep: bool) -> Re
             stack.push(trial.pop_all())
             return point
     return None
+
+
+def _open_again(point: ResumePoint, stack: ExitStack) -> StoredTensors:
+    """The tensors of `point`, in files of their own."""
+    if is_foreign(point.checkpoint.manifest):
+        return open_accelerate_folder(point.checkpoint.path, stack).tensors
+    again = StoredTensors(point.checkpoint)
+    stack.callback(again.close)
+    return again
 
 
 def _manifest_place(path: Path) -> tuple[int, ...]:

@@ -15,6 +15,7 @@ from ft_ckpt.checkpoint.open_checkpoint import OpenCheckpoint, open_checkpoint
 from ft_ckpt.errors import ConfigError, CorruptError, ManifestError, NotACheckpointError, TargetError, listing
 from ft_ckpt.storage.local_disk import local_path
 from ft_ckpt.storage.local_store import LocalStore
+from ft_ckpt.training.accelerate_folder import find_accelerate_folder, is_foreign, open_accelerate_folder
 from ft_ckpt.training.state_files import ResumePoint, open_resume_point
 
 MODES = ("auto", "must", "never")
@@ -50,6 +51,9 @@ def open_chosen(
     """
     if mode == "never":
         return None
+    foreign = None if mode in MODES else find_accelerate_folder(_path_by_name(directory, mode))
+    if foreign is not None:
+        return open_accelerate_folder(foreign, stack)
     candidates = resumable(reversed(infos)) if mode in MODES else [_checkpoint_by_name(directory, infos, mode)]
     for number, info in enumerate(candidates):
         point, problems = _open_whole(info.path, deep, stack)
@@ -125,6 +129,8 @@ def branch_run_id(
     if mode in MODES:
         return None
     beside, manifest = chosen.path.parent, chosen.manifest
+    if is_foreign(manifest):
+        return uuid.uuid4().hex
     all_beside = infos if directory is not None and beside == directory.absolute() else discover(beside)
     steps = [one.manifest.step or 0 for one in resumable(all_beside) if one.manifest.run_id == manifest.run_id]
     return uuid.uuid4().hex if any(step > (manifest.step or 0) for step in steps) else None

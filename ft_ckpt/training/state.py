@@ -73,9 +73,9 @@ def describe_objects(items: Sequence[Item], own: Mapping[str, Any], digest: bool
         if item.kind == "model":
             facts["items"][item.name] = {"model": True}
         elif item.kind == "object":
-            facts["items"][item.name], leaves[item.name] = _flatten_tree(item.value.state_dict(), item.name, digest)
+            facts["items"][item.name], leaves[item.name] = flatten_tree(item.value.state_dict(), item.name, digest)
     for name, value in own.items():
-        facts["own"][name], leaves[name] = _flatten_tree(value, name, False)
+        facts["own"][name], leaves[name] = flatten_tree(value, name, False)
     return LocalState(facts, leaves)
 
 
@@ -187,7 +187,7 @@ def tree_tensors(value: Any, name: str = "state") -> list[Tensor]:
     return [_live_leaf(leaf) for leaf in flatten(value, safetensors.NAMES, name, _LEAVES)[1]]
 
 
-def _flatten_tree(value: Any, name: str, digest: bool) -> tuple[Document, list[Tensor]]:
+def flatten_tree(value: Any, name: str, digest: bool) -> tuple[Document, list[Tensor]]:
     """The facts of a tree, and its tensors."""
     node, leaves = flatten(value, safetensors.NAMES, name, _LEAVES)
     tensors = [_live_leaf(leaf) for leaf in leaves]

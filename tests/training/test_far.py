@@ -11,6 +11,7 @@ TOGETHER = [
     "exact/fsdp2/llama",
     "exact/fsdp2/lora",
     "other_checkpoints",
+    "of_accelerate",
     "copies",
     "unreadable",
     "leader_fails",

@@ -15,12 +15,14 @@ ELASTIC = [
     ("fsdp1", 2, "fsdp2_tensor_parallel", 4),
     ("ddp", 2, "hsdp", 4),
 ]
+MOVED = ["move/ddp/gpt2", "move/fsdp2/llama", "move/fsdp1/llama"]
 ZERO = {"DS_ACCELERATOR": "cpu"}
 
 
 @pytest.fixture(scope="module")
 def exact(tmp_path_factory):
     cases = [f"exact/{wrapper}/llama" for wrapper in TWO_RANKS]
+    cases += MOVED
     cases += [f"exact/{case}" for case in OTHERS]  # the last one turns all later Accelerators to FSDP
     return run_cases("resume", cases, tmp_path_factory.mktemp("exact"), timeout=280)
 
@@ -33,6 +35,11 @@ def test_the_next_losses_are_the_same_bits(exact, wrapper):
 @pytest.mark.parametrize("case", OTHERS)
 def test_adapters_frozen_layers_and_converted_names_too(exact, case):
     assert exact[f"exact/{case}"] == ""
+
+
+@pytest.mark.parametrize("case", MOVED)
+def test_folders_of_save_state_are_resumed_under_any_wrapper(exact, case):
+    assert exact[case] == ""
 
 
 @pytest.mark.parametrize(("before", "ranks", "after", "more"), ELASTIC, ids=lambda value: str(value))

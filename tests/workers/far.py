@@ -13,10 +13,11 @@ from pathlib import Path
 from typing import Any
 
 import harness  # first: it arms the stack dump
+import models
 import pytest
 import torch
 import torch.distributed as dist
-from resume import exact, live_model, same, saver_of, take, train
+from resume import exact, live_model, optimizer_state, same, saver_of, take, train
 from wrappers import truth
 
 from ft_ckpt import verify
@@ -64,6 +65,24 @@ def resumed(expected: dict[str, torch.Tensor], far: bool = True) -> None:
         assert progress.resumed_from.name == "checkpoint-2"
         assert any("rank(s) 1 do not see" in note for note in progress.report.notes) is far, progress.report
         same(expected, truth(fresh))
+
+
+@harness.named
+def of_accelerate(folder: Path) -> None:
+    """A folder of save_state, of which each disk has what its rank wrote."""
+    live = live_model("ddp", "llama")
+    for step in range(2):
+        live.step(models.batch(seed=step))
+    live.accelerator.save_state(str(HERE / "theirs"))
+    expected = truth(live), optimizer_state(live)
+    fresh = live_model("ddp", "llama", seed=1)
+    with saver_of(fresh, HERE) as keeper:
+        progress = keeper.resume(HERE / "theirs")
+        assert (progress.step, progress.report.problems) == (2, ()), progress
+        assert any("rank(s) 1 do not see" in note for note in progress.report.notes), progress.report
+        assert any("saved by 1 rank(s)" in note for note in progress.report.notes), progress.report
+        same(expected[0], truth(fresh))
+        same(expected[1], optimizer_state(fresh))
 
 
 @harness.named

@@ -1,6 +1,7 @@
 """Save a run and resume it: in the same launch (exact), or in another one under another wrapper (leave, take).
 
 A case is "exact/wrapper/model", "leave/wrapper/model" or "take/wrapper/model"; takers find what was left in $LEFT.
+"move/wrapper/model" takes up what accelerate's own save_state has left.
 """
 
 import os
@@ -89,6 +90,28 @@ def take(wrapper: str, model: str, folder: Path) -> None:
         train(live, saver, 2, 1)
 
 
+def move(wrapper: str, model: str, folder: Path) -> None:
+    """What accelerate's save_state has left of a run under DDP, taken up under `wrapper`."""
+    live = live_model("ddp", model)
+    for step in range(2):
+        live.step(models.batch(seed=97 * step + harness.RANK))
+    live.accelerator.save_state(str(folder / "theirs"))
+    dist.barrier()
+    expected = truth(live), optimizer_state(live), [torch.rand(()) for _ in range(2)]
+    losses = [live.step(models.batch(seed=97 * step + harness.RANK)) for step in range(2, 4)]
+    fresh = live_model(wrapper, model, seed=1)
+    with saver_of(fresh, folder / "run") as saver:
+        progress = saver.resume(folder / "theirs")
+        assert (progress.step, progress.report.problems) == (2, ()), progress
+        found = truth(fresh), optimizer_state(fresh), [torch.rand(()) for _ in range(2)]
+        same(expected[0], found[0])
+        same(expected[1], found[1])
+        assert expected[2] == found[2]
+        again = [fresh.step(models.batch(seed=97 * step + harness.RANK)) for step in range(2, 4)]
+        assert wrapper != "ddp" or again == losses
+        saver.save_state(path=folder / "ours")
+
+
 def optimizer_state(live: Live) -> dict[str, torch.Tensor]:
     """The optimizer's tensors, whole, on rank 0; checked against torch's own gather where that works."""
     items = run_items(None, {"model": live.model, "optimizer": live.optimizer})
@@ -108,7 +131,7 @@ def same(expected: dict[str, torch.Tensor], found: dict[str, torch.Tensor]) -> N
 
 def case(name: str, folder: Path) -> None:
     action, wrapper, model = name.split("/")
-    actions: dict[str, Any] = {"exact": exact, "leave": leave, "take": take}
+    actions: dict[str, Any] = {"exact": exact, "leave": leave, "take": take, "move": move}
     actions[action](wrapper, model, folder)
 
 

@@ -1,0 +1,215 @@
+"""Folders of `accelerator.save_state` are resumed as they are, to the losses that follow accelerate's own load."""
+
+import os
+import pickle
+import random
+import shutil
+
+import numpy as np
+import pytest
+import torch
+from accelerate import Accelerator
+from accelerate.utils import DataLoaderConfiguration, ProjectConfiguration
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+from training import QUIET, Trained, network, rows
+
+from ft_ckpt import CheckpointSaver
+from ft_ckpt.errors import LoadError
+
+RESTORED = {"weights", "model_1", "optimizer", "optimizer_1", "scheduler", "scaler", "custom", "rng"}
+
+
+class Counter:
+    """An object whose state is of several kinds."""
+
+    def __init__(self):
+        self.state = {"seen": 0, "table": np.arange(3.0), "mean": torch.zeros(2)}
+
+    def state_dict(self):
+        return self.state
+
+    def load_state_dict(self, state):
+        self.state = state
+
+
+def run_of(*, loader=None, accumulate=1, **settings):
+    """A fresh run with two models, two optimizers, a scaler, and an object of its own."""
+    torch.manual_seed(0)
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=accumulate, **settings)
+    accelerator.gradient_state._set_sync_gradients(True)
+    model, critic = network(), nn.Linear(3, 1)
+    decayed = {"params": model[3].parameters(), "weight_decay": 0.1}
+    optimizer = torch.optim.AdamW([{"params": model[:3].parameters()}, decayed], lr=1e-2)
+    second = torch.optim.SGD(critic.parameters(), lr=0.1, momentum=0.9)
+    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 20)
+    loader = loader or DataLoader(TensorDataset(rows()), 2, shuffle=True)
+    model, critic, optimizer, second, scheduler, loader = accelerator.prepare(
+        model, critic, optimizer, second, scheduler, loader
+    )
+    accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    counter = Counter()
+    accelerator.register_for_checkpointing(counter)
+    made = Trained(accelerator, model, optimizer, scheduler, loader)
+    made.critic, made.second, made.counter = critic, second, counter
+    for seed in (torch.manual_seed, random.seed, np.random.seed):
+        seed(77)
+    return made
+
+
+def train(run, batches, count):
+    """Losses of `count` steps, and of random numbers of every kind beside them."""
+    losses = []
+    for _, (batch,) in zip(range(count), batches, strict=False):
+        with run.accelerator.accumulate(run.model):
+            loss = ((run.model(batch) - run.critic(batch)) ** 2).mean()
+            loss.backward()  # unscaled
+            run.optimizer.step()
+            run.second.step()
+            run.scheduler.step()
+            run.optimizer.zero_grad()
+            run.second.zero_grad()
+        run.counter.state["seen"] += 1
+        run.counter.state["mean"] += 1
+        losses.append([loss.item(), random.random(), np.random.rand(), run.optimizer.param_groups[1]["lr"]])
+    return losses
+
+
+@pytest.fixture(scope="module", params=["safetensors", "bin"])
+def saved(request, tmp_path_factory):
+    folder, run = tmp_path_factory.mktemp("accelerate"), run_of()
+    train(run, run.loader, 4)
+    run.accelerator.scaler.scale(torch.ones(()))
+    run.accelerator.scaler.update(2048.0)
+    run.accelerator.save_state(folder, safe_serialization=request.param == "safetensors")
+    return folder
+
+
+def test_the_next_losses_are_those_after_load_state(saved, tmp_path):
+    theirs = run_of()
+    theirs.accelerator.load_state(saved)
+    expected = train(theirs, theirs.loader, 6)
+    run = run_of()
+    with CheckpointSaver(run.accelerator, tmp_path / "run", **QUIET) as saver:
+        progress = saver.resume(saved, allow=["data"])
+        assert {item.name for item in progress.report.items if item.status == "restored"} == RESTORED
+        assert [line.split(":")[:2] for line in progress.report.problems] == [["data", " absent"]]
+        assert (progress.step, progress.resumed_from) == (4, saved)
+        assert "step 4: as the optimizer counts its own" in progress.report.notes
+        assert run.counter.state["seen"] == 4
+        assert torch.equal(run.counter.state["mean"], torch.full((2,), 4.0))
+        assert run.accelerator.step == 4
+        assert run.accelerator.scaler.state_dict() == theirs.accelerator.scaler.state_dict()
+        assert train(run, run.loader, 6) == expected
+        saver.save_state()
+    expected = train(run, run.loader, 2)
+    again = run_of()
+    with CheckpointSaver(again.accelerator, tmp_path / "run", **QUIET) as saver:
+        assert saver.resume("must").report.problems == ()
+        assert train(again, again.loader, 2) == expected
+
+
+def test_what_is_not_there_is_refused_unless_it_is_allowed(saved):
+    run = run_of()
+    with CheckpointSaver(run.accelerator, **QUIET) as saver:
+        saver.register(average=Counter())
+        with pytest.raises(LoadError, match=r"data: absent.*; average: absent: not in the checkpoint") as caught:
+            saver.resume(saved)
+    assert "weights" not in str(caught.value)
+
+
+def test_places_of_stateful_loaders_are_gone_on_from(tmp_path):
+    """Also from a checkpoint of ours that is made within that pass."""
+
+    def stateful():
+        config = DataLoaderConfiguration(use_stateful_dataloader=True, use_seedable_sampler=True)
+        return run_of(dataloader_config=config)
+
+    run = stateful()
+    train(run, run.loader, 2)
+    run.accelerator.save_state(tmp_path / "theirs")
+    theirs = stateful()
+    theirs.accelerator.load_state(tmp_path / "theirs")
+    expected = [train(theirs, theirs.loader, 9) for _ in range(2)]
+    assert [len(losses) for losses in expected] == [4, 6]
+    run = stateful()
+    with CheckpointSaver(run.accelerator, tmp_path / "run", **QUIET) as saver:
+        assert saver.resume(tmp_path / "theirs").report.problems == ()
+        assert train(run, run.loader, 9) == expected[0]  # without `remaining`, too
+    run = stateful()
+    with CheckpointSaver(run.accelerator, tmp_path / "run", **QUIET) as saver:
+        saver.resume(tmp_path / "theirs")
+        assert train(run, saver.remaining(run.loader), 1) == expected[0][:1]
+        saver.save_state(path=tmp_path / "within")
+    run = stateful()
+    with CheckpointSaver(run.accelerator, tmp_path / "run", **QUIET) as saver:
+        saver.resume(tmp_path / "within")
+        assert train(run, saver.remaining(run.loader), 9) == expected[0][1:]
+        assert train(run, saver.remaining(run.loader), 9) == expected[1]
+
+
+def test_the_newest_of_a_project_is_taken_by_its_number(tmp_path):
+    settings = ProjectConfiguration(project_dir=str(tmp_path), automatic_checkpoint_naming=True)
+    run = run_of(project_config=settings)
+    settings.iteration = 9
+    for _ in range(2):
+        train(run, run.loader, 1)
+        run.accelerator.save_state()
+    with CheckpointSaver(run.accelerator, tmp_path / "ours", **QUIET) as saver:
+        assert saver.resume("auto").resumed_from is None
+        for given in (tmp_path, tmp_path / "checkpoints"):
+            progress = saver.resume(given, allow=["data"])
+            assert (progress.resumed_from.name, progress.step) == ("checkpoint_10", 2)
+
+
+def test_objects_registered_with_the_saver_and_batches_between_steps(saved):
+    run = run_of(accumulate=3)
+    run.accelerator._custom_objects.clear()
+    with CheckpointSaver(run.accelerator, **QUIET) as saver:
+        progress = saver.resume(saved, allow=["data", "gradients"], counter=run.counter)
+    assert run.counter.state["seen"] == 4
+    assert "gradients: absent: saved 1 batches after a step, whose gradients are not in the folder" in (
+        progress.report.problems
+    )
+
+
+class Evil:
+    def __reduce__(self):
+        return os.system, ("touch ran",)
+
+
+def test_what_does_not_fit_is_named_and_nothing_is_run(saved, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    folder = tmp_path / "folder"
+    shutil.copytree(saved, folder)
+    torch.save({"seen": Evil()}, folder / "custom_checkpoint_0.pkl", pickle_module=pickle)
+    torch.save({"state": {}, "param_groups": [{"params": [0], "lr": 1.0}]}, folder / "optimizer.bin")
+    state = torch.load(folder / "optimizer_1.bin")
+    state["state"][0]["momentum_buffer"] = torch.zeros(3, 1)
+    torch.save(state, folder / "optimizer_1.bin")
+    (folder / "scheduler.bin").write_bytes(b"PK\3\4 cut short")
+    (folder / "random_states_0.pkl").unlink()
+    torch.save({"step": 1}, folder / "random_states_0.pkl")
+    run = run_of()
+    with CheckpointSaver(run.accelerator, **QUIET) as saver:
+        report = saver.resume(folder, allow=True).report
+    found = {item.name: item.detail for item in report.items if item.status == "failed"}
+    assert found.keys() == {"custom", "optimizer", "optimizer_1", "scheduler", "rng"}
+    assert "refers to posix.system" in found["custom"]
+    assert not (tmp_path / "ran").exists()
+    assert "groups of 1 parameters in the folder, of 4, 2 here" in found["optimizer"]
+    assert "momentum_buffer has shape [3, 1], the parameter [1, 3]" in found["optimizer_1"]
+    assert "random_states_0.pkl" in found["rng"]
+
+
+def test_sharded_and_unfinished_folders_are_refused_with_what_to_do(saved, tmp_path):
+    run = run_of()
+    (tmp_path / "sharded" / "pytorch_model_fsdp_0").mkdir(parents=True)
+    shutil.copy(saved / "random_states_0.pkl", tmp_path / "sharded")
+    shutil.copytree(tmp_path / "sharded", tmp_path / "unfinished")
+    (tmp_path / "unfinished" / "pytorch_model_fsdp_0").rmdir()
+    with CheckpointSaver(run.accelerator, **QUIET) as saver:
+        with pytest.raises(LoadError, match=r"pytorch_model_fsdp_0: sharded by FSDP.*accelerator.load_state"):
+            saver.resume(tmp_path / "sharded")
+        with pytest.raises(LoadError, match=r"no model.safetensors.*incomplete"):
+            saver.resume(tmp_path / "unfinished")
