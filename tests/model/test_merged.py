@@ -55,13 +55,12 @@ def loaded(folder: Any) -> Any:
 
 
 def merges_as_peft(architecture: str, method: str, folder: Any) -> None:
-    base = make(ARCHITECTURES[architecture])
+    base, kind = make(ARCHITECTURES[architecture]), ARCHITECTURES[architecture].inputs
     try:
         model = with_adapter(base, METHODS[method](TARGETS[architecture]))
-    except (TypeError, ValueError, NotImplementedError) as error:
+        live = outputs(model, kind)
+    except (TypeError, ValueError, RuntimeError) as error:  # what PEFT does not make, or makes so that it cannot run
         pytest.skip(f"PEFT: {error}")
-    kind = ARCHITECTURES[architecture].inputs
-    live = outputs(model, kind)
     report = saved(model, folder / "ours")
     assert not any("lora" in name or "base_layer" in name for name in stored(folder / "ours"))
     torch.testing.assert_close(outputs(loaded(folder / "ours"), kind), live, rtol=1e-4, atol=1e-4)
