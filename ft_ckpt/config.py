@@ -3,6 +3,7 @@
 import math
 import re
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -39,7 +40,7 @@ class SaverConfig:
     nonfinite: str = "save"
     """NaN and infinities in weights: "save" writes them as they are, "raise" refuses the checkpoint."""
     name_template: str = "checkpoint-{step}"
-    """Folder name under the saver's directory when `save` is given a step and no path."""
+    """Folder in the directory: {step}, {epoch} (passes done); without {step}, saves of one epoch replace each other."""
     enter_timeout_seconds: float = 600.0
     """How long ranks wait for each other to call `save` before the missing ones are named in an error."""
     io_threads: int | None = None
@@ -224,9 +225,11 @@ def _bounds_rule(config: SaverConfig) -> list[str]:
 
 
 def _template_rule(config: SaverConfig) -> list[str]:
-    if "{step}" in config.name_template and "/" not in config.name_template:
-        return []
-    return [f"name_template={config.name_template!r}: must contain {{step}} and no slash"]
+    with suppress(ValueError, LookupError, AttributeError):  # what `format` makes of it
+        names = {config.name_template.format(step=step, epoch=step) for step in (1, 2)}
+        if len(names) == 2 and "/" not in config.name_template:
+            return []
+    return [f"name_template={config.name_template!r}: must contain {{step}} or {{epoch}}, no other field and no slash"]
 
 
 def _compression_rule(config: SaverConfig) -> list[str]:

@@ -139,7 +139,8 @@ class RunSaves:
         elif self.directory is None or step is None:
             raise ConfigError("save() without a path needs the saver's directory and a step; give it a path, or both")
         else:
-            target = self.directory / self.run.config.name_template.format(step=step)
+            name = self.run.config.name_template.format(step=step, epoch=self.run.feeds.epochs_ended)
+            target = self.directory / name
         if self._current_ranks().leads:
             # A rehearsal runs one script several times in one folder, on purpose.
             is_run = path is None and has_state and not self.is_rehearsal

@@ -57,6 +57,12 @@ class DataPositions:
         first = self._slots[0].counts if self._slots else {}
         return {name: first.get(name, 0) for name in _PLACE}
 
+    @property
+    def epochs_ended(self) -> int:
+        """Passes over the first loader whose last batch was given."""
+        first = self._slots[0].counts if self._slots else {}
+        return (first.get("epoch") or 0) + bool(first.get("at_end"))
+
     def passes_done(self, of: int = 1, *, with_last: bool = True) -> int:
         """How many times a loader has come to the end of `of` passes: `with_last` when it gave the last batch."""
         places = [slot.counts for slot in self._slots]

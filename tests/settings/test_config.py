@@ -16,7 +16,10 @@ from ft_ckpt.errors import CheckpointError, ConfigError, RanksDisagreeError, Tar
         ({"nonfinite": "ignore"}, "nonfinite='ignore': expected one of save, raise"),
         ({"bucket_bytes": 3}, "bucket_bytes=3: must be at least"),
         ({"io_threads": 0}, "io_threads=0: must be at least 1"),
-        ({"name_template": "latest"}, "must contain {step}"),
+        ({"name_template": "latest"}, "must contain {step} or {epoch}"),
+        ({"name_template": "{step}-{loss}"}, "no other field"),
+        ({"name_template": "runs/{step}"}, "no slash"),
+        ({"name_template": "{step"}, "must contain {step} or {epoch}"),
     ],
 )
 def test_bad_settings(settings, words):

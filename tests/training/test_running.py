@@ -55,6 +55,24 @@ def test_steps_and_epochs(tmp_path, every, saved):
     assert folders(tmp_path) == saved
 
 
+def test_folders_named_by_epoch(tmp_path):
+    """What is newest, kept or resumed is told by the manifest; one of the same name takes the place of the last."""
+    run = prepared()
+    named = {"name_template": "epoch_{epoch}", **QUIET}
+    with CheckpointSaver(run.accelerator, tmp_path, every=Every(steps=4, signals=()), keep=2, **named) as saver:
+        train(run, saver)
+    steps = {path.name: read_manifest(path).step for path in tmp_path.iterdir()}
+    assert steps == {"epoch_2": 16, "epoch_3": 18}
+    with CheckpointSaver(prepared().accelerator, tmp_path, **named) as saver:
+        progress = saver.resume("must")
+        assert (progress.resumed_from.name, progress.step) == ("epoch_3", 18)
+        progress = saver.resume("epoch_2")
+        assert (progress.step, progress.epoch, progress.batch) == (16, 2, 4)
+        assert saver.save_state().path.name == "epoch_2"
+    both = CheckpointSaver(prepared().accelerator, tmp_path / "both", name_template="{epoch:02}-{step}", **QUIET)
+    assert both.save_state().path.name == "00-0"
+
+
 def test_what_is_kept(tmp_path):
     run = prepared()
     keep = Keep(last=2, every_steps=6, state=Keep(last=1))
