@@ -1,7 +1,5 @@
 """Pushes what a Trainer saves to the Hub, as its own settings say: from committed checkpoints, in the background."""
 
-import shutil
-import tempfile
 from collections.abc import Mapping
 from concurrent.futures import Future
 from pathlib import Path
@@ -11,11 +9,14 @@ from transformers import Trainer
 from transformers.trainer_utils import HubStrategy, SaveStrategy
 from transformers.utils import PushInProgress
 
+from ft_ckpt.storage.local_store import LocalStore
+from ft_ckpt.storage.scratch import files_made_by
 from ft_ckpt.transfer.hub_place import HubPlace
 from ft_ckpt.transfer.places import begin_push
 from ft_ckpt.transfer.pushes import PendingPush
 from ft_ckpt.transfer.reports import PushOptions, PushReport
 
+_CARD = "README.md"
 _FOLDER_OF_LAST = "last-checkpoint"  # the Trainer's own word
 
 
@@ -64,16 +65,19 @@ def _trainer_card(trainer: Trainer, saved: Path, told: Mapping[str, Any]) -> str
     tags = [*([tags] if isinstance(tags, str) else tags), *(getattr(trainer.model, "model_tags", None) or ())]
     name = told.get("model_name") or (trainer.args.hub_model_id or saved.absolute().name).split("/")[-1]
     given = {**told, "model_name": name, **({"tags": list(dict.fromkeys(tags))} if tags else {})}
-    with tempfile.TemporaryDirectory(prefix="ft_ckpt-card-") as place:
-        card = Path(place, "README.md")
-        if (saved / card.name).is_file():
-            shutil.copyfile(saved / card.name, card)
-        output_dir, trainer.args.output_dir = trainer.args.output_dir, place
+    before = LocalStore(saved).read(_CARD) if LocalStore(saved).stat(_CARD) else None
+
+    def make_card(place: Path) -> None:
+        if before is not None:
+            LocalStore(place).write(_CARD, before)
+        output_dir, trainer.args.output_dir = trainer.args.output_dir, str(place)
         try:
             trainer.create_model_card(**given)
         finally:
             trainer.args.output_dir = output_dir
-        return card.read_text(encoding="utf-8") if card.is_file() else None
+
+    made = files_made_by(make_card).get(_CARD)
+    return None if made is None else made.decode()
 
 
 def _begin_push(

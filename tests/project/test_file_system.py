@@ -27,8 +27,6 @@ STORAGE = {"buffers", "direct_io", "local_disk", "local_file", "local_store", "o
 STORAGE |= {"scratch"}
 # The commit protocol of folders, its recovery and its opposite, locks of readers, and open files kept open.
 CHECKPOINT = {"commit", "delete", "leases", "open_checkpoint", "recovery"}
-# Still asking by themselves.
-OTHERS = {"integrations/trainer_push", "transfer/hub_pull"}
 MOST_MODULES = 15
 
 
@@ -54,7 +52,7 @@ def test_who_knows_the_file_system():
         for path in ROOT.rglob("*.py")
     }
     known = {name: why for name, why in found.items() if why}
-    allowed = {f"storage/{name}" for name in STORAGE} | {f"checkpoint/{name}" for name in CHECKPOINT} | OTHERS
+    allowed = {f"storage/{name}" for name in STORAGE} | {f"checkpoint/{name}" for name in CHECKPOINT}
     assert {name: why for name, why in known.items() if name not in allowed} == {}, "ask a store"
     assert allowed - known.keys() == set(), "no longer: take them off the list"
-    assert len(allowed - OTHERS) <= MOST_MODULES
+    assert len(allowed) <= MOST_MODULES
