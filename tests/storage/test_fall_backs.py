@@ -191,7 +191,7 @@ def test_the_file_is_the_same_without(tmp_path, monkeypatch, lack, road):
 
 @pytest.mark.parametrize("code", [errno.EPERM, errno.EXDEV, errno.EOPNOTSUPP, errno.EMLINK])
 def test_a_dual_file_has_one_name_without_links(tmp_path, monkeypatch, code):
-    def refuse(*_):
+    def refuse(*_, **_more):
         raise OSError(code, os.strerror(code))
 
     monkeypatch.setattr(os, "link", refuse)

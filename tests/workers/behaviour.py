@@ -135,13 +135,15 @@ def fails_to_write(model: nn.Module, root: Path, step: int) -> None:
 
 @harness.named
 def one_writer(folder: Path) -> None:
-    """No two ranks open the same file to write it."""
+    """No two ranks open the same file to write it, nor put one in place."""
     opened: set[str] = set()
 
     def watch(event: str, args: tuple[Any, ...]) -> None:
         if event == "open" and isinstance(args[0], (str, os.PathLike)) and str(folder) in str(args[0]):
             writes = (args[2] or 0) & (os.O_WRONLY | os.O_RDWR | os.O_CREAT)
             opened.update([Path(args[0]).name] if writes else [])
+        if event == "os.rename" and str(folder) in str(args[1]):
+            opened.add(Path(args[1]).name)
 
     sys.addaudithook(watch)
     for name, model in {"replicated": models.build("llama"), "sharded": fsdp2(models.build("lora"))}.items():
