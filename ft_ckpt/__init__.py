@@ -24,63 +24,78 @@ if TYPE_CHECKING:
     from ft_ckpt.saving.background import PendingSave
     from ft_ckpt.saving.merge_files import merge
     from ft_ckpt.schedule import Every
+    from ft_ckpt.storage.place import Place, open_place
     from ft_ckpt.training.resume import RestoreReport
+    from ft_ckpt.transfer.copies import CopyReport, copy
     from ft_ckpt.transfer.places import pull, push
     from ft_ckpt.transfer.pushes import PendingPush
     from ft_ckpt.transfer.reports import PullReport, PushReport
+    from ft_ckpt.transfer.sync_run import SyncReport, sync
 
 __all__ = [
     "CheckpointSaver",
+    "CopyReport",
     "Every",
     "Keep",
     "LoadReport",
     "PendingPush",
     "PendingSave",
+    "Place",
     "Progress",
     "PullReport",
     "PushReport",
     "RestoreReport",
     "SaveReport",
     "SaverConfig",
+    "SyncReport",
     "average",
     "best",
     "checkpoint_closure",
     "convert",
+    "copy",
     "errors",
     "latest",
     "load",
     "load_model",
     "merge",
+    "open_place",
     "pull",
     "push",
     "save",
+    "sync",
     "verify",
 ]
 
 _HOME = {
     "CheckpointSaver": "ft_ckpt.saver",
+    "CopyReport": "ft_ckpt.transfer.copies",
     "Every": "ft_ckpt.schedule",
     "Keep": "ft_ckpt.retention",
     "LoadReport": "ft_ckpt.model.load_weights",
     "PendingPush": "ft_ckpt.transfer.pushes",
     "PendingSave": "ft_ckpt.saving.background",
+    "Place": "ft_ckpt.storage.place",
     "Progress": "ft_ckpt.saver",
     "PullReport": "ft_ckpt.transfer.reports",
     "PushReport": "ft_ckpt.transfer.reports",
     "RestoreReport": "ft_ckpt.training.resume",
     "SaveReport": "ft_ckpt.saver",
     "SaverConfig": "ft_ckpt.config",
+    "SyncReport": "ft_ckpt.transfer.sync_run",
     "average": "ft_ckpt.files.average",
     "best": "ft_ckpt.checkpoint.catalog",
     "checkpoint_closure": "ft_ckpt.closure",
     "convert": "ft_ckpt.files.convert",
+    "copy": "ft_ckpt.transfer.copies",
     "latest": "ft_ckpt.checkpoint.catalog",
     "load": "ft_ckpt.files.objects",
     "load_model": "ft_ckpt.model.load",
     "merge": "ft_ckpt.saving.merge_files",
+    "open_place": "ft_ckpt.storage.place",
     "pull": "ft_ckpt.transfer.places",
     "push": "ft_ckpt.transfer.places",
     "save": "ft_ckpt.files.objects",
+    "sync": "ft_ckpt.transfer.sync_run",
     "verify": "ft_ckpt.checkpoint.catalog",
 }
 

@@ -31,6 +31,8 @@ class SaverConfig:
     """Of HDF5 files: "zstd", "lz4", "blosc2" (by hdf5plugin) or "gzip" (any reader); None writes them to be mapped."""
     max_shard_size: int | str = "50GB"
     """Largest weight file, in bytes or as "5GB" (decimal units, as in transformers) or "5GiB"."""
+    attribute: str | None = None
+    """Submodule whose weights the folder holds, such as "policy"; a run keeps the rest with its state. None: all."""
     chat_template_name: str | None = None
     """Names containing "olmo" end generation at <|im_end|> and <|endoftext|>; None keeps the model's own settings."""
     base_id: str | None = None
@@ -52,7 +54,8 @@ class SaverConfig:
     io_priority: str = "normal"
     """Of what a save in the background writes, where the disk's scheduler looks at it: "normal" or "low"."""
     each_rank_writes: str = "auto"
-    """Several ranks on one file system write what they hold: "auto" where it pays, "on", or "off" (rank 0 alone)."""
+    """Several ranks write, in one file system each what it holds, in a bucket each some of the files: "auto" where it
+    pays, "on", or "off" (rank 0 alone)."""
     reuse_frozen: str = "auto"
     """Frozen tensors in files of their own that later checkpoints link to: "auto" where it pays, "on", or "off"."""
     background: bool = False
@@ -71,7 +74,12 @@ class SaverConfig:
     """A run resumed with other settings than it was saved with, or a tensor that all ranks should hold alike and do not
     when it is saved (rank 0's is taken, a run keeps each rank's own): "warn", "raise" or "ignore"."""
     fan_out: str = "auto"
-    """Who reads a checkpoint: each rank its part ("auto", "read"), or ("broadcast") rank 0 what all hold alike."""
+    """Who reads a checkpoint: each rank its part ("read"), or ("broadcast") rank 0 what all hold alike. "auto" is
+    "read", but for small ranges in a bucket, which rank 0 reads for all."""
+    store_options: Mapping[str, Any] | None = None
+    """Of the client of an object store that a URL leads to, as `ft_ckpt.open_place` takes them."""
+    overwrite: bool = False
+    """In a bucket a save may take the place of a checkpoint of its name, which is gone before the new one is whole."""
     verify_resume: bool = True
     """Compare the digests of all files of a checkpoint before a run is resumed from it."""
 
@@ -86,6 +94,11 @@ class SaverConfig:
     def max_shard_bytes(self) -> int:
         """`max_shard_size` in bytes."""
         return parse_size(self.max_shard_size)
+
+    @property
+    def client_options(self) -> dict[str, Any]:
+        """`store_options`, none where they were not given."""
+        return dict(self.store_options or {})
 
     @property
     def rankings(self) -> dict[str, str]:

@@ -28,7 +28,6 @@ import errno
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from types import TracebackType
 
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
@@ -123,7 +122,7 @@ def listing(items: list[str], separator: str = "; ", most: int = 8) -> str:
 
 
 @contextmanager
-def explained(target: Path) -> Iterator[None]:
+def explained(target: object) -> Iterator[None]:
     """Every OSError of the block comes out as a TargetError, or as a NoSpaceError where there is no room."""
     try:
         yield

@@ -77,7 +77,7 @@ class Keep:
 class HeldCheckpoint:
     """One checkpoint of a run, as far as the rules need to know it."""
 
-    path: Path
+    path: Path | str  # or its URL
     step: int | None
     created: float  # unix seconds
     metrics: Mapping[str, float] = field(default_factory=dict)
@@ -93,9 +93,9 @@ class HeldCheckpoint:
 class PrunePlan:
     """The checkpoints to keep, with reasons, to delete, and to keep without their training state. Oldest first."""
 
-    keep: Mapping[Path, tuple[str, ...]]
-    drop: tuple[Path, ...]
-    strip: tuple[Path, ...]
+    keep: Mapping[Path | str, tuple[str, ...]]
+    drop: tuple[Path | str, ...]
+    strip: tuple[Path | str, ...]
 
 
 def plan_pruning(held: Sequence[HeldCheckpoint], keep: Keep, run_id: str | None = None) -> PrunePlan:
@@ -116,7 +116,7 @@ def plan_pruning(held: Sequence[HeldCheckpoint], keep: Keep, run_id: str | None 
     return PrunePlan(kept, drop, tuple(each.path for each in bare if each.path in kept))
 
 
-def newest_valid(held: Iterable[HeldCheckpoint]) -> dict[Path, str]:
+def newest_valid(held: Iterable[HeldCheckpoint]) -> dict[Path | str, str]:
     """The newest valid checkpoint, and the newest valid one with a training state: path to why it matters."""
     whole = sorted((each for each in held if each.valid), key=_age_key)
     found = {each.path: "newest valid with state" for each in [one for one in whole if one.has_state][-1:]}
@@ -128,7 +128,7 @@ def _age_key(each: HeldCheckpoint) -> tuple[int, int, float, str]:
     return -1 if each.step is None else each.step, each.number, each.created, str(each.path)
 
 
-def _firm_reasons(held: Sequence[HeldCheckpoint], ours: Sequence[HeldCheckpoint]) -> dict[Path, tuple[str, ...]]:
+def _firm_reasons(held: Sequence[HeldCheckpoint], ours: Sequence[HeldCheckpoint]) -> dict[Path | str, tuple[str, ...]]:
     """For each checkpoint the reasons that no rule can overcome."""
     reasons = {each.path: each.guards for each in held}
     for each in held:
@@ -142,7 +142,7 @@ def _firm_reasons(held: Sequence[HeldCheckpoint], ours: Sequence[HeldCheckpoint]
 
 
 def _without_state(
-    ours: Sequence[HeldCheckpoint], keep: Keep, firm: Mapping[Path, tuple[str, ...]]
+    ours: Sequence[HeldCheckpoint], keep: Keep, firm: Mapping[Path | str, tuple[str, ...]]
 ) -> list[HeldCheckpoint]:
     if keep.state is None:
         return []
@@ -151,11 +151,11 @@ def _without_state(
     return [each for each in stateful if not firm[each.path] and each.path not in asked]
 
 
-def _chosen_by_rules(held: Sequence[HeldCheckpoint], keep: Keep) -> dict[Path, tuple[str, ...]]:
+def _chosen_by_rules(held: Sequence[HeldCheckpoint], keep: Keep) -> dict[Path | str, tuple[str, ...]]:
     """The checkpoints of `held` that a rule asks for, each with those rules, oldest first."""
     if not keep.has_rules:
         return {each.path: ("no rule drops it",) for each in held}
-    found: dict[Path, list[str]] = {}
+    found: dict[Path | str, list[str]] = {}
     for group in (held, [each for each in held if each.valid]):
         for each, reason in _asked_by_rules(group, keep):
             reasons = found.setdefault(each.path, [])

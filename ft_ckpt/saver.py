@@ -5,30 +5,33 @@ import sys
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any
 from weakref import WeakSet
 
 from torch import Tensor, nn
 
-from ft_ckpt.checkpoint import commit
+from ft_ckpt.checkpoint.probe import check_directory
 from ft_ckpt.config import SaverConfig, make_config, numbers_of
 from ft_ckpt.distributed import wrappers
 from ft_ckpt.distributed.ranks import Ranks, current_ranks, try_action
+from ft_ckpt.model.merge_layers import Merged
 from ft_ckpt.model.parts import Attribute, is_of_adapters, model_inside
 from ft_ckpt.saving.background import BackgroundSaver, PendingSave
 from ft_ckpt.saving.build_manifest import library_versions
 from ft_ckpt.saving.companions import check_companions
 from ft_ckpt.saving.execute import SaveReport
 from ft_ckpt.saving.follow_up import FollowUp, SaveHook, hooks_of
-from ft_ckpt.saving.merged_save import Merged, ask_merged
+from ft_ckpt.saving.merged_save import MergeRequest, ask_merged, is_plain_merge
 from ft_ckpt.saving.plan import request_of
 from ft_ckpt.saving.run_saves import RunSaves
 from ft_ckpt.saving.snapshot import as_in_training
-from ft_ckpt.storage.local_disk import local_path
-from ft_ckpt.training import rehearsal, starting
+from ft_ckpt.storage.place import Place, open_place
+from ft_ckpt.training import rehearsal
 from ft_ckpt.training.choosing import open_agreed
+from ft_ckpt.training.data_position import DataPosition
 from ft_ckpt.training.run import Progress, TrainingRun
+from ft_ckpt.training.starting import Wanted, parse_mode
 from ft_ckpt.transfer.places import check_destination
 
 __all__ = ["CheckpointSaver", "Progress", "SaveReport"]
@@ -53,7 +56,7 @@ class CheckpointSaver:
     def __init__(
         self,
         accelerator: Any = None,
-        directory: str | Path | None = None,
+        directory: str | Path | Place | None = None,
         *,
         tokenizer: Any = None,
         config: SaverConfig | None = None,
@@ -65,10 +68,10 @@ class CheckpointSaver:
         self._rehearsal = rehearsal.start_recorder()
         directory = directory if self._rehearsal is None else self._rehearsal.directory
         self.accelerator = accelerator
-        self.directory = None if directory is None else local_path(directory)
+        self._place = None if directory is None else open_place(directory, **self.config.client_options)
         self.tokenizer = tokenizer
-        if self.directory is not None:
-            commit.check_target(self.directory, 0)
+        if self._place is not None:
+            check_directory(self._place, self.config, leads=self._current_ranks().leads)
         for model in getattr(accelerator, "_models", None) or ():
             # A template takes its tokens from the tokenizer, which may only come with the call of save().
             check_companions(wrappers.unwrap(model), tokenizer, self.config.chat_template_name if tokenizer else None)
@@ -76,7 +79,7 @@ class CheckpointSaver:
         self._epochs: int | None = None  # that `remaining` was asked for
         self._pending = BackgroundSaver(self._run)
         is_rehearsal = self._rehearsal is not None
-        self._saves = RunSaves(self._run, self._pending, self.directory, tokenizer, is_rehearsal, self._follow_up)
+        self._saves = RunSaves(self._run, self._pending, self._place, tokenizer, is_rehearsal, self._follow_up)
         self._run.check_objects()
         self._run.note_base()
         _OPEN.add(self)
@@ -85,7 +88,7 @@ class CheckpointSaver:
     def save(
         self,
         model: nn.Module,
-        path: str | Path | None = None,
+        path: str | Path | Place | None = None,
         *,
         adapter_only: bool | None = None,
         attribute: Attribute = None,
@@ -101,6 +104,8 @@ class CheckpointSaver:
         extra_files: Mapping[str, str | bytes] | None = None,
         background: bool | None = None,
         merged: Merged = False,
+        base: str | Path | None = None,
+        dequantize: bool = False,
         check: str | Mapping[str, Any] | None = None,
         push_to_hub: str | None = None,
     ) -> SaveReport | PendingSave:
@@ -116,7 +121,9 @@ class CheckpointSaver:
         default to those of its last step. `state_dict` is taken instead of the live tensors, if it agrees with the
         model. `extra_files` of rank 0, by path in the checkpoint, are committed with it. The other keywords override
         the saver's settings for this call. `merged` True stores one plain model, the active adapters merged into a copy
-        of the base, layer by layer; names choose adapters, a mapping gives each a weight. `check`="logits", or a batch,
+        of the base, layer by layer; names choose adapters, a mapping gives each a weight. Adapters on a quantised base
+        are merged into the model that was quantised: the folder or id `base`, by default the one they name; or, with
+        `dequantize`, into what its weights stand for. `check`="logits", or a batch,
         compares what transformers makes of the folder with the live model before it is committed. With `push_to_hub`
         ("user/name", "hf://user/name@revision") rank 0 then pushes the checkpoint there in the background, as
         `ft_ckpt.push` does; the report's `push` is the handle.
@@ -133,24 +140,29 @@ class CheckpointSaver:
         facts = self._run.facts_of_save(step, numbers_of(metrics or {}))
         model = model_inside(model)
         self._pending.wait_for_save()
-        extra = ask_merged(model, merged, check, adapter_only, attribute, state_dict)
-        return self._pending.save(
-            config,
-            lambda: request_of(
+        asked = MergeRequest(merged, base, dequantize, check)
+        others = {"adapter_only": adapter_only, "attribute": attribute, "state_dict": state_dict}
+        attribute = self.config.attribute if attribute is None else attribute
+        with ExitStack() as stack:
+            if is_plain_merge(model, asked):
+                config = replace(config, snapshot_bytes=1)  # written before this returns: its files are open until then
+            extra = ask_merged(model, asked, others, stack)
+            return self._pending.save(
                 config,
-                model,
-                self._saves.target_folder(path, step, has_state=False),
-                **extra(),
-                adapter_only=False if merged else self._is_of_adapters(model, adapter_only, attribute),
-                attribute=attribute,
-                tokenizer=self.tokenizer if tokenizer is None else tokenizer,
-                state_dict=state_dict,
-                state_dict_given=state_dict is not None,
-                extra_files=dict(extra_files or {}),
-                **facts,
-            ),
-            self._follow_up.plan(self._current_ranks().leads, push_to=push_to_hub, base_id=config.base_id),
-        )
+                lambda: request_of(
+                    config,
+                    target=self._saves.target_folder(path, step, has_state=False),
+                    **extra(),
+                    adapter_only=False if merged else self._is_of_adapters(model, adapter_only, attribute),
+                    attribute=attribute,
+                    tokenizer=self.tokenizer if tokenizer is None else tokenizer,
+                    state_dict=state_dict,
+                    state_dict_given=state_dict is not None,
+                    extra_files=dict(extra_files or {}),
+                    **facts,
+                ),
+                self._follow_up.plan(self._current_ranks().leads, push_to=push_to_hub, base_id=config.base_id),
+            )
 
     def register(self, **objects: Any) -> None:
         """Name objects of the run that Accelerate does not know, to be saved and resumed with it; on every rank.
@@ -159,6 +171,11 @@ class CheckpointSaver:
         and whatever has `state_dict` and `load_state_dict` keep their state. Raises SelectionError for anything else.
         """
         self._run.register(objects)
+
+    @property
+    def directory(self) -> Path | str | None:
+        """Where checkpoints go that are given a step and no path; the URL where that is in a bucket."""
+        return None if self._place is None else self._place.location
 
     @property
     def progress(self) -> Progress:
@@ -190,6 +207,10 @@ class CheckpointSaver:
                 return
         self._saves.save_last()
 
+    def place_in(self, loader: Any, replay: bool | None = None) -> DataPosition:
+        """Where the run is in `loader`, for loops of other libraries that read it; `remaining` is for one's own."""
+        return self._run.feeds.position_of(loader, self._current_ranks(), replay)
+
     @as_in_training
     def step(
         self, metrics: Mapping[str, float] | None = None, *, step: int | None = None
@@ -219,7 +240,7 @@ class CheckpointSaver:
     def save_state(
         self,
         model: nn.Module | None = None,
-        path: str | Path | None = None,
+        path: str | Path | Place | None = None,
         *,
         adapter_only: bool | None = None,
         metrics: Mapping[str, float] | None = None,
@@ -249,7 +270,7 @@ class CheckpointSaver:
 
     @as_in_training
     def resume(
-        self, checkpoint: str | Path | bool | None = "auto", *, allow: Iterable[str] | bool = (), **objects: Any
+        self, checkpoint: str | Path | Place | bool | None = "auto", *, allow: Iterable[str] | bool = (), **objects: Any
     ) -> Progress:
         """Put the run back to where a checkpoint was made, and say how far it is; on every rank.
 
@@ -267,8 +288,9 @@ class CheckpointSaver:
         self._pending.wait_for_save()
         self.register(**objects)
         with ExitStack() as stack:
-            mode, ranks = starting.parse_mode(checkpoint), self._current_ranks()
-            point, branch = open_agreed(self.directory, mode, ranks, stack, verify=self.config.verify_resume)
+            wanted = Wanted(parse_mode(checkpoint), self._place, self.config.client_options)
+            ranks, verify = self._current_ranks(), self.config.verify_resume
+            point, branch = open_agreed(wanted, ranks, stack, verify=verify)
             if point is not None:
                 self._run.report = self._run.restore_state(point, ranks, allow, library_versions())
                 self._run.branch_off(branch)
@@ -285,7 +307,7 @@ class CheckpointSaver:
 
     def _is_of_adapters(self, model: nn.Module, asked: bool | None, attribute: Attribute) -> bool:
         alone = is_of_adapters(model, asked, attribute)
-        if alone and attribute is None:
+        if alone and attribute == self.config.attribute:
             self._run.base.refuse_changed(model, self._current_ranks().rank)
         return alone
 
@@ -313,11 +335,11 @@ class CheckpointSaver:
         return current_ranks(self.config.enter_timeout_seconds)
 
 
-def _resume_message(progress: Progress, directory: Path | None) -> tuple[Any, ...]:
+def _resume_message(progress: Progress, directory: Path | str | None) -> tuple[Any, ...]:
     """What the log says of a resume: a format and its arguments."""
     if progress.resumed_from is None:
         return "a fresh start: nothing was resumed from %s", directory
-    place = progress.resumed_from.name, progress.step, progress.epoch, progress.batch
+    place = PurePath(progress.resumed_from).name, progress.step, progress.epoch, progress.batch
     return "resumed from %s (step %d, epoch %d, batch %d)", *place
 
 

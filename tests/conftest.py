@@ -4,10 +4,12 @@ The longest files begin first.
 """
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import extensions
 import pytest
+from s3_server import S3, running_s3
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -17,9 +19,10 @@ extensions.settle_folder()
 
 # A file runs on one worker, so what takes a minute must not begin when the other worker has nothing left.
 LONGEST_FILES = (
-    *("test_check_resume", "test_distributed", "test_position", "test_trainer", "test_examples"),
-    *("test_resume_wrappers", "test_commit", "test_documents", "test_killed"),
-    *("test_direct", "test_background", "test_faults", "test_bench"),
+    *("test_distributed", "test_check_resume", "test_trainer", "test_position", "test_examples"),
+    *("test_resume_wrappers", "test_documents", "test_direct", "test_background", "test_faults", "test_bench"),
+    *("test_killed", "test_zero_optimizer", "test_commit", "test_structure", "test_compression", "test_reuse"),
+    *("test_hdf5", "test_running", "test_resume", "test_opening", "test_convert"),
 )
 
 
@@ -27,3 +30,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Put the tests of the longest files first, in the order above."""
     places = {name: place for place, name in enumerate(LONGEST_FILES)}
     items.sort(key=lambda item: places.get(Path(item.path).stem, len(places)))
+
+
+@pytest.fixture
+def s3() -> Iterator[S3]:
+    """An S3 server on loopback with an empty bucket, s3://bucket, see tests/helpers/s3_server.py."""
+    pytest.importorskip("obstore")
+    with running_s3() as server:
+        yield server

@@ -2,14 +2,12 @@
 
 import math
 import os
-import re
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
-from ft_ckpt.checkpoint.checks import SMALL_BYTES, checkpoint_problems, small_problems
+from ft_ckpt.checkpoint.checks import SMALL_BYTES, checkpoint_problems, small_problems, stored_bytes
 from ft_ckpt.checkpoint.manifest import MANIFEST_LIMIT_BYTES, MANIFEST_NAME, Manifest, manifest_from_json
 from ft_ckpt.errors import (
     CheckpointError,
@@ -22,21 +20,36 @@ from ft_ckpt.errors import (
     damaged_input,
     listing,
 )
-from ft_ckpt.storage.local_disk import local_path
+from ft_ckpt.storage.listed_store import hold_listed
 from ft_ckpt.storage.local_store import LocalStore
 from ft_ckpt.storage.paths import is_inside
 from ft_ckpt.storage.place import Place, open_place
-from ft_ckpt.storage.store import Folder, FolderListing, Store, read_range, read_text
+from ft_ckpt.storage.store import Folder, FolderListing, Store, read_text
 
-_HEAD_BYTES = 64 << 10  # of a manifest: the fields that are one number or one line
+_ASKED_AT_ONCE = 16  # manifests of a run in a bucket
 
 
 @dataclass(frozen=True)
 class CheckpointInfo:
     """A committed checkpoint and what its manifest says."""
 
-    path: Path
+    store: Store
     manifest: Manifest
+
+    @property
+    def place(self) -> Place:
+        """Where it is, for functions."""
+        return Place(self.store)
+
+    @property
+    def path(self) -> Path | str:
+        """Where it is, for people: its path on this machine, or its URL."""
+        return self.place.location
+
+    @property
+    def name(self) -> str:
+        """What its folder is called."""
+        return self.place.last_step
 
 
 @dataclass(frozen=True)
@@ -55,13 +68,13 @@ class VerifyReport:
     """Their size, in bytes."""
 
 
-def read_manifest(path: str | os.PathLike[str]) -> Manifest:
-    """The manifest of the checkpoint folder `path`.
+def read_manifest(path: str | os.PathLike[str] | Place) -> Manifest:
+    """The manifest of the checkpoint folder `path`, which may be a URL.
 
     Raises NotACheckpointError when nothing is committed there; ManifestError when the manifest is damaged, from a
     newer ft_ckpt, or names a place outside the folder; UnreadableError when the system would not read it just now.
     """
-    return load_manifest(LocalStore(local_path(path)))
+    return load_manifest(open_place(path).folder)
 
 
 def load_manifest(store: Store) -> Manifest:
@@ -96,7 +109,7 @@ def why_no_checkpoint(store: Store) -> str:
     found = store.list_folder()
     if not found.exists:
         return f"{path}: no such folder; `ft-ckpt ls` lists the checkpoints of a run"
-    names = [each.name for each in _visible_folders(found) if store.within(each.name).stat(MANIFEST_NAME)]
+    names = [each.name for each in visible_folders(found) if store.within(each.name).stat(MANIFEST_NAME)]
     if names:
         return f"{path}: the folder of a run, which holds {listing(names, ', ')}; name one of them"
     return f"{path}: no {MANIFEST_NAME} in it, so no save was completed there; use another folder or save again"
@@ -125,35 +138,33 @@ class Listing:
     """
 
     found: tuple[CheckpointInfo, ...]
-    damaged: Mapping[Path, CheckpointError]
-    unreadable: Mapping[Path, CheckpointError]
+    damaged: Mapping[Path | str, CheckpointError]
+    unreadable: Mapping[Path | str, CheckpointError]
 
 
-def list_checkpoints(root: str | os.PathLike[str]) -> Listing:
+def list_checkpoints(root: str | os.PathLike[str] | Place) -> Listing:
     """The committed checkpoints in `root` and directly below it, as `discover` has them, and what is wrong with others.
 
     Raises UnreadableError when `root` itself cannot be looked through.
     """
-    root = local_path(root)
-    store = LocalStore(root)
-    places: dict[Path, tuple[Store, str]] = {root: (store, store.identity)}
-    for folder in _visible_folders(store.list_folder()):
-        places[root / folder.name] = store.within(folder.name), folder.identity
+    store = open_place(root).folder
+    folders = visible_folders(store.list_folder())
+    stores = [store, *(store.within(each.name) for each in folders)]
+    identities = [store.identity, *(each.identity for each in folders)]
     found: dict[str, CheckpointInfo] = {}
-    damaged: dict[Path, CheckpointError] = {}
-    unreadable: dict[Path, CheckpointError] = {}
-    for path, (place, identity) in places.items():
-        result = _checkpoint_info(path, place)
+    damaged: dict[Path | str, CheckpointError] = {}
+    unreadable: dict[Path | str, CheckpointError] = {}
+    for each, identity, result in zip(stores, identities, _read_all(stores), strict=True):
         if isinstance(result, CheckpointInfo):
             found.setdefault(identity, result)  # links come last: one to a sibling is not a second checkpoint
         elif isinstance(result, UnreadableError):
-            unreadable[path] = result
+            unreadable[Place(each).location] = result
         elif result is not None:
-            damaged[path] = result
+            damaged[Place(each).location] = result
     return Listing(tuple(_in_order(list(found.values()))), damaged, unreadable)
 
 
-def discover(root: str | os.PathLike[str]) -> list[CheckpointInfo]:
+def discover(root: str | os.PathLike[str] | Place) -> list[CheckpointInfo]:
     """The committed checkpoints in `root` and directly below it, oldest first.
 
     Runs come in the order of their newest checkpoints, those of one run by step, before them those without one in the
@@ -167,25 +178,28 @@ def discover(root: str | os.PathLike[str]) -> list[CheckpointInfo]:
     return list(listed.found)
 
 
-def next_number(target: Store, beside: Store) -> int:
-    """The number of a checkpoint without a step that is saved to `target`: one more than the largest `beside` it."""
-    numbers = []
-    for store in (target, beside):
-        below = [store.within(folder.name) for folder in _visible_folders(store.list_folder())]
-        numbers += [_number_in_head(each) for each in (store, *below)]
-    return 1 + max(numbers)
+def run_checkpoints(run: str | os.PathLike[str] | Place) -> list[CheckpointInfo]:
+    """The committed checkpoints directly below the folder `run`, as `discover` has them."""
+    own = open_place(run).folder
+    return [info for info in discover(run) if info.store != own]
 
 
-def latest(directory: str | os.PathLike[str]) -> Path | None:
+def latest(directory: str | os.PathLike[str] | Place) -> Path | str | None:
     """The newest checkpoint in `directory` that passes `verify(deep=False)`; None when there is none.
 
     One that was computed from others (an average, a merged model) is passed over: it is no moment of a run. One that
-    does not pass is left out with a warning that says why.
+    does not pass is left out with a warning that says why. It is a path on this machine, or a URL, as `directory` is.
     """
+    found = find_latest(directory)
+    return None if found is None else found.path
+
+
+def find_latest(directory: str | os.PathLike[str] | Place) -> CheckpointInfo | None:
+    """The checkpoint that `latest` names."""
     return _first_valid(reversed(_moments(directory)), "an older checkpoint")
 
 
-def best(run: str | os.PathLike[str], metric: str | tuple[str, str] | None = None) -> Path | None:
+def best(run: str | os.PathLike[str] | Place, metric: str | tuple[str, str] | None = None) -> Path | str | None:
     """The checkpoint of the newest run in the folder `run` that is the best by a metric; None when none has a number.
 
     `metric` is (name, "min" or "max"). A name alone, or None where there is one metric, is looked up in what the run's
@@ -193,6 +207,14 @@ def best(run: str | os.PathLike[str], metric: str | tuple[str, str] | None = Non
     `verify(deep=False)` is left out with a warning. Raises ConfigError when it is not known which metric is meant, or
     whether less or more of it is better.
     """
+    found = find_best(run, metric)
+    return None if found is None else found.path
+
+
+def find_best(
+    run: str | os.PathLike[str] | Place, metric: str | tuple[str, str] | None = None
+) -> CheckpointInfo | None:
+    """The checkpoint that `best` names."""
     infos = _moments(run)
     infos = [info for info in infos if info.manifest.run_id == infos[-1].manifest.run_id]
     if not infos:
@@ -212,55 +234,54 @@ def verify(path: str | os.PathLike[str] | Place, *, deep: bool = True) -> Verify
     Raises NotACheckpointError, ManifestError or UnreadableError as `read_manifest` does.
     """
     store = open_place(path).folder
-    found_at = store.folder if isinstance(store, LocalStore) else store.url
+    found_at = Place(store).location
     while True:
         before = _manifest_version(store)
+        seen = store if before is None else hold_listed(store)
         try:
-            manifest = load_manifest(store)
+            manifest = load_manifest(seen)
         except NotACheckpointError:
             raise NotACheckpointError(why_no_checkpoint(store)) from None
         with damaged_input(found_at):
-            problems = tuple(checkpoint_problems(store, manifest, deep=deep))
+            problems = tuple(checkpoint_problems(seen, manifest, deep=deep))
         # One save may overwrite the checkpoint while it is read here: what was seen is then half of each. Look again.
         if not problems or _manifest_version(store) == before:
-            size_bytes = stored_bytes(store, manifest)
+            size_bytes = stored_bytes(seen, manifest)
             return VerifyReport(found_at, not problems, problems, len(manifest.files), size_bytes)
 
 
-def stored_bytes(store: Store, manifest: Manifest) -> int:
-    """Bytes of the files that the manifest lists, as `store` has them; one that goes by two names counts once."""
-    return sum({_file_key(store, file.path): file.size_bytes for file in manifest.files}.values())
-
-
-def _moments(folder: str | os.PathLike[str]) -> list[CheckpointInfo]:
+def _moments(folder: str | os.PathLike[str] | Place) -> list[CheckpointInfo]:
     """The checkpoints in `folder`, oldest first, that are moments of a run: not computed from others."""
     return [info for info in discover(folder) if not info.manifest.made_from]
 
 
-def _file_key(store: Store, name: str) -> object:
-    """A key that is equal for all names of one file; of a missing file, its name."""
-    try:
-        found = store.stat(name)
-    except UnreadableError:
-        return name
-    return name if found is None else (found.version, found.modified)
-
-
-def check_small_files(path: str | os.PathLike[str], manifest: Manifest, *, below_bytes: int = SMALL_BYTES) -> None:
+def check_small_files(
+    path: str | os.PathLike[str] | Place, manifest: Manifest, *, below_bytes: int = SMALL_BYTES
+) -> None:
     """Compare size and digest of the files of checkpoint `path` that its manifest lists with less than `below_bytes`.
 
     Reads nothing else: no header, no large file. Raises CorruptError naming every file that differs.
     """
-    path = Path(path)
-    if problems := small_problems(LocalStore(path), manifest, below_bytes):
-        raise CorruptError(f"{path}: {listing(problems)}; use an older checkpoint")
+    store = open_place(path).folder
+    if problems := small_problems(store, manifest, below_bytes):
+        raise CorruptError(f"{store.url}: {listing(problems)}; use an older checkpoint")
 
 
-def _checkpoint_info(path: Path, store: Store) -> CheckpointInfo | CheckpointError | None:
-    """The checkpoint committed in `path`, or the error of reading it; None when nothing is committed there."""
+def _read_all(stores: Sequence[Store]) -> list[CheckpointInfo | CheckpointError | None]:
+    """What `_checkpoint_info` says of each; many are asked at once where each answer takes its time."""
+    if isinstance(stores[0], LocalStore):
+        return list(map(_checkpoint_info, stores))
+    from concurrent.futures import ThreadPoolExecutor  # here, so that listing a disk does not pay for it
+
+    with ThreadPoolExecutor(_ASKED_AT_ONCE) as pool:
+        return list(pool.map(_checkpoint_info, stores))
+
+
+def _checkpoint_info(store: Store) -> CheckpointInfo | CheckpointError | None:
+    """The checkpoint committed in `store`, or the error of reading it; None when nothing is committed there."""
     try:
-        with damaged_input(path):
-            return CheckpointInfo(path, load_manifest(store))
+        with damaged_input(store.url):
+            return CheckpointInfo(store, load_manifest(store))
     except NotACheckpointError:
         return None
     except CheckpointError as error:
@@ -282,16 +303,16 @@ def _age_order(info: CheckpointInfo) -> tuple[int, int, str]:
     return (-1 if manifest.step is None else manifest.step, manifest.number or 0, manifest.created)
 
 
-def _first_valid(infos: Iterable[CheckpointInfo], instead: str) -> Path | None:
-    """The path of the first that passes `verify(deep=False)`; warns of each before it."""
+def _first_valid(infos: Iterable[CheckpointInfo], instead: str) -> CheckpointInfo | None:
+    """The first that passes `verify(deep=False)`; warns of each before it."""
     for info in infos:
         try:
-            problems = verify(info.path, deep=False).problems
+            problems = verify(info.place, deep=False).problems
         except CheckpointError as error:  # deleted or damaged since it was discovered
             problems = (str(error),)
         if not problems:
-            return info.path
-        warnings.warn(f"{info.path}: not valid, using {instead}: {'; '.join(problems)}", stacklevel=3)
+            return info
+        warnings.warn(f"{info.path}: not valid, using {instead}: {'; '.join(problems)}", stacklevel=4)
     return None
 
 
@@ -310,19 +331,9 @@ def _wanted_ranking(infos: Sequence[CheckpointInfo], metric: str | tuple[str, st
     )
 
 
-def _visible_folders(found: FolderListing) -> list[Folder]:
+def visible_folders(found: FolderListing) -> list[Folder]:
+    """The folders that may be checkpoints: hidden ones are saves under way, or have another use."""
     return [folder for folder in found.folders if not folder.name.startswith(".")]
-
-
-def _number_in_head(store: Store) -> int:
-    """The number of the checkpoint in `store`, from the head of its manifest alone; 0 when it has none."""
-    try:
-        with closing(store.open(MANIFEST_NAME)) as file:
-            head = read_range(file, 0, _HEAD_BYTES)
-    except CorruptError:
-        return 0
-    found = re.search(rb'^  "number": (\d{1,18}),$', head, re.MULTILINE)
-    return int(found[1]) if found else 0
 
 
 def _manifest_version(store: Store) -> str | None:

@@ -3,7 +3,7 @@
 import json
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
 from pathlib import PurePosixPath
 
@@ -12,6 +12,7 @@ from ft_ckpt.errors import CheckpointError, CorruptError, MissingError, Unreadab
 from ft_ckpt.formats.layout import TensorRecord
 from ft_ckpt.formats.safetensors import HELPER, read_header
 from ft_ckpt.storage.digests import FileRecord, digest_of_open
+from ft_ckpt.storage.local_store import LocalStore
 from ft_ckpt.storage.store import Store, Stored, read_text
 
 _WORTH_THREADS_BYTES = 8 << 20
@@ -41,7 +42,16 @@ def checkpoint_problems(store: Store, manifest: Manifest, *, deep: bool) -> Iter
     yield from _tensor_problems(store, manifest, {file.path for file in sound})
     for part in manifest.parts:
         yield from _part_index_problems(store, part, {file.path for file in sound})
-    yield from _digest_problems(store, [file for file in sound if deep or file.size_bytes < SMALL_BYTES])
+    hashed = (file for file in sound if deep or file.size_bytes < SMALL_BYTES or _is_other(file, listed.get(file.path)))
+    yield from _digest_problems(store, list(hashed))
+
+
+def replaced_problems(store: Store, manifest: Manifest, listed: Mapping[str, Stored]) -> list[str]:
+    """A line for each object that somebody wrote after the commit, and whose bytes are not those of the manifest.
+
+    A copy that another tool has made is no problem: it is another version of the same bytes.
+    """
+    return list(_digest_problems(store, [file for file in manifest.files if _is_other(file, listed.get(file.path))]))
 
 
 def small_problems(store: Store, manifest: Manifest, below_bytes: int) -> list[str]:
@@ -49,6 +59,20 @@ def small_problems(store: Store, manifest: Manifest, below_bytes: int) -> list[s
     small = [file for file in manifest.files if file.size_bytes < below_bytes]
     bad = {file.path: problem for file in small if (problem := _size_problem(store, file, None))}
     return [*bad.values(), *_digest_problems(store, [file for file in small if file.path not in bad])]
+
+
+def stored_bytes(store: Store, manifest: Manifest) -> int:
+    """Bytes of the files that the manifest lists, as `store` has them; one that goes by two names counts once."""
+    return sum({file_key(store, file.path): file.size_bytes for file in manifest.files}.values())
+
+
+def file_key(store: Store, name: str) -> object:
+    """A key that is equal for all names of one file; of a missing file its name, and of an object, which has one."""
+    try:
+        found = store.stat(name) if isinstance(store, LocalStore) else None
+    except UnreadableError:
+        found = None
+    return store.where(name) if found is None else (found.version, found.modified)
 
 
 def is_misleading(path: str, manifest: Manifest) -> bool:
@@ -72,6 +96,11 @@ def _names_in(store: Store, folder: str) -> Iterator[str]:
     listed = store.list_folder(folder)
     yield from (each.name for each in listed.objects)
     yield from (f"{folder}/{each.name}" if folder else each.name for each in listed.folders)
+
+
+def _is_other(file: FileRecord, found: Stored | None) -> bool:
+    """Whether an object is of another version than the one that was committed."""
+    return found is not None and None not in (file.etag, found.etag) and file.etag != found.etag
 
 
 def _plain(folder: str) -> str:

@@ -9,7 +9,7 @@ It is then put in place in one of three ways:
                                 first; the new files come in, the new manifest last
 
 The third serves folders that cannot be moved (a mount point, the working directory), file systems without exchange,
-and folders of foreign files. What is left to do afterwards is read off the disk, see `recovery`.
+mounted buckets, and folders of foreign files. What is left to do afterwards is read off the disk, see `recovery`.
 
 So at every instant the old or the new checkpoint is whole, and files that were never ours stay.
 """
@@ -24,12 +24,14 @@ from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 
-from ft_ckpt.checkpoint.catalog import check_paths, next_number
+from ft_ckpt.checkpoint.catalog import check_paths
 from ft_ckpt.checkpoint.checks import misleading_files
 from ft_ckpt.checkpoint.manifest import MANIFEST_NAME, Manifest, manifest_to_json
+from ft_ckpt.checkpoint.numbers import next_number
 from ft_ckpt.checkpoint.recovery import LEFTOVER, listed_files, recover_target, settle_or_warn, sideline_of
 from ft_ckpt.errors import CorruptError, NoSpaceError, TargetError, explained, listing
 from ft_ckpt.storage import local_disk, owners
+from ft_ckpt.storage.folder_trials import is_on_bucket, refuse_unfit
 from ft_ckpt.storage.local_store import LocalStore
 from ft_ckpt.storage.placing import clear_drafts, make_locked_folder
 
@@ -57,6 +59,7 @@ def check_target(target: Path, needed_bytes: int) -> None:
             raise TargetError(f"{present}: a file, expected a folder to save {target.name} in; choose another path")
         if not os.access(present, os.W_OK | os.X_OK):
             raise TargetError(f"{present}: not writable by this process; change its permissions or choose another path")
+        refuse_unfit(present)
         device = os.statvfs(present)
         free = device.f_bavail * device.f_frsize
     if free < needed_bytes:
@@ -121,7 +124,7 @@ def _seal_and_place(stage: Path, target: Path, manifest: Manifest) -> None:
     sealed = None
     try:
         check_paths(manifest, str(target))
-        if manifest.step is None:
+        if manifest.step is None and manifest.number is None:
             manifest = replace(manifest, number=next_number(LocalStore(target), LocalStore(target.parent)))
         _seal_stage(stage, manifest, target)
         sealed = (stage / MANIFEST_NAME).lstat()
@@ -240,9 +243,8 @@ def _place_stage(stage: Path, target: Path, manifest: Manifest) -> None:
     old = listed_files(target)
     new = [file.path for file in manifest.files]
     _check_obstacles(target, new, old or frozenset())
-    movable = stage.parent != target and not local_disk.holds_cwd(
-        target
-    )  # beside it means that it holds no mount either
+    # Beside it means that it holds no mount either. In a mounted bucket a folder's move is many, in no order.
+    movable = stage.parent != target and not local_disk.holds_cwd(target) and not is_on_bucket(target)
     if not (movable and _swap_folders(stage, target, committed=old is not None)):
         _pour_files(stage, target, {*(old or ()), *new, *misleading_files(LocalStore(target), manifest)}, new)
 

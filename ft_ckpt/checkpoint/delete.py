@@ -26,15 +26,15 @@ from ft_ckpt.checkpoint.manifest import (
     manifest_from_json,
     manifest_to_json,
 )
+from ft_ckpt.checkpoint.marks import TOMBSTONE
 from ft_ckpt.checkpoint.pins import pin_reason
 from ft_ckpt.errors import CheckpointError, CorruptError, listing
 from ft_ckpt.storage import local_disk
 from ft_ckpt.storage.local_store import LocalStore
 from ft_ckpt.storage.paths import is_inside
 from ft_ckpt.storage.placing import PREFIX, write_text
-from ft_ckpt.storage.store import read_text
+from ft_ckpt.storage.store import Store, read_text
 
-TOMBSTONE = f"{PREFIX}dropped"  # the manifest of a checkpoint that is being deleted
 STATE = "state"  # kind of the parts that hold a training state
 _NOTE = "the training state was removed when it was no longer to be kept"
 _BUSY = tuple(f"{PREFIX}{what}-" for what in ("stage", "old"))  # of a save that pours into the folder
@@ -44,12 +44,12 @@ _BUSY = tuple(f"{PREFIX}{what}-" for what in ("stage", "old"))  # of a save that
 class Removal:
     """The outcome of deleting a checkpoint or its state."""
 
-    path: Path
+    path: Path | str
     why: tuple[str, ...] = ()  # it stays as it was, for these reasons
     dropped: bool = False
     stripped: bool = False
     freed_bytes: int = 0
-    left: tuple[Path, ...] = ()  # files in its folder that it never listed, which stay
+    left: tuple[Path | str, ...] = ()  # files in its folder that it never listed, which stay
 
 
 def delete_checkpoint(path: Path) -> Removal:
@@ -86,7 +86,8 @@ def finish_deletion(path: Path) -> Removal:
     if why := deletion_guards(path):
         return Removal(path, why=why if _restore_manifest(path) else ())
     committed = (path / MANIFEST_NAME).exists()
-    doomed = manifest_files(path / TOMBSTONE) - (manifest_files(path / MANIFEST_NAME) if committed else frozenset())
+    store = LocalStore(path)
+    doomed = manifest_files(store, TOMBSTONE) - (manifest_files(store, MANIFEST_NAME) if committed else frozenset())
     freed = releasable_bytes(path, doomed)
     local_disk.delete_files(doomed, path)
     local_disk.remove_empty_folders(doomed, path)
@@ -121,10 +122,11 @@ def without_state(manifest: Manifest) -> Manifest:
     )
 
 
-def manifest_files(file: Path) -> frozenset[str]:
+def manifest_files(store: Store, name: str) -> frozenset[str]:
     """The files that a manifest or tombstone names. Understands newer ones, too. Raises OSError or CorruptError."""
+    file = store.where(name)
     try:
-        text = read_text(LocalStore(file.parent), file.name, MANIFEST_LIMIT_BYTES)
+        text = read_text(store, name, MANIFEST_LIMIT_BYTES)
         paths = frozenset(str(each["path"]) for each in json.loads(text)["files"])
     except (KeyError, RecursionError, TypeError, ValueError) as error:
         if isinstance(error, CheckpointError):

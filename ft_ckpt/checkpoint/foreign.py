@@ -3,35 +3,31 @@
 import json
 from collections.abc import Iterator
 from contextlib import closing
-from pathlib import Path
 from typing import Any
 
 from ft_ckpt.checkpoint.catalog import VerifyReport
 from ft_ckpt.checkpoint.manifest import MANIFEST_NAME
 from ft_ckpt.errors import CheckpointError, CorruptError, LoadError, listing
 from ft_ckpt.formats.safetensors import read_header
-from ft_ckpt.storage.local_store import LocalStore
 from ft_ckpt.storage.paths import is_inside
+from ft_ckpt.storage.place import Place
 from ft_ckpt.storage.store import Store
 
 _INDEX = ".safetensors.index.json"
 
 
-def verify_foreign(path: Path) -> VerifyReport:
-    """Check the safetensors files at `path`, a file or a folder of them, as far as they say what they should hold.
+def verify_foreign(place: Place) -> VerifyReport:
+    """Check the safetensors files at `place`, a file or a folder of them, as far as they say what they should hold.
 
     Of each file the header, of each index that its tensors are where it says, of each JSON file that it is JSON.
     Values cannot be checked: nobody recorded their digests. Raises LoadError where there is no such file.
     """
-    store = LocalStore(path)
-    names = [each.name for each in store.list()]
-    real = Path(store.identity)
-    if not names and LocalStore(real.parent).stat(real.name) is not None:
-        store, names = LocalStore(real.parent), [real.name]
+    store, names = (place.store, [place.name]) if place.is_object else (place.folder, None)
+    names = names or [each.name for each in store.list()]
     weights = [name for name in names if name.endswith(".safetensors")]
     if not weights and not any(name.endswith(_INDEX) for name in names):
         found = f"no {MANIFEST_NAME} and no safetensors files in it"
-        raise LoadError(f"{path}: {found}; `ft-ckpt show` reads other formats")
+        raise LoadError(f"{place}: {found}; `ft-ckpt show` reads other formats")
     told = {name: _names_or_reason(store, name) for name in weights}
     held = {name: found for name, found in told.items() if isinstance(found, set)}
     problems = [f"{name}: {found}" for name, found in told.items() if isinstance(found, str)]
@@ -39,7 +35,7 @@ def verify_foreign(path: Path) -> VerifyReport:
         if name.endswith(".json"):
             problems += _document_problems(store, name, held)
     size = sum(each.size_bytes for name in weights if (each := store.stat(name)) is not None)
-    return VerifyReport(path, not problems, tuple(problems), len(weights), size)
+    return VerifyReport(place.location, not problems, tuple(problems), len(weights), size)
 
 
 def _names_or_reason(store: Store, name: str) -> set[str] | str:

@@ -3,7 +3,7 @@
 A lease is a file that its holder keeps locked, and touches every minute: on the holder's machine it counts while it is
 locked, so never longer than the holder lives; on another, where locks may not be seen, also while it was touched within
 ten minutes. A lease is taken first and the manifest read after it, as a deletion takes the manifest away first and
-looks for leases after it: one of the two always sees the other.
+looks for leases after it: one of the two always sees the other. Leases in a bucket are `marks`.
 """
 
 import contextlib
@@ -16,31 +16,34 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from ft_ckpt.checkpoint.manifest import MANIFEST_NAME
-from ft_ckpt.checkpoint.pins import read_mark
+from ft_ckpt.checkpoint.marks import BEAT_SECONDS, LEASE, STALE_SECONDS, lease_in_bucket, mark_holder, read_mark
 from ft_ckpt.storage import owners
 from ft_ckpt.storage.local_store import LocalStore
-from ft_ckpt.storage.placing import PREFIX
-
-_LEASE = f"{PREFIX}lease-"
-_BEAT_SECONDS, _STALE_SECONDS = 60.0, 600.0
+from ft_ckpt.storage.place import Place, open_place
 
 
 @contextlib.contextmanager
-def hold_lease(path: str | os.PathLike[str]) -> Iterator[None]:
+def hold_lease(path: str | os.PathLike[str] | Place) -> Iterator[str | None]:
     """Keep the checkpoint `path` from being deleted while the block runs; read its manifest inside, once.
 
     Nothing happens when it is no checkpoint of ours or its folder cannot be written, as nothing can be deleted there.
+    In a bucket it has to be a checkpoint; the lease's name comes out, with which it is listed, see `settled_list`.
     """
-    held = _take_lease(Path(path))
+    store = open_place(path).folder
+    if not isinstance(store, LocalStore):
+        with lease_in_bucket(store) as name:
+            yield name
+        return
+    held = _take_lease(store.folder)
     if held is None:
-        yield
+        yield None
         return
     file, handle = held
     over = threading.Event()
     beats = threading.Thread(target=_renew_lease, args=(handle, over), name="ft_ckpt-lease", daemon=True)
     beats.start()
     try:
-        yield
+        yield None
     finally:
         over.set()
         beats.join()
@@ -56,7 +59,7 @@ def lease_reasons(path: str | os.PathLike[str]) -> tuple[str, ...]:
 
 def _take_lease(path: Path) -> tuple[Path, int] | None:
     """The file of a new lease and its handle, which carries the lock wherever a save moves the file to."""
-    file = path / f"{_LEASE}{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(4)}"
+    file = path / f"{LEASE}{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(4)}"
     try:
         if not (path / MANIFEST_NAME).is_file():
             return None
@@ -77,22 +80,21 @@ def _take_lease(path: Path) -> tuple[Path, int] | None:
 
 
 def _renew_lease(handle: int, over: threading.Event) -> None:
-    while not over.wait(_BEAT_SECONDS):
+    while not over.wait(BEAT_SECONDS):
         with contextlib.suppress(OSError):
             os.utime(handle)
 
 
 def _lease_files(path: Path) -> list[Path]:
     try:
-        return sorted(file for file in path.iterdir() if file.name.startswith(_LEASE))
+        return sorted(file for file in path.iterdir() if file.name.startswith(LEASE))
     except (FileNotFoundError, NotADirectoryError):
         return []
 
 
 def _lease_holder(file: Path) -> str:
-    found = read_mark(LocalStore(file.parent), file.name)
-    return f"process {found.get('pid')} on {found.get('host')}" if found else file.name.removeprefix(_LEASE)
+    return mark_holder(LocalStore(file.parent), file.name)
 
 
 def _is_held(file: Path) -> bool:
-    return not owners.has_ended(file, read_mark(LocalStore(file.parent), file.name).get("machine"), _STALE_SECONDS)
+    return not owners.has_ended(file, read_mark(LocalStore(file.parent), file.name).get("machine"), STALE_SECONDS)

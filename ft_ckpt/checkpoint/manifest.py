@@ -74,6 +74,7 @@ class Manifest:
     export: bool = False  # weights saved within a run beside its checkpoints: no rule of the run deletes them
     number: int | None = None  # without a step: one more than the largest beside it, since clocks may go back
     made_from: tuple[str, ...] = ()  # names of the checkpoints that the weights were computed from: an average, a merge
+    token: str | None = None  # in a bucket, of the one save that wrote it: no two texts of a race are alike
     format_version: int = FORMAT_VERSION
 
 
@@ -83,6 +84,8 @@ def manifest_to_json(manifest: Manifest) -> str:
     Its field "digest" is that of the text without the line of that field.
     """
     plain = {key: value for key, value in vars(manifest).items() if key not in ("parts", "files")}
+    if plain["token"] is None:
+        del plain["token"]
     plain["metrics"] = {name: value if math.isfinite(value) else str(value) for name, value in plain["metrics"].items()}
     lines = [f"  {_json_text(key)}: {_json_text(value)}," for key, value in plain.items()]
     lines.append('  "files": [\n' + ",\n".join("    " + _file_json(file) for file in manifest.files) + "\n  ],")
@@ -113,7 +116,8 @@ def manifest_from_json(text: str, source: str = MANIFEST_NAME) -> Manifest:
 
 
 def _file_json(file: FileRecord) -> str:
-    return _json_text({**vars(file), "cuts": [list(vars(cut).values()) for cut in file.cuts]})
+    plain = {key: value for key, value in vars(file).items() if key != "etag" or value is not None}
+    return _json_text({**plain, "cuts": [list(vars(cut).values()) for cut in file.cuts]})
 
 
 def _part_json(part: PartRecord) -> str:

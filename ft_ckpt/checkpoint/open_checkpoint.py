@@ -15,10 +15,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ft_ckpt.checkpoint.catalog import manifest_text, parse_manifest, read_manifest, why_no_checkpoint
-from ft_ckpt.checkpoint.checks import checkpoint_problems, misleading_files
+from ft_ckpt.checkpoint.checks import checkpoint_problems, misleading_files, replaced_problems
 from ft_ckpt.checkpoint.leases import hold_lease
 from ft_ckpt.checkpoint.manifest import MANIFEST_NAME, Manifest
-from ft_ckpt.errors import CheckpointError, CorruptError, NotACheckpointError, damaged_input
+from ft_ckpt.checkpoint.marks import is_mark, settled_list
+from ft_ckpt.errors import CheckpointError, CorruptError, NotACheckpointError, damaged_input, listing
 from ft_ckpt.storage.listed_store import ListedStore
 from ft_ckpt.storage.local_disk import open_regular
 from ft_ckpt.storage.local_store import LocalStore, folder_of
@@ -39,6 +40,16 @@ class OpenCheckpoint:
     identity: str  # digest of the manifest's text: equal for all ranks that have opened the same checkpoint
 
     @property
+    def requests(self) -> int:
+        """How often ranges of its files were asked for, where they are in a bucket."""
+        return self.store.asked.count if isinstance(self.store, ListedStore) else 0
+
+    @property
+    def location(self) -> Path | str:
+        """Where it was found, as people are given it."""
+        return Place(self.origin).location
+
+    @property
     def path(self) -> Path:
         """Where it was found, on this machine."""
         return folder_of(self.origin)
@@ -50,25 +61,26 @@ class OpenCheckpoint:
 
     def find_problems(self, deep: bool) -> tuple[str, ...]:
         """What is wrong with the open files, as `catalog.verify` finds it, and with what lies beside them."""
+        found = tuple(checkpoint_problems(self.store, self.manifest, deep=deep))
+        if not isinstance(self.origin, LocalStore):
+            return found  # the listing has what lies beside its files
         where = "not of this checkpoint, and readers would take it for its weights; move it away"
         beside = (f"{name}: {where}" for name in misleading_files(self.origin, self.manifest))
-        return (*checkpoint_problems(self.store, self.manifest, deep=deep), *beside)
+        return (*found, *beside)
 
 
 @contextmanager
 def open_checkpoint(place: str | os.PathLike[str] | Place) -> Iterator[OpenCheckpoint]:
-    """The checkpoint at `place`, its files open while the block runs, and on a disk leased so that nothing deletes it.
+    """The checkpoint at `place`, its files open while the block runs, and leased so that nothing deletes it.
 
     A file that is missing is not in its `store`. Raises NotACheckpointError or ManifestError as `load_manifest` does,
-    CorruptError when a file cannot be opened or is no file, or where open files have no paths (outside Linux) and the
-    checkpoint was replaced meanwhile.
+    CorruptError when an object is not the one that was committed, a file cannot be opened or is no file, or where open
+    files have no paths (outside Linux) and the checkpoint was replaced meanwhile.
     """
     store = open_place(place).folder
     if not isinstance(store, LocalStore):
-        remote = next(filter(None, (_open_listed(store) for _ in range(_MOST_LOOKS))), None)
-        if remote is None:
-            raise CorruptError(f"{store.url}: replaced while it was read; read it again")
-        yield remote
+        with ExitStack() as stack:
+            yield _open_listed(store, stack)
         return
     path = store.folder.absolute()
     with hold_lease(path), ExitStack() as stack:
@@ -107,15 +119,23 @@ def hold_open(path: str | os.PathLike[str] | Place) -> Iterator[Place]:
         yield inside if inside.exists else place
 
 
-def _open_listed(store: Store) -> OpenCheckpoint | None:
-    """A checkpoint in a bucket, as it is listed now; None when another one is taking its place."""
+def _open_listed(store: Store, stack: ExitStack) -> OpenCheckpoint:
+    """The checkpoint in a bucket, as it is listed when none is taking its place; leased until the stack is closed."""
     before = _manifest_state(store)
-    listed = ListedStore(store, {each.name: each for each in store.list()})
-    if {_manifest_state(listed), _manifest_state(store)} != {before}:
-        return None
-    text = manifest_text(listed)
-    manifest = parse_manifest(text, store.where(MANIFEST_NAME))
-    return OpenCheckpoint(store, listed, manifest, _text_identity(text.encode()))
+    lease = stack.enter_context(hold_lease(Place(store))) if before else None
+    for _ in range(_MOST_LOOKS):
+        found = settled_list(store, lease)
+        listed = ListedStore(store, {each.name: each for each in found if not is_mark(each.name)})
+        seen, after = _manifest_state(listed), _manifest_state(store)
+        if before == seen == after:
+            text = manifest_text(listed)
+            manifest = parse_manifest(text, store.where(MANIFEST_NAME))
+            if problems := replaced_problems(listed, manifest, listed.listed):
+                told = listing(problems)
+                raise CorruptError(f"{store.url}: {told}; written over after it was committed, use another one")
+            return OpenCheckpoint(store, listed, manifest, _text_identity(text.encode()))
+        before = after
+    raise CorruptError(f"{store.url}: replaced while it was read; read it again")
 
 
 def _open_local(path: Path, stack: ExitStack) -> OpenCheckpoint | None:

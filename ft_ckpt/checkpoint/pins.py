@@ -4,49 +4,46 @@ import getpass
 import json
 import os
 from datetime import datetime, timezone
-from pathlib import Path
-from typing import Any
 
 from ft_ckpt.checkpoint.manifest import MANIFEST_NAME
-from ft_ckpt.errors import CheckpointError, NotACheckpointError
-from ft_ckpt.storage.local_disk import local_path
+from ft_ckpt.checkpoint.marks import PIN, read_mark, settled_list
+from ft_ckpt.errors import NotACheckpointError
 from ft_ckpt.storage.local_store import LocalStore
-from ft_ckpt.storage.placing import PREFIX
-from ft_ckpt.storage.store import Store, read_text
-
-PIN = f"{PREFIX}pin"
-_MARK_LIMIT_BYTES = 64 << 10
+from ft_ckpt.storage.place import Place, open_place
+from ft_ckpt.storage.store import Store
 
 
-def pin(path: str | os.PathLike[str], reason: str = "") -> None:
+def pin(path: str | os.PathLike[str] | Place, reason: str = "") -> None:
     """Keep the checkpoint `path` whatever any rule says, durably; `reason` is shown by `ls` and `prune`.
 
     Raises NotACheckpointError when nothing is committed there; TargetError or NoSpaceError when it cannot be
-    written, and no pin is left.
+    written, and no pin is left. In a bucket UnreadableError when it cannot be told whether it is being deleted.
     """
-    store = LocalStore(local_path(path))
+    store = open_place(path).folder
     _check_committed(store)
     made = datetime.now(timezone.utc).isoformat(timespec="seconds")
     store.write(PIN, json.dumps({"reason": reason, "time": made, "user": _user_name()}).encode())
     try:
+        if not isinstance(store, LocalStore):
+            settled_list(store, PIN)
         _check_committed(store)
     except NotACheckpointError:  # deleted meanwhile: whoever did may not have seen the pin
-        unpin(path)
+        store.delete([PIN])
         raise
 
 
-def unpin(path: str | os.PathLike[str]) -> bool:
+def unpin(path: str | os.PathLike[str] | Place) -> bool:
     """Take the pin out of `path`, durably; False when there was none. Raises TargetError."""
-    store = LocalStore(local_path(path))
+    store = open_place(path).folder
     if store.stat(PIN) is None:
         return False
     store.delete([PIN])
     return True
 
 
-def pin_reason(path: str | os.PathLike[str]) -> str | None:
+def pin_reason(path: str | os.PathLike[str] | Place) -> str | None:
     """The user and the reason of the pin of checkpoint `path`, in words; None when it is not pinned."""
-    store = LocalStore(Path(path))
+    store = open_place(path).folder
     if store.stat(PIN) is None:
         return None
     found = read_mark(store, PIN)
@@ -65,12 +62,3 @@ def _user_name() -> str:
         return getpass.getuser()
     except (KeyError, OSError):  # no entry in the password file, as in many containers
         return f"uid {os.getuid()}"
-
-
-def read_mark(store: Store, name: str) -> dict[str, Any]:
-    """The JSON object in a pin or lease; empty when it was cut short, as it may be when its writer died."""
-    try:
-        found = json.loads(read_text(store, name, _MARK_LIMIT_BYTES))
-    except (CheckpointError, RecursionError, ValueError):
-        return {}
-    return found if isinstance(found, dict) else {}

@@ -1,76 +1,57 @@
 """Deletes the checkpoints of a run that its rules do not keep; an interrupted deletion is finished by the next call."""
 
-import contextlib
 import dataclasses
 import logging
 import os
-import re
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
+from functools import partial
 from pathlib import Path
 
-from ft_ckpt.checkpoint import catalog, recovery
-from ft_ckpt.checkpoint.delete import (
-    STATE,
-    Removal,
-    delete_checkpoint,
-    delete_state,
-    deletion_guards,
-    finish_deletion,
-    folder_entries,
-    manifest_files,
-    releasable_bytes,
-    unfinished_deletions,
-    without_state,
-)
+from ft_ckpt.checkpoint import catalog
+from ft_ckpt.checkpoint.delete import STATE, Removal, manifest_files, without_state
 from ft_ckpt.checkpoint.manifest import MANIFEST_NAME
+from ft_ckpt.checkpoint.run_folder import RunFolder, open_run_folder
 from ft_ckpt.errors import CheckpointError, UnreadableError, listing
 from ft_ckpt.retention import HeldCheckpoint, Keep, PrunePlan, newest_valid, plan_pruning
-from ft_ckpt.storage import owners
-from ft_ckpt.storage.local_store import LocalStore
+from ft_ckpt.storage.place import Place, location_name, open_place
 from ft_ckpt.storage.store import Store
 
 _LOG = logging.getLogger("ft_ckpt")
-_STAGE = re.compile(r"\.(?P<target>.+)\.ft_ckpt-stage-.+-\d+-[0-9a-f]{8}", re.DOTALL)
 
 
 @dataclass(frozen=True)
 class PruneReport:
     """The outcome of pruning, or of its dry run: `kept` with the reasons; failures are tried again next time."""
 
-    kept: Mapping[Path, tuple[str, ...]] = field(default_factory=dict)
-    dropped: tuple[Path, ...] = ()
-    stripped: tuple[Path, ...] = ()  # kept without their training state
+    kept: Mapping[Path | str, tuple[str, ...]] = field(default_factory=dict)
+    dropped: tuple[Path | str, ...] = ()
+    stripped: tuple[Path | str, ...] = ()  # kept without their training state
     freed_bytes: int = 0
-    left: tuple[Path, ...] = ()  # files of others in the folders of dropped checkpoints, which stay
+    left: tuple[Path | str, ...] = ()  # files of others in the folders of dropped checkpoints, which stay
     problems: tuple[str, ...] = ()
 
 
-def survey_run(root: str | os.PathLike[str], protect: Iterable[str | os.PathLike[str]] = ()) -> list[HeldCheckpoint]:
+def survey_run(
+    root: str | os.PathLike[str] | Place, protect: Iterable[str | os.PathLike[str] | Place] = ()
+) -> list[HeldCheckpoint]:
     """The checkpoints in the folder `root` of a run, oldest first; links and `root` itself are left out.
 
     Guarded are those in `protect`, pinned or leased ones, those that a link in `root` leads to, and those that a save
     is about to replace. Raises UnreadableError when a manifest, or `root`, cannot be read just now: rules that see only
     some of them could let the wrong ones go.
     """
-    root = Path(root)
-    links = {each.identity: each.name for each in LocalStore(root).list_folder().folders if each.is_link}
-    asked = {LocalStore(Path(path)).identity for path in protect}
-    listed = catalog.list_checkpoints(root)
-    if listed.unreadable:
-        raise UnreadableError(listing([str(error) for error in listed.unreadable.values()]))
-    found = (info for info in listed.found if info.path != root and info.path.name not in links.values())
-    return [held for info in found if (held := _held_checkpoint(info, links, asked)) is not None]
+    return _survey(open_run_folder(open_place(root)), protect)
 
 
 def prune_run(
-    root: str | os.PathLike[str],
+    root: str | os.PathLike[str] | Place,
     keep: Keep,
     *,
     run_id: str | None = None,
-    protect: Iterable[str | os.PathLike[str]] = (),
+    protect: Iterable[str | os.PathLike[str] | Place] = (),
     dry_run: bool = False,
 ) -> PruneReport:
     """Delete the checkpoints in `root` that `keep` does not ask for (see `retention.plan_pruning`).
@@ -78,11 +59,15 @@ def prune_run(
     With `run_id` other runs' checkpoints stay; folders without our manifest always do. What the disk refuses is in the
     report's `problems` and nothing is raised for it; so is another sweep of the same folder, which is not waited for.
     """
-    return _run_plan(Path(root), lambda: plan_pruning(survey_run(root, protect), keep, run_id), dry_run=dry_run)
+    return _run_plan(open_place(root), lambda run: plan_pruning(_survey(run, protect), keep, run_id), dry_run=dry_run)
 
 
 def prune_after_save(
-    root: Path | None, keep: Keep | None, run_id: str, protect: tuple[Path, ...], newest_path: Path
+    root: Path | Place | None,
+    keep: Keep | None,
+    run_id: str,
+    protect: tuple[Path | Place, ...],
+    newest_path: Path | Place,
 ) -> None:
     """Prune a run after a save; failures are warned of and never end the run."""
     if root is None or keep is None:
@@ -96,56 +81,60 @@ def prune_after_save(
 
 
 def make_room(
-    root: str | os.PathLike[str],
+    root: str | os.PathLike[str] | Place,
     keep: Keep,
     step: int | None,
     *,
     run_id: str | None = None,
-    protect: Iterable[str | os.PathLike[str]] = (),
+    protect: Iterable[str | os.PathLike[str] | Place] = (),
 ) -> PruneReport:
     """Delete, ahead of the save of `step`, the checkpoints that `keep` would not ask for after it.
 
     The newest valid ones of today stay nevertheless: the new one is not there yet. Reports as `prune_run` does.
     """
 
-    def as_if_saved() -> PrunePlan:
-        held = survey_run(root, protect)
+    def as_if_saved(run: RunFolder) -> PrunePlan:
+        held = _survey(run, protect)
         vital = newest_valid(each for each in held if run_id is None or each.run_id == run_id)
         if not vital:
             return plan_pruning(held, keep, run_id)
         held = [_with_guard(each, vital.get(each.path)) for each in held]
         now = datetime.now(timezone.utc).timestamp()
         number = 1 + max((each.number for each in held), default=0)
-        coming = HeldCheckpoint(
-            path=Path(root, "\0"), step=step, created=now, has_state=True, run_id=run_id, number=number
-        )
+        coming = HeldCheckpoint(path="\0", step=step, created=now, has_state=True, run_id=run_id, number=number)
         planned = plan_pruning([*held, coming], keep, run_id)
         kept = {path: why for path, why in planned.keep.items() if path != coming.path}
         return dataclasses.replace(planned, keep=kept)
 
-    return _run_plan(Path(root), as_if_saved)
+    return _run_plan(open_place(root), as_if_saved)
 
 
-def recover_all(root: str | os.PathLike[str]) -> tuple[str, ...]:
-    """Undo or finish the saves into `root` whose process died (see `recovery.recover_target`); a line for each.
+def recover_all(root: str | os.PathLike[str] | Place) -> tuple[str, ...]:
+    """Undo or finish the saves into `root` whose process died (see `recovery`, `bucket_removal`); a line for each.
 
     For the one who writes there, before it does: nobody else may be saving into `root`. Raises TargetError.
     """
-    root = Path(root)
-    named = (_STAGE.fullmatch(path.name) for path in folder_entries(root))
-    targets = sorted({match["target"] for match in named if match})
-    # The run's own folder too: a model saved into it is put in place by an exchange, and what is below it comes after.
-    return tuple(
-        line for target in (root, *(root / name for name in targets)) for line in recovery.recover_target(target)
-    )
+    return open_run_folder(open_place(root)).recover()
 
 
-def _held_checkpoint(info: catalog.CheckpointInfo, links: Mapping[str, str], asked: set[str]) -> HeldCheckpoint | None:
-    path, manifest = info.path, info.manifest
-    store = LocalStore(path)
+def _survey(run: RunFolder, protect: Iterable[str | os.PathLike[str] | Place]) -> list[HeldCheckpoint]:
+    root = run.look()
+    links = {each.identity: each.name for each in root.folder.list_folder().folders if each.is_link}
+    asked = {open_place(path).folder.identity for path in protect}
+    listed = catalog.list_checkpoints(root)
+    if listed.unreadable:
+        raise UnreadableError(listing([str(error) for error in listed.unreadable.values()]))
+    found = (info for info in listed.found if info.store != root.folder and info.name not in links.values())
+    return [held for info in found if (held := _held_checkpoint(run, info, links, asked)) is not None]
+
+
+def _held_checkpoint(
+    run: RunFolder, info: catalog.CheckpointInfo, links: Mapping[str, str], asked: set[str]
+) -> HeldCheckpoint | None:
+    manifest, store = info.manifest, info.store
     real = store.identity
     try:
-        valid = catalog.verify(path, deep=False).ok
+        valid = run.is_valid(info)
     except CheckpointError:
         if store.stat(MANIFEST_NAME) is None:  # deleted since it was discovered
             return None
@@ -154,12 +143,12 @@ def _held_checkpoint(info: catalog.CheckpointInfo, links: Mapping[str, str], ask
     why += ["protected by the caller"] if real in asked else []
     kinds = {part.kind for part in manifest.parts}
     return HeldCheckpoint(
-        path=path,
+        path=info.path,
         step=manifest.step,
         created=_created_seconds(store, manifest.created),
         number=manifest.number or 0,
         metrics=manifest.metrics,
-        guards=(*why, *deletion_guards(path)),
+        guards=(*why, *run.guards(store)),
         valid=valid,
         has_state=STATE in kinds,
         has_weights=kinds != {STATE},
@@ -181,38 +170,31 @@ def _created_seconds(store: Store, created: str) -> float:
     return (then if then.tzinfo else then.replace(tzinfo=timezone.utc)).timestamp()
 
 
-@contextlib.contextmanager
-def _sole_pruner(root: Path) -> Iterator[bool]:
-    """Lock `root` against a second pruning, which could bring a checkpoint back; False when another holds the lock."""
-    with owners.holding_lock(root.resolve(strict=True)) as mine:
-        yield mine is not False  # without locks on folders, such as NFS, there must be one that prunes
-
-
-def _run_plan(root: Path, planned: Callable[[], PrunePlan], *, dry_run: bool = False) -> PruneReport:
+def _run_plan(root: Place, planned: Callable[[RunFolder], PrunePlan], *, dry_run: bool = False) -> PruneReport:
+    run = open_run_folder(root)
     try:
         if dry_run:
-            return _dry_report(planned())
-        with _sole_pruner(root) as alone:
+            return _dry_report(run, planned(run))
+        with run.sole_sweep() as alone:
             if not alone:
                 return PruneReport(problems=(f"{root}: another sweep is at work there; nothing was deleted",))
-            done = [_try_step(finish_deletion, path) for path in unfinished_deletions(root)]
-            what = planned()
-            done += [_try_step(delete_checkpoint, path) for path in what.drop] + [
-                _try_step(delete_state, path) for path in what.strip
-            ]
+            done = [_try_step(*step) for step in run.unfinished()]
+            what = planned(run)
+            done += [_try_step(path, partial(run.drop, path)) for path in what.drop]
+            done += [_try_step(path, partial(run.strip, path)) for path in what.strip]
     except (CheckpointError, OSError) as error:
         return PruneReport(problems=(f"{root}: cannot be looked through ({error}); nothing was deleted",))
     report = _prune_report(what, done)
     for path in report.dropped:
-        _LOG.info("deleted %s", path.name)
+        _LOG.info("deleted %s", location_name(path))
     for path in report.stripped:
-        _LOG.info("deleted the training state of %s", path.name)
+        _LOG.info("deleted the training state of %s", location_name(path))
     return report
 
 
-def _try_step(step: Callable[[Path], Removal], path: Path) -> Removal | str:
+def _try_step(path: Path | str, step: Callable[[], Removal]) -> Removal | str:
     try:
-        return step(path)
+        return step()
     except (CheckpointError, OSError) as error:
         return f"{path}: not deleted, or not all of it ({error}); the next sweep goes on"
 
@@ -229,10 +211,11 @@ def _prune_report(what: PrunePlan, done: list[Removal | str]) -> PruneReport:
     )
 
 
-def _dry_report(what: PrunePlan) -> PruneReport:
-    sizes = [releasable_bytes(path, manifest_files(path / MANIFEST_NAME)) for path in what.drop]
-    for path in what.strip:
-        manifest = catalog.read_manifest(path)
-        rest = {file.path for file in without_state(manifest).files}
-        sizes.append(releasable_bytes(path, {file.path for file in manifest.files} - rest))
+def _dry_report(run: RunFolder, what: PrunePlan) -> PruneReport:
+    at = {info.path: info for info in catalog.list_checkpoints(run.look()).found}
+    doomed = [at[path].store for path in what.drop if path in at]
+    sizes = [run.releasable(store, manifest_files(store, MANIFEST_NAME)) for store in doomed]
+    for info in (at[path] for path in what.strip if path in at):
+        rest = {file.path for file in without_state(info.manifest).files}
+        sizes.append(run.releasable(info.store, {file.path for file in info.manifest.files} - rest))
     return PruneReport(what.keep, what.drop, what.strip, sum(sizes))

@@ -4,17 +4,31 @@ On a disk that is a hidden folder that `commit` puts in place. A bucket has no s
 there files go under their final names, and the manifest, written last and only if there is none, is the commit.
 """
 
+import time
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
 
 from ft_ckpt.checkpoint import commit
-from ft_ckpt.checkpoint.catalog import check_paths, next_number
+from ft_ckpt.checkpoint.bucket_removal import files_of_save
+from ft_ckpt.checkpoint.catalog import check_paths
+from ft_ckpt.checkpoint.checks import SMALL_BYTES
+from ft_ckpt.checkpoint.delete import manifest_files
 from ft_ckpt.checkpoint.manifest import MANIFEST_NAME, Manifest, manifest_to_json
+from ft_ckpt.checkpoint.marks import LEASE, PIN, SAVING, TOMBSTONE, is_mark, settled_list
+from ft_ckpt.checkpoint.numbers import next_number
+from ft_ckpt.checkpoint.save_mark import SaveMark
 from ft_ckpt.errors import CorruptError, NameTakenError, TargetError, listing
 from ft_ckpt.storage.buffers import BLOCK_BYTES
+from ft_ckpt.storage.digests import FileRecord, read_record
 from ft_ckpt.storage.local_store import LocalStore
-from ft_ckpt.storage.store import Store
+from ft_ckpt.storage.place import Place
+from ft_ckpt.storage.store import Store, Stored
+
+_READS_AT_ONCE = 8
+_PAUSES = (0.0, 1.0, 4.0)  # ahead of each try to write the manifest, in seconds
 
 
 class Staging(Protocol):
@@ -68,67 +82,147 @@ class LocalStaging:
 
 @dataclass(frozen=True)
 class ObjectStaging:
-    """Objects of any store, under their final names; the manifest makes them a checkpoint."""
+    """Objects of any store, under their final names; the manifest makes them a checkpoint. `mark` keeps others off."""
 
     store: Store
     beside: Store
+    mark: SaveMark
 
     def commit(self, manifest: Manifest) -> None:
         """Compare the objects with the manifest, and write it, if there is none: readers see all or nothing.
 
         Raises CorruptError where they differ; NameTakenError where another save was faster, whose objects these may
-        have replaced: it has to be verified; TargetError.
+        have replaced: it has to be verified; TargetError, also when another save has taken the folder over.
         """
         check_paths(manifest, self.store.url)
-        if manifest.step is None:
+        if manifest.step is None and manifest.number is None:
             manifest = replace(manifest, number=next_number(self.store, self.beside))
-        self._check_objects(manifest)
-        text = manifest_to_json(manifest).encode()
-        try:
-            self.store.write(MANIFEST_NAME, text, create_only=True)
-        except TargetError:  # the answer may have been lost, and what is there be ours
-            if not self._holds(text):
-                raise
+        found = {each.name: each for each in self.store.list() if not _is_apart(each.name)}
+        self._check_objects(manifest, found)
+        self.mark.check()
+        files = tuple(replace(file, etag=found[file.path].etag) for file in manifest.files)
+        manifest = replace(manifest, files=files, token=self.mark.token)
+        put_manifest(self.store, manifest_to_json(manifest).encode())
+        self.mark.release()
 
     def discard(self) -> None:
-        """Delete all objects, unless there is a manifest."""
-        if self.store.stat(MANIFEST_NAME) is None:
-            self.store.delete([each.name for each in self.store.list()])
+        """Delete all objects, unless there is a manifest, or another save has taken the folder over."""
+        if self.mark.is_held:
+            if self.mark.is_ours and self.store.stat(MANIFEST_NAME) is None:
+                self.store.delete([each.name for each in self.store.list() if not _is_apart(each.name)])
+            self.mark.release()
 
-    def _check_objects(self, manifest: Manifest) -> None:
-        found = {each.name: each.size_bytes for each in self.store.list() if each.name != MANIFEST_NAME}
-        expected = {file.path: file.size_bytes for file in manifest.files}
-        wrong = sorted(name for name in found.keys() | expected.keys() if found.get(name) != expected.get(name))
+    def _check_objects(self, manifest: Manifest, found: Mapping[str, Stored]) -> None:
+        """Raise CorruptError naming all objects that are not, byte for byte, those that were written for this save."""
+        expected = {file.path: file for file in manifest.files}
+        wrong = sorted(name for name in found.keys() | expected.keys() if _differs(found.get(name), expected.get(name)))
+        if not wrong:  # what was written in one request has no version that is known to be ours: a few small files
+            small = [file for file in manifest.files if file.etag is None and file.size_bytes < SMALL_BYTES]
+            with ThreadPoolExecutor(_READS_AT_ONCE) as pool:
+                read = pool.map(lambda file: read_record(self.store, file.path).digest, small)
+                wrong = [file.path for file, digest in zip(small, read, strict=True) if digest != file.digest]
         if wrong:
             raise CorruptError(
                 f"{self.store.url}: {listing(wrong, ', ')}: not in the store as the manifest has them; save again"
             )
 
-    def _holds(self, text: bytes) -> bool:
+
+def _differs(found: Stored | None, expected: FileRecord | None) -> bool:
+    if found is None or expected is None or found.size_bytes != expected.size_bytes:
+        return True
+    return expected.etag is not None and found.etag != expected.etag
+
+
+def _is_apart(name: str) -> bool:
+    """Whether an object in a checkpoint's folder is none of its files."""
+    return name == MANIFEST_NAME or is_mark(name)
+
+
+def put_manifest(store: Store, text: bytes) -> None:
+    """Write the manifest of objects that are all there: the commit, unless there is one.
+
+    What counts is what is there afterwards, whatever the store answered, or did not. Raises NameTakenError when it is
+    another's, TargetError when it is none, or that cannot be told.
+    """
+    found: bytes | None
+    for pause in _PAUSES:
+        time.sleep(pause)
         try:
-            return self.store.read(MANIFEST_NAME) == text
-        except CorruptError:
-            return False
+            store.write(MANIFEST_NAME, text, create_only=True)
+            found = text
+        except TargetError as error:
+            found, told = _text_of_manifest(store), error
+        if found == text:
+            return
+        if found is not None:
+            raise NameTakenError(
+                f"{store.url}: another save has committed it meanwhile; verify it, its files may have been mixed"
+            )
+    raise told
 
 
-def open_object_staging(beside: Store, name: str) -> ObjectStaging:
-    """A staging for the checkpoint `name` in the folder `beside` of any store, in which nothing may be yet.
+def _text_of_manifest(store: Store) -> bytes | None:
+    """The text of the manifest; None where there is none, or it cannot be read now."""
+    try:
+        return store.read(MANIFEST_NAME)
+    except CorruptError:
+        return None
 
-    Raises NameTakenError where a checkpoint is, TargetError where another save is under way or has ended before its
-    manifest: which of both cannot be told.
+
+def open_object_staging(
+    beside: Store, name: str, *, run_id: str | None = None, overwrite: bool = False
+) -> ObjectStaging:
+    """A staging for the checkpoint `name` in the folder `beside` of any store.
+
+    What a save has left there that is dead, or was of the same run, is deleted; with `overwrite` also the checkpoint
+    that is there, manifest first, so that there is none until the new one is whole.
+
+    Raises NameTakenError where a checkpoint is, TargetError where another save is under way, or files that are none of
+    ours.
     """
     store = beside.within(name)
-    there = [each.name for each in store.list()]
-    if MANIFEST_NAME in there:
+    mark = SaveMark(store, run_id)
+    mark.take()
+    try:
+        _clear_folder(store, settled_list(store, SAVING), mark, overwrite=overwrite)
+    except BaseException:
+        mark.release()
+        raise
+    return ObjectStaging(store, beside, mark)
+
+
+def _clear_folder(store: Store, listed: Sequence[Stored], mark: SaveMark, *, overwrite: bool) -> None:
+    """Delete what may be deleted of the objects that are in the way of a save; raises as `open_object_staging`."""
+    names = {each.name for each in listed}
+    guards = sorted(name for name in names if name.startswith((PIN, LEASE)))
+    listing_files = [name for name in names if name.startswith((MANIFEST_NAME, TOMBSTONE))]
+    if MANIFEST_NAME in names and not overwrite:
         raise NameTakenError(
-            f"{store.url}: a checkpoint is there, and cannot be replaced in one step; use another name"
+            f"{store.url}: a checkpoint is there, and cannot be replaced in one step; use another name, or "
+            "overwrite=True, which deletes it before the new one is whole"
         )
-    if there:
+    if MANIFEST_NAME in names and guards:
+        raise NameTakenError(f"{store.url}: a checkpoint is there that is pinned or being read: {listing(guards)}")
+    ours = {path for name in listing_files for path in manifest_files(store, name)} & names
+    ours |= files_of_save(names - {MANIFEST_NAME}) if mark.cleared and MANIFEST_NAME not in names else set()
+    if others := sorted(name for name in names - ours if not _is_apart(name)):
         raise TargetError(
-            f"{store.url}: {listing(there, ', ')}: of a save that is under way, or was broken off; delete them "
-            "then, or use another name"
+            f"{store.url}: {listing(others, ', ')}: files of no checkpoint, in its place; move them away, or use "
+            "another name"
         )
-    return ObjectStaging(store, beside)
+    store.delete([MANIFEST_NAME] if MANIFEST_NAME in names else [])
+    store.delete([*sorted(ours), *(name for name in names if name.startswith((TOMBSTONE, PIN, LEASE)))])
+    mark.declare_clear()
+
+
+def open_staging_at(
+    target: Place, direct_bytes: int | None = BLOCK_BYTES, *, run_id: str | None = None, overwrite: bool = False
+) -> Staging:
+    """A fresh staging for a place in any store; raises as `open_staging` and `open_object_staging` do."""
+    store = target.folder
+    if isinstance(store, LocalStore):
+        return open_staging(store.folder, direct_bytes)
+    return open_object_staging(target.beside, target.last_step, run_id=run_id, overwrite=overwrite)
 
 
 def open_staging(target: Path, direct_bytes: int | None = BLOCK_BYTES) -> LocalStaging:

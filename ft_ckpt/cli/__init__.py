@@ -20,6 +20,7 @@ from ft_ckpt.cli import average as averaging
 from ft_ckpt.cli import check as checking
 from ft_ckpt.cli import convert as converting
 from ft_ckpt.cli import diff as differing
+from ft_ckpt.cli import doctor as examining
 from ft_ckpt.cli import merge as merging
 from ft_ckpt.cli import plan as planning
 from ft_ckpt.cli import prune as pruning
@@ -27,10 +28,9 @@ from ft_ckpt.cli import report as reporting
 from ft_ckpt.cli import transfer as transferring
 from ft_ckpt.cli import verify as verifying
 from ft_ckpt.cli import views
-from ft_ckpt.cli.arguments import only_path, run_folder
+from ft_ckpt.cli.arguments import only_place, run_folder
 from ft_ckpt.cli.options import JsonOption
 from ft_ckpt.errors import CheckpointError, NotACheckpointError
-from ft_ckpt.storage.local_store import LocalStore
 
 _NAME = "ft-ckpt"
 _COMPLETE = "_FT_CKPT_COMPLETE"  # set by the shell that asks what a word could become
@@ -118,7 +118,7 @@ def list_command(context: typer.Context, metrics: _Metrics = False, as_json: Jso
     """List the checkpoints of the folder RUN, oldest first."""
     run = run_folder(context)
     infos = catalog.discover(run)
-    rows = [views.checkpoint_row(info, catalog.verify(info.path, deep=False)) for info in infos]
+    rows = [views.checkpoint_row(info, catalog.verify(info.place, deep=False)) for info in infos]
     views.show_run(run, rows, views.ranked_metrics(infos)[: None if metrics else 2], as_json=as_json)
 
 
@@ -126,10 +126,10 @@ def list_command(context: typer.Context, metrics: _Metrics = False, as_json: Jso
 def latest_command(context: typer.Context, as_json: JsonOption = False) -> None:
     """Print the newest valid checkpoint of the folder RUN."""
     run = run_folder(context)
-    found = catalog.latest(run)
+    found = catalog.find_latest(run)
     if found is None:
         raise NotACheckpointError(f"{run}: no valid checkpoint in it; `ft-ckpt ls` and `ft-ckpt verify` say why")
-    views.show_latest(catalog.CheckpointInfo(found, catalog.read_manifest(found)), as_json=as_json)
+    views.show_latest(found, as_json=as_json)
 
 
 @_register_command("best", "RUN [OPTIONS]", "Print the path of the checkpoint with the best metric.")
@@ -137,26 +137,26 @@ def best_command(context: typer.Context, metric: _Metric = None, as_json: JsonOp
     """Print the valid checkpoint of the folder RUN with the best metric; else by what the run keeps the best of."""
     run = run_folder(context)
     name, _, mode = (metric or "").partition(":")
-    found = catalog.best(run, (name, mode) if mode else metric)
+    found = catalog.find_best(run, (name, mode) if mode else metric)
     if found is None:
         raise NotACheckpointError(
             f"{run}: no valid checkpoint with that metric in it; `ft-ckpt ls` shows what there is"
         )
-    views.show_latest(catalog.CheckpointInfo(found, catalog.read_manifest(found)), as_json=as_json)
+    views.show_latest(found, as_json=as_json)
 
 
 @_register_command("show", "PATH [OPTIONS]", "List the parts and tensors of a checkpoint or weight file.")
 def show_command(context: typer.Context, as_json: JsonOption = False) -> None:
     """List the parts and tensors of the checkpoint PATH, or the tensors of a weight file or foreign folder."""
-    path = only_path(context)
-    store = LocalStore(path)
+    place = only_place(context)
+    store = place.folder
     committed = store.stat(MANIFEST_NAME) is not None
-    if not store.list_folder().exists or (catalog.discover(path) and not committed):
+    if not place.exists or (not committed and catalog.discover(place)):
         raise NotACheckpointError(catalog.why_no_checkpoint(store))
     if not committed:
-        converting.show_file(path, as_json=as_json)
+        converting.show_file(place, as_json=as_json)
         return
-    views.show_checkpoint(catalog.CheckpointInfo(path, catalog.read_manifest(path)), as_json=as_json)
+    views.show_checkpoint(catalog.CheckpointInfo(store, catalog.load_manifest(store)), as_json=as_json)
 
 
 _register_command("verify", "PATH [OPTIONS]", "Compare a checkpoint, or all of a run, with its manifest.")(
@@ -166,8 +166,21 @@ _register_command("diff", "A B [OPTIONS]", "Compare the tensors of two checkpoin
 _register_command("average", "A B ... OUT [OPTIONS]", "Write the average of checkpoints.")(averaging.average_command)
 _register_command("merge", "ADAPTER OUT [OPTIONS]", "Merge an adapter into its base.")(merging.merge_command)
 _register_command("convert", "SRC DST [OPTIONS]", "Write weights in another format.")(converting.convert_command)
-_register_command("push", "CHECKPOINT URL [OPTIONS]", "Push a checkpoint to the Hub.")(transferring.push_command)
-_register_command("pull", "URL FOLDER [OPTIONS]", "Fetch a checkpoint from the Hub.")(transferring.pull_command)
+_register_command("cp", "SOURCE DESTINATION [OPTIONS]", "Copy a checkpoint to another place.")(
+    transferring.copy_command
+)
+_register_command("sync", "SOURCE DESTINATION [OPTIONS]", "Copy the checkpoints of a run to another place.")(
+    transferring.sync_command
+)
+_register_command("push", "CHECKPOINT URL [OPTIONS]", "Push a checkpoint to the Hub, or to a bucket.")(
+    transferring.push_command
+)
+_register_command("pull", "URL [FOLDER] [OPTIONS]", "Fetch a checkpoint from the Hub, or from a bucket.")(
+    transferring.pull_command
+)
+_register_command("doctor", "PLACE [OPTIONS]", "Try what saves rely on in a folder or bucket.")(
+    examining.doctor_command
+)
 _register_command("prune", "RUN [OPTIONS]", "Delete the checkpoints that no rule keeps.")(pruning.prune_command)
 _register_command("pin", "PATH [OPTIONS]", "Keep a checkpoint whatever any rule says.")(pruning.pin_command)
 _register_command("unpin", "PATH", "Let rules decide about a checkpoint again.")(pruning.unpin_command)

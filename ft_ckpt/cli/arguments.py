@@ -1,12 +1,9 @@
-"""The paths that a command is given: what its options leave over."""
-
-from pathlib import Path
+"""The places that a command is given, as paths or URLs: what its options leave over."""
 
 import typer
 
 from ft_ckpt.errors import ConfigError, NotACheckpointError
-from ft_ckpt.storage.local_disk import local_path
-from ft_ckpt.storage.place import open_place
+from ft_ckpt.storage.place import Place, open_place
 
 
 def given_words(context: typer.Context, *expected: str) -> list[str]:
@@ -18,9 +15,9 @@ def given_words(context: typer.Context, *expected: str) -> list[str]:
 
 
 def given_paths(context: typer.Context, *expected: str) -> list[str]:
-    """The paths of this machine that are given, one for each `expected` name. Raises ConfigError for others."""
+    """The paths and URLs that are given, one for each `expected` name. Raises ConfigError for what is neither."""
     for word in given_words(context, *expected):
-        local_path(word)
+        open_place(word)
     return list(context.args)
 
 
@@ -32,14 +29,14 @@ def several_paths(context: typer.Context, expected: str) -> list[str]:
     return given_paths(context, *context.args)
 
 
-def only_path(context: typer.Context, expected: str = "PATH") -> Path:
-    """The one path given. Raises ConfigError for none or several, and for a URL."""
-    return Path(given_paths(context, expected)[0])
+def only_place(context: typer.Context, expected: str = "PATH") -> Place:
+    """What the one path or URL given leads to. Raises ConfigError for none or several, and for what is neither."""
+    return open_place(given_words(context, expected)[0])
 
 
-def run_folder(context: typer.Context) -> Path:
+def run_folder(context: typer.Context) -> Place:
     """The one folder given, of a run. Raises NotACheckpointError when it is not there."""
-    run = only_path(context, "RUN")
-    if not open_place(run).is_folder:
+    run = only_place(context, "RUN")
+    if not run.is_folder:
         raise NotACheckpointError(f"{run}: no such folder; give one that holds checkpoints")
     return run

@@ -30,6 +30,6 @@ def average_command(
 
     report = average(
         sources, target, weights=parse_weights(weights), last=last, format=format, dtype=dtype,
-        max_shard_size=max_shard_size, verify=verify,
+        max_shard_size=max_shard_size, verify=verify, overwrite=force,
     )  # fmt: skip
     print_conversion(", ".join(sources), report, verify, as_json=as_json)

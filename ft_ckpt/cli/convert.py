@@ -3,7 +3,6 @@
 import dataclasses
 from collections.abc import Iterator
 from contextlib import closing
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -42,7 +41,7 @@ def convert_command(
 
     report = run(
         source, target, format=format, dtype=dtype, map=names, max_shard_size=max_shard_size, shards=shards,
-        verify=verify,
+        verify=verify, overwrite=force,
     )  # fmt: skip
     print_conversion(source, report, verify, as_json=as_json)
 
@@ -59,20 +58,20 @@ def _is_there(target: Place) -> bool:
     return bool(found.folders or found.objects) if target.is_folder else found.exists
 
 
-def show_file(path: Path, *, as_json: bool) -> None:
+def show_file(source: Place, *, as_json: bool) -> None:
     """The tensors of a file or folder that is no checkpoint of ours, as a tree; none of them is read."""
     from ft_ckpt.checkpoint.open_checkpoint import hold_open
     from ft_ckpt.files.convert import open_source
 
-    with hold_open(path) as place, closing(open_source(place)) as file:
+    with hold_open(source) as place, closing(open_source(place)) as file:
         specs, ties = dict(file.specs), dict(getattr(file, "ties", {}))
         skipped = list(getattr(file, "skipped", ()))
     size = sum(spec.size_bytes for spec in specs.values())
     if as_json:
         tensors = [{**dataclasses.asdict(spec), "bytes": spec.size_bytes} for spec in specs.values()]
-        views.print_json({"path": str(path), "bytes": size, "tensors": tensors, "ties": ties, "others": skipped})
+        views.print_json({"path": str(source), "bytes": size, "tensors": tensors, "ties": ties, "others": skipped})
         return
-    print(f"{path}: {len(specs)} tensors, {human_size(size)}")
+    print(f"{source}: {len(specs)} tensors, {human_size(size)}")
     views.print_table(("tensor", "shape", "dtype", "size"), _tensor_rows(specs, ties))
     for other in skipped:
         print(f"  {other}")

@@ -39,6 +39,6 @@ def merge_command(
     report = merge(
         source, target, base=base, adapters=adapters or None, weights=parse_weights(weights), format=format,
         dtype=dtype, max_shard_size=max_shard_size, check="logits" if check else None, check_base=not any_base,
-        dequantize=dequantize,
+        dequantize=dequantize, overwrite=force,
     )  # fmt: skip
     print_conversion(source, report, False, as_json=as_json)

@@ -15,3 +15,4 @@ DtypeOption = Annotated[
 ShardOption = Annotated[str | None, typer.Option(help='Largest weight file of a folder, as in "5GB".')]
 VerifyOption = Annotated[bool, typer.Option("--verify", help="Read the result back and compare it, bit for bit.")]
 ForceOption = Annotated[bool, typer.Option("--force", help="Replace what is there already.")]
+DryRunOption = Annotated[bool, typer.Option("--dry-run", help="Say what would be done, and do nothing.")]

@@ -2,6 +2,7 @@
 
 import math
 import os
+import secrets
 import time
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -11,14 +12,14 @@ from typing import Annotated, Any
 import typer
 
 from ft_ckpt.checkpoint import catalog
+from ft_ckpt.checkpoint.checks import stored_bytes
 from ft_ckpt.cli import plots, views
 from ft_ckpt.cli.options import JsonOption
 from ft_ckpt.config import human_size, parse_size
 from ft_ckpt.errors import ConfigError, NotACheckpointError
 from ft_ckpt.intervals import bounded_interval, expected_overhead, optimal_interval, parse_seconds
-from ft_ckpt.storage.local_disk import local_path
-from ft_ckpt.storage.local_store import LocalStore, temporary_store
-from ft_ckpt.storage.place import open_place
+from ft_ckpt.storage.place import Place, open_place
+from ft_ckpt.storage.store import Store
 
 _SAMPLE_BYTES = 256 << 20
 _CHUNK_BYTES = 8 << 20
@@ -89,9 +90,10 @@ def plan_command(
     if missing or step_time is None or mtbf is None:
         raise ConfigError(f"plan: expected {'; '.join(missing)}; see `ft-ckpt plan --help`")
     size = parse_size(model_size) if model_size else _folder_bytes(folder) if folder else None
+    room = folder or open_place(".")
     job = PlannedRun(
         step_seconds=parse_seconds(step_time),
-        save_seconds=parse_seconds(save_time) if save_time else _measure_save(folder or Path(), size or 0),
+        save_seconds=parse_seconds(save_time) if save_time else _measure_save(room.folder, size or 0),
         mtbf_seconds=parse_seconds(mtbf) / nodes,
         restart_seconds=parse_seconds(restart_time),
         size_bytes=size,
@@ -179,36 +181,39 @@ def human_time(seconds: float) -> str:
     return f"{seconds:.3g} s"
 
 
-def _optional_folder(context: typer.Context) -> Path | None:
+def _optional_folder(context: typer.Context) -> Place | None:
     if len(context.args) > 1:
         raise ConfigError(f"plan: {' '.join(context.args)} given, expected [FOLDER]; see `ft-ckpt plan --help`")
-    folder = local_path(context.args[0]) if context.args else None
-    if folder and not open_place(folder).is_folder:
+    folder = open_place(context.args[0]) if context.args else None
+    if folder and not folder.is_folder:
         raise NotACheckpointError(f"{folder}: no such folder; give a checkpoint, a run or a model")
     return folder
 
 
-def _folder_bytes(folder: Path) -> int:
+def _folder_bytes(folder: Place) -> int:
     """Bytes of a checkpoint, of the newest in a run, or of the files of any other model folder."""
     found = catalog.discover(folder)
     if found:
-        return catalog.stored_bytes(LocalStore(found[-1].path), found[-1].manifest)
-    size = sum(each.size_bytes for each in LocalStore(folder).list_folder().objects)
+        return stored_bytes(found[-1].store, found[-1].manifest)
+    size = sum(each.size_bytes for each in folder.folder.list_folder().objects)
     if not size:
         raise NotACheckpointError(f"{folder}: neither checkpoints nor files in it; give --model-size")
     return size
 
 
-def _measure_save(folder: Path, size_bytes: int) -> float:
-    """Seconds to write `size_bytes` durably into `folder`, from a file of 256 MiB at most; gathering is not in it."""
+def _measure_save(store: Store, size_bytes: int) -> float:
+    """Seconds to write `size_bytes` durably into `store`, from a file of 256 MiB at most; gathering is not in it."""
     from ft_ckpt.storage.writer import Writer, region_of
 
     sample = max(1, min(size_bytes, _SAMPLE_BYTES))
     chunk = os.urandom(min(sample, _CHUNK_BYTES))  # what a disk that compresses cannot make smaller
-    with temporary_store(folder, ".ft_ckpt-plan-") as room, Writer() as writer:
-        began = time.perf_counter()
-        with writer.fill(room.create("sample", sample)) as file:
+    name = f".ft_ckpt-plan-{secrets.token_hex(8)}/sample"
+    began = time.perf_counter()
+    try:
+        with Writer() as writer, writer.fill(store.create(name, sample)) as file:
             for start in range(0, sample, len(chunk)):
                 file.put_region(region_of(start, chunk[: sample - start]))
             file.finish()
-        return (time.perf_counter() - began) * max(size_bytes, 1) / sample
+            return (time.perf_counter() - began) * max(size_bytes, 1) / sample
+    finally:
+        store.delete([name])

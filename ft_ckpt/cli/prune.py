@@ -12,11 +12,12 @@ import typer
 from ft_ckpt.checkpoint import catalog, pins
 from ft_ckpt.checkpoint.prune import PruneReport, prune_run
 from ft_ckpt.cli import views
-from ft_ckpt.cli.arguments import only_path, run_folder
-from ft_ckpt.cli.options import JsonOption
+from ft_ckpt.cli.arguments import only_place, run_folder
+from ft_ckpt.cli.options import DryRunOption, JsonOption
 from ft_ckpt.config import human_size
 from ft_ckpt.errors import ConfigError, TargetError, listing
 from ft_ckpt.retention import Best, Keep
+from ft_ckpt.storage.place import Place, location_name
 
 _Last = Annotated[int | None, typer.Option("--last", "--keep-last", help="Keep the newest so many.")]
 _Every = Annotated[int | None, typer.Option(help="Keep each whose step is a multiple of this.")]
@@ -27,7 +28,6 @@ _Weekly = Annotated[int | None, typer.Option(help="The same for weeks.")]
 _StateLast = Annotated[int | None, typer.Option(help="Keep the training state of the newest so many only.")]
 _StateEvery = Annotated[int | None, typer.Option(help="And of each whose step is a multiple of this.")]
 _Run = Annotated[str | None, typer.Option(help='Only of the run with this id; "all" for every run in the folder.')]
-_DryRun = Annotated[bool, typer.Option("--dry-run", help="Say what would be done, and do nothing.")]
 _Reason = Annotated[str, typer.Option(help="Shown to whoever asks why it stays.")]
 
 
@@ -42,7 +42,7 @@ def prune_command(
     state_last: _StateLast = None,
     state_every: _StateEvery = None,
     run: _Run = None,
-    dry_run: _DryRun = False,
+    dry_run: DryRunOption = False,
     as_json: JsonOption = False,
 ) -> None:
     """Delete the checkpoints of the folder RUN that no rule keeps; never the newest, pinned ones, or those in use."""
@@ -67,14 +67,14 @@ def prune_command(
 
 def pin_command(context: typer.Context, reason: _Reason = "") -> None:
     """Keep the checkpoint PATH whatever any rule says, until it is unpinned."""
-    path = only_path(context)
+    path = only_place(context)
     pins.pin(path, reason)
     print(f"{path}: {pins.pin_reason(path)}")
 
 
 def unpin_command(context: typer.Context) -> None:
     """Let rules decide about the checkpoint PATH again; exit code 1 if it was not pinned."""
-    path = only_path(context)
+    path = only_place(context)
     catalog.read_manifest(path)
     was_pinned = pins.unpin(path)
     print(f"{path}: {'no longer pinned' if was_pinned else 'was not pinned'}")
@@ -88,12 +88,12 @@ def _best_rule_of(text: str) -> Best:
     return found[1], found[2], int(found[3] or 1)
 
 
-def _run_id(root: Path, asked: str | None) -> str | None:
+def _run_id(root: Place, asked: str | None) -> str | None:
     """The run whose checkpoints are judged, None for all. Raises ConfigError when it has to be said which.
 
     Checkpoints without a run (weights that were saved by themselves) are no run's, unless there are only such.
     """
-    found = Counter(info.manifest.run_id for info in catalog.discover(root) if info.path != root)
+    found = Counter(info.manifest.run_id for info in catalog.run_checkpoints(root))
     runs = {name: count for name, count in found.items() if name is not None}
     if asked == "all" or (asked is None and not runs):
         return None
@@ -105,7 +105,7 @@ def _run_id(root: Path, asked: str | None) -> str | None:
     return asked
 
 
-def _show_report(root: Path, report: PruneReport, *, dry_run: bool, as_json: bool) -> None:
+def _show_report(root: Place, report: PruneReport, *, dry_run: bool, as_json: bool) -> None:
     if as_json:
         views.print_json(
             {
@@ -120,14 +120,14 @@ def _show_report(root: Path, report: PruneReport, *, dry_run: bool, as_json: boo
             }
         )
         return
-    rows = [(path.name, "drop", "") for path in report.dropped]
+    rows = [(location_name(path), "drop", "") for path in report.dropped]
     for path, why in report.kept.items():
-        rows.append((path.name, "keep without state" if path in report.stripped else "keep", ", ".join(why)))
+        rows.append((location_name(path), "keep without state" if path in report.stripped else "keep", ", ".join(why)))
     views.print_table(("checkpoint", "verdict", "why"), rows)
     print(f"{root}: {human_size(report.freed_bytes)} {'would be freed' if dry_run else 'freed'}")
     for file in report.left:
         print(f"  {file}: stays, as no checkpoint listed it")
 
 
-def _path_texts(paths: Sequence[Path]) -> list[str]:
+def _path_texts(paths: Sequence[Path | str]) -> list[str]:
     return list(map(str, paths))

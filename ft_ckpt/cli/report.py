@@ -45,9 +45,9 @@ def report_command(
         raise ConfigError(f"report: --output {output}: expected a name that ends in {' or '.join(_SUFFIXES)}")
     from ft_ckpt.cli.report_facts import gather_facts
 
-    infos = [info for info in catalog.discover(run) if info.path != run]
+    infos = catalog.run_checkpoints(run)
     if not infos:
-        raise NotACheckpointError(catalog.why_no_checkpoint(LocalStore(run)))
+        raise NotACheckpointError(catalog.why_no_checkpoint(run.folder))
     facts = gather_facts(run, views.ranked_metrics(infos), comparisons=drift)
     if as_json:
         views.print_json({**dataclasses.asdict(facts), "disk_bytes": facts.disk_bytes})

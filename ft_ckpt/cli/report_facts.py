@@ -9,15 +9,17 @@ from typing import Any
 
 from ft_ckpt.checkpoint import catalog, pins
 from ft_ckpt.checkpoint.catalog import CheckpointInfo
+from ft_ckpt.checkpoint.checks import file_key
 from ft_ckpt.checkpoint.delete import STATE
 from ft_ckpt.checkpoint.open_checkpoint import hold_open
 from ft_ckpt.checkpoint.prune import survey_run
-from ft_ckpt.errors import CheckpointError
+from ft_ckpt.errors import CheckpointError, damaged_input
 from ft_ckpt.files.convert import open_source
 from ft_ckpt.files.diff import by_layer, compare_files
 from ft_ckpt.retention import Keep, plan_pruning
 from ft_ckpt.save_log import LoggedSave, log_from_json
-from ft_ckpt.storage.local_store import LocalStore
+from ft_ckpt.storage.listed_store import hold_listed
+from ft_ckpt.storage.place import Place
 from ft_ckpt.training.state_files import read_document
 
 
@@ -78,16 +80,17 @@ class RunFacts:
         return sorted(found.items())
 
 
-def gather_facts(run: Path, metrics: Sequence[str], *, comparisons: int) -> RunFacts:
+def gather_facts(run: Path | Place, metrics: Sequence[str], *, comparisons: int) -> RunFacts:
     """The facts about the folder `run`; the newest `comparisons` pairs of neighbours are compared."""
-    infos = [info for info in catalog.discover(run) if info.path != run]
+    infos = catalog.run_checkpoints(run)
     notes: list[str] = []
     document = _newest_document(infos, notes)
-    kept = _kept_reasons(run, infos, document)
+    with damaged_input(f"{run}: what its newest training state says of the run"):
+        kept = _kept_reasons(run, infos, document)
+        saves = log_from_json((document.get("history") or {}).get("saves", ()))
     checkpoints = tuple(_checkpoint_facts(infos, kept))
     pairs = list(itertools.pairwise(info for info in infos if not info.manifest.made_from))
     drift = [_measured_drift(*pair, notes) for pair in pairs[len(pairs) - min(comparisons, len(pairs)) :]]
-    saves = log_from_json(document.get("history", {}).get("saves", ()))
     measured = tuple(each for each in drift if each is not None)
     return RunFacts(str(run), checkpoints, saves, measured, tuple(metrics), tuple(notes))
 
@@ -96,7 +99,7 @@ def _newest_document(infos: Sequence[CheckpointInfo], notes: list[str]) -> Mappi
     for info in reversed(infos):
         if any(part.kind == STATE for part in info.manifest.parts):
             try:
-                return read_document(LocalStore(info.path))
+                return read_document(info.store)
             except CheckpointError as error:
                 notes.append(str(error))
     notes.append("no checkpoint has a training state, so times of saves and deleted checkpoints are not known")
@@ -104,11 +107,12 @@ def _newest_document(infos: Sequence[CheckpointInfo], notes: list[str]) -> Mappi
 
 
 def _kept_reasons(
-    run: Path, infos: Sequence[CheckpointInfo], document: Mapping[str, Any]
-) -> Mapping[Path, tuple[str, ...]]:
+    run: Path | Place, infos: Sequence[CheckpointInfo], document: Mapping[str, Any]
+) -> dict[Path | str, tuple[str, ...]]:
     rules = document.get("keep")
     run_id = document.get("run_id")
-    return plan_pruning(survey_run(run), _rules_from(rules), run_id).keep if infos else {}
+    held = survey_run(run) if infos else []
+    return dict(plan_pruning(held, _rules_from(rules), run_id).keep.items())
 
 
 def _rules_from(rules: Mapping[str, Any] | None) -> Keep:
@@ -121,16 +125,16 @@ def _rules_from(rules: Mapping[str, Any] | None) -> Keep:
 
 
 def _checkpoint_facts(
-    infos: Iterable[CheckpointInfo], kept: Mapping[Path, tuple[str, ...]]
+    infos: Iterable[CheckpointInfo], kept: Mapping[Path | str, tuple[str, ...]]
 ) -> Iterable[KeptCheckpoint]:
     seen: set[object] = set()
     for info in infos:
-        report = catalog.verify(info.path, deep=False)
+        report = catalog.verify(info.place, deep=False)
         sizes = _file_sizes(info)
         new = {key: size for key, (size, _) in sizes.items() if key not in seen}
         seen.update(new)
         yield KeptCheckpoint(
-            name=info.path.name,
+            name=info.name,
             step=info.manifest.step,
             created=info.manifest.created,
             kind=info.manifest.kind,
@@ -139,18 +143,18 @@ def _checkpoint_facts(
             own_bytes=sum(new.values()),
             state_bytes=sum(size for size, is_state in sizes.values() if is_state),
             kept=kept.get(info.path, ()),
-            pinned=pins.pin_reason(info.path),
+            pinned=pins.pin_reason(info.place),
             problems=report.problems,
         )
 
 
 def _file_sizes(info: CheckpointInfo) -> dict[object, tuple[int, bool]]:
     """(bytes, whether of the training state) of each file by a key that all its names share."""
-    store = LocalStore(info.path)
     state = tuple(f"{part.path}/" for part in info.manifest.parts if part.kind == STATE)
+    store = hold_listed(info.store)
     found = {file.path: store.stat(file.path) for file in info.manifest.files}
     return {
-        stored.version: (stored.size_bytes, name.startswith(state))
+        file_key(info.store, name): (stored.size_bytes, name.startswith(state))
         for name, stored in found.items()
         if stored is not None
     }
@@ -158,14 +162,14 @@ def _file_sizes(info: CheckpointInfo) -> dict[object, tuple[int, bool]]:
 
 def _measured_drift(before: CheckpointInfo, after: CheckpointInfo, notes: list[str]) -> Drift | None:
     try:
-        return Drift(before.path.name, after.path.name, _layer_changes(before.path, after.path))
+        return Drift(before.name, after.name, _layer_changes(before, after))
     except CheckpointError as error:
-        notes.append(f"{before.path.name} and {after.path.name} were not compared: {error}")
+        notes.append(f"{before.name} and {after.name} were not compared: {error}")
         return None
 
 
-def _layer_changes(before: Path, after: Path) -> dict[str, float]:
+def _layer_changes(before: CheckpointInfo, after: CheckpointInfo) -> dict[str, float]:
     with ExitStack() as stack:
-        places = [stack.enter_context(hold_open(each)) for each in (before, after)]
+        places = [stack.enter_context(hold_open(each.place)) for each in (before, after)]
         opened = [stack.enter_context(closing(open_source(place))) for place in places]
         return {each.name: each.relative for each in by_layer(compare_files(*opened))}

@@ -1,19 +1,26 @@
-"""`ft-ckpt push CHECKPOINT URL` and `ft-ckpt pull URL FOLDER`. The client of the place is imported when it is used."""
+"""The commands `push`, `pull`, `cp` and `sync`. The client of the place is imported when it is used."""
 
 import dataclasses
-from typing import Annotated
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from ft_ckpt.cli import views
 from ft_ckpt.cli.arguments import given_words
-from ft_ckpt.cli.options import ForceOption, JsonOption
+from ft_ckpt.cli.options import DryRunOption, ForceOption, JsonOption
 from ft_ckpt.config import human_size
-from ft_ckpt.errors import ConfigError
+from ft_ckpt.errors import ConfigError, listing
+from ft_ckpt.storage.place import location_name
+
+if TYPE_CHECKING:
+    from ft_ckpt.transfer.copies import CopyReport
+    from ft_ckpt.transfer.sync_run import SyncReport
 
 _Private = Annotated[bool, typer.Option("--private", help="Make the repository a private one, if it is not there.")]
 _State = Annotated[bool, typer.Option("--state", help="The training state goes along.")]
 _BaseId = Annotated[str | None, typer.Option(help="Name of the base model on the Hub.")]
+_Delete = Annotated[bool, typer.Option("--delete", help="Delete there what the run has deleted since.")]
 _Message = Annotated[str | None, typer.Option(help="Of the commit.")]
 
 
@@ -25,7 +32,7 @@ def push_command(
     message: _Message = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Push CHECKPOINT to URL, hf://user/name[@revision][/folder]: one commit, without its training state."""
+    """Push CHECKPOINT to URL, hf://user/name[@revision][/folder] or in a bucket, without its training state."""
     checkpoint, url = given_words(context, "CHECKPOINT", "URL")
     from ft_ckpt.transfer.places import push_now
     from ft_ckpt.transfer.reports import PushOptions
@@ -42,16 +49,82 @@ def push_command(
 
 
 def pull_command(context: typer.Context, force: ForceOption = False, as_json: JsonOption = False) -> None:
-    """Fetch what is at URL, hf://user/name[@revision][/folder], into FOLDER, and compare it with its manifest."""
-    url, folder = given_words(context, "URL", "FOLDER")
+    """Fetch what is at URL, hf://user/name[@revision][/folder] or in a bucket, and compare it with its manifest.
+
+    Without FOLDER, what is in a bucket comes into the cache, and its path is printed.
+    """
+    url, *folder = given_words(context, *(("URL",) if len(context.args) == 1 else ("URL", "FOLDER")))
     from ft_ckpt.transfer.places import pull
 
-    report = pull(_checked_url(url), folder, overwrite=force)
+    report = pull(_checked_url(url), *folder, overwrite=force)
     if as_json:
         views.print_json({**dataclasses.asdict(report), "path": str(report.path)})
         return
+    if not folder:
+        print(report.path)
+        return
     found = "verified" if report.verified else "not verified: no manifest there"
     print(f"{url} -> {report.path}: {len(report.files)} files, {human_size(report.bytes)}, {found}")
+
+
+def copy_command(context: typer.Context, force: ForceOption = False, as_json: JsonOption = False) -> None:
+    """Copy the checkpoint SOURCE to DESTINATION, paths or URLs, whole or not at all; all digests are compared.
+
+    After a DESTINATION that ends in a slash comes the name of SOURCE.
+    """
+    source, destination = given_words(context, "SOURCE", "DESTINATION")
+    from ft_ckpt.transfer.copies import copy
+
+    report = copy(source, destination, overwrite=force)
+    if as_json:
+        views.print_json(_json_of_copy(report))
+        return
+    print(f"{report.source} -> {report.path}: {_copy_facts(report)}")
+
+
+def _copy_facts(report: "CopyReport") -> str:
+    """What a copy came to, in words."""
+    size = f"{len(report.files)} files, {human_size(report.bytes)}"
+    if not report.is_new:
+        return f"{size}, all of it was there"
+    sent = "" if report.sent_bytes == report.bytes else f", {human_size(report.sent_bytes)} of it sent"
+    return f"{size}{sent}, {report.seconds:.1f} s"
+
+
+def sync_command(
+    context: typer.Context, delete: _Delete = False, dry_run: DryRunOption = False, as_json: JsonOption = False
+) -> None:
+    """Copy the checkpoints of the run SOURCE that DESTINATION lacks, paths or URLs, newest first.
+
+    Exit code 1 when something was not copied, or not deleted.
+    """
+    source, destination = given_words(context, "SOURCE", "DESTINATION")
+    from ft_ckpt.transfer.sync_run import sync
+
+    report = sync(source, destination, delete=delete, dry_run=dry_run)
+    if as_json:
+        copied = [_json_of_copy(each) for each in report.copied]
+        views.print_json({**dataclasses.asdict(report), "copied": copied, "kept": dict(report.kept)})
+    else:
+        print("\n".join(_sync_lines(report, dry_run=dry_run)))
+    if report.problems:
+        raise typer.Exit(1)
+
+
+def _json_of_copy(report: "CopyReport") -> dict[str, Any]:
+    return {**dataclasses.asdict(report), "path": str(report.path), "source": str(report.source)}
+
+
+def _sync_lines(report: "SyncReport", *, dry_run: bool) -> Iterator[str]:
+    """What a sync did, or would do, a line each."""
+    would = "would be " if dry_run else ""
+    yield from (f"{location_name(each.path)}: {_copy_facts(each)}" for each in report.copied)
+    yield from (f"{name}: would be copied" for name in report.missing if dry_run)
+    yield from (f"{name}: {would}deleted there" for name in report.dropped)
+    yield from (f"{name}: {would}deprived of its training state there" for name in report.stripped)
+    yield from (f"{name}: stays there: {listing(list(why))}" for name, why in report.kept.items())
+    yield from report.problems
+    yield f"{len(report.present)} of {len(report.present) + len(report.missing)} were there"
 
 
 def _checked_url(text: str) -> str:

@@ -13,6 +13,7 @@ from ft_ckpt.checkpoint.catalog import CheckpointInfo, VerifyReport
 from ft_ckpt.checkpoint.delete import STATE
 from ft_ckpt.checkpoint.manifest import PartRecord
 from ft_ckpt.config import human_size
+from ft_ckpt.storage.place import Place
 
 _NUMBERS = {"step", "size"}  # columns that are read from the right
 _ORDINARY = {
@@ -38,13 +39,13 @@ def checkpoint_row(info: CheckpointInfo, report: VerifyReport) -> dict[str, Any]
         "parts": [part.name for part in manifest.parts if part.kind != STATE],
         "state": any(part.kind == STATE for part in manifest.parts),
         "metrics": dict(manifest.metrics),
-        "pinned": pins.pin_reason(info.path) is not None,
+        "pinned": pins.pin_reason(info.place) is not None,
         "valid": report.ok,
         "problems": list(report.problems),
     }
 
 
-def show_run(run: Path, rows: Sequence[dict[str, Any]], metrics: Sequence[str], *, as_json: bool) -> None:
+def show_run(run: Place, rows: Sequence[dict[str, Any]], metrics: Sequence[str], *, as_json: bool) -> None:
     """The checkpoints of a run with some of their `metrics`, and below what is wrong with the invalid ones."""
     if as_json:
         print_json(list(rows))

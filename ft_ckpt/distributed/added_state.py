@@ -7,17 +7,25 @@ Wrappers are told by their types: a module of the user's may have a name like th
 
 import pickle
 from collections import OrderedDict
-from collections.abc import Hashable, Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
-from typing import Any, cast
+from itertools import repeat
+from operator import contains, itemgetter
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import _IncompatibleKeys
 from torch.nn.parameter import is_lazy
 
-from ft_ckpt.distributed.wrappers import hides_tensors, is_engine_code, local_part, walk_modules, wrapped_key
+from ft_ckpt.distributed.wrappers import (
+    hides_tensors,
+    is_engine_code,
+    list_modules,
+    local_part,
+    walk_modules,
+    wrapped_key,
+)
 from ft_ckpt.errors import LoadError, SelectionError, listing
 
 EXTRA_STATE = "_extra_state"  # torch's name for it
@@ -52,15 +60,25 @@ def _steps_put_in(name: list[str], raw: list[str]) -> list[str]:
     return [step for step in raw if not (left and left[0] == step and left.pop(0))]
 
 
-def is_plain(module: nn.Module) -> bool:
+def _is_plain(module: nn.Module) -> bool:
     """Whether `module` lists its parameters and persistent buffers and nothing else."""
     own = vars(module)
-    if not _is_plain_class(cast("Hashable", type(module))) or "state_dict" in own or "_save_to_state_dict" in own:
+    if not _is_plain_class(type(module)) or "state_dict" in own or "_save_to_state_dict" in own:
         return wrapped_key(module) is not None
     if not own["_state_dict_hooks"] and not own["_state_dict_pre_hooks"]:
         return True
     hooks = (*own["_state_dict_hooks"].values(), *own["_state_dict_pre_hooks"].values())
     return wrapped_key(module) is not None or not any(map(_is_users, hooks))
+
+
+def are_plain(modules: Sequence[nn.Module]) -> bool:
+    """Whether all of them are: all are asked one thing, then the next, since training waits for it."""
+    own = [*map(vars, modules)]
+    is_odd = any(any(map(contains, own, repeat(name))) for name in ("state_dict", "_save_to_state_dict"))
+    is_odd = is_odd or any(any(map(itemgetter(name), own)) for name in ("_state_dict_hooks", "_state_dict_pre_hooks"))
+    if not is_odd and all(map(_is_plain_class, {*map(type, modules)})):
+        return True
+    return all(map(_is_plain, modules))
 
 
 def added_state(root: nn.Module, live: Mapping[str, Any]) -> dict[str, AddedValue]:
@@ -69,7 +87,7 @@ def added_state(root: nn.Module, live: Mapping[str, Any]) -> dict[str, AddedValu
     Moves nothing, and calls no collective: FSDP1's own listing is passed by. Raises SelectionError naming a module that
     fails to list its state.
     """
-    if all(is_plain(module) for _, _, module in walk_modules(root)):
+    if are_plain(list_modules(root)[0]):
         return {}
     known = {id(tensor) for tensor in live.values()} | {_memory_key(tensor) for tensor in live.values()} - {None}
     lister = _StateLister()
@@ -203,8 +221,8 @@ def _overrides_method(module: nn.Module, method: str) -> bool:
     return method in vars(module) or getattr(type(module), method) is not getattr(nn.Module, method)
 
 
-@lru_cache(maxsize=4096)
-def _is_plain_class(kind: Any) -> bool:
+def _is_plain_class(kind: type) -> bool:
+    """Whether the modules of a class list what every module does."""
     return all(
         getattr(kind, method) is getattr(nn.Module, method)
         for method in ("state_dict", "_save_to_state_dict", "get_extra_state")

@@ -1,11 +1,15 @@
 """Reads stored tensors into a run: each rank its own elements, or rank 0 for all what every rank holds whole.
 
-The second way is for storage that is slow or counts its readers. The tensors travel as one stream of bytes, cut into
-buckets at places that every rank works out by itself; the byte behind each bucket tells whether rank 0 could read on.
+The second way is for storage that is slow or counts its readers; the third, for buckets, lies between: what would be
+small requests of many ranks is read by rank 0, in the order of the files, and handed on. The tensors travel as one
+stream of bytes, cut into buckets at places that every rank works out by itself; the byte behind each bucket tells
+whether rank 0 could read on.
 """
 
 import hashlib
+import math
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from itertools import groupby
 
 import torch
@@ -13,7 +17,8 @@ from torch import Tensor
 
 from ft_ckpt.distributed.gather import wire_device
 from ft_ckpt.distributed.ranks import Ranks, try_action
-from ft_ckpt.distributed.read_shards import WantedTensor, check_all, fill_all, readers_here
+from ft_ckpt.distributed.read_shards import RowsLanding, WantedTensor, check_all, fill_all, readers_here
+from ft_ckpt.distributed.sharding import Box
 from ft_ckpt.errors import RankError
 from ft_ckpt.formats.pytree import PLAIN
 from ft_ckpt.formats.read_files import Landing, StraightLanding, bytes_at, whole_run
@@ -21,6 +26,7 @@ from ft_ckpt.storage.read_ahead import read_ahead
 
 Filler = Callable[[str, Callable[[], list[WantedTensor]]], None]  # (what for, what the function gives)
 _SLICE_BYTES = 16 << 20  # of a tensor that has to be read through its format
+SMALL_RANGE_BYTES = 4 << 20  # ranges of a rank below it are not worth a request to a bucket
 
 
 def each_reads(_what: str, collect: Callable[[], list[WantedTensor]]) -> None:
@@ -33,15 +39,17 @@ def each_reads(_what: str, collect: Callable[[], list[WantedTensor]]) -> None:
 
 
 def choose_filler(way: str, ranks: Ranks, bucket_bytes: int) -> Filler:
-    """The function that fills tensors the `way` of SaverConfig.fan_out. With "broadcast" it is collective.
+    """The function that fills tensors the `way` of SaverConfig.fan_out, or "small": rank 0 reads small ranges for all.
 
-    All ranks must then call it for the same things in the same order; an error on one of them is raised on all.
+    With this and "broadcast" it is collective: all ranks must call it for the same things in the same order; an error
+    on one of them is raised on all.
     """
-    if way != "broadcast" or ranks.size == 1:
+    if way not in ("broadcast", "small") or ranks.size == 1:
         return each_reads
+    chosen = _is_whole_everywhere if way == "broadcast" else _is_small
 
     def fill(what: str, collect: Callable[[], list[WantedTensor]]) -> None:
-        ready, error = try_action(lambda: _BroadcastPlan(collect(), bucket_bytes))
+        ready, error = try_action(lambda: _BroadcastPlan(collect(), bucket_bytes, chosen))
         ranks.agree(f"reading {what}", {"tensors": "" if ready is None else ready.digest}, error, same=("tensors",))
         broadcast_tensors(ready, ranks)
         fill_all(ready.own)
@@ -55,10 +63,10 @@ class _BroadcastPlan:
     It needs `bucket_bytes` beside the tensors. Raises as `check_all`.
     """
 
-    def __init__(self, wanted: list[WantedTensor], bucket_bytes: int) -> None:
+    def __init__(self, wanted: list[WantedTensor], bucket_bytes: int, chosen: Callable[[WantedTensor], bool]) -> None:
         check_all(wanted)
-        self.common = [one for one in wanted if _is_whole_everywhere(one)]
-        self.own = [one for one in wanted if not _is_whole_everywhere(one)]
+        self.common = _in_file_order([one for one in wanted if chosen(one)])
+        self.own = [one for one in wanted if not chosen(one)]
         self.size_bytes = sum(one.info.size_bytes for one in self.common)
         self.bucket = torch.empty(min(bucket_bytes, self.size_bytes) + 1, dtype=torch.uint8, device=wire_device())
         self.stream = _TensorStream(self.common)
@@ -71,7 +79,7 @@ class _BroadcastPlan:
 
 
 def broadcast_tensors(ready: _BroadcastPlan, ranks: Ranks) -> None:
-    """Fill tensors that every rank holds whole with what rank 0 reads. Collective, with the same tensors everywhere.
+    """Fill each rank's part of tensors with what rank 0 reads. Collective, with the same tensors everywhere.
 
     Raises on rank 0 what reading raised, RankError on the others.
     """
@@ -101,12 +109,27 @@ def _is_whole_everywhere(one: WantedTensor) -> bool:
     return not sharding.is_sharded and not sharding.is_opaque
 
 
+def _is_small(one: WantedTensor) -> bool:
+    """Whether each rank would read a small range of the tensor; the same answer on every rank."""
+    sharding = one.info.sharding
+    ranges = max(1, len(sharding.owners)) if sharding.is_sharded else 1
+    return not sharding.is_opaque and one.info.size_bytes < SMALL_RANGE_BYTES * ranges
+
+
+def _in_file_order(wanted: list[WantedTensor]) -> list[WantedTensor]:
+    """The tensors as they lie in their files, so that neighbours are read at once; the same order on every rank."""
+    files = {id(one.file): one.file for one in wanted}
+    places = {key: {name: at for at, name in enumerate(file.specs)} for key, file in files.items()}
+    order = {key: number for number, key in enumerate(files)}
+    return sorted(wanted, key=lambda one: (order[id(one.file)], places[id(one.file)][one.name]))
+
+
 class _TensorStream:
     """The tensors as one stream of bytes on its way into them."""
 
     def __init__(self, wanted: Sequence[WantedTensor]) -> None:
         self.error: BaseException | None = None
-        self._places = iter([(one.info.size_bytes, _whole_landing(one)) for one in wanted if one.info.size_bytes])
+        self._places = iter([(one.info.size_bytes, _landing_here(one)) for one in wanted if one.info.size_bytes])
         self._left = 0
         self._landing: Landing | None = None
 
@@ -153,14 +176,42 @@ def _stored_pieces(wanted: Sequence[WantedTensor]) -> Iterator[Tensor]:
                 yield one.file.read(one.name, start, min(start + step, numel)).view(torch.uint8)
 
 
-def _whole_landing(one: WantedTensor) -> Landing | None:
-    """The place of the whole tensor in this rank's memory; None where it has none."""
-    info, local = one.info, one.local
-    if local is None or not local.numel():
+def _landing_here(one: WantedTensor) -> Landing | None:
+    """The place in this rank's memory of what it has of the tensor, all of whose bytes come by; None for nothing."""
+    info, local, mine = one.info, one.local, one.box
+    if local is None or mine is None or not local.numel():
         return None
-    if type(local) in PLAIN and local.is_contiguous() and local.dtype == info.dtype:
+    view = info.sharding.view
+    row_bytes = math.prod(view[1:]) * info.dtype.itemsize
+    start, rows = (mine.offsets[0], mine.sizes[0]) if view else (0, 1)
+    inner = _rows_landing(local, mine, view, info.dtype, rows * row_bytes)
+    return _RangeLanding(inner, start * row_bytes, (start + rows) * row_bytes)
+
+
+def _rows_landing(local: Tensor, mine: Box, view: tuple[int, ...], dtype: torch.dtype, size_bytes: int) -> Landing:
+    """The place of rows of a tensor, of which `local` has the columns `mine`."""
+    if mine.sizes[1:] != view[1:]:
+        return RowsLanding(local, mine, view, dtype)
+    if type(local) in PLAIN and local.is_contiguous() and local.dtype == dtype:
         return StraightLanding(local)
-    return _CastLanding(local, info.dtype, torch.empty(info.size_bytes, dtype=torch.uint8))
+    return _CastLanding(local, dtype, torch.empty(size_bytes, dtype=torch.uint8))
+
+
+@dataclass
+class _RangeLanding:
+    """Takes bytes [start, stop) of those that come by, and passes over the others."""
+
+    inner: Landing
+    start: int
+    stop: int
+    at: int = 0
+
+    def put(self, data: Tensor) -> None:
+        """The next bytes."""
+        low, high = max(self.start - self.at, 0), min(self.stop - self.at, data.numel())
+        if low < high:
+            self.inner.put(data[low:high])
+        self.at += data.numel()
 
 
 class _CastLanding:

@@ -20,6 +20,7 @@ class FSDP2Wrapper(Wrapper):
 
     packages = ("torch.distributed.",)
     attribute_prefixes = ("_fsdp_", "_is_fsdp_", "__composable")
+    tensor_marks = ("placements",)
 
     def describes(self, tensor: Any) -> bool:
         """Whether it is a distributed tensor."""
@@ -44,17 +45,23 @@ class FSDP2Wrapper(Wrapper):
         """What torch's own kind of them holds, past autograd."""
         return tensor._local_tensor if type(tensor) is DTensor else self.local_part(tensor)
 
+    def cut_facts(self, tensor: Any) -> Any:
+        """Mesh and placements, of torch's own kind of them."""
+        if type(tensor) is not DTensor:
+            return None
+        return tensor.device_mesh, tensor.placements, isinstance(tensor, nn.Parameter)
+
     def full_tensor(self, tensor: Any) -> Tensor:
         """The full tensor, as torch's own gather puts it together."""
         return tensor.detach().full_tensor()  # type: ignore[no-any-return]  # a Tensor
 
-    def reshard(self, module: nn.Module) -> None:
+    def reshard_modules(self, modules: Sequence[nn.Module]) -> None:
         """As FSDP2 does it for a state dict.
 
         Between a forward and what follows it, the outermost parameters are whole and in the compute dtype: copies,
         with less precision than the shards.
         """
-        if isinstance(module, FSDPModule):
+        for module in _cut_modules(modules):
             module.reshard()
 
     def user_class(self, cls: type) -> type:
@@ -63,7 +70,7 @@ class FSDP2Wrapper(Wrapper):
 
     def pending_gradients(self, modules: Sequence[nn.Module]) -> Mapping[str, PendingGradient]:
         """FSDP2's own records of the parameters that it cuts: they keep gradients that are not yet reduced."""
-        states: list[Any] = [one._get_fsdp_state() for one in modules if isinstance(one, FSDPModule)]
+        states: list[Any] = [one._get_fsdp_state() for one in _cut_modules(modules)]
         if not states:
             return {}
         groups = (getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group] for state in states)
@@ -72,6 +79,12 @@ class FSDP2Wrapper(Wrapper):
         }
         names = {id(parameter): name for name, parameter in modules[0].named_parameters()}
         return {names[key]: _UnreducedGradient(one) for key, one in records.items() if key in names}
+
+
+def _cut_modules(modules: Sequence[nn.Module]) -> list[FSDPModule]:
+    """Those that FSDP2 has given classes of its own, which are few."""
+    kinds = {kind for kind in {*map(type, modules)} if issubclass(kind, FSDPModule)}
+    return [one for one in modules if type(one) in kinds] if kinds else []
 
 
 @dataclass(frozen=True)

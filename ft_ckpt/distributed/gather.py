@@ -1,7 +1,7 @@
-"""Brings the elements that ranks hold together on rank 0.
+"""Brings the elements that ranks hold together on one rank: rank 0, or the writer of a file.
 
-`stream_chunks` brings chosen tensors to rank 0 a bucket at a time, so that it never holds more than its own shard and
-the bucket. Every rank works out alone which rank sends what, so nothing but tensor bytes is sent.
+`stream_buckets` brings chosen tensors there a bucket at a time, so that it never holds more than its own shard and the
+bucket. Every rank works out alone which rank sends what, so nothing but tensor bytes is sent.
 """
 
 import math
@@ -21,7 +21,7 @@ from ft_ckpt.distributed.tensor_info import TensorInfo, Tensors, full_elements, 
 
 @dataclass(frozen=True, eq=False)
 class Chunk:
-    """Consecutive elements of one tensor on rank 0, flat, valid until the next chunk is asked for."""
+    """Consecutive elements of one tensor on the rank they come to, flat, valid until the next chunk is asked for."""
 
     name: str
     start: int  # index of the first element in the flattened full tensor
@@ -29,18 +29,25 @@ class Chunk:
 
 
 def stream_chunks(
-    chosen: Sequence[TensorInfo], ranks: Ranks, bucket_bytes: int, tensors: Tensors | None = None
+    chosen: Sequence[TensorInfo], ranks: Ranks, bucket_bytes: int, tensors: Tensors | None = None, to: int = 0
 ) -> Iterator[Chunk]:
-    """The elements of `chosen`, in order, as chunks on rank 0; nothing on the others. Collective.
+    """The elements of `chosen`, in order, as chunks on the rank `to`; nothing on the others. Collective.
 
     They are taken from `tensors`, or else from the sources themselves. Every rank must run it to its end with the same
-    `chosen`. Beside its own shard rank 0 holds at most
-    `bucket_bytes`, or one row of a tensor where a row alone is larger.
+    `chosen`. Beside its own shard that rank holds at most `bucket_bytes`, or one row of a tensor where a row alone is
+    larger.
     """
-    buckets = list(_cut_buckets(chosen, bucket_bytes // 2, tensors))  # one half is filled from the other
-    courier = _BucketCarrier(ranks, tensors, max(map(_rows_bytes, buckets), default=0))
-    for bucket in buckets:
-        yield from courier.carry_bucket(bucket)
+    for bucket in stream_buckets(chosen, ranks, bucket_bytes, tensors, to):
+        yield from bucket
+
+
+def stream_buckets(
+    chosen: Sequence[TensorInfo], ranks: Ranks, bucket_bytes: int, tensors: Tensors | None = None, to: int = 0
+) -> Iterator[Iterator[Chunk]]:
+    """As `stream_chunks`, bucket by bucket: each moves when all ranks iterate over it, in the same order of buckets."""
+    buckets = list(_cut_buckets(chosen, bucket_bytes // 2, tensors, to))  # one half is filled from the other
+    courier = _BucketCarrier(ranks, tensors, max((_rows_bytes(bucket, to) for bucket in buckets), default=0), to)
+    yield from map(courier.carry_bucket, buckets)
 
 
 def full_state_dict(
@@ -70,13 +77,13 @@ def are_equal(
 
 
 def gather_tensors(
-    chosen: Sequence[TensorInfo], ranks: Ranks, bucket_bytes: int, tensors: Tensors | None = None
+    chosen: Sequence[TensorInfo], ranks: Ranks, bucket_bytes: int, tensors: Tensors | None = None, to: int = 0
 ) -> dict[str, Tensor]:
-    """Full copies of `chosen` on the host of rank 0, by name; `{}` elsewhere. Collective."""
+    """Full copies of `chosen` on the host of the rank `to`, by name; `{}` elsewhere. Collective."""
     full: dict[str, Tensor] = {}
-    if ranks.leads:
+    if ranks.rank == to:
         full = {info.name: torch.empty(info.shape, dtype=info.dtype) for info in chosen}
-    for chunk in stream_chunks(chosen, ranks, bucket_bytes, tensors):
+    for chunk in stream_chunks(chosen, ranks, bucket_bytes, tensors, to):
         flat = full[chunk.name].view(-1)
         flat[chunk.start : chunk.start + chunk.data.numel()].copy_(chunk.data)
     return full
@@ -98,11 +105,17 @@ class _RowRange:
 
     @property
     def size_bytes(self) -> int:
+        """Bytes of all rows together."""
         return (self.high - self.low) * self.row_numel * self.info.dtype.itemsize
+
+    def box_of_rank(self, rank: int) -> Box | None:
+        """What `rank` has to contribute of the tensor; of one that all have, any rank has it for itself."""
+        sharding = self.info.sharding
+        return sharding.local_box(rank) if _is_everywhere(self.info) else sharding.box(rank)
 
     def part_of_rank(self, rank: int) -> Box | None:
         """What `rank` contributes to these rows, in coordinates of the view."""
-        box = self.info.sharding.box(rank)
+        box = self.box_of_rank(rank)
         if box is None or not box.sizes:
             return box
         low, high = max(box.offsets[0], self.low), min(box.offsets[0] + box.sizes[0], self.high)
@@ -117,12 +130,27 @@ class _RowRange:
             return None
         if not part.sizes:
             return local
-        box = self.info.sharding.box(rank)
+        box = self.box_of_rank(rank)
         begin = part.offsets[0] - (box.offsets[0] if box else 0)
         return local[begin : begin + part.sizes[0]]
 
 
-def _cut_buckets(chosen: Sequence[TensorInfo], limit: int, tensors: Tensors | None) -> Iterator[list[_RowRange]]:
+def moves_to(info: TensorInfo, to: int) -> bool:
+    """Whether elements of the tensor have to be sent for the rank `to` to have all of them."""
+    sharding = info.sharding
+    if sharding.is_opaque or _is_everywhere(info):
+        return False
+    return sharding.is_sharded or (bool(sharding.owners) and to not in sharding.owners)
+
+
+def _is_everywhere(info: TensorInfo) -> bool:
+    """Whether every rank has all of the tensor; shards may have replicas, too."""
+    return info.sharding.is_replicated and not info.sharding.is_sharded
+
+
+def _cut_buckets(
+    chosen: Sequence[TensorInfo], limit: int, tensors: Tensors | None, to: int
+) -> Iterator[list[_RowRange]]:
     """The tensors cut at whole rows into lists of units of at most `limit` bytes (or one row).
 
     What moves between ranks is cut the same way on all of them: it shares no bucket with what does not.
@@ -130,14 +158,15 @@ def _cut_buckets(chosen: Sequence[TensorInfo], limit: int, tensors: Tensors | No
     bucket: list[_RowRange] = []
     room = limit
     for info in chosen:
-        if bucket and not info.sharding.is_sharded:
+        moves = moves_to(info, to)
+        if bucket and not moves:
             yield bucket
             bucket, room = [], limit
-        for unit in _cut_units(info, local_elements(info, tensors), limit):
+        for unit in _cut_units(info, local_elements(info, tensors), limit, moves=moves):
             if bucket and unit.size_bytes > room:
                 yield bucket
                 bucket, room = [], limit
-            if not info.sharding.is_sharded:
+            if not moves:
                 yield [unit]
                 continue
             bucket.append(unit)
@@ -146,10 +175,10 @@ def _cut_buckets(chosen: Sequence[TensorInfo], limit: int, tensors: Tensors | No
         yield bucket
 
 
-def _cut_units(info: TensorInfo, local: Tensor | None, limit: int) -> Iterator[_RowRange]:
-    view, is_sharded = info.sharding.view, info.sharding.is_sharded
+def _cut_units(info: TensorInfo, local: Tensor | None, limit: int, *, moves: bool) -> Iterator[_RowRange]:
+    view = info.sharding.view
     rows = view[0] if view else 1
-    if info.sharding.is_opaque or (not is_sharded and _is_on_host(local)):
+    if info.sharding.is_opaque or (not moves and _is_on_host(local)):
         yield _RowRange(info, local, 0, rows)  # nothing to stage: the tensor itself is the chunk
         return
     row_bytes = max(1, math.prod(view[1:]) * info.dtype.itemsize)
@@ -163,31 +192,33 @@ def _is_on_host(local: Tensor | None) -> bool:
 
 @dataclass
 class _BucketCarrier:
-    """Carries buckets to rank 0 through two buffers that are allocated once and reused."""
+    """Carries buckets to the rank `to` through two buffers that are allocated once and reused."""
 
     ranks: Ranks
     tensors: Tensors | None
     most: int  # bytes of all rows that come together, in any bucket
+    to: int = 0
     buffers: dict[str, Tensor] = field(default_factory=dict)
 
     def carry_bucket(self, bucket: list[_RowRange]) -> Iterator[Chunk]:
         """Send this rank's contributions of `bucket`, or receive the others' and yield the chunks."""
         import torch.distributed as dist
 
-        moving = [unit for unit in bucket if unit.info.sharding.is_sharded]
+        moving = [unit for unit in bucket if moves_to(unit.info, self.to)]
         together = any(unit.info.sharding.is_opaque for unit in bucket)
-        if not self.ranks.leads:
+        if self.ranks.rank != self.to:
             packed = self._pack_own(moving)  # first: once it has its turn, nothing is left that can fail
             if moving or together:
-                self.ranks.await_receive_slot(together or packed is not None)
+                self.ranks.await_receive_slot(together or packed is not None, self.to)
             if packed is not None:
-                dist.send(packed, dst=0)
+                dist.send(packed, dst=self.to)
             for unit in bucket:
                 if unit.info.sharding.is_opaque:
                     full_elements(unit.info, self.tensors)
             return
         if (moving or together) and self.ranks.size > 1:
-            self.ranks.open_receive_slot(range(1, self.ranks.size) if together else _sending_ranks(moving))
+            others = [rank for rank in range(self.ranks.size) if rank != self.to]
+            self.ranks.open_receive_slot(others if together else _sending_ranks(moving, self.to))
         filled = self._receive_rows(moving) if moving else {}
         for unit in bucket:
             yield Chunk(unit.info.name, unit.low * unit.row_numel, self._data_of_rows(unit, filled))
@@ -251,13 +282,13 @@ class _BucketCarrier:
         return held[:size]
 
 
-def _rows_bytes(bucket: list[_RowRange]) -> int:
-    return sum(_padded_size(unit.size_bytes) for unit in bucket if unit.info.sharding.is_sharded)
+def _rows_bytes(bucket: list[_RowRange], to: int) -> int:
+    return sum(_padded_size(unit.size_bytes) for unit in bucket if moves_to(unit.info, to))
 
 
-def _sending_ranks(moving: list[_RowRange]) -> list[int]:
-    """The ranks other than 0 that contribute to these units."""
-    owners = set(chain.from_iterable(unit.info.sharding.owners for unit in moving)) - {0}
+def _sending_ranks(moving: list[_RowRange], to: int) -> list[int]:
+    """The ranks other than `to` that contribute to these units."""
+    owners = set(chain.from_iterable(unit.info.sharding.owners for unit in moving)) - {to}
     return sorted(rank for rank in owners if any(unit.part_of_rank(rank) is not None for unit in moving))
 
 

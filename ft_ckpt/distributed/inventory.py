@@ -4,10 +4,11 @@
 asked. Keys count up in the order of noting, so equal walks over equal models give equal keys.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import count
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -36,11 +37,20 @@ class ModuleRow(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class ModelRows:
-    """The walk over one model."""
+    """The walk over one model: its modules, and of each the names of its children, and its tensors' names and keys."""
 
     chain: tuple[nn.Module, ...]  # the model as it is given, each wrapped module, the user's own last
-    rows: tuple[ModuleRow, ...]
+    modules: list[nn.Module]
+    children: list[tuple[str, ...]]
+    tensors: list[tuple[tuple[str, int], ...]]
     broadcast: frozenset[int]  # keys of buffers that rank 0 will send to all
+
+    @property
+    def rows(self) -> Iterator[ModuleRow]:
+        """The modules with their paths, which nobody needs who knows them already."""
+        names = wrappers.name_modules(self.modules, self.children)
+        for (path, raw), module, tensors in zip(names, self.modules, self.tensors, strict=True):
+            yield ModuleRow(path, raw, module, tensors)
 
 
 class Inventory:
@@ -54,41 +64,40 @@ class Inventory:
         self._infos: dict[tuple[str, bool], dict[str, TensorInfo]] = {}
 
     @property
-    def rows(self) -> list[ModuleRow]:
-        """The rows of all models, in the order of noting."""
-        return [row for model in self.models.values() for row in model.rows]
+    def modules(self) -> list[nn.Module]:
+        """The modules of all models, in the order of noting."""
+        return [module for model in self.models.values() for module in model.modules]
 
     def note_model(self, model: nn.Module, item: str = "") -> ModelRows:
         """Walk over a model, whatever wraps it, and keep its rows under `item`. Lets engines put shards back first."""
         chain = wrappers.wrapper_chain(model)
-        walk = list(wrappers.walk_modules(chain[-1]))
-        modules = [*chain[:-1], *(module for _, _, module in walk)]
-        wrappers.reshard_modules(modules)
-        taken, sent = wrappers.tensors_of_modules(modules), wrappers.broadcast_buffers(model)
-        rows = tuple(
-            ModuleRow(path, raw, module, tuple([(name, self.key_of(t)) for name, t in _own_tensors(module, taken)]))
-            for path, raw, module in walk
-        )
+        modules, children = wrappers.list_modules(chain[-1])
+        everything = [*chain[:-1], *modules]
+        wrappers.reshard_modules(everything)
+        taken, sent = wrappers.tensors_of_modules(everything), wrappers.broadcast_buffers(model)
+        found = [_own_tensors(module, taken) for module in modules]
+        keys = iter(self.keys_of([tensor for own in found for tensor in own.values()]))
+        tensors = [(*zip(own, keys, strict=False),) for own in found]  # names first: they take no key too many
         broadcast = frozenset(self._keys[buffer] for buffer in sent if buffer in self._keys)
-        self.models[item] = ModelRows(tuple(chain), rows, broadcast)
+        self.models[item] = ModelRows(tuple(chain), modules, children, tensors, broadcast)
         return self.models[item]
 
-    def key_of(self, live: Any) -> int:
-        """The key of a tensor, or of what stands for one; the same for the same object."""
-        known = self._live
-        key = self._keys.setdefault(id(live), len(known))
-        if key == len(known):
-            known.append(live)
-        return key
+    def keys_of(self, tensors: Sequence[Any]) -> list[int]:
+        """The keys of tensors, or of what stands for them; the same for the same object."""
+        known, ids = self._keys, [*map(id, tensors)]
+        fresh = {one: tensor for one, tensor in zip(ids, tensors, strict=True) if one not in known}
+        known.update(zip(fresh, count(len(self._live)), strict=False))
+        self._live += fresh.values()
+        return [*map(known.__getitem__, ids)]
 
     @property
-    def size(self) -> int:
-        """How many tensors are noted: their keys are below it."""
-        return len(self._live)
+    def noted(self) -> Sequence[Any]:
+        """The tensors that are noted, or what stands for them, by key."""
+        return self._live
 
-    def known_key(self, live: Any) -> int | None:
-        """The key of a tensor that was noted, None for another."""
-        return self._keys.get(id(live))
+    def known_keys(self, tensors: Iterable[Any]) -> list[int | None]:
+        """The keys of tensors that were noted, None for others."""
+        return [*map(self._keys.get, map(id, tensors))]
 
     def note_run(self, live: Any, local: Tensor | None) -> int:
         """A new key for this rank's run `local` of elements in the buffer `live`, where others may lie, too."""
@@ -102,16 +111,16 @@ class Inventory:
 
     def local(self, key: int) -> Tensor | None:
         """This rank's elements, without gradient; None for none, as under keys below 0, of what other ranks have."""
-        return self._part(key, wrappers.local_part)
-
-    def memory(self, key: int) -> Tensor | None:
-        """As `local`, in haste, to be copied: it may want a gradient."""
-        return self._part(key, wrappers.memory_part)
-
-    def _part(self, key: int, part_of: Callable[[Any], Tensor | None]) -> Tensor | None:
         if key < 0:
             return None
-        return self._locals[key] if key in self._locals else part_of(self._live[key])
+        return self._locals[key] if key in self._locals else wrappers.local_part(self._live[key])
+
+    def memories(self, keys: Collection[int]) -> dict[int, Tensor]:
+        """As `local`, of those of the keys that are here, in haste, to be copied: they may want a gradient."""
+        whole, runs = [key for key in keys if key >= 0 and key not in self._locals], self._locals
+        found = dict(zip(whole, wrappers.memory_parts([self._live[key] for key in whole]), strict=True))
+        found |= {key: runs[key] for key in keys if key in runs}
+        return {key: tensor for key, tensor in found.items() if tensor is not None}
 
     def full(self, key: int) -> Tensor:
         """The full tensor of an opaque sharding. Collective."""
@@ -167,7 +176,7 @@ class Inventory:
         with suppress(SelectionError) if allow_meta else nullcontext():
             for name, one in beside.added_state(model.chain[-1], live).items():
                 if isinstance(one.value, Tensor):
-                    added = self.info_of(self.key_of(one.value), name, one.raw)
+                    added = self.info_of(self.keys_of([one.value])[0], name, one.raw)
                     found[name] = replace(added, trainable=False, is_added=True)
         self._refuse_sparse(found)
         homeless = [] if allow_meta else unmade + [name for name, info in found.items() if not self._has_data(info)]
@@ -197,18 +206,17 @@ class Inventory:
         return info.key in self._locals or wrappers.has_data(self._live[info.key])
 
 
-def _own_tensors(module: nn.Module, taken: Mapping[tuple[int, str], Any]) -> list[tuple[str, Any]]:
+def _own_tensors(module: nn.Module, taken: Mapping[tuple[int, str], Any]) -> dict[str, Any]:
     """The module's own parameters and persistent buffers, in that order; for those `taken` what stands for them."""
     own, buffers = module._parameters, module._buffers
-    found: list[tuple[str, Any]] = [
-        (key, value) for key, value in own.items() if value is not None and key != "_flat_param"
-    ]
+    found: dict[str, Any] = {}
+    if own:
+        found |= {key: value for key, value in own.items() if value is not None and key != "_flat_param"}
     if taken:  # FSDP1 with use_orig_params=False leaves plain attributes where the parameters were, known to it alone
-        here = {key: stand_in for (owner, key), stand_in in taken.items() if owner == id(module)}
-        found = [*{**dict(found), **here}.items()]
+        found |= {key: stand_in for (owner, key), stand_in in taken.items() if owner == id(module)}
     if buffers:
         passing = module._non_persistent_buffers_set
-        found += [(key, one) for key, one in buffers.items() if one is not None and key not in passing]
+        found |= {key: one for key, one in buffers.items() if one is not None and key not in passing}
     return found
 
 

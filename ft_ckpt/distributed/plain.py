@@ -9,6 +9,8 @@ from torch import Tensor, nn
 from ft_ckpt.distributed.sharding import ReplicatedSharding
 from ft_ckpt.distributed.wrapper_protocol import TensorLayout, Wrapper
 
+ORDINARY_CLASSES = frozenset((Tensor, nn.Parameter, nn.Buffer))  # torch's own
+
 
 class PlainTensors(Wrapper):
     """Ordinary tensors; on ordinary modules, which Accelerate may have put hooks on."""
@@ -34,6 +36,10 @@ class PlainTensors(Wrapper):
         """The very tensor."""
         return tensor  # type: ignore[no-any-return]  # a Tensor
 
+    def cut_facts(self, tensor: Any) -> Any:
+        """None for tensors of other libraries, or of lazy modules."""
+        return () if type(tensor) in ORDINARY_CLASSES else None
+
 
 class DataParallelWrapper(Wrapper):
     """DistributedDataParallel and DataParallel: the model as it is, under "module"."""
@@ -55,7 +61,7 @@ class CompiledWrapper(Wrapper):
     """What torch.compile() returns; `module.compile()` wraps nothing."""
 
     child_key = "_orig_mod"
-    attributes = ("_is_torch_compile",)
+    attributes = ("_is_torch_compile", "_compile_kwargs")  # the second is of Lightning, where that was imported
 
     def wraps(self, module: nn.Module) -> bool:
         """Whether it is torch's OptimizedModule."""

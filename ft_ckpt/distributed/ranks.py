@@ -40,7 +40,7 @@ class Ranks:
     channel: str = ""  # meetings of another thread, which do not mix with those of the main one
     scope: str = ""  # of the attempts this rank is in: their meetings are counted apart
     ahead: tuple[str, ...] = ()  # keys of the meetings after these attempts
-    spent: list[str] = field(default_factory=list)  # rank 0's own keys, which nobody needs once all have met again
+    spent: list[str] = field(default_factory=list)  # this rank's keys that nobody needs once all have met again
     further: dict[str, int] = field(default_factory=dict)  # keys of this rank whose value is in as many parts
     looked_at: float = 0.0  # for reports of failure
 
@@ -132,9 +132,9 @@ class Ranks:
             yield
 
     def open_receive_slot(self, bringing: Iterable[int]) -> None:
-        """Rank 0 is ready to receive from the ranks `bringing` tensors, and waits until all of them are ready to send.
+        """Wait, as one ready to receive, until the ranks `bringing` tensors are all ready to send.
 
-        A send that nobody receives would end with the group's time-out, however healthy the disk rank 0 waits for; and
+        A send that nobody receives would end with the group's time-out, however healthy the disk one waits for; and
         so would a receive from a rank that has failed. Raises as `await_receive_slot` does.
         """
         self.slots += 1
@@ -147,10 +147,10 @@ class Ranks:
             )
         self.store.set(self._store_key(turn), "")
 
-    def await_receive_slot(self, brings: bool) -> None:
-        """Wait, on other ranks, until rank 0 is ready to receive; return at once unless this one `brings` tensors.
+    def await_receive_slot(self, brings: bool, to: int = 0) -> None:
+        """Wait, on other ranks, until the rank `to` is ready to receive; not unless this one `brings` tensors.
 
-        Raises what another rank has failed with, or RankError when rank 0 falls silent or has gone on.
+        Raises what another rank has failed with, or RankError when that rank falls silent or has gone on.
         """
         self.slots += 1
         turn = f"{self.rounds}/turn/{self.slots}"
@@ -158,8 +158,8 @@ class Ranks:
             return
         own = self._store_key(f"{turn}/{self.rank}")
         self.store.set(own, "")
-        if not self._await_names([turn], [0], self.timeout_seconds):
-            raise RankError(f"rank 0 took no tensors within {self.timeout_seconds:g} s of a sign of life")
+        if not self._await_names([turn], [to], self.timeout_seconds):
+            raise RankError(f"rank {to} took no tensors within {self.timeout_seconds:g} s of a sign of life")
         self._delete_key(own)
 
     def _collect_entries(self, what: str, same: tuple[str, ...], limit: float) -> dict[str, Any]:
@@ -176,9 +176,7 @@ class Ranks:
         self._put_json(f"{self.rounds}/verdict", verdict)
         left = [f"{self.rounds}/verdict", *([*names, f"{self.rounds}/failed"] if problem else names[:1])]
         if len(here) == self.size:  # so all have read the verdict before this one, and are past its turns
-            for key in self.spent:
-                self._delete_key(key)
-            self.spent.clear()
+            self._forget_spent()
         self.spent += map(self._store_key, left)
         return verdict
 
@@ -189,6 +187,7 @@ class Ranks:
             verdict = self._get_json(f"{self.rounds}/verdict")
             if not verdict["problem"]:  # else a rank that is late must see who has gone on
                 self._delete_key(self._store_key(f"{self.rounds}/{self.rank}"))
+                self._forget_spent()  # all have come, so they are past the turns of this rank
             return verdict
         # Rank 0 may still come: it must not take this rank's entry for its presence.
         own = {"what": what, "value": {}, "error": f"gave up after {limit:g} s", "full": False}
@@ -238,6 +237,11 @@ class Ranks:
         except RuntimeError:  # DistStoreError: time is up
             return False
         return True
+
+    def _forget_spent(self) -> None:
+        for key in self.spent:
+            self._delete_key(key)
+        self.spent.clear()
 
     def _delete_key(self, key: str) -> None:
         with suppress(RuntimeError, NotImplementedError):  # stores without deletion only grow

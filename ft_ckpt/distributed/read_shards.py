@@ -91,7 +91,7 @@ def readers_here() -> int:
 
 
 @dataclass(eq=False)
-class _RowsLanding:
+class RowsLanding:
     """Rows of a block that is cut in further dimensions, or has gaps in memory: put together, then cut out."""
 
     local: Tensor
@@ -142,7 +142,7 @@ def _landings_of_box(one: WantedTensor) -> dict[ByteRun, Landing] | None:
         }
     row_bytes = math.prod(view[1:]) * item
     rows = ByteRun(name, run.file, run.start + mine.offsets[0] * row_bytes, mine.sizes[0] * row_bytes)
-    return {rows: _RowsLanding(local, mine, view, dtype)}
+    return {rows: RowsLanding(local, mine, view, dtype)}
 
 
 def _run_starts(mine: Box, view: tuple[int, ...], last: int) -> Iterable[int]:

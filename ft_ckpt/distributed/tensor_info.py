@@ -1,7 +1,7 @@
 """Descriptions of tensors without the tensors, and the places that their elements are taken from when needed."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import count
 from typing import Any, Protocol
@@ -47,8 +47,8 @@ class Tensors(Protocol):
         """This rank's elements, as `Sharding.local_box` says; None where it has none. Wants no gradient."""
         ...
 
-    def memory(self, key: int) -> Tensor | None:
-        """As `local`, in haste, to be copied: it may want a gradient."""
+    def memories(self, keys: Collection[int]) -> Mapping[int, Tensor]:
+        """As `local`, of those of the keys that are here, in haste, to be copied: they may want a gradient."""
         ...
 
     def full(self, key: int) -> Tensor:

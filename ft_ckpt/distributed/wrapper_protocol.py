@@ -44,6 +44,7 @@ class Wrapper:
     function_packages: tuple[str, ...] = ()  # likewise, from which it puts functions on the user's modules
     attributes: tuple[str, ...] = ()  # that it sets on the user's modules
     attribute_prefixes: tuple[str, ...] = ()
+    tensor_marks: tuple[str, ...] = ()  # attributes by which it tells tensors of torch's own classes that are its own
     hides_gradients: str | None = None  # its name for people, where accumulated gradients cannot be read under it
     shows_runs = False  # whether optimizers see, of a tensor that it describes, this rank's run of elements alone
 
@@ -78,6 +79,13 @@ class Wrapper:
         """As `local_part`, in haste, to be copied: it may want a gradient."""
         return self.local_part(tensor)
 
+    def cut_facts(self, tensor: Any) -> Any:
+        """What decides how plans lay out a tensor that it `describes`, beside its class, shape and dtype.
+
+        It compares by content; None where facts do not tell, and plans must be made anew.
+        """
+        return None
+
     def has_data(self, tensor: Any) -> bool:
         """Whether this rank's elements of a tensor that it `describes` are anywhere, if it has any."""
         local = self.local_part(tensor)
@@ -95,8 +103,8 @@ class Wrapper:
         """The layout of optimizer state of the shape of a tensor that `shows_runs`, and this rank's elements of it."""
         raise self._unanswered()
 
-    def reshard(self, module: nn.Module) -> None:
-        """Put the shards of `module` back in place, so that they can be read."""
+    def reshard_modules(self, modules: Sequence[nn.Module]) -> None:
+        """Put the shards of those of `modules` that it has cut back in place, so that they can be read."""
 
     def broadcast_buffers(self, module: nn.Module) -> Iterable[Tensor]:
         """Buffers that the wrapper `module` will send from rank 0 to all before the next forward."""

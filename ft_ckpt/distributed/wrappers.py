@@ -5,13 +5,20 @@ with a `Wrapper` and add its line to WRAPPERS: the first that describes a tensor
 """
 
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import repeat
 from typing import Any
 
 from torch import Tensor, nn
 
 from ft_ckpt.distributed.fsdp1 import FSDP1Wrapper
 from ft_ckpt.distributed.fsdp2 import FSDP2Wrapper
-from ft_ckpt.distributed.plain import CheckpointedActivations, CompiledWrapper, DataParallelWrapper, PlainTensors
+from ft_ckpt.distributed.plain import (
+    ORDINARY_CLASSES,
+    CheckpointedActivations,
+    CompiledWrapper,
+    DataParallelWrapper,
+    PlainTensors,
+)
 from ft_ckpt.distributed.sharding import Sharding
 from ft_ckpt.distributed.stand_ins import StandInTensors
 from ft_ckpt.distributed.wrapper_protocol import PendingGradient, TensorLayout, Wrapper
@@ -57,19 +64,39 @@ def wrapped_key(module: nn.Module) -> str | None:
 def walk_modules(root: nn.Module) -> Iterator[tuple[str, str, nn.Module]]:
     """(canonical name, raw name, module) for each of `root.named_modules(remove_duplicate=False)`, in its order.
 
-    The canonical name is without the parts that wrappers put in. Much faster than torch's: training waits for it.
+    The canonical name is without the parts that wrappers put in.
     """
-    waiting = [("", "", root)]
-    while waiting:
-        name, raw, module = waiting.pop()
+    modules, children = list_modules(root)
+    for (name, raw), module in zip(name_modules(modules, children), modules, strict=True):
         yield name, raw, module
-        if module._modules:
+
+
+def list_modules(root: nn.Module) -> tuple[list[nn.Module], list[tuple[str, ...]]]:
+    """The modules of `walk_modules` without their names, and the names of the children of each: training waits for it.
+
+    These decide all names.
+    """
+    modules, children, waiting = [], [], [root]
+    while waiting:
+        module = waiting.pop()
+        below: Any = module._modules
+        if None in below.values():
+            below = {name: child for name, child in below.items() if child is not None}
+        modules.append(module)
+        children.append((*below,))
+        waiting += reversed(below.values())
+    return modules, children
+
+
+def name_modules(modules: Iterable[nn.Module], children: Iterable[tuple[str, ...]]) -> Iterator[tuple[str, str]]:
+    """(canonical name, raw name) for each module of `list_modules`."""
+    waiting = [("", "")]
+    for module, below in zip(modules, children, strict=True):
+        name, raw = waiting.pop()
+        yield name, raw
+        if below:
             inner, above, raw_above = wrapped_key(module), f"{name}." if name else "", f"{raw}." if raw else ""
-            waiting += [
-                (name if key == inner else above + key, raw_above + key, child)
-                for key, child in reversed(module._modules.items())
-                if child is not None
-            ]
+            waiting += [(name if key == inner else above + key, raw_above + key) for key in reversed(below)]
 
 
 def hides_tensors(module: nn.Module) -> bool:
@@ -85,12 +112,10 @@ def tensors_of_modules(modules: Sequence[nn.Module]) -> dict[tuple[int, str], An
     return {place: tensor for wrapper in WRAPPERS for place, tensor in wrapper.tensors_of_modules(modules).items()}
 
 
-def reshard_modules(modules: Iterable[nn.Module]) -> None:
+def reshard_modules(modules: Sequence[nn.Module]) -> None:
     """Let engines put the shards of `modules` back in place, as they do for a state dict."""
-    resharding = [wrapper for wrapper in WRAPPERS if type(wrapper).reshard is not Wrapper.reshard]
-    for module in modules:
-        for wrapper in resharding:
-            wrapper.reshard(module)
+    for wrapper in WRAPPERS:
+        wrapper.reshard_modules(modules)
 
 
 def broadcast_buffers(model: nn.Module) -> frozenset[int]:
@@ -133,9 +158,17 @@ def local_part(tensor: Any) -> Tensor | None:
     return _engine_of(tensor).local_part(tensor)
 
 
-def memory_part(tensor: Any) -> Tensor | None:
-    """As `local_part`, in haste, to be copied: it may want a gradient."""
-    return _engine_of(tensor).memory_part(tensor)
+def memory_parts(tensors: Sequence[Any]) -> Sequence[Tensor | None]:
+    """As `local_part` of each, in haste, to be copied: they may want a gradient."""
+    return tensors if _are_plain(tensors) else [_engine_of(one).memory_part(one) for one in tensors]
+
+
+def cut_facts(tensors: Sequence[Any]) -> Any:
+    """What decides how plans lay tensors out, beside their classes, shapes and dtypes; None where facts do not tell."""
+    if _are_plain(tensors):
+        return ()
+    facts = [_engine_of(one).cut_facts(one) for one in tensors]
+    return None if any(one is None for one in facts) else facts
 
 
 def has_data(tensor: Any) -> bool:
@@ -168,6 +201,16 @@ def state_run(tensor: Any, state: Tensor | None) -> tuple[Sharding, Tensor | Non
     return _engine_of(tensor).state_run(tensor, state)
 
 
+def _are_plain(tensors: Sequence[Any]) -> bool:
+    """Whether no engine has laid out any of them: of torch's own classes, without the marks of engines.
+
+    As asking every engine about each would tell, in a few calls for all.
+    """
+    if not ORDINARY_CLASSES.issuperset(map(type, tensors)):
+        return False
+    return not any(any(map(hasattr, tensors, repeat(mark))) for wrapper in WRAPPERS for mark in wrapper.tensor_marks)
+
+
 def _engine_of(tensor: Any) -> Wrapper:
     for wrapper in WRAPPERS:
         if wrapper.describes(tensor):
@@ -186,7 +229,7 @@ def hiding_gradients(model: nn.Module) -> list[str]:
 
 def kept_gradients(root: nn.Module) -> dict[str, PendingGradient]:
     """Gradients that engines keep for themselves until a step is complete, by raw parameter name."""
-    modules = [module for _, _, module in walk_modules(root)]
+    modules, _ = list_modules(root)
     return {name: found for wrapper in WRAPPERS for name, found in wrapper.pending_gradients(modules).items()}
 
 

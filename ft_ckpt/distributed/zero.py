@@ -33,6 +33,7 @@ class DeepSpeedWrapper(Wrapper):
     packages = function_packages = ("deepspeed.",)
     attributes = ("ds_id", "ds_grads_remaining", "_original_parameters")
     attribute_prefixes = ("_ds_",)
+    tensor_marks = ("ds_shape",)
 
     def wraps(self, module: nn.Module) -> bool:
         """Told by names, since importing DeepSpeed takes long."""

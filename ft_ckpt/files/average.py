@@ -29,7 +29,6 @@ from ft_ckpt.files.folder import FolderPart, WeightsFolder
 from ft_ckpt.files.rename import FLOAT_DTYPES, copy_differences
 from ft_ckpt.formats.dtypes import dtype_of
 from ft_ckpt.formats.layout import Spec, TensorFile
-from ft_ckpt.storage.local_store import folder_of
 from ft_ckpt.storage.place import Place, open_place
 from ft_ckpt.storage.store import Store, read_text
 
@@ -42,7 +41,7 @@ _ADAPTER_FIELDS = (
 
 def average(
     sources: Sequence[str | Path | Place],
-    dst: str | Path,
+    dst: str | Path | Place,
     *,
     weights: Sequence[float] | None = None,
     last: int | None = None,
@@ -50,6 +49,7 @@ def average(
     dtype: str | None = None,
     max_shard_size: int | str | None = None,
     verify: bool = False,
+    overwrite: bool = False,
     progress: bool = True,
 ) -> ConvertReport:
     """Write the average of the checkpoints `sources` to `dst`, a folder or file; all or nothing, durably.
@@ -70,6 +70,7 @@ def average(
     options = convert_options(
         dst, format=format, dtype=dtype, max_shard_size=max_shard_size, verify=verify, progress=progress,
         note=_average_note(places, shares, weights is None), made_from=tuple(place.last_step for place in places),
+        overwrite=overwrite,
     )  # fmt: skip
     check_apart(places, options)
     with ExitStack() as stack:
@@ -157,7 +158,7 @@ def _chosen_places(sources: list[Place], last: int | None) -> list[Place]:
     if len(sources) != 1 or last < 2:
         found = _counted(len(sources), "source")
         raise ConfigError(f"last={last} with {found}: expected one run's folder, and 2 or more")
-    known = [info for info in discover(folder_of(sources[0].folder)) if not info.manifest.made_from]
+    known = [info for info in discover(sources[0]) if not info.manifest.made_from]
     if not known:
         raise ConfigError(
             f"{sources[0]}: no checkpoints of a run in it, {last} are wanted; give the folder that a run saves to, or "
@@ -166,11 +167,12 @@ def _chosen_places(sources: list[Place], last: int | None) -> list[Place]:
     of_run = [info for info in known if info.manifest.run_id == known[-1].manifest.run_id]
     # The weights that a run ends with are those of its last checkpoint once more: they do not count twice.
     moments = [info for info in of_run if not info.manifest.export] or of_run
-    whole = [info.path for info in reversed(moments) if catalog.verify(info.path, deep=False).ok][:last]
+    places = [info.place for info in reversed(moments)]
+    whole = [place for place in places if catalog.verify(place, deep=False).ok][:last]
     if len(whole) < last:
         found = _counted(len(whole), "valid checkpoint")
         raise ConfigError(f"{sources[0]}: {found} of its newest run, {last} are wanted; give a smaller last=")
-    return [open_place(path) for path in reversed(whole)]
+    return whole[::-1]
 
 
 def _averaged_source(opened: Sequence[TensorFile], shares: Sequence[float], options: ConvertOptions) -> TensorFile:

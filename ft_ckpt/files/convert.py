@@ -14,9 +14,10 @@ from typing import Any
 from ft_ckpt._version import __version__
 from ft_ckpt.checkpoint import commit
 from ft_ckpt.checkpoint.manifest import BaseRecord, Manifest, PartRecord
+from ft_ckpt.checkpoint.marks import is_mark
 from ft_ckpt.checkpoint.open_checkpoint import hold_open
-from ft_ckpt.checkpoint.staging import open_staging
-from ft_ckpt.errors import damaged_input, explained, listing
+from ft_ckpt.checkpoint.staging import Staging, open_staging_at
+from ft_ckpt.errors import ConfigError, damaged_input, explained, listing
 from ft_ckpt.files import folder
 from ft_ckpt.files.convert_options import ConvertOptions, check_apart, convert_options
 from ft_ckpt.files.convert_output import Output, plan_output, write_outputs
@@ -30,7 +31,8 @@ from ft_ckpt.storage.digests import FileRecord, read_record
 from ft_ckpt.storage.local_copy import copy_object
 from ft_ckpt.storage.local_store import LocalStore
 from ft_ckpt.storage.place import Place, open_place
-from ft_ckpt.storage.placing import replace_file
+from ft_ckpt.storage.replacing import replaced_object
+from ft_ckpt.storage.scratch import made_folder
 from ft_ckpt.storage.store import Store, read_text
 
 _ROOM_BYTES = 16 << 20  # for companions, in the look at free space
@@ -40,7 +42,7 @@ _ROOM_BYTES = 16 << 20  # for companions, in the look at free space
 class ConvertReport:
     """A finished conversion: `bytes` of all weight files, `tensors` with a tied one counted once."""
 
-    path: Path
+    path: Path | str  # or the URL
     format: str
     bytes: int
     tensors: int
@@ -52,7 +54,7 @@ class ConvertReport:
 
 def convert(
     src: str | Path | Place,
-    dst: str | Path,
+    dst: str | Path | Place,
     *,
     format: str | None = None,  # noqa: A002
     dtype: str | None = None,
@@ -60,6 +62,7 @@ def convert(
     verify: bool = False,
     max_shard_size: int | str | None = None,
     shards: str | Path | None = None,
+    overwrite: bool = False,
     progress: bool = True,
 ) -> ConvertReport:
     """Write the tensors of `src` to `dst` in another format; either everything arrives, durably, or nothing changes.
@@ -71,8 +74,9 @@ def convert(
     or a file of these), `verify` compares the result bit for bit with the source, `max_shard_size` (bytes or "5GB")
     splits the weights of a folder. `shards`, a file of lines "pattern shard", gives each tensor to a checkpoint of
     TensorFlow by the first pattern that its name fits. At most a few slices are held, or one tensor where it is not
-    stored in row-major order. A checkpoint of ours is held open: a save that replaces it meanwhile changes nothing, and
-    none deletes it.
+    stored in row-major order. All of them may be URLs: what is written to a bucket is streamed there. A checkpoint that
+    is there cannot be replaced in one step: that is refused, or with `overwrite` it is deleted first. A checkpoint of
+    ours is held open: a save that replaces it meanwhile changes nothing, and none deletes it.
 
     Raises ConfigError, SelectionError for names and types that cannot be, LoadError or CorruptError for the source,
     TargetError or NoSpaceError for the target.
@@ -82,7 +86,7 @@ def convert(
     names = read_map(map)
     options = convert_options(
         dst, format=format, dtype=dtype, names=names, max_shard_size=max_shard_size, verify=verify, progress=progress,
-        note=note, shards=shards,
+        note=note, shards=shards, overwrite=overwrite,
     )  # fmt: skip
     check_apart([source], options)
     with hold_open(source) as place, closing(open_source(place, source)) as opened:
@@ -114,36 +118,49 @@ def open_source(path: str | Path | Place, origin: Place | None = None) -> Tensor
 def _convert_to_file(opened: TensorFile, _source: Place, options: ConvertOptions) -> ConvertReport:
     file, target = TranslatedFile(opened, options.names, options.dtype), options.target
     one = plan_output(options.format, target.name, file)
-    commit.check_target(target.parent, one.plan.layout.size_bytes)
-    with replace_file(target) as stage:
-        (record,) = write_outputs([one], LocalStore(stage.parent, syncs=False), options.progress)
+    _check_room(target.store, one.plan.layout.size_bytes)
+    with replaced_object(target) as stage:
+        (record,) = write_outputs([one], stage.store, options.progress)
         if options.verify:
             with closing(open_source(stage)) as found:
-                check_copy(file, found, target.name)
+                check_copy(file, found, target.last_step)
     return _conversion_report(options, [file], record.size_bytes, ())
+
+
+def _open_staging(options: ConvertOptions, size_bytes: int) -> Staging:
+    """A staging for the target, where there is room for weights of `size_bytes` with what goes along."""
+    store = options.target.folder
+    _check_room(store, size_bytes + _ROOM_BYTES)
+    if store.parent is None:
+        raise ConfigError(f"{options.target}: a whole bucket, or disk; name a folder in it")
+    return open_staging_at(options.target, overwrite=options.overwrite)
+
+
+def _check_room(store: Store, size_bytes: int) -> None:
+    """Refuse a folder on a disk that has no room, see `commit.check_target`; buckets have no end."""
+    if isinstance(store, LocalStore):
+        commit.check_target(store.folder, size_bytes)
 
 
 def _convert_by_library(
     opened: TensorFile, source: Place, options: ConvertOptions, library: FolderLibrary
 ) -> ConvertReport:
-    target = options.target
     file = TranslatedFile(opened, options.names, options.dtype)
     whole = UntiedFile(file)  # these formats know no ties
     specs = list(whole.specs.values())
     library.check_types(specs)
     groups = assign_shards(specs, options.shards) if options.shards else {}
-    commit.check_target(target, sum(spec.size_bytes for spec in specs) + _ROOM_BYTES)
-    staging = open_staging(target)
-    stage = staging.stage
+    staging = _open_staging(options, sum(spec.size_bytes for spec in specs))
     try:
-        if library.write_shards is not None and groups:
-            library.write_shards(stage, groups, whole.read)
-        else:
-            library.write_folder(stage, specs, whole.read)
-        if options.verify:
-            with closing(library.open_folder(open_place(stage))) as found:
-                check_copy(whole, found, target.name)
-        files = _file_records(staging.store, ())
+        with made_folder(staging.store) as stage:
+            if library.write_shards is not None and groups:
+                library.write_shards(stage, groups, whole.read)
+            else:
+                library.write_folder(stage, specs, whole.read)
+            if options.verify:
+                with closing(library.open_folder(open_place(stage))) as found:
+                    check_copy(whole, found, options.target.last_step)
+            files = _file_records(open_place(stage).folder, ())
         part = PartRecord("", "", "model", options.format.name, "", (), casts=file.casts)
         staging.commit(_converted_manifest(opened, source, [part], files, options))
     finally:
@@ -195,8 +212,7 @@ def _convert_to_folder(opened: TensorFile, source: Place, options: ConvertOption
     outputs = [one for plan in plans for one in plan.outputs]
     kept, left = opened.companions() if isinstance(opened, folder.WeightsFolder) else ([], [])
     size = sum(one.plan.layout.size_bytes for one in outputs)
-    commit.check_target(options.target, size + _ROOM_BYTES + sum(each.size_bytes for each in kept))
-    staging = open_staging(options.target)
+    staging = _open_staging(options, size + sum(each.size_bytes for each in kept))
     store = staging.store
     try:
         _copy_companions(source.folder, [each.name for each in kept], store, options.dtype)
@@ -206,7 +222,7 @@ def _convert_to_folder(opened: TensorFile, source: Place, options: ConvertOption
                 store.write(plan.index_path, plan.index.encode())
             if options.verify:
                 with closing(folder.join_weight_files(store, [one.plan.path for one in plan.outputs])) as found:
-                    check_copy(plan.file, found, options.target.name)
+                    check_copy(plan.file, found, options.target.last_step)
         written += link_second_names(options.format, written, store)
         parts_written = [plan.part_record(options.format.name) for plan in plans]
         staging.commit(_converted_manifest(opened, source, parts_written, _file_records(store, written), options))
@@ -263,7 +279,8 @@ def _set_dtype(store: Store, name: str, dtype: str) -> None:
 def _file_records(store: Store, written: Sequence[FileRecord]) -> tuple[FileRecord, ...]:
     """All files of the stage; those not among `written` are read for their digests."""
     known = {record.path for record in written}
-    return (*written, *(read_record(store, each.name) for each in store.list() if each.name not in known))
+    others = (each.name for each in store.list() if each.name not in known and not is_mark(each.name))
+    return (*written, *(read_record(store, name) for name in others))
 
 
 def _converted_manifest(
@@ -276,7 +293,8 @@ def _converted_manifest(
     """A checkpoint of ours keeps what its manifest says; anything else gets one."""
     known = opened.manifest if isinstance(opened, folder.WeightsFolder) else None
     if known is not None:
-        return dataclasses.replace(known, parts=tuple(parts), files=files, notes=(*known.notes, options.note))
+        notes = (*known.notes, options.note)
+        return dataclasses.replace(known, parts=tuple(parts), files=files, notes=notes, number=None)
     named = tuple(_describe_part(part, source) for part in parts)
     kind = "adapter" if all(part.kind == "adapter" for part in named) else "full"
     created = datetime.now(timezone.utc).isoformat()
@@ -314,4 +332,4 @@ def _conversion_report(
         notes = (*notes, f"{listing(beyond, ', ')}: values beyond what {options.dtype} can hold have become infinite")
     skipped = tuple(what for file in files for what in file.skipped)
     tensors = sum(len(file.specs) for file in files)
-    return ConvertReport(options.target, options.format.name, size, tensors, 0.0, casts, skipped, notes)
+    return ConvertReport(options.path, options.format.name, size, tensors, 0.0, casts, skipped, notes)

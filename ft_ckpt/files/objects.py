@@ -27,21 +27,23 @@ from ft_ckpt.storage.buffers import BLOCK_BYTES
 from ft_ckpt.storage.digests import digest_of_open
 from ft_ckpt.storage.local_store import LocalStore
 from ft_ckpt.storage.place import Place, open_place
-from ft_ckpt.storage.placing import file_target, replace_file, spool_file
+from ft_ckpt.storage.placing import spool_file
+from ft_ckpt.storage.replacing import object_target, replaced_object
+from ft_ckpt.storage.scratch import made_object
 from ft_ckpt.storage.store import Readable
 from ft_ckpt.storage.writer import Region, Writer, region_of
 
 
 def save(
     obj: Any,
-    path: str | Path,
+    path: str | Path | Place,
     format: str | None = None,  # noqa: A002
     *,
     native_floats: bool = False,
     compression: str | None = None,
     shuffle: str | None = "bit",
 ) -> None:
-    """Save `obj` into the file `path`, whole and durable, or raise and leave what was there.
+    """Save `obj` into the file `path`, or the object at a URL, whole and durable, or raise and leave what was there.
 
     `obj` is any nesting of dicts, lists, tuples, numbers, strings, bytes, numpy arrays and tensors.
     `format` is "h5", "dual", "safetensors" or "torch"; without it the suffix of `path` decides. `native_floats` gives
@@ -52,18 +54,19 @@ def save(
     kept, ConfigError for settings that are not known, TargetError where `path` cannot be written, NoSpaceError when the
     disk is full.
     """
-    target = file_target(path)
-    known = format_by_suffix(target) if format is None else _object_format(format)
+    target = object_target(path)
+    known = format_by_suffix(str(target)) if format is None else _object_format(format)
     codec = _compression_codec(known, compression, shuffle)
     with _no_collection():
         plan = None if codec is not None else _plan_object(obj, known, native_floats)
-    with explained(target), replace_file(target) as stage:
+    with explained(target), replaced_object(target) as stage:
         if codec is not None:
-            _save_compressed(obj, stage.parent, stage.name, native_floats, codec)
+            _save_compressed(obj, stage, native_floats, codec)
         elif plan is not None:
-            _write_plan(stage.parent, FilePlan(stage.name, plan[0]), _object_regions(*plan))
+            _write_plan(stage, plan[0], _object_regions(*plan))
         elif known.save_object is not None:
-            known.save_object(_load_lazy_tensors(obj), stage)
+            with made_object(stage.store, stage.name) as file:
+                known.save_object(_load_lazy_tensors(obj), file)
 
 
 def compress_file(path: Path, compression: str, shuffle: str | None = "bit") -> None:
@@ -151,9 +154,9 @@ def _plan_object(obj: Any, known: TensorFormat, native_floats: bool) -> tuple[La
     return layout, dict(zip(names, leaves, strict=True))
 
 
-def _write_plan(folder: Path, plan: FilePlan, regions: Iterable[Region]) -> None:
+def _write_plan(stage: Place, layout: Layout, regions: Iterable[Region]) -> None:
     with Writer() as writer:
-        write_file(plan, regions, LocalStore(folder, syncs=False), writer)
+        write_file(FilePlan(stage.name, layout), regions, stage.store, writer)
 
 
 def _object_regions(layout: Layout, leaves: dict[str, Leaf]) -> Iterator[Region]:
@@ -167,16 +170,17 @@ def _leaf_regions(start: int, spec: Spec, leaf: Leaf) -> Iterator[Region]:
         yield Region(start, address, spec.size_bytes, keeper)
 
 
-def _save_compressed(obj: Any, folder: Path, stage: str, native_floats: bool, codec: Codec) -> None:
-    """Compress into a file without a name beside the target, then write the target from it."""
+def _save_compressed(obj: Any, stage: Place, native_floats: bool, codec: Codec) -> None:
+    """Compress into a file without a name, beside the target where that is a file, then write the target from it."""
     root, leaves = flatten(obj, cerebras_write.DTYPES)
     specs = [Spec("", leaf.shape, leaf.dtype) for leaf in leaves]
     arrays = [index for index, leaf in enumerate(leaves) if leaf.is_array]
-    with spool_file(folder) as spool:
+    room = stage.store.folder if isinstance(stage.store, LocalStore) else None
+    with spool_file(room) as spool:
         packed = chunks.compress_leaves(specs, lambda number: _leaf_memory(leaves[number]), codec, spool)
         layout, names = chunks.lay_out_compressed(root, specs, arrays, native_floats, packed)
         by_name = {name: (packed.get(number), leaves[number]) for number, name in enumerate(names)}
-        _write_plan(folder, FilePlan(stage, layout), _packed_regions(layout, by_name, spool))
+        _write_plan(stage, layout, _packed_regions(layout, by_name, spool))
 
 
 def _packed_regions(

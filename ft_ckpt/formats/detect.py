@@ -14,12 +14,13 @@ from ft_ckpt.storage.read_ahead import ByteRun
 from ft_ckpt.storage.store import Readable
 
 
-def format_by_suffix(path: PurePath) -> TensorFormat:
+def format_by_suffix(path: PurePath | str) -> TensorFormat:
     """The format to write `path` in. Raises ConfigError when none has its suffix."""
-    found = [known for known in written_formats() if path.suffix.lower() in known.suffixes]
+    suffix = PurePath(path).suffix
+    found = [known for known in written_formats() if suffix.lower() in known.suffixes]
     if not found:
         suffixes = dict.fromkeys(suffix for known in written_formats() for suffix in known.suffixes)
-        raise ConfigError(f"{path}: no format goes by {path.suffix!r}; use {', '.join(suffixes)}, or give a format")
+        raise ConfigError(f"{path}: no format goes by {suffix!r}; use {', '.join(suffixes)}, or give a format")
     return found[0]
 
 

@@ -16,6 +16,7 @@ import torch
 from ft_ckpt.errors import CorruptError, damaged_input
 from ft_ckpt.formats.numpy_arrays import describe_dtype, described_dtype
 from ft_ckpt.formats.pytree import MAPPINGS, MOST_LEVELS, SEQUENCES, Leaf, Node, flatten, unflatten
+from ft_ckpt.storage.paths import is_utf8
 
 _WORD = 1 << 63  # integers from here on are written in hexadecimal, which has no limit on digits
 
@@ -49,7 +50,7 @@ def encode_node(node: Node) -> Any:
     if kind in ("array", "blob"):
         return [kind, *node.value]
     children = [encode_node(child) for child in node.children]
-    if kind == "dict" and all(type(key.value) is str and _is_utf8(key.value) for key in node.keys):
+    if kind == "dict" and all(type(key.value) is str and is_utf8(key.value) for key in node.keys):
         return dict(zip((key.value for key in node.keys), children, strict=True))
     if kind in MAPPINGS:
         detail = encode_node(node.value) if isinstance(node.value, Node) else node.value
@@ -105,11 +106,6 @@ def _decode_mapping(kind: str, rest: list[Any], most: int) -> Node:
     return Node(kind, detail, keys, tuple(_decode_value(child, most - 1) for _, child in pairs))
 
 
-def _is_utf8(text: str) -> bool:
-    """True when `text` survives UTF-8: it has no lone halves of surrogate pairs."""
-    return text.isascii() or not any("\ud800" <= letter <= "\udfff" for letter in text)
-
-
 def _encode_value(value: Any) -> Any:
     kind = type(value)
     if value is None or kind is bool:
@@ -119,7 +115,7 @@ def _encode_value(value: Any) -> Any:
     if kind is float:
         return value if math.isfinite(value) else ["float", _float_bits(value)]
     if kind is str:
-        return value if _is_utf8(value) else ["str", value.encode("utf-8", "surrogatepass").hex()]
+        return value if is_utf8(value) else ["str", value.encode("utf-8", "surrogatepass").hex()]
     if kind is complex:
         return ["complex", _float_bits(value.real), _float_bits(value.imag)]
     if isinstance(value, np.generic):

@@ -10,7 +10,7 @@ from huggingface_hub import split_state_dict_into_shards_factory
 from ft_ckpt.formats.layout import Spec
 from ft_ckpt.formats.registry import TensorFormat
 from ft_ckpt.storage.digests import FileRecord
-from ft_ckpt.storage.store import Store
+from ft_ckpt.storage.store import Store, etag_of
 
 
 def split_into_files(
@@ -54,5 +54,5 @@ def link_second_names(known: TensorFormat, written: Sequence[FileRecord], store:
     for record in written if known.second_suffix else ():
         second = record.path.removesuffix(known.suffixes[0]) + known.second_suffix
         if store.copy(record.path, second):
-            links.append(replace(record, path=second))
+            links.append(replace(record, path=second, etag=etag_of(store, second)))
     return links

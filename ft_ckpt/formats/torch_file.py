@@ -230,6 +230,7 @@ class _ZipRecord:
 
     @property
     def is_large(self) -> bool:
+        """Whether its size or place needs more than 32 bits."""
         return self.size_bytes >= _LARGE or self.header_start >= _LARGE
 
     @property
@@ -248,6 +249,7 @@ class _ZipRecord:
 
     @property
     def zip_flags(self) -> int:
+        """The flags of its headers."""
         return _UTF8 | (_SIZES_AHEAD if self.size_bytes else 0)
 
     def tail_bytes(self, checksum: int) -> bytes:
@@ -259,6 +261,7 @@ class _ZipRecord:
 
     @property
     def end_offset(self) -> int:
+        """The first byte after it."""
         return self.header_start + len(self.header_bytes) + self.size_bytes + len(self.tail_bytes(0))
 
     def directory_entry(self, checksum: int) -> bytes:

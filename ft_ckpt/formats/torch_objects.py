@@ -12,6 +12,7 @@ from ft_ckpt.errors import CorruptError, damaged_input, shown, system_error
 from ft_ckpt.formats.raw_file import FileStream, RawFile
 from ft_ckpt.formats.torch_file import check_sums, check_torch_file, check_torch_written
 from ft_ckpt.storage.local_file import LocalFile, open_local_file
+from ft_ckpt.storage.paths import is_utf8
 from ft_ckpt.storage.placing import new_file
 
 _STREAM_BYTES = 8 << 20  # read at a time from afar
@@ -70,8 +71,8 @@ def load_torch_object(raw: RawFile, map_location: Any, mapped: bool, verify: boo
     if verify:
         check_sums(raw)
     check_torch_file(raw)
-    mapped = mapped and map_location is None and raw.file.can_map
     source = _torch_source(raw)
+    mapped = mapped and map_location is None and isinstance(source, Path)
     with damaged_input(raw.name):
         try:
             return torch.load(source, map_location=map_location, weights_only=True, mmap=mapped)
@@ -85,7 +86,7 @@ def load_torch_object(raw: RawFile, map_location: Any, mapped: bool, verify: boo
 
 
 def _torch_source(raw: RawFile) -> Any:
-    """What torch reads the file from: it maps nothing but paths."""
-    if isinstance(raw.file, LocalFile):
+    """What torch reads the file from: it maps nothing but paths, and of these none that is not UTF-8."""
+    if isinstance(raw.file, LocalFile) and is_utf8(str(raw.file.path)):
         return raw.file.path
     return io.BufferedReader(FileStream(raw), _STREAM_BYTES)

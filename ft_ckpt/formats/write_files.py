@@ -42,7 +42,8 @@ def write_file(plan: FilePlan, regions: Iterable[Region], store: Store, writer: 
                 f"{plan.path}: {_describe_region(extra)} came after the last planned tensor; nothing is kept"
             )
         digest = file.finish()
-    return FileRecord(plan.path, layout.size_bytes, whole_digest(digest))
+    etag = None if file.stored is None else file.stored.etag
+    return FileRecord(plan.path, layout.size_bytes, whole_digest(digest), etag=etag)
 
 
 def _put_tensors(file: DurableFile, layout: Layout, feed: Iterator[Region]) -> int:

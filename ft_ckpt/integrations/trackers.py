@@ -8,11 +8,13 @@ Each is called on rank 0 once a save is committed. The trackers are imported whe
 from collections.abc import Callable
 from typing import Any
 
-from ft_ckpt.checkpoint.catalog import best, read_manifest
+from ft_ckpt.checkpoint.catalog import best, load_manifest
 from ft_ckpt.checkpoint.manifest import Manifest
 from ft_ckpt.checkpoint.open_checkpoint import open_checkpoint
 from ft_ckpt.errors import ConfigError
 from ft_ckpt.saving.execute import SaveReport
+from ft_ckpt.storage.local_copy import local_folder
+from ft_ckpt.storage.place import Place
 from ft_ckpt.transfer.outgoing import weights_manifest
 
 __all__ = ["checkpoint_values", "log_to_accelerate", "log_to_mlflow", "log_to_trackio", "log_to_wandb"]
@@ -65,14 +67,17 @@ def log_to_wandb(
         target = run if run is not None else wandb.run
         if target is None:
             raise ConfigError("no W&B run has begun; call wandb.init() ahead of the first save, or give a run")
-        with open_checkpoint(report.path) as held:
+        with open_checkpoint(report.place) as held:
             facts = _facts_of(report, held.manifest)
             artifact = wandb.Artifact(name or f"checkpoint-{target.id}", type="model", metadata=facts)
             if upload:
-                for path in _paths_of(held.manifest, state=state):
-                    artifact.add_file(str(held.folder / path), name=path)
+                paths = _paths_of(held.manifest, state=state)
+                with local_folder(Place(held.store), paths.__contains__) as folder:
+                    for path in paths:
+                        artifact.add_file(str(folder / path), name=path)
             else:
-                artifact.add_reference(report.path.absolute().as_uri(), checksum=False)
+                where = report.path
+                artifact.add_reference(where if isinstance(where, str) else where.absolute().as_uri(), checksum=False)
             target.log_artifact(artifact, aliases=["latest", *_names_of(report)])
 
     return log_artifact
@@ -95,19 +100,21 @@ def log_to_mlflow(
             raise ConfigError("no MLflow run has begun; call mlflow.start_run() ahead of the first save")
         values = {name.replace("/", "_"): value for name, value in checkpoint_values(report).items()}
         mlflow.log_metrics(values, step=report.step, run_id=told)
-        with open_checkpoint(report.path) as held:
-            for path in _paths_of(held.manifest, state=state):
-                below = path.rpartition("/")[0]
-                place = "/".join(step for step in (folder, report.path.name, below) if step)
-                mlflow.log_artifact(str(held.folder / path), artifact_path=place, run_id=told)
+        with open_checkpoint(report.place) as held:
+            paths = _paths_of(held.manifest, state=state)
+            with local_folder(Place(held.store), paths.__contains__) as there:
+                for path in paths:
+                    below = path.rpartition("/")[0]
+                    place = "/".join(step for step in (folder, report.place.last_step, below) if step)
+                    mlflow.log_artifact(str(there / path), artifact_path=place, run_id=told)
 
     return log_files
 
 
 def _is_best(report: SaveReport) -> bool | None:
     """Whether no checkpoint of the run is better, by the first metric that it ranks them by; None without one."""
-    ranking = next(iter(read_manifest(report.path).rankings.items()), None)
-    return None if ranking is None else best(report.path.parent, ranking) == report.path
+    ranking = next(iter(load_manifest(report.place.folder).rankings.items()), None)
+    return None if ranking is None else best(Place(report.place.beside), ranking) == report.path
 
 
 def _names_of(report: SaveReport) -> list[str]:

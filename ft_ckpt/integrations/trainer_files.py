@@ -14,15 +14,16 @@ from transformers import Trainer, TrainerState
 from transformers.trainer import TRAINER_STATE_NAME, TRAINING_ARGS_NAME
 from transformers.trainer_callback import ExportableState
 
-from ft_ckpt.checkpoint.catalog import discover, read_manifest, verify
-from ft_ckpt.checkpoint.delete import TOMBSTONE
+from ft_ckpt.checkpoint.catalog import read_manifest, run_checkpoints, verify
 from ft_ckpt.checkpoint.manifest import MANIFEST_NAME
+from ft_ckpt.checkpoint.marks import TOMBSTONE
 from ft_ckpt.checkpoint.open_checkpoint import open_checkpoint
 from ft_ckpt.checkpoint.prune import prune_run, recover_all
 from ft_ckpt.distributed.ranks import Ranks, try_action
 from ft_ckpt.errors import CorruptError, LoadError, ManifestError, NotACheckpointError, listing
 from ft_ckpt.retention import Keep
 from ft_ckpt.storage.local_store import LocalStore
+from ft_ckpt.storage.place import open_place
 from ft_ckpt.storage.scratch import files_below, files_made_by
 from ft_ckpt.training import resume, starting
 from ft_ckpt.training.exchange import exchange
@@ -142,7 +143,7 @@ def _load_best(model: nn.Module, path: Path, deep: bool, ranks: Ranks, stack: Ex
     point, error = try_action(lambda: _open_best(path, deep, stack) if ranks.leads else None)
     mine = CheckpointFacts("", "", ()) if point is None else checkpoint_facts(point.checkpoint)
     found = exchange(ranks, "opening the best model", CheckpointFacts, mine, error)[0]
-    here = open_to_all(point, found, ranks, stack, deep)
+    here = open_to_all(point, found, open_place, ranks, stack, deep)
     outcome = resume.restore_weights(known_sources(model, []), here.document, here.tensors)
     if outcome.status != "restored":
         raise LoadError(f"{path}: the best model was not loaded: {outcome.detail}")
@@ -173,8 +174,8 @@ def prune_older(folder: Path, newest: Path, best: str | None, limit: int | None,
     """
     run_id = read_manifest(newest).run_id
     if keep is None and limit is not None and limit > 0:
-        ours = [info for info in discover(folder) if run_id in (None, info.manifest.run_id)]
-        last = [info.path for info in ours if info.path != folder][-limit:]
+        ours = [info for info in run_checkpoints(folder) if run_id in (None, info.manifest.run_id)]
+        last = [info.path for info in ours][-limit:]
         is_beside = best is not None and Path(best) not in last  # the best counts among the limit
         keep = Keep(last=max(limit - is_beside, 1))
     if keep is not None:

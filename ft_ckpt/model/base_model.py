@@ -25,7 +25,7 @@ from ft_ckpt.distributed.wrappers import unwrap, walk_modules
 from ft_ckpt.errors import CheckpointError, SelectionError, listing
 from ft_ckpt.formats.dtypes import dtype_name
 from ft_ckpt.model.adapters import PREFIX, TO_BASE, base_sources, has_adapters, is_peft_model
-from ft_ckpt.model.selection import View
+from ft_ckpt.model.selection import module_at, view_of
 
 _PASSING = {"_name_or_path", "transformers_version", "dtype", "torch_dtype", "architectures", "use_cache", "vocab_size"}
 # How LoRA's factors may begin: with the base as it is; by changing it in a way that comes out the same each time. What
@@ -39,7 +39,9 @@ _REMADE_ULPS = 64  # of float32, in which decompositions are computed
 class BaseWatch:
     """Notices when the base of a run's adapters changes: a resume would find it as the script makes it at the start."""
 
-    def __init__(self) -> None:
+    def __init__(self, attribute: str | None = None) -> None:
+        """`attribute`: the submodule that has the adapters; None: the model itself."""
+        self._attribute = attribute
         self._model: ref[nn.Module] | None = None
         self._samples: dict[str, dict[str, float]] = {}
         self._limits: dict[str, float] = {}  # by how much of its size an element may differ
@@ -48,7 +50,7 @@ class BaseWatch:
         """Remember samples of the base of `model` as it is now, when it comes for the first time."""
         if not self._knows_model(model):
             with suppress(CheckpointError):  # a model whose tensors are not there yet
-                self._samples = base_samples(model, rank)
+                self._samples = base_samples(model, rank, self._attribute)
                 infos = inventory_of(model).infos() if self._samples else {}
                 dtypes = {info.name: info.dtype for info in infos.values()}
                 self._limits = {name: _ULPS * torch.finfo(dtypes[name]).eps for name in self._samples}
@@ -62,7 +64,7 @@ class BaseWatch:
         if not self._knows_model(model) or not self._samples:
             return []
         refuse_merged(unwrap(model))
-        now, limits = base_samples(model, rank), self._limits
+        now, limits = base_samples(model, rank, self._attribute), self._limits
         return [
             name
             for name, values in self._samples.items()
@@ -137,28 +139,28 @@ def made_anew(module: Any) -> list[str]:
     return [f"{name} ({init})" for name, init in inits.items() if init.lower() not in _KEEPS_BASE | _REPEATS]
 
 
-def base_samples(model: nn.Module, rank: int) -> dict[str, dict[str, float]]:
+def base_samples(model: nn.Module, rank: int, attribute: str | None = None) -> dict[str, dict[str, float]]:
     """A few elements of the layers that adapters are on, as this rank holds them; none without adapters."""
-    module = unwrap(model)
-    if not has_adapters(module):
+    if not has_adapters(module_at(model, attribute or "")):
         return {}
     inventory = inventory_of(model)
-    base = {info.name: info for _, info in base_sources(View(module, inventory.infos())) if not info.trainable}
+    below = base_sources(view_of(model, inventory.infos(), attribute or ""))
+    base = {info.name: info for _, info in below if not info.trainable}
     adapted = {name: source for name, source in base.items() if set(TO_BASE) & set(name.split("."))}
     return sample_elements(adapted or base, rank, tensors=128, elements=4, live=inventory)
 
 
 def differences_of_base(
-    model: nn.Module, parts: Iterable[PartRecord], stored: Container[str], rank: int
+    model: nn.Module, parts: Iterable[PartRecord], stored: Container[str], rank: int, attribute: str | None = None
 ) -> tuple[int, list[str]]:
-    """How many tensors of the base below the adapters of `model`, but for those `stored`, were compared with what was
-    recorded of them, and what differs.
+    """How many tensors of the base below the adapters of `model`, or of its `attribute`, but for those `stored`, were
+    compared with what was recorded of them, and what differs.
     """
-    module: Any = unwrap(model)
+    module: Any = module_at(model, attribute or "")
     if not has_adapters(module):
         return 0, []
     inventory = inventory_of(model)
-    here = dict(base_sources(View(module, inventory.infos())))
+    here = dict(base_sources(view_of(model, inventory.infos(), attribute or "")))
     left = {name: source for name, source in here.items() if source.name not in stored}
     is_remade = not all(keeps_base(config) for config in module.peft_config.values())
     compared, problems = 0, dict[str, None]()

@@ -7,7 +7,6 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
 from ft_ckpt.distributed.tensor_info import TensorInfo
-from ft_ckpt.distributed.wrappers import unwrap
 from ft_ckpt.errors import IncompleteError, NotAnAdapterError, SelectionError, listing
 from ft_ckpt.model.adapters import adapter_parts, base_view, check_complete, has_adapters, missing_trainable
 from ft_ckpt.model.base_model import made_anew, refuse_merged
@@ -83,13 +82,15 @@ def parts_of(
     return _refuse_missing(parts, views.values(), adapter_only)
 
 
-def is_adapter_run(model: nn.Module, found: Mapping[str, TensorInfo]) -> bool:
-    """Whether adapters are all that is trained, on a base that can be had again; `found` are the sources of `model`."""
-    if not has_adapters(unwrap(model)):
-        return False
-    if made_anew(unwrap(model)):
-        return False  # nobody could make this base again
-    whole = view_of(model, found)
+def is_adapter_run(model: nn.Module, found: Mapping[str, TensorInfo], attribute: str | None = None) -> bool:
+    """Whether adapters are all that is trained, on a base that can be had again, in the model or its `attribute`.
+
+    `found` are the sources of `model`.
+    """
+    module = module_at(model, attribute or "")
+    if not has_adapters(module) or made_anew(module):
+        return False  # or nobody could make this base again
+    whole = view_of(model, found, attribute or "")
     return not missing_trainable(whole, adapter_parts(whole, "", "", "as_is"))
 
 

@@ -2,7 +2,8 @@
 
 The ranks meet in the foreground, where all is chosen and what must be is copied. The rest of the way, from the files
 laid out to the commit, is that of any save, from the copies, in a thread; its agreements have keys of their own in the
-store, and no collective runs in it: what ranks hold is written by each of them.
+store, and no collective runs in it: what ranks hold is written by each of them. In a bucket, where each file has one
+writer, what that does not hold comes to it in the foreground.
 """
 
 import time
@@ -17,6 +18,7 @@ import torch
 from torch import Tensor
 
 from ft_ckpt.config import SaverConfig
+from ft_ckpt.distributed.gather import gather_tensors
 from ft_ckpt.distributed.ranks import Ranks, current_ranks, try_action
 from ft_ckpt.model.conversion import load_conversion_table
 from ft_ckpt.saving import replicas
@@ -24,16 +26,14 @@ from ft_ckpt.saving.execute import SaveReport, accept_differences, compares_repl
 from ft_ckpt.saving.follow_up import AfterSave
 from ft_ckpt.saving.move_tensors import SharedFolders
 from ft_ckpt.saving.plan import SaveRequest
-from ft_ckpt.saving.planned_save import CopyPlan, PlannedSave, plan_copies, plan_save
+from ft_ckpt.saving.planned_save import CopyPlan, PlannedSave, plan_copies, plan_save, with_gathered
 from ft_ckpt.saving.priority import yield_to_training
 from ft_ckpt.saving.snapshot import Copies, Snapshot, ids_changed_by_steps
 from ft_ckpt.saving.worker import Worker
 from ft_ckpt.schedule import History, after_commit
-from ft_ckpt.training import zero_optimizer
 from ft_ckpt.training.capture import Captured
 from ft_ckpt.training.exchange import exchange
-from ft_ckpt.training.items import run_items
-from ft_ckpt.training.optimizers import unwrap_optimizer
+from ft_ckpt.training.items import optimizers_among, run_items
 from ft_ckpt.training.run import TrainingRun
 from ft_ckpt.training.signature import PlanCache, Signer
 from ft_ckpt.training.tensor_keys import HeldTensors
@@ -48,8 +48,8 @@ class PendingSave:
     That may be at once: what could not be left to a thread was done before the call returned.
     """
 
-    path: Path
-    """The folder that the save makes."""
+    path: Path | str
+    """The folder that the save makes; its URL where it is in a bucket."""
     future: "Future[SaveReport]"
     """What the save comes to."""
 
@@ -86,11 +86,7 @@ class _Prepared:
 
     def tensors_to_copy(self) -> tuple[Copies, Copies]:
         """Those to be copied now, and late, by key."""
-        now, late = (
-            {key: tensor for key in keys if (tensor := self.planned.tensors.memory(key)) is not None}
-            for keys in (self.copies.now, self.copies.late)
-        )
-        return now, late
+        return self.planned.tensors.memories(self.copies.now), self.planned.tensors.memories(self.copies.late)
 
 
 @dataclass(frozen=True)
@@ -148,21 +144,45 @@ class BackgroundSaver:
         """
         request, prepared, possible = self._agree_on_snapshot(request, error, ranks, config)
         self._looks = 0
-        possible = possible and request is not None and self._shared.is_seen_by_all(request.target.parent, ranks)
+        possible = possible and request is not None and self._shared.is_seen_by_all(request.target.beside, ranks)
         if request is None or prepared is None or not possible:
             planned = None if prepared is None else prepared.planned
             report = self._save_now(request, None, ranks, config, begun, planned, then)
             return PendingSave(report.path, self._worker.finish_at_once(report))
-        self._channel = self._channel or f"background-{next(_channels)}"
-        ranks = current_ranks(config.enter_timeout_seconds, self._channel)
-        config = replace(config, each_rank_writes="on")
         _, error = try_action(lambda: self.snapshot.begin_copies(*prepared.tensors_to_copy()))
         try:
-            job = partial(self._finish_in_thread, request, error, ranks, config, begun, prepared.planned, then)
-            return PendingSave(request.target, self._worker.start_job(job))
+            gathered = self._gather_now(prepared, ranks, config)
+            self._channel = self._channel or f"background-{next(_channels)}"
+            ranks = current_ranks(config.enter_timeout_seconds, self._channel)
+            if config.each_rank_writes == "auto":
+                config = replace(config, each_rank_writes="on")
+            planned = prepared.planned
+            if (
+                prepared.copies.gathers
+            ):  # earlier files are of a rank each now, and here no rank could make their digests
+                config = replace(config, reuse_frozen="off")
+                planned = replace(planned, plan=with_gathered(planned, prepared.copies.gathers))
+            job = partial(self._finish_in_thread, request, error, ranks, config, begun, planned, gathered, then)
+            return PendingSave(request.target.location, self._worker.start_job(job))
         except BaseException:
             self.snapshot.drop_copies()
             raise
+
+    def _gather_now(self, prepared: "_Prepared", ranks: Ranks, config: SaverConfig) -> dict[int, Tensor]:
+        """What has to move for files of one writer each: whole, by key, on the rank that writes it. Collective."""
+        gathered: dict[int, Tensor] = {}
+        if prepared.copies.gathers:
+            tensors = prepared.planned.tensors
+
+            def gather_all() -> None:
+                for to, infos in prepared.copies.gathers:
+                    named = [replace(info, name=str(info.key)) for info in infos]  # those of several models are alike
+                    found = gather_tensors(named, ranks, config.bucket_bytes, tensors, to)
+                    gathered.update({int(key): tensor for key, tensor in found.items()})
+
+            _, error = ranks.attempt(gather_all)
+            exchange(ranks, "the copies of save()", _Ended, _Ended(True), error)
+        return gathered
 
     def _agree_on_snapshot(
         self, request: SaveRequest | None, error: BaseException | None, ranks: Ranks, config: SaverConfig
@@ -207,7 +227,7 @@ class BackgroundSaver:
         signer.note_model(request.model)
         for optimizer, further in steppers.items():
             signer.note_optimizer(optimizer, with_state=False)
-            signer.note_fact([signer.inventory.known_key(tensor) for tensor in further])
+            signer.note_fact(signer.inventory.known_keys(further))
         captured = Captured(signer.inventory, signer.signature(), self.cache)
         return replace(request, captured=captured), captured
 
@@ -219,12 +239,13 @@ class BackgroundSaver:
         config: SaverConfig,
         begun: float,
         planned: PlannedSave,
+        gathered: Mapping[int, Tensor],
         then: AfterSave,
     ) -> SaveReport:
         """In the thread: the rest of the copies, and the save itself."""
         copies, trouble = try_action(self.snapshot.finish_copies)
         yield_to_training(low_io=config.io_priority == "low")  # not before: the optimizer may have to wait for it
-        copied = None if copies is None else replace(planned, tensors=HeldTensors(copies))
+        copied = None if copies is None else replace(planned, tensors=HeldTensors({**copies, **gathered}))
         return self._save_now(request, error or trouble, ranks, config, begun, copied, then)
 
     def _save_now(
@@ -274,13 +295,8 @@ class BackgroundSaver:
 
 def _hooked_optimizers(of: TrainingRun) -> dict[torch.optim.Optimizer, list[Tensor]]:
     """The optimizers that say when they are about to step, and what their steps change beside their own tensors."""
-    items = [item for item in run_items(of.accelerator, of.registered) if item.kind == "optimizer"]
-    found = [
-        zero_optimizer.hooked_optimizer(item.value)
-        if zero_optimizer.is_zero(item.value)
-        else (unwrap_optimizer(item.value), [])
-        for item in items
-    ]
+    known = optimizers_among(run_items(of.accelerator, of.registered))
+    found = [kind.hooked_optimizer(optimizer) for _, kind, optimizer in known]
     return {
         one: further
         for one, further in found

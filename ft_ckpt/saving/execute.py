@@ -7,12 +7,12 @@ import logging
 import time
 import warnings
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import xxhash
 
-from ft_ckpt.checkpoint.catalog import stored_bytes
+from ft_ckpt.checkpoint.checks import stored_bytes
 from ft_ckpt.checkpoint.staging import Staging
 from ft_ckpt.config import SaverConfig, human_size
 from ft_ckpt.distributed.ranks import Ranks
@@ -30,7 +30,7 @@ from ft_ckpt.saving.planned_save import PlannedSave, look_at_model, plan_save
 from ft_ckpt.saving.stage import StagedSave, prepare_stage
 from ft_ckpt.storage.digests import FileRecord, read_record
 from ft_ckpt.storage.local_copy import local_folder
-from ft_ckpt.storage.place import Place
+from ft_ckpt.storage.place import Place, open_place
 from ft_ckpt.storage.scratch import edited_object
 from ft_ckpt.storage.store import SharedStore, Store
 from ft_ckpt.training.exchange import exchange
@@ -44,8 +44,8 @@ _LOG = logging.getLogger("ft_ckpt")
 class SaveReport:
     """A finished save: its folder, its size and the saver's decisions. The same on every rank, but `push`."""
 
-    path: Path
-    """The committed folder."""
+    path: Path | str
+    """The committed folder; its URL where it is in a bucket."""
     kind: str
     """ "full", "adapter", "attribute" or "state"."""
     bytes: int
@@ -62,6 +62,12 @@ class SaveReport:
     """The step that it is of."""
     push: PendingPush | None = None
     """The push to the Hub that was asked for with the save; on rank 0 alone."""
+    target: Place | None = field(default=None, repr=False, compare=False)
+
+    @property
+    def place(self) -> Place:
+        """The committed folder as functions of ft_ckpt take it, with the client of its bucket."""
+        return open_place(self.path) if self.target is None else self.target
 
 
 def run_save(
@@ -93,11 +99,11 @@ def run_save(
             tries, changed = tries + 1, frozenset(outcome.changed)
     if request is None or outcome.saved is None:
         raise RankError("save(): agreed on without a request on this rank; please report it")
-    report = SaveReport(request.target, **vars(outcome.saved))
+    report = SaveReport(request.target.location, **vars(outcome.saved), target=request.target)
     if ranks.leads:
-        _LOG.info("saved %s: %s in %.2f s", report.path.name, human_size(report.bytes), report.seconds)
+        _LOG.info("saved %s: %s in %.2f s", request.target.last_step, human_size(report.bytes), report.seconds)
         for note in report.notes:
-            _LOG.info("%s: %s", report.path.name, note)
+            _LOG.info("%s: %s", request.target.last_step, note)
     return report
 
 

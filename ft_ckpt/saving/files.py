@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from ft_ckpt.distributed.gather import gather_tensors, stream_chunks
+from ft_ckpt.distributed.gather import Chunk, gather_tensors, stream_buckets
 from ft_ckpt.distributed.ranks import Ranks
 from ft_ckpt.distributed.tensor_info import TensorInfo, Tensors
 from ft_ckpt.errors import IncompleteError, SelectionError, listing
@@ -21,6 +21,7 @@ from ft_ckpt.formats.registry import DEFAULT_FORMAT, TensorFormat, format_named
 from ft_ckpt.formats.shard_files import shard_index, split_into_files
 from ft_ckpt.formats.write_files import FilePlan
 from ft_ckpt.model.entries import Entry, Group, Part
+from ft_ckpt.storage.paths import is_utf8
 from ft_ckpt.storage.store import Store
 from ft_ckpt.storage.writer import Region
 
@@ -82,43 +83,44 @@ def _refuse_stored_names(part: Part) -> None:
     twice = [name for name, count in counts.items() if count > 1]
     if twice:
         raise IncompleteError(f"{listing(twice, ', ')}: the name of more than one tensor; rename or re-register one")
-    odd = [repr(name) for name in counts if name == "__metadata__" or not _is_text(name)]
+    odd = [repr(name) for name in counts if name == "__metadata__" or not is_utf8(name)]
     if odd:
         raise SelectionError(f"{listing(odd, ', ')}: files cannot have a tensor of this name; rename the parameter")
 
 
-def _is_text(name: str) -> bool:
-    return name.isascii() or not any("\ud800" <= letter <= "\udfff" for letter in name)
+@dataclass(frozen=True, eq=False)
+class GatherWay:
+    """How tensors come together on the rank `to`, and what looks at their values there."""
+
+    tensors: Tensors
+    ranks: Ranks
+    bucket_bytes: int
+    to: int = 0
+    check: "FiniteCheck | None" = None
 
 
-def file_regions(
-    part_plan: PartPlan,
-    file: FilePlan,
-    tensors: Tensors,
-    ranks: Ranks,
-    bucket_bytes: int,
-    check: "FiniteCheck | None" = None,
-) -> Iterator[Region]:
-    """The bytes of one planned file's tensors in file order, on rank 0; nothing elsewhere. Collective."""
+def file_turns(part_plan: PartPlan, file: FilePlan, way: GatherWay) -> Iterator[Iterator[Region]]:
+    """The bytes of one planned file's tensors in file order, see `gathered_turns`."""
     entries = {entry.name: entry for entry in part_plan.part.entries}
     layout = file.layout
     places = [(entries[spec.name], at) for spec, at in zip(layout.specs, layout.starts, strict=True) if spec.size_bytes]
-    return gathered_regions(places, tensors, ranks, bucket_bytes, check)
+    return gathered_turns(places, way)
 
 
-def gathered_regions(
-    places: Sequence[tuple[Entry, int]],
-    tensors: Tensors,
-    ranks: Ranks,
-    bucket_bytes: int,
-    check: "FiniteCheck | None" = None,
-) -> Iterator[Region]:
-    """The bytes of tensors from their places in a file on, in order, on rank 0; nothing elsewhere. Collective."""
+def gathered_turns(places: Sequence[tuple[Entry, int]], way: GatherWay) -> Iterator[Iterator[Region]]:
+    """The bytes of tensors from their places in a file on, in order, on the rank they come to; nothing elsewhere.
+
+    Each turn, an iterator, is what moves at once. Collective: all ranks run through the same turns in the same order.
+    """
     starts = {entry.name: start for entry, start in places}
-    for entry, data in gather_entries([entry for entry, _ in places], tensors, ranks, bucket_bytes):
-        for region in cast_regions(starts[entry.name], entry, data, check):
-            yield region
-            starts[entry.name] += region.size_bytes  # its next elements go on from here
+
+    def regions_of(turn: Iterator[tuple[Entry, Tensor]]) -> Iterator[Region]:
+        for entry, data in turn:
+            for region in cast_regions(starts[entry.name], entry, data, way.check):
+                yield region
+                starts[entry.name] += region.size_bytes  # its next elements go on from here
+
+    return map(regions_of, _entry_turns([entry for entry, _ in places], way))
 
 
 def cast_regions(start: int, entry: Entry, data: Tensor, check: "FiniteCheck | None" = None) -> Iterator[Region]:
@@ -177,10 +179,8 @@ class FiniteCheck:
             )
 
 
-def gather_entries(
-    ordered: Sequence[Entry], tensors: Tensors, ranks: Ranks, bucket_bytes: int
-) -> Iterator[tuple[Entry, Tensor]]:
-    """(entry, its next flat elements) in order, on rank 0; nothing elsewhere. Collective.
+def _entry_turns(ordered: Sequence[Entry], way: GatherWay) -> Iterator[Iterator[tuple[Entry, Tensor]]]:
+    """(entry, its next flat elements) in order, in the turns of `gathered_turns`.
 
     Neighbours that need no conversion travel in the same buckets.
     """
@@ -190,41 +190,35 @@ def gather_entries(
         if entry.group is None:
             waiting.append(entry)
             continue
-        yield from _stream_entries(waiting, tensors, ranks, bucket_bytes)
+        yield from _stream_entries(waiting, way)
         waiting = []
-        yield from _convert_group(entry, entry.group, made, _Gather(tensors, ranks, bucket_bytes))
-    yield from _stream_entries(waiting, tensors, ranks, bucket_bytes)
+        yield _convert_group(entry, entry.group, made, way)
+    yield from _stream_entries(waiting, way)
 
 
-def _stream_entries(
-    entries: Sequence[Entry], tensors: Tensors, ranks: Ranks, bucket_bytes: int
-) -> Iterator[tuple[Entry, Tensor]]:
+def _stream_entries(entries: Sequence[Entry], way: GatherWay) -> Iterator[Iterator[tuple[Entry, Tensor]]]:
     chosen: list[TensorInfo] = [entry.source for entry in entries if entry.source is not None]
     position, arrived = 0, 0
-    for chunk in stream_chunks(chosen, ranks, bucket_bytes, tensors):
-        yield entries[position], chunk.data
-        arrived += chunk.data.numel()
-        if arrived == chosen[position].numel:
-            position, arrived = position + 1, 0
 
+    def with_entries(bucket: Iterator[Chunk]) -> Iterator[tuple[Entry, Tensor]]:
+        nonlocal position, arrived
+        for chunk in bucket:
+            yield entries[position], chunk.data
+            arrived += chunk.data.numel()
+            if arrived == chosen[position].numel:
+                position, arrived = position + 1, 0
 
-@dataclass(frozen=True, eq=False)
-class _Gather:
-    """Where full tensors come from."""
-
-    tensors: Tensors
-    ranks: Ranks
-    bucket_bytes: int
+    return map(with_entries, stream_buckets(chosen, way.ranks, way.bucket_bytes, way.tensors, way.to))
 
 
 def _convert_group(
-    entry: Entry, group: Group, made: dict[Group, dict[str, Tensor]], way: _Gather
+    entry: Entry, group: Group, made: dict[Group, dict[str, Tensor]], way: GatherWay
 ) -> Iterator[tuple[Entry, Tensor]]:
     """The entry's tensor, its group gathered and converted when its first entry is asked for, and freed by its last."""
     if group not in made:
-        full = gather_tensors(group.sources, way.ranks, way.bucket_bytes, way.tensors)
-        made[group] = group.convert(full) if way.ranks.leads else {}
-    if way.ranks.leads:
+        full = gather_tensors(group.sources, way.ranks, way.bucket_bytes, way.tensors, way.to)
+        made[group] = group.convert(full) if way.ranks.rank == way.to else {}
+    if way.ranks.rank == way.to:
         tensor = made[group].pop(entry.name)
         if tuple(tensor.shape) != entry.shape:
             raise IncompleteError(f"{entry.name}: converted to shape {tuple(tensor.shape)}, planned {entry.shape}")

@@ -7,9 +7,9 @@ fails a save: the checkpoint is there.
 import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 
 from ft_ckpt.saving.execute import SaveReport
+from ft_ckpt.storage.place import Place
 from ft_ckpt.transfer.places import begin_push
 from ft_ckpt.transfer.pushes import PendingPush, wait_for_pushes, warn_of_unpushed
 from ft_ckpt.transfer.reports import PushOptions
@@ -29,7 +29,7 @@ class FollowUp:
         self,
         leads: bool,
         *,
-        prune: Callable[[Path], None] | None = None,
+        prune: Callable[[Place], None] | None = None,
         push_to: str | None = None,
         base_id: str | None = None,
     ) -> AfterSave:
@@ -37,7 +37,7 @@ class FollowUp:
 
         def follow(report: SaveReport) -> SaveReport:
             if prune is not None:
-                prune(report.path)
+                prune(report.place)
             if leads and push_to is not None:
                 push = begin_push(report.path, push_to, PushOptions(base_id=base_id))
                 self.pushes.append(push)

@@ -39,10 +39,10 @@ _NOT_TAKEN = re.compile(r"(config|generation_config|adapter_config)\.json$|READM
 
 
 def merge(
-    adapter: str | Path,
-    dst: str | Path,
+    adapter: str | Path | Place,
+    dst: str | Path | Place,
     *,
-    base: str | Path | None = None,
+    base: str | Path | Place | None = None,
     adapters: Sequence[str] | None = None,
     weights: Sequence[float] | None = None,
     format: str | None = None,  # noqa: A002
@@ -51,6 +51,7 @@ def merge(
     check: str | Mapping[str, Any] | None = None,
     check_base: bool = True,
     dequantize: bool = False,
+    overwrite: bool = False,
     progress: bool = True,
 ) -> ConvertReport:
     """Write the base of an adapter with the adapter merged into it to the folder `dst`; all or nothing, durably.
@@ -63,15 +64,16 @@ def merge(
     base is mapped, one layer at a time is in memory. A base that is quantised is refused, or with `dequantize`
     merged as what it stands for, in memory. Companions are the base's, the tokenizer is the adapter's if it has one.
     `check`="logits", or a batch, runs both models before the folder is committed, for which fused experts come into
-    memory. The manifest says what the model was made from.
+    memory. The manifest says what the model was made from. `overwrite` is that of `convert`.
 
     Raises SelectionError naming all that cannot be merged, LoadError where there is no base or the adapter does not fit
     it, BaseMismatchError for another base, IncompleteError for NaN; for files as `convert` does.
     """
     begun = time.monotonic()
     options = convert_options(
-        f"{dst}/", format=format, dtype=dtype, max_shard_size=max_shard_size, verify=False, progress=progress, note=""
-    )
+        dst, format=format, dtype=dtype, max_shard_size=max_shard_size, verify=False, progress=progress, note="",
+        to_folder=True, overwrite=overwrite,
+    )  # fmt: skip
     with ExitStack() as stack:
         source = open_place(adapter)
         stored = find_adapters(source, adapters, stack)
@@ -80,7 +82,7 @@ def merge(
         check_apart([source, found], options)
         place = stack.enter_context(hold_open(found))
         opened = stack.enter_context(closing(open_source(place, found)))
-        based = _base_model(place, found, dequantize=dequantize, in_memory=check is not None)
+        based = base_on_files(place, found, dequantize=dequantize, in_memory=check is not None)
         beside = stored.has_base and base is None
         sampled = check_base and not beside
         attached = attach_adapters(based.model, stored.held, stored.records, check_base=sampled, beside=beside)
@@ -91,21 +93,24 @@ def merge(
     left = [f"{listing(list(based.left), ', ')}: the base's model has no place for it, left out"] if based.left else []
     notes = (*left, *attached.notes, *report.notes)
     name, casts = options.format.name, report.casts
-    return ConvertReport(Path(dst), name, report.bytes, report.tensors, report.seconds, casts, (), notes)
+    return ConvertReport(options.path, name, report.bytes, report.tensors, report.seconds, casts, (), notes)
 
 
 def _save_merged(model: Any, options: ConvertOptions, given: Mapping[str, Any], begun: float) -> Any:
     """Save by this process alone, whatever group it is in."""
     settings = {"dtype": options.dtype or "as_is", "format": options.format.name}
-    config = make_config(None, {**settings, "max_shard_size": options.max_shard_bytes})
+    config = make_config(None, {**settings, "max_shard_size": options.max_shard_bytes, "overwrite": options.overwrite})
     own: dict[str, Any] = {"adapter_only": False, "step": None, "metrics": {}, "tokenizer": None}
     request: SaveRequest = request_of(config, model, options.target, **own, **given)
     ranks = Ranks(0, 1, channel="" if options.progress else "quiet")
     return run_save(request, None, ranks, config, begun, None, SharedFolders())
 
 
-def _base_model(place: Place, found: Place, *, dequantize: bool, in_memory: bool) -> FileModel:
-    """The base on its files; `found` is what people call the `place`."""
+def base_on_files(place: Place, found: Place, *, dequantize: bool, in_memory: bool) -> FileModel:
+    """The base on its files, `in_memory` one that can run; `found` is what people call the `place`.
+
+    Raises LoadError for what is no model, and for one that is quantised unless told to `dequantize`.
+    """
     names, _ = weight_files(place.folder, "model")
     if not names or place.folder.stat("config.json") is None:
         raise LoadError(f"{found}: no model of transformers in it; name the folder of the adapter's base with base=")

@@ -1,39 +1,51 @@
 """What `save(merged=..., check=...)` asks for, made sense of."""
 
-import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
 from ft_ckpt.distributed.ranks import try_action
 from ft_ckpt.errors import ConfigError
-from ft_ckpt.model.merge_layers import MergeChoice
-from ft_ckpt.model.parts import Attribute
+from ft_ckpt.model.merge_layers import Merged, merge_choice
+from ft_ckpt.model.quantised_base import has_quantised_base
 from ft_ckpt.saving.check_logits import live_logits
+from ft_ckpt.saving.merge_live import onto_plain_base
 
-Merged = bool | str | Iterable[str] | Mapping[str, float]
+
+@dataclass(frozen=True)
+class MergeRequest:
+    """What a save was asked to merge, into what, and what to check it by."""
+
+    merged: Merged = False
+    base: str | Path | None = None
+    dequantize: bool = False
+    check: str | Mapping[str, Any] | None = None
 
 
 def ask_merged(
-    model: nn.Module,
-    merged: Merged,
-    check: str | Mapping[str, Any] | None,
-    adapter_only: bool | None,
-    attribute: Attribute,
-    state_dict: Mapping[str, Tensor] | None,
+    model: nn.Module, asked: MergeRequest, others: Mapping[str, Any], stack: ExitStack
 ) -> Callable[[], dict[str, Any]]:
-    """Fields of a save's request: what to merge, and what to check it by, which `model` computes here and now.
+    """Fields of a save's request: the model, what to merge, and what to check it by, computed here and now.
 
-    Call on every rank; what is wrong is raised by the function that comes back.
+    What is made for it lasts until the stack ends. Call on every rank; what is wrong is raised by the function that
+    comes back. `others` are what else the save was told, by name.
     """
-    others = {"adapter_only": adapter_only, "attribute": attribute, "state_dict": state_dict}
 
     def made() -> dict[str, Any]:
-        choice = merge_choice(merged)
+        choice, merges = merge_choice(asked.merged), model
         if choice is not None:
-            _refuse_beside(merged, others)
-        return {"merged": choice, "check": None if check is None else live_logits(model, check)}
+            _refuse_beside(asked.merged, others)
+        if is_plain_merge(model, asked):
+            runs = asked.check is not None
+            merges = onto_plain_base(model, asked.base, dequantize=asked.dequantize, in_memory=runs, stack=stack)
+        elif asked.base is not None or asked.dequantize:
+            raise ConfigError("base= and dequantize= are for merging adapters on a quantised base; leave them out")
+        check = None if asked.check is None else live_logits(merges, asked.check)
+        return {"model": merges, "merged": choice, "check": check}
 
     fields, error = try_action(made)
 
@@ -46,18 +58,9 @@ def ask_merged(
     return give
 
 
-def merge_choice(merged: Merged) -> MergeChoice | None:
-    """The adapters that `merged` names: True for those that are active, False for none, a mapping with weights.
-
-    Raises ConfigError for names that come twice and weights that are no numbers.
-    """
-    if isinstance(merged, bool):
-        return MergeChoice() if merged else None
-    weights = tuple(float(one) for one in merged.values()) if isinstance(merged, Mapping) else ()
-    names = (merged,) if isinstance(merged, str) else tuple(merged)
-    if not names or len(set(names)) < len(names) or not all(map(math.isfinite, weights)):
-        raise ConfigError(f"merged={merged!r}: expected True, names of adapters, each once, or a weight for each name")
-    return MergeChoice(names, weights)
+def is_plain_merge(model: nn.Module, asked: MergeRequest) -> bool:
+    """Whether adapters on a quantised base are to be merged, into ordinary weights that are not the live ones."""
+    return asked.merged is not False and has_quantised_base(model)
 
 
 def _refuse_beside(merged: Merged, others: Mapping[str, Any]) -> None:

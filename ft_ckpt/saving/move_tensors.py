@@ -1,8 +1,15 @@
-"""The tensors of one save come into its files: by rank 0, or by every rank, whichever they can and which pays."""
+"""The tensors of one save come into its files, in the way that the ranks and the store can, and which pays.
+
+Every rank writes what it holds into each file where all see one disk; where they see one bucket, each file has a rank
+that its tensors come to; else rank 0 writes all.
+"""
 
 import uuid
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from itertools import groupby
+from operator import itemgetter
 from pathlib import Path
 
 from ft_ckpt.checkpoint.staging import stage_store
@@ -12,17 +19,17 @@ from ft_ckpt.distributed.ranks import Ranks, try_action
 from ft_ckpt.distributed.tensor_info import TensorInfo, Tensors
 from ft_ckpt.errors import CorruptError, IncompleteError
 from ft_ckpt.formats.registry import format_named
-from ft_ckpt.formats.write_files import write_file
+from ft_ckpt.formats.write_files import FilePlan, write_file
 from ft_ckpt.saving import reuse_frozen, write_shards
-from ft_ckpt.saving.files import FiniteCheck, PartPlan, file_regions
+from ft_ckpt.saving.files import FiniteCheck, GatherWay, PartPlan, file_turns
 from ft_ckpt.saving.plan import SaveRequest
 from ft_ckpt.saving.reuse_frozen import Offer
 from ft_ckpt.saving.stage import StagedSave, saver_tuning
 from ft_ckpt.storage.digests import FileRecord
 from ft_ckpt.storage.local_store import LocalStore
 from ft_ckpt.storage.progress import track_progress
-from ft_ckpt.storage.store import Store
-from ft_ckpt.storage.writer import Writer
+from ft_ckpt.storage.store import SharedStore, Store
+from ft_ckpt.storage.writer import Region, Writer
 from ft_ckpt.training.exchange import exchange
 
 _PROBE = ".ft_ckpt-probe"
@@ -49,6 +56,11 @@ class _WrittenDigests:
 
 
 @dataclass(frozen=True)
+class _WrittenFiles:
+    files: tuple[FileRecord, ...]
+
+
+@dataclass(frozen=True)
 class _Probe:
     """A file that rank 0 has left in a folder, and the word in it."""
 
@@ -66,13 +78,16 @@ class SharedFolders:
     """Folders in which all ranks see what rank 0 makes, or not all: asked once for each, until a save fails."""
 
     def __init__(self) -> None:
-        self._known: dict[Path, bool] = {}
+        self._known: dict[str, bool] = {}
 
-    def is_seen_by_all(self, folder: Path, ranks: Ranks, probed: Path | None = None) -> bool:
-        """Whether all ranks see the files of `folder`; the probe goes there, or to `probed` below it. Collective."""
-        if folder not in self._known:
-            self._known[folder] = ranks.size == 1 or all_ranks_see(LocalStore(probed or folder), ranks)
-        return self._known[folder]
+    def is_seen_by_all(self, folder: Store, ranks: Ranks, probed: Store | None = None) -> bool:
+        """Whether all ranks see what rank 0 makes in `folder`; the probe goes there, or to `probed` below it.
+
+        Collective.
+        """
+        if folder.url not in self._known:
+            self._known[folder.url] = ranks.size == 1 or all_ranks_see(probed or folder, ranks)
+        return self._known[folder.url]
 
     def forget(self) -> None:
         """Ask anew."""
@@ -112,7 +127,7 @@ def write_tensors(job: SaveJob) -> list[FileRecord]:
     untied = [pair for pair in pairs if not are_equal(*pair, job.ranks, job.config.bucket_bytes, job.tensors)]
     linked = _link_frozen_files(job)
     shares = _divide_between_ranks(job)
-    return linked + (_write_on_rank_0(job, untied) if shares is None else _write_on_all_ranks(job, shares, untied))
+    return linked + (_write_whole_files(job, untied) if shares is None else _write_on_all_ranks(job, shares, untied))
 
 
 def _link_frozen_files(job: SaveJob) -> list[FileRecord]:
@@ -125,29 +140,98 @@ def _link_frozen_files(job: SaveJob) -> list[FileRecord]:
     return [] if staging is None else reuse_frozen.place_equal_files(shares, job.taken, staging.store)
 
 
-def _write_on_rank_0(job: SaveJob, untied: list[tuple[TensorInfo, TensorInfo]]) -> list[FileRecord]:
-    """All tensors come to rank 0, which writes them. Raises IncompleteError for numbers that are none, if asked to."""
+def _write_whole_files(job: SaveJob, untied: list[tuple[TensorInfo, TensorInfo]]) -> list[FileRecord]:
+    """Each file is written by one rank, to which its tensors come; the records, all of them on rank 0.
+
+    Raises IncompleteError for numbers that are none, if asked to.
+    """
+    ranks, config, writers = job.ranks, job.config, _choose_writers(job)
     files = [(one, file) for one in job.unlinked_plans for file in one.files]
-    given = job.tensors, job.ranks, job.config.bucket_bytes
-    check = FiniteCheck() if job.config.nonfinite == "raise" else None
-    if job.prepared.staging is None:
-        for one, file in files:
-            for _ in file_regions(one, file, *given):
-                pass
-        return []
-    _refuse_untied(untied)
-    store, total = job.prepared.staging.store, sum(file.layout.size_bytes for _, file in files)
-    with Writer(saver_tuning(job.config)) as writer, track_progress(total, "saving", job.ranks.shows) as track:
-        written = [
-            write_file(file, track(file_regions(one, file, *given, check)), store, writer) for one, file in files
-        ]
+    mine = [file for _, file in files if writers[file.path] == ranks.rank]
+    check = FiniteCheck() if config.nonfinite == "raise" else None
+    way = GatherWay(job.tensors, ranks, config.bucket_bytes, check=check)
+    store = job.request.target.folder if job.prepared.staging is None else job.prepared.staging.store
+    if ranks.leads:
+        _refuse_untied(untied)
+    regions = _regions_here(files, writers, way)
+    with Writer(saver_tuning(config)) as writer:
+        total = sum(file.layout.size_bytes for file in mine)
+        with track_progress(total, "saving", ranks.shows) as track:
+            written = list(_write_own_files(mine, regions, partial(_write_tracked, track, store, writer)))
     if check is not None:
         check.raise_if_found()
-    return written
+    if not any(writers.values()):
+        return written
+    answers = exchange(ranks, "the writing of save()", _WrittenFiles, _WrittenFiles(tuple(written)))
+    known = {file.path: file for answer in answers for file in answer.files}
+    return [known[file.path] for _, file in files]
+
+
+def _choose_writers(job: SaveJob) -> dict[str, int]:
+    """The rank that writes each file, by path: rank 0 all, or where all see one bucket and it pays each some."""
+    config, target = job.config, job.request.target
+    files = [file for one in job.prepared.plans for file in one.files]
+    size = sum(file.layout.size_bytes for file in files)
+    alone = config.each_rank_writes == "off" or isinstance(target.folder, SharedStore)
+    alone = alone or (config.each_rank_writes == "auto" and size < write_shards.LEAST_BYTES)
+    alone = alone or any(answer.state_dict for answer in job.answers)
+    writers = dict(zip((f.path for f in files), write_shards.assign_writers(files, job.ranks.size), strict=True))
+    if alone or not any(writers.values()) or not job.shared.is_seen_by_all(target.beside, job.ranks):
+        return dict.fromkeys(writers, 0)
+    return writers
+
+
+def _regions_here(
+    files: Sequence[tuple[PartPlan, FilePlan]], writers: Mapping[str, int], way: GatherWay
+) -> Iterator[tuple[str, Region]]:
+    """The regions of the files that this rank writes, with their paths; between them it brings others what they need.
+
+    Writers take turns, a bucket each, so that all of them are busy.
+    """
+
+    def turns_to(rank: int) -> Iterator[tuple[str, Iterator[Region]]]:
+        for one, file in files:
+            if writers[file.path] == rank:
+                yield from ((file.path, turn) for turn in file_turns(one, file, replace(way, to=rank)))
+
+    queues = [turns_to(rank) for rank in sorted({writers[file.path] for _, file in files})]
+    while queues:
+        for queue in tuple(queues):
+            path, turn = next(queue, ("", None))
+            if turn is None:
+                queues.remove(queue)
+            else:
+                yield from ((path, region) for region in turn)
+
+
+def _write_own_files(
+    mine: Sequence[FilePlan],
+    regions: Iterator[tuple[str, Region]],
+    write: Callable[[FilePlan, Iterator[Region]], FileRecord],
+) -> Iterator[FileRecord]:
+    """Write files from the regions that come for one after the other; all regions are asked for."""
+    groups = groupby(regions, key=itemgetter(0))
+    path, group = next(groups, ("", None))
+    for file in mine:
+        if group is None or path != file.path:  # it holds no bytes of tensors
+            yield write(file, iter(()))
+            continue
+        yield write(file, (region for _, region in group))
+        path, group = next(groups, ("", None))
+
+
+def _write_tracked(
+    track: Callable[[Iterator[Region]], Iterator[Region]],
+    store: Store,
+    writer: Writer,
+    file: FilePlan,
+    regions: Iterator[Region],
+) -> FileRecord:
+    return write_file(file, track(regions), store, writer)
 
 
 def _divide_between_ranks(job: SaveJob) -> list[write_shards.Share] | None:
-    """Who writes what, if it pays that every rank writes and all see the stage; None: rank 0 writes. Collective."""
+    """Who writes what of every file, if that pays and all see the stage; None: each file has one writer. Collective."""
     config = job.config
     plain = all(format_named(one.format).is_plain for one in job.prepared.plans) and config.compression is None
     if job.ranks.size == 1 or config.each_rank_writes == "off" or not plain or config.nonfinite == "raise":
@@ -158,7 +242,8 @@ def _divide_between_ranks(job: SaveJob) -> list[write_shards.Share] | None:
     shares = write_shards.divide_files(job.unlinked_plans, job.ranks.size)
     if config.each_rank_writes == "auto" and not write_shards.is_worth_sharing(shares):
         return None
-    return shares if job.shared.is_seen_by_all(Path(stage).parent, job.ranks, probed=Path(stage)) else None
+    probed = LocalStore(Path(stage))
+    return shares if job.shared.is_seen_by_all(LocalStore(probed.folder.parent), job.ranks, probed=probed) else None
 
 
 def all_ranks_see(store: Store, ranks: Ranks) -> bool:
@@ -169,15 +254,16 @@ def all_ranks_see(store: Store, ranks: Ranks) -> bool:
     mine = _Probe(store.url, f"{_PROBE}-{uuid.uuid4().hex}", uuid.uuid4().hex)
     _, error = try_action(lambda: store.write(mine.name, mine.word.encode()) if ranks.leads else None)
     probe = exchange(ranks, "the files of save()", _Probe, mine, error)[0]
-    votes = exchange(ranks, "the look at the files of save()", _Vote, _Vote(_is_seen(probe)))
+    there = LocalStore(Path(probe.folder)) if isinstance(store, LocalStore) else store
+    votes = exchange(ranks, "the look at the files of save()", _Vote, _Vote(_is_seen(probe, there)))
     if ranks.leads:
         store.delete([mine.name])
     return all(vote.sees for vote in votes)
 
 
-def _is_seen(probe: _Probe) -> bool:
+def _is_seen(probe: _Probe, there: Store) -> bool:
     try:
-        return LocalStore(Path(probe.folder)).read(probe.name) == probe.word.encode()
+        return there.read(probe.name) == probe.word.encode()
     except CorruptError:  # it is not there, or something else is
         return False
 

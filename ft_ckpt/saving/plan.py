@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any, cast
 
 from torch import Tensor, nn
@@ -19,6 +18,7 @@ from ft_ckpt.model.selection import without_own_layouts
 from ft_ckpt.saving import replicas, reuse_frozen
 from ft_ckpt.saving.check_logits import LogitsCheck
 from ft_ckpt.saving.files import PartPlan, plan_part
+from ft_ckpt.storage.place import Place
 from ft_ckpt.training.capture import Captured
 from ft_ckpt.training.items import model_sources
 from ft_ckpt.training.state import state_part
@@ -30,7 +30,7 @@ class SaveRequest:
     """One call of `save`, its defaults filled in."""
 
     model: nn.Module
-    target: Path
+    target: Place
     dtype: str
     chat_template_name: str | None
     format: str
@@ -45,7 +45,7 @@ class SaveRequest:
     state_dict_given: bool = False
     captured: Captured | None = None  # the tensors by key, and of a run its state; None: not looked at yet
     run_id: str | None = None
-    protect: tuple[Path, ...] = ()  # checkpoints not to be deleted for want of room
+    protect: tuple[Place, ...] = ()  # checkpoints not to be deleted for want of room
     extra_files: Mapping[str, str | bytes] = field(default_factory=dict)  # the caller's own, by path in the checkpoint
     apart: replicas.Differences | None = None  # what ranks have come apart in; None: not looked at yet
     made_from: tuple[str, ...] = ()  # names of what the weights were computed from
@@ -53,7 +53,7 @@ class SaveRequest:
     check: LogitsCheck | None = None  # what the folder must compute before it is committed
 
 
-def request_of(config: SaverConfig, model: nn.Module, target: Path, **given: Any) -> SaveRequest:
+def request_of(config: SaverConfig, model: nn.Module, target: Place, **given: Any) -> SaveRequest:
     """The request for `model`, with what `config` says where the call did not."""
     own: dict[str, Any] = {"dtype": config.dtype, "format": config.format, "base_id": config.base_id}
     own |= {"chat_template_name": config.chat_template_name, "max_shard_bytes": config.max_shard_bytes}
@@ -91,7 +91,7 @@ def make_plan(request: SaveRequest, captured: Captured, ranks: Ranks, config: Sa
     parts = parts_of(request.model, own, **asked, dtype=request.dtype, extra=_non_tensor_state(request, captured))
     parts = without_own_layouts(parts, state is not None)
     if state is not None:
-        parts.append(state_part(state, parts, own, frozen=not request.adapter_only))
+        parts.append(state_part(state, parts, own))
     if ranks.size > 1 and not request.state_dict_given:
         replicas.refuse_experts(parts, inventory)
     if request.apart:
@@ -99,7 +99,7 @@ def make_plan(request: SaveRequest, captured: Captured, ranks: Ranks, config: Sa
     frozen = [reuse_frozen.frozen_names(part, still, mode) for part in parts]
     ties = tuple(pair for part in parts for pair in part.doubtful)
     engine = engine_names([*own.values(), *captured.found.values()])
-    modules = {id(row.module): place for place, row in enumerate(inventory.rows)}
+    modules = {id(module): place for place, module in enumerate(inventory.modules)}
     bare = [replace(p, module=modules.get(id(p.module), p.module), doubtful=(), passed=()) for p in parts]
     plans = tuple(
         plan_part(part, request.max_shard_bytes, request.format, names)

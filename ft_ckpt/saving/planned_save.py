@@ -4,25 +4,29 @@ A plan is kept for as long as the facts it was made of are the same. It names te
 the inventory of its own moment, or in a snapshot of it.
 """
 
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import nn
 
 from ft_ckpt.config import SaverConfig, parse_size
-from ft_ckpt.distributed.inventory import Inventory, ModuleRow
+from ft_ckpt.distributed.gather import moves_to
+from ft_ckpt.distributed.inventory import Inventory
 from ft_ckpt.distributed.ranks import Ranks
 from ft_ckpt.distributed.samples import elements_at
+from ft_ckpt.distributed.sharding import ReplicatedSharding
 from ft_ckpt.distributed.tensor_info import TensorInfo, Tensors
 from ft_ckpt.distributed.wrappers import optimizer_parameter
 from ft_ckpt.formats.registry import format_named
 from ft_ckpt.model.base_model import refuse_merged
+from ft_ckpt.model.entries import Entry, Group
 from ft_ckpt.saving import write_shards
 from ft_ckpt.saving.companions import Companions, companions_of
 from ft_ckpt.saving.plan import SavePlan, SaveRequest, make_plan
 from ft_ckpt.saving.snapshot import copies_size
 from ft_ckpt.storage.digests import cut_chunks
+from ft_ckpt.storage.store import SharedStore
 from ft_ckpt.training.capture import Captured
 
 
@@ -43,7 +47,8 @@ class CopyPlan:
     now: tuple[int, ...]
     late: tuple[int, ...]  # those that nothing but the next optimizer step changes
     size_bytes: int  # of host memory
-    needs_gather: bool  # whether tensors have to move between ranks, which a thread cannot do
+    needs_gather: bool  # whether tensors have to move between ranks while files are written, which a thread cannot do
+    gathers: tuple[tuple[int, tuple[TensorInfo, ...]], ...] = ()  # what moves ahead of that, to the rank that writes it
 
     def can_wait(self, config: SaverConfig) -> bool:
         """Whether the save can be left to a thread."""
@@ -82,20 +87,26 @@ def plan_copies(
 
     `owned` gives the ids of the tensors that nothing but the steps of watched optimizers changes.
     """
-    question = None if request.apart or request.state_dict_given else ("copies", _question(request, ranks, config))
+    apart = ranks.size > 1 and not isinstance(request.target.folder, SharedStore)  # each file has one writer
+    question = (
+        None if request.apart or request.state_dict_given else ("copies", apart, _question(request, ranks, config))
+    )
     known: CopyPlan | None = None if question is None else captured.cache.find(captured.signature, question)
     if known is not None:
         return known
-    ids = owned()
-    late: dict[int, bool] = {}
-    for info in _written_here(planned.plan, ranks):
-        if planned.tensors.memory(info.key) is not None:
-            is_live = planned.tensors is captured.inventory
-            late[info.key] = is_live and _is_late(info, captured.inventory, ids)
-    size = copies_size([one for key in late if (one := planned.tensors.memory(key)) is not None])
+    ids, is_live = owned(), planned.tensors is captured.inventory
+    by_writer = _by_writer(planned.plan, ranks, config) if apart else {}
+    gathers = {to: tuple(info for info in infos if _has_to_come(info, to)) for to, infos in by_writer.items()}
+    own = [info for info in by_writer.get(ranks.rank, ()) if not _has_to_come(info, ranks.rank)]
+    infos = {info.key: info for info in (own if apart else _written_here(planned.plan, ranks))}
+    held = planned.tensors.memories(infos)
+    late = {key: is_live and _is_late(infos[key], captured.inventory, ids) for key in held}
+    size = copies_size(held.values())
     now = tuple(key for key, is_late in late.items() if not is_late)
-    gathers = _needs_gather(planned.plan, request, ranks, config)
-    made = CopyPlan(now, tuple(key for key, is_late in late.items() if is_late), size, gathers)
+    size += sum(info.size_bytes for info in gathers.get(ranks.rank, ()))
+    blocks = request.state_dict_given if apart else _needs_gather(planned.plan, request, ranks, config)
+    later = tuple(key for key, is_late in late.items() if is_late)
+    made = CopyPlan(now, later, size, blocks, tuple((to, infos) for to, infos in gathers.items() if infos))
     if question is not None and all(key < _noted(captured) for key in late):
         captured.cache.keep(captured.signature, question, made)
     return made
@@ -138,16 +149,16 @@ def _at_this_moment(
         picked = plan.sampled.get(one.part.name, {})
         values = {name: elements_at(one.part.base[name], ranks.rank, at, tensors) for name, at in picked.items()}
         samples[one.part.name] = {name: some for name, some in values.items() if some}
-    rows = captured.inventory.rows
-    live = [replace(p, part=replace(p.part, module=_module_at(p.part.module, rows))) for p in plan.plans]
+    modules = captured.inventory.modules
+    live = [replace(p, part=replace(p.part, module=_module_at(p.part.module, modules))) for p in plan.plans]
     for module in {id(one.part.module): one.part.module for one in live if one.part.kind == "adapter"}.values():
         refuse_merged(module)
     return PlannedSave(plan, tensors, samples, companions_of(request, live, captured, question, ranks))
 
 
-def _module_at(place: Any, rows: Sequence[ModuleRow]) -> Any:
-    """The module of the inventory; one that is in no row, and so in no kept plan, is there itself."""
-    return rows[place].module if isinstance(place, int) else place
+def _module_at(place: Any, modules: Sequence[nn.Module]) -> Any:
+    """The module of the inventory; one that is not in it, and so in no kept plan, is there itself."""
+    return modules[place] if isinstance(place, int) else place
 
 
 def _is_late(info: TensorInfo, inventory: Inventory, owned: frozenset[int]) -> bool:
@@ -174,6 +185,46 @@ def _needs_gather(plan: SavePlan, request: SaveRequest, ranks: Ranks, config: Sa
         for entry, cut, spec in zip(share.entries, share.cuts, share.file.layout.specs, strict=True)
         if spec.size_bytes
     )
+
+
+def with_gathered(planned: PlannedSave, gathers: Iterable[tuple[int, tuple[TensorInfo, ...]]]) -> SavePlan:
+    """The plan once what has to move has come to its writers: each finds it whole."""
+    came = {info.key for _, infos in gathers for info in infos}
+    groups: dict[Group, Group] = {}
+
+    def whole(info: TensorInfo) -> TensorInfo:
+        return replace(info, sharding=ReplicatedSharding(info.shape)) if info.key in came else info
+
+    def renewed(entry: Entry) -> Entry:
+        group = entry.group
+        if group is not None and group not in groups:
+            groups[group] = replace(group, sources=tuple(map(whole, group.sources)))
+        source = None if entry.source is None else whole(entry.source)
+        return replace(entry, source=source, group=None if group is None else groups[group])
+
+    parts = [replace(one.part, entries=tuple(map(renewed, one.part.entries))) for one in planned.plan.plans]
+    plans = tuple(replace(one, part=part) for one, part in zip(planned.plan.plans, parts, strict=True))
+    ties = tuple((whole(one), whole(other)) for one, other in planned.plan.ties_to_check)
+    return replace(planned.plan, plans=plans, ties_to_check=ties)
+
+
+def _by_writer(plan: SavePlan, ranks: Ranks, config: SaverConfig) -> dict[int, list[TensorInfo]]:
+    """The tensors that come into the files of each rank, once each, where a file has one writer."""
+    files = [file for one in plan.plans for file in one.files]
+    size = 1 if config.each_rank_writes == "off" else ranks.size
+    writers = dict(zip((file.path for file in files), write_shards.assign_writers(files, size), strict=True))
+    found: dict[int, dict[int, TensorInfo]] = {0: {info.key: info for pair in plan.ties_to_check for info in pair}}
+    for one in plan.plans:
+        entries = {entry.name: entry for entry in one.part.entries}
+        for file in one.files:
+            infos = (info for spec in file.layout.specs for info in entries[spec.name].sources)
+            found.setdefault(writers[file.path], {}).update({info.key: info for info in infos})
+    return {to: list(infos.values()) for to, infos in found.items()}
+
+
+def _has_to_come(info: TensorInfo, to: int) -> bool:
+    """Whether the rank `to` has not all of the tensor."""
+    return info.sharding.is_opaque or moves_to(info, to)
 
 
 def _written_here(plan: SavePlan, ranks: Ranks) -> Iterator[TensorInfo]:

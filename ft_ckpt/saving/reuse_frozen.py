@@ -5,25 +5,24 @@ it would write to it; where an earlier checkpoint has a file with that digest, t
 content decides, whoever made the earlier checkpoint. Where there are no hard links all is written.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
 import torch
 
-from ft_ckpt.checkpoint.catalog import load_manifest
-from ft_ckpt.checkpoint.manifest import MANIFEST_NAME
+from ft_ckpt.checkpoint.earlier import EarlierCheckpoint, earlier_checkpoints, take_earlier
 from ft_ckpt.checkpoint.staging import Staging
 from ft_ckpt.distributed.ranks import Ranks
 from ft_ckpt.distributed.tensor_info import TensorInfo, Tensors
-from ft_ckpt.errors import CorruptError, ManifestError, TargetError
+from ft_ckpt.errors import CorruptError, TargetError
 from ft_ckpt.formats.write_files import FilePlan
 from ft_ckpt.model.entries import Part
 from ft_ckpt.saving import write_shards
 from ft_ckpt.saving.files import PartPlan
 from ft_ckpt.saving.write_shards import Share
 from ft_ckpt.storage.digests import FileRecord, joined_digest, whole_digest
-from ft_ckpt.storage.store import Store
+from ft_ckpt.storage.store import Store, etag_of
 from ft_ckpt.training.exchange import exchange
 
 LEAST_BYTES = 64 << 20  # of frozen tensors, for which a second file pays
@@ -43,15 +42,6 @@ class Offer:
 @dataclass(frozen=True)
 class _FrozenDigests:
     digests: Mapping[str, str]  # of this rank's bytes, by path
-
-
-@dataclass(frozen=True)
-class _EarlierCheckpoint:
-    """A checkpoint beside the one that is made, with the time at which it was complete."""
-
-    store: Store
-    files: tuple[FileRecord, ...]
-    sealed: float  # unix seconds, by the clock of the store
 
 
 def frozen_identities(found: Mapping[str, TensorInfo]) -> frozenset[int]:
@@ -81,7 +71,7 @@ def link_candidates(shares: Sequence[Share], staging: Staging, ranks: Ranks, gat
 
     `gathers` says whether tensors may come to rank 0 in order to be digested.
     """
-    earlier = list(_earlier_checkpoints(staging.beside)) if shares else []
+    earlier = list(earlier_checkpoints(staging.beside, _EARLIER)) if shares else []
     offers = {}
     for share in shares:
         taken = [
@@ -131,7 +121,8 @@ def place_equal_files(shares: Sequence[Share], taken: Mapping[str, str], store: 
             if not store.copy(_candidate_name(taken[path]), path):
                 raise TargetError(f"{store.where(path)}: cannot be linked; set reuse_frozen='off' and save again")
             cuts, size = ((), 1) if taken[path].startswith(whole_digest("")) else (share.actual_cuts, share.ranks)
-            records.append(FileRecord(path, share.file.layout.size_bytes, taken[path], cuts, size, linked=True))
+            etag, size_bytes = etag_of(store, path), share.file.layout.size_bytes
+            records.append(FileRecord(path, size_bytes, taken[path], cuts, size, linked=True, etag=etag))
     store.delete(each.name for each in store.list_folder().objects if each.name.startswith(_LINK))
     return records
 
@@ -146,20 +137,6 @@ def _is_frozen(file: FilePlan, plan: PartPlan) -> bool:
     return bool(file.layout.specs) and plan.apart.issuperset(spec.name for spec in file.layout.specs)
 
 
-def _earlier_checkpoints(beside: Store) -> Iterator[_EarlierCheckpoint]:
-    """The newest whole checkpoints in a folder, newest first."""
-    sealed: list[tuple[float, str]] = []
-    with suppress(OSError):
-        for folder in beside.list_folder().folders:
-            with suppress(OSError):
-                found = None if folder.name.startswith(".") else beside.within(folder.name).stat(MANIFEST_NAME)
-                sealed += [(found.modified, folder.name)] if found is not None else []
-    for time, name in sorted(sealed, reverse=True)[:_EARLIER]:
-        with suppress(ManifestError, OSError):  # damaged, or deleted since
-            store = beside.within(name)
-            yield _EarlierCheckpoint(store, load_manifest(store).files, time)
-
-
 def _is_comparable(record: FileRecord, share: Share, ranks: Ranks, gathers: bool) -> bool:
     """Whether the file could be the planned one, and its digest can be made again from what these ranks hold."""
     if record.size_bytes != share.file.layout.size_bytes:
@@ -169,20 +146,14 @@ def _is_comparable(record: FileRecord, share: Share, ranks: Ranks, gathers: bool
     return gathers or ranks.size == 1 or not share.needs_transfer
 
 
-def _take_candidate(one: _EarlierCheckpoint, record: FileRecord, share: Share, store: Store) -> bool:
-    """Take the earlier file into the stage, unless it begins otherwise or was written to since its checkpoint was made.
-
-    Its version is compared again when it is there, so that nobody can put another file in its place.
-    """
+def _take_candidate(one: EarlierCheckpoint, record: FileRecord, share: Share, store: Store) -> bool:
+    """Take the earlier file into the stage, see `take_earlier`, unless it begins otherwise than the planned one."""
     name, header = _candidate_name(record.digest), share.file.layout.header
     with suppress(OSError, CorruptError):  # gone since, or no links here
         if store.stat(name) is not None:
             return True
-        found = one.store.stat(record.path)
-        if found is None or found.size_bytes != record.size_bytes or found.modified > one.sealed:
-            return False
-        if store.copy(record.path, name, one.store):
-            if one.store.stat(record.path) == found and store.read(name, 0, len(header)) == header:
+        if take_earlier(one, record, store, name):
+            if store.read(name, 0, len(header)) == header:
                 return True
             store.delete([name])
     return False

@@ -21,7 +21,7 @@ from ft_ckpt.saving.follow_up import FollowUp
 from ft_ckpt.saving.plan import request_of
 from ft_ckpt.saving.replicas import describe_differences, differing_settings
 from ft_ckpt.saving.snapshot import as_in_training
-from ft_ckpt.storage.local_disk import local_path
+from ft_ckpt.storage.place import Place, open_place
 from ft_ckpt.training.items import model_sources
 from ft_ckpt.training.run import TrainingRun
 from ft_ckpt.training.signals import exit_code
@@ -37,7 +37,7 @@ class RunSaves:
 
     run: TrainingRun
     pending: BackgroundSaver
-    directory: Path | None
+    directory: Place | None
     tokenizer: Any
     is_rehearsal: bool
     follow_up: FollowUp = field(default_factory=FollowUp)
@@ -80,7 +80,7 @@ class RunSaves:
         self,
         reason: str | None,
         config: SaverConfig,
-        path: str | Path | None,
+        path: str | Path | Place | None,
         metrics: dict[str, float],
         adapter_only: bool | None = None,
         extra_files: Mapping[str, str | bytes] | None = None,
@@ -95,7 +95,8 @@ class RunSaves:
             captured = now.capture_state(self._current_ranks(), library_versions(), self.pending.cache)
             if apart := differing_settings(captured.document):
                 report_differences(describe_differences(apart), f"step {now.step}", self._current_ranks(), config)
-            adapters = captured.once("adapters", lambda: is_adapter_run(now.model, model_sources(captured.found)))
+            found, attribute = model_sources(captured.found), config.attribute
+            adapters = captured.once("adapters", lambda: is_adapter_run(now.model, found, attribute))
             adapters = now.base.is_left_out(now.model, adapters, adapter_only, self._current_ranks())
             report = self.pending.save(
                 config,
@@ -104,6 +105,7 @@ class RunSaves:
                     now.model,
                     self.target_folder(path, now.step, has_state=True),
                     adapter_only=adapters,
+                    attribute=attribute,
                     tokenizer=self.tokenizer,
                     step=now.step,
                     metrics=metrics,
@@ -130,22 +132,22 @@ class RunSaves:
         now.history = replace(now.history, saves=append_save(history.saves, entry))
         return report
 
-    def target_folder(self, path: str | Path | None, step: int | None, *, has_state: bool) -> Path:
+    def target_folder(self, path: str | Path | Place | None, step: int | None, *, has_state: bool) -> Place:
         """The folder to save to. Raises ConfigError when none is known, TargetError for one that must stay."""
         if self.is_closed:
             raise CheckpointError("this saver is closed; make a new one to save again")
         if path is not None:
-            target = local_path(path)
+            target = open_place(path, **self.run.config.client_options)
         elif self.directory is None or step is None:
             raise ConfigError("save() without a path needs the saver's directory and a step; give it a path, or both")
         else:
             name = self.run.config.name_template.format(step=step, epoch=self.run.feeds.epochs_ended)
-            target = self.directory / name
+            target = Place(self.directory.folder, name)
         if self._current_ranks().leads:
             # A rehearsal runs one script several times in one folder, on purpose.
             is_run = path is None and has_state and not self.is_rehearsal
             refuse_replacing(target, has_state, self.run.own_ids if is_run else None)
-        return target.absolute()
+        return target.absolute
 
     def _warn_on_failure(self, action: Callable[[], T]) -> T | None:
         try:
@@ -156,12 +158,12 @@ class RunSaves:
             warnings.warn(f"step {self.run.step}: no checkpoint was made, training goes on: {error}", stacklevel=5)
             return None
 
-    def _make_pruner(self) -> Callable[[Path], None]:
+    def _make_pruner(self) -> Callable[[Place], None]:
         """What deletes old checkpoints once a new one is there."""
         directory = self.directory if self._current_ranks().leads else None
         return partial(prune_after_save, directory, self.run.config.keep, self.run.run_id, self._protected_paths())
 
-    def _protected_paths(self) -> tuple[Path, ...]:
+    def _protected_paths(self) -> tuple[Place, ...]:
         return () if self.run.resumed_from is None else (self.run.resumed_from,)
 
     def _current_ranks(self) -> Ranks:

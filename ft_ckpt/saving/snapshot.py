@@ -8,6 +8,7 @@ the next.
 import time
 from collections.abc import Callable, Iterable, Mapping
 from functools import wraps
+from operator import attrgetter
 from threading import Event
 from typing import Any, ParamSpec, TypeVar
 
@@ -17,6 +18,7 @@ from torch import Tensor
 P = ParamSpec("P")
 T = TypeVar("T")
 _ALIGNMENT = 64
+_DEVICE = attrgetter("device")
 Copies = Mapping[int, Tensor]  # by the keys of the live tensors
 
 
@@ -56,7 +58,8 @@ class Snapshot:
         """Copy `now`; `late` is copied by `finish_copies`, and watched optimizers do not step before that."""
         self._copied = _copy_by_device(self._now, now, {})
         self._left = late
-        self._ready = {device: _record_event(device) for device in {t.device for t in late.values() if t.is_cuda}}
+        devices = {*map(_DEVICE, late.values())}
+        self._ready = {device: _record_event(device) for device in devices if device.type == "cuda"}
         self._done.clear()
 
     def finish_copies(self) -> Copies:

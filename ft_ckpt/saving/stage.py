@@ -43,7 +43,9 @@ def prepare_stage(
     if not ranks.leads:
         return StagedSave(planned)
     contents = sorted(planned.companions.contents().items())
-    opened = staging.open_staging(request.target, saver_tuning(config).direct_bytes)
+    opened = staging.open_staging_at(
+        request.target, saver_tuning(config).direct_bytes, run_id=request.run_id, overwrite=config.overwrite
+    )
     try:
         offers = _find_offers(request, planned.plan.plans, ranks, config, opened, changed)
         files = [file for one in planned.plan.plans for file in one.files]
@@ -78,7 +80,7 @@ def _find_offers(
     opened: Staging,
     changed: frozenset[str],
 ) -> dict[str, Offer]:
-    if request.state_dict_given or config.nonfinite == "raise":  # which looks at all numbers
+    if request.state_dict_given or config.reuse_frozen == "off" or config.nonfinite == "raise":  # looks at all numbers
         return {}
     shares = [share for share in reuse_frozen.frozen_shares(plans, ranks.size) if share.file.path not in changed]
     return reuse_frozen.link_candidates(shares, opened, ranks, config.each_rank_writes != "on")

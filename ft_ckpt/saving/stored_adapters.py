@@ -1,6 +1,7 @@
 """Finds adapters in folders of PEFT's or in checkpoints of ours, and the base that they belong to."""
 
 import json
+import os
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass, replace
@@ -15,8 +16,7 @@ from ft_ckpt.errors import CorruptError, LoadError, SelectionError
 from ft_ckpt.files.folder import join_weight_files, weight_files
 from ft_ckpt.formats.layout import TensorRecord
 from ft_ckpt.formats.registry import checkpoint_format_of
-from ft_ckpt.model.merge_layers import MergeChoice
-from ft_ckpt.saving.merged_save import merge_choice
+from ft_ckpt.model.merge_layers import MergeChoice, merge_choice
 from ft_ckpt.storage.place import Place, open_place
 from ft_ckpt.storage.store import Store, read_text
 
@@ -72,7 +72,7 @@ def choose_merge(stored: StoredAdapters, weights: Sequence[float] | None) -> Mer
 def find_base(stored: StoredAdapters, given: Any) -> Place:
     """The folder of the base: `given`, the one beside the adapters, or the one they name. Raises LoadError for none."""
     if given is not None:
-        return open_place(given) if (found := _base_folder(str(given), None)) is None else found
+        return open_place(given) if (found := _base_folder(given, None)) is None else found
     if stored.has_base:
         return stored.base_place
     record = stored.records[0]
@@ -87,13 +87,13 @@ def find_base(stored: StoredAdapters, given: Any) -> Place:
     )
 
 
-def _base_folder(name: str, revision: str | None) -> Place | None:
+def _base_folder(name: str | os.PathLike[str] | Place, revision: str | None) -> Place | None:
     """A folder of this machine, or of the Hub's cache on it."""
     place = open_place(name)
     if place.is_folder:
         return place
     with suppress(LocalEntryNotFoundError, HFValidationError, HfHubHTTPError, ValueError):
-        return open_place(snapshot_download(name, revision=revision, local_files_only=True))
+        return open_place(snapshot_download(str(name), revision=revision, local_files_only=True))
     return None
 
 

@@ -6,14 +6,14 @@ alone. What is no run of bytes (converted names, slabs of tensor parallelism) co
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import groupby, pairwise
+from itertools import chain, groupby, pairwise
 
 from ft_ckpt.distributed.ranks import Ranks
 from ft_ckpt.distributed.sharding import Sharding
 from ft_ckpt.distributed.tensor_info import Tensors
 from ft_ckpt.formats.write_files import FilePlan
 from ft_ckpt.model.entries import Entry
-from ft_ckpt.saving.files import PartPlan, cast_regions, gathered_regions
+from ft_ckpt.saving.files import GatherWay, PartPlan, cast_regions, gathered_turns
 from ft_ckpt.storage.buffers import BLOCK_BYTES
 from ft_ckpt.storage.digests import Cut, FileRecord, cut_chunks, joined_digest
 from ft_ckpt.storage.store import SharedStore
@@ -62,6 +62,20 @@ def divide_files(plans: Sequence[PartPlan], world_size: int) -> list[Share]:
             ]
             found.append(Share(file, ordered, tuple(cuts), world_size))
     return found
+
+
+def assign_writers(files: Sequence[FilePlan], world_size: int) -> list[int]:
+    """The rank that writes each of the files, where one has to write all of it: the largest first, evenly by bytes.
+
+    Fewer files than ranks are spread over all, since neighbours are on one machine.
+    """
+    count = min(len(files), world_size)
+    loads, writers = [0] * count, [0] * len(files)
+    for number in sorted(range(len(files)), key=lambda number: -files[number].layout.size_bytes):
+        slot = loads.index(min(loads))
+        loads[slot] += files[number].layout.size_bytes
+        writers[number] = slot * world_size // count
+    return writers
 
 
 def is_worth_sharing(found: Sequence[Share]) -> bool:
@@ -144,7 +158,7 @@ def _own_regions(share: Share, tensors: Tensors, ranks: Ranks, bucket_bytes: int
     for is_gathered, group in groupby(places, key=lambda place: place[1] is None):
         if is_gathered:
             moving = [(entry, start) for entry, _, spec, start in group if spec.size_bytes]
-            for region in gathered_regions(moving, tensors, ranks, bucket_bytes):
+            for region in chain.from_iterable(gathered_turns(moving, GatherWay(tensors, ranks, bucket_bytes))):
                 yield from _header_regions(share.file, at, region.start)
                 yield region
                 at = region.start + region.size_bytes

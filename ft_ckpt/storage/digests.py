@@ -4,12 +4,10 @@ The parts of each rank, in file order, have one digest; how the file was cut is 
 and what no cut covers is rank 0's. So a file has as many digests as writers, and is checked in one pass.
 """
 
-import ctypes
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import xxhash
 
@@ -41,6 +39,9 @@ class FileRecord:
     cuts: tuple[Cut, ...] = ()  # in file order, where several ranks wrote it; what is between them is rank 0's
     ranks: int = 1  # that wrote it
     linked: bool = False  # to the file of an earlier checkpoint, whose tensors had not changed since
+    etag: str | None = (
+        None  # of the object in a bucket that was written; another one there is compared before it is used
+    )
 
 
 def digest_of(file: Path) -> str:
@@ -49,7 +50,7 @@ def digest_of(file: Path) -> str:
     Raises OSError, or CorruptError when a large file cannot be read to its end.
     """
     with closing(open_local_file(file)) as opened:
-        return whole_digest(_rank_digests(opened, (), 1)[0])
+        return _read_digest(opened)
 
 
 def record_of(path: str, content: bytes) -> FileRecord:
@@ -60,35 +61,49 @@ def record_of(path: str, content: bytes) -> FileRecord:
 def read_record(store: Store, path: str) -> FileRecord:
     """The record of an object, which is read for it. Raises as reading does."""
     with closing(store.open(path)) as opened:
-        return FileRecord(path, opened.size_bytes, whole_digest(_rank_digests(opened, (), 1)[0]))
+        return FileRecord(path, opened.size_bytes, _read_digest(opened))
 
 
 def digest_of_open(file: Readable, record: FileRecord) -> str:
     """The digest of an open object, taken the way the one in `record` was. Raises CorruptError as reading does."""
-    if record.ranks == 1:
-        return whole_digest(_rank_digests(file, (), 1)[0])
-    return joined_digest(_rank_digests(file, record.cuts, record.ranks))
+    return _read_digest(file, record.cuts, record.ranks)
 
 
-def _rank_digests(file: Readable, cuts: Sequence[Cut], ranks: int) -> list[str]:
-    """The digest of each rank's parts of the file, hexadecimal."""
-    states = [xxhash.xxh3_128() for _ in range(ranks)]
-    found = rank_parts(cuts, file.size_bytes)
+class RunningDigest:
+    """The digest of a file whose bytes come in their order, taken the way the one in its record is."""
+
+    def __init__(self, size_bytes: int, cuts: Sequence[Cut] = (), ranks: int = 1) -> None:
+        self.states = [xxhash.xxh3_128() for _ in range(ranks)]
+        self.parts = rank_parts(cuts, size_bytes)
+        self.at, self.stop, self.owner = 0, 0, 0  # the next byte, and the end and the rank of the part that it is in
+
+    def update(self, content: memoryview) -> None:
+        """Take the next bytes of the file."""
+        done = 0
+        while done < len(content):
+            while self.at == self.stop:
+                _, self.stop, self.owner = next(self.parts)
+            count = min(len(content) - done, self.stop - self.at)
+            self.states[self.owner].update(content[done : done + count])
+            done, self.at = done + count, self.at + count
+
+    def text(self) -> str:
+        """The digest as a FileRecord has it."""
+        found = [state.hexdigest() for state in self.states]
+        return whole_digest(found[0]) if len(found) == 1 else joined_digest(found)
+
+
+def _read_digest(file: Readable, cuts: Sequence[Cut] = (), ranks: int = 1) -> str:
+    """The digest of an open object, which is read for it."""
+    running = RunningDigest(file.size_bytes, cuts, ranks)
     if file.size_bytes < _AHEAD_BYTES:
-        content = read_range(file, 0, file.size_bytes)
-        for start, stop, owner in found:
-            states[owner].update(content[start:stop])
-    else:
-        _read_ahead(file, found, states)
-    return [state.hexdigest() for state in states]
-
-
-def _read_ahead(file: Readable, found: Iterable[tuple[int, int, int]], states: Sequence[Any]) -> None:
+        running.update(memoryview(read_range(file, 0, file.size_bytes)))
+        return running.text()
     from ft_ckpt.storage.read_ahead import ByteRun, read_ahead  # here, so that listing does not pay for it
 
-    runs = (ByteRun(str(owner), file, start, stop - start) for start, stop, owner in found)
-    for part in read_ahead(runs):
-        states[int(part.run.name)].update((ctypes.c_char * part.size_bytes).from_address(part.address))
+    for part in read_ahead([ByteRun("", file, 0, file.size_bytes)]):
+        running.update(part.content)
+    return running.text()
 
 
 def digest_of_bytes(content: bytes) -> str:

@@ -2,19 +2,48 @@
 
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import closing
-from dataclasses import dataclass, replace
-from typing import NoReturn
+from dataclasses import dataclass, field, replace
+from typing import Any, NoReturn, cast
 
 from ft_ckpt.errors import CorruptError, MissingError, TargetError
+from ft_ckpt.storage.local_store import LocalStore
 from ft_ckpt.storage.store import Folder, FolderListing, Readable, Store, Stored, checked_name
+
+
+@dataclass
+class Asked:
+    """How often ranges of objects were asked for; about, where several threads do."""
+
+    count: int = 0
+
+
+@dataclass(frozen=True)
+class _CountedObject:
+    """An open object whose reads are counted."""
+
+    inner: Readable
+    asked: Asked
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.inner, name)
+
+    def read_into(self, memory: memoryview, start: int = 0) -> None:
+        """Read one range, see `Readable.read_into`."""
+        self.asked.count += 1
+        self.inner.read_into(memory, start)
 
 
 @dataclass(frozen=True)
 class ListedStore:
-    """The objects of `inner` that are `listed`, by name, in the versions listed; nothing can be written."""
+    """The objects of `inner` that are `listed`, by name, in the versions listed; nothing can be written.
+
+    What is far away is opened once, however often it is asked for: nothing is held that a reader's `close` releases.
+    """
 
     inner: Store
     listed: Mapping[str, Stored]
+    opened: dict[str, Readable] = field(default_factory=dict, compare=False, repr=False)  # by what people call them
+    asked: Asked = field(default_factory=Asked, compare=False)
 
     @property
     def url(self) -> str:
@@ -34,7 +63,8 @@ class ListedStore:
         """The listed objects below `folder`."""
         begin = f"{folder}/"
         below = {name.removeprefix(begin): each for name, each in self.listed.items() if name.startswith(begin)}
-        return ListedStore(self.inner.within(folder), {name: replace(each, name=name) for name, each in below.items()})
+        named = {name: replace(each, name=name) for name, each in below.items()}
+        return ListedStore(self.inner.within(folder), named, self.opened, self.asked)
 
     def where(self, name: str) -> str:
         """An object as people write it."""
@@ -53,11 +83,17 @@ class ListedStore:
         known = self.stat(name)
         if known is None:
             raise MissingError(f"{self.where(name)}: no such object")
+        if (held := self.opened.get(self.where(name))) is not None:
+            return held
         file = self.inner.open(name)
         if file.version != known.version:
             file.close()
             raise CorruptError(f"{self.where(name)}: written over while it was read; read it again")
-        return file
+        if file.can_map:
+            return file
+        counted = cast("Readable", _CountedObject(file, self.asked))
+        self.opened[self.where(name)] = counted
+        return counted
 
     def list(self, prefix: str = "") -> list[Stored]:
         """All objects in the folder `prefix` and below it."""
@@ -104,3 +140,8 @@ class ListedStore:
 
     def _refuse(self, name: str) -> NoReturn:
         raise TargetError(f"{self.where(name)}: cannot be written, the store is open for reading; open it anew")
+
+
+def hold_listed(store: Store) -> Store:
+    """`store` as it is listed now, so that no more is asked of it than bytes; a local one itself."""
+    return store if isinstance(store, LocalStore) else ListedStore(store, {each.name: each for each in store.list()})

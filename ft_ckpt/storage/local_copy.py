@@ -1,6 +1,5 @@
 """Copies between stores, and objects as files of this machine for libraries that take nothing but a path."""
 
-import ctypes
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, contextmanager
@@ -10,22 +9,34 @@ from ft_ckpt.storage.local_file import LocalFile
 from ft_ckpt.storage.local_store import LocalStore, temporary_store
 from ft_ckpt.storage.place import Place
 from ft_ckpt.storage.read_ahead import ByteRun, read_ahead
-from ft_ckpt.storage.store import Readable, Store, read_range
+from ft_ckpt.storage.store import Readable, Store, Stored, read_range
 
-_SMALL_BYTES = 8 << 20  # objects up to it are written in one call
+SMALL_COPY_BYTES = 8 << 20  # objects up to it are written in one call
 
 
-def copy_object(file: Readable, store: Store, name: str) -> None:
-    """Write all of an open object into `store`, durably, under `name`. Raises what reading and writing do."""
-    if file.size_bytes <= _SMALL_BYTES:
-        store.write(name, read_range(file, 0, file.size_bytes))
-        return
+def _pass_over(_content: memoryview) -> None:
+    pass
+
+
+def copy_object(
+    file: Readable, store: Store, name: str, watch: Callable[[memoryview], None] = _pass_over
+) -> Stored | None:
+    """Write all of an open object into `store`, durably, under `name`; what is there then, unless it is small.
+
+    Raises what reading and writing do. `watch` sees all bytes in their order, before they are written.
+    """
+    if file.size_bytes <= SMALL_COPY_BYTES:
+        content = read_range(file, 0, file.size_bytes)
+        watch(memoryview(content))
+        store.write(name, content)
+        return None
     writing, at = store.create(name, file.size_bytes), 0
     try:
         for part in read_ahead([ByteRun(name, file, 0, file.size_bytes)]):
-            writing.write(at, memoryview((ctypes.c_char * part.size_bytes).from_address(part.address)).cast("B"))
+            watch(part.content)
+            writing.write(at, part.content)
             at += part.size_bytes
-        writing.finish()
+        return writing.finish()
     except BaseException:
         writing.abandon()
         raise

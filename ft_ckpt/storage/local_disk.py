@@ -37,7 +37,7 @@ def local_path(place: str | os.PathLike[str]) -> Path:
     """
     scheme = _URL.match(os.fspath(place))
     if scheme is not None:
-        advice = "leave out the scheme" if scheme[1] == "file" else "give a local folder, and copy what is committed"
+        advice = "leave out the scheme" if scheme[1] == "file" else "give a local folder here"
         raise ConfigError(f"{os.fspath(place)}: {scheme[1]}:// is no place on this machine's disks; {advice}")
     return Path(place)
 

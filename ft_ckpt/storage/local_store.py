@@ -21,6 +21,7 @@ from ft_ckpt.storage import local_disk
 from ft_ckpt.storage.buffers import BLOCK_BYTES
 from ft_ckpt.storage.direct_io import LocalWriting, allocate_file, create_file
 from ft_ckpt.storage.local_file import LocalFile, open_local_file
+from ft_ckpt.storage.paths import is_name
 from ft_ckpt.storage.placing import PREFIX, write_bytes
 from ft_ckpt.storage.store import Folder, FolderListing, Store, Stored, checked_name
 
@@ -62,8 +63,10 @@ class LocalStore:
         return str(self.folder / name)
 
     def path(self, name: str) -> Path:
-        """The path of an object. Raises ConfigError for a name that leads out of the store."""
-        return self.folder / checked_name(name)
+        """The path of an object, which may have any name that a file can have. Raises ConfigError for one that leads
+        out of the store.
+        """
+        return self.folder / checked_name(name, is_name)
 
     def read(self, name: str, start: int = 0, stop: int | None = None) -> bytes:
         """Bytes [start, stop) of a file, see `Store.read`."""

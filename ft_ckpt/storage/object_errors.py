@@ -1,8 +1,10 @@
 """Turns the errors of the client for object stores into ours. `where` is the object's URL, which begins messages."""
 
 import errno
-from collections.abc import Iterator
+import re
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import TypeVar
 
 from obstore import exceptions
 
@@ -14,12 +16,14 @@ from ft_ckpt.errors import (
     NameTakenError,
     TargetError,
     UnreadableError,
-    shown,
 )
 
 ABSENT = (FileNotFoundError, exceptions.NotFoundError)
-_TAKEN = (FileExistsError, exceptions.AlreadyExistsError)
+TAKEN = (FileExistsError, exceptions.AlreadyExistsError)
 _CLIENT = (exceptions.BaseError, OSError, ValueError)
+_NO_BUCKET = ("NoSuchBucket", "ContainerNotFound")  # as the stores say it
+_CUT_OFF = ("response body error", "invalid list response", "invalid DeleteObjects response")  # as the client says it
+_T = TypeVar("_T")
 
 
 @contextmanager
@@ -30,24 +34,25 @@ def reading_object(where: str) -> Iterator[None]:
     except CheckpointError:
         raise
     except ABSENT as error:
+        refuse_missing_bucket(where, error)
         raise missing_object(where) from error
     except exceptions.PreconditionError as error:
         raise changed_object(where) from error
     except _CLIENT as error:
+        refuse_missing_bucket(where, error)
         _refuse_bad_name(where, error)
         raise UnreadableError(f"{where}: cannot be read ({client_reason(error)}); try again") from error
 
 
 @contextmanager
 def writing_object(where: str) -> Iterator[None]:
-    """Errors of the block come out as NameTakenError, ConfigError or TargetError."""
+    """Errors of the block come out as ConfigError or TargetError."""
     try:
         yield
     except CheckpointError:
         raise
-    except _TAKEN as error:
-        raise NameTakenError(f"{where}: is there already; nothing was written") from error
     except _CLIENT as error:
+        refuse_missing_bucket(where, error)
         _refuse_bad_name(where, error)
         reason = client_reason(error)
         raise TargetError(f"{where}: cannot be written ({reason}); mend that or choose another place") from error
@@ -65,9 +70,37 @@ def changed_object(where: str) -> CorruptError:
     return CorruptError(f"{where}: written over while it was read; read it again")
 
 
+def taken_name(where: str) -> NameTakenError:
+    """The error for an object that was to be made new."""
+    return NameTakenError(f"{where}: is there already; nothing was written")
+
+
 def client_reason(error: BaseException) -> str:
-    """The first line of what the client says: the rest is a dump of its insides."""
-    return shown(error).split("\n", 1)[0][:300]
+    """What the client says: status, code and message of the store, or its own first line; the rest is its insides."""
+    text = str(error)
+    status, code = re.search(r"status code: (\d+ [A-Za-z ]+)", text), re.search(r"<Code>(.*?)</Code>", text)
+    if status is None:
+        first = re.sub(r".* - (?=HTTP error|Received)", "", text.split("\n", 1)[0])
+        return f"{type(error).__name__}: {first[:300]}"
+    message = re.search(r"<Message>(.*?)</Message>", text)
+    said = ", ".join(found[1].strip() for found in (status, code) if found is not None)
+    return f"{said}: {message[1][:300]}" if message is not None else said
+
+
+def until_whole(ask: Callable[[], _T], tries: int = 3) -> _T:
+    """What `ask` gives; it is asked again where an answer was cut off, which the client does not do by itself."""
+    try:
+        return ask()
+    except exceptions.BaseError as error:
+        if tries == 1 or not any(said in str(error) for said in _CUT_OFF):
+            raise
+    return until_whole(ask, tries - 1)
+
+
+def refuse_missing_bucket(where: str, error: BaseException) -> None:
+    """Raise ConfigError where it is the bucket that is not there: the client says the same of an object."""
+    if any(code in str(error) for code in _NO_BUCKET):
+        raise ConfigError(f"{where}: there is no such bucket; make it, or mend its name") from error
 
 
 def _refuse_bad_name(where: str, error: BaseException) -> None:

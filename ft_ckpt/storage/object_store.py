@@ -4,30 +4,31 @@ An object appears when its last byte is there: in one request, or as a multipart
 Readers ask for the version that they opened, so that an object which is written over becomes an error.
 """
 
-import threading
-from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any, NoReturn
+from typing import Any
 
 import obstore
 from obstore import exceptions
-from obstore.store import from_url
 
-from ft_ckpt.errors import ConfigError, CorruptError, IncompleteError, MissingError
+from ft_ckpt.errors import CorruptError, MissingError, TargetError, UnreadableError
+from ft_ckpt.storage.object_client import make_client
 from ft_ckpt.storage.object_errors import (
     ABSENT,
+    TAKEN,
     changed_object,
-    client_reason,
     missing_object,
     reading_object,
+    refuse_missing_bucket,
+    taken_name,
+    until_whole,
     writing_object,
 )
+from ft_ckpt.storage.object_upload import RemoteWriting
 from ft_ckpt.storage.store import Folder, FolderListing, Store, Stored, checked_name
 
-_PART_BYTES, _MOST_PARTS = 16 << 20, 10_000  # of an upload; S3 takes no more parts than that
-_STREAMS = 4  # parts of one upload that are under way at once
+_FIRST_BYTES = 256 << 10  # that come with the opening of an object: a request takes as long as a megabyte
 _MADE_UP = "~"  # begins the version of an object that the store gives none
 
 
@@ -35,17 +36,18 @@ _MADE_UP = "~"  # begins the version of an object that the store gives none
 class ObjectStore:
     """The objects of `client` below `prefix` ("" or a path with a slash at its end); `url` names it to people."""
 
-    client: Any
+    client: Any = field(repr=False)  # some panic when they are shown
     url: str
     prefix: str = ""
 
     @classmethod
     def from_url(cls, url: str, **options: Any) -> "ObjectStore":
-        """The store at `url`; `options` are those of `obstore.store.from_url`. Raises ConfigError."""
-        try:
-            return cls(from_url(url, **options), url.removesuffix("/"))
-        except (exceptions.BaseError, ValueError, TypeError) as error:
-            raise ConfigError(f"{url}: no object store that can be used ({client_reason(error)})") from error
+        """The store of the bucket `url`; `options` are those of `obstore.store.from_url`. Raises ConfigError.
+
+        memory://NAME is a store in the memory of this process.
+        """
+        url = url.rstrip("/") if url.partition("://")[2].strip("/") else url
+        return cls(make_client(url, **options), url.rstrip("/") if url.startswith("memory://") else url)
 
     @property
     def identity(self) -> str:
@@ -79,11 +81,19 @@ class ObjectStore:
         return bytes(memory)
 
     def open(self, name: str) -> "RemoteObject":
-        """Look the object up; its bytes are read when they are asked for."""
-        found = self.stat(name)
-        if found is None:
-            raise missing_object(self.where(name))
-        return RemoteObject(self, name, found.size_bytes, found.version)
+        """Open an object by its first bytes, so that all of a small one comes with one request."""
+        try:
+            with reading_object(self.where(name)):
+                facts, first = until_whole(lambda: self._first_bytes(name))
+        except UnreadableError as error:
+            found = self.stat(name) if "range" in str(error).lower() else None
+            if found is None or found.size_bytes:
+                raise
+            return RemoteObject(self, name, 0, found.version)  # in no bytes there is no range
+        found = self._stored(facts)
+        if len(first) != min(_FIRST_BYTES, found.size_bytes):
+            raise CorruptError(f"{self.where(name)}: {len(first)} of its first bytes came; read it again")
+        return RemoteObject(self, name, found.size_bytes, found.version, first)
 
     def write(self, name: str, data: bytes, *, create_only: bool = False) -> None:
         """Write a small object in one request, see `Store.write`.
@@ -91,9 +101,11 @@ class ObjectStore:
         With `create_only`, an answer that was lost may come as NameTakenError, though it is our bytes that are there:
         who has to know reads them back.
         """
+        if create_only:
+            self._create(name, data)
+            return
         with writing_object(self.where(name)):
-            mode: Any = "create" if create_only else "overwrite"
-            obstore.put(self.client, self.key(name), data, mode=mode, use_multipart=False)
+            obstore.put(self.client, self.key(name), data, use_multipart=False)
 
     def create(self, name: str, size_bytes: int) -> "RemoteWriting":
         """A multipart upload, in the background. Bytes ahead of a gap are held in memory until it is filled."""
@@ -103,13 +115,13 @@ class ObjectStore:
     def list(self, prefix: str = "") -> list[Stored]:
         """All objects below `prefix`, see `Store.list`."""
         with reading_object(self.where(prefix)):
-            pages = obstore.list(self.client, self._folder_key(prefix))
-            return sorted((self._stored(each) for page in pages for each in page), key=lambda each: each.name)
+            found = until_whole(lambda: [*obstore.list(self.client, self._folder_key(prefix))])
+        return sorted((self._stored(each) for page in found for each in page), key=lambda each: each.name)
 
     def list_folder(self, prefix: str = "") -> FolderListing:
         """The folders and objects directly in `prefix`, by one listing with a delimiter."""
         with reading_object(self.where(prefix)):
-            found = obstore.list_with_delimiter(self.client, self._folder_key(prefix))
+            found = until_whole(lambda: obstore.list_with_delimiter(self.client, self._folder_key(prefix)))
         names = sorted(str(each).rstrip("/").rsplit("/", 1)[-1] for each in found["common_prefixes"])
         folders = tuple(Folder(name, self.where(f"{prefix}/{name}" if prefix else name)) for name in names)
         objects = tuple(sorted((self._stored(each) for each in found["objects"]), key=lambda each: each.name))
@@ -142,8 +154,9 @@ class ObjectStore:
         doomed = [self.key(name) for name in names]
         with writing_object(self.url):
             try:
-                obstore.delete(self.client, doomed)
-            except ABSENT:  # some stores say so, and stop there
+                until_whole(lambda: obstore.delete(self.client, doomed))
+            except ABSENT as error:  # some stores say so, and stop there
+                refuse_missing_bucket(self.url, error)
                 for name in doomed:
                     with suppress(*ABSENT):
                         obstore.delete(self.client, name)
@@ -156,13 +169,32 @@ class ObjectStore:
         """The URL of an object."""
         return f"{self.url}/{name}" if name else self.url
 
+    def _first_bytes(self, name: str) -> tuple[Any, bytes]:
+        asked: Any = {"range": (0, _FIRST_BYTES)}
+        answer = obstore.get(self.client, self.key(name), options=asked)
+        return answer.meta, bytes(answer.bytes())
+
+    def _create(self, name: str, data: bytes, tries: int = 3) -> None:
+        try:
+            with writing_object(self.where(name)):
+                obstore.put(self.client, self.key(name), data, mode="create", use_multipart=False)
+        except TargetError as error:
+            if not isinstance(error.__cause__, TAKEN):
+                raise
+            if self.stat(name) is not None:
+                raise taken_name(self.where(name)) from error
+            if tries == 1:
+                raise
+            self._create(name, data, tries - 1)  # another one stopped it, which came to nothing
+
     def _folder_key(self, folder: str) -> str | None:
         return self.key(folder) if folder else self.prefix or None
 
     def _stored(self, found: Any) -> Stored:
-        modified = found["last_modified"].timestamp()
-        version = found.get("e_tag") or f"{_MADE_UP}{modified}-{found['size']}"
-        return Stored(found["path"].removeprefix(self.prefix), found["size"], modified, version)
+        modified = float(int(found["last_modified"].timestamp()))  # a head gives no more, a listing may
+        etag = _quoted(found.get("e_tag"))
+        version = etag or f"{_MADE_UP}{modified}-{found['size']}"
+        return Stored(found["path"].removeprefix(self.prefix), found["size"], modified, version, etag)
 
 
 @dataclass
@@ -173,6 +205,7 @@ class RemoteObject:
     name: str
     size_bytes: int
     version: str
+    first: bytes = field(default=b"", repr=False)  # what came when it was opened
     can_map = False
 
     @property
@@ -185,20 +218,25 @@ class RemoteObject:
         stop = start + len(memory)
         if stop > self.size_bytes:
             raise CorruptError(
-                f"{self.store.where(self.name)}: ends at byte {self.size_bytes}, bytes up to {stop} asked for; "
-                "it was cut short"
+                f"{self.where}: ends at byte {self.size_bytes}, bytes up to {stop} asked for; it was cut short"
             )
+        here = self.first[start:stop]
+        memory[: len(here)] = here
+        memory, start = memory[len(here) :], start + len(here)
         if not len(memory):
             return
         options: Any = {"range": (start, stop)}
-        if not self.version.startswith(_MADE_UP):
+        has_version = not self.version.startswith(_MADE_UP)
+        if has_version:
             options["if_match"] = self.version
-        with reading_object(self.store.where(self.name)):
-            found = obstore.get(self.store.client, self.store.key(self.name), options=options).bytes()
+        with reading_object(self.where):
+            answer = obstore.get(self.store.client, self.store.key(self.name), options=options)
+            found = answer.bytes()
+        if has_version and answer.meta["e_tag"] != self.version:  # some stores pass over conditions
+            raise changed_object(self.where)
         if len(found) != len(memory):
             raise CorruptError(
-                f"{self.store.where(self.name)}: {len(found)} bytes came from byte {start} on, expected {len(memory)}; "
-                "read it again"
+                f"{self.where}: {len(found)} bytes came from byte {start} on, expected {len(memory)}; read it again"
             )
         memory[:] = memoryview(found).cast("B")
 
@@ -210,114 +248,12 @@ class RemoteObject:
         """Ask for the object's version again, see `Readable.check`."""
         found = self.store.stat(self.name)
         if found is None or found.version != self.version:
-            raise changed_object(self.store.where(self.name))
+            raise changed_object(self.where)
 
     def close(self) -> None:
         """Nothing is held."""
 
 
-@dataclass
-class RemoteWriting:
-    """An upload under way: a thread takes the bytes in their order and sends them."""
-
-    store: ObjectStore
-    name: str
-    size_bytes: int
-    _ahead: dict[int, bytes] = field(default_factory=dict)  # beyond a gap
-    _ready: deque[bytes] = field(default_factory=deque)
-    _arrived: int = 0  # bytes without a gap
-    _waiting: int = 0  # of them those that are not yet sent
-    _over: bool = False
-    _dropped: bool = False
-    _error: BaseException | None = None
-    _change: threading.Condition = field(default_factory=threading.Condition)
-    _thread: threading.Thread | None = None
-
-    def __post_init__(self) -> None:
-        self.part_bytes = max(_PART_BYTES, -(-self.size_bytes // _MOST_PARTS))
-        self._thread = threading.Thread(target=self._upload, name="ft_ckpt-upload", daemon=True)
-        self._thread.start()
-
-    def write(self, offset: int, memory: memoryview) -> None:
-        """Hand bytes over, see `Writable.write`; waits while two parts are waiting to be sent."""
-        if offset + len(memory) > self.size_bytes:
-            raise IncompleteError(f"{self.name}: bytes up to {offset + len(memory)}, expected {self.size_bytes}")
-        with self._change:
-            if not len(memory):
-                return
-            self._ahead[offset] = bytes(memory)
-            while (piece := self._ahead.pop(self._arrived, None)) is not None:
-                self._ready.append(piece)
-                self._arrived, self._waiting = self._arrived + len(piece), self._waiting + len(piece)
-            self._change.notify_all()
-            self._change.wait_for(lambda: self._waiting < 2 * self.part_bytes or self._error is not None)
-            self._raise_failure()
-
-    def finish(self) -> Stored:
-        """Complete the upload, see `Writable.finish`."""
-        if self._arrived != self.size_bytes:
-            missing = f"{self.name}: {self._arrived} of {self.size_bytes} bytes arrived; nothing is kept"
-            self.abandon()
-            raise IncompleteError(missing)
-        self._end()
-        self._raise_failure()
-        found = self.store.stat(self.name)
-        if found is None or found.size_bytes != self.size_bytes:
-            raise CorruptError(f"{self.store.where(self.name)}: not whole after its upload; save again")
-        return found
-
-    def abandon(self) -> None:
-        """Abort the upload, see `Writable.abandon`."""
-        self._dropped = True
-        self._end()
-
-    def _end(self) -> None:
-        with self._change:
-            self._over = True
-            self._change.notify_all()
-        if self._thread is not None:
-            self._thread.join()
-
-    def _raise_failure(self) -> None:
-        if self._error is not None:
-            with writing_object(self.store.where(self.name)):
-                raise self._error
-
-    def _upload(self) -> None:
-        try:
-            if not self.size_bytes and self._next_piece() is None:  # no stream of no bytes
-                obstore.put(self.store.client, self.store.key(self.name), b"", use_multipart=False)
-                return
-            obstore.put(
-                self.store.client,
-                self.store.key(self.name),
-                self._pieces(),
-                use_multipart=True,
-                chunk_size=self.part_bytes,
-                max_concurrency=_STREAMS,
-            )
-        except BaseException as error:  # noqa: BLE001 - raised by the next write, or by finish
-            with self._change:
-                self._error = None if self._dropped else error
-                self._change.notify_all()
-
-    def _pieces(self) -> Iterator[bytes]:
-        while (piece := self._next_piece()) is not None:
-            yield piece
-
-    def _next_piece(self) -> bytes | None:
-        with self._change:
-            self._change.wait_for(lambda: self._ready or self._over)
-            if self._dropped:
-                _abort()
-            if not self._ready:
-                return None
-            piece = self._ready.popleft()
-            self._waiting -= len(piece)
-            self._change.notify_all()
-            return piece
-
-
-def _abort() -> NoReturn:
-    """End the iterator of an upload by an error: the client then takes back what it has sent."""
-    raise InterruptedError("the upload is dropped")
+def _quoted(etag: str | None) -> str | None:
+    """The tag of a version as all answers but Azure's listings have it."""
+    return f'"{etag}"' if etag is not None and etag.startswith("0x") else etag

@@ -1,13 +1,16 @@
-"""One object or folder of a store: what the paths lead to that people give."""
+"""One object or folder of a store: what the paths and URLs lead to that people give."""
 
 import os
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
 
 from ft_ckpt.errors import CorruptError, LoadError, MissingError, UnreadableError
 from ft_ckpt.storage.local_disk import local_path
 from ft_ckpt.storage.local_store import LocalStore
-from ft_ckpt.storage.paths import is_inside
+from ft_ckpt.storage.open_store import is_url, open_store
+from ft_ckpt.storage.paths import is_name
 from ft_ckpt.storage.store import Readable, Store
 
 
@@ -20,6 +23,23 @@ class Place:
 
     def __str__(self) -> str:
         return self.store.where(self.name)
+
+    @property
+    def location(self) -> Path | str:
+        """It as people are given it: a path on this machine, or a URL."""
+        return Path(str(self)) if isinstance(self.store, LocalStore) else str(self)
+
+    @property
+    def absolute(self) -> "Place":
+        """The same, wherever this process goes from its working directory."""
+        if not isinstance(self.store, LocalStore):
+            return self
+        return Place(replace(self.store, folder=self.store.folder.absolute()), self.name)
+
+    @property
+    def beside(self) -> Store:
+        """The folder that it lies in; itself at the top of a bucket."""
+        return self.folder.parent or self.folder
 
     @property
     def last_step(self) -> str:
@@ -66,14 +86,28 @@ class Place:
             here, name = above, f"{_last_step(here)}/{name}".rstrip("/")
 
 
-def open_place(place: "str | os.PathLike[str] | Place") -> Place:
-    """What a path leads to; a `Place` is one already. Raises ConfigError for a URL."""
+def open_place(place: "str | os.PathLike[str] | Place", **options: Any) -> Place:
+    """What a path or a URL (s3://, gs://, az://, memory://) leads to; every function that takes these takes it as well.
+
+    `options` go to the client of an object store, as `obstore.store.from_url` takes them (endpoint, region, keys,
+    "client_options", "retry_config"); what they do not say is taken from the variables AWS_*, GOOGLE_* and AZURE_*. A
+    `Place` is one already. Nothing is asked of the store yet. Raises ConfigError for a URL that leads to no store, and
+    where the package for object stores is missing.
+    """
     if isinstance(place, Place):
         return place
+    if is_url(place):
+        store = open_store(place, **options)
+        return Place(store) if store.parent is None else Place(store.parent, _last_step(store))
     path = local_path(place)
-    if not is_inside(path.name):  # the root, "." or ".."
+    if not is_name(path.name):  # the root, "." or ".."
         return Place(LocalStore(path))
     return Place(LocalStore(path.parent), path.name)
+
+
+def location_name(location: Path | str) -> str:
+    """The last step of what `Place.location` is: what a file or folder is called."""
+    return location.name if isinstance(location, Path) else location.rpartition("/")[2]
 
 
 def _last_step(store: Store) -> str:

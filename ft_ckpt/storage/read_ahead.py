@@ -13,6 +13,7 @@ from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 
 from ft_ckpt.errors import CorruptError
@@ -25,6 +26,7 @@ _GAP_BYTES = 64 << 10  # what is read between two ranges rather than asking twic
 _WHOLE_STEP_BYTES = 32 << 20  # each time, a thread waits for its turn, for 5 ms where Python code is running
 _LEAST_WHOLE_BYTES = 16 << 20  # smaller files are mapped, wherever they are
 _SAMPLES, _SAMPLE_BYTES = 64, 256 << 10  # places of a file asked for in the page cache: all of 2.5 GB takes 20 ms
+_FAR_READS = 6  # at once, of a file that is far away: most of each is waiting
 _CACHESTAT = 451  # linux 6.5; the same number on every architecture
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -48,6 +50,11 @@ class ReadPart:
     size_bytes: int
     block: mmap.mmap
 
+    @property
+    def content(self) -> memoryview:
+        """The bytes, in memory that may be written."""
+        return memoryview((ctypes.c_char * self.size_bytes).from_address(self.address)).cast("B")
+
 
 @dataclass(eq=False)
 class _BlockRead:
@@ -69,11 +76,16 @@ def read_ahead(
 ) -> Iterator[ReadPart]:
     """Yield the bytes of all `runs`, in order; while one part is in use, `threads` threads read the following ones.
 
-    At most `threads` + 2 blocks of `block_bytes` (a multiple of ALIGNMENT) are held. `direct`: "auto" reads past the
-    page cache what is not in it, "on" whatever is in it, "off" nothing; where the file system refuses, the page cache
-    serves. Raises CorruptError when a file is too short, cannot be read, or has changed since it was opened.
+    For runs that begin with a file far away there are at least six. At most `threads` + 2 blocks of `block_bytes` (a
+    multiple of ALIGNMENT) are held. `direct`: "auto" reads past the page cache what is not in it, "on" whatever is in
+    it, "off" nothing; where the file system refuses, the page cache serves. Raises CorruptError when a file is too
+    short, cannot be read, or has changed since it was opened.
     """
     jobs, coming = _block_reads(runs, block_bytes), deque[tuple[_BlockRead, mmap.mmap, Future[None]]]()
+    first = next(jobs, None)
+    if first is None:
+        return
+    jobs, threads = chain([first], jobs), _reads_at_once(first.file, threads)
     free = [new_block(block_bytes) for _ in range(threads + 2)]
     doors: dict[int, int | None] = {}
     with ExitStack() as stack, ThreadPoolExecutor(threads, "ft_ckpt-read") as pool:
@@ -103,7 +115,7 @@ def read_into(
     """
     with ExitStack() as stack:
         door = None if direct == "off" else _open_direct(file, stack)
-        pool = stack.enter_context(ThreadPoolExecutor(threads, "ft_ckpt-read"))
+        pool = stack.enter_context(ThreadPoolExecutor(_reads_at_once(file, threads), "ft_ckpt-read"))
         reads = []
         for start in range(0, size_bytes, step):
             job = _BlockRead(file, start, min(start + step, size_bytes))
@@ -112,6 +124,10 @@ def read_into(
         stack.callback(lambda: [read.cancel() for read in reads])  # the first error is enough
         for read in reads:
             read.result()
+
+
+def _reads_at_once(file: Readable, threads: int) -> int:
+    return threads if file.can_map else max(threads, _FAR_READS)
 
 
 def is_cached(descriptor: int, start: int, size_bytes: int) -> bool:

@@ -35,16 +35,37 @@ def files_below(folder: Path) -> dict[str, bytes]:
 @contextmanager
 def edited_object(store: Store, name: str) -> Iterator[Path]:
     """The path of an object that the block changes: its own in a local folder, else that of a copy that is put back."""
+    with made_object(store, name) as file:
+        if not isinstance(store, LocalStore):
+            with closing(store.open(name)) as opened:
+                copy_object(opened, LocalStore(file.parent), file.name)
+        yield file
+
+
+@contextmanager
+def made_object(store: Store, name: str) -> Iterator[Path]:
+    """The path of a file that the block makes: its own in a local folder, else of one that becomes the object."""
     if isinstance(store, LocalStore):
         yield store.path(name)
         return
     with temporary_store() as room:
         file = PurePath(name).name
-        with closing(store.open(name)) as opened:
-            copy_object(opened, room, file)
         yield room.path(file)
         with closing(room.open(file)) as opened:
             copy_object(opened, store, name)
+
+
+@contextmanager
+def made_folder(store: Store) -> Iterator[Path]:
+    """The path of a folder that the block fills: the store's own, else one whose files become objects of the store."""
+    if isinstance(store, LocalStore):
+        yield store.folder
+        return
+    with temporary_store() as room:
+        yield room.folder
+        for each in room.list():
+            with closing(room.open(each.name)) as opened:
+                copy_object(opened, store, each.name)
 
 
 def _scratch_folder() -> str:

@@ -5,7 +5,7 @@ names have slashes. All errors are ours: ConfigError for a name that the store c
 or UnreadableError while reading, TargetError, NoSpaceError or NameTakenError while writing.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import closing
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
@@ -27,6 +27,7 @@ class Stored:
     size_bytes: int
     modified: float  # unix seconds, by the clock of the store
     version: str  # another one whenever the bytes are replaced
+    etag: str | None = None  # the version, if it is one that the store itself gives and keeps
 
 
 @dataclass(frozen=True)
@@ -184,11 +185,17 @@ class SharedStore(Store, Protocol):
         ...
 
 
-def checked_name(name: str) -> str:
+def checked_name(name: str, may_be: Callable[[str], bool] = is_inside) -> str:
     """`name`, if a store may have it. Raises ConfigError when it is absolute, empty or leads out of the store."""
-    if not is_inside(name):
+    if not may_be(name):
         raise ConfigError(f"{name!r}: no name of an object; expected a relative path with forward slashes, no '..'")
     return name
+
+
+def etag_of(store: Store, name: str) -> str | None:
+    """The version that the store itself gives an object; None where it gives none, or there is no object."""
+    found = store.stat(name)
+    return None if found is None else found.etag
 
 
 def read_text(store: Store, name: str, limit_bytes: int = MOST_TEXT_BYTES, errors: str = "strict") -> str:

@@ -17,7 +17,7 @@ from typing import Any
 import xxhash
 
 from ft_ckpt.storage.buffers import ALIGNMENT, Block, address_of, new_block
-from ft_ckpt.storage.store import Writable
+from ft_ckpt.storage.store import Stored, Writable
 from ft_ckpt.storage.write_tuning import WriteTuning
 
 
@@ -101,6 +101,7 @@ class DurableFile:
     low: int = 0  # its first and last filled byte
     high: int = 0
     parts: list[tuple[Any, int, int]] = field(default_factory=list)  # of tensors in it: digest, start, end
+    stored: Stored | None = None  # once it is finished
 
     def put_region(self, region: Region, tensor: Any = None) -> None:
         """Copy a region, which may change as soon as this returns; `tensor` is a digest that it goes into as well."""
@@ -134,7 +135,7 @@ class DurableFile:
         self._dispatch_block()
         for job in self.jobs:
             job.result()
-        self.goal.finish()
+        self.stored = self.goal.finish()
         return str(self.digest.hexdigest())
 
     def abandon(self) -> None:

@@ -24,9 +24,10 @@ from ft_ckpt.training.items import (
     bare_identity,
     labelled_sources,
     model_sources,
-    optimizer_backend,
+    optimizers_among,
     tied_names,
 )
+from ft_ckpt.training.optimizer_protocol import Description
 from ft_ckpt.training.resume import Restored
 from ft_ckpt.training.state import FOLDER, Document, flatten_tree
 from ft_ckpt.training.state_files import ResumePoint, StoredTensors
@@ -233,9 +234,7 @@ def _live_names(places: Mapping[str, str], live: Mapping[str, Source]) -> dict[s
     return found
 
 
-def _fit_optimizer(
-    item: Item, stored: Document, labels: Mapping[str, Source]
-) -> tuple[optimizers.Description, dict[str, str]]:
+def _fit_optimizer(item: Item, stored: Document, labels: Mapping[str, Source]) -> tuple[Description, dict[str, str]]:
     """The description of an optimizer's state by names, and the number that each parameter had.
 
     Raises LoadError where groups or shapes differ.
@@ -276,8 +275,9 @@ def _fit_optimizer(
 
 def _names_of_groups(item: Item, optimizer: Any, labels: Mapping[str, Source]) -> list[list[str]]:
     """The names of the parameters in each group, one for each. Raises LoadError where FSDP1 has made one of many."""
-    if optimizer_backend(item) is not optimizers.PLAIN_BACKEND:
-        return [group["params"] for group in optimizer_backend(item).describe(optimizer, labels)["groups"]]
+    ((_, kind, _),) = optimizers_among([item])
+    if not kind.is_plain:
+        return [group["params"] for group in kind.describe(optimizer, labels)["groups"]]
     names = optimizers.names_of(optimizer, labels)
     if [len(some) for some in names] != [len(group["params"]) for group in optimizer.param_groups]:
         raise LoadError(

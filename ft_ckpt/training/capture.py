@@ -14,6 +14,7 @@ from ft_ckpt.training import optimizers
 from ft_ckpt.training import state as training
 from ft_ckpt.training.exchange import exchange
 from ft_ckpt.training.items import Item, Key, check_same_items, known_sources, with_extra_state
+from ft_ckpt.training.optimizer_protocol import Description
 from ft_ckpt.training.signature import PlanCache, Signature, Signer
 from ft_ckpt.training.state import Document, LocalState, TrainingState
 from ft_ckpt.training.tensor_keys import KeyedFacts, with_tensor
@@ -63,7 +64,7 @@ class _Known:
 
     found: Mapping[Key, TensorInfo]
     entries: tuple[Entry, ...]
-    descriptions: Mapping[str, optimizers.Description]
+    descriptions: Mapping[str, Description]
 
 
 @dataclass(frozen=True, eq=False)
@@ -151,14 +152,14 @@ def _captured_before(
     return Captured(look.inventory, look.signature, cache, known.found, TrainingState(known.entries, document))
 
 
-def _facts_of_look(look: _Look, described: Mapping[str, optimizers.Description] | None, ranks: Ranks) -> _LookFacts:
+def _facts_of_look(look: _Look, described: Mapping[str, Description] | None, ranks: Ranks) -> _LookFacts:
     digests = {name: fact["digest"] for name, fact in look.local.facts["items"].items() if "digest" in fact}
     digests |= training.digests_of_settings(described or {})
     own = {} if ranks.size == 1 else look.local.facts["own"]
     return _LookFacts(described is not None, own, digests, {item.name: item.kind for item in look.objects.items})
 
 
-def _with_current_settings(items: Sequence[Item], known: _Known) -> dict[str, optimizers.Description] | None:
+def _with_current_settings(items: Sequence[Item], known: _Known) -> dict[str, Description] | None:
     described = {}
     for item in items:
         if item.kind == "optimizer":

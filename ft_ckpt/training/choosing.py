@@ -2,7 +2,6 @@
 
 from contextlib import ExitStack
 from dataclasses import dataclass
-from pathlib import Path
 
 from ft_ckpt.checkpoint.catalog import CheckpointInfo, discover
 from ft_ckpt.checkpoint.prune import recover_all
@@ -10,6 +9,7 @@ from ft_ckpt.distributed.ranks import Ranks
 from ft_ckpt.training import starting
 from ft_ckpt.training.exchange import exchange
 from ft_ckpt.training.serve_files import CheckpointFacts, checkpoint_facts, open_to_all
+from ft_ckpt.training.starting import Wanted
 from ft_ckpt.training.state_files import ResumePoint
 
 
@@ -23,7 +23,7 @@ class _Choice:
 
 
 def open_agreed(
-    directory: Path | None, mode: str, ranks: Ranks, stack: ExitStack, *, verify: bool
+    wanted: Wanted, ranks: Ranks, stack: ExitStack, *, verify: bool
 ) -> tuple[ResumePoint | None, str | None]:
     """The checkpoint that rank 0 chooses, open on every rank as long as the stack; and the name of the run that begins
     there, if it is another. With `verify` all its digests are compared. Collective.
@@ -31,24 +31,23 @@ def open_agreed(
     Raises what `starting.open_chosen` does, RankError when another rank failed.
     """
     point: ResumePoint | None
-    chosen, error = ranks.attempt(lambda: _choose_and_open(directory, mode, verify, stack) if ranks.leads else None)
+    chosen, error = ranks.attempt(lambda: _choose_and_open(wanted, verify, stack) if ranks.leads else None)
     point, branch = chosen or (None, None)
-    choice = _Choice(mode, None if point is None else checkpoint_facts(point.checkpoint), branch)
+    choice = _Choice(str(wanted.mode), None if point is None else checkpoint_facts(point.checkpoint), branch)
     choice = exchange(ranks, "resume()", _Choice, choice, error, same=("mode",))[0]
     if choice.found is not None and ranks.size > 1:
-        point = open_to_all(point, choice.found, ranks, stack, verify)
+        point = open_to_all(point, choice.found, wanted.called, ranks, stack, verify)
     return point, choice.branch
 
 
-def _choose_and_open(
-    directory: Path | None, mode: str, verify: bool, stack: ExitStack
-) -> tuple[ResumePoint | None, str | None]:
+def _choose_and_open(wanted: Wanted, verify: bool, stack: ExitStack) -> tuple[ResumePoint | None, str | None]:
+    directory = wanted.directory
     infos: list[CheckpointInfo] = []
     if directory is not None:
         recover_all(directory)  # of what saves have left that were killed
         infos = discover(directory)
-        starting.warn_of_others(directory, infos, mode)
-    point = starting.open_chosen(directory, infos, mode, verify, stack)
+        starting.warn_of_others(directory, infos, wanted.mode)
+    point = starting.open_chosen(wanted, infos, verify, stack)
     if point is None:
         return None, None
-    return point, starting.branch_run_id(mode, point.checkpoint, directory, infos)
+    return point, starting.branch_run_id(wanted, point.checkpoint, infos)

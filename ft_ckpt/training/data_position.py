@@ -84,7 +84,15 @@ class DataPosition:
                 break
             self._count_batch(batch)
             yield batch
-        self._end_pass()
+        self.end_pass()
+
+    def end_pass(self) -> None:
+        """Count the pass as done, whatever is left of it; nothing where none was begun, or one is yet to be resumed."""
+        if self._start is None or self._pending:
+            return
+        self.epoch, self.batch, self._given, self._offset = self.epoch + 1, 0, 0, 0
+        self._start, self._last, self._states, self._origin = None, None, [], None
+        dataloaders.forget_start(self.loader)
 
     def state_dict(self) -> dict[str, Any]:
         """Where the run is: plain values, numpy arrays and tensors, about 15 KB for each random state in it (two or
@@ -134,8 +142,7 @@ class DataPosition:
         return self._adapt_to_ranks(state["size"]) if self._pending and not is_same else []
 
     def _begin_pass(self) -> Iterator[Any]:
-        if self._start is not None:  # the last loop was left in the middle
-            self._end_pass()
+        self.end_pass()  # the last loop was left in the middle
         dataloaders.forget_premade(self.loader)
         if self._origin is not None:
             self.loader.load_state_dict(_deep_copy(self._origin))
@@ -143,11 +150,6 @@ class DataPosition:
         self._start = self._last = RandomState(self.loader)
         iterator: Iterator[Any] = iter(self.loader)
         return iterator
-
-    def _end_pass(self) -> None:
-        self.epoch, self.batch, self._given, self._offset = self.epoch + 1, 0, 0, 0
-        self._start, self._last, self._states, self._origin = None, None, [], None
-        dataloaders.forget_start(self.loader)
 
     def _note_random_state(self) -> None:
         # The first batch is asked for in the state that the pass began with; workers draw nothing here.

@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
-import torch
 import xxhash
 from torch import nn
 
@@ -19,13 +18,13 @@ from ft_ckpt.distributed.inventory import Inventory
 from ft_ckpt.distributed.tensor_info import Source, TensorInfo
 from ft_ckpt.distributed.wrappers import unwrap, user_class
 from ft_ckpt.errors import ConfigError, LoadError, RanksDisagreeError, SelectionError, listing
-from ft_ckpt.training import optimizers, zero_optimizer
-from ft_ckpt.training.optimizers import PLAIN_BACKEND, OptimizerBackend
+from ft_ckpt.training import optimizers
+from ft_ckpt.training.optimizer_kinds import kind_of_optimizer, run_counters
+from ft_ckpt.training.optimizer_protocol import OptimizerKind
 from ft_ckpt.training.tensor_keys import sources_in
-from ft_ckpt.training.zero_optimizer import ZERO_BACKEND
 
 Info = TypeVar("Info", bound=TensorInfo)
-ENGINE = "engine"  # the item of DeepSpeed's counters
+ENGINE = "engine"  # the item of what an engine counts by itself
 EXTRA_STATE = "extra state"  # the item of what a model's modules list beside parameters and buffers
 Signatures = Mapping[str, str]
 Key = tuple[str, str]  # of a tensor: its model's item, "" for the model that is saved, and its name there
@@ -179,25 +178,21 @@ def check_same_tensors(everyone: Sequence[Sequence[str]]) -> None:
     )
 
 
-def optimizer_backend(item: Item) -> OptimizerBackend:
-    """The functions for the item's kind of optimizer."""
-    return ZERO_BACKEND if zero_optimizer.is_zero(item.value) else PLAIN_BACKEND
+def optimizers_among(items: Iterable[Item]) -> list[tuple[Item, OptimizerKind, Any]]:
+    """The optimizers among `items`: each with its kind, and without Accelerate's wrapper."""
+    found = [(item, kind_of_optimizer(item.value)) for item in items if item.kind == "optimizer"]
+    return [(item, kind, optimizers.unwrap_optimizer(item.value)) for item, kind in found if kind is not None]
 
 
 def plain_optimizers(items: Iterable[Item]) -> list[Any]:
     """The torch optimizers among `items`, unwrapped: their steps take in gradients of the models' own parameters."""
-    return [optimizers.unwrap_optimizer(item.value) for item in _plain_items(items)]
-
-
-def zero_items(items: Iterable[Item]) -> list[Item]:
-    """The optimizers among `items` that DeepSpeed partitions."""
-    return [item for item in items if item.kind == "optimizer" and zero_optimizer.is_zero(item.value)]
+    return [optimizer for _, kind, optimizer in optimizers_among(items) if kind.is_plain]
 
 
 def refuse_unsaveable(items: Iterable[Item]) -> None:
     """Raise SelectionError for optimizers that cannot be kept whatever they train, naming all of them."""
-    inner = [(item.name, optimizers.unwrap_optimizer(item.value)) for item in _plain_items(items)]
-    problems = [f"{name}: {why}" for name, optimizer in inner for why in optimizers.unsaveable_state(optimizer)]
+    plain = [(item.name, optimizer) for item, kind, optimizer in optimizers_among(items) if kind.is_plain]
+    problems = [f"{name}: {why}" for name, optimizer in plain for why in optimizers.unsaveable_state(optimizer)]
     if problems:
         raise SelectionError(
             f"{listing(problems)}: cannot be kept, so a run could not be resumed exactly; use another optimizer, or "
@@ -250,23 +245,6 @@ def tied_names(found: Mapping[str, Source]) -> list[tuple[str, ...]]:
     return [tuple(group) for group in groups.values()]
 
 
-@dataclass(frozen=True, eq=False)
-class _Counters:
-    """DeepSpeed's own counts of steps, as an object with state."""
-
-    engine: Any
-
-    def state_dict(self) -> dict[str, int]:
-        return zero_optimizer.engine_counters(self.engine)
-
-    def load_state_dict(self, state: Mapping[str, int]) -> None:
-        zero_optimizer.restore_engine_counters(self.engine, state)
-
-
-def _plain_items(items: Iterable[Item]) -> list[Item]:
-    return [item for item in items if item.kind == "optimizer" and not zero_optimizer.is_zero(item.value)]
-
-
 def _prepared_objects(accelerator: Any, registered: Mapping[str, Any]) -> list[tuple[str, Any]]:
     """What Accelerate has, by kind and number, without the model that is saved."""
     main = main_model(accelerator, registered)
@@ -274,8 +252,8 @@ def _prepared_objects(accelerator: Any, registered: Mapping[str, Any]) -> list[t
     found = [(f"model_{i}", m) for i, m in enumerate(models, 1)]
     found += [(_numbered_name("optimizer", i), o) for i, o in enumerate(getattr(accelerator, "_optimizers", ()))]
     found += [(_numbered_name("scheduler", i), s) for i, s in enumerate(getattr(accelerator, "_schedulers", ()))]
-    if getattr(accelerator, "deepspeed_engine_wrapped", None) is not None:
-        found.append((ENGINE, _Counters(accelerator.deepspeed_engine_wrapped.engine)))
+    if (counters := run_counters(accelerator)) is not None:
+        found.append((ENGINE, counters))
     if getattr(accelerator, "scaler", None) is not None:
         found.append(("scaler", accelerator.scaler))
     return found + [(_numbered_name("custom", i), o) for i, o in enumerate(getattr(accelerator, "_custom_objects", ()))]
@@ -328,7 +306,7 @@ def _numbered_name(name: str, index: int) -> str:
 def _item_kind(name: str, value: Any) -> str:
     if isinstance(value, nn.Module):
         return "model"
-    if isinstance(optimizers.unwrap_optimizer(value), torch.optim.Optimizer) or zero_optimizer.is_zero(value):
+    if kind_of_optimizer(value) is not None:
         return "optimizer"
     if callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None)):
         return "object"

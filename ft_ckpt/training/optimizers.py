@@ -7,7 +7,7 @@ moved here.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import chain
 from typing import Any
 
@@ -24,19 +24,10 @@ from ft_ckpt.formats import pytree_json, safetensors
 from ft_ckpt.formats.dtypes import dtype_name, dtype_of
 from ft_ckpt.formats.pytree import PLAIN, flatten
 from ft_ckpt.model.json_values import decode_value, encode_value
+from ft_ckpt.training.optimizer_protocol import Description, OptimizerKind
 from ft_ckpt.training.parameter_groups import match_groups, set_groups, settings_of
 
 _MOST_BESIDE_BYTES = 1 << 20
-Description = dict[str, Any]  # {"class": str, "groups": [{"params": [names], ...}], "state": {name: {key: entry}}}
-
-
-@dataclass(frozen=True)
-class OptimizerBackend:
-    """The functions for one kind of optimizer: those of this module, or what `zero_optimizer` has in their place."""
-
-    describe: Callable[[Any, Mapping[str, Source]], Description]
-    tensors: Callable[[Any, Description, Mapping[str, Source]], dict[str, Source]]
-    restore: Callable[..., tuple[str, ...]]  # as `restore_optimizer`
 
 
 def unwrap_optimizer(optimizer: Any) -> Any:
@@ -340,4 +331,14 @@ def _empty_state_tensor(entry: Any, parameter: Any, owner: Source) -> Tensor:
     return torch.zeros(entry["shape"], dtype=dtype, device=device)
 
 
-PLAIN_BACKEND = OptimizerBackend(describe_optimizer, optimizer_tensors, restore_optimizer)
+class PlainOptimizers(OptimizerKind):
+    """Those of torch, and whatever inherits from them."""
+
+    is_plain = True
+    describe = staticmethod(describe_optimizer)
+    tensors = staticmethod(optimizer_tensors)
+    restore = staticmethod(restore_optimizer)
+
+    def serves(self, optimizer: Any) -> bool:
+        """Whether it is torch's."""
+        return isinstance(optimizer, torch.optim.Optimizer)

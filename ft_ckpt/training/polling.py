@@ -1,4 +1,7 @@
-"""What clocks and signals ask for while a run goes on: ranks meet for it only at steps that all of them know."""
+"""What clocks and signals ask for while a run goes on: ranks meet for it only at steps that all of them know.
+
+A rank that is alone has nobody to meet, and looks after every step.
+"""
 
 import time
 from dataclasses import dataclass
@@ -34,7 +37,7 @@ class ClockPoll:
 
     def reason_to_save(self, history: History, step: int, ranks: Ranks) -> str | None:
         """Why to save now, the same on every rank; None for no reason, or when it is not time to meet."""
-        if self._every is None or step < self._next_step or not self._goes_on:
+        if self._every is None or not self._goes_on or (ranks.size > 1 and step < self._next_step):
             return None
         begun, signal = time.monotonic(), self._watch.received
         wanted = schedule.shared_reason(self._every, history, begun, time.time(), signal)

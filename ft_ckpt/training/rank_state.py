@@ -10,10 +10,10 @@ from torch import nn
 from ft_ckpt.distributed.ranks import Ranks
 from ft_ckpt.errors import CheckpointError, SelectionError
 from ft_ckpt.training import gradients as accumulation
-from ft_ckpt.training import rng, zero_optimizer
+from ft_ckpt.training import rng
 from ft_ckpt.training.feeds import DataPositions
 from ft_ckpt.training.gradients import StepWatch
-from ft_ckpt.training.items import Item
+from ft_ckpt.training.items import Item, optimizers_among
 from ft_ckpt.training.resume import Restored
 from ft_ckpt.training.state import Document
 from ft_ckpt.training.state_files import StoredTensors, tree_of_rank
@@ -23,13 +23,13 @@ _GRADIENTS, _RANDOM, _FEED, _STEPS, _SYNC = "gradients", "rng", "loader", "accum
 
 @dataclass(frozen=True, eq=False)
 class OnRank:
-    """Where the state of this rank is: `models` by item, `zero` the optimizers that DeepSpeed partitions."""
+    """Where the state of this rank is: `models` and all `items` of the run."""
 
     accelerator: Any
     models: Mapping[str, nn.Module]
     feeds: DataPositions
     steps: StepWatch
-    zero: Sequence[Item]
+    items: Sequence[Item]
 
     @property
     def is_synced(self) -> bool:
@@ -43,8 +43,9 @@ def capture_rank_state(of: OnRank) -> dict[str, Any]:
     own |= {f"{_FEED}-{index}": state for index, state in enumerate(of.feeds.state_dicts())}
     if hasattr(of.accelerator, "step"):
         own[_STEPS], own[_SYNC] = int(of.accelerator.step), of.is_synced
-    if not of.is_synced and any(zero_optimizer.is_accumulating(item.value) for item in of.zero):
-        raise SelectionError("gradients: DeepSpeed keeps them to itself; save when the optimizer has stepped")
+    kinds = [] if of.is_synced else optimizers_among(of.items)
+    if keeping := [kind.keeps_gradients for _, kind, optimizer in kinds if kind.is_accumulating(optimizer)]:
+        raise SelectionError(f"gradients: {keeping[0]} keeps them to itself; save when the optimizer has stepped")
     if not of.is_synced or of.steps.is_pending(of.models.values):
         own[_GRADIENTS] = {name: accumulation.pending_gradients(model) for name, model in of.models.items()}
     return own

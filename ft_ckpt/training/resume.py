@@ -26,7 +26,7 @@ from ft_ckpt.training.items import (
     Key,
     labelled_sources,
     model_sources,
-    optimizer_backend,
+    optimizers_among,
     tied_names,
 )
 from ft_ckpt.training.state import FOLDER, Document
@@ -46,7 +46,7 @@ class Restored:
 class RestoreReport:
     """The outcome of a resume, item by item, and how the run differs from the one that saved."""
 
-    path: Path | None = None
+    path: Path | str | None = None
     """The checkpoint; None when nothing was resumed and the run began afresh."""
     items: tuple[Restored, ...] = ()
     """Each with its `name`, `status` ("restored", "absent" on one side, or "failed") and a `detail` that says why."""
@@ -54,6 +54,8 @@ class RestoreReport:
     """Settings in which this run differs from the one that saved."""
     notes: tuple[str, ...] = ()
     """What the resume decided and a reader should know."""
+    requests: int = 0
+    """Ranges of the checkpoint that all ranks together have asked a bucket for; 0 where it is on a disk."""
 
     @property
     def problems(self) -> tuple[str, ...]:
@@ -61,15 +63,23 @@ class RestoreReport:
         return tuple(f"{item.name}: {item.status}: {item.detail}" for item in self.items if item.status != "restored")
 
 
-def merge_outcomes(answers: Sequence[Sequence[Restored]]) -> tuple[Restored, ...]:
-    """One outcome for each item: the first rank's that is not a success, with the rank named."""
+@dataclass(frozen=True)
+class RankOutcomes:
+    """What a rank tells the others of its resume."""
+
+    items: tuple[Restored, ...]
+    requests: int
+
+
+def merge_reports(report: RestoreReport, answers: Sequence[RankOutcomes]) -> RestoreReport:
+    """The `report` of a rank, with one outcome for each item: the first that is no success, with its rank named."""
     merged: dict[str, Restored] = {}
-    for rank, items in enumerate(answers):
-        for item in items:
+    for rank, answer in enumerate(answers):
+        for item in answer.items:
             known = merged.setdefault(item.name, item)
             if known.status == "restored" and item.status != "restored":
                 merged[item.name] = replace(item, detail=f"on rank {rank}: {item.detail}")
-    return tuple(merged.values())
+    return replace(report, items=tuple(merged.values()), requests=sum(answer.requests for answer in answers))
 
 
 def restore_weights(
@@ -95,9 +105,11 @@ def restore_weights(
     return _try_restore("weights", lambda: fill_all("weights", wanted_tensors))
 
 
-def compare_base(model: nn.Module, document: Document, held: OpenCheckpoint, rank: int) -> list[Restored]:
+def compare_base(
+    model: nn.Module, attribute: str | None, document: Document, held: OpenCheckpoint, rank: int
+) -> list[Restored]:
     """Whether the base of the run's adapters, where the checkpoint is without it, is the one they were trained on."""
-    compared, problems = differences_of_base(model, held.manifest.parts, document["weights"], rank)
+    compared, problems = differences_of_base(model, held.manifest.parts, document["weights"], rank, attribute)
     if problems:
         detail = f"not the base that the adapters were trained on ({listing(problems)})"
         return [Restored("base", "failed", detail)]
@@ -171,12 +183,9 @@ def _is_own(source: Source, place: str | None, rank: int) -> bool:
 def _tensors_by_name(items: Sequence[Item], found: Mapping[Key, Source], document: Document) -> dict[str, Source]:
     """The tensors of a run by the names of `replicas`."""
     live = {f"{item or WEIGHTS}/{name}": source for (item, name), source in found.items()}
-    for item in items:
-        if item.kind == "optimizer" and item.name in document["items"]:
-            description = document["items"][item.name]["optimizer"]
-            state = optimizer_backend(item).tensors(
-                optimizers.unwrap_optimizer(item.value), description, labelled_sources(found)
-            )
+    for item, kind, optimizer in optimizers_among(items):
+        if item.name in document["items"]:
+            state = kind.tensors(optimizer, document["items"][item.name]["optimizer"], labelled_sources(found))
             live |= {f"{item.name}/{name}": source for name, source in state.items()}
     return live
 
@@ -219,9 +228,9 @@ def _restore_item(item: Item, entry: Document, found: Mapping[Key, Source], give
 
         def wanted_state() -> list[WantedTensor]:
             sources: list[Source] = []
-            give_back, optimizer = optimizer_backend(item).restore, optimizers.unwrap_optimizer(item.value)
+            ((_, kind, optimizer),) = optimizers_among([item])
             known = labelled_sources(found)
-            notes.extend(give_back(optimizer, entry["optimizer"], known, give.fill_now, sources.append))
+            notes.extend(kind.restore(optimizer, entry["optimizer"], known, give.fill_now, sources.append))
             return [give.wanted_by(source, source.name) for source in sources]
 
         give.fill_all(item.name, wanted_state)

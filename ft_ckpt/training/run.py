@@ -19,8 +19,9 @@ from ft_ckpt.distributed.tensor_info import TensorInfo
 from ft_ckpt.errors import ConfigError, LoadError, damaged_input, listing
 from ft_ckpt.model.base_model import BaseWatch
 from ft_ckpt.schedule import Every
+from ft_ckpt.storage.place import Place
 from ft_ckpt.training import capture as capturing
-from ft_ckpt.training import rank_state, resume, state, zero_optimizer
+from ft_ckpt.training import rank_state, resume, state
 from ft_ckpt.training.accelerate_run import LiveRun, fit_point
 from ft_ckpt.training.capture import Captured, Objects
 from ft_ckpt.training.exchange import exchange
@@ -33,15 +34,15 @@ from ft_ckpt.training.items import (
     known_sources,
     main_model,
     object_signatures,
+    optimizers_among,
     plain_optimizers,
     refuse_unsaveable,
     run_items,
     with_extra_state,
-    zero_items,
 )
 from ft_ckpt.training.polling import ClockPoll
 from ft_ckpt.training.rank_state import OnRank
-from ft_ckpt.training.resume import Restored, RestoreReport, merge_outcomes
+from ft_ckpt.training.resume import RankOutcomes, RestoreReport, merge_reports
 from ft_ckpt.training.run_settings import fingerprint_differences, run_fingerprint
 from ft_ckpt.training.signature import PlanCache
 from ft_ckpt.training.state import Document
@@ -60,15 +61,10 @@ class Progress:
     """Batches of this rank that are done in the current pass of that loader."""
     samples: int = 0
     """Samples of that loader that all ranks together have been given since the run began."""
-    resumed_from: Path | None = None
-    """The checkpoint; None when the run began afresh."""
+    resumed_from: Path | str | None = None
+    """The checkpoint, its URL where it is in a bucket; None when the run began afresh."""
     report: RestoreReport = field(default_factory=RestoreReport)
     """The outcome of the resume; without items when the run began afresh."""
-
-
-@dataclass(frozen=True)
-class _Outcomes:
-    items: tuple[Restored, ...]
 
 
 @dataclass(frozen=True)
@@ -86,12 +82,10 @@ class TrainingRun:
         self.step = 0
         self.feeds = DataPositions()
         self.run_id = uuid.uuid4().hex
-        self.resumed_from: Path | None = None
+        self.resumed_from: Place | None = None
         self.report = RestoreReport()
         self.history = schedule.begin_history(0, 0, time.monotonic())
-        self.poll = ClockPoll(config.every)
-        self.steps = StepWatch()
-        self.base = BaseWatch()
+        self.poll, self.steps, self.base = ClockPoll(config.every), StepWatch(), BaseWatch(config.attribute)
         self.has_begun = False  # a step was done
         self._is_unfinished = False  # after the last batch gradients waited for a step
         self.last_metrics: dict[str, float] = {}  # of the last step
@@ -127,7 +121,8 @@ class TrainingRun:
     @property
     def progress(self) -> Progress:
         """How far the run is now."""
-        return Progress(self.step, **self.feeds.counts, resumed_from=self.resumed_from, report=self.report)
+        found = self.resumed_from.location if self.resumed_from else None
+        return Progress(self.step, **self.feeds.counts, resumed_from=found, report=self.report)
 
     def check_objects(self) -> None:
         """Raise SelectionError, now and not after hours, when something of the run cannot be kept."""
@@ -167,11 +162,10 @@ class TrainingRun:
         self, point: ResumePoint, ranks: Ranks, allow: Iterable[str] | bool, versions: Mapping[str, str]
     ) -> RestoreReport:
         """Put the whole run back to where `point` was made; what is in `allow` may fail (True: everything)."""
-        path = point.checkpoint.path
+        path = point.checkpoint.location
         report, error = ranks.attempt(lambda: self._put_back(point, ranks, versions))
-        mine = None if report is None else _Outcomes(report.items)
-        items = merge_outcomes([answer.items for answer in exchange(ranks, "resume()", _Outcomes, mine, error)])
-        final: RestoreReport = replace(report, items=items)
+        mine = None if report is None else RankOutcomes(report.items, report.requests)
+        final = merge_reports(report, exchange(ranks, "resume()", RankOutcomes, mine, error))
         allowed = () if isinstance(allow, bool) else frozenset(allow)
         refused = [line for line in final.problems if allow is not True and line.split(":")[0] not in allowed]
         if refused:
@@ -179,8 +173,8 @@ class TrainingRun:
                 f"{path}: {listing(refused)}. Pass the same objects as the saved run, or resume(allow=[names]) to go "
                 "on without; the model may be partly overwritten"
             )
-        for item in zero_items(run_items(self.accelerator, self.registered)):
-            zero_optimizer.refresh_weights(item.value)
+        for _, kind, optimizer in optimizers_among(run_items(self.accelerator, self.registered)):
+            kind.refresh_weights(optimizer)
         self._settle_differences(final)
         return final
 
@@ -292,7 +286,7 @@ class TrainingRun:
         return {"": self.model, **{item.name: item.value for item in items if item.kind == "model"}}
 
     def _on_rank(self, items: Sequence[Item]) -> OnRank:
-        return OnRank(self.accelerator, self._models_by_item(), self.feeds, self.steps, zero_items(items))
+        return OnRank(self.accelerator, self._models_by_item(), self.feeds, self.steps, items)
 
     def _epochs_done(self) -> int:
         """Passes that loaders have come to the end of, in multiples of what the schedule counts by."""
@@ -314,20 +308,20 @@ class TrainingRun:
         found = known_sources(self.model, items)
         fitted = fit_point(point, LiveRun(self.accelerator, self.model, items, found, ranks.rank, ranks.size))
         held, document, stored, items = point.checkpoint, fitted.point.document, fitted.point.tensors, fitted.items
-        way = "broadcast" if point.served else self.config.fan_out
+        way = point.way_to_read(self.config.fan_out)
         fill_all = broadcast.choose_filler(way, ranks, self.config.bucket_bytes)
         outcomes = [resume.restore_weights(found, document, stored, fill_all)]
-        outcomes += resume.compare_base(self.model, document, held, ranks.rank)
-        for item in zero_items(items):
-            zero_optimizer.adopt_weights(item.value)
+        outcomes += resume.compare_base(self.model, self.config.attribute, document, held, ranks.rank)
+        for _, kind, optimizer in optimizers_among(items):
+            kind.adopt_weights(optimizer)
         outcomes += resume.restore_items(items, found, document, stored, ranks.rank, fill_all)
         self._is_unfinished = False
-        with damaged_input(f"{held.path}: its training state"):
+        with damaged_input(f"{held.location}: its training state"):
             apart, lost = resume.restore_apart(items, found, document, stored, ranks)
             outcomes += apart
             self.feeds, notes, more = rank_state.restore_rank_state(self._on_rank(items), document, stored, ranks)
             progress = document["progress"]
-            self.step, self.run_id, self.resumed_from = progress["step"], document["run_id"], held.path
+            self.step, self.run_id, self.resumed_from = progress["step"], document["run_id"], Place(held.origin)
             self._ancestors = set(document.get("ancestors", ()))
             now = time.monotonic()
             self.history = schedule.begin_history(self.step, progress["epoch"], now, document["history"])
@@ -337,7 +331,8 @@ class TrainingRun:
         notes = (*fitted.notes, *notes)
         self.poll.resume_at(self.step)
         changed = fingerprint_differences(document["fingerprint"], self._current_fingerprint(found, ranks, versions))
-        return RestoreReport(held.path, (*fitted.outcomes, *outcomes, *more), (*changed, *lost), notes)
+        outcomes = [*fitted.outcomes, *outcomes, *more]
+        return RestoreReport(held.location, tuple(outcomes), (*changed, *lost), notes, held.requests)
 
     def _settle_differences(self, report: RestoreReport) -> None:
         told = [*report.differences, *report.notes]

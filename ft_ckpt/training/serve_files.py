@@ -28,8 +28,10 @@ from ft_ckpt.errors import CheckpointError, RankError
 from ft_ckpt.formats.dtypes import dtype_of
 from ft_ckpt.formats.layout import ITEM_BYTES, Spec, TensorFile
 from ft_ckpt.storage.local_store import LocalStore
-from ft_ckpt.training.accelerate_folder import find_accelerate_folder, is_foreign, open_accelerate_folder
+from ft_ckpt.storage.place import Place
+from ft_ckpt.training.accelerate_folder import is_foreign, open_accelerate_folder
 from ft_ckpt.training.exchange import exchange
+from ft_ckpt.training.starting import accelerate_folder_at
 from ft_ckpt.training.state_files import ResumePoint, StoredTensors, open_resume_point
 
 _LANE = "serving"
@@ -66,19 +68,25 @@ class _Sent:
 
 def checkpoint_facts(held: OpenCheckpoint) -> CheckpointFacts:
     """What tells the checkpoint from all others."""
-    place = () if is_foreign(held.manifest) else _manifest_place(held.path)  # else its identity tells it
-    return CheckpointFacts(str(held.path), held.identity, place)
+    place = () if is_foreign(held.manifest) else _manifest_place(held)  # else its identity tells it
+    return CheckpointFacts(str(held.location), held.identity, place)
 
 
 def open_to_all(
-    point: ResumePoint | None, found: CheckpointFacts, ranks: Ranks, stack: ExitStack, deep: bool
+    point: ResumePoint | None,
+    found: CheckpointFacts,
+    place_called: Callable[[str], Place],
+    ranks: Ranks,
+    stack: ExitStack,
+    deep: bool,
 ) -> ResumePoint:
     """The checkpoint that rank 0 has open as `point`, by its facts `found`, on every rank until the stack ends.
 
-    A rank sees it that finds the same files at the same path, or a copy that is whole (`deep`: by its digests). For one
-    that does not, rank 0 reads, in a thread. Collective.
+    A rank sees it that finds the same files at the same path or URL, or a copy that is whole (`deep`: by its digests);
+    `place_called` opens these. For one that does not, rank 0 reads, in a thread. Collective.
     """
-    here, _ = try_action(lambda: point or _open_local_copy(found, stack, deep))
+    place = place_called(found.path)
+    here, _ = try_action(lambda: point or _open_copy(found, place, stack, deep))
     answers = exchange(ranks, "opening the checkpoint of resume()", _Sight, _Sight(here is not None))
     far = tuple(rank for rank, answer in enumerate(answers) if not answer.sees)
     if not far:
@@ -88,7 +96,7 @@ def open_to_all(
     if point is not None:
         again = _open_again(point, stack)  # the thread's own: open files are of one thread
         stack.enter_context(serve_reads(sent.serving_id, again.read, ranks))
-    return _remote_checkpoint(found, sent, ranks, far) if here is None else replace(here, served=far)
+    return _remote_checkpoint(found, place, sent, ranks, far) if here is None else replace(here, served=far)
 
 
 @contextmanager
@@ -152,15 +160,15 @@ class RemoteFile:
         ctypes.memmove(found.data_ptr() + start, answer, stop - start)
 
 
-def _open_local_copy(found: CheckpointFacts, stack: ExitStack, deep: bool) -> ResumePoint | None:
+def _open_copy(found: CheckpointFacts, place: Place, stack: ExitStack, deep: bool) -> ResumePoint | None:
     """The checkpoint as this rank sees it; None when it is another one, or a copy that is damaged."""
-    if find_accelerate_folder(Path(found.path)) is not None:
+    if accelerate_folder_at(place) is not None:
         there = open_accelerate_folder(Path(found.path), stack)
         return there if checkpoint_facts(there.checkpoint) == found else None
     with ExitStack() as trial:
-        here = trial.enter_context(open_checkpoint(found.path))
+        here = trial.enter_context(open_checkpoint(place))
         same = here.identity == found.identity
-        if same and (_manifest_place(here.path) == found.place or not here.find_problems(deep)):
+        if same and (_manifest_place(here) == found.place or not here.find_problems(deep)):
             point = open_resume_point(here, trial)
             stack.push(trial.pop_all())
             return point
@@ -176,8 +184,11 @@ def _open_again(point: ResumePoint, stack: ExitStack) -> StoredTensors:
     return again
 
 
-def _manifest_place(path: Path) -> tuple[int, ...]:
-    status = (path / MANIFEST_NAME).stat()
+def _manifest_place(held: OpenCheckpoint) -> tuple[int, ...]:
+    """See `CheckpointFacts`; nothing in a bucket, of which there is one however many machines look at it."""
+    if not isinstance(held.origin, LocalStore):
+        return ()
+    status = (held.path / MANIFEST_NAME).stat()
     return status.st_ino, status.st_size, status.st_mtime_ns
 
 
@@ -185,14 +196,16 @@ def _checkpoint_to_send(point: ResumePoint) -> _Sent:
     return _Sent(uuid.uuid4().hex, manifest_to_json(point.checkpoint.manifest), point.document)
 
 
-def _remote_checkpoint(found: CheckpointFacts, sent: _Sent, ranks: Ranks, far: tuple[int, ...]) -> ResumePoint:
+def _remote_checkpoint(
+    found: CheckpointFacts, place: Place, sent: _Sent, ranks: Ranks, far: tuple[int, ...]
+) -> ResumePoint:
     """The checkpoint for a rank that does not see it, which has been `sent` all but the tensors: rank 0 reads these."""
-    manifest, path = manifest_from_json(sent.manifest, found.path), Path(found.path)
+    manifest = manifest_from_json(sent.manifest, found.path)
     files: dict[str, TensorFile] = {}
     for part in manifest.parts:
         specs = {tensor.name: Spec(tensor.name, tensor.shape, tensor.dtype) for tensor in part.tensors}
         files[part.path] = RemoteFile(part.path, specs, sent.serving_id, ranks)
-    held = OpenCheckpoint(LocalStore(path), LocalStore(path), manifest, found.identity)
+    held = OpenCheckpoint(place.folder, place.folder, manifest, found.identity)
     return ResumePoint(held, dict(sent.document), StoredTensors(held, files.__getitem__), far)
 
 

@@ -10,21 +10,20 @@ import io
 import pickle
 import sys
 from collections import Counter, OrderedDict, defaultdict
-from collections.abc import Callable, Hashable, Iterable, Mapping
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import suppress
 from enum import Enum
-from functools import partial
-from operator import is_
+from functools import lru_cache, partial
+from operator import attrgetter, is_
 from types import BuiltinFunctionType, FunctionType, MappingProxyType
 from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
-from ft_ckpt.distributed.added_state import is_plain
-from ft_ckpt.distributed.inventory import Inventory, ModuleRow
-from ft_ckpt.distributed.wrappers import hides_tensors
+from ft_ckpt.distributed.added_state import are_plain
+from ft_ckpt.distributed.inventory import Inventory
+from ft_ckpt.distributed.wrappers import cut_facts, hides_tensors
 from ft_ckpt.errors import CheckpointError, SelectionError
 from ft_ckpt.storage.place import Place, open_place
 from ft_ckpt.training.optimizers import unwrap_optimizer
@@ -32,13 +31,14 @@ from ft_ckpt.training.optimizers import unwrap_optimizer
 T = TypeVar("T")
 _MOST_PLANS = 32
 _MOST_BYTES = 1 << 20  # of one object that is described by its pickle
-_PLAIN = frozenset((Tensor, nn.Parameter, nn.Buffer))
-_NUMBERS = (int, float, bool, str, type(None))
+_NUMBERS = frozenset((int, float, bool, str, type(None)))
 _IMMUTABLE = frozenset((*_NUMBERS, bytes, torch.dtype, torch.device, type, torch.Size, range, complex))
 _CODE = frozenset((FunctionType, BuiltinFunctionType, property, classmethod, staticmethod))
 _MAPPINGS = frozenset((dict, OrderedDict, defaultdict, MappingProxyType))
 _DEEPEST = 8  # containers in containers
 _ENGINES = "torch.distributed."  # its state on a module decides no name; how it cuts a tensor is a fact of that tensor
+_LAYOUT = attrgetter("layout")
+_TENSOR_FACTS = attrgetter("shape", "dtype", "requires_grad", "device")  # of all tensors at once: a loop in C
 _EVERYWHERE = frozenset(vars(nn.Module()))
 _IN_EVERY_CLASS = frozenset(
     (
@@ -123,14 +123,16 @@ class Signer:
         self.is_opaque = False  # something decides that facts do not tell
         self._facts: list[Any] = [_registered_conversions()]
         self._contents: dict[int, bytes] = {}  # by id: many modules share a config
-        self._kinds: set[type] = set()  # of modules
-        self._classes: set[type] = set()  # these and others, and what they inherit from
-        self._shapes: dict[torch.Size, torch.Size] = {}  # one object each: what compares them has few to read
+        self._classes: set[type] = set()  # of modules and others, and what they inherit from
         self._kept: list[Any] = []  # so that ids stay their own
 
     def signature(self) -> Signature | None:
         """All that was noted; None where something cannot be described."""
-        return None if self.is_opaque else Signature(self._facts, self.inventory.size)
+        tensors = self.inventory.noted
+        cut = None if self.is_opaque else cut_facts(tensors)
+        if cut is None or {*map(_LAYOUT, tensors)} - {torch.strided}:
+            return None
+        return Signature([*self._facts, cut, [*map(type, tensors)], [*map(_TENSOR_FACTS, tensors)]], len(tensors))
 
     def note_fact(self, fact: Any) -> None:
         """Note something that compares by content."""
@@ -139,10 +141,9 @@ class Signer:
     def note_model(self, model: nn.Module, item: str = "") -> None:
         """Note a model, whatever wraps it."""
         noted = self.inventory.note_model(model, item)
-        self._facts.append([[type(one) for one in noted.chain], sorted(noted.broadcast)])
+        self._facts += [*map(type, noted.chain)], sorted(noted.broadcast), noted.children, noted.tensors
         self.is_opaque |= any(map(hides_tensors, noted.chain[:-1]))
-        for row in noted.rows:
-            self._note_module(row)
+        self._note_modules(noted.modules)
 
     def note_optimizer(self, optimizer: Any, with_state: bool = True) -> None:
         """Note an optimizer: what it trains, and unless told otherwise the state of that."""
@@ -152,43 +153,44 @@ class Signer:
             self.is_opaque = True
             return
         for group in one.param_groups:
-            self._facts += [list(group), [self.inventory.known_key(parameter) for parameter in group["params"]]]
-        for parameter, state in one.state.items() if with_state else ():
-            if not isinstance(parameter, Tensor):  # state of no parameter: any tree
-                self.is_opaque = True
-                continue
-            self._facts.append(self.inventory.known_key(parameter))
-            for key, value in state.items():
-                if isinstance(value, Tensor):
-                    self._note_tensor(key, value)
-                else:
-                    self.is_opaque |= type(value) not in _NUMBERS
-                    self._facts += key, value
+            self._facts += [*group], self.inventory.known_keys(group["params"])
+        if with_state:
+            self._note_state(one.state)
 
-    def note_others(self, tensors: Mapping[str, Iterable[Tensor]]) -> None:
+    def note_others(self, tensors: Mapping[str, Sequence[Tensor]]) -> None:
         """Note further tensors by the names of what they are of."""
         for name, some in tensors.items():
-            for tensor in some:
-                self._note_tensor(name, tensor)
+            self._facts += name, self.inventory.keys_of(some)
 
-    def _note_module(self, row: ModuleRow) -> None:
-        module, own = row.module, vars(row.module)
-        kind = type(module)
-        self._facts += row.raw_path, kind
-        self.is_opaque |= not is_plain(module) or own.get("hf_quantizer") is not None
-        if kind not in self._kinds:
-            self._kinds.add(kind)
+    def _note_state(self, state: Mapping[Any, Mapping[str, Any]]) -> None:
+        """What an optimizer has of each parameter."""
+        if not all(isinstance(parameter, Tensor) for parameter in state):  # of no parameter: any tree
+            self.is_opaque = True
+            return
+        values = [value for one in state.values() for value in one.values()]
+        tensors = [value for value in values if isinstance(value, Tensor)]
+        numbers = {place: value for place, value in enumerate(values) if not isinstance(value, Tensor)}
+        self.is_opaque |= not _NUMBERS.issuperset(map(type, numbers.values()))
+        names = [(*one,) for one in state.values()]
+        self._facts += self.inventory.known_keys(state), names, numbers, self.inventory.keys_of(tensors)
+
+    def _note_modules(self, modules: Sequence[nn.Module]) -> None:
+        """What modules and their classes have beside tensors: all are asked one thing, then the next."""
+        own, kinds = [*map(vars, modules)], [*map(type, modules)]
+        names = [*map(_further_names, map(tuple, own))]
+        values = [(*map(one.__getitem__, further),) for one, further in zip(own, names, strict=True)]
+        described = [
+            some if _IMMUTABLE.issuperset(map(type, some)) else (*map(self._describe, some),) for some in values
+        ]
+        self._facts += kinds, names, described
+        self.is_opaque |= not are_plain(modules)
+        for kind, module in dict(zip(kinds, modules, strict=True)).items():
             self.is_opaque |= hides_tensors(module)
             self._note_classes(kind)
-        if len(own) > len(_EVERYWHERE):  # which all have
-            more = {
-                n: v if type(v) in _IMMUTABLE else self._describe(v) for n, v in own.items() if n not in _EVERYWHERE
-            }
-            self._facts.append(more)
-            if "peft_config" in own:
-                self._note_bases(module, own["peft_config"])
-        for name, key in row.tensors:
-            self._note_tensor(name, self.inventory.live(key))
+        for module, one in zip(modules, own, strict=True):
+            self.is_opaque |= one.get("hf_quantizer") is not None
+            if "peft_config" in one:
+                self._note_bases(module, one["peft_config"])
 
     def _note_classes(self, kind: type) -> None:
         """What a class says, and those it inherits from: everybody may ask it of its objects."""
@@ -222,6 +224,8 @@ class Signer:
         kind = type(value)
         if kind in _IMMUTABLE:
             return value
+        if kind is FunctionType:
+            return kind, value.__code__
         if id(value) in self._contents:  # first: configs answer questions for attributes slowly
             return self._contents[id(value)]
         if depth < _DEEPEST and kind in _MAPPINGS:
@@ -251,18 +255,11 @@ class Signer:
             content, self.is_opaque = b"", True
         return self._contents.setdefault(id(value), content)
 
-    def _note_tensor(self, name: str, tensor: Any) -> None:
-        kind, cut, key = type(tensor), None, self.inventory.key_of(tensor)
-        if kind is DTensor:
-            cut = tensor.device_mesh, tensor.placements, isinstance(tensor, nn.Parameter)
-        elif kind not in _PLAIN or hasattr(tensor, "ds_shape"):  # of a lazy module, an engine, or another library
-            self.is_opaque = True
-            return
-        if tensor.layout is not torch.strided:
-            self.is_opaque = True
-        where, shape = None if tensor.is_cpu else tensor.device, tensor.shape
-        shape = self._shapes.setdefault(shape, shape)
-        self._facts += name, key, kind, cut, where, shape, tensor.dtype, tensor.requires_grad
+
+@lru_cache(maxsize=4096)
+def _further_names(names: tuple[str, ...]) -> tuple[str, ...]:
+    """Of the names of a module's attributes those that not all modules have."""
+    return tuple(name for name in names if name not in _EVERYWHERE)
 
 
 class _Limited(io.BytesIO):
@@ -274,9 +271,18 @@ class _Limited(io.BytesIO):
         return super().write(data)
 
 
+class _Describer(pickle.Pickler):
+    """Describes an object that is no model's: what has models or large tensors in it is too large to compare."""
+
+    def reducer_override(self, value: Any) -> Any:
+        if isinstance(value, nn.Module) or (isinstance(value, Tensor) and value.untyped_storage().size() > _MOST_BYTES):
+            raise SelectionError("too large to compare at every save")
+        return NotImplemented
+
+
 def _pickled(value: Any) -> bytes:
     file = _Limited()
-    pickle.Pickler(file, pickle.HIGHEST_PROTOCOL).dump(value)
+    _Describer(file, pickle.HIGHEST_PROTOCOL).dump(value)
     return file.getvalue()
 
 

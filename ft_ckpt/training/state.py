@@ -31,9 +31,10 @@ from ft_ckpt.training.items import (
     check_same_tensors,
     labelled_sources,
     model_sources,
-    optimizer_backend,
+    optimizers_among,
     tied_names,
 )
+from ft_ckpt.training.optimizer_protocol import Description
 
 FOLDER, FILE, DOCUMENT_NAME = "state", "training", "training.json"
 DOCUMENT_VERSION = 1
@@ -79,21 +80,19 @@ def describe_objects(items: Sequence[Item], own: Mapping[str, Any], digest: bool
     return LocalState(facts, leaves)
 
 
-def describe_optimizers(items: Sequence[Item], found: Mapping[Key, Source]) -> dict[str, optimizers.Description]:
+def describe_optimizers(items: Sequence[Item], found: Mapping[Key, Source]) -> dict[str, Description]:
     """What there is of each optimizer, by item. Raises SelectionError naming what cannot be kept."""
-    chosen, known = [item for item in items if item.kind == "optimizer"], labelled_sources(found)
-    return {
-        item.name: optimizer_backend(item).describe(optimizers.unwrap_optimizer(item.value), known) for item in chosen
-    }
+    known = labelled_sources(found)
+    return {item.name: kind.describe(optimizer, known) for item, kind, optimizer in optimizers_among(items)}
 
 
-def add_optimizers(local: LocalState, described: Mapping[str, optimizers.Description]) -> LocalState:
+def add_optimizers(local: LocalState, described: Mapping[str, Description]) -> LocalState:
     """`local` with the facts of the optimizers, by item."""
     facts = {name: {"optimizer": description} for name, description in described.items()}
     return replace(local, facts={**local.facts, "items": {**local.facts["items"], **facts}})
 
 
-def digests_of_settings(described: Mapping[str, optimizers.Description]) -> dict[str, str]:
+def digests_of_settings(described: Mapping[str, Description]) -> dict[str, str]:
     """A digest of what the groups of each optimizer say, by item."""
     values = {name: [group["values"] for group in one["groups"]] for name, one in described.items()}
     return {name: xxhash.xxh3_128_hexdigest(repr(each).encode()) for name, each in values.items()}
@@ -152,10 +151,10 @@ def build_document(everyone: Sequence[Document], items: Sequence[Item]) -> Docum
     return {"version": DOCUMENT_VERSION, "items": about, "ranks": ranks}
 
 
-def state_part(state: TrainingState, parts: Sequence[Part], found: Mapping[str, TensorInfo], frozen: bool) -> Part:
+def state_part(state: TrainingState, parts: Sequence[Part], found: Mapping[str, TensorInfo]) -> Part:
     """The part that holds `state`, and exact copies of live tensors that the other `parts` have changed or left out.
 
-    Frozen parameters are left out with them unless `frozen`: an adapter's base is no part of its run.
+    The frozen parameters of an adapter's base are left out: they are no part of its run.
     """
     exact = {
         entry.source.key: [part.path, entry.name]
@@ -163,13 +162,15 @@ def state_part(state: TrainingState, parts: Sequence[Part], found: Mapping[str, 
         for entry in part.entries
         if entry.source is not None and entry.dtype == entry.source.dtype
     }
+    left = [s for p in parts if p.kind == "adapter" for s in (*p.base.values(), *p.passed)]
+    bases = {source.key for source in left if source.is_parameter}
     entries, weights = list(state.entries), {}
     for name, source in found.items():
         if source.is_added:
             continue  # kept with the extra state
         if source.key in exact:
             weights[name] = exact[source.key]
-        elif frozen or source.trainable or not source.is_parameter:
+        elif source.key not in bases or source.trainable:
             exact[source.key] = weights[name] = [FOLDER, f"weights/{name}"]
             entries.append(_entry_of(replace(source, name=f"weights/{name}")))
     state.document["weights"] = weights
@@ -241,12 +242,8 @@ def _item_entries(
     """The entries of the tensors that an item has once for all ranks."""
     if item.kind == "optimizer":
         description = optimizers.merge_descriptions([fact["optimizer"] for fact in facts])
-        return _prefixed_entries(
-            item.name,
-            optimizer_backend(item).tensors(
-                optimizers.unwrap_optimizer(item.value), description, labelled_sources(found)
-            ),
-        )
+        ((_, kind, optimizer),) = optimizers_among([item])
+        return _prefixed_entries(item.name, kind.tensors(optimizer, description, labelled_sources(found)))
     if item.kind == "model":
         tensors = model_sources(found, item.name)
         return _prefixed_entries(item.name, {names[0]: tensors[names[0]] for names in tied_names(tensors)})

@@ -21,7 +21,7 @@ from ft_ckpt.formats.layout import TensorFile
 from ft_ckpt.formats.pytree import unflatten
 from ft_ckpt.formats.pytree_json import decode_node
 from ft_ckpt.formats.registry import format_named
-from ft_ckpt.storage.local_store import LocalStore
+from ft_ckpt.storage.listed_store import ListedStore
 from ft_ckpt.storage.store import Store
 from ft_ckpt.training.state import DOCUMENT_NAME, DOCUMENT_VERSION, FOLDER, Document, source_of, tree_tensors
 
@@ -64,7 +64,8 @@ class StoredTensors:
     def __init__(self, held: OpenCheckpoint, remote: Callable[[str], TensorFile] | None = None) -> None:
         """`remote` gives the tensors of the part in a folder, where another rank reads them for this one."""
         self._held, self._remote, parts = held, remote, held.manifest.parts
-        self.is_adapter = held.manifest.kind == "adapter"
+        kinds = {part.kind for part in parts}
+        self.is_adapter = "adapter" in kinds and "model" not in kinds  # the base is elsewhere
         self._formats = {part.path: part.format for part in parts}
         self._files = {(part.path, tensor.name): tensor.file for part in parts for tensor in part.tensors}
         self._open: dict[str, TensorFile] = {}
@@ -73,7 +74,7 @@ class StoredTensors:
         """The file that holds the tensor `name` of the part in folder `part`. Raises LoadError when none does."""
         place = self._files.get((part, name))
         if place is None:
-            raise LoadError(f"{name}: not among the tensors of the checkpoint {self._held.path}")
+            raise LoadError(f"{name}: not among the tensors of the checkpoint {self._held.location}")
         if place not in self._open:
             open_file = format_named(self._formats[part]).open_file
             self._open[place] = self._remote(part) if self._remote else open_file(self._held.store.open(place))
@@ -107,12 +108,18 @@ class ResumePoint:
     tensors: StoredTensors
     served: tuple[int, ...] = ()  # ranks that rank 0 reads the tensors for
 
+    def way_to_read(self, fan_out: str) -> str:
+        """The way that `choose_filler` takes for what SaverConfig.fan_out says."""
+        if self.served:
+            return "broadcast"
+        return "small" if fan_out == "auto" and isinstance(self.checkpoint.store, ListedStore) else fan_out
+
 
 def open_resume_point(held: OpenCheckpoint, stack: ExitStack) -> ResumePoint:
     """What there is to resume from in an open checkpoint, until the stack ends. Raises CorruptError."""
     tensors = StoredTensors(held)
     stack.callback(tensors.close)
-    return ResumePoint(held, read_document(LocalStore(held.folder)), tensors)
+    return ResumePoint(held, read_document(held.store), tensors)
 
 
 def entries_of_rank(document: Document, rank: int) -> Document:

@@ -1,6 +1,6 @@
 """Tensors by key: descriptions without tensors, and those who have the tensors when they are needed."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import fields
 from functools import partial
 from typing import Any
@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ft_ckpt.distributed.inventory import Inventory
 from ft_ckpt.distributed.tensor_info import Source, TensorInfo
-from ft_ckpt.distributed.wrappers import memory_part
+from ft_ckpt.distributed.wrappers import memory_parts
 from ft_ckpt.errors import SelectionError
 
 _FIELDS = tuple(field.name for field in fields(TensorInfo))
@@ -25,7 +25,9 @@ class HeldTensors:
         """This rank's elements; None for none."""
         return self._held.get(key)
 
-    memory = local
+    def memories(self, keys: Collection[int]) -> dict[int, Tensor]:
+        """Those of the keys that are here."""
+        return {key: tensor for key in keys if (tensor := self._held.get(key)) is not None}
 
     def full(self, key: int) -> Tensor:
         """Raise SelectionError: only a live tensor can be gathered by its engine."""
@@ -66,17 +68,17 @@ class KeyedFacts:
         if source.live is None:
             self._absent += 1
             return -self._absent
-        known = self._inventory.known_key(source.live)
+        (known,) = self._inventory.known_keys([source.live])
         if known is not None and known == source.key:  # of a model
             return known
         if isinstance(source.live, Tensor) and _is_whole(source):
-            return self._inventory.key_of(source.live)
+            return self._inventory.keys_of([source.live])[0]
         return self._inventory.note_run(source.live, source.local)
 
 
 def _is_whole(source: Source) -> bool:
     """Whether what this rank has of the source is what it has of its tensor, not a run in a buffer."""
-    local, part = source.local, memory_part(source.live)
+    local, (part,) = source.local, memory_parts([source.live])
     if local is None or part is None:
         return False
     return local.shape == part.shape and local.data_ptr() == part.data_ptr()

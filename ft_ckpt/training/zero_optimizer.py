@@ -19,7 +19,8 @@ from ft_ckpt.errors import LoadError, SelectionError, listing
 from ft_ckpt.formats.dtypes import dtype_name, dtype_of
 from ft_ckpt.model.json_values import decode_value, encode_value
 from ft_ckpt.training import optimizers
-from ft_ckpt.training.optimizers import Description, OptimizerBackend, unwrap_optimizer
+from ft_ckpt.training.optimizer_protocol import Description
+from ft_ckpt.training.optimizers import unwrap_optimizer
 from ft_ckpt.training.parameter_groups import match_groups, set_groups
 
 MASTER = "master"  # the key of the float32 weights that ZeRO trains beside half-precision ones
@@ -344,6 +345,3 @@ def _read_run(place: Slot, key: str, dtype: torch.dtype, into: Tensor, fills: _F
     read = torch.empty(source.local.shape, dtype=dtype)
     fills[0](replace(source, dtype=dtype, local=read))
     source.local.copy_(read)
-
-
-ZERO_BACKEND = OptimizerBackend(describe_zero, zero_tensors, restore_zero)

@@ -14,7 +14,7 @@ from ft_ckpt.checkpoint.catalog import load_manifest
 from ft_ckpt.checkpoint.checks import checkpoint_problems
 from ft_ckpt.checkpoint.manifest import MANIFEST_NAME, Manifest
 from ft_ckpt.checkpoint.staging import LocalStaging, open_staging
-from ft_ckpt.errors import CorruptError, MissingError, NameTakenError, listing
+from ft_ckpt.errors import ConfigError, CorruptError, MissingError, NameTakenError, listing
 from ft_ckpt.storage.digests import read_record
 from ft_ckpt.storage.local_copy import copy_object
 from ft_ckpt.storage.local_store import LocalStore
@@ -28,9 +28,11 @@ _ARRIVING = ".arriving"  # in the stage: what the library has fetched, beside no
 _FILES_AT_ONCE = 8
 
 
-def fetch_checkpoint(source: str, folder: Path, *, token: str | None, overwrite: bool) -> PullReport:
+def fetch_checkpoint(source: str, folder: Path | None, *, token: str | None, overwrite: bool) -> PullReport:
     """Fetch what `source` holds into `folder`, see `places.pull`."""
     begun, place = time.monotonic(), parse_place(source)
+    if folder is None:
+        raise ConfigError(f"{source}: no folder to pull it into; the cache is for buckets, the Hub has one of its own")
     _refuse_taken(folder, overwrite)
     with hub_errors(place.url, writing=False):
         api = make_api(token)
@@ -110,6 +112,6 @@ def _put_in_place(staging: LocalStaging, place: HubPlace) -> Manifest:
     store.delete([MANIFEST_NAME])
     listed = {file.path for file in manifest.files}
     others = [read_record(store, each.name) for each in store.list() if each.name not in listed]
-    manifest = replace(manifest, files=(*manifest.files, *others))
+    manifest = replace(manifest, files=(*manifest.files, *others), number=None)
     staging.commit(manifest)
     return manifest

@@ -16,6 +16,7 @@ from pathlib import Path
 
 from ft_ckpt.checkpoint.open_checkpoint import OpenCheckpoint, open_checkpoint
 from ft_ckpt.errors import listing
+from ft_ckpt.storage.place import Place, location_name
 from ft_ckpt.transfer.reports import PushReport
 
 _LOG = logging.getLogger("ft_ckpt")
@@ -25,8 +26,8 @@ _LOG = logging.getLogger("ft_ckpt")
 class PendingPush:
     """A push in the background."""
 
-    path: Path
-    """The checkpoint that is pushed."""
+    path: Path | str
+    """The checkpoint that is pushed: its path, or its URL."""
     url: str
     """Where to."""
     future: "Future[PushReport]"
@@ -60,7 +61,7 @@ class _PushQueue:
         """Run `job` for `push` once those before it are over."""
         with self.lock:
             # Not a thread that Python waits for by itself: whoever interrupts the wait below wants to leave.
-            name = f"ft_ckpt-push-{push.path.name}"
+            name = f"ft_ckpt-push-{location_name(push.path)}"
             thread = threading.Thread(target=_run_push, args=(self.last, push, job), name=name, daemon=True)
             thread.start()
             self.last = thread
@@ -74,15 +75,15 @@ class _PushQueue:
 _QUEUE = _PushQueue()
 
 
-def start_push(path: Path, url: str, send: Callable[[OpenCheckpoint], PushReport]) -> PendingPush:
-    """Send the checkpoint `path` in the background; it is leased from now on.
+def start_push(place: Place, url: str, send: Callable[[OpenCheckpoint], PushReport]) -> PendingPush:
+    """Send the checkpoint at `place` in the background; it is leased from now on.
 
     What is wrong with the checkpoint itself is told by the handle, too.
     """
-    push = PendingPush(path, url, Future())
+    push = PendingPush(place.location, url, Future())
     stack = ExitStack()
     try:
-        held = stack.enter_context(open_checkpoint(path))
+        held = stack.enter_context(open_checkpoint(place))
     except Exception as error:  # noqa: BLE001 - raised from the handle
         _end_failed(push, error)
         return push
@@ -99,7 +100,7 @@ def wait_for_pushes(pushes: Sequence[PendingPush]) -> None:
     """Wait until all have ended; whoever interrupts that is told what has not been pushed."""
     waiting = [push for push in pushes if not push.done]
     for push in waiting:
-        _LOG.info("waiting until %s is pushed to %s", push.path.name, push.url)
+        _LOG.info("waiting until %s is pushed to %s", location_name(push.path), push.url)
     try:
         wait([push.future for push in waiting])
     except BaseException:

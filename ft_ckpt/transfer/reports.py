@@ -22,16 +22,16 @@ class PushOptions:
 class PushReport:
     """A finished push: where the checkpoint is now, and what was decided on the way."""
 
-    path: Path
-    """The checkpoint here."""
+    path: Path | str
+    """The checkpoint that was pushed."""
     url: str
     """Where it is, as `pull` takes it."""
     repo_id: str
-    """The repository."""
+    """The repository; "" in a bucket."""
     oid: str
-    """The commit that it is in."""
+    """The commit that it is in; in a bucket the digest of the manifest that was pushed."""
     commit_url: str
-    """Address of that commit."""
+    """Address of that commit, or of the manifest in a bucket."""
     is_new: bool
     """Whether a commit was made; False when all of it was there already."""
     files: tuple[str, ...]
@@ -55,7 +55,7 @@ class PullReport:
     url: str
     """Where it came from."""
     oid: str
-    """The commit that it was taken from."""
+    """The commit that it was taken from; of a bucket the digest of the manifest there."""
     verified: bool
     """Whether there was a manifest, with which all files agree."""
     files: tuple[str, ...]

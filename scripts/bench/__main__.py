@@ -6,7 +6,8 @@
 
 Run it in the repository. Every measure has as many counted rounds as asked for, after one that is not, in which all
 take turns; figures are their medians. Quote the ratios: times are the machine's, and a virtual disk's rate changes from
-minute to minute. `pip install ft_ckpt[bench]` brings the peers; those that are not installed are left out.
+minute to minute. `pip install ft_ckpt[bench]` brings the peers; those that are not installed are left out. "upload" and
+"download" need a bucket: FT_CKPT_BENCH_STORE=s3://bucket/bench, and the variables that lead there.
 """
 
 import argparse

@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from ft_ckpt.config import parse_size
-from scripts.bench import convert, frozen, load, many, memory, planning, ranks, save, stall
+from scripts.bench import convert, frozen, load, many, memory, planning, ranks, save, stall, stores
 from scripts.bench.common import CUDA, Row, Setting
 
 
@@ -41,4 +41,6 @@ MEASURES = {
     "adapter": Measure(ranks.ADAPTER_TITLE, ranks.measure_adapter, at="1.2GB"),
     "frozen": Measure(frozen.TITLE, frozen.measure, figure="new_bytes"),
     "planning": Measure(planning.TITLE, planning.measure, at="2.5GB"),
+    "upload": Measure(stores.UPLOAD, stores.measure_upload, stores.LIMIT, at="1GB"),
+    "download": Measure(stores.DOWNLOAD, stores.measure_download, stores.LIMIT, at="1GB"),
 }

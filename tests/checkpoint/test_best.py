@@ -143,7 +143,9 @@ def test_what_resume_does_not_understand(tmp_path):
     scored(tmp_path, (1.0,))
     assert saver_of(tmp_path).resume(False).step == 0
     for wrong in (7, "", ["auto"]):
-        with pytest.raises(ConfigError, match="expected 'auto', 'must', 'never', a checkpoint's name or its path"):
+        with pytest.raises(
+            ConfigError, match="expected 'auto', 'must', 'never', a checkpoint's name, its path or its URL"
+        ):
             saver_of(tmp_path).resume(wrong)
     with pytest.raises(NotACheckpointError, match=r"checkpoint-9: is not there; .* has checkpoint-1. Expected 'auto'"):
         saver_of(tmp_path).resume("checkpoint-9")

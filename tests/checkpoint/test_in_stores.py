@@ -4,13 +4,26 @@ import os
 from dataclasses import replace
 
 import pytest
-from faults import make_checkpoint, save
+from buckets import in_bucket, new_bucket
+from faults import make_checkpoint, rewrite_manifest, save
 from faulty_stores import CountingStore, RefusingStore, TornStore, Wrapped
+from s3_server import FAST, Fault
 
-from ft_ckpt.checkpoint.catalog import load_manifest, verify
+from ft_ckpt.checkpoint.catalog import (
+    best,
+    check_small_files,
+    discover,
+    latest,
+    list_checkpoints,
+    load_manifest,
+    read_manifest,
+    run_checkpoints,
+    verify,
+)
 from ft_ckpt.checkpoint.checks import checkpoint_problems, small_problems
 from ft_ckpt.checkpoint.manifest import MANIFEST_NAME
-from ft_ckpt.checkpoint.staging import ObjectStaging, open_object_staging, open_staging
+from ft_ckpt.checkpoint.open_checkpoint import open_checkpoint
+from ft_ckpt.checkpoint.staging import open_object_staging, open_staging, put_manifest
 from ft_ckpt.errors import (
     CorruptError,
     ManifestError,
@@ -20,7 +33,7 @@ from ft_ckpt.errors import (
     UnreadableError,
 )
 from ft_ckpt.storage.local_store import LocalStore
-from ft_ckpt.storage.open_store import open_store
+from ft_ckpt.storage.place import Place, open_place
 
 SHARD = "policy/model-00001-of-00002.safetensors"
 
@@ -35,7 +48,7 @@ def local(tmp_path):
 def remote(local):
     """The same checkpoint in a bucket, below a prefix."""
     pytest.importorskip("obstore")
-    bucket = open_store("memory:///").within("runs/sft/checkpoint")
+    bucket = new_bucket("runs/sft/checkpoint")
     for each in local.list():
         bucket.write(each.name, local.read(each.name))
     return bucket
@@ -55,6 +68,46 @@ def test_a_checkpoint_in_a_bucket_is_read_and_verified_like_one_in_a_folder(loca
         store.delete(["config.json"])
     assert problems(remote) == problems(local)
     assert len(problems(remote)) == 3
+
+
+@pytest.fixture
+def run(tmp_path):
+    """The URL of a run of three checkpoints in a bucket, the best of them the second."""
+    for step, loss in ((1, 3.0), (2, 1.0), (3, 2.0)):
+        save(tmp_path / "run" / f"checkpoint-{step}", step=step)
+        rewrite_manifest(
+            tmp_path / "run" / f"checkpoint-{step}", lambda found, loss=loss: found["metrics"].update(loss=loss)
+        )
+    return str(in_bucket(tmp_path / "run"))
+
+
+def test_a_run_in_a_bucket_is_listed_and_its_checkpoints_are_named_by_their_urls(run):
+    assert [(info.path, info.name) for info in discover(run)] == [
+        (f"{run}/checkpoint-{step}", f"checkpoint-{step}") for step in (1, 2, 3)
+    ]
+    assert (latest(run), best(run, ("loss", "min"))) == (f"{run}/checkpoint-3", f"{run}/checkpoint-2")
+    assert read_manifest(f"{run}/checkpoint-2").metrics == {"loss": 1.0}
+    check_small_files(f"{run}/checkpoint-2", read_manifest(f"{run}/checkpoint-2"))
+    assert [info.name for info in discover(f"{run}/checkpoint-2")] == ["checkpoint-2"]
+    assert (run_checkpoints(f"{run}/checkpoint-2"), discover(f"{run}/absent"), latest(f"{run}/absent")) == (
+        [],
+        [],
+        None,
+    )
+
+
+def test_what_is_damaged_in_a_bucket_is_named_by_its_url(run):
+    newest = open_place(f"{run}/checkpoint-3").folder
+    newest.delete(["model.safetensors"])
+    with pytest.warns(
+        UserWarning, match=rf"{run}/checkpoint-3: not valid, using an older .*model\.safetensors: missing"
+    ):
+        assert latest(run) == f"{run}/checkpoint-2"
+    newest.write(MANIFEST_NAME, b"{}")
+    assert list(list_checkpoints(run).damaged) == [f"{run}/checkpoint-3"]
+    newest.write("config.json", b"other")
+    with pytest.raises(CorruptError, match=rf"{run}/checkpoint-3: .*config\.json: "):
+        check_small_files(Place(newest), read_manifest(f"{run}/checkpoint-2"))
 
 
 def test_a_large_object_is_digested_range_by_range(local, remote, monkeypatch):
@@ -103,40 +156,102 @@ def test_a_staging_becomes_the_checkpoint_or_nothing(tmp_path):
     assert os.listdir(tmp_path / "run") == ["checkpoint-1"]  # noqa: PTH208 - hidden ones, too
 
 
+def fill(staging, local):
+    """Write the files of a checkpoint; its manifest comes out."""
+    manifest = load_manifest(local)
+    for file in manifest.files:
+        staging.store.write(file.path, local.read(file.path))
+    return manifest
+
+
+def committed(store):
+    """The manifest in a bucket as it was given."""
+    manifest = load_manifest(store)
+    assert {file.path: file.etag for file in manifest.files}.items() <= {e.name: e.etag for e in store.list()}.items()
+    assert manifest.token
+    return replace(manifest, token=None, files=tuple(replace(file, etag=None) for file in manifest.files))
+
+
 def test_objects_become_a_checkpoint_by_their_manifest_alone(local):
     pytest.importorskip("obstore")
-    run = open_store("memory:///").within("run")
-    manifest, content = load_manifest(local), {each.name: local.read(each.name) for each in local.list()}
-    del content[MANIFEST_NAME]
+    run = new_bucket("run")
     staging = open_object_staging(run, "checkpoint-1")
-    for name in content:
-        staging.store.write(name, content[name])
+    manifest = fill(staging, local)
     with pytest.raises(NotACheckpointError):
         load_manifest(staging.store)
-    with pytest.raises(TargetError, match="of a save that is under way, or was broken off"):
+    with pytest.raises(TargetError, match=r"process \d+ on .* is saving there, or was killed less than ten"):
         open_object_staging(run, "checkpoint-1")
     staging.store.write("left.over", b"")
     with pytest.raises(CorruptError, match=r"left\.over: not in the store as the manifest has them"):
         staging.commit(manifest)
     staging.store.delete(["left.over"])
+    small = manifest.files[0]
+    staging.store.write(small.path, b"x" * small.size_bytes)
+    with pytest.raises(CorruptError, match=f"{small.path}: not in the store as the manifest has them"):
+        staging.commit(manifest)
+    staging.store.write(small.path, local.read(small.path))
     staging.commit(manifest)
     staging.discard()
-    assert load_manifest(staging.store) == manifest
+    assert committed(staging.store) == manifest
     assert problems(staging.store) == []
+    assert sorted(file.path for file in manifest.files) == [
+        each.name for each in staging.store.list() if each.name != MANIFEST_NAME
+    ]
     with pytest.raises(NameTakenError, match="a checkpoint is there"):
         open_object_staging(run, "checkpoint-1")
-    with pytest.raises(NameTakenError):
-        staging.commit(replace(manifest, notes=("of another save",)))
-    assert load_manifest(staging.store) == manifest
+    again = open_object_staging(run, "checkpoint-1", overwrite=True)
+    assert [each.name for each in run.list()] == ["checkpoint-1/.ft_ckpt-saving"]
+    fill(again, local)
+    put_manifest(again.store, b"of another")
+    with pytest.raises(NameTakenError, match="another save has committed it meanwhile"):
+        again.commit(replace(manifest, notes=("of a slow save",)))
+    again.discard()
+    assert again.store.read(MANIFEST_NAME) == b"of another", "and its files stay"
+    assert len(again.store.list()) == 1 + len(manifest.files)
 
 
 def test_objects_that_are_discarded_are_gone(local):
     pytest.importorskip("obstore")
-    run = open_store("memory:///").within("run")
+    run = new_bucket("run")
     staging = open_object_staging(run, "checkpoint-1")
     staging.store.write("policy/config.json", b"{}")
     staging.discard()
     assert run.list() == []
+    run.write("checkpoint-1/theirs.txt", b"")
+    with pytest.raises(TargetError, match=r"theirs\.txt: files of no checkpoint, in its place"):
+        open_object_staging(run, "checkpoint-1")
+    assert [each.name for each in run.list()] == ["checkpoint-1/theirs.txt"]
+
+
+def test_a_save_that_was_killed_is_taken_over(local, s3):
+    """By its own run at once, by others when its mark is dead, and then it cannot commit any more."""
+    run = open_place("s3://bucket/runs/sft").folder
+    killed = open_object_staging(run, "checkpoint-1", run_id="a")
+    killed.store.write("model-00009-of-00009.safetensors", b"{}")
+    with pytest.raises(TargetError, match="is saving there, or was killed"):
+        open_object_staging(run, "checkpoint-1", run_id="b")
+    resumed = open_object_staging(run, "checkpoint-1", run_id="a")
+    assert s3.names() == ["runs/sft/checkpoint-1/.ft_ckpt-saving"], "what was written is gone"
+    s3.advance(601)
+    stranger = open_object_staging(run, "checkpoint-1", run_id="b")
+    manifest = fill(stranger, local)
+    for zombie in (killed, resumed):
+        with pytest.raises(TargetError, match=r"taken over by process .*nothing was committed"):
+            zombie.commit(manifest)
+        zombie.discard()
+    stranger.commit(manifest)
+    assert committed(stranger.store) == manifest
+    name = max(manifest.files, key=lambda file: file.size_bytes).path
+    fresh = verify(Place(stranger.store), deep=False)
+    killed.store.write(name, killed.store.read(name))
+    assert fresh.ok
+    with open_checkpoint(Place(stranger.store)) as held:
+        assert held.store.read(name)
+    content = killed.store.read(name)
+    killed.store.write(name, content[:-1] + bytes([content[-1] ^ 1]))
+    assert not verify(Place(stranger.store), deep=False).ok, "as its version is not the one that was committed"
+    with pytest.raises(CorruptError, match=f"{name}: digest"), open_checkpoint(Place(stranger.store)):
+        pass
 
 
 class _LosesAnswers(Wrapped):
@@ -148,11 +263,16 @@ class _LosesAnswers(Wrapped):
             raise NameTakenError(f"{name}: is there already")
 
 
-def test_a_commit_whose_answer_was_lost_is_read_back(local):
+def test_a_commit_whose_answer_was_lost_is_read_back(local, s3):
     pytest.importorskip("obstore")
-    run = open_store("memory:///").within("run")
-    store, manifest = run.within("checkpoint-1"), load_manifest(local)
-    for file in manifest.files:
-        store.write(file.path, local.read(file.path))
-    ObjectStaging(_LosesAnswers(store), run).commit(manifest)
-    assert load_manifest(store) == manifest
+    run = new_bucket("run")
+    staging = open_object_staging(run, "checkpoint-1")
+    manifest = fill(staging, local)
+    replace(staging, store=_LosesAnswers(staging.store)).commit(manifest)
+    assert committed(staging.store) == manifest
+    far = open_object_staging(open_place("s3://bucket/runs", **FAST).folder, "checkpoint-1")
+    fill(far, local)
+    s3.faults.append(Fault("PUT .*ft_ckpt.json", cuts="after"))
+    s3.faults.append(Fault("PUT .*ft_ckpt.json", status=409, code="OperationAborted"))
+    far.commit(manifest)
+    assert committed(far.store) == manifest

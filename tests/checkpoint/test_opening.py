@@ -9,6 +9,7 @@ import sys
 import textwrap
 import time
 from dataclasses import replace
+from multiprocessing import get_context
 from pathlib import Path
 
 import models
@@ -16,7 +17,6 @@ import peft
 import pytest
 import torch
 from faults import edit
-from places import python_path
 from torch import nn
 from transformers import GPTNeoConfig, GPTNeoForCausalLM
 
@@ -68,24 +68,21 @@ def test_parts_are_of_one_moment(tmp_path, monkeypatch):
     assert numbers(ft_ckpt.load_model(tmp_path / "out")) == {2.0}
 
 
-WRITER = """
-import sys
-from test_opening import CheckpointSaver, PARTS, Pair
-for number in range(int(sys.argv[2])):
-    CheckpointSaver().save(Pair(float(number)), sys.argv[1], attribute=PARTS)
-"""
+def overwrite(target: Path, times: int) -> None:
+    for number in range(times):
+        CheckpointSaver().save(Pair(float(number)), target, attribute=PARTS)
 
 
 @pytest.mark.parametrize("times", [8, pytest.param(200, marks=pytest.mark.slow)])
 def test_readers_against_overwrites(tmp_path, times):
     """Parts read while another process overwrites them are those of one save."""
     CheckpointSaver().save(Pair(0), tmp_path / "out", attribute=PARTS)
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), python_path()])}
-    writer = subprocess.Popen([sys.executable, "-c", WRITER, tmp_path / "out", str(times)], env=environment)
+    writer = get_context("fork").Process(target=overwrite, args=(tmp_path / "out", times))
+    writer.start()
     seen = []
-    while writer.poll() is None:
+    while writer.is_alive():
         seen.append(numbers(ft_ckpt.load_model(tmp_path / "out")))
-    assert writer.returncode == 0
+    assert writer.exitcode == 0
     assert all(len(one) == 1 for one in seen), seen
     assert len({*map(tuple, seen)}) > 1
 

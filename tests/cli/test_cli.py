@@ -11,6 +11,7 @@ from dataclasses import replace
 
 import pytest
 from faults import make_checkpoint, manifest_of, save, save_of, save_with_state
+from launch import run_python
 
 from ft_ckpt.checkpoint.catalog import discover
 from ft_ckpt.checkpoint.commit import commit_stage, open_stage
@@ -27,10 +28,14 @@ main()
 """
 
 
-def ft_ckpt(*arguments, code=RUN):
-    return subprocess.run(
-        [sys.executable, "-c", code, *map(str, arguments)], capture_output=True, text=True, check=False
-    )
+def ft_ckpt(*arguments):
+    return run_python(RUN, *arguments)
+
+
+def ft_ckpt_alone(*arguments, code=LISTED):
+    """In an interpreter that has loaded nothing: the last line of its errors names all that is loaded at the end."""
+    command = [sys.executable, "-c", code, *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, check=False)
 
 
 @pytest.fixture
@@ -254,7 +259,7 @@ def test_version():
 def test_starts_without_the_heavy_libraries(run, command):
     """A listing answers at once: nothing that trains is imported, nor what typer would use to check arguments."""
     path = {"ls": run, "latest": run}.get(command[0], run / "checkpoint-1")
-    answer = ft_ckpt(*command, *([] if "--help" in command else [path]), code=LISTED)
+    answer = ft_ckpt_alone(*command, *([] if "--help" in command else [path]))
     loaded = set(answer.stderr.split())
     assert answer.returncode == 0
     assert "ft_ckpt" in loaded
@@ -265,7 +270,7 @@ def test_starts_without_the_heavy_libraries(run, command):
 @pytest.mark.parametrize("command", [["pin", "checkpoint-1"], ["prune", ".", "--last", "9"], ["diff", "--help"]])
 def test_pruning_needs_no_torch(run, command):
     name, path, *rest = command
-    answer = ft_ckpt(name, path if path == "--help" else run / path, *rest, code=LISTED)
+    answer = ft_ckpt_alone(name, path if path == "--help" else run / path, *rest)
     assert answer.returncode == 0
     assert not set(answer.stderr.split()) & {"torch", "transformers", "numpy", "accelerate", "peft", "safetensors"}
 
@@ -362,7 +367,7 @@ def foreign(tmp_path):
 
 
 def test_verify_of_a_foreign_folder(foreign):
-    answer = ft_ckpt("verify", foreign, code=LISTED)
+    answer = ft_ckpt_alone("verify", foreign)
     assert (answer.returncode, "torch" in answer.stderr.split()) == (0, False)
     assert answer.stdout.startswith(f"{foreign}: ok, 2 files, ")
     assert answer.stdout.endswith("; headers and indexes hold together, values were not recorded\n")

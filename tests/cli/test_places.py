@@ -12,7 +12,7 @@ from ft_ckpt.closure import checkpoint_closure
 from ft_ckpt.config import parse_size
 from ft_ckpt.errors import ConfigError
 
-URL = "s3://bucket/run"
+URL = "ftp://bucket/run"
 TAKERS = {
     "directory": lambda url: CheckpointSaver(directory=url),
     "save": lambda url: CheckpointSaver().save(torch.nn.Linear(1, 1), url),
@@ -31,7 +31,7 @@ TAKERS = {
 }
 
 
-@pytest.mark.parametrize("scheme", ["s3", "gs", "az", "hf", "file", "abfss"])
+@pytest.mark.parametrize("scheme", ["hf", "file", "ftp", "http"])
 def test_urls_are_refused_by_name(scheme, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ConfigError, match=rf"^{scheme}://x/y: {scheme}:// is no place on this machine's disks"):
@@ -41,9 +41,9 @@ def test_urls_are_refused_by_name(scheme, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("take", TAKERS.values(), ids=TAKERS)
 def test_urls_are_refused_wherever_a_place_is_asked_for(take, tmp_path, monkeypatch):
-    """Each made a local folder "s3:" before, or looked for one."""
+    """Each made a local folder "ftp:" before, or looked for one."""
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(ConfigError, match=r"s3:/+bucket/run"):
+    with pytest.raises(ConfigError, match=r"ftp:/+bucket/run"):
         take(URL)
     assert not any(tmp_path.iterdir())
 
@@ -54,7 +54,7 @@ def test_the_command_refuses_urls(name, tmp_path):
     options = {"prune": ["--keep-last", "1"], "plan": ["--step-time", "1", "--mtbf", "1d"]}.get(name, [])
     answer = command(name, URL, *options)
     assert (answer.returncode, answer.stdout) == (2, "")
-    assert "s3:// is no place on this machine's disks" in answer.stderr
+    assert "ftp:// is no place on this machine's disks" in answer.stderr
 
 
 def test_a_colon_is_no_url(tmp_path):

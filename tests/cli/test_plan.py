@@ -6,7 +6,7 @@ import zlib
 
 import pytest
 from faults import save
-from test_cli import LISTED, ft_ckpt
+from test_cli import ft_ckpt, ft_ckpt_alone
 
 from ft_ckpt.cli.plan import PlannedRun, best_steps, human_time, interval_rows, total_overhead
 from ft_ckpt.intervals import expected_overhead
@@ -141,7 +141,7 @@ def test_plot_says_what_it_needs(tmp_path):
     assert (answer.returncode, answer.stdout) == (2, "")
     assert "costs.txt: expected a file name that ends in .png, .svg, .pdf" in answer.stderr
     hidden = "import sys; sys.modules['matplotlib'] = None\nfrom ft_ckpt.cli import main\nmain()"
-    answer = ft_ckpt(*GIVEN, "--save-time", 4, "--plot", tmp_path / "costs.png", code=hidden)
+    answer = ft_ckpt_alone(*GIVEN, "--save-time", 4, "--plot", tmp_path / "costs.png", code=hidden)
     assert answer.returncode == 2
     assert "needs matplotlib; run `pip install 'ft_ckpt[plot]'`" in answer.stderr
     answer = ft_ckpt(*GIVEN, "--save-time", 4, "--plot", tmp_path / "absent/costs.png")
@@ -169,7 +169,7 @@ def test_errors(arguments, words):
 
 @pytest.mark.parametrize("arguments", [["--help"], ["plan", "--help"], [*GIVEN, "--model-size", "1MB"]])
 def test_nothing_heavy_is_imported(arguments):
-    answer = ft_ckpt(*arguments, code=LISTED)
+    answer = ft_ckpt_alone(*arguments)
     assert answer.returncode == 0
     assert not set(answer.stderr.split()) & {"matplotlib", "torch", "numpy", "transformers"}
 

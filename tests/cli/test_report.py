@@ -1,6 +1,7 @@
 """`ft-ckpt report`: a run on one page. The browser that looks at it is marked slow."""
 
 import json
+import os
 import re
 import shutil
 import struct
@@ -17,7 +18,9 @@ from ft_ckpt import CheckpointSaver, Every, Keep
 from ft_ckpt.cli import app
 from ft_ckpt.cli.report import write_report
 from ft_ckpt.cli.report_facts import gather_facts
-from ft_ckpt.errors import ConfigError, NotACheckpointError
+from ft_ckpt.errors import CheckpointError, ConfigError, NotACheckpointError, TargetError
+from ft_ckpt.storage.local_store import LocalStore
+from ft_ckpt.training.state_files import read_document
 
 STEPS = 18
 
@@ -114,6 +117,53 @@ def test_what_cannot_be_reported_is_said(run, tmp_path):
     with pytest.raises(NotACheckpointError, match="empty"):
         app(["report", str(tmp_path / "empty"), "-o", str(tmp_path / "page.html")], standalone_mode=False)
     assert not (tmp_path / "page.html").exists()
+
+
+def test_what_is_damaged_is_named_and_the_rest_shown(run, tmp_path):
+    copied = tmp_path / "run"
+    shutil.copytree(run, copied)
+    os.truncate(copied / "checkpoint-15" / "model.safetensors", 100)
+    (copied / "checkpoint-18" / "state" / "training.json").write_text("{")
+    facts = gather_facts(copied, ("loss",), comparisons=8)
+    assert [each.after for each in facts.drift] == ["checkpoint-9"], "neither side of the other pairs was 15"
+    assert sum("were not compared" in note for note in facts.notes) == 2
+    assert any("training.json" in note for note in facts.notes)
+    assert max(each.step for each in facts.saves) < 18, "the log of an older state"
+    assert [bool(each.problems) for each in facts.checkpoints] == [False, False, True, True]
+    write_report(facts, tmp_path / "page.html")
+    assert "were not compared" in (tmp_path / "page.html").read_text()
+
+
+@pytest.mark.parametrize("wrong", [{"keep": {"last": 2}}, {"history": {"saves": [3]}}, {"keep": {"odd": 1}}])
+def test_a_state_that_says_what_it_cannot_is_an_error_of_ours(run, wrong, monkeypatch):
+    known = read_document(LocalStore(run / "checkpoint-18"))
+    monkeypatch.setattr("ft_ckpt.cli.report_facts.read_document", lambda _: known | wrong)
+    with pytest.raises(CheckpointError):
+        gather_facts(run, (), comparisons=0)
+
+
+@pytest.mark.parametrize("background", [False, True])
+def test_a_save_that_failed_is_not_in_the_log(tmp_path, monkeypatch, background):
+    made = prepared()
+
+    def save_step(step):
+        saver.step({"loss": 1.0}, step=step)
+        saver.save_state()
+        return saver.wait()
+
+    with CheckpointSaver(made.accelerator, tmp_path, background=background, **QUIET) as saver:
+        save_step(1)
+        with monkeypatch.context() as broken:
+            broken.setattr("ft_ckpt.saving.background.run_save", fail)
+            with pytest.raises(CheckpointError, match="no such disk"):
+                save_step(2)
+        save_step(3)
+    saves = gather_facts(tmp_path, (), comparisons=0).saves
+    assert [(each.step, each.seconds is None) for each in saves] == [(1, False), (3, True)]
+
+
+def fail(*_):
+    raise TargetError("no such disk")
 
 
 @pytest.mark.slow

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 import ft_ckpt
 from ft_ckpt import CheckpointSaver
 from ft_ckpt.distributed import wrappers
+from ft_ckpt.distributed.added_state import added_state
 from ft_ckpt.distributed.gather import full_state_dict, gather_tensors
 from ft_ckpt.distributed.inventory import Inventory
 from ft_ckpt.distributed.ranks import current_ranks
@@ -140,10 +141,19 @@ def test_ties_and_other_tensors_have_keys():
     inventory.note_model(model)
     infos = inventory.infos()
     assert infos["2.0.again"].key == infos["0.weight"].key != infos["2.0.weight"].key
-    keys = [inventory.key_of(moments), inventory.note_run(run, run[1:3]), inventory.note_run(run, run[3:])]
+    keys = [*inventory.keys_of([moments]), inventory.note_run(run, run[1:3]), inventory.note_run(run, run[3:])]
     assert len({*keys, *(info.key for info in infos.values())}) == 3 + len(infos) - 1
-    assert inventory.key_of(moments) == keys[0]
+    assert inventory.keys_of([moments]) == keys[:1]
     assert [inventory.local(key).tolist() for key in keys] == [[1.0] * 3, [1.0, 2.0], [3.0]]
+
+
+def test_a_class_is_asked_again_whether_its_modules_list_more():
+    late = type("Late", (nn.Linear,), {})
+    model = late(2, 2)
+    live = dict(model.named_parameters())
+    assert added_state(model, live) == {}
+    late.get_extra_state = lambda self: 7
+    assert [one.value for one in added_state(model, live).values()] == [7]
 
 
 def test_a_walk_notes_without_a_look_at_layouts():
@@ -152,6 +162,6 @@ def test_a_walk_notes_without_a_look_at_layouts():
     model.register_buffer("odd", torch.eye(2).to_sparse())
     inventory = Inventory()
     rows = inventory.note_model(model).rows
-    assert [name for name, _ in rows[0].tensors] == ["weight", "bias", "odd"]
+    assert [name for name, _ in next(rows).tensors] == ["weight", "bias", "odd"]
     with pytest.raises(SelectionError, match="odd"):
         inventory.infos()

@@ -1,14 +1,13 @@
 """Averages of checkpoints: exact to one rounding, streamed, and never taken for a moment of a run."""
 
 import json
-import subprocess
-import sys
 
 import models
 import pytest
 import torch
 from compare import logits, stored
 from faults import edit
+from launch import run_python
 from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
@@ -209,9 +208,7 @@ def test_other_models_are_named(three, tmp_path):
 
 def test_the_command(three, tmp_path):
     def run(*options):
-        code = "from ft_ckpt.cli import main; main()"
-        command = [sys.executable, "-c", code, "average", *map(str, three), str(tmp_path / "out"), *options]
-        return subprocess.run(command, capture_output=True, text=True, check=False)
+        return run_python("from ft_ckpt.cli import main; main()", "average", *three, tmp_path / "out", *options)
 
     done = run("--weights", "1,1,2", "--json")
     assert done.returncode == 0, done.stderr

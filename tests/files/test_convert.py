@@ -15,6 +15,7 @@ import typer
 from contract_format import bytes_of, filled
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from launch import run_python
 from places import ROOT
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
@@ -324,8 +325,7 @@ except TargetError as error:
 @pytest.mark.parametrize("kind", ["dcp", "torch"])
 def test_a_full_disk_is_told_as_such(tmp_path, kind):
     save_file({"x": torch.randn(200_000)}, tmp_path / "x.safetensors")
-    command = [sys.executable, "-c", LIMITED, tmp_path / "x.safetensors", tmp_path / "new", kind, "100000"]
-    run = subprocess.run([*map(str, command)], capture_output=True, text=True, check=False)
+    run = run_python(LIMITED, tmp_path / "x.safetensors", tmp_path / "new", kind, 100_000)
     assert run.returncode == 1
     assert "NoSpaceError" in run.stderr.splitlines()[-1], run.stderr
     assert sorted(path.name for path in tmp_path.iterdir()) == ["x.safetensors"]

@@ -12,6 +12,7 @@ import torch
 from contract_format import filled
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from launch import run_python
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import save_file
 
@@ -39,7 +40,7 @@ def differ(tmp_path, one, other):
 
 
 def diff(*arguments):
-    answer = subprocess.run([sys.executable, "-c", RUN, "diff", *map(str, arguments)], capture_output=True, text=True)
+    answer = run_python(RUN, "diff", *arguments)
     assert answer.returncode in (0, 1), answer.stderr
     return answer.stdout
 

@@ -257,6 +257,14 @@ def test_a_name_as_long_as_names_may_be(tmp_path, ending):
     assert [path.name for path in tmp_path.iterdir()] == [name]
 
 
+@pytest.mark.parametrize("stem", ["back\\slash", "..\\up", "new\nline", ".hidden", "not utf-8 \udcff"])
+@pytest.mark.parametrize("ending", [".safetensors", ".h5", ".pt"])
+def test_any_name_that_a_file_can_have(tmp_path, stem, ending):
+    save({"a": torch.ones(2)}, tmp_path / f"{stem}{ending}")
+    assert torch.equal(load(tmp_path / f"{stem}{ending}")["a"], torch.ones(2))
+    assert [path.name for path in tmp_path.iterdir()] == [f"{stem}{ending}"]
+
+
 class Disk:
     """A file that takes `most` bytes at a time; after `calls` of them it raises `error`, or takes no more and lies."""
 

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import torch
 from contract_format import equal, state
+from launch import run_python
 from opened import raw_file
-from places import HELPERS
 from seeds import chosen_seed
 from test_hdf5 import FUZZ
 
@@ -188,9 +188,8 @@ def test_a_damaged_chunk_is_named(tmp_path):
 @pytest.mark.parametrize(("compression", "shuffle"), [("zstd", "byte"), ("lz4", None), ("blosc2", "bit")])
 def test_mutated_files_give_right_values_or_an_error(compression, shuffle, tmp_path):
     save({"w": torch.randn(90, 100).bfloat16(), "odd": 1}, tmp_path / "x.h5", compression=compression, shuffle=shuffle)
-    command = [sys.executable, "-c", FUZZ, tmp_path / "x.h5", tmp_path / "y.h5", chosen_seed(), 60, 0]
-    run = subprocess.run([*map(str, command)], capture_output=True, text=True, cwd=HELPERS)
-    assert run.returncode == 0, (command, run.stderr)
+    run = run_python(FUZZ, tmp_path / "x.h5", tmp_path / "y.h5", chosen_seed(), 60, 0)
+    assert run.returncode == 0, (run.args[1:], run.stderr)
     assert "'same'" in run.stdout
 
 
@@ -214,7 +213,7 @@ def test_a_full_disk_leaves_the_old_file(full_while, tmp_path):
     save({"x": torch.randn(1 << 20)}, tmp_path / "x.h5", compression="zstd")
     limit = (tmp_path / "x.h5").stat().st_size - 4096 if full_while == "writing" else 100_000
     save({"old": 1}, tmp_path / "x.h5")
-    run = subprocess.run([sys.executable, "-c", LIMITED, tmp_path / "x.h5", str(limit)], capture_output=True, text=True)
+    run = run_python(LIMITED, tmp_path / "x.h5", limit)
     assert run.returncode == 1
     assert "refused: " in run.stderr
     assert "x.h5" in run.stderr

@@ -15,8 +15,8 @@ from contract_format import equal, state
 from golden_files import FILES, HERE
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from launch import run_python
 from opened import raw_file
-from places import HELPERS
 from seeds import chosen_seed
 
 from ft_ckpt.errors import CorruptError, SelectionError
@@ -349,9 +349,8 @@ print(outcomes)
 def test_mutated_files_give_right_values_or_an_error(moved, count, tmp_path):
     """`moved`: a byte more at the end, so the index is not trusted and the HDF5 library meets the damage."""
     save({"w": torch.randn(30, 20), "b": torch.ones(3).to(torch.bfloat16), "odd": (1, "x", b"y")}, tmp_path / "x.h5")
-    command = [sys.executable, "-c", FUZZ, tmp_path / "x.h5", tmp_path / "y.h5", chosen_seed(), count, moved]
-    result = subprocess.run([*map(str, command)], capture_output=True, text=True, timeout=120, cwd=HELPERS)
-    assert result.returncode == 0, (command, result.stderr)
+    result = run_python(FUZZ, tmp_path / "x.h5", tmp_path / "y.h5", chosen_seed(), count, moved)
+    assert result.returncode == 0, (result.args[1:], result.stderr)
     assert "'same'" in result.stdout
 
 

@@ -1,6 +1,7 @@
 """Files and folders in a bucket: obstore's store in memory, which is read like any other."""
 
 import os
+import uuid
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,7 @@ from ft_ckpt.storage.store import Store
 def new_bucket(prefix: str = "team/runs") -> Store:
     """An empty bucket below a prefix."""
     pytest.importorskip("obstore")
-    return open_store("memory:///").within(prefix)
+    return open_store(f"memory://{uuid.uuid4().hex}").within(prefix)
 
 
 def in_bucket(path: str | os.PathLike[str], bucket: Store | None = None) -> Place:

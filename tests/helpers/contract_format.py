@@ -1,16 +1,17 @@
 """What every format of `save` and `load` must do; a format's test class inherits it and names its format."""
 
 import os
+import signal
 import stat
-import subprocess
-import sys
 import time
 from contextlib import closing
 from pathlib import Path
+from typing import TextIO
 
 import pytest
 import torch
 from buckets import in_bucket
+from launch import run_and_signal, run_python
 
 from ft_ckpt.errors import CorruptError, SelectionError, TargetError
 from ft_ckpt.files.convert import open_source
@@ -179,35 +180,28 @@ class FormatContract:
         """Pain 46: killed at any moment, the file is the old one or the new one."""
         save({"number": torch.tensor(1), "big": torch.full((300_000,), 1)}, path, self.kind)
         for moment in range(4):
-            done = 1
-            child = _start(SAVE_FOREVER, path, self.kind)
-            assert child.stdout is not None
-            for _ in range(1 + moment):
-                done = int(child.stdout.readline() or done)
-            time.sleep(0.003 * moment)
-            child.kill()
-            done = max([done, *(int(line) for line in child.stdout.read().split())])
-            child.wait()
+            done = [1]
+
+            def until(said: TextIO, moment: int = moment, done: list[int] = done) -> None:
+                done += [int(said.readline() or 1) for _ in range(1 + moment)]
+                time.sleep(0.003 * moment)
+
+            killed = run_and_signal(SAVE_FOREVER, path, self.kind, until=until)
+            assert killed.returncode == -signal.SIGKILL, killed.stderr
+            last = max([*done, *map(int, killed.stdout.split())])
             found = load(path)
-            assert int(found["number"]) in (done, done + 1)
+            assert int(found["number"]) in (last, last + 1)
             assert bool((found["big"] == found["number"]).all())
         save({}, path, self.kind)
         assert list(path.parent.iterdir()) == [path]
 
     def test_disk_full(self, path: Path) -> None:
         save({"number": torch.tensor(1)}, path, self.kind)
-        child = _start(SAVE_TOO_MUCH, path, self.kind)
-        assert child.stdout is not None
-        output = child.stdout.read()
-        assert child.wait() == 0
-        assert "True" in output
+        ended = run_python(SAVE_TOO_MUCH, path, self.kind)
+        assert ended.returncode == 0, ended.stderr
+        assert "True" in ended.stdout
         assert load(path)["number"] == 1
         assert list(path.parent.iterdir()) == [path]
-
-
-def _start(code: str, *arguments: object) -> subprocess.Popen[str]:
-    command = [sys.executable, "-c", code, *map(str, arguments)]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
 
 
 def filled(shape: tuple[int, ...], dtype: str) -> torch.Tensor:

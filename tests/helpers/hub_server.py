@@ -14,13 +14,14 @@ import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from typing import Any
 from unittest.mock import patch
 from urllib.parse import parse_qs, unquote, urlsplit
 
 from huggingface_hub import constants
 from huggingface_hub.utils._http import close_session
+from loopback import answering
 
 TOKEN = "hf_right"
 LARGE_BYTES = 1 << 10  # files from this size on, and weights, are large ones
@@ -375,17 +376,8 @@ _ROUTES: list[tuple[str, str, Any]] = [
 def serving_hub(part_bytes: int = 1 << 20) -> Iterator[Hub]:
     """A Hub that answers while the block runs, for other processes that are told its `url` by HF_ENDPOINT."""
     hub = Hub(part_bytes)
-    server = ThreadingHTTPServer(("127.0.0.1", 0), type("Handler", (_Handler,), {"hub": hub}))
-    server.daemon_threads = True
-    hub.url = f"http://127.0.0.1:{server.server_port}"
-    thread = threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True)
-    thread.start()
-    try:
+    with answering(type("Handler", (_Handler,), {"hub": hub})) as hub.url:
         yield hub
-    finally:
-        server.shutdown()
-        server.server_close()
-        thread.join()
 
 
 @contextmanager

@@ -1,17 +1,22 @@
-"""Run a worker on several ranks, and read back what each of its cases came to on each rank."""
+"""Run a worker on several ranks, and read back what each of its cases came to on each rank; or a program alone.
+
+What needs the libraries is forked from a process that has them: a fresh interpreter loads for seconds.
+"""
 
 import atexit
 import json
 import os
 import select
+import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from typing import TextIO
 
 import extensions
 import psutil
@@ -37,10 +42,12 @@ def launch(
     env: Mapping[str, str] | None = None,
 ) -> Result:
     """Run `tests/workers/{worker}.py` on `ranks` processes for at most `timeout` seconds; leaves no process behind."""
-    script = str(WORKERS / f"{worker}.py")
+    # The worker prints every rank's stack shortly before it would be killed.
+    environment = _environment({"STACKS_AFTER": str(max(timeout - 15, timeout / 2)), **(env or {})})
     with tempfile.NamedTemporaryFile("w+", errors="replace") as log:
-        request = [script, [str(argument) for argument in args], ranks, _environment(timeout, env or {}), log.name]
-        returncode = _served(request, timeout)
+        path = Path(log.name)
+        returncode = _end(_begin(WORKERS / f"{worker}.py", args, ranks, environment, path, path), timeout)
+        extensions.drop_stale_locks()  # a rank may have been killed while it held one
         log.seek(0)
         return Result(log.read(), returncode)
 
@@ -73,14 +80,43 @@ def run_cases(
     return {case: errors.get(case, "not run: too many cases before it crashed") for case in cases}
 
 
-def _environment(timeout: float, extra: Mapping[str, str]) -> dict[str, str]:
-    # The worker prints every rank's stack shortly before it would be killed.
-    fixed = {
-        "PYTHONPATH": python_path(),
-        "OMP_NUM_THREADS": "1",
-        "HF_HUB_OFFLINE": "1",
-        "STACKS_AFTER": str(max(timeout - 15, timeout / 2)),
-    }
+def run_python(
+    code: str, *args: object, timeout: float = 120, env: Mapping[str, str] | None = None, cwd: Path | None = None
+) -> "subprocess.CompletedProcess[str]":
+    """What `python -c code` does in a process that finds the libraries loaded, and nothing of ours."""
+    with _program(code) as (script, output, errors):
+        returncode = _end(_begin(script, args, 0, _environment(env or {}), output, errors, cwd), timeout)
+        return subprocess.CompletedProcess([code, *map(str, args)], returncode, output.read_text(), errors.read_text())
+
+
+def run_and_signal(
+    code: str, *args: object, until: Callable[[TextIO], object], number: int = signal.SIGKILL
+) -> "subprocess.CompletedProcess[str]":
+    """The same, with a signal once `until` has read of its output what it waits for; the rest of the output."""
+    with _program(code) as (script, output, errors):
+        output.unlink()
+        os.mkfifo(output)
+        process = _begin(script, args, 0, _environment({}), output, errors)
+        with output.open() as said:
+            until(said)
+            os.kill(process, number)
+            rest = said.read()
+        return subprocess.CompletedProcess([code, *map(str, args)], _end(process, 60), rest, errors.read_text())
+
+
+@contextmanager
+def _program(code: str) -> Iterator[tuple[Path, Path, Path]]:
+    """A script of that code, and empty files for its output and its errors."""
+    with tempfile.TemporaryDirectory() as name:
+        script, output, errors = (Path(name, file) for file in ("program.py", "output", "errors"))
+        script.write_text(code, encoding="utf-8")
+        output.touch()
+        errors.touch()
+        yield script, output, errors
+
+
+def _environment(extra: Mapping[str, str]) -> dict[str, str]:
+    fixed = {"PYTHONPATH": python_path(), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     return {**os.environ, **fixed, **extra}
 
 
@@ -102,24 +138,40 @@ def _nursery() -> subprocess.Popen[str]:
     return server
 
 
-def _served(request: list[object], timeout: float) -> int:
-    """The exit status of what the server forks for `request`, or TIMED_OUT."""
+def _begin(
+    script: Path,
+    args: Sequence[object],
+    ranks: int,
+    environment: Mapping[str, str],
+    output: Path,
+    errors: Path,
+    cwd: Path | None = None,
+) -> int:
+    """Have the server fork that; the number of the process."""
     server = _nursery()
     assert server.stdin is not None
     assert server.stdout is not None
+    arguments = [str(argument) for argument in args]
+    request = [str(script), arguments, ranks, environment, str(cwd or Path.cwd()), str(output), str(errors)]
     server.stdin.write(json.dumps(request) + "\n")
     server.stdin.flush()
-    launcher = psutil.Process(int(server.stdout.readline()))
+    return int(server.stdout.readline())
+
+
+def _end(process: int, timeout: float) -> int:
+    """The exit status of what was begun last, or TIMED_OUT, once it is over."""
+    server = _nursery()
+    assert server.stdout is not None
     ended = select.select([server.stdout], [], [], timeout)[0]
     if not ended:
-        _kill_tree(launcher)
+        _kill_tree(process)
     returncode = int(server.stdout.readline())
-    extensions.drop_stale_locks()  # a rank may have been killed while it held one
     return returncode if ended else TIMED_OUT
 
 
-def _kill_tree(launcher: psutil.Process) -> None:
+def _kill_tree(number: int) -> None:
     with suppress(psutil.NoSuchProcess):
+        launcher = psutil.Process(number)
         for process in [*launcher.children(recursive=True), launcher]:
             with suppress(psutil.NoSuchProcess):
                 process.kill()

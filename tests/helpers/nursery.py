@@ -1,11 +1,13 @@
 """A process that has loaded the libraries once and forks into the ranks of each launch.
 
 Loading torch, transformers, accelerate and peft takes a rank seconds, which is most of what a launched test takes. The
-server reads one request a line, `[script, arguments, ranks, environment, log]` as JSON, and answers twice: with the
-launch's process number and, when it is over, with its exit status. Ranks find what torchrun would give them: the same
-variables, and a store that outlives any of them.
+server reads one request a line, `[script, arguments, ranks, environment, folder, output, errors]` as JSON, and answers
+twice: with the launch's process number and, when it is over, with its exit status. Ranks find what torchrun would give
+them: the same variables, and a store that outlives any of them. A launch of no ranks is the script alone, as Python
+would run it.
 """
 
+import atexit
 import gc
 import importlib
 import json
@@ -13,6 +15,8 @@ import os
 import runpy
 import signal
 import sys
+import tempfile
+import threading
 import time
 from contextlib import suppress
 from typing import Any, NoReturn
@@ -46,17 +50,26 @@ def serve() -> None:
         request = json.loads(line)
         pid = os.fork()
         if not pid:
-            _end(_launched, *request)
+            _end(_begun, *request)
         print(pid, flush=True)
         print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), flush=True)
 
 
-def _launched(script: str, arguments: list[str], ranks: int, environment: dict[str, str], log: str) -> int:
-    """Be the launcher: fork the ranks, keep their store, and end them all when one fails."""
+def _begun(
+    script: str, arguments: list[str], ranks: int, environment: dict[str, str], folder: str, output: str, errors: str
+) -> int:
+    """Be what was asked for, with its output and its errors in those files."""
     os.setsid()
-    output = os.open(log, os.O_WRONLY | os.O_APPEND)
-    for handle in (1, 2):
-        os.dup2(output, handle)
+    for handle, path in ((1, output), (2, errors)):
+        os.dup2(os.open(path, os.O_WRONLY | os.O_APPEND), handle)
+    os.chdir(folder)
+    if ranks:
+        return _launched(script, arguments, ranks, environment)
+    return _be_script(script, arguments, environment)
+
+
+def _launched(script: str, arguments: list[str], ranks: int, environment: dict[str, str]) -> int:
+    """Be the launcher: fork the ranks, keep their store, and end them all when one fails."""
     waiting, ready = os.pipe()
     children = []
     for rank in range(ranks):
@@ -64,7 +77,7 @@ def _launched(script: str, arguments: list[str], ranks: int, environment: dict[s
         if not pid:
             os.close(ready)
             port = os.read(waiting, PORT_BYTES).decode()  # the store starts threads, so it is made after the last fork
-            _end(_be_rank, script, arguments, environment | _variables(rank, ranks, port))
+            _end(_be_script, script, arguments, environment | _variables(rank, ranks, port))
         children.append(pid)
     from torch.distributed import TCPStore
 
@@ -82,12 +95,13 @@ def _variables(rank: int, ranks: int, port: str) -> dict[str, str]:
     return {**own, **sizes, **groups, **store, "TORCHELASTIC_RESTART_COUNT": "0", "TORCHELASTIC_RUN_ID": "none"}
 
 
-def _be_rank(script: str, arguments: list[str], environment: dict[str, str]) -> int:
+def _be_script(script: str, arguments: list[str], environment: dict[str, str]) -> int:
     os.environ.clear()
     os.environ.update(environment)
     given = environment.get("PYTHONPATH", "").split(os.pathsep)
     sys.path[:] = [os.path.dirname(script), *filter(None, given), *sys.path[1:]]  # noqa: PTH120 - as Python itself does
     sys.argv = [script, *arguments]
+    tempfile.tempdir = None  # chosen anew, as this environment says
     sys.stdin = open(os.devnull)  # noqa: PTH123, SIM115 - for as long as the rank lives
     runpy.run_path(script, run_name="__main__")
     return 0
@@ -118,8 +132,25 @@ def _signal(pids: set[int], number: int) -> None:
 
 
 def _end(action: Any, *arguments: Any) -> NoReturn:
-    """Run `action` and end this process with the status it gives, or as an interpreter would end on what it raises."""
-    sys.exit(action(*arguments))
+    """Run `action` and end this process with the status it gives, or as an interpreter would end on what it raises.
+
+    Nothing is taken apart at the end: letting go of all that is loaded would copy every page of it.
+    """
+    status = 1
+    try:
+        status = action(*arguments)
+    except SystemExit as end:
+        if isinstance(end.code, str):
+            print(end.code, file=sys.stderr)
+        status = end.code if isinstance(end.code, int) else int(end.code is not None)
+    except BaseException:
+        sys.excepthook(*sys.exc_info())
+    finally:
+        threading._shutdown()  # type: ignore[attr-defined]  # as multiprocessing ends a process: threads are waited for
+        atexit._run_exitfuncs()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
 
 
 if __name__ == "__main__":

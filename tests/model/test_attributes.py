@@ -168,3 +168,35 @@ def test_what_has_a_layout_of_its_own_is_not_saved_in_another(make, inside, tmp_
         saver.resume("must")
     assert_same_tensors(model.state_dict(), before)
     assert stored(tmp_path / "inside").keys() == model.get_submodule(inside).state_dict().keys()
+
+
+@pytest.mark.parametrize("kind", ["policy_and_value", "lora_policy_and_value"])
+def test_a_run_whose_folder_is_the_policy(kind, tmp_path):
+    """The policy, or its adapter, where every tool looks for it; the head, and what is frozen, with the state."""
+
+    def composite():
+        pair = models.build(kind)
+        pair.reference = nn.Linear(2, 2).requires_grad_(False)
+        return pair, torch.optim.SGD([p for p in pair.parameters() if p.requires_grad], lr=0.1)
+
+    def saver():
+        return CheckpointSaver(directory=tmp_path, attribute="policy")
+
+    pair, optimizer = composite()
+    saver().save_state(pair, tmp_path / "checkpoint-1", optimizer=optimizer)
+    folder = tmp_path / "checkpoint-1"
+    if kind == "policy_and_value":
+        assert_same_tensors(stored(folder), reference(pair.policy, tmp_path / "theirs"))
+    else:
+        assert (folder / "adapter_model.safetensors").exists()
+        assert not (folder / "model.safetensors").exists()
+    again, optimizer = composite()
+    with torch.no_grad():
+        again.value_head.mean.add_(1)
+    saver().resume("must", model=again, optimizer=optimizer)
+    assert_same_tensors(again.state_dict(), pair.state_dict())
+    if kind == "lora_policy_and_value":
+        with torch.no_grad():
+            again.policy.get_base_model().model.layers[0].self_attn.q_proj.base_layer.weight.add_(1)
+        with pytest.raises(errors.LoadError, match="base: failed: not the base that the adapters were trained on"):
+            saver().resume("must", model=again, optimizer=optimizer)

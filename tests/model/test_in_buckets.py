@@ -100,9 +100,9 @@ def test_parts_by_name_and_by_place(tmp_path):
     assert same(loaded["policy"], model.policy)
     for one in (ft_ckpt.load_model(place, part="value_head"), ft_ckpt.load_model(Place(place.store, "out/value_head"))):
         assert same(one, model.value_head)
-    with pytest.raises(LoadError, match=r"part 'none': not in memory:///team/runs/out"):
+    with pytest.raises(LoadError, match=r"part 'none': not in memory://\w+/team/runs/out"):
         ft_ckpt.load_model(place, part="none")
-    with pytest.raises(NotACheckpointError, match=r"memory:///team/runs: the folder of a run, which holds out"):
+    with pytest.raises(NotACheckpointError, match=r"memory://\w+/team/runs: the folder of a run, which holds out"):
         ft_ckpt.load_model(Place(place.store))
 
 
@@ -146,7 +146,10 @@ def test_opening_is_few_requests(sharded):
     counting = CountingStore(bucket.within(sharded.name))
     with open_checkpoint(Place(counting)) as held:
         assert len(held.manifest.files) > 5
-    assert [name for name, _ in counting.calls] == ["stat", "list", "stat", "open"], "the last reads the manifest"
+    calls = [name for name, _ in counting.calls]
+    assert calls == ["stat", "write", "list", "stat", "open", "delete"], (
+        "a lease around it; what is opened is the manifest"
+    )
 
 
 @pytest.mark.parametrize("form", ["safetensors", "h5", "torch"])
@@ -165,7 +168,7 @@ def test_folders_of_others(base, tmp_path):
     report = ft_ckpt.convert(place, tmp_path / "new", verify=True, progress=False)
     assert torch.equal(logits(AutoModelForCausalLM.from_pretrained(tmp_path / "new")), logits(base))
     assert report.tensors == len(list(open_source(place).specs))
-    with pytest.raises(LoadError, match=r"memory:///team/runs/absent: no such file or folder"):
+    with pytest.raises(LoadError, match=r"memory://\w+/team/runs/absent: no such file or folder"):
         open_source(Place(place.store, "absent"))
 
 

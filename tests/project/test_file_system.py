@@ -24,7 +24,7 @@ OF_PATHS = {
 
 # The floor: what a store and the fast road beside it are made of.
 STORAGE = {"buffers", "direct_io", "local_disk", "local_file", "local_store", "owners", "placing", "read_ahead"}
-STORAGE |= {"scratch"}
+STORAGE |= {"scratch", "folder_trials"}  # the second tries what a file system can do
 # The commit protocol of folders, its recovery and its opposite, locks of readers, and open files kept open.
 CHECKPOINT = {"commit", "delete", "leases", "open_checkpoint", "recovery"}
 MOST_MODULES = 15

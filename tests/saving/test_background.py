@@ -3,8 +3,6 @@
 import os
 import shutil
 import signal
-import subprocess
-import sys
 import threading
 from pathlib import Path
 
@@ -13,8 +11,7 @@ import pytest
 import torch
 import training
 from faults import contents
-from launch import run_cases
-from places import ROOT
+from launch import run_and_signal, run_cases, run_python
 from safetensors.torch import load_file
 from torch import nn
 
@@ -289,24 +286,17 @@ saver.save(model, step=2)
 """
 
 
-def program(folder: Path, what: str) -> "subprocess.Popen[str]":
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "-c", PROGRAM, str(folder), what]
-    return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-
-
 @pytest.mark.parametrize("what", ["end", "fail"])
 def test_a_program_that_ends_has_saved_or_says_that_it_has_not(tmp_path, what):
-    _, said = program(tmp_path, what).communicate(timeout=100)
+    said = run_python(PROGRAM, tmp_path, what).stderr
     assert ("division by zero" in said) == (what == "fail")
     assert latest(tmp_path) == tmp_path / ("checkpoint-2" if what == "end" else "checkpoint-1")
 
 
 def test_killed_while_a_save_is_in_flight(tmp_path):
-    process = program(tmp_path, "hang")
-    assert process.stdout.readline() == "hanging\n"
-    process.send_signal(signal.SIGKILL)
-    process.wait(30)
+    said = []
+    ended = run_and_signal(PROGRAM, tmp_path, "hang", until=lambda output: said.append(output.readline()))
+    assert (said, ended.returncode) == (["hanging\n"], -signal.SIGKILL), ended.stderr
     assert latest(tmp_path) == tmp_path / "checkpoint-1"
     assert verify(latest(tmp_path)).ok
     with CheckpointSaver(None, tmp_path, background=True) as saver:

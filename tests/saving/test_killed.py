@@ -1,10 +1,7 @@
 """Pain 20: killed at any moment, a run goes on as if it had not been."""
 
-import os
-import subprocess
-import sys
-
 import pytest
+from launch import run_python
 from seeds import chosen_seed
 
 SCRIPT = """
@@ -27,9 +24,7 @@ print("killed", done, "in", runs)
 
 def killed(folder, ranks, kills):
     seed = chosen_seed()
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
-    command = [sys.executable, "-c", SCRIPT, str(folder), str(ranks), str(kills), str(seed)]
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=1200, check=False)
+    done = run_python(SCRIPT, folder, ranks, kills, seed, timeout=1200)
     assert done.returncode == 0, f"seed {seed}\n{done.stdout}\n{done.stderr[-4000:]}"
     assert f"killed {kills} in" in done.stdout
 

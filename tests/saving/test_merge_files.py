@@ -2,8 +2,6 @@
 
 import dataclasses
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +9,8 @@ import models
 import pytest
 import torch
 from architectures import ARCHITECTURES, make
-from compare import assert_close_tensors, logits, reference, stored
+from compare import assert_close_tensors, assert_same_tensors, logits, reference, stored
+from launch import run_python
 from methods import METHODS, low_rank, with_adapter
 from peft import get_peft_model
 from safetensors.torch import load_file, save_file
@@ -200,8 +199,6 @@ def test_a_quantised_base(bits, tmp_path):
     live = AutoModelForCausalLM.from_pretrained(tmp_path / "base", quantization_config=settings, device_map="cpu")
     live.save_pretrained(tmp_path / "quantised")
     model = models.trained(get_peft_model(live, low_rank(LINEAR)))
-    with pytest.raises(errors.SelectionError, match="its weights are quantised"):
-        CheckpointSaver().save(model, tmp_path / "no", merged=True)
     CheckpointSaver().save(model, tmp_path / "adapter", adapter_only=True)
     merged(tmp_path / "adapter", tmp_path / "out")
     with pytest.raises(errors.LoadError, match="its weights are quantised; name the model"):
@@ -215,7 +212,34 @@ def test_a_quantised_base(bits, tmp_path):
     torch.testing.assert_close(stored(tmp_path / "out")[name].float(), exact, rtol=2**-8, atol=1e-6)
     coarse = (stored(tmp_path / "onto")[name].float() - exact).abs().max()
     assert 1e-4 < coarse < 0.2
-    for folder in ("out", "onto"):
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    trained = [parameter.requires_grad for parameter in model.parameters()]
+    live_report = CheckpointSaver(background=True).save(model, tmp_path / "one", merged=True, check="logits").result()
+    assert any(note.startswith("logits of 2 x 16 tokens") for note in live_report.notes)
+    CheckpointSaver().save(model, tmp_path / "stands", merged=True, dequantize=True, check="logits")
+    assert_same_tensors(stored(tmp_path / "one"), stored(tmp_path / "out"))
+    for key, tensor in stored(tmp_path / "onto").items():
+        torch.testing.assert_close(stored(tmp_path / "stands")[key], tensor, rtol=2**-7, atol=1e-3)
+    assert [parameter.requires_grad for parameter in model.parameters()] == trained
+    assert all(torch.equal(tensor, before[key]) for key, tensor in model.state_dict().items())
+    other = AutoModelForCausalLM.from_pretrained(tmp_path / "base", dtype="auto")
+    with torch.no_grad():  # as fine-tuning has it
+        for layer in other.model.layers:
+            layer.mlp.up_proj.weight.add_(torch.randn(128, 64) * layer.mlp.up_proj.weight.std() / 20)
+    other.save_pretrained(tmp_path / "other")
+    with pytest.raises(errors.BaseMismatchError, match=r"up_proj.weight: 2 of .* layers that were compared are not"):
+        CheckpointSaver().save(model, tmp_path / "no", merged=True, base=tmp_path / "other")
+    with pytest.raises(errors.LoadError, match="its weights are quantised; name the model"):
+        CheckpointSaver().save(model, tmp_path / "no", merged=True, base=tmp_path / "quantised")
+    (tmp_path / "base").rename(tmp_path / "moved")
+    with pytest.raises(errors.LoadError, match=r"nor in the Hub's cache; name its folder with base="):
+        CheckpointSaver().save(model, tmp_path / "no", merged=True)
+    CheckpointSaver().save(model, tmp_path / "two", merged=["default"], base=tmp_path / "moved")
+    assert_same_tensors(stored(tmp_path / "two"), stored(tmp_path / "out"))
+    with pytest.raises(errors.ConfigError, match="base= and dequantize= are for merging"):
+        CheckpointSaver().save(make(wide), tmp_path / "no", base=tmp_path / "moved")
+    assert not (tmp_path / "no").exists()
+    for folder in ("out", "onto", "one", "stands"):
         assert "quantization_config" not in json.loads((tmp_path / folder / "config.json").read_text())
         found = AutoModelForCausalLM.from_pretrained(tmp_path / folder)
         assert (logits(found).float() - logits(model).float()).norm() < 0.3 * logits(model).float().norm()
@@ -223,9 +247,9 @@ def test_a_quantised_base(bits, tmp_path):
 
 def test_at_the_command_line(base, tmp_path):
     adapted(base, low_rank(LINEAR)).save_pretrained(tmp_path / "adapter")
-    code = "from ft_ckpt.cli import main; main()"
-    command = [sys.executable, "-c", code, "merge", str(tmp_path / "adapter"), str(tmp_path / "out")]
-    done = subprocess.run([*command, "--dtype", "bfloat16", "--json"], capture_output=True, text=True, check=True)
+    command = ["merge", str(tmp_path / "adapter"), str(tmp_path / "out")]
+    done = run_python("from ft_ckpt.cli import main; main()", *command, "--dtype", "bfloat16", "--json")
+    assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["tensors"] == len(stored(tmp_path / "out"))
     with pytest.raises(errors.TargetError, match="is there already; give --force"):
-        app([*command[3:], "--adapter", "second"], standalone_mode=False)
+        app([*command, "--adapter", "second"], standalone_mode=False)

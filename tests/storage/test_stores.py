@@ -1,17 +1,21 @@
-"""The contract of stores, on a local folder and on two of obstore's; and what only one of them does."""
+"""The contract of stores, on a local folder, two stores of obstore's and S3; and what only one of them does."""
 
 import os
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from buckets import new_bucket
 from contract_store import StoreContract, put
 from faulty_stores import CountingStore, FullStore, RefusingStore, SlowStore, TornStore
+from s3_server import BUCKET
 
 from ft_ckpt.errors import ConfigError, CorruptError, NoSpaceError, TargetError, UnreadableError
 from ft_ckpt.storage import local_disk
 from ft_ckpt.storage.local_store import LocalStore
 from ft_ckpt.storage.open_store import open_store
+from ft_ckpt.storage.paths import is_inside
+from ft_ckpt.storage.place import open_place
 from ft_ckpt.storage.store import SharedStore
 
 
@@ -31,7 +35,13 @@ class TestMemoryStore(StoreContract):
     @pytest.fixture
     def store(self):
         pytest.importorskip("obstore")
-        return open_store("memory:///")
+        return new_bucket()
+
+
+class TestS3Server(StoreContract):
+    @pytest.fixture
+    def store(self, s3):
+        return open_store(f"s3://{BUCKET}/team/runs")
 
 
 class TestObstoreLocalStore(StoreContract):
@@ -48,6 +58,16 @@ class TestObstoreLocalStore(StoreContract):
 @pytest.fixture
 def local(tmp_path):
     return LocalStore(tmp_path / "store")
+
+
+def test_a_backslash_is_for_local_files_alone(local):
+    """Manifests never name one: it separates names on other systems."""
+    put(local, "back\\slash", b"x")
+    assert local.read("back\\slash") == b"x"
+    pytest.importorskip("obstore")
+    with pytest.raises(ConfigError):
+        open_store("memory:///").write("back\\slash", b"x")
+    assert not is_inside("back\\slash")
 
 
 # Only of a local folder
@@ -113,7 +133,7 @@ def test_several_write_ranges_of_one_file(local):
     """Each its own, whoever comes first and whoever takes the room; the ends share disk blocks."""
     assert isinstance(local, SharedStore)
     pytest.importorskip("obstore")
-    assert not isinstance(open_store("memory:///"), SharedStore)
+    assert not isinstance(new_bucket(), SharedStore)
     data, cuts = os.urandom(40_000), [0, 9_999, 10_001, 40_000]
     for direct_bytes in (None, 0):
         store = replace(local, direct_bytes=direct_bytes)
@@ -137,13 +157,35 @@ def test_open_store(tmp_path):
         open_store("nowhere://bucket")
 
 
+def test_a_url_leads_into_its_bucket(monkeypatch):
+    pytest.importorskip("obstore")
+    place = open_place("memory://here/runs/sft/")
+    assert (str(place), place.name, place.last_step) == ("memory://here/runs/sft", "sft", "sft")
+    assert place.location == "memory://here/runs/sft"
+    place.folder.write("a", b"x")
+    assert open_store("memory://here/runs").read("sft/a") == b"x", "a bucket has one client"
+    assert str(place.folder.parent.parent) == str(open_store("memory://here"))
+    assert open_place("memory://here").is_folder
+    assert not open_place("memory://there").exists
+    monkeypatch.setenv("AWS_REGION", "elsewhere")
+    assert not open_place("memory://here").exists, "a client reads its variables when it is made"
+
+
+def test_paths_have_locations(tmp_path):
+    assert open_place(str(tmp_path)).location == tmp_path
+    with pytest.raises(ConfigError, match="leave out the scheme"):
+        open_place(f"file://{tmp_path}")
+    with pytest.raises(ConfigError, match="s3:// is no place on this machine"):
+        open_place(Path("s3://bucket/run"))  # which has lost a slash
+
+
 # An upload
 
 
 def test_an_upload_that_fails_is_raised_and_leaves_nothing(monkeypatch):
     """Raised by a write or by the end, whichever is first; a writer that waits for room is woken by it."""
     obstore = pytest.importorskip("obstore")
-    store = open_store("memory:///")
+    store = new_bucket()
 
     def broken(_client, _name, pieces, **_options):
         next(iter(pieces))
@@ -157,7 +199,7 @@ def test_an_upload_that_fails_is_raised_and_leaves_nothing(monkeypatch):
             writing.write(start, memoryview(bytes(1 << 20)))
 
     with pytest.raises(
-        TargetError, match=r"memory:///a: cannot be written \(GenericError: the line is cut\)"
+        TargetError, match=r"memory://[^:]*/a: cannot be written \(GenericError: the line is cut\)"
     ) as caught:
         write_all()
     assert "Backtrace" not in str(caught.value)

@@ -13,6 +13,7 @@ import pytest
 import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from launch import run_python
 
 from ft_ckpt.errors import IncompleteError, NoSpaceError, TargetError
 from ft_ckpt.formats.layout import Layout, Spec
@@ -190,7 +191,7 @@ try:
 except NoSpaceError as error:
     print("refused:", error)
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    done = run_python(code)
     assert re.match(r"refused: .*file\.bin: no room on its device \(.*File too large", done.stdout), done.stderr
 
 

@@ -1,13 +1,12 @@
 """`ft-ckpt check-resume`, on scripts as people write them, in processes of their own; and what it goes by."""
 
 import json
-import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
+from launch import run_python
 from places import TESTS
 
 from ft_ckpt.cli.check import Finding, MetricRow, _compare_steps, _verdict_text
@@ -18,19 +17,10 @@ from ft_ckpt.training.rehearsal import Recorder, Rehearsal, Step, read_steps
 SCRIPT = TESTS / "scripts" / "rehearsed.py"
 
 
-def check(folder, *arguments, limit_seconds=280):
+def check(folder, *arguments, limit_seconds=380):
     """`check-resume` with the system's place for scratch files moved to `folder`, where it must leave nothing."""
-    path = os.pathsep.join([str(SCRIPT.parents[2]), os.environ.get("PYTHONPATH", "")])
-    command = [sys.executable, "-c", "from ft_ckpt.cli import main; main()", "check-resume", *map(str, arguments)]
-    answer = subprocess.run(
-        command,
-        capture_output=True,
-        text=True,
-        check=False,
-        cwd=folder,
-        env={**os.environ, "PYTHONPATH": path, "TMPDIR": str(folder)},
-        timeout=limit_seconds,
-    )
+    code, env = "from ft_ckpt.cli import main; main()", {"TMPDIR": str(folder)}
+    answer = run_python(code, "check-resume", *arguments, timeout=limit_seconds, env=env, cwd=folder)
     left = [found.name for found in folder.iterdir() if found.name.startswith("ft_ckpt-")]
     assert left == [], answer.stderr
     return answer

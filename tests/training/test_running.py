@@ -1,18 +1,14 @@
 """When a run saves by itself, what it does on a full disk, and how ranks decide together."""
 
-import os
 import shutil
 import signal
-import subprocess
-import sys
 import time
 from decimal import Decimal
 
 import numpy as np
 import pytest
 import torch
-from launch import run_cases
-from signals_heard import hear_interrupts
+from launch import run_and_signal, run_cases
 from torch.utils.data import DataLoader, TensorDataset
 from training import QUIET, network, prepared, rows, train
 
@@ -181,7 +177,8 @@ def test_a_metric_is_the_best_so_far(tmp_path):
 
 
 SCRIPT = """
-import sys, time, torch
+import signal, sys, time, torch
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's jobs in the background ignore it
 from training import prepared, learn, QUIET
 from ft_ckpt import CheckpointSaver, Every
 run = prepared()
@@ -195,15 +192,15 @@ with CheckpointSaver(run.accelerator, sys.argv[1], every=Every(), **QUIET) as sa
     ("name", "code"), [("SIGTERM", 143), ("SIGINT", 130), pytest.param("SIGUSR1", 138, marks=pytest.mark.slow)]
 )
 def test_signals_save_and_exit(tmp_path, name, code):
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    command = [sys.executable, "-c", SCRIPT, str(tmp_path)]
-    with subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True, preexec_fn=hear_interrupts) as process:
-        assert process.stdout is not None
-        while int(process.stdout.readline()) < 5:
-            pass
-        process.send_signal(getattr(signal, name))
-        last = int(process.stdout.read().split()[-1])
-    assert process.returncode == code
+    seen = []
+
+    def until(said):
+        while not seen or seen[-1] < 5:
+            seen.append(int(said.readline()))
+
+    ended = run_and_signal(SCRIPT, tmp_path, until=until, number=getattr(signal, name))
+    last = [*seen, *map(int, ended.stdout.split())][-1]
+    assert ended.returncode == code, ended.stderr
     assert folders(tmp_path) == [f"checkpoint-{last + 1}"]  # saved, and exited before it was printed
 
 

@@ -14,6 +14,7 @@ from transformers.core_model_loading import WeightRenaming
 
 from ft_ckpt import CheckpointSaver, verify
 from ft_ckpt.distributed.inventory import Inventory
+from ft_ckpt.distributed.stand_ins import stand_in_parameter
 from ft_ckpt.training.signature import PlanCache, Signer
 
 
@@ -338,6 +339,34 @@ def test_a_module_is_asked_by_its_own_class():
     signer = Signer(PlanCache())
     signer.note_model(nn.Sequential(type("Derived", (hiding,), {})(), hiding()))
     assert signer.is_opaque
+
+
+def a_parameter_of_zero(model):
+    model[0].weight.ds_shape = (2, 2)
+
+
+def a_stand_in(model):
+    model[0].weight = stand_in_parameter((2, 2), torch.float32, lambda: torch.ones(2, 2))
+
+
+def a_sparse_buffer(model):
+    model.register_buffer("odd", torch.eye(2).to_sparse())
+
+
+def a_lazy_module(model):
+    model.append(nn.LazyLinear(2))
+
+
+@pytest.mark.parametrize("change", [a_parameter_of_zero, a_stand_in, a_sparse_buffer, a_lazy_module])
+def test_tensors_that_facts_do_not_tell_have_no_signature(change):
+    model = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
+    signatures = []
+    for _ in range(2):
+        signer = Signer(PlanCache())
+        signer.note_model(model)
+        signatures.append(signer.signature())
+        change(model)
+    assert [one is None for one in signatures] == [False, True]
 
 
 def more_tokens(run):

@@ -295,7 +295,7 @@ def test_places_are_read_as_the_hub_writes_them(place, meant):
 
 
 @pytest.mark.parametrize(
-    "place", ["s3://bucket/x", "hf://datasets/user/name", "hf://user", "a/b/c", "us er/x", "hf://user/name@", ""]
+    "place", ["ftp://host/x", "hf://datasets/user/name", "hf://user", "a/b/c", "us er/x", "hf://user/name@", ""]
 )
 def test_other_places_are_refused(made, place):
     with pytest.raises(ConfigError, match="expected"):

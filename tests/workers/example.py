@@ -1,4 +1,7 @@
-"""Run an example script under an engine that needs GPUs, on the CPU: `example.py fsdp2|zero3 SCRIPT ARGUMENTS...`."""
+"""Run an example script as it is, or under an engine that needs GPUs, on the CPU.
+
+`example.py ddp|fsdp2|zero3 SCRIPT ARGUMENTS...`
+"""
 
 import runpy
 import sys
@@ -12,8 +15,9 @@ sys.path.insert(0, str(Path(script).parent))
 
 import common  # noqa: E402  lies beside the script
 
-make = {"fsdp2": fsdp_accelerator(2), "zero3": deepspeed_accelerator(3)}[engine]
-common.make_accelerator = lambda: make(models.olmo2())
+if engine != "ddp":
+    make = {"fsdp2": fsdp_accelerator(2), "zero3": deepspeed_accelerator(3)}[engine]
+    common.make_accelerator = lambda: make(models.olmo2())
 
 sys.argv = [script, *arguments]
 runpy.run_path(script, run_name="__main__")

@@ -153,7 +153,7 @@ def case(name: str, folder: Path) -> None:
         harness.NAMED[name](folder)
     elif name.startswith("exact/"):
         _, wrapper, model = name.split("/")
-        exact(wrapper, model, HERE)
+        exact(wrapper, model, HERE / "run")
     else:
         _, wrapper, model = name.split("/")
         left = Path(os.environ["LEFT"])

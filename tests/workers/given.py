@@ -62,7 +62,7 @@ def on_saved(_: int) -> dict[str, Any]:
     return {**names, "train": train, "evaluate": lambda _: 2.0, "saver": saver, "CheckpointSaver": CheckpointSaver}
 
 
-on_full = on_background = on_hdf5 = on_files = on_contributing = on_saved
+on_full = on_background = on_hdf5 = on_files = on_contributing = on_object_stores = on_saved
 
 
 def on_lora(script: int) -> dict[str, Any]:
@@ -122,6 +122,11 @@ def on_errors(script: int) -> dict[str, Any]:
 
 def on_trainer(script: int) -> dict[str, Any]:
     return on_readme(script)
+
+
+def on_lightning(script: int) -> dict[str, Any]:
+    data = DataLoader(trainers.Sentences(noise=False), batch_size=2)
+    return {"model": models.llama(), "data": data, "tokenizer": models.tokenizer()}
 
 
 def on_open_instruct(script: int) -> dict[str, Any]:

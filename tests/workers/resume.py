@@ -32,8 +32,8 @@ def live_model(wrapper: str, model: str, seed: int = 0) -> Live:
     return live
 
 
-def saver_of(live: Live, folder: Path) -> CheckpointSaver:
-    saver = CheckpointSaver(live.accelerator, folder, **TOLD)
+def saver_of(live: Live, folder: Path | str, **settings: Any) -> CheckpointSaver:
+    saver = CheckpointSaver(live.accelerator, folder, **TOLD, **settings)
     saver.register(model=live.model, optimizer=live.optimizer)
     return saver
 
@@ -48,9 +48,9 @@ def train(live: Live, saver: CheckpointSaver, first: int, count: int) -> list[fl
     return losses
 
 
-def exact(wrapper: str, model: str, folder: Path) -> None:
+def exact(wrapper: str, model: str, run: Path | str, **settings: Any) -> None:
     live = live_model(wrapper, model)
-    with saver_of(live, folder / "run") as saver:
+    with saver_of(live, run, **settings) as saver:
         train(live, saver, 0, 2)
         saver.save_state()
         before = truth(live)
@@ -58,7 +58,7 @@ def exact(wrapper: str, model: str, folder: Path) -> None:
         after = truth(live)
     fresh = live_model(wrapper, model, seed=0 if model == "lora" else 1)  # a base is not part of an adapter's run
     torch.manual_seed(1234)
-    with saver_of(fresh, folder / "run") as saver:
+    with saver_of(fresh, run, **settings) as saver:
         progress = saver.resume("must")
         assert (progress.step, progress.report.problems) == (2, ()), progress
         same(before, truth(fresh))
@@ -131,7 +131,12 @@ def same(expected: dict[str, torch.Tensor], found: dict[str, torch.Tensor]) -> N
 
 def case(name: str, folder: Path) -> None:
     action, wrapper, model = name.split("/")
-    actions: dict[str, Any] = {"exact": exact, "leave": leave, "take": take, "move": move}
+    actions: dict[str, Any] = {
+        "exact": lambda *of: exact(*of[:2], of[2] / "run"),
+        "leave": leave,
+        "take": take,
+        "move": move,
+    }
     actions[action](wrapper, model, folder)
 
 

@@ -1,0 +1,116 @@
+"""`ft-ckpt doctor PATH|URL`: what a place can do, how fast it is, and what saves will do there."""
+
+import dataclasses
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+import typer
+
+from ft_ckpt.cli import views
+from ft_ckpt.cli.arguments import given_words
+from ft_ckpt.cli.options import JsonOption
+from ft_ckpt.config import human_size, parse_size
+from ft_ckpt.errors import CheckpointError, TargetError
+from ft_ckpt.storage.folder_trials import NEEDED, Ability, MountedFrom, mount_of, try_folder
+from ft_ckpt.storage.local_store import LocalStore
+from ft_ckpt.storage.place import open_place
+from ft_ckpt.storage.store_trials import StoreSpeed, measure_speed, try_store
+
+_NEEDED_THERE = {"creating what is new only", "reading ranges", "writing in parts", "listing at once"}  # in a bucket
+_INSTEAD = {  # what ft_ckpt does where this does not work
+    "rename a folder": "files are moved into place one by one, the manifest last",
+    "exchange two folders": "an overwritten checkpoint is put aside file by file; a crash is undone by the next save",
+    "hard links": "files that do not change are written anew with each checkpoint",
+    "symbolic links": "nothing is lost: none are made there",
+    "sync of files": "a power cut may take the newest checkpoint; digests notice it",
+    "sync of folders": "a power cut may take the newest checkpoint; digests notice it",
+    "writing in place": "give each run of several ranks another place: they write into one file",
+    "writing past the page cache": "all goes through the page cache, slower on most disks",
+    "locks": "whether a process lives is told by time: leases last ten minutes, leftovers a day",
+    "mapping": "files are read instead of mapped",
+    "names in upper and lower case": "no two files may differ in nothing else",
+    "noticing what was written over": "versions are compared on reading",
+    "copies by the service": "files that do not change are sent anew with each checkpoint",
+    "the clock": "times are taken from the store alone",
+}
+_Size = Annotated[str, typer.Option(help='What is written and read for the speed, as in "256MB".')]
+
+
+@dataclass(frozen=True)
+class PlaceReport:
+    """What was found out about a place."""
+
+    place: str
+    mount: MountedFrom | None  # what it is mounted from, on this machine
+    free_bytes: int | None
+    abilities: tuple[Ability, ...]
+    speed: StoreSpeed | None  # None where it could not be measured
+
+    @property
+    def dangers(self) -> tuple[str, ...]:
+        """Why saves are not safe there."""
+        needed = NEEDED | (_NEEDED_THERE if self.mount is None else set())
+        found = [f"{each.name}: {each.detail}" for each in self.abilities if not each.works and each.name in needed]
+        return (*((self.mount.warning,) if self.mount is not None and self.mount.is_bucket else ()), *found)
+
+
+def doctor_command(context: typer.Context, size: _Size = "64MB", as_json: JsonOption = False) -> None:
+    """Try what saves rely on in the folder or bucket PLACE, and how fast it is; exit code 1 where they are not safe.
+
+    All of it is done under a hidden name, which is gone afterwards.
+    """
+    (word,) = given_words(context, "PLACE")
+    report = examine_place(word, parse_size(size))
+    if as_json:
+        views.print_json({**_json_of_report(report), "dangers": list(report.dangers), "safe": not report.dangers})
+    else:
+        _show_place(report)
+    raise typer.Exit(1 if report.dangers else 0)
+
+
+def examine_place(location: str, size_bytes: int) -> PlaceReport:
+    """Look at a place. Raises TargetError where it is no folder, or nothing can be written there."""
+    place = open_place(location)
+    store = place.folder
+    if isinstance(store, LocalStore):
+        if not place.is_folder:
+            raise TargetError(f"{place}: no such folder; make it first")
+        abilities, mount = try_folder(store.folder), mount_of(store.folder)
+    else:
+        abilities, mount = try_store(store), None
+    speed = None
+    with suppress(CheckpointError):  # what cannot be written is among the abilities
+        speed = measure_speed(store, size_bytes)
+    return PlaceReport(str(place), mount, store.free_bytes(), abilities, speed)
+
+
+def _json_of_report(report: PlaceReport) -> dict[str, Any]:
+    return dataclasses.asdict(report)
+
+
+def _show_place(report: PlaceReport) -> None:
+    print("\n".join(_place_facts(report)))
+    views.print_table(("", "works", "else"), [_ability_row(each) for each in report.abilities])
+    print("\n".join((report.dangers and [f"not safe: {each}" for each in report.dangers]) or ["saves are safe here"]))
+
+
+def _place_facts(report: PlaceReport) -> Iterator[str]:
+    speed = report.speed
+    if report.mount is not None:
+        yield f"{report.place}: {report.mount.kind}, {report.mount.source} at {report.mount.point}"
+    free = "no limit" if report.free_bytes is None else human_size(report.free_bytes)
+    yield f"free: {free}"
+    if speed is None:
+        yield "speed: cannot be measured"
+        return
+    yield (
+        f"speed: {human_size(speed.write_bytes_per_second)}/s written, {human_size(speed.read_bytes_per_second)}/s "
+        f"read, {speed.small_files_per_second:.0f} small files/s, a look takes {1000 * speed.seconds_per_look:.2f} ms"
+    )
+
+
+def _ability_row(each: Ability) -> tuple[str, ...]:
+    instead = _INSTEAD.get(each.name, "")
+    return (each.name, "yes", "") if each.works else (each.name, "no", f"{each.detail}; {instead}".rstrip("; "))

@@ -1,0 +1,238 @@
+"""Checkpoints of Lightning's `Trainer`, made by ft_ckpt and resumed from, of `lightning` and of `pytorch_lightning`.
+
+    trainer = Trainer(callbacks=[LightningCheckpoint("runs/sft", every=500, keep=3)])
+    trainer.fit(module, data)  # from the newest checkpoint that is whole, or a fresh start
+
+A save is made when the next batch is asked for. Then all that belongs to the last one is over (validation, schedulers,
+counters), which no hook of Lightning's is called at. What is left of an epoch is done after a resume as it would have
+been. Lightning's `ModelCheckpoint` is not needed, and not added where this is.
+"""
+
+import importlib
+import signal
+import sys
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from torch.nn.parallel import DistributedDataParallel
+
+from ft_ckpt import CheckpointSaver, Every
+from ft_ckpt.config import make_config
+from ft_ckpt.distributed.wrappers import is_distributed
+from ft_ckpt.errors import ConfigError, SelectionError, listing
+from ft_ckpt.integrations.lightning_loops import FedLoader, LightningState
+from ft_ckpt.model.adapters import has_adapters
+from ft_ckpt.model.selection import is_pretrained
+from ft_ckpt.saving.follow_up import SaveHook, hooks_of
+from ft_ckpt.training import rng
+
+__all__ = ["LightningCheckpoint"]
+
+_PACKAGES = ("lightning.pytorch", "pytorch_lightning")
+
+
+def _checkpoint_classes() -> tuple[type, ...]:
+    """What a trainer knows callbacks by that save checkpoints: of the packages that are used, else of all there are."""
+    used = [name for name in _PACKAGES if name in sys.modules]
+    there = used or [name for name in _PACKAGES if find_spec(name.partition(".")[0]) is not None] or _PACKAGES
+    return tuple(importlib.import_module(f"{name}.callbacks").Checkpoint for name in there)
+
+
+_Base: Any = type("_Base", _checkpoint_classes(), {})
+
+
+class LightningCheckpoint(_Base):  # type: ignore[misc]  # which classes it is of is known when it is imported
+    """Saves a Lightning run to `directory` and resumes it; one for one trainer, on a single device or under DDP.
+
+    The folder holds the weights of the `attribute` of the LightningModule; None: the one Hugging Face or PEFT model in
+    it, if there is one; "": the whole module. All else the run has is kept with its state. `every` is in steps of
+    Lightning's `global_step`, and its metrics are the trainer's `callback_metrics`. `resume` and `allow` are those of
+    `CheckpointSaver.resume`, `replay` is that of `remaining`; `tokenizer`, `on_saved` and `settings` are the saver's.
+
+    Raises ConfigError for settings that cannot work, and when training starts for a strategy that is not supported.
+    """
+
+    def __init__(
+        self,
+        directory: str | Path,
+        *,
+        every: Every | int = Every(epochs=1),  # noqa: B008 - a constant
+        attribute: str | None = None,
+        tokenizer: Any = None,
+        resume: str | Path | bool | None = "auto",
+        allow: Iterable[str] | bool = (),
+        replay: bool | None = None,
+        on_saved: SaveHook | Iterable[SaveHook] | None = None,
+        **settings: Any,
+    ) -> None:
+        super().__init__()
+        self._config = make_config(None, {**settings, "every": every, "attribute": attribute})
+        self._directory, self._tokenizer, self._replay = directory, tokenizer, replay
+        self._resume, self._allow, self._on_saved = resume, allow, hooks_of(on_saved)
+        self._saver: CheckpointSaver | None = None
+        self._loaders: list[FedLoader] = []
+        self._state: LightningState | None = None
+        self._step = 0  # that the saver has heard of
+        self._random: rng.State | None = None  # of the moment of the save, until the first batch is read
+        self._limit: Any = None  # of batches to validate with, until then
+        self._handlers: Mapping[int, Any] = {}  # of signals: the saver's
+
+    @property
+    def best_model_path(self) -> str:
+        """No file of Lightning's is the best one: raises ConfigError saying what there is."""
+        raise ConfigError(
+            f"ckpt_path='best': {self._directory} has folders of ft_ckpt, which Lightning does not read; pass the "
+            "module, with the weights of ft_ckpt.best(directory, metric) if not with those it has"
+        )
+
+    def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
+        """Resume, once the strategy has set everything up."""
+        if trainer.fast_dev_run:
+            return
+        _refuse_strategy(trainer)
+        if trainer.ckpt_path is not None and self._resume not in ("never", False):
+            raise ConfigError(
+                f"ckpt_path={trainer.ckpt_path!r}: both Lightning and ft_ckpt would restore the run; leave it out, or "
+                "begin from it with LightningCheckpoint(resume='never')"
+            )
+        attribute = _saved_attribute(pl_module) if self._config.attribute is None else self._config.attribute
+        config = replace(self._config, attribute=attribute or None)
+        before = _handlers_of(config.every)
+        self._saver = CheckpointSaver(
+            None, self._directory, tokenizer=self._tokenizer, config=config, on_saved=self._on_saved
+        )
+        # Lightning's own come over those there are and would end the run before it is saved: see on_train_start.
+        self._handlers = {n: one for n, one in _handlers_of(config.every).items() if one != before[n]}
+        _set_handlers({number: before[number] for number in self._handlers})
+        self._state = LightningState(trainer)
+        self._saver.register(model=trainer.strategy.model, **_named_objects(trainer), lightning=self._state)
+        self._feed(trainer)
+        if self._saver.resume(self._resume, allow=self._allow).resumed_from is not None:
+            self._random = rng.capture_generators()
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        """Take back the signals, and let no validation be due that was done before the save."""
+        if self._saver is None:
+            return
+        _set_handlers(self._handlers)
+        self._step = trainer.global_step
+        if self._random is not None:
+            self._limit, trainer.limit_val_batches = trainer.limit_val_batches, 0
+
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        """Save the last step."""
+        if self._saver is None or self._state is None:
+            return
+        self._state.is_over = True
+        for loader in self._loaders if trainer.is_last_batch else ():
+            loader.end_pass()
+        self._note_step(trainer)
+        self._saver.close()
+
+    def on_fit_end(self, trainer: Any, pl_module: Any) -> None:
+        """Let go of the trainer, also of one that had nothing to do."""
+        if self._saver is not None:
+            self._saver.close()
+        self._forget(trainer)
+
+    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+        """Let go of the trainer without saving."""
+        if self._saver is not None:
+            self._saver.__exit__(type(exception), exception, exception.__traceback__)
+        self._forget(trainer)
+
+    def _feed(self, trainer: Any) -> None:
+        """Have the trainer read its training data through the saver: a strategy may wrap what it reads."""
+        strategy = trainer.strategy
+        plain, saver = strategy.process_dataloader, self._saver
+
+        def process_dataloader(loader: Any) -> Any:
+            made = plain(loader)
+            if not trainer.training or saver is None:
+                return made
+            _refuse_unsized(made, trainer.limit_train_batches)
+            place = saver.place_in(made, self._replay)
+            self._loaders.append(FedLoader(made, place, lambda: self._before_batch(trainer)))
+            return self._loaders[-1]
+
+        strategy.process_dataloader = process_dataloader
+
+    def _before_batch(self, trainer: Any) -> None:
+        """All of the last batch is over, and nothing of the next has begun."""
+        if self._random is None:
+            self._note_step(trainer)
+            return
+        trainer.limit_val_batches = self._limit
+        trainer.fit_loop.on_iteration_done()  # goes on as one that was never interrupted
+        rng.restore_generators(self._random)  # what came since the resume may have drawn some
+        self._random = None
+
+    def _note_step(self, trainer: Any) -> None:
+        if self._saver is not None and trainer.global_step != self._step:
+            self._step = trainer.global_step
+            self._saver.step(trainer.callback_metrics, step=self._step)
+
+    def _forget(self, trainer: Any) -> None:
+        if self._saver is not None:
+            del trainer.strategy.process_dataloader
+        if self._random is not None and self._limit is not None:
+            trainer.limit_val_batches = self._limit
+        self._saver, self._state, self._random, self._limit, self._loaders = None, None, None, None, []
+
+
+def _refuse_strategy(trainer: Any) -> None:
+    """Raise ConfigError for a strategy that cuts the model up, or hides it."""
+    model = trainer.strategy.model
+    is_whole = model is trainer.lightning_module or isinstance(model, DistributedDataParallel)
+    if not is_whole or any(map(is_distributed, model.parameters())):
+        raise ConfigError(
+            f"{type(trainer.strategy).__name__}: expected a single device or DDP; shard a model in a loop of your own, "
+            "with CheckpointSaver, which knows FSDP, ZeRO and tensor parallelism"
+        )
+
+
+def _refuse_unsized(loader: Any, limit: Any) -> None:
+    """Raise ConfigError for a loader of which Lightning reads a batch ahead, to see where the epoch ends."""
+    try:
+        len(loader)
+    except (TypeError, NotImplementedError):
+        if not isinstance(limit, int):
+            raise ConfigError(
+                f"{type(getattr(loader, 'dataset', loader)).__name__}: has no length, so Lightning is a batch ahead in "
+                "it, and no save could say where the run is; set the batches of an epoch: "
+                "Trainer(limit_train_batches=N)"
+            ) from None
+
+
+def _saved_attribute(module: Any) -> str:
+    """The path of the one Hugging Face or PEFT model in a LightningModule; "" when there is none."""
+    found: list[str] = []
+    for path, inner in module.named_modules():
+        if (is_pretrained(inner) or has_adapters(inner)) and not any(path.startswith(f"{one}.") for one in found):
+            found.append(path)
+    if len(found) > 1:
+        raise SelectionError(
+            f"{listing(found, ', ')}: {len(found)} models in {type(module).__name__}; say whose weights the checkpoint "
+            "holds: attribute='...', or attribute='' for the whole module"
+        )
+    return found[0] if found else ""
+
+
+def _named_objects(trainer: Any) -> dict[str, Any]:
+    """The optimizers and schedulers of a run, by names that are theirs by number."""
+    schedulers = [config.scheduler for config in trainer.lr_scheduler_configs]
+    series = {"optimizer": trainer.optimizers, "scheduler": schedulers}
+    return {f"{name}_{n}" if n else name: one for name, some in series.items() for n, one in enumerate(some)}
+
+
+def _handlers_of(every: Every | None) -> dict[int, Any]:
+    numbers = [signal.Signals[name] for name in (every.signals if every is not None else ())]
+    return {number: signal.getsignal(number) for number in numbers}
+
+
+def _set_handlers(handlers: Mapping[int, Any]) -> None:
+    for number, handler in handlers.items():
+        signal.signal(number, handler)

@@ -1,0 +1,47 @@
+"""One object that takes its place whole, on a disk or in a bucket, or leaves what was there."""
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from ft_ckpt.errors import ConfigError
+from ft_ckpt.storage.local_store import LocalStore
+from ft_ckpt.storage.place import Place, open_place
+from ft_ckpt.storage.placing import file_target, replace_file
+
+
+def object_target(path: str | os.PathLike[str] | Place) -> Place:
+    """The place of an object to write; a link to a file leads to it.
+
+    Raises TargetError for a folder on this machine, and where there is no folder to write in; ConfigError for a bucket.
+    """
+    place = open_place(path)
+    if not isinstance(place.store, LocalStore):
+        if not place.name:
+            raise ConfigError(f"{place}: a whole bucket; name an object in it")
+        return place
+    target = file_target(str(place))
+    return Place(LocalStore(target.parent), target.name)
+
+
+@contextmanager
+def replaced_object(target: Place) -> Iterator[Place]:
+    """Yield a place at which the block makes an object, which then becomes `target`, durably, or nothing does.
+
+    In a bucket it is `target` itself, since objects appear whole there; if the block raises after that, the object is
+    deleted. Raises OSError, TargetError.
+    """
+    store = target.store
+    if isinstance(store, LocalStore):
+        with replace_file(Path(store.where(target.name))) as stage:
+            yield Place(LocalStore(stage.parent, syncs=False), stage.name)
+        return
+    before = store.stat(target.name)
+    try:
+        yield target
+    except BaseException:
+        after = store.stat(target.name)
+        if after is not None and (before is None or before.version != after.version):
+            store.delete([target.name])
+        raise

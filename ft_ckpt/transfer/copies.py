@@ -1,0 +1,253 @@
+"""Copies committed checkpoints between any two places, each a local folder or in a bucket: whole, or not at all.
+
+Each byte is read once and compared by digest as it goes; the manifest comes last. What a checkpoint beside the new one
+has already is taken over there, and objects of one service are copied by the service.
+"""
+
+import os
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing, contextmanager, suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from ft_ckpt.checkpoint.catalog import load_manifest
+from ft_ckpt.checkpoint.earlier import EarlierCheckpoint, earlier_checkpoints, take_earlier
+from ft_ckpt.checkpoint.manifest import Manifest
+from ft_ckpt.checkpoint.open_checkpoint import OpenCheckpoint, open_checkpoint
+from ft_ckpt.checkpoint.staging import Staging, open_staging_at
+from ft_ckpt.errors import CheckpointError, CorruptError, ManifestError, NameTakenError, NoSpaceError, TargetError
+from ft_ckpt.storage.digests import FileRecord, RunningDigest, digest_of_bytes
+from ft_ckpt.storage.local_copy import SMALL_COPY_BYTES, copy_object
+from ft_ckpt.storage.local_store import LocalStore
+from ft_ckpt.storage.place import Place, open_place
+from ft_ckpt.storage.progress import track_bytes
+from ft_ckpt.storage.store import Store, etag_of
+
+_SMALL_AT_ONCE = 8  # small files under way; of large ones several parts are
+_EARLIER = 8  # newest checkpoints at the destination that files are taken over from
+_OF_COMMITS = {"files", "token"}  # fields of a manifest that say more than content: which commit wrote it, and how
+_WORTH_LOOKING_BYTES = 1 << 20  # of a file: smaller ones are sent before they are found
+
+
+@dataclass(frozen=True)
+class CopyReport:
+    """A checkpoint that was copied, or was there already."""
+
+    path: Path | str
+    """Where it is now: a path, or a URL."""
+    source: Path | str
+    """Where it came from."""
+    is_new: bool
+    """False when the same checkpoint was there already."""
+    files: tuple[str, ...]
+    """Paths of its files, relative to its folder."""
+    bytes: int
+    """Size of the files, in bytes."""
+    sent_bytes: int
+    """Of them those that were read here and written there."""
+    reused: tuple[str, ...]
+    """Files that the destination had already, in another checkpoint of the same folder."""
+    seconds: float
+    """How long it took."""
+
+
+def copy(
+    source: str | os.PathLike[str] | Place, destination: str | os.PathLike[str] | Place, *, overwrite: bool = False
+) -> CopyReport:
+    """Copy the committed checkpoint `source` to `destination`; both are paths or URLs, also of different buckets.
+
+    After a destination that ends in a slash comes the name of the source. All digests are compared on the way, the
+    manifest is written last. Files of 1 MiB or more that one of the newest checkpoints beside the destination has are
+    not sent again: they get another name there (a hard link), or are copied by the service. Pins and leases are not
+    copied. A copy that fails leaves nothing that is a checkpoint; the next one starts afresh. The same checkpoint, if
+    it is there already, is left as it is.
+
+    Raises NotACheckpointError when nothing is committed at `source`, CorruptError when its files differ from its
+    manifest, NameTakenError when something else is at `destination` and `overwrite` is False, TargetError or
+    NoSpaceError when it cannot be written.
+    """
+    begun = open_place(source)
+    with open_checkpoint(begun) as held:
+        return copy_open(held, destination_place(destination, begun), held.manifest, overwrite=overwrite)
+
+
+def destination_place(destination: str | os.PathLike[str] | Place, source: Place) -> Place:
+    """The place that a copy of `source` is made at: in the folder `destination` where that ends in a slash."""
+    place = open_place(destination)
+    inside = isinstance(destination, str) and destination.endswith("/")
+    return Place(place.folder, source.last_step) if inside else place
+
+
+def copy_open(
+    held: OpenCheckpoint, goal: Place, manifest: Manifest, *, overwrite: bool, shown: bool = True
+) -> CopyReport:
+    """Copy what `manifest` lists of an open checkpoint to `goal`, see `copy`."""
+    begun, size_bytes = time.monotonic(), sum(file.size_bytes for file in manifest.files)
+    source, names = Place(held.origin).location, tuple(file.path for file in manifest.files)
+    if is_there(goal, manifest):
+        return CopyReport(goal.location, source, False, names, size_bytes, 0, (), time.monotonic() - begun)
+    may_replace = overwrite or _is_same_copy(manifest_at(goal), manifest)
+    if not may_replace:
+        _refuse_occupied(goal)
+    label = f"copying {goal.last_step}"
+    with (
+        _staging_at(goal, manifest, overwrite=may_replace) as staging,
+        track_bytes(size_bytes if shown else 0, label) as track,
+    ):
+        copying = _Copying(held, staging.store, _reusable_files(staging.beside, goal, manifest.files), track)
+        copying.refuse_full(manifest.files)
+        records = copying.copy_all(manifest.files)
+        staging.commit(replace(manifest, files=records, token=None))
+    reused = tuple(sorted(copying.reused))
+    seconds = time.monotonic() - begun
+    return CopyReport(goal.location, source, True, names, size_bytes, copying.sent_bytes, reused, seconds)
+
+
+def is_there(goal: Place, manifest: Manifest) -> bool:
+    """Whether the checkpoint of this manifest is at `goal`, and whole as far as a listing tells."""
+    if not _is_same_copy(manifest_at(goal), manifest):
+        return False
+    sizes = {each.name: each.size_bytes for each in goal.folder.list()}
+    return all(sizes.get(file.path) == file.size_bytes for file in manifest.files)
+
+
+def manifest_at(place: Place) -> Manifest | None:
+    """The manifest of the checkpoint at `place`; None when there is none that can be read."""
+    with suppress(ManifestError):
+        return load_manifest(place.folder)
+    return None
+
+
+def content_identity(manifest: Manifest) -> str:
+    """A digest that is equal for all copies of a checkpoint, wherever they were committed."""
+    facts = {name: value for name, value in vars(manifest).items() if name not in _OF_COMMITS}
+    return digest_of_bytes(repr((facts, [(file.path, *content_key(file)) for file in manifest.files])).encode())
+
+
+def _is_same_copy(found: Manifest | None, manifest: Manifest) -> bool:
+    return found is not None and content_identity(found) == content_identity(manifest)
+
+
+def _refuse_occupied(goal: Place) -> None:
+    if goal.is_object or manifest_at(goal) is not None:
+        raise NameTakenError(f"{goal}: is there already; give another place, or overwrite=True (--force)")
+    listed = goal.folder.list_folder() if isinstance(goal.store, LocalStore) else None
+    if listed is not None and (listed.folders or listed.objects):
+        raise NameTakenError(f"{goal}: not empty; give another place, or overwrite=True (--force)")
+
+
+@contextmanager
+def _staging_at(goal: Place, manifest: Manifest, *, overwrite: bool) -> Iterator[Staging]:
+    """A staging for `goal`, of which nothing stays unless it is committed; another copy of the same takes it over."""
+    staging = open_staging_at(goal, run_id=f"copy of {content_identity(manifest)}", overwrite=overwrite)
+    try:
+        yield staging
+    except BaseException:
+        with suppress(CheckpointError, OSError):  # what went wrong before says more
+            staging.discard()
+        raise
+
+
+def _reusable_files(
+    beside: Store, goal: Place, files: Iterable[FileRecord]
+) -> dict[tuple[str, int], tuple[EarlierCheckpoint, FileRecord]]:
+    """Files of other checkpoints in the folder `beside`, by digest and size, if any of `files` is worth a look."""
+    if all(file.size_bytes < _WORTH_LOOKING_BYTES for file in files):
+        return {}
+    earlier = [one for one in earlier_checkpoints(beside, _EARLIER) if one.store.identity != goal.folder.identity]
+    return {content_key(file): (one, file) for one in reversed(earlier) for file in one.files}
+
+
+def content_key(file: FileRecord) -> tuple[str, int]:
+    """Equal for files of the same content."""
+    return file.digest, file.size_bytes
+
+
+class _Copying:
+    """One copy under way: where from, where to, and what has become of each file."""
+
+    def __init__(
+        self,
+        held: OpenCheckpoint,
+        store: Store,
+        reusable: dict[tuple[str, int], tuple[EarlierCheckpoint, FileRecord]],
+        track: Callable[[int], None],
+    ) -> None:
+        self.held, self.store, self.reusable, self.track = held, store, reusable, track
+        self.reused: set[str] = set()
+        self.sent_bytes = 0
+        self._lock = threading.Lock()
+
+    def refuse_full(self, files: Iterable[FileRecord]) -> None:
+        """Raise NoSpaceError when there is less room than files that have to be sent."""
+        needed = sum(file.size_bytes for file in files if content_key(file) not in self.reusable)
+        free = self.store.free_bytes()
+        if free is not None and free < needed:
+            raise NoSpaceError(f"{self.store.url}: {free:,} bytes free, expected at least {needed:,}; make room there")
+
+    def copy_all(self, files: tuple[FileRecord, ...]) -> tuple[FileRecord, ...]:
+        """Bring all files over; their records there, in the same order. The first error ends it."""
+        small = [file for file in files if file.size_bytes <= SMALL_COPY_BYTES]
+        with ThreadPoolExecutor(_SMALL_AT_ONCE, "ft_ckpt-copy") as pool:
+            done = {record.path: record for record in pool.map(self.copy_one, small)}
+        large = (file for file in files if file.path not in done)  # one after the other, each by several threads
+        done |= {record.path: record for record in map(self.copy_one, large)}
+        return tuple(done[file.path] for file in files)
+
+    def copy_one(self, file: FileRecord) -> FileRecord:
+        """Bring one file over, by the shortest way; its record there."""
+        if self._take_reusable(file):
+            return replace(file, linked=True, etag=etag_of(self.store, file.path))
+        if self._copy_at_service(file):
+            return replace(file, linked=False, etag=etag_of(self.store, file.path))
+        return replace(file, linked=False, etag=self._send(file))
+
+    def _take_reusable(self, file: FileRecord) -> bool:
+        found = self.reusable.get(content_key(file))
+        if found is None or file.size_bytes < _WORTH_LOOKING_BYTES:
+            return False
+        with suppress(CorruptError, TargetError):  # gone since, or no links there
+            if take_earlier(*found, self.store, file.path):
+                self._count(file.size_bytes, reused=file.path)
+                return True
+        return False
+
+    def _copy_at_service(self, file: FileRecord) -> bool:
+        """Copy within one service, if the object is the one that its commit recorded, before and after."""
+        origin = self.held.origin
+        if file.etag is None or etag_of(origin, file.path) != file.etag:
+            return False
+        with suppress(CorruptError, TargetError):  # too large for one request, or not allowed: it is sent
+            if self.store.copy(file.path, file.path, origin) and etag_of(origin, file.path) == file.etag:
+                self._count(file.size_bytes)
+                return True
+        return False
+
+    def _send(self, file: FileRecord) -> str | None:
+        """Read the file here and write it there; the version that the store there gives it, if that is known."""
+        with closing(self.held.store.open(file.path)) as opened:
+            if opened.size_bytes != file.size_bytes:
+                raise CorruptError(f"{opened.where}: {opened.size_bytes:,} bytes, expected {file.size_bytes:,}")
+            running = RunningDigest(file.size_bytes, file.cuts, file.ranks)
+
+            def watch(content: memoryview) -> None:
+                running.update(content)
+                self._count(len(content), sent=True)
+
+            stored = copy_object(opened, self.store, file.path, watch)
+            opened.check()
+        if running.text() != file.digest:
+            raise CorruptError(
+                f"{self.held.origin.where(file.path)}: digest {running.text()}, expected {file.digest}: its bytes have "
+                "changed; nothing was copied, use another checkpoint"
+            )
+        return None if stored is None else stored.etag
+
+    def _count(self, size_bytes: int, *, sent: bool = False, reused: str | None = None) -> None:
+        with self._lock:
+            self.sent_bytes += size_bytes if sent else 0
+            self.reused |= {reused} if reused else set()
+            self.track(size_bytes)

@@ -1,0 +1,92 @@
+"""The cache of pulled checkpoints: a folder of this machine that keeps to a size.
+
+Each is a committed checkpoint, named by its content, and a file that several have is one file with several names. The
+one that was not used for the longest time goes first; never one that was used within the hour, is leased or pinned.
+"""
+
+import os
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from ft_ckpt.checkpoint.catalog import CheckpointInfo, list_checkpoints
+from ft_ckpt.checkpoint.delete import delete_checkpoint
+from ft_ckpt.checkpoint.manifest import Manifest
+from ft_ckpt.checkpoint.open_checkpoint import OpenCheckpoint
+from ft_ckpt.config import parse_size
+from ft_ckpt.errors import CheckpointError, NameTakenError
+from ft_ckpt.storage import owners
+from ft_ckpt.storage.local_store import LocalStore
+from ft_ckpt.storage.place import Place
+from ft_ckpt.storage.placing import PREFIX
+from ft_ckpt.transfer.copies import CopyReport, content_identity, content_key, copy_open, is_there
+
+_FOLDER, _SIZE = "FT_CKPT_CACHE", "FT_CKPT_CACHE_SIZE"  # variables that say where it is, and how large it may become
+_DEFAULT_SIZE = "200GB"
+_USED = f"{PREFIX}used"  # in a cached checkpoint: its time is that of its last use
+_LOCK = f"{PREFIX}pull-"  # begins the names of files that those lock who pull the same checkpoint
+_IN_USE_SECONDS = 3600.0
+_POLL_SECONDS = 0.2
+
+
+def cache_folder() -> Path:
+    """Where pulled checkpoints are kept: FT_CKPT_CACHE, else ft_ckpt in the user's folder of caches."""
+    home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(os.environ.get(_FOLDER) or Path(home, "ft_ckpt"))
+
+
+def pull_cached(held: OpenCheckpoint, manifest: Manifest) -> CopyReport:
+    """The checkpoint in the cache; it is fetched where it is not there yet. Of several processes one fetches.
+
+    Raises ConfigError for a size that cannot be, else what `copies.copy` does.
+    """
+    most_bytes = parse_size(os.environ.get(_SIZE) or _DEFAULT_SIZE)
+    cache = LocalStore(cache_folder())
+    goal = Place(cache, f"{Place(held.origin).last_step}-{content_identity(manifest)[-16:]}")
+    with _sole_puller(cache, goal.name):
+        if not is_there(goal, manifest):
+            make_room_in(cache, most_bytes, manifest)
+        report = copy_open(held, goal, manifest, overwrite=True)
+        goal.folder.write(_USED, b"")
+    return report
+
+
+def make_room_in(cache: LocalStore, most_bytes: int, coming: Manifest) -> None:
+    """Delete what was not used for the longest time, until the cache has at most `most_bytes` with the `coming` one.
+
+    What cannot be deleted stays.
+    """
+    infos = [info for info in list_checkpoints(cache.folder).found if info.store.identity != cache.identity]
+    new, young = {content_key(file): file.size_bytes for file in coming.files}, time.time() - _IN_USE_SECONDS
+    for oldest in sorted(infos, key=_last_use):
+        if _distinct_bytes(infos, new) <= most_bytes or _last_use(oldest) > young:
+            return
+        with suppress(CheckpointError, OSError):
+            if delete_checkpoint(cache.folder / oldest.name).dropped:
+                infos.remove(oldest)
+
+
+def _last_use(info: CheckpointInfo) -> float:
+    found = info.store.stat(_USED)
+    return 0.0 if found is None else found.modified
+
+
+def _distinct_bytes(infos: Iterable[CheckpointInfo], new: dict[tuple[str, int], int]) -> int:
+    """Bytes of all files, those of one content once: they are one file with several names."""
+    files = {content_key(file): file.size_bytes for info in infos for file in info.manifest.files}
+    return sum({**files, **new}.values())
+
+
+@contextmanager
+def _sole_puller(cache: LocalStore, name: str) -> Iterator[None]:
+    """Wait until no other process pulls `name`, and keep them off while the block runs; without locks all do."""
+    lock = f"{_LOCK}{name}"
+    while True:
+        with suppress(NameTakenError):
+            cache.write(lock, b"", create_only=True)
+        with owners.holding_lock(cache.path(lock)) as mine:
+            if mine is not False:
+                yield
+                return
+        time.sleep(_POLL_SECONDS)

@@ -1,0 +1,601 @@
+"""Deleting old checkpoints in buckets: what goes, what never does, stopped at each request, and raced in each order."""
+
+from contextlib import suppress
+
+import pytest
+from buckets import new_bucket
+from faults import save_with_state
+from faulty_stores import CountingStore
+from watched_stores import Stopped, Watch, all_interleavings, stopping_at
+
+from ft_ckpt.checkpoint import marks
+from ft_ckpt.checkpoint.bucket_removal import drop_from_bucket, strip_in_bucket
+from ft_ckpt.checkpoint.catalog import discover, verify
+from ft_ckpt.checkpoint.leases import hold_lease
+from ft_ckpt.checkpoint.manifest import MANIFEST_NAME
+from ft_ckpt.checkpoint.marks import LEASE, SAVING, TOMBSTONE, put_mark, read_mark
+from ft_ckpt.checkpoint.open_checkpoint import open_checkpoint
+from ft_ckpt.checkpoint.pins import pin, pin_reason, unpin
+from ft_ckpt.checkpoint.prune import PruneReport, make_room, prune_run, recover_all, survey_run
+from ft_ckpt.checkpoint.staging import open_object_staging
+from ft_ckpt.errors import NotACheckpointError, TargetError, UnreadableError
+from ft_ckpt.retention import Keep
+from ft_ckpt.storage.local_store import LocalStore
+from ft_ckpt.storage.object_store import ObjectStore
+from ft_ckpt.storage.open_store import open_store
+from ft_ckpt.storage.place import Place
+
+KEEP = Keep(last=2, state=Keep(last=1))  # of four drops two and strips one
+TEN_MINUTES, DAY = 601, 24 * 3600 + 1  # and a second
+
+
+@pytest.fixture(scope="module")
+def template(tmp_path_factory):
+    """The objects of four checkpoints with a state, and of others who have something in the folder of the run."""
+    root = tmp_path_factory.mktemp("template")
+    for step in (1, 2, 3, 4):
+        save_with_state(root / f"checkpoint-{step}", step, world=1, run_id="mine", metrics={"loss": step})
+    (root / "checkpoint-2" / "notes.txt").write_text("mine")
+    (root / "checkpoint-old").mkdir()
+    (root / "checkpoint-old" / "pytorch_model.bin").write_text("of another tool")
+    local = LocalStore(root)
+    return {each.name: local.read(each.name) for each in local.list()}
+
+
+def filled(store, content):
+    for name, data in content.items():
+        store.write(name, data)
+    return store
+
+
+@pytest.fixture(params=["memory", "obstore on a disk", "S3"])
+def run(request, template, tmp_path):
+    """The run in a bucket."""
+    pytest.importorskip("obstore")
+    if request.param == "memory":
+        return filled(new_bucket(), template)
+    if request.param == "S3":
+        request.getfixturevalue("s3")
+        return filled(open_store("s3://bucket/runs/sft"), template)
+    from obstore.store import LocalStore as ObstoreOnDisk
+
+    return filled(ObjectStore(ObstoreOnDisk(tmp_path), "file:///bucket").within("runs/sft"), template)
+
+
+@pytest.fixture
+def bucket(template):
+    """The same, in memory alone."""
+    return filled(new_bucket(), template)
+
+
+def steps(root):
+    return [info.manifest.step for info in discover(Place(root))]
+
+
+def stateful(root):
+    return [held.step for held in survey_run(Place(root)) if held.has_state]
+
+
+def objects(store):
+    """Names and bytes of all but marks."""
+    return {each.name: store.read(each.name) for each in store.list() if "/.ft_ckpt-" not in f"/{each.name}"}
+
+
+def below(content, *folders):
+    return {name: data for name, data in content.items() if name.partition("/")[0] in folders}
+
+
+def marks_in(store):
+    return [each.name for each in store.list() if "/.ft_ckpt-" in f"/{each.name}"]
+
+
+def refuses_writes(call, where):
+    if call in ("write", "delete"):
+        raise TargetError(f"{where}: refused")
+
+
+# What goes, what stays
+
+
+def test_the_last_stay_whole(run, template):
+    report = prune_run(Place(run), KEEP)
+    url = run.url
+    assert (steps(run), stateful(run), report.problems) == ([3, 4], [4], ())
+    assert report.dropped == (f"{url}/checkpoint-1", f"{url}/checkpoint-2")
+    assert report.stripped == (f"{url}/checkpoint-3",)
+    assert report.left == (f"{url}/checkpoint-2/notes.txt",)
+    assert list(report.kept) == [f"{url}/checkpoint-3", f"{url}/checkpoint-4"]
+    assert all(verify(info.place).ok for info in discover(Place(run)))
+    now = objects(run)
+    assert below(now, "checkpoint-4", "checkpoint-old") == below(template, "checkpoint-4", "checkpoint-old")
+    assert sorted(below(now, "checkpoint-1", "checkpoint-2")) == ["checkpoint-2/notes.txt"]
+    assert not [name for name in now if name.startswith("checkpoint-3/state")]
+    assert marks_in(run) == []
+    gone = [name for name in template if name not in now and not name.endswith(MANIFEST_NAME)]
+    assert report.freed_bytes == sum(len(template[name]) for name in gone)
+    assert prune_run(Place(run), KEEP) == PruneReport(report.kept)
+
+
+def test_a_dry_run_foretells_and_writes_nothing(bucket, template):
+    watch = Watch(lambda call, where: pytest.fail(where) if call in ("write", "delete", "create") else None)
+    foretold = prune_run(Place(watch.store(bucket)), KEEP, dry_run=True)
+    assert objects(bucket) == template
+    done = prune_run(Place(bucket), KEEP)
+    assert (foretold.dropped, foretold.stripped, foretold.freed_bytes) == (
+        done.dropped,
+        done.stripped,
+        done.freed_bytes,
+    )
+
+
+def test_guarded_ones_stay(run, template):
+    for step in (1, 2):
+        pin(Place(run, f"checkpoint-{step}"), "the paper's")
+    with hold_lease(Place(run, "checkpoint-2")):
+        protect = [Place(run, "checkpoint-3")]
+        report = prune_run(Place(run), Keep(last=1, state=Keep(last=1)), protect=protect)
+        unpin(Place(run, "checkpoint-2"))
+        again = prune_run(Place(run), Keep(last=1), protect=protect)
+    assert (steps(run), objects(run)) == ([1, 2, 3, 4], template)
+    assert [why[0].partition(" by ")[0] for why in report.kept.values()] == [
+        *("pinned", "pinned", "protected", "newest valid"),
+    ]
+    assert [why[0].partition(" by ")[0] for why in again.kept.values()][1] == "in use"
+    prune_run(Place(run), Keep(last=1))
+    assert steps(run) == [1, 4]
+    assert pin_reason(Place(run, "checkpoint-1")).endswith(": the paper's")
+
+
+def test_damaged_ones_take_no_place(bucket):
+    bucket.delete(["checkpoint-4/config.json"])
+    prune_run(Place(bucket), Keep(last=1))
+    assert steps(bucket) == [3, 4]
+    bucket.delete(["checkpoint-3/state/position.json"])
+    prune_run(Place(bucket), Keep(last=1))
+    assert steps(bucket) == [3, 4]  # none is valid: nothing is certain
+
+
+def test_room_is_made_for_the_one_to_come(bucket):
+    assert make_room(Place(bucket), Keep(last=4), 5).dropped == (f"{bucket.url}/checkpoint-1",)
+    assert make_room(Place(bucket), Keep(last=1, state=Keep(last=1)), 5).kept == {
+        f"{bucket.url}/checkpoint-4": ("newest valid",)
+    }
+
+
+def test_an_empty_run_and_one_that_cannot_be_read(bucket):
+    assert prune_run(Place(new_bucket()), Keep(last=1)) == PruneReport()
+
+    def refuse(call, where):
+        if call in ("list", "list_folder"):
+            raise UnreadableError(f"{where}: refused")
+
+    problem = prune_run(Place(Watch(refuse).store(bucket)), Keep(last=1)).problems[0]
+    assert "cannot be looked through" in problem
+    assert steps(bucket) == [1, 2, 3, 4]
+
+
+# Stopped anywhere
+
+
+def every_request(check):
+    """Do `check` with 1, 2, ... until it says that there were fewer requests; how many there are."""
+    call = 1
+    while check(call):
+        call += 1
+    return call - 1
+
+
+def stopped_at(call, bucket, action, error=Stopped):
+    """Do `action` with the bucket, until its `call`-th request; False when there were fewer."""
+    hook, came = stopping_at(call, error)
+    with suppress(Stopped):
+        action(Place(Watch(hook).store(bucket)))
+    return came()
+
+
+def later(bucket, seconds=TEN_MINUTES):
+    """The run as it is after a while."""
+    watch = Watch()
+    watch.age(bucket, seconds)
+    return Place(watch.store(bucket))
+
+
+@pytest.fixture(scope="module")
+def after(template):
+    bucket = filled(new_bucket(), template)
+    prune_run(Place(bucket), KEEP)
+    return objects(bucket)
+
+
+def check_meanwhile(bucket, template):
+    """Between two sweeps: what is listed is whole, what stays is as it was, and it is read by who comes then."""
+    assert set(steps(bucket)) >= {3, 4}
+    assert [info.path for info in discover(Place(bucket)) if not verify(info.place).ok] == []
+    now = objects(bucket)
+    assert below(now, "checkpoint-4", "checkpoint-old") == below(template, "checkpoint-4", "checkpoint-old")
+    assert now["checkpoint-2/notes.txt"] == b"mine"
+
+
+def without_manifests(content):
+    return {name: data for name, data in content.items() if not name.endswith(MANIFEST_NAME)}
+
+
+@pytest.mark.parametrize("error", [Stopped, lambda: TargetError("refused")], ids=["killed", "refused"])
+def test_a_sweep_is_stopped_at_each_request(template, after, error):
+    def stopped(call):
+        bucket = filled(new_bucket(), template)
+        came = stopped_at(call, bucket, lambda run: prune_run(run, KEEP), error)
+        check_meanwhile(bucket, template)
+        assert prune_run(later(bucket), KEEP).problems == ()
+        assert without_manifests(objects(bucket)) == without_manifests(after)
+        assert (steps(bucket), stateful(bucket), marks_in(bucket)) == ([3, 4], [4], [])
+        return came
+
+    assert every_request(stopped) > 40
+
+
+def test_a_sweep_that_finishes_others_is_stopped_at_each_request(template, after):
+    """The first is stopped while it drops, and while it strips; the second at each of its requests."""
+
+    def between(where):
+        def hook(call, name):
+            if call == "delete" and where in name:
+                raise Stopped
+
+        return hook
+
+    def stopped(call, where):
+        bucket = filled(new_bucket(), template)
+        with pytest.raises(Stopped):
+            prune_run(Place(Watch(between(where)).store(bucket)), KEEP)
+        assert any(TOMBSTONE in name for name in marks_in(bucket))
+        check_meanwhile(bucket, template)
+        watch = Watch()
+        watch.age(bucket, TEN_MINUTES)
+        watch.hook, came = stopping_at(call)
+        with suppress(Stopped):
+            prune_run(Place(watch.store(bucket)), KEEP)
+        check_meanwhile(bucket, template)
+        assert prune_run(later(bucket), KEEP).problems == ()
+        assert without_manifests(objects(bucket)) == without_manifests(after)
+        assert marks_in(bucket) == []
+        return came()
+
+    for where in ("checkpoint-1/config.json", "checkpoint-3/state"):
+        assert every_request(lambda call, where=where: stopped(call, where)) > 30
+
+
+def test_a_pin_is_stopped_at_each_request(template):
+    def stopped(call):
+        bucket = filled(new_bucket(), below(template, "checkpoint-1"))
+        came = stopped_at(call, bucket.within("checkpoint-1"), lambda place: pin(place, "why"))
+        assert steps(bucket) == [1]
+        assert (pin_reason(Place(bucket, "checkpoint-1")) or "x: why").endswith(": why")
+        unpin(Place(bucket, "checkpoint-1"))
+        assert objects(bucket) == below(template, "checkpoint-1")
+        return came
+
+    assert every_request(stopped) >= 3
+
+
+def test_a_reader_is_stopped_at_each_request(template):
+    """What it has put holds the checkpoint for ten minutes, and goes with it."""
+
+    def read(place):
+        with open_checkpoint(place) as held:
+            assert held.find_problems(deep=True) == ()
+
+    def stopped(call):
+        bucket = filled(new_bucket(), template)
+        came = stopped_at(call, bucket.within("checkpoint-1"), read)
+        leased = any(LEASE in name for name in marks_in(bucket))
+        report = prune_run(Place(bucket), Keep(last=3))
+        assert len(report.dropped) == (0 if leased else 1)
+        assert objects(bucket).keys() >= below(template, "checkpoint-2", "checkpoint-3", "checkpoint-4").keys()
+        prune_run(later(bucket), Keep(last=3))
+        assert (steps(bucket), marks_in(bucket)) == ([2, 3, 4], [])
+        return came
+
+    assert every_request(stopped) > 8
+
+
+# Raced
+
+
+@pytest.fixture
+def no_pause(monkeypatch):
+    monkeypatch.setattr(marks, "_POLL_SECONDS", 0.0)
+
+
+def raced(template, *actors, check):
+    """Each order of the requests of `actors`, which get the store of one checkpoint; how many there are.
+
+    What reads one object alone is of the version that was listed, or an error, and waits for nobody.
+    """
+    held = {}
+
+    def begin():
+        bucket = filled(new_bucket(), below(template, "checkpoint-1"))
+        held["bucket"], held["said"] = bucket, {}
+
+        def play(actor):
+            def act(hook):
+                try:
+                    watch = Watch(lambda call, where: call in ("open", "read", "read_into") or hook(call, where))
+                    held["said"][actor] = actor(watch.store(bucket.within("checkpoint-1")))
+                except (NotACheckpointError, UnreadableError) as error:
+                    held["said"][actor] = error
+
+            return act
+
+        return [play(actor) for actor in actors]
+
+    def look():
+        for info in discover(Place(held["bucket"])):
+            assert verify(info.place).ok
+        check(held["bucket"], held["said"])
+
+    return all_interleavings(begin, look)
+
+
+def reads(store):
+    """The weights and the state, as long as it is held."""
+    with open_checkpoint(Place(store)) as held:
+        store.stat("anything")  # others may come between
+        return [held.store.read(file.path) for file in held.manifest.files]
+
+
+@pytest.mark.parametrize("sweep", [drop_from_bucket, strip_in_bucket])
+def test_a_reader_and_a_removal(template, no_pause, sweep):
+    """Whoever gets the manifest gets all that it lists; else it says so at once. Nobody waits for ever."""
+
+    def check(bucket, said):
+        removed, read = said[sweep], said[reads]
+        if removed.why:
+            assert len(below(objects(bucket), "checkpoint-1")) == len(below(template, "checkpoint-1"))
+            assert isinstance(read, list)
+        elif sweep is drop_from_bucket:
+            assert objects(bucket) == {}
+        assert isinstance(read, list) or (sweep is drop_from_bucket and isinstance(read, NotACheckpointError))
+        assert marks_in(bucket) == []
+
+    assert raced(template, reads, sweep, check=check) > 100
+
+
+def pins(store):
+    return pin(Place(store), "why")
+
+
+def drops(store):
+    return drop_from_bucket(store)
+
+
+def drops_too(store):
+    return drop_from_bucket(store)
+
+
+def strips(store):
+    return strip_in_bucket(store)
+
+
+@pytest.mark.parametrize("sweep", [drops, strips])
+def test_a_pin_and_a_removal(template, no_pause, sweep):
+    """What is pinned stays as it is, or there was nothing to pin any more; a state that goes is gone before."""
+
+    def check(bucket, said):
+        if said[pins] is None:
+            assert pin_reason(Place(bucket, "checkpoint-1")).endswith(": why")
+            whole = without_manifests(below(template, "checkpoint-1"))
+            assert without_manifests(objects(bucket)) == whole if said[sweep].why else sweep is strips
+        else:
+            assert said[sweep].dropped
+            assert objects(bucket) == {}
+
+    assert raced(template, pins, sweep, check=check) > 50
+
+
+@pytest.mark.parametrize("other", [drops_too, strips])
+def test_two_removals(template, no_pause, other):
+    """One gives way, or both do: then the next sweep does it. What both wanted gone is never half there."""
+
+    def check(bucket, said):
+        if said[drops].dropped or (other is drops_too and said[other].dropped):
+            assert objects(bucket) == {}
+        elif not said[other].stripped:
+            assert objects(bucket) == below(template, "checkpoint-1")
+        assert marks_in(bucket) == []
+
+    assert raced(template, drops, other, check=check) > 100
+
+
+def test_a_removal_gives_way_to_what_came_after_the_plan(bucket):
+    """Its tombstone is there, and only then marks are looked at: the checkpoint was there all the time."""
+
+    def meanwhile(act):
+        done = []
+
+        def hook(call, where):
+            if call == "write" and TOMBSTONE in where and not done:
+                done.append(act())
+
+        return hook
+
+    one = bucket.within("checkpoint-1")
+    held = hold_lease(Place(one))
+    acts = {
+        "pinned": lambda: pin(Place(one)),
+        "in use": held.__enter__,
+        "a save to it": lambda: put_mark(one, SAVING),
+        "it was changed": lambda: one.write(MANIFEST_NAME, one.read(MANIFEST_NAME)),
+        "another sweep": lambda: put_mark(one, f"{TOMBSTONE}-of-another"),
+    }
+    for why, act in acts.items():
+        before = objects(bucket)
+        report = prune_run(Place(Watch(meanwhile(act)).store(bucket)), Keep(last=3))
+        assert report.kept[one.url][0].startswith(why)
+        assert objects(bucket) == before
+        one.delete([name for name in marks_in(one) if not name.startswith(LEASE)])
+        if why == "in use":
+            held.__exit__(None, None, None)
+        assert marks_in(bucket) == []
+
+
+def test_a_removal_that_takes_too_long_gives_way(bucket, monkeypatch):
+    """Others take its tombstone for a dead one's after ten minutes."""
+    clock = iter([0.0, marks.STALE_SECONDS / 2 + 1])
+    monkeypatch.setattr("ft_ckpt.checkpoint.bucket_removal.time.monotonic", lambda: next(clock))
+    assert "too slowly" in drop_from_bucket(bucket.within("checkpoint-1")).why[0]
+    monkeypatch.undo()
+    assert (steps(bucket), marks_in(bucket)) == ([1, 2, 3, 4], [])
+
+
+def test_who_waits_for_a_removal_waits_a_minute(bucket, monkeypatch, no_pause):
+    """A sweep was killed while it looked: the checkpoint is there, and can be opened ten minutes later."""
+    monkeypatch.setattr(marks, "_PATIENCE_SECONDS", 0.0)
+    place = Place(bucket, "checkpoint-1")
+    put_mark(place.folder, f"{TOMBSTONE}-of-a-dead-one")
+    for act in (lambda: open_checkpoint(place).__enter__(), lambda: pin(place)):
+        with pytest.raises(UnreadableError, match="being deleted, in whole or in part"):
+            act()
+    unpin(place)
+    assert verify(place).ok
+    with open_checkpoint(Place(later(bucket).store, "checkpoint-1")) as held:
+        assert held.find_problems(deep=True) == ()
+
+
+# Leases
+
+
+def test_what_a_lease_costs(bucket):
+    """One write and one deletion, and nothing where nothing is held."""
+    counting = CountingStore(bucket.within("checkpoint-1"))
+    with open_checkpoint(Place(counting)) as held:
+        assert [name for name in marks_in(bucket) if LEASE in name]
+        assert not [each.name for each in held.store.list() if each.name.startswith(LEASE)]
+    calls = [call for call, _ in counting.calls]
+    assert sorted(calls) == ["delete", "list", "open", "stat", "stat", "write"]
+    assert marks_in(bucket) == []
+    counting.calls.clear()
+    assert verify(Place(counting), deep=False).ok
+    assert not {"write", "delete"} & {call for call, _ in counting.calls}
+
+
+def test_a_bucket_that_is_read_only_is_read_without_a_lease(bucket):
+    store = Watch(refuses_writes).store(bucket.within("checkpoint-1"))
+    with open_checkpoint(Place(store)) as held:
+        assert held.find_problems(deep=True) == ()
+        assert marks_in(bucket) == []
+
+
+def test_nothing_is_put_where_no_checkpoint_is(bucket):
+    watch = Watch(lambda call, where: pytest.fail(where) if call in ("write", "delete") else None)
+    with pytest.raises(NotACheckpointError), open_checkpoint(Place(watch.store(bucket), "checkpoint-old")):
+        pass
+
+
+def test_a_lease_is_renewed_and_dead_after_ten_minutes_of_the_stores_clock(bucket, monkeypatch):
+    with hold_lease(Place(bucket, "checkpoint-1")) as name:
+        assert prune_run(later(bucket, 599), Keep(last=3)).dropped == ()
+        assert prune_run(later(bucket), Keep(last=3)).dropped == (f"{bucket.url}/checkpoint-1",)
+    with monkeypatch.context() as patch:
+        patch.setattr(marks, "BEAT_SECONDS", 0.01)
+        with hold_lease(Place(bucket, "checkpoint-2")) as name:
+            first = bucket.stat(f"checkpoint-2/{name}")
+            while bucket.stat(f"checkpoint-2/{name}").version == first.version:
+                pass
+    assert marks_in(bucket) == []
+
+
+# What saves left that were killed
+
+
+def unfinished_save(bucket, cleared=True):
+    store = bucket.within("checkpoint-5")
+    put_mark(store, SAVING, cleared=cleared)
+    store.write("config.json", b"{}")
+    store.write("policy/model.safetensors", b"half of it")
+    return store
+
+
+def test_what_dead_saves_left_is_cleared(run, template):
+    left = unfinished_save(run)
+    for way in (recover_all, lambda place: prune_run(place, Keep())):
+        assert not way(later(run, 599)) or objects(left)
+    assert sorted(objects(left)) == ["config.json", "policy/model.safetensors"]
+    assert recover_all(later(run)) == ("checkpoint-5: removed what was left of a save",)
+    assert [each.name for each in left.list()] == [SAVING]
+    left.write("policy/late.safetensors", b"of one that was thought dead")
+    assert prune_run(later(run), Keep()).freed_bytes == len(b"of one that was thought dead")
+    assert recover_all(later(run, DAY - 2)) == ()
+    assert [each.name for each in left.list()] == [SAVING]
+    prune_run(later(run, DAY), Keep())
+    assert (left.list(), objects(run)) == ([], template)
+
+
+def test_what_is_no_remains_of_a_save_stays(bucket, template):
+    """A mark in a folder that was not clear; another run in one that was; a checkpoint; and what has no mark."""
+    unfinished_save(bucket, cleared=False)
+    put_mark(bucket.within("checkpoint-1"), SAVING, cleared=True)
+    put_mark(bucket, SAVING, cleared=True)  # a model that is saved into the folder of the run itself
+    put_mark(bucket.within("runs"), SAVING, cleared=True)
+    for name, data in template.items():
+        bucket.write(f"runs/{name}", data)
+    before = objects(bucket)
+    for way in (recover_all, lambda place: prune_run(place, Keep())):
+        way(later(bucket, DAY))
+    assert objects(bucket) == before
+
+
+def test_sweeps_of_a_dead_save_are_stopped_at_each_request(template):
+    def stopped(call):
+        bucket = filled(new_bucket(), template)
+        left = unfinished_save(bucket)
+        watch = Watch()
+        watch.age(bucket, TEN_MINUTES)
+        watch.hook, came = stopping_at(call)
+        with suppress(Stopped):
+            recover_all(Place(watch.store(bucket)))
+        check_meanwhile(bucket, template)
+        recover_all(later(bucket))
+        assert (objects(left), objects(bucket)) == ({}, template)
+        assert marks_in(bucket) == [f"checkpoint-5/{SAVING}"]
+        return came()
+
+    assert every_request(stopped) > 8
+
+
+def test_a_sweep_gives_way_to_a_save_that_takes_over(template):
+    """The mark was dead when it was listed, and is not when the tombstone is there."""
+    bucket = filled(new_bucket(), template)
+    left = unfinished_save(bucket)
+    watch = Watch()
+    watch.age(bucket, TEN_MINUTES)
+    watch.hook = lambda call, where: TOMBSTONE in where and call == "write" and put_mark(left, SAVING, cleared=True)
+    assert recover_all(Place(watch.store(bucket))) == ()
+    assert len(objects(left)) == 2
+
+
+def test_what_cannot_be_swept_is_warned_of(bucket):
+    """Nobody who resumes has to write there first."""
+    with pytest.warns(UserWarning, match="dead saves may have left"):
+        assert recover_all(Place(Watch(refuses_writes).store(bucket))) == ()
+
+
+def test_a_save_deletes_what_is_its_own_alone(bucket, template):
+    """Overwriting a checkpoint that lies around others; taking a mark over whose process died before it looked."""
+    for name, data in below(template, "checkpoint-1").items():
+        bucket.write(name.partition("/")[2], data)  # a model in the folder of the run itself
+    before = objects(bucket)
+    above = bucket.parent
+    with pytest.raises(TargetError, match="files of no checkpoint, in its place"):
+        open_object_staging(above, "runs", overwrite=True)
+    put_mark(bucket.within("checkpoint-old"), SAVING, run_id="mine", cleared=False)
+    with pytest.raises(TargetError, match="files of no checkpoint, in its place"):
+        open_object_staging(bucket, "checkpoint-old", run_id="mine")
+    assert objects(bucket) == before
+    open_object_staging(bucket, "checkpoint-1", overwrite=True).discard()
+    left = unfinished_save(bucket)
+    put_mark(left, SAVING, run_id="mine", cleared=True)
+    open_object_staging(bucket, "checkpoint-5", run_id="mine").mark.stop()
+    assert (objects(left), read_mark(left, SAVING)["cleared"]) == ({}, True)
+    assert steps(bucket) == [1, 2, 3, 4]

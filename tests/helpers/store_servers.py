@@ -1,0 +1,248 @@
+"""Object stores of other people, started on loopback: real servers and emulators, by the names of their commands.
+
+Each is a block that yields the URL of an empty bucket; the environment leads clients there while it runs. Where a
+command is not installed, `Absent` says what to install.
+"""
+
+import base64
+import hashlib
+import hmac
+import os
+import shutil
+import socket
+import subprocess
+import time
+import urllib.request
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing, contextmanager
+from email.utils import formatdate
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+BUCKET, KEY, SECRET = "bucket", "AKTEST", "SKTEST"
+AZURE_ACCOUNT = "devstoreaccount1"  # known to everybody, with its key
+AZURE_KEY = "Eby8vdM02xNOcqFlqUwJPLlmEtlCDXJ1OUzFT50uSRZ6IFsuFq2UVErCz4I6tq/K1SZFPTOtr/KBHBeksoGMGw=="
+_START_SECONDS = 60.0
+
+
+class Absent(Exception):  # noqa: N818 - no error, a state of this machine
+    """A server is not installed."""
+
+
+def free_port() -> int:
+    """A port that nobody listens at."""
+    with closing(socket.socket()) as taken:
+        taken.bind(("127.0.0.1", 0))
+        return int(taken.getsockname()[1])
+
+
+@contextmanager
+def _running(command: list[Any], log: Path) -> Iterator[None]:
+    """A process that is ended with the block."""
+    with log.open("wb") as output:
+        process = subprocess.Popen([str(each) for each in command], stdout=output, stderr=output, cwd=log.parent)
+    try:
+        yield
+    finally:
+        process.terminate()
+        try:
+            process.wait(20)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+
+def _need(how: str, *commands: str) -> None:
+    absent = [name for name in commands if shutil.which(name) is None]
+    if absent:
+        raise Absent(f"{', '.join(absent)} not installed: {how}")
+
+
+def _wait_for(is_up: Callable[[], bool], what: str) -> None:
+    end = time.monotonic() + _START_SECONDS
+    while not is_up():
+        if time.monotonic() > end:
+            raise TimeoutError(f"{what} is not up after {_START_SECONDS} seconds")
+        time.sleep(0.1)
+
+
+def _listens(port: int) -> bool:
+    with closing(socket.socket()) as trial:
+        return trial.connect_ex(("127.0.0.1", port)) == 0
+
+
+@contextmanager
+def _told(prefix: str, **names: str) -> Iterator[None]:
+    """Those variables alone lead clients of that kind."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(f"{prefix}_")}
+    told = {f"{prefix}_{name.upper()}": value for name, value in names.items()}
+    with patch.dict(os.environ, {**kept, **told}, clear=True):
+        yield
+
+
+@contextmanager
+def _s3_at(port: int, key: str = KEY, secret: str = SECRET) -> Iterator[str]:
+    url = f"http://127.0.0.1:{port}"
+    keys = {"access_key_id": key, "secret_access_key": secret, "region": "us-east-1"}
+    with _told("AWS", endpoint_url=url, allow_http="true", **keys):
+        _make_s3_bucket(BUCKET)
+        yield f"s3://{BUCKET}"
+
+
+def _make_s3_bucket(name: str) -> None:
+    """Ask for a bucket: the client cannot, but it signs a request that does."""
+    import obstore
+    from obstore.store import from_url
+
+    store: Any = from_url(f"s3://{name}", client_options={"allow_http": True})
+    signed = obstore.sign(store, "PUT", "", _a_minute())
+    urllib.request.urlopen(urllib.request.Request(signed, method="PUT"), timeout=60).close()
+
+
+def _a_minute() -> Any:
+    from datetime import timedelta
+
+    return timedelta(minutes=1)
+
+
+@contextmanager
+def running_moto(folder: Path) -> Iterator[str]:
+    """moto, the mock of Amazon's services."""
+    _need("pip install 'moto[s3]' flask flask-cors", "moto_server")
+    port = free_port()
+    with _running(["moto_server", "-H", "127.0.0.1", "-p", port], folder / "moto.log"):
+        _wait_for(lambda: _listens(port), "moto_server")
+        with _s3_at(port) as url:
+            yield url
+
+
+@contextmanager
+def running_s3rver(folder: Path) -> Iterator[str]:
+    """s3rver, a store that ignores conditions."""
+    _need("npm install -g s3rver", "s3rver")
+    port = free_port()
+    (folder / "s3rver").mkdir()
+    command = ["s3rver", "-d", folder / "s3rver", "-a", "127.0.0.1", "-p", port, "--silent"]
+    with _running(command, folder / "s3rver.log"):
+        _wait_for(lambda: _listens(port), "s3rver")
+        with _s3_at(port, "S3RVER", "S3RVER") as url:
+            yield url
+
+
+@contextmanager
+def running_azurite(folder: Path) -> Iterator[str]:
+    """azurite, Microsoft's emulator of Azure's blobs."""
+    _need("npm install -g azurite", "azurite-blob")
+    port = free_port()
+    command = ["azurite-blob", "-l", folder / "azurite", "--blobHost", "127.0.0.1", "--blobPort", port, "--silent"]
+    with _running([*command, "--skipApiVersionCheck"], folder / "azurite.log"):
+        _wait_for(lambda: _listens(port), "azurite-blob")
+        endpoint = f"http://127.0.0.1:{port}/{AZURE_ACCOUNT}"
+        names = {"storage_account_name": AZURE_ACCOUNT, "storage_account_key": AZURE_KEY, "storage_endpoint": endpoint}
+        with _told("AZURE", allow_http="true", **names):
+            _make_container(endpoint)
+            yield f"az://{BUCKET}"
+
+
+def _make_container(endpoint: str) -> None:
+    """Ask for a container, signed as Azure has it."""
+    headers = {"x-ms-date": formatdate(usegmt=True), "x-ms-version": "2021-08-06"}
+    path = f"/{AZURE_ACCOUNT}/{AZURE_ACCOUNT}/{BUCKET}\nrestype:container"
+    kind = "application/octet-stream"
+    named = "".join(f"{name}:{value}\n" for name, value in headers.items())
+    text = "PUT" + "\n" * 5 + kind + "\n" * 7 + named + path
+    mac = hmac.new(base64.b64decode(AZURE_KEY), text.encode(), hashlib.sha256).digest()
+    headers["Content-Type"] = kind
+    headers["Authorization"] = f"SharedKey {AZURE_ACCOUNT}:{base64.b64encode(mac).decode()}"
+    asked = urllib.request.Request(f"{endpoint}/{BUCKET}?restype=container", method="PUT", headers=headers, data=b"")
+    urllib.request.urlopen(asked, timeout=60).close()
+
+
+# Ceph
+
+_CEPH = """
+[global]
+fsid = {fsid}
+mon host = v2:127.0.0.1:{mon_port}/0
+public addr = 127.0.0.1
+cluster addr = 127.0.0.1
+ms bind ipv4 = true
+auth cluster required = none
+auth service required = none
+auth client required = none
+run dir = {folder}
+admin socket = {folder}/$name.asok
+pid file = {folder}/$name.pid
+log file = {folder}/$name.log
+osd pool default size = 1
+osd pool default min size = 1
+mon allow pool size one = true
+osd crush chooseleaf type = 0
+osd pool default pg num = 4
+osd pool default pg autoscale mode = off
+mon max pg per osd = 2000
+[mon.a]
+mon data = {folder}/mon
+mon initial members = a
+mon data avail warn = 2
+mon data avail crit = 1
+[osd.0]
+osd data = {folder}/osd
+osd objectstore = memstore
+memstore device bytes = {memory_bytes}
+osd memory target = 1073741824
+[client.rgw]
+rgw frontends = beast endpoint=127.0.0.1:{port}
+rgw thread pool size = 64
+ms mon client mode = crc
+ms client mode = crc
+rgw gc obj min wait = 5
+rgw gc processor period = 5
+rgw gc processor max time = 5
+"""
+_CEPH_COMMANDS = ("ceph", "ceph-mon", "ceph-osd", "monmaptool", "radosgw", "radosgw-admin")
+
+
+@contextmanager
+def running_ceph(folder: Path, memory_bytes: int = 12 << 30) -> Iterator[str]:
+    """Ceph's gateway over one monitor and one store in memory."""
+    _need("apt-get install ceph-mon ceph-osd radosgw", *_CEPH_COMMANDS)
+    (folder / "mon").mkdir(parents=True)
+    (folder / "osd").mkdir()
+    port, mon_port, fsid = free_port(), free_port(), str(uuid.uuid4())
+    facts = {"folder": folder, "port": port, "mon_port": mon_port, "fsid": fsid, "memory_bytes": memory_bytes}
+    (folder / "ceph.conf").write_text(_CEPH.format(**facts))
+    with ExitStack() as stack:
+        _start_ceph(folder, fsid, mon_port, stack)
+        _wait_for(lambda: _listens(port), "radosgw")
+        user = ["user", "create", "--uid=t", "--display-name=t", f"--access-key={KEY}", f"--secret-key={SECRET}"]
+        _ceph(folder, "radosgw-admin", "-n", "client.rgw", *user)
+        yield stack.enter_context(_s3_at(port))
+
+
+def _start_ceph(folder: Path, fsid: str, mon_port: int, stack: ExitStack) -> None:
+    address = f"[v2:127.0.0.1:{mon_port}]"
+    _ceph(folder, "monmaptool", "--create", "--clobber", "--fsid", fsid, "--addv", "a", address, folder / "monmap")
+    owner = ["--setuser", "root", "--setgroup", "root"]
+    _ceph(folder, "ceph-mon", "--mkfs", "-i", "a", "--monmap", folder / "monmap", *owner)
+    _begin_ceph(folder, stack, "ceph-mon", "-i", "a", *owner)
+    disk = str(uuid.uuid4())
+    _ceph(folder, "ceph", "osd", "new", disk)
+    _ceph(folder, "ceph-osd", "-i", "0", "--mkfs", "--osd-uuid", disk, *owner)
+    _begin_ceph(folder, stack, "ceph-osd", "-i", "0", *owner)
+    _begin_ceph(folder, stack, "radosgw", "-n", "client.rgw", *owner)
+
+
+def _ceph(folder: Path, command: str, *arguments: Any) -> None:
+    """Run one of Ceph's commands to its end."""
+    line = [command, "-c", folder / "ceph.conf", *arguments]
+    done = subprocess.run([str(each) for each in line], capture_output=True, text=True, timeout=_START_SECONDS)
+    if done.returncode:
+        raise RuntimeError(f"{command}: {done.stderr[-2000:]}")
+
+
+def _begin_ceph(folder: Path, stack: ExitStack, command: str, *arguments: Any) -> None:
+    line = [command, "-c", folder / "ceph.conf", *arguments, "-f"]
+    stack.enter_context(_running(line, folder / f"{command}.out"))

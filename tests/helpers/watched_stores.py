@@ -1,0 +1,190 @@
+"""A bucket whose requests are seen one by one: counted, stopped, put in an order; and in which time passes."""
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import replace
+from typing import Any
+
+from faulty_stores import READS, WRITES, Wrapped
+
+from ft_ckpt.storage.store import FolderListing, Readable, Store, Stored
+
+Hook = Callable[[str, str], object]
+
+
+class Stopped(BaseException):
+    """What a process ends by, at a request: nothing catches it."""
+
+
+class Watch:
+    """What happens to the requests of the stores that it watches."""
+
+    def __init__(self, hook: Hook = lambda call, where: None) -> None:
+        self.hook = hook
+        self.older: dict[tuple[str, str, float], float] = {}  # an object as it was listed -> seconds
+
+    def store(self, inner: Store) -> "WatchedStore":
+        return WatchedStore(inner, self)
+
+    def age(self, inner: Store, seconds: float) -> None:
+        """Let time pass: all that is there now was put so long ago."""
+        for each in inner.list():
+            key = (inner.where(each.name), each.version, each.modified)
+            self.older[key] = self.older.get(key, 0) + seconds
+
+
+class WatchedStore(Wrapped):
+    """Tells the watch each request before it is made, by the name of the call and the URL."""
+
+    def __init__(self, inner: Store, watch: Watch) -> None:
+        super().__init__(inner)
+        self.watch = watch
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, WatchedStore) and self.inner == other.inner
+
+    def __hash__(self) -> int:
+        return hash(self.inner.url)
+
+    def within(self, folder: str) -> "WatchedStore":
+        return WatchedStore(self.inner.within(folder), self.watch)
+
+    @property
+    def parent(self) -> "WatchedStore | None":
+        above = self.inner.parent
+        return None if above is None else WatchedStore(above, self.watch)
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(self.inner, name)
+        if name not in (*READS, *WRITES):
+            return found
+
+        def told(*args: Any, **more: Any) -> Any:
+            self.watch.hook(name, self._told_name(args))
+            return self._as_of_now(found(*args, **more))
+
+        return told
+
+    def _told_name(self, args: tuple[Any, ...]) -> str:
+        names = [args[0]] if args and isinstance(args[0], str) else list(args[0]) if args else []
+        return " ".join(self.inner.where(name) for name in names) or self.inner.url
+
+    def _as_of_now(self, result: Any) -> Any:
+        if isinstance(result, Stored):
+            key = (self.inner.where(result.name), result.version, result.modified)
+            return replace(result, modified=result.modified - self.watch.older.get(key, 0))
+        if isinstance(result, list):
+            return [self._as_of_now(each) for each in result]
+        if isinstance(result, FolderListing):
+            return replace(result, objects=tuple(self._as_of_now(each) for each in result.objects))
+        if hasattr(result, "read_into"):
+            return _WatchedFile(result, self.watch)
+        return result
+
+
+class _WatchedFile:
+    def __init__(self, inner: Readable, watch: Watch) -> None:
+        self.inner, self.watch = inner, watch
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.inner, name)
+
+    def read_into(self, memory: memoryview, start: int = 0) -> None:
+        self.watch.hook("read_into", self.inner.where)
+        self.inner.read_into(memory, start)
+
+
+def stopping_at(call: int, error: Callable[[], BaseException] = Stopped) -> tuple[Hook, Callable[[], bool]]:
+    """A hook that raises at the `call`-th request (1 is the first), and whether it came to that.
+
+    A process that was stopped makes no more requests: what it tries in its `finally` fails alike.
+    """
+    left = [call]
+
+    def hook(name: str, where: str) -> None:
+        left[0] -= 1
+        if left[0] == 0 or (left[0] < 0 and error is Stopped):
+            raise error()
+
+    return hook, lambda: left[0] <= 0
+
+
+def all_interleavings(actors: Callable[[], "list[Callable[[Hook], object]]"], check: Callable[[], object]) -> int:
+    """Run the `actors` in threads, one request at a time, in every order there is; `check` after each; how many.
+
+    `actors` makes them anew for each order, with what they work on. One that lists again what it has just listed waits
+    for the others.
+    """
+    runs, prefixes = 0, list[tuple[int, ...]]([()])
+    while prefixes:
+        order = _Order(prefixes.pop())
+        order.run(actors())
+        check()
+        runs += 1
+        prefixes += order.others()
+    return runs
+
+
+class _Order:
+    """One order of requests: begins as `prefix` says, by the numbers of actors, then always the first that can go."""
+
+    def __init__(self, prefix: tuple[int, ...]) -> None:
+        self.prefix, self.taken, self.could = prefix, list[int](), list[list[int]]()
+        self.change = threading.Condition()
+        self.waiting, self.alive, self.turn = dict[int, tuple[str, str]](), set[int](), -1
+        self.last: tuple[int, tuple[str, str]] | None = None
+        self.errors: list[BaseException] = []
+
+    def run(self, actors: list[Callable[[Hook], object]]) -> None:
+        self.alive = set(range(len(actors)))
+        threads = [threading.Thread(target=self._play, args=(number, each)) for number, each in enumerate(actors)]
+        for thread in threads:
+            thread.start()
+        self._lead()
+        for thread in threads:
+            thread.join()
+        if self.errors:
+            raise self.errors[0]
+
+    def others(self) -> Iterator[tuple[int, ...]]:
+        """The prefixes of the orders that differ first after this one's prefix."""
+        for at in range(len(self.prefix), len(self.taken)):
+            for other in self.could[at]:
+                if other != self.taken[at]:
+                    yield (*self.taken[:at], other)
+
+    def _play(self, number: int, actor: Callable[[Hook], object]) -> None:
+        try:
+            with suppress(Stopped):
+                actor(lambda name, where: self._wait(number, (name, where)))
+        except BaseException as error:  # raised again by `run`
+            self.errors.append(error)
+        finally:
+            with self.change:
+                self.alive.discard(number)
+                self.change.notify_all()
+
+    def _wait(self, number: int, request: tuple[str, str]) -> None:
+        with self.change:
+            self.waiting[number] = request
+            self.change.notify_all()
+            self.change.wait_for(lambda: self.turn == number)
+            self.last = number, self.waiting.pop(number)
+            self.turn = -1
+
+    def _lead(self) -> None:
+        with self.change:
+            while self.alive:
+                self.change.wait_for(lambda: self.turn == -1 and self.waiting.keys() >= self.alive)
+                if not self.alive:
+                    return
+                could = [each for each in sorted(self.alive) if not self._polls(each)] or sorted(self.alive)
+                at = len(self.taken)
+                self.turn = self.prefix[at] if at < len(self.prefix) else could[0]
+                self.could.append(could)
+                self.taken.append(self.turn)
+                self.change.notify_all()
+
+    def _polls(self, number: int) -> bool:
+        return self.waiting[number][0] == "list" and self.last == (number, self.waiting[number])
