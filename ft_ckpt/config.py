@@ -79,7 +79,8 @@ class SaverConfig:
     store_options: Mapping[str, Any] | None = None
     """Of the client of an object store that a URL leads to, as `ft_ckpt.open_place` takes them."""
     overwrite: bool = False
-    """In a bucket a save may take the place of a checkpoint of its name, which is gone before the new one is whole."""
+    """In a bucket a save may take the place of a checkpoint of its name, which is gone before the new one is whole;
+    `save` and `save_state` take it, too, for one save."""
     verify_resume: bool = True
     """Compare the digests of all files of a checkpoint before a run is resumed from it."""
 

@@ -109,7 +109,7 @@ def plan_pruning(held: Sequence[HeldCheckpoint], keep: Keep, run_id: str | None 
     firm = _firm_reasons(held, ours)
     asked = _chosen_by_rules(ours, keep)
     stays = {each.path: (*firm[each.path], *asked.get(each.path, ())) for each in sorted(held, key=_age_key)}
-    bare = _without_state(ours, keep, firm)
+    bare = _losing_state(ours, keep, firm)
     alone = {each.path for each in bare if not each.has_weights}  # nothing would be left of it
     kept = {path: why for path, why in stays.items() if why and path not in alone}
     drop = tuple(path for path in stays if path not in kept)
@@ -141,7 +141,7 @@ def _firm_reasons(held: Sequence[HeldCheckpoint], ours: Sequence[HeldCheckpoint]
     return reasons
 
 
-def _without_state(
+def _losing_state(
     ours: Sequence[HeldCheckpoint], keep: Keep, firm: Mapping[Path | str, tuple[str, ...]]
 ) -> list[HeldCheckpoint]:
     if keep.state is None:

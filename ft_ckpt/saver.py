@@ -32,7 +32,7 @@ from ft_ckpt.training.choosing import open_agreed
 from ft_ckpt.training.data_position import DataPosition
 from ft_ckpt.training.run import Progress, TrainingRun
 from ft_ckpt.training.starting import Wanted, parse_mode
-from ft_ckpt.transfer.places import check_destination
+from ft_ckpt.transfer.places import push_goal
 
 __all__ = ["CheckpointSaver", "Progress", "SaveReport"]
 _LOG = logging.getLogger("ft_ckpt")
@@ -103,6 +103,7 @@ class CheckpointSaver:
         metrics: Mapping[str, float] | None = None,
         extra_files: Mapping[str, str | bytes] | None = None,
         background: bool | None = None,
+        overwrite: bool | None = None,
         merged: Merged = False,
         base: str | Path | None = None,
         dequantize: bool = False,
@@ -123,20 +124,19 @@ class CheckpointSaver:
         the saver's settings for this call. `merged` True stores one plain model, the active adapters merged into a copy
         of the base, layer by layer; names choose adapters, a mapping gives each a weight. Adapters on a quantised base
         are merged into the model that was quantised: the folder or id `base`, by default the one they name; or, with
-        `dequantize`, into what its weights stand for. `check`="logits", or a batch,
-        compares what transformers makes of the folder with the live model before it is committed. With `push_to_hub`
-        ("user/name", "hf://user/name@revision") rank 0 then pushes the checkpoint there in the background, as
-        `ft_ckpt.push` does; the report's `push` is the handle.
+        `dequantize`, into what its weights stand for. `check`="logits", or a batch, compares what transformers makes of
+        the folder with the live model before it is committed. With `push_to_hub` ("user/name", or a URL) rank 0 then
+        pushes the checkpoint there in the background, as `ft_ckpt.push` does; the report's `push` is the handle.
 
         Raises SelectionError when the model lacks what was asked for or leaves a choice, IncompleteError when the
         result would differ from it, TargetError or NoSpaceError when it cannot be written, RankError when another rank
         failed, RanksDisagreeError when ranks called differently or not at all; nothing is committed then.
         """
         given: dict[str, Any] = {"dtype": dtype, "chat_template_name": chat_template_name, "format": format}
-        given |= {"compression": compression, "max_shard_size": max_shard_size, "background": background}
+        given |= {"compression": compression, "max_shard_size": max_shard_size}
+        given |= {"background": background, "overwrite": overwrite}
         config = replace(self.config, **{name: value for name, value in given.items() if value is not None})
-        if push_to_hub is not None:
-            check_destination(push_to_hub)
+        push_to = None if push_to_hub is None else push_goal(push_to_hub, **config.client_options)
         facts = self._run.facts_of_save(step, numbers_of(metrics or {}))
         model = model_inside(model)
         self._pending.wait_for_save()
@@ -161,7 +161,7 @@ class CheckpointSaver:
                     extra_files=dict(extra_files or {}),
                     **facts,
                 ),
-                self._follow_up.plan(self._current_ranks().leads, push_to=push_to_hub, base_id=config.base_id),
+                self._follow_up.plan(self._current_ranks().leads, push_to=push_to, base_id=config.base_id),
             )
 
     def register(self, **objects: Any) -> None:
@@ -246,6 +246,7 @@ class CheckpointSaver:
         metrics: Mapping[str, float] | None = None,
         extra_files: Mapping[str, str | bytes] | None = None,
         background: bool | None = None,
+        overwrite: bool | None = None,
         **objects: Any,
     ) -> SaveReport | PendingSave:
         """Save a checkpoint that the run can be resumed from: weights, and the state of everything else; on every rank.
@@ -253,11 +254,12 @@ class CheckpointSaver:
         Without arguments it is of what Accelerate prepared, and of what was registered; `objects` are registered
         first. Of a model with PEFT adapters that are all that is trained, only these are saved, unless `adapter_only`
         says otherwise. Weights that the checkpoint holds in another dtype, or not at all, are kept exactly beside it.
-        `extra_files` and `background` as for `save`.
-        Then what `keep` does not ask for is deleted. Raises what `save` raises.
+        `extra_files`, `background` and `overwrite` as for `save`. Then what `keep` does not ask for is deleted. Raises
+        what `save` raises.
         """
         counted = self._run.agree_on_metrics(numbers_of(metrics or {}), self._current_ranks())
-        config = self.config if background is None else replace(self.config, background=background)
+        given: dict[str, Any] = {"background": background, "overwrite": overwrite}
+        config = replace(self.config, **{name: value for name, value in given.items() if value is not None})
         self._run.register({**objects, **({} if model is None else {"model": model})})
         return self._saves.save(None, config, path, counted, adapter_only, dict(extra_files or {}))
 

@@ -52,7 +52,7 @@ class _Lean:
         return option
 
 
-class _Group(_Lean, TyperGroup):
+class _OrderedCommands(_Lean, TyperGroup):
     pass
 
 
@@ -63,7 +63,7 @@ class _Command(_Lean, TyperCommand):
 app = typer.Typer(
     name=_NAME,
     help="List, verify, compare and prune the checkpoints of ft_ckpt.",
-    cls=_Group,
+    cls=_OrderedCommands,
     context_settings=_HELP,
     add_completion=False,
     rich_markup_mode=None,

@@ -48,11 +48,11 @@ def convert_command(
 
 def refuse_existing(target: str, force: bool) -> None:
     """Raise TargetError if something would be replaced and that was not asked for."""
-    if not force and _is_there(open_place(target)):
+    if not force and _is_occupied(open_place(target)):
         raise TargetError(f"{target}: is there already; give --force to replace it, or choose another path")
 
 
-def _is_there(target: Place) -> bool:
+def _is_occupied(target: Place) -> bool:
     """Whether something would be replaced; an empty folder is nothing."""
     found = target.folder.list_folder()
     return bool(found.folders or found.objects) if target.is_folder else found.exists

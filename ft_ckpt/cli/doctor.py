@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -64,7 +64,7 @@ def doctor_command(context: typer.Context, size: _Size = "64MB", as_json: JsonOp
     (word,) = given_words(context, "PLACE")
     report = examine_place(word, parse_size(size))
     if as_json:
-        views.print_json({**_json_of_report(report), "dangers": list(report.dangers), "safe": not report.dangers})
+        views.print_json({**dataclasses.asdict(report), "dangers": list(report.dangers), "safe": not report.dangers})
     else:
         _show_place(report)
     raise typer.Exit(1 if report.dangers else 0)
@@ -84,10 +84,6 @@ def examine_place(location: str, size_bytes: int) -> PlaceReport:
     with suppress(CheckpointError):  # what cannot be written is among the abilities
         speed = measure_speed(store, size_bytes)
     return PlaceReport(str(place), mount, store.free_bytes(), abilities, speed)
-
-
-def _json_of_report(report: PlaceReport) -> dict[str, Any]:
-    return dataclasses.asdict(report)
 
 
 def _show_place(report: PlaceReport) -> None:

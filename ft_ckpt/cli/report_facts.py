@@ -88,7 +88,7 @@ def gather_facts(run: Path | Place, metrics: Sequence[str], *, comparisons: int)
     with damaged_input(f"{run}: what its newest training state says of the run"):
         kept = _kept_reasons(run, infos, document)
         saves = log_from_json((document.get("history") or {}).get("saves", ()))
-    checkpoints = tuple(_checkpoint_facts(infos, kept))
+    checkpoints = tuple(_kept_checkpoints(infos, kept))
     pairs = list(itertools.pairwise(info for info in infos if not info.manifest.made_from))
     drift = [_measured_drift(*pair, notes) for pair in pairs[len(pairs) - min(comparisons, len(pairs)) :]]
     measured = tuple(each for each in drift if each is not None)
@@ -124,7 +124,7 @@ def _rules_from(rules: Mapping[str, Any] | None) -> Keep:
     return Keep(**{**rules, "best": best, "state": None if state is None else _rules_from(state)})
 
 
-def _checkpoint_facts(
+def _kept_checkpoints(
     infos: Iterable[CheckpointInfo], kept: Mapping[Path | str, tuple[str, ...]]
 ) -> Iterable[KeptCheckpoint]:
     seen: set[object] = set()

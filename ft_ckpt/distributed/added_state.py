@@ -139,7 +139,7 @@ def refuse_one_way_state(found: Mapping[str, AddedValue]) -> None:
 def takes_extra_state(root: nn.Module, name: str) -> bool:
     """Whether `name` is the extra state of a module below `root` that can be given some."""
     owners = {f"{path}.{EXTRA_STATE}" if path else EXTRA_STATE: module for path, _, module in walk_modules(root)}
-    return name in owners and _overrides_method(owners[name], "set_extra_state")
+    return name in owners and _has_own_method(owners[name], "set_extra_state")
 
 
 @dataclass
@@ -168,7 +168,7 @@ class _StateLister:
         inner = wrapped_key(module)
         if inner is not None:
             self.list_module(module._modules[inner], prefix, f"{raw}{inner}.")  # type: ignore[arg-type]  # there is one
-        elif _overrides_method(module, "state_dict") and not _hides_tensors(module):  # which gathers when it is asked
+        elif _has_own_method(module, "state_dict") and not _hides_own_tensors(module):  # which gathers when it is asked
             whole = module.state_dict() if not prefix else module.state_dict(prefix=prefix, keep_vars=True)
             self._note_listed(module, prefix, raw, whole)
         else:
@@ -206,7 +206,7 @@ def _load_added(one: AddedValue, live: Mapping[str, Any], values: Mapping[str, A
     state = OrderedDict({**below, **values})
     errors: list[str] = []
     try:
-        if _overrides_method(owner, "state_dict") or _overrides_method(owner, "load_state_dict"):
+        if _has_own_method(owner, "state_dict") or _has_own_method(owner, "load_state_dict"):
             owner.load_state_dict({name.removeprefix(prefix): value for name, value in state.items()}, strict=False)
             return []
         owner._load_from_state_dict(state, prefix, {"version": owner._version}, True, [], [], errors)
@@ -217,7 +217,7 @@ def _load_added(one: AddedValue, live: Mapping[str, Any], values: Mapping[str, A
     return [f"{next(iter(values))}: {type(owner).__name__} cannot load it: {error}" for error in errors]
 
 
-def _overrides_method(module: nn.Module, method: str) -> bool:
+def _has_own_method(module: nn.Module, method: str) -> bool:
     return method in vars(module) or getattr(type(module), method) is not getattr(nn.Module, method)
 
 
@@ -234,7 +234,7 @@ def _is_users(hook: Any) -> bool:
     return not is_engine_code(str(getattr(getattr(hook, "func", hook), "__module__", "")))
 
 
-def _hides_tensors(module: nn.Module) -> bool:
+def _hides_own_tensors(module: nn.Module) -> bool:
     return any(hides_tensors(one) for one in module.modules())
 
 

@@ -243,14 +243,14 @@ def sources(model: nn.Module, allow_meta: bool = False) -> dict[str, Source]:
     """What `Inventory.infos` says of `model`, each with its tensor. Raises what that raises."""
     inventory = inventory_of(model)
     infos = inventory.infos("", allow_meta)
-    return {name: _with_tensor(info, inventory.live(info.key)) for name, info in infos.items()}
+    return {name: _source_with_tensor(info, inventory.live(info.key)) for name, info in infos.items()}
 
 
 def source_of_tensor(name: str, raw: str, tensor: Any) -> Source:
     """The source of a parameter, a buffer or what stands for one, under whatever engine holds it."""
     shape, dtype, trainable, is_parameter, engine, sharding = wrappers.layout_of(tensor)
     info = TensorInfo(id(tensor), name, raw, shape, dtype, trainable, is_parameter, engine, sharding)
-    return _with_tensor(info, tensor)
+    return _source_with_tensor(info, tensor)
 
 
 def added_state_of(model: nn.Module, found: Mapping[str, Source] | None = None) -> dict[str, AddedValue]:
@@ -310,7 +310,7 @@ def engine_names(found: Iterable[TensorInfo]) -> str:
     return "+".join(sorted({info.engine for info in found} - {"plain"})) or "plain"
 
 
-def _with_tensor(info: TensorInfo, live: Any) -> Source:
+def _source_with_tensor(info: TensorInfo, live: Any) -> Source:
     facts = info.shape, info.dtype, info.trainable, info.is_parameter, info.engine, info.sharding, info.is_added
     local, full = wrappers.local_part(live), partial(wrappers.full_tensor, live)
     return Source(id(live), info.name, info.raw_name, *facts, live, local, full)

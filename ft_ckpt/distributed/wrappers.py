@@ -160,12 +160,12 @@ def local_part(tensor: Any) -> Tensor | None:
 
 def memory_parts(tensors: Sequence[Any]) -> Sequence[Tensor | None]:
     """As `local_part` of each, in haste, to be copied: they may want a gradient."""
-    return tensors if _are_plain(tensors) else [_engine_of(one).memory_part(one) for one in tensors]
+    return tensors if _are_unmarked(tensors) else [_engine_of(one).memory_part(one) for one in tensors]
 
 
 def cut_facts(tensors: Sequence[Any]) -> Any:
     """What decides how plans lay tensors out, beside their classes, shapes and dtypes; None where facts do not tell."""
-    if _are_plain(tensors):
+    if _are_unmarked(tensors):
         return ()
     facts = [_engine_of(one).cut_facts(one) for one in tensors]
     return None if any(one is None for one in facts) else facts
@@ -201,7 +201,7 @@ def state_run(tensor: Any, state: Tensor | None) -> tuple[Sharding, Tensor | Non
     return _engine_of(tensor).state_run(tensor, state)
 
 
-def _are_plain(tensors: Sequence[Any]) -> bool:
+def _are_unmarked(tensors: Sequence[Any]) -> bool:
     """Whether no engine has laid out any of them: of torch's own classes, without the marks of engines.
 
     As asking every engine about each would tell, in a few calls for all.

@@ -128,7 +128,7 @@ def _stage_3(optimizer: Any, owners: Mapping[int, Source]) -> Iterator[Partition
     """Each parameter is cut into equal shards by itself; a partition is this rank's shards one after the other."""
     for number, master in enumerate(optimizer.fp32_partitioned_groups_flat):
         places, start = [], 0
-        for source in _known_sources(owners, optimizer.fp16_groups[number]):
+        for source in _partitioned_sources(owners, optimizer.fp16_groups[number]):
             shard = source.live.ds_tensor.ds_numel
             members = group_members(source.live.ds_process_group)
             places.append(Slot(source, _flat_sharding(source.numel, 0, shard, members), start))
@@ -148,7 +148,7 @@ def _stages_1_2(optimizer: Any, owners: Mapping[int, Source]) -> Iterator[Partit
         members = group_members(optimizer.real_dp_process_group[number])
         places = [
             Slot(source, _flat_sharding(source.numel, first[id(source.live)], master.numel(), members), 0)
-            for source in _known_sources(owners, laid if mixed else optimizer.bit16_groups[number])
+            for source in _partitioned_sources(owners, laid if mixed else optimizer.bit16_groups[number])
         ]
         yield Partition(master, number, tuple(places))
 
@@ -168,7 +168,7 @@ def _refused_settings(optimizer: Any) -> list[str]:
     return [fact for fact, true in facts.items() if true]
 
 
-def _known_sources(owners: Mapping[int, Source], parameters: list[Any]) -> list[Source]:
+def _partitioned_sources(owners: Mapping[int, Source], parameters: list[Any]) -> list[Source]:
     unknown = [i for i, parameter in enumerate(parameters) if id(parameter) not in owners]
     if unknown:
         raise SelectionError(f"parameters {unknown} of a group: of no known model; give the model they are of, too")

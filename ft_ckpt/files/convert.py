@@ -127,7 +127,7 @@ def _convert_to_file(opened: TensorFile, _source: Place, options: ConvertOptions
     return _conversion_report(options, [file], record.size_bytes, ())
 
 
-def _open_staging(options: ConvertOptions, size_bytes: int) -> Staging:
+def _staging_with_room(options: ConvertOptions, size_bytes: int) -> Staging:
     """A staging for the target, where there is room for weights of `size_bytes` with what goes along."""
     store = options.target.folder
     _check_room(store, size_bytes + _ROOM_BYTES)
@@ -150,7 +150,7 @@ def _convert_by_library(
     specs = list(whole.specs.values())
     library.check_types(specs)
     groups = assign_shards(specs, options.shards) if options.shards else {}
-    staging = _open_staging(options, sum(spec.size_bytes for spec in specs))
+    staging = _staging_with_room(options, sum(spec.size_bytes for spec in specs))
     try:
         with made_folder(staging.store) as stage:
             if library.write_shards is not None and groups:
@@ -173,7 +173,7 @@ def _convert_by_library(
 
 
 @dataclass(frozen=True)
-class _PartPlan:
+class _ConvertedPart:
     """One part of a folder and the files it becomes; `index` is the text of their index, None with one file."""
 
     part: folder.FolderPart
@@ -208,11 +208,11 @@ class _PartPlan:
 def _convert_to_folder(opened: TensorFile, source: Place, options: ConvertOptions) -> ConvertReport:
     is_folder = isinstance(opened, folder.WeightsFolder)
     parts = opened.parts if isinstance(opened, folder.WeightsFolder) else (folder.FolderPart("", "model", opened),)
-    plans = [_plan_part(part, options) for part in parts]
+    plans = [_plan_converted(part, options) for part in parts]
     outputs = [one for plan in plans for one in plan.outputs]
     kept, left = opened.companions() if isinstance(opened, folder.WeightsFolder) else ([], [])
     size = sum(one.plan.layout.size_bytes for one in outputs)
-    staging = _open_staging(options, size + sum(each.size_bytes for each in kept))
+    staging = _staging_with_room(options, size + sum(each.size_bytes for each in kept))
     store = staging.store
     try:
         _copy_companions(source.folder, [each.name for each in kept], store, options.dtype)
@@ -232,7 +232,7 @@ def _convert_to_folder(opened: TensorFile, source: Place, options: ConvertOption
     return _conversion_report(options, [plan.file for plan in plans], size, notes)
 
 
-def _plan_part(part: folder.FolderPart, options: ConvertOptions) -> _PartPlan:
+def _plan_converted(part: folder.FolderPart, options: ConvertOptions) -> _ConvertedPart:
     file = TranslatedFile(part.file, options.names, options.dtype)
     stem = "adapter_model" if part.kind == "adapter" else options.format.model_stem
     ending, place = options.format.suffixes[0], f"{part.path}/" if part.path else ""
@@ -242,9 +242,9 @@ def _plan_part(part: folder.FolderPart, options: ConvertOptions) -> _PartPlan:
         shards = split_into_files(file.specs, stem, ending, options.max_shard_bytes)
     outputs = tuple(plan_output(options.format, place + name, _Shard(file, names)) for name, names in shards.items())
     if len(shards) == 1:
-        return _PartPlan(part, file, outputs, index_path, None)
+        return _ConvertedPart(part, file, outputs, index_path, None)
     total = {"total_size": sum(spec.size_bytes for spec in file.specs.values())}
-    return _PartPlan(part, file, outputs, index_path, shard_index(shards, total, file.ties))
+    return _ConvertedPart(part, file, outputs, index_path, shard_index(shards, total, file.ties))
 
 
 class _Shard:

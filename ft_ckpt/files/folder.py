@@ -211,7 +211,7 @@ def _endings() -> list[str]:
     return list(dict.fromkeys(known.suffixes[0] for known in tensor_formats() if known.suffixes))
 
 
-def _weight_names(kind: str) -> Iterator[str]:
+def _weight_file_names(kind: str) -> Iterator[str]:
     """What a file of weights may be called, in the order in which readers choose."""
     for known in (known for known in tensor_formats() if known.suffixes):
         stems = _STEMS["adapter"] if kind == "adapter" else (*_STEMS["model"], known.model_stem, *known.other_stems)
@@ -221,7 +221,7 @@ def _weight_names(kind: str) -> Iterator[str]:
 def weight_files(store: Store, kind: str) -> tuple[list[str], str | None]:
     """The weight files in `store` that a reader would choose, and their index if there are shards."""
     there = {each.name for each in store.list_folder().objects}
-    for name in _weight_names(kind):
+    for name in _weight_file_names(kind):
         if name in there:
             return [name], None
         if f"{name}.index.json" in there:

@@ -152,7 +152,7 @@ def _add_from_vector(
         size = math.prod(shape)
         found.add_tensor(name, tuple(shape), parts[0].dtype, _span_range(parts, at, size, name))
         at += size + padding
-    _check_used(at, sum(_element_count(part) for part in parts), 2 * len(parts), source)
+    _check_all_read(at, sum(_element_count(part) for part in parts), 2 * len(parts), source)
 
 
 def _add_from_pieces(found: _FoundTensors, shapes: Shapes, ranks: Sequence[Sequence[TensorPlace]], source: str) -> None:
@@ -165,10 +165,10 @@ def _add_from_pieces(found: _FoundTensors, shapes: Shapes, ranks: Sequence[Seque
             spans += _span_range(parts, at, max(0, min(piece, size - rank * piece)), name)
         found.add_tensor(name, tuple(shape), ranks[0][0].dtype, spans)
         at += piece
-    _check_used(at, sum(_element_count(part) for part in ranks[0]), 1, source)
+    _check_all_read(at, sum(_element_count(part) for part in ranks[0]), 1, source)
 
 
-def _check_used(used: int, there: int, step: int, source: str) -> None:
+def _check_all_read(used: int, there: int, step: int, source: str) -> None:
     """All that is there was used, but for what fills the ranks' pieces up to equal sizes."""
     if -(-used // step) != -(-there // step):
         raise CorruptError(

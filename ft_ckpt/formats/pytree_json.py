@@ -46,7 +46,7 @@ def encode_node(node: Node) -> Any:
     if kind == "tensor":
         return ["tensor", node.value]
     if kind == "value":
-        return _encode_value(node.value)
+        return _encode_scalar(node.value)
     if kind in ("array", "blob"):
         return [kind, *node.value]
     children = [encode_node(child) for child in node.children]
@@ -64,15 +64,15 @@ def encode_node(node: Node) -> Any:
 def decode_node(document: Any, most: int = MOST_LEVELS + 2) -> Node:
     """The node that `encode_node` was given. Raises CorruptError for anything else."""
     with damaged_input("the tree of the object"):
-        return _decode_value(document, most)
+        return _decode_json(document, most)
 
 
-def _decode_value(document: Any, most: int) -> Node:
+def _decode_json(document: Any, most: int) -> Node:
     if most == 0:
         raise CorruptError("too deep")
     if type(document) is dict:
         keys = tuple(Node("value", key) for key in document)
-        return Node("dict", None, keys, tuple(_decode_value(child, most - 1) for child in document.values()))
+        return Node("dict", None, keys, tuple(_decode_json(child, most - 1) for child in document.values()))
     if type(document) is not list:
         return Node("value", document)
     kind, *rest = document
@@ -86,9 +86,9 @@ def _decode_value(document: Any, most: int) -> Node:
     if kind in MAPPINGS:
         return _decode_mapping(kind, rest, most)
     if kind in ("deque", "namedtuple"):
-        return Node(kind, rest[0], (), tuple(_decode_value(child, most - 1) for child in rest[1:]))
+        return Node(kind, rest[0], (), tuple(_decode_json(child, most - 1) for child in rest[1:]))
     if kind in SEQUENCES:
-        return Node(kind, None, (), tuple(_decode_value(child, most - 1) for child in rest))
+        return Node(kind, None, (), tuple(_decode_json(child, most - 1) for child in rest))
     return Node("value", _VALUES[kind](*rest))
 
 
@@ -100,13 +100,13 @@ def _check_number(found: Any) -> int:
 
 def _decode_mapping(kind: str, rest: list[Any], most: int) -> Node:
     detail, pairs = rest
-    keys = tuple(_decode_value(key, most - 1) for key, _ in pairs)
+    keys = tuple(_decode_json(key, most - 1) for key, _ in pairs)
     if kind == "odict" and detail is not None:
-        detail = _decode_value(detail, most - 1)
-    return Node(kind, detail, keys, tuple(_decode_value(child, most - 1) for _, child in pairs))
+        detail = _decode_json(detail, most - 1)
+    return Node(kind, detail, keys, tuple(_decode_json(child, most - 1) for _, child in pairs))
 
 
-def _encode_value(value: Any) -> Any:
+def _encode_scalar(value: Any) -> Any:
     kind = type(value)
     if value is None or kind is bool:
         return value

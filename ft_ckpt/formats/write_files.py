@@ -35,7 +35,7 @@ def write_file(plan: FilePlan, regions: Iterable[Region], store: Store, writer: 
     layout, feed = plan.layout, iter(regions)
     with writer.fill(store.create(plan.path, layout.size_bytes)) as file:
         file.put_region(region_of(0, layout.header))
-        end = _put_tensors(file, layout, feed)
+        end = _fill_tensors(file, layout, feed)
         file.put_zeros(end, layout.size_bytes)
         for extra in feed:
             raise IncompleteError(
@@ -46,7 +46,7 @@ def write_file(plan: FilePlan, regions: Iterable[Region], store: Store, writer: 
     return FileRecord(plan.path, layout.size_bytes, whole_digest(digest), etag=etag)
 
 
-def _put_tensors(file: DurableFile, layout: Layout, feed: Iterator[Region]) -> int:
+def _fill_tensors(file: DurableFile, layout: Layout, feed: Iterator[Region]) -> int:
     """Put the tensors and the trailer of a file; returns where they end."""
     digests = {spec.name: xxhash.xxh3_128() for spec in layout.specs} if layout.trailer is not None else {}
     end = len(layout.header)

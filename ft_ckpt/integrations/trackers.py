@@ -78,7 +78,7 @@ def log_to_wandb(
             else:
                 where = report.path
                 artifact.add_reference(where if isinstance(where, str) else where.absolute().as_uri(), checksum=False)
-            target.log_artifact(artifact, aliases=["latest", *_names_of(report)])
+            target.log_artifact(artifact, aliases=["latest", *_artifact_aliases(report)])
 
     return log_artifact
 
@@ -117,7 +117,7 @@ def _is_best(report: SaveReport) -> bool | None:
     return None if ranking is None else best(Place(report.place.beside), ranking) == report.path
 
 
-def _names_of(report: SaveReport) -> list[str]:
+def _artifact_aliases(report: SaveReport) -> list[str]:
     """What a version is known as beside "latest"."""
     found = [] if report.step is None else [f"step-{report.step}"]
     return [*found, "best"] if _is_best(report) else found

@@ -29,10 +29,10 @@ def push_checkpoint(trainer: Trainer, checkpoint: Path) -> None:
         return
     trainer.callback_handler.on_push_begin(args, trainer.state, trainer.control)
     message = _message_of(trainer)
-    pushes = [_begin_push(trainer, checkpoint, "", message)]
+    pushes = [_start_hub_push(trainer, checkpoint, "", message)]
     if strategy in (HubStrategy.CHECKPOINT, HubStrategy.ALL_CHECKPOINTS):
         folder = _FOLDER_OF_LAST if strategy == HubStrategy.CHECKPOINT else checkpoint.name
-        pushes.append(_begin_push(trainer, checkpoint, folder, f"{message}, checkpoint", state=True))
+        pushes.append(_start_hub_push(trainer, checkpoint, folder, f"{message}, checkpoint", state=True))
     _note_pushes(trainer, pushes)
 
 
@@ -52,7 +52,7 @@ def push_saved(
     folder = Path(trainer.args.output_dir)
     card = _trainer_card(trainer, folder, told)
     trainer._finish_current_push()
-    push = _begin_push(trainer, folder, "", message, card=card, token=token, revision=revision)
+    push = _start_hub_push(trainer, folder, "", message, card=card, token=token, revision=revision)
     if blocking:
         return push.result()
     _note_pushes(trainer, [push])
@@ -80,7 +80,7 @@ def _trainer_card(trainer: Trainer, saved: Path, told: Mapping[str, Any]) -> str
     return None if made is None else made.decode()
 
 
-def _begin_push(
+def _start_hub_push(
     trainer: Trainer,
     checkpoint: Path,
     folder: str,

@@ -81,7 +81,7 @@ def is_quantised_folder(folder: Path) -> bool:
 
 
 @dataclass(frozen=True, eq=False)
-class _Place:
+class _FileOrigin:
     """Stored tensors that become a tensor of the model, or several together."""
 
     target: str  # the first of the model's names
@@ -99,7 +99,7 @@ class _Place:
         return {name: value[0] if isinstance(value, list) else value for name, value in found.items()}
 
 
-def _find_places(model: Any, file: TensorFile) -> tuple[list[_Place], list[str]]:
+def _find_places(model: Any, file: TensorFile) -> tuple[list[_FileOrigin], list[str]]:
     """Where the tensors of `file` go in the model, as transformers renames and converts them; and the rest's names."""
     transforms = get_model_conversion_mapping(model)
     renamings = [one for one in transforms if isinstance(one, WeightRenaming)]
@@ -117,11 +117,11 @@ def _find_places(model: Any, file: TensorFile) -> tuple[list[_Place], list[str]]
         else:
             left.append(name)
     model._weight_conversions = [one for one in transforms if one.was_used()]  # what saving reverts
-    found = [_Place(target, tuple(some), by_pattern.get(some[0][0])) for target, some in places.items()]
+    found = [_FileOrigin(target, tuple(some), by_pattern.get(some[0][0])) for target, some in places.items()]
     return found, left
 
 
-def _fill_place(model: Any, place: _Place, file: TensorFile, in_memory: bool) -> list[str]:
+def _fill_place(model: Any, place: _FileOrigin, file: TensorFile, in_memory: bool) -> list[str]:
     """Put mapped tensors, or stand-ins for computed ones, into the model; what does not fit."""
 
     def read_target(target: str) -> Tensor:

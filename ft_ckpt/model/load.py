@@ -202,7 +202,7 @@ def _load_plain(held: OpenCheckpoint, record: PartRecord, options: _LoadOptions)
     with fetching_weights(store, weight_names(record), options.mapped, options.device) as tensors:
         described = json.loads(read_text(store, beside_weights(record, MODULE_NAME)))
         module = build_module(described, options.classes).eval()
-        return module, _place_tensors(module, record, store, options.strict, tensors())
+        return module, _assign_tensors(module, record, store, options.strict, tensors())
 
 
 def _load_pretrained(held: OpenCheckpoint, record: PartRecord, options: _LoadOptions) -> tuple[nn.Module, LoadReport]:
@@ -216,7 +216,7 @@ def _load_pretrained(held: OpenCheckpoint, record: PartRecord, options: _LoadOpt
             with fetching_weights(store, weight_names(record), options.mapped, options.device) as tensors:
                 model = empty_model(cls, held, record)
                 if model is not None:
-                    report = _place_tensors(model, record, store, options.strict, tensors())
+                    report = _assign_tensors(model, record, store, options.strict, tensors())
                     model.tie_weights()
                     return model.eval(), report
         return _through_transformers(cls or class_of_own_code(config, record), held, record, options)
@@ -281,7 +281,7 @@ def _beside_own(model: nn.Module, given: Iterable[str]) -> list[str]:
     return inventory_of(model).names_added(given)
 
 
-def _place_tensors(module: nn.Module, record: PartRecord, store: Store, strict: bool, supplied: Weights) -> LoadReport:
+def _assign_tensors(module: nn.Module, record: PartRecord, store: Store, strict: bool, supplied: Weights) -> LoadReport:
     """Give `module` the stored tensors themselves."""
     return replace(put_tensors(module, record, supplied[0], store, strict, assign=True), zero_copy=supplied[1])
 

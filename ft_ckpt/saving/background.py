@@ -157,9 +157,7 @@ class BackgroundSaver:
             if config.each_rank_writes == "auto":
                 config = replace(config, each_rank_writes="on")
             planned = prepared.planned
-            if (
-                prepared.copies.gathers
-            ):  # earlier files are of a rank each now, and here no rank could make their digests
+            if prepared.copies.gathers:  # no rank could make the digests of earlier files, which one alone writes now
                 config = replace(config, reuse_frozen="off")
                 planned = replace(planned, plan=with_gathered(planned, prepared.copies.gathers))
             job = partial(self._finish_in_thread, request, error, ranks, config, begun, planned, gathered, then)

@@ -30,7 +30,7 @@ class FollowUp:
         leads: bool,
         *,
         prune: Callable[[Place], None] | None = None,
-        push_to: str | None = None,
+        push_to: str | Place | None = None,
         base_id: str | None = None,
     ) -> AfterSave:
         """What to do after one save; on a rank that does not lead nothing is pushed and no function called."""
@@ -39,7 +39,7 @@ class FollowUp:
             if prune is not None:
                 prune(report.place)
             if leads and push_to is not None:
-                push = begin_push(report.path, push_to, PushOptions(base_id=base_id))
+                push = begin_push(report.place, push_to, PushOptions(base_id=base_id))
                 self.pushes.append(push)
                 report = replace(report, push=push)
             for hook in self.hooks if leads else ():

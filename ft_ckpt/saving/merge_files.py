@@ -145,9 +145,9 @@ def _companion_files(opened: TensorFile, stored: StoredAdapters) -> dict[str, by
     if any("tokenizer" in name for name in own):
         taken = {name: there for name, there in taken.items() if not _TOKENIZER.search(name)}
         taken |= dict.fromkeys(own, store)
-    return {name: _read_whole(there, name) for name, there in taken.items()}
+    return {name: _read_companion(there, name) for name, there in taken.items()}
 
 
-def _read_whole(store: Store, name: str) -> bytes:
+def _read_companion(store: Store, name: str) -> bytes:
     with closing(store.open(name)) as file:
         return read_range(file, 0, file.size_bytes)

@@ -61,7 +61,7 @@ class _WrittenFiles:
 
 
 @dataclass(frozen=True)
-class _Probe:
+class _SharedProbe:
     """A file that rank 0 has left in a folder, and the word in it."""
 
     folder: str
@@ -251,9 +251,9 @@ def all_ranks_see(store: Store, ranks: Ranks) -> bool:
 
     Raises the error of rank 0, if it cannot write there, on all ranks.
     """
-    mine = _Probe(store.url, f"{_PROBE}-{uuid.uuid4().hex}", uuid.uuid4().hex)
+    mine = _SharedProbe(store.url, f"{_PROBE}-{uuid.uuid4().hex}", uuid.uuid4().hex)
     _, error = try_action(lambda: store.write(mine.name, mine.word.encode()) if ranks.leads else None)
-    probe = exchange(ranks, "the files of save()", _Probe, mine, error)[0]
+    probe = exchange(ranks, "the files of save()", _SharedProbe, mine, error)[0]
     there = LocalStore(Path(probe.folder)) if isinstance(store, LocalStore) else store
     votes = exchange(ranks, "the look at the files of save()", _Vote, _Vote(_is_seen(probe, there)))
     if ranks.leads:
@@ -261,7 +261,7 @@ def all_ranks_see(store: Store, ranks: Ranks) -> bool:
     return all(vote.sees for vote in votes)
 
 
-def _is_seen(probe: _Probe, there: Store) -> bool:
+def _is_seen(probe: _SharedProbe, there: Store) -> bool:
     try:
         return there.read(probe.name) == probe.word.encode()
     except CorruptError:  # it is not there, or something else is

@@ -150,13 +150,13 @@ def _at_this_moment(
         values = {name: elements_at(one.part.base[name], ranks.rank, at, tensors) for name, at in picked.items()}
         samples[one.part.name] = {name: some for name, some in values.items() if some}
     modules = captured.inventory.modules
-    live = [replace(p, part=replace(p.part, module=_module_at(p.part.module, modules))) for p in plan.plans]
+    live = [replace(p, part=replace(p.part, module=_live_module(p.part.module, modules))) for p in plan.plans]
     for module in {id(one.part.module): one.part.module for one in live if one.part.kind == "adapter"}.values():
         refuse_merged(module)
     return PlannedSave(plan, tensors, samples, companions_of(request, live, captured, question, ranks))
 
 
-def _module_at(place: Any, modules: Sequence[nn.Module]) -> Any:
+def _live_module(place: Any, modules: Sequence[nn.Module]) -> Any:
     """The module of the inventory; one that is not in it, and so in no kept plan, is there itself."""
     return modules[place] if isinstance(place, int) else place
 

@@ -39,9 +39,7 @@ class FileRecord:
     cuts: tuple[Cut, ...] = ()  # in file order, where several ranks wrote it; what is between them is rank 0's
     ranks: int = 1  # that wrote it
     linked: bool = False  # to the file of an earlier checkpoint, whose tensors had not changed since
-    etag: str | None = (
-        None  # of the object in a bucket that was written; another one there is compared before it is used
-    )
+    etag: str | None = None  # of the object in a bucket; one of another version is compared before it is used
 
 
 def digest_of(file: Path) -> str:
@@ -55,7 +53,7 @@ def digest_of(file: Path) -> str:
 
 def record_of(path: str, content: bytes) -> FileRecord:
     """The record of a small file from its bytes."""
-    return FileRecord(path, len(content), whole_digest(xxhash.xxh3_128_hexdigest(content)))
+    return FileRecord(path, len(content), digest_of_bytes(content))
 
 
 def read_record(store: Store, path: str) -> FileRecord:

@@ -152,7 +152,7 @@ def _rename_folders(room: Path) -> str:
     return "" if (room / "placed" / "below" / "file").read_bytes() == b"1" else "not all of it came along"
 
 
-def _exchange_folders(room: Path) -> str:
+def _swap_two_folders(room: Path) -> str:
     for name in ("one", "other"):
         (room / name).mkdir()
         (room / name / name).write_bytes(b"")
@@ -233,7 +233,7 @@ TRIALS: dict[str, Callable[[Path], str]] = {
     "writing a file in blocks": _write_blocks,
     "rename a file over another": _rename_files,
     "rename a folder": _rename_folders,
-    "exchange two folders": _exchange_folders,
+    "exchange two folders": _swap_two_folders,
     "hard links": _hard_links,
     "symbolic links": _symbolic_links,
     "sync of files": _sync_file,

@@ -115,7 +115,7 @@ class MappedBytes:
         self.address, self.is_own = address, is_own
         self.given_back: set[tuple[int, int]] = set()  # runs whose edges may still have what was written there
         self.memory = memoryview((ctypes.c_char * size_bytes).from_address(address)).cast("B")
-        self.parts: dict[tuple[int, int], _Part] = {}
+        self.parts: dict[tuple[int, int], _FileRange] = {}
         weakref.finalize(self, _libc.munmap, address, size_bytes).atexit = False  # tensors may outlive the exit
 
     @staticmethod
@@ -148,7 +148,7 @@ class MappedBytes:
 
     def _lend_anew(self, start: int, size_bytes: int) -> memoryview:
         held = self.memory[start : start + size_bytes]
-        part = self.parts[start, size_bytes] = _Part(held, _Part.end_use)
+        part = self.parts[start, size_bytes] = _FileRange(held, _FileRange.end_use)
         part.mapping, part.start, part.size_bytes = self, start, size_bytes
         _lent[id(part)] = part
         return held
@@ -161,7 +161,7 @@ class MappedBytes:
             _libc.madvise(self.address + first, last - first, _DONTNEED)
 
 
-class _Part(weakref.ref[memoryview]):
+class _FileRange(weakref.ref[memoryview]):
     """A weak reference to a part in use, which keeps the mapping. Small, since one is made at a tensor's first use."""
 
     __slots__ = ("mapping", "size_bytes", "start")
@@ -180,7 +180,7 @@ class _Part(weakref.ref[memoryview]):
             self.mapping.give_back(*key)
 
 
-_lent: dict[int, _Part] = {}  # those in use: a reference that is itself forgotten would not be called
+_lent: dict[int, _FileRange] = {}  # those in use: a reference that is itself forgotten would not be called
 
 
 def _shared_edges(start: int, end: int) -> list[tuple[int, int]]:

@@ -160,7 +160,7 @@ class _Contents:
         """Take in an optimizer's state dict, its tensors as their places in the file."""
 
         def take_state(raw: RawFile) -> None:
-            described, tensors = _describe_optimizer(load_torch_values(raw, places=True))
+            described, tensors = _numbered_optimizer(load_torch_values(raw, places=True))
             self.files.append((f"{name}/", join_places(raw, tensors, ())))
             self.optimizers[name] = described
 
@@ -209,7 +209,7 @@ class _Contents:
             self.failed[name] = str(error)
 
 
-def _describe_optimizer(state: Any) -> tuple[Document, dict[str, TensorPlace]]:
+def _numbered_optimizer(state: Any) -> tuple[Document, dict[str, TensorPlace]]:
     """Groups and state by the numbers of the parameters, and the tensors by "number/key"."""
     tensors: dict[str, TensorPlace] = {}
     entries: Document = {}

@@ -137,7 +137,7 @@ def _captured_before(
 ) -> Captured | None:
     """The state by what is known of the same facts; None when some rank does not know it."""
     known: _Known | None = None if look is None else cache.find(look.signature, "run")
-    described = None if look is None or known is None else _with_current_settings(look.objects.items, known)
+    described = None if look is None or known is None else _described_anew(look.objects.items, known)
     mine = None if look is None else _facts_of_look(look, described, ranks)
     answers = exchange(ranks, "the look of save_state()", _LookFacts, mine, error)
     check_same_items([answer.items for answer in answers])
@@ -159,7 +159,7 @@ def _facts_of_look(look: _Look, described: Mapping[str, Description] | None, ran
     return _LookFacts(described is not None, own, digests, {item.name: item.kind for item in look.objects.items})
 
 
-def _with_current_settings(items: Sequence[Item], known: _Known) -> dict[str, Description] | None:
+def _described_anew(items: Sequence[Item], known: _Known) -> dict[str, Description] | None:
     described = {}
     for item in items:
         if item.kind == "optimizer":

@@ -13,7 +13,7 @@ _ABOUT = "about"  # the key of what tells loaders apart
 
 
 @dataclass
-class _Slot:
+class _FeedSlot:
     """One loader; until it is asked for there is only what a checkpoint said of it."""
 
     state: dict[str, Any] | None
@@ -32,7 +32,7 @@ class DataPositions:
 
     def __init__(self, states: Sequence[dict[str, Any]] = ()) -> None:
         """`states` are those that `state_dicts` gave when the checkpoint was made."""
-        self._slots = [_Slot(state) for state in states]
+        self._slots = [_FeedSlot(state) for state in states]
         self.current: DataPosition | None = None  # the one that was asked for last
 
     def position_of(self, loader: Any, ranks: Ranks, replay: bool | None) -> DataPosition:
@@ -77,12 +77,12 @@ class DataPositions:
             for slot in self._slots
         ]
 
-    def _slot_of(self, loader: Any) -> _Slot:
+    def _slot_of(self, loader: Any) -> _FeedSlot:
         """The place that is the loader's: of the same data, else the first that nobody has asked for."""
         waiting, about = [slot for slot in self._slots if slot.feed is None], describe_data(loader)
         alike = [slot for slot in waiting if slot.state is not None and slot.state.get(_ABOUT, about) == about]
         if not waiting:
-            self._slots.append(_Slot(None))
+            self._slots.append(_FeedSlot(None))
             return self._slots[-1]
         if not alike and len(self._slots) > 1:
             warnings.warn(

@@ -4,6 +4,7 @@ A new kind is a subclass in a file of its own, which answers what is different a
 `optimizer_kinds`.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -14,24 +15,25 @@ from ft_ckpt.distributed.tensor_info import Source
 Description = dict[str, Any]  # {"class": str, "groups": [{"params": [names], ...}], "state": {name: {key: entry}}}
 
 
-class OptimizerKind:
+class OptimizerKind(ABC):
     """One kind of optimizer; all methods but `serves` are handed one that it serves, without Accelerate's wrapper."""
 
     is_plain = False  # whether it is given the models' own parameters, and takes in their gradients
     keeps_gradients: str | None = None  # its name for people, where accumulated gradients cannot be read
 
+    @abstractmethod
     def serves(self, optimizer: Any) -> bool:
         """Whether an object is an optimizer of this kind. Imports nothing."""
-        raise NotImplementedError
 
+    @abstractmethod
     def describe(self, optimizer: Any, found: Mapping[str, Source]) -> Description:
         """What this rank has of its state, as JSON can say it; see `optimizers.describe_optimizer`."""
-        raise NotImplementedError
 
+    @abstractmethod
     def tensors(self, optimizer: Any, description: Description, found: Mapping[str, Source]) -> dict[str, Source]:
         """The tensors of the described state as sources, by "parameter/key"; the same names on every rank."""
-        raise NotImplementedError
 
+    @abstractmethod
     def restore(
         self,
         optimizer: Any,
@@ -41,7 +43,6 @@ class OptimizerKind:
         later: Callable[[Source], Any] | None = None,
     ) -> tuple[str, ...]:
         """Give it the described state; see `optimizers.restore_optimizer`. Returns notes."""
-        raise NotImplementedError
 
     def hooked_optimizer(self, optimizer: Any) -> tuple[Any, list[Tensor]]:
         """The torch optimizer whose step changes what is captured, at no other moment; and what that changes beside
@@ -53,10 +54,10 @@ class OptimizerKind:
         """Whether gradients wait where they cannot be read."""
         return False
 
-    def adopt_weights(self, optimizer: Any) -> None:
+    def adopt_weights(self, optimizer: Any) -> None:  # noqa: B027 - most have nothing to do
         """The models' weights were restored: take them over. Not collective."""
 
-    def refresh_weights(self, optimizer: Any) -> None:
+    def refresh_weights(self, optimizer: Any) -> None:  # noqa: B027 - likewise
         """Its state was restored on all ranks: make the models' weights of it. Collective."""
 
     def run_counters(self, accelerator: Any) -> Any:

@@ -156,7 +156,7 @@ def optimizer_tensors(optimizer: Any, description: Description, found: Mapping[s
         for key, entry in entries.items():
             if _is_tensor(entry):
                 state = optimizer.state.get(parameter_of(found[name]), {})
-                sources[f"{name}/{key}"] = _state_source(found[name], key, entry, state.get(key))
+                sources[f"{name}/{key}"] = _entry_source(found[name], key, entry, state.get(key))
     return sources
 
 
@@ -187,7 +187,7 @@ def restore_optimizer(
                 continue
             if key not in state:
                 state[key] = _empty_state_tensor(entry, parameter, found[name])
-            fill(_state_source(found[name], key, entry, state[key]))
+            fill(_entry_source(found[name], key, entry, state[key]))
     beside = _restore_other_state(description["beside"]) if "beside" in description else {}
     optimizer.state.clear()
     optimizer.state.update({**fresh, **beside})
@@ -306,7 +306,7 @@ def _state_problem(value: Any, source: Source, parameter: Any) -> str | None:
     return None
 
 
-def _state_source(owner: Source, key: str, entry: Any, value: Any) -> Source:
+def _entry_source(owner: Source, key: str, entry: Any, value: Any) -> Source:
     """The source of one state tensor; `value` is what this rank has of it, None for nothing."""
     name, dtype = f"{owner.name}/{key}", dtype_of(entry["dtype"])
     if is_distributed(value):

@@ -1,14 +1,11 @@
 """DeepSpeed among the kinds of optimizers: what it does otherwise than torch's."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from torch import Tensor
-
-from ft_ckpt.distributed.tensor_info import Source
 from ft_ckpt.training import zero_optimizer
-from ft_ckpt.training.optimizer_protocol import Description, OptimizerKind
+from ft_ckpt.training.optimizer_protocol import OptimizerKind
 
 
 class ZeroOptimizers(OptimizerKind):
@@ -16,44 +13,14 @@ class ZeroOptimizers(OptimizerKind):
 
     keeps_gradients = "DeepSpeed"
 
-    def serves(self, optimizer: Any) -> bool:
-        """Told by names, since importing DeepSpeed takes long."""
-        return zero_optimizer.is_zero(optimizer)
-
-    def describe(self, optimizer: Any, found: Mapping[str, Source]) -> Description:
-        """With the masters and the loss scaler."""
-        return zero_optimizer.describe_zero(optimizer, found)
-
-    def tensors(self, optimizer: Any, description: Description, found: Mapping[str, Source]) -> dict[str, Source]:
-        """Runs in its partitions."""
-        return zero_optimizer.zero_tensors(optimizer, description, found)
-
-    def restore(
-        self,
-        optimizer: Any,
-        description: Description,
-        found: Mapping[str, Source],
-        fill: Callable[[Source], Any],
-        later: Callable[[Source], Any] | None = None,
-    ) -> tuple[str, ...]:
-        """The weights must be back already."""
-        return zero_optimizer.restore_zero(optimizer, description, found, fill, later)
-
-    def hooked_optimizer(self, optimizer: Any) -> tuple[Any, list[Tensor]]:
-        """The one inside, and the masters and weights."""
-        return zero_optimizer.hooked_optimizer(optimizer)
-
-    def is_accumulating(self, optimizer: Any) -> bool:
-        """Between the batches of a step."""
-        return zero_optimizer.is_accumulating(optimizer)
-
-    def adopt_weights(self, optimizer: Any) -> None:
-        """Into the masters."""
-        zero_optimizer.adopt_weights(optimizer)
-
-    def refresh_weights(self, optimizer: Any) -> None:
-        """Of the masters."""
-        zero_optimizer.refresh_weights(optimizer)
+    serves = staticmethod(zero_optimizer.is_zero)
+    describe = staticmethod(zero_optimizer.describe_zero)
+    tensors = staticmethod(zero_optimizer.zero_tensors)
+    restore = staticmethod(zero_optimizer.restore_zero)
+    hooked_optimizer = staticmethod(zero_optimizer.hooked_optimizer)
+    is_accumulating = staticmethod(zero_optimizer.is_accumulating)
+    adopt_weights = staticmethod(zero_optimizer.adopt_weights)
+    refresh_weights = staticmethod(zero_optimizer.refresh_weights)
 
     def run_counters(self, accelerator: Any) -> Any:
         """Those of the engine that Accelerate has made."""

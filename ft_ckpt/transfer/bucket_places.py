@@ -33,7 +33,7 @@ def send_checkpoint(held: OpenCheckpoint, destination: str | Place, options: Pus
     report = copy_open(held, goal, manifest, overwrite=False, shown=not options.quiet)
     left_out = sorted({file.path for file in held.manifest.files} - set(report.files))
     return PushReport(
-        path=held.path,
+        path=held.location,
         url=str(goal),
         repo_id="",
         oid=held.identity,

@@ -115,13 +115,13 @@ def hub_status(error: BaseException | None) -> int | None:
 
 
 def _as_ours(where: str, error: BaseException, writing: bool) -> CheckpointError:
-    told = f"{where}: {'not pushed' if writing else 'not read'} ({_reason_of(error)}); {_advice(error)}"
+    told = f"{where}: {'not pushed' if writing else 'not read'} ({_hub_reason(error)}); {_advice(error)}"
     if isinstance(error, (RepositoryNotFoundError, RevisionNotFoundError)) and not writing:
         return MissingError(told)
     return TargetError(told) if writing else UnreadableError(told)
 
 
-def _reason_of(error: BaseException) -> str:
+def _hub_reason(error: BaseException) -> str:
     """What the client says, in one line of bounded length, and what it had from below."""
     words = " ".join(f"{type(error).__name__}: {error}".split())
     cause = error.__cause__

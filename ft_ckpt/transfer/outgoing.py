@@ -15,7 +15,7 @@ from ft_ckpt.checkpoint.hub_names import is_hub_name
 from ft_ckpt.checkpoint.manifest import MANIFEST_NAME, BaseRecord, Manifest, manifest_to_json
 from ft_ckpt.checkpoint.open_checkpoint import OpenCheckpoint
 from ft_ckpt.errors import CheckpointError, CorruptError, listing
-from ft_ckpt.storage.digests import FileRecord, digest_of_bytes
+from ft_ckpt.storage.digests import FileRecord, record_of
 from ft_ckpt.storage.local_store import LocalStore
 
 CARD_NAME = "README.md"
@@ -59,7 +59,7 @@ def outgoing_files(held: OpenCheckpoint, *, state: bool, base_id: str | None) ->
     notes += [f"{path}: {what}" for path, (_, what) in changed.items()]
     parts = tuple(replace(part, base=_named_base(part.base, base_id)) for part in manifest.parts)
     records = tuple(
-        _record_of(file.path, changed[file.path][0]) if file.path in changed else replace(file, linked=False)
+        record_of(file.path, changed[file.path][0]) if file.path in changed else replace(file, linked=False)
         for file in sent
         if file.path != CARD_NAME
     )
@@ -150,7 +150,3 @@ def _is_place_here(text: str) -> bool:
     with suppress(CheckpointError, OSError):
         return LocalStore(path.parent).stat(path.name) is not None or LocalStore(path).list_folder().exists
     return False
-
-
-def _record_of(path: str, content: bytes) -> FileRecord:
-    return FileRecord(path, len(content), digest_of_bytes(content))

@@ -4,12 +4,13 @@ import importlib
 import os
 from dataclasses import replace
 from types import ModuleType
+from typing import Any
 
 from ft_ckpt.checkpoint.open_checkpoint import open_checkpoint
 from ft_ckpt.errors import ConfigError
 from ft_ckpt.storage.local_disk import local_path
 from ft_ckpt.storage.local_store import LocalStore
-from ft_ckpt.storage.open_store import SCHEMES
+from ft_ckpt.storage.open_store import SCHEMES, is_url
 from ft_ckpt.storage.place import Place, open_place
 from ft_ckpt.transfer.pushes import PendingPush, start_push
 from ft_ckpt.transfer.reports import PullReport, PushOptions, PushReport
@@ -76,9 +77,11 @@ def begin_push(checkpoint: Checkpoint, destination: str | Place, options: PushOp
     )
 
 
-def check_destination(destination: str | Place) -> None:
-    """Refuse a destination that cannot be. Raises ConfigError."""
-    _module_for(destination, _SENDERS).destination_url(destination, PushOptions())
+def push_goal(destination: str, **options: Any) -> str | Place:
+    """Where to push to, in a bucket with a client of these `options`. Raises ConfigError for what cannot be."""
+    goal = open_place(destination, **options) if is_url(destination) else destination
+    _module_for(goal, _SENDERS).destination_url(goal, PushOptions())
+    return goal
 
 
 def pull(

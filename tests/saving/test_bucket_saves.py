@@ -110,3 +110,9 @@ def test_a_checkpoint_is_replaced_only_if_asked_for(bucket):
     save_into(bucket, second, overwrite=True)
     assert torch.equal(load_model(Place(there)).lm_head.weight, second.lm_head.weight)
     assert list(checkpoint_problems(there, load_manifest(there), deep=True)) == []
+    with CheckpointSaver(None, Place(bucket)) as saver:
+        saver.save(first, step=1, overwrite=True)
+        assert torch.equal(load_model(Place(there)).lm_head.weight, first.lm_head.weight)
+        saver.save_state(second, Place(there), overwrite=True)
+        with pytest.raises(NameTakenError, match="a checkpoint is there"):
+            saver.save_state(path=Place(there))

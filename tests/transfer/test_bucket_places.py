@@ -6,12 +6,14 @@ import sys
 import threading
 import time
 
+import models
 import pytest
 from buckets import new_bucket
 from faults import contents, save, save_with_state
+from s3_server import FAST
 from test_copies import FROZEN, save_large
 
-from ft_ckpt import pull, push, verify
+from ft_ckpt import CheckpointSaver, open_place, pull, push, verify
 from ft_ckpt.checkpoint.catalog import read_manifest
 from ft_ckpt.checkpoint.leases import hold_lease
 from ft_ckpt.checkpoint.pins import pin
@@ -168,3 +170,17 @@ def test_commands_copy_push_and_pull(stored, cache, tmp_path, monkeypatch, capsy
     assert "all of it was there" in capsys.readouterr().out
     assert command(monkeypatch, "pull", url) == 0
     assert verify(capsys.readouterr().out.strip()).ok
+
+
+def test_a_push_after_a_save_goes_by_the_clients_of_the_saver(s3, monkeypatch, tmp_path):
+    """Keys that the options alone know open the bucket that is saved to, and the one that is pushed to."""
+    variables = s3.environment()
+    for name in variables:
+        monkeypatch.delenv(name)
+    options = {**FAST, **{name.lower(): value for name, value in variables.items() if name != "AWS_ALLOW_HTTP"}}
+    options["client_options"] = {"allow_http": True}
+    with CheckpointSaver(None, "s3://bucket/run", store_options=options) as saver:
+        report = saver.save(models.build("wide"), step=1, push_to_hub="s3://bucket/shipped")
+        pushed = report.push.result()
+    assert (pushed.url, pushed.is_new) == ("s3://bucket/shipped", True)
+    assert verify(open_place("s3://bucket/shipped", **options)).ok

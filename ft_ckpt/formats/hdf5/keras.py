@@ -69,7 +69,7 @@ def open_keras_archive(raw: RawFile, verify: bool = False) -> IndexedFile:
         others = [name for name in archive.records if name not in (_INNER, _CONFIG, _FACTS)]
         if _INNER not in archive.records:
             raise LoadError(f"{raw.name}: no {_INNER} in it, but {listing(others, ', ') or 'nothing'}; save it anew")
-        config, facts = (_read_document(archive, name) for name in (_CONFIG, _FACTS))
+        config, facts = (_read_archive_document(archive, name) for name in (_CONFIG, _FACTS))
         file = open_foreign(raw, verify, archive.record_place(_INNER))
         naming = _numbered_naming(file, _config_names(config, ""))
         if naming is None:
@@ -80,7 +80,7 @@ def open_keras_archive(raw: RawFile, verify: bool = False) -> IndexedFile:
     return named
 
 
-def _read_document(archive: ZipRecords, name: str) -> dict[str, Any]:
+def _read_archive_document(archive: ZipRecords, name: str) -> dict[str, Any]:
     if name not in archive.records:
         return {}
     if archive.record_place(name)[1] > _MOST_CONFIG_BYTES:
