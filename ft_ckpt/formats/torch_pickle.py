@@ -131,6 +131,9 @@ def _load_zip(file: RawFile, start: int, size_bytes: int, rules: PickleRules) ->
         raise LoadError(f"{name}: written on a big-endian machine; load it there, or with torch.load, and save it anew")
     if "constants.pkl" in archive.records:
         raise LoadError(f"{name}: a TorchScript program, expected saved tensors; save its state_dict() instead")
+    for record in archive.records:
+        if not record.startswith("data/"):  # torch makes room for all of these, whatever size they tell
+            archive.record_place(record)
     places: dict[str, tuple[int, int]] = {}
 
     def find_storage(dtype: str, key: str, _numel: int) -> _StoragePlace:

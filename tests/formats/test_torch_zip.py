@@ -218,6 +218,19 @@ def test_a_damaged_file_gives_an_error_or_whole_tensors(tmp_path_factory, data):
         pass
 
 
+@pytest.mark.parametrize("name", [".storage_alignment", ".data/serialization_id", "version"])
+def test_small_records_are_as_long_as_they_say(tmp_path, name):
+    """Torch's own reader makes room for them first: two gigabytes, for a damaged number."""
+    path = tmp_path / "x.pt"
+    torch.save({"w": torch.ones(10)}, path)
+    content = path.read_bytes()
+    at = content.rindex(f"x/{name}".encode()) - 46  # of its entry in the directory; the two sizes are 20 bytes on
+    assert content[at : at + 4] == b"PK\1\2"
+    path.write_bytes(content[: at + 20] + b"\xff\xff\xff\x7f" * 2 + content[at + 28 :])
+    with pytest.raises(CorruptError, match="leads out of the file"):
+        load(path)
+
+
 def test_a_file_that_changes_while_open_is_noticed(tmp_path):
     torch.save({"a": torch.zeros(100_000)}, tmp_path / "x.pt")
     file = torch_file.open_torch_file(raw_file(tmp_path / "x.pt"))
