@@ -1,4 +1,6 @@
-"""Settings every test runs under: no network, one thread per process, the same umask and seed.
+"""Settings every test runs under: no network, one thread per process, and one seed: what fails once fails again.
+
+FT_CKPT_SEED chooses another seed, for property-based tests too; `scripts/test --all` draws one.
 
 The longest files begin first.
 """
@@ -9,12 +11,16 @@ from pathlib import Path
 
 import extensions
 import pytest
+from hypothesis import settings
 from s3_server import S3, running_s3
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+SEED = os.environ.setdefault("FT_CKPT_SEED", "0")
+settings.register_profile("seeded", derandomize=SEED == "0")
+settings.load_profile("seeded")
 extensions.settle_folder()
 
 # A file runs on one worker, so what takes a minute must not begin when the other worker has nothing left.

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 from faults import contents, make_checkpoint, rewrite_manifest, save, signed
+from seeds import chosen_seed
 
 from ft_ckpt.checkpoint import checks
 from ft_ckpt.checkpoint.catalog import check_paths, check_small_files, discover, latest, read_manifest, verify
@@ -236,7 +237,7 @@ def test_a_damaged_manifest_is_refused(checkpoint, text):
         assert latest(checkpoint.parent) is None
 
 
-@pytest.mark.parametrize("seed", [int(os.environ.get("FT_CKPT_SEED", "0"))])
+@pytest.mark.parametrize("seed", [chosen_seed()])
 def test_a_manifest_vouches_for_itself(checkpoint, seed):
     """A flip in "step" would make it a checkpoint without one, which every rule sorts below all others."""
     file, chances = checkpoint / MANIFEST_NAME, random.Random(seed)

@@ -17,6 +17,7 @@ import peft
 import pytest
 import torch
 from faults import edit
+from seeds import chosen_seed
 from torch import nn
 from transformers import GPTNeoConfig, GPTNeoForCausalLM
 
@@ -31,7 +32,7 @@ from ft_ckpt.files import convert, diff
 from ft_ckpt.model import load
 from ft_ckpt.training.run import TrainingRun
 
-SEED = int(os.environ.get("FT_CKPT_SEED", "0")) or random.SystemRandom().randrange(1, 1 << 30)
+SEED = chosen_seed()
 
 
 class Pair(nn.Module):

@@ -14,6 +14,7 @@ import models
 import pytest
 import torch
 from places import HELPERS, WORKERS, python_path
+from seeds import chosen_seed
 
 from ft_ckpt import CheckpointSaver, verify
 from ft_ckpt.checkpoint.manifest import MANIFEST_NAME
@@ -35,7 +36,7 @@ def shim(tmp_path_factory):
 
 
 def campaign(shim, root, cases, most):
-    seed = int(os.environ.get("FT_CKPT_SEED", "0"))
+    seed = chosen_seed()
     asked = json.dumps({"root": str(root), "cases": cases, "most": most, "seed": seed})
     environment = {**os.environ, "LD_PRELOAD": str(shim), "PYTHONPATH": python_path()}
     command = [sys.executable, WORKERS / "faulty.py", asked]
@@ -78,8 +79,7 @@ def saved_kinds(root):
 
 def flips(root, count):
     """Flip one bit after another anywhere in the checkpoints, and ask for each whether it is found."""
-    seed = int(os.environ.get("FT_CKPT_SEED", "0"))
-    print(f"seed {seed}")
+    seed = chosen_seed()
     chances, missed = random.Random(seed), []
     files = [file for folder in saved_kinds(root) for file in folder.rglob("*") if file.is_file()]
     folders = {file: next(each for each in file.parents if (each / MANIFEST_NAME).exists()) for file in files}

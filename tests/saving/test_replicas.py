@@ -72,9 +72,7 @@ def test_another_number_of_ranks_has_rank_0s_and_says_so(outcomes, folder):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.uint8, torch.bool, torch.complex64])
 def test_digest_made_on_a_device_tells_every_bit_and_place(dtype):
     """Each single bit, two elements that change places, and zeros in the middle or at the end."""
-    seed = chosen_seed()
-    print(f"FT_CKPT_SEED={seed}")
-    draws = torch.Generator().manual_seed(seed)
+    draws = torch.Generator().manual_seed(chosen_seed())
     data = torch.randint(0, 2, (131 * dtype.itemsize,), dtype=torch.uint8, generator=draws)
     seen = {int(folded_bits(data.view(dtype)))}
     for place in range(data.numel()):

@@ -1,18 +1,18 @@
 """The state of optimizers, whatever is trainable at the moment of the save, and nothing of what came after it."""
 
 import copy
-import os
 
 import pytest
 import torch
 from hypothesis import HealthCheck, given, seed, settings
 from hypothesis import strategies as st
+from seeds import chosen_seed
 from torch import nn
 
 from ft_ckpt import CheckpointSaver
 from ft_ckpt.errors import LoadError, SelectionError
 
-SEED = int(os.environ.get("FT_CKPT_SEED", "20"))
+SEED = chosen_seed()
 QUIET = {"on_difference": "ignore"}
 
 
