@@ -13,6 +13,7 @@ import torch
 import xxhash
 from torch import Tensor, nn
 
+from ft_ckpt.devices.accelerators import current_device
 from ft_ckpt.distributed.inventory import inventory_of
 from ft_ckpt.distributed.ranks import Ranks, current_ranks
 from ft_ckpt.distributed.sharding import Box
@@ -21,7 +22,10 @@ from ft_ckpt.distributed.tensor_info import TensorInfo, Tensors, full_elements, 
 
 @dataclass(frozen=True, eq=False)
 class Chunk:
-    """Consecutive elements of one tensor on the rank they come to, flat, valid until the next chunk is asked for."""
+    """Consecutive elements of one tensor on the rank they come to, flat, valid until the next chunk is asked for.
+
+    They may lie on that rank's accelerator.
+    """
 
     name: str
     start: int  # index of the first element in the flattened full tensor
@@ -71,7 +75,7 @@ def are_equal(
     for info in (one, other):
         digest = xxhash.xxh3_128()
         for chunk in stream_chunks([info], ranks, bucket_bytes, tensors):
-            digest.update(chunk.data.contiguous().view(torch.uint8).numpy().data)
+            digest.update(chunk.data.cpu().contiguous().view(torch.uint8).numpy().data)
         digests.append(digest.digest())
     return digests[0] == digests[1]
 
@@ -178,16 +182,12 @@ def _cut_buckets(
 def _cut_units(info: TensorInfo, local: Tensor | None, limit: int, *, moves: bool) -> Iterator[_RowRange]:
     view = info.sharding.view
     rows = view[0] if view else 1
-    if info.sharding.is_opaque or (not moves and _is_on_host(local)):
+    if info.sharding.is_opaque or (not moves and local is not None and local.is_contiguous()):
         yield _RowRange(info, local, 0, rows)  # nothing to stage: the tensor itself is the chunk
         return
     row_bytes = max(1, math.prod(view[1:]) * info.dtype.itemsize)
     step = max(1, limit // row_bytes)
     yield from (_RowRange(info, local, low, min(low + step, rows)) for low in range(0, max(rows, 1), step))
-
-
-def _is_on_host(local: Tensor | None) -> bool:
-    return local is not None and local.device.type == "cpu" and local.is_contiguous()
 
 
 @dataclass
@@ -225,13 +225,13 @@ class _BucketCarrier:
 
     def _data_of_rows(self, unit: _RowRange, filled: Mapping[int, Tensor]) -> Tensor:
         if unit.info.sharding.is_opaque:
-            return full_elements(unit.info, self.tensors).cpu().reshape(-1)
+            return full_elements(unit.info, self.tensors).reshape(-1)
         if id(unit) in filled:
-            return filled[id(unit)].cpu().view(-1)
+            return filled[id(unit)].view(-1)
         own = unit.own_data(self.ranks.rank)
         if own is None:  # an empty tensor has no owner
             return torch.empty(0, dtype=unit.info.dtype)
-        return own.cpu().reshape(-1)
+        return own.reshape(-1)
 
     def _pack_own(self, moving: list[_RowRange]) -> Tensor | None:
         """What this rank contributes, in one buffer; None when it has nothing."""
@@ -327,8 +327,5 @@ def wire_device() -> torch.device:
     """The device that the default process group sends from: the accelerator under NCCL and its like, else the host."""
     import torch.distributed as dist
 
-    backend = str(dist.get_backend())
-    accelerator = torch.accelerator.current_accelerator()
-    if "gloo" in backend or "mpi" in backend or accelerator is None:
-        return torch.device("cpu")
-    return torch.device(accelerator.type, torch.accelerator.current_device_index())
+    backend, device = str(dist.get_backend()), current_device()
+    return torch.device("cpu") if "gloo" in backend or "mpi" in backend or device is None else device

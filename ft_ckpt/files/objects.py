@@ -12,6 +12,8 @@ import torch
 
 from ft_ckpt.checkpoint.catalog import load_manifest
 from ft_ckpt.checkpoint.manifest import MANIFEST_NAME
+from ft_ckpt.devices.accelerators import is_accelerator
+from ft_ckpt.devices.copies import host_pieces
 from ft_ckpt.errors import ConfigError, CorruptError, damaged_input, explained
 from ft_ckpt.files.lazy_tensor import LazyTensor, lazy_tensor
 from ft_ckpt.formats.detect import detect_format, format_by_suffix
@@ -20,6 +22,7 @@ from ft_ckpt.formats.hdf5.filters import Codec
 from ft_ckpt.formats.layout import Layout, Spec
 from ft_ckpt.formats.pytree import Leaf, flatten, unflatten
 from ft_ckpt.formats.raw_file import RawFile
+from ft_ckpt.formats.read_files import DeviceTensors
 from ft_ckpt.formats.registry import TensorFormat, format_named, tensor_formats
 from ft_ckpt.formats.tensor_file import IndexedFile
 from ft_ckpt.formats.write_files import FilePlan, write_file
@@ -104,11 +107,10 @@ def load(
             _check_listed(raw.file, place)
         if map_location is None:
             return _restore_object(file, None)
-        if not file.readers and not (
-            mapped and file.raw.can_map
-        ):  # by several threads, into memory nothing has touched
-            file.raw.read_in()
-        return _restore_object(file, torch.device(map_location))
+        device = torch.device(map_location)
+        if not (file.readers or is_accelerator(device) or (mapped and file.raw.can_map)):
+            file.raw.read_in()  # by several threads, into memory nothing has touched
+        return _restore_object(file, device)
 
 
 def _check_listed(source: Readable, place: Place) -> None:
@@ -165,7 +167,11 @@ def _object_regions(layout: Layout, leaves: dict[str, Leaf]) -> Iterator[Region]
 
 
 def _leaf_regions(start: int, spec: Spec, leaf: Leaf) -> Iterator[Region]:
-    if spec.size_bytes:
+    if spec.size_bytes and isinstance(leaf.data, torch.Tensor) and is_accelerator(leaf.data.device):
+        for piece in host_pieces(_plain_values(leaf.data).reshape(-1)):
+            yield Region(start, piece.data_ptr(), piece.nbytes, piece)
+            start += piece.nbytes
+    elif spec.size_bytes:
         address, keeper = _leaf_memory(leaf)
         yield Region(start, address, spec.size_bytes, keeper)
 
@@ -204,26 +210,36 @@ def _leaf_memory(leaf: Leaf) -> tuple[int, Any]:
     source = leaf.data
     fresh = isinstance(source, LazyTensor) and not source.is_loaded
     tensor = source.values() if isinstance(source, LazyTensor) else source
-    tensor = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
+    tensor = _plain_values(tensor).cpu().contiguous()
     if fresh:
         source.release()  # converting a large file must not hold it all
     return tensor.data_ptr(), tensor
 
 
+def _plain_values(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().resolve_conj().resolve_neg()
+
+
 def _restore_object(file: IndexedFile, device: torch.device | None) -> Any:
     index, tensors = file.index, {}
+    coming = None if device is None or not is_accelerator(device) else DeviceTensors(file, device)
 
     def tensor(number: int) -> Any:
         if number not in tensors:
             name = index.names[number]
             dtype, shape, *_ = index.rows[name]
             lazy = lazy_tensor(file, name, shape, dtype)
-            tensors[number] = lazy if device is None else lazy.values().to(device)
+            tensors[number] = (
+                coming.new_tensor(name) if coming else lazy if device is None else lazy.values().to(device)
+            )
         return tensors[number]
 
     if index.root is None and device is None:
         return {name: lazy_tensor(file, name, index.rows[name][1], index.rows[name][0]) for name in index.names}
-    return unflatten(index.tree, tensor, file.read_array)
+    found = unflatten(index.tree, tensor, file.read_array)
+    if coming is not None:
+        coming.read_all()
+    return found
 
 
 @contextmanager

@@ -8,6 +8,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from ft_ckpt.devices.accelerators import is_accelerator
+from ft_ckpt.devices.copies import PinnedBlocks
 from ft_ckpt.formats.layout import TensorFile
 from ft_ckpt.storage.read_ahead import ByteRun, read_ahead
 
@@ -29,38 +31,62 @@ class StraightLanding:
     local: Tensor  # contiguous
     at: int = 0
 
-    def put(self, data: Tensor) -> None:
-        """Copy the next bytes into their place."""
+    def put(self, data: Tensor, *, lasts: bool = False) -> None:
+        """Copy the next bytes into their place; only ask its device for that, if they last until that has done so."""
         end = self.at + data.numel()
         if self.local.device.type == "cpu" and data.device.type == "cpu":
             copy_bytes(self.local, self.at, data)
         else:
             flat = self.local.as_strided((self.local.numel(),), (1,))  # one element may have any stride
-            flat.view(torch.uint8)[self.at : end].copy_(data)
+            flat.view(torch.uint8)[self.at : end].copy_(data, non_blocking=lasts)
         self.at = end
 
 
 def read_runs(landings: Mapping[ByteRun, Landing], threads: int = THREADS, direct: str = "auto") -> int:
-    """Read all runs in the order of their bytes and hand each to its landing. Returns the bytes read."""
+    """Read all runs in the order of their bytes and hand each to its landing. Returns the bytes read.
+
+    What lands on accelerators goes through pinned blocks and is there when this returns, for all of their streams.
+    """
     order = {id(file): place for place, file in enumerate(run.file for run in landings)}
     runs = sorted(landings, key=lambda run: (order[id(run.file)], run.start))
-    for part in read_ahead(runs, threads, direct):
-        landings[part.run].put(bytes_at(part.address, part.size_bytes))
+    places = {one.local.device for one in landings.values() if isinstance(one, StraightLanding)}
+    keeper = PinnedBlocks(devices) if (devices := frozenset(filter(is_accelerator, places))) else None
+    for part in read_ahead(runs, threads, direct, keeper=keeper):
+        landing, data = landings[part.run], bytes_at(part.address, part.size_bytes)
+        if isinstance(landing, StraightLanding):
+            landing.put(data, lasts=keeper is not None)
+        else:
+            landing.put(data)
     return sum(run.size_bytes for run in runs)
 
 
-def read_onto(file: TensorFile, device: torch.device, threads: int = THREADS) -> dict[str, Tensor]:
-    """All tensors of `file` by name in new memory of `device`, read straight into it a block at a time."""
-    tensors, landings = {}, dict[ByteRun, Landing]()
-    for name, spec in file.specs.items():
-        run = whole_run(file, name)
+class DeviceTensors:
+    """New tensors of a device that are read straight into its memory, a block at a time."""
+
+    def __init__(self, file: TensorFile, device: torch.device) -> None:
+        self._file, self._device = file, device
+        self._landings: dict[ByteRun, Landing] = {}
+
+    def new_tensor(self, name: str) -> Tensor:
+        """The tensor `name` of the file; without its values until `read_all` has returned."""
+        spec, run = self._file.specs[name], whole_run(self._file, name)
         if run is None:
-            tensors[name] = file.read(name).view(spec.shape).to(device)
-            continue
-        tensors[name] = torch.empty(spec.shape, dtype=getattr(torch, spec.dtype), device=device)
+            return self._file.read(name).view(spec.shape).to(self._device)
+        tensor = torch.empty(spec.shape, dtype=getattr(torch, spec.dtype), device=self._device)
         if run.size_bytes:
-            landings[run] = StraightLanding(tensors[name])
-    read_runs(landings, threads)
+            self._landings[run] = StraightLanding(tensor)
+        return tensor
+
+    def read_all(self, threads: int = THREADS) -> None:
+        """Give all tensors their values. Raises CorruptError when the file is too short or has changed."""
+        read_runs(self._landings, threads)
+
+
+def read_onto(file: TensorFile, device: torch.device) -> dict[str, Tensor]:
+    """All tensors of `file` by name in new memory of `device`, read straight into it."""
+    coming = DeviceTensors(file, device)
+    tensors = {name: coming.new_tensor(name) for name in file.specs}
+    coming.read_all()
     return tensors
 
 

@@ -11,6 +11,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from ft_ckpt.devices.accelerators import is_accelerator
+from ft_ckpt.devices.copies import host_pieces
 from ft_ckpt.distributed.gather import Chunk, gather_tensors, stream_buckets
 from ft_ckpt.distributed.ranks import Ranks
 from ft_ckpt.distributed.tensor_info import TensorInfo, Tensors
@@ -124,18 +126,22 @@ def gathered_turns(places: Sequence[tuple[Entry, int]], way: GatherWay) -> Itera
 
 
 def cast_regions(start: int, entry: Entry, data: Tensor, check: "FiniteCheck | None" = None) -> Iterator[Region]:
-    """Flat elements of a tensor on the host in the entry's dtype: as they are, or in slices, which need little memory.
+    """Flat elements of a tensor in the entry's dtype, on the host: as they are, or in pieces, which need little memory.
 
     `start` is their place in the file.
     """
-    is_ready = data.dtype == entry.dtype and data.device.type == "cpu" and check is None
-    step = max(1, data.numel() if is_ready else _SLICE)
-    for low in range(0, data.numel(), step):
-        part = data[low : low + step]
+    is_ready = data.dtype == entry.dtype and check is None
+    for some in host_pieces(data) if is_accelerator(data.device) else _host_slices(data, is_ready):
         if check is not None:
-            check.look_at(entry.name, part)
-        part = part.to(device="cpu", dtype=entry.dtype).contiguous()
-        yield Region(start + low * entry.dtype.itemsize, part.data_ptr(), part.nbytes, part)
+            check.look_at(entry.name, some)
+        part = some.to(dtype=entry.dtype).contiguous()
+        yield Region(start, part.data_ptr(), part.nbytes, part)
+        start += part.nbytes
+
+
+def _host_slices(data: Tensor, is_ready: bool) -> Iterator[Tensor]:
+    step = max(1, data.numel() if is_ready else _SLICE)
+    return (data[low : low + step] for low in range(0, data.numel(), step))
 
 
 def check_written_files(part_plan: PartPlan, store: Store) -> None:

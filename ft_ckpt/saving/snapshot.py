@@ -15,6 +15,10 @@ from typing import Any, ParamSpec, TypeVar
 import torch
 from torch import Tensor
 
+from ft_ckpt.devices.accelerators import is_accelerator
+from ft_ckpt.devices.copies import Moment, copy_to_host, record_moment
+from ft_ckpt.devices.pinned import pinned_memory
+
 P = ParamSpec("P")
 T = TypeVar("T")
 _ALIGNMENT = 64
@@ -43,7 +47,7 @@ class Snapshot:
         self._now, self._late = _CopyMemory(), _CopyMemory()
         self._copied: Copies = {}
         self._left: Copies = {}
-        self._ready: dict[torch.device, Any] = {}  # CUDA device -> event after which its tensors may be read
+        self._ready: dict[torch.device, Moment] = {}  # of each accelerator, after which its tensors may be read
         self._done = Event()
         self._done.set()
         self._hooks: dict[int, tuple[Any, Any]] = {}  # id -> (optimizer, which keeps the id its own; handle)
@@ -59,7 +63,7 @@ class Snapshot:
         self._copied = _copy_by_device(self._now, now, {})
         self._left = late
         devices = {*map(_DEVICE, late.values())}
-        self._ready = {device: _record_event(device) for device in devices if device.type == "cuda"}
+        self._ready = {device: record_moment(device) for device in devices if is_accelerator(device)}
         self._done.clear()
 
     def finish_copies(self) -> Copies:
@@ -105,7 +109,7 @@ def copies_size(tensors: Iterable[Tensor]) -> int:
 
 
 class _CopyMemory:
-    """Memory that grows to the largest snapshot and is used again; pinned where a GPU copies into it."""
+    """Memory that grows to the largest snapshot and is used again; pinned where an accelerator copies into it."""
 
     def __init__(self) -> None:
         self._memory = torch.empty(0, dtype=torch.uint8)
@@ -121,7 +125,7 @@ class _CopyMemory:
         needed = copies_size(tensors)
         if self._memory.numel() < needed:
             self._memory, self._places = torch.empty(0, dtype=torch.uint8), []  # the old goes before the larger comes
-            self._memory = torch.empty(needed, dtype=torch.uint8, pin_memory=any(t.is_cuda for t in tensors))
+            self._memory = _host_memory(needed, tensors)
         self._shapes, self._places, at = shapes, [], 0
         for tensor in tensors:
             self._places.append(self._memory[at : at + tensor.nbytes].view(tensor.dtype).view(tensor.shape))
@@ -130,33 +134,22 @@ class _CopyMemory:
 
 
 @torch.no_grad()
-def _copy_by_device(room: _CopyMemory, live: Copies, ready: Mapping[torch.device, Any]) -> dict[int, Tensor]:
+def _copy_by_device(room: _CopyMemory, live: Copies, ready: Mapping[torch.device, Moment]) -> dict[int, Tensor]:
     copies = dict(zip(live, room.places_for(live.values()), strict=True))
     by_device: dict[torch.device, list[tuple[Tensor, Tensor]]] = {}
     for name, tensor in live.items():
         by_device.setdefault(tensor.device, []).append((copies[name], tensor))
     for device, pairs in by_device.items():
-        if device.type == "cuda":
-            _from_cuda(device, pairs, ready.get(device))
+        if is_accelerator(device):
+            copy_to_host(pairs, ready.get(device) or record_moment(device))
         else:  # one call: between two a thread that trains keeps Python to itself for milliseconds
             torch._foreach_copy_([one for one, _ in pairs], [other for _, other in pairs])
     return copies
 
 
-def _from_cuda(device: torch.device, pairs: Iterable[tuple[Tensor, Tensor]], ready: Any) -> None:
-    """Copy beside what the GPU computes: on a stream of its own, which begins after the event `ready`."""
-    stream: Any = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-    stream.wait_event(_record_event(device) if ready is None else ready)
-    with torch.cuda.stream(stream):
-        for target, live in pairs:
-            target.copy_(live, non_blocking=True)
-    stream.synchronize()
-
-
-def _record_event(device: torch.device) -> Any:
-    event: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
-    event.record(torch.cuda.current_stream(device))
-    return event
+def _host_memory(size_bytes: int, tensors: Iterable[Tensor]) -> Tensor:
+    device = next((tensor.device for tensor in tensors if is_accelerator(tensor.device)), None)
+    return torch.empty(size_bytes, dtype=torch.uint8) if device is None else pinned_memory(size_bytes, device)
 
 
 def _aligned_size(size: int) -> int:

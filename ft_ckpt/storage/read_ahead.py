@@ -17,7 +17,7 @@ from itertools import chain
 from pathlib import Path
 
 from ft_ckpt.errors import CorruptError
-from ft_ckpt.storage.buffers import ALIGNMENT, BLOCK_BYTES, address_of, new_block
+from ft_ckpt.storage.buffers import ALIGNMENT, BLOCK_BYTES, BlockKeeper, Memory, PlainBlocks, address_of
 from ft_ckpt.storage.local_file import LocalFile, MappedBytes
 from ft_ckpt.storage.store import Readable
 
@@ -48,7 +48,7 @@ class ReadPart:
     run: ByteRun
     address: int
     size_bytes: int
-    block: mmap.mmap
+    block: Memory
 
     @property
     def content(self) -> memoryview:
@@ -72,23 +72,31 @@ class _BlockRead:
 
 
 def read_ahead(
-    runs: Iterable[ByteRun], threads: int = 2, direct: str = "auto", block_bytes: int = BLOCK_BYTES
+    runs: Iterable[ByteRun],
+    threads: int = 2,
+    direct: str = "auto",
+    block_bytes: int = BLOCK_BYTES,
+    keeper: BlockKeeper | None = None,
 ) -> Iterator[ReadPart]:
     """Yield the bytes of all `runs`, in order; while one part is in use, `threads` threads read the following ones.
 
     For runs that begin with a file far away there are at least six. At most `threads` + 2 blocks of `block_bytes` (a
     multiple of ALIGNMENT) are held. `direct`: "auto" reads past the page cache what is not in it, "on" whatever is in
-    it, "off" nothing; where the file system refuses, the page cache serves. Raises CorruptError when a file is too
-    short, cannot be read, or has changed since it was opened.
+    it, "off" nothing; where the file system refuses, the page cache serves. `keeper` makes the blocks, and keeps them
+    while their bytes are copied. Raises CorruptError when a file is too short, cannot be read, or has changed since it
+    was opened.
     """
-    jobs, coming = _block_reads(runs, block_bytes), deque[tuple[_BlockRead, mmap.mmap, Future[None]]]()
+    keeper = keeper or PlainBlocks()
+    jobs, coming = _block_reads(runs, block_bytes), deque[tuple[_BlockRead, Memory, Future[None]]]()
     first = next(jobs, None)
     if first is None:
         return
     jobs, threads = chain([first], jobs), _reads_at_once(first.file, threads)
-    free = [new_block(block_bytes) for _ in range(threads + 2)]
+    free = deque(keeper.make_block(block_bytes) for _ in range(threads + 2))
     doors: dict[int, int | None] = {}
     with ExitStack() as stack, ThreadPoolExecutor(threads, "ft_ckpt-read") as pool:
+        for block in free:
+            stack.callback(keeper.await_block, block)
         while True:
             while free and (job := next(jobs, None)) is not None:
                 if id(job.file) not in doors:
@@ -96,13 +104,15 @@ def read_ahead(
                 door = doors[id(job.file)]
                 if direct == "auto" and door is not None and not _is_worth(job):
                     door = None
-                coming.append((job, free[-1], pool.submit(_read_block, job, free.pop(), door)))
+                block = free.popleft()  # the one that was left longest ago
+                coming.append((job, block, pool.submit(_fill_block, keeper, job, block, door)))
             if not coming:
                 return
             job, block, reading = coming.popleft()
             reading.result()
             for run, start, end in job.runs:
                 yield ReadPart(run, address_of(block) + start - job.start, end - start, block)
+            keeper.leave_block(block)
             free.append(block)
 
 
@@ -180,7 +190,12 @@ def _open_direct(file: Readable, stack: ExitStack) -> int | None:
     return None
 
 
-def _read_block(job: _BlockRead, block: mmap.mmap | memoryview, door: int | None) -> None:
+def _fill_block(keeper: BlockKeeper, job: _BlockRead, block: Memory, door: int | None) -> None:
+    keeper.await_block(block)
+    _read_block(job, block, door)
+
+
+def _read_block(job: _BlockRead, block: Memory, door: int | None) -> None:
     with memoryview(block) as view:
         if isinstance(job.file, LocalFile):
             _read_local(job.file, job, view, door)
