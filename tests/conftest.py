@@ -11,6 +11,7 @@ from pathlib import Path
 
 import extensions
 import pytest
+import torch
 from hypothesis import settings
 from s3_server import S3, running_s3
 
@@ -33,9 +34,13 @@ LONGEST_FILES = (
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Put the tests of the longest files first, in the order above."""
+    """Put the tests of the longest files first, in the order above; skip those that need an accelerator without one."""
     places = {name: place for place, name in enumerate(LONGEST_FILES)}
     items.sort(key=lambda item: places.get(Path(item.path).stem, len(places)))
+    marked = [item for item in items if item.get_closest_marker("accelerator")]
+    if marked and not torch.accelerator.is_available():
+        for item in marked:
+            item.add_marker(pytest.mark.skip(reason="no accelerator here"))
 
 
 @pytest.fixture

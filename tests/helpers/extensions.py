@@ -1,11 +1,13 @@
-"""DeepSpeed's CPU operators: compiled once before the tests, in the environment's own folder, past stale locks.
+"""What is compiled once before the tests, in the environment's own folder, past stale locks.
 
-torch's compiler locks by making a file and waits for ever while that file is there, so one that a killed process left
-would hang every later start of DeepSpeed. Run as a script it compiles.
+DeepSpeed's CPU operators, and the device of `sealed_device`. torch's compiler locks by making a file and waits for ever
+while that file is there, so one that a killed process left would hang every later start of DeepSpeed. Run as a script
+it compiles.
 """
 
 import os
 import sys
+import tempfile
 from contextlib import suppress
 from pathlib import Path
 
@@ -18,6 +20,11 @@ def settle_folder() -> None:
     if os.access(sys.prefix, os.W_OK):
         os.environ.setdefault(FOLDER, str(Path(sys.prefix, "torch_extensions")))
     drop_stale_locks()
+
+
+def extension_folder() -> Path:
+    """Where compiled extensions are, once it is settled."""
+    return Path(os.environ.get(FOLDER, Path(tempfile.gettempdir(), "torch_extensions")))
 
 
 def drop_stale_locks() -> list[Path]:
@@ -54,5 +61,8 @@ def _target(handle: Path) -> str:
 
 
 if __name__ == "__main__":
+    import sealed_device
+
     settle_folder()
     compile_operators()
+    sealed_device.compile_device()

@@ -1,0 +1,106 @@
+"""Everything that a checkpoint needs of an accelerator, on a device that shows each read of its memory and missed wait.
+
+Marked `accelerator`: the same on this machine's, where there is one.
+"""
+
+import signal
+
+import pytest
+import sealed_device
+from launch import run_cases, run_python
+
+WAYS = [
+    *("whole_model", "large_tensors", "numbers_that_are_none", "adapters", "background", "background_before_the_copy"),
+    *("exact_memory", "resume", "resume_large", "load_onto", "single_files", "frozen_reuse"),
+]
+BROKEN = ["nobody_waits", "nobody_marks_the_moment"]
+
+sealed = pytest.mark.skipif(bool(sealed_device.why_missing()), reason=sealed_device.why_missing())
+START = (
+    "import sealed_device, torch; device = sealed_device.become_accelerator(); tensor = torch.ones(5, device=device); "
+)
+UNREGISTER = """
+host, module = torch.empty(5, pin_memory=True), torch.get_device_module("sealed")
+host.copy_(tensor, non_blocking=True)
+module.cudaHostUnregister(host.data_ptr())
+"""
+
+
+@pytest.fixture(scope="module")
+def outcomes(tmp_path_factory):
+    return run_cases("accelerators", [*WAYS, *BROKEN], tmp_path_factory.mktemp("sealed"), ranks=1)
+
+
+@pytest.fixture(scope="module")
+def outcomes_here(tmp_path_factory):
+    return run_cases("accelerators", WAYS, tmp_path_factory.mktemp("here"), ranks=1, env={"FT_CKPT_DEVICE": "here"})
+
+
+@sealed
+@pytest.mark.parametrize("case", WAYS)
+def test_no_memory_is_read_by_the_host_and_no_wait_is_missed(outcomes, case):
+    assert outcomes[case] == ""
+
+
+@sealed
+@pytest.mark.parametrize("case", BROKEN)
+def test_a_missing_wait_shows(outcomes, case):
+    assert outcomes[case] == ""
+
+
+@sealed
+def test_ranks_write_their_shares_from_devices_of_their_own(tmp_path):
+    assert run_cases("accelerators", ["two_ranks"], tmp_path) == {"two_ranks": ""}
+
+
+@pytest.mark.accelerator
+@pytest.mark.parametrize("case", WAYS)
+def test_on_the_accelerator_of_this_machine(outcomes_here, case):
+    assert outcomes_here[case] == ""
+
+
+@sealed
+@pytest.mark.parametrize(
+    ("code", "status"),
+    [
+        ("import ctypes; ctypes.string_at(tensor.data_ptr(), 4)", -signal.SIGSEGV),
+        ("(ctypes := __import__('ctypes')).memset(tensor.data_ptr(), 0, 4)", -signal.SIGSEGV),
+        (UNREGISTER, -signal.SIGABRT),
+    ],
+    ids=["read", "written", "unregistered too soon"],
+)
+def test_the_device_kills_who_touches_its_memory(code, status):
+    assert run_python(START + code).returncode == status
+
+
+@sealed
+def test_what_nobody_waited_for_is_poison():
+    code = """
+host = torch.empty(5, pin_memory=True)
+host.copy_(tensor, non_blocking=True)
+print(host.tolist() == [1.0] * 5)
+torch.accelerator.current_stream().synchronize()
+print(host.tolist() == [1.0] * 5)
+"""
+    done = run_python(START + code)
+    assert done.stdout.split() == ["False", "True"], done.stderr
+
+
+@sealed
+def test_a_stream_sees_what_it_waited_for():
+    code = """
+stream, host = torch.Stream(device), torch.empty(5, pin_memory=True)
+torch.accelerator.synchronize()
+tensor += 1
+for wait in (False, True):
+    if wait:
+        event = torch.Event(device)
+        event.record(torch.accelerator.current_stream(device))
+        stream.wait_event(event)
+    with stream:
+        host.copy_(tensor, non_blocking=True)
+    stream.synchronize()
+    print(host[0].item())
+"""
+    done = run_python(START + code)
+    assert done.stdout.split() == ["1.0", "2.0"], done.stderr

@@ -1,0 +1,118 @@
+"""A device, "sealed:0", whose memory the host cannot read and whose work is done late; see sealed_device.cpp.
+
+It becomes the accelerator of the process for good, so only processes of their own may call `become_accelerator`.
+"""
+
+import hashlib
+import importlib.util
+import shutil
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+from extensions import extension_folder
+
+KIND = "sealed"
+_NAME = "sealed_device_native"
+_SOURCE = Path(__file__).with_suffix(".cpp")
+
+
+def why_missing() -> str:
+    """Why the device cannot be built here; "" where it can, or is."""
+    if _library().exists():
+        return ""
+    missing = [name for name in ("c++", "ninja") if shutil.which(name) is None]
+    return f"{' and '.join(missing)} not found, which the device is compiled with" if missing else ""
+
+
+def compile_device() -> None:
+    """Compile it, unless that has been done."""
+    if why_missing() or _library().exists():
+        return
+    from torch.utils import cpp_extension
+
+    folder = _library().parent
+    folder.mkdir(parents=True, exist_ok=True)
+    cpp_extension.load(_NAME, [str(_SOURCE)], extra_cflags=["-O0"], build_directory=str(folder), is_python_module=False)
+
+
+def become_accelerator() -> torch.device:
+    """Make it this process's accelerator; the device."""
+    if not hasattr(torch, KIND):
+        compile_device()
+        native = _loaded_library()
+        torch.utils.rename_privateuse1_backend(KIND)  # type: ignore[attr-defined]
+        torch._register_device_module(KIND, _DeviceModule(native))  # type: ignore[no-untyped-call]
+    return torch.device(KIND, 0)
+
+
+def count_late_copies() -> int:
+    """How many copies from or to pinned memory have been done so far, all after the call that asked for them."""
+    return int(torch.get_device_module(KIND).native.late_copies())
+
+
+def count_waiting() -> int:
+    """How many tasks nobody has waited for yet."""
+    return int(torch.get_device_module(KIND).native.count_waiting())
+
+
+class _DeviceModule(ModuleType):
+    """What torch and others ask of `torch.sealed`."""
+
+    def __init__(self, native: Any) -> None:
+        super().__init__(f"torch.{KIND}")
+        self.native = native
+
+    def is_available(self) -> bool:
+        return True
+
+    def is_initialized(self) -> bool:
+        return True
+
+    def device_count(self) -> int:
+        return 1
+
+    def current_device(self) -> int:
+        return 0
+
+    def device(self, device: Any) -> Any:
+        return torch.accelerator.device_index(0)
+
+    def _is_in_bad_fork(self) -> bool:
+        return False
+
+    def manual_seed_all(self, seed: int) -> None:
+        self.native.default_generator().manual_seed(seed)
+
+    def get_rng_state(self, device: Any = KIND) -> torch.Tensor:
+        state: torch.Tensor = self.native.default_generator().get_state()
+        return state
+
+    def set_rng_state(self, state: torch.Tensor, device: Any = KIND) -> None:
+        self.native.default_generator().set_state(state)
+
+    def cudart(self) -> "_DeviceModule":
+        """CUDA's names for registering memory of the host's."""
+        return self
+
+    def cudaHostRegister(self, address: int, size_bytes: int, flags: int) -> int:  # noqa: N802
+        return int(self.native.register_host(address, size_bytes, flags))
+
+    def cudaHostUnregister(self, address: int) -> int:  # noqa: N802
+        return int(self.native.unregister_host(address))
+
+
+def _library() -> Path:
+    """Where it is compiled to, apart for each torch and each state of the source."""
+    digest = hashlib.sha256(_SOURCE.read_bytes() + torch.__version__.encode()).hexdigest()
+    return extension_folder() / f"{_NAME}-{digest[:16]}" / f"{_NAME}.so"
+
+
+def _loaded_library() -> ModuleType:
+    spec = importlib.util.spec_from_file_location(_NAME, _library())
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module

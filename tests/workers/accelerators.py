@@ -1,0 +1,332 @@
+"""Saves, resumes and loads of a model on an accelerator: the machine's with FT_CKPT_DEVICE=here, else the tests' own.
+
+What is on the disk is compared with what the same model makes of itself on the host.
+"""
+
+import copy
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import harness  # first: it arms the stack dump
+import models
+import pytest
+import sealed_device
+import torch
+import torch.distributed as dist
+from compare import files, raw
+from torch import nn
+
+import ft_ckpt
+from ft_ckpt import CheckpointSaver, load_model, verify
+from ft_ckpt.devices import copies, pinned
+from ft_ckpt.errors import IncompleteError
+from ft_ckpt.saving import snapshot
+from ft_ckpt.saving.background import PendingSave
+
+IS_HERE = os.environ.get("FT_CKPT_DEVICE") == "here"
+QUIET: dict[str, Any] = {"on_difference": "ignore"}
+LARGE = 5_000_003  # floats: 20 MB, more than two blocks, and no power of two
+
+
+def device() -> torch.device:
+    if not IS_HERE:
+        return sealed_device.become_accelerator()
+    return torch.empty(0, device=torch.accelerator.current_accelerator()).device
+
+
+@contextmanager
+def later_copies() -> Iterator[None]:
+    """Something is copied after it was asked for; told of the tests' device alone."""
+    before = 0 if IS_HERE else sealed_device.count_late_copies()
+    yield
+    assert IS_HERE or sealed_device.count_late_copies() > before
+
+
+class Large(nn.Module):
+    """A tensor that travels in several pieces, one that is small, one that lies crosswise, and one of no elements."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Parameter(torch.randn(LARGE, generator=torch.Generator().manual_seed(1)))
+        self.scale = nn.Parameter(torch.tensor(2.0))
+        self.crossed = nn.Parameter(torch.arange(12.0).view(3, 4).t())
+        self.register_buffer("nothing", torch.empty(0, 3))
+
+    def forward(self) -> torch.Tensor:
+        return (self.table * self.scale).square().mean() + self.crossed.sum()
+
+
+def network() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(3, 64), nn.BatchNorm1d(64), nn.Dropout(0.3), nn.Linear(64, 1))
+
+
+def run_of(made: nn.Module, folder: Path, **settings: Any) -> tuple[nn.Module, Any, CheckpointSaver]:
+    """The model on the device, with its optimizer and saver."""
+    model = made.to(device())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    saver = CheckpointSaver(None, folder, **{**QUIET, **settings})
+    saver.register(model=model, optimizer=optimizer)
+    return model, optimizer, saver
+
+
+def learn(model: nn.Module, optimizer: Any, number: int) -> float:
+    """A step; dropout takes its numbers from the device."""
+    inputs = torch.randn(4, 3, generator=torch.Generator().manual_seed(number)).to(device())
+    loss = model(inputs).square().mean()
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss.item()
+
+
+def assert_same_files(one: Path, other: Path, *suffixes: str) -> None:
+    names = {name for name in files(one) if name.endswith(suffixes or (".safetensors", ".h5"))}
+    assert names
+    for name in names:
+        assert (one / name).read_bytes() == (other / name).read_bytes(), name
+    assert verify(one).ok
+
+
+def save_both(model: nn.Module, folder: Path, **asked: Any) -> None:
+    """The model saved from the device and from the host."""
+    twin = copy.deepcopy(model)
+    with CheckpointSaver(None, folder, **QUIET) as saver:
+        saver.save(twin, folder / "host", **asked)
+        with later_copies():
+            saver.save(model.to(device()), folder / "device", **asked)
+    assert_same_files(folder / "device", folder / "host")
+
+
+@harness.named
+def whole_model(folder: Path) -> None:
+    for number, asked in enumerate(({}, {"format": "h5"}, {"dtype": "bfloat16"}, {"max_shard_size": 30_000})):
+        save_both(models.trained(models.build("qwen3")), folder / str(number), **asked)
+    save_both(models.build("mixtral"), folder / "converted")
+
+
+@harness.named
+def large_tensors(folder: Path) -> None:
+    save_both(Large(), folder)
+
+
+@harness.named
+def numbers_that_are_none(folder: Path) -> None:
+    """The check of values looks at those that have arrived."""
+    model = Large().to(device())
+    with CheckpointSaver(None, folder, nonfinite="raise", **QUIET) as saver:
+        saver.save(model, folder / "sound")
+        with torch.no_grad():
+            model.table[-1] = float("nan")
+        with pytest.raises(IncompleteError, match="table"):
+            saver.save(model, folder / "broken")
+
+
+@harness.named
+def adapters(folder: Path) -> None:
+    save_both(models.trained(models.build("lora")), folder / "alone", adapter_only=True)
+    save_both(models.trained(models.build("lora")), folder / "beside", adapter_only=False)
+    base = models.build("qwen3").to(device())
+    found = load_model(folder / "alone/device", base=base, check_base=False)
+    wanted = {name: one for name, one in models.trained(models.build("lora")).state_dict().items() if "lora_" in name}
+    assert wanted
+    assert all(raw(found.state_dict()[name].cpu()) == raw(one) for name, one in wanted.items())
+
+
+@harness.named
+def background(folder: Path) -> None:
+    """Steps go on beside two saves in a row; each has the values of the moment of its call."""
+    model, optimizer, saver = run_of(network(), folder, background=True)
+    with saver:
+        for number in range(3):
+            learn(model, optimizer, number)
+        for name in ("one", "two"):
+            saver.save_state(path=folder / f"{name}-now", background=False)
+            with later_copies():
+                handle = saver.save_state(path=folder / name)
+                for number in range(3):
+                    learn(model, optimizer, number)
+                assert isinstance(handle, PendingSave)
+                handle.result(60)
+            assert_same_files(folder / name, folder / f"{name}-now", ".safetensors")
+
+
+@harness.named
+def background_before_the_copy(folder: Path) -> None:
+    """What the device was asked for before the call is in the copy, though it had done nothing of it by then."""
+    model, optimizer, saver = run_of(Large(), folder, background=True)
+    with saver:
+        model().backward()
+        with torch.no_grad():
+            model.table += 1
+        handle = saver.save_state(path=folder / "later")
+        optimizer.step()
+        handle.result(60)
+    saved = ft_ckpt.load(folder / "later/model.safetensors")["table"].values()
+    assert raw(saved) == raw(Large().table.detach() + 1) != raw(model.table.detach().cpu())
+
+
+@harness.named
+def exact_memory(folder: Path) -> None:
+    """A large snapshot takes what it needs, pinned, and gives it back when the saver is closed."""
+    sizes, given_back = [], []
+    take, drop = pinned._registered_block, pinned.RegisteredBlock.__del__
+    pinned._registered_block = lambda size, where: sizes.append(size) or take(size, where)
+    pinned.RegisteredBlock.__del__ = lambda block: given_back.append(len(block)) or drop(block)
+    model, _, saver = run_of(Large(), folder, background=True)
+    with saver:
+        saver.save(model, folder / "saved").result(60)
+        memory = max((saver._pending.snapshot._now, saver._pending.snapshot._late), key=lambda one: one._memory.numel())
+        assert memory._memory.is_pinned()
+        assert memory._memory.numel() == snapshot.copies_size(memory._places) < 1.01 * 4 * LARGE
+        del memory
+    assert [size for size in sizes if size > 4 * LARGE] == given_back, (sizes, given_back)
+
+
+@harness.named
+def resume(folder: Path) -> None:
+    """The losses after a resume are the uninterrupted run's, dropout included; the moments are on the device."""
+    model, optimizer, saver = run_of(network(), folder)
+    torch.manual_seed(5)
+    with saver:
+        for number in range(4):
+            learn(model, optimizer, number)
+        saver.save_state(path=folder / "point")
+        expected = [learn(model, optimizer, number) for number in range(4, 8)]
+    fresh, other, saver = run_of(network(), folder)
+    torch.manual_seed(6)
+    learn(fresh, other, 99)
+    with saver:
+        report = saver.resume("point").report
+        assert not report.problems, report
+        assert [learn(fresh, other, number) for number in range(4, 8)] == expected
+    moments = [value for state in other.state.values() for name, value in state.items() if name != "step"]
+    assert {value.device for value in moments} == {device()}
+
+
+@harness.named
+def resume_large(folder: Path) -> None:
+    """Through pinned blocks that are filled again while the device copies from them."""
+    model, optimizer, saver = run_of(Large(), folder)
+    with saver:
+        model().backward()
+        optimizer.step()
+        saver.save_state(path=folder / "point")
+        fresh, other, _ = run_of(Large(), folder)
+    with CheckpointSaver(None, folder, **QUIET) as saver, later_copies():
+        saver.register(model=fresh, optimizer=other)
+        saver.resume("point")
+    for one, two in zip(model.state_dict().values(), fresh.state_dict().values(), strict=True):
+        assert raw(one.cpu()) == raw(two.cpu())
+    for one, two in zip(optimizer.state.values(), other.state.values(), strict=True):
+        assert {name: raw(value.cpu()) for name, value in one.items()} == {n: raw(v.cpu()) for n, v in two.items()}
+
+
+@harness.named
+def load_onto(folder: Path) -> None:
+    """`load_model(device=)` and `load(map_location=)`, from each format and with the table in several blocks."""
+    model, where = Large(), device()
+    wanted = {name: raw(tensor) for name, tensor in model.state_dict().items()}
+    with CheckpointSaver(None, folder, **QUIET) as saver:
+        for name in ("safetensors", "h5", "dual"):
+            path = saver.save(model, folder / name, format=name).path
+            with later_copies():
+                found = load_model(path, classes={"Large": Large}, device=where)
+            assert {one.device for one in found.state_dict().values()} == {where}
+            assert {n: raw(tensor.cpu()) for n, tensor in found.state_dict().items()} == wanted
+            file = next(one for one in path.glob("model.*") if one.suffix in (".safetensors", ".h5"))
+            with later_copies():
+                loaded = ft_ckpt.load(file, map_location=where)
+            assert {one.device for one in loaded.values()} == {where}
+            assert {n: raw(tensor.cpu()) for n, tensor in loaded.items()} == wanted
+
+
+@harness.named
+def single_files(folder: Path) -> None:
+    """Any state in one file, from the device and back, compressed too."""
+    table = torch.randn(LARGE, generator=torch.Generator().manual_seed(2))
+    state = {"table": table.to(device()), "tied": None, "crossed": table[:12].view(3, 4).t().to(device()), "lr": 0.1}
+    state["tied"] = state["table"]
+    for name, asked in {"a.h5": {}, "a.safetensors": {}, "a.pt": {}, "packed.h5": {"compression": "zstd"}}.items():
+        ft_ckpt.save(state, folder / name, **asked)
+        found = ft_ckpt.load(folder / name, map_location=device())
+        assert found["lr"] == 0.1
+        assert found["table"] is found["tied"] or name.endswith(".pt")
+        assert found["table"].device == device()
+        assert raw(found["table"].cpu()) == raw(table)
+        assert raw(found["crossed"].cpu()) == raw(table[:12].view(3, 4).t())
+
+
+@harness.named
+def frozen_reuse(folder: Path) -> None:
+    """A frozen file is linked while the device's bytes are the same, and written anew when one has changed."""
+    model = models.build("wide").to(device())
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(name == "model.norm.weight")
+    with CheckpointSaver(None, folder, reuse_frozen="on", **QUIET) as saver:
+        paths = [saver.save(model, step=1).path]
+        for name in ("model.norm.weight", "model.embed_tokens.weight"):
+            with torch.no_grad():
+                dict(model.named_parameters())[name].flatten()[-1] += 1
+            paths.append(saver.save(model, step=len(paths) + 1).path)
+    first, second, third = (path / "model-00001-of-00002.safetensors" for path in paths)
+    assert first.samefile(second)
+    assert not first.samefile(third)
+    loaded = load_model(paths[2]).state_dict()
+    assert all(raw(loaded[name]) == raw(tensor.cpu()) for name, tensor in model.state_dict().items())
+
+
+@harness.named
+def two_ranks(folder: Path) -> None:
+    """Each rank writes its share of what all hold, from its own device; in the background, too."""
+    model, _, saver = run_of(Large(), folder, each_rank_writes="on", background=True, enter_timeout_seconds=60)
+    with saver:
+        saver.save(model, folder / "now", background=False)
+        saver.save(model, folder / "later").result(60)
+    dist.barrier()
+    if harness.RANK == 0:
+        assert_same_files(folder / "later", folder / "now")
+        assert raw(ft_ckpt.load(folder / "now/model.safetensors")["table"].values()) == raw(Large().table.detach())
+
+
+@harness.named
+def nobody_waits(folder: Path) -> None:
+    """The tests' device shows what the lines that wait are for: without them poison is saved."""
+    wait, model = copies.Moment.await_done, Large().to(device())
+    copies.Moment.await_done = lambda _: None
+    try:
+        ft_ckpt.save({"table": model.table.detach()}, folder / "table.h5")
+    finally:
+        copies.Moment.await_done = wait
+    assert raw(ft_ckpt.load(folder / "table.h5")["table"].values()) != raw(model.table.detach().cpu())
+
+
+@harness.named
+def nobody_marks_the_moment(folder: Path) -> None:
+    """Likewise: a stream that does not begin after the moment of the call copies what was there before it."""
+    model, _, saver = run_of(Large(), folder, background=True)
+    record = snapshot.record_moment
+    snapshot.record_moment = lambda where: copies.Moment(where, None)
+    try:
+        with saver:
+            with torch.no_grad():
+                model.table += 1
+            saver.save_state(path=folder / "wrong").result(60)
+    finally:
+        snapshot.record_moment = record
+    saved = ft_ckpt.load(folder / "wrong/model.safetensors")["table"].values()
+    assert raw(saved) != raw(model.table.detach().cpu())
+
+
+def case(name: str, folder: Path) -> None:
+    harness.NAMED[name](folder)
+
+
+if __name__ == "__main__":
+    device()
+    if harness.WORLD > 1:
+        dist.init_process_group("gloo")
+    harness.run(case)
