@@ -37,7 +37,8 @@ def local_path(place: str | os.PathLike[str]) -> Path:
     """
     scheme = _URL.match(os.fspath(place))
     if scheme is not None:
-        advice = "leave out the scheme" if scheme[1] == "file" else "give a local folder here"
+        other = "give a local folder, or where buckets are taken s3://, gs:// or az://"
+        advice = "leave out the scheme" if scheme[1] == "file" else other
         raise ConfigError(f"{os.fspath(place)}: {scheme[1]}:// is no place on this machine's disks; {advice}")
     return Path(place)
 

@@ -20,6 +20,7 @@ from ft_ckpt.errors import (
 
 ABSENT = (FileNotFoundError, exceptions.NotFoundError)
 TAKEN = (FileExistsError, exceptions.AlreadyExistsError)
+_REFUSED = ("401", "403")  # begin the reasons of stores that do not take the credentials
 _CLIENT = (exceptions.BaseError, OSError, ValueError)
 _NO_BUCKET = ("NoSuchBucket", "ContainerNotFound")  # as the stores say it
 _CUT_OFF = ("response body error", "invalid list response", "invalid DeleteObjects response")  # as the client says it
@@ -41,7 +42,9 @@ def reading_object(where: str) -> Iterator[None]:
     except _CLIENT as error:
         refuse_missing_bucket(where, error)
         _refuse_bad_name(where, error)
-        raise UnreadableError(f"{where}: cannot be read ({client_reason(error)}); try again") from error
+        reason = client_reason(error)
+        advice = "use credentials that may read there" if reason.startswith(_REFUSED) else "try again"
+        raise UnreadableError(f"{where}: cannot be read ({reason}); {advice}") from error
 
 
 @contextmanager
@@ -82,7 +85,7 @@ def client_reason(error: BaseException) -> str:
     if status is None:
         first = re.sub(r".* - (?=HTTP error|Received)", "", text.split("\n", 1)[0])
         return f"{type(error).__name__}: {first[:300]}"
-    message = re.search(r"<Message>(.*?)</Message>", text)
+    message = re.search(r"<Message>(.*?)</Message>", text, re.DOTALL)
     said = ", ".join(found[1].strip() for found in (status, code) if found is not None)
     return f"{said}: {message[1][:300]}" if message is not None else said
 

@@ -73,6 +73,7 @@ def test_what_goes_on_failing_is_an_error_of_ours(s3, store, call, fault, said):
     assert not isinstance(caught.value, NameTakenError)
     assert str(caught.value).startswith(f"s3://{BUCKET}/run")
     assert said in str(caught.value)
+    assert call in WRITES or ("use credentials" in str(caught.value)) == (fault.get("status") == 403)
     assert "<" not in str(caught.value)
 
 
