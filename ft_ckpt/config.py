@@ -1,6 +1,7 @@
 """The settings of a saver and the rules that check them when it is made."""
 
 import math
+import os
 import re
 from collections.abc import Mapping
 from contextlib import suppress
@@ -11,6 +12,7 @@ from ft_ckpt.errors import ConfigError, listing
 from ft_ckpt.formats.registry import DEFAULT_FORMAT, tensor_formats
 from ft_ckpt.retention import Keep
 from ft_ckpt.schedule import Every
+from ft_ckpt.storage.open_store import is_url
 
 _DTYPES = ("as_is", "config", "float64", "float32", "bfloat16", "float16")
 _SHORT = {"fp64": "float64", "fp32": "float32", "bf16": "bfloat16", "fp16": "float16", "half": "float16"}
@@ -78,6 +80,9 @@ class SaverConfig:
     "read", but for small ranges in a bucket, which rank 0 reads for all."""
     store_options: Mapping[str, Any] | None = None
     """Of the client of an object store that a URL leads to, as `ft_ckpt.open_place` takes them."""
+    staging: str | os.PathLike[str] | None = None
+    """A folder of this machine, of the run alone: checkpoints for a bucket are committed there, and uploaded while
+    training goes on; a run resumes from the newest of both."""
     overwrite: bool = False
     """In a bucket a save may take the place of a checkpoint of its name, which is gone before the new one is whole;
     `save` and `save_state` take it, too, for one save."""
@@ -267,4 +272,20 @@ def _class_rule(config: SaverConfig) -> list[str]:
     ]
 
 
-_RULES = (_class_rule, _compression_rule, _dtype_rule, _size_rule, _choice_rule, _bounds_rule, _template_rule)
+def _staging_rule(config: SaverConfig) -> list[str]:
+    staging = config.staging
+    if staging is None or (isinstance(staging, (str, os.PathLike)) and os.fspath(staging) and not is_url(staging)):
+        return []
+    return [f"staging={str(staging)!r}: expected a folder of this machine, or None"]
+
+
+_RULES = (
+    _class_rule,
+    _compression_rule,
+    _dtype_rule,
+    _size_rule,
+    _choice_rule,
+    _bounds_rule,
+    _template_rule,
+    _staging_rule,
+)

@@ -11,7 +11,7 @@ from weakref import WeakSet
 
 from torch import Tensor, nn
 
-from ft_ckpt.checkpoint.probe import check_directory
+from ft_ckpt.checkpoint.run_places import open_run_places
 from ft_ckpt.config import SaverConfig, make_config, numbers_of
 from ft_ckpt.distributed import wrappers
 from ft_ckpt.distributed.ranks import Ranks, current_ranks, try_action
@@ -26,13 +26,14 @@ from ft_ckpt.saving.merged_save import MergeRequest, ask_merged, is_plain_merge
 from ft_ckpt.saving.plan import request_of
 from ft_ckpt.saving.run_saves import RunSaves
 from ft_ckpt.saving.snapshot import as_in_training
-from ft_ckpt.storage.place import Place, open_place
+from ft_ckpt.storage.place import Place
 from ft_ckpt.training import rehearsal
 from ft_ckpt.training.choosing import open_agreed
 from ft_ckpt.training.data_position import DataPosition
 from ft_ckpt.training.run import Progress, TrainingRun
 from ft_ckpt.training.starting import Wanted, parse_mode
 from ft_ckpt.transfer.places import push_goal
+from ft_ckpt.transfer.uploads import uploads_of
 
 __all__ = ["CheckpointSaver", "Progress", "SaveReport"]
 _LOG = logging.getLogger("ft_ckpt")
@@ -64,22 +65,20 @@ class CheckpointSaver:
         **settings: Any,
     ) -> None:
         self.config = make_config(config, settings)
-        self._follow_up = FollowUp(hooks_of(on_saved))
         self._rehearsal = rehearsal.start_recorder()
-        directory = directory if self._rehearsal is None else self._rehearsal.directory
+        if self._rehearsal is not None:
+            directory, self.config = self._rehearsal.directory, replace(self.config, staging=None)
         self.accelerator = accelerator
-        self._place = None if directory is None else open_place(directory, **self.config.client_options)
         self.tokenizer = tokenizer
-        if self._place is not None:
-            check_directory(self._place, self.config, leads=self._current_ranks().leads)
+        self._places = open_run_places(directory, self.config, lambda: self._current_ranks().leads)
         for model in getattr(accelerator, "_models", None) or ():
             # A template takes its tokens from the tokenizer, which may only come with the call of save().
             check_companions(wrappers.unwrap(model), tokenizer, self.config.chat_template_name if tokenizer else None)
         self._run = TrainingRun(accelerator, self.config)
         self._epochs: int | None = None  # that `remaining` was asked for
         self._pending = BackgroundSaver(self._run)
-        is_rehearsal = self._rehearsal is not None
-        self._saves = RunSaves(self._run, self._pending, self._place, tokenizer, is_rehearsal, self._follow_up)
+        follow_up, is_rehearsal = FollowUp(hooks_of(on_saved), uploads_of(self._places)), self._rehearsal is not None
+        self._saves = RunSaves(self._run, self._pending, self._places, tokenizer, is_rehearsal, follow_up)
         self._run.check_objects()
         self._run.note_base()
         _OPEN.add(self)
@@ -161,7 +160,7 @@ class CheckpointSaver:
                     extra_files=dict(extra_files or {}),
                     **facts,
                 ),
-                self._follow_up.plan(self._current_ranks().leads, push_to=push_to, base_id=config.base_id),
+                self._saves.plan_follow_up(push_to=push_to, base_id=config.base_id),
             )
 
     def register(self, **objects: Any) -> None:
@@ -175,7 +174,7 @@ class CheckpointSaver:
     @property
     def directory(self) -> Path | str | None:
         """Where checkpoints go that are given a step and no path; the URL where that is in a bucket."""
-        return None if self._place is None else self._place.location
+        return None if self._places.directory is None else self._places.directory.location
 
     @property
     def progress(self) -> Progress:
@@ -290,12 +289,13 @@ class CheckpointSaver:
         self._pending.wait_for_save()
         self.register(**objects)
         with ExitStack() as stack:
-            wanted = Wanted(parse_mode(checkpoint), self._place, self.config.client_options)
+            wanted = Wanted(parse_mode(checkpoint), self._places, self.config.client_options)
             ranks, verify = self._current_ranks(), self.config.verify_resume
             point, branch = open_agreed(wanted, ranks, stack, verify=verify)
             if point is not None:
                 self._run.report = self._run.restore_state(point, ranks, allow, library_versions())
                 self._run.branch_off(branch)
+        self._saves.upload_leftovers()
         if self._current_ranks().leads:
             _LOG.info(*_resume_message(self._run.progress, self.directory))
         return self._run.progress
@@ -316,7 +316,7 @@ class CheckpointSaver:
     def _end_use(self, *, save: bool) -> None:
         """Save what is to be saved, and let go of everything, whatever happens."""
         with ExitStack() as stack:
-            stack.callback(self._follow_up.end_pushes, wait=save)  # the last, since a save in the background begins one
+            stack.callback(self._saves.end_follow_up, wait=save)  # the last, since a save in the background begins it
             stack.callback(self._pending.close)
             stack.callback(self._run.close)
             stack.callback(_OPEN.discard, self)

@@ -161,7 +161,7 @@ def list_checkpoints(root: str | os.PathLike[str] | Place) -> Listing:
             unreadable[Place(each).location] = result
         elif result is not None:
             damaged[Place(each).location] = result
-    return Listing(tuple(_in_order(list(found.values()))), damaged, unreadable)
+    return Listing(tuple(in_run_order(found.values())), damaged, unreadable)
 
 
 def discover(root: str | os.PathLike[str] | Place) -> list[CheckpointInfo]:
@@ -288,9 +288,12 @@ def _checkpoint_info(store: Store) -> CheckpointInfo | CheckpointError | None:
         return error
 
 
-def _in_order(infos: Sequence[CheckpointInfo]) -> list[CheckpointInfo]:
-    """Sort oldest first: a run that was begun afresh is newer than one that got further before it."""
-    newest: dict[str | None, str] = {}
+def in_run_order(infos: Iterable[CheckpointInfo]) -> list[CheckpointInfo]:
+    """Sort oldest first: a run that was begun afresh is newer than one that got further before it.
+
+    Those of the same run, step and time stay in the order they come in.
+    """
+    infos, newest = list(infos), dict[str | None, str]()
     for info in infos:
         run = info.manifest.run_id
         newest[run] = max(newest.get(run, ""), info.manifest.created)

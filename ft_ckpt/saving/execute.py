@@ -42,7 +42,7 @@ _LOG = logging.getLogger("ft_ckpt")
 
 @dataclass(frozen=True)
 class SaveReport:
-    """A finished save: its folder, its size and the saver's decisions. The same on every rank, but `push`."""
+    """A finished save: its folder, its size and the saver's decisions. The same on every rank, but what sends it."""
 
     path: Path | str
     """The committed folder; its URL where it is in a bucket."""
@@ -62,6 +62,8 @@ class SaveReport:
     """The step that it is of."""
     push: PendingPush | None = None
     """The push to the Hub that was asked for with the save; on rank 0 alone."""
+    upload: PendingPush | None = None
+    """Its way from the staging folder to the bucket, if it takes that; on rank 0 alone."""
     target: Place | None = field(default=None, repr=False, compare=False)
 
     @property

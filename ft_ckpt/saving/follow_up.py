@@ -1,4 +1,4 @@
-"""What follows a committed save: older checkpoints go, a push begins, and the script's own functions are called.
+"""What follows a committed save: older checkpoints go, its upload and a push begin, the script's functions are called.
 
 All of it is done where the save was finished, in its thread for one in the background, and in this order. Nothing of it
 fails a save: the checkpoint is there.
@@ -6,6 +6,7 @@ fails a save: the checkpoint is there.
 
 import warnings
 from collections.abc import Callable, Iterable
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 
 from ft_ckpt.saving.execute import SaveReport
@@ -13,6 +14,7 @@ from ft_ckpt.storage.place import Place
 from ft_ckpt.transfer.places import begin_push
 from ft_ckpt.transfer.pushes import PendingPush, wait_for_pushes, warn_of_unpushed
 from ft_ckpt.transfer.reports import PushOptions
+from ft_ckpt.transfer.uploads import RunUploads, UploadTerms
 
 SaveHook = Callable[[SaveReport], object]  # a script's own function
 AfterSave = Callable[[SaveReport], SaveReport]
@@ -20,9 +22,10 @@ AfterSave = Callable[[SaveReport], SaveReport]
 
 @dataclass(frozen=True, eq=False)
 class FollowUp:
-    """What one saver does after its saves; its pushes go on by themselves."""
+    """What one saver does after its saves; its uploads and pushes go on by themselves."""
 
     hooks: tuple[SaveHook, ...] = ()
+    uploads: RunUploads | None = None
     pushes: list[PendingPush] = field(default_factory=list)
 
     def plan(
@@ -30,14 +33,18 @@ class FollowUp:
         leads: bool,
         *,
         prune: Callable[[Place], None] | None = None,
+        terms: UploadTerms | None = None,
         push_to: str | Place | None = None,
         base_id: str | None = None,
     ) -> AfterSave:
-        """What to do after one save; on a rank that does not lead nothing is pushed and no function called."""
+        """What to do after one save; on a rank that does not lead nothing is sent and no function called."""
 
         def follow(report: SaveReport) -> SaveReport:
             if prune is not None:
-                prune(report.place)
+                with nullcontext() if self.uploads is None else self.uploads.sweeping:
+                    prune(report.place)
+            if leads and terms is not None and self.uploads is not None and self.uploads.takes(report.place):
+                report = replace(report, upload=self.uploads.begin_upload(report.place, terms))
             if leads and push_to is not None:
                 push = begin_push(report.place, push_to, PushOptions(base_id=base_id))
                 self.pushes.append(push)

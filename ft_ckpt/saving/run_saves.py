@@ -9,26 +9,34 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from ft_ckpt.checkpoint.prune import prune_after_save
+from ft_ckpt.checkpoint.run_places import RunPlaces
 from ft_ckpt.config import SaverConfig
-from ft_ckpt.distributed.ranks import Ranks, current_ranks
-from ft_ckpt.errors import CheckpointError, ConfigError
+from ft_ckpt.distributed.ranks import Ranks, current_ranks, try_action
+from ft_ckpt.errors import CheckpointError, ConfigError, TargetError
 from ft_ckpt.model.parts import is_adapter_run
 from ft_ckpt.save_log import LoggedSave, append_save
 from ft_ckpt.saving.background import BackgroundSaver, PendingSave
 from ft_ckpt.saving.build_manifest import library_versions
 from ft_ckpt.saving.execute import SaveReport, report_differences
-from ft_ckpt.saving.follow_up import FollowUp
+from ft_ckpt.saving.follow_up import AfterSave, FollowUp
 from ft_ckpt.saving.plan import request_of
 from ft_ckpt.saving.replicas import describe_differences, differing_settings
 from ft_ckpt.saving.snapshot import as_in_training
 from ft_ckpt.storage.place import Place, open_place
+from ft_ckpt.training.exchange import exchange
 from ft_ckpt.training.items import model_sources
 from ft_ckpt.training.run import TrainingRun
 from ft_ckpt.training.signals import exit_code
 from ft_ckpt.training.starting import refuse_replacing
+from ft_ckpt.transfer.uploads import LONGEST_EXIT_SECONDS, UploadTerms
 
 T = TypeVar("T")
 _SAVES_WITHOUT_METRIC = 3  # before it is said that none came
+
+
+@dataclass(frozen=True)
+class _Uploaded:
+    is_all: bool
 
 
 @dataclass(eq=False)
@@ -37,7 +45,7 @@ class RunSaves:
 
     run: TrainingRun
     pending: BackgroundSaver
-    directory: Place | None
+    places: RunPlaces
     tokenizer: Any
     is_rehearsal: bool
     follow_up: FollowUp = field(default_factory=FollowUp)
@@ -62,13 +70,14 @@ class RunSaves:
             self.close()
             self.run.close()
             self.pending.close()
+            try_action(lambda: self._finish_uploads(LONGEST_EXIT_SECONDS))
             raise SystemExit(exit_code(reason, every.exit_code if every else None))
         return report
 
     @as_in_training
     def save_last(self) -> None:
         """Save the last step of a run that `every` saves, if it was not saved."""
-        if self.run.config.every is None or self.directory is None or self.is_rehearsal:
+        if self.run.config.every is None or self.places.target is None or self.is_rehearsal:
             return
         if self.run.lacks_save:
             config = replace(self.run.config, background=False)
@@ -114,7 +123,7 @@ class RunSaves:
                     protect=self._protected_paths(),
                     extra_files=extra_files or {},
                 ),
-                self.follow_up.plan(self._current_ranks().leads, prune=self._make_pruner()),
+                self.plan_follow_up(prunes=True),
             )
         except BaseException:
             now.history = history
@@ -138,16 +147,57 @@ class RunSaves:
             raise CheckpointError("this saver is closed; make a new one to save again")
         if path is not None:
             target = open_place(path, **self.run.config.client_options)
-        elif self.directory is None or step is None:
+        elif self.places.target is None or step is None:
             raise ConfigError("save() without a path needs the saver's directory and a step; give it a path, or both")
         else:
             name = self.run.config.name_template.format(step=step, epoch=self.run.feeds.epochs_ended)
-            target = Place(self.directory.folder, name)
+            target = Place(self.places.target.folder, name)
         if self._current_ranks().leads:
             # A rehearsal runs one script several times in one folder, on purpose.
             is_run = path is None and has_state and not self.is_rehearsal
             refuse_replacing(target, has_state, self.run.own_ids if is_run else None)
         return target.absolute
+
+    def plan_follow_up(
+        self, *, prunes: bool = False, push_to: str | Place | None = None, base_id: str | None = None
+    ) -> AfterSave:
+        """What is done after a save that is made now."""
+        prune, terms = self._make_pruner() if prunes else None, self._upload_terms()
+        leads = self._current_ranks().leads
+        return self.follow_up.plan(leads, prune=prune, terms=terms, push_to=push_to, base_id=base_id)
+
+    def upload_leftovers(self) -> None:
+        """Upload what earlier processes have left in the staging folder."""
+        if self.follow_up.uploads is not None and self._current_ranks().leads:
+            self.follow_up.uploads.begin_round(self._upload_terms())
+
+    def end_follow_up(self, *, wait: bool) -> None:
+        """Wait for all that follows the saves, or name what has not ended, which goes on until the process ends.
+
+        Raises TargetError for what was not uploaded, on all ranks, unless on_failure="warn".
+        """
+        try:
+            if wait:
+                self._finish_uploads()
+            elif self.follow_up.uploads is not None:
+                self.follow_up.uploads.warn_of_left()
+        finally:
+            self.follow_up.end_pushes(wait=wait)
+
+    def _finish_uploads(self, seconds: float | None = None) -> None:
+        """Wait on all ranks for rank 0's uploads, at most so long; what is left is warned of then, else see above."""
+        uploads, ranks = self.follow_up.uploads, self._current_ranks()
+        if uploads is None:
+            return
+        left, error = ranks.attempt(lambda: uploads.finish(seconds) if ranks.leads else "")
+        if left and seconds is None and self.run.config.on_failure == "raise":
+            error = TargetError(left)
+        elif left:
+            warnings.warn(left, stacklevel=4)
+        exchange(ranks, "the uploads of close()", _Uploaded, _Uploaded(not left), error)
+
+    def _upload_terms(self) -> UploadTerms:
+        return UploadTerms(self.run.run_id, self.run.own_ids, self.run.config.keep, self._protected_paths())
 
     def _warn_on_failure(self, action: Callable[[], T]) -> T | None:
         try:
@@ -160,11 +210,11 @@ class RunSaves:
 
     def _make_pruner(self) -> Callable[[Place], None]:
         """What deletes old checkpoints once a new one is there."""
-        directory = self.directory if self._current_ranks().leads else None
+        directory = self.places.target if self._current_ranks().leads else None
         return partial(prune_after_save, directory, self.run.config.keep, self.run.run_id, self._protected_paths())
 
     def _protected_paths(self) -> tuple[Place, ...]:
-        return () if self.run.resumed_from is None else (self.run.resumed_from,)
+        return () if self.run.resumed_from is None else self.places.beside(self.run.resumed_from)
 
     def _current_ranks(self) -> Ranks:
         return current_ranks(self.run.config.enter_timeout_seconds)

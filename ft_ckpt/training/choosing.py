@@ -3,7 +3,7 @@
 from contextlib import ExitStack
 from dataclasses import dataclass
 
-from ft_ckpt.checkpoint.catalog import CheckpointInfo, discover
+from ft_ckpt.checkpoint.catalog import CheckpointInfo, discover, in_run_order
 from ft_ckpt.checkpoint.prune import recover_all
 from ft_ckpt.distributed.ranks import Ranks
 from ft_ckpt.training import starting
@@ -41,12 +41,13 @@ def open_agreed(
 
 
 def _choose_and_open(wanted: Wanted, verify: bool, stack: ExitStack) -> tuple[ResumePoint | None, str | None]:
-    directory = wanted.directory
     infos: list[CheckpointInfo] = []
-    if directory is not None:
-        recover_all(directory)  # of what saves have left that were killed
-        infos = discover(directory)
-        starting.warn_of_others(directory, infos, wanted.mode)
+    for folder in wanted.places.folders:
+        recover_all(folder)  # of what saves have left that were killed
+        infos += discover(folder)
+    if wanted.places.directory is not None:
+        infos = in_run_order(infos)
+        starting.warn_of_others(wanted.places.directory, infos, wanted.mode)
     point = starting.open_chosen(wanted, infos, verify, stack)
     if point is None:
         return None, None

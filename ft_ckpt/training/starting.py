@@ -13,11 +13,13 @@ from typing import Any
 from ft_ckpt.checkpoint.catalog import CheckpointInfo, discover, load_manifest
 from ft_ckpt.checkpoint.manifest import Manifest
 from ft_ckpt.checkpoint.open_checkpoint import OpenCheckpoint, open_checkpoint
+from ft_ckpt.checkpoint.run_places import RunPlaces
 from ft_ckpt.errors import ConfigError, CorruptError, ManifestError, NotACheckpointError, TargetError, listing
 from ft_ckpt.storage.local_store import LocalStore
 from ft_ckpt.storage.place import Place, open_place
 from ft_ckpt.training.accelerate_folder import find_accelerate_folder, is_foreign, open_accelerate_folder
 from ft_ckpt.training.state_files import ResumePoint, open_resume_point
+from ft_ckpt.transfer.copies import content_identity
 
 MODES = ("auto", "must", "never")
 _LOG = logging.getLogger("ft_ckpt")
@@ -46,10 +48,10 @@ def parse_mode(checkpoint: Any) -> str | Place:
 
 @dataclass(frozen=True)
 class Wanted:
-    """What a run is asked to resume from: a `mode` as `parse_mode` gives it, in the run's own `directory`."""
+    """What a run is asked to resume from: a `mode` as `parse_mode` gives it, in the run's own folders."""
 
     mode: str | Place
-    directory: Place | None
+    places: RunPlaces
     options: Mapping[str, Any] = field(default_factory=dict)  # of the client for a URL
 
     @property
@@ -62,14 +64,15 @@ class Wanted:
         """The checkpoint that is named: the run's own of that name, else a path, as is what has a separator."""
         if isinstance(self.mode, Place):
             return self.mode
-        if self.directory is None or os.sep in self.mode:
+        if self.places.directory is None or os.sep in self.mode:
             return self.called(self.mode)
-        own, other = Place(self.directory.folder, self.mode), open_place(self.mode)
-        return own if _folder_exists(own) or not _folder_exists(other) else other
+        own = [Place(each.folder, self.mode) for each in reversed(self.places.folders)]
+        known = [each for each in (*own, open_place(self.mode)) if _folder_exists(each)]
+        return next(iter(known), own[-1])
 
     def called(self, path: str) -> Place:
         """The place at a path or URL, by the client that there is where it lies in the run's directory."""
-        for known in (self.mode, self.directory):
+        for known in (self.mode, self.places.directory):
             if isinstance(known, Place) and f"{path}/".startswith(f"{known.folder.url}/"):
                 below = path[len(known.folder.url) + 1 :]
                 return Place(known.folder, below) if below else known
@@ -77,32 +80,36 @@ class Wanted:
 
 
 def open_chosen(wanted: Wanted, infos: Sequence[CheckpointInfo], deep: bool, stack: ExitStack) -> ResumePoint | None:
-    """The checkpoint to resume from, open until the stack ends; None to start afresh. `infos` are the directory's.
+    """The checkpoint to resume from, open until the stack ends; None to start afresh. `infos` are the run's.
 
-    What was compared with its manifest are the open files that are then read.
+    What was compared with its manifest are the open files that are then read. Of several copies the first that is whole
+    is taken, from the end of `infos`.
 
     `wanted`: "never"; "auto", the newest that is whole and resumable, if any; "must", the newest, or an error; else
     one checkpoint. `deep` compares the digests of all its files. Raises
     NotACheckpointError when there is none, CorruptError naming its damaged files and the newest whole one.
     """
-    mode, directory = wanted.mode, wanted.directory
+    mode = wanted.mode
     if mode == "never":
         return None
     foreign = accelerate_folder_at(wanted.place) if wanted.is_named else None
     if foreign is not None:
         return open_accelerate_folder(foreign, stack)
-    candidates = [_named_checkpoint(wanted, infos)] if wanted.is_named else _places(resumable(reversed(infos)))
-    for number, place in enumerate(candidates):
-        point, problems = _open_whole(place, deep, stack)
+    known = _grouped_copies(resumable(reversed(infos)))
+    candidates = [_copies_of(_named_checkpoint(wanted, infos), known)] if wanted.is_named else known
+    for number, copies in enumerate(candidates):
+        point, problems = _open_one_of(copies, deep, stack)
         if point is not None:
             return point
         if mode != "auto":
-            older = next((one for one in candidates[number + 1 :] if _open_whole(one, deep, stack)[0]), None)
+            older = next((one[0] for one in candidates[number + 1 :] if _open_one_of(one, deep, stack)[0]), None)
             advice = f"the newest whole one is {older}" if older else "there is no older one that is whole"
-            raise CorruptError(f"{place}: {listing(list(problems))}; {advice}")
-        warnings.warn(f"{place}: damaged, trying an older one: {listing(list(problems))}", stacklevel=2)
+            raise CorruptError(f"{problems}; {advice}")
+        warnings.warn(f"{problems}; damaged, trying an older one", stacklevel=2)
     if mode == "must":
-        raise NotACheckpointError(f"{directory}: no checkpoint with training state in it; use resume('auto') to begin")
+        raise NotACheckpointError(
+            f"{wanted.places.directory}: no checkpoint with training state in it; use resume('auto') to begin"
+        )
     return None
 
 
@@ -117,18 +124,28 @@ def accelerate_folder_at(place: Place) -> Path | None:
     return find_accelerate_folder(store.folder) if isinstance(store, LocalStore) else None
 
 
-def _places(infos: Iterable[CheckpointInfo]) -> list[Place]:
-    return [Place(info.store) for info in infos]
+def _grouped_copies(infos: Iterable[CheckpointInfo]) -> list[list[Place]]:
+    """The places of checkpoints in their order, those of copies of one together."""
+    found: dict[str, list[Place]] = {}
+    for info in infos:
+        found.setdefault(content_identity(info.manifest), []).append(Place(info.store))
+    return list(found.values())
+
+
+def _copies_of(named: Place, known: Iterable[list[Place]]) -> list[Place]:
+    """The checkpoint `named` first, then its copies among those `known`."""
+    beside = next((copies for copies in known if any(one.folder == named.folder for one in copies)), [])
+    return [named, *(one for one in beside if one.folder != named.folder)]
 
 
 def _named_checkpoint(wanted: Wanted, infos: Sequence[CheckpointInfo]) -> Place:
     """The one checkpoint that is asked for, which has training state."""
     named = wanted.place
     if not _folder_exists(named):
-        there = [info.name for info in infos]
+        there = list(dict.fromkeys(info.name for info in infos))
         raise NotACheckpointError(
-            f"{named}: is not there; {wanted.directory} has {listing(there, ', ') or 'none'}. Expected 'auto', 'must', "
-            "'never', the name of one of these, or a path"
+            f"{named}: is not there; {wanted.places.directory} has {listing(there, ', ') or 'none'}. Expected 'auto', "
+            "'must', 'never', the name of one of these, or a path"
         )
     if not has_training_state(load_manifest(named.folder)):
         raise NotACheckpointError(f"{named}: holds weights and no training state; ft_ckpt.load_model reads them")
@@ -137,6 +154,19 @@ def _named_checkpoint(wanted: Wanted, infos: Sequence[CheckpointInfo]) -> Place:
 
 def _folder_exists(place: Place) -> bool:
     return place.folder.list_folder().exists
+
+
+def _open_one_of(copies: Sequence[Place], deep: bool, stack: ExitStack) -> tuple[ResumePoint | None, str]:
+    """The first of the copies of a checkpoint that is whole, open until the stack ends; or None, and what is wrong."""
+    problems: list[str] = []
+    for place in copies:
+        point, found = _open_whole(place, deep, stack)
+        if point is not None:
+            if problems:
+                warnings.warn(f"{listing(problems)}; damaged, taking its copy {place}", stacklevel=2)
+            return point, ""
+        problems.append(f"{place}: {listing(list(found))}")
+    return None, listing(problems)
 
 
 def _open_whole(place: Place, deep: bool, stack: ExitStack) -> tuple[ResumePoint | None, tuple[str, ...]]:
@@ -169,7 +199,7 @@ def branch_run_id(wanted: Wanted, chosen: OpenCheckpoint, infos: Sequence[Checkp
     beside, manifest = Place(chosen.origin).beside, chosen.manifest
     if is_foreign(manifest):
         return uuid.uuid4().hex
-    is_own = wanted.directory is not None and beside.url == wanted.directory.absolute.folder.url
+    is_own = any(beside.url == each.absolute.folder.url for each in wanted.places.folders)
     all_beside = infos if is_own else discover(Place(beside))
     steps = [one.manifest.step or 0 for one in resumable(all_beside) if one.manifest.run_id == manifest.run_id]
     return uuid.uuid4().hex if any(step > (manifest.step or 0) for step in steps) else None

@@ -8,7 +8,7 @@ from ft_ckpt.checkpoint.open_checkpoint import OpenCheckpoint, open_checkpoint
 from ft_ckpt.errors import ConfigError, listing
 from ft_ckpt.storage.local_store import LocalStore
 from ft_ckpt.storage.place import Place
-from ft_ckpt.transfer.copies import copy_open, destination_place
+from ft_ckpt.transfer.copies import CopyReport, copy_open, destination_place
 from ft_ckpt.transfer.outgoing import weights_manifest
 from ft_ckpt.transfer.pull_cache import pull_cached
 from ft_ckpt.transfer.reports import PullReport, PushOptions, PushReport
@@ -30,7 +30,11 @@ def send_checkpoint(held: OpenCheckpoint, destination: str | Place, options: Pus
     destination_url(destination, options)
     goal = destination_place(destination, Place(held.origin))
     manifest = held.manifest if options.state else weights_manifest(held.manifest)
-    report = copy_open(held, goal, manifest, overwrite=False, shown=not options.quiet)
+    return push_report(held, goal, copy_open(held, goal, manifest, overwrite=False, shown=not options.quiet))
+
+
+def push_report(held: OpenCheckpoint, goal: Place, report: CopyReport) -> PushReport:
+    """What a copy of an open checkpoint to `goal` came to, as the report of a push."""
     left_out = sorted({file.path for file in held.manifest.files} - set(report.files))
     return PushReport(
         path=held.location,

@@ -81,10 +81,23 @@ def destination_place(destination: str | os.PathLike[str] | Place, source: Place
     return Place(place.folder, source.last_step) if inside else place
 
 
+def _go_on() -> None:
+    pass
+
+
 def copy_open(
-    held: OpenCheckpoint, goal: Place, manifest: Manifest, *, overwrite: bool, shown: bool = True
+    held: OpenCheckpoint,
+    goal: Place,
+    manifest: Manifest,
+    *,
+    overwrite: bool,
+    shown: bool = True,
+    heed: Callable[[], None] = _go_on,
 ) -> CopyReport:
-    """Copy what `manifest` lists of an open checkpoint to `goal`, see `copy`."""
+    """Copy what `manifest` lists of an open checkpoint to `goal`, see `copy`.
+
+    `heed` is called ahead of each piece of a file, in several threads; what it raises ends the copy.
+    """
     begun, size_bytes = time.monotonic(), sum(file.size_bytes for file in manifest.files)
     source, names = Place(held.origin).location, tuple(file.path for file in manifest.files)
     if is_there(goal, manifest):
@@ -97,7 +110,7 @@ def copy_open(
         _staging_at(goal, manifest, overwrite=may_replace) as staging,
         track_bytes(size_bytes if shown else 0, label) as track,
     ):
-        copying = _Copying(held, staging.store, _reusable_files(staging.beside, goal, manifest.files), track)
+        copying = _Copying(held, staging.store, _reusable_files(staging.beside, goal, manifest.files), track, heed)
         copying.refuse_full(manifest.files)
         records = copying.copy_all(manifest.files)
         staging.commit(replace(manifest, files=records, token=None))
@@ -175,8 +188,9 @@ class _Copying:
         store: Store,
         reusable: dict[tuple[str, int], tuple[EarlierCheckpoint, FileRecord]],
         track: Callable[[int], None],
+        heed: Callable[[], None],
     ) -> None:
-        self.held, self.store, self.reusable, self.track = held, store, reusable, track
+        self.held, self.store, self.reusable, self.track, self.heed = held, store, reusable, track, heed
         self.reused: set[str] = set()
         self.sent_bytes = 0
         self._lock = threading.Lock()
@@ -247,6 +261,7 @@ class _Copying:
         return None if stored is None else stored.etag
 
     def _count(self, size_bytes: int, *, sent: bool = False, reused: str | None = None) -> None:
+        self.heed()
         with self._lock:
             self.sent_bytes += size_bytes if sent else 0
             self.reused |= {reused} if reused else set()

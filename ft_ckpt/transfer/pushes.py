@@ -1,6 +1,7 @@
 """Pushes in the background: one after the other, each of a checkpoint that is held open from the call on.
 
-A push that fails is warned of, and raised from its handle; the checkpoint itself is not touched by it.
+A push that fails is warned of, and raised from its handle; the checkpoint itself is not touched by it. The uploads of a
+staging folder (`uploads`) have a queue of their own: what a run resumes from does not wait for what others read.
 """
 
 import atexit
@@ -13,6 +14,7 @@ from concurrent.futures import Future, wait
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
+from weakref import WeakSet
 
 from ft_ckpt.checkpoint.open_checkpoint import OpenCheckpoint, open_checkpoint
 from ft_ckpt.errors import listing
@@ -50,29 +52,34 @@ class PendingPush:
         return self.future.result(timeout)
 
 
-class _PushQueue:
-    """The threads of this process that push; each begins when the one before has ended."""
+class PushQueue:
+    """Threads that push; each begins when the one before has ended. The process waits for them before it ends."""
 
-    def __init__(self) -> None:
+    def __init__(self, at_exit: Callable[[], object] | None = None) -> None:
         self.lock = threading.Lock()
         self.last: threading.Thread | None = None
+        self.at_exit = at_exit or self.join
+        _QUEUES.add(self)
 
-    def begin(self, push: PendingPush, job: Callable[[], PushReport]) -> None:
-        """Run `job` for `push` once those before it are over."""
+    def begin(self, name: str, job: Callable[[], object]) -> None:
+        """Run `job`, which raises nothing, in a thread of that name once those before it are over."""
         with self.lock:
             # Not a thread that Python waits for by itself: whoever interrupts the wait below wants to leave.
-            name = f"ft_ckpt-push-{location_name(push.path)}"
-            thread = threading.Thread(target=_run_push, args=(self.last, push, job), name=name, daemon=True)
+            thread = threading.Thread(target=_run_after, args=(self.last, job), name=name, daemon=True)
             thread.start()
             self.last = thread
 
-    def join(self) -> None:
-        """Wait for all; in a forked child, which has no such thread, return at once."""
-        if self.last is not None:
-            self.last.join()
+    def join(self, seconds: float | None = None) -> bool:
+        """Wait for all, at most so long; whether they are over. In a forked child, which has none, at once."""
+        last = self.last
+        if last is None:
+            return True
+        last.join(seconds)
+        return not last.is_alive()
 
 
-_QUEUE = _PushQueue()
+_QUEUES: WeakSet[PushQueue] = WeakSet()
+_QUEUE = PushQueue()
 
 
 def start_push(place: Place, url: str, send: Callable[[OpenCheckpoint], PushReport]) -> PendingPush:
@@ -88,11 +95,16 @@ def start_push(place: Place, url: str, send: Callable[[OpenCheckpoint], PushRepo
         _end_failed(push, error)
         return push
 
-    def send_held() -> PushReport:
-        with stack:
-            return send(held)
+    def send_held() -> None:
+        try:
+            with stack:
+                report = send(held)
+        except BaseException as error:  # noqa: BLE001 - raised from the handle
+            _end_failed(push, error)
+        else:
+            push.future.set_result(report)
 
-    _QUEUE.begin(push, send_held)
+    _QUEUE.begin(f"ft_ckpt-push-{location_name(push.path)}", send_held)
     return push
 
 
@@ -114,13 +126,10 @@ def warn_of_unpushed(pushes: Sequence[PendingPush]) -> None:
         warnings.warn(f"{listing(left)}: not pushed yet; `ft-ckpt push` does it again", stacklevel=3)
 
 
-def _run_push(before: threading.Thread | None, push: PendingPush, job: Callable[[], PushReport]) -> None:
+def _run_after(before: threading.Thread | None, job: Callable[[], object]) -> None:
     if before is not None:
         before.join()
-    try:
-        push.future.set_result(job())
-    except BaseException as error:  # noqa: BLE001 - raised from the handle
-        _end_failed(push, error)
+    job()
 
 
 def _end_failed(push: PendingPush, error: BaseException) -> None:
@@ -132,6 +141,11 @@ def _end_failed(push: PendingPush, error: BaseException) -> None:
     push.future.set_exception(error)
 
 
+def _end_queues() -> None:
+    for queue in list(_QUEUES):
+        queue.at_exit()
+
+
 # Uploads use thread pools, which take no more work once the interpreter begins to end: they are waited for before, as
 # what was registered last is called first.
-getattr(threading, "_register_atexit", atexit.register)(_QUEUE.join)
+getattr(threading, "_register_atexit", atexit.register)(_end_queues)

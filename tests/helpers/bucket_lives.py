@@ -18,7 +18,7 @@ from ft_ckpt import verify
 from ft_ckpt.storage.open_store import open_store
 from ft_ckpt.storage.place import Place
 
-URL, PREFIX = f"s3://{BUCKET}/run", "run/"
+BUCKET_RUN, PREFIX = f"s3://{BUCKET}/run", "run/"
 _CONTEXT = multiprocessing.get_context("forkserver")  # its processes are forked from one that has used no client
 
 
@@ -31,16 +31,16 @@ class Life:
     losses: dict[int, str] = field(default_factory=dict)
 
 
-def live(s3: S3, steps: int, fault: Callable[[int], Fault] | None = None) -> Life:
+def live(s3: S3, steps: int, fault: Callable[[int], Fault] | None = None, **settings: Any) -> Life:
     """Train, saving at every step, up to `steps`, from wherever the run in the bucket is.
 
-    `fault` is given the number of the process, which it may kill.
+    `fault` is given the number of the process, which it may kill. `settings` are of the saver.
     """
     with patch.dict(os.environ, {"PYTHONPATH": python_path()}):
         _CONTEXT.set_forkserver_preload([*LIBRARIES, "training"])
         ensure_running()
     ours, theirs = _CONTEXT.Pipe(duplex=False)
-    process = _CONTEXT.Process(target=_train, args=(s3.environment(), steps, theirs))
+    process = _CONTEXT.Process(target=_train, args=(s3.environment(), steps, theirs, settings))
     process.start()
     theirs.close()
     s3.faults = [fault(process.pid or 0)] if fault else []
@@ -78,20 +78,20 @@ def committed(s3: S3) -> set[int]:
     """The steps of the checkpoints that readers see, each of which is whole: all bytes of it are read."""
     names = [name.split("/")[1] for name in s3.names(PREFIX) if name.endswith("/ft_ckpt.json")]
     for name in names:
-        assert verify(Place(open_store(URL, **FAST), name)).ok, name
+        assert verify(Place(open_store(BUCKET_RUN, **FAST), name)).ok, name
     return {int(name.rpartition("-")[2]) for name in names}
 
 
-def _train(environment: dict[str, str], steps: int, tell: Any) -> None:
+def _train(environment: dict[str, str], steps: int, tell: Any, settings: dict[str, Any]) -> None:
     os.environ.update(environment)
     try:
-        _save_each_step(steps, lambda step, said: tell.send((step, said)))
+        _save_each_step(steps, lambda step, said: tell.send((step, said)), settings)
     except Exception as error:
         tell.send((0, f"{type(error).__name__}: {error}"))
         raise SystemExit(1) from error
 
 
-def _save_each_step(steps: int, tell: Callable[[int, str], object]) -> None:
+def _save_each_step(steps: int, tell: Callable[[int, str], object], settings: dict[str, Any]) -> None:
     import warnings  # here, in the process that trains
 
     import torch
@@ -102,7 +102,8 @@ def _save_each_step(steps: int, tell: Callable[[int, str], object]) -> None:
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     run, every, keep = prepared(), Every(steps=1, signals=()), Keep(last=2)
-    with CheckpointSaver(run.accelerator, URL, every=every, keep=keep, store_options=FAST, **QUIET) as saver:
+    settings = {"every": every, "keep": keep, "store_options": FAST, **QUIET, **settings}
+    with CheckpointSaver(run.accelerator, BUCKET_RUN, **settings) as saver:
         saver.resume()
         if saver.progress.resumed_from is None:
             torch.manual_seed(5)

@@ -1,0 +1,278 @@
+"""Uploads what a run commits in its staging folder to the bucket of the run, in the background, and makes room there.
+
+One thread, which looks anew each time: the newest checkpoint that the bucket lacks goes first, one that the rules have
+deleted before its turn is passed over. What is in the bucket need not stay here, but the newest of the run does. What
+cannot be uploaded stays, is warned of, and is tried again with the next save, or by the next process that finds it.
+"""
+
+import logging
+import threading
+import time
+import warnings
+from collections.abc import Collection, Mapping
+from concurrent.futures import Future
+from contextlib import suppress
+from dataclasses import dataclass, field
+
+from ft_ckpt.checkpoint.catalog import CheckpointInfo, list_checkpoints, load_manifest
+from ft_ckpt.checkpoint.delete import without_state
+from ft_ckpt.checkpoint.manifest import Manifest
+from ft_ckpt.checkpoint.open_checkpoint import open_checkpoint
+from ft_ckpt.checkpoint.prune import prune_after_save
+from ft_ckpt.checkpoint.run_places import RunPlaces
+from ft_ckpt.errors import CheckpointError, NameTakenError, NotACheckpointError, TargetError, listing
+from ft_ckpt.retention import Keep
+from ft_ckpt.storage.place import Place, location_name
+from ft_ckpt.transfer.bucket_places import push_report
+from ft_ckpt.transfer.copies import content_identity, copy_open
+from ft_ckpt.transfer.pushes import PendingPush, PushQueue
+from ft_ckpt.transfer.reports import PushReport
+
+LONGEST_EXIT_SECONDS = 600.0  # that a process which has to end waits for uploads
+_GIVING_UP_SECONDS = 10.0  # for an upload to notice that it is given up
+_LOG = logging.getLogger("ft_ckpt")
+
+
+@dataclass(frozen=True)
+class UploadTerms:
+    """Whose checkpoints are uploaded, and what becomes of older ones."""
+
+    run_id: str
+    own_ids: Collection[str]  # runs whose checkpoints of the same name are replaced
+    keep: Keep | None = None
+    protect: tuple[Place, ...] = ()
+
+
+@dataclass
+class _Round:
+    """One look through the staging folder, from the newest checkpoint down; by the digests of what they hold."""
+
+    terms: UploadTerms
+    seen: set[str] = field(default_factory=set)
+    there: set[str] = field(default_factory=set)  # those that are in the bucket
+    problems: dict[str, Exception] = field(default_factory=dict)  # by name
+    ended_by: Exception | None = None  # what would befall the others, too
+
+
+class RunUploads:
+    """The uploads of one run, on the rank that leads."""
+
+    def __init__(self, staging: Place, bucket: Place) -> None:
+        self.staging, self.bucket = staging, bucket
+        self.sweeping = threading.Lock()  # held by who deletes in the staging folder, so that none gives way to another
+        self.problems: dict[str, Exception] = {}  # of the last round
+        self._queue = PushQueue(self._end_with_process)
+        self._change = threading.Lock()
+        self._waiting: list[PendingPush] = []
+        self._terms: UploadTerms | None = None
+        self._known_there: set[str] = set()  # what rounds have found in the bucket, to name what is missing
+        self._is_queued = False  # a round will begin, that finds all there is
+        self._has_told = False  # what is left, since a round was asked for
+        self._is_over = threading.Event()
+
+    def takes(self, checkpoint: Place) -> bool:
+        """Whether a checkpoint lies in the staging folder."""
+        return checkpoint.beside.identity == self.staging.folder.identity
+
+    def begin_upload(self, checkpoint: Place, terms: UploadTerms) -> PendingPush:
+        """Upload a checkpoint of the staging folder when its turn comes.
+
+        The handle raises NotACheckpointError when `terms.keep` has deleted it before that.
+        """
+        push = PendingPush(checkpoint.location, self._goal(checkpoint.last_step).folder.url, Future())
+        with self._change:
+            self._waiting = [*(each for each in self._waiting if not each.done), push]
+        self.begin_round(terms)
+        return push
+
+    def begin_round(self, terms: UploadTerms) -> None:
+        """Upload all that the bucket lacks."""
+        with self._change:
+            self._terms, self._has_told = terms, False
+            if self._is_queued:
+                return
+            self._is_queued = True
+        self._queue.begin("ft_ckpt-uploads", self._do_round)
+
+    def finish(self, seconds: float | None = None) -> str:
+        """Wait until all is uploaded, at most so long; what failed is tried once more. What is left, in words, or "".
+
+        After `seconds` the upload under way is broken off.
+        """
+        until = None if seconds is None else time.monotonic() + seconds
+        try:
+            self._wait_until(until)
+            if self.problems and self._terms is not None and not self._is_over.is_set():
+                self.begin_round(self._terms)
+                self._wait_until(until)
+        except BaseException:  # who interrupts this wants to leave
+            self._is_over.set()
+            self.warn_of_left()
+            raise
+        self._has_told = True
+        return self._describe_left()
+
+    def warn_of_left(self) -> None:
+        """Name what is not uploaded now, unless `finish` has done so."""
+        if not self._has_told and (left := self._describe_left()):
+            warnings.warn(left, stacklevel=3)
+
+    def _describe_left(self) -> str:
+        """What is not uploaded, or not known to be, and where it is; "" when nothing is left."""
+        waiting = [_pushed_name(push) for push in self._waiting if not push.done]
+        if not (waiting or self.problems) and self._queue.join(0):
+            return ""
+        told = _describe_problems(self.problems) or f"{listing(waiting, ', ') or 'something'}: not uploaded yet"
+        return f"{self.bucket}: {told}; kept in {self.staging}, from where the next start uploads it"
+
+    def _goal(self, name: str) -> Place:
+        return Place(self.bucket.folder, name)
+
+    def _wait_until(self, until: float | None) -> None:
+        """Wait for the thread; when time is up, break off what it does."""
+        if not self._queue.join(0):
+            _LOG.info("waiting until all of %s is uploaded to %s", self.staging, self.bucket)
+        if not self._queue.join(None if until is None else max(0.0, until - time.monotonic())):
+            self._is_over.set()
+            self._queue.join(_GIVING_UP_SECONDS)
+
+    def _end_with_process(self) -> None:
+        """Before the process ends: wait for a while, as after a signal."""
+        if not self._is_over.is_set() and not self._queue.join(0) and (left := self.finish(LONGEST_EXIT_SECONDS)):
+            warnings.warn(left, stacklevel=2)
+
+    def _do_round(self) -> None:
+        """In the thread."""
+        with self._change:
+            asked = [push for push in self._waiting if not push.done]
+            self._is_queued, terms = False, self._terms
+        if terms is None:
+            return
+        one = _Round(terms)
+        try:
+            self._heed_end()
+            while one.ended_by is None and (infos := self._listed_without(one.seen)):
+                self._bring_one(infos[0], one)
+        except Exception as error:  # noqa: BLE001 - told by the handles, and a thread has nobody else to tell
+            one.ended_by = error
+        self._known_there |= one.there
+        self.problems = self._problems_after(one)
+        self._settle_rest(asked, one)
+        if self.problems and not self._is_over.is_set():
+            told = _describe_problems(self.problems)
+            warnings.warn(
+                f"{self.bucket}: {told}; kept in {self.staging}, and tried again with the next save", stacklevel=2
+            )
+
+    def _problems_after(self, one: _Round) -> dict[str, Exception]:
+        """Why what the round has not brought is not there, by name, newest first."""
+        if one.ended_by is None:
+            return one.problems
+        with suppress(CheckpointError, OSError):
+            missing = self._listed_without(self._known_there)
+            return {info.name: one.problems.get(info.name, one.ended_by) for info in missing}
+        return {self.staging.last_step: one.ended_by}
+
+    def _listed_without(self, known: Collection[str]) -> list[CheckpointInfo]:
+        """The checkpoints that are here at this moment, newest first, but for those that are `known`."""
+        infos = reversed(list_checkpoints(self.staging).found)
+        return [info for info in infos if content_identity(info.manifest) not in known]
+
+    def _bring_one(self, info: CheckpointInfo, one: _Round) -> None:
+        """Upload a checkpoint if the bucket lacks it, and make room on both sides."""
+        identity, goal = content_identity(info.manifest), self._goal(info.name)
+        one.seen.add(identity)
+        try:
+            report = self._upload_missing(info, goal, one.terms)
+        except NotACheckpointError:  # deleted meanwhile, as the rules say
+            return
+        except (CheckpointError, OSError) as error:
+            one.problems[info.name] = error
+            is_of_this = not isinstance(error, OSError) or isinstance(error, NameTakenError)
+            one.ended_by = None if is_of_this else error
+            return
+        one.there.add(identity)
+        terms = one.terms
+        if report is not None:
+            self._settle(info, report)
+            if report.is_new:
+                prune_after_save(self.bucket, terms.keep, terms.run_id, terms.protect, goal)
+        with self.sweeping:
+            rest = tuple(each.place for each in self._listed_without(one.there))
+            prune_after_save(self.staging, Keep(last=1), terms.run_id, rest, goal)
+
+    def _upload_missing(self, info: CheckpointInfo, goal: Place, terms: UploadTerms) -> PushReport | None:
+        """Upload, unless the bucket has it; None where it has a later save, or this one with or without its state."""
+        found = _manifest_in(goal)
+        if found is not None and _is_superseded(found, info.manifest, terms):
+            return None
+        if found is not None and not _is_own_save(found, info.manifest, terms):
+            raise NameTakenError(
+                f"{goal}: of another run, {str(found.run_id)[:6]}; not replaced, use another directory for this run"
+            )
+        with open_checkpoint(info.place) as held:
+            report = copy_open(held, goal, held.manifest, overwrite=found is not None, shown=False, heed=self._heed_end)
+            return push_report(held, goal, report)
+
+    def _heed_end(self) -> None:
+        if self._is_over.is_set():
+            raise TargetError(f"{self.bucket}: broken off, as the process ends")
+
+    def _settle(self, info: CheckpointInfo, report: PushReport) -> None:
+        for push in self._waiting:
+            if _pushed_name(push) == info.name and not push.done:
+                push.future.set_result(report)
+
+    def _settle_rest(self, asked: list[PendingPush], one: _Round) -> None:
+        """Say of what was waiting when the round began, and has not come, why not."""
+        for push in asked:
+            if not push.done:
+                gone = NotACheckpointError(f"{push.path}: deleted here, as `keep` says, before it was uploaded")
+                push.future.set_exception(one.problems.get(_pushed_name(push)) or one.ended_by or gone)
+
+
+def uploads_of(places: RunPlaces) -> RunUploads | None:
+    """The uploads of a run that has a staging folder."""
+    if places.directory is None or places.staging is None:
+        return None
+    return RunUploads(places.staging, places.directory)
+
+
+def _describe_problems(problems: Mapping[str, Exception]) -> str:
+    whys = dict.fromkeys(str(error) for error in problems.values())
+    names = {why: [name for name, error in problems.items() if str(error) == why] for why in whys}
+    return listing([f"{listing(names[why], ', ')}: not uploaded: {why}" for why in whys])
+
+
+def _pushed_name(push: PendingPush) -> str:
+    return location_name(push.path)
+
+
+def _manifest_in(goal: Place) -> Manifest | None:
+    """The manifest of a checkpoint in the bucket, if there is one. Raises what says that this cannot be told."""
+    try:
+        return load_manifest(goal.folder)
+    except NotACheckpointError:
+        return None
+
+
+def _is_own_save(found: Manifest, manifest: Manifest, terms: UploadTerms) -> bool:
+    """Whether what was `found` in the bucket is of the run of a checkpoint here, or of one that this went back in."""
+    return _is_same_save(found, manifest) or (
+        found.run_id is not None and found.run_id in {manifest.run_id, *terms.own_ids}
+    )
+
+
+def _is_superseded(found: Manifest, manifest: Manifest, terms: UploadTerms) -> bool:
+    """Whether what was `found` of the run in the bucket is a later save, or the same with or without its state."""
+    if _is_same_save(found, manifest) or not _is_own_save(found, manifest, terms):
+        return False
+    if _is_same_save(found, without_state(manifest)) or _is_same_save(without_state(found), manifest):
+        return True
+    if found.run_id == manifest.run_id:  # clocks of two machines may differ: with equal times the one here counts
+        return found.created > manifest.created
+    return manifest.run_id != terms.run_id  # left by a run that this one went back in
+
+
+def _is_same_save(one: Manifest, other: Manifest) -> bool:
+    return content_identity(one) == content_identity(other)

@@ -1,0 +1,355 @@
+"""A run in a bucket that commits in a folder of its machine first: in processes that are killed, and in this one."""
+
+import re
+import shutil
+import signal
+import threading
+import time
+import warnings
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from bucket_lives import BUCKET_RUN, committed, kill_at, live
+from launch import run_and_signal, run_cases
+from s3_server import FAST, Fault, running_s3
+from training import QUIET, learn, prepared
+
+from ft_ckpt import CheckpointSaver, Keep, latest, verify
+from ft_ckpt.checkpoint.catalog import list_checkpoints
+from ft_ckpt.checkpoint.pins import pin
+from ft_ckpt.errors import ConfigError, NameTakenError, NotACheckpointError, TargetError
+from ft_ckpt.storage.place import open_place
+
+LAST = 5
+DOWN = {"status": 503, "code": "SlowDown", "times": 1_000_000}
+
+
+def names(place) -> list[str]:
+    return [info.name for info in list_checkpoints(open_place(place)).found]
+
+
+@contextmanager
+def saver_at(staging: Path | None, **settings):
+    """A saver of a fresh run, in the bucket."""
+    run = prepared()
+    settings = {"store_options": FAST, "staging": staging, **QUIET, **settings}
+    with CheckpointSaver(run.accelerator, BUCKET_RUN, **settings) as saver:
+        saver.learn = lambda count=1: [(learn(run, batch), saver.step()) for batch in _batches(saver, run, count)]
+        yield saver
+
+
+def _batches(saver, run, count):
+    for number, batch in enumerate(saver.remaining(run.loader), 1):
+        yield batch[0]
+        if number == count:
+            return
+
+
+@contextmanager
+def closed_gate(s3):
+    """The bucket answers nothing while the block runs."""
+    gate = threading.Event()
+    s3.faults.append(Fault(lambda _: not gate.wait(60), times=1_000_000))
+    try:
+        yield
+    finally:
+        gate.set()
+
+
+# Processes that end anywhere
+
+
+class Trials:
+    """A run of two steps, its bucket and its folder, put back for each trial; and what it comes to undisturbed."""
+
+    def __init__(self, s3, folder: Path):
+        self.s3, self.folder, self.kept = s3, folder / "nvme", folder / "kept"
+        self.expected = live(s3, LAST).losses
+        s3.buckets["bucket"] = {}
+        assert live(s3, 2, staging=self.folder).error == ""
+        self.start = dict(s3.buckets["bucket"])
+        shutil.copytree(self.folder, self.kept)
+        before = s3.asked
+        assert live(s3, 3, staging=self.folder).error == ""
+        self.requests = s3.asked - before
+
+    def trial(self, number: int, *, acts_first: bool, is_lost: bool) -> None:
+        """Killed at a request of the third step; then the run goes on, on this machine or on another."""
+        s3, what = self.s3, (number, acts_first, is_lost)
+        s3.buckets["bucket"] = dict(self.start)
+        shutil.rmtree(self.folder)
+        shutil.copytree(self.kept, self.folder)
+        stopped = live(s3, 3, kill_at(s3.asked + number, acts_first=acts_first), staging=self.folder)
+        assert stopped.status < 0, what
+        assert committed(s3) >= {2}, what
+        assert all(verify(self.folder / name).ok for name in names(self.folder)), what
+        if is_lost:
+            shutil.rmtree(self.folder)
+        s3.advance(86_400)
+        again = live(s3, LAST, staging=self.folder)
+        assert (again.status, again.error) == (0, ""), what
+        for life in (stopped, again):
+            assert life.losses.items() <= self.expected.items(), what
+        assert max(again.losses) == LAST, what
+        if not is_lost:
+            assert not again.losses.keys() & stopped.losses.keys() - {3}, "what was saved here is not done again"
+        assert committed(s3) >= {LAST - 1, LAST}, what
+        assert names(self.folder) == [f"checkpoint-{LAST}"], what
+        assert not [name for name in s3.names() if "/.ft_ckpt" in name], what
+
+
+def test_a_run_that_is_killed_anywhere_goes_on_bit_for_bit(s3, tmp_path):
+    trials = Trials(s3, tmp_path)
+    for share, acts_first, is_lost in ((0.45, False, True), (0.6, True, False), (0.95, True, True)):
+        trials.trial(max(1, int(trials.requests * share)), acts_first=acts_first, is_lost=is_lost)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(7200)
+@pytest.mark.parametrize("is_lost", [False, True])
+@pytest.mark.parametrize("acts_first", [False, True])
+def test_a_run_that_is_killed_at_any_request_goes_on(s3, tmp_path, acts_first, is_lost):
+    trials = Trials(s3, tmp_path)
+    for number in range(1, trials.requests + 1):
+        trials.trial(number, acts_first=acts_first, is_lost=is_lost)
+
+
+def test_a_bucket_that_fails_stops_no_training_and_catches_up(s3, tmp_path):
+    folder = tmp_path / "nvme"
+    expected = live(s3, LAST).losses
+    s3.buckets["bucket"] = {}
+    begun = live(s3, 1, staging=folder)
+    life = live(s3, 4, lambda _: Fault("PUT .*checkpoint-[234]", **DOWN), staging=folder)
+    assert sorted(life.losses) == [2, 3, 4], "training goes on"
+    assert life.error.startswith("TargetError")
+    assert "checkpoint-4, checkpoint-3" in life.error
+    assert f"kept in {folder}, from where the next start uploads it" in life.error
+    assert committed(s3) == {1}
+    assert names(folder) == ["checkpoint-1", "checkpoint-3", "checkpoint-4"], "what it was resumed from, and the last 2"
+    again = live(s3, LAST, staging=folder)
+    assert again.error == ""
+    assert (begun.losses | life.losses | again.losses) == expected
+    assert committed(s3) == {4, 5}
+    assert names(folder) == ["checkpoint-5"]
+
+
+STOPPED = """
+import sys, warnings
+from ft_ckpt import CheckpointSaver, Every
+from ft_ckpt.saving import run_saves
+from training import QUIET, learn, prepared
+from s3_server import FAST
+
+run_saves.LONGEST_EXIT_SECONDS = float(sys.argv[2])
+run = prepared()
+with CheckpointSaver(run.accelerator, "s3://bucket/run", staging=sys.argv[1], every=Every(steps=3),
+                     store_options=FAST, **QUIET) as saver:
+    saver.resume()
+    for batch in saver.remaining(run.loader, epochs=10_000):
+        learn(run, batch[0])
+        saver.step()
+        if saver.progress.step == 3:
+            print("ready", flush=True)
+"""
+
+
+def test_a_signal_waits_for_the_upload(s3, tmp_path):
+    done = run_and_signal(STOPPED, tmp_path / "nvme", 600, until=lambda said: said.readline(), number=signal.SIGTERM)
+    assert done.returncode == 128 + signal.SIGTERM, done.stderr
+    newest = names(tmp_path / "nvme")[-1]
+    assert latest(BUCKET_RUN) == f"{BUCKET_RUN}/{newest}"
+    assert int(newest.rpartition("-")[2]) >= 3
+    assert "not uploaded" not in done.stderr
+
+
+def test_a_signal_waits_no_longer_than_it_may(s3, tmp_path):
+    s3.faults.append(Fault("PUT .*checkpoint-.*safetensors", seconds=8, times=100))
+    begun = time.monotonic()
+    done = run_and_signal(STOPPED, tmp_path / "nvme", 0.5, until=lambda said: said.readline(), number=signal.SIGTERM)
+    assert done.returncode == 128 + signal.SIGTERM, done.stderr
+    assert re.search(r"checkpoint-\d+: not uploaded: .*broken off, as the process ends.*kept in", done.stderr), (
+        done.stderr
+    )
+    assert time.monotonic() - begun < 40
+    assert committed(s3) <= {3}
+
+
+# What goes where
+
+
+def test_the_folder_keeps_the_newest_and_the_bucket_what_the_rules_say(s3, tmp_path):
+    with saver_at(tmp_path, keep=Keep(last=2)) as saver:
+        assert saver.directory == BUCKET_RUN
+        reports = [saver.learn() and saver.save_state() for _ in range(4)]
+        assert reports[0].path == tmp_path / "checkpoint-1"
+        assert reports[0].upload.url == f"{BUCKET_RUN}/checkpoint-1"
+        sent = reports[-1].upload.result(60)
+        assert (sent.url, sent.path, sent.is_new) == (f"{BUCKET_RUN}/checkpoint-4", tmp_path / "checkpoint-4", True)
+        pin(f"{BUCKET_RUN}/checkpoint-4")
+    assert names(BUCKET_RUN) == ["checkpoint-3", "checkpoint-4"]
+    assert names(tmp_path) == ["checkpoint-4"]
+    shutil.rmtree(tmp_path)
+    with saver_at(tmp_path, keep=Keep(last=1)) as saver:
+        assert str(saver.resume("must").resumed_from) == f"{BUCKET_RUN}/checkpoint-4"
+        for _ in range(2):
+            saver.learn()
+            saver.save_state()
+    assert names(BUCKET_RUN) == ["checkpoint-4", "checkpoint-6"], "the pin holds"
+
+
+def test_training_waits_for_the_disk_only_and_the_newest_goes_first(s3, tmp_path):
+    with saver_at(tmp_path, keep=Keep(last=2), background=True) as saver:
+        saver.learn()
+        first = saver.save_state().result().upload
+        first.result(60)
+        with closed_gate(s3):
+            reports = []
+            for _ in range(5):
+                saver.learn()
+                reports.append(saver.save_state().result())
+            assert not any(report.upload.done for report in reports)
+            assert {"checkpoint-5", "checkpoint-6"} <= set(names(tmp_path))
+    puts = [line.split("/")[3].split("?")[0] for line in s3.seen("PUT .*/ft_ckpt.json")]
+    assert puts.index("checkpoint-6") < puts.index("checkpoint-5"), puts
+    assert "checkpoint-4" not in puts
+    with pytest.raises(NotACheckpointError, match="deleted here, as `keep` says, before it was uploaded"):
+        reports[2].upload.result()
+    assert names(BUCKET_RUN) == ["checkpoint-5", "checkpoint-6"]
+    assert names(tmp_path) == ["checkpoint-6"]
+
+
+def test_a_save_of_weights_goes_the_same_way_and_a_path_does_not(s3, tmp_path):
+    with saver_at(tmp_path / "nvme") as saver:
+        saver.learn()
+        model = saver.accelerator._models[0]
+        assert saver.save(model, step=9).upload.result(60).is_new
+        assert saver.save(model, tmp_path / "elsewhere").upload is None
+    assert names(BUCKET_RUN) == ["checkpoint-9"]
+    assert names(tmp_path / "nvme") == ["checkpoint-9"], "weights stay"
+
+
+def test_a_step_that_is_saved_anew_is_replaced(s3, tmp_path):
+    with saver_at(tmp_path) as saver:
+        saver.learn()
+        saver.save_state()
+        assert saver.save_state(metrics={"loss": 1.0}).upload.result(60).is_new
+    assert list_checkpoints(BUCKET_RUN).found[0].manifest.metrics == {"loss": 1.0}
+
+
+def test_another_runs_checkpoint_is_not_replaced(s3, tmp_path):
+    with saver_at(None) as saver:
+        saver.learn()
+        saver.save_state()
+        own = list_checkpoints(BUCKET_RUN).found[0].manifest.run_id
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        run = prepared()
+        saver = CheckpointSaver(run.accelerator, BUCKET_RUN, staging=tmp_path, store_options=FAST, **QUIET)
+        saver.step(step=1)
+        with pytest.raises(NameTakenError):
+            saver.save_state().upload.result(60)
+        with pytest.raises(TargetError, match=r"checkpoint-1: not uploaded: .*of another run"):
+            saver.close()
+    assert any("tried again with the next save" in str(each.message) for each in told), told
+    assert list_checkpoints(BUCKET_RUN).found[0].manifest.run_id == own
+    assert names(tmp_path) == ["checkpoint-1"]
+
+
+def test_what_was_uploaded_elsewhere_meanwhile_is_left_alone(s3, tmp_path):
+    """A folder that stayed behind on a machine, while the run went on on another from the bucket."""
+    with saver_at(tmp_path / "one") as saver:
+        saver.learn(2)
+        saver.save_state()
+        saver.learn(1)
+        s3.faults = [Fault("PUT", **DOWN)]
+        upload = saver.save_state().upload
+        with pytest.warns(UserWarning, match="not uploaded"):
+            upload.wait(60)
+        shutil.copytree(tmp_path / "one", tmp_path / "left")
+        s3.faults = []
+    shutil.rmtree(tmp_path / "one")
+    for name in s3.names("run/checkpoint-3/"):
+        del s3.buckets["bucket"][name]
+    with saver_at(tmp_path / "two") as saver:
+        assert saver.resume("must").step == 2
+        saver.learn(1)
+        saver.save_state()
+        saver.learn(1)
+        saver.save_state()
+    found = {info.name: info.manifest.created for info in list_checkpoints(BUCKET_RUN).found}
+    with saver_at(tmp_path / "left") as saver:
+        assert str(saver.resume("must").resumed_from) == f"{BUCKET_RUN}/checkpoint-4"
+    assert {info.name: info.manifest.created for info in list_checkpoints(BUCKET_RUN).found} == found
+
+
+def test_a_damaged_checkpoint_here_is_taken_from_the_bucket(s3, tmp_path):
+    with saver_at(tmp_path) as saver:
+        saver.learn(2)
+        saver.save_state()
+    file = tmp_path / "checkpoint-2" / "model.safetensors"
+    content = bytearray(file.read_bytes())
+    content[-5] ^= 1
+    file.write_bytes(content)
+    for mode in ("auto", "must", "checkpoint-2"):
+        with saver_at(tmp_path) as saver, pytest.warns(UserWarning, match="damaged, taking its copy s3://"):
+            assert str(saver.resume(mode).resumed_from) == f"{BUCKET_RUN}/checkpoint-2"
+
+
+def test_a_run_taken_back_replaces_what_it_went_back_in(s3, tmp_path):
+    with saver_at(tmp_path) as saver:
+        for _ in range(3):
+            saver.learn()
+            saver.save_state()
+    with saver_at(tmp_path) as saver:
+        assert saver.resume("checkpoint-1").step == 1
+        saver.learn()
+        saver.save_state()
+    found = list_checkpoints(BUCKET_RUN).found
+    assert [info.name for info in found] == ["checkpoint-1", "checkpoint-3", "checkpoint-2"]
+    assert found[1].manifest.run_id != found[2].manifest.run_id
+
+
+# What is refused
+
+
+def test_what_cannot_be_staged_is_refused_at_the_start(s3, tmp_path):
+    with pytest.raises(ConfigError, match="is on a disk itself; leave staging out"):
+        CheckpointSaver(None, tmp_path / "run", staging=tmp_path / "nvme")
+    with pytest.raises(ConfigError, match="for a run in a bucket; give the saver its directory"):
+        CheckpointSaver(staging=tmp_path / "nvme")
+    with pytest.raises(ConfigError, match="expected a folder of this machine"):
+        CheckpointSaver(None, BUCKET_RUN, staging="s3://bucket/staging")
+    (tmp_path / "file").touch()
+    with pytest.raises(TargetError, match="a file, expected a folder"):
+        CheckpointSaver(None, BUCKET_RUN, staging=tmp_path / "file")
+
+
+def test_a_folder_is_of_one_run(s3, tmp_path):
+    CheckpointSaver(None, BUCKET_RUN, staging=tmp_path / "nvme")
+    CheckpointSaver(None, BUCKET_RUN, staging=tmp_path / "nvme")
+    with pytest.raises(ConfigError, match=f"for {BUCKET_RUN}, expected s3://bucket/other; give each run"):
+        CheckpointSaver(None, "s3://bucket/other", staging=tmp_path / "nvme")
+    run = prepared()
+    with CheckpointSaver(run.accelerator, tmp_path / "local") as saver:
+        saver.save_state(path=tmp_path / "local" / "checkpoint-1")
+    with pytest.raises(ConfigError, match="holds checkpoints that were not staged there"):
+        CheckpointSaver(None, BUCKET_RUN, staging=tmp_path / "local")
+
+
+# Several ranks
+
+
+@pytest.fixture(scope="module")
+def outcomes(tmp_path_factory):
+    pytest.importorskip("obstore")
+    with running_s3():
+        return run_cases("staged", RANKS, tmp_path_factory.mktemp("staged"))
+
+
+RANKS = ["shared", "apart", "failing"]
+
+
+@pytest.mark.parametrize("case", RANKS)
+def test_two_ranks(outcomes, case):
+    assert outcomes[case] == ""
