@@ -1,5 +1,7 @@
 """`ft-ckpt merge ADAPTER OUT`. Torch is imported when there is work for it."""
 
+import ctypes
+from contextlib import suppress
 from typing import Annotated
 
 import typer
@@ -14,6 +16,8 @@ _Weights = Annotated[str | None, typer.Option(help='A number for each adapter, a
 _Check = Annotated[bool, typer.Option("--check", help="Compare the logits of both models before OUT is committed.")]
 _AnyBase = Annotated[bool, typer.Option("--any-base", help="Do not compare the base with the one trained on.")]
 _Dequantize = Annotated[bool, typer.Option("--dequantize", help="Merge into a quantised base as it is, dequantised.")]
+_MMAP_THRESHOLD, _TRIM_THRESHOLD = -3, -1  # settings of glibc's allocator
+_KEPT_BYTES = 1 << 30
 
 
 def merge_command(
@@ -33,6 +37,7 @@ def merge_command(
     """Write the base with ADAPTER merged into it to the folder OUT, layer by layer: in float32, rounded once."""
     source, target = given_paths(context, "ADAPTER", "OUT")
     refuse_existing(target, force)
+    _keep_freed_memory()
     from ft_ckpt.files.average import parse_weights
     from ft_ckpt.saving.merge_files import merge
 
@@ -42,3 +47,14 @@ def merge_command(
         dequantize=dequantize, overwrite=force,
     )  # fmt: skip
     print_conversion(source, report, False, as_json=as_json)
+
+
+def _keep_freed_memory() -> None:
+    """Let the allocator keep what is freed: the next layer needs as much, and new pages cost as much as its sums.
+
+    Of this process, which does nothing else.
+    """
+    with suppress(AttributeError, OSError):  # another allocator
+        libc = ctypes.CDLL(None)
+        for setting in (_MMAP_THRESHOLD, _TRIM_THRESHOLD):
+            libc.mallopt(setting, _KEPT_BYTES)
