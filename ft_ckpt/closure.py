@@ -12,6 +12,7 @@ from torch import nn
 from ft_ckpt import schedule
 from ft_ckpt.config import SaverConfig, every_of
 from ft_ckpt.distributed import inventory
+from ft_ckpt.distributed.agreement import Values
 from ft_ckpt.distributed.ranks import Ranks, current_ranks, try_action
 from ft_ckpt.errors import CheckpointError, ConfigError, RankError, listing
 from ft_ckpt.saver import CheckpointSaver, open_savers
@@ -202,12 +203,16 @@ def _running_closure(name: str) -> Iterator[None]:
 def _raise_everywhere(name: str, error: BaseException | None, ranks: Ranks) -> None:
     """Raise this rank's own `error`, or say which other rank had one; no rank goes on alone."""
     said = None if error is None else f"{type(error).__name__}: {error}"
-    answers = ranks.agree(f"the end of {name}", {"error": said})
+
+    def failures_of(values: Values) -> str:
+        failed = [f"rank {rank}: {value['error']}" for rank, value in enumerate(values) if value["error"]]
+        return listing(failed)
+
+    failed = ranks.agree(f"the end of {name}", {"error": said}, verdict=failures_of).told
     if error is not None:
         raise error
-    failed = [f"rank {rank}: {answer['error']}" for rank, answer in enumerate(answers) if answer["error"]]
     if failed:
-        raise RankError(f"{name} failed on {listing(failed)}")
+        raise RankError(f"{name} failed on {failed}")
 
 
 def _every_problems(every: Every | None) -> list[str]:

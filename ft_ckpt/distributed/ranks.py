@@ -10,21 +10,25 @@ import json
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from datetime import timedelta
+from itertools import islice
 from typing import Any
 
-from ft_ckpt.distributed.agreement import ADVICE, error_facts, judge_entries, rank_numbers
+from ft_ckpt.distributed import agreement
+from ft_ckpt.distributed.agreement import ADVICE, Agreed, Values, rank_numbers
+from ft_ckpt.distributed.store_values import delete_value, get_values, put_value
 from ft_ckpt.distributed.threads import beside_thread
-from ft_ckpt.errors import CheckpointError, NoSpaceError, RankError, RanksDisagreeError
+from ft_ckpt.errors import CheckpointError, RankError, RanksDisagreeError
 
 _BEAT_SECONDS = 1.0  # between signs of life of a rank at work; well below any sensible time-out
 _LOOK_SECONDS = 0.1  # between looks, of a rank at work, for reports of failure
-_VALUE_BYTES = 4 << 20  # of one key: torch's store ends at more than 8 MiB, and takes the process group with it
 _LOOKS_PER_SECOND = 1000  # at most, of all ranks together: one process answers them
+_MOST_LOOKED_AT = 32  # ranks whose signs of life are looked for at a time
 
 
 @dataclass
@@ -61,32 +65,39 @@ class Ranks:
         error: BaseException | None = None,
         same: tuple[str, ...] = (),
         timeout_seconds: float | None = None,
-    ) -> list[dict[str, Any]]:
-        """Meet at `what`, and return every rank's `value` (JSON) in rank order, on every rank.
+        verdict: Callable[[Values], Any] = agreement.value_of_leader,
+    ) -> Agreed:
+        """Meet at `what` with a `value` (JSON); every rank is told what `verdict` makes of all of them on rank 0.
 
-        The fields named in `same` must be equal everywhere. Raises this rank's own `error` unchanged; on the other
-        ranks RankError naming the one that failed, or NoSpaceError. Raises RanksDisagreeError when values differ or
-        when a rank does not come within `timeout_seconds` (default: the object's), or cannot come any more.
+        All values in one would be read by all, so that is for what each of them needs, and does not grow with their
+        number. The fields named in `same` must be equal everywhere. Raises this rank's own `error` unchanged; on the
+        other ranks RankError naming the one that failed, or NoSpaceError; on all ranks what `verdict` raises. Raises
+        RanksDisagreeError when values differ or when a rank does not come within `timeout_seconds` (default: the
+        object's), or cannot come any more.
         """
         if self.size == 1:
             if error is not None:
                 raise error
-            return [dict(value or {})]
-        own = {"what": what, "value": dict(value or {}), **error_facts(error)}
+            return Agreed(verdict([dict(value or {})]), [dict(value or {})])
+        own = {"what": what, "value": dict(value or {}), **agreement.error_facts(error)}
         self._report_failure(error)
         self.rounds, self.slots = self.rounds + 1, 0
         limit = self.timeout_seconds if timeout_seconds is None else timeout_seconds
         try:
             self._check_failures()
-            self._put_json(f"{self.rounds}/{self.rank}", own)
-            verdict = self._collect_entries(what, same, limit) if self.leads else self._await_verdict(what, limit)
+            self._put_value(f"{self.rounds}/{self.rank}", own)
+            values: Values = ()
+            if self.leads:
+                found, values = self._collect_entries(what, same, limit, verdict)
+            else:
+                found = self._await_verdict(what, limit)
         except CheckpointError as told:
             raise (told if error is None else error) from None
         if error is not None:
             raise error
-        if verdict["problem"]:
-            raise _error_of(verdict)
-        return [entry["value"] for entry in verdict["entries"]]
+        if found["problem"]:
+            raise agreement.error_told(found)
+        return Agreed(found["told"], values)
 
     def attempt(self, action: Callable[[], Any]) -> tuple[Any, BaseException | None]:
         """The result of `action` and None, or None and what it raised. On all ranks, and before they agree on it.
@@ -162,48 +173,54 @@ class Ranks:
             raise RankError(f"rank {to} took no tensors within {self.timeout_seconds:g} s of a sign of life")
         self._delete_key(own)
 
-    def _collect_entries(self, what: str, same: tuple[str, ...], limit: float) -> dict[str, Any]:
+    def _collect_entries(
+        self, what: str, same: tuple[str, ...], limit: float, verdict: Callable[[Values], Any]
+    ) -> tuple[dict[str, Any], Values]:
         """Collect the entries of all ranks, and store the verdict on them for the others.
 
         Each rank forgets what it put itself: for one to do it would take a call for each of the others.
         """
         names = [f"{self.rounds}/{rank}" for rank in range(self.size)]
-        self._await_names(names, range(1, self.size), limit)
-        here = [rank for rank, name in enumerate(names) if self.store.check([self._store_key(name)])]
-        entries = {rank: self._get_json(names[rank]) for rank in here}
-        problem, kind = judge_entries(what, entries, self.size, same, limit)
-        verdict = {"problem": problem, "kind": kind, "entries": [] if problem else list(entries.values())}
-        self._put_json(f"{self.rounds}/verdict", verdict)
-        left = [f"{self.rounds}/verdict", *([*names, f"{self.rounds}/failed"] if problem else names[:1])]
+        all_came = self._await_names(names[1:], range(1, self.size), limit)
+        here = [rank for rank, name in enumerate(names) if all_came or self._are_here([name])]
+        keys = [self._store_key(names[rank]) for rank in here]
+        entries = dict(zip(here, get_values(self.store, keys), strict=True))
+        problem = agreement.judge_entries(what, entries, self.size, same, limit)
+        values: Values = [entry["value"] for entry in entries.values()]
+        found = problem or agreement.verdict_on(values, verdict)
+        self._put_value(f"{self.rounds}/verdict", found)
+        left = [f"{self.rounds}/verdict", *([*names, f"{self.rounds}/failed"] if found["problem"] else names[:1])]
         if len(here) == self.size:  # so all have read the verdict before this one, and are past its turns
             self._forget_spent()
         self.spent += map(self._store_key, left)
-        return verdict
+        return found, values
 
     def _await_verdict(self, what: str, limit: float) -> dict[str, Any]:
         """Wait for rank 0, however long it is at work, and then for its verdict, which it gives within `limit`."""
         arrived = self._await_names([f"{self.rounds}/0"], [0], limit)
         if arrived and self._await_names([f"{self.rounds}/verdict"], [0], limit + 60.0):
-            verdict = self._get_json(f"{self.rounds}/verdict")
+            verdict: agreement.Verdict
+            (verdict,) = get_values(self.store, [self._store_key(f"{self.rounds}/verdict")])
             if not verdict["problem"]:  # else a rank that is late must see who has gone on
                 self._delete_key(self._store_key(f"{self.rounds}/{self.rank}"))
                 self._forget_spent()  # all have come, so they are past the turns of this rank
             return verdict
         # Rank 0 may still come: it must not take this rank's entry for its presence.
         own = {"what": what, "value": {}, "error": f"gave up after {limit:g} s", "full": False}
-        self._put_json(f"{self.rounds}/{self.rank}", own)
+        self._put_value(f"{self.rounds}/{self.rank}", own)
         found = "rank 0 came and then fell silent" if arrived else f"rank(s) 0 did not enter {what}"
-        return {"problem": f"{what}: {found} within {limit:g} s; {ADVICE}", "kind": "disagree", "entries": []}
+        return agreement.disagreement(f"{what}: {found} within {limit:g} s; {ADVICE}")
 
-    def _await_names(self, names: list[str], awaited: Iterable[int], limit: float) -> bool:
-        """Wait for `names`, which the ranks `awaited` put; False after `limit` seconds without a sign of their life.
+    def _await_names(self, names: Sequence[str], awaited: Iterable[int], limit: float) -> bool:
+        """Wait for `names`, each put by one of the ranks `awaited`; False after `limit` seconds without a sign of life.
 
-        Raises what `_check_failures` does.
+        Of many that are missing the first few are looked at. Raises what `_check_failures` does.
         """
-        deadline, heard = time.monotonic() + limit, b""
-        while not self._have_arrived(names, min(_BEAT_SECONDS, max(deadline - time.monotonic(), 0.001))):
-            self._check_failures(names, awaited)
-            beats = [self._beat_key(rank) for rank in awaited]
+        deadline, heard, missing = time.monotonic() + limit, b"", deque(zip(names, awaited, strict=True))
+        while not self._have_arrived(missing, min(_BEAT_SECONDS, max(deadline - time.monotonic(), 0.001))):
+            first = [*islice(missing, _MOST_LOOKED_AT)]
+            self._check_failures(first)
+            beats = [self._beat_key(rank) for _, rank in first]
             beat = b" ".join(self.store.get(key) for key in beats if self.store.check([key]))
             if beat != heard:
                 # One seen for the first time may be an old one: it counts only as what the next is compared to.
@@ -212,31 +229,38 @@ class Ranks:
                 return False
         return True
 
-    def _check_failures(self, names: Iterable[str] = (), awaited: Iterable[int] = ()) -> None:
-        """Raise why `awaited` ranks will not put `names`: a rank has failed, or they have gone on without."""
+    def _check_failures(self, missing: Sequence[tuple[str, int]] = ()) -> None:
+        """Raise why ranks will not put what is `missing` of them: a rank has failed, or they have gone on without."""
         for meeting in (*self.ahead, self._store_key(f"{self.rounds + 1}")):
             failed = self.store.check([f"{meeting}/failed"])
-            gone = [rank for rank in awaited if self.store.check([f"{meeting}/{rank}"])]
-            if not (failed or gone) or (names and self.store.check([self._store_key(name) for name in names])):
-                continue  # a rank that has put the last of `names` may be at the next meeting already
+            gone = [rank for _, rank in missing if self.store.check([f"{meeting}/{rank}"])]
+            if not (failed or gone) or (missing and self._are_here([name for name, _ in missing])):
+                continue  # a rank that has put the last of them may be at the next meeting already
             if not failed:
                 raise RanksDisagreeError(f"rank(s) {rank_numbers(gone)} went on without this one; {ADVICE}")
-            raise _error_of(json.loads(self.store.get(f"{meeting}/failed")))
+            raise agreement.error_told(json.loads(self.store.get(f"{meeting}/failed")))
 
     def _report_failure(self, error: BaseException | None) -> None:
         """Report at the next meeting that this rank has failed; the first report of any rank counts."""
         if error is not None:
-            own = error_facts(error)
-            told = {"problem": f"rank {self.rank} failed: {own['error']}", "kind": "full" if own["full"] else "failed"}
+            told = agreement.failure_of_rank(self.rank, error)
             self.store.compare_set(self._store_key(f"{self.rounds + 1}/failed"), "", json.dumps(told))
 
-    def _have_arrived(self, names: list[str], seconds: float) -> bool:
-        """Whether all of `names` are in the store within `seconds`; the store wakes us, nobody polls."""
+    def _have_arrived(self, missing: "deque[tuple[str, int]]", seconds: float) -> bool:
+        """Whether all of the names are in the store within `seconds`; those that come first are no longer `missing`.
+
+        The store wakes us, nobody polls.
+        """
         try:
-            self.store.wait([self._store_key(name) for name in names], timedelta(seconds=seconds))
+            self.store.wait([self._store_key(name) for name, _ in missing], timedelta(seconds=seconds))
         except RuntimeError:  # DistStoreError: time is up
-            return False
+            while missing and self._are_here([missing[0][0]]):
+                missing.popleft()
+            return not missing
         return True
+
+    def _are_here(self, names: Iterable[str]) -> bool:
+        return bool(self.store.check([self._store_key(name) for name in names]))
 
     def _forget_spent(self) -> None:
         for key in self.spent:
@@ -245,9 +269,7 @@ class Ranks:
 
     def _delete_key(self, key: str) -> None:
         with suppress(RuntimeError, NotImplementedError):  # stores without deletion only grow
-            self.store.delete_key(key)
-            for number in range(1, self.further.pop(key, 1)):
-                self.store.delete_key(f"{key}/part-{number}")
+            delete_value(self.store, key, self.further.pop(key, 1))
 
     def _store_key(self, name: str) -> str:
         return f"ft_ckpt/{self.channel}/{self.scope}{name}"
@@ -255,22 +277,11 @@ class Ranks:
     def _beat_key(self, rank: int) -> str:
         return f"ft_ckpt/{self.channel}/beat/{rank}"
 
-    def _put_json(self, name: str, value: dict[str, Any]) -> None:
-        """Store a value under one key, or in parts of which the one under that key comes last."""
-        key, text = self._store_key(name), json.dumps(value).encode()
-        parts = [text[low : low + _VALUE_BYTES] for low in range(0, len(text), _VALUE_BYTES)]
-        for number, part in enumerate(parts[1:], 1):
-            self.store.set(f"{key}/part-{number}", part)
-        self.store.set(key, b"%d %b" % (len(parts), parts[0]))
-        if len(parts) > 1:
-            self.further[key] = len(parts)
-
-    def _get_json(self, name: str) -> dict[str, Any]:
+    def _put_value(self, name: str, value: dict[str, Any]) -> None:
         key = self._store_key(name)
-        count, _, text = self.store.get(key).partition(b" ")
-        rest = [self.store.get(f"{key}/part-{number}") for number in range(1, int(count))]
-        value: dict[str, Any] = json.loads(b"".join([text, *rest]))
-        return value
+        parts = put_value(self.store, key, value)
+        if parts > 1:
+            self.further[key] = parts
 
 
 _by_itself: ContextVar[bool] = ContextVar("_by_itself", default=False)
@@ -334,10 +345,3 @@ def try_action(action: Callable[[], Any]) -> tuple[Any, BaseException | None]:
         return action(), None
     except Exception as error:  # noqa: BLE001 - carried to `agree`, which raises it after telling the other ranks
         return None, error
-
-
-def _error_of(told: Mapping[str, Any]) -> CheckpointError:
-    """The exception for a verdict, or for a report of failure."""
-    kinds: dict[str, Callable[[str], CheckpointError]]
-    kinds = {"failed": RankError, "full": NoSpaceError, "disagree": RanksDisagreeError}
-    return kinds[told["kind"]](told["problem"])

@@ -136,17 +136,16 @@ class Checkpointed(Trainer):  # type: ignore[misc]  # transformers is not typed
     def _load_best_model(self) -> None:
         path, ranks = Path(self.state.best_model_checkpoint), self.__current_ranks()
         ours, error = try_action(lambda: ranks.leads and has_our_state(path))
-        if not ranks.agree("the best model", {"ours": ours}, error)[0]["ours"]:
+        if not ranks.agree("the best model", {"ours": ours}, error).told["ours"]:
             return super()._load_best_model()  # type: ignore[no-any-return]  # transformers is not typed
         load_best_weights(self.model_wrapped, path, self.ft_ckpt.config.verify_resume, ranks)
         return None
 
     def __agree_on_best(self) -> None:
         """Take rank 0's word for where the best model is: others may not see it."""
-        answers = self.__current_ranks().agree(
-            "the place of the best model", {"path": self.state.best_model_checkpoint}
-        )
-        self.state.best_model_checkpoint = answers[0]["path"]
+        mine = {"path": self.state.best_model_checkpoint}
+        agreed = self.__current_ranks().agree("the place of the best model", mine)
+        self.state.best_model_checkpoint = agreed.told["path"]
 
     def __current_ranks(self) -> Ranks:
         return current_ranks(self.ft_ckpt.config.enter_timeout_seconds)

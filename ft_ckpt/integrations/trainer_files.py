@@ -26,7 +26,7 @@ from ft_ckpt.storage.local_store import LocalStore
 from ft_ckpt.storage.place import open_place
 from ft_ckpt.storage.scratch import files_below, files_made_by
 from ft_ckpt.training import resume, starting
-from ft_ckpt.training.exchange import exchange
+from ft_ckpt.training.exchange import hear_leader
 from ft_ckpt.training.items import known_sources
 from ft_ckpt.training.serve_files import CheckpointFacts, checkpoint_facts, open_to_all
 from ft_ckpt.training.state_files import ResumePoint, open_resume_point
@@ -74,7 +74,7 @@ def chosen_by(ranks: Ranks, wanted: str, folder: Path, deep: bool) -> ChosenChec
         return {"path": str(path), "is_ours": ours, "state": _trainer_state(path) if ours else None}
 
     found, error = ranks.attempt(find_on_leader)
-    return ChosenCheckpoint(**ranks.agree("train(resume_from_checkpoint=...)", found, error)[0])
+    return ChosenCheckpoint(**ranks.agree("train(resume_from_checkpoint=...)", found, error).told)
 
 
 def _wanted_checkpoint(wanted: str, folder: Path, deep: bool) -> Path | None:
@@ -142,7 +142,7 @@ def load_best_weights(model: nn.Module, path: Path, deep: bool, ranks: Ranks) ->
 def _load_best(model: nn.Module, path: Path, deep: bool, ranks: Ranks, stack: ExitStack) -> None:
     point, error = try_action(lambda: _open_best(path, deep, stack) if ranks.leads else None)
     mine = CheckpointFacts("", "", ()) if point is None else checkpoint_facts(point.checkpoint)
-    found = exchange(ranks, "opening the best model", CheckpointFacts, mine, error)[0]
+    found = hear_leader(ranks, "opening the best model", CheckpointFacts, mine, error)
     here = open_to_all(point, found, open_place, ranks, stack, deep)
     outcome = resume.restore_weights(known_sources(model, []), here.document, here.tensors)
     if outcome.status != "restored":

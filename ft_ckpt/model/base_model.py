@@ -17,6 +17,7 @@ import xxhash
 from torch import nn
 
 from ft_ckpt.checkpoint.manifest import PartRecord
+from ft_ckpt.distributed.agreement import Values
 from ft_ckpt.distributed.inventory import inventory_of
 from ft_ckpt.distributed.ranks import Ranks
 from ft_ckpt.distributed.samples import elements_at, sample_elements
@@ -87,8 +88,8 @@ class BaseWatch:
         if not (alone if asked is None else asked):
             return False
         found, error = ranks.attempt(lambda: self.changed_layers(model, ranks.rank))
-        answers = ranks.agree("the base of save_state()", {"changed": found}, error)
-        if not (names := sorted({name for answer in answers for name in answer["changed"]})):
+        names = ranks.agree("the base of save_state()", {"changed": found}, error, verdict=_all_changed).told
+        if not names:
             return True
         if asked:
             self.refuse_changed(model, ranks.rank)
@@ -96,6 +97,10 @@ class BaseWatch:
         if ranks.leads:
             warnings.warn(f"{_changed_text(names)}: it is saved with the adapters", stacklevel=5)
         return False
+
+
+def _all_changed(values: Values) -> list[str]:
+    return sorted({name for value in values for name in value["changed"]})
 
 
 def _changed_text(names: list[str]) -> str:

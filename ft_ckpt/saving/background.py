@@ -7,7 +7,7 @@ writer, what that does not hold comes to it in the foreground.
 """
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from functools import partial
@@ -32,7 +32,7 @@ from ft_ckpt.saving.snapshot import Copies, Snapshot, ids_changed_by_steps
 from ft_ckpt.saving.worker import Worker
 from ft_ckpt.schedule import History, after_commit
 from ft_ckpt.training.capture import Captured
-from ft_ckpt.training.exchange import exchange
+from ft_ckpt.training.exchange import decide_together
 from ft_ckpt.training.items import optimizers_among, run_items
 from ft_ckpt.training.run import TrainingRun
 from ft_ckpt.training.signature import PlanCache, Signer
@@ -76,6 +76,19 @@ class _SnapshotFacts:
     replicas: Mapping[str, str]  # digests of what other ranks should hold alike, by place
 
 
+@dataclass(frozen=True)
+class _SnapshotTerms:
+    """What every rank knows of it once all have told."""
+
+    can_wait: bool
+    replicas_alike: bool
+
+
+def _terms_of_snapshot(answers: Sequence[_SnapshotFacts]) -> _SnapshotTerms:
+    can_wait = all(answer.can_wait for answer in answers)
+    return _SnapshotTerms(can_wait, replicas.are_alike(answer.replicas for answer in answers))
+
+
 @dataclass(frozen=True, eq=False)
 class _Prepared:
     """A request, its plan, and what has to be copied for it."""
@@ -92,6 +105,10 @@ class _Prepared:
 @dataclass(frozen=True)
 class _Ended:
     is_done: bool
+
+
+def _have_all_ended(answers: Sequence[_Ended]) -> _Ended:
+    return _Ended(all(answer.is_done for answer in answers))
 
 
 class BackgroundSaver:
@@ -179,7 +196,7 @@ class BackgroundSaver:
                     gathered.update({int(key): tensor for key, tensor in found.items()})
 
             _, error = ranks.attempt(gather_all)
-            exchange(ranks, "the copies of save()", _Ended, _Ended(True), error)
+            ranks.agree("the copies of save()", error=error)
         return gathered
 
     def _agree_on_snapshot(
@@ -198,13 +215,16 @@ class BackgroundSaver:
             made = some or {}
         can, target = prepared is not None and prepared.copies.can_wait(config), str(request.target) if request else ""
         facts = _SnapshotFacts(target, can, replicas.digests_by_place(made))
-        answers = exchange(ranks, "save() in the background", _SnapshotFacts, facts, error, same=("path",))
+        kinds = (_SnapshotFacts, _SnapshotTerms)
+        terms, _ = decide_together(
+            ranks, "save() in the background", facts, _terms_of_snapshot, kinds, error, same=("path",)
+        )
         if request is not None and prepared is not None and compares_replicas(request, ranks):
-            apart = replicas.differing_replicas(made, [answer.replicas for answer in answers], ranks)
+            apart = {} if terms.replicas_alike else replicas.differing_replicas(made, ranks)
             request = accept_differences(prepared.request, apart, ranks, config)
             if apart:  # to be laid out anew
                 return self._agree_on_snapshot(request, None, ranks, config)
-        return request, prepared, all(answer.can_wait for answer in answers)
+        return request, prepared, terms.can_wait
 
     def _prepare_snapshot(self, request: SaveRequest, ranks: Ranks, config: SaverConfig) -> "_Prepared":
         """The plan, and what must be copied when; the optimizers that it may wait for are watched from here on."""
@@ -281,7 +301,8 @@ class BackgroundSaver:
         self._looks += 1
         if self._looks % 64 and self._looks & (self._looks - 1):
             return False
-        return all(one.is_done for one in exchange(ranks, "saver.step()", _Ended, _Ended(self._worker.is_done)))
+        mine = _Ended(self._worker.is_done)
+        return decide_together(ranks, "saver.step()", mine, _have_all_ended, (_Ended, _Ended))[0].is_done
 
     def close(self) -> None:
         """Settle, and give the optimizers and the memory back."""

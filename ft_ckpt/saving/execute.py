@@ -6,7 +6,7 @@ Three steps, each ended by an agreement of all ranks: choose and check (nothing 
 import logging
 import time
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -24,7 +24,7 @@ from ft_ckpt.model.parts import kind_of
 from ft_ckpt.saving import replicas
 from ft_ckpt.saving.build_manifest import manifest_of
 from ft_ckpt.saving.files import check_written_files
-from ft_ckpt.saving.move_tensors import SaveFacts, SaveJob, SharedFolders, write_tensors
+from ft_ckpt.saving.move_tensors import SaveFacts, SaveJob, SaveTerms, SharedFolders, write_tensors
 from ft_ckpt.saving.plan import SaveRequest
 from ft_ckpt.saving.planned_save import PlannedSave, look_at_model, plan_save
 from ft_ckpt.saving.stage import StagedSave, prepare_stage
@@ -33,8 +33,8 @@ from ft_ckpt.storage.local_copy import local_folder
 from ft_ckpt.storage.place import Place, open_place
 from ft_ckpt.storage.scratch import edited_object
 from ft_ckpt.storage.store import SharedStore, Store
-from ft_ckpt.training.exchange import exchange
-from ft_ckpt.training.items import check_same_tensors
+from ft_ckpt.training.exchange import decide_together, hear_leader
+from ft_ckpt.training.items import name_differing_tensors
 from ft_ckpt.transfer.pushes import PendingPush
 
 _LOG = logging.getLogger("ft_ckpt")
@@ -166,11 +166,6 @@ class _Outcome:
     differences: Mapping[str, Mapping[int, str | None]] | None = None  # what ranks hold otherwise than others
 
 
-@dataclass(frozen=True)
-class _Names:
-    names: tuple[str, ...]
-
-
 def _try_save(one: _SaveTry, error: BaseException | None) -> _Outcome:
     request, ranks, config = one.request, one.ranks, one.config
     prepared: StagedSave | None = None
@@ -186,21 +181,20 @@ def _try_save(one: _SaveTry, error: BaseException | None) -> _Outcome:
             )
             made = made or {}
         # Everything that can be refused is refused here, before a tensor moves: later, ranks depend on each other.
-        answers = _agree_on_plan(request, prepared, made, ranks, error)
+        terms, answers = _agree_on_plan(request, prepared, made, ranks, error)
         if request is None or prepared is None:
             raise RankError("save(): agreed on without a plan on this rank; please report it")
-        _refuse_lonely_dicts(answers)
-        if compares_replicas(request, ranks) and not answers[0].state_dict:  # which was given on rank 0 alone
-            apart = replicas.differing_replicas(made, [answer.replicas for answer in answers], ranks)
-            if apart:
-                return _Outcome(differences=apart)
-        job = SaveJob(request, prepared, tuple(answers), ranks, config, one.begun, one.shared)
+        compares = compares_replicas(request, ranks) and not terms.state_dict  # which was given on rank 0 alone
+        if compares and not terms.replicas_alike and (apart := replicas.differing_replicas(made, ranks)):
+            return _Outcome(differences=apart)
+        samples = tuple(answer.samples for answer in answers)
+        job = SaveJob(request, prepared, terms, samples, ranks, config, one.begun, one.shared)
         outcome, error = ranks.attempt(explained(request.target)(lambda: _write_and_commit(job)))
         if isinstance(error, NoSpaceError) and config.when_full != "raise":
             changed = (*one.changed, *(prepared.offers.keys() - job.taken))
             outcome, error = _Outcome(full=str(error), changed=changed), None
-        outcomes: list[_Outcome] = exchange(ranks, "the commit of save()", _Outcome, outcome, error)
-        return outcomes[0]
+        done: _Outcome = hear_leader(ranks, "the commit of save()", _Outcome, outcome, error)
+        return done
     finally:
         if prepared is not None and prepared.staging is not None:
             prepared.staging.discard()
@@ -221,15 +215,22 @@ def _agree_on_plan(
     made: Mapping[str, replicas.ReplicaDigest],
     ranks: Ranks,
     error: BaseException | None,
-) -> list[SaveFacts]:
-    """Meet with the facts of the save; of every rank, in rank order. Raises RanksDisagreeError naming tensors."""
+) -> tuple[SaveTerms, Sequence[SaveFacts]]:
+    """Meet with the facts of the save; on rank 0 those of every rank, too. Raises RanksDisagreeError naming tensors."""
     facts = None if request is None or prepared is None else _describe_save(request, prepared, made)
-    answers = exchange(ranks, "save()", SaveFacts, facts, error, same=("path", "kind", "step"))
-    if len({answer.tensors for answer in answers}) > 1:
-        names = None if prepared is None else _Names(_tensor_names(prepared))
-        everyone = exchange(ranks, "the tensors of save()", _Names, names)
-        check_same_tensors([answer.names for answer in everyone])
-    return answers
+    kinds, same = (SaveFacts, SaveTerms), ("path", "kind", "step")
+    terms, answers = decide_together(ranks, "save()", facts, _terms_of, kinds, error, same)
+    if prepared is not None and facts is not None and not terms.alike:
+        name_differing_tensors(ranks, "the tensors of save()", facts.tensors, lambda: _tensor_names(prepared))
+    return terms, answers
+
+
+def _terms_of(answers: Sequence[SaveFacts]) -> SaveTerms:
+    _refuse_lonely_dicts(answers)
+    first = answers[0]
+    alike = all(answer.tensors == first.tensors for answer in answers)
+    same_parts = replicas.are_alike(answer.replicas for answer in answers)
+    return SaveTerms(first.stage, first.offers, first.state_dict, alike, same_parts)
 
 
 def _tensor_names(prepared: StagedSave) -> tuple[str, ...]:
@@ -262,7 +263,7 @@ def _shared_stage(staging: Staging | None) -> str | None:
     return staging.store.url if staging is not None and isinstance(staging.store, SharedStore) else None
 
 
-def _refuse_lonely_dicts(answers: list[SaveFacts]) -> None:
+def _refuse_lonely_dicts(answers: Sequence[SaveFacts]) -> None:
     """Rank 0 writes: a state dict that others were handed and it was not leaves it waiting for tensors."""
     given = [str(rank) for rank, answer in enumerate(answers) if answer.state_dict]
     if given and not answers[0].state_dict:
@@ -273,7 +274,7 @@ def _refuse_lonely_dicts(answers: list[SaveFacts]) -> None:
 
 def _write_and_commit(job: SaveJob) -> _Outcome:
     """Write the files, compare them with the model, commit. Collective; the result is rank 0's."""
-    if not job.ranks.leads and job.answers[0].state_dict:
+    if not job.ranks.leads and job.terms.state_dict:
         return (
             _Outcome()
         )  # rank 0 was handed everything; a gather leaves the others with {} or None, which says nothing
@@ -299,7 +300,7 @@ def _commit_files(job: SaveJob, staging: Staging, files: list[FileRecord]) -> _S
     manifest = manifest_of(
         plans,
         [*files, *job.prepared.files],
-        [answer.samples for answer in job.answers],
+        job.samples,
         compressed=compression is not None,
         bases=job.prepared.planned.companions.bases,
         classes=job.prepared.planned.companions.classes,

@@ -21,6 +21,7 @@ from ft_ckpt.errors import CorruptError, IncompleteError
 from ft_ckpt.formats.registry import format_named
 from ft_ckpt.formats.write_files import FilePlan, write_file
 from ft_ckpt.saving import reuse_frozen, write_shards
+from ft_ckpt.saving.build_manifest import BaseSamples
 from ft_ckpt.saving.files import FiniteCheck, GatherWay, PartPlan, file_turns
 from ft_ckpt.saving.plan import SaveRequest
 from ft_ckpt.saving.reuse_frozen import Offer
@@ -30,7 +31,7 @@ from ft_ckpt.storage.local_store import LocalStore
 from ft_ckpt.storage.progress import track_progress
 from ft_ckpt.storage.store import SharedStore, Store
 from ft_ckpt.storage.writer import Region, Writer
-from ft_ckpt.training.exchange import exchange
+from ft_ckpt.training.exchange import decide_together, hear_leader, tell_leader
 
 _PROBE = ".ft_ckpt-probe"
 
@@ -48,6 +49,17 @@ class SaveFacts:
     stage: str | None  # rank 0's; None where ranks cannot write one file together
     offers: Mapping[str, Offer]  # rank 0's: frozen files that may be there already
     replicas: Mapping[str, str]  # digests of what other ranks should hold alike, by place
+
+
+@dataclass(frozen=True)
+class SaveTerms:
+    """What every rank knows of a save once all have told of theirs."""
+
+    stage: str | None  # rank 0's
+    offers: Mapping[str, Offer]  # rank 0's
+    state_dict: bool  # whether rank 0 was given one
+    alike: bool  # whether all have the same tensors
+    replicas_alike: bool  # whether what several ranks hold is the same
 
 
 @dataclass(frozen=True)
@@ -100,7 +112,8 @@ class SaveJob:
 
     request: SaveRequest
     prepared: StagedSave
-    answers: tuple[SaveFacts, ...]
+    terms: SaveTerms
+    samples: tuple[BaseSamples, ...]  # on rank 0: of every rank
     ranks: Ranks
     config: SaverConfig
     begun: float
@@ -132,7 +145,7 @@ def write_tensors(job: SaveJob) -> list[FileRecord]:
 
 def _link_frozen_files(job: SaveJob) -> list[FileRecord]:
     """Find the frozen files that are there already, and on rank 0 put them in place; their records. Collective."""
-    offers, staging = job.answers[0].offers, job.prepared.staging
+    offers, staging = job.terms.offers, job.prepared.staging
     if not offers:
         return []
     shares = reuse_frozen.frozen_shares(job.prepared.plans, job.ranks.size)
@@ -162,9 +175,9 @@ def _write_whole_files(job: SaveJob, untied: list[tuple[TensorInfo, TensorInfo]]
         check.raise_if_found()
     if not any(writers.values()):
         return written
-    answers = exchange(ranks, "the writing of save()", _WrittenFiles, _WrittenFiles(tuple(written)))
+    answers = tell_leader(ranks, "the writing of save()", _WrittenFiles, _WrittenFiles(tuple(written)))
     known = {file.path: file for answer in answers for file in answer.files}
-    return [known[file.path] for _, file in files]
+    return [known[file.path] for _, file in files if ranks.leads]
 
 
 def _choose_writers(job: SaveJob) -> dict[str, int]:
@@ -174,7 +187,7 @@ def _choose_writers(job: SaveJob) -> dict[str, int]:
     size = sum(file.layout.size_bytes for file in files)
     alone = config.each_rank_writes == "off" or isinstance(target.folder, SharedStore)
     alone = alone or (config.each_rank_writes == "auto" and size < write_shards.LEAST_BYTES)
-    alone = alone or any(answer.state_dict for answer in job.answers)
+    alone = alone or job.terms.state_dict
     writers = dict(zip((f.path for f in files), write_shards.assign_writers(files, job.ranks.size), strict=True))
     if alone or not any(writers.values()) or not job.shared.is_seen_by_all(target.beside, job.ranks):
         return dict.fromkeys(writers, 0)
@@ -236,8 +249,8 @@ def _divide_between_ranks(job: SaveJob) -> list[write_shards.Share] | None:
     plain = all(format_named(one.format).is_plain for one in job.prepared.plans) and config.compression is None
     if job.ranks.size == 1 or config.each_rank_writes == "off" or not plain or config.nonfinite == "raise":
         return None
-    stage = job.answers[0].stage
-    if stage is None or any(answer.state_dict for answer in job.answers):
+    stage = job.terms.stage
+    if stage is None or job.terms.state_dict:
         return None
     shares = write_shards.divide_files(job.unlinked_plans, job.ranks.size)
     if config.each_rank_writes == "auto" and not write_shards.is_worth_sharing(shares):
@@ -253,12 +266,17 @@ def all_ranks_see(store: Store, ranks: Ranks) -> bool:
     """
     mine = _SharedProbe(store.url, f"{_PROBE}-{uuid.uuid4().hex}", uuid.uuid4().hex)
     _, error = try_action(lambda: store.write(mine.name, mine.word.encode()) if ranks.leads else None)
-    probe = exchange(ranks, "the files of save()", _SharedProbe, mine, error)[0]
+    probe = hear_leader(ranks, "the files of save()", _SharedProbe, mine, error)
     there = LocalStore(Path(probe.folder)) if isinstance(store, LocalStore) else store
-    votes = exchange(ranks, "the look at the files of save()", _Vote, _Vote(_is_seen(probe, there)))
+    vote, kinds = _Vote(_is_seen(probe, there)), (_Vote, _Vote)
+    told, _ = decide_together(ranks, "the look at the files of save()", vote, _see_all, kinds)
     if ranks.leads:
         store.delete([mine.name])
-    return all(vote.sees for vote in votes)
+    return told.sees
+
+
+def _see_all(votes: Sequence[_Vote]) -> _Vote:
+    return _Vote(all(vote.sees for vote in votes))
 
 
 def _is_seen(probe: _SharedProbe, there: Store) -> bool:
@@ -273,7 +291,7 @@ def _write_on_all_ranks(
 ) -> list[FileRecord]:
     """Every rank writes what it holds; the records are rank 0's to keep."""
     config, ranks, tuning = job.config, job.ranks, saver_tuning(job.config)
-    store = stage_store(Path(str(job.answers[0].stage)), tuning.direct_bytes)
+    store = stage_store(Path(str(job.terms.stage)), tuning.direct_bytes)
     _refuse_untied(untied)
     if ranks.leads:  # it takes the room for all files before it writes a byte
         for share in shares:
@@ -281,10 +299,10 @@ def _write_on_all_ranks(
     with Writer(tuning) as writer:
         given = job.tensors, ranks, writer, config.bucket_bytes
         mine = [write_shards.write_own_bytes(share, store, *given) for share in shares]
-    answers = exchange(ranks, "the writing of save()", _WrittenDigests, _WrittenDigests(tuple(mine)))
+    answers = tell_leader(ranks, "the writing of save()", _WrittenDigests, _WrittenDigests(tuple(mine)))
     return [
         write_shards.file_record(share, [answer.digests[number] for answer in answers])
-        for number, share in enumerate(shares)
+        for number, share in enumerate(shares if ranks.leads else ())
     ]
 
 

@@ -7,6 +7,7 @@ have whole rank 0's, and is written by that rank alone; a run keeps those of the
 
 import ctypes
 import json
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -24,7 +25,7 @@ from ft_ckpt.distributed.tensor_info import TensorInfo, Tensors
 from ft_ckpt.errors import IncompleteError, RanksDisagreeError, listing
 from ft_ckpt.model.entries import Entry, Part
 from ft_ckpt.saving.files import PartPlan
-from ft_ckpt.training.exchange import exchange
+from ft_ckpt.training.exchange import decide_together
 from ft_ckpt.training.optimizers import settings_by_rank
 
 # Tensor, as a run names it -> the ranks whose own is not the first rank's: where theirs lies (see `place_of`), None if
@@ -45,7 +46,18 @@ class ReplicaDigest:
 
 @dataclass(frozen=True)
 class _ReplicaDigests:
+    voices: Mapping[str, str]  # by place: what is the same where all that a rank has there is the same
     digests: Mapping[str, ReplicaDigest]
+
+
+@dataclass(frozen=True)
+class _Speakers:
+    ranks: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class _FoundApart:
+    ranks: Mapping[str, Mapping[str, str | None]]  # `Differences`, as JSON has it
 
 
 def replicated_tensors(plans: Iterable[PartPlan]) -> dict[str, TensorInfo]:
@@ -86,29 +98,25 @@ def digests_by_place(made: Mapping[str, ReplicaDigest]) -> dict[str, str]:
     return {place: xxhash.xxh3_128_hexdigest(repr(some).encode()) for place, some in places.items()}
 
 
-def differing_replicas(
-    made: Mapping[str, ReplicaDigest], answers: Sequence[Mapping[str, str]], ranks: Ranks
-) -> Differences:
-    """The tensors that ranks have otherwise than the first of them, from what each has `digests_by_place`.
+def are_alike(parts: Iterable[Mapping[str, str]]) -> bool:
+    """Whether ranks that have something at one place have the same, from what each has `digests_by_place`."""
+    seen: dict[str, str] = {}
+    return all(seen.setdefault(place, digest) == digest for one in parts for place, digest in one.items())
 
-    Collective where that differs.
+
+def differing_replicas(made: Mapping[str, ReplicaDigest], ranks: Ranks) -> Differences:
+    """The tensors that ranks have otherwise than the first of them, from the digests `made` on each. Collective.
+
+    Of ranks that have the same at a place one speaks for all.
     """
-    seen: dict[str, set[str]] = {}
-    for answer in answers:
-        for place, digest in answer.items():
-            seen.setdefault(place, set()).add(digest)
-    if all(len(digests) == 1 for digests in seen.values()):
-        return {}
-    everyone = exchange(ranks, "the comparison of what ranks hold", _ReplicaDigests, _ReplicaDigests(made))
-    had: dict[str, dict[str, dict[int, ReplicaDigest]]] = {}  # name -> place -> rank
-    for rank, held in enumerate(everyone):
-        for name, one in held.digests.items():
-            had.setdefault(name, {}).setdefault(one.place, {})[rank] = one
-    odd = {
-        name: {rank: at for some in places.values() for rank, at in _deviating_ranks(some)}
-        for name, places in had.items()
-    }
-    return {name: dict(sorted(ranks_of.items())) for name, ranks_of in odd.items() if ranks_of}
+    voices = {place: f"{digest} {_speaks_for(made, place)}" for place, digest in digests_by_place(made).items()}
+    mine, kinds = _ReplicaDigests(voices, {}), (_ReplicaDigests, _Speakers)
+    chosen, _ = decide_together(ranks, "the look at what ranks hold", mine, _choose_speakers, kinds)
+    mine = replace(mine, digests=made if ranks.rank in chosen.ranks else {})
+    found, _ = decide_together(
+        ranks, "the comparison of what ranks hold", mine, _find_differences, (_ReplicaDigests, _FoundApart)
+    )
+    return {name: {int(rank): place for rank, place in odd.items()} for name, odd in found.ranks.items()}
 
 
 def differing_settings(document: Mapping[str, Any]) -> Differences:
@@ -217,12 +225,41 @@ def _of_first_rank(entry: Entry, odd: frozenset[int]) -> Entry:
     return replace(entry, source=of_rank_0(entry.source))
 
 
-def _deviating_ranks(had: Mapping[int, ReplicaDigest]) -> Iterator[tuple[int, str | None]]:
-    """The ranks that have one part of a tensor otherwise than the one that speaks for it, or else the first of them."""
-    first = next((digest for digest in had.values() if digest.speaks), next(iter(had.values())))
-    for rank, digest in had.items():
-        if digest.bits != first.bits:
-            yield rank, digest.place if digest.bits else None
+def _speaks_for(made: Mapping[str, ReplicaDigest], place: str) -> str:
+    """For which of the tensors at a place it is this rank's that is stored."""
+    names = [name for name, one in made.items() if one.place == place and one.speaks]
+    return xxhash.xxh3_64_hexdigest(repr(names).encode())
+
+
+def _ranks_by_voice(answers: Sequence[_ReplicaDigests]) -> dict[tuple[str, str], list[int]]:
+    """The ranks that have the same at a place, in rank order."""
+    found: dict[tuple[str, str], list[int]] = {}
+    for rank, answer in enumerate(answers):
+        for voice in answer.voices.items():
+            found.setdefault(voice, []).append(rank)
+    return found
+
+
+def _choose_speakers(answers: Sequence[_ReplicaDigests]) -> _Speakers:
+    """The first rank of those that have the same at a place where others have otherwise."""
+    groups = _ranks_by_voice(answers)
+    several = Counter(place for place, _ in groups)
+    return _Speakers(tuple(sorted({found[0] for (place, _), found in groups.items() if several[place] > 1})))
+
+
+def _find_differences(answers: Sequence[_ReplicaDigests]) -> _FoundApart:
+    found: dict[str, dict[int, str | None]] = {}
+    had: dict[tuple[str, str], list[tuple[ReplicaDigest, list[int]]]] = {}  # tensor and place -> what ranks have there
+    for (place, _), group in sorted(_ranks_by_voice(answers).items(), key=lambda item: item[1][0]):
+        for name, one in answers[group[0]].digests.items():
+            if one.place == place:
+                had.setdefault((name, place), []).append((one, group))
+    for (name, _), some in had.items():
+        first = next((one for one, _ in some if one.speaks), some[0][0])
+        for one, group in some:
+            odd = group if one.bits != first.bits else ()
+            found.setdefault(name, {}).update(dict.fromkeys(odd, one.place if one.bits else None))
+    return _FoundApart({name: {str(rank): odd[rank] for rank in sorted(odd)} for name, odd in found.items() if odd})
 
 
 def _entries_of_others(name: str, source: TensorInfo, owners: Mapping[int, str | None]) -> Iterator[Entry]:

@@ -23,7 +23,7 @@ from ft_ckpt.saving.files import PartPlan
 from ft_ckpt.saving.write_shards import Share
 from ft_ckpt.storage.digests import FileRecord, joined_digest, whole_digest
 from ft_ckpt.storage.store import Store, etag_of
-from ft_ckpt.training.exchange import exchange
+from ft_ckpt.training.exchange import decide_together
 
 LEAST_BYTES = 64 << 20  # of frozen tensors, for which a second file pays
 LEAST_SHARE = 0.25  # of a part
@@ -41,7 +41,7 @@ class Offer:
 
 @dataclass(frozen=True)
 class _FrozenDigests:
-    digests: Mapping[str, str]  # of this rank's bytes, by path
+    digests: Mapping[str, str]  # by path: of a rank's bytes; once decided of whole files, those that are there already
 
 
 def frozen_identities(found: Mapping[str, TensorInfo]) -> frozenset[int]:
@@ -102,14 +102,18 @@ def equal_files(
             mine[share.file.path] = write_shards.digest_own_bytes(
                 share.for_rank_0() if offer.ranks == 1 else share, tensors, ranks, bucket_bytes
             )
-    answers = exchange(ranks, "the frozen files of save()", _FrozenDigests, _FrozenDigests(mine))
-    found = {}
-    for path, offer in offers.items():
-        parts = [answer.digests[path] for answer in answers]
-        digest = whole_digest(parts[0]) if offer.ranks == 1 else joined_digest(parts)
-        if digest in offer.digests:
-            found[path] = digest
-    return found
+
+    def equal_to_offers(answers: Sequence[_FrozenDigests]) -> _FrozenDigests:
+        found = {}
+        for path, offer in offers.items():
+            parts = [answer.digests[path] for answer in answers]
+            digest = whole_digest(parts[0]) if offer.ranks == 1 else joined_digest(parts)
+            found.update({path: digest} if digest in offer.digests else {})
+        return _FrozenDigests(found)
+
+    kinds = (_FrozenDigests, _FrozenDigests)
+    told, _ = decide_together(ranks, "the frozen files of save()", _FrozenDigests(mine), equal_to_offers, kinds)
+    return dict(told.digests)
 
 
 def place_equal_files(shares: Sequence[Share], taken: Mapping[str, str], store: Store) -> list[FileRecord]:

@@ -6,17 +6,18 @@ from typing import Any, TypeVar
 
 from torch import nn
 
+from ft_ckpt.distributed.agreement import values_of_runs
 from ft_ckpt.distributed.inventory import Inventory
 from ft_ckpt.distributed.ranks import Ranks, try_action
 from ft_ckpt.distributed.tensor_info import Source, TensorInfo
 from ft_ckpt.model.entries import Entry
 from ft_ckpt.training import optimizers
 from ft_ckpt.training import state as training
-from ft_ckpt.training.exchange import exchange
+from ft_ckpt.training.exchange import decide_together
 from ft_ckpt.training.items import Item, Key, check_same_items, known_sources, with_extra_state
 from ft_ckpt.training.optimizer_protocol import Description
 from ft_ckpt.training.signature import PlanCache, Signature, Signer
-from ft_ckpt.training.state import Document, LocalState, TrainingState
+from ft_ckpt.training.state import Document, EveryState, LocalState, TrainingState
 from ft_ckpt.training.tensor_keys import KeyedFacts, with_tensor
 
 T = TypeVar("T")
@@ -87,6 +88,14 @@ class _LookFacts:
     items: Mapping[str, str]  # kinds by name
 
 
+@dataclass(frozen=True)
+class _LookTerms:
+    """What every rank knows of the look at the run on all of them."""
+
+    known: bool  # whether an earlier save had the same facts on all
+    own: Any  # how the tensors look that each has of its own, in runs; None where that was not so
+
+
 def capture_run(objects: Callable[[], Objects], ranks: Ranks, cache: PlanCache) -> Captured:
     """The state of the run that consists of `objects`. Collective. Moves nothing.
 
@@ -103,12 +112,12 @@ def capture_run(objects: Callable[[], Objects], ranks: Ranks, cache: PlanCache) 
 
     described, error = (None, error) if look is None else try_action(describe)
     found, local = described or ({}, LocalState({"items": {}, "own": {}}, {}))
-    everyone = training.exchange_facts(local, ranks, error, found)
-    state = training.assemble_state(local, everyone, look.objects.items, found, ranks.rank)
+    every = training.exchange_facts(local, ranks, error, found)
+    state = training.assemble_state(local, every, look.objects.items, found, ranks.rank)
     facts = KeyedFacts(look.inventory)
     bare = {key: facts.without_tensor(source) for key, source in found.items()}
     entries = tuple(replace(e, source=facts.without_tensor(e.source)) for e in state.entries if e.source is not None)
-    if all(_are_alike(local.facts, others) for others in everyone) and _are_noted(look, [*bare.values()], entries):
+    if every.is_alike and _are_noted(look, [*bare.values()], entries):
         about = {n: each["optimizer"] for n, each in state.document["items"].items() if "optimizer" in each}
         cache.keep(look.signature, "run", _Known(bare, entries, about))
     return Captured(look.inventory, look.signature, cache, bare, replace(state, entries=entries))
@@ -139,17 +148,22 @@ def _captured_before(
     known: _Known | None = None if look is None else cache.find(look.signature, "run")
     described = None if look is None or known is None else _described_anew(look.objects.items, known)
     mine = None if look is None else _facts_of_look(look, described, ranks)
-    answers = exchange(ranks, "the look of save_state()", _LookFacts, mine, error)
-    check_same_items([answer.items for answer in answers])
-    alike = all(answer.known and answer.digests == answers[0].digests for answer in answers)
-    if look is None or known is None or described is None or not alike:
+    kinds = (_LookFacts, _LookTerms)
+    terms, answers = decide_together(ranks, "the look of save_state()", mine, _terms_of_looks, kinds, error)
+    if look is None or known is None or described is None or not terms.known:
         return None
     local = training.add_optimizers(look.local, described)
-    everyone: list[Document] = [local.facts]
-    if ranks.size > 1:
-        everyone = [{"own": answer.own, "items": local.facts["items"]} for answer in answers]
-    document = training.build_document(everyone, look.objects.items)
+    trees = [dict(answer.own) for answer in answers] or values_of_runs(terms.own)
+    if ranks.size == 1:
+        trees = [local.facts["own"]]
+    document = training.build_document(EveryState(local.facts["items"], trees), look.objects.items)
     return Captured(look.inventory, look.signature, cache, known.found, TrainingState(known.entries, document))
+
+
+def _terms_of_looks(answers: Sequence[_LookFacts]) -> _LookTerms:
+    check_same_items([answer.items for answer in answers])
+    known = all(answer.known and answer.digests == answers[0].digests for answer in answers)
+    return _LookTerms(known, training.looks_of_trees(dict(answer.own) for answer in answers) if known else None)
 
 
 def _facts_of_look(look: _Look, described: Mapping[str, Description] | None, ranks: Ranks) -> _LookFacts:
@@ -175,8 +189,3 @@ def _are_noted(look: _Look, found: Sequence[TensorInfo], entries: Sequence[Entry
     """Whether the same look at equal facts has each tensor under the same key: none came to the inventory later."""
     infos = [*found, *(info for entry in entries for info in entry.sources)]
     return look.signature is not None and all(info.key < look.signature.tensors for info in infos)
-
-
-def _are_alike(one: Document, other: Document) -> bool:
-    """Whether two ranks have said the same of their optimizers."""
-    return all(other["items"][name] is fact for name, fact in one["items"].items() if "optimizer" in fact)

@@ -7,7 +7,7 @@ from ft_ckpt.checkpoint.catalog import CheckpointInfo, discover, in_run_order
 from ft_ckpt.checkpoint.prune import recover_all
 from ft_ckpt.distributed.ranks import Ranks
 from ft_ckpt.training import starting
-from ft_ckpt.training.exchange import exchange
+from ft_ckpt.training.exchange import hear_leader
 from ft_ckpt.training.serve_files import CheckpointFacts, checkpoint_facts, open_to_all
 from ft_ckpt.training.starting import Wanted
 from ft_ckpt.training.state_files import ResumePoint
@@ -34,7 +34,7 @@ def open_agreed(
     chosen, error = ranks.attempt(lambda: _choose_and_open(wanted, verify, stack) if ranks.leads else None)
     point, branch = chosen or (None, None)
     choice = _Choice(str(wanted.mode), None if point is None else checkpoint_facts(point.checkpoint), branch)
-    choice = exchange(ranks, "resume()", _Choice, choice, error, same=("mode",))[0]
+    choice = hear_leader(ranks, "resume()", _Choice, choice, error, same=("mode",))
     if choice.found is not None and ranks.size > 1:
         point = open_to_all(point, choice.found, wanted.called, ranks, stack, verify)
     return point, choice.branch

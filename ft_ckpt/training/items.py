@@ -15,10 +15,12 @@ from ft_ckpt.distributed import inventory
 from ft_ckpt.distributed.added_state import refuse_one_way_state
 from ft_ckpt.distributed.agreement import rank_numbers
 from ft_ckpt.distributed.inventory import Inventory
+from ft_ckpt.distributed.ranks import Ranks
 from ft_ckpt.distributed.tensor_info import Source, TensorInfo
 from ft_ckpt.distributed.wrappers import unwrap, user_class
 from ft_ckpt.errors import ConfigError, LoadError, RanksDisagreeError, SelectionError, listing
 from ft_ckpt.training import optimizers
+from ft_ckpt.training.exchange import decide_together
 from ft_ckpt.training.optimizer_kinds import kind_of_optimizer, run_counters
 from ft_ckpt.training.optimizer_protocol import OptimizerKind
 from ft_ckpt.training.tensor_keys import sources_in
@@ -164,13 +166,42 @@ def check_same_items(everyone: Sequence[Mapping[str, str]]) -> None:
         )
 
 
-def check_same_tensors(everyone: Sequence[Sequence[str]]) -> None:
-    """Raise RanksDisagreeError naming the tensors that not all ranks have. `everyone`: each rank's names."""
+@dataclass(frozen=True)
+class _NamedTensors:
+    digest: str
+    names: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class _FirstRanks:
+    ranks: tuple[int, ...]
+
+
+def name_differing_tensors(ranks: Ranks, what: str, digest: str, names_of: Callable[[], Iterable[str]]) -> None:
+    """Raise RanksDisagreeError naming tensors that not all ranks have, whose `digest` differs. Collective.
+
+    One of the ranks with each digest tells what `names_of` gives.
+    """
+    mine, kinds = _NamedTensors(digest, ()), (_NamedTensors, _FirstRanks)
+    first, _ = decide_together(ranks, what, mine, _first_by_digest, kinds)
+    mine = replace(mine, names=tuple(names_of()) if ranks.rank in first.ranks else ())
+    decide_together(ranks, f"{what}, by name", mine, _refuse_differing, kinds)
+
+
+def _first_by_digest(answers: Sequence[_NamedTensors]) -> _FirstRanks:
+    first: dict[str, int] = {}
+    return _FirstRanks(tuple(r for r, one in enumerate(answers) if first.setdefault(one.digest, r) == r))
+
+
+def _refuse_differing(answers: Sequence[_NamedTensors]) -> _FirstRanks:
+    groups: dict[str, list[int]] = {}
+    for rank, answer in enumerate(answers):
+        groups.setdefault(answer.digest, []).append(rank)
     owners: dict[str, list[int]] = {}
-    for rank, names in enumerate(everyone):
-        for name in names:
-            owners.setdefault(name, []).append(rank)
-    lonely = [f"{n} on rank(s) {rank_numbers(has)} alone" for n, has in owners.items() if len(has) < len(everyone)]
+    for group in groups.values():
+        for name in answers[group[0]].names:
+            owners.setdefault(name, []).extend(group)
+    lonely = [f"{n} on rank(s) {rank_numbers(has)} alone" for n, has in owners.items() if len(has) < len(answers)]
     told = listing(lonely) if lonely else "tensors: of another shape or dtype, or in another order, on some ranks"
     raise RanksDisagreeError(
         f"{told}; every rank has to hold or share all tensors of the model: one whose layers are spread over the ranks "

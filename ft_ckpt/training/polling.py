@@ -4,12 +4,13 @@ A rank that is alone has nobody to meet, and looks after every step.
 """
 
 import time
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 from ft_ckpt import schedule
 from ft_ckpt.distributed.ranks import Ranks
 from ft_ckpt.schedule import Every, History
-from ft_ckpt.training.exchange import exchange
+from ft_ckpt.training.exchange import decide_together
 from ft_ckpt.training.signals import SignalWatch
 
 
@@ -43,12 +44,16 @@ class ClockPoll:
         wanted = schedule.shared_reason(self._every, history, begun, time.time(), signal)
         next_step = schedule.next_poll(history, step, self._meeting_seconds)
         poll = _Poll(wanted, signal, next_step, schedule.needs_poll(self._every))
-        answers = exchange(ranks, "saver.step()", _Poll, poll)
+        told, _ = decide_together(ranks, "saver.step()", poll, _first_signal, (_Poll, _Poll))
         self._meeting_seconds = min(self._meeting_seconds, time.monotonic() - begun)
-        self._next_step, self._goes_on = answers[0].next_step, answers[0].goes_on
-        signals = [answer.signal for answer in answers if answer.signal]
-        return signals[0] if signals else answers[0].reason
+        self._next_step, self._goes_on = told.next_step, told.goes_on
+        return told.signal or told.reason
 
     def close(self) -> None:
         """Give signals back to whoever had them."""
         self._watch.close()
+
+
+def _first_signal(polls: Sequence[_Poll]) -> _Poll:
+    """Rank 0's word, and the signal of any rank."""
+    return replace(polls[0], signal=next((poll.signal for poll in polls if poll.signal), None))

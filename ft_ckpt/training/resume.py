@@ -11,6 +11,7 @@ from typing import Any
 from torch import nn
 
 from ft_ckpt.checkpoint.open_checkpoint import OpenCheckpoint
+from ft_ckpt.distributed.agreement import Values
 from ft_ckpt.distributed.broadcast import Filler, each_reads
 from ft_ckpt.distributed.ranks import Ranks
 from ft_ckpt.distributed.read_shards import WantedTensor, fill_tensor
@@ -71,15 +72,15 @@ class RankOutcomes:
     requests: int
 
 
-def merge_reports(report: RestoreReport, answers: Sequence[RankOutcomes]) -> RestoreReport:
-    """The `report` of a rank, with one outcome for each item: the first that is no success, with its rank named."""
+def merge_outcomes(answers: Sequence[RankOutcomes]) -> RankOutcomes:
+    """One outcome for each item: the first that is no success, with its rank named; and all requests."""
     merged: dict[str, Restored] = {}
     for rank, answer in enumerate(answers):
         for item in answer.items:
             known = merged.setdefault(item.name, item)
             if known.status == "restored" and item.status != "restored":
                 merged[item.name] = replace(item, detail=f"on rank {rank}: {item.detail}")
-    return replace(report, items=tuple(merged.values()), requests=sum(answer.requests for answer in answers))
+    return RankOutcomes(tuple(merged.values()), sum(answer.requests for answer in answers))
 
 
 def restore_weights(
@@ -162,9 +163,8 @@ def restore_apart(
     had = {name: odd[here] for name, odd in apart.items() if here in odd and name in live and same}
     mine = [name for name, place in had.items() if _is_own(live[name], place, ranks.rank)]
     left = [name for name, odd in apart.items() if (here in odd or not same) and name not in mine]
-    answers = ranks.agree("what ranks had come apart in", {"left": left})
-    lost = dict.fromkeys(name.removeprefix(f"{WEIGHTS}/") for answer in answers for name in answer["left"])
-    told = [f"{listing(list(lost), ', ')}: not the same on all ranks that saved, rank 0's on all now"] if lost else []
+    lost = ranks.agree("what ranks had come apart in", {"left": left}, verdict=_all_left).told
+    told = [f"{listing(lost, ', ')}: not the same on all ranks that saved, rank 0's on all now"] if lost else []
 
     def wanted_tensors() -> list[WantedTensor]:
         parts = {own_name(name, ranks.rank): own_part(live[name], ranks.rank) for name in mine}
@@ -173,6 +173,11 @@ def restore_apart(
     if len(lost) == len(apart):
         return [], told
     return [_try_restore("replicas", lambda: each_reads("replicas", wanted_tensors))], told
+
+
+def _all_left(values: Values) -> list[str]:
+    """The names that any rank has left, as its report says them."""
+    return list(dict.fromkeys(name.removeprefix(f"{WEIGHTS}/") for value in values for name in value["left"]))
 
 
 def _is_own(source: Source, place: str | None, rank: int) -> bool:

@@ -13,7 +13,6 @@ from torch import nn
 from ft_ckpt import schedule
 from ft_ckpt.config import SaverConfig
 from ft_ckpt.distributed import broadcast
-from ft_ckpt.distributed.agreement import rank_numbers
 from ft_ckpt.distributed.ranks import Ranks, current_ranks
 from ft_ckpt.distributed.tensor_info import TensorInfo
 from ft_ckpt.errors import ConfigError, LoadError, damaged_input, listing
@@ -24,7 +23,7 @@ from ft_ckpt.training import capture as capturing
 from ft_ckpt.training import rank_state, resume, state
 from ft_ckpt.training.accelerate_run import LiveRun, fit_point
 from ft_ckpt.training.capture import Captured, Objects
-from ft_ckpt.training.exchange import exchange
+from ft_ckpt.training.exchange import decide_together, hear_leader
 from ft_ckpt.training.feeds import DataPositions
 from ft_ckpt.training.gradients import StepWatch
 from ft_ckpt.training.items import (
@@ -42,7 +41,7 @@ from ft_ckpt.training.items import (
 )
 from ft_ckpt.training.polling import ClockPoll
 from ft_ckpt.training.rank_state import OnRank
-from ft_ckpt.training.resume import RankOutcomes, RestoreReport, merge_reports
+from ft_ckpt.training.resume import RankOutcomes, RestoreReport, merge_outcomes
 from ft_ckpt.training.run_settings import fingerprint_differences, run_fingerprint
 from ft_ckpt.training.signature import PlanCache
 from ft_ckpt.training.state import Document
@@ -165,7 +164,9 @@ class TrainingRun:
         path = point.checkpoint.location
         report, error = ranks.attempt(lambda: self._put_back(point, ranks, versions))
         mine = None if report is None else RankOutcomes(report.items, report.requests)
-        final = merge_reports(report, exchange(ranks, "resume()", RankOutcomes, mine, error))
+        kinds = (RankOutcomes, RankOutcomes)
+        told, _ = decide_together(ranks, "resume()", mine, merge_outcomes, kinds, error)
+        final: RestoreReport = replace(report, items=told.items, requests=told.requests)
         allowed = () if isinstance(allow, bool) else frozenset(allow)
         refused = [line for line in final.problems if allow is not True and line.split(":")[0] not in allowed]
         if refused:
@@ -183,7 +184,7 @@ class TrainingRun:
         every = self.config.every
         if every is None or every.best is None or every.best[0] not in metrics:
             return dict(metrics)
-        return dict(exchange(ranks, "saver.step()", _Metrics, _Metrics(dict(metrics)))[0].metrics)
+        return dict(hear_leader(ranks, "saver.step()", _Metrics, _Metrics(dict(metrics))).metrics)
 
     def reason_to_save(self, metrics: Mapping[str, float], ranks: Ranks) -> str | None:
         """Why to save now, the same on every rank if the `metrics` are; None for no reason."""
@@ -326,8 +327,7 @@ class TrainingRun:
             now = time.monotonic()
             self.history = schedule.begin_history(self.step, progress["epoch"], now, document["history"])
         if point.served:
-            far = rank_numbers(list(point.served))
-            notes = (*notes, f"rank(s) {far} do not see the checkpoint: rank 0 has read it for them")
+            notes = (*notes, f"rank(s) {point.served} do not see the checkpoint: rank 0 has read it for them")
         notes = (*fitted.notes, *notes)
         self.poll.resume_at(self.step)
         changed = fingerprint_differences(document["fingerprint"], self._current_fingerprint(found, ranks, versions))

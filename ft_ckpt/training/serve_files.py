@@ -9,7 +9,7 @@ import json
 import threading
 import uuid
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
@@ -22,6 +22,7 @@ from torch import Tensor
 
 from ft_ckpt.checkpoint.manifest import MANIFEST_NAME, manifest_from_json, manifest_to_json
 from ft_ckpt.checkpoint.open_checkpoint import OpenCheckpoint, open_checkpoint
+from ft_ckpt.distributed.agreement import rank_numbers
 from ft_ckpt.distributed.ranks import Ranks, current_ranks, try_action
 from ft_ckpt.distributed.threads import beside_thread
 from ft_ckpt.errors import CheckpointError, RankError
@@ -30,7 +31,7 @@ from ft_ckpt.formats.layout import ITEM_BYTES, Spec, TensorFile
 from ft_ckpt.storage.local_store import LocalStore
 from ft_ckpt.storage.place import Place
 from ft_ckpt.training.accelerate_folder import is_foreign, open_accelerate_folder
-from ft_ckpt.training.exchange import exchange
+from ft_ckpt.training.exchange import decide_together, hear_leader
 from ft_ckpt.training.starting import accelerate_folder_at
 from ft_ckpt.training.state_files import ResumePoint, StoredTensors, open_resume_point
 
@@ -55,6 +56,11 @@ class CheckpointFacts:
 @dataclass(frozen=True)
 class _Sight:
     sees: bool
+
+
+@dataclass(frozen=True)
+class _Far:
+    ranks: str  # that do not see it, in words; "" for none
 
 
 @dataclass(frozen=True)
@@ -87,16 +93,20 @@ def open_to_all(
     """
     place = place_called(found.path)
     here, _ = try_action(lambda: point or _open_copy(found, place, stack, deep))
-    answers = exchange(ranks, "opening the checkpoint of resume()", _Sight, _Sight(here is not None))
-    far = tuple(rank for rank, answer in enumerate(answers) if not answer.sees)
+    sight, kinds = _Sight(here is not None), (_Sight, _Far)
+    far = decide_together(ranks, "opening the checkpoint of resume()", sight, _who_is_far, kinds)[0].ranks
     if not far:
         return cast("ResumePoint", here)
     mine, error = try_action(lambda: _Sent() if point is None else _checkpoint_to_send(point))
-    sent = exchange(ranks, "sending the checkpoint of resume()", _Sent, mine, error)[0]
+    sent = hear_leader(ranks, "sending the checkpoint of resume()", _Sent, mine, error)
     if point is not None:
         again = _open_again(point, stack)  # the thread's own: open files are of one thread
         stack.enter_context(serve_reads(sent.serving_id, again.read, ranks))
     return _remote_checkpoint(found, place, sent, ranks, far) if here is None else replace(here, served=far)
+
+
+def _who_is_far(answers: Sequence[_Sight]) -> _Far:
+    return _Far(rank_numbers([rank for rank, answer in enumerate(answers) if not answer.sees]))
 
 
 @contextmanager
@@ -196,9 +206,7 @@ def _checkpoint_to_send(point: ResumePoint) -> _Sent:
     return _Sent(uuid.uuid4().hex, manifest_to_json(point.checkpoint.manifest), point.document)
 
 
-def _remote_checkpoint(
-    found: CheckpointFacts, place: Place, sent: _Sent, ranks: Ranks, far: tuple[int, ...]
-) -> ResumePoint:
+def _remote_checkpoint(found: CheckpointFacts, place: Place, sent: _Sent, ranks: Ranks, far: str) -> ResumePoint:
     """The checkpoint for a rank that does not see it, which has been `sent` all but the tensors: rank 0 reads these."""
     manifest = manifest_from_json(sent.manifest, found.path)
     files: dict[str, TensorFile] = {}

@@ -14,6 +14,7 @@ import xxhash
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from ft_ckpt.distributed.agreement import Values, runs_of, values_of_runs
 from ft_ckpt.distributed.inventory import source_of_tensor
 from ft_ckpt.distributed.ranks import Ranks
 from ft_ckpt.distributed.sharding import OwnedSharding
@@ -28,9 +29,9 @@ from ft_ckpt.training import optimizers
 from ft_ckpt.training.items import (
     Item,
     Key,
-    check_same_tensors,
     labelled_sources,
     model_sources,
+    name_differing_tensors,
     optimizers_among,
     tied_names,
 )
@@ -98,56 +99,93 @@ def digests_of_settings(described: Mapping[str, Description]) -> dict[str, str]:
     return {name: xxhash.xxh3_128_hexdigest(repr(each).encode()) for name, each in values.items()}
 
 
+@dataclass(frozen=True, eq=False)
+class EveryState:
+    """What a rank knows of the state of all: the same on every rank, but that rank 0 alone has the trees themselves."""
+
+    items: Document  # the facts of each item: of an optimizer those of all ranks together, of an object rank 0's
+    trees: Sequence[Document]  # what each rank has of its own, in rank order
+    is_alike: bool = True  # whether all ranks said the same of their optimizers
+
+
 def exchange_facts(
     local: LocalState, ranks: Ranks, error: BaseException | None = None, found: Iterable[Key] = ()
-) -> list[Document]:
-    """The facts of every rank, in rank order, on every rank, which have all the tensors `found`. Collective.
+) -> EveryState:
+    """What there is on all ranks, which have all the tensors `found`. Collective.
 
     Digests first: the facts themselves travel only where ranks differ, as under FSDP1, where a rank knows nothing of
-    parameters it holds no part of.
+    parameters it holds no part of. Of what a rank has of its own the others are told how its tensors look, and rank 0
+    all.
     """
+    items, own = local.facts["items"], local.facts["own"]
     if ranks.size == 1:
         ranks.agree("save_state()", error=error)
-        return [local.facts]
-    digests = {name: xxhash.xxh3_128_hexdigest(repr(fact).encode()) for name, fact in local.facts["items"].items()}
+        return EveryState(items, [own])
+    digests = {name: xxhash.xxh3_128_hexdigest(repr(fact).encode()) for name, fact in items.items()}
     labels = [f"{item}: {name}" if item else name for item, name in found]
-    every = xxhash.xxh3_128_hexdigest(repr(labels).encode())
-    answers = ranks.agree("save_state()", {"digests": digests, "own": local.facts["own"], "names": every}, error)
-    if len({answer["names"] for answer in answers}) > 1:
-        check_same_tensors(
-            [answer["names"] for answer in ranks.agree("the tensors of save_state()", {"names": labels})]
-        )
-    names = {name for answer in answers for name in answer["digests"]}
-    odd = [n for n in sorted(names) if len({answer["digests"].get(n) for answer in answers}) > 1]
-    if odd:
-        full = {name: local.facts["items"].get(name) for name in odd}
-        more = ranks.agree("the state of save_state()", full)
-    else:
-        more = [{} for _ in answers]
-    return [
-        {"own": answer["own"], "items": {**local.facts["items"], **facts}}
-        for answer, facts in zip(answers, more, strict=True)
-    ]
+    names = xxhash.xxh3_128_hexdigest(repr(labels).encode())
+    mine = {"digests": digests, "own": own, "names": names}
+    agreed = ranks.agree("save_state()", mine, error, verdict=_compare_facts)
+    if not agreed.told["same_names"]:
+        name_differing_tensors(ranks, "the tensors of save_state()", names, lambda: labels)
+    trees = [value["own"] for value in agreed.values] or values_of_runs(agreed.told["own"])
+    odd = agreed.told["odd"]
+    if not odd:
+        return EveryState(items, trees)
+    facts = {name: items.get(name) for name in odd}
+    agreed = ranks.agree("the state of save_state()", facts, verdict=_merge_facts)
+    further = [_unlike_leader(value, agreed.values[0]) for value in agreed.values]
+    together = [{**one, **more} for one, more in zip(trees, further or values_of_runs(agreed.told["own"]), strict=True)]
+    is_alike = not any("optimizer" in fact for fact in agreed.told["items"].values())
+    return EveryState({**items, **agreed.told["items"]}, together, is_alike)
+
+
+def looks_of_trees(trees: Iterable[Document]) -> Document:
+    """How the tensors look that each rank has of its own, for `values_of_runs`."""
+    return runs_of([{name: {"leaves": fact["leaves"]} for name, fact in one.items()} for one in trees])
+
+
+def _compare_facts(values: Values) -> Document:
+    names = dict.fromkeys(name for value in values for name in value["digests"])
+    odd = [name for name in sorted(names) if len({value["digests"].get(name) for value in values}) > 1]
+    same_names = len({value["names"] for value in values}) == 1
+    return {"odd": odd, "same_names": same_names, "own": looks_of_trees(value["own"] for value in values)}
+
+
+def _merge_facts(values: Values) -> Document:
+    """Of items that ranks have otherwise: those of optimizers together, of objects rank 0's and how others' look."""
+    items: Document = {}
+    for name, fact in values[0].items():
+        if "optimizer" in fact:
+            items[name] = {"optimizer": optimizers.merge_descriptions([value[name]["optimizer"] for value in values])}
+        elif "leaves" in fact:
+            items[name] = {"leaves": fact["leaves"]}
+    return {"items": items, "own": looks_of_trees(_unlike_leader(value, values[0]) for value in values)}
+
+
+def _unlike_leader(facts: Mapping[str, Any], first: Mapping[str, Any]) -> Document:
+    """The objects that a rank has otherwise than rank 0."""
+    return {n: fact for n, fact in facts.items() if "digest" in fact and fact["digest"] != first[n]["digest"]}
 
 
 def assemble_state(
-    local: LocalState, everyone: Sequence[Document], items: Sequence[Item], found: Mapping[Key, Source], rank: int
+    local: LocalState, every: EveryState, items: Sequence[Item], found: Mapping[Key, Source], rank: int
 ) -> TrainingState:
-    """The whole state, the same on every rank, from the facts of `everyone` in rank order."""
+    """The whole state, from what there is on `every` rank; on all ranks the same entries, on rank 0 the document."""
     entries: list[Entry] = []
     for item in items:
-        entries += _item_entries(item, local, [facts["items"].get(item.name) for facts in everyone], found, rank)
-    for number, trees in enumerate(_trees_by_rank(everyone)):
+        entries += _item_entries(item, local, every.items[item.name], found, rank)
+    for number, trees in enumerate(every.trees):
         for name, fact in trees.items():
             mine = local.leaves[name] if number == rank else None
             entries += _own_entries(f"rank-{number}/{name}", number, fact["leaves"], mine)
-    return TrainingState(tuple(entries), build_document(everyone, items))
+    return TrainingState(tuple(entries), build_document(every, items))
 
 
-def build_document(everyone: Sequence[Document], items: Sequence[Item]) -> Document:
-    """All of the state that is no tensor, from the facts of `everyone` in rank order."""
-    about = {item.name: _describe_item(item, [facts["items"].get(item.name) for facts in everyone]) for item in items}
-    ranks = [{name: _summarize_tree(fact) for name, fact in trees.items()} for trees in _trees_by_rank(everyone)]
+def build_document(every: EveryState, items: Sequence[Item]) -> Document:
+    """All of the state that is no tensor; trees on rank 0 alone."""
+    about = {item.name: _describe_item(item, every.items[item.name]) for item in items}
+    ranks = [{name: _summarize_tree(fact) for name, fact in trees.items()} for trees in every.trees]
     return {"version": DOCUMENT_VERSION, "items": about, "ranks": ranks}
 
 
@@ -211,44 +249,27 @@ def _live_leaf(leaf: Leaf) -> Tensor:
     return torch.from_numpy(leaf.data) if leaf.is_array else leaf.data.detach()
 
 
-def _describe_item(item: Item, facts: Sequence[Any]) -> Document:
+def _describe_item(item: Item, fact: Document) -> Document:
     """What the document says of one item."""
     if item.kind == "optimizer":
-        return {"optimizer": optimizers.merge_descriptions([fact["optimizer"] for fact in facts])}
-    return {"model": True} if item.kind == "model" else _summarize_tree(facts[0])
+        return {"optimizer": fact["optimizer"]}
+    return {"model": True} if item.kind == "model" else _summarize_tree(fact)
 
 
 def _summarize_tree(fact: Document) -> Document:
-    return {"tree": fact["tree"], "tensors": len(fact["leaves"])}
+    return {"tree": fact.get("tree"), "tensors": len(fact["leaves"])}
 
 
-def _trees_by_rank(everyone: Sequence[Document]) -> list[Document]:
-    """The trees that each rank has of its own: those that are, and items that differ from rank 0's."""
-    first = everyone[0]["items"]
-    return [
-        facts["own"]
-        | {
-            name: fact
-            for name, fact in facts["items"].items()
-            if number and "digest" in fact and fact["digest"] != first[name]["digest"]
-        }
-        for number, facts in enumerate(everyone)
-    ]
-
-
-def _item_entries(
-    item: Item, local: LocalState, facts: Sequence[Any], found: Mapping[Key, Source], rank: int
-) -> list[Entry]:
+def _item_entries(item: Item, local: LocalState, fact: Document, found: Mapping[Key, Source], rank: int) -> list[Entry]:
     """The entries of the tensors that an item has once for all ranks."""
     if item.kind == "optimizer":
-        description = optimizers.merge_descriptions([fact["optimizer"] for fact in facts])
         ((_, kind, optimizer),) = optimizers_among([item])
-        return _prefixed_entries(item.name, kind.tensors(optimizer, description, labelled_sources(found)))
+        return _prefixed_entries(item.name, kind.tensors(optimizer, fact["optimizer"], labelled_sources(found)))
     if item.kind == "model":
         tensors = model_sources(found, item.name)
         return _prefixed_entries(item.name, {names[0]: tensors[names[0]] for names in tied_names(tensors)})
     entries = []
-    for index, leaf in enumerate(facts[0]["leaves"]):
+    for index, leaf in enumerate(fact["leaves"]):
         tensor = local.leaves[item.name][index] if leaf["cut"] or rank == 0 else None
         name = f"{item.name}/{index}"
         if tensor is not None and is_distributed(tensor):

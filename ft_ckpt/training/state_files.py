@@ -106,7 +106,7 @@ class ResumePoint:
     checkpoint: OpenCheckpoint
     document: Document
     tensors: StoredTensors
-    served: tuple[int, ...] = ()  # ranks that rank 0 reads the tensors for
+    served: str = ""  # ranks that rank 0 reads the tensors for, in words
 
     def way_to_read(self, fan_out: str) -> str:
         """The way that `choose_filler` takes for what SaverConfig.fan_out says."""

@@ -1,0 +1,215 @@
+"""Many ranks in few processes: each is a thread with a client of its own, all of one store, as of a real launch.
+
+They save a run twice, and resume it; "meetings" are those alone, of what one rank of each process has looked up for
+all of them. Rank 0 has the first process for itself, so what that takes is what a rank takes. Arguments: the folder of
+the run, the file for the figures of each process, the number of ranks, "whole" or "meetings".
+"""
+
+import ctypes
+import json
+import os
+import random
+import resource
+import sys
+import threading
+import time
+import traceback
+import warnings
+from collections import Counter
+from dataclasses import replace
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed import TCPStore
+
+from ft_ckpt import CheckpointSaver
+from ft_ckpt.distributed.ranks import Ranks, current_ranks
+from ft_ckpt.saving import execute, move_tensors
+from ft_ckpt.saving.plan import SaveRequest, make_plan, request_of
+from ft_ckpt.saving.planned_save import PlannedSave
+from ft_ckpt.saving.stage import StagedSave
+from ft_ckpt.storage.local_store import LocalStore
+from ft_ckpt.storage.place import Place
+from ft_ckpt.training import capture, choosing, rng, serve_files, state
+from ft_ckpt.training.exchange import decide_together, hear_leader, tell_leader
+from ft_ckpt.training.resume import RankOutcomes, Restored, merge_outcomes
+from ft_ckpt.training.serve_files import CheckpointFacts
+from ft_ckpt.training.state import LocalState
+
+PHASES = ("first save", "second save", "resume")
+_here = threading.local()
+
+
+class CountingStore:
+    """A client of the store that counts what goes through it."""
+
+    def __init__(self, store: Any, counts: Counter[str]) -> None:
+        self._store, self._counts = store, counts
+
+    def __getattr__(self, name: str) -> Any:
+        real = getattr(self._store, name)
+
+        def call(*given: Any) -> Any:
+            answer = real(*given)
+            keys = given[0] if given and isinstance(given[0], list) else given[:1]
+            self._counts["calls"] += 1
+            self._counts["names"] += sum(map(len, keys))
+            if name in ("set", "compare_set"):
+                self._counts["put"] += len(given[-1])
+            if name in ("get", "multi_get", "compare_set"):
+                self._counts["got"] += sum(map(len, answer)) if isinstance(answer, list) else len(answer)
+            return answer
+
+        return call
+
+    def clone(self) -> "CountingStore":
+        return CountingStore(self._store.clone(), self._counts)
+
+
+def ranks_here(timeout_seconds: float = 600.0, channel: str = "") -> Ranks:
+    """What `current_ranks` is to a thread: its own."""
+    found: dict[str, Ranks] = _here.ranks
+    if channel not in found:
+        first = found[""]
+        found[channel] = Ranks(first.rank, first.size, first.store.clone(), channel=channel)
+    found[channel].timeout_seconds = timeout_seconds
+    return found[channel]
+
+
+def run_rank(rank: int, size: int, live: Any, together: threading.Barrier, figures: dict[str, Any]) -> None:
+    """One rank's life."""
+    address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    plain = TCPStore(*address, size, False, timedelta(seconds=600), wait_for_workers=False)
+    counts: Counter[str] = Counter()
+    _here.ranks = {"": Ranks(rank, size, CountingStore(plain, counts))}
+    for phase in PHASES:
+        meet_all(plain, phase, size)
+        if not together.wait():
+            figures[phase] = {"cpu": time.process_time(), "wall": time.monotonic()}
+        counts.clear()
+        together.wait()
+        live(phase)
+        figures.setdefault(f"{phase} counts", {})[rank] = dict(counts)
+        if not together.wait():
+            before = figures[phase]
+            used = {"cpu": time.process_time() - before["cpu"], "wall": time.monotonic() - before["wall"]}
+            figures[phase] = {**used, "peak": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10}
+
+
+def meet_all(store: TCPStore, phase: str, size: int) -> None:
+    """Wait for all ranks, without the calls that are counted."""
+    if store.add(f"crowd/{phase}", 1) == size:
+        store.set(f"crowd/{phase}/all", "")
+    store.wait([f"crowd/{phase}/all"])
+
+
+def live_whole(folder: Path, phase: str) -> None:
+    """What a rank does in a phase."""
+    if phase == "resume":
+        assert not saver_of(folder).resume("must").report.problems
+        return
+    if not hasattr(_here, "saver"):
+        _here.saver = saver_of(folder)
+    _here.saver.save_state(path=folder / phase)
+
+
+def live_meetings(folder: Path, own: tuple[SaveRequest, LocalState, StagedSave], phase: str) -> None:
+    """Its meetings, by the functions that hold them."""
+    ranks, (request, local, prepared) = _here.ranks[""], own
+    random.seed(ranks.rank)
+    tree = state.flatten_tree(rng.capture_generators(), "rng", False)[0]
+    local = replace(local, facts={**local.facts, "own": {"rng": tree}})
+    if phase == "resume":
+        choice = choosing._Choice("must", CheckpointFacts(str(folder), "x" * 32, (1, 2, 3)), None)
+        hear_leader(ranks, "resume()", choosing._Choice, choice)
+        sight, kinds = serve_files._Sight(True), (serve_files._Sight, serve_files._Far)
+        decide_together(ranks, "opening", sight, serve_files._who_is_far, kinds)
+        outcomes = RankOutcomes(tuple(Restored(f"item {number}", "restored") for number in range(8)), 0)
+        decide_together(ranks, "the end", outcomes, merge_outcomes, (RankOutcomes, RankOutcomes))
+        return
+    names, kinds = {"scheduler": "0" * 32}, (capture._LookFacts, capture._LookTerms)
+    look = capture._LookFacts(phase != "first save", local.facts["own"], names, {"scheduler": "object"})
+    decide_together(ranks, "look", look, capture._terms_of_looks, kinds)
+    if phase == "first save":
+        assert len(state.exchange_facts(local, ranks).trees) == ranks.size
+        assert move_tensors.all_ranks_see(LocalStore(folder), ranks)
+    execute._agree_on_plan(request, prepared, {}, ranks, None)
+    digests = move_tensors._WrittenDigests(("0" * 32,) * 20)
+    assert len(tell_leader(ranks, "writing", move_tensors._WrittenDigests, digests)) == ranks.size * ranks.leads
+    hear_leader(ranks, "commit", execute._Outcome, execute._Outcome())
+
+
+def looked_up(folder: Path) -> tuple[SaveRequest, LocalState, StagedSave]:
+    """What the meetings are of: a request, the state of its run, its plan."""
+    folder.mkdir(parents=True, exist_ok=True)
+    alone = Ranks(0, 1)
+    _here.ranks = {"": alone}
+    saver = saver_of(folder)
+    captured = saver._run.capture_state(alone, {}, saver._pending.cache)
+    request = request_of(
+        saver.config,
+        saver._run.model,
+        Place(LocalStore(folder)),
+        captured=captured,
+        adapter_only=False,
+        tokenizer=None,
+        step=1,
+        metrics={},
+    )
+    plan, tensors = make_plan(request, captured, alone, saver.config)
+    local = state.describe_objects([], {})
+    return request, local, StagedSave(PlannedSave(plan, tensors))
+
+
+def saver_of(folder: Path) -> CheckpointSaver:
+    torch.manual_seed(3)
+    model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(4)))
+    optimizer = torch.optim.Adam(model.parameters())
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    saver = CheckpointSaver(None, folder, each_rank_writes="on", io_threads=1, io_block_bytes=1 << 16)
+    saver.register(model=model, optimizer=optimizer)
+    return saver
+
+
+def end_process(failed: threading.ExceptHookArgs) -> None:
+    """One that fails ends all: the others would wait for it."""
+    traceback.print_exception(failed.exc_value)
+    sys.stderr.flush()
+    os._exit(1)
+
+
+def take_ranks() -> None:
+    """Let every module of ours ask this one which rank it is."""
+    for module in [*sys.modules.values()]:
+        if getattr(module, "current_ranks", None) is current_ranks and module is not sys.modules[__name__]:
+            module.current_ranks = ranks_here  # type: ignore[attr-defined]
+
+
+if __name__ == "__main__":
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    take_ranks()
+    place, output, size, way = Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
+    life = partial(live_whole, place) if way == "whole" else partial(live_meetings, place, looked_up(place))
+    number, processes = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    mine = [0] if not number else range(number, size, processes - 1)
+    libc = ctypes.CDLL(None)
+    libc.prctl(41, 1, 0, 0, 0)  # no large pages: a thread would have some of its own
+    libc.mallopt(-8, 2)  # and the arenas of two
+    threading.stack_size(1 << 19)
+    threading.excepthook = end_process
+    together, figures = threading.Barrier(len(mine)), {"ranks": len(mine)}
+    figures["base"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
+    threads = [threading.Thread(target=run_rank, args=(rank, size, life, together, figures)) for rank in mine]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    output.with_suffix(f".{number}").write_text(json.dumps(figures))
+    os._exit(0)  # clients are many, and nobody is left to be told that they go
