@@ -4,6 +4,7 @@ One frozen, hashable class for each layout. None holds a tensor: where a rank's 
 of whoever has the tensor, and a `Sharding` says which elements these are.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
@@ -16,6 +17,15 @@ class Box:
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Runs:
+    """All elements of a tensor in consecutive runs, each of another rank: `owner`, `owner` + 1, ..."""
+
+    owner: int
+    lead: int  # elements of the first
+    chunk: int  # of each but the first and the last
 
 
 class Sharding(Protocol):
@@ -54,6 +64,11 @@ class Sharding(Protocol):
         """The elements that `rank` has in memory, even if another rank contributes them; None for none."""
         ...
 
+    @property
+    def runs(self) -> Runs | None:
+        """The boxes, where each is a run of flat elements and they come in the order of ranks; else None."""
+        ...
+
 
 @dataclass(frozen=True)
 class ReplicatedSharding:
@@ -63,6 +78,7 @@ class ReplicatedSharding:
     is_replicated: bool = True
     owners = (0,)
     is_sharded = is_opaque = False
+    runs = None  # all have it
 
     def box(self, rank: int) -> Box | None:
         """The whole tensor on rank 0."""
@@ -91,6 +107,12 @@ class OwnedSharding:
     def is_sharded(self) -> bool:
         """Whether it has to come to rank 0 from elsewhere."""
         return self.owner not in (0, None)
+
+    @property
+    def runs(self) -> Runs | None:
+        """One."""
+        numel = math.prod(self.view)
+        return None if self.owner is None or not numel else Runs(self.owner, numel, numel)
 
     def box(self, rank: int) -> Box | None:
         """The whole tensor on its owner."""
@@ -137,6 +159,15 @@ class FlatSharding:
         place = _places_of(self.members).get(rank)
         return None if place is None else _run_in_shard(self.numel, self.first, self.shard, place)
 
+    @property
+    def runs(self) -> Runs | None:
+        """What each of the members has, if they are numbered one after the other."""
+        if not self.numel or 0 not in self.members or not _are_consecutive(self.members):
+            return None
+        lead = min(self.numel, self.shard - self.first % self.shard)
+        rest = self.numel - lead
+        return Runs(self.members[self.first // self.shard], lead, self.shard if rest > self.shard else max(lead, rest))
+
     def range_in_shard(self, rank: int) -> tuple[int, int] | None:
         """Where the elements lie in the shard of `rank`, as [start, stop); None for none."""
         box = self.local_box(rank)
@@ -157,6 +188,14 @@ class Mesh:
     def places(self) -> dict[int, tuple[int, ...]]:
         """Each rank's index in the grid."""
         return {rank: unravel_index(number, self.shape) for number, rank in enumerate(self.ranks)}
+
+    @cached_property
+    def reaches(self) -> tuple[int, ...]:
+        """Along each dimension, how many ranks from the first one on are numbered one after the other."""
+        strides = [math.prod(self.shape[number + 1 :]) for number in range(len(self.shape))]
+        lines = [self.ranks[: size * step : step] for size, step in zip(self.shape, strides, strict=True)]
+        counted = [[rank - number == line[0] for number, rank in enumerate(line)] for line in lines]
+        return tuple((*one, False).index(False) for one in counted)
 
 
 @dataclass(frozen=True)
@@ -186,6 +225,21 @@ class MeshSharding:
     def _speakers(self) -> frozenset[int]:
         return frozenset(self.owners)
 
+    @property
+    def runs(self) -> Runs | None:
+        """Rows, where nothing but these is cut, along ranks that are numbered one after the other."""
+        sizes = zip(self.cuts, self.mesh.shape, self.mesh.reaches, strict=True)
+        cut = [(dim, parts, reach) for dim, parts, reach in sizes if dim is not None and min(parts, self.view[dim]) > 1]
+        numel = math.prod(self.view)
+        if len(cut) > 1 or not numel or 0 not in self.mesh.places:
+            return None
+        dim, parts, reach = cut[0] if cut else (0, 1, 1)
+        rows = self.view[0] if self.view else 1
+        step = -(-rows // parts)
+        if dim or -(-rows // step) > reach:
+            return None
+        return Runs(self.mesh.ranks[0], step * (numel // rows), step * (numel // rows))
+
     def box(self, rank: int) -> Box | None:
         """The part of `rank`, if it is the first of its replicas."""
         return self.local_box(rank) if rank in self._speakers else None
@@ -209,6 +263,7 @@ class OpaqueSharding:
     owners = (0,)
     is_sharded = False
     is_opaque = True
+    runs = None
 
     def box(self, rank: int) -> Box | None:
         """None: nobody contributes a box."""
@@ -236,6 +291,11 @@ def _whole_box(view: tuple[int, ...]) -> Box:
 @lru_cache(maxsize=64)  # one for each process group
 def _places_of(members: tuple[int, ...]) -> dict[int, int]:
     return {member: index for index, member in enumerate(members)}
+
+
+@lru_cache(maxsize=64)
+def _are_consecutive(members: tuple[int, ...]) -> bool:
+    return members == tuple(range(members[0], members[0] + len(members)))
 
 
 def _run_in_shard(numel: int, first: int, shard: int, index: int) -> Box | None:

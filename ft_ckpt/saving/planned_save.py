@@ -25,7 +25,7 @@ from ft_ckpt.saving import write_shards
 from ft_ckpt.saving.companions import Companions, companions_of
 from ft_ckpt.saving.plan import SavePlan, SaveRequest, make_plan
 from ft_ckpt.saving.snapshot import copies_size
-from ft_ckpt.storage.digests import cut_chunks
+from ft_ckpt.storage.digests import chunk_of_rank
 from ft_ckpt.storage.store import SharedStore
 from ft_ckpt.training.capture import Captured
 
@@ -235,7 +235,7 @@ def _written_here(plan: SavePlan, ranks: Ranks) -> Iterator[TensorInfo]:
     yield from (info for pair in plan.ties_to_check for info in pair)
     for share in write_shards.divide_files(plan.plans, ranks.size):
         for entry, cut in zip(share.entries, share.cuts, strict=True):
-            mine = ranks.leads if cut is None else any(owner == ranks.rank for _, _, owner in cut_chunks(cut))
+            mine = ranks.leads if cut is None else chunk_of_rank(cut, ranks.rank) is not None
             yield from entry.sources if mine else ()
 
 

@@ -6,16 +6,15 @@ alone. What is no run of bytes (converted names, slabs of tensor parallelism) co
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import chain, groupby, pairwise
+from itertools import chain, groupby
 
 from ft_ckpt.distributed.ranks import Ranks
-from ft_ckpt.distributed.sharding import Sharding
 from ft_ckpt.distributed.tensor_info import Tensors
 from ft_ckpt.formats.write_files import FilePlan
 from ft_ckpt.model.entries import Entry
 from ft_ckpt.saving.files import GatherWay, PartPlan, cast_regions, gathered_turns
 from ft_ckpt.storage.buffers import BLOCK_BYTES
-from ft_ckpt.storage.digests import Cut, FileRecord, cut_chunks, joined_digest
+from ft_ckpt.storage.digests import Cut, FileRecord, chunk_of_rank, joined_digest
 from ft_ckpt.storage.store import SharedStore
 from ft_ckpt.storage.writer import Region, Writer, digest_regions, region_of
 
@@ -119,36 +118,10 @@ def _tensor_cut(entry: Entry, start: int, size_bytes: int, step: int) -> Cut | N
         if not source.sharding.is_replicated or start % item:
             return None
         return Cut(start, start + size_bytes, step, step - start % step, start // step)
-    runs = _runs_by_owner(source.sharding)
-    if runs is None:
+    runs = source.sharding.runs
+    if runs is None or source.numel * item != size_bytes:
         return None
-    lengths = [high - low for _, low, high in runs]
-    chunk = max(lengths[1:-1] or lengths)
-    even = all(length == chunk for length in lengths[1:-1]) and lengths[-1] <= chunk and lengths[0] <= chunk
-    in_order = all(one[0] + 1 == two[0] and one[2] == two[1] for one, two in pairwise(runs))
-    if not (even and in_order and runs[0][1] == 0 and runs[-1][2] * item == size_bytes):
-        return None
-    return Cut(start, start + size_bytes, chunk * item, lengths[0] * item, runs[0][0])
-
-
-def _runs_by_owner(sharding: Sharding) -> list[tuple[int, int, int]] | None:
-    """(rank, first, last) flat elements of each owner in rank order; None when a block is no single run."""
-    runs = []
-    row = 1
-    for size in sharding.view[1:]:
-        row *= size
-    for rank in sorted(sharding.owners):
-        box = sharding.box(rank)
-        if box is None:
-            continue
-        if not box.sizes:  # one number
-            runs.append((rank, 0, 1))
-            continue
-        if box.sizes[1:] != sharding.view[1:]:
-            return None
-        first = box.offsets[0] * row
-        runs.append((rank, first, first + box.sizes[0] * row))
-    return runs or None
+    return Cut(start, start + size_bytes, runs.chunk * item, runs.lead * item, runs.owner)
 
 
 def _own_regions(share: Share, tensors: Tensors, ranks: Ranks, bucket_bytes: int) -> Iterator[Region]:
@@ -195,7 +168,8 @@ def _tensor_regions(entry: Entry, cut: Cut, tensors: Tensors, rank: int) -> Iter
     if source is None or held is None:
         return
     item, local = entry.dtype.itemsize, held.reshape(-1)
-    for start, stop, owner in cut_chunks(cut):
-        if owner == rank:
-            first = (start - cut.start) // item if not source.sharding.is_sharded else 0
-            yield from cast_regions(start, entry, local[first : first + (stop - start) // item])
+    chunk = chunk_of_rank(cut, rank)
+    if chunk is not None:
+        start, stop = chunk
+        first = (start - cut.start) // item if not source.sharding.is_sharded else 0
+        yield from cast_regions(start, entry, local[first : first + (stop - start) // item])

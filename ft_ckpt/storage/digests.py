@@ -131,6 +131,14 @@ def rank_parts(cuts: Sequence[Cut], size_bytes: int) -> Iterator[tuple[int, int,
         yield at, size_bytes, 0
 
 
+def chunk_of_rank(cut: Cut, rank: int) -> tuple[int, int] | None:
+    """The bytes [start, stop) that one rank has of a cut; None for none."""
+    number = rank - cut.owner
+    start = cut.start if not number else cut.start + cut.lead + (number - 1) * cut.chunk
+    stop = min(cut.start + cut.lead + number * cut.chunk, cut.stop)
+    return (start, stop) if number >= 0 and start < stop else None
+
+
 def cut_chunks(cut: Cut) -> Iterator[tuple[int, int, int]]:
     """The chunks of one cut, as (start, stop, rank)."""
     start, stop, owner = cut.start, min(cut.start + cut.lead, cut.stop), cut.owner

@@ -2,7 +2,7 @@
 
 import math
 import pickle
-from itertools import product
+from itertools import pairwise, product
 
 import pytest
 import torch
@@ -19,6 +19,7 @@ from ft_ckpt.distributed.sharding import (
     OwnedSharding,
     ReplicatedSharding,
 )
+from ft_ckpt.storage.digests import Cut, chunk_of_rank, cut_chunks
 
 shapes = st.lists(st.integers(0, 7), min_size=1, max_size=3).map(tuple)
 
@@ -97,3 +98,29 @@ def test_layouts_are_hashable_comparable_and_can_be_sent(sharding):
     again = pickle.loads(pickle.dumps(sharding))
     assert again == sharding
     assert len({again, sharding, OpaqueSharding(sharding.view, None), OwnedSharding(sharding.view, None)}) == 3
+
+
+@settings(max_examples=400, deadline=None)
+@given(layouts)
+def test_runs_are_the_boxes(sharding):
+    """Arithmetic says what looking at each owner's box would."""
+    boxes = [(rank, box) for rank in sorted(sharding.owners) if (box := sharding.box(rank)) is not None]
+    row = math.prod(sharding.view[1:])
+    are_runs = bool(boxes) and all(box.sizes[1:] == sharding.view[1:] for _, box in boxes)
+    spans = [(rank, box.offsets[0] * row, box.sizes[0] * row) for rank, box in boxes] if are_runs else []
+    follow = all(one[0] + 1 == two[0] and one[1] + one[2] == two[1] for one, two in pairwise(spans))
+    found = sharding.runs
+    is_empty = not math.prod(sharding.view)
+    if isinstance(sharding, ReplicatedSharding) or is_empty or not spans or not follow or spans[0][1]:
+        assert found is None
+        return
+    sizes = [size for _, _, size in spans]
+    assert (found.owner, found.lead, found.chunk) == (spans[0][0], sizes[0], max(sizes[1:-1] or sizes))
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.integers(0, 30), st.integers(0, 90), st.integers(1, 12), st.integers(1, 12), st.integers(0, 5))
+def test_the_chunk_of_a_rank(start, size, chunk, lead, owner):
+    cut = Cut(start, start + size, max(chunk, lead), lead, owner)
+    expected = {rank: (low, high) for low, high, rank in cut_chunks(cut)}
+    assert {rank: one for rank in range(110) if (one := chunk_of_rank(cut, rank))} == expected
