@@ -7,7 +7,7 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from typing import Any
+from typing import Any, NoReturn
 
 from ft_ckpt import errors
 from ft_ckpt.errors import CheckpointError, NoSpaceError, RankError, RanksDisagreeError
@@ -80,8 +80,12 @@ def judge_entries(
     return disagreement(f"{what}: ranks disagree: {'; '.join(differing)}") if differing else None
 
 
-def error_told(told: Verdict) -> CheckpointError:
-    """The exception for a verdict, or for a report of failure."""
+def raise_told(told: Verdict) -> NoReturn:
+    """Raise what a verdict or a report of failure says."""
+    raise _error_told(told)
+
+
+def _error_told(told: Verdict) -> CheckpointError:
     kind: type[CheckpointError] = getattr(errors, told["kind"])
     return kind(told["problem"])
 

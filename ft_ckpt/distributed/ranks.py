@@ -96,7 +96,7 @@ class Ranks:
         if error is not None:
             raise error
         if found["problem"]:
-            raise agreement.error_told(found)
+            agreement.raise_told(found)
         return Agreed(found["told"], values)
 
     def attempt(self, action: Callable[[], Any]) -> tuple[Any, BaseException | None]:
@@ -238,7 +238,7 @@ class Ranks:
                 continue  # a rank that has put the last of them may be at the next meeting already
             if not failed:
                 raise RanksDisagreeError(f"rank(s) {rank_numbers(gone)} went on without this one; {ADVICE}")
-            raise agreement.error_told(json.loads(self.store.get(f"{meeting}/failed")))
+            agreement.raise_told(json.loads(self.store.get(f"{meeting}/failed")))
 
     def _report_failure(self, error: BaseException | None) -> None:
         """Report at the next meeting that this rank has failed; the first report of any rank counts."""

@@ -36,7 +36,7 @@ def hear_leader(
     """
     if ranks.size == 1 and value is not None and error is None:
         return value
-    found: T = reader_of(kind)(ranks.agree(what, _as_json(value), error, same).told)
+    found: T = reader_of(kind)(ranks.agree(what, _sent_fields(value), error, same).told)
     return found
 
 
@@ -62,7 +62,9 @@ def decide_together(
         known.update({id(one): read(one) for one in {id(one): one for one in values}.values()})
         return [known[id(one)] for one in values]
 
-    agreed = ranks.agree(what, _as_json(value), error, same, verdict=lambda values: asdict(decide(all_read(values))))
+    agreed = ranks.agree(
+        what, _sent_fields(value), error, same, verdict=lambda values: asdict(decide(all_read(values)))
+    )
     return reader_of(kinds[1])(agreed.told), [known[id(one)] for one in agreed.values]
 
 
@@ -72,10 +74,10 @@ def tell_leader(
     """As `hear_leader`; on rank 0 every rank's value, in rank order, and nothing on the others."""
     if ranks.size == 1 and value is not None and error is None:
         return [value]
-    values = ranks.agree(what, _as_json(value), error, verdict=lambda _: None).values
+    values = ranks.agree(what, _sent_fields(value), error, verdict=lambda _: None).values
     read: Callable[[Any], T] = reader_of(kind)
     return [read(one) for one in values]
 
 
-def _as_json(value: _Dataclass | None) -> dict[str, Any] | None:
+def _sent_fields(value: _Dataclass | None) -> dict[str, Any] | None:
     return None if value is None else asdict(value)

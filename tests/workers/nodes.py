@@ -1,0 +1,73 @@
+"""A run on nodes that share no disk: each rank has a file system of its own at the path of the run.
+
+A case is "leave/WHERE" or "take/WHERE", on any number of ranks: the run is in a bucket, or at the same path of every
+node, where rank 0's is kept from one launch to the next. What all share is what the test compares with.
+"""
+
+import os
+import shutil
+import sys
+import warnings
+from datetime import timedelta
+from pathlib import Path
+
+import harness  # first: it arms the stack dump
+import torch.distributed as dist
+from namespaces import take_disk
+from resume import live_model, optimizer_state, same, saver_of, train
+from safetensors.torch import load_file, save_file
+from wrappers import truth
+
+SHARED = Path(os.environ["SHARED"])
+DISK = SHARED / "disk"
+PLACES = {"bucket": "s3://bucket/run", "disk": DISK / "run"}
+MODEL = "llama"
+
+
+def leave(where: str) -> None:
+    """A run of two steps, and its weights alone beside it, in several files."""
+    live, place = live_model("fsdp2", MODEL), PLACES[where]
+    with saver_of(live, place, each_rank_writes="on", max_shard_size=20_000) as saver:
+        train(live, saver, 0, 2)
+        saver.save_state()
+        saver.save(live.model, f"{place}/weights")
+    tensors, moments = truth(live), optimizer_state(live)
+    if harness.RANK == 0:
+        save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, SHARED / "truth.safetensors")
+        save_file(moments, SHARED / "moments.safetensors")
+        if where == "disk":
+            shutil.copytree(DISK / "run" / "weights", SHARED / "weights")
+    elif where == "disk":
+        assert not [*DISK.rglob("*.safetensors")], "it is rank 0's disk that has the run"
+
+
+def take(where: str) -> None:
+    """The run goes on, whatever the number of ranks."""
+    live = live_model("fsdp2", MODEL, seed=1)
+    with saver_of(live, PLACES[where]) as saver:
+        progress = saver.resume("must")
+        assert (progress.step, progress.report.problems) == (2, ()), progress
+        far = any("do not see" in note for note in progress.report.notes)
+        assert far is (where == "disk" and harness.WORLD > 1), progress.report
+        same(load_file(SHARED / "truth.safetensors"), truth(live))
+        moments = optimizer_state(live)
+        if harness.RANK == 0:
+            same(load_file(SHARED / "moments.safetensors"), moments)
+        train(live, saver, 2, 1)
+        saver.save_state()
+
+
+def case(name: str, folder: Path) -> None:
+    action, where = name.split("/")
+    {"leave": leave, "take": take}[action](where)
+    if where == "bucket":
+        assert not [each for each in DISK.rglob("*") if each.is_file()], "nothing on a disk"
+
+
+if __name__ == "__main__":
+    warnings.simplefilter("ignore")
+    take_disk(DISK, None if harness.RANK else SHARED / "disk of rank 0")
+    os.environ["TMPDIR"] = str(DISK)
+    dist.init_process_group("gloo", timeout=timedelta(seconds=60))
+    harness.run(case)
+    sys.stdout.flush()
