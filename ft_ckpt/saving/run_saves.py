@@ -23,7 +23,6 @@ from ft_ckpt.saving.plan import request_of
 from ft_ckpt.saving.replicas import describe_differences, differing_settings
 from ft_ckpt.saving.snapshot import as_in_training
 from ft_ckpt.storage.place import Place, open_place
-from ft_ckpt.training.exchange import exchange
 from ft_ckpt.training.items import model_sources
 from ft_ckpt.training.run import TrainingRun
 from ft_ckpt.training.signals import exit_code
@@ -32,11 +31,6 @@ from ft_ckpt.transfer.uploads import LONGEST_EXIT_SECONDS, UploadTerms
 
 T = TypeVar("T")
 _SAVES_WITHOUT_METRIC = 3  # before it is said that none came
-
-
-@dataclass(frozen=True)
-class _Uploaded:
-    is_all: bool
 
 
 @dataclass(eq=False)
@@ -194,7 +188,7 @@ class RunSaves:
             error = TargetError(left)
         elif left:
             warnings.warn(left, stacklevel=4)
-        exchange(ranks, "the uploads of close()", _Uploaded, _Uploaded(not left), error)
+        ranks.agree("the uploads of close()", error=error)
 
     def _upload_terms(self) -> UploadTerms:
         return UploadTerms(self.run.run_id, self.run.own_ids, self.run.config.keep, self._protected_paths())
