@@ -1,23 +1,15 @@
 """The scripts of the repository: their help, and what they leave behind."""
 
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import extensions
+from launch import run_python
 from places import ROOT
 
 
 def test_the_bench_has_help():
-    done = subprocess.run(
-        [sys.executable, "-m", "scripts.bench", "--help"],
-        cwd=ROOT,
-        env=os.environ | {"PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    done = run_python("from scripts.bench.__main__ import main; main()", "--help", cwd=ROOT)
     assert (done.returncode, done.stdout.split()[0]) == (0, "usage:"), done.stderr
 
 

@@ -48,7 +48,7 @@ def campaign(shim, root, cases, most):
 
 
 def test_some_faults_of_each_kind_of_save(shim, tmp_path):
-    campaign(shim, tmp_path, ALL, 12)
+    campaign(shim, tmp_path, ALL, 8)
 
 
 @pytest.mark.slow

@@ -29,8 +29,10 @@ def check(folder, *arguments, limit_seconds=380):
 # A script that can be resumed
 
 
-def test_a_good_script_in_two_processes(tmp_path):
-    answer = check(tmp_path, "--steps", 5, "--stop", 3, "--nproc", 2, "--json", SCRIPT)
+@pytest.mark.parametrize("launcher", [(), pytest.param(("--nproc", 2), marks=pytest.mark.slow)], ids=["one", "two"])
+def test_a_good_script(tmp_path, launcher):
+    """In one process, and in two."""
+    answer = check(tmp_path, "--steps", 5, "--stop", 3, *launcher, "--json", SCRIPT)
     assert answer.returncode == 0, answer.stderr
     found = json.loads(answer.stdout)
     assert (found["equal"], found["stop"], found["first_difference"]) == (True, 3, None)
