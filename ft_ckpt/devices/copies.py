@@ -36,7 +36,10 @@ class Moment:
 
 @torch.no_grad()
 def record_moment(device: torch.device) -> Moment:
-    """The moment of the call: what this thread has asked of `device` on its current stream. It does not wait."""
+    """The moment of the call: what this thread has asked of `device` on its current stream.
+
+    It does not wait, but where the backend has no events.
+    """
     event = None
     if has_streams(device):
         with suppress(RuntimeError), choosing_device(device):
@@ -77,14 +80,14 @@ def host_pieces(flat: Tensor, piece_bytes: int = PIECE_BYTES) -> Iterator[Tensor
 
     A piece is valid until the next one is asked for; that one comes over meanwhile.
     """
-    step = max(1, piece_bytes // flat.element_size())
+    step, is_later = max(1, piece_bytes // flat.element_size()), has_streams(flat.device)
     rooms = [pinned_memory(min(step, flat.numel()) * flat.element_size(), flat.device) for _ in range(2)]
     coming: deque[tuple[Tensor, Moment]] = deque()
     try:
         for number, start in enumerate(range(0, flat.numel(), step)):
             live = flat[start : start + step]
             piece = rooms[number % 2][: live.nbytes].view(flat.dtype)
-            piece.copy_(live, non_blocking=True)
+            piece.copy_(live, non_blocking=is_later)
             coming.append((piece, record_moment(flat.device)))
             if number:
                 yield _arrived_piece(*coming.popleft())

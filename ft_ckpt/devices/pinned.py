@@ -6,6 +6,8 @@ is done; else torch's allocator serves, and where it has none, plain memory, thr
 """
 
 import mmap
+import sys
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
@@ -42,10 +44,10 @@ class RegisteredBlock(mmap.mmap):
 
     device: torch.device | None = None  # once it is registered
 
-    def __del__(self) -> None:
-        """Let the backend go before the memory does."""
-        if self.device is not None:
-            with suppress(Exception), choosing_device(self.device):  # at the end of the process there may be neither
+    def __del__(self, is_ending: Callable[[], bool] = sys.is_finalizing) -> None:
+        """Let the backend go before the memory does; at the end of the process the system does both."""
+        if self.device is not None and not is_ending():
+            with choosing_device(self.device):
                 _runtime_of(self.device).cudaHostUnregister(address_of(self))
 
 

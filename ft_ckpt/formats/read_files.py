@@ -8,7 +8,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from ft_ckpt.devices.accelerators import is_accelerator
+from ft_ckpt.devices.accelerators import has_streams
 from ft_ckpt.devices.copies import PinnedBlocks
 from ft_ckpt.formats.layout import TensorFile
 from ft_ckpt.storage.read_ahead import ByteRun, read_ahead
@@ -45,16 +45,17 @@ class StraightLanding:
 def read_runs(landings: Mapping[ByteRun, Landing], threads: int = THREADS, direct: str = "auto") -> int:
     """Read all runs in the order of their bytes and hand each to its landing. Returns the bytes read.
 
-    What lands on accelerators goes through pinned blocks and is there when this returns, for all of their streams.
+    What lands on accelerators goes through pinned blocks, and is there for all of their streams when this returns.
     """
     order = {id(file): place for place, file in enumerate(run.file for run in landings)}
     runs = sorted(landings, key=lambda run: (order[id(run.file)], run.start))
     places = {one.local.device for one in landings.values() if isinstance(one, StraightLanding)}
-    keeper = PinnedBlocks(devices) if (devices := frozenset(filter(is_accelerator, places))) else None
+    devices = frozenset(filter(has_streams, places))
+    keeper = PinnedBlocks(devices) if devices else None
     for part in read_ahead(runs, threads, direct, keeper=keeper):
         landing, data = landings[part.run], bytes_at(part.address, part.size_bytes)
         if isinstance(landing, StraightLanding):
-            landing.put(data, lasts=keeper is not None)
+            landing.put(data, lasts=landing.local.device in devices)
         else:
             landing.put(data)
     return sum(run.size_bytes for run in runs)

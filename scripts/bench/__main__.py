@@ -40,7 +40,7 @@ def main() -> None:
     for name in args.only:
         for size in MEASURES[name].sizes(args.sizes):
             with scratch(args.folder) as folder:
-                rows = MEASURES[name].run(Setting(args.rounds, folder), parse_size(size))
+                rows = MEASURES[name].run(Setting(args.rounds, folder, tuple(args.ways)), parse_size(size))
             _add(found, name, size, rows)
             show(name, size, found)
             if args.json:
@@ -57,6 +57,9 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=5, help="counted rounds, after one that is not")
     parser.add_argument(
         "--only", nargs="*", default=list(MEASURES), choices=MEASURES, metavar="MEASURE", help=_listed()
+    )
+    parser.add_argument(
+        "--ways", nargs="+", default=[], metavar="WAY", help="the rows that are wanted; the limits come too"
     )
     parser.add_argument("--folder", type=Path, help="where to write (default: the system's folder for temporary files)")
     parser.add_argument("--json", type=Path, help="file for all figures; those of other measures in it stay")

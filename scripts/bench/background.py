@@ -13,7 +13,7 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ft_ckpt import CheckpointSaver
-from scripts.bench.common import CUDA, is_installed, sync_tree
+from scripts.bench.common import ACCELERATOR, is_installed, sync_tree
 
 
 @dataclass(frozen=True, eq=False)
@@ -188,7 +188,8 @@ class TorchCheckpointing(Background):
         from torch_checkpointing.staging import CheckpointStagerConfig
         from torch_checkpointing.storage.filesystem import LocalFileSystemStorageConfig
 
-        staging = CheckpointStagerConfig(use_pinned_memory=CUDA, use_non_blocking_copy=CUDA)
+        is_pinned = ACCELERATOR is not None
+        staging = CheckpointStagerConfig(use_pinned_memory=is_pinned, use_non_blocking_copy=is_pinned)
         self._manager = CheckpointManager(
             CheckpointManager.Config(
                 save=AsyncCheckpointSaverConfig(staging_config=staging),
@@ -229,5 +230,7 @@ BACKGROUNDS: dict[str, type[Background]] = {
 def installed_backgrounds() -> dict[str, type[Background]]:
     """Those whose library, and GPU if they need one, is here, by name."""
     return {
-        name: kind for name, kind in BACKGROUNDS.items() if is_installed(kind.module) and (CUDA or not kind.needs_gpu)
+        name: kind
+        for name, kind in BACKGROUNDS.items()
+        if is_installed(kind.module) and (ACCELERATOR is not None or not kind.needs_gpu)
     }

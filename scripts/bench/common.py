@@ -14,28 +14,36 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.checkpoint.api import CheckpointException
 
 ROOT = Path(__file__).resolve().parents[2]
 Row = dict[str, Any]  # one way of a measure: "way", and its figures by name; units end the names
+T = TypeVar("T")
+PEER_ERRORS = (Exception, CheckpointException)  # whatever a library raises; torch's own is none of the first
 Way = Callable[[], Row]  # does it once, and says what it took
-CUDA = torch.cuda.is_available()
-DEVICE = torch.device("cuda" if CUDA else "cpu")
+ACCELERATOR = torch.accelerator.current_accelerator(check_available=True)
+DEVICE = ACCELERATOR or torch.device("cpu")
 
 
 @dataclass(frozen=True)
 class Setting:
-    """How to measure: counted rounds, after one that is not, and an empty folder to write in."""
+    """How to measure: counted rounds, after one that is not, and an empty folder to write in; `ways`: () for all."""
 
     rounds: int
     folder: Path
+    ways: tuple[str, ...] = ()
 
     def inside(self, folder: Path) -> "Setting":
         """The same in another folder."""
         return replace(self, folder=folder)
+
+    def chosen(self, ways: Mapping[str, T]) -> dict[str, T]:
+        """Those of `ways` that are asked for, and the limits."""
+        return {name: way for name, way in ways.items() if name in (self.ways or ways) or name.startswith("limit")}
 
 
 def is_installed(module: str) -> bool:
@@ -50,6 +58,7 @@ def in_turns(
 
     A peer that fails is left out of the following rounds, and its row says why.
     """
+    ways = setting.chosen(ways)
     found: dict[str, list[Row]] = {name: [] for name in ways}
     failed: dict[str, str] = {}
     for turn in range(setting.rounds + 1):
@@ -57,7 +66,7 @@ def in_turns(
             before(name)
             try:
                 figures = ways[name]()
-            except Exception as error:  # whatever a library we do not know raises
+            except PEER_ERRORS as error:
                 if name.startswith("ours"):
                     raise
                 failed[name] = describe(error)
@@ -67,7 +76,7 @@ def in_turns(
     return [{"way": name, **({"error": failed[name]} if name in failed else medians(found[name]))} for name in ways]
 
 
-def describe(error: Exception) -> str:
+def describe(error: BaseException) -> str:
     """What a peer that failed said, in one line."""
     return f"{type(error).__name__}: {error}".splitlines()[0][:200]
 
@@ -80,11 +89,11 @@ def medians(rows: Iterable[Row]) -> Row:
 
 
 def seconds(action: Callable[[], Any]) -> float:
-    """How long `action` takes, with what it starts on the GPU's current stream; copies on other streams go on."""
+    """How long `action` takes, with what it starts on the device's current stream; copies on other streams go on."""
     begun = time.perf_counter()
     action()
-    if CUDA:
-        torch.cuda.current_stream().synchronize()
+    if ACCELERATOR is not None:
+        torch.accelerator.current_stream().synchronize()
     return time.perf_counter() - begun
 
 
@@ -171,7 +180,7 @@ def _status(name: str) -> int:
 def in_child(module: str, setting: Setting, *arguments: object, ranks: int = 0) -> list[Row]:
     """The rows that `module` of this package measures in a process of its own, or on several ranks."""
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks)] if ranks else []
-    given = json.dumps([setting.rounds, str(setting.folder), *arguments])
+    given = json.dumps([setting.rounds, str(setting.folder), setting.ways, *arguments])
     command = [sys.executable, *launcher, "-m", f"scripts.bench.{module}", given]
     environment = {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // ranks))} if ranks else {}
     done = subprocess.run(
@@ -187,7 +196,7 @@ def in_child(module: str, setting: Setting, *arguments: object, ranks: int = 0) 
 
 def as_child(module: str, measure: Callable[..., list[Row]]) -> None:
     """The other end of `in_child`: `measure` with what it was given; rank 0 hands in the rows."""
-    rounds, folder, *arguments = json.loads(sys.argv[1])
-    rows = measure(Setting(rounds, Path(folder)), *arguments)
+    rounds, folder, ways, *arguments = json.loads(sys.argv[1])
+    rows = measure(Setting(rounds, Path(folder), tuple(ways)), *arguments)
     if os.environ.get("RANK", "0") == "0":
         (Path(folder) / f"{module}.json").write_text(json.dumps(rows))

@@ -52,7 +52,7 @@ def read_and_keep(path: Path) -> mmap.mmap:
 
 def make_copy(state: Mapping[str, Tensor]) -> Callable[[], None]:
     """A copy of all tensors into host memory that is there already, pinned for those of a GPU."""
-    pinned = any(tensor.is_cuda for tensor in state.values())
+    pinned = any(not tensor.is_cpu for tensor in state.values())
     room = {name: torch.empty(t.shape, dtype=t.dtype, pin_memory=pinned).fill_(0) for name, t in state.items()}
 
     def copy() -> None:

@@ -33,7 +33,7 @@ def first(setting: Setting, size_bytes: int) -> list[Row]:
     """A row for each way to open a file that is in no cache and read one tensor, from the middle."""
     subject = make_subject(size_bytes)
     name = list(subject.state)[len(subject.state) // 2]
-    found = {way: one for way, one in FIRST.items() if is_installed(one.module)}
+    found = setting.chosen({way: one for way, one in FIRST.items() if is_installed(one.module)})
     folders = _written(setting.folder, subject, {way: one.saved_by for way, one in found.items()})
     ways = {
         way: partial(_timed, lambda one, path: {name: one.load(path, name)}, one, folders[way] / one.file)
@@ -47,7 +47,7 @@ def _whole(
     setting: Setting, size_bytes: int, prepare: Callable[[Path], None], reads: Mapping[str, Callable[[Path], Any]]
 ) -> list[Row]:
     subject = make_subject(size_bytes)
-    found = {name: one for name, one in LOADERS.items() if is_installed(one.module)}
+    found = setting.chosen({name: one for name, one in LOADERS.items() if is_installed(one.module)})
     folders = _written(
         setting.folder, subject, {name: one.saved_by for name, one in found.items()} | dict.fromkeys(reads, "ours")
     )

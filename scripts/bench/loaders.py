@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 import ft_ckpt
-from scripts.bench.common import CUDA, DEVICE
+from scripts.bench.common import ACCELERATOR, DEVICE
 from scripts.bench.models import Subject
 from scripts.bench.savers import RUN
 
@@ -36,7 +36,7 @@ def _file(suffix: str, read: Callable[[Path], Any]) -> Callable[[Path, Subject],
 
 
 def _load(path: Path) -> Any:
-    return ft_ckpt.load(path, map_location=DEVICE if CUDA else None)  # on the host tensors stay mapped, as elsewhere
+    return ft_ckpt.load(path, map_location=ACCELERATOR)  # on the host tensors stay mapped, as elsewhere
 
 
 def _dcp(folder: Path, subject: Subject) -> Tensors:

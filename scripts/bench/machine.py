@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from scripts.bench.background import BACKGROUNDS
-from scripts.bench.common import CUDA, is_installed
+from scripts.bench.common import ACCELERATOR, is_installed
 from scripts.bench.loaders import LOADERS
 from scripts.bench.savers import SAVERS
 
@@ -28,7 +28,7 @@ def facts(folder: Path | None) -> dict[str, Any]:
         "cores": os.cpu_count(),
         "processor": _processor(),
         "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
-        "gpu": torch.cuda.get_device_name() if CUDA else None,
+        "gpu": _accelerator_name(),
         "kernel": platform.release(),
         "file_system": _file_system(Path(folder or tempfile.gettempdir())),
         "python": platform.python_version(),
@@ -40,6 +40,13 @@ def missing() -> list[str]:
     """The peers that are not installed."""
     ways = [*SAVERS.items(), *LOADERS.items(), *BACKGROUNDS.items()]
     return sorted({one.module for _, one in ways if not is_installed(one.module)})
+
+
+def _accelerator_name() -> str | None:
+    if ACCELERATOR is None:
+        return None
+    named = getattr(torch.get_device_module(ACCELERATOR), "get_device_name", None)
+    return ACCELERATOR.type if named is None else str(named())
 
 
 def _version(name: str) -> str | None:

@@ -4,8 +4,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from ft_ckpt.config import parse_size
-from scripts.bench import convert, frozen, load, many, memory, planning, ranks, save, stall, stores
-from scripts.bench.common import CUDA, Row, Setting
+from scripts.bench import convert, frozen, load, many, memory, peaks, planning, ranks, save, stall, stores
+from scripts.bench.common import ACCELERATOR, Row, Setting
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,7 @@ class Measure:
         largest = max(given, key=parse_size)
         if self.at is not None:
             return [min([self.at, largest], key=parse_size)]
-        more = self.gpu_size if CUDA and parse_size(largest) >= 1_000_000_000 else None
+        more = self.gpu_size if ACCELERATOR is not None and parse_size(largest) >= 1_000_000_000 else None
         return [*given, *([more] if more else [])]
 
 
@@ -32,6 +32,7 @@ MEASURES = {
     "save": Measure(save.TITLE, save.measure, save.LIMIT),
     "stall": Measure(stall.TITLE, stall.measure, figure="lost_seconds", gpu_size="7.5GB"),  # of 1.2 B parameters
     "memory": Measure(memory.TITLE, memory.measure, figure=""),
+    "peaks": Measure(peaks.TITLE, peaks.measure, figure="", at="7.5GB"),
     "cold": Measure(load.COLD, load.cold, load.LIMIT),
     "warm": Measure(load.WARM, load.warm),
     "first": Measure(load.FIRST_TENSOR, load.first),

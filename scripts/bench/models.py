@@ -51,8 +51,10 @@ def make_model(parameters: int, dtype: torch.dtype = torch.bfloat16) -> LlamaFor
     """A Llama of about so many parameters, normally distributed."""
     with torch.device("meta"):
         model = LlamaForCausalLM(config_of(parameters)).to(dtype)
-    model = model.to_empty(device="cpu")
-    model.model.rotary_emb = type(model.model.rotary_emb)(model.config)  # in no state dict, so to_empty left nothing
+    model = model.to_empty(device=DEVICE)
+    model.model.rotary_emb = type(model.model.rotary_emb)(model.config).to(
+        DEVICE
+    )  # in no state dict, so to_empty left nothing
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, std=0.02)
     model.tie_weights()

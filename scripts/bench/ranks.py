@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict
 
 from ft_ckpt import CheckpointSaver
 from scripts.bench.common import (
-    CUDA,
+    ACCELERATOR,
     Row,
     Setting,
     as_child,
@@ -64,7 +64,7 @@ def saved(setting: Setting, size_bytes: int, adapter_only: bool) -> list[Row]:
 
 def make_accelerator() -> Accelerator:
     """An Accelerator that cuts models with FSDP2, on the CPU as well."""
-    PartialState(cpu=not CUDA)
+    PartialState(cpu=ACCELERATOR is None)
     PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU  # it drops the plugin otherwise
     plugin = FullyShardedDataParallelPlugin(
         fsdp_version=2,

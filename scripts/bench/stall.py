@@ -19,7 +19,7 @@ import torch
 
 from scripts.bench import limits
 from scripts.bench.background import Background, Training, installed_backgrounds
-from scripts.bench.common import CUDA, DEVICE, Row, Setting, Way, in_turns, seconds, timed
+from scripts.bench.common import ACCELERATOR, DEVICE, Row, Setting, Way, in_turns, seconds, timed
 from scripts.bench.models import make_model
 
 TITLE = "a save in the background of a training loop"
@@ -57,7 +57,7 @@ def measure(setting: Setting, size_bytes: int) -> list[Row]:
 
 def make_training(size_bytes: int) -> Training:
     """Weights and both moments in float32, together about `size_bytes`; on a GPU in bf16."""
-    dtype = torch.bfloat16 if CUDA else torch.float32
+    dtype = torch.float32 if ACCELERATOR is None else torch.bfloat16
     model = make_model(size_bytes // (3 * dtype.itemsize), dtype).to(DEVICE)
     return Training(model, torch.optim.AdamW(model.parameters(), lr=1e-4))
 

@@ -44,6 +44,7 @@ def become_accelerator() -> torch.device:
         native = _loaded_library()
         torch.utils.rename_privateuse1_backend(KIND)  # type: ignore[attr-defined]
         torch._register_device_module(KIND, _DeviceModule(native))  # type: ignore[no-untyped-call]
+        torch.empty(1, pin_memory=True)  # from here on torch takes the device for one that is in use
     return torch.device(KIND, 0)
 
 
@@ -78,6 +79,12 @@ class _DeviceModule(ModuleType):
 
     def device(self, device: Any) -> Any:
         return torch.accelerator.device_index(0)
+
+    def current_stream(self) -> torch.Stream:
+        return torch.accelerator.current_stream()
+
+    def stream(self, stream: torch.Stream) -> torch.Stream:
+        return stream
 
     def _is_in_bad_fork(self) -> bool:
         return False

@@ -7,6 +7,7 @@ import copy
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,14 +22,16 @@ from torch import nn
 
 import ft_ckpt
 from ft_ckpt import CheckpointSaver, load_model, verify
-from ft_ckpt.devices import copies, pinned
+from ft_ckpt.devices import pinned
 from ft_ckpt.errors import IncompleteError
+from ft_ckpt.formats import read_files
 from ft_ckpt.saving import snapshot
 from ft_ckpt.saving.background import PendingSave
+from ft_ckpt.storage.read_ahead import read_ahead
 
 IS_HERE = os.environ.get("FT_CKPT_DEVICE") == "here"
 QUIET: dict[str, Any] = {"on_difference": "ignore"}
-LARGE = 5_000_003  # floats: 20 MB, more than two blocks, and no power of two
+LARGE = 4_200_003  # floats: 17 MB, more than two blocks, and no power of two
 
 
 def device() -> torch.device:
@@ -45,6 +48,18 @@ def later_copies() -> Iterator[None]:
     assert IS_HERE or sealed_device.count_late_copies() > before
 
 
+@contextmanager
+def replaced(place: Any, **names: Any) -> Iterator[None]:
+    before = {name: getattr(place, name) for name in names}
+    for name, value in names.items():
+        setattr(place, name, value)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            setattr(place, name, value)
+
+
 class Large(nn.Module):
     """A tensor that travels in several pieces, one that is small, one that lies crosswise, and one of no elements."""
 
@@ -55,8 +70,10 @@ class Large(nn.Module):
         self.crossed = nn.Parameter(torch.arange(12.0).view(3, 4).t())
         self.register_buffer("nothing", torch.empty(0, 3))
 
-    def forward(self) -> torch.Tensor:
-        return (self.table * self.scale).square().mean() + self.crossed.sum()
+    def step(self, optimizer: Any) -> None:
+        for parameter in self.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        optimizer.step()
 
 
 def network() -> nn.Module:
@@ -67,7 +84,8 @@ def network() -> nn.Module:
 def run_of(made: nn.Module, folder: Path, **settings: Any) -> tuple[nn.Module, Any, CheckpointSaver]:
     """The model on the device, with its optimizer and saver."""
     model = made.to(device())
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    kind = torch.optim.SGD if isinstance(made, Large) else torch.optim.AdamW  # each operator takes its time here
+    optimizer = kind(model.parameters(), lr=1e-2, **({"momentum": 0.9} if kind is torch.optim.SGD else {}))
     saver = CheckpointSaver(None, folder, **{**QUIET, **settings})
     saver.register(model=model, optimizer=optimizer)
     return model, optimizer, saver
@@ -159,11 +177,10 @@ def background_before_the_copy(folder: Path) -> None:
     """What the device was asked for before the call is in the copy, though it had done nothing of it by then."""
     model, optimizer, saver = run_of(Large(), folder, background=True)
     with saver:
-        model().backward()
         with torch.no_grad():
             model.table += 1
         handle = saver.save_state(path=folder / "later")
-        optimizer.step()
+        model.step(optimizer)
         handle.result(60)
     saved = ft_ckpt.load(folder / "later/model.safetensors")["table"].values()
     assert raw(saved) == raw(Large().table.detach() + 1) != raw(model.table.detach().cpu())
@@ -172,18 +189,25 @@ def background_before_the_copy(folder: Path) -> None:
 @harness.named
 def exact_memory(folder: Path) -> None:
     """A large snapshot takes what it needs, pinned, and gives it back when the saver is closed."""
-    sizes, given_back = [], []
-    take, drop = pinned._registered_block, pinned.RegisteredBlock.__del__
-    pinned._registered_block = lambda size, where: sizes.append(size) or take(size, where)
-    pinned.RegisteredBlock.__del__ = lambda block: given_back.append(len(block)) or drop(block)
+    given_back: list[int] = []
+    drop = pinned.RegisteredBlock.__del__
+
+    def note_and_drop(block: pinned.RegisteredBlock) -> None:
+        given_back.append(len(block))
+        drop(block)
+
     model, _, saver = run_of(Large(), folder, background=True)
-    with saver:
+    with replaced(pinned.RegisteredBlock, __del__=note_and_drop), saver:
         saver.save(model, folder / "saved").result(60)
-        memory = max((saver._pending.snapshot._now, saver._pending.snapshot._late), key=lambda one: one._memory.numel())
-        assert memory._memory.is_pinned()
-        assert memory._memory.numel() == snapshot.copies_size(memory._places) < 1.01 * 4 * LARGE
-        del memory
-    assert [size for size in sizes if size > 4 * LARGE] == given_back, (sizes, given_back)
+        rooms = (saver._pending.snapshot._now, saver._pending.snapshot._late)
+        room = max(rooms, key=lambda one: one._memory.numel())
+        size = room._memory.numel()
+        assert room._memory.is_pinned()
+        assert size == snapshot.copies_size(room._places) < 1.01 * 4 * LARGE
+        del rooms, room
+        saver.close()
+        offers = hasattr(torch.get_device_module(device()), "cudart")
+        assert given_back == [size] * offers, (given_back, size)
 
 
 @harness.named
@@ -207,16 +231,20 @@ def resume(folder: Path) -> None:
     assert {value.device for value in moments} == {device()}
 
 
+def small_blocks() -> Any:
+    """So many of them that each is filled several times."""
+    return replaced(read_files, read_ahead=partial(read_ahead, block_bytes=1 << 20))
+
+
 @harness.named
 def resume_large(folder: Path) -> None:
     """Through pinned blocks that are filled again while the device copies from them."""
     model, optimizer, saver = run_of(Large(), folder)
     with saver:
-        model().backward()
-        optimizer.step()
+        model.step(optimizer)
         saver.save_state(path=folder / "point")
         fresh, other, _ = run_of(Large(), folder)
-    with CheckpointSaver(None, folder, **QUIET) as saver, later_copies():
+    with CheckpointSaver(None, folder, **QUIET) as saver, later_copies(), small_blocks():
         saver.register(model=fresh, optimizer=other)
         saver.resume("point")
     for one, two in zip(model.state_dict().values(), fresh.state_dict().values(), strict=True):
@@ -233,12 +261,12 @@ def load_onto(folder: Path) -> None:
     with CheckpointSaver(None, folder, **QUIET) as saver:
         for name in ("safetensors", "h5", "dual"):
             path = saver.save(model, folder / name, format=name).path
-            with later_copies():
+            with later_copies(), small_blocks():
                 found = load_model(path, classes={"Large": Large}, device=where)
             assert {one.device for one in found.state_dict().values()} == {where}
             assert {n: raw(tensor.cpu()) for n, tensor in found.state_dict().items()} == wanted
             file = next(one for one in path.glob("model.*") if one.suffix in (".safetensors", ".h5"))
-            with later_copies():
+            with later_copies(), small_blocks():
                 loaded = ft_ckpt.load(file, map_location=where)
             assert {one.device for one in loaded.values()} == {where}
             assert {n: raw(tensor.cpu()) for n, tensor in loaded.items()} == wanted
@@ -290,35 +318,6 @@ def two_ranks(folder: Path) -> None:
     if harness.RANK == 0:
         assert_same_files(folder / "later", folder / "now")
         assert raw(ft_ckpt.load(folder / "now/model.safetensors")["table"].values()) == raw(Large().table.detach())
-
-
-@harness.named
-def nobody_waits(folder: Path) -> None:
-    """The tests' device shows what the lines that wait are for: without them poison is saved."""
-    wait, model = copies.Moment.await_done, Large().to(device())
-    copies.Moment.await_done = lambda _: None
-    try:
-        ft_ckpt.save({"table": model.table.detach()}, folder / "table.h5")
-    finally:
-        copies.Moment.await_done = wait
-    assert raw(ft_ckpt.load(folder / "table.h5")["table"].values()) != raw(model.table.detach().cpu())
-
-
-@harness.named
-def nobody_marks_the_moment(folder: Path) -> None:
-    """Likewise: a stream that does not begin after the moment of the call copies what was there before it."""
-    model, _, saver = run_of(Large(), folder, background=True)
-    record = snapshot.record_moment
-    snapshot.record_moment = lambda where: copies.Moment(where, None)
-    try:
-        with saver:
-            with torch.no_grad():
-                model.table += 1
-            saver.save_state(path=folder / "wrong").result(60)
-    finally:
-        snapshot.record_moment = record
-    saved = ft_ckpt.load(folder / "wrong/model.safetensors")["table"].values()
-    assert raw(saved) != raw(model.table.detach().cpu())
 
 
 def case(name: str, folder: Path) -> None:

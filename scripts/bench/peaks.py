@@ -1,0 +1,122 @@
+"""Memory at its peak, of the host and of the device: two saves in the background of a run, and a model loaded.
+
+The first save makes the memory that the second one uses again. Each way of saving has a process of its own.
+"""
+
+import gc
+import shutil
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from scripts.bench.background import Background, installed_backgrounds
+from scripts.bench.common import ACCELERATOR, PEER_ERRORS, Row, Setting, as_child, describe, in_child
+from scripts.bench.loaders import LOADERS, Loader
+from scripts.bench.models import Subject, make_subject
+from scripts.bench.savers import SAVERS
+from scripts.bench.stall import make_training
+
+TITLE = "memory at its peak: two saves in the background, and a load onto the device"
+LOADS = ("ours", "safetensors", "from_pretrained")
+_BETWEEN_LOOKS_SECONDS = 0.01
+
+
+def measure(setting: Setting, size_bytes: int) -> list[Row]:
+    """A row for each way to save `size_bytes` of weights and moments, and to load the weights, a third of them."""
+    saves = list(setting.chosen(installed_backgrounds()))
+    loads = list(setting.chosen({name: LOADERS[name] for name in LOADS}))
+    jobs = [["save", [name]] for name in saves] + [["load", loads]]
+    return [row for kind, names in jobs for row in in_child("peaks", setting, size_bytes, kind, names)]
+
+
+def grown(setting: Setting, size_bytes: int, kind: str, names: list[str]) -> list[Row]:
+    """In the child: the rows of these ways."""
+    if kind == "save":
+        return [_attempt(f"save: {name}", lambda name=name: _save_twice(setting, size_bytes, name)) for name in names]
+    subject = make_subject(size_bytes // 3)
+    return [_attempt(f"load: {name}", lambda name=name: _load_once(setting, subject, LOADERS[name])) for name in names]
+
+
+def _attempt(way: str, action: Callable[[], Row]) -> Row:
+    try:
+        return {"way": way, **action()}
+    except PEER_ERRORS as error:
+        if ": ours" in way:
+            raise
+        return {"way": way, "error": describe(error)}
+
+
+def _save_twice(setting: Setting, size_bytes: int, name: str) -> Row:
+    training = make_training(size_bytes)
+    tokens = torch.ones(1, 4, dtype=torch.int64, device=training.model.device)
+    training.model(input_ids=tokens, labels=tokens).loss.backward()
+    training.optimizer.step()  # makes the moments
+    training.optimizer.zero_grad()
+    saver = installed_backgrounds()[name](training)
+    with _watching() as row:
+        for _ in range(2):
+            _finish_save(saver, setting.folder / "target")
+    saver.close()
+    return row
+
+
+def _finish_save(saver: Background, target: Path) -> None:
+    saver.save(target)
+    saver.finish()
+    shutil.rmtree(target)
+
+
+def _load_once(setting: Setting, subject: Subject, loader: Loader) -> Row:
+    folder = setting.folder / loader.saved_by
+    if not folder.exists():
+        SAVERS[loader.saved_by](subject, folder)
+    loader.load(folder, subject)  # what libraries start and keep is no part of a load
+    with _watching() as row:
+        loaded = loader.load(folder, subject)
+        if ACCELERATOR is not None:
+            torch.accelerator.synchronize()
+    del loaded
+    return row | {"tensor_bytes": subject.size_bytes}
+
+
+@contextmanager
+def _watching() -> Iterator[Row]:
+    """A row that has, after the block, by how much memory in use grew at most while it ran.
+
+    The host's is what the system has left: pinned memory is not in every process's own account.
+    """
+    gc.collect()
+    before, row = _available_bytes(), dict[str, Any]()
+    with suppress(RuntimeError):  # where the backend keeps no account
+        torch.accelerator.reset_peak_memory_stats()
+        row["device_bytes"] = -torch.accelerator.memory_allocated()
+    least, done = before, threading.Event()
+
+    def look() -> None:
+        nonlocal least
+        while not done.wait(_BETWEEN_LOOKS_SECONDS):
+            least = min(least, _available_bytes())
+
+    watcher = threading.Thread(target=look)
+    watcher.start()
+    try:
+        yield row
+    finally:
+        done.set()
+        watcher.join()
+        row["host_bytes"] = before - least
+        if "device_bytes" in row:
+            row["device_bytes"] += torch.accelerator.max_memory_allocated()
+
+
+def _available_bytes() -> int:
+    lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+    return next(int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable:"))
+
+
+if __name__ == "__main__":
+    as_child("peaks", grown)
