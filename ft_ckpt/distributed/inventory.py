@@ -134,6 +134,8 @@ class Inventory:
         meta device, not made yet, or partitioned away without a trace) unless `allow_meta`; SelectionError naming
         those that have no dense values to store. Moves no data.
         """
+        if (item, False) in self._infos:  # nothing was refused, so they are what one gets who refuses nothing
+            return self._infos[item, False]
         if (item, allow_meta) not in self._infos:
             self._infos[item, allow_meta] = self._described(item, allow_meta)
         return self._infos[item, allow_meta]
@@ -170,7 +172,8 @@ class Inventory:
                 if is_lazy(self._live[key]):
                     unmade.append(name)
                     continue
-                info = self.info_of(key, name, f"{row.raw_path}.{own}" if row.raw_path else own)
+                raw = name if row.raw_path == row.path else f"{row.raw_path}.{own}" if row.raw_path else own
+                info = self.info_of(key, name, raw)
                 found[name] = of_rank_0(info) if key in model.broadcast else info
         live = {name: self._live[info.key] for name, info in found.items()}
         with suppress(SelectionError) if allow_meta else nullcontext():

@@ -225,7 +225,7 @@ class MeshSharding:
     def _speakers(self) -> frozenset[int]:
         return frozenset(self.owners)
 
-    @property
+    @cached_property  # many tensors have one layout
     def runs(self) -> Runs | None:
         """Rows, where nothing but these is cut, along ranks that are numbered one after the other."""
         sizes = zip(self.cuts, self.mesh.shape, self.mesh.reaches, strict=True)

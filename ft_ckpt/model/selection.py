@@ -40,7 +40,7 @@ def view_of(
     prefix = f"{attribute}." if attribute else ""
     depth = len(attribute.split(".")) if attribute else 0
     below = {
-        name.removeprefix(prefix): replace(source, raw_name=_raw_below(source, depth))
+        name.removeprefix(prefix): _with_raw_below(source, depth)
         for name, source in found.items()
         if name.startswith(prefix)
     }
@@ -67,14 +67,17 @@ def module_at(model: nn.Module, attribute: str) -> nn.Module:
     return module
 
 
-def _raw_below(source: TensorInfo, depth: int) -> str:
-    """The raw name as the submodule `depth` attributes down spells it, once it is unwrapped itself."""
+def _with_raw_below(source: TensorInfo, depth: int) -> TensorInfo:
+    """The tensor, its raw name as the submodule `depth` attributes down spells it, once it is unwrapped itself."""
+    if not depth and source.raw_name == source.name:
+        return source
     steps, left = source.raw_name.split("."), source.name.split(".")[depth:]
     own = source.name.split(".")[:depth]
     while own or steps[0] != left[0]:
         step = steps.pop(0)
         own = own[1:] if own and step == own[0] else own
-    return ".".join(steps)
+    raw = ".".join(steps)
+    return source if raw == source.raw_name else replace(source, raw_name=raw)
 
 
 def model_part(part: View, name: str, path: str, dtype: str) -> Part:

@@ -62,19 +62,19 @@ def plan_part(
     suffix = known.suffixes[0]
     _refuse_stored_names(part)
     specs = {entry.name: Spec(entry.name, entry.shape, dtype_name(entry.dtype)) for entry in part.entries}
-    unsplit = _lay_out_file(list(specs.values()), known, part)
     folder = f"{part.path}/" if part.path else ""
     index_path = f"{folder}{part.file}{suffix}.index.json"
     shards = {f"{part.file}{suffix}": list(specs)}
-    if part.kind != "adapter":  # PEFT reads one file only
-        shards = split_into_files(specs, part.file, suffix, max_shard_bytes, apart)
-    if len(shards) == 1:
-        file = FilePlan(f"{folder}{part.file}{suffix}", unsplit)
-        return PartPlan(part, format_name, (file,), index_path, None, apart)
-    files = tuple(
-        FilePlan(folder + name, _lay_out_file([specs[tensor] for tensor in tensors], known, part))
-        for name, tensors in shards.items()
-    )
+    try:
+        if part.kind != "adapter":  # PEFT reads one file only
+            shards = split_into_files(specs, part.file, suffix, max_shard_bytes, apart)
+        laid_out = {name: _lay_out_file([specs[one] for one in some], known, part) for name, some in shards.items()}
+    except (SelectionError, KeyError):
+        _lay_out_file(list(specs.values()), known, part)  # which names all that cannot be kept
+        raise
+    files = tuple(FilePlan(folder + name, layout) for name, layout in laid_out.items())
+    if len(files) == 1:
+        return PartPlan(part, format_name, files, index_path, None, apart)
     total = {"total_parameters": _count_parameters(part), "total_size": sum(spec.size_bytes for spec in specs.values())}
     return PartPlan(part, format_name, files, index_path, shard_index(shards, total), apart)
 
