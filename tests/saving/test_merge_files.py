@@ -10,7 +10,7 @@ import pytest
 import torch
 from architectures import ARCHITECTURES, make
 from compare import assert_close_tensors, assert_same_tensors, logits, reference, stored
-from launch import run_python
+from launch import run_cases, run_python
 from methods import METHODS, low_rank, with_adapter
 from peft import get_peft_model
 from safetensors.torch import load_file, save_file
@@ -253,3 +253,9 @@ def test_at_the_command_line(base, tmp_path):
     assert json.loads(done.stdout)["tensors"] == len(stored(tmp_path / "out"))
     with pytest.raises(errors.TargetError, match="is there already; give --force"):
         app([*command, "--adapter", "second"], standalone_mode=False)
+
+
+def test_a_quantised_base_on_two_ranks(tmp_path):
+    """Under DDP, whose ranks each hold all of it."""
+    pytest.importorskip("bitsandbytes")
+    assert run_cases("quantised", ["merged_from_ddp"], tmp_path) == {"merged_from_ddp": ""}
