@@ -21,7 +21,7 @@ from ft_ckpt.saving.background import BackgroundSaver, PendingSave
 from ft_ckpt.saving.build_manifest import library_versions
 from ft_ckpt.saving.companions import check_companions
 from ft_ckpt.saving.execute import SaveReport
-from ft_ckpt.saving.follow_up import FollowUp, SaveHook, hooks_of
+from ft_ckpt.saving.follow_up import SaveHook, make_follow_up
 from ft_ckpt.saving.merged_save import MergeRequest, ask_merged, is_plain_merge
 from ft_ckpt.saving.plan import request_of
 from ft_ckpt.saving.run_saves import RunSaves
@@ -33,7 +33,6 @@ from ft_ckpt.training.data_position import DataPosition
 from ft_ckpt.training.run import Progress, TrainingRun
 from ft_ckpt.training.starting import Wanted, parse_mode
 from ft_ckpt.transfer.places import push_goal
-from ft_ckpt.transfer.uploads import uploads_of
 
 __all__ = ["CheckpointSaver", "Progress", "SaveReport"]
 _LOG = logging.getLogger("ft_ckpt")
@@ -77,7 +76,7 @@ class CheckpointSaver:
         self._run = TrainingRun(accelerator, self.config)
         self._epochs: int | None = None  # that `remaining` was asked for
         self._pending = BackgroundSaver(self._run)
-        follow_up, is_rehearsal = FollowUp(hooks_of(on_saved), uploads_of(self._places)), self._rehearsal is not None
+        follow_up, is_rehearsal = make_follow_up(on_saved, self._places, self.config), self._rehearsal is not None
         self._saves = RunSaves(self._run, self._pending, self._places, tokenizer, is_rehearsal, follow_up)
         self._run.check_objects()
         self._run.note_base()
@@ -275,9 +274,9 @@ class CheckpointSaver:
     ) -> Progress:
         """Put the run back to where a checkpoint was made, and say how far it is; on every rank.
 
-        `checkpoint`: "auto" (also "latest", True, None), the newest in `directory` that is whole, or a fresh start if
-        there is none; "must", the newest, or an error; "never" (also False), a fresh start; or one by its name in
-        `directory` or its path, or the path of a folder of Accelerate's `save_state`. The newest is of the newest run
+        `checkpoint`: "auto" (also "latest", True, None), the newest of the run that is whole, in `directory` or staged,
+        or a fresh start if there is none; "must", the newest, or an error; "never" (also False), a fresh start; or one
+        by its name or path, or the path of a folder of Accelerate's `save_state`. The newest is of the newest run
         there, however far others got. `objects` are registered first. `progress.report` lists what became of each item,
         none on a fresh start; those named in `allow` (True: any) may be absent or fail. What the checkpoint does not
         have is dropped: state of optimizers, gradients. A run taken back to one of its own older checkpoints goes on as

@@ -4,11 +4,11 @@ import uuid
 import warnings
 
 from ft_ckpt.checkpoint import commit
+from ft_ckpt.checkpoint.marks import PROBE
 from ft_ckpt.config import SaverConfig
 from ft_ckpt.errors import CheckpointError, ConfigError, CorruptError, NameTakenError, TargetError
 from ft_ckpt.storage.local_store import LocalStore
 from ft_ckpt.storage.place import Place
-from ft_ckpt.storage.placing import PREFIX
 from ft_ckpt.storage.store import Store
 
 _PROBE, _OTHER = b"of a run that begins to save here", b"of nobody: the store was asked not to replace what is there"
@@ -38,7 +38,7 @@ def try_bucket(store: Store) -> None:
     Raises ConfigError for a bucket that is not there, TargetError, which says whether it refuses these credentials or
     takes no writes.
     """
-    name = f"{PREFIX}probe-{uuid.uuid4().hex}"
+    name = f"{PROBE}{uuid.uuid4().hex}"
     try:
         store.write(name, _PROBE, create_only=True)
     except ConfigError:  # there is no such bucket, which it says

@@ -29,7 +29,7 @@ from ft_ckpt.checkpoint.delete import (
     releasable_bytes,
     unfinished_deletions,
 )
-from ft_ckpt.checkpoint.marks import CLOCK, is_mark, is_recent, store_time
+from ft_ckpt.checkpoint.marks import CLOCK, PROBE, is_mark, is_recent, store_time
 from ft_ckpt.errors import CheckpointError
 from ft_ckpt.storage import owners
 from ft_ckpt.storage.listed_store import ListedStore
@@ -158,9 +158,9 @@ class BucketRun:
         """All folders with marks: some may be of processes that are dead."""
         self.now = store_time(self.root)
         listed = self._list_all()
-        clocks = [each for each in listed.values() if each.name.startswith(CLOCK) and not is_recent(each, self.now)]
-        if clocks:
-            self.root.delete([each.name for each in clocks])
+        passing = [each for each in listed.values() if each.name.startswith((CLOCK, PROBE))]
+        if spent := [each.name for each in passing if not is_recent(each, self.now)]:
+            self.root.delete(spent)
         marked = {name.partition("/")[0] for name in listed if is_mark(name.partition("/")[2])}
         return [self._settling(name, listed) for name in sorted(marked) if not name.startswith(".")]
 

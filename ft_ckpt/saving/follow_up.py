@@ -8,8 +8,12 @@ import warnings
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
+from functools import partial
 
+from ft_ckpt.checkpoint.run_places import RunPlaces
+from ft_ckpt.config import SaverConfig
 from ft_ckpt.saving.execute import SaveReport
+from ft_ckpt.saving.priority import yield_to_training
 from ft_ckpt.storage.place import Place
 from ft_ckpt.transfer.places import begin_push
 from ft_ckpt.transfer.pushes import PendingPush, wait_for_pushes, warn_of_unpushed
@@ -58,6 +62,15 @@ class FollowUp:
     def end_pushes(self, *, wait: bool) -> None:
         """Wait for all pushes, or name those that have not ended, which go on until the process ends."""
         (wait_for_pushes if wait else warn_of_unpushed)(self.pushes)
+
+
+def make_follow_up(on_saved: SaveHook | Iterable[SaveHook] | None, places: RunPlaces, config: SaverConfig) -> FollowUp:
+    """What a saver in these places does after its saves; its uploads give way to training."""
+    uploads = None
+    if places.directory is not None and places.staging is not None:
+        give_way = partial(yield_to_training, low_io=config.io_priority == "low")
+        uploads = RunUploads(places.staging, places.directory, give_way)
+    return FollowUp(hooks_of(on_saved), uploads)
 
 
 def _call_hook(hook: SaveHook, report: SaveReport) -> None:

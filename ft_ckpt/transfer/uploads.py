@@ -9,7 +9,7 @@ import logging
 import threading
 import time
 import warnings
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -19,7 +19,6 @@ from ft_ckpt.checkpoint.delete import without_state
 from ft_ckpt.checkpoint.manifest import Manifest
 from ft_ckpt.checkpoint.open_checkpoint import open_checkpoint
 from ft_ckpt.checkpoint.prune import prune_after_save
-from ft_ckpt.checkpoint.run_places import RunPlaces
 from ft_ckpt.errors import CheckpointError, NameTakenError, NotACheckpointError, TargetError, listing
 from ft_ckpt.retention import Keep
 from ft_ckpt.storage.place import Place, location_name
@@ -57,8 +56,9 @@ class _Round:
 class RunUploads:
     """The uploads of one run, on the rank that leads."""
 
-    def __init__(self, staging: Place, bucket: Place) -> None:
+    def __init__(self, staging: Place, bucket: Place, give_way: Callable[[], object]) -> None:
         self.staging, self.bucket = staging, bucket
+        self.give_way = give_way  # called first in each thread
         self.sweeping = threading.Lock()  # held by who deletes in the staging folder, so that none gives way to another
         self.problems: dict[str, Exception] = {}  # of the last round
         self._queue = PushQueue(self._end_with_process)
@@ -142,7 +142,8 @@ class RunUploads:
             warnings.warn(left, stacklevel=2)
 
     def _do_round(self) -> None:
-        """In the thread."""
+        """In a thread."""
+        self.give_way()
         with self._change:
             asked = [push for push in self._waiting if not push.done]
             self._is_queued, terms = False, self._terms
@@ -196,10 +197,10 @@ class RunUploads:
         if report is not None:
             self._settle(info, report)
             if report.is_new:
-                prune_after_save(self.bucket, terms.keep, terms.run_id, terms.protect, goal)
+                prune_after_save(self.bucket, terms.keep, terms.run_id, terms.protect)
         with self.sweeping:
             rest = tuple(each.place for each in self._listed_without(one.there))
-            prune_after_save(self.staging, Keep(last=1), terms.run_id, rest, goal)
+            prune_after_save(self.staging, Keep(last=1), terms.run_id, rest)
 
     def _upload_missing(self, info: CheckpointInfo, goal: Place, terms: UploadTerms) -> PushReport | None:
         """Upload, unless the bucket has it; None where it has a later save, or this one with or without its state."""
@@ -229,13 +230,6 @@ class RunUploads:
             if not push.done:
                 gone = NotACheckpointError(f"{push.path}: deleted here, as `keep` says, before it was uploaded")
                 push.future.set_exception(one.problems.get(_pushed_name(push)) or one.ended_by or gone)
-
-
-def uploads_of(places: RunPlaces) -> RunUploads | None:
-    """The uploads of a run that has a staging folder."""
-    if places.directory is None or places.staging is None:
-        return None
-    return RunUploads(places.staging, places.directory)
 
 
 def _describe_problems(problems: Mapping[str, Exception]) -> str:

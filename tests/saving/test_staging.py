@@ -16,10 +16,12 @@ from s3_server import FAST, Fault, running_s3
 from training import QUIET, learn, prepared
 
 from ft_ckpt import CheckpointSaver, Keep, latest, verify
+from ft_ckpt.checkpoint import commit, free_space
 from ft_ckpt.checkpoint.catalog import list_checkpoints
 from ft_ckpt.checkpoint.pins import pin
-from ft_ckpt.errors import ConfigError, NameTakenError, NotACheckpointError, TargetError
+from ft_ckpt.errors import ConfigError, NameTakenError, NoSpaceError, NotACheckpointError, TargetError
 from ft_ckpt.storage.place import open_place
+from ft_ckpt.training import rehearsal
 
 LAST = 5
 DOWN = {"status": 503, "code": "SlowDown", "times": 1_000_000}
@@ -47,10 +49,10 @@ def _batches(saver, run, count):
 
 
 @contextmanager
-def closed_gate(s3):
-    """The bucket answers nothing while the block runs."""
+def closed_gate(s3, pattern=""):
+    """The bucket answers nothing that is asked in these words while the block runs."""
     gate = threading.Event()
-    s3.faults.append(Fault(lambda _: not gate.wait(60), times=1_000_000))
+    s3.faults.append(Fault(lambda asked: re.search(pattern, asked.line) and not gate.wait(60), times=1_000_000))
     try:
         yield
     finally:
@@ -86,7 +88,7 @@ class Trials:
         assert all(verify(self.folder / name).ok for name in names(self.folder)), what
         if is_lost:
             shutil.rmtree(self.folder)
-        s3.advance(86_400)
+        s3.advance(2 * 86_400)
         again = live(s3, LAST, staging=self.folder)
         assert (again.status, again.error) == (0, ""), what
         for life in (stopped, again):
@@ -220,6 +222,60 @@ def test_training_waits_for_the_disk_only_and_the_newest_goes_first(s3, tmp_path
     assert names(tmp_path) == ["checkpoint-6"]
 
 
+def test_what_is_sent_although_the_rules_drop_it_goes_from_the_bucket(s3, tmp_path):
+    """The rules find it in use here, as it is being uploaded, while newer ones are saved."""
+    with saver_at(tmp_path, keep=Keep(last=1)) as saver:
+        with closed_gate(s3, "PUT .*checkpoint-1/ft_ckpt.json"):
+            for _ in range(3):
+                saver.learn()
+                saver.save_state()
+        saver._saves.follow_up.uploads.finish()
+        assert s3.seen("PUT .*checkpoint-1/ft_ckpt.json")
+        assert names(BUCKET_RUN) == names(tmp_path) == ["checkpoint-3"]
+
+
+def test_a_full_disk_makes_room_by_uploads(s3, tmp_path, monkeypatch):
+    monkeypatch.setattr(free_space, "POLL_SECONDS", 0.02)
+    real, waits = commit.check_target, []
+
+    def has_room_for_two(target, needed_bytes):
+        if needed_bytes and len(names(tmp_path)) > 1:
+            waits.append(target.name)
+            raise NoSpaceError("full")
+        real(target, needed_bytes)
+
+    monkeypatch.setattr(commit, "check_target", has_room_for_two)
+    with saver_at(tmp_path, when_full="wait") as saver:
+        s3.faults.append(Fault("PUT .*safetensors", seconds=0.2, times=99))
+        for _ in range(4):
+            saver.learn()
+            saver.save_state()
+    assert {"checkpoint-3", "checkpoint-4"} <= set(waits)
+    assert names(BUCKET_RUN) == [f"checkpoint-{step}" for step in (1, 2, 3, 4)]
+    assert names(tmp_path) == ["checkpoint-4"]
+
+
+def test_what_is_missing_at_the_end_is_warned_of_where_failures_are(s3, tmp_path):
+    with saver_at(tmp_path, on_failure="warn") as saver:
+        saver.learn()
+        s3.faults.append(Fault("PUT .*checkpoint-", **DOWN))
+        saver.save_state()
+        with pytest.warns(UserWarning, match="checkpoint-1: not uploaded: .*from where the next start uploads it"):
+            saver.close()
+    assert names(tmp_path) == ["checkpoint-1"]
+    s3.faults = []
+    with saver_at(tmp_path) as saver:
+        assert saver.resume("must").step == 1
+    assert names(BUCKET_RUN) == ["checkpoint-1"], "the next start has uploaded it"
+
+
+def test_a_rehearsal_stays_on_its_disk(s3, tmp_path, monkeypatch):
+    told = rehearsal.Rehearsal(str(tmp_path / "rehearsed"), str(tmp_path / "record"), steps=2)
+    monkeypatch.setenv(rehearsal.VARIABLE, told.to_json())
+    assert CheckpointSaver(None, BUCKET_RUN, staging=tmp_path / "nvme").directory == tmp_path / "rehearsed"
+    assert not (tmp_path / "nvme").exists()
+
+
 def test_a_save_of_weights_goes_the_same_way_and_a_path_does_not(s3, tmp_path):
     with saver_at(tmp_path / "nvme") as saver:
         saver.learn()
@@ -348,7 +404,7 @@ def outcomes(tmp_path_factory):
         return run_cases("staged", RANKS, tmp_path_factory.mktemp("staged"))
 
 
-RANKS = ["shared", "apart", "failing"]
+RANKS = ["shared", "apart", "failing", "signalled"]
 
 
 @pytest.mark.parametrize("case", RANKS)

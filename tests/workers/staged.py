@@ -2,9 +2,12 @@
 
 import os
 import shutil
+import signal
+import time
 import warnings
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import harness  # first: it arms the stack dump
 import pytest
@@ -13,6 +16,7 @@ from resume import exact, live_model, same, saver_of, train
 from wrappers import truth
 
 import ft_ckpt
+from ft_ckpt import Every
 from ft_ckpt.errors import RankError, TargetError
 from ft_ckpt.transfer import uploads
 
@@ -78,6 +82,27 @@ def failing(folder: Path) -> None:
     with saver_of(fresh, run, staging=folder / "nvme") as saver:
         assert saver.resume("must").step == 2
     assert ft_ckpt.verify(f"{run}/checkpoint-2").ok
+
+
+@harness.named
+def signalled(folder: Path) -> None:
+    """Both ranks end when the upload is over that rank 0 makes."""
+    real, run = uploads.copy_open, f"{BUCKET}/signalled"
+
+    def take_time(*given: Any, **settings: Any) -> Any:
+        time.sleep(1.5)
+        return real(*given, **settings)
+
+    uploads.copy_open = take_time
+    live = live_model("ddp", "llama")
+    with saver_of(live, run, staging=folder / "nvme", every=Every(steps=10_000)) as saver:
+        train(live, saver, 0, 2)
+        if harness.RANK:
+            os.kill(os.getpid(), signal.SIGTERM)
+        with pytest.raises(SystemExit):
+            train(live, saver, 2, 10_000)
+        assert ft_ckpt.latest(run) == f"{run}/checkpoint-{saver.progress.step}"
+    uploads.copy_open = real
 
 
 def case(name: str, folder: Path) -> None:
