@@ -5,7 +5,7 @@ before an event behind it has passed. Where a backend has neither streams nor ev
 """
 
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -30,8 +30,7 @@ class Moment:
     def await_done(self) -> None:
         """Wait until the device has done it."""
         if self.event is not None:
-            with choosing_device(self.device):
-                self.event.synchronize()
+            _await_call(self.device, self.event.synchronize)
 
 
 @torch.no_grad()
@@ -63,15 +62,14 @@ def copy_to_host(pairs: Iterable[tuple[Tensor, Tensor]], after: Moment) -> None:
         for target, live in pairs:
             target.copy_(live)
         return
-    with choosing_device(after.device):
-        if after.event is not None:
-            stream.wait_event(after.event)
-        try:
-            with stream:
-                for target, live in pairs:
-                    target.copy_(live, non_blocking=True)
-        finally:  # also of those before one that failed: their memory may be used for something else from here on
-            stream.synchronize()
+    if after.event is not None:
+        _await_call(after.device, lambda: stream.wait_event(after.event))
+    try:
+        with choosing_device(after.device), stream:
+            for target, live in pairs:
+                target.copy_(live, non_blocking=True)
+    finally:  # also of those before one that failed: their memory may be used for something else from here on
+        _await_call(after.device, stream.synchronize)
 
 
 @torch.no_grad()
@@ -125,8 +123,22 @@ def _arrived_piece(piece: Tensor, moment: Moment) -> Tensor:
 
 
 def _new_stream(device: torch.device) -> Any:
-    """A stream beside the current one; None where the backend has none."""
+    """A stream beside the current one; None where the backend has none that can be chosen."""
     if has_streams(device):
         with suppress(RuntimeError), choosing_device(device):
-            return torch.Stream(device)
+            stream = torch.Stream(device)
+            with stream:
+                return stream
     return None
+
+
+def _await_call(device: torch.device, call: Callable[[], Any]) -> None:
+    """Wait by `call`, or where the backend has no such thing, until `device` has done all it was asked for.
+
+    What went wrong on the device is raised either way.
+    """
+    with choosing_device(device):
+        try:
+            call()
+        except RuntimeError:
+            torch.accelerator.synchronize(device)

@@ -13,7 +13,8 @@ WAYS = [
     *("whole_model", "large_tensors", "numbers_that_are_none", "adapters", "background", "background_before_the_copy"),
     *("exact_memory", "resume", "resume_large", "load_onto", "single_files", "frozen_reuse"),
 ]
-POOR = ["without_streams", "without_events", "without_registration"]
+EAGER = [f"{way}/eager" for way in ("large_tensors", "background", "resume_large", "load_onto", "single_files")]
+POOR = ["without_streams", "without_events", "without_waits", "without_registration"]
 BROKEN = ["nobody_waits", "nobody_keeps_blocks", "nobody_marks_the_moment"]
 
 sealed = pytest.mark.skipif(bool(sealed_device.why_missing()), reason=sealed_device.why_missing())
@@ -29,7 +30,7 @@ module.cudaHostUnregister(host.data_ptr())
 
 @pytest.fixture(scope="module")
 def outcomes(tmp_path_factory):
-    return run_cases("accelerators", WAYS, tmp_path_factory.mktemp("sealed"), ranks=1)
+    return run_cases("accelerators", [*WAYS, *EAGER], tmp_path_factory.mktemp("sealed"), ranks=1)
 
 
 @pytest.fixture(scope="module")
@@ -45,6 +46,12 @@ def outcomes_here(tmp_path_factory):
 @sealed
 @pytest.mark.parametrize("case", WAYS)
 def test_no_memory_is_read_by_the_host_and_no_wait_is_missed(outcomes, case):
+    assert outcomes[case] == ""
+
+
+@sealed
+@pytest.mark.parametrize("case", EAGER)
+def test_no_memory_is_used_anew_too_soon(outcomes, case):
     assert outcomes[case] == ""
 
 

@@ -3,7 +3,8 @@
 // An address of its memory is a page that nobody may touch; what is in the memory lies elsewhere, so code on the host
 // that follows such an address dies. Work is only noted in the queue of a stream when it is asked for, and done when
 // somebody waits for it: for the stream, for an event recorded on it, or by a copy that blocks. Until then memory holds
-// poison or what was there before, so whoever reads too soon gets wrong values, each time.
+// poison or what was there before, so whoever reads too soon gets wrong values, each time. `set_eager` turns to the other
+// extreme, work that is done when it is asked for, which shows memory that is used anew too soon.
 //
 // Kernels are those of the CPU: inputs are copied to the host, in the order of the stream; results are noted like any
 // other copy. Random numbers come from a generator of the device's own.
@@ -26,6 +27,7 @@
 #include <ATen/Functions.h>
 #include <ATen/detail/PrivateUse1HooksInterface.h>
 #include <ATen/native/CPUFallback.h>
+#include <ATen/ops/from_blob.h>
 #include <ATen/ops/_reshape_alias_native.h>
 #include <ATen/ops/as_strided_native.h>
 #include <ATen/ops/set_native.h>
@@ -82,6 +84,7 @@ std::map<uintptr_t, Memory> memories;
 std::map<uintptr_t, size_t> pinned;
 std::map<StreamId, Queue> queues;
 StreamId newest_stream = 0;
+bool is_eager = false;
 uint64_t late_copies = 0;  // that moved pinned memory after the call that asked for them
 thread_local StreamId current_stream = 0;
 thread_local bool in_kernel = false;
@@ -114,6 +117,7 @@ void note(std::function<void()> run, const void* host = nullptr, size_t size = 0
   auto& queue = queues[current_stream];
   queue.tasks.push_back({std::move(run), number(host), size});
   ++queue.issued;
+  if (is_eager) drain_stream(current_stream);
 }
 
 bool is_waiting(uintptr_t host, size_t size) {
@@ -222,9 +226,17 @@ void note_write(const Tensor& to, const void* bytes, size_t size) {
 void to_host(const Tensor& from, const Tensor& to, bool is_plain, bool non_blocking) {
   auto size = to.nbytes();
   void* host = to.mutable_data_ptr();
-  if (!is_plain) {
-    auto values = on_host(from);
-    to.copy_(values);
+  if (!is_plain && non_blocking && to.is_contiguous() && is_pinned(number(host), size)) {
+    auto bytes = extent_bytes(from);
+    auto sizes = from.sizes().vec(), strides = from.strides().vec();
+    auto target = at::from_blob(host, sizes, to.options());
+    auto kind = from.options().device(c10::kCPU);
+    auto address = number(from.const_data_ptr());
+    std::memset(host, POISON, size);
+    auto run = [=] { target.copy_(at::from_blob(content_at(address, bytes), sizes, strides, kind)), ++late_copies; };
+    note(run, host, size);
+  } else if (!is_plain) {
+    to.copy_(on_host(from));
   } else if (non_blocking && is_pinned(number(host), size)) {
     auto address = number(from.const_data_ptr());
     std::memset(host, POISON, size);
@@ -490,13 +502,6 @@ int unregister_host(uintptr_t address) {
   return 0;
 }
 
-uint64_t count_waiting() {
-  Guarded guard(lock);
-  uint64_t count = 0;
-  for (auto& [stream, queue] : queues) count += queue.tasks.size();
-  return count;
-}
-
 }  // namespace
 
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
@@ -504,6 +509,6 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   module.def("default_generator", [] { return default_generator(); });
   module.def("register_host", register_host);
   module.def("unregister_host", unregister_host);
-  module.def("count_waiting", count_waiting);
   module.def("late_copies", [] { return late_copies; });
+  module.def("set_eager", [](bool value) { is_eager = value; });
 }

@@ -6,6 +6,8 @@ It becomes the accelerator of the process for good, so only processes of their o
 import hashlib
 import importlib.util
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -53,9 +55,15 @@ def count_late_copies() -> int:
     return int(torch.get_device_module(KIND).native.late_copies())
 
 
-def count_waiting() -> int:
-    """How many tasks nobody has waited for yet."""
-    return int(torch.get_device_module(KIND).native.count_waiting())
+@contextmanager
+def doing_at_once() -> Iterator[None]:
+    """What the device is asked for in the block is done when it is asked for, as early as may be."""
+    native = torch.get_device_module(KIND).native
+    native.set_eager(True)
+    try:
+        yield
+    finally:
+        native.set_eager(False)
 
 
 class _DeviceModule(ModuleType):

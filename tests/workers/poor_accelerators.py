@@ -41,6 +41,26 @@ def without_events(folder: Path) -> None:
 
 
 @harness.named
+def without_waits(folder: Path) -> None:
+    """A backend that has both, and waits for the whole device alone."""
+
+    class Poor:
+        def synchronize(self, *_: Any) -> None:
+            raise NotImplementedError("no such thing here")
+
+        wait_event = synchronize
+
+    class Stream(Poor, torch.Stream):
+        pass
+
+    class Event(Poor, torch.Event):
+        pass
+
+    with replaced(torch, Event=Event, Stream=Stream):
+        rounds(folder)
+
+
+@harness.named
 def without_registration(folder: Path) -> None:
     """A backend that refuses memory, one that has no such call, and one that pins nothing."""
     module = torch.get_device_module(device())
