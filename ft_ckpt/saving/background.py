@@ -127,9 +127,9 @@ class BackgroundSaver:
             load_conversion_table()
 
     def save(self, config: SaverConfig, make: Callable[[], SaveRequest], then: AfterSave) -> SaveReport | PendingSave:
-        """Carry out what `make` gives, in the background if `config` says so, and answer what `then` makes of its report.
+        """Carry out what `make` gives, in the background if `config` says so.
 
-        Collective; raises what `saving.run` does.
+        The answer is what `then` makes of its report. Collective; raises what `saving.run` does.
         """
         begun, ranks = time.monotonic(), current_ranks(config.enter_timeout_seconds)
         request, error = try_action(make)
