@@ -19,6 +19,11 @@ _PART_BYTES, _MOST_PARTS = 16 << 20, 10_000  # of an upload; S3 takes no more pa
 _STREAMS = 4  # parts of one upload that are under way at once
 
 
+def size_of_parts(size_bytes: int) -> int:
+    """The bytes of each part of the upload of an object, which is one request."""
+    return max(_PART_BYTES, -(-size_bytes // _MOST_PARTS))
+
+
 @dataclass
 class RemoteWriting:
     """An upload under way: a thread takes the bytes in their order and sends them."""
@@ -38,7 +43,7 @@ class RemoteWriting:
     _thread: threading.Thread | None = None
 
     def __post_init__(self) -> None:
-        self.part_bytes = max(_PART_BYTES, -(-self.size_bytes // _MOST_PARTS))
+        self.part_bytes = size_of_parts(self.size_bytes)
         self._thread = threading.Thread(target=self._upload, name="ft_ckpt-upload", daemon=True)
         self._thread.start()
 

@@ -26,6 +26,7 @@ _GAP_BYTES = 64 << 10  # what is read between two ranges rather than asking twic
 _WHOLE_STEP_BYTES = 32 << 20  # each time, a thread waits for its turn, for 5 ms where Python code is running
 _LEAST_WHOLE_BYTES = 16 << 20  # smaller files are mapped, wherever they are
 _SAMPLES, _SAMPLE_BYTES = 64, 256 << 10  # places of a file asked for in the page cache: all of 2.5 GB takes 20 ms
+_FAR_BLOCK_BYTES = 16 << 20  # as much as one part of an upload: buckets count requests
 _FAR_READS = 6  # at once, of a file that is far away: most of each is waiting
 _CACHESTAT = 451  # linux 6.5; the same number on every architecture
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -75,23 +76,24 @@ def read_ahead(
     runs: Iterable[ByteRun],
     threads: int = 2,
     direct: str = "auto",
-    block_bytes: int = BLOCK_BYTES,
+    block_bytes: int | None = None,
     keeper: BlockKeeper | None = None,
 ) -> Iterator[ReadPart]:
     """Yield the bytes of all `runs`, in order; while one part is in use, `threads` threads read the following ones.
 
     For runs that begin with a file far away there are at least six. At most `threads` + 2 blocks of `block_bytes` (a
-    multiple of ALIGNMENT) are held. `direct`: "auto" reads past the page cache what is not in it, "on" whatever is in
+    multiple of ALIGNMENT; None: 8 MiB, 16 of what is far away) are held. `direct`: "auto" reads past the page cache what is not in it, "on" whatever is in
     it, "off" nothing; where the file system refuses, the page cache serves. `keeper` makes the blocks, and keeps them
     while their bytes are copied. Raises CorruptError when a file is too short, cannot be read, or has changed since it
     was opened.
     """
     keeper = keeper or PlainBlocks()
-    jobs, coming = _block_reads(runs, block_bytes), deque[tuple[_BlockRead, Memory, Future[None]]]()
-    first = next(jobs, None)
-    if first is None:
+    runs = iter(runs)
+    begin = next(runs, None)
+    if begin is None:
         return
-    jobs, threads = chain([first], jobs), _reads_at_once(first.file, threads)
+    threads, block_bytes = _reads_at_once(begin.file, threads), block_bytes or _block_size(begin.file)
+    jobs, coming = _block_reads(chain([begin], runs), block_bytes), deque[tuple[_BlockRead, Memory, Future[None]]]()
     free = deque(keeper.make_block(block_bytes) for _ in range(threads + 2))
     doors: dict[int, int | None] = {}
     with ExitStack() as stack, ThreadPoolExecutor(threads, "ft_ckpt-read") as pool:
@@ -134,6 +136,10 @@ def read_into(
         stack.callback(lambda: [read.cancel() for read in reads])  # the first error is enough
         for read in reads:
             read.result()
+
+
+def _block_size(file: Readable) -> int:
+    return BLOCK_BYTES if file.can_map else _FAR_BLOCK_BYTES
 
 
 def _reads_at_once(file: Readable, threads: int) -> int:

@@ -7,6 +7,7 @@ import json
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -16,12 +17,13 @@ from ft_ckpt.checkpoint.open_checkpoint import OpenCheckpoint
 from ft_ckpt.checkpoint.typed_json import reader_of
 from ft_ckpt.distributed.read_shards import WantedTensor, fill_tensor
 from ft_ckpt.distributed.wrappers import is_distributed
-from ft_ckpt.errors import CorruptError, LoadError, SelectionError, damaged_input
-from ft_ckpt.formats.layout import TensorFile
+from ft_ckpt.errors import CorruptError, LoadError, SelectionError, damaged_input, listing
+from ft_ckpt.formats.layout import Spec, TensorFile
 from ft_ckpt.formats.pytree import unflatten
 from ft_ckpt.formats.pytree_json import decode_node
 from ft_ckpt.formats.registry import format_named
 from ft_ckpt.storage.listed_store import ListedStore
+from ft_ckpt.storage.read_ahead import ByteRun
 from ft_ckpt.storage.store import Store
 from ft_ckpt.training.state import DOCUMENT_NAME, DOCUMENT_VERSION, FOLDER, Document, source_of, tree_tensors
 
@@ -58,6 +60,44 @@ class _KnownDocument:
     run_id: str
 
 
+@dataclass(eq=False)
+class ListedFile:
+    """A file of tensors as the manifest lists them, which a rank opens when it reads of it; a `TensorFile`."""
+
+    where: str
+    specs: Mapping[str, Spec]
+    make: Callable[[], TensorFile]
+
+    @cached_property
+    def file(self) -> TensorFile:
+        """The file itself. Raises CorruptError when its tensors are not those listed."""
+        opened = self.make()
+        odd = [name for name, spec in self.specs.items() if opened.specs.get(name) != spec]
+        if odd:
+            opened.close()
+            raise CorruptError(f"{self.where}: {listing(odd, ', ')}: not as the manifest says; use another checkpoint")
+        return opened
+
+    @property
+    def verify(self) -> bool:
+        """Whether reading compares digests of its own."""
+        return bool(getattr(self.file, "verify", False))
+
+    def runs(self, name: str) -> list[ByteRun] | None:
+        """The byte ranges of a tensor, in order; None where they are not those of its elements."""
+        ask = getattr(self.file, "runs", None)
+        return None if ask is None else ask(name)
+
+    def read(self, name: str, start: int = 0, stop: int | None = None) -> Tensor:
+        """Flat elements [start, stop) of the tensor."""
+        return self.file.read(name, start, stop)
+
+    def close(self) -> None:
+        """Close the file, if it was opened."""
+        if "file" in vars(self):
+            self.file.close()
+
+
 class StoredTensors:
     """The tensor files of one checkpoint, opened when first needed; tensors by the folder of their part and name."""
 
@@ -76,9 +116,24 @@ class StoredTensors:
         if place is None:
             raise LoadError(f"{name}: not among the tensors of the checkpoint {self._held.location}")
         if place not in self._open:
-            open_file = format_named(self._formats[part]).open_file
-            self._open[place] = self._remote(part) if self._remote else open_file(self._held.store.open(place))
+            self._open[place] = self._remote(part) if self._remote else self._listed_file(part, place)
         return self._open[place]
+
+    def _listed_file(self, part: str, place: str) -> ListedFile:
+        """The file at `place`, of tensors of the part in folder `part`."""
+
+        def open_file() -> TensorFile:
+            return format_named(self._formats[part]).open_file(self._held.store.open(place))
+
+        return ListedFile(self._held.store.where(place), self._specs[place], open_file)
+
+    @cached_property
+    def _specs(self) -> dict[str, dict[str, Spec]]:
+        """What the manifest says of the tensors in each file, in its order."""
+        found: dict[str, dict[str, Spec]] = {}
+        for tensor in (tensor for part in self._held.manifest.parts for tensor in part.tensors):
+            found.setdefault(tensor.file, {})[tensor.name] = Spec(tensor.name, tensor.shape, tensor.dtype)
+        return found
 
     def state_names(self, prefix: str) -> frozenset[str]:
         """Names of the training state's tensors that begin with `prefix`, without it."""
