@@ -9,6 +9,7 @@ from torch.distributed import HashStore
 from ft_ckpt.distributed.ranks import Ranks
 from ft_ckpt.errors import CheckpointError, LoadError, RankError, RanksDisagreeError
 
+SIGNS_BYTES = 2048
 MANY = 40  # more than a rank looks at at a time
 PHASES = ("first save", "second save", "resume")
 
@@ -16,10 +17,10 @@ PHASES = ("first save", "second save", "resume")
 def test_what_a_rank_reads_does_not_grow_with_the_ranks(tmp_path):
     """Whole saves and a resume, each rank a thread of few processes."""
     few, more = (crowd(size, tmp_path / str(size)) for size in (6, 18))
-    for phase in PHASES:
-        assert more[phase].most_got < 1.5 * few[phase].most_got, phase
-        assert more[phase].got < 4 * few[phase].got, phase  # three times the ranks
-        assert more[phase].put < 4 * few[phase].put, phase
+    for phase in PHASES:  # a rank that has to wait looks for signs of life, some bytes each
+        assert more[phase].most_got < few[phase].most_got + SIGNS_BYTES, (phase, few, more)
+        assert more[phase].got < 3 * few[phase].got + 18 * SIGNS_BYTES, (phase, few, more)
+        assert more[phase].put < 3 * few[phase].put + 18 * SIGNS_BYTES, (phase, few, more)
 
 
 @pytest.mark.slow
