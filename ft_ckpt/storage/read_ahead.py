@@ -82,10 +82,10 @@ def read_ahead(
     """Yield the bytes of all `runs`, in order; while one part is in use, `threads` threads read the following ones.
 
     For runs that begin with a file far away there are at least six. At most `threads` + 2 blocks of `block_bytes` (a
-    multiple of ALIGNMENT; None: 8 MiB, 16 of what is far away) are held. `direct`: "auto" reads past the page cache what is not in it, "on" whatever is in
-    it, "off" nothing; where the file system refuses, the page cache serves. `keeper` makes the blocks, and keeps them
-    while their bytes are copied. Raises CorruptError when a file is too short, cannot be read, or has changed since it
-    was opened.
+    multiple of ALIGNMENT; None: 8 MiB, 16 of what is far away) are held. `direct`: "auto" reads past the page cache
+    what is not in it, "on" whatever is in it, "off" nothing; where the file system refuses, the page cache serves.
+    `keeper` makes the blocks, and keeps them while their bytes are copied. Raises CorruptError when a file is too
+    short, cannot be read, or has changed since it was opened.
     """
     keeper = keeper or PlainBlocks()
     runs = iter(runs)
