@@ -158,12 +158,14 @@ class RunUploads:
             one.ended_by = error
         self._known_there |= one.there
         self.problems = self._problems_after(one)
-        self._settle_rest(asked, one)
-        if self.problems and not self._is_over.is_set():
-            told = _describe_problems(self.problems)
-            warnings.warn(
-                f"{self.bucket}: {told}; kept in {self.staging}, and tried again with the next save", stacklevel=2
-            )
+        try:
+            if self.problems and not self._is_over.is_set():
+                told = _describe_problems(self.problems)
+                warnings.warn(
+                    f"{self.bucket}: {told}; kept in {self.staging}, and tried again with the next save", stacklevel=2
+                )
+        finally:
+            self._settle_rest(asked, one)
 
     def _problems_after(self, one: _Round) -> dict[str, Exception]:
         """Why what the round has not brought is not there, by name, newest first."""

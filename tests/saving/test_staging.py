@@ -167,7 +167,7 @@ def test_a_signal_waits_for_the_upload(s3, tmp_path):
 
 
 def test_a_signal_waits_no_longer_than_it_may(s3, tmp_path):
-    s3.faults.append(Fault("PUT .*checkpoint-.*safetensors", seconds=8, times=100))
+    s3.faults.append(Fault("PUT .*checkpoint-.*safetensors", seconds=3, times=100))
     begun = time.monotonic()
     done = run_and_signal(STOPPED, tmp_path / "nvme", 0.5, until=lambda said: said.readline(), number=signal.SIGTERM)
     assert done.returncode == 128 + signal.SIGTERM, done.stderr
@@ -267,6 +267,24 @@ def test_what_is_missing_at_the_end_is_warned_of_where_failures_are(s3, tmp_path
     with saver_at(tmp_path) as saver:
         assert saver.resume("must").step == 1
     assert names(BUCKET_RUN) == ["checkpoint-1"], "the next start has uploaded it"
+
+
+def test_a_bucket_that_is_gone_for_a_while_gets_what_it_missed(s3, tmp_path):
+    with saver_at(tmp_path) as saver:
+        saver.learn()
+        saver.save_state().upload.result(60)
+        bucket = s3.buckets.pop("bucket")
+        for _ in range(2):
+            saver.learn()
+            upload = saver.save_state().upload
+            with pytest.warns(UserWarning, match=r"not uploaded: .*there is no such bucket.*tried again"):
+                assert upload.wait(60)
+        assert names(tmp_path) == ["checkpoint-1", "checkpoint-2", "checkpoint-3"]
+        s3.buckets["bucket"] = bucket
+        saver.learn()
+        saver.save_state().upload.result(60)
+    assert names(BUCKET_RUN) == ["checkpoint-1", "checkpoint-2", "checkpoint-3", "checkpoint-4"]
+    assert names(tmp_path) == ["checkpoint-4"]
 
 
 def test_a_rehearsal_stays_on_its_disk(s3, tmp_path, monkeypatch):
