@@ -6,6 +6,7 @@ is done; else torch's allocator serves, and where it has none, plain memory, thr
 """
 
 import mmap
+import os
 import sys
 from collections.abc import Callable
 from contextlib import suppress
@@ -17,6 +18,7 @@ from torch import Tensor
 from ft_ckpt.devices.accelerators import choosing_device, has_streams
 from ft_ckpt.storage.buffers import Memory, address_of, advise_large_pages, new_block
 
+_WIPEONFORK = 18  # linux 4.14: MADV_WIPEONFORK
 _PORTABLE = 1  # for all devices of the process
 _LEAST_OWN_BYTES = 16 << 20  # below, what rounding takes is little, and torch's allocator has it at hand
 
@@ -40,13 +42,14 @@ def pinned_block(size_bytes: int, device: torch.device) -> Memory:
 
 
 class RegisteredBlock(mmap.mmap):
-    """Memory that is registered with a backend for as long as anything uses it."""
+    """Memory that is registered with a backend for as long as anything uses it; in a forked process it is empty."""
 
     device: torch.device | None = None  # once it is registered
+    process = 0  # by which
 
     def __del__(self, is_ending: Callable[[], bool] = sys.is_finalizing) -> None:
         """Let the backend go before the memory does; at the end of the process the system does both."""
-        if self.device is not None and not is_ending():
+        if self.device is not None and not is_ending() and self.process == os.getpid():
             with choosing_device(self.device):
                 _runtime_of(self.device).cudaHostUnregister(address_of(self))
 
@@ -58,9 +61,12 @@ def _registered_block(size_bytes: int, device: torch.device) -> RegisteredBlock 
         return None
     block = RegisteredBlock(-1, size_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     advise_large_pages(block)
-    with choosing_device(device):
+    # Pages shared with a fork, such as a worker that loads data, are copied at the first write of either side; the
+    # device would go on with the old ones. A fork has empty pages there instead of none, since it unmaps them.
+    with choosing_device(device), suppress(OSError):
+        block.madvise(_WIPEONFORK)
         if not int(runtime.cudaHostRegister(address_of(block), size_bytes, _PORTABLE)):
-            block.device = device
+            block.device, block.process = device, os.getpid()
             return block
         with suppress(RuntimeError):  # takes the error away, which the next kernel would report as its own
             torch.zeros(1, device=device)

@@ -93,6 +93,29 @@ def test_the_device_kills_who_touches_its_memory(code, status):
 
 
 @sealed
+def test_a_fork_has_no_part_in_registered_memory():
+    """Else its pages would be copied at the next write, and the device would go on with those that nobody sees."""
+    code = """
+import gc, os
+from ft_ckpt.devices.pinned import pinned_memory
+module, given_back = torch.get_device_module("sealed"), []
+type(module).cudaHostUnregister = lambda _, address: given_back.append(address)
+memory = pinned_memory(20_000_064, device).fill_(1)
+pid = os.fork()
+if not pid:
+    print(int(memory.sum(dtype=torch.int64)), flush=True)
+    del memory
+    gc.collect()
+    os._exit(len(given_back))
+print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), int(memory.sum(dtype=torch.int64)))
+del memory
+print(len(given_back))
+"""
+    done = run_python(START + code)
+    assert done.stdout.split() == ["0", "0", "20000064", "1"], done.stderr
+
+
+@sealed
 def test_what_nobody_waited_for_is_poison():
     code = """
 host = torch.empty(5, pin_memory=True)
