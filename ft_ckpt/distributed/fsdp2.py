@@ -10,8 +10,9 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from ft_ckpt.distributed.process_groups import is_subset_of_ranks
-from ft_ckpt.distributed.sharding import Box, Mesh, MeshSharding, OpaqueSharding, Sharding
+from ft_ckpt.distributed.mesh_cutting import cutting_of
+from ft_ckpt.distributed.process_groups import global_rank, is_subset_of_ranks
+from ft_ckpt.distributed.sharding import Mesh, MeshSharding, OpaqueSharding, Sharding
 from ft_ckpt.distributed.wrapper_protocol import PendingGradient, TensorLayout, Wrapper
 
 
@@ -39,11 +40,18 @@ class FSDP2Wrapper(Wrapper):
         with torch.no_grad():  # or torch would make a step of autograd of it
             local = tensor.to_local().detach()
         ready: Tensor = local.wait() if hasattr(local, "wait") else local  # still on its way when a collective made it
-        return ready
+        return self._as_box(tensor, ready)
 
     def memory_part(self, tensor: Any) -> Tensor | None:
         """What torch's own kind of them holds, past autograd."""
-        return tensor._local_tensor if type(tensor) is DTensor else self.local_part(tensor)
+        return self._as_box(tensor, tensor._local_tensor) if type(tensor) is DTensor else self.local_part(tensor)
+
+    def _as_box(self, tensor: Any, local: Tensor) -> Tensor:
+        """This rank's part in the shape of its box, where the layout's view splits a dimension of the tensor."""
+        if all(map(_is_simple, tensor.placements)):
+            return local
+        box = self.layout_of(tensor).sharding.local_box(global_rank())
+        return local if box is None or tuple(local.shape) == box.sizes else local.view(box.sizes)
 
     def cut_facts(self, tensor: Any) -> Any:
         """Mesh and placements, of torch's own kind of them."""
@@ -111,24 +119,29 @@ def _sharding_of_layout(
     shape: tuple[int, ...], mesh: Any, placements: tuple[Any, ...], here: tuple[int, ...], are_some: bool
 ) -> tuple[str, Sharding]:
     """`here` is this rank's place in the mesh, which torch asks the mesh for; `are_some`: others hold it again."""
-    sharded = [p.dim % max(len(shape), 1) for p in placements if p.is_shard()]
-    engine = "fsdp2" if sharded in ([], [0]) else "tensor parallel"
+    dims = tuple(getattr(p, "dim", 0) % max(len(shape), 1) if hasattr(p, "dim") else None for p in placements)
+    engine = "fsdp2" if {dim for dim in dims if dim is not None} <= {0} else "tensor parallel"
     again = any(p.is_replicate() and count > 1 for p, count in zip(placements, mesh.shape, strict=True))
-    is_replicated = (again or are_some) and not any(p.is_partial() for p in placements)
-    is_plain = all(type(p).__name__ in {"Shard", "Replicate"} for p in placements)
-    if not is_plain or len(set(sharded)) != len(sharded):
-        # A dimension cut twice, a strided shard or a pending sum: torch's own gather puts it together.
-        return engine, OpaqueSharding(shape, _box_here(shape, mesh, placements), is_replicated)
-    cuts = tuple(p.dim % len(shape) if p.is_shard() else None for p in placements)
-    return engine, MeshSharding(shape, _mesh_data(mesh), cuts, is_replicated)
+    is_replicated = again or are_some
+    if not all(_is_simple(p) or type(p).__name__ == "_StridedShard" for p in placements):
+        # A pending sum, or a kind that is not known: torch's own gather puts it together, and nothing is read into it.
+        return engine, OpaqueSharding(shape, None, is_replicated and not any(p.is_partial() for p in placements))
+    factors = tuple(getattr(p, "split_factor", 1) for p in placements)
+    cutting = cutting_of(shape, tuple(mesh.shape), dims, factors)
+    if cutting is None:
+        return engine, OpaqueSharding(shape, None, why=_unclear_cut(placements, mesh))
+    return engine, MeshSharding(cutting.view, _mesh_data(mesh), cutting.cuts, is_replicated, cutting.order)
 
 
-def _box_here(shape: tuple[int, ...], mesh: Any, placements: tuple[Any, ...]) -> Box | None:
-    """This rank's part of a distributed tensor, for any layout torch knows; None when it is empty."""
-    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+def _unclear_cut(placements: tuple[Any, ...], mesh: Any) -> str:
+    return (
+        f"placements {placements} over {tuple(mesh.shape)} ranks do not tell which elements each has; let sizes divide "
+        "by the ranks that cut them, or cut another dimension"
+    )
 
-    sizes, offsets = compute_local_shape_and_global_offset(shape, mesh, placements)
-    return Box(tuple(offsets), tuple(sizes)) if all(sizes) and offsets is not None else None
+
+def _is_simple(placement: Any) -> bool:
+    return type(placement).__name__ in {"Shard", "Replicate"}
 
 
 @lru_cache(maxsize=64)  # one entry for each mesh of a model, however many tensors; `mesh.mesh` makes a tensor each time

@@ -182,6 +182,7 @@ class Inventory:
                     added = self.info_of(self.keys_of([one.value])[0], name, one.raw)
                     found[name] = replace(added, trainable=False, is_added=True)
         self._refuse_sparse(found)
+        _refuse_unknown_cuts(found)
         homeless = [] if allow_meta else unmade + [name for name, info in found.items() if not self._has_data(info)]
         if homeless:
             raise IncompleteError(
@@ -221,6 +222,15 @@ def _own_tensors(module: nn.Module, taken: Mapping[tuple[int, str], Any]) -> dic
         passing = module._non_persistent_buffers_set
         found |= {key: one for key, one in buffers.items() if one is not None and key not in passing}
     return found
+
+
+def _refuse_unknown_cuts(found: Mapping[str, TensorInfo]) -> None:
+    odd: dict[str, list[str]] = {}
+    for name, info in found.items():
+        if why := getattr(info.sharding, "why", ""):
+            odd.setdefault(why, []).append(name)
+    if odd:
+        raise IncompleteError(listing([f"{listing(names, ', ')}: {why}" for why, names in odd.items()]))
 
 
 def _is_dense(tensor: Tensor) -> bool:

@@ -156,6 +156,8 @@ def _run_starts(mine: Box, view: tuple[int, ...], last: int) -> Iterable[int]:
 
 def _spec_problem(one: WantedTensor) -> str | None:
     name, spec = one.name, one.file.specs.get(one.name)
+    if one.box is None and one.local is not None and one.local.numel():
+        return f"{one.info.name}: nobody can tell which of its elements this rank has ({one.info.engine})"
     if spec is None:
         return f"{name}: not in the checkpoint, and {one.info.name} needs it"
     wanted = (one.info.shape, dtype_name(one.info.dtype))

@@ -207,8 +207,9 @@ class MeshSharding:
 
     view: tuple[int, ...]
     mesh: Mesh
-    cuts: tuple[int | None, ...]  # for each dimension of the mesh the one of the tensor that it cuts, each at most once
+    cuts: tuple[int | None, ...]  # for each dimension of the mesh the one of the view that it cuts
     is_replicated: bool = False
+    order: tuple[int, ...] = ()  # of the mesh's dimensions: a later one cuts what earlier ones leave; as they come
     is_sharded = True
     is_opaque = False
 
@@ -249,17 +250,19 @@ class MeshSharding:
         place = self.mesh.places.get(rank)
         if place is None:
             return None
-        cuts = zip(self.cuts, place, self.mesh.shape, strict=True)
-        return _cut_box(self.view, tuple((dim, index, parts) for dim, index, parts in cuts if dim is not None))
+        cuts = [*zip(self.cuts, place, self.mesh.shape, strict=True)]
+        ordered = [cuts[number] for number in self.order] if self.order else cuts
+        return _cut_box(self.view, tuple((dim, index, parts) for dim, index, parts in ordered if dim is not None))
 
 
 @dataclass(frozen=True)
 class OpaqueSharding:
-    """A layout that its engine alone can put together: a dimension cut twice, a strided shard, a pending sum."""
+    """A layout that its engine alone can put together: a pending sum. Nothing can be read into it."""
 
     view: tuple[int, ...]
     here: Box | None  # what this rank has in memory
     is_replicated: bool = False
+    why: str = ""  # it cannot be trusted with that either, and is to be refused
     owners = (0,)
     is_sharded = False
     is_opaque = True
@@ -307,10 +310,13 @@ def _run_in_shard(numel: int, first: int, shard: int, index: int) -> Box | None:
 
 @lru_cache(maxsize=1 << 16)  # for each shape and rank
 def _cut_box(shape: tuple[int, ...], cuts: tuple[tuple[int, int, int], ...]) -> Box | None:
-    """The box left of `shape` after cutting dimension d into n chunks and taking the i-th, as torch.chunk does."""
+    """The box left of `shape` after cutting dimension d into n chunks and taking the i-th, as torch.chunk does.
+
+    Cuts come one after the other, each of what those before it left.
+    """
     offsets, sizes = [0] * len(shape), list(shape)
     for dim, index, parts in cuts:
-        step = -(-shape[dim] // parts)
-        offsets[dim] = min(index * step, shape[dim])
-        sizes[dim] = min(step, shape[dim] - offsets[dim])
+        step = -(-sizes[dim] // parts)
+        low = min(index * step, sizes[dim])
+        offsets[dim], sizes[dim] = offsets[dim] + low, min(step, sizes[dim] - low)
     return Box(tuple(offsets), tuple(sizes)) if all(sizes) else None

@@ -21,6 +21,7 @@ from ft_ckpt.distributed.plain import (
 )
 from ft_ckpt.distributed.sharding import Sharding
 from ft_ckpt.distributed.stand_ins import StandInTensors
+from ft_ckpt.distributed.unspoken import UnspokenParts
 from ft_ckpt.distributed.wrapper_protocol import PendingGradient, TensorLayout, Wrapper
 from ft_ckpt.distributed.zero import DeepSpeedWrapper
 
@@ -29,6 +30,7 @@ WRAPPERS: list[Wrapper] = [
     DeepSpeedWrapper(),
     FSDP2Wrapper(),
     StandInTensors(),
+    UnspokenParts(),
     PlainTensors(),  # describes all that those above do not
     DataParallelWrapper(),
     CompiledWrapper(),

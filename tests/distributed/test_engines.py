@@ -83,6 +83,17 @@ def test_partitioned_without_a_trace_is_refused():
         sources(model)
 
 
+def test_parts_that_only_their_engine_knows_of_are_refused(monkeypatch):
+    """AutoTP's and Megatron's are ordinary tensors, and would be taken for replicas."""
+    model = nn.Linear(3, 2)
+    model.weight.tensor_model_parallel = True
+    assert sources(model), "one process has all of it"
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
+    with pytest.raises(IncompleteError, match=r"^weight: this rank's part of a larger parameter"):
+        sources(model)
+
+
 def test_given_state_dict_must_be_the_model_s():
     """Pains 1, 9: empty, partial, prefix-mangled and zero-size dicts name their first offenders."""
     live, ranks = sources(nn.Linear(3, 2)), Ranks(0, 1)

@@ -7,6 +7,7 @@ from typing import Any
 SAVES: dict[str, tuple[str, dict[str, Any]]] = {
     "full": ("partly_frozen", {}),
     "converted": ("mixtral", {}),
+    "experts": ("experts", {}),
     "hdf5": ("mixtral", {"format": "h5"}),
     "dual": ("partly_frozen", {"format": "dual", "max_shard_size": 30_000}),
     "sharded": ("gpt2", {"max_shard_size": 30_000}),
@@ -31,6 +32,7 @@ EVAL = ("after_eval",)
 FORMATS = ("hdf5", "dual")
 BYTES = ("adapter_bytes",)
 MERGED = ("merged", "merged_experts")
+MESH = ("full", "experts", "untouched")
 EVERYTHING = FULL + ADAPTER + TRUNK
 
 
@@ -41,6 +43,7 @@ class Group:
     ranks: int
     wrappers: dict[str, tuple[str, ...]]  # wrapper -> what is saved under it
     env: dict[str, str] = field(default_factory=dict)
+    is_slow: bool = False
 
     def cases(self) -> list[str]:
         return [f"{wrapper}/{what}" for wrapper, saves in self.wrappers.items() for what in saves]
@@ -107,6 +110,16 @@ GROUPS = {
             "hsdp": ("full", "converted", "adapter", "attributes", "merged"),
             "fsdp2_tensor_parallel": ("full", "attribute", "untouched"),
         },
+    ),
+    "mesh": Group(2, {"mesh_tensor": MESH, "mesh_experts": ("experts",)}),
+    "mesh_four": Group(
+        4,
+        {
+            "mesh_tensor_fsdp": MESH,
+            "mesh_hybrid": MESH,
+            **dict.fromkeys(("mesh_experts_fsdp", "mesh_experts_hybrid", "mesh_experts_tensor"), ("experts",)),
+        },
+        is_slow=True,
     ),
     "zero12": Group(2, {"zero1": WRAPPED, "zero2": EVERYTHING}, {"DS_ACCELERATOR": "cpu"}),
     "zero3": Group(2, {"zero3": (*EVERYTHING, *MERGED, *BYTES, *EVAL, *FORMATS)}, {"DS_ACCELERATOR": "cpu"}),

@@ -117,6 +117,12 @@ def mixtral(**overrides: Any) -> nn.Module:
     return MixtralForCausalLM(MixtralConfig(**{**SIZES, "num_local_experts": 3, "num_experts_per_tok": 2, **overrides}))
 
 
+def experts() -> nn.Module:
+    """Experts that divide by 2 and 4 ranks, in sizes that grouped products take."""
+    sizes = {"hidden_size": 32, "intermediate_size": 16, "num_attention_heads": 4}
+    return mixtral(**sizes, num_local_experts=4)
+
+
 def lora(base: nn.Module | None = None) -> PeftModel:
     """Two adapters of different shape, the first with a fully trained head; the first is active."""
     first = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], modules_to_save=["lm_head"], task_type="CAUSAL_LM")

@@ -63,8 +63,17 @@ def runs(tmp_path_factory):
     return Runs(tmp_path_factory.mktemp("runs"))
 
 
-def under(what):
-    return pytest.mark.parametrize("wrapper", wrappers_that_save(what))
+def under(*what):
+    """Each of the wrappers that any of `what` is saved under; with several, `what` too."""
+    cases = [(one, wrapper) for one in what for wrapper in wrappers_that_save(one)]
+    marks = [[pytest.mark.slow] if GROUPS[group_of(wrapper)].is_slow else [] for _, wrapper in cases]
+    if len(what) == 1:
+        return pytest.mark.parametrize(
+            "wrapper", [pytest.param(case[1], marks=m) for case, m in zip(cases, marks, strict=True)]
+        )
+    return pytest.mark.parametrize(
+        ("what", "wrapper"), [pytest.param(*c, marks=m) for c, m in zip(cases, marks, strict=True)]
+    )
 
 
 @under("full")
@@ -100,11 +109,11 @@ def test_manifest_knows_what_was_trained_and_the_tokenizer_is_there(runs, wrappe
     assert AutoTokenizer.from_pretrained(saved).chat_template == models.CHAT_TEMPLATE
 
 
-@under("converted")
-def test_fused_experts_get_their_names_on_disk(runs, wrapper, tmp_path):
+@under("converted", "experts")
+def test_fused_experts_get_their_names_on_disk(runs, wrapper, what, tmp_path):
     """Pain 11: names that only the training framework can read."""
-    folder = runs.case(wrapper, "converted")
-    model = true_model("mixtral", folder)
+    folder = runs.case(wrapper, what)
+    model = true_model(SAVES[what][0], folder)
     assert_same_tensors(stored(folder / "saved"), reference(model, tmp_path))
     assert any(".experts.0.w1." in name for name in stored(folder / "saved"))
     assert_agree(logits(AutoModelForCausalLM.from_pretrained(folder / "saved")), logits(model))
@@ -141,9 +150,7 @@ def test_one_attribute_lies_at_the_root(runs, wrapper, tmp_path):
     assert_agree(logits(AutoModelForCausalLM.from_pretrained(saved)), logits(model))
 
 
-@pytest.mark.parametrize(
-    ("what", "wrapper"), [(what, wrapper) for what in MERGED for wrapper in wrappers_that_save(what)]
-)
+@under(*MERGED)
 def test_merged_is_what_peft_merges_of_the_bare_model(runs, wrapper, what, tmp_path):
     folder = runs.case(wrapper, what)
     model, saved = true_model(SAVES[what][0], folder), folder / "saved"
@@ -197,9 +204,7 @@ def test_saving_after_an_evaluation_saves_the_master_weights(runs, wrapper, tmp_
     assert_same_tensors(stored(folder / "saved"), reference(true_model("qwen3", folder), tmp_path))
 
 
-@pytest.mark.parametrize(
-    ("wrapper", "what"), [(wrapper, what) for what in ADAPTER for wrapper in wrappers_that_save(what)]
-)
+@under(*ADAPTER)
 def test_adapters_are_only_adapters_and_all_of_them(runs, wrapper, what, tmp_path):
     """Pains 2, 3, 4, 5: slices, empty files, the whole base, no modules_to_save."""
     folder = runs.case(wrapper, what)
@@ -212,9 +217,7 @@ def test_adapters_are_only_adapters_and_all_of_them(runs, wrapper, what, tmp_pat
     assert adapter_config(saved / "second") == adapter_config(tmp_path / "second")
 
 
-@pytest.mark.parametrize(
-    ("wrapper", "what"), [(wrapper, what) for what in ADAPTER for wrapper in wrappers_that_save(what)]
-)
+@under(*ADAPTER)
 def test_adapters_load_on_their_base(runs, wrapper, what):
     """Pain 3: an adapter file nothing can be restored from."""
     folder = runs.case(wrapper, what)

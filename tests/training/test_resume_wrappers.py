@@ -15,6 +15,12 @@ ELASTIC = [
     ("fsdp1", 2, "fsdp2_tensor_parallel", 4),
     ("ddp", 2, "hsdp", 4),
 ]
+MESHES = [
+    ("mesh_tensor", 2, "none", 1),
+    ("mesh_tensor_fsdp", 4, "mesh_experts", 2),
+    ("mesh_experts_tensor", 4, "mesh_tensor_fsdp", 4),
+    ("none", 1, "mesh_experts_hybrid", 4),
+]
 MOVED = ["move/ddp/gpt2", "move/fsdp2/llama", "move/fsdp1/llama"]
 ZERO = {"DS_ACCELERATOR": "cpu"}
 
@@ -49,6 +55,17 @@ def test_another_number_of_ranks_under_another_wrapper(tmp_path, before, ranks, 
     assert run_cases("resume", [left], tmp_path / "first", ranks)[left] == ""
     taken = f"take/{after}/llama"
     env = {"LEFT": str(tmp_path / "first" / left)}
+    assert run_cases("resume", [taken], tmp_path / "second", more, env=env)[taken] == ""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("before", "ranks", "after", "more"), MESHES, ids=lambda value: str(value))
+def test_another_mesh_of_transformers(tmp_path, before, ranks, after, more):
+    """Strided shards, packed experts and experts spread over ranks are read by geometry."""
+    first = [f"exact/{before}/experts", f"leave/{before}/experts"]
+    assert run_cases("resume", first, tmp_path / "first", ranks) == dict.fromkeys(first, "")
+    taken = f"take/{after}/experts"
+    env = {"LEFT": str(tmp_path / "first" / first[1])}
     assert run_cases("resume", [taken], tmp_path / "second", more, env=env)[taken] == ""
 
 

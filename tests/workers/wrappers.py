@@ -4,6 +4,7 @@
 """
 
 import re
+import tempfile
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -164,6 +165,27 @@ def fsdp2_tensor_parallel(model: nn.Module) -> nn.Module:
     return fsdp2(tensor_parallel(model, mesh["tensor"]), mesh["data"])
 
 
+def distributed(**sizes: int) -> Callable[[nn.Module], Live]:
+    """The model as transformers loads it over a mesh of those sizes."""
+
+    def wrap(model: nn.Module) -> Live:
+        from transformers import DistributedConfig
+
+        names = [tempfile.mkdtemp() if dist.get_rank() == 0 else ""]
+        dist.broadcast_object_list(names)
+        if dist.get_rank() == 0:
+            model.save_pretrained(names[0])
+        dist.barrier()
+        trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+        config = DistributedConfig(**sizes)
+        cut = type(model).from_pretrained(names[0], distributed_config=config).train()  # type: ignore[attr-defined]
+        for name, parameter in cut.named_parameters():
+            parameter.requires_grad_(name in trained)
+        return Live(cut, adam(cut))
+
+    return wrap
+
+
 def direct(*wraps: Callable[[nn.Module], nn.Module]) -> Callable[[nn.Module], Live]:
     """A wrapper made of torch's own, without Accelerate."""
 
@@ -271,6 +293,13 @@ WRAPPERS: dict[str, Callable[[nn.Module], Live]] = {
     "tensor_parallel": direct(tensor_parallel),
     "hsdp": direct(hsdp),
     "fsdp2_tensor_parallel": direct(fsdp2_tensor_parallel),
+    "mesh_tensor": distributed(tp_size=2),
+    "mesh_experts": distributed(fsdp_size=2, ep_size=2),
+    "mesh_tensor_fsdp": distributed(tp_size=2, fsdp_size=2),
+    "mesh_hybrid": distributed(fsdp_size=2, dp_replicate_size=2),
+    "mesh_experts_fsdp": distributed(fsdp_size=4, ep_size=2),
+    "mesh_experts_hybrid": distributed(fsdp_size=2, dp_replicate_size=2, ep_size=2),
+    "mesh_experts_tensor": distributed(tp_size=2, fsdp_size=2, ep_size=4),
     "zero1": accelerated(deepspeed_accelerator(1)),
     "zero2": accelerated(deepspeed_accelerator(2)),
     "zero3": accelerated(deepspeed_accelerator(3)),
