@@ -495,7 +495,7 @@ def test_nothing_is_put_where_no_checkpoint_is(bucket):
 
 def test_a_lease_is_renewed_and_dead_after_ten_minutes_of_the_stores_clock(bucket, monkeypatch):
     with hold_lease(Place(bucket, "checkpoint-1")) as name:
-        assert prune_run(later(bucket, 599), Keep(last=3)).dropped == ()
+        assert prune_run(later(bucket, 540), Keep(last=3)).dropped == ()
         assert prune_run(later(bucket), Keep(last=3)).dropped == (f"{bucket.url}/checkpoint-1",)
     with monkeypatch.context() as patch:
         patch.setattr(marks, "BEAT_SECONDS", 0.01)
@@ -520,13 +520,13 @@ def unfinished_save(bucket, cleared=True):
 def test_what_dead_saves_left_is_cleared(run, template):
     left = unfinished_save(run)
     for way in (recover_all, lambda place: prune_run(place, Keep())):
-        assert not way(later(run, 599)) or objects(left)
+        assert not way(later(run, 540)) or objects(left)
     assert sorted(objects(left)) == ["config.json", "policy/model.safetensors"]
     assert recover_all(later(run)) == ("checkpoint-5: removed what was left of a save",)
     assert [each.name for each in left.list()] == [SAVING]
     left.write("policy/late.safetensors", b"of one that was thought dead")
     assert prune_run(later(run), Keep()).freed_bytes == len(b"of one that was thought dead")
-    assert recover_all(later(run, DAY - 2)) == ()
+    assert recover_all(later(run, DAY - 60)) == ()
     assert [each.name for each in left.list()] == [SAVING]
     prune_run(later(run, DAY), Keep())
     assert (left.list(), objects(run)) == ([], template)
