@@ -136,8 +136,10 @@ def exchange_facts(
     agreed = ranks.agree("the state of save_state()", facts, verdict=_merge_facts)
     further = [_unlike_leader(value, agreed.values[0]) for value in agreed.values]
     together = [{**one, **more} for one, more in zip(trees, further or values_of_runs(agreed.told["own"]), strict=True)]
-    is_alike = not any("optimizer" in fact for fact in agreed.told["items"].values())
-    return EveryState({**items, **agreed.told["items"]}, together, is_alike)
+    told = agreed.told["items"]
+    is_alike = not any("optimizer" in fact for fact in told.values())
+    own_trees = {name: items[name] for name, fact in told.items() if ranks.leads and "leaves" in fact}  # told by looks
+    return EveryState({**items, **told, **own_trees}, together, is_alike)
 
 
 def looks_of_trees(trees: Iterable[Document]) -> Document:
