@@ -201,7 +201,11 @@ def _refuse_differing(answers: Sequence[_NamedTensors]) -> _FirstRanks:
     for group in groups.values():
         for name in answers[group[0]].names:
             owners.setdefault(name, []).extend(group)
-    lonely = [f"{n} on rank(s) {rank_numbers(has)} alone" for n, has in owners.items() if len(has) < len(answers)]
+    stages: dict[tuple[int, ...], list[str]] = {}  # as those of a pipeline: the ranks, and what they alone have
+    for name, has in owners.items():
+        if len(has) < len(answers):
+            stages.setdefault(tuple(has), []).append(name)
+    lonely = [f"{listing(names, ', ')} on rank(s) {rank_numbers([*has])} alone" for has, names in stages.items()]
     told = listing(lonely) if lonely else "tensors: of another shape or dtype, or in another order, on some ranks"
     raise RanksDisagreeError(
         f"{told}; every rank has to hold or share all tensors of the model: one whose layers are spread over the ranks "
