@@ -259,6 +259,11 @@ class Checkpointed(Trainer):  # type: ignore[misc]  # transformers is not typed
         if self.args.save_only_model:
             adapters = has_adapters(wrappers.unwrap(self.model_wrapped))
             self.__saver.save(self.model_wrapped, target, adapter_only=adapters, step=step, **given)
+        elif getattr(self, "is_distributed_loading_by_transformers", False):
+            raise ConfigError(
+                f"{target}: with the state of a run whose model from_pretrained(distributed_config=...) has cut; the "
+                "Trainer does not go on with it exactly: save_only_model=True, or saver.save_state in your own loop"
+            )
         else:
             # A pass may have been broken off in the middle of a step, whose gradients the Trainer keeps nowhere either.
             self.accelerator.gradient_state._set_sync_gradients(True)

@@ -294,6 +294,14 @@ def test_weights_alone(tmp_path):
     assert all(map(torch.equal, made.model.parameters(), again.model.parameters()))
 
 
+def test_no_state_of_a_model_that_transformers_has_cut(tmp_path):
+    """The Trainer refuses it when it is made, and does not go on exactly where that is got round."""
+    made = ours(tmp_path, max_steps=1)
+    made.is_distributed_loading_by_transformers = True
+    with pytest.raises(ConfigError, match="save_only_model=True"):
+        run(made)
+
+
 def test_callbacks_keep_their_state(tmp_path):
     """Patience is counted over a resume, as the Trainer does on request."""
     metrics = iter([0.1, *[0.7] * 20])
