@@ -5,7 +5,6 @@ just right; a snapshot would take up to twice its size. So where a backend regis
 is done; else torch's allocator serves, and where it has none, plain memory, through which copies are right but slower.
 """
 
-import mmap
 import os
 import sys
 from collections.abc import Callable
@@ -16,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ft_ckpt.devices.accelerators import choosing_device, has_streams
-from ft_ckpt.storage.buffers import Memory, address_of, advise_large_pages, new_block
+from ft_ckpt.storage.buffers import Block, Memory, address_of, new_block, new_block_of
 
 _WIPEONFORK = 18  # linux 4.14: MADV_WIPEONFORK
 _PORTABLE = 1  # for all devices of the process
@@ -41,7 +40,7 @@ def pinned_block(size_bytes: int, device: torch.device) -> Memory:
     return memoryview(memory)
 
 
-class RegisteredBlock(mmap.mmap):
+class RegisteredBlock(Block):
     """Memory that is registered with a backend for as long as anything uses it; in a forked process it is empty."""
 
     device: torch.device | None = None  # once it is registered
@@ -59,8 +58,7 @@ def _registered_block(size_bytes: int, device: torch.device) -> RegisteredBlock 
     runtime = _runtime_of(device)
     if runtime is None:
         return None
-    block = RegisteredBlock(-1, size_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    advise_large_pages(block)
+    block = new_block_of(RegisteredBlock, size_bytes)
     # Pages shared with a fork, such as a worker that loads data, are copied at the first write of either side; the
     # device would go on with the old ones. A fork has empty pages there instead of none, since it unmaps them.
     with choosing_device(device), suppress(OSError):

@@ -3,13 +3,14 @@
 import ctypes
 import mmap
 from contextlib import suppress
-from typing import Protocol, TypeAlias
+from typing import Protocol, TypeAlias, TypeVar
 
 BLOCK_BYTES = 8 << 20
 ALIGNMENT = 4096  # what O_DIRECT asks of addresses, offsets and lengths on any disk in use
 
 Block: TypeAlias = mmap.mmap
 Memory: TypeAlias = mmap.mmap | memoryview
+OwnBlock = TypeVar("OwnBlock", bound=mmap.mmap)
 
 
 class BlockKeeper(Protocol):
@@ -44,15 +45,15 @@ class PlainBlocks:
 
 def new_block(size_bytes: int = BLOCK_BYTES) -> Block:
     """New memory, aligned to a page."""
-    block = mmap.mmap(-1, size_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    advise_large_pages(block)
-    return block
+    return new_block_of(mmap.mmap, size_bytes)
 
 
-def advise_large_pages(block: Block) -> None:
-    """Ask for large pages, where there are any: first touch costs a fifth with them."""
-    with suppress(OSError, AttributeError):
+def new_block_of(kind: type[OwnBlock], size_bytes: int) -> OwnBlock:
+    """The same, as an object of that `kind`."""
+    block = kind(-1, size_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    with suppress(OSError, AttributeError):  # large pages, where there are any: first touch costs a fifth with them
         block.madvise(mmap.MADV_HUGEPAGE)
+    return block
 
 
 def address_of(block: Memory) -> int:
