@@ -1,5 +1,6 @@
 """`checkpoint_closure`: at which calls the function runs, and what it may rely on."""
 
+import gc
 from functools import partial
 
 import pytest
@@ -12,6 +13,12 @@ from torch.utils.data import DataLoader
 from ft_ckpt import CheckpointSaver, Every
 from ft_ckpt.closure import checkpoint_closure
 from ft_ckpt.errors import CheckpointError, ConfigError
+
+
+@pytest.fixture(autouse=True)
+def alone():
+    """No saver of an earlier test is open, which a closure would take for its own."""
+    gc.collect()
 
 
 @pytest.fixture
