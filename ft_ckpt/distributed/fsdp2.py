@@ -119,7 +119,7 @@ def _sharding_of_layout(
     shape: tuple[int, ...], mesh: Any, placements: tuple[Any, ...], here: tuple[int, ...], are_some: bool
 ) -> tuple[str, Sharding]:
     """`here` is this rank's place in the mesh, which torch asks the mesh for; `are_some`: others hold it again."""
-    dims = tuple(getattr(p, "dim", 0) % max(len(shape), 1) if hasattr(p, "dim") else None for p in placements)
+    dims = tuple(p.dim % max(len(shape), 1) if hasattr(p, "dim") else None for p in placements)
     engine = "fsdp2" if {dim for dim in dims if dim is not None} <= {0} else "tensor parallel"
     again = any(p.is_replicate() and count > 1 for p, count in zip(placements, mesh.shape, strict=True))
     is_replicated = again or are_some
