@@ -25,8 +25,8 @@ _ALIASES = {"__builtin__": "builtins", "copy_reg": "copyreg"}  # of Python 2, wh
 Find = Callable[[str], Any]  # what stands for a name in full; None where the table does not have it
 
 
-class _ExcessError(CorruptError):
-    """A pickle that does, or describes, more than its size warrants."""
+class ExcessError(CorruptError):
+    """A pickle that does, describes or asks for more than its size, or its file's, warrants."""
 
 
 class Sealed(type):
@@ -96,7 +96,7 @@ def interpret_pickle(
         value = reader.load()
         _check_places(value, reader.allowed)
     except Exception as error:  # a mutated pickle can make the machine fail in any way
-        if not reader.foreign or isinstance(error, _ExcessError):
+        if not reader.foreign or isinstance(error, ExcessError):
             raise
     return value, sorted(reader.foreign)
 
@@ -118,7 +118,7 @@ def _check_places(value: Any, most: int) -> None:
             open_.remove(id(one))
             counts[id(one)] = 1 + sum(counts.get(id(part), 1) for part in parts)  # an empty one is visited too
             if counts[id(one)] > most:
-                raise _ExcessError(f"containers in containers, with more than {most:,} places")
+                raise ExcessError(f"containers in containers, with more than {most:,} places")
             continue
         if id(one) in open_ or len(open_) > MOST_LEVELS:
             raise CorruptError(
@@ -170,7 +170,7 @@ class _SafeUnpickler(_Python):  # type: ignore[misc]
         else:
             self.left -= sum(map(_hash_cost, values))
         if self.left < 0:
-            raise _ExcessError("the pickle does more than its size warrants")
+            raise ExcessError("the pickle does more than its size warrants")
 
     def _weigh_tuple(self) -> None:
         """Note the cost of hashing the tuple just made, where it holds other tuples."""
@@ -180,7 +180,7 @@ class _SafeUnpickler(_Python):  # type: ignore[misc]
             self.weights[id(made)] = weight, made
             self.left -= len(made)
             if weight > self.left:
-                raise _ExcessError("tuples in tuples, of more places than the size of the pickle warrants")
+                raise ExcessError("tuples in tuples, of more places than the size of the pickle warrants")
 
     def find_class(self, module: str, name: str) -> Any:
         """The stand-in for a global. Nothing is imported; a name outside the table is noted as foreign."""

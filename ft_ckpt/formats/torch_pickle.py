@@ -24,7 +24,7 @@ from ft_ckpt.errors import CorruptError, LoadError, damaged_input, listing
 from ft_ckpt.formats.layout import ITEM_BYTES, checked_sizes
 from ft_ckpt.formats.pickled_objects import PLAIN
 from ft_ckpt.formats.raw_file import FileStream, RawFile
-from ft_ckpt.formats.safe_pickle import Call, Find, Passive, interpret_pickle
+from ft_ckpt.formats.safe_pickle import Call, ExcessError, Find, Passive, interpret_pickle
 from ft_ckpt.formats.zip_records import ZipRecords
 
 _STORAGES = {
@@ -155,6 +155,8 @@ def load_torch_legacy(file: RawFile) -> Any:
         stream, sizes = io.BufferedReader(FileStream(file)), dict[str, int]()
 
         def note_storage(dtype: str, key: str, count: int) -> _StoragePlace:
+            if count * ITEM_BYTES[dtype] > file.size_bytes:  # torch makes room for it before it looks
+                raise ExcessError(f"storage {key} of {count:,} elements, in a file of {file.size_bytes:,} bytes")
             sizes[key] = max(ITEM_BYTES[dtype], sizes.get(key, 0))
             return _StoragePlace(file, 0, count * ITEM_BYTES[dtype], dtype)
 

@@ -164,6 +164,18 @@ def test_a_program_is_no_state_dict(tmp_path):
 # Hostile and damaged files
 
 
+@pytest.mark.parametrize("foreign", [False, True])
+def test_no_room_is_made_for_a_storage_larger_than_its_file(tmp_path, foreign):
+    value = {"w": torch.zeros(700, 100, dtype=torch.int16)} | ({"other": argparse.Namespace()} if foreign else {})
+    torch.save(value, tmp_path / "old.pt", _use_new_zipfile_serialization=False)
+    content = (tmp_path / "old.pt").read_bytes()
+    told, larger = (b"J" + number.to_bytes(4, "little") for number in (70_000, 1 << 30))
+    assert content.count(told) == 1
+    (tmp_path / "old.pt").write_bytes(content.replace(told, larger))
+    with pytest.raises(CorruptError, match="in a file of"):
+        load(tmp_path / "old.pt")
+
+
 @pytest.mark.parametrize("way", sorted(pickles.evil("")))
 @pytest.mark.parametrize("legacy", [False, True])
 def test_nothing_in_a_pickle_is_run(tmp_path, way, legacy):
