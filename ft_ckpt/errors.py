@@ -91,6 +91,10 @@ class CorruptError(CheckpointError, ValueError):
     """Files that differ from what the manifest recorded."""
 
 
+class ExcessError(CorruptError):
+    """Input that does, describes or asks for more than its size warrants."""
+
+
 class UnreadableError(CorruptError, OSError):
     """A file that the system would not read just now; it may be whole."""
 

@@ -13,7 +13,7 @@ from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterable
 from typing import Any, BinaryIO, ClassVar
 
-from ft_ckpt.errors import CorruptError
+from ft_ckpt.errors import CorruptError, ExcessError
 from ft_ckpt.formats.pytree import MOST_LEVELS
 
 MOST_BYTES = 64 << 20  # of one object
@@ -23,10 +23,6 @@ _CONTAINERS, _SIZED = (dict, list, tuple), frozenset((dict, list, tuple, Ordered
 _ALIASES = {"__builtin__": "builtins", "copy_reg": "copyreg"}  # of Python 2, which old protocols write
 
 Find = Callable[[str], Any]  # what stands for a name in full; None where the table does not have it
-
-
-class ExcessError(CorruptError):
-    """A pickle that does, describes or asks for more than its size, or its file's, warrants."""
 
 
 class Sealed(type):

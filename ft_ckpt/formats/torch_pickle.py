@@ -20,11 +20,11 @@ from typing import Any
 
 import torch
 
-from ft_ckpt.errors import CorruptError, LoadError, damaged_input, listing
+from ft_ckpt.errors import CorruptError, ExcessError, LoadError, damaged_input, listing
 from ft_ckpt.formats.layout import ITEM_BYTES, checked_sizes
 from ft_ckpt.formats.pickled_objects import PLAIN
 from ft_ckpt.formats.raw_file import FileStream, RawFile
-from ft_ckpt.formats.safe_pickle import Call, ExcessError, Find, Passive, interpret_pickle
+from ft_ckpt.formats.safe_pickle import Call, Find, Passive, interpret_pickle
 from ft_ckpt.formats.zip_records import ZipRecords
 
 _STORAGES = {
