@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ft_ckpt.checkpoint.checks import SMALL_BYTES, checkpoint_problems, small_problems, stored_bytes
-from ft_ckpt.checkpoint.manifest import MANIFEST_LIMIT_BYTES, MANIFEST_NAME, Manifest, manifest_from_json
+from ft_ckpt.checkpoint.manifest import MANIFEST_LIMIT_BYTES, MANIFEST_NAME, Manifest, check_paths, manifest_from_json
 from ft_ckpt.errors import (
     CheckpointError,
     ConfigError,
@@ -22,7 +22,6 @@ from ft_ckpt.errors import (
 )
 from ft_ckpt.storage.listed_store import hold_listed
 from ft_ckpt.storage.local_store import LocalStore
-from ft_ckpt.storage.paths import is_inside
 from ft_ckpt.storage.place import Place, open_place
 from ft_ckpt.storage.store import Folder, FolderListing, Store, read_text
 
@@ -115,21 +114,6 @@ def why_no_checkpoint(store: Store) -> str:
     return f"{path}: no {MANIFEST_NAME} in it, so no save was completed there; use another folder or save again"
 
 
-def check_paths(manifest: Manifest, source: str) -> None:
-    """Refuse a manifest with a path that leads out of its folder; `source` names it.
-
-    Raises ManifestError naming every such path.
-    """
-    paths = {file.path for file in manifest.files} | {tensor.file for part in manifest.parts for tensor in part.tensors}
-    unsafe = [path for path in paths if not is_inside(path)]
-    unsafe += [part.path for part in manifest.parts if part.path != "" and not is_inside(part.path)]
-    if unsafe:
-        raise ManifestError(
-            f"{source}: {listing(sorted(map(repr, unsafe)))}: a path in a manifest must be relative, with forward "
-            f"slashes and without '..'; do not use this checkpoint"
-        )
-
-
 @dataclass(frozen=True)
 class Listing:
     """The checkpoints in a folder, oldest first, and the manifests there that could not be read, with the reasons.
@@ -140,6 +124,16 @@ class Listing:
     found: tuple[CheckpointInfo, ...]
     damaged: Mapping[Path | str, CheckpointError]
     unreadable: Mapping[Path | str, CheckpointError]
+
+    def warn_left_out(self) -> None:
+        """Name what could not be read, as warnings."""
+        for path, error in {**self.damaged, **self.unreadable}.items():
+            warnings.warn(f"{path}: left out: {error}", stacklevel=3)
+
+    def require_readable(self) -> None:
+        """Raise UnreadableError naming what the system would not read just now: it may be what is looked for."""
+        if self.unreadable:
+            raise UnreadableError(listing([str(error) for error in self.unreadable.values()]))
 
 
 def list_checkpoints(root: str | os.PathLike[str] | Place) -> Listing:
@@ -173,8 +167,7 @@ def discover(root: str | os.PathLike[str] | Place) -> list[CheckpointInfo]:
     UnreadableError when `root` itself cannot be looked through.
     """
     listed = list_checkpoints(root)
-    for path, error in {**listed.damaged, **listed.unreadable}.items():
-        warnings.warn(f"{path}: left out: {error}", stacklevel=2)
+    listed.warn_left_out()
     return list(listed.found)
 
 
@@ -189,6 +182,7 @@ def latest(directory: str | os.PathLike[str] | Place) -> Path | str | None:
 
     One that was computed from others (an average, a merged model) is passed over: it is no moment of a run. One that
     does not pass is left out with a warning that says why. It is a path on this machine, or a URL, as `directory` is.
+    Raises UnreadableError when none is found and the system would not read some just now.
     """
     found = find_latest(directory)
     return None if found is None else found.path
@@ -196,7 +190,12 @@ def latest(directory: str | os.PathLike[str] | Place) -> Path | str | None:
 
 def find_latest(directory: str | os.PathLike[str] | Place) -> CheckpointInfo | None:
     """The checkpoint that `latest` names."""
-    return _first_valid(reversed(_moments(directory)), "an older checkpoint")
+    listed = list_checkpoints(directory)
+    listed.warn_left_out()
+    found = _first_valid(reversed(_moments(listed.found)), "an older checkpoint")
+    if found is None:
+        listed.require_readable()
+    return found
 
 
 def best(run: str | os.PathLike[str] | Place, metric: str | tuple[str, str] | None = None) -> Path | str | None:
@@ -215,7 +214,7 @@ def find_best(
     run: str | os.PathLike[str] | Place, metric: str | tuple[str, str] | None = None
 ) -> CheckpointInfo | None:
     """The checkpoint that `best` names."""
-    infos = _moments(run)
+    infos = _moments(discover(run))
     infos = [info for info in infos if info.manifest.run_id == infos[-1].manifest.run_id]
     if not infos:
         return None
@@ -250,9 +249,9 @@ def verify(path: str | os.PathLike[str] | Place, *, deep: bool = True) -> Verify
             return VerifyReport(found_at, not problems, problems, len(manifest.files), size_bytes)
 
 
-def _moments(folder: str | os.PathLike[str] | Place) -> list[CheckpointInfo]:
-    """The checkpoints in `folder`, oldest first, that are moments of a run: not computed from others."""
-    return [info for info in discover(folder) if not info.manifest.made_from]
+def _moments(infos: Iterable[CheckpointInfo]) -> list[CheckpointInfo]:
+    """Those that are moments of a run: not computed from others."""
+    return [info for info in infos if not info.manifest.made_from]
 
 
 def check_small_files(

@@ -24,9 +24,8 @@ from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 
-from ft_ckpt.checkpoint.catalog import check_paths
 from ft_ckpt.checkpoint.checks import misleading_files
-from ft_ckpt.checkpoint.manifest import MANIFEST_NAME, Manifest, manifest_to_json
+from ft_ckpt.checkpoint.manifest import MANIFEST_NAME, Manifest, check_paths, manifest_to_json
 from ft_ckpt.checkpoint.numbers import next_number
 from ft_ckpt.checkpoint.recovery import LEFTOVER, listed_files, recover_target, settle_or_warn, sideline_of
 from ft_ckpt.errors import CorruptError, NoSpaceError, TargetError, explained, listing

@@ -28,7 +28,7 @@ from ft_ckpt.checkpoint.manifest import (
 )
 from ft_ckpt.checkpoint.marks import TOMBSTONE
 from ft_ckpt.checkpoint.pins import pin_reason
-from ft_ckpt.errors import CheckpointError, CorruptError, listing
+from ft_ckpt.errors import CheckpointError, CorruptError, damaged_input, listing
 from ft_ckpt.storage import local_disk
 from ft_ckpt.storage.local_store import LocalStore
 from ft_ckpt.storage.paths import is_inside
@@ -146,11 +146,12 @@ def releasable_bytes(path: Path, names: Iterable[str]) -> int:
 
 
 def folder_entries(folder: Path) -> list[Path]:
-    """The entries of `folder`, sorted; empty when there is no such folder."""
-    try:
-        return sorted(folder.iterdir())
-    except (FileNotFoundError, NotADirectoryError):
-        return []
+    """The entries of `folder`, sorted; empty when there is no such folder. Raises UnreadableError."""
+    with damaged_input(folder):
+        try:
+            return sorted(folder.iterdir())
+        except (FileNotFoundError, NotADirectoryError):
+            return []
 
 
 def _deletion_obstacles(path: Path) -> tuple[str, ...]:

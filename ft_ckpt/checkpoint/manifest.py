@@ -18,6 +18,7 @@ from ft_ckpt.checkpoint.typed_json import OddValue, reader_of
 from ft_ckpt.errors import ManifestError, listing
 from ft_ckpt.formats.layout import TensorRecord
 from ft_ckpt.storage.digests import FileRecord
+from ft_ckpt.storage.paths import is_inside
 
 MANIFEST_NAME = "ft_ckpt.json"
 FORMAT_VERSION = 1  # raised when an older reader could misread a newer manifest
@@ -200,3 +201,18 @@ def _are_in_order(file: FileRecord) -> bool:
             return False
         at = cut.stop
     return True
+
+
+def check_paths(manifest: Manifest, source: str) -> None:
+    """Refuse a manifest with a path that leads out of its folder; `source` names it.
+
+    Raises ManifestError naming every such path.
+    """
+    paths = {file.path for file in manifest.files} | {tensor.file for part in manifest.parts for tensor in part.tensors}
+    unsafe = [path for path in paths if not is_inside(path)]
+    unsafe += [part.path for part in manifest.parts if part.path != "" and not is_inside(part.path)]
+    if unsafe:
+        raise ManifestError(
+            f"{source}: {listing(sorted(map(repr, unsafe)))}: a path in a manifest must be relative, with forward "
+            f"slashes and without '..'; do not use this checkpoint"
+        )

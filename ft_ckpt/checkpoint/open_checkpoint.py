@@ -14,12 +14,12 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from ft_ckpt.checkpoint.catalog import manifest_text, parse_manifest, read_manifest, why_no_checkpoint
+from ft_ckpt.checkpoint.catalog import manifest_text, parse_manifest, why_no_checkpoint
 from ft_ckpt.checkpoint.checks import checkpoint_problems, misleading_files, replaced_problems
 from ft_ckpt.checkpoint.leases import hold_lease
 from ft_ckpt.checkpoint.manifest import MANIFEST_NAME, Manifest
 from ft_ckpt.checkpoint.marks import is_mark, settled_list
-from ft_ckpt.errors import CheckpointError, CorruptError, NotACheckpointError, damaged_input, listing
+from ft_ckpt.errors import CheckpointError, CorruptError, NotACheckpointError, damaged_input, explained, listing
 from ft_ckpt.storage.listed_store import ListedStore
 from ft_ckpt.storage.local_disk import open_regular
 from ft_ckpt.storage.local_store import LocalStore, folder_of
@@ -143,15 +143,16 @@ def _open_local(path: Path, stack: ExitStack) -> OpenCheckpoint | None:
     marker = _open_or_none(path / MANIFEST_NAME, stack)
     if marker is None:
         raise NotACheckpointError(why_no_checkpoint(LocalStore(path)))
-    manifest = read_manifest(path)
+    store = LocalStore(path)
+    text = manifest_text(store)
+    manifest = parse_manifest(text, store.where(MANIFEST_NAME))
     opened = {file.path: _open_or_none(path / file.path, stack) for file in manifest.files}
     if not _is_in_place(path, marker):
         return None
-    text = os.pread(marker, os.fstat(marker).st_size, 0)
     if not _DESCRIPTORS.is_dir():
         stack.callback(_refuse_replaced, path, marker)
     folder = _link_folder(path, {MANIFEST_NAME: marker, **opened}, stack) if _DESCRIPTORS.is_dir() else path
-    return OpenCheckpoint(LocalStore(path), LocalStore(folder), manifest, _text_identity(text))
+    return OpenCheckpoint(store, LocalStore(folder), manifest, _text_identity(text.encode()))
 
 
 def _manifest_state(store: Store) -> str | None:
@@ -174,21 +175,23 @@ def _open_or_none(file: Path, stack: ExitStack) -> int | None:
 
 def _is_in_place(path: Path, marker: int) -> bool:
     """Whether the manifest that is open is still the checkpoint's: an overwrite takes it away before anything else."""
-    try:
-        return os.path.samestat((path / MANIFEST_NAME).stat(), os.fstat(marker))
-    except OSError:
-        return False
+    with damaged_input(path):
+        try:
+            return os.path.samestat((path / MANIFEST_NAME).stat(), os.fstat(marker))
+        except (FileNotFoundError, NotADirectoryError):
+            return False
 
 
 def _link_folder(path: Path, opened: dict[str, int | None], stack: ExitStack) -> Path:
     """A folder, called as the checkpoint is, whose files are the open ones."""
-    top = stack.enter_context(tempfile.TemporaryDirectory(prefix="ft_ckpt-open-"))
-    folder = Path(top, path.name or "checkpoint")
-    for name, descriptor in opened.items():
-        if descriptor is not None:
-            link = folder / name
-            link.parent.mkdir(parents=True, exist_ok=True)
-            link.symlink_to(f"/proc/{os.getpid()}/fd/{descriptor}")
+    with explained(tempfile.gettempdir()):
+        top = stack.enter_context(tempfile.TemporaryDirectory(prefix="ft_ckpt-open-"))
+        folder = Path(top, path.name or "checkpoint")
+        for name, descriptor in opened.items():
+            if descriptor is not None:
+                link = folder / name
+                link.parent.mkdir(parents=True, exist_ok=True)
+                link.symlink_to(f"/proc/{os.getpid()}/fd/{descriptor}")
     return folder
 
 

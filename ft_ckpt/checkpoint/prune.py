@@ -14,7 +14,7 @@ from ft_ckpt.checkpoint import catalog
 from ft_ckpt.checkpoint.delete import STATE, Removal, manifest_files, without_state
 from ft_ckpt.checkpoint.manifest import MANIFEST_NAME
 from ft_ckpt.checkpoint.run_folder import RunFolder, open_run_folder
-from ft_ckpt.errors import CheckpointError, UnreadableError, listing
+from ft_ckpt.errors import CheckpointError
 from ft_ckpt.retention import HeldCheckpoint, Keep, PrunePlan, newest_valid, plan_pruning
 from ft_ckpt.storage.place import Place, location_name, open_place
 from ft_ckpt.storage.store import Store
@@ -123,8 +123,7 @@ def _survey(run: RunFolder, protect: Iterable[str | os.PathLike[str] | Place]) -
     links = {each.identity: each.name for each in root.folder.list_folder().folders if each.is_link}
     asked = {open_place(path).folder.identity for path in protect}
     listed = catalog.list_checkpoints(root)
-    if listed.unreadable:
-        raise UnreadableError(listing([str(error) for error in listed.unreadable.values()]))
+    listed.require_readable()
     found = (info for info in listed.found if info.store != root.folder and info.name not in links.values())
     return [held for info in found if (held := _held_checkpoint(run, info, links, asked)) is not None]
 

@@ -13,10 +13,9 @@ from typing import Protocol
 
 from ft_ckpt.checkpoint import commit
 from ft_ckpt.checkpoint.bucket_removal import files_of_save
-from ft_ckpt.checkpoint.catalog import check_paths
 from ft_ckpt.checkpoint.checks import SMALL_BYTES
 from ft_ckpt.checkpoint.delete import manifest_files
-from ft_ckpt.checkpoint.manifest import MANIFEST_NAME, Manifest, manifest_to_json
+from ft_ckpt.checkpoint.manifest import MANIFEST_NAME, Manifest, check_paths, manifest_to_json
 from ft_ckpt.checkpoint.marks import LEASE, PIN, SAVING, TOMBSTONE, is_mark, settled_list
 from ft_ckpt.checkpoint.numbers import next_number
 from ft_ckpt.checkpoint.save_mark import SaveMark

@@ -2,6 +2,7 @@
 
 import logging
 import math
+import os
 import re
 import warnings
 from contextlib import ExitStack, suppress
@@ -91,7 +92,11 @@ def _wanted_checkpoint(wanted: str, folder: Path, deep: bool) -> Path | None:
 
 
 def _newest_whole(folder: Path, deep: bool) -> Path | None:
-    """The checkpoint in `folder` with the highest step that is whole, ours or the Trainer's; None without one."""
+    """The checkpoint in `folder` with the highest step that is whole, ours or the Trainer's; None without one.
+
+    Raises CorruptError where there are some of ours, and none is whole.
+    """
+    committed: list[str] = []
     below = LocalStore(folder).list_folder().folders
     named = [(int(match[1]), folder / each.name) for each in below if (match := _NAME.fullmatch(each.name))]
     for _, path in sorted(named, reverse=True):
@@ -99,6 +104,12 @@ def _newest_whole(folder: Path, deep: bool) -> Path | None:
         if not problems:
             return path
         warnings.warn(f"{path}: not whole, trying an older one: {listing(list(problems))}", stacklevel=2)
+        committed += [path.name] if os.path.lexists(path / MANIFEST_NAME) else []
+    if committed:
+        raise CorruptError(
+            f"{folder}: {listing(committed, ', ')}: committed, and none is whole (the warnings say why); move them "
+            "away to begin afresh"
+        )
     return None
 
 

@@ -1,11 +1,13 @@
 """Rank 0 chooses the checkpoint that a run resumes from; all ranks then have it open."""
 
+from collections.abc import Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass
 
-from ft_ckpt.checkpoint.catalog import CheckpointInfo, discover, in_run_order
+from ft_ckpt.checkpoint.catalog import Listing, in_run_order, list_checkpoints
 from ft_ckpt.checkpoint.prune import recover_all
 from ft_ckpt.distributed.ranks import Ranks
+from ft_ckpt.errors import ManifestError, listing
 from ft_ckpt.training import starting
 from ft_ckpt.training.exchange import hear_leader
 from ft_ckpt.training.serve_files import CheckpointFacts, checkpoint_facts, open_to_all
@@ -18,8 +20,8 @@ class _Choice:
     """What rank 0 resumes from, of what it was asked for."""
 
     mode: str
-    found: CheckpointFacts | None  # None: the run begins afresh
-    branch: str | None  # the name of the run that begins there, if it is another
+    found: CheckpointFacts | None = None  # None: the run begins afresh
+    branch: str | None = None  # the name of the run that begins there, if it is another
 
 
 def open_agreed(
@@ -32,23 +34,36 @@ def open_agreed(
     """
     point: ResumePoint | None
     chosen, error = ranks.attempt(lambda: _choose_and_open(wanted, verify, stack) if ranks.leads else None)
-    point, branch = chosen or (None, None)
-    choice = _Choice(str(wanted.mode), None if point is None else checkpoint_facts(point.checkpoint), branch)
+    point, choice = chosen or (None, _Choice(str(wanted.mode)))
     choice = hear_leader(ranks, "resume()", _Choice, choice, error, same=("mode",))
     if choice.found is not None and ranks.size > 1:
         point = open_to_all(point, choice.found, wanted.called, ranks, stack, verify)
     return point, choice.branch
 
 
-def _choose_and_open(wanted: Wanted, verify: bool, stack: ExitStack) -> tuple[ResumePoint | None, str | None]:
-    infos: list[CheckpointInfo] = []
+def _choose_and_open(wanted: Wanted, verify: bool, stack: ExitStack) -> tuple[ResumePoint, _Choice] | None:
+    listings: list[Listing] = []
     for folder in wanted.places.folders:
         recover_all(folder)  # of what saves have left that were killed
-        infos += discover(folder)
+        listings.append(list_checkpoints(folder))
+        listings[-1].warn_left_out()
+    infos = [info for listed in listings for info in listed.found]
     if wanted.places.directory is not None:
         infos = in_run_order(infos)
         starting.warn_of_others(wanted.places.directory, infos, wanted.mode)
     point = starting.open_chosen(wanted, infos, verify, stack)
     if point is None:
-        return None, None
-    return point, starting.branch_run_id(wanted, point.checkpoint, infos)
+        if wanted.mode == "auto":
+            _refuse_left_out(listings)
+        return None
+    branch = starting.branch_run_id(wanted, point.checkpoint, infos)
+    return point, _Choice(str(wanted.mode), checkpoint_facts(point.checkpoint), branch)
+
+
+def _refuse_left_out(listings: Iterable[Listing]) -> None:
+    """Raise for what could not be read: a run does not begin afresh beside what may be its own."""
+    for listed in listings:
+        listed.require_readable()
+        if listed.damaged:
+            told = listing([str(error) for error in listed.damaged.values()])
+            raise ManifestError(f"{told}; there is nothing else to resume from: move it away to begin afresh")

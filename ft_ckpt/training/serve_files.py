@@ -25,7 +25,7 @@ from ft_ckpt.checkpoint.open_checkpoint import OpenCheckpoint, open_checkpoint
 from ft_ckpt.distributed.agreement import rank_numbers
 from ft_ckpt.distributed.ranks import Ranks, current_ranks, try_action
 from ft_ckpt.distributed.threads import beside_thread
-from ft_ckpt.errors import CheckpointError, RankError
+from ft_ckpt.errors import CheckpointError, RankError, damaged_input
 from ft_ckpt.formats.dtypes import dtype_of
 from ft_ckpt.formats.layout import ITEM_BYTES, Spec, TensorFile
 from ft_ckpt.storage.local_store import LocalStore
@@ -198,7 +198,8 @@ def _manifest_place(held: OpenCheckpoint) -> tuple[int, ...]:
     """See `CheckpointFacts`; nothing in a bucket, of which there is one however many machines look at it."""
     if not isinstance(held.origin, LocalStore):
         return ()
-    status = (held.path / MANIFEST_NAME).stat()
+    with damaged_input(held.path):
+        status = (held.path / MANIFEST_NAME).stat()
     return status.st_ino, status.st_size, status.st_mtime_ns
 
 

@@ -85,9 +85,10 @@ def open_chosen(wanted: Wanted, infos: Sequence[CheckpointInfo], deep: bool, sta
     What was compared with its manifest are the open files that are then read. Of several copies the first that is whole
     is taken, from the end of `infos`.
 
-    `wanted`: "never"; "auto", the newest that is whole and resumable, if any; "must", the newest, or an error; else
-    one checkpoint. `deep` compares the digests of all its files. Raises
-    NotACheckpointError when there is none, CorruptError naming its damaged files and the newest whole one.
+    `wanted`: "never"; "auto", the newest that is whole and resumable, or None where there is none at all; "must", the
+    newest, or an error; else one checkpoint. `deep` compares the digests of all its files. Raises NotACheckpointError
+    when there is none, CorruptError when none is whole, or naming the damaged files of the one asked for and the newest
+    whole one.
     """
     mode = wanted.mode
     if mode == "never":
@@ -106,6 +107,11 @@ def open_chosen(wanted: Wanted, infos: Sequence[CheckpointInfo], deep: bool, sta
             advice = f"the newest whole one is {older}" if older else "there is no older one that is whole"
             raise CorruptError(f"{problems}; {advice}")
         warnings.warn(f"{problems}; damaged, trying an older one", stacklevel=2)
+    if candidates:
+        raise CorruptError(
+            f"{wanted.places.directory}: none of its {len(candidates)} checkpoints is whole (the warnings say why); "
+            "resume('never') begins afresh, in a folder of its own"
+        )
     if mode == "must":
         raise NotACheckpointError(
             f"{wanted.places.directory}: no checkpoint with training state in it; use resume('auto') to begin"

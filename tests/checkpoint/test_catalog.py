@@ -15,9 +15,9 @@ from faults import contents, make_checkpoint, rewrite_manifest, save, signed
 from seeds import chosen_seed
 
 from ft_ckpt.checkpoint import checks
-from ft_ckpt.checkpoint.catalog import check_paths, check_small_files, discover, latest, read_manifest, verify
+from ft_ckpt.checkpoint.catalog import check_small_files, discover, latest, read_manifest, verify
 from ft_ckpt.checkpoint.commit import commit_stage, open_stage
-from ft_ckpt.checkpoint.manifest import MANIFEST_NAME, manifest_from_json, manifest_to_json
+from ft_ckpt.checkpoint.manifest import MANIFEST_NAME, check_paths, manifest_from_json, manifest_to_json
 from ft_ckpt.checkpoint.prune import prune_run
 from ft_ckpt.errors import CorruptError, ManifestError, NotACheckpointError, UnreadableError
 from ft_ckpt.formats.safetensors import read_header

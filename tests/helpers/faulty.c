@@ -1,5 +1,7 @@
-/* Loaded ahead of the C library: counts the calls that change files below a folder, and lets one of them fail. */
+/* Loaded ahead of the C library: counts the calls that change files below a folder, and if asked those that read them,
+   and lets one of them fail. */
 #define _GNU_SOURCE
+#include <dirent.h>
 #include <dlfcn.h>
 #include <errno.h>
 #include <fcntl.h>
@@ -8,6 +10,7 @@
 #include <stdio.h>
 #include <string.h>
 #include <sys/mman.h>
+#include <sys/stat.h>
 #include <sys/types.h>
 #include <sys/uio.h>
 #include <unistd.h>
@@ -15,7 +18,7 @@
 static struct {
     char folder[4096], first[64];
     atomic_long calls, number;
-    atomic_int error, on;
+    atomic_int error, on, reads;
 } none, *shared = &none;
 #define prefix (off ? none.folder : shared->folder)
 #define count shared->calls
@@ -37,6 +40,7 @@ void faulty_arm(const char *folder, long which, int what, int after) {
     strncpy(shared->folder, folder, sizeof shared->folder - 1);
     failed[0] = 0, count = 0, code = what, sticky = after, nth = which;
 }
+void faulty_reads(int too) { shared->reads = too; } /* count the calls that read, too */
 void faulty_disarm(void) { off = 1; }
 long faulty_count(void) { return count; }
 const char *faulty_failed(void) { return failed; }
@@ -116,3 +120,42 @@ int rmdir(const char *path) { REAL(int, rmdir, const char *); FAIL(at(AT_FDCWD, 
 int unlinkat(int a, const char *path, int how) { REAL(int, unlinkat, int, const char *, int); FAIL(at(a, path), "unlink"); return real(a, path, how); }
 int chmod(const char *path, mode_t mode) { REAL(int, chmod, const char *, mode_t); FAIL(at(AT_FDCWD, path), "chmod"); return real(path, mode); }
 int fchmodat(int a, const char *path, mode_t mode, int how) { REAL(int, fchmodat, int, const char *, mode_t, int); FAIL(at(a, path), "chmod"); return real(a, path, mode, how); }
+
+#define READS(place) (shared->reads && (place))
+#define READ(name, args, call) ssize_t name args { REAL(ssize_t, name, int, void *, size_t, off_t); \
+    if (READS(descriptor > 2 && opened(descriptor))) { int e = fails("read"); if (e == SHORT) size = size > 1 ? size / 2 : size; \
+        else if (e) { errno = e; return -1; } } return real call; }
+READ(pread, (int descriptor, void *data, size_t size, off_t start), (descriptor, data, size, start))
+READ(pread64, (int descriptor, void *data, size_t size, off_t start), (descriptor, data, size, start))
+ssize_t read(int descriptor, void *data, size_t size) {
+    REAL(ssize_t, read, int, void *, size_t);
+    if (READS(descriptor > 2 && opened(descriptor))) { int e = fails("read"); if (e == SHORT) size = size > 1 ? size / 2 : size;
+        else if (e) { errno = e; return -1; } }
+    return real(descriptor, data, size);
+}
+#define READV(name, more, given) ssize_t name(int descriptor, const struct iovec *parts, int parts_count, off_t start more) { \
+    REAL(ssize_t, name, int, const struct iovec *, int, off_t more); \
+    if (READS(opened(descriptor))) { int e = fails("read"); if (e == SHORT) parts_count = parts_count > 1 ? parts_count / 2 : parts_count; \
+        else if (e) { errno = e; return -1; } } return real(descriptor, parts, parts_count, start given); }
+#define NONE
+#define FLAGS , int flags
+#define FLAGS_GIVEN , flags
+READV(preadv, NONE, NONE) READV(preadv64, NONE, NONE) READV(preadv2, FLAGS, FLAGS_GIVEN) READV(preadv64v2, FLAGS, FLAGS_GIVEN)
+#define MAPPED(name) void *name(void *where, size_t size, int how, int flags, int descriptor, off_t start) { \
+    REAL(void *, name, void *, size_t, int, int, int, off_t); \
+    if (READS(descriptor > 2 && opened(descriptor))) { int e = fails("mmap"); if (e && e != SHORT) { errno = e; return MAP_FAILED; } } \
+    return real(where, size, how, flags, descriptor, start); }
+MAPPED(mmap) MAPPED(mmap64)
+#define STAT(name, type) int name(const char *path, struct type *found) { REAL(int, name, const char *, struct type *); \
+    FAIL(READS(at(AT_FDCWD, path)), "stat"); return real(path, found); }
+STAT(stat, stat) STAT(lstat, stat) STAT(stat64, stat64) STAT(lstat64, stat64)
+#define FSTAT(name, type) int name(int descriptor, struct type *found) { REAL(int, name, int, struct type *); \
+    FAIL(READS(descriptor > 2 && opened(descriptor)), "stat"); return real(descriptor, found); }
+FSTAT(fstat, stat) FSTAT(fstat64, stat64)
+#define FSTATAT(name, type) int name(int folder, const char *path, struct type *found, int flags) { \
+    REAL(int, name, int, const char *, struct type *, int); FAIL(READS(at(folder, path)), "stat"); return real(folder, path, found, flags); }
+FSTATAT(fstatat, stat) FSTATAT(fstatat64, stat64)
+DIR *opendir(const char *path) { REAL(DIR *, opendir, const char *);
+    if (READS(at(AT_FDCWD, path))) { int e = fails("opendir"); if (e && e != SHORT) { errno = e; return NULL; } } return real(path); }
+DIR *fdopendir(int descriptor) { REAL(DIR *, fdopendir, int);
+    if (READS(opened(descriptor))) { int e = fails("opendir"); if (e && e != SHORT) { errno = e; return NULL; } } return real(descriptor); }

@@ -1,5 +1,7 @@
 """A disk that fails at any one call of a save: the error is ours, the older one whole, and nothing left after the next.
 
+And at any one call of a read: what comes out is the right values, or one of our errors.
+
 FT_CKPT_SEED chooses which faults are tried by default; the slow test tries all of them.
 """
 
@@ -22,6 +24,8 @@ from ft_ckpt.errors import ManifestError
 
 ALL = ["full", "h5", "background", "direct", "prune", "pin", ".safetensors", ".pt", ".h5 compressed"]
 ALL += ["convert to h5", "convert to a file"]
+READS = ["load_model", "load_model verified", "adapter", "resume", "verify", "latest", "discover", "copy"]
+READS += [".safetensors", ".safetensors now", ".pt", ".h5", ".h5 compressed"]
 
 
 @pytest.fixture(scope="module")
@@ -35,11 +39,11 @@ def shim(tmp_path_factory):
     return library
 
 
-def campaign(shim, root, cases, most):
+def campaign(shim, root, cases, most, worker="faulty.py"):
     seed = chosen_seed()
     asked = json.dumps({"root": str(root), "cases": cases, "most": most, "seed": seed})
     environment = {**os.environ, "LD_PRELOAD": str(shim), "PYTHONPATH": python_path()}
-    command = [sys.executable, WORKERS / "faulty.py", asked]
+    command = [sys.executable, WORKERS / worker, asked]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     found = json.loads(done.stdout.splitlines()[-1])
@@ -56,6 +60,17 @@ def test_some_faults_of_each_kind_of_save(shim, tmp_path):
 @pytest.mark.parametrize("case", ALL)
 def test_every_fault(shim, tmp_path, case):
     campaign(shim, tmp_path, [case], 0)
+
+
+def test_some_faults_of_each_kind_of_read(shim, tmp_path):
+    campaign(shim, tmp_path, READS, 10, "faulty_reads.py")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("case", READS)
+def test_every_fault_of_a_read(shim, tmp_path, case):
+    campaign(shim, tmp_path, [case], 0, "faulty_reads.py")
 
 
 def saved_kinds(root):

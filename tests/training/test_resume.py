@@ -13,9 +13,19 @@ from torch import nn
 from training import QUIET, begin, go_on, network, prepared, train, whole
 
 import ft_ckpt
-from ft_ckpt import CheckpointSaver, Every, Keep
+from ft_ckpt import CheckpointSaver, Every, Keep, latest
 from ft_ckpt.checkpoint import catalog, open_checkpoint
-from ft_ckpt.errors import ConfigError, CorruptError, LoadError, NotACheckpointError, SelectionError
+from ft_ckpt.checkpoint.manifest import MANIFEST_NAME
+from ft_ckpt.errors import (
+    ConfigError,
+    CorruptError,
+    LoadError,
+    ManifestError,
+    NotACheckpointError,
+    SelectionError,
+    UnreadableError,
+)
+from ft_ckpt.storage.local_store import LocalStore
 from ft_ckpt.training import state_files
 
 SHAPES = {
@@ -99,13 +109,13 @@ def test_each_thing_is_read_once(tmp_path, monkeypatch, mode):
     with CheckpointSaver(run.accelerator, tmp_path, every=Every(steps=2, signals=()), **QUIET) as saver:
         train(run, saver, 4)
     read = []
-    looked = ((catalog, "manifest_from_json"), (open_checkpoint, "read_manifest"), (state_files, "read_document"))
+    looked = ((catalog, "manifest_from_json"), (open_checkpoint, "parse_manifest"), (state_files, "read_document"))
     for module, name in looked:
         real = getattr(module, name)
         monkeypatch.setattr(module, name, lambda *given, real=real, name=name: (read.append(name), real(*given))[1])
     progress = CheckpointSaver(run.accelerator, tmp_path, **QUIET).resume(mode)
     assert progress.resumed_from == tmp_path / "checkpoint-4"
-    assert [read.count(name) for name in ("read_manifest", "read_document")] == [1, 1]
+    assert [read.count(name) for name in ("parse_manifest", "read_document")] == [1, 1]
     manifests = len(list(tmp_path.glob("checkpoint-*")))
     assert read.count("manifest_from_json") == manifests + (1 if mode in ("auto", "must") else 2)
 
@@ -331,6 +341,37 @@ def test_damage_is_named_and_an_older_checkpoint_taken(tmp_path, file, damage):
         with pytest.raises(CorruptError, match=r"checkpoint-4.*the newest whole one is .*checkpoint-2"):
             CheckpointSaver(prepared().accelerator, tmp_path, **QUIET).resume("must")
     assert not (tmp_path / "executed").exists()
+
+
+@pytest.mark.parametrize("file", STATE_FILES)
+def test_a_run_does_not_begin_afresh_beside_what_may_be_its_own(tmp_path, file):
+    run = prepared()
+    with CheckpointSaver(run.accelerator, tmp_path, every=Every(steps=4, signals=()), **QUIET) as saver:
+        train(run, saver, 4)
+    (tmp_path / "notes").mkdir()
+    hurt(tmp_path / "checkpoint-4" / file, "truncate", None)
+    with pytest.warns(UserWarning, match="checkpoint-4"), pytest.raises((CorruptError, ManifestError)) as told:
+        CheckpointSaver(prepared().accelerator, tmp_path, **QUIET).resume()
+    assert "afresh" in str(told.value)
+    assert CheckpointSaver(prepared().accelerator, tmp_path, **QUIET).resume("never").step == 0
+
+
+def test_a_run_does_not_begin_afresh_where_the_system_would_not_read(tmp_path, monkeypatch):
+    run = prepared()
+    with CheckpointSaver(run.accelerator, tmp_path, every=Every(steps=2, signals=()), **QUIET) as saver:
+        train(run, saver, 4)
+    real = LocalStore.open
+
+    def refuse(store, name):
+        if name == MANIFEST_NAME:
+            raise UnreadableError(f"{store.where(name)}: cannot be read (stale file handle); try again")
+        return real(store, name)
+
+    monkeypatch.setattr(LocalStore, "open", refuse)
+    with pytest.warns(UserWarning, match="left out"), pytest.raises(UnreadableError, match=r"checkpoint-4.*stale"):
+        CheckpointSaver(prepared().accelerator, tmp_path, **QUIET).resume()
+    with pytest.warns(UserWarning, match="left out"), pytest.raises(UnreadableError, match=r"checkpoint-4.*stale"):
+        latest(tmp_path)
 
 
 class Bomb:
