@@ -1,6 +1,7 @@
-"""Other people's converters read what is merged, each from a folder of its own, or it is skipped by name.
+"""Other people's tools read what is merged, averaged and pulled.
 
-They are installed without what they depend on, beside the environment of the tests, and none of their pins touches it.
+Converters are installed, each in a folder of its own, without what they depend on, so that none of their pins touches
+the environment of the tests; what cannot be installed is skipped by name.
 """
 
 import json
@@ -14,14 +15,17 @@ import models
 import numpy as np
 import pytest
 import torch
+from accelerate import init_empty_weights, load_checkpoint_and_dispatch
 from compare import stored
-from peft import LoraConfig, get_peft_model
+from hub_server import serving_hub, using_hub
+from peft import LoraConfig, PeftModel, get_peft_model
 from places import ROOT
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
+import ft_ckpt
 from ft_ckpt import CheckpointSaver
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]  # pip may have much to fetch
+WAYS = ["merged", "averaged", "pulled"]
 HEADS, GROUPS = 4, 2
 
 TRAIN_TOKENIZER = """
@@ -93,19 +97,83 @@ def run(script, *words, path):
     return done.stdout
 
 
-def merged(folder, words=models.VOCABULARY, **settings):
-    """A small Llama with adapters merged into it, in files."""
-    torch.manual_seed(0)
+def trained(words, seed):
+    """A small Llama with adapters."""
+    torch.manual_seed(seed)
     sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "max_position_embeddings": 64}
     heads = {"num_attention_heads": HEADS, "num_key_value_heads": GROUPS, "bos_token_id": 1, "eos_token_id": 2}
     base = LlamaForCausalLM(LlamaConfig(vocab_size=words, **sizes, **heads))
-    model = models.trained(get_peft_model(base, LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM")))
-    CheckpointSaver().save(model, folder, merged=True, check="logits", **settings)
+    return models.trained(get_peft_model(base, LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM")))
+
+
+def merged(folder, words, seed, **settings):
+    CheckpointSaver().save(trained(words, seed), folder, merged=True, check="logits", **settings)
     return folder
 
 
-def test_llama_cpp(tmp_path):
-    """Its converter gives the tensors of the merged model, with the rows of queries and keys in its own order."""
+def averaged(folder, words, **settings):
+    sources = [merged(folder.with_name(f"{folder.name}-{seed}"), words, seed, **settings) for seed in (0, 1)]
+    ft_ckpt.average(sources, folder, progress=False)
+    return folder
+
+
+def pulled(folder, words, **settings):
+    source = merged(folder.with_name(f"{folder.name}-pushed"), words, 0, **settings)
+    with serving_hub() as hub, using_hub(hub):
+        ft_ckpt.push(source, "user/model")
+        ft_ckpt.pull("hf://user/model", folder)
+    return folder
+
+
+def shipped(way, folder, words=models.VOCABULARY, **settings):
+    """A model as people get it, in a folder."""
+    ways = {"merged": lambda *given, **more: merged(*given, 0, **more), "averaged": averaged, "pulled": pulled}
+    return ways[way](folder, words, **settings)
+
+
+def read_by_transformers(folder):
+    return AutoModelForCausalLM.from_pretrained(folder)
+
+
+def read_by_accelerate(folder):
+    """Dispatched, with half of the layers on the disk until they are used."""
+    with init_empty_weights():
+        model = LlamaForCausalLM(LlamaConfig.from_pretrained(folder))
+    places = {"model.embed_tokens": "cpu", "model.layers.0": "disk", "model.layers.1": "cpu"}
+    places |= {"model.norm": "cpu", "model.rotary_emb": "cpu", "lm_head": "cpu"}
+    return load_checkpoint_and_dispatch(model, folder, places, offload_folder=folder.with_name("offload"))
+
+
+@pytest.mark.parametrize("read", [read_by_transformers, read_by_accelerate])
+@pytest.mark.parametrize("way", WAYS)
+def test_a_shipped_model(tmp_path, way, read):
+    ids = torch.tensor([[1, 5, 9, 20, 7]])
+    folder = shipped(way, tmp_path / "model")
+    expected = LlamaForCausalLM(LlamaConfig.from_pretrained(folder))
+    expected.load_state_dict(stored(folder))
+    assert torch.equal(read(folder)(ids).logits, expected(ids).logits)
+
+
+@pytest.mark.parametrize("way", ["saved", "averaged", "pulled"])
+def test_a_shipped_adapter(tmp_path, way):
+    """PEFT puts it on its base."""
+    model, ids = trained(models.VOCABULARY, 0), torch.tensor([[1, 5, 9, 20, 7]])
+    CheckpointSaver().save(model, tmp_path / "saved", adapter_only=True)
+    if way == "averaged":
+        ft_ckpt.average([tmp_path / "saved"] * 2, tmp_path / way, progress=False)
+    elif way == "pulled":
+        with serving_hub() as hub, using_hub(hub):
+            ft_ckpt.push(tmp_path / "saved", "user/adapter")
+            ft_ckpt.pull("hf://user/adapter", tmp_path / way)
+    found = PeftModel.from_pretrained(trained(models.VOCABULARY, 0).get_base_model(), tmp_path / way)
+    assert torch.equal(found(ids).logits, model(ids).logits)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)  # pip may have much to fetch
+@pytest.mark.parametrize("way", WAYS)
+def test_llama_cpp(tmp_path, way):
+    """Its converter gives the tensors of the model, with the rows of queries and keys in its own order."""
     pip("download", "--no-deps", "--no-binary", "llama-cpp-python", "-d", tmp_path, "llama-cpp-python")
     with tarfile.open(next(tmp_path.glob("*.tar.gz"))) as archive:
         archive.extractall(tmp_path / "source", filter="data")
@@ -114,7 +182,7 @@ def test_llama_cpp(tmp_path):
     words = int(run(TRAIN_TOKENIZER, ROOT / "README.md", tmp_path / "tokenizer", path=path).split()[-1])
     kind = {"tokenizer_class": "LlamaTokenizer", "bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
     files = {"tokenizer.model": (tmp_path / "tokenizer.model").read_bytes(), "tokenizer_config.json": json.dumps(kind)}
-    folder = merged(tmp_path / "merged", words, extra_files=files)
+    folder = shipped(way, tmp_path / "model", words, extra_files=files)
     run(converter, folder, "--outfile", tmp_path / "model.gguf", "--outtype", "f32", path=path)
     run(READ_GGUF, tmp_path / "model.gguf", tmp_path / "tensors.npz", path=path)
     found, expected = dict(np.load(tmp_path / "tensors.npz")), stored(folder)
@@ -133,28 +201,37 @@ def test_llama_cpp(tmp_path):
         assert np.array_equal(found[theirs], tensor.numpy()), theirs
 
 
-def test_ctranslate2(tmp_path):
+@pytest.mark.slow
+@pytest.mark.timeout(1800)  # pip may have much to fetch
+@pytest.mark.parametrize("way", WAYS)
+def test_ctranslate2(tmp_path, way):
     path = [installed(tmp_path, "ctranslate2")]
-    folder, ids = merged(tmp_path / "merged", tokenizer=models.tokenizer()), [1, 5, 9, 20, 7]
+    folder, ids = shipped(way, tmp_path / "model", tokenizer=models.tokenizer()), [1, 5, 9, 20, 7]
     run(RUN_CTRANSLATE2, folder, tmp_path / "converted", json.dumps(ids), path=path)
     found = np.load(tmp_path / "converted" / "logits.npz")["logits"]
     expected = AutoModelForCausalLM.from_pretrained(folder)(torch.tensor([ids])).logits.detach().numpy()
     np.testing.assert_allclose(found, expected, rtol=1e-3, atol=1e-5)
 
 
-def test_mergekit(tmp_path):
-    """A merge of the merged model alone is the merged model."""
+@pytest.mark.slow
+@pytest.mark.timeout(1800)  # pip may have much to fetch
+@pytest.mark.parametrize("way", WAYS)
+def test_mergekit(tmp_path, way):
+    """A merge of the model alone is the model."""
     path = [installed(tmp_path, "mergekit", "immutables", "sentencepiece")]
-    folder = merged(tmp_path / "merged")
+    folder = shipped(way, tmp_path / "model")
     run(PASS_THROUGH_MERGEKIT, folder, tmp_path / "out", path=path)
     found, expected = stored(tmp_path / "out"), stored(folder)
     assert found.keys() == expected.keys()
     assert all(torch.equal(found[name], expected[name]) for name in expected)
 
 
-def test_litgpt(tmp_path):
+@pytest.mark.slow
+@pytest.mark.timeout(1800)  # pip may have much to fetch
+@pytest.mark.parametrize("way", WAYS)
+def test_litgpt(tmp_path, way):
     path = [installed(tmp_path, "litgpt", "jsonargparse==4.41.0", "docstring_parser", "typeshed_client")]
-    folder = merged(tmp_path / "merged")
+    folder = shipped(way, tmp_path / "model")
     run(CONVERT_WITH_LITGPT, folder, path=path)
     found, expected = torch.load(folder / "lit_model.pth", weights_only=True), stored(folder)
     place = "model.layers.1.self_attn"
