@@ -3,7 +3,7 @@
 import json
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
 from pathlib import PurePosixPath
 
@@ -13,8 +13,9 @@ from ft_ckpt.formats.layout import TensorRecord
 from ft_ckpt.formats.safetensors import HELPER, read_header
 from ft_ckpt.storage.digests import FileRecord, digest_of_open
 from ft_ckpt.storage.local_store import LocalStore
-from ft_ckpt.storage.store import Store, Stored, read_text
+from ft_ckpt.storage.store import Readable, Store, Stored, read_text
 
+Digester = Callable[[Readable, FileRecord], str]
 _WORTH_THREADS_BYTES = 8 << 20
 SMALL_BYTES = 1 << 20  # files below it are hashed whenever a checkpoint is looked at: configs, tokenizers, indexes
 
@@ -30,8 +31,10 @@ _MISLEADING = {
 }
 
 
-def checkpoint_problems(store: Store, manifest: Manifest, *, deep: bool) -> Iterator[str]:
-    """Every problem that `catalog.verify` reports, a line each."""
+def checkpoint_problems(
+    store: Store, manifest: Manifest, *, deep: bool, digest: Digester = digest_of_open
+) -> Iterator[str]:
+    """Every problem that `catalog.verify` reports, a line each. `digest` gives that of an open file, in any thread."""
     folders = {str(PurePosixPath(file.path).parent) for file in manifest.files}
     listed = {each.name: each for folder in folders for each in store.list_folder(_plain(folder)).objects}
     bad = {file.path: found for file in manifest.files if (found := _size_problem(store, file, listed.get(file.path)))}
@@ -43,7 +46,7 @@ def checkpoint_problems(store: Store, manifest: Manifest, *, deep: bool) -> Iter
     for part in manifest.parts:
         yield from _part_index_problems(store, part, {file.path for file in sound})
     hashed = (file for file in sound if deep or file.size_bytes < SMALL_BYTES or _is_other(file, listed.get(file.path)))
-    yield from _digest_problems(store, list(hashed))
+    yield from _digest_problems(store, list(hashed), digest)
 
 
 def replaced_problems(store: Store, manifest: Manifest, listed: Mapping[str, Stored]) -> list[str]:
@@ -182,24 +185,24 @@ def _indexed_files(store: Store, index: str, folder: str) -> dict[str, str]:
         return {}
 
 
-def _digest_problems(store: Store, files: Sequence[FileRecord]) -> Iterator[str]:
+def _digest_problems(store: Store, files: Sequence[FileRecord], digest: Digester = digest_of_open) -> Iterator[str]:
     if sum(file.size_bytes for file in files) < _WORTH_THREADS_BYTES:
-        found = [_digest_or_reason(store, file) for file in files]
+        found = [_digest_or_reason(store, file, digest) for file in files]
     else:
         from concurrent.futures import ThreadPoolExecutor  # here, so that listing does not pay for it
 
         with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:  # hashing and reading both let other threads run
-            found = list(pool.map(lambda file: _digest_or_reason(store, file), files))
-    for file, digest in zip(files, found, strict=True):
-        if digest != file.digest:
-            yield f"{file.path}: digest {digest}, expected {file.digest}: its bytes have changed"
+            found = list(pool.map(lambda file: _digest_or_reason(store, file, digest), files))
+    for file, taken in zip(files, found, strict=True):
+        if taken != file.digest:
+            yield f"{file.path}: digest {taken}, expected {file.digest}: its bytes have changed"
 
 
-def _digest_or_reason(store: Store, file: FileRecord) -> str:
+def _digest_or_reason(store: Store, file: FileRecord, digest: Digester) -> str:
     """The digest of a file as its record has it, or words that no digest equals when it cannot be read."""
     try:
         with closing(store.open(file.path)) as opened:
-            return digest_of_open(opened, file)
+            return digest(opened, file)
     except (MissingError, UnreadableError) as error:
         return f"unreadable ({reason_of(error)})"
     except CorruptError as error:  # a large file that ends too soon, or cannot be read on

@@ -9,7 +9,7 @@ read in the version listed, or not at all.
 import hashlib
 import os
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +20,8 @@ from ft_ckpt.checkpoint.leases import hold_lease
 from ft_ckpt.checkpoint.manifest import MANIFEST_NAME, Manifest
 from ft_ckpt.checkpoint.marks import is_mark, settled_list
 from ft_ckpt.errors import CheckpointError, CorruptError, NotACheckpointError, damaged_input, explained, listing
+from ft_ckpt.storage.digests import digest_of_open
+from ft_ckpt.storage.kept_store import KeptStore, keeping_digest
 from ft_ckpt.storage.listed_store import ListedStore
 from ft_ckpt.storage.local_disk import open_regular
 from ft_ckpt.storage.local_store import LocalStore, folder_of
@@ -59,14 +61,30 @@ class OpenCheckpoint:
         """On this machine, the folder with links to its open files."""
         return folder_of(self.store)
 
-    def find_problems(self, deep: bool) -> tuple[str, ...]:
-        """What is wrong with the open files, as `catalog.verify` finds it, and with what lies beside them."""
-        found = tuple(checkpoint_problems(self.store, self.manifest, deep=deep))
+    @property
+    def tensor_files(self) -> frozenset[str]:
+        """The paths of the files that hold tensors."""
+        return frozenset(tensor.file for part in self.manifest.parts for tensor in part.tensors)
+
+    def find_problems(self, deep: bool, keep: Iterable[str] = (), own: bool = False) -> tuple[str, ...]:
+        """What is wrong with the open files, as `catalog.verify` finds it, and with what lies beside them.
+
+        Of the files `keep`, large ones in the page cache are then used where they were digested; with `own`, those that
+        are not in it are read into memory of our own, where there is plenty, and used there.
+        """
+        kept = self.store if deep and isinstance(self.store, KeptStore) else None
+        digest = digest_of_open if kept is None else keeping_digest(kept, frozenset(keep), own)
+        found = tuple(checkpoint_problems(self.store, self.manifest, deep=deep, digest=digest))
         if not isinstance(self.origin, LocalStore):
             return found  # the listing has what lies beside its files
         where = "not of this checkpoint, and readers would take it for its weights; move it away"
         beside = (f"{name}: {where}" for name in misleading_files(self.origin, self.manifest))
         return (*found, *beside)
+
+    def let_go(self) -> None:
+        """Free the memory of files that `find_problems` kept: they are read by their paths."""
+        if isinstance(self.store, KeptStore):
+            self.store.kept.clear()
 
 
 @contextmanager
@@ -152,7 +170,9 @@ def _open_local(path: Path, stack: ExitStack) -> OpenCheckpoint | None:
     if not _DESCRIPTORS.is_dir():
         stack.callback(_refuse_replaced, path, marker)
     folder = _link_folder(path, {MANIFEST_NAME: marker, **opened}, stack) if _DESCRIPTORS.is_dir() else path
-    return OpenCheckpoint(store, LocalStore(folder), manifest, _text_identity(text.encode()))
+    opened_store = KeptStore(folder)
+    stack.callback(opened_store.kept.clear)
+    return OpenCheckpoint(store, opened_store, manifest, _text_identity(text.encode()))
 
 
 def _manifest_state(store: Store) -> str | None:

@@ -11,6 +11,7 @@ import torch
 
 from ft_ckpt.errors import CorruptError
 from ft_ckpt.storage.cached_object import CachedObject
+from ft_ckpt.storage.kept_store import KeptFile
 from ft_ckpt.storage.local_file import MappedBytes
 from ft_ckpt.storage.read_ahead import is_cold, read_whole
 from ft_ckpt.storage.store import Readable
@@ -106,13 +107,14 @@ class RawFile:
         if self._whole is not None:
             return False
         self.check()
-        self._whole = read_whole(self.file, threads, direct)
+        kept = self.file.kept.give() if isinstance(self.file, KeptFile) else None
+        self._whole = kept or read_whole(self.file, threads, direct)
         self.mapped |= self._whole is not None
         return self._whole is not None
 
     def is_cold(self) -> bool:
         """True when `read_in` is faster than touching the mapped file, see `read_ahead.is_cold`."""
-        return is_cold(self.file)
+        return (isinstance(self.file, KeptFile) and self.file.is_own) or is_cold(self.file)
 
     def bytes(self, start: int, size_bytes: int) -> bytearray:
         """A copy of the bytes from `start`. Raises CorruptError where the file has not so many, or has changed."""

@@ -11,6 +11,7 @@ from torch import Tensor
 from ft_ckpt.devices.accelerators import has_streams
 from ft_ckpt.devices.copies import PinnedBlocks
 from ft_ckpt.formats.layout import TensorFile
+from ft_ckpt.storage.kept_store import KeptFile
 from ft_ckpt.storage.read_ahead import ByteRun, read_ahead
 
 THREADS = 4
@@ -52,13 +53,23 @@ def read_runs(landings: Mapping[ByteRun, Landing], threads: int = THREADS, direc
     places = {one.local.device for one in landings.values() if isinstance(one, StraightLanding)}
     devices = frozenset(filter(has_streams, places))
     keeper = PinnedBlocks(devices) if devices else None
-    for part in read_ahead(runs, threads, direct, keeper=keeper):
+    left = [run for run in runs if devices or not _put_kept(run, landings[run])]
+    for part in read_ahead(left, threads, direct, keeper=keeper):
         landing, data = landings[part.run], bytes_at(part.address, part.size_bytes)
         if isinstance(landing, StraightLanding):
             landing.put(data, lasts=landing.local.device in devices)
         else:
             landing.put(data)
     return sum(run.size_bytes for run in runs)
+
+
+def _put_kept(run: ByteRun, landing: Landing) -> bool:
+    """Hand a run to its landing straight from memory; False where it has to be read."""
+    view = run.file.view(run.start, run.size_bytes) if isinstance(run.file, KeptFile) else None
+    if view is not None:
+        landing.put(torch.frombuffer(view, dtype=torch.uint8))
+        run.file.check()  # what is mapped may have been written to meanwhile
+    return view is not None
 
 
 class DeviceTensors:

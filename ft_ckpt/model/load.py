@@ -14,6 +14,7 @@ from ft_ckpt.checkpoint.catalog import why_no_checkpoint
 from ft_ckpt.checkpoint.manifest import PartRecord
 from ft_ckpt.checkpoint.open_checkpoint import OpenCheckpoint, checkpoint_around, open_checkpoint
 from ft_ckpt.distributed.inventory import inventory_of, restore_added_state
+from ft_ckpt.distributed.read_shards import readers_here
 from ft_ckpt.errors import CheckpointError, CorruptError, LoadError, NotACheckpointError, listing, shown
 from ft_ckpt.formats.registry import format_named
 from ft_ckpt.model.attach_adapters import attach_adapters, base_of
@@ -86,8 +87,8 @@ def load_model(
     `base`: the model an adapter goes on, as module, folder or id; default is the id it was trained on, whose sampled
     weights are compared unless `check_base` is off. `into`: a module of yours to load a single part into. `classes`:
     classes of plain modules by name, beside those already imported. `trust_remote_code`: run model code that lies in
-    the checkpoint, or with the base, as in transformers. `verify`: compare the digests of all files, which takes
-    reading them once more; those of files below 1 MB, and the sizes and headers of all, are always compared.
+    the checkpoint, or with the base, as in transformers. `verify`: compare the digests of all files before anything is
+    made of them; those of files below 1 MB, and the sizes and headers of all, are always compared.
     `with_report`: return (model, LoadReport).
 
     All files are opened at one moment, so a save that replaces the checkpoint meanwhile changes nothing. Raises
@@ -122,10 +123,12 @@ def _load_checkpoint(
     held: OpenCheckpoint, wanted: str | None, options: _LoadOptions, device: Any
 ) -> tuple[Any, LoadReport]:
     manifest, where = held.manifest, held.store.url
-    problems = held.find_problems(deep=options.verify)
+    groups = _group_records([part for part in manifest.parts if part.kind != "state"], wanted, where)
+    names = [name for records in groups.values() for record in records for name in weight_names(record)]
+    own = options.mapped is not True and readers_here() == 1
+    problems = held.find_problems(deep=options.verify, keep=names, own=own)
     if problems:
         raise CorruptError(f"{where}: {listing(list(problems))}; use an older checkpoint")
-    groups = _group_records([part for part in manifest.parts if part.kind != "state"], wanted, where)
     if options.into is not None and len(groups) > 1:
         raise LoadError(f"into=: {where} holds {', '.join(groups)}; name one of them with part=")
     loaded = {name: _load_group(held, records, options) for name, records in groups.items()}
@@ -266,6 +269,7 @@ def _by_transformers(cls: Any, held: OpenCheckpoint, record: PartRecord, options
     asked: dict[str, Any] = {"output_loading_info": True, "trust_remote_code": options.trust_remote_code}
     with companions_here(held, record) as folder:
         if format_named(record.format).read_by_transformers:
+            held.let_go()
             model, info = cls.from_pretrained(folder, dtype="auto", local_files_only=True, **asked)
         else:  # which transformers does not open: it gets the tensors themselves
             config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=options.trust_remote_code)

@@ -5,7 +5,8 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path, PurePosixPath
 
-from ft_ckpt.storage.local_file import LocalFile
+from ft_ckpt.storage.kept_store import KeptFile
+from ft_ckpt.storage.local_file import LocalFile, open_local_file
 from ft_ckpt.storage.local_store import LocalStore, temporary_store
 from ft_ckpt.storage.place import Place
 from ft_ckpt.storage.read_ahead import ByteRun, read_ahead
@@ -44,13 +45,14 @@ def copy_object(
 
 def local_version(file: Readable) -> LocalFile:
     """An open object as a file of this machine: itself, or a copy that is deleted when nothing uses it any more."""
+    file = file.inner if isinstance(file, KeptFile) else file
     if isinstance(file, LocalFile):
         return file
     name = PurePosixPath(file.name).name
     with ExitStack() as stack:
         room = stack.enter_context(temporary_store())
         copy_object(file, room, name)
-        copy = room.open(name)
+        copy = open_local_file(room.path(name), name)
         weakref.finalize(copy, stack.pop_all().close)
     return copy
 

@@ -20,10 +20,10 @@ from ft_ckpt.errors import (
 from ft_ckpt.storage import local_disk
 from ft_ckpt.storage.buffers import BLOCK_BYTES
 from ft_ckpt.storage.direct_io import LocalWriting, allocate_file, create_file
-from ft_ckpt.storage.local_file import LocalFile, open_local_file
+from ft_ckpt.storage.local_file import open_local_file
 from ft_ckpt.storage.paths import is_name
 from ft_ckpt.storage.placing import PREFIX, write_bytes
-from ft_ckpt.storage.store import Folder, FolderListing, Store, Stored, checked_name
+from ft_ckpt.storage.store import Folder, FolderListing, Readable, Store, Stored, checked_name
 
 _DRAFT = ".draft"
 _ABSENT = (errno.ENOENT, errno.ENOTDIR)
@@ -76,7 +76,7 @@ class LocalStore:
             file.read_into(memoryview(memory), start)
         return bytes(memory)
 
-    def open(self, name: str) -> LocalFile:
+    def open(self, name: str) -> Readable:
         """Open a regular file for reading; a pipe, socket or device is CorruptError."""
         path = self.path(name)
         with _reading(path):

@@ -9,7 +9,7 @@ import errno
 import mmap
 import os
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
@@ -24,7 +24,7 @@ from ft_ckpt.storage.store import Readable
 _LEAST_DIRECT_BYTES = 256 << 10  # below, what the kernel reads ahead is worth more
 _GAP_BYTES = 64 << 10  # what is read between two ranges rather than asking twice
 _WHOLE_STEP_BYTES = 32 << 20  # each time, a thread waits for its turn, for 5 ms where Python code is running
-_LEAST_WHOLE_BYTES = 16 << 20  # smaller files are mapped, wherever they are
+LEAST_WHOLE_BYTES = 16 << 20  # smaller files are mapped, wherever they are
 _SAMPLES, _SAMPLE_BYTES = 64, 256 << 10  # places of a file asked for in the page cache: all of 2.5 GB takes 20 ms
 _FAR_BLOCK_BYTES = 16 << 20  # as much as one part of an upload: buckets count requests
 _FAR_READS = 6  # at once, of a file that is far away: most of each is waiting
@@ -119,11 +119,17 @@ def read_ahead(
 
 
 def read_into(
-    memory: memoryview, file: Readable, size_bytes: int, threads: int = 4, direct: str = "auto", step: int = BLOCK_BYTES
+    memory: memoryview,
+    file: Readable,
+    size_bytes: int,
+    threads: int = 4,
+    direct: str = "auto",
+    step: int = BLOCK_BYTES,
+    each: Callable[[memoryview], None] | None = None,
 ) -> None:
     """Read the first `size_bytes` of a file into `memory`: aligned, and as long as they are, rounded up to ALIGNMENT.
 
-    `direct` and the errors are those of `read_ahead`.
+    `direct` and the errors are those of `read_ahead`. `each` is called with what was read, in order, while more is.
     """
     with ExitStack() as stack:
         door = None if direct == "off" else _open_direct(file, stack)
@@ -134,8 +140,10 @@ def read_into(
             past = door if direct == "on" or _is_worth(job) else None
             reads.append(pool.submit(_read_block, job, memory[start : start + step], past))
         stack.callback(lambda: [read.cancel() for read in reads])  # the first error is enough
-        for read in reads:
+        for start, read in zip(range(0, size_bytes, step), reads, strict=True):
             read.result()
+            if each is not None:
+                each(memory[start : min(start + step, size_bytes)])
 
 
 def _block_size(file: Readable) -> int:
@@ -236,14 +244,16 @@ def _read_local(file: LocalFile, job: _BlockRead, view: memoryview, door: int | 
 # Whole files
 
 
-def read_whole(file: Readable, threads: int = 4, direct: str = "auto") -> MappedBytes | None:
+def read_whole(
+    file: Readable, threads: int = 4, direct: str = "auto", each: Callable[[memoryview], None] | None = None
+) -> MappedBytes | None:
     """All of an open object in memory of our own, read at the rate of the disk or the line; None without the memory.
 
-    Raises CorruptError when it changes meanwhile.
+    `each` is that of `read_into`. Raises CorruptError when it changes meanwhile.
     """
     own = MappedBytes.create(-1, file.size_bytes + -file.size_bytes % ALIGNMENT) if file.size_bytes else None
     if own is not None:
-        read_into(own.memory, file, file.size_bytes, threads, direct, _WHOLE_STEP_BYTES)
+        read_into(own.memory, file, file.size_bytes, threads, direct, _WHOLE_STEP_BYTES, each)
     return own
 
 
@@ -252,9 +262,9 @@ def is_cold(file: Readable) -> bool:
 
     False too where the system cannot tell, or has not twice the memory for it.
     """
-    if not isinstance(file, LocalFile) or file.size_bytes < _LEAST_WHOLE_BYTES:
+    if not isinstance(file, LocalFile) or file.size_bytes < LEAST_WHOLE_BYTES:
         return False
-    if 2 * file.size_bytes > _available_bytes():
+    if 2 * file.size_bytes > available_bytes():
         return False
     starts = range(0, file.size_bytes, -(-file.size_bytes // _SAMPLES))
     found = [cached_bytes(file.descriptor, start, _SAMPLE_BYTES) for start in starts]
@@ -262,7 +272,7 @@ def is_cold(file: Readable) -> bool:
     return len(known) == len(starts) and 2 * sum(known) < len(starts) * _SAMPLE_BYTES
 
 
-def _available_bytes() -> int:
+def available_bytes() -> int:
     """Memory that can be had without paging anything out; 0 where that is not known."""
     try:
         lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()

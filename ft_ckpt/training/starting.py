@@ -180,7 +180,7 @@ def _open_whole(place: Place, deep: bool, stack: ExitStack) -> tuple[ResumePoint
     with ExitStack() as trial:
         try:
             held = trial.enter_context(open_checkpoint(place))
-            found = held.find_problems(deep)
+            found = held.find_problems(deep, keep=held.tensor_files)
             if not found:
                 point = open_resume_point(held, trial)
                 stack.push(trial.pop_all())
