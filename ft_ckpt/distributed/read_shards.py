@@ -21,6 +21,7 @@ from ft_ckpt.formats.dtypes import dtype_name
 from ft_ckpt.formats.layout import TensorFile
 from ft_ckpt.formats.pytree import PLAIN
 from ft_ckpt.formats.read_files import THREADS, Landing, StraightLanding, copy_bytes, read_runs, whole_run
+from ft_ckpt.storage.buffers import new_block
 from ft_ckpt.storage.read_ahead import ByteRun
 
 _SLICE_BYTES = 64 << 20  # read at a time, so that a large block needs little memory beside itself
@@ -92,12 +93,12 @@ def readers_here() -> int:
 
 @dataclass(eq=False)
 class RowsLanding:
-    """Rows of a block that is cut in further dimensions, or has gaps in memory: put together, then cut out."""
+    """Rows of a block that is cut in further dimensions, or has gaps in memory or another type: put together first."""
 
     local: Tensor
     mine: Box
     view: tuple[int, ...]
-    dtype: torch.dtype
+    dtype: torch.dtype  # of what is stored
     low: int = 0  # rows that are done, of the box
     filled: int = 0  # bytes of the stage
     stage: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.uint8))
@@ -109,7 +110,8 @@ class RowsLanding:
         while data.numel():
             rows = min(step, self.mine.sizes[0] - self.low)
             if not self.stage.numel():
-                self.stage = torch.empty(rows * row_bytes, dtype=torch.uint8)
+                # pages of its own: what the allocator of small things gets back in between, it may not give again
+                self.stage = torch.frombuffer(new_block(rows * row_bytes), dtype=torch.uint8)
             count = min(data.numel(), rows * row_bytes - self.filled)
             copy_bytes(self.stage, self.filled, data[:count])
             data, self.filled = data[count:], self.filled + count
@@ -131,11 +133,11 @@ def _landings_of_box(one: WantedTensor) -> dict[ByteRun, Landing] | None:
     if local is None or mine is None or not local.numel():
         return {}
     run = whole_run(one.file, name)
-    if run is None or type(local) not in PLAIN or local.dtype != dtype or _is_expanded(local):
+    if run is None or type(local) not in PLAIN or _is_expanded(local) or (not view and local.dtype != dtype):
         return None
     last = max((dim for dim, size in enumerate(view) if mine.sizes[dim] != size), default=0)
     size = math.prod(mine.sizes[last:]) * item
-    if local.is_contiguous() and (not last or size >= _LEAST_RUN_BYTES):
+    if local.is_contiguous() and local.dtype == dtype and (not last or size >= _LEAST_RUN_BYTES):
         starts = (run.start + start * item for start in _run_starts(mine, view, last))
         return {
             ByteRun(name, run.file, start, size): StraightLanding(local, n * size) for n, start in enumerate(starts)

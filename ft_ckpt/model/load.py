@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, closing, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -18,12 +18,20 @@ from ft_ckpt.distributed.read_shards import readers_here
 from ft_ckpt.errors import CheckpointError, CorruptError, LoadError, NotACheckpointError, listing, shown
 from ft_ckpt.formats.registry import format_named
 from ft_ckpt.model.attach_adapters import attach_adapters, base_of
-from ft_ckpt.model.load_weights import LoadReport, put_tensors, refuse_differences, share_again, summary_of
+from ft_ckpt.model.load_weights import (
+    LoadReport,
+    fill_module,
+    put_tensors,
+    refuse_differences,
+    share_again,
+    summary_of,
+)
 from ft_ckpt.model.open_weights import (
     Weights,
     beside_weights,
     extra_beside,
     fetching_weights,
+    open_weights,
     read_weights,
     weight_names,
 )
@@ -85,7 +93,8 @@ def load_model(
     reads all. An accelerator as `device` is read to straight, a block at a time.
 
     `base`: the model an adapter goes on, as module, folder or id; default is the id it was trained on, whose sampled
-    weights are compared unless `check_base` is off. `into`: a module of yours to load a single part into. `classes`:
+    weights are compared unless `check_base` is off. `into`: a module of yours to load a single part into, wrapped or
+    not: its own memory is filled, block by block, so a load that breaks off may leave a part of the values. `classes`:
     classes of plain modules by name, beside those already imported. `trust_remote_code`: run model code that lies in
     the checkpoint, or with the base, as in transformers. `verify`: compare the digests of all files before anything is
     made of them; those of files below 1 MB, and the sizes and headers of all, are always compared.
@@ -287,10 +296,11 @@ def _beside_own(model: nn.Module, given: Iterable[str]) -> list[str]:
 
 def _assign_tensors(module: nn.Module, record: PartRecord, store: Store, strict: bool, supplied: Weights) -> LoadReport:
     """Give `module` the stored tensors themselves."""
-    return replace(put_tensors(module, record, supplied[0], store, strict, assign=True), zero_copy=supplied[1])
+    return replace(put_tensors(module, record, supplied[0], store, strict), zero_copy=supplied[1])
 
 
 def _copy_tensors(into: nn.Module, record: PartRecord, store: Store, options: _LoadOptions) -> LoadReport:
     """Give `into` the values of the stored tensors."""
-    tensors, _ = read_weights(store, weight_names(record), options.mapped)
-    return put_tensors(into, record, tensors, store, options.strict, assign=False)
+    with ExitStack() as stack:
+        files = [stack.enter_context(closing(file)) for file in open_weights(store, weight_names(record))]
+        return fill_module(into, record, files, store, options.strict)

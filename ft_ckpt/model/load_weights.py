@@ -1,18 +1,26 @@
 """Puts stored tensors into a module, strictly, and reports those that do not fit."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
+import torch
 from torch import Tensor, nn
 
 from ft_ckpt.checkpoint.manifest import Manifest, PartRecord
-from ft_ckpt.distributed.inventory import inventory_of, restore_added_state
+from ft_ckpt.distributed.inventory import Inventory, inventory_of, restore_added_state, source_of_tensor
+from ft_ckpt.distributed.read_shards import WantedTensor, fill_all, readers_here
+from ft_ckpt.distributed.tensor_info import Source
+from ft_ckpt.distributed.wrappers import wrapped_key
 from ft_ckpt.errors import LoadError, listing
+from ft_ckpt.formats.pytree import PLAIN
+from ft_ckpt.formats.tensor_file import IndexedFile
 from ft_ckpt.model.open_weights import extra_beside
 from ft_ckpt.model.plain_module import put_at, tensor_at
 from ft_ckpt.storage.store import Store
+
+_OneStored = TypeVar("_OneStored")
 
 
 @dataclass(frozen=True)
@@ -37,44 +45,141 @@ class LoadReport:
     """What the load decided and a reader should know."""
 
 
+@dataclass(frozen=True, eq=False)
+class _Comparison:
+    """What a part's files hold beside what a module has."""
+
+    report: LoadReport
+    inventory: Inventory
+    live: Mapping[str, tuple[int, ...] | None]  # shapes of the module's tensors; None for what it lists beside them
+    fitting: tuple[str, ...]  # names of stored tensors that have a place in the module
+    extra: Mapping[str, Any]  # values that are no tensors and have one
+
+    @property
+    def module(self) -> nn.Module:
+        """The user's own, without wrappers."""
+        return self.inventory.models[""].chain[-1]
+
+
 def put_tensors(
-    module: nn.Module, record: PartRecord, tensors: dict[str, Tensor], store: Store, strict: bool, *, assign: bool
+    module: nn.Module, record: PartRecord, tensors: dict[str, Tensor], store: Store, strict: bool
 ) -> LoadReport:
-    """Put stored tensors into `module`, ties included: the mapped memory itself with `assign`, else its values.
+    """Make stored tensors the parameters and buffers of `module`, ties included.
 
     Raises LoadError naming every tensor that does not fit, if `strict`.
     """
+    stored = _with_aliases(record, tensors)
+    found = _compare_stored(
+        module, record, {name: tuple(tensor.shape) for name, tensor in stored.items()}, store, strict
+    )
+    wants = {name: parameter.requires_grad for name, parameter in module.named_parameters()}
+    values = {name: stored[name] for name in found.fitting} | dict(found.extra)
+    module.load_state_dict(values, strict=False, assign=True)
+    _restore_added(found, values, strict)
+    for name, parameter in module.named_parameters():
+        parameter.requires_grad_(wants.get(name, parameter.requires_grad) and parameter.dtype.is_floating_point)
     for kept, *aliases in record.ties:
-        tensors.update({alias: tensors[kept] for alias in aliases if kept in tensors and alias not in tensors})
+        for alias in aliases:
+            put_at(module, alias, tensor_at(module, kept))
+    return found.report
+
+
+def fill_module(
+    module: nn.Module, record: PartRecord, files: Iterable[IndexedFile], store: Store, strict: bool
+) -> LoadReport:
+    """Overwrite the parameters and buffers of `module` with the stored values, cast to their types.
+
+    They are read straight into its memory, a few blocks at a time; those of engines, and of modules that load in a way
+    of their own, are read first and loaded then. Raises LoadError naming every tensor that does not fit, if `strict`,
+    or has no memory; CorruptError for a file that is not sound, which leaves the module with a part of the values.
+    """
+    stored = _with_aliases(record, {name: (file, name) for file in files for name in file.specs})
+    shapes = {name: file.specs[own].shape for name, (file, own) in stored.items()}
+    found = _compare_stored(module, record, shapes, store, strict)
+    _refuse_meta(found)
+    straight = _straight_targets(found.inventory)
+    wanted, apart = [], {}
+    for name in found.fitting:
+        file, own = stored[name]
+        dtype = getattr(torch, file.specs[own].dtype)
+        target = straight.get(name) or source_of_tensor(name, name, torch.empty(shapes[name], dtype=dtype))
+        if name not in straight:
+            apart[name] = target.local
+        wanted.append(WantedTensor(replace(target, dtype=dtype), target.local, file, own))
+    fill_all(wanted, direct="auto" if readers_here() == 1 else "off")
+    values = apart | dict(found.extra)
+    found.module.load_state_dict(values, strict=False)
+    _restore_added(found, values, strict)
+    return found.report
+
+
+def _with_aliases(record: PartRecord, stored: Mapping[str, _OneStored]) -> dict[str, _OneStored]:
+    """What is stored by name, and under the further names of what is tied."""
+    found = dict(stored)
+    for kept, *aliases in record.ties:
+        found |= {alias: found[kept] for alias in aliases if kept in found and alias not in found}
+    return found
+
+
+def _compare_stored(
+    module: nn.Module, record: PartRecord, shapes: Mapping[str, tuple[int, ...]], store: Store, strict: bool
+) -> _Comparison:
+    """Compare stored names and shapes with the module's. Raises LoadError naming all differences, if `strict`."""
     inventory = inventory_of(module)
     own = inventory.infos(allow_meta=True)
-    live = {name: None if source.is_added else source.shape for name, source in own.items()}
+    live = {name: None if info.is_added else info.shape for name, info in own.items()}
     extra = extra_beside(store, record)
-    live |= dict.fromkeys(inventory.names_added((*tensors, *extra)))
-    reshaped = [n for n, t in tensors.items() if live.get(n) is not None and live[n] != tuple(t.shape)]
+    live |= dict.fromkeys(inventory.names_added((*shapes, *extra)))
+    reshaped = [name for name, shape in shapes.items() if live.get(name) is not None and live[name] != shape]
     report = LoadReport(
         store.url,
         record.path,
-        tuple(name for name in live if name not in tensors and name not in extra),
-        tuple(name for name in (*tensors, *extra) if name not in live),
-        tuple(f"{name}: {tuple(tensors[name].shape)} in the file, {live[name]} in the model" for name in reshaped),
+        tuple(name for name in live if name not in shapes and name not in extra),
+        tuple(name for name in (*shapes, *extra) if name not in live),
+        tuple(f"{name}: {shapes[name]} in the file, {live[name]} in the model" for name in reshaped),
         len(record.tensors),
     )
     refuse_differences(report, strict)
-    fitting: dict[str, Any] = {
-        name: tensor for name, tensor in tensors.items() if name in live and name not in reshaped
-    }
-    wants = {name: parameter.requires_grad for name, parameter in module.named_parameters()}
-    fitting |= {name: value for name, value in extra.items() if name in live}
-    module.load_state_dict(fitting, strict=False, assign=assign)
+    fitting = tuple(name for name in shapes if name in live and name not in reshaped)
+    return _Comparison(report, inventory, live, fitting, {name: extra[name] for name in extra if name in live})
+
+
+def _straight_targets(inventory: Inventory) -> dict[str, Source]:
+    """The module's tensors whose memory can be overwritten without a word to the modules around them."""
+    rows, infos = inventory.models[""].rows, inventory.infos(allow_meta=True)
+    odd = tuple(f"{row.path}." if row.path else "" for row in rows if not _loads_plainly(row.module))
+    found = {}
+    for name, info in infos.items():
+        live = inventory.live(info.key)
+        if type(live) in PLAIN and info.engine == "plain" and not info.is_added and not name.startswith(odd):
+            found[name] = source_of_tensor(name, info.raw_name, live)
+    return found
+
+
+def _loads_plainly(module: nn.Module) -> bool:
+    """Whether loading a state dict does no more to `module` than to copy its values."""
+    if wrapped_key(module) is not None:
+        return True
+    own = vars(module)
+    is_torchs = type(module)._load_from_state_dict is nn.Module._load_from_state_dict
+    return is_torchs and "_load_from_state_dict" not in own and not own["_load_state_dict_pre_hooks"]
+
+
+def _refuse_meta(found: _Comparison) -> None:
+    """Raise LoadError naming tensors of the module that have no memory to be filled."""
+    infos, inventory = found.inventory.infos(allow_meta=True), found.inventory
+    homes = {name: inventory.live(infos[name].key) for name in found.fitting if name in infos}
+    empty = [name for name, live in homes.items() if getattr(live, "is_meta", False)]
+    if empty:
+        raise LoadError(
+            f"{listing(empty, ', ')}: on the meta device, and into= fills the memory that is there; call "
+            "to_empty(device=...) first, or leave into= out"
+        )
+
+
+def _restore_added(found: _Comparison, values: Mapping[str, Any], strict: bool) -> None:
     if strict:
-        restore_added_state(module, {name: value for name, value in fitting.items() if live[name] is None})
-    for name, parameter in module.named_parameters():
-        parameter.requires_grad_(wants.get(name, parameter.requires_grad) and parameter.dtype.is_floating_point)
-    for kept, *aliases in record.ties if assign else ():
-        for alias in aliases:
-            put_at(module, alias, tensor_at(module, kept))
-    return report
+        restore_added_state(found.module, {name: value for name, value in values.items() if found.live[name] is None})
 
 
 def refuse_differences(report: LoadReport, strict: bool) -> None:

@@ -39,7 +39,7 @@ def fetching_weights(
     With a `device` the tensors are read onto it. A block that ends without them ends the reading too. Raises
     CorruptError for a file whose table is not sound.
     """
-    opened = [_open_weight_file(store, name) for name in names]
+    opened = open_weights(store, names)
     with ThreadPoolExecutor(1, "ft_ckpt-supply") as pool, ExitStack() as stack:
         for file in opened:
             stack.callback(file.close)  # each read of a closed file is its last
@@ -52,7 +52,7 @@ def read_weights(store: Store, names: Iterable[str], mapped: bool | str = "auto"
     `mapped`="auto" reads a file into memory when that is faster than touching it page by page, and no other process of
     the launch on this machine may want the same pages. What cannot be mapped is always read.
     """
-    return _read_files([_open_weight_file(store, name) for name in names], mapped, None)
+    return _read_files(open_weights(store, names), mapped, None)
 
 
 def _read_files(files: Iterable[IndexedFile], mapped: bool | str, device: torch.device | None) -> Weights:
@@ -68,6 +68,11 @@ def _read_files(files: Iterable[IndexedFile], mapped: bool | str, device: torch.
         are_mapped &= file.raw.can_map
         tensors.update(_file_tensors(file))
     return tensors, are_mapped
+
+
+def open_weights(store: Store, names: Iterable[str]) -> list[IndexedFile]:
+    """The open weight files. Raises CorruptError for one whose table is not sound."""
+    return [_open_weight_file(store, name) for name in names]
 
 
 def _open_weight_file(store: Store, name: str) -> IndexedFile:

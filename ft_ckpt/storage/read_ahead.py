@@ -253,7 +253,8 @@ def read_whole(
     """
     own = MappedBytes.create(-1, file.size_bytes + -file.size_bytes % ALIGNMENT) if file.size_bytes else None
     if own is not None:
-        read_into(own.memory, file, file.size_bytes, threads, direct, _WHOLE_STEP_BYTES, each)
+        step = _WHOLE_STEP_BYTES if file.can_map else _FAR_BLOCK_BYTES
+        read_into(own.memory, file, file.size_bytes, threads, direct, step, each)
     return own
 
 
