@@ -58,7 +58,7 @@ def test_a_model_is_a_listing_and_a_request_for_each_file(s3, asked, there, tmp_
 
 
 def test_weights_come_in_large_ranges_and_touch_no_disk(tmp_path, monkeypatch):
-    monkeypatch.setattr(read_ahead, "_WHOLE_STEP_BYTES", 1 << 20)  # 32 MB as a rule
+    monkeypatch.setattr(read_ahead, "_FAR_BLOCK_BYTES", 1 << 20)  # 16 MB as a rule
     model = torch.nn.Sequential(*(torch.nn.Linear(256, 256) for _ in range(20)))
     CheckpointSaver().save(model, tmp_path / "out")
     place, sizes, real = in_bucket(tmp_path / "out"), [], object_store.obstore.get

@@ -9,15 +9,26 @@ from bucket_lives import PREFIX, Life, committed, kill_at, live
 from s3_server import Fault
 
 BEFORE, DONE, AFTER = 2, 3, 4  # the step that each trial begins at, the one that it makes, and the one after it
+
+
+def conditional(number):
+    """That request, if it has a condition: no other is answered so."""
+    return lambda asked: asked.number == number and bool({"if-match", "if-none-match"} & asked.headers.keys())
+
+
 FAULTS = {
     "killed before": lambda number: kill_at(number, acts_first=False),
     "killed after": lambda number: kill_at(number, acts_first=True),
     "refused": lambda number: lambda _: Fault(at=number, status=403, code="ExpiredToken"),
     "conflict": lambda number: lambda _: Fault(at=number, status=409, code="ConditionalRequestConflict"),
+    "failed": lambda number: lambda _: Fault(at=number, status=500),
+    "condition failed": lambda number: lambda _: Fault(conditional(number), status=412, code="PreconditionFailed"),
     "slow down": lambda number: lambda _: Fault(at=number, status=503, code="SlowDown"),
     "done, and an error": lambda number: lambda _: Fault(at=number, status=500, acts_first=True),
     "answer lost": lambda number: lambda _: Fault(at=number, cuts="after"),
     "answer cut": lambda number: lambda _: Fault(at=number, cuts="during"),
+    "cut": lambda number: lambda _: Fault(at=number, cuts="before"),
+    "answer too short": lambda number: lambda _: Fault(at=number, keeps_bytes=1, lies=True),
 }
 SAMPLE = [("killed after", 0.5), ("answer lost", 0.55)]
 
