@@ -15,7 +15,7 @@ from ft_ckpt.checkpoint.run_places import open_run_places
 from ft_ckpt.config import SaverConfig, make_config, numbers_of
 from ft_ckpt.distributed import wrappers
 from ft_ckpt.distributed.ranks import Ranks, current_ranks, try_action
-from ft_ckpt.model.merge_layers import Merged
+from ft_ckpt.model.merge_choice import Merged
 from ft_ckpt.model.parts import Attribute, is_of_adapters, model_inside
 from ft_ckpt.saving.background import BackgroundSaver, PendingSave
 from ft_ckpt.saving.build_manifest import library_versions

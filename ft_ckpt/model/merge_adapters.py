@@ -21,9 +21,9 @@ from ft_ckpt.errors import IncompleteError, NotAnAdapterError, SelectionError
 from ft_ckpt.model.adapters import active_adapters, base_view, has_adapters
 from ft_ckpt.model.base_model import refuse_merged
 from ft_ckpt.model.entries import Entry, Group, Part
+from ft_ckpt.model.merge_choice import MergeChoice
 from ft_ckpt.model.merge_layers import (
     AdaptedLayer,
-    MergeChoice,
     adapted_layers,
     merge_layer,
     refuse_quantised,

@@ -4,9 +4,8 @@ What a merge computes is PEFT's own: a copy of its layer is given the tensors in
 method that PEFT can merge is merged here, and what it cannot merge is refused by name before a tensor moves.
 """
 
-import math
 import traceback
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,36 +18,14 @@ from torch import Tensor, nn
 
 from ft_ckpt.distributed.tensor_info import TensorInfo
 from ft_ckpt.distributed.wrappers import unwrap, walk_modules
-from ft_ckpt.errors import ConfigError, SelectionError, listing
+from ft_ckpt.errors import SelectionError, listing
 from ft_ckpt.model.adapters import base_path, base_sources
 from ft_ckpt.model.copy_layer import copy_layer, wide_dtype
+from ft_ckpt.model.merge_choice import MergeChoice
 from ft_ckpt.model.pretrained_files import is_quantised
 from ft_ckpt.model.selection import View
 
-Merged = bool | str | Iterable[str] | Mapping[str, float]
 _PEFT = str(Path(peft.__file__).parent)
-
-
-@dataclass(frozen=True)
-class MergeChoice:
-    """Which adapters are merged: those that are active, or `adapters`; each times its weight where there are any."""
-
-    adapters: tuple[str, ...] = ()
-    weights: tuple[float, ...] = ()
-
-
-def merge_choice(merged: Merged) -> MergeChoice | None:
-    """The adapters that `merged` names: True for those that are active, False for none, a mapping with weights.
-
-    Raises ConfigError for names that come twice and weights that are no numbers.
-    """
-    if isinstance(merged, bool):
-        return MergeChoice() if merged else None
-    weights = tuple(float(one) for one in merged.values()) if isinstance(merged, Mapping) else ()
-    names = (merged,) if isinstance(merged, str) else tuple(merged)
-    if not names or len(set(names)) < len(names) or not all(map(math.isfinite, weights)):
-        raise ConfigError(f"merged={merged!r}: expected True, names of adapters, each once, or a weight for each name")
-    return MergeChoice(names, weights)
 
 
 @dataclass(frozen=True, eq=False)

@@ -5,7 +5,6 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-import peft
 from huggingface_hub import ModelCard, ModelCardData
 
 from ft_ckpt.checkpoint.hub_names import is_hub_name
@@ -46,6 +45,8 @@ def name_base(file: Path, base_id: str | None) -> None:
 
 def injected_card(config: Any) -> str:
     """The card that PEFT would write for a PeftModel, for adapters that were injected into a model."""
+    import peft  # here, since it is slow to import, and there are adapters only where it has been
+
     base = config.base_model_name_or_path
     base = base if base and is_hub_name(base) else None
     kind = str(getattr(config.peft_type, "value", config.peft_type)).lower()

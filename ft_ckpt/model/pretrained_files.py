@@ -12,7 +12,6 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
-import peft
 import torch
 from torch import nn
 from transformers import GenerationConfig, PreTrainedTokenizerBase
@@ -21,6 +20,7 @@ from transformers.dynamic_module_utils import custom_object_save, get_relative_i
 from ft_ckpt.checkpoint.manifest import BaseRecord
 from ft_ckpt.distributed.wrappers import unwrap, user_class
 from ft_ckpt.errors import CompanionError
+from ft_ckpt.model.adapters import is_peft_model
 from ft_ckpt.model.model_card import blank_card, injected_card, name_base
 from ft_ckpt.model.plain_module import global_shape
 from ft_ckpt.storage.local_copy import copy_object
@@ -98,6 +98,8 @@ def write_adapter(
     saved with it, as the making of the adapter left it: loading must not decompose that once more. `base_id`: what the
     base is called on the Hub, where it was loaded from elsewhere; the card never names a path of this machine.
     """
+    import peft  # here, since it is slow to import, and there are adapters only where it has been
+
     config = copy.copy(model.peft_config[adapter])  # shallow: a copied set may be listed in another order
     config.inference_mode = True
     if beside and isinstance(getattr(config, "init_lora_weights", None), str):
@@ -312,6 +314,6 @@ def _localised_entry(entry: Any, folder: Path, source: Path) -> Any:
 
 
 def _auto_mapping(model: Any) -> dict[str, str]:
-    base = model.get_base_model() if isinstance(model, peft.PeftModel) else model
+    base = model.get_base_model() if is_peft_model(model) else model
     cls = user_class(type(unwrap(base)))
     return {"base_model_class": cls.__name__, "parent_library": cls.__module__}

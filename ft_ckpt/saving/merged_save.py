@@ -10,10 +10,9 @@ from torch import nn
 
 from ft_ckpt.distributed.ranks import try_action
 from ft_ckpt.errors import ConfigError
-from ft_ckpt.model.merge_layers import Merged, merge_choice
+from ft_ckpt.model.merge_choice import Merged, merge_choice
 from ft_ckpt.model.quantised_base import has_quantised_base
 from ft_ckpt.saving.check_logits import live_logits
-from ft_ckpt.saving.merge_live import onto_plain_base
 
 
 @dataclass(frozen=True)
@@ -40,6 +39,8 @@ def ask_merged(
         if choice is not None:
             _refuse_beside(asked.merged, others)
         if is_plain_merge(model, asked):
+            from ft_ckpt.saving.merge_live import onto_plain_base  # here: it needs PEFT, which is slow to import
+
             runs = asked.check is not None
             merges = onto_plain_base(model, asked.base, dequantize=asked.dequantize, in_memory=runs, stack=stack)
         elif asked.base is not None or asked.dequantize:

@@ -12,7 +12,7 @@ from ft_ckpt.distributed.ranks import Ranks
 from ft_ckpt.distributed.samples import picked_indices
 from ft_ckpt.distributed.tensor_info import TensorInfo, Tensors
 from ft_ckpt.formats.registry import format_named
-from ft_ckpt.model.merge_layers import MergeChoice
+from ft_ckpt.model.merge_choice import MergeChoice
 from ft_ckpt.model.parts import Attribute, parts_of
 from ft_ckpt.model.selection import without_own_layouts
 from ft_ckpt.saving import replicas, reuse_frozen

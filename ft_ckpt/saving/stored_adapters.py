@@ -16,7 +16,7 @@ from ft_ckpt.errors import CorruptError, LoadError, SelectionError
 from ft_ckpt.files.folder import join_weight_files, weight_files
 from ft_ckpt.formats.layout import TensorRecord
 from ft_ckpt.formats.registry import checkpoint_format_of
-from ft_ckpt.model.merge_layers import MergeChoice, merge_choice
+from ft_ckpt.model.merge_choice import MergeChoice, merge_choice
 from ft_ckpt.storage.place import Place, open_place
 from ft_ckpt.storage.store import Store, read_text
 

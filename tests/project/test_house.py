@@ -6,6 +6,7 @@ import re
 import shlex
 import subprocess
 import sys
+import textwrap
 from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
@@ -138,6 +139,22 @@ def test_importing_brings_no_torch(module):
     heavy = {"torch", "transformers", "peft", "accelerate", "numpy"}
     code = f"import sys, {module}; print(*sorted({heavy} & set(sys.modules)))"
     assert run(sys.executable, "-c", code).strip() == ""
+
+
+def test_a_run_without_adapters_brings_no_peft(tmp_path):
+    """It takes seconds to import, in every process of a run."""
+    code = f"""
+        import sys, torch
+        from ft_ckpt import CheckpointSaver
+        model = torch.nn.Linear(2, 2)
+        with CheckpointSaver(directory={str(tmp_path)!r}) as saver:
+            saver.register(model=model)
+            saver.resume()
+            saver.save_state(path={str(tmp_path / "run")!r})
+            saver.save(model, {str(tmp_path / "out")!r})
+        print("peft" in sys.modules)
+        """
+    assert run(sys.executable, "-c", textwrap.dedent(code)).startswith("False")
 
 
 def test_every_error_is_a_checkpoint_error_and_a_builtin_one():
