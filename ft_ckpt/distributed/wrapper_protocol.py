@@ -88,7 +88,7 @@ class Wrapper:
 
     def has_data(self, tensor: Any) -> bool:
         """Whether this rank's elements of a tensor that it `describes` are anywhere, if it has any."""
-        local = self.local_part(tensor)
+        local = self.memory_part(tensor)
         return local is None or local.device.type != "meta"
 
     def full_tensor(self, tensor: Any) -> Tensor:

@@ -37,7 +37,9 @@ LARGE = 4_200_003  # floats: 17 MB, more than two blocks, and no power of two
 def device() -> torch.device:
     if not IS_HERE:
         return sealed_device.become_accelerator()
-    return torch.empty(0, device=torch.accelerator.current_accelerator()).device
+    found = torch.accelerator.current_accelerator(check_available=True)
+    assert found is not None, "no accelerator here"
+    return torch.empty(0, device=found).device
 
 
 @contextmanager
