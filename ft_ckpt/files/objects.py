@@ -157,7 +157,7 @@ def _plan_object(obj: Any, known: TensorFormat, native_floats: bool) -> tuple[La
 
 
 def _write_plan(stage: Place, layout: Layout, regions: Iterable[Region]) -> None:
-    with Writer() as writer:
+    with Writer(local_bytes=layout.size_bytes if isinstance(stage.store, LocalStore) else None) as writer:
         write_file(FilePlan(stage.name, layout), regions, stage.store, writer)
 
 

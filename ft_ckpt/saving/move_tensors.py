@@ -167,10 +167,10 @@ def _write_whole_files(job: SaveJob, untied: list[tuple[TensorInfo, TensorInfo]]
     if ranks.leads:
         _refuse_untied(untied)
     regions = _regions_here(files, writers, way)
-    with Writer(saver_tuning(config)) as writer:
-        total = sum(file.layout.size_bytes for file in mine)
-        with track_progress(total, "saving", ranks.shows) as track:
-            written = list(_write_own_files(mine, regions, partial(_write_tracked, track, store, writer)))
+    total = sum(file.layout.size_bytes for file in mine)
+    few = total if isinstance(store, LocalStore) else None
+    with Writer(saver_tuning(config), few) as writer, track_progress(total, "saving", ranks.shows) as track:
+        written = list(_write_own_files(mine, regions, partial(_write_tracked, track, store, writer)))
     if check is not None:
         check.raise_if_found()
     if not any(writers.values()):

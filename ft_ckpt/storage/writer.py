@@ -1,5 +1,7 @@
 """Fills new objects of a store with regions of memory: one thread copies, several write behind it, and two hash.
 
+For few bytes one thread does it all: starting others takes longer.
+
 Bytes are copied into aligned blocks, from which a local store writes past the page cache (O_DIRECT) where the file
 system takes that: on most disks several times the rate of buffered writing followed by fsync. The copy also means that
 the memory may be reused the moment `put_region` returns. A file from front to back is one region after the other from
@@ -7,18 +9,21 @@ byte 0 on; of a file that several ranks write, each puts its own.
 """
 
 import ctypes
-from collections.abc import Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Executor, Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from queue import SimpleQueue
-from typing import Any
+from typing import Any, TypeVar
 
 import xxhash
 
 from ft_ckpt.storage.buffers import ALIGNMENT, Block, address_of, new_block
 from ft_ckpt.storage.store import Stored, Writable
 from ft_ckpt.storage.write_tuning import WriteTuning
+
+T = TypeVar("T")
+_FEW_BYTES, _SMALL_BLOCK_BYTES = 32 << 20, 2 << 20
 
 
 @dataclass(frozen=True)
@@ -45,15 +50,39 @@ def digest_regions(regions: Iterable[Region]) -> str:
     return str(digest.hexdigest())
 
 
-class Writer:
-    """Writer threads and the aligned blocks they share; one for all files of a save."""
+class CallingThread(Executor):
+    """Does what it is given at once, in the thread that gives it."""
 
-    def __init__(self, tuning: WriteTuning | None = None) -> None:
+    def submit(self, call: Callable[..., T], /, *args: Any, **kwargs: Any) -> "Future[T]":
+        """What the call gives or raises, as a future that is done."""
+        done: Future[T] = Future()
+        try:
+            done.set_result(call(*args, **kwargs))
+        except Exception as error:  # noqa: BLE001 - for whoever asks for the result
+            done.set_exception(error)
+        return done
+
+
+class Writer:
+    """Writer threads and the aligned blocks they share; one for all files of a save.
+
+    `local_bytes`: how many will be written, where that is known and all go to a disk of this machine.
+    """
+
+    def __init__(self, tuning: WriteTuning | None = None, local_bytes: int | None = None) -> None:
         self.tuning = tuning or WriteTuning()
-        self.pool = ThreadPoolExecutor(self.tuning.threads, "ft_ckpt-write")
-        # One thread for each kind of digest, since a digest takes its bytes in order.
-        self.file_hasher = ThreadPoolExecutor(1, "ft_ckpt-hash")
-        self.tensor_hasher = ThreadPoolExecutor(1, "ft_ckpt-hash-tensors")
+        self.pool: Executor
+        self.file_hasher: Executor
+        self.tensor_hasher: Executor
+        if local_bytes is not None and local_bytes <= _FEW_BYTES:
+            # small blocks, since memory that is new takes longer to touch than to write
+            self.tuning = replace(self.tuning, block_bytes=min(self.tuning.block_bytes, _SMALL_BLOCK_BYTES))
+            self.pool = self.file_hasher = self.tensor_hasher = CallingThread()
+        else:
+            self.pool = ThreadPoolExecutor(self.tuning.threads, "ft_ckpt-write")
+            # One thread for each kind of digest, since a digest takes its bytes in order.
+            self.file_hasher = ThreadPoolExecutor(1, "ft_ckpt-hash")
+            self.tensor_hasher = ThreadPoolExecutor(1, "ft_ckpt-hash-tensors")
         self.free: SimpleQueue[Block] = SimpleQueue()
         self.blocks: list[Block] = []
         self.most_blocks = (

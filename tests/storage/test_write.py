@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+import threading
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,7 +15,10 @@ import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from launch import run_python
+from torch import nn
 
+import ft_ckpt
+from ft_ckpt import CheckpointSaver
 from ft_ckpt.errors import IncompleteError, NoSpaceError, TargetError
 from ft_ckpt.formats.layout import Layout, Spec
 from ft_ckpt.formats.write_files import FilePlan, write_file
@@ -45,12 +49,12 @@ def feed(datas, starts, pieces=1):
             yield Region(start + low, ctypes.addressof(buffer) + low, min(step, len(data) - low), buffer)
 
 
-def written(tmp_path, sizes, *, direct="auto", threads=2, pieces=1, block_bytes=BLOCK_BYTES, **layout):
+def written(tmp_path, sizes, *, direct="auto", threads=2, pieces=1, block_bytes=BLOCK_BYTES, alone=False, **layout):
     """The file's bytes as written and as they should be."""
     datas = [os.urandom(size) for size in sizes]
     one = plan(sizes, **layout)
     tuning = tuning_for(threads, direct, block_bytes)
-    with Writer(tuning) as writer:
+    with Writer(tuning, one.layout.size_bytes if alone else None) as writer:
         regions = feed(datas, one.layout.starts, pieces)
         record = write_file(one, regions, LocalStore(tmp_path, tuning.direct_bytes), writer)
     content = (tmp_path / "file.bin").read_bytes()
@@ -72,19 +76,21 @@ def written(tmp_path, sizes, *, direct="auto", threads=2, pieces=1, block_bytes=
     pieces=st.integers(1, 3),
     direct=st.sampled_from(["on", "off"]),
     block_bytes=st.sampled_from([4096, 8192, BLOCK_BYTES]),
+    alone=st.booleans(),
 )
-def test_any_layout(tmp_path_factory, sizes, gap, trailer, pieces, direct, block_bytes):
+def test_any_layout(tmp_path_factory, sizes, gap, trailer, pieces, direct, block_bytes, alone):
     folder = tmp_path_factory.mktemp("layout")
-    settings = {"direct": direct, "block_bytes": block_bytes}
+    settings = {"direct": direct, "block_bytes": block_bytes, "alone": alone}
     content, expected = written(folder, sizes, gap=gap, trailer=trailer, pieces=pieces, **settings)
     assert content == expected
 
 
+@pytest.mark.parametrize("alone", [True, False])
 @pytest.mark.parametrize("direct", ["on", "off"])
 @pytest.mark.parametrize("size", [BLOCK_BYTES - 5, BLOCK_BYTES - 4, BLOCK_BYTES, 3 * BLOCK_BYTES + 4097])
-def test_around_the_block(tmp_path, size, direct):
+def test_around_the_block(tmp_path, size, direct, alone):
     """Tails: a file that ends before, at and after a block, a sector and a byte."""
-    content, expected = written(tmp_path, [size, 1, 4096], direct=direct, pieces=3)
+    content, expected = written(tmp_path, [size, 1, 4096], direct=direct, pieces=3, alone=alone)
     assert content == expected
 
 
@@ -103,6 +109,47 @@ def test_the_trailer_has_the_digest_of_every_tensor(tmp_path):
 def test_ten_thousand_small_ones(tmp_path):
     content, expected = written(tmp_path, [7] * 10_000)
     assert content == expected
+
+
+def test_few_bytes_are_written_by_the_thread_that_has_them(tmp_path, monkeypatch):
+    """Starting others takes longer; an error of the disk is told all the same, and nothing is left."""
+    monkeypatch.setattr(threading.Thread, "start", lambda thread: pytest.fail(f"{thread.name} was started"))
+    model = nn.Linear(1000, 2500)
+    CheckpointSaver().save(model, tmp_path / "out")
+    ft_ckpt.save(dict(model.state_dict()), tmp_path / "out.safetensors")
+    before = {*tmp_path.iterdir()}
+    real = os.pwrite
+
+    def refuses(file, data, offset):
+        if len(data) > 100_000:
+            raise OSError(errno.EIO, "no")
+        return real(file, data, offset)
+
+    monkeypatch.setattr(os, "pwrite", refuses)
+    with pytest.raises(TargetError, match="no"):
+        CheckpointSaver().save(model, tmp_path / "other")
+    assert {*tmp_path.iterdir()} == before
+
+
+def test_all_paths_are_synced_once_all_are_on_their_way(tmp_path, monkeypatch):
+    paths = [tmp_path / name for name in "abc"]
+    for path in paths:
+        path.write_bytes(b"1" * 5000)
+    told = []
+
+    def name_of(handle):
+        return Path(f"/proc/self/fd/{handle}").readlink()
+
+    monkeypatch.setattr(local_disk, "_begin_writing", lambda handle: told.append(("begun", name_of(handle))))
+    monkeypatch.setattr(
+        local_disk, "sync_open", lambda handle: told.append(("synced", name_of(handle)))
+    )
+    local_disk.sync_all([*paths, tmp_path])
+    assert told == [(what, path) for what in ("begun", "synced") for path in [*paths, tmp_path]]
+    told.clear()
+    monkeypatch.setattr(local_disk, "_FEW_PATHS", 3)
+    local_disk.sync_all([*paths, tmp_path])
+    assert {path for what, path in told if what == "synced"} == {*paths, tmp_path}
 
 
 def test_file_system_without_unbuffered_writes(tmp_path, monkeypatch):
