@@ -2,7 +2,6 @@
 
 import logging
 import math
-import os
 import re
 import warnings
 from contextlib import ExitStack, suppress
@@ -104,7 +103,7 @@ def _newest_whole(folder: Path, deep: bool) -> Path | None:
         if not problems:
             return path
         warnings.warn(f"{path}: not whole, trying an older one: {listing(list(problems))}", stacklevel=2)
-        committed += [path.name] if os.path.lexists(path / MANIFEST_NAME) else []
+        committed += [path.name] if _has_file(path, MANIFEST_NAME) else []
     if committed:
         raise CorruptError(
             f"{folder}: {listing(committed, ', ')}: committed, and none is whole (the warnings say why); move them "

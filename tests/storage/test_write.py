@@ -141,9 +141,7 @@ def test_all_paths_are_synced_once_all_are_on_their_way(tmp_path, monkeypatch):
         return Path(f"/proc/self/fd/{handle}").readlink()
 
     monkeypatch.setattr(local_disk, "_begin_writing", lambda handle: told.append(("begun", name_of(handle))))
-    monkeypatch.setattr(
-        local_disk, "sync_open", lambda handle: told.append(("synced", name_of(handle)))
-    )
+    monkeypatch.setattr(local_disk, "sync_open", lambda handle: told.append(("synced", name_of(handle))))
     local_disk.sync_all([*paths, tmp_path])
     assert told == [(what, path) for what in ("begun", "synced") for path in [*paths, tmp_path]]
     told.clear()
