@@ -6,12 +6,14 @@ import os
 import signal
 import threading
 import time
+import weakref
 from collections.abc import Iterable
 from contextlib import suppress
 from types import FrameType
 from typing import Any
 
 DUPLICATE_SECONDS = 1.0
+_watches: "weakref.WeakSet[SignalWatch]" = weakref.WeakSet()
 
 
 def exit_code(name: str, chosen: int | None = None) -> int:
@@ -55,6 +57,7 @@ class SignalWatch:
         for number in numbers:
             if signal.getsignal(number) is not signal.SIG_IGN:
                 self._previous[number] = signal.signal(number, self._on_signal)
+        _watches.add(self)
 
     def close(self) -> None:
         """Restore the previous handlers, except where someone else's has been set since. May be called twice."""
@@ -69,7 +72,7 @@ class SignalWatch:
                 signal.signal(number, signal.SIG_DFL if previous is None else previous)
 
     def _on_signal(self, number: int, _frame: FrameType | None) -> None:
-        if os.getpid() != self._process:  # a forked child, where nobody asks for `received`
+        if os.getpid() != self._process:  # a child that was not forked by Python, where nobody asks for `received`
             self._restore_handlers()
             os.kill(os.getpid(), number)
         elif self.received is None:
@@ -88,3 +91,12 @@ class SignalWatch:
         with self._lock:
             for number in self._previous:
                 ctypes.pythonapi.PyOS_setsig(int(number), None)
+
+
+def _restore_in_child() -> None:
+    """Put the handlers back in a forked child, at once: a handler of Python's waits for as long as C code runs."""
+    for watch in list(_watches):
+        watch._restore_handlers()
+
+
+os.register_at_fork(after_in_child=_restore_in_child)

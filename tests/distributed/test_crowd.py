@@ -9,7 +9,7 @@ from torch.distributed import HashStore
 from ft_ckpt.distributed.ranks import Ranks
 from ft_ckpt.errors import CheckpointError, LoadError, RankError, RanksDisagreeError
 
-SIGNS_BYTES = 2048
+SIGNS_BYTES = 4096  # of a rank in a phase, on a busy machine
 MANY = 40  # more than a rank looks at at a time
 PHASES = ("first save", "second save", "resume")
 

@@ -252,7 +252,7 @@ class Net(torch.nn.Module):
 def test_load_model_reads_what_is_cold_and_maps_the_rest(tmp_path, monkeypatch, mapped, in_cache, expected):
     net = Net()
     ft_ckpt.CheckpointSaver().save(net, tmp_path / "net")
-    monkeypatch.setattr(read_ahead, "_LEAST_WHOLE_BYTES", 1)
+    monkeypatch.setattr(read_ahead, "LEAST_WHOLE_BYTES", 1)
     monkeypatch.setattr(
         read_ahead, "cached_bytes", lambda _, start, size: None if in_cache is None else in_cache * size
     )
@@ -265,7 +265,7 @@ def test_load_model_reads_what_is_cold_and_maps_the_rest(tmp_path, monkeypatch, 
 
 def test_ranks_of_one_machine_share_the_page_cache(tmp_path, monkeypatch):
     ft_ckpt.CheckpointSaver().save(Net(), tmp_path / "net")
-    monkeypatch.setattr(read_ahead, "_LEAST_WHOLE_BYTES", 1)
+    monkeypatch.setattr(read_ahead, "LEAST_WHOLE_BYTES", 1)
     monkeypatch.setattr(read_ahead, "cached_bytes", lambda *_: 0)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     assert ft_ckpt.load_model(tmp_path / "net", with_report=True)[1].zero_copy
@@ -273,9 +273,9 @@ def test_ranks_of_one_machine_share_the_page_cache(tmp_path, monkeypatch):
 
 def test_no_memory_for_a_cold_file_maps_it(tmp_path, monkeypatch):
     ft_ckpt.CheckpointSaver().save(Net(), tmp_path / "net")
-    monkeypatch.setattr(read_ahead, "_LEAST_WHOLE_BYTES", 1)
+    monkeypatch.setattr(read_ahead, "LEAST_WHOLE_BYTES", 1)
     monkeypatch.setattr(read_ahead, "cached_bytes", lambda *_: 0)
-    monkeypatch.setattr(read_ahead, "_available_bytes", lambda: 1 << 20)
+    monkeypatch.setattr(read_ahead, "available_bytes", lambda: 1 << 20)
     assert ft_ckpt.load_model(tmp_path / "net", with_report=True)[1].zero_copy
 
 
