@@ -178,8 +178,9 @@ def _refuse_meta(found: _Comparison) -> None:
 
 
 def _restore_added(found: _Comparison, values: Mapping[str, Any], strict: bool) -> None:
-    if strict:
-        restore_added_state(found.module, {name: value for name, value in values.items() if found.live[name] is None})
+    added = {name for name, shape in found.live.items() if shape is None}
+    if strict and added:
+        restore_added_state(found.module, {name: value for name, value in values.items() if name in added})
 
 
 def refuse_differences(report: LoadReport, strict: bool) -> None:
