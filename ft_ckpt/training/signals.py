@@ -49,6 +49,7 @@ class SignalWatch:
         self.note: str | None = None
         self._process = os.getpid()
         self._previous: dict[int, Any] = {}
+        self._is_over = False
         self._lock = threading.RLock()  # re-entered when a signal interrupts `close`
         numbers = [signal.Signals[name] for name in names]
         if threading.current_thread() is not threading.main_thread():
@@ -66,10 +67,10 @@ class SignalWatch:
                 self._restore_handlers()
 
     def _restore_handlers(self) -> None:
-        while self._previous:
-            number, previous = self._previous.popitem()
+        self._is_over = True
+        for number, previous in self._previous.items():
             if signal.getsignal(number) == self._on_signal:
-                signal.signal(number, signal.SIG_DFL if previous is None else previous)
+                signal.signal(number, _still_in_force(number, previous))
 
     def _on_signal(self, number: int, _frame: FrameType | None) -> None:
         if os.getpid() != self._process:  # a child that was not forked by Python, where nobody asks for `received`
@@ -89,8 +90,17 @@ class SignalWatch:
         """
         time.sleep(after_seconds)
         with self._lock:
-            for number in self._previous:
+            for number in () if self._is_over else self._previous:
                 ctypes.pythonapi.PyOS_setsig(int(number), None)
+
+
+def _still_in_force(number: int, handler: Any) -> Any:
+    """`handler`, or what was there before it where it is that of a watch that is over: they end in any order."""
+    watch = getattr(handler, "__self__", None)
+    while isinstance(watch, SignalWatch) and watch._is_over and number in watch._previous:
+        handler = watch._previous[number]
+        watch = getattr(handler, "__self__", None)
+    return signal.SIG_DFL if handler is None else handler
 
 
 def _restore_in_child() -> None:

@@ -133,6 +133,14 @@ def test_elsewhere_than_in_the_main_thread_nothing_is_watched(handlers):
     assert handlers == {name: signal.getsignal(signal.Signals[name]) for name in WATCHED}
 
 
+@pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0), (1, 0, 2), (0, 2, 1)])
+def test_watches_end_in_any_order(handlers, order):
+    watches = [SignalWatch(WATCHED) for _ in order]
+    for number in order:
+        watches[number].close()
+    assert handlers == {name: signal.getsignal(signal.Signals[name]) for name in WATCHED}
+
+
 def test_forked_children_can_be_terminated(handlers):
     """A worker of a data loader or a pool is ended by SIGTERM whatever its parent has set; the parent hears nothing."""
 
@@ -140,6 +148,7 @@ def test_forked_children_can_be_terminated(handlers):
         running.set()
         any(itertools.repeat(False))  # for ever, in C: no handler of Python's is run meanwhile
 
+    earlier = SignalWatch(WATCHED)
     watch, context = SignalWatch(WATCHED), multiprocessing.get_context("fork")
     running = context.Event()
     worker = context.Process(target=work)
@@ -149,6 +158,7 @@ def test_forked_children_can_be_terminated(handlers):
     worker.join(30)
     if worker.exitcode is None:
         worker.kill()
+    earlier.close()
     watch.close()
     assert (worker.exitcode, watch.received) == (-signal.SIGTERM, None)
 
