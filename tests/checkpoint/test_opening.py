@@ -1,11 +1,13 @@
 """What comes out of a checkpoint that is replaced, damaged or made on purpose while or before it is read."""
 
+import errno
 import json
 import os
 import random
 import shutil
 import subprocess
 import sys
+import tempfile
 import textwrap
 import time
 from dataclasses import replace
@@ -26,8 +28,9 @@ from ft_ckpt import CheckpointSaver
 from ft_ckpt.checkpoint.catalog import read_manifest
 from ft_ckpt.checkpoint.leases import lease_reasons
 from ft_ckpt.checkpoint.manifest import MANIFEST_NAME, manifest_to_json
+from ft_ckpt.checkpoint.open_checkpoint import open_checkpoint
 from ft_ckpt.cli import main
-from ft_ckpt.errors import CheckpointError, CorruptError, LoadError
+from ft_ckpt.errors import CheckpointError, CorruptError, LoadError, NoSpaceError
 from ft_ckpt.files import convert, diff
 from ft_ckpt.model import load
 from ft_ckpt.training.run import TrainingRun
@@ -338,3 +341,14 @@ def test_what_is_compared_is_held_open(tmp_path, monkeypatch, capsys, below):
     told = json.loads(capsys.readouterr().out)
     assert {tensor["largest"] for tensor in told["tensors"]} == {1.0}
     assert not lease_reasons(tmp_path / "1")
+
+
+def test_no_room_for_the_links_to_open_files(tmp_path, monkeypatch):
+    CheckpointSaver().save(nn.Linear(2, 2), tmp_path / "saved")
+
+    def refuse(*_, **__):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(tempfile, "mkdtemp", refuse)
+    with pytest.raises(NoSpaceError, match=tempfile.gettempdir()), open_checkpoint(tmp_path / "saved"):
+        pass

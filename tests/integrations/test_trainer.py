@@ -78,6 +78,14 @@ def test_a_damaged_and_a_half_written_checkpoint_are_passed_over(tmp_path):
         assert run(ours(tmp_path, stop_after=4), True) == expected[3:]
 
 
+def test_training_does_not_begin_afresh_where_no_checkpoint_of_ours_is_whole(tmp_path):
+    run(ours(tmp_path, stop_after=2))
+    for checkpoint in tmp_path.glob("checkpoint-*"):
+        rot(checkpoint / "state" / "training.safetensors")
+    with pytest.warns(UserWarning, match="not whole"), pytest.raises(CorruptError, match=r"none is whole.*afresh"):
+        run(ours(tmp_path), True)
+
+
 def rot(file):
     """Turn the last bit of a file."""
     content = file.read_bytes()
