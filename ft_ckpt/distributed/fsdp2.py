@@ -1,5 +1,7 @@
 """Torch's distributed tensors (FSDP2, HSDP, tensor parallelism): cut over a mesh of ranks as placements say."""
 
+import warnings
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -14,6 +16,7 @@ from ft_ckpt.distributed.mesh_cutting import cutting_of
 from ft_ckpt.distributed.process_groups import global_rank, is_subset_of_ranks
 from ft_ckpt.distributed.sharding import Mesh, MeshSharding, OpaqueSharding, Sharding
 from ft_ckpt.distributed.wrapper_protocol import PendingGradient, TensorLayout, Wrapper
+from ft_ckpt.errors import listing
 
 
 class FSDP2Wrapper(Wrapper):
@@ -71,6 +74,7 @@ class FSDP2Wrapper(Wrapper):
         """
         for module in _cut_modules(modules):
             module.reshard()
+        _warn_of_copies(modules)
 
     def user_class(self, cls: type) -> type:
         """FSDP2 gives a module a class of its own that inherits from the user's."""
@@ -78,13 +82,9 @@ class FSDP2Wrapper(Wrapper):
 
     def pending_gradients(self, modules: Sequence[nn.Module]) -> Mapping[str, PendingGradient]:
         """FSDP2's own records of the parameters that it cuts: they keep gradients that are not yet reduced."""
-        states: list[Any] = [one._get_fsdp_state() for one in _cut_modules(modules)]
-        if not states:
+        records = {id(one.sharded_param): one for group in _parameter_groups(modules) for one in group.fsdp_params}
+        if not records:
             return {}
-        groups = (getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group] for state in states)
-        records = {
-            id(one.sharded_param): one for some in groups for group in some if group for one in group.fsdp_params
-        }
         names = {id(parameter): name for name, parameter in modules[0].named_parameters()}
         return {names[key]: _UnreducedGradient(one) for key, one in records.items() if key in names}
 
@@ -93,6 +93,43 @@ def _cut_modules(modules: Sequence[nn.Module]) -> list[FSDPModule]:
     """Those that FSDP2 has given classes of its own, which are few."""
     kinds = {kind for kind in {*map(type, modules)} if issubclass(kind, FSDPModule)}
     return [one for one in modules if type(one) in kinds] if kinds else []
+
+
+def _parameter_groups(modules: Sequence[nn.Module]) -> list[Any]:
+    """FSDP2's records of the parameters that it gathers together."""
+    states: list[Any] = [one._get_fsdp_state() for one in _cut_modules(modules)]
+    groups = [getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group] for state in states]
+    return [group for some in groups for group in some if group]
+
+
+def _warn_of_copies(modules: Sequence[nn.Module]) -> None:
+    """Warn of tied parameters that FSDP2 computes with in two copies, of which the optimizer knows one.
+
+    Where shards are padded, as rows are that do not divide by the ranks, torch makes a copy for each of the two modules
+    that it has cut one by one. The other copy is trained by nobody and is in no state dict.
+    """
+    records = [one for group in _parameter_groups(modules) if _is_in_use(group) for one in group.fsdp_params]
+    several = {key for key, count in Counter(id(one.sharded_param) for one in records).items() if count > 1}
+    apart = {id(one.sharded_param) for one in records if id(one.sharded_param) in several and not _is_current(one)}
+    if apart:
+        named = modules[0].named_parameters(remove_duplicate=False)
+        names = [name for name, parameter in named if id(parameter) in apart]
+        warnings.warn(
+            f"{listing(names, ', ')}: tied, but FSDP2 computes with another copy that is not trained and not saved; "
+            "let the rows divide by the ranks (resize_token_embeddings(pad_to_multiple_of=...)), or untie them",
+            stacklevel=2,
+        )
+
+
+def _is_in_use(group: Any) -> bool:
+    """Whether a forward was run: before it, copies are still to be refreshed."""
+    return bool(getattr(group, "_reset_sharded_params", False))
+
+
+def _is_current(record: Any) -> bool:
+    """Whether what FSDP2 gathers has the values of the parameter."""
+    gathered, local = record._sharded_param_data, record.sharded_param._local_tensor
+    return gathered.data_ptr() == local.data_ptr() or torch.equal(gathered[: local.numel()], local.reshape(-1))
 
 
 @dataclass(frozen=True)

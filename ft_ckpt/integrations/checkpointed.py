@@ -42,12 +42,13 @@ _WEIGHTS = re.compile(r"((pytorch_)?model|adapter_model)(-\d+-of-\d+)?\.(safeten
 
 @dataclass(frozen=True)
 class TrainerSettings:
-    """What `FtCkptCallback` was told: which checkpoints stay, what a resume may lack, how to save, what follows."""
+    """What `FtCkptCallback` was told: which checkpoints stay, what a resume may lack, how to save, and what."""
 
     keep: Keep | None
     allow: Iterable[str] | bool
     config: SaverConfig
     on_saved: tuple[SaveHook, ...] = ()
+    has_state: bool = False  # of checkpoints, whatever the Trainer was told about weights alone
 
 
 class Checkpointed(Trainer):  # type: ignore[misc]  # transformers is not typed
@@ -256,14 +257,9 @@ class Checkpointed(Trainer):  # type: ignore[misc]  # transformers is not typed
             "extra_files": {**self.__added_files(), TRAINER_STATE_NAME: state_text(self)},
             "background": False,  # the Trainer deletes older checkpoints once this returns
         }
-        if self.args.save_only_model:
+        if self.args.save_only_model and not self.ft_ckpt.has_state:
             adapters = has_adapters(wrappers.unwrap(self.model_wrapped))
             self.__saver.save(self.model_wrapped, target, adapter_only=adapters, step=step, **given)
-        elif getattr(self, "is_distributed_loading_by_transformers", False):
-            raise ConfigError(
-                f"{target}: with the state of a run whose model from_pretrained(distributed_config=...) has cut; the "
-                "Trainer does not go on with it exactly: save_only_model=True, or saver.save_state in your own loop"
-            )
         else:
             # A pass may have been broken off in the middle of a step, whose gradients the Trainer keeps nowhere either.
             self.accelerator.gradient_state._set_sync_gradients(True)

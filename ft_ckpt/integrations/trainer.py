@@ -34,7 +34,9 @@ class FtCkptCallback(TrainerCallback):  # type: ignore[misc]  # transformers is 
 
     `keep` says which checkpoints stay (the best that the Trainer knows of always does); a number is of the newest;
     None: the Trainer's `save_total_limit` does, of this run's checkpoints. `allow` names items that a resume may do
-    without. `on_saved` and `settings` are those of `CheckpointSaver`.
+    without. With `state=True` checkpoints hold the state of the run although `save_only_model=True` is set, which the
+    Trainer demands for models that `from_pretrained(distributed_config=...)` has cut. `on_saved` and `settings` are
+    those of `CheckpointSaver`.
 
     Raises ConfigError for settings that cannot work.
     """
@@ -44,12 +46,13 @@ class FtCkptCallback(TrainerCallback):  # type: ignore[misc]  # transformers is 
         *,
         keep: Keep | int | None = None,
         allow: Iterable[str] | bool = (),
+        state: bool = False,
         on_saved: SaveHook | Iterable[SaveHook] | None = None,
         **settings: Any,
     ) -> None:
         if "every" in settings:
             raise ConfigError("every=: when to save is the Trainer's to say; set save_strategy and save_steps")
-        self._settings = TrainerSettings(keep_of(keep), allow, make_config(None, settings), hooks_of(on_saved))
+        self._settings = TrainerSettings(keep_of(keep), allow, make_config(None, settings), hooks_of(on_saved), state)
         self._trainer: Any = None
 
     @classmethod

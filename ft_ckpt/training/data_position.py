@@ -41,6 +41,7 @@ class DataPosition:
         it is; False only where it cannot say at all (the shuffle buffer of a `datasets` stream is filled anew then).
         """
         self.loader, self.rank, self.size, self.replay = loader, rank, size, replay
+        self.shares = dataloaders.data_shares(loader, size)  # of the data; ranks that are given the same count once
         self.epoch = 0  # passes done
         self.batch = 0  # batches of this rank given in the current pass
         self.samples = 0  # given to all ranks since the run began, if theirs are as large as ours
@@ -102,6 +103,7 @@ class DataPosition:
             self._numbers = dataloaders.loader_counters(self.loader)
         return {
             "size": self.size,
+            "shares": self.shares,
             "epoch": self.epoch,
             "batch": self.batch,
             "samples": self.samples,
@@ -135,11 +137,12 @@ class DataPosition:
         self._states = [state["loader"]] if state["loader"] is not None and self._jumps_by_state else []
         self._pending = self._start is not None
         dataloaders.set_loader_counters(self.loader, self._numbers)
-        is_same = state["size"] == self.size
+        shares = state.get("shares", state["size"])  # older states do not say
+        is_same = (state["size"], shares) == (self.size, self.shares)
         # Accelerate gives samplers a generator when there are several ranks, and none when there is one.
         own = {key: value for key, value in state["own"].items() if is_same or value is not None}
         dataloaders.set_generator_states(self.loader, own)
-        return self._adapt_to_ranks(state["size"]) if self._pending and not is_same else []
+        return self._adapt_to_ranks(state["size"], shares) if self._pending and not is_same else []
 
     def _begin_pass(self) -> Iterator[Any]:
         self.end_pass()  # the last loop was left in the middle
@@ -157,7 +160,7 @@ class DataPosition:
             self._last = RandomState(self.loader)
 
     def _count_batch(self, batch: Any) -> None:
-        given = dataloaders.samples_in(batch) * self.size
+        given = dataloaders.samples_in(batch) * self.shares
         self.batch, self.samples, self._given = self.batch + 1, self.samples + given, self._given + given
         self._remember_own_state()
 
@@ -233,23 +236,23 @@ class DataPosition:
         again = self.batch if self.replay else min(self.batch, _AHEAD if ahead else 1)
         jumps: list[AbstractContextManager[None]] = []
         if self._offset:
-            unseen = self._offset // dataloaders.sampler_divisor(self.loader, self.size)
+            unseen = self._offset // dataloaders.sampler_divisor(self.loader, self.shares)
             jumps.append(dataloaders.skipping_items(self.loader, 0, unseen, inside=True))
         # The first batch stays: loaders that fill up the last batch do it with the first.
         keep, drop = max(again - 1, 0) * unit, (self.batch - again) * unit
         jumps.append(dataloaders.skipping_items(self.loader, keep, drop, self._start if self._warm else None))
         return again, jumps
 
-    def _adapt_to_ranks(self, saved: int) -> list[str]:
-        """Go on after the samples that `saved` ranks had seen together."""
+    def _adapt_to_ranks(self, saved: int, shares: int) -> list[str]:
+        """Go on after the samples that `saved` ranks had seen together, in so many shares."""
         if self._origin is not None:
             raise LoadError(
                 f"the data: in a pass that another library's loader had begun on {saved} rank(s), {self.size} here; "
                 "resume on as many until the pass is done"
             )
         self._last, self._states = self._start, []
-        full, length = dataloaders.global_batch(self.loader, self.size), dataloaders.pass_length(self.loader)
-        full = full or self._given // max(self.batch * saved, 1) * self.size
+        full, length = dataloaders.global_batch(self.loader, self.shares), dataloaders.pass_length(self.loader)
+        full = full or self._given // max(self.batch * shares, 1) * self.shares
         done = f"{saved} ranks had seen {self._given} samples of this pass, {self.size} go on"
         if self._loaded_at_end and length is not None and not self._offset:
             self.batch = length
@@ -259,7 +262,7 @@ class DataPosition:
             return [f"{done} with batch {self.batch + 1} of theirs"]
         if dataloaders.is_map(self.loader):
             self.batch, self._offset = 0, self._given
-            left = self._given % dataloaders.sampler_divisor(self.loader, self.size)
+            left = self._given % dataloaders.sampler_divisor(self.loader, self.shares)
             twice = f"; {left} of them are given again, so that all ranks begin alike" if left else ""
             return [f"{done} in the middle of a batch of theirs: batches are cut anew from there{twice}"]
         self.batch = self._given // full if full else 0

@@ -101,21 +101,33 @@ def batches_per_call(loader: Any) -> int:
     return int(loader.state.num_processes)
 
 
-def global_batch(loader: Any, size: int) -> int | None:
+def data_shares(loader: Any, size: int) -> int:
+    """Into how many shares the data is cut over `size` ranks: fewer where some are given the same, as under tensor
+    parallelism.
+    """
+    if hasattr(loader, "slice_fn"):  # one that reads for all gives one batch to all of a mesh with tensor parallelism
+        return 1 if getattr(loader, "submesh_tp", None) else size
+    parts = [_sampler_at(holder, name) for holder, name in _sampler_places(loader)] + _nested_datasets(loader)
+    told = [getattr(part, name) for part in parts for name in ("num_processes", "num_replicas") if hasattr(part, name)]
+    is_whole = base_loader(loader) is not loader and is_map(loader)  # Accelerate cuts what is more than one share
+    return int(told[0]) if told else 1 if is_whole else size
+
+
+def global_batch(loader: Any, shares: int) -> int | None:
     """Samples of all ranks in a full batch, None when the loader does not say."""
     inner = base_loader(loader)
     index = getattr(inner, "batch_sampler", None)
     index = getattr(inner, "sampler", None) if index is None else index
     batch = getattr(inner, "batch_size", None) or getattr(index, "batch_size", None)
     split = getattr(loader if hasattr(loader, "slice_fn") else index, "split_batches", False)
-    return int(batch) * (1 if split else size) if batch else None
+    return int(batch) * (1 if split else shares) if batch else None
 
 
-def sampler_divisor(loader: Any, size: int) -> int:
-    """Over how many ranks the innermost sampler is divided: 1 when every rank's is of all samples."""
+def sampler_divisor(loader: Any, shares: int) -> int:
+    """Into how many of the shares the innermost sampler is divided: 1 when every rank's is of all samples."""
     samplers = [_sampler_at(holder, name) for holder, name in _sampler_places(loader)]
     shared = hasattr(loader, "slice_fn") or any(hasattr(sampler, "num_processes") for sampler in samplers)
-    return 1 if shared else size
+    return 1 if shared else shares
 
 
 def pass_length(loader: Any) -> int | None:

@@ -14,7 +14,7 @@ from ft_ckpt.errors import IncompleteError
 
 TWO = [
     *("plain", "ddp", "compiled_ddp", "fsdp2", "fsdp1", "fsdp1_flat", "tensor_parallel"),
-    *("shards_not_copies", "comparing", "bounded", "handed_over", "gathering_fails"),
+    *("shards_not_copies", "comparing", "bounded", "handed_over", "gathering_fails", "tied_copies"),
 ]
 FOUR = ["fsdp2", "hybrid", "two_dimensions"]
 

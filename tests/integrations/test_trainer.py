@@ -10,7 +10,7 @@ import torch
 import trainers
 from launch import run_cases
 from safetensors.torch import load_file
-from trainers import Recorded, Sentences, Stream, ours, run, trainer
+from trainers import Recorded, Sentences, Stream, even_llama, ours, run, trainer
 from transformers import EarlyStoppingCallback, Trainer, TrainerCallback
 
 import ft_ckpt
@@ -302,12 +302,9 @@ def test_weights_alone(tmp_path):
     assert all(map(torch.equal, made.model.parameters(), again.model.parameters()))
 
 
-def test_no_state_of_a_model_that_transformers_has_cut(tmp_path):
-    """The Trainer refuses it when it is made, and does not go on exactly where that is got round."""
-    made = ours(tmp_path, max_steps=1)
-    made.is_distributed_loading_by_transformers = True
-    with pytest.raises(ConfigError, match="save_only_model=True"):
-        run(made)
+def test_the_state_of_a_run_where_the_trainer_would_keep_weights_alone(tmp_path):
+    run(ours(tmp_path, stop_after=2, save_only_model=True, state=True))
+    assert len(run(ours(tmp_path, stop_after=3, seed=1, save_only_model=True, state=True), True)) == 1
 
 
 def test_callbacks_keep_their_state(tmp_path):
@@ -398,6 +395,22 @@ def test_two_ranks(tmp_path):
     expected = run(trainer(tmp_path / "plain", **shape))
     found = run(ours(tmp_path / "one", **shape), tmp_path / "exact/llama" / "run" / "checkpoint-3")
     assert [batch for batch, _ in found] == [batch for batch, _ in expected[3:]]
+
+
+def test_models_that_transformers_has_cut(tmp_path):
+    """One process goes on with the samples that two ranks of one share have left."""
+    cases = ["exact/mesh_tensor", "best/mesh_rows"]
+    assert run_cases("trainer", cases, tmp_path, timeout=280) == dict.fromkeys(cases, "")
+    shape = {"train_dataset": Sentences(noise=False), "kind": even_llama, "save_strategy": "no"}
+    expected = run(trainer(tmp_path / "plain", **shape))
+    found = run(ours(tmp_path / "one", **shape), tmp_path / "exact/mesh_tensor" / "run" / "checkpoint-3")
+    assert [batch for batch, _ in found] == [batch for batch, _ in expected[3:]]
+
+
+@pytest.mark.slow
+def test_models_that_transformers_has_cut_twice(tmp_path):
+    cases = ["exact/mesh_tensor_fsdp", "best/mesh_tensor_fsdp", "exact/mesh_hybrid"]
+    assert run_cases("trainer", cases, tmp_path, 4, timeout=280) == dict.fromkeys(cases, "")
 
 
 def test_sft_trainer(tmp_path):

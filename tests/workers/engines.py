@@ -2,6 +2,7 @@
 
 import sys
 import time
+import warnings
 from contextlib import suppress
 from pathlib import Path
 
@@ -159,10 +160,33 @@ def gathering_fails() -> None:
     assert time.monotonic() - begun < 20
 
 
+def tied_copies() -> None:
+    """Tied once they are cut, of rows that do not divide, FSDP2 computes with two copies on the rank that is short."""
+    for rows, is_apart in ((2 * WORLD, False), (2 * WORLD - 1, RANK == WORLD - 1)):
+        model = nn.Sequential(nn.Embedding(rows, 4), nn.Linear(4, rows, bias=False))
+        mesh = init_device_mesh("cpu", (WORLD,))
+        for part in model:
+            fully_shard(part, mesh=mesh)
+        model[1].weight = model[0].weight
+        for _ in range(2):
+            with warnings.catch_warnings(record=True) as told:
+                warnings.simplefilter("always")
+                sources(model)
+            told = [one for one in told if "computes with another copy" in str(one.message)]
+            optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+            model(torch.arange(rows)).square().sum().backward()
+            optimizer.step()
+        assert bool(told) == is_apart, (rows, told)
+        assert not told or str(told[0].message).startswith("0.weight, 1.weight: tied")
+
+
 WRAPPERS = (plain, ddp, compiled_ddp, fsdp2, fsdp1, fsdp1_flat, hybrid, tensor_parallel, two_dimensions)
 CASES = {
     **{wrap.__name__: (lambda wrap=wrap: gathers(wrap)) for wrap in WRAPPERS},
-    **{case.__name__: case for case in (shards_not_copies, comparing, bounded, handed_over, gathering_fails)},
+    **{
+        case.__name__: case
+        for case in (shards_not_copies, comparing, bounded, handed_over, gathering_fails, tied_copies)
+    },
 }
 
 

@@ -1,9 +1,10 @@
 """The Trainer on several ranks, each with its share of the data: "exact/kind", "best/kind", "final/kind", and so on.
 
-A kind is a model under DDP, or "fsdp2".
+A kind is a model under DDP, "fsdp2", or a mesh over which transformers cuts the model.
 """
 
 import os
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +12,10 @@ import harness  # first: it arms the stack dump
 import pytest
 import torch
 import torch.distributed as dist
+from accelerate import ParallelismConfig
 from safetensors.torch import load_file
-from trainers import Sentences, ours, run, trainer
+from trainers import Sentences, even_llama, ours, run, trainer
+from wrappers import cut_over_ranks
 
 from ft_ckpt import verify
 from ft_ckpt.errors import CheckpointError
@@ -22,10 +25,19 @@ SHARDED = {
     "fsdp": "full_shard",
     "fsdp_config": {"version": 2, "fsdp_version": 2, "state_dict_type": "SHARDED_STATE_DICT"},
 }
+MESHES = {
+    "mesh_rows": {"fsdp_size": 2},
+    "mesh_tensor": {"tp_size": 2},
+    "mesh_tensor_fsdp": {"tp_size": 2, "fsdp_size": 2},
+    "mesh_hybrid": {"fsdp_size": 2, "dp_replicate_size": 2},
+}
 
 
 def shape_of(kind: str) -> dict[str, Any]:
-    return {"train_dataset": Sentences(noise=False), **(SHARDED if kind == "fsdp2" else {"kind": kind})}
+    own: dict[str, Any] = SHARDED if kind == "fsdp2" else {"kind": kind}
+    if kind in MESHES:  # the Trainer takes such a model only if it is to keep weights alone
+        own = {"kind": lambda: cut_over_ranks(even_llama(), **MESHES[kind]), "save_only_model": True}
+    return {"train_dataset": Sentences(noise=False), **own}
 
 
 def of_rank_0(folder: Path) -> Path:
@@ -36,13 +48,13 @@ def of_rank_0(folder: Path) -> Path:
 
 
 def exact(folder: Path, kind: str) -> None:
-    shape = shape_of(kind)
+    shape, told = shape_of(kind), {"state": kind in MESHES}
     expected = run(trainer(folder / "plain", **shape, save_strategy="no"))
-    first = run(ours(folder / "run", **shape, stop_after=3))
+    first = run(ours(folder / "run", **shape, **told, stop_after=3))
     assert first == expected[:3]
-    again = run(ours(folder / "run", **shape, seed=0 if kind == "lora" else 1), True)
+    again = run(ours(folder / "run", **shape, **told, seed=0 if kind == "lora" else 1), True)
     assert first + again == expected, (first, again, expected)
-    assert verify(of_rank_0(folder) / "run" / "checkpoint-8").ok
+    assert verify(of_rank_0(folder) / "run" / f"checkpoint-{len(expected)}").ok
 
 
 def far(folder: Path, kind: str) -> None:
@@ -80,6 +92,7 @@ def best(folder: Path, kind: str) -> None:
     made = ours(
         folder,
         **shape_of(kind),
+        state=kind in MESHES,
         compute_metrics=lambda _: {"figure": next(metrics)},
         metric_for_best_model="figure",
         greater_is_better=False,
@@ -108,4 +121,8 @@ def case(name: str, folder: Path) -> None:
 
 
 if __name__ == "__main__":
+    if any("/mesh" in name for name in sys.argv):
+        dist.init_process_group("gloo")
+        # Accelerate goes by the name of the device alone when it refuses this mesh to processors.
+        ParallelismConfig._validate_accelerator = lambda self, accelerator: None
     harness.run(case)

@@ -165,20 +165,25 @@ def fsdp2_tensor_parallel(model: nn.Module) -> nn.Module:
     return fsdp2(tensor_parallel(model, mesh["tensor"]), mesh["data"])
 
 
-def distributed(**sizes: int) -> Callable[[nn.Module], Live]:
+def cut_over_ranks(model: nn.Module, **sizes: int) -> nn.Module:
     """The model as transformers loads it over a mesh of those sizes."""
+    from transformers import DistributedConfig
+
+    names = [tempfile.mkdtemp() if dist.get_rank() == 0 else ""]
+    dist.broadcast_object_list(names)
+    if dist.get_rank() == 0:
+        model.save_pretrained(names[0])
+    dist.barrier()
+    config = DistributedConfig(**sizes)
+    return type(model).from_pretrained(names[0], distributed_config=config).train()  # type: ignore[attr-defined,no-any-return]
+
+
+def distributed(**sizes: int) -> Callable[[nn.Module], Live]:
+    """The same, with what trained before being trained, and its optimizer."""
 
     def wrap(model: nn.Module) -> Live:
-        from transformers import DistributedConfig
-
-        names = [tempfile.mkdtemp() if dist.get_rank() == 0 else ""]
-        dist.broadcast_object_list(names)
-        if dist.get_rank() == 0:
-            model.save_pretrained(names[0])
-        dist.barrier()
         trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
-        config = DistributedConfig(**sizes)
-        cut = type(model).from_pretrained(names[0], distributed_config=config).train()  # type: ignore[attr-defined]
+        cut = cut_over_ranks(model, **sizes)
         for name, parameter in cut.named_parameters():
             parameter.requires_grad_(name in trained)
         return Live(cut, adam(cut))
