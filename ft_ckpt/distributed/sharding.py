@@ -200,7 +200,7 @@ class Mesh:
 
 @dataclass(frozen=True)
 class MeshSharding:
-    """A tensor cut along dimensions over a mesh, as torch.chunk cuts, and replicated over the rest of the mesh.
+    """A tensor cut along dimensions over a mesh, as torch.chunk cuts or in parts of given sizes; the rest are replicas.
 
     A mesh without rank 0 holds again what another one holds, and contributes nothing.
     """
@@ -210,6 +210,7 @@ class MeshSharding:
     cuts: tuple[int | None, ...]  # for each dimension of the mesh the one of the view that it cuts
     is_replicated: bool = False
     order: tuple[int, ...] = ()  # of the mesh's dimensions: a later one cuts what earlier ones leave; as they come
+    sizes: tuple[int, ...] = ()  # of the parts, over a mesh of one dimension; as torch.chunk
     is_sharded = True
     is_opaque = False
 
@@ -232,7 +233,7 @@ class MeshSharding:
         sizes = zip(self.cuts, self.mesh.shape, self.mesh.reaches, strict=True)
         cut = [(dim, parts, reach) for dim, parts, reach in sizes if dim is not None and min(parts, self.view[dim]) > 1]
         numel = math.prod(self.view)
-        if len(cut) > 1 or not numel or 0 not in self.mesh.places:
+        if len(cut) > 1 or not numel or 0 not in self.mesh.places or self.sizes:
             return None
         dim, parts, reach = cut[0] if cut else (0, 1, 1)
         rows = self.view[0] if self.view else 1
@@ -250,6 +251,8 @@ class MeshSharding:
         place = self.mesh.places.get(rank)
         if place is None:
             return None
+        if self.sizes:
+            return _sized_box(self.view, self.cuts[0] or 0, self.sizes, place[0])
         cuts = [*zip(self.cuts, place, self.mesh.shape, strict=True)]
         ordered = [cuts[number] for number in self.order] if self.order else cuts
         return _cut_box(self.view, tuple((dim, index, parts) for dim, index, parts in ordered if dim is not None))
@@ -308,6 +311,16 @@ def _run_in_shard(numel: int, first: int, shard: int, index: int) -> Box | None:
     return Box((start,), (stop - start,)) if stop > start else None
 
 
+def _sized_box(shape: tuple[int, ...], dim: int, sizes: tuple[int, ...], index: int) -> Box | None:
+    """The `index`-th of the parts of those sizes along a dimension."""
+    offsets = tuple(sum(sizes[:index]) if number == dim else 0 for number in range(len(shape)))
+    return _nonempty_box(offsets, (*shape[:dim], sizes[index], *shape[dim + 1 :]))
+
+
+def _nonempty_box(offsets: tuple[int, ...], sizes: tuple[int, ...]) -> Box | None:
+    return Box(offsets, sizes) if all(sizes) else None
+
+
 @lru_cache(maxsize=1 << 16)  # for each shape and rank
 def _cut_box(shape: tuple[int, ...], cuts: tuple[tuple[int, int, int], ...]) -> Box | None:
     """The box left of `shape` after cutting dimension d into n chunks and taking the i-th, as torch.chunk does.
@@ -319,4 +332,4 @@ def _cut_box(shape: tuple[int, ...], cuts: tuple[tuple[int, int, int], ...]) -> 
         step = -(-sizes[dim] // parts)
         low = min(index * step, sizes[dim])
         offsets[dim], sizes[dim] = offsets[dim] + low, min(step, sizes[dim] - low)
-    return Box(tuple(offsets), tuple(sizes)) if all(sizes) else None
+    return _nonempty_box(tuple(offsets), tuple(sizes))

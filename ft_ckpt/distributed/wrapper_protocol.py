@@ -46,7 +46,7 @@ class Wrapper:
     attribute_prefixes: tuple[str, ...] = ()
     tensor_marks: tuple[str, ...] = ()  # attributes by which it tells tensors of torch's own classes that are its own
     hides_gradients: str | None = None  # its name for people, where accumulated gradients cannot be read under it
-    shows_runs = False  # whether optimizers see, of a tensor that it describes, this rank's run of elements alone
+    shows_runs = False  # whether optimizers see this rank's elements alone, as an ordinary tensor
 
     def wraps(self, module: nn.Module) -> bool:
         """Whether `module` is a wrapper of this kind, with the module it wraps under `child_key`."""

@@ -10,6 +10,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from ft_ckpt.distributed.auto_tp import AutoTPTensors
 from ft_ckpt.distributed.fsdp1 import FSDP1Wrapper
 from ft_ckpt.distributed.fsdp2 import FSDP2Wrapper
 from ft_ckpt.distributed.plain import (
@@ -21,16 +22,15 @@ from ft_ckpt.distributed.plain import (
 )
 from ft_ckpt.distributed.sharding import Sharding
 from ft_ckpt.distributed.stand_ins import StandInTensors
-from ft_ckpt.distributed.unspoken import UnspokenParts
 from ft_ckpt.distributed.wrapper_protocol import PendingGradient, TensorLayout, Wrapper
 from ft_ckpt.distributed.zero import DeepSpeedWrapper
 
 WRAPPERS: list[Wrapper] = [
     FSDP1Wrapper(),
+    AutoTPTensors(),  # before ZeRO, whose stage 3 takes such a part for the whole
     DeepSpeedWrapper(),
     FSDP2Wrapper(),
     StandInTensors(),
-    UnspokenParts(),
     PlainTensors(),  # describes all that those above do not
     DataParallelWrapper(),
     CompiledWrapper(),
@@ -194,7 +194,7 @@ def optimizer_parameter(tensor: Any) -> Any:
 
 
 def shows_runs(tensor: Any) -> bool:
-    """Whether optimizers see this rank's run of elements alone, as an ordinary tensor of one dimension."""
+    """Whether optimizers see this rank's elements alone, as an ordinary tensor."""
     return _engine_of(tensor).shows_runs
 
 

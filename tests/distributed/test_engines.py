@@ -1,5 +1,7 @@
 """Sources and streaming gather under every wrapper, against the state dict before; the cases are in the worker."""
 
+import importlib.util
+
 import pytest
 import torch
 from launch import run_cases
@@ -84,14 +86,23 @@ def test_partitioned_without_a_trace_is_refused():
 
 
 def test_parts_that_only_their_engine_knows_of_are_refused(monkeypatch):
-    """AutoTP's and Megatron's are ordinary tensors, and would be taken for replicas."""
+    """Megatron's are ordinary tensors, and would be taken for replicas."""
     model = nn.Linear(3, 2)
     model.weight.tensor_model_parallel = True
     assert sources(model), "one process has all of it"
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
-    with pytest.raises(IncompleteError, match=r"^weight: this rank's part of a larger parameter"):
+    with pytest.raises(
+        IncompleteError, match=r"^weight: this rank's part of a larger parameter: marked .* says no more"
+    ):
         sources(model)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="needs the deepspeed extra")
+def test_parts_that_auto_tp_describes(tmp_path):
+    """As DeepSpeed's own gather puts them together, or refused."""
+    told = {"DS_ACCELERATOR": "cpu"}
+    assert run_cases("engines", ["layers_of_auto_tp"], tmp_path, env=told)["layers_of_auto_tp"] == ""
 
 
 def test_given_state_dict_must_be_the_model_s():

@@ -121,7 +121,9 @@ GROUPS = {
         },
         is_slow=True,
     ),
-    "zero12": Group(2, {"zero1": WRAPPED, "zero2": EVERYTHING}, {"DS_ACCELERATOR": "cpu"}),
+    "zero12": Group(
+        2, {"zero1": WRAPPED, "zero2": EVERYTHING, "auto_tp": ("full", "untouched")}, {"DS_ACCELERATOR": "cpu"}
+    ),
     "zero3": Group(2, {"zero3": (*EVERYTHING, *MERGED, *BYTES, *EVAL, *FORMATS)}, {"DS_ACCELERATOR": "cpu"}),
 }
 

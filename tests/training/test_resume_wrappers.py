@@ -77,3 +77,25 @@ def test_under_zero_and_out_of_it(tmp_path):
     assert outcomes == dict.fromkeys(cases, "")
     env = {"LEFT": str(tmp_path / "first" / "leave/zero3/llama")}
     assert run_cases("resume", ["take/none/llama"], tmp_path / "alone", 1, env=env)["take/none/llama"] == ""
+
+
+@pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="needs the deepspeed extra")
+def test_under_auto_tp_and_out_of_it(tmp_path):
+    """Layers that DeepSpeed has cut, and the optimizer's moments of them; those of its own ZeRO are refused by name."""
+    cases = ["exact/auto_tp/qwen3", "leave/auto_tp/qwen3", "refused/auto_tp_zero1/qwen3"]
+    outcomes = run_cases("resume", cases, tmp_path / "first", timeout=280, env=ZERO)
+    assert outcomes == dict.fromkeys(cases, "")
+    env = {"LEFT": str(tmp_path / "first" / "leave/auto_tp/qwen3")}
+    assert run_cases("resume", ["take/none/qwen3"], tmp_path / "alone", 1, env=env)["take/none/qwen3"] == ""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="needs the deepspeed extra")
+def test_onto_auto_tp_with_replicas(tmp_path):
+    """From torch's tensor parallelism, on two groups of two ranks, and back."""
+    roads = [("tensor_parallel", 2, "auto_tp", 4), ("auto_tp", 4, "fsdp2", 2)]
+    for number, (before, ranks, after, more) in enumerate(roads):
+        left, taken = f"leave/{before}/qwen3", f"take/{after}/qwen3"
+        assert run_cases("resume", [left], tmp_path / f"left{number}", ranks, env=ZERO)[left] == ""
+        env = ZERO | {"LEFT": str(tmp_path / f"left{number}" / left)}
+        assert run_cases("resume", [taken], tmp_path / f"taken{number}", more, env=env)[taken] == ""

@@ -5,6 +5,7 @@ import time
 import warnings
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,13 +15,14 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from wrappers import gathered_by_layer
 
 from ft_ckpt import CheckpointSaver
 from ft_ckpt.distributed.gather import are_equal, full_state_dict, gather_tensors, stream_chunks
 from ft_ckpt.distributed.inventory import sources
 from ft_ckpt.distributed.ranks import current_ranks
 from ft_ckpt.distributed.samples import sample_elements
-from ft_ckpt.errors import RankError, RanksDisagreeError
+from ft_ckpt.errors import IncompleteError, RankError, RanksDisagreeError
 
 CPU = torch.device("cpu")
 
@@ -180,12 +182,55 @@ def tied_copies() -> None:
         assert not told or str(told[0].message).startswith("0.weight, 1.weight: tied")
 
 
+def layers_of_auto_tp() -> None:
+    """Uneven parts, packed tensors and whole biases against DeepSpeed's own gather; what it does not tell is named."""
+    import deepspeed
+    from deepspeed.module_inject import layers
+    from deepspeed.module_inject.tp_shard import AutoTPMeta
+
+    deepspeed.init_distributed("gloo")
+    layers.set_autotp_mode(training=True)
+    told: dict[str, Any] = {"mp_group": dist.group.WORLD, "tp_meta": AutoTPMeta(num_kv_heads=3)}
+    torch.manual_seed(0)
+    column, row = layers.SubParamLinearLayer, layers.SubParamLinearAllreduce
+    makers = {
+        "rows": lambda: layers.LinearLayer(nn.Linear(5, 12), name="q_proj", **told),  # 8 and 4: by heads
+        "short": lambda: layers.LinearLayer(nn.Linear(4, 7), name="lm_head", **told),
+        "columns": lambda: layers.LinearAllreduce(nn.Linear(9, 4), name="o_proj", **told),
+        "one": lambda: layers.LinearLayer(nn.Linear(3, 1), name="lm_head", **told),  # nothing on the others
+        "packed": lambda: column(nn.Linear(3, 10), shape=(2, -1), name="mlp.gate_up", **told),
+        "packed_columns": lambda: row(nn.Linear(10, 4), shape=(-1, (5, 5)), name="mlp.down", **told),
+        "other_sizes": lambda: column(nn.Linear(3, 12), shape=((6, 3, 3), -1), name="qkv", **told),
+        "other_axis": lambda: layers.conv_LinearLayer(nn.Linear(6, 6, bias=False), name="c_fc", **told),
+    }
+    model = nn.ModuleDict({name: make() for name, make in makers.items()})
+    refused = r"other_sizes\.weight.*tensors of other sizes in one.*other_axis\.weight"
+    with pytest.raises(IncompleteError, match=refused):
+        sources(model)
+    del model["other_sizes"], model["other_axis"]
+    sharded = {name for name, one in sources(model).items() if one.sharding.is_sharded}
+    assert sharded == {name for name in sources(model) if "columns.bias" not in name}
+    for bucket_bytes in (1 << 20, 1):
+        full = full_state_dict(model, bucket_bytes=bucket_bytes)
+        for name, parameter in model.named_parameters():
+            whole = gathered_by_layer(parameter) if hasattr(parameter, "gather_params") else parameter
+            assert RANK or torch.equal(full[name], whole), name
+
+
 WRAPPERS = (plain, ddp, compiled_ddp, fsdp2, fsdp1, fsdp1_flat, hybrid, tensor_parallel, two_dimensions)
 CASES = {
     **{wrap.__name__: (lambda wrap=wrap: gathers(wrap)) for wrap in WRAPPERS},
     **{
         case.__name__: case
-        for case in (shards_not_copies, comparing, bounded, handed_over, gathering_fails, tied_copies)
+        for case in (
+            shards_not_copies,
+            comparing,
+            bounded,
+            handed_over,
+            gathering_fails,
+            tied_copies,
+            layers_of_auto_tp,
+        )
     },
 }
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import harness  # first: it arms the stack dump
 import models
+import pytest
 import torch
 import torch.distributed as dist
 from safetensors.torch import load_file, save_file
@@ -20,6 +21,7 @@ from wrappers import WRAPPERS, Live, truth
 from ft_ckpt import CheckpointSaver
 from ft_ckpt.distributed.gather import gather_tensors
 from ft_ckpt.distributed.ranks import current_ranks
+from ft_ckpt.errors import SelectionError
 from ft_ckpt.training import state as training
 from ft_ckpt.training.items import known_sources, run_items
 
@@ -112,6 +114,16 @@ def move(wrapper: str, model: str, folder: Path) -> None:
         saver.save_state(path=folder / "ours")
 
 
+def refused(wrapper: str, model: str, folder: Path) -> None:
+    """The weights are saved, the state of the run is not."""
+    live = live_model(wrapper, model)
+    with saver_of(live, folder / "run") as saver:
+        train(live, saver, 0, 1)
+        assert saver.save(live.model, folder / "weights").tensors
+        with pytest.raises(SelectionError, match="model parallelism: its state cannot be kept by name"):
+            saver.save_state()
+
+
 def optimizer_state(live: Live) -> dict[str, torch.Tensor]:
     """The optimizer's tensors, whole, on rank 0; checked against torch's own gather where that works."""
     items = run_items(None, {"model": live.model, "optimizer": live.optimizer})
@@ -136,11 +148,12 @@ def case(name: str, folder: Path) -> None:
         "leave": leave,
         "take": take,
         "move": move,
+        "refused": refused,
     }
     actions[action](wrapper, model, folder)
 
 
 if __name__ == "__main__":
-    if not any("/zero" in name for name in sys.argv):
+    if not any("/zero" in name or "/auto_tp" in name for name in sys.argv):
         dist.init_process_group("gloo", timeout=timedelta(seconds=60))
     harness.run(case)
