@@ -118,7 +118,7 @@ def manifest_from_json(text: str, source: str = MANIFEST_NAME) -> Manifest:
 
 def _file_json(file: FileRecord) -> str:
     plain = {key: value for key, value in vars(file).items() if key != "etag" or value is not None}
-    return _json_text({**plain, "cuts": [list(vars(cut).values()) for cut in file.cuts]})
+    return _json_text({**plain, "cuts": file.cuts})
 
 
 def _part_json(part: PartRecord) -> str:

@@ -29,13 +29,13 @@ class OddValue(ValueError):  # noqa: N818 - named for what was found
 def reader_of(kind: Any) -> _Reader:
     """The function that turns a value of JSON into a `kind`.
 
-    Kinds are dataclasses, tuple[X, ...], Mapping[str, X], X | None, str, int, float, bool and Any.
+    Kinds are dataclasses, named tuples, tuple[X, ...], Mapping[str, X], X | None, str, int, float, bool and Any.
 
     It raises OddValue for a value of another type, and for a field that is missing; fields that are not declared are
-    dropped. A dataclass may come as the list of its fields, too.
+    dropped. A record may come as the list of its fields, too.
     """
     inside = get_args(kind)
-    if isinstance(kind, type) and is_dataclass(kind):
+    if isinstance(kind, type) and (is_dataclass(kind) or hasattr(kind, "_fields")):
         return _record_reader(kind)
     if get_origin(kind) is tuple:
         return _list_reader(reader_of(inside[0]))
@@ -48,8 +48,12 @@ def reader_of(kind: Any) -> _Reader:
 
 
 def _record_reader(kind: Any) -> _Reader:
-    readers: dict[str, _Reader] = {one.name: reader_of(one.type) for one in fields(kind)}  # type: ignore[arg-type]
-    needed = {one.name for one in fields(kind) if one.default is MISSING and one.default_factory is MISSING}
+    if is_dataclass(kind):
+        kinds: dict[str, Any] = {one.name: one.type for one in fields(kind)}
+        needed = {one.name for one in fields(kind) if one.default is MISSING and one.default_factory is MISSING}
+    else:
+        kinds, needed = kind.__annotations__, {*kind._fields} - kind._field_defaults.keys()
+    readers: dict[str, _Reader] = {name: reader_of(one) for name, one in kinds.items()}
 
     def read_record(value: Any) -> Any:
         document = value

@@ -68,7 +68,7 @@ def show_file(source: Place, *, as_json: bool) -> None:
         skipped = list(getattr(file, "skipped", ()))
     size = sum(spec.size_bytes for spec in specs.values())
     if as_json:
-        tensors = [{**dataclasses.asdict(spec), "bytes": spec.size_bytes} for spec in specs.values()]
+        tensors = [{**spec._asdict(), "bytes": spec.size_bytes} for spec in specs.values()]
         views.print_json({"path": str(source), "bytes": size, "tensors": tensors, "ties": ties, "others": skipped})
         return
     print(f"{source}: {len(specs)} tensors, {human_size(size)}")

@@ -25,6 +25,7 @@ class FSDP2Wrapper(Wrapper):
     packages = ("torch.distributed.",)
     attribute_prefixes = ("_fsdp_", "_is_fsdp_", "__composable")
     tensor_marks = ("placements",)
+    layout_facts = ("shape", "dtype", "requires_grad", "device_mesh", "placements")
 
     def describes(self, tensor: Any) -> bool:
         """Whether it is a distributed tensor."""
@@ -55,6 +56,10 @@ class FSDP2Wrapper(Wrapper):
             return local
         box = self.layout_of(tensor).sharding.local_box(global_rank())
         return local if box is None or tuple(local.shape) == box.sizes else local.view(box.sizes)
+
+    def has_data(self, tensor: Any) -> bool:
+        """As torch's own kind of them tells at once: all of a model are asked."""
+        return tensor._local_tensor.device.type != "meta" if type(tensor) is DTensor else super().has_data(tensor)
 
     def cut_facts(self, tensor: Any) -> Any:
         """Mesh and placements, of torch's own kind of them."""

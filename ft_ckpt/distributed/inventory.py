@@ -7,9 +7,10 @@ asked. Keys count up in the order of noting, so equal walks over equal models gi
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from itertools import count
-from typing import Any, NamedTuple, TypeVar
+from operator import attrgetter
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -24,33 +25,34 @@ from ft_ckpt.distributed.tensor_info import Source, TensorInfo
 from ft_ckpt.errors import IncompleteError, SelectionError, listing
 
 Info = TypeVar("Info", bound=TensorInfo)
-
-
-class ModuleRow(NamedTuple):
-    """One module of a walk, and the keys of its own parameters and persistent buffers, in that order."""
-
-    path: str  # canonical
-    raw_path: str
-    module: nn.Module
-    tensors: tuple[tuple[str, int], ...]  # (name in the module, key)
+_DENSITY = attrgetter("layout", "is_quantized")
+_DENSE = (torch.strided, False)
 
 
 @dataclass(frozen=True, eq=False)
 class ModelRows:
-    """The walk over one model: its modules, and of each the names of its children, and its tensors' names and keys."""
+    """The walk over one model: its modules, and of each the names of its children and of its own tensors."""
 
     chain: tuple[nn.Module, ...]  # the model as it is given, each wrapped module, the user's own last
     modules: list[nn.Module]
     children: list[tuple[str, ...]]
-    tensors: list[tuple[tuple[str, int], ...]]
+    tensors: list[tuple[str, ...]]  # parameters and persistent buffers, in that order
+    keys: list[int]  # of the tensors of all modules, one after the other
     broadcast: frozenset[int]  # keys of buffers that rank 0 will send to all
 
     @property
-    def rows(self) -> Iterator[ModuleRow]:
-        """The modules with their paths, which nobody needs who knows them already."""
-        names = wrappers.name_modules(self.modules, self.children)
-        for (path, raw), module, tensors in zip(names, self.modules, self.tensors, strict=True):
-            yield ModuleRow(path, raw, module, tensors)
+    def places(self) -> Iterator[tuple[str, str, int]]:
+        """Canonical name, raw name and key of each tensor."""
+        names, keys = wrappers.name_modules(self.modules, self.children), iter(self.keys)
+        for (path, raw), tensors in zip(names, self.tensors, strict=True):
+            for own in tensors:
+                name = f"{path}.{own}" if path else own
+                yield name, name if raw == path else f"{raw}.{own}" if raw else own, next(keys)
+
+    @cached_property
+    def is_plain(self) -> bool:
+        """Whether no module lists more in its state dict than its parameters and persistent buffers."""
+        return beside.are_plain(self.modules)
 
 
 class Inventory:
@@ -75,11 +77,15 @@ class Inventory:
         everything = [*chain[:-1], *modules]
         wrappers.reshard_modules(everything)
         taken, sent = wrappers.tensors_of_modules(everything), wrappers.broadcast_buffers(model)
-        found = [_own_tensors(module, taken) for module in modules]
-        keys = iter(self.keys_of([tensor for own in found for tensor in own.values()]))
-        tensors = [(*zip(own, keys, strict=False),) for own in found]  # names first: they take no key too many
+        names: list[tuple[str, ...]] = []
+        tensors: list[Any] = []
+        for module in modules:
+            own = _own_tensors(module, taken.get(id(module), {}))
+            names.append((*own,))
+            tensors += own.values()
+        keys = self.keys_of(tensors)
         broadcast = frozenset(self._keys[buffer] for buffer in sent if buffer in self._keys)
-        self.models[item] = ModelRows(tuple(chain), modules, children, tensors, broadcast)
+        self.models[item] = ModelRows(tuple(chain), modules, children, names, keys, broadcast)
         return self.models[item]
 
     def keys_of(self, tensors: Sequence[Any]) -> list[int]:
@@ -140,16 +146,10 @@ class Inventory:
             self._infos[item, allow_meta] = self._described(item, allow_meta)
         return self._infos[item, allow_meta]
 
-    def info_of(self, key: int, name: str, raw_name: str) -> TensorInfo:
-        """The description of one tensor under a name."""
-        shape, dtype, trainable, is_parameter, engine, sharding = wrappers.layout_of(self._live[key])
-        return TensorInfo(key, name, raw_name, shape, dtype, trainable, is_parameter, engine, sharding)
-
     def added(self, item: str = "") -> dict[str, AddedValue]:
         """What the modules of the model list beside parameters and persistent buffers, tensors or not."""
         infos = self.infos(item, allow_meta=True)
-        live = {name: self.live(info.key) for name, info in infos.items() if not info.is_added}
-        return beside.added_state(self.models[item].chain[-1], live)
+        return self._added_to(item, {name: info for name, info in infos.items() if not info.is_added})
 
     def names_added(self, given: Iterable[str], item: str = "") -> list[str]:
         """The names of `added`, as far as the model can tell before it is loaded.
@@ -164,26 +164,16 @@ class Inventory:
 
     def _described(self, item: str, allow_meta: bool) -> dict[str, TensorInfo]:
         model = self.models[item]
-        found: dict[str, TensorInfo] = {}
-        unmade: list[str] = []
-        for row in model.rows:
-            for own, key in row.tensors:
-                name = f"{row.path}.{own}" if row.path else own
-                if is_lazy(self._live[key]):
-                    unmade.append(name)
-                    continue
-                raw = name if row.raw_path == row.path else f"{row.raw_path}.{own}" if row.raw_path else own
-                info = self.info_of(key, name, raw)
-                found[name] = of_rank_0(info) if key in model.broadcast else info
-        live = {name: self._live[info.key] for name, info in found.items()}
+        places = [*model.places]
+        unmade = [name for name, _, key in places if is_lazy(self._live[key])]
+        found = self._laid_out([place for place in places if place[0] not in unmade] if unmade else places)
+        if model.broadcast:
+            found = {name: of_rank_0(info) if info.key in model.broadcast else info for name, info in found.items()}
         with suppress(SelectionError) if allow_meta else nullcontext():
-            for name, one in beside.added_state(model.chain[-1], live).items():
-                if isinstance(one.value, Tensor):
-                    added = self.info_of(self.keys_of([one.value])[0], name, one.raw)
-                    found[name] = replace(added, trainable=False, is_added=True)
+            found |= self._laid_out_beside(self._added_to(item, found))
         self._refuse_sparse(found)
         _refuse_unknown_cuts(found)
-        homeless = [] if allow_meta else unmade + [name for name, info in found.items() if not self._has_data(info)]
+        homeless = [] if allow_meta else unmade + self._without_data(found)
         if homeless:
             raise IncompleteError(
                 f"{listing(homeless, ', ')}: {len(homeless)} tensor(s) of the model have no data on this rank (meta "
@@ -192,32 +182,58 @@ class Inventory:
             )
         return found
 
+    def _laid_out(self, places: Sequence[tuple[str, str, int]]) -> dict[str, TensorInfo]:
+        """The descriptions of tensors from their names, raw names and keys."""
+        layouts = wrappers.layouts_of(wrappers.by_engine(self._live[key] for _, _, key in places))
+        return {n: TensorInfo(key, n, raw, *layout) for (n, raw, key), layout in zip(places, layouts, strict=True)}
+
+    def _laid_out_beside(self, added: Mapping[str, AddedValue]) -> dict[str, TensorInfo]:
+        """The descriptions of tensors that modules list beside their own."""
+        tensors = {name: one for name, one in added.items() if isinstance(one.value, Tensor)}
+        keys = self.keys_of([one.value for one in tensors.values()])
+        found = self._laid_out([(n, one.raw, key) for (n, one), key in zip(tensors.items(), keys, strict=True)])
+        return {name: replace(info, trainable=False, is_added=True) for name, info in found.items()}
+
+    def _added_to(self, item: str, found: Mapping[str, TensorInfo]) -> dict[str, AddedValue]:
+        """What the modules of the model list beside the tensors `found`."""
+        model = self.models[item]
+        if model.is_plain:
+            return {}
+        return beside.added_state(model.chain[-1], {name: self._live[info.key] for name, info in found.items()})
+
     def _refuse_sparse(self, found: Mapping[str, TensorInfo]) -> None:
+        tensors = [one for info in found.values() if isinstance(one := self._live[info.key], Tensor)]
+        if {*map(_DENSITY, tensors)} <= {_DENSE}:
+            return
         live = {name: self._live[info.key] for name, info in found.items()}
-        odd = [f"{name}: {t.layout}" for name, t in live.items() if isinstance(t, Tensor) and not _is_dense(t)]
-        if odd:
-            raise SelectionError(
-                f"{listing(odd)}: a tensor without dense values of its own cannot be stored; make it dense, or leave "
-                "it out of the model's state dict (persistent=False)"
-            )
+        odd = [f"{n}: {one.layout}" for n, one in live.items() if isinstance(one, Tensor) and _DENSITY(one) != _DENSE]
+        raise SelectionError(
+            f"{listing(odd)}: a tensor without dense values of its own cannot be stored; make it dense, or leave "
+            "it out of the model's state dict (persistent=False)"
+        )
 
-    def _has_data(self, info: TensorInfo) -> bool:
-        sharding = info.sharding
-        if sharding.is_opaque or (sharding.is_sharded and not sharding.owners):
-            return True  # torch gathers it, or another group of replicas speaks for this one
-        if not sharding.owners:
-            return info.numel == 0
-        return info.key in self._locals or wrappers.has_data(self._live[info.key])
+    def _without_data(self, found: Mapping[str, TensorInfo]) -> list[str]:
+        """The names of those whose elements nobody has."""
+        have = wrappers.have_data(wrappers.by_engine(self._live[info.key] for info in found.values()))
+        return [name for (name, info), has in zip(found.items(), have, strict=True) if _is_lost(info, has)]
 
 
-def _own_tensors(module: nn.Module, taken: Mapping[tuple[int, str], Any]) -> dict[str, Any]:
+def _is_lost(info: TensorInfo, has_data: bool) -> bool:
+    """Whether nobody has the elements, where this rank has those that it should have if it `has_data`."""
+    if info.sharding.is_opaque:  # torch gathers it
+        return False
+    if info.sharding.owners:
+        return not has_data
+    return info.numel > 0 and not info.sharding.is_sharded  # else another group of replicas speaks for this one
+
+
+def _own_tensors(module: nn.Module, taken: Mapping[str, Any]) -> dict[str, Any]:
     """The module's own parameters and persistent buffers, in that order; for those `taken` what stands for them."""
-    own, buffers = module._parameters, module._buffers
-    found: dict[str, Any] = {}
-    if own:
-        found |= {key: value for key, value in own.items() if value is not None and key != "_flat_param"}
+    own: Any = module._parameters
+    buffers: Any = module._buffers
+    found = {key: value for key, value in own.items() if value is not None and key != "_flat_param"} if own else {}
     if taken:  # FSDP1 with use_orig_params=False leaves plain attributes where the parameters were, known to it alone
-        found |= {key: stand_in for (owner, key), stand_in in taken.items() if owner == id(module)}
+        found |= taken
     if buffers:
         passing = module._non_persistent_buffers_set
         found |= {key: one for key, one in buffers.items() if one is not None and key not in passing}
@@ -231,10 +247,6 @@ def _refuse_unknown_cuts(found: Mapping[str, TensorInfo]) -> None:
             odd.setdefault(why, []).append(name)
     if odd:
         raise IncompleteError(listing([f"{listing(names, ', ')}: {why}" for why, names in odd.items()]))
-
-
-def _is_dense(tensor: Tensor) -> bool:
-    return tensor.layout is torch.strided and not tensor.is_quantized
 
 
 def of_rank_0(info: Info) -> Info:

@@ -15,6 +15,7 @@ ORDINARY_CLASSES = frozenset((Tensor, nn.Parameter, nn.Buffer))  # torch's own
 class PlainTensors(Wrapper):
     """Ordinary tensors; on ordinary modules, which Accelerate may have put hooks on."""
 
+    layout_facts = ("shape", "dtype", "requires_grad")
     attributes = ("forward",)
     attribute_prefixes = ("_hf_hook", "_old_forward")
 

@@ -4,6 +4,8 @@ A new kind is a subclass in a file of its own, which answers what is different a
 """
 
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import repeat
+from operator import attrgetter
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -45,6 +47,7 @@ class Wrapper:
     attributes: tuple[str, ...] = ()  # that it sets on the user's modules
     attribute_prefixes: tuple[str, ...] = ()
     tensor_marks: tuple[str, ...] = ()  # attributes by which it tells tensors of torch's own classes that are its own
+    layout_facts: tuple[str, ...] = ()  # attributes that decide `layout_of`, beside whether it is a parameter; () none
     hides_gradients: str | None = None  # its name for people, where accumulated gradients cannot be read under it
     shows_runs = False  # whether optimizers see this rank's elements alone, as an ordinary tensor
 
@@ -70,6 +73,20 @@ class Wrapper:
     def layout_of(self, tensor: Any) -> TensorLayout:
         """The layout of a tensor that it `describes`. Moves nothing."""
         raise self._unanswered()
+
+    def layouts_of(self, tensors: Sequence[Any]) -> list[TensorLayout]:
+        """As `layout_of` of each; tensors with the same `layout_facts` share one."""
+        if not self.layout_facts:
+            return [*map(self.layout_of, tensors)]
+        are_parameters = map(isinstance, tensors, repeat(nn.Parameter))
+        facts = zip(map(attrgetter(*self.layout_facts), tensors), are_parameters, strict=True)
+        known: dict[Any, TensorLayout] = {}
+        found = []
+        for tensor, fact in zip(tensors, facts, strict=True):
+            if fact not in known:
+                known[fact] = self.layout_of(tensor)
+            found.append(known[fact])
+        return found
 
     def local_part(self, tensor: Any) -> Tensor | None:
         """This rank's elements of a tensor that it `describes`, without gradient; None for none. Moves nothing."""

@@ -5,7 +5,7 @@ with a `Wrapper` and add its line to WRAPPERS: the first that describes a tensor
 """
 
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import repeat
+from itertools import groupby, repeat
 from typing import Any
 
 from torch import Tensor, nn
@@ -78,13 +78,18 @@ def list_modules(root: nn.Module) -> tuple[list[nn.Module], list[tuple[str, ...]
 
     These decide all names.
     """
-    modules, children, waiting = [], [], [root]
+    modules: list[nn.Module] = []
+    children: list[tuple[str, ...]] = []
+    waiting = [root]
     while waiting:
         module = waiting.pop()
+        modules.append(module)
         below: Any = module._modules
+        if not below:
+            children.append(())
+            continue
         if None in below.values():
             below = {name: child for name, child in below.items() if child is not None}
-        modules.append(module)
         children.append((*below,))
         waiting += reversed(below.values())
     return modules, children
@@ -106,12 +111,16 @@ def hides_tensors(module: nn.Module) -> bool:
     return any(wrapper.hides_tensors(module) for wrapper in WRAPPERS)
 
 
-def tensors_of_modules(modules: Sequence[nn.Module]) -> dict[tuple[int, str], Any]:
-    """(id of a module, name) -> what stands for the parameter that an engine has taken from that module.
+def tensors_of_modules(modules: Sequence[nn.Module]) -> dict[int, dict[str, Any]]:
+    """By id of a module and name: what stands for the parameter that an engine has taken from that module.
 
     Wrappers must be among `modules`.
     """
-    return {place: tensor for wrapper in WRAPPERS for place, tensor in wrapper.tensors_of_modules(modules).items()}
+    found: dict[int, dict[str, Any]] = {}
+    for wrapper in WRAPPERS:
+        for (owner, name), tensor in wrapper.tensors_of_modules(modules).items():
+            found.setdefault(owner, {})[name] = tensor
+    return found
 
 
 def reshard_modules(modules: Sequence[nn.Module]) -> None:
@@ -155,6 +164,21 @@ def layout_of(tensor: Any) -> TensorLayout:
     return _engine_of(tensor).layout_of(tensor)
 
 
+def by_engine(tensors: Iterable[Any]) -> list[tuple[Wrapper, list[Any]]]:
+    """The tensors in their order, neighbours that one engine describes together."""
+    return [(wrapper, [*some]) for wrapper, some in groupby(tensors, _engine_of)]
+
+
+def layouts_of(described: Iterable[tuple[Wrapper, list[Any]]]) -> list[TensorLayout]:
+    """As `layout_of` of each of the tensors `by_engine`; what is alike is worked out once."""
+    return [layout for wrapper, tensors in described for layout in wrapper.layouts_of(tensors)]
+
+
+def have_data(described: Iterable[tuple[Wrapper, list[Any]]]) -> list[bool]:
+    """Whether this rank's elements of each of the tensors `by_engine` are anywhere, if it has any."""
+    return [has for wrapper, tensors in described for has in map(wrapper.has_data, tensors)]
+
+
 def local_part(tensor: Any) -> Tensor | None:
     """This rank's elements of a tensor, without gradient; None for none. Moves nothing."""
     return _engine_of(tensor).local_part(tensor)
@@ -171,11 +195,6 @@ def cut_facts(tensors: Sequence[Any]) -> Any:
         return ()
     facts = [_engine_of(one).cut_facts(one) for one in tensors]
     return None if any(one is None for one in facts) else facts
-
-
-def has_data(tensor: Any) -> bool:
-    """Whether this rank's elements of a tensor are anywhere, if it has any."""
-    return _engine_of(tensor).has_data(tensor)
 
 
 def full_tensor(tensor: Any) -> Tensor:

@@ -1,10 +1,13 @@
 """torch's dtypes by name."""
 
+from functools import cache
+
 import torch
 
 from ft_ckpt.errors import LoadError
 
 
+@cache  # there are few, and a model has many tensors
 def dtype_name(dtype: torch.dtype) -> str:
     """torch's name of a dtype without "torch."."""
     return str(dtype).removeprefix("torch.")

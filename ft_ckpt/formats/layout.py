@@ -6,7 +6,7 @@ A format answers with a `Layout` before the first tensor byte is there; writing 
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from ft_ckpt.errors import CorruptError
 
@@ -23,8 +23,7 @@ ITEM_BYTES = {  # torch's name of a dtype: bytes per element
 }
 
 
-@dataclass(frozen=True)
-class Spec:
+class Spec(NamedTuple):
     """A tensor as a file describes it: name, shape and type."""
 
     name: str
@@ -39,7 +38,7 @@ class Spec:
     @property
     def size_bytes(self) -> int:
         """Bytes of the tensor in the file."""
-        return self.numel * ITEM_BYTES[self.dtype]
+        return math.prod(self.shape) * ITEM_BYTES[self.dtype]
 
 
 @dataclass(frozen=True)

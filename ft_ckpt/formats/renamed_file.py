@@ -1,7 +1,6 @@
 """Some tensors of an open file, under other names."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 
 from torch import Tensor
 
@@ -14,7 +13,7 @@ class RenamedFile:
 
     def __init__(self, file: TensorFile, names: Mapping[str, str], skipped: Sequence[str] = ()) -> None:
         self.file, self.names, self.skipped = file, names, tuple(skipped)
-        self.specs: dict[str, Spec] = {new: replace(file.specs[old], name=new) for new, old in names.items()}
+        self.specs: dict[str, Spec] = {new: file.specs[old]._replace(name=new) for new, old in names.items()}
 
     def read(self, name: str, start: int = 0, stop: int | None = None) -> Tensor:
         """Flat elements [start, stop) of tensor `name`: 1-D, on the CPU."""

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from json.encoder import encode_basestring
+from operator import attrgetter
 from pathlib import PurePosixPath
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -44,6 +45,7 @@ NAMES = {  # torch name: name in the file, narrowest first, in the reference wri
     "int64": "I64",
     "uint64": "U64",
 }
+_NAME = attrgetter("name")
 _RANK = {name: index for index, name in enumerate(NAMES)}
 _TORCH_NAMES = {stored: name for name, stored in NAMES.items()}
 
@@ -61,21 +63,31 @@ def lay_out_safetensors(
             f"{listing(foreign, ', ')}: safetensors has no such type; convert it, or leave it out of the model's "
             "state dict (persistent=False)"
         )
-    ordered = sorted(specs, key=lambda spec: (-_RANK[spec.dtype], spec.name))
+    ordered = sorted(sorted(specs, key=_NAME), key=lambda spec: -_RANK[spec.dtype])
     notes = json.dumps({**metadata, **ties}, ensure_ascii=False, separators=(",", ":"))
-    rows = [f'"__metadata__":{notes}'] if metadata or ties else []
+    header = bytearray(8) + b"{"
+    if metadata or ties:
+        header += f'"__metadata__":{notes},'.encode()
+    kinds = {(spec.shape, spec.dtype): spec for spec in ordered}  # a few, of however many tensors
+    texts = {kind: (_kind_text(spec), spec.size_bytes) for kind, spec in kinds.items()}
     begin, offsets = 0, []
     for spec in ordered:  # as text at once: objects for 100,000 tensors take more time and memory than all else here
-        end, shape = begin + spec.size_bytes, ",".join(map(str, spec.shape))
-        about = f'{{"dtype":"{NAMES[spec.dtype]}","shape":[{shape}],"data_offsets":[{begin},{end}]}}'
-        rows.append(f"{encode_basestring(spec.name)}:{about}")
+        text, size_bytes = texts[spec.shape, spec.dtype]
         offsets.append(begin)
-        begin = end
-    text = f"{{{','.join(rows)}}}".encode()
-    text += b" " * (-len(text) % 8)
-    header = len(text).to_bytes(8, "little") + text
+        begin += size_bytes
+        header += f'{encode_basestring(spec.name)}:{{{text},"data_offsets":[{offsets[-1]},{begin}]}},'.encode()
+    if header.endswith(b","):
+        header.pop()
+    header += b"}"
+    header += b" " * (-len(header) % 8)
+    header[:8] = (len(header) - 8).to_bytes(8, "little")
     starts = tuple(len(header) + offset for offset in offsets)
-    return Layout(header, tuple(ordered), starts, len(header) + begin)
+    return Layout(bytes(header), tuple(ordered), starts, len(header) + begin)
+
+
+def _kind_text(spec: Spec) -> str:
+    """What the header says of all tensors of one type and shape."""
+    return f'"dtype":"{NAMES[spec.dtype]}","shape":[{",".join(map(str, spec.shape))}]'
 
 
 class HeaderEntry(NamedTuple):

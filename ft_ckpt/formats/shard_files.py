@@ -20,11 +20,14 @@ def split_into_files(
 
     Those named in `apart` come first, in files of their own. A larger tensor has a file for itself.
     """
-    groups = [{name: spec for name, spec in specs.items() if (name in apart) == first} for first in (True, False)]
+    sizes = {name: spec.size_bytes for name, spec in specs.items()}
+    if not apart and sum(sizes.values()) <= most_bytes:
+        return {f"{stem}{suffix}": list(specs)}
+    groups = [{name: size for name, size in sizes.items() if (name in apart) == first} for first in (True, False)]
     splits = [
         split_state_dict_into_shards_factory(
             group,
-            get_storage_size=lambda spec: spec.size_bytes,
+            get_storage_size=int,
             filename_pattern="{suffix}",
             max_shard_size=most_bytes,
         )

@@ -5,7 +5,6 @@ Works on names, shapes and dtypes only: what transformers would write is asked o
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -99,7 +98,7 @@ def _cast_one(entry: Entry, target: torch.dtype, keep: tuple[str, ...]) -> Entry
     """`entry` in `target` when it is an ordinary float that no rule of the model keeps in float32."""
     ordinary = entry.dtype in {torch.float64, torch.float32, torch.bfloat16, torch.float16}
     kept = entry.dtype == torch.float32 and any(part in entry.name.split(".") for part in keep)
-    return entry if kept or not ordinary else replace(entry, dtype=target)
+    return entry if kept or not ordinary else entry._replace(dtype=target)
 
 
 def _config_dtype(module: nn.Module) -> torch.dtype | None:

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,8 +22,7 @@ class Group:
     convert: Callable[[dict[str, Tensor]], dict[str, Tensor]]  # by canonical name -> by stored name
 
 
-@dataclass(frozen=True, eq=False)
-class Entry:
+class Entry(NamedTuple):
     """One stored tensor: streamed from a source as it is but for its dtype, or the product of a group."""
 
     name: str

@@ -12,7 +12,7 @@ from ft_ckpt.checkpoint.manifest import Manifest, PartRecord
 from ft_ckpt.distributed.inventory import Inventory, inventory_of, restore_added_state, source_of_tensor
 from ft_ckpt.distributed.read_shards import WantedTensor, fill_all, readers_here
 from ft_ckpt.distributed.tensor_info import Source
-from ft_ckpt.distributed.wrappers import wrapped_key
+from ft_ckpt.distributed.wrappers import walk_modules, wrapped_key
 from ft_ckpt.errors import LoadError, listing
 from ft_ckpt.formats.pytree import PLAIN
 from ft_ckpt.formats.tensor_file import IndexedFile
@@ -146,8 +146,8 @@ def _compare_stored(
 
 def _straight_targets(inventory: Inventory) -> dict[str, Source]:
     """The module's tensors whose memory can be overwritten without a word to the modules around them."""
-    rows, infos = inventory.models[""].rows, inventory.infos(allow_meta=True)
-    odd = tuple(f"{row.path}." if row.path else "" for row in rows if not _loads_plainly(row.module))
+    modules, infos = walk_modules(inventory.models[""].chain[-1]), inventory.infos(allow_meta=True)
+    odd = tuple(f"{path}." if path else "" for path, _, module in modules if not _loads_plainly(module))
     found = {}
     for name, info in infos.items():
         live = inventory.live(info.key)

@@ -148,9 +148,9 @@ def _unit_of(entry: Entry, plan: _BasePlan) -> Any:
 
 def _with_group(entry: Entry, plan: _BasePlan, group: Group | None) -> Entry:
     if group is not None:
-        return replace(entry, source=None, group=group)
+        return entry._replace(source=None, group=group)
     if entry.source is not None and entry.source.key in plan.moved:
-        return replace(entry, source=plan.moved[entry.source.key])
+        return entry._replace(source=plan.moved[entry.source.key])
     return entry
 
 

@@ -164,8 +164,9 @@ def _without_aliases(
     """Names to store: of tied names the one a loader expects, found by parameter identity, never by storage."""
     ignored = set(getattr(part.module, "_keys_to_ignore_on_save", None) or ()) if hugging_face else set()
     names = [name for name in part.sources if name not in ignored]
+    has_ties = len({part.sources[name].key for name in names}) < len(names)
     groups: dict[int, list[str]] = {}
-    for name in names:
+    for name in names if has_ties else ():
         groups.setdefault(part.sources[name].key, []).append(name)
     dropped: set[str] = set()
     ties, notes = [], []

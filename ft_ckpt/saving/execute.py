@@ -244,7 +244,7 @@ def compares_replicas(request: SaveRequest | None, ranks: Ranks) -> bool:
 
 def _describe_save(request: SaveRequest, prepared: StagedSave, made: Mapping[str, replicas.ReplicaDigest]) -> SaveFacts:
     """What every rank must see alike, and what rank 0 wants to know of each."""
-    names = repr([(f.path, f.layout.specs) for one in prepared.plans for f in one.files])
+    names = repr([(f.path, [*map(tuple, f.layout.specs)]) for one in prepared.plans for f in one.files])
     return SaveFacts(
         path=str(request.target),
         kind="merged" if request.merged else kind_of(request.adapter_only, request.attribute),

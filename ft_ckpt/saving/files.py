@@ -81,12 +81,13 @@ def plan_part(
 
 def _refuse_stored_names(part: Part) -> None:
     """No two tensors have one name, and none a name that files use or cannot have."""
-    counts = Counter(entry.name for entry in part.entries)
-    twice = [name for name, count in counts.items() if count > 1]
-    if twice:
+    names = [entry.name for entry in part.entries]
+    known = {*names}
+    if len(known) < len(names):
+        twice = [name for name, count in Counter(names).items() if count > 1]
         raise IncompleteError(f"{listing(twice, ', ')}: the name of more than one tensor; rename or re-register one")
-    odd = [repr(name) for name in counts if name == "__metadata__" or not is_utf8(name)]
-    if odd:
+    if "__metadata__" in known or not is_utf8("".join(names)):  # all at once: they are many, and hardly ever odd
+        odd = [repr(name) for name in names if name == "__metadata__" or not is_utf8(name)]
         raise SelectionError(f"{listing(odd, ', ')}: files cannot have a tensor of this name; rename the parameter")
 
 

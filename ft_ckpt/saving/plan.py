@@ -99,7 +99,8 @@ def make_plan(request: SaveRequest, captured: Captured, ranks: Ranks, config: Sa
     frozen = [reuse_frozen.frozen_names(part, still, mode) for part in parts]
     ties = tuple(pair for part in parts for pair in part.doubtful)
     engine = engine_names([*own.values(), *captured.found.values()])
-    modules = {id(module): place for place, module in enumerate(inventory.modules)}
+    saved = {id(part.module) for part in parts}
+    modules = {id(module): place for place, module in enumerate(inventory.modules) if id(module) in saved}
     bare = [replace(p, module=modules.get(id(p.module), p.module), doubtful=(), passed=()) for p in parts]
     plans = tuple(
         plan_part(part, request.max_shard_bytes, request.format, names)

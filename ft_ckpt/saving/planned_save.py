@@ -200,7 +200,7 @@ def with_gathered(planned: PlannedSave, gathers: Iterable[tuple[int, tuple[Tenso
         if group is not None and group not in groups:
             groups[group] = replace(group, sources=tuple(map(whole, group.sources)))
         source = None if entry.source is None else whole(entry.source)
-        return replace(entry, source=source, group=None if group is None else groups[group])
+        return entry._replace(source=source, group=None if group is None else groups[group])
 
     parts = [replace(one.part, entries=tuple(map(renewed, one.part.entries))) for one in planned.plan.plans]
     plans = tuple(replace(one, part=part) for one, part in zip(planned.plan.plans, parts, strict=True))

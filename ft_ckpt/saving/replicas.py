@@ -155,6 +155,8 @@ def refuse_replica_differences(told_apart: str) -> None:
 
 def refuse_experts(parts: Iterable[Part], inventory: Inventory) -> None:
     """Raise IncompleteError naming experts that DeepSpeed has spread over the ranks, under the same names on each."""
+    if not any(map(_is_spread, inventory.noted)):
+        return
     infos = [info for part in parts for entry in part.entries for info in entry.sources if info.key >= 0]
     named = {info.name: inventory.live(info.key) for info in infos}
     spread = {name: str(live.group_name) for name, live in named.items() if _is_spread(live)}
@@ -222,7 +224,7 @@ def _named_sources(part: Part, entry: Entry) -> Iterator[tuple[str, TensorInfo]]
 def _of_first_rank(entry: Entry, odd: frozenset[int]) -> Entry:
     if entry.source is None or entry.source.key not in odd:
         return entry
-    return replace(entry, source=of_rank_0(entry.source))
+    return entry._replace(source=of_rank_0(entry.source))
 
 
 def _speaks_for(made: Mapping[str, ReplicaDigest], place: str) -> str:

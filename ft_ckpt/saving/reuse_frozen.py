@@ -51,9 +51,9 @@ def frozen_identities(found: Mapping[str, TensorInfo]) -> frozenset[int]:
 
 def frozen_names(part: Part, still: frozenset[int], mode: str) -> frozenset[str]:
     """Stored names of `part` that belong into files of their own: all that come from `still` tensors, if that pays."""
-    if mode == "off" or part.kind not in ("model", "module"):
+    if mode == "off" or not still or part.kind not in ("model", "module"):
         return frozenset()
-    names = {entry.name for entry in part.entries if {s.key for s in entry.sources} <= still}
+    names = {entry.name for entry in part.entries if all(source.key in still for source in entry.sources)}
     sizes = {entry.name: torch.Size(entry.shape).numel() * entry.dtype.itemsize for entry in part.entries}
     held = sum(sizes[name] for name in names)
     pays = mode == "on" or held >= max(LEAST_BYTES, LEAST_SHARE * sum(sizes.values()))

@@ -6,7 +6,8 @@ alone. What is no run of bytes (converted names, slabs of tensor parallelism) co
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import chain, groupby
+from itertools import chain, groupby, repeat
+from math import prod
 
 from ft_ckpt.distributed.ranks import Ranks
 from ft_ckpt.distributed.tensor_info import Tensors
@@ -55,10 +56,7 @@ def divide_files(plans: Sequence[PartPlan], world_size: int) -> list[Share]:
             ordered = tuple(entries[spec.name] for spec in file.layout.specs)
             step = -(-file.layout.size_bytes // world_size)
             step += -step % BLOCK_BYTES  # so that no disk block has two writers
-            cuts = [
-                _tensor_cut(entry, start, spec.size_bytes, step)
-                for entry, spec, start in zip(ordered, file.layout.specs, file.layout.starts, strict=True)
-            ]
+            cuts = map(_tensor_cut, ordered, file.layout.starts, repeat(step))
             found.append(Share(file, ordered, tuple(cuts), world_size))
     return found
 
@@ -109,19 +107,20 @@ def digest_own_bytes(share: Share, tensors: Tensors, ranks: Ranks, bucket_bytes:
     return digest_regions(_while_all_write(_own_regions(share, tensors, ranks, bucket_bytes), ranks, BLOCK_BYTES))
 
 
-def _tensor_cut(entry: Entry, start: int, size_bytes: int, step: int) -> Cut | None:
+def _tensor_cut(entry: Entry, start: int, step: int) -> Cut | None:
     """The cut of one tensor at `start`; `step` is the file's share of each rank where all have the same."""
-    source, item = entry.source, entry.dtype.itemsize
-    if source is None or source.sharding.is_opaque or not size_bytes:
+    source, item, numel = entry.source, entry.dtype.itemsize, prod(entry.shape)
+    if source is None or source.sharding.is_opaque or not numel:
         return None
-    if not source.sharding.is_sharded:
-        if not source.sharding.is_replicated or start % item:
+    stop, sharding = start + numel * item, source.sharding
+    if not sharding.is_sharded:
+        if not sharding.is_replicated or start % item:
             return None
-        return Cut(start, start + size_bytes, step, step - start % step, start // step)
-    runs = source.sharding.runs
-    if runs is None or source.numel * item != size_bytes:
+        return Cut(start, stop, step, step - start % step, start // step)
+    runs = sharding.runs
+    if runs is None or (source.shape != entry.shape and source.numel != numel):
         return None
-    return Cut(start, start + size_bytes, runs.chunk * item, runs.lead * item, runs.owner)
+    return Cut(start, stop, runs.chunk * item, runs.lead * item, runs.owner)
 
 
 def _own_regions(share: Share, tensors: Tensors, ranks: Ranks, bucket_bytes: int) -> Iterator[Region]:

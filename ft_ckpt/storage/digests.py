@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import xxhash
 
@@ -18,8 +19,7 @@ _AHEAD_BYTES = 16 << 20  # files from this size on are read by other threads ahe
 _WHOLE, _CUT = "xxh3-128:", "xxh3-128-of-ranks:"
 
 
-@dataclass(frozen=True)
-class Cut:
+class Cut(NamedTuple):
     """Bytes [start, stop) of a file in consecutive chunks, each written by another rank: `owner`, `owner` + 1, ..."""
 
     start: int

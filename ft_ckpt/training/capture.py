@@ -116,7 +116,7 @@ def capture_run(objects: Callable[[], Objects], ranks: Ranks, cache: PlanCache) 
     state = training.assemble_state(local, every, look.objects.items, found, ranks.rank)
     facts = KeyedFacts(look.inventory)
     bare = {key: facts.without_tensor(source) for key, source in found.items()}
-    entries = tuple(replace(e, source=facts.without_tensor(e.source)) for e in state.entries if e.source is not None)
+    entries = tuple(e._replace(source=facts.without_tensor(e.source)) for e in state.entries if e.source is not None)
     if every.is_alike and _are_noted(look, [*bare.values()], entries):
         about = {n: each["optimizer"] for n, each in state.document["items"].items() if "optimizer" in each}
         cache.keep(look.signature, "run", _Known(bare, entries, about))

@@ -141,7 +141,8 @@ class Signer:
     def note_model(self, model: nn.Module, item: str = "") -> None:
         """Note a model, whatever wraps it."""
         noted = self.inventory.note_model(model, item)
-        self._facts += [*map(type, noted.chain)], sorted(noted.broadcast), noted.children, noted.tensors
+        self._facts += [*map(type, noted.chain)], sorted(noted.broadcast), noted.children
+        self._facts += noted.tensors, noted.keys
         self.is_opaque |= any(map(hides_tensors, noted.chain[:-1]))
         self._note_modules(noted.modules)
 

@@ -4,7 +4,6 @@ import json
 import os
 import subprocess
 import sys
-from dataclasses import asdict
 
 import pytest
 import torch
@@ -78,7 +77,7 @@ def test_the_manifest_does_not_grow_with_the_ranks(way):
         share = shared(values, way, world, 0)
         assert len(share.actual_cuts) == len(values)
         record = write_shards.file_record(share, ["0" * 32] * world)
-        sizes[world] = len(json.dumps([list(asdict(cut).values()) for cut in record.cuts])) + len(record.digest)
+        sizes[world] = len(json.dumps(record.cuts)) + len(record.digest)
     assert max(sizes.values()) < sizes[2] * 1.1
     assert max(sizes.values()) < 100 * len(values)
 
