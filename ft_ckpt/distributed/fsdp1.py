@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ft_ckpt.distributed.process_groups import global_rank, group_members, is_subset_of_ranks
+from ft_ckpt.distributed.process_groups import global_rank, is_subset_of_ranks, ranks_in_order
 from ft_ckpt.distributed.sharding import FlatSharding, ReplicatedSharding, Sharding
 from ft_ckpt.distributed.wrapper_protocol import TensorLayout, Wrapper
 
@@ -37,7 +37,7 @@ class FlatParameter:
         numel = math.prod(self.shape)
         if not self.handle.uses_sharded_strategy:
             return ReplicatedSharding((numel,))
-        members = group_members(self.handle.process_group)
+        members = ranks_in_order(self.handle.process_group)
         size = self.shard_buffer().numel() if shard is None else shard
         return FlatSharding(numel, self.first, size, members, is_subset_of_ranks(len(members)))
 

@@ -1,6 +1,10 @@
 """Facts of torch's process groups that layouts depend on; without a group, those of a single rank."""
 
+from collections.abc import MutableMapping, Sequence
 from typing import Any
+from weakref import WeakKeyDictionary
+
+_in_order: MutableMapping[Any, Sequence[int]] = WeakKeyDictionary()  # by process group
 
 
 def global_rank() -> int:
@@ -15,6 +19,21 @@ def group_members(group: Any) -> tuple[int, ...]:
     import torch.distributed as dist
 
     return tuple(dist.get_process_group_ranks(group)) if dist.is_initialized() else (0,)
+
+
+def ranks_in_order(group: Any) -> Sequence[int]:
+    """The `group_members`, where they are evenly spaced as a range: many tensors have it, of however many ranks."""
+    import torch.distributed as dist
+
+    known = dist.group.WORLD if group is None else group
+    if known is None:
+        return group_members(None)
+    if known not in _in_order:
+        members = group_members(group)
+        step = members[1] - members[0] if len(members) > 1 else 1
+        even = range(members[0], members[0] + len(members) * step, step) if step else members
+        _in_order[known] = even if (*even,) == members else members
+    return _in_order[known]
 
 
 def is_subset_of_ranks(count: int) -> bool:

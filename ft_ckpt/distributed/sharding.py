@@ -37,7 +37,7 @@ class Sharding(Protocol):
         ...
 
     @property
-    def owners(self) -> tuple[int, ...]:
+    def owners(self) -> Sequence[int]:
         """Global ranks that contribute to a gather, as far as this rank can tell."""
         ...
 
@@ -133,7 +133,7 @@ class FlatSharding:
     numel: int
     first: int
     shard: int  # elements
-    members: tuple[int, ...]  # global ranks in the order of the shards
+    members: Sequence[int]  # global ranks in the order of the shards; a range needs no look at each of them
     is_replicated: bool = False
     is_sharded = True
     is_opaque = False
@@ -144,20 +144,21 @@ class FlatSharding:
         return (self.numel,)
 
     @property
-    def owners(self) -> tuple[int, ...]:
+    def owners(self) -> Sequence[int]:
         """The members whose shards have elements of it."""
-        if not self.numel or 0 not in _places_of(self.members):
+        if not self.numel or 0 not in self.members:
             return ()
         return self.members[self.first // self.shard : (self.first + self.numel - 1) // self.shard + 1]
 
     def box(self, rank: int) -> Box | None:
         """The run of elements in the shard of `rank`."""
-        return self.local_box(rank) if 0 in _places_of(self.members) else None
+        return self.local_box(rank) if 0 in self.members else None
 
     def local_box(self, rank: int) -> Box | None:
         """The same, in any group of members."""
-        place = _places_of(self.members).get(rank)
-        return None if place is None else _run_in_shard(self.numel, self.first, self.shard, place)
+        if rank not in self.members:
+            return None
+        return _run_in_shard(self.numel, self.first, self.shard, self.members.index(rank))
 
     @property
     def runs(self) -> Runs | None:
@@ -173,7 +174,7 @@ class FlatSharding:
         box = self.local_box(rank)
         if box is None:
             return None
-        start = self.first + box.offsets[0] - _places_of(self.members)[rank] * self.shard
+        start = self.first + box.offsets[0] - self.members.index(rank) * self.shard
         return start, start + box.sizes[0]
 
 
@@ -294,14 +295,11 @@ def _whole_box(view: tuple[int, ...]) -> Box:
     return Box((0,) * len(view), view)
 
 
-@lru_cache(maxsize=64)  # one for each process group
-def _places_of(members: tuple[int, ...]) -> dict[int, int]:
-    return {member: index for index, member in enumerate(members)}
-
-
-@lru_cache(maxsize=64)
-def _are_consecutive(members: tuple[int, ...]) -> bool:
-    return members == tuple(range(members[0], members[0] + len(members)))
+def _are_consecutive(members: Sequence[int]) -> bool:
+    """Whether they are numbered one after the other."""
+    if isinstance(members, range):
+        return members.step == 1
+    return [*members] == [*range(members[0], members[0] + len(members))]
 
 
 def _run_in_shard(numel: int, first: int, shard: int, index: int) -> Box | None:

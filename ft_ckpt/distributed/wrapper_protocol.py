@@ -47,7 +47,9 @@ class Wrapper:
     attributes: tuple[str, ...] = ()  # that it sets on the user's modules
     attribute_prefixes: tuple[str, ...] = ()
     tensor_marks: tuple[str, ...] = ()  # attributes by which it tells tensors of torch's own classes that are its own
-    layout_facts: tuple[str, ...] = ()  # attributes that decide `layout_of`, beside whether it is a parameter; () none
+    layout_facts: tuple[
+        str, ...
+    ] = ()  # attributes that decide `layout_of`, beside whether it is a parameter; (): unknown
     hides_gradients: str | None = None  # its name for people, where accumulated gradients cannot be read under it
     shows_runs = False  # whether optimizers see this rank's elements alone, as an ordinary tensor
 
@@ -78,14 +80,16 @@ class Wrapper:
         """As `layout_of` of each; tensors with the same `layout_facts` share one."""
         if not self.layout_facts:
             return [*map(self.layout_of, tensors)]
-        are_parameters = map(isinstance, tensors, repeat(nn.Parameter))
-        facts = zip(map(attrgetter(*self.layout_facts), tensors), are_parameters, strict=True)
-        known: dict[Any, TensorLayout] = {}
-        found = []
-        for tensor, fact in zip(tensors, facts, strict=True):
-            if fact not in known:
-                known[fact] = self.layout_of(tensor)
-            found.append(known[fact])
+        ask, known, found = attrgetter(*self.layout_facts), dict[Any, TensorLayout](), []
+        for tensor, is_parameter in zip(tensors, map(isinstance, tensors, repeat(nn.Parameter)), strict=True):
+            try:
+                facts = ask(tensor), is_parameter
+            except AttributeError:  # it lacks one
+                found.append(self.layout_of(tensor))
+                continue
+            if facts not in known:
+                known[facts] = self.layout_of(tensor)
+            found.append(known[facts])
         return found
 
     def local_part(self, tensor: Any) -> Tensor | None:

@@ -5,14 +5,14 @@ reads DeepSpeed's fields of parameters or partitions.
 """
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
 
 from torch import Tensor, nn
 
-from ft_ckpt.distributed.process_groups import global_rank, group_members, is_subset_of_ranks
+from ft_ckpt.distributed.process_groups import global_rank, is_subset_of_ranks, ranks_in_order
 from ft_ckpt.distributed.sharding import FlatSharding, OwnedSharding, Sharding
 from ft_ckpt.distributed.tensor_info import Source
 from ft_ckpt.distributed.wrapper_protocol import TensorLayout, Wrapper
@@ -34,6 +34,7 @@ class DeepSpeedWrapper(Wrapper):
     attributes = ("ds_id", "ds_grads_remaining", "_original_parameters")
     attribute_prefixes = ("_ds_",)
     tensor_marks = ("ds_shape",)
+    layout_facts = ("ds_shape", "dtype", "requires_grad", "ds_process_group", "ds_tensor.shape")
 
     def wraps(self, module: nn.Module) -> bool:
         """Told by names, since importing DeepSpeed takes long."""
@@ -60,16 +61,21 @@ class DeepSpeedWrapper(Wrapper):
         span = sharding.range_in_shard(global_rank()) if isinstance(sharding, FlatSharding) else None
         return None if span is None else tensor.ds_tensor.detach().view(-1)[slice(*span)]
 
+    def has_data(self, tensor: Any) -> bool:
+        """As the shard tells at once: all of a model are asked."""
+        shard = getattr(tensor, "ds_tensor", None)
+        return (shard is not None and shard.device.type != "meta") or super().has_data(tensor)
+
 
 def _zero3_sharding(parameter: Any) -> Sharding:
     shape, shard = tuple(parameter.ds_shape), getattr(parameter, "ds_tensor", None)
     if shard is None or (shard.numel() == 0 and math.prod(shape)):
         return OwnedSharding(shape, None)
-    members = group_members(getattr(parameter, "ds_process_group", None))
+    members = ranks_in_order(getattr(parameter, "ds_process_group", None))
     return _flat_sharding(math.prod(shape), 0, shard.numel(), members)
 
 
-def _flat_sharding(numel: int, first: int, shard: int, members: tuple[int, ...]) -> FlatSharding:
+def _flat_sharding(numel: int, first: int, shard: int, members: Sequence[int]) -> FlatSharding:
     return FlatSharding(numel, first, shard, members, is_subset_of_ranks(len(members)))
 
 
@@ -130,7 +136,7 @@ def _stage_3(optimizer: Any, owners: Mapping[int, Source]) -> Iterator[Partition
         places, start = [], 0
         for source in _partitioned_sources(owners, optimizer.fp16_groups[number]):
             shard = source.live.ds_tensor.ds_numel
-            members = group_members(source.live.ds_process_group)
+            members = ranks_in_order(source.live.ds_process_group)
             places.append(Slot(source, _flat_sharding(source.numel, 0, shard, members), start))
             start += shard
         yield Partition(master, optimizer.sub_group_to_group_id[number], tuple(places))
@@ -145,7 +151,7 @@ def _stages_1_2(optimizer: Any, owners: Mapping[int, Source]) -> Iterator[Partit
         ends = [0, *accumulate(parameter.numel() for parameter in laid)]
         starts = getattr(optimizer, "round_robin_bit16_offsets", {number: ends})[number]
         first = {id(parameter): start for parameter, start in zip(laid, starts, strict=False)}
-        members = group_members(optimizer.real_dp_process_group[number])
+        members = ranks_in_order(optimizer.real_dp_process_group[number])
         places = [
             Slot(source, _flat_sharding(source.numel, first[id(source.live)], master.numel(), members), 0)
             for source in _partitioned_sources(owners, laid if mixed else optimizer.bit16_groups[number])

@@ -18,7 +18,7 @@ from ft_ckpt.distributed.tensor_info import TensorInfo
 from ft_ckpt.distributed.wrappers import walk_modules
 from ft_ckpt.errors import IncompleteError, NotAnAdapterError, SelectionError, listing
 from ft_ckpt.model.conversion import cast_entries
-from ft_ckpt.model.entries import Entry, Group, Part
+from ft_ckpt.model.entries import Entry, Group, Part, unchanged_entry
 from ft_ckpt.model.selection import View
 from ft_ckpt.storage.place import open_place
 
@@ -244,7 +244,7 @@ def _prompt_entries(part: View, adapter: str) -> list[Entry]:
     entries = [Entry(name, tuple(t.shape), t.dtype, t.dtype, group=group) for name, t in made.items()]
     kept = [(name, s) for name, s in others.items() if f".modules_to_save.{adapter}." in name]
     return entries + [
-        Entry(name.replace(f".modules_to_save.{adapter}.", "."), s.shape, s.dtype, s.dtype, s) for name, s in kept
+        unchanged_entry(name.replace(f".modules_to_save.{adapter}.", "."), source) for name, source in kept
     ]
 
 
@@ -275,7 +275,7 @@ def _entries_left_out(part: View, chosen: Mapping[str, list[Entry]]) -> tuple[li
         if id(source) not in owned or source.key in taken:
             continue
         if source.trainable or name in resized:
-            extra.append(Entry(prefix + name, source.shape, source.dtype, source.dtype, source))
+            extra.append(unchanged_entry(prefix + name, source))
             taken.add(source.key)
             notes.append(
                 f"{name}: saved with the adapter because it was {'trained' if source.trainable else 'resized'}"

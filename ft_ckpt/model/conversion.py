@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from ft_ckpt.distributed.tensor_info import TensorInfo
 from ft_ckpt.errors import SelectionError, listing
-from ft_ckpt.model.entries import Entry, Group
+from ft_ckpt.model.entries import Entry, Group, unchanged_entry
 
 
 def load_conversion_table() -> None:
@@ -35,15 +35,18 @@ def converted_entries(module: Any, kept: Mapping[str, TensorInfo]) -> list[Entry
     """
     from transformers.core_model_loading import revert_weight_conversion
 
-    placeholders = {name: torch.empty(s.shape, dtype=s.dtype, device="meta") for name, s in kept.items()}
+    kinds = {(s.shape, s.dtype) for s in kept.values()}
+    empty = {kind: torch.empty(kind[0], dtype=kind[1], device="meta") for kind in kinds}
+    placeholders = {name: empty[s.shape, s.dtype].detach() for name, s in kept.items()}  # an object for each
     stored: dict[str, Tensor] = revert_weight_conversion(module, dict(placeholders))
     origin = {id(tensor): name for name, tensor in placeholders.items()}
     streamed = {name: origin[id(tensor)] for name, tensor in stored.items() if id(tensor) in origin}
-    left = [name for name in kept if name not in set(streamed.values())]
+    renamed = {*streamed.values()}
+    left = [name for name in kept if name not in renamed]
     made = {name: tensor for name, tensor in stored.items() if name not in streamed}
     group_of = _conversion_groups(module, {name: kept[name] for name in left}, made, revert_weight_conversion)
     return [
-        Entry(name, tuple(tensor.shape), tensor.dtype, tensor.dtype, kept[streamed[name]])
+        unchanged_entry(name, kept[streamed[name]])
         if name in streamed
         else Entry(name, tuple(tensor.shape), tensor.dtype, tensor.dtype, group=group_of[name])
         for name, tensor in stored.items()

@@ -40,6 +40,11 @@ class Entry(NamedTuple):
         return () if self.source is None else (self.source,)
 
 
+def unchanged_entry(name: str, source: TensorInfo) -> Entry:
+    """The entry of a tensor that is stored as it is in memory, under a name."""
+    return Entry(name, source.shape, source.dtype, source.dtype, source)
+
+
 @dataclass(frozen=True, eq=False)
 class Part:
     """One loadable thing: the whole model, a submodel, a plain module or an adapter, in its own folder."""

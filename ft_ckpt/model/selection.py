@@ -16,7 +16,7 @@ from ft_ckpt.distributed.wrappers import unwrap, walk_modules
 from ft_ckpt.errors import IncompleteError, SelectionError, UnknownAttributeError
 from ft_ckpt.formats.pytree_json import dump_object
 from ft_ckpt.model.conversion import cast_entries, converted_entries
-from ft_ckpt.model.entries import Entry, Part
+from ft_ckpt.model.entries import Entry, Part, unchanged_entry
 
 
 @dataclass(frozen=True, eq=False)
@@ -197,7 +197,7 @@ def _kept_of(group: list[str], module: nn.Module) -> list[str]:
 
 
 def _as_they_are(kept: Mapping[str, TensorInfo]) -> list[Entry]:
-    return [Entry(name, source.shape, source.dtype, source.dtype, source) for name, source in kept.items()]
+    return [unchanged_entry(name, source) for name, source in kept.items()]
 
 
 def _text_config(config: Any) -> Any:

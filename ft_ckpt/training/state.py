@@ -24,7 +24,7 @@ from ft_ckpt.formats import safetensors
 from ft_ckpt.formats.dtypes import dtype_name, dtype_of
 from ft_ckpt.formats.pytree import PLAIN, Leaf, flatten
 from ft_ckpt.formats.pytree_json import encode_node
-from ft_ckpt.model.entries import Entry, Part
+from ft_ckpt.model.entries import Entry, Part, unchanged_entry
 from ft_ckpt.training import optimizers
 from ft_ckpt.training.items import (
     Item,
@@ -300,4 +300,4 @@ def _prefixed_entries(prefix: str, tensors: Mapping[str, Source]) -> list[Entry]
 
 
 def _entry_of(source: TensorInfo) -> Entry:
-    return Entry(source.name, source.shape, source.dtype, source.dtype, source)
+    return unchanged_entry(source.name, source)

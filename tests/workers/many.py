@@ -2,6 +2,7 @@
 
 import sys
 from types import SimpleNamespace
+from unittest.mock import Mock, patch
 
 import torch
 import torch.distributed as dist
@@ -11,6 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from ft_ckpt.distributed import wrappers
 from ft_ckpt.distributed.inventory import source_of_tensor, sources
 
 WORLD = 1024
@@ -35,6 +37,7 @@ def compare(rank):
     told = {entry.name: entry.source for entry in planned(values, "fsdp2", WORLD, rank).part.entries}
     for name in values:
         assert facts(told[name]) == facts(real[name]), (rank, name, facts(told[name]), facts(real[name]))
+    zeros = []
     told = {entry.name: entry.source for entry in planned(values, "zero3", WORLD, rank).part.entries}
     for name, value in values.items():
         shard = torch.zeros(-(-value.numel() // WORLD))  # as DeepSpeed pads and cuts
@@ -42,6 +45,22 @@ def compare(rank):
         parameter.shape, parameter.dtype, parameter.requires_grad = (0,), value.dtype, True
         source = source_of_tensor(name, name, parameter)
         assert facts(told[name]) == facts(source), (rank, name, facts(told[name]), facts(source))
+        zeros.append(parameter)
+    frozen = nn.Parameter(next(model.parameters()).data, requires_grad=False)
+    plain = [torch.zeros(3, 2), nn.Parameter(torch.zeros(3, 2)), torch.zeros(3, 2).long(), torch.zeros(2, 3)]
+    compare_in_bulk([*model.parameters(), frozen, *zeros, zeros[0], *plain, *plain, frozen])
+
+
+def compare_in_bulk(tensors):
+    """What is worked out once for all that are alike is what each is told by itself."""
+    found = wrappers.layouts_of(wrappers.by_engine(tensors))
+    assert found == [wrappers.layout_of(tensor) for tensor in tensors]
+    assert wrappers.have_data(wrappers.by_engine(tensors)) == [True] * len(tensors)
+    for wrapper, some in wrappers.by_engine(tensors):
+        one = Mock(wraps=wrapper.layout_of)
+        with patch.object(type(wrapper), "layout_of", one):
+            assert wrapper.layouts_of(some * 100) == wrapper.layouts_of(some) * 100
+        assert one.call_count <= 2 * len(some), "however many there are of a kind"
 
 
 if __name__ == "__main__":
