@@ -1,4 +1,4 @@
-"""Servers on loopback that live as long as a block."""
+"""Servers that live as long as a block, on loopback unless told otherwise."""
 
 import threading
 from collections.abc import Iterator
@@ -12,13 +12,13 @@ class _Server(ThreadingHTTPServer):
 
 
 @contextmanager
-def answering(handler: type[BaseHTTPRequestHandler], port: int = 0) -> Iterator[str]:
+def answering(handler: type[BaseHTTPRequestHandler], port: int = 0, host: str = "127.0.0.1") -> Iterator[str]:
     """The URL of a server whose requests `handler` answers, each connection in a thread; port 0 is any."""
-    server = _Server(("127.0.0.1", port), handler)
+    server = _Server((host, port), handler)
     thread = threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True)
     thread.start()
     try:
-        yield f"http://127.0.0.1:{server.server_port}"
+        yield f"http://{host}:{server.server_port}"
     finally:
         server.shutdown()
         server.server_close()

@@ -425,10 +425,10 @@ _ROUTES: list[tuple[str, str, Any]] = [  # method, and what query or header says
 
 
 @contextmanager
-def running_s3(port: int = 0) -> Iterator[S3]:
+def running_s3(port: int = 0, host: str = "127.0.0.1") -> Iterator[S3]:
     """A server that answers while the block runs, named by the environment."""
     s3 = S3()
-    with answering(type("Handler", (_Handler,), {"s3": s3}), port) as s3.url:
+    with answering(type("Handler", (_Handler,), {"s3": s3}), port, host) as s3.url:
         kept = {name: value for name, value in os.environ.items() if not name.startswith("AWS_")}
         with patch.dict(os.environ, {**kept, **s3.environment()}, clear=True):
             yield s3

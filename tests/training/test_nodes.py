@@ -1,20 +1,39 @@
-"""Nodes without a shared disk, each a process in a namespace of mounts: saved by some, gone on with by others."""
+"""Nodes without a shared disk, processes in namespaces of mounts: saved by some, gone on with by others.
+
+Some have a namespace of networks, too, and see each other over virtual links alone.
+"""
+
+import json
+from contextlib import ExitStack, contextmanager
 
 import pytest
 from compare import true_model
 from launch import run_cases
 from namespaces import can_mount
+from networks import SWITCH, in_network_of, running_cluster, why_no_cluster
 from s3_server import running_s3
 
 from ft_ckpt.storage.local_store import LocalStore
 
-pytestmark = pytest.mark.skipif(not can_mount(), reason="needs namespaces of mounts, which root has")
+needs_mounts = pytest.mark.skipif(not can_mount(), reason="needs namespaces of mounts, which root has")
 
 
-def runs(case, shared, ranks):
-    """The case on so many nodes; what is below `shared` but for the disk is seen by all."""
-    found = run_cases("nodes", [case], shared / f"{case}-{ranks}", ranks, env={"SHARED": str(shared)})
-    assert found == {case: ""}
+def runs(case, shared, ranks, nodes=()):
+    """The case on so many ranks; what is below `shared` but for the disk is seen by all. `nodes`: that they are on."""
+    env = {"SHARED": str(shared), "NODES": json.dumps(nodes)}
+    assert run_cases("nodes", [case], shared / f"{case}-{ranks}", ranks, env=env) == {case: ""}
+
+
+@contextmanager
+def cluster(shared):
+    """Two nodes that see each other over virtual links; the disk of the first is kept."""
+    if why_no_cluster():
+        pytest.skip(why_no_cluster())
+    places = [shared / "disk", shared / "disk of rank 0"]
+    for place in places:
+        place.mkdir(exist_ok=True)
+    with running_cluster(2, *places) as found:
+        yield found
 
 
 def equal_to_save_pretrained(written, shared):
@@ -26,6 +45,7 @@ def equal_to_save_pretrained(written, shared):
         assert written[name] == (shared / "theirs" / name).read_bytes(), name
 
 
+@needs_mounts
 @pytest.mark.parametrize(("before", "after"), [(2, 4), pytest.param(4, 2, marks=pytest.mark.slow)])
 def test_a_run_in_a_bucket(tmp_path, before, after):
     pytest.importorskip("obstore")
@@ -36,9 +56,33 @@ def test_a_run_in_a_bucket(tmp_path, before, after):
         runs("take/bucket", tmp_path, after)
 
 
+@needs_mounts
 @pytest.mark.parametrize(("before", "after"), [(2, 4), pytest.param(4, 2, marks=pytest.mark.slow)])
 def test_a_run_on_the_disk_of_one_node(tmp_path, before, after):
     runs("leave/disk", tmp_path, before)
     weights = tmp_path / "weights"
     equal_to_save_pretrained({each.name: each.read_bytes() for each in weights.iterdir() if each.is_file()}, tmp_path)
     runs("take/disk", tmp_path, after)
+
+
+@pytest.mark.parametrize(("before", "after"), [(2, 2), pytest.param(4, 2, marks=pytest.mark.slow)])
+def test_a_run_over_a_network(tmp_path, before, after):
+    """Ranks of two nodes, each with a network and a disk of its own: files are those of one process, bit for bit."""
+    with cluster(tmp_path) as found:
+        runs("leave/disk", tmp_path, before, found.nodes)
+        for name in ("weights", "behind"):
+            files = [each for each in (tmp_path / name).iterdir() if each.is_file()]
+            equal_to_save_pretrained({each.name: each.read_bytes() for each in files}, tmp_path)
+        runs("take/disk", tmp_path, after, found.nodes)
+
+
+@pytest.mark.slow
+def test_a_run_in_a_bucket_over_a_network(tmp_path):
+    pytest.importorskip("obstore")
+    with cluster(tmp_path) as found, ExitStack() as stack:
+        with in_network_of(found.switch):
+            server = stack.enter_context(running_s3(host=SWITCH))
+        runs("leave/bucket", tmp_path, 2, found.nodes)
+        names = server.names("run/weights/")
+        equal_to_save_pretrained({name.rpartition("/")[2]: server.content(name) for name in names}, tmp_path)
+        runs("take/bucket", tmp_path, 4, found.nodes)

@@ -12,7 +12,13 @@ import traceback
 from collections.abc import Callable
 from pathlib import Path
 
-faulthandler.dump_traceback_later(float(os.environ.get("STACKS_AFTER", "100")), exit=False)
+
+def arm_dump() -> None:
+    """Let all stacks be printed if this process is still there shortly before it would be killed."""
+    faulthandler.dump_traceback_later(float(os.environ.get("STACKS_AFTER", "100")), exit=False)
+
+
+arm_dump()
 
 RANK = int(os.environ["RANK"])
 WORLD = int(os.environ["WORLD_SIZE"])

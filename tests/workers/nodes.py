@@ -1,9 +1,12 @@
 """A run on nodes that share no disk: each rank has a file system of its own at the path of the run.
 
 A case is "leave/WHERE" or "take/WHERE", on any number of ranks: the run is in a bucket, or at the same path of every
-node, where rank 0's is kept from one launch to the next. What all share is what the test compares with.
+node, where the first one's is kept from one launch to the next. What all share is what the test compares with. NODES
+names the processes that keep namespaces of nodes, on which the ranks are then spread; else each rank is a node.
 """
 
+import faulthandler
+import json
 import os
 import shutil
 import sys
@@ -14,12 +17,15 @@ from pathlib import Path
 import harness  # first: it arms the stack dump
 import torch.distributed as dist
 from namespaces import take_disk
+from networks import LINK, address_of, join_node
 from resume import live_model, optimizer_state, same, saver_of, train
 from safetensors.torch import load_file, save_file
 from wrappers import truth
 
 SHARED = Path(os.environ["SHARED"])
 DISK = SHARED / "disk"
+NODES = json.loads(os.environ.get("NODES", "[]"))
+NODE = harness.RANK * (len(NODES) or harness.WORLD) // harness.WORLD  # the number of this rank's
 PLACES = {"bucket": "s3://bucket/run", "disk": DISK / "run"}
 MODEL = "llama"
 
@@ -31,13 +37,15 @@ def leave(where: str) -> None:
         train(live, saver, 0, 2)
         saver.save_state()
         saver.save(live.model, f"{place}/weights")
+        saver.save(live.model, f"{place}/behind", background=True).result()
     tensors, moments = truth(live), optimizer_state(live)
     if harness.RANK == 0:
         save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, SHARED / "truth.safetensors")
         save_file(moments, SHARED / "moments.safetensors")
         if where == "disk":
-            shutil.copytree(DISK / "run" / "weights", SHARED / "weights")
-    elif where == "disk":
+            for name in ("weights", "behind"):
+                shutil.copytree(DISK / "run" / name, SHARED / name)
+    elif where == "disk" and NODE:
         assert not [*DISK.rglob("*.safetensors")], "it is rank 0's disk that has the run"
 
 
@@ -66,7 +74,17 @@ def case(name: str, folder: Path) -> None:
 
 if __name__ == "__main__":
     warnings.simplefilter("ignore")
-    take_disk(DISK, None if harness.RANK else SHARED / "disk of rank 0")
+    if NODES:
+        faulthandler.cancel_dump_traceback_later()  # it has a thread
+        join_node(NODES[NODE])
+        harness.arm_dump()
+        os.environ |= {
+            "MASTER_ADDR": address_of(0),
+            "GLOO_SOCKET_IFNAME": LINK,
+            "TORCHELASTIC_USE_AGENT_STORE": "False",
+        }
+    else:
+        take_disk(DISK, None if harness.RANK else SHARED / "disk of rank 0")
     os.environ["TMPDIR"] = str(DISK)
     dist.init_process_group("gloo", timeout=timedelta(seconds=60))
     harness.run(case)

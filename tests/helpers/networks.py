@@ -1,0 +1,131 @@
+"""Nodes of a cluster: a namespace of networks and one of mounts for each, on one switch. Root, or a user namespace."""
+
+import ctypes
+import os
+import shlex
+import subprocess
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+LINK, SWITCH = "eth0", "10.77.0.254"
+_NEW_NETWORK = 0x40000000
+_KINDS = ("user", "net", "mnt")  # in the order in which they are joined: the first gives the right to the others
+_ALONE = (("-n", "-m"), ("-U", "-r", "-n", "-m"))  # as root, and as anybody
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """Processes that keep the namespaces: of the switch that all nodes are connected to, and of each node."""
+
+    switch: int
+    nodes: tuple[int, ...]
+
+
+def address_of(node: int) -> str:
+    """The address of a node among the others."""
+    return f"10.77.0.{node + 1}"
+
+
+@cache
+def why_no_cluster() -> str:
+    """Why this user cannot have one; "" where that is possible."""
+    try:
+        with running_cluster(1, Path("/mnt")):
+            return ""
+    except (OSError, subprocess.CalledProcessError) as error:
+        return f"needs namespaces of networks and mounts, and virtual links: {error}"
+
+
+@contextmanager
+def running_cluster(size: int, disk: Path, kept: Path | None = None) -> Iterator[Cluster]:
+    """So many nodes, each with a disk of its own in memory at `disk`, but for the first where `kept` is there."""
+    with ExitStack() as stack:
+        switch = stack.enter_context(_keeper(["unshare", *_rights()]))
+        _run_in(switch, f"ip link set lo up && ip link add sw type bridge && ip addr add {SWITCH}/24 dev sw")
+        _run_in(switch, "ip link set sw up")
+        nodes = []
+        for number in range(size):
+            node = stack.enter_context(_keeper([*_entering(switch), "unshare", "-n", "-m"]))
+            _run_in(switch, f"ip link add node{number} type veth peer name {LINK} netns {node}")
+            _run_in(switch, f"ip link set node{number} master sw up")
+            _run_in(node, f"ip link set lo up && ip addr add {address_of(number)}/24 dev {LINK}")
+            _run_in(node, f"ip link set {LINK} up")
+            bound = kept is not None and not number
+            _run_in(
+                node, shlex.join(["mount", *(["--bind", str(kept)] if bound else ["-t", "tmpfs", "none"]), str(disk)])
+            )
+            nodes.append(node)
+        yield Cluster(switch, tuple(nodes))
+
+
+def join_node(keeper: int) -> None:
+    """Make this process, which must have one thread, one of the node that a process keeps."""
+    here, files = Path.cwd(), []
+    for kind in _KINDS:
+        place = f"/proc/{keeper}/ns/{kind}"
+        if Path(place).readlink() != Path(f"/proc/self/ns/{kind}").readlink():
+            files.append(os.open(place, os.O_RDONLY))  # all of them first: there may be no way to the next
+    for file in files:
+        _join(file, 0)
+        os.close(file)
+    os.chdir(here)
+
+
+@contextmanager
+def in_network_of(keeper: int) -> Iterator[None]:
+    """Sockets that this thread makes in the block are of the network that a process keeps. Needs root."""
+    own, other = (os.open(f"/proc/{name}/ns/net", os.O_RDONLY) for name in ("thread-self", keeper))
+    _join(other, _NEW_NETWORK)
+    try:
+        yield
+    finally:
+        _join(own, _NEW_NETWORK)
+        os.close(own)
+        os.close(other)
+
+
+def cut_link() -> None:
+    """Pull the cable of the node that this process is on."""
+    subprocess.run(["ip", "link", "set", LINK, "down"], check=True)
+
+
+def _join(file: int, kind: int) -> None:
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.setns(file, kind):
+        raise OSError(ctypes.get_errno(), "setns")
+
+
+@cache
+def _rights() -> tuple[str, ...]:
+    """How this user gets namespaces."""
+    for rights in _ALONE:
+        if subprocess.run(["unshare", *rights, "true"], capture_output=True, check=False).returncode == 0:
+            return rights
+    raise OSError("unshare is not permitted")
+
+
+@contextmanager
+def _keeper(command: Sequence[str]) -> Iterator[int]:
+    """A process that does nothing in the namespaces that `command` gives it, and ends with this one."""
+    told = [*command, "sh", "-c", "echo here; exec cat"]
+    with subprocess.Popen(told, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        if process.stdout.readline() != b"here\n":
+            raise OSError(process.stderr.read().decode())
+        try:
+            yield process.pid
+        finally:
+            process.kill()
+
+
+def _entering(keeper: int) -> list[str]:
+    is_own = Path(f"/proc/{keeper}/ns/user").readlink() == Path("/proc/self/ns/user").readlink()
+    return ["nsenter", "-t", str(keeper), *(() if is_own else ("-U", "--preserve-credentials")), "-n", "-m"]
+
+
+def _run_in(keeper: int, script: str) -> None:
+    subprocess.run([*_entering(keeper), "sh", "-c", script], check=True, capture_output=True)
