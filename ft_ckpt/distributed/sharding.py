@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Protocol
 
+from ft_ckpt.distributed.grid_runs import Runs, runs_over_grid
+
 
 @dataclass(frozen=True)
 class Box:
@@ -17,15 +19,6 @@ class Box:
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
-
-
-@dataclass(frozen=True)
-class Runs:
-    """All elements of a tensor in consecutive runs, each of another rank: `owner`, `owner` + 1, ..."""
-
-    owner: int
-    lead: int  # elements of the first
-    chunk: int  # of each but the first and the last
 
 
 class Sharding(Protocol):
@@ -65,8 +58,11 @@ class Sharding(Protocol):
         ...
 
     @property
-    def runs(self) -> Runs | None:
-        """The boxes, where each is a run of flat elements and they come in the order of ranks; else None."""
+    def runs(self) -> tuple[Runs, ...]:
+        """All elements in their order, where boxes are few runs of these; () where they are not, or all have them.
+
+        They are those of this rank's group of replicas, which has `owners` where it is the one that contributes.
+        """
         ...
 
 
@@ -78,7 +74,7 @@ class ReplicatedSharding:
     is_replicated: bool = True
     owners = (0,)
     is_sharded = is_opaque = False
-    runs = None  # all have it
+    runs = ()  # all have it
 
     def box(self, rank: int) -> Box | None:
         """The whole tensor on rank 0."""
@@ -109,10 +105,10 @@ class OwnedSharding:
         return self.owner not in (0, None)
 
     @property
-    def runs(self) -> Runs | None:
+    def runs(self) -> tuple[Runs, ...]:
         """One."""
         numel = math.prod(self.view)
-        return None if self.owner is None or not numel else Runs(self.owner, numel, numel)
+        return () if self.owner is None or not numel else (Runs(self.owner, numel, numel, numel),)
 
     def box(self, rank: int) -> Box | None:
         """The whole tensor on its owner."""
@@ -161,13 +157,14 @@ class FlatSharding:
         return _run_in_shard(self.numel, self.first, self.shard, self.members.index(rank))
 
     @property
-    def runs(self) -> Runs | None:
+    def runs(self) -> tuple[Runs, ...]:
         """What each of the members has, if they are numbered one after the other."""
-        if not self.numel or 0 not in self.members or not _are_consecutive(self.members):
-            return None
+        if not self.numel or not _are_consecutive(self.members):
+            return ()
         lead = min(self.numel, self.shard - self.first % self.shard)
         rest = self.numel - lead
-        return Runs(self.members[self.first // self.shard], lead, self.shard if rest > self.shard else max(lead, rest))
+        chunk = self.shard if rest > self.shard else max(lead, rest)
+        return (Runs(self.members[self.first // self.shard], lead, chunk, self.numel),)
 
     def range_in_shard(self, rank: int) -> tuple[int, int] | None:
         """Where the elements lie in the shard of `rank`, as [start, stop); None for none."""
@@ -229,19 +226,21 @@ class MeshSharding:
         return frozenset(self.owners)
 
     @cached_property  # many tensors have one layout
-    def runs(self) -> Runs | None:
-        """Rows, where nothing but these is cut, along ranks that are numbered one after the other."""
+    def runs(self) -> tuple[Runs, ...]:
+        """Rows, along ranks that are numbered one after the other, of any number; else what is left in few runs."""
         sizes = zip(self.cuts, self.mesh.shape, self.mesh.reaches, strict=True)
         cut = [(dim, parts, reach) for dim, parts, reach in sizes if dim is not None and min(parts, self.view[dim]) > 1]
         numel = math.prod(self.view)
-        if len(cut) > 1 or not numel or 0 not in self.mesh.places or self.sizes:
-            return None
+        if not numel:
+            return ()
         dim, parts, reach = cut[0] if cut else (0, 1, 1)
         rows = self.view[0] if self.view else 1
         step = -(-rows // parts)
-        if dim or -(-rows // step) > reach:
-            return None
-        return Runs(self.mesh.ranks[0], step * (numel // rows), step * (numel // rows))
+        if len(cut) > 1 or dim or self.sizes or -(-rows // step) > reach:
+            numbers = self.order or range(len(self.cuts))
+            cuts = [(one, number) for number in numbers if (one := self.cuts[number]) is not None]
+            return runs_over_grid(self.view, self.mesh.shape, self.mesh.ranks, cuts, self.sizes)
+        return (Runs(self.mesh.ranks[0], step * (numel // rows), step * (numel // rows), numel),)
 
     def box(self, rank: int) -> Box | None:
         """The part of `rank`, if it is the first of its replicas."""
@@ -270,7 +269,7 @@ class OpaqueSharding:
     owners = (0,)
     is_sharded = False
     is_opaque = True
-    runs = None
+    runs = ()
 
     def box(self, rank: int) -> Box | None:
         """None: nobody contributes a box."""

@@ -180,9 +180,9 @@ def _needs_gather(plan: SavePlan, request: SaveRequest, ranks: Ranks, config: Sa
     if any(info.sharding.is_sharded for pair in plan.ties_to_check for info in pair):
         return True
     return any(
-        entry.group is not None or (entry.source is not None and entry.source.sharding.is_sharded and cut is None)
+        entry.group is not None or (entry.source is not None and entry.source.sharding.is_sharded and cuts is None)
         for share in write_shards.divide_files(plan.plans, ranks.size)
-        for entry, cut, spec in zip(share.entries, share.cuts, share.file.layout.specs, strict=True)
+        for entry, cuts, spec in zip(share.entries, share.cuts, share.file.layout.specs, strict=True)
         if spec.size_bytes
     )
 
@@ -234,8 +234,8 @@ def _written_here(plan: SavePlan, ranks: Ranks) -> Iterator[TensorInfo]:
         return
     yield from (info for pair in plan.ties_to_check for info in pair)
     for share in write_shards.divide_files(plan.plans, ranks.size):
-        for entry, cut in zip(share.entries, share.cuts, strict=True):
-            mine = ranks.leads if cut is None else chunk_of_rank(cut, ranks.rank) is not None
+        for entry, cuts in zip(share.entries, share.cuts, strict=True):
+            mine = ranks.leads if cuts is None else any(chunk_of_rank(cut, ranks.rank) for cut in cuts)
             yield from entry.sources if mine else ()
 
 

@@ -1,12 +1,13 @@
 """Every rank writes what it holds into the one final file: no gather, no second pass.
 
 Which bytes of a file are whose follows from its layout and from how each tensor is held, and every rank works it out
-alone. What is no run of bytes (converted names, slabs of tensor parallelism) comes to rank 0 as ever, in its turn.
+alone. What is no run of bytes (converted names), or many short ones (columns of a matrix), comes to rank 0 as ever, in
+its turn.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import chain, groupby, repeat
+from itertools import accumulate, chain, groupby, repeat
 from math import prod
 
 from ft_ckpt.distributed.ranks import Ranks
@@ -20,6 +21,7 @@ from ft_ckpt.storage.store import SharedStore
 from ft_ckpt.storage.writer import Region, Writer, digest_regions, region_of
 
 LEAST_BYTES = 32 << 20  # of a checkpoint for which it pays that all ranks open its files
+LEAST_RUN_BYTES = 256 << 10  # of a tensor's, where ranks have several: at 128 KB they are level with the gather
 
 
 @dataclass(frozen=True, eq=False)
@@ -28,13 +30,13 @@ class Share:
 
     file: FilePlan
     entries: tuple[Entry, ...]  # in file order
-    cuts: tuple[Cut | None, ...]  # of each entry; None: it comes to rank 0
+    cuts: tuple[tuple[Cut, ...] | None, ...]  # of each entry; None: it comes to rank 0; (): other ranks write it
     ranks: int = 1  # that write
 
     @property
     def actual_cuts(self) -> tuple[Cut, ...]:
         """The cuts there are, in file order."""
-        return tuple(cut for cut in self.cuts if cut is not None)
+        return tuple(chain.from_iterable(cuts for cuts in self.cuts if cuts))
 
     @property
     def needs_transfer(self) -> bool:
@@ -56,7 +58,7 @@ def divide_files(plans: Sequence[PartPlan], world_size: int) -> list[Share]:
             ordered = tuple(entries[spec.name] for spec in file.layout.specs)
             step = -(-file.layout.size_bytes // world_size)
             step += -step % BLOCK_BYTES  # so that no disk block has two writers
-            cuts = map(_tensor_cut, ordered, file.layout.starts, repeat(step))
+            cuts = map(_tensor_cuts, ordered, file.layout.starts, repeat(step))
             found.append(Share(file, ordered, tuple(cuts), world_size))
     return found
 
@@ -107,8 +109,11 @@ def digest_own_bytes(share: Share, tensors: Tensors, ranks: Ranks, bucket_bytes:
     return digest_regions(_while_all_write(_own_regions(share, tensors, ranks, bucket_bytes), ranks, BLOCK_BYTES))
 
 
-def _tensor_cut(entry: Entry, start: int, step: int) -> Cut | None:
-    """The cut of one tensor at `start`; `step` is the file's share of each rank where all have the same."""
+def _tensor_cuts(entry: Entry, start: int, step: int) -> tuple[Cut, ...] | None:
+    """The cuts of one tensor at `start`; `step` is the file's share of each rank where all have the same.
+
+    Whether there are any is the same on all ranks, whichever group of replicas they are in.
+    """
     source, item, numel = entry.source, entry.dtype.itemsize, prod(entry.shape)
     if source is None or source.sharding.is_opaque or not numel:
         return None
@@ -116,11 +121,19 @@ def _tensor_cut(entry: Entry, start: int, step: int) -> Cut | None:
     if not sharding.is_sharded:
         if not sharding.is_replicated or start % item:
             return None
-        return Cut(start, stop, step, step - start % step, start // step)
+        return (Cut(start, stop, step, step - start % step, start // step),)
     runs = sharding.runs
-    if runs is None or (source.shape != entry.shape and source.numel != numel):
+    if not runs or (source.shape != entry.shape and source.numel != numel):
         return None
-    return Cut(start, stop, runs.chunk * item, runs.lead * item, runs.owner)
+    if len(runs) > 1 and min(one.chunk for one in runs) * item < LEAST_RUN_BYTES:
+        return None
+    if not sharding.owners:
+        return ()
+    starts = accumulate((one.numel * item for one in runs), initial=start)
+    return tuple(
+        Cut(low, low + one.numel * item, one.chunk * item, one.lead * item, one.owner)
+        for low, one in zip(starts, runs, strict=False)
+    )
 
 
 def _own_regions(share: Share, tensors: Tensors, ranks: Ranks, bucket_bytes: int) -> Iterator[Region]:
@@ -135,12 +148,11 @@ def _own_regions(share: Share, tensors: Tensors, ranks: Ranks, bucket_bytes: int
                 yield region
                 at = region.start + region.size_bytes
             continue
-        for entry, cut, spec, start in group:
+        for entry, cuts, spec, start in group:
             if ranks.leads:
                 yield from _header_regions(share.file, at, start)
             at = start + spec.size_bytes
-            if cut is not None:
-                yield from _tensor_regions(entry, cut, tensors, ranks.rank)
+            yield from _tensor_regions(entry, cuts or (), tensors, ranks.rank)
     if ranks.leads:
         yield from _header_regions(share.file, at, share.file.layout.size_bytes)
 
@@ -160,15 +172,16 @@ def _header_regions(file: FilePlan, start: int, stop: int) -> Iterator[Region]:
         yield region_of(start, file.layout.header[start:stop].ljust(stop - start, b"\0"))
 
 
-def _tensor_regions(entry: Entry, cut: Cut, tensors: Tensors, rank: int) -> Iterator[Region]:
-    """This rank's chunks of one tensor."""
+def _tensor_regions(entry: Entry, cuts: Sequence[Cut], tensors: Tensors, rank: int) -> Iterator[Region]:
+    """This rank's chunks of one tensor, which lie one after the other in its memory."""
     source = entry.source
     held = None if source is None else tensors.local(source.key)
     if source is None or held is None:
         return
     item, local = entry.dtype.itemsize, held.reshape(-1)
-    chunk = chunk_of_rank(cut, rank)
-    if chunk is not None:
-        start, stop = chunk
-        first = (start - cut.start) // item if not source.sharding.is_sharded else 0
-        yield from cast_regions(start, entry, local[first : first + (stop - start) // item])
+    chunks = [chunk for cut in cuts if (chunk := chunk_of_rank(cut, rank)) is not None]
+    first = 0 if source.sharding.is_sharded or not chunks else (chunks[0][0] - cuts[0].start) // item
+    for start, stop in chunks:
+        count = (stop - start) // item
+        yield from cast_regions(start, entry, local[first : first + count])
+        first += count

@@ -53,6 +53,12 @@ def test_all_stop_when_one_fails(failing, case):
     assert failing[case] == ""
 
 
+@pytest.mark.slow
+def test_slabs_of_four_ranks(tmp_path):
+    cases = ["tensor_parallel_replicas/llama", "fsdp2_tensor_parallel/llama", "mesh_tensor_fsdp/experts"]
+    assert run_cases("direct", cases, tmp_path, 4, timeout=120) == dict.fromkeys(cases, "")
+
+
 def test_four_ranks(tmp_path):
     assert run_cases("direct", FOUR, tmp_path, 4) == dict.fromkeys(FOUR, "")
 

@@ -189,6 +189,12 @@ def fsdp2_tensor_parallel(model: nn.Module) -> nn.Module:
     return fsdp2(tensor_parallel(model, mesh["tensor"]), mesh["data"])
 
 
+def tensor_parallel_replicas(model: nn.Module) -> nn.Module:
+    """Groups of two ranks that hold the same again: all but the first contribute nothing."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size() // 2, 2), mesh_dim_names=("data", "tensor"))
+    return tensor_parallel(model, mesh["tensor"])
+
+
 def cut_over_ranks(model: nn.Module, **sizes: int) -> nn.Module:
     """The model as transformers loads it over a mesh of those sizes."""
     from transformers import DistributedConfig
@@ -339,6 +345,7 @@ WRAPPERS: dict[str, Callable[[nn.Module], Live]] = {
     "fsdp2_accelerate": accelerated(fsdp_accelerator(2)),
     "tensor_parallel": direct(tensor_parallel),
     "hsdp": direct(hsdp),
+    "tensor_parallel_replicas": direct(tensor_parallel_replicas),
     "fsdp2_tensor_parallel": direct(fsdp2_tensor_parallel),
     "mesh_tensor": distributed(tp_size=2),
     "mesh_experts": distributed(fsdp_size=2, ep_size=2),
