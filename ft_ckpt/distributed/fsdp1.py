@@ -23,9 +23,17 @@ class FlatParameter:
     handle: Any
     shape: tuple[int, ...]
     dtype: torch.dtype
-    trainable: bool
+    requires_grad: bool
     first: int  # index of its first element in the unsharded flat parameter
+    members: Sequence[int] | None  # the ranks that it is cut over; None where each has all of it
     original: Any = None  # the parameter that optimizers are given; None where that is the flat parameter itself
+
+    layout = torch.strided
+
+    @property
+    def device(self) -> torch.device:
+        """Where its elements are."""
+        return self.handle.flat_param.device  # type: ignore[no-any-return]  # as torch says
 
     def shard_buffer(self) -> Tensor:
         """This rank's shard of the flat parameter."""
@@ -35,11 +43,10 @@ class FlatParameter:
     def sharding(self, shard: int | None = None) -> Sharding:
         """Its runs in the ranks' shards of `shard` elements, by default those of the flat parameter itself."""
         numel = math.prod(self.shape)
-        if not self.handle.uses_sharded_strategy:
+        if self.members is None:
             return ReplicatedSharding((numel,))
-        members = ranks_in_order(self.handle.process_group)
         size = self.shard_buffer().numel() if shard is None else shard
-        return FlatSharding(numel, self.first, size, members, is_subset_of_ranks(len(members)))
+        return FlatSharding(numel, self.first, size, self.members, is_subset_of_ranks(len(self.members)))
 
     def local_run(self, buffer: Tensor) -> Tensor | None:
         """This rank's elements in any `buffer` that is cut like the flat parameter, such as its optimizer state."""
@@ -81,11 +88,15 @@ class FSDP1Wrapper(Wrapper):
 
     def layout_of(self, tensor: Any) -> TensorLayout:
         """The run of elements in each rank's shard."""
-        return TensorLayout(tensor.shape, tensor.dtype, tensor.trainable, True, "fsdp1", tensor.sharding())
+        return TensorLayout(tensor.shape, tensor.dtype, tensor.requires_grad, True, "fsdp1", tensor.sharding())
 
     def local_part(self, tensor: Any) -> Tensor | None:
         """This rank's run in its shard of the flat parameter."""
         return tensor.local_run(tensor.shard_buffer())  # type: ignore[no-any-return]  # as FlatParameter says
+
+    def cut_facts(self, tensor: Any) -> Any:
+        """The runs in the shards, and whether optimizers know it by itself."""
+        return tensor.sharding(), tensor.original is None
 
     def optimizer_parameter(self, tensor: Any) -> Any:
         """The original parameter, or with use_orig_params=False the whole flat one."""
@@ -112,10 +123,11 @@ def _parameters_of_handle(handle: Any) -> Iterator[tuple[tuple[int, str], FlatPa
         if not padding:
             starts.append(position)
         position += numel
+    members = ranks_in_order(handle.process_group) if handle.uses_sharded_strategy else None
     places = {}
     for info, shape, first, original in zip(flat._param_infos, flat._shapes, starts, originals, strict=True):
         wants = trainable[id(info.module)] if original is None else bool(original.requires_grad)
-        one = FlatParameter(handle, tuple(shape), flat.dtype, wants, first, original)
+        one = FlatParameter(handle, tuple(shape), flat.dtype, wants, first, members, original)
         places[id(info.module), info.param_name] = one
     yield from places.items()
     for shared in flat._shared_param_infos:

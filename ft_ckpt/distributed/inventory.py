@@ -1,7 +1,8 @@
 """One walk over the models of a run: every tensor under its canonical name, and under a key by which it is found.
 
 `Inventory` notes modules and tensors without a look at their layouts; `infos` describes those of one model when it is
-asked. Keys count up in the order of noting, so equal walks over equal models give equal keys.
+asked. Keys count up in the order of noting, so equal walks over equal models give equal keys; those of runs in buffers
+have numbers of their own.
 """
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -10,7 +11,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from itertools import count
 from operator import attrgetter
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -27,6 +28,15 @@ from ft_ckpt.errors import IncompleteError, SelectionError, listing
 Info = TypeVar("Info", bound=TensorInfo)
 _DENSITY = attrgetter("layout", "is_quantized")
 _DENSE = (torch.strided, False)
+_FIRST_RUN = 1 << 40  # the key of the first run
+
+
+class BufferRun(NamedTuple):
+    """This rank's elements of one tensor in a buffer where others may lie, too."""
+
+    buffer: int  # its key
+    start: int  # the first element, of the buffer as one row
+    numel: int | None  # None: this rank has none
 
 
 @dataclass(frozen=True, eq=False)
@@ -39,6 +49,7 @@ class ModelRows:
     tensors: list[tuple[str, ...]]  # parameters and persistent buffers, in that order
     keys: list[int]  # of the tensors of all modules, one after the other
     broadcast: frozenset[int]  # keys of buffers that rank 0 will send to all
+    stand_ins: list[tuple[int, int]]  # the key of each, and of the first for the same parameter of an optimizer
 
     @property
     def places(self) -> Iterator[tuple[str, str, int]]:
@@ -62,7 +73,8 @@ class Inventory:
         self.models: dict[str, ModelRows] = {}  # by item
         self._live: list[Any] = []
         self._keys: dict[int, int] = {}  # id -> key
-        self._locals: dict[int, Tensor | None] = {}  # of runs in buffers
+        self._owners: dict[int, int] = {}  # id of an optimizer's parameter -> key of the first that stands for it
+        self._runs: list[BufferRun] = []
         self._infos: dict[tuple[str, bool], dict[str, TensorInfo]] = {}
 
     @property
@@ -85,8 +97,13 @@ class Inventory:
             tensors += own.values()
         keys = self.keys_of(tensors)
         broadcast = frozenset(self._keys[buffer] for buffer in sent if buffer in self._keys)
-        self.models[item] = ModelRows(tuple(chain), modules, children, names, keys, broadcast)
+        stand_ins = self._note_owners(one for own in taken.values() for one in own.values())
+        self.models[item] = ModelRows(tuple(chain), modules, children, names, keys, broadcast, stand_ins)
         return self.models[item]
+
+    def _note_owners(self, stand_ins: Iterable[Any]) -> list[tuple[int, int]]:
+        keys = [(id(wrappers.optimizer_parameter(one)), self._keys[id(one)]) for one in stand_ins]
+        return [(key, self._owners.setdefault(parameter, key)) for parameter, key in keys]
 
     def keys_of(self, tensors: Sequence[Any]) -> list[int]:
         """The keys of tensors, or of what stands for them; the same for the same object."""
@@ -102,31 +119,57 @@ class Inventory:
         return self._live
 
     def known_keys(self, tensors: Iterable[Any]) -> list[int | None]:
-        """The keys of tensors that were noted, None for others."""
-        return [*map(self._keys.get, map(id, tensors))]
+        """The keys of tensors that were noted, None for others.
 
-    def note_run(self, live: Any, local: Tensor | None) -> int:
+        An optimizer's parameter has the key of what stands for it, the first of several.
+        """
+        ids = [*map(id, tensors)]
+        if not self._owners:
+            return [*map(self._keys.get, ids)]
+        return [self._keys.get(one, self._owners.get(one)) for one in ids]
+
+    @property
+    def runs(self) -> Sequence[BufferRun]:
+        """Those that were noted, in the order of their keys."""
+        return tuple(self._runs)
+
+    def note_run(self, live: Tensor, local: Tensor | None) -> int:
         """A new key for this rank's run `local` of elements in the buffer `live`, where others may lie, too."""
-        self._live.append(live)
-        self._locals[len(self._live) - 1] = local
-        return len(self._live) - 1
+        start = 0 if local is None else int(local.storage_offset() - live.storage_offset())
+        run = BufferRun(self.keys_of([live])[0], start, None if local is None else local.numel())
+        return self.note_runs([run])
+
+    def note_runs(self, runs: Iterable[BufferRun]) -> int:
+        """Note runs again that an equal inventory had noted, under the same keys; the last of them."""
+        self._runs += runs
+        return _FIRST_RUN + len(self._runs) - 1
+
+    def noted_key(self, key: int) -> int:
+        """The key of the noted tensor in which that of `key` lies: itself, or the buffer of a run."""
+        return key if key < _FIRST_RUN else self._runs[key - _FIRST_RUN].buffer
 
     def live(self, key: int) -> Any:
         """The parameter, buffer or other tensor itself, or what stands for it."""
-        return self._live[key]
+        return self._live[self.noted_key(key)]
 
     def local(self, key: int) -> Tensor | None:
         """This rank's elements, without gradient; None for none, as under keys below 0, of what other ranks have."""
         if key < 0:
             return None
-        return self._locals[key] if key in self._locals else wrappers.local_part(self._live[key])
+        return wrappers.local_part(self._live[key]) if key < _FIRST_RUN else self._run_part(key)
 
     def memories(self, keys: Collection[int]) -> dict[int, Tensor]:
         """As `local`, of those of the keys that are here, in haste, to be copied: they may want a gradient."""
-        whole, runs = [key for key in keys if key >= 0 and key not in self._locals], self._locals
+        whole = [key for key in keys if 0 <= key < _FIRST_RUN]
         found = dict(zip(whole, wrappers.memory_parts([self._live[key] for key in whole]), strict=True))
-        found |= {key: runs[key] for key in keys if key in runs}
+        found |= {key: self._run_part(key) for key in keys if key >= _FIRST_RUN}
         return {key: tensor for key, tensor in found.items() if tensor is not None}
+
+    def _run_part(self, key: int) -> Tensor | None:
+        run = self._runs[key - _FIRST_RUN]
+        if run.numel is None:
+            return None
+        return self._live[run.buffer].detach().view(-1)[run.start : run.start + run.numel]  # type: ignore[no-any-return]  # a Tensor
 
     def full(self, key: int) -> Tensor:
         """The full tensor of an opaque sharding. Collective."""

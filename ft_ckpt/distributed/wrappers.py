@@ -145,10 +145,12 @@ def user_class(cls: type) -> type:
 def is_engine_attribute(name: str, value: Any) -> bool:
     """Whether an attribute of a user's module was set by a wrapper."""
     origin = str(getattr(value, "__module__", ""))
-    return any(
-        name in one.attributes or name.startswith(one.attribute_prefixes) or origin.startswith(one.function_packages)
-        for one in WRAPPERS
-    )
+    return is_engine_name(name) or any(origin.startswith(one.function_packages) for one in WRAPPERS)
+
+
+def is_engine_name(name: str) -> bool:
+    """Whether an attribute of a user's module has a name under which a wrapper sets one."""
+    return any(name in one.attributes or name.startswith(one.attribute_prefixes) for one in WRAPPERS)
 
 
 def is_engine_code(module_name: str) -> bool:

@@ -65,7 +65,7 @@ def look_at_model(model: nn.Module) -> Captured:
 
 def plan_save(request: SaveRequest, captured: Captured, ranks: Ranks, config: SaverConfig) -> PlannedSave:
     """What is saved, planned now, or before for the same facts. Raises what `make_plan` and `companions_of` raise."""
-    question = None if request.apart or request.state_dict_given else _question(request, ranks, config)
+    question = None if request.apart or request.state_dict_given else _question(request, captured, ranks, config)
     plan: SavePlan | None = None if question is None else captured.cache.find(captured.signature, question)
     tensors: Tensors = captured.inventory
     if plan is None:
@@ -88,9 +88,8 @@ def plan_copies(
     `owned` gives the ids of the tensors that nothing but the steps of watched optimizers changes.
     """
     apart = ranks.size > 1 and not isinstance(request.target.folder, SharedStore)  # each file has one writer
-    question = (
-        None if request.apart or request.state_dict_given else ("copies", apart, _question(request, ranks, config))
-    )
+    asked = None if request.apart or request.state_dict_given else _question(request, captured, ranks, config)
+    question = None if asked is None else ("copies", apart, asked)
     known: CopyPlan | None = None if question is None else captured.cache.find(captured.signature, question)
     if known is not None:
         return known
@@ -107,17 +106,17 @@ def plan_copies(
     blocks = request.state_dict_given if apart else _needs_gather(planned.plan, request, ranks, config)
     later = tuple(key for key, is_late in late.items() if is_late)
     made = CopyPlan(now, later, size, blocks, tuple((to, infos) for to, infos in gathers.items() if infos))
-    if question is not None and all(key < _noted(captured) for key in late):
+    if question is not None and _are_known(infos.values(), captured):
         captured.cache.keep(captured.signature, question, made)
     return made
 
 
-def _question(request: SaveRequest, ranks: Ranks, config: SaverConfig) -> Hashable:
+def _question(request: SaveRequest, captured: Captured, ranks: Ranks, config: SaverConfig) -> Hashable:
     """All that a plan depends on beside the facts of models and optimizers."""
     attribute = request.attribute if isinstance(request.attribute, str) else tuple(request.attribute or ())
     own = (request.adapter_only, attribute, request.dtype, request.format, request.max_shard_bytes, request.merged)
     how = (config.reuse_frozen, config.compression, config.each_rank_writes, config.nonfinite)
-    return ("plan", ranks.rank, ranks.size, *own, *how)
+    return ("plan", captured.exchange, ranks.rank, ranks.size, *own, *how)
 
 
 def _is_pure(plan: SavePlan, captured: Captured) -> bool:
@@ -127,13 +126,13 @@ def _is_pure(plan: SavePlan, captured: Captured) -> bool:
     if any(entry.group is not None for entry in entries):
         return False
     infos = [*_all_infos(plan), *(info for part in parts for info in part.base.values())]
-    is_noted = all(info.key < _noted(captured) for info in infos)
-    return is_noted and all(part.module is None or isinstance(part.module, int) for part in parts)
+    is_live = all(part.module is None or isinstance(part.module, int) for part in parts)
+    return is_live and _are_known(infos, captured)
 
 
-def _noted(captured: Captured) -> int:
-    """The keys below this are the same for the same facts."""
-    return 0 if captured.signature is None else captured.signature.tensors
+def _are_known(infos: Iterable[TensorInfo], captured: Captured) -> bool:
+    """Whether these have the same keys wherever the facts are the same."""
+    return captured.signature is not None and captured.signature.covers(captured.inventory, infos)
 
 
 def _at_this_moment(

@@ -2,19 +2,19 @@
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, TypeVar
 
 from torch import nn
 
 from ft_ckpt.distributed.agreement import values_of_runs
-from ft_ckpt.distributed.inventory import Inventory
+from ft_ckpt.distributed.inventory import BufferRun, Inventory
 from ft_ckpt.distributed.ranks import Ranks, try_action
 from ft_ckpt.distributed.tensor_info import Source, TensorInfo
 from ft_ckpt.model.entries import Entry
-from ft_ckpt.training import optimizers
 from ft_ckpt.training import state as training
 from ft_ckpt.training.exchange import decide_together
-from ft_ckpt.training.items import Item, Key, check_same_items, known_sources, with_extra_state
+from ft_ckpt.training.items import Item, Key, check_same_items, known_sources, optimizers_among, with_extra_state
 from ft_ckpt.training.optimizer_protocol import Description
 from ft_ckpt.training.signature import PlanCache, Signature, Signer
 from ft_ckpt.training.state import Document, EveryState, LocalState, TrainingState
@@ -44,6 +44,7 @@ class Captured:
     cache: PlanCache = field(default_factory=PlanCache)
     found: Mapping[Key, TensorInfo] = field(default_factory=dict)  # of the models of a run
     state: TrainingState | None = None
+    exchange: int = 0  # the number of the exchange in which ranks told each other what the state is of
 
     @property
     def document(self) -> Document:
@@ -63,8 +64,10 @@ class Captured:
 class _Known:
     """What the facts alone decide."""
 
+    number: int  # of the exchange that it is of, which all ranks count
     found: Mapping[Key, TensorInfo]
     entries: tuple[Entry, ...]
+    runs: Sequence[BufferRun]  # that the descriptions are of
     descriptions: Mapping[str, Description]
 
 
@@ -82,7 +85,7 @@ class _Look:
 class _LookFacts:
     """What a rank tells the others of its look at the run."""
 
-    known: bool  # whether an earlier save had the same facts
+    known: int | None  # the number of the exchange in which an earlier save had the same facts
     own: Mapping[str, Any]  # what it alone has, where there are others
     digests: Mapping[str, str]  # of objects' state and of optimizers' settings
     items: Mapping[str, str]  # kinds by name
@@ -112,15 +115,19 @@ def capture_run(objects: Callable[[], Objects], ranks: Ranks, cache: PlanCache) 
 
     described, error = (None, error) if look is None else try_action(describe)
     found, local = described or ({}, LocalState({"items": {}, "own": {}}, {}))
+    cache.exchanges += 1
     every = training.exchange_facts(local, ranks, error, found)
-    state = training.assemble_state(local, every, look.objects.items, found, ranks.rank)
+    assemble = partial(training.assemble_state, local, every, look.objects.items, found, ranks.rank)
+    state, error = try_action(assemble)
+    ranks.agree("the layout of save_state()", error=error)
     facts = KeyedFacts(look.inventory)
     bare = {key: facts.without_tensor(source) for key, source in found.items()}
     entries = tuple(e._replace(source=facts.without_tensor(e.source)) for e in state.entries if e.source is not None)
-    if every.is_alike and _are_noted(look, [*bare.values()], entries):
-        about = {n: each["optimizer"] for n, each in state.document["items"].items() if "optimizer" in each}
-        cache.keep(look.signature, "run", _Known(bare, entries, about))
-    return Captured(look.inventory, look.signature, cache, bare, replace(state, entries=entries))
+    about = {n: each["optimizer"] for n, each in state.document["items"].items() if "optimizer" in each}
+    is_shared = not any("own" in description for description in about.values())  # settings are each rank's to tell
+    if is_shared and _are_noted(look, [*bare.values()], entries):
+        cache.keep(look.signature, "run", _Known(cache.exchanges, bare, entries, look.inventory.runs, about))
+    return Captured(look.inventory, look.signature, cache, bare, replace(state, entries=entries), cache.exchanges)
 
 
 def _look_at_run(objects: Objects, ranks: Ranks, cache: PlanCache) -> _Look:
@@ -147,45 +154,47 @@ def _captured_before(
     """The state by what is known of the same facts; None when some rank does not know it."""
     known: _Known | None = None if look is None else cache.find(look.signature, "run")
     described = None if look is None or known is None else _described_anew(look.objects.items, known)
-    mine = None if look is None else _facts_of_look(look, described, ranks)
+    number = None if known is None or described is None else known.number
+    mine = None if look is None else _facts_of_look(look, number, described or {}, ranks)
     kinds = (_LookFacts, _LookTerms)
     terms, answers = decide_together(ranks, "the look of save_state()", mine, _terms_of_looks, kinds, error)
     if look is None or known is None or described is None or not terms.known:
         return None
+    look.inventory.note_runs(known.runs)
     local = training.add_optimizers(look.local, described)
     trees = [dict(answer.own) for answer in answers] or values_of_runs(terms.own)
     if ranks.size == 1:
         trees = [local.facts["own"]]
     document = training.build_document(EveryState(local.facts["items"], trees), look.objects.items)
-    return Captured(look.inventory, look.signature, cache, known.found, TrainingState(known.entries, document))
+    state = TrainingState(known.entries, document)
+    return Captured(look.inventory, look.signature, cache, known.found, state, known.number)
 
 
 def _terms_of_looks(answers: Sequence[_LookFacts]) -> _LookTerms:
     check_same_items([answer.items for answer in answers])
-    known = all(answer.known and answer.digests == answers[0].digests for answer in answers)
+    first = answers[0]
+    known = first.known is not None and all((a.known, a.digests) == (first.known, first.digests) for a in answers)
     return _LookTerms(known, training.looks_of_trees(dict(answer.own) for answer in answers) if known else None)
 
 
-def _facts_of_look(look: _Look, described: Mapping[str, Description] | None, ranks: Ranks) -> _LookFacts:
+def _facts_of_look(look: _Look, known: int | None, described: Mapping[str, Description], ranks: Ranks) -> _LookFacts:
     digests = {name: fact["digest"] for name, fact in look.local.facts["items"].items() if "digest" in fact}
-    digests |= training.digests_of_settings(described or {})
+    digests |= training.digests_of_settings(described)
     own = {} if ranks.size == 1 else look.local.facts["own"]
-    return _LookFacts(described is not None, own, digests, {item.name: item.kind for item in look.objects.items})
+    return _LookFacts(known, own, digests, {item.name: item.kind for item in look.objects.items})
 
 
 def _described_anew(items: Sequence[Item], known: _Known) -> dict[str, Description] | None:
     described = {}
-    for item in items:
-        if item.kind == "optimizer":
-            optimizer = optimizers.unwrap_optimizer(item.value)
-            now = optimizers.with_current_settings(optimizer, known.descriptions[item.name])
-            if now is None:
-                return None
-            described[item.name] = now
+    for item, kind, optimizer in optimizers_among(items):
+        now = kind.describe_again(optimizer, known.descriptions[item.name])
+        if now is None:
+            return None
+        described[item.name] = now
     return described
 
 
 def _are_noted(look: _Look, found: Sequence[TensorInfo], entries: Sequence[Entry]) -> bool:
     """Whether the same look at equal facts has each tensor under the same key: none came to the inventory later."""
     infos = [*found, *(info for entry in entries for info in entry.sources)]
-    return look.signature is not None and all(info.key < look.signature.tensors for info in infos)
+    return look.signature is not None and look.signature.covers(look.inventory, infos)

@@ -24,7 +24,7 @@ from ft_ckpt.formats import pytree_json, safetensors
 from ft_ckpt.formats.dtypes import dtype_name, dtype_of
 from ft_ckpt.formats.pytree import PLAIN, flatten
 from ft_ckpt.model.json_values import decode_value, encode_value
-from ft_ckpt.training.optimizer_protocol import Description, OptimizerKind
+from ft_ckpt.training.optimizer_protocol import Description, OptimizerKind, PlanFacts
 from ft_ckpt.training.parameter_groups import match_groups, set_groups, settings_of
 
 _MOST_BESIDE_BYTES = 1 << 20
@@ -86,6 +86,12 @@ def unsaveable_state(optimizer: Any) -> list[str]:
     except SelectionError as error:
         problems.append(str(error))
     return problems
+
+
+def plan_facts(optimizer: Any) -> PlanFacts | None:
+    """Its groups and its state are all there is, unless it has a state dict of its own."""
+    is_told = type(optimizer).state_dict is torch.optim.Optimizer.state_dict
+    return PlanFacts(optimizer) if is_told else None
 
 
 def with_current_settings(optimizer: Any, description: Description) -> Description | None:
@@ -150,14 +156,34 @@ def settings_by_rank(description: Description) -> dict[str, list[int]]:
 
 
 def optimizer_tensors(optimizer: Any, description: Description, found: Mapping[str, Source]) -> dict[str, Source]:
-    """The tensors of the described state as sources, by "parameter/key"; the same names on every rank."""
-    sources = {}
+    """The tensors of the described state as sources, by "parameter/key"; the same names on every rank.
+
+    Raises SelectionError naming state of parts of parameters that other ranks have of theirs, and this one has not.
+    """
+    sources, missing = {}, []
     for name, entries in description["state"].items():
         for key, entry in entries.items():
             if _is_tensor(entry):
                 state = optimizer.state.get(parameter_of(found[name]), {})
+                missing += [f"{name}: {key}"] if key not in state and _has_part(found[name], entry) else []
                 sources[f"{name}/{key}"] = _entry_source(found[name], key, entry, state.get(key))
+    refuse_missing_state(optimizer, missing)
     return sources
+
+
+def refuse_missing_state(optimizer: Any, missing: list[str]) -> None:
+    """Raise SelectionError naming state that this rank has not, where there is any."""
+    if missing:
+        raise SelectionError(
+            f"{type(optimizer).__name__}: {listing(missing)}: other ranks have this of their parts of the parameters, "
+            "this rank has not, so a part would be lost; step on all ranks alike, or save without the optimizer's state"
+        )
+
+
+def _has_part(owner: Source, entry: Any) -> bool:
+    """Whether a state tensor is cut like its parameter, and this rank holds elements of that."""
+    is_cut = shows_runs(owner.live) or is_distributed(owner.live)
+    return is_cut and _is_alike(entry, owner) and owner.local is not None and owner.local.numel() > 0
 
 
 def restore_optimizer(
@@ -338,6 +364,8 @@ class PlainOptimizers(OptimizerKind):
     describe = staticmethod(describe_optimizer)
     tensors = staticmethod(optimizer_tensors)
     restore = staticmethod(restore_optimizer)
+    plan_facts = staticmethod(plan_facts)
+    describe_again = staticmethod(with_current_settings)
 
     def serves(self, optimizer: Any) -> bool:
         """Whether it is torch's."""

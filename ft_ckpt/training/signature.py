@@ -10,7 +10,7 @@ import io
 import pickle
 import sys
 from collections import Counter, OrderedDict, defaultdict
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from enum import Enum
 from functools import lru_cache, partial
@@ -23,9 +23,11 @@ from torch import Tensor, nn
 
 from ft_ckpt.distributed.added_state import are_plain
 from ft_ckpt.distributed.inventory import Inventory
-from ft_ckpt.distributed.wrappers import cut_facts, hides_tensors
+from ft_ckpt.distributed.tensor_info import TensorInfo
+from ft_ckpt.distributed.wrappers import cut_facts, is_engine_name
 from ft_ckpt.errors import CheckpointError, SelectionError
 from ft_ckpt.storage.place import Place, open_place
+from ft_ckpt.training.optimizer_kinds import kind_of_optimizer
 from ft_ckpt.training.optimizers import unwrap_optimizer
 
 T = TypeVar("T")
@@ -55,6 +57,10 @@ class Signature:
     def __init__(self, facts: list[Any], tensors: int) -> None:
         self._facts, self.tensors = facts, tensors  # the keys of the tensors noted are 0 to `tensors`
         self._hash = hash((len(facts), tensors))
+
+    def covers(self, inventory: Inventory, infos: Iterable[TensorInfo]) -> bool:
+        """Whether the keys of `infos` in `inventory` are those of the same tensors wherever the facts are equal."""
+        return all(inventory.noted_key(info.key) < self.tensors for info in infos)
 
     def __hash__(self) -> int:
         return self._hash
@@ -87,6 +93,7 @@ class PlanCache:
 
     def __init__(self) -> None:
         self.classes: dict[type, ClassFacts] = {}
+        self.exchanges = 0  # in which ranks have told each other their facts: counted alike on all
         self._made: OrderedDict[tuple[Signature, Hashable], Any] = OrderedDict()
         self.kept: Counter[Any] = Counter()  # how often something was kept, by question or by its first word
 
@@ -142,21 +149,24 @@ class Signer:
         """Note a model, whatever wraps it."""
         noted = self.inventory.note_model(model, item)
         self._facts += [*map(type, noted.chain)], sorted(noted.broadcast), noted.children
-        self._facts += noted.tensors, noted.keys
-        self.is_opaque |= any(map(hides_tensors, noted.chain[:-1]))
+        self._facts += noted.tensors, noted.keys, noted.stand_ins
         self._note_modules(noted.modules)
 
     def note_optimizer(self, optimizer: Any, with_state: bool = True) -> None:
         """Note an optimizer: what it trains, and unless told otherwise the state of that."""
         one: Any = unwrap_optimizer(optimizer)
+        kind = kind_of_optimizer(one)
+        told = None if kind is None else kind.plan_facts(one)
         self._facts.append(type(one))
-        if type(one).state_dict is not torch.optim.Optimizer.state_dict:
+        if told is None:
             self.is_opaque = True
             return
-        for group in one.param_groups:
+        self._facts += told.facts, self.inventory.keys_of(told.buffers)
+        self._facts += map(self.inventory.known_keys, told.parameters)
+        for group in told.inner.param_groups:
             self._facts += [*group], self.inventory.known_keys(group["params"])
         if with_state:
-            self._note_state(one.state)
+            self._note_state(told.inner.state)
 
     def note_others(self, tensors: Mapping[str, Sequence[Tensor]]) -> None:
         """Note further tensors by the names of what they are of."""
@@ -185,8 +195,7 @@ class Signer:
         ]
         self._facts += kinds, names, described
         self.is_opaque |= not are_plain(modules)
-        for kind, module in dict(zip(kinds, modules, strict=True)).items():
-            self.is_opaque |= hides_tensors(module)
+        for kind in dict.fromkeys(kinds):
             self._note_classes(kind)
         for module, one in zip(modules, own, strict=True):
             self.is_opaque |= one.get("hf_quantizer") is not None
@@ -259,8 +268,8 @@ class Signer:
 
 @lru_cache(maxsize=4096)
 def _further_names(names: tuple[str, ...]) -> tuple[str, ...]:
-    """Of the names of a module's attributes those that not all modules have."""
-    return tuple(name for name in names if name not in _EVERYWHERE)
+    """Of the names of a module's attributes those that not all modules have, and no engine has put there."""
+    return tuple(name for name in names if name not in _EVERYWHERE and not is_engine_name(name))
 
 
 class _Limited(io.BytesIO):

@@ -14,12 +14,12 @@ from torch import Tensor
 
 from ft_ckpt.distributed.sharding import ReplicatedSharding
 from ft_ckpt.distributed.tensor_info import Source, state_source
-from ft_ckpt.distributed.zero import Partition, Slot, changed_with_steps, zero_partitions
+from ft_ckpt.distributed.zero import Partition, Slot, changed_with_steps, partition_facts, zero_partitions
 from ft_ckpt.errors import LoadError, SelectionError, listing
 from ft_ckpt.formats.dtypes import dtype_name, dtype_of
 from ft_ckpt.model.json_values import decode_value, encode_value
 from ft_ckpt.training import optimizers
-from ft_ckpt.training.optimizer_protocol import Description
+from ft_ckpt.training.optimizer_protocol import Description, PlanFacts
 from ft_ckpt.training.optimizers import unwrap_optimizer
 from ft_ckpt.training.parameter_groups import match_groups, set_groups
 
@@ -75,19 +75,47 @@ def describe_zero(optimizer: Any, found: Mapping[str, Source]) -> Description:
     return {**groups, **own, "masters": masters, "scaler": _scaler_numbers(optimizer)}
 
 
+def zero_plan_facts(optimizer: Any) -> PlanFacts | None:
+    """The partitions are told by what they are worked out from; None under settings that are refused."""
+    optimizer = unwrap_optimizer(optimizer)
+    told = partition_facts(optimizer)
+    if told is None:
+        return None
+    masters, parameters, facts = told
+    return PlanFacts(optimizer.optimizer, masters, parameters, (type(optimizer.optimizer), facts))
+
+
+def describe_zero_again(optimizer: Any, description: Description) -> Description | None:
+    """`description`, made of the same `zero_plan_facts`, with the hyperparameters and the loss scaler's numbers of now.
+
+    None when one cannot be kept any more.
+    """
+    optimizer = unwrap_optimizer(optimizer)
+    now = optimizers.with_current_settings(optimizer.optimizer, description)
+    return None if now is None else {**now, "scaler": _scaler_numbers(optimizer)}
+
+
 def zero_tensors(optimizer: Any, description: Description, found: Mapping[str, Source]) -> dict[str, Source]:
-    """The described tensors as sources by "parameter/key", masters as "parameter/master"; the same on every rank."""
+    """The described tensors as sources by "parameter/key", masters as "parameter/master"; the same on every rank.
+
+    Raises SelectionError naming state that other ranks have and this one has not.
+    """
     optimizer = unwrap_optimizer(optimizer)
     sources: dict[str, Source] = {}
+    missing: list[str] = []
     for partition in zero_partitions(optimizer, found):
         buffers = {**optimizer.optimizer.state.get(partition.master, {}), MASTER: partition.master}
         for place in partition.places:
             name = place.owner.name
             entries = description["state"].get(name, {})
             keys = [key for key, entry in entries.items() if "dtype" in entry]
+            missing += [f"{name}: {key}" for key in keys if key not in buffers]
             for key in [*keys, *([MASTER] if name in description["masters"] else [])]:
+                if key not in buffers:
+                    continue
                 make = _run_source if _is_cut(buffers[key], partition.master) else _whole_source
                 sources[f"{name}/{key}"] = make(place, key, buffers[key])
+    optimizers.refuse_missing_state(optimizer, missing)
     return sources
 
 

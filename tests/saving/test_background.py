@@ -31,10 +31,11 @@ TWO = [
     "one_rank_fails",
     "not_shared",
     "few_meetings",
+    *("ddp/changes", "fsdp2/changes", "fsdp1/changes", "fsdp1_flat/changes"),
 ]
 ZERO = [  # stage 3 comes last, as in test_zero_optimizer.py
-    *("zero1", "zero2", "muon", "zero1_bf16_gradients32", "zero2_bf16_offload"),
-    *("zero3", "zero3_bf16_subgroups_persistent"),
+    *("zero1", "zero2", "zero2/changes", "muon", "zero1_bf16_gradients32", "zero2_bf16_offload"),
+    *("zero3", "zero3/changes", "zero3_bf16_subgroups_persistent"),
 ]
 
 

@@ -1,5 +1,6 @@
 """Saves in the background on several ranks: the files that a save at that moment makes, and errors told on all."""
 
+import json
 import sys
 import threading
 import time
@@ -99,8 +100,7 @@ def same_moment(wrapper: str, folder: Path) -> None:
                     saver.step()
                 assert isinstance(handle, PendingSave)
                 handle.result(60)
-            kept = saver._pending.cache.kept
-            assert (kept["run"] == 1) == (not wrapper.startswith(("fsdp1", "zero")))
+            assert saver._pending.cache.kept["run"] == 1
             hooked = [optimizer for optimizer, _ in saver._pending.snapshot._hooks.values()]
             assert all(optimizer._optimizer_step_pre_hooks for optimizer in hooked)
             saver.save(live.model, folder / "after")
@@ -119,6 +119,92 @@ def same_moment(wrapper: str, folder: Path) -> None:
         for file in files:
             assert (now / file).read_bytes() == (later / file).read_bytes(), file
     assert (folder / "after" / files[0]).read_bytes() != (folder / "now-2" / files[0]).read_bytes()
+
+
+def a_rate(live: Live) -> None:
+    for group in live.optimizer.param_groups:
+        group["lr"] = 0.5
+
+
+def a_rate_of_one_rank(live: Live) -> None:
+    for group in live.optimizer.param_groups:
+        group["lr"] = 0.5 + harness.RANK
+
+
+def less_state(live: Live) -> None:
+    for state in inner_optimizer(live).state.values():
+        state.pop("more", None)
+
+
+def less_state_of_one_rank(live: Live) -> None:
+    if harness.RANK:
+        less_state(live)
+
+
+def more_state(live: Live) -> None:
+    for state in inner_optimizer(live).state.values():
+        state["more"] = state["exp_avg"].clone()
+
+
+def more_state_of_one_rank(live: Live) -> None:
+    if harness.RANK:
+        more_state(live)
+
+
+def trained_no_more(live: Live) -> None:
+    last = [*live.model.parameters()][-1]
+    last.requires_grad_(not last.requires_grad)
+
+
+CHANGES = [
+    *(a_rate, a_rate_of_one_rank, a_rate, trained_no_more),
+    *(more_state_of_one_rank, more_state, less_state_of_one_rank, less_state),
+]
+
+
+def inner_optimizer(live: Live) -> Any:
+    """The one with the state, in whatever Accelerate and DeepSpeed put around it."""
+    optimizer = live.optimizer
+    while hasattr(optimizer, "optimizer"):
+        optimizer = optimizer.optimizer
+    return optimizer
+
+
+def same_plans(wrapper: str, folder: Path) -> None:
+    """What a saver writes that has planned before is what one writes that knows nothing, whatever has changed."""
+    live, saver = begun(wrapper, folder)
+    with saver:
+        for change in CHANGES:
+            change(live)
+            written, errors, kept = [], [], []
+            for number in range(3):
+                known = saver._pending.cache
+                if not number:
+                    saver._pending.cache = PlanCache()
+                path = folder / f"{change.__name__}-{number}"
+                try:
+                    saver.save_state(path=path, adapter_only=False).result(60)
+                    written.append(path)
+                except CheckpointError as error:
+                    errors.append(type(error))
+                saver._pending.cache = known
+                kept.append(known.kept["run"])
+            dist.barrier()
+            is_lost = wrapper != "ddp" and change in (more_state_of_one_rank, less_state_of_one_rank)
+            assert len(errors) == (3 if is_lost else 0), (change, errors)
+            assert kept[1] == kept[2] or change is a_rate_of_one_rank, (change, kept)
+            if harness.RANK == 0 and written:
+                expected, *others = map(saved_bytes, written)
+                for other in others:
+                    assert [name for name in {*expected, *other} if expected.get(name) != other.get(name)] == [], change
+
+
+def saved_bytes(folder: Path) -> dict[str, bytes]:
+    """Every file of a checkpoint, but its times."""
+    found = {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    manifest = json.loads(found.pop("ft_ckpt.json"))
+    training = found["state/training.json"]
+    return found | {"parts": manifest["parts"], "state/training.json": training[: training.index(b'"history"')]}
 
 
 @harness.named
@@ -249,7 +335,11 @@ def told_at_the_next_step(folder: Path) -> None:
 
 
 def case(name: str, folder: Path) -> None:
-    harness.NAMED[name](folder) if name in harness.NAMED else same_moment(name, folder)
+    wrapper, _, what = name.partition("/")
+    if name in harness.NAMED:
+        harness.NAMED[name](folder)
+    else:
+        (same_plans if what == "changes" else same_moment)(wrapper, folder)
 
 
 if __name__ == "__main__":
