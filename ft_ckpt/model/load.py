@@ -13,7 +13,8 @@ from torch import nn
 from ft_ckpt.checkpoint.catalog import why_no_checkpoint
 from ft_ckpt.checkpoint.manifest import PartRecord
 from ft_ckpt.checkpoint.open_checkpoint import OpenCheckpoint, checkpoint_around, open_checkpoint
-from ft_ckpt.distributed.inventory import inventory_of, restore_added_state
+from ft_ckpt.distributed.inventory import inventory_of
+from ft_ckpt.distributed.live_sources import restore_added_state
 from ft_ckpt.distributed.read_shards import readers_here
 from ft_ckpt.errors import CheckpointError, CorruptError, LoadError, NotACheckpointError, listing, shown
 from ft_ckpt.formats.registry import format_named

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from ft_ckpt.checkpoint.manifest import Manifest, PartRecord
-from ft_ckpt.distributed.inventory import Inventory, inventory_of, restore_added_state, source_of_tensor
+from ft_ckpt.distributed.inventory import Inventory, inventory_of
+from ft_ckpt.distributed.live_sources import restore_added_state, source_of_tensor
 from ft_ckpt.distributed.read_shards import WantedTensor, fill_all, readers_here
 from ft_ckpt.distributed.tensor_info import Source
 from ft_ckpt.distributed.wrappers import walk_modules, wrapped_key

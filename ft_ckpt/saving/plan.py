@@ -7,7 +7,7 @@ from typing import Any, cast
 from torch import Tensor, nn
 
 from ft_ckpt.config import SaverConfig
-from ft_ckpt.distributed.inventory import engine_names, from_state_dict
+from ft_ckpt.distributed.live_sources import engine_names, from_state_dict
 from ft_ckpt.distributed.ranks import Ranks
 from ft_ckpt.distributed.samples import picked_indices
 from ft_ckpt.distributed.tensor_info import TensorInfo, Tensors

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import xxhash
 from torch import nn
 
-from ft_ckpt.distributed import inventory
+from ft_ckpt.distributed import live_sources
 from ft_ckpt.distributed.added_state import refuse_one_way_state
 from ft_ckpt.distributed.agreement import rank_numbers
 from ft_ckpt.distributed.inventory import Inventory
@@ -52,13 +52,13 @@ class ExtraState:
 
     def state_dict(self) -> dict[str, Any]:
         """The values of this moment, by name."""
-        found = inventory.added_state_of(self.model)
+        found = live_sources.added_state_of(self.model)
         refuse_one_way_state(found)
         return {name: one.value for name, one in found.items()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Give them back; raises LoadError naming what was not taken."""
-        inventory.restore_added_state(self.model, state)
+        live_sources.restore_added_state(self.model, state)
 
 
 def run_items(accelerator: Any, registered: Mapping[str, Any]) -> list[Item]:
@@ -95,7 +95,7 @@ def with_extra_state(model: nn.Module, items: Sequence[Item]) -> list[Item]:
         *(
             Item(f"{EXTRA_STATE} of {name}" if name else EXTRA_STATE, "object", ExtraState(one))
             for name, one in models
-            if inventory.added_state_of(one)
+            if live_sources.added_state_of(one)
         ),
     ]
 

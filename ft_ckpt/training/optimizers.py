@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
-from ft_ckpt.distributed.inventory import source_of_tensor
+from ft_ckpt.distributed.live_sources import source_of_tensor
 from ft_ckpt.distributed.sharding import OwnedSharding, Sharding
 from ft_ckpt.distributed.tensor_info import Source
 from ft_ckpt.distributed.wrappers import is_distributed, optimizer_parameter, shows_runs, state_run

@@ -5,7 +5,7 @@ from typing import Any
 
 from torch import nn
 
-from ft_ckpt.distributed.inventory import engine_names
+from ft_ckpt.distributed.live_sources import engine_names
 from ft_ckpt.distributed.tensor_info import TensorInfo
 from ft_ckpt.distributed.wrappers import unwrap, user_class
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from ft_ckpt.distributed.agreement import Values, runs_of, values_of_runs
-from ft_ckpt.distributed.inventory import source_of_tensor
+from ft_ckpt.distributed.live_sources import source_of_tensor
 from ft_ckpt.distributed.ranks import Ranks
 from ft_ckpt.distributed.sharding import OwnedSharding
 from ft_ckpt.distributed.tensor_info import Source, TensorInfo

@@ -9,7 +9,7 @@ from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 from ft_ckpt.distributed.gather import full_state_dict
-from ft_ckpt.distributed.inventory import from_state_dict, sources
+from ft_ckpt.distributed.live_sources import from_state_dict, sources
 from ft_ckpt.distributed.ranks import Ranks
 from ft_ckpt.distributed.wrappers import unwrap
 from ft_ckpt.errors import IncompleteError

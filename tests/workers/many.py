@@ -13,7 +13,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from ft_ckpt.distributed import wrappers
-from ft_ckpt.distributed.inventory import source_of_tensor, sources
+from ft_ckpt.distributed.live_sources import source_of_tensor, sources
 
 WORLD = 1024
 

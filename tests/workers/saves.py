@@ -19,7 +19,7 @@ from wrappers import WRAPPERS, Live, named_tensors, truth
 
 from ft_ckpt import CheckpointSaver
 from ft_ckpt.distributed.gather import stream_chunks
-from ft_ckpt.distributed.inventory import sources
+from ft_ckpt.distributed.live_sources import sources
 from ft_ckpt.distributed.ranks import current_ranks
 
 Settings = dict[str, Any]

@@ -19,7 +19,7 @@ from torch import nn
 from wrappers import deepspeed_accelerator
 
 from ft_ckpt.distributed.gather import gather_tensors
-from ft_ckpt.distributed.inventory import sources
+from ft_ckpt.distributed.live_sources import sources
 from ft_ckpt.distributed.ranks import current_ranks
 from ft_ckpt.distributed.sharding import Box
 from ft_ckpt.distributed.tensor_info import Source
