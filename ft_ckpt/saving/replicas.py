@@ -26,7 +26,7 @@ from ft_ckpt.errors import IncompleteError, RanksDisagreeError, listing
 from ft_ckpt.model.entries import Entry, Part
 from ft_ckpt.saving.files import PartPlan
 from ft_ckpt.training.exchange import decide_together
-from ft_ckpt.training.optimizers import settings_by_rank
+from ft_ckpt.training.rank_descriptions import settings_by_rank
 
 # Tensor, as a run names it -> the ranks whose own is not the first rank's: where theirs lies (see `place_of`), None if
 # they have nothing.

@@ -1,12 +1,12 @@
 """The state of a torch optimizer, by the names of the parameters, and back.
 
-`describe_optimizer` lists what this rank has; `merge_descriptions` makes one description of those of all ranks;
+`describe_optimizer` lists what this rank has, of which `rank_descriptions` makes one description of all ranks;
 `optimizer_tensors` gives the tensors as sources, cut over the ranks like the parameters they belong to;
 `restore_optimizer` makes the state anew, whatever order, number of ranks or wrapper it was saved under. Nothing is
 moved here.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from itertools import chain
 from typing import Any
@@ -108,53 +108,6 @@ def with_current_settings(optimizer: Any, description: Description) -> Descripti
     return {**description, "groups": groups}
 
 
-def merge_descriptions(descriptions: Sequence[Description]) -> Description:
-    """One description: a rank that holds nothing of a parameter (FSDP1) may have no state for it.
-
-    Settings of groups and numbers that a rank has otherwise than rank 0 are under "own", by the rank.
-    """
-    if all(one is descriptions[0] for one in descriptions):
-        return descriptions[0]
-    apart = [rank for rank, one in enumerate(descriptions) if one.get("beside") != descriptions[0].get("beside")]
-    if apart:
-        raise SelectionError(
-            f"{descriptions[0]['class']}: its state beside that of the parameters differs on rank {apart[0]} from rank "
-            "0's: it cannot be kept; make it the same, or save without the optimizer's state"
-        )
-    state: dict[str, dict[str, Any]] = {}
-    for rank, one in enumerate(descriptions):
-        for name, entries in one["state"].items():
-            known = state.setdefault(name, {})
-            known.update({k: {**v, "rank": rank} if rank else v for k, v in entries.items() if k not in known})
-    together = {**descriptions[0], "state": state}
-    own = {str(rank): values for rank, one in enumerate(descriptions) if (values := _values_of_rank(one, together))}
-    return {**together, **({"own": own} if own else {})}
-
-
-def description_of_rank(description: Description, rank: int) -> Description:
-    """The merged description, with the settings and numbers that `rank` had of its own."""
-    own = description.get("own", {}).get(str(rank))
-    if own is None:
-        return description
-    groups = [
-        {**group, "values": {**group["values"], **own["groups"].get(str(number), {})}}
-        for number, group in enumerate(description["groups"])
-    ]
-    state = {name: {**entries, **own["state"].get(name, {})} for name, entries in description["state"].items()}
-    return {**description, "groups": groups, "state": state}
-
-
-def settings_by_rank(description: Description) -> dict[str, list[int]]:
-    """What of a merged description some ranks have of their own, in words, and these ranks."""
-    found: dict[str, list[int]] = {}
-    for rank, own in description.get("own", {}).items():
-        names = [f"{key} of group {number}" for number, values in own["groups"].items() for key in values]
-        names += [f"{name}: {key}" for name, entries in own["state"].items() for key in entries]
-        for name in names:
-            found.setdefault(name, []).append(int(rank))
-    return found
-
-
 def optimizer_tensors(optimizer: Any, description: Description, found: Mapping[str, Source]) -> dict[str, Source]:
     """The tensors of the described state as sources, by "parameter/key"; the same names on every rank.
 
@@ -254,19 +207,6 @@ def _sources_by_parameter(found: Mapping[str, Source]) -> dict[int, list[Source]
 def parameter_of(source: Source) -> Any:
     """The parameter object that an optimizer was given for `source`, or the tensor itself."""
     return optimizer_parameter(source.live)
-
-
-def _values_of_rank(one: Description, together: Description) -> Description:
-    """The settings and numbers of one rank that are not those of the ranks `together`; {} for none."""
-    groups, state = {}, {}
-    for number, (group, known) in enumerate(zip(one["groups"], together["groups"], strict=False)):
-        odd = {key: value for key, value in group["values"].items() if value != known["values"].get(key)}
-        groups.update({str(number): odd} if odd else {})
-    for name, entries in one["state"].items():
-        plain = {key: entry for key, entry in entries.items() if not _is_tensor(entry)}
-        odd = {k: entry for k, entry in plain.items() if entry["value"] != together["state"][name][k].get("value")}
-        state.update({name: odd} if odd else {})
-    return {"groups": groups, "state": state} if groups or state else {}
 
 
 def _stateful_parameters(optimizer: Any) -> list[Any]:

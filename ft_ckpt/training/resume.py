@@ -19,7 +19,6 @@ from ft_ckpt.distributed.replicas import WEIGHTS, own_name, own_part, place_of
 from ft_ckpt.distributed.tensor_info import Source
 from ft_ckpt.errors import CheckpointError, LoadError, listing
 from ft_ckpt.model.base_model import differences_of_base
-from ft_ckpt.training import optimizers
 from ft_ckpt.training.items import (
     ENGINE,
     ExtraState,
@@ -30,6 +29,7 @@ from ft_ckpt.training.items import (
     optimizers_among,
     tied_names,
 )
+from ft_ckpt.training.rank_descriptions import description_of_rank
 from ft_ckpt.training.state import FOLDER, Document
 from ft_ckpt.training.state_files import StoredTensors, entries_of_rank, tree_of
 
@@ -137,7 +137,7 @@ def restore_items(
             continue
         entry = entries_of_rank(document, rank).get(item.name) or document["items"][item.name]
         if item.kind == "optimizer":
-            entry = {**entry, "optimizer": optimizers.description_of_rank(entry["optimizer"], rank)}
+            entry = {**entry, "optimizer": description_of_rank(entry["optimizer"], rank)}
         prefix = f"rank-{rank}/{item.name}" if item.name in entries_of_rank(document, rank) else item.name
         alike = not any(item.name in one for one in document["ranks"])  # else each rank reads for itself
         give = _StoredItem(prefix, stored, fill_all if alike else each_reads)

@@ -25,7 +25,6 @@ from ft_ckpt.formats.dtypes import dtype_name, dtype_of
 from ft_ckpt.formats.pytree import PLAIN, Leaf, flatten
 from ft_ckpt.formats.pytree_json import encode_node
 from ft_ckpt.model.entries import Entry, Part, unchanged_entry
-from ft_ckpt.training import optimizers
 from ft_ckpt.training.items import (
     Item,
     Key,
@@ -36,6 +35,7 @@ from ft_ckpt.training.items import (
     tied_names,
 )
 from ft_ckpt.training.optimizer_protocol import Description
+from ft_ckpt.training.rank_descriptions import merge_descriptions
 
 FOLDER, FILE, DOCUMENT_NAME = "state", "training", "training.json"
 DOCUMENT_VERSION = 1
@@ -159,7 +159,7 @@ def _merge_facts(values: Values) -> Document:
     items: Document = {}
     for name, fact in values[0].items():
         if "optimizer" in fact:
-            items[name] = {"optimizer": optimizers.merge_descriptions([value[name]["optimizer"] for value in values])}
+            items[name] = {"optimizer": merge_descriptions([value[name]["optimizer"] for value in values])}
         elif "leaves" in fact:
             items[name] = {"leaves": fact["leaves"]}
     return {"items": items, "own": looks_of_trees(_unlike_leader(value, values[0]) for value in values)}

@@ -1,11 +1,10 @@
 """DeepSpeed among the kinds of optimizers: what it does otherwise than torch's."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from ft_ckpt.training import zero_optimizer
 from ft_ckpt.training.optimizer_protocol import OptimizerKind
+from ft_ckpt.training.zero_engine import EngineCounters
 
 
 class ZeroOptimizers(OptimizerKind):
@@ -27,17 +26,4 @@ class ZeroOptimizers(OptimizerKind):
     def run_counters(self, accelerator: Any) -> Any:
         """Those of the engine that Accelerate has made."""
         wrapped = getattr(accelerator, "deepspeed_engine_wrapped", None)
-        return None if wrapped is None else _Counters(wrapped.engine)
-
-
-@dataclass(frozen=True, eq=False)
-class _Counters:
-    """DeepSpeed's own counts of steps, as an object with state."""
-
-    engine: Any
-
-    def state_dict(self) -> dict[str, int]:
-        return zero_optimizer.engine_counters(self.engine)
-
-    def load_state_dict(self, state: Mapping[str, int]) -> None:
-        zero_optimizer.restore_engine_counters(self.engine, state)
+        return None if wrapped is None else EngineCounters(wrapped.engine)

@@ -22,12 +22,11 @@ from ft_ckpt.training import optimizers
 from ft_ckpt.training.optimizer_protocol import Description, PlanFacts
 from ft_ckpt.training.optimizers import unwrap_optimizer
 from ft_ckpt.training.parameter_groups import match_groups, set_groups
+from ft_ckpt.training.zero_engine import restore_scaler, scaler_numbers
 
 MASTER = "master"  # the key of the float32 weights that ZeRO trains beside half-precision ones
 
 _Fills = tuple[Callable[[Source], Any], Callable[[Source], Any]]  # at once; when the caller gets to it
-_SCALER = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
-_COUNTERS = ("global_steps", "global_samples", "micro_steps", "skipped_steps")
 
 
 @dataclass(frozen=True, eq=False)
@@ -72,7 +71,7 @@ def describe_zero(optimizer: Any, found: Mapping[str, Source]) -> Description:
         if partition.master.dtype != place.owner.dtype
     }
     own = {"class": type(optimizer.optimizer).__name__, "state": _describe_zero_state(optimizer.optimizer, partitions)}
-    return {**groups, **own, "masters": masters, "scaler": _scaler_numbers(optimizer)}
+    return {**groups, **own, "masters": masters, "scaler": scaler_numbers(optimizer)}
 
 
 def zero_plan_facts(optimizer: Any) -> PlanFacts | None:
@@ -92,7 +91,7 @@ def describe_zero_again(optimizer: Any, description: Description) -> Description
     """
     optimizer = unwrap_optimizer(optimizer)
     now = optimizers.with_current_settings(optimizer.optimizer, description)
-    return None if now is None else {**now, "scaler": _scaler_numbers(optimizer)}
+    return None if now is None else {**now, "scaler": scaler_numbers(optimizer)}
 
 
 def zero_tensors(optimizer: Any, description: Description, found: Mapping[str, Source]) -> dict[str, Source]:
@@ -142,7 +141,7 @@ def restore_zero(
     for partition in partitions:
         _restore_state(optimizer.optimizer, partition, description["state"], fills)
     _link_full_state(optimizer, partitions)
-    _restore_scaler(optimizer, description.get("scaler", {}))
+    restore_scaler(optimizer, description.get("scaler", {}))
     names = {place.owner.name for partition in partitions for place in partition.places}
     missing = names - set(description["state"])
     return (f"{len(missing)} parameter(s) had no state when saved",) if missing and description["state"] else ()
@@ -181,20 +180,6 @@ def is_accumulating(optimizer: Any) -> bool:
     if hasattr(optimizer, "fp16_groups"):  # stage 3 counts on at the next forward only
         return bool(optimizer.micro_step_id > 0 or optimizer._epilogue_ran_this_backward)
     return bool(optimizer.micro_step_id >= 0)
-
-
-def engine_counters(engine: Any) -> dict[str, int]:
-    """What the DeepSpeed engine counts: steps, skipped ones, samples of all ranks, micro-batches and their number."""
-    counts = {name: int(getattr(engine, name)) for name in _COUNTERS}
-    return {**counts, "accumulation": int(engine.gradient_accumulation_steps())}
-
-
-def restore_engine_counters(engine: Any, counters: Mapping[str, int]) -> None:
-    """Let the engine count on from `counters`; micro-batches are recounted when as many make a step no longer."""
-    for name in _COUNTERS:
-        setattr(engine, name, counters[name])
-    steps, rest = divmod(counters["micro_steps"], counters["accumulation"])
-    engine.micro_steps = steps * engine.gradient_accumulation_steps() + rest
 
 
 def _unflatten_groups(optimizer: Any, partitions: list[Partition]) -> _Unflattened:
@@ -245,24 +230,6 @@ def _kind_of_value(value: Any) -> str:
     if isinstance(value, Tensor):
         return f"shape {list(value.shape)}, not cut like the parameters"
     return type(value).__name__
-
-
-def _scaler_numbers(optimizer: Any) -> dict[str, Any]:
-    """What changes of its dynamic loss scaler, which there is in half precision only: DeepSpeed's own, or torch's."""
-    scaler, torch_scaler = getattr(optimizer, "loss_scaler", None), optimizer.torch_autocast_gradscaler
-    if torch_scaler is not None:
-        return {key: encode_value(value) for key, value in torch_scaler.state_dict().items()}
-    return {key: encode_value(getattr(scaler, key)) for key in _SCALER} if getattr(scaler, "dynamic", False) else {}
-
-
-def _restore_scaler(optimizer: Any, stored: Mapping[str, Any]) -> None:
-    values = {key: decode_value(value) for key, value in stored.items()}
-    if set(values) == set(_scaler_numbers(optimizer)):  # else float16 has come or gone, or the other scaler
-        if optimizer.torch_autocast_gradscaler is not None:
-            optimizer.torch_autocast_gradscaler.load_state_dict(values)
-            return
-        for key, value in values.items():
-            setattr(optimizer.loss_scaler, key, value)
 
 
 def _run_source(place: Slot, key: str, buffer: Tensor) -> Source:

@@ -25,6 +25,7 @@ from ft_ckpt.distributed.sharding import Box
 from ft_ckpt.distributed.tensor_info import Source
 from ft_ckpt.errors import LoadError, SelectionError
 from ft_ckpt.training import optimizers, zero_optimizer
+from ft_ckpt.training.zero_engine import EngineCounters
 
 SETTINGS: dict[str, dict[str, Any]] = {
     "bf16": {"bf16": {"enabled": True}},
@@ -122,7 +123,7 @@ def capture(live: Any) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
     found = sources(live)
     described = zero_optimizer.describe_zero(live.optimizer, found)
     described = json.loads(json.dumps(described))
-    described["counters"] = zero_optimizer.engine_counters(live)
+    described["counters"] = EngineCounters(live).state_dict()
     captured = zero_optimizer.zero_tensors(live.optimizer, described, found)
     full = gather_tensors([*found.values(), *captured.values()], current_ranks(), 256)
     shared = [full]
@@ -160,7 +161,7 @@ def restore(live: Any, described: dict[str, Any], full: Mapping[str, torch.Tenso
     notes = zero_optimizer.restore_zero(live.optimizer, described, found, fill)
     zero_optimizer.refresh_weights(live.optimizer)
     if "counters" in described:
-        zero_optimizer.restore_engine_counters(live, described["counters"])
+        EngineCounters(live).load_state_dict(described["counters"])
     return notes
 
 
