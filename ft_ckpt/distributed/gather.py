@@ -6,6 +6,7 @@ bucket. Every rank works out alone which rank sends what, so nothing but tensor 
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import chain
 
@@ -18,6 +19,7 @@ from ft_ckpt.distributed.inventory import inventory_of
 from ft_ckpt.distributed.ranks import Ranks, current_ranks
 from ft_ckpt.distributed.sharding import Box
 from ft_ckpt.distributed.tensor_info import TensorInfo, Tensors, full_elements, local_elements
+from ft_ckpt.errors import RankError
 
 
 @dataclass(frozen=True, eq=False)
@@ -211,7 +213,8 @@ class _BucketCarrier:
             if moving or together:
                 self.ranks.await_receive_slot(together or packed is not None, self.to)
             if packed is not None:
-                dist.send(packed, dst=self.to)
+                with _as_rank_error(f"sending tensors to rank {self.to}"):
+                    dist.send(packed, dst=self.to)
             for unit in bucket:
                 if unit.info.sharding.is_opaque:
                     full_elements(unit.info, self.tensors)
@@ -266,7 +269,8 @@ class _BucketCarrier:
                 packed = self._reuse_buffer(
                     "packed", sum(_padded_size(_part_bytes(unit, part)) for unit, part in parts)
                 )
-                dist.recv(packed, src=rank)
+                with _as_rank_error(f"receiving tensors of rank {rank}"):
+                    dist.recv(packed, src=rank)
                 _unpack_rows(packed, parts, rows)
         return rows
 
@@ -280,6 +284,15 @@ class _BucketCarrier:
             usual = self.most // self.ranks.size
             held = self.buffers[use] = torch.empty(max(size, usual), dtype=torch.uint8, device=wire_device())
         return held[:size]
+
+
+@contextmanager
+def _as_rank_error(action: str) -> Iterator[None]:
+    """Raise RankError for what torch raises when a peer or the network is gone."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise RankError(f"{action}: {error}") from error
 
 
 def _rows_bytes(bucket: list[_RowRange], to: int) -> int:

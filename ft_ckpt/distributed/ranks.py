@@ -21,6 +21,7 @@ from typing import Any
 
 from ft_ckpt.distributed import agreement
 from ft_ckpt.distributed.agreement import ADVICE, Agreed, Values, rank_numbers
+from ft_ckpt.distributed.answering_store import AnsweringStore
 from ft_ckpt.distributed.store_values import delete_value, get_values, put_value
 from ft_ckpt.distributed.threads import beside_thread
 from ft_ckpt.errors import CheckpointError, RankError, RanksDisagreeError
@@ -136,8 +137,9 @@ class Ranks:
             return
 
         def send_beats(done: threading.Event) -> None:
-            while not done.wait(_BEAT_SECONDS):
-                self.store.set(self._beat_key(self.rank), str(time.monotonic_ns()))
+            with suppress(RankError):  # the store is gone, which is told where something waits for it
+                while not done.wait(_BEAT_SECONDS):
+                    self.store.set(self._beat_key(self.rank), str(time.monotonic_ns()))
 
         with beside_thread("ft_ckpt-beat", send_beats):
             yield
@@ -243,8 +245,9 @@ class Ranks:
     def _report_failure(self, error: BaseException | None) -> None:
         """Report at the next meeting that this rank has failed; the first report of any rank counts."""
         if error is not None:
-            told = agreement.failure_of_rank(self.rank, error)
-            self.store.compare_set(self._store_key(f"{self.rounds + 1}/failed"), "", json.dumps(told))
+            told = json.dumps(agreement.failure_of_rank(self.rank, error))
+            with suppress(RankError):  # the store is gone: what has failed here is told here
+                self.store.compare_set(self._store_key(f"{self.rounds + 1}/failed"), "", told)
 
     def _have_arrived(self, missing: "deque[tuple[str, int]]", seconds: float) -> bool:
         """Whether all of the names are in the store within `seconds`; those that come first are no longer `missing`.
@@ -309,12 +312,12 @@ def current_ranks(timeout_seconds: float = 600.0, channel: str = "") -> Ranks:
     group = _get_default_group()
     if (group, "") not in _shared:
         _shared.clear()  # a destroyed group's store is gone with it
-        _shared[group, ""] = Ranks(dist.get_rank(), dist.get_world_size(), _get_default_store())
+        _shared[group, ""] = Ranks(dist.get_rank(), dist.get_world_size(), AnsweringStore(_get_default_store()))
     if (group, channel) not in _shared:  # a thread that waits in a store keeps the others from it
         store = _shared[group, ""].store.clone()
         _shared[group, channel] = Ranks(dist.get_rank(), dist.get_world_size(), store, channel=channel)
     ranks = _shared[group, channel]
-    ranks.timeout_seconds = timeout_seconds
+    ranks.timeout_seconds = ranks.store.silent_seconds = timeout_seconds
     return ranks
 
 

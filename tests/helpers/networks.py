@@ -4,6 +4,7 @@ import ctypes
 import os
 import shlex
 import subprocess
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -94,8 +95,11 @@ def cut_link() -> None:
 
 def _join(file: int, kind: int) -> None:
     libc = ctypes.CDLL(None, use_errno=True)
-    if libc.setns(file, kind):
-        raise OSError(ctypes.get_errno(), "setns")
+    for _ in range(100):
+        if not libc.setns(file, kind):
+            return
+        time.sleep(0.01)  # a thread that has ended may still be counted
+    raise OSError(ctypes.get_errno(), "setns")
 
 
 @cache

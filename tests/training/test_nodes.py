@@ -18,9 +18,9 @@ from ft_ckpt.storage.local_store import LocalStore
 needs_mounts = pytest.mark.skipif(not can_mount(), reason="needs namespaces of mounts, which root has")
 
 
-def runs(case, shared, ranks, nodes=()):
+def runs(case, shared, ranks, nodes=(), **env):
     """The case on so many ranks; what is below `shared` but for the disk is seen by all. `nodes`: that they are on."""
-    env = {"SHARED": str(shared), "NODES": json.dumps(nodes)}
+    env |= {"SHARED": str(shared), "NODES": json.dumps(nodes)}
     assert run_cases("nodes", [case], shared / f"{case}-{ranks}", ranks, env=env) == {case: ""}
 
 
@@ -86,3 +86,10 @@ def test_a_run_in_a_bucket_over_a_network(tmp_path):
         names = server.names("run/weights/")
         equal_to_save_pretrained({name.rpartition("/")[2]: server.content(name) for name in names}, tmp_path)
         runs("take/bucket", tmp_path, 4, found.nodes)
+
+
+@pytest.mark.parametrize("when", ["early", pytest.param("late", marks=pytest.mark.slow)])
+def test_the_network_goes(tmp_path, when):
+    """The link of a node goes down in a save: each rank is told so, and what is there is whole."""
+    with cluster(tmp_path) as found:
+        runs(f"cut/{when}", tmp_path, 2, found.nodes, SECONDS="6")

@@ -10,24 +10,39 @@ import json
 import os
 import shutil
 import sys
+import time
 import warnings
+from contextlib import nullcontext
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
+from unittest.mock import patch
 
 import harness  # first: it arms the stack dump
+import pytest
 import torch.distributed as dist
 from namespaces import take_disk
-from networks import LINK, address_of, join_node
+from networks import LINK, address_of, cut_link, join_node
 from resume import live_model, optimizer_state, same, saver_of, train
 from safetensors.torch import load_file, save_file
 from wrappers import truth
+
+from ft_ckpt import CheckpointSaver, verify
+from ft_ckpt.checkpoint.staging import LocalStaging
+from ft_ckpt.errors import CheckpointError
 
 SHARED = Path(os.environ["SHARED"])
 DISK = SHARED / "disk"
 NODES = json.loads(os.environ.get("NODES", "[]"))
 NODE = harness.RANK * (len(NODES) or harness.WORLD) // harness.WORLD  # the number of this rank's
 PLACES = {"bucket": "s3://bucket/run", "disk": DISK / "run"}
+TOLD_OF = {  # each rank; None: it has all that it needs
+    "early": ("receiving tensors of rank 1: ", "sending tensors to rank 0: "),
+    "late": (None, "store of the process group has not answered"),
+}
+PATIENCE = 4.0  # of a saver
 MODEL = "llama"
+SECONDS = float(os.environ.get("SECONDS", "60"))  # that collectives and the store wait
 
 
 def leave(where: str) -> None:
@@ -65,9 +80,33 @@ def take(where: str) -> None:
         saver.save_state()
 
 
+def cut(when: str) -> None:
+    """The link goes down before tensors come to rank 0, or after its commit: all are told within the time-outs."""
+    live, place = live_model("fsdp2", MODEL), PLACES["disk"]
+    saver = CheckpointSaver(live.accelerator, place, enter_timeout_seconds=PATIENCE, on_difference="ignore")
+    saver.register(model=live.model, optimizer=live.optimizer)
+    owner, name = {"early": (dist, "recv"), "late": (LocalStaging, "commit")}[when]
+    real, told = getattr(owner, name), TOLD_OF[when][harness.RANK]
+
+    def cutting(*given: Any, **named: Any) -> Any:
+        if when == "early":
+            cut_link()
+        found = real(*given, **named)
+        if when == "late":
+            cut_link()
+        return found
+
+    begun = time.monotonic()
+    with patch.object(owner, name, cutting), pytest.raises(CheckpointError, match=told) if told else nullcontext():
+        saver.save_state()
+    assert time.monotonic() - begun < SECONDS + 10 + PATIENCE + 5, "the group's, the store's, the saver's"
+    whole = [verify(each.parent) for each in DISK.rglob("ft_ckpt.json")]
+    assert len(whole) == (when == "late" and not NODE), "whole or not there"
+
+
 def case(name: str, folder: Path) -> None:
     action, where = name.split("/")
-    {"leave": leave, "take": take}[action](where)
+    {"leave": leave, "take": take, "cut": cut}[action](where)
     if where == "bucket":
         assert not [each for each in DISK.rglob("*") if each.is_file()], "nothing on a disk"
 
@@ -86,6 +125,6 @@ if __name__ == "__main__":
     else:
         take_disk(DISK, None if harness.RANK else SHARED / "disk of rank 0")
     os.environ["TMPDIR"] = str(DISK)
-    dist.init_process_group("gloo", timeout=timedelta(seconds=60))
+    dist.init_process_group("gloo", timeout=timedelta(seconds=SECONDS))
     harness.run(case)
     sys.stdout.flush()
