@@ -1,7 +1,7 @@
 """Commits a save: a stage folder becomes the checkpoint in full, or nothing has happened.
 
-A stage is filled, then sealed: compared with the manifest, every file and folder synced, the manifest in it last.
-It is then put in place in one of three ways:
+A stage is filled, then sealed: compared with the manifest, which is put into it, and every file and folder synced. It
+is then put in place in one of three ways:
 
     target missing or empty     rename
     target committed            exchange the two folders in one step; the stage is then the old checkpoint
@@ -35,7 +35,6 @@ from ft_ckpt.storage.local_store import LocalStore
 from ft_ckpt.storage.placing import clear_drafts, make_locked_folder
 
 _open: set[Path] = set()  # stages of this process that are not done with
-_DRAFT = f".{MANIFEST_NAME}.draft"
 _NOT_BESIDE = {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENAMETOOLONG}
 _NO_SWAP = {
     *(errno.EACCES, errno.EPERM),  # the folder around the target is not ours, or a sandbox forbids the call
@@ -175,16 +174,13 @@ def _new_stage(target: Path) -> Path:
 
 
 def _seal_stage(stage: Path, manifest: Manifest, target: Path) -> None:
-    """Make the stage complete and durable; its manifest appears when everything else has."""
+    """Make the stage complete and durable. Nobody trusts a manifest in a stage, so all is synced at once."""
     clear_drafts(stage)  # hidden, and else it would stay in the checkpoint for good
     _check_contents(stage, manifest)
-    draft = stage / _DRAFT
-    draft.write_text(manifest_to_json(manifest), encoding="utf-8")
+    (stage / MANIFEST_NAME).write_text(manifest_to_json(manifest), encoding="utf-8")
     everything = [*local_disk.walk_tree(stage), stage]
     _grant_access(stage, everything, target)
     local_disk.sync_all(everything)
-    local_disk.move(draft, stage / MANIFEST_NAME)
-    local_disk.sync_path(stage)
 
 
 def _grant_access(stage: Path, everything: list[Path], target: Path) -> None:
@@ -193,11 +189,10 @@ def _grant_access(stage: Path, everything: list[Path], target: Path) -> None:
     Where nothing of the old checkpoint was open to others, nothing new is. Files made by libraries may be for the owner
     only, so each gets its mode here.
     """
-    file_mode, folder_mode = local_disk.permission_bits(stage / _DRAFT), local_disk.permission_bits(stage)
+    file_mode, folder_mode = local_disk.permission_bits(stage / MANIFEST_NAME), local_disk.permission_bits(stage)
     old = _permissions_of(target, [MANIFEST_NAME, *(listed_files(target) or ())])
     was_open = 0o777 if not old else functools.reduce(operator.or_, old.values())
     places = {path: path.relative_to(stage).as_posix() for path in everything if path != stage}
-    places[stage / _DRAFT] = MANIFEST_NAME
     known = _permissions_of(target, places.values())
     for path, name in places.items():
         if path.is_dir():

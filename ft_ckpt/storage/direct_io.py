@@ -38,7 +38,7 @@ class LocalWriting:
     plain: int
     direct: int  # -1: all goes through the page cache
     is_shared: bool  # written by other processes, too, so that nobody here knows when it is whole
-    syncs: bool  # whether its name survives a power cut from the end of `finish` on
+    syncs: bool  # whether it survives a power cut from the end of `finish` on
     written: int = 0
     _lock: Lock = field(default_factory=Lock)
 
@@ -55,13 +55,17 @@ class LocalWriting:
             self.written += len(memory)
 
     def finish(self) -> Stored:
-        """Sync the file and move it into place."""
+        """Sync the file, unless somebody does that for all of them, and move it into place.
+
+        The bytes of one that is shared are always synced: what another machine has cached nobody else can.
+        """
         if self.written != self.size_bytes and not self.is_shared:
             self.abandon()
             raise IncompleteError(f"{self.name}: {self.written} of {self.size_bytes} bytes arrived; nothing is kept")
         try:
             with explained(self.path):
-                local_disk.sync_open(self.plain)
+                if self.syncs or self.is_shared:
+                    local_disk.sync_open(self.plain)
                 found = os.fstat(self.plain)
                 self._close()
                 if self.draft != self.path:

@@ -36,7 +36,7 @@ class LocalStore:
 
     folder: Path
     direct_bytes: int | None = BLOCK_BYTES  # new objects from this size on go past the page cache; None: none does
-    syncs: bool = True  # whether names survive a power cut at once; in a stage the commit sees to that, for all files
+    syncs: bool = True  # whether objects survive a power cut at once; in a stage the commit sees to that, for all files
 
     @property
     def url(self) -> str:
