@@ -13,10 +13,12 @@ from hypothesis import strategies as st
 from places import WORKERS, python_path
 from torch.distributed import HashStore
 
-from ft_ckpt.distributed import sharding
+from ft_ckpt.distributed import read_shards, sharding
 from ft_ckpt.distributed.ranks import Ranks
+from ft_ckpt.distributed.read_shards import WantedTensor
 from ft_ckpt.saving import write_shards
 from ft_ckpt.storage.digests import rank_parts
+from ft_ckpt.storage.read_ahead import ByteRun
 
 shapes = st.lists(st.lists(st.integers(0, 60) | st.integers(1000, 1100), max_size=2).map(tuple), min_size=1, max_size=4)
 worlds = st.sampled_from([2, 8, 1001, 1024]) | st.integers(2, 1024)
@@ -94,6 +96,42 @@ def test_planning_takes_steps_by_tensors_and_ranks(way, world, monkeypatch):
     shared(values, way, world, world - 1)
     assert bool(steps) is (way != "ddp")
     assert len(steps) <= 2 * len(values) * (world + 1)
+
+
+class PlannedFile:
+    """A file that was written as it is planned, as far as a rank asks for what it reads of it."""
+
+    def __init__(self, layout):
+        self.specs = {spec.name: spec for spec in layout.specs}
+        self._starts = dict(zip(self.specs, layout.starts, strict=True))
+
+    def runs(self, name):
+        return [ByteRun(name, self, self._starts[name], self.specs[name].size_bytes)]
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("world", [3, 1024])
+def test_a_rank_reads_the_bytes_that_it_holds(way, world, monkeypatch):
+    """And no others: all ranks together read a file once, or as often as they hold it; in one range a tensor."""
+    shapes = [(1030, 3), (7,), (2049,), (1, 1500), (2, 2, 700), (), (0, 4)]
+    values = {f"t{number}": torch.zeros(shape) for number, shape in enumerate(shapes)}
+    read = []
+    for rank in range(world):
+        monkeypatch.setattr(read_shards, "global_rank", lambda rank=rank: rank)
+        share = shared(values, way, world, rank)
+        file, sources = PlannedFile(share.file.layout), [entry.source for entry in share.entries]
+        wanted = [WantedTensor(source, source.local, file, source.name) for source in sources]
+        read_shards.check_all(wanted)
+        runs = [run for one in wanted for run in read_shards._landings_of_box(one)]
+        assert len(runs) <= len(values)
+        held = sum(source.local.nbytes for source in sources if source.local is not None)
+        assert sum(run.size_bytes for run in runs) == held
+        read += [(run.start, run.start + run.size_bytes) for run in runs]
+    layout = shared(values, way, world, 0).file.layout
+    assert joined(sorted({*read})) == [(len(layout.header), layout.size_bytes)]
+    size_bytes = layout.size_bytes - len(layout.header)
+    whole = {"ddp": size_bytes, "fsdp2": values["t5"].nbytes}.get(way, 0)  # what is not cut: FSDP2's scalars
+    assert sum(stop - start for start, stop in read) == size_bytes + (world - 1) * whole
 
 
 def test_layouts_are_those_of_the_engines():

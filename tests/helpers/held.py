@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import cache
 
 import torch
 from torch import Tensor, nn
@@ -59,9 +60,14 @@ def _held(value: Tensor, way: str, world: int, rank: int) -> Held:
     if way == "zero3":  # each parameter by itself, flattened and padded
         shard = -(-value.numel() // world)
         return _run(_shard(value.reshape(-1), shard, rank), FlatSharding(value.numel(), 0, shard, ranks), rank)
-    sharding = MeshSharding(shape, Mesh((world,), ranks), (0,))
+    sharding = MeshSharding(shape, _line_of(world), (0,))
     mine = sharding.local_box(rank)
     return sharding, value[mine.offsets[0] : mine.offsets[0] + mine.sizes[0]] if mine is not None else value[:0]
+
+
+@cache
+def _line_of(world: int) -> Mesh:
+    return Mesh((world,), tuple(range(world)))
 
 
 def _run(buffer: Tensor, sharding: FlatSharding, rank: int) -> Held:
