@@ -1,47 +1,57 @@
-"""What a save has to work out before a byte moves, for a model that FSDP2 cuts over very many ranks.
+"""What a save has to work out before a byte moves, for models that FSDP2 cuts over very many ranks.
 
 One process stands for one of them, with a process group that only says how many there are; every rank works all of it
-out by itself, so the time of one is the time of all.
+out by itself, so the time of one is the time of all. What goes through the store between them is counted by
+`tests/distributed/test_crowd.py`.
 """
 
+import gc
+import tracemalloc
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Shard
 from transformers import LlamaForCausalLM
 
 from ft_ckpt import SaverConfig
 from ft_ckpt.distributed.ranks import Ranks
 from ft_ckpt.saving import write_shards
+from ft_ckpt.saving.execute import _describe_save
 from ft_ckpt.saving.plan import make_plan, request_of
-from ft_ckpt.saving.planned_save import look_at_model
-from ft_ckpt.storage.digests import cut_chunks
+from ft_ckpt.saving.planned_save import PlannedSave, look_at_model
+from ft_ckpt.saving.stage import StagedSave
+from ft_ckpt.storage.digests import chunk_of_rank
 from scripts.bench.common import Row, Setting, as_child, in_child, medians, seconds
 from scripts.bench.models import config_of
 
 RANKS = 1024
-TITLE = f"planning a full save of a model cut over {RANKS:,} ranks"
+TITLE = f"planning a full save of a model cut over {RANKS:,} ranks, and of one of very many tensors"
+_MANY, _BYTES_OF_ONE = 100_000, 25_000  # small tensors, of so many bytes of the size that is asked for
 
 
 def measure(setting: Setting, size_bytes: int) -> list[Row]:
-    """A row for the first rank and the last."""
-    return [row for rank in (0, RANKS - 1) for row in in_child("planning", setting, size_bytes, rank)]
+    """A row for the first rank and the last, of each model."""
+    jobs = [(kind, rank) for kind in ("llama", "many") for rank in (0, RANKS - 1)]
+    return [row for kind, rank in jobs for row in in_child("planning", setting, size_bytes, kind, rank)]
 
 
-def planned(setting: Setting, size_bytes: int, rank: int) -> list[Row]:
+def planned(setting: Setting, size_bytes: int, kind: str, rank: int) -> list[Row]:
     """In the child: one rank."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     dist.init_process_group("fake", rank=rank, world_size=RANKS, store=FakeStore())
-    model = _cut_model(size_bytes // 2)
+    many = min(_MANY, size_bytes // _BYTES_OF_ONE)
+    model = _cut_llama(size_bytes // 2) if kind == "llama" else _cut_layers(many, rank)
     rows = [_plan(model, Ranks(rank, RANKS)) for _ in range(setting.rounds + 1)]
-    tensors = sum(1 for _ in model.parameters())
-    return [{"way": f"ours, rank {rank}", **medians(rows[1:]), "tensors": tensors}]
+    facts = {"tensors": sum(1 for _ in model.parameters()), "peak_bytes": _peak_bytes(model, Ranks(rank, RANKS))}
+    return [{"way": f"ours, {kind}, rank {rank}", **medians(rows[1:]), **facts}]
 
 
-def _cut_model(parameters: int) -> torch.nn.Module:
+def _cut_llama(parameters: int) -> nn.Module:
     with torch.device("meta"):
         model = LlamaForCausalLM(config_of(parameters)).to(torch.bfloat16)
     mesh = init_device_mesh("cpu", (RANKS,))
@@ -51,18 +61,41 @@ def _cut_model(parameters: int) -> torch.nn.Module:
     return model.to_empty(device="cpu")
 
 
-def _own_chunks(shares: list[write_shards.Share], rank: int) -> list[tuple[int, int, int]]:
-    return [chunk for share in shares for cut in share.actual_cuts for chunk in cut_chunks(cut) if chunk[2] == rank]
+def _cut_layers(count: int, rank: int) -> nn.Module:
+    """So many weights of a few shapes, as FSDP2 cuts them: it would take minutes to do so."""
+    mesh, shapes = init_device_mesh("cpu", (RANKS,)), [(64, 64), (64, 16), (128, 64), (64, 128), (2048, 2)]
+    model = nn.ModuleList(nn.Linear(1, 1, bias=False) for _ in range(count))
+    for number, layer in enumerate(model):
+        rows, columns = shapes[number % len(shapes)]
+        step = -(-rows // RANKS)
+        local = torch.zeros(max(0, min(step, rows - rank * step)), columns)
+        cut = DTensor.from_local(local, mesh, [Shard(0)], run_check=False, shape=(rows, columns), stride=(columns, 1))
+        layer.weight = nn.Parameter(cut)
+    return model
 
 
-def _plan(model: torch.nn.Module, ranks: Ranks) -> Row:
+def _plan(model: nn.Module, ranks: Ranks) -> Row:
     config, row = SaverConfig(), {}
     given = {"tokenizer": None, "adapter_only": False, "step": None, "metrics": {}}
     request, chosen, shares, own = request_of(config, model, Path("target"), **given), [], [], []
-    row["choose_seconds"] = seconds(lambda: chosen.append(make_plan(request, look_at_model(model), ranks, config)[0]))
-    row["shares_seconds"] = seconds(lambda: shares.extend(write_shards.divide_files(chosen[0].plans, ranks.size)))
+    gc.collect()
+    row["choose_seconds"] = seconds(lambda: chosen.append(make_plan(request, look_at_model(model), ranks, config)))
+    staged = StagedSave(PlannedSave(*chosen[0]))
+    row["say_seconds"] = seconds(lambda: _describe_save(request, staged, {}))
+    row["shares_seconds"] = seconds(lambda: shares.extend(write_shards.divide_files(staged.plans, ranks.size)))
     row["own_seconds"] = seconds(lambda: own.extend(_own_chunks(shares, ranks.rank)))
     return {"seconds": sum(row.values()), **row, "pieces": len(own)}
+
+
+def _own_chunks(shares: list[write_shards.Share], rank: int) -> list[tuple[int, int]]:
+    return [chunk for share in shares for cut in share.actual_cuts if (chunk := chunk_of_rank(cut, rank)) is not None]
+
+
+def _peak_bytes(model: nn.Module, ranks: Ranks) -> int:
+    """Memory that one plan takes at its peak, its result included."""
+    tracemalloc.start()
+    _plan(model, ranks)
+    return tracemalloc.get_traced_memory()[1]
 
 
 if __name__ == "__main__":
