@@ -129,6 +129,8 @@ def _tensor_cuts(entry: Entry, start: int, step: int) -> tuple[Cut, ...] | None:
         return None
     if not sharding.owners:
         return ()
+    if len(runs) == 1:
+        return (Cut(start, stop, runs[0].chunk * item, runs[0].lead * item, runs[0].owner),)
     starts = accumulate((one.numel * item for one in runs), initial=start)
     return tuple(
         Cut(low, low + one.numel * item, one.chunk * item, one.lead * item, one.owner)
