@@ -20,6 +20,7 @@ from torch.nn.parameter import is_lazy
 from ft_ckpt.distributed import added_state as beside
 from ft_ckpt.distributed import wrappers
 from ft_ckpt.distributed.added_state import AddedValue
+from ft_ckpt.distributed.spread_experts import number_experts
 from ft_ckpt.distributed.tensor_info import TensorInfo
 from ft_ckpt.errors import IncompleteError, SelectionError, listing
 
@@ -210,6 +211,7 @@ class Inventory:
         found = self._laid_out([place for place in places if place[0] not in unmade] if unmade else places)
         if model.broadcast:
             found = {name: of_rank_0(info) if info.key in model.broadcast else info for name, info in found.items()}
+        found = number_experts(found, wrappers.walk_modules(model.chain[-1]), lambda tensor: self.keys_of([tensor])[0])
         with suppress(SelectionError) if allow_meta else nullcontext():
             found |= self._laid_out_beside(self._added_to(item, found))
         self._refuse_sparse(found)

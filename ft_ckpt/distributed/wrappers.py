@@ -21,6 +21,7 @@ from ft_ckpt.distributed.plain import (
     PlainTensors,
 )
 from ft_ckpt.distributed.sharding import Sharding
+from ft_ckpt.distributed.spread_experts import SpreadExperts
 from ft_ckpt.distributed.stand_ins import StandInTensors
 from ft_ckpt.distributed.wrapper_protocol import PendingGradient, TensorLayout, Wrapper
 from ft_ckpt.distributed.zero import DeepSpeedWrapper
@@ -31,6 +32,7 @@ WRAPPERS: list[Wrapper] = [
     DeepSpeedWrapper(),
     FSDP2Wrapper(),
     StandInTensors(),
+    SpreadExperts(),
     PlainTensors(),  # describes all that those above do not
     DataParallelWrapper(),
     CompiledWrapper(),

@@ -92,8 +92,6 @@ def make_plan(request: SaveRequest, captured: Captured, ranks: Ranks, config: Sa
     parts = without_own_layouts(parts, state is not None)
     if state is not None:
         parts.append(state_part(state, parts, own))
-    if ranks.size > 1 and not request.state_dict_given:
-        replicas.refuse_experts(parts, inventory)
     if request.apart:
         parts = replicas.store_differences(parts, request.apart)
     frozen = [reuse_frozen.frozen_names(part, still, mode) for part in parts]

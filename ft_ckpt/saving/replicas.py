@@ -17,12 +17,12 @@ import xxhash
 from torch import Tensor
 
 from ft_ckpt.distributed.agreement import rank_numbers
-from ft_ckpt.distributed.inventory import Inventory, of_rank_0
+from ft_ckpt.distributed.inventory import of_rank_0
 from ft_ckpt.distributed.ranks import Ranks
 from ft_ckpt.distributed.replicas import WEIGHTS, own_name, place_of
 from ft_ckpt.distributed.sharding import OwnedSharding
 from ft_ckpt.distributed.tensor_info import TensorInfo, Tensors
-from ft_ckpt.errors import IncompleteError, RanksDisagreeError, listing
+from ft_ckpt.errors import RanksDisagreeError, listing
 from ft_ckpt.model.entries import Entry, Part
 from ft_ckpt.saving.files import PartPlan
 from ft_ckpt.training.exchange import decide_together
@@ -153,22 +153,6 @@ def refuse_replica_differences(told_apart: str) -> None:
     )
 
 
-def refuse_experts(parts: Iterable[Part], inventory: Inventory) -> None:
-    """Raise IncompleteError naming experts that DeepSpeed has spread over the ranks, under the same names on each."""
-    if not any(map(_is_spread, inventory.noted)):
-        return
-    infos = [info for part in parts for entry in part.entries for info in entry.sources if info.key >= 0]
-    named = {info.name: inventory.live(info.key) for info in infos}
-    spread = {name: str(live.group_name) for name, live in named.items() if _is_spread(live)}
-    if spread:
-        groups = ", ".join(sorted(set(spread.values())))
-        raise IncompleteError(
-            f"{listing(list(spread), ', ')}: experts of this rank alone ({groups}); other ranks hold others under the "
-            "same names, and they cannot be put together here. Train with ep_size=1, or save with DeepSpeed's own "
-            "engine.save_checkpoint()"
-        )
-
-
 def store_differences(parts: Sequence[Part], apart: Differences) -> list[Part]:
     """The parts with the first rank's of what is `apart`, a note of it, and in a training state each other's own."""
     sources = {
@@ -273,9 +257,3 @@ def _entries_of_others(name: str, source: TensorInfo, owners: Mapping[int, str |
         shape, view = (source.shape, source.sharding.view) if sizes is None else (sizes, sizes)
         mine = replace(source, name=own_name(name, owner), shape=shape, sharding=OwnedSharding(view, owner))
         yield Entry(mine.name, shape, source.dtype, source.dtype, mine)
-
-
-def _is_spread(live: object) -> bool:
-    """Whether DeepSpeed counts the parameter to the experts that each rank of a group has of its own."""
-    group = getattr(live, "group_name", None)
-    return getattr(live, "allreduce", True) is False and group is not None and str(group) != "ep_size_1"

@@ -1,0 +1,125 @@
+"""Experts that DeepSpeed's MoE has spread over ranks: "save/2" with groups of two ranks, "take/1" from $LEFT."""
+
+import os
+from pathlib import Path
+from typing import Any
+
+import harness  # first: it arms the stack dump
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file
+from torch import nn
+
+import ft_ckpt
+from ft_ckpt import CheckpointSaver
+from ft_ckpt.distributed.inventory import sources
+from ft_ckpt.errors import IncompleteError, SelectionError
+
+EXPERTS, WIDTH = 4, 6
+LIST = "moe.deepspeed_moe.experts.deepspeed_experts"
+
+
+class Mixed(nn.Module):
+    """A layer of experts between two others; every expert is of its number."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        from deepspeed.moe.layer import MoE
+
+        torch.manual_seed(1)
+        self.first, self.last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 1)
+        self.moe = MoE(WIDTH, nn.Linear(WIDTH, WIDTH), EXPERTS, size, k=1, use_rts=False)
+        local = EXPERTS // size
+        for place, expert in enumerate(self.moe.deepspeed_moe.experts.deepspeed_experts):
+            number = harness.RANK % size * local + place
+            for parameter in expert.parameters():
+                nn.init.normal_(parameter, generator=torch.Generator().manual_seed(number))
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        mixed, loss, _ = self.moe(self.first(rows))
+        return self.last(mixed).square().mean() + loss
+
+
+def engine_of(model: nn.Module) -> Any:
+    import deepspeed
+
+    config = {"train_micro_batch_size_per_gpu": 2, "zero_allow_untested_optimizer": True}
+    adam = torch.optim.AdamW(model.parameters(), lr=0.01)
+    return deepspeed.initialize(model=model, optimizer=adam, config=config)[0]
+
+
+def step(engine: Any) -> None:
+    engine.backward(engine(torch.randn(1, 8, WIDTH, generator=torch.Generator().manual_seed(harness.RANK))))
+    engine.step()
+
+
+def saver_of(folder: Path, **registered: Any) -> CheckpointSaver:
+    saver = CheckpointSaver(None, folder, enter_timeout_seconds=60, each_rank_writes=os.environ.get("WRITES", "auto"))
+    saver.register(**registered)
+    return saver
+
+
+def save(size: int, folder: Path) -> None:
+    """All experts under their numbers, as in DeepSpeed's own checkpoint; the optimizer's state of them is refused."""
+    engine = engine_of(Mixed(size))
+    step(engine)
+    with saver_of(folder / "whole", model=engine, optimizer=engine.optimizer) as saver:
+        with pytest.raises(SelectionError, match=rf"{LIST}.*exp_avg.*not cut like the parameter"):
+            saver.save_state()
+        saver.save(engine, folder / "weights")
+    with saver_of(folder / "run", model=engine) as saver:
+        saver.step()
+        saver.save_state()
+    engine.save_checkpoint(str(folder / "theirs"), tag="now")
+    dist.barrier()
+    ours = load_file(folder / "weights" / "model.safetensors")
+    found = dict(torch.load(folder / "theirs/now/mp_rank_00_model_states.pt", weights_only=False)["module"])
+    for number in range(EXPERTS):
+        path = folder / f"theirs/now/layer_0_expert_{number}_mp_rank_00_model_states.pt"
+        found |= torch.load(path, weights_only=False)
+    assert ours.keys() == found.keys(), ours.keys() ^ found.keys()
+    assert all(torch.equal(ours[name], tensor) for name, tensor in found.items())
+    assert ft_ckpt.verify(folder / "weights").ok
+
+
+def take(size: int, folder: Path) -> None:
+    """Each rank reads its own experts, of whatever group had saved them."""
+    left = Path(os.environ["LEFT"])
+    engine = engine_of(Mixed(size))
+    with torch.no_grad():
+        for parameter in engine.parameters():
+            parameter.zero_()
+    with saver_of(left / "run", model=engine) as saver:
+        progress = saver.resume("must")
+        assert (progress.step, progress.report.problems) == (1, ()), progress
+    stored, local = load_file(left / "weights" / "model.safetensors"), EXPERTS // size
+    for name, tensor in engine.module.state_dict().items():
+        head, _, rest = name.partition(f"{LIST}.")
+        place, _, own = rest.partition(".")
+        number = harness.RANK % size * local + int(place) if rest else 0
+        assert torch.equal(stored[f"{head}{LIST}.{number}.{own}" if rest else name], tensor), name
+
+
+def refuse(size: int, folder: Path) -> None:
+    """What is no list of experts has no numbers, and before the engine there are no groups."""
+    model = Mixed(size)
+    with pytest.raises(IncompleteError, match=rf"{LIST}\.0\.weight.*experts of this rank alone \(ep_size_{size}\)"):
+        sources(model)
+    engine_of(model)
+    model.fused = nn.Parameter(torch.zeros(3))
+    model.fused.allreduce, model.fused.group_name = False, f"ep_size_{size}"
+    with pytest.raises(IncompleteError, match=r"^fused: experts of this rank alone \(numbers unknown\)"):
+        sources(model)
+
+
+def case(name: str, folder: Path) -> None:
+    action, size = name.split("/")
+    {"save": save, "take": take, "refuse": refuse}[action](int(size), folder)
+
+
+if __name__ == "__main__":
+    import deepspeed
+
+    deepspeed.init_distributed("gloo")
+    harness.run(case)
