@@ -211,7 +211,7 @@ class Inventory:
         found = self._laid_out([place for place in places if place[0] not in unmade] if unmade else places)
         if model.broadcast:
             found = {name: of_rank_0(info) if info.key in model.broadcast else info for name, info in found.items()}
-        found = number_experts(found, wrappers.walk_modules(model.chain[-1]), lambda tensor: self.keys_of([tensor])[0])
+        found = number_experts(found, wrappers.walk_modules(model.chain[-1]), self)
         with suppress(SelectionError) if allow_meta else nullcontext():
             found |= self._laid_out_beside(self._added_to(item, found))
         self._refuse_sparse(found)

@@ -5,10 +5,10 @@ ranks have is listed here, too, as tensors that are elsewhere: all ranks list th
 """
 
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -30,32 +30,67 @@ class SpreadExperts(Wrapper):
     """Parameters of which every rank of a group has its own, and stand-ins for those of the others."""
 
     tensor_marks = (_ELSEWHERE, "group_name")
+    shows_runs = True
 
     def describes(self, tensor: Any) -> bool:
         """Whether DeepSpeed counts it to the experts of a group of several ranks, or it stands for one elsewhere."""
-        if hasattr(tensor, _ELSEWHERE):
+        if is_elsewhere(tensor):
             return True
         is_own = getattr(tensor, "allreduce", True) is False and getattr(tensor, "group_name", None) not in _ALONE
         return is_own and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
 
     def layout_of(self, tensor: Any) -> TensorLayout:
         """The whole of it, on one rank of the group; refused where it is not told which ranks these are."""
-        sharding, trained = getattr(tensor, _ELSEWHERE, None) or (_own_sharding(tensor), bool(tensor.requires_grad))
+        own = getattr(tensor, _ELSEWHERE, None)
+        sharding = _own_sharding(tensor) if own is None else own.sharding
+        trained = bool((tensor if own is None else own.sibling).requires_grad)
         return TensorLayout(tuple(tensor.shape), tensor.dtype, trained, True, _ENGINE, sharding)
 
     def local_part(self, tensor: Any) -> Tensor | None:
         """The tensor as the one row of its box; None of one that is elsewhere."""
-        return None if hasattr(tensor, _ELSEWHERE) else tensor.detach().unsqueeze(0)
+        return None if is_elsewhere(tensor) else tensor.detach().unsqueeze(0)
+
+    def optimizer_parameter(self, tensor: Any) -> Any:
+        """The parameter itself; for one elsewhere that of this rank which is in its place."""
+        return tensor.__dict__[_ELSEWHERE].sibling if is_elsewhere(tensor) else tensor
+
+    def state_run(self, tensor: Any, state: Tensor | None) -> tuple[Sharding, Tensor | None]:
+        """As the tensor's own."""
+        is_here = state is not None and not is_elsewhere(tensor)
+        return self.layout_of(tensor).sharding, state.detach().unsqueeze(0) if is_here and state is not None else None
 
     def has_data(self, tensor: Any) -> bool:
         """What other ranks have is theirs to have."""
-        return hasattr(tensor, _ELSEWHERE) or tensor.device.type != "meta"
+        return is_elsewhere(tensor) or tensor.device.type != "meta"
 
 
-def number_experts(
-    found: dict[str, TensorInfo], modules: NamedModules, note: Callable[[Tensor], int]
-) -> dict[str, TensorInfo]:
-    """`found` with the experts under their numbers among all, those of other ranks too; `note` gives these keys.
+@dataclass(frozen=True, eq=False)
+class _Elsewhere:
+    """What is known of a tensor that another rank has."""
+
+    sharding: Sharding
+    sibling: Any  # of this rank, in the same place of its list
+
+
+def is_elsewhere(tensor: Any) -> bool:
+    """Whether it stands for another rank's."""
+    return hasattr(tensor, _ELSEWHERE)
+
+
+class TensorKeeper(Protocol):
+    """Those who have the tensors by key."""
+
+    def keys_of(self, tensors: Sequence[Any]) -> list[int]:
+        """The keys of tensors, new ones for those that have none."""
+        ...
+
+    def live(self, key: int) -> Any:
+        """The tensor."""
+        ...
+
+
+def number_experts(found: dict[str, TensorInfo], modules: NamedModules, keeper: TensorKeeper) -> dict[str, TensorInfo]:
+    """`found` with the experts under their numbers among all, those of other ranks too.
 
     Spread tensors that are in no layer which says their numbers get a layout that is refused.
     """
@@ -71,7 +106,7 @@ def number_experts(
         elif layer.prefix not in done:
             done.add(layer.prefix)
             own = {one: facts for one, facts in found.items() if one.startswith(layer.prefix)}
-            numbered |= {one.name: one for one in layer.list_all(own, note)}
+            numbered |= {one.name: one for one in layer.list_all(own, keeper)}
     return numbered
 
 
@@ -88,7 +123,7 @@ class _ExpertLayer:
         """What the names of all experts' tensors begin with."""
         return f"{self.name}.{_CHILD}." if self.name else f"{_CHILD}."
 
-    def list_all(self, own: Mapping[str, TensorInfo], note: Callable[[Tensor], int]) -> Iterator[TensorInfo]:
+    def list_all(self, own: Mapping[str, TensorInfo], keeper: TensorKeeper) -> Iterator[TensorInfo]:
         """The tensors of all experts, this rank's `own` among them, in the order of their numbers."""
         local, cut = len(list(self.module.get_submodule(_CHILD).children())), next(iter(own.values())).sharding
         if not isinstance(cut, MeshSharding):
@@ -101,7 +136,7 @@ class _ExpertLayer:
             for name, info in own.items():
                 at, _, rest = name.removeprefix(self.prefix).partition(".")
                 if int(at) == place:
-                    one = info if holder == here else _elsewhere(info, cut.mesh.ranks, holder, note)
+                    one = info if holder == here else _of_other_rank(info, cut.mesh.ranks, holder, keeper)
                     yield replace(one, name=f"{self.prefix}{number}.{rest}", raw_name=f"{raw_prefix}{number}.{rest}")
 
 
@@ -109,12 +144,12 @@ def _holds_experts(module: nn.Module) -> bool:
     return type(module).__module__.startswith("deepspeed.moe.") and _CHILD in module._modules
 
 
-def _elsewhere(info: TensorInfo, members: tuple[int, ...], holder: int, note: Callable[[Tensor], int]) -> TensorInfo:
+def _of_other_rank(info: TensorInfo, members: tuple[int, ...], holder: int, keeper: TensorKeeper) -> TensorInfo:
     """The tensor of another rank's expert that is like `info`."""
     sharding = _sharding_of_member(info.shape, tuple(members), holder)
     stand_in = torch.empty(info.shape, dtype=info.dtype, device="meta")
-    setattr(stand_in, _ELSEWHERE, (sharding, info.trainable))
-    return replace(info, key=note(stand_in), sharding=sharding)
+    setattr(stand_in, _ELSEWHERE, _Elsewhere(sharding, keeper.live(info.key)))
+    return replace(info, key=keeper.keys_of([stand_in])[0], sharding=sharding)
 
 
 def _own_sharding(tensor: Any) -> Sharding:

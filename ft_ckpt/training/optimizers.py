@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_map_only
 
 from ft_ckpt.distributed.live_sources import source_of_tensor
 from ft_ckpt.distributed.sharding import OwnedSharding, Sharding
+from ft_ckpt.distributed.spread_experts import is_elsewhere
 from ft_ckpt.distributed.tensor_info import Source
 from ft_ckpt.distributed.wrappers import is_distributed, optimizer_parameter, shows_runs, state_run
 from ft_ckpt.errors import SelectionError, listing
@@ -58,8 +59,9 @@ def describe_optimizer(optimizer: Any, found: Mapping[str, Source]) -> Descripti
     for parameter in _stateful_parameters(optimizer):
         if id(parameter) not in owners:
             problems.append(f"state of a tensor of shape {list(parameter.shape)}: of no known model")
+        here = [source for source in owners.get(id(parameter), []) if not is_elsewhere(source.live)]
         for key, value in optimizer.state[parameter].items():
-            for source in owners.get(id(parameter), []):
+            for source in here:
                 entry = _state_entry(value, parameter, source)
                 problem = _state_problem(value, source, parameter) if entry is not None else type(value).__name__
                 problems += [f"{source.name}: {key}: {problem}"] if problem else []
@@ -158,6 +160,8 @@ def restore_optimizer(
     groups, notes = match_groups(optimizer.param_groups, names_of(optimizer, found), description, found)
     fresh: dict[Any, dict[str, Any]] = {}
     for name, entries in description["state"].items():
+        if is_elsewhere(found[name].live):
+            continue
         parameter = parameter_of(found[name])
         state = fresh.setdefault(parameter, {})
         for key, entry in entries.items():
@@ -278,6 +282,7 @@ def _entry_source(owner: Source, key: str, entry: Any, value: Any) -> Source:
     if is_distributed(value):
         return replace(source_of_tensor(name, owner.raw_name, value), dtype=dtype, trainable=False)
     is_run, shape = shows_runs(owner.live), tuple(entry["shape"])
+    value = None if is_elsewhere(owner.live) else value
     sharding: Sharding
     if is_run and _is_alike(entry, owner):
         engine, (sharding, local) = owner.engine, state_run(owner.live, value)

@@ -14,7 +14,8 @@ from torch import nn
 import ft_ckpt
 from ft_ckpt import CheckpointSaver
 from ft_ckpt.distributed.inventory import sources
-from ft_ckpt.errors import IncompleteError, SelectionError
+from ft_ckpt.errors import IncompleteError
+from ft_ckpt.training import optimizers
 
 EXPERTS, WIDTH = 4, 6
 LIST = "moe.deepspeed_moe.experts.deepspeed_experts"
@@ -61,16 +62,14 @@ def saver_of(folder: Path, **registered: Any) -> CheckpointSaver:
 
 
 def save(size: int, folder: Path) -> None:
-    """All experts under their numbers, as in DeepSpeed's own checkpoint; the optimizer's state of them is refused."""
+    """All experts under their numbers, as in DeepSpeed's own checkpoint, and their moments; the run goes on exactly."""
     engine = engine_of(Mixed(size))
     step(engine)
-    with saver_of(folder / "whole", model=engine, optimizer=engine.optimizer) as saver:
-        with pytest.raises(SelectionError, match=rf"{LIST}.*exp_avg.*not cut like the parameter"):
-            saver.save_state()
-        saver.save(engine, folder / "weights")
-    with saver_of(folder / "run", model=engine) as saver:
+    with saver_of(folder / "run", model=engine, optimizer=engine.optimizer) as saver:
         saver.step()
         saver.save_state()
+        saver.save(engine, folder / "weights")
+    assert names_of_groups(engine) == {name for name, _ in Mixed(1).named_parameters()}
     engine.save_checkpoint(str(folder / "theirs"), tag="now")
     dist.barrier()
     ours = load_file(folder / "weights" / "model.safetensors")
@@ -81,24 +80,47 @@ def save(size: int, folder: Path) -> None:
     assert ours.keys() == found.keys(), ours.keys() ^ found.keys()
     assert all(torch.equal(ours[name], tensor) for name, tensor in found.items())
     assert ft_ckpt.verify(folder / "weights").ok
+    again = resumed(size, folder)
+    for one in (engine, again):
+        step(one)
+    after = [dict(one.module.named_parameters()) for one in (engine, again)]
+    assert all(torch.equal(tensor, after[1][name]) for name, tensor in after[0].items())
+
+
+def names_of_groups(engine: Any) -> set[str]:
+    return {name for names in optimizers.names_of(engine.optimizer, sources(engine)) for name in names}
+
+
+def resumed(size: int, folder: Path) -> Any:
+    """A new engine with nothing in its memory but what the checkpoint has."""
+    engine = engine_of(Mixed(size))
+    with torch.no_grad():
+        for parameter in engine.parameters():
+            parameter.zero_()
+    with saver_of(folder / "run", model=engine, optimizer=engine.optimizer) as saver:
+        progress = saver.resume("must")
+        assert (progress.step, progress.report.problems) == (1, ()), progress
+    return engine
 
 
 def take(size: int, folder: Path) -> None:
     """Each rank reads its own experts, of whatever group had saved them."""
     left = Path(os.environ["LEFT"])
-    engine = engine_of(Mixed(size))
-    with torch.no_grad():
-        for parameter in engine.parameters():
-            parameter.zero_()
-    with saver_of(left / "run", model=engine) as saver:
-        progress = saver.resume("must")
-        assert (progress.step, progress.report.problems) == (1, ()), progress
-    stored, local = load_file(left / "weights" / "model.safetensors"), EXPERTS // size
-    for name, tensor in engine.module.state_dict().items():
+    engine, local = resumed(size, left), EXPERTS // size
+    checkpoint = next((left / "run").glob("checkpoint-*"))
+    stored, moments = (
+        load_file(left / "weights" / "model.safetensors"),
+        load_file(checkpoint / "state/training.safetensors"),
+    )
+    for name, tensor in engine.module.named_parameters():
         head, _, rest = name.partition(f"{LIST}.")
         place, _, own = rest.partition(".")
         number = harness.RANK % size * local + int(place) if rest else 0
-        assert torch.equal(stored[f"{head}{LIST}.{number}.{own}" if rest else name], tensor), name
+        among_all = f"{head}{LIST}.{number}.{own}" if rest else name
+        assert torch.equal(stored[among_all], tensor), name
+        for key, value in engine.optimizer.state[tensor].items():
+            (kept,) = (one for stored_name, one in moments.items() if stored_name.endswith(f"{among_all}/{key}"))
+            assert torch.equal(kept, value), (name, key)
 
 
 def refuse(size: int, folder: Path) -> None:
