@@ -34,7 +34,7 @@ class SpreadExperts(Wrapper):
 
     def describes(self, tensor: Any) -> bool:
         """Whether DeepSpeed counts it to the experts of a group of several ranks, or it stands for one elsewhere."""
-        if is_elsewhere(tensor):
+        if stands_for_another(tensor):
             return True
         is_own = getattr(tensor, "allreduce", True) is False and getattr(tensor, "group_name", None) not in _ALONE
         return is_own and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
@@ -48,20 +48,20 @@ class SpreadExperts(Wrapper):
 
     def local_part(self, tensor: Any) -> Tensor | None:
         """The tensor as the one row of its box; None of one that is elsewhere."""
-        return None if is_elsewhere(tensor) else tensor.detach().unsqueeze(0)
+        return None if stands_for_another(tensor) else tensor.detach().unsqueeze(0)
 
     def optimizer_parameter(self, tensor: Any) -> Any:
         """The parameter itself; for one elsewhere that of this rank which is in its place."""
-        return tensor.__dict__[_ELSEWHERE].sibling if is_elsewhere(tensor) else tensor
+        return tensor.__dict__[_ELSEWHERE].sibling if stands_for_another(tensor) else tensor
 
     def state_run(self, tensor: Any, state: Tensor | None) -> tuple[Sharding, Tensor | None]:
         """As the tensor's own."""
-        is_here = state is not None and not is_elsewhere(tensor)
+        is_here = state is not None and not stands_for_another(tensor)
         return self.layout_of(tensor).sharding, state.detach().unsqueeze(0) if is_here and state is not None else None
 
     def has_data(self, tensor: Any) -> bool:
         """What other ranks have is theirs to have."""
-        return is_elsewhere(tensor) or tensor.device.type != "meta"
+        return stands_for_another(tensor) or tensor.device.type != "meta"
 
 
 @dataclass(frozen=True, eq=False)
@@ -72,7 +72,7 @@ class _Elsewhere:
     sibling: Any  # of this rank, in the same place of its list
 
 
-def is_elsewhere(tensor: Any) -> bool:
+def stands_for_another(tensor: Any) -> bool:
     """Whether it stands for another rank's."""
     return hasattr(tensor, _ELSEWHERE)
 

@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_map_only
 
 from ft_ckpt.distributed.live_sources import source_of_tensor
 from ft_ckpt.distributed.sharding import OwnedSharding, Sharding
-from ft_ckpt.distributed.spread_experts import is_elsewhere
+from ft_ckpt.distributed.spread_experts import stands_for_another
 from ft_ckpt.distributed.tensor_info import Source
 from ft_ckpt.distributed.wrappers import is_distributed, optimizer_parameter, shows_runs, state_run
 from ft_ckpt.errors import SelectionError, listing
@@ -59,7 +59,7 @@ def describe_optimizer(optimizer: Any, found: Mapping[str, Source]) -> Descripti
     for parameter in _stateful_parameters(optimizer):
         if id(parameter) not in owners:
             problems.append(f"state of a tensor of shape {list(parameter.shape)}: of no known model")
-        here = [source for source in owners.get(id(parameter), []) if not is_elsewhere(source.live)]
+        here = [source for source in owners.get(id(parameter), []) if not stands_for_another(source.live)]
         for key, value in optimizer.state[parameter].items():
             for source in here:
                 entry = _state_entry(value, parameter, source)
@@ -160,7 +160,7 @@ def restore_optimizer(
     groups, notes = match_groups(optimizer.param_groups, names_of(optimizer, found), description, found)
     fresh: dict[Any, dict[str, Any]] = {}
     for name, entries in description["state"].items():
-        if is_elsewhere(found[name].live):
+        if stands_for_another(found[name].live):
             continue
         parameter = parameter_of(found[name])
         state = fresh.setdefault(parameter, {})
@@ -282,7 +282,7 @@ def _entry_source(owner: Source, key: str, entry: Any, value: Any) -> Source:
     if is_distributed(value):
         return replace(source_of_tensor(name, owner.raw_name, value), dtype=dtype, trainable=False)
     is_run, shape = shows_runs(owner.live), tuple(entry["shape"])
-    value = None if is_elsewhere(owner.live) else value
+    value = None if stands_for_another(owner.live) else value
     sharding: Sharding
     if is_run and _is_alike(entry, owner):
         engine, (sharding, local) = owner.engine, state_run(owner.live, value)

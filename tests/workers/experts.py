@@ -13,7 +13,7 @@ from torch import nn
 
 import ft_ckpt
 from ft_ckpt import CheckpointSaver
-from ft_ckpt.distributed.inventory import sources
+from ft_ckpt.distributed.live_sources import sources
 from ft_ckpt.errors import IncompleteError
 from ft_ckpt.training import optimizers
 
