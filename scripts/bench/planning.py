@@ -77,18 +77,19 @@ def _cut_layers(count: int, rank: int) -> nn.Module:
 def _plan(model: nn.Module, ranks: Ranks) -> Row:
     config, row = SaverConfig(), {}
     given = {"tokenizer": None, "adapter_only": False, "step": None, "metrics": {}}
-    request, chosen, shares, own = request_of(config, model, Path("target"), **given), [], [], []
+    request, chosen, shares, pieces = request_of(config, model, Path("target"), **given), [], [], []
     gc.collect()
     row["choose_seconds"] = seconds(lambda: chosen.append(make_plan(request, look_at_model(model), ranks, config)))
     staged = StagedSave(PlannedSave(*chosen[0]))
     row["say_seconds"] = seconds(lambda: _describe_save(request, staged, {}))
     row["shares_seconds"] = seconds(lambda: shares.extend(write_shards.divide_files(staged.plans, ranks.size)))
-    row["own_seconds"] = seconds(lambda: own.extend(_own_chunks(shares, ranks.rank)))
-    return {"seconds": sum(row.values()), **row, "pieces": len(own)}
+    row["own_seconds"] = seconds(lambda: pieces.append(_count_pieces(shares, ranks.rank)))
+    return {"seconds": sum(row.values()), **row, "pieces": pieces[0]}
 
 
-def _own_chunks(shares: list[write_shards.Share], rank: int) -> list[tuple[int, int]]:
-    return [chunk for share in shares for cut in share.actual_cuts if (chunk := chunk_of_rank(cut, rank)) is not None]
+def _count_pieces(shares: list[write_shards.Share], rank: int) -> int:
+    """How many runs of bytes are the rank's to write."""
+    return sum(chunk_of_rank(cut, rank) is not None for share in shares for cut in share.actual_cuts)
 
 
 def _peak_bytes(model: nn.Module, ranks: Ranks) -> int:
