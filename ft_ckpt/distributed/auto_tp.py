@@ -87,19 +87,22 @@ def _part_holders(tensor: Any) -> tuple[int, ...] | None:
 
 def _sharding_of(tensor: Any) -> Sharding:
     shape, facts, members = tuple(tensor.shape), getattr(tensor, _FACTS, None), _part_holders(tensor)
-    found = _why_unknown(tensor, facts) if facts is None or members is None else _cut_described(facts)
+    is_told = members is not None and not hasattr(tensor, "ds_shape")
+    found = _cut_described(facts) if facts and is_told else _why_unknown(tensor, facts)
     if isinstance(found, _DescribedCut):
         place = members.index(global_rank()) if members and global_rank() in members else None
         fits = members is not None and place is not None and len(found.sizes) == len(members)
         if fits and place is not None and found.part_shape(place, len(shape)) == shape:
             return _mesh_sharding(found, members or (), is_subset_of_ranks(len(members or ())))
-        found = f"{list(shape)} on this rank is not the part that its description gives, {facts}"
+        found = f"it is {list(shape)} on this rank, described as {found.packed} x {list(found.sizes)} of {found.view}"
     return OpaqueSharding(shape, None, why=f"this rank's part of a larger parameter: {found}; {_WAY_OUT}")
 
 
 def _why_unknown(tensor: Any, facts: Any) -> str:
     if facts is None:
         return f"marked {_MARK} by Megatron or an engine like it, which says no more"
+    if hasattr(tensor, "ds_shape"):
+        return "cut by DeepSpeed's AutoTP, and again by ZeRO stage 3"
     return "cut by DeepSpeed's AutoTP, which does not say over which ranks"
 
 
