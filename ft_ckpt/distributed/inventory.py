@@ -10,6 +10,7 @@ from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import count
+from math import prod
 from operator import attrgetter
 from typing import Any, NamedTuple, TypeVar
 
@@ -35,7 +36,7 @@ class BufferRun(NamedTuple):
 
     buffer: int  # its key
     start: int  # the first element, of the buffer as one row
-    numel: int | None  # None: this rank has none
+    shape: tuple[int, ...] | None  # of the elements, as their box; None: this rank has none
 
 
 @dataclass(frozen=True, eq=False)
@@ -135,7 +136,7 @@ class Inventory:
     def note_run(self, live: Tensor, local: Tensor | None) -> int:
         """A new key for this rank's run `local` of elements in the buffer `live`, where others may lie, too."""
         start = 0 if local is None else int(local.storage_offset() - live.storage_offset())
-        run = BufferRun(self.keys_of([live])[0], start, None if local is None else local.numel())
+        run = BufferRun(self.keys_of([live])[0], start, None if local is None else tuple(local.shape))
         return self.note_runs([run])
 
     def note_runs(self, runs: Iterable[BufferRun]) -> int:
@@ -166,9 +167,10 @@ class Inventory:
 
     def _run_part(self, key: int) -> Tensor | None:
         run = self._runs[key - _FIRST_RUN]
-        if run.numel is None:
+        if run.shape is None:
             return None
-        return self._live[run.buffer].detach().view(-1)[run.start : run.start + run.numel]  # type: ignore[no-any-return]  # a Tensor
+        row = self._live[run.buffer].detach().view(-1)[run.start : run.start + prod(run.shape)]
+        return row.view(run.shape)  # type: ignore[no-any-return]  # a Tensor
 
     def full(self, key: int) -> Tensor:
         """The full tensor of an opaque sharding. Collective."""

@@ -16,7 +16,7 @@ def left_by(folder, size, ranks, **env):
 
 
 def test_two_ranks_and_one(tmp_path):
-    env = left_by(tmp_path / "left", 2, 2, WRITES="on")
+    env = left_by(tmp_path / "left", 2, 2)
     assert run_cases("experts", ["take/1"], tmp_path / "one", 1, env=env) == {"take/1": ""}
 
 
