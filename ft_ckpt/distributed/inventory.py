@@ -134,10 +134,23 @@ class Inventory:
         return tuple(self._runs)
 
     def note_run(self, live: Tensor, local: Tensor | None) -> int:
-        """A new key for this rank's run `local` of elements in the buffer `live`, where others may lie, too."""
+        """A new key for this rank's run `local` of elements in the buffer `live`, where others may lie, too.
+
+        Raises SelectionError where they do not lie there one after the other.
+        """
         start = 0 if local is None else int(local.storage_offset() - live.storage_offset())
         run = BufferRun(self.keys_of([live])[0], start, None if local is None else tuple(local.shape))
-        return self.note_runs([run])
+        key = self.note_runs([run])
+        found = self._run_part(key)
+        if (
+            local is not None
+            and found is not None
+            and not (local.is_contiguous() and found.data_ptr() == local.data_ptr())
+        ):
+            raise SelectionError(
+                "elements of a buffer that are no run of it were to be stored as one; please report it"
+            )
+        return key
 
     def note_runs(self, runs: Iterable[BufferRun]) -> int:
         """Note runs again that an equal inventory had noted, under the same keys; the last of them."""

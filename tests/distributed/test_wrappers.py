@@ -147,6 +147,22 @@ def test_ties_and_other_tensors_have_keys():
     assert [inventory.local(key).tolist() for key in keys] == [[1.0] * 3, [1.0, 2.0], [3.0]]
 
 
+def test_a_run_is_found_again_in_the_shape_of_its_box():
+    buffer = torch.arange(12.0).view(3, 4)
+    inventory, again = Inventory(), Inventory()
+    keys = [inventory.note_run(buffer, buffer.view(-1)[2:8].view(3, 2)), inventory.note_run(buffer, None)]
+    with torch.no_grad():
+        buffer += 1
+    assert inventory.local(keys[0]).tolist() == [[3.0, 4.0], [5.0, 6.0], [7.0, 8.0]]
+    assert inventory.memories(keys).keys() == {keys[0]}
+    other = buffer * 10  # of a later moment
+    assert again.keys_of([other]) == inventory.keys_of([buffer])
+    again.note_runs(inventory.runs)
+    assert again.local(keys[0]).tolist() == [[30.0, 40.0], [50.0, 60.0], [70.0, 80.0]]
+    with pytest.raises(SelectionError, match="no run of it"):
+        inventory.note_run(buffer, buffer[:, 1:3])
+
+
 def test_a_class_is_asked_again_whether_its_modules_list_more():
     late = type("Late", (nn.Linear,), {})
     model = late(2, 2)
