@@ -1,8 +1,10 @@
-"""Aligned blocks of memory."""
+"""Aligned blocks of memory, and how much memory there is: of the machine, and of the control groups of a container."""
 
 import ctypes
 import mmap
+from collections.abc import Iterator
 from contextlib import suppress
+from pathlib import Path
 from typing import Protocol, TypeAlias, TypeVar
 
 BLOCK_BYTES = 8 << 20
@@ -11,6 +13,9 @@ ALIGNMENT = 4096  # what O_DIRECT asks of addresses, offsets and lengths on any 
 Block: TypeAlias = mmap.mmap
 Memory: TypeAlias = mmap.mmap | memoryview
 OwnBlock = TypeVar("OwnBlock", bound=mmap.mmap)
+_GROUPS, _MOUNTED = Path("/proc/self/cgroup"), Path("/sys/fs/cgroup")
+_SECOND = ("memory.max", "memory.current", "inactive_file")  # limit, what is taken, of that what is cached and can go
+_FIRST = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")  # in version 1 of control groups
 
 
 class BlockKeeper(Protocol):
@@ -59,3 +64,45 @@ def new_block_of(kind: type[OwnBlock], size_bytes: int) -> OwnBlock:
 def address_of(block: Memory) -> int:
     """The address of the first byte of `block`, which must not be read-only."""
     return ctypes.addressof(ctypes.c_char.from_buffer(block))
+
+
+# How much there is
+
+
+def available_bytes() -> int:
+    """Memory that can be had without paging anything out, or being ended for it; 0 where that is not known."""
+    try:
+        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+        known = next(int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable:"))
+    except (OSError, ValueError, IndexError, StopIteration):
+        return 0
+    return max(0, min([known, *group_bytes(_GROUPS, _MOUNTED)]))
+
+
+def group_bytes(groups: Path, mounted: Path) -> Iterator[int]:
+    """What each control group has left that sets a limit: those that `groups` lists, and those that they are in.
+
+    `groups` is a file as /proc/self/cgroup, `mounted` a folder as /sys/fs/cgroup. What cannot be read sets none.
+    """
+    for folder, names in _memory_groups(groups, mounted):
+        with suppress(OSError, ValueError):  # in a container the path may be one outside of it
+            yield _left_in(folder, *names)
+
+
+def _memory_groups(groups: Path, mounted: Path) -> Iterator[tuple[Path, tuple[str, str, str]]]:
+    """The folders of control groups that count memory, and the names of what is in them, the inner ones first."""
+    lines: list[str] = []
+    with suppress(OSError):
+        lines = groups.read_text(encoding="utf-8").splitlines()
+    for _, kinds, path in (line.split(":", 2) for line in lines if line.count(":") >= 2):
+        if not kinds or "memory" in kinds.split(","):
+            root, names = (mounted / "memory", _FIRST) if kinds else (mounted, _SECOND)
+            inner = root / path.strip("/")
+            yield from ((folder, names) for folder in (inner, *inner.parents) if folder.is_relative_to(root))
+
+
+def _left_in(folder: Path, limit: str, taken: str, cached: str) -> int:
+    """What a control group has left. Raises ValueError where it sets no limit, OSError where there is none."""
+    most, used = (int((folder / name).read_text(encoding="ascii")) for name in (limit, taken))
+    about = dict(line.split(maxsplit=1) for line in (folder / "memory.stat").read_text(encoding="ascii").splitlines())
+    return most - used + int(about.get(cached, 0))

@@ -14,10 +14,17 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from itertools import chain
-from pathlib import Path
 
 from ft_ckpt.errors import CorruptError
-from ft_ckpt.storage.buffers import ALIGNMENT, BLOCK_BYTES, BlockKeeper, Memory, PlainBlocks, address_of
+from ft_ckpt.storage.buffers import (
+    ALIGNMENT,
+    BLOCK_BYTES,
+    BlockKeeper,
+    Memory,
+    PlainBlocks,
+    address_of,
+    available_bytes,
+)
 from ft_ckpt.storage.local_file import LocalFile, MappedBytes
 from ft_ckpt.storage.store import Readable
 
@@ -271,12 +278,3 @@ def is_cold(file: Readable) -> bool:
     found = [cached_bytes(file.descriptor, start, _SAMPLE_BYTES) for start in starts]
     known = [count for count in found if count is not None]
     return len(known) == len(starts) and 2 * sum(known) < len(starts) * _SAMPLE_BYTES
-
-
-def available_bytes() -> int:
-    """Memory that can be had without paging anything out; 0 where that is not known."""
-    try:
-        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
-        return next(int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable:"))
-    except (OSError, ValueError, IndexError, StopIteration):
-        return 0
