@@ -132,10 +132,12 @@ def live_meetings(folder: Path, own: tuple[SaveRequest, LocalState, StagedSave],
         decide_together(ranks, "the end", outcomes, merge_outcomes, (RankOutcomes, RankOutcomes))
         return
     names, kinds = {"scheduler": "0" * 32}, (capture._LookFacts, capture._LookTerms)
-    look = capture._LookFacts(phase != "first save", local.facts["own"], names, {"scheduler": "object"})
+    known = None if phase == "first save" else 1
+    look = capture._LookFacts(known, local.facts["own"], names, {"scheduler": "object"})
     decide_together(ranks, "look", look, capture._terms_of_looks, kinds)
     if phase == "first save":
         assert len(state.exchange_facts(local, ranks).trees) == ranks.size
+        ranks.agree("the layout")
         assert move_tensors.all_ranks_see(LocalStore(folder), ranks)
     execute._agree_on_plan(request, prepared, {}, ranks, None)
     digests = move_tensors._WrittenDigests(("0" * 32,) * 20)
