@@ -87,7 +87,7 @@ class SaverConfig:
     """In a bucket a save may take the place of a checkpoint of its name, which is gone before the new one is whole;
     `save` and `save_state` take it, too, for one save."""
     verify_resume: bool = True
-    """Compare the digests of all files of a checkpoint before a run is resumed from it."""
+    """Compare the digests of all files of a checkpoint that a run is resumed from, most of them while they are read."""
 
     def __post_init__(self) -> None:
         for name, meant in (("dtype", canonical_dtype), ("every", every_of), ("keep", keep_of)):

@@ -28,9 +28,10 @@ from ft_ckpt.saving.run_saves import RunSaves
 from ft_ckpt.saving.snapshot import as_in_training
 from ft_ckpt.storage.place import Place
 from ft_ckpt.training import rehearsal
-from ft_ckpt.training.choosing import open_agreed
 from ft_ckpt.training.data_position import DataPosition
-from ft_ckpt.training.run import Progress, TrainingRun
+from ft_ckpt.training.resuming import resume_run
+from ft_ckpt.training.run import TrainingRun
+from ft_ckpt.training.run_progress import Progress
 from ft_ckpt.training.starting import Wanted, parse_mode
 from ft_ckpt.transfer.places import push_goal
 
@@ -189,6 +190,7 @@ class CheckpointSaver:
         `every` wants at the end of a pass are made there if the loader could not tell which batch is the last; at the
         end of all `epochs` the run is saved, if `every` saves it at all and its last step was not.
         """
+        self._run.refuse_half_restored()
         feed = self._run.feeds.position_of(loader, self._current_ranks(), replay)
         self._epochs = epochs or self._epochs
         is_done = epochs is not None and feed.epoch >= epochs and self._run.resumed_from is not None
@@ -283,17 +285,14 @@ class CheckpointSaver:
         a run of its own, which may replace what came after that.
 
         Raises LoadError when something was not restored, NotACheckpointError when there is none to resume from,
-        CorruptError naming damaged files and the newest whole checkpoint, RankError when another rank failed.
+        CorruptError naming damaged files and the newest whole checkpoint, RankError when another rank failed. Where
+        parts of the run were overwritten by then, `step`, `remaining` and saves raise LoadError until one succeeds.
         """
         self._pending.wait_for_save()
         self.register(**objects)
-        with ExitStack() as stack:
-            wanted = Wanted(parse_mode(checkpoint), self._places, self.config.client_options)
-            ranks, verify = self._current_ranks(), self.config.verify_resume
-            point, branch = open_agreed(wanted, ranks, stack, verify=verify)
-            if point is not None:
-                self._run.report = self._run.restore_state(point, ranks, allow, library_versions())
-                self._run.branch_off(branch)
+        mode, verify, late = parse_mode(checkpoint), self.config.verify_resume, not self._run.has_begun
+        wanted = Wanted(mode, self._places, self.config.client_options, verify, late)
+        resume_run(self._run, wanted, self._current_ranks(), allow, library_versions())
         self._saves.upload_leftovers()
         if self._current_ranks().leads:
             _LOG.info(*_resume_message(self._run.progress, self.directory))

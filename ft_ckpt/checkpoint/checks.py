@@ -3,7 +3,7 @@
 import json
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import closing
 from pathlib import PurePosixPath
 
@@ -11,7 +11,7 @@ from ft_ckpt.checkpoint.manifest import MANIFEST_LIMIT_BYTES, Manifest, PartReco
 from ft_ckpt.errors import CheckpointError, CorruptError, MissingError, UnreadableError, listing, reason_of
 from ft_ckpt.formats.layout import TensorRecord
 from ft_ckpt.formats.safetensors import HELPER, read_header
-from ft_ckpt.storage.digests import FileRecord, digest_of_open
+from ft_ckpt.storage.digests import FileRecord, digest_of_open, digest_problem
 from ft_ckpt.storage.local_store import LocalStore
 from ft_ckpt.storage.store import Readable, Store, Stored, read_text
 
@@ -32,9 +32,17 @@ _MISLEADING = {
 
 
 def checkpoint_problems(
-    store: Store, manifest: Manifest, *, deep: bool, digest: Digester = digest_of_open
+    store: Store,
+    manifest: Manifest,
+    *,
+    deep: bool,
+    digest: Digester = digest_of_open,
+    late: Collection[str] = (),
 ) -> Iterator[str]:
-    """Every problem that `catalog.verify` reports, a line each. `digest` gives that of an open file, in any thread."""
+    """Every problem that `catalog.verify` reports, a line each. `digest` gives that of an open file, in any thread.
+
+    The digests of the files `late`, by whatever name, are left to whoever reads these.
+    """
     folders = {str(PurePosixPath(file.path).parent) for file in manifest.files}
     listed = {each.name: each for folder in folders for each in store.list_folder(_plain(folder)).objects}
     bad = {file.path: found for file in manifest.files if (found := _size_problem(store, file, listed.get(file.path)))}
@@ -45,7 +53,9 @@ def checkpoint_problems(
     yield from _tensor_problems(store, manifest, {file.path for file in sound})
     for part in manifest.parts:
         yield from _part_index_problems(store, part, {file.path for file in sound})
-    hashed = (file for file in sound if deep or file.size_bytes < SMALL_BYTES or _is_other(file, listed.get(file.path)))
+    later = {file.digest: file.path for file in sound if file.path in late}
+    now = (file for file in sound if file.path not in late and not _is_same(store, file.path, later.get(file.digest)))
+    hashed = (file for file in now if deep or file.size_bytes < SMALL_BYTES or _is_other(file, listed.get(file.path)))
     yield from _digest_problems(store, list(hashed), digest)
 
 
@@ -104,6 +114,11 @@ def _names_in(store: Store, folder: str) -> Iterator[str]:
 def _is_other(file: FileRecord, found: Stored | None) -> bool:
     """Whether an object is of another version than the one that was committed."""
     return found is not None and None not in (file.etag, found.etag) and file.etag != found.etag
+
+
+def _is_same(store: Store, name: str, other: str | None) -> bool:
+    """Whether these are two names of one file."""
+    return other is not None and file_key(store, name) == file_key(store, other)
 
 
 def _plain(folder: str) -> str:
@@ -187,18 +202,17 @@ def _indexed_files(store: Store, index: str, folder: str) -> dict[str, str]:
 
 def _digest_problems(store: Store, files: Sequence[FileRecord], digest: Digester = digest_of_open) -> Iterator[str]:
     if sum(file.size_bytes for file in files) < _WORTH_THREADS_BYTES:
-        found = [_digest_or_reason(store, file, digest) for file in files]
+        found = [digest_or_reason(store, file, digest) for file in files]
     else:
         from concurrent.futures import ThreadPoolExecutor  # here, so that listing does not pay for it
 
         with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:  # hashing and reading both let other threads run
-            found = list(pool.map(lambda file: _digest_or_reason(store, file, digest), files))
-    for file, taken in zip(files, found, strict=True):
-        if taken != file.digest:
-            yield f"{file.path}: digest {taken}, expected {file.digest}: its bytes have changed"
+            found = list(pool.map(lambda file: digest_or_reason(store, file, digest), files))
+    problems = (digest_problem(file, taken) for file, taken in zip(files, found, strict=True))
+    yield from (problem for problem in problems if problem is not None)
 
 
-def _digest_or_reason(store: Store, file: FileRecord, digest: Digester) -> str:
+def digest_or_reason(store: Store, file: FileRecord, digest: Digester = digest_of_open) -> str:
     """The digest of a file as its record has it, or words that no digest equals when it cannot be read."""
     try:
         with closing(store.open(file.path)) as opened:

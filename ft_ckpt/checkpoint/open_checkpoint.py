@@ -9,18 +9,20 @@ read in the version listed, or not at all.
 import hashlib
 import os
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import cached_property, partial
 from pathlib import Path
 
 from ft_ckpt.checkpoint.catalog import manifest_text, parse_manifest, why_no_checkpoint
-from ft_ckpt.checkpoint.checks import checkpoint_problems, misleading_files, replaced_problems
+from ft_ckpt.checkpoint.checks import checkpoint_problems, digest_or_reason, misleading_files, replaced_problems
 from ft_ckpt.checkpoint.leases import hold_lease
 from ft_ckpt.checkpoint.manifest import MANIFEST_NAME, Manifest
 from ft_ckpt.checkpoint.marks import is_mark, settled_list
 from ft_ckpt.errors import CheckpointError, CorruptError, NotACheckpointError, damaged_input, explained, listing
 from ft_ckpt.storage.digests import digest_of_open
+from ft_ckpt.storage.file_proof import FileProof
 from ft_ckpt.storage.kept_store import KeptStore, keeping_digest
 from ft_ckpt.storage.listed_store import ListedStore
 from ft_ckpt.storage.local_disk import open_regular
@@ -61,20 +63,28 @@ class OpenCheckpoint:
         """On this machine, the folder with links to its open files."""
         return folder_of(self.store)
 
-    @property
+    @cached_property
     def tensor_files(self) -> frozenset[str]:
         """The paths of the files that hold tensors."""
         return frozenset(tensor.file for part in self.manifest.parts for tensor in part.tensors)
 
-    def find_problems(self, deep: bool, keep: Iterable[str] = (), own: bool = False) -> tuple[str, ...]:
+    def late_proofs(self) -> dict[str, FileProof]:
+        """The comparisons of the files of tensors with their digests, by path, for whoever reads these files."""
+        files = (file for file in self.manifest.files if file.path in self.tensor_files)
+        return {file.path: FileProof(file, partial(digest_or_reason, self.store, file)) for file in files}
+
+    def find_problems(
+        self, deep: bool, keep: Iterable[str] = (), own: bool = False, late: Collection[str] = ()
+    ) -> tuple[str, ...]:
         """What is wrong with the open files, as `catalog.verify` finds it, and with what lies beside them.
 
+        The files `late` are not compared with their digests yet, see `late_proofs`.
         Of the files `keep`, large ones in the page cache are then used where they were digested; with `own`, those that
         are not in it are read into memory of our own, where there is plenty, and used there.
         """
         kept = self.store if deep and isinstance(self.store, KeptStore) else None
         digest = digest_of_open if kept is None else keeping_digest(kept, frozenset(keep), own)
-        found = tuple(checkpoint_problems(self.store, self.manifest, deep=deep, digest=digest))
+        found = tuple(checkpoint_problems(self.store, self.manifest, deep=deep, digest=digest, late=late))
         if not isinstance(self.origin, LocalStore):
             return found  # the listing has what lies beside its files
         where = "not of this checkpoint, and readers would take it for its weights; move it away"

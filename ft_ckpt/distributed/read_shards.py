@@ -19,9 +19,11 @@ from ft_ckpt.distributed.tensor_info import TensorInfo
 from ft_ckpt.errors import LoadError, listing
 from ft_ckpt.formats.dtypes import dtype_name
 from ft_ckpt.formats.layout import TensorFile
+from ft_ckpt.formats.listed_file import due_proof, unproved_file
 from ft_ckpt.formats.pytree import PLAIN
 from ft_ckpt.formats.read_files import THREADS, Landing, StraightLanding, copy_bytes, read_runs, whole_run
 from ft_ckpt.storage.buffers import new_block
+from ft_ckpt.storage.file_proof import FileProof
 from ft_ckpt.storage.read_ahead import ByteRun
 
 _SLICE_BYTES = 64 << 20  # read at a time, so that a large block needs little memory beside itself
@@ -45,27 +47,35 @@ class WantedTensor:
 
 
 def fill_all(wanted: Iterable[WantedTensor], threads: int = THREADS, direct: str = "auto") -> int:
-    """Overwrite this rank's elements of each tensor with those of the stored one; bytes read.
+    """Overwrite this rank's elements of each tensor with those of the stored one; their bytes.
 
-    Beside the tensors it needs `threads` + 2 blocks of memory. `direct`: as in `blocks.read_ahead`. Raises LoadError
-    naming everything that is missing or of another shape or dtype, before anything is read; CorruptError when a file
-    is too short or has changed.
+    Beside the tensors it needs `threads` + 2 blocks of memory. `direct`: as in `blocks.read_ahead`. A file whose digest
+    is due is compared with it on the way; whoever calls this asks for the outcome. Raises LoadError naming everything
+    that is missing or of another shape or dtype, before anything is read; CorruptError when a file is too short or has
+    changed.
     """
     asked = list(wanted)
     check_all(asked)
     landings: dict[ByteRun, Landing] = {}
-    total = 0
+    due: dict[int, FileProof] = {}
+    others = []
     for one in asked:
         found = _landings_of_box(one)
         if found is None:
-            total += fill_tensor(one)
-        else:
-            landings.update(found)
-    return total + read_runs(landings, threads, direct)
+            others.append(one)
+            continue
+        landings.update(found)
+        proof = due_proof(one.file)
+        if proof is not None:
+            due.update({id(run.file): proof for run in found if run.file.size_bytes == proof.record.size_bytes})
+    return read_runs(landings, threads, direct, due) + sum(fill_tensor(one) for one in others)
 
 
 def fill_tensor(one: WantedTensor) -> int:
-    """As `fill_all`, for one tensor and at once, through whatever the file's format needs."""
+    """As `fill_all`, for one tensor and at once, through whatever the file's format needs.
+
+    A digest that is due is left so.
+    """
     check_all([one])
     local, mine, view = one.local, one.box, one.info.sharding.view
     if local is None or mine is None or not local.numel():
@@ -73,7 +83,7 @@ def fill_tensor(one: WantedTensor) -> int:
     if _is_expanded(local):
         return _fill_expanded(one, local)
     if not view:
-        local.copy_(one.file.read(one.name).reshape(()))
+        local.copy_(unproved_file(one.file).read(one.name).reshape(()))
         return one.info.dtype.itemsize
     return sum(_fill_rows(one, local, mine, low, high) for low, high in _row_ranges(mine, view, one.info.dtype))
 
@@ -132,7 +142,7 @@ def _landings_of_box(one: WantedTensor) -> dict[ByteRun, Landing] | None:
     local, mine, name, item = one.local, one.box, one.name, dtype.itemsize
     if local is None or mine is None or not local.numel():
         return {}
-    run = whole_run(one.file, name)
+    run = whole_run(unproved_file(one.file), name)
     if run is None or type(local) not in PLAIN or _is_expanded(local) or (not view and local.dtype != dtype):
         return None
     last = max((dim for dim, size in enumerate(view) if mine.sizes[dim] != size), default=0)
@@ -179,7 +189,7 @@ def _fill_rows(one: WantedTensor, local: Tensor, mine: Box, low: int, high: int)
     """Rows [low, high) of the box: whole rows are read, and a box cut in other dimensions takes its columns."""
     view, first = one.info.sharding.view, mine.offsets[0]
     row = math.prod(view[1:])
-    data = one.file.read(one.name, (first + low) * row, (first + high) * row)
+    data = unproved_file(one.file).read(one.name, (first + low) * row, (first + high) * row)
     local[low:high].copy_(_cut_columns(data.view(high - low, *view[1:]), mine, view))
     return data.nbytes
 

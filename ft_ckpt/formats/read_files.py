@@ -1,8 +1,9 @@
 """Reads many tensors in the order of their bytes: by threads, ahead, past the page cache where that pays."""
 
 import ctypes
-from collections.abc import Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Protocol
 
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor
 from ft_ckpt.devices.accelerators import has_streams
 from ft_ckpt.devices.copies import PinnedBlocks
 from ft_ckpt.formats.layout import TensorFile
+from ft_ckpt.storage.file_proof import FileProof, PassingDigest
 from ft_ckpt.storage.kept_store import KeptFile
 from ft_ckpt.storage.read_ahead import ByteRun, read_ahead
 
@@ -43,10 +45,16 @@ class StraightLanding:
         self.at = end
 
 
-def read_runs(landings: Mapping[ByteRun, Landing], threads: int = THREADS, direct: str = "auto") -> int:
-    """Read all runs in the order of their bytes and hand each to its landing. Returns the bytes read.
+def read_runs(
+    landings: Mapping[ByteRun, Landing],
+    threads: int = THREADS,
+    direct: str = "auto",
+    due: Mapping[int, FileProof] | None = None,
+) -> int:
+    """Read all runs in the order of their bytes and hand each to its landing. Returns their bytes.
 
-    What lands on accelerators goes through pinned blocks, and is there for all of their streams when this returns.
+    What lands on accelerators goes through pinned blocks, and is there for all of their streams when this returns. Of
+    files with a digest that is `due`, by `id`, all other bytes are read too, and the comparison is made on the way.
     """
     order = {id(file): place for place, file in enumerate(run.file for run in landings)}
     runs = sorted(landings, key=lambda run: (order[id(run.file)], run.start))
@@ -54,13 +62,34 @@ def read_runs(landings: Mapping[ByteRun, Landing], threads: int = THREADS, direc
     devices = frozenset(filter(has_streams, places))
     keeper = PinnedBlocks(devices) if devices else None
     left = [run for run in runs if devices or not _put_kept(run, landings[run])]
-    for part in read_ahead(left, threads, direct, keeper=keeper):
-        landing, data = landings[part.run], bytes_at(part.address, part.size_bytes)
+    passing = {file: PassingDigest(proof) for file, proof in (due or {}).items()}
+    for part in read_ahead(_with_gaps(left, passing), threads, direct, keeper=keeper):
+        landing, data = landings.get(part.run), bytes_at(part.address, part.size_bytes)
+        if (digest := passing.get(id(part.run.file))) is not None:
+            digest.take(part.start, part.content)
         if isinstance(landing, StraightLanding):
             landing.put(data, lasts=landing.local.device in devices)
-        else:
+        elif landing is not None:
             landing.put(data)
+    for digest in passing.values():
+        digest.conclude()
     return sum(run.size_bytes for run in runs)
+
+
+def _with_gaps(runs: Iterable[ByteRun], whole: Collection[int]) -> Iterator[ByteRun]:
+    """The runs, which are in the order of their bytes; and of the files `whole`, by `id`, what lies between them."""
+    for key, some in groupby(runs, key=lambda run: id(run.file)):
+        if key not in whole:
+            yield from some
+            continue
+        at = 0
+        for run in some:
+            if at < run.start:
+                yield ByteRun("", run.file, at, run.start - at)
+            yield run
+            at = max(at, run.start + run.size_bytes)
+        if at < run.file.size_bytes:
+            yield ByteRun("", run.file, at, run.file.size_bytes - at)
 
 
 def _put_kept(run: ByteRun, landing: Landing) -> bool:

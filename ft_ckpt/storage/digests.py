@@ -67,6 +67,13 @@ def digest_of_open(file: Readable, record: FileRecord) -> str:
     return _read_digest(file, record.cuts, record.ranks)
 
 
+def digest_problem(record: FileRecord, digest: str) -> str | None:
+    """What is wrong with a file of which that digest was found; None when it is the one in its record."""
+    if digest == record.digest:
+        return None
+    return f"{record.path}: digest {digest}, expected {record.digest}: its bytes have changed"
+
+
 class RunningDigest:
     """The digest of a file whose bytes come in their order, taken the way the one in its record is."""
 

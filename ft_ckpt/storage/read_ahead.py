@@ -54,6 +54,7 @@ class ReadPart:
     """The next bytes of a run, in memory until the next part is asked for."""
 
     run: ByteRun
+    start: int  # in the file
     address: int
     size_bytes: int
     block: Memory
@@ -120,7 +121,7 @@ def read_ahead(
             job, block, reading = coming.popleft()
             reading.result()
             for run, start, end in job.runs:
-                yield ReadPart(run, address_of(block) + start - job.start, end - start, block)
+                yield ReadPart(run, start, address_of(block) + start - job.start, end - start, block)
             keeper.leave_block(block)
             free.append(block)
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ft_ckpt.checkpoint.catalog import Listing, in_run_order, list_checkpoints
 from ft_ckpt.checkpoint.prune import recover_all
@@ -22,26 +22,25 @@ class _Choice:
     mode: str
     found: CheckpointFacts | None = None  # None: the run begins afresh
     branch: str | None = None  # the name of the run that begins there, if it is another
+    late: bool = False  # digests are compared while the files are read
 
 
-def open_agreed(
-    wanted: Wanted, ranks: Ranks, stack: ExitStack, *, verify: bool
-) -> tuple[ResumePoint | None, str | None]:
+def open_agreed(wanted: Wanted, ranks: Ranks, stack: ExitStack) -> tuple[ResumePoint | None, str | None]:
     """The checkpoint that rank 0 chooses, open on every rank as long as the stack; and the name of the run that begins
-    there, if it is another. With `verify` all its digests are compared. Collective.
+    there, if it is another. Collective.
 
     Raises what `starting.open_chosen` does, RankError when another rank failed.
     """
     point: ResumePoint | None
-    chosen, error = ranks.attempt(lambda: _choose_and_open(wanted, verify, stack) if ranks.leads else None)
+    chosen, error = ranks.attempt(lambda: _choose_and_open(wanted, stack) if ranks.leads else None)
     point, choice = chosen or (None, _Choice(str(wanted.mode)))
     choice = hear_leader(ranks, "resume()", _Choice, choice, error, same=("mode",))
     if choice.found is not None and ranks.size > 1:
-        point = open_to_all(point, choice.found, wanted.called, ranks, stack, verify)
-    return point, choice.branch
+        point = open_to_all(point, choice.found, wanted.called, ranks, stack, wanted.deep, choice.late)
+    return point if point is None else replace(point, is_proved_late=choice.late), choice.branch
 
 
-def _choose_and_open(wanted: Wanted, verify: bool, stack: ExitStack) -> tuple[ResumePoint, _Choice] | None:
+def _choose_and_open(wanted: Wanted, stack: ExitStack) -> tuple[ResumePoint, _Choice] | None:
     listings: list[Listing] = []
     for folder in wanted.places.folders:
         recover_all(folder)  # of what saves have left that were killed
@@ -51,13 +50,13 @@ def _choose_and_open(wanted: Wanted, verify: bool, stack: ExitStack) -> tuple[Re
     if wanted.places.directory is not None:
         infos = in_run_order(infos)
         starting.warn_of_others(wanted.places.directory, infos, wanted.mode)
-    point = starting.open_chosen(wanted, infos, verify, stack)
+    point = starting.open_chosen(wanted, infos, stack)
     if point is None:
         if wanted.mode == "auto":
             _refuse_left_out(listings)
         return None
     branch = starting.branch_run_id(wanted, point.checkpoint, infos)
-    return point, _Choice(str(wanted.mode), checkpoint_facts(point.checkpoint), branch)
+    return point, _Choice(str(wanted.mode), checkpoint_facts(point.checkpoint), branch, bool(point.tensors.proofs))
 
 
 def _refuse_left_out(listings: Iterable[Listing]) -> None:

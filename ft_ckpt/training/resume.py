@@ -19,6 +19,8 @@ from ft_ckpt.distributed.replicas import WEIGHTS, own_name, own_part, place_of
 from ft_ckpt.distributed.tensor_info import Source
 from ft_ckpt.errors import CheckpointError, LoadError, listing
 from ft_ckpt.model.base_model import differences_of_base
+from ft_ckpt.storage.file_proof import find_late_problems
+from ft_ckpt.training.exchange import decide_together
 from ft_ckpt.training.items import (
     ENGINE,
     ExtraState,
@@ -31,7 +33,7 @@ from ft_ckpt.training.items import (
 )
 from ft_ckpt.training.rank_descriptions import description_of_rank
 from ft_ckpt.training.state import FOLDER, Document
-from ft_ckpt.training.state_files import StoredTensors, entries_of_rank, tree_of
+from ft_ckpt.training.state_files import ResumePoint, StoredTensors, entries_of_rank, tree_of
 
 
 @dataclass(frozen=True)
@@ -62,6 +64,13 @@ class RestoreReport:
     def problems(self) -> tuple[str, ...]:
         """A line for each item that was not restored."""
         return tuple(f"{item.name}: {item.status}: {item.detail}" for item in self.items if item.status != "restored")
+
+
+@dataclass(frozen=True)
+class Damage:
+    """What is wrong with files of a checkpoint, found when parts of the run were overwritten already."""
+
+    problems: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -125,7 +134,7 @@ def restore_items(
     rank: int,
     fill_all: Filler = each_reads,
 ) -> list[Restored]:
-    """The state of each item; what only the checkpoint or only this run has is "absent"."""
+    """The state of each item; one that only this run has is "absent"."""
     outcomes = []
     for item in items:
         if item.name not in document["items"]:
@@ -142,9 +151,29 @@ def restore_items(
         alike = not any(item.name in one for one in document["ranks"])  # else each rank reads for itself
         give = _StoredItem(prefix, stored, fill_all if alike else each_reads)
         outcomes.append(_try_restore(item.name, lambda: _restore_item(item, entry, found, give)))  # noqa: B023 - called at once
+    return outcomes
+
+
+def absent_items(items: Sequence[Item], document: Document) -> list[Restored]:
+    """What only the checkpoint has."""
     names = {ENGINE, *(item.name for item in items)}
     gone = [name for name in document["items"] if name not in names]
-    return outcomes + [Restored(name, "absent", "in the checkpoint, not in this run") for name in gone]
+    return [Restored(name, "absent", "in the checkpoint, not in this run") for name in gone]
+
+
+def find_damage(point: ResumePoint, ranks: Ranks) -> Damage:
+    """What is wrong with files of `point` that ranks were to compare while they read them, the same on all ranks.
+
+    Those that nobody has read whole are read for it. Collective, where comparisons are late.
+    """
+    if not point.is_proved_late:
+        return Damage()
+    mine = Damage(tuple(find_late_problems(point.tensors.proofs.values())))
+    return decide_together(ranks, "comparing the checkpoint of resume()", mine, _all_damage, (Damage, Damage))[0]
+
+
+def _all_damage(answers: Sequence[Damage]) -> Damage:
+    return Damage(tuple(problem for answer in answers for problem in answer.problems))
 
 
 def restore_apart(

@@ -4,8 +4,7 @@ import time
 import uuid
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
-from pathlib import Path
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from torch import nn
@@ -41,29 +40,12 @@ from ft_ckpt.training.items import (
 )
 from ft_ckpt.training.polling import ClockPoll
 from ft_ckpt.training.rank_state import OnRank
-from ft_ckpt.training.resume import RankOutcomes, RestoreReport, merge_outcomes
+from ft_ckpt.training.resume import Damage, RankOutcomes, RestoreReport, merge_outcomes
+from ft_ckpt.training.run_progress import Progress
 from ft_ckpt.training.run_settings import fingerprint_differences, run_fingerprint
 from ft_ckpt.training.signature import PlanCache
 from ft_ckpt.training.state import Document
 from ft_ckpt.training.state_files import ResumePoint
-
-
-@dataclass(frozen=True)
-class Progress:
-    """How far a run is, and what it was resumed from."""
-
-    step: int = 0
-    """Steps of the optimizer that are done."""
-    epoch: int = 0
-    """Passes over the data that are done, as `remaining` counts them for the loader it was first asked for."""
-    batch: int = 0
-    """Batches of this rank that are done in the current pass of that loader."""
-    samples: int = 0
-    """Samples of that loader that all ranks together have been given since the run began."""
-    resumed_from: Path | str | None = None
-    """The checkpoint, its URL where it is in a bucket; None when the run began afresh."""
-    report: RestoreReport = field(default_factory=RestoreReport)
-    """The outcome of the resume; without items when the run began afresh."""
 
 
 @dataclass(frozen=True)
@@ -86,6 +68,7 @@ class TrainingRun:
         self.history = schedule.begin_history(0, 0, time.monotonic())
         self.poll, self.steps, self.base = ClockPoll(config.every), StepWatch(), BaseWatch(config.attribute)
         self.has_begun = False  # a step was done
+        self.is_half_restored = False  # a resume has failed on the way
         self._is_unfinished = False  # after the last batch gradients waited for a step
         self.last_metrics: dict[str, float] = {}  # of the last step
         self._ancestors: set[str] = set()  # runs that this one went back in
@@ -159,10 +142,16 @@ class TrainingRun:
 
     def restore_state(
         self, point: ResumePoint, ranks: Ranks, allow: Iterable[str] | bool, versions: Mapping[str, str]
-    ) -> RestoreReport:
-        """Put the whole run back to where `point` was made; what is in `allow` may fail (True: everything)."""
-        path = point.checkpoint.location
+    ) -> Damage:
+        """Put the whole run back to where `point` was made; what is in `allow` may fail (True: everything).
+
+        Where files of `point` are found damaged, which the answer tells, another one is to be taken: the run is half
+        restored then, as it is when this raises.
+        """
+        self.is_half_restored, path = True, point.checkpoint.location
         report, error = ranks.attempt(lambda: self._put_back(point, ranks, versions))
+        if isinstance(report, Damage):
+            return report
         mine = None if report is None else RankOutcomes(report.items, report.requests)
         kinds = (RankOutcomes, RankOutcomes)
         told, _ = decide_together(ranks, "resume()", mine, merge_outcomes, kinds, error)
@@ -176,8 +165,17 @@ class TrainingRun:
             )
         for _, kind, optimizer in optimizers_among(run_items(self.accelerator, self.registered)):
             kind.refresh_weights(optimizer)
+        self.is_half_restored, self.report = False, final
         self._settle_differences(final)
-        return final
+        return Damage()
+
+    def refuse_half_restored(self) -> None:
+        """Raise LoadError when the last resume has failed on the way."""
+        if self.is_half_restored:
+            raise LoadError(
+                "the last resume() failed when parts of the model were overwritten already: resume another checkpoint, "
+                "or build model, optimizer and saver anew"
+            )
 
     def agree_on_metrics(self, metrics: Mapping[str, float], ranks: Ranks) -> dict[str, float]:
         """The metrics that count where one decides when to save: rank 0's, since each rank may have its own loss."""
@@ -195,7 +193,8 @@ class TrainingRun:
         return self.poll.reason_to_save(self.history, self.step, ranks) or reason
 
     def is_batch_done(self) -> bool:
-        """Whether the batch that is over, on this rank as on all, completed a step."""
+        """Whether the batch that is over, on this rank as on all, completed a step. Raises LoadError, see above."""
+        self.refuse_half_restored()
         self._watch_steps()
         self._is_unfinished = self.steps.is_unfinished(lambda: self._models_by_item().values())
         return self.is_between_steps
@@ -303,7 +302,7 @@ class TrainingRun:
         loaders = prepared or [feed.loader for feed in self.feeds.known_positions]
         return run_fingerprint(self.model, found.values(), objects, loaders, self.accelerator, ranks.size, versions)
 
-    def _put_back(self, point: ResumePoint, ranks: Ranks, versions: Mapping[str, str]) -> RestoreReport:
+    def _put_back(self, point: ResumePoint, ranks: Ranks, versions: Mapping[str, str]) -> RestoreReport | Damage:
         items = items_in_saved_order(self.accelerator, self.registered, point.document.get("signatures", {}))
         items = with_extra_state(self.model, items)
         found = known_sources(self.model, items)
@@ -315,7 +314,13 @@ class TrainingRun:
         outcomes += resume.compare_base(self.model, self.config.attribute, document, held, ranks.rank)
         for _, kind, optimizer in optimizers_among(items):
             kind.adopt_weights(optimizer)
-        outcomes += resume.restore_items(items, found, document, stored, ranks.rank, fill_all)
+        filled = [item for item in items if item.kind != "object"]
+        outcomes += resume.restore_items(filled, found, document, stored, ranks.rank, fill_all)
+        if (damage := resume.find_damage(fitted.point, ranks)).problems:  # before objects are given anything of it
+            return damage
+        others = [item for item in items if item.kind == "object"]
+        outcomes += resume.restore_items(others, found, document, stored, ranks.rank, fill_all)
+        outcomes += resume.absent_items(items, document)
         self._is_unfinished = False
         with damaged_input(f"{held.location}: its training state"):
             apart, lost = resume.restore_apart(items, found, document, stored, ranks)

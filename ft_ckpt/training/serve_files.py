@@ -14,6 +14,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import partial
+from itertools import groupby
 from pathlib import Path
 from typing import Any, cast
 
@@ -56,11 +57,13 @@ class CheckpointFacts:
 @dataclass(frozen=True)
 class _Sight:
     sees: bool
+    shares: bool  # the comparison of its large files with their digests
 
 
 @dataclass(frozen=True)
-class _Far:
-    ranks: str  # that do not see it, in words; "" for none
+class _Views:
+    far: str  # ranks that do not see it, in words; "" for none
+    sharers: tuple[tuple[int, int], ...]  # runs of ranks, the first and the last of each: few, however many ranks
 
 
 @dataclass(frozen=True)
@@ -85,16 +88,22 @@ def open_to_all(
     ranks: Ranks,
     stack: ExitStack,
     deep: bool,
+    late: bool = False,
 ) -> ResumePoint:
     """The checkpoint that rank 0 has open as `point`, by its facts `found`, on every rank until the stack ends.
 
     A rank sees it that finds the same files at the same path or URL, or a copy that is whole (`deep`: by its digests);
-    `place_called` opens these. For one that does not, rank 0 reads, in a thread. Collective.
+    `place_called` opens these. For one that does not, rank 0 reads, in a thread. `late`: digests are still to be
+    compared, a task that ranks which see the same files share. Collective.
     """
     place = place_called(found.path)
-    here, _ = try_action(lambda: point or _open_copy(found, place, stack, deep))
-    sight, kinds = _Sight(here is not None), (_Sight, _Far)
-    far = decide_together(ranks, "opening the checkpoint of resume()", sight, _who_is_far, kinds)[0].ranks
+    here, _ = try_action(lambda: point or _open_copy(found, place, stack, deep, late))
+    sight, kinds = _Sight(here is not None, here is not None and bool(here.tensors.proofs)), (_Sight, _Views)
+    views, _ = decide_together(ranks, "opening the checkpoint of resume()", sight, _who_sees_it, kinds)
+    sharers = [rank for first, last in views.sharers for rank in range(first, last + 1)]
+    if here is not None and ranks.rank in sharers:
+        here.tensors.take_share(sharers.index(ranks.rank), len(sharers))
+    far = views.far
     if not far:
         return cast("ResumePoint", here)
     mine, error = try_action(lambda: _Sent() if point is None else _checkpoint_to_send(point))
@@ -105,8 +114,10 @@ def open_to_all(
     return _remote_checkpoint(found, place, sent, ranks, far) if here is None else replace(here, served=far)
 
 
-def _who_is_far(answers: Sequence[_Sight]) -> _Far:
-    return _Far(rank_numbers([rank for rank, answer in enumerate(answers) if not answer.sees]))
+def _who_sees_it(answers: Sequence[_Sight]) -> _Views:
+    far = rank_numbers([rank for rank, answer in enumerate(answers) if not answer.sees])
+    runs = [(shares, [*some]) for shares, some in groupby(range(len(answers)), lambda rank: answers[rank].shares)]
+    return _Views(far, tuple((run[0], run[-1]) for shares, run in runs if shares))
 
 
 @contextmanager
@@ -170,16 +181,16 @@ class RemoteFile:
         ctypes.memmove(found.data_ptr() + start, answer, stop - start)
 
 
-def _open_copy(found: CheckpointFacts, place: Place, stack: ExitStack, deep: bool) -> ResumePoint | None:
+def _open_copy(found: CheckpointFacts, place: Place, stack: ExitStack, deep: bool, late: bool) -> ResumePoint | None:
     """The checkpoint as this rank sees it; None when it is another one, or a copy that is damaged."""
     if accelerate_folder_at(place) is not None:
         there = open_accelerate_folder(Path(found.path), stack)
         return there if checkpoint_facts(there.checkpoint) == found else None
     with ExitStack() as trial:
         here = trial.enter_context(open_checkpoint(place))
-        same = here.identity == found.identity
-        if same and (_manifest_place(here) == found.place or not here.find_problems(deep)):
-            point = open_resume_point(here, trial)
+        is_rank_0s = _manifest_place(here) == found.place
+        if here.identity == found.identity and (is_rank_0s or not here.find_problems(deep)):
+            point = open_resume_point(here, trial, here.late_proofs() if is_rank_0s and late else {})
             stack.push(trial.pop_all())
             return point
     return None

@@ -6,7 +6,7 @@ import uuid
 import warnings
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +53,9 @@ class Wanted:
     mode: str | Place
     places: RunPlaces
     options: Mapping[str, Any] = field(default_factory=dict)  # of the client for a URL
+    deep: bool = True  # all digests are compared
+    late: bool = False  # those of tensor files while these are read, when parts of the run are overwritten already
+    damage: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # found so, by the places of checkpoints
 
     @property
     def is_named(self) -> bool:
@@ -70,6 +73,10 @@ class Wanted:
         known = [each for each in (*own, open_place(self.mode)) if _folder_exists(each)]
         return next(iter(known), own[-1])
 
+    def without(self, point: ResumePoint, damage: tuple[str, ...]) -> "Wanted":
+        """The same, but for a checkpoint that was found damaged while it was read."""
+        return replace(self, damage={**self.damage, _place_key(Place(point.checkpoint.origin)): damage})
+
     def called(self, path: str) -> Place:
         """The place at a path or URL, by the client that there is where it lies in the run's directory."""
         for known in (self.mode, self.places.directory):
@@ -79,16 +86,15 @@ class Wanted:
         return open_place(path, **self.options)
 
 
-def open_chosen(wanted: Wanted, infos: Sequence[CheckpointInfo], deep: bool, stack: ExitStack) -> ResumePoint | None:
+def open_chosen(wanted: Wanted, infos: Sequence[CheckpointInfo], stack: ExitStack) -> ResumePoint | None:
     """The checkpoint to resume from, open until the stack ends; None to start afresh. `infos` are the run's.
 
     What was compared with its manifest are the open files that are then read. Of several copies the first that is whole
     is taken, from the end of `infos`.
 
     `wanted`: "never"; "auto", the newest that is whole and resumable, or None where there is none at all; "must", the
-    newest, or an error; else one checkpoint. `deep` compares the digests of all its files. Raises NotACheckpointError
-    when there is none, CorruptError when none is whole, or naming the damaged files of the one asked for and the newest
-    whole one.
+    newest, or an error; else one checkpoint. Raises NotACheckpointError when there is none, CorruptError when none is
+    whole, or naming the damaged files of the one asked for and the newest whole one.
     """
     mode = wanted.mode
     if mode == "never":
@@ -99,24 +105,34 @@ def open_chosen(wanted: Wanted, infos: Sequence[CheckpointInfo], deep: bool, sta
     known = _grouped_copies(resumable(reversed(infos)))
     candidates = [_copies_of(_named_checkpoint(wanted, infos), known)] if wanted.is_named else known
     for number, copies in enumerate(candidates):
-        point, problems = _open_one_of(copies, deep, stack)
+        point, problems = _open_one_of(copies, wanted, stack)
         if point is not None:
             return point
         if mode != "auto":
-            older = next((one[0] for one in candidates[number + 1 :] if _open_one_of(one, deep, stack)[0]), None)
+            early, left = replace(wanted, late=False), candidates[number + 1 :]
+            older = next((one[0] for one in left if _open_one_of(one, early, stack)[0]), None)
             advice = f"the newest whole one is {older}" if older else "there is no older one that is whole"
-            raise CorruptError(f"{problems}; {advice}")
+            raise CorruptError(f"{problems}; {advice}{_told_overwritten(wanted)}")
         warnings.warn(f"{problems}; damaged, trying an older one", stacklevel=2)
     if candidates:
         raise CorruptError(
             f"{wanted.places.directory}: none of its {len(candidates)} checkpoints is whole (the warnings say why); "
-            "resume('never') begins afresh, in a folder of its own"
+            f"resume('never') begins afresh, in a folder of its own{_told_overwritten(wanted)}"
         )
     if mode == "must":
         raise NotACheckpointError(
             f"{wanted.places.directory}: no checkpoint with training state in it; use resume('auto') to begin"
         )
     return None
+
+
+def _told_overwritten(wanted: Wanted) -> str:
+    return "; the model was partly overwritten before this was found: build it anew" if wanted.damage else ""
+
+
+def _place_key(place: Place) -> str:
+    """Equal for all ways to name a place."""
+    return place.absolute.folder.url
 
 
 def resumable(infos: Iterable[CheckpointInfo]) -> list[CheckpointInfo]:
@@ -162,11 +178,11 @@ def _folder_exists(place: Place) -> bool:
     return place.folder.list_folder().exists
 
 
-def _open_one_of(copies: Sequence[Place], deep: bool, stack: ExitStack) -> tuple[ResumePoint | None, str]:
+def _open_one_of(copies: Sequence[Place], wanted: Wanted, stack: ExitStack) -> tuple[ResumePoint | None, str]:
     """The first of the copies of a checkpoint that is whole, open until the stack ends; or None, and what is wrong."""
     problems: list[str] = []
     for place in copies:
-        point, found = _open_whole(place, deep, stack)
+        point, found = _open_whole(place, wanted, stack)
         if point is not None:
             if problems:
                 warnings.warn(f"{listing(problems)}; damaged, taking its copy {place}", stacklevel=2)
@@ -175,14 +191,17 @@ def _open_one_of(copies: Sequence[Place], deep: bool, stack: ExitStack) -> tuple
     return None, listing(problems)
 
 
-def _open_whole(place: Place, deep: bool, stack: ExitStack) -> tuple[ResumePoint | None, tuple[str, ...]]:
+def _open_whole(place: Place, wanted: Wanted, stack: ExitStack) -> tuple[ResumePoint | None, tuple[str, ...]]:
     """The checkpoint at `place`, open until the stack ends; or None, and what is wrong with it."""
+    if known := wanted.damage.get(_place_key(place)):
+        return None, known
     with ExitStack() as trial:
         try:
             held = trial.enter_context(open_checkpoint(place))
-            found = held.find_problems(deep, keep=held.tensor_files)
+            proofs = held.late_proofs() if wanted.deep and wanted.late else {}
+            found = held.find_problems(wanted.deep, keep=held.tensor_files, late=proofs)
             if not found:
-                point = open_resume_point(held, trial)
+                point = open_resume_point(held, trial, proofs)
                 stack.push(trial.pop_all())
                 return point, ()
         except (ManifestError, CorruptError, OSError) as error:

@@ -17,13 +17,14 @@ from ft_ckpt.checkpoint.open_checkpoint import OpenCheckpoint
 from ft_ckpt.checkpoint.typed_json import reader_of
 from ft_ckpt.distributed.read_shards import WantedTensor, fill_tensor
 from ft_ckpt.distributed.wrappers import is_distributed
-from ft_ckpt.errors import CorruptError, LoadError, SelectionError, damaged_input, listing
+from ft_ckpt.errors import CorruptError, LoadError, SelectionError, damaged_input
 from ft_ckpt.formats.layout import Spec, TensorFile
+from ft_ckpt.formats.listed_file import ListedFile
 from ft_ckpt.formats.pytree import unflatten
 from ft_ckpt.formats.pytree_json import decode_node
 from ft_ckpt.formats.registry import format_named
+from ft_ckpt.storage.file_proof import FileProof
 from ft_ckpt.storage.listed_store import ListedStore
-from ft_ckpt.storage.read_ahead import ByteRun
 from ft_ckpt.storage.store import Store
 from ft_ckpt.training.state import DOCUMENT_NAME, DOCUMENT_VERSION, FOLDER, Document, source_of, tree_tensors
 
@@ -60,55 +61,30 @@ class _KnownDocument:
     run_id: str
 
 
-@dataclass(eq=False)
-class ListedFile:
-    """A file of tensors as the manifest lists them, which a rank opens when it reads of it; a `TensorFile`."""
-
-    where: str
-    specs: Mapping[str, Spec]
-    make: Callable[[], TensorFile]
-
-    @cached_property
-    def file(self) -> TensorFile:
-        """The file itself. Raises CorruptError when its tensors are not those listed."""
-        opened = self.make()
-        odd = [name for name, spec in self.specs.items() if opened.specs.get(name) != spec]
-        if odd:
-            opened.close()
-            raise CorruptError(f"{self.where}: {listing(odd, ', ')}: not as the manifest says; use another checkpoint")
-        return opened
-
-    @property
-    def verify(self) -> bool:
-        """Whether reading compares digests of its own."""
-        return bool(getattr(self.file, "verify", False))
-
-    def runs(self, name: str) -> list[ByteRun] | None:
-        """The byte ranges of a tensor, in order; None where they are not those of its elements."""
-        ask = getattr(self.file, "runs", None)
-        return None if ask is None else ask(name)
-
-    def read(self, name: str, start: int = 0, stop: int | None = None) -> Tensor:
-        """Flat elements [start, stop) of the tensor."""
-        return self.file.read(name, start, stop)
-
-    def close(self) -> None:
-        """Close the file, if it was opened."""
-        if "file" in vars(self):
-            self.file.close()
-
-
 class StoredTensors:
     """The tensor files of one checkpoint, opened when first needed; tensors by the folder of their part and name."""
 
-    def __init__(self, held: OpenCheckpoint, remote: Callable[[str], TensorFile] | None = None) -> None:
-        """`remote` gives the tensors of the part in a folder, where another rank reads them for this one."""
+    def __init__(
+        self,
+        held: OpenCheckpoint,
+        remote: Callable[[str], TensorFile] | None = None,
+        proofs: Mapping[str, FileProof] | None = None,
+    ) -> None:
+        """`remote` gives the tensors of the part in a folder, where another rank reads them for this one; `proofs` are
+        the comparisons that are due, by the paths of files.
+        """
         self._held, self._remote, parts = held, remote, held.manifest.parts
+        self.proofs = dict(proofs or {})
         kinds = {part.kind for part in parts}
         self.is_adapter = "adapter" in kinds and "model" not in kinds  # the base is elsewhere
         self._formats = {part.path: part.format for part in parts}
         self._files = {(part.path, tensor.name): tensor.file for part in parts for tensor in part.tensors}
         self._open: dict[str, TensorFile] = {}
+
+    def take_share(self, number: int, count: int) -> None:
+        """Leave comparisons to other ranks, of which there are `count` with this one, the `number`th."""
+        largest_first = sorted(self.proofs.items(), key=lambda item: (-item[1].record.size_bytes, item[0]))
+        self.proofs = dict(largest_first[number::count])
 
     def file_of(self, part: str, name: str) -> TensorFile:
         """The file that holds the tensor `name` of the part in folder `part`. Raises LoadError when none does."""
@@ -125,7 +101,7 @@ class StoredTensors:
         def open_file() -> TensorFile:
             return format_named(self._formats[part]).open_file(self._held.store.open(place))
 
-        return ListedFile(self._held.store.where(place), self._specs[place], open_file)
+        return ListedFile(self._held.store.where(place), self._specs[place], open_file, self.proofs.get(place))
 
     @cached_property
     def _specs(self) -> dict[str, dict[str, Spec]]:
@@ -162,6 +138,7 @@ class ResumePoint:
     document: Document
     tensors: StoredTensors
     served: str = ""  # ranks that rank 0 reads the tensors for, in words
+    is_proved_late: bool = False  # digests of its files, on any rank, are compared while these are read
 
     def way_to_read(self, fan_out: str) -> str:
         """The way that `choose_filler` takes for what SaverConfig.fan_out says."""
@@ -170,9 +147,14 @@ class ResumePoint:
         return "small" if fan_out == "auto" and isinstance(self.checkpoint.store, ListedStore) else fan_out
 
 
-def open_resume_point(held: OpenCheckpoint, stack: ExitStack) -> ResumePoint:
-    """What there is to resume from in an open checkpoint, until the stack ends. Raises CorruptError."""
-    tensors = StoredTensors(held)
+def open_resume_point(
+    held: OpenCheckpoint, stack: ExitStack, proofs: Mapping[str, FileProof] | None = None
+) -> ResumePoint:
+    """What there is to resume from in an open checkpoint, until the stack ends; `proofs` of its files are still due.
+
+    Raises CorruptError.
+    """
+    tensors = StoredTensors(held, proofs=proofs)
     stack.callback(tensors.close)
     return ResumePoint(held, read_document(held.store), tensors)
 

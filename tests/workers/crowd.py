@@ -126,8 +126,9 @@ def live_meetings(folder: Path, own: tuple[SaveRequest, LocalState, StagedSave],
     if phase == "resume":
         choice = choosing._Choice("must", CheckpointFacts(str(folder), "x" * 32, (1, 2, 3)), None)
         hear_leader(ranks, "resume()", choosing._Choice, choice)
-        sight, kinds = serve_files._Sight(True), (serve_files._Sight, serve_files._Far)
-        decide_together(ranks, "opening", sight, serve_files._who_is_far, kinds)
+        sight, kinds = serve_files._Sight(True, True), (serve_files._Sight, serve_files._Views)
+        views, _ = decide_together(ranks, "opening", sight, serve_files._who_sees_it, kinds)
+        assert views == serve_files._Views("", ((0, ranks.size - 1),)), views
         outcomes = RankOutcomes(tuple(Restored(f"item {number}", "restored") for number in range(8)), 0)
         decide_together(ranks, "the end", outcomes, merge_outcomes, (RankOutcomes, RankOutcomes))
         return

@@ -6,6 +6,7 @@ A case is "exact/wrapper/model", "leave/wrapper/model" or "take/wrapper/model"; 
 
 import os
 import sys
+import warnings
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -66,6 +67,44 @@ def exact(wrapper: str, model: str, run: Path | str, **settings: Any) -> None:
         same(before, truth(fresh))
         assert train(fresh, saver, 2, 2) == expected
         same(after, truth(fresh))
+
+
+def damaged(wrapper: str, model: str, folder: Path) -> None:
+    """Each file in turn is damaged, whichever rank is to compare it: all ranks take the older checkpoint."""
+    live, run = live_model(wrapper, model), folder / "run"
+    found = []
+    with saver_of(live, run) as saver:
+        for step in range(2):
+            train(live, saver, step, 1)
+            saver.save_state()
+            found.append((truth(live), optimizer_state(live)))
+    files = sorted((run / "checkpoint-2").rglob("*.safetensors"))
+    assert len(files) > 1, files
+    for file in files:
+        flip_last_byte(file)
+        fresh = live_model(wrapper, model, seed=0 if model == "lora" else 1)
+        with saver_of(fresh, run) as saver, warnings.catch_warnings(record=True) as heard:
+            warnings.simplefilter("always")
+            progress = saver.resume("auto")
+            assert (progress.step, progress.report.problems) == (1, ()), progress
+            assert harness.RANK or any(file.name in str(one.message) for one in heard), heard
+            same(found[0][0], truth(fresh))
+            same(found[0][1], optimizer_state(fresh))
+        flip_last_byte(file)
+    fresh = live_model(wrapper, model, seed=0 if model == "lora" else 1)
+    with saver_of(fresh, run) as saver:
+        assert saver.resume("must").step == 2
+        same(found[1][0], truth(fresh))
+
+
+def flip_last_byte(file: Path) -> None:
+    """On rank 0, when all ranks have come, and before any goes on."""
+    dist.barrier()
+    if harness.RANK == 0:
+        content = bytearray(file.read_bytes())
+        content[-1] ^= 1
+        file.write_bytes(content)
+    dist.barrier()
 
 
 def leave(wrapper: str, model: str, folder: Path) -> None:
@@ -145,6 +184,7 @@ def case(name: str, folder: Path) -> None:
     action, wrapper, model = name.split("/")
     actions: dict[str, Any] = {
         "exact": lambda *of: exact(*of[:2], of[2] / "run"),
+        "damaged": damaged,
         "leave": leave,
         "take": take,
         "move": move,
