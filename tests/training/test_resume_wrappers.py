@@ -82,7 +82,12 @@ def test_under_zero_and_out_of_it(tmp_path):
 @pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="needs the deepspeed extra")
 def test_under_auto_tp_and_out_of_it(tmp_path):
     """Layers that DeepSpeed has cut, and the optimizer's moments of them; those of its own ZeRO are refused by name."""
-    cases = ["exact/auto_tp/qwen3", "leave/auto_tp/qwen3", "refused/auto_tp_zero1/qwen3"]
+    cases = [
+        "exact/auto_tp/qwen3",
+        "leave/auto_tp/qwen3",
+        "moments/auto_tp/layers",
+        *(f"refused/auto_tp_zero{stage}/qwen3" for stage in (1, 2)),
+    ]
     outcomes = run_cases("resume", cases, tmp_path / "first", timeout=280, env=ZERO)
     assert outcomes == dict.fromkeys(cases, "")
     env = {"LEFT": str(tmp_path / "first" / "leave/auto_tp/qwen3")}

@@ -182,8 +182,8 @@ def tied_copies() -> None:
         assert not told or str(told[0].message).startswith("0.weight, 1.weight: tied")
 
 
-def layers_of_auto_tp() -> None:
-    """Uneven parts, packed tensors and whole biases against DeepSpeed's own gather; what it does not tell is named."""
+def cut_by_auto_tp() -> nn.ModuleDict:
+    """Layers of all kinds, two of which are cut in a way that is not told."""
     import deepspeed
     from deepspeed.module_inject import layers
     from deepspeed.module_inject.tp_shard import AutoTPMeta
@@ -203,7 +203,12 @@ def layers_of_auto_tp() -> None:
         "other_sizes": lambda: column(nn.Linear(3, 12), shape=((6, 3, 3), -1), name="qkv", **told),
         "other_axis": lambda: layers.conv_LinearLayer(nn.Linear(6, 6, bias=False), name="c_fc", **told),
     }
-    model = nn.ModuleDict({name: make() for name, make in makers.items()})
+    return nn.ModuleDict({name: make() for name, make in makers.items()})
+
+
+def layers_of_auto_tp() -> None:
+    """Uneven parts, packed tensors and whole biases against DeepSpeed's own gather; what it does not tell is named."""
+    model = cut_by_auto_tp()
     refused = r"other_sizes\.weight.*tensors of other sizes in one.*other_axis\.weight"
     with pytest.raises(IncompleteError, match=refused):
         sources(model)

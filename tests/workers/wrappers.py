@@ -359,4 +359,5 @@ WRAPPERS: dict[str, Callable[[nn.Module], Live]] = {
     "zero3": accelerated(deepspeed_accelerator(3)),
     "auto_tp": auto_tp(2),
     "auto_tp_zero1": auto_tp(2, 1),
+    "auto_tp_zero2": auto_tp(2, 2),
 }
