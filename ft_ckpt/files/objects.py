@@ -69,7 +69,7 @@ def save(
             _write_plan(stage, plan[0], _object_regions(*plan))
         elif known.save_object is not None:
             with made_object(stage.store, stage.name) as file:
-                known.save_object(_load_lazy_tensors(obj), file)
+                known.save_object(obj, file)
 
 
 def compress_file(path: Path, compression: str, shuffle: str | None = "bit") -> None:
@@ -147,6 +147,8 @@ def _compression_codec(known: TensorFormat, compression: str | None, shuffle: st
 
 def _plan_object(obj: Any, known: TensorFormat, native_floats: bool) -> tuple[Layout, dict[str, Leaf]] | None:
     """The layout of the file and its leaves by name; None where a library lays it out as it writes."""
+    if known.check_object is not None:
+        known.check_object(obj)
     if known.lay_out_object is None:
         return None
     root, leaves = flatten(obj, known.object_dtypes)
@@ -252,7 +254,3 @@ def _no_collection() -> Iterator[None]:
     finally:
         if collecting:
             gc.enable()
-
-
-def _load_lazy_tensors(obj: Any) -> Any:
-    return torch.utils._pytree.tree_map_only(LazyTensor, LazyTensor.values, obj)

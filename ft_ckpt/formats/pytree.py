@@ -28,7 +28,7 @@ SEQUENCES: dict[str, Callable[[Iterable[Any]], Any]] = {
     "list": list, "tuple": tuple, "set": set, "frozenset": frozenset, "deque": deque, "size": torch.Size
 }  # fmt: skip
 FACTORIES: dict[str, Any] = {kind.__name__: kind for kind in (list, dict, set, tuple, int, float, str, bool)}
-_SCALARS = (type(None), bool, int, float, complex, str, bytes, bytearray, torch.dtype, torch.device)
+SCALARS = (type(None), bool, int, float, complex, str, bytes, bytearray, torch.dtype, torch.device)
 _KINDS: dict[Any, str] = {
     dict: "dict", OrderedDict: "odict", Counter: "counter", defaultdict: "defaultdict", list: "list", tuple: "tuple",
     set: "set", frozenset: "frozenset", deque: "deque", torch.Size: "size",
@@ -94,7 +94,7 @@ class _Flattener:
         """The node of `obj`; what cannot be kept goes to `refused`."""
         if type(obj) in (bytes, bytearray) and len(obj) >= BLOB_BYTES:
             return self._blob_node(obj)
-        if type(obj) in _SCALARS:
+        if type(obj) in SCALARS:
             return Node("value", obj)
         if isinstance(obj, torch.Tensor):
             return self._tensor_node(obj, path)
@@ -127,7 +127,7 @@ class _Flattener:
     def _mapping_node(self, kind: str, obj: Any, path: str) -> Node:
         keys, children = [], []
         for key, value in obj.items():
-            place = f"{path}[{_quoted_key(key)}]"
+            place = f"{path}[{quoted_key(key)}]"
             keys.append(self._key_node(key, place))
             children.append(self.make_node(value, place))
         detail: Any = None
@@ -148,7 +148,7 @@ class _Flattener:
         return Node(kind, detail, (), children)
 
     def _key_node(self, key: Any, path: str) -> Node:
-        if type(key) in _SCALARS or isinstance(key, np.generic):
+        if type(key) in SCALARS or isinstance(key, np.generic):
             return self.make_node(key, path)
         if type(key) in (tuple, frozenset):
             items = sorted(key, key=_set_order) if type(key) is frozenset else key
@@ -267,6 +267,11 @@ def _is_named(obj: Any) -> bool:
     return isinstance(obj, tuple) and isinstance(fields, tuple) and len(fields) == len(obj) and not vars_of(obj)
 
 
+def quoted_key(key: Any) -> str:
+    """A key of a mapping as places in an object show it."""
+    return '"' + key.replace('"', '\\"') + '"' if isinstance(key, str) else repr(key)
+
+
 def vars_of(obj: Any) -> dict[str, Any]:
     """The instance attributes of `obj`, none where it has no room for any."""
     return getattr(obj, "__dict__", {})
@@ -282,10 +287,6 @@ def _named_class(module: str, qualname: str, fields: Iterable[str]) -> type:
     if isinstance(found, type) and issubclass(found, tuple) and found.__dict__.get("_fields") == names:
         return found
     return collections.namedtuple(qualname.split(".")[-1], names)
-
-
-def _quoted_key(key: Any) -> str:
-    return '"' + key.replace('"', '\\"') + '"' if isinstance(key, str) else repr(key)
 
 
 def _set_order(item: Any) -> tuple[str, str]:

@@ -57,8 +57,10 @@ class TensorFormat:
     """A file of any object and the names of its leaves, from (tree, leaves, which are numpy's, `native_floats`)."""
     lay_out_archive: "Callable[[Sequence[Spec], Metadata, Ties], TorchArchive] | None" = None
     """A file of tensors with bytes among them that depend on theirs."""
+    check_object: Callable[[Any], None] | None = None
+    """Raises SelectionError, naming places, for an object that `load_object` would not give back."""
     save_object: Callable[[Any, Path], None] | None = None
-    """Writes an object whose tensors are all loaded into a new file: by a library that lays out as it goes."""
+    """Writes an object into a new file: by a library that lays out as it goes."""
     load_object: Callable[..., Any] | None = None
     """What `save_object` wrote, from (open file, map_location, mapped, verify)."""
     library: FolderLibrary | None = None
@@ -203,6 +205,7 @@ register_format(TensorFormat(
     suffixes=(".bin", ".pt", ".pth"),
     model_stem="pytorch_model",
     lay_out_archive=_Lazily("torch_file:lay_out_torch"),
+    check_object=_Lazily("torch_kept:check_torch_object"),
     save_object=_Lazily("torch_objects:save_torch_object"),
     load_object=_Lazily("torch_objects:load_torch_object"),
     recognise=_Lazily("torch_file:is_torch_file"),

@@ -45,6 +45,7 @@ NAMES = {  # torch name: name in the file, narrowest first, in the reference wri
     "int64": "I64",
     "uint64": "U64",
 }
+_TAKEN = ("__metadata__", HELPER)
 _NAME = attrgetter("name")
 _RANK = {name: index for index, name in enumerate(NAMES)}
 _TORCH_NAMES = {stored: name for name, stored in NAMES.items()}
@@ -55,8 +56,10 @@ def lay_out_safetensors(
 ) -> Layout:
     """The layout of a file holding `specs`, its `ties` in the metadata.
 
-    Raises SelectionError naming dtypes the format cannot keep.
+    Raises SelectionError naming dtypes the format cannot keep, and names that are not a tensor's in it.
     """
+    if taken := [spec.name for spec in specs if spec.name in _TAKEN]:
+        raise SelectionError(f"{listing(taken, ', ')}: safetensors files keep this name for themselves; rename it")
     foreign = [f"{spec.name}: {spec.dtype}" for spec in specs if spec.dtype not in NAMES]
     if foreign:
         raise SelectionError(

@@ -8,7 +8,7 @@ from typing import Any, BinaryIO
 
 import torch
 
-from ft_ckpt.errors import CorruptError, damaged_input, shown, system_error
+from ft_ckpt.errors import CorruptError, SelectionError, damaged_input, shown, system_error
 from ft_ckpt.formats.raw_file import FileStream, RawFile
 from ft_ckpt.formats.torch_file import check_sums, check_torch_file, check_torch_written
 from ft_ckpt.storage.local_file import LocalFile, open_local_file
@@ -50,13 +50,17 @@ class _CountingStream:
 
 
 def save_torch_object(obj: Any, stage: Path) -> None:
-    """Write `obj`, whose tensors are plain ones, into the new file `stage`, durably. Raises TargetError, OSError."""
+    """Write `obj` into the new file `stage`, durably.
+
+    Raises TargetError, OSError, and SelectionError for tensors that share memory as several types.
+    """
     with new_file(stage) as stream:
         file: Any = _CountingStream(stream)
         try:
             torch.save(obj, file)
         except RuntimeError as error:
-            raise file.failure or system_error(error) or error from error
+            refused = SelectionError(f"{stage.name}: torch does not write it ({error}); save it as HDF5")
+            raise file.failure or system_error(error) or refused from error
         if file.failure is not None:
             raise file.failure
     with closing(RawFile(open_local_file(stage))) as written:
