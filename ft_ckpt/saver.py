@@ -190,7 +190,7 @@ class CheckpointSaver:
         `every` wants at the end of a pass are made there if the loader could not tell which batch is the last; at the
         end of all `epochs` the run is saved, if `every` saves it at all and its last step was not.
         """
-        self._run.refuse_half_restored()
+        self._run.stake.refuse_half_restored()
         feed = self._run.feeds.position_of(loader, self._current_ranks(), replay)
         self._epochs = epochs or self._epochs
         is_done = epochs is not None and feed.epoch >= epochs and self._run.resumed_from is not None
@@ -290,7 +290,8 @@ class CheckpointSaver:
         """
         self._pending.wait_for_save()
         self.register(**objects)
-        mode, verify, late = parse_mode(checkpoint), self.config.verify_resume, not self._run.has_begun
+        late = not (self._run.has_begun or allow)  # what may stay as it is must not have come from a damaged file
+        mode, verify = parse_mode(checkpoint), self.config.verify_resume
         wanted = Wanted(mode, self._places, self.config.client_options, verify, late)
         resume_run(self._run, wanted, self._current_ranks(), allow, library_versions())
         self._saves.upload_leftovers()

@@ -73,6 +73,38 @@ class Damage:
     problems: tuple[str, ...] = ()
 
 
+@dataclass
+class RestoreStake:
+    """What resumes have overwritten, by name, since the last that ended well."""
+
+    names: frozenset[str] = frozenset()
+
+    def put_names(self, document: Document, where: Path | str) -> None:
+        """Note what is overwritten from now on.
+
+        Raises LoadError for a checkpoint that lacks what earlier ones have overwritten, which would stay.
+        """
+        held = frozenset(document["weights"]) | document["items"].keys()
+        if lost := self.names - held:
+            raise LoadError(
+                f"{where}: has no {listing(sorted(lost), ', ')}, which a resume that failed has overwritten; build "
+                "model, optimizer and saver anew, then resume it"
+            )
+        self.names |= held
+
+    def clear(self) -> None:
+        """All of it is as one checkpoint says."""
+        self.names = frozenset()
+
+    def refuse_half_restored(self) -> None:
+        """Raise LoadError when the last resume has failed on the way."""
+        if self.names:
+            raise LoadError(
+                "the last resume() failed when parts of the model were overwritten already: resume another checkpoint, "
+                "or build model, optimizer and saver anew"
+            )
+
+
 @dataclass(frozen=True)
 class RankOutcomes:
     """What a rank tells the others of its resume."""

@@ -40,7 +40,7 @@ from ft_ckpt.training.items import (
 )
 from ft_ckpt.training.polling import ClockPoll
 from ft_ckpt.training.rank_state import OnRank
-from ft_ckpt.training.resume import Damage, RankOutcomes, RestoreReport, merge_outcomes
+from ft_ckpt.training.resume import Damage, RankOutcomes, RestoreReport, RestoreStake, merge_outcomes
 from ft_ckpt.training.run_progress import Progress
 from ft_ckpt.training.run_settings import fingerprint_differences, run_fingerprint
 from ft_ckpt.training.signature import PlanCache
@@ -68,7 +68,7 @@ class TrainingRun:
         self.history = schedule.begin_history(0, 0, time.monotonic())
         self.poll, self.steps, self.base = ClockPoll(config.every), StepWatch(), BaseWatch(config.attribute)
         self.has_begun = False  # a step was done
-        self.is_half_restored = False  # a resume has failed on the way
+        self.stake = RestoreStake()
         self._is_unfinished = False  # after the last batch gradients waited for a step
         self.last_metrics: dict[str, float] = {}  # of the last step
         self._ancestors: set[str] = set()  # runs that this one went back in
@@ -148,7 +148,7 @@ class TrainingRun:
         Where files of `point` are found damaged, which the answer tells, another one is to be taken: the run is half
         restored then, as it is when this raises.
         """
-        self.is_half_restored, path = True, point.checkpoint.location
+        path = point.checkpoint.location
         report, error = ranks.attempt(lambda: self._put_back(point, ranks, versions))
         if isinstance(report, Damage):
             return report
@@ -165,17 +165,10 @@ class TrainingRun:
             )
         for _, kind, optimizer in optimizers_among(run_items(self.accelerator, self.registered)):
             kind.refresh_weights(optimizer)
-        self.is_half_restored, self.report = False, final
+        self.report = final
+        self.stake.clear()
         self._settle_differences(final)
         return Damage()
-
-    def refuse_half_restored(self) -> None:
-        """Raise LoadError when the last resume has failed on the way."""
-        if self.is_half_restored:
-            raise LoadError(
-                "the last resume() failed when parts of the model were overwritten already: resume another checkpoint, "
-                "or build model, optimizer and saver anew"
-            )
 
     def agree_on_metrics(self, metrics: Mapping[str, float], ranks: Ranks) -> dict[str, float]:
         """The metrics that count where one decides when to save: rank 0's, since each rank may have its own loss."""
@@ -194,7 +187,7 @@ class TrainingRun:
 
     def is_batch_done(self) -> bool:
         """Whether the batch that is over, on this rank as on all, completed a step. Raises LoadError, see above."""
-        self.refuse_half_restored()
+        self.stake.refuse_half_restored()
         self._watch_steps()
         self._is_unfinished = self.steps.is_unfinished(lambda: self._models_by_item().values())
         return self.is_between_steps
@@ -308,6 +301,7 @@ class TrainingRun:
         found = known_sources(self.model, items)
         fitted = fit_point(point, LiveRun(self.accelerator, self.model, items, found, ranks.rank, ranks.size))
         held, document, stored, items = point.checkpoint, fitted.point.document, fitted.point.tensors, fitted.items
+        self.stake.put_names(document, held.location)
         way = point.way_to_read(self.config.fan_out)
         fill_all = broadcast.choose_filler(way, ranks, self.config.bucket_bytes)
         outcomes = [resume.restore_weights(found, document, stored, fill_all)]

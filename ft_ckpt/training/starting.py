@@ -96,7 +96,7 @@ def open_chosen(wanted: Wanted, infos: Sequence[CheckpointInfo], stack: ExitStac
     newest, or an error; else one checkpoint. Raises NotACheckpointError when there is none, CorruptError when none is
     whole, or naming the damaged files of the one asked for and the newest whole one.
     """
-    mode = wanted.mode
+    mode, wanted = wanted.mode, replace(wanted, late=wanted.late and _hold_the_same(infos))
     if mode == "never":
         return None
     foreign = accelerate_folder_at(wanted.place) if wanted.is_named else None
@@ -124,6 +124,16 @@ def open_chosen(wanted: Wanted, infos: Sequence[CheckpointInfo], stack: ExitStac
             f"{wanted.places.directory}: no checkpoint with training state in it; use resume('auto') to begin"
         )
     return None
+
+
+def _hold_the_same(infos: Iterable[CheckpointInfo]) -> bool:
+    """Whether any of `infos` overwrites all tensors of a model that another one does."""
+    return len({_overwritten_names(info.manifest) for info in resumable(infos)}) < 2
+
+
+def _overwritten_names(manifest: Manifest) -> frozenset[tuple[str, str]]:
+    stored = ((part, tensor.name) for part in manifest.parts for tensor in part.tensors)
+    return frozenset((part.path, name) for part, name in stored if part.kind != "state" or name.startswith("weights/"))
 
 
 def _told_overwritten(wanted: Wanted) -> str:

@@ -204,6 +204,65 @@ def test_ranks_share_the_work_and_the_outcome(two, case):
     assert two[case] == ""
 
 
+def lora_run(folder):
+    model = models.build("lora")
+    saver = CheckpointSaver(None, folder, on_difference="ignore")
+    saver.register(model=model, optimizer=torch.optim.AdamW([p for p in model.parameters() if p.requires_grad]))
+    return model, saver
+
+
+def frozen_of(model):
+    return {name: parameter.clone() for name, parameter in model.named_parameters() if not parameter.requires_grad}
+
+
+def damaged_base_beside_adapters(folder):
+    """A run whose last checkpoint alone holds the base, with a bit of it flipped that no sample looks at."""
+    model, saver = lora_run(folder)
+    train(model, saver._run.registered["optimizer"], saver, 1)
+    saver.save_state()
+    train(model, saver._run.registered["optimizer"], saver, 1)
+    path = saver.save_state(adapter_only=False).path
+    saver.close()
+    flip(path / "model.safetensors", (path / "model.safetensors").stat().st_size * 2 // 3)
+    return frozen_of(model)
+
+
+def test_a_base_that_the_older_checkpoint_lacks_is_not_put_at_stake(tmp_path):
+    expected = damaged_base_beside_adapters(tmp_path)
+    model, saver = lora_run(tmp_path)
+    with pytest.warns(UserWarning, match="damaged, trying an older one"):
+        assert saver.resume().resumed_from.name == "checkpoint-1"
+    assert is_same(expected, frozen_of(model))
+
+
+def test_what_failed_resumes_have_overwritten_is_not_left_standing(tmp_path):
+    damaged_base_beside_adapters(tmp_path / "mixed")
+    os.renames(tmp_path / "mixed" / "checkpoint-2", tmp_path / "alone" / "checkpoint-2")
+    _, saver = lora_run(tmp_path / "mixed")
+    with pytest.raises(CorruptError, match="partly overwritten"):
+        saver.resume(tmp_path / "alone" / "checkpoint-2")
+    with pytest.raises(LoadError, match=r"checkpoint-1: has no .*embed_tokens.*, which a resume that failed has over"):
+        saver.resume()
+    with pytest.raises(LoadError, match=r"the last resume.. failed"):
+        saver.save_state()
+
+
+def test_what_may_be_absent_keeps_nothing_of_a_damaged_checkpoint(tmp_path):
+    model, _, saver = begin(tmp_path, seed=0)
+    saver.save_state(path=tmp_path / "checkpoint-1")
+    saver.register(average=torch.optim.swa_utils.AveragedModel(model))
+    saver._run.step = 2
+    path = saver.save_state().path
+    flip(path / "state" / "training.safetensors", -1)
+    model, _, saver = begin(tmp_path)
+    average = torch.optim.swa_utils.AveragedModel(model)
+    before = {name: tensor.clone() for name, tensor in average.state_dict().items()}
+    with pytest.warns(UserWarning, match="damaged, trying an older one"):
+        progress = saver.resume(allow=["average"], average=average)
+    assert progress.resumed_from.name == "checkpoint-1"
+    assert is_same(before, average.state_dict())
+
+
 def test_all_of_a_failure_is_told_at_once(tmp_path):
     """Two damaged files, and both are named."""
     two_checkpoints(tmp_path)
