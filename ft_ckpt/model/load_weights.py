@@ -19,6 +19,7 @@ from ft_ckpt.formats.pytree import PLAIN
 from ft_ckpt.formats.tensor_file import IndexedFile
 from ft_ckpt.model.open_weights import extra_beside
 from ft_ckpt.model.plain_module import put_at, tensor_at
+from ft_ckpt.model.selection import made_by_class
 from ft_ckpt.storage.store import Store
 
 _OneStored = TypeVar("_OneStored")
@@ -131,11 +132,12 @@ def _compare_stored(
     live = {name: None if info.is_added else info.shape for name, info in own.items()}
     extra = extra_beside(store, record)
     live |= dict.fromkeys(inventory.names_added((*shapes, *extra)))
+    anew = made_by_class(inventory.models[""].chain[-1])
     reshaped = [name for name, shape in shapes.items() if live.get(name) is not None and live[name] != shape]
     report = LoadReport(
         store.url,
         record.path,
-        tuple(name for name in live if name not in shapes and name not in extra),
+        tuple(name for name in live if name not in shapes and name not in extra and name not in anew),
         tuple(name for name in (*shapes, *extra) if name not in live),
         tuple(f"{name}: {shapes[name]} in the file, {live[name]} in the model" for name in reshaped),
         len(record.tensors),

@@ -17,7 +17,7 @@ from ft_ckpt.distributed.inventory import inventory_of
 from ft_ckpt.errors import LoadError, listing
 from ft_ckpt.model.conversion import stored_as_in_memory
 from ft_ckpt.model.open_weights import beside_weights, weight_names
-from ft_ckpt.model.selection import is_pretrained
+from ft_ckpt.model.selection import is_pretrained, made_by_class
 from ft_ckpt.storage.local_copy import local_folder
 from ft_ckpt.storage.local_store import LocalStore
 from ft_ckpt.storage.place import Place
@@ -99,6 +99,8 @@ def _empty_model_of(cls: Any, folder: Path, record: PartRecord) -> Any:
     with without_memory():
         model = cls(config)
     names = inventory_of(model).infos(allow_meta=True)
+    if not made_by_class(model).isdisjoint(names):
+        return None  # transformers has their values
     if not stored_as_in_memory(model, names) or any(tensor.name not in names for tensor in record.tensors):
         return None
     if model.can_generate() and LocalStore(folder).stat("generation_config.json") is not None:

@@ -103,6 +103,11 @@ def is_pretrained(module: nn.Module) -> bool:
     )
 
 
+def made_by_class(module: Any) -> frozenset[str]:
+    """Names of tensors that a transformers model makes anew when it is loaded, such as tables of sines: in no file."""
+    return frozenset(getattr(module, "_keys_to_ignore_on_save", None) or ()) if is_pretrained(module) else frozenset()
+
+
 def without_own_layouts(parts: Sequence[Part], is_run: bool) -> list[Part]:
     """The parts, with a note in a run's checkpoint of modules that have a `save_pretrained` of their own.
 
@@ -137,11 +142,10 @@ def _pretrained_below(part: Part) -> list[str]:
 
 def diverged_ties(part: View) -> list[tuple[TensorInfo, TensorInfo]]:
     """Pairs that the model declares tied but that are two in memory: to be compared before one is dropped."""
-    config = getattr(part.module, "config", None)
     declared = getattr(part.module, "all_tied_weights_keys", None) or {}
-    if not getattr(_text_config(config), "tie_word_embeddings", False):
-        return []
-    pairs = [(part.sources.get(one), part.sources.get(other)) for one, other in declared.items()]
+    patterns = _alias_patterns(part.module) if declared else []
+    tied = [pair for pair in declared.items() if _is_alias(pair[0], patterns)]
+    pairs = [(part.sources.get(one), part.sources.get(other)) for one, other in tied]
     return [(a, b) for a, b in pairs if a is not None and b is not None and a.key != b.key]
 
 
@@ -162,20 +166,21 @@ def _without_aliases(
     part: View, hugging_face: bool
 ) -> tuple[dict[str, TensorInfo], tuple[tuple[str, ...], ...], tuple[str, ...]]:
     """Names to store: of tied names the one a loader expects, found by parameter identity, never by storage."""
-    ignored = set(getattr(part.module, "_keys_to_ignore_on_save", None) or ()) if hugging_face else set()
-    names = [name for name in part.sources if name not in ignored]
+    ignored = made_by_class(part.module) if hugging_face else ()
+    names = [name for name, source in part.sources.items() if name not in ignored or source.trainable]
     has_ties = len({part.sources[name].key for name in names}) < len(names)
     groups: dict[int, list[str]] = {}
     for name in names if has_ties else ():
         groups.setdefault(part.sources[name].key, []).append(name)
     dropped: set[str] = set()
     ties, notes = [], []
+    patterns = _alias_patterns(part.module) if hugging_face and has_ties else []
     for group in (group for group in groups.values() if len(group) > 1):
-        keep = _kept_of(group, part.module) if hugging_face else group[:1]
+        keep = _kept_of(group, patterns) if hugging_face else group[:1]
         ties.append((keep[0], *(name for name in group if name != keep[0])))
         dropped.update(name for name in group if name not in keep)
         if len(keep) > 1:
-            notes.append(f"{', '.join(keep)}: tied in memory but not by the model's class, stored once each")
+            notes.append(f"{', '.join(keep)}: tied in memory but not by the model's class and config, stored once each")
     for one, other in diverged_ties(part) if hugging_face else ():
         alias = next(name for name in part.sources if part.sources[name] is one)
         main = next(name for name in part.sources if part.sources[name] is other)
@@ -185,20 +190,27 @@ def _without_aliases(
     return {name: part.sources[name] for name in names if name not in dropped}, tuple(ties), tuple(notes)
 
 
-def _kept_of(group: list[str], module: nn.Module) -> list[str]:
-    """The names of a tied group to store, as transformers chooses: those no pattern declares as an alias."""
-    patterns = [
+def _kept_of(group: list[str], patterns: Sequence[str]) -> list[str]:
+    """The names of a tied group to store, as transformers chooses: those that it does not make of another one."""
+    return [name for name in group if not _is_alias(name, patterns)] or [max(group)]
+
+
+def _is_alias(name: str, patterns: Sequence[str]) -> bool:
+    return any(re.search(pattern, name) for pattern in patterns)
+
+
+def _alias_patterns(module: nn.Module) -> list[str]:
+    """Patterns of the names that transformers ties to others when it loads `module`: where a config says so, only.
+
+    What was tied by hand is not tied again, and a name that is in no file is filled with random numbers.
+    """
+    return [
         f"{re.escape(path)}\\.{key}" if path else key
         for path, _, inner in walk_modules(module)
+        if getattr(getattr(inner, "config", None), "tie_word_embeddings", False)
         for key in (getattr(inner, "_tied_weights_keys", None) or ())
     ]
-    plain = [name for name in group if not any(re.search(pattern, name) for pattern in patterns)]
-    return plain or [max(group)]
 
 
 def _as_they_are(kept: Mapping[str, TensorInfo]) -> list[Entry]:
     return [unchanged_entry(name, source) for name, source in kept.items()]
-
-
-def _text_config(config: Any) -> Any:
-    return config.get_text_config() if hasattr(config, "get_text_config") else config

@@ -76,6 +76,21 @@ def test_declared_tie_that_diverged_is_refused(tmp_path):
     assert not (tmp_path / "diverged").exists()
 
 
+@pytest.mark.parametrize("how", ["shared", "equal", "different"])
+def test_weights_that_the_config_does_not_tie_are_in_the_file(how, tmp_path):
+    """Pain 8: transformers ties nothing there, and would fill a head that is in no file with random numbers."""
+    model = llama(tie_word_embeddings=how != "shared")
+    weight = model.model.embed_tokens.weight
+    model.lm_head.weight = weight if how == "shared" else nn.Parameter(weight.detach() + (how == "different"))
+    model.config.tie_word_embeddings = False
+    report = CheckpointSaver().save(model, tmp_path / "out")
+    read = type(model).from_pretrained(tmp_path / "out").state_dict()
+    assert all(torch.equal(tensor, read[name]) for name, tensor in model.state_dict().items())
+    again = ft_ckpt.load_model(tmp_path / "out")
+    assert (again.lm_head.weight is again.model.embed_tokens.weight) == (how == "shared")
+    assert any("lm_head.weight" in note and "config" in note for note in report.notes) == (how == "shared")
+
+
 def test_nonfinite_values_by_policy(tmp_path):
     model = nn.Linear(2, 2)
     with torch.no_grad():
