@@ -30,6 +30,7 @@ from ft_ckpt.cli import verify as verifying
 from ft_ckpt.cli import views
 from ft_ckpt.cli.arguments import only_place, run_folder
 from ft_ckpt.cli.options import JsonOption
+from ft_ckpt.cli.streams import accept_any_text, checked_output
 from ft_ckpt.errors import CheckpointError, NotACheckpointError
 
 _NAME = "ft-ckpt"
@@ -53,7 +54,9 @@ class _Lean:
 
 
 class _OrderedCommands(_Lean, TyperGroup):
-    pass
+    def invoke(self, ctx: Any) -> Any:
+        with checked_output():
+            return super().invoke(ctx)
 
 
 class _Command(_Lean, TyperCommand):
@@ -136,8 +139,8 @@ def latest_command(context: typer.Context, as_json: JsonOption = False) -> None:
 def best_command(context: typer.Context, metric: _Metric = None, as_json: JsonOption = False) -> None:
     """Print the valid checkpoint of the folder RUN with the best metric; else by what the run keeps the best of."""
     run = run_folder(context)
-    name, _, mode = (metric or "").partition(":")
-    found = catalog.find_best(run, (name, mode) if mode else metric)
+    name, _, mode = (metric or "").rpartition(":")
+    found = catalog.find_best(run, (name, mode) if mode in ("min", "max") and name else metric)
     if found is None:
         raise NotACheckpointError(
             f"{run}: no valid checkpoint with that metric in it; `ft-ckpt ls` shows what there is"
@@ -198,8 +201,10 @@ _register_command("check-resume", "[OPTIONS] SCRIPT [ARGS]", "Prove that a scrip
 def main() -> None:
     """Run `ft-ckpt` on the arguments of the process.
 
-    Exit code 0; 1 when a check failed, two differ or there was nothing to undo; 2 for an error, told in one line.
+    Exit code 0; 1 when a check failed, two differ or there was nothing to undo; 2 for an error, told in one line; 141
+    when nobody reads what it prints.
     """
+    accept_any_text()
     warnings.showwarning = lambda message, *_rest, **_more: print(f"{_NAME}: {message}", file=sys.stderr)
     if _COMPLETE in os.environ:
         from typer.completion import completion_init  # type: ignore[attr-defined]

@@ -7,7 +7,6 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
-from math import isfinite
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -251,8 +250,6 @@ def _finding_json(found: Finding) -> dict[str, Any]:
     return {"equal": found.is_equal, "stop": found.stop, "first_difference": first, "end": ends, "rows": rows}
 
 
-def _json_numbers(row: MetricRow) -> Mapping[str, float | str | None]:
-    """The numbers as JSON has them: text where it has none."""
+def _json_numbers(row: MetricRow) -> Mapping[str, float | None]:
     exact = {"through": row.through, "resumed": row.resumed}
-    values = {name: None if text is None else float.fromhex(text) for name, text in exact.items()}
-    return {name: value if value is None or isfinite(value) else str(value) for name, value in values.items()}
+    return {name: None if text is None else float.fromhex(text) for name, text in exact.items()}

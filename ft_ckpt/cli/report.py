@@ -72,7 +72,7 @@ def write_report(facts: "RunFacts", target: Path) -> None:
     drawing = StringIO()
     figure.savefig(drawing, format="svg")
     svg = drawing.getvalue()
-    store.write(target.name, _page_text(facts, svg[svg.index("<svg") :]).encode("utf-8"))
+    store.write(target.name, _page_text(facts, svg[svg.index("<svg") :]).encode("utf-8", "backslashreplace"))
 
 
 def _page_text(facts: "RunFacts", charts: str) -> str:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime, timezone
@@ -164,7 +165,7 @@ def _table_width(columns: Mapping[str, Sequence[str]]) -> int:
 
 def _terminal_width() -> int:
     """Letters in a line of the terminal; of a file or a pipe there is no edge to wrap at."""
-    if not sys.stdout.isatty():
+    if sys.stdout is None or not sys.stdout.isatty():
         return 100_000
     from rich.console import Console
 
@@ -195,8 +196,16 @@ def _print_problems(path: str, problems: Iterable[str]) -> None:
 
 
 def print_json(value: Any) -> None:
-    """`value` as indented JSON."""
-    print(json.dumps(value, indent=2, ensure_ascii=False))
+    """`value` as indented JSON, with numbers that are not finite as text, as in a manifest."""
+    print(json.dumps(_finite_values(value), indent=2))
+
+
+def _finite_values(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _finite_values(each) for key, each in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_finite_values(each) for each in value]
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _or_dash(value: object) -> str:

@@ -1,0 +1,75 @@
+"""What `ft-ckpt` prints, whatever names are in it and whoever reads it."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from faults import save_with_state
+
+RUN = [sys.executable, "-c", "from ft_ckpt.cli import main; main()"]
+
+
+@pytest.fixture
+def run(tmp_path):
+    folder = tmp_path / os.fsdecode(b"r\xff\xc3\xa9n")
+    save_with_state(folder / "checkpoint-1", 1, metrics={"loss": float("nan"), "vérité:a": 1.0})
+    save_with_state(folder / "checkpoint-2", 2, metrics={"loss": float("inf"), "vérité:a": 2.0})
+    return folder
+
+
+def printed(*arguments, **variables):
+    done = subprocess.run([*RUN, *arguments], capture_output=True, env={**os.environ, **variables}, check=False)
+    return done.returncode, done.stdout, done.stderr
+
+
+@pytest.mark.parametrize("encoding", ["utf-8", "ascii", "latin-1"])
+@pytest.mark.parametrize("words", [["ls"], ["verify"], ["ls", "--json"], ["prune", "--last", "1", "--dry-run"]])
+def test_names_that_the_terminal_cannot_show_end_no_command(words, encoding, run):
+    code, output, errors = printed(words[0], run, *words[1:], PYTHONIOENCODING=encoding)
+    assert (code, errors) == (0, b"")
+    assert b"checkpoint-2" in output
+
+
+def test_a_path_is_printed_as_the_bytes_that_it_is(run):
+    code, output, _ = printed("best", run, "--metric", "vérité:a:min", PYTHONIOENCODING="utf-8")
+    assert (code, output) == (0, os.fsencode(run / "checkpoint-1") + b"\n")
+
+
+@pytest.mark.parametrize("command", ["ls", "show", "report"])
+def test_json_is_json_whatever_a_metric_is(command, run):
+    def refuse(word):
+        raise AssertionError(word)
+
+    code, output, _ = printed(command, run / "checkpoint-1" if command == "show" else run, "--json")
+    assert code == 0
+    assert json.loads(output, parse_constant=refuse)
+    assert b'"nan"' in output
+
+
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+def test_a_reader_that_is_gone_is_no_failed_check(unbuffered, run):
+    reading, writing = os.pipe()
+    os.close(reading)
+    with os.fdopen(writing, "wb") as nowhere:
+        done = subprocess.run([*RUN, "verify", run], stdout=nowhere, stderr=subprocess.PIPE, check=False,
+                              env={**os.environ, "PYTHONUNBUFFERED": unbuffered})  # fmt: skip
+    assert (done.returncode, done.stderr) == (141, b"")
+
+
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+def test_output_that_finds_no_room_is_an_error(unbuffered, run):
+    with Path("/dev/full").open("wb") as full:
+        done = subprocess.run([*RUN, "latest", run], stdout=full, stderr=subprocess.PIPE, check=False,
+                              env={**os.environ, "PYTHONUNBUFFERED": unbuffered})  # fmt: skip
+    assert done.returncode == 2
+    assert done.stderr.startswith(b"ft-ckpt: ")
+    assert len(done.stderr.splitlines()) == 1
+
+
+def test_closed_output_is_no_error(run):
+    done = subprocess.run(f'exec {sys.executable} -c "{RUN[2]}" ls . >&-', shell=True, cwd=run, check=False,
+                          stderr=subprocess.PIPE)  # fmt: skip
+    assert (done.returncode, done.stderr) == (0, b"")
