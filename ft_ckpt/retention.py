@@ -86,6 +86,7 @@ class HeldCheckpoint:
     has_state: bool = False
     has_weights: bool = True
     run_id: str | None = None
+    is_export: bool = False  # weights saved beside a run's checkpoints, or an average: no rule is asked about it
     number: int = 0  # orders those without a step
 
 
@@ -99,21 +100,31 @@ class PrunePlan:
 
 
 def plan_pruning(held: Sequence[HeldCheckpoint], keep: Keep, run_id: str | None = None) -> PrunePlan:
-    """Apply `keep` to the checkpoints `held`; with `run_id` only that run's are judged, the others stay.
+    """Apply `keep` to the checkpoints `held`: to that run's with `run_id`, else to each run's by themselves.
 
-    Never dropped, and never stripped: the newest valid one, the newest valid one with a training state, and those
-    with guards. One that is not valid takes no place of another's: the rules are asked with it and without it, and
-    either answer keeps. Nothing goes while none is valid.
+    The others stay: exports, and those of no run unless there are no runs. Of each run never dropped, and never
+    stripped: the newest valid one, the newest valid one with a training state, and those with guards. One that is not
+    valid takes no place of another's: the rules are asked with it and without it, and either answer keeps. Nothing of
+    a run goes while none of it is valid.
     """
-    ours = sorted((each for each in held if run_id is None or each.run_id == run_id), key=_age_key)
-    firm = _firm_reasons(held, ours)
-    asked = _chosen_by_rules(ours, keep)
-    stays = {each.path: (*firm[each.path], *asked.get(each.path, ())) for each in sorted(held, key=_age_key)}
-    bare = _losing_state(ours, keep, firm)
+    oldest_first = sorted(held, key=_age_key)
+    runs = _judged_runs(oldest_first, run_id)
+    firm = _firm_reasons(held, runs)
+    asked = {path: why for ours in runs for path, why in _chosen_by_rules(ours, keep).items()}
+    stays = {each.path: (*firm[each.path], *asked.get(each.path, ())) for each in oldest_first}
+    bare = sorted((each for ours in runs for each in _losing_state(ours, keep, firm)), key=_age_key)
     alone = {each.path for each in bare if not each.has_weights}  # nothing would be left of it
     kept = {path: why for path, why in stays.items() if why and path not in alone}
     drop = tuple(path for path in stays if path not in kept)
     return PrunePlan(kept, drop, tuple(each.path for each in bare if each.path in kept))
+
+
+def _judged_runs(held: Sequence[HeldCheckpoint], run_id: str | None) -> list[list[HeldCheckpoint]]:
+    """The checkpoints that rules are asked about, those of a run together."""
+    asked = [each for each in held if not each.is_export]
+    named = sorted({each.run_id for each in asked if each.run_id is not None})
+    wanted: Sequence[str | None] = [run_id] if run_id is not None else named or [None]
+    return [[each for each in asked if each.run_id == one] for one in wanted]
 
 
 def newest_valid(held: Iterable[HeldCheckpoint]) -> dict[Path | str, str]:
@@ -128,16 +139,21 @@ def _age_key(each: HeldCheckpoint) -> tuple[int, int, float, str]:
     return -1 if each.step is None else each.step, each.number, each.created, str(each.path)
 
 
-def _firm_reasons(held: Sequence[HeldCheckpoint], ours: Sequence[HeldCheckpoint]) -> dict[Path | str, tuple[str, ...]]:
-    """For each checkpoint the reasons that no rule can overcome."""
+def _firm_reasons(
+    held: Sequence[HeldCheckpoint], runs: Sequence[Sequence[HeldCheckpoint]]
+) -> dict[Path | str, tuple[str, ...]]:
+    """For each checkpoint the reasons that no rule can overcome; `runs` are those that rules are asked about."""
     reasons = {each.path: each.guards for each in held}
+    judged = {each.path for ours in runs for each in ours}
     for each in held:
-        if each not in ours:
+        if each.path not in judged:
             reasons[each.path] += ("of another run" if each.run_id else "of no run",)
-        elif not any(one.valid for one in ours):
-            reasons[each.path] += ("no valid one is there",)
-    for path, why in newest_valid(ours).items():
-        reasons[path] += (why,)
+    for ours in runs:
+        unproved = () if any(each.valid for each in ours) else ("no valid one is there",)
+        for each in ours:
+            reasons[each.path] += unproved
+        for path, why in newest_valid(ours).items():
+            reasons[path] += (why,)
     return reasons
 
 

@@ -56,8 +56,9 @@ def prune_run(
 ) -> PruneReport:
     """Delete the checkpoints in `root` that `keep` does not ask for (see `retention.plan_pruning`).
 
-    With `run_id` other runs' checkpoints stay; folders without our manifest always do. What the disk refuses is in the
-    report's `problems` and nothing is raised for it; so is another sweep of the same folder, which is not waited for.
+    With `run_id` other runs' checkpoints stay, without it each run is judged by itself; exports, averages and folders
+    without our manifest always stay. What the disk refuses is in the report's `problems` and nothing is raised for it;
+    so is another sweep of the same folder, which is not waited for.
     """
     return _run_plan(open_place(root), lambda run: plan_pruning(_survey(run, protect), keep, run_id), dry_run=dry_run)
 
@@ -153,6 +154,7 @@ def _held_checkpoint(
         has_state=STATE in kinds,
         has_weights=kinds != {STATE},
         run_id=None if manifest.export else manifest.run_id,
+        is_export=manifest.export,
     )
 
 

@@ -89,11 +89,11 @@ def _best_rule_of(text: str) -> Best:
 
 
 def _run_id(root: Place, asked: str | None) -> str | None:
-    """The run whose checkpoints are judged, None for all. Raises ConfigError when it has to be said which.
+    """The run whose checkpoints are judged, None for each. Raises ConfigError when it has to be said which.
 
     Checkpoints without a run (weights that were saved by themselves) are no run's, unless there are only such.
     """
-    found = Counter(info.manifest.run_id for info in catalog.run_checkpoints(root))
+    found = Counter(info.manifest.run_id for info in catalog.run_checkpoints(root) if not info.manifest.export)
     runs = {name: count for name, count in found.items() if name is not None}
     if asked == "all" or (asked is None and not runs):
         return None

@@ -207,8 +207,20 @@ def test_prune_asks_which_run(long_run):
     assert (answer.returncode, len(steps(long_run))) == (2, 6)
     ft_ckpt("prune", long_run, "--last", "1", "--run", "other")
     assert len(steps(long_run)) == 6
+    save_with_state(long_run / "other-2", 2, run_id="other")
     ft_ckpt("prune", long_run, "--last", "1", "--run", "all")
-    assert steps(long_run) == [50]
+    assert steps(long_run) == [2, 50]
+
+
+def test_prune_of_all_runs_leaves_weights_and_averages(long_run):
+    of_one_run(long_run)
+    save_with_state(long_run / "final", 50, run_id="one", export=True)
+    save_with_state(long_run / "soup", 40, export=True)
+    save_with_state(long_run / "alone", 10)
+    ft_ckpt("prune", long_run, "--last", "1", "--run", "all")
+    assert sorted(path.name for path in long_run.iterdir() if (path / "ft_ckpt.json").exists()) == [
+        "alone", "checkpoint-50", "final", "soup"
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -246,7 +258,7 @@ def test_a_reader_that_has_seen_enough(run):
     head = [sys.executable, "-c", RUN, "show", str(run / "checkpoint-1"), "--json"]
     process = subprocess.Popen(head, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     process.stdout.close()
-    assert (process.stderr.read(), process.wait()) == ("", 1)
+    assert (process.stderr.read(), process.wait()) == ("", 141)
 
 
 def test_version():

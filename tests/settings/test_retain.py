@@ -1,5 +1,6 @@
 """What stays of a run: each rule, and that no rule can take what a run cannot do without."""
 
+import dataclasses
 import math
 from dataclasses import replace
 from pathlib import Path
@@ -188,16 +189,28 @@ def test_any_history(run, keep, run_id):
     assert all(found.keep.values())
     touched = {*found.drop, *found.strip}
     assert not touched & {each.path for each in run if each.guards or (run_id and each.run_id != run_id)}
-    valid = [each for each in run if each.valid and run_id in (None, each.run_id)]
-    assert valid or not touched
-    for group in (valid, [each for each in valid if each.has_state]):
-        if group:
-            assert max(group, key=age).path not in touched
+    for one in [run_id] if run_id else ["a", "b"]:
+        ours = [each for each in run if each.run_id == one]
+        valid = [each for each in ours if each.valid]
+        assert valid or not touched & {each.path for each in ours}
+        for group in (valid, [each for each in valid if each.has_state]):
+            assert not group or max(group, key=age).path not in touched
+
+
+@given(histories(), keeps())
+def test_each_run_is_judged_by_itself(run, keep):
+    """An export is nobody's, and takes no place of a checkpoint's."""
+    exports = [dataclasses.replace(each, path=Path(f"{each.path}-export"), is_export=True) for each in run]
+    found = plan_pruning([*run, *exports], keep)
+    apart = [plan_pruning(run, keep, run_id) for run_id in ("a", "b")]
+    assert set(found.drop) == {path for plan in apart for path in plan.drop}
+    assert set(found.strip) == {path for plan in apart for path in plan.strip}
 
 
 @given(histories(), keeps())
 def test_any_history_against_a_model(run, keep):
     """The rules once more, each said for one checkpoint instead of for all at once."""
+    run = [dataclasses.replace(each, run_id="a") for each in run]
     found, valid = plan_pruning(run, keep), [each for each in run if each.valid]
     state = keep.state or Keep()
     for each in run:
