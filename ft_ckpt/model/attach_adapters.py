@@ -12,6 +12,7 @@ from ft_ckpt.checkpoint.open_checkpoint import OpenCheckpoint
 from ft_ckpt.distributed.inventory import Inventory, inventory_of
 from ft_ckpt.distributed.tensor_info import TensorInfo, Tensors
 from ft_ckpt.errors import BaseMismatchError, LoadError, listing
+from ft_ckpt.formats.dtypes import dtype_of
 from ft_ckpt.formats.registry import format_named
 from ft_ckpt.model.adapters import PREFIX, adapter_parts, base_sources, is_peft_model
 from ft_ckpt.model.base_model import differing_tensors, is_floating, keeps_base
@@ -188,21 +189,33 @@ def _check_base(
 
 
 def _place_brought(model: Any, held: OpenCheckpoint, records: Sequence[PartRecord]) -> tuple[list[str], list[str]]:
-    """Names missing in files or model; base tensors that came with the adapter are put in place, whatever PEFT did."""
+    """Names missing in files or model. What PEFT leaves alone or rounds is put in place: base tensors that came with
+    the adapter, and what is stored in a type that the base is not in.
+    """
     inventory = inventory_of(model)
     one = View(model, inventory.infos())
-    expected = {part.adapter: {entry.name for entry in part.entries} for part in adapter_parts(one, "", "", "as_is")}
+    expected = {part.adapter: part.entries for part in adapter_parts(one, "", "", "as_is")}
     base = {PREFIX + name: source for name, source in base_sources(one)}
     base.update({source.name: source for _, source in base_sources(one)})
     missing: list[str] = []
     unexpected: list[str] = []
     for record in records:
+        own = {entry.name: entry.source for entry in expected[record.adapter]}
         stored = {tensor.name for tensor in record.tensors}
-        missing += sorted(expected[record.adapter] - stored)
-        brought = stored - expected[record.adapter]
+        missing += sorted(own.keys() - stored)
+        brought = stored - own.keys()
         unexpected += sorted(brought - set(base))
-        _copy_brought(held, record, {name: base[name] for name in brought if name in base}, inventory)
+        places = {name: base[name] for name in brought if name in base}
+        for tensor in record.tensors:
+            if (source := own.get(tensor.name)) and not _holds_all(source.dtype, dtype_of(tensor.dtype)):
+                places[tensor.name] = source
+        _copy_brought(held, record, places, inventory)
     return missing, unexpected
+
+
+def _holds_all(live: torch.dtype, stored: torch.dtype) -> bool:
+    """Whether values of the type `stored` are not rounded in the type `live`."""
+    return live == stored or torch.promote_types(live, stored) == live
 
 
 def _copy_brought(
@@ -213,6 +226,8 @@ def _copy_brought(
         with torch.no_grad():
             for name in brought:
                 live: Tensor = inventory.live(brought[name].key)
+                if not _holds_all(live.dtype, stored[name].dtype):
+                    live.data = live.data.to(stored[name].dtype)
                 live.copy_(stored[name])
 
 

@@ -249,7 +249,7 @@ def _through_transformers(
             f"{listing(list(extra), ', ')}: state of a quantised model that is no tensor cannot be given back; resume "
             "a run with it, or load the checkpoint into the model with into="
         )
-    with nullcontext() if is_quantised else listing_own():
+    with nullcontext() if is_quantised else listing_own(record):
         model, info = _by_transformers(cls, held, record, options)
     unexpected, beside = set(info["unexpected_keys"]), [] if is_quantised else list(_beside_own(model, extra))
     if not unexpected.isdisjoint(beside):

@@ -14,8 +14,10 @@ from torch.overrides import TorchFunctionMode
 from ft_ckpt.checkpoint.manifest import PartRecord
 from ft_ckpt.checkpoint.open_checkpoint import OpenCheckpoint
 from ft_ckpt.distributed.inventory import inventory_of
+from ft_ckpt.distributed.tensor_info import TensorInfo
 from ft_ckpt.errors import LoadError, listing
-from ft_ckpt.model.conversion import stored_as_in_memory
+from ft_ckpt.formats.dtypes import dtype_of
+from ft_ckpt.model.conversion import converted_entries, stored_as_in_memory
 from ft_ckpt.model.open_weights import beside_weights, weight_names
 from ft_ckpt.model.selection import is_pretrained, made_by_class
 from ft_ckpt.storage.local_copy import local_folder
@@ -137,10 +139,11 @@ def without_memory() -> Iterator[None]:
 
 
 @contextmanager
-def listing_own() -> Iterator[None]:
-    """Let models of transformers list parameters and buffers alone while the block runs.
+def listing_own(record: PartRecord) -> Iterator[None]:
+    """Let models of transformers list parameters and buffers alone while the block runs, in the types of the files.
 
-    Its loader takes whatever a state dict lists for a tensor that it may put in place itself, a parameter as it goes.
+    Its loader takes whatever a state dict lists for a tensor that it may put in place itself, a parameter as it goes,
+    and leaves a tensor its type only where the model lists it so: else all are rounded to the type of the config.
     """
     whole = nn.Module.state_dict
 
@@ -148,14 +151,26 @@ def listing_own() -> Iterator[None]:
         if args or kwargs or not is_pretrained(module):
             return whole(module, *args, **kwargs)
         inventory = inventory_of(module)
-        infos = inventory.infos(allow_meta=True)
-        return {name: inventory.live(info.key).detach() for name, info in infos.items() if not info.is_added}
+        infos = {name: info for name, info in inventory.infos(allow_meta=True).items() if not info.is_added}
+        listed = {name: inventory.live(info.key).detach() for name, info in infos.items()}
+        empty = any(tensor.is_meta for tensor in listed.values())  # what has values is as it was read
+        types = _stored_types(module, infos, record) if empty else {}
+        return {name: tensor.to(types.get(name)) if tensor.is_meta else tensor for name, tensor in listed.items()}
 
     nn.Module.state_dict = list_own  # type: ignore[assignment, method-assign]
     try:
         yield
     finally:
         nn.Module.state_dict = whole  # type: ignore[method-assign]
+
+
+def _stored_types(module: nn.Module, infos: Mapping[str, TensorInfo], record: PartRecord) -> dict[str, torch.dtype]:
+    """The types that the model's tensors have in the files, by name; of those made from several, one that holds all."""
+    stored, types = {tensor.name: dtype_of(tensor.dtype) for tensor in record.tensors}, dict[str, torch.dtype]()
+    for entry in converted_entries(module, infos):
+        for source in entry.sources if entry.name in stored else ():
+            types[source.name] = torch.promote_types(types.get(source.name, stored[entry.name]), stored[entry.name])
+    return types
 
 
 @contextmanager

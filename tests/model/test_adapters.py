@@ -172,6 +172,20 @@ def test_hand_trained_embeddings_are_saved(tmp_path):
     assert_agree(logits(ft_ckpt.load_model(tmp_path, base=models.build("qwen3"))), logits(model))
 
 
+def test_what_is_trained_in_float32_on_a_base_in_bfloat16_is_not_rounded(tmp_path):
+    """As trainers keep norms and heads: PEFT makes a head in the base's type, and loading rounded both."""
+    model = get_peft_model(models.build("qwen3").bfloat16(), low_rank(modules_to_save=["lm_head"]))
+    norm, head = model.base_model.model.model.norm.weight, model.base_model.model.lm_head.modules_to_save.default.weight
+    for parameter in (norm, head):
+        parameter.requires_grad_(True)
+        parameter.data = parameter.data.float() + 1e-6
+    save_adapter(model, tmp_path)
+    loaded = ft_ckpt.load_model(tmp_path, base=models.build("qwen3").bfloat16()).state_dict()
+    for name, tensor in model.state_dict().items():
+        assert loaded[name].dtype == tensor.dtype, name
+        assert raw(loaded[name]) == raw(tensor), name
+
+
 @pytest.mark.parametrize("target", ["q_proj", "model.embed_tokens"])
 @pytest.mark.parametrize("with_path", [False, True])
 def test_resized_embeddings_are_saved(target, with_path, tmp_path):

@@ -59,3 +59,16 @@ def test_what_the_class_makes_anew_is_not_missing(tmp_path):
     for loaded in (ft_ckpt.load_model(tmp_path), transformers.MarianMTModel(config)):
         ft_ckpt.load_model(tmp_path, into=loaded)
         assert {name: raw(tensor) for name, tensor in loaded.state_dict().items()} == want
+
+
+@pytest.mark.parametrize("layout", ["safetensors", "h5"])
+@pytest.mark.parametrize("name", ["llama", "mixtral", "llava"])
+def test_types_that_are_mixed_come_back(name, layout, tmp_path):
+    """A model that transformers converts is made in one type, and norms in float32 were rounded to it."""
+    model = make(ARCHITECTURES[name])
+    for parameter in model.parameters():
+        parameter.data = parameter.data.bfloat16() if parameter.ndim > 1 else parameter.data + 1e-6
+    want = {name: (tensor.dtype, raw(tensor)) for name, tensor in model.state_dict().items()}
+    CheckpointSaver().save(model, tmp_path / "out", format=layout)
+    loaded = ft_ckpt.load_model(tmp_path / "out").state_dict()
+    assert {name: (tensor.dtype, raw(tensor)) for name, tensor in loaded.items()} == want
