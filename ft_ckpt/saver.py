@@ -191,14 +191,14 @@ class CheckpointSaver:
         end of all `epochs` the run is saved, if `every` saves it at all and its last step was not.
         """
         self._run.stake.refuse_half_restored()
-        feed = self._run.feeds.position_of(loader, self._current_ranks(), replay)
+        feed = self.place_in(loader, replay)
         self._epochs = epochs or self._epochs
         is_done = epochs is not None and feed.epoch >= epochs and self._run.resumed_from is not None
         if is_done and self._current_ranks().leads:
             _LOG.info("the run is finished: %d of %d epochs are done", feed.epoch, epochs)
         while epochs is None or feed.epoch < epochs:
             # Anew: the run may have been taken back.
-            feed = self._run.feeds.position_of(loader, self._current_ranks(), replay)
+            feed = self.place_in(loader, replay)
             batches = feed.batches()
             yield from batches if self._rehearsal is None else self._rehearsal.watch_batches(batches)
             if self.config.every is not None and self.config.every.epochs:
@@ -209,7 +209,7 @@ class CheckpointSaver:
 
     def place_in(self, loader: Any, replay: bool | None = None) -> DataPosition:
         """Where the run is in `loader`, for loops of other libraries that read it; `remaining` is for one's own."""
-        return self._run.feeds.position_of(loader, self._current_ranks(), replay)
+        return self._run.feeds.position_of(loader, self._current_ranks(), replay, self.config.on_difference)
 
     @as_in_training
     def step(

@@ -5,7 +5,8 @@ a feed remembers the random state that the pass began with (the order of the sam
 that read ahead of what they give (Accelerate's), the one before the last batch was asked for (what they hold was made
 with it). On the way back the pass is begun again from the first; what was given is left out at the sampler, unread;
 the last batch or two are read again and dropped, so that the loader is where it was, with all it counts; and the
-process gets back the random state that it had. Nothing of a loader is replaced: its next pass is its own.
+process gets back the random state that it had. Nothing of a loader is replaced: its next pass is its own. What its
+sampler gives is proved to be what it gave.
 
 Not exact, because a loader keeps it to itself: random augmentation inside workers (unless `replay`); workers that
 are kept between passes, once they are new; a data set read in order whose own state comes out of the process's global
@@ -13,6 +14,7 @@ generators at every batch, in this process (a shuffle buffer on `random`, say); 
 set leaves out, in a stateful loader.
 """
 
+import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack
 from itertools import chain, islice
@@ -24,6 +26,7 @@ import torch
 from ft_ckpt.errors import CorruptError, LoadError
 from ft_ckpt.training import dataloaders
 from ft_ckpt.training.dataloaders import RandomState
+from ft_ckpt.training.sample_order import SampleOrder
 
 _AHEAD = 2  # batches to read again so that a loader which reads one ahead holds the right one
 _KEYS = (
@@ -35,12 +38,17 @@ _KEYS = (
 class DataPosition:
     """One data loader, and where the run is in it. Each rank has its own; no call communicates."""
 
-    def __init__(self, loader: Any, rank: int = 0, size: int = 1, *, replay: bool | None = None) -> None:
+    def __init__(
+        self, loader: Any, rank: int = 0, size: int = 1, *, replay: bool | None = None, on_difference: str = "warn"
+    ) -> None:
         """`replay`: on the way back, read all batches of the pass again and drop them. True is exact for random
         augmentation inside workers too; None does it only for data that is read in order and cannot say exactly where
         it is; False only where it cannot say at all (the shuffle buffer of a `datasets` stream is filled anew then).
+        `on_difference`: what follows where the sampler gives other samples than it gave; "warn", "raise" or "ignore".
         """
         self.loader, self.rank, self.size, self.replay = loader, rank, size, replay
+        self.on_difference, self._order = on_difference, SampleOrder()
+        self._order_left: str | None = None  # the digest of what was given of a pass that is yet to be resumed
         self.shares = dataloaders.data_shares(loader, size)  # of the data; ranks that are given the same count once
         self.epoch = 0  # passes done
         self.batch = 0  # batches of this rank given in the current pass
@@ -117,6 +125,7 @@ class DataPosition:
             "own": dataloaders.generator_states(self.loader),
             "loader": self._own_state(),
             "origin": self._origin,
+            "order": self._order_left if self._pending else self._order.digest if self.batch else None,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> list[str]:
@@ -132,6 +141,7 @@ class DataPosition:
         self.epoch, self.batch, self.samples = state["epoch"], state["batch"], state["samples"]
         self._given, self._offset, self._warm = state["given"], state["offset"], state["warm"]
         self._numbers, self._loaded_at_end, self._origin = state["numbers"], state["at_end"], state.get("origin")
+        self._order_left = state.get("order")
         self._start = RandomState(self.loader, state["start"]) if state["start"] else None
         self._last = RandomState(self.loader, state["last"]) if state["last"] else self._start
         self._states = [state["loader"]] if state["loader"] is not None and self._jumps_by_state else []
@@ -151,8 +161,11 @@ class DataPosition:
             self.loader.load_state_dict(_deep_copy(self._origin))
         self._numbers, self._warm = dataloaders.loader_counters(self.loader), dataloaders.is_warm(self.loader)
         self._start = self._last = RandomState(self.loader)
-        iterator: Iterator[Any] = iter(self.loader)
-        return iterator
+        if not dataloaders.is_map(self.loader):
+            return iter(self.loader)
+        with dataloaders.skipping_items(self.loader, 0, 0, order=self._order):
+            iterator = iter(self.loader)
+            return chain(list(islice(iterator, 1)), iterator)  # some loaders ask their sampler then
 
     def _note_random_state(self) -> None:
         # The first batch is asked for in the state that the pass began with; workers draw nothing here.
@@ -162,6 +175,7 @@ class DataPosition:
     def _count_batch(self, batch: Any) -> None:
         given = dataloaders.samples_in(batch) * self.shares
         self.batch, self.samples, self._given = self.batch + 1, self.samples + given, self._given + given
+        self._order.take(dataloaders.batches_per_call(self.loader))
         self._remember_own_state()
 
     def _remember_own_state(self) -> None:
@@ -215,7 +229,23 @@ class DataPosition:
                 f"the data: {self.batch} batches of the pass were given when it was saved, now it has fewer; resume "
                 "with the same data"
             )
+        self._prove_order()
         return iterator
+
+    def _prove_order(self) -> None:
+        """Tell where the sampler has given other samples on the way back. Raises LoadError if that is to be refused."""
+        self._order.take(self.batch * dataloaders.batches_per_call(self.loader))
+        if None in (self._order_left, self._order.digest) or self._order_left == self._order.digest:
+            return
+        problem = (
+            f"the data: the sampler gives other samples than in the {self.batch} batch(es) of this pass that the run "
+            "was given before, so those to come differ as well; use the same data and batch size, and a sampler whose "
+            "order comes from random numbers, or from an `epoch` or `seed` that it keeps under this name"
+        )
+        if self.on_difference == "raise":
+            raise LoadError(problem)
+        if self.on_difference == "warn":
+            warnings.warn(problem, stacklevel=6)
 
     def _read_one(self, iterator: Iterator[Any]) -> list[Any]:
         read = list(islice(iterator, 1))
@@ -240,7 +270,8 @@ class DataPosition:
             jumps.append(dataloaders.skipping_items(self.loader, 0, unseen, inside=True))
         # The first batch stays: loaders that fill up the last batch do it with the first.
         keep, drop = max(again - 1, 0) * unit, (self.batch - again) * unit
-        jumps.append(dataloaders.skipping_items(self.loader, keep, drop, self._start if self._warm else None))
+        moment = self._start if self._warm else None
+        jumps.append(dataloaders.skipping_items(self.loader, keep, drop, moment, order=self._order))
         return again, jumps
 
     def _adapt_to_ranks(self, saved: int, shares: int) -> list[str]:
@@ -250,7 +281,7 @@ class DataPosition:
                 f"the data: in a pass that another library's loader had begun on {saved} rank(s), {self.size} here; "
                 "resume on as many until the pass is done"
             )
-        self._last, self._states = self._start, []
+        self._last, self._states, self._order_left = self._start, [], None
         full, length = dataloaders.global_batch(self.loader, self.shares), dataloaders.pass_length(self.loader)
         full = full or self._given // max(self.batch * shares, 1) * self.shares
         done = f"{saved} ranks had seen {self._given} samples of this pass, {self.size} go on"

@@ -14,6 +14,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from ft_ckpt.training import rng
+from ft_ckpt.training.sample_order import SampleOrder
 
 _NUMBERS = {  # what an order of samples is made of, besides generators; other parts' seeds are the script's to say
     "loader": ("iteration",), "sampler": ("epoch", "initial_seed", "seed"), "dataset": ("epoch",)
@@ -246,8 +247,10 @@ class _SkippingSampler:
     `moment` is the random state to iterate `plain` from; None means: whatever it is.
     """
 
-    def __init__(self, plain: Any, keep: int, drop: int, moment: "RandomState | None") -> None:
-        self.plain, self._keep, self._drop, self._moment = plain, keep, drop, moment
+    def __init__(
+        self, plain: Any, keep: int, drop: int, moment: "RandomState | None", order: SampleOrder | None
+    ) -> None:
+        self.plain, self._keep, self._drop, self._moment, self._order = plain, keep, drop, moment, order
         self._is_new = True
 
     def __iter__(self) -> Iterator[Any]:
@@ -260,6 +263,7 @@ class _SkippingSampler:
         return self._remaining_items(items, RandomState(self._moment.loader))
 
     def _remaining_items(self, items: Iterator[Any], moment: "RandomState | None") -> Iterator[Any]:
+        items = items if self._order is None else self._order.follow(items)
         if self._is_new:
             self._is_new = False
             if moment is not None:
@@ -300,16 +304,22 @@ class RandomState:
 
 @contextmanager
 def skipping_items(
-    loader: Any, keep: int, drop: int, moment: RandomState | None = None, inside: bool = False
+    loader: Any,
+    keep: int,
+    drop: int,
+    moment: RandomState | None = None,
+    inside: bool = False,
+    order: SampleOrder | None = None,
 ) -> Iterator[None]:
     """While this lasts, a pass over `loader` that begins leaves out `drop` items after the first `keep`, unread.
 
-    Items are what the outermost sampler gives (batches, as a rule), or with `inside` the innermost (samples).
+    Items are what the outermost sampler gives (batches, as a rule), or with `inside` the innermost (samples). The
+    `order` notes them all.
     """
     holder, name = _sampler_places(loader)[-1 if inside else 0]
     plain = vars(holder)[name]
     vars(holder)[name] = _SkippingSampler(
-        plain, keep, drop, moment
+        plain, keep, drop, moment, order
     )  # loaders forbid to set it, for reasons that are not ours
     try:
         yield

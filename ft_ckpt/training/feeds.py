@@ -35,11 +35,11 @@ class DataPositions:
         self._slots = [_FeedSlot(state) for state in states]
         self.current: DataPosition | None = None  # the one that was asked for last
 
-    def position_of(self, loader: Any, ranks: Ranks, replay: bool | None) -> DataPosition:
-        """The feed of `loader`, where the checkpoint left it."""
+    def position_of(self, loader: Any, ranks: Ranks, replay: bool | None, on_difference: str) -> DataPosition:
+        """The feed of `loader`, where the checkpoint left it; the last two as for `DataPosition`."""
         self.current = next((feed for feed in self.known_positions if feed.loader is loader), None)
         if self.current is None:
-            self.current = DataPosition(loader, ranks.rank, ranks.size, replay=replay)
+            self.current = DataPosition(loader, ranks.rank, ranks.size, replay=replay, on_difference=on_difference)
             slot = self._slot_of(loader)
             slot.feed = self.current
             for note in () if slot.state is None else self.current.load_state_dict(slot.state):

@@ -1,5 +1,6 @@
 """Where a run is in its data: a run resumed at any step sees the batches and random numbers it would have seen."""
 
+from collections.abc import Iterator
 from typing import Any
 
 import datasets
@@ -9,7 +10,7 @@ from accelerate import Accelerator, DataLoaderConfiguration
 from accelerate.state import GradientState
 from feeding import SAMPLES, Counted, Make, Numbers, Stream, differing, resumed, saved, scramble, train, uninterrupted
 from launch import run_cases
-from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, RandomSampler, WeightedRandomSampler
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, RandomSampler, Sampler, WeightedRandomSampler
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 import ft_ckpt
@@ -246,6 +247,57 @@ def test_the_end_of_a_pass_is_known_where_it_can_be() -> None:
     assert ends(DataLoader(Numbers(), 4)) == [False, False, False, True, False]
     assert ends(DataLoader(Stream(), 4)) == [False, None, None, None, False]
     assert ends(prepared(DataLoader(Stream(), 4))) == [False, False, False, True, False]
+
+
+class Turning(Sampler[int]):
+    """A sampler that counts passes in its own way."""
+
+    def __init__(self, count: int = SAMPLES) -> None:
+        self.count, self.turns = count, 0
+
+    def __iter__(self) -> Iterator[int]:
+        self.turns += 1
+        return iter([(index + self.turns) % self.count for index in range(self.count)])
+
+    def __len__(self) -> int:
+        return self.count
+
+
+OTHERS: dict[str, tuple[Make, Make]] = {
+    "an order of its own": 2 * (lambda: DataLoader(Numbers(), 2, sampler=Turning()),),
+    "the same in a batch sampler": 2 * (lambda: DataLoader(Numbers(), batch_sampler=BatchSampler(Turning(), 2, True)),),
+    "prepared": 2 * (lambda: prepared(DataLoader(Numbers(), 2, sampler=Turning())),),
+    "kept workers": 2 * (lambda: DataLoader(Numbers(), 2, sampler=Turning(), num_workers=1, persistent_workers=True),),
+    "batch size": (lambda: DataLoader(Numbers(), 2), lambda: DataLoader(Numbers(), 3)),
+    "more data": (
+        lambda: DataLoader(Numbers(), 2, shuffle=True),
+        lambda: DataLoader(Numbers(count=12), 2, shuffle=True),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_samples_that_are_not_those_of_the_run_are_told_of(name) -> None:
+    make, other = OTHERS[name]
+    feed = DataPosition(make())
+    list(feed.batches())
+    rest = feed.batches()
+    states = [(next(rest), saved(feed))[1] for _ in range(3)]
+    with pytest.raises(
+        LoadError, match=r"the sampler gives other samples than in the 3 batch.*same data and batch size"
+    ):
+        next(resumed(DataPosition(other(), on_difference="raise"), states[2]).batches())
+    with pytest.warns(UserWarning, match="the sampler gives other samples"):
+        next(resumed(DataPosition(other()), states[2]).batches())
+    next(resumed(DataPosition(other(), on_difference="ignore"), states[2]).batches())
+
+
+def test_a_position_that_was_not_used_keeps_the_order_to_be_proved() -> None:
+    feed = DataPosition(DataLoader(Numbers(), 2))
+    next(feed.batches())
+    again = saved(resumed(DataPosition(DataLoader(Numbers(), 2)), saved(feed)))
+    with pytest.warns(UserWarning, match="the sampler gives other samples"):
+        next(resumed(DataPosition(DataLoader(Numbers(), 3)), again).batches())
 
 
 def test_data_that_became_shorter_is_an_error() -> None:
