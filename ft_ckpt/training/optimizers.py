@@ -6,7 +6,7 @@
 moved here.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, ValuesView
 from dataclasses import replace
 from itertools import chain
 from typing import Any
@@ -80,7 +80,11 @@ def unsaveable_state(optimizer: Any) -> list[str]:
     problems = []
     if isinstance(optimizer, torch.optim.LBFGS):
         problems.append("its state is of all parameters together")
-    if type(optimizer).state_dict is not torch.optim.Optimizer.state_dict:
+    problems += [
+        f"its {name!r} is an optimizer with state of its own; register that one in its place, or give both one `state`"
+        for name in _inner_optimizers(optimizer)
+    ]
+    if not problems and type(optimizer).state_dict is not torch.optim.Optimizer.state_dict:
         further = [key for key in optimizer.state_dict() if key not in ("state", "param_groups")]
         problems += [f"its state dict has {key!r} too" for key in further]
     try:
@@ -88,6 +92,18 @@ def unsaveable_state(optimizer: Any) -> list[str]:
     except SelectionError as error:
         problems.append(str(error))
     return problems
+
+
+def _inner_optimizers(optimizer: Any) -> list[str]:
+    """The attributes that are other optimizers, or have some, which keep state that is not in this one's."""
+    own = {name: value for name, value in vars(optimizer).items() if name not in ("state", "param_groups")}
+    held = {name: value.values() if isinstance(value, Mapping) else value for name, value in own.items()}
+    held = {name: value if isinstance(value, (list, tuple, ValuesView)) else [value] for name, value in held.items()}
+    return [name for name, values in held.items() if any(_has_other_state(each, optimizer) for each in values)]
+
+
+def _has_other_state(value: Any, optimizer: Any) -> bool:
+    return isinstance(value, torch.optim.Optimizer) and value.state is not optimizer.state
 
 
 def plan_facts(optimizer: Any) -> PlanFacts | None:

@@ -235,15 +235,52 @@ class Holder(torch.optim.SGD):
         self.state["beside"] = beside
 
 
+class Around(torch.optim.Optimizer):
+    """An optimizer around others: what it steps is not what its `state` says."""
+
+    def __init__(self, parameters, inner):
+        self.inner = inner
+        super().__init__(parameters, {})
+
+    def step(self, closure=None):
+        self.inner.step(closure)
+
+    def state_dict(self):
+        return self.inner.state_dict()
+
+
+class AroundOpenly(Around):
+    """The same, whose state is that of the one inside."""
+
+    state = property(lambda self: self.inner.state, lambda self, value: None)
+
+
+def test_an_optimizer_around_another_that_shares_its_state(tmp_path):
+    model, fresh = network(), network()
+    optimizer = AroundOpenly(model.parameters(), torch.optim.AdamW(model.parameters()))
+    model(torch.ones(2, 3)).sum().backward()
+    optimizer.step()
+    CheckpointSaver(None, tmp_path, **QUIET).save_state(model, optimizer=optimizer)
+    again = AroundOpenly(fresh.parameters(), torch.optim.AdamW(fresh.parameters()))
+    CheckpointSaver(None, tmp_path, **QUIET).resume("must", model=fresh, optimizer=again)
+    assert same(optimizer.inner.state_dict()["state"], again.inner.state_dict()["state"])
+
+
 @pytest.mark.parametrize(
     ("make", "words"),
     [
         (torch.optim.LBFGS, "optimizer: its state is of all parameters together"),
         (lambda parameters: Holder(parameters, object()), "optimizer: .*beside.*object"),
         (lambda parameters: Holder(parameters, torch.zeros(1 << 19)), "optimizer: 2,097,152 bytes of tensors"),
+        (
+            lambda each: Around(each, torch.optim.AdamW(each)),
+            "optimizer: its 'inner' is an optimizer with state of",
+        ),
+        (lambda each: Around(each, [torch.optim.AdamW(each)]), "optimizer: its 'inner' is an optimizer"),
+        (lambda each: Around(each, {"all": torch.optim.AdamW(each)}), "optimizer: its 'inner' is an optimizer"),
     ],
 )
 def test_what_cannot_be_kept_is_refused_when_it_is_registered(tmp_path, make, words):
     model = network()
     with pytest.raises(SelectionError, match=words):
-        CheckpointSaver(None, tmp_path).register(model=model, optimizer=make(model.parameters()))
+        CheckpointSaver(None, tmp_path).register(model=model, optimizer=make(list(model.parameters())))
