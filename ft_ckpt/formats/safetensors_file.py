@@ -11,9 +11,7 @@ from ft_ckpt.formats.pytree_json import decode_node, encode_node
 from ft_ckpt.formats.raw_file import RawFile
 from ft_ckpt.formats.safetensors import HELPER, SafetensorsHeader, lay_out_safetensors, parse_header
 from ft_ckpt.formats.tensor_file import IndexedFile
-from ft_ckpt.formats.tensor_index import TensorIndex, check_index, is_flat, read_index
-
-TREE = "ft_ckpt_tree"  # key of the metadata that holds the tree of an object that is no flat dict
+from ft_ckpt.formats.tensor_index import TREE, TensorIndex, check_index, is_flat, read_index
 
 
 def lay_out_safetensors_object(

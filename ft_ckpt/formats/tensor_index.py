@@ -22,6 +22,7 @@ from ft_ckpt.formats.raw_file import RawFile
 _MAGIC = b"ft_ckpt1"
 _FOOTER = "<8sQQQ16s8x"  # magic, data start, index start, file size, digest of the JSON; then the digest of these
 FOOTER_BYTES = 64
+TREE = "ft_ckpt_tree"  # key that the metadata of safetensors has the tree of an object under; here it is the `root`
 _MOST = 1 << 62  # any size or place
 
 Row = Sequence[Any]  # of the index: torch's dtype, shape, start (from the data start), digest in hexadecimal, leaf;
@@ -137,7 +138,7 @@ def parse_index(text: bytes, digest: bytes, data_start: int, source: str) -> Ten
         if whole["ft_index"] != 1:
             raise CorruptError(f"{source}: an index of version {whole['ft_index']!r:.20}; upgrade ft_ckpt")
         root = decode_node(whole["tree"]) if "tree" in whole else None
-        metadata = {str(key): str(value) for key, value in whole["metadata"].items()}
+        metadata = {str(key): str(value) for key, value in whole["metadata"].items() if key != TREE}
         index = TensorIndex(whole["tensors"], root, metadata, data_start)
         check_index(index, source)
     return index

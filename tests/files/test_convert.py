@@ -466,3 +466,16 @@ def test_memory_does_not_grow_with_the_model(tmp_path):
     result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240)
     assert result.returncode == 0, result.stderr
     assert float(result.stdout) < 256
+
+
+@pytest.mark.parametrize("made", ["dual", "safetensors", "h5"])
+@pytest.mark.parametrize("wanted", ["dual", "safetensors", "h5"])
+def test_an_object_becomes_its_tensors(made, wanted, tmp_path):
+    """The tree of a nested object is not that of the flat dict made of it, in the file after that neither."""
+    ft_ckpt.save({"model": {"w": torch.ones(2)}, "rest": [torch.zeros(3), 7]}, tmp_path / "object", made)
+    flat = "flat.h5" if wanted == "h5" else "flat.safetensors"
+    convert(tmp_path / "object", tmp_path / flat, format=wanted, progress=False)
+    convert(tmp_path / flat, tmp_path / "last.safetensors", progress=False)
+    for name in (flat, "last.safetensors"):
+        found = ft_ckpt.load(tmp_path / name, "cpu")
+        assert {key: one.shape for key, one in found.items()} == {"model.w": (2,), "rest.0": (3,)}
