@@ -202,17 +202,17 @@ def _indexed_files(store: Store, index: str, folder: str) -> dict[str, str]:
 
 def _digest_problems(store: Store, files: Sequence[FileRecord], digest: Digester = digest_of_open) -> Iterator[str]:
     if sum(file.size_bytes for file in files) < _WORTH_THREADS_BYTES:
-        found = [digest_or_reason(store, file, digest) for file in files]
+        found = [_digest_or_reason(store, file, digest) for file in files]
     else:
         from concurrent.futures import ThreadPoolExecutor  # here, so that listing does not pay for it
 
         with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:  # hashing and reading both let other threads run
-            found = list(pool.map(lambda file: digest_or_reason(store, file, digest), files))
+            found = list(pool.map(lambda file: _digest_or_reason(store, file, digest), files))
     problems = (digest_problem(file, taken) for file, taken in zip(files, found, strict=True))
     yield from (problem for problem in problems if problem is not None)
 
 
-def digest_or_reason(store: Store, file: FileRecord, digest: Digester = digest_of_open) -> str:
+def _digest_or_reason(store: Store, file: FileRecord, digest: Digester) -> str:
     """The digest of a file as its record has it, or words that no digest equals when it cannot be read."""
     try:
         with closing(store.open(file.path)) as opened:

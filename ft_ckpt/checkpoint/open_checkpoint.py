@@ -16,7 +16,7 @@ from functools import cached_property, partial
 from pathlib import Path
 
 from ft_ckpt.checkpoint.catalog import manifest_text, parse_manifest, why_no_checkpoint
-from ft_ckpt.checkpoint.checks import checkpoint_problems, digest_or_reason, misleading_files, replaced_problems
+from ft_ckpt.checkpoint.checks import checkpoint_problems, misleading_files, replaced_problems
 from ft_ckpt.checkpoint.leases import hold_lease
 from ft_ckpt.checkpoint.manifest import MANIFEST_NAME, Manifest
 from ft_ckpt.checkpoint.marks import is_mark, settled_list
@@ -68,10 +68,10 @@ class OpenCheckpoint:
         """The paths of the files that hold tensors."""
         return frozenset(tensor.file for part in self.manifest.parts for tensor in part.tensors)
 
-    def late_proofs(self) -> dict[str, FileProof]:
-        """The comparisons of the files of tensors with their digests, by path, for whoever reads these files."""
+    def late_proofs(self) -> list[FileProof]:
+        """The comparisons of the files of tensors with their digests, for whoever reads these files."""
         files = (file for file in self.manifest.files if file.path in self.tensor_files)
-        return {file.path: FileProof(file, partial(digest_or_reason, self.store, file)) for file in files}
+        return [FileProof(file, partial(self.store.open, file.path), range(file.ranks)) for file in files]
 
     def find_problems(
         self, deep: bool, keep: Iterable[str] = (), own: bool = False, late: Collection[str] = ()

@@ -19,7 +19,7 @@ from ft_ckpt.distributed.tensor_info import TensorInfo
 from ft_ckpt.errors import LoadError, listing
 from ft_ckpt.formats.dtypes import dtype_name
 from ft_ckpt.formats.layout import TensorFile
-from ft_ckpt.formats.listed_file import due_proof, unproved_file
+from ft_ckpt.formats.listed_file import due_proof
 from ft_ckpt.formats.pytree import PLAIN
 from ft_ckpt.formats.read_files import THREADS, Landing, StraightLanding, copy_bytes, read_runs, whole_run
 from ft_ckpt.storage.buffers import new_block
@@ -49,9 +49,9 @@ class WantedTensor:
 def fill_all(wanted: Iterable[WantedTensor], threads: int = THREADS, direct: str = "auto") -> int:
     """Overwrite this rank's elements of each tensor with those of the stored one; their bytes.
 
-    Beside the tensors it needs `threads` + 2 blocks of memory. `direct`: as in `blocks.read_ahead`. A file whose digest
-    is due is compared with it on the way; whoever calls this asks for the outcome. Raises LoadError naming everything
-    that is missing or of another shape or dtype, before anything is read; CorruptError when a file is too short or has
+    Beside the tensors it needs `threads` + 2 blocks of memory. `direct`: as in `blocks.read_ahead`. Digests of files
+    that are due are taken on the way; whoever calls this asks for the outcome. Raises LoadError naming everything that
+    is missing or of another shape or dtype, before anything is read; CorruptError when a file is too short or has
     changed.
     """
     asked = list(wanted)
@@ -72,10 +72,7 @@ def fill_all(wanted: Iterable[WantedTensor], threads: int = THREADS, direct: str
 
 
 def fill_tensor(one: WantedTensor) -> int:
-    """As `fill_all`, for one tensor and at once, through whatever the file's format needs.
-
-    A digest that is due is left so.
-    """
+    """As `fill_all`, for one tensor and at once, through whatever the file's format needs."""
     check_all([one])
     local, mine, view = one.local, one.box, one.info.sharding.view
     if local is None or mine is None or not local.numel():
@@ -83,7 +80,7 @@ def fill_tensor(one: WantedTensor) -> int:
     if _is_expanded(local):
         return _fill_expanded(one, local)
     if not view:
-        local.copy_(unproved_file(one.file).read(one.name).reshape(()))
+        local.copy_(one.file.read(one.name).reshape(()))
         return one.info.dtype.itemsize
     return sum(_fill_rows(one, local, mine, low, high) for low, high in _row_ranges(mine, view, one.info.dtype))
 
@@ -142,7 +139,7 @@ def _landings_of_box(one: WantedTensor) -> dict[ByteRun, Landing] | None:
     local, mine, name, item = one.local, one.box, one.name, dtype.itemsize
     if local is None or mine is None or not local.numel():
         return {}
-    run = whole_run(unproved_file(one.file), name)
+    run = whole_run(one.file, name)
     if run is None or type(local) not in PLAIN or _is_expanded(local) or (not view and local.dtype != dtype):
         return None
     last = max((dim for dim, size in enumerate(view) if mine.sizes[dim] != size), default=0)
@@ -189,7 +186,7 @@ def _fill_rows(one: WantedTensor, local: Tensor, mine: Box, low: int, high: int)
     """Rows [low, high) of the box: whole rows are read, and a box cut in other dimensions takes its columns."""
     view, first = one.info.sharding.view, mine.offsets[0]
     row = math.prod(view[1:])
-    data = unproved_file(one.file).read(one.name, (first + low) * row, (first + high) * row)
+    data = one.file.read(one.name, (first + low) * row, (first + high) * row)
     local[low:high].copy_(_cut_columns(data.view(high - low, *view[1:]), mine, view))
     return data.nbytes
 

@@ -1,7 +1,8 @@
 """Reads many tensors in the order of their bytes: by threads, ahead, past the page cache where that pays."""
 
 import ctypes
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Protocol
@@ -54,7 +55,7 @@ def read_runs(
     """Read all runs in the order of their bytes and hand each to its landing. Returns their bytes.
 
     What lands on accelerators goes through pinned blocks, and is there for all of their streams when this returns. Of
-    files with a digest that is `due`, by `id`, all other bytes are read too, and the comparison is made on the way.
+    files with digests that are `due`, by `id`, all that these are made of is read too, and they are taken on the way.
     """
     order = {id(file): place for place, file in enumerate(run.file for run in landings)}
     runs = sorted(landings, key=lambda run: (order[id(run.file)], run.start))
@@ -63,7 +64,7 @@ def read_runs(
     keeper = PinnedBlocks(devices) if devices else None
     left = [run for run in runs if devices or not _put_kept(run, landings[run])]
     passing = {file: PassingDigest(proof) for file, proof in (due or {}).items()}
-    for part in read_ahead(_with_gaps(left, passing), threads, direct, keeper=keeper):
+    for part in read_ahead(_with_parts(left, due or {}), threads, direct, keeper=keeper):
         landing, data = landings.get(part.run), bytes_at(part.address, part.size_bytes)
         if (digest := passing.get(id(part.run.file))) is not None:
             digest.take(part.start, part.content)
@@ -76,20 +77,24 @@ def read_runs(
     return sum(run.size_bytes for run in runs)
 
 
-def _with_gaps(runs: Iterable[ByteRun], whole: Collection[int]) -> Iterator[ByteRun]:
-    """The runs, which are in the order of their bytes; and of the files `whole`, by `id`, what lies between them."""
+def _with_parts(runs: Iterable[ByteRun], due: Mapping[int, FileProof]) -> Iterator[ByteRun]:
+    """The runs, which are in the order of their bytes, and what they leave out of the parts that proofs are made of."""
     for key, some in groupby(runs, key=lambda run: id(run.file)):
-        if key not in whole:
+        if key not in due:
             yield from some
             continue
-        at = 0
-        for run in some:
-            if at < run.start:
-                yield ByteRun("", run.file, at, run.start - at)
-            yield run
-            at = max(at, run.start + run.size_bytes)
-        if at < run.file.size_bytes:
-            yield ByteRun("", run.file, at, run.file.size_bytes - at)
+        waiting, read = deque(some), 0  # what comes next, and up to where all that was wanted is read
+        file = waiting[0].file
+        for at, stop, _ in due[key].parts:
+            while (at := max(at, read)) < stop:
+                if waiting and waiting[0].start <= at:
+                    yield waiting[0]
+                    run = waiting.popleft()
+                    read = max(read, run.start + run.size_bytes)
+                else:
+                    read = min(stop, waiting[0].start) if waiting else stop
+                    yield ByteRun("", file, at, read - at)
+        yield from waiting
 
 
 def _put_kept(run: ByteRun, landing: Landing) -> bool:

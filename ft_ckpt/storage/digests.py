@@ -67,6 +67,11 @@ def digest_of_open(file: Readable, record: FileRecord) -> str:
     return _read_digest(file, record.cuts, record.ranks)
 
 
+def new_digest() -> xxhash.xxh3_128:
+    """The digest of no bytes yet."""
+    return xxhash.xxh3_128()
+
+
 def digest_problem(record: FileRecord, digest: str) -> str | None:
     """What is wrong with a file of which that digest was found; None when it is the one in its record."""
     if digest == record.digest:
@@ -78,7 +83,7 @@ class RunningDigest:
     """The digest of a file whose bytes come in their order, taken the way the one in its record is."""
 
     def __init__(self, size_bytes: int, cuts: Sequence[Cut] = (), ranks: int = 1) -> None:
-        self.states = [xxhash.xxh3_128() for _ in range(ranks)]
+        self.states = [new_digest() for _ in range(ranks)]
         self.parts = rank_parts(cuts, size_bytes)
         self.at, self.stop, self.owner = 0, 0, 0  # the next byte, and the end and the rank of the part that it is in
 
@@ -135,6 +140,22 @@ def rank_parts(cuts: Sequence[Cut], size_bytes: int) -> Iterator[tuple[int, int,
         yield from cut_chunks(cut)
         at = cut.stop
     if at < size_bytes:
+        yield at, size_bytes, 0
+
+
+def owned_parts(cuts: Sequence[Cut], size_bytes: int, owners: range) -> Iterator[tuple[int, int, int]]:
+    """The ranges of the file that `owners` wrote, in order, as `rank_parts`."""
+    at = 0
+    for cut in cuts:
+        if at < cut.start and 0 in owners:
+            yield at, cut.start, 0
+        for owner in range(max(owners.start, cut.owner), owners.stop):
+            chunk = chunk_of_rank(cut, owner)
+            if chunk is None:
+                break
+            yield *chunk, owner
+        at = cut.stop
+    if at < size_bytes and 0 in owners:
         yield at, size_bytes, 0
 
 

@@ -19,7 +19,7 @@ from ft_ckpt.distributed.replicas import WEIGHTS, own_name, own_part, place_of
 from ft_ckpt.distributed.tensor_info import Source
 from ft_ckpt.errors import CheckpointError, LoadError, listing
 from ft_ckpt.model.base_model import differences_of_base
-from ft_ckpt.storage.file_proof import find_late_problems
+from ft_ckpt.storage.file_proof import PartDigests, compare_digests, read_late
 from ft_ckpt.training.exchange import decide_together
 from ft_ckpt.training.items import (
     ENGINE,
@@ -103,6 +103,14 @@ class RestoreStake:
                 "the last resume() failed when parts of the model were overwritten already: resume another checkpoint, "
                 "or build model, optimizer and saver anew"
             )
+
+
+@dataclass(frozen=True)
+class _Compared:
+    """What a rank tells of the files that it was to compare."""
+
+    found: tuple[PartDigests, ...]
+    failures: tuple[str, ...]  # files that it cannot read
 
 
 @dataclass(frozen=True)
@@ -196,16 +204,18 @@ def absent_items(items: Sequence[Item], document: Document) -> list[Restored]:
 def find_damage(point: ResumePoint, ranks: Ranks) -> Damage:
     """What is wrong with files of `point` that ranks were to compare while they read them, the same on all ranks.
 
-    Those that nobody has read whole are read for it. Collective, where comparisons are late.
+    What nobody has read is read for it. Collective, where comparisons are late.
     """
     if not point.is_proved_late:
         return Damage()
-    mine = Damage(tuple(find_late_problems(point.tensors.proofs.values())))
-    return decide_together(ranks, "comparing the checkpoint of resume()", mine, _all_damage, (Damage, Damage))[0]
 
+    def compare_all(answers: Sequence[_Compared]) -> Damage:
+        failures = [failure for answer in answers for failure in answer.failures]
+        found = [part for answer in answers for part in answer.found]
+        return Damage(tuple(compare_digests(point.tensors.late_files, found, failures)))
 
-def _all_damage(answers: Sequence[Damage]) -> Damage:
-    return Damage(tuple(problem for answer in answers for problem in answer.problems))
+    mine, kinds = _Compared(*read_late(point.tensors.proofs)), (_Compared, Damage)
+    return decide_together(ranks, "comparing the checkpoint of resume()", mine, compare_all, kinds)[0]
 
 
 def restore_apart(

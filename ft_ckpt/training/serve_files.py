@@ -190,7 +190,7 @@ def _open_copy(found: CheckpointFacts, place: Place, stack: ExitStack, deep: boo
         here = trial.enter_context(open_checkpoint(place))
         is_rank_0s = _manifest_place(here) == found.place
         if here.identity == found.identity and (is_rank_0s or not here.find_problems(deep)):
-            point = open_resume_point(here, trial, here.late_proofs() if is_rank_0s and late else {})
+            point = open_resume_point(here, trial, here.late_proofs() if is_rank_0s and late else ())
             stack.push(trial.pop_all())
             return point
     return None

@@ -208,8 +208,9 @@ def _open_whole(place: Place, wanted: Wanted, stack: ExitStack) -> tuple[ResumeP
     with ExitStack() as trial:
         try:
             held = trial.enter_context(open_checkpoint(place))
-            proofs = held.late_proofs() if wanted.deep and wanted.late else {}
-            found = held.find_problems(wanted.deep, keep=held.tensor_files, late=proofs)
+            proofs = held.late_proofs() if wanted.deep and wanted.late else []
+            late = {proof.record.path for proof in proofs}
+            found = held.find_problems(wanted.deep, keep=held.tensor_files, late=late)
             if not found:
                 point = open_resume_point(held, trial, proofs)
                 stack.push(trial.pop_all())

@@ -4,7 +4,7 @@ Read by ranges from plain tensor files; nothing is executed.
 """
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from functools import cached_property
@@ -23,7 +23,7 @@ from ft_ckpt.formats.listed_file import ListedFile
 from ft_ckpt.formats.pytree import unflatten
 from ft_ckpt.formats.pytree_json import decode_node
 from ft_ckpt.formats.registry import format_named
-from ft_ckpt.storage.file_proof import FileProof
+from ft_ckpt.storage.file_proof import FileProof, share_proofs
 from ft_ckpt.storage.listed_store import ListedStore
 from ft_ckpt.storage.store import Store
 from ft_ckpt.training.state import DOCUMENT_NAME, DOCUMENT_VERSION, FOLDER, Document, source_of, tree_tensors
@@ -68,13 +68,13 @@ class StoredTensors:
         self,
         held: OpenCheckpoint,
         remote: Callable[[str], TensorFile] | None = None,
-        proofs: Mapping[str, FileProof] | None = None,
+        proofs: Sequence[FileProof] = (),
     ) -> None:
         """`remote` gives the tensors of the part in a folder, where another rank reads them for this one; `proofs` are
-        the comparisons that are due, by the paths of files.
+        the comparisons of whole files that are due.
         """
         self._held, self._remote, parts = held, remote, held.manifest.parts
-        self.proofs = dict(proofs or {})
+        self.late_files, self.proofs = [proof.record for proof in proofs], proofs
         kinds = {part.kind for part in parts}
         self.is_adapter = "adapter" in kinds and "model" not in kinds  # the base is elsewhere
         self._formats = {part.path: part.format for part in parts}
@@ -83,8 +83,7 @@ class StoredTensors:
 
     def take_share(self, number: int, count: int) -> None:
         """Leave comparisons to other ranks, of which there are `count` with this one, the `number`th."""
-        largest_first = sorted(self.proofs.items(), key=lambda item: (-item[1].record.size_bytes, item[0]))
-        self.proofs = dict(largest_first[number::count])
+        self.proofs = share_proofs(self.proofs, number, count)
 
     def file_of(self, part: str, name: str) -> TensorFile:
         """The file that holds the tensor `name` of the part in folder `part`. Raises LoadError when none does."""
@@ -101,7 +100,8 @@ class StoredTensors:
         def open_file() -> TensorFile:
             return format_named(self._formats[part]).open_file(self._held.store.open(place))
 
-        return ListedFile(self._held.store.where(place), self._specs[place], open_file, self.proofs.get(place))
+        proof = next((one for one in self.proofs if one.record.path == place), None)
+        return ListedFile(self._held.store.where(place), self._specs[place], open_file, proof)
 
     @cached_property
     def _specs(self) -> dict[str, dict[str, Spec]]:
@@ -147,9 +147,7 @@ class ResumePoint:
         return "small" if fan_out == "auto" and isinstance(self.checkpoint.store, ListedStore) else fan_out
 
 
-def open_resume_point(
-    held: OpenCheckpoint, stack: ExitStack, proofs: Mapping[str, FileProof] | None = None
-) -> ResumePoint:
+def open_resume_point(held: OpenCheckpoint, stack: ExitStack, proofs: Sequence[FileProof] = ()) -> ResumePoint:
     """What there is to resume from in an open checkpoint, until the stack ends; `proofs` of its files are still due.
 
     Raises CorruptError.

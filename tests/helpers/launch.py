@@ -123,7 +123,9 @@ def _environment(extra: Mapping[str, str]) -> dict[str, str]:
 @cache
 def _nursery() -> subprocess.Popen[str]:
     """The server that launches are forked from, one for this process."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    # pyarrow, which older libraries load, begins a thread of its allocator, and a fork would copy it
+    single = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "JE_ARROW_MALLOC_CONF": "background_thread:false"}
+    environment = {**os.environ, **single, "HF_HUB_OFFLINE": "1"}
     server = subprocess.Popen(
         [sys.executable, str(HELPERS / "nursery.py")],
         stdin=subprocess.PIPE,

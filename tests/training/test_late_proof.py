@@ -13,7 +13,13 @@ from ft_ckpt import CheckpointSaver
 from ft_ckpt.errors import CheckpointError, CorruptError, LoadError
 
 FORMATS = ["safetensors", "h5", "dual"]
-TWO_RANKS = ["damaged/ddp/llama", "damaged/fsdp2/llama", "damaged/fsdp1/lora"]
+TWO_RANKS = [
+    "damaged/ddp/llama",
+    "damaged/fsdp2/llama",
+    "damaged/fsdp1/lora",
+    "counted/fsdp2/wide",
+    "counted/fsdp1/wide",
+]
 
 
 class Listener:

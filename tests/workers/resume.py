@@ -98,6 +98,31 @@ def damaged(wrapper: str, model: str, folder: Path) -> None:
         same(found[1][0], truth(fresh))
 
 
+def counted(wrapper: str, model: str, folder: Path) -> None:
+    """Ranks read the files of tensors once, all together, digests included."""
+    live, run = live_model(wrapper, model), folder / "run"
+    with saver_of(live, run, each_rank_writes="on") as saver:
+        train(live, saver, 0, 1)
+        path = saver.save_state().path
+    fresh = live_model(wrapper, model, seed=1)
+    sizes = {file.stat().st_ino: file.stat().st_size for file in path.rglob("*.safetensors")}
+    read, real = dict.fromkeys(sizes, 0), os.preadv
+
+    def noted(descriptor: int, *given: Any) -> int:
+        count = real(descriptor, *given)
+        number = os.fstat(descriptor).st_ino
+        read[number] = read.get(number, 0) + count
+        return count
+
+    os.preadv = noted
+    with saver_of(fresh, run) as saver:
+        assert saver.resume("must").step == 1
+    os.preadv = real
+    same(truth(live), truth(fresh))
+    for number, size_bytes in sizes.items():
+        assert read[number] < 1.2 * size_bytes / harness.WORLD, (read, sizes)  # headers come first, and pages are whole
+
+
 def flip_last_byte(file: Path) -> None:
     """On rank 0, when all ranks have come, and before any goes on."""
     dist.barrier()
@@ -208,6 +233,7 @@ def case(name: str, folder: Path) -> None:
     actions: dict[str, Any] = {
         "exact": lambda *of: exact(*of[:2], of[2] / "run"),
         "damaged": damaged,
+        "counted": counted,
         "leave": leave,
         "take": take,
         "moments": moments,
