@@ -68,7 +68,7 @@ class Manifest:
     metrics: Mapping[str, float] = field(default_factory=dict)  # in JSON those that are not finite are text
     world: Mapping[str, Any] = field(default_factory=dict)  # {"size": 2, "engine": "fsdp2", ...}
     versions: Mapping[str, str] = field(default_factory=dict)
-    shared: tuple[tuple[str, ...], ...] = ()  # groups of "part:stored name" that were one parameter across parts
+    shared: tuple[tuple[str, ...], ...] = ()  # groups of "part:name in its module" that were one tensor across parts
     notes: tuple[str, ...] = ()  # what the saver decided and a reader should know
     run_id: str | None = None
     rankings: Mapping[str, str] = field(default_factory=dict)  # metric -> "min" or "max": what the run calls best

@@ -69,13 +69,16 @@ class Part:
 
 
 def shared_between(parts: Iterable[Part]) -> tuple[tuple[str, ...], ...]:
-    """Groups of "part:stored name" that are one parameter in different parts."""
-    groups: dict[int, list[str]] = {}
-    for part in parts:
-        for entry in part.entries:
-            if entry.source is not None:
-                groups.setdefault(entry.source.key, []).append(f"{part.name}:{entry.name}")
-    return tuple(tuple(names) for names in groups.values() if len(names) > 1)
+    """Groups of "part:name" that are one tensor in different parts, by the names that their modules have for it.
+
+    Adapters have none: PEFT puts the name of the adapter into those that are stored.
+    """
+    groups: dict[int, dict[str, None]] = {}
+    for part in (part for part in parts if part.kind != "adapter"):
+        for source in (source for entry in part.entries for source in entry.sources):
+            below = source.name.removeprefix(f"{part.name}.") if part.name else source.name
+            groups.setdefault(source.key, {})[f"{part.name}:{below}"] = None
+    return tuple(tuple(names) for names in groups.values() if len({name.partition(":")[0] for name in names}) > 1)
 
 
 def lossy_casts(part: Part) -> dict[str, int]:

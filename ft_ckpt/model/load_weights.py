@@ -199,16 +199,18 @@ def refuse_differences(report: LoadReport, strict: bool) -> None:
 
 
 def share_again(manifest: Manifest, models: Mapping[str, nn.Module]) -> None:
-    """Make parameters that parts shared when they were saved one parameter again."""
+    """Make parameters that parts shared when they were saved one parameter again, under all names that they have."""
+    chosen: dict[str, dict[int, Tensor]] = {}  # by part: by id of a tensor the one to take its place
     for group in manifest.shared:
         members = [member.partition(":")[::2] for member in group]
-        here = [(models[part], name) for part, name in members if part in models]
-        if len(here) < 2:
-            continue
-        first = tensor_at(*here[0])
-        for module, name in here[1:]:
-            if first is not None and tensor_at(module, name) is not None:
-                put_at(module, name, first)
+        found = [(part, tensor_at(models[part], name)) for part, name in members if part in models]
+        here = [(part, tensor) for part, tensor in found if tensor is not None]
+        for part, tensor in here[1:]:
+            chosen.setdefault(part, {})[id(tensor)] = here[0][1]
+    for part, others in chosen.items():
+        for module in models[part].modules():
+            for own in (module._parameters, module._buffers):
+                own.update({name: others[id(tensor)] for name, tensor in own.items() if id(tensor) in others})  # type: ignore[misc]
 
 
 def summary_of(root: str | Path, part: str, reports: list[LoadReport], copied: bool) -> LoadReport:

@@ -186,6 +186,15 @@ def test_what_is_trained_in_float32_on_a_base_in_bfloat16_is_not_rounded(tmp_pat
         assert raw(loaded[name]) == raw(tensor), name
 
 
+def test_replaced_embeddings_that_stay_tied_come_back(tmp_path):
+    """PEFT keeps one tensor under two names that are no place for it in the modules."""
+    model = get_peft_model(models.build("llama"), low_rank(modules_to_save=["embed_tokens"], ensure_weight_tying=True))
+    trained(model)
+    save_adapter(model, tmp_path)
+    loaded = ft_ckpt.load_model(tmp_path, base=models.build("llama"))
+    assert_agree(logits(loaded), logits(model))
+
+
 @pytest.mark.parametrize("target", ["q_proj", "model.embed_tokens"])
 @pytest.mark.parametrize("with_path", [False, True])
 def test_resized_embeddings_are_saved(target, with_path, tmp_path):

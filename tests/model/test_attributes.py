@@ -3,6 +3,7 @@
 import models
 import pytest
 import torch
+from architectures import ARCHITECTURES, make
 from compare import assert_agree, assert_same_tensors, base_of, files, logits, reference, stored
 from peft import PeftModel
 from torch import nn
@@ -100,6 +101,21 @@ def test_shared_trunk_is_recorded_and_shared_again(tmp_path):
     assert all(trunk[name] is tensor for name, tensor in parts["value_model"].trunk.named_parameters())
     ids = models.batch(5)["input_ids"]
     assert_agree(parts["value_model"].eval()(ids), model.value_model(ids))
+
+
+@pytest.mark.parametrize("name", ["llama-tied", "mixtral", "llava"])
+def test_what_is_stored_under_other_names_is_shared_again(name, tmp_path):
+    """Pains 8, 13: fused experts, renamed towers, and heads that are tied in both parts."""
+    model = nn.Module()
+    model.policy = make(ARCHITECTURES[name])
+    model.value, model.trunk = type(model.policy)(model.policy.config), model.policy.model
+    model.value.model, model.value.lm_head = model.policy.model, model.policy.lm_head
+    CheckpointSaver().save(model, tmp_path, attribute=["policy", "value", "trunk"])
+    parts = ft_ckpt.load_model(tmp_path)
+    for path in ("policy", "value", "trunk"):
+        for found, tensor in model.get_submodule(path).named_parameters(remove_duplicate=False):
+            same = next(name for name, one in model.policy.named_parameters() if one is tensor)
+            assert parts[path].get_parameter(found) is parts["policy"].get_parameter(same), f"{path}.{found}"
 
 
 def test_lora_policy_inside_a_composite(tmp_path):
