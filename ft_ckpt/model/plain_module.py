@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ft_ckpt.distributed.wrappers import is_engine_attribute, layout_of, unwrap, user_class
+from ft_ckpt.distributed.wrappers import is_engine_attribute, is_engine_code, layout_of, unwrap, user_class
 from ft_ckpt.errors import LoadError, SelectionError, listing
 from ft_ckpt.formats.dtypes import dtype_name, dtype_of
 from ft_ckpt.model.json_values import decode_value, encode_value, imported_module
@@ -27,6 +27,7 @@ Shapes = Mapping[str, Sequence[int]]
 
 _INTERNAL = frozenset(vars(nn.Module())) | {name for name in dir(nn.Module) if name.startswith("_")}
 _CONVERSIONS = frozenset({"type", "float", "half", "double", "cpu", "cuda"})  # torch's, whose names people take
+_HOOKS = ("_forward_pre_hooks", "_forward_hooks")
 _MAX_BUFFER_BYTES = 16 << 20  # a non-persistent buffer larger than this is described by its shape only
 
 
@@ -94,7 +95,7 @@ class _ModuleDescriber:
                 [name, None if child is None else self.describe_node(child, _join_path(path, name))]
                 for name, child in module._modules.items()
             ],
-            "opaque": opaque,
+            "opaque": [*opaque, *_own_hooks(module)],
         }
 
     def describe_parameters(self, module: nn.Module, path: str) -> list[dict[str, Any]]:
@@ -203,6 +204,15 @@ def _simple_attributes(module: nn.Module, parameters: set[str]) -> tuple[dict[st
         except SelectionError:
             opaque.append(name)
     return simple, opaque
+
+
+def _own_hooks(module: nn.Module) -> list[str]:
+    """What a user has hung on the module's forward, which is code and changes what it computes."""
+    return [name for name in _HOOKS if any(not _is_of_engine(hook) for hook in vars(module)[name].values())]
+
+
+def _is_of_engine(hook: Any) -> bool:
+    return is_engine_code(str(getattr(getattr(hook, "func", hook), "__module__", "")))
 
 
 def _buffer_data(buffer: torch.Tensor | None) -> str | None:

@@ -196,6 +196,16 @@ def test_what_cannot_be_recorded_is_named() -> None:
         build_module(describe_module(head))
 
 
+def test_hooks_are_named() -> None:
+    """They are code, and what they do to values would be missing without a word."""
+    doubled = nn.Sequential(nn.Linear(2, 2))
+    doubled[0].register_forward_hook(lambda module, args, output: output * 2)
+    with pytest.warns(UserWarning, match=r"0\._forward_hooks"):
+        build_module(describe_module(doubled))
+    with pytest.warns(UserWarning, match=r"0\.weight, 0\._forward_pre_hooks"):
+        build_module(describe_module(nn.Sequential(nn.utils.weight_norm(nn.Linear(2, 2)))))
+
+
 def test_large_buffer_is_named_not_stored() -> None:
     module = nn.Module()
     module.register_buffer("table", torch.zeros(5 << 20), persistent=False)
