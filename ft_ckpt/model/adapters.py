@@ -17,10 +17,10 @@ from ft_ckpt.distributed.added_state import wrapper_steps
 from ft_ckpt.distributed.tensor_info import TensorInfo
 from ft_ckpt.distributed.wrappers import walk_modules
 from ft_ckpt.errors import IncompleteError, NotAnAdapterError, SelectionError, listing
+from ft_ckpt.model.added_rows import resized_embeddings
 from ft_ckpt.model.conversion import cast_entries
 from ft_ckpt.model.entries import Entry, Group, Part, unchanged_entry
 from ft_ckpt.model.selection import View
-from ft_ckpt.storage.place import open_place
 
 T = TypeVar("T")
 ADAPTER_FILE = "adapter_model"
@@ -87,8 +87,11 @@ def active_adapters(module: Any) -> list[str]:
 
 def base_view(part: View) -> View:
     """The model below the adapters, under the names it had before they came."""
-    module = part.module.get_base_model() if is_peft_model(part.module) else part.module
-    return View(module, dict(base_sources(part)), dict(_of_base(part, part.extra)))
+    return View(_model_below(part.module), dict(base_sources(part)), dict(_of_base(part, part.extra)))
+
+
+def _model_below(module: Any) -> Any:
+    return module.get_base_model() if is_peft_model(module) else module
 
 
 def base_sources(part: View) -> Iterable[tuple[str, TensorInfo]]:
@@ -162,11 +165,10 @@ def _adapter_entries(part: View, adapter: str) -> list[Entry]:
     config = part.module.peft_config[adapter]
     if config.is_prompt_learning:
         return _prompt_entries(part, adapter)
-    standins = {
-        source.raw_name: torch.zeros((), dtype=source.dtype).expand(source.shape) for source in _part_sources(part)
-    }
+    sources = _sources_for(part, adapter)
+    standins = {source.raw_name: torch.zeros((), dtype=source.dtype).expand(source.shape) for source in sources}
     stored = _peft_names(part.module, standins, adapter)
-    origin = {id(tensor): source for tensor, source in zip(standins.values(), _part_sources(part), strict=True)}
+    origin = {id(tensor): source for tensor, source in zip(standins.values(), sources, strict=True)}
     prefix, clean_name = "" if is_peft_model(part.module) else PREFIX, _name_cleaner(part)
     made = {name: tensor for name, tensor in stored.items() if id(tensor) not in origin}
     group = _computed_group(part, adapter, made)
@@ -183,8 +185,28 @@ def _adapter_entries(part: View, adapter: str) -> list[Entry]:
     ]
 
 
-def _part_sources(part: View) -> list[TensorInfo]:
-    return list(part.sources.values())
+def _sources_for(part: View, adapter: str) -> list[TensorInfo]:
+    """The tensors of the model without those of its other adapters.
+
+    PEFT tells these by their adapter's name at any place: of an adapter called "0", all of layer 0 would be.
+    """
+    from peft.tuners.tuners_utils import BaseTunerLayer
+    from peft.utils.other import AuxiliaryTrainingWrapper
+
+    others, root = set(part.module.peft_config) - {adapter}, _root_steps(part.module)
+    wrapped = _paths_of_kinds(part.module, (BaseTunerLayer, AuxiliaryTrainingWrapper)) if others else frozenset()
+    named = ((name.split("."), source) for name, source in part.sources.items())
+    return [source for steps, source in named if not others or _adapter_of(steps, wrapped, root) not in others]
+
+
+def _adapter_of(steps: list[str], wrapped: frozenset[str], root: list[str]) -> str | None:
+    """The step that names the adapter, after what it trains in a layer, or last in what all layers share."""
+    path = ""
+    for index, step in enumerate(steps):
+        if path in wrapped and step not in (*TO_BASE, "token_adapter"):
+            return next(iter(steps[index + 1 :]), None)
+        path = f"{path}.{step}" if path else step
+    return steps[-1] if steps[: len(root)] != root else None
 
 
 def _name_cleaner(part: View) -> Callable[[str], str]:
@@ -198,9 +220,22 @@ def _peft_names(module: Any, state_dict: Mapping[str, Tensor], adapter: str) -> 
 
     # PEFT's "auto" would ask the Hub for the base's vocabulary, and looks at bare names only: decided in _left_out.
     result: dict[str, Tensor] = get_peft_model_state_dict(
-        module, state_dict=dict(state_dict), adapter_name=adapter, save_embedding_layers=False
+        _with_one_adapter(module, adapter),
+        state_dict=dict(state_dict),
+        adapter_name=adapter,
+        save_embedding_layers=False,
     )
     return result
+
+
+def _with_one_adapter(module: Any, adapter: str) -> Any:
+    """The module as one that has this adapter alone, with a config of its own, which PEFT writes into."""
+    twin, tuner = copy.copy(module), copy.copy(module._modules.get("base_model"))  # shallow: only these see the change
+    owner = tuner if getattr(tuner, "peft_config", None) else twin
+    if owner is tuner:
+        twin.__dict__["_modules"] = {**module._modules, "base_model": tuner}
+    owner.peft_config = {adapter: copy.copy(module.peft_config[adapter])}
+    return twin
 
 
 def _computed_group(part: View, adapter: str, made: Mapping[str, Tensor]) -> Group | None:
@@ -208,7 +243,7 @@ def _computed_group(part: View, adapter: str, made: Mapping[str, Tensor]) -> Gro
     if not made:
         return None
     base = {id(source) for _, source in base_sources(part)}
-    needed = tuple(source for source in _part_sources(part) if id(source) not in base)
+    needed = tuple(source for source in _sources_for(part, adapter) if id(source) not in base)
     prefix, clean_name = "" if is_peft_model(part.module) else PREFIX, _name_cleaner(part)
 
     def ask_peft(full: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -267,7 +302,7 @@ def _entries_left_out(part: View, chosen: Mapping[str, list[Entry]]) -> tuple[li
     """Base tensors that the adapter cannot do without: trained ones, and embeddings whose rows were added."""
     taken = {entry.source.key for entries in chosen.values() for entry in entries if entry.source is not None}
     taken |= {s.key for entries in chosen.values() for e in entries if e.group for s in e.group.sources}
-    resized = _resized_embeddings(part)
+    resized = resized_embeddings(part, _model_below(part.module))
     prefix = "" if is_peft_model(part.module) else PREFIX
     owned = {id(source) for _, source in base_sources(part)}
     extra, notes = [], []
@@ -281,53 +316,6 @@ def _entries_left_out(part: View, chosen: Mapping[str, list[Entry]]) -> tuple[li
                 f"{name}: saved with the adapter because it was {'trained' if source.trainable else 'resized'}"
             )
     return extra, tuple(notes)
-
-
-def _resized_embeddings(part: View) -> set[str]:
-    """Names of the embedding weights, when their number of rows is not the base model's."""
-    module: Any = part.module
-    model = module.get_base_model() if is_peft_model(module) else module
-    if not hasattr(model, "get_input_embeddings") or not hasattr(model, "config"):
-        return set()
-    layers = [getattr(model, ask)() for ask in ("get_input_embeddings", "get_output_embeddings") if hasattr(model, ask)]
-    own = {id(_own_layer(layer)) for layer in layers if layer is not None}
-    paths = (path for path, _, inner in walk_modules(module) if id(inner) in own)
-    names = [name for path in paths if (name := f"{path}.weight") in part.sources]
-    known = _rows_of_base(module, model)
-    return {name for name in names if known is not None and part.sources[name].shape[0] != known}
-
-
-def _own_layer(layer: Any) -> Any:
-    """The model's own layer inside PEFT's."""
-    while hasattr(layer, "base_layer") or hasattr(layer, "original_module"):
-        layer = getattr(layer, "base_layer", None) or layer.original_module
-    return layer
-
-
-def _rows_of_base(module: Any, model: Any) -> int | None:
-    """Vocabulary of the base as it was loaded: from its config on this disk, else from the layers inside the model.
-
-    `resize_token_embeddings` sets the vocabulary of the config and of the outermost module only; the decoder inside
-    still knows the number it was made with.
-    """
-    for config in module.peft_config.values():
-        place = getattr(config, "base_model_name_or_path", None)
-        if place and (known := _configured_rows(place, model)) is not None:
-            return known
-    inner = (getattr(child, "vocab_size", None) for child in model.modules() if child is not model)
-    return next((rows for rows in inner if isinstance(rows, int)), None)
-
-
-def _configured_rows(place: str, model: Any) -> int | None:
-    from transformers import AutoConfig
-
-    try:
-        on_disk = open_place(place).is_folder
-        config = AutoConfig.from_pretrained(place, local_files_only=not on_disk, trust_remote_code=False)
-    except (OSError, ValueError):
-        return None  # not on this machine: the other evidence decides
-    rows = getattr(config.get_text_config(), "vocab_size", None)
-    return rows if isinstance(rows, int) and type(config) is type(model.config) else None
 
 
 def missing_trainable(part: View, parts: Iterable[Part]) -> list[str]:

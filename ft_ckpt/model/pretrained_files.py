@@ -102,6 +102,8 @@ def write_adapter(
 
     config = copy.copy(model.peft_config[adapter])  # shallow: a copied set may be listed in another order
     config.inference_mode = True
+    if isinstance(ranks := getattr(config, "rank_pattern", None), dict):  # as PEFT writes those that AdaLoRA has found
+        config.rank_pattern = {name.removesuffix(f".{adapter}"): kept for name, kept in ranks.items()}
     if beside and isinstance(getattr(config, "init_lora_weights", None), str):
         config.init_lora_weights = True
     if base_id is not None:

@@ -112,8 +112,17 @@ def without_own_layouts(parts: Sequence[Part], is_run: bool) -> list[Part]:
     """The parts, with a note in a run's checkpoint of modules that have a `save_pretrained` of their own.
 
     Such classes (SentenceTransformer, wrappers with a value head) read nothing but the layout that they write. Raises
-    SelectionError naming them where there is nothing to be resumed.
+    SelectionError naming them where there is nothing to be resumed, and models of PEFT whose adapters it cannot read.
     """
+    stacked = {
+        type(part.module).__name__: None for part in parts if part.kind == "adapter" and _is_stacked(part.module)
+    }
+    if stacked and not is_run:
+        raise SelectionError(
+            f"{', '.join(stacked)}: adapters of several methods, or around a model that has its own, are in no layout "
+            "that PEFT or load_model reads; put all on one PeftModel with add_adapter(), merge the inner ones with "
+            "merge_and_unload(), or save a checkpoint to resume from with save_state()"
+        )
     own = {id(part): type(part.module).__name__ for part in parts if _has_own_layout(part)}
     if own and not is_run:
         inside = [path for part in parts if id(part) in own for path in _pretrained_below(part)]
@@ -129,6 +138,12 @@ def without_own_layouts(parts: Sequence[Part], is_run: bool) -> list[Part]:
 
 def _has_own_layout(part: Part) -> bool:
     return part.kind == "module" and callable(getattr(type(part.module), "save_pretrained", None))
+
+
+def _is_stacked(module: nn.Module) -> bool:
+    """Whether it is a PeftMixedModel, or has a PeftModel inside."""
+    inner = {cls.__name__ for one in module.modules() if one is not module for cls in type(one).__mro__}
+    return "PeftModel" in inner or any(cls.__name__ == "PeftMixedModel" for cls in type(module).__mro__)
 
 
 def _pretrained_below(part: Part) -> list[str]:

@@ -121,9 +121,14 @@ def test_pruned_adalora_keeps_its_rank_pattern(tmp_path):
     }
     model.base_model.resize_modules_by_rank_pattern(masks, "default")
     model.peft_config["default"].rank_pattern = masks
+    written = {f"{name}.default": kept for name, kept in masks.items()}
+    model.peft_config["default"].rank_pattern = dict(written)
     save_adapter(model, tmp_path / "ours")
+    assert model.peft_config["default"].rank_pattern == written  # PEFT shortens the names in the live config
     model.save_pretrained(tmp_path / "theirs")
     assert_same_tensors(stored(tmp_path / "ours"), stored(tmp_path / "theirs"))
+    ours, theirs = (json.loads((tmp_path / side / "adapter_config.json").read_text()) for side in ("ours", "theirs"))
+    assert ours["rank_pattern"] == theirs["rank_pattern"] == masks
     loaded = ft_ckpt.load_model(tmp_path / "ours", base=models.build("qwen3"))
     assert_agree(logits(loaded), logits(model))
 
@@ -184,6 +189,34 @@ def test_what_is_trained_in_float32_on_a_base_in_bfloat16_is_not_rounded(tmp_pat
     for name, tensor in model.state_dict().items():
         assert loaded[name].dtype == tensor.dtype, name
         assert raw(loaded[name]) == raw(tensor), name
+
+
+@pytest.mark.parametrize("name", ["0", "layers", "q_proj", "lora_A", "a/b"])
+def test_adapters_may_have_any_name(name, tmp_path):
+    """PEFT leaves out what has another adapter's name anywhere in its own: with "0" beside it, all of layer 0."""
+    model = get_peft_model(models.build("qwen3"), low_rank())
+    trained(model)
+    model.add_adapter(name, low_rank(r=2))
+    model.set_adapter(name)
+    trained(model)
+    save_adapter(model, tmp_path)
+    loaded = ft_ckpt.load_model(tmp_path, base=models.build("qwen3")).state_dict()
+    assert all(raw(tensor) == raw(loaded[name]) for name, tensor in model.state_dict().items())
+
+
+@pytest.mark.parametrize("how", ["mixed", "around another"])
+def test_models_of_peft_that_it_cannot_read_are_refused(how, tmp_path):
+    """Their adapters would have names that PEFT passes over without a word; a run keeps them."""
+    model = get_peft_model(models.build("qwen3"), low_rank(), mixed=how == "mixed")
+    if how != "mixed":
+        model = get_peft_model(model, low_rank(target_modules=["k_proj"]), adapter_name="outer")
+    with pytest.raises(errors.SelectionError, match=r"Peft\w+: adapters of several methods.*add_adapter"):
+        save_adapter(model, tmp_path / "out")
+    want = {name: raw(tensor) for name, tensor in trained(model).state_dict().items()}
+    CheckpointSaver().save_state(model, tmp_path / "run")
+    trained(model)
+    CheckpointSaver().resume(tmp_path / "run", model=model)
+    assert {name: raw(tensor) for name, tensor in model.state_dict().items()} == want
 
 
 def test_replaced_embeddings_that_stay_tied_come_back(tmp_path):
