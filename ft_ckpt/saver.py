@@ -199,7 +199,7 @@ class CheckpointSaver:
         while epochs is None or feed.epoch < epochs:
             # Anew: the run may have been taken back.
             feed = self.place_in(loader, replay)
-            batches = feed.batches()
+            batches = self._saves.read_until_signal(feed.batches())
             yield from batches if self._rehearsal is None else self._rehearsal.watch_batches(batches)
             if self.config.every is not None and self.config.every.epochs:
                 self._saves.save_if_due({})

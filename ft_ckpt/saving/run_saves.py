@@ -2,7 +2,7 @@
 
 import time
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -67,6 +67,17 @@ class RunSaves:
             try_action(lambda: self._finish_uploads(LONGEST_EXIT_SECONDS))
             raise SystemExit(exit_code(reason, every.exit_code if every else None))
         return report
+
+    def read_until_signal(self, batches: Iterator[Any]) -> Iterator[Any]:
+        """The batches. Where a signal for all processes of a job has ended the workers that read them, a run that is
+        alone is saved as it was after the last step, and the process exits (SystemExit).
+        """
+        try:
+            yield from batches
+        except RuntimeError:
+            if self.run.poll.is_signalled and self._current_ranks().size == 1:
+                self.save_if_due({})
+            raise
 
     @as_in_training
     def save_last(self) -> None:

@@ -49,6 +49,11 @@ class ClockPoll:
         self._next_step, self._goes_on = told.next_step, told.goes_on
         return told.signal or told.reason
 
+    @property
+    def is_signalled(self) -> bool:
+        """Whether this rank has heard a signal to save and end."""
+        return self._watch.received is not None
+
     def close(self) -> None:
         """Give signals back to whoever had them."""
         self._watch.close()

@@ -13,6 +13,7 @@ from types import FrameType
 from typing import Any
 
 DUPLICATE_SECONDS = 1.0
+_LOADERS = "torch.utils.data._utils.signal_handling"  # where a loader hears that a worker of its own has ended
 _watches: "weakref.WeakSet[SignalWatch]" = weakref.WeakSet()
 
 
@@ -69,7 +70,7 @@ class SignalWatch:
     def _restore_handlers(self) -> None:
         self._is_over = True
         for number, previous in self._previous.items():
-            if signal.getsignal(number) == self._on_signal:
+            if signal.getsignal(number) in (self._on_signal, self._pass_over):
                 signal.signal(number, _still_in_force(number, previous))
 
     def _on_signal(self, number: int, _frame: FrameType | None) -> None:
@@ -78,9 +79,23 @@ class SignalWatch:
             os.kill(os.getpid(), number)
         elif self.received is None:
             self.received = signal.Signals(number).name
+            self._let_workers_end()
             with suppress(RuntimeError):  # no more threads: a second signal is then ignored
                 # Not a threading.Timer: starting one takes a lock that the code interrupted here may hold.
                 _thread.start_new_thread(self._let_kill, (DUPLICATE_SECONDS,))
+
+    def _let_workers_end(self) -> None:
+        """Let the step be done that is under way, though the same signal has ended the workers of its loader.
+
+        Schedulers send signals to all processes of a job, and torch raises an error wherever it hears of such an end.
+        """
+        heard = signal.getsignal(signal.SIGCHLD)
+        if getattr(heard, "__module__", None) == _LOADERS:
+            self._previous[signal.SIGCHLD] = heard
+            signal.signal(signal.SIGCHLD, self._pass_over)
+
+    def _pass_over(self, number: int, frame: FrameType | None) -> None:
+        """Nothing is done about it."""
 
     def _let_kill(self, after_seconds: float) -> None:
         """Give the signals back to the system, which acts even while the main thread is not running Python.

@@ -10,6 +10,7 @@ import threading
 import time
 
 import pytest
+from launch import run_python
 from signals_heard import hear_interrupts
 
 from ft_ckpt.training import signals
@@ -173,3 +174,31 @@ def test_exit_codes():
     from ft_ckpt.schedule import SIGNALS
 
     assert set(written) == set(SIGNALS)
+
+
+WITH_WORKER = """
+import os, subprocess, sys, threading, time, torch
+from multiprocessing import active_children
+from training import prepared, learn, QUIET
+from ft_ckpt import CheckpointSaver, Every
+class Rows(torch.utils.data.Dataset):
+    def __len__(self): return 100
+    def __getitem__(self, index): time.sleep(60 * (index > 20)); return torch.ones(2, 3)
+def signal_all():  # from another process: what a parent sends them ends loader workers without an error
+    subprocess.run(["kill", "-TERM", str(os.getpid()), *(str(child.pid) for child in active_children())])
+run = prepared()
+loader = torch.utils.data.DataLoader(Rows(), batch_size=None, num_workers=1)
+with CheckpointSaver(run.accelerator, sys.argv[1], every=Every(), **QUIET) as saver:
+    for rows in saver.remaining(loader):
+        learn(run, rows)
+        if saver.progress.step == 4 and sys.argv[2] == "in a step": signal_all(); time.sleep(0.5)
+        saver.step()
+        if saver.progress.step == 20: threading.Timer(0.5, signal_all).start()
+"""
+
+
+@pytest.mark.parametrize(("when", "saved"), [("in a step", 5), ("while a batch is awaited", 21)])
+def test_a_signal_for_all_processes_of_a_job_ends_the_workers_too(tmp_path, when, saved):
+    ended = run_python(WITH_WORKER, tmp_path, when)
+    assert ended.returncode == 143, ended.stderr
+    assert [path.name for path in tmp_path.iterdir()] == [f"checkpoint-{saved}"]
