@@ -14,7 +14,8 @@ from ft_ckpt.distributed.tensor_info import Source, TensorInfo
 from ft_ckpt.model.entries import Entry
 from ft_ckpt.training import state as training
 from ft_ckpt.training.exchange import decide_together
-from ft_ckpt.training.items import Item, Key, check_same_items, known_sources, optimizers_among, with_extra_state
+from ft_ckpt.training.extra_state import with_allocations, with_extra_state
+from ft_ckpt.training.items import Item, Key, check_same_items, known_sources, optimizers_among
 from ft_ckpt.training.optimizer_protocol import Description
 from ft_ckpt.training.signature import PlanCache, Signature, Signer
 from ft_ckpt.training.state import Document, EveryState, LocalState, TrainingState
@@ -139,8 +140,8 @@ def _look_at_run(objects: Objects, ranks: Ranks, cache: PlanCache) -> _Look:
             signer.note_model(item.value, item.name)
         elif item.kind == "optimizer":
             signer.note_optimizer(item.value)
-    if signer.is_opaque:  # else all modules list what every module does
-        objects = replace(objects, items=with_extra_state(objects.model, objects.items))
+    beside = with_extra_state if signer.is_opaque else with_allocations  # else modules list what every module does
+    objects = replace(objects, items=beside(objects.model, objects.items))
     local = training.describe_objects(objects.items, objects.own, digest=ranks.size > 1)
     trees = {**local.facts["own"], **{n: fact for n, fact in local.facts["items"].items() if "leaves" in fact}}
     signer.note_fact({name: fact["leaves"] for name, fact in trees.items()})

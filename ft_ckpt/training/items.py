@@ -87,19 +87,6 @@ def main_model(accelerator: Any, registered: Mapping[str, Any]) -> nn.Module | N
     return next((model for model in models if bare_identity(model) not in named), models[0] if models else None)
 
 
-def with_extra_state(model: nn.Module, items: Sequence[Item]) -> list[Item]:
-    """`items`, and one for each model of the run whose modules list more than parameters and buffers."""
-    models = [("", model), *((item.name, item.value) for item in items if item.kind == "model")]
-    return [
-        *items,
-        *(
-            Item(f"{EXTRA_STATE} of {name}" if name else EXTRA_STATE, "object", ExtraState(one))
-            for name, one in models
-            if live_sources.added_state_of(one)
-        ),
-    ]
-
-
 def object_signatures(
     accelerator: Any, registered: Mapping[str, Any], found: Callable[[], Mapping[Key, Source]]
 ) -> Signatures:

@@ -23,6 +23,7 @@ from ft_ckpt.training import rank_state, resume, state
 from ft_ckpt.training.accelerate_run import LiveRun, fit_point
 from ft_ckpt.training.capture import Captured, Objects
 from ft_ckpt.training.exchange import decide_together, hear_leader
+from ft_ckpt.training.extra_state import with_extra_state
 from ft_ckpt.training.feeds import DataPositions
 from ft_ckpt.training.gradients import StepWatch
 from ft_ckpt.training.items import (
@@ -36,7 +37,6 @@ from ft_ckpt.training.items import (
     plain_optimizers,
     refuse_unsaveable,
     run_items,
-    with_extra_state,
 )
 from ft_ckpt.training.polling import ClockPoll
 from ft_ckpt.training.rank_state import OnRank
