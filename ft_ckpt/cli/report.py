@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ft_ckpt.checkpoint import catalog
+from ft_ckpt.checkpoint.manifest import MANIFEST_NAME
 from ft_ckpt.cli import views
 from ft_ckpt.cli.arguments import run_folder
 from ft_ckpt.cli.options import JsonOption
@@ -46,6 +47,8 @@ def report_command(
     from ft_ckpt.cli.report_facts import gather_facts
 
     infos = catalog.run_checkpoints(run)
+    if not infos and run.folder.stat(MANIFEST_NAME) is not None:
+        raise NotACheckpointError(f"{run}: a checkpoint, expected the folder of a run; `ft-ckpt show` shows one")
     if not infos:
         raise NotACheckpointError(catalog.why_no_checkpoint(run.folder))
     facts = gather_facts(run, views.ranked_metrics(infos), comparisons=drift)

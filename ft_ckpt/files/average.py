@@ -90,7 +90,7 @@ def normalized_weights(weights: Sequence[float] | None, count: int) -> list[floa
             f"{_counted(count, 'source')} given: an average is of two or more; give more, or last= and a run"
         )
     given = [1.0] * count if weights is None else [float(weight) for weight in weights]
-    if len(given) != count or not all(map(math.isfinite, given)) or not sum(given):
+    if len(given) != count or not all(map(math.isfinite, [*given, sum(given)])) or not sum(given):
         raise ConfigError(f"weights={list(weights or ())}: expected {count} finite numbers whose sum is not 0")
     return [weight / sum(given) for weight in given]
 

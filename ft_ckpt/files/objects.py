@@ -3,14 +3,13 @@
 import gc
 from collections.abc import Iterable, Iterator
 from contextlib import closing, contextmanager
-from itertools import islice
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import numpy as np
 import torch
 
-from ft_ckpt.checkpoint.catalog import load_manifest
+from ft_ckpt.checkpoint.listed_file import listing_manifest
 from ft_ckpt.checkpoint.manifest import MANIFEST_NAME
 from ft_ckpt.devices.accelerators import is_accelerator
 from ft_ckpt.devices.copies import host_pieces
@@ -115,14 +114,11 @@ def load(
 
 def _check_listed(source: Readable, place: Place) -> None:
     """Compare a file that has no digests with the manifest beside it. Raises ConfigError where none lists it."""
-    called = place.last_step
-    for store, name in islice(place.folders_around(), 1, None):
-        if store.stat(MANIFEST_NAME) is not None:
-            record = {record.path: record for record in load_manifest(store).files}.get(name)
-            if record is not None:
-                if digest_of_open(source, record) != record.digest:
-                    raise CorruptError(f"{called} is damaged (its digest differs); use another copy of the file")
-                return
+    called, found = place.last_step, listing_manifest(place)
+    if found is not None:
+        if digest_of_open(source, found[2]) != found[2].digest:
+            raise CorruptError(f"{called} is damaged (its digest differs); use another copy of the file")
+        return
     raise ConfigError(
         f"verify=True: {called} has no digests, and no {MANIFEST_NAME} beside it lists it; leave verify out, or "
         "save it as HDF5, which has them"

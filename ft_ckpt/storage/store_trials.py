@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from ft_ckpt.errors import CheckpointError, CorruptError, NameTakenError
 from ft_ckpt.storage.buffers import BLOCK_BYTES, new_block
 from ft_ckpt.storage.folder_trials import Ability
+from ft_ckpt.storage.local_store import LocalStore
 from ft_ckpt.storage.owners import new_owner
 from ft_ckpt.storage.placing import PREFIX
 from ft_ckpt.storage.read_ahead import ByteRun, read_ahead
@@ -52,10 +53,14 @@ def measure_speed(store: Store, size_bytes: int) -> StoreSpeed:
 def _hidden_room(store: Store) -> Iterator[Store]:
     """A new hidden folder in `store`, which is gone after the block."""
     name = f"{PREFIX}doctor-{new_owner()}"
+    room = store.within(name)
     try:
-        yield store.within(name)
+        yield room
     finally:
-        store.delete([each.name for each in store.list(name)])
+        if isinstance(room, LocalStore):
+            room.delete_all()  # the folder too, of which nothing may have been written
+        else:
+            room.delete([each.name for each in room.list()])
 
 
 def _tried_there(name: str, trial: Callable[[Store], str], room: Store) -> Ability:

@@ -18,9 +18,10 @@ from ft_ckpt import verify
 from ft_ckpt.checkpoint.commit import check_target
 from ft_ckpt.checkpoint.manifest import MANIFEST_NAME
 from ft_ckpt.cli import main
-from ft_ckpt.errors import TargetError
-from ft_ckpt.storage import folder_trials, local_disk
+from ft_ckpt.errors import NoSpaceError, TargetError
+from ft_ckpt.storage import folder_trials, local_disk, store_trials
 from ft_ckpt.storage.folder_trials import MountedFrom, mount_of, try_folder
+from ft_ckpt.storage.local_store import LocalStore
 from ft_ckpt.storage.store_trials import try_store
 
 CAN_MOUNT = os.geteuid() == 0 and os.path.exists("/dev/fuse") and shutil.which("bindfs")  # noqa: PTH110
@@ -172,6 +173,17 @@ def test_a_bucket_can_do_all_and_one_without_conditions_is_not_safe(monkeypatch,
     found = try_store(Careless(bucket))
     assert [each.name for each in found if not each.works] == ["creating what is new only"]
     assert "a second writer replaced the first" in next(each.detail for each in found if not each.works)
+
+
+def test_a_measurement_that_finds_no_room_leaves_nothing(monkeypatch, tmp_path):
+    def make_folder_only(room, size_bytes):
+        room.folder.mkdir()
+        raise NoSpaceError("full")
+
+    monkeypatch.setattr(store_trials, "_write_large", make_folder_only)
+    with pytest.raises(NoSpaceError):
+        store_trials.measure_speed(LocalStore(tmp_path), 1 << 20)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_trials_leave_nothing(tmp_path):

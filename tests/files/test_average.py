@@ -152,6 +152,7 @@ def test_of_a_run_and_no_moment_of_it(tmp_path):
         (2, {"weights": [1]}, "expected 2 finite numbers"),
         (2, {"weights": [1, -1]}, "whose sum is not 0"),
         (2, {"weights": [1, float("nan")]}, "finite"),
+        (2, {"weights": [1e308, 1e308]}, "finite"),
         (2, {"last": 2}, "last=2 with 2 sources: expected one run's folder"),
         (1, {"last": 4}, "1 valid checkpoint"),
     ],
