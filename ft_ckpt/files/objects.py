@@ -92,9 +92,10 @@ def load(
     read, of other files at once, as the manifest beside the file has them, or the checksums in a torch file. `format`
     is found from the content. Raises
     CorruptError for a file that is damaged, incomplete or would run code, FileNotFoundError where there is none,
-    ConfigError where there is nothing to verify it with.
+    ConfigError where there is nothing to verify it with, or for a device that is not here.
     """
     place = open_place(path)
+    _refuse_device(map_location)
     with _no_collection(), damaged_input(place.last_step):
         raw = RawFile(place.open())
         known = detect_format(raw) if format is None else _object_format(format)
@@ -110,6 +111,16 @@ def load(
         if not (file.readers or is_accelerator(device) or (mapped and file.raw.can_map)):
             file.raw.read_in()  # by several threads, into memory nothing has touched
         return _restore_object(file, device)
+
+
+def _refuse_device(map_location: str | torch.device | None) -> None:
+    """Raise ConfigError for a device that torch does not have here: no file is to blame for that."""
+    try:
+        if map_location is not None:
+            torch.empty(0, device=torch.device(map_location))
+    except (AssertionError, RuntimeError, TypeError) as error:
+        reason = str(error).splitlines()[0]
+        raise ConfigError(f"map_location={map_location!r}: {reason}; give a device of this machine") from error
 
 
 def _check_listed(source: Readable, place: Place) -> None:

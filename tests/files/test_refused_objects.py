@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from ft_ckpt.errors import SelectionError
+from ft_ckpt.errors import ConfigError, SelectionError
 from ft_ckpt.files.objects import load, save
 
 Point = namedtuple("Point", "x y")
@@ -64,3 +64,11 @@ def test_tensors_not_yet_read_are_written_to_a_torch_file(container, tmp_path):
     save({"w": torch.arange(5000.0)}, tmp_path / "x.h5")
     save(container(load(tmp_path / "x.h5")["w"]), tmp_path / "x.pt")
     assert repr(torch.load(tmp_path / "x.pt", weights_only=True)) == repr(container(torch.arange(5000.0)))
+
+
+@pytest.mark.parametrize("suffix", [".h5", ".safetensors", ".pt"])
+@pytest.mark.parametrize("device", ["nonsense", "cpu:x", "cuda:99"])
+def test_a_device_that_is_not_here_is_no_damage_of_the_file(device, suffix, tmp_path):
+    save({"w": torch.ones(2)}, tmp_path / f"x{suffix}")
+    with pytest.raises(ConfigError, match=f"map_location='{device}'"):
+        load(tmp_path / f"x{suffix}", device)
