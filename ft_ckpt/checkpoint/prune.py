@@ -166,10 +166,10 @@ def _created_seconds(store: Store, created: str) -> float:
     """Unix time of an ISO 8601 text, UTC where it names no zone; of the manifest's last change when it is none."""
     try:
         then = datetime.fromisoformat(created.replace("Z", "+00:00"))
-    except ValueError:
+        return (then.astimezone(timezone.utc) if then.tzinfo else then.replace(tzinfo=timezone.utc)).timestamp()
+    except (OverflowError, ValueError):
         found = store.stat(MANIFEST_NAME)
         return 0.0 if found is None else found.modified
-    return (then if then.tzinfo else then.replace(tzinfo=timezone.utc)).timestamp()
 
 
 def _run_plan(root: Place, planned: Callable[[RunFolder], PrunePlan], *, dry_run: bool = False) -> PruneReport:

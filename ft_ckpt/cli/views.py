@@ -220,15 +220,15 @@ def human_shape(shape: tuple[int, ...]) -> str:
 def human_moment(created: str) -> str:
     """An ISO 8601 time to the second, in UTC; the text itself when it is none."""
     then = _parse_moment(created)
-    return created if then is None else f"{then.astimezone(timezone.utc):%Y-%m-%d %H:%M:%S} UTC"
+    return created if then is None else f"{then:%Y-%m-%d %H:%M:%S} UTC"
 
 
 def _parse_moment(created: str) -> datetime | None:
     try:
         then = datetime.fromisoformat(created.replace("Z", "+00:00"))
-    except ValueError:
+        return then.astimezone(timezone.utc) if then.tzinfo else then.replace(tzinfo=timezone.utc)
+    except (OverflowError, ValueError):  # no time, or one that is out of all years in UTC
         return None
-    return then if then.tzinfo else then.replace(tzinfo=timezone.utc)
 
 
 def _age_text(created: str) -> str:

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from faults import save_with_state
+from faults import rewrite_manifest, save_with_state
 
 RUN = [sys.executable, "-c", "from ft_ckpt.cli import main; main()"]
 
@@ -73,3 +73,12 @@ def test_closed_output_is_no_error(run):
     done = subprocess.run(f'exec {sys.executable} -c "{RUN[2]}" ls . >&-', shell=True, cwd=run, check=False,
                           stderr=subprocess.PIPE)  # fmt: skip
     assert (done.returncode, done.stderr) == (0, b"")
+
+
+@pytest.mark.parametrize("words", [["ls"], ["report", "--json"], ["prune", "--daily", "1", "--dry-run"]])
+def test_times_out_of_all_years_end_no_command(words, run):
+    rewrite_manifest(run / "checkpoint-1", lambda document: document.update(created="0001-01-01T00:00:00+14:00"))
+    code, output, errors = printed(words[0], run, *words[1:])
+    assert (code, errors) == (0, b"")
+    assert b"checkpoint-1" in output
+    assert printed("show", run / "checkpoint-1")[0] == 0
