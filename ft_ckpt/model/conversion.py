@@ -92,9 +92,15 @@ def cast_entries(entries: Sequence[Entry], module: nn.Module, dtype: str) -> tup
     target = _config_dtype(module) if dtype == "config" else getattr(torch, dtype)
     if target is None:
         return tuple(entries)
+    kept = kept_in_float32(module, target)
+    return tuple(_cast_one(entry, target, kept) for entry in entries)
+
+
+def kept_in_float32(module: nn.Module, target: torch.dtype) -> tuple[str, ...]:
+    """Steps of the names of tensors that the model's class keeps in float32 when the rest is in `target`."""
     strict = tuple(getattr(module, "_keep_in_fp32_modules_strict", None) or ())
     half = tuple(getattr(module, "_keep_in_fp32_modules", None) or ()) if target == torch.float16 else ()
-    return tuple(_cast_one(entry, target, (*strict, *half)) for entry in entries)
+    return (*strict, *half)
 
 
 def _cast_one(entry: Entry, target: torch.dtype, keep: tuple[str, ...]) -> Entry:

@@ -13,10 +13,11 @@ from torch import nn
 
 from ft_ckpt.distributed.tensor_info import TensorInfo
 from ft_ckpt.distributed.wrappers import unwrap, walk_modules
-from ft_ckpt.errors import IncompleteError, SelectionError, UnknownAttributeError
+from ft_ckpt.errors import IncompleteError, SelectionError, UnknownAttributeError, listing
+from ft_ckpt.formats.dtypes import dtype_name, dtype_of
 from ft_ckpt.formats.pytree_json import dump_object
-from ft_ckpt.model.conversion import cast_entries, converted_entries
-from ft_ckpt.model.entries import Entry, Part, unchanged_entry
+from ft_ckpt.model.conversion import cast_entries, converted_entries, kept_in_float32
+from ft_ckpt.model.entries import Entry, Part, main_dtype, unchanged_entry
 
 
 @dataclass(frozen=True, eq=False)
@@ -93,7 +94,18 @@ def model_part(part: View, name: str, path: str, dtype: str) -> Part:
     passed = tuple(source for source in part.sources.values() if source.key not in taken)
     extra = dump_object(dict(part.extra), name or type(part.module).__name__) if part.extra else None
     where = Part(name, path, kind, part.module, made, ties=ties, doubtful=doubtful, notes=notes)
-    return replace(where, passed=passed, extra=extra)
+    notes += _rounded_by_others(where) if hugging_face else ()
+    return replace(where, passed=passed, extra=extra, notes=notes)
+
+
+def _rounded_by_others(part: Part) -> tuple[str, ...]:
+    """A note of tensors that plain `from_pretrained` rounds: it makes a model in the one type that the config says."""
+    said = dtype_of(main_dtype(part))
+    kept = kept_in_float32(part.module, said)
+    wide = [one.name for one in part.entries if one.dtype.is_floating_point and one.dtype.itemsize > said.itemsize]
+    rounded = [name for name in wide if not set(kept).intersection(name.split("."))]
+    says = f"in more than the config's {dtype_name(said)}, to which plain from_pretrained rounds; load_model does not"
+    return (f"{listing(rounded, ', ')}: {says}",) if rounded else ()
 
 
 def is_pretrained(module: nn.Module) -> bool:

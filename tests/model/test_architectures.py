@@ -69,6 +69,7 @@ def test_types_that_are_mixed_come_back(name, layout, tmp_path):
     for parameter in model.parameters():
         parameter.data = parameter.data.bfloat16() if parameter.ndim > 1 else parameter.data + 1e-6
     want = {name: (tensor.dtype, raw(tensor)) for name, tensor in model.state_dict().items()}
-    CheckpointSaver().save(model, tmp_path / "out", format=layout)
+    report = CheckpointSaver().save(model, tmp_path / "out", format=layout)
+    assert any("norm" in note and "config's bfloat16" in note for note in report.notes)
     loaded = ft_ckpt.load_model(tmp_path / "out").state_dict()
     assert {name: (tensor.dtype, raw(tensor)) for name, tensor in loaded.items()} == want
