@@ -18,7 +18,7 @@ def resume_run(
     overwritten. Else that is done while the files are read, which are read once then. `allow` and errors as for
     `CheckpointSaver.resume`.
     """
-    allowed = allow if isinstance(allow, bool) else frozenset(allow)
+    allowed = allow if isinstance(allow, bool) else frozenset([allow] if isinstance(allow, str) else allow)
     while True:
         with ExitStack() as stack:
             point, branch = open_agreed(wanted, ranks, stack)
