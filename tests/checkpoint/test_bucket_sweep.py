@@ -156,8 +156,8 @@ def test_damaged_ones_take_no_place(bucket):
 
 
 def test_room_is_made_for_the_one_to_come(bucket):
-    assert make_room(Place(bucket), Keep(last=4), 5).dropped == (f"{bucket.url}/checkpoint-1",)
-    assert make_room(Place(bucket), Keep(last=1, state=Keep(last=1)), 5).kept == {
+    assert make_room(Place(bucket), Keep(last=4), 5, run_id="mine").dropped == (f"{bucket.url}/checkpoint-1",)
+    assert make_room(Place(bucket), Keep(last=1, state=Keep(last=1)), 5, run_id="mine").kept == {
         f"{bucket.url}/checkpoint-4": ("newest valid",)
     }
 
