@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from ft_ckpt.distributed.added_state import wrapper_steps
 from ft_ckpt.distributed.tensor_info import TensorInfo
-from ft_ckpt.distributed.wrappers import walk_modules
+from ft_ckpt.distributed.wrappers import user_class, walk_modules
 from ft_ckpt.errors import IncompleteError, NotAnAdapterError, SelectionError, listing
 from ft_ckpt.model.added_rows import resized_embeddings
 from ft_ckpt.model.conversion import cast_entries
@@ -230,11 +230,19 @@ def _peft_names(module: Any, state_dict: Mapping[str, Tensor], adapter: str) -> 
 
 def _with_one_adapter(module: Any, adapter: str) -> Any:
     """The module as one that has this adapter alone, with a config of its own, which PEFT writes into."""
-    twin, tuner = copy.copy(module), copy.copy(module._modules.get("base_model"))  # shallow: only these see the change
-    owner = tuner if getattr(tuner, "peft_config", None) else twin
-    if owner is tuner:
-        twin.__dict__["_modules"] = {**module._modules, "base_model": tuner}
+    owner = twin = _twin_of(module)
+    tuner = module._modules.get("base_model")
+    if tuner is not None and getattr(tuner, "peft_config", None):
+        owner = _twin_of(tuner)
+        twin.__dict__["_modules"] = {**module._modules, "base_model": owner}
     owner.peft_config = {adapter: copy.copy(module.peft_config[adapter])}
+    return twin
+
+
+def _twin_of(module: nn.Module) -> Any:
+    """A shallow copy; of the user's class, since FSDP2's makes no object without its arguments."""
+    twin: Any = object.__new__(user_class(type(module)))
+    vars(twin).update(vars(module))
     return twin
 
 
@@ -264,7 +272,7 @@ def _prompt_entries(part: View, adapter: str) -> list[Entry]:
             part.module.prompt_encoder[adapter],
             {s.name[s.name.index(inside) + len(inside) :]: full[s.name] for s in needed},
         )
-        model = copy.copy(part.module)  # a shallow copy: only this one sees the rebuilt encoder
+        model = _twin_of(part.module)  # only this one sees the rebuilt encoder
         model.__dict__["_modules"] = {**model._modules, "prompt_encoder": nn.ModuleDict({adapter: encoder})}
         with torch.no_grad():
             stored = _peft_names(model, {s.raw_name: torch.zeros(1) for s in others.values()}, adapter)
