@@ -117,7 +117,8 @@ def _plan_sync(here: Listing, there: Listing, goal: Place, *, delete: bool) -> _
     for info in reversed(here.found):
         _plan_one(plan, info, known.get(info.name), goal, delete=delete)
     if delete:
-        runs = {info.manifest.run_id for info in here.found} - {None}
+        # A run's export lies wherever somebody has put it: only checkpoints of the run tell that this is its place.
+        runs = {info.manifest.run_id for info in here.found if not info.manifest.export} - {None}
         extra = [info for info in there.found if info.name not in names and not info.manifest.export]
         plan.drop += [info.name for info in extra if info.manifest.run_id in runs]
     return plan

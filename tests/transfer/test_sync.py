@@ -82,6 +82,16 @@ def test_deletions_follow_the_source_only_if_asked(tmp_path, there):
     assert all(verify(Place(there.folder, name)).ok for name in names(there))
 
 
+def test_an_export_does_not_tell_that_a_folder_is_the_runs(tmp_path, there):
+    """Somebody's copy of the final weights, synced with delete=True, is no reason to delete the run's checkpoints."""
+    save_small(tmp_path / "run", 1, 2)
+    sync(tmp_path / "run", there)
+    save_of(tmp_path / "other" / "final", run_id="r", export=True)
+    report = sync(tmp_path / "other", there, delete=True)
+    assert (report.missing, report.dropped) == (("final",), ())
+    assert set(names(there)) == {"checkpoint-1", "checkpoint-2", "final"}
+
+
 def test_a_step_that_was_saved_anew_is_replaced_and_another_runs_never(tmp_path, there):
     run = tmp_path / "run"
     save_small(run, 1, 2)
