@@ -6,6 +6,7 @@ tensors are filled in the order of their bytes, read ahead by threads, past the 
 
 import math
 import os
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from itertools import product
@@ -58,6 +59,7 @@ def fill_all(wanted: Iterable[WantedTensor], threads: int = THREADS, direct: str
     check_all(asked)
     landings: dict[ByteRun, Landing] = {}
     due: dict[int, FileProof] = {}
+    wanted_bytes: Counter[int] = Counter()
     others = []
     for one in asked:
         found = _landings_of_box(one)
@@ -68,6 +70,10 @@ def fill_all(wanted: Iterable[WantedTensor], threads: int = THREADS, direct: str
         proof = due_proof(one.file)
         if proof is not None:
             due.update({id(run.file): proof for run in found if run.file.size_bytes == proof.record.size_bytes})
+        for run in found:
+            wanted_bytes[id(run.file)] += run.size_bytes
+    for file, proof in due.items():
+        proof.widen_for(wanted_bytes[file])
     return read_runs(landings, threads, direct, due) + sum(fill_tensor(one) for one in others)
 
 

@@ -1,8 +1,10 @@
 """Files that are compared with their digests while they are read, each part of them once, by ranks together.
 
 A file has a digest of what each rank wrote of it, and one of these. So whoever reads takes the digests of some writers'
-parts, best of those that it reads anyway, and these are compared when all are in. Bytes have gone to their places by
-then: whoever reads so asks for the outcome, and throws away what was made of a damaged file.
+parts, best of those that it reads anyway, and these are compared when all are in. Who reads most of a file compares all
+of it as well, and tells only what is wrong: what one machine has of a file in its page cache may be damaged where that
+of others is not. Bytes have gone to their places by then: whoever reads so asks for the outcome, and throws away what
+was made of a damaged file.
 """
 
 import sys
@@ -38,30 +40,36 @@ class FileProof:
     open_file: Callable[[], Readable]
     owners: range
     found: PartDigests | None = None
-    failure: str | None = None  # why the file cannot be read
+    failure: str | None = None  # what is wrong with the file, as far as it shows here
+    is_wide: bool = False  # all of the file is compared here, whoever else does
 
     @property
     def is_due(self) -> bool:
-        """Whether nobody has taken the digests yet."""
+        """Whether the digests are still to be taken."""
         return self.found is None and self.failure is None
+
+    @property
+    def taken(self) -> range:
+        """The ranks of whose parts digests are taken here."""
+        return range(self.record.ranks) if self.is_wide else self.owners
+
+    def widen_for(self, wanted_bytes: int) -> None:
+        """Compare all of the file, if so many of its bytes are to be read here that the others cost little."""
+        self.is_wide = self.is_wide or wanted_bytes * 4 > self.record.size_bytes * 3
 
     @property
     def parts(self) -> Iterator[tuple[int, int, int]]:
         """What is to be read for it, in the order of the file: first byte, the one behind the last, who wrote it."""
-        return owned_parts(self.record.cuts, self.record.size_bytes, self.owners)
+        return owned_parts(self.record.cuts, self.record.size_bytes, self.taken)
 
     def read_now(self) -> None:
         """Read what is to be read, if the digests are still due."""
-        if not self.is_due:
+        if not (self.is_due and self.taken):
             return
         digest = PassingDigest(self)
         try:
             with closing(self.open_file()) as file:
-                if self.record.size_bytes < _AHEAD_BYTES:
-                    digest.take(0, memoryview(read_range(file, 0, file.size_bytes)))
-                else:
-                    for part in read_ahead(ByteRun("", file, low, high - low) for low, high, _ in self.parts):
-                        digest.take(part.start, part.content)
+                digest.take_from(file)
         except (MissingError, UnreadableError) as error:
             self.failure = f"{self.record.path}: unreadable ({reason_of(error)})"
         except CorruptError as error:
@@ -75,7 +83,7 @@ class PassingDigest:
 
     def __init__(self, proof: FileProof) -> None:
         self.proof, self.parts = proof, proof.parts
-        self.states = {owner: new_digest() for owner in proof.owners}
+        self.states = {owner: new_digest() for owner in proof.taken}
         self.at, self.stop, self.owner = next(self.parts, _NO_PART)
 
     def take(self, start: int, content: memoryview) -> None:
@@ -88,19 +96,31 @@ class PassingDigest:
             if high == self.stop:
                 self.at, self.stop, self.owner = next(self.parts, _NO_PART)
 
+    def take_from(self, file: Readable) -> None:
+        """All bytes, read for it. Raises CorruptError for a file of another size, and as reading does."""
+        proof, size_bytes = self.proof, self.proof.record.size_bytes
+        if file.size_bytes != size_bytes:
+            raise CorruptError(f"{file.size_bytes:,} bytes, expected {size_bytes:,}")
+        if size_bytes < _AHEAD_BYTES:
+            self.take(0, memoryview(read_range(file, 0, size_bytes)))
+            return
+        for part in read_ahead(ByteRun("", file, low, high - low) for low, high, _ in proof.parts):
+            self.take(part.start, part.content)
+
     def conclude(self) -> None:
         """All bytes have come by."""
-        proof = self.proof
-        proof.found = PartDigests(
-            proof.record.path, proof.owners.start, tuple(state.hexdigest() for state in self.states.values())
-        )
+        proof, record = self.proof, self.proof.record
+        digests = {owner: state.hexdigest() for owner, state in self.states.items()}
+        proof.found = PartDigests(record.path, proof.owners.start, tuple(digests[owner] for owner in proof.owners))
+        if proof.is_wide:
+            proof.failure = digest_problem(record, _file_digest([*digests.values()]))
 
 
 def share_proofs(proofs: Collection[FileProof], number: int, count: int) -> list[FileProof]:
     """Those of whole files that the `number`th of `count` ranks makes, cut down to the parts that it makes.
 
     Of a file that at least as many ranks wrote, each has the parts of neighbours: on the same ranks, its own. Others
-    are dealt out, the largest first.
+    are dealt out, the largest first, and some ranks have nothing to compare of them but what they read most of.
     """
     mine, dealt = [], 0
     for proof in sorted(proofs, key=lambda one: (-one.record.size_bytes, one.record.path)):
@@ -109,13 +129,12 @@ def share_proofs(proofs: Collection[FileProof], number: int, count: int) -> list
         if writers < count:
             place = (number - dealt) % count
             owners, dealt = range(place, place + 1) if place < writers else range(0), dealt + writers
-        if owners:
-            mine.append(FileProof(proof.record, proof.open_file, owners))
+        mine.append(FileProof(proof.record, proof.open_file, owners))
     return mine
 
 
 def read_late(proofs: Collection[FileProof]) -> tuple[tuple[PartDigests, ...], tuple[str, ...]]:
-    """The digests of all proofs, and why files cannot be read; those still due are read for it, several at once."""
+    """The digests of all proofs, and what is wrong with files here; those due are read for it, several at once."""
     with ThreadPoolExecutor(min(8, cpu_count() or 1)) as pool:  # hashing and reading both let other threads run
         list(pool.map(FileProof.read_now, proofs))
     found = tuple(proof.found for proof in proofs if proof.found is not None)
@@ -125,7 +144,7 @@ def read_late(proofs: Collection[FileProof]) -> tuple[tuple[PartDigests, ...], t
 def compare_digests(
     records: Collection[FileRecord], found: Sequence[PartDigests], failures: Sequence[str]
 ) -> list[str]:
-    """What is wrong with files, a line each: the `failures` to read some, and digests that are not their records'."""
+    """What is wrong with files, a line each: the `failures` of ranks, and digests that are not their records'."""
     digests: dict[str, dict[int, str]] = {}
     for part in found:
         digests.setdefault(part.path, {}).update(enumerate(part.digests, part.first))
@@ -133,8 +152,12 @@ def compare_digests(
     for record in records:
         known = [digest for _, digest in sorted(digests.get(record.path, {}).items())]
         if len(known) == record.ranks:
-            taken = whole_digest(known[0]) if record.ranks == 1 else joined_digest(known)
-            problems += filter(None, [digest_problem(record, taken)])
+            problems += filter(None, [digest_problem(record, _file_digest(known))])
         elif not any(failure.startswith(f"{record.path}: ") for failure in failures):
             problems.append(f"{record.path}: not all of it was compared; please report it")
-    return problems
+    return list(dict.fromkeys(problems))  # what several ranks have found is said once
+
+
+def _file_digest(digests: Sequence[str]) -> str:
+    """The digest of a file as its record has it, from those of all parts."""
+    return whole_digest(digests[0]) if len(digests) == 1 else joined_digest(digests)

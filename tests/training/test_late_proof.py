@@ -11,12 +11,14 @@ from launch import run_cases
 
 from ft_ckpt import CheckpointSaver
 from ft_ckpt.errors import CheckpointError, CorruptError, LoadError
+from ft_ckpt.training import resume
 
 FORMATS = ["safetensors", "h5", "dual"]
 TWO_RANKS = [
     "damaged/ddp/llama",
     "damaged/fsdp2/llama",
     "damaged/fsdp1/lora",
+    "seen/ddp/llama",
     "counted/fsdp2/wide",
     "counted/fsdp1/wide",
 ]
@@ -149,6 +151,22 @@ def test_a_disk_that_cannot_be_read_on(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "preadv", broken)
     model, optimizer, saver = begin(tmp_path)
     with pytest.warns(UserWarning, match=r"model.safetensors: .*Input/output error.*trying an older one"):
+        assert saver.resume().resumed_from.name == "checkpoint-1"
+    assert is_same(expected, tensors_of(model, optimizer))
+
+
+def test_a_file_that_has_grown_since_it_was_opened(tmp_path, monkeypatch):
+    expected, real = two_checkpoints(tmp_path)[0], resume.restore_weights
+    path = tmp_path / "checkpoint-2" / "model.safetensors"
+    content = path.read_bytes()
+
+    def grown(*given):
+        path.write_bytes(content + b"more")
+        return real(*given)
+
+    monkeypatch.setattr(resume, "restore_weights", grown)
+    model, optimizer, saver = begin(tmp_path)
+    with pytest.warns(UserWarning, match=r"model.safetensors: .*bytes, expected .*trying an older one"):
         assert saver.resume().resumed_from.name == "checkpoint-1"
     assert is_same(expected, tensors_of(model, optimizer))
 

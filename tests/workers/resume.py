@@ -98,6 +98,31 @@ def damaged(wrapper: str, model: str, folder: Path) -> None:
         same(found[1][0], truth(fresh))
 
 
+def seen(wrapper: str, model: str, folder: Path) -> None:
+    """One rank alone reads another byte, wherever it is in what both read: all ranks take the older checkpoint."""
+    live, run = live_model(wrapper, model), folder / "run"
+    with saver_of(live, run, each_rank_writes="on") as saver:
+        for step in range(2):
+            train(live, saver, step, 1)
+            saver.save_state()
+    file, real = (run / "checkpoint-2" / "model.safetensors").stat(), os.preadv
+    for rank, part in ((rank, part) for rank in range(harness.WORLD) for part in (0.3, 0.6, 0.9)):
+
+        def other(descriptor: int, buffers: list[Any], start: int, place: int = int(part * file.st_size)) -> int:
+            count = real(descriptor, buffers, start)
+            if os.fstat(descriptor).st_ino == file.st_ino and start <= place < start + count:
+                buffers[0][place - start] ^= 1
+            return count
+
+        if rank == harness.RANK:
+            os.preadv = other
+        fresh = live_model(wrapper, model, seed=1)
+        with saver_of(fresh, run) as saver, warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            assert saver.resume("auto").step == 1, (rank, part)
+        os.preadv = real
+
+
 def counted(wrapper: str, model: str, folder: Path) -> None:
     """Ranks read the files of tensors once, all together, digests included."""
     live, run = live_model(wrapper, model), folder / "run"
@@ -234,6 +259,7 @@ def case(name: str, folder: Path) -> None:
         "exact": lambda *of: exact(*of[:2], of[2] / "run"),
         "damaged": damaged,
         "counted": counted,
+        "seen": seen,
         "leave": leave,
         "take": take,
         "moments": moments,
