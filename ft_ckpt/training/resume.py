@@ -17,7 +17,7 @@ from ft_ckpt.distributed.ranks import Ranks
 from ft_ckpt.distributed.read_shards import WantedTensor, fill_tensor
 from ft_ckpt.distributed.replicas import WEIGHTS, own_name, own_part, place_of
 from ft_ckpt.distributed.tensor_info import Source
-from ft_ckpt.errors import CheckpointError, LoadError, listing
+from ft_ckpt.errors import CheckpointError, LoadError, RanksDisagreeError, listing
 from ft_ckpt.model.base_model import differences_of_base
 from ft_ckpt.storage.file_proof import PartDigests, compare_digests, read_late
 from ft_ckpt.training.exchange import decide_together
@@ -216,6 +216,13 @@ def find_damage(point: ResumePoint, ranks: Ranks) -> Damage:
 
     mine, kinds = _Compared(*read_late(point.tensors.proofs)), (_Compared, Damage)
     return decide_together(ranks, "comparing the checkpoint of resume()", mine, compare_all, kinds)[0]
+
+
+def report_of_failed(path: Path | str, outcomes: Sequence[Restored], error: RanksDisagreeError) -> RestoreReport:
+    """What has failed before ranks were out of step, which is why they were; raises `error` where nothing has."""
+    if any(item.status == "failed" for item in outcomes):
+        return RestoreReport(path, tuple(outcomes))
+    raise error
 
 
 def restore_apart(

@@ -14,7 +14,7 @@ from ft_ckpt.config import SaverConfig
 from ft_ckpt.distributed import broadcast
 from ft_ckpt.distributed.ranks import Ranks, current_ranks
 from ft_ckpt.distributed.tensor_info import TensorInfo
-from ft_ckpt.errors import ConfigError, LoadError, damaged_input, listing
+from ft_ckpt.errors import ConfigError, LoadError, RanksDisagreeError, damaged_input, listing
 from ft_ckpt.model.base_model import BaseWatch
 from ft_ckpt.schedule import Every
 from ft_ckpt.storage.place import Place
@@ -310,7 +310,11 @@ class TrainingRun:
             kind.adopt_weights(optimizer)
         filled = [item for item in items if item.kind != "object"]
         outcomes += resume.restore_items(filled, found, document, stored, ranks.rank, fill_all)
-        if (damage := resume.find_damage(fitted.point, ranks)).problems:  # before objects are given anything of it
+        try:
+            damage = resume.find_damage(fitted.point, ranks)
+        except RanksDisagreeError as error:
+            return resume.report_of_failed(held.location, outcomes, error)
+        if damage.problems:  # before objects are given anything of it
             return damage
         others = [item for item in items if item.kind == "object"]
         outcomes += resume.restore_items(others, found, document, stored, ranks.rank, fill_all)
