@@ -34,7 +34,7 @@ _PASSING = {"_name_or_path", "transformers_version", "dtype", "torch_dtype", "ar
 _KEEPS_BASE = frozenset({"true", "false", "gaussian", "orthogonal", "eva", "mica"})
 _REPEATS = frozenset({"pissa", "olora", "loftq"})
 _ULPS = 2  # sampled values may differ by this many units of the coarser dtype: a base loaded in another precision
-_REMADE_ULPS = 64  # of float32, in which decompositions are computed
+_REMADE_ULPS = 64  # of float32, in which decompositions are computed, and adapters merged and taken out again
 
 
 class BaseWatch:
@@ -54,7 +54,8 @@ class BaseWatch:
                 self._samples = base_samples(model, rank, self._attribute)
                 infos = inventory_of(model).infos() if self._samples else {}
                 dtypes = {info.name: info.dtype for info in infos.values()}
-                self._limits = {name: _ULPS * torch.finfo(dtypes[name]).eps for name in self._samples}
+                remade = _REMADE_ULPS * torch.finfo(torch.float32).eps
+                self._limits = {name: max(_ULPS * torch.finfo(dtypes[name]).eps, remade) for name in self._samples}
                 self._model = ref(unwrap(model))
 
     def _knows_model(self, model: nn.Module) -> bool:

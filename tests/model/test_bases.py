@@ -71,6 +71,17 @@ def test_layers_with_a_merged_adapter_are_refused(tmp_path, only):
     assert not (tmp_path / "out").exists()
 
 
+def test_an_adapter_that_was_merged_and_taken_out_again_leaves_the_base(tmp_path):
+    """As it was, but for what adding and taking away rounds: more, the larger the adapter is beside the base."""
+    for seed in range(12):
+        torch.manual_seed(seed)
+        model = adapted()
+        with saver_of(model, tmp_path / str(seed)) as saver:
+            model.merge_adapter()
+            model.unmerge_adapter()
+            saver.save(model, tmp_path / str(seed) / "out", adapter_only=True)
+
+
 @pytest.mark.parametrize("init", [True, "gaussian", "pissa", "olora", "pissa_niter_2"])
 def test_base_and_adapters_come_back_as_they_were(tmp_path, init):
     """The base that the making of an adapter left is stored, and not decomposed once more by whoever loads it."""
