@@ -17,7 +17,7 @@ from ft_ckpt.distributed.ranks import Ranks
 from ft_ckpt.distributed.read_shards import WantedTensor, fill_tensor
 from ft_ckpt.distributed.replicas import WEIGHTS, own_name, own_part, place_of
 from ft_ckpt.distributed.tensor_info import Source
-from ft_ckpt.errors import CheckpointError, LoadError, RanksDisagreeError, listing
+from ft_ckpt.errors import CheckpointError, CorruptError, LoadError, RanksDisagreeError, listing
 from ft_ckpt.model.base_model import differences_of_base
 from ft_ckpt.storage.file_proof import PartDigests, compare_digests, read_late
 from ft_ckpt.training.exchange import decide_together
@@ -43,6 +43,10 @@ class Restored:
     name: str
     status: str
     detail: str = ""
+
+
+class _Unread(Restored):
+    """An item that could not be read from its file."""
 
 
 @dataclass(frozen=True)
@@ -201,10 +205,11 @@ def absent_items(items: Sequence[Item], document: Document) -> list[Restored]:
     return [Restored(name, "absent", "in the checkpoint, not in this run") for name in gone]
 
 
-def find_damage(point: ResumePoint, ranks: Ranks) -> Damage:
+def find_damage(point: ResumePoint, outcomes: Sequence[Restored], ranks: Ranks) -> Damage:
     """What is wrong with files of `point` that ranks were to compare while they read them, the same on all ranks.
 
-    What nobody has read is read for it. Collective, where comparisons are late.
+    What nobody has read is read for it; a file is damaged, too, that one of the `outcomes` could not be read from.
+    Collective, where comparisons are late.
     """
     if not point.is_proved_late:
         return Damage()
@@ -214,7 +219,9 @@ def find_damage(point: ResumePoint, ranks: Ranks) -> Damage:
         found = [part for answer in answers for part in answer.found]
         return Damage(tuple(compare_digests(point.tensors.late_files, found, failures)))
 
-    mine, kinds = _Compared(*read_late(point.tensors.proofs)), (_Compared, Damage)
+    found, failures = read_late(point.tensors.proofs)
+    unread = tuple(f"{item.detail} (on rank {ranks.rank})" for item in outcomes if isinstance(item, _Unread))
+    mine, kinds = _Compared(found, failures or unread), (_Compared, Damage)
     return decide_together(ranks, "comparing the checkpoint of resume()", mine, compare_all, kinds)[0]
 
 
@@ -281,6 +288,8 @@ def _is_elsewhere(source: Source, stored: StoredTensors) -> bool:
 def _try_restore(name: str, action: Callable[[], Any]) -> Restored:
     try:
         detail = action()
+    except CorruptError as error:
+        return _Unread(name, "failed", str(error))
     except Exception as error:  # noqa: BLE001 - every item is tried, and all failures are told together
         text = str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
         return Restored(name, "failed", text)

@@ -311,7 +311,7 @@ class TrainingRun:
         filled = [item for item in items if item.kind != "object"]
         outcomes += resume.restore_items(filled, found, document, stored, ranks.rank, fill_all)
         try:
-            damage = resume.find_damage(fitted.point, ranks)
+            damage = resume.find_damage(fitted.point, outcomes, ranks)
         except RanksDisagreeError as error:
             return resume.report_of_failed(held.location, outcomes, error)
         if damage.problems:  # before objects are given anything of it

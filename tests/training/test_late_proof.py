@@ -19,6 +19,8 @@ TWO_RANKS = [
     "damaged/fsdp2/llama",
     "damaged/fsdp1/lora",
     "seen/ddp/llama",
+    "unread/ddp/llama",
+    "unread/fsdp2/llama",
     "counted/fsdp2/wide",
     "counted/fsdp1/wide",
 ]

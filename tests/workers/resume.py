@@ -21,9 +21,10 @@ from safetensors.torch import load_file, save_file
 from wrappers import WRAPPERS, Live, truth
 
 from ft_ckpt import CheckpointSaver
+from ft_ckpt.distributed import read_shards
 from ft_ckpt.distributed.gather import gather_tensors
 from ft_ckpt.distributed.ranks import current_ranks
-from ft_ckpt.errors import SelectionError
+from ft_ckpt.errors import CorruptError, SelectionError
 from ft_ckpt.training import state as training
 from ft_ckpt.training.items import known_sources, run_items
 
@@ -121,6 +122,29 @@ def seen(wrapper: str, model: str, folder: Path) -> None:
             warnings.simplefilter("ignore")
             assert saver.resume("auto").step == 1, (rank, part)
         os.preadv = real
+
+
+def unread(wrapper: str, model: str, folder: Path) -> None:
+    """One rank alone cannot read a file, which is whole for the others: all take the older checkpoint."""
+    live, run, found = live_model(wrapper, model), folder / "run", []
+    with saver_of(live, run) as saver:
+        for step in range(2):
+            train(live, saver, step, 1)
+            saver.save_state()
+            found.append(truth(live))
+    fresh, real, calls = live_model(wrapper, model, seed=1), read_shards.read_runs, iter([1])
+
+    def broken(*given: Any) -> int:
+        if harness.RANK and next(calls, None):
+            raise CorruptError("model.safetensors: cannot be read at byte 7 (Input/output error)")
+        return real(*given)
+
+    read_shards.read_runs = broken
+    with saver_of(fresh, run) as saver:
+        progress = saver.resume("auto")
+    read_shards.read_runs = real
+    assert (progress.step, progress.report.problems) == (1, ()), progress
+    same(found[0], truth(fresh))
 
 
 def counted(wrapper: str, model: str, folder: Path) -> None:
@@ -259,6 +283,7 @@ def case(name: str, folder: Path) -> None:
         "exact": lambda *of: exact(*of[:2], of[2] / "run"),
         "damaged": damaged,
         "counted": counted,
+        "unread": unread,
         "seen": seen,
         "leave": leave,
         "take": take,
