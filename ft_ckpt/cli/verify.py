@@ -5,8 +5,8 @@ from typing import Annotated
 import typer
 
 from ft_ckpt.checkpoint import catalog, foreign
-from ft_ckpt.checkpoint.listed_file import verify_listed
 from ft_ckpt.checkpoint.manifest import MANIFEST_NAME
+from ft_ckpt.checkpoint.verify_file import verify_listed
 from ft_ckpt.cli import views
 from ft_ckpt.cli.arguments import only_place
 from ft_ckpt.cli.options import JsonOption

@@ -9,8 +9,8 @@ from typing import Any, BinaryIO
 import numpy as np
 import torch
 
-from ft_ckpt.checkpoint.listed_file import listing_manifest
 from ft_ckpt.checkpoint.manifest import MANIFEST_NAME
+from ft_ckpt.checkpoint.verify_file import listing_manifest
 from ft_ckpt.devices.accelerators import is_accelerator
 from ft_ckpt.devices.copies import host_pieces
 from ft_ckpt.errors import ConfigError, CorruptError, damaged_input, explained

@@ -99,8 +99,7 @@ class RunningDigest:
 
     def text(self) -> str:
         """The digest as a FileRecord has it."""
-        found = [state.hexdigest() for state in self.states]
-        return whole_digest(found[0]) if len(found) == 1 else joined_digest(found)
+        return file_digest([state.hexdigest() for state in self.states])
 
 
 def _read_digest(file: Readable, cuts: Sequence[Cut] = (), ranks: int = 1) -> str:
@@ -124,6 +123,11 @@ def digest_of_bytes(content: bytes) -> str:
 def whole_digest(digest: str) -> str:
     """The digest of a file that one rank wrote, from that of its bytes, hexadecimal."""
     return _WHOLE + digest
+
+
+def file_digest(digests: Sequence[str]) -> str:
+    """The digest of a file from those of all its ranks' parts, hexadecimal, in rank order; of one rank's, its own."""
+    return whole_digest(digests[0]) if len(digests) == 1 else joined_digest(digests)
 
 
 def joined_digest(digests: Iterable[str]) -> str:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from os import cpu_count
 
 from ft_ckpt.errors import CorruptError, MissingError, UnreadableError, reason_of
-from ft_ckpt.storage.digests import FileRecord, digest_problem, joined_digest, new_digest, owned_parts, whole_digest
+from ft_ckpt.storage.digests import FileRecord, digest_problem, file_digest, new_digest, owned_parts
 from ft_ckpt.storage.read_ahead import ByteRun, read_ahead
 from ft_ckpt.storage.store import Readable, read_range
 
@@ -113,7 +113,7 @@ class PassingDigest:
         digests = {owner: state.hexdigest() for owner, state in self.states.items()}
         proof.found = PartDigests(record.path, proof.owners.start, tuple(digests[owner] for owner in proof.owners))
         if proof.is_wide:
-            proof.failure = digest_problem(record, _file_digest([*digests.values()]))
+            proof.failure = digest_problem(record, file_digest([*digests.values()]))
 
 
 def share_proofs(proofs: Collection[FileProof], number: int, count: int) -> list[FileProof]:
@@ -152,12 +152,7 @@ def compare_digests(
     for record in records:
         known = [digest for _, digest in sorted(digests.get(record.path, {}).items())]
         if len(known) == record.ranks:
-            problems += filter(None, [digest_problem(record, _file_digest(known))])
+            problems += filter(None, [digest_problem(record, file_digest(known))])
         elif not any(failure.startswith(f"{record.path}: ") for failure in failures):
             problems.append(f"{record.path}: not all of it was compared; please report it")
     return list(dict.fromkeys(problems))  # what several ranks have found is said once
-
-
-def _file_digest(digests: Sequence[str]) -> str:
-    """The digest of a file as its record has it, from those of all parts."""
-    return whole_digest(digests[0]) if len(digests) == 1 else joined_digest(digests)

@@ -4,8 +4,8 @@ import pytest
 import typer
 from faults import save, save_with_state
 
-from ft_ckpt.checkpoint import listed_file
-from ft_ckpt.checkpoint.listed_file import verify_listed
+from ft_ckpt.checkpoint import verify_file
+from ft_ckpt.checkpoint.verify_file import verify_listed
 from ft_ckpt.cli import report, verify
 from ft_ckpt.errors import NotACheckpointError, UnreadableError
 from ft_ckpt.storage.local_store import LocalStore
@@ -72,7 +72,7 @@ def test_a_report_is_of_a_run(tmp_path):
 
 def test_files_know_the_checkpoint_that_lists_them(tmp_path):
     save(tmp_path / "checkpoint", step=1)
-    found = listed_file.listing_manifest(open_place(tmp_path / "checkpoint" / "config.json"))
+    found = verify_file.listing_manifest(open_place(tmp_path / "checkpoint" / "config.json"))
     assert found is not None
     assert (found[0].where("x"), found[2].path) == (str(tmp_path / "checkpoint" / "x"), "config.json")
-    assert listed_file.listing_manifest(open_place(tmp_path / "nothing.json")) is None
+    assert verify_file.listing_manifest(open_place(tmp_path / "nothing.json")) is None
