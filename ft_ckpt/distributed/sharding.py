@@ -123,7 +123,7 @@ class OwnedSharding:
 class FlatSharding:
     """A tensor at [first, first + numel) of a flat buffer that is cut into equal shards, one for each of `members`.
 
-    Members without rank 0 hold again what others hold, and contribute nothing.
+    Where other groups hold the same (`is_replicated`), only that of rank 0 contributes.
     """
 
     numel: int
@@ -142,13 +142,17 @@ class FlatSharding:
     @property
     def owners(self) -> Sequence[int]:
         """The members whose shards have elements of it."""
-        if not self.numel or 0 not in self.members:
+        if not self.numel or not self._contributes:
             return ()
         return self.members[self.first // self.shard : (self.first + self.numel - 1) // self.shard + 1]
 
     def box(self, rank: int) -> Box | None:
         """The run of elements in the shard of `rank`."""
-        return self.local_box(rank) if 0 in self.members else None
+        return self.local_box(rank) if self._contributes else None
+
+    @property
+    def _contributes(self) -> bool:
+        return not self.is_replicated or 0 in self.members
 
     def local_box(self, rank: int) -> Box | None:
         """The same, in any group of members."""

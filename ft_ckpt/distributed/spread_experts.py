@@ -52,7 +52,7 @@ class SpreadExperts(Wrapper):
 
     def optimizer_parameter(self, tensor: Any) -> Any:
         """The parameter itself; for one elsewhere that of this rank which is in its place."""
-        return tensor.__dict__[_ELSEWHERE].sibling if stands_for_another(tensor) else tensor
+        return sibling_here(tensor)
 
     def state_run(self, tensor: Any, state: Tensor | None) -> tuple[Sharding, Tensor | None]:
         """As the tensor's own."""
@@ -75,6 +75,27 @@ class _Elsewhere:
 def stands_for_another(tensor: Any) -> bool:
     """Whether it stands for another rank's."""
     return hasattr(tensor, _ELSEWHERE)
+
+
+def sibling_here(tensor: Any) -> Any:
+    """The tensor itself; for one elsewhere that of this rank which is in its place."""
+    return tensor.__dict__[_ELSEWHERE].sibling if stands_for_another(tensor) else tensor
+
+
+def ranks_with_same(expert: Any, ranks_with_own: Sequence[int]) -> tuple[int, ...] | None:
+    """The ranks that have an expert's tensor, in order, from those that have this rank's in the same place of its list.
+
+    None where groups are not laid out as DeepSpeed's `groups` describes: each a copy of another, some ranks further on.
+    """
+    own = _own_sharding(sibling_here(expert))
+    if not isinstance(own, MeshSharding):
+        return None
+    members = own.mesh.ranks
+    copies = {holder: tuple(rank + holder - global_rank() for rank in ranks_with_own) for holder in members}
+    if sorted(rank for copy in copies.values() for rank in copy) != [*range(dist.get_world_size())]:
+        return None
+    sharding = expert.__dict__[_ELSEWHERE].sharding if stands_for_another(expert) else own
+    return copies[members[sharding.sizes.index(1)]]
 
 
 class TensorKeeper(Protocol):

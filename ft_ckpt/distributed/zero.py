@@ -15,10 +15,12 @@ from torch import Tensor, nn
 
 from ft_ckpt.distributed.process_groups import global_rank, is_subset_of_ranks, ranks_in_order
 from ft_ckpt.distributed.sharding import FlatSharding, OwnedSharding, Sharding
+from ft_ckpt.distributed.spread_experts import ranks_with_same
 from ft_ckpt.distributed.tensor_info import Source
 from ft_ckpt.distributed.wrapper_protocol import TensorLayout, Wrapper
 from ft_ckpt.errors import SelectionError, listing
 
+_Owners = Mapping[int, Sequence[Source]]  # by the id of this rank's parameter, whosever experts they are
 _KNOWN = ("DeepSpeedZeroOptimizer", "DeepSpeedZeroOptimizer_Stage3", "BF16_Optimizer")
 _FIELDS = (  # the groups of weights, the masters; a class has those of the first pair it has any of
     ("fp16_groups", "fp32_partitioned_groups_flat"),
@@ -110,10 +112,10 @@ class Partition:
     places: tuple[Slot, ...]
 
 
-def zero_partitions(optimizer: Any, found: Mapping[str, Source]) -> list[Partition]:
+def zero_partitions(optimizer: Any, owners: _Owners) -> list[Partition]:
     """This rank's partitions; on every rank as many, with the same parameters.
 
-    `found` are the sources of the models it trains. Raises SelectionError for parameters of no known model, and for
+    `owners` are the sources of the models it trains, by the ids of their parameters. Raises SelectionError for parameters of no known model, and for
     settings that keep state where it cannot be reached by name.
     """
     problems = _refused_settings(optimizer)
@@ -122,7 +124,6 @@ def zero_partitions(optimizer: Any, found: Mapping[str, Source]) -> list[Partiti
             f"{type(optimizer).__name__}: {listing(problems)}: its state cannot be kept by name; change these "
             "settings, or save without the optimizer's state"
         )
-    owners = {id(source.live): source for source in reversed(list(found.values()))}  # of tied names the first
     return list(_stage_3(optimizer, owners) if hasattr(optimizer, "fp16_groups") else _stages_1_2(optimizer, owners))
 
 
@@ -153,11 +154,11 @@ def changed_with_steps(optimizer: Any) -> list[Any] | None:
     return [*getattr(optimizer, masters), *(weight for group in getattr(optimizer, groups) for weight in group)]
 
 
-def _stage_3(optimizer: Any, owners: Mapping[int, Source]) -> Iterator[Partition]:
+def _stage_3(optimizer: Any, owners: _Owners) -> Iterator[Partition]:
     """Each parameter is cut into equal shards by itself; a partition is this rank's shards one after the other."""
     for number, master in enumerate(optimizer.fp32_partitioned_groups_flat):
         places, start = [], 0
-        for source in _partitioned_sources(owners, optimizer.fp16_groups[number]):
+        for _, source in _partitioned_sources(owners, optimizer.fp16_groups[number]):
             shard = source.live.ds_tensor.ds_numel
             members = ranks_in_order(source.live.ds_process_group)
             places.append(Slot(source, _flat_sharding(source.numel, 0, shard, members), start))
@@ -165,8 +166,11 @@ def _stage_3(optimizer: Any, owners: Mapping[int, Source]) -> Iterator[Partition
         yield Partition(master, optimizer.sub_group_to_group_id[number], tuple(places))
 
 
-def _stages_1_2(optimizer: Any, owners: Mapping[int, Source]) -> Iterator[Partition]:
-    """A group's parameters lie one after the other, perhaps aligned; a partition is an equal shard of the whole."""
+def _stages_1_2(optimizer: Any, owners: _Owners) -> Iterator[Partition]:
+    """A group's parameters lie one after the other, perhaps aligned; a partition is an equal shard of the whole.
+
+    Where other ranks have other experts, theirs lie in the same places of partitions of their own.
+    """
     mixed = hasattr(optimizer, "bf16_groups")  # stage 1 in bfloat16 with float32 gradients has a class of its own
     masters = optimizer.fp32_groups_flat_partition if mixed else optimizer.single_partition_of_fp32_groups
     for number, master in enumerate(masters):
@@ -175,11 +179,31 @@ def _stages_1_2(optimizer: Any, owners: Mapping[int, Source]) -> Iterator[Partit
         starts = getattr(optimizer, "round_robin_bit16_offsets", {number: ends})[number]
         first = {id(parameter): start for parameter, start in zip(laid, starts, strict=False)}
         members = ranks_in_order(optimizer.real_dp_process_group[number])
+        cut = _expert_sharding if _is_of_experts(optimizer.optimizer.param_groups[number]) else _source_sharding
         places = [
-            Slot(source, _flat_sharding(source.numel, first[id(source.live)], master.numel(), members), 0)
-            for source in _partitioned_sources(owners, laid if mixed else optimizer.bit16_groups[number])
+            Slot(source, cut(source, first[id(parameter)], master.numel(), members), 0)
+            for parameter, source in _partitioned_sources(owners, laid if mixed else optimizer.bit16_groups[number])
         ]
         yield Partition(master, number, tuple(places))
+
+
+def _source_sharding(source: Source, first: int, shard: int, members: Sequence[int]) -> FlatSharding:
+    return _flat_sharding(source.numel, first, shard, members)
+
+
+def _expert_sharding(source: Source, first: int, shard: int, members: Sequence[int]) -> FlatSharding:
+    """Of a tensor that only some ranks train, which cut it among each other: `members` have this rank's own."""
+    holders = ranks_with_same(source.live, members)
+    if holders is None:
+        raise SelectionError(
+            f"{source.name}: an expert in groups of ranks that are no copies of one another, {list(members)} here; its "
+            "state cannot be kept by name: save without the optimizer's state"
+        )
+    return FlatSharding(source.numel, first, shard, holders)
+
+
+def _is_of_experts(group: Mapping[str, Any]) -> bool:
+    return bool(group.get("moe"))
 
 
 def _refused_settings(optimizer: Any) -> list[str]:
@@ -191,14 +215,15 @@ def _refused_settings(optimizer: Any) -> list[str]:
         "weights on NVMe": getattr(optimizer, "params_in_nvme_and_cpu", False),
         "state offloaded in part (ratio)": getattr(optimizer, "backup_optimizer", None) is not None,
         "states moved away (reload_states() first)": bool(getattr(optimizer, "offloaded_states", ())),
-        "experts spread over ranks": getattr(optimizer, "has_moe_layers", False) or any(g.get("moe") for g in groups),
+        "experts spread over ranks": hasattr(optimizer, "fp16_groups") and any(map(_is_of_experts, groups)),
         "model parallelism": getattr(optimizer, "model_parallel_world_size", 1) > 1,
     }
     return [fact for fact, true in facts.items() if true]
 
 
-def _partitioned_sources(owners: Mapping[int, Source], parameters: list[Any]) -> list[Source]:
+def _partitioned_sources(owners: _Owners, parameters: list[Any]) -> list[tuple[Any, Source]]:
+    """Each of this rank's parameters with itself, and with those that are in its place on other ranks."""
     unknown = [i for i, parameter in enumerate(parameters) if id(parameter) not in owners]
     if unknown:
         raise SelectionError(f"parameters {unknown} of a group: of no known model; give the model they are of, too")
-    return [owners[id(parameter)] for parameter in parameters]
+    return [(parameter, source) for parameter in parameters for source in owners[id(parameter)]]

@@ -45,7 +45,7 @@ def describe_optimizer(optimizer: Any, found: Mapping[str, Source]) -> Descripti
     Raises SelectionError naming what cannot be kept: tensors with a meaning of their own, Python objects, parameters
     of no known model, further entries of its state dict.
     """
-    owners, problems = _sources_by_parameter(found), unsaveable_state(optimizer)
+    owners, problems = sources_by_parameter(found), unsaveable_state(optimizer)
     groups: list[Description] = []
     for number, group in enumerate(optimizer.param_groups):
         names = [[source.name for source in owners.get(id(p), [])] for p in group["params"]]
@@ -202,18 +202,21 @@ def restore_optimizer(
 
 def names_of(optimizer: Any, found: Mapping[str, Source]) -> list[list[str]]:
     """The names of the parameters in each group; of tied ones the first."""
-    owners = _sources_by_parameter(found)
+    owners = sources_by_parameter(found)
     return [[s.name for p in group["params"] for s in owners.get(id(p), [])] for group in optimizer.param_groups]
 
 
 def trained_identities(optimizer: Any, found: Mapping[str, Source]) -> frozenset[int]:
     """The identities of the sources that the optimizer has trained: those whose parameters have state."""
-    owners = _sources_by_parameter(found)
+    owners = sources_by_parameter(found)
     return frozenset(source.key for p in _stateful_parameters(optimizer) for source in owners.get(id(p), []))
 
 
-def _sources_by_parameter(found: Mapping[str, Source]) -> dict[int, list[Source]]:
-    """The sources that are in each parameter object: one, or those of a whole FSDP1 flat parameter."""
+def sources_by_parameter(found: Mapping[str, Source]) -> dict[int, list[Source]]:
+    """The sources that are in each parameter object, by its id: one, or those of a whole FSDP1 flat parameter.
+
+    With an expert's there are those that other ranks have in its place.
+    """
     owners: dict[int, list[Source]] = {}
     seen: set[int] = set()
     for source in found.values():

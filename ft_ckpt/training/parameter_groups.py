@@ -12,6 +12,7 @@ from ft_ckpt.formats.dtypes import dtype_name, dtype_of
 from ft_ckpt.formats.pytree import PLAIN
 from ft_ckpt.model.json_values import decode_value, encode_value
 
+_EXPERTS = ("moe", "name")  # with these DeepSpeed finds the ranks of a group in this run
 GroupValues = tuple[dict[str, Any], Mapping[str, Any]]  # of an optimizer, and the values described for it
 
 
@@ -55,10 +56,12 @@ def match_groups(
 
 
 def set_groups(groups: Iterable[GroupValues]) -> None:
-    """Give each group the values that were described for it."""
+    """Give each group the values that were described for it, all but which ranks share its experts."""
     for group, values in groups:
+        kept = _EXPERTS if group.get("moe") else ()
         for key, value in values.items():
-            _set_hyperparameter(group, key, value)
+            if key not in kept:
+                _set_hyperparameter(group, key, value)
 
 
 def _group_differences(here: set[str], there: set[str], with_state: set[str], found: Mapping[str, Source]) -> list[str]:

@@ -62,7 +62,7 @@ def describe_zero(optimizer: Any, found: Mapping[str, Source]) -> Description:
     naming what cannot be kept; it can be asked before the first step.
     """
     optimizer = unwrap_optimizer(optimizer)
-    partitions = zero_partitions(optimizer, found)
+    partitions = _partitions_of(optimizer, found)
     groups = optimizers.describe_optimizer(_unflatten_groups(optimizer, partitions), found)
     masters = {
         place.owner.name: dtype_name(partition.master.dtype)
@@ -102,7 +102,7 @@ def zero_tensors(optimizer: Any, description: Description, found: Mapping[str, S
     optimizer = unwrap_optimizer(optimizer)
     sources: dict[str, Source] = {}
     missing: list[str] = []
-    for partition in zero_partitions(optimizer, found):
+    for partition in _partitions_of(optimizer, found):
         buffers = {**optimizer.optimizer.state.get(partition.master, {}), MASTER: partition.master}
         for place in partition.places:
             name = place.owner.name
@@ -134,7 +134,7 @@ def restore_zero(
     """
     adopt_weights(optimizer)
     optimizer = unwrap_optimizer(optimizer)
-    partitions = zero_partitions(optimizer, found)
+    partitions = _partitions_of(optimizer, found)
     _restore_groups(optimizer, partitions, description, found)
     fills = (fill, later or fill)
     _restore_masters(partitions, description.get("masters", {}), fills)
@@ -182,10 +182,15 @@ def is_accumulating(optimizer: Any) -> bool:
     return bool(optimizer.micro_step_id >= 0)
 
 
+def _partitions_of(optimizer: Any, found: Mapping[str, Source]) -> list[Partition]:
+    return zero_partitions(optimizer, optimizers.sources_by_parameter(found))
+
+
 def _unflatten_groups(optimizer: Any, partitions: list[Partition]) -> _Unflattened:
     groups = [{**group, "params": []} for group in optimizer.optimizer.param_groups]
     for partition in partitions:
-        groups[partition.group]["params"] += [place.owner.live for place in partition.places]
+        parameters = (optimizers.parameter_of(place.owner) for place in partition.places)
+        groups[partition.group]["params"] += {id(one): one for one in parameters}.values()
     return _Unflattened(groups, {})
 
 
@@ -222,7 +227,7 @@ def _zero_state_entry(value: Any, master: Tensor, owner: Source) -> Any:
         return {"shape": list(owner.shape), "dtype": dtype_name(value.dtype), "host": False}
     if value.numel() != 1:
         return None
-    host = value.device.type == "cpu" and owner.live.device.type != "cpu"
+    host = value.device.type == "cpu" and optimizers.parameter_of(owner).device.type != "cpu"
     return {"shape": list(value.shape), "dtype": dtype_name(value.dtype), "host": host}
 
 

@@ -1,4 +1,7 @@
-"""Experts that DeepSpeed's MoE has spread over ranks: "save/2" with groups of two ranks, "take/1" from $LEFT."""
+"""Experts that DeepSpeed's MoE has spread over ranks: "save/2" with groups of two ranks, "take/1" from $LEFT.
+
+$STAGE of ZeRO trains them, in bfloat16 where $STAGE ends in "bf16".
+"""
 
 import os
 from pathlib import Path
@@ -14,10 +17,12 @@ from torch import nn
 import ft_ckpt
 from ft_ckpt import CheckpointSaver
 from ft_ckpt.distributed.live_sources import sources
-from ft_ckpt.errors import IncompleteError
-from ft_ckpt.training import optimizers
+from ft_ckpt.errors import IncompleteError, SelectionError
+from ft_ckpt.training import optimizers, zero_optimizer
 
 EXPERTS, WIDTH = 4, 6
+STAGE = os.environ.get("STAGE", "0")
+IS_HALF = STAGE.endswith("bf16")
 LIST = "moe.deepspeed_moe.experts.deepspeed_experts"
 
 
@@ -38,15 +43,20 @@ class Mixed(nn.Module):
                 nn.init.normal_(parameter, generator=torch.Generator().manual_seed(number))
 
     def forward(self, rows: torch.Tensor) -> torch.Tensor:
-        mixed, loss, _ = self.moe(self.first(rows))
+        mixed, loss, _ = self.moe(self.first(rows.to(self.first.weight.dtype)))
         return self.last(mixed).square().mean() + loss
 
 
 def engine_of(model: nn.Module) -> Any:
     import deepspeed
+    from deepspeed.moe.utils import configure_moe_param_groups
 
-    config = {"train_micro_batch_size_per_gpu": 2, "zero_allow_untested_optimizer": True}
-    adam = torch.optim.AdamW(model.parameters(), lr=0.01)
+    config: dict[str, Any] = {"train_micro_batch_size_per_gpu": 2, "zero_allow_untested_optimizer": True}
+    config["zero_optimization"] = {"stage": int(STAGE[:1])}
+    config["bf16"] = {"enabled": IS_HALF}
+    config["data_types"] = {"grad_accum_dtype": "fp32"} if STAGE == "1bf16" else {}  # an optimizer class of its own
+    groups = configure_moe_param_groups([*model.parameters()])
+    adam = torch.optim.AdamW(groups, lr=0.01)
     return deepspeed.initialize(model=model, optimizer=adam, config=config)[0]
 
 
@@ -69,7 +79,7 @@ def save(size: int, folder: Path) -> None:
         saver.step()
         saver.save_state()
         saver.save(engine, folder / "weights")
-    assert names_of_groups(engine) == {name for name, _ in Mixed(1).named_parameters()}
+    assert STAGE != "0" or names_of_groups(engine) == {name for name, _ in Mixed(1).named_parameters()}
     engine.save_checkpoint(str(folder / "theirs"), tag="now")
     dist.barrier()
     ours = load_file(folder / "weights" / "model.safetensors")
@@ -104,6 +114,16 @@ def resumed(size: int, folder: Path) -> Any:
     return engine
 
 
+def state_of(engine: Any, tensor: torch.Tensor) -> dict[str, Any]:
+    """The optimizer's state of a parameter, in the parameter's shape; where ZeRO has it, as DeepSpeed gathers it."""
+    if STAGE == "0":
+        return dict(engine.optimizer.state[tensor])
+    from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
+
+    state = {key: safe_get_full_optimizer_state(tensor, key) for key in ("exp_avg", "exp_avg_sq")}
+    return {**state, "master": safe_get_full_fp32_param(tensor)} if IS_HALF else state
+
+
 def take(size: int, folder: Path) -> None:
     """Each rank reads its own experts, of whatever group had saved them."""
     left = Path(os.environ["LEFT"])
@@ -119,7 +139,7 @@ def take(size: int, folder: Path) -> None:
         number = harness.RANK % size * local + int(place) if rest else 0
         among_all = f"{head}{LIST}.{number}.{own}" if rest else name
         assert torch.equal(stored[among_all], tensor), name
-        for key, value in engine.optimizer.state[tensor].items():
+        for key, value in state_of(engine, tensor).items():
             (kept,) = (one for stored_name, one in moments.items() if stored_name.endswith(f"{among_all}/{key}"))
             assert torch.equal(kept, value), (name, key)
 
@@ -129,7 +149,11 @@ def refuse(size: int, folder: Path) -> None:
     model = Mixed(size)
     with pytest.raises(IncompleteError, match=rf"{LIST}\.0\.weight.*experts of this rank alone \(ep_size_{size}\)"):
         sources(model)
-    engine_of(model)
+    engine = engine_of(model)
+    if STAGE != "0":
+        engine.optimizer.real_dp_process_group[-1] = dist.group.WORLD
+        with pytest.raises(SelectionError, match=rf"^{LIST}\.0\.weight: an expert in groups .* no copies .*\[0, 1\] here"):
+            zero_optimizer.describe_zero(engine.optimizer, sources(engine))
     model.fused = nn.Parameter(torch.zeros(3))
     model.fused.allreduce, model.fused.group_name = False, f"ep_size_{size}"
     with pytest.raises(IncompleteError, match=r"^fused: experts of this rank alone \(numbers unknown\)"):
