@@ -75,7 +75,7 @@ def judge_entries(
     if failed:
         text = "; ".join(f"rank {rank}: {entries[rank]['error']}" for rank in failed[:4])
         kind = NoSpaceError if all(entries[rank]["full"] for rank in failed) else RankError
-        return _refusal(kind, f"{what} failed, nothing was committed: {text}")
+        return _refusal(kind, f"{what} failed: {text}")
     differing = [difference for name in same if (difference := _field_difference(name, list(entries.values())))]
     return disagreement(f"{what}: ranks disagree: {'; '.join(differing)}") if differing else None
 

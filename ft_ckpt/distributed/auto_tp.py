@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from ft_ckpt.distributed.process_groups import global_rank, group_members, is_subset_of_ranks
 from ft_ckpt.distributed.sharding import Mesh, MeshSharding, OpaqueSharding, Sharding
-from ft_ckpt.distributed.wrapper_protocol import TensorLayout, Wrapper
+from ft_ckpt.distributed.wrapper_protocol import TensorLayout, Wrapper, shaped_as_box
 
 _MARK, _FACTS = "tensor_model_parallel", "ds_autotp_universal_checkpoint_meta"
 _WAY_OUT = "save with the engine's own means, or cut the model with transformers' DistributedConfig(tp_size=...)"
@@ -48,7 +48,7 @@ class AutoTPTensors(Wrapper):
 
     def local_part(self, tensor: Any) -> Tensor | None:
         """This rank's part, in the shape of its box."""
-        return _as_box(tensor.detach(), _sharding_of(tensor))
+        return shaped_as_box(tensor.detach(), _sharding_of(tensor))
 
     def cut_facts(self, tensor: Any) -> Any:
         """Its cutting."""
@@ -57,7 +57,7 @@ class AutoTPTensors(Wrapper):
     def state_run(self, tensor: Any, state: Tensor | None) -> tuple[Sharding, Tensor | None]:
         """The same cutting."""
         sharding = _sharding_of(tensor)
-        return sharding, None if state is None else _as_box(state.detach(), sharding)
+        return sharding, None if state is None else shaped_as_box(state.detach(), sharding)
 
 
 @dataclass(frozen=True)
@@ -131,8 +131,3 @@ def _mesh_sharding(cut: _DescribedCut, members: tuple[int, ...], are_some: bool)
     chunked = tuple(max(min(step, size - step * index), 0) for index in range(count))
     sizes = () if chunked == cut.sizes else cut.sizes
     return MeshSharding(cut.view, Mesh((count,), members), (cut.dim,), are_some, sizes=sizes)
-
-
-def _as_box(local: Tensor, sharding: Sharding) -> Tensor:
-    box = sharding.local_box(global_rank())
-    return local if box is None or tuple(local.shape) == box.sizes else local.view(box.sizes)

@@ -17,8 +17,7 @@ from torch import Tensor
 
 from ft_ckpt.distributed.gather import wire_device
 from ft_ckpt.distributed.ranks import Ranks, try_action
-from ft_ckpt.distributed.read_shards import RowsLanding, WantedTensor, check_all, fill_all, readers_here
-from ft_ckpt.distributed.sharding import Box
+from ft_ckpt.distributed.read_shards import RowsLanding, WantedBox, WantedTensor, check_all, fill_all, readers_here
 from ft_ckpt.errors import RankError
 from ft_ckpt.formats.pytree import PLAIN
 from ft_ckpt.formats.read_files import Landing, StraightLanding, bytes_at, whole_run
@@ -129,7 +128,8 @@ class _TensorStream:
 
     def __init__(self, wanted: Sequence[WantedTensor]) -> None:
         self.error: BaseException | None = None
-        self._places = iter([(one.info.size_bytes, _landing_here(one)) for one in wanted if one.info.size_bytes])
+        landings = [(one.info.size_bytes, _SeveralLandings(map(_box_landing, one.in_boxes()))) for one in wanted]
+        self._places = iter([(size_bytes, landing) for size_bytes, landing in landings if size_bytes])
         self._left = 0
         self._landing: Landing | None = None
 
@@ -176,25 +176,30 @@ def _stored_pieces(wanted: Sequence[WantedTensor]) -> Iterator[Tensor]:
                 yield one.file.read(one.name, start, min(start + step, numel)).view(torch.uint8)
 
 
-def _landing_here(one: WantedTensor) -> Landing | None:
-    """The place in this rank's memory of what it has of the tensor, all of whose bytes come by; None for nothing."""
-    info, local, mine = one.info, one.local, one.box
-    if local is None or mine is None or not local.numel():
-        return None
-    view = info.sharding.view
-    row_bytes = math.prod(view[1:]) * info.dtype.itemsize
-    start, rows = (mine.offsets[0], mine.sizes[0]) if view else (0, 1)
-    inner = _rows_landing(local, mine, view, info.dtype, rows * row_bytes)
-    return _RangeLanding(inner, start * row_bytes, (start + rows) * row_bytes)
+class _SeveralLandings(tuple[Landing, ...]):
+    """Places that each take what is theirs of the same bytes."""
+
+    def put(self, data: Tensor) -> None:
+        """The next bytes."""
+        for landing in self:
+            landing.put(data)
 
 
-def _rows_landing(local: Tensor, mine: Box, view: tuple[int, ...], dtype: torch.dtype, size_bytes: int) -> Landing:
-    """The place of rows of a tensor, of which `local` has the columns `mine`."""
-    if mine.sizes[1:] != view[1:]:
-        return RowsLanding(local, mine, view, dtype)
-    if type(local) in PLAIN and local.is_contiguous() and local.dtype == dtype:
+def _box_landing(one: WantedBox) -> Landing:
+    """The place in this rank's memory of one box of a tensor, all of whose bytes come by."""
+    row_bytes = math.prod(one.view[1:]) * one.dtype.itemsize
+    start, rows = (one.mine.offsets[0], one.mine.sizes[0]) if one.view else (0, 1)
+    return _RangeLanding(_rows_landing(one, rows * row_bytes), start * row_bytes, (start + rows) * row_bytes)
+
+
+def _rows_landing(one: WantedBox, size_bytes: int) -> Landing:
+    """The place of the rows of a box, of which it may have columns."""
+    local = one.local
+    if one.mine.sizes[1:] != one.view[1:]:
+        return RowsLanding(local, one.mine, one.view, one.dtype)
+    if type(local) in PLAIN and local.is_contiguous() and local.dtype == one.dtype:
         return StraightLanding(local)
-    return _CastLanding(local, dtype, torch.empty(size_bytes, dtype=torch.uint8))
+    return _CastLanding(local, one.dtype, torch.empty(size_bytes, dtype=torch.uint8))
 
 
 @dataclass

@@ -11,8 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ft_ckpt.distributed.flat_sharding import FlatSharding
 from ft_ckpt.distributed.process_groups import global_rank, is_subset_of_ranks, ranks_in_order
-from ft_ckpt.distributed.sharding import FlatSharding, ReplicatedSharding, Sharding
+from ft_ckpt.distributed.sharding import ReplicatedSharding, Sharding
 from ft_ckpt.distributed.wrapper_protocol import TensorLayout, Wrapper
 
 

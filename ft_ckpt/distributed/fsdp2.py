@@ -13,9 +13,9 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from ft_ckpt.distributed.mesh_cutting import cutting_of
-from ft_ckpt.distributed.process_groups import global_rank, is_subset_of_ranks
+from ft_ckpt.distributed.process_groups import is_subset_of_ranks
 from ft_ckpt.distributed.sharding import Mesh, MeshSharding, OpaqueSharding, Sharding
-from ft_ckpt.distributed.wrapper_protocol import PendingGradient, TensorLayout, Wrapper
+from ft_ckpt.distributed.wrapper_protocol import PendingGradient, TensorLayout, Wrapper, shaped_as_box
 from ft_ckpt.errors import listing
 
 
@@ -54,8 +54,7 @@ class FSDP2Wrapper(Wrapper):
         """This rank's part in the shape of its box, where the layout's view splits a dimension of the tensor."""
         if all(map(_is_simple, tensor.placements)):
             return local
-        box = self.layout_of(tensor).sharding.local_box(global_rank())
-        return local if box is None or tuple(local.shape) == box.sizes else local.view(box.sizes)
+        return shaped_as_box(local, self.layout_of(tensor).sharding)
 
     def has_data(self, tensor: Any) -> bool:
         """As torch's own kind of them tells at once: all of a model are asked."""

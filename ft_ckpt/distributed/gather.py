@@ -18,7 +18,7 @@ from ft_ckpt.devices.accelerators import current_device
 from ft_ckpt.distributed.inventory import inventory_of
 from ft_ckpt.distributed.ranks import Ranks, current_ranks
 from ft_ckpt.distributed.sharding import Box
-from ft_ckpt.distributed.tensor_info import TensorInfo, Tensors, full_elements, local_elements
+from ft_ckpt.distributed.tensor_info import TensorInfo, Tensors, box_memories, full_elements, local_elements
 from ft_ckpt.errors import RankError
 
 
@@ -114,31 +114,34 @@ class _RowRange:
         """Bytes of all rows together."""
         return (self.high - self.low) * self.row_numel * self.info.dtype.itemsize
 
-    def box_of_rank(self, rank: int) -> Box | None:
+    def boxes_of_rank(self, rank: int) -> tuple[Box, ...]:
         """What `rank` has to contribute of the tensor; of one that all have, any rank has it for itself."""
         sharding = self.info.sharding
-        return sharding.local_box(rank) if _is_everywhere(self.info) else sharding.box(rank)
+        return sharding.local_boxes(rank) if _is_everywhere(self.info) else sharding.boxes(rank)
 
-    def part_of_rank(self, rank: int) -> Box | None:
+    def parts_of_rank(self, rank: int) -> list[Box]:
         """What `rank` contributes to these rows, in coordinates of the view."""
-        box = self.box_of_rank(rank)
-        if box is None or not box.sizes:
+        return [part for box in self.boxes_of_rank(rank) if (part := self._part_of_box(box)) is not None]
+
+    def own_data(self, rank: int) -> list[Tensor]:
+        """This rank's elements of each of `parts_of_rank(rank)`."""
+        memories = box_memories(self.boxes_of_rank(rank), self.local)
+        placed = [(box, self._part_of_box(box), memory) for box, memory in memories]
+        return [_rows_in_memory(box, part, memory) for box, part, memory in placed if part is not None]
+
+    def _part_of_box(self, box: Box) -> Box | None:
+        if not box.sizes:
             return box
         low, high = max(box.offsets[0], self.low), min(box.offsets[0] + box.sizes[0], self.high)
-        if low >= high:
-            return None
-        return Box((low, *box.offsets[1:]), (high - low, *box.sizes[1:]))
+        return Box((low, *box.offsets[1:]), (high - low, *box.sizes[1:])) if low < high else None
 
-    def own_data(self, rank: int) -> Tensor | None:
-        """This rank's elements of `part_of_rank(rank)`."""
-        part, local = self.part_of_rank(rank), self.local
-        if part is None or local is None:
-            return None
-        if not part.sizes:
-            return local
-        box = self.box_of_rank(rank)
-        begin = part.offsets[0] - (box.offsets[0] if box else 0)
-        return local[begin : begin + part.sizes[0]]
+
+def _rows_in_memory(box: Box, part: Box, memory: Tensor) -> Tensor:
+    """The elements of `part`, rows of `box`, in the memory of the box."""
+    if not part.sizes:
+        return memory
+    begin = part.offsets[0] - box.offsets[0]
+    return memory[begin : begin + part.sizes[0]]
 
 
 def moves_to(info: TensorInfo, to: int) -> bool:
@@ -232,13 +235,11 @@ class _BucketCarrier:
         if id(unit) in filled:
             return filled[id(unit)].view(-1)
         own = unit.own_data(self.ranks.rank)
-        if own is None:  # an empty tensor has no owner
-            return torch.empty(0, dtype=unit.info.dtype)
-        return own.reshape(-1)
+        return own[0].reshape(-1) if own else torch.empty(0, dtype=unit.info.dtype)  # an empty tensor has no owner
 
     def _pack_own(self, moving: list[_RowRange]) -> Tensor | None:
         """What this rank contributes, in one buffer; None when it has nothing."""
-        mine = [own for unit in moving if (own := unit.own_data(self.ranks.rank)) is not None]
+        mine = [own for unit in moving for own in unit.own_data(self.ranks.rank)]
         if not mine:
             return None
         packed = self._reuse_buffer("packed", sum(_padded_size(own.nbytes) for own in mine))
@@ -260,11 +261,12 @@ class _BucketCarrier:
             position += _padded_size(unit.size_bytes)
         owners = sorted(set(chain.from_iterable(unit.info.sharding.owners for unit in moving)))
         for rank in owners:
-            parts = [(unit, part) for unit in moving if (part := unit.part_of_rank(rank)) is not None]
             if rank == self.ranks.rank:
-                for unit, part in parts:
-                    _paste_part(rows[id(unit)], unit, part, unit.own_data(rank))
+                for unit in moving:
+                    for part, own in zip(unit.parts_of_rank(rank), unit.own_data(rank), strict=True):
+                        _paste_part(rows[id(unit)], unit, part, own)
                 continue
+            parts = [(unit, part) for unit in moving for part in unit.parts_of_rank(rank)]
             if parts:
                 packed = self._reuse_buffer(
                     "packed", sum(_padded_size(_part_bytes(unit, part)) for unit, part in parts)
@@ -302,7 +304,7 @@ def _rows_bytes(bucket: list[_RowRange], to: int) -> int:
 def _sending_ranks(moving: list[_RowRange], to: int) -> list[int]:
     """The ranks other than `to` that contribute to these units."""
     owners = set(chain.from_iterable(unit.info.sharding.owners for unit in moving)) - {to}
-    return sorted(rank for rank in owners if any(unit.part_of_rank(rank) is not None for unit in moving))
+    return sorted(rank for rank in owners if any(unit.parts_of_rank(rank) for unit in moving))
 
 
 def _unpack_rows(packed: Tensor, parts: list[tuple[_RowRange, Box]], rows: Mapping[int, Tensor]) -> None:
@@ -321,9 +323,7 @@ def _padded_size(size: int) -> int:
     return size + -size % 16
 
 
-def _paste_part(rows: Tensor, unit: _RowRange, part: Box, data: Tensor | None) -> None:
-    if data is None:
-        return
+def _paste_part(rows: Tensor, unit: _RowRange, part: Box, data: Tensor) -> None:
     box = rows
     for dim, (offset, size) in enumerate(zip(part.offsets, part.sizes, strict=True)):
         box = box.narrow(dim, offset - (unit.low if dim == 0 else 0), size)

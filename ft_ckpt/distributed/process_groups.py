@@ -36,6 +36,18 @@ def ranks_in_order(group: Any) -> Sequence[int]:
     return _in_order[known]
 
 
+def groups_beside(members: Sequence[int], kin: Sequence[int]) -> dict[int, tuple[int, ...]] | None:
+    """The group of each of `kin`, from that of this rank, whose `members` are in its place on other machines or nodes.
+
+    Groups are laid out in a grid: each is a copy of another, some ranks further on. None where that is not so.
+    """
+    import torch.distributed as dist
+
+    found = {one: tuple(rank + one - global_rank() for rank in members) for one in kin}
+    covered = sorted(rank for group in found.values() for rank in group)
+    return found if covered == [*range(dist.get_world_size() if dist.is_initialized() else 1)] else None
+
+
 def is_subset_of_ranks(count: int) -> bool:
     """Whether `count` ranks that hold a tensor together are not all: then others hold it again."""
     import torch.distributed as dist

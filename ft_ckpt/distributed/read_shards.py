@@ -9,14 +9,14 @@ import os
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
-from itertools import product
+from itertools import chain, product
 
 import torch
 from torch import Tensor
 
 from ft_ckpt.distributed.process_groups import global_rank
 from ft_ckpt.distributed.sharding import Box
-from ft_ckpt.distributed.tensor_info import TensorInfo
+from ft_ckpt.distributed.tensor_info import TensorInfo, box_memories
 from ft_ckpt.errors import LoadError, listing
 from ft_ckpt.formats.dtypes import dtype_name
 from ft_ckpt.formats.layout import TensorFile
@@ -33,18 +33,36 @@ _LEAST_RUN_BYTES = 64 << 10  # shorter ones of a block cut in several dimensions
 
 
 @dataclass(frozen=True, eq=False)
+class WantedBox:
+    """A box of a tensor to fill, from the stored one."""
+
+    mine: Box  # in the tensor seen as `view`
+    local: Tensor  # its memory
+    view: tuple[int, ...]
+    dtype: torch.dtype  # of what is stored
+    file: TensorFile
+    name: str  # in the file
+
+
+@dataclass(frozen=True, eq=False)
 class WantedTensor:
     """What to fill: this rank's elements of a tensor, from a stored one."""
 
     info: TensorInfo
-    local: Tensor | None  # the elements' memory, as `box` says; None for nothing
+    local: Tensor | None  # the elements' memory, as the `boxes` say; None for nothing
     file: TensorFile
     name: str  # in the file
 
     @property
-    def box(self) -> Box | None:
+    def boxes(self) -> tuple[Box, ...]:
         """Which elements of the tensor this rank has."""
-        return self.info.sharding.local_box(global_rank())
+        return self.info.sharding.local_boxes(global_rank())
+
+    def in_boxes(self) -> list[WantedBox]:
+        """What this rank has, box by box; nothing where it has no element."""
+        view, dtype = self.info.sharding.view, self.info.dtype
+        memories = [] if self.local is None or not self.local.numel() else box_memories(self.boxes, self.local)
+        return [WantedBox(box, memory, view, dtype, self.file, self.name) for box, memory in memories]
 
 
 def fill_all(wanted: Iterable[WantedTensor], threads: int = THREADS, direct: str = "auto") -> int:
@@ -61,7 +79,7 @@ def fill_all(wanted: Iterable[WantedTensor], threads: int = THREADS, direct: str
     due: dict[int, FileProof] = {}
     wanted_bytes: Counter[int] = Counter()
     others = []
-    for one in asked:
+    for one in chain.from_iterable(each.in_boxes() for each in asked):
         found = _landings_of_box(one)
         if found is None:
             others.append(one)
@@ -74,21 +92,22 @@ def fill_all(wanted: Iterable[WantedTensor], threads: int = THREADS, direct: str
             wanted_bytes[id(run.file)] += run.size_bytes
     for file, proof in due.items():
         proof.widen_for(wanted_bytes[file])
-    return read_runs(landings, threads, direct, due) + sum(fill_tensor(one) for one in others)
+    return read_runs(landings, threads, direct, due) + sum(_fill_box(one) for one in others)
 
 
 def fill_tensor(one: WantedTensor) -> int:
     """As `fill_all`, for one tensor and at once, through whatever the file's format needs."""
     check_all([one])
-    local, mine, view = one.local, one.box, one.info.sharding.view
-    if local is None or mine is None or not local.numel():
-        return 0
-    if _is_expanded(local):
-        return _fill_expanded(one, local)
-    if not view:
-        local.copy_(one.file.read(one.name).reshape(()))
-        return one.info.dtype.itemsize
-    return sum(_fill_rows(one, local, mine, low, high) for low, high in _row_ranges(mine, view, one.info.dtype))
+    return sum(map(_fill_box, one.in_boxes()))
+
+
+def _fill_box(one: WantedBox) -> int:
+    if _is_expanded(one.local):
+        return _fill_expanded(one)
+    if not one.view:
+        one.local.copy_(one.file.read(one.name).reshape(()))
+        return one.dtype.itemsize
+    return sum(_fill_rows(one, low, high) for low, high in _row_ranges(one))
 
 
 def check_all(wanted: Iterable[WantedTensor]) -> None:
@@ -139,12 +158,10 @@ class RowsLanding:
             self.stage = self.stage.new_empty(0)
 
 
-def _landings_of_box(one: WantedTensor) -> dict[ByteRun, Landing] | None:
+def _landings_of_box(one: WantedBox) -> dict[ByteRun, Landing] | None:
     """The byte ranges of this rank's box, and where each goes; None where that takes more than moving bytes."""
-    view, dtype = one.info.sharding.view, one.info.dtype
-    local, mine, name, item = one.local, one.box, one.name, dtype.itemsize
-    if local is None or mine is None or not local.numel():
-        return {}
+    view, dtype = one.view, one.dtype
+    local, mine, name, item = one.local, one.mine, one.name, dtype.itemsize
     run = whole_run(one.file, name)
     if run is None or type(local) not in PLAIN or _is_expanded(local) or (not view and local.dtype != dtype):
         return None
@@ -171,7 +188,7 @@ def _run_starts(mine: Box, view: tuple[int, ...], last: int) -> Iterable[int]:
 
 def _spec_problem(one: WantedTensor) -> str | None:
     name, spec = one.name, one.file.specs.get(one.name)
-    if one.box is None and one.local is not None and one.local.numel():
+    if not one.boxes and one.local is not None and one.local.numel():
         return f"{one.info.name}: nobody can tell which of its elements this rank has ({one.info.engine})"
     if spec is None:
         return f"{name}: not in the checkpoint, and {one.info.name} needs it"
@@ -181,19 +198,19 @@ def _spec_problem(one: WantedTensor) -> str | None:
     return f"{name}: {spec.dtype} {list(spec.shape)} in the checkpoint, {wanted[1]} {list(wanted[0])} in this run"
 
 
-def _row_ranges(mine: Box, view: tuple[int, ...], dtype: torch.dtype) -> list[tuple[int, int]]:
+def _row_ranges(one: WantedBox) -> list[tuple[int, int]]:
     """The rows of a box in runs of at most _SLICE_BYTES (or one row), counted from its first row."""
-    rows, row_bytes = mine.sizes[0], max(1, math.prod(view[1:]) * dtype.itemsize)
+    rows, row_bytes = one.mine.sizes[0], max(1, math.prod(one.view[1:]) * one.dtype.itemsize)
     step = max(1, _SLICE_BYTES // row_bytes)
     return [(low, min(low + step, rows)) for low in range(0, rows, step)]
 
 
-def _fill_rows(one: WantedTensor, local: Tensor, mine: Box, low: int, high: int) -> int:
+def _fill_rows(one: WantedBox, low: int, high: int) -> int:
     """Rows [low, high) of the box: whole rows are read, and a box cut in other dimensions takes its columns."""
-    view, first = one.info.sharding.view, mine.offsets[0]
+    view, first = one.view, one.mine.offsets[0]
     row = math.prod(view[1:])
     data = one.file.read(one.name, (first + low) * row, (first + high) * row)
-    local[low:high].copy_(_cut_columns(data.view(high - low, *view[1:]), mine, view))
+    one.local[low:high].copy_(_cut_columns(data.view(high - low, *view[1:]), one.mine, view))
     return data.nbytes
 
 
@@ -202,14 +219,15 @@ def _is_expanded(local: Tensor) -> bool:
     return any(stride == 0 and size > 1 for stride, size in zip(local.stride(), local.shape, strict=True))
 
 
-def _fill_expanded(one: WantedTensor, local: Tensor) -> int:
+def _fill_expanded(one: WantedBox) -> int:
     """Each place in memory once, if all its elements are the same in the file."""
+    local = one.local
     fresh = torch.empty(local.shape, dtype=local.dtype)
-    taken = fill_tensor(replace(one, local=fresh))
+    taken = _fill_box(replace(one, local=fresh))
     once = tuple(slice(1) if stride == 0 else slice(None) for stride in local.stride())
     again = fresh[once].expand(local.shape).contiguous()
     if not torch.equal(again.view(-1).view(torch.uint8), fresh.view(-1).view(torch.uint8)):
-        raise LoadError(f"{one.info.name}: one value many times here (made by expand), and not in the checkpoint")
+        raise LoadError(f"{one.name}: one value many times here (made by expand), and not in the checkpoint")
     local[once].copy_(fresh[once])
     return taken
 

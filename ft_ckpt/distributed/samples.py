@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 
 from ft_ckpt.distributed.sharding import unravel_index
-from ft_ckpt.distributed.tensor_info import TensorInfo, Tensors, local_elements
+from ft_ckpt.distributed.tensor_info import TensorInfo, Tensors, box_memories, local_elements
 
 
 def sample_elements(
@@ -27,12 +27,13 @@ def picked_indices(chosen: Mapping[str, TensorInfo], tensors: int = 32, elements
 
 def elements_at(info: TensorInfo, rank: int, indices: Sequence[int], live: Tensors | None = None) -> dict[str, float]:
     """The elements at flat `indices` that `rank`, this one, contributes to the tensor, by index."""
-    mine, local = info.sharding.box(rank), local_elements(info, live)
-    if mine is None or local is None or not local.numel():
+    local = local_elements(info, live)
+    if local is None or not local.numel():
         return {}
     values = {}
-    for index in indices:
-        inside = [at - low for at, low in zip(unravel_index(index, info.sharding.view), mine.offsets, strict=True)]
-        if all(0 <= at < size for at, size in zip(inside, mine.sizes, strict=True)):
-            values[str(index)] = float(local[tuple(inside)])
+    for mine, memory in box_memories(info.sharding.boxes(rank), local):
+        for index in indices:
+            inside = [at - low for at, low in zip(unravel_index(index, info.sharding.view), mine.offsets, strict=True)]
+            if all(0 <= at < size for at, size in zip(inside, mine.sizes, strict=True)):
+                values[str(index)] = float(memory[tuple(inside)])
     return values

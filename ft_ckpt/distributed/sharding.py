@@ -5,6 +5,7 @@ of whoever has the tensor, and a `Sharding` says which elements these are.
 """
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
@@ -22,7 +23,10 @@ class Box:
 
 
 class Sharding(Protocol):
-    """Which elements of one tensor each rank holds. Over all `owners`, each element of `view` is in exactly one box."""
+    """Which elements of one tensor each rank holds. Over all `owners`, each element of `view` is in exactly one box.
+
+    Those that a rank has in several boxes lie in its memory as one row of elements, box after box.
+    """
 
     @property
     def view(self) -> tuple[int, ...]:
@@ -49,12 +53,12 @@ class Sharding(Protocol):
         """Whether no boxes describe it: a collective of its engine alone gives the full tensor."""
         ...
 
-    def box(self, rank: int) -> Box | None:
-        """The elements that `rank` contributes to a gather; None for none."""
+    def boxes(self, rank: int) -> tuple[Box, ...]:
+        """The elements that `rank` contributes to a gather."""
         ...
 
-    def local_box(self, rank: int) -> Box | None:
-        """The elements that `rank` has in memory, even if another rank contributes them; None for none."""
+    def local_boxes(self, rank: int) -> tuple[Box, ...]:
+        """The elements that `rank` has in memory, even if another rank contributes them."""
         ...
 
     @property
@@ -66,8 +70,30 @@ class Sharding(Protocol):
         ...
 
 
+class OneBox(ABC):
+    """Of shardings under which what a rank has is one box, or nothing."""
+
+    def boxes(self, rank: int) -> tuple[Box, ...]:
+        """The elements that `rank` contributes to a gather."""
+        box = self.box(rank)
+        return () if box is None else (box,)
+
+    def local_boxes(self, rank: int) -> tuple[Box, ...]:
+        """The elements that `rank` has in memory, even if another rank contributes them."""
+        box = self.local_box(rank)
+        return () if box is None else (box,)
+
+    @abstractmethod
+    def box(self, rank: int) -> Box | None:
+        """The one of `boxes`; None for none."""
+
+    @abstractmethod
+    def local_box(self, rank: int) -> Box | None:
+        """The one of `local_boxes`; None for none."""
+
+
 @dataclass(frozen=True)
-class ReplicatedSharding:
+class ReplicatedSharding(OneBox):
     """Every rank has the whole tensor; rank 0's is the one that counts."""
 
     view: tuple[int, ...]
@@ -86,7 +112,7 @@ class ReplicatedSharding:
 
 
 @dataclass(frozen=True)
-class OwnedSharding:
+class OwnedSharding(OneBox):
     """The rank `owner` alone speaks for the whole tensor; with None nobody has its elements."""
 
     view: tuple[int, ...]
@@ -120,66 +146,6 @@ class OwnedSharding:
 
 
 @dataclass(frozen=True)
-class FlatSharding:
-    """A tensor at [first, first + numel) of a flat buffer that is cut into equal shards, one for each of `members`.
-
-    Where other groups hold the same (`is_replicated`), only that of rank 0 contributes.
-    """
-
-    numel: int
-    first: int
-    shard: int  # elements
-    members: Sequence[int]  # global ranks in the order of the shards; a range needs no look at each of them
-    is_replicated: bool = False
-    is_sharded = True
-    is_opaque = False
-
-    @property
-    def view(self) -> tuple[int, ...]:
-        """All elements in a row."""
-        return (self.numel,)
-
-    @property
-    def owners(self) -> Sequence[int]:
-        """The members whose shards have elements of it."""
-        if not self.numel or not self._contributes:
-            return ()
-        return self.members[self.first // self.shard : (self.first + self.numel - 1) // self.shard + 1]
-
-    def box(self, rank: int) -> Box | None:
-        """The run of elements in the shard of `rank`."""
-        return self.local_box(rank) if self._contributes else None
-
-    @property
-    def _contributes(self) -> bool:
-        return not self.is_replicated or 0 in self.members
-
-    def local_box(self, rank: int) -> Box | None:
-        """The same, in any group of members."""
-        if rank not in self.members:
-            return None
-        return _run_in_shard(self.numel, self.first, self.shard, self.members.index(rank))
-
-    @property
-    def runs(self) -> tuple[Runs, ...]:
-        """What each of the members has, if they are numbered one after the other."""
-        if not self.numel or not _are_consecutive(self.members):
-            return ()
-        lead = min(self.numel, self.shard - self.first % self.shard)
-        rest = self.numel - lead
-        chunk = self.shard if rest > self.shard else max(lead, rest)
-        return (Runs(self.members[self.first // self.shard], lead, chunk, self.numel),)
-
-    def range_in_shard(self, rank: int) -> tuple[int, int] | None:
-        """Where the elements lie in the shard of `rank`, as [start, stop); None for none."""
-        box = self.local_box(rank)
-        if box is None:
-            return None
-        start = self.first + box.offsets[0] - self.members.index(rank) * self.shard
-        return start, start + box.sizes[0]
-
-
-@dataclass(frozen=True)
 class Mesh:
     """Ranks in a grid."""
 
@@ -201,7 +167,7 @@ class Mesh:
 
 
 @dataclass(frozen=True)
-class MeshSharding:
+class MeshSharding(OneBox):
     """A tensor cut along dimensions over a mesh, as torch.chunk cuts or in parts of given sizes; the rest are replicas.
 
     A mesh without rank 0 holds again what another one holds, and contributes nothing.
@@ -263,7 +229,7 @@ class MeshSharding:
 
 
 @dataclass(frozen=True)
-class OpaqueSharding:
+class OpaqueSharding(OneBox):
     """A layout that its engine alone can put together: a pending sum. Nothing can be read into it."""
 
     view: tuple[int, ...]
@@ -296,20 +262,6 @@ def unravel_index(index: int, shape: Sequence[int]) -> tuple[int, ...]:
 @lru_cache(maxsize=4096)  # a model has few shapes and many tensors
 def _whole_box(view: tuple[int, ...]) -> Box:
     return Box((0,) * len(view), view)
-
-
-def _are_consecutive(members: Sequence[int]) -> bool:
-    """Whether they are numbered one after the other."""
-    if isinstance(members, range):
-        return members.step == 1
-    return [*members] == [*range(members[0], members[0] + len(members))]
-
-
-def _run_in_shard(numel: int, first: int, shard: int, index: int) -> Box | None:
-    """The elements of [first, first + numel) that lie in the shard at `index`, counted from `first`."""
-    start = max(index * shard, first) - first
-    stop = min((index + 1) * shard, first + numel) - first
-    return Box((start,), (stop - start,)) if stop > start else None
 
 
 def _sized_box(shape: tuple[int, ...], dim: int, sizes: tuple[int, ...], index: int) -> Box | None:

@@ -82,20 +82,12 @@ def sibling_here(tensor: Any) -> Any:
     return tensor.__dict__[_ELSEWHERE].sibling if stands_for_another(tensor) else tensor
 
 
-def ranks_with_same(expert: Any, ranks_with_own: Sequence[int]) -> tuple[int, ...] | None:
-    """The ranks that have an expert's tensor, in order, from those that have this rank's in the same place of its list.
-
-    None where groups are not laid out as DeepSpeed's `groups` describes: each a copy of another, some ranks further on.
-    """
-    own = _own_sharding(sibling_here(expert))
-    if not isinstance(own, MeshSharding):
-        return None
-    members = own.mesh.ranks
-    copies = {holder: tuple(rank + holder - global_rank() for rank in ranks_with_own) for holder in members}
-    if sorted(rank for copy in copies.values() for rank in copy) != [*range(dist.get_world_size())]:
-        return None
-    sharding = expert.__dict__[_ELSEWHERE].sharding if stands_for_another(expert) else own
-    return copies[members[sharding.sizes.index(1)]]
+def holders_of_expert(expert: Any) -> tuple[int, tuple[int, ...]]:
+    """The rank of this one's group that has an expert's tensor, and all ranks of that group."""
+    sharding = expert.__dict__[_ELSEWHERE].sharding if stands_for_another(expert) else _own_sharding(expert)
+    if not isinstance(sharding, MeshSharding):
+        return global_rank(), (global_rank(),)
+    return sharding.mesh.ranks[sharding.sizes.index(1)], sharding.mesh.ranks
 
 
 class TensorKeeper(Protocol):

@@ -1,7 +1,7 @@
 """Descriptions of tensors without the tensors, and the places that their elements are taken from when needed."""
 
 import math
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import count
 from typing import Any, Protocol
@@ -9,7 +9,6 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from ft_ckpt.distributed.process_groups import global_rank
 from ft_ckpt.distributed.sharding import Box, Sharding
 from ft_ckpt.errors import SelectionError
 
@@ -44,7 +43,7 @@ class Tensors(Protocol):
     """The elements behind `TensorInfo`s: those of a live run, or of a snapshot."""
 
     def local(self, key: int) -> Tensor | None:
-        """This rank's elements, as `Sharding.local_box` says; None where it has none. Wants no gradient."""
+        """This rank's elements, as `Sharding.local_boxes` says; None where it has none. Wants no gradient."""
         ...
 
     def memories(self, keys: Collection[int]) -> Mapping[int, Tensor]:
@@ -68,17 +67,22 @@ class Source(TensorInfo):
     local: Tensor | None = None  # this rank's elements
     gather_full: Callable[[], Tensor] = field(default=_refuse_full)  # of an opaque sharding
 
-    @property
-    def local_box(self) -> Box | None:
-        """Where `local` lies in the view."""
-        return self.sharding.local_box(global_rank())
-
 
 def local_elements(info: TensorInfo, tensors: Tensors | None) -> Tensor | None:
     """This rank's elements from `tensors`; with None from `info` itself, which must be a Source."""
     if tensors is not None:
         return tensors.local(info.key)
     return info.local if isinstance(info, Source) else None
+
+
+def box_memories(boxes: Sequence[Box], local: Tensor | None) -> list[tuple[Box, Tensor]]:
+    """The boxes that a rank has, each with its memory in its shape, from the memory of all of them."""
+    if local is None or not boxes:
+        return []
+    if len(boxes) == 1 and local.dim() == len(boxes[0].sizes):
+        return [(boxes[0], local)]
+    pieces = torch.split(local.view(-1), [math.prod(box.sizes) for box in boxes])
+    return [(box, piece.view(box.sizes)) for box, piece in zip(boxes, pieces, strict=True)]
 
 
 def full_elements(info: TensorInfo, tensors: Tensors | None) -> Tensor:

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
+from ft_ckpt.distributed.process_groups import global_rank
 from ft_ckpt.distributed.sharding import Sharding
 from ft_ckpt.errors import SelectionError
 
@@ -24,6 +25,12 @@ class TensorLayout(NamedTuple):
     is_parameter: bool
     engine: str
     sharding: Sharding
+
+
+def shaped_as_box(local: Tensor, sharding: Sharding) -> Tensor:
+    """This rank's part of a tensor in the shape of its box, where the view splits a dimension of the tensor."""
+    boxes = sharding.local_boxes(global_rank())
+    return local if not boxes or tuple(local.shape) == boxes[0].sizes else local.view(boxes[0].sizes)
 
 
 class PendingGradient(Protocol):

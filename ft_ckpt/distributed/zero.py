@@ -9,18 +9,20 @@ from collections.abc import Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from ft_ckpt.distributed.process_groups import global_rank, is_subset_of_ranks, ranks_in_order
-from ft_ckpt.distributed.sharding import FlatSharding, OwnedSharding, Sharding
-from ft_ckpt.distributed.spread_experts import ranks_with_same
+from ft_ckpt.distributed.flat_sharding import FlatSharding, PartRunsSharding
+from ft_ckpt.distributed.process_groups import global_rank, groups_beside, is_subset_of_ranks, ranks_in_order
+from ft_ckpt.distributed.sharding import MeshSharding, OwnedSharding, Sharding
+from ft_ckpt.distributed.spread_experts import holders_of_expert
 from ft_ckpt.distributed.tensor_info import Source
 from ft_ckpt.distributed.wrapper_protocol import TensorLayout, Wrapper
 from ft_ckpt.errors import SelectionError, listing
 
 _Owners = Mapping[int, Sequence[Source]]  # by the id of this rank's parameter, whosever experts they are
+_Cut = FlatSharding | PartRunsSharding
 _KNOWN = ("DeepSpeedZeroOptimizer", "DeepSpeedZeroOptimizer_Stage3", "BF16_Optimizer")
 _FIELDS = (  # the groups of weights, the masters; a class has those of the first pair it has any of
     ("fp16_groups", "fp32_partitioned_groups_flat"),
@@ -94,7 +96,7 @@ class Slot:
     """One parameter in a partition: its weight, and where it is in any buffer that is cut like the partition."""
 
     owner: Source
-    sharding: FlatSharding
+    sharding: _Cut
     start: int  # of this rank's shard in the partition
 
     def local_run(self, buffer: Tensor) -> Tensor | None:
@@ -115,10 +117,14 @@ class Partition:
 def zero_partitions(optimizer: Any, owners: _Owners) -> list[Partition]:
     """This rank's partitions; on every rank as many, with the same parameters.
 
-    `owners` are the sources of the models it trains, by the ids of their parameters. Raises SelectionError for parameters of no known model, and for
-    settings that keep state where it cannot be reached by name.
+    `owners` are the sources of the models it trains, by the ids of their parameters. Raises SelectionError for
+    parameters of no known model, and for settings that keep state where it cannot be reached by name.
     """
     problems = _refused_settings(optimizer)
+    cut = any(isinstance(one.sharding, MeshSharding) for some in owners.values() for one in some)
+    problems += ["model parallelism that says of no parameter how it is cut"] * (
+        _is_model_parallel(optimizer) and not cut
+    )
     if problems:
         raise SelectionError(
             f"{type(optimizer).__name__}: {listing(problems)}: its state cannot be kept by name; change these "
@@ -169,37 +175,107 @@ def _stage_3(optimizer: Any, owners: _Owners) -> Iterator[Partition]:
 def _stages_1_2(optimizer: Any, owners: _Owners) -> Iterator[Partition]:
     """A group's parameters lie one after the other, perhaps aligned; a partition is an equal shard of the whole.
 
-    Where other ranks have other experts, theirs lie in the same places of partitions of their own.
+    Where other ranks have other experts or parts, theirs lie in partitions of their own.
     """
     mixed = hasattr(optimizer, "bf16_groups")  # stage 1 in bfloat16 with float32 gradients has a class of its own
     masters = optimizer.fp32_groups_flat_partition if mixed else optimizer.single_partition_of_fp32_groups
     for number, master in enumerate(masters):
         laid = optimizer.bf16_groups[number] if mixed else optimizer.round_robin_bit16_groups[number]
+        trained = _partitioned_sources(owners, laid if mixed else optimizer.bit16_groups[number])
         ends = [0, *accumulate(parameter.numel() for parameter in laid)]
         starts = getattr(optimizer, "round_robin_bit16_offsets", {number: ends})[number]
-        first = {id(parameter): start for parameter, start in zip(laid, starts, strict=False)}
+        own = _FlatLayout(tuple(starts[: len(laid)]), master.numel())
         members = ranks_in_order(optimizer.real_dp_process_group[number])
-        cut = _expert_sharding if _is_of_experts(optimizer.optimizer.param_groups[number]) else _source_sharding
-        places = [
-            Slot(source, cut(source, first[id(parameter)], master.numel(), members), 0)
-            for parameter, source in _partitioned_sources(owners, laid if mixed else optimizer.bit16_groups[number])
+        of_experts = _is_of_experts(optimizer.optimizer.param_groups[number])
+        sources = [owners[id(parameter)][0] for parameter in laid]
+        layouts = {global_rank(): own} if of_experts else _layouts_of_parts(optimizer, sources, own, len(members))
+        group = _FlatGroup({id(one): at for at, one in enumerate(laid)}, members, layouts, of_experts)
+        places = tuple(Slot(source, group.cut_of(parameter, source), 0) for parameter, source in trained)
+        yield Partition(master, number, places)
+
+
+class _FlatLayout(NamedTuple):
+    """Where tensors begin that lie one after the other in a flat buffer, and its equal shards, in elements."""
+
+    starts: tuple[int, ...]
+    shard: int
+
+
+@dataclass(frozen=True, eq=False)
+class _FlatGroup:
+    """The flat buffers of a group of parameters."""
+
+    order: Mapping[int, int]  # by the ids of this rank's parameters
+    members: Sequence[int]  # the ranks that have what this one has, and cut it
+    layouts: Mapping[int, _FlatLayout]  # of this rank, and of those that have other parts of the same tensors
+    of_experts: bool
+
+    def cut_of(self, parameter: Any, source: Source) -> _Cut:
+        """How a tensor lies in the buffers of those that train it: of experts and parts every rank has others."""
+        layout, at = self.layouts[global_rank()], self.order[id(parameter)]
+        if self.of_experts:
+            holder, kin = holders_of_expert(source.live)
+            groups = _groups_of(source, self.members, kin)
+            return FlatSharding(source.numel, layout.starts[at], layout.shard, groups[holder], is_only=True)
+        if not isinstance(source.sharding, MeshSharding):
+            return _flat_sharding(source.numel, layout.starts[at], layout.shard, self.members)
+        groups = _groups_of(source, self.members, source.sharding.mesh.ranks)
+        boxes = {rank: box for rank in groups if (box := source.sharding.local_box(rank)) is not None}
+        parts = [
+            (box, FlatSharding(math.prod(box.sizes), layout.starts[at], layout.shard, groups[rank], is_only=True))
+            for rank, box in boxes.items()
+            for layout in [self.layouts[rank]]
         ]
-        yield Partition(master, number, tuple(places))
+        return PartRunsSharding(source.sharding.view, tuple(parts))
 
 
-def _source_sharding(source: Source, first: int, shard: int, members: Sequence[int]) -> FlatSharding:
-    return _flat_sharding(source.numel, first, shard, members)
+def _layouts_of_parts(optimizer: Any, laid: Sequence[Source], own: _FlatLayout, members: int) -> dict[int, _FlatLayout]:
+    """The layouts of this rank's buffer, and of those with other parts of the same tensors, by rank.
 
-
-def _expert_sharding(source: Source, first: int, shard: int, members: Sequence[int]) -> FlatSharding:
-    """Of a tensor that only some ranks train, which cut it among each other: `members` have this rank's own."""
-    holders = ranks_with_same(source.live, members)
-    if holders is None:
+    As DeepSpeed lays out all of them, which is proved on this rank's `own`. Raises SelectionError where it is not so.
+    """
+    cut = {source.sharding.mesh.ranks for source in laid if isinstance(source.sharding, MeshSharding)}
+    if not cut:
+        return {global_rank(): own}
+    found = {rank: _laid_out(optimizer, laid, rank, members) for rank in sorted(set().union(*cut))}
+    if len(cut) > 1 or found.get(global_rank()) != own:
         raise SelectionError(
-            f"{source.name}: an expert in groups of ranks that are no copies of one another, {list(members)} here; its "
-            "state cannot be kept by name: save without the optimizer's state"
+            f"{laid[0].name} and {len(laid) - 1} more: in a flat buffer that is not laid out as ZeRO's, where tensors "
+            "are cut by others: their state cannot be kept by name, save without it"
         )
-    return FlatSharding(source.numel, first, shard, holders)
+    return found
+
+
+def _laid_out(optimizer: Any, laid: Sequence[Source], rank: int, members: int) -> _FlatLayout:
+    """The layout of the flat buffer of `rank`, of which `members` ranks have a shard each."""
+    size = 16 // math.gcd(16, laid[0].dtype.itemsize) if getattr(optimizer, "parameter_alignment", False) else 1
+    starts, end = [], 0
+    for source in laid:
+        starts.append(end + -end % size)
+        end = starts[-1] + _numel_on(source, rank)
+    unit = optimizer.nccl_start_alignment_factor
+    return _FlatLayout(tuple(starts), -(-end // (unit * members)) * unit)
+
+
+def _numel_on(source: Source, rank: int) -> int:
+    """How many elements `rank` has of a tensor that tensor parallelism may have cut."""
+    if not isinstance(source.sharding, MeshSharding):
+        return source.numel
+    return sum(math.prod(box.sizes) for box in source.sharding.local_boxes(rank))
+
+
+def _groups_of(source: Source, members: Sequence[int], kin: Sequence[int]) -> dict[int, tuple[int, ...]]:
+    found = groups_beside(members, kin)
+    if found is None:
+        raise SelectionError(
+            f"{source.name}: groups of ranks that are no copies of one another, {list(members)} and {list(kin)} here; "
+            "its state cannot be kept by name: save without the optimizer's state"
+        )
+    return found
+
+
+def _is_model_parallel(optimizer: Any) -> bool:
+    return int(getattr(optimizer, "model_parallel_world_size", 1)) > 1
 
 
 def _is_of_experts(group: Mapping[str, Any]) -> bool:
@@ -216,7 +292,7 @@ def _refused_settings(optimizer: Any) -> list[str]:
         "state offloaded in part (ratio)": getattr(optimizer, "backup_optimizer", None) is not None,
         "states moved away (reload_states() first)": bool(getattr(optimizer, "offloaded_states", ())),
         "experts spread over ranks": hasattr(optimizer, "fp16_groups") and any(map(_is_of_experts, groups)),
-        "model parallelism": getattr(optimizer, "model_parallel_world_size", 1) > 1,
+        "model parallelism": hasattr(optimizer, "fp16_groups") and _is_model_parallel(optimizer),
     }
     return [fact for fact, true in facts.items() if true]
 

@@ -75,7 +75,7 @@ def replicated_tensors(plans: Iterable[PartPlan]) -> dict[str, TensorInfo]:
 def digest_replicas(infos: Mapping[str, TensorInfo], tensors: Tensors, rank: int) -> dict[str, ReplicaDigest]:
     """The digest of what this `rank` has of each tensor that it should have something of."""
     shardings = {name: one.sharding for name, one in infos.items()}
-    shardings = {name: one for name, one in shardings.items() if one.local_box(rank) or not one.is_sharded}
+    shardings = {name: one for name, one in shardings.items() if one.local_boxes(rank) or not one.is_sharded}
     found = {name: local for name in shardings if (local := tensors.local(infos[name].key)) is not None}
     made = {name: _digest_on_host(tensor) for name, tensor in found.items() if tensor.is_cpu}
     elsewhere = {name: tensor for name, tensor in found.items() if not tensor.is_cpu}
@@ -85,7 +85,7 @@ def digest_replicas(infos: Mapping[str, TensorInfo], tensors: Tensors, rank: int
     )  # one wait for all
     made |= {name: f"{value:x}" for name, value in zip(elsewhere, values, strict=True)}
     return {
-        name: ReplicaDigest(place_of(sharding, rank), made.get(name, ""), sharding.box(rank) is not None)
+        name: ReplicaDigest(place_of(sharding, rank), made.get(name, ""), bool(sharding.boxes(rank)))
         for name, sharding in shardings.items()
     }
 

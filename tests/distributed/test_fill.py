@@ -130,7 +130,8 @@ def test_any_blocks_of_any_tensors(asked, kind, least, stage, direct):
         fill_all(reversed(of(file, *wanted)), threads=2, direct=direct)
     for one in wanted:
         expected = full[one.name].view(one.info.sharding.view)
-        for dim, (low, size) in enumerate(zip(one.box.offsets, one.box.sizes, strict=True)):
+        (box,) = one.boxes
+        for dim, (low, size) in enumerate(zip(box.offsets, box.sizes, strict=True)):
             expected = expected.narrow(dim, low, size)
         assert same(one.local, expected), one.name
 

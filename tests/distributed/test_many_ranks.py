@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from places import WORKERS, python_path
 from torch.distributed import HashStore
 
-from ft_ckpt.distributed import read_shards, sharding
+from ft_ckpt.distributed import flat_sharding, read_shards, sharding
 from ft_ckpt.distributed.ranks import Ranks
 from ft_ckpt.distributed.read_shards import WantedTensor
 from ft_ckpt.saving import write_shards
@@ -89,10 +89,10 @@ def test_the_manifest_does_not_grow_with_the_ranks(way):
 def test_planning_takes_steps_by_tensors_and_ranks(way, world, monkeypatch):
     """A rank is asked for its box of a tensor once or twice, and no element is looked at."""
     steps, values = [], llama_1b()
-    for name in ("_cut_box", "_run_in_shard"):
-        real = getattr(sharding, name)
+    for module, name in ((sharding, "_cut_box"), (flat_sharding, "_run_in_shard")):
+        real = getattr(module, name)
         counted = lambda *given, real=real: steps.append(1) or real(*given)  # noqa: E731
-        monkeypatch.setattr(sharding, name, counted)
+        monkeypatch.setattr(module, name, counted)
     shared(values, way, world, world - 1)
     assert bool(steps) is (way != "ddp")
     assert len(steps) <= 2 * len(values) * (world + 1)
@@ -122,7 +122,7 @@ def test_a_rank_reads_the_bytes_that_it_holds(way, world, monkeypatch):
         file, sources = PlannedFile(share.file.layout), [entry.source for entry in share.entries]
         wanted = [WantedTensor(source, source.local, file, source.name) for source in sources]
         read_shards.check_all(wanted)
-        runs = [run for one in wanted for run in read_shards._landings_of_box(one)]
+        runs = [run for one in wanted for box in one.in_boxes() for run in read_shards._landings_of_box(box)]
         assert len(runs) <= len(values)
         held = sum(source.local.nbytes for source in sources if source.local is not None)
         assert sum(run.size_bytes for run in runs) == held

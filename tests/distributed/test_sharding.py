@@ -12,15 +12,10 @@ from hypothesis import strategies as st
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset
 
+from ft_ckpt.distributed.flat_sharding import FlatSharding, PartRunsSharding
 from ft_ckpt.distributed.grid_runs import MOST_RUNS
-from ft_ckpt.distributed.sharding import (
-    FlatSharding,
-    Mesh,
-    MeshSharding,
-    OpaqueSharding,
-    OwnedSharding,
-    ReplicatedSharding,
-)
+from ft_ckpt.distributed.sharding import Box, Mesh, MeshSharding, OpaqueSharding, OwnedSharding, ReplicatedSharding
+from ft_ckpt.distributed.tensor_info import box_memories
 from ft_ckpt.storage.digests import Cut, chunk_of_rank, cut_chunks
 
 shapes = st.lists(st.integers(0, 7), min_size=1, max_size=3).map(tuple)
@@ -59,8 +54,23 @@ def strided_shardings(draw):
     return MeshSharding(view, Mesh((6,), tuple(ranks)), (dim,), sizes=tuple(sizes))
 
 
+@st.composite
+def part_run_shardings(draw):
+    """Equal parts along one dimension, each flattened and cut over every so manieth rank."""
+    view, dim, parts = draw(st.tuples(*[st.integers(1, 4)] * 3)), draw(st.integers(0, 2)), draw(st.integers(1, 3))
+    sizes = view
+    view = (*view[:dim], parts * view[dim], *view[dim + 1 :])
+    boxes = [Box(tuple(at * sizes[dim] if d == dim else 0 for d in range(3)), sizes) for at in range(parts)]
+    numel, first, shard = math.prod(sizes), draw(st.integers(0, 5)), draw(st.integers(1, 40))
+    count = -(-(first + numel) // shard)
+    groups = [range(at, at + count * parts, parts) for at in range(parts)]
+    flat = [FlatSharding(numel, first, shard, group, is_only=True) for group in groups]
+    return PartRunsSharding(view, tuple(zip(boxes, flat, strict=True)))
+
+
 layouts = (
     mesh_shardings()
+    | part_run_shardings()
     | strided_shardings()
     | flat_shardings()
     | shapes.map(ReplicatedSharding)
@@ -73,11 +83,30 @@ layouts = (
 def test_each_element_is_in_the_box_of_one_owner(sharding):
     seen = torch.zeros(sharding.view, dtype=torch.int)
     for rank in sharding.owners:
-        if (box := sharding.box(rank)) is not None:
-            seen[tuple(slice(low, low + size) for low, size in zip(box.offsets, box.sizes, strict=True))] += 1
-            assert box == sharding.local_box(rank)
+        assert sharding.boxes(rank) == sharding.local_boxes(rank)
+        for box in sharding.boxes(rank):
+            seen[slices_of(box)] += 1
     assert bool((seen == 1).all())
-    assert [rank for rank in range(70) if sharding.box(rank) is not None and rank not in sharding.owners] == []
+    assert [rank for rank in range(200) if sharding.boxes(rank) and rank not in sharding.owners] == []
+
+
+def slices_of(box):
+    return tuple(slice(low, low + size) for low, size in zip(box.offsets, box.sizes, strict=True))
+
+
+@settings(max_examples=200, deadline=None)
+@given(part_run_shardings())
+def test_boxes_of_a_run_are_its_elements_in_their_order(sharding):
+    whole = torch.arange(math.prod(sharding.view)).view(sharding.view)
+    for part, cut in sharding.parts:
+        flat = torch.cat([torch.full((cut.first,), -1), whole[slices_of(part)].reshape(-1)])
+        for number, rank in enumerate(cut.members):
+            shard = flat[number * cut.shard : (number + 1) * cut.shard]
+            memories = box_memories(sharding.local_boxes(rank), shard[shard >= 0])
+            assert all(torch.equal(whole[slices_of(box)].reshape(-1), memory.reshape(-1)) for box, memory in memories)
+            assert sum(memory.numel() for _, memory in memories) == int((shard >= 0).sum())
+            span = sharding.range_in_shard(rank)
+            assert torch.equal(shard[shard >= 0], shard[slice(*span)] if span else shard[:0])
 
 
 @settings(max_examples=200, deadline=None)
@@ -124,9 +153,8 @@ def test_runs_are_the_boxes(sharding):
     """Arithmetic says what looking at each owner's box would: whose every element is."""
     owners = np.full(sharding.view, -1)
     for rank in sharding.owners:
-        box = sharding.box(rank)
-        if box is not None:
-            owners[tuple(slice(low, low + size) for low, size in zip(box.offsets, box.sizes, strict=True))] = rank
+        for box in sharding.boxes(rank):
+            owners[slices_of(box)] = rank
     expected, found = owners.reshape(-1), sharding.runs
     told = [rank for one in found for low, high, rank in cut_chunks(Cut(0, one.numel, one.chunk, one.lead, one.owner))
             for _ in range(low, high)]  # fmt: skip
@@ -135,7 +163,7 @@ def test_runs_are_the_boxes(sharding):
         return
     changes = 1 + int((expected[1:] != expected[:-1]).sum())
     is_nobodys = not expected.size or int(expected.min()) < 0 or isinstance(sharding, ReplicatedSharding)
-    assert is_nobodys or changes > MOST_RUNS or isinstance(sharding, FlatSharding)
+    assert is_nobodys or changes > MOST_RUNS or isinstance(sharding, FlatSharding | PartRunsSharding)
 
 
 @settings(max_examples=200, deadline=None)

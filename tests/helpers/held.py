@@ -7,7 +7,8 @@ from functools import cache
 import torch
 from torch import Tensor, nn
 
-from ft_ckpt.distributed.sharding import FlatSharding, Mesh, MeshSharding, ReplicatedSharding, Sharding
+from ft_ckpt.distributed.flat_sharding import FlatSharding
+from ft_ckpt.distributed.sharding import Mesh, MeshSharding, ReplicatedSharding, Sharding
 from ft_ckpt.distributed.tensor_info import Source
 from ft_ckpt.model.entries import Entry, Part
 from ft_ckpt.saving.files import PartPlan, plan_part

@@ -81,24 +81,35 @@ def test_under_zero_and_out_of_it(tmp_path):
 
 @pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="needs the deepspeed extra")
 def test_under_auto_tp_and_out_of_it(tmp_path):
-    """Layers that DeepSpeed has cut, and the optimizer's moments of them; those of its own ZeRO are refused by name."""
-    cases = [
-        "exact/auto_tp/qwen3",
-        "leave/auto_tp/qwen3",
-        "moments/auto_tp/layers",
-        *(f"refused/auto_tp_zero{stage}/qwen3" for stage in (1, 2)),
-    ]
+    """Layers that DeepSpeed has cut, and the optimizer's moments of them."""
+    cases = ["exact/auto_tp/qwen3", "leave/auto_tp/qwen3", "moments/auto_tp/layers"]
     outcomes = run_cases("resume", cases, tmp_path / "first", timeout=280, env=ZERO)
     assert outcomes == dict.fromkeys(cases, "")
     env = {"LEFT": str(tmp_path / "first" / "leave/auto_tp/qwen3")}
     assert run_cases("resume", ["take/none/qwen3"], tmp_path / "alone", 1, env=env)["take/none/qwen3"] == ""
 
 
+@pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="needs the deepspeed extra")
+@pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.slow), 2])
+def test_under_auto_tp_with_zero(tmp_path, stage):
+    """What tensor parallelism has cut, ZeRO cuts again: pieces of rows come together, and go back to any cut."""
+    cases = [f"{what}/auto_tp_zero{stage}/qwen3" for what in ("exact", "leave")]
+    assert run_cases("resume", cases, tmp_path / "first", 4, timeout=280, env=ZERO) == dict.fromkeys(cases, "")
+    env = {"LEFT": str(tmp_path / "first" / cases[1])}
+    assert run_cases("resume", ["take/none/qwen3"], tmp_path / "alone", 1, env=env)["take/none/qwen3"] == ""
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="needs the deepspeed extra")
 def test_onto_auto_tp_with_replicas(tmp_path):
-    """From torch's tensor parallelism, on two groups of two ranks, and back."""
-    roads = [("tensor_parallel", 2, "auto_tp", 4), ("auto_tp", 4, "fsdp2", 2)]
+    """From torch's tensor parallelism, on two groups of two ranks, and back; into ZeRO's cuts of the parts and out."""
+    roads = [
+        ("tensor_parallel", 2, "auto_tp", 4),
+        ("auto_tp", 4, "fsdp2", 2),
+        ("fsdp2", 2, "auto_tp_zero2", 4),
+        ("auto_tp_zero1", 2, "auto_tp_zero2", 4),
+        ("auto_tp_zero2", 4, "auto_tp", 2),
+    ]
     for number, (before, ranks, after, more) in enumerate(roads):
         left, taken = f"leave/{before}/qwen3", f"take/{after}/qwen3"
         assert run_cases("resume", [left], tmp_path / f"left{number}", ranks, env=ZERO)[left] == ""

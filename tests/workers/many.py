@@ -23,7 +23,7 @@ def facts(source):
     sharding = source.sharding
     boxes = [sharding.box(rank) for rank in (0, 1, 2, 511, 512, 1022, 1023)]
     owners = tuple(rank for rank in sharding.owners if sharding.box(rank))
-    return sharding.view, owners, boxes, source.local_box, local, sharding.is_sharded
+    return sharding.view, owners, boxes, sharding.local_boxes(dist.get_rank()), local, sharding.is_sharded
 
 
 def compare(rank):

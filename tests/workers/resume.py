@@ -13,7 +13,6 @@ from typing import Any
 
 import harness  # first: it arms the stack dump
 import models
-import pytest
 import torch
 import torch.distributed as dist
 from engines import cut_by_auto_tp, full_state_dict
@@ -24,7 +23,7 @@ from ft_ckpt import CheckpointSaver
 from ft_ckpt.distributed import read_shards
 from ft_ckpt.distributed.gather import gather_tensors
 from ft_ckpt.distributed.ranks import current_ranks
-from ft_ckpt.errors import CorruptError, SelectionError
+from ft_ckpt.errors import CorruptError
 from ft_ckpt.training import state as training
 from ft_ckpt.training.items import known_sources, run_items
 
@@ -199,6 +198,7 @@ def take(wrapper: str, model: str, folder: Path) -> None:
     with saver_of(live, left / "run") as saver:
         progress = saver.resume("must")
         assert (progress.step, progress.report.problems) == (2, ()), progress
+        assert not [line for line in progress.report.differences if "requires_grad" in line], progress
         same(load_file(left / "truth.safetensors"), truth(live))
         moments = optimizer_state(live)
         if harness.RANK == 0:
@@ -250,16 +250,6 @@ def move(wrapper: str, model: str, folder: Path) -> None:
         saver.save_state(path=folder / "ours")
 
 
-def refused(wrapper: str, model: str, folder: Path) -> None:
-    """The weights are saved, the state of the run is not."""
-    live = live_model(wrapper, model)
-    with saver_of(live, folder / "run") as saver:
-        train(live, saver, 0, 1)
-        assert saver.save(live.model, folder / "weights").tensors
-        with pytest.raises(SelectionError, match="model parallelism: its state cannot be kept by name"):
-            saver.save_state()
-
-
 def optimizer_state(live: Live) -> dict[str, torch.Tensor]:
     """The optimizer's tensors, whole, on rank 0; checked against torch's own gather where that works."""
     items = run_items(None, {"model": live.model, "optimizer": live.optimizer})
@@ -289,7 +279,6 @@ def case(name: str, folder: Path) -> None:
         "take": take,
         "moments": moments,
         "move": move,
-        "refused": refused,
     }
     actions[action](wrapper, model, folder)
 

@@ -22,7 +22,7 @@ from ft_ckpt.distributed.gather import gather_tensors
 from ft_ckpt.distributed.live_sources import sources
 from ft_ckpt.distributed.ranks import current_ranks
 from ft_ckpt.distributed.sharding import Box
-from ft_ckpt.distributed.tensor_info import Source
+from ft_ckpt.distributed.tensor_info import Source, box_memories
 from ft_ckpt.errors import LoadError, SelectionError
 from ft_ckpt.training import optimizers, zero_optimizer
 from ft_ckpt.training.zero_engine import EngineCounters
@@ -139,11 +139,11 @@ class Filler:
         self.full = full
 
     def __call__(self, source: Source) -> None:
-        full, local, box = self.full[source.name], source.local, source.local_box
+        full, local = self.full[source.name], source.local
         assert (tuple(full.shape), full.dtype) == (source.shape, source.dtype), source.name
-        if local is not None and box is not None:
-            assert local.shape == box.sizes
-            local.copy_(cut(full.reshape(source.sharding.view), box))
+        for box, memory in box_memories(source.sharding.local_boxes(RANK), local):
+            assert memory.shape == box.sizes
+            memory.copy_(cut(full.reshape(source.sharding.view), box))
 
 
 def cut(full: torch.Tensor, box: Box) -> torch.Tensor:
