@@ -19,7 +19,7 @@ from ft_ckpt.checkpoint.manifest import Manifest
 from ft_ckpt.checkpoint.open_checkpoint import OpenCheckpoint, open_checkpoint
 from ft_ckpt.checkpoint.staging import Staging, open_staging_at
 from ft_ckpt.errors import CheckpointError, CorruptError, ManifestError, NameTakenError, NoSpaceError, TargetError
-from ft_ckpt.storage.digests import FileRecord, RunningDigest, digest_of_bytes
+from ft_ckpt.storage.digests import FileRecord, RunningDigest, digest_of_bytes, digest_of_open
 from ft_ckpt.storage.local_copy import SMALL_COPY_BYTES, copy_object
 from ft_ckpt.storage.local_store import LocalStore
 from ft_ckpt.storage.place import Place, open_place
@@ -61,9 +61,9 @@ def copy(
 
     After a destination that ends in a slash comes the name of the source. All digests are compared on the way, the
     manifest is written last. Files of 1 MiB or more that one of the newest checkpoints beside the destination has are
-    not sent again: they get another name there (a hard link), or are copied by the service. Pins and leases are not
-    copied. A copy that fails leaves nothing that is a checkpoint; the next one starts afresh. The same checkpoint, if
-    it is there already, is left as it is.
+    not sent again: they get another name there (a hard link) and are read there, or are copied by the service. Pins and
+    leases are not copied. A copy that fails leaves nothing that is a checkpoint; the next one starts afresh. The same
+    checkpoint, if it is there already, is left as it is.
 
     Raises NotACheckpointError when nothing is committed at `source`, CorruptError when its files differ from its
     manifest, NameTakenError when something else is at `destination` and `overwrite` is False, TargetError or
@@ -224,9 +224,22 @@ class _Copying:
         if found is None or file.size_bytes < _WORTH_LOOKING_BYTES:
             return False
         with suppress(CorruptError, TargetError):  # gone since, or no links there
-            if take_earlier(*found, self.store, file.path):
+            if take_earlier(*found, self.store, file.path) and self._is_whole_here(file):
                 self._count(file.size_bytes, reused=file.path)
                 return True
+        return False
+
+    def _is_whole_here(self, file: FileRecord) -> bool:
+        """Whether a file that got its name here is what it was: a disk may have lost bits of it without a trace.
+
+        What a service copies it compares itself.
+        """
+        if not isinstance(self.store, LocalStore):
+            return True
+        with suppress(CorruptError), closing(self.store.open(file.path)) as opened:
+            if digest_of_open(opened, file) == file.digest:
+                return True
+        self.store.delete([file.path])
         return False
 
     def _copy_at_service(self, file: FileRecord) -> bool:

@@ -1,6 +1,7 @@
 """Copies of checkpoints between folders and buckets: whole, or not at all."""
 
 import os
+import shutil
 from dataclasses import replace
 
 import pytest
@@ -98,10 +99,23 @@ def test_what_changed_since_its_checkpoint_is_sent_anew(run, tmp_path):
     (there / "checkpoint-1" / FROZEN).write_bytes(b"x" * FROZEN_BYTES)
     assert copy(run / "checkpoint-2", there / "checkpoint-2").reused == ()
     assert verify(there / "checkpoint-2").ok
+    shutil.rmtree(there / "checkpoint-1")
+    flip_unseen(there / "checkpoint-2" / FROZEN)
+    assert copy(run / "checkpoint-1", there / "checkpoint-1").reused == ()
+    assert verify(there / "checkpoint-1").ok
+    assert not verify(there / "checkpoint-2").ok
     bucket = new_bucket()
     copy(run / "checkpoint-1", Place(bucket, "checkpoint-1"))
     bucket.delete([f"checkpoint-1/{FROZEN}"])
     assert copy(run / "checkpoint-2", Place(bucket, "checkpoint-2")).reused == ()
+
+
+def flip_unseen(file):
+    """Change a byte as a disk does, which leaves the time as it was."""
+    before, content = file.stat(), bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+    os.utime(file, ns=(before.st_atime_ns, before.st_mtime_ns))
 
 
 @pytest.mark.parametrize("name", [FROZEN, "config.json"])
