@@ -12,18 +12,22 @@ def resized_embeddings(part: View, model: Any) -> set[str]:
     module: Any = part.module
     if not hasattr(model, "get_input_embeddings") or not hasattr(model, "config"):
         return set()
-    layers = [getattr(model, ask)() for ask in ("get_input_embeddings", "get_output_embeddings") if hasattr(model, ask)]
-    own = {id(_own_layer(layer)) for layer in layers if layer is not None}
+    layers = [embedding_of(model, ask) for ask in ("get_input_embeddings", "get_output_embeddings")]
+    own = {id(layer) for layer in layers if layer is not None}
     paths = (path for path, _, inner in walk_modules(module) if id(inner) in own)
     names = [name for path in paths if (name := f"{path}.weight") in part.sources]
     known = _rows_of_base(module, model)
     return {name for name in names if known is not None and part.sources[name].shape[0] != known}
 
 
-def _own_layer(layer: Any) -> Any:
-    """The model's own layer inside PEFT's."""
-    while hasattr(layer, "base_layer") or hasattr(layer, "original_module"):
-        layer = getattr(layer, "base_layer", None) or layer.original_module
+def embedding_of(model: Any, ask: str = "get_input_embeddings") -> Any:
+    """The model's own layer, inside PEFT's, too; None when it has none or several, or its class does not say."""
+    try:
+        layer = getattr(model, ask)()
+    except (AttributeError, NotImplementedError):
+        return None
+    while (inner := getattr(layer, "base_layer", getattr(layer, "original_module", None))) is not None:
+        layer = inner
     return layer
 
 

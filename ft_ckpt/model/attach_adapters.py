@@ -15,6 +15,7 @@ from ft_ckpt.errors import BaseMismatchError, LoadError, listing
 from ft_ckpt.formats.dtypes import dtype_of
 from ft_ckpt.formats.registry import format_named
 from ft_ckpt.model.adapters import PREFIX, adapter_parts, base_sources, is_peft_model
+from ft_ckpt.model.added_rows import embedding_of
 from ft_ckpt.model.base_model import differing_tensors, is_floating, keeps_base
 from ft_ckpt.model.open_weights import read_tensors, weight_names
 from ft_ckpt.model.pretrained import companions_here, model_class
@@ -154,9 +155,9 @@ def _prepare_base(model: Any, held: OpenCheckpoint, records: Sequence[PartRecord
 
 def _stored_rows(model: Any, records: Sequence[PartRecord]) -> int | None:
     """Rows of the input embeddings that the adapter brings with it, if it does."""
-    if not hasattr(model, "get_input_embeddings"):
+    layer = embedding_of(model)
+    if layer is None:
         return None
-    layer = model.get_input_embeddings()
     name = next((name for name, inner in model.named_modules() if inner is layer), None)
     wanted = {f"{PREFIX}{name}.weight", f"{PREFIX}{name}.base_layer.weight"}
     found = (t.shape[0] for record in records for t in record.tensors if t.name in wanted)

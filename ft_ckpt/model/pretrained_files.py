@@ -21,6 +21,7 @@ from ft_ckpt.checkpoint.manifest import BaseRecord
 from ft_ckpt.distributed.wrappers import unwrap, user_class
 from ft_ckpt.errors import CompanionError
 from ft_ckpt.model.adapters import is_peft_model
+from ft_ckpt.model.added_rows import embedding_of
 from ft_ckpt.model.model_card import blank_card, injected_card, name_base
 from ft_ckpt.model.plain_module import global_shape
 from ft_ckpt.storage.local_copy import copy_object
@@ -164,8 +165,9 @@ def _is_valid(generation: Any) -> bool:
 
 
 def _text_tokenizer(tokenizer: Any) -> Any:
-    """The tokenizer itself, also when it sits in a processor."""
-    return getattr(tokenizer, "tokenizer", tokenizer)
+    """The tokenizer itself, also when it sits in a processor; None where what was given is for pictures or sound."""
+    text = getattr(tokenizer, "tokenizer", tokenizer)
+    return text if hasattr(text, "convert_tokens_to_ids") else None
 
 
 def _special_id(model: nn.Module, tokenizer: Any, kind: str) -> int | None:
@@ -192,7 +194,7 @@ def _token_id(model: nn.Module, tokenizer: Any, token: str) -> int:
 
 def _embedding_rows(model: nn.Module) -> int | None:
     """Rows of the input embedding, from its declared size or global shape; None when the model has none."""
-    embedding = _input_embedding(model)
+    embedding = embedding_of(model)
     rows = getattr(embedding, "num_embeddings", None)
     if isinstance(rows, int):
         return rows
@@ -200,17 +202,6 @@ def _embedding_rows(model: nn.Module) -> int | None:
     if isinstance(weight, torch.Tensor) and len(global_shape(weight)) == 2:  # a picture's is a convolution
         return global_shape(weight)[0]
     return getattr(_decoder_config(model), "vocab_size", None)
-
-
-def _input_embedding(model: Any) -> Any:
-    """The embedding itself, also when an adapter is put on it; None when the model has none or several."""
-    try:
-        embedding = model.get_input_embeddings()
-    except (AttributeError, NotImplementedError):
-        return None
-    while (inner := getattr(embedding, "base_layer", getattr(embedding, "original_module", None))) is not None:
-        embedding = inner
-    return embedding
 
 
 def _decoder_config(model: Any) -> Any:

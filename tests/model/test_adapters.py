@@ -14,7 +14,7 @@ from models import trained
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
 from torch import nn
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 
 import ft_ckpt
 from ft_ckpt import CheckpointSaver, errors
@@ -240,6 +240,30 @@ def test_resized_embeddings_are_saved(target, with_path, tmp_path):
     assert_agree(logits(theirs), logits(model))
     ours = ft_ckpt.load_model(tmp_path / "ours", base=resized(tmp_path, with_path, seed=2))
     assert_agree(logits(ours), logits(model))
+
+
+class Headless(PreTrainedModel):
+    """A model of somebody's own whose class does not say where its embeddings are."""
+
+    config_class = LlamaConfig
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.first = nn.Linear(4, 4)
+        self.post_init()
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        return self.first(rows)
+
+
+def test_an_adapter_of_a_model_that_names_no_embeddings(tmp_path):
+    model = trained(get_peft_model(Headless(LlamaConfig()), LoraConfig(r=4, target_modules=["first"])))
+    save_adapter(model, tmp_path)
+    base = Headless(LlamaConfig())
+    base.first.load_state_dict(model.get_base_model().first.base_layer.state_dict())
+    loaded = ft_ckpt.load_model(tmp_path, base=base)
+    rows = torch.randn(3, 4)
+    assert torch.equal(loaded(rows), model.eval()(rows))
 
 
 def resized(folder: Any, with_path: bool, seed: int) -> Any:

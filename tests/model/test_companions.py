@@ -16,6 +16,7 @@ from safetensors.torch import save_file
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from transformers import (
+    AutoFeatureExtractor,
     AutoModelForCausalLM,
     AutoTokenizer,
     BertConfig,
@@ -26,6 +27,7 @@ from transformers import (
     LlamaForCausalLM,
     T5Config,
     T5ForConditionalGeneration,
+    Wav2Vec2FeatureExtractor,
 )
 
 from ft_ckpt import CheckpointSaver, load_model
@@ -349,6 +351,15 @@ def test_resized_embeddings_count() -> None:
     tokenizer.add_tokens([f"new{i}" for i in range(40)])
     model.resize_token_embeddings(len(tokenizer))
     check_tokenizer(model, tokenizer)
+
+
+def test_what_is_for_sound_goes_along(tmp_path) -> None:
+    """Given where others give a tokenizer, to a model that has embeddings."""
+    with CheckpointSaver(tokenizer=Wav2Vec2FeatureExtractor(sampling_rate=8000)) as saver:
+        saver.save(models.llama(), tmp_path / "out")
+    assert AutoFeatureExtractor.from_pretrained(tmp_path / "out").sampling_rate == 8000
+    with pytest.raises(CompanionError, match="takes its tokens from a tokenizer"):
+        generation_config(models.llama(), Wav2Vec2FeatureExtractor(), "tulu")
 
 
 def test_modules_without_embeddings_take_any_tokenizer() -> None:
