@@ -2,6 +2,9 @@
 
 import typer
 
+from ft_ckpt.checkpoint import catalog
+from ft_ckpt.checkpoint.catalog import CheckpointInfo
+from ft_ckpt.checkpoint.manifest import MANIFEST_NAME
 from ft_ckpt.errors import ConfigError, NotACheckpointError
 from ft_ckpt.storage.place import Place, open_place
 
@@ -32,6 +35,14 @@ def several_paths(context: typer.Context, expected: str) -> list[str]:
 def only_place(context: typer.Context, expected: str = "PATH") -> Place:
     """What the one path or URL given leads to. Raises ConfigError for none or several, and for what is neither."""
     return open_place(given_words(context, expected)[0])
+
+
+def run_checkpoints_in(run: Place) -> list[CheckpointInfo]:
+    """The checkpoints of a run. Raises NotACheckpointError when the folder is a checkpoint itself."""
+    infos = catalog.run_checkpoints(run)
+    if not infos and run.folder.stat(MANIFEST_NAME) is not None:
+        raise NotACheckpointError(f"{run}: a checkpoint, expected the folder of a run; `ft-ckpt show` shows one")
+    return infos
 
 
 def run_folder(context: typer.Context) -> Place:

@@ -12,7 +12,7 @@ import typer
 from ft_ckpt.checkpoint import catalog, pins
 from ft_ckpt.checkpoint.prune import PruneReport, prune_run
 from ft_ckpt.cli import views
-from ft_ckpt.cli.arguments import only_place, run_folder
+from ft_ckpt.cli.arguments import only_place, run_checkpoints_in, run_folder
 from ft_ckpt.cli.options import DryRunOption, JsonOption
 from ft_ckpt.config import human_size
 from ft_ckpt.errors import ConfigError, TargetError, listing
@@ -93,7 +93,7 @@ def _run_id(root: Place, asked: str | None) -> str | None:
 
     Checkpoints without a run (weights that were saved by themselves) are no run's, unless there are only such.
     """
-    found = Counter(info.manifest.run_id for info in catalog.run_checkpoints(root) if not info.manifest.export)
+    found = Counter(info.manifest.run_id for info in run_checkpoints_in(root) if not info.manifest.export)
     runs = {name: count for name, count in found.items() if name is not None}
     if asked == "all" or (asked is None and not runs):
         return None

@@ -10,9 +10,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ft_ckpt.checkpoint import catalog
-from ft_ckpt.checkpoint.manifest import MANIFEST_NAME
 from ft_ckpt.cli import views
-from ft_ckpt.cli.arguments import run_folder
+from ft_ckpt.cli.arguments import run_checkpoints_in, run_folder
 from ft_ckpt.cli.options import JsonOption
 from ft_ckpt.config import human_size
 from ft_ckpt.errors import ConfigError, NotACheckpointError
@@ -46,9 +45,7 @@ def report_command(
         raise ConfigError(f"report: --output {output}: expected a name that ends in {' or '.join(_SUFFIXES)}")
     from ft_ckpt.cli.report_facts import gather_facts
 
-    infos = catalog.run_checkpoints(run)
-    if not infos and run.folder.stat(MANIFEST_NAME) is not None:
-        raise NotACheckpointError(f"{run}: a checkpoint, expected the folder of a run; `ft-ckpt show` shows one")
+    infos = run_checkpoints_in(run)
     if not infos:
         raise NotACheckpointError(catalog.why_no_checkpoint(run.folder))
     facts = gather_facts(run, views.ranked_metrics(infos), comparisons=drift)

@@ -212,6 +212,12 @@ def test_prune_asks_which_run(long_run):
     assert steps(long_run) == [2, 50]
 
 
+def test_prune_of_a_checkpoint_is_no_prune_of_a_run(long_run):
+    answer = ft_ckpt("prune", long_run / "checkpoint-50", "--last", "1")
+    assert "checkpoint-50: a checkpoint, expected the folder of a run" in answer.stderr
+    assert answer.returncode != 0
+
+
 def test_prune_of_all_runs_leaves_weights_and_averages(long_run):
     of_one_run(long_run)
     save_with_state(long_run / "final", 50, run_id="one", export=True)
