@@ -1,6 +1,7 @@
 """How each library loads what it, or the one it reads the files of, has saved; and one tensor of it."""
 
 from collections.abc import Callable, Mapping
+from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -60,8 +61,8 @@ def _fastsafetensors(path: Path) -> Tensors:
 
     loader = SafeTensorsFileLoader(SingleGroup(), DEVICE, nogds=True)
     loader.add_filenames({0: [str(path)]})
-    buffers = loader.copy_files_to_device()
-    return {name: buffers.get_tensor(name).clone() for name in buffers.key_to_rank_lidx}
+    with closing(loader), closing(loader.copy_files_to_device()) as buffers:  # else they stay in memory
+        return {name: buffers.get_tensor(name).clone() for name in buffers.key_to_rank_lidx}
 
 
 def _tensorizer(path: Path) -> Tensors:
