@@ -15,6 +15,7 @@ from ft_ckpt.model.entries import Entry
 from ft_ckpt.training import state as training
 from ft_ckpt.training.exchange import decide_together
 from ft_ckpt.training.extra_state import with_allocations, with_extra_state
+from ft_ckpt.training.gradient_flags import FLAGS, gradient_flags
 from ft_ckpt.training.items import Item, Key, check_same_items, known_sources, optimizers_among
 from ft_ckpt.training.optimizer_protocol import Description
 from ft_ckpt.training.signature import PlanCache, Signature, Signer
@@ -68,6 +69,7 @@ class _Known:
     number: int  # of the exchange that it is of, which all ranks count
     found: Mapping[Key, TensorInfo]
     entries: tuple[Entry, ...]
+    flags: Document  # of gradients that are wanted
     runs: Sequence[BufferRun]  # that the descriptions are of
     descriptions: Mapping[str, Description]
 
@@ -121,13 +123,15 @@ def capture_run(objects: Callable[[], Objects], ranks: Ranks, cache: PlanCache) 
     assemble = partial(training.assemble_state, local, every, look.objects.items, found, ranks.rank)
     state, error = try_action(assemble)
     ranks.agree("the layout of save_state()", error=error)
+    state.document[FLAGS] = gradient_flags(found)
     facts = KeyedFacts(look.inventory)
     bare = {key: facts.without_tensor(source) for key, source in found.items()}
     entries = tuple(e._replace(source=facts.without_tensor(e.source)) for e in state.entries if e.source is not None)
     about = {n: each["optimizer"] for n, each in state.document["items"].items() if "optimizer" in each}
     is_shared = not any("own" in description for description in about.values())  # settings are each rank's to tell
     if is_shared and _are_noted(look, [*bare.values()], entries):
-        cache.keep(look.signature, "run", _Known(cache.exchanges, bare, entries, look.inventory.runs, about))
+        flags, runs = state.document[FLAGS], look.inventory.runs
+        cache.keep(look.signature, "run", _Known(cache.exchanges, bare, entries, flags, runs, about))
     return Captured(look.inventory, look.signature, cache, bare, replace(state, entries=entries), cache.exchanges)
 
 
@@ -167,6 +171,7 @@ def _captured_before(
     if ranks.size == 1:
         trees = [local.facts["own"]]
     document = training.build_document(EveryState(local.facts["items"], trees), look.objects.items)
+    document[FLAGS] = known.flags
     state = TrainingState(known.entries, document)
     return Captured(look.inventory, look.signature, cache, known.found, state, known.number)
 

@@ -25,6 +25,7 @@ from ft_ckpt.training.capture import Captured, Objects
 from ft_ckpt.training.exchange import decide_together, hear_leader
 from ft_ckpt.training.extra_state import with_extra_state
 from ft_ckpt.training.feeds import DataPositions
+from ft_ckpt.training.gradient_flags import changed_flags
 from ft_ckpt.training.gradients import StepWatch
 from ft_ckpt.training.items import (
     Item,
@@ -334,8 +335,9 @@ class TrainingRun:
         notes = (*fitted.notes, *notes)
         self.poll.resume_at(self.step)
         changed = fingerprint_differences(document["fingerprint"], self._current_fingerprint(found, ranks, versions))
+        changed += (*changed_flags(document, found), *lost)
         outcomes = [*fitted.outcomes, *outcomes, *more]
-        return RestoreReport(held.location, tuple(outcomes), (*changed, *lost), notes, held.requests)
+        return RestoreReport(held.location, tuple(outcomes), changed, notes, held.requests)
 
     def _settle_differences(self, report: RestoreReport) -> None:
         told = [*report.differences, *report.notes]

@@ -88,6 +88,29 @@ def test_the_report_names_what_changed_in_the_run(tmp_path):
         CheckpointSaver(run.accelerator, tmp_path, on_difference="raise").resume()
 
 
+@pytest.mark.parametrize("few", [True, False])
+def test_the_report_names_what_was_trained_and_is_frozen(tmp_path, few):
+    """A script that froze or unfroze layers at one step does not do so behind it."""
+    names = ["0.weight", "3.bias"] if few else ["0.weight", "0.bias", "1.weight", "3.weight", "3.bias"]
+
+    def frozen(model):
+        for name in names:
+            model.get_parameter(name).requires_grad_(False)
+        return model
+
+    begin(tmp_path / "trained", 4)
+    begin(tmp_path / "frozen", 4, wrap=frozen)
+
+    def differences(folder, **settings):
+        return CheckpointSaver(prepared(**settings).accelerator, tmp_path / folder, **QUIET).resume().report.differences
+
+    assert differences("trained") == differences("frozen", wrap=frozen) == ()
+    (told,) = differences("trained", wrap=frozen)
+    assert told == f"{', '.join(names)}: trained when it was saved, frozen now (requires_grad)"
+    (told,) = differences("frozen")
+    assert told == f"{', '.join(names)}: frozen when it was saved, trained now (requires_grad)"
+
+
 @pytest.mark.parametrize(
     ("mode", "found"),
     [("auto", "checkpoint-4"), ("must", "checkpoint-4"), ("never", None), ("checkpoint-2", "checkpoint-2")],
