@@ -64,6 +64,10 @@ class Wrapper:
         """Whether `module` is a wrapper of this kind, with the module it wraps under `child_key`."""
         return False
 
+    def keeps_weights(self, module: nn.Module) -> bool:
+        """Whether `module` has weights beside the model's, which overwrite these at the next step of the optimizer."""
+        return False
+
     def hides_tensors(self, module: nn.Module) -> bool:
         """Whether tensors below `module` are kept where a walk over its modules does not see them."""
         return False

@@ -27,10 +27,10 @@ from ft_ckpt.distributed.wrapper_protocol import PendingGradient, TensorLayout, 
 from ft_ckpt.distributed.zero import DeepSpeedWrapper
 
 WRAPPERS: list[Wrapper] = [
+    FSDP2Wrapper(),  # a class of torch's own tells its tensors: the quickest question, where there are most tensors
     FSDP1Wrapper(),
     AutoTPTensors(),  # before ZeRO, whose stage 3 takes such a part for the whole
     DeepSpeedWrapper(),
-    FSDP2Wrapper(),
     StandInTensors(),
     SpreadExperts(),
     PlainTensors(),  # describes all that those above do not
@@ -106,6 +106,11 @@ def name_modules(modules: Iterable[nn.Module], children: Iterable[tuple[str, ...
         if below:
             inner, above, raw_above = wrapped_key(module), f"{name}." if name else "", f"{raw}." if raw else ""
             waiting += [(name if key == inner else above + key, raw_above + key) for key in reversed(below)]
+
+
+def keeps_weights(module: nn.Module) -> bool:
+    """Whether `module` has weights beside the model's, which overwrite these at the next step of the optimizer."""
+    return any(wrapper.keeps_weights(module) for wrapper in WRAPPERS)
 
 
 def hides_tensors(module: nn.Module) -> bool:

@@ -45,6 +45,10 @@ class DeepSpeedWrapper(Wrapper):
         """Told by names, since importing DeepSpeed takes long."""
         return type(module).__name__.endswith("Engine") and "deepspeed" in type(module).__module__
 
+    def keeps_weights(self, module: nn.Module) -> bool:
+        """An optimizer's masters: float32 weights, or partitions of the model's own."""
+        return self.wraps(module) and hasattr(getattr(module, "optimizer", None), "refresh_fp32_params")
+
     def hides_tensors(self, module: nn.Module) -> bool:
         """The optimizers' partitions are nowhere in the modules."""
         return self.wraps(module)

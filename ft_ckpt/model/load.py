@@ -17,6 +17,7 @@ from ft_ckpt.distributed.inventory import inventory_of
 from ft_ckpt.distributed.live_sources import restore_added_state
 from ft_ckpt.distributed.read_shards import readers_here
 from ft_ckpt.errors import CheckpointError, CorruptError, LoadError, NotACheckpointError, listing, shown
+from ft_ckpt.formats.memory_file import MemoryFile
 from ft_ckpt.formats.registry import format_named
 from ft_ckpt.model.attach_adapters import attach_adapters, base_of
 from ft_ckpt.model.load_weights import (
@@ -42,6 +43,7 @@ from ft_ckpt.model.pretrained import (
     class_of_own_code,
     companions_here,
     empty_model,
+    is_converted,
     limit_parameters,
     listing_own,
     model_class,
@@ -95,8 +97,9 @@ def load_model(
 
     `base`: the model an adapter goes on, as module, folder or id; default is the id it was trained on, whose sampled
     weights are compared unless `check_base` is off. `into`: a module of yours to load a single part into, wrapped or
-    not: its own memory is filled, block by block, so a load that breaks off may leave a part of the values. `classes`:
-    classes of plain modules by name, beside those already imported. `trust_remote_code`: run model code that lies in
+    not: its own memory is filled, block by block, so a load that breaks off may leave a part of the values; one that
+    transformers stores otherwise than it is in memory (fused experts) is made beside it first. `classes`: classes of
+    plain modules by name, beside those already imported. `trust_remote_code`: run model code that lies in
     the checkpoint, or with the base, as in transformers. `verify`: compare the digests of all files before anything is
     made of them; those of files below 1 MB, and the sizes and headers of all, are always compared.
     `with_report`: return (model, LoadReport).
@@ -220,6 +223,8 @@ def _load_plain(held: OpenCheckpoint, record: PartRecord, options: _LoadOptions)
 
 def _load_pretrained(held: OpenCheckpoint, record: PartRecord, options: _LoadOptions) -> tuple[nn.Module, LoadReport]:
     store = held.store
+    if options.into is not None and is_converted(options.into):
+        return options.into, _copy_converted(options.into, held, record, options)
     if options.into is not None:
         return options.into, _copy_tensors(options.into, record, store, options)
     config, cls = checked_config(store, record), model_class(record.class_name)
@@ -298,6 +303,14 @@ def _beside_own(model: nn.Module, given: Iterable[str]) -> list[str]:
 def _assign_tensors(module: nn.Module, record: PartRecord, store: Store, strict: bool, supplied: Weights) -> LoadReport:
     """Give `module` the stored tensors themselves."""
     return replace(put_tensors(module, record, supplied[0], store, strict), zero_copy=supplied[1])
+
+
+def _copy_converted(into: nn.Module, held: OpenCheckpoint, record: PartRecord, options: _LoadOptions) -> LoadReport:
+    """Give `into` the values of the model that transformers makes of what it stores otherwise: both are in memory."""
+    made, report = _load_pretrained(held, record, replace(options, into=None, device=None))
+    values = MemoryFile({name: one for name, one in made.state_dict().items() if isinstance(one, torch.Tensor)})
+    filled = fill_module(into, replace(record, ties=()), [values], held.store, options.strict)
+    return replace(filled, notes=(*filled.notes, *report.notes))
 
 
 def _copy_tensors(into: nn.Module, record: PartRecord, store: Store, options: _LoadOptions) -> LoadReport:

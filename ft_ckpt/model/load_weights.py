@@ -13,10 +13,10 @@ from ft_ckpt.distributed.inventory import Inventory, inventory_of
 from ft_ckpt.distributed.live_sources import restore_added_state, source_of_tensor
 from ft_ckpt.distributed.read_shards import WantedTensor, fill_all, readers_here
 from ft_ckpt.distributed.tensor_info import Source
-from ft_ckpt.distributed.wrappers import walk_modules, wrapped_key
+from ft_ckpt.distributed.wrappers import keeps_weights, walk_modules, wrapped_key
 from ft_ckpt.errors import LoadError, listing
+from ft_ckpt.formats.layout import TensorFile
 from ft_ckpt.formats.pytree import PLAIN
-from ft_ckpt.formats.tensor_file import IndexedFile
 from ft_ckpt.model.open_weights import extra_beside
 from ft_ckpt.model.plain_module import put_at, tensor_at
 from ft_ckpt.model.selection import made_by_class
@@ -87,18 +87,20 @@ def put_tensors(
 
 
 def fill_module(
-    module: nn.Module, record: PartRecord, files: Iterable[IndexedFile], store: Store, strict: bool
+    module: nn.Module, record: PartRecord, files: Iterable[TensorFile], store: Store, strict: bool
 ) -> LoadReport:
     """Overwrite the parameters and buffers of `module` with the stored values, cast to their types.
 
-    They are read straight into its memory, a few blocks at a time; those of engines, and of modules that load in a way
-    of their own, are read first and loaded then. Raises LoadError naming every tensor that does not fit, if `strict`,
-    or has no memory; CorruptError for a file that is not sound, which leaves the module with a part of the values.
+    They are read straight into its memory, a few blocks at a time, on each rank what it holds; those of modules that
+    load in a way of their own are read first and loaded then. Raises LoadError naming every tensor that does not fit,
+    if `strict`, or has no memory, or whose engine would overwrite it; CorruptError for a file that is not sound, which
+    leaves the module with a part of the values.
     """
     stored = _with_aliases(record, {name: (file, name) for file in files for name in file.specs})
     shapes = {name: file.specs[own].shape for name, (file, own) in stored.items()}
     found = _compare_stored(module, record, shapes, store, strict)
     _refuse_meta(found)
+    _refuse_masters(found)
     straight = _straight_targets(found.inventory)
     wanted, apart = [], {}
     for name in found.fitting:
@@ -148,13 +150,14 @@ def _compare_stored(
 
 
 def _straight_targets(inventory: Inventory) -> dict[str, Source]:
-    """The module's tensors whose memory can be overwritten without a word to the modules around them."""
+    """The tensors whose memory can be overwritten without a word to the modules around them: all that engines hold."""
     modules, infos = walk_modules(inventory.models[""].chain[-1]), inventory.infos(allow_meta=True)
     odd = tuple(f"{path}." if path else "" for path, _, module in modules if not _loads_plainly(module))
     found = {}
     for name, info in infos.items():
         live = inventory.live(info.key)
-        if type(live) in PLAIN and info.engine == "plain" and not info.is_added and not name.startswith(odd):
+        is_plain = type(live) in PLAIN and not name.startswith(odd)
+        if not info.is_added and not info.sharding.is_opaque and (info.engine != "plain" or is_plain):
             found[name] = source_of_tensor(name, info.raw_name, live)
     return found
 
@@ -177,6 +180,17 @@ def _refuse_meta(found: _Comparison) -> None:
         raise LoadError(
             f"{listing(empty, ', ')}: on the meta device, and into= fills the memory that is there; call "
             "to_empty(device=...) first, or leave into= out"
+        )
+
+
+def _refuse_masters(found: _Comparison) -> None:
+    """Raise LoadError where an engine's optimizer has weights of its own."""
+    parts = [name for name, info in found.inventory.infos(allow_meta=True).items() if info.engine == "zero3"]
+    if parts or any(map(keeps_weights, found.inventory.models[""].chain)):
+        told = listing(parts, ", ") or "the model"
+        raise LoadError(
+            f"{told}: in an engine of DeepSpeed, whose optimizer has weights of its own and overwrites the model's; "
+            "load before deepspeed.initialize() or accelerator.prepare(), or resume a run"
         )
 
 

@@ -15,6 +15,7 @@ from ft_ckpt.checkpoint.manifest import PartRecord
 from ft_ckpt.checkpoint.open_checkpoint import OpenCheckpoint
 from ft_ckpt.distributed.inventory import inventory_of
 from ft_ckpt.distributed.tensor_info import TensorInfo
+from ft_ckpt.distributed.wrappers import unwrap
 from ft_ckpt.errors import LoadError, listing
 from ft_ckpt.formats.dtypes import dtype_of
 from ft_ckpt.model.conversion import converted_entries, stored_as_in_memory
@@ -71,6 +72,14 @@ def empty_model(cls: Any, held: OpenCheckpoint, record: PartRecord) -> Any:
         if model is not None:
             name_origin(model, folder, held, record)
     return model
+
+
+def is_converted(model: nn.Module) -> bool:
+    """Whether transformers writes tensors of its `model`, wrapped or not, otherwise than they are in memory."""
+    user = unwrap(model)
+    if not is_pretrained(user) or getattr(user, "is_quantized", False):
+        return False
+    return not stored_as_in_memory(user, inventory_of(model).infos(allow_meta=True))
 
 
 @contextmanager

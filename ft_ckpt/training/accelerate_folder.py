@@ -14,14 +14,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
-
 from ft_ckpt.checkpoint.manifest import MANIFEST_NAME, Manifest, PartRecord
 from ft_ckpt.checkpoint.open_checkpoint import OpenCheckpoint
 from ft_ckpt.errors import CheckpointError, LoadError, SelectionError, damaged_input, listing
 from ft_ckpt.files.folder import JoinedFile, join_weight_files, weight_files
-from ft_ckpt.formats.dtypes import dtype_name
-from ft_ckpt.formats.layout import Spec, TensorFile, TensorRecord
+from ft_ckpt.formats.layout import TensorFile, TensorRecord
+from ft_ckpt.formats.memory_file import MemoryFile
 from ft_ckpt.formats.raw_file import RawFile
 from ft_ckpt.formats.torch_file import join_places, strided_tensor
 from ft_ckpt.formats.torch_pickle import TensorPlace
@@ -106,29 +104,12 @@ def open_accelerate_folder(path: Path, stack: ExitStack) -> ResumePoint:
 
 
 @dataclass
-class _MemoryFile:
-    """Tensors of small objects, in memory; a `TensorFile`."""
-
-    tensors: dict[str, Tensor] = field(default_factory=dict)
-
-    @property
-    def specs(self) -> dict[str, Spec]:
-        return {name: Spec(name, tuple(one.shape), dtype_name(one.dtype)) for name, one in self.tensors.items()}
-
-    def read(self, name: str, start: int = 0, stop: int | None = None) -> Tensor:
-        return self.tensors[name].contiguous().view(-1)[start:stop].clone()
-
-    def close(self) -> None:
-        self.tensors = {}
-
-
-@dataclass
 class _Contents:
     """What was read so far of the folder in `store`."""
 
     store: LocalStore
     files: list[tuple[str, TensorFile]] = field(default_factory=list)
-    memory: _MemoryFile = field(default_factory=_MemoryFile)
+    memory: MemoryFile = field(default_factory=MemoryFile)
     objects: dict[str, Document] = field(default_factory=dict)
     optimizers: dict[str, Document] = field(default_factory=dict)
     failed: dict[str, str] = field(default_factory=dict)

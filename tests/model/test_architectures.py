@@ -11,6 +11,7 @@ from torch import nn
 
 import ft_ckpt
 from ft_ckpt import CheckpointSaver
+from ft_ckpt.errors import LoadError
 
 
 @torch.no_grad()
@@ -45,6 +46,30 @@ def test_load_model_gives_the_same_model(name, tmp_path):
     assert not report.unexpected
     assert type(loaded) is type(model)
     assert_agree(outputs(loaded, architecture.inputs), outputs(model, architecture.inputs))
+
+
+@pytest.mark.parametrize("layout", ["safetensors", "h5"])
+@pytest.mark.parametrize("name", ["mixtral", "llava"])
+def test_a_converted_model_goes_into_one_that_is_there(name, layout, tmp_path):
+    """Experts that are stored one by one and fused in memory, other names: in memory of its own, in its own types."""
+    architecture = ARCHITECTURES[name]
+    model, into = make(architecture), make(architecture)
+    with torch.no_grad():
+        for parameter in into.parameters():
+            parameter.fill_(7)
+    CheckpointSaver().save(model, tmp_path, format=layout)
+    places = {name: one.data_ptr() for name, one in into.named_parameters()}
+    assert ft_ckpt.load_model(tmp_path, into=torch.compile(into)).training == into.training
+    assert {name: one.data_ptr() for name, one in into.named_parameters()} == places
+    assert {n: raw(one) for n, one in into.state_dict().items()} == {
+        n: raw(one) for n, one in model.state_dict().items()
+    }
+    ft_ckpt.load_model(tmp_path, into=into.double())
+    assert {one.dtype for one in into.parameters()} == {torch.float64}
+    smaller = make(architecture)
+    del smaller.lm_head
+    with pytest.raises(LoadError, match=r"lm_head\.weight: not in the model"):
+        ft_ckpt.load_model(tmp_path, into=smaller)
 
 
 def test_what_the_class_makes_anew_is_not_missing(tmp_path):

@@ -22,13 +22,20 @@ MESHES = [
     ("none", 1, "mesh_experts_hybrid", 4),
 ]
 MOVED = ["move/ddp/gpt2", "move/fsdp2/llama", "move/fsdp1/llama"]
+INTO = [
+    "into/ddp/llama",
+    "into/fsdp1/llama",
+    "into/fsdp1_flat/qwen3",
+    "into/fsdp2/mixtral",
+    "into/tensor_parallel/qwen3",
+]
 ZERO = {"DS_ACCELERATOR": "cpu"}
 
 
 @pytest.fixture(scope="module")
 def exact(tmp_path_factory):
     cases = [f"exact/{wrapper}/llama" for wrapper in TWO_RANKS]
-    cases += MOVED
+    cases += MOVED + INTO
     cases += [f"exact/{case}" for case in OTHERS]  # the last one turns all later Accelerators to FSDP
     return run_cases("resume", cases, tmp_path_factory.mktemp("exact"), timeout=280)
 
@@ -45,6 +52,12 @@ def test_adapters_frozen_layers_and_converted_names_too(exact, case):
 
 @pytest.mark.parametrize("case", MOVED)
 def test_folders_of_save_state_are_resumed_under_any_wrapper(exact, case):
+    assert exact[case] == ""
+
+
+@pytest.mark.parametrize("case", INTO)
+def test_weights_alone_go_into_wrapped_models(exact, case):
+    """What FSDP2 has cut could not be filled at all."""
     assert exact[case] == ""
 
 
@@ -73,6 +86,7 @@ def test_another_mesh_of_transformers(tmp_path, before, ranks, after, more):
 def test_under_zero_and_out_of_it(tmp_path):
     """Pain 38: DeepSpeed refuses another number of ranks."""
     cases = ["exact/zero1/partly_frozen", "exact/zero2/llama", "exact/zero3/lora", "leave/zero3/llama"]
+    cases += ["into/zero2/llama", "into/zero3/llama"]
     outcomes = run_cases("resume", cases, tmp_path / "first", timeout=280, env=ZERO)
     assert outcomes == dict.fromkeys(cases, "")
     env = {"LEFT": str(tmp_path / "first" / "leave/zero3/llama")}

@@ -13,17 +13,19 @@ from typing import Any
 
 import harness  # first: it arms the stack dump
 import models
+import pytest
 import torch
 import torch.distributed as dist
 from engines import cut_by_auto_tp, full_state_dict
 from safetensors.torch import load_file, save_file
 from wrappers import WRAPPERS, Live, truth
 
+import ft_ckpt
 from ft_ckpt import CheckpointSaver
 from ft_ckpt.distributed import read_shards
 from ft_ckpt.distributed.gather import gather_tensors
 from ft_ckpt.distributed.ranks import current_ranks
-from ft_ckpt.errors import CorruptError
+from ft_ckpt.errors import CorruptError, LoadError
 from ft_ckpt.training import state as training
 from ft_ckpt.training.items import known_sources, run_items
 
@@ -250,6 +252,21 @@ def move(wrapper: str, model: str, folder: Path) -> None:
         saver.save_state(path=folder / "ours")
 
 
+def into(wrapper: str, model: str, folder: Path) -> None:
+    """Weights alone go into the wrapped model, on each rank what it holds; not where masters would overwrite them."""
+    plain = models.build(model, 5)
+    CheckpointSaver().save(plain, folder / "out")
+    live = live_model(wrapper, model, seed=1)
+    if wrapper.startswith("zero"):
+        with pytest.raises(LoadError, match=r"in an engine of DeepSpeed.*load before deepspeed\.initialize"):
+            ft_ckpt.load_model(folder / "out", into=live.model)
+        return
+    live.step(models.batch(seed=1))
+    assert ft_ckpt.load_model(folder / "out", into=live.model) is live.model
+    same({name: tensor.detach() for name, tensor in plain.state_dict().items()}, truth(live))
+    live.step(models.batch(seed=2))
+
+
 def optimizer_state(live: Live) -> dict[str, torch.Tensor]:
     """The optimizer's tensors, whole, on rank 0; checked against torch's own gather where that works."""
     items = run_items(None, {"model": live.model, "optimizer": live.optimizer})
@@ -279,6 +296,7 @@ def case(name: str, folder: Path) -> None:
         "take": take,
         "moments": moments,
         "move": move,
+        "into": into,
     }
     actions[action](wrapper, model, folder)
 
