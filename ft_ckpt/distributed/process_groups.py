@@ -37,9 +37,9 @@ def ranks_in_order(group: Any) -> Sequence[int]:
 
 
 def groups_beside(members: Sequence[int], kin: Sequence[int]) -> dict[int, tuple[int, ...]] | None:
-    """The group of each of `kin`, from that of this rank, whose `members` are in its place on other machines or nodes.
+    """The groups of ranks in a grid: of each rank of a row, `kin`, its column, from the column of this rank, `members`.
 
-    Groups are laid out in a grid: each is a copy of another, some ranks further on. None where that is not so.
+    None where these do not make up all ranks, each once: where columns are no copies of another, some ranks further on.
     """
     import torch.distributed as dist
 

@@ -83,7 +83,7 @@ def sibling_here(tensor: Any) -> Any:
 
 
 def holders_of_expert(expert: Any) -> tuple[int, tuple[int, ...]]:
-    """The rank of this one's group that has an expert's tensor, and all ranks of that group."""
+    """The rank of this one's group that has an expert's tensor, and all of that group; this rank without one."""
     sharding = expert.__dict__[_ELSEWHERE].sharding if stands_for_another(expert) else _own_sharding(expert)
     if not isinstance(sharding, MeshSharding):
         return global_rank(), (global_rank(),)

@@ -125,10 +125,9 @@ def zero_partitions(optimizer: Any, owners: _Owners) -> list[Partition]:
     parameters of no known model, and for settings that keep state where it cannot be reached by name.
     """
     problems = _refused_settings(optimizer)
-    cut = any(isinstance(one.sharding, MeshSharding) for some in owners.values() for one in some)
-    problems += ["model parallelism that says of no parameter how it is cut"] * (
-        _is_model_parallel(optimizer) and not cut
-    )
+    is_told = any(isinstance(one.sharding, MeshSharding) for some in owners.values() for one in some)
+    if _is_model_parallel(optimizer) and not is_told:
+        problems.append("model parallelism that says of no parameter how it is cut")
     if problems:
         raise SelectionError(
             f"{type(optimizer).__name__}: {listing(problems)}: its state cannot be kept by name; change these "
@@ -224,12 +223,12 @@ class _FlatGroup:
         if not isinstance(source.sharding, MeshSharding):
             return _flat_sharding(source.numel, layout.starts[at], layout.shard, self.members)
         groups = _groups_of(source, self.members, source.sharding.mesh.ranks)
-        boxes = {rank: box for rank in groups if (box := source.sharding.local_box(rank)) is not None}
-        parts = [
-            (box, FlatSharding(math.prod(box.sizes), layout.starts[at], layout.shard, groups[rank], is_only=True))
-            for rank, box in boxes.items()
-            for layout in [self.layouts[rank]]
-        ]
+        parts = []
+        for rank, members in groups.items():
+            box, layout = source.sharding.local_box(rank), self.layouts[rank]
+            if box is not None:
+                numel = math.prod(box.sizes)
+                parts.append((box, FlatSharding(numel, layout.starts[at], layout.shard, members, is_only=True)))
         return PartRunsSharding(source.sharding.view, tuple(parts))
 
 
