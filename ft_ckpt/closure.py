@@ -11,9 +11,9 @@ from torch import nn
 
 from ft_ckpt import schedule
 from ft_ckpt.config import SaverConfig, every_of
-from ft_ckpt.distributed import live_sources
 from ft_ckpt.distributed.agreement import Values
 from ft_ckpt.distributed.ranks import Ranks, current_ranks, try_action
+from ft_ckpt.distributed.tensors import ModelTensors
 from ft_ckpt.errors import CheckpointError, ConfigError, RankError, listing
 from ft_ckpt.saver import CheckpointSaver, open_savers
 from ft_ckpt.schedule import Every
@@ -181,7 +181,7 @@ class _ClosureSchedule:
         run = self._saver._run
         for model in (*getattr(run.accelerator, "_models", ()), *run.registered.values()):
             if isinstance(model, nn.Module):
-                live_sources.sources(model, allow_meta=True)
+                ModelTensors(model).sources(allow_meta=True)
 
     def _current_ranks(self) -> Ranks:
         return current_ranks() if self._saver is None else self._saver._current_ranks()

@@ -23,7 +23,7 @@ from ft_ckpt.saving.companions import check_companions
 from ft_ckpt.saving.execute import SaveReport
 from ft_ckpt.saving.follow_up import SaveHook, make_follow_up
 from ft_ckpt.saving.merged_save import MergeRequest, ask_merged, is_plain_merge
-from ft_ckpt.saving.plan import request_of
+from ft_ckpt.saving.request import request_of
 from ft_ckpt.saving.run_saves import RunSaves
 from ft_ckpt.saving.snapshot import as_in_training
 from ft_ckpt.storage.place import Place

@@ -26,7 +26,6 @@ _WAY_OUT = "save with the engine's own means, or cut the model with transformers
 class AutoTPTensors(Wrapper):
     """Ordinary tensors with the mark or the description, where there are several ranks."""
 
-    tensor_marks = (_MARK, _FACTS)
     shows_runs = True
 
     def describes(self, tensor: Any) -> bool:
@@ -49,10 +48,6 @@ class AutoTPTensors(Wrapper):
     def local_part(self, tensor: Any) -> Tensor | None:
         """This rank's part, in the shape of its box."""
         return shaped_as_box(tensor.detach(), _sharding_of(tensor))
-
-    def cut_facts(self, tensor: Any) -> Any:
-        """Its cutting."""
-        return _sharding_of(tensor)
 
     def state_run(self, tensor: Any, state: Tensor | None) -> tuple[Sharding, Tensor | None]:
         """The same cutting."""

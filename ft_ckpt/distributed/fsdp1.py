@@ -95,10 +95,6 @@ class FSDP1Wrapper(Wrapper):
         """This rank's run in its shard of the flat parameter."""
         return tensor.local_run(tensor.shard_buffer())  # type: ignore[no-any-return]  # as FlatParameter says
 
-    def cut_facts(self, tensor: Any) -> Any:
-        """The runs in the shards, and whether optimizers know it by itself."""
-        return tensor.sharding(), tensor.original is None
-
     def optimizer_parameter(self, tensor: Any) -> Any:
         """The original parameter, or with use_orig_params=False the whole flat one."""
         return tensor.handle.flat_param if tensor.original is None else tensor.original

@@ -24,7 +24,6 @@ class FSDP2Wrapper(Wrapper):
 
     packages = ("torch.distributed.",)
     attribute_prefixes = ("_fsdp_", "_is_fsdp_", "__composable")
-    tensor_marks = ("placements",)
     layout_facts = ("shape", "dtype", "requires_grad", "device_mesh", "placements")
 
     def describes(self, tensor: Any) -> bool:
@@ -46,10 +45,6 @@ class FSDP2Wrapper(Wrapper):
         ready: Tensor = local.wait() if hasattr(local, "wait") else local  # still on its way when a collective made it
         return self._as_box(tensor, ready)
 
-    def memory_part(self, tensor: Any) -> Tensor | None:
-        """What torch's own kind of them holds, past autograd."""
-        return self._as_box(tensor, tensor._local_tensor) if type(tensor) is DTensor else self.local_part(tensor)
-
     def _as_box(self, tensor: Any, local: Tensor) -> Tensor:
         """This rank's part in the shape of its box, where the layout's view splits a dimension of the tensor."""
         if all(map(_is_simple, tensor.placements)):
@@ -59,12 +54,6 @@ class FSDP2Wrapper(Wrapper):
     def has_data(self, tensor: Any) -> bool:
         """As torch's own kind of them tells at once: all of a model are asked."""
         return tensor._local_tensor.device.type != "meta" if type(tensor) is DTensor else super().has_data(tensor)
-
-    def cut_facts(self, tensor: Any) -> Any:
-        """Mesh and placements, of torch's own kind of them."""
-        if type(tensor) is not DTensor:
-            return None
-        return tensor.device_mesh, tensor.placements, isinstance(tensor, nn.Parameter)
 
     def full_tensor(self, tensor: Any) -> Tensor:
         """The full tensor, as torch's own gather puts it together."""

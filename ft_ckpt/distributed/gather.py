@@ -15,10 +15,10 @@ import xxhash
 from torch import Tensor, nn
 
 from ft_ckpt.devices.accelerators import current_device
-from ft_ckpt.distributed.inventory import inventory_of
 from ft_ckpt.distributed.ranks import Ranks, current_ranks
 from ft_ckpt.distributed.sharding import Box
-from ft_ckpt.distributed.tensor_info import TensorInfo, Tensors, box_memories, full_elements, local_elements
+from ft_ckpt.distributed.source import Source, box_memories
+from ft_ckpt.distributed.tensors import ModelTensors
 from ft_ckpt.errors import RankError
 
 
@@ -34,25 +34,20 @@ class Chunk:
     data: Tensor
 
 
-def stream_chunks(
-    chosen: Sequence[TensorInfo], ranks: Ranks, bucket_bytes: int, tensors: Tensors | None = None, to: int = 0
-) -> Iterator[Chunk]:
+def stream_chunks(chosen: Sequence[Source], ranks: Ranks, bucket_bytes: int, to: int = 0) -> Iterator[Chunk]:
     """The elements of `chosen`, in order, as chunks on the rank `to`; nothing on the others. Collective.
 
-    They are taken from `tensors`, or else from the sources themselves. Every rank must run it to its end with the same
-    `chosen`. Beside its own shard that rank holds at most `bucket_bytes`, or one row of a tensor where a row alone is
-    larger.
+    Every rank must run it to its end with the same `chosen`. Beside its own shard the rank `to` holds at most
+    `bucket_bytes`, or one row of a tensor where a row alone is larger.
     """
-    for bucket in stream_buckets(chosen, ranks, bucket_bytes, tensors, to):
+    for bucket in stream_buckets(chosen, ranks, bucket_bytes, to):
         yield from bucket
 
 
-def stream_buckets(
-    chosen: Sequence[TensorInfo], ranks: Ranks, bucket_bytes: int, tensors: Tensors | None = None, to: int = 0
-) -> Iterator[Iterator[Chunk]]:
+def stream_buckets(chosen: Sequence[Source], ranks: Ranks, bucket_bytes: int, to: int = 0) -> Iterator[Iterator[Chunk]]:
     """As `stream_chunks`, bucket by bucket: each moves when all ranks iterate over it, in the same order of buckets."""
-    buckets = list(_cut_buckets(chosen, bucket_bytes // 2, tensors, to))  # one half is filled from the other
-    courier = _BucketCarrier(ranks, tensors, max((_rows_bytes(bucket, to) for bucket in buckets), default=0), to)
+    buckets = list(_cut_buckets(chosen, bucket_bytes // 2, to))  # one half is filled from the other
+    courier = _BucketCarrier(ranks, max((_rows_bytes(bucket, to) for bucket in buckets), default=0), to)
     yield from map(courier.carry_bucket, buckets)
 
 
@@ -63,33 +58,28 @@ def full_state_dict(
 
     `names` limits it; nothing else is moved. The tensors are copies.
     """
-    inventory = inventory_of(model)
-    found = inventory.infos()
+    found = ModelTensors(model).sources()
     chosen = [found[name] for name in (names if names is not None else found)]
-    return gather_tensors(chosen, ranks or current_ranks(), bucket_bytes, inventory)
+    return gather_tensors(chosen, ranks or current_ranks(), bucket_bytes)
 
 
-def are_equal(
-    one: TensorInfo, other: TensorInfo, ranks: Ranks, bucket_bytes: int, tensors: Tensors | None = None
-) -> bool:
+def are_equal(one: Source, other: Source, ranks: Ranks, bucket_bytes: int) -> bool:
     """Whether two tensors have the same bits; True on ranks other than 0. Collective."""
     digests = []
     for info in (one, other):
         digest = xxhash.xxh3_128()
-        for chunk in stream_chunks([info], ranks, bucket_bytes, tensors):
+        for chunk in stream_chunks([info], ranks, bucket_bytes):
             digest.update(chunk.data.cpu().contiguous().view(torch.uint8).numpy().data)
         digests.append(digest.digest())
     return digests[0] == digests[1]
 
 
-def gather_tensors(
-    chosen: Sequence[TensorInfo], ranks: Ranks, bucket_bytes: int, tensors: Tensors | None = None, to: int = 0
-) -> dict[str, Tensor]:
+def gather_tensors(chosen: Sequence[Source], ranks: Ranks, bucket_bytes: int, to: int = 0) -> dict[str, Tensor]:
     """Full copies of `chosen` on the host of the rank `to`, by name; `{}` elsewhere. Collective."""
     full: dict[str, Tensor] = {}
     if ranks.rank == to:
         full = {info.name: torch.empty(info.shape, dtype=info.dtype) for info in chosen}
-    for chunk in stream_chunks(chosen, ranks, bucket_bytes, tensors, to):
+    for chunk in stream_chunks(chosen, ranks, bucket_bytes, to):
         flat = full[chunk.name].view(-1)
         flat[chunk.start : chunk.start + chunk.data.numel()].copy_(chunk.data)
     return full
@@ -99,7 +89,7 @@ def gather_tensors(
 class _RowRange:
     """Rows [low, high) of one tensor's view."""
 
-    info: TensorInfo
+    info: Source
     local: Tensor | None  # this rank's elements
     low: int
     high: int
@@ -144,7 +134,7 @@ def _rows_in_memory(box: Box, part: Box, memory: Tensor) -> Tensor:
     return memory[begin : begin + part.sizes[0]]
 
 
-def moves_to(info: TensorInfo, to: int) -> bool:
+def moves_to(info: Source, to: int) -> bool:
     """Whether elements of the tensor have to be sent for the rank `to` to have all of them."""
     sharding = info.sharding
     if sharding.is_opaque or _is_everywhere(info):
@@ -152,14 +142,12 @@ def moves_to(info: TensorInfo, to: int) -> bool:
     return sharding.is_sharded or (bool(sharding.owners) and to not in sharding.owners)
 
 
-def _is_everywhere(info: TensorInfo) -> bool:
+def _is_everywhere(info: Source) -> bool:
     """Whether every rank has all of the tensor; shards may have replicas, too."""
     return info.sharding.is_replicated and not info.sharding.is_sharded
 
 
-def _cut_buckets(
-    chosen: Sequence[TensorInfo], limit: int, tensors: Tensors | None, to: int
-) -> Iterator[list[_RowRange]]:
+def _cut_buckets(chosen: Sequence[Source], limit: int, to: int) -> Iterator[list[_RowRange]]:
     """The tensors cut at whole rows into lists of units of at most `limit` bytes (or one row).
 
     What moves between ranks is cut the same way on all of them: it shares no bucket with what does not.
@@ -171,7 +159,7 @@ def _cut_buckets(
         if bucket and not moves:
             yield bucket
             bucket, room = [], limit
-        for unit in _cut_units(info, local_elements(info, tensors), limit, moves=moves):
+        for unit in _cut_units(info, info.local, limit, moves=moves):
             if bucket and unit.size_bytes > room:
                 yield bucket
                 bucket, room = [], limit
@@ -184,7 +172,7 @@ def _cut_buckets(
         yield bucket
 
 
-def _cut_units(info: TensorInfo, local: Tensor | None, limit: int, *, moves: bool) -> Iterator[_RowRange]:
+def _cut_units(info: Source, local: Tensor | None, limit: int, *, moves: bool) -> Iterator[_RowRange]:
     view = info.sharding.view
     rows = view[0] if view else 1
     if info.sharding.is_opaque or (not moves and local is not None and local.is_contiguous()):
@@ -200,7 +188,6 @@ class _BucketCarrier:
     """Carries buckets to the rank `to` through two buffers that are allocated once and reused."""
 
     ranks: Ranks
-    tensors: Tensors | None
     most: int  # bytes of all rows that come together, in any bucket
     to: int = 0
     buffers: dict[str, Tensor] = field(default_factory=dict)
@@ -220,7 +207,7 @@ class _BucketCarrier:
                     dist.send(packed, dst=self.to)
             for unit in bucket:
                 if unit.info.sharding.is_opaque:
-                    full_elements(unit.info, self.tensors)
+                    unit.info.gather_full()  # the engine gathers it on every rank
             return
         if (moving or together) and self.ranks.size > 1:
             others = [rank for rank in range(self.ranks.size) if rank != self.to]
@@ -231,7 +218,7 @@ class _BucketCarrier:
 
     def _data_of_rows(self, unit: _RowRange, filled: Mapping[int, Tensor]) -> Tensor:
         if unit.info.sharding.is_opaque:
-            return full_elements(unit.info, self.tensors).reshape(-1)
+            return unit.info.gather_full().reshape(-1)
         if id(unit) in filled:
             return filled[id(unit)].view(-1)
         own = unit.own_data(self.ranks.rank)

@@ -9,8 +9,6 @@ from torch import Tensor, nn
 from ft_ckpt.distributed.sharding import ReplicatedSharding
 from ft_ckpt.distributed.wrapper_protocol import TensorLayout, Wrapper
 
-ORDINARY_CLASSES = frozenset((Tensor, nn.Parameter, nn.Buffer))  # torch's own
-
 
 class PlainTensors(Wrapper):
     """Ordinary tensors; on ordinary modules, which Accelerate may have put hooks on."""
@@ -32,14 +30,6 @@ class PlainTensors(Wrapper):
     def local_part(self, tensor: Any) -> Tensor | None:
         """The tensor itself."""
         return tensor.detach()  # type: ignore[no-any-return]  # a Tensor
-
-    def memory_part(self, tensor: Any) -> Tensor | None:
-        """The very tensor."""
-        return tensor  # type: ignore[no-any-return]  # a Tensor
-
-    def cut_facts(self, tensor: Any) -> Any:
-        """None for tensors of other libraries, or of lazy modules."""
-        return () if type(tensor) in ORDINARY_CLASSES else None
 
 
 class DataParallelWrapper(Wrapper):

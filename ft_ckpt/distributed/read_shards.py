@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ft_ckpt.distributed.process_groups import global_rank
 from ft_ckpt.distributed.sharding import Box
-from ft_ckpt.distributed.tensor_info import TensorInfo, box_memories
+from ft_ckpt.distributed.source import Source, box_memories
 from ft_ckpt.errors import LoadError, listing
 from ft_ckpt.formats.dtypes import dtype_name
 from ft_ckpt.formats.layout import TensorFile
@@ -48,7 +48,7 @@ class WantedBox:
 class WantedTensor:
     """What to fill: this rank's elements of a tensor, from a stored one."""
 
-    info: TensorInfo
+    info: Source
     local: Tensor | None  # the elements' memory, as the `boxes` say; None for nothing
     file: TensorFile
     name: str  # in the file

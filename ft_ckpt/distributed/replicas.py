@@ -4,7 +4,7 @@ import json
 from dataclasses import replace
 
 from ft_ckpt.distributed.sharding import Box, OwnedSharding, Sharding
-from ft_ckpt.distributed.tensor_info import Source
+from ft_ckpt.distributed.source import Source
 
 WEIGHTS = "weights"  # the folder, in such names, of the model that is saved
 

@@ -3,11 +3,11 @@
 from collections.abc import Mapping, Sequence
 
 from ft_ckpt.distributed.sharding import unravel_index
-from ft_ckpt.distributed.tensor_info import TensorInfo, Tensors, box_memories, local_elements
+from ft_ckpt.distributed.source import Source, box_memories
 
 
 def sample_elements(
-    chosen: Mapping[str, TensorInfo], rank: int, tensors: int = 32, elements: int = 8, live: Tensors | None = None
+    chosen: Mapping[str, Source], rank: int, tensors: int = 32, elements: int = 8
 ) -> dict[str, dict[str, float]]:
     """A few elements of `chosen` that `rank` holds, as {name: {flat index: value}}.
 
@@ -15,19 +15,19 @@ def sample_elements(
     by one rank. Not collective: merge what the ranks return.
     """
     indices = picked_indices(chosen, tensors, elements)
-    return {name: values for name in indices if (values := elements_at(chosen[name], rank, indices[name], live))}
+    return {name: values for name in indices if (values := elements_at(chosen[name], rank, indices[name]))}
 
 
-def picked_indices(chosen: Mapping[str, TensorInfo], tensors: int = 32, elements: int = 8) -> dict[str, list[int]]:
+def picked_indices(chosen: Mapping[str, Source], tensors: int = 32, elements: int = 8) -> dict[str, list[int]]:
     """The flat indices of the elements that `sample_elements` takes, by name."""
     floating = sorted(name for name, info in chosen.items() if info.dtype.is_floating_point and info.numel > 0)
     names = floating[:: max(1, -(-len(floating) // tensors))]
     return {name: sorted({chosen[name].numel * i // elements for i in range(elements)}) for name in names}
 
 
-def elements_at(info: TensorInfo, rank: int, indices: Sequence[int], live: Tensors | None = None) -> dict[str, float]:
+def elements_at(info: Source, rank: int, indices: Sequence[int]) -> dict[str, float]:
     """The elements at flat `indices` that `rank`, this one, contributes to the tensor, by index."""
-    local = local_elements(info, live)
+    local = info.local
     if local is None or not local.numel():
         return {}
     values = {}

@@ -5,10 +5,10 @@ ranks have is listed here, too, as tensors that are elsewhere: all ranks list th
 """
 
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from ft_ckpt.distributed.process_groups import global_rank, group_members, is_subset_of_ranks
 from ft_ckpt.distributed.sharding import Mesh, MeshSharding, OpaqueSharding, Sharding
-from ft_ckpt.distributed.tensor_info import TensorInfo
+from ft_ckpt.distributed.source import Source
 from ft_ckpt.distributed.wrapper_protocol import TensorLayout, Wrapper
 
 _ELSEWHERE, _CHILD, _ENGINE = "_ft_ckpt_elsewhere", "deepspeed_experts", "experts"
@@ -29,7 +29,6 @@ NamedModules = Iterable[tuple[str, str, nn.Module]]  # canonical and raw path
 class SpreadExperts(Wrapper):
     """Parameters of which every rank of a group has its own, and stand-ins for those of the others."""
 
-    tensor_marks = (_ELSEWHERE, "group_name")
     shows_runs = True
 
     def describes(self, tensor: Any) -> bool:
@@ -90,19 +89,7 @@ def holders_of_expert(expert: Any) -> tuple[int, tuple[int, ...]]:
     return sharding.mesh.ranks[sharding.sizes.index(1)], sharding.mesh.ranks
 
 
-class TensorKeeper(Protocol):
-    """Those who have the tensors by key."""
-
-    def keys_of(self, tensors: Sequence[Any]) -> list[int]:
-        """The keys of tensors, new ones for those that have none."""
-        ...
-
-    def live(self, key: int) -> Any:
-        """The tensor."""
-        ...
-
-
-def number_experts(found: dict[str, TensorInfo], modules: NamedModules, keeper: TensorKeeper) -> dict[str, TensorInfo]:
+def number_experts(found: dict[str, Source], modules: NamedModules) -> dict[str, Source]:
     """`found` with the experts under their numbers among all, those of other ranks too.
 
     Spread tensors that are in no layer which says their numbers get a layout that is refused.
@@ -110,7 +97,7 @@ def number_experts(found: dict[str, TensorInfo], modules: NamedModules, keeper: 
     if not any(info.engine == _ENGINE for info in found.values()):
         return found
     layers = [_ExpertLayer(name, raw, module) for name, raw, module in modules if _holds_experts(module)]
-    numbered: dict[str, TensorInfo] = {}
+    numbered: dict[str, Source] = {}
     done: set[str] = set()
     for name, info in found.items():
         layer = next((one for one in layers if name.startswith(one.prefix)), None)
@@ -119,7 +106,7 @@ def number_experts(found: dict[str, TensorInfo], modules: NamedModules, keeper: 
         elif layer.prefix not in done:
             done.add(layer.prefix)
             own = {one: facts for one, facts in found.items() if one.startswith(layer.prefix)}
-            numbered |= {one.name: one for one in layer.list_all(own, keeper)}
+            numbered |= {one.name: one for one in layer.list_all(own)}
     return numbered
 
 
@@ -136,7 +123,7 @@ class _ExpertLayer:
         """What the names of all experts' tensors begin with."""
         return f"{self.name}.{_CHILD}." if self.name else f"{_CHILD}."
 
-    def list_all(self, own: Mapping[str, TensorInfo], keeper: TensorKeeper) -> Iterator[TensorInfo]:
+    def list_all(self, own: Mapping[str, Source]) -> Iterator[Source]:
         """The tensors of all experts, this rank's `own` among them, in the order of their numbers."""
         local, cut = len(list(self.module.get_submodule(_CHILD).children())), next(iter(own.values())).sharding
         if not isinstance(cut, MeshSharding):
@@ -149,7 +136,7 @@ class _ExpertLayer:
             for name, info in own.items():
                 at, _, rest = name.removeprefix(self.prefix).partition(".")
                 if int(at) == place:
-                    one = info if holder == here else _of_other_rank(info, cut.mesh.ranks, holder, keeper)
+                    one = info if holder == here else _of_other_rank(info, cut.mesh.ranks, holder)
                     yield replace(one, name=f"{self.prefix}{number}.{rest}", raw_name=f"{raw_prefix}{number}.{rest}")
 
 
@@ -157,12 +144,12 @@ def _holds_experts(module: nn.Module) -> bool:
     return type(module).__module__.startswith("deepspeed.moe.") and _CHILD in module._modules
 
 
-def _of_other_rank(info: TensorInfo, members: tuple[int, ...], holder: int, keeper: TensorKeeper) -> TensorInfo:
+def _of_other_rank(info: Source, members: tuple[int, ...], holder: int) -> Source:
     """The tensor of another rank's expert that is like `info`."""
     sharding = _sharding_of_member(info.shape, tuple(members), holder)
     stand_in = torch.empty(info.shape, dtype=info.dtype, device="meta")
-    setattr(stand_in, _ELSEWHERE, _Elsewhere(sharding, keeper.live(info.key)))
-    return replace(info, key=keeper.keys_of([stand_in])[0], sharding=sharding)
+    setattr(stand_in, _ELSEWHERE, _Elsewhere(sharding, info.live))
+    return replace(info, key=id(stand_in), live=stand_in, sharding=sharding)
 
 
 def _own_sharding(tensor: Any) -> Sharding:
@@ -174,7 +161,7 @@ def _own_sharding(tensor: Any) -> Sharding:
     return _sharding_of_member(shape, members, members.index(global_rank()))
 
 
-def _refused(info: TensorInfo) -> Sharding:
+def _refused(info: Source) -> Sharding:
     known = isinstance(info.sharding, OpaqueSharding)
     return info.sharding if known else OpaqueSharding(info.shape, None, why=_why_refused("numbers unknown"))
 

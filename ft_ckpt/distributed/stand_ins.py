@@ -14,8 +14,6 @@ _READ = "_ft_ckpt_read"
 class StandInTensors(PlainTensors):
     """Parameters made by `stand_in_parameter`."""
 
-    tensor_marks = (_READ,)
-
     def describes(self, tensor: Any) -> bool:
         """Whether the tensor stands for another."""
         return hasattr(tensor, _READ)
@@ -24,10 +22,6 @@ class StandInTensors(PlainTensors):
         """The tensor that it stands for, computed anew."""
         read: Callable[[], Tensor] = getattr(tensor, _READ)
         return read()
-
-    def cut_facts(self, tensor: Any) -> Any:
-        """Nothing tells what is read."""
-        return None
 
     def has_data(self, tensor: Any) -> bool:
         """Always, once it is asked for."""

@@ -53,7 +53,6 @@ class Wrapper:
     function_packages: tuple[str, ...] = ()  # likewise, from which it puts functions on the user's modules
     attributes: tuple[str, ...] = ()  # that it sets on the user's modules
     attribute_prefixes: tuple[str, ...] = ()
-    tensor_marks: tuple[str, ...] = ()  # attributes by which it tells tensors of torch's own classes that are its own
     layout_facts: tuple[
         str, ...
     ] = ()  # attributes that decide `layout_of`, beside whether it is a parameter; (): unknown
@@ -107,20 +106,9 @@ class Wrapper:
         """This rank's elements of a tensor that it `describes`, without gradient; None for none. Moves nothing."""
         raise self._unanswered()
 
-    def memory_part(self, tensor: Any) -> Tensor | None:
-        """As `local_part`, in haste, to be copied: it may want a gradient."""
-        return self.local_part(tensor)
-
-    def cut_facts(self, tensor: Any) -> Any:
-        """What decides how plans lay out a tensor that it `describes`, beside its class, shape and dtype.
-
-        It compares by content; None where facts do not tell, and plans must be made anew.
-        """
-        return None
-
     def has_data(self, tensor: Any) -> bool:
         """Whether this rank's elements of a tensor that it `describes` are anywhere, if it has any."""
-        local = self.memory_part(tensor)
+        local = self.local_part(tensor)
         return local is None or local.device.type != "meta"
 
     def full_tensor(self, tensor: Any) -> Tensor:

@@ -5,7 +5,7 @@ with a `Wrapper` and add its line to WRAPPERS: the first that describes a tensor
 """
 
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import groupby, repeat
+from itertools import groupby
 from typing import Any
 
 from torch import Tensor, nn
@@ -14,7 +14,6 @@ from ft_ckpt.distributed.auto_tp import AutoTPTensors
 from ft_ckpt.distributed.fsdp1 import FSDP1Wrapper
 from ft_ckpt.distributed.fsdp2 import FSDP2Wrapper
 from ft_ckpt.distributed.plain import (
-    ORDINARY_CLASSES,
     CheckpointedActivations,
     CompiledWrapper,
     DataParallelWrapper,
@@ -193,19 +192,6 @@ def local_part(tensor: Any) -> Tensor | None:
     return _engine_of(tensor).local_part(tensor)
 
 
-def memory_parts(tensors: Sequence[Any]) -> Sequence[Tensor | None]:
-    """As `local_part` of each, in haste, to be copied: they may want a gradient."""
-    return tensors if _are_unmarked(tensors) else [_engine_of(one).memory_part(one) for one in tensors]
-
-
-def cut_facts(tensors: Sequence[Any]) -> Any:
-    """What decides how plans lay tensors out, beside their classes, shapes and dtypes; None where facts do not tell."""
-    if _are_unmarked(tensors):
-        return ()
-    facts = [_engine_of(one).cut_facts(one) for one in tensors]
-    return None if any(one is None for one in facts) else facts
-
-
 def full_tensor(tensor: Any) -> Tensor:
     """The full tensor where its layout is opaque. Collective."""
     return _engine_of(tensor).full_tensor(tensor)
@@ -231,21 +217,11 @@ def state_run(tensor: Any, state: Tensor | None) -> tuple[Sharding, Tensor | Non
     return _engine_of(tensor).state_run(tensor, state)
 
 
-def _are_unmarked(tensors: Sequence[Any]) -> bool:
-    """Whether no engine has laid out any of them: of torch's own classes, without the marks of engines.
-
-    As asking every engine about each would tell, in a few calls for all.
-    """
-    if not ORDINARY_CLASSES.issuperset(map(type, tensors)):
-        return False
-    return not any(any(map(hasattr, tensors, repeat(mark))) for wrapper in WRAPPERS for mark in wrapper.tensor_marks)
-
-
 def _engine_of(tensor: Any) -> Wrapper:
     for wrapper in WRAPPERS:
         if wrapper.describes(tensor):
             return wrapper
-    return WRAPPERS[-1]  # not reached: PlainTensors describes all
+    raise AssertionError("PlainTensors describes every tensor")
 
 
 # Gradients

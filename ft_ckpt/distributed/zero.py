@@ -6,7 +6,6 @@ reads DeepSpeed's fields of parameters or partitions.
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from copy import deepcopy
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any, NamedTuple
@@ -16,8 +15,8 @@ from torch import Tensor, nn
 from ft_ckpt.distributed.flat_sharding import FlatSharding, PartRunsSharding
 from ft_ckpt.distributed.process_groups import global_rank, groups_beside, is_subset_of_ranks, ranks_in_order
 from ft_ckpt.distributed.sharding import MeshSharding, OwnedSharding, Sharding
+from ft_ckpt.distributed.source import Source
 from ft_ckpt.distributed.spread_experts import holders_of_expert
-from ft_ckpt.distributed.tensor_info import Source
 from ft_ckpt.distributed.wrapper_protocol import TensorLayout, Wrapper
 from ft_ckpt.errors import SelectionError, listing
 
@@ -38,7 +37,6 @@ class DeepSpeedWrapper(Wrapper):
     packages = function_packages = ("deepspeed.",)
     attributes = ("_original_parameters", "_external_params", "applied_pre_backward_ref_cnt")
     attribute_prefixes = ("_ds_", "ds_")
-    tensor_marks = ("ds_shape",)
     layout_facts = ("ds_shape", "dtype", "requires_grad", "ds_process_group", "ds_tensor.shape")
 
     def wraps(self, module: nn.Module) -> bool:
@@ -74,13 +72,6 @@ class DeepSpeedWrapper(Wrapper):
         """As the shard tells at once: all of a model are asked."""
         shard = getattr(tensor, "ds_tensor", None)
         return (shard is not None and shard.device.type != "meta") or super().has_data(tensor)
-
-    def cut_facts(self, tensor: Any) -> Any:
-        """The parts of the ranks; None where the parameter is nowhere."""
-        shard = getattr(tensor, "ds_tensor", None)
-        if shard is None:
-            return None
-        return tuple(tensor.ds_shape), shard.ds_numel, shard.dtype, _zero3_sharding(tensor)
 
 
 def _zero3_sharding(parameter: Any) -> Sharding:
@@ -134,21 +125,6 @@ def zero_partitions(optimizer: Any, owners: _Owners) -> list[Partition]:
             "settings, or save without the optimizer's state"
         )
     return list(_stage_3(optimizer, owners) if hasattr(optimizer, "fp16_groups") else _stages_1_2(optimizer, owners))
-
-
-def partition_facts(optimizer: Any) -> tuple[list[Tensor], list[list[Any]], Any] | None:
-    """What decides `zero_partitions`: the masters, the parameters in orders that tell where they lie, and numbers.
-
-    Beside the parameters' own shapes and cuts. None for settings that are refused.
-    """
-    if _refused_settings(optimizer):
-        return None
-    groups, masters = next(fields for fields in _FIELDS if hasattr(optimizer, fields[0]))
-    orders = [*getattr(optimizer, groups), *getattr(optimizer, "round_robin_bit16_groups", ())]
-    of_ranks = [ranks_in_order(group) for group in getattr(optimizer, "real_dp_process_group", ())]
-    offsets = getattr(optimizer, "round_robin_bit16_offsets", None)
-    numbers = dict(getattr(optimizer, "sub_group_to_group_id", {}))
-    return list(getattr(optimizer, masters)), orders, (groups, of_ranks, deepcopy(offsets), numbers)
 
 
 def changed_with_steps(optimizer: Any) -> list[Any] | None:

@@ -116,7 +116,7 @@ class Checkpointed(Trainer):  # type: ignore[misc]  # transformers is not typed
         self.__random = rng.capture_generators()
 
     def __begin_pass(self) -> Iterator[Any]:
-        assert self.__saver is not None  # noqa: S101 - the only caller has looked
+        assert self.__saver is not None
         batches, skip = self.__saver.remaining(self.__loader), self.__skip if self.__path is None else 0
         self.__skip = 0
         if self.__random is not None:  # what came since the resume (callbacks, an evaluation) may have drawn some

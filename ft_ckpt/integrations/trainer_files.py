@@ -27,7 +27,7 @@ from ft_ckpt.storage.place import open_place
 from ft_ckpt.storage.scratch import files_below, files_made_by
 from ft_ckpt.training import resume, starting
 from ft_ckpt.training.exchange import hear_leader
-from ft_ckpt.training.items import known_sources
+from ft_ckpt.training.items import known_sources, walk_models
 from ft_ckpt.training.serve_files import CheckpointFacts, checkpoint_facts, open_to_all
 from ft_ckpt.training.state_files import ResumePoint, open_resume_point
 
@@ -154,7 +154,7 @@ def _load_best(model: nn.Module, path: Path, deep: bool, ranks: Ranks, stack: Ex
     mine = CheckpointFacts("", "", ()) if point is None else checkpoint_facts(point.checkpoint)
     found = hear_leader(ranks, "opening the best model", CheckpointFacts, mine, error)
     here = open_to_all(point, found, open_place, ranks, stack, deep)
-    outcome = resume.restore_weights(known_sources(model, []), here.document, here.tensors)
+    outcome = resume.restore_weights(known_sources(walk_models(model, []), []), here.document, here.tensors)
     if outcome.status != "restored":
         raise LoadError(f"{path}: the best model was not loaded: {outcome.detail}")
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from ft_ckpt.distributed.added_state import wrapper_steps
-from ft_ckpt.distributed.tensor_info import TensorInfo
+from ft_ckpt.distributed.source import Source
 from ft_ckpt.distributed.wrappers import user_class, walk_modules
 from ft_ckpt.errors import IncompleteError, NotAnAdapterError, SelectionError, listing
 from ft_ckpt.model.added_rows import resized_embeddings
@@ -94,7 +94,7 @@ def _model_below(module: Any) -> Any:
     return module.get_base_model() if is_peft_model(module) else module
 
 
-def base_sources(part: View) -> Iterable[tuple[str, TensorInfo]]:
+def base_sources(part: View) -> Iterable[tuple[str, Source]]:
     """(name in the base model, source) of every tensor that is the base model's own."""
     return _of_base(part, part.sources)
 
@@ -185,7 +185,7 @@ def _adapter_entries(part: View, adapter: str) -> list[Entry]:
     ]
 
 
-def _sources_for(part: View, adapter: str) -> list[TensorInfo]:
+def _sources_for(part: View, adapter: str) -> list[Source]:
     """The tensors of the model without those of its other adapters.
 
     PEFT tells these by their adapter's name at any place: of an adapter called "0", all of layer 0 would be.

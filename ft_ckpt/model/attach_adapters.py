@@ -9,8 +9,8 @@ from torch import Tensor, nn
 
 from ft_ckpt.checkpoint.manifest import PartRecord
 from ft_ckpt.checkpoint.open_checkpoint import OpenCheckpoint
-from ft_ckpt.distributed.inventory import Inventory, inventory_of
-from ft_ckpt.distributed.tensor_info import TensorInfo, Tensors
+from ft_ckpt.distributed.source import Source
+from ft_ckpt.distributed.tensors import ModelTensors
 from ft_ckpt.errors import BaseMismatchError, LoadError, listing
 from ft_ckpt.formats.dtypes import dtype_of
 from ft_ckpt.formats.registry import format_named
@@ -89,9 +89,8 @@ def attach_adapters(
                     peft_model.add_adapter(name, configs[name])
                 peft_model.load_adapter(str(folder), adapter_name=name)
     for record in records if check_base and is_remade else ():
-        now = inventory_of(peft_model)
-        here = dict(base_sources(View(peft_model, now.infos())))
-        _check_base(here, now, type(model).__name__, record, is_remade=True)
+        here = dict(base_sources(View(peft_model, ModelTensors(peft_model).sources())))
+        _check_base(here, type(model).__name__, record, is_remade=True)
     missing, unexpected = _place_brought(peft_model, held, records)
     problems = [f"{name}: missing in the files" for name in missing]
     problems += [f"{name}: no place in the model" for name in unexpected]
@@ -143,9 +142,9 @@ def _prepare_base(model: Any, held: OpenCheckpoint, records: Sequence[PartRecord
     if is_peft_model(model):
         return ()
     if check:
-        here = inventory_of(model)
+        here = ModelTensors(model).sources()
         for record in records:
-            _check_base(here.infos(), here, type(model).__name__, record, is_remade=False)
+            _check_base(here, type(model).__name__, record, is_remade=False)
     rows = _stored_rows(model, records)
     if rows is None or rows == model.get_input_embeddings().weight.shape[0]:
         return ()
@@ -164,9 +163,7 @@ def _stored_rows(model: Any, records: Sequence[PartRecord]) -> int | None:
     return next(found, None)
 
 
-def _check_base(
-    here: Mapping[str, TensorInfo], tensors: Tensors, kind: str, record: PartRecord, *, is_remade: bool
-) -> None:
+def _check_base(here: Mapping[str, Source], kind: str, record: PartRecord, *, is_remade: bool) -> None:
     """Compare a base with the one that the adapter in `record` was trained on; `kind` is its class."""
     base, name = record.base, str(record.adapter)
     if base is None:
@@ -174,7 +171,7 @@ def _check_base(
     # quantised here or there: the tensors that stayed floating speak for it
     known = {n: values for n, values in base.fingerprint.items() if n in here and is_floating(here[n])}
     sampled = replace(record, base=replace(base, fingerprint=known))
-    names = differing_tensors(here, tensors, sampled, is_remade=is_remade)
+    names = differing_tensors(here, sampled, is_remade=is_remade)
     if names:
         remade = "; its making changes the base, and did so otherwise here" if is_remade else ""
         raise BaseMismatchError(
@@ -193,8 +190,7 @@ def _place_brought(model: Any, held: OpenCheckpoint, records: Sequence[PartRecor
     """Names missing in files or model. What PEFT leaves alone or rounds is put in place: base tensors that came with
     the adapter, and what is stored in a type that the base is not in.
     """
-    inventory = inventory_of(model)
-    one = View(model, inventory.infos())
+    one = View(model, ModelTensors(model).sources())
     expected = {part.adapter: part.entries for part in adapter_parts(one, "", "", "as_is")}
     base = {PREFIX + name: source for name, source in base_sources(one)}
     base.update({source.name: source for _, source in base_sources(one)})
@@ -210,7 +206,7 @@ def _place_brought(model: Any, held: OpenCheckpoint, records: Sequence[PartRecor
         for tensor in record.tensors:
             if (source := own.get(tensor.name)) and not _holds_all(source.dtype, dtype_of(tensor.dtype)):
                 places[tensor.name] = source
-        _copy_brought(held, record, places, inventory)
+        _copy_brought(held, record, places)
     return missing, unexpected
 
 
@@ -219,14 +215,12 @@ def _holds_all(live: torch.dtype, stored: torch.dtype) -> bool:
     return live == stored or torch.promote_types(live, stored) == live
 
 
-def _copy_brought(
-    held: OpenCheckpoint, record: PartRecord, brought: Mapping[str, TensorInfo], inventory: Inventory
-) -> None:
+def _copy_brought(held: OpenCheckpoint, record: PartRecord, brought: Mapping[str, Source]) -> None:
     for file in {tensor.file for tensor in record.tensors if tensor.name in brought}:
         stored = read_tensors(held.store, file)
         with torch.no_grad():
             for name in brought:
-                live: Tensor = inventory.live(brought[name].key)
+                live: Tensor = brought[name].live
                 if not _holds_all(live.dtype, stored[name].dtype):
                     live.data = live.data.to(stored[name].dtype)
                 live.copy_(stored[name])

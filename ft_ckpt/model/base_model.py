@@ -18,10 +18,10 @@ from torch import nn
 
 from ft_ckpt.checkpoint.manifest import PartRecord
 from ft_ckpt.distributed.agreement import Values
-from ft_ckpt.distributed.inventory import inventory_of
 from ft_ckpt.distributed.ranks import Ranks
 from ft_ckpt.distributed.samples import elements_at, sample_elements
-from ft_ckpt.distributed.tensor_info import TensorInfo, Tensors
+from ft_ckpt.distributed.source import Source
+from ft_ckpt.distributed.tensors import ModelTensors
 from ft_ckpt.distributed.wrappers import unwrap, walk_modules
 from ft_ckpt.errors import CheckpointError, SelectionError, listing
 from ft_ckpt.formats.dtypes import dtype_name
@@ -52,8 +52,8 @@ class BaseWatch:
         if not self._knows_model(model):
             with suppress(CheckpointError):  # a model whose tensors are not there yet
                 self._samples = base_samples(model, rank, self._attribute)
-                infos = inventory_of(model).infos() if self._samples else {}
-                dtypes = {info.name: info.dtype for info in infos.values()}
+                sources = ModelTensors(model).sources() if self._samples else {}
+                dtypes = {source.name: source.dtype for source in sources.values()}
                 remade = _REMADE_ULPS * torch.finfo(torch.float32).eps
                 self._limits = {name: max(_ULPS * torch.finfo(dtypes[name]).eps, remade) for name in self._samples}
                 self._model = ref(unwrap(model))
@@ -149,11 +149,10 @@ def base_samples(model: nn.Module, rank: int, attribute: str | None = None) -> d
     """A few elements of the layers that adapters are on, as this rank holds them; none without adapters."""
     if not has_adapters(module_at(model, attribute or "")):
         return {}
-    inventory = inventory_of(model)
-    below = base_sources(view_of(model, inventory.infos(), attribute or ""))
+    below = base_sources(view_of(model, ModelTensors(model).sources(), attribute or ""))
     base = {info.name: info for _, info in below if not info.trainable}
     adapted = {name: source for name, source in base.items() if set(TO_BASE) & set(name.split("."))}
-    return sample_elements(adapted or base, rank, tensors=128, elements=4, live=inventory)
+    return sample_elements(adapted or base, rank, tensors=128, elements=4)
 
 
 def differences_of_base(
@@ -165,8 +164,7 @@ def differences_of_base(
     module: Any = module_at(model, attribute or "")
     if not has_adapters(module):
         return 0, []
-    inventory = inventory_of(model)
-    here = dict(base_sources(view_of(model, inventory.infos(), attribute or "")))
+    here = dict(base_sources(view_of(model, ModelTensors(model).sources(), attribute or "")))
     left = {name: source for name, source in here.items() if source.name not in stored}
     is_remade = not all(keeps_base(config) for config in module.peft_config.values())
     compared, problems = 0, dict[str, None]()
@@ -179,13 +177,13 @@ def differences_of_base(
         if (dtype := common_dtype(left.values())) != base.dtype:
             problems[f"{dtype}, it was {base.dtype}"] = None
         outer = replace(record, base=replace(base, fingerprint=outside))
-        if names := differing_tensors(left, inventory, outer, rank, is_remade=is_remade):
+        if names := differing_tensors(left, outer, rank, is_remade=is_remade):
             problems[f"{listing(names, ', ')}: {len(names)} of {len(outside)} sampled tensors are others"] = None
     return compared, list(problems)
 
 
 def differing_tensors(
-    here: Mapping[str, TensorInfo], tensors: Tensors, record: PartRecord, rank: int = 0, *, is_remade: bool = False
+    here: Mapping[str, Source], record: PartRecord, rank: int = 0, *, is_remade: bool = False
 ) -> list[str]:
     """Names of tensors recorded of an adapter's base that are not `here`, or whose elements on this rank are others.
 
@@ -197,7 +195,7 @@ def differing_tensors(
 
     def is_same(name: str, values: Mapping[str, float]) -> bool:
         is_adapted = name.rpartition(".")[0] in adapted
-        return name in here and _elements_agree(here[name], tensors, values, dtype, rank, is_adapted, is_remade)
+        return name in here and _elements_agree(here[name], values, dtype, rank, is_adapted, is_remade)
 
     return [name for name, values in record.base.fingerprint.items() if not is_same(name, values)]
 
@@ -208,12 +206,12 @@ def _adapted_paths(record: PartRecord) -> frozenset[str]:
     return frozenset(".".join(one[:depth]) for one in steps for depth in range(1, len(one)))
 
 
-def is_floating(source: TensorInfo) -> bool:
+def is_floating(source: Source) -> bool:
     """Whether the tensor's elements can be compared: those of quantised ones cannot."""
     return source.dtype.is_floating_point
 
 
-def common_dtype(tensors: Iterable[TensorInfo]) -> str:
+def common_dtype(tensors: Iterable[Source]) -> str:
     """The dtype that most floating tensors have."""
     dtypes = [source.dtype for source in tensors if source.dtype.is_floating_point]
     common = max(set(dtypes), key=dtypes.count, default=None)
@@ -221,8 +219,7 @@ def common_dtype(tensors: Iterable[TensorInfo]) -> str:
 
 
 def _elements_agree(
-    source: TensorInfo,
-    tensors: Tensors,
+    source: Source,
     values: Mapping[str, float],
     dtype: str,
     rank: int,
@@ -241,7 +238,7 @@ def _elements_agree(
     limit = 0.0 if source.dtype == recorded and not is_adapted else _ULPS * torch.finfo(coarse).eps
     if is_adapted and is_remade:
         limit = max(limit, _REMADE_ULPS * torch.finfo(torch.float32).eps)
-    return _are_near(elements_at(source, rank, indices, tensors), values, limit, is_adapted)
+    return _are_near(elements_at(source, rank, indices), values, limit, is_adapted)
 
 
 def _are_near(here: Mapping[str, float], values: Mapping[str, float], limit: float, is_adapted: bool) -> bool:

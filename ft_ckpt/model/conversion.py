@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ft_ckpt.distributed.tensor_info import TensorInfo
+from ft_ckpt.distributed.source import Source
 from ft_ckpt.errors import SelectionError, listing
 from ft_ckpt.model.entries import Entry, Group, unchanged_entry
 
@@ -22,12 +22,12 @@ def load_conversion_table() -> None:
     get_checkpoint_conversion_mapping("")
 
 
-def stored_as_in_memory(module: nn.Module, names: Mapping[str, TensorInfo]) -> bool:
+def stored_as_in_memory(module: nn.Module, names: Mapping[str, Source]) -> bool:
     """Whether transformers writes this model's tensors under the names and in the form they have in memory."""
     return all(names.get(entry.name) is entry.source for entry in converted_entries(module, names))
 
 
-def converted_entries(module: Any, kept: Mapping[str, TensorInfo]) -> list[Entry]:
+def converted_entries(module: Any, kept: Mapping[str, Source]) -> list[Entry]:
     """Entries under the names transformers writes: it keeps some architectures otherwise in memory than on disk.
 
     The conversion runs on meta tensors: what comes back as the same object was only renamed and is streamed; the
@@ -54,7 +54,7 @@ def converted_entries(module: Any, kept: Mapping[str, TensorInfo]) -> list[Entry
 
 
 def _conversion_groups(
-    module: Any, left: Mapping[str, TensorInfo], made: Mapping[str, Tensor], revert: Callable[..., dict[str, Tensor]]
+    module: Any, left: Mapping[str, Source], made: Mapping[str, Tensor], revert: Callable[..., dict[str, Tensor]]
 ) -> dict[str, Group]:
     """Stored name -> the group that makes it; one group for all where layers do not convert independently."""
 

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ft_ckpt.distributed.tensor_info import TensorInfo
+from ft_ckpt.distributed.source import Source
 from ft_ckpt.formats.dtypes import dtype_name
 
 MODEL_FILE = "model"
@@ -18,7 +18,7 @@ EXTRA_FILE = "extra_state.json"  # beside the weights: what modules list in thei
 class Group:
     """Stored tensors that are computed together from full sources, such as experts kept fused in memory."""
 
-    sources: tuple[TensorInfo, ...]
+    sources: tuple[Source, ...]
     convert: Callable[[dict[str, Tensor]], dict[str, Tensor]]  # by canonical name -> by stored name
 
 
@@ -29,18 +29,18 @@ class Entry(NamedTuple):
     shape: tuple[int, ...]
     dtype: torch.dtype  # in the file
     memory_dtype: torch.dtype
-    source: TensorInfo | None = None
+    source: Source | None = None
     group: Group | None = None
 
     @property
-    def sources(self) -> tuple[TensorInfo, ...]:
+    def sources(self) -> tuple[Source, ...]:
         """The tensors it is made from."""
         if self.group is not None:
             return self.group.sources
         return () if self.source is None else (self.source,)
 
 
-def unchanged_entry(name: str, source: TensorInfo) -> Entry:
+def unchanged_entry(name: str, source: Source) -> Entry:
     """The entry of a tensor that is stored as it is in memory, under a name."""
     return Entry(name, source.shape, source.dtype, source.dtype, source)
 
@@ -59,12 +59,10 @@ class Part:
     adapter: str | None = None
     active: bool = False
     beside: bool = False  # an adapter whose base, as it is now, is in the same checkpoint
-    doubtful: tuple[
-        tuple[TensorInfo, TensorInfo], ...
-    ] = ()  # declared one parameter, two in memory: compare before commit
-    base: Mapping[str, TensorInfo] = field(default_factory=dict)  # frozen tensors of an adapter's base, by base name
+    doubtful: tuple[tuple[Source, Source], ...] = ()  # declared one parameter, two in memory: compare before commit
+    base: Mapping[str, Source] = field(default_factory=dict)  # frozen tensors of an adapter's base, by base name
     notes: tuple[str, ...] = ()
-    passed: tuple[TensorInfo, ...] = ()  # left out on purpose: what the class or PEFT says it makes anew
+    passed: tuple[Source, ...] = ()  # left out on purpose: what the class or PEFT says it makes anew
     extra: str | None = None  # the text of EXTRA_FILE, if there is any
 
 

@@ -13,9 +13,8 @@ from torch import nn
 from ft_ckpt.checkpoint.catalog import why_no_checkpoint
 from ft_ckpt.checkpoint.manifest import PartRecord
 from ft_ckpt.checkpoint.open_checkpoint import OpenCheckpoint, checkpoint_around, open_checkpoint
-from ft_ckpt.distributed.inventory import inventory_of
-from ft_ckpt.distributed.live_sources import restore_added_state
 from ft_ckpt.distributed.read_shards import readers_here
+from ft_ckpt.distributed.tensors import ModelTensors
 from ft_ckpt.errors import CheckpointError, CorruptError, LoadError, NotACheckpointError, listing, shown
 from ft_ckpt.formats.memory_file import MemoryFile
 from ft_ckpt.formats.registry import format_named
@@ -271,7 +270,7 @@ def _through_transformers(
     )
     refuse_differences(report, options.strict)
     if beside and options.strict:
-        restore_added_state(model, extra)
+        ModelTensors(model).restore_added(extra)
     elif beside:
         model.load_state_dict({name: extra[name] for name in beside if name in extra}, strict=False)
     return model.eval(), report
@@ -297,7 +296,7 @@ def _by_transformers(cls: Any, held: OpenCheckpoint, record: PartRecord, options
 
 def _beside_own(model: nn.Module, given: Iterable[str]) -> list[str]:
     """Names that the model lists beside its parameters and buffers."""
-    return inventory_of(model).names_added(given)
+    return ModelTensors(model).names_added(given)
 
 
 def _assign_tensors(module: nn.Module, record: PartRecord, store: Store, strict: bool, supplied: Weights) -> LoadReport:

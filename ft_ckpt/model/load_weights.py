@@ -9,10 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from ft_ckpt.checkpoint.manifest import Manifest, PartRecord
-from ft_ckpt.distributed.inventory import Inventory, inventory_of
-from ft_ckpt.distributed.live_sources import restore_added_state, source_of_tensor
 from ft_ckpt.distributed.read_shards import WantedTensor, fill_all, readers_here
-from ft_ckpt.distributed.tensor_info import Source
+from ft_ckpt.distributed.source import Source
+from ft_ckpt.distributed.tensors import ModelTensors, source_of_tensor
 from ft_ckpt.distributed.wrappers import keeps_weights, walk_modules, wrapped_key
 from ft_ckpt.errors import LoadError, listing
 from ft_ckpt.formats.layout import TensorFile
@@ -52,7 +51,7 @@ class _Comparison:
     """What a part's files hold beside what a module has."""
 
     report: LoadReport
-    inventory: Inventory
+    tensors: ModelTensors
     live: Mapping[str, tuple[int, ...] | None]  # shapes of the module's tensors; None for what it lists beside them
     fitting: tuple[str, ...]  # names of stored tensors that have a place in the module
     extra: Mapping[str, Any]  # values that are no tensors and have one
@@ -60,7 +59,7 @@ class _Comparison:
     @property
     def module(self) -> nn.Module:
         """The user's own, without wrappers."""
-        return self.inventory.models[""].chain[-1]
+        return self.tensors.chain[-1]
 
 
 def put_tensors(
@@ -101,7 +100,7 @@ def fill_module(
     found = _compare_stored(module, record, shapes, store, strict)
     _refuse_meta(found)
     _refuse_masters(found)
-    straight = _straight_targets(found.inventory)
+    straight = _straight_targets(found.tensors)
     wanted, apart = [], {}
     for name in found.fitting:
         file, own = stored[name]
@@ -129,12 +128,12 @@ def _compare_stored(
     module: nn.Module, record: PartRecord, shapes: Mapping[str, tuple[int, ...]], store: Store, strict: bool
 ) -> _Comparison:
     """Compare stored names and shapes with the module's. Raises LoadError naming all differences, if `strict`."""
-    inventory = inventory_of(module)
-    own = inventory.infos(allow_meta=True)
+    tensors = ModelTensors(module)
+    own = tensors.sources(allow_meta=True)
     live = {name: None if info.is_added else info.shape for name, info in own.items()}
     extra = extra_beside(store, record)
-    live |= dict.fromkeys(inventory.names_added((*shapes, *extra)))
-    anew = made_by_class(inventory.models[""].chain[-1])
+    live |= dict.fromkeys(tensors.names_added((*shapes, *extra)))
+    anew = made_by_class(tensors.chain[-1])
     reshaped = [name for name, shape in shapes.items() if live.get(name) is not None and live[name] != shape]
     report = LoadReport(
         store.url,
@@ -146,19 +145,18 @@ def _compare_stored(
     )
     refuse_differences(report, strict)
     fitting = tuple(name for name in shapes if name in live and name not in reshaped)
-    return _Comparison(report, inventory, live, fitting, {name: extra[name] for name in extra if name in live})
+    return _Comparison(report, tensors, live, fitting, {name: extra[name] for name in extra if name in live})
 
 
-def _straight_targets(inventory: Inventory) -> dict[str, Source]:
+def _straight_targets(tensors: ModelTensors) -> dict[str, Source]:
     """The tensors whose memory can be overwritten without a word to the modules around them: all that engines hold."""
-    modules, infos = walk_modules(inventory.models[""].chain[-1]), inventory.infos(allow_meta=True)
+    modules = walk_modules(tensors.chain[-1])
     odd = tuple(f"{path}." if path else "" for path, _, module in modules if not _loads_plainly(module))
     found = {}
-    for name, info in infos.items():
-        live = inventory.live(info.key)
-        is_plain = type(live) in PLAIN and not name.startswith(odd)
-        if not info.is_added and not info.sharding.is_opaque and (info.engine != "plain" or is_plain):
-            found[name] = source_of_tensor(name, info.raw_name, live)
+    for name, source in tensors.sources(allow_meta=True).items():
+        is_plain = type(source.live) in PLAIN and not name.startswith(odd)
+        if not source.is_added and not source.sharding.is_opaque and (source.engine != "plain" or is_plain):
+            found[name] = source
     return found
 
 
@@ -173,9 +171,8 @@ def _loads_plainly(module: nn.Module) -> bool:
 
 def _refuse_meta(found: _Comparison) -> None:
     """Raise LoadError naming tensors of the module that have no memory to be filled."""
-    infos, inventory = found.inventory.infos(allow_meta=True), found.inventory
-    homes = {name: inventory.live(infos[name].key) for name in found.fitting if name in infos}
-    empty = [name for name, live in homes.items() if getattr(live, "is_meta", False)]
+    sources = found.tensors.sources(allow_meta=True)
+    empty = [name for name in found.fitting if name in sources and getattr(sources[name].live, "is_meta", False)]
     if empty:
         raise LoadError(
             f"{listing(empty, ', ')}: on the meta device, and into= fills the memory that is there; call "
@@ -185,8 +182,8 @@ def _refuse_meta(found: _Comparison) -> None:
 
 def _refuse_masters(found: _Comparison) -> None:
     """Raise LoadError where an engine's optimizer has weights of its own."""
-    parts = [name for name, info in found.inventory.infos(allow_meta=True).items() if info.engine == "zero3"]
-    if parts or any(map(keeps_weights, found.inventory.models[""].chain)):
+    parts = [name for name, info in found.tensors.sources(allow_meta=True).items() if info.engine == "zero3"]
+    if parts or any(map(keeps_weights, found.tensors.chain)):
         told = listing(parts, ", ") or "the model"
         raise LoadError(
             f"{told}: in an engine of DeepSpeed, whose optimizer has weights of its own and overwrites the model's; "
@@ -197,7 +194,8 @@ def _refuse_masters(found: _Comparison) -> None:
 def _restore_added(found: _Comparison, values: Mapping[str, Any], strict: bool) -> None:
     added = {name for name, shape in found.live.items() if shape is None}
     if strict and added:
-        restore_added_state(found.module, {name: value for name, value in values.items() if name in added})
+        loaded = ModelTensors(found.module)  # loading may have put other tensors in place
+        loaded.restore_added({name: value for name, value in values.items() if name in added})
 
 
 def refuse_differences(report: LoadReport, strict: bool) -> None:

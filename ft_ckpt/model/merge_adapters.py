@@ -15,7 +15,7 @@ from peft.tuners.trainable_tokens.layer import TrainableTokensLayer
 from peft.utils.other import AuxiliaryTrainingWrapper
 from torch import Tensor
 
-from ft_ckpt.distributed.tensor_info import TensorInfo
+from ft_ckpt.distributed.source import Source
 from ft_ckpt.distributed.wrappers import user_class
 from ft_ckpt.errors import IncompleteError, NotAnAdapterError, SelectionError
 from ft_ckpt.model.adapters import active_adapters, base_view, has_adapters
@@ -40,7 +40,7 @@ class _BasePlan:
 
     view: View
     made: dict[int, tuple[AdaptedLayer, str]] = field(default_factory=dict)  # the layer, and the tensor's name in it
-    moved: dict[int, TensorInfo] = field(default_factory=dict)  # the tensor that it is
+    moved: dict[int, Source] = field(default_factory=dict)  # the tensor that it is
     notes: tuple[str, ...] = ()
 
 

@@ -16,7 +16,7 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils.other import AuxiliaryTrainingWrapper, ModulesToSaveWrapper
 from torch import Tensor, nn
 
-from ft_ckpt.distributed.tensor_info import TensorInfo
+from ft_ckpt.distributed.source import Source
 from ft_ckpt.distributed.wrappers import unwrap, walk_modules
 from ft_ckpt.errors import SelectionError, listing
 from ft_ckpt.model.adapters import base_path, base_sources
@@ -37,8 +37,8 @@ class AdaptedLayer:
     twin: nn.Module  # a copy of it whose tensors are on the meta device
     holders: Mapping[int, Tensor]  # these, by key
     shares: Mapping[str, float | None]  # of the adapters that are merged into it; None: as PEFT merges them, in order
-    base: Mapping[str, TensorInfo]  # its own tensors, by name below `base_path`
-    sources: tuple[TensorInfo, ...]  # what merging needs, once each
+    base: Mapping[str, Source]  # its own tensors, by name below `base_path`
+    sources: tuple[Source, ...]  # what merging needs, once each
 
 
 def adapted_layers(view: View, names: Sequence[str], choice: MergeChoice) -> list[AdaptedLayer]:
@@ -46,7 +46,7 @@ def adapted_layers(view: View, names: Sequence[str], choice: MergeChoice) -> lis
     modules: dict[str, nn.Module] = {}
     for path, _, module in walk_modules(view.module):
         modules[path] = unwrap(module)  # what is wrapped goes by the same path as what wraps it
-    own: dict[int, dict[str, TensorInfo]] = {}
+    own: dict[int, dict[str, Source]] = {}
     for name, info in view.sources.items():
         path, _, last = name.rpartition(".")
         if path in modules:  # what state dicts list beside has a place of its own
@@ -69,10 +69,10 @@ def adapted_layers(view: View, names: Sequence[str], choice: MergeChoice) -> lis
 class _Holders:
     """Gives the modules of a layer tensors on the meta device, and notes which ones it needs."""
 
-    def __init__(self, own: Mapping[int, Mapping[str, TensorInfo]], others: set[str]) -> None:
+    def __init__(self, own: Mapping[int, Mapping[str, Source]], others: set[str]) -> None:
         self.own, self.others = own, others  # by id of the module; names of adapters that are left out
         self.made: dict[int, Tensor] = {}
-        self.sources: dict[int, TensorInfo] = {}
+        self.sources: dict[int, Source] = {}
 
     def of_module(self, module: nn.Module) -> dict[str, Tensor]:
         """What stands for the tensors of a module, by name."""
@@ -88,7 +88,7 @@ class _Holders:
             self.sources.pop(info.key, None)
 
 
-def _holder_for(info: TensorInfo) -> Tensor:
+def _holder_for(info: Source) -> Tensor:
     empty = torch.empty(info.shape, dtype=wide_dtype(info.dtype), device="meta")
     return nn.Parameter(empty, requires_grad=False) if info.is_parameter else empty
 

@@ -6,7 +6,7 @@ from typing import Any
 from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
-from ft_ckpt.distributed.tensor_info import TensorInfo
+from ft_ckpt.distributed.source import Source
 from ft_ckpt.errors import IncompleteError, NotAnAdapterError, SelectionError, listing
 from ft_ckpt.model.adapters import adapter_parts, base_view, check_complete, has_adapters, missing_trainable
 from ft_ckpt.model.base_model import made_anew, refuse_merged
@@ -47,7 +47,7 @@ def is_of_adapters(model: nn.Module, adapter_only: bool | None, attribute: Attri
 
 def parts_of(
     model: nn.Module,
-    found: Mapping[str, TensorInfo],
+    found: Mapping[str, Source],
     *,
     adapter_only: bool,
     attribute: Attribute,
@@ -83,7 +83,7 @@ def parts_of(
     return _refuse_missing(parts, views.values(), adapter_only)
 
 
-def is_adapter_run(model: nn.Module, found: Mapping[str, TensorInfo], attribute: str | None = None) -> bool:
+def is_adapter_run(model: nn.Module, found: Mapping[str, Source], attribute: str | None = None) -> bool:
     """Whether adapters are all that is trained, on a base that can be had again, in the model or its `attribute`.
 
     `found` are the sources of `model`.

@@ -13,8 +13,8 @@ from torch.overrides import TorchFunctionMode
 
 from ft_ckpt.checkpoint.manifest import PartRecord
 from ft_ckpt.checkpoint.open_checkpoint import OpenCheckpoint
-from ft_ckpt.distributed.inventory import inventory_of
-from ft_ckpt.distributed.tensor_info import TensorInfo
+from ft_ckpt.distributed.source import Source
+from ft_ckpt.distributed.tensors import ModelTensors
 from ft_ckpt.distributed.wrappers import unwrap
 from ft_ckpt.errors import LoadError, listing
 from ft_ckpt.formats.dtypes import dtype_of
@@ -79,7 +79,7 @@ def is_converted(model: nn.Module) -> bool:
     user = unwrap(model)
     if not is_pretrained(user) or getattr(user, "is_quantized", False):
         return False
-    return not stored_as_in_memory(user, inventory_of(model).infos(allow_meta=True))
+    return not stored_as_in_memory(user, ModelTensors(model).sources(allow_meta=True))
 
 
 @contextmanager
@@ -109,7 +109,7 @@ def _empty_model_of(cls: Any, folder: Path, record: PartRecord) -> Any:
     config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False)
     with without_memory():
         model = cls(config)
-    names = inventory_of(model).infos(allow_meta=True)
+    names = ModelTensors(model).sources(allow_meta=True)
     if not made_by_class(model).isdisjoint(names):
         return None  # transformers has their values
     if not stored_as_in_memory(model, names) or any(tensor.name not in names for tensor in record.tensors):
@@ -159,11 +159,11 @@ def listing_own(record: PartRecord) -> Iterator[None]:
     def list_own(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if args or kwargs or not is_pretrained(module):
             return whole(module, *args, **kwargs)
-        inventory = inventory_of(module)
-        infos = {name: info for name, info in inventory.infos(allow_meta=True).items() if not info.is_added}
-        listed = {name: inventory.live(info.key).detach() for name, info in infos.items()}
+        found = ModelTensors(module).sources(allow_meta=True)
+        sources = {name: source for name, source in found.items() if not source.is_added}
+        listed = {name: source.live.detach() for name, source in sources.items()}
         empty = any(tensor.is_meta for tensor in listed.values())  # what has values is as it was read
-        types = _stored_types(module, infos, record) if empty else {}
+        types = _stored_types(module, sources, record) if empty else {}
         return {name: tensor.to(types.get(name)) if tensor.is_meta else tensor for name, tensor in listed.items()}
 
     nn.Module.state_dict = list_own  # type: ignore[assignment, method-assign]
@@ -173,10 +173,10 @@ def listing_own(record: PartRecord) -> Iterator[None]:
         nn.Module.state_dict = whole  # type: ignore[method-assign]
 
 
-def _stored_types(module: nn.Module, infos: Mapping[str, TensorInfo], record: PartRecord) -> dict[str, torch.dtype]:
+def _stored_types(module: nn.Module, sources: Mapping[str, Source], record: PartRecord) -> dict[str, torch.dtype]:
     """The types that the model's tensors have in the files, by name; of those made from several, one that holds all."""
     stored, types = {tensor.name: dtype_of(tensor.dtype) for tensor in record.tensors}, dict[str, torch.dtype]()
-    for entry in converted_entries(module, infos):
+    for entry in converted_entries(module, sources):
         for source in entry.sources if entry.name in stored else ():
             types[source.name] = torch.promote_types(types.get(source.name, stored[entry.name]), stored[entry.name])
     return types

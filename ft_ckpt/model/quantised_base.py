@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ft_ckpt.distributed.inventory import inventory_of
 from ft_ckpt.distributed.stand_ins import stand_in_parameter
+from ft_ckpt.distributed.tensors import ModelTensors
 from ft_ckpt.distributed.wrappers import unwrap, user_class, walk_modules
 from ft_ckpt.errors import BaseMismatchError, SelectionError, listing
 from ft_ckpt.model.adapters import base_view, has_adapters
@@ -39,16 +39,16 @@ class QuantisedBase:
 
     def __init__(self, model: nn.Module) -> None:
         """Raises SelectionError for a model that this rank does not hold whole, and for other ways to quantise."""
-        inventory = inventory_of(model)
-        held = {info.name: info.sharding for info in inventory.infos().values()}
+        sources = ModelTensors(model).sources()
+        held = {source.name: source.sharding for source in sources.values()}
         cut = [name for name, sharding in held.items() if sharding.is_sharded or not sharding.is_replicated]
-        view = View(unwrap(model), inventory.infos())
+        view = View(unwrap(model), sources)
         modules = {path: unwrap(module) for path, _, module in walk_modules(view.module)}
         base = base_view(view)
         self.module: Any = base.module
-        known = {name: info for name, info in base.sources.items() if not info.is_added}
-        self.tensors: dict[str, Tensor] = {name: inventory.live(info.key) for name, info in known.items()}
-        places = {name: modules[info.name.rpartition(".")[0]] for name, info in known.items()}
+        known = {name: source for name, source in base.sources.items() if not source.is_added}
+        self.tensors: dict[str, Tensor] = {name: source.live for name, source in known.items()}
+        places = {name: modules[source.name.rpartition(".")[0]] for name, source in known.items()}
         self.layers = {n: places[n] for n, tensor in self.tensors.items() if type(tensor).__name__ in _KINDS}
         if cut or not self.layers:
             why = f"{listing(cut, ', ')}: cut over ranks" if cut else "quantised by another library than bitsandbytes"
@@ -90,13 +90,12 @@ class QuantisedBase:
 
         `place` is where `plain` comes from.
         """
-        held = inventory_of(plain)
-        known = held.infos()
+        known = ModelTensors(plain).sources()
         names = list(self.layers)
         chosen = names[:: max(1, len(names) // _COMPARED)]
         wrong = []
         for name in chosen:
-            full = held.local(known[name].key) if name in known else None
+            full = known[name].local if name in known else None
             if full is None or not _is_quantised_from(self.layers[name], full):
                 wrong.append(name)
         if wrong:

@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import nn
 
-from ft_ckpt.distributed.tensor_info import TensorInfo
+from ft_ckpt.distributed.source import Source
 from ft_ckpt.distributed.wrappers import unwrap, walk_modules
 from ft_ckpt.errors import IncompleteError, SelectionError, UnknownAttributeError, listing
 from ft_ckpt.formats.dtypes import dtype_name, dtype_of
@@ -25,12 +25,12 @@ class View:
     """A module of the live model, unwrapped, with the tensors below it by names relative to it."""
 
     module: Any  # an nn.Module; what else it may have depends on its class
-    sources: Mapping[str, TensorInfo] = field(default_factory=dict)
+    sources: Mapping[str, Source] = field(default_factory=dict)
     extra: Mapping[str, Any] = field(default_factory=dict)  # what its state dict lists that is no tensor
 
 
 def view_of(
-    model: nn.Module, found: Mapping[str, TensorInfo], attribute: str = "", extra: Mapping[str, Any] | None = None
+    model: nn.Module, found: Mapping[str, Source], attribute: str = "", extra: Mapping[str, Any] | None = None
 ) -> View:
     """The whole model, or the submodule at the dotted path `attribute`.
 
@@ -68,7 +68,7 @@ def module_at(model: nn.Module, attribute: str) -> nn.Module:
     return module
 
 
-def _with_raw_below(source: TensorInfo, depth: int) -> TensorInfo:
+def _with_raw_below(source: Source, depth: int) -> Source:
     """The tensor, its raw name as the submodule `depth` attributes down spells it, once it is unwrapped itself."""
     if not depth and source.raw_name == source.name:
         return source
@@ -167,7 +167,7 @@ def _pretrained_below(part: Part) -> list[str]:
     return [f"{part.name}.{path}" if part.name else path for path in found]
 
 
-def diverged_ties(part: View) -> list[tuple[TensorInfo, TensorInfo]]:
+def diverged_ties(part: View) -> list[tuple[Source, Source]]:
     """Pairs that the model declares tied but that are two in memory: to be compared before one is dropped."""
     declared = getattr(part.module, "all_tied_weights_keys", None) or {}
     patterns = _alias_patterns(part.module) if declared else []
@@ -191,7 +191,7 @@ def _refuse_unserialisable(module: Any) -> None:
 
 def _without_aliases(
     part: View, hugging_face: bool
-) -> tuple[dict[str, TensorInfo], tuple[tuple[str, ...], ...], tuple[str, ...]]:
+) -> tuple[dict[str, Source], tuple[tuple[str, ...], ...], tuple[str, ...]]:
     """Names to store: of tied names the one a loader expects, found by parameter identity, never by storage."""
     ignored = made_by_class(part.module) if hugging_face else ()
     names = [name for name, source in part.sources.items() if name not in ignored or source.trainable]
@@ -239,5 +239,5 @@ def _alias_patterns(module: nn.Module) -> list[str]:
     ]
 
 
-def _as_they_are(kept: Mapping[str, TensorInfo]) -> list[Entry]:
+def _as_they_are(kept: Mapping[str, Source]) -> list[Entry]:
     return [unchanged_entry(name, source) for name, source in kept.items()]

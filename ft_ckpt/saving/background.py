@@ -22,21 +22,19 @@ from ft_ckpt.distributed.gather import gather_tensors
 from ft_ckpt.distributed.ranks import Ranks, current_ranks, try_action
 from ft_ckpt.model.conversion import load_conversion_table
 from ft_ckpt.saving import replicas
+from ft_ckpt.saving.copy_plan import CopyPlan, plan_copies, with_copies
 from ft_ckpt.saving.execute import SaveReport, accept_differences, compares_replicas, run_save
 from ft_ckpt.saving.follow_up import AfterSave
 from ft_ckpt.saving.move_tensors import SharedFolders
-from ft_ckpt.saving.plan import SaveRequest
-from ft_ckpt.saving.planned_save import CopyPlan, PlannedSave, plan_copies, plan_save, with_gathered
+from ft_ckpt.saving.plan import SavePlan, plan_save
 from ft_ckpt.saving.priority import yield_to_training
-from ft_ckpt.saving.snapshot import Copies, Snapshot, ids_changed_by_steps
+from ft_ckpt.saving.request import SaveRequest
+from ft_ckpt.saving.snapshot import Snapshot, ids_changed_by_steps
 from ft_ckpt.saving.worker import Worker
 from ft_ckpt.schedule import History, after_commit
-from ft_ckpt.training.capture import Captured
 from ft_ckpt.training.exchange import decide_together
 from ft_ckpt.training.items import optimizers_among, run_items
 from ft_ckpt.training.run import TrainingRun
-from ft_ckpt.training.signature import PlanCache, Signer
-from ft_ckpt.training.tensor_keys import HeldTensors
 
 _channels = count(1)  # alike on all ranks: one is taken where all of them are
 
@@ -89,19 +87,6 @@ def _terms_of_snapshot(answers: Sequence[_SnapshotFacts]) -> _SnapshotTerms:
     return _SnapshotTerms(can_wait, replicas.are_alike(answer.replicas for answer in answers))
 
 
-@dataclass(frozen=True, eq=False)
-class _Prepared:
-    """A request, its plan, and what has to be copied for it."""
-
-    request: SaveRequest
-    planned: PlannedSave
-    copies: CopyPlan
-
-    def tensors_to_copy(self) -> tuple[Copies, Copies]:
-        """Those to be copied now, and late, by key."""
-        return self.planned.tensors.memories(self.copies.now), self.planned.tensors.memories(self.copies.late)
-
-
 @dataclass(frozen=True)
 class _Ended:
     is_done: bool
@@ -118,7 +103,6 @@ class BackgroundSaver:
         self.before: History | None = None  # the run's before the save in flight, if that is one of its states
         self._of = of
         self.snapshot = Snapshot()
-        self.cache = PlanCache()
         self._worker = Worker()
         self._channel = ""
         self._looks = 0
@@ -135,16 +119,10 @@ class BackgroundSaver:
         request, error = try_action(make)
         if config.background:
             return self._start_in_background(request, error, ranks, config, begun, then)
-        planned: PlannedSave | None = None
+        plan: SavePlan | None = None
         if request is not None:
-            asked = request
-            made, error = ranks.attempt(lambda: self._plan_request(asked, ranks, config))
-            request, planned = made or (asked, None)
-        return self._save_now(request, error, ranks, config, begun, planned, then)
-
-    def _plan_request(self, request: SaveRequest, ranks: Ranks, config: SaverConfig) -> tuple[SaveRequest, PlannedSave]:
-        request, captured = self._look_at_model(request, {})
-        return request, plan_save(request, captured, ranks, config)
+            plan, error = ranks.attempt(partial(plan_save, request, ranks, config))
+        return self._save_now(request, error, ranks, config, begun, plan, then)
 
     def _start_in_background(
         self,
@@ -159,40 +137,41 @@ class BackgroundSaver:
 
         It would be larger than it may, or tensors must come together from several ranks.
         """
-        request, prepared, possible = self._agree_on_snapshot(request, error, ranks, config)
+        request, plan, copies = self._agree_on_snapshot(request, error, ranks, config)
         self._looks = 0
-        possible = possible and request is not None and self._shared.is_seen_by_all(request.target.beside, ranks)
-        if request is None or prepared is None or not possible:
-            planned = None if prepared is None else prepared.planned
-            report = self._save_now(request, None, ranks, config, begun, planned, then)
+        if copies is None or not self._shared.is_seen_by_all(request.target.beside, ranks):
+            report = self._save_now(request, None, ranks, config, begun, plan, then)
             return PendingSave(report.path, self._worker.finish_at_once(report))
-        _, error = try_action(lambda: self.snapshot.begin_copies(*prepared.tensors_to_copy()))
+        _, error = try_action(lambda: self.snapshot.begin_copies(copies.now, copies.late))
         try:
-            gathered = self._gather_now(prepared, ranks, config)
+            gathered = self._gather_now(copies, ranks, config)
             self._channel = self._channel or f"background-{next(_channels)}"
             ranks = current_ranks(config.enter_timeout_seconds, self._channel)
             if config.each_rank_writes == "auto":
                 config = replace(config, each_rank_writes="on")
-            planned = prepared.planned
-            if prepared.copies.gathers:  # no rank could make the digests of earlier files, which one alone writes now
+            if copies.gathers:  # no rank could make the digests of earlier files, which one alone writes now
                 config = replace(config, reuse_frozen="off")
-                planned = replace(planned, plan=with_gathered(planned, prepared.copies.gathers))
-            job = partial(self._finish_in_thread, request, error, ranks, config, begun, planned, gathered, then)
-            return PendingSave(request.target.location, self._worker.start_job(job))
+
+            def finish() -> SaveReport:
+                held, trouble = try_action(self.snapshot.finish_copies)
+                yield_to_training(low_io=config.io_priority == "low")  # after the copies: the optimizer waits for them
+                copied = with_copies(plan, {**(held or {}), **gathered}, copies)
+                return self._save_now(request, error or trouble, ranks, config, begun, copied, then)
+
+            return PendingSave(request.target.location, self._worker.start_job(finish))
         except BaseException:
             self.snapshot.drop_copies()
             raise
 
-    def _gather_now(self, prepared: "_Prepared", ranks: Ranks, config: SaverConfig) -> dict[int, Tensor]:
-        """What has to move for files of one writer each: whole, by key, on the rank that writes it. Collective."""
+    def _gather_now(self, copies: CopyPlan, ranks: Ranks, config: SaverConfig) -> dict[int, Tensor]:
+        """The tensors of files with one writer each: whole, by key, on the rank that writes them. Collective."""
         gathered: dict[int, Tensor] = {}
-        if prepared.copies.gathers:
-            tensors = prepared.planned.tensors
+        if copies.gathers:
 
             def gather_all() -> None:
-                for to, infos in prepared.copies.gathers:
-                    named = [replace(info, name=str(info.key)) for info in infos]  # those of several models are alike
-                    found = gather_tensors(named, ranks, config.bucket_bytes, tensors, to)
+                for to, sources in copies.gathers:
+                    named = [replace(one, name=str(one.key)) for one in sources]  # two models may share a name
+                    found = gather_tensors(named, ranks, config.bucket_bytes, to)
                     gathered.update({int(key): tensor for key, tensor in found.items()})
 
             _, error = ranks.attempt(gather_all)
@@ -201,70 +180,40 @@ class BackgroundSaver:
 
     def _agree_on_snapshot(
         self, request: SaveRequest | None, error: BaseException | None, ranks: Ranks, config: SaverConfig
-    ) -> tuple[SaveRequest | None, "_Prepared | None", bool]:
-        """The request, with what ranks have come apart in, and its plan; and whether no rank must finish it at once."""
-        prepared: _Prepared | None = None
-        made: dict[str, replicas.ReplicaDigest] = {}
+    ) -> tuple[SaveRequest, SavePlan, CopyPlan | None]:
+        """The request with the replicas that differ, its plan, and the copies; None where it must be finished now."""
+        plan: SavePlan | None = None
+        copies: CopyPlan | None = None
+        digests: dict[str, replicas.ReplicaDigest] = {}
         if request is not None:
-            asked = request
-            prepared, error = try_action(lambda: self._prepare_snapshot(asked, ranks, config))
-        if prepared is not None and compares_replicas(request, ranks):
-            planned = prepared.planned
-            infos = replicas.replicated_tensors(planned.plan.plans)
-            some, error = try_action(lambda: replicas.digest_replicas(infos, planned.tensors, ranks.rank))
-            made = some or {}
-        can, target = prepared is not None and prepared.copies.can_wait(config), str(request.target) if request else ""
-        facts = _SnapshotFacts(target, can, replicas.digests_by_place(made))
+            made, error = try_action(partial(self._plan_snapshot, request, ranks, config))
+            plan, copies = made or (None, None)
+        compares = plan is not None and compares_replicas(request, ranks)
+        if plan is not None and compares:
+            held = replicas.replicated_tensors(plan.plans)
+            some, error = try_action(partial(replicas.digest_replicas, held, ranks.rank))
+            digests = some or {}
+        can, target = copies is not None and copies.can_wait(config), str(request.target) if request else ""
+        facts = _SnapshotFacts(target, can, replicas.digests_by_place(digests))
         kinds = (_SnapshotFacts, _SnapshotTerms)
         terms, _ = decide_together(
             ranks, "save() in the background", facts, _terms_of_snapshot, kinds, error, same=("path",)
         )
-        if request is not None and prepared is not None and compares_replicas(request, ranks):
-            apart = {} if terms.replicas_alike else replicas.differing_replicas(made, ranks)
-            request = accept_differences(prepared.request, apart, ranks, config)
+        assert request is not None, "the agreement has raised the error"
+        assert plan is not None, "the agreement has raised the error"
+        if compares:
+            apart = {} if terms.replicas_alike else replicas.differing_replicas(digests, ranks)
+            request = accept_differences(request, apart, ranks, config)
             if apart:  # to be laid out anew
                 return self._agree_on_snapshot(request, None, ranks, config)
-        return request, prepared, terms.can_wait
+        return request, plan, copies if terms.can_wait else None
 
-    def _prepare_snapshot(self, request: SaveRequest, ranks: Ranks, config: SaverConfig) -> "_Prepared":
-        """The plan, and what must be copied when; the optimizers that it may wait for are watched from here on."""
+    def _plan_snapshot(self, request: SaveRequest, ranks: Ranks, config: SaverConfig) -> tuple[SavePlan, CopyPlan]:
+        """The plan and its copies; the optimizers that copies may wait for are watched from here on."""
         steppers = {} if request.adapter_only else _hooked_optimizers(self._of)
-        request, captured = self._look_at_model(request, steppers)
         self.snapshot.watch_optimizers(steppers)
-        planned = plan_save(request, captured, ranks, config)
-        owned = partial(ids_changed_by_steps, steppers)
-        return _Prepared(request, planned, plan_copies(planned, request, captured, ranks, config, owned))
-
-    def _look_at_model(
-        self, request: SaveRequest, steppers: Mapping[torch.optim.Optimizer, list[Tensor]]
-    ) -> tuple[SaveRequest, Captured]:
-        """The request with a look at what it saves, if there was none."""
-        if request.captured is not None:
-            return request, request.captured
-        signer = Signer(self.cache)
-        signer.note_model(request.model)
-        for optimizer, further in steppers.items():
-            signer.note_optimizer(optimizer, with_state=False)
-            signer.note_fact(signer.inventory.known_keys(further))
-        captured = Captured(signer.inventory, signer.signature(), self.cache)
-        return replace(request, captured=captured), captured
-
-    def _finish_in_thread(
-        self,
-        request: SaveRequest,
-        error: BaseException | None,
-        ranks: Ranks,
-        config: SaverConfig,
-        begun: float,
-        planned: PlannedSave,
-        gathered: Mapping[int, Tensor],
-        then: AfterSave,
-    ) -> SaveReport:
-        """In the thread: the rest of the copies, and the save itself."""
-        copies, trouble = try_action(self.snapshot.finish_copies)
-        yield_to_training(low_io=config.io_priority == "low")  # not before: the optimizer may have to wait for it
-        copied = None if copies is None else replace(planned, tensors=HeldTensors({**copies, **gathered}))
-        return self._save_now(request, error or trouble, ranks, config, begun, copied, then)
+        plan = plan_save(request, ranks, config)
+        return plan, plan_copies(plan, request, ranks, config, ids_changed_by_steps(steppers))
 
     def _save_now(
         self,
@@ -273,10 +222,10 @@ class BackgroundSaver:
         ranks: Ranks,
         config: SaverConfig,
         begun: float,
-        planned: PlannedSave | None,
+        plan: SavePlan | None,
         then: AfterSave,
     ) -> SaveReport:
-        report = run_save(None if error else request, error, ranks, config, begun, planned, self._shared)
+        report = run_save(None if error else request, error, ranks, config, begun, plan, self._shared)
         return then(report)
 
     def wait_for_save(self) -> SaveReport | None:

@@ -1,7 +1,7 @@
 """What a checkpoint says beside its tensors: configs, tokenizer, model card, a run's document, files of the caller."""
 
 import json
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path, PurePosixPath
@@ -18,11 +18,10 @@ from ft_ckpt.model.entries import EXTRA_FILE, Part, main_dtype
 from ft_ckpt.model.plain_module import MODULE_NAME, module_text
 from ft_ckpt.saving.build_manifest import base_record
 from ft_ckpt.saving.files import PartPlan
-from ft_ckpt.saving.plan import SaveRequest
+from ft_ckpt.saving.request import SaveRequest
 from ft_ckpt.storage.local_store import LocalStore
 from ft_ckpt.storage.paths import is_inside
 from ft_ckpt.storage.scratch import files_made_by
-from ft_ckpt.training.capture import Captured
 from ft_ckpt.training.state import DOCUMENT_NAME, FOLDER, Document
 
 
@@ -41,13 +40,11 @@ class Companions:
         return {**self.files, **({f"{FOLDER}/{DOCUMENT_NAME}": text} if self.document else {})}
 
 
-def companions_of(
-    request: SaveRequest, plans: Sequence[PartPlan], captured: Captured, question: Hashable, ranks: Ranks
-) -> Companions:
-    """What the checkpoint will say beside its tensors, from the live objects as they are now; nothing but on rank 0.
+def companions_of(request: SaveRequest, plans: Sequence[PartPlan], document: Document, ranks: Ranks) -> Companions:
+    """The files beside the tensors, from the live objects as they are now; empty on ranks other than 0.
 
-    What facts decide is kept under `question`, None where it is not. Raises CompanionError when tokenizer, config and
-    model do not fit, ConfigError for extra files out of the folder.
+    `document` is that of a run's state. Raises CompanionError when tokenizer, config and model do not fit, ConfigError
+    for extra files out of the folder.
     """
     if not ranks.leads:
         return Companions()
@@ -55,18 +52,22 @@ def companions_of(
     described = [one.part for one in plans if one.part.kind in ("model", "adapter")]
     for part in described:
         check_companions(part.module, request.tokenizer, request.chat_template_name)
-    decided = [part for part in described if question is not None and _is_decided(part, request)]
-    others = [one.part for one in plans if one.part not in decided and one.part.kind != "state"]
-    key = ("companions", question, request.base_id, tuple(part.name for part in decided))
-    known = captured.once(key, lambda: _make_companions(decided, request))
-    now = _make_companions(others, request)
+    parts = [one.part for one in plans if one.part.kind != "state"]
+    files: dict[str, bytes] = {}
+    for part in parts:
+        made = files_made_by(partial(_write_companions, part=part, request=request))
+        files |= {_path_in(part, name): content for name, content in made.items()}
     tokens = _tokenizer_files(described, request.tokenizer)
     return Companions(
-        {**known.files, **now.files, **tokens, **_files_of_plans(plans), **extras},
-        {**known.bases, **now.bases},
-        {**known.classes, **now.classes, **{one.part.name: "" for one in plans if one.part.module is None}},
-        captured.document,
+        {**files, **tokens, **_files_of_plans(plans), **extras},
+        {part.name: base_record(part, {}) for part in parts if part.kind == "adapter"},
+        {one.part.name: _class_name(one.part.module) for one in plans},
+        document,
     )
+
+
+def _class_name(module: nn.Module | None) -> str:
+    return "" if module is None else user_class(type(module)).__name__
 
 
 def check_companions(module: nn.Module, tokenizer: Any, chat_template_name: str | None) -> None:
@@ -75,23 +76,6 @@ def check_companions(module: nn.Module, tokenizer: Any, chat_template_name: str 
         companions.check_tokenizer(module, tokenizer)
     if chat_template_name is not None:
         companions.generation_config(module, tokenizer, chat_template_name)
-
-
-def _is_decided(part: Part, request: SaveRequest) -> bool:
-    """Whether facts decide all that is said of a part; not where a tokenizer does, or files with its code."""
-    kinds = type(part.module), type(getattr(part.module, "config", None))
-    return request.chat_template_name is None and not any(getattr(kind, "_auto_class", None) for kind in kinds)
-
-
-def _make_companions(parts: Sequence[Part], request: SaveRequest) -> Companions:
-    """What is said of single parts, but for their tokenizer."""
-    bases = {part.name: base_record(part, {}) for part in parts if part.kind == "adapter"}
-    classes = {part.name: user_class(type(part.module)).__name__ for part in parts}
-    files: dict[str, bytes] = {}
-    for part in parts:
-        made = files_made_by(partial(_write_companions, part=part, request=request))
-        files |= {_path_in(part, name): content for name, content in made.items()}
-    return Companions(files, bases, classes)
 
 
 def _write_companions(folder: Path, part: Part, request: SaveRequest) -> None:

@@ -6,8 +6,10 @@ Three steps, each ended by an agreement of all ranks: choose and check (nothing 
 import logging
 import time
 import warnings
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 
 import xxhash
@@ -16,7 +18,7 @@ from ft_ckpt.checkpoint.checks import stored_bytes
 from ft_ckpt.checkpoint.staging import Staging
 from ft_ckpt.config import SaverConfig, human_size
 from ft_ckpt.distributed.ranks import Ranks
-from ft_ckpt.errors import NoSpaceError, RankError, RanksDisagreeError, explained
+from ft_ckpt.errors import NoSpaceError, RanksDisagreeError, explained
 from ft_ckpt.files.objects import compress_file
 from ft_ckpt.formats.registry import format_named
 from ft_ckpt.formats.shard_files import link_second_names
@@ -25,8 +27,8 @@ from ft_ckpt.saving import replicas
 from ft_ckpt.saving.build_manifest import manifest_of
 from ft_ckpt.saving.files import check_written_files
 from ft_ckpt.saving.move_tensors import SaveFacts, SaveJob, SaveTerms, SharedFolders, write_tensors
-from ft_ckpt.saving.plan import SaveRequest
-from ft_ckpt.saving.planned_save import PlannedSave, look_at_model, plan_save
+from ft_ckpt.saving.plan import SavePlan, plan_save
+from ft_ckpt.saving.request import SaveRequest
 from ft_ckpt.saving.stage import StagedSave, prepare_stage
 from ft_ckpt.storage.digests import FileRecord, read_record
 from ft_ckpt.storage.local_copy import local_folder
@@ -78,29 +80,29 @@ def run_save(
     ranks: Ranks,
     config: SaverConfig,
     begun: float,
-    chosen: PlannedSave | None,
+    plan: SavePlan | None,
     shared: SharedFolders,
 ) -> SaveReport:
-    """Carry out `request`, or tell the other ranks of the `error` that there is instead. Collective.
+    """Carry out `request`, or pass on to the other ranks the `error` that there is instead. Collective.
 
-    `begun` is when the call came, by `time.monotonic`; `chosen` the plan made before for this request, if there is one;
-    `shared` what is known of folders that all ranks see. Raises what `CheckpointSaver.save` says.
+    `begun` is the time of the call, by `time.monotonic`; `plan` the plan made before, if there is one; `shared` caches
+    which folders all ranks see. Raises what `CheckpointSaver.save` says.
     """
-    tries, changed = 0, frozenset[str]()
+    changed: frozenset[str] = frozenset()
+    tries = 0
     while True:
         try:
-            outcome = _try_save(_SaveTry(request, ranks, config, begun, chosen, shared, tries, changed), error)
+            outcome = _try_save(request, error, ranks, config, begun, plan, shared, tries, changed)
         except BaseException:
             shared.forget()
             raise
-        if outcome.saved is not None or request is None:
+        assert request is not None, "the first meeting has raised the error"
+        if outcome.saved is not None:
             break
         if outcome.differences is not None:  # to be laid out anew
-            request, chosen = accept_differences(request, outcome.differences, ranks, config), None
-        else:  # the disk was filled by others meanwhile, and the saver was told not to give up
-            tries, changed = tries + 1, frozenset(outcome.changed)
-    if request is None or outcome.saved is None:
-        raise RankError("save(): agreed on without a request on this rank; please report it")
+            request, plan = accept_differences(request, outcome.differences, ranks, config), None
+        else:  # other programs have filled the disk meanwhile, and the settings say to try again
+            changed, tries = frozenset(outcome.changed), tries + 1
     report = SaveReport(request.target.location, **vars(outcome.saved), target=request.target)
     if ranks.leads:
         _LOG.info("saved %s: %s in %.2f s", request.target.last_step, human_size(report.bytes), report.seconds)
@@ -129,20 +131,6 @@ def report_differences(found: str, saved: str, ranks: Ranks, config: SaverConfig
         warnings.warn(f"{saved}: {found}, which is stored", stacklevel=5)
 
 
-@dataclass(frozen=True, eq=False)
-class _SaveTry:
-    """One try to carry out a request."""
-
-    request: SaveRequest | None
-    ranks: Ranks
-    config: SaverConfig
-    begun: float
-    chosen: PlannedSave | None  # made before, for this request
-    shared: SharedFolders
-    number: int  # of tries before this one
-    changed: frozenset[str]  # frozen files that no earlier checkpoint has, as those tries have found
-
-
 @dataclass(frozen=True)
 class _Saved:
     """What was committed: the fields of a SaveReport but the path."""
@@ -161,67 +149,70 @@ class _Outcome:
     """What a try came to, rank 0's on every rank; with nothing `saved` there is to be another one."""
 
     saved: _Saved | None = None
-    full: str | None = None  # why a disk had no room
-    changed: tuple[str, ...] = ()  # then the frozen files that no earlier checkpoint has
+    changed: tuple[str, ...] = ()  # where the disk had no room: the frozen files that no earlier checkpoint has
     differences: Mapping[str, Mapping[int, str | None]] | None = None  # what ranks hold otherwise than others
 
 
-def _try_save(one: _SaveTry, error: BaseException | None) -> _Outcome:
-    request, ranks, config = one.request, one.ranks, one.config
-    prepared: StagedSave | None = None
-    made: dict[str, replicas.ReplicaDigest] = {}
+def _try_save(
+    request: SaveRequest | None,
+    error: BaseException | None,
+    ranks: Ranks,
+    config: SaverConfig,
+    begun: float,
+    plan: SavePlan | None,
+    shared: SharedFolders,
+    tries: int,
+    changed: frozenset[str],
+) -> _Outcome:
+    """One try; `tries` were made before, which found that no earlier checkpoint has the frozen files `changed`."""
+    staged: StagedSave | None = None
+    digests: dict[str, replicas.ReplicaDigest] = {}
+
+    def stage(asked: SaveRequest) -> StagedSave:
+        made = plan or plan_save(asked, ranks, config)
+        return prepare_stage(asked, made, ranks, config, tries, changed)
+
     try:
         if request is not None:
-            prepared, error = ranks.attempt(explained(request.target)(lambda: _prepare(request, one)))
-        if prepared is not None and compares_replicas(request, ranks):
-            made, error = ranks.attempt(
-                lambda: replicas.digest_replicas(
-                    replicas.replicated_tensors(prepared.plans), prepared.planned.tensors, ranks.rank
-                )
-            )
-            made = made or {}
+            staged, error = ranks.attempt(explained(request.target)(partial(stage, request)))
+        compares = staged is not None and compares_replicas(request, ranks)
+        if staged is not None and compares:
+            held = replicas.replicated_tensors(staged.plan.plans)
+            made, error = ranks.attempt(partial(replicas.digest_replicas, held, ranks.rank))
+            digests = made or {}
         # Everything that can be refused is refused here, before a tensor moves: later, ranks depend on each other.
-        terms, answers = _agree_on_plan(request, prepared, made, ranks, error)
-        if request is None or prepared is None:
-            raise RankError("save(): agreed on without a plan on this rank; please report it")
-        compares = compares_replicas(request, ranks) and not terms.state_dict  # which was given on rank 0 alone
-        if compares and not terms.replicas_alike and (apart := replicas.differing_replicas(made, ranks)):
-            return _Outcome(differences=apart)
+        terms, answers = _agree_on_plan(request, staged, digests, ranks, error)
+        assert request is not None, "the agreement has raised the error"
+        assert staged is not None, "the agreement has raised the error"
+        if compares and not terms.state_dict and not terms.replicas_alike:  # a state dict is given on rank 0 alone
+            apart = replicas.differing_replicas(digests, ranks)
+            if apart:
+                return _Outcome(differences=apart)
         samples = tuple(answer.samples for answer in answers)
-        job = SaveJob(request, prepared, terms, samples, ranks, config, one.begun, one.shared)
+        job = SaveJob(request, staged, terms, samples, ranks, config, begun, shared)
         outcome, error = ranks.attempt(explained(request.target)(lambda: _write_and_commit(job)))
         if isinstance(error, NoSpaceError) and config.when_full != "raise":
-            changed = (*one.changed, *(prepared.offers.keys() - job.taken))
-            outcome, error = _Outcome(full=str(error), changed=changed), None
+            outcome, error = _Outcome(changed=(*changed, *(staged.offers.keys() - job.taken))), None
         done: _Outcome = hear_leader(ranks, "the commit of save()", _Outcome, outcome, error)
         return done
     finally:
-        if prepared is not None and prepared.staging is not None:
-            prepared.staging.discard()
-
-
-def _prepare(request: SaveRequest, one: _SaveTry) -> StagedSave:
-    """Plan, if that was not done before, and fill the stage."""
-    planned = one.chosen
-    if planned is None:
-        captured = request.captured or look_at_model(request.model)
-        planned = plan_save(request, captured, one.ranks, one.config)
-    return prepare_stage(request, planned, one.ranks, one.config, one.number, one.changed)
+        if staged is not None and staged.staging is not None:
+            staged.staging.discard()
 
 
 def _agree_on_plan(
     request: SaveRequest | None,
-    prepared: StagedSave | None,
+    staged: StagedSave | None,
     made: Mapping[str, replicas.ReplicaDigest],
     ranks: Ranks,
     error: BaseException | None,
 ) -> tuple[SaveTerms, Sequence[SaveFacts]]:
     """Meet with the facts of the save; on rank 0 those of every rank, too. Raises RanksDisagreeError naming tensors."""
-    facts = None if request is None or prepared is None else _describe_save(request, prepared, made)
+    facts = None if request is None or staged is None else _describe_save(request, staged, made)
     kinds, same = (SaveFacts, SaveTerms), ("path", "kind", "step")
     terms, answers = decide_together(ranks, "save()", facts, _terms_of, kinds, error, same)
-    if prepared is not None and facts is not None and not terms.alike:
-        name_differing_tensors(ranks, "the tensors of save()", facts.tensors, lambda: _tensor_names(prepared))
+    if staged is not None and facts is not None and not terms.alike:
+        name_differing_tensors(ranks, "the tensors of save()", facts.tensors, lambda: _tensor_names(staged))
     return terms, answers
 
 
@@ -233,8 +224,8 @@ def _terms_of(answers: Sequence[SaveFacts]) -> SaveTerms:
     return SaveTerms(first.stage, first.offers, first.state_dict, alike, same_parts)
 
 
-def _tensor_names(prepared: StagedSave) -> tuple[str, ...]:
-    return tuple(f"{one.part.path}/{e.name}".lstrip("/") for one in prepared.plans for e in one.part.entries)
+def _tensor_names(staged: StagedSave) -> tuple[str, ...]:
+    return tuple(f"{one.part.path}/{e.name}".lstrip("/") for one in staged.plan.plans for e in one.part.entries)
 
 
 def compares_replicas(request: SaveRequest | None, ranks: Ranks) -> bool:
@@ -242,18 +233,18 @@ def compares_replicas(request: SaveRequest | None, ranks: Ranks) -> bool:
     return ranks.size > 1 and request is not None and request.apart is None and not request.state_dict_given
 
 
-def _describe_save(request: SaveRequest, prepared: StagedSave, made: Mapping[str, replicas.ReplicaDigest]) -> SaveFacts:
+def _describe_save(request: SaveRequest, staged: StagedSave, made: Mapping[str, replicas.ReplicaDigest]) -> SaveFacts:
     """What every rank must see alike, and what rank 0 wants to know of each."""
-    names = repr([(f.path, [*map(tuple, f.layout.specs)]) for one in prepared.plans for f in one.files])
+    names = repr([(f.path, [*map(tuple, f.layout.specs)]) for one in staged.plan.plans for f in one.files])
     return SaveFacts(
         path=str(request.target),
         kind="merged" if request.merged else kind_of(request.adapter_only, request.attribute),
         step=request.step,
         tensors=xxhash.xxh3_64_hexdigest(names.encode()),
         state_dict=request.state_dict_given,
-        samples=prepared.planned.samples,
-        stage=_shared_stage(prepared.staging),
-        offers=prepared.offers,
+        samples=staged.plan.samples,
+        stage=_shared_stage(staged.staging),
+        offers=staged.offers,
         replicas=replicas.digests_by_place(made),
     )
 
@@ -275,16 +266,14 @@ def _refuse_lonely_dicts(answers: Sequence[SaveFacts]) -> None:
 def _write_and_commit(job: SaveJob) -> _Outcome:
     """Write the files, compare them with the model, commit. Collective; the result is rank 0's."""
     if not job.ranks.leads and job.terms.state_dict:
-        return (
-            _Outcome()
-        )  # rank 0 was handed everything; a gather leaves the others with {} or None, which says nothing
-    files, staging = write_tensors(job), job.prepared.staging
+        return _Outcome()  # rank 0 was handed everything; a gather leaves the others with {} or None
+    files, staging = write_tensors(job), job.staged.staging
     return _Outcome() if staging is None else _Outcome(_commit_files(job, staging, files))
 
 
 def _commit_files(job: SaveJob, staging: Staging, files: list[FileRecord]) -> _Saved:
     """Compare the files with the model, and commit."""
-    request, plans, compression, store = job.request, job.prepared.plans, job.config.compression, staging.store
+    request, plans, compression, store = job.request, job.staged.plan.plans, job.config.compression, staging.store
     settings = replicas.differing_settings({} if request.captured is None else request.captured.document)
     for one in plans:
         paths = {file.path for file in one.files}
@@ -299,16 +288,16 @@ def _commit_files(job: SaveJob, staging: Staging, files: list[FileRecord]) -> _S
         files = [_compress_in_place(file, store, compression) for file in files]
     manifest = manifest_of(
         plans,
-        [*files, *job.prepared.files],
+        [*files, *job.staged.files],
         job.samples,
         compressed=compression is not None,
-        bases=job.prepared.planned.companions.bases,
-        classes=job.prepared.planned.companions.classes,
+        bases=job.staged.plan.companions.bases,
+        classes=job.staged.plan.companions.classes,
         notes=notes,
         kind=kind_of(request.adapter_only, request.attribute),
         step=request.step,
         metrics=request.metrics,
-        world={"size": job.ranks.size, "engine": job.prepared.planned.plan.engine},
+        world={"size": job.ranks.size, "engine": job.staged.plan.engine},
         run_id=request.run_id,
         rankings=job.config.rankings,
         export=bool(request.made_from) or (request.run_id is not None and not _has_state(request)),
@@ -339,8 +328,4 @@ def _compress_in_place(file: FileRecord, store: Store, compression: str) -> File
 
 
 def _add_counts(counts: list[Mapping[str, int]]) -> dict[str, int]:
-    total: dict[str, int] = {}
-    for count in counts:
-        for key, number in count.items():
-            total[key] = total.get(key, 0) + number
-    return total
+    return dict(sum(map(Counter, counts), Counter[str]()))

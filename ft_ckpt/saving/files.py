@@ -15,7 +15,7 @@ from ft_ckpt.devices.accelerators import is_accelerator
 from ft_ckpt.devices.copies import host_pieces
 from ft_ckpt.distributed.gather import Chunk, gather_tensors, stream_buckets
 from ft_ckpt.distributed.ranks import Ranks
-from ft_ckpt.distributed.tensor_info import TensorInfo, Tensors
+from ft_ckpt.distributed.source import Source
 from ft_ckpt.errors import IncompleteError, SelectionError, listing
 from ft_ckpt.formats.dtypes import dtype_name
 from ft_ckpt.formats.layout import Layout, Spec
@@ -95,7 +95,6 @@ def _refuse_stored_names(part: Part) -> None:
 class GatherWay:
     """How tensors come together on the rank `to`, and what looks at their values there."""
 
-    tensors: Tensors
     ranks: Ranks
     bucket_bytes: int
     to: int = 0
@@ -204,7 +203,7 @@ def _entry_turns(ordered: Sequence[Entry], way: GatherWay) -> Iterator[Iterator[
 
 
 def _stream_entries(entries: Sequence[Entry], way: GatherWay) -> Iterator[Iterator[tuple[Entry, Tensor]]]:
-    chosen: list[TensorInfo] = [entry.source for entry in entries if entry.source is not None]
+    chosen: list[Source] = [entry.source for entry in entries if entry.source is not None]
     position, arrived = 0, 0
 
     def with_entries(bucket: Iterator[Chunk]) -> Iterator[tuple[Entry, Tensor]]:
@@ -215,7 +214,7 @@ def _stream_entries(entries: Sequence[Entry], way: GatherWay) -> Iterator[Iterat
             if arrived == chosen[position].numel:
                 position, arrived = position + 1, 0
 
-    return map(with_entries, stream_buckets(chosen, way.ranks, way.bucket_bytes, way.tensors, way.to))
+    return map(with_entries, stream_buckets(chosen, way.ranks, way.bucket_bytes, way.to))
 
 
 def _convert_group(
@@ -223,7 +222,7 @@ def _convert_group(
 ) -> Iterator[tuple[Entry, Tensor]]:
     """The entry's tensor, its group gathered and converted when its first entry is asked for, and freed by its last."""
     if group not in made:
-        full = gather_tensors(group.sources, way.ranks, way.bucket_bytes, way.tensors, way.to)
+        full = gather_tensors(group.sources, way.ranks, way.bucket_bytes, way.to)
         made[group] = group.convert(full) if way.ranks.rank == way.to else {}
     if way.ranks.rank == way.to:
         tensor = made[group].pop(entry.name)

@@ -25,7 +25,7 @@ from ft_ckpt.model.file_model import FileModel, dequantised_model, is_quantised_
 from ft_ckpt.saving.check_logits import live_logits
 from ft_ckpt.saving.execute import run_save
 from ft_ckpt.saving.move_tensors import SharedFolders
-from ft_ckpt.saving.plan import SaveRequest, request_of
+from ft_ckpt.saving.request import SaveRequest, request_of
 from ft_ckpt.saving.stored_adapters import StoredAdapters, choose_merge, find_adapters, find_base
 from ft_ckpt.storage.local_copy import local_folder
 from ft_ckpt.storage.place import Place, open_place

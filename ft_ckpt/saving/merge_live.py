@@ -17,7 +17,7 @@ from ft_ckpt.model.quantised_base import QuantisedBase
 from ft_ckpt.saving.execute import run_save
 from ft_ckpt.saving.merge_files import base_on_files
 from ft_ckpt.saving.move_tensors import SharedFolders
-from ft_ckpt.saving.plan import SaveRequest, request_of
+from ft_ckpt.saving.request import SaveRequest, request_of
 from ft_ckpt.saving.stored_adapters import StoredAdapters, find_adapters, find_base
 from ft_ckpt.storage.local_store import temporary_store
 from ft_ckpt.storage.place import Place

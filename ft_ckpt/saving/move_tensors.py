@@ -16,14 +16,14 @@ from ft_ckpt.checkpoint.staging import stage_store
 from ft_ckpt.config import SaverConfig
 from ft_ckpt.distributed.gather import are_equal
 from ft_ckpt.distributed.ranks import Ranks, try_action
-from ft_ckpt.distributed.tensor_info import TensorInfo, Tensors
+from ft_ckpt.distributed.source import Source
 from ft_ckpt.errors import CorruptError, IncompleteError
 from ft_ckpt.formats.registry import format_named
 from ft_ckpt.formats.write_files import FilePlan, write_file
 from ft_ckpt.saving import reuse_frozen, write_shards
 from ft_ckpt.saving.build_manifest import BaseSamples
 from ft_ckpt.saving.files import FiniteCheck, GatherWay, PartPlan, file_turns
-from ft_ckpt.saving.plan import SaveRequest
+from ft_ckpt.saving.request import SaveRequest
 from ft_ckpt.saving.reuse_frozen import Offer
 from ft_ckpt.saving.stage import StagedSave, saver_tuning
 from ft_ckpt.storage.digests import FileRecord
@@ -111,7 +111,7 @@ class SaveJob:
     """A save that all ranks have agreed to."""
 
     request: SaveRequest
-    prepared: StagedSave
+    staged: StagedSave
     terms: SaveTerms
     samples: tuple[BaseSamples, ...]  # on rank 0: of every rank
     ranks: Ranks
@@ -121,14 +121,9 @@ class SaveJob:
     taken: dict[str, str] = field(default_factory=dict)  # once known: digests of the files that are there, by path
 
     @property
-    def tensors(self) -> Tensors:
-        """Those who have the tensors."""
-        return self.prepared.planned.tensors
-
-    @property
     def unlinked_plans(self) -> tuple[PartPlan, ...]:
         """The files that are to be written."""
-        return reuse_frozen.without_linked(self.prepared.plans, self.taken)
+        return reuse_frozen.without_linked(self.staged.plan.plans, self.taken)
 
 
 def write_tensors(job: SaveJob) -> list[FileRecord]:
@@ -136,8 +131,8 @@ def write_tensors(job: SaveJob) -> list[FileRecord]:
 
     Raises IncompleteError for tensors that the model's config ties and that differ.
     """
-    pairs = job.prepared.planned.plan.ties_to_check
-    untied = [pair for pair in pairs if not are_equal(*pair, job.ranks, job.config.bucket_bytes, job.tensors)]
+    pairs = job.staged.plan.ties_to_check
+    untied = [pair for pair in pairs if not are_equal(*pair, job.ranks, job.config.bucket_bytes)]
     linked = _link_frozen_files(job)
     shares = _divide_between_ranks(job)
     return linked + (_write_whole_files(job, untied) if shares is None else _write_on_all_ranks(job, shares, untied))
@@ -145,15 +140,15 @@ def write_tensors(job: SaveJob) -> list[FileRecord]:
 
 def _link_frozen_files(job: SaveJob) -> list[FileRecord]:
     """Find the frozen files that are there already, and on rank 0 put them in place; their records. Collective."""
-    offers, staging = job.terms.offers, job.prepared.staging
+    offers, staging = job.terms.offers, job.staged.staging
     if not offers:
         return []
-    shares = reuse_frozen.frozen_shares(job.prepared.plans, job.ranks.size)
-    job.taken.update(reuse_frozen.equal_files(shares, offers, job.tensors, job.ranks, job.config.bucket_bytes))
+    shares = reuse_frozen.frozen_shares(job.staged.plan.plans, job.ranks.size)
+    job.taken.update(reuse_frozen.equal_files(shares, offers, job.ranks, job.config.bucket_bytes))
     return [] if staging is None else reuse_frozen.place_equal_files(shares, job.taken, staging.store)
 
 
-def _write_whole_files(job: SaveJob, untied: list[tuple[TensorInfo, TensorInfo]]) -> list[FileRecord]:
+def _write_whole_files(job: SaveJob, untied: list[tuple[Source, Source]]) -> list[FileRecord]:
     """Each file is written by one rank, to which its tensors come; the records, all of them on rank 0.
 
     Raises IncompleteError for numbers that are none, if asked to.
@@ -162,8 +157,8 @@ def _write_whole_files(job: SaveJob, untied: list[tuple[TensorInfo, TensorInfo]]
     files = [(one, file) for one in job.unlinked_plans for file in one.files]
     mine = [file for _, file in files if writers[file.path] == ranks.rank]
     check = FiniteCheck() if config.nonfinite == "raise" else None
-    way = GatherWay(job.tensors, ranks, config.bucket_bytes, check=check)
-    store = job.request.target.folder if job.prepared.staging is None else job.prepared.staging.store
+    way = GatherWay(job.ranks, config.bucket_bytes, check=check)
+    store = job.request.target.folder if job.staged.staging is None else job.staged.staging.store
     if ranks.leads:
         _refuse_untied(untied)
     regions = _regions_here(files, writers, way)
@@ -183,7 +178,7 @@ def _write_whole_files(job: SaveJob, untied: list[tuple[TensorInfo, TensorInfo]]
 def _choose_writers(job: SaveJob) -> dict[str, int]:
     """The rank that writes each file, by path: rank 0 all, or where all see one bucket and it pays each some."""
     config, target = job.config, job.request.target
-    files = [file for one in job.prepared.plans for file in one.files]
+    files = [file for one in job.staged.plan.plans for file in one.files]
     size = sum(file.layout.size_bytes for file in files)
     alone = config.each_rank_writes == "off" or isinstance(target.folder, SharedStore)
     alone = alone or (config.each_rank_writes == "auto" and size < write_shards.LEAST_BYTES)
@@ -246,7 +241,7 @@ def _write_tracked(
 def _divide_between_ranks(job: SaveJob) -> list[write_shards.Share] | None:
     """Who writes what of every file, if that pays and all see the stage; None: each file has one writer. Collective."""
     config = job.config
-    plain = all(format_named(one.format).is_plain for one in job.prepared.plans) and config.compression is None
+    plain = all(format_named(one.format).is_plain for one in job.staged.plan.plans) and config.compression is None
     if job.ranks.size == 1 or config.each_rank_writes == "off" or not plain or config.nonfinite == "raise":
         return None
     stage = job.terms.stage
@@ -287,7 +282,7 @@ def _is_seen(probe: _SharedProbe, there: Store) -> bool:
 
 
 def _write_on_all_ranks(
-    job: SaveJob, shares: list[write_shards.Share], untied: list[tuple[TensorInfo, TensorInfo]]
+    job: SaveJob, shares: list[write_shards.Share], untied: list[tuple[Source, Source]]
 ) -> list[FileRecord]:
     """Every rank writes what it holds; the records are rank 0's to keep."""
     config, ranks, tuning = job.config, job.ranks, saver_tuning(job.config)
@@ -297,7 +292,7 @@ def _write_on_all_ranks(
         for share in shares:
             store.allocate(share.file.path, share.file.layout.size_bytes)
     with Writer(tuning) as writer:
-        given = job.tensors, ranks, writer, config.bucket_bytes
+        given = job.ranks, writer, config.bucket_bytes
         mine = [write_shards.write_own_bytes(share, store, *given) for share in shares]
     answers = tell_leader(ranks, "the writing of save()", _WrittenDigests, _WrittenDigests(tuple(mine)))
     return [
@@ -306,7 +301,7 @@ def _write_on_all_ranks(
     ]
 
 
-def _refuse_untied(pairs: list[tuple[TensorInfo, TensorInfo]]) -> None:
+def _refuse_untied(pairs: list[tuple[Source, Source]]) -> None:
     if pairs:
         names = ", ".join(f"{one.name} and {other.name}" for one, other in pairs)
         raise IncompleteError(

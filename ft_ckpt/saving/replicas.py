@@ -17,11 +17,11 @@ import xxhash
 from torch import Tensor
 
 from ft_ckpt.distributed.agreement import rank_numbers
-from ft_ckpt.distributed.inventory import of_rank_0
 from ft_ckpt.distributed.ranks import Ranks
 from ft_ckpt.distributed.replicas import WEIGHTS, own_name, place_of
 from ft_ckpt.distributed.sharding import OwnedSharding
-from ft_ckpt.distributed.tensor_info import TensorInfo, Tensors
+from ft_ckpt.distributed.source import Source
+from ft_ckpt.distributed.tensors import of_rank_0
 from ft_ckpt.errors import RanksDisagreeError, listing
 from ft_ckpt.model.entries import Entry, Part
 from ft_ckpt.saving.files import PartPlan
@@ -60,9 +60,9 @@ class _FoundApart:
     ranks: Mapping[str, Mapping[str, str | None]]  # `Differences`, as JSON has it
 
 
-def replicated_tensors(plans: Iterable[PartPlan]) -> dict[str, TensorInfo]:
+def replicated_tensors(plans: Iterable[PartPlan]) -> dict[str, Source]:
     """What is in the files of `plans` and held by several ranks, each tensor once."""
-    found: dict[int, tuple[str, TensorInfo]] = {}
+    found: dict[int, tuple[str, Source]] = {}
     for plan in plans:
         written = {spec.name for file in plan.files for spec in file.layout.specs}
         for entry in plan.part.entries:
@@ -72,11 +72,11 @@ def replicated_tensors(plans: Iterable[PartPlan]) -> dict[str, TensorInfo]:
     return dict(found.values())
 
 
-def digest_replicas(infos: Mapping[str, TensorInfo], tensors: Tensors, rank: int) -> dict[str, ReplicaDigest]:
+def digest_replicas(sources: Mapping[str, Source], rank: int) -> dict[str, ReplicaDigest]:
     """The digest of what this `rank` has of each tensor that it should have something of."""
-    shardings = {name: one.sharding for name, one in infos.items()}
+    shardings = {name: one.sharding for name, one in sources.items()}
     shardings = {name: one for name, one in shardings.items() if one.local_boxes(rank) or not one.is_sharded}
-    found = {name: local for name in shardings if (local := tensors.local(infos[name].key)) is not None}
+    found = {name: local for name in shardings if (local := sources[name].local) is not None}
     made = {name: _digest_on_host(tensor) for name, tensor in found.items() if tensor.is_cpu}
     elsewhere = {name: tensor for name, tensor in found.items() if not tensor.is_cpu}
     folded = [folded_bits(tensor) for tensor in elsewhere.values()]
@@ -197,7 +197,7 @@ def _digest_on_host(tensor: Tensor) -> str:
     )
 
 
-def _named_sources(part: Part, entry: Entry) -> Iterator[tuple[str, TensorInfo]]:
+def _named_sources(part: Part, entry: Entry) -> Iterator[tuple[str, Source]]:
     """The sources of an entry by the names they have in a run."""
     if entry.group is not None:
         yield from ((f"{WEIGHTS}/{source.name}", source) for source in entry.group.sources)
@@ -248,7 +248,7 @@ def _find_differences(answers: Sequence[_ReplicaDigests]) -> _FoundApart:
     return _FoundApart({name: {str(rank): odd[rank] for rank in sorted(odd)} for name, odd in found.items() if odd})
 
 
-def _entries_of_others(name: str, source: TensorInfo, owners: Mapping[int, str | None]) -> Iterator[Entry]:
+def _entries_of_others(name: str, source: Source, owners: Mapping[int, str | None]) -> Iterator[Entry]:
     """The entries of what ranks other than the first have of one tensor."""
     for owner, place in owners.items():
         if place is None:

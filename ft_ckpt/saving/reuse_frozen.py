@@ -14,7 +14,7 @@ import torch
 from ft_ckpt.checkpoint.earlier import EarlierCheckpoint, earlier_checkpoints, take_earlier
 from ft_ckpt.checkpoint.staging import Staging
 from ft_ckpt.distributed.ranks import Ranks
-from ft_ckpt.distributed.tensor_info import TensorInfo, Tensors
+from ft_ckpt.distributed.source import Source
 from ft_ckpt.errors import CorruptError, TargetError
 from ft_ckpt.formats.write_files import FilePlan
 from ft_ckpt.model.entries import Part
@@ -44,7 +44,7 @@ class _FrozenDigests:
     digests: Mapping[str, str]  # by path: of a rank's bytes; once decided of whole files, those that are there already
 
 
-def frozen_identities(found: Mapping[str, TensorInfo]) -> frozenset[int]:
+def frozen_identities(found: Mapping[str, Source]) -> frozenset[int]:
     """Identities of the parameters that are not trained."""
     return frozenset(source.key for source in found.values() if not source.trainable and source.is_parameter)
 
@@ -87,7 +87,7 @@ def link_candidates(shares: Sequence[Share], staging: Staging, ranks: Ranks, gat
 
 
 def equal_files(
-    shares: Sequence[Share], offers: Mapping[str, Offer], tensors: Tensors, ranks: Ranks, bucket_bytes: int
+    shares: Sequence[Share], offers: Mapping[str, Offer], ranks: Ranks, bucket_bytes: int
 ) -> dict[str, str]:
     """The digests of the files that equal one of rank 0's `offers`, by path. Collective.
 
@@ -100,7 +100,7 @@ def equal_files(
         offer = offers.get(share.file.path)
         if offer is not None:
             mine[share.file.path] = write_shards.digest_own_bytes(
-                share.for_rank_0() if offer.ranks == 1 else share, tensors, ranks, bucket_bytes
+                share.for_rank_0() if offer.ranks == 1 else share, ranks, bucket_bytes
             )
 
     def equal_to_offers(answers: Sequence[_FrozenDigests]) -> _FrozenDigests:

@@ -19,8 +19,8 @@ from ft_ckpt.saving.background import BackgroundSaver, PendingSave
 from ft_ckpt.saving.build_manifest import library_versions
 from ft_ckpt.saving.execute import SaveReport, report_differences
 from ft_ckpt.saving.follow_up import AfterSave, FollowUp
-from ft_ckpt.saving.plan import request_of
 from ft_ckpt.saving.replicas import describe_differences, differing_settings
+from ft_ckpt.saving.request import request_of
 from ft_ckpt.saving.snapshot import as_in_training
 from ft_ckpt.storage.place import Place, open_place
 from ft_ckpt.training.items import model_sources
@@ -106,11 +106,11 @@ class RunSaves:
         entry = LoggedSave(now.step, time.time(), reason, metrics)
         now.history = replace(now.history, saves=append_save(history.saves, entry))
         try:
-            captured = now.capture_state(self._current_ranks(), library_versions(), self.pending.cache)
+            captured = now.capture_state(self._current_ranks(), library_versions())
             if apart := differing_settings(captured.document):
                 report_differences(describe_differences(apart), f"step {now.step}", self._current_ranks(), config)
             found, attribute = model_sources(captured.found), config.attribute
-            adapters = captured.once("adapters", lambda: is_adapter_run(now.model, found, attribute))
+            adapters = is_adapter_run(now.model, found, attribute)
             adapters = now.base.is_left_out(now.model, adapters, adapter_only, self._current_ranks())
             report = self.pending.save(
                 config,

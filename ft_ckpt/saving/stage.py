@@ -9,8 +9,8 @@ from ft_ckpt.config import SaverConfig
 from ft_ckpt.distributed.ranks import Ranks
 from ft_ckpt.saving import reuse_frozen
 from ft_ckpt.saving.files import PartPlan
-from ft_ckpt.saving.plan import SaveRequest
-from ft_ckpt.saving.planned_save import PlannedSave
+from ft_ckpt.saving.plan import SavePlan
+from ft_ckpt.saving.request import SaveRequest
 from ft_ckpt.saving.reuse_frozen import Offer
 from ft_ckpt.storage.digests import FileRecord, record_of
 from ft_ckpt.storage.write_tuning import WriteTuning, tuning_for
@@ -22,33 +22,28 @@ _MANIFEST_BYTES = 16 << 20  # room for what is not known yet in the look at free
 class StagedSave:
     """A planned save, and on rank 0 the staging that has everything but the weights."""
 
-    planned: PlannedSave
+    plan: SavePlan
     staging: Staging | None = None
     files: tuple[FileRecord, ...] = ()  # that are there
     offers: Mapping[str, Offer] = field(default_factory=dict)  # frozen files that may be there already
 
-    @property
-    def plans(self) -> tuple[PartPlan, ...]:
-        """The parts and their files."""
-        return self.planned.plan.plans
-
 
 def prepare_stage(
-    request: SaveRequest, planned: PlannedSave, ranks: Ranks, config: SaverConfig, tries: int, changed: frozenset[str]
+    request: SaveRequest, plan: SavePlan, ranks: Ranks, config: SaverConfig, tries: int, changed: frozenset[str]
 ) -> StagedSave:
     """On rank 0 open a staging and write everything but weights into it.
 
     Frozen files of earlier checkpoints are in it, too, but for those that are known to have `changed`.
     """
     if not ranks.leads:
-        return StagedSave(planned)
-    contents = sorted(planned.companions.contents().items())
+        return StagedSave(plan)
+    contents = sorted(plan.companions.contents().items())
     opened = staging.open_staging_at(
         request.target, saver_tuning(config).direct_bytes, run_id=request.run_id, overwrite=config.overwrite
     )
     try:
-        offers = _find_offers(request, planned.plan.plans, ranks, config, opened, changed)
-        files = [file for one in planned.plan.plans for file in one.files]
+        offers = _find_offers(request, plan.plans, ranks, config, opened, changed)
+        files = [file for one in plan.plans for file in one.files]
         total = sum(file.layout.size_bytes for file in files if file.path not in offers)
         free_space.ensure_space(
             request.target,
@@ -61,7 +56,7 @@ def prepare_stage(
         )
         for path, content in contents:
             opened.store.write(path, content)
-        return StagedSave(planned, opened, tuple(record_of(path, content) for path, content in contents), offers)
+        return StagedSave(plan, opened, tuple(record_of(path, content) for path, content in contents), offers)
     except BaseException:
         opened.discard()
         raise

@@ -11,7 +11,6 @@ from itertools import accumulate, chain, groupby, repeat
 from math import prod
 
 from ft_ckpt.distributed.ranks import Ranks
-from ft_ckpt.distributed.tensor_info import Tensors
 from ft_ckpt.formats.write_files import FilePlan
 from ft_ckpt.model.entries import Entry
 from ft_ckpt.saving.files import GatherWay, PartPlan, cast_regions, gathered_turns
@@ -90,23 +89,21 @@ def file_record(share: Share, digests: Sequence[str]) -> FileRecord:
     )
 
 
-def write_own_bytes(
-    share: Share, store: SharedStore, tensors: Tensors, ranks: Ranks, writer: Writer, bucket_bytes: int
-) -> str:
+def write_own_bytes(share: Share, store: SharedStore, ranks: Ranks, writer: Writer, bucket_bytes: int) -> str:
     """Write this rank's bytes of one file; their digest. Collective where tensors come to rank 0.
 
     Stops in the middle when another rank has failed, with NoSpaceError where that rank's disk is full, else RankError.
     """
-    regions = _while_all_write(_own_regions(share, tensors, ranks, bucket_bytes), ranks, writer.tuning.block_bytes)
+    regions = _while_all_write(_own_regions(share, ranks, bucket_bytes), ranks, writer.tuning.block_bytes)
     with writer.fill(store.share(share.file.path, share.file.layout.size_bytes)) as file:
         for region in regions:
             file.put_region(region)
         return file.finish()
 
 
-def digest_own_bytes(share: Share, tensors: Tensors, ranks: Ranks, bucket_bytes: int) -> str:
+def digest_own_bytes(share: Share, ranks: Ranks, bucket_bytes: int) -> str:
     """The digest that `write_own_bytes` would give, without writing anything. Collective as that is."""
-    return digest_regions(_while_all_write(_own_regions(share, tensors, ranks, bucket_bytes), ranks, BLOCK_BYTES))
+    return digest_regions(_while_all_write(_own_regions(share, ranks, bucket_bytes), ranks, BLOCK_BYTES))
 
 
 def _tensor_cuts(entry: Entry, start: int, step: int) -> tuple[Cut, ...] | None:
@@ -138,14 +135,14 @@ def _tensor_cuts(entry: Entry, start: int, step: int) -> tuple[Cut, ...] | None:
     )
 
 
-def _own_regions(share: Share, tensors: Tensors, ranks: Ranks, bucket_bytes: int) -> Iterator[Region]:
+def _own_regions(share: Share, ranks: Ranks, bucket_bytes: int) -> Iterator[Region]:
     """This rank's bytes of the file, in order."""
     places = list(zip(share.entries, share.cuts, share.file.layout.specs, share.file.layout.starts, strict=True))
     at = 0  # up to here, what no tensor covers is written
     for is_gathered, group in groupby(places, key=lambda place: place[1] is None):
         if is_gathered:
             moving = [(entry, start) for entry, _, spec, start in group if spec.size_bytes]
-            for region in chain.from_iterable(gathered_turns(moving, GatherWay(tensors, ranks, bucket_bytes))):
+            for region in chain.from_iterable(gathered_turns(moving, GatherWay(ranks, bucket_bytes))):
                 yield from _header_regions(share.file, at, region.start)
                 yield region
                 at = region.start + region.size_bytes
@@ -154,7 +151,7 @@ def _own_regions(share: Share, tensors: Tensors, ranks: Ranks, bucket_bytes: int
             if ranks.leads:
                 yield from _header_regions(share.file, at, start)
             at = start + spec.size_bytes
-            yield from _tensor_regions(entry, cuts or (), tensors, ranks.rank)
+            yield from _tensor_regions(entry, cuts or (), ranks.rank)
     if ranks.leads:
         yield from _header_regions(share.file, at, share.file.layout.size_bytes)
 
@@ -174,10 +171,10 @@ def _header_regions(file: FilePlan, start: int, stop: int) -> Iterator[Region]:
         yield region_of(start, file.layout.header[start:stop].ljust(stop - start, b"\0"))
 
 
-def _tensor_regions(entry: Entry, cuts: Sequence[Cut], tensors: Tensors, rank: int) -> Iterator[Region]:
+def _tensor_regions(entry: Entry, cuts: Sequence[Cut], rank: int) -> Iterator[Region]:
     """This rank's chunks of one tensor, which lie one after the other in its memory."""
     source = entry.source
-    held = None if source is None else tensors.local(source.key)
+    held = None if source is None else source.local
     if source is None or held is None:
         return
     item, local = entry.dtype.itemsize, held.reshape(-1)

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from ft_ckpt.checkpoint.manifest import Manifest
-from ft_ckpt.distributed.tensor_info import Source
+from ft_ckpt.distributed.source import Source
 from ft_ckpt.errors import CheckpointError, LoadError, listing
 from ft_ckpt.formats.layout import TensorFile, TensorRecord
 from ft_ckpt.formats.renamed_file import RenamedFile

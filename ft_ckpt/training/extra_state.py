@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ft_ckpt.distributed import live_sources
+from ft_ckpt.distributed.tensors import ModelTensors
 from ft_ckpt.distributed.wrappers import unwrap
 from ft_ckpt.training.items import EXTRA_STATE, ExtraState, Item
 
@@ -34,21 +34,20 @@ class RankAllocation:
         allocator.peft_config.rank_pattern = state["rank_pattern"]
 
 
-def with_allocations(model: nn.Module, items: Sequence[Item]) -> list[Item]:
-    """`items`, and one for each allocator of AdaLoRA's in the model that is saved."""
-    found = enumerate(rank_allocations(model))
-    return [*items, *(Item(f"{EXTRA_STATE}: AdaLoRA's ranks {number}", "object", one) for number, one in found)]
+def with_extra_state(model: nn.Module, items: Sequence[Item], walked: Mapping[str, ModelTensors]) -> list[Item]:
+    """`items`, one for each model whose modules list more than parameters and buffers, and AdaLoRA's allocators.
 
-
-def with_extra_state(model: nn.Module, items: Sequence[Item]) -> list[Item]:
-    """`items`, and one for each model of the run whose modules list more than parameters and buffers."""
+    `walked` are the tensors of the models by item, see `walk_models`.
+    """
     models = [("", model), *((item.name, item.value) for item in items if item.kind == "model")]
+    allocations = enumerate(rank_allocations(model))
     return [
-        *with_allocations(model, items),
+        *items,
+        *(Item(f"{EXTRA_STATE}: AdaLoRA's ranks {number}", "object", one) for number, one in allocations),
         *(
             Item(f"{EXTRA_STATE} of {name}" if name else EXTRA_STATE, "object", ExtraState(one))
             for name, one in models
-            if live_sources.added_state_of(one)
+            if walked[name].added()
         ),
     ]
 

@@ -6,7 +6,7 @@ behind that step, would train fewer without a word.
 
 from collections.abc import Mapping
 
-from ft_ckpt.distributed.tensor_info import Source
+from ft_ckpt.distributed.source import Source
 from ft_ckpt.distributed.wrappers import by_engine, layouts_of
 from ft_ckpt.errors import listing
 from ft_ckpt.training.items import Key

@@ -6,26 +6,23 @@ what names a state uses itself no object can have.
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from typing import Any
 
 import xxhash
 from torch import nn
 
-from ft_ckpt.distributed import live_sources
 from ft_ckpt.distributed.added_state import refuse_one_way_state
 from ft_ckpt.distributed.agreement import rank_numbers
-from ft_ckpt.distributed.inventory import Inventory
 from ft_ckpt.distributed.ranks import Ranks
-from ft_ckpt.distributed.tensor_info import Source, TensorInfo
+from ft_ckpt.distributed.source import Source
+from ft_ckpt.distributed.tensors import ModelTensors
 from ft_ckpt.distributed.wrappers import unwrap, user_class
 from ft_ckpt.errors import ConfigError, LoadError, RanksDisagreeError, SelectionError, listing
 from ft_ckpt.training import optimizers
 from ft_ckpt.training.exchange import decide_together
 from ft_ckpt.training.optimizer_kinds import kind_of_optimizer, run_counters
 from ft_ckpt.training.optimizer_protocol import OptimizerKind
-from ft_ckpt.training.tensor_keys import sources_in
 
-Info = TypeVar("Info", bound=TensorInfo)
 ENGINE = "engine"  # the item of what an engine counts by itself
 EXTRA_STATE = "extra state"  # the item of what a model's modules list beside parameters and buffers
 Signatures = Mapping[str, str]
@@ -52,13 +49,13 @@ class ExtraState:
 
     def state_dict(self) -> dict[str, Any]:
         """The values of this moment, by name."""
-        found = live_sources.added_state_of(self.model)
+        found = ModelTensors(self.model).added()
         refuse_one_way_state(found)
         return {name: one.value for name, one in found.items()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Give them back; raises LoadError naming what was not taken."""
-        live_sources.restore_added_state(self.model, state)
+        ModelTensors(self.model).restore_added(state)
 
 
 def run_items(accelerator: Any, registered: Mapping[str, Any]) -> list[Item]:
@@ -121,7 +118,7 @@ def items_in_saved_order(accelerator: Any, registered: Mapping[str, Any], saved:
     model, items = main_model(accelerator, registered), run_items(accelerator, registered)
     if not saved or model is None:
         return items
-    live = object_signatures(accelerator, registered, lambda: known_sources(model, items))
+    live = object_signatures(accelerator, registered, lambda: known_sources(walk_models(model, items), items))
     moved = {name: one for name, one in live.items() if saved.get(name) != one}
     free = {one: name for name, one in saved.items() if live.get(name) != one}
     names = {name: free[one] for name, one in moved.items() if one in free}
@@ -222,25 +219,25 @@ def refuse_unsaveable(items: Iterable[Item]) -> None:
         )
 
 
-def known_sources(model: nn.Module, items: Sequence[Item], inventory: Inventory | None = None) -> dict[Key, Source]:
-    """The tensors of all the run's models; trainable are also those that an optimizer of the run has trained.
-
-    Loops freeze and unfreeze: what requires a gradient at one moment does not tell what a run has changed. An
-    `inventory` has the models noted by item; without one they are walked over now.
-    """
+def walk_models(model: nn.Module, items: Iterable[Item]) -> dict[str, ModelTensors]:
+    """The tensors of all the run's models by item; "" is the model that is saved."""
     models = {"": model, **{item.name: item.value for item in items if item.kind == "model"}}
-    if inventory is None:
-        inventory = Inventory()
-        for item, one in models.items():
-            inventory.note_model(one, item)
-    found = {(item, name): source for item in models for name, source in sources_in(inventory, item).items()}
+    return {item: ModelTensors(one) for item, one in models.items()}
+
+
+def known_sources(models: Mapping[str, ModelTensors], items: Sequence[Item]) -> dict[Key, Source]:
+    """The sources of `walk_models`; trainable are also those that an optimizer of the run has trained.
+
+    Loops freeze and unfreeze parameters: `requires_grad` at one moment does not say which ones a run has changed.
+    """
+    found = {(item, name): source for item, one in models.items() for name, source in one.sources().items()}
     labels = labelled_sources(found)
     trained = frozenset(i for one in plain_optimizers(items) for i in optimizers.trained_identities(one, labels))
     again = {key: replace(s, trainable=True) for key, s in found.items() if s.key in trained and not s.trainable}
     return {**found, **again}
 
 
-def model_sources(found: Mapping[Key, Info], item: str = "") -> dict[str, Info]:
+def model_sources(found: Mapping[Key, Source], item: str = "") -> dict[str, Source]:
     """The tensors of one model by their names in it."""
     return {name: source for (owner, name), source in found.items() if owner == item}
 

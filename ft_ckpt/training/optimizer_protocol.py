@@ -5,25 +5,12 @@ A new kind is a subclass in a file of its own, which answers what is different a
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from ft_ckpt.distributed.tensor_info import Source
-
-
-@dataclass(frozen=True, eq=False)
-class PlanFacts:
-    """What decides how the state of an optimizer is described, and with that how it is laid out in files."""
-
-    inner: torch.optim.Optimizer  # the one with the groups and the state
-    buffers: Sequence[Tensor] = ()  # tensors of no model that it trains, in which parameters lie
-    parameters: Sequence[Sequence[Any]] = ()  # of the models, in orders that tell where
-    facts: Any = ()  # what compares by content
-
+from ft_ckpt.distributed.source import Source
 
 Description = dict[str, Any]  # {"class": str, "groups": [{"params": [names], ...}], "state": {name: {key: entry}}}
 
@@ -56,14 +43,6 @@ class OptimizerKind(ABC):
         later: Callable[[Source], Any] | None = None,
     ) -> tuple[str, ...]:
         """Give it the described state; see `optimizers.restore_optimizer`. Returns notes."""
-
-    @abstractmethod
-    def plan_facts(self, optimizer: Any) -> PlanFacts | None:
-        """What decides its description; None where facts do not tell, and it must be described at each save."""
-
-    @abstractmethod
-    def describe_again(self, optimizer: Any, description: Description) -> Description | None:
-        """`description`, made of the same `plan_facts`, with the settings of now; None when one cannot be kept."""
 
     def hooked_optimizer(self, optimizer: Any) -> tuple[Any, list[Tensor]]:
         """The torch optimizer whose step changes what is captured, at no other moment; and what that changes beside

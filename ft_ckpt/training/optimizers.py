@@ -15,17 +15,17 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
-from ft_ckpt.distributed.live_sources import source_of_tensor
 from ft_ckpt.distributed.sharding import OwnedSharding, Sharding
+from ft_ckpt.distributed.source import Source, held_source
 from ft_ckpt.distributed.spread_experts import stands_for_another
-from ft_ckpt.distributed.tensor_info import Source
+from ft_ckpt.distributed.tensors import source_of_tensor
 from ft_ckpt.distributed.wrappers import is_distributed, optimizer_parameter, shows_runs, state_run
 from ft_ckpt.errors import SelectionError, listing
 from ft_ckpt.formats import pytree_json, safetensors
 from ft_ckpt.formats.dtypes import dtype_name, dtype_of
 from ft_ckpt.formats.pytree import PLAIN, flatten
 from ft_ckpt.model.json_values import decode_value, encode_value
-from ft_ckpt.training.optimizer_protocol import Description, OptimizerKind, PlanFacts
+from ft_ckpt.training.optimizer_protocol import Description, OptimizerKind
 from ft_ckpt.training.parameter_groups import match_groups, set_groups, settings_of
 
 _MOST_BESIDE_BYTES = 1 << 20
@@ -104,26 +104,6 @@ def _inner_optimizers(optimizer: Any) -> list[str]:
 
 def _has_other_state(value: Any, optimizer: Any) -> bool:
     return isinstance(value, torch.optim.Optimizer) and value.state is not optimizer.state
-
-
-def plan_facts(optimizer: Any) -> PlanFacts | None:
-    """Its groups and its state are all there is, unless it has a state dict of its own."""
-    is_told = type(optimizer).state_dict is torch.optim.Optimizer.state_dict
-    return PlanFacts(optimizer) if is_told else None
-
-
-def with_current_settings(optimizer: Any, description: Description) -> Description | None:
-    """`description`, made of the same parameters and the same state, with the hyperparameters of now.
-
-    None when one of them cannot be kept any more.
-    """
-    groups = []
-    for group, known in zip(optimizer.param_groups, description["groups"], strict=True):
-        values = settings_of(group)
-        groups.append({"params": known["params"], "values": values})
-    if any(value is None for group in groups for value in group["values"].values()):
-        return None
-    return {**description, "groups": groups}
 
 
 def optimizer_tensors(optimizer: Any, description: Description, found: Mapping[str, Source]) -> dict[str, Source]:
@@ -308,8 +288,7 @@ def _entry_source(owner: Source, key: str, entry: Any, value: Any) -> Source:
     else:  # of a parameter in runs a rank may have nothing, and no state then
         engine, sharding = "plain", OwnedSharding(shape, entry.get("rank", 0), "rank" not in entry and not is_run)
         local = None if value is None else value.detach()
-    made = Source(id(value), name, owner.raw_name, shape, dtype, False, False, engine, sharding)
-    return replace(made, live=value, local=local)
+    return held_source(name, owner.raw_name, shape, engine, sharding, dtype, value).holding(local)
 
 
 def _empty_state_tensor(entry: Any, parameter: Any, owner: Source) -> Tensor:
@@ -328,8 +307,6 @@ class PlainOptimizers(OptimizerKind):
     describe = staticmethod(describe_optimizer)
     tensors = staticmethod(optimizer_tensors)
     restore = staticmethod(restore_optimizer)
-    plan_facts = staticmethod(plan_facts)
-    describe_again = staticmethod(with_current_settings)
 
     def serves(self, optimizer: Any) -> bool:
         """Whether it is torch's."""

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ft_ckpt.distributed.tensor_info import Source
+from ft_ckpt.distributed.source import Source
 from ft_ckpt.errors import LoadError, SelectionError, listing
 from ft_ckpt.formats.dtypes import dtype_name, dtype_of
 from ft_ckpt.formats.pytree import PLAIN

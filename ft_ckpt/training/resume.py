@@ -16,7 +16,7 @@ from ft_ckpt.distributed.broadcast import Filler, each_reads
 from ft_ckpt.distributed.ranks import Ranks
 from ft_ckpt.distributed.read_shards import WantedTensor, fill_tensor
 from ft_ckpt.distributed.replicas import WEIGHTS, own_name, own_part, place_of
-from ft_ckpt.distributed.tensor_info import Source
+from ft_ckpt.distributed.source import Source
 from ft_ckpt.errors import CheckpointError, CorruptError, LoadError, RanksDisagreeError, listing
 from ft_ckpt.model.base_model import differences_of_base
 from ft_ckpt.storage.file_proof import PartDigests, compare_digests, read_late

@@ -13,7 +13,7 @@ from ft_ckpt import schedule
 from ft_ckpt.config import SaverConfig
 from ft_ckpt.distributed import broadcast
 from ft_ckpt.distributed.ranks import Ranks, current_ranks
-from ft_ckpt.distributed.tensor_info import TensorInfo
+from ft_ckpt.distributed.source import Source
 from ft_ckpt.errors import ConfigError, LoadError, RanksDisagreeError, damaged_input, listing
 from ft_ckpt.model.base_model import BaseWatch
 from ft_ckpt.schedule import Every
@@ -38,13 +38,13 @@ from ft_ckpt.training.items import (
     plain_optimizers,
     refuse_unsaveable,
     run_items,
+    walk_models,
 )
 from ft_ckpt.training.polling import ClockPoll
 from ft_ckpt.training.rank_state import OnRank
 from ft_ckpt.training.resume import Damage, RankOutcomes, RestoreReport, RestoreStake, merge_outcomes
 from ft_ckpt.training.run_progress import Progress
 from ft_ckpt.training.run_settings import fingerprint_differences, run_fingerprint
-from ft_ckpt.training.signature import PlanCache
 from ft_ckpt.training.state import Document
 from ft_ckpt.training.state_files import ResumePoint
 
@@ -114,20 +114,22 @@ class TrainingRun:
             return
         if not getattr(self.accelerator, "_models", None) and "model" not in self.registered:
             return  # what is passed later is looked at when it is
-        items = with_extra_state(self.model, run_items(self.accelerator, self.registered))
-        found = known_sources(self.model, items)
+        items = run_items(self.accelerator, self.registered)
+        models = walk_models(self.model, items)
+        items = with_extra_state(self.model, items, models)
+        found = known_sources(models, items)
         object_signatures(self.accelerator, self.registered, lambda: found)
         state.local_state(items, found, {})
 
-    def capture_state(self, ranks: Ranks, versions: Mapping[str, str], cache: PlanCache) -> Captured:
-        """The state of the whole run, and the sources of its models; `cache` of what facts decide. Nothing is moved."""
+    def capture_state(self, ranks: Ranks, versions: Mapping[str, str]) -> Captured:
+        """The state of the whole run, and the sources of its models. Collective. Nothing is moved."""
 
         def current_objects() -> Objects:
             items = self._watch_steps()
             return Objects(self.model, items, rank_state.capture_rank_state(self._on_rank(items)))
 
-        captured = capturing.capture_run(current_objects, ranks, cache)
-        signed = object_signatures(self.accelerator, self.registered, captured.sources)
+        captured = capturing.capture_run(current_objects, ranks)
+        signed = object_signatures(self.accelerator, self.registered, lambda: captured.found)
         captured.document.update(
             {
                 "progress": {"step": self.step, **self.feeds.counts},
@@ -287,9 +289,7 @@ class TrainingRun:
         of = (self.config.every.epochs if self.config.every is not None else None) or 1
         return of * self.feeds.passes_done(of)
 
-    def _current_fingerprint(
-        self, found: Mapping[Key, TensorInfo], ranks: Ranks, versions: Mapping[str, str]
-    ) -> Document:
+    def _current_fingerprint(self, found: Mapping[Key, Source], ranks: Ranks, versions: Mapping[str, str]) -> Document:
         items = run_items(self.accelerator, self.registered)
         objects = {item.name: item.value for item in items}
         prepared = list(getattr(self.accelerator, "_dataloaders", ()))
@@ -298,8 +298,9 @@ class TrainingRun:
 
     def _put_back(self, point: ResumePoint, ranks: Ranks, versions: Mapping[str, str]) -> RestoreReport | Damage:
         items = items_in_saved_order(self.accelerator, self.registered, point.document.get("signatures", {}))
-        items = with_extra_state(self.model, items)
-        found = known_sources(self.model, items)
+        models = walk_models(self.model, items)
+        items = with_extra_state(self.model, items, models)
+        found = known_sources(models, items)
         fitted = fit_point(point, LiveRun(self.accelerator, self.model, items, found, ranks.rank, ranks.size))
         held, document, stored, items = point.checkpoint, fitted.point.document, fitted.point.tensors, fitted.items
         self.stake.put_names(document, held.location)

@@ -5,8 +5,8 @@ from typing import Any
 
 from torch import nn
 
-from ft_ckpt.distributed.live_sources import engine_names
-from ft_ckpt.distributed.tensor_info import TensorInfo
+from ft_ckpt.distributed.source import Source
+from ft_ckpt.distributed.tensors import engine_names
 from ft_ckpt.distributed.wrappers import unwrap, user_class
 
 Fingerprint = dict[str, Any]
@@ -14,7 +14,7 @@ Fingerprint = dict[str, Any]
 
 def run_fingerprint(
     model: nn.Module,
-    found: Collection[TensorInfo],
+    found: Collection[Source],
     objects: Mapping[str, Any],
     loaders: Sequence[Any],
     accelerator: Any,

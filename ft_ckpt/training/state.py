@@ -15,10 +15,10 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from ft_ckpt.distributed.agreement import Values, runs_of, values_of_runs
-from ft_ckpt.distributed.live_sources import source_of_tensor
 from ft_ckpt.distributed.ranks import Ranks
 from ft_ckpt.distributed.sharding import OwnedSharding
-from ft_ckpt.distributed.tensor_info import Source, TensorInfo
+from ft_ckpt.distributed.source import Source, held_source
+from ft_ckpt.distributed.tensors import source_of_tensor
 from ft_ckpt.distributed.wrappers import is_distributed
 from ft_ckpt.formats import safetensors
 from ft_ckpt.formats.dtypes import dtype_name, dtype_of
@@ -28,13 +28,13 @@ from ft_ckpt.model.entries import Entry, Part, unchanged_entry
 from ft_ckpt.training.items import (
     Item,
     Key,
+    check_same_items,
     labelled_sources,
     model_sources,
     name_differing_tensors,
     optimizers_among,
     tied_names,
 )
-from ft_ckpt.training.optimizer_protocol import Description
 from ft_ckpt.training.rank_descriptions import merge_descriptions
 
 FOLDER, FILE, DOCUMENT_NAME = "state", "training", "training.json"
@@ -59,16 +59,14 @@ class TrainingState:
     document: Document
 
 
-def local_state(items: Sequence[Item], found: Mapping[Key, Source], own: Mapping[str, Any]) -> LocalState:
+def local_state(
+    items: Sequence[Item], found: Mapping[Key, Source], own: Mapping[str, Any], digest: bool = True
+) -> LocalState:
     """This rank's part of the state; `own` are objects (trees) that each rank has for itself. Moves nothing.
 
-    Raises SelectionError naming what cannot be kept.
+    `digest`: with digests, by which several ranks compare their objects. Raises SelectionError naming state that
+    cannot be kept.
     """
-    return add_optimizers(describe_objects(items, own), describe_optimizers(items, found))
-
-
-def describe_objects(items: Sequence[Item], own: Mapping[str, Any], digest: bool = True) -> LocalState:
-    """As `local_state`, without optimizers; `digest` where several ranks have to compare what they have."""
     facts: Document = {"items": {}, "own": {}}
     leaves: dict[str, Sequence[Tensor]] = {}
     for item in items:
@@ -76,27 +74,12 @@ def describe_objects(items: Sequence[Item], own: Mapping[str, Any], digest: bool
             facts["items"][item.name] = {"model": True}
         elif item.kind == "object":
             facts["items"][item.name], leaves[item.name] = flatten_tree(item.value.state_dict(), item.name, digest)
+    known = labelled_sources(found)
+    for item, kind, optimizer in optimizers_among(items):
+        facts["items"][item.name] = {"optimizer": kind.describe(optimizer, known)}
     for name, value in own.items():
         facts["own"][name], leaves[name] = flatten_tree(value, name, False)
     return LocalState(facts, leaves)
-
-
-def describe_optimizers(items: Sequence[Item], found: Mapping[Key, Source]) -> dict[str, Description]:
-    """What there is of each optimizer, by item. Raises SelectionError naming what cannot be kept."""
-    known = labelled_sources(found)
-    return {item.name: kind.describe(optimizer, known) for item, kind, optimizer in optimizers_among(items)}
-
-
-def add_optimizers(local: LocalState, described: Mapping[str, Description]) -> LocalState:
-    """`local` with the facts of the optimizers, by item."""
-    facts = {name: {"optimizer": description} for name, description in described.items()}
-    return replace(local, facts={**local.facts, "items": {**local.facts["items"], **facts}})
-
-
-def digests_of_settings(described: Mapping[str, Description]) -> dict[str, str]:
-    """A digest of what the groups of each optimizer say, by item."""
-    values = {name: [group["values"] for group in one["groups"]] for name, one in described.items()}
-    return {name: xxhash.xxh3_128_hexdigest(repr(each).encode()) for name, each in values.items()}
 
 
 @dataclass(frozen=True, eq=False)
@@ -108,9 +91,7 @@ class EveryState:
     is_alike: bool = True  # whether all ranks said the same of their optimizers
 
 
-def exchange_facts(
-    local: LocalState, ranks: Ranks, error: BaseException | None = None, found: Iterable[Key] = ()
-) -> EveryState:
+def exchange_facts(local: LocalState, objects: Sequence[Item], ranks: Ranks, found: Iterable[Key]) -> EveryState:
     """What there is on all ranks, which have all the tensors `found`. Collective.
 
     Digests first: the facts themselves travel only where ranks differ, as under FSDP1, where a rank knows nothing of
@@ -119,13 +100,12 @@ def exchange_facts(
     """
     items, own = local.facts["items"], local.facts["own"]
     if ranks.size == 1:
-        ranks.agree("save_state()", error=error)
         return EveryState(items, [own])
     digests = {name: xxhash.xxh3_128_hexdigest(repr(fact).encode()) for name, fact in items.items()}
     labels = [f"{item}: {name}" if item else name for item, name in found]
     names = xxhash.xxh3_128_hexdigest(repr(labels).encode())
-    mine = {"digests": digests, "own": own, "names": names}
-    agreed = ranks.agree("save_state()", mine, error, verdict=_compare_facts)
+    mine = {"kinds": {item.name: item.kind for item in objects}, "digests": digests, "own": own, "names": names}
+    agreed = ranks.agree("save_state()", mine, verdict=_compare_facts)
     if not agreed.told["same_names"]:
         name_differing_tensors(ranks, "the tensors of save_state()", names, lambda: labels)
     trees = [value["own"] for value in agreed.values] or values_of_runs(agreed.told["own"])
@@ -148,6 +128,7 @@ def looks_of_trees(trees: Iterable[Document]) -> Document:
 
 
 def _compare_facts(values: Values) -> Document:
+    check_same_items([value["kinds"] for value in values])
     names = dict.fromkeys(name for value in values for name in value["digests"])
     odd = [name for name in sorted(names) if len({value["digests"].get(name) for value in values}) > 1]
     same_names = len({value["names"] for value in values}) == 1
@@ -191,7 +172,7 @@ def build_document(every: EveryState, items: Sequence[Item]) -> Document:
     return {"version": DOCUMENT_VERSION, "items": about, "ranks": ranks}
 
 
-def state_part(state: TrainingState, parts: Sequence[Part], found: Mapping[str, TensorInfo]) -> Part:
+def state_part(state: TrainingState, parts: Sequence[Part], found: Mapping[str, Source]) -> Part:
     """The part that holds `state`, and exact copies of live tensors that the other `parts` have changed or left out.
 
     The frozen parameters of an adapter's base are left out: they are no part of its run.
@@ -291,13 +272,12 @@ def _own_entries(prefix: str, owner: int, leaves: Sequence[Document], mine: Sequ
 def _leaf_source(name: str, leaf: Document, tensor: Tensor | None, owner: int) -> Source:
     """The source of a tensor in a tree; `tensor` is what this rank has of it, which `owner` speaks for."""
     shape, dtype = tuple(leaf["shape"]), dtype_of(leaf["dtype"])
-    bare = Source(id(tensor), name, name, shape, dtype, False, False, "plain", OwnedSharding(shape, owner))
-    return replace(bare, live=tensor, local=tensor)
+    return held_source(name, name, shape, "plain", OwnedSharding(shape, owner), dtype, tensor).holding(tensor)
 
 
 def _prefixed_entries(prefix: str, tensors: Mapping[str, Source]) -> list[Entry]:
     return [_entry_of(replace(source, name=f"{prefix}/{name}")) for name, source in tensors.items()]
 
 
-def _entry_of(source: TensorInfo) -> Entry:
+def _entry_of(source: Source) -> Entry:
     return unchanged_entry(source.name, source)

@@ -16,8 +16,6 @@ class ZeroOptimizers(OptimizerKind):
     describe = staticmethod(zero_optimizer.describe_zero)
     tensors = staticmethod(zero_optimizer.zero_tensors)
     restore = staticmethod(zero_optimizer.restore_zero)
-    plan_facts = staticmethod(zero_optimizer.zero_plan_facts)
-    describe_again = staticmethod(zero_optimizer.describe_zero_again)
     hooked_optimizer = staticmethod(zero_optimizer.hooked_optimizer)
     is_accumulating = staticmethod(zero_optimizer.is_accumulating)
     adopt_weights = staticmethod(zero_optimizer.adopt_weights)

@@ -13,13 +13,13 @@ import torch
 from torch import Tensor
 
 from ft_ckpt.distributed.sharding import ReplicatedSharding
-from ft_ckpt.distributed.tensor_info import Source, state_source
-from ft_ckpt.distributed.zero import Partition, Slot, changed_with_steps, partition_facts, zero_partitions
+from ft_ckpt.distributed.source import Source, held_source
+from ft_ckpt.distributed.zero import Partition, Slot, changed_with_steps, zero_partitions
 from ft_ckpt.errors import LoadError, SelectionError, listing
 from ft_ckpt.formats.dtypes import dtype_name, dtype_of
 from ft_ckpt.model.json_values import decode_value, encode_value
 from ft_ckpt.training import optimizers
-from ft_ckpt.training.optimizer_protocol import Description, PlanFacts
+from ft_ckpt.training.optimizer_protocol import Description
 from ft_ckpt.training.optimizers import unwrap_optimizer
 from ft_ckpt.training.parameter_groups import match_groups, set_groups
 from ft_ckpt.training.zero_engine import restore_scaler, scaler_numbers
@@ -72,26 +72,6 @@ def describe_zero(optimizer: Any, found: Mapping[str, Source]) -> Description:
     }
     own = {"class": type(optimizer.optimizer).__name__, "state": _describe_zero_state(optimizer.optimizer, partitions)}
     return {**groups, **own, "masters": masters, "scaler": scaler_numbers(optimizer)}
-
-
-def zero_plan_facts(optimizer: Any) -> PlanFacts | None:
-    """The partitions are told by what they are worked out from; None under settings that are refused."""
-    optimizer = unwrap_optimizer(optimizer)
-    told = partition_facts(optimizer)
-    if told is None:
-        return None
-    masters, parameters, facts = told
-    return PlanFacts(optimizer.optimizer, masters, parameters, (type(optimizer.optimizer), facts))
-
-
-def describe_zero_again(optimizer: Any, description: Description) -> Description | None:
-    """`description`, made of the same `zero_plan_facts`, with the hyperparameters and the loss scaler's numbers of now.
-
-    None when one cannot be kept any more.
-    """
-    optimizer = unwrap_optimizer(optimizer)
-    now = optimizers.with_current_settings(optimizer.optimizer, description)
-    return None if now is None else {**now, "scaler": scaler_numbers(optimizer)}
 
 
 def zero_tensors(optimizer: Any, description: Description, found: Mapping[str, Source]) -> dict[str, Source]:
@@ -239,13 +219,18 @@ def _kind_of_value(value: Any) -> str:
 
 def _run_source(place: Slot, key: str, buffer: Tensor) -> Source:
     """The source of a parameter's run in a buffer that is cut like the partition."""
-    return state_source(place.owner, key, place.owner.shape, "zero", place.sharding, buffer, place.local_run(buffer))
+    owner = place.owner
+    name, run = f"{owner.name}/{key}", place.local_run(buffer)
+    return held_source(name, owner.raw_name, owner.shape, "zero", place.sharding, buffer.dtype, buffer).holding(run)
 
 
 def _whole_source(place: Slot, key: str, tensor: Tensor) -> Source:
     """The source of a tensor that every rank has whole, such as a number of steps."""
     shape = tuple(tensor.shape)
-    return state_source(place.owner, key, shape, "plain", ReplicatedSharding(shape), tensor, tensor.detach())
+    name, sharding = f"{place.owner.name}/{key}", ReplicatedSharding(shape)
+    return held_source(name, place.owner.raw_name, shape, "plain", sharding, tensor.dtype, tensor).holding(
+        tensor.detach()
+    )
 
 
 def _restore_groups(
@@ -343,5 +328,5 @@ def _read_run(place: Slot, key: str, dtype: torch.dtype, into: Tensor, fills: _F
         fills[1](replace(source, dtype=dtype))
         return
     read = torch.empty(source.local.shape, dtype=dtype)
-    fills[0](replace(source, dtype=dtype, local=read))
+    fills[0](replace(source, dtype=dtype).holding(read))
     source.local.copy_(read)

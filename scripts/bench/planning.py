@@ -21,8 +21,8 @@ from ft_ckpt import SaverConfig
 from ft_ckpt.distributed.ranks import Ranks
 from ft_ckpt.saving import write_shards
 from ft_ckpt.saving.execute import _describe_save
-from ft_ckpt.saving.plan import make_plan, request_of
-from ft_ckpt.saving.planned_save import PlannedSave, look_at_model
+from ft_ckpt.saving.plan import plan_save
+from ft_ckpt.saving.request import request_of
 from ft_ckpt.saving.stage import StagedSave
 from ft_ckpt.storage.digests import chunk_of_rank
 from scripts.bench.common import Row, Setting, as_child, in_child, medians, seconds
@@ -79,10 +79,10 @@ def _plan(model: nn.Module, ranks: Ranks) -> Row:
     given = {"tokenizer": None, "adapter_only": False, "step": None, "metrics": {}}
     request, chosen, shares, pieces = request_of(config, model, Path("target"), **given), [], [], []
     gc.collect()
-    row["choose_seconds"] = seconds(lambda: chosen.append(make_plan(request, look_at_model(model), ranks, config)))
-    staged = StagedSave(PlannedSave(*chosen[0]))
+    row["choose_seconds"] = seconds(lambda: chosen.append(plan_save(request, ranks, config)))
+    staged = StagedSave(chosen[0])
     row["say_seconds"] = seconds(lambda: _describe_save(request, staged, {}))
-    row["shares_seconds"] = seconds(lambda: shares.extend(write_shards.divide_files(staged.plans, ranks.size)))
+    row["shares_seconds"] = seconds(lambda: shares.extend(write_shards.divide_files(staged.plan.plans, ranks.size)))
     row["own_seconds"] = seconds(lambda: pieces.append(_count_pieces(shares, ranks.rank)))
     return {"seconds": sum(row.values()), **row, "pieces": pieces[0]}
 

@@ -9,8 +9,8 @@ from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 from ft_ckpt.distributed.gather import full_state_dict
-from ft_ckpt.distributed.live_sources import from_state_dict, sources
 from ft_ckpt.distributed.ranks import Ranks
+from ft_ckpt.distributed.tensors import ModelTensors, from_state_dict
 from ft_ckpt.distributed.wrappers import unwrap
 from ft_ckpt.errors import IncompleteError
 
@@ -56,7 +56,7 @@ def test_ties_are_identity_not_storage():
     model = nn.Module()
     model.one, model.two = nn.Parameter(flat[:6]), nn.Parameter(flat[6:])
     model.alias = model.one
-    found = sources(model)
+    found = ModelTensors(model).sources()
     assert found["one"].key == found["alias"].key != found["two"].key
 
 
@@ -73,7 +73,7 @@ def test_meta_device_is_refused():
     with torch.device("meta"):
         model = nn.Linear(3, 2)
     with pytest.raises(IncompleteError, match=r"weight, bias: 2 tensor\(s\) of the model have no data"):
-        sources(model)
+        ModelTensors(model).sources()
 
 
 def test_partitioned_without_a_trace_is_refused():
@@ -82,20 +82,20 @@ def test_partitioned_without_a_trace_is_refused():
     model.weight.ds_shape = model.weight.shape
     model.weight.data = torch.empty(0)
     with pytest.raises(IncompleteError, match="weight: 1 tensor"):
-        sources(model)
+        ModelTensors(model).sources()
 
 
 def test_parts_that_only_their_engine_knows_of_are_refused(monkeypatch):
     """Megatron's are ordinary tensors, and would be taken for replicas."""
     model = nn.Linear(3, 2)
     model.weight.tensor_model_parallel = True
-    assert sources(model), "one process has all of it"
+    assert ModelTensors(model).sources(), "one process has all of it"
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
     with pytest.raises(
         IncompleteError, match=r"^weight: this rank's part of a larger parameter: marked .* says no more"
     ):
-        sources(model)
+        ModelTensors(model).sources()
 
 
 @pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="needs the deepspeed extra")
@@ -107,7 +107,7 @@ def test_parts_that_auto_tp_describes(tmp_path):
 
 def test_given_state_dict_must_be_the_model_s():
     """Pains 1, 9: empty, partial, prefix-mangled and zero-size dicts name their first offenders."""
-    live, ranks = sources(nn.Linear(3, 2)), Ranks(0, 1)
+    live, ranks = ModelTensors(nn.Linear(3, 2)).sources(), Ranks(0, 1)
     for given, words in (
         ({}, "weight: missing; bias: missing"),
         ({"weight": torch.empty(0), "bias": torch.empty(2)}, r"weight: shape \(0,\), the model has \(2, 3\)"),
@@ -121,7 +121,7 @@ def test_names_of_nested_wrappers():
     """Pain 9: wrapper parts at any depth and order, told from a user's own module of such a name."""
     inner = nn.Linear(2, 2)
     model = nn.ModuleDict({"_orig_mod": nn.ModuleDict({"a": torch.compile(checkpoint_wrapper(inner))})})
-    found = sources(torch.compile(model))
+    found = ModelTensors(torch.compile(model)).sources()
     assert list(found) == ["_orig_mod.a.weight", "_orig_mod.a.bias"]
     assert found["_orig_mod.a.bias"].raw_name == "_orig_mod.a._orig_mod._checkpoint_wrapped_module.bias"
     assert unwrap(torch.compile(inner, backend="eager")) is inner

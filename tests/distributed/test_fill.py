@@ -20,7 +20,7 @@ import ft_ckpt
 from ft_ckpt.distributed import read_shards
 from ft_ckpt.distributed.read_shards import WantedTensor, fill_all
 from ft_ckpt.distributed.sharding import Box, ReplicatedSharding
-from ft_ckpt.distributed.tensor_info import TensorInfo
+from ft_ckpt.distributed.source import Source
 from ft_ckpt.errors import CorruptError, LoadError
 from ft_ckpt.formats import raw_file as raw_files
 from ft_ckpt.formats import safetensors_file
@@ -76,7 +76,7 @@ class OneBox(ReplicatedSharding):
 
 def made(name, full, view, local, block):
     sharding = OneBox(tuple(view), here=block)
-    info = TensorInfo(0, name, name, tuple(full.shape), full.dtype, True, True, "plain", sharding)
+    info = Source(0, name, name, tuple(full.shape), full.dtype, True, True, "plain", sharding)
     return WantedTensor(info, local, None, name)
 
 

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 import torch
-from held import WAYS, llama_1b, planned, tensors_of
+from held import WAYS, llama_1b, planned
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from places import WORKERS, python_path
@@ -30,7 +30,7 @@ def shared(values, way, world, rank):
 
 
 def spans(share, ranks):
-    regions = write_shards._own_regions(share, tensors_of(share), ranks, 1 << 20)
+    regions = write_shards._own_regions(share, ranks, 1 << 20)
     return [(region.start, region.start + region.size_bytes) for region in regions]
 
 
@@ -57,7 +57,7 @@ def test_every_byte_has_one_writer(shapes, way, world, block_bytes):
         written = {
             rank: [
                 (region.start, region.start + region.size_bytes)
-                for region in write_shards._own_regions(share, tensors_of(share), ranks, 1 << 20)
+                for region in write_shards._own_regions(share, ranks, 1 << 20)
             ]
             for rank, share in found.items()
             for ranks in [Ranks(rank, world, HashStore())]

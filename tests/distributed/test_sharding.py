@@ -15,7 +15,7 @@ from torch.distributed.tensor._utils import _compute_local_shape_and_global_offs
 from ft_ckpt.distributed.flat_sharding import FlatSharding, PartRunsSharding
 from ft_ckpt.distributed.grid_runs import MOST_RUNS
 from ft_ckpt.distributed.sharding import Box, Mesh, MeshSharding, OpaqueSharding, OwnedSharding, ReplicatedSharding
-from ft_ckpt.distributed.tensor_info import box_memories
+from ft_ckpt.distributed.source import box_memories
 from ft_ckpt.storage.digests import Cut, chunk_of_rank, cut_chunks
 
 shapes = st.lists(st.integers(0, 7), min_size=1, max_size=3).map(tuple)

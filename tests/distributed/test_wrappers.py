@@ -1,7 +1,5 @@
 """A new kind of wrapper is a class and a line in the list; a walk gives the same names and keys under all of them."""
 
-import pickle
-
 import pytest
 import torch
 from torch import Tensor, nn
@@ -11,9 +9,9 @@ from ft_ckpt import CheckpointSaver
 from ft_ckpt.distributed import wrappers
 from ft_ckpt.distributed.added_state import added_state
 from ft_ckpt.distributed.gather import full_state_dict, gather_tensors
-from ft_ckpt.distributed.inventory import Inventory
 from ft_ckpt.distributed.ranks import current_ranks
 from ft_ckpt.distributed.sharding import ReplicatedSharding
+from ft_ckpt.distributed.tensors import ModelTensors
 from ft_ckpt.distributed.wrapper_protocol import TensorLayout, Wrapper
 from ft_ckpt.errors import SelectionError
 
@@ -104,63 +102,40 @@ def test_an_unknown_wrapper_is_an_ordinary_module():
         lambda model: nn.Sequential(torch.compile(model[0], backend="eager"), *model[1:]),
     ],
 )
-def test_names_and_keys_are_the_same_under_any_wrapper(around):
-    bare, wrapped = Inventory(), Inventory()
-    bare.note_model(build())
-    wrapped.note_model(around(build()))
-    facts = [[(i.key, i.name, i.shape, i.dtype, i.sharding) for i in one.infos().values()] for one in (bare, wrapped)]
-    assert facts[0] == facts[1]
+def test_names_and_layouts_are_the_same_under_any_wrapper(around):
+    bare, wrapped = ModelTensors(build()).sources(), ModelTensors(around(build())).sources()
+    assert [facts(one) for one in bare.values()] == [facts(one) for one in wrapped.values()]
 
 
-def test_descriptions_are_data():
+def facts(source):
+    return source.name, source.shape, source.dtype, source.trainable, source.is_parameter, source.sharding
+
+
+def test_elements_are_taken_at_the_moment_of_use():
     model = build()
-    first, again = Inventory(), Inventory()
-    first.note_model(model)
-    again.note_model(build())
-    assert first.infos() == again.infos()
-    assert {hash(info) for info in first.infos().values()} == {hash(info) for info in again.infos().values()}
-    assert pickle.loads(pickle.dumps(first.infos())) == again.infos()
-
-
-def test_tensors_are_found_by_key_at_the_moment_of_use():
-    model = build()
-    inventory = Inventory()
-    inventory.note_model(model)
-    infos = inventory.infos()
+    sources = ModelTensors(model).sources()
     with torch.no_grad():
         model[0].weight.fill_(7.0)
-    full = gather_tensors([infos["0.weight"]], current_ranks(), 64, inventory)
+    full = gather_tensors([sources["0.weight"]], current_ranks(), 64)
     assert full["0.weight"].unique().tolist() == [7.0]
     assert torch.equal(full_state_dict(model)["2.0.bias"], model[2][0].bias)
 
 
-def test_ties_and_other_tensors_have_keys():
-    model, moments, run = build(), torch.ones(3), torch.arange(4.0)
+def test_a_source_gives_the_tensor_that_it_holds():
+    model = build()
+    source = ModelTensors(model).sources()["0.weight"]
+    copy = torch.zeros_like(source.local)
+    held = source.holding(copy)
+    assert held.local is copy
+    assert held.key == source.key
+    assert held.holding(None).local is None
+
+
+def test_ties_have_one_key():
+    model = build()
     model[2][0].again = model[0].weight
-    inventory = Inventory()
-    inventory.note_model(model)
-    infos = inventory.infos()
-    assert infos["2.0.again"].key == infos["0.weight"].key != infos["2.0.weight"].key
-    keys = [*inventory.keys_of([moments]), inventory.note_run(run, run[1:3]), inventory.note_run(run, run[3:])]
-    assert len({*keys, *(info.key for info in infos.values())}) == 3 + len(infos) - 1
-    assert inventory.keys_of([moments]) == keys[:1]
-    assert [inventory.local(key).tolist() for key in keys] == [[1.0] * 3, [1.0, 2.0], [3.0]]
-
-
-def test_a_run_is_found_again_in_the_shape_of_its_box():
-    buffer = torch.arange(12.0).view(3, 4)
-    inventory, again = Inventory(), Inventory()
-    keys = [inventory.note_run(buffer, buffer.view(-1)[2:8].view(3, 2)), inventory.note_run(buffer, None)]
-    with torch.no_grad():
-        buffer += 1
-    assert inventory.local(keys[0]).tolist() == [[3.0, 4.0], [5.0, 6.0], [7.0, 8.0]]
-    assert inventory.memories(keys).keys() == {keys[0]}
-    other = buffer * 10  # of a later moment
-    assert again.keys_of([other]) == inventory.keys_of([buffer])
-    again.note_runs(inventory.runs)
-    assert again.local(keys[0]).tolist() == [[30.0, 40.0], [50.0, 60.0], [70.0, 80.0]]
-    with pytest.raises(SelectionError, match="no run of it"):
-        inventory.note_run(buffer, buffer[:, 1:3])
+    sources = ModelTensors(model).sources()
+    assert sources["2.0.again"].key == sources["0.weight"].key != sources["2.0.weight"].key
 
 
 def test_a_class_is_asked_again_whether_its_modules_list_more():
@@ -172,11 +147,8 @@ def test_a_class_is_asked_again_whether_its_modules_list_more():
     assert [one.value for one in added_state(model, live).values()] == [7]
 
 
-def test_a_walk_notes_without_a_look_at_layouts():
-    """A save by a plan that is there already needs no description; tensors are refused when one is made."""
+def test_a_sparse_buffer_is_refused():
     model = nn.Linear(2, 2)
     model.register_buffer("odd", torch.eye(2).to_sparse())
-    inventory = Inventory()
-    assert inventory.note_model(model).tensors == [("weight", "bias", "odd")]
     with pytest.raises(SelectionError, match="odd"):
-        inventory.infos()
+        ModelTensors(model).sources()

@@ -5,8 +5,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from ft_ckpt.distributed.live_sources import source_of_tensor
 from ft_ckpt.distributed.sharding import Mesh, MeshSharding
+from ft_ckpt.distributed.tensors import source_of_tensor
 from ft_ckpt.distributed.zero import zero_partitions
 from ft_ckpt.errors import SelectionError
 

@@ -9,11 +9,9 @@ from torch import Tensor, nn
 
 from ft_ckpt.distributed.flat_sharding import FlatSharding
 from ft_ckpt.distributed.sharding import Mesh, MeshSharding, ReplicatedSharding, Sharding
-from ft_ckpt.distributed.tensor_info import Source
+from ft_ckpt.distributed.source import Source
 from ft_ckpt.model.entries import Entry, Part
 from ft_ckpt.saving.files import PartPlan, plan_part
-from ft_ckpt.saving.write_shards import Share
-from ft_ckpt.training.tensor_keys import HeldTensors
 
 Held = tuple[Sharding, Tensor | None]
 WAYS = ("ddp", "fsdp1", "fsdp2", "zero3")
@@ -35,12 +33,6 @@ def planned(
     )
     entries = [_entry(name, value, held[name], dtype) for name, value in values.items()]
     return plan_part(Part("model", "", "model", None, tuple(entries)), shard)
-
-
-def tensors_of(share: Share) -> HeldTensors:
-    """What the rank has that planned this file."""
-    sources = [entry.source for entry in share.entries]
-    return HeldTensors({source.key: source.local for source in sources if isinstance(source, Source)})
 
 
 def flat(values: Mapping[str, Tensor], world: int, rank: int) -> dict[str, Held]:
@@ -84,7 +76,7 @@ def _shard(value: Tensor, shard: int, rank: int) -> Tensor:
 def _entry(name: str, value: Tensor, held: Held, dtype: torch.dtype | None) -> Entry:
     live = nn.Parameter(value, requires_grad=False)
     source = Source(id(live), name, name, tuple(value.shape), value.dtype, True, True, "plain", held[0])
-    source = replace(source, live=live, local=held[1])
+    source = replace(source, live=live).holding(held[1])
     return Entry(name, source.shape, dtype or value.dtype, value.dtype, source)
 
 

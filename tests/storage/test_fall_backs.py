@@ -12,7 +12,7 @@ import models
 import pytest
 import torch
 from faults import digest_like
-from held import WAYS, planned, tensors_of
+from held import WAYS, planned
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save
@@ -73,7 +73,7 @@ def by_ranks(values, folder, way="fsdp2", world=2, dtype=None, block_bytes=SMALL
             assert mine.cuts == share.cuts
             ranks = Ranks(rank, world, store)
             with Writer(tuning) as writer:
-                return write_shards.write_own_bytes(mine, store_of_files, tensors_of(mine), ranks, writer, 1 << 20)
+                return write_shards.write_own_bytes(mine, store_of_files, ranks, writer, 1 << 20)
 
         record = write_shards.file_record(share, list(pool.map(write, range(world))))
     assert digest_like(folder / share.file.path, record) == record.digest

@@ -29,12 +29,12 @@ from torch.distributed import TCPStore
 from ft_ckpt import CheckpointSaver
 from ft_ckpt.distributed.ranks import Ranks, current_ranks
 from ft_ckpt.saving import execute, move_tensors
-from ft_ckpt.saving.plan import SaveRequest, make_plan, request_of
-from ft_ckpt.saving.planned_save import PlannedSave
+from ft_ckpt.saving.plan import plan_save
+from ft_ckpt.saving.request import SaveRequest, request_of
 from ft_ckpt.saving.stage import StagedSave
 from ft_ckpt.storage.local_store import LocalStore
 from ft_ckpt.storage.place import Place
-from ft_ckpt.training import capture, choosing, rng, serve_files, state
+from ft_ckpt.training import choosing, rng, serve_files, state
 from ft_ckpt.training.exchange import decide_together, hear_leader, tell_leader
 from ft_ckpt.training.resume import RankOutcomes, Restored, merge_outcomes
 from ft_ckpt.training.serve_files import CheckpointFacts
@@ -132,13 +132,8 @@ def live_meetings(folder: Path, own: tuple[SaveRequest, LocalState, StagedSave],
         outcomes = RankOutcomes(tuple(Restored(f"item {number}", "restored") for number in range(8)), 0)
         decide_together(ranks, "the end", outcomes, merge_outcomes, (RankOutcomes, RankOutcomes))
         return
-    names, kinds = {"scheduler": "0" * 32}, (capture._LookFacts, capture._LookTerms)
-    known = None if phase == "first save" else 1
-    look = capture._LookFacts(known, local.facts["own"], names, {"scheduler": "object"})
-    decide_together(ranks, "look", look, capture._terms_of_looks, kinds)
+    assert len(state.exchange_facts(local, [], ranks, {}).trees) == ranks.size
     if phase == "first save":
-        assert len(state.exchange_facts(local, ranks).trees) == ranks.size
-        ranks.agree("the layout")
         assert move_tensors.all_ranks_see(LocalStore(folder), ranks)
     execute._agree_on_plan(request, prepared, {}, ranks, None)
     digests = move_tensors._WrittenDigests(("0" * 32,) * 20)
@@ -152,7 +147,7 @@ def looked_up(folder: Path) -> tuple[SaveRequest, LocalState, StagedSave]:
     alone = Ranks(0, 1)
     _here.ranks = {"": alone}
     saver = saver_of(folder)
-    captured = saver._run.capture_state(alone, {}, saver._pending.cache)
+    captured = saver._run.capture_state(alone, {})
     request = request_of(
         saver.config,
         saver._run.model,
@@ -163,9 +158,8 @@ def looked_up(folder: Path) -> tuple[SaveRequest, LocalState, StagedSave]:
         step=1,
         metrics={},
     )
-    plan, tensors = make_plan(request, captured, alone, saver.config)
-    local = state.describe_objects([], {})
-    return request, local, StagedSave(PlannedSave(plan, tensors))
+    plan = plan_save(request, alone, saver.config)
+    return request, state.local_state([], {}, {}), StagedSave(plan)
 
 
 def saver_of(folder: Path) -> CheckpointSaver:

@@ -19,9 +19,9 @@ from wrappers import gathered_by_layer
 
 from ft_ckpt import CheckpointSaver
 from ft_ckpt.distributed.gather import are_equal, full_state_dict, gather_tensors, stream_chunks
-from ft_ckpt.distributed.live_sources import sources
 from ft_ckpt.distributed.ranks import current_ranks
 from ft_ckpt.distributed.samples import sample_elements
+from ft_ckpt.distributed.tensors import ModelTensors
 from ft_ckpt.errors import IncompleteError, RankError, RanksDisagreeError
 
 CPU = torch.device("cpu")
@@ -82,7 +82,7 @@ def two_dimensions(model: nn.Sequential) -> nn.Module:
 def gathers(wrap) -> None:
     """Same names, same bits, from the largest bucket to one row at a time, in any order; samples are elements."""
     truth = {name: tensor.clone() for name, tensor in build().state_dict().items()}
-    found = sources(wrap(build()))
+    found = ModelTensors(wrap(build())).sources()
     assert list(found) == list(truth)
     for bucket_bytes, order in ((1 << 20, list(found)), (1, list(found)), (64, list(reversed(found)))):
         full = gather_tensors([found[name] for name in order], current_ranks(), bucket_bytes)
@@ -119,7 +119,7 @@ def comparing() -> None:
     model[1].load_state_dict(model[0].state_dict())
     with torch.no_grad():
         model[1].bias[6] += 1
-    found = sources(fully_shard(model, mesh=init_device_mesh("cpu", (WORLD,))))
+    found = ModelTensors(fully_shard(model, mesh=init_device_mesh("cpu", (WORLD,)))).sources()
     assert are_equal(found["0.weight"], found["1.weight"], current_ranks(), 64)
     assert are_equal(found["0.bias"], found["1.bias"], current_ranks(), 64) == (RANK != 0)
 
@@ -128,7 +128,7 @@ def bounded() -> None:
     """A chunk is never larger than half the bucket, so that the other half can be on its way."""
     model = fully_shard(nn.Sequential(nn.Linear(512, 512), nn.Linear(512, 256)), mesh=init_device_mesh("cpu", (WORLD,)))
     largest = total = 0
-    for chunk in stream_chunks(list(sources(model).values()), current_ranks(), 64 << 10):
+    for chunk in stream_chunks(list(ModelTensors(model).sources().values()), current_ranks(), 64 << 10):
         largest, total = max(largest, chunk.data.nbytes), total + chunk.data.nbytes
     assert largest <= 32 << 10
     assert total == (4 * (512 * 512 + 512 + 512 * 256 + 256) if RANK == 0 else 0)
@@ -148,7 +148,7 @@ def handed_over() -> None:
 def gathering_fails() -> None:
     """Pain 28: rank 0 fails between two tensors; the others learn it at once, not when their patience ends."""
     begun, ranks = time.monotonic(), current_ranks(60)
-    feed = stream_chunks(list(sources(fsdp2(build())).values()), ranks, 64)
+    feed = stream_chunks(list(ModelTensors(fsdp2(build())).sources().values()), ranks, 64)
     error: BaseException | None = None
     try:
         for _ in feed:
@@ -173,7 +173,7 @@ def tied_copies() -> None:
         for _ in range(2):
             with warnings.catch_warnings(record=True) as told:
                 warnings.simplefilter("always")
-                sources(model)
+                ModelTensors(model).sources()
             told = [one for one in told if "computes with another copy" in str(one.message)]
             optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
             model(torch.arange(rows)).square().sum().backward()
@@ -211,10 +211,10 @@ def layers_of_auto_tp() -> None:
     model = cut_by_auto_tp()
     refused = r"other_sizes\.weight.*tensors of other sizes in one.*other_axis\.weight"
     with pytest.raises(IncompleteError, match=refused):
-        sources(model)
+        ModelTensors(model).sources()
     del model["other_sizes"], model["other_axis"]
-    sharded = {name for name, one in sources(model).items() if one.sharding.is_sharded}
-    assert sharded == {name for name in sources(model) if "columns.bias" not in name}
+    sharded = {name for name, one in ModelTensors(model).sources().items() if one.sharding.is_sharded}
+    assert sharded == {name for name in ModelTensors(model).sources() if "columns.bias" not in name}
     for bucket_bytes in (1 << 20, 1):
         full = full_state_dict(model, bucket_bytes=bucket_bytes)
         for name, parameter in model.named_parameters():

@@ -16,7 +16,7 @@ from torch import nn
 
 import ft_ckpt
 from ft_ckpt import CheckpointSaver
-from ft_ckpt.distributed.live_sources import sources
+from ft_ckpt.distributed.tensors import ModelTensors
 from ft_ckpt.errors import IncompleteError, SelectionError
 from ft_ckpt.training import optimizers, zero_optimizer
 
@@ -99,7 +99,7 @@ def save(size: int, folder: Path) -> None:
 
 
 def names_of_groups(engine: Any) -> set[str]:
-    return {name for names in optimizers.names_of(engine.optimizer, sources(engine)) for name in names}
+    return {name for names in optimizers.names_of(engine.optimizer, ModelTensors(engine).sources()) for name in names}
 
 
 def resumed(size: int, folder: Path) -> Any:
@@ -148,18 +148,18 @@ def refuse(size: int, folder: Path) -> None:
     """What is no list of experts has no numbers, and before the engine there are no groups."""
     model = Mixed(size)
     with pytest.raises(IncompleteError, match=rf"{LIST}\.0\.weight.*experts of this rank alone \(ep_size_{size}\)"):
-        sources(model)
+        ModelTensors(model).sources()
     engine = engine_of(model)
     if STAGE != "0":
         engine.optimizer.real_dp_process_group[-1] = dist.group.WORLD
         with pytest.raises(
             SelectionError, match=rf"^{LIST}\.0\.weight: groups of ranks .* no copies .*\[0, 1\] and \[0, 1\] here"
         ):
-            zero_optimizer.describe_zero(engine.optimizer, sources(engine))
+            zero_optimizer.describe_zero(engine.optimizer, ModelTensors(engine).sources())
     model.fused = nn.Parameter(torch.zeros(3))
     model.fused.allreduce, model.fused.group_name = False, f"ep_size_{size}"
     with pytest.raises(IncompleteError, match=r"^fused: experts of this rank alone \(numbers unknown\)"):
-        sources(model)
+        ModelTensors(model).sources()
 
 
 def case(name: str, folder: Path) -> None:

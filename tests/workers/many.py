@@ -13,7 +13,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from ft_ckpt.distributed import wrappers
-from ft_ckpt.distributed.live_sources import source_of_tensor, sources
+from ft_ckpt.distributed.tensors import ModelTensors, source_of_tensor
 
 WORLD = 1024
 
@@ -33,7 +33,7 @@ def compare(rank):
         )
     values = {name: torch.zeros(value.shape) for name, value in model.named_parameters()}
     fully_shard(model, mesh=init_device_mesh("cpu", (WORLD,)))
-    real = sources(model.to_empty(device="cpu"))
+    real = ModelTensors(model.to_empty(device="cpu")).sources()
     told = {entry.name: entry.source for entry in planned(values, "fsdp2", WORLD, rank).part.entries}
     for name in values:
         assert facts(told[name]) == facts(real[name]), (rank, name, facts(told[name]), facts(real[name]))

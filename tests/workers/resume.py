@@ -27,7 +27,7 @@ from ft_ckpt.distributed.gather import gather_tensors
 from ft_ckpt.distributed.ranks import current_ranks
 from ft_ckpt.errors import CorruptError, LoadError
 from ft_ckpt.training import state as training
-from ft_ckpt.training.items import known_sources, run_items
+from ft_ckpt.training.items import known_sources, run_items, walk_models
 
 TOLD = {"enter_timeout_seconds": 60, "on_difference": "ignore"}
 
@@ -271,10 +271,12 @@ def optimizer_state(live: Live) -> dict[str, torch.Tensor]:
     """The optimizer's tensors, whole, on rank 0; checked against torch's own gather where that works."""
     items = run_items(None, {"model": live.model, "optimizer": live.optimizer})
     items = [item for item in items if item.kind == "optimizer"]
-    found = known_sources(live.model, items)
+    found = known_sources(walk_models(live.model, items), items)
     ranks = current_ranks()
     local = training.local_state(items, found, {})
-    state = training.assemble_state(local, training.exchange_facts(local, ranks), items, found, ranks.rank)
+    state = training.assemble_state(
+        local, training.exchange_facts(local, items, ranks, found), items, found, ranks.rank
+    )
     return gather_tensors([entry.source for entry in state.entries if entry.source is not None], ranks, 1 << 20)
 
 

@@ -19,8 +19,8 @@ from wrappers import WRAPPERS, Live, named_tensors, truth
 
 from ft_ckpt import CheckpointSaver
 from ft_ckpt.distributed.gather import stream_chunks
-from ft_ckpt.distributed.live_sources import sources
 from ft_ckpt.distributed.ranks import current_ranks
+from ft_ckpt.distributed.tensors import ModelTensors
 
 Settings = dict[str, Any]
 
@@ -133,7 +133,9 @@ def streaming(live: Live, folder: Path, settings: Settings) -> None:
     with CheckpointSaver(live.accelerator, bucket_bytes=48 << 20, each_rank_writes="off", io_threads=1) as saver:
         extra = peak_memory(lambda: saver.save(live.model, folder / "again", **settings))
     assert extra < (48 + 32) << 20, f"{extra >> 20} MiB more than at rest with a bucket of 48 MiB and 24 of blocks"
-    growing = sorted(sources(live.model).values(), key=lambda source: source.size_bytes)  # and so do their buckets
+    growing = sorted(
+        ModelTensors(live.model).sources().values(), key=lambda source: source.size_bytes
+    )  # and so do their buckets
     places = {chunk.data.untyped_storage().data_ptr() for chunk in stream_chunks(growing, current_ranks(), 6 << 20)}
     assert len(places) == (harness.RANK == 0), f"{len(places)} buffers: a chunk in use keeps the smaller ones alive"
     write_truth(live, folder)

@@ -19,10 +19,10 @@ from torch import nn
 from wrappers import deepspeed_accelerator
 
 from ft_ckpt.distributed.gather import gather_tensors
-from ft_ckpt.distributed.live_sources import sources
 from ft_ckpt.distributed.ranks import current_ranks
 from ft_ckpt.distributed.sharding import Box
-from ft_ckpt.distributed.tensor_info import Source, box_memories
+from ft_ckpt.distributed.source import Source, box_memories
+from ft_ckpt.distributed.tensors import ModelTensors
 from ft_ckpt.errors import LoadError, SelectionError
 from ft_ckpt.training import optimizers, zero_optimizer
 from ft_ckpt.training.zero_engine import EngineCounters
@@ -120,7 +120,7 @@ def train(live: Any, steps: range, alike: bool = False) -> list[float]:
 
 def capture(live: Any) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
     """What a checkpoint has: the description, and all tensors in full, weights included; on every rank."""
-    found = sources(live)
+    found = ModelTensors(live).sources()
     described = zero_optimizer.describe_zero(live.optimizer, found)
     described = json.loads(json.dumps(described))
     described["counters"] = EngineCounters(live).state_dict()
@@ -154,7 +154,7 @@ def cut(full: torch.Tensor, box: Box) -> torch.Tensor:
 
 def restore(live: Any, described: dict[str, Any], full: Mapping[str, torch.Tensor]) -> tuple[str, ...]:
     fill = Filler(full)
-    found = sources(live)
+    found = ModelTensors(live).sources()
     with torch.no_grad():
         for source in found.values():
             fill(source)
@@ -180,7 +180,7 @@ def as_deepspeed_sees_it(live: Any, full: Mapping[str, torch.Tensor]) -> None:
         live.optimizer._hp_optimizer_states_linked = False
         live.optimizer._lazy_init_hp_params_optimizer_state()
     checked = 0
-    for name, source in sources(live).items():
+    for name, source in ModelTensors(live).sources().items():
         if not source.trainable or name == "head.weight":
             continue
         master = full.get(f"{name}/master", full[name])
@@ -261,7 +261,7 @@ def plain(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> l
 
 
 def plain_capture(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
-    found = sources(model)
+    found = ModelTensors(model).sources()
     described = optimizers.describe_optimizer(optimizer, found)
     every = [*found.values(), *optimizers.optimizer_tensors(optimizer, described, found).values()]
     return described, {source.name: source.live.detach().clone() for source in every}
@@ -276,7 +276,7 @@ def from_plain(case: str, folder: Path) -> None:
     losses = plain(model, optimizer, range(2, 4))
     after = plain_capture(model, optimizer)[1]
     live = engine(case, lr=0.5)
-    weights = {name: sources(live)[name].dtype for name in sources(live)}
+    weights = {name: ModelTensors(live).sources()[name].dtype for name in ModelTensors(live).sources()}
     full = {name: tensor.to(weights.get(name, tensor.dtype)) for name, tensor in full.items()}
     assert restore(live, described, full) == ()
     got, state = capture(live)
@@ -299,7 +299,7 @@ def to_plain(case: str, folder: Path) -> None:
     after = capture(live)[1]
     model = build()
     optimizer = adam(model, lr=0.5, frozen=False)
-    found, fill = sources(model), Filler(full)
+    found, fill = ModelTensors(model).sources(), Filler(full)
     with torch.no_grad():
         for source in found.values():
             fill(source)
@@ -317,7 +317,7 @@ def lifted(case: str, folder: Path) -> None:
     train(live, range(2))
     described, full = capture(live)
     again = engine(case)
-    halves = {name: tensor.float() if name in sources(live) else tensor for name, tensor in full.items()}
+    halves = {name: tensor.float() if name in ModelTensors(live).sources() else tensor for name, tensor in full.items()}
     assert restore(again, described, halves) == ()
     state = capture(again)[1]
     assert len(described["masters"]) == 6
@@ -347,7 +347,10 @@ def weights_alone(case: str, folder: Path) -> None:
         restore(again, {**described, "groups": groups}, full)
     zero_optimizer.refresh_weights(again.optimizer)
     state = capture(again)[1]
-    same({name: state[name] for name in sources(live)}, {name: full[name] for name in sources(live)})
+    same(
+        {name: state[name] for name in ModelTensors(live).sources()},
+        {name: full[name] for name in ModelTensors(live).sources()},
+    )
 
 
 def partly(case: str, folder: Path) -> None:
@@ -391,7 +394,7 @@ def counted(case: str, folder: Path) -> None:
 
 def refused(case: str, folder: Path) -> None:
     live = engine(case)
-    found = sources(live)
+    found = ModelTensors(live).sources()
     with pytest.raises(SelectionError, match="of no known model"):
         zero_optimizer.describe_zero(live.optimizer, {"scale": found["scale"]})
     train(live, range(1))

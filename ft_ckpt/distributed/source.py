@@ -1,0 +1,86 @@
+"""One tensor of a run: its name, its global shape, how ranks hold it, and this rank's elements."""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from itertools import count
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ft_ckpt.distributed.sharding import Box, Sharding
+
+_unique_keys = count(-1, -1)  # below all ids of objects
+
+
+def unique_key() -> int:
+    """A key that no other source has."""
+    return next(_unique_keys)
+
+
+def _nothing(_: Any) -> Tensor | None:
+    return None
+
+
+def _not_gathered(live: Any) -> Tensor:
+    raise AssertionError(f"{type(live).__name__}: no engine gathers it")
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Source:
+    """One tensor under its canonical name, with access to its elements on this rank."""
+
+    key: int  # identity on this rank: the same for all names of one parameter
+    name: str  # without wrapper parts
+    raw_name: str  # as `named_modules` spells it, wrapper parts included
+    shape: tuple[int, ...]  # global
+    dtype: torch.dtype
+    trainable: bool
+    is_parameter: bool
+    engine: str  # "plain", "fsdp1", "fsdp2", "zero3", "tensor parallel", "zero"
+    sharding: Sharding
+    is_added: bool = False  # listed by the state dict though it is no parameter and no buffer
+    live: Any = None  # the parameter or buffer, or the object that an engine keeps for it; keeps `key` (its id) valid
+    take: Callable[[Any], Tensor | None] = _nothing  # live -> this rank's elements
+    gather: Callable[[Any], Tensor] = _not_gathered  # live -> the full tensor of an opaque sharding; collective
+
+    @property
+    def local(self) -> Tensor | None:
+        """This rank's elements, as `Sharding.local_boxes` says, without gradient; None if it has none."""
+        return self.take(self.live)
+
+    def gather_full(self) -> Tensor:
+        """The full tensor of an opaque sharding. Collective."""
+        return self.gather(self.live)
+
+    @property
+    def numel(self) -> int:
+        """Elements of the full tensor."""
+        return math.prod(self.shape)
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of the full tensor."""
+        return self.numel * self.dtype.itemsize
+
+    def holding(self, local: Tensor | None) -> "Source":
+        """The same tensor with its elements on this rank taken from `local`, such as a copy in host memory."""
+        return replace(self, take=lambda _: local)
+
+
+def box_memories(boxes: Sequence[Box], local: Tensor | None) -> list[tuple[Box, Tensor]]:
+    """The boxes that a rank has, each with its memory in its shape, from the memory of all of them."""
+    if local is None or not boxes:
+        return []
+    if len(boxes) == 1 and local.dim() == len(boxes[0].sizes):
+        return [(boxes[0], local)]
+    pieces = torch.split(local.view(-1), [math.prod(box.sizes) for box in boxes])
+    return [(box, piece.view(box.sizes)) for box, piece in zip(boxes, pieces, strict=True)]
+
+
+def held_source(
+    name: str, raw_name: str, shape: tuple[int, ...], engine: str, sharding: Sharding, dtype: torch.dtype, live: Any
+) -> Source:
+    """The source of a tensor of no model under a key of its own; `holding` says what this rank has of it."""
+    return Source(unique_key(), name, raw_name, shape, dtype, False, False, engine, sharding, live=live)

@@ -1,0 +1,216 @@
+"""Every tensor of a model under its canonical name, from one walk over its modules."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import nullcontext, suppress
+from dataclasses import replace
+from functools import cached_property
+from operator import attrgetter
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+
+from ft_ckpt.distributed import added_state as beside
+from ft_ckpt.distributed import wrappers
+from ft_ckpt.distributed.added_state import AddedValue
+from ft_ckpt.distributed.ranks import Ranks
+from ft_ckpt.distributed.sharding import OwnedSharding
+from ft_ckpt.distributed.source import Source
+from ft_ckpt.distributed.spread_experts import number_experts
+from ft_ckpt.distributed.wrapper_protocol import TensorLayout
+from ft_ckpt.errors import IncompleteError, SelectionError, listing
+
+_DENSITY = attrgetter("layout", "is_quantized")
+_DENSE = (torch.strided, False)
+
+
+class ModelTensors:
+    """The tensors of one model, whatever wraps it, as they were when it was walked over."""
+
+    def __init__(self, model: nn.Module) -> None:
+        """Walk over `model`. Lets engines put shards back first, as they do for a state dict."""
+        self.chain = wrappers.wrapper_chain(model)  # the model as it is given, each wrapped module, the user's own last
+        self.modules, children = wrappers.list_modules(self.chain[-1])
+        everything = [*self.chain[:-1], *self.modules]
+        wrappers.reshard_modules(everything)
+        taken, self._broadcast = wrappers.tensors_of_modules(everything), wrappers.broadcast_buffers(model)
+        self._places: list[tuple[str, str, Any]] = []  # canonical name, raw name, tensor; ties included
+        for (path, raw), module in zip(wrappers.name_modules(self.modules, children), self.modules, strict=True):
+            for own, tensor in _own_tensors(module, taken.get(id(module), {})).items():
+                name = f"{path}.{own}" if path else own
+                self._places.append((name, name if raw == path else f"{raw}.{own}" if raw else own, tensor))
+        self._sources: dict[bool, dict[str, Source]] = {}
+
+    @cached_property
+    def is_plain(self) -> bool:
+        """Whether no module lists more in its state dict than its parameters and persistent buffers."""
+        return beside.are_plain(self.modules)
+
+    def sources(self, allow_meta: bool = False) -> dict[str, Source]:
+        """Every tensor that torch's state dict of the model lists, by canonical name, tied names included.
+
+        These are parameters, persistent buffers, and what modules and hooks add. The order and the names are the same
+        on every rank and under every wrapper. Raises IncompleteError naming tensors that have no data here (on the
+        meta device, not made yet, or partitioned away without a trace) unless `allow_meta`; SelectionError naming
+        those that have no dense values to store. Moves no data.
+        """
+        known = self._sources.get(False) or self._sources.get(allow_meta)  # a check that passed holds for both
+        if known is None:
+            known = self._sources[allow_meta] = self._described(allow_meta)
+        return known
+
+    def added(self) -> dict[str, AddedValue]:
+        """What the modules of the model list beside parameters and persistent buffers, tensors or not."""
+        return self._added_to({n: source for n, source in self.sources(allow_meta=True).items() if not source.is_added})
+
+    def names_added(self, given: Iterable[str]) -> list[str]:
+        """The names of `added`, as far as the model can tell before it is loaded.
+
+        A module that cannot list its extra state yet has that of the `given` names that it can take.
+        """
+        try:
+            return list(self.added())
+        except SelectionError:
+            known, root = self.sources(allow_meta=True), self.chain[-1]
+            return [name for name in given if name not in known and beside.takes_extra_state(root, name)]
+
+    def restore_added(self, values: Mapping[str, Any]) -> None:
+        """Give modules back what `added` listed. Raises LoadError naming values that were not taken back."""
+        live = {name: one.live for name, one in self.sources(allow_meta=True).items() if not one.is_added}
+        beside.load_added_state(self.chain[-1], live, values)
+
+    def _described(self, allow_meta: bool) -> dict[str, Source]:
+        unmade = [name for name, _, tensor in self._places if is_lazy(tensor)]
+        found = _laid_out([place for place in self._places if place[0] not in unmade] if unmade else self._places)
+        if self._broadcast:
+            found = {name: of_rank_0(one) if one.key in self._broadcast else one for name, one in found.items()}
+        found = number_experts(found, wrappers.walk_modules(self.chain[-1]))
+        with suppress(SelectionError) if allow_meta else nullcontext():
+            added = {name: one for name, one in self._added_to(found).items() if isinstance(one.value, Tensor)}
+            beside_own = _laid_out([(name, one.raw, one.value) for name, one in added.items()])
+            found |= {n: replace(source, trainable=False, is_added=True) for n, source in beside_own.items()}
+        _refuse_sparse(found)
+        _refuse_unknown_cuts(found)
+        homeless = [] if allow_meta else unmade + _without_data(found)
+        if homeless:
+            raise IncompleteError(
+                f"{listing(homeless, ', ')}: {len(homeless)} tensor(s) of the model have no data on this rank (meta "
+                "device, lazy, offloaded, or partitioned by an engine this version does not know); materialise the "
+                "model first"
+            )
+        return found
+
+    def _added_to(self, found: Mapping[str, Source]) -> dict[str, AddedValue]:
+        if self.is_plain:
+            return {}
+        return beside.added_state(self.chain[-1], {name: source.live for name, source in found.items()})
+
+
+def source_of_tensor(name: str, raw: str, tensor: Any) -> Source:
+    """The source of a parameter, a buffer or what stands for one, under whatever engine holds it."""
+    return _source(name, raw, tensor, wrappers.layout_of(tensor))
+
+
+def _source(name: str, raw: str, tensor: Any, layout: TensorLayout) -> Source:
+    how = {"live": tensor, "take": wrappers.local_part, "gather": wrappers.full_tensor}
+    return Source(id(tensor), name, raw, *layout, **how)
+
+
+def _laid_out(places: Sequence[tuple[str, str, Any]]) -> dict[str, Source]:
+    """Sources from names, raw names and tensors."""
+    layouts = wrappers.layouts_of(wrappers.by_engine(tensor for _, _, tensor in places))
+    return {place[0]: _source(*place, layout) for place, layout in zip(places, layouts, strict=True)}
+
+
+def _refuse_sparse(found: Mapping[str, Source]) -> None:
+    live = {name: source.live for name, source in found.items() if isinstance(source.live, Tensor)}
+    if {*map(_DENSITY, live.values())} <= {_DENSE}:
+        return
+    odd = [f"{name}: {one.layout}" for name, one in live.items() if _DENSITY(one) != _DENSE]
+    raise SelectionError(
+        f"{listing(odd)}: a tensor without dense values of its own cannot be stored; make it dense, or leave "
+        "it out of the model's state dict (persistent=False)"
+    )
+
+
+def _without_data(found: Mapping[str, Source]) -> list[str]:
+    """The names of tensors whose elements no rank has."""
+    have = wrappers.have_data(wrappers.by_engine(source.live for source in found.values()))
+    return [name for (name, source), has in zip(found.items(), have, strict=True) if _is_lost(source, has)]
+
+
+def _is_lost(info: Source, has_data: bool) -> bool:
+    """Whether nobody has the elements, where this rank has those that it should have if it `has_data`."""
+    if info.sharding.is_opaque:  # torch gathers it
+        return False
+    if info.sharding.owners:
+        return not has_data
+    return info.numel > 0 and not info.sharding.is_sharded  # else another group of replicas speaks for this one
+
+
+def _own_tensors(module: nn.Module, taken: Mapping[str, Any]) -> dict[str, Any]:
+    """The module's own parameters and persistent buffers, in that order; for those `taken` what stands for them."""
+    own: Any = module._parameters
+    buffers: Any = module._buffers
+    found = {key: value for key, value in own.items() if value is not None and key != "_flat_param"} if own else {}
+    if taken:  # FSDP1 with use_orig_params=False leaves plain attributes where the parameters were, known to it alone
+        found |= taken
+    if buffers:
+        passing = module._non_persistent_buffers_set
+        found |= {key: one for key, one in buffers.items() if one is not None and key not in passing}
+    return found
+
+
+def _refuse_unknown_cuts(found: Mapping[str, Source]) -> None:
+    odd: dict[str, list[str]] = {}
+    for name, info in found.items():
+        if why := getattr(info.sharding, "why", ""):
+            odd.setdefault(why, []).append(name)
+    if odd:
+        raise IncompleteError(listing([f"{listing(names, ', ')}: {why}" for why, names in odd.items()]))
+
+
+def of_rank_0(source: Source) -> Source:
+    """The tensor as one that other ranks may have otherwise: rank 0's is the one that counts."""
+    return replace(source, sharding=replace(source.sharding, is_replicated=False))  # type: ignore[type-var]  # a dataclass
+
+
+def from_state_dict(
+    state_dict: Mapping[str, Tensor] | None, live: Mapping[str, Source], ranks: Ranks
+) -> dict[str, Source]:
+    """Sources that take their data from a state dict the caller gathered, checked against the `live` model.
+
+    Only rank 0's dict is read. Raises IncompleteError naming every entry that is missing, unexpected, or of another
+    shape or dtype.
+    """
+    if not ranks.leads:
+        return {n: replace(one, sharding=OwnedSharding(one.shape, 0)).holding(None) for n, one in live.items()}
+    tied: dict[int, list[str]] = {}
+    for name, source in live.items():
+        tied.setdefault(source.key, []).append(name)
+    given = {name: tensor for name, tensor in (state_dict or {}).items() if isinstance(tensor, Tensor)}
+    problems = [f"{name}: not in the model" for name in given if name not in live]
+    result: dict[str, Source] = {}
+    for name, source in live.items():
+        tensor = next((given[alias] for alias in [name, *tied[source.key]] if alias in given), None)
+        if tensor is None:
+            problems.append(f"{name}: missing")
+        elif tuple(tensor.shape) != source.shape:
+            problems.append(f"{name}: shape {tuple(tensor.shape)}, the model has {source.shape}")
+        elif tensor.dtype != source.dtype:
+            problems.append(f"{name}: {tensor.dtype}, the model has {source.dtype} (dtype= casts while saving)")
+        else:
+            made = source_of_tensor(name, source.raw_name, tensor.detach())
+            result[name] = replace(made, trainable=source.trainable, key=source.key)
+    if problems:
+        raise IncompleteError(
+            f"{listing(problems)}: the state dict differs from the live model in {len(problems)} place(s); gather it "
+            "with accelerator.get_state_dict under the unwrapped model's names, or leave state_dict= out"
+        )
+    return result
+
+
+def engine_names(found: Iterable[Source]) -> str:
+    """Which engines hold the tensors, for the manifest: "plain", or e.g. "fsdp2"."""
+    return "+".join(sorted({source.engine for source in found} - {"plain"})) or "plain"
