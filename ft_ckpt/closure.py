@@ -208,7 +208,7 @@ def _raise_everywhere(name: str, error: BaseException | None, ranks: Ranks) -> N
         failed = [f"rank {rank}: {value['error']}" for rank, value in enumerate(values) if value["error"]]
         return listing(failed)
 
-    failed = ranks.agree(f"the end of {name}", {"error": said}, verdict=failures_of).told
+    failed = ranks.agree(f"the end of {name}", {"error": said}, decide=failures_of).told
     if error is not None:
         raise error
     if failed:

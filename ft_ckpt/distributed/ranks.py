@@ -66,20 +66,20 @@ class Ranks:
         error: BaseException | None = None,
         same: tuple[str, ...] = (),
         timeout_seconds: float | None = None,
-        verdict: Callable[[Values], Any] = agreement.value_of_leader,
+        decide: Callable[[Values], Any] = agreement.value_of_leader,
     ) -> Agreed:
-        """Meet at `what` with a `value` (JSON); every rank is told what `verdict` makes of all of them on rank 0.
+        """Meet at `what` with a `value` (JSON); rank 0 calls `decide` with all values, and every rank gets its result.
 
-        All values in one would be read by all, so that is for what each of them needs, and does not grow with their
-        number. The fields named in `same` must be equal everywhere. Raises this rank's own `error` unchanged; on the
-        other ranks RankError naming the one that failed, or NoSpaceError; on all ranks what `verdict` raises. Raises
-        RanksDisagreeError when values differ or when a rank does not come within `timeout_seconds` (default: the
-        object's), or cannot come any more.
+        The result should not grow with the number of ranks, because every rank reads it. `decide` may take long: rank 0
+        reports meanwhile that it is alive. The fields named in `same` must be equal everywhere. Raises this rank's own
+        `error` unchanged; on the other ranks RankError naming the rank that failed, or NoSpaceError; on all ranks what
+        `decide` raises; RanksDisagreeError when values differ or when a rank does not come within `timeout_seconds`
+        (default: the object's), or cannot come any more.
         """
         if self.size == 1:
             if error is not None:
                 raise error
-            return Agreed(verdict([dict(value or {})]), [dict(value or {})])
+            return Agreed(decide([dict(value or {})]), [dict(value or {})])
         own = {"what": what, "value": dict(value or {}), **agreement.error_facts(error)}
         self._report_failure(error)
         self.rounds, self.slots = self.rounds + 1, 0
@@ -89,7 +89,7 @@ class Ranks:
             self._put_value(f"{self.rounds}/{self.rank}", own)
             values: Values = ()
             if self.leads:
-                found, values = self._collect_entries(what, same, limit, verdict)
+                found, values = self._collect_entries(what, same, limit, decide)
             else:
                 found = self._await_verdict(what, limit)
         except CheckpointError as told:
@@ -176,7 +176,7 @@ class Ranks:
         self._delete_key(own)
 
     def _collect_entries(
-        self, what: str, same: tuple[str, ...], limit: float, verdict: Callable[[Values], Any]
+        self, what: str, same: tuple[str, ...], limit: float, decide: Callable[[Values], Any]
     ) -> tuple[dict[str, Any], Values]:
         """Collect the entries of all ranks, and store the verdict on them for the others.
 
@@ -189,7 +189,8 @@ class Ranks:
         entries = dict(zip(here, get_values(self.store, keys), strict=True))
         problem = agreement.judge_entries(what, entries, self.size, same, limit)
         values: Values = [entry["value"] for entry in entries.values()]
-        found = problem or agreement.verdict_on(values, verdict)
+        with self.working():
+            found = problem or agreement.verdict_on(values, decide)
         self._put_value(f"{self.rounds}/verdict", found)
         left = [f"{self.rounds}/verdict", *([*names, f"{self.rounds}/failed"] if found["problem"] else names[:1])]
         if len(here) == self.size:  # so all have read the verdict before this one, and are past its turns

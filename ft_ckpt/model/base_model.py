@@ -89,7 +89,7 @@ class BaseWatch:
         if not (alone if asked is None else asked):
             return False
         found, error = ranks.attempt(lambda: self.changed_layers(model, ranks.rank))
-        names = ranks.agree("the base of save_state()", {"changed": found}, error, verdict=_all_changed).told
+        names = ranks.agree("the base of save_state()", {"changed": found}, error, decide=_all_changed).told
         if not names:
             return True
         if asked:

@@ -7,7 +7,7 @@ writer, what that does not hold comes to it in the foreground.
 """
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from functools import partial
@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from ft_ckpt.config import SaverConfig
+from ft_ckpt.distributed.agreement import Values
 from ft_ckpt.distributed.gather import gather_tensors
 from ft_ckpt.distributed.ranks import Ranks, current_ranks, try_action
 from ft_ckpt.model.conversion import load_conversion_table
@@ -32,7 +33,6 @@ from ft_ckpt.saving.request import SaveRequest
 from ft_ckpt.saving.snapshot import Snapshot, ids_changed_by_steps
 from ft_ckpt.saving.worker import Worker
 from ft_ckpt.schedule import History, after_commit
-from ft_ckpt.training.exchange import decide_together
 from ft_ckpt.training.items import optimizers_among, run_items
 from ft_ckpt.training.run import TrainingRun
 
@@ -63,37 +63,6 @@ class PendingSave:
         up.
         """
         return self.future.result(timeout)
-
-
-@dataclass(frozen=True)
-class _SnapshotFacts:
-    """What a rank tells the others of a save that is to be finished beside training."""
-
-    path: str
-    can_wait: bool
-    replicas: Mapping[str, str]  # digests of what other ranks should hold alike, by place
-
-
-@dataclass(frozen=True)
-class _SnapshotTerms:
-    """What every rank knows of it once all have told."""
-
-    can_wait: bool
-    replicas_alike: bool
-
-
-def _terms_of_snapshot(answers: Sequence[_SnapshotFacts]) -> _SnapshotTerms:
-    can_wait = all(answer.can_wait for answer in answers)
-    return _SnapshotTerms(can_wait, replicas.are_alike(answer.replicas for answer in answers))
-
-
-@dataclass(frozen=True)
-class _Ended:
-    is_done: bool
-
-
-def _have_all_ended(answers: Sequence[_Ended]) -> _Ended:
-    return _Ended(all(answer.is_done for answer in answers))
 
 
 class BackgroundSaver:
@@ -194,19 +163,16 @@ class BackgroundSaver:
             some, error = try_action(partial(replicas.digest_replicas, held, ranks.rank))
             digests = some or {}
         can, target = copies is not None and copies.can_wait(config), str(request.target) if request else ""
-        facts = _SnapshotFacts(target, can, replicas.digests_by_place(digests))
-        kinds = (_SnapshotFacts, _SnapshotTerms)
-        terms, _ = decide_together(
-            ranks, "save() in the background", facts, _terms_of_snapshot, kinds, error, same=("path",)
-        )
+        facts = {"path": target, "can_wait": can, "replicas": replicas.digests_by_place(digests)}
+        terms = ranks.agree("save() in the background", facts, error, same=("path",), decide=_terms_of_snapshot).told
         assert request is not None, "the agreement has raised the error"
         assert plan is not None, "the agreement has raised the error"
         if compares:
-            apart = {} if terms.replicas_alike else replicas.differing_replicas(digests, ranks)
+            apart = {} if terms["replicas_alike"] else replicas.differing_replicas(digests, ranks)
             request = accept_differences(request, apart, ranks, config)
             if apart:  # to be laid out anew
                 return self._agree_on_snapshot(request, None, ranks, config)
-        return request, plan, copies if terms.can_wait else None
+        return request, plan, copies if terms["can_wait"] else None
 
     def _plan_snapshot(self, request: SaveRequest, ranks: Ranks, config: SaverConfig) -> tuple[SavePlan, CopyPlan]:
         """The plan and its copies; the optimizers that copies may wait for are watched from here on."""
@@ -250,8 +216,8 @@ class BackgroundSaver:
         self._looks += 1
         if self._looks % 64 and self._looks & (self._looks - 1):
             return False
-        mine = _Ended(self._worker.is_done)
-        return decide_together(ranks, "saver.step()", mine, _have_all_ended, (_Ended, _Ended))[0].is_done
+        ended = {"ended": self._worker.is_done}
+        return bool(ranks.agree("saver.step()", ended, decide=lambda values: all(v["ended"] for v in values)).told)
 
     def close(self) -> None:
         """Settle, and give the optimizers and the memory back."""
@@ -259,6 +225,11 @@ class BackgroundSaver:
             self.wait_for_save()
         finally:
             self.snapshot.close()
+
+
+def _terms_of_snapshot(facts: Values) -> dict[str, bool]:
+    alike = replicas.are_alike(one["replicas"] for one in facts)
+    return {"can_wait": all(one["can_wait"] for one in facts), "replicas_alike": alike}
 
 
 def _hooked_optimizers(of: TrainingRun) -> dict[torch.optim.Optimizer, list[Tensor]]:

@@ -7,16 +7,18 @@ import logging
 import time
 import warnings
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import xxhash
 
 from ft_ckpt.checkpoint.checks import stored_bytes
 from ft_ckpt.checkpoint.staging import Staging
 from ft_ckpt.config import SaverConfig, human_size
+from ft_ckpt.distributed.agreement import Values
 from ft_ckpt.distributed.ranks import Ranks
 from ft_ckpt.errors import NoSpaceError, RanksDisagreeError, explained
 from ft_ckpt.files.objects import compress_file
@@ -24,18 +26,18 @@ from ft_ckpt.formats.registry import format_named
 from ft_ckpt.formats.shard_files import link_second_names
 from ft_ckpt.model.parts import kind_of
 from ft_ckpt.saving import replicas
-from ft_ckpt.saving.build_manifest import manifest_of
+from ft_ckpt.saving.build_manifest import BaseSamples, manifest_of
 from ft_ckpt.saving.files import check_written_files
-from ft_ckpt.saving.move_tensors import SaveFacts, SaveJob, SaveTerms, SharedFolders, write_tensors
+from ft_ckpt.saving.move_tensors import SaveJob, SharedFolders, write_tensors, written_files
 from ft_ckpt.saving.plan import SavePlan, plan_save
 from ft_ckpt.saving.request import SaveRequest
+from ft_ckpt.saving.reuse_frozen import Offer
 from ft_ckpt.saving.stage import StagedSave, prepare_stage
 from ft_ckpt.storage.digests import FileRecord, read_record
 from ft_ckpt.storage.local_copy import local_folder
 from ft_ckpt.storage.place import Place, open_place
 from ft_ckpt.storage.scratch import edited_object
 from ft_ckpt.storage.store import SharedStore, Store
-from ft_ckpt.training.exchange import decide_together, hear_leader
 from ft_ckpt.training.items import name_differing_tensors
 from ft_ckpt.transfer.pushes import PendingPush
 
@@ -88,27 +90,30 @@ def run_save(
     `begun` is the time of the call, by `time.monotonic`; `plan` the plan made before, if there is one; `shared` caches
     which folders all ranks see. Raises what `CheckpointSaver.save` says.
     """
-    changed: frozenset[str] = frozenset()
+    changed: frozenset[str] = frozenset()  # frozen files that no earlier checkpoint has, as earlier tries found
     tries = 0
     while True:
+        staged: StagedSave | None = None
         try:
-            outcome = _try_save(request, error, ranks, config, begun, plan, shared, tries, changed)
+            if request is not None:
+                stage = partial(_plan_and_stage, request, plan, ranks, config, tries, changed)
+                staged, error = ranks.attempt(explained(request.target)(stage))
+            # Everything that can be refused is refused here, before a tensor moves: later, ranks depend on each other.
+            job, samples, apart = _agree_on_plan(request, staged, ranks, config, shared, error)
+            if apart is not None:  # to be laid out anew
+                request, plan = accept_differences(job.request, apart, ranks, config), None
+                continue
+            report = _write_and_commit(job, samples, begun)
         except BaseException:
             shared.forget()
             raise
-        assert request is not None, "the first meeting has raised the error"
-        if outcome.saved is not None:
-            break
-        if outcome.differences is not None:  # to be laid out anew
-            request, plan = accept_differences(request, outcome.differences, ranks, config), None
-        else:  # other programs have filled the disk meanwhile, and the settings say to try again
-            changed, tries = frozenset(outcome.changed), tries + 1
-    report = SaveReport(request.target.location, **vars(outcome.saved), target=request.target)
-    if ranks.leads:
-        _LOG.info("saved %s: %s in %.2f s", request.target.last_step, human_size(report.bytes), report.seconds)
-        for note in report.notes:
-            _LOG.info("%s: %s", request.target.last_step, note)
-    return report
+        finally:
+            if staged is not None and staged.staging is not None:
+                staged.staging.discard()
+        if report is not None:
+            return report
+        # Other programs have filled the disk meanwhile, and the settings say to try again.
+        changed, tries = changed | (job.offers.keys() - job.taken), tries + 1
 
 
 def accept_differences(
@@ -131,101 +136,77 @@ def report_differences(found: str, saved: str, ranks: Ranks, config: SaverConfig
         warnings.warn(f"{saved}: {found}, which is stored", stacklevel=5)
 
 
-@dataclass(frozen=True)
-class _Saved:
-    """What was committed: the fields of a SaveReport but the path."""
-
-    kind: str
-    bytes: int
-    tensors: int
-    seconds: float
-    casts: Mapping[str, int]
-    notes: tuple[str, ...]
-    step: int | None
-
-
-@dataclass(frozen=True)
-class _Outcome:
-    """What a try came to, rank 0's on every rank; with nothing `saved` there is to be another one."""
-
-    saved: _Saved | None = None
-    changed: tuple[str, ...] = ()  # where the disk had no room: the frozen files that no earlier checkpoint has
-    differences: Mapping[str, Mapping[int, str | None]] | None = None  # what ranks hold otherwise than others
-
-
-def _try_save(
-    request: SaveRequest | None,
-    error: BaseException | None,
-    ranks: Ranks,
-    config: SaverConfig,
-    begun: float,
-    plan: SavePlan | None,
-    shared: SharedFolders,
-    tries: int,
-    changed: frozenset[str],
-) -> _Outcome:
-    """One try; `tries` were made before, which found that no earlier checkpoint has the frozen files `changed`."""
-    staged: StagedSave | None = None
-    digests: dict[str, replicas.ReplicaDigest] = {}
-
-    def stage(asked: SaveRequest) -> StagedSave:
-        made = plan or plan_save(asked, ranks, config)
-        return prepare_stage(asked, made, ranks, config, tries, changed)
-
-    try:
-        if request is not None:
-            staged, error = ranks.attempt(explained(request.target)(partial(stage, request)))
-        compares = staged is not None and compares_replicas(request, ranks)
-        if staged is not None and compares:
-            held = replicas.replicated_tensors(staged.plan.plans)
-            made, error = ranks.attempt(partial(replicas.digest_replicas, held, ranks.rank))
-            digests = made or {}
-        # Everything that can be refused is refused here, before a tensor moves: later, ranks depend on each other.
-        terms, answers = _agree_on_plan(request, staged, digests, ranks, error)
-        assert request is not None, "the agreement has raised the error"
-        assert staged is not None, "the agreement has raised the error"
-        if compares and not terms.state_dict and not terms.replicas_alike:  # a state dict is given on rank 0 alone
-            apart = replicas.differing_replicas(digests, ranks)
-            if apart:
-                return _Outcome(differences=apart)
-        samples = tuple(answer.samples for answer in answers)
-        job = SaveJob(request, staged, terms, samples, ranks, config, begun, shared)
-        outcome, error = ranks.attempt(explained(request.target)(lambda: _write_and_commit(job)))
-        if isinstance(error, NoSpaceError) and config.when_full != "raise":
-            outcome, error = _Outcome(changed=(*changed, *(staged.offers.keys() - job.taken))), None
-        done: _Outcome = hear_leader(ranks, "the commit of save()", _Outcome, outcome, error)
-        return done
-    finally:
-        if staged is not None and staged.staging is not None:
-            staged.staging.discard()
+def _plan_and_stage(
+    request: SaveRequest, plan: SavePlan | None, ranks: Ranks, config: SaverConfig, tries: int, changed: frozenset[str]
+) -> StagedSave:
+    return prepare_stage(request, plan or plan_save(request, ranks, config), ranks, config, tries, changed)
 
 
 def _agree_on_plan(
     request: SaveRequest | None,
     staged: StagedSave | None,
-    made: Mapping[str, replicas.ReplicaDigest],
     ranks: Ranks,
+    config: SaverConfig,
+    shared: SharedFolders,
     error: BaseException | None,
-) -> tuple[SaveTerms, Sequence[SaveFacts]]:
-    """Meet with the facts of the save; on rank 0 those of every rank, too. Raises RanksDisagreeError naming tensors."""
-    facts = None if request is None or staged is None else _describe_save(request, staged, made)
-    kinds, same = (SaveFacts, SaveTerms), ("path", "kind", "step")
-    terms, answers = decide_together(ranks, "save()", facts, _terms_of, kinds, error, same)
-    if staged is not None and facts is not None and not terms.alike:
-        name_differing_tensors(ranks, "the tensors of save()", facts.tensors, lambda: _tensor_names(staged))
-    return terms, answers
+) -> tuple[SaveJob, tuple[BaseSamples, ...], replicas.Differences | None]:
+    """Compare the plans of all ranks: the job, on rank 0 every rank's samples, and replicas that differ, if any do.
+
+    Raises RanksDisagreeError naming tensors.
+    """
+    compares = compares_replicas(request, ranks)
+    digests: dict[str, replicas.ReplicaDigest] = {}
+    if staged is not None and compares:
+        held = replicas.replicated_tensors(staged.plan.plans)
+        made, error = ranks.attempt(partial(replicas.digest_replicas, held, ranks.rank))
+        digests = made or {}
+    facts = {} if request is None or staged is None or error else _describe_save(request, staged, digests)
+    agreed = ranks.agree("save()", facts, error, same=("path", "kind", "step"), decide=_terms_of)
+    assert request is not None, "the agreement has raised the error"
+    assert staged is not None, "the agreement has raised the error"
+    terms = agreed.told
+    if not terms["alike"]:
+        name_differing_tensors(ranks, "the tensors of save()", facts["tensors"], lambda: _tensor_names(staged.plan))
+    apart: replicas.Differences | None = None
+    if compares and not terms["state_dict"] and not terms["replicas_alike"]:  # a state dict is given on rank 0 alone
+        apart = replicas.differing_replicas(digests, ranks) or None
+    offers = {path: Offer(count, tuple(digests)) for path, (count, digests) in terms["offers"].items()}
+    job = SaveJob(
+        request, staged.plan, staged.staging, terms["stage"], offers, terms["state_dict"], ranks, config, shared
+    )
+    job.companions = staged.files
+    return job, tuple(value["samples"] for value in agreed.values), apart
 
 
-def _terms_of(answers: Sequence[SaveFacts]) -> SaveTerms:
-    _refuse_lonely_dicts(answers)
-    first = answers[0]
-    alike = all(answer.tensors == first.tensors for answer in answers)
-    same_parts = replicas.are_alike(answer.replicas for answer in answers)
-    return SaveTerms(first.stage, first.offers, first.state_dict, alike, same_parts)
+def _describe_save(
+    request: SaveRequest, staged: StagedSave, digests: Mapping[str, replicas.ReplicaDigest]
+) -> dict[str, Any]:
+    """The facts of a save that ranks compare, and those that rank 0 needs of each, as JSON."""
+    names = repr([(f.path, [*map(tuple, f.layout.specs)]) for one in staged.plan.plans for f in one.files])
+    return {
+        "path": str(request.target),
+        "kind": "merged" if request.merged else kind_of(request.adapter_only, request.attribute),
+        "step": request.step,
+        "tensors": xxhash.xxh3_64_hexdigest(names.encode()),  # names, shapes and dtypes in all files
+        "state_dict": request.state_dict_given,
+        "samples": staged.plan.samples,
+        "stage": _shared_stage(staged.staging),
+        "offers": {path: [offer.ranks, offer.digests] for path, offer in staged.offers.items()},
+        "replicas": replicas.digests_by_place(digests),
+    }
 
 
-def _tensor_names(staged: StagedSave) -> tuple[str, ...]:
-    return tuple(f"{one.part.path}/{e.name}".lstrip("/") for one in staged.plan.plans for e in one.part.entries)
+def _terms_of(facts: Values) -> dict[str, Any]:
+    _refuse_lonely_dicts(facts)
+    return {
+        **{key: facts[0][key] for key in ("stage", "offers", "state_dict")},
+        "alike": all(one["tensors"] == facts[0]["tensors"] for one in facts),
+        "replicas_alike": replicas.are_alike(one["replicas"] for one in facts),
+    }
+
+
+def _tensor_names(plan: SavePlan) -> tuple[str, ...]:
+    return tuple(f"{one.part.path}/{e.name}".lstrip("/") for one in plan.plans for e in one.part.entries)
 
 
 def compares_replicas(request: SaveRequest | None, ranks: Ranks) -> bool:
@@ -233,52 +214,69 @@ def compares_replicas(request: SaveRequest | None, ranks: Ranks) -> bool:
     return ranks.size > 1 and request is not None and request.apart is None and not request.state_dict_given
 
 
-def _describe_save(request: SaveRequest, staged: StagedSave, made: Mapping[str, replicas.ReplicaDigest]) -> SaveFacts:
-    """What every rank must see alike, and what rank 0 wants to know of each."""
-    names = repr([(f.path, [*map(tuple, f.layout.specs)]) for one in staged.plan.plans for f in one.files])
-    return SaveFacts(
-        path=str(request.target),
-        kind="merged" if request.merged else kind_of(request.adapter_only, request.attribute),
-        step=request.step,
-        tensors=xxhash.xxh3_64_hexdigest(names.encode()),
-        state_dict=request.state_dict_given,
-        samples=staged.plan.samples,
-        stage=_shared_stage(staged.staging),
-        offers=staged.offers,
-        replicas=replicas.digests_by_place(made),
-    )
-
-
 def _shared_stage(staging: Staging | None) -> str | None:
     """The folder in which ranks may write files together, if there is one."""
     return staging.store.url if staging is not None and isinstance(staging.store, SharedStore) else None
 
 
-def _refuse_lonely_dicts(answers: Sequence[SaveFacts]) -> None:
+def _refuse_lonely_dicts(facts: Values) -> None:
     """Rank 0 writes: a state dict that others were handed and it was not leaves it waiting for tensors."""
-    given = [str(rank) for rank, answer in enumerate(answers) if answer.state_dict]
-    if given and not answers[0].state_dict:
+    given = [str(rank) for rank, one in enumerate(facts) if one["state_dict"]]
+    if given and not facts[0]["state_dict"]:
         raise RanksDisagreeError(
             f"state_dict= was given on rank(s) {', '.join(given)} and not on rank 0, which writes it; give it on rank 0"
         )
 
 
-def _write_and_commit(job: SaveJob) -> _Outcome:
-    """Write the files, compare them with the model, commit. Collective; the result is rank 0's."""
-    if not job.ranks.leads and job.terms.state_dict:
-        return _Outcome()  # rank 0 was handed everything; a gather leaves the others with {} or None
-    files, staging = write_tensors(job), job.staged.staging
-    return _Outcome() if staging is None else _Outcome(_commit_files(job, staging, files))
+def _write_and_commit(job: SaveJob, samples: tuple[BaseSamples, ...], begun: float) -> SaveReport | None:
+    """Write the files, compare them with the model, commit: the report, or None where the disk is full. Collective.
+
+    A full disk is an error unless the settings say to make room and try again.
+    """
+    request, ranks, retries = job.request, job.ranks, job.config.when_full != "raise"
+    written: dict[str, Any] | None = {}
+    error: BaseException | None = None
+    if ranks.leads or not job.state_dict:  # a gather that made the dict leaves other ranks with {} or None
+        written, error = ranks.attempt(explained(request.target)(partial(write_tensors, job)))
+    is_full = retries and isinstance(error, NoSpaceError)
+
+    def commit(values: Values) -> dict[str, Any] | None:
+        if any(value["full"] for value in values):
+            return None
+        try:
+            return explained(request.target)(lambda: _commit_files(job, written_files(job, values), samples))()
+        except NoSpaceError:
+            if retries:
+                return None
+            raise
+
+    value = {"full": is_full, **(written or {})}
+    saved = ranks.agree("the commit of save()", value, None if is_full else error, decide=commit).told
+    if saved is None:
+        return None
+    report = SaveReport(
+        request.target.location,
+        **{**saved, "notes": tuple(saved["notes"])},
+        seconds=time.monotonic() - begun,
+        target=request.target,
+    )
+    if ranks.leads:
+        _LOG.info("saved %s: %s in %.2f s", request.target.last_step, human_size(report.bytes), report.seconds)
+        for note in report.notes:
+            _LOG.info("%s: %s", request.target.last_step, note)
+    return report
 
 
-def _commit_files(job: SaveJob, staging: Staging, files: list[FileRecord]) -> _Saved:
-    """Compare the files with the model, and commit."""
-    request, plans, compression, store = job.request, job.staged.plan.plans, job.config.compression, staging.store
+def _commit_files(job: SaveJob, files: list[FileRecord], samples: tuple[BaseSamples, ...]) -> dict[str, Any]:
+    """On rank 0: compare the files with the model, and commit. Fields of the report, as JSON."""
+    request, plan, staging = job.request, job.plan, job.staging
+    assert staging is not None, "rank 0 has the staging"
+    store, compression = staging.store, job.config.compression
     settings = replicas.differing_settings({} if request.captured is None else request.captured.document)
-    for one in plans:
+    for one in plan.plans:
         paths = {file.path for file in one.files}
         files = files + link_second_names(format_named(one.format), [f for f in files if f.path in paths], store)
-    for one in plans:
+    for one in plan.plans:
         check_written_files(one, store)
     notes = [replicas.difference_note(settings, True)] if settings else []
     if request.check is not None:
@@ -287,17 +285,17 @@ def _commit_files(job: SaveJob, staging: Staging, files: list[FileRecord]) -> _S
     if compression is not None:
         files = [_compress_in_place(file, store, compression) for file in files]
     manifest = manifest_of(
-        plans,
-        [*files, *job.staged.files],
-        job.samples,
+        plan.plans,
+        [*files, *job.companions],
+        samples,
         compressed=compression is not None,
-        bases=job.staged.plan.companions.bases,
-        classes=job.staged.plan.companions.classes,
+        bases=plan.companions.bases,
+        classes=plan.companions.classes,
         notes=notes,
         kind=kind_of(request.adapter_only, request.attribute),
         step=request.step,
         metrics=request.metrics,
-        world={"size": job.ranks.size, "engine": job.staged.plan.engine},
+        world={"size": job.ranks.size, "engine": plan.engine},
         run_id=request.run_id,
         rankings=job.config.rankings,
         export=bool(request.made_from) or (request.run_id is not None and not _has_state(request)),
@@ -305,15 +303,14 @@ def _commit_files(job: SaveJob, staging: Staging, files: list[FileRecord]) -> _S
     )
     size_bytes = stored_bytes(store, manifest)
     staging.commit(manifest)
-    return _Saved(
-        kind=manifest.kind,
-        bytes=size_bytes,
-        tensors=sum(len(part.tensors) for part in manifest.parts),
-        seconds=time.monotonic() - job.begun,
-        casts=_add_counts([part.casts for part in manifest.parts]),
-        notes=manifest.notes,
-        step=manifest.step,
-    )
+    return {
+        "kind": manifest.kind,
+        "bytes": size_bytes,
+        "tensors": sum(len(part.tensors) for part in manifest.parts),
+        "casts": dict(sum((Counter(part.casts) for part in manifest.parts), Counter[str]())),
+        "notes": manifest.notes,
+        "step": manifest.step,
+    }
 
 
 def _has_state(request: SaveRequest) -> bool:
@@ -325,7 +322,3 @@ def _compress_in_place(file: FileRecord, store: Store, compression: str) -> File
     with edited_object(store, file.path) as path:
         compress_file(path, compression)
     return read_record(store, file.path)
-
-
-def _add_counts(counts: list[Mapping[str, int]]) -> dict[str, int]:
-    return dict(sum(map(Counter, counts), Counter[str]()))

@@ -6,14 +6,17 @@ that its tensors come to; else rank 0 writes all.
 
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from itertools import groupby
 from operator import itemgetter
 from pathlib import Path
+from typing import Any
 
-from ft_ckpt.checkpoint.staging import stage_store
+from ft_ckpt.checkpoint.staging import Staging, stage_store
+from ft_ckpt.checkpoint.typed_json import reader_of
 from ft_ckpt.config import SaverConfig
+from ft_ckpt.distributed.agreement import Values
 from ft_ckpt.distributed.gather import are_equal
 from ft_ckpt.distributed.ranks import Ranks, try_action
 from ft_ckpt.distributed.source import Source
@@ -21,73 +24,22 @@ from ft_ckpt.errors import CorruptError, IncompleteError
 from ft_ckpt.formats.registry import format_named
 from ft_ckpt.formats.write_files import FilePlan, write_file
 from ft_ckpt.saving import reuse_frozen, write_shards
-from ft_ckpt.saving.build_manifest import BaseSamples
 from ft_ckpt.saving.files import FiniteCheck, GatherWay, PartPlan, file_turns
+from ft_ckpt.saving.plan import SavePlan
 from ft_ckpt.saving.request import SaveRequest
 from ft_ckpt.saving.reuse_frozen import Offer
-from ft_ckpt.saving.stage import StagedSave, saver_tuning
+from ft_ckpt.saving.stage import saver_tuning
 from ft_ckpt.storage.digests import FileRecord
 from ft_ckpt.storage.local_store import LocalStore
 from ft_ckpt.storage.progress import track_progress
 from ft_ckpt.storage.store import SharedStore, Store
 from ft_ckpt.storage.writer import Region, Writer
-from ft_ckpt.training.exchange import decide_together, hear_leader, tell_leader
 
 _PROBE = ".ft_ckpt-probe"
 
 
-@dataclass(frozen=True)
-class SaveFacts:
-    """What a rank tells the others of a save before a tensor moves."""
-
-    path: str
-    kind: str
-    step: int | None
-    tensors: str  # digest of the names, shapes and dtypes in all files
-    state_dict: bool  # whether one was given
-    samples: Mapping[str, Mapping[str, Mapping[str, float]]]  # of adapters' bases: part -> tensor -> element
-    stage: str | None  # rank 0's; None where ranks cannot write one file together
-    offers: Mapping[str, Offer]  # rank 0's: frozen files that may be there already
-    replicas: Mapping[str, str]  # digests of what other ranks should hold alike, by place
-
-
-@dataclass(frozen=True)
-class SaveTerms:
-    """What every rank knows of a save once all have told of theirs."""
-
-    stage: str | None  # rank 0's
-    offers: Mapping[str, Offer]  # rank 0's
-    state_dict: bool  # whether rank 0 was given one
-    alike: bool  # whether all have the same tensors
-    replicas_alike: bool  # whether what several ranks hold is the same
-
-
-@dataclass(frozen=True)
-class _WrittenDigests:
-    digests: tuple[str, ...]
-
-
-@dataclass(frozen=True)
-class _WrittenFiles:
-    files: tuple[FileRecord, ...]
-
-
-@dataclass(frozen=True)
-class _SharedProbe:
-    """A file that rank 0 has left in a folder, and the word in it."""
-
-    folder: str
-    name: str
-    word: str
-
-
-@dataclass(frozen=True)
-class _Vote:
-    sees: bool
-
-
 class SharedFolders:
-    """Folders in which all ranks see what rank 0 makes, or not all: asked once for each, until a save fails."""
+    """Cache of which folders are visible to every rank; cleared after a failed save."""
 
     def __init__(self) -> None:
         self._known: dict[str, bool] = {}
@@ -106,50 +58,67 @@ class SharedFolders:
         self._known.clear()
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class SaveJob:
     """A save that all ranks have agreed to."""
 
     request: SaveRequest
-    staged: StagedSave
-    terms: SaveTerms
-    samples: tuple[BaseSamples, ...]  # on rank 0: of every rank
+    plan: SavePlan
+    staging: Staging | None  # on rank 0
+    stage: str | None  # the folder that all ranks write into; None where ranks cannot write one file together
+    offers: Mapping[str, Offer]  # of rank 0: frozen files that may be there already, by path
+    state_dict: bool  # whether rank 0 was given one
     ranks: Ranks
     config: SaverConfig
-    begun: float
     shared: SharedFolders
-    taken: dict[str, str] = field(default_factory=dict)  # once known: digests of the files that are there, by path
+    companions: tuple[FileRecord, ...] = ()  # on rank 0: the files in the stage that hold no tensors
+    taken: dict[str, str] = field(default_factory=dict)  # digests of the frozen files that are there, by path
+    linked: list[FileRecord] = field(default_factory=list)  # on rank 0: their records
+    shares: list[write_shards.Share] | None = None  # who writes which bytes; None: each file has one writer
 
     @property
     def unlinked_plans(self) -> tuple[PartPlan, ...]:
         """The files that are to be written."""
-        return reuse_frozen.without_linked(self.staged.plan.plans, self.taken)
+        return reuse_frozen.without_linked(self.plan.plans, self.taken)
 
 
-def write_tensors(job: SaveJob) -> list[FileRecord]:
-    """Move and write the tensors, on rank 0 the records of their files. Collective.
+def write_tensors(job: SaveJob) -> dict[str, Any]:
+    """Move and write the tensors. Collective. The records or digests of this rank's bytes, as JSON.
 
     Raises IncompleteError for tensors that the model's config ties and that differ.
     """
-    pairs = job.staged.plan.ties_to_check
-    untied = [pair for pair in pairs if not are_equal(*pair, job.ranks, job.config.bucket_bytes)]
-    linked = _link_frozen_files(job)
-    shares = _divide_between_ranks(job)
-    return linked + (_write_whole_files(job, untied) if shares is None else _write_on_all_ranks(job, shares, untied))
+    untied = [pair for pair in job.plan.ties_to_check if not are_equal(*pair, job.ranks, job.config.bucket_bytes)]
+    job.linked = _link_frozen_files(job)
+    job.shares = _divide_between_ranks(job)
+    if job.shares is None:
+        return {"files": [asdict(record) for record in _write_whole_files(job, untied)]}
+    return {"digests": _write_on_all_ranks(job, job.shares, untied)}
+
+
+def written_files(job: SaveJob, written: Values) -> list[FileRecord]:
+    """On rank 0: the records of all files, from what `write_tensors` gave on each rank."""
+    if job.shares is not None:
+        parts = zip(*(value["digests"] for value in written), strict=True)
+        records = [write_shards.file_record(share, digests) for share, digests in zip(job.shares, parts, strict=True)]
+    else:
+        read = reader_of(FileRecord)
+        known = {file["path"]: read(file) for value in written for file in value.get("files", ())}
+        records = [known[file.path] for one in job.unlinked_plans for file in one.files]
+    return [*job.linked, *records]
 
 
 def _link_frozen_files(job: SaveJob) -> list[FileRecord]:
     """Find the frozen files that are there already, and on rank 0 put them in place; their records. Collective."""
-    offers, staging = job.terms.offers, job.staged.staging
+    offers, staging = job.offers, job.staging
     if not offers:
         return []
-    shares = reuse_frozen.frozen_shares(job.staged.plan.plans, job.ranks.size)
+    shares = reuse_frozen.frozen_shares(job.plan.plans, job.ranks.size)
     job.taken.update(reuse_frozen.equal_files(shares, offers, job.ranks, job.config.bucket_bytes))
     return [] if staging is None else reuse_frozen.place_equal_files(shares, job.taken, staging.store)
 
 
 def _write_whole_files(job: SaveJob, untied: list[tuple[Source, Source]]) -> list[FileRecord]:
-    """Each file is written by one rank, to which its tensors come; the records, all of them on rank 0.
+    """Each file is written by one rank, to which its tensors come; the records of this rank's files.
 
     Raises IncompleteError for numbers that are none, if asked to.
     """
@@ -158,7 +127,7 @@ def _write_whole_files(job: SaveJob, untied: list[tuple[Source, Source]]) -> lis
     mine = [file for _, file in files if writers[file.path] == ranks.rank]
     check = FiniteCheck() if config.nonfinite == "raise" else None
     way = GatherWay(job.ranks, config.bucket_bytes, check=check)
-    store = job.request.target.folder if job.staged.staging is None else job.staged.staging.store
+    store = job.request.target.folder if job.staging is None else job.staging.store
     if ranks.leads:
         _refuse_untied(untied)
     regions = _regions_here(files, writers, way)
@@ -168,21 +137,17 @@ def _write_whole_files(job: SaveJob, untied: list[tuple[Source, Source]]) -> lis
         written = list(_write_own_files(mine, regions, partial(_write_tracked, track, store, writer)))
     if check is not None:
         check.raise_if_found()
-    if not any(writers.values()):
-        return written
-    answers = tell_leader(ranks, "the writing of save()", _WrittenFiles, _WrittenFiles(tuple(written)))
-    known = {file.path: file for answer in answers for file in answer.files}
-    return [known[file.path] for _, file in files if ranks.leads]
+    return written
 
 
 def _choose_writers(job: SaveJob) -> dict[str, int]:
     """The rank that writes each file, by path: rank 0 all, or where all see one bucket and it pays each some."""
     config, target = job.config, job.request.target
-    files = [file for one in job.staged.plan.plans for file in one.files]
+    files = [file for one in job.plan.plans for file in one.files]
     size = sum(file.layout.size_bytes for file in files)
     alone = config.each_rank_writes == "off" or isinstance(target.folder, SharedStore)
     alone = alone or (config.each_rank_writes == "auto" and size < write_shards.LEAST_BYTES)
-    alone = alone or job.terms.state_dict
+    alone = alone or job.state_dict
     writers = dict(zip((f.path for f in files), write_shards.assign_writers(files, job.ranks.size), strict=True))
     if alone or not any(writers.values()) or not job.shared.is_seen_by_all(target.beside, job.ranks):
         return dict.fromkeys(writers, 0)
@@ -241,11 +206,11 @@ def _write_tracked(
 def _divide_between_ranks(job: SaveJob) -> list[write_shards.Share] | None:
     """Who writes what of every file, if that pays and all see the stage; None: each file has one writer. Collective."""
     config = job.config
-    plain = all(format_named(one.format).is_plain for one in job.staged.plan.plans) and config.compression is None
+    plain = all(format_named(one.format).is_plain for one in job.plan.plans) and config.compression is None
     if job.ranks.size == 1 or config.each_rank_writes == "off" or not plain or config.nonfinite == "raise":
         return None
-    stage = job.terms.stage
-    if stage is None or job.terms.state_dict:
+    stage = job.stage
+    if stage is None or job.state_dict:
         return None
     shares = write_shards.divide_files(job.unlinked_plans, job.ranks.size)
     if config.each_rank_writes == "auto" and not write_shards.is_worth_sharing(shares):
@@ -259,46 +224,38 @@ def all_ranks_see(store: Store, ranks: Ranks) -> bool:
 
     Raises the error of rank 0, if it cannot write there, on all ranks.
     """
-    mine = _SharedProbe(store.url, f"{_PROBE}-{uuid.uuid4().hex}", uuid.uuid4().hex)
-    _, error = try_action(lambda: store.write(mine.name, mine.word.encode()) if ranks.leads else None)
-    probe = hear_leader(ranks, "the files of save()", _SharedProbe, mine, error)
-    there = LocalStore(Path(probe.folder)) if isinstance(store, LocalStore) else store
-    vote, kinds = _Vote(_is_seen(probe, there)), (_Vote, _Vote)
-    told, _ = decide_together(ranks, "the look at the files of save()", vote, _see_all, kinds)
+    token = uuid.uuid4().hex
+    name = f"{_PROBE}-{token}"
+    _, error = try_action(lambda: store.write(name, token.encode()) if ranks.leads else None)
+    probe = ranks.agree("the files of save()", {"folder": store.url, "name": name, "token": token}, error).told
+    there = LocalStore(Path(probe["folder"])) if isinstance(store, LocalStore) else store
+    sees = {"sees": _has_probe(there, probe["name"], probe["token"])}
+    all_see = ranks.agree("the look at the files of save()", sees, decide=lambda values: all(v["sees"] for v in values))
     if ranks.leads:
-        store.delete([mine.name])
-    return told.sees
+        store.delete([name])
+    return bool(all_see.told)
 
 
-def _see_all(votes: Sequence[_Vote]) -> _Vote:
-    return _Vote(all(vote.sees for vote in votes))
-
-
-def _is_seen(probe: _SharedProbe, there: Store) -> bool:
+def _has_probe(store: Store, name: str, token: str) -> bool:
     try:
-        return there.read(probe.name) == probe.word.encode()
+        return store.read(name) == token.encode()
     except CorruptError:  # it is not there, or something else is
         return False
 
 
 def _write_on_all_ranks(
     job: SaveJob, shares: list[write_shards.Share], untied: list[tuple[Source, Source]]
-) -> list[FileRecord]:
-    """Every rank writes what it holds; the records are rank 0's to keep."""
+) -> list[str]:
+    """Every rank writes the bytes it holds; the digests of this rank's, one for each file."""
     config, ranks, tuning = job.config, job.ranks, saver_tuning(job.config)
-    store = stage_store(Path(str(job.terms.stage)), tuning.direct_bytes)
+    store = stage_store(Path(str(job.stage)), tuning.direct_bytes)
     _refuse_untied(untied)
     if ranks.leads:  # it takes the room for all files before it writes a byte
         for share in shares:
             store.allocate(share.file.path, share.file.layout.size_bytes)
     with Writer(tuning) as writer:
         given = job.ranks, writer, config.bucket_bytes
-        mine = [write_shards.write_own_bytes(share, store, *given) for share in shares]
-    answers = tell_leader(ranks, "the writing of save()", _WrittenDigests, _WrittenDigests(tuple(mine)))
-    return [
-        write_shards.file_record(share, [answer.digests[number] for answer in answers])
-        for number, share in enumerate(shares if ranks.leads else ())
-    ]
+        return [write_shards.write_own_bytes(share, store, *given) for share in shares]
 
 
 def _refuse_untied(pairs: list[tuple[Source, Source]]) -> None:

@@ -9,14 +9,14 @@ import ctypes
 import json
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 from typing import Any
 
 import torch
 import xxhash
 from torch import Tensor
 
-from ft_ckpt.distributed.agreement import rank_numbers
+from ft_ckpt.distributed.agreement import Values, rank_numbers
 from ft_ckpt.distributed.ranks import Ranks
 from ft_ckpt.distributed.replicas import WEIGHTS, own_name, place_of
 from ft_ckpt.distributed.sharding import OwnedSharding
@@ -25,7 +25,6 @@ from ft_ckpt.distributed.tensors import of_rank_0
 from ft_ckpt.errors import RanksDisagreeError, listing
 from ft_ckpt.model.entries import Entry, Part
 from ft_ckpt.saving.files import PartPlan
-from ft_ckpt.training.exchange import decide_together
 from ft_ckpt.training.rank_descriptions import settings_by_rank
 
 # Tensor, as a run names it -> the ranks whose own is not the first rank's: where theirs lies (see `place_of`), None if
@@ -42,22 +41,6 @@ class ReplicaDigest:
     place: str  # as `place_of` says
     bits: str  # hexadecimal; "" where it has nothing, though others have
     speaks: bool  # whether it is this rank's that is stored
-
-
-@dataclass(frozen=True)
-class _ReplicaDigests:
-    voices: Mapping[str, str]  # by place: what is the same where all that a rank has there is the same
-    digests: Mapping[str, ReplicaDigest]
-
-
-@dataclass(frozen=True)
-class _Speakers:
-    ranks: tuple[int, ...]
-
-
-@dataclass(frozen=True)
-class _FoundApart:
-    ranks: Mapping[str, Mapping[str, str | None]]  # `Differences`, as JSON has it
 
 
 def replicated_tensors(plans: Iterable[PartPlan]) -> dict[str, Source]:
@@ -110,13 +93,11 @@ def differing_replicas(made: Mapping[str, ReplicaDigest], ranks: Ranks) -> Diffe
     Of ranks that have the same at a place one speaks for all.
     """
     voices = {place: f"{digest} {_speaks_for(made, place)}" for place, digest in digests_by_place(made).items()}
-    mine, kinds = _ReplicaDigests(voices, {}), (_ReplicaDigests, _Speakers)
-    chosen, _ = decide_together(ranks, "the look at what ranks hold", mine, _choose_speakers, kinds)
-    mine = replace(mine, digests=made if ranks.rank in chosen.ranks else {})
-    found, _ = decide_together(
-        ranks, "the comparison of what ranks hold", mine, _find_differences, (_ReplicaDigests, _FoundApart)
-    )
-    return {name: {int(rank): place for rank, place in odd.items()} for name, odd in found.ranks.items()}
+    speakers = ranks.agree("the look at what ranks hold", {"voices": voices}, decide=_choose_speakers).told
+    own = {name: [*astuple(digest)] for name, digest in made.items()} if ranks.rank in speakers else {}
+    mine = {"voices": voices, "digests": own}
+    found = ranks.agree("the comparison of what ranks hold", mine, decide=_find_differences).told
+    return {name: {int(rank): place for rank, place in odd.items()} for name, odd in found.items()}
 
 
 def differing_settings(document: Mapping[str, Any]) -> Differences:
@@ -217,27 +198,28 @@ def _speaks_for(made: Mapping[str, ReplicaDigest], place: str) -> str:
     return xxhash.xxh3_64_hexdigest(repr(names).encode())
 
 
-def _ranks_by_voice(answers: Sequence[_ReplicaDigests]) -> dict[tuple[str, str], list[int]]:
+def _ranks_by_voice(answers: Values) -> dict[tuple[str, str], list[int]]:
     """The ranks that have the same at a place, in rank order."""
     found: dict[tuple[str, str], list[int]] = {}
     for rank, answer in enumerate(answers):
-        for voice in answer.voices.items():
+        for voice in answer["voices"].items():
             found.setdefault(voice, []).append(rank)
     return found
 
 
-def _choose_speakers(answers: Sequence[_ReplicaDigests]) -> _Speakers:
+def _choose_speakers(answers: Values) -> list[int]:
     """The first rank of those that have the same at a place where others have otherwise."""
     groups = _ranks_by_voice(answers)
     several = Counter(place for place, _ in groups)
-    return _Speakers(tuple(sorted({found[0] for (place, _), found in groups.items() if several[place] > 1})))
+    return sorted({found[0] for (place, _), found in groups.items() if several[place] > 1})
 
 
-def _find_differences(answers: Sequence[_ReplicaDigests]) -> _FoundApart:
+def _find_differences(answers: Values) -> dict[str, dict[str, str | None]]:
     found: dict[str, dict[int, str | None]] = {}
     had: dict[tuple[str, str], list[tuple[ReplicaDigest, list[int]]]] = {}  # tensor and place -> what ranks have there
     for (place, _), group in sorted(_ranks_by_voice(answers).items(), key=lambda item: item[1][0]):
-        for name, one in answers[group[0]].digests.items():
+        for name, fields in answers[group[0]]["digests"].items():
+            one = ReplicaDigest(*fields)
             if one.place == place:
                 had.setdefault((name, place), []).append((one, group))
     for (name, _), some in had.items():
@@ -245,7 +227,7 @@ def _find_differences(answers: Sequence[_ReplicaDigests]) -> _FoundApart:
         for one, group in some:
             odd = group if one.bits != first.bits else ()
             found.setdefault(name, {}).update(dict.fromkeys(odd, one.place if one.bits else None))
-    return _FoundApart({name: {str(rank): odd[rank] for rank in sorted(odd)} for name, odd in found.items() if odd})
+    return {name: {str(rank): odd[rank] for rank in sorted(odd)} for name, odd in found.items() if odd}
 
 
 def _entries_of_others(name: str, source: Source, owners: Mapping[int, str | None]) -> Iterator[Entry]:

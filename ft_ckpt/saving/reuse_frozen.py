@@ -13,6 +13,7 @@ import torch
 
 from ft_ckpt.checkpoint.earlier import EarlierCheckpoint, earlier_checkpoints, take_earlier
 from ft_ckpt.checkpoint.staging import Staging
+from ft_ckpt.distributed.agreement import Values
 from ft_ckpt.distributed.ranks import Ranks
 from ft_ckpt.distributed.source import Source
 from ft_ckpt.errors import CorruptError, TargetError
@@ -23,7 +24,6 @@ from ft_ckpt.saving.files import PartPlan
 from ft_ckpt.saving.write_shards import Share
 from ft_ckpt.storage.digests import FileRecord, joined_digest, whole_digest
 from ft_ckpt.storage.store import Store, etag_of
-from ft_ckpt.training.exchange import decide_together
 
 LEAST_BYTES = 64 << 20  # of frozen tensors, for which a second file pays
 LEAST_SHARE = 0.25  # of a part
@@ -37,11 +37,6 @@ class Offer:
 
     ranks: int  # that each of the digests is made of
     digests: tuple[str, ...]
-
-
-@dataclass(frozen=True)
-class _FrozenDigests:
-    digests: Mapping[str, str]  # by path: of a rank's bytes; once decided of whole files, those that are there already
 
 
 def frozen_identities(found: Mapping[str, Source]) -> frozenset[int]:
@@ -103,17 +98,15 @@ def equal_files(
                 share.for_rank_0() if offer.ranks == 1 else share, ranks, bucket_bytes
             )
 
-    def equal_to_offers(answers: Sequence[_FrozenDigests]) -> _FrozenDigests:
+    def equal_to_offers(values: Values) -> dict[str, str]:
         found = {}
         for path, offer in offers.items():
-            parts = [answer.digests[path] for answer in answers]
+            parts = [value[path] for value in values]
             digest = whole_digest(parts[0]) if offer.ranks == 1 else joined_digest(parts)
             found.update({path: digest} if digest in offer.digests else {})
-        return _FrozenDigests(found)
+        return found
 
-    kinds = (_FrozenDigests, _FrozenDigests)
-    told, _ = decide_together(ranks, "the frozen files of save()", _FrozenDigests(mine), equal_to_offers, kinds)
-    return dict(told.digests)
+    return dict(ranks.agree("the frozen files of save()", mine, decide=equal_to_offers).told)
 
 
 def place_equal_files(shares: Sequence[Share], taken: Mapping[str, str], store: Store) -> list[FileRecord]:

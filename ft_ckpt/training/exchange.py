@@ -62,9 +62,7 @@ def decide_together(
         known.update({id(one): read(one) for one in {id(one): one for one in values}.values()})
         return [known[id(one)] for one in values]
 
-    agreed = ranks.agree(
-        what, _sent_fields(value), error, same, verdict=lambda values: asdict(decide(all_read(values)))
-    )
+    agreed = ranks.agree(what, _sent_fields(value), error, same, decide=lambda values: asdict(decide(all_read(values))))
     return reader_of(kinds[1])(agreed.told), [known[id(one)] for one in agreed.values]
 
 
@@ -74,7 +72,7 @@ def tell_leader(
     """As `hear_leader`; on rank 0 every rank's value, in rank order, and nothing on the others."""
     if ranks.size == 1 and value is not None and error is None:
         return [value]
-    values = ranks.agree(what, _sent_fields(value), error, verdict=lambda _: None).values
+    values = ranks.agree(what, _sent_fields(value), error, decide=lambda _: None).values
     read: Callable[[Any], T] = reader_of(kind)
     return [read(one) for one in values]
 

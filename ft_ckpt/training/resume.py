@@ -248,7 +248,7 @@ def restore_apart(
     had = {name: odd[here] for name, odd in apart.items() if here in odd and name in live and same}
     mine = [name for name, place in had.items() if _is_own(live[name], place, ranks.rank)]
     left = [name for name, odd in apart.items() if (here in odd or not same) and name not in mine]
-    lost = ranks.agree("what ranks had come apart in", {"left": left}, verdict=_all_left).told
+    lost = ranks.agree("what ranks had come apart in", {"left": left}, decide=_all_left).told
     told = [f"{listing(lost, ', ')}: not the same on all ranks that saved, rank 0's on all now"] if lost else []
 
     def wanted_tensors() -> list[WantedTensor]:

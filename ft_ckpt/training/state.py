@@ -105,7 +105,7 @@ def exchange_facts(local: LocalState, objects: Sequence[Item], ranks: Ranks, fou
     labels = [f"{item}: {name}" if item else name for item, name in found]
     names = xxhash.xxh3_128_hexdigest(repr(labels).encode())
     mine = {"kinds": {item.name: item.kind for item in objects}, "digests": digests, "own": own, "names": names}
-    agreed = ranks.agree("save_state()", mine, verdict=_compare_facts)
+    agreed = ranks.agree("save_state()", mine, decide=_compare_facts)
     if not agreed.told["same_names"]:
         name_differing_tensors(ranks, "the tensors of save_state()", names, lambda: labels)
     trees = [value["own"] for value in agreed.values] or values_of_runs(agreed.told["own"])
@@ -113,7 +113,7 @@ def exchange_facts(local: LocalState, objects: Sequence[Item], ranks: Ranks, fou
     if not odd:
         return EveryState(items, trees)
     facts = {name: items.get(name) for name in odd}
-    agreed = ranks.agree("the state of save_state()", facts, verdict=_merge_facts)
+    agreed = ranks.agree("the state of save_state()", facts, decide=_merge_facts)
     further = [_unlike_leader(value, agreed.values[0]) for value in agreed.values]
     together = [{**one, **more} for one, more in zip(trees, further or values_of_runs(agreed.told["own"]), strict=True)]
     told = agreed.told["items"]

@@ -26,7 +26,7 @@ import torch
 from torch import nn
 from torch.distributed import TCPStore
 
-from ft_ckpt import CheckpointSaver
+from ft_ckpt import CheckpointSaver, SaverConfig
 from ft_ckpt.distributed.ranks import Ranks, current_ranks
 from ft_ckpt.saving import execute, move_tensors
 from ft_ckpt.saving.plan import plan_save
@@ -35,7 +35,7 @@ from ft_ckpt.saving.stage import StagedSave
 from ft_ckpt.storage.local_store import LocalStore
 from ft_ckpt.storage.place import Place
 from ft_ckpt.training import choosing, rng, serve_files, state
-from ft_ckpt.training.exchange import decide_together, hear_leader, tell_leader
+from ft_ckpt.training.exchange import decide_together, hear_leader
 from ft_ckpt.training.resume import RankOutcomes, Restored, merge_outcomes
 from ft_ckpt.training.serve_files import CheckpointFacts
 from ft_ckpt.training.state import LocalState
@@ -119,7 +119,7 @@ def live_whole(folder: Path, phase: str) -> None:
 
 def live_meetings(folder: Path, own: tuple[SaveRequest, LocalState, StagedSave], phase: str) -> None:
     """Its meetings, by the functions that hold them."""
-    ranks, (request, local, prepared) = _here.ranks[""], own
+    ranks, (request, local, staged) = _here.ranks[""], own
     random.seed(ranks.rank)
     tree = state.flatten_tree(rng.capture_generators(), "rng", False)[0]
     local = replace(local, facts={**local.facts, "own": {"rng": tree}})
@@ -135,10 +135,9 @@ def live_meetings(folder: Path, own: tuple[SaveRequest, LocalState, StagedSave],
     assert len(state.exchange_facts(local, [], ranks, {}).trees) == ranks.size
     if phase == "first save":
         assert move_tensors.all_ranks_see(LocalStore(folder), ranks)
-    execute._agree_on_plan(request, prepared, {}, ranks, None)
-    digests = move_tensors._WrittenDigests(("0" * 32,) * 20)
-    assert len(tell_leader(ranks, "writing", move_tensors._WrittenDigests, digests)) == ranks.size * ranks.leads
-    hear_leader(ranks, "commit", execute._Outcome, execute._Outcome())
+    execute._agree_on_plan(request, staged, ranks, SaverConfig(), move_tensors.SharedFolders(), None)
+    written = {"full": False, "digests": ["0" * 32] * 20}
+    assert len(ranks.agree("commit", written, decide=lambda _: None).values) == ranks.size * ranks.leads
 
 
 def looked_up(folder: Path) -> tuple[SaveRequest, LocalState, StagedSave]:
