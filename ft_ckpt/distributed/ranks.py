@@ -79,7 +79,8 @@ class Ranks:
         if self.size == 1:
             if error is not None:
                 raise error
-            return Agreed(decide([dict(value or {})]), [dict(value or {})])
+            values = [json.loads(json.dumps(dict(value or {})))]  # as several ranks would see it
+            return Agreed(json.loads(json.dumps(decide(values))), values)
         own = {"what": what, "value": dict(value or {}), **agreement.error_facts(error)}
         self._report_failure(error)
         self.rounds, self.slots = self.rounds + 1, 0

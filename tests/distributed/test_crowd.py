@@ -53,7 +53,7 @@ def meeting(coming, of=MANY, **given):
 
 
 def test_every_rank_is_told_what_rank_0_makes_of_all_values():
-    found, _ = meeting(range(MANY), verdict=lambda _: lambda values: sum(value["rank"] for value in values))
+    found, _ = meeting(range(MANY), decide=lambda _: lambda values: sum(value["rank"] for value in values))
     assert {agreed.told for agreed in found.values()} == {sum(range(MANY))}
     assert [value["rank"] for value in found[0].values] == [*range(MANY)]
     assert not any(agreed.values for rank, agreed in found.items() if rank)
@@ -63,7 +63,7 @@ def test_what_the_verdict_raises_is_raised_on_all():
     def refuse(_values):
         raise LoadError("these do not fit")
 
-    found, _ = meeting(range(MANY), verdict=lambda _: refuse)
+    found, _ = meeting(range(MANY), decide=lambda _: refuse)
     assert {(type(error), str(error)) for error in found.values()} == {(LoadError, "these do not fit")}
 
 
