@@ -79,8 +79,8 @@ class Ranks:
         if self.size == 1:
             if error is not None:
                 raise error
-            values = [json.loads(json.dumps(dict(value or {})))]  # as several ranks would see it
-            return Agreed(json.loads(json.dumps(decide(values))), values)
+            alone = [json.loads(json.dumps(dict(value or {})))]  # as several ranks would see it
+            return Agreed(json.loads(json.dumps(decide(alone))), alone)
         own = {"what": what, "value": dict(value or {}), **agreement.error_facts(error)}
         self._report_failure(error)
         self.rounds, self.slots = self.rounds + 1, 0
