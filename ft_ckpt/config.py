@@ -28,66 +28,66 @@ class SaverConfig:
     dtype: str = "as_is"
     """Floating-point type in the file: "as_is", "config" (what the model's config says), a torch type or its name."""
     format: str = DEFAULT_FORMAT
-    """Of weight files: "safetensors", "h5" (HDF5), or "dual" (one file that is valid as both)."""
+    """Format of weight files: "safetensors", "h5" (HDF5), or "dual" (one file that is valid as both)."""
     compression: str | None = None
-    """Of HDF5 files: "zstd", "lz4", "blosc2" (by hdf5plugin) or "gzip" (any reader); None writes them to be mapped."""
+    """Compression of HDF5 files: "zstd", "lz4", "blosc2" (hdf5plugin) or "gzip" (any reader); None: none, mappable."""
     max_shard_size: int | str = "50GB"
     """Largest weight file, in bytes or as "5GB" (decimal units, as in transformers) or "5GiB"."""
     attribute: str | None = None
-    """Submodule whose weights the folder holds, such as "policy"; a run keeps the rest with its state. None: all."""
+    """Submodule whose weights the folder holds, such as "policy"; a run stores the rest with its state. None: all."""
     chat_template_name: str | None = None
     """Names containing "olmo" end generation at <|im_end|> and <|endoftext|>; None keeps the model's own settings."""
     base_id: str | None = None
-    """Name on the Hub of an adapter's base that was loaded from a folder; adapter configs and cards then say it."""
+    """Name on the Hub of an adapter's base that was loaded from a folder, for adapter configs and model cards."""
     bucket_bytes: int = 256 << 20
-    """Memory rank 0 may use for tensors on their way from other ranks to the disk, in bytes."""
+    """Memory of rank 0 for tensors that are gathered from other ranks, in bytes."""
     nonfinite: str = "save"
-    """NaN and infinities in weights: "save" writes them as they are, "raise" refuses the checkpoint."""
+    """NaN and infinities in weights: "save" writes them, "raise" refuses the checkpoint."""
     name_template: str = "checkpoint-{step}"
-    """Folder in the directory: {step}, {epoch} (passes done); without {step}, saves of one epoch replace each other."""
+    """Folder in the directory: {step}, {epoch} (finished epochs); without {step}, saves of one epoch replace each other."""
     enter_timeout_seconds: float = 600.0
-    """How long ranks wait for each other to call `save` before the missing ones are named in an error."""
+    """Time that ranks wait for each other to call `save`, in seconds; then an error names the missing ranks."""
     io_threads: int | None = None
-    """Writer threads on each rank that writes; None: 4. Up to 32 MB on a local disk are written without any."""
+    """Writer threads on each rank that writes; None: 4. Up to 32 MB on a local disk are written without threads."""
     io_block_bytes: int = 8 << 20
-    """Memory written at once, in bytes, a multiple of 4096; two more blocks are held than there are threads."""
+    """Size of a write, in bytes, a multiple of 4096; memory is needed for two more blocks than threads."""
     direct_io: str = "auto"
-    """Unbuffered writes (O_DIRECT): "auto" for files from 8 MiB on where the file system takes them, "on", "off"."""
+    """Unbuffered writes (O_DIRECT): "auto" for files from 8 MiB on if the file system supports them, "on", "off"."""
     io_priority: str = "normal"
-    """Of what a save in the background writes, where the disk's scheduler looks at it: "normal" or "low"."""
+    """I/O priority of a background save, if the disk's scheduler supports it: "normal" or "low"."""
     each_rank_writes: str = "auto"
-    """Several ranks write, in one file system each what it holds, in a bucket each some of the files: "auto" where it
-    pays, "on", or "off" (rank 0 alone)."""
+    """Several ranks write: on a file system each its own bytes, in a bucket each some of the files. "auto" if it pays,
+    "on", or "off" (rank 0 alone)."""
     reuse_frozen: str = "auto"
-    """Frozen tensors in files of their own that later checkpoints link to: "auto" where it pays, "on", or "off"."""
+    """Frozen tensors in files of their own that later checkpoints hard-link: "auto" if it pays, "on", or "off"."""
     background: bool = False
-    """`save` and `save_state` return at once; the checkpoint is written while training goes on."""
+    """`save` and `save_state` return at once; the checkpoint is written while training continues."""
     snapshot_bytes: int | str | None = None
-    """Largest host copy of a save in the background, on each rank, in bytes or as "5GB"; larger saves are not."""
+    """Limit of the host copy of a background save on each rank, in bytes or as "5GB"; larger saves block."""
     every: Every | None = None
-    """When `step` saves a checkpoint to resume from; a number is of steps. None: only when it is told to."""
+    """When `step` saves a checkpoint to resume from; a number means steps. None: only on request."""
     keep: Keep | None = None
-    """Which checkpoints of the run stay after such a save; a number is of the newest. None: all."""
+    """Which checkpoints of the run stay after such a save; a number means the newest n. None: all."""
     on_failure: str = "raise"
-    """A save by `step` that fails: "raise", or "warn" and go on training."""
+    """After a failed save by `step`: "raise", or "warn" and continue."""
     when_full: str = "raise"
-    """A disk without room for a checkpoint: "raise"; "prune" as `keep` says first; "wait" until there is room."""
+    """On a disk without room for a checkpoint: "raise"; "prune" by `keep` first; "wait" until there is room."""
     on_difference: str = "warn"
-    """A run resumed with other settings than it was saved with, or a tensor that all ranks should hold alike and do not
-    when it is saved (rank 0's is taken, a run keeps each rank's own): "warn", "raise" or "ignore"."""
+    """On a resume with other settings than at the save, or replicas that differ at a save (the first rank's value is
+    stored, a run also stores each rank's own): "warn", "raise" or "ignore"."""
     fan_out: str = "auto"
-    """Who reads a checkpoint: each rank its part ("read"), or ("broadcast") rank 0 what all hold alike. "auto" is
-    "read", but for small ranges in a bucket, which rank 0 reads for all."""
+    """Which ranks read a checkpoint: each its part ("read"), or rank 0 the replicated tensors ("broadcast"). "auto" is
+    "read", except for small ranges in a bucket, which rank 0 reads for all."""
     store_options: Mapping[str, Any] | None = None
-    """Of the client of an object store that a URL leads to, as `ft_ckpt.open_place` takes them."""
+    """Options of the client of a URL's object store, as for `ft_ckpt.open_place`."""
     staging: str | os.PathLike[str] | None = None
-    """A folder of this machine, of the run alone: checkpoints for a bucket are committed there, and uploaded while
-    training goes on; a run resumes from the newest of both."""
+    """A local folder for this run alone: checkpoints for a bucket are committed there and uploaded during training; a
+    run resumes from the newest of both places."""
     overwrite: bool = False
-    """In a bucket a save may take the place of a checkpoint of its name, which is gone before the new one is whole;
-    `save` and `save_state` take it, too, for one save."""
+    """Replace a checkpoint of the same name in a bucket, which is deleted before the new one is whole; also an argument
+    of `save` and `save_state` for one save."""
     verify_resume: bool = True
-    """Compare the digests of all files of a checkpoint that a run is resumed from, most of them while they are read."""
+    """Compare the digests of all files on a resume, most of them while they are read."""
 
     def __post_init__(self) -> None:
         for name, meant in (("dtype", canonical_dtype), ("every", every_of), ("keep", keep_of)):

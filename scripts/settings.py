@@ -12,19 +12,19 @@ from ft_ckpt import Every, SaverConfig
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "settings.md"
 _HEAD = """# Settings
 
-You find here every setting with its default, its meaning and its unit. A value that cannot work is an error when the
-object is made, which names all problems at once. (`python scripts/settings.py` makes this page from the source.)
+Every setting with its default, meaning and unit. Values that cannot work raise an error that names all problems at once,
+when the object is made. (`python scripts/settings.py` writes this page from the source.)
 
 ## `SaverConfig`
 
-Given to `CheckpointSaver` as keywords, or together as `config=SaverConfig(...)`; `FtCkptCallback` takes them too (but
-`every`, which is the Trainer's to say). Beside them both take `on_saved`, functions that are called
+Pass them to `CheckpointSaver` as keywords, or together as `config=SaverConfig(...)`. `FtCkptCallback` takes them too,
+except `every`, because the Trainer decides when to save. Both also take `on_saved`, functions that are called
 [after each save](push.md#after-each-save).
 """
 _TAIL = """
 ## `Keep`
 
-Which checkpoints of a run stay. [What to keep](schedule.md#what-to-keep) has its rules.
+The checkpoints of a run that stay: see [What to keep](schedule.md#what-to-keep).
 """
 
 
