@@ -44,7 +44,7 @@ class SaverConfig:
     nonfinite: str = "save"
     """NaN and infinities in weights: "save" writes them, "raise" refuses the checkpoint."""
     name_template: str = "checkpoint-{step}"
-    """Folder in the directory: {step}, {epoch} (finished epochs); without {step}, saves of one epoch replace each other."""
+    """Folder in the directory: {step}, {epoch} (finished); without {step}, saves of one epoch replace each other."""
     enter_timeout_seconds: float = 600.0
     """Time that ranks wait for each other to call `save`, in seconds; then an error names the missing ranks."""
     io_threads: int | None = None

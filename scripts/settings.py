@@ -12,7 +12,7 @@ from ft_ckpt import Every, SaverConfig
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "settings.md"
 _HEAD = """# Settings
 
-Every setting with its default, meaning and unit. Values that cannot work raise an error that names all problems at once,
+Every setting with its default, meaning and unit. Values that cannot work raise one error that names all problems,
 when the object is made. (`python scripts/settings.py` writes this page from the source.)
 
 ## `SaverConfig`
