@@ -116,7 +116,7 @@ def stale_index(checkpoint):
     ],
 )
 def test_found_without_reading_every_byte(checkpoint, spoil, problem):
-    """Pain 26: truncated copies, dropped shards, stale indexes and weights load silently."""
+    """Truncated copies, dropped shards, stale indexes and weights load silently."""
     spoil(checkpoint)
     report = verify(checkpoint, deep=False)
     assert not report.ok
@@ -127,7 +127,7 @@ def test_found_without_reading_every_byte(checkpoint, spoil, problem):
 
 @pytest.mark.parametrize("deep", [True, False])
 def test_bit_rot_is_found_by_the_digest(checkpoint, deep):
-    """Pain 26: no content hash, so a flipped bit loads silently. Small files are hashed at every look."""
+    """No content hash, so a flipped bit loads silently. Small files are hashed at every look."""
     flip_a_bit(checkpoint)
     (problem,) = verify(checkpoint, deep=deep).problems
     assert problem.startswith(f"{SHARD}: digest xxh3-128:")
@@ -186,7 +186,7 @@ def test_oldest_first_and_the_newest_valid(tmp_path):
 
 
 def test_the_newest_is_invalid(tmp_path):
-    """Pain 20: auto-resume picks the half-written newest folder and fails."""
+    """Auto-resume picks the half-written newest folder and fails."""
     for step in (1, 2):
         save(tmp_path / f"checkpoint-{step}", step=step)
     (tmp_path / "checkpoint-2" / "model.safetensors").unlink()
@@ -195,7 +195,7 @@ def test_the_newest_is_invalid(tmp_path):
 
 
 def test_foreign_folders_are_no_checkpoints(tmp_path):
-    """Pain 20: "latest" is the largest number, whatever is in the folder."""
+    """ "latest" is the largest number, whatever is in the folder."""
     save(tmp_path / "checkpoint-1", step=1)
     (tmp_path / "checkpoint-20").mkdir()
     make_checkpoint(tmp_path / "checkpoint-30", step=30)

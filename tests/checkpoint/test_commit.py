@@ -134,7 +134,7 @@ def every_call(check):
 
 @in_every_case
 def test_killed_at_every_call(tmp_path, outcomes, prepare, act):
-    """Pain 20: killed mid-save, the newest folder is half-written."""
+    """Killed mid-save, the newest folder is half-written."""
 
     def killed(call):
         target = tmp_path / str(call) / "checkpoint"
@@ -157,7 +157,7 @@ def test_killed_at_every_call(tmp_path, outcomes, prepare, act):
     ],
 )
 def test_killed_and_its_recovery_stopped(tmp_path, outcomes, case, every):
-    """Pain 20: the machine that died once dies again while it cleans up, at every call of either."""
+    """The machine that died once dies again while it cleans up, at every call of either."""
     prepare, act = CASES[case]
     seen = []
 
@@ -297,7 +297,7 @@ def test_interrupted_at_every_call(tmp_path, outcomes, prepare, act, error):
 
 
 def test_a_reader_always_sees_a_whole_one(tmp_path):
-    """Pain 20: an overwrite never passes through a state in which neither the old nor the new is whole."""
+    """An overwrite never passes through a state in which neither the old nor the new is whole."""
     target = tmp_path / "checkpoint"
     save(target, step=0)
     writer = os.fork()
@@ -338,7 +338,7 @@ def test_everything_is_synced_and_in_order(tmp_path, monkeypatch):
 @pytest.mark.parametrize("umask", [0o022, 0o077, 0o002])
 @pytest.mark.parametrize("case", ["rename", "pour"])
 def test_modes_follow_the_umask(tmp_path, umask, case):
-    """Pain 25: saved files that other users cannot read (mode 0600)."""
+    """Saved files that other users cannot read (mode 0600)."""
     target, before = tmp_path / "runs" / "checkpoint", os.umask(umask)
     try:
         CASES[case][0](target)
@@ -395,7 +395,7 @@ def test_foreign_folders_are_moved_not_copied(tmp_path):
 @pytest.mark.parametrize("prepare", [foreign, committed])
 @pytest.mark.parametrize("shards", [1, 2])
 def test_no_stale_shard_survives(tmp_path, prepare, shards):
-    """Pain 26: old shards and a stale index mix with the new weights."""
+    """Old shards and a stale index mix with the new weights."""
     prepare(tmp_path / "checkpoint")
     (tmp_path / "checkpoint" / "pytorch_model-00001-of-00009.bin").write_text("stale")
     (tmp_path / "checkpoint" / "optimizer.bin").write_text("not weights")
@@ -471,7 +471,7 @@ def fill(folder):
 
 @pytest.mark.parametrize("prepare", [fresh, committed])
 def test_disk_full_keeps_the_old_one(small_disk, prepare):
-    """Pain 22: a full disk destroys the previous checkpoint."""
+    """A full disk destroys the previous checkpoint."""
     target = small_disk / "run" / "checkpoint"
     target.parent.mkdir()
     prepare(target)
@@ -488,7 +488,7 @@ def test_disk_full_keeps_the_old_one(small_disk, prepare):
 
 
 def test_file_size_limit_keeps_the_old_one(tmp_path):
-    """Pain 22: the same under RLIMIT_FSIZE, met while the manifest is written."""
+    """The same under RLIMIT_FSIZE, met while the manifest is written."""
     resource = pytest.importorskip("resource")
     committed(tmp_path / "checkpoint")
     before = contents(tmp_path)
@@ -504,7 +504,7 @@ def test_file_size_limit_keeps_the_old_one(tmp_path):
 
 
 def test_too_little_room_is_found_first(tmp_path):
-    """Pain 22: no size check before hours of writing."""
+    """No size check before hours of writing."""
     check_target(tmp_path / "new" / "checkpoint", 1000)
     with pytest.raises(NoSpaceError, match="bytes free on its device, expected at least 1,000,000,000,000,000,000"):
         check_target(tmp_path / "new" / "checkpoint", 10**18)
@@ -664,7 +664,7 @@ def test_a_stage_that_is_not_what_was_described(tmp_path, spoil, message):
 
 
 def test_recover_leaves_the_living_alone(tmp_path):
-    """Pain 21: one process cleans up what another is still writing."""
+    """One process cleans up what another is still writing."""
     target = tmp_path / "checkpoint"
     ours = open_stage(target)
     theirs = tmp_path / f".checkpoint.ft_ckpt-stage-elsewhere-1-{'0' * 8}"

@@ -84,7 +84,7 @@ def names(folder):
 
 
 def test_the_last_stay_whole(run):
-    """Pain 24: the newest by number stay; a user's folder of a like name, and another tool's, are not touched."""
+    """The newest by number stay; a user's folder of a like name, and another tool's, are not touched."""
     before = contents(run)
     sizes = [sum(file.size_bytes for file in info.manifest.files) for info in discover(run)]
     report = prune_run(run, Keep(last=2))
@@ -198,7 +198,7 @@ def test_the_run_itself_is_no_checkpoint_of_it(run):
 
 
 def test_another_runs_stay(run):
-    """Pain 24: two runs that share a folder."""
+    """Two runs that share a folder."""
     for step in (20, 21, 22):
         save_of(run / f"theirs-{step}", step=step, run_id="theirs")
     prune_run(run, Keep(last=1), run_id="theirs")
@@ -206,7 +206,7 @@ def test_another_runs_stay(run):
 
 
 def test_damaged_ones_take_no_place(run):
-    """Pain 24: the newest cannot be loaded, and the one before it is not deleted for its sake."""
+    """The newest cannot be loaded, and the one before it is not deleted for its sake."""
     (run / "checkpoint-12" / "config.json").unlink()
     prune_run(run, Keep(last=1))
     assert steps(run) == [11, 12]
@@ -229,7 +229,7 @@ def make_manifest(stage):
 
 
 def test_room_is_made_for_the_one_to_come(run):
-    """Pain 22: the disk is full, so what the next checkpoint will push out goes now; never the last that is valid."""
+    """The disk is full, so what the next checkpoint will push out goes now; never the last that is valid."""
     assert prune_run(run, Keep(last=5)).dropped == ()
     assert make_room(run, Keep(last=5), 13).dropped == (run / "checkpoint-8",)
     assert make_room(run, Keep(last=1, state=Keep(last=1)), 13).dropped == tuple(
@@ -285,7 +285,7 @@ def every_call(check):
 
 
 def test_killed_at_every_call(tmp_path, template):
-    """Pain 24: killed while it deletes; nothing else is harmed, and the next sweep finishes."""
+    """Killed while it deletes; nothing else is harmed, and the next sweep finishes."""
 
     def killed(call):
         root = tmp_path / str(call)

@@ -75,7 +75,7 @@ def test_ls_of_an_empty_run(tmp_path):
 
 
 def test_latest_falls_back_in_one_line(run):
-    """Pain 20: the newest is not valid, and the script that asks gets the one before."""
+    """The newest is not valid, and the script that asks gets the one before."""
     spoil(run / "checkpoint-20")
     answer = ft_ckpt("latest", run)
     assert (answer.returncode, answer.stdout) == (0, f"{run / 'checkpoint-1'}\n")
@@ -96,7 +96,7 @@ def test_verify(run):
 
 @pytest.mark.parametrize("fast", [True, False])
 def test_verify_says_what_is_wrong(run, fast):
-    """Pain 26: bit rot is found, in a file as small as this one without being asked for."""
+    """Bit rot is found, in a file as small as this one without being asked for."""
     shard = run / "checkpoint-1" / "model-00001-of-00002.safetensors"
     shard.write_bytes(shard.read_bytes()[:-1] + b"!")
     answer = ft_ckpt("verify", run / "checkpoint-1", "--json", *(["--fast"] if fast else []))
@@ -166,7 +166,7 @@ RULES = ["--last", "2", "--best", "loss:min", "--best", "loss:max:1", "--state-l
 
 
 def test_prune(long_run):
-    """Pain 24: what would go is said first, and why the rest stays."""
+    """What would go is said first, and why the rest stays."""
     answer = ft_ckpt("prune", long_run, *RULES, "--dry-run")
     lines = [line.rstrip().split(maxsplit=2) for line in answer.stdout.splitlines()]
     assert (answer.returncode, steps(long_run)) == (0, [10, 20, 30, 40, 50])
@@ -199,7 +199,7 @@ def test_prune_json(long_run):
 
 
 def test_prune_asks_which_run(long_run):
-    """Pain 24: two runs in one folder; which of them is meant has to be said."""
+    """Two runs in one folder; which of them is meant has to be said."""
     of_one_run(long_run)
     save_with_state(long_run / "other-1", 1, run_id="other")
     answer = ft_ckpt("prune", long_run, "--last", "1")

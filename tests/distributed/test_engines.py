@@ -51,7 +51,7 @@ def test_one_process():
 
 
 def test_ties_are_identity_not_storage():
-    """Pain 7: views of one flat buffer look tied to whoever compares storage."""
+    """Views of one flat buffer look tied to whoever compares storage."""
     flat = torch.randn(12)
     model = nn.Module()
     model.one, model.two = nn.Parameter(flat[:6]), nn.Parameter(flat[6:])
@@ -77,7 +77,7 @@ def test_meta_device_is_refused():
 
 
 def test_partitioned_without_a_trace_is_refused():
-    """Pain 1: ZeRO-3 parameters are `Size([0])`; whatever cannot be gathered is named, not written."""
+    """ZeRO-3 parameters are `Size([0])`; whatever cannot be gathered is named, not written."""
     model = nn.Linear(3, 2)
     model.weight.ds_shape = model.weight.shape
     model.weight.data = torch.empty(0)
@@ -106,7 +106,7 @@ def test_parts_that_auto_tp_describes(tmp_path):
 
 
 def test_given_state_dict_must_be_the_model_s():
-    """Pains 1, 9: empty, partial, prefix-mangled and zero-size dicts name their first offenders."""
+    """Empty, partial, prefix-mangled and zero-size dicts name their first offenders."""
     live, ranks = ModelTensors(nn.Linear(3, 2)).sources(), Ranks(0, 1)
     for given, words in (
         ({}, "weight: missing; bias: missing"),
@@ -118,7 +118,7 @@ def test_given_state_dict_must_be_the_model_s():
 
 
 def test_names_of_nested_wrappers():
-    """Pain 9: wrapper parts at any depth and order, told from a user's own module of such a name."""
+    """Wrapper parts at any depth and order, told from a user's own module of such a name."""
     inner = nn.Linear(2, 2)
     model = nn.ModuleDict({"_orig_mod": nn.ModuleDict({"a": torch.compile(checkpoint_wrapper(inner))})})
     found = ModelTensors(torch.compile(model)).sources()

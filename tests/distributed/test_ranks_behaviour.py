@@ -35,7 +35,7 @@ def passed(tmp_path_factory):
 
 
 def test_different_arguments_are_an_error_on_every_rank(passed):
-    """Pain 29: ranks disagree about what to save, and hang."""
+    """Ranks disagree about what to save, and hang."""
     passed("different_arguments")
 
 
@@ -44,22 +44,22 @@ def test_one_rank_pushes_and_calls_what_follows_a_save(passed):
 
 
 def test_error_on_one_rank_reaches_the_others(passed):
-    """Pain 28: one rank fails, the others wait until the watchdog comes."""
+    """One rank fails, the others wait until the watchdog comes."""
     passed("error_on_one_rank")
 
 
 def test_failed_write_leaves_the_older_checkpoint_and_latest(passed):
-    """Pains 23, 28: `latest` moved, or the old checkpoint gone, though the new one failed; ranks left waiting."""
+    """`latest` moved, or the old checkpoint gone, though the new one failed; ranks left waiting."""
     passed("writer_raises")
 
 
 def test_every_file_has_one_writer(passed):
-    """Pain 27: all ranks write the same tokenizer and config."""
+    """All ranks write the same tokenizer and config."""
     passed("one_writer")
 
 
 def test_a_hundred_overwriting_saves(passed):
-    """Pain 21: the atomic rename itself breaks with several ranks."""
+    """The atomic rename itself breaks with several ranks."""
     passed("overwriting")
 
 
@@ -74,10 +74,10 @@ def test_answers_larger_than_a_value_of_the_store(passed):
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_save_called_on_one_rank_only(passed, rank):
-    """Pain 29: `if is_main_process: save(...)` hangs until the timeout."""
+    """`if is_main_process: save(...)` hangs until the timeout."""
     passed(f"only_rank_{rank}")
 
 
 def test_slow_disk_outlasts_the_group_timeout(passed):
-    """Pain 28: the watchdog kills the job while rank 0 writes."""
+    """The watchdog kills the job while rank 0 writes."""
     passed("slow_writer")

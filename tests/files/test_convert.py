@@ -421,7 +421,7 @@ def test_a_source_that_breaks_off_leaves_the_old_target(tmp_path, monkeypatch, d
 
 @pytest.mark.parametrize("target", ["y.pt", "y.h5", "y/"])
 def test_killed_at_any_moment_nothing_is_half_done(tmp_path, target):
-    """Pain 20: killed mid-save, the newest file or folder is half-written."""
+    """Killed mid-save, the newest file or folder is half-written."""
     save_file({f"l{i}": torch.randn(500_000) for i in range(12)}, tmp_path / "x.safetensors")
     goal = f"{tmp_path}/{target}"
     whole = expected(load_file(tmp_path / "x.safetensors"))
@@ -457,7 +457,7 @@ print(peak() - before)
 
 
 def test_memory_does_not_grow_with_the_model(tmp_path):
-    """Pain 30: out of memory where the whole state is put together."""
+    """Out of memory where the whole state is put together."""
     save_file({"big": torch.ones(3)}, tmp_path / "small.safetensors")
     tensors = {"embed": torch.zeros(75_000_000, dtype=torch.bfloat16), "head": torch.ones(75_000, 1000).bfloat16()}
     save_file(tensors, tmp_path / "x.safetensors")

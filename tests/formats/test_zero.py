@@ -47,7 +47,7 @@ def saved(written, tmp_path):
 
 @pytest.mark.parametrize("case", CASES)
 def test_weights_are_those_that_were_trained(written, case):
-    """Pain 12: zero_to_fp32 loses lm_head or frozen weights."""
+    """Zero_to_fp32 loses lm_head or frozen weights."""
     check_weights(open_place(written / case / "saved"), load_file(written / case / "truth.safetensors"))
 
 

@@ -177,7 +177,7 @@ class FormatContract:
         assert equal(load(real)["number"], state()["number"])
 
     def test_killed_while_saving(self, path: Path) -> None:
-        """Pain 46: killed at any moment, the file is the old one or the new one."""
+        """Killed at any moment, the file is the old one or the new one."""
         save({"number": torch.tensor(1), "big": torch.full((300_000,), 1)}, path, self.kind)
         for moment in range(4):
             done = [1]

@@ -95,7 +95,7 @@ def test_clean_last_n(layout: str, keep: int, left: str, tmp_path: Path) -> None
 
 
 def test_interrupted_cleaning_leaves_nothing_that_looks_whole(tmp_path: Path, monkeypatch) -> None:
-    """Pain 24: both marks go before the weights do."""
+    """Both marks go before the weights do."""
     lay_out(tmp_path, "step_1! step_2* step_3!")
 
     def killed(path: Path, **_: object) -> None:
@@ -184,7 +184,7 @@ def test_lora_saves_the_adapter_only(accelerator: Accelerator, tmp_path: Path) -
 
 
 def test_attribute_is_saved_as_the_model(accelerator: Accelerator, tmp_path: Path) -> None:
-    """Pain 13: PPO's policy alone, loadable by from_pretrained."""
+    """PPO's policy alone, loadable by from_pretrained."""
     model = models.build("policy_and_value")
     folder = saved(accelerator, model, tmp_path / "out", model_attribute_to_save="policy")
     assert equal(LlamaForCausalLM.from_pretrained(folder), model.policy)

@@ -44,7 +44,7 @@ def losses(made):
 
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 def test_resumed_after_any_step(tmp_path, shape):
-    """Pains 35 and 36: other batches, other random numbers, other losses after a resume."""
+    """Other batches, other random numbers, other losses after a resume."""
     expected = run(trainer(tmp_path / "plain", **{**shape, "save_strategy": "no"}))
     whole = ours(tmp_path / "run", **shape)
     assert run(whole) == expected
@@ -66,7 +66,7 @@ def test_killed_twice_and_resumed_from_the_newest(tmp_path):
 
 
 def test_a_damaged_and_a_half_written_checkpoint_are_passed_over(tmp_path):
-    """Pain 20: killed in the middle of a save, the newest folder is half-written."""
+    """Killed in the middle of a save, the newest folder is half-written."""
     expected = run(ours(tmp_path, stop_after=4))
     (tmp_path / "checkpoint-5").mkdir()
     (tmp_path / "checkpoint-5" / "model.safetensors").write_bytes(b"half")
@@ -244,7 +244,7 @@ def test_an_adapter_without_its_base(tmp_path):
 
 
 def test_the_limit_and_the_best(tmp_path):
-    """Pain 22: the best checkpoint deleted by the limit, or folders of others."""
+    """The best checkpoint deleted by the limit, or folders of others."""
     foreign = tmp_path / "checkpoint-99"
     foreign.mkdir()
     metrics = iter([0.5, 0.1, *[0.7] * 20])

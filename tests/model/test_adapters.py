@@ -86,7 +86,7 @@ def has_lora_only_biases() -> bool:
 
 @pytest.mark.parametrize("method", METHODS)
 def test_adapter_is_the_one_peft_writes(method, tmp_path):
-    """Pains 3, 5: what PEFT's own key logic keeps, no tensor less."""
+    """What PEFT's own key logic keeps, no tensor less."""
     model = tuned(method)
     save_adapter(model, tmp_path / "ours")
     # PEFT adds the whole frozen embedding when a target of that name is adapted; nothing needs it.
@@ -101,7 +101,7 @@ def test_adapter_is_the_one_peft_writes(method, tmp_path):
 
 @pytest.mark.parametrize("method", METHODS)
 def test_adapter_loads_on_its_base(method, tmp_path):
-    """Pains 3, 10: an adapter that loads in part, without a word."""
+    """An adapter that loads in part, without a word."""
     model = tuned(method)
     save_adapter(model, tmp_path)
     base = METHODS[method][0]
@@ -135,7 +135,7 @@ def test_pruned_adalora_keeps_its_rank_pattern(tmp_path):
 
 @pytest.mark.parametrize("how", ["peft", "transformers", "inject"])
 def test_adapter_is_small_however_it_was_attached(how, tmp_path):
-    """Pain 4: the frozen base written at every save, missed adapters that are no PeftModel."""
+    """The frozen base written at every save, missed adapters that are no PeftModel."""
     base, config = models.lora_wide().unload(), low_rank(r=2, target_modules=["q_proj"])
     model = trained(attach(base, config, how))
     save_adapter(model, tmp_path, tokenizer=models.tokenizer())
@@ -146,7 +146,7 @@ def test_adapter_is_small_however_it_was_attached(how, tmp_path):
 
 @pytest.mark.parametrize("how", ["transformers", "inject"])
 def test_injected_adapters_load_as_a_peft_model(how, tmp_path):
-    """Pain 4: adapters attached without PeftModel."""
+    """Adapters attached without PeftModel."""
     model = trained(attach(models.build("qwen3"), low_rank(), how))
     save_adapter(model, tmp_path)
     theirs = PeftModel.from_pretrained(models.build("qwen3"), tmp_path)
@@ -164,7 +164,7 @@ def attach(base: nn.Module, config: LoraConfig, how: str) -> nn.Module:
 
 
 def test_hand_trained_embeddings_are_saved(tmp_path):
-    """Pain 6: embeddings made trainable by hand are silently left out."""
+    """Embeddings made trainable by hand are silently left out."""
     model = get_peft_model(models.build("qwen3"), low_rank())
     model.get_input_embeddings().weight.requires_grad_(True)
     trained(model)
@@ -231,7 +231,7 @@ def test_replaced_embeddings_that_stay_tied_come_back(tmp_path):
 @pytest.mark.parametrize("target", ["q_proj", "model.embed_tokens"])
 @pytest.mark.parametrize("with_path", [False, True])
 def test_resized_embeddings_are_saved(target, with_path, tmp_path):
-    """Pain 6: new rows dropped when the base has no path, or when the target is spelled with its path."""
+    """New rows dropped when the base has no path, or when the target is spelled with its path."""
     models.build("qwen3").save_pretrained(tmp_path / "base")
     model = get_peft_model(resized(tmp_path, with_path, seed=1), low_rank(target_modules=["q_proj", target]))
     trained(model)
@@ -277,7 +277,7 @@ def resized(folder: Any, with_path: bool, seed: int) -> Any:
 
 
 def test_the_active_adapter_is_active_again(tmp_path):
-    """Pain 39: only one of several adapters comes back."""
+    """Only one of several adapters comes back."""
     model = trained(models.lora(models.build("qwen3")))
     model.set_adapter("second")
     save_adapter(model, tmp_path)
@@ -301,7 +301,7 @@ def test_full_save_of_a_peft_model_has_base_and_adapters(tmp_path):
 
 
 def test_another_base_is_refused(tmp_path):
-    """Pain 19: the adapter reloaded on a base with other weights, silently."""
+    """The adapter reloaded on a base with other weights, silently."""
     save_adapter(tuned("lora"), tmp_path)
     with pytest.raises(errors.BaseMismatchError, match="base"):
         ft_ckpt.load_model(tmp_path, base=models.build("qwen3", seed=1))
@@ -309,7 +309,7 @@ def test_another_base_is_refused(tmp_path):
 
 
 def test_base_is_found_by_its_recorded_path(tmp_path):
-    """Pain 19: the base is named in the checkpoint and used when nothing else is said."""
+    """The base is named in the checkpoint and used when nothing else is said."""
     models.build("qwen3").save_pretrained(tmp_path / "base")
     base = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
     model = trained(get_peft_model(base, low_rank()))
@@ -321,7 +321,7 @@ def test_base_is_found_by_its_recorded_path(tmp_path):
 
 
 def test_a_renamed_key_is_refused(tmp_path):
-    """Pain 10: keys that do not match are ignored, and the adapter does nothing."""
+    """Keys that do not match are ignored, and the adapter does nothing."""
     save_adapter(tuned("lora"), tmp_path)
     path = tmp_path / "adapter_model.safetensors"
     tensors = {name.replace("layers.0", "layerz.0"): tensor for name, tensor in load_file(path).items()}
@@ -331,7 +331,7 @@ def test_a_renamed_key_is_refused(tmp_path):
 
 
 def test_adapter_only_needs_an_adapter(tmp_path):
-    """Pain 4: adapter-only on a model without adapters must not fall back to the whole model."""
+    """Adapter-only on a model without adapters must not fall back to the whole model."""
     with pytest.raises(errors.NotAnAdapterError, match="Qwen3ForCausalLM"):
         save_adapter(models.build("qwen3"), tmp_path / "out")
     assert not (tmp_path / "out").exists()
@@ -344,7 +344,7 @@ def four_bit(folder: Any) -> Any:
 
 
 def test_adapter_on_a_quantised_base(tmp_path):
-    """Pain 14: quantised bases crash the save, or leave their state in the adapter."""
+    """Quantised bases crash the save, or leave their state in the adapter."""
     models.qwen3(hidden_size=64, intermediate_size=64, head_dim=16).save_pretrained(tmp_path / "base")
     model = trained(get_peft_model(four_bit(tmp_path), low_rank()))
     save_adapter(model, tmp_path / "ours")
@@ -355,7 +355,7 @@ def test_adapter_on_a_quantised_base(tmp_path):
 
 
 def test_full_save_of_a_quantised_model(tmp_path):
-    """Pain 14: the quantisation state lives outside the parameters."""
+    """The quantisation state lives outside the parameters."""
     models.qwen3(hidden_size=64, intermediate_size=64, head_dim=16).save_pretrained(tmp_path / "base")
     model = four_bit(tmp_path)
     CheckpointSaver().save(model, tmp_path / "ours")

@@ -22,7 +22,7 @@ def outputs(model: nn.Module, kind: str) -> torch.Tensor:
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_folder_is_the_one_save_pretrained_writes(name, tmp_path):
-    """Pains 7, 8, 9, 11: names, ties and layout of each architecture, on disk and after reload."""
+    """Names, ties and layout of each architecture, on disk and after reload."""
     architecture = ARCHITECTURES[name]
     model = make(architecture)
     before = {key: raw(tensor) for key, tensor in model.state_dict().items()}
@@ -37,7 +37,7 @@ def test_folder_is_the_one_save_pretrained_writes(name, tmp_path):
 
 @pytest.mark.parametrize("name", ["llama-tied", "mixtral", "t5", "vit", "mamba2"])
 def test_load_model_gives_the_same_model(name, tmp_path):
-    """Pain 10: a partial load that passes silently."""
+    """A partial load that passes silently."""
     architecture = ARCHITECTURES[name]
     model = make(architecture)
     CheckpointSaver().save(model, tmp_path / "ours")

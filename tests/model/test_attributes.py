@@ -26,7 +26,7 @@ def pair():
 
 
 def test_policy_alone_is_a_hugging_face_folder(pair, tmp_path):
-    """Pain 13: the composite saved instead of its policy."""
+    """The composite saved instead of its policy."""
     report = CheckpointSaver().save(pair, tmp_path / "ours", attribute="policy", tokenizer=models.tokenizer())
     assert report.kind == "attribute"
     assert_same_tensors(stored(tmp_path / "ours"), reference(pair.policy, tmp_path / "theirs"))
@@ -34,7 +34,7 @@ def test_policy_alone_is_a_hugging_face_folder(pair, tmp_path):
 
 
 def test_value_head_alone_loads_without_its_constructor(pair, tmp_path):
-    """Pain 13: the head, its buffer included, comes back as a module."""
+    """The head, its buffer included, comes back as a module."""
     CheckpointSaver().save(pair, tmp_path, attribute="value_head")
     assert_same_tensors(stored(tmp_path), pair.value_head.state_dict())
     loaded = ft_ckpt.load_model(tmp_path)
@@ -52,7 +52,7 @@ def test_value_head_loads_into_a_module_at_hand(pair, tmp_path):
 
 
 def test_a_module_of_another_shape_is_refused(pair, tmp_path):
-    """Pain 10: what does not fit is skipped, and the rest of the module stays random."""
+    """What does not fit is skipped, and the rest of the module stays random."""
     CheckpointSaver().save(pair, tmp_path, attribute="value_head")
     head = models.ValueHead()
     head.score = nn.Linear(5, 2)
@@ -83,14 +83,14 @@ def test_parts_load_one_by_one(pair, tmp_path):
 
 @pytest.mark.parametrize("attribute", ["critic", "policy.critic", ["policy", "critic"]])
 def test_unknown_attribute_lists_what_exists(pair, tmp_path, attribute):
-    """Pain 13: a filter that matches nothing writes an empty model."""
+    """A filter that matches nothing writes an empty model."""
     with pytest.raises(errors.UnknownAttributeError, match=r"critic.*(policy, value_head|lm_head)"):
         CheckpointSaver().save(pair, tmp_path / "out", attribute=attribute)
     assert not (tmp_path / "out").exists()
 
 
 def test_shared_trunk_is_recorded_and_shared_again(tmp_path):
-    """Pains 8, 13: one trunk under two names."""
+    """One trunk under two names."""
     model = models.build("shared_trunk").eval()
     CheckpointSaver().save(model, tmp_path, attribute=["policy", "value_model"])
     shared = {name for group in read_manifest(tmp_path).shared for name in group}
@@ -105,7 +105,7 @@ def test_shared_trunk_is_recorded_and_shared_again(tmp_path):
 
 @pytest.mark.parametrize("name", ["llama-tied", "mixtral", "llava"])
 def test_what_is_stored_under_other_names_is_shared_again(name, tmp_path):
-    """Pains 8, 13: fused experts, renamed towers, and heads that are tied in both parts."""
+    """Fused experts, renamed towers, and heads that are tied in both parts."""
     model = nn.Module()
     model.policy = make(ARCHITECTURES[name])
     model.value, model.trunk = type(model.policy)(model.policy.config), model.policy.model
@@ -119,7 +119,7 @@ def test_what_is_stored_under_other_names_is_shared_again(name, tmp_path):
 
 
 def test_lora_policy_inside_a_composite(tmp_path):
-    """Pains 4, 13: the adapter of one attribute, without base, head or prefix."""
+    """The adapter of one attribute, without base, head or prefix."""
     model = models.build("lora_policy_and_value").eval()
     CheckpointSaver().save(model, tmp_path / "ours", adapter_only=True, attribute="policy")
     model.policy.save_pretrained(tmp_path / "theirs")

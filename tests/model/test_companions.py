@@ -138,7 +138,7 @@ def test_sharded_class_is_saved_under_its_own_name(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("build", [models.llama, clip])
 def test_config_says_the_dtype_given(build, tmp_path: Path) -> None:
-    """Pain 18: the config and the file agree, for nested configs too."""
+    """The config and the file agree, for nested configs too."""
     model = build().to(torch.float32)
     model.config.dtype = "float16"
     for part in (model.config.get_text_config(),):
@@ -160,7 +160,7 @@ def test_tensors_are_not_read(tmp_path: Path) -> None:
 
 
 def test_settings_on_the_model_config_move_to_the_generation_config(tmp_path: Path) -> None:
-    """Pain 15: `save_pretrained` refuses such a config; it is repaired in the copy."""
+    """`save_pretrained` refuses such a config; it is repaired in the copy."""
     model = models.llama()
     model.config.repetition_penalty = 1.2
     with pytest.raises(ValueError, match="generation parameters"):
@@ -186,7 +186,7 @@ class Linear4bit(nn.Linear):
 
 @pytest.mark.parametrize("flag", [True, False])
 def test_quantisation_is_said_only_of_quantised_weights(flag: bool, tmp_path: Path) -> None:
-    """Pain 14: a merged or dequantised model keeps no word of its quantisation."""
+    """A merged or dequantised model keeps no word of its quantisation."""
     model = models.llama()
     model.config.quantization_config = dict(QUANTISED)
     model.is_quantized = flag
@@ -234,7 +234,7 @@ def test_tokenizer_without_eos_is_fine() -> None:
 
 
 def test_stop_token_outside_the_vocabulary() -> None:
-    """Pain 15: the unknown token would be written as the one that ends a turn."""
+    """The unknown token would be written as the one that ends a turn."""
     bare = tokenizer_without("<|im_end|>")
     with pytest.raises(CompanionError, match=r"'<\|im_end\|>' is not in the vocabulary"):
         generation_config(models.olmo2(), bare, "olmo")
@@ -280,7 +280,7 @@ INVALID = {
 
 @pytest.mark.parametrize("name", INVALID)
 def test_edited_generation_config_is_repaired(name: str, tmp_path: Path) -> None:
-    """Pain 15: an edit that cannot be saved costs the edited fields, not the checkpoint."""
+    """An edit that cannot be saved costs the edited fields, not the checkpoint."""
     model = models.llama()
     model.generation_config.repetition_penalty = 1.3
     for field, value in INVALID[name].items():
@@ -315,7 +315,7 @@ def test_published_generation_config_is_kept_as_it_is(tmp_path: Path) -> None:
 
 
 def test_chat_template_gives_equal_text_after_reload(tmp_path: Path) -> None:
-    """Pain 16: the trained tokenizer and its template are part of the checkpoint."""
+    """The trained tokenizer and its template are part of the checkpoint."""
     tokenizer = models.tokenizer()
     before = copy.deepcopy(vars(tokenizer)["init_kwargs"])
     reloaded = AutoTokenizer.from_pretrained(written(tmp_path / "ours", models.llama(), tokenizer=tokenizer))
@@ -440,7 +440,7 @@ def custom(tmp_path: Path, modules_cache: str, monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_custom_code_travels_with_the_model(custom: nn.Module, tmp_path: Path, monkeypatch) -> None:
-    """Pain 17: the checkpoint of a custom model loads in a fresh process without the original."""
+    """The checkpoint of a custom model loads in a fresh process without the original."""
     log = (tmp_path / "log").read_text()
     custom.config.auto_map = {name: f"org/repo--{entry}" for name, entry in AUTO_MAP.items()}
     target = written(tmp_path / "target", custom)
@@ -541,7 +541,7 @@ def test_card_of_an_adapter_is_what_peft_writes(task: str | None, tmp_path: Path
 
 
 def test_base_is_recorded(tmp_path: Path) -> None:
-    """Pain 19: the adapter says which model and revision it belongs to."""
+    """The adapter says which model and revision it belongs to."""
     model = adapter(task_type="CAUSAL_LM")
     model.peft_config["default"].base_model_name_or_path = None
     write_adapter(tmp_path, model, "default", base=BASE)

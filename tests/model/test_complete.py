@@ -29,7 +29,7 @@ def spoiled(model, how):
 
 @pytest.mark.parametrize("how", ["empty dict", "zero size", "slice", "missing", "extra", "prefixed", "other dtype"])
 def test_a_spoiled_state_dict_is_refused(how, tmp_path):
-    """Pains 1, 2, 9: a KB-sized model, a slice, or prefixed names that load to random weights."""
+    """A KB-sized model, a slice, or prefixed names that load to random weights."""
     model = models.build("qwen3")
     with pytest.raises(errors.IncompleteError, match=r"model\."):
         CheckpointSaver().save(model, tmp_path / "out", state_dict=spoiled(model, how))
@@ -46,7 +46,7 @@ def test_a_true_state_dict_is_taken(tmp_path):
 
 
 def test_a_partitioned_parameter_nobody_can_gather_is_refused(tmp_path):
-    """Pain 1: `Size([0])` weights of a partitioned model, without the engine that could gather them."""
+    """`Size([0])` weights of a partitioned model, without the engine that could gather them."""
     model = models.build("qwen3")
     weight = model.model.norm.weight
     shape = weight.shape
@@ -59,7 +59,7 @@ def test_a_partitioned_parameter_nobody_can_gather_is_refused(tmp_path):
 
 
 def test_views_of_one_buffer_are_separate_tensors(tmp_path):
-    """Pain 7: tensors that share memory, as under ZeRO, are taken for tied ones and dropped."""
+    """Tensors that share memory, as under ZeRO, are taken for tied ones and dropped."""
     model = models.build("llama")
     parameters = list(model.parameters())
     flat = torch.cat([parameter.detach().flatten() for parameter in parameters])
@@ -73,7 +73,7 @@ def test_views_of_one_buffer_are_separate_tensors(tmp_path):
 
 
 def test_a_tied_pair_that_has_drifted_apart_is_not_dropped(tmp_path):
-    """Pain 8: dropping one of two different tensors because the config calls them tied."""
+    """Dropping one of two different tensors because the config calls them tied."""
     model = models.build("llama")
     model.lm_head.weight = nn.Parameter(model.lm_head.weight.detach() + 1)
     with pytest.raises(errors.IncompleteError, match=r"lm_head\.weight"):
@@ -83,7 +83,7 @@ def test_a_tied_pair_that_has_drifted_apart_is_not_dropped(tmp_path):
 
 @pytest.mark.parametrize("dtype", ["as_is", "config", "bfloat16", "float32"])
 def test_dtype_policy(dtype, tmp_path):
-    """Pain 18: float32 masters of a bfloat16 model, written as they are or as the config says."""
+    """Float32 masters of a bfloat16 model, written as they are or as the config says."""
     model = models.build("qwen3").to(torch.bfloat16)
     model.config.dtype = "bfloat16"
     model.float()
@@ -116,7 +116,7 @@ class Quantised(nn.Module):
 
 
 def test_entries_beside_the_parameters_are_saved(tmp_path):
-    """Pain 14: the quantisation state is in no parameter."""
+    """The quantisation state is in no parameter."""
     model = nn.Sequential(Quantised(), nn.Linear(2, 2))
     CheckpointSaver().save(model, tmp_path)
     assert_same_tensors(stored(tmp_path), model.state_dict())

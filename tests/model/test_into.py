@@ -76,7 +76,7 @@ def large(s3, tmp_path):
 
 
 def test_memory_is_the_models_and_a_few_blocks(large):
-    """Pain 30: the whole checkpoint was held once more, beside the model it went into."""
+    """The whole checkpoint was held once more, beside the model it went into."""
     grown = {}
     for kind in ("float32", "bfloat16", "new"):
         command = [sys.executable, "-c", MEMORY, *large, kind]

@@ -89,7 +89,7 @@ MODULES = {
 @pytest.mark.filterwarnings("ignore:module.json. activation_relu_or_gelu")
 @pytest.mark.parametrize("name", MODULES)
 def test_round_trip_computes_the_same(name: str) -> None:
-    """Pain 13: a value head comes back as the module it was."""
+    """A value head comes back as the module it was."""
     module, example = MODULES[name]()
     rebuilt = rebuild(module)
     assert type(rebuilt) is type(module)

@@ -42,7 +42,7 @@ def fine_tune(model, tokenizer, steps=3):
 
 
 def test_full_save_gives_the_same_embeddings(tokenizer, tmp_path):
-    """Pains 11, 16: weights and tokenizer together, usable by any reader."""
+    """Weights and tokenizer together, usable by any reader."""
     model = AutoModel.from_pretrained(ORIGINAL)
     report = CheckpointSaver(tokenizer=tokenizer).save(model, tmp_path / "ours")
     model.save_pretrained(tmp_path / "theirs")
@@ -55,7 +55,7 @@ def test_full_save_gives_the_same_embeddings(tokenizer, tmp_path):
 
 
 def test_fine_tuned_adapter_gives_the_same_embeddings(tokenizer, tmp_path):
-    """Pains 3, 4, 19: the adapter alone, on the base it names."""
+    """The adapter alone, on the base it names."""
     base = AutoModel.from_pretrained(ORIGINAL)
     before = embed(base, tokenizer)
     model = get_peft_model(base, LoraConfig(r=4, target_modules=["query", "value"]))

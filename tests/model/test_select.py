@@ -30,7 +30,7 @@ def test_attribute_that_is_no_module(tmp_path):
 
 
 def test_attribute_without_tensors(tmp_path):
-    """Pain 13: a filter that matches nothing gives `{}`, which others write."""
+    """A filter that matches nothing gives `{}`, which others write."""
     model = nn.Module()
     model.empty, model.full = nn.ReLU(), nn.Linear(1, 1)
     refused(tmp_path, model, IncompleteError, "empty: no tensors to save", attribute="empty")
@@ -42,7 +42,7 @@ def test_adapter_of_a_model_without(tmp_path):
 
 
 def test_quantised_in_a_form_of_its_own(tmp_path):
-    """Pain 14: a quantiser whose weights are no plain tensors is refused by name, before anything is written."""
+    """A quantiser whose weights are no plain tensors is refused by name, before anything is written."""
 
     class HfQuantizer:
         def get_state_dict_and_metadata(self, model):
@@ -61,7 +61,7 @@ def test_quantised_in_a_form_of_its_own(tmp_path):
 
 
 def test_declared_tie_that_diverged_is_refused(tmp_path):
-    """Pain 8: a tied pair that is two tensors in memory; equal ones are stored once, others are an error."""
+    """A tied pair that is two tensors in memory; equal ones are stored once, others are an error."""
     model = llama()
     model.lm_head.weight = nn.Parameter(model.model.embed_tokens.weight.detach().clone())
     CheckpointSaver().save(model, tmp_path / "equal")
@@ -78,7 +78,7 @@ def test_declared_tie_that_diverged_is_refused(tmp_path):
 
 @pytest.mark.parametrize("how", ["shared", "equal", "different"])
 def test_weights_that_the_config_does_not_tie_are_in_the_file(how, tmp_path):
-    """Pain 8: transformers ties nothing there, and would fill a head that is in no file with random numbers."""
+    """Transformers ties nothing there, and would fill a head that is in no file with random numbers."""
     model = llama(tie_word_embeddings=how != "shared")
     weight = model.model.embed_tokens.weight
     model.lm_head.weight = weight if how == "shared" else nn.Parameter(weight.detach() + (how == "different"))
@@ -103,7 +103,7 @@ def test_nonfinite_values_by_policy(tmp_path):
 
 
 def test_casts_are_counted_and_config_agrees(tmp_path):
-    """Pain 18: float32 masters of a bf16 model double the file while the config says bf16."""
+    """Float32 masters of a bf16 model double the file while the config says bf16."""
     model = llama()
     model.config.dtype = torch.bfloat16
     report = CheckpointSaver(dtype="config").save(model, tmp_path / "config")
@@ -117,7 +117,7 @@ def test_casts_are_counted_and_config_agrees(tmp_path):
 
 
 def test_given_state_dict(tmp_path):
-    """Pains 1, 2, 9: what the caller gathered is held against the live model before anything is committed."""
+    """What the caller gathered is held against the live model before anything is committed."""
     model = llama()
     good = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     report = CheckpointSaver().save(model, tmp_path / "good", state_dict=good)

@@ -89,7 +89,7 @@ def values(folder: Path) -> set[float]:
 
 
 def torn_free(folder: Path, saves: int, slack_bytes: int) -> None:  # a leak would be 3.4 MB with each save
-    """Pain 32: step-1 moments with step-2 weights. Pain 33: every save takes more memory."""
+    """Step-1 moments with step-2 weights. Every save takes more memory."""
     model, optimizer, saver = stamped(folder)
     process, memory = psutil.Process(), []
     with saver:
@@ -191,7 +191,7 @@ CALLS = {
 
 @pytest.mark.parametrize("call", CALLS)
 def test_a_failure_is_raised_by_the_next_call_and_changes_nothing(tmp_path, failing, call):
-    """Pain 23: `latest` moved, or the old checkpoint deleted, before the new one is durable; nobody is told."""
+    """`latest` moved, or the old checkpoint deleted, before the new one is durable; nobody is told."""
     model, _optimizer, saver = stamped(tmp_path, keep=Keep(last=1))
     saver.step(step=1)
     saver.save_state().result(30)

@@ -78,7 +78,7 @@ def under(*what):
 
 @under("full")
 def test_full_save_is_save_pretrained_of_the_bare_model(runs, wrapper, tmp_path):
-    """Pains 1, 9, 11, 12: empty weights, wrapper prefixes, no usable file from shards, frozen weights lost."""
+    """Empty weights, wrapper prefixes, no usable file from shards, frozen weights lost."""
     folder = runs.case(wrapper, "full")
     model, saved = true_model("partly_frozen", folder), folder / "saved"
     assert_same_tensors(stored(saved), reference(model, tmp_path))
@@ -91,7 +91,7 @@ def test_full_save_is_save_pretrained_of_the_bare_model(runs, wrapper, tmp_path)
 
 @under("full")
 def test_tied_weights_are_stored_once_and_tied_on_reload(runs, wrapper):
-    """Pains 7, 8: shared tensors refused or dropped; the pair written twice and untied after reload."""
+    """Shared tensors refused or dropped; the pair written twice and untied after reload."""
     saved = runs.case(wrapper, "full") / "saved"
     assert "lm_head.weight" not in stored(saved)
     assert read_manifest(saved).parts[0].ties == (("model.embed_tokens.weight", "lm_head.weight"),)
@@ -101,7 +101,7 @@ def test_tied_weights_are_stored_once_and_tied_on_reload(runs, wrapper):
 
 @under("full")
 def test_manifest_knows_what_was_trained_and_the_tokenizer_is_there(runs, wrapper):
-    """Pains 12, 16: frozen parameters told from trained ones; the tokenizer saved beside the weights."""
+    """Frozen parameters told from trained ones; the tokenizer saved beside the weights."""
     saved = runs.case(wrapper, "full") / "saved"
     trained = {name for name, parameter in models.partly_frozen().named_parameters() if parameter.requires_grad}
     assert set(read_manifest(saved).parts[0].trainable) == trained
@@ -111,7 +111,7 @@ def test_manifest_knows_what_was_trained_and_the_tokenizer_is_there(runs, wrappe
 
 @under("converted", "experts")
 def test_fused_experts_get_their_names_on_disk(runs, wrapper, what, tmp_path):
-    """Pain 11: names that only the training framework can read."""
+    """Names that only the training framework can read."""
     folder = runs.case(wrapper, what)
     model = true_model(SAVES[what][0], folder)
     assert_same_tensors(stored(folder / "saved"), reference(model, tmp_path))
@@ -133,7 +133,7 @@ def test_small_shards_come_with_an_index(runs, wrapper, tmp_path):
 
 @under("cast")
 def test_dtype_is_the_one_asked_for_in_file_and_config(runs, wrapper, tmp_path):
-    """Pain 18: a bf16 model saved as fp32, or a config that says otherwise."""
+    """A bf16 model saved as fp32, or a config that says otherwise."""
     folder = runs.case(wrapper, "cast")
     model, saved = true_model("olmo2", folder).to(torch.bfloat16), folder / "saved"
     assert_same_tensors(stored(saved), reference(model, tmp_path))
@@ -143,7 +143,7 @@ def test_dtype_is_the_one_asked_for_in_file_and_config(runs, wrapper, tmp_path):
 
 @under("attribute")
 def test_one_attribute_lies_at_the_root(runs, wrapper, tmp_path):
-    """Pain 13: the wrapper saved instead of the policy, or a prefix filter that matches nothing."""
+    """The wrapper saved instead of the policy, or a prefix filter that matches nothing."""
     folder = runs.case(wrapper, "attribute")
     model, saved = true_model("policy_and_value", folder).policy, folder / "saved"
     assert_same_tensors(stored(saved), reference(model, tmp_path))
@@ -161,7 +161,7 @@ def test_merged_is_what_peft_merges_of_the_bare_model(runs, wrapper, what, tmp_p
 
 @under("attributes")
 def test_several_attributes_have_a_folder_each(runs, wrapper, tmp_path):
-    """Pain 13: the value head missing, the critic never saved."""
+    """The value head missing, the critic never saved."""
     folder = runs.case(wrapper, "attributes")
     model, saved = true_model("policy_and_value", folder), folder / "saved"
     assert_same_tensors(stored(saved / "policy"), reference(model.policy, tmp_path))
@@ -176,7 +176,7 @@ def test_several_attributes_have_a_folder_each(runs, wrapper, tmp_path):
 
 @under("shared_trunk")
 def test_a_shared_trunk_is_shared_again_after_loading(runs, wrapper, tmp_path):
-    """Pains 8, 13: two models on one trunk come back as two trunks."""
+    """Two models on one trunk come back as two trunks."""
     folder = runs.case(wrapper, "shared_trunk")
     model, saved = true_model("shared_trunk", folder), folder / "saved"
     assert_same_tensors(stored(saved / "policy"), reference(model.policy, tmp_path))
@@ -199,14 +199,14 @@ def test_saving_leaves_the_live_model_as_it_was(runs, wrapper, tmp_path):
 
 @under("after_eval")
 def test_saving_after_an_evaluation_saves_the_master_weights(runs, wrapper, tmp_path):
-    """Pain 18: what lies gathered in bfloat16 after a forward pass is not what is trained."""
+    """What lies gathered in bfloat16 after a forward pass is not what is trained."""
     folder = runs.case(wrapper, "after_eval")
     assert_same_tensors(stored(folder / "saved"), reference(true_model("qwen3", folder), tmp_path))
 
 
 @under(*ADAPTER)
 def test_adapters_are_only_adapters_and_all_of_them(runs, wrapper, what, tmp_path):
-    """Pains 2, 3, 4, 5: slices, empty files, the whole base, no modules_to_save."""
+    """Slices, empty files, the whole base, no modules_to_save."""
     folder = runs.case(wrapper, what)
     model, saved = true_peft_model(what, folder), folder / "saved"
     model.save_pretrained(tmp_path)
@@ -219,7 +219,7 @@ def test_adapters_are_only_adapters_and_all_of_them(runs, wrapper, what, tmp_pat
 
 @under(*ADAPTER)
 def test_adapters_load_on_their_base(runs, wrapper, what):
-    """Pain 3: an adapter file nothing can be restored from."""
+    """An adapter file nothing can be restored from."""
     folder = runs.case(wrapper, what)
     model, saved = true_peft_model(what, folder), folder / "saved"
     theirs = PeftModel.from_pretrained(true_base(what, folder), saved)
@@ -236,7 +236,7 @@ def test_adapters_load_on_their_base(runs, wrapper, what):
 
 @under("adapter_bytes")
 def test_an_adapter_save_moves_only_the_adapter(runs, wrapper, tmp_path):
-    """Pain 4: the frozen base gathered, or written, at every save."""
+    """The frozen base gathered, or written, at every save."""
     folder = runs.case(wrapper, "adapter_bytes")
     true_model("lora_wide", folder).save_pretrained(tmp_path)
     assert_same_tensors(stored(folder / "saved"), stored(tmp_path))
@@ -246,7 +246,7 @@ def test_an_adapter_save_moves_only_the_adapter(runs, wrapper, tmp_path):
 
 @under("streaming")
 def test_rank_zero_never_holds_the_whole_model(runs, wrapper, tmp_path):
-    """Pain 30: out of memory at save; the worker measures how much rank 0 grows."""
+    """Out of memory at save; the worker measures how much rank 0 grows."""
     folder = runs.case(wrapper, "streaming")
     assert_same_tensors(stored(folder / "saved"), reference(true_model("big", folder), tmp_path))
 
@@ -265,7 +265,7 @@ def true_base(what: str, folder: Path) -> nn.Module:
 
 @under("hdf5")
 def test_hdf5_holds_the_true_parameters(runs, wrapper, tmp_path):
-    """Pain 46: the same bits as the safetensors save, from every engine, for a reader that is not ours."""
+    """The same bits as the safetensors save, from every engine, for a reader that is not ours."""
     folder = runs.case(wrapper, "hdf5")
     expected = reference(true_model("mixtral", folder), tmp_path)
     with h5py.File(folder / "saved" / "model.h5") as file:

@@ -1,4 +1,4 @@
-"""Pain 20: killed at any moment, a run goes on as if it had not been."""
+"""Killed at any moment, a run goes on as if it had not been."""
 
 import pytest
 from launch import run_python

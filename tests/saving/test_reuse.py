@@ -424,7 +424,7 @@ def test_a_change_after_a_resume_is_seen(tmp_path, change):
 
 
 def test_killed_in_the_middle(model, tmp_path):
-    """Pain 20: killed mid-save, the newest folder is half-written."""
+    """Killed mid-save, the newest folder is half-written."""
     call = 0
 
     def save():

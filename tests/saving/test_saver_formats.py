@@ -102,7 +102,7 @@ def test_ties_stand_under_both_names_in_hdf5(tmp_path):
 
 @pytest.mark.parametrize("form", ["h5", "dual"])
 def test_changed_bytes_are_found(tmp_path, form):
-    """Pain 46, 26: a damaged HDF5 file opens as if nothing were wrong."""
+    """A damaged HDF5 file opens as if nothing were wrong."""
     report = CheckpointSaver(format=form).save(models.build("llama"), tmp_path / "out")
     with (report.path / "model.h5").open("r+b") as file:
         file.seek(-40_000, 2)

@@ -67,7 +67,7 @@ def test_save_needs_a_place_and_an_open_saver(tmp_path):
 
 
 def test_launched_as_two_but_alone(tmp_path, monkeypatch):
-    """Pain 27: a launcher that started two processes which do not know of each other: both would write."""
+    """A launcher that started two processes which do not know of each other: both would write."""
     import torch
 
     monkeypatch.setenv("WORLD_SIZE", "2")

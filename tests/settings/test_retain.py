@@ -31,12 +31,12 @@ def kept(run, keep, **options):
 
 
 def test_last_goes_by_number():
-    """Pain 24: sorted as text, checkpoint-9 is newer than checkpoint-10."""
+    """Sorted as text, checkpoint-9 is newer than checkpoint-10."""
     assert kept([held(step) for step in (9, 10, 8, 100)], Keep(last=2)) == [10, 100]
 
 
 def test_last_does_not_go_by_time():
-    """Pain 24: a checkpoint that was copied, and so has a younger time, is not the newest."""
+    """A checkpoint that was copied, and so has a younger time, is not the newest."""
     assert kept([held(1, created=1e9), held(2), held(3)], Keep(last=2)) == [2, 3]
 
 
@@ -46,7 +46,7 @@ def test_every_steps():
 
 
 def test_best_stays_and_the_newest_too():
-    """Pain 24: one limit for two purposes deletes the best, or the one to resume from."""
+    """One limit for two purposes deletes the best, or the one to resume from."""
     run = [held(step, metrics={"loss": loss}) for step, loss in ((1, 0.5), (2, 0.1), (3, 0.9), (4, 0.4), (5, 0.8))]
     assert kept(run, Keep(best=("loss", "min"))) == [2, 5]
     assert kept(run, Keep(best=("loss", "max"))) == [3, 5]
@@ -90,7 +90,7 @@ def test_without_rules_everything_stays():
 
 
 def test_damaged_ones_take_no_place():
-    """Pain 24: the limit counts what cannot be loaded, so all that can be is deleted."""
+    """The limit counts what cannot be loaded, so all that can be is deleted."""
     run = [held(step, valid=step < 4) for step in range(1, 7)]
     assert kept(run, Keep(last=2)) == [2, 3, 5, 6]
     assert kept(run, Keep(every_steps=100)) == [3]
@@ -101,7 +101,7 @@ def test_nothing_goes_while_none_is_valid():
 
 
 def test_another_runs_stay():
-    """Pain 24: two runs in one folder, and one deletes the other's."""
+    """Two runs in one folder, and one deletes the other's."""
     run = [held(step, run_id="ours" if step % 2 else "theirs") for step in range(8)]
     assert kept([*run, held(9)], Keep(last=1), run_id="ours") == [0, 2, 4, 6, 7, 9]
 

@@ -112,13 +112,13 @@ def test_a_save_that_failed_is_tried_an_interval_later():
 
 
 def test_minutes_count_from_the_end_of_the_last_save():
-    """Pain 45: save every N minutes."""
+    """Save every N minutes."""
     found, _ = drive(Every(minutes=1, **QUIET), 200, step_seconds=7, cost=30)
     assert list(found) == list(range(9, 201, 9))
 
 
 def test_a_signal_comes_first_and_is_answered_on_a_saved_step():
-    """Pain 45: a preempted run saves."""
+    """A preempted run saves."""
     every, fresh = Every(minutes=1), begin_history(5, 0, 0.0)
     assert shared_reason(every, fresh, 100.0, 0.0, "SIGTERM") == "SIGTERM"
     assert shared_reason(every, fresh, 100.0, 0.0) is None

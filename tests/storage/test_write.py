@@ -210,7 +210,7 @@ def test_memory_may_change_once_appended(tmp_path):
     ],
 )
 def test_wrong_feed_is_refused(tmp_path, datas, words):
-    """Pain 1: what arrives must be exactly what the live model promised."""
+    """What arrives must be exactly what the live model promised."""
     with Writer() as writer, pytest.raises(IncompleteError, match=words):
         write_file(plan([3, 4]), feed(datas, (4, 7, 12)[: len(datas)]), LocalStore(tmp_path), writer)
     assert not list(tmp_path.iterdir())
@@ -223,7 +223,7 @@ def test_more_than_planned_is_refused(tmp_path):
 
 @pytest.mark.parametrize("direct", ["on", "off"])
 def test_full_disk(tmp_path, direct):
-    """Pain 22: known at once, as an OSError of ours, and the writer's threads end."""
+    """Known at once, as an OSError of ours, and the writer's threads end."""
     code = f"""
 import resource, sys
 resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))

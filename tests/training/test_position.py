@@ -101,7 +101,7 @@ WITH_WORKERS: dict[str, Make] = {
 
 @pytest.mark.parametrize("name", LOADERS)
 def test_resumed_after_any_batch_a_run_goes_on_exactly(name) -> None:
-    """Pain 35: data order or position wrong after resume."""
+    """Data order or position wrong after resume."""
     make = LOADERS[name]
     steps, states = uninterrupted(make)
     scramble(1)
@@ -115,7 +115,7 @@ def test_resumed_after_any_batch_a_run_goes_on_exactly(name) -> None:
 @pytest.mark.parametrize("firsts", [(2, 3), pytest.param((1, 5), marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", LOADERS)
 def test_resumed_twice(name, firsts) -> None:
-    """Pain 35: the second resume restarts the stream."""
+    """The second resume restarts the stream."""
     make = LOADERS[name]
     steps, states = uninterrupted(make)
     for first in {min(first, len(steps)) for first in firsts}:
@@ -193,7 +193,7 @@ def test_position_goes_through_a_file_that_is_gone_when_the_data_is_asked_for(tm
 
 
 def test_what_is_skipped_is_not_read() -> None:
-    """Pain 35: skipping takes a day."""
+    """Skipping takes a day."""
     read = []
 
     class Watched(Numbers):
@@ -316,7 +316,7 @@ def test_a_state_that_is_none_is_refused() -> None:
 
 @pytest.mark.parametrize("seen", range(1, 5))
 def test_another_number_of_ranks_goes_on_after_the_samples_that_were_seen(seen) -> None:
-    """Pain 38: cannot resume on another number of GPUs."""
+    """Cannot resume on another number of GPUs."""
 
     def rank(index: int, size: int) -> DataPosition:
         data = Numbers(count=48)
@@ -390,7 +390,7 @@ def outcomes(tmp_path_factory) -> dict[tuple[int, str], str]:
 @pytest.mark.timeout(1500)
 @pytest.mark.parametrize(("ranks", "case"), [(ranks, case) for ranks, cases in LAUNCHES for case in cases])
 def test_ranks_that_read_together(outcomes, ranks, case) -> None:
-    """Pain 38: cannot resume on another number of GPUs. Cases are those of tests/workers/position.py."""
+    """Cannot resume on another number of GPUs. Cases are those of tests/workers/position.py."""
     assert outcomes[ranks, case] == ""
 
 

@@ -39,7 +39,7 @@ SHAPES = {
 @pytest.mark.parametrize("stops", [(1, 5, 6, 7, 12, 16), pytest.param(range(1, 19), marks=pytest.mark.slow)])
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 def test_stopped_after_any_batch(tmp_path, shape, stops):
-    """Pains 35 and 36: other batches, other random numbers, other losses after a resume."""
+    """Other batches, other random numbers, other losses after a resume."""
     expected = whole(tmp_path / "whole", **shape)
     batches = sum(1 for first, _ in expected if isinstance(first, float))
     assert batches == 18
@@ -60,7 +60,7 @@ def test_with_loader_workers(tmp_path, shape):
 
 
 def test_resumed_twice(tmp_path):
-    """Pain 35: the second resume begins the data anew."""
+    """The second resume begins the data anew."""
     for first, second in ((2, 2), (5, 1), (6, 3), (7, 9)):
         folder = tmp_path / f"{first} {second}"
         parts = begin(folder, first), go_on(folder, second), go_on(folder)
@@ -78,7 +78,7 @@ def test_every_item_is_reported(tmp_path):
 
 
 def test_the_report_names_what_changed_in_the_run(tmp_path):
-    """Pain 37: the batch size or the accumulation was another one, silently."""
+    """The batch size or the accumulation was another one, silently."""
     begin(tmp_path, 4, accumulate=2)
     run = prepared(accumulate=4)
     with pytest.warns(UserWarning, match="gradient accumulation: 2 when it was saved, 4 now"):
@@ -116,7 +116,7 @@ def test_the_report_names_what_was_trained_and_is_frozen(tmp_path, few):
     [("auto", "checkpoint-4"), ("must", "checkpoint-4"), ("never", None), ("checkpoint-2", "checkpoint-2")],
 )
 def test_modes(tmp_path, mode, found):
-    """Pain 40: --resume is ignored."""
+    """--resume is ignored."""
     run = prepared()
     with CheckpointSaver(run.accelerator, tmp_path, every=Every(steps=2, signals=()), **QUIET) as saver:
         train(run, saver, 5)
@@ -172,7 +172,7 @@ class Counter:
 
 
 def test_objects_of_the_user(tmp_path):
-    """Pains 40 and 42: early stopping, the average of the weights, registered objects are forgotten."""
+    """Early stopping, the average of the weights, registered objects are forgotten."""
     run, counter, average = prepared(), Counter(3), network()
     run.accelerator.register_for_checkpointing(counter)
     saver = CheckpointSaver(run.accelerator, tmp_path, **QUIET)
@@ -221,7 +221,7 @@ def test_without_accelerate(tmp_path):
 
 
 def test_moments_follow_their_parameters(tmp_path):
-    """Pain 37: same shapes in another order, and the moments of one land on the other."""
+    """Same shapes in another order, and the moments of one land on the other."""
     torch.manual_seed(0)
     model = nn.ModuleDict({"a": nn.Linear(3, 3, bias=False), "b": nn.Linear(3, 3, bias=False)})
     optimizer = torch.optim.AdamW([model["a"].weight, model["b"].weight])
@@ -254,7 +254,7 @@ class Odd(torch.optim.SGD):
 
 
 def test_an_odd_optimizer_is_refused_when_the_saver_is_made(tmp_path):
-    """Pain 34: found out at the end of the training."""
+    """Found out at the end of the training."""
     accelerator = prepared().accelerator
     accelerator.prepare(Odd(accelerator._models[0].parameters()))
     with pytest.raises(SelectionError, match=r"0\.weight: odd: object"):
@@ -262,7 +262,7 @@ def test_an_odd_optimizer_is_refused_when_the_saver_is_made(tmp_path):
 
 
 def test_eight_bit_state(tmp_path):
-    """Pain 34: 8-bit moments with their maps and scales."""
+    """8-bit moments with their maps and scales."""
     bitsandbytes = pytest.importorskip("bitsandbytes")
     model = nn.Linear(128, 64)
     optimizer = bitsandbytes.optim.AdamW8bit(model.parameters(), lr=0.01)
@@ -314,7 +314,7 @@ def test_load_model_reads_the_weights_beside_the_state(tmp_path):
 
 
 def test_a_lora_run_is_its_adapter_and_its_optimizer(tmp_path):
-    """Pain 4: every checkpoint of a LoRA run holds the frozen base."""
+    """Every checkpoint of a LoRA run holds the frozen base."""
     model = models.build("lora_wide")
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad])
     model(**models.batch(seed=0)).loss.backward()
@@ -336,7 +336,7 @@ def test_a_lora_run_is_its_adapter_and_its_optimizer(tmp_path):
 
 
 def test_a_gradient_scaler(tmp_path):
-    """Pain 36: the scale of mixed precision begins anew."""
+    """The scale of mixed precision begins anew."""
     model = network()
     scaler, again = (torch.amp.GradScaler("cpu", init_scale=scale) for scale in (512.0, 4.0))
     scaler.scale(torch.ones(1))  # it has a scale once it was used
@@ -351,7 +351,7 @@ STATE_FILES = ["state/training.json", "state/training.safetensors", "model.safet
 @pytest.mark.parametrize("file", STATE_FILES)
 @pytest.mark.parametrize("damage", ["delete", "truncate", "flip", "pickle"])
 def test_damage_is_named_and_an_older_checkpoint_taken(tmp_path, file, damage):
-    """Pains 26, 36 and 41: a damaged file is passed over in silence, or a pickle in its place is run."""
+    """A damaged file is passed over in silence, or a pickle in its place is run."""
     run = prepared()
     with CheckpointSaver(run.accelerator, tmp_path, every=Every(steps=2, signals=()), **QUIET) as saver:
         train(run, saver, 4)
@@ -420,7 +420,7 @@ def hurt(path, damage, target):
 
 
 def test_no_pickle_in_a_checkpoint(tmp_path):
-    """Pain 41: optimizer and random numbers in pickles, which newer torch refuses and anybody can replace."""
+    """Optimizer and random numbers in pickles, which newer torch refuses and anybody can replace."""
     run = prepared(accumulate=4)
     with CheckpointSaver(run.accelerator, tmp_path, **QUIET) as saver:
         train(run, saver, 2)
@@ -436,7 +436,7 @@ def test_no_pickle_in_a_checkpoint(tmp_path):
 
 
 def test_best_metric_and_retention_survive_a_resume(tmp_path):
-    """Pain 40: the best metric is forgotten, and the best checkpoint deleted."""
+    """The best metric is forgotten, and the best checkpoint deleted."""
     every, keep = Every(best=("loss", "min"), signals=()), Keep(last=1, best=("loss", "min"))
     run = prepared()
     with CheckpointSaver(run.accelerator, tmp_path, every=every, keep=keep, **QUIET) as saver:

@@ -63,7 +63,7 @@ def test_weights_alone_go_into_wrapped_models(exact, case):
 
 @pytest.mark.parametrize(("before", "ranks", "after", "more"), ELASTIC, ids=lambda value: str(value))
 def test_another_number_of_ranks_under_another_wrapper(tmp_path, before, ranks, after, more):
-    """Pain 38: a run that can only go on with as many devices as it began with."""
+    """A run that can only go on with as many devices as it began with."""
     left = f"leave/{before}/llama"
     assert run_cases("resume", [left], tmp_path / "first", ranks)[left] == ""
     taken = f"take/{after}/llama"
@@ -84,7 +84,7 @@ def test_another_mesh_of_transformers(tmp_path, before, ranks, after, more):
 
 @pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="needs the deepspeed extra")
 def test_under_zero_and_out_of_it(tmp_path):
-    """Pain 38: DeepSpeed refuses another number of ranks."""
+    """DeepSpeed refuses another number of ranks."""
     cases = ["exact/zero1/partly_frozen", "exact/zero2/llama", "exact/zero3/lora", "leave/zero3/llama"]
     cases += ["into/zero2/llama", "into/zero3/llama"]
     outcomes = run_cases("resume", cases, tmp_path / "first", timeout=280, env=ZERO)

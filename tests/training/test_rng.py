@@ -58,7 +58,7 @@ def test_another_numpy_generator_is_kept() -> None:
 @pytest.mark.parametrize("name", ["python", "numpy", "torch"])
 @pytest.mark.parametrize("damage", ["missing", "short", "other kind"])
 def test_what_cannot_be_restored_is_named_and_the_rest_is(name, damage) -> None:
-    """Pain 36: a missing or corrupt RNG state passed in silence."""
+    """A missing or corrupt RNG state passed in silence."""
     scramble(1)
     state = rng.capture_generators()
     expected = draws()

@@ -27,7 +27,7 @@ def together(tmp_path_factory):
 
 @pytest.mark.parametrize("case", TOGETHER)
 def test_two_ranks(together, case):
-    """Pain 45: a flag that one rank reads, and ranks that leave alone."""
+    """A flag that one rank reads, and ranks that leave alone."""
     assert together[case] == ""
 
 
@@ -75,7 +75,7 @@ def test_what_is_kept(tmp_path):
     with CheckpointSaver(run.accelerator, tmp_path, every=Every(steps=2, signals=()), keep=keep, **QUIET) as saver:
         (tmp_path / "checkpoint-keep-me").mkdir()
         train(run, saver)
-    shutil.rmtree(tmp_path / "checkpoint-keep-me")  # pain 24: a folder that is not ours is deleted
+    shutil.rmtree(tmp_path / "checkpoint-keep-me")  # a folder that is not ours is deleted
     assert folders(tmp_path) == ["checkpoint-6", "checkpoint-12", "checkpoint-16", "checkpoint-18"]
     assert [name for name in folders(tmp_path) if (tmp_path / name / "state").exists()] == ["checkpoint-18"]
 
@@ -108,7 +108,7 @@ def disk(monkeypatch):
 
 
 def test_a_full_disk_is_an_error(tmp_path, disk):
-    """Pain 22: the disk fills up, the run dies."""
+    """The disk fills up, the run dies."""
     disk["folder"], run = tmp_path, prepared()
     saver = CheckpointSaver(run.accelerator, tmp_path, every=Every(steps=2, signals=()), **QUIET)
     with saver, pytest.raises(NoSpaceError):

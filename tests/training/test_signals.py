@@ -46,7 +46,7 @@ def child(*arguments):
 @pytest.mark.parametrize("second", [0, "--hang"])
 @pytest.mark.parametrize("name", WATCHED)
 def test_the_first_is_remembered_and_the_second_ends_the_process(name, second):
-    """Pain 45: the first asks for a save at the end of the step; whoever insists gets an end at once."""
+    """The first asks for a save at the end of the step; whoever insists gets an end at once."""
     number, process = signal.Signals[name], child(*[second] if second else [])
     process.send_signal(number)
     assert process.stdout.readline() == f"{name}\n"

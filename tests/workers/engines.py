@@ -135,7 +135,7 @@ def bounded() -> None:
 
 
 def handed_over() -> None:
-    """Pain 1: a gathered state dict is on rank 0 alone, the others have None; none on rank 0 is an error on all."""
+    """A gathered state dict is on rank 0 alone, the others have None; none on rank 0 is an error on all."""
     model = fsdp2(build())
     full = full_state_dict(model)
     folder = Path(sys.argv[1]) / "handed"
@@ -146,7 +146,7 @@ def handed_over() -> None:
 
 
 def gathering_fails() -> None:
-    """Pain 28: rank 0 fails between two tensors; the others learn it at once, not when their patience ends."""
+    """Rank 0 fails between two tensors; the others learn it at once, not when their patience ends."""
     begun, ranks = time.monotonic(), current_ranks(60)
     feed = stream_chunks(list(ModelTensors(fsdp2(build())).sources().values()), ranks, 64)
     error: BaseException | None = None
