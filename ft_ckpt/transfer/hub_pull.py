@@ -85,7 +85,7 @@ def _download_files(api: HfApi, place: HubPlace, oid: str, names: Sequence[str],
         paths = map(place.path_of, names)
         list(pool.map(lambda path: _download_file(api, place.repo_id, path, oid, arriving.folder), paths))
     _take_over(arriving, list(map(place.path_of, names)), store, names)
-    arriving.delete([each.name for each in arriving.list()])
+    arriving.delete_all()
 
 
 def _download_file(api: HfApi, repo_id: str, path: str, oid: str, folder: Path) -> None:

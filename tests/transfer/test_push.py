@@ -79,6 +79,7 @@ def test_a_pushed_checkpoint_is_one_commit_and_comes_back_as_it_was(hub, made, t
     fetched = pull(report.url, tmp_path / "back")
     assert fetched.verified
     assert fetched.oid == report.oid
+    assert all(path.is_file() for path in (tmp_path / "back").iterdir())
     assert ft_ckpt.verify(tmp_path / "back").ok
     assert read_manifest(tmp_path / "back").metrics == METRICS
     assert stored(tmp_path / "back").keys() == stored(made / "full").keys()
