@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from ft_ckpt.checkpoint.checks import SMALL_BYTES, checkpoint_problems, small_problems, stored_bytes
+from ft_ckpt.checkpoint.checks import checkpoint_problems, small_problems, stored_bytes
 from ft_ckpt.checkpoint.manifest import MANIFEST_LIMIT_BYTES, MANIFEST_NAME, Manifest, check_paths, manifest_from_json
 from ft_ckpt.errors import (
     CheckpointError,
@@ -20,6 +20,7 @@ from ft_ckpt.errors import (
     damaged_input,
     listing,
 )
+from ft_ckpt.storage.digests import SMALL_BYTES
 from ft_ckpt.storage.listed_store import hold_listed
 from ft_ckpt.storage.local_store import LocalStore
 from ft_ckpt.storage.place import Place, open_place

@@ -11,13 +11,12 @@ from ft_ckpt.checkpoint.manifest import MANIFEST_LIMIT_BYTES, Manifest, PartReco
 from ft_ckpt.errors import CheckpointError, CorruptError, MissingError, UnreadableError, listing, reason_of
 from ft_ckpt.formats.layout import TensorRecord
 from ft_ckpt.formats.safetensors import HELPER, read_header
-from ft_ckpt.storage.digests import FileRecord, digest_of_open, digest_problem
+from ft_ckpt.storage.digests import SMALL_BYTES, FileRecord, digest_of_open, digest_problem
 from ft_ckpt.storage.local_store import LocalStore
 from ft_ckpt.storage.store import Readable, Store, Stored, read_text
 
 Digester = Callable[[Readable, FileRecord], str]
 _WORTH_THREADS_BYTES = 8 << 20
-SMALL_BYTES = 1 << 20  # files below it are hashed whenever a checkpoint is looked at: configs, tokenizers, indexes
 
 # What a reader of a model (or of an adapter) goes by. One of these that the manifest does not list is left over from
 # another save: from_pretrained takes model.safetensors before an index, vLLM takes every shard, and an

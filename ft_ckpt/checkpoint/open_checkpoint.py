@@ -11,7 +11,7 @@ import os
 import tempfile
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
 
@@ -28,6 +28,7 @@ from ft_ckpt.storage.listed_store import ListedStore
 from ft_ckpt.storage.local_disk import open_regular
 from ft_ckpt.storage.local_store import LocalStore, folder_of
 from ft_ckpt.storage.place import Place, open_place
+from ft_ckpt.storage.source_proof import SourceFolder, SourceProof, proving
 from ft_ckpt.storage.store import Store
 
 _DESCRIPTORS = Path("/proc/self/fd")
@@ -98,27 +99,43 @@ class OpenCheckpoint:
 
 
 @contextmanager
-def open_checkpoint(place: str | os.PathLike[str] | Place) -> Iterator[OpenCheckpoint]:
+def open_checkpoint(place: str | os.PathLike[str] | Place, *, compares: bool = True) -> Iterator[OpenCheckpoint]:
     """The checkpoint at `place`, its files open while the block runs, and leased so that nothing deletes it.
 
+    What is read in its `store` is compared with the digests in its manifest, see `source_proof`: small files when they
+    are opened, all others by each commit and at the end of the block. Without `compares` that is left to the caller.
+
     A file that is missing is not in its `store`. Raises NotACheckpointError or ManifestError as `load_manifest` does,
-    CorruptError when an object is not the one that was committed, a file cannot be opened or is no file, or where open
-    files have no paths (outside Linux) and the checkpoint was replaced meanwhile.
+    CorruptError when a file that was read is damaged, an object is not the one that was committed, a file cannot be
+    opened or is no file, or where open files have no paths (outside Linux) and the checkpoint was replaced meanwhile.
     """
     store = open_place(place).folder
     if not isinstance(store, LocalStore):
-        with ExitStack() as stack:
-            yield _open_listed(store, stack)
+        with ExitStack() as stack, _proved(_open_listed(store, stack), compares) as listed:
+            yield listed
         return
     path = store.folder.absolute()
     with hold_lease(path), ExitStack() as stack:
         while (held := _open_local(path, stack)) is None:  # replaced meanwhile
             stack.close()
         try:
-            yield held
+            with _proved(held, compares) as proved:
+                yield proved
         except CheckpointError as error:
             error.args = tuple(_with_found_path(arg, held) for arg in error.args)
             raise
+
+
+@contextmanager
+def _proved(held: OpenCheckpoint, compares: bool) -> Iterator[OpenCheckpoint]:
+    """The open checkpoint, whose files are compared while they are read, if it `compares`."""
+    store = held.store
+    if not (compares and isinstance(store, (SourceFolder, ListedStore))):
+        yield held
+        return
+    proof = SourceProof(store, held.manifest.files)
+    with proving(proof):
+        yield replace(held, store=replace(store, proof=proof))
 
 
 def checkpoint_around(place: Place) -> tuple[Store, str] | None:
@@ -128,11 +145,12 @@ def checkpoint_around(place: Place) -> tuple[Store, str] | None:
 
 
 @contextmanager
-def hold_open(path: str | os.PathLike[str] | Place) -> Iterator[Place]:
+def hold_open(path: str | os.PathLike[str] | Place, *, compares: bool = True) -> Iterator[Place]:
     """Where to read the file or folder `path` while the block runs.
 
-    If it is a checkpoint of ours, or lies in one, that is held open, and what comes out is among its open files. A
-    file that the checkpoint does not list is read where it is; so is whatever is no checkpoint of ours.
+    If it is a checkpoint of ours, or lies in one, that is held open, and what comes out is among its open files, which
+    are compared as `open_checkpoint` says. A file that the checkpoint does not list is read where it is; so is whatever
+    is no checkpoint of ours.
 
     Raises what `open_checkpoint` does.
     """
@@ -142,7 +160,7 @@ def hold_open(path: str | os.PathLike[str] | Place) -> Iterator[Place]:
         yield place
         return
     root, name = found
-    with open_checkpoint(Place(root)) as held:
+    with open_checkpoint(Place(root), compares=compares) as held:
         inside = Place(held.store, name)
         yield inside if inside.exists else place
 

@@ -13,7 +13,6 @@ from typing import Protocol
 
 from ft_ckpt.checkpoint import commit
 from ft_ckpt.checkpoint.bucket_removal import files_of_save
-from ft_ckpt.checkpoint.checks import SMALL_BYTES
 from ft_ckpt.checkpoint.delete import manifest_files
 from ft_ckpt.checkpoint.manifest import MANIFEST_NAME, Manifest, check_paths, manifest_to_json
 from ft_ckpt.checkpoint.marks import LEASE, PIN, SAVING, TOMBSTONE, is_mark, settled_list
@@ -21,9 +20,10 @@ from ft_ckpt.checkpoint.numbers import next_number
 from ft_ckpt.checkpoint.save_mark import SaveMark
 from ft_ckpt.errors import CorruptError, NameTakenError, TargetError, listing
 from ft_ckpt.storage.buffers import BLOCK_BYTES
-from ft_ckpt.storage.digests import FileRecord, read_record
+from ft_ckpt.storage.digests import SMALL_BYTES, FileRecord, read_record
 from ft_ckpt.storage.local_store import LocalStore
 from ft_ckpt.storage.place import Place
+from ft_ckpt.storage.source_proof import prove_sources
 from ft_ckpt.storage.store import Store, Stored
 
 _READS_AT_ONCE = 8
@@ -44,7 +44,10 @@ class Staging(Protocol):
         ...
 
     def commit(self, manifest: Manifest) -> None:
-        """Make the files the checkpoint, durably, or change nothing; raises as `commit.commit_stage` does."""
+        """Make the files the checkpoint, durably, or change nothing; raises as `commit.commit_stage` does.
+
+        Raises CorruptError where they were made of damaged checkpoints, see `source_proof`.
+        """
         ...
 
     def discard(self) -> None:
@@ -72,6 +75,7 @@ class LocalStaging:
 
     def commit(self, manifest: Manifest) -> None:
         """Put the stage in place, see `commit.commit_stage`."""
+        prove_sources()
         commit.commit_stage(self.stage, self.target, manifest)
 
     def discard(self) -> None:
@@ -93,6 +97,7 @@ class ObjectStaging:
         Raises CorruptError where they differ; NameTakenError where another save was faster, whose objects these may
         have replaced: it has to be verified; TargetError, also when another save has taken the folder over.
         """
+        prove_sources()
         check_paths(manifest, self.store.url)
         if manifest.step is None and manifest.number is None:
             manifest = replace(manifest, number=next_number(self.store, self.beside))

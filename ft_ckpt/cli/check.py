@@ -12,7 +12,6 @@ from typing import Annotated, Any
 
 import typer
 
-from ft_ckpt.checkpoint import catalog
 from ft_ckpt.cli import views
 from ft_ckpt.cli.options import JsonOption
 from ft_ckpt.errors import CheckpointError, ConfigError, LoadError, listing
@@ -174,6 +173,7 @@ def _compare_steps(through: Sequence[Step], resumed: Sequence[Step]) -> Iterator
 
 def _compare_ends(one: Path, other: Path) -> tuple[int, list[str]]:
     """How many tensors the two runs ended with, and which of them differ; random numbers and places are left out."""
+    from ft_ckpt.checkpoint.open_checkpoint import open_checkpoint
     from ft_ckpt.files.diff import compare_files
     from ft_ckpt.files.folder import JoinedFile
     from ft_ckpt.formats import detect
@@ -181,9 +181,10 @@ def _compare_ends(one: Path, other: Path) -> tuple[int, list[str]]:
     with ExitStack() as stack:
         joined = []
         for path in (one, other):
-            parts = {tensor.file: part.path for part in catalog.read_manifest(path).parts for tensor in part.tensors}
+            held = stack.enter_context(open_checkpoint(path))
+            parts = {tensor.file: part.path for part in held.manifest.parts for tensor in part.tensors}
             files = [
-                (f"{part}/" if part else "", detect.open_tensor_file(open_place(path / file).open()))
+                (f"{part}/" if part else "", detect.open_tensor_file(held.store.open(file)))
                 for file, part in parts.items()
             ]
             joined.append(JoinedFile(files, path.name))

@@ -63,7 +63,7 @@ def show_file(source: Place, *, as_json: bool) -> None:
     from ft_ckpt.checkpoint.open_checkpoint import hold_open
     from ft_ckpt.files.convert import open_source
 
-    with hold_open(source) as place, closing(open_source(place)) as file:
+    with hold_open(source, compares=False) as place, closing(open_source(place)) as file:
         specs, ties = dict(file.specs), dict(getattr(file, "ties", {}))
         skipped = list(getattr(file, "skipped", ()))
     size = sum(spec.size_bytes for spec in specs.values())

@@ -60,7 +60,8 @@ def average(
     other types must be equal in all sources, else the last source's is taken and the report names it. The companions
     (config, tokenizer) are the last source's; a state of training is not averaged. Adapters are averaged factor by
     factor, and must be of one base and configuration. The manifest says what the average was made from: `latest` and
-    `best` pass it over, and no rule of a run deletes it. Further arguments are those of `convert`.
+    `best` pass it over, and no rule of a run deletes it. Sources are compared with their digests while they are read.
+    Further arguments are those of `convert`.
 
     Raises ConfigError for counts and weights that cannot be, SelectionError naming tensors that differ in name, shape
     or type, LoadError for adapters of different bases; for files as `convert` does.

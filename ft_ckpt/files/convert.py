@@ -76,7 +76,8 @@ def convert(
     TensorFlow by the first pattern that its name fits. At most a few slices are held, or one tensor where it is not
     stored in row-major order. All of them may be URLs: what is written to a bucket is streamed there. A checkpoint that
     is there cannot be replaced in one step: that is refused, or with `overwrite` it is deleted first. A checkpoint of
-    ours is held open: a save that replaces it meanwhile changes nothing, and none deletes it.
+    ours is held open: a save that replaces it meanwhile changes nothing, and none deletes it. It is compared with its
+    digests while it is read; nothing is written of a damaged one.
 
     Raises ConfigError, SelectionError for names and types that cannot be, LoadError or CorruptError for the source,
     TargetError or NoSpaceError for the target.

@@ -14,6 +14,7 @@ from ft_ckpt.formats.write_files import FilePlan, write_file
 from ft_ckpt.storage.digests import FileRecord
 from ft_ckpt.storage.progress import track_progress
 from ft_ckpt.storage.read_ahead import read_ahead
+from ft_ckpt.storage.source_proof import prove_sources
 from ft_ckpt.storage.store import Store
 from ft_ckpt.storage.writer import Region, Writer, region_of
 
@@ -90,7 +91,16 @@ def _archive_regions(archive: TorchArchive, chunks: Iterator[Region]) -> Iterato
 
 
 def write_outputs(outputs: list[Output], store: Store, progress: bool) -> list[FileRecord]:
-    """Write `outputs` into `store`, durably, with a bar if `progress` and on a terminal."""
+    """Write `outputs` into `store`, durably, with a bar if `progress` and on a terminal.
+
+    Raises CorruptError where they were made of damaged checkpoints; then the last one is not finished.
+    """
     total = sum(one.plan.layout.size_bytes for one in outputs)
+
+    def regions_of(one: Output) -> Iterator[Region]:
+        yield from track(one.regions())
+        if one is outputs[-1]:  # before a file is finished: in a bucket it takes its place then
+            prove_sources()
+
     with Writer() as writer, track_progress(total, "converting", progress) as track:
-        return [write_file(one.plan, track(one.regions()), store, writer) for one in outputs]
+        return [write_file(one.plan, regions_of(one), store, writer) for one in outputs]

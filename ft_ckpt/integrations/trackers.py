@@ -15,6 +15,7 @@ from ft_ckpt.errors import ConfigError
 from ft_ckpt.saving.execute import SaveReport
 from ft_ckpt.storage.local_copy import local_folder
 from ft_ckpt.storage.place import Place
+from ft_ckpt.storage.source_proof import prove_sources
 from ft_ckpt.transfer.outgoing import weights_manifest
 
 __all__ = ["checkpoint_values", "log_to_accelerate", "log_to_mlflow", "log_to_trackio", "log_to_wandb"]
@@ -58,7 +59,7 @@ def log_to_wandb(
 
     `run` defaults to the one that `wandb.init` has begun, `name` of the artifact to "checkpoint-" and the run's id. The
     training state is in it with `state`. Without `upload` the artifact only refers to the folder. Versions are known as
-    "latest", "step-500" and, where the run ranks its checkpoints, "best".
+    "latest", "step-500" and, where the run ranks its checkpoints, "best". Files are compared with their digests first.
     """
 
     def log_artifact(report: SaveReport) -> None:
@@ -73,6 +74,7 @@ def log_to_wandb(
             if upload:
                 paths = _paths_of(held.manifest, state=state)
                 with local_folder(Place(held.store), paths.__contains__) as folder:
+                    prove_sources()
                     for path in paths:
                         artifact.add_file(str(folder / path), name=path)
             else:
@@ -89,6 +91,7 @@ def log_to_mlflow(
     """Log the values of each save to MLflow, and its files as artifacts in `folder`, below the checkpoint's name.
 
     `run_id` defaults to the run that `mlflow.start_run` has begun. The training state is among the files with `state`.
+    They are compared with their digests first.
     """
 
     def log_files(report: SaveReport) -> None:
@@ -103,6 +106,7 @@ def log_to_mlflow(
         with open_checkpoint(report.place) as held:
             paths = _paths_of(held.manifest, state=state)
             with local_folder(Place(held.store), paths.__contains__) as there:
+                prove_sources()
                 for path in paths:
                     below = path.rpartition("/")[0]
                     place = "/".join(step for step in (folder, report.place.last_step, below) if step)

@@ -160,7 +160,7 @@ def _load_best(model: nn.Module, path: Path, deep: bool, ranks: Ranks, stack: Ex
 
 
 def _open_best(path: Path, deep: bool, stack: ExitStack) -> ResumePoint:
-    held = stack.enter_context(open_checkpoint(path))
+    held = stack.enter_context(open_checkpoint(path, compares=False))
     if problems := held.find_problems(deep, keep=held.tensor_files):
         raise CorruptError(f"{path}: {listing(list(problems))}; the best model was not loaded")
     return open_resume_point(held, stack)

@@ -8,10 +8,10 @@ import torch
 from torch import Tensor, nn
 
 from ft_ckpt.checkpoint.manifest import PartRecord
-from ft_ckpt.checkpoint.open_checkpoint import OpenCheckpoint
+from ft_ckpt.checkpoint.open_checkpoint import OpenCheckpoint, checkpoint_around, open_checkpoint
 from ft_ckpt.distributed.source import Source
 from ft_ckpt.distributed.tensors import ModelTensors
-from ft_ckpt.errors import BaseMismatchError, LoadError, listing
+from ft_ckpt.errors import BaseMismatchError, CorruptError, LoadError, listing
 from ft_ckpt.formats.dtypes import dtype_of
 from ft_ckpt.formats.registry import format_named
 from ft_ckpt.model.adapters import PREFIX, adapter_parts, base_sources, is_peft_model
@@ -20,6 +20,7 @@ from ft_ckpt.model.base_model import differing_tensors, is_floating, keeps_base
 from ft_ckpt.model.open_weights import read_tensors, weight_names
 from ft_ckpt.model.pretrained import companions_here, model_class
 from ft_ckpt.model.selection import View
+from ft_ckpt.storage.place import Place, open_place
 
 
 @dataclass(frozen=True, eq=False)
@@ -32,12 +33,13 @@ class Attached:
     notes: tuple[str, ...]
 
 
-def base_of(record: PartRecord, given: Any, trust_remote_code: bool) -> nn.Module:
+def base_of(record: PartRecord, given: Any, trust_remote_code: bool, *, verify: bool) -> nn.Module:
     """The base model for an adapter: `given` as module, folder or id, else the one it was trained on.
 
-    Code that lies with the base is run only with `trust_remote_code`; nobody is asked.
+    Code that lies with the base is run only with `trust_remote_code`; nobody is asked. A base in a checkpoint of ours
+    is compared with its manifest, all its digests with `verify`.
 
-    Raises LoadError when there is neither, or when it cannot be had.
+    Raises LoadError when there is neither, or when it cannot be had; CorruptError when its files are damaged.
     """
     if isinstance(given, nn.Module):
         return given
@@ -46,6 +48,7 @@ def base_of(record: PartRecord, given: Any, trust_remote_code: bool) -> nn.Modul
     if place is None:
         raise LoadError(f"adapter {record.adapter!r}: its base was built in memory and has no id; pass base=")
 
+    _refuse_damaged_base(place, verify)
     revision = record.base.revision if record.base and given is None else None
     asked = {"revision": revision, "trust_remote_code": trust_remote_code}
     try:
@@ -56,6 +59,16 @@ def base_of(record: PartRecord, given: Any, trust_remote_code: bool) -> nn.Modul
             "model, a folder or an id"
         ) from error
     return model
+
+
+def _refuse_damaged_base(place: Any, verify: bool) -> None:
+    """Raise CorruptError for files of a checkpoint of ours that are not what its manifest says."""
+    around = checkpoint_around(open_place(place)) if open_place(place).is_folder else None
+    if around is None:
+        return
+    with open_checkpoint(Place(around[0]), compares=False) as held:
+        if problems := held.find_problems(deep=verify):
+            raise CorruptError(f"{held.location}: {listing(list(problems))}; use another copy of the base")
 
 
 def attach_adapters(

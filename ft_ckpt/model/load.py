@@ -95,13 +95,13 @@ def load_model(
     reads all. An accelerator as `device` is read to straight, a block at a time.
 
     `base`: the model an adapter goes on, as module, folder or id; default is the id it was trained on, whose sampled
-    weights are compared unless `check_base` is off. `into`: a module of yours to load a single part into, wrapped or
-    not: its own memory is filled, block by block, so a load that breaks off may leave a part of the values; one that
-    transformers stores otherwise than it is in memory (fused experts) is made beside it first. `classes`: classes of
-    plain modules by name, beside those already imported. `trust_remote_code`: run model code that lies in
-    the checkpoint, or with the base, as in transformers. `verify`: compare the digests of all files before anything is
-    made of them; those of files below 1 MB, and the sizes and headers of all, are always compared.
-    `with_report`: return (model, LoadReport).
+    weights are compared unless `check_base` is off. A folder of ours is compared with its manifest as `path` is.
+    `into`: a module of yours to load a single part into, wrapped or not: its own memory is filled, block by block, so a
+    load that breaks off may leave a part of the values; one that transformers stores otherwise than it is in memory
+    (fused experts) is made beside it first. `classes`: classes of plain modules by name, beside those already imported.
+    `trust_remote_code`: run model code that lies in the checkpoint, or with the base, as in transformers. `verify`:
+    compare the digests of all files before anything is made of them; those of files below 1 MB, and the sizes and
+    headers of all, are always compared. `with_report`: return (model, LoadReport).
 
     All files are opened at one moment, so a save that replaces the checkpoint meanwhile changes nothing. Raises
     NotACheckpointError, CorruptError when files differ from the manifest, LoadError naming every missing, unexpected
@@ -114,7 +114,7 @@ def load_model(
     place = None if is_host else torch.empty(0, device=device).device  # with its number: threads have their own
     options = _LoadOptions(base, into, classes or {}, strict, check_base, trust_remote_code, verify, mapped, place)
     root, wanted = _find_checkpoint(open_place(path), part)
-    with open_checkpoint(Place(root)) as held, _explain_errors(root):
+    with open_checkpoint(Place(root), compares=False) as held, _explain_errors(root):
         model, report = _load_checkpoint(held, wanted, options, device)
     return (model, report) if with_report else model
 
@@ -201,8 +201,9 @@ def _load_group(held: OpenCheckpoint, records: list[PartRecord], options: _LoadO
             raise LoadError(f"{held.store.url}: no part to load")
         return model, report
     if model is None:
-        trusted = options.trust_remote_code
-        model = options.into if options.into is not None else base_of(adapters[0], options.base, trusted)
+        trusted, given = options.trust_remote_code, options.base
+        model = options.into
+        model = base_of(adapters[0], given, trusted, verify=options.verify) if model is None else model
     notes = attach_adapters(model, held, adapters, check_base=options.check_base and not whole, beside=bool(whole))
     count = sum(len(record.tensors) for record in adapters) + (report.tensors if report else 0)
     return notes.model, LoadReport(

@@ -64,7 +64,8 @@ def merge(
     base is mapped, one layer at a time is in memory. A base that is quantised is refused, or with `dequantize`
     merged as what it stands for, in memory. Companions are the base's, the tokenizer is the adapter's if it has one.
     `check`="logits", or a batch, runs both models before the folder is committed, for which fused experts come into
-    memory. The manifest says what the model was made from. `overwrite` is that of `convert`.
+    memory. The manifest says what the model was made from. Checkpoints of ours are compared with their digests as they
+    are read. `overwrite` is that of `convert`.
 
     Raises SelectionError naming all that cannot be merged, LoadError where there is no base or the adapter does not fit
     it, BaseMismatchError for another base, IncompleteError for NaN; for files as `convert` does.
@@ -114,7 +115,7 @@ def base_on_files(place: Place, found: Place, *, dequantize: bool, in_memory: bo
     names, _ = weight_files(place.folder, "model")
     if not names or place.folder.stat("config.json") is None:
         raise LoadError(f"{found}: no model of transformers in it; name the folder of the adapter's base with base=")
-    with local_folder(place, lambda name: dequantize or name not in names) as folder:
+    with local_folder(place, lambda name: "/" not in name and (dequantize or name not in names)) as folder:
         if not is_quantised_folder(folder):
             file = JoinedFile([("", _open_mapped(place.folder, name)) for name in names], str(found))
             return model_on_files(folder, file, in_memory=in_memory)

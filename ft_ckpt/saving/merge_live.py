@@ -21,6 +21,7 @@ from ft_ckpt.saving.request import SaveRequest, request_of
 from ft_ckpt.saving.stored_adapters import StoredAdapters, find_adapters, find_base
 from ft_ckpt.storage.local_store import temporary_store
 from ft_ckpt.storage.place import Place
+from ft_ckpt.storage.source_proof import prove_sources
 
 
 def onto_plain_base(
@@ -30,7 +31,8 @@ def onto_plain_base(
 
     Without a `base` it is the one that the adapters name. It lasts until the stack ends; `in_memory` it can run. Each
     rank makes its own, and the live model is not changed. Raises LoadError where there is no base, BaseMismatchError
-    for one that this was not quantised from, SelectionError for a model that is cut over ranks.
+    for one that this was not quantised from, CorruptError for a damaged one, SelectionError for a model that is cut
+    over ranks.
     """
     live = QuantisedBase(model)
     stored = _store_adapters(unwrap(model), stack)
@@ -41,6 +43,7 @@ def onto_plain_base(
         place = stack.enter_context(hold_open(found))
         plain = base_on_files(place, found, dequantize=False, in_memory=in_memory).model
         live.refuse_other(plain, str(found))
+        prove_sources()  # here: another thread or rank may commit
     made: Any = attach_adapters(plain, stored.held, stored.records, check_base=not dequantize).model
     inside = made.get_base_model()
     inside.config, inside.name_or_path = live.plain_config(), live.module.name_or_path

@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 from threading import Lock
 
+from ft_ckpt.storage.local_file import Watch
 from ft_ckpt.storage.store import Readable, read_range
 
 _BLOCK_BYTES, _MOST_BLOCKS = 256 << 10, 16  # a request to a bucket takes as long as a megabyte
@@ -24,6 +25,12 @@ class CachedObject:
     def where(self) -> str:
         """As people write it."""
         return self.inner.where
+
+    @property
+    def watch(self) -> Watch | None:
+        """What is told of the bytes that are read."""
+        watch: Watch | None = getattr(self.inner, "watch", None)
+        return watch
 
     def read_into(self, memory: memoryview, start: int = 0) -> None:
         """Fill `memory` from `start` on, see `Readable.read_into`."""

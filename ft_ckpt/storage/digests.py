@@ -15,6 +15,7 @@ import xxhash
 from ft_ckpt.storage.local_file import open_local_file
 from ft_ckpt.storage.store import Readable, Store, read_range
 
+SMALL_BYTES = 1 << 20  # files below it are hashed whenever a checkpoint is opened: configs, tokenizers, indexes
 _AHEAD_BYTES = 16 << 20  # files from this size on are read by other threads ahead of the one that hashes
 _WHOLE, _CUT = "xxh3-128:", "xxh3-128-of-ranks:"
 

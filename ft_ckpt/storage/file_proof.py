@@ -8,10 +8,12 @@ was made of a damaged file.
 """
 
 import sys
+import threading
 from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass
+from functools import cached_property
 from os import cpu_count
 
 from ft_ckpt.errors import CorruptError, MissingError, UnreadableError, reason_of
@@ -20,6 +22,7 @@ from ft_ckpt.storage.read_ahead import ByteRun, read_ahead
 from ft_ckpt.storage.store import Readable, read_range
 
 _AHEAD_BYTES = 16 << 20  # smaller files are read in one go
+_GAP_BYTES = 64 << 10  # between two reads, as padding between tensors: read here rather than all of the rest again
 _NO_PART = sys.maxsize, sys.maxsize, -1
 
 
@@ -34,7 +37,7 @@ class PartDigests:
 
 @dataclass(eq=False)
 class FileProof:
-    """The digests of what the ranks `owners` wrote of a file; due until they were taken. Of one thread."""
+    """The digests of what the ranks `owners` wrote of a file; due until they were taken."""
 
     record: FileRecord
     open_file: Callable[[], Readable]
@@ -62,32 +65,51 @@ class FileProof:
         """What is to be read for it, in the order of the file: first byte, the one behind the last, who wrote it."""
         return owned_parts(self.record.cuts, self.record.size_bytes, self.taken)
 
+    @cached_property
+    def passing(self) -> "PassingDigest":
+        """Its digests, taken from what is read of the file by others."""
+        return PassingDigest(self)
+
     def read_now(self) -> None:
-        """Read what is to be read, if the digests are still due."""
+        """Read what did not pass by, if the digests are still due."""
         if not (self.is_due and self.taken):
             return
-        digest = PassingDigest(self)
         try:
-            with closing(self.open_file()) as file:
-                digest.take_from(file)
+            self.take_rest()
         except (MissingError, UnreadableError) as error:
             self.failure = f"{self.record.path}: unreadable ({reason_of(error)})"
         except CorruptError as error:
             self.failure = f"{self.record.path}: unreadable ({error})"
-        else:
-            digest.conclude()
+
+    def take_rest(self) -> None:
+        """Read what did not pass by. Raises CorruptError for a file of another size, and as reading does."""
+        with closing(self.open_file()) as file:
+            self.passing.take_from(file)
+        self.passing.conclude()
 
 
 class PassingDigest:
-    """Takes the digests of a proof from bytes that come by in the order of the file."""
+    """Takes the digests of a proof from bytes that come by in the order of the file, in any thread."""
 
     def __init__(self, proof: FileProof) -> None:
         self.proof, self.parts = proof, proof.parts
         self.states = {owner: new_digest() for owner in proof.taken}
         self.at, self.stop, self.owner = next(self.parts, _NO_PART)
+        self._lock = threading.RLock()  # reading a gap brings its bytes here
 
-    def take(self, start: int, content: memoryview) -> None:
-        """Bytes of the file from `start` on; those that come again, or that others compare, are passed over."""
+    def take(self, start: int, content: memoryview, file: Readable | None = None) -> None:
+        """Bytes of the file from `start` on; those that come again, or that others compare, are passed over.
+
+        So are bytes ahead of those that are next, but for a small gap, which is read from the `file` where that is
+        given.
+        """
+        with self._lock:
+            if file is not None and self.at < start <= self.at + _GAP_BYTES:
+                self._take(self.at, memoryview(read_range(file, self.at, start - self.at)))
+            if start <= self.at:
+                self._take(start, content)
+
+    def _take(self, start: int, content: memoryview) -> None:
         end = start + len(content)
         while self.at < end:
             high = min(end, self.stop)
@@ -97,14 +119,16 @@ class PassingDigest:
                 self.at, self.stop, self.owner = next(self.parts, _NO_PART)
 
     def take_from(self, file: Readable) -> None:
-        """All bytes, read for it. Raises CorruptError for a file of another size, and as reading does."""
+        """All bytes that have not come by, read for it. Raises CorruptError for another size, and as reading does."""
         proof, size_bytes = self.proof, self.proof.record.size_bytes
         if file.size_bytes != size_bytes:
             raise CorruptError(f"{file.size_bytes:,} bytes, expected {size_bytes:,}")
         if size_bytes < _AHEAD_BYTES:
-            self.take(0, memoryview(read_range(file, 0, size_bytes)))
+            at = min(self.at, size_bytes)
+            self.take(at, memoryview(read_range(file, at, size_bytes - at)))
             return
-        for part in read_ahead(ByteRun("", file, low, high - low) for low, high, _ in proof.parts):
+        rest = [(max(low, self.at), high) for low, high, _ in proof.parts if high > self.at]
+        for part in read_ahead(ByteRun("", file, low, high - low) for low, high in rest):
             self.take(part.start, part.content)
 
     def conclude(self) -> None:

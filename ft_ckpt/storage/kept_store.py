@@ -13,6 +13,7 @@ from ft_ckpt.storage.digests import FileRecord, RunningDigest, digest_of_open
 from ft_ckpt.storage.local_file import LocalFile, MappedBytes
 from ft_ckpt.storage.local_store import LocalStore
 from ft_ckpt.storage.read_ahead import LEAST_WHOLE_BYTES, is_cached, read_whole
+from ft_ckpt.storage.source_proof import SourceFolder
 from ft_ckpt.storage.store import Readable
 
 _STEP_BYTES = 32 << 20  # digested between two looks at whether the program is to end
@@ -82,14 +83,14 @@ class KeptFile:
 
 
 @dataclass(frozen=True)
-class KeptStore(LocalStore):
+class KeptStore(SourceFolder):
     """A folder of which some files are in memory, once they were digested to be kept."""
 
     kept: dict[str, KeptBytes] = field(default_factory=dict)
 
     def within(self, folder: str) -> LocalStore:
         """The store of a folder in this one, of which nothing is in memory."""
-        return LocalStore(self.folder / folder)
+        return SourceFolder(self.folder / folder, proof=self.proof)
 
     def open(self, name: str) -> Readable:
         """Open a regular file for reading, from memory if its bytes are there."""

@@ -6,7 +6,9 @@ from dataclasses import dataclass, field, replace
 from typing import Any, NoReturn, cast
 
 from ft_ckpt.errors import CorruptError, MissingError, TargetError
+from ft_ckpt.storage.local_file import Watch
 from ft_ckpt.storage.local_store import LocalStore
+from ft_ckpt.storage.source_proof import SourceProof
 from ft_ckpt.storage.store import Folder, FolderListing, Readable, Store, Stored, checked_name
 
 
@@ -17,12 +19,13 @@ class Asked:
     count: int = 0
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class _CountedObject:
     """An open object whose reads are counted."""
 
     inner: Readable
     asked: Asked
+    watch: Watch | None = None
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.inner, name)
@@ -31,6 +34,8 @@ class _CountedObject:
         """Read one range, see `Readable.read_into`."""
         self.asked.count += 1
         self.inner.read_into(memory, start)
+        if self.watch is not None:
+            self.watch(start, memory, None)
 
 
 @dataclass(frozen=True)
@@ -42,8 +47,11 @@ class ListedStore:
 
     inner: Store
     listed: Mapping[str, Stored]
-    opened: dict[str, Readable] = field(default_factory=dict, compare=False, repr=False)  # by what people call them
+    opened: dict[str, _CountedObject] = field(
+        default_factory=dict, compare=False, repr=False
+    )  # by what people call them
     asked: Asked = field(default_factory=Asked, compare=False)
+    proof: SourceProof | None = None  # compares what is read
 
     @property
     def url(self) -> str:
@@ -64,7 +72,7 @@ class ListedStore:
         begin = f"{folder}/"
         below = {name.removeprefix(begin): each for name, each in self.listed.items() if name.startswith(begin)}
         named = {name: replace(each, name=name) for name, each in below.items()}
-        return ListedStore(self.inner.within(folder), named, self.opened, self.asked)
+        return ListedStore(self.inner.within(folder), named, self.opened, self.asked, self.proof)
 
     def where(self, name: str) -> str:
         """An object as people write it."""
@@ -79,21 +87,22 @@ class ListedStore:
         return bytes(memory)
 
     def open(self, name: str) -> Readable:
-        """Open an object. Raises CorruptError when it is no longer the one that was listed."""
+        """Open an object. Raises CorruptError when it is no longer the one that was listed, or small and damaged."""
         known = self.stat(name)
         if known is None:
             raise MissingError(f"{self.where(name)}: no such object")
+        watch = None if self.proof is None else self.proof.watch_file(self.where(name))
         if (held := self.opened.get(self.where(name))) is not None:
-            return held
+            held.watch = watch
+            return cast("Readable", held)
         file = self.inner.open(name)
         if file.version != known.version:
             file.close()
             raise CorruptError(f"{self.where(name)}: written over while it was read; read it again")
         if file.can_map:
             return file
-        counted = cast("Readable", _CountedObject(file, self.asked))
-        self.opened[self.where(name)] = counted
-        return counted
+        counted = self.opened[self.where(name)] = _CountedObject(file, self.asked, watch)
+        return cast("Readable", counted)
 
     def list(self, prefix: str = "") -> list[Stored]:
         """All objects in the folder `prefix` and below it."""

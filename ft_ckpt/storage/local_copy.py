@@ -10,6 +10,7 @@ from ft_ckpt.storage.local_file import LocalFile, open_local_file
 from ft_ckpt.storage.local_store import LocalStore, temporary_store
 from ft_ckpt.storage.place import Place
 from ft_ckpt.storage.read_ahead import ByteRun, read_ahead
+from ft_ckpt.storage.source_proof import SourceFolder
 from ft_ckpt.storage.store import Readable, Store, Stored, read_range
 
 SMALL_COPY_BYTES = 8 << 20  # objects up to it are written in one call
@@ -65,9 +66,14 @@ def _is_any(_name: str) -> bool:
 def local_folder(place: Place, wanted: Callable[[str], bool] = _is_any) -> Iterator[Path]:
     """The path of a folder on this machine while the block runs: its own, or of a copy of the `wanted` objects in it.
 
-    What the block raises names the place and not the copy.
+    The wanted files of a checkpoint count as read, see `source_proof`. What the block raises names the place and not
+    the copy.
     """
     store = place.folder
+    if isinstance(store, SourceFolder) and store.proof is not None:
+        for each in store.list():
+            if wanted(each.name):
+                store.open(each.name).close()
     if isinstance(store, LocalStore):
         yield store.folder
         return

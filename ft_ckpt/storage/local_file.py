@@ -27,6 +27,7 @@ _libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 _FAILED = ctypes.c_void_p(-1).value
 _DONTNEED, _HUGEPAGE = 4, 14  # linux: MADV_DONTNEED, MADV_HUGEPAGE
 _MOST_AT_ONCE = 1 << 30  # bytes read in one call; Linux takes less than 2 GB
+Watch = Callable[[int, memoryview, "LocalFile | None"], None]  # is told of bytes that were read, and where
 
 
 class LocalFile:
@@ -40,6 +41,7 @@ class LocalFile:
         found = os.fstat(descriptor)
         self.size_bytes, self.version = found.st_size, local_disk.file_version(found)
         self._known = found.st_size, found.st_mtime_ns
+        self.watch: Watch | None = None
 
     @property
     def where(self) -> str:
@@ -64,6 +66,8 @@ class LocalFile:
                 f"{self.path.name}: ends at byte {start + done}, bytes up to {start + wanted} asked for; it was cut "
                 "short or its table is damaged"
             )
+        if self.watch is not None:
+            self.watch(start, memory, self)
 
     def map(self) -> "MappedBytes | None":
         """The file mapped as private memory, see `Readable.map`."""

@@ -73,6 +73,8 @@ class Place:
         except (MissingError, UnreadableError):
             raise
         except CorruptError as error:
+            if self.is_object:
+                raise
             raise LoadError(f"{self}: a folder, or no regular file; name a file") from error
 
     def folders_around(self, levels: int = 4) -> Iterator[tuple[Store, str]]:

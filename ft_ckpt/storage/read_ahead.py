@@ -25,7 +25,7 @@ from ft_ckpt.storage.buffers import (
     address_of,
     available_bytes,
 )
-from ft_ckpt.storage.local_file import LocalFile, MappedBytes
+from ft_ckpt.storage.local_file import LocalFile, MappedBytes, Watch
 from ft_ckpt.storage.store import Readable
 
 _LEAST_DIRECT_BYTES = 256 << 10  # below, what the kernel reads ahead is worth more
@@ -120,6 +120,10 @@ def read_ahead(
                 return
             job, block, reading = coming.popleft()
             reading.result()
+            watch: Watch | None = getattr(job.file, "watch", None)
+            if watch is not None:
+                near = job.file if isinstance(job.file, LocalFile) else None
+                watch(job.start, memoryview(block)[: job.end - job.start], near)
             for run, start, end in job.runs:
                 yield ReadPart(run, start, address_of(block) + start - job.start, end - start, block)
             keeper.leave_block(block)

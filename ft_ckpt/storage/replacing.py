@@ -9,6 +9,7 @@ from ft_ckpt.errors import ConfigError
 from ft_ckpt.storage.local_store import LocalStore
 from ft_ckpt.storage.place import Place, open_place
 from ft_ckpt.storage.placing import file_target, replace_file
+from ft_ckpt.storage.source_proof import prove_sources
 
 
 def object_target(path: str | os.PathLike[str] | Place) -> Place:
@@ -30,16 +31,18 @@ def replaced_object(target: Place) -> Iterator[Place]:
     """Yield a place at which the block makes an object, which then becomes `target`, durably, or nothing does.
 
     In a bucket it is `target` itself, since objects appear whole there; if the block raises after that, the object is
-    deleted. Raises OSError, TargetError.
+    deleted. Raises OSError, TargetError, and CorruptError where the object was made of damaged checkpoints.
     """
     store = target.store
     if isinstance(store, LocalStore):
         with replace_file(Path(store.where(target.name))) as stage:
             yield Place(LocalStore(stage.parent, syncs=False), stage.name)
+            prove_sources()
         return
     before = store.stat(target.name)
     try:
         yield target
+        prove_sources()
     except BaseException:
         after = store.stat(target.name)
         if after is not None and (before is None or before.version != after.version):

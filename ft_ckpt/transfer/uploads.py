@@ -213,7 +213,7 @@ class RunUploads:
             raise NameTakenError(
                 f"{goal}: of another run, {str(found.run_id)[:6]}; not replaced, use another directory for this run"
             )
-        with open_checkpoint(info.place) as held:
+        with open_checkpoint(info.place, compares=False) as held:
             report = copy_open(held, goal, held.manifest, overwrite=found is not None, shown=False, heed=self._heed_end)
             return push_report(held, goal, report)
 

@@ -13,7 +13,9 @@ from accelerate.tracking import GeneralTracker, on_main_process
 import ft_ckpt
 from ft_ckpt import CheckpointSaver, Keep
 from ft_ckpt.checkpoint.leases import lease_reasons
+from ft_ckpt.errors import CorruptError
 from ft_ckpt.integrations.trackers import log_to_accelerate, log_to_mlflow, log_to_trackio, log_to_wandb
+from ft_ckpt.storage import source_proof
 
 
 def run(folder, losses, on_saved, **settings):
@@ -134,6 +136,23 @@ def test_wandb_gets_a_version_of_an_artifact_for_each_save(tmp_path, monkeypatch
     assert not lease_reasons(tmp_path / "run" / "checkpoint-1")
     log_to_wandb(mine := Run(), "other", upload=False)(report_of(tmp_path / "run" / "checkpoint-1"))
     assert mine.logged[0][0].references == [((tmp_path / "run" / "checkpoint-1").as_uri(), False)]
+
+
+def test_damaged_files_are_not_sent(tmp_path, monkeypatch):
+    sent = []
+    monkeypatch.setitem(sys.modules, "wandb", types.SimpleNamespace(Artifact=Artifact))
+    functions = {"log_metrics": lambda *_, **__: None, "log_artifact": lambda path, **_: sent.append(path)}
+    monkeypatch.setitem(sys.modules, "mlflow", types.SimpleNamespace(active_run=lambda: None, **functions))
+    run(tmp_path, [1.0], ())
+    weights = tmp_path / "checkpoint-1" / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1] + b"!")
+    for small in (source_proof.SMALL_BYTES, 0):
+        monkeypatch.setattr(source_proof, "SMALL_BYTES", small)
+        for log in (log_to_wandb(mine := Run()), log_to_mlflow("r1")):
+            with pytest.raises(CorruptError, match=r"model\.safetensors: digest"):
+                log(report_of(tmp_path / "checkpoint-1"))
+            assert not mine.logged
+            assert not sent
 
 
 def test_mlflow_and_trackio_get_values_and_files(tmp_path, monkeypatch):
