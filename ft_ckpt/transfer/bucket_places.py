@@ -55,11 +55,12 @@ def fetch_checkpoint(source: str | Place, folder: Path | None, *, token: str | N
     """Fetch the checkpoint `source` into `folder`, or into the cache, see `places.pull`."""
     if token is not None:
         raise ConfigError(f"{source}: token: of the Hub; a bucket's keys come from its tools' variables, or open_place")
-    with open_checkpoint(source) as held:
+    with open_checkpoint(source, compares=False) as held:
         if folder is None:
             report = pull_cached(held, held.manifest)
         else:
-            report = copy_open(held, Place(LocalStore(folder)), held.manifest, overwrite=overwrite)
+            goal = Place(LocalStore(folder))
+            report = copy_open(held, goal, held.manifest, overwrite=overwrite, renews=True)
     return PullReport(
         path=Path(report.path),
         url=str(report.source),

@@ -13,7 +13,7 @@ from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from ft_ckpt.checkpoint.catalog import load_manifest
+from ft_ckpt.checkpoint.catalog import load_manifest, verify
 from ft_ckpt.checkpoint.earlier import EarlierCheckpoint, earlier_checkpoints, take_earlier
 from ft_ckpt.checkpoint.manifest import Manifest
 from ft_ckpt.checkpoint.open_checkpoint import OpenCheckpoint, open_checkpoint
@@ -70,7 +70,7 @@ def copy(
     NoSpaceError when it cannot be written.
     """
     begun = open_place(source)
-    with open_checkpoint(begun) as held:
+    with open_checkpoint(begun, compares=False) as held:
         return copy_open(held, destination_place(destination, begun), held.manifest, overwrite=overwrite)
 
 
@@ -93,14 +93,16 @@ def copy_open(
     overwrite: bool,
     shown: bool = True,
     heed: Callable[[], None] = _go_on,
+    renews: bool = False,
 ) -> CopyReport:
     """Copy what `manifest` lists of an open checkpoint to `goal`, see `copy`.
 
-    `heed` is called ahead of each piece of a file, in several threads; what it raises ends the copy.
+    With `renews` the digests of a copy that is there already are compared, and a damaged one is copied anew. `heed` is
+    called ahead of each piece of a file, in several threads; what it raises ends the copy.
     """
     begun, size_bytes = time.monotonic(), sum(file.size_bytes for file in manifest.files)
     source, names = Place(held.origin).location, tuple(file.path for file in manifest.files)
-    if is_there(goal, manifest):
+    if is_there(goal, manifest) and (not renews or verify(goal).ok):
         return CopyReport(goal.location, source, False, names, size_bytes, 0, (), time.monotonic() - begun)
     may_replace = overwrite or _is_same_copy(manifest_at(goal), manifest)
     if not may_replace:

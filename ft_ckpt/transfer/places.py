@@ -62,7 +62,7 @@ def push_now(checkpoint: Checkpoint, destination: str | Place, options: PushOpti
     """Push as `push` does, with its options in one."""
     sender = _module_for(destination, _SENDERS)
     sender.destination_url(destination, options)
-    with open_checkpoint(_place_for(sender, checkpoint)) as held:
+    with open_checkpoint(_place_for(sender, checkpoint), compares=False) as held:
         report: PushReport = sender.send_checkpoint(held, destination, options)
         return report
 
@@ -99,10 +99,10 @@ def pull(
     lets a checkpoint take the place of another.
 
     Without `folder` a checkpoint in a bucket comes into the cache: ~/.cache/ft_ckpt, or the folder that FT_CKPT_CACHE
-    names. What is there is not fetched again, nor are files of 1 MiB or more that another checkpoint there has; of
-    several processes that pull it one fetches. Nothing in it should be changed. Checkpoints that were not pulled for
-    the longest time are deleted for new ones once it has 200 GB, or what FT_CKPT_CACHE_SIZE says; none that was pulled
-    within the hour, is pinned or in use.
+    names. What is there is compared and not fetched again, nor are files of 1 MiB or more that another checkpoint there
+    has; of several processes that pull it one fetches. Nothing in it should be changed. Checkpoints that were not
+    pulled for the longest time are deleted for new ones once it has 200 GB, or what FT_CKPT_CACHE_SIZE says; none that
+    was pulled within the hour, is pinned or in use.
 
     Raises ConfigError for a source that cannot be, MissingError when there is no such repository, revision or folder,
     NotACheckpointError when nothing is committed there in a bucket, UnreadableError when the Hub is not reached,

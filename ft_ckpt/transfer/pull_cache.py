@@ -37,7 +37,7 @@ def cache_folder() -> Path:
 
 
 def pull_cached(held: OpenCheckpoint, manifest: Manifest) -> CopyReport:
-    """The checkpoint in the cache; it is fetched where it is not there yet. Of several processes one fetches.
+    """The checkpoint in the cache; it is fetched where it is not there whole. Of several processes one fetches.
 
     Raises ConfigError for a size that cannot be, else what `copies.copy` does.
     """
@@ -47,7 +47,7 @@ def pull_cached(held: OpenCheckpoint, manifest: Manifest) -> CopyReport:
     with _sole_puller(cache, goal.name):
         if not is_there(goal, manifest):
             make_room_in(cache, most_bytes, manifest)
-        report = copy_open(held, goal, manifest, overwrite=True)
+        report = copy_open(held, goal, manifest, overwrite=True, renews=True)
         goal.folder.write(_USED, b"")
     return report
 

@@ -79,6 +79,10 @@ def test_a_pull_into_the_cache_comes_once(stored, cache):
     before = (first.path / "notes" / "own.bin").stat().st_mtime_ns
     assert pull(Place(stored, "checkpoint-1")).path == first.path
     assert (first.path / "notes" / "own.bin").stat().st_mtime_ns == before
+    content = (first.path / "notes" / "own.bin").read_bytes()
+    (first.path / "notes" / "own.bin").write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    assert pull(Place(stored, "checkpoint-1")).verified
+    assert (first.path / "notes" / "own.bin").read_bytes() == content
     (first.path / "config.json").unlink()
     assert pull(Place(stored, "checkpoint-1")).path == first.path
     assert verify(first.path).ok
