@@ -1,4 +1,4 @@
-"""What `Trainer` does about checkpoints, done by ft_ckpt: what `FtCkptCallback` slips under a trainer's own class."""
+"""`Trainer`'s methods that save and resume, on top of ft_ckpt: the base that `checkpointed` adds to a class."""
 
 import re
 from collections import deque
@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from torch import nn
-from transformers import Trainer
+from transformers import Trainer, TrainerCallback
 from transformers.trainer import TRAINER_STATE_NAME
 
 from ft_ckpt import CheckpointSaver
@@ -33,6 +33,7 @@ from ft_ckpt.integrations.trainer_push import push_checkpoint, push_saved
 from ft_ckpt.model.adapters import has_adapters
 from ft_ckpt.retention import Keep
 from ft_ckpt.saving.follow_up import SaveHook
+from ft_ckpt.storage.local_disk import local_path
 from ft_ckpt.storage.local_store import temporary_store
 from ft_ckpt.storage.place import open_place
 from ft_ckpt.training import rng
@@ -42,7 +43,7 @@ _WEIGHTS = re.compile(r"((pytorch_)?model|adapter_model)(-\d+-of-\d+)?\.(safeten
 
 @dataclass(frozen=True)
 class TrainerSettings:
-    """What `FtCkptCallback` was told: which checkpoints stay, what a resume may lack, how to save, and what."""
+    """The arguments of `checkpointed`."""
 
     keep: Keep | None
     allow: Iterable[str] | bool
@@ -52,7 +53,7 @@ class TrainerSettings:
 
 
 class Checkpointed(Trainer):  # type: ignore[misc]  # transformers is not typed
-    """What `Trainer` does about checkpoints, done by ft_ckpt. Names of its own are mangled: subclasses have many."""
+    """`Trainer` with ft_ckpt's saving and resuming. Attributes are mangled, because subclasses have many names."""
 
     ft_ckpt: TrainerSettings
     __saver: CheckpointSaver | None = None
@@ -83,6 +84,15 @@ class Checkpointed(Trainer):  # type: ignore[misc]  # transformers is not typed
             self.__pass = epoch_iterator, self.__begin_pass()
         self.__mid_step = True
         return super().get_batch_samples(self.__pass[1], *args)
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.ft_ckpt_begin()
+
+    def ft_ckpt_begin(self) -> None:
+        """Prepare a trainer whose `Trainer.__init__` has run. Raises ConfigError for an output folder that is a URL."""
+        local_path(self.args.output_dir)
+        self.add_callback(_StepWatch(self))
 
     def ft_ckpt_step_ended(self) -> bool:
         """Note that no step is under way; whether a save is overdue."""
@@ -270,6 +280,20 @@ class Checkpointed(Trainer):  # type: ignore[misc]  # transformers is not typed
         tokenizer = self.processing_class or getattr(self.data_collator, "tokenizer", None)
         config, on_saved = self.ft_ckpt.config, self.ft_ckpt.on_saved
         return CheckpointSaver(self.accelerator, directory, tokenizer=tokenizer, config=config, on_saved=on_saved)
+
+
+class _StepWatch(TrainerCallback):  # type: ignore[misc]  # transformers is not typed
+    """Tells a trainer when a step is complete: a save that was requested within the step is made then."""
+
+    def __init__(self, trainer: Checkpointed) -> None:
+        self._trainer = trainer
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if self._trainer.ft_ckpt_step_ended():
+            control.should_save = control.should_training_stop = True
+
+    def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._trainer.ft_ckpt_step_ended()  # an epoch may end within a step
 
 
 _BASE = (Trainer, Checkpointed)

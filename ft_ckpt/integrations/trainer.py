@@ -1,12 +1,12 @@
 """Checkpoints of transformers' `Trainer` and of the trainers built on it (TRL's), made and read by ft_ckpt.
 
-    trainer = SFTTrainer(..., callbacks=[FtCkptCallback()])   # of one that is there: FtCkptCallback.attach(trainer)
+    trainer = checkpointed(SFTTrainer)(model, args, train_dataset=data)       # the class, openly
+    trainer = SFTTrainer(..., callbacks=[FtCkptCallback()])                   # the short way
     trainer.train(resume_from_checkpoint=True)
 
-A Trainer has no place to put another way of saving in. The callback therefore slips a class between the trainer's own
-and `Trainer`, which replaces what `Trainer` alone does. Files that a subclass adds in its own `save_model` or `_save`
-are committed with the checkpoint; one that writes weights there itself is refused. Schedule (`save_strategy`), metrics,
-early stopping and the best model remain the Trainer's business.
+Files that a subclass adds in its own `save_model` or `_save` are committed with the checkpoint; a subclass that writes
+weights there itself is refused. Schedule (`save_strategy`), metrics, early stopping and the best model remain the
+Trainer's.
 """
 
 import inspect
@@ -22,37 +22,56 @@ from ft_ckpt.errors import ConfigError
 from ft_ckpt.integrations.checkpointed import Checkpointed, TrainerSettings, overrides_method
 from ft_ckpt.retention import Keep
 from ft_ckpt.saving.follow_up import SaveHook, hooks_of
-from ft_ckpt.storage.local_disk import local_path
 
-__all__ = ["FtCkptCallback"]
+__all__ = ["FtCkptCallback", "checkpointed"]
 
 _REPLACED = ("_save_checkpoint", "save_model")  # a subclass whose own do not call these is not saved by ft_ckpt
+
+
+def checkpointed(
+    trainer_class: type[Any],
+    *,
+    keep: Keep | int | None = None,
+    allow: Iterable[str] | bool = (),
+    state: bool = False,
+    on_saved: SaveHook | Iterable[SaveHook] | None = None,
+    **settings: Any,
+) -> type[Any]:
+    """A subclass of `trainer_class`, `Trainer` or a class built on it, that saves and resumes through ft_ckpt.
+
+    `keep` says which checkpoints stay (the best that the Trainer knows of always does); a number means the newest n;
+    None: the Trainer's `save_total_limit`, for this run's checkpoints. `allow` names items that a resume may lack. With
+    `state=True` checkpoints have training state although `save_only_model=True` is set, which the Trainer requires for
+    models that `from_pretrained(distributed_config=...)` has sharded. `on_saved` and `settings` are those of
+    `CheckpointSaver`.
+
+    Raises ConfigError for settings that cannot work.
+    """
+    if "every" in settings:
+        raise ConfigError("every=: the Trainer decides when to save; set save_strategy and save_steps")
+    found = TrainerSettings(keep_of(keep), allow, make_config(None, settings), hooks_of(on_saved), state)
+    return _with_our_saving(trainer_class, found)
+
+
+def _with_our_saving(kind: type[Any], settings: TrainerSettings) -> type[Any]:
+    for method in filter(lambda name: not _calls_super(kind, name), _REPLACED):
+        warnings.warn(
+            f"{kind.__name__}.{method} does not call Trainer's own: what it saves is not ft_ckpt's", stacklevel=4
+        )
+    bases = (Checkpointed,) if kind is Trainer else (kind, Checkpointed)  # between the class and Trainer
+    members = {"__module__": kind.__module__, "__doc__": kind.__doc__, "ft_ckpt": settings}
+    return type(kind.__name__, bases, members)
 
 
 class FtCkptCallback(TrainerCallback):  # type: ignore[misc]  # transformers is not typed
     """Makes the one trainer it is given to save and resume through ft_ckpt; give it on every rank.
 
-    `keep` says which checkpoints stay (the best that the Trainer knows of always does); a number is of the newest;
-    None: the Trainer's `save_total_limit` does, of this run's checkpoints. `allow` names items that a resume may do
-    without. With `state=True` checkpoints hold the state of the run although `save_only_model=True` is set, which the
-    Trainer demands for models that `from_pretrained(distributed_config=...)` has cut. `on_saved` and `settings` are
-    those of `CheckpointSaver`.
-
-    Raises ConfigError for settings that cannot work.
+    The short way of `checkpointed`, with the same arguments, for a trainer that another program constructs. Raises
+    ConfigError for settings that cannot work.
     """
 
-    def __init__(
-        self,
-        *,
-        keep: Keep | int | None = None,
-        allow: Iterable[str] | bool = (),
-        state: bool = False,
-        on_saved: SaveHook | Iterable[SaveHook] | None = None,
-        **settings: Any,
-    ) -> None:
-        if "every" in settings:
-            raise ConfigError("every=: when to save is the Trainer's to say; set save_strategy and save_steps")
-        self._settings = TrainerSettings(keep_of(keep), allow, make_config(None, settings), hooks_of(on_saved), state)
+    def __init__(self, **settings: Any) -> None:
+        self._settings: TrainerSettings = checkpointed(Trainer, **settings).ft_ckpt
         self._trainer: Any = None
 
     @classmethod
@@ -72,32 +91,20 @@ class FtCkptCallback(TrainerCallback):  # type: ignore[misc]  # transformers is 
         if self._trainer is None:
             raise ConfigError("FtCkptCallback: added to a trainer that was there; use FtCkptCallback.attach(trainer)")
 
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """A step is whole: what was asked for in the middle of it is done now."""
-        if self._trainer.ft_ckpt_step_ended():
-            control.should_save = control.should_training_stop = True
-
-    def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """A pass is over, perhaps in the middle of a step."""
-        self._trainer.ft_ckpt_step_ended()
+    # A Trainer has no place to plug in another way of saving, and a callback is not told its trainer. So the trainer is
+    # found among the callers of the constructor, and gets the class that `checkpointed` would have given it.
 
     def _take_trainer(self, trainer: Any) -> None:
         kind = type(trainer)
         if self._trainer is not None or issubclass(kind, Checkpointed):
             raise ConfigError("FtCkptCallback: one for one trainer; make another for another")
-        local_path(trainer.args.output_dir)
-        for method in filter(lambda name: not _calls_super(kind, name), _REPLACED):
-            warnings.warn(
-                f"{kind.__name__}.{method} does not call Trainer's own: what it saves is not ft_ckpt's", stacklevel=3
-            )
-        bases = (Checkpointed,) if kind is Trainer else (kind, Checkpointed)
-        trainer.__class__ = type(kind.__name__, bases, {"__module__": kind.__module__, "__doc__": kind.__doc__})
-        trainer.ft_ckpt = self._settings
+        trainer.__class__ = _with_our_saving(kind, self._settings)
+        trainer.ft_ckpt_begin()
         self._trainer = trainer
 
 
 def _calling_trainer(callback: TrainerCallback) -> Any:
-    """The trainer on the stack that is being made with `callback`: it tells its callbacks everything but itself."""
+    """The trainer that is being constructed with `callback`, from the frames of the callers."""
     frame = sys._getframe(1)
     while frame is not None:
         found = frame.f_locals.get("self")
@@ -108,6 +115,6 @@ def _calling_trainer(callback: TrainerCallback) -> Any:
 
 
 def _calls_super(kind: type, method: str) -> bool:
-    """Whether the `method` of `kind` is Trainer's, or goes on to it by `super()` as far as its code shows."""
+    """Whether `method` of `kind` is Trainer's, or its code names `super`."""
     code = getattr(inspect.unwrap(getattr(kind, method)), "__code__", None)
     return not overrides_method(kind, method) or code is None or "super" in code.co_names

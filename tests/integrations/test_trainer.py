@@ -19,7 +19,7 @@ from ft_ckpt.checkpoint import checks
 from ft_ckpt.checkpoint.catalog import read_manifest
 from ft_ckpt.errors import ConfigError, CorruptError, NotACheckpointError, SelectionError
 from ft_ckpt.integrations import trainer_files
-from ft_ckpt.integrations.trainer import FtCkptCallback
+from ft_ckpt.integrations.trainer import FtCkptCallback, checkpointed
 
 EVALUATED = {"eval_dataset": Sentences(noise=False), "eval_strategy": "steps", "eval_steps": 1}
 SHAPES = {
@@ -63,6 +63,20 @@ def test_killed_twice_and_resumed_from_the_newest(tmp_path):
     seen = run(ours(tmp_path / "run", stop_after=5))
     seen += run(ours(tmp_path / "run", stop_after=8), True)
     assert seen + run(ours(tmp_path / "run"), True) == expected
+
+
+def test_a_checkpointed_class_saves_and_resumes(tmp_path):
+    expected = run(trainer(tmp_path / "plain", save_strategy="no"))
+    cls = checkpointed(Recorded, keep=2, on_difference="ignore")
+    assert (cls.__name__, issubclass(cls, Recorded)) == ("Recorded", True)
+    seen = run(trainer(tmp_path / "run", cls=cls, stop_after=5))
+    assert names(tmp_path / "run") == ["checkpoint-4", "checkpoint-5"]
+    assert not [*(tmp_path / "run").rglob("*.pt*")], "no pickles"
+    assert seen + run(trainer(tmp_path / "run", cls=cls), True) == expected
+    with pytest.raises(ConfigError, match="one for one trainer"):
+        FtCkptCallback.attach(trainer(tmp_path / "twice", cls=cls))
+    with pytest.raises(ConfigError, match=r"every=.*save_strategy"):
+        checkpointed(Trainer, every=5)
 
 
 def test_a_damaged_and_a_half_written_checkpoint_are_passed_over(tmp_path):

@@ -132,7 +132,7 @@ def twenty_lines():
 
 def trainer_lines():
     """The same of the lines for a Trainer."""
-    lines = block_with("FtCkptCallback()]")
+    lines = block_with("checkpointed(SFTTrainer)")
     return script(lines, "...\n4 batches\n") + script(lines, "...\n0 batches\n")
 
 
