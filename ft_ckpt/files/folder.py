@@ -4,7 +4,6 @@ import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import PurePosixPath
 from typing import Any
 
 from torch import Tensor
@@ -15,6 +14,7 @@ from ft_ckpt.errors import CorruptError, LoadError, UnreadableError, damaged_inp
 from ft_ckpt.formats import dcp, deepspeed, detect, lightning, orbax, tensorflow
 from ft_ckpt.formats.layout import Spec, TensorFile
 from ft_ckpt.formats.registry import format_named, tensor_formats
+from ft_ckpt.storage.local_copy import check_files_inside, leads_out
 from ft_ckpt.storage.paths import is_inside
 from ft_ckpt.storage.place import Place
 from ft_ckpt.storage.read_ahead import ByteRun
@@ -103,7 +103,7 @@ class WeightsFolder(JoinedFile):
             hidden = any(step.startswith(".") for step in name.split("/"))
             if hidden or name == MANIFEST_NAME or each.version in versions:
                 continue
-            if self._leads_out(name):
+            if leads_out(self.origin.folder, name):
                 left.append(f"{name!a} (a link out of the folder)")
                 continue
             if self.manifest is not None and all(record.path != name for record in self.manifest.files):
@@ -119,13 +119,6 @@ class WeightsFolder(JoinedFile):
         """Where states of training lie: they belong to a moment of a run, not to its weights."""
         parts = self.manifest.parts if self.manifest is not None else ()
         return tuple(f"{part.path}/" for part in parts if part.kind == "state")
-
-    def _leads_out(self, name: str) -> bool:
-        """True when a link on the way leads elsewhere than below the folder, or into the store of the Hub's cache."""
-        store = self.origin.folder
-        here, real = PurePosixPath(store.identity), PurePosixPath(store.within(name).identity)
-        roots = [here, here.parent.parent / "blobs"] if here.parent.name == "snapshots" else [here]
-        return not any(real.is_relative_to(root) for root in roots)
 
     def _weights(self) -> set[str]:
         found = set()
@@ -158,6 +151,7 @@ def _open_any_folder(place: Place, origin: Place) -> TensorFile:
     if parts:
         return WeightsFolder(place, origin, parts)
     if store.stat(dcp.METADATA) is not None:
+        check_files_inside(store, [lightning.META])
         opened = dcp.open_dcp(place)
         return lightning.module_weights(opened) if store.stat(lightning.META) is not None else opened
     if deepspeed.deepspeed_folder(place) is not None:

@@ -6,7 +6,7 @@ folder. Names are the keys joined by dots, as orbax itself names its arrays. Not
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -15,10 +15,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ft_ckpt.errors import ConfigError, CorruptError, damaged_input, shown
+from ft_ckpt.errors import ConfigError, CorruptError, damaged_input, listing, shown
 from ft_ckpt.formats.layout import ITEM_BYTES, Spec
 from ft_ckpt.formats.raw_file import FREE_BYTES
-from ft_ckpt.storage.local_copy import local_folder
+from ft_ckpt.storage.local_copy import check_files_inside, local_folder
 from ft_ckpt.storage.paths import is_inside
 from ft_ckpt.storage.place import Place
 from ft_ckpt.storage.store import read_text
@@ -90,20 +90,25 @@ def open_orbax(place: Place) -> OrbaxFile:
     with damaged_input(f"{place.last_step}: a checkpoint of orbax"), ExitStack() as opening:
         document = json.loads(read_text(store, _METADATA))
         values, skipped = _tree_values(document)
+        check_files_inside(store)
         folder = opening.enter_context(local_folder(place))  # tensorstore takes no other bytes
         driver, in_store = "zarr3" if document.get("use_zarr3") else "zarr", store.stat(_STORE) is not None
+        has_all = bool(document.get("store_array_data_equal_to_fill_value"))  # else chunks of zeros were left out
+        common = {"driver": driver, "fill_missing_data_reads": not has_all}
         coming = {
-            name: tensorstore.open({"driver": driver, "kvstore": _array_place(folder, name, in_store)}, read=True)
+            name: tensorstore.open({**common, "kvstore": _array_place(folder, name, in_store)}, read=True)
             for name in values
         }
-        found = OrbaxFile(place.last_step, {name: future.result() for name, future in coming.items()}, skipped)
+        arrays = {name: future.result() for name, future in coming.items()}
+        skipped += _check_chunks(arrays, values, has_all)
+        found = OrbaxFile(place.last_step, arrays, skipped)
         found.room = opening.pop_all()
     return found
 
 
-def _tree_values(document: Any) -> tuple[list[str], list[str]]:
-    """The names of all arrays in the tree, and descriptions of all other values."""
-    arrays, skipped = [], []
+def _tree_values(document: Any) -> tuple[dict[str, Any], list[str]]:
+    """The names of all arrays in the tree, each with the shape that one process wrote or None, and all other values."""
+    arrays, skipped = dict[str, Any](), []
     for entry in document["tree_metadata"].values():
         name = ".".join(str(key["key"]) for key in entry["key_metadata"])
         kind = str(entry["value_metadata"]["value_type"])
@@ -112,8 +117,36 @@ def _tree_values(document: Any) -> tuple[list[str], list[str]]:
         elif not is_inside(name):
             raise CorruptError(f"{name!r:.200}: an array that would lie out of the folder")
         else:
-            arrays.append(name)
+            arrays[name] = entry["value_metadata"].get("write_shape")
     return arrays, skipped
+
+
+def _check_chunks(arrays: Mapping[str, Any], written: Mapping[str, Any], has_all: bool) -> list[str]:
+    """A line for each array without some of its chunks, which read as zeros.
+
+    Raises CorruptError listing arrays whose chunks are not those of their shape; with `has_all`, where any is missing.
+    """
+    listed = {name: array.kvstore.list() for name, array in arrays.items()}
+    wrong, left_out = [], []
+    for name, array in arrays.items():
+        shape, steps, part = array.shape, array.chunk_layout.write_chunk.shape or (), written[name]
+        count = math.prod(-(-size // step) for size, step in zip(shape, steps, strict=True))
+        stored = sum(not key.rpartition(b"/")[2].startswith((b".z", b"zarr.json")) for key in listed[name].result())
+        if stored > count or (has_all and stored < count):
+            wrong.append(f"{name}: {stored} chunks are stored, expected {count} of shape {list(shape)}")
+        elif stored < count:
+            left_out.append(f"{name}: {count - stored} of {count} chunks not stored, as if zeros, which are read")
+        if part is not None and not _fits(shape, part):
+            wrong.append(f"{name}: of shape {list(shape)}, written in parts of {part}")
+    if wrong:
+        raise CorruptError(f"{listing(wrong)}; use another copy")
+    return left_out
+
+
+def _fits(shape: Sequence[int], part: Sequence[int]) -> bool:
+    """Whether an array can be made of parts of one shape."""
+    same_rank = len(part) == len(shape)
+    return same_rank and all(size % max(1, step) == 0 for size, step in zip(shape, part, strict=True))
 
 
 def _array_place(folder: Path, name: str, in_store: bool) -> dict[str, Any]:

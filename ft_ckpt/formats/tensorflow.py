@@ -18,7 +18,8 @@ from torch import Tensor
 
 from ft_ckpt.errors import ConfigError, CorruptError, SelectionError, TargetError, damaged_input, listing, shown
 from ft_ckpt.formats.layout import Spec, TensorFile
-from ft_ckpt.storage.local_copy import local_folder
+from ft_ckpt.storage.local_copy import check_files_inside, local_folder
+from ft_ckpt.storage.local_disk import list_entries
 from ft_ckpt.storage.local_store import LocalStore
 from ft_ckpt.storage.paths import is_inside
 from ft_ckpt.storage.place import Place
@@ -80,6 +81,11 @@ class TensorFlowFile:
         self.tf, self.source, self.room = load_tensorflow(), prefix.last_step, ExitStack()
         above, _, last = prefix.name.rpartition("/")
         folder = Place(prefix.store, above)
+        if isinstance(prefix.store, LocalStore):
+            entries = list_entries(prefix.store.folder / above)
+            check_files_inside(
+                prefix.store, [f"{above}/{e.name}".lstrip("/") for e in entries if e.name.startswith(last)]
+            )
         copied = local_folder(folder, lambda name: name.startswith(f"{last}."))  # TensorFlow takes nothing but paths
         self.prefix = str(self.room.enter_context(copied) / last)
         try:

@@ -1,10 +1,12 @@
 """Copies between stores, and objects as files of this machine for libraries that take nothing but a path."""
 
+import os
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path, PurePosixPath
 
+from ft_ckpt.errors import CorruptError, listing
 from ft_ckpt.storage.kept_store import KeptFile
 from ft_ckpt.storage.local_file import LocalFile, open_local_file
 from ft_ckpt.storage.local_store import LocalStore, temporary_store
@@ -56,6 +58,34 @@ def local_version(file: Readable) -> LocalFile:
         copy = open_local_file(room.path(name), name)
         weakref.finalize(copy, stack.pop_all().close)
     return copy
+
+
+def leads_out(folder: Store, name: str) -> bool:
+    """True if a link on the way to `name` leads out of `folder`, and not into the blobs of the Hub's cache."""
+    here, real = PurePosixPath(folder.identity), PurePosixPath(folder.within(name).identity)
+    roots = [here, here.parent.parent / "blobs"] if here.parent.name == "snapshots" else [here]
+    return not any(real.is_relative_to(root) for root in roots)
+
+
+def check_files_inside(folder: Store, names: Iterable[str] | None = None) -> None:
+    """Raise CorruptError listing `names` (None: everything in `folder`) that are not regular files inside of it.
+
+    Links inside of the folder are followed. Names that are not there are passed over.
+    """
+    if not isinstance(folder, LocalStore):
+        return
+    top, is_all = folder.folder, names is None
+    if names is None:
+        found = (Path(at, name) for at, folders, files in os.walk(top) for name in (*folders, *files))
+        names = [path.relative_to(top).as_posix() for path in found if path.is_symlink() or not path.is_dir()]
+    odd = [
+        name
+        for name in names
+        if os.path.lexists(top / name)
+        and (leads_out(folder, name) or not ((top / name).is_file() or (is_all and (top / name).is_dir())))
+    ]
+    if odd:
+        raise CorruptError(f"{top}: {listing(odd, ', ')}: expected regular files inside of the folder")
 
 
 def _is_any(_name: str) -> bool:

@@ -1,6 +1,7 @@
 """Checkpoints of orbax, as orbax wrote them."""
 
 import json
+import os
 import shutil
 import sys
 
@@ -57,6 +58,56 @@ def test_damage_is_noticed(tensorstore, tmp_path):
             except CheckpointError:
                 continue
             assert "process_0" in str(path), f"{path}: needed by nothing?"
+
+
+@pytest.fixture
+def folders(tensorstore, tmp_path):
+    """A copy of the checkpoint with a folder for each array; `chunk` is the only one of the kernel."""
+    shutil.copytree(GOLDEN / "orbax_folders", tmp_path / "x")
+    return tmp_path / "x"
+
+
+CHUNK = "params.dense.kernel/0.0"
+
+
+def test_a_lost_chunk_is_no_zeros(folders):
+    (folders / CHUNK).unlink()
+    with pytest.raises(CorruptError, match=r"params\.dense\.kernel"):
+        check_folder(folders, WHOLE)
+
+
+def test_a_chunk_that_an_old_writer_left_out_is_named(folders):
+    """Before orbax said so in the metadata, it left out chunks of zeros."""
+    document = json.loads((folders / "_METADATA").read_text())
+    del document["store_array_data_equal_to_fill_value"]
+    (folders / "_METADATA").write_text(json.dumps(document))
+    assert not [what for what in check_folder(folders, WHOLE).skipped if "chunks" in what]
+    (folders / CHUNK).unlink()
+    file = check_folder(folders, WHOLE | {"params.dense.kernel": torch.zeros(3, 4)})
+    assert [what for what in file.skipped if what.startswith("params.dense.kernel: 1 of 1 chunks")]
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("way", ["pipe", "device", "out", "dangling", "itself", "folder"])
+def test_only_regular_files_inside_the_folder_are_read(folders, way):
+    chunk, outside = folders / CHUNK, folders.parent / "outside"
+    shutil.copytree(folders / "params.dense.kernel", outside)
+    chunk.unlink()
+    if way == "pipe":
+        os.mkfifo(chunk)
+    elif way == "folder":
+        shutil.rmtree(chunk.parent)
+        chunk.parent.symlink_to(outside)
+    else:
+        chunk.symlink_to({"device": "/dev/zero", "out": outside / "0.0", "dangling": "none", "itself": "0.0"}[way])
+    with pytest.raises(CorruptError, match=r"params\.dense\.kernel.*regular file"):
+        open_source(open_place(folders))
+
+
+def test_a_link_inside_of_the_folder_is_read(folders):
+    (folders / CHUNK).rename(folders / "moved")
+    (folders / CHUNK).symlink_to("../moved")
+    check_folder(folders, WHOLE)
 
 
 def test_names_that_lead_out_of_the_folder_are_refused(tensorstore, tmp_path):
