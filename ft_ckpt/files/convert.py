@@ -17,7 +17,7 @@ from ft_ckpt.checkpoint.manifest import BaseRecord, Manifest, PartRecord
 from ft_ckpt.checkpoint.marks import is_mark
 from ft_ckpt.checkpoint.open_checkpoint import hold_open
 from ft_ckpt.checkpoint.staging import Staging, open_staging_at
-from ft_ckpt.errors import ConfigError, damaged_input, explained, listing
+from ft_ckpt.errors import ConfigError, LoadError, damaged_input, explained, listing
 from ft_ckpt.files import folder
 from ft_ckpt.files.convert_options import ConvertOptions, check_apart, convert_options
 from ft_ckpt.files.convert_output import Output, plan_output, write_outputs
@@ -96,8 +96,13 @@ def convert(
 
 
 def write_converted(opened: TensorFile, place: Place, options: ConvertOptions) -> ConvertReport:
-    """Write the tensors of `opened`, and the companions in the folder `place`, as `options` ask."""
-    begun = time.monotonic()
+    """Write the tensors of `opened`, and the companions in the folder `place`, as `options` ask.
+
+    Raises LoadError for a source that has other things than tensors only.
+    """
+    begun, skipped = time.monotonic(), getattr(opened, "skipped", ())
+    if skipped and not opened.specs:
+        raise LoadError(f"{place.last_step}: no tensors in it, only {listing(list(skipped))}")
     with explained(options.target):
         if options.format.library is not None:
             written = _convert_by_library(opened, place, options, options.format.library)

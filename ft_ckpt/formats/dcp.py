@@ -29,7 +29,8 @@ from ft_ckpt.formats.layout import ITEM_BYTES, Spec, checked_sizes
 from ft_ckpt.formats.raw_file import RawFile
 from ft_ckpt.formats.safe_pickle import Passive
 from ft_ckpt.formats.torch_file import row_major
-from ft_ckpt.formats.torch_pickle import TensorPlace, load_torch_pickle, load_torch_zip
+from ft_ckpt.formats.torch_pickle import TensorPlace, kind_of_leaf, load_torch_pickle, load_torch_zip
+from ft_ckpt.storage.local_copy import check_files_inside
 from ft_ckpt.storage.paths import is_inside
 from ft_ckpt.storage.place import Place
 from ft_ckpt.storage.store import Store
@@ -109,7 +110,7 @@ class DcpFile:
         stored = self.known[box]
         if not stored.is_row_major:
             return row_major(stored)[first : first + count]
-        return stored.file.tensor(stored.start + first * ITEM_BYTES[spec.dtype], count, getattr(torch, spec.dtype))
+        return stored.span.read(first, count, getattr(torch, spec.dtype))
 
     def _open_box(self, box: _StoredBox, spec: Spec) -> TensorPlace:
         found = load_torch_zip(self.files[box.path], box.start, box.size_bytes)
@@ -129,25 +130,40 @@ def open_dcp(place: Place) -> DcpFile:
     plain data; CorruptError when boxes are missing or do not fill their tensor.
     """
     store, source = place.folder, place.last_step
+    check_files_inside(store, [METADATA])
     with damaged_input(f"{source}/{METADATA}: torch.distributed.checkpoint's"):
-        metadata = load_torch_pickle(store.read(METADATA), f"{source}/{METADATA}")
-        entries = metadata.state["state_dict_metadata"]
-        stored = {_box_key(index.state): info.state for index, info in metadata.state["storage_data"].items()}
-        tensors = {name: one for name, one in entries.items() if _has_kind(one, "TensorStorageMetadata")}
-        specs = {name: _tensor_spec(name, one.state) for name, one in tensors.items()}
-        boxes = {name: _stored_boxes(name, one.state["chunks"], stored) for name, one in tensors.items()}
+        metadata = _state_of(load_torch_pickle(store.read(METADATA), f"{source}/{METADATA}"), "Metadata")
+        entries = metadata["state_dict_metadata"]
+        stored = {
+            _box_key(_state_of(index, "MetadataIndex")): _state_of(info, "_StorageInfo")
+            for index, info in metadata["storage_data"].items()
+        }
+        tensors = {
+            name: _state_of(one, "TensorStorageMetadata")
+            for name, one in entries.items()
+            if _kind_of(one) != "BytesStorageMetadata"
+        }
+        specs = {name: _tensor_spec(name, state) for name, state in tensors.items()}
+        boxes = {name: _stored_boxes(name, state["chunks"], stored) for name, state in tensors.items()}
         _check_boxes(place, specs, boxes)
     opened = DcpFile(store, specs, boxes)
     opened.skipped = tuple(f"{name}: an object" for name in entries if name not in tensors)
     return opened
 
 
-def _has_kind(value: Any, kind: str) -> bool:
-    return isinstance(value, Passive) and value.kind.endswith(f".{kind}")
+def _kind_of(value: Any) -> str:
+    return kind_of_leaf(value).rpartition(".")[2]
+
+
+def _state_of(value: Any, kind: str) -> Any:
+    """The fields of an object of this class. Raises CorruptError for any other value."""
+    if not isinstance(value, Passive) or _kind_of(value) != kind:
+        raise CorruptError(f"a {kind_of_leaf(value)}, expected a {kind}")
+    return value.state
 
 
 def _tensor_spec(name: str, state: Mapping[str, Any]) -> Spec:
-    properties = state["properties"].state
+    properties = _state_of(state["properties"], "TensorProperties")
     dtype = properties["dtype"] if isinstance(properties, dict) else properties[0]
     if type(dtype) is not str or type(name) is not str:
         raise CorruptError("a tensor without a name or a type")
@@ -155,6 +171,8 @@ def _tensor_spec(name: str, state: Mapping[str, Any]) -> Spec:
 
 
 def _box_key(index: Mapping[str, Any]) -> tuple[str, Places | None]:
+    if not index.keys() <= {"fqn", "offset", "index"}:
+        raise CorruptError(f"an index of {', '.join(map(str, index))}, expected fqn, offset and index")
     offset = index.get("offset")
     return str(index["fqn"]), None if offset is None else checked_sizes(offset)
 
@@ -164,7 +182,8 @@ def _stored_boxes(
 ) -> list[_StoredBox]:
     found = []
     for chunk in chunks:
-        offsets, extent = checked_sizes(chunk.state["offsets"]), checked_sizes(chunk.state["sizes"])
+        place = _state_of(chunk, "ChunkStorageMetadata")
+        offsets, extent = checked_sizes(place["offsets"]), checked_sizes(place["sizes"])
         info = stored[name, offsets] if (name, offsets) in stored else stored[name, None]
         if info.get("transform_descriptors"):
             raise LoadError(
@@ -179,8 +198,14 @@ def _check_boxes(place: Place, specs: Mapping[str, Spec], boxes: Mapping[str, Se
     """Raise CorruptError naming every tensor whose boxes are not in the folder or do not fill it."""
     wrong, store = [], place.folder
     paths = {box.path for many in boxes.values() for box in many}
+    check_files_inside(store, filter(is_inside, paths))
     there = {path for path in paths if is_inside(path) and store.stat(path) is not None}
+    owners: dict[tuple[str, int], str] = {}
     for name, spec in specs.items():
+        for box in boxes[name]:
+            if (box.path, box.start) in owners:
+                wrong.append(f"{owners[box.path, box.start]}, {name}: stored at one place")
+            owners[box.path, box.start] = name
         if spec.dtype not in ITEM_BYTES:
             raise LoadError(f"{name}: {spec.dtype}, which is no plain dtype; convert it before saving")
         misfit = any(len(spec.shape) != len(box.sizes) or len(spec.shape) != len(box.offsets) for box in boxes[name])

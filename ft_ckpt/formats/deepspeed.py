@@ -16,7 +16,10 @@ from ft_ckpt.formats.layout import ITEM_BYTES, Spec, checked_sizes
 from ft_ckpt.formats.raw_file import RawFile
 from ft_ckpt.formats.safe_pickle import Passive
 from ft_ckpt.formats.span_file import Span, SpanFile
+from ft_ckpt.formats.torch_file import split_tensors
 from ft_ckpt.formats.torch_pickle import TensorPlace, load_torch_zip
+from ft_ckpt.formats.zip_records import ZipRecords
+from ft_ckpt.storage.local_copy import check_files_inside
 from ft_ckpt.storage.paths import is_inside
 from ft_ckpt.storage.place import Place
 from ft_ckpt.storage.store import Store, read_text
@@ -43,13 +46,14 @@ class _FoundTensors:
         """A tensor that one file has whole."""
         if not stored.is_row_major:
             raise LoadError(f"{name}: stored with the strides {stored.stride}; save the checkpoint from plain tensors")
-        self.add_tensor(name, stored.shape, stored.dtype, [_whole_span(stored)])
+        self.add_tensor(name, stored.shape, stored.dtype, [stored.span])
 
 
 def deepspeed_folder(place: Place) -> Place | None:
     """The folder with the ranks' files: `place`, or the one in it that its `latest` names; None when there is none."""
     store, choices = place.folder, [place]
     if store.stat(_LATEST) is not None:
+        check_files_inside(store, [_LATEST])
         named = read_text(store, _LATEST, _LATEST_BYTES, errors="replace").strip()
         choices += [Place(store, named)] if is_inside(named) else []
     return next((one for one in choices if any(name.endswith((_MODEL, _OPTIMIZER)) for name in _file_names(one))), None)
@@ -70,8 +74,10 @@ def open_deepspeed(place: Place) -> SpanFile:
     found = deepspeed_folder(place)
     if found is None:
         raise LoadError(f"{place}: no *{_MODEL} in it; expected a folder that DeepSpeed's save_checkpoint wrote")
+    names = _file_names(found)
+    check_files_inside(found.folder, names)
     with damaged_input(f"{found.last_step}: a checkpoint of DeepSpeed"):
-        return _open_rank_files(found.folder, found.last_step, _file_names(found))
+        return _open_rank_files(found.folder, found.last_step, names)
 
 
 def _open_rank_files(store: Store, source: str, names: Sequence[str]) -> SpanFile:
@@ -80,18 +86,22 @@ def _open_rank_files(store: Store, source: str, names: Sequence[str]) -> SpanFil
         raise CorruptError(f"{source}: no model states in it; every rank must have saved to this folder")
     optimizers = [_load_states(store, name).get("optimizer_state_dict", {}) for name in _optimizer_files(names, source)]
     found = _FoundTensors()
-    module = {name: one for name, one in (models[0]["module"] or {}).items() if isinstance(one, TensorPlace)}
+    module, skipped = split_tensors(models[0]["module"] or {}, source)
     if optimizers and models[0].get("param_shapes"):
         _add_weights(found, models, optimizers, source)
     _add_rest(found, models[0], module, source)
     order = {name: place for place, name in enumerate(module)}
     names = sorted(found.specs, key=lambda name: order.get(name, len(order)))
     specs = {name: found.specs[name] for name in names}
-    return SpanFile(specs, {name: found.spans[name] for name in names}, ties=found.ties)
+    return SpanFile(specs, {name: found.spans[name] for name in names}, ties=found.ties, skipped=skipped)
 
 
 def _load_states(store: Store, name: str) -> Any:
-    found = load_torch_zip(RawFile(store.open(name)))
+    file = RawFile(store.open(name))
+    (written_as,) = {record.partition("/")[0] for record in ZipRecords(file).records}
+    if written_as.endswith((_MODEL[:-3], _OPTIMIZER[:-3])) and f"{written_as}.pt" != name:  # torch notes the name
+        raise CorruptError(f"{name}: was written as {written_as}.pt; use the files of each rank under their names")
+    found = load_torch_zip(file)
     if not isinstance(found, dict):
         raise CorruptError(f"{name}: holds a {type(found).__name__}, expected a dict of states; use another copy")
     return found
@@ -191,7 +201,7 @@ def _cut_spans(parts: Sequence[TensorPlace], start: int, stop: int) -> Iterator[
     for part in parts:
         low, high = max(start, begin), min(stop, begin + _element_count(part))
         if low < high:
-            yield Span(part.file, part.start + (low - begin) * ITEM_BYTES[part.dtype], high - low)
+            yield Span(part.file, part.start + (low - begin) * ITEM_BYTES[part.dtype], high - low, part.record)
         begin += _element_count(part)
 
 
@@ -217,10 +227,6 @@ def _add_rest(found: _FoundTensors, model: Mapping[str, Any], module: Mapping[st
         raise CorruptError(
             f"{source}: {listing(lost, ', ')}: in the model, but no file has them; use another checkpoint"
         )
-
-
-def _whole_span(stored: TensorPlace) -> Span:
-    return Span(stored.file, stored.start, math.prod(stored.shape))
 
 
 def _element_count(stored: TensorPlace) -> int:

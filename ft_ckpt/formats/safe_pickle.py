@@ -37,25 +37,28 @@ class Passive(metaclass=Sealed):
 
     kind = "object"  # its class, with the module
     args: tuple[Any, ...]
+    items: list[Any]
     state: Any
 
-    def __new__(cls, *args: Any, **_named: Any) -> "Passive":
+    def __new__(cls, *args: Any, **named: Any) -> "Passive":
         """Keep the arguments."""
         made = object.__new__(cls)
-        made.args, made.state = args, None
+        made.args, made.items, made.state = (*args, *named.values()), [], None
         return made
 
     def __setstate__(self, state: Any) -> None:
         self.state = state
 
     def __setitem__(self, key: Any, value: Any) -> None:
-        pass
+        self.items += [key, value]
 
     def append(self, value: Any) -> None:
-        """Take and drop an item: how a pickle fills a subclass of list."""
+        """Keep an item: how a pickle fills a subclass of list."""
+        self.items.append(value)
 
     def extend(self, values: Any) -> None:
-        """Take and drop an item: how a pickle fills a subclass of list."""
+        """Keep items: how a pickle fills a subclass of list."""
+        self.items.extend(values)
 
 
 class Call:

@@ -1,13 +1,15 @@
 """Open files whose tensors are runs of bytes, read a slice at a time. Most foreign formats come down to this."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from ft_ckpt.formats.layout import ITEM_BYTES, Spec
 from ft_ckpt.formats.raw_file import RawFile
+from ft_ckpt.formats.zip_records import ZipRecord
 from ft_ckpt.storage.read_ahead import ByteRun
 
 
@@ -18,6 +20,21 @@ class Span:
     file: RawFile
     start: int  # byte of the first
     numel: int
+    record: ZipRecord | None = None  # of a zip file, whose checksum is compared as they are read
+
+    def read(self, first: int, count: int, dtype: torch.dtype) -> Tensor:
+        """Elements [first, first + count). Raises CorruptError when the file has changed, or its checksum differs."""
+        start = self.start + first * dtype.itemsize
+        data = self.file.tensor(start, count, dtype)
+        if self.record is not None and count:
+            self.record.take(self.start + self.numel * dtype.itemsize, start, data.view(torch.uint8).numpy())
+        return data
+
+    def run(self, name: str, item_bytes: int) -> ByteRun:
+        """Its bytes."""
+        stop = self.start + self.numel * item_bytes
+        watch = None if self.record is None else partial(self.record.take, stop)
+        return ByteRun(name, self.file.file, self.start, stop - self.start, watch)
 
 
 class SpanFile:
@@ -44,29 +61,22 @@ class SpanFile:
         """
         spec = self.specs[name]
         dtype = getattr(torch, spec.dtype)
-        chosen = _overlapping_spans(self.spans[name], start, spec.numel if stop is None else stop, dtype.itemsize)
-        parts = [span.file.tensor(span.start, span.numel, dtype) for span in chosen]
+        stop, begin, parts = spec.numel if stop is None else stop, 0, []
+        for span in self.spans[name]:
+            low, high = max(start, begin), min(stop, begin + span.numel)
+            if low < high:
+                parts.append(span.read(low - begin, high - low, dtype))
+            begin += span.numel
         if not parts:
             return torch.empty(0, dtype=dtype)
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def runs(self, name: str) -> list[ByteRun] | None:
         """The byte ranges of tensor `name` in its files."""
-        item_bytes = ITEM_BYTES[self.specs[name].dtype]
-        return [ByteRun(name, span.file.file, span.start, span.numel * item_bytes) for span in self.spans[name]]
+        return [span.run(name, ITEM_BYTES[self.specs[name].dtype]) for span in self.spans[name]]
 
     def close(self) -> None:
         """Close the files. Tensors that were read stay valid."""
         for spans in self.spans.values():
             for span in spans:
                 span.file.close()
-
-
-def _overlapping_spans(spans: Sequence[Span], start: int, stop: int, item_bytes: int) -> Iterator[Span]:
-    """The spans of elements [start, stop)."""
-    begin = 0
-    for span in spans:
-        low, high = max(start, begin), min(stop, begin + span.numel)
-        if low < high:
-            yield Span(span.file, span.start + (low - begin) * item_bytes, high - low)
-        begin += span.numel

@@ -9,7 +9,6 @@ import ctypes
 import io
 import pickle
 import struct
-import zipfile
 import zlib
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -22,17 +21,19 @@ from torch import Tensor
 
 from ft_ckpt.errors import ConfigError, CorruptError, LoadError, SelectionError, TargetError, damaged_input, listing
 from ft_ckpt.formats.layout import ITEM_BYTES, Layout, Spec
-from ft_ckpt.formats.raw_file import FileStream, RawFile
-from ft_ckpt.formats.span_file import Span, SpanFile
+from ft_ckpt.formats.raw_file import RawFile
+from ft_ckpt.formats.span_file import SpanFile
 from ft_ckpt.formats.torch_pickle import (
     TensorPlace,
     UnreadableTensor,
     check_records,
+    holds_tensors,
     kind_of_leaf,
     load_torch_legacy,
     load_torch_zip,
     named_leaves,
 )
+from ft_ckpt.formats.zip_records import ZIP_MAGIC, ZipRecords
 from ft_ckpt.storage.read_ahead import ByteRun
 
 _ALIGNMENT = 64
@@ -45,7 +46,7 @@ class TorchFile(SpanFile):
     """A SpanFile some of whose tensors do not lie in row-major order; each of those is made so, one at a time."""
 
     def __init__(self, specs: Mapping[str, Spec], stored: Mapping[str, TensorPlace], **more: Any) -> None:
-        spans = {name: [Span(one.file, one.start, specs[name].numel)] for name, one in stored.items()}
+        spans = {name: [one.span] for name, one in stored.items()}
         super().__init__(specs, spans, **more)
         self.odd = {name: one for name, one in stored.items() if not one.is_row_major}
         self.made: tuple[str | None, Tensor] = (None, torch.empty(0))
@@ -94,7 +95,8 @@ def join_places(file: RawFile, tensors: Mapping[str, TensorPlace], skipped: Sequ
 def split_tensors(value: Any, source: str) -> tuple[dict[str, TensorPlace], list[str]]:
     """The tensors of nested dicts and lists by dotted name, and descriptions of all other values.
 
-    Raises LoadError when two of them get one name, or one is more than bytes in a file.
+    Raises LoadError when two of them get one name, and for tensors that are more than bytes in a file, or are held by
+    an object of another class.
     """
     tensors: dict[str, TensorPlace] = {}
     twice, odd, skipped = [], [], []
@@ -105,6 +107,8 @@ def split_tensors(value: Any, source: str) -> tuple[dict[str, TensorPlace], list
             tensors[name] = leaf
         elif isinstance(leaf, UnreadableTensor):
             odd.append(f"{name} ({leaf.kind})")
+        elif holds_tensors(leaf):
+            odd.append(f"{name} (tensors in an object of {kind_of_leaf(leaf)})")
         else:
             skipped.append(f"{name}: {kind_of_leaf(leaf)}")
     if twice:
@@ -119,7 +123,7 @@ def split_tensors(value: Any, source: str) -> tuple[dict[str, TensorPlace], list
 def is_torch_file(file: RawFile) -> bool:
     """True when the file begins as those of torch do: a zip archive, or a pickle."""
     head = bytes(file.bytes(0, min(16, file.size_bytes)))
-    return head.startswith(b"PK\3\4") or (head[:1] == b"\x80" and head[8:9] != b"{")  # a length can begin so too
+    return head.startswith(ZIP_MAGIC) or (head[:1] == b"\x80" and head[8:9] != b"{")  # a length can begin so too
 
 
 def check_torch_file(file: RawFile) -> None:
@@ -142,16 +146,23 @@ def check_torch_written(file: RawFile, size_bytes: int) -> None:
 
 
 def check_sums(file: RawFile) -> None:
-    """Compare the records of a torch file with their checksums. Raises CorruptError, ConfigError where it has none."""
+    """Compare the records of a torch file with their checksums.
+
+    Raises CorruptError where one differs, ConfigError for a file without checksums.
+    """
+    if not compare_sums(file):
+        raise ConfigError(f"verify=True: {file.name} has no checksums, as those of torch before 1.6; leave it out")
+
+
+def compare_sums(file: RawFile) -> bool:
+    """Compare the records of a torch file with their checksums; False if it has none. Raises CorruptError."""
     with damaged_input(file.name):
-        if bytes(file.bytes(0, min(4, file.size_bytes))) != b"PK\3\4":
-            raise ConfigError(
-                f"verify=True: {file.name} is of torch before 1.6, which wrote no checksums; leave it out"
-            )
-        with zipfile.ZipFile(io.BufferedReader(FileStream(file), 1 << 20)) as archive:
-            damaged = archive.testzip()
-        if damaged is not None:
-            raise CorruptError(f"{file.name}: {damaged} is damaged (its checksum differs); use another copy")
+        if bytes(file.bytes(0, min(4, file.size_bytes))) != ZIP_MAGIC:
+            return False
+        archive = ZipRecords(file)
+        for name in archive.records:
+            archive.record(name).compare()
+        return archive.has_sums
 
 
 def _torch_contents(file: RawFile) -> Any:
@@ -163,13 +174,13 @@ def _torch_contents(file: RawFile) -> Any:
 
 def row_major(one: TensorPlace) -> Tensor:
     """All elements of a tensor in row-major order, 1-D, whatever order they are stored in."""
-    return strided_tensor(one).clone(memory_format=torch.contiguous_format).view(-1)
+    data = one.span.read(0, one.span.numel, getattr(torch, one.dtype))
+    return torch.as_strided(data, one.shape, one.stride).clone(memory_format=torch.contiguous_format).view(-1)
 
 
 def strided_tensor(one: TensorPlace) -> Tensor:
     """A tensor as it is stored; writable, and no write reaches the file."""
-    reach = sum((size - 1) * step for size, step in zip(one.shape, one.stride, strict=True)) + 1
-    data = one.file.tensor(one.start, 0 if 0 in one.shape else reach, getattr(torch, one.dtype))
+    data = one.file.tensor(one.start, one.span.numel, getattr(torch, one.dtype))
     return torch.as_strided(data, one.shape, one.stride)
 
 

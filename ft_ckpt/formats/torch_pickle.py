@@ -15,7 +15,7 @@ import io
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -25,7 +25,8 @@ from ft_ckpt.formats.layout import ITEM_BYTES, checked_sizes
 from ft_ckpt.formats.pickled_objects import PLAIN
 from ft_ckpt.formats.raw_file import FileStream, RawFile
 from ft_ckpt.formats.safe_pickle import Call, Find, Passive, interpret_pickle
-from ft_ckpt.formats.zip_records import ZipRecords
+from ft_ckpt.formats.span_file import Span
+from ft_ckpt.formats.zip_records import ZipRecord, ZipRecords
 
 _STORAGES = {
     "BoolStorage": "bool", "ByteStorage": "uint8", "CharStorage": "int8", "ShortStorage": "int16",
@@ -48,6 +49,13 @@ class TensorPlace:
     dtype: str
     shape: tuple[int, ...]
     stride: tuple[int, ...]  # in elements
+    record: ZipRecord | None = field(default=None, compare=False)  # that it lies in
+
+    @property
+    def span(self) -> Span:
+        """All elements from its first to its last in the file."""
+        reach = sum((size - 1) * step for size, step in zip(self.shape, self.stride, strict=True)) + 1
+        return Span(self.file, self.start, 0 if 0 in self.shape else reach, self.record)
 
     @property
     def is_row_major(self) -> bool:
@@ -62,8 +70,7 @@ class TensorPlace:
     @property
     def repeated_bytes(self) -> int:
         """The bytes that it takes in row-major order beyond those stored of it."""
-        reach = sum((size - 1) * step for size, step in zip(self.shape, self.stride, strict=True)) + 1
-        return max(0, math.prod(self.shape) - reach) * ITEM_BYTES[self.dtype]
+        return max(0, math.prod(self.shape) - self.span.numel) * ITEM_BYTES[self.dtype]
 
 
 @dataclass(frozen=True)
@@ -79,6 +86,7 @@ class _StoragePlace:
     start: int
     end: int
     dtype: str
+    record: ZipRecord | None = None
 
 
 _FindStorage = Callable[[str, str, int], _StoragePlace]  # of a dtype, with a key, of so many elements
@@ -109,7 +117,7 @@ def check_records(file: RawFile) -> None:
     with damaged_input(file.name):
         archive = _TorchRecords(file, 0, file.size_bytes)
         for name in archive.records:
-            archive.record_place(name)
+            archive.record(name)
 
 
 def load_torch_zip(
@@ -126,23 +134,22 @@ def load_torch_zip(
 
 def _load_zip(file: RawFile, start: int, size_bytes: int, rules: PickleRules) -> Any:
     name, archive = file.name, _TorchRecords(file, start, size_bytes)
-    order = archive.read_record("byteorder") if "byteorder" in archive.records else b"little"
+    order = archive.record("byteorder").read() if "byteorder" in archive.records else b"little"
     if order != b"little":
         raise LoadError(f"{name}: written on a big-endian machine; load it there, or with torch.load, and save it anew")
     if "constants.pkl" in archive.records:
         raise LoadError(f"{name}: a TorchScript program, expected saved tensors; save its state_dict() instead")
     for record in archive.records:
         if not record.startswith("data/"):  # torch makes room for all of these, whatever size they tell
-            archive.record_place(record)
-    places: dict[str, tuple[int, int]] = {}
+            archive.record(record)
+    storages: dict[str, ZipRecord] = {}
 
     def find_storage(dtype: str, key: str, _numel: int) -> _StoragePlace:
-        if key not in places:
-            places[key] = archive.record_place(f"data/{key}")
-        begin, size = places[key]
-        return _StoragePlace(file, begin, begin + size, dtype)
+        if key not in storages:
+            storages[key] = archive.record(f"data/{key}")
+        return _StoragePlace(file, storages[key].start, storages[key].end, dtype, storages[key])
 
-    return load_torch_pickle(archive.read_record("data.pkl"), name, find_storage, rules)
+    return load_torch_pickle(archive.record("data.pkl").read(), name, find_storage, rules)
 
 
 def load_torch_legacy(file: RawFile) -> Any:
@@ -170,8 +177,9 @@ def load_torch_legacy(file: RawFile) -> Any:
             size = int.from_bytes(file.bytes(at, 8), "little") * sizes[key]
             places[key] = (at + 8, at + 8 + size)
             at += 8 + size
-        if at > file.size_bytes:
-            raise CorruptError(f"storages up to byte {at:,}, the file has {file.size_bytes:,}")
+        if at != file.size_bytes:
+            what = f"{file.size_bytes - at:,} bytes after its last storage" if at < file.size_bytes else "cut short"
+            raise CorruptError(f"{what}: its storages end at byte {at:,}, the file at {file.size_bytes:,}")
         stream.seek(begin)
         return _read_pickle(stream, file.name, lambda dtype, key, _count: _StoragePlace(file, *places[key], dtype))
 
@@ -237,7 +245,7 @@ def _place_tensor(
     first = storage.start + offset * item if count else storage.start  # an empty one may begin anywhere
     if count and first + (last + 1) * item > storage.end:
         raise CorruptError(f"a tensor of shape {tuple(shape)} that leads out of its storage")
-    return TensorPlace(storage.file, first, dtype, shape, stride)
+    return TensorPlace(storage.file, first, dtype, shape, stride, storage.record)
 
 
 def _rebuild_type(function: Any, _type: Any, args: Any, _state: Any) -> Any:
@@ -280,6 +288,22 @@ def kind_of_leaf(leaf: Any) -> str:
     if isinstance(leaf, Passive) or (isinstance(leaf, type) and issubclass(leaf, Passive)):
         return leaf.kind
     return "function" if isinstance(leaf, Call) else type(leaf).__name__
+
+
+def holds_tensors(leaf: Any) -> bool:
+    """Whether an object of an unknown class was given tensors, or storages of such, by the pickle."""
+    stack, seen = [leaf], set()
+    while stack:
+        value = stack.pop()
+        if isinstance(value, (TensorPlace, UnreadableTensor, _StoragePlace)):
+            return True
+        if isinstance(value, Passive) and id(value) not in seen:
+            seen.add(id(value))
+            stack += [value.args, value.items, value.state]
+        elif isinstance(value, (dict, list, tuple, set, frozenset)) and id(value) not in seen:
+            seen.add(id(value))
+            stack += [*value.keys(), *value.values()] if isinstance(value, dict) else value
+    return False
 
 
 def named_leaves(value: Any) -> Iterator[tuple[str, Any]]:

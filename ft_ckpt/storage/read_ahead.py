@@ -47,6 +47,7 @@ class ByteRun:
     file: Readable
     start: int
     size_bytes: int
+    watch: Callable[[int, memoryview], None] | None = None  # called with each part in order: its place, its bytes
 
 
 @dataclass(frozen=True, eq=False)
@@ -125,7 +126,10 @@ def read_ahead(
                 near = job.file if isinstance(job.file, LocalFile) else None
                 watch(job.start, memoryview(block)[: job.end - job.start], near)
             for run, start, end in job.runs:
-                yield ReadPart(run, start, address_of(block) + start - job.start, end - start, block)
+                part = ReadPart(run, start, address_of(block) + start - job.start, end - start, block)
+                if run.watch is not None:
+                    run.watch(start, part.content)
+                yield part
             keeper.leave_block(block)
             free.append(block)
 

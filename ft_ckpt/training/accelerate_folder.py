@@ -9,7 +9,7 @@ Source: `checkpointing.py` and `accelerator.py` of accelerate 1.15, of which old
 import hashlib
 import re
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ from ft_ckpt.files.folder import JoinedFile, join_weight_files, weight_files
 from ft_ckpt.formats.layout import TensorFile, TensorRecord
 from ft_ckpt.formats.memory_file import MemoryFile
 from ft_ckpt.formats.raw_file import RawFile
-from ft_ckpt.formats.torch_file import join_places, strided_tensor
+from ft_ckpt.formats.torch_file import compare_sums, join_places, strided_tensor
 from ft_ckpt.formats.torch_pickle import TensorPlace
 from ft_ckpt.formats.torch_values import load_torch_values
 from ft_ckpt.model.json_values import encode_value
@@ -96,6 +96,10 @@ def open_accelerate_folder(path: Path, stack: ExitStack) -> ResumePoint:
         contents.add_rank(rank, names["random"].get(rank, f"random_states_{rank}.pkl"))
     for number, name in names["model"].items():
         weights = weight_files(store, "model")[0] if name.endswith(".index.json") else [name]
+        for one in weights:
+            if one.endswith(".bin"):
+                with closing(store.open(one)) as file:
+                    compare_sums(RawFile(file))
         contents.files.append((f"model_{number}/", join_weight_files(store, weights)))
     joined = JoinedFile([*contents.files, ("", contents.memory)], str(path))
     stack.callback(joined.close)
@@ -185,7 +189,9 @@ class _Contents:
     def _try(self, name: str, file: str, take: Callable[[RawFile], None]) -> None:
         try:
             with damaged_input(file):
-                take(RawFile(self.store.open(file)))
+                raw = RawFile(self.store.open(file))
+                compare_sums(raw)  # now, since ranks read parts of it
+                take(raw)
         except (CheckpointError, SelectionError) as error:
             self.failed[name] = str(error)
 

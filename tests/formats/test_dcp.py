@@ -151,6 +151,37 @@ def test_a_place_outside_the_folder_is_refused(plain):
         dcp.open_dcp(open_place(folder))
 
 
+@pytest.mark.parametrize("name", ["TensorStorageMetadata", "ChunkStorageMetadata", "offset", "fqn", "MetadataIndex"])
+def test_a_flipped_letter_in_the_metadata_is_noticed(plain, tmp_path, name):
+    folder, _ = plain
+    data = (folder / ".metadata").read_bytes()
+    assert name.encode() in data
+    (folder / ".metadata").write_bytes(data.replace(name.encode(), name.encode()[:-1] + b"~"))
+    with pytest.raises((CorruptError, LoadError), match="metadata"):
+        convert(folder, tmp_path / "y.h5", progress=False)
+    assert not (tmp_path / "y.h5").exists()
+
+
+def test_two_tensors_do_not_share_a_place(plain):
+    folder, _ = plain
+    metadata = pickle.loads((folder / ".metadata").read_bytes())
+    infos = {index.fqn: info for index, info in metadata.storage_data.items()}
+    infos["t"].offset, infos["t"].length = infos["float32"].offset, infos["float32"].length
+    (folder / ".metadata").write_bytes(pickle.dumps(metadata))
+    with pytest.raises(CorruptError, match="float32, t: stored at one place"):
+        dcp.open_dcp(open_place(folder))
+
+
+def test_a_flipped_bit_of_a_tensor_is_noticed(plain, tmp_path):
+    folder, state = plain
+    (data,) = folder.glob("*.distcp")
+    content = bytearray(data.read_bytes())
+    content[content.index(state["t"].t().contiguous().numpy().tobytes()) + 2] ^= 4
+    data.write_bytes(content)
+    with pytest.raises(CorruptError, match=r"__0_0\.distcp: data/0 is damaged"):
+        convert(folder, tmp_path / "y.h5", progress=False)
+
+
 @settings(max_examples=60, deadline=None)
 @given(data=st.data())
 def test_damaged_metadata_give_an_error_or_whole_tensors(tmp_path_factory, data):

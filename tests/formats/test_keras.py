@@ -168,3 +168,13 @@ def test_what_keras_writes_now_is_read(tmp_path, monkeypatch):
     maker.keras()
     for name in FILES.keys() - {"keras2.h5"}:
         check_tensors(tensors(tmp_path / name), FILES[name])
+
+
+def test_a_flipped_bit_in_an_archive_is_noticed(tmp_path):
+    whole = (GOLDEN / "keras.keras").read_bytes()
+    for pattern in (NAMED["hidden/kernel"].numpy().tobytes(), b'"class_name"'):
+        content = bytearray(whole)
+        content[content.index(pattern) + 2] ^= 1
+        (tmp_path / "x.keras").write_bytes(content)
+        with pytest.raises(CorruptError, match="is damaged"):
+            open_source(tmp_path / "x.keras")

@@ -125,6 +125,18 @@ def test_damage_is_noticed(tmp_path):
         open_source(tmp_path / "x.ckpt")
 
 
+def test_convert_compares_checksums(tmp_path):
+    content = bytearray(GOLDEN.read_bytes())
+    weight = content.index(WEIGHTS["model.0.weight"].numpy().tobytes())
+    for at in (weight, content.index(b"_rebuild_tensor_v2") + 1, content.index(b"model.1.weight")):
+        content[at] ^= 1
+        (tmp_path / "x.ckpt").write_bytes(content)
+        content[at] ^= 1
+        with pytest.raises(CorruptError, match="is damaged"):
+            ft_ckpt.convert(tmp_path / "x.ckpt", tmp_path / "y.h5", progress=False)
+    assert not (tmp_path / "y.h5").exists()
+
+
 @pytest.mark.parametrize("key", ["state_dict", "model"])
 def test_sharded_checkpoints_are_read_as_weights(tmp_path, key):
     tensors = {f"{key}.model.0.weight": torch.randn(4, 3), "optimizer_0.state.model.0.weight.step": torch.ones(())}

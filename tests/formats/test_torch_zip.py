@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 from opened import raw_file
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from ft_ckpt.errors import CheckpointError, CorruptError, LoadError, SelectionError
+from ft_ckpt.errors import CheckpointError, ConfigError, CorruptError, LoadError, SelectionError
+from ft_ckpt.files.convert import convert
 from ft_ckpt.files.objects import load
 from ft_ckpt.formats import torch_file
 from ft_ckpt.formats.layout import ITEM_BYTES, Spec
@@ -241,6 +242,98 @@ def test_small_records_are_as_long_as_they_say(tmp_path, name):
     path.write_bytes(content[: at + 20] + b"\xff\xff\xff\x7f" * 2 + content[at + 28 :])
     with pytest.raises(CorruptError, match="leads out of the file"):
         load(path)
+
+
+def flip(path, pattern, offset=0, bit=1):
+    """Flip a bit at `offset` from the only place of `pattern`."""
+    content = bytearray(path.read_bytes())
+    at = content.index(pattern)
+    content[at + offset] ^= bit
+    path.write_bytes(content)
+
+
+VIEWS = torch.arange(3000.0)
+SUMMED = {
+    "one": {"w": VIEWS.clone()},
+    "views": {"b": VIEWS[2000:], "a": VIEWS[:1000]},
+    "part": {"w": VIEWS[:10]},
+    "turned": {"w": VIEWS.view(30, 100).t()},
+}
+
+
+@pytest.mark.parametrize("kind", SUMMED)
+@pytest.mark.parametrize("element", [5, 2500])
+@pytest.mark.parametrize("options", [{}, {"dtype": "float64"}], ids=["copied", "cast"])
+def test_a_flipped_bit_of_a_storage_is_noticed(tmp_path, kind, element, options):
+    """Wherever it is in the storage, whichever part of that the tensors are, and however they are read."""
+    torch.save(SUMMED[kind], tmp_path / "x.pt")
+    convert(tmp_path / "x.pt", tmp_path / "whole.safetensors", verify=True, progress=False, **options)
+    flip(tmp_path / "x.pt", VIEWS[element : element + 4].numpy().tobytes())
+    with pytest.raises(CorruptError, match=r"x\.pt: data/0 is damaged"):
+        convert(tmp_path / "x.pt", tmp_path / "y.safetensors", progress=False, **options)
+    assert not (tmp_path / "y.safetensors").exists()
+
+
+@pytest.mark.parametrize("pattern", [b"_rebuild_tensor_v2", b"weight", b"FloatStorage", b"little"])
+@pytest.mark.parametrize("read", [convert, lambda source, _: load(source)], ids=["convert", "load"])
+def test_a_flipped_bit_of_what_names_the_tensors_is_noticed(tmp_path, pattern, read):
+    torch.save({"weight": torch.ones(3)}, tmp_path / "x.pt")
+    flip(tmp_path / "x.pt", pattern, offset=3)
+    with pytest.raises(CorruptError, match=r"x\.pt.*is damaged"):
+        read(tmp_path / "x.pt", tmp_path / "y.h5")
+    assert not (tmp_path / "y.h5").exists()
+
+
+def test_a_file_without_checksums_is_read(tmp_path):
+    torch.serialization.set_crc32_options(False)
+    try:
+        torch.save({"w": torch.arange(9.0)}, tmp_path / "x.pt")
+    finally:
+        torch.serialization.set_crc32_options(True)
+    assert torch_file.open_torch_file(raw_file(tmp_path / "x.pt")).read("w").tolist() == list(range(9))
+    with pytest.raises(ConfigError, match="no checksums"):
+        load(tmp_path / "x.pt", verify=True)
+
+
+@pytest.mark.parametrize(
+    "value",
+    {
+        "module": torch.nn.Linear(2, 2),
+        "inside": {"w": torch.ones(2), "layer": torch.nn.Linear(2, 2)},
+        "unknown function": b"",
+        "list": pickles.Runs(torch.fx.immutable_collections.immutable_list, [torch.ones(2)]),
+    }.items(), ids=lambda item: item[0],
+)  # fmt: skip
+def test_tensors_inside_of_unknown_objects_are_not_left_out(tmp_path, value):
+    """What is left out is named in the report; weights are none of that."""
+    if isinstance(value[1], bytes):
+        torch.save({"w": torch.ones(2)}, tmp_path / "x.pt", _use_new_zipfile_serialization=False)
+        content = (tmp_path / "x.pt").read_bytes()
+        (tmp_path / "x.pt").write_bytes(content.replace(b"_rebuild_tensor_v2", b"_sebuild_tensor_v2"))
+    else:
+        torch.save(value[1], tmp_path / "x.pt")
+    with pytest.raises(LoadError, match="tensors in an object"):
+        convert(tmp_path / "x.pt", tmp_path / "y.h5", progress=False)
+    assert not (tmp_path / "y.h5").exists()
+
+
+def test_a_conversion_of_no_tensor_is_refused(tmp_path):
+    torch.save({"step": 7, "args": argparse.Namespace()}, tmp_path / "x.pt")
+    with pytest.raises(LoadError, match=r"x\.pt: no tensors in it.*step: int"):
+        convert(tmp_path / "x.pt", tmp_path / "y.h5", progress=False)
+    assert not (tmp_path / "y.h5").exists()
+
+
+@pytest.mark.parametrize("place", ["inside", "behind"])
+@pytest.mark.parametrize("count", [1, 8, 64])
+def test_an_old_file_ends_with_its_last_storage(tmp_path, place, count):
+    torch.save({"w": torch.arange(9.0)}, tmp_path / "x.pt", _use_new_zipfile_serialization=False)
+    content = (tmp_path / "x.pt").read_bytes()
+    at = len(content) - (20 if place == "inside" else 0)
+    (tmp_path / "x.pt").write_bytes(content[:at] + bytes(count) + content[at:])
+    for read in (lambda path: torch_file.open_torch_file(raw_file(path)), load):
+        with pytest.raises(CorruptError, match=r"x\.pt.*after its last storage"):
+            read(tmp_path / "x.pt")
 
 
 def test_a_file_that_changes_while_open_is_noticed(tmp_path):

@@ -70,7 +70,9 @@ def open_keras_archive(raw: RawFile, verify: bool = False) -> IndexedFile:
         if _INNER not in archive.records:
             raise LoadError(f"{raw.name}: no {_INNER} in it, but {listing(others, ', ') or 'nothing'}; save it anew")
         config, facts = (_read_archive_document(archive, name) for name in (_CONFIG, _FACTS))
-        file = open_foreign(raw, verify, archive.record_place(_INNER))
+        weights = archive.record(_INNER)
+        weights.compare()
+        file = open_foreign(raw, verify, (weights.start, weights.end - weights.start))
         naming = _numbered_naming(file, _config_names(config, ""))
         if naming is None:
             raise CorruptError(f"{_INNER}: other names than those of a model's variables; use another copy")
@@ -83,9 +85,10 @@ def open_keras_archive(raw: RawFile, verify: bool = False) -> IndexedFile:
 def _read_archive_document(archive: ZipRecords, name: str) -> dict[str, Any]:
     if name not in archive.records:
         return {}
-    if archive.record_place(name)[1] > _MOST_CONFIG_BYTES:
-        raise CorruptError(f"{name}: {archive.record_place(name)[1]:,} bytes of text; use another copy")
-    found = json.loads(archive.read_record(name))
+    record = archive.record(name)
+    if record.end - record.start > _MOST_CONFIG_BYTES:
+        raise CorruptError(f"{name}: {record.end - record.start:,} bytes of text; use another copy")
+    found = json.loads(record.read())
     return found if isinstance(found, dict) else {}
 
 
