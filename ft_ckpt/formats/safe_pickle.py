@@ -160,7 +160,7 @@ class _SafeUnpickler(_Python):  # type: ignore[misc]
         self.foreign: set[str] = set()
         self.classes: dict[str, type] = {}
         self.allowed = self.left = _ALLOWED + _ALLOWED_PER_BYTE * min(pickled.size_bytes, MOST_BYTES)
-        self.weights: dict[int, tuple[int, Any]] = {}  # of tuples that hold tuples: what hashing one of them visits
+        self.weights: dict[int, tuple[int, int, Any]] = {}  # of tuples that hold tuples: what hashing visits, levels
 
     def pay_for(self, values: Iterable[Any]) -> None:
         """Subtract what copying or hashing `values` costs from the allowance. Raises CorruptError at its end."""
@@ -176,8 +176,11 @@ class _SafeUnpickler(_Python):  # type: ignore[misc]
         made = self.stack[-1]
         if any(type(part) is tuple for part in made):
             weight = 1 + sum(self.weights[id(p)][0] if id(p) in self.weights else _hash_cost(p) for p in made)
-            self.weights[id(made)] = weight, made
+            levels = 1 + max(self.weights[id(p)][1] if id(p) in self.weights else 1 for p in made)
+            self.weights[id(made)] = weight, levels, made
             self.left -= len(made)
+            if levels > MOST_LEVELS:  # hashing recurses in C, and ends the process where its stack ends
+                raise ExcessError(f"tuples over {MOST_LEVELS} levels deep")
             if weight > self.left:
                 raise ExcessError("tuples in tuples, of more places than the size of the pickle warrants")
 

@@ -90,6 +90,7 @@ LONG = b"\x80\x04](" + b"K\x01" * 50_000 + b"eq\x00"
         "an argument": TUPLES + b"0ccollections\nOrderedDict\nh\x28\x85\x85R.",
         "copies": LONG + b"".join(b"cbuiltins\nset\nh\x00\x85R" for _ in range(9000)) + b".",
         "deep": b"\x80\x04" + b"](" * 20_000 + b"e" * 20_000 + b".",
+        "a deep key": b"\x80\x04}K\x01" + b"\x85" * 1_000_000 + b"K\x01s.",
     }.items(), ids=lambda item: item[0],
 )  # fmt: skip
 def test_a_few_bytes_cannot_ask_for_much(data):

@@ -35,6 +35,7 @@ LIBRARIES = Path(__file__).parents[1] / "golden/libraries"
 LIMIT_SECONDS = 60
 MOST_BYTES = 4 << 30
 LENGTHS = (1, 8, 0.3, 0.7, 0.99)  # that files are cut to: bytes, or shares of their size
+FLIPS = 20  # of one bit each, in a file
 
 
 def state(dtype=torch.float32):
@@ -203,6 +204,9 @@ READERS = {
 NEEDED = {"orbax": "tensorstore", "tensorflow": "tensorflow"}  # libraries, by the first word of a reader
 # Nothing in these files says which of the folder's files they are; what is in their place is theirs.
 EXCHANGEABLE = ("dcp", "lightning folder", "orbax folders", "orbax chunks")
+# All bytes of these that matter are under checksums, but for the files named.
+SUMMED = {"torch": "", "lightning": "", "sharded torch": ".json", "dcp": ".metadata", "lightning folder": ".metadata",
+          "deepspeed 2": "", "deepspeed 3": "", "keras": "", "tensorflow": "", "tensorflow shards": ".json"}  # fmt:skip
 IN_FOLDER_ONLY = ("dcp", "lightning folder", "deepspeed", "orbax", "tensorflow")  # no links out of it are followed
 
 
@@ -221,6 +225,12 @@ def replace(path, content):
 
 def cut(path, _other, size):
     os.truncate(path, size if type(size) is int else int(size * path.stat().st_size))
+
+
+def flip(path, _other, number):
+    dice, data = random.Random(f"{sys.argv[2]} {path.name} {number}"), bytearray(path.read_bytes())
+    data[dice.randrange(len(data))] ^= 1 << dice.randrange(8)
+    replace(path, data)
 
 
 def exchange(path, other):
@@ -273,6 +283,7 @@ FAULTS = {
     "of another reader": lambda path, _: replace(path, pickle.dumps({"a": 1}) + bytes(3000)),
     "copied": lambda path, _: shutil.copy(path, next_name(path)),
     **{f"cut to {size}": partial(cut, size=size) for size in LENGTHS},
+    **{f"flip {number}": partial(flip, number=number) for number in range(FLIPS)},
     "pipe": lambda path, _: (path.unlink(), os.mkfifo(path)),
     "device": put_device,
     "socket": put_socket,
@@ -313,12 +324,14 @@ def converted(source, result):
     return load_file(result)
 
 
-def judged(name, fault, outcome, is_needed):
+def judged(name, file, fault, outcome, is_needed):
     if outcome == "whole" and fault == "link out" and name.startswith(IN_FOLDER_ONLY) and is_needed():
         return "foreign: read out of the folder"
     if name == "lightning folder" and fault == "missing":
         return "whole"  # without its `meta.pt`, it is a folder of torch.distributed.checkpoint
     allowed = fault in WITH_ANOTHER and name.startswith(EXCHANGEABLE)
+    if fault.startswith("flip"):
+        allowed = name not in SUMMED or (SUMMED[name] and file.endswith(SUMMED[name]))
     return "indistinguishable" if outcome == "changed" and allowed else outcome
 
 
@@ -335,7 +348,7 @@ def try_fault(name, source, folder, file, fault, truth, dice):
             (folder / file).unlink()
             return try_fault(name, source, folder, file, None, truth, dice) != "whole"
 
-        return judged(name, fault, "whole" if same(found, truth) else "changed", is_needed)
+        return judged(name, file, fault or "", "whole" if same(found, truth) else "changed", is_needed)
     except CheckpointError:
         return "refused"
     except Exception as error:
