@@ -12,6 +12,7 @@ manifest, without the state, in the old one's place:
 import contextlib
 import dataclasses
 import json
+import secrets
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -77,6 +78,22 @@ def delete_state(path: Path) -> Removal:
     write_text(path / TOMBSTONE, read_text(LocalStore(path), MANIFEST_NAME, MANIFEST_LIMIT_BYTES))
     write_text(path / MANIFEST_NAME, manifest_to_json(without_state(manifest)))
     return finish_deletion(path)
+
+
+def set_aside(path: Path, manifest: Manifest) -> Path | None:
+    """Give the checkpoint `path`, which is damaged, a hidden name that nothing lists; returns its new path.
+
+    None while somebody reads it or saves to it, or where it is no longer the one of `manifest`. Raises OSError.
+    """
+    if lease_reasons(path) or _is_being_saved(path):
+        return None
+    aside = path.with_name(f".{path.name}.damaged-{secrets.token_hex(4)}")
+    local_disk.move(path, aside)
+    if _manifest_or_none(aside / MANIFEST_NAME) != manifest:  # saved anew in that instant
+        local_disk.move(aside, path)
+        return None
+    local_disk.sync_path(path.parent)
+    return aside
 
 
 def finish_deletion(path: Path) -> Removal:

@@ -3,6 +3,7 @@
 One thread, which looks anew each time: the newest checkpoint that the bucket lacks goes first, one that the rules have
 deleted before its turn is passed over. What is in the bucket need not stay here, but the newest of the run does. What
 cannot be uploaded stays, is warned of, and is tried again with the next save, or by the next process that finds it.
+One that is damaged gets a hidden name, with a warning: no run waits for it.
 """
 
 import logging
@@ -14,13 +15,22 @@ from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field
 
-from ft_ckpt.checkpoint.catalog import CheckpointInfo, list_checkpoints, load_manifest
-from ft_ckpt.checkpoint.delete import without_state
+from ft_ckpt.checkpoint.catalog import CheckpointInfo, list_checkpoints, load_manifest, verify
+from ft_ckpt.checkpoint.delete import set_aside, without_state
 from ft_ckpt.checkpoint.manifest import Manifest
 from ft_ckpt.checkpoint.open_checkpoint import open_checkpoint
 from ft_ckpt.checkpoint.prune import prune_after_save
-from ft_ckpt.errors import CheckpointError, NameTakenError, NotACheckpointError, TargetError, listing
+from ft_ckpt.errors import (
+    CheckpointError,
+    CorruptError,
+    NameTakenError,
+    NotACheckpointError,
+    TargetError,
+    UnreadableError,
+    listing,
+)
 from ft_ckpt.retention import Keep
+from ft_ckpt.storage.local_store import folder_of
 from ft_ckpt.storage.place import Place, location_name
 from ft_ckpt.transfer.bucket_places import push_report
 from ft_ckpt.transfer.copies import content_identity, copy_open
@@ -50,6 +60,7 @@ class _Round:
     seen: set[str] = field(default_factory=set)
     there: set[str] = field(default_factory=set)  # those that are in the bucket
     problems: dict[str, Exception] = field(default_factory=dict)  # by name
+    damaged: dict[str, Exception] = field(default_factory=dict)  # likewise, of those that were set aside
     ended_by: Exception | None = None  # what would befall the others, too
 
 
@@ -190,6 +201,9 @@ class RunUploads:
         except NotACheckpointError:  # deleted meanwhile, as the rules say
             return
         except (CheckpointError, OSError) as error:
+            if isinstance(error, CorruptError) and self._set_aside(info, error):
+                one.damaged[info.name] = error
+                return
             one.problems[info.name] = error
             is_of_this = not isinstance(error, OSError) or isinstance(error, NameTakenError)
             one.ended_by = None if is_of_this else error
@@ -203,6 +217,18 @@ class RunUploads:
         with self.sweeping:
             rest = tuple(each.place for each in self._listed_without(one.there))
             prune_after_save(self.staging, Keep(last=1), terms.run_id, rest)
+
+    def _set_aside(self, info: CheckpointInfo, error: CorruptError) -> bool:
+        """Give a checkpoint that is damaged here a hidden name; False where it is whole, or must stay for now."""
+        with suppress(CheckpointError, OSError):
+            if not isinstance(error, UnreadableError) and not verify(info.place).ok:
+                with self.sweeping:
+                    aside = set_aside(folder_of(info.store), info.manifest)
+                if aside is not None:
+                    told = f"{info.path}: damaged and not uploaded ({error}); set aside as {aside}, delete it by hand"
+                    warnings.warn(told, stacklevel=2)
+                    return True
+        return False
 
     def _upload_missing(self, info: CheckpointInfo, goal: Place, terms: UploadTerms) -> PushReport | None:
         """Upload, unless the bucket has it; None where it has a later save, or this one with or without its state."""
@@ -231,7 +257,8 @@ class RunUploads:
         for push in asked:
             if not push.done:
                 gone = NotACheckpointError(f"{push.path}: deleted here, as `keep` says, before it was uploaded")
-                push.future.set_exception(one.problems.get(_pushed_name(push)) or one.ended_by or gone)
+                found = {**one.problems, **one.damaged}.get(_pushed_name(push))
+                push.future.set_exception(found or one.ended_by or gone)
 
 
 def _describe_problems(problems: Mapping[str, Exception]) -> str:

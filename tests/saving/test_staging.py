@@ -19,7 +19,7 @@ from ft_ckpt import CheckpointSaver, Keep, latest, verify
 from ft_ckpt.checkpoint import commit, free_space
 from ft_ckpt.checkpoint.catalog import list_checkpoints
 from ft_ckpt.checkpoint.pins import pin
-from ft_ckpt.errors import ConfigError, NameTakenError, NoSpaceError, NotACheckpointError, TargetError
+from ft_ckpt.errors import ConfigError, CorruptError, NameTakenError, NoSpaceError, NotACheckpointError, TargetError
 from ft_ckpt.storage.place import open_place
 from ft_ckpt.training import rehearsal
 
@@ -368,6 +368,51 @@ def test_a_damaged_checkpoint_here_is_taken_from_the_bucket(s3, tmp_path):
     for mode in ("auto", "must", "checkpoint-2"):
         with saver_at(tmp_path) as saver, pytest.warns(UserWarning, match="damaged, taking its copy s3://"):
             assert str(saver.resume(mode).resumed_from) == f"{BUCKET_RUN}/checkpoint-2"
+
+
+def test_damaged_checkpoints_here_stop_no_run(s3, tmp_path):
+    """They are in no bucket, and nothing is saved over them."""
+    with warnings.catch_warnings(), saver_at(tmp_path, on_failure="warn") as saver:
+        warnings.simplefilter("ignore")
+        s3.faults.append(Fault("PUT .*checkpoint-", **DOWN))
+        for _ in range(4):
+            saver.learn()
+            saver.save_state()
+        saver.close()
+    files = [tmp_path / f"checkpoint-{step}" / "model.safetensors" for step in (1, 2, 3)]
+    content = bytearray(files[0].read_bytes())
+    content[-5] ^= 1
+    files[0].write_bytes(content)
+    files[1].write_bytes(content[:-1])
+    files[2].unlink()
+    s3.faults = []
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        with saver_at(tmp_path) as saver:
+            assert saver.resume().step == 4
+            saver.learn()
+            saver.save_state().upload.result(60)
+    found = {path.name.split(".")[1]: path for path in tmp_path.glob(".*.damaged-*")}
+    assert found.keys() == {"checkpoint-1", "checkpoint-2", "checkpoint-3"}
+    assert all((path / "ft_ckpt.json").exists() for path in found.values()), "nothing that is whole is lost"
+    for name, path in found.items():
+        assert any(f"{name}: damaged and not uploaded" in str(one.message) and str(path) in str(one.message)
+                   for one in told), name  # fmt: skip
+    assert names(BUCKET_RUN) == ["checkpoint-4", "checkpoint-5"]
+    assert names(tmp_path) == ["checkpoint-5"]
+
+
+def test_what_is_damaged_before_its_upload_is_told_by_its_handle(s3, tmp_path):
+    with saver_at(tmp_path) as saver:
+        saver.learn()
+        with closed_gate(s3):
+            upload = saver.save_state().upload
+            (tmp_path / "checkpoint-1" / "model.safetensors").write_bytes(b"")
+        with pytest.warns(UserWarning, match="checkpoint-1: damaged and not uploaded"):
+            assert upload.wait(60)
+        with pytest.raises(CorruptError):
+            upload.result()
+    assert names(tmp_path) == names(BUCKET_RUN) == []
 
 
 def test_a_run_taken_back_replaces_what_it_went_back_in(s3, tmp_path):
