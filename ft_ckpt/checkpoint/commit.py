@@ -20,6 +20,7 @@ import functools
 import operator
 import os
 import stat
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
@@ -30,11 +31,12 @@ from ft_ckpt.checkpoint.numbers import next_number
 from ft_ckpt.checkpoint.recovery import LEFTOVER, listed_files, recover_target, settle_or_warn, sideline_of
 from ft_ckpt.errors import CorruptError, NoSpaceError, TargetError, explained, listing
 from ft_ckpt.storage import local_disk, owners
+from ft_ckpt.storage.access import FREE, Access
 from ft_ckpt.storage.folder_trials import is_on_bucket, refuse_unfit
 from ft_ckpt.storage.local_store import LocalStore
 from ft_ckpt.storage.placing import clear_drafts, make_locked_folder
 
-_open: set[Path] = set()  # stages of this process that are not done with
+_open: dict[Path, int] = {}  # stages of this process that are not done with, and what mode they will have
 _NOT_BESIDE = {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENAMETOOLONG}
 _NO_SWAP = {
     *(errno.EACCES, errno.EPERM),  # the folder around the target is not ours, or a sandbox forbids the call
@@ -67,10 +69,11 @@ def check_target(target: Path, needed_bytes: int) -> None:
         )
 
 
-def open_stage(target: Path) -> Path:
+def open_stage(target: Path, access: Access = FREE) -> Path:
     """A fresh hidden folder to fill for `target`, beside it (inside, where a mount or permissions ask for it).
 
-    It is locked until it is committed or discarded: nobody takes it for a dead one's. First settles what an earlier
+    It is locked until it is committed or discarded: nobody takes it for a dead one's. Until then nobody else may enter
+    it, where what comes into it, or what it replaces, is not for everybody: `access`. First settles what an earlier
     save to `target` left behind. Raises TargetError or NoSpaceError.
     """
     check_target(target, 0)
@@ -79,16 +82,17 @@ def open_stage(target: Path) -> Path:
         recover_target(target)
         local_disk.make_folder(target.parent)
         stage = _new_stage(target)
-    _open.add(stage)
+        _open[stage] = _close_stage(stage, target, access)
     return stage
 
 
-def commit_stage(stage: Path, target: Path, manifest: Manifest) -> None:
+def commit_stage(stage: Path, target: Path, manifest: Manifest, access: Access = FREE) -> None:
     """Make `stage` the checkpoint `target`, durably, with `manifest`; on an exception before that, nothing changes.
 
     The manifest must list every file in the stage. Files of `target` that are of no checkpoint stay, except weights
     that readers would mix up with the new ones. Files and folders that take the place of others may be read by whom
-    these could. What cannot be cleaned up is warned of and left for the next save.
+    these could, and nothing by more people than `access` says. What cannot be cleaned up is warned of and left for the
+    next save.
 
     Raises CorruptError when the stage and the manifest differ, ManifestError when a path leads out of the folder,
     TargetError or NoSpaceError when the place cannot be written: what was there still is. One TargetError comes
@@ -98,7 +102,7 @@ def commit_stage(stage: Path, target: Path, manifest: Manifest) -> None:
         target = local_disk.real_path(target)
         with owners.holding_lock(target):  # after an exchange this is the old one, at the stage's place
             try:
-                _seal_and_place(stage, target, manifest)
+                _seal_and_place(stage, target, manifest, access)
             finally:
                 _release_stage(stage)
 
@@ -118,15 +122,15 @@ def discard_stage(stage: Path) -> None:
             _release_stage(stage)
 
 
-def _seal_and_place(stage: Path, target: Path, manifest: Manifest) -> None:
+def _seal_and_place(stage: Path, target: Path, manifest: Manifest, access: Access) -> None:
     sealed = None
     try:
         check_paths(manifest, str(target))
         if manifest.step is None and manifest.number is None:
             manifest = replace(manifest, number=next_number(LocalStore(target), LocalStore(target.parent)))
-        _seal_stage(stage, manifest, target)
+        _seal_stage(stage, manifest, target, access)
         sealed = (stage / MANIFEST_NAME).lstat()
-        _place_stage(stage, target, manifest)
+        _place_stage(stage, target, manifest, access)
     except OSError as error:
         if sealed is not None and _holds_manifest(target, sealed):
             raise _durability_error(
@@ -141,7 +145,7 @@ def _seal_and_place(stage: Path, target: Path, manifest: Manifest) -> None:
 
 
 def _release_stage(stage: Path) -> None:
-    _open.discard(stage)
+    _open.pop(stage, None)
     owners.release_lock(stage)
 
 
@@ -173,45 +177,78 @@ def _new_stage(target: Path) -> Path:
     return make_locked_folder(lambda owner: target / f".ft_ckpt-stage-{owner}")
 
 
-def _seal_stage(stage: Path, manifest: Manifest, target: Path) -> None:
+def _close_stage(stage: Path, target: Path, access: Access) -> int:
+    """Keep others out of a stage whose files are not for everybody; the mode that the umask gave it.
+
+    New files in it get the group of the folder that it takes the place of.
+    """
+    mode = open_to = local_disk.permission_bits(stage)
+    if target.is_dir():
+        around = target.stat()
+        local_disk.take_group(stage, around.st_gid)
+        mode |= around.st_mode & stat.S_ISGID
+        open_to &= around.st_mode
+    for old in _facts_of(target, [MANIFEST_NAME, *(listed_files(target) or ())]).values():
+        open_to &= old.st_mode >> 2  # who may read may enter
+    is_closed = access != FREE or mode & ~open_to & 0o011
+    local_disk.set_mode(stage, mode & ~0o077 if is_closed else mode)
+    return mode
+
+
+def _seal_stage(stage: Path, manifest: Manifest, target: Path, access: Access) -> None:
     """Make the stage complete and durable. Nobody trusts a manifest in a stage, so all is synced at once."""
     clear_drafts(stage)  # hidden, and else it would stay in the checkpoint for good
     _check_contents(stage, manifest)
-    (stage / MANIFEST_NAME).write_text(manifest_to_json(manifest), encoding="utf-8")
+    LocalStore(stage, syncs=False, access=access).write(MANIFEST_NAME, manifest_to_json(manifest).encode())
     everything = [*local_disk.walk_tree(stage), stage]
-    _grant_access(stage, everything, target)
+    _grant_access(stage, everything, target, access)
     local_disk.sync_all(everything)
 
 
-def _grant_access(stage: Path, everything: list[Path], target: Path) -> None:
+def _grant_access(stage: Path, everything: list[Path], target: Path, access: Access) -> None:
     """Give files that replace others the permissions of those, and new ones the permissions that the umask allows.
 
     Where nothing of the old checkpoint was open to others, nothing new is. Files made by libraries may be for the owner
-    only, so each gets its mode here.
+    only, so each gets its mode here, unless `access` is not free: then the store has made each as it is to be. A file
+    that an earlier checkpoint has, too, is not opened any further.
     """
-    file_mode, folder_mode = local_disk.permission_bits(stage / MANIFEST_NAME), local_disk.permission_bits(stage)
-    old = _permissions_of(target, [MANIFEST_NAME, *(listed_files(target) or ())])
-    was_open = 0o777 if not old else functools.reduce(operator.or_, old.values())
-    places = {path: path.relative_to(stage).as_posix() for path in everything if path != stage}
-    known = _permissions_of(target, places.values())
-    for path, name in places.items():
-        if path.is_dir():
-            may_enter = was_open | (was_open & 0o444) >> 2  # whoever may read a file may enter its folder
-            wanted = known.get(name, folder_mode & (may_enter | 0o7000)) | stat.S_IRWXU
+    file_mode = local_disk.permission_bits(stage / MANIFEST_NAME) if access == FREE else 0o777
+    folder_mode = _open.get(stage, local_disk.permission_bits(stage))
+    old = _facts_of(target, [MANIFEST_NAME, *(listed_files(target) or ())])
+    was_open = functools.reduce(operator.or_, (each.st_mode for each in old.values())) if old else 0o777
+    may_enter = was_open | (was_open & 0o444) >> 2  # whoever may read a file may enter its folder
+    places = {path.relative_to(stage).as_posix(): path for path in everything if path != stage}
+    known, found = _facts_of(target, places), _facts_of(stage, places)
+    inodes = Counter((each.st_dev, each.st_ino) for each in found.values())
+    if target.is_dir() and local_disk.permission_bits(target) & ~access.folder_bits & 0o077:
+        access = access.for_file  # files may have to be moved into it
+    for name, path in places.items():
+        now, is_folder = found[name], stat.S_ISDIR(found[name].st_mode)
+        limit = access.in_group(now.st_gid)
+        if access != FREE:
+            limit &= Access(now.st_mode, now.st_mode)
+        if not is_folder and now.st_nlink > inodes[now.st_dev, now.st_ino]:
+            local_disk.set_mode(path, now.st_mode & (known[name].st_mode if name in known else was_open) & 0o777)
+        elif name in known:
+            local_disk.take_access(path, known[name], limit)
+        elif is_folder:
+            wanted = folder_mode & may_enter & limit.folder_bits | now.st_mode & 0o7000
+            local_disk.set_mode(path, wanted | stat.S_IRWXU)
         else:
-            wanted = known.get(name, file_mode & was_open) | stat.S_IRUSR
-        if local_disk.permission_bits(path) != wanted:
-            local_disk.chmod(path, wanted)
+            local_disk.set_mode(path, file_mode & was_open & limit.file_bits | stat.S_IRUSR)
+    if not target.is_dir():  # else it gets the mode of that when it takes its place
+        limit = access.in_group(stage.stat().st_gid)
+        local_disk.set_mode(stage, folder_mode & (limit.folder_bits | 0o7000) | stat.S_IRWXU)
 
 
-def _permissions_of(folder: Path, names: Iterable[str]) -> dict[str, int]:
-    """The permission bits of those of `names` that are files or folders in `folder`."""
+def _facts_of(folder: Path, names: Iterable[str]) -> dict[str, os.stat_result]:
+    """The facts about those of `names` that are files or folders in `folder`."""
     found = {}
     for name in names:
         with contextlib.suppress(OSError):
             about = (folder / name).lstat()
             if not stat.S_ISLNK(about.st_mode):
-                found[name] = stat.S_IMODE(about.st_mode)
+                found[name] = about
     return found
 
 
@@ -233,13 +270,13 @@ def _check_contents(stage: Path, manifest: Manifest) -> None:
         raise CorruptError(f"{listing(sorted(wrong))}: the stage is not what the manifest describes; save again")
 
 
-def _place_stage(stage: Path, target: Path, manifest: Manifest) -> None:
+def _place_stage(stage: Path, target: Path, manifest: Manifest, access: Access) -> None:
     old = listed_files(target)
     new = [file.path for file in manifest.files]
     _check_obstacles(target, new, old or frozenset())
     # Beside it means that it holds no mount either. In a mounted bucket a folder's move is many, in no order.
     movable = stage.parent != target and not local_disk.holds_cwd(target) and not is_on_bucket(target)
-    if not (movable and _swap_folders(stage, target, committed=old is not None)):
+    if not (movable and _swap_folders(stage, target, access, committed=old is not None)):
         _pour_files(stage, target, {*(old or ()), *new, *misleading_files(LocalStore(target), manifest)}, new)
 
 
@@ -257,10 +294,10 @@ def _check_obstacles(target: Path, new: list[str], old: frozenset[str]) -> None:
         )
 
 
-def _swap_folders(stage: Path, target: Path, *, committed: bool) -> bool:
+def _swap_folders(stage: Path, target: Path, access: Access, *, committed: bool) -> bool:
     """Put the stage in place in one step; False where that is not possible, and nothing has changed."""
     if target.is_dir():
-        local_disk.take_access(stage, target)
+        local_disk.take_access(stage, target.stat(), access)
     try:
         if not target.exists() or not any(target.iterdir()):
             local_disk.move(stage, target)
@@ -278,7 +315,7 @@ def _swap_folders(stage: Path, target: Path, *, committed: bool) -> bool:
 
 def _pour_files(stage: Path, target: Path, aside: set[str], new: list[str]) -> None:
     sideline = sideline_of(stage, target)
-    local_disk.make_folder(target)
+    local_disk.make_folder(target, local_disk.permission_bits(stage))
     local_disk.mkdir(sideline)
     local_disk.move_files([MANIFEST_NAME], target, sideline)  # first: no reader may trust files that are about to move
     local_disk.move_files(aside, target, sideline)

@@ -33,7 +33,7 @@ from ft_ckpt.errors import CheckpointError, CorruptError, damaged_input, listing
 from ft_ckpt.storage import local_disk
 from ft_ckpt.storage.local_store import LocalStore
 from ft_ckpt.storage.paths import is_inside
-from ft_ckpt.storage.placing import PREFIX, write_text
+from ft_ckpt.storage.placing import PREFIX
 from ft_ckpt.storage.store import Store, read_text
 
 STATE = "state"  # kind of the parts that hold a training state
@@ -75,8 +75,9 @@ def delete_state(path: Path) -> Removal:
     if why := _deletion_obstacles(path):
         return Removal(path, why=why)
     manifest = read_manifest(path)
-    write_text(path / TOMBSTONE, read_text(LocalStore(path), MANIFEST_NAME, MANIFEST_LIMIT_BYTES))
-    write_text(path / MANIFEST_NAME, manifest_to_json(without_state(manifest)))
+    store = LocalStore(path, access=local_disk.access_of((path / MANIFEST_NAME).stat()))
+    store.write(TOMBSTONE, store.read(MANIFEST_NAME))
+    store.write(MANIFEST_NAME, manifest_to_json(without_state(manifest)).encode())
     return finish_deletion(path)
 
 

@@ -19,6 +19,7 @@ from ft_ckpt.checkpoint.marks import LEASE, PIN, SAVING, TOMBSTONE, is_mark, set
 from ft_ckpt.checkpoint.numbers import next_number
 from ft_ckpt.checkpoint.save_mark import SaveMark
 from ft_ckpt.errors import CorruptError, NameTakenError, TargetError, listing
+from ft_ckpt.storage.access import FREE, Access
 from ft_ckpt.storage.buffers import BLOCK_BYTES
 from ft_ckpt.storage.digests import SMALL_BYTES, FileRecord, read_record
 from ft_ckpt.storage.local_store import LocalStore
@@ -62,11 +63,12 @@ class LocalStaging:
     stage: Path
     target: Path
     direct_bytes: int | None = BLOCK_BYTES  # see LocalStore
+    access: Access = FREE  # likewise
 
     @property
     def store(self) -> LocalStore:
         """The files in the stage."""
-        return stage_store(self.stage, self.direct_bytes)
+        return replace(stage_store(self.stage, self.direct_bytes), access=self.access)
 
     @property
     def beside(self) -> LocalStore:
@@ -76,7 +78,7 @@ class LocalStaging:
     def commit(self, manifest: Manifest) -> None:
         """Put the stage in place, see `commit.commit_stage`."""
         prove_sources()
-        commit.commit_stage(self.stage, self.target, manifest)
+        commit.commit_stage(self.stage, self.target, manifest, self.access)
 
     def discard(self) -> None:
         """Delete the stage, see `commit.discard_stage`."""
@@ -220,18 +222,26 @@ def _clear_folder(store: Store, listed: Sequence[Stored], mark: SaveMark, *, ove
 
 
 def open_staging_at(
-    target: Place, direct_bytes: int | None = BLOCK_BYTES, *, run_id: str | None = None, overwrite: bool = False
+    target: Place,
+    direct_bytes: int | None = BLOCK_BYTES,
+    *,
+    run_id: str | None = None,
+    overwrite: bool = False,
+    access: Access = FREE,
 ) -> Staging:
-    """A fresh staging for a place in any store; raises as `open_staging` and `open_object_staging` do."""
+    """A fresh staging for a place in any store; raises as `open_staging` and `open_object_staging` do.
+
+    On a disk what is committed is open to nobody beyond `access`.
+    """
     store = target.folder
     if isinstance(store, LocalStore):
-        return open_staging(store.folder, direct_bytes)
+        return open_staging(store.folder, direct_bytes, access)
     return open_object_staging(target.beside, target.last_step, run_id=run_id, overwrite=overwrite)
 
 
-def open_staging(target: Path, direct_bytes: int | None = BLOCK_BYTES) -> LocalStaging:
-    """A fresh staging for the folder `target`; raises as `commit.open_stage` does. `direct_bytes`: see LocalStore."""
-    return LocalStaging(commit.open_stage(target), target, direct_bytes)
+def open_staging(target: Path, direct_bytes: int | None = BLOCK_BYTES, access: Access = FREE) -> LocalStaging:
+    """A fresh staging for the folder `target`; raises as `commit.open_stage` does. For the others see LocalStore."""
+    return LocalStaging(commit.open_stage(target, access), target, direct_bytes, access)
 
 
 def stage_store(stage: Path, direct_bytes: int | None = BLOCK_BYTES) -> LocalStore:

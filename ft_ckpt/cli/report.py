@@ -2,8 +2,10 @@
 
 import dataclasses
 from collections.abc import Iterable, Sequence
+from functools import reduce
 from html import escape
 from io import StringIO
+from operator import and_
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -15,8 +17,10 @@ from ft_ckpt.cli.arguments import run_checkpoints_in, run_folder
 from ft_ckpt.cli.options import JsonOption
 from ft_ckpt.config import human_size
 from ft_ckpt.errors import ConfigError, NotACheckpointError
+from ft_ckpt.storage.access import FREE, Access
 from ft_ckpt.storage.local_disk import local_path
 from ft_ckpt.storage.local_store import LocalStore
+from ft_ckpt.storage.place import Place, source_access
 
 if TYPE_CHECKING:
     from ft_ckpt.cli.report_facts import KeptCheckpoint, RunFacts
@@ -52,16 +56,21 @@ def report_command(
     if as_json:
         views.print_json({**dataclasses.asdict(facts), "disk_bytes": facts.disk_bytes})
         return
-    write_report(facts, target)
+    goal = Place(LocalStore(target.parent), target.name)
+    access = reduce(and_, (source_access(info.place, info.place, goal) for info in infos))
+    write_report(facts, target, access.for_file)
     print(f"{run}: {len(facts.checkpoints)} checkpoints, {human_size(facts.disk_bytes)} -> {target}")
 
 
-def write_report(facts: "RunFacts", target: Path) -> None:
-    """Write the page, or its charts as a picture. Raises ConfigError without matplotlib, TargetError."""
+def write_report(facts: "RunFacts", target: Path, access: Access = FREE) -> None:
+    """Write the page, or its charts as a picture, open to nobody beyond `access`.
+
+    Raises ConfigError without matplotlib, TargetError.
+    """
     from ft_ckpt.cli.report_charts import draw_run
 
     figure = draw_run(facts)
-    store = LocalStore(target.absolute().parent)
+    store = LocalStore(target.absolute().parent, access=access)
     if target.suffix == ".png":
         from io import BytesIO
 

@@ -11,6 +11,8 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, closing
 from datetime import datetime, timezone
+from functools import reduce
+from operator import and_
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +31,7 @@ from ft_ckpt.files.folder import FolderPart, WeightsFolder
 from ft_ckpt.files.rename import FLOAT_DTYPES, copy_differences
 from ft_ckpt.formats.dtypes import dtype_of
 from ft_ckpt.formats.layout import Spec, TensorFile
-from ft_ckpt.storage.place import Place, open_place
+from ft_ckpt.storage.place import Place, open_place, source_access
 from ft_ckpt.storage.store import Store, read_text
 
 # What an adapter's configuration says of the shape of its product; other fields (paths, dropout) may differ.
@@ -77,6 +79,8 @@ def average(
     with ExitStack() as stack:
         held = [stack.enter_context(hold_open(place)) for place in places]
         opened = [stack.enter_context(closing(open_source(*pair))) for pair in zip(held, places, strict=True)]
+        access = reduce(and_, (source_access(*pair, options.target) for pair in zip(held, places, strict=True)))
+        options = dataclasses.replace(options, access=access)
         averaged = _averaged_source(opened, shares, options)
         report = write_converted(averaged, held[-1], options)
     unequal = sorted(name for file in _averaged_files(averaged) for name in file.unequal)

@@ -30,7 +30,7 @@ from ft_ckpt.formats.shard_files import link_second_names, shard_index, split_in
 from ft_ckpt.storage.digests import FileRecord, read_record
 from ft_ckpt.storage.local_copy import copy_object
 from ft_ckpt.storage.local_store import LocalStore
-from ft_ckpt.storage.place import Place, open_place
+from ft_ckpt.storage.place import Place, open_place, source_access
 from ft_ckpt.storage.replacing import replaced_object
 from ft_ckpt.storage.scratch import made_folder
 from ft_ckpt.storage.store import Store, read_text
@@ -92,6 +92,7 @@ def convert(
     check_apart([source], options)
     with hold_open(source) as place, closing(open_source(place, source)) as opened:
         check_used(names, [*opened.specs, *getattr(opened, "ties", {})], str(source))
+        options = dataclasses.replace(options, access=source_access(place, source, options.target))
         return write_converted(opened, place, options)
 
 
@@ -125,7 +126,7 @@ def _convert_to_file(opened: TensorFile, _source: Place, options: ConvertOptions
     file, target = TranslatedFile(opened, options.names, options.dtype), options.target
     one = plan_output(options.format, target.name, file)
     _check_room(target.store, one.plan.layout.size_bytes)
-    with replaced_object(target) as stage:
+    with replaced_object(target, options.access.for_file) as stage:
         (record,) = write_outputs([one], stage.store, options.progress)
         if options.verify:
             with closing(open_source(stage)) as found:
@@ -139,7 +140,7 @@ def _staging_with_room(options: ConvertOptions, size_bytes: int) -> Staging:
     _check_room(store, size_bytes + _ROOM_BYTES)
     if store.parent is None:
         raise ConfigError(f"{options.target}: a whole bucket, or disk; name a folder in it")
-    return open_staging_at(options.target, overwrite=options.overwrite)
+    return open_staging_at(options.target, overwrite=options.overwrite, access=options.access)
 
 
 def _check_room(store: Store, size_bytes: int) -> None:

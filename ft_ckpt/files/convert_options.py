@@ -9,6 +9,7 @@ from ft_ckpt.errors import ConfigError, TargetError
 from ft_ckpt.files.shard_rules import ShardRule, read_shard_rules
 from ft_ckpt.formats import detect
 from ft_ckpt.formats.registry import DEFAULT_FORMAT, TensorFormat, format_named, written_formats
+from ft_ckpt.storage.access import FREE, Access
 from ft_ckpt.storage.local_store import LocalStore
 from ft_ckpt.storage.place import Place, open_place
 
@@ -29,6 +30,7 @@ class ConvertOptions:
     note: str  # of the manifest: where the weights are from
     shards: Sequence[ShardRule] = ()  # by which names are given to checkpoints of their own
     made_from: tuple[str, ...] = ()  # names of the checkpoints they were computed from, if they were
+    access: Access = FREE  # who may read the result at most: who may read all that it is made of
     overwrite: bool = False  # delete a checkpoint that is in the way in a bucket, before the new one is whole
 
 
@@ -75,7 +77,7 @@ def convert_options(
         note,
         read_shard_rules(shards),
         made_from,
-        overwrite,
+        overwrite=overwrite,
     )
 
 

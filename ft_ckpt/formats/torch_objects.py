@@ -13,7 +13,6 @@ from ft_ckpt.formats.raw_file import FileStream, RawFile
 from ft_ckpt.formats.torch_file import check_sums, check_torch_file, check_torch_written
 from ft_ckpt.storage.local_file import LocalFile, open_local_file
 from ft_ckpt.storage.paths import is_utf8
-from ft_ckpt.storage.placing import new_file
 
 _STREAM_BYTES = 8 << 20  # read at a time from afar
 _MOST_AT_ONCE = 1 << 30  # bytes written in one call; Linux takes less than 2 GB
@@ -50,11 +49,11 @@ class _CountingStream:
 
 
 def save_torch_object(obj: Any, stage: Path) -> None:
-    """Write `obj` into the new file `stage`, durably.
+    """Write `obj` into the new file `stage`.
 
     Raises TargetError, OSError, and SelectionError for tensors that share memory as several types.
     """
-    with new_file(stage) as stream:
+    with stage.open("xb", buffering=0) as stream:
         file: Any = _CountingStream(stream)
         try:
             torch.save(obj, file)

@@ -28,7 +28,7 @@ from ft_ckpt.saving.move_tensors import SharedFolders
 from ft_ckpt.saving.request import SaveRequest, request_of
 from ft_ckpt.saving.stored_adapters import StoredAdapters, choose_merge, find_adapters, find_base
 from ft_ckpt.storage.local_copy import local_folder
-from ft_ckpt.storage.place import Place, open_place
+from ft_ckpt.storage.place import Place, open_place, source_access
 from ft_ckpt.storage.store import Store, read_range
 
 _TOKENIZER = re.compile(
@@ -90,6 +90,8 @@ def merge(
         given: dict[str, Any] = {"merged": choice, "made_from": (source.last_step, found.last_step)}
         given["check"] = None if check is None else live_logits(attached.model, check)
         given["extra_files"] = _companion_files(opened, stored)
+        given["access"] = source_access(place, found, options.target)
+        given["access"] &= source_access(Place(stored.held.store), Place(stored.held.origin), options.target)
         report = _save_merged(attached.model, options, given, begun)
     left = [f"{listing(list(based.left), ', ')}: the base's model has no place for it, left out"] if based.left else []
     notes = (*left, *attached.notes, *report.notes)

@@ -11,6 +11,7 @@ from ft_ckpt.model.merge_choice import MergeChoice
 from ft_ckpt.model.parts import Attribute
 from ft_ckpt.saving import replicas
 from ft_ckpt.saving.check_logits import LogitsCheck
+from ft_ckpt.storage.access import FREE, Access
 from ft_ckpt.storage.place import Place
 from ft_ckpt.training.capture import Captured
 
@@ -39,6 +40,7 @@ class SaveRequest:
     extra_files: Mapping[str, str | bytes] = field(default_factory=dict)  # the caller's own, by path in the checkpoint
     apart: replicas.Differences | None = None  # replicas that differ between ranks; None: not compared yet
     made_from: tuple[str, ...] = ()  # names of what the weights were computed from
+    access: Access = FREE  # who may read the checkpoint at most, where it is made of other files
     merged: MergeChoice | None = None  # the adapters that are merged into the base
     check: LogitsCheck | None = None  # what the folder must compute before it is committed
 

@@ -39,7 +39,11 @@ def prepare_stage(
         return StagedSave(plan)
     contents = sorted(plan.companions.contents().items())
     opened = staging.open_staging_at(
-        request.target, saver_tuning(config).direct_bytes, run_id=request.run_id, overwrite=config.overwrite
+        request.target,
+        saver_tuning(config).direct_bytes,
+        run_id=request.run_id,
+        overwrite=config.overwrite,
+        access=request.access,
     )
     try:
         offers = _find_offers(request, plan.plans, ranks, config, opened, changed)

@@ -12,13 +12,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from threading import Lock
 
-from ft_ckpt.errors import IncompleteError, explained
+from ft_ckpt.errors import IncompleteError, NameTakenError, explained
 from ft_ckpt.storage import local_disk
+from ft_ckpt.storage.access import FREE, Access
 from ft_ckpt.storage.buffers import ALIGNMENT, address_of
 from ft_ckpt.storage.store import Stored
 
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
-_NOT_DIRECT = {errno.EINVAL, errno.EOPNOTSUPP}  # what a file system without it says
+_NOT_DIRECT = {errno.EINVAL, errno.EOPNOTSUPP, errno.EACCES}  # a file system without it, or a file only to be read
 _FLAGS = os.O_WRONLY | os.O_CLOEXEC | os.O_NOFOLLOW
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -39,6 +40,7 @@ class LocalWriting:
     direct: int  # -1: all goes through the page cache
     is_shared: bool  # written by other processes, too, so that nobody here knows when it is whole
     syncs: bool  # whether it survives a power cut from the end of `finish` on
+    is_new: bool = False  # whether nothing may be replaced
     written: int = 0
     _lock: Lock = field(default_factory=Lock)
 
@@ -57,7 +59,8 @@ class LocalWriting:
     def finish(self) -> Stored:
         """Sync the file, unless somebody does that for all of them, and move it into place.
 
-        The bytes of one that is shared are always synced: what another machine has cached nobody else can.
+        The bytes of one that is shared are always synced: what another machine has cached nobody else can. Raises
+        NameTakenError when it must be new and is not.
         """
         if self.written != self.size_bytes and not self.is_shared:
             self.abandon()
@@ -69,7 +72,7 @@ class LocalWriting:
                 found = os.fstat(self.plain)
                 self._close()
                 if self.draft != self.path:
-                    local_disk.move(self.draft, self.path)
+                    self._take_name()
                 if self.syncs:
                     local_disk.sync_path(self.path.parent)
         except BaseException:
@@ -85,6 +88,15 @@ class LocalWriting:
             with contextlib.suppress(OSError):
                 local_disk.unlink(self.draft)
 
+    def _take_name(self) -> None:
+        if not self.is_new:
+            local_disk.move(self.draft, self.path)
+            return
+        try:
+            local_disk.move_new(self.draft, self.path)
+        except FileExistsError as error:
+            raise NameTakenError(f"{self.path}: is there already; nothing was written") from error
+
     def _close(self) -> None:
         """Close each descriptor once: its number may be another file's at once, also after an error."""
         plain, direct, self.plain, self.direct = self.plain, self.direct, -1, -1
@@ -97,16 +109,34 @@ class LocalWriting:
 
 
 def create_file(
-    name: str, path: Path, draft: Path, size_bytes: int, *, direct: bool, shared: bool = False, syncs: bool = True
+    name: str,
+    path: Path,
+    draft: Path,
+    size_bytes: int,
+    *,
+    direct: bool = False,
+    shared: bool = False,
+    syncs: bool = True,
+    is_new: bool = False,
+    access: Access = FREE,
 ) -> LocalWriting:
     """The new file `draft`, which is to be `path`; its space is taken, unless it is `shared`, see `allocate_file`.
 
+    It has the group and permissions of the file that it replaces, if there is one, and never more than `access`.
     Raises NoSpaceError when there is not enough, TargetError when the file cannot be made, or is there already and not
     `shared`.
     """
     with explained(path):
-        plain = os.open(draft, _FLAGS | os.O_CREAT | (0 if shared else os.O_EXCL), 0o666)
+        old = None
+        with contextlib.suppress(FileNotFoundError):
+            old = None if shared else path.stat()
+        bits = 0o600 if old is not None else 0o666 & local_disk.access_at(path, access).file_bits
+        plain = os.open(draft, _FLAGS | os.O_CREAT | (0 if shared else os.O_EXCL), bits)
         try:
+            if old is not None:
+                local_disk.take_access(draft, old, access)
+            elif access != FREE:
+                local_disk.warn_if_open(path, os.fstat(plain), bits)
             if not shared:
                 _allocate_space(plain, size_bytes)
             unbuffered = _open_unbuffered(draft) if direct else -1
@@ -115,16 +145,16 @@ def create_file(
             if not shared:
                 local_disk.unlink(draft)
             raise
-    return LocalWriting(name, path, draft, size_bytes, plain, unbuffered, shared, syncs)
+    return LocalWriting(name, path, draft, size_bytes, plain, unbuffered, shared, syncs, is_new)
 
 
-def allocate_file(path: Path, size_bytes: int) -> None:
+def allocate_file(path: Path, size_bytes: int, access: Access = FREE) -> None:
     """Take the space for the file `path`, which is made where it is not there; several processes may write into it.
 
     Raises NoSpaceError when there is not enough, TargetError when the file cannot be made.
     """
     with explained(path):
-        descriptor = os.open(path, _FLAGS | os.O_CREAT, 0o666)
+        descriptor = os.open(path, _FLAGS | os.O_CREAT, 0o666 & local_disk.access_at(path, access).file_bits)
         try:
             _allocate_space(descriptor, size_bytes)
             os.ftruncate(descriptor, size_bytes)

@@ -170,6 +170,12 @@ def _symbolic_links(room: Path) -> str:
     return "" if (room / "symbolic").samefile(room / "file") else "the link leads elsewhere"
 
 
+def _permissions(room: Path) -> str:
+    local_disk.chmod(room / "file", 0o600)
+    found = local_disk.permission_bits(room / "file")
+    return "" if found == 0o600 else f"a file that is for its owner alone has {found:o}"
+
+
 def _sync_file(room: Path) -> str:
     with (room / "file").open("rb") as file:
         local_disk.fsync(file.fileno())
@@ -236,6 +242,7 @@ TRIALS: dict[str, Callable[[Path], str]] = {
     "exchange two folders": _swap_two_folders,
     "hard links": _hard_links,
     "symbolic links": _symbolic_links,
+    "permissions": _permissions,
     "sync of files": _sync_file,
     "sync of folders": _sync_folder,
     "writing in place": _write_in_place,

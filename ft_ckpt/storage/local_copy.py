@@ -4,6 +4,7 @@ import os
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, closing, contextmanager
+from dataclasses import replace
 from pathlib import Path, PurePosixPath
 
 from ft_ckpt.errors import CorruptError, listing
@@ -27,8 +28,12 @@ def copy_object(
 ) -> Stored | None:
     """Write all of an open object into `store`, durably, under `name`; what is there then, unless it is small.
 
-    Raises what reading and writing do. `watch` sees all bytes in their order, before they are written.
+    Raises what reading and writing do. `watch` sees all bytes in their order, before they are written. Between folders
+    of this machine nobody may read the copy who may not read the file.
     """
+    source = file.inner if isinstance(file, KeptFile) else file
+    if isinstance(store, LocalStore) and isinstance(source, LocalFile):
+        store = replace(store, access=store.access & source.access)
     if file.size_bytes <= SMALL_COPY_BYTES:
         content = read_range(file, 0, file.size_bytes)
         watch(memoryview(content))

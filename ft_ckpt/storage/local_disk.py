@@ -8,11 +8,13 @@ import os
 import re
 import shutil
 import stat
+import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path, PurePath
 from typing import BinaryIO
 
 from ft_ckpt.errors import ConfigError, CorruptError, TargetError
+from ft_ckpt.storage.access import FREE, Access, file_access, folder_access
 from ft_ckpt.storage.store import Stored
 
 # The calls that change the disk, each by one name, so that a test can stop the process at every one of them.
@@ -29,6 +31,9 @@ _FEW_PATHS = 16  # for more threads are worth their start
 _libc = ctypes.CDLL(None, use_errno=True)
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _CANNOT_SYNC = {errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS}
+_CANNOT_CHMOD = {errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS}  # vfat, some mounts of FUSE and CIFS
+CANNOT_LINK = {errno.EPERM, errno.EXDEV, errno.EMLINK, errno.EOPNOTSUPP, errno.ENOSYS}
+_without_modes: set[int] = set()  # devices that were warned of
 
 _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):/+")  # two letters or more before the colon; Path leaves one slash
 
@@ -154,28 +159,32 @@ def _begin_writing(handle: int) -> None:
         _libc.sync_file_range(handle, ctypes.c_int64(0), ctypes.c_int64(0), _BEGIN_WRITING)
 
 
-def make_folder(folder: Path) -> None:
-    """Make `folder` and its parents; each is synced into its own parent, so that a power cut takes none of them."""
+def make_folder(folder: Path, mode: int = 0o777) -> None:
+    """Make `folder` and its parents; each is synced into its own parent, so that a power cut takes none of them.
+
+    `mode` is the most that the permission bits of `folder` itself may be.
+    """
     if not folder.is_dir():
         make_folder(folder.parent)
         with contextlib.suppress(FileExistsError):
-            mkdir(folder)
+            mkdir(folder, mode)
         sync_path(folder.parent)
 
 
 @contextlib.contextmanager
-def folder_handle(folder: Path, below: str = "", *, make: bool = False) -> Iterator[int]:
+def folder_handle(folder: Path, below: str = "", *, like: Path | None = None) -> Iterator[int]:
     """A descriptor of the folder `below` in `folder`, reached step by step: no link at or below `folder` is followed.
 
-    With `make`, folders that are missing are made. Raises OSError: FileNotFoundError when it is not there,
-    NotADirectoryError when a link or a file is in the way.
+    With `like`, folders that are missing are made, no more open than those in `like`. Raises OSError:
+    FileNotFoundError when it is not there, NotADirectoryError when a link or a file is in the way.
     """
     handle = os.open(folder, _FOLDER)
     try:
         for step in PurePath(below).parts:
-            if make:
+            if like is not None:
+                like = like / step
                 with contextlib.suppress(FileExistsError):
-                    mkdir(step, dir_fd=handle)
+                    mkdir(step, permission_bits(like), dir_fd=handle)
                     sync_open(handle)
             above, handle = handle, os.open(step, _FOLDER, dir_fd=handle)
             os.close(above)
@@ -196,7 +205,7 @@ def move_files(paths: Iterable[str], source: Path, goal: Path, *, replace: bool 
             except (FileNotFoundError, NotADirectoryError):
                 continue
             if present := [name for name in each if _is_in(here, name)]:
-                there = stack.enter_context(folder_handle(goal, below, make=True))
+                there = stack.enter_context(folder_handle(goal, below, like=source))
                 for name in present:
                     if replace or not _is_in(there, name):
                         move(name, name, src_dir_fd=here, dst_dir_fd=there)
@@ -282,6 +291,78 @@ def permission_bits(path: Path) -> int:
     return stat.S_IMODE(path.stat().st_mode)
 
 
+def access_at(path: Path, access: Access) -> Access:
+    """What `access` comes to for the new file or folder `path`, in the group that it gets."""
+    if access.group is None:
+        return access
+    around = path.parent.stat()
+    return access.in_group(around.st_gid if around.st_mode & stat.S_ISGID else os.getegid())
+
+
+def set_mode(path: Path, mode: int) -> None:
+    """Set the permission bits of a file or folder of ours. Where a mount has none of its own, this does nothing.
+
+    Warns once for each device where others may then do more than `mode` says.
+    """
+    if permission_bits(path) == mode:
+        return
+    try:
+        chmod(path, mode)
+    except OSError as error:
+        if error.errno not in _CANNOT_CHMOD:
+            raise
+    warn_if_open(path, path.stat(), mode)
+
+
+def warn_if_open(path: Path, found: os.stat_result, mode: int) -> None:
+    """Warn once for each device of files that others may read or change though `mode` does not say so."""
+    if stat.S_IMODE(found.st_mode) & ~mode & 0o077 and found.st_dev not in _without_modes:
+        _without_modes.add(found.st_dev)
+        warnings.warn(
+            f"{path.parent}: its file system keeps no permissions, so others may read what was closed to them; mount "
+            "it with a narrower umask, or choose another path",
+            stacklevel=6,
+        )
+
+
+def take_group(path: Path, group: int) -> os.stat_result:
+    """Give `path` to `group`, if this process may; the facts about it after that."""
+    with contextlib.suppress(OSError):
+        if path.stat().st_gid != group:
+            os.chown(path, -1, group)
+    return path.stat()
+
+
+def take_access(path: Path, old: os.stat_result, limit: Access = FREE) -> None:
+    """Give `path` the group and permission bits of the file or folder it replaces, as far as `limit` allows."""
+    allowed = (access_of(old) & limit).in_group(take_group(path, old.st_gid).st_gid)
+    if stat.S_ISDIR(old.st_mode):
+        set_mode(path, allowed.folder_bits | stat.S_IRWXU | old.st_mode & 0o7000)
+    else:
+        set_mode(path, allowed.file_bits)
+
+
+def access_of(found: os.stat_result) -> Access:
+    """The access to a file or folder of these facts."""
+    return (folder_access if stat.S_ISDIR(found.st_mode) else file_access)(found.st_mode, found.st_gid)
+
+
+def move_new(draft: Path, path: Path) -> None:
+    """Give `draft` its name `path`, which must not be taken, in one step: a link, since a rename would replace.
+
+    Raises FileExistsError.
+    """
+    try:
+        os.link(draft, path)
+    except OSError as error:
+        if error.errno not in CANNOT_LINK:
+            raise
+        os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))  # takes the name
+        move(draft, path)
+    else:
+        unlink(draft)
+
+
 def real_path(target: Path) -> Path:
     """`target` with its links resolved, so that a link stays and its goal is replaced. TargetError for a loop."""
     try:
@@ -293,19 +374,6 @@ def real_path(target: Path) -> Path:
 def is_folder(path: Path) -> bool:
     """True for a folder itself, false for a link to one."""
     return path.is_dir() and not path.is_symlink()
-
-
-def take_group(path: Path, group: int) -> None:
-    """Give `path` to `group`, if this process may."""
-    with contextlib.suppress(OSError):
-        os.chown(path, -1, group)
-
-
-def take_access(folder: Path, other: Path) -> None:
-    """Give `folder` the mode and group of `other`, as far as this process may."""
-    take_group(folder, other.stat().st_gid)
-    if permission_bits(folder) != permission_bits(other):
-        chmod(folder, permission_bits(other))
 
 
 def holds_cwd(folder: Path) -> bool:

@@ -40,6 +40,7 @@ class LocalFile:
         self._closer, self._closed = weakref.finalize(self, os.close, descriptor), False
         found = os.fstat(descriptor)
         self.size_bytes, self.version = found.st_size, local_disk.file_version(found)
+        self.access = local_disk.access_of(found)
         self._known = found.st_size, found.st_mtime_ns
         self.watch: Watch | None = None
 

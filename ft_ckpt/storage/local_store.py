@@ -12,22 +12,21 @@ from pathlib import Path
 from ft_ckpt.errors import (
     ConfigError,
     MissingError,
-    NameTakenError,
     UnreadableError,
     damaged_input,
     explained,
 )
 from ft_ckpt.storage import local_disk
+from ft_ckpt.storage.access import FREE, Access
 from ft_ckpt.storage.buffers import BLOCK_BYTES
 from ft_ckpt.storage.direct_io import LocalWriting, allocate_file, create_file
 from ft_ckpt.storage.local_file import open_local_file
 from ft_ckpt.storage.paths import is_name
-from ft_ckpt.storage.placing import PREFIX, write_bytes
+from ft_ckpt.storage.placing import PREFIX
 from ft_ckpt.storage.store import Folder, FolderListing, Readable, Store, Stored, checked_name
 
 _DRAFT = ".draft"
 _ABSENT = (errno.ENOENT, errno.ENOTDIR)
-_CANNOT_LINK = {errno.EPERM, errno.EXDEV, errno.EMLINK, errno.EOPNOTSUPP, errno.ENOSYS}
 
 
 @dataclass(frozen=True)
@@ -37,6 +36,7 @@ class LocalStore:
     folder: Path
     direct_bytes: int | None = BLOCK_BYTES  # new objects from this size on go past the page cache; None: none does
     syncs: bool = True  # whether objects survive a power cut at once; in a stage the commit sees to that, for all files
+    access: Access = FREE  # who may read new files and folders at most, where they are made of others
 
     @property
     def url(self) -> str:
@@ -83,36 +83,38 @@ class LocalStore:
             return open_local_file(path, name)
 
     def write(self, name: str, data: bytes, *, create_only: bool = False) -> None:
-        """Write a small file through a draft beside it, see `Store.write`."""
+        """Write a small file, see `Store.write`. One that replaces another has its group and permissions."""
         path = self.path(name)
+        draft = _draft_name(path)
         with explained(path):
             self._make_parents(path)
             if self.syncs and not create_only:
-                write_bytes(path, data)
-                return
-            with _draft_of(path) as draft:
-                with draft.open("xb") as stream:
-                    stream.write(data)
-                if self.syncs:
-                    local_disk.sync_path(draft)
-                _put_new(draft, path) if create_only else local_disk.move(draft, path)
-                self._sync_name(path)
+                draft = path.with_name(f"{PREFIX}{path.name.lstrip('.')}{_DRAFT}")
+                with contextlib.suppress(FileNotFoundError):  # of one who died
+                    local_disk.unlink(draft)
+        writing = create_file(name, path, draft, len(data), syncs=self.syncs, is_new=create_only, access=self.access)
+        try:
+            writing.write(0, memoryview(data))
+            writing.finish()
+        except BaseException:
+            writing.abandon()
+            raise
 
     def create(self, name: str, size_bytes: int) -> LocalWriting:
         """A new file, its space allocated now; NoSpaceError where there is none."""
         path = self.path(name)
         with explained(path):
             self._make_parents(path)
-        return create_file(
-            name, path, _draft_name(path), size_bytes, direct=self._is_direct(size_bytes), syncs=self.syncs
-        )
+        direct = self._is_direct(size_bytes)
+        draft = _draft_name(path)
+        return create_file(name, path, draft, size_bytes, direct=direct, syncs=self.syncs, access=self.access)
 
     def allocate(self, name: str, size_bytes: int) -> None:
         """Take the space for a file that several processes write, see `SharedStore.allocate`."""
         path = self.path(name)
         with explained(path):
             self._make_parents(path)
-        allocate_file(path, size_bytes)
+        allocate_file(path, size_bytes, self.access)
 
     def share(self, name: str, size_bytes: int) -> LocalWriting:
         """This process's way into a file that several processes write, see `SharedStore.share`."""
@@ -120,7 +122,9 @@ class LocalStore:
         with explained(path):
             self._make_parents(path)
         direct = self._is_direct(size_bytes)
-        return create_file(name, path, path, size_bytes, direct=direct, shared=True, syncs=self.syncs)
+        return create_file(
+            name, path, path, size_bytes, direct=direct, shared=True, syncs=self.syncs, access=self.access
+        )
 
     def list(self, prefix: str = "") -> list[Stored]:
         """All files below `prefix` but drafts, see `Store.list`; folders that are links are not entered."""
@@ -153,20 +157,26 @@ class LocalStore:
         return None if found is None else local_disk.stored_file(name, found)
 
     def copy(self, name: str, other: str, source: Store | None = None) -> bool:
-        """Link the file under another name, see `Store.copy`; False too for what is a link itself."""
+        """Link the file under another name, see `Store.copy`.
+
+        False too for what is a link itself, and for a file that more people may read than `access` allows.
+        """
         store = self if source is None else source
         if not isinstance(store, LocalStore):
             return False
         origin, goal = store.path(name), self.path(other)
         if store.stat(name) is None:
             raise _missing(origin)
+        found = local_disk.access_of(origin.stat())
+        if found.file_bits & ~self.access.in_group(found.group).file_bits:
+            return False
         with explained(goal):
             self._make_parents(goal)
         with explained(goal), _draft_of(goal) as draft:
             try:
                 os.link(origin, draft, follow_symlinks=False)
             except OSError as error:
-                if error.errno in _CANNOT_LINK:
+                if error.errno in local_disk.CANNOT_LINK:
                     return False
                 raise
             if draft.is_symlink():
@@ -199,10 +209,15 @@ class LocalStore:
     def _make_parents(self, path: Path) -> None:
         """Make the folders that `path` is in; not a stage itself, which may have been taken away again."""
         if self.syncs:
-            local_disk.make_folder(path.parent)
-            return
-        for folder in reversed(path.relative_to(self.folder).parents[:-1]):
-            (self.folder / folder).mkdir(exist_ok=True)
+            local_disk.make_folder(self.folder)
+        for name in reversed(path.relative_to(self.folder).parents[:-1]):
+            folder = self.folder / name
+            if not folder.is_dir():
+                mode = local_disk.access_at(folder, self.access).folder_bits | stat.S_IRWXU
+                if self.syncs:
+                    local_disk.make_folder(folder, mode)
+                else:
+                    folder.mkdir(mode, exist_ok=True)
 
     def _sync_name(self, path: Path) -> None:
         if self.syncs:
@@ -214,6 +229,39 @@ def folder_of(store: Store) -> Path:
     if not isinstance(store, LocalStore):
         raise ConfigError(f"{store.url}: not on this machine's disks; give a local folder")
     return store.folder
+
+
+def files_access(path: Path) -> Access:
+    """The access to a file, or to all files below a folder but our own marks: what all who have it may read."""
+    paths = [path]
+    if path.is_dir():
+        walk = os.walk(path)
+        paths = [Path(place, name) for place, _, names in walk for name in names if not name.startswith(PREFIX)]
+    return _least(paths)
+
+
+def folders_access(path: Path, goal: Path) -> Access:
+    """The access to a folder and those in it, and to the one that it or a file is in, unless `goal` is in that, too."""
+    path, goal = path.resolve(), goal.resolve()
+    folders = [Path(place) for place, _, _ in os.walk(path)]
+    return _least(folders if goal.is_relative_to(path.parent) else [path.parent, *folders])
+
+
+def make_like(store: Store, other: Store) -> None:
+    """Make the folder of `store`, which nobody may enter who may not enter that of `other`; in buckets nothing."""
+    if isinstance(store, LocalStore) and isinstance(other, LocalStore):
+        with explained(store.folder):
+            around = local_disk.access_of(other.folder.stat())
+            local_disk.make_folder(store.folder.parent)
+            local_disk.make_folder(store.folder, local_disk.access_at(store.folder, around).folder_bits | stat.S_IRWXU)
+
+
+def _least(paths: Iterable[Path]) -> Access:
+    found = FREE
+    for path in paths:
+        with contextlib.suppress(FileNotFoundError):  # a link that leads nowhere
+            found &= local_disk.access_of(path.stat())
+    return found
 
 
 @contextlib.contextmanager
@@ -275,14 +323,6 @@ def _is_draft(name: str) -> bool:
 def _raise_unless_absent(error: OSError) -> None:
     if error.errno not in _ABSENT:
         raise error
-
-
-def _put_new(draft: Path, path: Path) -> None:
-    """Give the draft its name unless that is taken, in one step: a link, since a rename would replace."""
-    try:
-        os.link(draft, path)
-    except FileExistsError as error:
-        raise NameTakenError(f"{path}: is there already; nothing was written") from error
 
 
 def _regular(path: str | Path) -> os.stat_result | None:

@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from ft_ckpt.errors import CorruptError, LoadError, MissingError, UnreadableError
+from ft_ckpt.storage.access import FREE, Access
 from ft_ckpt.storage.local_disk import local_path
-from ft_ckpt.storage.local_store import LocalStore
+from ft_ckpt.storage.local_store import LocalStore, files_access, folders_access
 from ft_ckpt.storage.open_store import is_url, open_store
 from ft_ckpt.storage.paths import is_name
 from ft_ckpt.storage.store import Readable, Store
@@ -105,6 +106,16 @@ def open_place(place: "str | os.PathLike[str] | Place", **options: Any) -> Place
     if not is_name(path.name):  # the root, "." or ".."
         return Place(LocalStore(path))
     return Place(LocalStore(path.parent), path.name)
+
+
+def source_access(found: Place, origin: Place, goal: Place) -> Access:
+    """Who may read what is made at `goal` of the file or folder `found`, which people call `origin`.
+
+    On this machine those who may read all files of it and enter its folders; FREE for what comes from a bucket.
+    """
+    if not all(isinstance(each.store, LocalStore) for each in (found, origin, goal)):
+        return FREE
+    return files_access(Path(str(found))) & folders_access(Path(str(origin)), Path(str(goal)))
 
 
 def location_name(location: Path | str) -> str:

@@ -2,45 +2,18 @@
 
 import contextlib
 import os
-import stat
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import BinaryIO, cast
 
 from ft_ckpt.errors import TargetError
 from ft_ckpt.storage import local_disk, owners
+from ft_ckpt.storage.access import FREE, Access
 
 PREFIX = ".ft_ckpt-"  # of every hidden name of ours inside of a checkpoint
 ABANDONED_SECONDS = 24 * 3600  # after which what another machine made, where we cannot ask for its owner, is nobody's
 _FILE = ".ft_ckpt-file-"  # in the names of folders that a file is made in
 _NAME_BYTES = 150  # of a target's name in that of a hidden folder; 255 are allowed
-
-
-def write_text(file: Path, text: str) -> None:
-    """Write a small file as `write_bytes` does, in UTF-8."""
-    write_bytes(file, text.encode("utf-8"))
-
-
-def write_bytes(file: Path, content: bytes) -> None:
-    """Write a small file atomically and durably, with the permissions of the file it replaces.
-
-    Raises OSError, and leaves what was there.
-    """
-    draft = file.with_name(f"{PREFIX}{file.name.lstrip('.')}.draft")
-    try:
-        with contextlib.suppress(FileNotFoundError):  # of one who died
-            local_disk.unlink(draft)
-        with draft.open("xb") as stream:  # exclusive: never through a link
-            stream.write(content)
-        if file.exists():
-            local_disk.chmod(draft, local_disk.permission_bits(file))
-        local_disk.sync_path(draft)
-        local_disk.move(draft, file)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            local_disk.unlink(draft)
-        raise
-    local_disk.sync_path(file.parent)
 
 
 def file_target(path: str | os.PathLike[str]) -> Path:
@@ -62,30 +35,22 @@ def spool_file(folder: Path | None = None) -> BinaryIO:
 
 
 @contextlib.contextmanager
-def replace_file(target: Path) -> Iterator[Path]:
+def replace_file(target: Path, access: Access = FREE) -> Iterator[Path]:
     """Yield a path at which the block makes a file, then move that file to `target` atomically and durably.
 
     The folder of `target` is made, too, where it is missing. When the block raises, nothing is left of the file and
-    `target` is unchanged. The file gets the group and permissions of the one it replaces. Raises OSError.
+    `target` is unchanged. The file gets the group and permissions of the one it replaces, never more than `access`.
+    Raises OSError.
     """
     local_disk.make_folder(target.parent)
     with _draft_folder(target) as folder:
         file = folder / target.name
         yield file
         with contextlib.suppress(FileNotFoundError):
-            old = target.stat()
-            local_disk.take_group(file, old.st_gid)
-            local_disk.chmod(file, stat.S_IMODE(old.st_mode))
+            local_disk.take_access(file, target.stat(), access)
+        local_disk.sync_path(file)
         local_disk.move(file, target)
         local_disk.sync_path(target.parent)
-
-
-@contextlib.contextmanager
-def new_file(file: Path) -> Iterator[BinaryIO]:
-    """Yield the new file `file` to write into, without a buffer; it is durable after the block. Raises OSError."""
-    with file.open("xb", buffering=0) as stream:
-        yield stream
-        local_disk.sync_open(stream.fileno())
 
 
 def clear_drafts(folder: Path) -> None:
@@ -95,11 +60,11 @@ def clear_drafts(folder: Path) -> None:
             local_disk.delete_folder(path)
 
 
-def make_locked_folder(place: Callable[[str], Path]) -> Path:
+def make_locked_folder(place: Callable[[str], Path], mode: int = 0o777) -> Path:
     """Make a new folder whose lock this process holds; `place` says where, from the name of its owner."""
     while True:
         folder = place(owners.new_owner())
-        local_disk.mkdir(folder)
+        local_disk.mkdir(folder, mode)
         if owners.hold_lock(folder) is not False:  # else another took it for a dead one's in that instant
             return folder
 
@@ -113,7 +78,7 @@ def _draft_folder(target: Path) -> Iterator[Path]:
             with owners.claim_leftover(target.parent / name, name, ABANDONED_SECONDS) as gone:
                 if gone:
                     local_disk.rmtree(target.parent / name)
-    folder = make_locked_folder(lambda owner: target.parent / f"{start}{owner}")
+    folder = make_locked_folder(lambda owner: target.parent / f"{start}{owner}", 0o700)
     try:
         yield folder
     finally:

@@ -6,6 +6,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from ft_ckpt.errors import ConfigError
+from ft_ckpt.storage.access import FREE, Access
 from ft_ckpt.storage.local_store import LocalStore
 from ft_ckpt.storage.place import Place, open_place
 from ft_ckpt.storage.placing import file_target, replace_file
@@ -27,16 +28,18 @@ def object_target(path: str | os.PathLike[str] | Place) -> Place:
 
 
 @contextmanager
-def replaced_object(target: Place) -> Iterator[Place]:
+def replaced_object(target: Place, access: Access = FREE) -> Iterator[Place]:
     """Yield a place at which the block makes an object, which then becomes `target`, durably, or nothing does.
+
+    On a disk it is open to nobody beyond `access`.
 
     In a bucket it is `target` itself, since objects appear whole there; if the block raises after that, the object is
     deleted. Raises OSError, TargetError, and CorruptError where the object was made of damaged checkpoints.
     """
     store = target.store
     if isinstance(store, LocalStore):
-        with replace_file(Path(store.where(target.name))) as stage:
-            yield Place(LocalStore(stage.parent, syncs=False), stage.name)
+        with replace_file(Path(store.where(target.name)), access) as stage:
+            yield Place(LocalStore(stage.parent, syncs=False, access=access), stage.name)
             prove_sources()
         return
     before = store.stat(target.name)

@@ -15,14 +15,15 @@ from pathlib import Path
 
 from ft_ckpt.checkpoint.catalog import load_manifest, verify
 from ft_ckpt.checkpoint.earlier import EarlierCheckpoint, earlier_checkpoints, take_earlier
-from ft_ckpt.checkpoint.manifest import Manifest
+from ft_ckpt.checkpoint.manifest import MANIFEST_NAME, Manifest
 from ft_ckpt.checkpoint.open_checkpoint import OpenCheckpoint, open_checkpoint
 from ft_ckpt.checkpoint.staging import Staging, open_staging_at
 from ft_ckpt.errors import CheckpointError, CorruptError, ManifestError, NameTakenError, NoSpaceError, TargetError
+from ft_ckpt.storage.access import Access
 from ft_ckpt.storage.digests import FileRecord, RunningDigest, digest_of_bytes, digest_of_open
 from ft_ckpt.storage.local_copy import SMALL_COPY_BYTES, copy_object
-from ft_ckpt.storage.local_store import LocalStore
-from ft_ckpt.storage.place import Place, open_place
+from ft_ckpt.storage.local_store import LocalStore, files_access
+from ft_ckpt.storage.place import Place, open_place, source_access
 from ft_ckpt.storage.progress import track_bytes
 from ft_ckpt.storage.store import Store, etag_of
 
@@ -109,7 +110,7 @@ def copy_open(
         _refuse_occupied(goal)
     label = f"copying {goal.last_step}"
     with (
-        _staging_at(goal, manifest, overwrite=may_replace) as staging,
+        _staging_at(goal, manifest, _access_to(held, goal), overwrite=may_replace) as staging,
         track_bytes(size_bytes if shown else 0, label) as track,
     ):
         copying = _Copying(held, staging.store, _reusable_files(staging.beside, goal, manifest.files), track, heed)
@@ -155,15 +156,21 @@ def _refuse_occupied(goal: Place) -> None:
 
 
 @contextmanager
-def _staging_at(goal: Place, manifest: Manifest, *, overwrite: bool) -> Iterator[Staging]:
+def _staging_at(goal: Place, manifest: Manifest, access: Access, *, overwrite: bool) -> Iterator[Staging]:
     """A staging for `goal`, of which nothing stays unless it is committed; another copy of the same takes it over."""
-    staging = open_staging_at(goal, run_id=f"copy of {content_identity(manifest)}", overwrite=overwrite)
+    identity = f"copy of {content_identity(manifest)}"
+    staging = open_staging_at(goal, run_id=identity, overwrite=overwrite, access=access)
     try:
         yield staging
     except BaseException:
         with suppress(CheckpointError, OSError):  # what went wrong before says more
             staging.discard()
         raise
+
+
+def _access_to(held: OpenCheckpoint, goal: Place) -> Access:
+    """Who may read a copy: who may enter the folders and read the manifest; of each file who may read that."""
+    return source_access(Place(held.store, MANIFEST_NAME), Place(held.origin), goal)
 
 
 def _reusable_files(
@@ -226,10 +233,16 @@ class _Copying:
         if found is None or file.size_bytes < _WORTH_LOOKING_BYTES:
             return False
         with suppress(CorruptError, TargetError):  # gone since, or no links there
-            if take_earlier(*found, self.store, file.path) and self._is_whole_here(file):
+            if take_earlier(*found, self._store_for(file), file.path) and self._is_whole_here(file):
                 self._count(file.size_bytes, reused=file.path)
                 return True
         return False
+
+    def _store_for(self, file: FileRecord) -> Store:
+        """The store with no more access to a new file than there is to this one."""
+        if not isinstance(self.store, LocalStore) or not isinstance(self.held.store, LocalStore):
+            return self.store
+        return replace(self.store, access=self.store.access & files_access(self.held.store.path(file.path)))
 
     def _is_whole_here(self, file: FileRecord) -> bool:
         """Whether a file that got its name here is what it was: a disk may have lost bits of it without a trace.

@@ -19,6 +19,7 @@ from ft_ckpt.errors import (
     NameTakenError,
     NotACheckpointError,
 )
+from ft_ckpt.storage.local_store import make_like
 from ft_ckpt.storage.place import Place, open_place
 from ft_ckpt.transfer.copies import CopyReport, content_identity, copy_open, is_there
 
@@ -86,6 +87,7 @@ def sync(
     missing, present = _synced_names(plan.copy), _synced_names(plan.present)
     if dry_run:
         return SyncReport(missing, present, (), tuple(plan.drop), tuple(plan.strip), {}, tuple(plan.problems))
+    make_like(goal.folder, start.folder)
     copied = _copy_missing(plan, goal)
     done = {} if plan.problems else _delete_there(open_run_folder(goal), plan, goal)
     return SyncReport(

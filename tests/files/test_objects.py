@@ -25,9 +25,11 @@ from ft_ckpt.errors import (
     SelectionError,
     TargetError,
 )
+from ft_ckpt.files.convert import convert
 from ft_ckpt.files.objects import load, save
 from ft_ckpt.formats import pytree, pytree_json, torch_objects
 from ft_ckpt.formats.hdf5 import cerebras_write
+from ft_ckpt.storage import local_disk
 
 pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf")  # torch, whenever it makes a complex32
 
@@ -246,6 +248,21 @@ def test_a_file_for_the_owner_alone_stays_so(tmp_path):
         (tmp_path / "x.safetensors").chmod(mode)
         save({"a": torch.ones(2)}, tmp_path / "x.safetensors")
         assert (tmp_path / "x.safetensors").stat().st_mode & 0o777 == mode
+
+
+@pytest.mark.parametrize("ending", [".safetensors", ".h5", ".dual.safetensors", ".pt", ".compressed.h5"])
+def test_a_file_is_synced_before_it_has_its_name(tmp_path, monkeypatch, ending):
+    done, fsync, move = [], local_disk.fsync, local_disk.move
+    monkeypatch.setattr(local_disk, "fsync", lambda handle: (done.append(os.fstat(handle).st_ino), fsync(handle)))
+    monkeypatch.setattr(local_disk, "move", lambda one, two: (done.append(two), move(one, two)))
+    how = {"compression": "gzip"} if "compressed" in ending else {"format": "dual"} if "dual" in ending else {}
+    save({"a": torch.ones(2)}, tmp_path / f"x{ending}", **how)
+    file = tmp_path / f"x{ending}"
+    assert file.stat().st_ino in done[: done.index(file)]
+    if not how:
+        done.clear()
+        convert(file, file.with_stem("y"), progress=False)
+        assert file.with_stem("y").stat().st_ino in done[: done.index(file.with_stem("y"))]
 
 
 @pytest.mark.parametrize("ending", [".safetensors", ".h5", ".pt"])
