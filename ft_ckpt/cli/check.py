@@ -17,7 +17,7 @@ from ft_ckpt.cli.options import JsonOption
 from ft_ckpt.errors import CheckpointError, ConfigError, LoadError, listing
 from ft_ckpt.storage.local_store import temporary_store
 from ft_ckpt.storage.place import open_place
-from ft_ckpt.storage.placing import spool_file
+from ft_ckpt.storage.scratch import spool_file
 from ft_ckpt.training.rehearsal import END, VARIABLE, Rehearsal, Step, read_steps
 
 _TAIL_LINES = 30  # of the output of a script that failed

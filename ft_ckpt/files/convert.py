@@ -31,8 +31,7 @@ from ft_ckpt.storage.digests import FileRecord, read_record
 from ft_ckpt.storage.local_copy import copy_object
 from ft_ckpt.storage.local_store import LocalStore
 from ft_ckpt.storage.place import Place, open_place, source_access
-from ft_ckpt.storage.replacing import replaced_object
-from ft_ckpt.storage.scratch import made_folder
+from ft_ckpt.storage.scratch import replaced_object, scratch_folder
 from ft_ckpt.storage.store import Store, read_text
 
 _ROOM_BYTES = 16 << 20  # for companions, in the look at free space
@@ -159,7 +158,7 @@ def _convert_by_library(
     groups = assign_shards(specs, options.shards) if options.shards else {}
     staging = _staging_with_room(options, sum(spec.size_bytes for spec in specs))
     try:
-        with made_folder(staging.store) as stage:
+        with scratch_folder(staging.store) as stage:
             if library.write_shards is not None and groups:
                 library.write_shards(stage, groups, whole.read)
             else:

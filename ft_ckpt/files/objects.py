@@ -29,9 +29,7 @@ from ft_ckpt.storage.buffers import BLOCK_BYTES
 from ft_ckpt.storage.digests import digest_of_open
 from ft_ckpt.storage.local_store import LocalStore
 from ft_ckpt.storage.place import Place, open_place
-from ft_ckpt.storage.placing import spool_file
-from ft_ckpt.storage.replacing import object_target, replaced_object
-from ft_ckpt.storage.scratch import made_object
+from ft_ckpt.storage.scratch import object_target, replaced_object, scratch_file, spool_file
 from ft_ckpt.storage.store import Readable
 from ft_ckpt.storage.writer import Region, Writer, region_of
 
@@ -61,20 +59,22 @@ def save(
     codec = _compression_codec(known, compression, shuffle)
     with _no_collection():
         plan = None if codec is not None else _plan_object(obj, known, native_floats)
-    with explained(target), replaced_object(target) as stage:
-        if codec is not None:
-            _save_compressed(obj, stage, native_floats, codec)
-        elif plan is not None:
-            _write_plan(stage, plan[0], _object_regions(*plan))
-        elif known.save_object is not None:
-            with made_object(stage.store, stage.name) as file:
+    with explained(target):
+        if known.save_object is not None:
+            with scratch_file(target) as file:
                 known.save_object(obj, file)
+            return
+        with replaced_object(target) as stage:
+            if codec is not None:
+                _save_compressed(obj, stage, native_floats, codec)
+            elif plan is not None:
+                _write_plan(stage, plan[0], _object_regions(*plan))
 
 
-def compress_file(path: Path, compression: str, shuffle: str | None = "bit") -> None:
+def compress_file(place: Place, compression: str, shuffle: str | None = "bit") -> None:
     """Replace an HDF5 file of ours by one that holds the same, compressed. Raises what `save` raises."""
-    known = format_by_suffix(path).name
-    save(load(path, format=known), path, known, compression=compression, shuffle=shuffle)
+    known = format_by_suffix(str(place)).name
+    save(load(place, format=known), place, known, compression=compression, shuffle=shuffle)
 
 
 def load(

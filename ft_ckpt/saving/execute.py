@@ -36,7 +36,6 @@ from ft_ckpt.saving.stage import StagedSave, prepare_stage
 from ft_ckpt.storage.digests import FileRecord, read_record
 from ft_ckpt.storage.local_copy import local_folder
 from ft_ckpt.storage.place import Place, open_place
-from ft_ckpt.storage.scratch import edited_object
 from ft_ckpt.storage.store import SharedStore, Store
 from ft_ckpt.training.items import name_differing_tensors
 from ft_ckpt.transfer.pushes import PendingPush
@@ -319,6 +318,5 @@ def _has_state(request: SaveRequest) -> bool:
 
 def _compress_in_place(file: FileRecord, store: Store, compression: str) -> FileRecord:
     """The file's record once it is compressed in place: sizes are known only afterwards, so this is a second pass."""
-    with edited_object(store, file.path) as path:
-        compress_file(path, compression)
+    compress_file(Place(store, file.path), compression)
     return read_record(store, file.path)

@@ -113,12 +113,12 @@ def create_file(
     path: Path,
     draft: Path,
     size_bytes: int,
+    access: Access = FREE,
     *,
     direct: bool = False,
     shared: bool = False,
     syncs: bool = True,
     is_new: bool = False,
-    access: Access = FREE,
 ) -> LocalWriting:
     """The new file `draft`, which is to be `path`; its space is taken, unless it is `shared`, see `allocate_file`.
 

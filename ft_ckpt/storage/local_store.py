@@ -84,15 +84,12 @@ class LocalStore:
 
     def write(self, name: str, data: bytes, *, create_only: bool = False) -> None:
         """Write a small file, see `Store.write`. One that replaces another has its group and permissions."""
-        path = self.path(name)
-        draft = _draft_name(path)
-        with explained(path):
-            self._make_parents(path)
-            if self.syncs and not create_only:
-                draft = path.with_name(f"{PREFIX}{path.name.lstrip('.')}{_DRAFT}")
-                with contextlib.suppress(FileNotFoundError):  # of one who died
-                    local_disk.unlink(draft)
-        writing = create_file(name, path, draft, len(data), syncs=self.syncs, is_new=create_only, access=self.access)
+        path, draft = self.path(name), None
+        if self.syncs and not create_only:
+            draft = path.with_name(f"{PREFIX}{path.name.lstrip('.')}{_DRAFT}")
+            with explained(path), contextlib.suppress(FileNotFoundError):  # of one who died
+                local_disk.unlink(draft)
+        writing = self._begin_file(name, len(data), draft, is_new=create_only)
         try:
             writing.write(0, memoryview(data))
             writing.finish()
@@ -102,12 +99,7 @@ class LocalStore:
 
     def create(self, name: str, size_bytes: int) -> LocalWriting:
         """A new file, its space allocated now; NoSpaceError where there is none."""
-        path = self.path(name)
-        with explained(path):
-            self._make_parents(path)
-        direct = self._is_direct(size_bytes)
-        draft = _draft_name(path)
-        return create_file(name, path, draft, size_bytes, direct=direct, syncs=self.syncs, access=self.access)
+        return self._begin_file(name, size_bytes)
 
     def allocate(self, name: str, size_bytes: int) -> None:
         """Take the space for a file that several processes write, see `SharedStore.allocate`."""
@@ -118,13 +110,7 @@ class LocalStore:
 
     def share(self, name: str, size_bytes: int) -> LocalWriting:
         """This process's way into a file that several processes write, see `SharedStore.share`."""
-        path = self.path(name)
-        with explained(path):
-            self._make_parents(path)
-        direct = self._is_direct(size_bytes)
-        return create_file(
-            name, path, path, size_bytes, direct=direct, shared=True, syncs=self.syncs, access=self.access
-        )
+        return self._begin_file(name, size_bytes, self.path(name), shared=True)
 
     def list(self, prefix: str = "") -> list[Stored]:
         """All files below `prefix` but drafts, see `Store.list`; folders that are links are not entered."""
@@ -170,19 +156,23 @@ class LocalStore:
         found = local_disk.access_of(origin.stat())
         if found.file_bits & ~self.access.in_group(found.group).file_bits:
             return False
+        draft = _draft_name(goal)
         with explained(goal):
             self._make_parents(goal)
-        with explained(goal), _draft_of(goal) as draft:
             try:
                 os.link(origin, draft, follow_symlinks=False)
+                if draft.is_symlink():
+                    return False
+                local_disk.move(draft, goal)
             except OSError as error:
                 if error.errno in local_disk.CANNOT_LINK:
                     return False
                 raise
-            if draft.is_symlink():
-                return False
-            local_disk.move(draft, goal)
-            self._sync_name(goal)
+            finally:
+                with contextlib.suppress(OSError):
+                    local_disk.unlink(draft)
+            if self.syncs:
+                local_disk.sync_path(goal.parent)
         return True
 
     def delete(self, names: Iterable[str]) -> None:
@@ -203,8 +193,14 @@ class LocalStore:
             device = os.statvfs(present)
         return device.f_bavail * device.f_frsize
 
-    def _is_direct(self, size_bytes: int) -> bool:
-        return self.direct_bytes is not None and size_bytes >= self.direct_bytes
+    def _begin_file(
+        self, name: str, size_bytes: int, draft: Path | None = None, *, shared: bool = False, is_new: bool = False
+    ) -> LocalWriting:
+        path, how = self.path(name), {"shared": shared, "syncs": self.syncs, "is_new": is_new}
+        with explained(path):
+            self._make_parents(path)
+        direct = self.direct_bytes is not None and size_bytes >= self.direct_bytes
+        return create_file(name, path, draft or _draft_name(path), size_bytes, self.access, direct=direct, **how)
 
     def _make_parents(self, path: Path) -> None:
         """Make the folders that `path` is in; not a stage itself, which may have been taken away again."""
@@ -218,10 +214,6 @@ class LocalStore:
                     local_disk.make_folder(folder, mode)
                 else:
                     folder.mkdir(mode, exist_ok=True)
-
-    def _sync_name(self, path: Path) -> None:
-        if self.syncs:
-            local_disk.sync_path(path.parent)
 
 
 def folder_of(store: Store) -> Path:
@@ -291,17 +283,6 @@ def _missing(path: Path) -> MissingError:
     found = MissingError(f"{path}: no such file")
     found.errno = errno.ENOENT
     return found
-
-
-@contextlib.contextmanager
-def _draft_of(path: Path) -> Iterator[Path]:
-    """A new name beside `path` for the block to make a file at; what is still there afterwards is deleted."""
-    draft = _draft_name(path)
-    try:
-        yield draft
-    finally:
-        with contextlib.suppress(OSError):
-            local_disk.unlink(draft)
 
 
 def _draft_name(path: Path) -> Path:

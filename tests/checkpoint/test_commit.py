@@ -22,7 +22,8 @@ from ft_ckpt.checkpoint.recovery import recover_target, uncommit
 from ft_ckpt.errors import CorruptError, ManifestError, NoSpaceError, TargetError
 from ft_ckpt.storage import local_disk, owners
 from ft_ckpt.storage.digests import FileRecord
-from ft_ckpt.storage.placing import replace_file
+from ft_ckpt.storage.place import open_place
+from ft_ckpt.storage.scratch import scratch_file
 
 root_only = pytest.mark.skipif(os.geteuid() != 0, reason="mounts and other users need root")
 
@@ -724,8 +725,9 @@ import sys, socket, time
 socket.gethostname = lambda: "the-same-name"
 from pathlib import Path
 from ft_ckpt.checkpoint.commit import open_stage
-from ft_ckpt.storage.placing import replace_file
-with replace_file(Path(sys.argv[1]) / "one.safetensors") as file:
+from ft_ckpt.storage.place import open_place
+from ft_ckpt.storage.scratch import scratch_file
+with scratch_file(open_place(Path(sys.argv[1]) / "one.safetensors")) as file:
     file.write_text("half")
     print(open_stage(Path(sys.argv[1]) / "checkpoint"), flush=True)
     time.sleep(600)
@@ -740,7 +742,7 @@ def test_what_another_container_is_making_is_left_alone(tmp_path):
     moved = stage.with_name(stage.name.replace(f"-{maker.pid}-", "-999999999-"))
     stage.rename(moved)
     save(tmp_path / "checkpoint", step=1)
-    with replace_file(tmp_path / "one.safetensors") as file:
+    with scratch_file(open_place(tmp_path / "one.safetensors")) as file:
         file.write_text("whole")
     assert moved.is_dir()
     assert len([name for name in names(tmp_path) if "ft_ckpt-file" in name]) == 1
@@ -748,7 +750,7 @@ def test_what_another_container_is_making_is_left_alone(tmp_path):
     maker.wait()
     maker.stdout.close()
     save(tmp_path / "checkpoint", step=2)
-    with replace_file(tmp_path / "one.safetensors") as file:
+    with scratch_file(open_place(tmp_path / "one.safetensors")) as file:
         file.write_text("whole")
     assert names(tmp_path) == ["checkpoint", "one.safetensors"]
 
@@ -793,7 +795,7 @@ def test_what_was_put_aside_does_not_come_back(tmp_path):
 def test_what_was_made_in_the_stage_and_left_there_is_not_committed(tmp_path, monkeypatch):
     """A file that was compressed in place: the folder it was made in is hidden, and would stay for good."""
     stage = open_stage(tmp_path / "checkpoint")
-    with monkeypatch.context() as patch, replace_file(stage / "model.h5") as file:
+    with monkeypatch.context() as patch, scratch_file(open_place(stage / "model.h5")) as file:
         file.write_text("compressed")
         patch.setattr(local_disk, "rmtree", lambda folder: None)
         stage_of_file = file.parent
