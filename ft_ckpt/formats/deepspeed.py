@@ -75,16 +75,17 @@ def open_deepspeed(place: Place) -> SpanFile:
     if found is None:
         raise LoadError(f"{place}: no *{_MODEL} in it; expected a folder that DeepSpeed's save_checkpoint wrote")
     names = _file_names(found)
-    check_files_inside(found.folder, names)
+    check_files_inside(found.folder, [name for name in names if name.endswith((_MODEL, _OPTIMIZER))])
     with damaged_input(f"{found.last_step}: a checkpoint of DeepSpeed"):
         return _open_rank_files(found.folder, found.last_step, names)
 
 
 def _open_rank_files(store: Store, source: str, names: Sequence[str]) -> SpanFile:
-    models = [_load_states(store, name) for name in _model_files(names, source)]
+    model_names, optimizer_names = _model_files(names, source), _optimizer_files(names, source)
+    models = [_load_states(store, name) for name in model_names]
     if not models or "module" not in models[0]:
         raise CorruptError(f"{source}: no model states in it; every rank must have saved to this folder")
-    optimizers = [_load_states(store, name).get("optimizer_state_dict", {}) for name in _optimizer_files(names, source)]
+    optimizers = [_load_states(store, name).get("optimizer_state_dict", {}) for name in optimizer_names]
     found = _FoundTensors()
     module, skipped = split_tensors(models[0]["module"] or {}, source)
     if optimizers and models[0].get("param_shapes"):
