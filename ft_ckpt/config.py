@@ -5,11 +5,12 @@ import os
 import re
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from ft_ckpt.errors import ConfigError, listing
 from ft_ckpt.formats.registry import DEFAULT_FORMAT, tensor_formats
+from ft_ckpt.messages import without_secrets
 from ft_ckpt.retention import Keep
 from ft_ckpt.schedule import Every
 from ft_ckpt.storage.open_store import is_url
@@ -78,7 +79,7 @@ class SaverConfig:
     fan_out: str = "auto"
     """Which ranks read a checkpoint: each its part ("read"), or rank 0 the replicated tensors ("broadcast"). "auto" is
     "read", except for small ranges in a bucket, which rank 0 reads for all."""
-    store_options: Mapping[str, Any] | None = None
+    store_options: Mapping[str, Any] | None = field(default=None, repr=False)  # may have keys
     """Options of the client of a URL's object store, as for `ft_ckpt.open_place`."""
     staging: str | os.PathLike[str] | None = None
     """A local folder for this run alone: checkpoints for a bucket are committed there and uploaded during training; a
@@ -279,6 +280,11 @@ def _staging_rule(config: SaverConfig) -> list[str]:
     return [f"staging={str(staging)!r}: expected a folder of this machine, or None"]
 
 
+def _secret_rule(config: SaverConfig) -> list[str]:
+    name = config.base_id or ""
+    return [] if without_secrets(name) == name else [f"base_id={name!r}: has a key, password or token; leave it out"]
+
+
 _RULES = (
     _class_rule,
     _compression_rule,
@@ -288,4 +294,5 @@ _RULES = (
     _bounds_rule,
     _template_rule,
     _staging_rule,
+    _secret_rule,
 )

@@ -21,7 +21,8 @@
         └── RanksDisagreeError     RuntimeError    ranks called with different arguments, or not at all
 
 Each is also a builtin exception, so code that knows nothing of ft_ckpt can catch it. A message says what was
-found, what was expected, and what to do, with the name of the tensor or file first.
+found, what was expected, and what to do, with the name of the tensor or file first. It is one printable line without
+secrets, whatever was quoted in it, see `messages.printable`.
 """
 
 import errno
@@ -30,11 +31,16 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from types import TracebackType
 
+from ft_ckpt.messages import clean_causes, printable
+
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
 
 class CheckpointError(Exception):
     """Root of everything raised here."""
+
+    def __init__(self, *args: object) -> None:
+        super().__init__(*(printable(arg) if isinstance(arg, str) else arg for arg in args))
 
 
 class ConfigError(CheckpointError, ValueError):
@@ -158,10 +164,11 @@ class damaged_input:  # noqa: N801 - reads as a statement where it is used; a cl
     def __exit__(
         self, _kind: type[BaseException] | None, error: BaseException | None, _at: TracebackType | None
     ) -> None:
-        if type(error) is CorruptError and str(self.source).partition(":")[0] not in str(error):
+        if type(error) is CorruptError and printable(str(self.source).partition(":")[0]) not in str(error):
             raise CorruptError(f"{self.source}: {error}") from error
         if error is None or isinstance(error, CheckpointError) or not isinstance(error, Exception):
             return
+        clean_causes(error)
         if isinstance(error, FileNotFoundError) and error.errno is not None:
             raise NotACheckpointError(f"{self.source}: no such file ({error})") from error
         if isinstance(error, OSError) and error.errno is not None:
@@ -186,4 +193,4 @@ def reason_of(error: OSError) -> str:
 def shown(error: BaseException) -> str:
     """What an error says, in bounded time and length: values out of a file may be nested without end."""
     told = [part for part in error.args if isinstance(part, (str, int))]
-    return f"{type(error).__name__}: {', '.join(str(part)[:200] for part in told[:3])}"
+    return f"{type(error).__name__}: {', '.join(printable(str(part))[:200] for part in told[:3])}"

@@ -1,6 +1,5 @@
 """`CheckpointSaver`: the one object a training script talks to."""
 
-import logging
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack
@@ -15,6 +14,7 @@ from ft_ckpt.checkpoint.run_places import open_run_places
 from ft_ckpt.config import SaverConfig, make_config, numbers_of
 from ft_ckpt.distributed import wrappers
 from ft_ckpt.distributed.ranks import Ranks, current_ranks, try_action
+from ft_ckpt.messages import LOG
 from ft_ckpt.model.merge_choice import Merged
 from ft_ckpt.model.parts import Attribute, is_of_adapters, model_inside
 from ft_ckpt.saving.background import BackgroundSaver, PendingSave
@@ -36,7 +36,6 @@ from ft_ckpt.training.starting import Wanted, parse_mode
 from ft_ckpt.transfer.places import push_goal
 
 __all__ = ["CheckpointSaver", "Progress", "SaveReport"]
-_LOG = logging.getLogger("ft_ckpt")
 _OPEN: WeakSet["CheckpointSaver"] = WeakSet()
 
 
@@ -195,7 +194,7 @@ class CheckpointSaver:
         self._epochs = epochs or self._epochs
         is_done = epochs is not None and feed.epoch >= epochs and self._run.resumed_from is not None
         if is_done and self._current_ranks().leads:
-            _LOG.info("the run is finished: %d of %d epochs are done", feed.epoch, epochs)
+            LOG.info("the run is finished: %d of %d epochs are done", feed.epoch, epochs)
         while epochs is None or feed.epoch < epochs:
             # Anew: the run may have been taken back.
             feed = self.place_in(loader, replay)
@@ -296,7 +295,7 @@ class CheckpointSaver:
         resume_run(self._run, wanted, self._current_ranks(), allow, library_versions())
         self._saves.upload_leftovers()
         if self._current_ranks().leads:
-            _LOG.info(*_resume_message(self._run.progress, self.directory))
+            LOG.info(*_resume_message(self._run.progress, self.directory))
         return self._run.progress
 
     def close(self) -> None:

@@ -2,7 +2,6 @@
 
 import math
 import os
-import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +19,7 @@ from ft_ckpt.errors import (
     damaged_input,
     listing,
 )
+from ft_ckpt.messages import warn
 from ft_ckpt.storage.digests import SMALL_BYTES
 from ft_ckpt.storage.listed_store import hold_listed
 from ft_ckpt.storage.local_store import LocalStore
@@ -129,7 +129,7 @@ class Listing:
     def warn_left_out(self) -> None:
         """Name what could not be read, as warnings."""
         for path, error in {**self.damaged, **self.unreadable}.items():
-            warnings.warn(f"{path}: left out: {error}", stacklevel=3)
+            warn(f"{path}: left out: {error}", stacklevel=3)
 
     def require_readable(self) -> None:
         """Raise UnreadableError naming what the system would not read just now: it may be what is looked for."""
@@ -315,7 +315,7 @@ def _first_valid(infos: Iterable[CheckpointInfo], instead: str) -> CheckpointInf
             problems = (str(error),)
         if not problems:
             return info
-        warnings.warn(f"{info.path}: not valid, using {instead}: {'; '.join(problems)}", stacklevel=4)
+        warn(f"{info.path}: not valid, using {instead}: {'; '.join(problems)}", stacklevel=4)
     return None
 
 

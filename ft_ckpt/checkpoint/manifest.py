@@ -17,6 +17,7 @@ import xxhash
 from ft_ckpt.checkpoint.typed_json import OddValue, reader_of
 from ft_ckpt.errors import ManifestError, listing
 from ft_ckpt.formats.layout import TensorRecord
+from ft_ckpt.messages import without_secrets
 from ft_ckpt.storage.digests import FileRecord
 from ft_ckpt.storage.paths import is_inside
 
@@ -87,6 +88,7 @@ def manifest_to_json(manifest: Manifest) -> str:
     plain = {key: value for key, value in vars(manifest).items() if key not in ("parts", "files")}
     if plain["token"] is None:
         del plain["token"]
+    plain["notes"] = [without_secrets(note) for note in manifest.notes]
     plain["metrics"] = {name: value if math.isfinite(value) else str(value) for name, value in plain["metrics"].items()}
     lines = [f"  {_json_text(key)}: {_json_text(value)}," for key, value in plain.items()]
     lines.append('  "files": [\n' + ",\n".join("    " + _file_json(file) for file in manifest.files) + "\n  ],")
@@ -122,7 +124,8 @@ def _file_json(file: FileRecord) -> str:
 
 
 def _part_json(part: PartRecord) -> str:
-    plain = {**vars(part), "base": None if part.base is None else vars(part.base)}
+    base = None if part.base is None else {**vars(part.base), "id": part.base.id and without_secrets(part.base.id)}
+    plain = {**vars(part), "base": base}
     head = "".join(f"{_json_text(key)}: {_json_text(value)}, " for key, value in plain.items() if key != "tensors")
     tensors = ",\n".join("      " + _json_text(vars(tensor)) for tensor in part.tensors)
     return f'    {{{head}"tensors": [\n{tensors}\n    ]}}'

@@ -21,6 +21,7 @@ from ft_ckpt.checkpoint.leases import hold_lease
 from ft_ckpt.checkpoint.manifest import MANIFEST_NAME, Manifest
 from ft_ckpt.checkpoint.marks import is_mark, settled_list
 from ft_ckpt.errors import CheckpointError, CorruptError, NotACheckpointError, damaged_input, explained, listing
+from ft_ckpt.messages import printable
 from ft_ckpt.storage.digests import digest_of_open
 from ft_ckpt.storage.file_proof import FileProof
 from ft_ckpt.storage.kept_store import KeptStore, keeping_digest
@@ -249,4 +250,4 @@ def _refuse_replaced(path: Path, marker: int) -> None:
 
 
 def _with_found_path(text: object, held: OpenCheckpoint) -> object:
-    return text.replace(str(held.folder), str(held.path)) if isinstance(text, str) else text
+    return text.replace(str(held.folder), printable(str(held.path))) if isinstance(text, str) else text

@@ -1,12 +1,12 @@
 """Looks at the place that a run is to save in, before it trains: by a real write where that is a bucket."""
 
 import uuid
-import warnings
 
 from ft_ckpt.checkpoint import commit
 from ft_ckpt.checkpoint.marks import PROBE
 from ft_ckpt.config import SaverConfig
 from ft_ckpt.errors import CheckpointError, ConfigError, CorruptError, NameTakenError, TargetError
+from ft_ckpt.messages import warn
 from ft_ckpt.storage.local_store import LocalStore
 from ft_ckpt.storage.place import Place
 from ft_ckpt.storage.store import Store
@@ -60,7 +60,7 @@ def _try_object(store: Store, name: str) -> None:
     finally:
         store.delete([name])
     if not has_conditions:
-        warnings.warn(
+        warn(
             f"{store.url}: the store replaces objects although it is asked not to: two runs that save one step would "
             "mix their files; let one run at a time save there",
             stacklevel=6,

@@ -1,9 +1,7 @@
 """Deletes the checkpoints of a run that its rules do not keep; an interrupted deletion is finished by the next call."""
 
 import dataclasses
-import logging
 import os
-import warnings
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
@@ -15,11 +13,10 @@ from ft_ckpt.checkpoint.delete import STATE, Removal, manifest_files, without_st
 from ft_ckpt.checkpoint.manifest import MANIFEST_NAME
 from ft_ckpt.checkpoint.run_folder import RunFolder, open_run_folder
 from ft_ckpt.errors import CheckpointError
+from ft_ckpt.messages import LOG, warn
 from ft_ckpt.retention import HeldCheckpoint, Keep, PrunePlan, newest_valid, plan_pruning
 from ft_ckpt.storage.place import Place, location_name, open_place
 from ft_ckpt.storage.store import Store
-
-_LOG = logging.getLogger("ft_ckpt")
 
 
 @dataclass(frozen=True)
@@ -79,7 +76,7 @@ def prune_after_save(
     except Exception as error:  # noqa: BLE001 - the checkpoint is safe, and the next sweep tries again
         problems = (str(error),)
     for problem in problems:
-        warnings.warn(f"{root}: an old checkpoint was not deleted: {problem}", stacklevel=4)
+        warn(f"{root}: an old checkpoint was not deleted: {problem}", stacklevel=4)
 
 
 def make_room(
@@ -188,9 +185,9 @@ def _run_plan(root: Place, planned: Callable[[RunFolder], PrunePlan], *, dry_run
         return PruneReport(problems=(f"{root}: cannot be looked through ({error}); nothing was deleted",))
     report = _prune_report(what, done)
     for path in report.dropped:
-        _LOG.info("deleted %s", location_name(path))
+        LOG.info("deleted %s", location_name(path))
     for path in report.stripped:
-        _LOG.info("deleted the training state of %s", location_name(path))
+        LOG.info("deleted the training state of %s", location_name(path))
     return report
 
 

@@ -11,13 +11,13 @@ What was there before is deleted last, when what replaced it is durable, and nev
 import json
 import os
 import re
-import warnings
 from pathlib import Path
 
 from ft_ckpt.checkpoint.catalog import read_manifest
 from ft_ckpt.checkpoint.checks import is_misleading
 from ft_ckpt.checkpoint.manifest import MANIFEST_LIMIT_BYTES, MANIFEST_NAME, Manifest
 from ft_ckpt.errors import CheckpointError, CorruptError, ManifestError, UnreadableError, explained
+from ft_ckpt.messages import warn
 from ft_ckpt.storage import local_disk, owners
 from ft_ckpt.storage.local_store import LocalStore
 from ft_ckpt.storage.paths import is_inside
@@ -167,4 +167,4 @@ def _recover_leftover(stage: Path, target: Path, entry: Path, most_seconds: floa
 
 
 def _warn_left(stage: Path, target: Path, error: Exception) -> None:
-    warnings.warn(f"{target}: {stage.name} is left for the next save to clear ({error})", stacklevel=5)
+    warn(f"{target}: {stage.name} is left for the next save to clear ({error})", stacklevel=5)

@@ -3,7 +3,6 @@
 import contextlib
 import hashlib
 import re
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -31,6 +30,7 @@ from ft_ckpt.checkpoint.delete import (
 )
 from ft_ckpt.checkpoint.marks import CLOCK, PROBE, is_mark, is_recent, store_time
 from ft_ckpt.errors import CheckpointError
+from ft_ckpt.messages import warn
 from ft_ckpt.storage import owners
 from ft_ckpt.storage.listed_store import ListedStore
 from ft_ckpt.storage.local_store import LocalStore, folder_of
@@ -200,7 +200,7 @@ class BucketRun:
                     what = "finished its removal" if removal.dropped else "removed what was left of a save"
                     done.append(f"{location_name(location)}: {what}")
         except CheckpointError as error:
-            warnings.warn(f"{self.root.url}: what dead saves may have left there stays for now ({error})", stacklevel=3)
+            warn(f"{self.root.url}: what dead saves may have left there stays for now ({error})", stacklevel=3)
         return tuple(done)
 
     def _list_all(self) -> dict[str, Stored]:

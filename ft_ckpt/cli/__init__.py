@@ -5,9 +5,11 @@ Nothing here holds logic or imports torch at the start: commands parse, call and
 
 import os
 import sys
+import traceback
 import warnings
 from collections.abc import Callable
 from pathlib import Path
+from types import TracebackType
 from typing import Annotated, Any
 
 import typer
@@ -30,7 +32,7 @@ from ft_ckpt.cli import verify as verifying
 from ft_ckpt.cli import views
 from ft_ckpt.cli.arguments import only_place, run_folder
 from ft_ckpt.cli.options import JsonOption
-from ft_ckpt.cli.streams import accept_any_text, checked_output
+from ft_ckpt.cli.streams import accept_any_text, checked_output, print_lines
 from ft_ckpt.errors import CheckpointError, NotACheckpointError
 
 _NAME = "ft-ckpt"
@@ -205,7 +207,8 @@ def main() -> None:
     when nobody reads what it prints.
     """
     accept_any_text()
-    warnings.showwarning = lambda message, *_rest, **_more: print(f"{_NAME}: {message}", file=sys.stderr)
+    sys.excepthook = _print_crash
+    warnings.showwarning = lambda message, *_rest, **_more: print_lines(f"{_NAME}: {message}", file=sys.stderr)
     if _COMPLETE in os.environ:
         from typer.completion import completion_init  # type: ignore[attr-defined]
 
@@ -213,9 +216,9 @@ def main() -> None:
     try:
         sys.exit(app(sys.argv[1:] or ["--help"], prog_name=_NAME, standalone_mode=False))
     except _UsageError as error:
-        print(f"{_NAME}: {_parser_message(error)}", file=sys.stderr)
+        print_lines(f"{_NAME}: {_parser_message(error)}", file=sys.stderr)
     except (CheckpointError, OSError) as error:
-        print(f"{_NAME}: {error}", file=sys.stderr)
+        print_lines(f"{_NAME}: {error}", file=sys.stderr)
     sys.exit(2)
 
 
@@ -229,6 +232,10 @@ def h5_to_tensorflow() -> None:
     """Run `ft-ckpt convert` on a file and a folder for TensorFlow to be: `h5-to-tensorflow SRC DST`."""
     sys.argv[1:] = ["convert", *sys.argv[1:], "--format", "tensorflow"]
     main()
+
+
+def _print_crash(kind: type[BaseException], error: BaseException, at: TracebackType | None) -> None:
+    print_lines(*"".join(traceback.format_exception(kind, error, at)).split("\n"), file=sys.stderr)
 
 
 def _parser_message(error: Any) -> str:

@@ -14,6 +14,7 @@ import typer
 
 from ft_ckpt.cli import views
 from ft_ckpt.cli.options import JsonOption
+from ft_ckpt.cli.streams import print_lines
 from ft_ckpt.errors import CheckpointError, ConfigError, LoadError, listing
 from ft_ckpt.storage.local_store import temporary_store
 from ft_ckpt.storage.place import open_place
@@ -126,7 +127,7 @@ def _launch_command(words: Sequence[str], nproc: int, launch: str | None) -> lis
 
 def _run_script(command: Sequence[str], told: Rehearsal, what: str) -> list[Step]:
     """The steps of one run."""
-    print(f"ft-ckpt: {what} ...", file=sys.stderr)
+    print_lines(f"ft-ckpt: {what} ...", file=sys.stderr)
     last = told.steps if told.stop is None else told.stop
     code, tail = _run_process(command, told)
     found = read_steps(Path(told.record))
@@ -140,7 +141,8 @@ def _run_script(command: Sequence[str], told: Rehearsal, what: str) -> list[Step
         problem = f"ended after step {found[-1].number}, {last} are needed: let it run longer, or give fewer --steps"
     else:
         return found
-    raise CheckpointError(f"{_script_name(command)}: {problem}\n{what}; the end of its output:\n{tail}")
+    print_lines(f"{what}; the end of the script's output:", *tail.splitlines(), file=sys.stderr)
+    raise CheckpointError(f"{_script_name(command)}: {problem}")
 
 
 def _run_process(command: Sequence[str], told: Rehearsal) -> tuple[int, str]:
@@ -199,7 +201,7 @@ def _show_finding(found: Finding, *, as_json: bool) -> None:
         return
     heads = ("step", "metric", "without a stop", "stopped and resumed", "batches", "")
     views.print_table(heads, (_finding_cells(row, found) for row in found.rows))
-    print(_verdict_text(found))
+    print_lines(_verdict_text(found))
 
 
 def _finding_cells(row: MetricRow, found: Finding) -> tuple[str, ...]:

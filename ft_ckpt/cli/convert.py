@@ -10,6 +10,7 @@ import typer
 from ft_ckpt.cli import views
 from ft_ckpt.cli.arguments import given_paths
 from ft_ckpt.cli.options import DtypeOption, ForceOption, FormatOption, JsonOption, ShardOption, VerifyOption
+from ft_ckpt.cli.streams import print_lines
 from ft_ckpt.config import human_size
 from ft_ckpt.errors import TargetError
 from ft_ckpt.storage.place import Place, open_place
@@ -71,10 +72,10 @@ def show_file(source: Place, *, as_json: bool) -> None:
         tensors = [{**spec._asdict(), "bytes": spec.size_bytes} for spec in specs.values()]
         views.print_json({"path": str(source), "bytes": size, "tensors": tensors, "ties": ties, "others": skipped})
         return
-    print(f"{source}: {len(specs)} tensors, {human_size(size)}")
+    print_lines(f"{source}: {len(specs)} tensors, {human_size(size)}")
     views.print_table(("tensor", "shape", "dtype", "size"), _tensor_rows(specs, ties))
     for other in skipped:
-        print(f"  {other}")
+        print_lines(f"  {other}")
 
 
 TensorRow = tuple[str, str, str, str]
@@ -118,9 +119,9 @@ def print_conversion(source: str, report: "ConvertReport", verified: bool, *, as
     facts = [f"{report.tensors} tensors", human_size(report.bytes), f"{report.seconds:.1f} s"]
     facts += [f"cast {casts}"] if casts else []
     facts += ["verified"] if verified else []
-    print(f"{source} -> {report.path} ({report.format}): {', '.join(facts)}")
+    print_lines(f"{source} -> {report.path} ({report.format}): {', '.join(facts)}")
     for note in report.notes:
-        print(f"  {note}")
+        print_lines(f"  {note}")
     if report.skipped:
         shown = ", ".join(report.skipped[:8]) + (", ..." if len(report.skipped) > 8 else "")
-        print(f"  {len(report.skipped)} left out: {shown}")
+        print_lines(f"  {len(report.skipped)} left out: {shown}")

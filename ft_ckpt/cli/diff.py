@@ -11,6 +11,7 @@ import typer
 from ft_ckpt.cli import views
 from ft_ckpt.cli.arguments import given_paths
 from ft_ckpt.cli.options import JsonOption
+from ft_ckpt.cli.streams import print_lines
 
 if TYPE_CHECKING:
     from ft_ckpt.files.diff import Difference
@@ -42,7 +43,9 @@ def diff_command(context: typer.Context, top: _Top = 20, as_json: JsonOption = F
         }
         views.print_json({"a": one, "b": other, "counts": counts, **found})
         sys.exit(1 if any(each.changed for each in tensors) else 0)
-    print(f"{one} -> {other}: {', '.join(f'{count} {status}' for status, count in counts.items()) or 'no tensors'}")
+    print_lines(
+        f"{one} -> {other}: {', '.join(f'{count} {status}' for status, count in counts.items()) or 'no tensors'}"
+    )
     _print_differences(("layer", "tensors", *_HEADS[1:]), layers, most)
     _print_differences(("tensor", *_HEADS), tensors, most)
     sys.exit(1 if any(each.changed for each in tensors) else 0)
@@ -56,10 +59,10 @@ def _print_differences(heads: tuple[str, ...], found: Sequence["Difference"], mo
     unequal = [each for each in found if each.changed]
     if not unequal:
         return
-    print()
+    print_lines()
     views.print_table(heads, map(_difference_cells, unequal[:most]))
     if len(unequal) > len(unequal[:most]):
-        print(f"and {len(unequal) - len(unequal[:most])} more; see --top")
+        print_lines(f"and {len(unequal) - len(unequal[:most])} more; see --top")
 
 
 def _difference_cells(each: "Difference") -> tuple[str, ...]:

@@ -11,6 +11,7 @@ import typer
 from ft_ckpt.cli import views
 from ft_ckpt.cli.arguments import given_words
 from ft_ckpt.cli.options import JsonOption
+from ft_ckpt.cli.streams import print_lines
 from ft_ckpt.config import human_size, parse_size
 from ft_ckpt.errors import CheckpointError, TargetError
 from ft_ckpt.storage.folder_trials import NEEDED, Ability, MountedFrom, mount_of, try_folder
@@ -87,9 +88,9 @@ def examine_place(location: str, size_bytes: int) -> PlaceReport:
 
 
 def _show_place(report: PlaceReport) -> None:
-    print("\n".join(_place_facts(report)))
+    print_lines(*_place_facts(report))
     views.print_table(("", "works", "else"), [_ability_row(each) for each in report.abilities])
-    print("\n".join((report.dangers and [f"not safe: {each}" for each in report.dangers]) or ["saves are safe here"]))
+    print_lines(*([f"not safe: {each}" for each in report.dangers] or ["saves are safe here"]))
 
 
 def _place_facts(report: PlaceReport) -> Iterator[str]:

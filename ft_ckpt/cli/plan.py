@@ -15,6 +15,7 @@ from ft_ckpt.checkpoint import catalog
 from ft_ckpt.checkpoint.checks import stored_bytes
 from ft_ckpt.cli import plots, views
 from ft_ckpt.cli.options import JsonOption
+from ft_ckpt.cli.streams import print_lines
 from ft_ckpt.config import human_size, parse_size
 from ft_ckpt.errors import ConfigError, NotACheckpointError
 from ft_ckpt.intervals import bounded_interval, expected_overhead, optimal_interval, parse_seconds
@@ -152,8 +153,10 @@ def _show_plan(job: PlannedRun, found: list[IntervalRow], *, measured: bool, as_
         return
     size = "" if job.size_bytes is None else f" of {human_size(job.size_bytes)}"
     how = ", measured by writing" if measured else ""
-    print(f"a save{size} takes {human_time(job.save_seconds)}{how}; a failure every {human_time(job.mtbf_seconds)}")
-    print(f"{job.hours:g} hours of running; a restart takes {human_time(job.restart_seconds)} (in recomputation)")
+    print_lines(
+        f"a save{size} takes {human_time(job.save_seconds)}{how}; a failure every {human_time(job.mtbf_seconds)}"
+    )
+    print_lines(f"{job.hours:g} hours of running; a restart takes {human_time(job.restart_seconds)} (in recomputation)")
     heads = ("steps", "interval", "saves", "disk", "saving", "recomputation", "total", "")
     views.print_table(heads, map(_interval_cells, found))
 

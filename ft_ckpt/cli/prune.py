@@ -14,6 +14,7 @@ from ft_ckpt.checkpoint.prune import PruneReport, prune_run
 from ft_ckpt.cli import views
 from ft_ckpt.cli.arguments import only_place, run_checkpoints_in, run_folder
 from ft_ckpt.cli.options import DryRunOption, JsonOption
+from ft_ckpt.cli.streams import print_lines
 from ft_ckpt.config import human_size
 from ft_ckpt.errors import ConfigError, TargetError, listing
 from ft_ckpt.retention import Best, Keep
@@ -69,7 +70,7 @@ def pin_command(context: typer.Context, reason: _Reason = "") -> None:
     """Keep the checkpoint PATH whatever any rule says, until it is unpinned."""
     path = only_place(context)
     pins.pin(path, reason)
-    print(f"{path}: {pins.pin_reason(path)}")
+    print_lines(f"{path}: {pins.pin_reason(path)}")
 
 
 def unpin_command(context: typer.Context) -> None:
@@ -77,7 +78,7 @@ def unpin_command(context: typer.Context) -> None:
     path = only_place(context)
     catalog.read_manifest(path)
     was_pinned = pins.unpin(path)
-    print(f"{path}: {'no longer pinned' if was_pinned else 'was not pinned'}")
+    print_lines(f"{path}: {'no longer pinned' if was_pinned else 'was not pinned'}")
     sys.exit(0 if was_pinned else 1)
 
 
@@ -124,9 +125,9 @@ def _show_report(root: Place, report: PruneReport, *, dry_run: bool, as_json: bo
     for path, why in report.kept.items():
         rows.append((location_name(path), "keep without state" if path in report.stripped else "keep", ", ".join(why)))
     views.print_table(("checkpoint", "verdict", "why"), rows)
-    print(f"{root}: {human_size(report.freed_bytes)} {'would be freed' if dry_run else 'freed'}")
+    print_lines(f"{root}: {human_size(report.freed_bytes)} {'would be freed' if dry_run else 'freed'}")
     for file in report.left:
-        print(f"  {file}: stays, as no checkpoint listed it")
+        print_lines(f"  {file}: stays, as no checkpoint listed it")
 
 
 def _path_texts(paths: Sequence[Path | str]) -> list[str]:

@@ -1,9 +1,9 @@
 """`ft-ckpt report RUN`: a run on one page, for people who look before they read."""
 
 import dataclasses
+import html
 from collections.abc import Iterable, Sequence
 from functools import reduce
-from html import escape
 from io import StringIO
 from operator import and_
 from pathlib import Path
@@ -15,8 +15,10 @@ from ft_ckpt.checkpoint import catalog
 from ft_ckpt.cli import views
 from ft_ckpt.cli.arguments import run_checkpoints_in, run_folder
 from ft_ckpt.cli.options import JsonOption
+from ft_ckpt.cli.streams import print_lines
 from ft_ckpt.config import human_size
 from ft_ckpt.errors import ConfigError, NotACheckpointError
+from ft_ckpt.messages import printable
 from ft_ckpt.storage.access import FREE, Access
 from ft_ckpt.storage.local_disk import local_path
 from ft_ckpt.storage.local_store import LocalStore
@@ -59,7 +61,7 @@ def report_command(
     goal = Place(LocalStore(target.parent), target.name)
     access = reduce(and_, (source_access(info.place, info.place, goal) for info in infos))
     write_report(facts, target, access.for_file)
-    print(f"{run}: {len(facts.checkpoints)} checkpoints, {human_size(facts.disk_bytes)} -> {target}")
+    print_lines(f"{run}: {len(facts.checkpoints)} checkpoints, {human_size(facts.disk_bytes)} -> {target}")
 
 
 def write_report(facts: "RunFacts", target: Path, access: Access = FREE) -> None:
@@ -85,15 +87,15 @@ def write_report(facts: "RunFacts", target: Path, access: Access = FREE) -> None
 
 
 def _page_text(facts: "RunFacts", charts: str) -> str:
-    title = escape(f"{Path(facts.run).name}: {len(facts.checkpoints)} checkpoints")
+    title = _html_text(f"{Path(facts.run).name}: {len(facts.checkpoints)} checkpoints")
     shared = sum(each.size_bytes for each in facts.checkpoints) - facts.disk_bytes
     room = human_size(facts.disk_bytes) + (f", {human_size(shared)} shared between checkpoints" if shared else "")
     lines = [
         "<!doctype html>",
         f'<html lang="en"><head><meta charset="utf-8"><title>{title}</title><style>{_STYLE}</style></head><body>',
-        f"<h1>{escape(facts.run)}</h1>",
+        f"<h1>{_html_text(facts.run)}</h1>",
         f"<p>{len(facts.checkpoints)} checkpoints on {room}. {len(facts.dropped_steps)} older ones were deleted.</p>",
-        *(f"<p>{escape(note)}</p>" for note in facts.notes),
+        *(f"<p>{_html_text(note)}</p>" for note in facts.notes),
         f'<div class="wide">{charts}</div>',
         "<h2>Checkpoints</h2>",
         *_checkpoint_table(facts),
@@ -140,10 +142,14 @@ def _save_table(facts: "RunFacts") -> Iterable[str]:
     return _html_table(("step", "reason", "training waited", "until on the disk", "size", "checkpoint"), rows)
 
 
+def _html_text(text: str) -> str:
+    return html.escape(printable(text))
+
+
 def _html_table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> Iterable[str]:
     yield '<div class="wide"><table><thead><tr>'
-    yield "".join(f"<th>{escape(head)}</th>" for head in heads)
+    yield "".join(f"<th>{_html_text(head)}</th>" for head in heads)
     yield "</tr></thead><tbody>"
     for cells in rows:
-        yield "<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in cells) + "</tr>"
+        yield "<tr>" + "".join(f"<td>{_html_text(cell)}</td>" for cell in cells) + "</tr>"
     yield "</tbody></table></div>"

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from ft_ckpt.cli.plots import new_figure
 from ft_ckpt.cli.report_facts import RunFacts
+from ft_ckpt.messages import printable
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -45,7 +46,7 @@ def _draw_metric(name: str, axes: "Axes", facts: RunFacts) -> None:
         some = [point for point in points if (point[0] in there) is is_there]
         if some:
             axes.plot(*zip(*some, strict=True), "o", color="tab:blue", label=label, markerfacecolor=fill)
-    axes.set(title=name, xlabel="step")
+    axes.set(title=_label_text(name), xlabel="step")
     axes.legend()
 
 
@@ -66,7 +67,7 @@ def _draw_sizes(axes: "Axes", facts: RunFacts) -> None:
         axes.barh(places, sizes, left=left, label=label, color=colour)
         left = [one + other for one, other in zip(left, sizes, strict=True)]
     axes.set(title="room on the disk", yticks=list(places), xlim=(0, 1.02 * max(left)))
-    axes.set_yticklabels([each.name for each in facts.checkpoints])
+    axes.set_yticklabels([_label_text(each.name) for each in facts.checkpoints])
     axes.xaxis.set_major_formatter(EngFormatter(unit="B"))
     axes.invert_yaxis()
     axes.legend(loc="upper left", bbox_to_anchor=(1, 1))
@@ -92,9 +93,13 @@ def _draw_drift(axes: "Axes", facts: RunFacts) -> None:
     axes.set(
         title="change of each layer, relative to its norm", yticks=range(len(layers)), xticks=range(len(facts.drift))
     )
-    axes.set_yticklabels(layers, fontsize=7)
-    axes.set_xticklabels([each.after for each in facts.drift], fontsize=8)
+    axes.set_yticklabels(map(_label_text, layers), fontsize=7)
+    axes.set_xticklabels([_label_text(each.after) for each in facts.drift], fontsize=8)
     axes.figure.colorbar(image, ax=axes)
+
+
+def _label_text(name: str) -> str:
+    return printable(name).replace("$", r"\$")  # no formula
 
 
 def _drift_layers(facts: RunFacts) -> list[str]:

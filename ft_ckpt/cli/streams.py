@@ -3,12 +3,17 @@
 import codecs
 import io
 import os
+import re
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import TextIO
 
 from ft_ckpt.errors import TargetError
+from ft_ckpt.messages import printable
 
+# Control characters, in undecodable bytes too; line separators; marks of direction.
+_CONTROLS = re.compile(r"[\x00-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\udc80-\udc9f]")
 _NOBODY_READS = 141  # what a shell says of a program that a closed pipe has ended
 
 
@@ -25,6 +30,16 @@ def _escape_text(error: UnicodeError) -> tuple[str | bytes, int]:
         return codecs.lookup_error("surrogateescape")(error)
     except UnicodeError:
         return codecs.lookup_error("backslashreplace")(error)
+
+
+def print_lines(*lines: str, file: TextIO | None = None) -> None:
+    """Print `lines`, each in one printable line, to standard output or `file`: every output of the command."""
+    print(*map(printable, lines), sep="\n", file=file)
+
+
+def print_path(path: object) -> None:
+    """Print a path as the bytes that it is, so that a script can use it; where it has control characters, escaped."""
+    print(printable(str(path)) if _CONTROLS.search(str(path)) else path)
 
 
 @contextmanager

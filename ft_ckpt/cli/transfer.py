@@ -9,6 +9,7 @@ import typer
 from ft_ckpt.cli import views
 from ft_ckpt.cli.arguments import given_words
 from ft_ckpt.cli.options import DryRunOption, ForceOption, JsonOption
+from ft_ckpt.cli.streams import print_lines, print_path
 from ft_ckpt.config import human_size
 from ft_ckpt.errors import ConfigError, listing
 from ft_ckpt.storage.place import location_name
@@ -43,9 +44,9 @@ def push_command(
         views.print_json({**dataclasses.asdict(report), "path": str(report.path)})
         return
     facts = f"{len(report.files)} files, {human_size(report.bytes)}, {report.seconds:.1f} s"
-    print(f"{checkpoint} -> {report.url}: {facts if report.is_new else 'all of it was there, no commit made'}")
+    print_lines(f"{checkpoint} -> {report.url}: {facts if report.is_new else 'all of it was there, no commit made'}")
     for note in (*report.notes, *(f"{name}: deleted, of an older checkpoint" for name in report.deleted)):
-        print(f"  {note}")
+        print_lines(f"  {note}")
 
 
 def pull_command(context: typer.Context, force: ForceOption = False, as_json: JsonOption = False) -> None:
@@ -61,10 +62,10 @@ def pull_command(context: typer.Context, force: ForceOption = False, as_json: Js
         views.print_json({**dataclasses.asdict(report), "path": str(report.path)})
         return
     if not folder:
-        print(report.path)
+        print_path(report.path)
         return
     found = "verified" if report.verified else "not verified: no manifest there"
-    print(f"{url} -> {report.path}: {len(report.files)} files, {human_size(report.bytes)}, {found}")
+    print_lines(f"{url} -> {report.path}: {len(report.files)} files, {human_size(report.bytes)}, {found}")
 
 
 def copy_command(context: typer.Context, force: ForceOption = False, as_json: JsonOption = False) -> None:
@@ -79,7 +80,7 @@ def copy_command(context: typer.Context, force: ForceOption = False, as_json: Js
     if as_json:
         views.print_json(_json_of_copy(report))
         return
-    print(f"{report.source} -> {report.path}: {_copy_facts(report)}")
+    print_lines(f"{report.source} -> {report.path}: {_copy_facts(report)}")
 
 
 def _copy_facts(report: "CopyReport") -> str:
@@ -106,7 +107,7 @@ def sync_command(
         copied = [_json_of_copy(each) for each in report.copied]
         views.print_json({**dataclasses.asdict(report), "copied": copied, "kept": dict(report.kept)})
     else:
-        print("\n".join(_sync_lines(report, dry_run=dry_run)))
+        print_lines(*_sync_lines(report, dry_run=dry_run))
     if report.problems:
         raise typer.Exit(1)
 

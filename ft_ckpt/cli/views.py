@@ -13,7 +13,9 @@ from ft_ckpt.checkpoint import pins
 from ft_ckpt.checkpoint.catalog import CheckpointInfo, VerifyReport
 from ft_ckpt.checkpoint.delete import STATE
 from ft_ckpt.checkpoint.manifest import PartRecord
+from ft_ckpt.cli.streams import print_lines, print_path
 from ft_ckpt.config import human_size
+from ft_ckpt.messages import printable
 from ft_ckpt.storage.place import Place
 
 _NUMBERS = {"step", "size"}  # columns that are read from the right
@@ -52,14 +54,14 @@ def show_run(run: Place, rows: Sequence[dict[str, Any]], metrics: Sequence[str],
         print_json(list(rows))
         return
     if not rows:
-        print(f"{run}: no checkpoints")
+        print_lines(f"{run}: no checkpoints")
         return
     columns = _run_columns(rows, metrics)
     invalid = [number for number, each in enumerate(rows) if not each["valid"]]
     print_table(tuple(columns), zip(*columns.values(), strict=True), red=invalid)
     others = {name for each in rows for name in each["metrics"] if _metric_head(name) not in columns}
     if others:
-        print(f"{len(others)} more metrics: `ft-ckpt show`, or --metrics")
+        print_lines(f"{len(others)} more metrics: `ft-ckpt show`, or --metrics")
     for each in rows:
         _print_problems(each["path"], each["problems"])
 
@@ -81,7 +83,7 @@ def show_latest(info: CheckpointInfo, *, as_json: bool) -> None:
     if as_json:
         print_json({"path": str(info.path), "step": info.manifest.step, "created": info.manifest.created})
     else:
-        print(info.path)
+        print_path(info.path)
 
 
 def show_reports(reports: Sequence[VerifyReport], note: str = "", *, as_json: bool) -> None:
@@ -92,7 +94,7 @@ def show_reports(reports: Sequence[VerifyReport], note: str = "", *, as_json: bo
         return
     for report in reports:
         verdict = "ok" if report.ok else f"{len(report.problems)} problem(s)"
-        print(f"{report.path}: {verdict}, {report.files} files, {human_size(report.bytes)}{note}")
+        print_lines(f"{report.path}: {verdict}, {report.files} files, {human_size(report.bytes)}{note}")
         _print_problems("", report.problems)
 
 
@@ -102,9 +104,9 @@ def show_checkpoint(info: CheckpointInfo, *, as_json: bool) -> None:
     if as_json:
         print_json({"path": str(info.path), **dataclasses.asdict(manifest)})
         return
-    print(f"{info.path}: {manifest.kind}, step {_or_dash(manifest.step)}, {human_moment(manifest.created)}")
+    print_lines(f"{info.path}: {manifest.kind}, step {_or_dash(manifest.step)}, {human_moment(manifest.created)}")
     if manifest.metrics:
-        print(", ".join(f"{name} {value:.6g}" for name, value in manifest.metrics.items()))
+        print_lines(", ".join(f"{name} {value:.6g}" for name, value in manifest.metrics.items()))
     for part in manifest.parts:
         _show_part(part)
 
@@ -112,9 +114,8 @@ def show_checkpoint(info: CheckpointInfo, *, as_json: bool) -> None:
 def _show_part(part: PartRecord) -> None:
     files = sorted({tensor.file for tensor in part.tensors})
     place = f" in {files[0]}" if len(files) == 1 else ""
-    print(
-        f"\n{part.name or 'model'}: {part.kind} {part.class_name}, {len(part.tensors)} tensors{place}{_base_text(part)}"
-    )
+    about = f"{part.kind} {part.class_name}, {len(part.tensors)} tensors{place}{_base_text(part)}"
+    print_lines("", f"{part.name or 'model'}: {about}")
     heads = ("tensor", "shape", "dtype", "size", "file")[: 5 if len(files) > 1 else 4]
     tensors = ((t.name, human_shape(t.shape), t.dtype, human_size(t.end - t.start), t.file) for t in part.tensors)
     print_table(heads, (cells[: len(heads)] for cells in tensors))
@@ -160,7 +161,7 @@ def _metric_text(value: float | None) -> str:
 
 
 def _table_width(columns: Mapping[str, Sequence[str]]) -> int:
-    return sum(max(map(len, (head, *cells))) + _GAP for head, cells in columns.items()) - _GAP
+    return sum(max(len(printable(cell)) for cell in (head, *cells)) + _GAP for head, cells in columns.items()) - _GAP
 
 
 def _terminal_width() -> int:
@@ -178,13 +179,14 @@ def print_table(heads: Sequence[str], rows: Iterable[tuple[str, ...]], *, red: S
     from rich.table import Table
     from rich.text import Text
 
-    cells, width = list(rows), _terminal_width()
+    cells, width = [tuple(map(printable, line)) for line in rows], _terminal_width()
     table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, _GAP, 0, 0))
     for number, head in enumerate(heads):
         right = head in _NUMBERS
-        table.add_column(head, justify="right" if right else "left", overflow="fold", no_wrap=number == 0 or right)
+        name = Text(printable(head))  # a metric may look like markup, as any name may
+        table.add_column(name, justify="right" if right else "left", overflow="fold", no_wrap=number == 0 or right)
     for number, line in enumerate(cells):
-        table.add_row(*map(Text, line), style="red" if number in red else None)  # as Text: names may look like markup
+        table.add_row(*map(Text, line), style="red" if number in red else None)
     first = max((len(line[0]) for line in cells), default=0)
     narrowest = first + (len(heads) - 1) * (_GAP + 4)  # a longer name is for the terminal to break, not for us
     Console(width=max(width, narrowest)).print(table)
@@ -192,12 +194,12 @@ def print_table(heads: Sequence[str], rows: Iterable[tuple[str, ...]], *, red: S
 
 def _print_problems(path: str, problems: Iterable[str]) -> None:
     for problem in problems:
-        print(f"  {path + ': ' if path else ''}{problem}")
+        print_lines(f"  {path + ': ' if path else ''}{problem}")
 
 
 def print_json(value: Any) -> None:
     """`value` as indented JSON, with numbers that are not finite as text, as in a manifest."""
-    print(json.dumps(_finite_values(value), indent=2))
+    print_lines(*json.dumps(_finite_values(value), indent=2).split("\n"))
 
 
 def _finite_values(value: Any) -> Any:

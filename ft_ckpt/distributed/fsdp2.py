@@ -1,6 +1,5 @@
 """Torch's distributed tensors (FSDP2, HSDP, tensor parallelism): cut over a mesh of ranks as placements say."""
 
-import warnings
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -17,6 +16,7 @@ from ft_ckpt.distributed.process_groups import is_subset_of_ranks
 from ft_ckpt.distributed.sharding import Mesh, MeshSharding, OpaqueSharding, Sharding
 from ft_ckpt.distributed.wrapper_protocol import PendingGradient, TensorLayout, Wrapper, shaped_as_box
 from ft_ckpt.errors import listing
+from ft_ckpt.messages import warn
 
 
 class FSDP2Wrapper(Wrapper):
@@ -107,7 +107,7 @@ def _warn_of_copies(modules: Sequence[nn.Module]) -> None:
     if apart:
         named = modules[0].named_parameters(remove_duplicate=False)
         names = [name for name, parameter in named if id(parameter) in apart]
-        warnings.warn(
+        warn(
             f"{listing(names, ', ')}: tied, but FSDP2 computes with another copy that is not trained and not saved; "
             "let the rows divide by the ranks (resize_token_embeddings(pad_to_multiple_of=...)), or untie them",
             stacklevel=2,

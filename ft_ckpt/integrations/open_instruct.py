@@ -3,7 +3,6 @@
 A folder counts as complete when it holds open-instruct's own marker or our manifest.
 """
 
-import logging
 import re
 from pathlib import Path
 from typing import Any
@@ -12,10 +11,10 @@ import ft_ckpt
 from ft_ckpt.checkpoint.manifest import MANIFEST_NAME
 from ft_ckpt.checkpoint.recovery import uncommit
 from ft_ckpt.errors import MissingError
+from ft_ckpt.messages import LOG
 from ft_ckpt.storage.local_store import LocalStore
 from ft_ckpt.storage.store import Folder, Stored
 
-_LOG = logging.getLogger(__name__)
 _MARKER = "COMPLETED"
 _NUMBER = re.compile(r"[+-]?\d+")
 
@@ -75,7 +74,7 @@ def clean_last_n_checkpoints(output_dir: str, keep_last_n_checkpoints: int) -> N
         return
     for each in folders[: max(0, len(folders) - keep_last_n_checkpoints)]:
         path = Path(output_dir, each.name)
-        _LOG.info("removing checkpoint %s", path)
+        LOG.info("removing checkpoint %s", path)
         if not each.is_link:  # what it points to is not ours to delete
             _delete_unmarked(path)
 
@@ -113,6 +112,6 @@ def _delete_unmarked(path: Path) -> None:
         if store.stat(MANIFEST_NAME) is not None:
             uncommit(path)
     except OSError as error:
-        _LOG.warning("%s is kept, its marks of completeness cannot be removed: %s", path, error)
+        LOG.warning("%s is kept, its marks of completeness cannot be removed: %s", path, error)
         return
     store.delete_all()

@@ -11,7 +11,6 @@ Trainer's.
 
 import inspect
 import sys
-import warnings
 from collections.abc import Iterable
 from typing import Any
 
@@ -20,6 +19,7 @@ from transformers import Trainer, TrainerCallback
 from ft_ckpt.config import keep_of, make_config
 from ft_ckpt.errors import ConfigError
 from ft_ckpt.integrations.checkpointed import Checkpointed, TrainerSettings, overrides_method
+from ft_ckpt.messages import warn
 from ft_ckpt.retention import Keep
 from ft_ckpt.saving.follow_up import SaveHook, hooks_of
 
@@ -55,9 +55,7 @@ def checkpointed(
 
 def _with_our_saving(kind: type[Any], settings: TrainerSettings) -> type[Any]:
     for method in filter(lambda name: not _calls_super(kind, name), _REPLACED):
-        warnings.warn(
-            f"{kind.__name__}.{method} does not call Trainer's own: what it saves is not ft_ckpt's", stacklevel=4
-        )
+        warn(f"{kind.__name__}.{method} does not call Trainer's own: what it saves is not ft_ckpt's", stacklevel=4)
     bases = (Checkpointed,) if kind is Trainer else (kind, Checkpointed)  # between the class and Trainer
     members = {"__module__": kind.__module__, "__doc__": kind.__doc__, "ft_ckpt": settings}
     return type(kind.__name__, bases, members)

@@ -1,9 +1,7 @@
 """Chooses, loads and prunes checkpoints in the output folder of a Trainer, ours and its own."""
 
-import logging
 import math
 import re
-import warnings
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +19,7 @@ from ft_ckpt.checkpoint.open_checkpoint import open_checkpoint
 from ft_ckpt.checkpoint.prune import prune_run, recover_all
 from ft_ckpt.distributed.ranks import Ranks, try_action
 from ft_ckpt.errors import CorruptError, LoadError, ManifestError, NotACheckpointError, listing
+from ft_ckpt.messages import LOG, warn
 from ft_ckpt.retention import Keep
 from ft_ckpt.storage.local_store import LocalStore
 from ft_ckpt.storage.place import open_place
@@ -31,7 +30,6 @@ from ft_ckpt.training.items import known_sources, walk_models
 from ft_ckpt.training.serve_files import CheckpointFacts, checkpoint_facts, open_to_all
 from ft_ckpt.training.state_files import ResumePoint, open_resume_point
 
-_LOG = logging.getLogger("ft_ckpt")
 _NAME = re.compile(r"checkpoint-(\d+)")
 _MODES = {True: "auto", "true": "auto", "auto": "auto", "latest": "auto", "must": "must", "false": None, "never": None}
 
@@ -86,7 +84,7 @@ def _wanted_checkpoint(wanted: str, folder: Path, deep: bool) -> Path | None:
     if path is None and wanted == "must":
         raise NotACheckpointError(f"{folder}: no whole checkpoint in it; resume_from_checkpoint=True begins afresh")
     if path is None:
-        _LOG.info("a fresh start: no whole checkpoint in %s", folder)
+        LOG.info("a fresh start: no whole checkpoint in %s", folder)
     return path
 
 
@@ -102,7 +100,7 @@ def _newest_whole(folder: Path, deep: bool) -> Path | None:
         problems = _what_is_wrong(path, deep)
         if not problems:
             return path
-        warnings.warn(f"{path}: not whole, trying an older one: {listing(list(problems))}", stacklevel=2)
+        warn(f"{path}: not whole, trying an older one: {listing(list(problems))}", stacklevel=2)
         committed += [path.name] if _has_file(path, MANIFEST_NAME) else []
     if committed:
         raise CorruptError(
@@ -191,7 +189,7 @@ def prune_older(folder: Path, newest: Path, best: str | None, limit: int | None,
     if keep is not None:
         report = prune_run(folder, keep, run_id=run_id, protect=[newest] if best is None else [newest, best])
         for problem in report.problems:
-            warnings.warn(f"{folder}: an old checkpoint was not deleted: {problem}", stacklevel=3)
+            warn(f"{folder}: an old checkpoint was not deleted: {problem}", stacklevel=3)
 
 
 def state_text(trainer: Trainer) -> str:

@@ -5,7 +5,6 @@ layer, as merging an adapter into it makes; it misses a change of few elements, 
 """
 
 import json
-import warnings
 from collections.abc import Container, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import replace
@@ -25,6 +24,7 @@ from ft_ckpt.distributed.tensors import ModelTensors
 from ft_ckpt.distributed.wrappers import unwrap, walk_modules
 from ft_ckpt.errors import CheckpointError, SelectionError, listing
 from ft_ckpt.formats.dtypes import dtype_name
+from ft_ckpt.messages import warn
 from ft_ckpt.model.adapters import PREFIX, TO_BASE, base_sources, has_adapters, is_peft_model
 from ft_ckpt.model.selection import module_at, view_of
 
@@ -96,7 +96,7 @@ class BaseWatch:
             self.refuse_changed(model, ranks.rank)
             raise SelectionError(f"{_changed_text(names)} on other ranks; save with adapter_only=False")
         if ranks.leads:
-            warnings.warn(f"{_changed_text(names)}: it is saved with the adapters", stacklevel=5)
+            warn(f"{_changed_text(names)}: it is saved with the adapters", stacklevel=5)
         return False
 
 

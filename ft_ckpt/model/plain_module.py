@@ -8,7 +8,6 @@ classes this process has already imported. The values come from the safetensors 
 import base64
 import inspect
 import json
-import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -18,6 +17,7 @@ from torch import nn
 from ft_ckpt.distributed.wrappers import is_engine_attribute, is_engine_code, layout_of, unwrap, user_class
 from ft_ckpt.errors import LoadError, SelectionError, listing
 from ft_ckpt.formats.dtypes import dtype_name, dtype_of
+from ft_ckpt.messages import warn
 from ft_ckpt.model.json_values import decode_value, encode_value, imported_module
 
 MODULE_NAME = "module.json"
@@ -287,7 +287,7 @@ def _warn_opaque(description: Mapping[str, Any]) -> None:
         if not record["persistent"] and record.get("data") is None and record.get("shape") is not None
     ]
     if lost:
-        warnings.warn(
+        warn(
             f"{MODULE_NAME}: {listing(lost, ', ')} could not be recorded when saving and are not restored; set them, "
             "or pass into= with a module that has them",
             stacklevel=4,

@@ -6,7 +6,6 @@ no tensor is read; and training goes on with the same objects, so fields are set
 
 import copy
 import sys
-import warnings
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
@@ -20,6 +19,7 @@ from transformers.dynamic_module_utils import custom_object_save, get_relative_i
 from ft_ckpt.checkpoint.manifest import BaseRecord
 from ft_ckpt.distributed.wrappers import unwrap, user_class
 from ft_ckpt.errors import CompanionError
+from ft_ckpt.messages import warn
 from ft_ckpt.model.adapters import is_peft_model
 from ft_ckpt.model.added_rows import embedding_of
 from ft_ckpt.model.model_card import blank_card, injected_card, name_base
@@ -272,7 +272,7 @@ def _write_code(folder: Path, model: nn.Module, config: Any) -> None:
         return
     source = getattr(sys.modules[cls.__module__], "__file__", None)
     if cls.__module__ == "__main__" or source is None:
-        warnings.warn(
+        warn(
             f"{cls.__name__}: its code is in {cls.__module__} and cannot be saved with the model; move the class to a "
             "file of its own",
             stacklevel=2,

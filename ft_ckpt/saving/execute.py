@@ -3,9 +3,7 @@
 Three steps, each ended by an agreement of all ranks: choose and check (nothing moves), move and write, commit.
 """
 
-import logging
 import time
-import warnings
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -24,6 +22,7 @@ from ft_ckpt.errors import NoSpaceError, RanksDisagreeError, explained
 from ft_ckpt.files.objects import compress_file
 from ft_ckpt.formats.registry import format_named
 from ft_ckpt.formats.shard_files import link_second_names
+from ft_ckpt.messages import LOG, warn
 from ft_ckpt.model.parts import kind_of
 from ft_ckpt.saving import replicas
 from ft_ckpt.saving.build_manifest import BaseSamples, manifest_of
@@ -39,8 +38,6 @@ from ft_ckpt.storage.place import Place, open_place
 from ft_ckpt.storage.store import SharedStore, Store
 from ft_ckpt.training.items import name_differing_tensors
 from ft_ckpt.transfer.pushes import PendingPush
-
-_LOG = logging.getLogger("ft_ckpt")
 
 
 @dataclass(frozen=True)
@@ -132,7 +129,7 @@ def report_differences(found: str, saved: str, ranks: Ranks, config: SaverConfig
     if config.on_difference == "raise":
         replicas.refuse_replica_differences(found)
     if config.on_difference == "warn" and ranks.shows:
-        warnings.warn(f"{saved}: {found}, which is stored", stacklevel=5)
+        warn(f"{saved}: {found}, which is stored", stacklevel=5)
 
 
 def _plan_and_stage(
@@ -260,9 +257,9 @@ def _write_and_commit(job: SaveJob, samples: tuple[BaseSamples, ...], begun: flo
         target=request.target,
     )
     if ranks.leads:
-        _LOG.info("saved %s: %s in %.2f s", request.target.last_step, human_size(report.bytes), report.seconds)
+        LOG.info("saved %s: %s in %.2f s", request.target.last_step, human_size(report.bytes), report.seconds)
         for note in report.notes:
-            _LOG.info("%s: %s", request.target.last_step, note)
+            LOG.info("%s: %s", request.target.last_step, note)
     return report
 
 

@@ -4,7 +4,6 @@ All of it is done where the save was finished, in its thread for one in the back
 fails a save: the checkpoint is there.
 """
 
-import warnings
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
@@ -12,6 +11,7 @@ from functools import partial
 
 from ft_ckpt.checkpoint.run_places import RunPlaces
 from ft_ckpt.config import SaverConfig
+from ft_ckpt.messages import warn
 from ft_ckpt.saving.execute import SaveReport
 from ft_ckpt.saving.priority import yield_to_training
 from ft_ckpt.storage.place import Place
@@ -79,7 +79,7 @@ def _call_hook(hook: SaveHook, report: SaveReport) -> None:
     except Exception as error:  # noqa: BLE001 - the script's own, of any kind
         name = getattr(hook, "__name__", type(hook).__name__)
         told = f"{type(error).__name__}: {error}"
-        warnings.warn(f"{report.path}: saved, but {name} of on_saved failed: {told}", stacklevel=2)
+        warn(f"{report.path}: saved, but {name} of on_saved failed: {told}", stacklevel=2)
 
 
 def hooks_of(given: SaveHook | Iterable[SaveHook] | None) -> tuple[SaveHook, ...]:

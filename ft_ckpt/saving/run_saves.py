@@ -1,7 +1,6 @@
 """The saves of a run: when the schedule asks for one, at the end, and when the script does."""
 
 import time
-import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -13,6 +12,7 @@ from ft_ckpt.checkpoint.run_places import RunPlaces
 from ft_ckpt.config import SaverConfig
 from ft_ckpt.distributed.ranks import Ranks, current_ranks, try_action
 from ft_ckpt.errors import CheckpointError, ConfigError, TargetError
+from ft_ckpt.messages import warn
 from ft_ckpt.model.parts import is_adapter_run
 from ft_ckpt.save_log import LoggedSave, append_save
 from ft_ckpt.saving.background import BackgroundSaver, PendingSave
@@ -199,7 +199,7 @@ class RunSaves:
         if left and seconds is None and self.run.config.on_failure == "raise":
             error = TargetError(left)
         elif left:
-            warnings.warn(left, stacklevel=4)
+            warn(left, stacklevel=4)
         ranks.agree("the uploads of close()", error=error)
 
     def _upload_terms(self) -> UploadTerms:
@@ -211,7 +211,7 @@ class RunSaves:
         except CheckpointError as error:
             if self.run.config.on_failure == "raise":
                 raise
-            warnings.warn(f"step {self.run.step}: no checkpoint was made, training goes on: {error}", stacklevel=5)
+            warn(f"step {self.run.step}: no checkpoint was made, training goes on: {error}", stacklevel=5)
             return None
 
     def _make_pruner(self) -> Callable[[Place], None]:

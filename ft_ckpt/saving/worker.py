@@ -3,11 +3,12 @@
 import atexit
 import threading
 import time
-import warnings
 from collections.abc import Callable
 from concurrent.futures import Future, wait
 from typing import Any
 from weakref import WeakSet
+
+from ft_ckpt.messages import warn
 
 _LAG_SECONDS = 0.001  # in which the caller goes on, that would else wait for its turn of Python
 
@@ -80,9 +81,7 @@ def _join_workers() -> None:
 def _warn_of_unread_errors() -> None:
     for worker in list(_OPEN):
         if (error := worker.unread_error()) is not None:
-            warnings.warn(
-                f"a save in the background failed, and the program ended without asking: {error}", stacklevel=1
-            )
+            warn(f"a save in the background failed, and the program ended without asking: {error}", stacklevel=1)
 
 
 # Jobs may use thread pools, which take no more work once the interpreter begins to end: they are waited for before.

@@ -5,12 +5,12 @@ import fcntl
 import mmap
 import os
 import re
-import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 from ft_ckpt.errors import TargetError, explained, listing, reason_of
+from ft_ckpt.messages import warn
 from ft_ckpt.storage import local_disk
 from ft_ckpt.storage.buffers import ALIGNMENT, new_block
 from ft_ckpt.storage.local_store import LocalStore, temporary_store
@@ -101,7 +101,7 @@ def refuse_unfit(folder: Path) -> None:
             )
         _FOUND_FIT.add(mount)
         if mount.is_bucket:
-            warnings.warn(mount.warning, stacklevel=4)
+            warn(mount.warning, stacklevel=4)
 
 
 def is_on_bucket(folder: Path) -> bool:

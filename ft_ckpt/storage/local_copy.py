@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path, PurePosixPath
 
 from ft_ckpt.errors import CorruptError, listing
+from ft_ckpt.messages import printable, printable_lines
 from ft_ckpt.storage.kept_store import KeptFile
 from ft_ckpt.storage.local_file import LocalFile, open_local_file
 from ft_ckpt.storage.local_store import LocalStore, temporary_store
@@ -126,4 +127,4 @@ def local_folder(place: Place, wanted: Callable[[str], bool] = _is_any) -> Itera
 
 
 def _renamed(text: object, before: str, after: str) -> object:
-    return text.replace(before, after) if isinstance(text, str) else text
+    return printable_lines(text).replace(printable(before), printable(after)) if isinstance(text, str) else text

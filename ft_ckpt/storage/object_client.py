@@ -8,6 +8,7 @@ from obstore import exceptions
 from obstore.store import MemoryStore, from_url
 
 from ft_ckpt.errors import ConfigError
+from ft_ckpt.messages import clean_causes
 from ft_ckpt.storage.object_errors import client_reason
 
 _VARIABLES = {"s3": "AWS", "s3a": "AWS", "gs": "GOOGLE"}  # what those of a scheme begin with; all others are Azure's
@@ -26,6 +27,7 @@ def make_client(url: str, **options: Any) -> Any:
             return MemoryStore(**options)
         return from_url(url, **client_options(url, **options))
     except (exceptions.BaseError, ValueError, TypeError) as error:
+        clean_causes(error)
         raise ConfigError(f"{url}: no object store that can be used ({client_reason(error)})") from error
 
 

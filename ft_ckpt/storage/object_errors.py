@@ -17,6 +17,7 @@ from ft_ckpt.errors import (
     TargetError,
     UnreadableError,
 )
+from ft_ckpt.messages import clean_causes
 
 ABSENT = (FileNotFoundError, exceptions.NotFoundError)
 TAKEN = (FileExistsError, exceptions.AlreadyExistsError)
@@ -34,13 +35,13 @@ def reading_object(where: str) -> Iterator[None]:
         yield
     except CheckpointError:
         raise
-    except ABSENT as error:
-        refuse_missing_bucket(where, error)
-        raise missing_object(where) from error
-    except exceptions.PreconditionError as error:
-        raise changed_object(where) from error
     except _CLIENT as error:
+        clean_causes(error)
         refuse_missing_bucket(where, error)
+        if isinstance(error, ABSENT):
+            raise missing_object(where) from error
+        if isinstance(error, exceptions.PreconditionError):
+            raise changed_object(where) from error
         _refuse_bad_name(where, error)
         reason = client_reason(error)
         advice = "use credentials that may read there" if reason.startswith(_REFUSED) else "try again"
@@ -55,6 +56,7 @@ def writing_object(where: str) -> Iterator[None]:
     except CheckpointError:
         raise
     except _CLIENT as error:
+        clean_causes(error)
         refuse_missing_bucket(where, error)
         _refuse_bad_name(where, error)
         reason = client_reason(error)

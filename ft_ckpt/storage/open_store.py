@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ft_ckpt.errors import ConfigError
+from ft_ckpt.messages import without_secrets
 from ft_ckpt.storage.local_store import LocalStore
 from ft_ckpt.storage.store import Store
 
@@ -29,17 +30,24 @@ def open_store(place: str | os.PathLike[str], **options: Any) -> Store:
 
     `options` go to the client of an object store, which is made once for a bucket and its options; credentials,
     endpoint and region are taken from the variables that the stores' own tools take them from. Raises ConfigError for
-    a URL that no client knows, and where the package for object stores is missing.
+    a URL that no client knows or that holds a key, and where the package for object stores is missing.
     """
     text = os.fspath(place)
     found = _URL.fullmatch(text)
     if found is None:
         return LocalStore(Path(place))
+    refuse_secrets(text, "the variables of its tools, such as AWS_SECRET_ACCESS_KEY, or as options of open_place")
     if not is_url(text):
         raise ConfigError(f"{text}: {found[1]}:// is no store that can be opened; expected {', '.join(SCHEMES)}")
     client = _open_bucket(f"{found[1]}://{found[2]}", options)
     folder = found[3].strip("/")
     return client.within(folder) if folder else client
+
+
+def refuse_secrets(url: str, other_way: str) -> None:
+    """Raise ConfigError for a URL with user info or a signing parameter: errors, logs and marks would repeat it."""
+    if without_secrets(url) != url:
+        raise ConfigError(f"{url}: a URL with a key, password or token, which is refused; give it by {other_way}")
 
 
 def _open_bucket(url: str, options: dict[str, Any]) -> "ObjectStore":

@@ -4,6 +4,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 
+from ft_ckpt.messages import printable
 from ft_ckpt.storage.writer import Region
 
 _WORTH_SHOWING_BYTES = 64 << 20
@@ -33,7 +34,7 @@ def track_bytes(total_bytes: int, label: str) -> Iterator[Callable[[int], None]]
     from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 
-    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
+    columns = (TextColumn("{task.description}", markup=False), BarColumn(), DownloadColumn(), TransferSpeedColumn())
     with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task(label, total=total_bytes)
+        task = bar.add_task(printable(label), total=total_bytes)
         yield lambda size_bytes: bar.advance(task, size_bytes)

@@ -14,7 +14,6 @@ generators at every batch, in this process (a shuffle buffer on `random`, say); 
 set leaves out, in a stateful loader.
 """
 
-import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack
 from itertools import chain, islice
@@ -24,6 +23,7 @@ import numpy as np
 import torch
 
 from ft_ckpt.errors import CorruptError, LoadError
+from ft_ckpt.messages import warn
 from ft_ckpt.training import dataloaders
 from ft_ckpt.training.dataloaders import RandomState
 from ft_ckpt.training.sample_order import SampleOrder
@@ -245,7 +245,7 @@ class DataPosition:
         if self.on_difference == "raise":
             raise LoadError(problem)
         if self.on_difference == "warn":
-            warnings.warn(problem, stacklevel=6)
+            warn(problem, stacklevel=6)
 
     def _read_one(self, iterator: Iterator[Any]) -> list[Any]:
         read = list(islice(iterator, 1))

@@ -1,11 +1,11 @@
 """The data loaders of a run: which place of a checkpoint is whose, and how many passes are done."""
 
-import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from ft_ckpt.distributed.ranks import Ranks
+from ft_ckpt.messages import warn
 from ft_ckpt.training.data_position import DataPosition
 
 _PLACE = ("epoch", "batch", "samples")
@@ -43,7 +43,7 @@ class DataPositions:
             slot = self._slot_of(loader)
             slot.feed = self.current
             for note in () if slot.state is None else self.current.load_state_dict(slot.state):
-                warnings.warn(f"loader {self._slots.index(slot)}: {note}", stacklevel=4)
+                warn(f"loader {self._slots.index(slot)}: {note}", stacklevel=4)
         return self.current
 
     @property
@@ -85,7 +85,7 @@ class DataPositions:
             self._slots.append(_FeedSlot(None))
             return self._slots[-1]
         if not alike and len(self._slots) > 1:
-            warnings.warn(
+            warn(
                 f"loader of {about[0]} with {about[1]} samples: no loader of the checkpoint had such data; it goes on "
                 f"where loader {self._slots.index(waiting[0])} was",
                 stacklevel=5,

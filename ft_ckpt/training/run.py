@@ -2,7 +2,6 @@
 
 import time
 import uuid
-import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -15,6 +14,7 @@ from ft_ckpt.distributed import broadcast
 from ft_ckpt.distributed.ranks import Ranks, current_ranks
 from ft_ckpt.distributed.source import Source
 from ft_ckpt.errors import ConfigError, LoadError, RanksDisagreeError, damaged_input, listing
+from ft_ckpt.messages import warn
 from ft_ckpt.model.base_model import BaseWatch
 from ft_ckpt.schedule import Every
 from ft_ckpt.storage.place import Place
@@ -250,7 +250,7 @@ class TrainingRun:
     def warn_of_absent_metrics(self, least: int) -> None:
         """Say once that metrics have never come which checkpoints are ranked by, after `least` saves."""
         if self._saves >= least and self._absent:
-            warnings.warn(
+            warn(
                 f"{listing(sorted(self._absent), ', ')}: checkpoints are to be ranked by it, and no save had it; give "
                 "it to saver.step(metrics) or saver.save_state(metrics=...)",
                 stacklevel=5,
@@ -348,4 +348,4 @@ class TrainingRun:
                 "on_difference='warn' to go on"
             )
         if told and self.config.on_difference == "warn":
-            warnings.warn(f"{report.path}: {listing(told)}", stacklevel=4)
+            warn(f"{report.path}: {listing(told)}", stacklevel=4)

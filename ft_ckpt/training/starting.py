@@ -1,9 +1,7 @@
 """Where a run begins: which checkpoint `resume` takes, whose others are beside it, and which may be replaced."""
 
-import logging
 import os
 import uuid
-import warnings
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
@@ -15,6 +13,7 @@ from ft_ckpt.checkpoint.manifest import Manifest
 from ft_ckpt.checkpoint.open_checkpoint import OpenCheckpoint, open_checkpoint
 from ft_ckpt.checkpoint.run_places import RunPlaces
 from ft_ckpt.errors import ConfigError, CorruptError, ManifestError, NotACheckpointError, TargetError, listing
+from ft_ckpt.messages import LOG, warn
 from ft_ckpt.storage.local_store import LocalStore
 from ft_ckpt.storage.place import Place, open_place
 from ft_ckpt.training.accelerate_folder import find_accelerate_folder, is_foreign, open_accelerate_folder
@@ -22,7 +21,6 @@ from ft_ckpt.training.state_files import ResumePoint, open_resume_point
 from ft_ckpt.transfer.copies import content_identity
 
 MODES = ("auto", "must", "never")
-_LOG = logging.getLogger("ft_ckpt")
 _AUTO = ("latest", "newest", "last", "True", "true")
 
 
@@ -33,7 +31,7 @@ def parse_mode(checkpoint: Any) -> str | Place:
     """
     if checkpoint is None or checkpoint is True or checkpoint in _AUTO:
         if checkpoint is not None:
-            _LOG.info("resume(%r) is resume('auto'): the newest checkpoint, or a fresh start", checkpoint)
+            LOG.info("resume(%r) is resume('auto'): the newest checkpoint, or a fresh start", checkpoint)
         return "auto"
     if checkpoint is False:
         return "never"
@@ -113,7 +111,7 @@ def open_chosen(wanted: Wanted, infos: Sequence[CheckpointInfo], stack: ExitStac
             older = next((one[0] for one in left if _open_one_of(one, early, stack)[0]), None)
             advice = f"the newest whole one is {older}" if older else "there is no older one that is whole"
             raise CorruptError(f"{problems}; {advice}{_told_overwritten(wanted)}")
-        warnings.warn(f"{problems}; damaged, trying an older one", stacklevel=2)
+        warn(f"{problems}; damaged, trying an older one", stacklevel=2)
     if candidates:
         raise CorruptError(
             f"{wanted.places.directory}: none of its {len(candidates)} checkpoints is whole (the warnings say why); "
@@ -195,7 +193,7 @@ def _open_one_of(copies: Sequence[Place], wanted: Wanted, stack: ExitStack) -> t
         point, found = _open_whole(place, wanted, stack)
         if point is not None:
             if problems:
-                warnings.warn(f"{listing(problems)}; damaged, taking its copy {place}", stacklevel=2)
+                warn(f"{listing(problems)}; damaged, taking its copy {place}", stacklevel=2)
             return point, ""
         problems.append(f"{place}: {listing(list(found))}")
     return None, listing(problems)
@@ -248,13 +246,13 @@ def warn_of_others(directory: Place, infos: Sequence[CheckpointInfo], mode: str 
         newest[info.manifest.run_id] = info.name
     runs = [f"{str(run_id)[:6]} (to {name})" for run_id, name in newest.items()]
     if mode == "never" and runs:
-        warnings.warn(
+        warn(
             f"{directory}: holds another run, {listing(runs, ', ')}; its checkpoints are not replaced: use another "
             "directory, or delete them",
             stacklevel=4,
         )
     elif mode in MODES and len(runs) > 1:
-        warnings.warn(
+        warn(
             f"{directory}: holds {len(runs)} runs, oldest first {listing(runs, ', ')}; the newest goes on. Use a "
             "directory for each",
             stacklevel=4,

@@ -24,6 +24,8 @@ from huggingface_hub.utils import (  # type: ignore[attr-defined]  # in its __in
 
 from ft_ckpt._version import __version__
 from ft_ckpt.errors import CheckpointError, ConfigError, MissingError, TargetError, UnreadableError
+from ft_ckpt.messages import clean_causes
+from ft_ckpt.storage.open_store import refuse_secrets
 
 MAIN = "main"
 HTTP_ERROR: Any = HfHubHTTPError.__bases__[0]  # the client's own, which is another package's in each version
@@ -59,8 +61,9 @@ class HubPlace:
 def parse_place(text: str, revision: str | None = None) -> HubPlace:
     """The place that "user/name", "name" or "hf://user/name[@revision][/folder]" means.
 
-    Raises ConfigError for what is no name of a model repository, and for two different revisions.
+    Raises ConfigError for what is no name of a model repository, for a token in it, and for two different revisions.
     """
+    refuse_secrets(text, "HF_TOKEN, `hf auth login` or token=")
     match = _URL.fullmatch(text)
     repo_id, told, folder = (match[1], match[2], match[3]) if match else (text, None, None)
     told = None if told is None else unquote(told)
@@ -88,6 +91,7 @@ def hub_errors(where: str, *, writing: bool) -> Iterator[None]:
     except CheckpointError:
         raise
     except HUB_ERRORS as error:
+        clean_causes(error)
         raise _as_ours(where, error, writing) from error
 
 

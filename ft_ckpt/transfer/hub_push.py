@@ -6,7 +6,6 @@ sent twice. Uploads and other requests are repeated by the client itself.
 """
 
 import json
-import logging
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
@@ -20,6 +19,8 @@ from ft_ckpt.checkpoint.checks import is_misleading
 from ft_ckpt.checkpoint.manifest import MANIFEST_NAME, Manifest, manifest_from_json
 from ft_ckpt.checkpoint.open_checkpoint import OpenCheckpoint
 from ft_ckpt.errors import ManifestError, TargetError, listing
+from ft_ckpt.messages import LOG
+from ft_ckpt.storage.open_store import refuse_secrets
 from ft_ckpt.transfer.hub_card import blank_text, card_facts, updated_card
 from ft_ckpt.transfer.hub_place import (
     HTTP_ERROR,
@@ -36,7 +37,6 @@ from ft_ckpt.transfer.hub_pull import read_remote
 from ft_ckpt.transfer.outgoing import CARD_NAME, OutgoingFiles, outgoing_files, refuse_damaged
 from ft_ckpt.transfer.reports import PushOptions, PushReport
 
-_LOG = logging.getLogger("ft_ckpt")
 _MOST_TRIES = 4
 _PAUSE_SECONDS = 1.0
 _PATHS_AT_ONCE = 500  # the Hub answers for a thousand at most
@@ -55,6 +55,7 @@ class _Head:
 
 def destination_url(destination: str, options: PushOptions) -> str:
     """The URL of the place that is pushed to. Raises ConfigError."""
+    refuse_secrets(options.base_id or "", "HF_TOKEN")
     return parse_place(destination, options.revision).url
 
 
@@ -79,7 +80,7 @@ def send_checkpoint(held: OpenCheckpoint, destination: str, options: PushOptions
                     raise
             time.sleep(_PAUSE_SECONDS)
     report = replace(report, seconds=time.monotonic() - begun)
-    _LOG.info("pushed %s to %s%s", held.path.name, report.url, "" if report.is_new else ", where all of it was")
+    LOG.info("pushed %s to %s%s", held.path.name, report.url, "" if report.is_new else ", where all of it was")
     return report
 
 

@@ -6,9 +6,7 @@ staging folder (`uploads`) have a queue of their own: what a run resumes from do
 
 import atexit
 import concurrent.futures.thread  # noqa: F401 - what is registered below must come after what this registers
-import logging
 import threading
-import warnings
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
 from contextlib import ExitStack
@@ -18,10 +16,9 @@ from weakref import WeakSet
 
 from ft_ckpt.checkpoint.open_checkpoint import OpenCheckpoint, open_checkpoint
 from ft_ckpt.errors import listing
+from ft_ckpt.messages import LOG, warn
 from ft_ckpt.storage.place import Place, location_name
 from ft_ckpt.transfer.reports import PushReport
-
-_LOG = logging.getLogger("ft_ckpt")
 
 
 @dataclass(frozen=True, eq=False)
@@ -112,7 +109,7 @@ def wait_for_pushes(pushes: Sequence[PendingPush]) -> None:
     """Wait until all have ended; whoever interrupts that is told what has not been pushed."""
     waiting = [push for push in pushes if not push.done]
     for push in waiting:
-        _LOG.info("waiting until %s is pushed to %s", location_name(push.path), push.url)
+        LOG.info("waiting until %s is pushed to %s", location_name(push.path), push.url)
     try:
         wait([push.future for push in waiting])
     except BaseException:
@@ -123,7 +120,7 @@ def wait_for_pushes(pushes: Sequence[PendingPush]) -> None:
 def warn_of_unpushed(pushes: Sequence[PendingPush]) -> None:
     """Name those that have not ended."""
     if left := [f"{push.path} to {push.url}" for push in pushes if not push.done]:
-        warnings.warn(f"{listing(left)}: not pushed yet; `ft-ckpt push` does it again", stacklevel=3)
+        warn(f"{listing(left)}: not pushed yet; `ft-ckpt push` does it again", stacklevel=3)
 
 
 def _run_after(before: threading.Thread | None, job: Callable[[], object]) -> None:
@@ -133,7 +130,7 @@ def _run_after(before: threading.Thread | None, job: Callable[[], object]) -> No
 
 
 def _end_failed(push: PendingPush, error: BaseException) -> None:
-    warnings.warn(
+    warn(
         f"{push.path}: not pushed: {error}; the checkpoint is not touched, `ft-ckpt push {push.path} {push.url}` does "
         "it again",
         stacklevel=4,

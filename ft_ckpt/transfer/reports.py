@@ -1,6 +1,6 @@
 """What is asked of a push or a pull beside its two ends, and what comes of it."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 
@@ -10,7 +10,7 @@ class PushOptions:
 
     revision: str | None = None
     private: bool | None = None
-    token: str | None = None
+    token: str | None = field(default=None, repr=False)
     state: bool = False  # the state of the run goes along
     base_id: str | None = None  # what the base is called on the Hub
     message: str | None = None

@@ -6,10 +6,8 @@ cannot be uploaded stays, is warned of, and is tried again with the next save, o
 One that is damaged gets a hidden name, with a warning: no run waits for it.
 """
 
-import logging
 import threading
 import time
-import warnings
 from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import Future
 from contextlib import suppress
@@ -29,6 +27,7 @@ from ft_ckpt.errors import (
     UnreadableError,
     listing,
 )
+from ft_ckpt.messages import LOG, warn
 from ft_ckpt.retention import Keep
 from ft_ckpt.storage.local_store import folder_of
 from ft_ckpt.storage.place import Place, location_name
@@ -39,7 +38,6 @@ from ft_ckpt.transfer.reports import PushReport
 
 LONGEST_EXIT_SECONDS = 600.0  # that a process which has to end waits for uploads
 _GIVING_UP_SECONDS = 10.0  # for an upload to notice that it is given up
-_LOG = logging.getLogger("ft_ckpt")
 
 
 @dataclass(frozen=True)
@@ -126,7 +124,7 @@ class RunUploads:
     def warn_of_left(self) -> None:
         """Name what is not uploaded now, unless `finish` has done so."""
         if not self._has_told and (left := self._describe_left()):
-            warnings.warn(left, stacklevel=3)
+            warn(left, stacklevel=3)
 
     def _describe_left(self) -> str:
         """What is not uploaded, or not known to be, and where it is; "" when nothing is left."""
@@ -142,7 +140,7 @@ class RunUploads:
     def _wait_until(self, until: float | None) -> None:
         """Wait for the thread; when time is up, break off what it does."""
         if not self._queue.join(0):
-            _LOG.info("waiting until all of %s is uploaded to %s", self.staging, self.bucket)
+            LOG.info("waiting until all of %s is uploaded to %s", self.staging, self.bucket)
         if not self._queue.join(None if until is None else max(0.0, until - time.monotonic())):
             self._is_over.set()
             self._queue.join(_GIVING_UP_SECONDS)
@@ -150,7 +148,7 @@ class RunUploads:
     def _end_with_process(self) -> None:
         """Before the process ends: wait for a while, as after a signal."""
         if not self._is_over.is_set() and not self._queue.join(0) and (left := self.finish(LONGEST_EXIT_SECONDS)):
-            warnings.warn(left, stacklevel=2)
+            warn(left, stacklevel=2)
 
     def _do_round(self) -> None:
         """In a thread."""
@@ -172,9 +170,7 @@ class RunUploads:
         try:
             if self.problems and not self._is_over.is_set():
                 told = _describe_problems(self.problems)
-                warnings.warn(
-                    f"{self.bucket}: {told}; kept in {self.staging}, and tried again with the next save", stacklevel=2
-                )
+                warn(f"{self.bucket}: {told}; kept in {self.staging}, and tried again with the next save", stacklevel=2)
         finally:
             self._settle_rest(asked, one)
 

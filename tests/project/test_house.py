@@ -137,6 +137,16 @@ def test_what_is_raised_comes_from_our_own_tree():
     assert foreign == []
 
 
+def test_text_leaves_the_package_in_one_place():
+    """Lines, warnings and log records are printable: see `ft_ckpt.messages`."""
+    allowed = {"print": "cli/streams.py", "warnings.warn": "messages.py", "logging.getLogger": "messages.py"}
+    named = {f"{path.relative_to(ROOT / 'ft_ckpt')}": parse(path) for path in PACKAGE}
+    calls = [(name, node) for name, tree in named.items() for node in ast.walk(tree) if isinstance(node, ast.Call)]
+    ways = "print|.*(stdout|stderr).write|warnings.warn.*|logging.[a-z].*|traceback.print.*"
+    found = [(name, node.lineno, ast.unparse(node.func)) for name, node in calls]
+    assert [each for each in found if re.fullmatch(ways, each[2]) and allowed.get(each[2]) != each[0]] == []
+
+
 # The pages
 
 

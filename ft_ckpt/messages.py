@@ -1,0 +1,71 @@
+"""Text for terminals and logs. Names, file contents, URLs and answers of servers become printable here.
+
+Every error, warning, log record and line of output passes `printable`: control characters are escaped, secrets in URLs
+removed. Nothing else in ft_ckpt calls `warnings.warn` or `logging.getLogger`, and only `cli.streams` calls `print`.
+"""
+
+import logging
+import re
+import warnings
+
+SECRET = "***"  # noqa: S105 - stands for one
+# Bounded repetitions: the text may be hostile, and long.
+_USER_INFO = re.compile(
+    r"(?P<mark>://|(?:(?<![\w/.:-])//|:/)(?=[^\s/@]*:))"  # without a scheme, or with one slash, as a Path has it
+    r"(?P<user>[^\s/]*|[^\s/@:\[]+:(?!\d{1,5}/)\S{0,500})@"  # with a slash in the password, too
+)
+_PARAMETER = re.compile(
+    r"((?:[?&;#]|%3F|%26)[^\s=&;?%]{0,60}?(?:sig|token|secret|key|cred|pass|pwd|auth|session)[^\s=&;?%]{0,60}(?:=|%3D))"
+    r"(?:(?!%26|[:,.)]+(?:\s|$))[^\s&;'\"<>])+",
+    re.IGNORECASE,
+)
+_NAMED_CONTAINER = re.compile(r"(abfss?|wasbs?|ssh|sftp|git)$")  # schemes whose user info without ":" is no secret
+
+
+def without_secrets(text: str) -> str:
+    """`text` with "***" for user info and for the values of signing parameters in its URLs, with a scheme or not."""
+    if "@" in text:
+        text = _USER_INFO.sub(_hide_user_info, text)
+    return _PARAMETER.sub(rf"\g<1>{SECRET}", text) if "=" in text or "%3" in text else text
+
+
+def printable(text: str) -> str:
+    r"""`text` without secrets, in one line: what `str.isprintable` refuses is escaped, as in "\x1b" and "\n".
+
+    These are control characters, line separators, marks of direction, and surrogates (undecodable bytes of file names).
+    """
+    if not text.isprintable():
+        text = "".join(one if one.isprintable() else one.encode("unicode_escape").decode() for one in text)
+    return without_secrets(text)
+
+
+def printable_lines(text: str) -> str:
+    """The lines of `text`, each printable."""
+    return "\n".join(map(printable, text.split("\n")))
+
+
+def clean_causes(error: BaseException | None) -> None:
+    """Make the messages of a library's error, and of those that led to it, printable in place: tracebacks show them."""
+    while error is not None:
+        error.args = tuple(printable_lines(arg) if isinstance(arg, str) else arg for arg in error.args)
+        error = error.__cause__ or error.__context__
+
+
+def warn(text: str, stacklevel: int = 1) -> None:
+    """`warnings.warn`, printable."""
+    warnings.warn(printable(text), stacklevel=stacklevel + 1)
+
+
+def _hide_user_info(found: re.Match[str]) -> str:
+    scheme = found.string[max(0, found.start() - 5) : found.start()]
+    is_name = ":" not in found["user"] and _NAMED_CONTAINER.search(scheme)
+    return found[0] if is_name else f"{found['mark']}{SECRET}@"
+
+
+def _clean_record(record: logging.LogRecord) -> bool:
+    record.msg, record.args = printable(record.getMessage()), None
+    return True
+
+
+LOG = logging.getLogger("ft_ckpt")
+LOG.addFilter(_clean_record)

@@ -1,0 +1,90 @@
+"""Text for terminals and logs: control characters are escaped and secrets removed, in errors, warnings and records."""
+
+import logging
+import pickle
+import warnings
+
+import pytest
+
+from ft_ckpt.errors import CorruptError, NoSpaceError, UnreadableError, damaged_input
+from ft_ckpt.messages import LOG, printable, warn, without_secrets
+
+HOSTILE = "a\x1b]0;title\x07\r\nb\x9b31m\u202e\u2028\x7f\udcff"
+SAFE = r"a\x1b]0;title\x07\r\nb\x9b31m\u202e\u2028\x7f\udcff"
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("s3://KEY:SECRET@bucket/run", "s3://***@bucket/run"),
+        ("s3://KEY:SE/CR+ET=@bucket: no", "s3://***@bucket: no"),
+        ("s3:/KEY:SECRET@bucket", "s3:/***@bucket"),  # as a Path has it
+        ("https://TOKEN@host/x", "https://***@host/x"),
+        ("hf://user:TOKEN@user/name@main", "hf://***@user/name@main"),
+        ("mounted from //user:SECRET@host/share", "mounted from //***@host/share"),
+        ("(https://h/p?X-Amz-Credential=A%2FB&X-Amz-Date=1&X-Amz-Signature=c)", None),
+        ("with url: /b/k?sv=1&sig=SECRET (Caused by x)", "with url: /b/k?sv=1&sig=*** (Caused by x)"),
+        ("https://h/p?a=1&amp;access_token=SECRET'", "https://h/p?a=1&amp;access_token=***'"),
+        ("gs://b/p?token=SECRET: no such object", "gs://b/p?token=***: no such object"),
+        ("?next=https%3A%2F%2Fh%3Fsig%3DSECRET%26b%3D2", "?next=https%3A%2F%2Fh%3Fsig%3D***%26b%3D2"),
+    ],
+)
+def test_secrets_of_urls(text, shown):
+    hidden = without_secrets(text)
+    assert hidden == (shown or "(https://h/p?X-Amz-Credential=***&X-Amz-Date=1&X-Amz-Signature=***)")
+    assert printable(printable(text)) == printable(text) == hidden
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("s3://bucket/a@b/c", "hf://user/name@main/x", "http://localhost:9000/a@b", "http://[::1]:9000/a@b"),
+        *(
+            "abfss://container@account/x",
+            "/tmp//12:30@home",
+            "loss=3; token=None",
+            "somebody@example.org",
+            "é 漢 a/b=c",
+        ),
+    ],
+)
+def test_other_text_stays_as_it_is(text):
+    assert printable(text) == text
+
+
+def test_long_text_takes_no_long_time():
+    """Each took minutes where a repetition had no bound."""
+    for text in ("?" + "key" * 100_000, "//a:b" * 50_000 + "@", "://a:" + "b" * 300_000, "a" * 300_000 + "="):
+        assert len(printable(text)) >= 5
+
+
+def test_errors_are_printable_in_all_that_they_say():
+    error = CorruptError(f"{HOSTILE}: https://u:SECRET@h/?token=SECRET", 3)
+    assert error.args == (f"{SAFE}: https://***@h/?token=***", 3)
+    assert str(pickle.loads(pickle.dumps(error))) == str(error)
+    full = NoSpaceError(HOSTILE)
+    assert (str(full), full.strerror) == (SAFE, SAFE)
+    assert str(UnreadableError(HOSTILE)) == SAFE
+
+
+def test_what_a_library_raised_is_printable_where_a_traceback_shows_it():
+    library_error = ValueError(f"{HOSTILE}\nhttps://h?sig=SECRET")
+    library_error.__cause__ = KeyError("https://u:SECRET@h")
+    with pytest.raises(CorruptError) as caught, damaged_input("file"):
+        raise library_error
+    error = caught.value
+    while error is not None:
+        assert "SECRET" not in f"{error} {error!r}"
+        assert "\x1b" not in str(error)
+        error = error.__cause__
+
+
+def test_warnings_and_records_are_printable(caplog):
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        warn(f"{HOSTILE} s3://K:SECRET@b")
+    assert str(caught[0].message) == f"{SAFE} s3://***@b"
+    assert caught[0].filename == __file__
+    with caplog.at_level(logging.DEBUG, "ft_ckpt"):
+        LOG.debug("%s of %d: s3://K:SECRET@b 100%%", HOSTILE, 2)
+    assert caplog.messages == [f"{SAFE} of 2: s3://***@b 100%"]
