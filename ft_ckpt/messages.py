@@ -12,7 +12,8 @@ SECRET = "***"  # noqa: S105 - stands for one
 # Bounded repetitions: the text may be hostile, and long.
 _USER_INFO = re.compile(
     r"(?P<mark>://|(?:(?<![\w/.:-])//|:/)(?=[^\s/@]*:))"  # without a scheme, or with one slash, as a Path has it
-    r"(?P<user>[^\s/]*|[^\s/@:\[]+:(?!\d{1,5}/)\S{0,500})@"  # with a slash in the password, too
+    r"(?:(?P<user>[^\s/]*|[^\s/@:\[]+:(?!\d{1,5}/)\S{0,100})@"  # with a slash in the password, too
+    r"|(?<=://)(?P<rest>[^\s/@:\[\]'\"]+:(?!\d{1,5}\b)[^\s/@'\"]+))"  # no port: what a message has cut short
 )
 _PARAMETER = re.compile(
     r"((?:[?&;#]|%3F|%26)[^\s=&;?%]{0,60}?(?:sig|token|secret|key|cred|pass|pwd|auth|session)[^\s=&;?%]{0,60}(?:=|%3D))"
@@ -24,7 +25,7 @@ _NAMED_CONTAINER = re.compile(r"(abfss?|wasbs?|ssh|sftp|git)$")  # schemes whose
 
 def without_secrets(text: str) -> str:
     """`text` with "***" for user info and for the values of signing parameters in its URLs, with a scheme or not."""
-    if "@" in text:
+    if ":" in text:
         text = _USER_INFO.sub(_hide_user_info, text)
     return _PARAMETER.sub(rf"\g<1>{SECRET}", text) if "=" in text or "%3" in text else text
 
@@ -58,8 +59,8 @@ def warn(text: str, stacklevel: int = 1) -> None:
 
 def _hide_user_info(found: re.Match[str]) -> str:
     scheme = found.string[max(0, found.start() - 5) : found.start()]
-    is_name = ":" not in found["user"] and _NAMED_CONTAINER.search(scheme)
-    return found[0] if is_name else f"{found['mark']}{SECRET}@"
+    is_name = not found["rest"] and ":" not in found["user"] and _NAMED_CONTAINER.search(scheme)
+    return found[0] if is_name else f"{found['mark']}{SECRET}{'' if found['rest'] else '@'}"
 
 
 def _clean_record(record: logging.LogRecord) -> bool:

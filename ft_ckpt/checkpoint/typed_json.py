@@ -8,6 +8,8 @@ from functools import cache
 from types import NoneType, UnionType
 from typing import Any, get_args, get_origin
 
+from ft_ckpt.messages import without_secrets
+
 _Reader = Callable[[Any], Any]
 _LIMIT = 1 << 63  # of numbers: sizes, offsets and counts of real files are below it
 
@@ -134,7 +136,8 @@ def _read_float(value: Any) -> float:
 
 
 def _odd_value(value: Any, expected: str) -> OddValue:
-    return OddValue(f"{reprlib.repr(value)}, expected {expected}")
+    shown = without_secrets(value) if isinstance(value, str) else value  # before it is cut short
+    return OddValue(f"{reprlib.repr(shown)}, expected {expected}")
 
 
 _PLAIN: dict[Any, _Reader] = {

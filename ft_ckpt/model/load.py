@@ -18,6 +18,7 @@ from ft_ckpt.distributed.tensors import ModelTensors
 from ft_ckpt.errors import CheckpointError, CorruptError, LoadError, NotACheckpointError, listing, shown
 from ft_ckpt.formats.memory_file import MemoryFile
 from ft_ckpt.formats.registry import format_named
+from ft_ckpt.messages import printable
 from ft_ckpt.model.attach_adapters import attach_adapters, base_of
 from ft_ckpt.model.load_weights import (
     LoadReport,
@@ -128,7 +129,7 @@ def _explain_errors(root: Store) -> Iterator[None]:
         raise
     except Exception as error:
         text = str(error) if isinstance(error, (OSError, ValueError)) else shown(error)
-        raise LoadError(f"{root.url}: no model can be made of it: {text[:2000]}") from error
+        raise LoadError(f"{root.url}: no model can be made of it: {printable(text)[:2000]}") from error
 
 
 def _load_checkpoint(

@@ -18,6 +18,7 @@ from ft_ckpt.formats.layout import ITEM_BYTES
 from ft_ckpt.formats.pickled_objects import OpaqueObject, unpickle_plain
 from ft_ckpt.formats.pytree import MOST_LEVELS, Node
 from ft_ckpt.formats.safe_pickle import Sealed
+from ft_ckpt.messages import printable
 
 MOST_FILL_BYTES = 1 << 40  # of a constant tensor that has no bytes in the file
 _KINDS = {
@@ -77,7 +78,7 @@ class CerebrasReader:
 
     def _read_node(self, spec: Any, path: tuple[str, ...], leaf: Callable[[str], Node]) -> Node:
         if len(path) > MOST_LEVELS:
-            raise CorruptError(f"{'.'.join(path)[:60]}: over {MOST_LEVELS} levels deep")
+            raise CorruptError(f"{printable('.'.join(path))[:60]}: over {MOST_LEVELS} levels deep")
         if spec["type"] is None:
             return leaf(".".join(path))
         kind = _KINDS.get(str(spec["type"]).rpartition(".")[2])

@@ -18,6 +18,7 @@ from ft_ckpt.errors import SelectionError
 from ft_ckpt.formats.hdf5.metadata import Attribute, Dataset
 from ft_ckpt.formats.layout import Spec
 from ft_ckpt.formats.pytree import MAPPINGS, Node
+from ft_ckpt.messages import printable
 
 VERSION = 0.5
 INDEX = "__ft_index__"
@@ -127,8 +128,8 @@ class _TreeWalk:
                 raise _CollisionError
             if len(name.encode()) > LONGEST_NAME_BYTES:
                 raise SelectionError(
-                    f"{name[:60]}...: a name of {len(name.encode())} bytes; HDF5 takes {LONGEST_NAME_BYTES}, shorten "
-                    "the keys"
+                    f"{printable(name)[:60]}...: a name of {len(name.encode())} bytes; HDF5 takes "
+                    f"{LONGEST_NAME_BYTES}, shorten the keys"
                 )
             self.leaves[name] = node
             return _LEAF

@@ -25,6 +25,7 @@ from ft_ckpt.formats.pytree import MOST_LEVELS, Node
 from ft_ckpt.formats.raw_file import FREE_BYTES, FileStream, RawFile
 from ft_ckpt.formats.tensor_file import IndexedFile, as_tensor
 from ft_ckpt.formats.tensor_index import TensorIndex, moved_index
+from ft_ckpt.messages import printable
 from ft_ckpt.storage.local_copy import local_version
 
 MOST_EXPANSION = 4096  # elements may take this many times the bytes of the file, and 64 MiB; beyond is no compression
@@ -173,10 +174,10 @@ def _find_dataset(source: _ForeignFile, path: str) -> ForeignDataset:
         link = place.get(part, getlink=True) if isinstance(place, h5py.Group) else None
         if not isinstance(link, h5py.HardLink):
             what = "is not there" if link is None else f"is a {type(link).__name__}, which is not followed"
-            raise CorruptError(f"{path[:200]}: {part[:200]} {what}")
+            raise CorruptError(f"{printable(path)[:200]}: {printable(part)[:200]} {what}")
         place = place[part]
     if not isinstance(place, h5py.Dataset):
-        raise CorruptError(f"{path[:200]}: a group where a dataset should be")
+        raise CorruptError(f"{printable(path)[:200]}: a group where a dataset should be")
     return ForeignDataset(source, place, "/".join(parts))
 
 

@@ -23,6 +23,7 @@ from collections.abc import Callable
 from typing import Any
 
 from ft_ckpt.errors import CorruptError
+from ft_ckpt.messages import printable
 
 _STEP_SECONDS = (2, 8)  # of processor time, for the smallest and the largest files; sound ones take less
 _STEP_BYTES = 10 << 20  # in a second, by the slowest filter
@@ -210,7 +211,7 @@ def _serve_values(file: Any, h5py: Any, begin_step: Callable[[int], None], line:
             found = _answer_request(file, h5py, request, begin_step)
             head = _HEAD.pack(len(found))
         except Exception as error:  # noqa: BLE001 - the answer says it
-            found = f"{type(error).__name__}: {error}"[:500].encode(errors="replace")
+            found = printable(f"{type(error).__name__}: {error}")[:500].encode(errors="replace")
             head = _HEAD.pack(_FAILED) + _HEAD.pack(len(found))
         line.sendall(head)
         line.sendall(found)
