@@ -141,7 +141,8 @@ def _run_script(command: Sequence[str], told: Rehearsal, what: str) -> list[Step
         problem = f"ended after step {found[-1].number}, {last} are needed: let it run longer, or give fewer --steps"
     else:
         return found
-    print_lines(f"{what}; the end of the script's output:", *tail.splitlines(), file=sys.stderr)
+    shown = (f"  {line}" for line in tail.splitlines())
+    print_lines(f"{what}; the end of the script's output:", *shown, file=sys.stderr)
     raise CheckpointError(f"{_script_name(command)}: {problem}")
 
 
