@@ -222,7 +222,7 @@ class RunUploads:
                     aside = set_aside(folder_of(info.store), info.manifest)
                 if aside is not None:
                     told = f"{info.path}: damaged and not uploaded ({error}); set aside as {aside}, delete it by hand"
-                    warnings.warn(told, stacklevel=2)
+                    warn(told, stacklevel=2)
                     return True
         return False
 
