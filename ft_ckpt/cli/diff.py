@@ -21,19 +21,20 @@ _HEADS = ("changed", "largest", "mean", "relative")
 
 
 def diff_command(context: typer.Context, top: _Top = 20, as_json: JsonOption = False) -> None:
-    """Compare the tensors of the files, checkpoints or folders A and B: what changed, by how much, in which layers.
+    """Compare the files, checkpoints or folders A and B: which tensors changed, by how much, in which layers; and which
+    settings of their configs change what is computed.
 
     Exit code 1 if they differ.
     """
     one, other = given_paths(context, "A", "B")
     from ft_ckpt.checkpoint.open_checkpoint import hold_open
     from ft_ckpt.files.convert import open_source
-    from ft_ckpt.files.diff import by_layer, compare_files
+    from ft_ckpt.files.diff import by_layer, compare_files, compare_settings
 
     with ExitStack() as stack:
         places = [stack.enter_context(hold_open(each)) for each in (one, other)]
         opened = [stack.enter_context(closing(open_source(place))) for place in places]
-        tensors = compare_files(*opened)
+        tensors, settings = compare_files(*opened), compare_settings(*opened)
     layers, most = by_layer(tensors), top if top > 0 else None
     counts = {status: [each.status for each in tensors].count(status) for status in _found_statuses(tensors)}
     if as_json:
@@ -41,14 +42,17 @@ def diff_command(context: typer.Context, top: _Top = 20, as_json: JsonOption = F
             "tensors": list(map(_difference_json, tensors[:most])),
             "layers": list(map(_difference_json, layers[:most])),
         }
+        found["settings"] = [{"name": name, "a": before, "b": after} for name, before, after in settings]
         views.print_json({"a": one, "b": other, "counts": counts, **found})
-        sys.exit(1 if any(each.changed for each in tensors) else 0)
+        sys.exit(1 if settings or any(each.changed for each in tensors) else 0)
     print_lines(
         f"{one} -> {other}: {', '.join(f'{count} {status}' for status, count in counts.items()) or 'no tensors'}"
     )
+    for name, before, after in settings:
+        print_lines(f"{name}: {before} -> {after}")
     _print_differences(("layer", "tensors", *_HEADS[1:]), layers, most)
     _print_differences(("tensor", *_HEADS), tensors, most)
-    sys.exit(1 if any(each.changed for each in tensors) else 0)
+    sys.exit(1 if settings or any(each.changed for each in tensors) else 0)
 
 
 def _found_statuses(tensors: Sequence["Difference"]) -> list[str]:

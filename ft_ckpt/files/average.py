@@ -8,7 +8,7 @@ import dataclasses
 import json
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
 from datetime import datetime, timezone
 from functools import reduce
@@ -24,21 +24,19 @@ from ft_ckpt.checkpoint import catalog
 from ft_ckpt.checkpoint.catalog import discover
 from ft_ckpt.checkpoint.manifest import Manifest
 from ft_ckpt.checkpoint.open_checkpoint import hold_open
-from ft_ckpt.errors import ConfigError, CorruptError, LoadError, SelectionError, damaged_input, listing
+from ft_ckpt.errors import ConfigError, LoadError, SelectionError, listing
 from ft_ckpt.files.convert import ConvertReport, open_source, write_converted
 from ft_ckpt.files.convert_options import ConvertOptions, check_apart, convert_options
-from ft_ckpt.files.folder import FolderPart, WeightsFolder
-from ft_ckpt.files.rename import FLOAT_DTYPES, copy_differences
+from ft_ckpt.files.folder import WeightsFolder
+from ft_ckpt.files.rename import FLOAT_DTYPES, spec_differences
 from ft_ckpt.formats.dtypes import dtype_of
 from ft_ckpt.formats.layout import Spec, TensorFile
+from ft_ckpt.model.settings import adapter_settings, differing_settings, leaves_base_to_chance, quantisation_of
 from ft_ckpt.storage.place import Place, open_place, source_access
-from ft_ckpt.storage.store import Store, read_text
 
-# What an adapter's configuration says of the shape of its product; other fields (paths, dropout) may differ.
-_ADAPTER_FIELDS = (
-    *("peft_type", "r", "lora_alpha", "rank_pattern", "alpha_pattern", "use_rslora", "use_dora", "alpha", "bias"),
-    *("target_modules", "modules_to_save", "layers_to_transform", "fan_in_fan_out"),
-)
+_WIDE = {torch.float64: torch.float64, torch.complex128: torch.complex128}  # summed up in themselves
+_NARROW = ("float16", "float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz")
+_NO_MEAN = ("float8_e8m0fnu", "float4_e2m1fn_x2")  # scales that are powers of two; two numbers in a byte
 
 
 def average(
@@ -59,14 +57,17 @@ def average(
     `sources` are two or more checkpoints, folders or files of the same tensors; or one run's folder with `last`:
     that many of its newest valid checkpoints. `weights`: a number for each source, else all count alike; their sum
     is made 1. Floating-point tensors are averaged in float32 and rounded once to their type, or to `dtype`. Tensors of
-    other types must be equal in all sources, else the last source's is taken and the report names it. The companions
-    (config, tokenizer) are the last source's; a state of training is not averaged. Adapters are averaged factor by
-    factor, and must be of one base and configuration. The manifest says what the average was made from: `latest` and
-    `best` pass it over, and no rule of a run deletes it. Sources are compared with their digests while they are read.
-    Further arguments are those of `convert`.
+    other types must be equal in all sources, else the last source's is taken and the report names it; indices of an
+    adapter that differ are refused. A tied name stands for the tensor that it is tied to; if files have different ties,
+    tensors that are not tied in all of them are stored separately. Companions (config, tokenizer) are the last
+    source's. Folders are refused if their settings differ in what changes the output, if their tokenizers give one id
+    to different tokens, if their ties differ, or if they are quantised. A state of training is not averaged. Adapters
+    are averaged factor by factor, and must be of one base. The manifest says what the average was made from: `latest`
+    and `best` pass it over, and no rule of a run deletes it. Sources are compared with their digests while they are
+    read. Further arguments are those of `convert`.
 
-    Raises ConfigError for counts and weights that cannot be, SelectionError naming tensors that differ in name, shape
-    or type, LoadError for adapters of different bases; for files as `convert` does.
+    Raises ConfigError for counts and weights that cannot be, SelectionError naming tensors that differ in name, shape,
+    type or ties, or have no mean, LoadError naming settings and bases that differ; for files as `convert` does.
     """
     places = _chosen_places([open_place(source) for source in sources], last)
     shares = normalized_weights(weights, len(places))
@@ -83,9 +84,7 @@ def average(
         options = dataclasses.replace(options, access=access)
         averaged = _averaged_source(opened, shares, options)
         report = write_converted(averaged, held[-1], options)
-    unequal = sorted(name for file in _averaged_files(averaged) for name in file.unequal)
-    note = f"{listing(unequal, ', ')}: no floating-point numbers, and not equal; the last source's were taken"
-    return dataclasses.replace(report, notes=(*report.notes, note)) if unequal else report
+    return dataclasses.replace(report, notes=(*report.notes, *_notes_of(averaged)))
 
 
 def normalized_weights(weights: Sequence[float] | None, count: int) -> list[float]:
@@ -94,10 +93,21 @@ def normalized_weights(weights: Sequence[float] | None, count: int) -> list[floa
         raise ConfigError(
             f"{_counted(count, 'source')} given: an average is of two or more; give more, or last= and a run"
         )
-    given = [1.0] * count if weights is None else [float(weight) for weight in weights]
-    if len(given) != count or not all(map(math.isfinite, [*given, sum(given)])) or not sum(given):
-        raise ConfigError(f"weights={list(weights or ())}: expected {count} finite numbers whose sum is not 0")
-    return [weight / sum(given) for weight in given]
+    given = [1.0] * count if weights is None else _finite_numbers(weights)
+    total = sum(given)
+    shares = [weight / total for weight in given] if total else []
+    if len(shares) != count or not all(map(math.isfinite, [*shares, total])):
+        raise ConfigError(f"weights={weights!r}: expected {count} finite numbers whose sum is not 0")
+    return shares
+
+
+def _finite_numbers(weights: Any) -> list[float]:
+    """The weights as numbers; none where one is no finite number."""
+    try:
+        found = [] if isinstance(weights, str) else [math.nan if isinstance(w, str) else float(w) for w in weights]
+    except (TypeError, ValueError, OverflowError, RuntimeError):  # the last from tensors of several elements
+        return []
+    return found if all(map(math.isfinite, found)) else []
 
 
 def parse_weights(text: str | None) -> list[float] | None:
@@ -109,41 +119,64 @@ def parse_weights(text: str | None) -> list[float] | None:
 
 
 class AveragedFile:
-    """Files of the same tensors as one file of their averages; `unequal` gathers names of others that differ.
+    """Files of the same tensors as one file of their averages.
 
-    Averages are of the type of what they are made from, or of `dtype`; `casts` says how many changed theirs.
+    A name stands for the tensor that it is tied to, in each file by itself; names that are tied in all files are tied
+    here. Averages are of the type of what they are made from, or of `dtype`; `casts` says how many changed theirs.
+    `untied`: a line for names that are not tied in all. After reading, `unequal` names tensors of other types that
+    differ, `beyond` those with averages that their type cannot hold.
     """
 
     def __init__(
         self, files: Sequence[TensorFile], shares: Sequence[float], names: Sequence[str], dtype: str | None = None
     ) -> None:
-        differ = {name: copy_differences(files[0], file) for name, file in zip(names[1:], files[1:], strict=True)}
-        wrong = [f"{name}: {what}" for name, found in differ.items() for what in found]
+        stored, self.notes = _stored_names(files, names)
+        tables = [
+            {name: (file.specs[kept].shape, file.specs[kept].dtype) for name, kept in table.items()}
+            for file, table in zip(files, stored, strict=True)
+        ]
+        pairs = zip(names, tables, strict=True)
+        wrong = [f"{name}: {what}" for name, table in pairs for what in spec_differences(tables[0], table)]
         if wrong:
             raise SelectionError(f"{listing(wrong)}: not as in {names[0]}; average checkpoints of one model")
+        if packed := [f"{name}: {kind}" for name, (_, kind) in tables[-1].items() if kind in _NO_MEAN]:
+            raise SelectionError(f"{listing(packed)}: such numbers have no mean; dequantise the models first")
         self.files, self.shares = list(files), list(shares)
-        self.specs: Mapping[str, Spec] = {
-            name: Spec(name, spec.shape, dtype if dtype and spec.dtype in FLOAT_DTYPES else spec.dtype)
-            for name, spec in files[0].specs.items()
-        }
-        casts = (f"{spec.dtype}->{self.specs[name].dtype}" for name, spec in files[0].specs.items())
-        self.casts = dict(Counter(cast for cast in casts if len(set(cast.split("->"))) > 1))
-        self.ties: dict[str, str] = dict(getattr(files[0], "ties", {}))
-        self.metadata: dict[str, str] = dict(getattr(files[0], "metadata", {}))
-        self.skipped: tuple[str, ...] = tuple(getattr(files[0], "skipped", ()))
+        groups: dict[tuple[str, ...], list[str]] = {}  # names, by the tensors that they stand for in the files
+        for name in stored[-1]:  # in the order of the last file, its stored names first
+            groups.setdefault(tuple(table[name] for table in stored), []).append(name)
+        self.sources = {known[0]: tensors for tensors, known in groups.items()}
+        self.ties = {name: known[0] for known in groups.values() for name in known[1:]}
+        self.untied = [
+            f"{' and '.join(tied)}: one tensor in {name}, not in all sources"
+            for at, name in enumerate(names)
+            for tied in _names_by_tensor({known: tensors[at] for known, tensors in self.sources.items()}).values()
+            if len(tied) > 1
+        ]
+        found = {name: Spec(name, *tables[-1][name]) for name in self.sources}
+        self.specs = {n: s._replace(dtype=dtype) if dtype and s.dtype in FLOAT_DTYPES else s for n, s in found.items()}
+        changed = [(found[name].dtype, spec.dtype) for name, spec in self.specs.items()]
+        self.casts = dict(Counter(f"{before}->{after}" for before, after in changed if before != after))
+        self.metadata: dict[str, str] = dict(getattr(files[-1], "metadata", {}))
+        self.skipped = tuple(dict.fromkeys(what for file in files for what in getattr(file, "skipped", ())))
         self.unequal: set[str] = set()
+        self.beyond: set[str] = set()
 
     def read(self, name: str, start: int = 0, stop: int | None = None) -> Tensor:
         """Flat elements [start, stop) of the average of tensor `name`: 1-D, on the CPU, in the type its spec says."""
-        parts = (file.read(name, start, stop) for file in self.files)
+        stored = zip(self.files, self.sources[name], strict=True)
+        parts = (file.read(kept, start, stop) for file, kept in stored)
         first = next(parts)
         if not (first.is_floating_point() or first.is_complex()):
             return self._last_of(name, first, parts)
-        wide = torch.promote_types(first.dtype, torch.float32)
+        wide = _WIDE.get(first.dtype, torch.complex64 if first.is_complex() else torch.float32)
         total = first.to(wide) * self.shares[0]
         for share, part in zip(self.shares[1:], parts, strict=True):
             total.add_(part.to(wide), alpha=share)
-        return total.to(dtype_of(self.specs[name].dtype))
+        dtype = dtype_of(self.specs[name].dtype)
+        if self.specs[name].dtype in _NARROW and bool((total.abs() > torch.finfo(dtype).max).any()):
+            self.beyond.add(name)
+        return total.to(dtype)
 
     def _last_of(self, name: str, first: Tensor, parts: Any) -> Tensor:
         found = first
@@ -155,6 +188,43 @@ class AveragedFile:
 
     def close(self) -> None:
         """Nothing: whoever opened the files closes them."""
+
+
+class _AveragedAdapter(AveragedFile):
+    """Adapters, whose tensors of other types are indices: they must be equal."""
+
+    def _last_of(self, name: str, first: Tensor, parts: Any) -> Tensor:
+        found = super()._last_of(name, first, parts)
+        if name in self.unequal and self.specs[name].numel > 1:  # one number is a counter
+            raise SelectionError(
+                f"{name}: not equal: the sources have values of different places; they have no average"
+            )
+        return found
+
+
+def _names_by_tensor(stored: Mapping[str, str]) -> dict[str, list[str]]:
+    found: dict[str, list[str]] = {}
+    for name, kept in stored.items():
+        found.setdefault(kept, []).append(name)
+    return found
+
+
+def _stored_names(files: Sequence[TensorFile], names: Sequence[str]) -> tuple[list[dict[str, str]], list[str]]:
+    """For each file the stored tensor that each name stands for, stored names first; and notes on names that it lacks.
+
+    Folders of transformers have a tied tensor under one name and do not tell the other: a name that a file lacks stands
+    there for the tensor that it is tied to in all files that have it.
+    """
+    stored = [{**{name: name for name in file.specs}, **getattr(file, "ties", {})} for file in files]
+    groups, notes = [_names_by_tensor(table) for table in stored], []
+    for name in dict.fromkeys(name for table in stored for name in table):
+        having = [group[table[name]] for group, table in zip(groups, stored, strict=True) if name in table]
+        tied = set.intersection(*map(set, having)) - {name} if len(having) < len(files) else set()
+        for source, table in zip(names, stored, strict=True):
+            if tied and name not in table and (kept := min(tied & table.keys(), default=None)):
+                table[name] = table[kept]
+                notes.append(f"{name}: not in {source}; taken to be tied to {kept} there, as in the other sources")
+    return stored, notes
 
 
 def _chosen_places(sources: list[Place], last: int | None) -> list[Place]:
@@ -184,18 +254,37 @@ def _averaged_source(opened: Sequence[TensorFile], shares: Sequence[float], opti
     """One source for a conversion: of folders a folder with the same parts, else a file."""
     names = options.made_from
     folders = [one for one in opened if isinstance(one, WeightsFolder)]
+    _refuse_quantised(opened, names)
     if len(folders) < len(opened):
         return AveragedFile(opened, shares, names, options.dtype)
     kinds = [[(part.path, part.kind) for part in folder.parts] for folder in folders]
     if odd := [name for name, found in zip(names, kinds, strict=True) if found != kinds[0]]:
         raise SelectionError(f"{listing(odd)}: other parts than {names[0]}; average checkpoints of one model")
-    _check_adapters(folders, names)
-    last = folders[-1]
-    parts = []
+    last, parts, wrong, untied = folders[-1], [], list[str](), _differing_shares(folders, names)
     for at, part in enumerate(last.parts):
-        same = [folder.parts[at].file for folder in folders]
-        parts.append(dataclasses.replace(part, file=AveragedFile(same, shares, names, options.dtype)))
+        kind = _AveragedAdapter if part.kind == "adapter" else AveragedFile
+        file = kind([folder.parts[at].file for folder in folders], shares, names, options.dtype)
+        untied += file.untied
+        wrong += _differing_settings(folders, at, names)
+        if part.kind == "adapter":
+            unfit, notes = _differing_bases(folders, at, names)
+            wrong, file.notes = wrong + unfit, file.notes + notes
+        parts.append(dataclasses.replace(part, file=file))
+    if untied or wrong:
+        # Untying what a config ties may change more than the names: T5 scales its outputs by that field.
+        error = SelectionError if untied else LoadError
+        raise error(f"{listing(untied + wrong)}; only models of one config, or adapters of one base, have an average")
     return WeightsFolder(last.place, last.origin, parts, _averaged_manifest(last.manifest, names))
+
+
+def _notes_of(source: TensorFile) -> Iterator[str]:
+    """What a report says of an average that was written."""
+    files = _averaged_files(source)
+    yield from dict.fromkeys(note for file in files for note in (*file.notes, *file.untied))
+    if unequal := sorted(name for file in files for name in file.unequal):
+        yield f"{listing(unequal, ', ')}: no floating-point numbers, and not equal; the last source's were taken"
+    if beyond := sorted(name for file in files for name in file.beyond):
+        yield f"{listing(beyond, ', ')}: averages beyond what their type can hold"
 
 
 def _averaged_files(source: TensorFile) -> list["AveragedFile"]:
@@ -214,40 +303,60 @@ def _averaged_manifest(last: Manifest | None, names: Sequence[str]) -> Manifest 
     )  # fmt: skip
 
 
-def _check_adapters(folders: Sequence[WeightsFolder], names: Sequence[str]) -> None:
-    """Raise LoadError where adapters are on another base, or are multiplied otherwise, than the first source's."""
-    facts = [
-        {part.path: _adapter_facts(folder, part) for part in folder.parts if part.kind == "adapter"}
-        for folder in folders
+def _differing_shares(folders: Sequence[WeightsFolder], names: Sequence[str]) -> list[str]:
+    """Sources in which other tensors are one under names in several parts than in the first source."""
+    known = [folder.manifest.shared if folder.manifest is not None else () for folder in folders]
+    shared = [{frozenset(group) for group in groups} for groups in known]
+    return [
+        f"{name}: its parts share other tensors"
+        for name, found in zip(names, shared, strict=True)
+        if found != shared[0]
     ]
-    wrong = [
-        f"{name}: {key} is {found[path].get(key)!r}, {facts[0][path].get(key)!r} in {names[0]}"
-        for name, found in zip(names[1:], facts[1:], strict=True)
-        for path in found
-        for key in sorted(found[path].keys() | facts[0][path].keys())
-        if found[path].get(key) != facts[0][path].get(key)
+
+
+def _differing_settings(folders: Sequence[WeightsFolder], at: int, names: Sequence[str]) -> list[str]:
+    """How the parts number `at` compute otherwise than the first source's."""
+    kind, path = folders[0].parts[at].kind, folders[0].parts[at].path
+    stores = [Place(folder.store, path).folder for folder in folders]
+    return [
+        f"{Path(name, path)}: {field} is {found}, {expected} in {names[0]}"
+        for name, store in zip(names[1:], stores[1:], strict=True)
+        for field, expected, found in differing_settings(stores[0], store, kind)
     ]
-    if wrong:
-        raise LoadError(f"{listing(wrong)}; only adapters of one base and configuration have an average")
 
 
-def _adapter_facts(folder: WeightsFolder, part: FolderPart) -> dict[str, Any]:
-    config = _adapter_config_of(folder.store, f"{part.path}/adapter_config.json".lstrip("/"))
-    facts = {key: _comparable(config.get(key)) for key in _ADAPTER_FIELDS}
-    base = part.record.base if part.record is not None else None
-    named = config.get("base_model_name_or_path")
-    # Sampled elements tell bases apart that go by one name, and equal ones by two; as a digest, to be put into words.
-    facts["base"] = named if base is None else f"one of samples {_short_digest(base.fingerprint)}"
-    return facts
+def _refuse_quantised(opened: Sequence[TensorFile], names: Sequence[str]) -> None:
+    """Raise SelectionError for folders whose tensors are codes and scales."""
+    pairs = ((name, one) for name, one in zip(names, opened, strict=True) if isinstance(one, WeightsFolder))
+    stores = [(Path(name, part.path), Place(one.store, part.path).folder) for name, one in pairs for part in one.parts]
+    if found := [f"{name}: {field}" for name, store in stores if (field := quantisation_of(store))]:
+        raise SelectionError(f"{listing(found)}: quantised weights have no mean; dequantise the models first")
 
 
-def _adapter_config_of(store: Store, name: str) -> dict[str, Any]:
-    """The settings of an adapter. Raises MissingError where there are none, CorruptError for what is no JSON object."""
-    with damaged_input(store.where(name)):
-        found = json.loads(read_text(store, name))
-    if not isinstance(found, dict):
-        raise CorruptError(f"{store.where(name)}: no settings of an adapter; use another copy")
-    return found
+def _differing_bases(folders: Sequence[WeightsFolder], at: int, names: Sequence[str]) -> tuple[list[str], list[str]]:
+    """How the adapters number `at` are not on the base of the first source's; and a note where nothing tells.
+
+    Sampled elements tell bases apart that go by one name, and equal ones by two. Where a source has none, as folders of
+    PEFT's, the names of the bases are compared.
+    """
+    facts, wrong = [], []
+    records = [folder.parts[at].record for folder in folders]
+    bases = [record.base if record is not None else None for record in records]
+    are_sampled = all(base is not None and base.fingerprint for base in bases)
+    for name, folder, base in zip(names, folders, bases, strict=True):
+        settings = adapter_settings(Place(folder.store, folder.parts[at].path).folder)
+        if leaves_base_to_chance(settings) and all(part.kind == "adapter" for part in folder.parts):
+            wrong.append(f"{name}: making it changed the base by chance, and the base is not beside it")
+        if base is not None and are_sampled:
+            facts.append(f"one of samples {_short_digest(base.fingerprint)}")
+        else:
+            named = (base.id if base is not None else None) or settings.get("base_model_name_or_path") or "not named"
+            revision = (base.revision if base is not None else None) or settings.get("revision") or "main"
+            facts.append(f"{named} (revision {revision})")
+    others = zip(names[1:], facts[1:], strict=True)
+    wrong += [f"{name}: base is {fact}, {facts[0]} in {names[0]}" for name, fact in others if fact != facts[0]]
+    unnamed = facts[0].startswith("not named")
+    return wrong, ["the base of the adapters is not named: it is taken to be one"] if unnamed else []
 
 
 def _counted(count: int, what: str) -> str:
@@ -256,10 +365,6 @@ def _counted(count: int, what: str) -> str:
 
 def _short_digest(value: object) -> str:
     return xxhash.xxh3_64_hexdigest(json.dumps(value, sort_keys=True).encode())
-
-
-def _comparable(value: Any) -> Any:
-    return sorted(map(str, value)) if isinstance(value, list) else value  # PEFT writes sets in any order
 
 
 def _average_note(places: Sequence[Place], shares: Sequence[float], plain: bool) -> str:

@@ -8,8 +8,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ft_ckpt.files.folder import WeightsFolder
 from ft_ckpt.files.rename import SLICE_BYTES, UntiedFile
 from ft_ckpt.formats.layout import Spec, TensorFile
+from ft_ckpt.model.settings import differing_settings
+from ft_ckpt.storage.place import Place
 
 _SLICE = SLICE_BYTES // 8  # elements: they are compared in float64
 _PACKED = "float4_e2m1fn_x2"  # two numbers in a byte, which torch converts to nothing else
@@ -69,11 +72,39 @@ class Difference:
 def compare_files(one: TensorFile, other: TensorFile) -> list[Difference]:
     """Every tensor of A (`one`) and B (`other`), what changed most first; at most a few slices are in memory.
 
-    A tied tensor is compared once, and found by any of its names.
+    A name stands for the tensor that it is tied to. Two tensors are compared once, whatever names they share; a name in
+    one file alone is left out where its tensor is compared under another name.
     """
     first, second = UntiedFile(one), UntiedFile(other)
-    names = [*one.specs, *(name for name in other.specs if name not in one.specs)]
-    return _most_changed_first(_tensor_difference(first, second, name) for name in names)
+    names: dict[tuple[str, str], str] = {}
+    for name in first.old:
+        if name in second.old:
+            names.setdefault((first.old[name], second.old[name]), name)
+    alone: dict[tuple[int, str], str] = {}
+    for side, file in enumerate((first, second)):
+        compared = {pair[side] for pair in names}
+        for name, stored in file.old.items():
+            if stored not in compared:
+                alone.setdefault((side, stored), name)
+    return _most_changed_first(_tensor_difference(first, second, name) for name in (*names.values(), *alone.values()))
+
+
+def compare_settings(one: TensorFile, other: TensorFile) -> list[tuple[str, str, str]]:
+    """(name, in A, in B) of settings beside the weights that differ and change what is computed; of folders only.
+
+    Raises CorruptError for files that hold no settings.
+    """
+    if not isinstance(one, WeightsFolder) or not isinstance(other, WeightsFolder):
+        return []
+    places = {(part.path, part.kind): Place(other.store, part.path).folder for part in other.parts}
+    return [
+        (f"{part.path}/{name}".lstrip("/"), before, after)
+        for part in one.parts
+        if (part.path, part.kind) in places
+        for name, before, after in differing_settings(
+            Place(one.store, part.path).folder, places[part.path, part.kind], part.kind
+        )
+    ]
 
 
 def by_layer(found: Iterable[Difference]) -> list[Difference]:
@@ -117,13 +148,15 @@ def _compare_slices(one: Tensor, other: Tensor) -> tuple[bool, Sums]:
     """True when two slices are equal, and the sums over them."""
     alike = one.dtype == other.dtype
     equal = alike and torch.equal(_byte_view(one), _byte_view(other))
-    if alike and str(one.dtype).endswith(_PACKED):
-        return equal, Sums(one.numel(), unbounded=0 if equal else int((_byte_view(one) != _byte_view(other)).sum()))
-    before = _float64_values(one)
+    if any(str(data.dtype).endswith(_PACKED) for data in (one, other)):
+        same = _byte_view(one) == _byte_view(other) if alike else torch.zeros(one.numel(), dtype=torch.bool)
+        return equal, Sums(one.numel(), unbounded=int((~same).sum()))
+    is_complex = one.is_complex() or other.is_complex()
+    before = _float64_values(one, is_complex)
     norm = float(before.nan_to_num(0.0, 0.0, 0.0).square().sum())
     if equal:
         return True, Sums(before.numel(), norm=norm)
-    after = _float64_values(other)
+    after = _float64_values(other, is_complex)
     same = (before == after) | (before.isnan() & after.isnan())
     change = torch.where(same, 0.0, after - before).abs()
     bounded = change.isfinite()
@@ -136,7 +169,7 @@ def _byte_view(data: Tensor) -> Tensor:
     return data.contiguous().view(torch.uint8)
 
 
-def _float64_values(data: Tensor) -> Tensor:
-    if data.is_complex():
+def _float64_values(data: Tensor, is_complex: bool) -> Tensor:
+    if is_complex:
         return torch.view_as_real(data.to(torch.complex128)).flatten()
     return data.to(torch.float64)

@@ -177,7 +177,11 @@ def check_copy(wanted: TensorFile, found: TensorFile, source: str) -> None:
 
 def copy_differences(wanted: TensorFile, found: TensorFile) -> list[str]:
     """The differences in names, shapes and types, ties included."""
-    ours, theirs = _all_specs(wanted), _all_specs(found)
+    return spec_differences(_all_specs(wanted), _all_specs(found))
+
+
+def spec_differences(ours: Mapping[str, object], theirs: Mapping[str, object]) -> list[str]:
+    """A line for each name that is in one only, or whose shape and type are others in `theirs`."""
     wrong = [f"{name}: missing" for name in ours if name not in theirs]
     wrong += [f"{name}: unexpected" for name in theirs if name not in ours]
     wrong += [f"{n}: {theirs[n]}, expected {ours[n]}" for n in ours if n in theirs and theirs[n] != ours[n]]

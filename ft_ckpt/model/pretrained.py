@@ -44,12 +44,17 @@ def model_class(name: str) -> Any:
 def checked_config(store: Store, record: PartRecord) -> dict[str, Any]:
     """The contents of config.json, with counts checked first: a model of a billion layers would be built for ever."""
     config: dict[str, Any] = json.loads(read_text(store, beside_weights(record, "config.json")))
-    if absurd := [f"{name}: {value:,}" for name, value in _counts_in(config) if value > _MOST_LAYERS]:
+    if absurd := absurd_counts(config):
         raise LoadError(
             f"config.json: {listing(absurd)}: no model of the {len(record.tensors):,} tensors in the checkpoint; use "
             "another copy"
         )
     return config
+
+
+def absurd_counts(config: Mapping[str, Any]) -> list[str]:
+    """The counts in a config that no model has: one with as many layers would be built for ever."""
+    return [f"{name}: {value:,}" for name, value in _counts_in(config) if value > _MOST_LAYERS]
 
 
 def _counts_in(value: Any, name: str = "") -> Iterator[tuple[str, int]]:

@@ -1,13 +1,17 @@
 """Averages of checkpoints: exact to one rounding, streamed, and never taken for a moment of a run."""
 
 import json
+from functools import partial
 
 import models
+import peft
 import pytest
 import torch
 from compare import logits, stored
 from faults import edit
 from launch import run_python
+from methods import low_rank, with_adapter
+from peft import LoraConfig
 from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
@@ -18,6 +22,8 @@ from ft_ckpt import CheckpointSaver, Keep, SaverConfig, average, latest, verify
 from ft_ckpt.checkpoint.catalog import read_manifest
 from ft_ckpt.errors import ConfigError, CorruptError, LoadError, SelectionError
 from ft_ckpt.files.average import normalized_weights, parse_weights
+
+TARGETS = ["q_proj", "v_proj"]
 
 
 def saved(folder, seed, **settings):
@@ -107,13 +113,118 @@ def test_adapters_of_one_base(tmp_path):
     files = [load_file(tmp_path / name / "adapter_model.safetensors") for name in ("a0", "a1", "out")]
     assert all(torch.allclose(files[2][name], (files[0][name] + files[1][name]) / 2) for name in files[2])
     assert ft_ckpt.load_model(tmp_path / "out", base=models.build("llama", 0)) is not None
-    with pytest.raises(LoadError, match=r"other: base is .*; only adapters of one base"):
+    with pytest.raises(LoadError, match=r"other: base is .*; only models of one config, or adapters of one base"):
         average([tmp_path / "a0", tmp_path / "other"], tmp_path / "no")
     config = json.loads((tmp_path / "a1" / "adapter_config.json").read_text())
     edit(tmp_path / "a1", "adapter_config.json", json.dumps({**config, "lora_alpha": 99}))
     with pytest.raises(LoadError, match="lora_alpha is 99"):
         average(pair, tmp_path / "no")
     assert not (tmp_path / "no").exists()
+
+
+ADAPTERS = {  # the field by which two configs of a method compute otherwise, or change their base; the values
+    "trainable_token_indices": (LoraConfig, [{"embed_tokens": [3, 4]}, {"embed_tokens": [7, 8]}]),
+    "trainable_token_indices.embed_tokens": (LoraConfig, [{"embed_tokens": [3, 4]}, {"embed_tokens": [4, 3]}]),
+    "alora_invocation_tokens": (LoraConfig, [[5, 6], [6, 5]]),
+    "init_lora_weights": (LoraConfig, [True, "pissa"]),
+    "init_lora_weights.both": (LoraConfig, ["olora", "pissa"]),
+    "init_lora_weights.chance": (LoraConfig, ["pissa_niter_4", "pissa_niter_4"]),
+    "projection_prng_key": (partial(peft.VeraConfig, r=4), [0, 1]),
+    "random_loc_seed": (partial(peft.FourierFTConfig, n_frequency=20), [0, 1]),
+    "scaling": (partial(peft.FourierFTConfig, n_frequency=20), [100.0, 150.0]),
+    "apply_GS": (partial(peft.HRAConfig, r=4), [True, False]),
+    "use_cayley_neumann": (partial(peft.OFTConfig, r=0, oft_block_size=4), [True, False]),
+}
+
+
+@pytest.fixture
+def tuned(tmp_path):
+    """A function that saves adapters of these configs on one base, as PEFT does."""
+
+    def save(*configs):
+        for number, config in enumerate(configs):
+            base = models.qwen3(num_hidden_layers=1)
+            models.fill(base)
+            with_adapter(base, config, seed=number).save_pretrained(tmp_path / f"t{number}")
+        return [tmp_path / f"t{number}" for number in range(len(configs))]
+
+    return save
+
+
+@pytest.mark.parametrize("field", ADAPTERS)
+def test_adapters_that_compute_otherwise(tuned, tmp_path, field):
+    (make, values), name = ADAPTERS[field], field.partition(".")[0]
+    pair = tuned(*(make(target_modules=TARGETS, **{name: value}) for value in values))
+    with pytest.raises(LoadError, match=r"by chance" if field.endswith("chance") else rf"t1: {name}.* is .* in t0"):
+        average(pair, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("init", ["pissa", True])
+def test_adapters_that_began_otherwise(tuned, tmp_path, init):
+    """Of one residual base, or of the base itself: what training did to them is averaged."""
+    pair = tuned(low_rank(TARGETS, init_lora_weights=init), low_rank(TARGETS[::-1], lora_dropout=0.5,
+                 init_lora_weights="gaussian" if init is True else init))  # fmt: skip
+    assert average(pair, tmp_path / "out").notes == ("the base of the adapters is not named: it is taken to be one",)
+    files = [load_file(folder / "adapter_model.safetensors") for folder in (*pair, tmp_path / "out")]
+    assert all(torch.equal(files[2][name], (files[0][name] + files[1][name]) / 2) for name in files[2])
+
+
+def test_indices_that_differ(tuned, tmp_path):
+    """Where the values of SHiRA are is in tensors beside them."""
+    pair = tuned(*(peft.ShiraConfig(target_modules=TARGETS, r=4) for _ in range(2)))
+    tensors = load_file(pair[1] / "adapter_model.safetensors")
+    indices = {name: value.flip(1) for name, value in tensors.items() if name.endswith("shira_indices")}
+    save_file({**tensors, **indices}, pair[1] / "adapter_model.safetensors", {"format": "pt"})
+    with pytest.raises(
+        SelectionError, match=r"shira_indices.*: not equal: the sources have values of different places"
+    ):
+        average(pair, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("dtype", ["float8_e4m3fn", "float8_e5m2", "float16", "complex64", "float64"])
+def test_types(tmp_path, dtype):
+    values = torch.randn(2, 999, dtype=torch.complex64 if dtype == "complex64" else torch.float64).to(
+        getattr(torch, dtype)
+    )
+    sources = [tmp_path / "0.pt", tmp_path / "1.pt"]
+    for source, value in zip(sources, values, strict=True):
+        torch.save({"w": value.clone()}, source)
+    report = average(sources, tmp_path / "out.pt")
+    wide = values.to({"float64": torch.float64, "complex64": torch.complex64}.get(dtype, torch.float32))
+    found = torch.load(tmp_path / "out.pt")["w"]
+    assert torch.equal(found.view(torch.uint8), wide.mean(0).to(found.dtype).view(torch.uint8))
+    assert (found.dtype, report.notes) == (values.dtype, ())
+
+
+def test_types_without_a_mean(tmp_path):
+    for number in range(2):
+        save_file(
+            {"w": torch.full((4,), number, dtype=torch.uint8).view(torch.float8_e8m0fnu)},
+            tmp_path / f"{number}.safetensors",
+        )
+    with pytest.raises(SelectionError, match="w: float8_e8m0fnu: such numbers have no mean"):
+        average([tmp_path / "0.safetensors", tmp_path / "1.safetensors"], tmp_path / "out.safetensors")
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float8_e4m3fn"])
+def test_values_beyond_their_type_are_named(tmp_path, dtype):
+    most = torch.finfo(getattr(torch, dtype)).max
+    for number, value in enumerate((most, 0.0)):
+        save_file({"w": torch.full((4,), value).to(getattr(torch, dtype))}, tmp_path / f"{number}.safetensors")
+    pair = [tmp_path / "0.safetensors", tmp_path / "1.safetensors"]
+    report = average(pair, tmp_path / "out.safetensors", weights=[2, -1])
+    assert report.notes == ("w: averages beyond what their type can hold",)
+    assert average(pair, tmp_path / "mean.safetensors").notes == ()
+
+
+def test_sources_of_one_name_that_lack_tensors(tmp_path):
+    for number, names in enumerate(("ab", "a", "ab")):
+        (tmp_path / str(number)).mkdir()
+        save_file({name: torch.ones(2) for name in names}, tmp_path / str(number) / "x.safetensors")
+    with pytest.raises(SelectionError, match=r"x\.safetensors: b: missing"):
+        average([tmp_path / str(number) / "x.safetensors" for number in range(3)], tmp_path / "out.safetensors")
 
 
 def test_of_a_run_and_no_moment_of_it(tmp_path):
@@ -153,6 +264,14 @@ def test_of_a_run_and_no_moment_of_it(tmp_path):
         (2, {"weights": [1, -1]}, "whose sum is not 0"),
         (2, {"weights": [1, float("nan")]}, "finite"),
         (2, {"weights": [1e308, 1e308]}, "finite"),
+        (3, {"weights": [1e300, -1e300, 1e-300]}, "finite"),
+        (2, {"weights": ["a", 1]}, r"weights=\['a', 1\]: expected 2 finite numbers"),
+        (2, {"weights": ["1", "1"]}, "finite"),
+        (2, {"weights": "11"}, "finite"),
+        (2, {"weights": [None, 1]}, r"weights=\[None, 1\]: expected 2 finite numbers"),
+        (2, {"weights": [10**400, 1]}, "finite"),
+        (2, {"weights": 2}, "finite"),
+        (2, {"weights": [torch.ones(2), 1]}, "finite"),
         (2, {"last": 2}, "last=2 with 2 sources: expected one run's folder"),
         (1, {"last": 4}, "1 valid checkpoint"),
     ],
@@ -202,7 +321,7 @@ def test_settings_of_adapters_that_are_none(tmp_path, text):
 
 def test_other_models_are_named(three, tmp_path):
     CheckpointSaver().save(models.build("gpt2"), tmp_path / "other")
-    with pytest.raises(SelectionError, match=r"other: lm_head.weight: |other: model\.embed_tokens.weight: missing"):
+    with pytest.raises(SelectionError, match=r"other: model\.layers\.0\.input_layernorm\.weight: missing"):
         average([three[0], tmp_path / "other"], tmp_path / "out")
     assert not (tmp_path / "out").exists()
 

@@ -1,0 +1,207 @@
+"""Settings beside weights, compared: config.json, adapter_config.json, module.json, code, extra state, tokens by id.
+
+Two checkpoints of equal names and shapes may compute different functions of them. A field counts unless it is in one of
+the lists here, so a field that a later version of a library adds counts as well.
+"""
+
+import copy
+import dataclasses
+import json
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from typing import Any
+
+from ft_ckpt.errors import CorruptError, damaged_input
+from ft_ckpt.model.base_model import KEEPS_BASE, REPEATS_BASE
+from ft_ckpt.model.entries import EXTRA_FILE
+from ft_ckpt.model.plain_module import MODULE_NAME
+from ft_ckpt.model.pretrained import absurd_counts
+from ft_ckpt.storage.store import Store, read_text
+
+SETTINGS_FILES = {"model": "config.json", "adapter": "adapter_config.json", "module": MODULE_NAME}
+
+# Fields of a model's config that change no output in eval mode. Beside these all of dropout, which is for training.
+HARMLESS_MODEL_FIELDS = frozenset({
+    *("_name_or_path", "_commit_hash", "transformers_version"),  # where the config is from
+    *("dtype", "torch_dtype"),  # the type to load in; the types of the tensors are compared themselves
+    *("use_cache", "output_attentions", "output_hidden_states", "return_dict"),  # which outputs come along
+    *("_attn_implementation", "_attn_implementation_autoset", "_experts_implementation"),  # which kernels compute it
+    *("gradient_checkpointing", "requires_grad", "initializer_range"),  # of training, and of weights made anew
+})  # fmt: skip
+# Likewise of an adapter's.
+HARMLESS_ADAPTER_FIELDS = frozenset({
+    *("base_model_name_or_path", "revision"),  # the base, which is compared by samples where there are any
+    *("peft_version", "auto_mapping"),  # which library wrote it; the class of the base, for AutoPeftModel
+    "inference_mode",  # whether its parameters are frozen when they are loaded
+    "task_type",  # the class around the model, which only prompts are added by (`_counts_in_adapter`)
+    *("tokenizer_name_or_path", "prompt_tuning_init_state_dict_path"),  # what first values were made from
+    "eva_config",  # likewise; EVA leaves the base as it is
+})  # fmt: skip
+_DROPOUTS = ("dropout", "_pdrop", "layerdrop", "drop_path_rate")
+_UNORDERED = frozenset({  # PEFT asks what is in them, and writes some as sets: in any order
+    *("target_modules", "exclude_modules", "feedforward_modules", "modules_to_save", "layers_to_transform"),
+})  # fmt: skip
+_ABSENT = object()
+
+Difference = tuple[str, str, str]  # field, value in the first, value in the other
+
+
+def differing_settings(first: Store, other: Store, kind: str) -> list[Difference]:
+    """What differs between the settings in two folders of parts of a `kind`, and changes what is computed.
+
+    `kind` is "model", "adapter" or "module". Values are given as text. The base of an adapter is not compared.
+
+    Raises CorruptError for files that hold no settings.
+    """
+    name = SETTINGS_FILES[kind]
+    one, two = (_settings_in(store, name) for store in (first, other))
+    found = [] if one == two else [(name, _presence(one), _presence(two))]
+    if found and one is not None and two is not None:
+        with damaged_input(f"{first.where(name)} and {other.where(name)}"):
+            found = _differences(one, two, kind)
+    return [*found, *_differing_files(first, other), *_differing_tokens(first, other)]
+
+
+def quantisation_of(store: Store) -> str | None:
+    """The name of the field that says that the model in `store` is quantised; None when its config has none."""
+    settings = _settings_in(store, "config.json") or {}
+    return next((name for name in ("quantization_config", "compression_config") if settings.get(name)), None)
+
+
+def adapter_settings(store: Store) -> dict[str, Any]:
+    """What adapter_config.json says. Raises MissingError where there is none, CorruptError for no JSON object."""
+    name = SETTINGS_FILES["adapter"]
+    return _settings_in(store, name, read_text(store, name)) or {}
+
+
+def leaves_base_to_chance(settings: Mapping[str, Any]) -> bool:
+    """Whether making the adapter of these settings changes its base, and otherwise each time."""
+    return _init_of(settings) not in KEEPS_BASE | REPEATS_BASE
+
+
+def _init_of(settings: Mapping[str, Any]) -> str:
+    return str(settings.get("init_lora_weights", True)).lower()
+
+
+def _text_of(store: Store, name: str) -> str | None:
+    return read_text(store, name) if store.stat(name) is not None else None
+
+
+def _settings_in(store: Store, name: str, text: str | None = None) -> dict[str, Any] | None:
+    text = _text_of(store, name) if text is None else text
+    with damaged_input(store.where(name)):
+        found = None if text is None else json.loads(text)
+    if found is not None and not isinstance(found, dict):
+        raise CorruptError(f"{store.where(name)}: not a JSON object of settings; use another copy")
+    return found
+
+
+def _presence(found: object) -> str:
+    return "absent" if found is None else "there"
+
+
+def _differences(one: Mapping[str, Any], two: Mapping[str, Any], kind: str) -> list[Difference]:
+    if kind == "adapter":
+        return _differing_leaves(_completed_adapter(one), _completed_adapter(two), partial(_counts_in_adapter, one))
+    found = _differing_leaves(one, two, _counts_in_model)
+    if found and kind == "model":  # perhaps two versions of transformers have written one config
+        first, other = _canonical_config(one), _canonical_config(two)
+        return found if first is None or other is None else _differing_leaves(first, other, _counts_in_model)
+    return found
+
+
+def _differing_leaves(one: Any, two: Any, counts: Callable[[str], bool]) -> list[Difference]:
+    first, other = dict(_leaves(one)), dict(_leaves(two))
+    names = [name for name in dict.fromkeys((*first, *other)) if counts(name)]
+    pairs = [(name, first.get(name, _ABSENT), other.get(name, _ABSENT)) for name in names]
+    return [(name, _short_text(before), _short_text(after)) for name, before, after in pairs if before != after]
+
+
+def _leaves(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
+    inner = value if isinstance(value, dict) else dict(enumerate(value)) if isinstance(value, list) else {}
+    if not inner:
+        yield name, value
+    for key, each in inner.items():
+        yield from _leaves(each, f"{name}.{key}" if name else str(key))
+
+
+def _short_text(value: Any) -> str:
+    text = "absent" if value is _ABSENT else repr(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+def _counts_in_model(name: str) -> bool:
+    field = name.rpartition(".")[2]
+    return field not in HARMLESS_MODEL_FIELDS and not any(word in field for word in _DROPOUTS)
+
+
+def _counts_in_adapter(settings: Mapping[str, Any], name: str) -> bool:
+    field = name.partition(".")[0]
+    if field == "task_type":
+        return "num_virtual_tokens" in settings
+    return field not in HARMLESS_ADAPTER_FIELDS and "dropout" not in field
+
+
+def _completed_adapter(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings with PEFT's default for each that a version before had not; what keeps the base is one value."""
+    from peft import PEFT_TYPE_TO_CONFIG_MAPPING
+
+    known = PEFT_TYPE_TO_CONFIG_MAPPING.get(settings.get("peft_type"))
+    fields = dataclasses.fields(known) if known is not None else ()
+    defaults = {field.name: field.default for field in fields if field.default is not dataclasses.MISSING}
+    made = {field.name: field.default_factory for field in fields}
+    defaults |= {name: make() for name, make in made.items() if make is not dataclasses.MISSING}
+    defaults.pop("runtime_config", None)  # never written
+    whole = {**defaults, **settings}
+    for name in _UNORDERED & whole.keys():
+        whole[name] = sorted(whole[name], key=str) if isinstance(whole[name], list) else whole[name]
+    return {**whole, "init_lora_weights": "keeps the base"} if _init_of(whole) in KEEPS_BASE else whole
+
+
+def _canonical_config(settings: Mapping[str, Any]) -> dict[str, Any] | None:
+    """The config as the installed transformers would write it, defaults included; None when it cannot tell."""
+    import transformers
+
+    kind = settings.get("model_type")
+    if "auto_map" in settings or kind not in transformers.CONFIG_MAPPING or absurd_counts(settings):
+        return None
+    try:
+        made = transformers.CONFIG_MAPPING[kind].from_dict(copy.deepcopy(dict(settings)))
+        return dict(made.to_dict())
+    except Exception:  # noqa: BLE001 - whatever a library raises for settings that it does not take
+        return None
+
+
+def _differing_files(first: Store, other: Store) -> list[Difference]:
+    """Files that compute with the weights, or hold a state of modules beside them, and are not the same."""
+    one, two = ({name: read_text(store, name) for name in _whole_files(store)} for store in (first, other))
+    pairs = [(name, one.get(name), two.get(name)) for name in sorted(one.keys() | two)]
+    return [
+        (f"the text of {name}", _presence(a), "another" if a and b else _presence(b)) for name, a, b in pairs if a != b
+    ]
+
+
+def _whole_files(store: Store) -> list[str]:
+    names = (each.name for each in store.list_folder().objects)
+    return [name for name in names if name.endswith(".py") or name == EXTRA_FILE]
+
+
+def _differing_tokens(first: Store, other: Store) -> list[Difference]:
+    """Ids that stand for different tokens: rows of embeddings mean different words. More tokens in one are none."""
+    name = "tokenizer.json"
+    texts = [_text_of(store, name) for store in (first, other)]
+    if texts[0] == texts[1]:
+        return []
+    one, two = (_tokens_in(store, name, text) for store, text in zip((first, other), texts, strict=True))
+    ids = sorted(number for number in one.keys() & two if one[number] != two[number])
+    return [(f"token {number}", repr(one[number]), repr(two[number])) for number in ids]
+
+
+def _tokens_in(store: Store, name: str, text: str | None) -> dict[int, str]:
+    """Tokens by id in the text of a tokenizer.json."""
+    settings = _settings_in(store, name, text) or {}
+    with damaged_input(store.where(name)):
+        known = (settings.get("model") or {}).get("vocab") or {}
+        pairs = known.items() if isinstance(known, dict) else ((each[0], at) for at, each in enumerate(known))
+        found = {int(number): str(token) for token, number in pairs}
+        return found | {int(each["id"]): str(each["content"]) for each in settings.get("added_tokens") or ()}
