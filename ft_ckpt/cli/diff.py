@@ -21,8 +21,8 @@ _HEADS = ("changed", "largest", "mean", "relative")
 
 
 def diff_command(context: typer.Context, top: _Top = 20, as_json: JsonOption = False) -> None:
-    """Compare the files, checkpoints or folders A and B: which tensors changed, by how much, in which layers; and which
-    settings of their configs change what is computed.
+    """Compare the files, checkpoints or folders A and B: what changed, by how much, in which layers, and which settings
+    that change the output differ.
 
     Exit code 1 if they differ.
     """

@@ -31,7 +31,7 @@ from ft_ckpt.files.folder import WeightsFolder
 from ft_ckpt.files.rename import FLOAT_DTYPES, spec_differences
 from ft_ckpt.formats.dtypes import dtype_of
 from ft_ckpt.formats.layout import Spec, TensorFile
-from ft_ckpt.model.settings import adapter_settings, differing_settings, leaves_base_to_chance, quantisation_of
+from ft_ckpt.model.settings import adapter_settings, differing_settings, is_irreproducible, quantisation_of
 from ft_ckpt.storage.place import Place, open_place, source_access
 
 _WIDE = {torch.float64: torch.float64, torch.complex128: torch.complex128}  # summed up in themselves
@@ -102,10 +102,10 @@ def normalized_weights(weights: Sequence[float] | None, count: int) -> list[floa
 
 
 def _finite_numbers(weights: Any) -> list[float]:
-    """The weights as numbers; none where one is no finite number."""
+    """The weights as floats; empty unless all are finite numbers."""
     try:
-        found = [] if isinstance(weights, str) else [math.nan if isinstance(w, str) else float(w) for w in weights]
-    except (TypeError, ValueError, OverflowError, RuntimeError):  # the last from tensors of several elements
+        found = [math.nan if isinstance(weight, str) else float(weight) for weight in weights]
+    except (TypeError, ValueError, OverflowError, RuntimeError):  # the last from a tensor of several elements
         return []
     return found if all(map(math.isfinite, found)) else []
 
@@ -121,14 +121,20 @@ def parse_weights(text: str | None) -> list[float] | None:
 class AveragedFile:
     """Files of the same tensors as one file of their averages.
 
-    A name stands for the tensor that it is tied to, in each file by itself; names that are tied in all files are tied
-    here. Averages are of the type of what they are made from, or of `dtype`; `casts` says how many changed theirs.
-    `untied`: a line for names that are not tied in all. After reading, `unequal` names tensors of other types that
-    differ, `beyond` those with averages that their type cannot hold.
+    In each file, a name stands for the tensor that it is tied to; names that are tied in all files are tied here.
+    Averages have the dtype of the sources, or `dtype`; `casts` counts the changes of dtype. `untied` describes names
+    that are tied in some files only. After reading, `unequal` has the names of tensors without a mean that differ (an
+    error for adapters, where they are indices), `beyond` those of tensors with averages that their dtype cannot hold.
     """
 
     def __init__(
-        self, files: Sequence[TensorFile], shares: Sequence[float], names: Sequence[str], dtype: str | None = None
+        self,
+        files: Sequence[TensorFile],
+        shares: Sequence[float],
+        names: Sequence[str],
+        dtype: str | None = None,
+        *,
+        is_adapter: bool = False,
     ) -> None:
         stored, self.notes = _stored_names(files, names)
         tables = [
@@ -136,20 +142,20 @@ class AveragedFile:
             for file, table in zip(files, stored, strict=True)
         ]
         pairs = zip(names, tables, strict=True)
-        wrong = [f"{name}: {what}" for name, table in pairs for what in spec_differences(tables[0], table)]
+        wrong = [f"{source}: {what}" for source, table in pairs for what in spec_differences(tables[0], table)]
         if wrong:
             raise SelectionError(f"{listing(wrong)}: not as in {names[0]}; average checkpoints of one model")
         if packed := [f"{name}: {kind}" for name, (_, kind) in tables[-1].items() if kind in _NO_MEAN]:
-            raise SelectionError(f"{listing(packed)}: such numbers have no mean; dequantise the models first")
-        self.files, self.shares = list(files), list(shares)
-        groups: dict[tuple[str, ...], list[str]] = {}  # names, by the tensors that they stand for in the files
-        for name in stored[-1]:  # in the order of the last file, its stored names first
+            raise SelectionError(f"{listing(packed)}: no mean of this dtype; dequantise the models first")
+        self.files, self.shares, self.is_adapter = list(files), list(shares), is_adapter
+        groups: dict[tuple[str, ...], list[str]] = {}  # names by their stored tensor in each file
+        for name in stored[-1]:  # the stored names come first
             groups.setdefault(tuple(table[name] for table in stored), []).append(name)
         self.sources = {known[0]: tensors for tensors, known in groups.items()}
         self.ties = {name: known[0] for known in groups.values() for name in known[1:]}
         self.untied = [
-            f"{' and '.join(tied)}: one tensor in {name}, not in all sources"
-            for at, name in enumerate(names)
+            f"{' and '.join(tied)}: one tensor in {source}, not in all sources"
+            for at, source in enumerate(names)
             for tied in _names_by_tensor({known: tensors[at] for known, tensors in self.sources.items()}).values()
             if len(tied) > 1
         ]
@@ -178,28 +184,18 @@ class AveragedFile:
             self.beyond.add(name)
         return total.to(dtype)
 
-    def _last_of(self, name: str, first: Tensor, parts: Any) -> Tensor:
+    def _last_of(self, name: str, first: Tensor, parts: Iterator[Tensor]) -> Tensor:
         found = first
         for part in parts:
             if not torch.equal(part, found):
                 self.unequal.add(name)
             found = part
+        if self.is_adapter and name in self.unequal and self.specs[name].numel > 1:  # one element is a counter
+            raise SelectionError(f"{name}: indices that differ between the sources; their values have no average")
         return found
 
     def close(self) -> None:
-        """Nothing: whoever opened the files closes them."""
-
-
-class _AveragedAdapter(AveragedFile):
-    """Adapters, whose tensors of other types are indices: they must be equal."""
-
-    def _last_of(self, name: str, first: Tensor, parts: Any) -> Tensor:
-        found = super()._last_of(name, first, parts)
-        if name in self.unequal and self.specs[name].numel > 1:  # one number is a counter
-            raise SelectionError(
-                f"{name}: not equal: the sources have values of different places; they have no average"
-            )
-        return found
+        """Do nothing: the caller closes the files."""
 
 
 def _names_by_tensor(stored: Mapping[str, str]) -> dict[str, list[str]]:
@@ -210,10 +206,10 @@ def _names_by_tensor(stored: Mapping[str, str]) -> dict[str, list[str]]:
 
 
 def _stored_names(files: Sequence[TensorFile], names: Sequence[str]) -> tuple[list[dict[str, str]], list[str]]:
-    """For each file the stored tensor that each name stands for, stored names first; and notes on names that it lacks.
+    """For each file the stored tensor of each name, stored names first; and notes.
 
-    Folders of transformers have a tied tensor under one name and do not tell the other: a name that a file lacks stands
-    there for the tensor that it is tied to in all files that have it.
+    transformers stores a tied tensor under one name and does not record the others. So a name that a file lacks is
+    taken to be tied there as it is in all files that have it.
     """
     stored = [{**{name: name for name in file.specs}, **getattr(file, "ties", {})} for file in files]
     groups, notes = [_names_by_tensor(table) for table in stored], []
@@ -223,7 +219,7 @@ def _stored_names(files: Sequence[TensorFile], names: Sequence[str]) -> tuple[li
         for source, table in zip(names, stored, strict=True):
             if tied and name not in table and (kept := min(tied & table.keys(), default=None)):
                 table[name] = table[kept]
-                notes.append(f"{name}: not in {source}; taken to be tied to {kept} there, as in the other sources")
+                notes.append(f"{name}: not stored in {source}; taken to be tied to {kept}, as in the other sources")
     return stored, notes
 
 
@@ -262,29 +258,32 @@ def _averaged_source(opened: Sequence[TensorFile], shares: Sequence[float], opti
         raise SelectionError(f"{listing(odd)}: other parts than {names[0]}; average checkpoints of one model")
     last, parts, wrong, untied = folders[-1], [], list[str](), _differing_shares(folders, names)
     for at, part in enumerate(last.parts):
-        kind = _AveragedAdapter if part.kind == "adapter" else AveragedFile
-        file = kind([folder.parts[at].file for folder in folders], shares, names, options.dtype)
+        is_adapter = part.kind == "adapter"
+        same = [folder.parts[at].file for folder in folders]
+        file = AveragedFile(same, shares, names, options.dtype, is_adapter=is_adapter)
         untied += file.untied
         wrong += _differing_settings(folders, at, names)
-        if part.kind == "adapter":
+        if is_adapter:
             unfit, notes = _differing_bases(folders, at, names)
             wrong, file.notes = wrong + unfit, file.notes + notes
         parts.append(dataclasses.replace(part, file=file))
-    if untied or wrong:
-        # Untying what a config ties may change more than the names: T5 scales its outputs by that field.
-        error = SelectionError if untied else LoadError
-        raise error(f"{listing(untied + wrong)}; only models of one config, or adapters of one base, have an average")
+    told = f"{listing(untied + wrong)}; only models of one config, or adapters of one base, have an average"
+    if untied:
+        # Folders are never untied: `tie_word_embeddings` changes more than the names, as T5 scales its outputs by it.
+        raise SelectionError(told)
+    if wrong:
+        raise LoadError(told)
     return WeightsFolder(last.place, last.origin, parts, _averaged_manifest(last.manifest, names))
 
 
 def _notes_of(source: TensorFile) -> Iterator[str]:
-    """What a report says of an average that was written."""
+    """Notes for the report, after the tensors were read."""
     files = _averaged_files(source)
     yield from dict.fromkeys(note for file in files for note in (*file.notes, *file.untied))
     if unequal := sorted(name for file in files for name in file.unequal):
         yield f"{listing(unequal, ', ')}: no floating-point numbers, and not equal; the last source's were taken"
     if beyond := sorted(name for file in files for name in file.beyond):
-        yield f"{listing(beyond, ', ')}: averages beyond what their type can hold"
+        yield f"{listing(beyond, ', ')}: averages beyond the range of their dtype"
 
 
 def _averaged_files(source: TensorFile) -> list["AveragedFile"]:
@@ -304,7 +303,7 @@ def _averaged_manifest(last: Manifest | None, names: Sequence[str]) -> Manifest 
 
 
 def _differing_shares(folders: Sequence[WeightsFolder], names: Sequence[str]) -> list[str]:
-    """Sources in which other tensors are one under names in several parts than in the first source."""
+    """Sources whose parts share other tensors with each other than those of the first source."""
     known = [folder.manifest.shared if folder.manifest is not None else () for folder in folders]
     shared = [{frozenset(group) for group in groups} for groups in known]
     return [
@@ -315,7 +314,7 @@ def _differing_shares(folders: Sequence[WeightsFolder], names: Sequence[str]) ->
 
 
 def _differing_settings(folders: Sequence[WeightsFolder], at: int, names: Sequence[str]) -> list[str]:
-    """How the parts number `at` compute otherwise than the first source's."""
+    """Settings of part `at` that differ from the first source's and change the output."""
     kind, path = folders[0].parts[at].kind, folders[0].parts[at].path
     stores = [Place(folder.store, path).folder for folder in folders]
     return [
@@ -326,18 +325,17 @@ def _differing_settings(folders: Sequence[WeightsFolder], at: int, names: Sequen
 
 
 def _refuse_quantised(opened: Sequence[TensorFile], names: Sequence[str]) -> None:
-    """Raise SelectionError for folders whose tensors are codes and scales."""
+    """Raise SelectionError for quantised models: codes and scales have no mean of their own."""
     pairs = ((name, one) for name, one in zip(names, opened, strict=True) if isinstance(one, WeightsFolder))
     stores = [(Path(name, part.path), Place(one.store, part.path).folder) for name, one in pairs for part in one.parts]
     if found := [f"{name}: {field}" for name, store in stores if (field := quantisation_of(store))]:
-        raise SelectionError(f"{listing(found)}: quantised weights have no mean; dequantise the models first")
+        raise SelectionError(f"{listing(found)}: quantised weights have no average; dequantise the models first")
 
 
 def _differing_bases(folders: Sequence[WeightsFolder], at: int, names: Sequence[str]) -> tuple[list[str], list[str]]:
-    """How the adapters number `at` are not on the base of the first source's; and a note where nothing tells.
+    """Adapters `at` whose base is not that of the first source, and notes.
 
-    Sampled elements tell bases apart that go by one name, and equal ones by two. Where a source has none, as folders of
-    PEFT's, the names of the bases are compared.
+    Bases are compared by their sampled elements if all sources have them, else by name and revision.
     """
     facts, wrong = [], []
     records = [folder.parts[at].record for folder in folders]
@@ -345,10 +343,10 @@ def _differing_bases(folders: Sequence[WeightsFolder], at: int, names: Sequence[
     are_sampled = all(base is not None and base.fingerprint for base in bases)
     for name, folder, base in zip(names, folders, bases, strict=True):
         settings = adapter_settings(Place(folder.store, folder.parts[at].path).folder)
-        if leaves_base_to_chance(settings) and all(part.kind == "adapter" for part in folder.parts):
-            wrong.append(f"{name}: making it changed the base by chance, and the base is not beside it")
+        if is_irreproducible(settings) and all(part.kind == "adapter" for part in folder.parts):
+            wrong.append(f"{name}: its initialisation changed the base, which cannot be repeated and is not stored")
         if base is not None and are_sampled:
-            facts.append(f"one of samples {_short_digest(base.fingerprint)}")
+            facts.append(f"one with samples {_short_digest(base.fingerprint)}")
         else:
             named = (base.id if base is not None else None) or settings.get("base_model_name_or_path") or "not named"
             revision = (base.revision if base is not None else None) or settings.get("revision") or "main"
@@ -356,7 +354,7 @@ def _differing_bases(folders: Sequence[WeightsFolder], at: int, names: Sequence[
     others = zip(names[1:], facts[1:], strict=True)
     wrong += [f"{name}: base is {fact}, {facts[0]} in {names[0]}" for name, fact in others if fact != facts[0]]
     unnamed = facts[0].startswith("not named")
-    return wrong, ["the base of the adapters is not named: it is taken to be one"] if unnamed else []
+    return wrong, ["the adapters do not name their base; it was not compared"] if unnamed else []
 
 
 def _counted(count: int, what: str) -> str:

@@ -72,8 +72,8 @@ class Difference:
 def compare_files(one: TensorFile, other: TensorFile) -> list[Difference]:
     """Every tensor of A (`one`) and B (`other`), what changed most first; at most a few slices are in memory.
 
-    A name stands for the tensor that it is tied to. Two tensors are compared once, whatever names they share; a name in
-    one file alone is left out where its tensor is compared under another name.
+    A name stands for the tensor that it is tied to. A pair of tensors is compared once, under the first name that both
+    files have; a name in one file only is left out if its tensor is compared under another name.
     """
     first, second = UntiedFile(one), UntiedFile(other)
     names: dict[tuple[str, str], str] = {}
@@ -90,9 +90,9 @@ def compare_files(one: TensorFile, other: TensorFile) -> list[Difference]:
 
 
 def compare_settings(one: TensorFile, other: TensorFile) -> list[tuple[str, str, str]]:
-    """(name, in A, in B) of settings beside the weights that differ and change what is computed; of folders only.
+    """(name, in A, in B) of the settings that differ and change the output; empty unless both are folders.
 
-    Raises CorruptError for files that hold no settings.
+    Raises CorruptError for a file of settings that cannot be parsed.
     """
     if not isinstance(one, WeightsFolder) or not isinstance(other, WeightsFolder):
         return []

@@ -181,7 +181,7 @@ def copy_differences(wanted: TensorFile, found: TensorFile) -> list[str]:
 
 
 def spec_differences(ours: Mapping[str, object], theirs: Mapping[str, object]) -> list[str]:
-    """A line for each name that is in one only, or whose shape and type are others in `theirs`."""
+    """A line for each name that is missing, unexpected, or has another shape and dtype in `theirs`."""
     wrong = [f"{name}: missing" for name in ours if name not in theirs]
     wrong += [f"{name}: unexpected" for name in theirs if name not in ours]
     wrong += [f"{n}: {theirs[n]}, expected {ours[n]}" for n in ours if n in theirs and theirs[n] != ours[n]]

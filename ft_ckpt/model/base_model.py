@@ -31,8 +31,8 @@ from ft_ckpt.model.selection import module_at, view_of
 _PASSING = {"_name_or_path", "transformers_version", "dtype", "torch_dtype", "architectures", "use_cache", "vocab_size"}
 # How LoRA's factors may begin: with the base as it is; by changing it in a way that comes out the same each time. What
 # else there is (random or data-driven decompositions) cannot be done again.
-KEEPS_BASE = frozenset({"true", "false", "gaussian", "orthogonal", "eva", "mica"})
-REPEATS_BASE = frozenset({"pissa", "olora", "loftq"})
+_KEEPS_BASE = frozenset({"true", "false", "gaussian", "orthogonal", "eva", "mica"})
+_REPEATS = frozenset({"pissa", "olora", "loftq"})
 _ULPS = 2  # sampled values may differ by this many units of the coarser dtype: a base loaded in another precision
 _REMADE_ULPS = 64  # of float32, in which decompositions are computed, and adapters merged and taken out again
 
@@ -136,13 +136,13 @@ def refuse_merged(module: nn.Module) -> None:
 
 def keeps_base(config: Any) -> bool:
     """Whether making an adapter of this config leaves the base as it was."""
-    return str(getattr(config, "init_lora_weights", True)).lower() in KEEPS_BASE
+    return str(getattr(config, "init_lora_weights", True)).lower() in _KEEPS_BASE
 
 
 def made_anew(module: Any) -> list[str]:
     """Adapters whose making changed the base as it cannot be changed again from their config and the base alone."""
     inits = {name: str(getattr(config, "init_lora_weights", True)) for name, config in module.peft_config.items()}
-    return [f"{name} ({init})" for name, init in inits.items() if init.lower() not in KEEPS_BASE | REPEATS_BASE]
+    return [f"{name} ({init})" for name, init in inits.items() if init.lower() not in _KEEPS_BASE | _REPEATS]
 
 
 def base_samples(model: nn.Module, rank: int, attribute: str | None = None) -> dict[str, dict[str, float]]:

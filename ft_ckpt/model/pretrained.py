@@ -53,7 +53,7 @@ def checked_config(store: Store, record: PartRecord) -> dict[str, Any]:
 
 
 def absurd_counts(config: Mapping[str, Any]) -> list[str]:
-    """The counts in a config that no model has: one with as many layers would be built for ever."""
+    """Counts in a config that are too large for any model, as text."""
     return [f"{name}: {value:,}" for name, value in _counts_in(config) if value > _MOST_LAYERS]
 
 

@@ -1,7 +1,6 @@
-"""Settings beside weights, compared: config.json, adapter_config.json, module.json, code, extra state, tokens by id.
+"""Compare what decides the output of a checkpoint beside its tensors: configs, code, extra state, ids of tokens.
 
-Two checkpoints of equal names and shapes may compute different functions of them. A field counts unless it is in one of
-the lists here, so a field that a later version of a library adds counts as well.
+Every field of a config counts unless it is listed here as harmless. A field that a library adds later counts.
 """
 
 import copy
@@ -9,10 +8,11 @@ import dataclasses
 import json
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 from ft_ckpt.errors import CorruptError, damaged_input
-from ft_ckpt.model.base_model import KEEPS_BASE, REPEATS_BASE
+from ft_ckpt.model.base_model import keeps_base, made_anew
 from ft_ckpt.model.entries import EXTRA_FILE
 from ft_ckpt.model.plain_module import MODULE_NAME
 from ft_ckpt.model.pretrained import absurd_counts
@@ -20,25 +20,25 @@ from ft_ckpt.storage.store import Store, read_text
 
 SETTINGS_FILES = {"model": "config.json", "adapter": "adapter_config.json", "module": MODULE_NAME}
 
-# Fields of a model's config that change no output in eval mode. Beside these all of dropout, which is for training.
+# Fields of a model's config that do not change the output in eval mode; fields of dropout are harmless as well.
 HARMLESS_MODEL_FIELDS = frozenset({
-    *("_name_or_path", "_commit_hash", "transformers_version"),  # where the config is from
-    *("dtype", "torch_dtype"),  # the type to load in; the types of the tensors are compared themselves
-    *("use_cache", "output_attentions", "output_hidden_states", "return_dict"),  # which outputs come along
-    *("_attn_implementation", "_attn_implementation_autoset", "_experts_implementation"),  # which kernels compute it
-    *("gradient_checkpointing", "requires_grad", "initializer_range"),  # of training, and of weights made anew
+    *("_name_or_path", "_commit_hash", "transformers_version"),  # origin of the config
+    *("dtype", "torch_dtype"),  # dtype to load in; the dtypes of the tensors are compared
+    *("use_cache", "output_attentions", "output_hidden_states", "return_dict"),  # additional outputs
+    *("_attn_implementation", "_attn_implementation_autoset", "_experts_implementation"),  # choice of kernels
+    *("gradient_checkpointing", "requires_grad", "initializer_range"),  # training, and weights that are not loaded
 })  # fmt: skip
-# Likewise of an adapter's.
+# Fields of an adapter's config that do not change the output in eval mode.
 HARMLESS_ADAPTER_FIELDS = frozenset({
-    *("base_model_name_or_path", "revision"),  # the base, which is compared by samples where there are any
-    *("peft_version", "auto_mapping"),  # which library wrote it; the class of the base, for AutoPeftModel
-    "inference_mode",  # whether its parameters are frozen when they are loaded
-    "task_type",  # the class around the model, which only prompts are added by (`_counts_in_adapter`)
-    *("tokenizer_name_or_path", "prompt_tuning_init_state_dict_path"),  # what first values were made from
-    "eva_config",  # likewise; EVA leaves the base as it is
+    *("base_model_name_or_path", "revision"),  # the base is compared separately, by samples if possible
+    *("peft_version", "auto_mapping"),  # version of the writer; class of the base, for AutoPeftModel
+    "inference_mode",  # freezes the parameters at load
+    "task_type",  # class of the wrapper; it counts for prompts, which the wrapper adds
+    *("tokenizer_name_or_path", "prompt_tuning_init_state_dict_path"),  # source of the initial values
+    "eva_config",  # source of the initial values; EVA does not change the base
 })  # fmt: skip
 _DROPOUTS = ("dropout", "_pdrop", "layerdrop", "drop_path_rate")
-_UNORDERED = frozenset({  # PEFT asks what is in them, and writes some as sets: in any order
+_UNORDERED = frozenset({  # PEFT tests membership only, and writes some of them as sets, in any order
     *("target_modules", "exclude_modules", "feedforward_modules", "modules_to_save", "layers_to_transform"),
 })  # fmt: skip
 _ABSENT = object()
@@ -47,11 +47,11 @@ Difference = tuple[str, str, str]  # field, value in the first, value in the oth
 
 
 def differing_settings(first: Store, other: Store, kind: str) -> list[Difference]:
-    """What differs between the settings in two folders of parts of a `kind`, and changes what is computed.
+    """The settings that differ between the folders of two parts and change the output, values as text.
 
-    `kind` is "model", "adapter" or "module". Values are given as text. The base of an adapter is not compared.
+    `kind` of the parts: "model", "adapter" or "module". The bases of adapters are not compared.
 
-    Raises CorruptError for files that hold no settings.
+    Raises CorruptError for a file of settings that cannot be parsed.
     """
     name = SETTINGS_FILES[kind]
     one, two = (_settings_in(store, name) for store in (first, other))
@@ -63,24 +63,20 @@ def differing_settings(first: Store, other: Store, kind: str) -> list[Difference
 
 
 def quantisation_of(store: Store) -> str | None:
-    """The name of the field that says that the model in `store` is quantised; None when its config has none."""
+    """The field of config.json that describes a quantisation; None if there is none."""
     settings = _settings_in(store, "config.json") or {}
     return next((name for name in ("quantization_config", "compression_config") if settings.get(name)), None)
 
 
 def adapter_settings(store: Store) -> dict[str, Any]:
-    """What adapter_config.json says. Raises MissingError where there is none, CorruptError for no JSON object."""
+    """The contents of adapter_config.json. Raises MissingError if there is none, CorruptError if it is no object."""
     name = SETTINGS_FILES["adapter"]
     return _settings_in(store, name, read_text(store, name)) or {}
 
 
-def leaves_base_to_chance(settings: Mapping[str, Any]) -> bool:
-    """Whether making the adapter of these settings changes its base, and otherwise each time."""
-    return _init_of(settings) not in KEEPS_BASE | REPEATS_BASE
-
-
-def _init_of(settings: Mapping[str, Any]) -> str:
-    return str(settings.get("init_lora_weights", True)).lower()
+def is_irreproducible(settings: Mapping[str, Any]) -> bool:
+    """Whether the initialisation of an adapter with these settings changes its base and cannot be repeated."""
+    return bool(made_anew(SimpleNamespace(peft_config={"": SimpleNamespace(**settings)})))
 
 
 def _text_of(store: Store, name: str) -> str | None:
@@ -102,11 +98,11 @@ def _presence(found: object) -> str:
 
 def _differences(one: Mapping[str, Any], two: Mapping[str, Any], kind: str) -> list[Difference]:
     if kind == "adapter":
-        return _differing_leaves(_completed_adapter(one), _completed_adapter(two), partial(_counts_in_adapter, one))
-    found = _differing_leaves(one, two, _counts_in_model)
-    if found and kind == "model":  # perhaps two versions of transformers have written one config
+        return _differing_leaves(_completed_adapter(one), _completed_adapter(two), partial(_counts_for_adapter, one))
+    found = _differing_leaves(one, two, _counts_for_model)
+    if found and kind == "model":  # two versions of transformers may have written equal configs
         first, other = _canonical_config(one), _canonical_config(two)
-        return found if first is None or other is None else _differing_leaves(first, other, _counts_in_model)
+        return found if first is None or other is None else _differing_leaves(first, other, _counts_for_model)
     return found
 
 
@@ -130,12 +126,12 @@ def _short_text(value: Any) -> str:
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 
-def _counts_in_model(name: str) -> bool:
+def _counts_for_model(name: str) -> bool:
     field = name.rpartition(".")[2]
     return field not in HARMLESS_MODEL_FIELDS and not any(word in field for word in _DROPOUTS)
 
 
-def _counts_in_adapter(settings: Mapping[str, Any], name: str) -> bool:
+def _counts_for_adapter(settings: Mapping[str, Any], name: str) -> bool:
     field = name.partition(".")[0]
     if field == "task_type":
         return "num_virtual_tokens" in settings
@@ -143,7 +139,7 @@ def _counts_in_adapter(settings: Mapping[str, Any], name: str) -> bool:
 
 
 def _completed_adapter(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings with PEFT's default for each that a version before had not; what keeps the base is one value."""
+    """The settings with PEFT's defaults for absent fields, and one value for all initialisations that keep the base."""
     from peft import PEFT_TYPE_TO_CONFIG_MAPPING
 
     known = PEFT_TYPE_TO_CONFIG_MAPPING.get(settings.get("peft_type"))
@@ -155,11 +151,11 @@ def _completed_adapter(settings: Mapping[str, Any]) -> dict[str, Any]:
     whole = {**defaults, **settings}
     for name in _UNORDERED & whole.keys():
         whole[name] = sorted(whole[name], key=str) if isinstance(whole[name], list) else whole[name]
-    return {**whole, "init_lora_weights": "keeps the base"} if _init_of(whole) in KEEPS_BASE else whole
+    return {**whole, "init_lora_weights": "keeps the base"} if keeps_base(SimpleNamespace(**whole)) else whole
 
 
 def _canonical_config(settings: Mapping[str, Any]) -> dict[str, Any] | None:
-    """The config as the installed transformers would write it, defaults included; None when it cannot tell."""
+    """The config with the defaults and names of the installed transformers; None for a model that it does not know."""
     import transformers
 
     kind = settings.get("model_type")
@@ -168,12 +164,12 @@ def _canonical_config(settings: Mapping[str, Any]) -> dict[str, Any] | None:
     try:
         made = transformers.CONFIG_MAPPING[kind].from_dict(copy.deepcopy(dict(settings)))
         return dict(made.to_dict())
-    except Exception:  # noqa: BLE001 - whatever a library raises for settings that it does not take
+    except Exception:  # noqa: BLE001 - anything that transformers raises for an invalid config
         return None
 
 
 def _differing_files(first: Store, other: Store) -> list[Difference]:
-    """Files that compute with the weights, or hold a state of modules beside them, and are not the same."""
+    """Code and extra state with different contents."""
     one, two = ({name: read_text(store, name) for name in _whole_files(store)} for store in (first, other))
     pairs = [(name, one.get(name), two.get(name)) for name in sorted(one.keys() | two)]
     return [
@@ -187,7 +183,7 @@ def _whole_files(store: Store) -> list[str]:
 
 
 def _differing_tokens(first: Store, other: Store) -> list[Difference]:
-    """Ids that stand for different tokens: rows of embeddings mean different words. More tokens in one are none."""
+    """Ids of different tokens, whose rows of the embeddings must not be mixed. Tokens of one side only do not count."""
     name = "tokenizer.json"
     texts = [_text_of(store, name) for store in (first, other)]
     if texts[0] == texts[1]:
@@ -198,7 +194,6 @@ def _differing_tokens(first: Store, other: Store) -> list[Difference]:
 
 
 def _tokens_in(store: Store, name: str, text: str | None) -> dict[int, str]:
-    """Tokens by id in the text of a tokenizer.json."""
     settings = _settings_in(store, name, text) or {}
     with damaged_input(store.where(name)):
         known = (settings.get("model") or {}).get("vocab") or {}
