@@ -8,12 +8,12 @@ import os
 import re
 import shutil
 import stat
-import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path, PurePath
 from typing import BinaryIO
 
 from ft_ckpt.errors import ConfigError, CorruptError, TargetError
+from ft_ckpt.messages import warn
 from ft_ckpt.storage.access import FREE, Access, file_access, folder_access
 from ft_ckpt.storage.store import Stored
 
@@ -318,7 +318,7 @@ def warn_if_open(path: Path, found: os.stat_result, mode: int) -> None:
     """Warn once for each device of files that others may read or change though `mode` does not say so."""
     if stat.S_IMODE(found.st_mode) & ~mode & 0o077 and found.st_dev not in _without_modes:
         _without_modes.add(found.st_dev)
-        warnings.warn(
+        warn(
             f"{path.parent}: its file system keeps no permissions, so others may read what was closed to them; mount "
             "it with a narrower umask, or choose another path",
             stacklevel=6,
