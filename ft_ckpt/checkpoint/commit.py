@@ -82,7 +82,11 @@ def open_stage(target: Path, access: Access = FREE) -> Path:
         recover_target(target)
         local_disk.make_folder(target.parent)
         stage = _new_stage(target)
-        _open[stage] = _close_stage(stage, target, access)
+        try:
+            _open[stage] = _close_stage(stage, target, access)
+        except BaseException:
+            discard_stage(stage)
+            raise
     return stage
 
 

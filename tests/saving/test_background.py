@@ -242,10 +242,10 @@ def test_an_error_of_the_program_is_not_hidden(tmp_path, failing):
 def test_a_save_waits_for_the_one_before(tmp_path, monkeypatch):
     real, order = commit.commit_stage, []
 
-    def slow(stage, target, manifest):
+    def slow(stage, target, *given):
         order.append(f"{target.name} begins")
         threading.Event().wait(0.2)
-        real(stage, target, manifest)
+        real(stage, target, *given)
         order.append(f"{target.name} ends")
 
     monkeypatch.setattr(commit, "commit_stage", slow)
