@@ -82,6 +82,7 @@ def open_stage(target: Path, access: Access = FREE) -> Path:
         recover_target(target)
         local_disk.make_folder(target.parent)
         stage = _new_stage(target)
+        _open[stage] = 0  # so that it can be discarded
         try:
             _open[stage] = _close_stage(stage, target, access)
         except BaseException:

@@ -20,7 +20,7 @@ from ft_ckpt.retention import Keep, plan_pruning
 from ft_ckpt.save_log import LoggedSave, log_from_json
 from ft_ckpt.storage.listed_store import hold_listed
 from ft_ckpt.storage.place import Place
-from ft_ckpt.training.state_files import read_document
+from ft_ckpt.training.run_document import read_document
 
 
 @dataclass(frozen=True)
@@ -99,7 +99,7 @@ def _newest_document(infos: Sequence[CheckpointInfo], notes: list[str]) -> Mappi
     for info in reversed(infos):
         if any(part.kind == STATE for part in info.manifest.parts):
             try:
-                return read_document(info.store)
+                return read_document(info.store, info.manifest)
             except CheckpointError as error:
                 notes.append(str(error))
     notes.append("no checkpoint has a training state, so times of saves and deleted checkpoints are not known")

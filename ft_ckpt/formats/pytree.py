@@ -9,7 +9,7 @@ to autograd (`requires_grad`, being a Parameter) is not data and is not kept.
 
 import collections
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Callable, Collection, Hashable, Iterable
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -201,6 +201,17 @@ def unflatten(node: Node, tensor: Callable[[int], Any], array: Callable[[int], A
     """
     with damaged_input("the tree of the object"):
         return _ObjectBuilder(tensor, array).build_object(node)
+
+
+def leaf_numbers(node: Node) -> Iterator[int]:
+    """The indices of all leaves of a tree, each as often as it is there."""
+    if node.kind == "tensor":
+        yield node.value
+    elif node.kind in ("array", "blob"):
+        yield node.value[0]
+    detail = (node.value,) if isinstance(node.value, Node) else ()
+    for below in (*detail, *node.keys, *node.children):
+        yield from leaf_numbers(below)
 
 
 @dataclass(frozen=True)

@@ -14,20 +14,25 @@ generators at every batch, in this process (a shuffle buffer on `random`, say); 
 set leaves out, in a stateful loader.
 """
 
-from collections.abc import Iterator, Mapping
+import math
+import reprlib
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack
+from dataclasses import replace
 from itertools import chain, islice
 from typing import Any
 
 import numpy as np
 import torch
 
-from ft_ckpt.errors import CorruptError, LoadError
+from ft_ckpt.errors import CorruptError, LoadError, listing
 from ft_ckpt.messages import warn
-from ft_ckpt.training import dataloaders
-from ft_ckpt.training.dataloaders import RandomState
+from ft_ckpt.training import dataloaders, rng
+from ft_ckpt.training.dataloaders import DataCut, RandomState
 from ft_ckpt.training.sample_order import SampleOrder
 
+_MOST = 1 << 63  # of counts
 _AHEAD = 2  # batches to read again so that a loader which reads one ahead holds the right one
 _KEYS = (
     "size", "epoch", "batch", "samples", "given", "offset", "warm", "at_end", "numbers", "start", "last", "own",
@@ -53,8 +58,7 @@ class DataPosition:
         self.epoch = 0  # passes done
         self.batch = 0  # batches of this rank given in the current pass
         self.samples = 0  # given to all ranks since the run began, if theirs are as large as ours
-        self._given = 0  # the same, of the current pass
-        self._offset = 0  # samples of all ranks left out at the innermost sampler: what another world size had seen
+        self._offset = 0  # items of the source that the pass had given before it was cut as it is, see `DataCut`
         self._start: RandomState | None = None
         self._last: RandomState | None = None
         self._numbers: dict[str, int] = {}
@@ -63,6 +67,8 @@ class DataPosition:
         self._states: list[Any] = []  # the loader's own, after each of the last three batches
         self._pending = False  # loaded, and not yet wound forward
         self._loaded_at_end: bool | None = None
+        self._is_over = False  # the pass to be resumed has nothing left, and nobody knows how long it is
+        self._least: int | None = None  # items that it has at least: its last batch may have been short; None: all
 
     @property
     def at_end(self) -> bool | None:
@@ -99,7 +105,7 @@ class DataPosition:
         """Count the pass as done, whatever is left of it; nothing where none was begun, or one is yet to be resumed."""
         if self._start is None or self._pending:
             return
-        self.epoch, self.batch, self._given, self._offset = self.epoch + 1, 0, 0, 0
+        self.epoch, self.batch, self._offset = self.epoch + 1, 0, 0
         self._start, self._last, self._states, self._origin = None, None, [], None
         dataloaders.forget_start(self.loader)
 
@@ -109,13 +115,16 @@ class DataPosition:
         """
         if not self._start:
             self._numbers = dataloaders.loader_counters(self.loader)
+        cut = dataloaders.cut_of(self.loader, self.shares)
         return {
             "size": self.size,
             "shares": self.shares,
             "epoch": self.epoch,
             "batch": self.batch,
             "samples": self.samples,
-            "given": self._given,
+            "given": self._offset + self.batch * cut.per_step,
+            "per_step": cut.per_step,
+            "sharing": cut.sharing,
             "offset": self._offset,
             "warm": self._warm,
             "at_end": self.at_end,
@@ -131,15 +140,14 @@ class DataPosition:
     def load_state_dict(self, state: Mapping[str, Any]) -> list[str]:
         """Be where `state` says; what could not be exact, in sentences. Draws no random number and reads no data.
 
-        The state is this rank's, or, when another number of ranks saved it, rank 0's on all ranks; then the data goes
-        on after the samples that all ranks together had seen. Raises CorruptError for a state that is none.
+        The state is this rank's, or, when another number of ranks saved it, rank 0's on all ranks. Where ranks or batch
+        sizes are others the data goes on after the samples that all ranks together had seen. Raises CorruptError for a
+        state that is none, LoadError for other batch sizes on as many ranks where differences are to be refused.
         """
-        missing = [key for key in _KEYS if key not in state]
-        if missing:
-            raise CorruptError(f"position in the data: {', '.join(missing)} missing; it is not what state_dict returns")
+        check_position(state)
         state = _deep_copy(state)
         self.epoch, self.batch, self.samples = state["epoch"], state["batch"], state["samples"]
-        self._given, self._offset, self._warm = state["given"], state["offset"], state["warm"]
+        self._offset, self._warm = state["offset"], state["warm"]
         self._numbers, self._loaded_at_end, self._origin = state["numbers"], state["at_end"], state.get("origin")
         self._order_left = state.get("order")
         self._start = RandomState(self.loader, state["start"]) if state["start"] else None
@@ -147,12 +155,16 @@ class DataPosition:
         self._states = [state["loader"]] if state["loader"] is not None and self._jumps_by_state else []
         self._pending = self._start is not None
         dataloaders.set_loader_counters(self.loader, self._numbers)
-        shares = state.get("shares", state["size"])  # older states do not say
+        shares = state.get("shares", state["size"])  # older states do not say, nor the next two
+        was = dataloaders.cut_of(self.loader, shares)
+        was = replace(was, **{name: state[name] for name in ("per_step", "sharing") if name in state})
         is_same = (state["size"], shares) == (self.size, self.shares)
         # Accelerate gives samplers a generator when there are several ranks, and none when there is one.
         own = {key: value for key, value in state["own"].items() if is_same or value is not None}
         dataloaders.set_generator_states(self.loader, own)
-        return self._adapt_to_ranks(state["size"], shares) if self._pending and not is_same else []
+        if not self._pending or (is_same and was.per_step == dataloaders.cut_of(self.loader, shares).per_step):
+            return []
+        return self._cut_anew(state["size"], shares, was)
 
     def _begin_pass(self) -> Iterator[Any]:
         self.end_pass()  # the last loop was left in the middle
@@ -174,7 +186,7 @@ class DataPosition:
 
     def _count_batch(self, batch: Any) -> None:
         given = dataloaders.samples_in(batch) * self.shares
-        self.batch, self.samples, self._given = self.batch + 1, self.samples + given, self._given + given
+        self.batch, self.samples = self.batch + 1, self.samples + given
         self._order.take(dataloaders.batches_per_call(self.loader))
         self._remember_own_state()
 
@@ -212,18 +224,31 @@ class DataPosition:
             now.put_back()
 
     def _wind_forward(self) -> Iterator[Any]:
+        if self._is_over:
+            self._is_over = False
+            return iter(deque(self.loader, 0))
         again, jumps = self._plan_rewind()
         with ExitStack() as stack:
             for jump in jumps:
                 stack.enter_context(jump)
             iterator: Iterator[Any] = iter(self.loader)
-            first = self._read_one(iterator) if again or self._offset else []  # here the sampler draws its order
+            first = (
+                self._read_one(iterator) if again or (self._offset and jumps) else []
+            )  # here the sampler draws its order
         if not again:
             return chain(first, iterator)
+        read = len(first)
         for left in range(again - 1, 0, -1):
             if left == 1 and self._last is not None and self._last is not self._start:
                 self._last.put_back()  # what was read ahead in this call was made with it
             first = first and self._read_one(iterator)
+            read += len(first)
+        if (
+            not first
+            and self._least is not None
+            and read * dataloaders.cut_of(self.loader, self.shares).per_step >= self._least
+        ):
+            return iter(())
         if not first:
             raise LoadError(
                 f"the data: {self.batch} batches of the pass were given when it was saved, now it has fewer; resume "
@@ -266,7 +291,7 @@ class DataPosition:
         again = self.batch if self.replay else min(self.batch, _AHEAD if ahead else 1)
         jumps: list[AbstractContextManager[None]] = []
         if self._offset:
-            unseen = self._offset // dataloaders.sampler_divisor(self.loader, self.shares)
+            unseen = self._offset // dataloaders.cut_of(self.loader, self.shares).divisor
             jumps.append(dataloaders.skipping_items(self.loader, 0, unseen, inside=True))
         # The first batch stays: loaders that fill up the last batch do it with the first.
         keep, drop = max(again - 1, 0) * unit, (self.batch - again) * unit
@@ -274,30 +299,104 @@ class DataPosition:
         jumps.append(dataloaders.skipping_items(self.loader, keep, drop, moment, order=self._order))
         return again, jumps
 
-    def _adapt_to_ranks(self, saved: int, shares: int) -> list[str]:
-        """Go on after the samples that `saved` ranks had seen together, in so many shares."""
+    def _cut_anew(self, saved: int, shares: int, was: DataCut) -> list[str]:
+        """Go on after the items that `saved` ranks had taken together, whose pass `was` cut into so many shares."""
+        cut = dataloaders.cut_of(self.loader, self.shares)
+        is_map, length = dataloaders.is_map(self.loader), dataloaders.pass_length(self.loader)
+        # ft_ckpt 0.2.0 noted as left out what was given again, too.
+        taken = self._offset - (self._offset % was.divisor if is_map else 0) + self.batch * was.per_step
+        done = f"{saved} ranks had seen {taken} {cut.unit} of this pass, {self.size} go on"
+        if shares == self.shares:
+            done = f"batches of {was.per_step} before, of {cut.per_step} now: {done}"
+            if self.on_difference == "raise":
+                raise LoadError(f"the data: {done}; resume with the same batch size")
         if self._origin is not None:
             raise LoadError(
                 f"the data: in a pass that another library's loader had begun on {saved} rank(s), {self.size} here; "
-                "resume on as many until the pass is done"
+                "resume on as many, with the same batch size, until the pass is done"
             )
+        if self._states and shares == self.shares and not dataloaders.looks_ahead(self.loader):
+            self._offset = taken - self.batch * cut.per_step  # the loader's own state says where it is
+            return [f"{done} with the next one"]
         self._last, self._states, self._order_left = self._start, [], None
-        full, length = dataloaders.global_batch(self.loader, self.shares), dataloaders.pass_length(self.loader)
-        full = full or self._given // max(self.batch * shares, 1) * self.shares
-        done = f"{saved} ranks had seen {self._given} samples of this pass, {self.size} go on"
-        if self._loaded_at_end and length is not None and not self._offset:
-            self.batch = length
-            return [f"{done} after its end"]
-        if full and self._given % full == 0 and not self._offset:
-            self.batch = self._given // full
-            return [f"{done} with batch {self.batch + 1} of theirs"]
-        if dataloaders.is_map(self.loader):
-            self.batch, self._offset = 0, self._given
-            left = self._given % dataloaders.sampler_divisor(self.loader, self.shares)
-            twice = f"; {left} of them are given again, so that all ranks begin alike" if left else ""
-            return [f"{done} in the middle of a batch of theirs: batches are cut anew from there{twice}"]
-        self.batch = self._given // full if full else 0
-        return [f"{done} with batch {self.batch + 1} of theirs; {self._given - self.batch * full} are given again"]
+        notes = _sharing_problems(was, cut) if shares != self.shares else []
+        if self._loaded_at_end or (is_map and dataloaders.is_spent(self.loader, self.shares, taken)):
+            self._loaded_at_end, self._is_over = True, length is None
+            self.batch, self._offset = taken // cut.per_step if length is None else length, 0
+            return [f"{done} after its end", *notes]
+        if is_map and taken % cut.per_step:
+            self.batch, self._offset = 0, taken - taken % cut.divisor
+            how = "in the middle of a batch of theirs: batches are cut anew from there"
+        else:
+            self.batch, self._offset = taken // cut.per_step, 0
+            how = f"with batch {self.batch + 1} of theirs"
+        self._least = None if is_map else taken - was.per_step + 1
+        again = taken - self._offset - self.batch * cut.per_step
+        self.samples -= again if cut.unit == "samples" else 0
+        return [
+            f"{done} {how}" + (f"; {again} of them are given again, so that all ranks begin alike" if again else ""),
+            *notes,
+        ]
+
+
+def _sharing_problems(was: DataCut, now: DataCut) -> list[str]:
+    """Why samples may be left out, or given again, when ranks are others: a sentence, or none."""
+    if None in (was.sharing, now.sharing):
+        problem = (
+            "how ranks share the data is not known: where they do not take it in turn, some samples are left out now "
+            "and others given again; use a DistributedSampler or Accelerate's loaders"
+        )
+        return [problem]
+    if was.sharing == now.sharing:
+        return []
+    return [f"its order is {now.sharing} now, was {was.sharing}: some samples are left out and others given again"]
+
+
+def check_position(state: Any) -> None:
+    """Raise CorruptError for a state that `DataPosition.state_dict` does not give, naming all that is wrong."""
+    missing = [key for key in _KEYS if not isinstance(state, Mapping) or key not in state]
+    if missing:
+        raise CorruptError(f"position in the data: {', '.join(missing)} missing; it is not what state_dict returns")
+    problems = [
+        f"{name} is {reprlib.repr(state[name])}"
+        for name, fits in _FITS.items()
+        if name in state and not fits(state[name])
+    ]
+    starts = [state[name] for name in ("start", "last") if not problems and state[name]]
+    problems += [problem for start in starts for problem in rng.generator_problems(start["global"])]
+    for own in (state["own"], *(start["own"] for start in starts)) if not problems else ():
+        for saved in own.values():
+            if saved is not None and saved["kind"] != "torch":  # which may be of a device that is not here
+                rng.generator_in(saved)
+    if problems:
+        raise CorruptError(f"position in the data: {listing(problems)}; it is not what state_dict returns")
+
+
+def _is_whole(value: Any, least: float = 0) -> bool:
+    return type(value) is int and least <= value < _MOST
+
+
+def _is_state(value: Any) -> bool:
+    return isinstance(value, Mapping) and all(one is None or {"kind", "state"} <= one.keys() for one in value.values())
+
+
+def _is_start(value: Any) -> bool:
+    return value is None or (
+        isinstance(value, Mapping) and {"global", "own"} <= value.keys() and _is_state(value["own"])
+    )
+
+
+_FITS: dict[str, Callable[[Any], bool]] = {  # what the fields of a state are
+    **dict.fromkeys(("size", "shares", "per_step"), lambda value: _is_whole(value, 1)),
+    **dict.fromkeys(("epoch", "batch", "samples", "given"), _is_whole),
+    "offset": lambda value: _is_whole(value, -math.inf),
+    "warm": lambda value: type(value) is bool,
+    "at_end": lambda value: value is None or type(value) is bool,
+    **dict.fromkeys(("sharing", "order"), lambda value: value is None or type(value) is str),
+    "numbers": lambda value: isinstance(value, Mapping) and all(type(number) is int for number in value.values()),
+    "own": _is_state,
+    **dict.fromkeys(("start", "last"), _is_start),
+}
 
 
 def place_beginning_in(origin: Any, size: int) -> dict[str, Any]:

@@ -5,13 +5,15 @@ for all has a `slice_fn`, batch samplers and data sets wrap others as `batch_sam
 are named from the inside ("sampler.0", "dataset.0"), so that a name means the same whatever wraps it on more ranks.
 """
 
+import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, SequentialSampler
 
 from ft_ckpt.training import rng
 from ft_ckpt.training.sample_order import SampleOrder
@@ -114,21 +116,71 @@ def data_shares(loader: Any, size: int) -> int:
     return int(told[0]) if told else 1 if is_whole else size
 
 
-def global_batch(loader: Any, shares: int) -> int | None:
-    """Samples of all ranks in a full batch, None when the loader does not say."""
-    inner = base_loader(loader)
-    index = getattr(inner, "batch_sampler", None)
-    index = getattr(inner, "sampler", None) if index is None else index
-    batch = getattr(inner, "batch_size", None) or getattr(index, "batch_size", None)
-    split = getattr(loader if hasattr(loader, "slice_fn") else index, "split_batches", False)
-    return int(batch) * (1 if split else shares) if batch else None
+@dataclass(frozen=True)
+class DataCut:
+    """How the pass of a loader is cut into the batches of all ranks.
+
+    Its **source** is the innermost sampler whose items the loader gives in order: indices, or batches where a batch
+    sampler of the script's own decides. Of a stream it is the samples; of any other loader the batches.
+    """
+
+    per_step: int  # items of the source that all ranks together take for one batch each
+    divisor: int  # into how many shares the source is divided: 1 when every rank's is of all items
+    unit: str  # what an item is, for people
+    sharing: str | None  # the order of the source; None where it is not known how ranks share it
 
 
-def sampler_divisor(loader: Any, shares: int) -> int:
-    """Into how many of the shares the innermost sampler is divided: 1 when every rank's is of all samples."""
+def cut_of(loader: Any, shares: int) -> DataCut:
+    """How so many shares of the data are cut; they may be others than those of the `loader`."""
+    size = getattr(base_loader(loader), "batch_size", None)
+    if not is_map(loader):
+        known = shares == 1 or hasattr(loader, "slice_fn") or any(map(_deals_in_turn, _nested_datasets(loader)))
+        whole = (size or 1) * (1 if getattr(loader, "split_batches", False) else shares)
+        return DataCut(whole, 1, "samples" if size else "batches", "stream" if known else None)
+    places, at = _sampler_places(loader), _source_place(loader)
+    outer = [_sampler_at(holder, name) for holder, name in places[:at]]
+    source, cutters = _sampler_at(*places[at]), [sampler for sampler in outer if "batch_sampler" not in vars(sampler)]
+    is_split = getattr(loader if hasattr(loader, "slice_fn") else [*outer, source][0], "split_batches", False)
+    whole = math.prod((1 if is_split else shares, *(sampler.batch_size for sampler in cutters)))
+    is_shared = base_loader(loader) is not loader or any(hasattr(sampler, "num_processes") for sampler in outer)
+    is_dealt = isinstance(source, DistributedSampler) and _is_of_library(source)
+    order = type(source).__name__
+    if isinstance(source, SequentialSampler) or (is_dealt and not source.shuffle):
+        order = "in order"
+    known = shares == 1 or is_shared or is_dealt
+    unit = "samples" if cutters or places[at][1] == "sampler" else "batches"
+    return DataCut(whole, 1 if is_shared else shares, unit, order if known else None)
+
+
+def is_spent(loader: Any, shares: int, taken: int) -> bool:
+    """Whether a pass gives no batch after `taken` items of the source; False where that is not known."""
+    places, cut = _sampler_places(loader), cut_of(loader, shares)
+    try:
+        left = len(_sampler_at(*places[_source_place(loader)])) - taken // cut.divisor
+    except TypeError:
+        return False
+    drops = getattr(loader, "_drop_last", False) or getattr(_sampler_at(*places[0]), "drop_last", False)
+    return left <= 0 or bool(drops and left < cut.per_step // cut.divisor)
+
+
+def _source_place(loader: Any) -> int:
+    """Which of the `_sampler_places` is the source."""
     samplers = [_sampler_at(holder, name) for holder, name in _sampler_places(loader)]
-    shared = hasattr(loader, "slice_fn") or any(hasattr(sampler, "num_processes") for sampler in samplers)
-    return 1 if shared else shares
+    return next((at for at, sampler in enumerate(samplers[:-1]) if not _cuts_in_order(sampler)), len(samplers) - 1)
+
+
+def _cuts_in_order(sampler: Any) -> bool:
+    """Whether a sampler gives what is in the one that it wraps, in its order, all of it."""
+    return _is_of_library(sampler) and not hasattr(sampler, "skip_batches")
+
+
+def _deals_in_turn(dataset: Any) -> bool:
+    """Whether it is Accelerate's or transformers' share of a stream, of batches of all ranks."""
+    return hasattr(dataset, "num_processes") and _is_of_library(dataset)
+
+
+def _is_of_library(part: Any) -> bool:
+    return type(part).__iter__.__module__.split(".")[0] in ("torch", "torchdata", "accelerate", "transformers")
 
 
 def pass_length(loader: Any) -> int | None:
@@ -313,10 +365,10 @@ def skipping_items(
 ) -> Iterator[None]:
     """While this lasts, a pass over `loader` that begins leaves out `drop` items after the first `keep`, unread.
 
-    Items are what the outermost sampler gives (batches, as a rule), or with `inside` the innermost (samples). The
-    `order` notes them all.
+    Items are what the outermost sampler gives (batches, as a rule), or with `inside` the source (samples, as a rule),
+    see `DataCut`. The `order` notes them all.
     """
-    holder, name = _sampler_places(loader)[-1 if inside else 0]
+    holder, name = _sampler_places(loader)[_source_place(loader) if inside else 0]
     plain = vars(holder)[name]
     vars(holder)[name] = _SkippingSampler(
         plain, keep, drop, moment, order

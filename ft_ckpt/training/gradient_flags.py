@@ -5,10 +5,11 @@ behind that step, would train fewer without a word.
 """
 
 from collections.abc import Mapping
+from typing import Any
 
 from ft_ckpt.distributed.source import Source
 from ft_ckpt.distributed.wrappers import by_engine, layouts_of
-from ft_ckpt.errors import listing
+from ft_ckpt.errors import CorruptError, listing
 from ft_ckpt.training.items import Key
 from ft_ckpt.training.state import Document
 
@@ -21,6 +22,12 @@ def gradient_flags(found: Mapping[Key, Source]) -> Document:
     flags = _flags_by_label(found)
     trained, frozen = [[label for label, one in flags.items() if one is flag] for flag in (True, False)]
     return {_TRAINED: trained} if len(trained) < len(frozen) else {_FROZEN: frozen}
+
+
+def check_flags(told: Mapping[str, Any] | None) -> None:
+    """Raise CorruptError for what `gradient_flags` did not give; None is of an earlier version."""
+    if told is not None and [*told] not in ([_TRAINED], [_FROZEN]):
+        raise CorruptError(f"{listing(sorted(told), ', ') or 'nothing'}, expected {_TRAINED!r} or {_FROZEN!r}")
 
 
 def changed_flags(document: Document, found: Mapping[Key, Source]) -> list[str]:

@@ -34,6 +34,10 @@ class OptimizerKind(ABC):
         """The tensors of the described state as sources, by "parameter/key"; the same names on every rank."""
 
     @abstractmethod
+    def check(self, optimizer: Any, description: Description, found: Mapping[str, Source]) -> None:
+        """Raise LoadError where `restore` would for parameters, groups and settings. Changes nothing."""
+
+    @abstractmethod
     def restore(
         self,
         optimizer: Any,

@@ -26,7 +26,7 @@ from ft_ckpt.formats.dtypes import dtype_name, dtype_of
 from ft_ckpt.formats.pytree import PLAIN, flatten
 from ft_ckpt.model.json_values import decode_value, encode_value
 from ft_ckpt.training.optimizer_protocol import Description, OptimizerKind
-from ft_ckpt.training.parameter_groups import match_groups, set_groups, settings_of
+from ft_ckpt.training.parameter_groups import check_settings, match_groups, set_groups, settings_of
 
 _MOST_BESIDE_BYTES = 1 << 20
 
@@ -135,6 +135,11 @@ def _has_part(owner: Source, entry: Any) -> bool:
     """Whether a state tensor is cut like its parameter, and this rank holds elements of that."""
     is_cut = shows_runs(owner.live) or is_distributed(owner.live)
     return is_cut and _is_alike(entry, owner) and owner.local is not None and owner.local.numel() > 0
+
+
+def check_optimizer(optimizer: Any, description: Description, found: Mapping[str, Source]) -> None:
+    """Raise LoadError for parameters, groups or settings that are not those of the description. Changes nothing."""
+    check_settings(match_groups(optimizer.param_groups, names_of(optimizer, found), description, found)[0])
 
 
 def restore_optimizer(
@@ -306,6 +311,7 @@ class PlainOptimizers(OptimizerKind):
     is_plain = True
     describe = staticmethod(describe_optimizer)
     tensors = staticmethod(optimizer_tensors)
+    check = staticmethod(check_optimizer)
     restore = staticmethod(restore_optimizer)
 
     def serves(self, optimizer: Any) -> bool:

@@ -55,6 +55,34 @@ def match_groups(
     return pairs, notes
 
 
+def check_settings(groups: Iterable[GroupValues]) -> None:
+    """Raise LoadError for described values that are of another kind than those that each group has."""
+    problems = [
+        f"{key}: {value!r:.60} in the checkpoint, {group[key]!r:.60} here"
+        for group, values in groups
+        for key, stored in values.items()
+        if key in group and not _is_alike(key, value := decode_value(stored["value"]), group[key])
+    ]
+    if problems:
+        raise LoadError(f"{listing(problems)}; resume with the optimizer of the saved run")
+
+
+def _is_alike(key: str, value: Any, live: Any) -> bool:
+    """Whether a setting may take the place of another; None may stand for any but the learning rate."""
+    if value is None or live is None:
+        return value is live or key != "lr"
+    if isinstance(live, tuple):
+        same = isinstance(value, (tuple, list)) and len(value) == len(live)
+        return same and all(_is_alike(key, *pair) for pair in zip(value, live, strict=True))
+    return _kind_of_setting(value) == _kind_of_setting(live)
+
+
+def _kind_of_setting(value: Any) -> str:
+    if isinstance(value, bool):
+        return "bool"
+    return "number" if isinstance(value, (int, float, Tensor)) else type(value).__name__
+
+
 def set_groups(groups: Iterable[GroupValues]) -> None:
     """Give each group the values that were described for it, all but which ranks share its experts."""
     for group, values in groups:

@@ -14,7 +14,7 @@ from ft_ckpt.checkpoint.open_checkpoint import OpenCheckpoint
 from ft_ckpt.distributed.agreement import Values
 from ft_ckpt.distributed.broadcast import Filler, each_reads
 from ft_ckpt.distributed.ranks import Ranks
-from ft_ckpt.distributed.read_shards import WantedTensor, fill_tensor
+from ft_ckpt.distributed.read_shards import WantedTensor, check_all, fill_tensor
 from ft_ckpt.distributed.replicas import WEIGHTS, own_name, own_part, place_of
 from ft_ckpt.distributed.source import Source
 from ft_ckpt.errors import CheckpointError, CorruptError, LoadError, RanksDisagreeError, listing
@@ -45,7 +45,7 @@ class Restored:
     detail: str = ""
 
 
-class _Unread(Restored):
+class Unread(Restored):
     """An item that could not be read from its file."""
 
 
@@ -159,6 +159,51 @@ def restore_weights(
     return _try_restore("weights", lambda: fill_all("weights", wanted_tensors))
 
 
+def find_misfits(
+    items: Sequence[Item], found: Mapping[Key, Source], document: Document, stored: StoredTensors, rank: int
+) -> list[Restored]:
+    """What cannot be restored, as far as that is known before anything is overwritten; objects are not asked."""
+
+    def only_check(_what: str, collect: Callable[[], list[WantedTensor]]) -> None:
+        check_all(collect())
+
+    outcomes = [restore_weights(found, document, stored, only_check)]
+    for item in items:
+        if item.name in document["items"]:
+            entry = document["items"][item.name]
+            give = _StoredItem(item.name, stored, only_check)
+            outcomes.append(_try_restore(item.name, lambda: _check_item(item, entry, found, give, rank)))  # noqa: B023
+        elif not _is_dispensable(item, document):
+            outcomes.append(Restored(item.name, "absent", "not in the checkpoint"))
+    known = {ENGINE, *(item.name for item in items)}
+    outcomes += [
+        Restored(name, "absent", "in the checkpoint, not in this run")
+        for name in document["items"]
+        if name not in known
+    ]
+    return [one for one in outcomes if one.status != "restored"]
+
+
+def _check_item(item: Item, entry: Document, found: Mapping[Key, Source], give: "_StoredItem", rank: int) -> None:
+    """Raise LoadError where the state of an item is not one of its kind, or does not fit a model or an optimizer."""
+    key = {"optimizer": "optimizer", "model": "model"}.get(item.kind, "tree")
+    if key not in entry:
+        raise LoadError(f"another kind of object in the checkpoint, expected the state of this {item.kind}")
+    if item.kind == "optimizer":
+        ((_, kind, optimizer),) = optimizers_among([item])
+        kind.check(optimizer, description_of_rank(entry["optimizer"], rank), labelled_sources(found))
+    elif item.kind == "model":
+        _restore_item(item, entry, found, give)
+
+
+def _is_dispensable(item: Item, document: Document) -> bool:
+    """Whether a state may lack an item of a run."""
+    if item.name == ENGINE:
+        return True  # counts of DeepSpeed's, which begin anew where the run comes from elsewhere
+    # an earlier version kept it with the weights
+    return isinstance(item.value, ExtraState) and item.value.state_dict().keys() <= document["weights"].keys()
+
+
 def compare_base(
     model: nn.Module, attribute: str | None, document: Document, held: OpenCheckpoint, rank: int
 ) -> list[Restored]:
@@ -178,15 +223,10 @@ def restore_items(
     rank: int,
     fill_all: Filler = each_reads,
 ) -> list[Restored]:
-    """The state of each item; one that only this run has is "absent"."""
+    """The state of each item that the checkpoint has."""
     outcomes = []
     for item in items:
         if item.name not in document["items"]:
-            if item.name == ENGINE:
-                continue  # counts of DeepSpeed's, which begin anew where the run comes from elsewhere
-            if isinstance(item.value, ExtraState) and item.value.state_dict().keys() <= document["weights"].keys():
-                continue  # an earlier version kept them with the weights
-            outcomes.append(Restored(item.name, "absent", "not in the checkpoint"))
             continue
         entry = entries_of_rank(document, rank).get(item.name) or document["items"][item.name]
         if item.kind == "optimizer":
@@ -196,13 +236,6 @@ def restore_items(
         give = _StoredItem(prefix, stored, fill_all if alike else each_reads)
         outcomes.append(_try_restore(item.name, lambda: _restore_item(item, entry, found, give)))  # noqa: B023 - called at once
     return outcomes
-
-
-def absent_items(items: Sequence[Item], document: Document) -> list[Restored]:
-    """What only the checkpoint has."""
-    names = {ENGINE, *(item.name for item in items)}
-    gone = [name for name in document["items"] if name not in names]
-    return [Restored(name, "absent", "in the checkpoint, not in this run") for name in gone]
 
 
 def find_damage(point: ResumePoint, outcomes: Sequence[Restored], ranks: Ranks) -> Damage:
@@ -220,7 +253,7 @@ def find_damage(point: ResumePoint, outcomes: Sequence[Restored], ranks: Ranks) 
         return Damage(tuple(compare_digests(point.tensors.late_files, found, failures)))
 
     found, failures = read_late(point.tensors.proofs)
-    unread = tuple(f"{item.detail} (on rank {ranks.rank})" for item in outcomes if isinstance(item, _Unread))
+    unread = tuple(f"{item.detail} (on rank {ranks.rank})" for item in outcomes if isinstance(item, Unread))
     mine, kinds = _Compared(found, failures or unread), (_Compared, Damage)
     return decide_together(ranks, "comparing the checkpoint of resume()", mine, compare_all, kinds)[0]
 
@@ -289,7 +322,7 @@ def _try_restore(name: str, action: Callable[[], Any]) -> Restored:
     try:
         detail = action()
     except CorruptError as error:
-        return _Unread(name, "failed", str(error))
+        return Unread(name, "failed", str(error))
     except Exception as error:  # noqa: BLE001 - every item is tried, and all failures are told together
         text = str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
         return Restored(name, "failed", text)

@@ -7,7 +7,9 @@ device that this process has not touched yet is left untouched; it has no state 
 """
 
 import random
-from collections.abc import Callable, Mapping
+import reprlib
+from collections.abc import Callable, Collection, Mapping
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -16,6 +18,8 @@ import torch
 from ft_ckpt.errors import CorruptError
 
 State = dict[str, Any]
+_GLOBAL = {"python": "python", "numpy": "numpy legacy", "torch": "torch"}  # names of states, and kinds of generators
+_NUMPY_WORDS = 624  # of the Mersenne Twister; NumPy reads beyond them from a place that is behind them
 KINDS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)  # what `state_of` knows
 _BAD = (AttributeError, IndexError, KeyError, OverflowError, RuntimeError, TypeError, ValueError)  # what setters raise
 
@@ -48,8 +52,29 @@ def restore_generators(state: Mapping[str, Any]) -> list[str]:
     here = _device_indices() | {kind: indices for kind, indices in _device_indices(wake=True).items() if kind in state}
     for kind, indices in here.items():
         problems += _try_put(kind, _put_devices(kind, indices), state)
-    strangers = [kind for kind in state if kind not in _PUTTERS and kind not in here]
-    return problems + [f"{kind}: saved from a device this process has none of" for kind in strangers]
+    return problems + _unknown_devices(state, here)
+
+
+def _unknown_devices(state: Mapping[str, Any], here: Collection[str]) -> list[str]:
+    unknown = [kind for kind in state if kind not in _PUTTERS and kind not in here]
+    return [f"{kind}: saved from a device this process has none of" for kind in unknown]
+
+
+def generator_problems(state: Any) -> list[str]:
+    """What `restore_generators` could not restore, a sentence each, found on generators of their own.
+
+    States of accelerators are not tried: they are restored on those.
+    """
+    if not isinstance(state, Mapping):
+        return [f"{reprlib.repr(state)}, expected the states of generators"]
+    problems = [
+        problem for name, kind in _GLOBAL.items() for problem in _try_put(name, partial(_try_state, kind), state)
+    ]
+    return problems + _unknown_devices(state, _device_indices(wake=True))
+
+
+def _try_state(kind: str, state: Any) -> None:
+    generator_in({"kind": kind, "device": "cpu", "state": state})
 
 
 def state_of(generator: Any) -> State | None:
@@ -81,7 +106,7 @@ def generator_in(state: Mapping[str, Any], generator: Any = None) -> Any:
         elif kind == "numpy":
             generator.bit_generator.state = dict(inner)
         else:
-            generator.set_state(dict(inner))
+            generator.set_state(_numpy_state(inner))
     except _BAD as error:
         raise CorruptError(f"a random number generator: the saved state does not fit: {error}") from error
     return generator
@@ -104,8 +129,20 @@ def python_state(state: tuple[Any, ...]) -> State:
 
 
 def _python_tuple(state: Mapping[str, Any]) -> tuple[Any, ...]:
+    """What `random.setstate` takes. Raises ValueError for values of other types, which that would convert."""
     words, gauss = tuple(int(word) for word in state["words"]), state["gauss"]
-    return int(state["version"]), words, None if gauss is None else float(gauss)
+    if type(state["version"]) is not int or type(gauss) not in (float, type(None)):
+        raise ValueError(f"version {state['version']!r:.40}, gauss {gauss!r:.40}")
+    return state["version"], words, gauss
+
+
+def _numpy_state(state: Mapping[str, Any]) -> dict[str, Any]:
+    """What `set_state` of NumPy's legacy generators takes. Raises ValueError for values that it would not check."""
+    at = state["state"]["pos"] if state["bit_generator"] == "MT19937" else 0
+    kinds = type(at), type(state["has_gauss"]), type(state["gauss"])
+    if kinds != (int, int, float) or not 0 <= at <= _NUMPY_WORDS:
+        raise ValueError(f"pos {at!r:.40}, has_gauss {state['has_gauss']!r:.40}, gauss {state['gauss']!r:.40}")
+    return dict(state)
 
 
 def _put_python(state: Mapping[str, Any]) -> None:
@@ -120,7 +157,7 @@ def _put_python(state: Mapping[str, Any]) -> None:
 def _put_numpy(state: Mapping[str, Any]) -> None:
     before = np.random.get_state(legacy=False)
     try:
-        np.random.set_state(dict(state))
+        np.random.set_state(_numpy_state(state))
     except _BAD:  # as above
         np.random.set_state(before)
         raise

@@ -73,6 +73,7 @@ class TrainingRun:
         self._is_unfinished = False  # after the last batch gradients waited for a step
         self.last_metrics: dict[str, float] = {}  # of the last step
         self._ancestors: set[str] = set()  # runs that this one went back in
+        self._let_go: set[str] = set()  # items that resumes of this run were allowed to do without
         self._saves, self._absent = 0, set(config.rankings)  # saves made, and metrics that never came
 
     def register(self, objects: Mapping[str, Any]) -> None:
@@ -137,6 +138,7 @@ class TrainingRun:
                 "keep": None if self.config.keep is None else asdict(self.config.keep),
                 "run_id": self.run_id,
                 "ancestors": sorted(self._ancestors),
+                "let_go": sorted(self._let_go),
                 "fingerprint": self._current_fingerprint(captured.found, ranks, versions),
                 "signatures": signed,
             }
@@ -152,20 +154,21 @@ class TrainingRun:
         restored then, as it is when this raises.
         """
         path = point.checkpoint.location
-        report, error = ranks.attempt(lambda: self._put_back(point, ranks, versions))
+        allowed = None if allow is True else frozenset(() if isinstance(allow, bool) else allow)
+        report, error = ranks.attempt(lambda: self._put_back(point, ranks, allowed, versions))
         if isinstance(report, Damage):
             return report
         mine = None if report is None else RankOutcomes(report.items, report.requests)
         kinds = (RankOutcomes, RankOutcomes)
         told, _ = decide_together(ranks, "resume()", mine, merge_outcomes, kinds, error)
         final: RestoreReport = replace(report, items=told.items, requests=told.requests)
-        allowed = () if isinstance(allow, bool) else frozenset(allow)
-        refused = [line for line in final.problems if allow is not True and line.split(":")[0] not in allowed]
-        if refused:
+        if refused := _refused(final.items, allowed):
+            how = "the model may be partly overwritten" if self.stake.names else "nothing was overwritten"
             raise LoadError(
                 f"{path}: {listing(refused)}. Pass the same objects as the saved run, or resume(allow=[names]) to go "
-                "on without; the model may be partly overwritten"
+                f"on without; {how}"
             )
+        self._let_go |= {item.name for item in final.items if item.status != "restored"}
         for _, kind, optimizer in optimizers_among(run_items(self.accelerator, self.registered)):
             kind.refresh_weights(optimizer)
         self.report = final
@@ -296,18 +299,34 @@ class TrainingRun:
         loaders = prepared or [feed.loader for feed in self.feeds.known_positions]
         return run_fingerprint(self.model, found.values(), objects, loaders, self.accelerator, ranks.size, versions)
 
-    def _put_back(self, point: ResumePoint, ranks: Ranks, versions: Mapping[str, str]) -> RestoreReport | Damage:
+    def _put_back(
+        self, point: ResumePoint, ranks: Ranks, allowed: frozenset[str] | None, versions: Mapping[str, str]
+    ) -> RestoreReport | Damage:
         items = items_in_saved_order(self.accelerator, self.registered, point.document.get("signatures", {}))
         models = walk_models(self.model, items)
         items = with_extra_state(self.model, items, models)
         found = known_sources(models, items)
         fitted = fit_point(point, LiveRun(self.accelerator, self.model, items, found, ranks.rank, ranks.size))
         held, document, stored, items = point.checkpoint, fitted.point.document, fitted.point.tensors, fitted.items
+        trees, odd = rank_state.read_rank_state(document, stored, ranks)
+        odd += resume.find_misfits(items, found, document, stored, ranks.rank)
+        base = resume.compare_base(self.model, self.config.attribute, document, held, ranks.rank)
+        odd += [*fitted.outcomes, *(one for one in base if one.status != "restored")]
+        told, _ = decide_together(
+            ranks, "checking the state of resume()", RankOutcomes(tuple(odd), 0), merge_outcomes, (RankOutcomes,) * 2
+        )
+        if allowed is not None:
+            _refuse_unknown(allowed, items, document, told.items)
+        if _refused(told.items, allowed):
+            damage = resume.find_damage(fitted.point, odd, ranks)
+            return damage if damage.problems else RestoreReport(held.location, tuple(odd))
         self.stake.put_names(document, held.location)
+        given_up = {one.name for one in told.items}
+        items = [item for item in items if item.name not in given_up]
         way = point.way_to_read(self.config.fan_out)
         fill_all = broadcast.choose_filler(way, ranks, self.config.bucket_bytes)
-        outcomes = [resume.restore_weights(found, document, stored, fill_all)]
-        outcomes += resume.compare_base(self.model, self.config.attribute, document, held, ranks.rank)
+        outcomes = [] if "weights" in given_up else [resume.restore_weights(found, document, stored, fill_all)]
+        outcomes += [one for one in base if one.status == "restored"]
         for _, kind, optimizer in optimizers_among(items):
             kind.adopt_weights(optimizer)
         filled = [item for item in items if item.kind != "object"]
@@ -320,15 +339,15 @@ class TrainingRun:
             return damage
         others = [item for item in items if item.kind == "object"]
         outcomes += resume.restore_items(others, found, document, stored, ranks.rank, fill_all)
-        outcomes += resume.absent_items(items, document)
         self._is_unfinished = False
         with damaged_input(f"{held.location}: its training state"):
             apart, lost = resume.restore_apart(items, found, document, stored, ranks)
             outcomes += apart
-            self.feeds, notes, more = rank_state.restore_rank_state(self._on_rank(items), document, stored, ranks)
+            on_rank = self._on_rank(items)
+            self.feeds, notes, more = rank_state.restore_rank_state(on_rank, document, stored, ranks, trees)
             progress = document["progress"]
             self.step, self.run_id, self.resumed_from = progress["step"], document["run_id"], Place(held.origin)
-            self._ancestors = set(document.get("ancestors", ()))
+            self._ancestors, self._let_go = set(document.get("ancestors", ())), set(document.get("let_go", ()))
             now = time.monotonic()
             self.history = schedule.begin_history(self.step, progress["epoch"], now, document["history"])
         if point.served:
@@ -337,7 +356,7 @@ class TrainingRun:
         self.poll.resume_at(self.step)
         changed = fingerprint_differences(document["fingerprint"], self._current_fingerprint(found, ranks, versions))
         changed += (*changed_flags(document, found), *lost)
-        outcomes = [*fitted.outcomes, *outcomes, *more]
+        outcomes = [*odd, *outcomes, *more]
         return RestoreReport(held.location, tuple(outcomes), changed, notes, held.requests)
 
     def _settle_differences(self, report: RestoreReport) -> None:
@@ -349,3 +368,24 @@ class TrainingRun:
             )
         if told and self.config.on_difference == "warn":
             warn(f"{report.path}: {listing(told)}", stacklevel=4)
+
+
+_NO_ITEMS = ("base", "data", "gradients", "replicas", "rng")  # what resumes report beside the objects of a run
+
+
+def _refused(outcomes: Iterable[resume.Restored], allowed: frozenset[str] | None) -> list[str]:
+    """A line for each item that was not restored and has to be; `allowed` None: none has to be."""
+    problems = RestoreReport(items=tuple(outcomes)).problems
+    return [line for line in problems if allowed is not None and line.split(":")[0] not in allowed]
+
+
+def _refuse_unknown(
+    allowed: frozenset[str], items: Iterable[Item], document: Document, outcomes: Iterable[resume.Restored]
+) -> None:
+    """Raise ConfigError for names that are no item of this run, of the checkpoint, or of those let go before."""
+    known = {*_NO_ITEMS, *document["items"], *document.get("let_go", ()), *(item.name for item in items)}
+    known |= {one.name for one in outcomes} - {"weights"}
+    if unknown := sorted(repr(name) for name in allowed - known):
+        raise ConfigError(
+            f"resume(allow=...): {listing(unknown, ', ')}: no item; there are {listing(sorted(known), ', ', 20)}"
+        )

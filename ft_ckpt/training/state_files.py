@@ -3,8 +3,7 @@
 Read by ranges from plain tensor files; nothing is executed.
 """
 
-import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from functools import cached_property
@@ -14,10 +13,9 @@ import torch
 from torch import Tensor
 
 from ft_ckpt.checkpoint.open_checkpoint import OpenCheckpoint
-from ft_ckpt.checkpoint.typed_json import reader_of
 from ft_ckpt.distributed.read_shards import WantedTensor, fill_tensor
 from ft_ckpt.distributed.wrappers import is_distributed
-from ft_ckpt.errors import CorruptError, LoadError, SelectionError, damaged_input
+from ft_ckpt.errors import LoadError, SelectionError
 from ft_ckpt.formats.layout import Spec, TensorFile
 from ft_ckpt.formats.listed_file import ListedFile
 from ft_ckpt.formats.pytree import unflatten
@@ -25,40 +23,8 @@ from ft_ckpt.formats.pytree_json import decode_node
 from ft_ckpt.formats.registry import format_named
 from ft_ckpt.storage.file_proof import FileProof, share_proofs
 from ft_ckpt.storage.listed_store import ListedStore
-from ft_ckpt.storage.store import Store
-from ft_ckpt.training.state import DOCUMENT_NAME, DOCUMENT_VERSION, FOLDER, Document, source_of, tree_tensors
-
-
-def read_document(store: Store) -> Document:
-    """The JSON half of the training state of the checkpoint in `store`. Raises CorruptError when it cannot be read."""
-    file = store.where(f"{FOLDER}/{DOCUMENT_NAME}")
-    with damaged_input(f"{file}; resume from another checkpoint"):
-        document: Document = json.loads(store.read(f"{FOLDER}/{DOCUMENT_NAME}"))
-        version = document["version"]
-        if version > DOCUMENT_VERSION:
-            raise CorruptError(
-                f"{file}: training state version {version}, this ft_ckpt reads up to {DOCUMENT_VERSION}; upgrade"
-            )
-        known = reader_of(_KnownDocument)(document)
-        trees = [entry for rank in known.ranks for entry in rank.values()]
-        odd = any(len(place) != 2 for place in known.weights.values()) or any("tree" not in entry for entry in trees)
-        if odd or not known.ranks:
-            raise CorruptError(
-                f"{file}: of no rank, or with weights that have no place; resume from another checkpoint"
-            )
-    return document
-
-
-@dataclass(frozen=True)
-class _KnownDocument:
-    """What every document has; it is compared where it is read, so that what reads parts of it can rely on them."""
-
-    version: int
-    weights: Mapping[str, tuple[str, ...]]
-    items: Mapping[str, Mapping[str, Any]]
-    ranks: tuple[Mapping[str, Mapping[str, Any]], ...]
-    progress: Mapping[str, Any]
-    run_id: str
+from ft_ckpt.training.run_document import read_document
+from ft_ckpt.training.state import FOLDER, Document, source_of, tree_tensors
 
 
 class StoredTensors:
@@ -154,7 +120,7 @@ def open_resume_point(held: OpenCheckpoint, stack: ExitStack, proofs: Sequence[F
     """
     tensors = StoredTensors(held, proofs=proofs)
     stack.callback(tensors.close)
-    return ResumePoint(held, read_document(held.store), tensors)
+    return ResumePoint(held, read_document(held.store, held.manifest), tensors)
 
 
 def entries_of_rank(document: Document, rank: int) -> Document:

@@ -15,6 +15,7 @@ class ZeroOptimizers(OptimizerKind):
     serves = staticmethod(zero_optimizer.is_zero)
     describe = staticmethod(zero_optimizer.describe_zero)
     tensors = staticmethod(zero_optimizer.zero_tensors)
+    check = staticmethod(zero_optimizer.check_zero)
     restore = staticmethod(zero_optimizer.restore_zero)
     hooked_optimizer = staticmethod(zero_optimizer.hooked_optimizer)
     is_accumulating = staticmethod(zero_optimizer.is_accumulating)

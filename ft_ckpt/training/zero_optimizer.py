@@ -98,6 +98,12 @@ def zero_tensors(optimizer: Any, description: Description, found: Mapping[str, S
     return sources
 
 
+def check_zero(optimizer: Any, description: Description, found: Mapping[str, Source]) -> None:
+    """As `optimizers.check_optimizer`."""
+    optimizer = unwrap_optimizer(optimizer)
+    optimizers.check_optimizer(_unflatten_groups(optimizer, _partitions_of(optimizer, found)), description, found)
+
+
 def restore_zero(
     optimizer: Any,
     description: Description,

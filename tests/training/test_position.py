@@ -1,5 +1,6 @@
 """Where a run is in its data: a run resumed at any step sees the batches and random numbers it would have seen."""
 
+import json
 from collections.abc import Iterator
 from typing import Any
 
@@ -10,7 +11,15 @@ from accelerate import Accelerator, DataLoaderConfiguration
 from accelerate.state import GradientState
 from feeding import SAMPLES, Counted, Make, Numbers, Stream, differing, resumed, saved, scramble, train, uninterrupted
 from launch import run_cases
-from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, RandomSampler, Sampler, WeightedRandomSampler
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    DistributedSampler,
+    RandomSampler,
+    Sampler,
+    SequentialSampler,
+    WeightedRandomSampler,
+)
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 import ft_ckpt
@@ -268,7 +277,6 @@ OTHERS: dict[str, tuple[Make, Make]] = {
     "the same in a batch sampler": 2 * (lambda: DataLoader(Numbers(), batch_sampler=BatchSampler(Turning(), 2, True)),),
     "prepared": 2 * (lambda: prepared(DataLoader(Numbers(), 2, sampler=Turning())),),
     "kept workers": 2 * (lambda: DataLoader(Numbers(), 2, sampler=Turning(), num_workers=1, persistent_workers=True),),
-    "batch size": (lambda: DataLoader(Numbers(), 2), lambda: DataLoader(Numbers(), 3)),
     "more data": (
         lambda: DataLoader(Numbers(), 2, shuffle=True),
         lambda: DataLoader(Numbers(count=12), 2, shuffle=True),
@@ -296,8 +304,46 @@ def test_a_position_that_was_not_used_keeps_the_order_to_be_proved() -> None:
     feed = DataPosition(DataLoader(Numbers(), 2))
     next(feed.batches())
     again = saved(resumed(DataPosition(DataLoader(Numbers(), 2)), saved(feed)))
+    other = DataLoader(Numbers(), 2, sampler=range(SAMPLES - 1, -1, -1))
     with pytest.warns(UserWarning, match="the sampler gives other samples"):
-        next(resumed(DataPosition(DataLoader(Numbers(), 3)), again).batches())
+        next(resumed(DataPosition(other), again).batches())
+
+
+@pytest.mark.parametrize("kind", ["in order", "stateful counted stream", "prepared counted stream"])
+def test_another_batch_size_goes_on_after_the_samples_that_were_seen(kind) -> None:
+    feed = DataPosition(LOADERS[kind]())
+    next(feed.batches())
+    state, loader = feed.state_dict(), LOADERS[kind]()
+    if "stateful" in kind:
+        loader = StatefulDataLoader(Counted(), 3)
+    elif "prepared" in kind:
+        loader = prepared(DataLoader(Counted(), 3), use_stateful_dataloader=True, dispatch_batches=False)
+    else:
+        loader = DataLoader(Numbers(), 3)
+    again = DataPosition(loader)
+    (note,) = again.load_state_dict(state)
+    assert note.startswith("batches of 4 before, of 3 now: 1 ranks had seen 4 samples of this pass, 1 go on ")
+    first = 3 if "1 of them are given again" in note else 4
+    assert [int(row[0]) for batch in again.batches() for row in batch] == list(range(first, SAMPLES))
+    assert first == (3 if "prepared" in kind else 4)
+    with pytest.raises(LoadError, match=r"batches of 4 before, of 3 now.*resume with the same batch size"):
+        DataPosition(loader, on_difference="raise").load_state_dict(state)
+
+
+def test_how_ranks_share_data_is_asked_for_when_they_are_others() -> None:
+    def rank(sampler: Any, size: int) -> DataPosition:
+        return DataPosition(DataLoader(Numbers(), 2, sampler=sampler), 0, size)
+
+    feed = rank(range(SAMPLES), 1)
+    next(feed.batches())
+    (note, problem) = rank(range(SAMPLES), 2).load_state_dict(feed.state_dict())
+    assert "how ranks share the data is not known" in problem
+    (note, problem) = rank(DistributedSampler(Numbers(), 2, 0), 2).load_state_dict(feed.state_dict())
+    assert problem.startswith("its order is DistributedSampler now, was range: some samples are left out")
+    feed = rank(SequentialSampler(Numbers()), 1)
+    next(feed.batches())
+    (note,) = rank(DistributedSampler(Numbers(), 2, 0, shuffle=False), 2).load_state_dict(feed.state_dict())
+    assert note.startswith("1 ranks had seen 2 samples of this pass, 2 go on in the middle of a batch of theirs")
 
 
 def test_data_that_became_shorter_is_an_error() -> None:
@@ -392,6 +438,26 @@ def outcomes(tmp_path_factory) -> dict[tuple[int, str], str]:
 def test_ranks_that_read_together(outcomes, ranks, case) -> None:
     """Cannot resume on another number of GPUs. Cases are those of tests/workers/position.py."""
     assert outcomes[ranks, case] == ""
+
+
+STAGES = ((2, 4, 2), (1, 3, 2), (3, 2, 2), (2, 2, 3), (4, 1, 1), (1, 2, 3), (2, 99, 2))  # ranks, steps, batch size
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1500)
+def test_every_sample_is_trained_on_whatever_the_number_of_ranks(tmp_path) -> None:
+    """As tests/training/test_changing_ranks.py, in processes that read together."""
+    states = tmp_path / "states"
+    states.mkdir()
+    for ranks, steps, batch in STAGES:
+        cases = [f"go/{name}/{steps}/{batch}" for name in TOGETHER]
+        errors = run_cases("position", cases, tmp_path / f"{ranks}-{steps}", ranks, 300, {"STATES": str(states)})
+        assert not any(errors.values()), errors
+    for name in TOGETHER:
+        told = json.loads((states / f"{name}.json").read_text())
+        for given, again, last in zip(told["given"], told["again"], told["last"], strict=True):
+            assert {*given} == {*range(36)}, (name, given)
+            assert again <= len(given) - 36 <= again + last - 1, (name, given, again)
 
 
 def test_remembering_where_a_plain_loader_is_costs_nothing_at_a_step(monkeypatch) -> None:

@@ -21,15 +21,18 @@ import numpy as np
 import torch
 
 from ft_ckpt import load, save
+from ft_ckpt.checkpoint.manifest import Manifest, PartRecord
 from ft_ckpt.errors import CheckpointError
 from ft_ckpt.files.convert import open_source
 from ft_ckpt.formats import pickled_objects, tensor_index
+from ft_ckpt.formats.layout import TensorRecord
 from ft_ckpt.formats.pytree import unflatten
 from ft_ckpt.formats.pytree_json import decode_node
 from ft_ckpt.model.plain_module import build_module, describe_module
+from ft_ckpt.schedule import History
 from ft_ckpt.storage.local_store import LocalStore
+from ft_ckpt.training.run_document import read_document
 from ft_ckpt.training.state import DOCUMENT_NAME, FOLDER
-from ft_ckpt.training.state_files import read_document
 
 LIBRARIES = Path(__file__).parents[1] / "golden/libraries"
 STEP_SECONDS = 10
@@ -293,15 +296,22 @@ def document(folder):
     tree = {"tree": ["list", {"a": ["tensor", 0]}, ["array", 1, "<f4", [2, 2]]], "tensors": 2}
     whole = {
         "version": 1, "items": {"scheduler": tree}, "ranks": [{"rng": tree}], "weights": {"w": ["", "w"]},
-        "run_id": "abc", "progress": {"step": 4, "epoch": 1}, "history": {}, "fingerprint": {},
+        "run_id": "abc", "progress": {"step": 4, "epoch": 1, "batch": 0, "samples": 0}, "fingerprint": {},
+        "history": History().to_json(),
     }  # fmt: skip
+    names = {"": ["w"], FOLDER: [f"{item}/{number}" for item in ("scheduler", "rank-0/rng") for number in range(2)]}
+    parts = [
+        PartRecord("", path, "state", "", "", tuple(TensorRecord(name, (2, 2), "float32", "f", 0, 0) for name in some))
+        for path, some in names.items()
+    ]
+    manifest = Manifest(tuple(parts), (), "state", "", 4, run_id="abc")
     (folder / FOLDER).mkdir()
     text = json.dumps(whole).encode()
 
     def attempt(dice):
         data = mutated(text, dice) if dice.random() < 0.3 else json.dumps(odd(whole, dice)).encode()
         (folder / FOLDER / DOCUMENT_NAME).write_bytes(data)
-        found = read_document(LocalStore(folder))
+        found = read_document(LocalStore(folder), manifest)
         for entry in found["ranks"][0].values():
             grow(entry["tree"])
 

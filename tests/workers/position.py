@@ -1,11 +1,13 @@
 """Ranks that read data together: interrupted and resumed, and resumed by another number of ranks.
 
 Cases: "same/NAME"; "save/NAME" leaves in the folder STATES what checkpoints of a run hold, and the order of its
-samples; "load/NAME/RANKS" goes on from what RANKS ranks left.
+samples; "load/NAME/RANKS" goes on from what RANKS ranks left; "go/NAME/STEPS/BATCH" goes on from what the launch before
+it left, for so many steps with batches of that size, and leaves what it was given in NAME.json.
 """
 
 import json
 import os
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,9 +21,10 @@ from torch.utils.data import DataLoader, DistributedSampler
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 import ft_ckpt
+from ft_ckpt.training import rng
 from ft_ckpt.training.data_position import DataPosition
 
-COUNT, BATCH = 48, 2
+COUNT, BATCH, SPLIT = 48, 2, 4
 STOPS = {1: (3, 4, 24), 2: (1, 2, 12)}  # batches: in the middle of one of twice as many ranks, at its end, at the last
 STATES = Path(os.environ["STATES"])
 
@@ -44,7 +47,7 @@ LOADERS: dict[str, Callable[[int], Any]] = {
     "augmented": lambda count: prepared(shuffled(count, noise="global")),
     "seedable": lambda count: prepared(shuffled(count), use_seedable_sampler=True),
     "workers": lambda count: prepared(shuffled(count, num_workers=2, persistent_workers=True)),
-    "split": lambda count: prepared(DataLoader(Numbers("", count), 4, shuffle=True), split_batches=True),
+    "split": lambda count: prepared(DataLoader(Numbers("", count), SPLIT, shuffle=True), split_batches=True),
     "dispatched": lambda count: prepared(shuffled(count, noise="global"), dispatch_batches=True),
     "stateful": lambda count: prepared(
         shuffled(count, StatefulDataLoader), use_stateful_dataloader=True, use_seedable_sampler=True
@@ -137,6 +140,37 @@ def load(name: str, before: int) -> None:
             assert later_again == later, where
 
 
+def go(name: str, steps: int, batch: int) -> None:
+    """One stage of a run that is resumed by other numbers of ranks, with other batches."""
+    global BATCH, SPLIT
+    BATCH, SPLIT = batch, batch * WORLD
+    scramble(1)
+    loader, state = LOADERS[name](36), STATES / f"{name}.h5"
+    scramble(1 + RANK)
+    feed, record = DataPosition(loader, RANK, WORLD), STATES / f"{name}.json"
+    told = json.loads(record.read_text()) if record.exists() else {"given": [[], []], "again": [0, 0], "last": [0, 0]}
+    if state.exists():
+        found = ft_ckpt.load(state)
+        notes = feed.load_state_dict(found["feed"])
+        rng.restore_generators(found["rng"])
+        told["again"][feed.epoch] += sum(int(n) for note in notes for n in re.findall("([0-9]+)[^;]*given again", note))
+    dist.is_initialized() and dist.barrier()  # all have read what rank 0 is about to replace
+    while feed.epoch < 2 and steps:
+        epoch = feed.epoch
+        if name == "distributed":
+            loader.sampler.set_epoch(epoch)
+        for batch_here in feed.batches():
+            given = together(batch_here, name)
+            told["given"][epoch] += given
+            told["last"][epoch] = len(given)
+            steps -= 1
+            if not steps:
+                break
+    if RANK == 0:
+        ft_ckpt.save(saved(feed), state)
+        record.write_text(json.dumps(told))
+
+
 def goes_on(whole: list[int], found: list[int]) -> bool:
     """Whether `found` is `whole`, but for what the last batches of all ranks are filled up with."""
     return found[: len(whole)] == whole and len(found) < len(whole) + BATCH * WORLD
@@ -146,6 +180,8 @@ def case(name: str, folder: Path) -> None:
     kind, loader, *before = name.split("/")
     if kind == "load":
         load(loader, int(before[0]))
+    elif kind == "go":
+        go(loader, int(before[0]), int(before[1]))
     else:
         {"same": same, "save": save}[kind](loader)
 
