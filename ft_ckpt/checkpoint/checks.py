@@ -185,9 +185,12 @@ def _part_index_problems(store: Store, part: PartRecord, sound: set[str]) -> Ite
     if sharded and not indexes and part.kind != "state":  # a state has a file of each rank, and a reader of its own
         yield f"{folder or './'}: {len(files)} shards without an index; readers of sharded weights need one"
     expected = {tensor.name: tensor.file for tensor in part.tensors}
+    tied = {name: expected[kept] for kept, *others in part.ties if kept in expected for name in others}  # may be there
     for name in sorted(indexes):
-        if (found := _indexed_files(store, name, folder)) != expected:
-            wrong = sorted(key for key in expected.keys() | found.keys() if expected.get(key) != found.get(key))
+        found = _indexed_files(store, name, folder)
+        places = {**{key: file for key, file in tied.items() if key in found}, **expected}
+        if found != places:
+            wrong = sorted(key for key in places.keys() | found.keys() if places.get(key) != found.get(key))
             yield f"{name}: sends these tensors elsewhere than the manifest: {listing(wrong, ', ')}"
 
 

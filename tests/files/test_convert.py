@@ -230,6 +230,9 @@ def test_a_checkpoint_of_ours_stays_one(tmp_path):
     assert report.ok, report.problems
     manifest = ft_ckpt.checkpoint.catalog.read_manifest(tmp_path / "again")
     assert (manifest.step, manifest.metrics, len(manifest.parts)) == (7, {"loss": 0.5}, 2)
+    convert(tmp_path / "again", tmp_path / "shards", max_shard_size=20_000, verify=True)
+    assert (tmp_path / "shards/policy/model.safetensors.index.json").exists()
+    assert ft_ckpt.verify(tmp_path / "shards").problems == (), "the index may have tied names"
     loaded = ft_ckpt.load_model(tmp_path / "again", part="policy")
     assert loaded.dtype == torch.bfloat16
     convert(tmp_path / "again", tmp_path / "all.pt")
