@@ -11,7 +11,6 @@ from ft_ckpt.distributed.source import Source
 from ft_ckpt.formats.dtypes import dtype_name
 
 MODEL_FILE = "model"
-EXTRA_FILE = "extra_state.json"  # beside the weights: what modules list in their state dict that is no tensor
 
 
 @dataclass(frozen=True, eq=False)

@@ -37,7 +37,7 @@ from ft_ckpt.model.open_weights import (
     read_weights,
     weight_names,
 )
-from ft_ckpt.model.plain_module import MODULE_NAME, build_module
+from ft_ckpt.model.plain_module import build_module
 from ft_ckpt.model.pretrained import (
     checked_config,
     class_of_own_code,
@@ -50,6 +50,7 @@ from ft_ckpt.model.pretrained import (
     most_parameters,
     name_origin,
 )
+from ft_ckpt.model.settings import MODULE_NAME
 from ft_ckpt.storage.local_store import LocalStore
 from ft_ckpt.storage.place import Place, open_place
 from ft_ckpt.storage.store import Store, read_text

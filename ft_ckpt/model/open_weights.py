@@ -14,7 +14,7 @@ from ft_ckpt.formats.pytree_json import load_object
 from ft_ckpt.formats.read_files import read_onto
 from ft_ckpt.formats.registry import checkpoint_format_of
 from ft_ckpt.formats.tensor_file import IndexedFile
-from ft_ckpt.model.entries import EXTRA_FILE
+from ft_ckpt.model.settings import EXTRA_FILE
 from ft_ckpt.storage.store import Store, read_text
 
 Weights = tuple[dict[str, Tensor], bool]  # by name, and whether they are their files, mapped

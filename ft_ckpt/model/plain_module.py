@@ -19,8 +19,8 @@ from ft_ckpt.errors import LoadError, SelectionError, listing
 from ft_ckpt.formats.dtypes import dtype_name, dtype_of
 from ft_ckpt.messages import warn
 from ft_ckpt.model.json_values import decode_value, encode_value, imported_module
+from ft_ckpt.model.settings import MODULE_NAME
 
-MODULE_NAME = "module.json"
 DESCRIPTION_FORMAT = 1  # raised when an older reader could misread a newer description
 
 Shapes = Mapping[str, Sequence[int]]

@@ -1,7 +1,6 @@
 """Builds an empty transformers model from its folder: of known classes only, no larger than its tensors allow."""
 
 import json
-import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,16 +20,15 @@ from ft_ckpt.formats.dtypes import dtype_of
 from ft_ckpt.model.conversion import converted_entries, stored_as_in_memory
 from ft_ckpt.model.open_weights import beside_weights, weight_names
 from ft_ckpt.model.selection import is_pretrained, made_by_class
+from ft_ckpt.model.settings import absurd_counts
 from ft_ckpt.storage.local_copy import local_folder
 from ft_ckpt.storage.local_store import LocalStore
 from ft_ckpt.storage.place import Place
 from ft_ckpt.storage.store import Store, read_text
 
-_MOST_LAYERS = 1 << 16  # of anything: what a config may ask for before it is held against the tensors
 _PARAMETERS_A_TENSOR = 16  # a stored tensor may be cut into several, and each be made more than once
 _MOST_ELEMENTS = 1 << 27  # of a buffer: a causal mask of 11,000 positions, a table of 100 million
 _FACTORIES = frozenset((torch.ones, torch.zeros, torch.full, torch.arange, torch.rand, torch.randn))
-_COUNT = re.compile(r"\w*(layer|block|depth|stage|expert|head)s?")
 
 
 def model_class(name: str) -> Any:
@@ -50,23 +48,6 @@ def checked_config(store: Store, record: PartRecord) -> dict[str, Any]:
             "another copy"
         )
     return config
-
-
-def absurd_counts(config: Mapping[str, Any]) -> list[str]:
-    """Counts in a config that are too large for any model, as text."""
-    return [f"{name}: {value:,}" for name, value in _counts_in(config) if value > _MOST_LAYERS]
-
-
-def _counts_in(value: Any, name: str = "") -> Iterator[tuple[str, int]]:
-    """The numbers in a config that say how many of something the model has, however deep inside."""
-    if isinstance(value, dict):
-        for key, inner in value.items():
-            yield from _counts_in(inner, key)
-    elif isinstance(value, list):
-        for inner in value:
-            yield from _counts_in(inner, name)
-    elif isinstance(value, (int, float)) and _COUNT.fullmatch(name):
-        yield name, int(value) if abs(value) < 1e300 else 10**300
 
 
 def empty_model(cls: Any, held: OpenCheckpoint, record: PartRecord) -> Any:

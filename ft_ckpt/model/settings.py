@@ -6,18 +6,17 @@ Every field of a config counts unless it is listed here as harmless. A field tha
 import copy
 import dataclasses
 import json
+import re
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 from ft_ckpt.errors import CorruptError, damaged_input
-from ft_ckpt.model.base_model import keeps_base, made_anew
-from ft_ckpt.model.entries import EXTRA_FILE
-from ft_ckpt.model.plain_module import MODULE_NAME
-from ft_ckpt.model.pretrained import absurd_counts
 from ft_ckpt.storage.store import Store, read_text
 
+MODULE_NAME = "module.json"
+EXTRA_FILE = "extra_state.json"  # what modules list in their state dict that is no tensor
 SETTINGS_FILES = {"model": "config.json", "adapter": "adapter_config.json", "module": MODULE_NAME}
 
 # Fields of a model's config that do not change the output in eval mode; fields of dropout are harmless as well.
@@ -42,6 +41,8 @@ _UNORDERED = frozenset({  # PEFT tests membership only, and writes some of them 
     *("target_modules", "exclude_modules", "feedforward_modules", "modules_to_save", "layers_to_transform"),
 })  # fmt: skip
 _ABSENT = object()
+_MOST_LAYERS = 1 << 16  # of anything: what a config may ask for before it is held against the tensors
+_COUNT = re.compile(r"\w*(layer|block|depth|stage|expert|head)s?")
 
 Difference = tuple[str, str, str]  # field, value in the first, value in the other
 
@@ -76,7 +77,26 @@ def adapter_settings(store: Store) -> dict[str, Any]:
 
 def is_irreproducible(settings: Mapping[str, Any]) -> bool:
     """Whether the initialisation of an adapter with these settings changes its base and cannot be repeated."""
+    from ft_ckpt.model.base_model import made_anew  # loads torch.distributed
+
     return bool(made_anew(SimpleNamespace(peft_config={"": SimpleNamespace(**settings)})))
+
+
+def absurd_counts(config: Mapping[str, Any]) -> list[str]:
+    """Counts in a config that are too large for any model, as text."""
+    return [f"{name}: {value:,}" for name, value in _counts_in(config) if value > _MOST_LAYERS]
+
+
+def _counts_in(value: Any, name: str = "") -> Iterator[tuple[str, int]]:
+    """The numbers in a config that say how many of something the model has, however deep inside."""
+    if isinstance(value, dict):
+        for key, inner in value.items():
+            yield from _counts_in(inner, key)
+    elif isinstance(value, list):
+        for inner in value:
+            yield from _counts_in(inner, name)
+    elif isinstance(value, (int, float)) and _COUNT.fullmatch(name):
+        yield name, int(value) if abs(value) < 1e300 else 10**300
 
 
 def _text_of(store: Store, name: str) -> str | None:
@@ -141,6 +161,8 @@ def _counts_for_adapter(settings: Mapping[str, Any], name: str) -> bool:
 def _completed_adapter(settings: Mapping[str, Any]) -> dict[str, Any]:
     """The settings with PEFT's defaults for absent fields, and one value for all initialisations that keep the base."""
     from peft import PEFT_TYPE_TO_CONFIG_MAPPING
+
+    from ft_ckpt.model.base_model import keeps_base
 
     known = PEFT_TYPE_TO_CONFIG_MAPPING.get(settings.get("peft_type"))
     fields = dataclasses.fields(known) if known is not None else ()

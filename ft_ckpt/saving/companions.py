@@ -14,8 +14,9 @@ from ft_ckpt.distributed.ranks import Ranks
 from ft_ckpt.distributed.wrappers import user_class
 from ft_ckpt.errors import ConfigError
 from ft_ckpt.model import pretrained_files as companions
-from ft_ckpt.model.entries import EXTRA_FILE, Part, main_dtype
-from ft_ckpt.model.plain_module import MODULE_NAME, module_text
+from ft_ckpt.model.entries import Part, main_dtype
+from ft_ckpt.model.plain_module import module_text
+from ft_ckpt.model.settings import EXTRA_FILE, MODULE_NAME
 from ft_ckpt.saving.build_manifest import base_record
 from ft_ckpt.saving.files import PartPlan
 from ft_ckpt.saving.request import SaveRequest
