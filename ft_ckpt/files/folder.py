@@ -141,7 +141,7 @@ def open_folder(place: Place, origin: Place | None = None) -> TensorFile:
 
 def _open_any_folder(place: Place, origin: Place) -> TensorFile:
     store = place.folder
-    if tensorflow.bundle_prefix(place) is not None and not any(weight_files(store, kind)[0] for kind in _STEMS):
+    if tensorflow.bundle_prefixes(place) and not any(weight_files(store, kind)[0] for kind in _STEMS):
         return tensorflow.open_tensorflow(place)
     if not store.list_folder().exists:
         raise LoadError(f"{place}: no such file or folder")

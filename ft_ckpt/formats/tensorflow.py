@@ -16,7 +16,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ft_ckpt.errors import ConfigError, CorruptError, SelectionError, TargetError, damaged_input, listing, shown
+from ft_ckpt.errors import (
+    ConfigError,
+    CorruptError,
+    LoadError,
+    SelectionError,
+    TargetError,
+    damaged_input,
+    listing,
+    shown,
+)
 from ft_ckpt.formats.layout import Spec, TensorFile
 from ft_ckpt.storage.local_copy import check_files_inside, local_folder
 from ft_ckpt.storage.local_disk import list_entries
@@ -59,19 +68,18 @@ def load_tensorflow() -> Any:
     return tensorflow
 
 
-def bundle_prefix(place: Place) -> Place | None:
-    """The prefix of the checkpoint at `place`: the prefix itself, or the newest in a folder; or None."""
+def bundle_prefixes(place: Place) -> list[Place]:
+    """The prefixes that `place` can stand for: itself, the newest that its folder names, or all in that folder."""
     if place.name and place.store.stat(f"{place.name}{_INDEX}") is not None:
-        return place
+        return [place]
     store = place.folder
     names = [each.name for each in store.list_folder().objects]
     if STATE in names:
         text = read_text(store, STATE, errors="replace")
         named = re.search(r'^model_checkpoint_path: "(.+)"', text, re.MULTILINE)
         if named and is_inside(named[1]) and store.stat(f"{named[1]}{_INDEX}") is not None:
-            return Place(store, named[1])
-    found = sorted(name for name in names if ".ckpt" in name and name.endswith(_INDEX))
-    return Place(store, found[-1].removesuffix(_INDEX)) if found else None
+            return [Place(store, named[1])]
+    return [Place(store, name.removesuffix(_INDEX)) for name in names if ".ckpt" in name and name.endswith(_INDEX)]
 
 
 class TensorFlowFile:
@@ -168,15 +176,20 @@ class _ShardedBundles:
 def open_tensorflow(place: Place) -> TensorFile:
     """The tensors of the checkpoint with prefix `place`, or of the newest or of all shards in the folder `place`.
 
-    Raises ConfigError where TensorFlow is not installed, CorruptError when there is no checkpoint or it is damaged.
+    Raises ConfigError where TensorFlow is not installed, LoadError for a folder of several checkpoints that does not
+    name the newest, CorruptError when there is no checkpoint or it is damaged.
     """
+    check_files_inside(place.folder, [SHARDS, STATE])
     if place.folder.stat(SHARDS) is not None:
         with damaged_input(f"{place}: {SHARDS}"):
             return _ShardedBundles(place.folder, json.loads(read_text(place.folder, SHARDS))["weight_map"])
-    prefix = bundle_prefix(place)
-    if prefix is None:
+    prefixes = bundle_prefixes(place)
+    if not prefixes:
         raise CorruptError(f"{place}: no TensorFlow checkpoint there; expected {PREFIX}.index or another prefix's")
-    return TensorFlowFile(prefix)
+    if len(prefixes) > 1:
+        names = listing([one.last_step for one in prefixes], ", ")
+        raise LoadError(f"{place}: holds {names}, and no file {STATE!r} or {SHARDS} that says which to read; name one")
+    return TensorFlowFile(prefixes[0])
 
 
 def check_tensorflow_types(specs: Iterable[Spec]) -> None:

@@ -251,9 +251,17 @@ def make_like(store: Store, other: Store) -> None:
 def _least(paths: Iterable[Path]) -> Access:
     found = FREE
     for path in paths:
-        with contextlib.suppress(FileNotFoundError):  # a link that leads nowhere
-            found &= local_disk.access_of(path.stat())
+        found &= _path_access(path)
     return found
+
+
+def _path_access(path: Path) -> Access:
+    try:
+        return local_disk.access_of(path.stat())
+    except OSError as error:
+        if error.errno not in (*_ABSENT, errno.ELOOP):
+            raise
+        return FREE  # a link that leads nowhere, or to itself
 
 
 @contextlib.contextmanager

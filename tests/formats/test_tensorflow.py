@@ -1,5 +1,7 @@
 """TensorFlow checkpoints: what TensorFlow's own reader says of what is written, and the way back."""
 
+import shutil
+
 import numpy as np
 import pytest
 import torch
@@ -9,8 +11,8 @@ from hypothesis import strategies as st
 
 import ft_ckpt
 from ft_ckpt import cli
-from ft_ckpt.errors import CheckpointError, ConfigError, CorruptError, SelectionError
-from ft_ckpt.files.convert import convert
+from ft_ckpt.errors import CheckpointError, ConfigError, CorruptError, LoadError, SelectionError
+from ft_ckpt.files.convert import convert, open_source
 from ft_ckpt.files.shard_rules import assign_shards, read_shard_rules
 from ft_ckpt.formats import tensorflow
 from ft_ckpt.formats.layout import ITEM_BYTES, Spec
@@ -195,9 +197,20 @@ def test_it_says_what_to_install(tmp_path, monkeypatch):
         tensorflow.open_tensorflow(open_place(tmp_path / "x.ckpt"))
 
 
+def test_a_folder_of_several_that_names_none_is_not_guessed_at(tf, tmp_path):
+    write(tmp_path / "run", {"w": torch.ones(2)})
+    for suffix in (".index", ".data-00000-of-00001"):
+        shutil.copy(tmp_path / f"run/model.ckpt{suffix}", tmp_path / f"run/other.ckpt{suffix}")
+    assert set(open_source(tmp_path / "run").specs) == {"w"}
+    (tmp_path / "run/checkpoint").unlink()
+    with pytest.raises(LoadError, match=r"model\.ckpt, other\.ckpt"):
+        open_source(tmp_path / "run")
+    assert set(open_source(tmp_path / "run/other.ckpt").specs) == {"w"}
+
+
 def test_a_prefix_that_leads_out_of_the_folder_is_not_followed(tmp_path):
     (tmp_path / "elsewhere.index").touch()
     (tmp_path / "run").mkdir()
     for prefix in (str(tmp_path / "elsewhere"), "../elsewhere"):
         (tmp_path / "run" / "checkpoint").write_text(f'model_checkpoint_path: "{prefix}"\n')
-        assert tensorflow.bundle_prefix(open_place(tmp_path / "run")) is None
+        assert tensorflow.bundle_prefixes(open_place(tmp_path / "run")) == []
