@@ -70,6 +70,7 @@ class Fault:
 
     matches: str
     status: int = 0
+    says: str = "a fault"
     times: int = 1
     cuts: bool = False  # the connection, without an answer
     acts_first: bool = False  # what was asked for is done ahead of the failure
@@ -157,7 +158,7 @@ class _Handler(BaseHTTPRequestHandler):
                 self.close_connection = True
                 return
             if fault.status:
-                self._send(_Answer(fault.status, {"error": "a fault"}))
+                self._send(_Answer(fault.status, {"error": fault.says}))
                 return
         self._send(self._outcome(path, body))
 
