@@ -129,19 +129,19 @@ def python_state(state: tuple[Any, ...]) -> State:
 
 
 def _python_tuple(state: Mapping[str, Any]) -> tuple[Any, ...]:
-    """What `random.setstate` takes. Raises ValueError for values of other types, which that would convert."""
+    """What `random.setstate` takes. Raises CorruptError for values of other types, which that would convert."""
     words, gauss = tuple(int(word) for word in state["words"]), state["gauss"]
     if type(state["version"]) is not int or type(gauss) not in (float, type(None)):
-        raise ValueError(f"version {state['version']!r:.40}, gauss {gauss!r:.40}")
+        raise CorruptError(f"version {state['version']!r:.40}, gauss {gauss!r:.40}")
     return state["version"], words, gauss
 
 
 def _numpy_state(state: Mapping[str, Any]) -> dict[str, Any]:
-    """What `set_state` of NumPy's legacy generators takes. Raises ValueError for values that it would not check."""
+    """What `set_state` of NumPy's legacy generators takes. Raises CorruptError for values that it would not check."""
     at = state["state"]["pos"] if state["bit_generator"] == "MT19937" else 0
     kinds = type(at), type(state["has_gauss"]), type(state["gauss"])
     if kinds != (int, int, float) or not 0 <= at <= _NUMPY_WORDS:
-        raise ValueError(f"pos {at!r:.40}, has_gauss {state['has_gauss']!r:.40}, gauss {state['gauss']!r:.40}")
+        raise CorruptError(f"pos {at!r:.40}, has_gauss {state['has_gauss']!r:.40}, gauss {state['gauss']!r:.40}")
     return dict(state)
 
 

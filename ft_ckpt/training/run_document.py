@@ -71,7 +71,7 @@ def read_document(store: Store, manifest: Manifest) -> Document:
 
 
 def _refuse_constant(name: str) -> Any:
-    raise ValueError(f"{name} is no JSON")
+    raise CorruptError(f"{name} is no JSON")
 
 
 def _problems(known: _KnownDocument, manifest: Manifest) -> Iterator[str]:
