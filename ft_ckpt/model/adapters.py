@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from ft_ckpt.distributed.added_state import wrapper_steps
 from ft_ckpt.distributed.source import Source
 from ft_ckpt.distributed.wrappers import user_class, walk_modules
-from ft_ckpt.errors import IncompleteError, NotAnAdapterError, SelectionError, listing
+from ft_ckpt.errors import IncompleteError, NotAnAdapterError, SelectionError, listing, shown
 from ft_ckpt.model.added_rows import resized_embeddings
 from ft_ckpt.model.conversion import cast_entries
 from ft_ckpt.model.entries import Entry, Group, Part, unchanged_entry
@@ -26,6 +26,7 @@ T = TypeVar("T")
 ADAPTER_FILE = "adapter_model"
 PREFIX = "base_model.model."  # what PEFT puts before the names of the model an adapter is injected into
 TO_BASE = ("base_layer", "original_module")  # the child of a PEFT layer that is the model's own
+BASE_STEPS = (*TO_BASE, "token_adapter")  # children of PEFT's layers on the way to the model's own
 
 
 def has_adapters(module: nn.Module) -> bool:
@@ -101,11 +102,7 @@ def base_sources(part: View) -> Iterable[tuple[str, Source]]:
 
 def _of_base(part: View, named: Mapping[str, T]) -> Iterable[tuple[str, T]]:
     """The entries of `named` that are the base model's own, by their names there."""
-    from peft.tuners.tuners_utils import BaseTunerLayer
-    from peft.utils.other import AuxiliaryTrainingWrapper
-
-    wrapped = _paths_of_kinds(part.module, (BaseTunerLayer, AuxiliaryTrainingWrapper))
-    root = _root_steps(part.module)
+    wrapped, root = _wrapped_layers(part.module), _root_steps(part.module)
     for name, value in named.items():
         steps = name.split(".")
         if steps[: len(root)] != root:
@@ -127,16 +124,26 @@ def _root_steps(module: Any) -> list[str]:
     return ["base_model", *(["model"] if hasattr(module.base_model, "peft_config") else [])]
 
 
-def _paths_of_kinds(module: nn.Module, kinds: tuple[type, ...]) -> frozenset[str]:
-    return frozenset(path for path, _, inner in walk_modules(module) if isinstance(inner, kinds))
+def _wrapped_layers(module: nn.Module) -> dict[str, tuple[str, ...]]:
+    """The paths of PEFT's layers, each with the names of the children that lead to the model's own tensors."""
+    from peft.tuners.adaption_prompt.layer import AdaptedAttention, AdaptedAttentionGPT
+    from peft.tuners.tuners_utils import BaseTunerLayer
+    from peft.utils.other import AuxiliaryTrainingWrapper
+
+    layers, attention = (BaseTunerLayer, AuxiliaryTrainingWrapper), (AdaptedAttention, AdaptedAttentionGPT)
+    return {
+        path: BASE_STEPS if isinstance(inner, layers) else ("model",)
+        for path, _, inner in walk_modules(module)
+        if isinstance(inner, (*layers, *attention))
+    }
 
 
-def _base_steps(steps: list[str], wrapped: frozenset[str]) -> list[str] | None:
+def _base_steps(steps: list[str], wrapped: Mapping[str, tuple[str, ...]]) -> list[str] | None:
     """The path without PEFT's layers, or None when it belongs to an adapter."""
     kept, path = [], ""
     for step in steps:
         if path in wrapped:
-            if step not in (*TO_BASE, "token_adapter"):
+            if step not in wrapped[path]:
                 return None
         else:
             kept.append(step)
@@ -190,20 +197,17 @@ def _sources_for(part: View, adapter: str) -> list[Source]:
 
     PEFT tells these by their adapter's name at any place: of an adapter called "0", all of layer 0 would be.
     """
-    from peft.tuners.tuners_utils import BaseTunerLayer
-    from peft.utils.other import AuxiliaryTrainingWrapper
-
     others, root = set(part.module.peft_config) - {adapter}, _root_steps(part.module)
-    wrapped = _paths_of_kinds(part.module, (BaseTunerLayer, AuxiliaryTrainingWrapper)) if others else frozenset()
+    wrapped = _wrapped_layers(part.module) if others else {}
     named = ((name.split("."), source) for name, source in part.sources.items())
     return [source for steps, source in named if not others or _adapter_of(steps, wrapped, root) not in others]
 
 
-def _adapter_of(steps: list[str], wrapped: frozenset[str], root: list[str]) -> str | None:
+def _adapter_of(steps: list[str], wrapped: Mapping[str, tuple[str, ...]], root: list[str]) -> str | None:
     """The step that names the adapter, after what it trains in a layer, or last in what all layers share."""
     path = ""
     for index, step in enumerate(steps):
-        if path in wrapped and step not in (*TO_BASE, "token_adapter"):
+        if step not in wrapped.get(path, (step,)):
             return next(iter(steps[index + 1 :]), None)
         path = f"{path}.{step}" if path else step
     return steps[-1] if steps[: len(root)] != root else None
@@ -219,12 +223,18 @@ def _peft_names(module: Any, state_dict: Mapping[str, Tensor], adapter: str) -> 
     from peft import get_peft_model_state_dict
 
     # PEFT's "auto" would ask the Hub for the base's vocabulary, and looks at bare names only: decided in _left_out.
-    result: dict[str, Tensor] = get_peft_model_state_dict(
-        _with_one_adapter(module, adapter),
-        state_dict=dict(state_dict),
-        adapter_name=adapter,
-        save_embedding_layers=False,
-    )
+    try:
+        result: dict[str, Tensor] = get_peft_model_state_dict(
+            _with_one_adapter(module, adapter),
+            state_dict=dict(state_dict),
+            adapter_name=adapter,
+            save_embedding_layers=False,
+        )
+    except (LookupError, AttributeError, TypeError, ValueError, RuntimeError) as error:
+        raise SelectionError(
+            f"adapter {adapter!r}: PEFT cannot select its tensors ({shown(error)}), nor would its save_pretrained; "
+            "expected an adapter that PEFT can save; delete_adapter() removes one"
+        ) from error
     return result
 
 

@@ -1,8 +1,14 @@
 """Puts stored adapters onto their base: the right base, all their tensors, the active one active."""
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+import json
+import re
+import reprlib
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import is_dataclass, replace
+from enum import Enum
+from types import UnionType
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 import torch
 from torch import Tensor, nn
@@ -11,26 +17,20 @@ from ft_ckpt.checkpoint.manifest import PartRecord
 from ft_ckpt.checkpoint.open_checkpoint import OpenCheckpoint, checkpoint_around, open_checkpoint
 from ft_ckpt.distributed.source import Source
 from ft_ckpt.distributed.tensors import ModelTensors
-from ft_ckpt.errors import BaseMismatchError, CorruptError, LoadError, listing
-from ft_ckpt.formats.dtypes import dtype_of
+from ft_ckpt.errors import BaseMismatchError, CheckpointError, CorruptError, LoadError, listing, shown
+from ft_ckpt.formats.dtypes import dtype_name, dtype_of
 from ft_ckpt.formats.registry import format_named
-from ft_ckpt.model.adapters import PREFIX, adapter_parts, base_sources, is_peft_model
+from ft_ckpt.model.adapters import BASE_STEPS, PREFIX, adapter_parts, base_sources, is_peft_model
 from ft_ckpt.model.added_rows import embedding_of
-from ft_ckpt.model.base_model import differing_tensors, is_floating, keeps_base
-from ft_ckpt.model.open_weights import read_tensors, weight_names
+from ft_ckpt.model.base_model import differing_tensors, irreproducible, is_floating, keeps_base
+from ft_ckpt.model.entries import Entry
+from ft_ckpt.model.open_weights import beside_weights, read_tensors, weight_names
 from ft_ckpt.model.pretrained import companions_here, model_class
 from ft_ckpt.model.selection import View
 from ft_ckpt.storage.place import Place, open_place
+from ft_ckpt.storage.store import Store, read_text
 
-
-@dataclass(frozen=True, eq=False)
-class Attached:
-    """The model with its adapters, and the names that did not fit."""
-
-    model: nn.Module
-    missing: tuple[str, ...]
-    unexpected: tuple[str, ...]
-    notes: tuple[str, ...]
+_CONFIG = "adapter_config.json"
 
 
 def base_of(record: PartRecord, given: Any, trust_remote_code: bool, *, verify: bool) -> nn.Module:
@@ -73,70 +73,162 @@ def _refuse_damaged_base(place: Any, verify: bool) -> None:
 
 def attach_adapters(
     model: nn.Module, held: OpenCheckpoint, records: Sequence[PartRecord], *, check_base: bool, beside: bool = False
-) -> Attached:
+) -> tuple[nn.Module, tuple[str, ...]]:
     """Put the adapters in `records` onto `model`, which may be a base or already carry adapters of these names.
 
-    `beside`: the base is of the same checkpoint, so what its adapters changed of it when they were made is done. A base
-    that they change now is compared when they are on it, as it was recorded.
+    `beside`: the base is of the same checkpoint, with the changes that initialising its adapters made to it. A base
+    that is changed now is compared with the recorded one afterwards.
 
-    Raises BaseMismatchError when sampled weights show another base, LoadError naming every tensor that is missing
-    or has no place.
+    Returns the model and notes for the report. Raises BaseMismatchError when sampled weights show another base,
+    LoadError naming the tensors and settings that do not fit, or the adapters whose base cannot be made again.
     """
-    from peft import PeftModel
-
     configs = {str(record.adapter): _adapter_config(held, record, beside) for record in records}
+    if not beside:
+        _refuse_changed_base(held, records, configs)
     is_remade = not all(keeps_base(config) for config in configs.values())
     check_base = check_base and not is_peft_model(model)
     notes = _prepare_base(model, held, records, check_base and not is_remade)
-    peft_model: Any = model if is_peft_model(model) else None
+    peft_model: Any = model
     for record in records:
-        name = str(record.adapter)
-        if not format_named(record.format).read_by_transformers:  # nor by PEFT
-            peft_model = _add_adapter(peft_model or model, held, record, configs[name])
-            continue
-        with companions_here(held, record) as folder:
-            if peft_model is None:
-                peft_model = PeftModel.from_pretrained(model, str(folder), adapter_name=name, config=configs[name])
-            else:
-                if name not in peft_model.peft_config:
-                    peft_model.add_adapter(name, configs[name])
-                peft_model.load_adapter(str(folder), adapter_name=name)
+        with _explain_peft(held, [record]):
+            peft_model = _make_adapter(peft_model, str(record.adapter), configs[str(record.adapter)])
     for record in records if check_base and is_remade else ():
         here = dict(base_sources(View(peft_model, ModelTensors(peft_model).sources())))
         _check_base(here, type(model).__name__, record, is_remade=True)
-    missing, unexpected = _place_brought(peft_model, held, records)
-    problems = [f"{name}: missing in the files" for name in missing]
-    problems += [f"{name}: no place in the model" for name in unexpected]
-    if problems:
-        raise LoadError(f"{listing(problems)}: the adapter in {held.store.url} does not fit this base")
+    with _explain_peft(held, records):
+        places = _find_places(View(peft_model, ModelTensors(peft_model).sources()), held, records)
+        for record in records:
+            _fill_adapter(peft_model, held, record)
+            _copy_brought(held, record, places[str(record.adapter)])
     _activate_adapters(peft_model, records)
-    return Attached(peft_model.eval(), tuple(missing), tuple(unexpected), notes)
+    return peft_model.eval(), notes
+
+
+def _refuse_changed_base(held: OpenCheckpoint, records: Sequence[PartRecord], configs: Mapping[str, Any]) -> None:
+    """Raise LoadError for adapters whose initialisation changed the base in a way that cannot be repeated here."""
+    if why := irreproducible(configs):
+        raise LoadError(
+            f"{why}: no base fits the adapter alone; save the model in the process that trains it, with "
+            "adapter_only=False or merged=True. If the base given has the changed weights already, set "
+            "init_lora_weights to true in the adapter's config"
+        )
+    others = [part for part in held.manifest.parts if part.kind == "adapter"]
+    if len(others) == 1 or all(record.base and record.base.fingerprint for record in records):
+        return  # the base is compared with the one that they were trained on
+    all_configs = {str(part.adapter): _adapter_config(held, part, beside=False) for part in others}
+    if changing := [name for name, config in all_configs.items() if not keeps_base(config)]:
+        raise LoadError(
+            f"adapter {', '.join(changing)}: its initialisation changed the base, and {held.store.url} has "
+            f"{len(others)} adapters; nothing says which of them were trained on the changed base. Copy an adapter "
+            "that was trained by itself into a folder of its own"
+        )
 
 
 def _adapter_config(held: OpenCheckpoint, record: PartRecord, beside: bool) -> Any:
     """An adapter's config; on a base that was saved `beside` it, which it must not change once more."""
-    from peft import PeftConfig
+    from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING
 
-    with companions_here(held, record, lambda name: name == "adapter_config.json") as folder:
-        config = PeftConfig.from_pretrained(str(folder))
+    with _explain_peft(held, [record]), companions_here(held, record, lambda name: name == _CONFIG) as folder:
+        settings = json.loads((folder / _CONFIG).read_text(encoding="utf-8"))
+        # The method's own class: PeftConfig would leave out its checks of what older versions wrote.
+        config: Any = PEFT_TYPE_TO_CONFIG_MAPPING[settings["peft_type"]].from_pretrained(str(folder))
     config.inference_mode = True
     if beside and not keeps_base(config):
         config.init_lora_weights = True
     return config
 
 
-def _add_adapter(model: Any, held: OpenCheckpoint, record: PartRecord, config: Any) -> Any:
-    """The adapter of an HDF5 file: made from its config, then filled."""
-    from peft import get_peft_model, set_peft_model_state_dict
+def _make_adapter(model: Any, name: str, config: Any) -> Any:
+    """The PeftModel with an adapter of that name, whose tensors are yet to be filled."""
+    from peft import PeftModel
+    from peft.auto import MODEL_TYPE_TO_PEFT_MODEL_MAPPING
+
+    if not is_peft_model(model):
+        return MODEL_TYPE_TO_PEFT_MODEL_MAPPING.get(config.task_type, PeftModel)(model, config, name)
+    if name not in model.peft_config:
+        model.add_adapter(name, config)
+    return model
+
+
+def _fill_adapter(model: Any, held: OpenCheckpoint, record: PartRecord) -> None:
+    from peft import set_peft_model_state_dict
 
     name = str(record.adapter)
-    if is_peft_model(model):
-        model.add_adapter(name, config)
-    else:
-        model = get_peft_model(model, config, adapter_name=name)
+    if format_named(record.format).read_by_transformers:  # and by PEFT
+        with companions_here(held, record) as folder:
+            model.load_adapter(str(folder), adapter_name=name)
+        return
     for file in weight_names(record):
         set_peft_model_state_dict(model, read_tensors(held.store, file), adapter_name=name)
-    return model
+
+
+@contextmanager
+def _explain_peft(held: OpenCheckpoint, records: Sequence[PartRecord]) -> Iterator[None]:
+    """Raise LoadError for errors of PEFT, which the config and the tensors of an adapter cause."""
+    try:
+        yield
+    except (CheckpointError, MemoryError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:
+        files = [beside_weights(record, _CONFIG) for record in records]
+        odd = [f"{file}: {what}" for file in files for what in _odd_settings(held.store, file)]
+        raise LoadError(
+            f"{listing(odd or files)}: PEFT cannot make the adapter in {held.store.url} ({shown(error)}); use another "
+            "copy, or the version of PEFT that wrote it"
+        ) from error
+
+
+def _odd_settings(store: Store, file: str) -> list[str]:
+    """Settings in the adapter config `file` that are not of the type that PEFT declares, or no pattern."""
+    import peft
+    from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING
+
+    settings = json.loads(read_text(store, file))
+    if not isinstance(settings, dict):
+        return ["no JSON object"]
+    kinds = {str(kind.value): config for kind, config in PEFT_TYPE_TO_CONFIG_MAPPING.items()}
+    if (method := settings.get("peft_type")) not in list(kinds):
+        return [f"peft_type: {reprlib.repr(method)}, expected a method of PEFT {peft.__version__}"]
+    hints = get_type_hints(kinds[method])
+    odd = [
+        f"{name}: {reprlib.repr(value)}, expected {str(hints[name]).replace('typing.', '')}"
+        for name, value in settings.items()
+        if name in hints and not _is_of_type(value, hints[name])
+    ]
+    patterns = {name: [value] if isinstance(value, str) else value for name, value in settings.items()}
+    return odd + [
+        f"{name}: {reprlib.repr(text)} is no regular expression"
+        for name, texts in patterns.items()
+        if isinstance(texts, (list, dict))
+        for text in texts
+        if isinstance(text, str) and not _is_pattern(text)
+    ]
+
+
+def _is_pattern(text: str) -> bool:
+    try:
+        re.compile(text)
+    except (re.error, OverflowError, RecursionError):
+        return False
+    return True
+
+
+def _is_of_type(value: Any, hint: Any) -> bool:
+    """Whether a value of JSON is of an annotated type; where nothing can be said, it is."""
+    kind, inside = get_origin(hint), get_args(hint)
+    if kind in (Union, UnionType):
+        return any(_is_of_type(value, one) for one in inside)
+    if kind is Literal:
+        return value in inside
+    if kind in (list, tuple, set):
+        return isinstance(value, list) and all(_is_of_type(one, inside[0]) for one in value)
+    if kind is dict or is_dataclass(hint):
+        return isinstance(value, dict)
+    if hint in (int, float):
+        return isinstance(value, (int, float)) and not isinstance(value, bool)
+    if isinstance(hint, type) and issubclass(hint, Enum):
+        return value in [one.value for one in hint]
+    return hint is Any or not isinstance(hint, type) or isinstance(value, hint)
 
 
 def _base_class(place: str, asked: Mapping[str, Any]) -> Any:
@@ -166,14 +258,18 @@ def _prepare_base(model: Any, held: OpenCheckpoint, records: Sequence[PartRecord
 
 
 def _stored_rows(model: Any, records: Sequence[PartRecord]) -> int | None:
-    """Rows of the input embeddings that the adapter brings with it, if it does."""
+    """Number of rows of the input embeddings that the adapters store, None if they store none."""
     layer = embedding_of(model)
     if layer is None:
         return None
     name = next((name for name, inner in model.named_modules() if inner is layer), None)
-    wanted = {f"{PREFIX}{name}.weight", f"{PREFIX}{name}.base_layer.weight"}
-    found = (t.shape[0] for record in records for t in record.tensors if t.name in wanted)
-    return next(found, None)
+    wanted = f"{PREFIX}{name}.weight"
+    tensors = (tensor for record in records for tensor in record.tensors if tensor.shape)
+    return next((tensor.shape[0] for tensor in tensors if _name_in_base(tensor.name) == wanted), None)
+
+
+def _name_in_base(name: str) -> str:
+    return ".".join(step for step in name.split(".") if step not in BASE_STEPS)
 
 
 def _check_base(here: Mapping[str, Source], kind: str, record: PartRecord, *, is_remade: bool) -> None:
@@ -199,40 +295,58 @@ def _check_base(here: Mapping[str, Source], kind: str, record: PartRecord, *, is
         )
 
 
-def _place_brought(model: Any, held: OpenCheckpoint, records: Sequence[PartRecord]) -> tuple[list[str], list[str]]:
-    """Names missing in files or model. What PEFT leaves alone or rounds is put in place: base tensors that came with
-    the adapter, and what is stored in a type that the base is not in.
+def _find_places(one: View, held: OpenCheckpoint, records: Sequence[PartRecord]) -> dict[str, dict[str, Source]]:
+    """By adapter, the places of stored tensors that PEFT leaves alone or rounds: base tensors that came with the
+    adapter, and those stored in a type that their place does not hold.
+
+    Raises LoadError naming every tensor that is missing, has no place, or is of another shape or kind of number.
     """
-    one = View(model, ModelTensors(model).sources())
     expected = {part.adapter: part.entries for part in adapter_parts(one, "", "", "as_is")}
     base = {PREFIX + name: source for name, source in base_sources(one)}
     base.update({source.name: source for _, source in base_sources(one)})
-    missing: list[str] = []
-    unexpected: list[str] = []
+    everywhere = {tensor.name for record in records for tensor in record.tensors}
+    problems: list[str] = []
+    places: dict[str, dict[str, Source]] = {}
     for record in records:
-        own = {entry.name: entry.source for entry in expected[record.adapter]}
+        own = {entry.name: entry for entry in expected[record.adapter]}
         stored = {tensor.name for tensor in record.tensors}
-        missing += sorted(own.keys() - stored)
-        brought = stored - own.keys()
-        unexpected += sorted(brought - set(base))
-        places = {name: base[name] for name in brought if name in base}
+        missing = own.keys() - stored - (base.keys() & everywhere)  # resized embeddings come with one of the adapters
+        problems += [f"{name}: missing in the files" for name in sorted(missing)]
+        places[str(record.adapter)] = {}
         for tensor in record.tensors:
-            if (source := own.get(tensor.name)) and not _holds_all(source.dtype, dtype_of(tensor.dtype)):
-                places[tensor.name] = source
-        _copy_brought(held, record, places)
-    return missing, unexpected
+            place = own.get(tensor.name) or base.get(tensor.name)
+            if place is None:
+                problems.append(f"{tensor.name}: no place in the model")
+                continue
+            dtype, source = dtype_of(tensor.dtype), place.source if isinstance(place, Entry) else place
+            if tensor.shape != place.shape or not _are_alike(dtype, place.dtype):
+                wanted = f"{dtype_name(place.dtype)} {tuple(place.shape)}"
+                problems.append(f"{tensor.name}: {tensor.dtype} {tensor.shape} in the files, expected {wanted}")
+            elif source is not None and (tensor.name not in own or not _holds_all(source.dtype, dtype)):
+                places[str(record.adapter)][tensor.name] = source
+    if problems:
+        raise LoadError(f"{listing(problems)}: the adapter in {held.store.url} does not fit this base")
+    return places
+
+
+def _are_alike(stored: torch.dtype, live: torch.dtype) -> bool:
+    """Whether both are floating-point, both complex, or both neither."""
+    return (stored.is_floating_point, stored.is_complex) == (live.is_floating_point, live.is_complex)
 
 
 def _holds_all(live: torch.dtype, stored: torch.dtype) -> bool:
     """Whether values of the type `stored` are not rounded in the type `live`."""
-    return live == stored or torch.promote_types(live, stored) == live
+    if not stored.is_floating_point:
+        return live == stored or torch.promote_types(live, stored) == live
+    here, there = torch.finfo(live), torch.finfo(stored)
+    return here.eps <= there.eps and here.max >= there.max and here.tiny <= there.tiny
 
 
 def _copy_brought(held: OpenCheckpoint, record: PartRecord, brought: Mapping[str, Source]) -> None:
     for file in {tensor.file for tensor in record.tensors if tensor.name in brought}:
         stored = read_tensors(held.store, file)
         with torch.no_grad():
-            for name in brought:
+            for name in brought.keys() & stored.keys():
                 live: Tensor = brought[name].live
                 if not _holds_all(live.dtype, stored[name].dtype):
                     live.data = live.data.to(stored[name].dtype)

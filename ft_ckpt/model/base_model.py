@@ -29,10 +29,10 @@ from ft_ckpt.model.adapters import PREFIX, TO_BASE, base_sources, has_adapters, 
 from ft_ckpt.model.selection import module_at, view_of
 
 _PASSING = {"_name_or_path", "transformers_version", "dtype", "torch_dtype", "architectures", "use_cache", "vocab_size"}
-# How LoRA's factors may begin: with the base as it is; by changing it in a way that comes out the same each time. What
-# else there is (random or data-driven decompositions) cannot be done again.
+# Initialisations of LoRA that leave the base as it is, and those that change it by a deterministic decomposition. Any
+# other (random, or computed from training data) cannot be repeated.
 _KEEPS_BASE = frozenset({"true", "false", "gaussian", "orthogonal", "eva", "mica"})
-_REPEATS = frozenset({"pissa", "olora", "loftq"})
+_REPEATS = frozenset({"pissa", "olora", "kasa", "loftq"})
 _ULPS = 2  # sampled values may differ by this many units of the coarser dtype: a base loaded in another precision
 _REMADE_ULPS = 64  # of float32, in which decompositions are computed, and adapters merged and taken out again
 
@@ -135,14 +135,30 @@ def refuse_merged(module: nn.Module) -> None:
 
 
 def keeps_base(config: Any) -> bool:
-    """Whether making an adapter of this config leaves the base as it was."""
-    return str(getattr(config, "init_lora_weights", True)).lower() in _KEEPS_BASE
+    """Whether the initialisation of an adapter with this config leaves the base as it was."""
+    return not _changes_of_base(config)
 
 
-def made_anew(module: Any) -> list[str]:
-    """Adapters whose making changed the base as it cannot be changed again from their config and the base alone."""
-    inits = {name: str(getattr(config, "init_lora_weights", True)) for name, config in module.peft_config.items()}
-    return [f"{name} ({init})" for name, init in inits.items() if init.lower() not in _KEEPS_BASE | _REPEATS]
+def _changes_of_base(config: Any) -> list[str]:
+    """The initialisations in the config that change the base, in the order in which PEFT does them."""
+    init = str(getattr(config, "init_lora_weights", True))
+    found = [] if init.lower() in _KEEPS_BASE else [init]
+    return [*found, *(["kasa"] if getattr(config, "kasa_config", None) else [])]
+
+
+def irreproducible(configs: Mapping[str, Any]) -> str:
+    """Why the adapters with these configs fit no base that can be made again; "" if they do.
+
+    LoftQ is repeatable in its first iteration only: later ones quantise the residual of a decomposition, whose last
+    digits differ between machines.
+    """
+    wrong = []
+    for name, config in configs.items():
+        loftq = getattr(config, "loftq_config", None)
+        is_long = isinstance(loftq, dict) and loftq.get("loftq_iter", 1) != 1
+        changes = _changes_of_base(config)
+        wrong += [f"{name} ({one})" for one in changes if one.lower() not in _REPEATS or (one == "loftq" and is_long)]
+    return f"adapter {', '.join(wrong)}: its initialisation changed the base and cannot be repeated" if wrong else ""
 
 
 def base_samples(model: nn.Module, rank: int, attribute: str | None = None) -> dict[str, dict[str, float]]:

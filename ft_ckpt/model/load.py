@@ -206,11 +206,12 @@ def _load_group(held: OpenCheckpoint, records: list[PartRecord], options: _LoadO
         trusted, given = options.trust_remote_code, options.base
         model = options.into
         model = base_of(adapters[0], given, trusted, verify=options.verify) if model is None else model
-    notes = attach_adapters(model, held, adapters, check_base=options.check_base and not whole, beside=bool(whole))
-    count = sum(len(record.tensors) for record in adapters) + (report.tensors if report else 0)
-    return notes.model, LoadReport(
-        held.store.url, "", notes.missing, notes.unexpected, (), count, bool(report and report.zero_copy), notes.notes
+    model, notes = attach_adapters(
+        model, held, adapters, check_base=options.check_base and not whole, beside=bool(whole)
     )
+    count = sum(len(record.tensors) for record in adapters) + (report.tensors if report else 0)
+    zero_copy = bool(report and report.zero_copy)
+    return model, LoadReport(held.store.url, "", (), (), (), count, zero_copy, notes)
 
 
 def _load_plain(held: OpenCheckpoint, record: PartRecord, options: _LoadOptions) -> tuple[nn.Module, LoadReport]:

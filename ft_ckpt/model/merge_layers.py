@@ -144,7 +144,7 @@ def refuse_unmergeable(view: View, names: Sequence[str], layers: Sequence[Adapte
 
 def _why_not(config: Any) -> str | None:
     method = str(getattr(config.peft_type, "value", config.peft_type))
-    if config.is_prompt_learning:
+    if config.is_prompt_learning or config.is_adaption_prompt:
         return f"{method} acts on inputs, not on weights"
     if getattr(config, "layer_replication", None):
         return "layer_replication has one weight stand for several layers"

@@ -9,7 +9,7 @@ from torch.optim.swa_utils import AveragedModel
 from ft_ckpt.distributed.source import Source
 from ft_ckpt.errors import IncompleteError, NotAnAdapterError, SelectionError, listing
 from ft_ckpt.model.adapters import adapter_parts, base_view, check_complete, has_adapters, missing_trainable
-from ft_ckpt.model.base_model import made_anew, refuse_merged
+from ft_ckpt.model.base_model import irreproducible, refuse_merged
 from ft_ckpt.model.entries import Part
 from ft_ckpt.model.merge_choice import MergeChoice
 from ft_ckpt.model.selection import View, model_part, module_at, view_of
@@ -88,9 +88,9 @@ def is_adapter_run(model: nn.Module, found: Mapping[str, Source], attribute: str
 
     `found` are the sources of `model`.
     """
-    module = module_at(model, attribute or "")
-    if not has_adapters(module) or made_anew(module):
-        return False  # or nobody could make this base again
+    module: Any = module_at(model, attribute or "")
+    if not has_adapters(module) or irreproducible(module.peft_config):
+        return False
     whole = view_of(model, found, attribute or "")
     return not missing_trainable(whole, adapter_parts(whole, "", "", "as_is"))
 
@@ -126,11 +126,8 @@ def _refuse_missing(parts: list[Part], views: Iterable[View], adapter_only: bool
 def _parts_of_view(one: View, name: str, path: str, adapter_only: bool, dtype: str) -> list[Part]:
     if has_adapters(one.module):
         refuse_merged(one.module)
-    if adapter_only and has_adapters(one.module) and (changed := made_anew(one.module)):
-        raise SelectionError(
-            f"adapter {', '.join(changed)}: its making changed the base, and would change it otherwise another time: "
-            "the adapter alone fits no base; save with adapter_only=False"
-        )
+    if adapter_only and has_adapters(one.module) and (why := irreproducible(one.module.peft_config)):
+        raise SelectionError(f"{why}: the adapter alone fits no base; save with adapter_only=False")
     if adapter_only:
         parts = adapter_parts(one, name, path, dtype)
         check_complete(one, parts)

@@ -77,9 +77,9 @@ def adapter_settings(store: Store) -> dict[str, Any]:
 
 def is_irreproducible(settings: Mapping[str, Any]) -> bool:
     """Whether the initialisation of an adapter with these settings changes its base and cannot be repeated."""
-    from ft_ckpt.model.base_model import made_anew  # loads torch.distributed
+    from ft_ckpt.model.base_model import irreproducible  # loads torch.distributed
 
-    return bool(made_anew(SimpleNamespace(peft_config={"": SimpleNamespace(**settings)})))
+    return bool(irreproducible({"": SimpleNamespace(**settings)}))
 
 
 def absurd_counts(config: Mapping[str, Any]) -> list[str]:

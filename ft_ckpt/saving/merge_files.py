@@ -67,8 +67,9 @@ def merge(
     memory. The manifest says what the model was made from. Checkpoints of ours are compared with their digests as they
     are read. `overwrite` is that of `convert`.
 
-    Raises SelectionError naming all that cannot be merged, LoadError where there is no base or the adapter does not fit
-    it, BaseMismatchError for another base, IncompleteError for NaN; for files as `convert` does.
+    Raises SelectionError naming all that cannot be merged, LoadError if there is no base, if the adapters name several,
+    if an adapter's settings or tensors do not fit it, or if initialising the adapter changed it in a way that cannot be
+    repeated, BaseMismatchError for another base, IncompleteError for NaN; for files as `convert` does.
     """
     begun = time.monotonic()
     options = convert_options(
@@ -86,15 +87,15 @@ def merge(
         based = base_on_files(place, found, dequantize=dequantize, in_memory=check is not None)
         beside = stored.has_base and base is None
         sampled = check_base and not beside
-        attached = attach_adapters(based.model, stored.held, stored.records, check_base=sampled, beside=beside)
+        model, added = attach_adapters(based.model, stored.held, stored.records, check_base=sampled, beside=beside)
         given: dict[str, Any] = {"merged": choice, "made_from": (source.last_step, found.last_step)}
-        given["check"] = None if check is None else live_logits(attached.model, check)
+        given["check"] = None if check is None else live_logits(model, check)
         given["extra_files"] = _companion_files(opened, stored)
         given["access"] = source_access(place, found, options.target)
         given["access"] &= source_access(Place(stored.held.store), Place(stored.held.origin), options.target)
-        report = _save_merged(attached.model, options, given, begun)
+        report = _save_merged(model, options, given, begun)
     left = [f"{listing(list(based.left), ', ')}: the base's model has no place for it, left out"] if based.left else []
-    notes = (*left, *attached.notes, *report.notes)
+    notes = (*left, *added, *report.notes)
     name, casts = options.format.name, report.casts
     return ConvertReport(options.path, name, report.bytes, report.tensors, report.seconds, casts, (), notes)
 

@@ -44,7 +44,7 @@ def onto_plain_base(
         plain = base_on_files(place, found, dequantize=False, in_memory=in_memory).model
         live.refuse_other(plain, str(found))
         prove_sources()  # here: another thread or rank may commit
-    made: Any = attach_adapters(plain, stored.held, stored.records, check_base=not dequantize).model
+    made: Any = attach_adapters(plain, stored.held, stored.records, check_base=not dequantize)[0]
     inside = made.get_base_model()
     inside.config, inside.name_or_path = live.plain_config(), live.module.name_or_path
     inside.generation_config = copy.deepcopy(getattr(live.module, "generation_config", None))

@@ -12,7 +12,7 @@ from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntry
 
 from ft_ckpt.checkpoint.manifest import BaseRecord, Manifest, PartRecord
 from ft_ckpt.checkpoint.open_checkpoint import OpenCheckpoint, checkpoint_around, open_checkpoint
-from ft_ckpt.errors import CorruptError, LoadError, SelectionError
+from ft_ckpt.errors import CorruptError, LoadError, SelectionError, listing
 from ft_ckpt.files.folder import join_weight_files, weight_files
 from ft_ckpt.formats.layout import TensorRecord
 from ft_ckpt.formats.registry import checkpoint_format_of
@@ -70,13 +70,21 @@ def choose_merge(stored: StoredAdapters, weights: Sequence[float] | None) -> Mer
 
 
 def find_base(stored: StoredAdapters, given: Any) -> Place:
-    """The folder of the base: `given`, the one beside the adapters, or the one they name. Raises LoadError for none."""
+    """The folder of the base: `given`, the one beside the adapters, or the one they name.
+
+    Raises LoadError if there is none, and if the adapters name several.
+    """
     if given is not None:
         return open_place(given) if (found := _base_folder(given, None)) is None else found
     if stored.has_base:
         return stored.base_place
-    record = stored.records[0]
-    base = record.base or BaseRecord(None, None, "float32", "", {})
+    bases = {str(record.adapter): record.base or BaseRecord(None, None, "float32", "", {}) for record in stored.records}
+    samples = [dict(base.fingerprint) for base in bases.values()]
+    are_one = bool(samples[0]) and all(found == samples[0] for found in samples)
+    if len({(base.id, base.revision) for base in bases.values()}) > 1 and not are_one:
+        wrong = [f"adapter {name!r}: on {base.id!r} (revision {base.revision})" for name, base in bases.items()]
+        raise LoadError(f"{listing(wrong)}; expected one base; merge them one by one, or name the base with base=")
+    record, base = stored.records[0], bases[str(stored.records[0].adapter)]
     named = _adapter_settings(Place(stored.held.store, record.path).folder).get("base_model_name_or_path")
     for name in filter(None, dict.fromkeys((base.id, named))):
         if (folder := _base_folder(str(name), base.revision)) is not None:

@@ -1,4 +1,4 @@
-"""PEFT's methods that can be merged, each as a function from target modules to a configuration."""
+"""PEFT's methods, those that can be merged and others, each as a function from target modules to a configuration."""
 
 from collections.abc import Callable
 from typing import Any
@@ -15,6 +15,10 @@ def low_rank(targets: Any, **settings: Any) -> LoraConfig:
 
 def of_class(name: str, **settings: Any) -> Callable[[Any], Any]:
     return lambda targets: getattr(peft, name)(target_modules=targets, **settings)
+
+
+def tuners_config(name: str) -> Any:
+    return getattr(peft.tuners.lora.config, f"{name}Config")
 
 
 METHODS: dict[str, Callable[[Any], Any]] = {
@@ -55,6 +59,35 @@ METHODS: dict[str, Callable[[Any], Any]] = {
     "unilora": of_class("UniLoraConfig"),
     "pissa": lambda targets: low_rank(targets, init_lora_weights="pissa"),
     "olora": lambda targets: low_rank(targets, init_lora_weights="olora"),
+    "kasa": lambda targets: low_rank(targets, kasa_config=tuners_config("Kasa")()),
+    "mica": lambda targets: low_rank(targets, init_lora_weights="mica"),
+    "orthogonal": lambda targets: low_rank(targets, r=4, init_lora_weights="orthogonal"),
+    "velora": lambda targets: low_rank(targets, velora_config=tuners_config("Velora")()),
+    "monteclora": lambda targets: low_rank(targets, monteclora_config=tuners_config("Monteclora")()),
+    "peanut": of_class("PeanutConfig"),
+    "psoft": of_class("PsoftConfig", r=4),
+    "frod": of_class("FrodConfig"),
+    "norms": lambda _: peft.LNTuningConfig(target_modules=["input_layernorm"]),
+    "tokens": lambda _: peft.TrainableTokensConfig(token_indices=[3, 5]),
+}
+
+
+def of_task(name: str, **settings: Any) -> Callable[[Any], Any]:
+    return lambda _: getattr(peft, name)(task_type="CAUSAL_LM", **settings)
+
+
+UNMERGEABLE: dict[str, Callable[[Any], Any]] = {
+    "beft": of_class("BeftConfig"),
+    "lily": of_class("LilyConfig"),
+    "poly": of_class("PolyConfig"),
+    "shadow": lambda _: peft.ShadowConfig(),
+    "adaption-prompt": of_task("AdaptionPromptConfig", adapter_len=3, adapter_layers=2),
+    "prompt": of_task("PromptTuningConfig", num_virtual_tokens=3),
+    "prefix": of_task("PrefixTuningConfig", num_virtual_tokens=3),
+    "p-tuning": of_task("PromptEncoderConfig", num_virtual_tokens=3, encoder_hidden_size=7),
+    "multitask": of_task("MultitaskPromptTuningConfig", num_virtual_tokens=3, num_tasks=2),
+    "cpt": of_task("CPTConfig", cpt_token_ids=[1, 2, 3], cpt_mask=[1, 1, 1], cpt_tokens_type_mask=[1, 2, 3]),
+    "cartridge": of_task("CartridgeConfig", num_virtual_tokens=3),
 }
 
 

@@ -242,6 +242,43 @@ def test_resized_embeddings_are_saved(target, with_path, tmp_path):
     assert_agree(logits(ours), logits(model))
 
 
+@pytest.mark.parametrize("tokens", [[34, 46], [34, 103], {"embed_tokens": [103], "lm_head": [3]}], ids=str)
+@pytest.mark.parametrize("file_format", ["safetensors", "h5"])
+def test_tokens_trained_in_resized_embeddings_are_loaded(tokens, file_format, tmp_path):
+    """The rows lie in a layer within a layer: they were stored, and not found again."""
+    models.build("qwen3").save_pretrained(tmp_path / "base")
+    model = trained(get_peft_model(resized(tmp_path, True, seed=1), low_rank(trainable_token_indices=tokens)))
+    save_adapter(model, tmp_path / "ours", format=file_format)
+    text = torch.tensor([[34, 46, 103, 3]])
+    live = model.eval()(input_ids=text).logits
+    assert_agree(ft_ckpt.load_model(tmp_path / "ours")(input_ids=text).logits, live)
+    ft_ckpt.merge(tmp_path / "ours", tmp_path / "merged", progress=False)
+    assert_agree(AutoModelForCausalLM.from_pretrained(tmp_path / "merged")(input_ids=text).logits, live)
+    CheckpointSaver().save_state(model, tmp_path / "run")
+    again = get_peft_model(resized(tmp_path, True, seed=2), low_rank(trainable_token_indices=tokens))
+    CheckpointSaver().resume(tmp_path / "run", model=again)
+    assert_agree(again.eval()(input_ids=text).logits, live)
+
+
+def test_resized_embeddings_come_with_the_adapter_that_was_active(tmp_path):
+    models.build("qwen3").save_pretrained(tmp_path / "base")
+    model = get_peft_model(resized(tmp_path, True, seed=1), low_rank())
+    model.add_adapter("second", low_rank(target_modules=["k_proj"]))
+    model.set_adapter("second")
+    save_adapter(trained(model), tmp_path / "ours")
+    loaded = ft_ckpt.load_model(tmp_path / "ours")
+    assert_agree(logits(loaded), logits(model))
+
+
+def test_an_adapter_that_peft_cannot_save_is_refused(tmp_path):
+    """Its selection fails on layers that another adapter alone is on; PEFT's own save does, too."""
+    model = get_peft_model(models.build("qwen3"), low_rank(trainable_token_indices=[34]))
+    model.add_adapter("second", low_rank())
+    for save in (save_adapter, CheckpointSaver().save_state):
+        with pytest.raises(errors.SelectionError, match="adapter 'second': PEFT cannot select its tensors"):
+            save(model, tmp_path / "out")
+
+
 class Headless(PreTrainedModel):
     """A model of somebody's own whose class does not say where its embeddings are."""
 

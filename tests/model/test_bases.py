@@ -17,6 +17,8 @@ from ft_ckpt.errors import BaseMismatchError, LoadError, SelectionError
 
 
 def adapted(init=True, seed=0, **settings):
+    if init == "kasa":
+        init, settings = True, {"kasa_config": peft.tuners.lora.config.KasaConfig(), **settings}
     config = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=init, **settings)
     return trained(peft.get_peft_model(models.build("qwen3", seed=seed), config))
 
@@ -82,7 +84,7 @@ def test_an_adapter_that_was_merged_and_taken_out_again_leaves_the_base(tmp_path
             saver.save(model, tmp_path / str(seed) / "out", adapter_only=True)
 
 
-@pytest.mark.parametrize("init", [True, "gaussian", "pissa", "olora", "pissa_niter_2"])
+@pytest.mark.parametrize("init", [True, "gaussian", "pissa", "olora", "pissa_niter_2", "kasa"])
 def test_base_and_adapters_come_back_as_they_were(tmp_path, init):
     """The base that the making of an adapter left is stored, and not decomposed once more by whoever loads it."""
     model = adapted(init)
@@ -104,7 +106,7 @@ def test_folders_whose_adapter_says_how_it_began(tmp_path, init):
     assert_agree(logits(ft_ckpt.load_model(path)), logits(model))
 
 
-@pytest.mark.parametrize("init", ["pissa", "olora"])
+@pytest.mark.parametrize("init", ["pissa", "olora", "kasa"])
 def test_an_adapter_that_changes_its_base(tmp_path, init):
     """The base is compared as it is with the adapter on it: the right one is taken, another refused."""
     model = adapted(init)

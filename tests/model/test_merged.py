@@ -55,6 +55,8 @@ def loaded(folder: Any) -> Any:
 
 
 def merges_as_peft(architecture: str, method: str, folder: Any) -> None:
+    if (architecture, method) == ("bert", "tokens"):
+        pytest.skip("PEFT's layer of trained tokens leaves out the bias of a head")
     base, kind = make(ARCHITECTURES[architecture]), ARCHITECTURES[architecture].inputs
     try:
         model = with_adapter(base, METHODS[method](TARGETS[architecture]))

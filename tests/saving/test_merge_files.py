@@ -11,7 +11,7 @@ import torch
 from architectures import ARCHITECTURES, make
 from compare import assert_close_tensors, assert_same_tensors, logits, reference, stored
 from launch import run_cases, run_python
-from methods import METHODS, low_rank, with_adapter
+from methods import METHODS, UNMERGEABLE, low_rank, with_adapter
 from peft import get_peft_model
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
@@ -65,6 +65,31 @@ def test_as_peft_merges_it(method, tmp_path):
 @pytest.mark.parametrize("method", METHODS)
 def test_every_method_as_peft_merges_it(method, tmp_path):
     merges_as_peft("llama-tied", METHODS[method](LINEAR), tmp_path)
+
+
+def is_refused_and_kept(method: str, folder: Path) -> None:
+    base = stored_base(folder, "llama-tied")
+    model = adapted(base, UNMERGEABLE[method](LINEAR))
+    model.save_pretrained(folder / "adapter")
+    with pytest.raises(errors.SelectionError, match="cannot be merged"):
+        merged(folder / "adapter", folder / "out")
+    for alone in (True, False):
+        CheckpointSaver().save(model, folder / str(alone), adapter_only=alone)
+        loaded = ft_ckpt.load_model(folder / str(alone))
+        if method not in ("poly", "multitask"):  # whose models want to be told a task
+            assert_close_tensors({"": logits(loaded)}, {"": logits(model)})
+    assert stored(folder / "False").keys() == stored(base).keys()
+
+
+def test_a_method_without_a_merge_is_refused_and_kept(tmp_path):
+    """An adaption prompt is no layer of PEFT's kind: its attention was taken for the base's, and saved as such."""
+    is_refused_and_kept("adaption-prompt", tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", UNMERGEABLE)
+def test_every_method_without_a_merge_is_refused_and_kept(method, tmp_path):
+    is_refused_and_kept(method, tmp_path)
 
 
 @pytest.mark.parametrize("architecture", ["mixtral", "qwen3-moe"])
@@ -141,6 +166,54 @@ def test_another_base_is_refused(base, tmp_path):
         merged(tmp_path / "adapter", tmp_path / "out", base=tmp_path / "other")
     assert not (tmp_path / "out").exists()
     merged(tmp_path / "adapter", tmp_path / "out", base=tmp_path / "other", check_base=False)
+
+
+def foreign(base: Path, folder: Path, config: Any = None, **settings: Any) -> Path:
+    """PEFT's folder of an adapter, with some of the settings in its config changed."""
+    adapted(base, config or low_rank(LINEAR)).save_pretrained(folder)
+    file = folder / "adapter_config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), **settings}))
+    return folder
+
+
+LORA_GA = {"init_lora_weights": "lora_ga", "lora_ga_config": {}}
+LOFTQ = {"init_lora_weights": "loftq", "loftq_config": {"loftq_bits": 4, "loftq_iter": 5}}
+
+
+@pytest.mark.parametrize("init", ["pissa_niter_4", "corda", LORA_GA, LOFTQ], ids=str)
+def test_a_base_that_cannot_be_made_again_is_refused(init, base, tmp_path):
+    """PEFT would merge into a residual of its own, another one each time."""
+    foreign(base, tmp_path / "adapter", **(init if isinstance(init, dict) else {"init_lora_weights": init}))
+    with pytest.raises(errors.LoadError, match=r"adapter default \((pissa_niter_4|corda|lora_ga|loftq)\): its init"):
+        merged(tmp_path / "adapter", tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_adapters_of_one_folder_that_changed_their_base_are_refused(base, tmp_path):
+    """The second one was trained on what the first one had left of the base, or was not."""
+    model = adapted(base, low_rank(LINEAR, init_lora_weights="pissa"))
+    model.add_adapter("other", low_rank(["k_proj"]))
+    model.save_pretrained(tmp_path / "adapters")
+    for names in (["default"], ["other"], ["default", "other"]):
+        with pytest.raises(errors.LoadError, match=r"adapter default: its initialisation changed the base"):
+            merged(tmp_path / "adapters", tmp_path / "out", adapters=names)
+    CheckpointSaver().save(model, tmp_path / "ours", adapter_only=True)  # has samples of the base to compare
+    live = logits(model)
+    merged(tmp_path / "ours", tmp_path / "out")
+    torch.testing.assert_close(logits(AutoModelForCausalLM.from_pretrained(tmp_path / "out")), live)
+
+
+def test_adapters_of_several_bases_are_refused(base, tmp_path):
+    other = stored_base(tmp_path / "elsewhere", "llama-tied")
+    foreign(base, tmp_path / "adapters" / "one")
+    foreign(other, tmp_path / "adapters" / "two", low_rank(["k_proj"]))
+    both = {"adapters": ["one", "two"]}
+    with pytest.raises(
+        errors.LoadError, match=r"adapter 'one': on '.*'two': on '.*elsewhere.*name the base with base="
+    ):
+        merged(tmp_path / "adapters", tmp_path / "out", **both)
+    merged(tmp_path / "adapters", tmp_path / "out", base=base, **both)
+    merged(tmp_path / "adapters", tmp_path / "alone", adapters=["two"])
 
 
 def test_what_does_not_fit_is_refused(base, tmp_path):
