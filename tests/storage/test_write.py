@@ -249,7 +249,24 @@ def test_error_in_a_writer_thread_is_raised(tmp_path, monkeypatch):
         written(tmp_path, [20 * BLOCK_BYTES], direct="off", threads=1)
 
 
-@pytest.mark.parametrize("code", [errno.EEXIST, errno.EMFILE, errno.EACCES, errno.EIO])
+def test_a_file_without_write_permission_is_written_through_the_page_cache(tmp_path, monkeypatch):
+    """The second open of a new file of mode 0444 is refused to everybody but root."""
+    real = os.open
+
+    def opened(path, flags, *mode, **more):
+        if flags & os.O_DIRECT:
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+        return real(path, flags, *mode, **more)
+
+    monkeypatch.setattr(os, "open", opened)
+    writing = LocalStore(tmp_path, direct_bytes=0).create("f", 10)
+    assert writing.direct == -1
+    writing.write(0, memoryview(b"0123456789"))
+    writing.finish()
+    assert (tmp_path / "f").read_bytes() == b"0123456789"
+
+
+@pytest.mark.parametrize("code", [errno.EEXIST, errno.EMFILE, errno.EIO])
 @pytest.mark.parametrize("way", ["create", "share"])
 def test_only_a_refused_o_direct_is_gone_around(tmp_path, monkeypatch, code, way):
     """Any other failure is told, and a file that is there is not deleted for it."""
