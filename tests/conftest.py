@@ -6,6 +6,9 @@ The longest files begin first.
 """
 
 import os
+import shutil
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,6 +16,7 @@ import extensions
 import pytest
 import torch
 from hypothesis import settings
+from places import HELPERS
 from s3_server import S3, running_s3
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -49,3 +53,14 @@ def s3() -> Iterator[S3]:
     pytest.importorskip("obstore")
     with running_s3() as server:
         yield server
+
+
+@pytest.fixture(scope="session")
+def shim(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The library of faulty.c, by which calls to the disk fail, or end their process: for LD_PRELOAD."""
+    compiler = shutil.which("cc") or shutil.which("gcc")
+    if compiler is None or sys.platform != "linux":
+        pytest.skip("needs a C compiler, and a loader that takes LD_PRELOAD")
+    library = tmp_path_factory.mktemp("faulty") / "faulty.so"
+    subprocess.run([compiler, "-shared", "-fPIC", "-O1", "-w", "-o", library, HELPERS / "faulty.c", "-ldl"], check=True)
+    return library

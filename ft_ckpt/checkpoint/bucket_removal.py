@@ -13,7 +13,6 @@ not. That is nothing where the manifest was not yet touched. Files that no manif
 of a save that has died, if its mark says that the folder was clear when it began ("cleared").
 """
 
-import json
 import time
 from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Set as AbstractSet
@@ -30,13 +29,15 @@ from ft_ckpt.checkpoint.marks import (
     STALE_SECONDS,
     TOMBSTONE,
     is_mark,
-    is_recent,
+    living_marks,
     mark_holder,
+    may_live,
     own_mark,
+    put_mark,
     read_mark,
-    recent_marks,
 )
 from ft_ckpt.checkpoint.pins import pin_reason
+from ft_ckpt.checkpoint.save_mark import clear_spent_mark
 from ft_ckpt.storage.place import Place
 from ft_ckpt.storage.placing import ABANDONED_SECONDS, PREFIX
 from ft_ckpt.storage.store import Store, Stored
@@ -71,13 +72,17 @@ def settle_in_bucket(store: Store, listed: Listed, now: float) -> Removal | None
     """Complete what others have begun in the folder `store` and can no more, as it was `listed`; None: nothing is left.
 
     Interrupted removals are finished; where no manifest is, what a save has left that died goes, and its mark a day
-    after the last sign of it, since a process that was thought dead may go on to write.
+    after the last sign of it, since a process that was thought dead may go on to write. The mark of a save that has
+    committed goes at once.
     """
     committed, saving = listed.get(MANIFEST_NAME), listed.get(SAVING)
-    spent = {each.name for each in listed.values() if is_mark(each.name) and not is_recent(each, now)} - {SAVING}
+    if committed and saving and clear_spent_mark(store):
+        saving = None
+        listed = {name: each for name, each in listed.items() if name != SAVING}
+    spent = {each.name for each in listed.values() if is_mark(each.name) and not may_live(store, each, now)} - {SAVING}
     spent -= {PIN} if committed or saving else set()
     doomed = {path for name in spent if name.startswith(TOMBSTONE) for path in manifest_files(store, name)}
-    is_dead = saving is not None and not committed and not is_recent(saving, now)
+    is_dead = saving is not None and not committed and not may_live(store, saving, now)
     unfinished = files_of_save(listed) if is_dead and read_mark(store, SAVING).get("cleared") else set()
     if saving and not unfinished and saving.modified < now - ABANDONED_SECONDS:
         spent.add(SAVING)
@@ -95,8 +100,8 @@ def settle_in_bucket(store: Store, listed: Listed, now: float) -> Removal | None
 def mark_guards(store: Store, listed: Listed, now: float) -> tuple[str, ...]:
     """The reasons, read from its marks, why the checkpoint in `store` must not be deleted."""
     pinned = pin_reason(Place(store)) if PIN in listed else None
-    leases = (f"in use by {mark_holder(store, name)}" for name in recent_marks(listed.values(), LEASE, now))
-    return (*((pinned,) if pinned else ()), *leases, *_save_under_way(listed, now))
+    leases = (f"in use by {mark_holder(store, name)}" for name in living_marks(store, listed.values(), LEASE, now))
+    return (*((pinned,) if pinned else ()), *leases, *_save_under_way(store, listed, now))
 
 
 def _remove_files(
@@ -111,7 +116,7 @@ def _remove_files(
     away or replaces it. `spent` are marks that go, too; None for all but that of a save.
     """
     begun, tombstone = time.monotonic(), own_mark(f"{TOMBSTONE}-")
-    store.write(tombstone, json.dumps({"files": [{"path": path} for path in sorted(doomed)]}).encode())
+    put_mark(store, tombstone, files=[{"path": path} for path in sorted(doomed)])
     listed = {each.name: each for each in store.list()}
     why = _obstacles(store, listed, tombstone, seen, guarded=touch is not None)
     if not why and time.monotonic() - begun > STALE_SECONDS / 2:  # others may soon take the tombstone for a dead one's
@@ -136,13 +141,13 @@ def _obstacles(store: Store, listed: Listed, tombstone: str, seen: str | None, *
     if own is None or (manifest.version if manifest else None) != seen:
         return ("it was changed while it was to be deleted",)
     others = {name: each for name, each in listed.items() if name != tombstone}
-    if recent_marks(others.values(), TOMBSTONE, own.modified):
+    if living_marks(store, others.values(), TOMBSTONE, own.modified):
         return ("another sweep is at work on it",)
-    return mark_guards(store, others, own.modified) if guarded else _save_under_way(others, own.modified)
+    return mark_guards(store, others, own.modified) if guarded else _save_under_way(store, others, own.modified)
 
 
-def _save_under_way(listed: Listed, now: float) -> tuple[str, ...]:
-    return ("a save to it is not finished",) if recent_marks(listed.values(), SAVING, now) else ()
+def _save_under_way(store: Store, listed: Listed, now: float) -> tuple[str, ...]:
+    return ("a save to it is not finished",) if living_marks(store, listed.values(), SAVING, now) else ()
 
 
 def files_of_save(listed: Iterable[str]) -> set[str]:

@@ -112,6 +112,21 @@ def commit_stage(stage: Path, target: Path, manifest: Manifest, access: Access =
                 _release_stage(stage)
 
 
+def place_files(stage: Path, target: Path) -> None:
+    """Make the files in `stage`, without a manifest, the folder `target`, durably; it is missing or empty.
+
+    They appear together, unless the folder cannot be moved (a mount point, the working directory).
+    """
+    with explained(target):
+        target = local_disk.real_path(target)
+        everything = list(local_disk.walk_tree(stage))
+        local_disk.sync_all([*everything, stage])
+        if not (_is_movable(stage, target) and _swap_folders(stage, target, FREE, committed=False)):
+            local_disk.make_folder(target)
+            files = [path.relative_to(stage).as_posix() for path in everything if not path.is_dir()]
+            local_disk.move_files(files, stage, target)
+
+
 def discard_stage(stage: Path) -> None:
     """Delete a stage that will not be committed; nothing happens when it is already gone.
 
@@ -279,10 +294,13 @@ def _place_stage(stage: Path, target: Path, manifest: Manifest, access: Access) 
     old = listed_files(target)
     new = [file.path for file in manifest.files]
     _check_obstacles(target, new, old or frozenset())
-    # Beside it means that it holds no mount either. In a mounted bucket a folder's move is many, in no order.
-    movable = stage.parent != target and not local_disk.holds_cwd(target) and not is_on_bucket(target)
-    if not (movable and _swap_folders(stage, target, access, committed=old is not None)):
+    if not (_is_movable(stage, target) and _swap_folders(stage, target, access, committed=old is not None)):
         _pour_files(stage, target, {*(old or ()), *new, *misleading_files(LocalStore(target), manifest)}, new)
+
+
+def _is_movable(stage: Path, target: Path) -> bool:
+    # Beside it means that it holds no mount either. In a mounted bucket a folder's move is many, in no order.
+    return stage.parent != target and not local_disk.holds_cwd(target) and not is_on_bucket(target)
 
 
 def _check_obstacles(target: Path, new: list[str], old: frozenset[str]) -> None:

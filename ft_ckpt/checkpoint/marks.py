@@ -5,13 +5,11 @@ of two at least one sees the other's. A removal gives way: it takes its tombston
 save, or another removal. All others wait until the removal that they see is over, and then look at what is there.
 
 A mark counts while it was put within ten minutes, by the clock of the store: when it was listed last, one's own was
-just put. Pins count always.
+just put. On the machine of its process it counts no longer than the process lives. Pins count always.
 """
 
 import contextlib
 import json
-import os
-import socket
 import threading
 import time
 from collections.abc import Iterable, Iterator
@@ -50,8 +48,7 @@ def mark_holder(store: Store, name: str) -> str:
 
 def put_mark(store: Store, name: str, *, create_only: bool = False, **facts: Any) -> None:
     """Put a mark that tells its process, and `facts`. Raises TargetError."""
-    told = {"host": socket.gethostname(), "pid": os.getpid(), **facts}
-    store.write(name, json.dumps(told).encode(), create_only=create_only)
+    store.write(name, json.dumps({**owners.process_facts(), **facts}).encode(), create_only=create_only)
 
 
 def store_time(store: Store) -> float:
@@ -77,14 +74,14 @@ def is_mark(name: str) -> bool:
     return name.startswith(PREFIX) and "/" not in name
 
 
-def is_recent(mark: Stored, now: float) -> bool:
+def may_live(store: Store, mark: Stored, now: float) -> bool:
     """Whether the process of a mark may live; `now` is in unix seconds, by the clock of the store."""
-    return mark.modified > now - STALE_SECONDS
+    return mark.modified > now - STALE_SECONDS and not owners.is_gone(read_mark(store, mark.name))
 
 
-def recent_marks(listed: Iterable[Stored], kind: str, now: float) -> list[str]:
+def living_marks(store: Store, listed: Iterable[Stored], kind: str, now: float) -> list[str]:
     """The names of the marks of one `kind` whose processes may live."""
-    return [each.name for each in listed if each.name.startswith(kind) and is_recent(each, now)]
+    return [each.name for each in listed if each.name.startswith(kind) and may_live(store, each, now)]
 
 
 def settled_list(store: Store, own: str | None) -> list[Stored]:
@@ -96,7 +93,7 @@ def settled_list(store: Store, own: str | None) -> list[Stored]:
     while True:
         listed = store.list()
         now = next((each.modified for each in listed if each.name == own), None)
-        busy = [] if now is None else recent_marks(listed, TOMBSTONE, now)
+        busy = [] if now is None else living_marks(store, listed, TOMBSTONE, now)
         if not busy:
             return listed
         if time.monotonic() > until:

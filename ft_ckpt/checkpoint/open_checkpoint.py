@@ -27,7 +27,7 @@ from ft_ckpt.storage.file_proof import FileProof
 from ft_ckpt.storage.kept_store import KeptStore, keeping_digest
 from ft_ckpt.storage.listed_store import ListedStore
 from ft_ckpt.storage.local_disk import open_regular
-from ft_ckpt.storage.local_store import LocalStore, folder_of
+from ft_ckpt.storage.local_store import LocalStore, folder_of, temporary_store
 from ft_ckpt.storage.place import Place, open_place
 from ft_ckpt.storage.source_proof import SourceFolder, SourceProof, proving
 from ft_ckpt.storage.store import Store
@@ -234,8 +234,8 @@ def _is_in_place(path: Path, marker: int) -> bool:
 def _link_folder(path: Path, opened: dict[str, int | None], stack: ExitStack) -> Path:
     """A folder, called as the checkpoint is, whose files are the open ones."""
     with explained(tempfile.gettempdir()):
-        top = stack.enter_context(tempfile.TemporaryDirectory(prefix="ft_ckpt-open-"))
-        folder = Path(top, path.name or "checkpoint")
+        top = stack.enter_context(temporary_store(prefix="ft_ckpt-open-"))
+        folder = top.folder / (path.name or "checkpoint")
         for name, descriptor in opened.items():
             if descriptor is not None:
                 link = folder / name

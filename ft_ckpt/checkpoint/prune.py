@@ -108,6 +108,13 @@ def make_room(
     return _run_plan(open_place(root), as_if_saved)
 
 
+def remove_checkpoints(root: Place, drop: Iterable[Path | str], strip: Iterable[Path | str]) -> PruneReport:
+    """Delete the checkpoints `drop` of the run in `root`, and the training states of `strip`, unless something guards
+    them. Removals that were interrupted are finished first. Reports as `prune_run` does.
+    """
+    return _run_plan(root, lambda _: PrunePlan({}, tuple(drop), tuple(strip)))
+
+
 def recover_all(root: str | os.PathLike[str] | Place) -> tuple[str, ...]:
     """Undo or finish the saves into `root` whose process died (see `recovery`, `bucket_removal`); a line for each.
 

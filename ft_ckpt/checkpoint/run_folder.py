@@ -28,7 +28,7 @@ from ft_ckpt.checkpoint.delete import (
     releasable_bytes,
     unfinished_deletions,
 )
-from ft_ckpt.checkpoint.marks import CLOCK, PROBE, is_mark, is_recent, store_time
+from ft_ckpt.checkpoint.marks import CLOCK, PROBE, is_mark, may_live, store_time
 from ft_ckpt.errors import CheckpointError
 from ft_ckpt.messages import warn
 from ft_ckpt.storage import owners
@@ -159,7 +159,7 @@ class BucketRun:
         self.now = store_time(self.root)
         listed = self._list_all()
         passing = [each for each in listed.values() if each.name.startswith((CLOCK, PROBE))]
-        if spent := [each.name for each in passing if not is_recent(each, self.now)]:
+        if spent := [each.name for each in passing if not may_live(self.root, each, self.now)]:
             self.root.delete(spent)
         marked = {name.partition("/")[0] for name in listed if is_mark(name.partition("/")[2])}
         return [self._settling(name, listed) for name in sorted(marked) if not name.startswith(".")]

@@ -2,8 +2,9 @@
 
 Objects of a save lie under their final names before there is a manifest. So that two saves do not mix theirs, each puts
 its mark first, if there is none, and again each minute. A save that was killed leaves its mark behind: the same run
-takes that over at once, anybody else ten minutes after it was put last. One that was only thought dead finds another's
-token in the mark when it wants to commit, and gives up; what it has written over by then, readers tell by its version.
+takes that over at once, anybody else when it counts no more, see `marks`. One that was only thought dead finds
+another's token in the mark when it wants to commit, and gives up; what it has written over by then, readers tell by its
+version.
 """
 
 import threading
@@ -12,9 +13,23 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
-from ft_ckpt.checkpoint.marks import BEAT_SECONDS, SAVING, is_recent, mark_holder, put_mark, read_mark, store_time
+from ft_ckpt.checkpoint.catalog import load_manifest
+from ft_ckpt.checkpoint.marks import BEAT_SECONDS, SAVING, mark_holder, may_live, put_mark, read_mark, store_time
 from ft_ckpt.errors import CheckpointError, MissingError, NameTakenError, TargetError
 from ft_ckpt.storage.store import Store
+
+
+def clear_spent_mark(store: Store) -> bool:
+    """Delete the mark of a save that was killed when it had committed the checkpoint in `store`; whether there was one.
+
+    What cannot be read or deleted now stays.
+    """
+    with suppress(CheckpointError):
+        token = read_mark(store, SAVING).get("token")
+        if token is not None and load_manifest(store).token == token:
+            store.delete([SAVING])
+            return True
+    return False
 
 
 @dataclass(eq=False)
@@ -97,7 +112,7 @@ class SaveMark:
     def _is_alive(self) -> bool:
         """Whether the process of the mark that is there may live, by the clock of the store."""
         now, mark = store_time(self.store), self.store.stat(SAVING)
-        return mark is not None and is_recent(mark, now)
+        return mark is not None and may_live(self.store, mark, now)
 
     def _renew(self) -> None:
         while not self._over.wait(BEAT_SECONDS):

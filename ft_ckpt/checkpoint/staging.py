@@ -17,7 +17,8 @@ from ft_ckpt.checkpoint.delete import manifest_files
 from ft_ckpt.checkpoint.manifest import MANIFEST_NAME, Manifest, check_paths, manifest_to_json
 from ft_ckpt.checkpoint.marks import LEASE, PIN, SAVING, TOMBSTONE, is_mark, settled_list
 from ft_ckpt.checkpoint.numbers import next_number
-from ft_ckpt.checkpoint.save_mark import SaveMark
+from ft_ckpt.checkpoint.recovery import recover_target
+from ft_ckpt.checkpoint.save_mark import SaveMark, clear_spent_mark
 from ft_ckpt.errors import CorruptError, NameTakenError, TargetError, listing
 from ft_ckpt.storage.access import FREE, Access
 from ft_ckpt.storage.buffers import BLOCK_BYTES
@@ -216,9 +217,9 @@ def _clear_folder(store: Store, listed: Sequence[Stored], mark: SaveMark, *, ove
             f"{store.url}: {listing(others, ', ')}: files of no checkpoint, in its place; move them away, or use "
             "another name"
         )
+    mark.declare_clear()  # first: without the manifest nothing else tells whose the rest is
     store.delete([MANIFEST_NAME] if MANIFEST_NAME in names else [])
     store.delete([*sorted(ours), *(name for name in names if name.startswith((TOMBSTONE, PIN, LEASE)))])
-    mark.declare_clear()
 
 
 def open_staging_at(
@@ -237,6 +238,15 @@ def open_staging_at(
     if isinstance(store, LocalStore):
         return open_staging(store.folder, direct_bytes, access)
     return open_object_staging(target.beside, target.last_step, run_id=run_id, overwrite=overwrite)
+
+
+def settle_staging_at(target: Place) -> None:
+    """Clear what a save has left at `target` that was killed when it had committed; what cannot be cleared stays."""
+    store = target.folder
+    if isinstance(store, LocalStore):
+        recover_target(store.folder)
+    else:
+        clear_spent_mark(store)
 
 
 def open_staging(target: Path, direct_bytes: int | None = BLOCK_BYTES, access: Access = FREE) -> LocalStaging:

@@ -22,7 +22,7 @@ from ft_ckpt.storage.buffers import BLOCK_BYTES
 from ft_ckpt.storage.direct_io import LocalWriting, allocate_file, create_file
 from ft_ckpt.storage.local_file import open_local_file
 from ft_ckpt.storage.paths import is_name
-from ft_ckpt.storage.placing import PREFIX
+from ft_ckpt.storage.placing import PREFIX, locked_folder
 from ft_ckpt.storage.store import Folder, FolderListing, Readable, Store, Stored, checked_name
 
 _DRAFT = ".draft"
@@ -266,11 +266,14 @@ def _path_access(path: Path) -> Access:
 
 @contextlib.contextmanager
 def temporary_store(folder: str | Path | None = None, prefix: str = "ft_ckpt-copy-") -> Iterator[LocalStore]:
-    """A new folder in `folder` (None: where the system has such), deleted with all that is in it after the block."""
+    """A new folder in `folder` (None: where the system has such), deleted with all that is in it after the block.
+
+    Others cannot read it. Those that killed processes have left there go, too.
+    """
     import tempfile  # here, so that listing does not pay for it
 
-    with tempfile.TemporaryDirectory(prefix=prefix, dir=folder) as room:
-        yield LocalStore(Path(room))
+    with locked_folder(Path(folder or tempfile.gettempdir()), prefix, mode=0o700) as room:
+        yield LocalStore(room)
 
 
 @contextlib.contextmanager

@@ -13,9 +13,10 @@ import socket
 import threading
 import time
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 OWNER = r".+-\d+-[0-9a-f]{8}"  # what `new_owner` makes, and ft_ckpt 0.1.0 made
 _MACHINE = re.compile(r".*-(?P<machine>[0-9a-f]{8})-\d+-[0-9a-f]{8}", re.DOTALL)
@@ -103,6 +104,40 @@ def has_ended(path: Path, machine: str | None, seconds: float) -> bool:
     """
     age = _age_seconds(path)
     return age is None or _has_ended(age, _can_lock(path), machine is not None and machine == machine_id(), seconds)
+
+
+def process_facts() -> dict[str, Any]:
+    """What identifies this process for `is_gone`: PID, start time, PID namespace, machine and host name."""
+    try:
+        namespace: str | None = str(Path("/proc/self/ns/pid").readlink())
+    except OSError:
+        namespace = None
+    own = {"host": socket.gethostname(), "machine": machine_id(), "namespace": namespace}
+    return {**own, "pid": os.getpid(), "started": _start_time(os.getpid())}
+
+
+def is_gone(facts: Mapping[str, Any]) -> bool:
+    """Whether the process of these `process_facts` is known to have ended, which only its own machine can tell."""
+    mine, pid = process_facts(), facts.get("pid")
+    of_here = all(facts.get(name) == mine[name] for name in ("host", "machine", "namespace"))
+    if not of_here or None in mine.values() or not isinstance(pid, int) or pid < 1:
+        return False
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return True
+    except (OSError, OverflowError):  # another user's
+        pass
+    return _start_time(pid) not in (None, facts.get("started"))
+
+
+def _start_time(pid: int) -> str | None:
+    """When a process began, in clock ticks since the boot; "" for a zombie, None if unknown."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
+    except OSError:
+        return None
+    return "" if fields[0] == "Z" else fields[19]
 
 
 def lock_descriptor(descriptor: int) -> bool:

@@ -1,6 +1,8 @@
 """Hidden folders that things are made in, beside their place; the process that makes them has their locks."""
 
-from collections.abc import Callable
+import contextlib
+import re
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from ft_ckpt.storage import local_disk, owners
@@ -24,3 +26,22 @@ def clear_drafts(folder: Path) -> None:
     for path in list(local_disk.walk_tree(folder)):
         if DRAFTS in path.name and local_disk.is_folder(path):
             local_disk.delete_folder(path)
+
+
+@contextlib.contextmanager
+def locked_folder(parent: Path, start: str, mode: int = 0o777) -> Iterator[Path]:
+    """Yield a new folder in `parent` whose name begins with `start`, and delete it after the block.
+
+    It is locked for as long: folders of the same kind whose processes were killed are deleted first.
+    """
+    for name in local_disk.list_names(parent):
+        if name.startswith(start) and re.fullmatch(owners.OWNER, name[len(start) :]):
+            with owners.claim_leftover(parent / name, name, ABANDONED_SECONDS) as gone:
+                if gone:
+                    local_disk.rmtree(parent / name)
+    folder = make_locked_folder(lambda owner: parent / f"{start}{owner}", mode)
+    try:
+        yield folder
+    finally:
+        local_disk.rmtree(folder)
+        owners.release_lock(folder)

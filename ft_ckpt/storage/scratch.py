@@ -4,17 +4,17 @@ import os
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager, suppress
+from contextlib import AbstractContextManager, closing, contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO, cast
 
 from ft_ckpt.errors import ConfigError, TargetError, explained
-from ft_ckpt.storage import local_disk, owners
+from ft_ckpt.storage import local_disk
 from ft_ckpt.storage.access import FREE, Access
 from ft_ckpt.storage.local_copy import copy_object
 from ft_ckpt.storage.local_store import LocalStore, temporary_store
 from ft_ckpt.storage.place import Place, open_place
-from ft_ckpt.storage.placing import ABANDONED_SECONDS, DRAFTS, make_locked_folder
+from ft_ckpt.storage.placing import DRAFTS, locked_folder
 from ft_ckpt.storage.source_proof import prove_sources
 from ft_ckpt.storage.store import Store
 
@@ -127,18 +127,7 @@ def _place_for_few() -> str:
     return tempfile.gettempdir()
 
 
-@contextmanager
-def _draft_folder(target: Path) -> Iterator[Path]:
-    """Yield a hidden, locked folder beside `target` and delete it afterwards; deletes those of dead processes, too."""
-    start = f".{os.fsencode(target.name)[:_NAME_BYTES].decode('utf-8', 'ignore')}{DRAFTS}"
-    for name in local_disk.list_names(target.parent):
-        if name.startswith(start):
-            with owners.claim_leftover(target.parent / name, name, ABANDONED_SECONDS) as gone:
-                if gone:
-                    local_disk.rmtree(target.parent / name)
-    folder = make_locked_folder(lambda owner: target.parent / f"{start}{owner}", 0o700)
-    try:
-        yield folder
-    finally:
-        local_disk.rmtree(folder)
-        owners.release_lock(folder)
+def _draft_folder(target: Path) -> AbstractContextManager[Path]:
+    """A hidden folder beside `target`, see `locked_folder`."""
+    start = os.fsencode(target.name)[:_NAME_BYTES].decode("utf-8", "ignore")
+    return locked_folder(target.parent, f".{start}{DRAFTS}", 0o700)

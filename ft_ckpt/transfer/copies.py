@@ -17,7 +17,7 @@ from ft_ckpt.checkpoint.catalog import load_manifest, verify
 from ft_ckpt.checkpoint.earlier import EarlierCheckpoint, earlier_checkpoints, take_earlier
 from ft_ckpt.checkpoint.manifest import MANIFEST_NAME, Manifest
 from ft_ckpt.checkpoint.open_checkpoint import OpenCheckpoint, open_checkpoint
-from ft_ckpt.checkpoint.staging import Staging, open_staging_at
+from ft_ckpt.checkpoint.staging import Staging, open_staging_at, settle_staging_at
 from ft_ckpt.errors import CheckpointError, CorruptError, ManifestError, NameTakenError, NoSpaceError, TargetError
 from ft_ckpt.storage.access import Access
 from ft_ckpt.storage.digests import FileRecord, RunningDigest, digest_of_bytes, digest_of_open
@@ -104,6 +104,7 @@ def copy_open(
     begun, size_bytes = time.monotonic(), sum(file.size_bytes for file in manifest.files)
     source, names = Place(held.origin).location, tuple(file.path for file in manifest.files)
     if is_there(goal, manifest) and (not renews or verify(goal).ok):
+        settle_staging_at(goal)
         return CopyReport(goal.location, source, False, names, size_bytes, 0, (), time.monotonic() - begun)
     may_replace = overwrite or _is_same_copy(manifest_at(goal), manifest)
     if not may_replace:

@@ -12,6 +12,7 @@ from huggingface_hub import HfApi
 
 from ft_ckpt.checkpoint.catalog import load_manifest
 from ft_ckpt.checkpoint.checks import checkpoint_problems
+from ft_ckpt.checkpoint.commit import place_files
 from ft_ckpt.checkpoint.manifest import MANIFEST_NAME, Manifest
 from ft_ckpt.checkpoint.staging import LocalStaging, open_staging
 from ft_ckpt.errors import ConfigError, CorruptError, MissingError, NameTakenError, listing
@@ -47,7 +48,7 @@ def fetch_checkpoint(source: str, folder: Path | None, *, token: str | None, ove
             manifest = _put_in_place(staging, place) if MANIFEST_NAME in names else None
             if manifest is None:
                 _refuse_taken(folder, overwrite=False)
-                _take_over(staging.store, names, LocalStore(folder))
+                place_files(staging.stage, folder)
     seconds = time.monotonic() - begun
     return PullReport(folder, place.url, oid, manifest is not None, tuple(names), size, seconds)
 
@@ -92,9 +93,9 @@ def _download_file(api: HfApi, repo_id: str, path: str, oid: str, folder: Path) 
     api.hf_hub_download(repo_id, path, revision=oid, local_dir=folder)
 
 
-def _take_over(source: Store, names: Sequence[str], store: Store, others: Sequence[str] | None = None) -> None:
-    """Give the files a name in `store`, too, or `others` there; without links they are copied."""
-    for name, other in zip(names, names if others is None else others, strict=True):
+def _take_over(source: Store, names: Sequence[str], store: Store, others: Sequence[str]) -> None:
+    """Give the files `names` the names `others` in `store`, too; without links they are copied."""
+    for name, other in zip(names, others, strict=True):
         if not store.copy(name, other, source):
             with closing(source.open(name)) as file:
                 copy_object(file, store, other)

@@ -4,23 +4,23 @@ So the checkpoint that matters most is safe first, however soon it ends; the run
 """
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 
 from ft_ckpt.checkpoint.catalog import CheckpointInfo, Listing, list_checkpoints, why_no_checkpoint
-from ft_ckpt.checkpoint.delete import Removal, without_state
+from ft_ckpt.checkpoint.delete import without_state
 from ft_ckpt.checkpoint.manifest import Manifest
 from ft_ckpt.checkpoint.open_checkpoint import open_checkpoint
-from ft_ckpt.checkpoint.run_folder import RunFolder, open_run_folder
+from ft_ckpt.checkpoint.prune import PruneReport, recover_all, remove_checkpoints
+from ft_ckpt.checkpoint.staging import settle_staging_at
 from ft_ckpt.errors import (
     CheckpointError,
     ConfigError,
     NameTakenError,
     NotACheckpointError,
 )
-from ft_ckpt.storage.local_store import make_like
-from ft_ckpt.storage.place import Place, open_place
+from ft_ckpt.storage.local_store import LocalStore, make_like
+from ft_ckpt.storage.place import Place, location_name, open_place
 from ft_ckpt.transfer.copies import CopyReport, content_identity, copy_open, is_there
 
 
@@ -81,23 +81,24 @@ def sync(
     both cannot be looked through. What a single checkpoint meets is among the report's `problems`.
     """
     start, goal = open_place(source), open_place(destination)
-    here, there = list_checkpoints(start), list_checkpoints(goal)
+    here = list_checkpoints(start)
     _refuse_no_run(start, here)
-    plan = _plan_sync(here, there, goal, delete=delete)
+    plan = _plan_sync(here, list_checkpoints(goal), goal, delete=delete)
     missing, present = _synced_names(plan.copy), _synced_names(plan.present)
     if dry_run:
         return SyncReport(missing, present, (), tuple(plan.drop), tuple(plan.strip), {}, tuple(plan.problems))
     make_like(goal.folder, start.folder)
     copied = _copy_missing(plan, goal)
-    done = {} if plan.problems else _delete_there(open_run_folder(goal), plan, goal)
+    _settle_present(plan, goal)
+    removed = PruneReport() if plan.problems or not delete else _delete_there(plan, goal)
     return SyncReport(
         missing,
         present,
         tuple(copied),
-        tuple(name for name, removal in done.items() if removal.dropped),
-        tuple(name for name, removal in done.items() if removal.stripped),
-        {name: removal.why for name, removal in done.items() if removal.why},
-        tuple(plan.problems),
+        tuple(map(location_name, removed.dropped)),
+        tuple(map(location_name, removed.stripped)),
+        {location_name(path): why for path, why in removed.kept.items()},
+        (*plan.problems, *removed.problems),
     )
 
 
@@ -171,19 +172,19 @@ def _copy_or_error(info: CheckpointInfo, goal: Place) -> CopyReport | Exception:
         return error
 
 
-def _delete_there(run: RunFolder, plan: _SyncPlan, goal: Place) -> dict[str, Removal]:
-    """Delete and strip what the plan says, unless it is guarded; the plan gets the problems."""
-    steps = [*((name, run.drop) for name in plan.drop), *((name, run.strip) for name in plan.strip)]
-    found = {name: _remove_or_error(step, _place_in(goal, name)) for name, step in steps}
-    plan.problems += [each for each in found.values() if isinstance(each, str)]
-    return {name: each for name, each in found.items() if isinstance(each, Removal)}
+def _settle_present(plan: _SyncPlan, goal: Place) -> None:
+    """Clear what an earlier sync has left at the destination that was killed after its last commit."""
+    if not isinstance(goal.store, LocalStore):
+        recover_all(goal)  # from one listing
+        return
+    for info in plan.present:
+        settle_staging_at(_place_in(goal, info.name))
 
 
-def _remove_or_error(step: Callable[[Path | str], Removal], place: Place) -> Removal | str:
-    try:
-        return step(place.location)
-    except (CheckpointError, OSError) as error:
-        return f"{place}: not deleted, or not all of it ({error}); the next sync goes on"
+def _delete_there(plan: _SyncPlan, goal: Place) -> PruneReport:
+    """Delete and strip what the plan says, unless it is guarded."""
+    drop, strip = ([_place_in(goal, name).location for name in names] for names in (plan.drop, plan.strip))
+    return remove_checkpoints(goal, drop, strip)
 
 
 def _place_in(goal: Place, name: str) -> Place:

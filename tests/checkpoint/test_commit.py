@@ -16,7 +16,7 @@ import pytest
 from faults import contents, dies_at, in_child, make_checkpoint, save, stop_at
 
 from ft_ckpt.checkpoint.catalog import latest, read_manifest, verify
-from ft_ckpt.checkpoint.commit import check_target, commit_stage, discard_stage, open_stage
+from ft_ckpt.checkpoint.commit import check_target, commit_stage, discard_stage, open_stage, place_files
 from ft_ckpt.checkpoint.manifest import MANIFEST_NAME
 from ft_ckpt.checkpoint.recovery import recover_target, uncommit
 from ft_ckpt.errors import CorruptError, ManifestError, NoSpaceError, TargetError
@@ -25,6 +25,7 @@ from ft_ckpt.storage.digests import FileRecord
 from ft_ckpt.storage.place import open_place
 from ft_ckpt.storage.scratch import scratch_file
 
+INDEX = "model.safetensors.index.json"
 root_only = pytest.mark.skipif(os.geteuid() != 0, reason="mounts and other users need root")
 
 
@@ -802,6 +803,33 @@ def test_what_was_made_in_the_stage_and_left_there_is_not_committed(tmp_path, mo
     stage_of_file.mkdir(exist_ok=True)
     commit_stage(stage, tmp_path / "checkpoint", make_checkpoint(stage))
     assert [name for name in contents(tmp_path) if ".ft_ckpt-" in name] == []
+
+
+@pytest.mark.parametrize("prepare", [fresh, empty])
+def test_files_without_a_manifest_appear_together(tmp_path, prepare):
+    """What a pull puts in place that is no checkpoint."""
+
+    def place(target):
+        stage = open_stage(target)
+        make_checkpoint(stage, shards=2)
+        place_files(stage, target)
+        discard_stage(stage)
+
+    def killed(call):
+        target = tmp_path / str(call) / "files"
+        target.parent.mkdir()
+        prepare(target)
+        died = dies_at(call, lambda: place(target))
+        found = names(target) if target.exists() else []
+        assert found in ([], ["config.json", *(f"model-0000{n}-of-00002.safetensors" for n in (1, 2)), INDEX])
+        recover_target(target)
+        assert [name for name in names(target.parent) if name.startswith(".")] == []
+        return died
+
+    assert every_call(killed) > 5
+    os.chdir(tmp_path)
+    place(Path.cwd())
+    assert (tmp_path / INDEX).exists()
 
 
 def test_discard(tmp_path):

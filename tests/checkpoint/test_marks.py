@@ -15,6 +15,7 @@ from ft_ckpt.checkpoint import leases, pins
 from ft_ckpt.checkpoint.catalog import verify
 from ft_ckpt.checkpoint.leases import hold_lease, lease_reasons
 from ft_ckpt.checkpoint.manifest import MANIFEST_NAME
+from ft_ckpt.checkpoint.marks import SAVING, may_live, put_mark, read_mark
 from ft_ckpt.checkpoint.pins import pin, pin_reason, unpin
 from ft_ckpt.errors import NoSpaceError, NotACheckpointError, TargetError
 from ft_ckpt.storage import local_disk, owners
@@ -217,3 +218,26 @@ def rewrite(checkpoint, **change):
 
 def age(checkpoint, seconds):
     os.utime(lease_of(checkpoint), (time.time() - seconds,) * 2)
+
+
+# Marks in buckets
+
+
+def test_a_mark_counts_no_longer_than_its_process_lives(tmp_path):
+    """That can be told on its machine alone, and in its container: a number may be another process's elsewhere."""
+    store = LocalStore(tmp_path)
+
+    def is_alive(**facts):
+        store.write(SAVING, json.dumps({**read_mark(store, SAVING), **facts}).encode())
+        return may_live(store, store.stat(SAVING), time.time())
+
+    put_mark(store, SAVING)
+    assert is_alive()
+    assert not is_alive(started="1")  # the number is another process's by now
+    assert in_child(lambda: put_mark(store, SAVING)) == ""
+    for elsewhere in ("host", "machine", "namespace"):
+        gone = read_mark(store, SAVING)
+        assert is_alive(**{elsewhere: "another"})
+        assert not is_alive(**gone)
+    for damaged in (None, "1", -1, 0, 10**30, True):
+        is_alive(pid=damaged)

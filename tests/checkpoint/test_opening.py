@@ -5,9 +5,10 @@ import json
 import os
 import random
 import shutil
+import signal
+import stat
 import subprocess
 import sys
-import tempfile
 import textwrap
 import time
 from dataclasses import replace
@@ -18,7 +19,7 @@ import models
 import peft
 import pytest
 import torch
-from faults import edit
+from faults import dies_at, edit
 from seeds import chosen_seed
 from torch import nn
 from transformers import GPTNeoConfig, GPTNeoForCausalLM
@@ -33,6 +34,7 @@ from ft_ckpt.cli import main
 from ft_ckpt.errors import CheckpointError, CorruptError, LoadError, NoSpaceError
 from ft_ckpt.files import convert, diff
 from ft_ckpt.model import load
+from ft_ckpt.storage import local_disk
 from ft_ckpt.training.run import TrainingRun
 
 SEED = chosen_seed()
@@ -349,6 +351,25 @@ def test_no_room_for_the_links_to_open_files(tmp_path, monkeypatch):
     def refuse(*_, **__):
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(tempfile, "mkdtemp", refuse)
-    with pytest.raises(NoSpaceError, match=tempfile.gettempdir()), open_checkpoint(tmp_path / "saved"):
+    monkeypatch.setattr(local_disk, "mkdir", refuse)
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    with pytest.raises(NoSpaceError, match=str(tmp_path)), open_checkpoint(tmp_path / "saved"):
         pass
+
+
+def test_the_links_of_readers_that_were_killed_go_with_the_next(tmp_path, monkeypatch):
+    CheckpointSaver().save(nn.Linear(2, 2), tmp_path / "saved")
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "links"))
+    (tmp_path / "links").mkdir()
+
+    def read():
+        with open_checkpoint(tmp_path / "saved"):
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    assert dies_at(999, read)
+    (killed,) = (tmp_path / "links").iterdir()
+    with open_checkpoint(tmp_path / "saved") as held:
+        (ours,) = (tmp_path / "links").iterdir()
+        assert held.folder.parent == ours != killed
+        assert stat.S_IMODE(ours.stat().st_mode) == 0o700
+    assert list((tmp_path / "links").iterdir()) == []

@@ -1,10 +1,11 @@
 /* Loaded ahead of the C library: counts the calls that change files below a folder, and if asked those that read them,
-   and lets one of them fail. */
+   and lets one of them fail, or kills or stops the process there. */
 #define _GNU_SOURCE
 #include <dirent.h>
 #include <dlfcn.h>
 #include <errno.h>
 #include <fcntl.h>
+#include <signal.h>
 #include <stdarg.h>
 #include <stdatomic.h>
 #include <stdio.h>
@@ -27,7 +28,7 @@ static struct {
 #define sticky shared->on
 #define failed shared->first
 static int off; /* of this process alone; all else is shared with those it forks */
-enum { SHORT = 9999 };
+enum { STOPS = 9997, KILLS = 9998, SHORT = 9999 };
 
 __attribute__((constructor)) static void begin(void) {
     void *memory = mmap(NULL, sizeof *shared, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
@@ -61,42 +62,51 @@ static int at(int folder, const char *path) {
     return is_below(found);
 }
 static int opened(int descriptor) { return prefix[0] ? at(descriptor, ".") : 0; }
+static int dies(void) { return code == KILLS || code == STOPS; }
 static int fails(const char *name) { /* 0, or the error to give */
     long number = atomic_fetch_add(&count, 1) + 1;
     if (!nth || !(number == nth || (sticky && number > nth))) return 0;
     if (!failed[0]) strncpy(failed, name, sizeof shared->first - 1);
-    return code;
+    if (!dies()) return code;
+    kill(getpid(), code == KILLS ? SIGKILL : SIGSTOP);
+    return 0;
 }
+/* A process that dies leaves what its calls have changed: opening to read, and syncing, change nothing. */
+static int opens(int flags) { return !dies() || shared->reads || flags & (O_WRONLY | O_RDWR | O_CREAT | O_TRUNC); }
 #define REAL(type, name, ...) static type (*real)(__VA_ARGS__); if (!real) real = dlsym(RTLD_NEXT, #name)
 #define FAIL(place, name) do { if (place) { int e = fails(name); if (e && e != SHORT) { errno = e; return -1; } } } while (0)
 
 #define OPEN(name) int name(const char *path, int flags, ...) { \
     REAL(int, name, const char *, int, ...); va_list more; va_start(more, flags); \
     mode_t mode = flags & (O_CREAT | __O_TMPFILE) ? va_arg(more, mode_t) : 0; va_end(more); \
-    FAIL(at(AT_FDCWD, path), "open"); return real(path, flags, mode); }
+    FAIL(opens(flags) && at(AT_FDCWD, path), "open"); return real(path, flags, mode); }
 #define OPENAT(name) int name(int folder, const char *path, int flags, ...) { \
     REAL(int, name, int, const char *, int, ...); va_list more; va_start(more, flags); \
     mode_t mode = flags & (O_CREAT | __O_TMPFILE) ? va_arg(more, mode_t) : 0; va_end(more); \
-    FAIL(at(folder, path), "open"); return real(folder, path, flags, mode); }
+    FAIL(opens(flags) && at(folder, path), "open"); return real(folder, path, flags, mode); }
 OPEN(open) OPEN(open64) OPENAT(openat) OPENAT(openat64)
 #define FOPEN(name) FILE *name(const char *path, const char *how) { \
     REAL(FILE *, name, const char *, const char *); \
-    if (at(AT_FDCWD, path)) { int e = fails("fopen"); if (e && e != SHORT) { errno = e; return NULL; } } return real(path, how); }
+    if ((opens(0) || how[0] != 'r' || strchr(how, '+')) && at(AT_FDCWD, path)) { int e = fails("fopen"); if (e && e != SHORT) { errno = e; return NULL; } } return real(path, how); }
 FOPEN(fopen) FOPEN(fopen64)
 
 #define WRITE(name, args, call, given) ssize_t name args { \
     REAL(ssize_t, name, int, const void *, size_t, off_t); size_t all = size; \
     if (opened(descriptor)) { int e = fails("write"); if (e == SHORT) size = size > 1 ? size / 2 : size; \
-        else if (e) { errno = e; return -1; } } (void)all; return real call; }
+        else if (e) { errno = e; return -1; } \
+        if (dies()) { size /= 2; real call; size = all; fails("half a write"); } } return real call; }
 WRITE(pwrite, (int descriptor, const void *data, size_t size, off_t start), (descriptor, data, size, start), 4)
 WRITE(pwrite64, (int descriptor, const void *data, size_t size, off_t start), (descriptor, data, size, start), 4)
 ssize_t write(int descriptor, const void *data, size_t size) {
     REAL(ssize_t, write, int, const void *, size_t);
+    size_t done = 0;
     if (descriptor > 2 && opened(descriptor)) { int e = fails("write"); if (e == SHORT) size = size > 1 ? size / 2 : size;
-        else if (e) { errno = e; return -1; } }
-    return real(descriptor, data, size);
+        else if (e) { errno = e; return -1; }
+        if (dies()) { ssize_t half = real(descriptor, data, size / 2); if (half > 0) done = half; fails("half a write"); } }
+    ssize_t rest = real(descriptor, (const char *)data + done, size - done);
+    return rest < 0 ? rest : rest + done;
 }
-#define BY_NUMBER(name) int name(int descriptor) { REAL(int, name, int); FAIL(opened(descriptor), #name); return real(descriptor); }
+#define BY_NUMBER(name) int name(int descriptor) { REAL(int, name, int); FAIL(!dies() && opened(descriptor), #name); return real(descriptor); }
 BY_NUMBER(fsync) BY_NUMBER(fdatasync)
 #define SIZED(name) int name(int descriptor, off_t size) { REAL(int, name, int, off_t); FAIL(opened(descriptor), "truncate"); return real(descriptor, size); }
 SIZED(ftruncate) SIZED(ftruncate64)
@@ -120,6 +130,15 @@ int rmdir(const char *path) { REAL(int, rmdir, const char *); FAIL(at(AT_FDCWD, 
 int unlinkat(int a, const char *path, int how) { REAL(int, unlinkat, int, const char *, int); FAIL(at(a, path), "unlink"); return real(a, path, how); }
 int chmod(const char *path, mode_t mode) { REAL(int, chmod, const char *, mode_t); FAIL(at(AT_FDCWD, path), "chmod"); return real(path, mode); }
 int fchmodat(int a, const char *path, mode_t mode, int how) { REAL(int, fchmodat, int, const char *, mode_t, int); FAIL(at(a, path), "chmod"); return real(a, path, mode, how); }
+int symlink(const char *goal, const char *path) { REAL(int, symlink, const char *, const char *);
+    FAIL(dies() && at(AT_FDCWD, path), "symlink"); return real(goal, path); }
+int fchmod(int descriptor, mode_t mode) { REAL(int, fchmod, int, mode_t); FAIL(dies() && opened(descriptor), "chmod"); return real(descriptor, mode); }
+int chown(const char *path, uid_t user, gid_t group) { REAL(int, chown, const char *, uid_t, gid_t);
+    FAIL(dies() && at(AT_FDCWD, path), "chown"); return real(path, user, group); }
+int utimensat(int a, const char *path, const struct timespec *times, int how) { REAL(int, utimensat, int, const char *, const struct timespec *, int);
+    FAIL(dies() && path && at(a, path), "utime"); return real(a, path, times, how); }
+int fchown(int descriptor, uid_t user, gid_t group) { REAL(int, fchown, int, uid_t, gid_t);
+    FAIL(dies() && opened(descriptor), "chown"); return real(descriptor, user, group); }
 
 #define READS(place) (shared->reads && (place))
 #define READ(name, args, call) ssize_t name args { REAL(ssize_t, name, int, void *, size_t, off_t); \

@@ -8,14 +8,13 @@ FT_CKPT_SEED chooses which faults are tried by default; the slow test tries all 
 import json
 import os
 import random
-import shutil
 import subprocess
 import sys
 
 import models
 import pytest
 import torch
-from places import HELPERS, WORKERS, python_path
+from places import WORKERS, python_path
 from seeds import chosen_seed
 
 from ft_ckpt import CheckpointSaver, verify
@@ -26,17 +25,6 @@ ALL = ["full", "h5", "background", "direct", "prune", "pin", ".safetensors", ".p
 ALL += ["convert to h5", "convert to a file"]
 READS = ["load_model", "load_model verified", "adapter", "resume", "verify", "latest", "discover", "copy"]
 READS += [".safetensors", ".safetensors now", ".pt", ".h5", ".h5 compressed"]
-
-
-@pytest.fixture(scope="module")
-def shim(tmp_path_factory):
-    """The library that lets calls fail, compiled for this machine."""
-    compiler = shutil.which("cc") or shutil.which("gcc")
-    if compiler is None or sys.platform != "linux":
-        pytest.skip("needs a C compiler, and a loader that takes LD_PRELOAD")
-    library = tmp_path_factory.mktemp("faulty") / "faulty.so"
-    subprocess.run([compiler, "-shared", "-fPIC", "-O1", "-w", "-o", library, HELPERS / "faulty.c", "-ldl"], check=True)
-    return library
 
 
 def campaign(shim, root, cases, most, worker="faulty.py"):

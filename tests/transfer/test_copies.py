@@ -2,12 +2,14 @@
 
 import os
 import shutil
+from contextlib import suppress
 from dataclasses import replace
 
 import pytest
 from broken_lines import broken_line
 from buckets import new_bucket
 from faults import contents, dies_at, make_checkpoint, save_with_state
+from watched_stores import Stopped, Watch, stopping_at
 
 from ft_ckpt import copy, verify
 from ft_ckpt.checkpoint.catalog import load_manifest
@@ -244,3 +246,21 @@ def test_a_copy_that_is_killed_leaves_nothing_and_the_next_completes(small, tmp_
             assert call > 5
             break
     assert sorted(path.name for path in tmp_path.iterdir() if path.name.startswith(".")) == []
+
+
+def test_an_overwrite_in_a_bucket_that_stops_at_any_request_is_finished_by_the_next(small, run):
+    """Stopped while it deletes the old one, it once left files that no later copy could replace."""
+
+    def stopped(at):
+        bucket = new_bucket()
+        goal = Place(bucket, "checkpoint-1")
+        copy(run / "checkpoint-1", goal)
+        hook, came = stopping_at(at)
+        with suppress(Stopped):
+            copy(small, Place(Watch(hook).store(bucket), "checkpoint-1"), overwrite=True)
+        assert copy(small, goal, overwrite=True).bytes
+        assert verify(goal).ok
+        assert files_of(goal) == files_of(Place(LocalStore(small)))
+        return came()
+
+    assert next(at for at in range(1, 200) if not stopped(at)) > 20

@@ -1,0 +1,323 @@
+"""Commands that are killed at a chosen call that changes the disk, or at a request to a bucket, and called again.
+
+At each death: readers see the old or the new checkpoint, whole, beside the process that is stopped there, and after its
+end. The next call of the same command completes the work and leaves nothing behind.
+"""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+from faults import contents
+from places import WORKERS, python_path
+from s3_server import BUCKET, S3, Asked, Fault
+
+from ft_ckpt import verify
+from ft_ckpt.checkpoint import marks
+from ft_ckpt.checkpoint.leases import hold_lease
+from ft_ckpt.checkpoint.manifest import MANIFEST_NAME
+from ft_ckpt.checkpoint.marks import LEASE
+from ft_ckpt.checkpoint.open_checkpoint import open_checkpoint
+from ft_ckpt.errors import CheckpointError, NotACheckpointError
+from ft_ckpt.storage.local_store import temporary_store
+
+THERE = "there"  # the folder, or prefix of the bucket, that is written to
+IN_BUCKET = "bucket:"  # begins the names of objects among those of files
+Files = Mapping[str, bytes]  # by path, relative to the folder of the trial
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How a process ended: its exit status (-9: killed), its error, and how many calls changed its folder."""
+
+    status: int
+    said: str
+    calls: int
+
+
+class CommandServer:
+    """The process that the processes of trials are forked from, see workers/killed_commands.py."""
+
+    def __init__(self, shim: Path, *modules: str) -> None:
+        environment = {**os.environ, "LD_PRELOAD": str(shim), "PYTHONPATH": python_path()}
+        self._process = subprocess.Popen(
+            [sys.executable, WORKERS / "killed_commands.py", *modules],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env=environment,
+        )
+        self.pid = 0
+        self._expect("ready")
+
+    def begin(self, **asked: object) -> int:
+        """Start a process, see the worker; its number. It begins with the first `go_on`."""
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps(asked) + "\n")
+        self._process.stdin.flush()
+        self.pid = int(self._line())
+        self._expect("stopped")
+        return self.pid
+
+    def go_on(self, number: int = signal.SIGCONT) -> Ended | None:
+        """Continue the process with a signal until it stops (None) or ends."""
+        os.kill(self.pid, number)
+        line = self._line()
+        return None if line == "stopped" else Ended(**json.loads(line))
+
+    def close(self) -> None:
+        """End the process."""
+        self._process.communicate()
+
+    def _line(self) -> str:
+        assert self._process.stdout is not None
+        return self._process.stdout.readline().strip()
+
+    def _expect(self, line: str) -> None:
+        assert (found := self._line()) == line, found
+
+
+@dataclass
+class CommandTrials:
+    """One command with where it writes, started again and again from the same files and objects."""
+
+    server: CommandServer
+    s3: S3
+    command: str
+    to_bucket: bool
+    folder: Path  # for all trials
+    environment: Mapping[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self._template = self.folder / "template"
+        self._template.mkdir(parents=True)
+        self._set_bucket({})
+        self._run(self._template, step=0)
+        self._objects = dict(self.s3.buckets[BUCKET])
+        self.before = self._files(self._template)
+        with self._fresh_folder() as root:
+            begun = self.s3.asked
+            self.calls = self._run(root).calls
+            self.requests = self.s3.asked - begun
+            self.after = self._files(root)
+
+    def kill_at_call(self, number: int) -> list[str] | None:
+        """What is wrong when the process is killed at that call; None if it makes fewer."""
+        with self._fresh_folder() as root:
+            self._begin(root, call=number)
+            if self.server.go_on() is not None:
+                return None
+            wrong = self._read_beside(root)
+            self.server.go_on(signal.SIGKILL)
+            return wrong + self._check_death(root)
+
+    def kill_at_request(self, number: int, *, acts_first: bool) -> list[str] | None:
+        """What is wrong when it is killed as that request comes, or when it has been done; None if it makes fewer."""
+        wrong: list[str] = []
+        with self._fresh_folder() as root:
+            pid, first = self._begin(root), self.s3.asked
+
+            def kill() -> None:
+                if acts_first:
+                    wrong.extend(self._read_beside(root))
+                os.kill(pid, signal.SIGKILL)
+
+            def befalls(asked: Asked) -> bool:
+                is_it = asked.number == first + number
+                if is_it and not acts_first:
+                    kill()
+                return is_it
+
+            self.s3.faults = [Fault(befalls, cuts="after", then=kill) if acts_first else Fault(befalls, cuts="before")]
+            ended = self.server.go_on()
+            self.s3.faults = []
+            if ended is not None and ended.status == 0:
+                return None
+            if ended is None or ended.status != -signal.SIGKILL:
+                return [f"not killed: {ended}"]
+            return wrong + self._check_death(root)
+
+    # One trial
+
+    @contextmanager
+    def _fresh_folder(self) -> Iterator[Path]:
+        """The folder of a trial, and the objects, as they were before."""
+        root = self.folder / "trial"
+        shutil.copytree(self._template, root, symlinks=True)
+        self._set_bucket(self._objects)
+        try:
+            yield root
+        finally:
+            shutil.rmtree(root)
+
+    def _set_bucket(self, objects: Mapping[str, Any]) -> None:
+        self.s3.buckets[BUCKET], self.s3.uploads = dict(objects), {}
+
+    def _begin(self, root: Path, *, step: int = 1, call: int = 0) -> int:
+        there = f"s3://{BUCKET}/{THERE}" if self.to_bucket else str(root / THERE)
+        environment = {**self.s3.environment(), **self.environment}
+        return self.server.begin(
+            command=self.command, step=step, root=str(root), there=there, call=call, environment=environment
+        )
+
+    def _run(self, root: Path, *, step: int = 1) -> Ended:
+        """Let it do all of its work."""
+        self._begin(root, step=step)
+        ended = self.server.go_on()
+        assert ended is not None
+        assert ended.status == 0, ended
+        return ended
+
+    def _check_death(self, root: Path) -> list[str]:
+        """What is wrong after a death, and after the next call."""
+        wrong = self._half_done(root)
+        try:
+            self._run(root)
+        except AssertionError as error:
+            if not self._is_refused_as_done(str(error), root):
+                wrong.append(f"the next call: {error}")
+        found = self._files(root)
+        come_by_later(root)
+        wrong += [f"left or lost: {name}" for name in sorted(self._files(root).keys() ^ self.after.keys())]
+        wrong += [f"not the new: {name}" for name in sorted(self._differing(found, self.after))]
+        return wrong + [f"afterwards {each}" for each in self._damaged(root)]
+
+    def _is_refused_as_done(self, said: str, root: Path) -> bool:
+        """A command that overwrites nothing is refused by a bucket when it had committed."""
+        is_new = not self._differing(self._files(root), self.after) and "NameTakenError" in said
+        return self.to_bucket and is_new and "overwrite" not in self.command
+
+    def _half_done(self, root: Path) -> list[str]:
+        """Checkpoints and files that are neither the old nor the new, after a death."""
+        found = self._files(root)
+        wrong = [f"at the death {each}" for each in self._damaged(root)]
+        for unit in sorted({*checkpoints_in(self.before), *checkpoints_in(self.after)}):
+            versions = [self._checkpoint(files, unit) for files in (found, self.before, self.after)]
+            if versions[0] not in versions[1:] and not self._may_be_absent(unit, versions):
+                wrong.append(f"at the death neither the old nor the new: {unit}")
+        wrong += [f"at the death lost: {name}" for name in self._foreign() if not _is_kept(found, name)]
+        return wrong
+
+    def _may_be_absent(self, unit: str, versions: list[Files | None]) -> bool:
+        """A bucket has no step that replaces a checkpoint: the old one goes first."""
+        return unit.startswith(IN_BUCKET) and versions[0] is None
+
+    def _foreign(self) -> list[str]:
+        return [name for name in self.before if name.rpartition("/")[2] in ("notes.txt", "mine.txt")]
+
+    def _damaged(self, root: Path) -> list[str]:
+        found = {unit: verify(self._location(unit, root)) for unit in checkpoints_in(self._files(root))}
+        return [f"damaged: {unit}: {report.problems}" for unit, report in found.items() if not report.ok]
+
+    def _read_beside(self, root: Path) -> list[str]:
+        """What a reader sees wrong while the process is stopped."""
+        wrong = []
+        for unit in sorted({*checkpoints_in(self.before), *checkpoints_in(self.after)}):
+            old, new = (self._checkpoint(files, unit) for files in (self.before, self.after))
+            if old == new and old is not None and not unit.startswith(IN_BUCKET):
+                continue
+            try:
+                with patch.object(marks, "_PATIENCE_SECONDS", 0.0), open_checkpoint(self._location(unit, root)) as held:
+                    seen: Files | None = {file.path: held.store.read(file.path) for file in held.manifest.files}
+            except NotACheckpointError:
+                seen = None
+            except CheckpointError as error:
+                if "being deleted" not in str(error):
+                    wrong.append(f"a reader of {unit}: {error}")
+                continue
+            if not any(_agree(self.command, seen, each) for each in (old, new)) and not self._may_be_absent(
+                unit, [seen]
+            ):
+                wrong.append(f"a reader sees neither the old nor the new: {unit}")
+        return wrong
+
+    # What is there
+
+    def _files(self, root: Path) -> dict[str, bytes]:
+        """All files, hidden ones and empty folders too, but none for temporary files."""
+        found = {name: content for name, content in contents(root).items() if name != "tmp"}
+        found = {
+            name: content for name, content in found.items() if not (root / name).is_dir() or _is_empty(root / name)
+        }
+        objects = self.s3.buckets[BUCKET].items()
+        return found | {f"{IN_BUCKET}{name}": each.content for name, each in objects}
+
+    def _location(self, unit: str, root: Path) -> str | Path:
+        return f"s3://{BUCKET}/{unit.removeprefix(IN_BUCKET)}" if unit.startswith(IN_BUCKET) else root / unit
+
+    def _checkpoint(self, files: Files, unit: str) -> Files | None:
+        """The files of a checkpoint but its manifest, without marks and files of others; None if it is none."""
+        if f"{unit}/{MANIFEST_NAME}" not in files:
+            return None
+        inside = {name.removeprefix(f"{unit}/"): files[name] for name in files if name.startswith(f"{unit}/")}
+        names = [
+            name for name in inside if not name.startswith((".ft_ckpt-", "notes.txt", MANIFEST_NAME)) and inside[name]
+        ]
+        return {name: b"" if self._varies else inside[name] for name in names}
+
+    @property
+    def _varies(self) -> bool:
+        """Whether each call writes other bytes."""
+        return "library" in self.command
+
+    def _differing(self, files: Files, expected: Files) -> set[str]:
+        """Names of files with other bytes than expected, where these do not tell the time."""
+        names = (name for name in files.keys() & expected.keys() if files[name] != expected[name])
+        names = (name for name in names if not name.endswith((MANIFEST_NAME, "README.md")))
+        return {name for name in names if not (self._varies and "/out/" in name)}
+
+
+def checkpoints_in(files: Files) -> list[str]:
+    """The folders of committed checkpoints that are not hidden."""
+    found = [name.removesuffix(f"/{MANIFEST_NAME}") for name in files if name.endswith(f"/{MANIFEST_NAME}")]
+    return [name for name in found if not any(step.startswith((".", "tmp")) for step in name.split("/"))]
+
+
+def come_by_later(root: Path) -> None:
+    """Leases and temporary folders of the dead go with those of the next reader, after ten minutes at the latest."""
+    for lease in root.rglob(f"{LEASE}*"):
+        os.utime(lease, (0, 0))
+        with hold_lease(lease.parent):
+            pass
+    for kind in ("open", "copy"):
+        with temporary_store(root / "tmp", f"ft_ckpt-{kind}-"):
+            pass
+
+
+def _agree(command: str, seen: Files | None, expected: Files | None) -> bool:
+    if seen is None or expected is None or "library" not in command:
+        return seen == expected
+    return seen.keys() == expected.keys()
+
+
+def _is_kept(files: Files, name: str) -> bool:
+    """A file of somebody else's waits in a hidden folder, at worst, for the next call."""
+    return any(other.rpartition("/")[2] == name.rpartition("/")[2] for other in files)
+
+
+def _is_empty(folder: Path) -> bool:
+    return not any(folder.iterdir())
+
+
+def all_deaths(trials: CommandTrials) -> list[tuple[str, Callable[[], list[str] | None]]]:
+    """Each death of a command, by name; those of calls that a trial does not come to give None."""
+    calls, requests = range(1, trials.calls + 1), range(1, trials.requests + 1)
+    ways = {True: "after", False: "at"}
+    return [
+        *((f"call {number}", partial(trials.kill_at_call, number)) for number in calls),
+        *(
+            (f"{ways[acts]} request {n}", partial(trials.kill_at_request, n, acts_first=acts))
+            for n in requests
+            for acts in ways
+        ),
+    ]
