@@ -27,8 +27,7 @@ from ft_ckpt.errors import (
     shown,
 )
 from ft_ckpt.formats.layout import Spec, TensorFile
-from ft_ckpt.storage.local_copy import check_files_inside, local_folder
-from ft_ckpt.storage.local_disk import list_entries
+from ft_ckpt.storage.local_copy import check_files_inside, check_prefix_inside, local_folder
 from ft_ckpt.storage.local_store import LocalStore
 from ft_ckpt.storage.paths import is_inside
 from ft_ckpt.storage.place import Place
@@ -89,11 +88,7 @@ class TensorFlowFile:
         self.tf, self.source, self.room = load_tensorflow(), prefix.last_step, ExitStack()
         above, _, last = prefix.name.rpartition("/")
         folder = Place(prefix.store, above)
-        if isinstance(prefix.store, LocalStore):
-            entries = list_entries(prefix.store.folder / above)
-            check_files_inside(
-                prefix.store, [f"{above}/{e.name}".lstrip("/") for e in entries if e.name.startswith(last)]
-            )
+        check_prefix_inside(prefix.store, prefix.name)
         copied = local_folder(folder, lambda name: name.startswith(f"{last}."))  # TensorFlow takes nothing but paths
         self.prefix = str(self.room.enter_context(copied) / last)
         try:

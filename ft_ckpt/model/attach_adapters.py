@@ -27,6 +27,7 @@ from ft_ckpt.model.entries import Entry
 from ft_ckpt.model.open_weights import beside_weights, read_tensors, weight_names
 from ft_ckpt.model.pretrained import companions_here, model_class
 from ft_ckpt.model.selection import View
+from ft_ckpt.model.settings import adapter_settings
 from ft_ckpt.storage.place import Place, open_place
 from ft_ckpt.storage.store import Store, read_text
 
@@ -129,7 +130,7 @@ def _adapter_config(held: OpenCheckpoint, record: PartRecord, beside: bool) -> A
     from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING
 
     with _explain_peft(held, [record]), companions_here(held, record, lambda name: name == _CONFIG) as folder:
-        settings = json.loads((folder / _CONFIG).read_text(encoding="utf-8"))
+        settings = adapter_settings(Place(held.store, record.path).folder)
         # The method's own class: PeftConfig would leave out its checks of what older versions wrote.
         config: Any = PEFT_TYPE_TO_CONFIG_MAPPING[settings["peft_type"]].from_pretrained(str(folder))
     config.inference_mode = True

@@ -10,6 +10,7 @@ from pathlib import Path, PurePosixPath
 from ft_ckpt.errors import CorruptError, listing
 from ft_ckpt.messages import printable, printable_lines
 from ft_ckpt.storage.kept_store import KeptFile
+from ft_ckpt.storage.local_disk import list_entries
 from ft_ckpt.storage.local_file import LocalFile, open_local_file
 from ft_ckpt.storage.local_store import LocalStore, temporary_store
 from ft_ckpt.storage.place import Place
@@ -92,6 +93,14 @@ def check_files_inside(folder: Store, names: Iterable[str] | None = None) -> Non
     ]
     if odd:
         raise CorruptError(f"{top}: {listing(odd, ', ')}: expected regular files inside of the folder")
+
+
+def check_prefix_inside(folder: Store, prefix: str) -> None:
+    """As `check_files_inside`, for the files whose names begin with `prefix`."""
+    if isinstance(folder, LocalStore):
+        above, _, begin = prefix.rpartition("/")
+        names = (entry.name for entry in list_entries(folder.folder / above) if entry.name.startswith(begin))
+        check_files_inside(folder, [f"{above}/{name}".lstrip("/") for name in names])
 
 
 def _is_any(_name: str) -> bool:
