@@ -130,9 +130,11 @@ def merge_outcomes(answers: Sequence[RankOutcomes]) -> RankOutcomes:
     merged: dict[str, Restored] = {}
     for rank, answer in enumerate(answers):
         for item in answer.items:
-            known = merged.setdefault(item.name, item)
-            if known.status == "restored" and item.status != "restored":
+            known = merged.get(item.name)
+            if rank and item.status != "restored" and (known is None or known.status == "restored"):
                 merged[item.name] = replace(item, detail=f"on rank {rank}: {item.detail}")
+            elif known is None:
+                merged[item.name] = item
     return RankOutcomes(tuple(merged.values()), sum(answer.requests for answer in answers))
 
 
