@@ -40,6 +40,8 @@ _DROPOUTS = ("dropout", "_pdrop", "layerdrop", "drop_path_rate")
 _UNORDERED = frozenset({  # PEFT tests membership only, and writes some of them as sets, in any order
     *("target_modules", "exclude_modules", "feedforward_modules", "modules_to_save", "layers_to_transform"),
 })  # fmt: skip
+# Fields of AdaLoRA that decide which ranks training gives: its ranks and scores are in the state of a run.
+_ADALORA_FIELDS = ("rank_pattern", "target_r", "tinit", "tfinal", "deltaT", "beta1", "beta2", "total_step")
 _ABSENT = object()
 _MOST_LAYERS = 1 << 16  # of anything: what a config may ask for before it is held against the tensors
 _COUNT = re.compile(r"\w*(layer|block|depth|stage|expert|head)s?")
@@ -59,7 +61,7 @@ def differing_settings(first: Store, other: Store, kind: str) -> list[Difference
     found = [] if one == two else [(name, _presence(one), _presence(two))]
     if found and one is not None and two is not None:
         with damaged_input(f"{first.where(name)} and {other.where(name)}"):
-            found = _differences(one, two, kind)
+            found = differences_between(one, two, kind)
     return [*found, *_differing_files(first, other), *_differing_tokens(first, other)]
 
 
@@ -73,6 +75,20 @@ def adapter_settings(store: Store) -> dict[str, Any]:
     """The contents of adapter_config.json. Raises MissingError if there is none, CorruptError if it is no object."""
     name = SETTINGS_FILES["adapter"]
     return _settings_in(store, name, read_text(store, name)) or {}
+
+
+def differences_of_live(stored: Mapping[str, Any], config: Any) -> list[Difference]:
+    """The fields in which the PEFT config of an adapter in memory differs from its `stored` settings, values as text.
+
+    Only those that change the output of an adapter whose tensors, and those of its base, are equal.
+    """
+    live = json.loads(json.dumps(config.to_dict(), default=_as_json))
+    settled = {"init_lora_weights", *(_ADALORA_FIELDS if stored.get("peft_type") == "ADALORA" else ())}
+    return differences_between(stored, {**live, **{name: stored[name] for name in settled & stored.keys()}}, "adapter")
+
+
+def _as_json(value: Any) -> Any:
+    return sorted(value, key=str) if isinstance(value, (set, frozenset)) else getattr(value, "value", str(value))
 
 
 def is_irreproducible(settings: Mapping[str, Any]) -> bool:
@@ -116,7 +132,8 @@ def _presence(found: object) -> str:
     return "absent" if found is None else "there"
 
 
-def _differences(one: Mapping[str, Any], two: Mapping[str, Any], kind: str) -> list[Difference]:
+def differences_between(one: Mapping[str, Any], two: Mapping[str, Any], kind: str) -> list[Difference]:
+    """The fields of two configs of parts of that `kind` that differ and change the output, values as text."""
     if kind == "adapter":
         return _differing_leaves(_completed_adapter(one), _completed_adapter(two), partial(_counts_for_adapter, one))
     found = _differing_leaves(one, two, _counts_for_model)

@@ -19,7 +19,10 @@ from ft_ckpt.distributed.replicas import WEIGHTS, own_name, own_part, place_of
 from ft_ckpt.distributed.source import Source
 from ft_ckpt.errors import CheckpointError, CorruptError, LoadError, RanksDisagreeError, listing
 from ft_ckpt.model.base_model import differences_of_base
+from ft_ckpt.model.selection import module_at
+from ft_ckpt.model.settings import adapter_settings, differences_of_live
 from ft_ckpt.storage.file_proof import PartDigests, compare_digests, read_late
+from ft_ckpt.storage.place import Place
 from ft_ckpt.training.exchange import decide_together
 from ft_ckpt.training.items import (
     ENGINE,
@@ -215,6 +218,32 @@ def compare_base(
         detail = f"not the base that the adapters were trained on ({listing(problems)})"
         return [Restored("base", "failed", detail)]
     return [Restored("base", "restored", f"not in the checkpoint; {compared} tensors compared")] if compared else []
+
+
+def compare_adapters(
+    model: nn.Module, attribute: str | None, held: OpenCheckpoint, stored: StoredTensors
+) -> list[Restored]:
+    """A failed item where adapters of the run would compute other numbers from the tensors of the checkpoint.
+
+    On a rank that does not see the checkpoint nothing is compared; the outcome of rank 0 counts for all.
+    """
+    if stored.is_remote:
+        return []
+    configs: Mapping[str, Any] = getattr(module_at(model, attribute or ""), "peft_config", None) or {}
+    records = [record for record in held.manifest.parts if record.kind == "adapter" and record.adapter in configs]
+
+    def compare() -> None:
+        stores = [(str(record.adapter), Place(held.store, record.path).folder) for record in records]
+        problems = [
+            f"{name}: {field} is {found}, {expected} in the checkpoint"
+            for name, store in stores
+            for field, expected, found in differences_of_live(adapter_settings(store), configs[name])
+        ]
+        if problems:
+            raise LoadError(f"{listing(problems)}; make the adapter with the settings of the saved run")
+
+    outcome = _try_restore("adapter settings", compare)
+    return [outcome] if outcome.status == "failed" else []
 
 
 def restore_items(

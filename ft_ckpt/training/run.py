@@ -310,6 +310,7 @@ class TrainingRun:
         held, document, stored, items = point.checkpoint, fitted.point.document, fitted.point.tensors, fitted.items
         trees, odd = rank_state.read_rank_state(document, stored, ranks)
         odd += resume.find_misfits(items, found, document, stored, ranks.rank)
+        odd += resume.compare_adapters(self.model, self.config.attribute, held, stored)
         base = resume.compare_base(self.model, self.config.attribute, document, held, ranks.rank)
         odd += [*fitted.outcomes, *(one for one in base if one.status != "restored")]
         told, _ = decide_together(
@@ -370,7 +371,14 @@ class TrainingRun:
             warn(f"{report.path}: {listing(told)}", stacklevel=4)
 
 
-_NO_ITEMS = ("base", "data", "gradients", "replicas", "rng")  # what resumes report beside the objects of a run
+_NO_ITEMS = (
+    "adapter settings",
+    "base",
+    "data",
+    "gradients",
+    "replicas",
+    "rng",
+)  # what resumes report beside the objects of a run
 
 
 def _refused(outcomes: Iterable[resume.Restored], allowed: frozenset[str] | None) -> list[str]:

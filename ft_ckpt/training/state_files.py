@@ -42,6 +42,7 @@ class StoredTensors:
         self._held, self._remote, parts = held, remote, held.manifest.parts
         self.late_files, self.proofs = [proof.record for proof in proofs], proofs
         kinds = {part.kind for part in parts}
+        self.is_remote = remote is not None
         self.is_adapter = "adapter" in kinds and "model" not in kinds  # the base is elsewhere
         self._formats = {part.path: part.format for part in parts}
         self._files = {(part.path, tensor.name): tensor.file for part in parts for tensor in part.tensors}

@@ -1,9 +1,15 @@
 """Fields of adapter_config.json that were changed: followed as PEFT follows them, or refused."""
 
+import copy
 import random
 
 import pytest
+import torch
+from architectures import ARCHITECTURES, make
+from compare import logits
+from peft import LoraConfig, get_peft_model
 
+from ft_ckpt import CheckpointSaver, errors
 from tests.helpers.adapter_fields import FieldTrials
 from tests.helpers.methods import METHODS, UNMERGEABLE
 
@@ -22,3 +28,60 @@ def test_some_fields(tmp_path, method):
 def test_every_field(tmp_path, method):
     trials = FieldTrials(method, tmp_path)
     assert not [wrong for field, value in trials.all_changes() for wrong in trials.finds(field, value)]
+
+
+@pytest.fixture(scope="module")
+def adapted(tmp_path_factory):
+    """A run of LoRA that was saved, and the function that makes its model with other settings."""
+    base = make(ARCHITECTURES["llama-tied"])
+
+    def with_settings(**settings):
+        config = {"r": 2, "lora_alpha": 6, "target_modules": ["q_proj", "v_proj"], "init_lora_weights": False}
+        return get_peft_model(copy.deepcopy(base), LoraConfig(**{**config, **settings}))
+
+    saved, path = with_settings(), tmp_path_factory.mktemp("run") / "saved"
+    CheckpointSaver().save_state(saved, path)
+    return saved, path, with_settings
+
+
+def _same_tensors(model, before):
+    return all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        *(("lora_alpha", 12), ("use_rslora", True), ("alpha_pattern", {"q_proj": 2})),
+        *(("alora_invocation_tokens", [3, 5]), ("use_dora", True), ("r", 3)),
+    ],
+)
+def test_a_resume_onto_other_settings_is_refused(adapted, field, value):
+    _, path, with_settings = adapted
+    model = with_settings(**{field: value})
+    before = copy.deepcopy(model.state_dict())
+    with pytest.raises(errors.LoadError, match=rf"adapter settings: failed: default: {field}.*nothing was overwritten"):
+        CheckpointSaver().resume(path, model=model)
+    assert _same_tensors(model, before)
+
+
+def test_other_settings_that_are_allowed(adapted):
+    saved, path, with_settings = adapted
+    model = with_settings(lora_alpha=12)
+    report = CheckpointSaver().resume(path, model=model, allow=["adapter settings"]).report
+    assert ["lora_alpha is 12, 6 in the checkpoint" in line for line in report.problems] == [True]
+    assert _same_tensors(model, saved.state_dict())
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        *({"lora_dropout": 0.5}, {"init_lora_weights": "gaussian"}, {"base_model_name_or_path": "another"}),
+        *({"target_modules": ["v_proj", "q_proj"]}, {"inference_mode": True}, {"revision": "main"}),
+    ],
+)
+def test_settings_that_change_no_number_are_resumed(adapted, settings):
+    saved, path, with_settings = adapted
+    model = with_settings(**settings)
+    assert not CheckpointSaver(on_difference="ignore").resume(path, model=model).report.problems
+    assert _same_tensors(model, saved.state_dict())
+    assert torch.equal(logits(model), logits(saved))
