@@ -377,7 +377,9 @@ def _is_whole(value: Any, least: float = 0) -> bool:
 
 
 def _is_state(value: Any) -> bool:
-    return isinstance(value, Mapping) and all(one is None or {"kind", "state"} <= one.keys() for one in value.values())
+    return isinstance(value, Mapping) and all(
+        one is None or (isinstance(one, Mapping) and {"kind", "state"} <= one.keys()) for one in value.values()
+    )
 
 
 def _is_start(value: Any) -> bool:
