@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from ft_ckpt.checkpoint.checks import checkpoint_problems, small_problems, stored_bytes
+from ft_ckpt.checkpoint.checks import checkpoint_problems, look_again, may_pass, small_problems, stored_bytes
 from ft_ckpt.checkpoint.manifest import MANIFEST_LIMIT_BYTES, MANIFEST_NAME, Manifest, check_paths, manifest_from_json
 from ft_ckpt.errors import (
     CheckpointError,
@@ -20,7 +20,7 @@ from ft_ckpt.errors import (
     listing,
 )
 from ft_ckpt.messages import warn
-from ft_ckpt.storage.digests import SMALL_BYTES
+from ft_ckpt.storage.digests import SMALL_BYTES, PassingProblem
 from ft_ckpt.storage.listed_store import hold_listed
 from ft_ckpt.storage.local_store import LocalStore
 from ft_ckpt.storage.place import Place, open_place
@@ -134,7 +134,9 @@ class Listing:
     def require_readable(self) -> None:
         """Raise UnreadableError naming what the system would not read just now: it may be what is looked for."""
         if self.unreadable:
-            raise UnreadableError(listing([str(error) for error in self.unreadable.values()]))
+            newest = self.found[-1].path if self.found else "none"
+            told = listing([str(error) for error in self.unreadable.values()])
+            raise UnreadableError(f"{told}; the newest checkpoint that can be read is {newest}: try again, or name one")
 
 
 def list_checkpoints(root: str | os.PathLike[str] | Place) -> Listing:
@@ -172,6 +174,17 @@ def discover(root: str | os.PathLike[str] | Place) -> list[CheckpointInfo]:
     return list(listed.found)
 
 
+def list_readable(root: str | os.PathLike[str] | Place) -> Listing:
+    """`list_checkpoints` for a choice among them: warns of damaged ones.
+
+    Raises UnreadableError where one cannot be read, now and a second later: it may be the one to choose.
+    """
+    listed = look_again(lambda: list_checkpoints(root), lambda found: bool(found.unreadable))
+    listed.require_readable()
+    listed.warn_left_out()
+    return listed
+
+
 def run_checkpoints(run: str | os.PathLike[str] | Place) -> list[CheckpointInfo]:
     """The committed checkpoints directly below the folder `run`, as `discover` has them."""
     own = open_place(run).folder
@@ -183,7 +196,7 @@ def latest(directory: str | os.PathLike[str] | Place) -> Path | str | None:
 
     One that was computed from others (an average, a merged model) is passed over: it is no moment of a run. One that
     does not pass is left out with a warning that says why. It is a path on this machine, or a URL, as `directory` is.
-    Raises UnreadableError when none is found and the system would not read some just now.
+    Raises UnreadableError when a newer one, or any manifest, cannot be read just now: it may be the newest.
     """
     found = find_latest(directory)
     return None if found is None else found.path
@@ -191,12 +204,7 @@ def latest(directory: str | os.PathLike[str] | Place) -> Path | str | None:
 
 def find_latest(directory: str | os.PathLike[str] | Place) -> CheckpointInfo | None:
     """The checkpoint that `latest` names."""
-    listed = list_checkpoints(directory)
-    listed.warn_left_out()
-    found = _first_valid(reversed(_moments(listed.found)), "an older checkpoint")
-    if found is None:
-        listed.require_readable()
-    return found
+    return _first_valid(reversed(_moments(list_readable(directory).found)), "an older checkpoint")
 
 
 def best(run: str | os.PathLike[str] | Place, metric: str | tuple[str, str] | None = None) -> Path | str | None:
@@ -205,7 +213,7 @@ def best(run: str | os.PathLike[str] | Place, metric: str | tuple[str, str] | No
     `metric` is (name, "min" or "max"). A name alone, or None where there is one metric, is looked up in what the run's
     `Keep.best` and `Every.best` said. NaN is never the best; of equals the first is. What does not pass
     `verify(deep=False)` is left out with a warning. Raises ConfigError when it is not known which metric is meant, or
-    whether less or more of it is better.
+    whether less or more of it is better; UnreadableError when one that may be the best cannot be read just now.
     """
     found = find_best(run, metric)
     return None if found is None else found.path
@@ -215,7 +223,7 @@ def find_best(
     run: str | os.PathLike[str] | Place, metric: str | tuple[str, str] | None = None
 ) -> CheckpointInfo | None:
     """The checkpoint that `best` names."""
-    infos = _moments(discover(run))
+    infos = _moments(list_readable(run).found)
     infos = [info for info in infos if info.manifest.run_id == infos[-1].manifest.run_id]
     if not infos:
         return None
@@ -243,7 +251,7 @@ def verify(path: str | os.PathLike[str] | Place, *, deep: bool = True) -> Verify
         except NotACheckpointError:
             raise NotACheckpointError(why_no_checkpoint(store)) from None
         with damaged_input(found_at):
-            problems = tuple(checkpoint_problems(seen, manifest, deep=deep))
+            problems = tuple(dict.fromkeys(checkpoint_problems(seen, manifest, deep=deep)))
         # One save may overwrite the checkpoint while it is read here: what was seen is then half of each. Look again.
         if not problems or _manifest_version(store) == before:
             size_bytes = stored_bytes(seen, manifest)
@@ -307,16 +315,46 @@ def _age_order(info: CheckpointInfo) -> tuple[int, int, str]:
 
 
 def _first_valid(infos: Iterable[CheckpointInfo], instead: str) -> CheckpointInfo | None:
-    """The first that passes `verify(deep=False)`; warns of each before it."""
+    """The first that passes `verify(deep=False)`; warns of each damaged one before it.
+
+    Raises UnreadableError for one before it that may be whole.
+    """
+    unread: list[str] = []
     for info in infos:
         try:
-            problems = verify(info.place, deep=False).problems
+            problems = damage_of(info.place)
+        except UnreadableError as error:
+            unread.append(str(error))
+            continue
         except CheckpointError as error:  # deleted or damaged since it was discovered
             problems = (str(error),)
-        if not problems:
+        if not problems and not unread:
             return info
-        warn(f"{info.path}: not valid, using {instead}: {'; '.join(problems)}", stacklevel=4)
+        if not problems:
+            raise UnreadableError(f"{unread[0]}; {info.path} can be read: try again, or name it")
+        if not unread:
+            warn(f"{info.path}: not valid, using {instead}: {'; '.join(problems)}", stacklevel=4)
+    if unread:
+        raise UnreadableError(f"{unread[0]}; no other can be read: try again")
     return None
+
+
+def damage_of(place: Place, *, deep: bool = False) -> tuple[str, ...]:
+    """The problems that `verify` reports; the checkpoint is looked at again where they may pass.
+
+    Raises as `verify` does, and UnreadableError where files cannot be read just now and nothing else is wrong.
+    """
+
+    def look() -> tuple[str, ...]:
+        try:
+            return verify(place, deep=deep).problems
+        except UnreadableError as error:
+            return (PassingProblem(error),)
+
+    problems = look_again(look, may_pass)
+    if may_pass(problems):
+        raise UnreadableError(f"{place}: {listing(list(problems))}; try again")
+    return problems
 
 
 def _wanted_ranking(infos: Sequence[CheckpointInfo], metric: str | tuple[str, str] | None) -> tuple[str, str]:

@@ -3,20 +3,31 @@
 import json
 import os
 import re
+import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import closing
 from pathlib import PurePosixPath
+from typing import TypeVar
 
 from ft_ckpt.checkpoint.manifest import MANIFEST_LIMIT_BYTES, Manifest, PartRecord
 from ft_ckpt.errors import CheckpointError, CorruptError, MissingError, UnreadableError, listing, reason_of
 from ft_ckpt.formats.layout import TensorRecord
 from ft_ckpt.formats.safetensors import HELPER, read_header
-from ft_ckpt.storage.digests import SMALL_BYTES, FileRecord, digest_of_open, digest_problem
+from ft_ckpt.storage.digests import (
+    SMALL_BYTES,
+    FileRecord,
+    PassingProblem,
+    digest_of_open,
+    digest_problem,
+    unread_problem,
+)
 from ft_ckpt.storage.local_store import LocalStore
 from ft_ckpt.storage.store import Readable, Store, Stored, read_text
 
 Digester = Callable[[Readable, FileRecord], str]
 _WORTH_THREADS_BYTES = 8 << 20
+PAUSES_SECONDS = (0.2, 1.0)  # between reads of a file that the system did not read
+_T = TypeVar("_T")
 
 # What a reader of a model (or of an adapter) goes by. One of these that the manifest does not list is left over from
 # another save: from_pretrained takes model.safetensors before an index, vLLM takes every shard, and an
@@ -28,6 +39,21 @@ _MISLEADING = {
     "module": re.compile(rf"(pytorch_)?model{_WEIGHTS}|adapter_config\.json"),
     "adapter": re.compile(rf"adapter_model{_WEIGHTS}"),
 }
+
+
+def may_pass(problems: Collection[str]) -> bool:
+    """True when all of `problems` are files that the system would not read just now: the checkpoint may be whole."""
+    return bool(problems) and all(isinstance(problem, PassingProblem) for problem in problems)
+
+
+def look_again(look: Callable[[], _T], is_passing: Callable[[_T], bool]) -> _T:
+    """The result of `look`, taken up to three times while it is a fault that may pass."""
+    for seconds in PAUSES_SECONDS:
+        found = look()
+        if not is_passing(found):
+            return found
+        time.sleep(seconds)
+    return look()
 
 
 def checkpoint_problems(
@@ -128,8 +154,10 @@ def _size_problem(store: Store, file: FileRecord, found: Stored | None) -> str |
     """What is wrong with a file that was listed as `found`; with None it is opened, which says why it was not."""
     try:
         size_bytes = _opened_bytes(store, file.path) if found is None else found.size_bytes
-    except (MissingError, UnreadableError) as error:
+    except MissingError as error:
         return f"{file.path}: missing ({reason_of(error)})"
+    except UnreadableError as error:
+        return PassingProblem(f"{file.path}: cannot be read ({reason_of(error)})")
     except CorruptError:
         return f"{file.path}: not a file"
     if size_bytes != file.size_bytes:
@@ -159,6 +187,9 @@ def _header_problems(store: Store, file: str, tensors: list[TensorRecord]) -> It
     try:
         with closing(store.open(file)) as opened:
             found = read_header(opened)
+    except UnreadableError as error:
+        yield PassingProblem(f"{file}: cannot be read ({reason_of(error)})")
+        return
     except CorruptError as error:
         yield f"{file}: not a readable safetensors file ({error})"
         return
@@ -187,7 +218,11 @@ def _part_index_problems(store: Store, part: PartRecord, sound: set[str]) -> Ite
     expected = {tensor.name: tensor.file for tensor in part.tensors}
     tied = {name: expected[kept] for kept, *others in part.ties if kept in expected for name in others}  # may be there
     for name in sorted(indexes):
-        found = _indexed_files(store, name, folder)
+        try:
+            found = _indexed_files(store, name, folder)
+        except UnreadableError as error:
+            yield PassingProblem(f"{name}: cannot be read ({reason_of(error)})")
+            continue
         places = {**{key: file for key, file in tied.items() if key in found}, **expected}
         if found != places:
             wrong = sorted(key for key in places.keys() | found.keys() if places.get(key) != found.get(key))
@@ -198,31 +233,30 @@ def _indexed_files(store: Store, index: str, folder: str) -> dict[str, str]:
     try:
         entries = json.loads(read_text(store, index, MANIFEST_LIMIT_BYTES))["weight_map"]
         return {name: f"{folder}{file}" for name, file in entries.items()}
+    except UnreadableError:
+        raise
     except (AttributeError, CheckpointError, KeyError, OSError, RecursionError, TypeError, ValueError):
         return {}
 
 
 def _digest_problems(store: Store, files: Sequence[FileRecord], digest: Digester = digest_of_open) -> Iterator[str]:
     if sum(file.size_bytes for file in files) < _WORTH_THREADS_BYTES:
-        found = [_digest_or_reason(store, file, digest) for file in files]
+        found = [_digest_problem(store, file, digest) for file in files]
     else:
         from concurrent.futures import ThreadPoolExecutor  # here, so that listing does not pay for it
 
         with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:  # hashing and reading both let other threads run
-            found = list(pool.map(lambda file: _digest_or_reason(store, file, digest), files))
-    problems = (digest_problem(file, taken) for file, taken in zip(files, found, strict=True))
-    yield from (problem for problem in problems if problem is not None)
+            found = list(pool.map(lambda file: _digest_problem(store, file, digest), files))
+    yield from filter(None, found)
 
 
-def _digest_or_reason(store: Store, file: FileRecord, digest: Digester) -> str:
-    """The digest of a file as its record has it, or words that no digest equals when it cannot be read."""
+def _digest_problem(store: Store, file: FileRecord, digest: Digester) -> str | None:
+    """The difference between a file and its recorded digest, or the reason why it was not read; None without one."""
     try:
         with closing(store.open(file.path)) as opened:
-            return digest(opened, file)
-    except (MissingError, UnreadableError) as error:
-        return f"unreadable ({reason_of(error)})"
-    except CorruptError as error:  # a large file that ends too soon, or cannot be read on
-        return f"unreadable ({error})"
+            return digest_problem(file, digest(opened, file))
+    except CorruptError as error:
+        return unread_problem(file.path, error)
 
 
 def _tensor_fact(entry: tuple[str, tuple[int, ...], int, int]) -> str:

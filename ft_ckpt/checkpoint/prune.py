@@ -12,7 +12,7 @@ from ft_ckpt.checkpoint import catalog
 from ft_ckpt.checkpoint.delete import STATE, Removal, manifest_files, without_state
 from ft_ckpt.checkpoint.manifest import MANIFEST_NAME
 from ft_ckpt.checkpoint.run_folder import RunFolder, open_run_folder
-from ft_ckpt.errors import CheckpointError
+from ft_ckpt.errors import CheckpointError, UnreadableError
 from ft_ckpt.messages import LOG, warn
 from ft_ckpt.retention import HeldCheckpoint, Keep, PrunePlan, newest_valid, plan_pruning
 from ft_ckpt.storage.place import Place, location_name, open_place
@@ -140,6 +140,8 @@ def _held_checkpoint(
     real = store.identity
     try:
         valid = run.is_valid(info)
+    except UnreadableError:
+        raise  # not known to be invalid
     except CheckpointError:
         if store.stat(MANIFEST_NAME) is None:  # deleted since it was discovered
             return None

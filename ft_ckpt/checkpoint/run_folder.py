@@ -17,7 +17,7 @@ from ft_ckpt.checkpoint.bucket_removal import (
     settle_in_bucket,
     strip_in_bucket,
 )
-from ft_ckpt.checkpoint.catalog import CheckpointInfo, verify
+from ft_ckpt.checkpoint.catalog import CheckpointInfo, damage_of
 from ft_ckpt.checkpoint.delete import (
     Removal,
     delete_checkpoint,
@@ -66,7 +66,7 @@ class RunFolder(Protocol):
         ...
 
     def is_valid(self, info: CheckpointInfo) -> bool:
-        """Whether it passes `verify(deep=False)`, which raises what this does."""
+        """Whether it passes `verify(deep=False)`; raises what `damage_of` does."""
         ...
 
     def guards(self, checkpoint: Store) -> tuple[str, ...]:
@@ -118,7 +118,7 @@ class LocalRun:
 
     def is_valid(self, info: CheckpointInfo) -> bool:
         """Ask the catalog."""
-        return verify(info.place, deep=False).ok
+        return not damage_of(info.place)
 
     def guards(self, checkpoint: Store) -> tuple[str, ...]:
         """Pins, leases, and stages beside it."""
@@ -177,7 +177,7 @@ class BucketRun:
         objects = [each for each in info.store.list() if not is_mark(each.name)]
         seen = hashlib.blake2b(repr(objects).encode(), digest_size=16).digest()
         if _PROVED.get(info.store.identity) != seen:
-            if not verify(info.place, deep=False).ok:
+            if damage_of(info.place):
                 return False
             _PROVED[info.store.identity] = seen
         return True

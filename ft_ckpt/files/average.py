@@ -20,8 +20,7 @@ import torch
 import xxhash
 from torch import Tensor
 
-from ft_ckpt.checkpoint import catalog
-from ft_ckpt.checkpoint.catalog import discover
+from ft_ckpt.checkpoint.catalog import damage_of, list_readable
 from ft_ckpt.checkpoint.manifest import Manifest
 from ft_ckpt.checkpoint.open_checkpoint import hold_open
 from ft_ckpt.errors import ConfigError, LoadError, SelectionError, listing
@@ -229,7 +228,7 @@ def _chosen_places(sources: list[Place], last: int | None) -> list[Place]:
     if len(sources) != 1 or last < 2:
         found = _counted(len(sources), "source")
         raise ConfigError(f"last={last} with {found}: expected one run's folder, and 2 or more")
-    known = [info for info in discover(sources[0]) if not info.manifest.made_from]
+    known = [info for info in list_readable(sources[0]).found if not info.manifest.made_from]
     if not known:
         raise ConfigError(
             f"{sources[0]}: no checkpoints of a run in it, {last} are wanted; give the folder that a run saves to, or "
@@ -239,7 +238,11 @@ def _chosen_places(sources: list[Place], last: int | None) -> list[Place]:
     # The weights that a run ends with are those of its last checkpoint once more: they do not count twice.
     moments = [info for info in of_run if not info.manifest.export] or of_run
     places = [info.place for info in reversed(moments)]
-    whole = [place for place in places if catalog.verify(place, deep=False).ok][:last]
+    whole: list[Place] = []
+    for place in places:
+        if len(whole) == last:
+            break
+        whole += [] if damage_of(place) else [place]
     if len(whole) < last:
         found = _counted(len(whole), "valid checkpoint")
         raise ConfigError(f"{sources[0]}: {found} of its newest run, {last} are wanted; give a smaller last=")

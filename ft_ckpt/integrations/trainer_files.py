@@ -12,13 +12,13 @@ from transformers import Trainer, TrainerState
 from transformers.trainer import TRAINER_STATE_NAME, TRAINING_ARGS_NAME
 from transformers.trainer_callback import ExportableState
 
-from ft_ckpt.checkpoint.catalog import read_manifest, run_checkpoints, verify
+from ft_ckpt.checkpoint.catalog import damage_of, read_manifest, run_checkpoints
 from ft_ckpt.checkpoint.manifest import MANIFEST_NAME
 from ft_ckpt.checkpoint.marks import TOMBSTONE
 from ft_ckpt.checkpoint.open_checkpoint import open_checkpoint
 from ft_ckpt.checkpoint.prune import prune_run, recover_all
 from ft_ckpt.distributed.ranks import Ranks, try_action
-from ft_ckpt.errors import CorruptError, LoadError, ManifestError, NotACheckpointError, listing
+from ft_ckpt.errors import CorruptError, LoadError, ManifestError, NotACheckpointError, UnreadableError, listing
 from ft_ckpt.messages import LOG, warn
 from ft_ckpt.retention import Keep
 from ft_ckpt.storage.local_store import LocalStore
@@ -97,7 +97,7 @@ def _newest_whole(folder: Path, deep: bool) -> Path | None:
     below = LocalStore(folder).list_folder().folders
     named = [(int(match[1]), folder / each.name) for each in below if (match := _NAME.fullmatch(each.name))]
     for _, path in sorted(named, reverse=True):
-        problems = _what_is_wrong(path, deep)
+        problems = _what_is_wrong(path, deep)  # raises for one that cannot be read just now: no older one is taken
         if not problems:
             return path
         warn(f"{path}: not whole, trying an older one: {listing(list(problems))}", stacklevel=2)
@@ -122,10 +122,12 @@ def _check_whole(wanted: Any, deep: bool) -> Path:
 def _what_is_wrong(path: Path, deep: bool) -> tuple[str, ...]:
     try:
         if _has_file(path, MANIFEST_NAME):
-            return verify(path, deep=deep).problems
+            return damage_of(open_place(path), deep=deep)
         if _has_file(path, TOMBSTONE):
             return ("it is being deleted",)
         TrainerState.load_from_json(str(path / TRAINER_STATE_NAME))  # the last thing that the Trainer writes
+    except UnreadableError:
+        raise
     except (ManifestError, OSError, ValueError, TypeError) as error:
         return (str(error),)
     return ()

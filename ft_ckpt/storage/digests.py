@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import xxhash
 
+from ft_ckpt.errors import CorruptError, MissingError, UnreadableError, reason_of
 from ft_ckpt.storage.local_file import open_local_file
 from ft_ckpt.storage.store import Readable, Store, read_range
 
@@ -78,6 +79,19 @@ def digest_problem(record: FileRecord, digest: str) -> str | None:
     if digest == record.digest:
         return None
     return f"{record.path}: digest {digest}, expected {record.digest}: its bytes have changed"
+
+
+class PassingProblem(str):
+    """A problem of a file that the system would not read just now; the file may be whole."""
+
+    __slots__ = ()
+
+
+def unread_problem(path: str, error: CorruptError) -> str:
+    """The problem of a file whose reading ended in `error`."""
+    if isinstance(error, UnreadableError):
+        return PassingProblem(f"{path}: cannot be read ({reason_of(error)})")
+    return f"{path}: unreadable ({reason_of(error) if isinstance(error, MissingError) else error})"
 
 
 class RunningDigest:

@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from os import cpu_count
 
-from ft_ckpt.errors import CorruptError, MissingError, UnreadableError, reason_of
-from ft_ckpt.storage.digests import FileRecord, digest_problem, file_digest, new_digest, owned_parts
+from ft_ckpt.errors import CorruptError
+from ft_ckpt.storage.digests import FileRecord, digest_problem, file_digest, new_digest, owned_parts, unread_problem
 from ft_ckpt.storage.read_ahead import ByteRun, read_ahead
 from ft_ckpt.storage.store import Readable, read_range
 
@@ -76,10 +76,8 @@ class FileProof:
             return
         try:
             self.take_rest()
-        except (MissingError, UnreadableError) as error:
-            self.failure = f"{self.record.path}: unreadable ({reason_of(error)})"
         except CorruptError as error:
-            self.failure = f"{self.record.path}: unreadable ({error})"
+            self.failure = unread_problem(self.record.path, error)
 
     def take_rest(self) -> None:
         """Read what did not pass by. Raises CorruptError for a file of another size, and as reading does."""

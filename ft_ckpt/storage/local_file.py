@@ -57,7 +57,7 @@ class LocalFile:
                 count = os.preadv(self.descriptor, [memory[done : done + _MOST_AT_ONCE]], start + done)
             except OSError as error:
                 self._refuse_closed()
-                raise self._refused(f"at byte {start + done}", error) from error
+                raise self.refused(f"at byte {start + done}", error) from error
             if not count:
                 break
             done += count
@@ -81,7 +81,7 @@ class LocalFile:
         try:
             found = os.fstat(self.descriptor)
         except OSError as error:
-            raise self._refused("any more", error) from error
+            raise self.refused("any more", error) from error
         if (found.st_size, found.st_mtime_ns) != self._known:
             raise CorruptError(
                 f"{self.path.name}: changed while it was open, {self._known[0]} bytes then and {found.st_size} now; "
@@ -93,7 +93,8 @@ class LocalFile:
         self._closed = True
         self._closer()
 
-    def _refused(self, where: str, error: OSError) -> UnreadableError:
+    def refused(self, where: str, error: OSError) -> UnreadableError:
+        """The error of a read that the system has refused."""
         found = UnreadableError(f"{self.path.name}: cannot be read {where} ({error}); load it again")
         found.errno = error.errno
         return found

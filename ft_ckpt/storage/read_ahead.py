@@ -243,7 +243,7 @@ def _read_local(file: LocalFile, job: _BlockRead, view: memoryview, door: int | 
                 count = os.preadv(file.descriptor if door is None else door, [rest], job.start + done)
         except OSError as error:
             if error.errno != errno.EINVAL or door is None:
-                raise CorruptError(f"{file.path.name}: cannot be read at byte {job.start + done} ({error})") from error
+                raise file.refused(f"at byte {job.start + done}", error) from error
             door = None  # some file systems refuse only here, all of them after an odd number of bytes
             continue
         if not count:

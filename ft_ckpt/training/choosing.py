@@ -4,10 +4,11 @@ from collections.abc import Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 
-from ft_ckpt.checkpoint.catalog import Listing, in_run_order, list_checkpoints
+from ft_ckpt.checkpoint.catalog import Listing, in_run_order, list_checkpoints, list_readable
 from ft_ckpt.checkpoint.prune import recover_all
 from ft_ckpt.distributed.ranks import Ranks
 from ft_ckpt.errors import ManifestError, listing
+from ft_ckpt.storage.place import Place
 from ft_ckpt.training import starting
 from ft_ckpt.training.exchange import hear_leader
 from ft_ckpt.training.serve_files import CheckpointFacts, checkpoint_facts, open_to_all
@@ -44,8 +45,7 @@ def _choose_and_open(wanted: Wanted, stack: ExitStack) -> tuple[ResumePoint, _Ch
     listings: list[Listing] = []
     for folder in wanted.places.folders:
         recover_all(folder)  # of what saves have left that were killed
-        listings.append(list_checkpoints(folder))
-        listings[-1].warn_left_out()
+        listings.append(_list_for(wanted, folder))
     infos = [info for listed in listings for info in listed.found]
     if wanted.places.directory is not None:
         infos = in_run_order(infos)
@@ -53,16 +53,24 @@ def _choose_and_open(wanted: Wanted, stack: ExitStack) -> tuple[ResumePoint, _Ch
     point = starting.open_chosen(wanted, infos, stack)
     if point is None:
         if wanted.mode == "auto":
-            _refuse_left_out(listings)
+            _refuse_damaged(listings)
         return None
     branch = starting.branch_run_id(wanted, point.checkpoint, infos)
     return point, _Choice(str(wanted.mode), checkpoint_facts(point.checkpoint), branch, bool(point.tensors.proofs))
 
 
-def _refuse_left_out(listings: Iterable[Listing]) -> None:
-    """Raise for what could not be read: a run does not begin afresh beside what may be its own."""
+def _list_for(wanted: Wanted, folder: Place) -> Listing:
+    """The checkpoints in a folder of the run; all manifests are needed to find the newest."""
+    if wanted.mode in ("auto", "must"):
+        return list_readable(folder)
+    listed = list_checkpoints(folder)
+    listed.warn_left_out()
+    return listed
+
+
+def _refuse_damaged(listings: Iterable[Listing]) -> None:
+    """Raise for damaged manifests: a run does not begin afresh beside what may be its own."""
     for listed in listings:
-        listed.require_readable()
         if listed.damaged:
             told = listing([str(error) for error in listed.damaged.values()])
             raise ManifestError(f"{told}; there is nothing else to resume from: move it away to begin afresh")

@@ -3,7 +3,7 @@
 Each rank reads what it holds: the number of ranks and their wrappers may be others than those that saved.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -17,10 +17,11 @@ from ft_ckpt.distributed.ranks import Ranks
 from ft_ckpt.distributed.read_shards import WantedTensor, check_all, fill_tensor
 from ft_ckpt.distributed.replicas import WEIGHTS, own_name, own_part, place_of
 from ft_ckpt.distributed.source import Source
-from ft_ckpt.errors import CheckpointError, CorruptError, LoadError, RanksDisagreeError, listing
+from ft_ckpt.errors import CheckpointError, CorruptError, LoadError, RanksDisagreeError, UnreadableError, listing
 from ft_ckpt.model.base_model import differences_of_base
 from ft_ckpt.model.selection import module_at
 from ft_ckpt.model.settings import adapter_settings, differences_of_live
+from ft_ckpt.storage.digests import PassingProblem
 from ft_ckpt.storage.file_proof import PartDigests, compare_digests, read_late
 from ft_ckpt.storage.place import Place
 from ft_ckpt.training.exchange import decide_together
@@ -77,7 +78,14 @@ class RestoreReport:
 class Damage:
     """What is wrong with files of a checkpoint, found when parts of the run were overwritten already."""
 
-    problems: tuple[str, ...] = ()
+    damaged: tuple[str, ...] = ()
+    unread: tuple[str, ...] = ()
+    """Files that the system would not read just now."""
+
+    @property
+    def problems(self) -> tuple[str, ...]:
+        """All of them."""
+        return (*self.damaged, *map(PassingProblem, self.unread))
 
 
 @dataclass
@@ -117,7 +125,7 @@ class _Compared:
     """What a rank tells of the files that it was to compare."""
 
     found: tuple[PartDigests, ...]
-    failures: tuple[str, ...]  # files that it cannot read
+    failures: Damage
 
 
 @dataclass(frozen=True)
@@ -279,14 +287,20 @@ def find_damage(point: ResumePoint, outcomes: Sequence[Restored], ranks: Ranks) 
         return Damage()
 
     def compare_all(answers: Sequence[_Compared]) -> Damage:
-        failures = [failure for answer in answers for failure in answer.failures]
+        failures = [failure for answer in answers for failure in answer.failures.problems]
         found = [part for answer in answers for part in answer.found]
-        return Damage(tuple(compare_digests(point.tensors.late_files, found, failures)))
+        return _damage(compare_digests(point.tensors.late_files, found, failures))
 
     found, failures = read_late(point.tensors.proofs)
-    unread = tuple(f"{item.detail} (on rank {ranks.rank})" for item in outcomes if isinstance(item, Unread))
-    mine, kinds = _Compared(found, failures or unread), (_Compared, Damage)
+    where = f" (on rank {ranks.rank})"
+    unread = tuple(type(item.detail)(item.detail + where) for item in outcomes if isinstance(item, Unread))
+    mine, kinds = _Compared(found, _damage(failures or unread)), (_Compared, Damage)
     return decide_together(ranks, "comparing the checkpoint of resume()", mine, compare_all, kinds)[0]
+
+
+def _damage(problems: Collection[str]) -> Damage:
+    passing = tuple(one for one in problems if isinstance(one, PassingProblem))
+    return Damage(tuple(one for one in problems if not isinstance(one, PassingProblem)), passing)
 
 
 def report_of_failed(path: Path | str, outcomes: Sequence[Restored], error: RanksDisagreeError) -> RestoreReport:
@@ -353,7 +367,8 @@ def _try_restore(name: str, action: Callable[[], Any]) -> Restored:
     try:
         detail = action()
     except CorruptError as error:
-        return Unread(name, "failed", str(error))
+        kind = PassingProblem if isinstance(error, UnreadableError) else str
+        return Unread(name, "failed", kind(error))
     except Exception as error:  # noqa: BLE001 - every item is tried, and all failures are told together
         text = str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
         return Restored(name, "failed", text)

@@ -8,12 +8,22 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from ft_ckpt.checkpoint.catalog import CheckpointInfo, discover, load_manifest
+from ft_ckpt.checkpoint.catalog import CheckpointInfo, list_readable, load_manifest
+from ft_ckpt.checkpoint.checks import look_again, may_pass
 from ft_ckpt.checkpoint.manifest import Manifest
 from ft_ckpt.checkpoint.open_checkpoint import OpenCheckpoint, open_checkpoint
 from ft_ckpt.checkpoint.run_places import RunPlaces
-from ft_ckpt.errors import ConfigError, CorruptError, ManifestError, NotACheckpointError, TargetError, listing
+from ft_ckpt.errors import (
+    ConfigError,
+    CorruptError,
+    ManifestError,
+    NotACheckpointError,
+    TargetError,
+    UnreadableError,
+    listing,
+)
 from ft_ckpt.messages import LOG, warn
+from ft_ckpt.storage.digests import PassingProblem
 from ft_ckpt.storage.local_store import LocalStore
 from ft_ckpt.storage.place import Place, open_place
 from ft_ckpt.training.accelerate_folder import find_accelerate_folder, is_foreign, open_accelerate_folder
@@ -106,12 +116,13 @@ def open_chosen(wanted: Wanted, infos: Sequence[CheckpointInfo], stack: ExitStac
         point, problems = _open_one_of(copies, wanted, stack)
         if point is not None:
             return point
-        if mode != "auto":
+        if mode != "auto" or may_pass(problems):
             early, left = replace(wanted, late=False), candidates[number + 1 :]
             older = next((one[0] for one in left if _open_one_of(one, early, stack)[0]), None)
             advice = f"the newest whole one is {older}" if older else "there is no older one that is whole"
-            raise CorruptError(f"{problems}; {advice}{_told_overwritten(wanted)}")
-        warn(f"{problems}; damaged, trying an older one", stacklevel=2)
+            kind = UnreadableError if may_pass(problems) else CorruptError
+            raise kind(f"{listing(problems)}; {advice}{_told_overwritten(wanted)}")
+        warn(f"{listing(problems)}; damaged, trying an older one", stacklevel=2)
     if candidates:
         raise CorruptError(
             f"{wanted.places.directory}: none of its {len(candidates)} checkpoints is whole (the warnings say why); "
@@ -186,17 +197,21 @@ def _folder_exists(place: Place) -> bool:
     return place.folder.list_folder().exists
 
 
-def _open_one_of(copies: Sequence[Place], wanted: Wanted, stack: ExitStack) -> tuple[ResumePoint | None, str]:
-    """The first of the copies of a checkpoint that is whole, open until the stack ends; or None, and what is wrong."""
+def _open_one_of(copies: Sequence[Place], wanted: Wanted, stack: ExitStack) -> tuple[ResumePoint | None, list[str]]:
+    """The first of the copies of a checkpoint that is whole, open until the stack ends; or None, and the problems.
+
+    Where one of them may be whole, the problems are those of that one.
+    """
     problems: list[str] = []
     for place in copies:
-        point, found = _open_whole(place, wanted, stack)
+        point, found = look_again(lambda: _open_whole(place, wanted, stack), lambda tried: may_pass(tried[1]))  # noqa: B023 - called at once
         if point is not None:
             if problems:
                 warn(f"{listing(problems)}; damaged, taking its copy {place}", stacklevel=2)
-            return point, ""
-        problems.append(f"{place}: {listing(list(found))}")
-    return None, listing(problems)
+            return point, []
+        kind = PassingProblem if may_pass(found) else str
+        problems.append(kind(f"{place}: {listing(list(found))}"))
+    return None, [one for one in problems if isinstance(one, PassingProblem)] or problems
 
 
 def _open_whole(place: Place, wanted: Wanted, stack: ExitStack) -> tuple[ResumePoint | None, tuple[str, ...]]:
@@ -213,6 +228,8 @@ def _open_whole(place: Place, wanted: Wanted, stack: ExitStack) -> tuple[ResumeP
                 point = open_resume_point(held, trial, proofs)
                 stack.push(trial.pop_all())
                 return point, ()
+        except UnreadableError as error:
+            return None, (PassingProblem(error),)
         except (ManifestError, CorruptError, OSError) as error:
             return None, (str(error),)
     return None, found
@@ -234,7 +251,7 @@ def branch_run_id(wanted: Wanted, chosen: OpenCheckpoint, infos: Sequence[Checkp
     if is_foreign(manifest):
         return uuid.uuid4().hex
     is_own = any(beside.url == each.absolute.folder.url for each in wanted.places.folders)
-    all_beside = infos if is_own else discover(Place(beside))
+    all_beside = infos if is_own else list_readable(Place(beside)).found
     steps = [one.manifest.step or 0 for one in resumable(all_beside) if one.manifest.run_id == manifest.run_id]
     return uuid.uuid4().hex if any(step > (manifest.step or 0) for step in steps) else None
 
@@ -262,12 +279,13 @@ def warn_of_others(directory: Place, infos: Sequence[CheckpointInfo], mode: str 
 def refuse_replacing(target: Place, has_state: bool, own_ids: Collection[str] | None) -> None:
     """Raise TargetError when a checkpoint is there that one with or without state must not replace.
 
-    One with state is not replaced by one without; with `own_ids`, the names of a run, none of another run is.
+    One with state is not replaced by one without; with `own_ids`, the names of a run, none of another run is. Raises
+    UnreadableError when the manifest there cannot be read just now.
     """
     try:
         manifest = load_manifest(target.folder)
-    except (ManifestError, OSError):
-        return  # nothing is committed there, or nothing that could be read
+    except ManifestError:
+        return  # nothing is committed there, or it is damaged
     if has_training_state(manifest) and not has_state:
         raise TargetError(
             f"{target}: holds training state, which a save of weights alone would delete; save to another path"

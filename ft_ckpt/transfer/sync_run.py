@@ -117,7 +117,9 @@ def _plan_sync(here: Listing, there: Listing, goal: Place, *, delete: bool) -> _
     """Compare two listings."""
     plan = _SyncPlan(problems=[f"{error}; not copied" for error in (*here.damaged.values(), *here.unreadable.values())])
     known, names = {info.name: info for info in there.found}, {info.name for info in here.found}
-    for info in reversed(here.found):
+    unread = {location_name(path): error for path, error in there.unreadable.items()}
+    plan.problems += [f"{error}; not replaced" for name, error in unread.items() if name in names]
+    for info in reversed([info for info in here.found if info.name not in unread]):
         _plan_one(plan, info, known.get(info.name), goal, delete=delete)
     if delete:
         # A run's export lies wherever somebody has put it: only checkpoints of the run tell that this is its place.

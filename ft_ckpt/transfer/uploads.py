@@ -161,6 +161,8 @@ class RunUploads:
         one = _Round(terms)
         try:
             self._heed_end()
+            unread = list_checkpoints(self.staging).unreadable
+            one.problems.update((location_name(path), error) for path, error in unread.items())
             while one.ended_by is None and (infos := self._listed_without(one.seen)):
                 self._bring_one(infos[0], one)
         except Exception as error:  # noqa: BLE001 - told by the handles, and a thread has nobody else to tell

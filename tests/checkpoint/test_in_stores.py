@@ -137,7 +137,8 @@ def test_stores_that_fail_are_said_and_never_taken_for_empty(local):
         problems(RefusingStore(local, ["list_folder"]))
     assert problems(TornStore(local, SHARD))[0].startswith(f"{SHARD}: not a readable safetensors file")
     manifest = load_manifest(local)
-    assert f"{SHARD}: missing (" in small_problems(RefusingStore(local, ["open"], "policy"), manifest, 1 << 20)[1]
+    refused = small_problems(RefusingStore(local, ["open"], "policy"), manifest, 1 << 20)
+    assert f"{SHARD}: cannot be read (" in refused[1]
     with pytest.raises(NotACheckpointError, match=r"no ft_ckpt\.json in it"):
         load_manifest(LocalStore(local.folder / "policy"))
 

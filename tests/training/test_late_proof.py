@@ -10,7 +10,7 @@ import torch
 from launch import run_cases
 
 from ft_ckpt import CheckpointSaver
-from ft_ckpt.errors import CheckpointError, CorruptError, LoadError
+from ft_ckpt.errors import CheckpointError, CorruptError, LoadError, UnreadableError
 from ft_ckpt.training import resume
 
 FORMATS = ["safetensors", "h5", "dual"]
@@ -152,8 +152,9 @@ def test_a_disk_that_cannot_be_read_on(tmp_path, monkeypatch):
 
     monkeypatch.setattr(os, "preadv", broken)
     model, optimizer, saver = begin(tmp_path)
-    with pytest.warns(UserWarning, match=r"model.safetensors: .*Input/output error.*trying an older one"):
-        assert saver.resume().resumed_from.name == "checkpoint-1"
+    with pytest.raises(UnreadableError, match=r"model.safetensors: .*Input/output error.*whole one is .*checkpoint-1"):
+        saver.resume()
+    assert saver.resume("checkpoint-1").resumed_from.name == "checkpoint-1"
     assert is_same(expected, tensors_of(model, optimizer))
 
 
