@@ -145,6 +145,7 @@ class DataPosition:
         state that is none, LoadError for other batch sizes on as many ranks where differences are to be refused.
         """
         check_position(state)
+        self._check_loader(state)
         state = _deep_copy(state)
         self.epoch, self.batch, self.samples = state["epoch"], state["batch"], state["samples"]
         self._offset, self._warm = state["offset"], state["warm"]
@@ -165,6 +166,18 @@ class DataPosition:
         if not self._pending or (is_same and was.per_step == dataloaders.cut_of(self.loader, shares).per_step):
             return []
         return self._cut_anew(state["size"], shares, was)
+
+    def _check_loader(self, state: Mapping[str, Any]) -> None:
+        """Raise LoadError for a position that no loader of this kind can be in."""
+        if state.get("origin") is not None and not hasattr(dataloaders.base_loader(self.loader), "load_state_dict"):
+            raise LoadError(
+                "the data: the position is another library's, and this loader has no state; resume with a loader of "
+                "the same kind"
+            )
+        if state["offset"] < 0 and dataloaders.is_map(self.loader):
+            raise LoadError(
+                f"the data: offset {state['offset']}, expected none below 0; resume from another checkpoint"
+            )
 
     def _begin_pass(self) -> Iterator[Any]:
         self.end_pass()  # the last loop was left in the middle

@@ -142,8 +142,9 @@ def merge_outcomes(answers: Sequence[RankOutcomes]) -> RankOutcomes:
     for rank, answer in enumerate(answers):
         for item in answer.items:
             known = merged.get(item.name)
-            if rank and item.status != "restored" and (known is None or known.status == "restored"):
-                merged[item.name] = replace(item, detail=f"on rank {rank}: {item.detail}")
+            if item.status != "restored" and (known is None or known.status == "restored"):
+                told = f"on rank {rank}: {item.detail}" if rank else item.detail
+                merged[item.name] = replace(item, detail=told)
             elif known is None:
                 merged[item.name] = item
     return RankOutcomes(tuple(merged.values()), sum(answer.requests for answer in answers))

@@ -308,11 +308,12 @@ class TrainingRun:
         found = known_sources(models, items)
         fitted = fit_point(point, LiveRun(self.accelerator, self.model, items, found, ranks.rank, ranks.size))
         held, document, stored, items = point.checkpoint, fitted.point.document, fitted.point.tensors, fitted.items
-        trees, odd = rank_state.read_rank_state(document, stored, ranks)
+        trees, unread = rank_state.read_rank_state(document, stored, ranks)
+        odd = [*fitted.outcomes, *unread]  # of one item the first counts: a folder's own names its file
         odd += resume.find_misfits(items, found, document, stored, ranks.rank)
         odd += resume.compare_adapters(self.model, self.config.attribute, held, stored)
         base = resume.compare_base(self.model, self.config.attribute, document, held, ranks.rank)
-        odd += [*fitted.outcomes, *(one for one in base if one.status != "restored")]
+        odd += [one for one in base if one.status != "restored"]
         told, _ = decide_together(
             ranks, "checking the state of resume()", RankOutcomes(tuple(odd), 0), merge_outcomes, (RankOutcomes,) * 2
         )
