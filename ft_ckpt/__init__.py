@@ -14,11 +14,11 @@ if TYPE_CHECKING:
     from ft_ckpt.checkpoint.catalog import best, latest, verify
     from ft_ckpt.closure import checkpoint_closure
     from ft_ckpt.config import SaverConfig
-    from ft_ckpt.files.average import average
-    from ft_ckpt.files.convert import convert
-    from ft_ckpt.files.objects import load, save
+    from ft_ckpt.model.average import average
+    from ft_ckpt.model.convert import convert
     from ft_ckpt.model.load import load_model
     from ft_ckpt.model.load_weights import LoadReport
+    from ft_ckpt.model.objects import load, save
     from ft_ckpt.retention import Keep
     from ft_ckpt.saver import CheckpointSaver, Progress, SaveReport
     from ft_ckpt.saving.background import PendingSave
@@ -27,10 +27,9 @@ if TYPE_CHECKING:
     from ft_ckpt.storage.place import Place, open_place
     from ft_ckpt.training.resume import RestoreReport
     from ft_ckpt.transfer.copies import CopyReport, copy
-    from ft_ckpt.transfer.places import pull, push
-    from ft_ckpt.transfer.pushes import PendingPush
-    from ft_ckpt.transfer.reports import PullReport, PushReport
-    from ft_ckpt.transfer.sync_run import SyncReport, sync
+    from ft_ckpt.transfer.outgoing import PullReport, PushReport
+    from ft_ckpt.transfer.push import PendingPush, pull, push
+    from ft_ckpt.transfer.sync import SyncReport, sync
 
 __all__ = [
     "CheckpointSaver",
@@ -72,30 +71,30 @@ _HOME = {
     "Every": "ft_ckpt.schedule",
     "Keep": "ft_ckpt.retention",
     "LoadReport": "ft_ckpt.model.load_weights",
-    "PendingPush": "ft_ckpt.transfer.pushes",
+    "PendingPush": "ft_ckpt.transfer.push",
     "PendingSave": "ft_ckpt.saving.background",
     "Place": "ft_ckpt.storage.place",
     "Progress": "ft_ckpt.saver",
-    "PullReport": "ft_ckpt.transfer.reports",
-    "PushReport": "ft_ckpt.transfer.reports",
+    "PullReport": "ft_ckpt.transfer.outgoing",
+    "PushReport": "ft_ckpt.transfer.outgoing",
     "RestoreReport": "ft_ckpt.training.resume",
     "SaveReport": "ft_ckpt.saver",
     "SaverConfig": "ft_ckpt.config",
-    "SyncReport": "ft_ckpt.transfer.sync_run",
-    "average": "ft_ckpt.files.average",
+    "SyncReport": "ft_ckpt.transfer.sync",
+    "average": "ft_ckpt.model.average",
     "best": "ft_ckpt.checkpoint.catalog",
     "checkpoint_closure": "ft_ckpt.closure",
-    "convert": "ft_ckpt.files.convert",
+    "convert": "ft_ckpt.model.convert",
     "copy": "ft_ckpt.transfer.copies",
     "latest": "ft_ckpt.checkpoint.catalog",
-    "load": "ft_ckpt.files.objects",
+    "load": "ft_ckpt.model.objects",
     "load_model": "ft_ckpt.model.load",
     "merge": "ft_ckpt.saving.merge_files",
     "open_place": "ft_ckpt.storage.place",
-    "pull": "ft_ckpt.transfer.places",
-    "push": "ft_ckpt.transfer.places",
-    "save": "ft_ckpt.files.objects",
-    "sync": "ft_ckpt.transfer.sync_run",
+    "pull": "ft_ckpt.transfer.push",
+    "push": "ft_ckpt.transfer.push",
+    "save": "ft_ckpt.model.objects",
+    "sync": "ft_ckpt.transfer.sync",
     "verify": "ft_ckpt.checkpoint.catalog",
 }
 

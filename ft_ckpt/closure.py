@@ -1,4 +1,4 @@
-"""`checkpoint_closure`: functions that are called in every iteration of a training loop and run at some of them."""
+"""`checkpoint_closure`: functions that a training loop calls each iteration and that run at some of them."""
 
 import time
 from collections.abc import Callable, Iterator

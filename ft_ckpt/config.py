@@ -13,7 +13,7 @@ from ft_ckpt.formats.registry import DEFAULT_FORMAT, tensor_formats
 from ft_ckpt.messages import without_secrets
 from ft_ckpt.retention import Keep
 from ft_ckpt.schedule import Every
-from ft_ckpt.storage.open_store import is_url
+from ft_ckpt.storage.place import is_url
 
 _DTYPES = ("as_is", "config", "float64", "float32", "bfloat16", "float16")
 _SHORT = {"fp64": "float64", "fp32": "float32", "bf16": "bfloat16", "fp16": "float16", "half": "float16"}

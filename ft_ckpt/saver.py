@@ -15,25 +15,20 @@ from ft_ckpt.config import SaverConfig, make_config, numbers_of
 from ft_ckpt.distributed import wrappers
 from ft_ckpt.distributed.ranks import Ranks, current_ranks, try_action
 from ft_ckpt.messages import LOG
-from ft_ckpt.model.merge_choice import Merged
+from ft_ckpt.model.entries import Merged
 from ft_ckpt.model.parts import Attribute, is_of_adapters, model_inside
-from ft_ckpt.saving.background import BackgroundSaver, PendingSave
-from ft_ckpt.saving.build_manifest import library_versions
-from ft_ckpt.saving.companions import check_companions
+from ft_ckpt.saving.background import BackgroundSaver, PendingSave, as_in_training
 from ft_ckpt.saving.execute import SaveReport
 from ft_ckpt.saving.follow_up import SaveHook, make_follow_up
-from ft_ckpt.saving.merged_save import MergeRequest, ask_merged, is_plain_merge
-from ft_ckpt.saving.request import request_of
+from ft_ckpt.saving.merge_files import MergeRequest, ask_merged, is_plain_merge
+from ft_ckpt.saving.plan import check_companions, library_versions, request_of
 from ft_ckpt.saving.run_saves import RunSaves
-from ft_ckpt.saving.snapshot import as_in_training
 from ft_ckpt.storage.place import Place
-from ft_ckpt.training import rehearsal
+from ft_ckpt.training import triggers
 from ft_ckpt.training.data_position import DataPosition
-from ft_ckpt.training.resuming import resume_run
-from ft_ckpt.training.run import TrainingRun
-from ft_ckpt.training.run_progress import Progress
-from ft_ckpt.training.starting import Wanted, parse_mode
-from ft_ckpt.transfer.places import push_goal
+from ft_ckpt.training.resume import Wanted, parse_mode
+from ft_ckpt.training.run import Progress, TrainingRun, resume_run
+from ft_ckpt.transfer.push import push_goal
 
 __all__ = ["CheckpointSaver", "Progress", "SaveReport"]
 _OPEN: WeakSet["CheckpointSaver"] = WeakSet()
@@ -64,7 +59,7 @@ class CheckpointSaver:
         **settings: Any,
     ) -> None:
         self.config = make_config(config, settings)
-        self._rehearsal = rehearsal.start_recorder()
+        self._rehearsal = triggers.start_recorder()
         if self._rehearsal is not None:
             directory, self.config = self._rehearsal.directory, replace(self.config, staging=None)
         self.accelerator = accelerator

@@ -1,4 +1,4 @@
-"""When to save. Pure: times are handed in, and what happened so far is a `History` that each function answers anew.
+"""When to save: schedules, the optimal interval, the log of saves. Pure functions of a `History`.
 
 Two kinds of reasons, for ranks must save together or not at all. `own_reason` depends on what every rank knows (step,
 epochs, metrics they share), so each may act on its own answer. `shared_reason` depends on clocks and signals, which
@@ -7,15 +7,141 @@ differ: ranks compare their answers at steps all of them know in advance (`next_
 
 import math
 import os
+import re
 import sys
-from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
 from datetime import datetime, timedelta
 from typing import Any
 
 from ft_ckpt.errors import ConfigError, LoadError
-from ft_ckpt.intervals import bounded_interval, optimal_interval, parse_seconds
-from ft_ckpt.save_log import LoggedSave, finish_last, log_from_json, log_to_json
+
+_UNITS = {
+    **dict.fromkeys(("", "s", "sec", "second", "seconds"), 1),
+    **dict.fromkeys(("m", "min", "minute", "minutes"), 60),
+    **dict.fromkeys(("h", "hour", "hours"), 3600),
+    **dict.fromkeys(("d", "day", "days"), 86400),
+}
+
+
+def optimal_interval(save_seconds: float, mtbf_seconds: float, order: str = "daly") -> float:
+    """Seconds of work between the end of a save and the start of the next that make the expected loss smallest.
+
+    `order` "young" is the first-order answer, sqrt(2 C M): halves lost to failures and to saving are equal. "daly"
+    goes on from it and stays good while C is not far below M; when a save takes 2 M or longer it is M.
+    Raises ConfigError when a time is not above 0 or `order` is neither.
+    """
+    if not (save_seconds > 0 and mtbf_seconds > 0):
+        raise ConfigError(f"save time {save_seconds} s, time between failures {mtbf_seconds} s: both must be above 0")
+    if order not in ("daly", "young"):
+        raise ConfigError(f"order={order!r}: expected daly or young")
+    young = math.sqrt(2 * save_seconds * mtbf_seconds)
+    if order == "young" or math.isinf(young):
+        return young
+    if save_seconds >= 2 * mtbf_seconds:
+        return mtbf_seconds
+    ratio = save_seconds / (2 * mtbf_seconds)
+    return young * (1 + math.sqrt(ratio) / 3 + ratio / 9) - save_seconds
+
+
+def bounded_interval(save_seconds: float, max_overhead: float) -> float:
+    """The shortest interval, in seconds, at which saving takes no more than `max_overhead` (in (0, 1]) of the time."""
+    return save_seconds * (1 - max_overhead) / max_overhead
+
+
+def expected_overhead(
+    interval_seconds: float, save_seconds: float, mtbf_seconds: float, restart_seconds: float = 0.0
+) -> float:
+    """Time spent on saving, on repeated work and on restarts, as a multiple of the time spent on work that lasts.
+
+    Exact for failures that come at a constant rate, also during saves and restarts; infinite when the run would in
+    practice never get from one checkpoint to the next. `mtbf_seconds` may be infinite.
+    """
+    if math.isinf(mtbf_seconds):
+        return save_seconds / interval_seconds
+    try:
+        tries = math.expm1((interval_seconds + save_seconds) / mtbf_seconds)
+        return mtbf_seconds * math.exp(restart_seconds / mtbf_seconds) * tries / interval_seconds - 1
+    except OverflowError:
+        return math.inf
+
+
+def parse_seconds(duration: float | timedelta | str) -> float:
+    """Seconds in a number of seconds, a timedelta, or text such as "90s", "45min", "24h", "7d".
+
+    Raises ConfigError when it is none of these or not above 0.
+    """
+    seconds = math.nan
+    if isinstance(duration, timedelta):
+        seconds = duration.total_seconds()
+    elif isinstance(duration, str):
+        match = re.fullmatch(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*([a-z]*)\s*", duration.lower())
+        seconds = float(match[1]) * _UNITS[match[2]] if match and match[2] in _UNITS else math.nan
+    elif isinstance(duration, (int, float)) and not isinstance(duration, bool):
+        seconds = float(duration)
+    if seconds > 0:
+        return seconds
+    raise ConfigError(f"{duration!r} is not a duration; write seconds as a number, or text such as '90s', '24h', '7d'")
+
+
+_MOST = 500  # entries: at more, every second one of the older half goes
+
+
+@dataclass(frozen=True)
+class LoggedSave:
+    """One save of a run's state. Its times are None while it is on its way, and where the run went on from it."""
+
+    step: int
+    saved_at: float  # unix seconds, when it was asked for
+    reason: str | None  # of the schedule; None for the script's own
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    stall_seconds: float | None = None  # for which the call kept training waiting
+    seconds: float | None = None  # until the commit
+    size_bytes: int | None = None  # of all files
+
+
+def append_save(log: Sequence[LoggedSave], entry: LoggedSave) -> tuple[LoggedSave, ...]:
+    """The log with one more entry; a long one is thinned out at its older end."""
+    log = (*(each for each in log if each.step != entry.step), entry)
+    if len(log) <= _MOST:
+        return log
+    half = len(log) // 2
+    return (*log[:half:2], *log[half:])
+
+
+def finish_last(log: Sequence[LoggedSave], seconds: float, size_bytes: int) -> tuple[LoggedSave, ...]:
+    """The log once the last save, in the background, is committed."""
+    return (*log[:-1], *(replace(each, seconds=seconds, size_bytes=size_bytes) for each in log[-1:]))
+
+
+def log_to_json(log: Sequence[LoggedSave]) -> list[dict[str, Any]]:
+    """The log as JSON values; metrics that are not finite are text."""
+    return [{**vars(each), "metrics": {name: _as_json(value) for name, value in each.metrics.items()}} for each in log]
+
+
+def log_from_json(document: Any) -> tuple[LoggedSave, ...]:
+    """What `log_to_json` gave. Raises LoadError when it did not give that."""
+    try:
+        return tuple(_entry_from_json(each) for each in document)
+    except (TypeError, ValueError, KeyError, AttributeError) as error:
+        raise LoadError(
+            f"saves: {error!r} in the log of saves; the file was not written by ft_ckpt or was changed since"
+        ) from error
+
+
+def _entry_from_json(entry: Mapping[str, Any]) -> LoggedSave:
+    known = {each.name: entry[each.name] for each in fields(LoggedSave)}
+    known["metrics"] = {str(name): float(value) for name, value in known["metrics"].items()}
+    for name, kind in (("step", int), ("saved_at", float)):
+        known[name] = kind(known[name])
+    for name, kind in (("stall_seconds", float), ("seconds", float), ("size_bytes", int)):
+        known[name] = None if known[name] is None else kind(known[name])
+    return LoggedSave(**known)
+
+
+def _as_json(value: float) -> float | str:
+    return value if math.isfinite(value) else str(value)
+
 
 SIGNALS = ("SIGTERM", "SIGINT", "SIGUSR1", "SIGUSR2", "SIGHUP", "SIGQUIT", "SIGXCPU")  # what asks a process to end
 ROUTINE = ("steps", "epochs", "best", "minutes", "optimum")  # reasons after which a run means to go on

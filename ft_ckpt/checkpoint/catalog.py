@@ -1,8 +1,10 @@
-"""Finds, orders and verifies checkpoints. Reads only; needs no torch."""
+"""Finds, orders and verifies the checkpoints of a run, and numbers new ones. Read-only; imports no torch."""
 
 import math
 import os
+import re
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,10 +23,10 @@ from ft_ckpt.errors import (
 )
 from ft_ckpt.messages import warn
 from ft_ckpt.storage.digests import SMALL_BYTES, PassingProblem
-from ft_ckpt.storage.listed_store import hold_listed
+from ft_ckpt.storage.frozen_view import hold_listed
 from ft_ckpt.storage.local_store import LocalStore
 from ft_ckpt.storage.place import Place, open_place
-from ft_ckpt.storage.store import Folder, FolderListing, Store, read_text
+from ft_ckpt.storage.store import Folder, FolderListing, Store, read_range, read_text
 
 _ASKED_AT_ONCE = 16  # manifests of a run in a bucket
 
@@ -383,3 +385,38 @@ def _manifest_version(store: Store) -> str | None:
     except UnreadableError:
         return None
     return None if found is None else found.version
+
+
+_HEAD_BYTES = 64 << 10  # of a manifest: the fields that are one number or one line
+
+
+def next_number(target: Store, beside: Store) -> int:
+    """The number of a checkpoint without a step that is saved to `target`: one more than the largest `beside` it."""
+    numbers = []
+    for store in (target, beside):
+        below = [store.within(folder.name) for folder in visible_folders(store.list_folder())]
+        numbers += [_number_in_head(each) for each in (store, *below)]
+    return 1 + max(numbers)
+
+
+def _number_in_head(store: Store) -> int:
+    """The number of the checkpoint in `store`, from the head of its manifest alone; 0 when it has none."""
+    try:
+        with closing(store.open(MANIFEST_NAME)) as file:
+            head = read_range(file, 0, _HEAD_BYTES)
+    except CorruptError:
+        return 0
+    found = re.search(rb'^  "number": (\d{1,18}),$', head, re.MULTILINE)
+    return int(found[1]) if found else 0
+
+
+def is_hub_name(name: str) -> bool:
+    """Whether the Hub may have a model of that name, and no folder here has it."""
+    from huggingface_hub.errors import HFValidationError  # here, so that listing does not pay for it
+    from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]  # not in its __all__
+
+    try:
+        validate_repo_id(name)
+    except HFValidationError:
+        return False
+    return not LocalStore(Path(name)).list_folder().exists

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ft_ckpt.checkpoint.catalog import read_manifest
-from ft_ckpt.checkpoint.leases import lease_reasons
+from ft_ckpt.checkpoint.guards import TOMBSTONE, lease_reasons, pin_reason
 from ft_ckpt.checkpoint.manifest import (
     MANIFEST_LIMIT_BYTES,
     MANIFEST_NAME,
@@ -27,14 +27,11 @@ from ft_ckpt.checkpoint.manifest import (
     manifest_from_json,
     manifest_to_json,
 )
-from ft_ckpt.checkpoint.marks import TOMBSTONE
-from ft_ckpt.checkpoint.pins import pin_reason
 from ft_ckpt.errors import CheckpointError, CorruptError, damaged_input, listing
 from ft_ckpt.storage import local_disk
+from ft_ckpt.storage.local_disk import PREFIX
 from ft_ckpt.storage.local_store import LocalStore
-from ft_ckpt.storage.paths import is_inside
-from ft_ckpt.storage.placing import PREFIX
-from ft_ckpt.storage.store import Store, read_text
+from ft_ckpt.storage.store import Store, is_inside, read_text
 
 STATE = "state"  # kind of the parts that hold a training state
 _NOTE = "the training state was removed when it was no longer to be kept"

@@ -10,26 +10,32 @@ import hashlib
 import os
 import tempfile
 from collections.abc import Collection, Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
 
-from ft_ckpt.checkpoint.catalog import manifest_text, parse_manifest, why_no_checkpoint
+from ft_ckpt.checkpoint.catalog import load_manifest, manifest_text, parse_manifest, why_no_checkpoint
 from ft_ckpt.checkpoint.checks import checkpoint_problems, misleading_files, replaced_problems
-from ft_ckpt.checkpoint.leases import hold_lease
+from ft_ckpt.checkpoint.guards import hold_lease, is_mark, settled_list
 from ft_ckpt.checkpoint.manifest import MANIFEST_NAME, Manifest
-from ft_ckpt.checkpoint.marks import is_mark, settled_list
-from ft_ckpt.errors import CheckpointError, CorruptError, NotACheckpointError, damaged_input, explained, listing
+from ft_ckpt.errors import (
+    CheckpointError,
+    CorruptError,
+    ManifestError,
+    NotACheckpointError,
+    damaged_input,
+    explained,
+    listing,
+)
 from ft_ckpt.messages import printable
-from ft_ckpt.storage.digests import digest_of_open
-from ft_ckpt.storage.file_proof import FileProof
+from ft_ckpt.storage.digests import FileRecord, digest_of_open
+from ft_ckpt.storage.frozen_view import ListedStore
 from ft_ckpt.storage.kept_store import KeptStore, keeping_digest
-from ft_ckpt.storage.listed_store import ListedStore
 from ft_ckpt.storage.local_disk import open_regular
 from ft_ckpt.storage.local_store import LocalStore, folder_of, temporary_store
 from ft_ckpt.storage.place import Place, open_place
-from ft_ckpt.storage.source_proof import SourceFolder, SourceProof, proving
+from ft_ckpt.storage.proofs import FileProof, SourceFolder, SourceProof, proving
 from ft_ckpt.storage.store import Store
 
 _DESCRIPTORS = Path("/proc/self/fd")
@@ -251,3 +257,43 @@ def _refuse_replaced(path: Path, marker: int) -> None:
 
 def _with_found_path(text: object, held: OpenCheckpoint) -> object:
     return text.replace(str(held.folder), printable(str(held.path))) if isinstance(text, str) else text
+
+
+@dataclass(frozen=True)
+class EarlierCheckpoint:
+    """A checkpoint beside the one that is made, with the time at which it was complete."""
+
+    store: Store
+    files: tuple[FileRecord, ...]
+    sealed: float  # unix seconds, by the clock of the store
+
+
+def earlier_checkpoints(beside: Store, most: int) -> Iterator[EarlierCheckpoint]:
+    """The newest whole checkpoints in a folder, at most so many, newest first."""
+    sealed: list[tuple[float, str]] = []
+    with suppress(OSError):
+        for folder in beside.list_folder().folders:
+            with suppress(OSError):
+                found = None if folder.name.startswith(".") else beside.within(folder.name).stat(MANIFEST_NAME)
+                sealed += [(found.modified, folder.name)] if found is not None else []
+    for time, name in sorted(sealed, reverse=True)[:most]:
+        with suppress(ManifestError, OSError):  # damaged, or deleted since
+            store = beside.within(name)
+            yield EarlierCheckpoint(store, load_manifest(store).files, time)
+
+
+def take_earlier(one: EarlierCheckpoint, record: FileRecord, store: Store, name: str) -> bool:
+    """Give the earlier file the name `name` in `store`, too; False where that cannot be, or it was written to since.
+
+    Its version is compared again when it is there, so that nobody can put another file in its place. Raises what the
+    stores do.
+    """
+    found = one.store.stat(record.path)
+    if found is None or found.size_bytes != record.size_bytes or found.modified > one.sealed:
+        return False
+    if not store.copy(record.path, name, one.store):
+        return False
+    if one.store.stat(record.path) == found:
+        return True
+    store.delete([name])
+    return False

@@ -1,4 +1,4 @@
-"""How a save becomes visible: its files are written into a staging store, which is then committed, or discarded.
+"""Staging: the files of a save are written into a hidden folder or bucket prefix, then committed or discarded.
 
 On a disk that is a hidden folder that `commit` puts in place. A bucket has no step that puts many objects in place:
 there files go under their final names, and the manifest, written last and only if there is none, is the commit.
@@ -12,21 +12,19 @@ from pathlib import Path
 from typing import Protocol
 
 from ft_ckpt.checkpoint import commit
-from ft_ckpt.checkpoint.bucket_removal import files_of_save
+from ft_ckpt.checkpoint.bucket_delete import files_of_save
+from ft_ckpt.checkpoint.catalog import next_number
+from ft_ckpt.checkpoint.commit import recover_target
 from ft_ckpt.checkpoint.delete import manifest_files
+from ft_ckpt.checkpoint.guards import LEASE, PIN, SAVING, TOMBSTONE, SaveMark, clear_spent_mark, is_mark, settled_list
 from ft_ckpt.checkpoint.manifest import MANIFEST_NAME, Manifest, check_paths, manifest_to_json
-from ft_ckpt.checkpoint.marks import LEASE, PIN, SAVING, TOMBSTONE, is_mark, settled_list
-from ft_ckpt.checkpoint.numbers import next_number
-from ft_ckpt.checkpoint.recovery import recover_target
-from ft_ckpt.checkpoint.save_mark import SaveMark, clear_spent_mark
 from ft_ckpt.errors import CorruptError, NameTakenError, TargetError, listing
-from ft_ckpt.storage.access import FREE, Access
-from ft_ckpt.storage.buffers import BLOCK_BYTES
 from ft_ckpt.storage.digests import SMALL_BYTES, FileRecord, read_record
 from ft_ckpt.storage.local_store import LocalStore
 from ft_ckpt.storage.place import Place
-from ft_ckpt.storage.source_proof import prove_sources
-from ft_ckpt.storage.store import Store, Stored
+from ft_ckpt.storage.proofs import prove_sources
+from ft_ckpt.storage.read_ahead import BLOCK_BYTES
+from ft_ckpt.storage.store import FREE, Access, Store, Stored
 
 _READS_AT_ONCE = 8
 _PAUSES = (0.0, 1.0, 4.0)  # ahead of each try to write the manifest, in seconds

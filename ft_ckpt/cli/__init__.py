@@ -18,21 +18,19 @@ from typer.core import TyperCommand, TyperGroup
 from ft_ckpt._version import __version__
 from ft_ckpt.checkpoint import catalog
 from ft_ckpt.checkpoint.manifest import MANIFEST_NAME
-from ft_ckpt.cli import average as averaging
 from ft_ckpt.cli import check as checking
-from ft_ckpt.cli import convert as converting
-from ft_ckpt.cli import diff as differing
 from ft_ckpt.cli import doctor as examining
-from ft_ckpt.cli import merge as merging
+from ft_ckpt.cli import files as averaging
+from ft_ckpt.cli import files as converting
+from ft_ckpt.cli import files as differing
+from ft_ckpt.cli import files as merging
 from ft_ckpt.cli import plan as planning
 from ft_ckpt.cli import prune as pruning
+from ft_ckpt.cli import prune as verifying
 from ft_ckpt.cli import report as reporting
 from ft_ckpt.cli import transfer as transferring
-from ft_ckpt.cli import verify as verifying
 from ft_ckpt.cli import views
-from ft_ckpt.cli.arguments import only_place, run_folder
-from ft_ckpt.cli.options import JsonOption
-from ft_ckpt.cli.streams import accept_any_text, checked_output, print_lines
+from ft_ckpt.cli.options import JsonOption, accept_any_text, checked_output, only_place, print_lines, run_folder
 from ft_ckpt.errors import CheckpointError, NotACheckpointError
 
 _NAME = "ft-ckpt"

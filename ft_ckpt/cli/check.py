@@ -13,13 +13,12 @@ from typing import Annotated, Any
 import typer
 
 from ft_ckpt.cli import views
-from ft_ckpt.cli.options import JsonOption
-from ft_ckpt.cli.streams import print_lines
+from ft_ckpt.cli.options import JsonOption, print_lines
 from ft_ckpt.errors import CheckpointError, ConfigError, LoadError, listing
 from ft_ckpt.storage.local_store import temporary_store
 from ft_ckpt.storage.place import open_place
 from ft_ckpt.storage.scratch import spool_file
-from ft_ckpt.training.rehearsal import END, VARIABLE, Rehearsal, Step, read_steps
+from ft_ckpt.training.triggers import END, VARIABLE, Rehearsal, Step, read_steps
 
 _TAIL_LINES = 30  # of the output of a script that failed
 
@@ -177,9 +176,9 @@ def _compare_steps(through: Sequence[Step], resumed: Sequence[Step]) -> Iterator
 def _compare_ends(one: Path, other: Path) -> tuple[int, list[str]]:
     """How many tensors the two runs ended with, and which of them differ; random numbers and places are left out."""
     from ft_ckpt.checkpoint.open_checkpoint import open_checkpoint
-    from ft_ckpt.files.diff import compare_files
-    from ft_ckpt.files.folder import JoinedFile
     from ft_ckpt.formats import detect
+    from ft_ckpt.model.diff import compare_files
+    from ft_ckpt.model.folder import JoinedFile
 
     with ExitStack() as stack:
         joined = []

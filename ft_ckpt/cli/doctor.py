@@ -9,15 +9,21 @@ from typing import Annotated
 import typer
 
 from ft_ckpt.cli import views
-from ft_ckpt.cli.arguments import given_words
-from ft_ckpt.cli.options import JsonOption
-from ft_ckpt.cli.streams import print_lines
+from ft_ckpt.cli.options import JsonOption, given_words, print_lines
 from ft_ckpt.config import human_size, parse_size
 from ft_ckpt.errors import CheckpointError, TargetError
-from ft_ckpt.storage.folder_trials import NEEDED, Ability, MountedFrom, mount_of, try_folder
 from ft_ckpt.storage.local_store import LocalStore
 from ft_ckpt.storage.place import open_place
-from ft_ckpt.storage.store_trials import StoreSpeed, measure_speed, try_store
+from ft_ckpt.storage.trials import (
+    NEEDED,
+    Ability,
+    MountedFrom,
+    StoreSpeed,
+    measure_speed,
+    mount_of,
+    try_folder,
+    try_store,
+)
 
 _NEEDED_THERE = {"creating what is new only", "reading ranges", "writing in parts", "listing at once"}  # in a bucket
 _INSTEAD = {  # what ft_ckpt does where this does not work

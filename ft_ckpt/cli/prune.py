@@ -1,4 +1,4 @@
-"""The commands `prune`, `pin` and `unpin`, which decide about the checkpoints that stay."""
+"""The commands `prune`, `pin`, `unpin` and `verify`."""
 
 import re
 import sys
@@ -9,16 +9,17 @@ from typing import Annotated
 
 import typer
 
-from ft_ckpt.checkpoint import catalog, pins
+from ft_ckpt.checkpoint import catalog, guards, verify
+from ft_ckpt.checkpoint.manifest import MANIFEST_NAME
 from ft_ckpt.checkpoint.prune import PruneReport, prune_run
+from ft_ckpt.checkpoint.verify import verify_listed
 from ft_ckpt.cli import views
-from ft_ckpt.cli.arguments import only_place, run_checkpoints_in, run_folder
-from ft_ckpt.cli.options import DryRunOption, JsonOption
-from ft_ckpt.cli.streams import print_lines
+from ft_ckpt.cli.options import DryRunOption, JsonOption, only_place, print_lines, run_checkpoints_in, run_folder
 from ft_ckpt.config import human_size
-from ft_ckpt.errors import ConfigError, TargetError, listing
+from ft_ckpt.errors import ConfigError, ManifestError, NotACheckpointError, TargetError, UnreadableError, listing
 from ft_ckpt.retention import Best, Keep
 from ft_ckpt.storage.place import Place, location_name
+from ft_ckpt.storage.store import Store
 
 _Last = Annotated[int | None, typer.Option("--last", "--keep-last", help="Keep the newest so many.")]
 _Every = Annotated[int | None, typer.Option(help="Keep each whose step is a multiple of this.")]
@@ -69,15 +70,15 @@ def prune_command(
 def pin_command(context: typer.Context, reason: _Reason = "") -> None:
     """Keep the checkpoint PATH whatever any rule says, until it is unpinned."""
     path = only_place(context)
-    pins.pin(path, reason)
-    print_lines(f"{path}: {pins.pin_reason(path)}")
+    guards.pin(path, reason)
+    print_lines(f"{path}: {guards.pin_reason(path)}")
 
 
 def unpin_command(context: typer.Context) -> None:
     """Let rules decide about the checkpoint PATH again; exit code 1 if it was not pinned."""
     path = only_place(context)
     catalog.read_manifest(path)
-    was_pinned = pins.unpin(path)
+    was_pinned = guards.unpin(path)
     print_lines(f"{path}: {'no longer pinned' if was_pinned else 'was not pinned'}")
     sys.exit(0 if was_pinned else 1)
 
@@ -132,3 +133,48 @@ def _show_report(root: Place, report: PruneReport, *, dry_run: bool, as_json: bo
 
 def _path_texts(paths: Sequence[Path | str]) -> list[str]:
     return list(map(str, paths))
+
+
+_Fast = Annotated[bool, typer.Option("--fast", help="Names, sizes and headers only; do not read every byte.")]
+_UNCHECKED = "; headers and indexes hold together, values were not compared"
+
+
+def verify_command(context: typer.Context, fast: _Fast = False, as_json: JsonOption = False) -> None:
+    """Compare the checkpoint PATH, or all of the run PATH, with their manifests; exit code 1 if they differ.
+
+    A file of a checkpoint is compared with its manifest, too. Of safetensors files and folders without a manifest,
+    headers, indexes and configs are checked.
+    """
+    place = only_place(context)
+    if not place.exists:
+        raise NotACheckpointError(f"{place}: no such file or folder")
+    found = _checkpoints_at(place.folder)
+    listed = None if found or fast else verify_listed(place)
+    reports = [_report_on(each, deep=not fast) for each in found] or [listed or verify.verify_foreign(place)]
+    note = "" if found or listed or not reports[0].ok else _UNCHECKED
+    views.show_reports(reports, note, as_json=as_json)
+    raise typer.Exit(0 if all(report.ok for report in reports) else 1)
+
+
+def _checkpoints_at(store: Store) -> list[Store]:
+    """The folder itself, if something was committed there, and those directly below it where something was."""
+    folders = store.list_folder().folders
+    below = sorted(each.name for each in folders if not each.name.startswith(".") and not each.is_link)
+    here = [info.store for info in catalog.discover(Place(store))]  # in their order; then those that cannot be read
+    stores = [store, *(store.within(name) for name in below)]
+    return [*here, *(one for one in stores if one not in here and _may_be_one(one))]
+
+
+def _may_be_one(store: Store) -> bool:
+    try:
+        return store.stat(MANIFEST_NAME) is not None
+    except UnreadableError:
+        return True
+
+
+def _report_on(store: Store, *, deep: bool) -> catalog.VerifyReport:
+    place = Place(store)
+    try:
+        return catalog.verify(place, deep=deep)
+    except (ManifestError, OSError) as error:
+        return catalog.VerifyReport(place.location, False, (str(error),), 0, 0)

@@ -1,31 +1,47 @@
-"""`ft-ckpt report RUN`: a run on one page, for people who look before they read."""
+"""`ft-ckpt report RUN`: one HTML page about a run, with charts."""
 
 import dataclasses
 import html
-from collections.abc import Iterable, Sequence
-from functools import reduce
+import itertools
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack, closing
+from dataclasses import dataclass
+from functools import partial, reduce
 from io import StringIO
 from operator import and_
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ft_ckpt.checkpoint import catalog
+from ft_ckpt.checkpoint import catalog, guards
+from ft_ckpt.checkpoint.catalog import CheckpointInfo
+from ft_ckpt.checkpoint.checks import file_key
+from ft_ckpt.checkpoint.delete import STATE
+from ft_ckpt.checkpoint.open_checkpoint import hold_open
+from ft_ckpt.checkpoint.prune import survey_run
 from ft_ckpt.cli import views
-from ft_ckpt.cli.arguments import run_checkpoints_in, run_folder
-from ft_ckpt.cli.options import JsonOption
-from ft_ckpt.cli.streams import print_lines
+from ft_ckpt.cli.options import JsonOption, print_lines, run_checkpoints_in, run_folder
+from ft_ckpt.cli.plan import new_figure
 from ft_ckpt.config import human_size
-from ft_ckpt.errors import ConfigError, NotACheckpointError
+from ft_ckpt.errors import CheckpointError, ConfigError, NotACheckpointError, damaged_input
 from ft_ckpt.messages import printable
-from ft_ckpt.storage.access import FREE, Access
+from ft_ckpt.model.convert import open_source
+from ft_ckpt.model.diff import by_layer, compare_files
+from ft_ckpt.retention import Keep, plan_pruning
+from ft_ckpt.schedule import LoggedSave, log_from_json
+from ft_ckpt.storage.frozen_view import hold_listed
 from ft_ckpt.storage.local_disk import local_path
 from ft_ckpt.storage.local_store import LocalStore
 from ft_ckpt.storage.place import Place, source_access
+from ft_ckpt.storage.store import FREE, Access
+from ft_ckpt.training.state import read_document
 
 if TYPE_CHECKING:
-    from ft_ckpt.cli.report_facts import KeptCheckpoint, RunFacts
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
 
 _Output = Annotated[str, typer.Option("--output", "-o", help="File to write: .html, or .png for the charts alone.")]
 _Drift = Annotated[
@@ -49,7 +65,6 @@ def report_command(
     run, target = run_folder(context), local_path(output)
     if target.suffix not in _SUFFIXES:
         raise ConfigError(f"report: --output {output}: expected a name that ends in {' or '.join(_SUFFIXES)}")
-    from ft_ckpt.cli.report_facts import gather_facts
 
     infos = run_checkpoints_in(run)
     if not infos:
@@ -69,7 +84,6 @@ def write_report(facts: "RunFacts", target: Path, access: Access = FREE) -> None
 
     Raises ConfigError without matplotlib, TargetError.
     """
-    from ft_ckpt.cli.report_charts import draw_run
 
     figure = draw_run(facts)
     store = LocalStore(target.absolute().parent, access=access)
@@ -153,3 +167,266 @@ def _html_table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> Iterable
     for cells in rows:
         yield "<tr>" + "".join(f"<td>{_html_text(cell)}</td>" for cell in cells) + "</tr>"
     yield "</tbody></table></div>"
+
+
+@dataclass(frozen=True)
+class KeptCheckpoint:
+    """One checkpoint that is there."""
+
+    name: str
+    step: int | None
+    created: str  # ISO 8601, UTC
+    kind: str
+    metrics: Mapping[str, float]
+    size_bytes: int
+    own_bytes: int  # of files that no older checkpoint of the run has, too
+    state_bytes: int
+    kept: tuple[str, ...]  # why the rules of the run keep it
+    pinned: str | None  # why, "" for no reason; None for not at all
+    problems: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Drift:
+    """How much each layer has changed from one checkpoint to the next: the norm of the change over that of before."""
+
+    before: str
+    after: str
+    layers: Mapping[str, float]
+
+
+@dataclass(frozen=True)
+class RunFacts:
+    """What is known of a run: what is on the disk, oldest first, and the log that its newest state has of all saves."""
+
+    run: str
+    checkpoints: tuple[KeptCheckpoint, ...]
+    saves: tuple[LoggedSave, ...]
+    drift: tuple[Drift, ...]
+    metrics: tuple[str, ...]  # that occur, those that say most first
+    notes: tuple[str, ...]  # what could not be told, and why
+
+    @property
+    def disk_bytes(self) -> int:
+        """The bytes of all files; one that several checkpoints share counts once."""
+        return sum(each.own_bytes for each in self.checkpoints)
+
+    @property
+    def dropped_steps(self) -> tuple[int, ...]:
+        """The steps of saves whose checkpoints are no longer there."""
+        there = {each.step for each in self.checkpoints}
+        return tuple(each.step for each in self.saves if each.step not in there)
+
+    def metric_points(self, name: str) -> list[tuple[int, float]]:
+        """(step, value) of a metric at all saves that had it, of deleted checkpoints too."""
+        found = {each.step: each.metrics[name] for each in self.saves if name in each.metrics}
+        found |= {
+            each.step: each.metrics[name] for each in self.checkpoints if each.step is not None and name in each.metrics
+        }
+        return sorted(found.items())
+
+
+def gather_facts(run: Path | Place, metrics: Sequence[str], *, comparisons: int) -> RunFacts:
+    """The facts about the folder `run`; the newest `comparisons` pairs of neighbours are compared."""
+    infos = catalog.run_checkpoints(run)
+    notes: list[str] = []
+    document = _newest_document(infos, notes)
+    with damaged_input(f"{run}: what its newest training state says of the run"):
+        kept = _kept_reasons(run, infos, document)
+        saves = log_from_json((document.get("history") or {}).get("saves", ()))
+    checkpoints = tuple(_kept_checkpoints(infos, kept))
+    pairs = list(itertools.pairwise(info for info in infos if not info.manifest.made_from))
+    drift = [_measured_drift(*pair, notes) for pair in pairs[len(pairs) - min(comparisons, len(pairs)) :]]
+    measured = tuple(each for each in drift if each is not None)
+    return RunFacts(str(run), checkpoints, saves, measured, tuple(metrics), tuple(notes))
+
+
+def _newest_document(infos: Sequence[CheckpointInfo], notes: list[str]) -> Mapping[str, Any]:
+    for info in reversed(infos):
+        if any(part.kind == STATE for part in info.manifest.parts):
+            try:
+                return read_document(info.store, info.manifest)
+            except CheckpointError as error:
+                notes.append(str(error))
+    notes.append("no checkpoint has a training state, so times of saves and deleted checkpoints are not known")
+    return {}
+
+
+def _kept_reasons(
+    run: Path | Place, infos: Sequence[CheckpointInfo], document: Mapping[str, Any]
+) -> dict[Path | str, tuple[str, ...]]:
+    rules = document.get("keep")
+    run_id = document.get("run_id")
+    held = survey_run(run) if infos else []
+    return dict(plan_pruning(held, _rules_from(rules), run_id).keep.items())
+
+
+def _rules_from(rules: Mapping[str, Any] | None) -> Keep:
+    """The rules that `dataclasses.asdict` gave, after JSON."""
+    if rules is None:
+        return Keep()
+    best = rules["best"]
+    state = rules["state"]
+    return Keep(**{**rules, "best": best, "state": None if state is None else _rules_from(state)})
+
+
+def _kept_checkpoints(
+    infos: Iterable[CheckpointInfo], kept: Mapping[Path | str, tuple[str, ...]]
+) -> Iterable[KeptCheckpoint]:
+    seen: set[object] = set()
+    for info in infos:
+        report = catalog.verify(info.place, deep=False)
+        sizes = _file_sizes(info)
+        new = {key: size for key, (size, _) in sizes.items() if key not in seen}
+        seen.update(new)
+        yield KeptCheckpoint(
+            name=info.name,
+            step=info.manifest.step,
+            created=info.manifest.created,
+            kind=info.manifest.kind,
+            metrics=dict(info.manifest.metrics),
+            size_bytes=sum(size for size, _ in sizes.values()),
+            own_bytes=sum(new.values()),
+            state_bytes=sum(size for size, is_state in sizes.values() if is_state),
+            kept=kept.get(info.path, ()),
+            pinned=guards.pin_reason(info.place),
+            problems=report.problems,
+        )
+
+
+def _file_sizes(info: CheckpointInfo) -> dict[object, tuple[int, bool]]:
+    """(bytes, whether of the training state) of each file by a key that all its names share."""
+    state = tuple(f"{part.path}/" for part in info.manifest.parts if part.kind == STATE)
+    store = hold_listed(info.store)
+    found = {file.path: store.stat(file.path) for file in info.manifest.files}
+    return {
+        file_key(info.store, name): (stored.size_bytes, name.startswith(state))
+        for name, stored in found.items()
+        if stored is not None
+    }
+
+
+def _measured_drift(before: CheckpointInfo, after: CheckpointInfo, notes: list[str]) -> Drift | None:
+    try:
+        return Drift(before.name, after.name, _layer_changes(before, after))
+    except CheckpointError as error:
+        notes.append(f"{before.name} and {after.name} were not compared: {error}")
+        return None
+
+
+def _layer_changes(before: CheckpointInfo, after: CheckpointInfo) -> dict[str, float]:
+    with ExitStack() as stack:
+        places = [stack.enter_context(hold_open(each.place)) for each in (before, after)]
+        opened = [stack.enter_context(closing(open_source(place))) for place in places]
+        return {each.name: each.relative for each in by_layer(compare_files(*opened))}
+
+
+_Draw = Callable[["Axes", RunFacts], None]
+_HEIGHT = 2.2  # of a chart, in inches
+_MOST_METRICS = 4
+_MOST_LAYERS = 60
+_LEAST_CHANGE = 1e-12  # of a layer; what has changed by less, or not at all, is drawn as if it were this
+
+
+def draw_run(facts: RunFacts) -> "Figure":
+    """All charts below each other: metrics, times of the saves, room on the disk, drift by layer.
+
+    Raises ConfigError without matplotlib.
+    """
+    metrics = [name for name in facts.metrics if facts.metric_points(name)][:_MOST_METRICS]
+    charts: list[tuple[float, _Draw]] = [(_HEIGHT, partial(_draw_metric, name)) for name in metrics]
+    charts += [(_HEIGHT, _draw_times)] if facts.saves else []
+    charts += [(_HEIGHT, _draw_sizes)]
+    charts += [(_drift_height(facts), _draw_drift)] if facts.drift else []
+    heights = [height for height, _ in charts]
+    figure = new_figure((10, sum(heights)))
+    grid = figure.add_gridspec(len(charts), 1, height_ratios=heights)
+    for number, (_, draw) in enumerate(charts):
+        draw(figure.add_subplot(grid[number]), facts)
+    return figure
+
+
+def _draw_metric(name: str, axes: "Axes", facts: RunFacts) -> None:
+    points = facts.metric_points(name)
+    there = {each.step for each in facts.checkpoints}
+    axes.plot(*zip(*points, strict=True), color="tab:blue", linewidth=1.5)
+    for is_there, label, fill in ((True, "kept", "tab:blue"), (False, "deleted", "white")):
+        some = [point for point in points if (point[0] in there) is is_there]
+        if some:
+            axes.plot(*zip(*some, strict=True), "o", color="tab:blue", label=label, markerfacecolor=fill)
+    axes.set(title=_label_text(name), xlabel="step")
+    axes.legend()
+
+
+def _draw_times(axes: "Axes", facts: RunFacts) -> None:
+    done = [(each.step, each.seconds) for each in facts.saves if each.seconds is not None]
+    waits = [(each.step, each.stall_seconds) for each in facts.saves if each.stall_seconds is not None]
+    for points, style, label in ((done, "s-", "until on the disk"), (waits, "o-", "training waited")):
+        axes.plot([step for step, _ in points], [seconds for _, seconds in points], style, label=label)
+    axes.set(title="saves", xlabel="step", ylabel="seconds", yscale="log")
+    axes.legend()
+
+
+def _draw_sizes(axes: "Axes", facts: RunFacts) -> None:
+    from matplotlib.ticker import EngFormatter
+
+    places, left = range(len(facts.checkpoints)), [0] * len(facts.checkpoints)
+    for label, sizes, colour in _size_series(facts):
+        axes.barh(places, sizes, left=left, label=label, color=colour)
+        left = [one + other for one, other in zip(left, sizes, strict=True)]
+    axes.set(title="room on the disk", yticks=list(places), xlim=(0, 1.02 * max(left)))
+    axes.set_yticklabels([_label_text(each.name) for each in facts.checkpoints])
+    axes.xaxis.set_major_formatter(EngFormatter(unit="B"))
+    axes.invert_yaxis()
+    axes.legend(loc="upper left", bbox_to_anchor=(1, 1))
+
+
+def _size_series(facts: RunFacts) -> list[tuple[str, list[int], str]]:
+    """What the bars are made of: label, bytes of each checkpoint, colour."""
+    shared = [each.size_bytes - each.own_bytes for each in facts.checkpoints]
+    state = [min(each.state_bytes, each.own_bytes) for each in facts.checkpoints]
+    weights = [each.own_bytes - some for each, some in zip(facts.checkpoints, state, strict=True)]
+    series = [("weights", weights, "tab:blue"), ("training state", state, "tab:orange")]
+    return [*series, ("shared with\nolder ones", shared, "lightgray")] if any(shared) else series
+
+
+def _draw_drift(axes: "Axes", facts: RunFacts) -> None:
+    from matplotlib.colors import LogNorm
+
+    layers = _drift_layers(facts)
+    values = [[_drawn_change(each.layers.get(layer, 0.0)) for each in facts.drift] for layer in layers]
+    seen = sorted({value for row in values for value in row if value > _LEAST_CHANGE} or {_LEAST_CHANGE})
+    norm = LogNorm(vmin=seen[0] / 2, vmax=seen[-1] * 2, clip=True)
+    image = axes.imshow(values, aspect="auto", norm=norm, cmap="viridis")
+    axes.set(
+        title="change of each layer, relative to its norm", yticks=range(len(layers)), xticks=range(len(facts.drift))
+    )
+    axes.set_yticklabels(map(_label_text, layers), fontsize=7)
+    axes.set_xticklabels([_label_text(each.after) for each in facts.drift], fontsize=8)
+    axes.figure.colorbar(image, ax=axes)
+
+
+def _label_text(name: str) -> str:
+    return printable(name).replace("$", r"\$")  # no formula
+
+
+def _drift_layers(facts: RunFacts) -> list[str]:
+    """The layers that changed most, in the order of their names' numbers."""
+    most: dict[str, float] = {}
+    for each in facts.drift:
+        for layer, change in each.layers.items():
+            most[layer] = max(most.get(layer, 0.0), _drawn_change(change))
+    chosen = sorted(most, key=lambda layer: -most[layer])[:_MOST_LAYERS]
+    return sorted(chosen, key=_natural_key)
+
+
+def _natural_key(name: str) -> list[Any]:
+    return [(0, int(step), "") if step.isdigit() else (1, 0, step) for step in name.split(".")]
+
+
+def _drawn_change(change: float) -> float:
+    return max(change, _LEAST_CHANGE) if math.isfinite(change) else 1.0
+
+
+def _drift_height(facts: RunFacts) -> float:
+    return 1.2 + 0.14 * min(_MOST_LAYERS, len({layer for each in facts.drift for layer in each.layers}))

@@ -7,16 +7,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ft_ckpt.cli import views
-from ft_ckpt.cli.arguments import given_words
-from ft_ckpt.cli.options import DryRunOption, ForceOption, JsonOption
-from ft_ckpt.cli.streams import print_lines, print_path
+from ft_ckpt.cli.options import DryRunOption, ForceOption, JsonOption, given_words, print_lines, print_path
 from ft_ckpt.config import human_size
 from ft_ckpt.errors import ConfigError, listing
 from ft_ckpt.storage.place import location_name
 
 if TYPE_CHECKING:
     from ft_ckpt.transfer.copies import CopyReport
-    from ft_ckpt.transfer.sync_run import SyncReport
+    from ft_ckpt.transfer.sync import SyncReport
 
 _Private = Annotated[bool, typer.Option("--private", help="Make the repository a private one, if it is not there.")]
 _State = Annotated[bool, typer.Option("--state", help="The training state goes along.")]
@@ -35,8 +33,8 @@ def push_command(
 ) -> None:
     """Push CHECKPOINT to URL, hf://user/name[@revision][/folder] or in a bucket, without its training state."""
     checkpoint, url = given_words(context, "CHECKPOINT", "URL")
-    from ft_ckpt.transfer.places import push_now
-    from ft_ckpt.transfer.reports import PushOptions
+    from ft_ckpt.transfer.outgoing import PushOptions
+    from ft_ckpt.transfer.push import push_now
 
     options = PushOptions(private=private or None, state=state, base_id=base_id, message=message)
     report = push_now(checkpoint, _checked_url(url), options)
@@ -55,7 +53,7 @@ def pull_command(context: typer.Context, force: ForceOption = False, as_json: Js
     Without FOLDER, what is in a bucket comes into the cache, and its path is printed.
     """
     url, *folder = given_words(context, *(("URL",) if len(context.args) == 1 else ("URL", "FOLDER")))
-    from ft_ckpt.transfer.places import pull
+    from ft_ckpt.transfer.push import pull
 
     report = pull(_checked_url(url), *folder, overwrite=force)
     if as_json:
@@ -100,7 +98,7 @@ def sync_command(
     Exit code 1 when something was not copied, or not deleted.
     """
     source, destination = given_words(context, "SOURCE", "DESTINATION")
-    from ft_ckpt.transfer.sync_run import sync
+    from ft_ckpt.transfer.sync import sync
 
     report = sync(source, destination, delete=delete, dry_run=dry_run)
     if as_json:

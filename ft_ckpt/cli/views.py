@@ -9,11 +9,11 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-from ft_ckpt.checkpoint import pins
+from ft_ckpt.checkpoint import guards
 from ft_ckpt.checkpoint.catalog import CheckpointInfo, VerifyReport
 from ft_ckpt.checkpoint.delete import STATE
 from ft_ckpt.checkpoint.manifest import PartRecord
-from ft_ckpt.cli.streams import print_lines, print_path
+from ft_ckpt.cli.options import print_lines, print_path
 from ft_ckpt.config import human_size
 from ft_ckpt.messages import printable
 from ft_ckpt.storage.place import Place
@@ -42,7 +42,7 @@ def checkpoint_row(info: CheckpointInfo, report: VerifyReport) -> dict[str, Any]
         "parts": [part.name for part in manifest.parts if part.kind != STATE],
         "state": any(part.kind == STATE for part in manifest.parts),
         "metrics": dict(manifest.metrics),
-        "pinned": pins.pin_reason(info.place) is not None,
+        "pinned": guards.pin_reason(info.place) is not None,
         "valid": report.ok,
         "problems": list(report.problems),
     }

@@ -1,12 +1,17 @@
-"""The verdict on a meeting of ranks, from what each of them reported. Pure functions: nothing is sent here.
+"""Agreement of ranks: collects a value of each rank in torch's store and computes one verdict for all.
 
 A verdict is a dictionary: what every rank is `told`, or a `problem` and the `kind` of error that every rank raises.
 """
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent import futures
 from dataclasses import dataclass
+from datetime import timedelta
+from functools import partial
 from itertools import groupby
+from queue import SimpleQueue
 from typing import Any, NoReturn
 
 from ft_ckpt import errors
@@ -119,3 +124,88 @@ def _field_difference(name: str, entries: list[dict[str, Any]]) -> str | None:
     if not odd:
         return None
     return f"{name} is {first!r} on rank 0 and {entries[odd[0]]['value'].get(name)!r} on rank(s) {rank_numbers(odd)}"
+
+
+_PART_BYTES = 4 << 20  # of one key: torch's store ends at more than 8 MiB, and takes the process group with it
+_KEYS_AT_ONCE = 32  # the server has all that one call asks for in memory
+
+
+def put_value(store: Any, key: str, value: Any) -> int:
+    """Store a value under one key, or in parts of which the one under that key comes last; how many these are."""
+    text = json.dumps(value).encode()
+    parts = [text[low : low + _PART_BYTES] for low in range(0, len(text), _PART_BYTES)]
+    for number, part in enumerate(parts[1:], 1):
+        store.set(_part_key(key, number), part)
+    store.set(key, b"%d %b" % (len(parts), parts[0]))
+    return len(parts)
+
+
+def get_values(store: Any, keys: Sequence[str]) -> Iterator[Any]:
+    """The value under each of the keys, which are there; values that are equal are one object."""
+    known: dict[bytes, Any] = {}
+    for low in range(0, len(keys), _KEYS_AT_ONCE):
+        some = keys[low : low + _KEYS_AT_ONCE]
+        for key, found in zip(some, store.multi_get(some), strict=True):
+            count, _, first = found.partition(b" ")
+            text = b"".join([first, *(store.get(_part_key(key, number)) for number in range(1, int(count)))])
+            if text not in known:
+                known[text] = json.loads(text)
+            yield known[text]
+
+
+def delete_value(store: Any, key: str, parts: int) -> None:
+    """Take a value out that is in so many parts. Raises RuntimeError or NotImplementedError where stores only grow."""
+    store.delete_key(key)
+    for number in range(1, parts):
+        store.delete_key(_part_key(key, number))
+
+
+def _part_key(key: str, number: int) -> str:
+    return f"{key}/part-{number}"
+
+
+_LEAST_SECONDS = 10.0  # that an answer may take on a machine that is busy with other things
+_Call = tuple[futures.Future[Any], Callable[..., Any], tuple[Any, ...]]
+
+
+class AnsweringStore:
+    """A store by whose calls RankError is raised when it has not answered for `silent_seconds`, and ever after.
+
+    It has at least ten seconds to answer.
+    """
+
+    def __init__(self, store: Any, silent_seconds: float = 600.0) -> None:
+        self.silent_seconds = silent_seconds
+        self._store, self._calls, self._is_silent = store, SimpleQueue[_Call](), False
+        self._one_at_a_time = threading.Lock()  # so that nobody takes another's wait for silence
+        threading.Thread(target=_answer_calls, args=(self._calls,), name="ft_ckpt-store", daemon=True).start()
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        return partial(self._ask, getattr(self._store, name))
+
+    def clone(self) -> "AnsweringStore":
+        """A client of its own to the same store."""
+        return AnsweringStore(self._store.clone(), self.silent_seconds)
+
+    def _ask(self, call: Callable[..., Any], *given: Any) -> Any:
+        waits = sum((one for one in given if isinstance(one, timedelta)), timedelta()).total_seconds()
+        limit, answer = max(self.silent_seconds, _LEAST_SECONDS), futures.Future[Any]()
+        with self._one_at_a_time:
+            if not self._is_silent:
+                self._calls.put((answer, call, given))
+                self._is_silent = not futures.wait([answer], limit + waits).done
+        if not self._is_silent:
+            return answer.result()
+        raise RankError(
+            f"the key-value store of the process group has not answered for {limit:g} s: the network, or the process "
+            "that keeps it, is gone; start the ranks again"
+        )
+
+
+def _answer_calls(calls: "SimpleQueue[_Call]") -> None:
+    while True:
+        answer, call, given = calls.get()
+        try:
+            answer.set_result(call(*given))
+        except Exception as error:  # noqa: BLE001 - raised where the call was made
+            answer.set_exception(error)

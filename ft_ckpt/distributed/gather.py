@@ -1,4 +1,4 @@
-"""Brings the elements that ranks hold together on one rank: rank 0, or the writer of a file.
+"""Gathers the elements of tensors on one rank: rank 0, or the writer of a file.
 
 `stream_buckets` brings chosen tensors there a bucket at a time, so that it never holds more than its own shard and the
 bucket. Every rank works out alone which rank sends what, so nothing but tensor bytes is sent.
@@ -14,7 +14,7 @@ import torch
 import xxhash
 from torch import Tensor, nn
 
-from ft_ckpt.devices.accelerators import current_device
+from ft_ckpt.devices import current_device
 from ft_ckpt.distributed.ranks import Ranks, current_ranks
 from ft_ckpt.distributed.sharding import Box
 from ft_ckpt.distributed.source import Source, box_memories

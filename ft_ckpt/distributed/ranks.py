@@ -1,4 +1,4 @@
-"""Which rank this is, and how all ranks agree.
+"""This rank, its process group, and collective operations that end on all ranks when one fails.
 
 Agreement goes through the process group's key-value store, not through a collective: nobody sits in a GPU operation
 while rank 0 writes (so no watchdog fires), a rank that does not come is known by number, and an error on one rank
@@ -11,20 +11,41 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from datetime import timedelta
 from itertools import islice
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from ft_ckpt.distributed import agreement
-from ft_ckpt.distributed.agreement import ADVICE, Agreed, Values, rank_numbers
-from ft_ckpt.distributed.answering_store import AnsweringStore
-from ft_ckpt.distributed.store_values import delete_value, get_values, put_value
-from ft_ckpt.distributed.threads import beside_thread
+from ft_ckpt.distributed.agreement import (
+    ADVICE,
+    Agreed,
+    AnsweringStore,
+    Values,
+    delete_value,
+    get_values,
+    put_value,
+    rank_numbers,
+)
 from ft_ckpt.errors import CheckpointError, RankError, RanksDisagreeError
+
+
+@contextmanager
+def beside_thread(name: str, work: Callable[[threading.Event], None]) -> Iterator[None]:
+    """Run `work` in a daemon thread while the block runs; it returns soon after the event it is given is set."""
+    done = threading.Event()
+    thread = threading.Thread(target=work, args=(done,), name=name, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join()
+
 
 _BEAT_SECONDS = 1.0  # between signs of life of a rank at work; well below any sensible time-out
 _LOOK_SECONDS = 0.1  # between looks, of a rank at work, for reports of failure
@@ -350,3 +371,54 @@ def try_action(action: Callable[[], Any]) -> tuple[Any, BaseException | None]:
         return action(), None
     except Exception as error:  # noqa: BLE001 - carried to `agree`, which raises it after telling the other ranks
         return None, error
+
+
+_in_order: MutableMapping[Any, Sequence[int]] = WeakKeyDictionary()  # by process group
+
+
+def global_rank() -> int:
+    """This process's number among all; 0 without a process group."""
+    import torch.distributed as dist
+
+    return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+
+
+def group_members(group: Any) -> tuple[int, ...]:
+    """The global ranks of a process group in its order; rank 0 alone without one."""
+    import torch.distributed as dist
+
+    return tuple(dist.get_process_group_ranks(group)) if dist.is_initialized() else (0,)
+
+
+def ranks_in_order(group: Any) -> Sequence[int]:
+    """The `group_members`, where they are evenly spaced as a range: many tensors have it, of however many ranks."""
+    import torch.distributed as dist
+
+    known = dist.group.WORLD if group is None else group
+    if known is None:
+        return group_members(None)
+    if known not in _in_order:
+        members = group_members(group)
+        step = members[1] - members[0] if len(members) > 1 else 1
+        even = range(members[0], members[0] + len(members) * step, step) if step else members
+        _in_order[known] = even if (*even,) == members else members
+    return _in_order[known]
+
+
+def groups_beside(members: Sequence[int], kin: Sequence[int]) -> dict[int, tuple[int, ...]] | None:
+    """The groups of ranks in a grid: of each rank of a row, `kin`, its column, from the column of this rank, `members`.
+
+    None where these do not make up all ranks, each once: where columns are no copies of another, some ranks further on.
+    """
+    import torch.distributed as dist
+
+    found = {one: tuple(rank + one - global_rank() for rank in members) for one in kin}
+    covered = sorted(rank for group in found.values() for rank in group)
+    return found if covered == [*range(dist.get_world_size() if dist.is_initialized() else 1)] else None
+
+
+def is_subset_of_ranks(count: int) -> bool:
+    """Whether `count` ranks that hold a tensor together are not all: then others hold it again."""
+    import torch.distributed as dist
+
+    return dist.is_initialized() and bool(count < dist.get_world_size())

@@ -1,10 +1,11 @@
-"""Names and places of the parts of replicated tensors that single ranks hold otherwise than the first."""
+"""Replicated tensors that differ between ranks: their names, samples and the elements of one rank."""
 
 import json
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from ft_ckpt.distributed.sharding import Box, OwnedSharding, Sharding
-from ft_ckpt.distributed.source import Source
+from ft_ckpt.distributed.sharding import Box, OwnedSharding, Sharding, unravel_index
+from ft_ckpt.distributed.source import Source, box_memories
 
 WEIGHTS = "weights"  # the folder, in such names, of the model that is saved
 
@@ -31,3 +32,36 @@ def own_part(source: Source, rank: int) -> Source:
     if mine is None or not place_of(source.sharding, rank):
         return source
     return replace(source, shape=mine.sizes, sharding=OwnedSharding(mine.sizes, None))
+
+
+def sample_elements(
+    chosen: Mapping[str, Source], rank: int, tensors: int = 32, elements: int = 8
+) -> dict[str, dict[str, float]]:
+    """A few elements of `chosen` that `rank` holds, as {name: {flat index: value}}.
+
+    Evenly spread over the floating tensors; over all ranks together at most `tensors` x `elements` values, each held
+    by one rank. Not collective: merge what the ranks return.
+    """
+    indices = picked_indices(chosen, tensors, elements)
+    return {name: values for name in indices if (values := elements_at(chosen[name], rank, indices[name]))}
+
+
+def picked_indices(chosen: Mapping[str, Source], tensors: int = 32, elements: int = 8) -> dict[str, list[int]]:
+    """The flat indices of the elements that `sample_elements` takes, by name."""
+    floating = sorted(name for name, info in chosen.items() if info.dtype.is_floating_point and info.numel > 0)
+    names = floating[:: max(1, -(-len(floating) // tensors))]
+    return {name: sorted({chosen[name].numel * i // elements for i in range(elements)}) for name in names}
+
+
+def elements_at(info: Source, rank: int, indices: Sequence[int]) -> dict[str, float]:
+    """The elements at flat `indices` that `rank`, this one, contributes to the tensor, by index."""
+    local = info.local
+    if local is None or not local.numel():
+        return {}
+    values = {}
+    for mine, memory in box_memories(info.sharding.boxes(rank), local):
+        for index in indices:
+            inside = [at - low for at, low in zip(unravel_index(index, info.sharding.view), mine.offsets, strict=True)]
+            if all(0 <= at < size for at, size in zip(inside, mine.sizes, strict=True)):
+                values[str(index)] = float(memory[tuple(inside)])
+    return values

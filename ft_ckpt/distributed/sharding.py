@@ -1,4 +1,4 @@
-"""How the elements of a tensor are spread over the ranks: plain data that every rank works out without asking.
+"""How the elements of a tensor are spread over ranks (boxes, runs, flat buffers, meshes), as plain data.
 
 One frozen, hashable class for each layout. None holds a tensor: where a rank's elements lie in memory is the business
 of whoever has the tensor, and a `Sharding` says which elements these are.
@@ -6,12 +6,90 @@ of whoever has the tensor, and a `Sharding` says which elements these are.
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
+from itertools import chain, product
+from math import prod
 from typing import Protocol
 
-from ft_ckpt.distributed.grid_runs import Runs, runs_over_grid
+MOST_RUNS = 64  # of one tensor: where slabs are cut finer, they are put together before they are written
+
+
+@dataclass(frozen=True)
+class Runs:
+    """The next elements of a tensor in consecutive runs, each of another rank: `owner`, `owner` + 1, ..."""
+
+    owner: int
+    lead: int  # elements of the first
+    chunk: int  # of each but the first and the last
+    numel: int  # of all
+
+
+@dataclass(frozen=True)
+class _Stretch:
+    """Indices along one dimension that are held alike; by whom, an index for each of some dimensions of the grid."""
+
+    low: int
+    size: int
+    places: tuple[tuple[int, int], ...] = ()
+
+
+def runs_over_grid(
+    view: tuple[int, ...],
+    grid: tuple[int, ...],
+    ranks: Sequence[int],
+    cuts: Iterable[tuple[int, int]],
+    sizes: tuple[int, ...] = (),
+) -> tuple[Runs, ...]:
+    """The runs of a tensor of the shape `view`, which has elements; () where they are more than MOST_RUNS.
+
+    `cuts` are (dimension of the view, dimension of the grid), one after the other, as torch.chunk or in parts of
+    `sizes`. `ranks` fill the grid, its last dimension fastest; of replicas the first counts.
+    """
+    stretches = [[_Stretch(0, size)] for size in view]
+    for dim, number in cuts:
+        if len(stretches[dim]) * grid[number] > MOST_RUNS:
+            return ()
+        stretches[dim] = [part for one in stretches[dim] for part in _cut_stretch(one, number, grid[number], sizes)]
+    last = max((dim for dim, some in enumerate(stretches) if len(some) > 1), default=0)
+    if prod(view[:last]) * len(stretches[last] if view else ()) > MOST_RUNS:
+        return ()
+    rows = [[one for one in some for _ in range(one.size)] for some in stretches[:last]]  # each index by itself
+    found: list[tuple[int, int]] = []  # rank, elements
+    for place in product(*rows, *stretches[last:]):
+        held = dict(chain.from_iterable(one.places for one in place))
+        number = sum(held.get(axis, 0) * prod(grid[axis + 1 :]) for axis in range(len(grid)))
+        found.append((ranks[number], prod(one.size for one in place[last:])))
+    return tuple(_joined_runs(found))
+
+
+def _cut_stretch(stretch: _Stretch, number: int, count: int, sizes: tuple[int, ...]) -> Iterator[_Stretch]:
+    low, step = 0, -(-stretch.size // count)
+    for index in range(count):
+        size = sizes[index] if sizes else min(step, stretch.size - low)
+        if size > 0:
+            yield _Stretch(stretch.low + low, size, (*stretch.places, (number, index)))
+        low += max(size, 0)
+
+
+def _joined_runs(found: Sequence[tuple[int, int]]) -> Iterator[Runs]:
+    """As few as say the same: ranks in their order, all but the first and the last with as many elements."""
+    group: list[tuple[int, int]] = []
+    for rank, numel in found:
+        follows = bool(group) and rank == group[-1][0] + 1
+        fits = len(group) == 1 or (len(group) > 1 and group[-1][1] == group[1][1] and numel <= group[1][1])
+        if group and not (follows and fits):
+            yield _run_group(group)
+            group = []
+        group.append((rank, numel))
+    if group:
+        yield _run_group(group)
+
+
+def _run_group(group: list[tuple[int, int]]) -> Runs:
+    lead = group[0][1]
+    return Runs(group[0][0], lead, group[1][1] if len(group) > 1 else lead, sum(numel for _, numel in group))
 
 
 @dataclass(frozen=True)
@@ -286,3 +364,228 @@ def _cut_box(shape: tuple[int, ...], cuts: tuple[tuple[int, int, int], ...]) -> 
         low = min(index * step, sizes[dim])
         offsets[dim], sizes[dim] = offsets[dim] + low, min(step, sizes[dim] - low)
     return _nonempty_box(tuple(offsets), tuple(sizes))
+
+
+@dataclass(frozen=True)
+class FlatSharding(OneBox):
+    """A tensor at [first, first + numel) of a flat buffer that is cut into equal shards, one for each of `members`.
+
+    Members without rank 0 hold again what others hold, and contribute nothing, unless no others have it.
+    """
+
+    numel: int
+    first: int
+    shard: int  # elements
+    members: Sequence[int]  # global ranks in the order of the shards; a range needs no look at each of them
+    is_replicated: bool = False
+    is_only: bool = False  # no other ranks have it
+    is_sharded = True
+    is_opaque = False
+
+    @property
+    def view(self) -> tuple[int, ...]:
+        """All elements in a row."""
+        return (self.numel,)
+
+    @property
+    def owners(self) -> Sequence[int]:
+        """The members whose shards have elements of it."""
+        if not self.numel or not self._contributes:
+            return ()
+        return self.members[self.first // self.shard : (self.first + self.numel - 1) // self.shard + 1]
+
+    def box(self, rank: int) -> Box | None:
+        """The run of elements in the shard of `rank`."""
+        return self.local_box(rank) if self._contributes else None
+
+    @property
+    def _contributes(self) -> bool:
+        return self.is_only or 0 in self.members
+
+    def local_box(self, rank: int) -> Box | None:
+        """The same, in any group of members."""
+        if rank not in self.members:
+            return None
+        return _run_in_shard(self.numel, self.first, self.shard, self.members.index(rank))
+
+    @property
+    def runs(self) -> tuple[Runs, ...]:
+        """What each of the members has, if they are numbered one after the other."""
+        if not self.numel or not _are_consecutive(self.members):
+            return ()
+        lead = min(self.numel, self.shard - self.first % self.shard)
+        rest = self.numel - lead
+        chunk = self.shard if rest > self.shard else max(lead, rest)
+        return (Runs(self.members[self.first // self.shard], lead, chunk, self.numel),)
+
+    def range_in_shard(self, rank: int) -> tuple[int, int] | None:
+        """Where the elements lie in the shard of `rank`, as [start, stop); None for none."""
+        box = self.local_box(rank)
+        if box is None:
+            return None
+        start = self.first + box.offsets[0] - self.members.index(rank) * self.shard
+        return start, start + box.sizes[0]
+
+
+@dataclass(frozen=True)
+class PartRunsSharding:
+    """A tensor cut into boxes, each of which lies in a flat buffer of ranks that no other box has.
+
+    So lies the state of layers that tensor parallelism has cut, where ZeRO cuts it again among those with the same
+    part.
+    """
+
+    view: tuple[int, ...]
+    parts: tuple[tuple[Box, FlatSharding], ...]
+    is_replicated = is_opaque = False
+    is_sharded = True
+    runs = ()  # rank 0 puts the pieces of rows together
+
+    @cached_property
+    def owners(self) -> tuple[int, ...]:
+        """Those that have any elements."""
+        return tuple(sorted(rank for _, cut in self.parts for rank in cut.owners))
+
+    def boxes(self, rank: int) -> tuple[Box, ...]:
+        """The run of elements of `rank` in its part, as boxes in their order in memory."""
+        return self.local_boxes(rank)
+
+    def local_boxes(self, rank: int) -> tuple[Box, ...]:
+        """The same."""
+        for part, cut in self.parts:
+            run = cut.local_box(rank)
+            if run is not None:
+                return _placed_boxes(part, run.offsets[0], run.offsets[0] + run.sizes[0])
+        return ()
+
+    def range_in_shard(self, rank: int) -> tuple[int, int] | None:
+        """Where the elements lie in the shard of `rank`, as [start, stop); None for none."""
+        return next((cut.range_in_shard(rank) for _, cut in self.parts if rank in cut.members), None)
+
+
+@lru_cache(maxsize=1 << 14)  # a model has few shapes, and layers alike
+def _placed_boxes(part: Box, start: int, stop: int) -> tuple[Box, ...]:
+    """The elements [start, stop) of a flattened part, as boxes of the whole tensor."""
+    return tuple(
+        Box(tuple(low + at for low, at in zip(part.offsets, box.offsets, strict=True)), box.sizes)
+        for box in boxes_of_run(part.sizes, start, stop)
+    )
+
+
+def boxes_of_run(sizes: tuple[int, ...], start: int, stop: int) -> Iterator[Box]:
+    """The elements [start, stop) of a flattened array of `sizes`, one dimension or more, as few boxes, in order."""
+    inner = math.prod(sizes[1:])
+    head = min(stop, start + -start % inner)
+    rows = (stop - head) // inner
+    tail = head + rows * inner
+    yield from _boxes_in_row(sizes, start, head)
+    if rows:
+        yield Box((head // inner, *(0 for _ in sizes[1:])), (rows, *sizes[1:]))
+    yield from _boxes_in_row(sizes, tail, stop)
+
+
+def _boxes_in_row(sizes: tuple[int, ...], start: int, stop: int) -> Iterator[Box]:
+    """The elements [start, stop), which are all in one row and not all of it."""
+    row = start // math.prod(sizes[1:])
+    if start < stop:
+        first = row * math.prod(sizes[1:])
+        for box in boxes_of_run(sizes[1:], start - first, stop - first):
+            yield Box((row, *box.offsets), (1, *box.sizes))
+
+
+def _are_consecutive(members: Sequence[int]) -> bool:
+    """Whether they are numbered one after the other."""
+    if isinstance(members, range):
+        return members.step == 1
+    return [*members] == [*range(members[0], members[0] + len(members))]
+
+
+def _run_in_shard(numel: int, first: int, shard: int, index: int) -> Box | None:
+    """The elements of [first, first + numel) that lie in the shard at `index`, counted from `first`."""
+    start = max(index * shard, first) - first
+    stop = min((index + 1) * shard, first + numel) - first
+    return Box((start,), (stop - start,)) if stop > start else None
+
+
+@dataclass(frozen=True)
+class MeshCutting:
+    """The shape that is cut, and which of its dimensions each dimension of the mesh cuts, in which order."""
+
+    view: tuple[int, ...]
+    cuts: tuple[int | None, ...]
+    order: tuple[int, ...]  # of the mesh's dimensions; () as they come
+
+
+@lru_cache(maxsize=1024)
+def cutting_of(
+    shape: tuple[int, ...], mesh: tuple[int, ...], dims: tuple[int | None, ...], factors: tuple[int, ...]
+) -> MeshCutting | None:
+    """The cuts of a tensor: for each dimension of the mesh the one that it cuts (None: none), and its split factor.
+
+    None where it cannot be told who has what: a stride that is neither of the two kinds, or sizes that do not divide,
+    where the order in which they were cut and the placements say different things.
+    """
+    factors = tuple(1 if dim is None else factor for dim, factor in zip(dims, factors, strict=True))
+    strided = [number for number, factor in enumerate(factors) if factor > 1]
+    packed = [number for number in strided if not _is_right_to_left(number, mesh, dims, factors)]
+    if packed:
+        return _packed_cutting(shape, mesh, dims, factors) if packed == strided and len(packed) == 1 else None
+    order = tuple(sorted(range(len(mesh)), key=lambda number: -number)) if strided else ()
+    for dim in {dims[number] for number in strided}:
+        cutting = [number for number, one in enumerate(dims) if one == dim and mesh[number] > 1]
+        if any(number not in strided for number in cutting[:-1]):
+            return None  # from right to left in part
+        if dim is None or not _says_the_same(shape[dim], [mesh[one] for one in cutting], [factors[n] for n in cutting]):
+            return None
+    plain = {dims[number] for number in range(len(dims)) if number not in strided} - {dims[n] for n in strided} - {None}
+    if order and any(list(dims).count(dim) > 1 for dim in plain):
+        return None  # one dimension from right to left, another from left to right
+    return MeshCutting(shape, dims, order)
+
+
+def _is_right_to_left(
+    number: int, mesh: tuple[int, ...], dims: tuple[int | None, ...], factors: tuple[int, ...]
+) -> bool:
+    """Whether the stride counts the parts that later dimensions of the mesh had made of the same dimension."""
+    later = [other for other in range(number + 1, len(mesh)) if dims[other] == dims[number]]
+    return bool(later) and factors[number] == prod(mesh[other] for other in later)
+
+
+def _packed_cutting(
+    shape: tuple[int, ...], mesh: tuple[int, ...], dims: tuple[int | None, ...], factors: tuple[int, ...]
+) -> MeshCutting | None:
+    """One dimension split into its packed parts, the second of the two cut."""
+    number = next(one for one, factor in enumerate(factors) if factor > 1)
+    dim, parts = dims[number], factors[number]
+    if dim is None or list(dims).count(dim) > 1 or shape[dim] % parts:
+        return None
+    view = (*shape[:dim], parts, shape[dim] // parts, *shape[dim + 1 :])
+    cuts = tuple(None if one is None else one + (one >= dim) for one in dims)
+    return MeshCutting(view, cuts, ())
+
+
+def _says_the_same(size: int, parts: list[int], factors: list[int]) -> bool:
+    """Whether cutting from right to left gives all ranks what the placements say, read from left to right."""
+    if size % prod(parts) == 0:
+        return True
+    by_placements: dict[tuple[int, ...], list[int]] = {(): [*range(size)]}
+    for count, factor in zip(parts, factors, strict=True):
+        by_placements = {
+            (*place, index): [row for group in _chunked(rows, factor) for row in _chunked(group, count)[index]]
+            for place, rows in by_placements.items()
+            for index in range(count)
+        }
+    as_cut: dict[tuple[int, ...], list[int]] = {(): [*range(size)]}
+    for count in reversed(parts):
+        as_cut = {
+            (index, *place): chunk
+            for place, rows in as_cut.items()
+            for index, chunk in enumerate(_chunked(rows, count))
+        }
+    return by_placements == as_cut
+
+
+def _chunked(rows: list[int], count: int) -> list[list[int]]:
+    """As torch.chunk, with empty ones at the end."""
+    step = -(-len(rows) // count)
+    return [rows[index * step : (index + 1) * step] for index in range(count)]

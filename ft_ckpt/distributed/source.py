@@ -1,4 +1,4 @@
-"""One tensor of a run: its name, its global shape, how ranks hold it, and this rank's elements."""
+"""One live tensor of a run: name, global shape, sharding, and this rank's elements."""
 
 import math
 from collections.abc import Callable, Sequence

@@ -1,4 +1,4 @@
-"""Every tensor of a model under its canonical name, from one walk over its modules."""
+"""Lists every tensor of a model under its canonical name."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext, suppress
@@ -11,14 +11,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from ft_ckpt.distributed import added_state as beside
+from ft_ckpt.distributed import module_state as beside
 from ft_ckpt.distributed import wrappers
-from ft_ckpt.distributed.added_state import AddedValue
+from ft_ckpt.distributed.module_state import AddedValue
 from ft_ckpt.distributed.ranks import Ranks
 from ft_ckpt.distributed.sharding import OwnedSharding
 from ft_ckpt.distributed.source import Source
-from ft_ckpt.distributed.spread_experts import number_experts
-from ft_ckpt.distributed.wrapper_protocol import TensorLayout
+from ft_ckpt.distributed.tensor_parallel import number_experts
+from ft_ckpt.distributed.wrapper import TensorLayout
 from ft_ckpt.errors import IncompleteError, SelectionError, listing
 
 _DENSITY = attrgetter("layout", "is_quantized")

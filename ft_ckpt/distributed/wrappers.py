@@ -1,4 +1,4 @@
-"""Every kind of wrapper that is known, a line each, and the questions that are asked of all of them.
+"""The list of known wrappers, and the questions that are asked of all of them.
 
 Wrappers are told by their modules and tensors, never by what a launcher says it configured. To add one, write a file
 with a `Wrapper` and add its line to WRAPPERS: the first that describes a tensor answers for it.
@@ -10,19 +10,19 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ft_ckpt.distributed.auto_tp import AutoTPTensors
-from ft_ckpt.distributed.fsdp1 import FSDP1Wrapper
-from ft_ckpt.distributed.fsdp2 import FSDP2Wrapper
-from ft_ckpt.distributed.plain import (
+from ft_ckpt.distributed.fsdp import FSDP1Wrapper, FSDP2Wrapper
+from ft_ckpt.distributed.sharding import Sharding
+from ft_ckpt.distributed.tensor_parallel import AutoTPTensors, SpreadExperts
+from ft_ckpt.distributed.wrapper import (
     CheckpointedActivations,
     CompiledWrapper,
     DataParallelWrapper,
+    PendingGradient,
     PlainTensors,
+    StandInTensors,
+    TensorLayout,
+    Wrapper,
 )
-from ft_ckpt.distributed.sharding import Sharding
-from ft_ckpt.distributed.spread_experts import SpreadExperts
-from ft_ckpt.distributed.stand_ins import StandInTensors
-from ft_ckpt.distributed.wrapper_protocol import PendingGradient, TensorLayout, Wrapper
 from ft_ckpt.distributed.zero import DeepSpeedWrapper
 
 WRAPPERS: list[Wrapper] = [

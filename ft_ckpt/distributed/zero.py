@@ -12,12 +12,11 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from ft_ckpt.distributed.flat_sharding import FlatSharding, PartRunsSharding
-from ft_ckpt.distributed.process_groups import global_rank, groups_beside, is_subset_of_ranks, ranks_in_order
-from ft_ckpt.distributed.sharding import MeshSharding, OwnedSharding, Sharding
+from ft_ckpt.distributed.ranks import global_rank, groups_beside, is_subset_of_ranks, ranks_in_order
+from ft_ckpt.distributed.sharding import FlatSharding, MeshSharding, OwnedSharding, PartRunsSharding, Sharding
 from ft_ckpt.distributed.source import Source
-from ft_ckpt.distributed.spread_experts import holders_of_expert
-from ft_ckpt.distributed.wrapper_protocol import TensorLayout, Wrapper
+from ft_ckpt.distributed.tensor_parallel import holders_of_expert
+from ft_ckpt.distributed.wrapper import TensorLayout, Wrapper
 from ft_ckpt.errors import SelectionError, listing
 
 _Owners = Mapping[int, Sequence[Source]]  # by the id of this rank's parameter, whosever experts they are

@@ -26,14 +26,12 @@ from ft_ckpt.errors import (
     system_error,
 )
 from ft_ckpt.formats.layout import ITEM_BYTES, Spec, checked_sizes
-from ft_ckpt.formats.raw_file import RawFile
-from ft_ckpt.formats.safe_pickle import Passive
-from ft_ckpt.formats.torch_file import row_major
-from ft_ckpt.formats.torch_pickle import TensorPlace, kind_of_leaf, load_torch_pickle, load_torch_zip
-from ft_ckpt.storage.local_copy import check_files_inside
-from ft_ckpt.storage.paths import is_inside
+from ft_ckpt.formats.pickles import Passive
+from ft_ckpt.formats.tensor_file import RawFile
+from ft_ckpt.formats.torch_file import TensorPlace, kind_of_leaf, load_torch_pickle, load_torch_zip, row_major
 from ft_ckpt.storage.place import Place
-from ft_ckpt.storage.store import Store
+from ft_ckpt.storage.scratch import check_files_inside
+from ft_ckpt.storage.store import Store, is_inside
 
 METADATA = ".metadata"
 _READ_BYTES = 16 << 20

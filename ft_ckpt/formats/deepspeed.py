@@ -13,16 +13,12 @@ from typing import Any
 
 from ft_ckpt.errors import CorruptError, LoadError, damaged_input, listing
 from ft_ckpt.formats.layout import ITEM_BYTES, Spec, checked_sizes
-from ft_ckpt.formats.raw_file import RawFile
-from ft_ckpt.formats.safe_pickle import Passive
-from ft_ckpt.formats.span_file import Span, SpanFile
-from ft_ckpt.formats.torch_file import split_tensors
-from ft_ckpt.formats.torch_pickle import TensorPlace, load_torch_zip
-from ft_ckpt.formats.zip_records import ZipRecords
-from ft_ckpt.storage.local_copy import check_files_inside
-from ft_ckpt.storage.paths import is_inside
+from ft_ckpt.formats.pickles import Passive
+from ft_ckpt.formats.tensor_file import RawFile, Span, SpanFile, ZipRecords
+from ft_ckpt.formats.torch_file import TensorPlace, load_torch_zip, split_tensors
 from ft_ckpt.storage.place import Place
-from ft_ckpt.storage.store import Store, read_text
+from ft_ckpt.storage.scratch import check_files_inside
+from ft_ckpt.storage.store import Store, is_inside, read_text
 
 _RANK = re.compile(r"zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
 _OPTIMIZER, _MODEL = "_optim_states.pt", "_model_states.pt"

@@ -7,9 +7,8 @@ from torch import Tensor
 from ft_ckpt.errors import ConfigError, LoadError, damaged_input
 from ft_ckpt.formats.layout import Spec, TensorFile
 from ft_ckpt.formats.pytree import Node
-from ft_ckpt.formats.raw_file import RawFile
 from ft_ckpt.formats.registry import TensorFormat, tensor_formats, written_formats
-from ft_ckpt.formats.tensor_file import IndexedFile
+from ft_ckpt.formats.tensor_file import IndexedFile, RawFile
 from ft_ckpt.storage.read_ahead import ByteRun
 from ft_ckpt.storage.store import Readable
 

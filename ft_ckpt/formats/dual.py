@@ -13,15 +13,14 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
-from ft_ckpt.formats import tensor_index
-from ft_ckpt.formats.hdf5 import cerebras_write, hdf5_layout
-from ft_ckpt.formats.hdf5 import metadata as hdf5_bytes
-from ft_ckpt.formats.hdf5.hdf5_file import has_user_block
+from ft_ckpt.formats import cerebras, hdf5_layout, tensor_file
+from ft_ckpt.formats import hdf5_metadata as hdf5_bytes
+from ft_ckpt.formats.hdf5 import has_user_block
 from ft_ckpt.formats.layout import ITEM_BYTES, Layout, Spec
 from ft_ckpt.formats.pytree import Node
-from ft_ckpt.formats.raw_file import RawFile
 from ft_ckpt.formats.safetensors import HELPER, NAMES, lay_out_safetensors
 from ft_ckpt.formats.safetensors_file import is_safetensors, tree_metadata
+from ft_ckpt.formats.tensor_file import RawFile
 
 
 def lay_out_dual(
@@ -32,7 +31,7 @@ def lay_out_dual(
     Raises SelectionError for types it cannot keep.
     """
     lay_out_safetensors(specs, {})  # for its refusals: it has fewer types than HDF5
-    content = cerebras_write.describe_checkpoint(tensor_index.flat_tree(specs), specs)
+    content = cerebras.describe_checkpoint(tensor_file.flat_tree(specs), specs)
     return _dual_layout(specs, content, None, {**metadata, **ties})
 
 
@@ -40,14 +39,14 @@ def lay_out_dual_tree(
     root: Node, leaves: Sequence[Spec], arrays: Sequence[int], native_floats: bool = False
 ) -> tuple[Layout, Sequence[str]]:
     """The layout of a dual file that holds the object `root`, and the name of each leaf in it."""
-    content = cerebras_write.describe_checkpoint(root, leaves, arrays, native_floats)
+    content = cerebras.describe_checkpoint(root, leaves, arrays, native_floats)
     specs = [Spec(name, leaf.shape, leaf.dtype) for name, leaf in zip(content.names, leaves, strict=True)]
     lay_out_safetensors(specs, {})
     return _dual_layout(specs, content, root, tree_metadata(root, content.names)), content.names
 
 
 def _dual_layout(
-    specs: Sequence[Spec], content: cerebras_write.Content, root: Node | None, metadata: Mapping[str, str]
+    specs: Sequence[Spec], content: cerebras.Content, root: Node | None, metadata: Mapping[str, str]
 ) -> Layout:
     order = sorted(range(len(specs)), key=lambda leaf: -ITEM_BYTES[specs[leaf].dtype])  # no gaps, yet all aligned
     starts, at = [], 0
@@ -55,8 +54,8 @@ def _dual_layout(
         starts.append(at)
         at += specs[leaf].size_bytes
     by_leaf = dict(zip(order, starts, strict=True))
-    text = tensor_index.index_text(
-        tensor_index.TensorIndex(hdf5_layout.index_rows(specs, order, starts, ""), root, metadata)
+    text = tensor_file.index_text(
+        tensor_file.TensorIndex(hdf5_layout.index_rows(specs, order, starts, ""), root, metadata)
     )
     datasets = hdf5_layout.placed_datasets(content.datasets, by_leaf)
     base = 512
@@ -72,10 +71,10 @@ def _dual_layout(
 
 
 def _hdf5_half(
-    datasets: Sequence[hdf5_bytes.Dataset], content: cerebras_write.Content, text: bytes, data_bytes: int, base: int
+    datasets: Sequence[hdf5_bytes.Dataset], content: cerebras.Content, text: bytes, data_bytes: int, base: int
 ) -> bytes:
     """The HDF5 metadata and the index, up to the first tensor."""
-    room = len(text) + tensor_index.FOOTER_BYTES
+    room = len(text) + tensor_file.FOOTER_BYTES
     page = room + -room % hdf5_bytes.PAGE_BYTES
     moved = [
         hdf5_bytes.Dataset(item.path, item.type, item.shape, item.attributes, item.start + page)
@@ -86,7 +85,7 @@ def _hdf5_half(
     moved.append(hdf5_layout.index_dataset(room, page - room))
     bare = hdf5_bytes.hdf5_header(moved, content.attributes, page + data_bytes, base)
     data_start = base + len(bare) + page
-    end = tensor_index.index_footer(text, data_start, data_start - room, data_start + data_bytes)
+    end = tensor_file.index_footer(text, data_start, data_start - room, data_start + data_bytes)
     return bare + bytes(page - room) + text + end
 
 

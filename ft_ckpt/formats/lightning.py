@@ -14,21 +14,22 @@ import torch
 
 from ft_ckpt.errors import LoadError
 from ft_ckpt.formats.layout import TensorFile
-from ft_ckpt.formats.pickled_objects import PLAIN_VALUES
-from ft_ckpt.formats.raw_file import RawFile
-from ft_ckpt.formats.renamed_file import RenamedFile
-from ft_ckpt.formats.safe_pickle import Call, Passive
-from ft_ckpt.formats.torch_file import TorchFile, check_sums, join_places, split_tensors, strided_tensor
-from ft_ckpt.formats.torch_pickle import (
+from ft_ckpt.formats.pickles import PLAIN_VALUES, Call, Passive
+from ft_ckpt.formats.tensor_file import ZIP_MAGIC, RawFile, RenamedFile
+from ft_ckpt.formats.torch_file import (
     PickleRules,
     TensorPlace,
+    TorchFile,
     UnreadableTensor,
+    check_sums,
     find_torch_name,
+    join_places,
     kind_of_leaf,
     load_torch_zip,
     named_leaves,
+    split_tensors,
+    strided_tensor,
 )
-from ft_ckpt.formats.zip_records import ZIP_MAGIC
 
 _VERSION = "pytorch-lightning_version"  # the key by which Lightning itself knows its files
 _WEIGHTS = "state_dict"

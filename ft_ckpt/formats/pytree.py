@@ -1,4 +1,4 @@
-"""Turns any Python object into a tree of nodes and a list of tensors, and back. No file format is known here.
+"""Converts Python objects to a tree of nodes and a list of tensors, and back; the JSON form of the tree.
 
 What is kept exactly: dict, OrderedDict (with the attributes torch gives a state dict), Counter, defaultdict, list,
 tuple, named tuple, set, frozenset, deque, torch.Size, None, bool, int, float, complex, str, bytes, bytearray, numpy
@@ -7,18 +7,86 @@ Equal tensors that are one tensor (same object, or same storage, offset, shape a
 to autograd (`requires_grad`, being a Parameter) is not data and is not kept.
 """
 
+import base64
 import collections
+import importlib
+import json
+import math
+import re
+import struct
+import sys
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Callable, Collection, Hashable, Iterable, Iterator
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import torch
 
-from ft_ckpt.errors import SelectionError, damaged_input, listing
-from ft_ckpt.formats.dtypes import dtype_name
-from ft_ckpt.formats.numpy_arrays import Array, describe_dtype, is_describable, restored_array, stored_array
+from ft_ckpt.errors import CorruptError, LoadError, SelectionError, damaged_input, listing
+from ft_ckpt.formats.dtypes import dtype_name, dtype_of
+from ft_ckpt.storage.store import is_utf8
+
+Array = np.ndarray[Any, Any]
+_NUMBERS = {
+    "bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64",
+    "float16", "float32", "float64", "complex64", "complex128",
+}  # fmt: skip
+
+
+def describe_dtype(dtype: np.dtype[Any]) -> Any:
+    """A JSON form of a numpy type, without pickling."""
+    described = np.lib.format.dtype_to_descr(dtype)
+    return described if isinstance(described, str) else _tuples_to_lists(described)
+
+
+def described_dtype(described: Any) -> np.dtype[Any]:
+    """The numpy type of `describe_dtype`."""
+    fields: Any = described if isinstance(described, str) else _field_tuples(described)
+    dtype: np.dtype[Any] = np.lib.format.descr_to_dtype(fields)
+    return dtype
+
+
+def stored_array(array: Array) -> Array:
+    """`array`, row by row, as numbers that every format has; other types as their bytes, one dimension more."""
+    if array.dtype.isbuiltin and array.dtype.kind in "biufc" and array.dtype.name in _NUMBERS:
+        numbers: Array = np.ascontiguousarray(array).reshape(array.shape)
+        return numbers
+    data: Array = np.frombuffer(array.tobytes(), np.uint8).reshape((*array.shape, array.dtype.itemsize))
+    return data
+
+
+def restored_array(stored: Array, described: Any, shape: tuple[int, ...]) -> Array:
+    """The array that `stored_array` was given. Raises CorruptError when the bytes are not as many as it had."""
+    dtype = described_dtype(described)
+    if dtype.hasobject or stored.nbytes != math.prod(shape) * dtype.itemsize:
+        raise CorruptError(f"{stored.nbytes} bytes for an array of {shape} {dtype}")
+    empty: Array = np.ndarray(shape, dtype)  # not np.empty, which makes strings of no length longer
+    return stored.reshape(-1).view(np.uint8).view(dtype).reshape(shape) if stored.nbytes else empty
+
+
+def is_describable(dtype: np.dtype[Any]) -> bool:
+    """True when the type, its extension and metadata included, can be written down and read again."""
+    if dtype.hasobject or dtype.metadata:
+        return False
+    try:
+        return described_dtype(describe_dtype(dtype)) == dtype
+    except (TypeError, ValueError):
+        return False
+
+
+def _tuples_to_lists(described: Any) -> Any:
+    return [_tuples_to_lists(item) for item in described] if isinstance(described, (list, tuple)) else described
+
+
+def _field_tuples(described: Sequence[Any]) -> Any:
+    """Fields as numpy wants them: a list of (name, type) or (name, type, shape)."""
+    fields = []
+    for name, kind, *shape in described:
+        title = tuple(name) if isinstance(name, list) else name
+        fields.append((title, kind if isinstance(kind, str) else _field_tuples(kind), *(tuple(part) for part in shape)))
+    return fields
+
 
 BLOB_BYTES = 4096  # from here on bytes are a leaf and not a part of the tree
 MOST_LEVELS = 150  # of nesting; json, pickle and torch's own trees all recurse
@@ -302,3 +370,258 @@ def _named_class(module: str, qualname: str, fields: Iterable[str]) -> type:
 
 def _set_order(item: Any) -> tuple[str, str]:
     return type(item).__qualname__, repr(item)  # the order of a set differs between processes; files must not
+
+
+_WORD = 1 << 63  # integers from here on are written in hexadecimal, which has no limit on digits
+
+
+def dump_object(obj: Any, name: str) -> str:
+    """`obj` as one text, with its tensors. Raises SelectionError naming, below `name`, what cannot be kept."""
+    dtypes = {str(dtype).removeprefix("torch.") for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}
+    node, leaves = flatten(obj, dtypes, name)
+    held = [[list(leaf.shape), leaf.dtype, _base64_text(_leaf_bytes(leaf))] for leaf in leaves]
+    return json.dumps({"tree": encode_node(node), "leaves": held}, separators=(",", ":"))
+
+
+def load_object(text: str) -> Any:
+    """The object that `dump_object` was given. Raises CorruptError for any other text."""
+    try:
+        document = json.loads(text)
+        leaves = [_leaf_tensor(*held) for held in document["leaves"]]
+        tree = document["tree"]
+    except (ValueError, TypeError, KeyError, RuntimeError, AttributeError) as error:
+        raise CorruptError(f"the text of the object is damaged ({error!r}); use another copy of the file") from error
+    return unflatten(decode_node(tree), leaves.__getitem__, lambda index: leaves[index].numpy())
+
+
+def encode_node(node: Node) -> Any:
+    """`node` as lists, dicts and plain values, for `json.dumps`."""
+    kind = node.kind
+    if kind == "tensor":
+        return ["tensor", node.value]
+    if kind == "value":
+        return _encode_scalar(node.value)
+    if kind in ("array", "blob"):
+        return [kind, *node.value]
+    children = [encode_node(child) for child in node.children]
+    if kind == "dict" and all(type(key.value) is str and is_utf8(key.value) for key in node.keys):
+        return dict(zip((key.value for key in node.keys), children, strict=True))
+    if kind in MAPPINGS:
+        detail = encode_node(node.value) if isinstance(node.value, Node) else node.value
+        keys = [encode_node(key) for key in node.keys]
+        return [kind, detail, [list(pair) for pair in zip(keys, children, strict=True)]]
+    if kind in ("deque", "namedtuple"):
+        return [kind, node.value, *children]
+    return [kind, *children]
+
+
+def decode_node(document: Any, most: int = MOST_LEVELS + 2) -> Node:
+    """The node that `encode_node` was given. Raises CorruptError for anything else."""
+    with damaged_input("the tree of the object"):
+        return _decode_json(document, most)
+
+
+def _decode_json(document: Any, most: int) -> Node:
+    if most == 0:
+        raise CorruptError("too deep")
+    if type(document) is dict:
+        keys = tuple(Node("value", key) for key in document)
+        return Node("dict", None, keys, tuple(_decode_json(child, most - 1) for child in document.values()))
+    if type(document) is not list:
+        return Node("value", document)
+    kind, *rest = document
+    if kind == "tensor":
+        return Node("tensor", _check_number(rest[0]))
+    if kind == "array":
+        index, described, shape = rest
+        return Node("array", (_check_number(index), described, tuple(map(_check_number, shape))))
+    if kind == "blob":
+        return Node("blob", (_check_number(rest[0]), str(rest[1])))
+    if kind in MAPPINGS:
+        return _decode_mapping(kind, rest, most)
+    if kind in ("deque", "namedtuple"):
+        return Node(kind, rest[0], (), tuple(_decode_json(child, most - 1) for child in rest[1:]))
+    if kind in SEQUENCES:
+        return Node(kind, None, (), tuple(_decode_json(child, most - 1) for child in rest))
+    return Node("value", _VALUES[kind](*rest))
+
+
+def _check_number(found: Any) -> int:
+    if type(found) is not int or not 0 <= found < _WORD:
+        raise CorruptError(f"{found!r:.40} where a number of a leaf or a size should be")
+    return found
+
+
+def _decode_mapping(kind: str, rest: list[Any], most: int) -> Node:
+    detail, pairs = rest
+    keys = tuple(_decode_json(key, most - 1) for key, _ in pairs)
+    if kind == "odict" and detail is not None:
+        detail = _decode_json(detail, most - 1)
+    return Node(kind, detail, keys, tuple(_decode_json(child, most - 1) for _, child in pairs))
+
+
+def _encode_scalar(value: Any) -> Any:
+    kind = type(value)
+    if value is None or kind is bool:
+        return value
+    if kind is int:
+        return value if -_WORD <= value < _WORD else ["int", hex(value)]
+    if kind is float:
+        return value if math.isfinite(value) else ["float", _float_bits(value)]
+    if kind is str:
+        return value if is_utf8(value) else ["str", value.encode("utf-8", "surrogatepass").hex()]
+    if kind is complex:
+        return ["complex", _float_bits(value.real), _float_bits(value.imag)]
+    if isinstance(value, np.generic):
+        return ["scalar", describe_dtype(value.dtype), _base64_text(value.tobytes())]
+    if isinstance(value, (bytes, bytearray)):
+        return [kind.__name__, _base64_text(value)]
+    return [kind.__name__, str(value).removeprefix("torch.")]  # a torch dtype or device
+
+
+def _float_bits(value: float) -> str:
+    return struct.pack(">d", value).hex()  # every NaN is kept as it is
+
+
+def _parse_float(bits: str) -> float:
+    (value,) = struct.unpack(">d", bytes.fromhex(bits))
+    return float(value)
+
+
+def _base64_text(data: bytes | bytearray) -> str:
+    return base64.b64encode(data).decode()
+
+
+def _base64_bytes(text: str) -> bytes:
+    return base64.b64decode(text, validate=True)
+
+
+def _leaf_bytes(leaf: Leaf) -> bytes:
+    if leaf.is_array:
+        return bytes(leaf.data.tobytes())
+    flat = leaf.data.detach().cpu().resolve_conj().resolve_neg().contiguous().reshape(-1)
+    return bytes(flat.view(torch.uint8).numpy().tobytes())
+
+
+def _leaf_tensor(shape: list[int], dtype: str, text: str) -> torch.Tensor:
+    data = bytearray(_base64_bytes(text))
+    flat = torch.frombuffer(data, dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
+    return flat.view(_torch_dtype(dtype)).reshape(shape)
+
+
+def _torch_dtype(name: str) -> torch.dtype:
+    dtype = getattr(torch, name)
+    if not isinstance(dtype, torch.dtype):
+        raise CorruptError(f"no torch type {name!r}")
+    return dtype
+
+
+def _parse_scalar(described: Any, text: str) -> Any:
+    dtype = described_dtype(described)
+    if dtype.hasobject:
+        raise CorruptError("an object of numpy")
+    return np.frombuffer(_base64_bytes(text), np.uint8).view(dtype)[0] if dtype.itemsize else np.ndarray((), dtype)[()]
+
+
+_VALUES: dict[str, Callable[..., Any]] = {
+    "int": lambda text: int(text, 16),
+    "float": _parse_float,
+    "str": lambda text: bytes.fromhex(text).decode("utf-8", "surrogatepass"),
+    "complex": lambda real, imag: complex(_parse_float(real), _parse_float(imag)),
+    "bytes": _base64_bytes,
+    "bytearray": lambda text: bytearray(_base64_bytes(text)),
+    "scalar": _parse_scalar,
+    "dtype": _torch_dtype,
+    "device": torch.device,
+}
+
+
+_MAX_DEPTH = 32  # a list that holds itself is not simple
+_OF_TRANSFORMERS = re.compile(r"transformers\.models\.\w+\.(modeling|configuration)_\w+|transformers\.generation\.\w+")
+_UNWRITTEN = ("_attn_implementation", "_experts_implementation")  # fields of a config that its JSON leaves out
+
+
+def encode_value(value: Any, depth: int = 0) -> Any:
+    """JSON for a simple value. Raises SelectionError for any other."""
+    if depth > _MAX_DEPTH:
+        raise SelectionError("nested too deeply")
+    kind = type(value)  # exact: a subclass (an enum, a path) would come back as something else
+    if value is None or kind in (bool, int, str):
+        return value
+    if kind is float:
+        return value if math.isfinite(value) else {"float": repr(value)}
+    if kind is torch.dtype:
+        return {"dtype": dtype_name(value)}
+    if kind is dict:
+        return {"dict": [[encode_value(key, depth + 1), encode_value(item, depth + 1)] for key, item in value.items()]}
+    if kind is list:
+        return [encode_value(item, depth + 1) for item in value]
+    if kind in (tuple, torch.Size, set, frozenset):
+        items = [encode_value(item, depth + 1) for item in value]
+        ordered = items if kind in (tuple, torch.Size) else sorted(items, key=json.dumps)
+        return {"size" if kind is torch.Size else kind.__name__: ordered}
+    if is_config(kind):
+        return {"config": _encode_config(value)}
+    raise SelectionError(f"{kind.__name__} is no simple value")
+
+
+def decode_value(value: Any) -> Any:
+    """The value that `encode_value` described. Raises LoadError for a dtype or config class that is not to be had."""
+    if isinstance(value, list):
+        return [decode_value(item) for item in value]
+    if not isinstance(value, dict):
+        return value
+    ((kind, content),) = value.items()
+    if kind == "dict":
+        return {decode_value(key): decode_value(item) for key, item in content}
+    if kind == "config":
+        return _decode_config(content)
+    decoders = {
+        "float": float,
+        "dtype": dtype_of,
+        "tuple": tuple,
+        "size": torch.Size,
+        "set": set,
+        "frozenset": frozenset,
+    }
+    return decoders[kind](decode_value(content))  # type: ignore[operator]  # each takes what its kind was encoded to
+
+
+def is_config(kind: type) -> bool:
+    """Whether `kind` is a model's or a generation config of transformers, told without importing it."""
+    return any(
+        base.__name__ in {"PreTrainedConfig", "PretrainedConfig", "GenerationConfig"}
+        and base.__module__.startswith("transformers.")
+        for base in kind.__mro__
+    )
+
+
+def imported_module(module_name: str) -> Any:
+    """The module, if this process has imported it or it is one of transformers' own models; None otherwise."""
+    if module_name not in sys.modules and _OF_TRANSFORMERS.fullmatch(module_name):
+        try:
+            return importlib.import_module(module_name)
+        except ImportError:
+            return None
+    return sys.modules.get(module_name)
+
+
+def _encode_config(config: Any) -> dict[str, Any]:
+    kind = type(config)
+    try:
+        fields = json.loads(config.to_json_string(use_diff=False))
+    except Exception as error:
+        raise SelectionError(f"{kind.__name__} cannot be written as JSON: {error}") from error
+    extra = {name: value for name in _UNWRITTEN if isinstance(value := getattr(config, name, None), str)}
+    return {"class": f"{kind.__module__}:{kind.__qualname__}", "fields": fields, "extra": extra}
+
+
+def _decode_config(content: Mapping[str, Any]) -> Any:
+    module_name, _, name = content["class"].partition(":")
+    kind = vars(imported_module(module_name) or object).get(name)
+    if not isinstance(kind, type) or not is_config(kind):
+        raise LoadError(f"{content['class']}: no config class of transformers in this process; import its module first")
+    config: Any = kind.from_dict(content["fields"])  # type: ignore[attr-defined]  # every config class has it
+    for key in set(_UNWRITTEN) & set(content["extra"]):
+        setattr(config, key, content["extra"][key])
+    return config

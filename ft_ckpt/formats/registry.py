@@ -19,8 +19,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from ft_ckpt.formats.pytree import Node
-    from ft_ckpt.formats.raw_file import RawFile
-    from ft_ckpt.formats.tensor_file import IndexedFile
+    from ft_ckpt.formats.tensor_file import IndexedFile, RawFile
     from ft_ckpt.formats.torch_file import TorchArchive
     from ft_ckpt.storage.place import Place
 
@@ -96,7 +95,7 @@ class TensorFormat:
         """
         if self.open_indexed is None:
             raise ConfigError(f"format {self.name!r}: its files have no index of their tensors; convert them first")
-        return self.open_indexed(function_at("raw_file:RawFile")(file, mapped), verify)
+        return self.open_indexed(function_at("tensor_file:RawFile")(file, mapped), verify)
 
     @property
     def serves_checkpoints(self) -> bool:
@@ -178,11 +177,11 @@ register_format(TensorFormat(
     name="h5",
     suffixes=(".h5", ".hdf5", ".mdl"),
     other_stems=("tf_model",),
-    lay_out=_Lazily("hdf5.hdf5_layout:lay_out_hdf5"),
-    lay_out_object=_Lazily("hdf5.hdf5_layout:lay_out_hdf5_tree"),
-    recognise=_Lazily("hdf5.hdf5_file:is_hdf5"),
-    open_indexed=_Lazily("hdf5.hdf5_file:open_hdf5"),
-    open_tensors=_Lazily("hdf5.keras:open_hdf5_tensors"),
+    lay_out=_Lazily("hdf5_layout:lay_out_hdf5"),
+    lay_out_object=_Lazily("hdf5_layout:lay_out_hdf5_tree"),
+    recognise=_Lazily("hdf5:is_hdf5"),
+    open_indexed=_Lazily("hdf5:open_hdf5"),
+    open_tensors=_Lazily("keras:open_hdf5_tensors"),
     object_dtypes=frozenset(ITEM_BYTES),
     compressions=("zstd", "lz4", "blosc2", "gzip"),
     native_floats=True,
@@ -205,9 +204,9 @@ register_format(TensorFormat(
     suffixes=(".bin", ".pt", ".pth"),
     model_stem="pytorch_model",
     lay_out_archive=_Lazily("torch_file:lay_out_torch"),
-    check_object=_Lazily("torch_kept:check_torch_object"),
-    save_object=_Lazily("torch_objects:save_torch_object"),
-    load_object=_Lazily("torch_objects:load_torch_object"),
+    check_object=_Lazily("torch_file:check_torch_object"),
+    save_object=_Lazily("torch_file:save_torch_object"),
+    load_object=_Lazily("torch_file:load_torch_object"),
     recognise=_Lazily("torch_file:is_torch_file"),
     open_tensors=_Lazily("torch_file:open_torch_file"),
 ))  # fmt: skip
@@ -221,15 +220,15 @@ register_format(TensorFormat(
 register_format(TensorFormat(
     name="keras",
     suffixes=(".keras",),
-    recognise=_Lazily("hdf5.keras:is_keras_archive"),
-    open_indexed=_Lazily("hdf5.keras:open_keras_archive"),
+    recognise=_Lazily("keras:is_keras_archive"),
+    open_indexed=_Lazily("keras:open_keras_archive"),
 ))  # fmt: skip
 register_format(TensorFormat(
     name="flax",
     suffixes=(".msgpack",),
     model_stem="flax_model",
-    recognise=_Lazily("flax:is_flax"),
-    open_indexed=_Lazily("flax:open_flax"),
+    recognise=_Lazily("jax:is_flax"),
+    open_indexed=_Lazily("jax:open_flax"),
 ))  # fmt: skip
 register_format(TensorFormat(
     name="tensorflow",

@@ -1,17 +1,21 @@
-"""Opens safetensors files, dual ones too, and lays out those that hold an object: its tree goes into the metadata."""
+"""Opens safetensors files, dual ones and sharded ones, and lays out those that hold an object."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from types import MappingProxyType
+
+from huggingface_hub import split_state_dict_into_shards_factory
 
 from ft_ckpt.errors import CorruptError, UnreadableError, damaged_input
-from ft_ckpt.formats.hdf5.cerebras_write import leaf_names
+from ft_ckpt.formats.cerebras import leaf_names
 from ft_ckpt.formats.layout import Layout, Spec
-from ft_ckpt.formats.pytree import Node
-from ft_ckpt.formats.pytree_json import decode_node, encode_node
-from ft_ckpt.formats.raw_file import RawFile
+from ft_ckpt.formats.pytree import Node, decode_node, encode_node
+from ft_ckpt.formats.registry import TensorFormat
 from ft_ckpt.formats.safetensors import HELPER, SafetensorsHeader, lay_out_safetensors, parse_header
-from ft_ckpt.formats.tensor_file import IndexedFile
-from ft_ckpt.formats.tensor_index import TREE, TensorIndex, check_index, is_flat, read_index
+from ft_ckpt.formats.tensor_file import TREE, IndexedFile, RawFile, TensorIndex, check_index, is_flat, read_index
+from ft_ckpt.storage.digests import FileRecord
+from ft_ckpt.storage.store import Store, etag_of
 
 
 def lay_out_safetensors_object(
@@ -69,3 +73,51 @@ def _header_index(header: SafetensorsHeader) -> TensorIndex:
     leaves = {name: leaf for leaf, name in enumerate(names)}
     rows = {name: [entry.dtype, entry.shape, entry.start, "", leaves[name]] for name, entry in tensors.items()}
     return TensorIndex(rows, root, metadata)
+
+
+def split_into_files(
+    specs: Mapping[str, Spec], stem: str, suffix: str, most_bytes: int, apart: frozenset[str] = frozenset()
+) -> dict[str, list[str]]:
+    """The tensors of each file by its name, split as transformers would: in their order, at most `most_bytes` each.
+
+    Those named in `apart` come first, in files of their own. A larger tensor has a file for itself.
+    """
+    sizes = {name: spec.size_bytes for name, spec in specs.items()}
+    if not apart and sum(sizes.values()) <= most_bytes:
+        return {f"{stem}{suffix}": list(specs)}
+    groups = [{name: size for name, size in sizes.items() if (name in apart) == first} for first in (True, False)]
+    splits = [
+        split_state_dict_into_shards_factory(
+            group,
+            get_storage_size=int,
+            filename_pattern="{suffix}",
+            max_shard_size=most_bytes,
+        )
+        for group in groups
+        if group
+    ]
+    shards = [tensors for split in splits for tensors in split.filename_to_tensors.values()]
+    if len(shards) < 2:
+        return {f"{stem}{suffix}": list(specs)}
+    return {f"{stem}-{i:05d}-of-{len(shards):05d}{suffix}": tensors for i, tensors in enumerate(shards, 1)}
+
+
+def shard_index(
+    files: Mapping[str, Sequence[str]],
+    totals: Mapping[str, int],
+    ties: Mapping[str, str] = MappingProxyType({}),
+) -> str:
+    """The text of the index of several files: where each tensor is, and each name in `ties` (to the kept one)."""
+    places = {tensor: name for name, tensors in files.items() for tensor in tensors}
+    places |= {alias: places[kept] for alias, kept in ties.items()}
+    return json.dumps({"metadata": totals, "weight_map": places}, indent=2, sort_keys=True) + "\n"
+
+
+def link_second_names(known: TensorFormat, written: Sequence[FileRecord], store: Store) -> list[FileRecord]:
+    """Give files in `store` the second name of their format, if it has one, where the store has such names."""
+    links = []
+    for record in written if known.second_suffix else ():
+        second = record.path.removesuffix(known.suffixes[0]) + known.second_suffix
+        if store.copy(record.path, second):
+            links.append(replace(record, path=second, etag=etag_of(store, second)))
+    return links

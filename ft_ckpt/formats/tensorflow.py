@@ -27,11 +27,10 @@ from ft_ckpt.errors import (
     shown,
 )
 from ft_ckpt.formats.layout import Spec, TensorFile
-from ft_ckpt.storage.local_copy import check_files_inside, check_prefix_inside, local_folder
 from ft_ckpt.storage.local_store import LocalStore
-from ft_ckpt.storage.paths import is_inside
 from ft_ckpt.storage.place import Place
-from ft_ckpt.storage.store import Store, read_text
+from ft_ckpt.storage.scratch import check_files_inside, check_prefix_inside, local_folder
+from ft_ckpt.storage.store import Store, is_inside, read_text
 
 PREFIX = "model.ckpt"  # of the files in a folder that we write
 _INDEX = ".index"  # ends the name of the file that has a prefix, and of no other

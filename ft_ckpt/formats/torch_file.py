@@ -1,4 +1,4 @@
-"""Reads torch's own files (.pt, .bin, .pth) without running them, and writes them without holding them.
+"""Reads and writes torch files (.pt, .bin, .pth): zip and legacy, without running their pickles.
 
 Source: the layout of `torch.save` archives. One zip file without compression: `archive/data.pkl` names the tensors
 and the record of each storage, `archive/data/N` are the storages, each at a multiple of 64 bytes, followed by its
@@ -7,34 +7,331 @@ checksum. A file written here has the same records at the same places as one tha
 
 import ctypes
 import io
+import math
 import pickle
 import struct
 import zlib
-from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
-from dataclasses import dataclass
-from typing import Any
+from collections import Counter, OrderedDict, defaultdict
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import closing, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from pickle import UnpicklingError
+from typing import Any, BinaryIO
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from ft_ckpt.errors import ConfigError, CorruptError, LoadError, SelectionError, TargetError, damaged_input, listing
-from ft_ckpt.formats.layout import ITEM_BYTES, Layout, Spec
-from ft_ckpt.formats.raw_file import RawFile
-from ft_ckpt.formats.span_file import SpanFile
-from ft_ckpt.formats.torch_pickle import (
-    TensorPlace,
-    UnreadableTensor,
-    check_records,
-    holds_tensors,
-    kind_of_leaf,
-    load_torch_legacy,
-    load_torch_zip,
-    named_leaves,
+from ft_ckpt.errors import (
+    ConfigError,
+    CorruptError,
+    ExcessError,
+    LoadError,
+    SelectionError,
+    TargetError,
+    damaged_input,
+    listing,
+    shown,
+    system_error,
 )
-from ft_ckpt.formats.zip_records import ZIP_MAGIC, ZipRecords
+from ft_ckpt.formats.layout import ITEM_BYTES, Layout, Spec, checked_sizes
+from ft_ckpt.formats.pickles import PLAIN_GLOBALS, PLAIN_VALUES, Call, Find, Passive, interpret_pickle
+from ft_ckpt.formats.pytree import MOST_LEVELS, PLAIN, SCALARS, quoted_key
+from ft_ckpt.formats.tensor_file import ZIP_MAGIC, FileStream, RawFile, Span, SpanFile, ZipRecord, ZipRecords
+from ft_ckpt.storage.local_file import LocalFile, open_local_file
 from ft_ckpt.storage.read_ahead import ByteRun
+from ft_ckpt.storage.store import is_utf8
+
+_STORAGES = {
+    "BoolStorage": "bool", "ByteStorage": "uint8", "CharStorage": "int8", "ShortStorage": "int16",
+    "IntStorage": "int32", "LongStorage": "int64", "HalfStorage": "float16", "BFloat16Storage": "bfloat16",
+    "FloatStorage": "float32", "DoubleStorage": "float64", "ComplexFloatStorage": "complex64",
+    "ComplexDoubleStorage": "complex128", "UntypedStorage": "uint8",
+}  # fmt: skip
+# Classes of these become stand-ins: common in training checkpoints, and of no interest beside the tensors.
+_PASSIVE = frozenset(
+    ("argparse", "deepspeed", "enum", "numpy", "omegaconf", "pathlib", "peft", "torch", "transformers")
+)
+
+
+@dataclass(frozen=True)
+class TensorPlace:
+    """A tensor in a file: where its first element is, and how the others lie."""
+
+    file: RawFile
+    start: int  # byte of the first element
+    dtype: str
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]  # in elements
+    record: ZipRecord | None = field(default=None, compare=False)  # that it lies in
+
+    @property
+    def span(self) -> Span:
+        """All elements from its first to its last in the file."""
+        reach = sum((size - 1) * step for size, step in zip(self.shape, self.stride, strict=True)) + 1
+        return Span(self.file, self.start, 0 if 0 in self.shape else reach, self.record)
+
+    @property
+    def is_row_major(self) -> bool:
+        """True when its elements follow one another in row-major order."""
+        step = 1
+        for size, stride in zip(reversed(self.shape), reversed(self.stride), strict=True):
+            if size != 1 and stride != step:
+                return 0 in self.shape
+            step *= size
+        return True
+
+    @property
+    def repeated_bytes(self) -> int:
+        """The bytes that it takes in row-major order beyond those stored of it."""
+        return max(0, math.prod(self.shape) - self.span.numel) * ITEM_BYTES[self.dtype]
+
+
+@dataclass(frozen=True)
+class UnreadableTensor:
+    """A tensor of a kind that is more than bytes in a file (quantised, sparse, sharded...)."""
+
+    kind: str
+
+
+@dataclass(frozen=True)
+class _StoragePlace:
+    file: RawFile
+    start: int
+    end: int
+    dtype: str
+    record: ZipRecord | None = None
+
+
+_FindStorage = Callable[[str, str, int], _StoragePlace]  # of a dtype, with a key, of so many elements
+
+
+@dataclass(frozen=True)
+class PickleRules:
+    """What the pickle of a kind of file may name, and whether a value stands in spite of names that are not known."""
+
+    find: Find
+    admits: Callable[[Any, frozenset[str]], bool] = lambda _value, _unknown: False
+
+
+class _TorchRecords(ZipRecords):
+    """The records of a torch zip file, by their names without the folder that all are in."""
+
+    def __init__(self, file: RawFile, start: int, size_bytes: int) -> None:
+        super().__init__(file, start, size_bytes)
+        found = [name for name in self.records if name.count("/") == 1 and name.endswith("/data.pkl")]
+        if len(found) != 1 or any(entry.compress_type for entry in self.records.values()):
+            raise CorruptError("a zip file, but not one that torch.save wrote")
+        prefix = found[0][: -len("data.pkl")]
+        self.records = {name.removeprefix(prefix): entry for name, entry in self.records.items()}
+
+
+def check_records(file: RawFile) -> None:
+    """Raise CorruptError unless all records of the torch zip file lie within it."""
+    with damaged_input(file.name):
+        archive = _TorchRecords(file, 0, file.size_bytes)
+        for name in archive.records:
+            archive.record(name)
+
+
+def load_torch_zip(
+    file: RawFile, start: int = 0, size_bytes: int | None = None, rules: PickleRules | None = None
+) -> Any:
+    """The value in the torch zip file at [start, start + size_bytes) of `file`, its tensors as `TensorPlace`.
+
+    Raises CorruptError when it is no such file, LoadError naming everything it refers to that is neither a tensor nor
+    plain data.
+    """
+    with damaged_input(f"{file.name}: saved by torch"):
+        return _load_zip(file, start, file.size_bytes - start if size_bytes is None else size_bytes, rules or _RULES)
+
+
+def _load_zip(file: RawFile, start: int, size_bytes: int, rules: PickleRules) -> Any:
+    name, archive = file.name, _TorchRecords(file, start, size_bytes)
+    order = archive.record("byteorder").read() if "byteorder" in archive.records else b"little"
+    if order != b"little":
+        raise LoadError(f"{name}: written on a big-endian machine; load it there, or with torch.load, and save it anew")
+    if "constants.pkl" in archive.records:
+        raise LoadError(f"{name}: a TorchScript program, expected saved tensors; save its state_dict() instead")
+    for record in archive.records:
+        if not record.startswith("data/"):  # torch makes room for all of these, whatever size they tell
+            archive.record(record)
+    storages: dict[str, ZipRecord] = {}
+
+    def find_storage(dtype: str, key: str, _numel: int) -> _StoragePlace:
+        if key not in storages:
+            storages[key] = archive.record(f"data/{key}")
+        return _StoragePlace(file, storages[key].start, storages[key].end, dtype, storages[key])
+
+    return load_torch_pickle(archive.record("data.pkl").read(), name, find_storage, rules)
+
+
+def load_torch_legacy(file: RawFile) -> Any:
+    """The value in a file of torch before 1.6, as `load_torch_zip` gives it.
+
+    After three pickles of no interest there is one of the object, one of the keys of its storages, and then these, each
+    after its number of elements. So the object is read twice: to come to the storages, and with their places.
+    """
+    with damaged_input(f"{file.name}: saved by torch before 1.6"):
+        stream, sizes = io.BufferedReader(FileStream(file)), dict[str, int]()
+
+        def note_storage(dtype: str, key: str, count: int) -> _StoragePlace:
+            if count * ITEM_BYTES[dtype] > file.size_bytes:  # torch makes room for it before it looks
+                raise ExcessError(f"storage {key} of {count:,} elements, in a file of {file.size_bytes:,} bytes")
+            sizes[key] = max(ITEM_BYTES[dtype], sizes.get(key, 0))
+            return _StoragePlace(file, 0, count * ITEM_BYTES[dtype], dtype)
+
+        for _ in range(3):
+            _read_pickle(stream, file.name, None)
+        begin = stream.tell()
+        _read_pickle(stream, file.name, note_storage)
+        keys = _read_pickle(stream, file.name, None)
+        places, at = {}, stream.tell()
+        for key in keys:
+            size = int.from_bytes(file.bytes(at, 8), "little") * sizes[key]
+            places[key] = (at + 8, at + 8 + size)
+            at += 8 + size
+        if at != file.size_bytes:
+            what = f"{file.size_bytes - at:,} bytes after its last storage" if at < file.size_bytes else "cut short"
+            raise CorruptError(f"{what}: its storages end at byte {at:,}, the file at {file.size_bytes:,}")
+        stream.seek(begin)
+        return _read_pickle(stream, file.name, lambda dtype, key, _count: _StoragePlace(file, *places[key], dtype))
+
+
+def load_torch_pickle(
+    data: bytes, source: str, storage: _FindStorage | None = None, rules: PickleRules | None = None
+) -> Any:
+    """The value of the pickle `data`; `source` names it in errors. Raises as `load_torch_zip` does."""
+    with damaged_input(f"{source}: saved by torch"):
+        return _read_pickle(io.BytesIO(data), source, storage, rules or _RULES)
+
+
+def _read_pickle(stream: Any, source: str, storage: _FindStorage | None, rules: PickleRules | None = None) -> Any:
+    """The value of the pickle in `stream`, which is left at the end of it."""
+
+    def load_reference(reference: Any) -> _StoragePlace:
+        if storage is None or not isinstance(reference, tuple) or len(reference) not in (5, 6):
+            raise CorruptError("a reference to no storage")
+        kind, dtype, key, _location, count, *view = reference
+        if kind != "storage" or type(dtype) is not str or type(key) is not str or type(count) is not int or any(view):
+            raise CorruptError("a reference to no storage")
+        return storage(dtype, key, count)
+
+    rules = rules or _RULES
+    value, foreign = interpret_pickle(stream, rules.find, _PASSIVE, load_reference)
+    if foreign and not rules.admits(value, frozenset(foreign)):
+        raise LoadError(
+            f"{source}: refers to {listing(foreign, ', ')}; expected tensors and plain data. "
+            "Nothing of it was run; save a state dict alone, or load it yourself if you trust it"
+        )
+    return value
+
+
+def _rebuild_v2(
+    storage: _StoragePlace,
+    offset: int,
+    shape: Any,
+    stride: Any,
+    _grad: Any = None,
+    _hooks: Any = None,
+    flags: Any = None,
+) -> TensorPlace | UnreadableTensor:
+    return _place_tensor(storage, offset, shape, stride, storage.dtype, flags)
+
+
+def _rebuild_v3(
+    storage: _StoragePlace, offset: int, shape: Any, stride: Any, _grad: Any, _hooks: Any, dtype: Any, flags: Any = None
+) -> TensorPlace | UnreadableTensor:
+    name = str(dtype).removeprefix("torch.") if isinstance(dtype, torch.dtype) else dtype  # as its table has it
+    return _place_tensor(storage, offset, shape, stride, name, flags)
+
+
+def _place_tensor(
+    storage: _StoragePlace, offset: int, shape: Any, stride: Any, dtype: str, flags: Any
+) -> TensorPlace | UnreadableTensor:
+    if flags:  # values that stand for their conjugates or negatives
+        return UnreadableTensor(f"lazily {' and '.join(flags)}")
+    if not isinstance(dtype, str) or dtype not in ITEM_BYTES:
+        return UnreadableTensor(dtype if isinstance(dtype, str) else type(dtype).__name__)
+    shape, stride, (offset,) = checked_sizes(shape), checked_sizes(stride), checked_sizes((offset,))
+    item, count = ITEM_BYTES[dtype], math.prod(shape)
+    last = sum((size - 1) * step for size, step in zip(shape, stride, strict=True))
+    first = storage.start + offset * item if count else storage.start  # an empty one may begin anywhere
+    if count and first + (last + 1) * item > storage.end:
+        raise CorruptError(f"a tensor of shape {tuple(shape)} that leads out of its storage")
+    return TensorPlace(storage.file, first, dtype, shape, stride, storage.record)
+
+
+def _rebuild_type(function: Any, _type: Any, args: Any, _state: Any) -> Any:
+    if not isinstance(function, Call):
+        raise CorruptError("a tensor made by no function of torch's")
+    return function(*args)
+
+
+_GLOBALS: dict[str, Any] = {
+    **PLAIN_GLOBALS,
+    **{f"builtins.{kind.__name__}": kind for kind in (int, float, str, dict, list, tuple)},
+    **{f"torch.{dtype}": dtype for dtype in ITEM_BYTES},
+    "torch._utils._rebuild_tensor": Call(_rebuild_v2),
+    "torch._utils._rebuild_tensor_v2": Call(_rebuild_v2),
+    "torch._utils._rebuild_tensor_v3": Call(_rebuild_v3),
+    "torch._utils._rebuild_parameter": Call(lambda data, *_rest: data),
+    "torch._utils._rebuild_parameter_with_state": Call(lambda data, *_rest: data),
+    "torch._tensor._rebuild_from_type_v2": Call(_rebuild_type),
+    "torch.Size": tuple,
+    "collections.defaultdict": Call(lambda *_factory: defaultdict()),
+    "copyreg._reconstructor": Call(lambda kind, *_rest: kind()),
+}
+
+
+def find_torch_name(full: str) -> Any:
+    """What stands for a name in torch's files; None where the table does not have it."""
+    module, _, name = full.rpartition(".")
+    if name in _STORAGES and module.partition(".")[0] == "torch":  # in several modules, as versions went
+        return _STORAGES[name]
+    if full not in _GLOBALS and full.startswith("torch._utils._rebuild"):
+        return Call(lambda *_args: UnreadableTensor(name))
+    return _GLOBALS.get(full)
+
+
+_RULES = PickleRules(find_torch_name)
+
+
+def kind_of_leaf(leaf: Any) -> str:
+    """The type of a value in a torch file, also of one that only stands for an object, a class or a function."""
+    if isinstance(leaf, Passive) or (isinstance(leaf, type) and issubclass(leaf, Passive)):
+        return leaf.kind
+    return "function" if isinstance(leaf, Call) else type(leaf).__name__
+
+
+def holds_tensors(leaf: Any) -> bool:
+    """Whether an object of an unknown class was given tensors, or storages of such, by the pickle."""
+    stack, seen = [leaf], set()
+    while stack:
+        value = stack.pop()
+        if isinstance(value, (TensorPlace, UnreadableTensor, _StoragePlace)):
+            return True
+        if isinstance(value, Passive) and id(value) not in seen:
+            seen.add(id(value))
+            stack += [value.args, value.items, value.state]
+        elif isinstance(value, (dict, list, tuple, set, frozenset)) and id(value) not in seen:
+            seen.add(id(value))
+            stack += [*value.keys(), *value.values()] if isinstance(value, dict) else value
+    return False
+
+
+def named_leaves(value: Any) -> Iterator[tuple[str, Any]]:
+    """(dotted name, leaf) of nested dicts, lists and tuples, in order."""
+    stack: list[tuple[str, Any]] = [("", value)]
+    while stack:
+        name, one = stack.pop()
+        if not isinstance(one, (dict, list, tuple)):
+            yield name, one
+            continue
+        items = list(one.items()) if isinstance(one, dict) else list(enumerate(one))
+        stack += [(f"{name}.{key}" if name else str(key), part) for key, part in reversed(items)]
+
 
 _ALIGNMENT = 64
 _LARGE = 0xFFFFFFFF  # sizes and offsets from here on need the 64-bit fields of zip
@@ -349,3 +646,221 @@ def _zip_directory(records: Sequence[_ZipRecord], checksums: Sequence[int]) -> b
     ends += struct.pack("<4sIQI", b"PK\6\7", 0, start + size, 1)
     few, small, near = min(count, 0xFFFF), min(size, _LARGE), min(start, _LARGE)
     return entries + ends + struct.pack("<4sHHHHIIH", b"PK\5\6", 0, 0, few, few, small, near, 0)
+
+
+_STREAM_BYTES = 8 << 20  # read at a time from afar
+_MOST_AT_ONCE = 1 << 30  # bytes written in one call; Linux takes less than 2 GB
+
+
+class _CountingStream:
+    """A file for torch to write into: all it is given is written, or the first error is kept and all others follow it.
+
+    torch's own way of writing neither looks at how much of a block was taken (Linux takes 2 GB at a time) nor at why
+    writing failed.
+    """
+
+    def __init__(self, stream: BinaryIO) -> None:
+        self.stream, self.size_bytes = stream, 0
+        self.failure: OSError | None = None
+
+    def write(self, data: Any) -> int:
+        """Write all of `data`. Raises OSError."""
+        view = memoryview(data).cast("B")
+        try:
+            if self.failure is not None:
+                raise self.failure
+            left = view
+            while left:
+                left = left[self.stream.write(left[:_MOST_AT_ONCE]) or 0 :]
+        except OSError as error:
+            self.failure = self.failure or error
+            raise
+        self.size_bytes += len(view)
+        return len(view)
+
+    def flush(self) -> None:
+        """Do nothing: there is no buffer."""
+
+
+def save_torch_object(obj: Any, stage: Path) -> None:
+    """Write `obj` into the new file `stage`.
+
+    Raises TargetError, OSError, and SelectionError for tensors that share memory as several types.
+    """
+    with stage.open("xb", buffering=0) as stream:
+        file: Any = _CountingStream(stream)
+        try:
+            torch.save(obj, file)
+        except RuntimeError as error:
+            refused = SelectionError(f"{stage.name}: torch does not write it ({error}); save it as HDF5")
+            raise file.failure or system_error(error) or refused from error
+        if file.failure is not None:
+            raise file.failure
+    with closing(RawFile(open_local_file(stage))) as written:
+        check_torch_written(written, file.size_bytes)
+
+
+def load_torch_object(raw: RawFile, map_location: Any, mapped: bool, verify: bool) -> Any:
+    """The object in an open file, its tensors on `map_location`; mapped from the file, if `mapped` and None.
+
+    `verify` compares checksums. Raises CorruptError where the file is damaged or would run code.
+    """
+    if verify:
+        check_sums(raw)
+    check_torch_file(raw)
+    source = _torch_source(raw)
+    mapped = mapped and map_location is None and isinstance(source, Path)
+    with damaged_input(raw.name):
+        try:
+            return torch.load(source, map_location=map_location, weights_only=True, mmap=mapped)
+        except UnpicklingError as error:
+            reason = shown(error)
+            raise CorruptError(f"{raw.name}: torch cannot read it without running code ({reason})") from error
+        except RuntimeError as error:
+            if "mmap can only be used" not in str(error):
+                raise
+            return torch.load(source, map_location=map_location, weights_only=True)  # older than torch 1.6
+
+
+def _torch_source(raw: RawFile) -> Any:
+    """What torch reads the file from: it maps nothing but paths, and of these none that is not UTF-8."""
+    if isinstance(raw.file, LocalFile) and is_utf8(str(raw.file.path)):
+        return raw.file.path
+    return io.BufferedReader(FileStream(raw), _STREAM_BYTES)
+
+
+_VALUES: tuple[type, ...] = (*SCALARS, torch.Size)
+_MAPPINGS, _SEQUENCES = (dict, OrderedDict, Counter), (list, tuple, set)
+
+
+def check_torch_object(obj: Any, root: str = "state", classes: Collection[type] = PLAIN) -> None:
+    """Raise SelectionError, naming the places in `obj`, unless torch reads all of it back without running anything.
+
+    `classes` are those of its tensors. What the types do not tell, such as an integer too long for torch, is tried:
+    without the tensors, in memory.
+    """
+    outline = _Outline(frozenset(classes))
+    bare = outline.bare_value(obj, root)
+    if outline.refused:
+        raise SelectionError(
+            f"{listing(outline.refused)}. Nothing was written; convert these, leave them out, or save as HDF5. torch "
+            "reads back plain containers, numbers, strings, bytes and tensors, and anything else by running code"
+        )
+    trial = io.BytesIO()
+    torch.save(bare, trial)
+    trial.seek(0)
+    try:
+        torch.load(trial, weights_only=True)
+    except UnpicklingError as error:
+        raise SelectionError(
+            f"{root}: has a value that torch would not read back, such as empty bytes or an integer of over 255 "
+            "bytes. Nothing was written; save it as HDF5"
+        ) from error
+
+
+@dataclass
+class _Outline:
+    """Copies an object without its tensors, and lists what is refused in it."""
+
+    classes: frozenset[type]
+    refused: list[str] = field(default_factory=list)
+    known: dict[int, Any] = field(default_factory=dict)  # containers by identity: shared ones are looked at once
+    above: list[int] = field(default_factory=list)
+
+    def bare_value(self, value: Any, place: str) -> Any:
+        """`value` with None, or what else it carries, for each tensor."""
+        if type(value) in _VALUES:
+            return value
+        if isinstance(value, torch.Tensor):
+            return self._bare_tensor(value, place)
+        if type(value) not in (*_MAPPINGS, *_SEQUENCES):
+            return self._refuse_place(place, f"{type(value).__module__}.{type(value).__qualname__}")
+        if id(value) in self.above or len(self.above) >= MOST_LEVELS:
+            what = "contains itself" if id(value) in self.above else f"over {MOST_LEVELS} levels deep"
+            return self._refuse_place(place, what)
+        if id(value) not in self.known:
+            self.above.append(id(value))
+            self.known[id(value)] = self._bare_container(value, place)
+            self.above.pop()
+        return self.known[id(value)]
+
+    def _bare_container(self, value: Any, place: str) -> Any:
+        if type(value) in _SEQUENCES:
+            return type(value)(self.bare_value(each, f"{place}[{at}]") for at, each in enumerate(value))
+        made = dict(self._bare_items(value, place))
+        attributes = getattr(value, "__dict__", None)  # of an OrderedDict: torch gives a state dict some
+        return [made, self.bare_value(dict(attributes), f"{place}.__dict__")] if attributes else made
+
+    def _bare_items(self, value: Any, place: str) -> Iterator[tuple[Any, Any]]:
+        for key, each in value.items():
+            where = f"{place}[{quoted_key(key)}]"
+            if type(key) in (*_VALUES, tuple):
+                yield key, self.bare_value(each, where)
+            else:
+                self._refuse_place(where, f"a key of type {type(key).__qualname__}")
+
+    def _bare_tensor(self, tensor: torch.Tensor, place: str) -> Any:
+        if type(tensor) not in self.classes:
+            kind = f"{type(tensor).__module__}.{type(tensor).__qualname__}"
+            return self._refuse_place(place, f"{kind}, a tensor with a meaning of its own")
+        if tensor.is_quantized:
+            return self._refuse_place(place, f"a tensor of {tensor.dtype}")
+        own = vars(tensor) if type(tensor) in (torch.Tensor, torch.nn.Parameter) else {}
+        return self.bare_value(dict(own), f"{place}.__dict__") if own else None
+
+    def _refuse_place(self, place: str, what: str) -> None:
+        self.refused.append(f"{place}: {what}")
+
+
+class _PickledArray:
+    """Stands for an array of numpy until all of the pickle is read."""
+
+    def __init__(self, *_made_as: Any) -> None:
+        self.state: Any = None
+
+    def __setstate__(self, state: Any) -> None:
+        self.state = state
+
+    def real_array(self) -> np.ndarray[Any, Any]:
+        """The array, of numbers only. Raises CorruptError when its bytes do not fit its shape."""
+        with damaged_input("a pickled array of numpy"):
+            _version, shape, dtype, is_fortran, data = self.state
+            flat = np.frombuffer(data, dtype.real_dtype())
+            native = np.dtype(flat.dtype.newbyteorder("=").str)  # as numpy itself would have made it
+            made: np.ndarray[Any, Any] = flat.reshape(shape, order="F" if is_fortran else "C").astype(native)
+        return made
+
+
+_ARRAYS = dict.fromkeys(("numpy.core.multiarray._reconstruct", "numpy._core.multiarray._reconstruct"))
+
+
+def load_torch_values(file: RawFile, *, places: bool = False) -> Any:
+    """The object in an open file, its tensors mapped from it; with `places` they stay `TensorPlace`.
+
+    Raises LoadError naming what it refers to that is neither a tensor nor plain data, CorruptError when it is damaged.
+    """
+    return _real_value(load_torch_zip(file, rules=PickleRules(_find_with_arrays)), file.name, places)
+
+
+def _find_with_arrays(full: str) -> Any:
+    if full in _ARRAYS:
+        return Call(_PickledArray)
+    found = PLAIN_VALUES.get(full)
+    return find_torch_name(full) if found is None else found
+
+
+def _real_value(value: Any, name: str, places: bool) -> Any:
+    """What `value`, which is at `name`, describes."""
+    if isinstance(value, TensorPlace):
+        return value if places else strided_tensor(value)
+    if isinstance(value, _PickledArray):
+        return value.real_array()
+    if isinstance(value, dict):
+        kind = OrderedDict if isinstance(value, OrderedDict) else dict
+        return kind((key, _real_value(one, f"{name}: {key}", places)) for key, one in value.items())
+    if type(value) in (list, tuple):
+        return type(value)(_real_value(one, f"{name}: {place}", places) for place, one in enumerate(value))
+    if isinstance(value, (Passive, Call, UnreadableTensor, type)):
+        kind_name = value.kind if isinstance(value, UnreadableTensor) else kind_of_leaf(value)
+        raise LoadError(f"{name}: a {kind_name}, expected tensors and plain data; nothing of it was run")
+    return value

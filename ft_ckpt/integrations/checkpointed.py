@@ -26,10 +26,11 @@ from ft_ckpt.integrations.trainer_files import (
     load_best_weights,
     metrics_of,
     prune_older,
+    push_checkpoint,
+    push_saved,
     state_text,
     wanted_of,
 )
-from ft_ckpt.integrations.trainer_push import push_checkpoint, push_saved
 from ft_ckpt.model.adapters import has_adapters
 from ft_ckpt.retention import Keep
 from ft_ckpt.saving.follow_up import SaveHook

@@ -13,9 +13,9 @@ from ft_ckpt.checkpoint.manifest import Manifest
 from ft_ckpt.checkpoint.open_checkpoint import open_checkpoint
 from ft_ckpt.errors import ConfigError
 from ft_ckpt.saving.execute import SaveReport
-from ft_ckpt.storage.local_copy import local_folder
 from ft_ckpt.storage.place import Place
-from ft_ckpt.storage.source_proof import prove_sources
+from ft_ckpt.storage.proofs import prove_sources
+from ft_ckpt.storage.scratch import local_folder
 from ft_ckpt.transfer.outgoing import weights_manifest
 
 __all__ = ["checkpoint_values", "log_to_accelerate", "log_to_mlflow", "log_to_trackio", "log_to_wandb"]

@@ -1,7 +1,9 @@
-"""Chooses, loads and prunes checkpoints in the output folder of a Trainer, ours and its own."""
+"""The output folder of a Trainer: chooses, loads, prunes and pushes checkpoints, ours and its own."""
 
 import math
 import re
+from collections.abc import Mapping
+from concurrent.futures import Future
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,10 +13,12 @@ from torch import nn
 from transformers import Trainer, TrainerState
 from transformers.trainer import TRAINER_STATE_NAME, TRAINING_ARGS_NAME
 from transformers.trainer_callback import ExportableState
+from transformers.trainer_utils import HubStrategy, SaveStrategy
+from transformers.utils import PushInProgress
 
 from ft_ckpt.checkpoint.catalog import damage_of, read_manifest, run_checkpoints
+from ft_ckpt.checkpoint.guards import TOMBSTONE
 from ft_ckpt.checkpoint.manifest import MANIFEST_NAME
-from ft_ckpt.checkpoint.marks import TOMBSTONE
 from ft_ckpt.checkpoint.open_checkpoint import open_checkpoint
 from ft_ckpt.checkpoint.prune import prune_run, recover_all
 from ft_ckpt.distributed.ranks import Ranks, try_action
@@ -24,11 +28,14 @@ from ft_ckpt.retention import Keep
 from ft_ckpt.storage.local_store import LocalStore
 from ft_ckpt.storage.place import open_place
 from ft_ckpt.storage.scratch import files_below, files_made_by
-from ft_ckpt.training import resume, starting
+from ft_ckpt.training import resume
 from ft_ckpt.training.exchange import hear_leader
 from ft_ckpt.training.items import known_sources, walk_models
-from ft_ckpt.training.serve_files import CheckpointFacts, checkpoint_facts, open_to_all
-from ft_ckpt.training.state_files import ResumePoint, open_resume_point
+from ft_ckpt.training.resume import CheckpointFacts, checkpoint_facts, open_to_all
+from ft_ckpt.training.state import ResumePoint, open_resume_point
+from ft_ckpt.transfer.hub import HubPlace
+from ft_ckpt.transfer.outgoing import PushOptions, PushReport
+from ft_ckpt.transfer.push import PendingPush, begin_push
 
 _NAME = re.compile(r"checkpoint-(\d+)")
 _MODES = {True: "auto", "true": "auto", "auto": "auto", "latest": "auto", "must": "must", "false": None, "never": None}
@@ -135,7 +142,7 @@ def _what_is_wrong(path: Path, deep: bool) -> tuple[str, ...]:
 
 def has_our_state(path: Path) -> bool:
     """Whether the checkpoint has a training state of ours."""
-    return _has_file(path, MANIFEST_NAME) and starting.has_training_state(read_manifest(path))
+    return _has_file(path, MANIFEST_NAME) and resume.has_training_state(read_manifest(path))
 
 
 def load_best_weights(model: nn.Module, path: Path, deep: bool, ranks: Ranks) -> None:
@@ -213,3 +220,104 @@ def metrics_of(state: Any) -> dict[str, float]:
 def added_files(folder: Path) -> dict[str, bytes]:
     """Every file below `folder` but the pickle of the Trainer's arguments: path to content."""
     return {name: content for name, content in files_below(folder).items() if name != TRAINING_ARGS_NAME}
+
+
+_CARD = "README.md"
+_FOLDER_OF_LAST = "last-checkpoint"  # the Trainer's own word
+
+
+def push_checkpoint(trainer: Trainer, checkpoint: Path) -> None:
+    """Begin to push a checkpoint as `hub_strategy` says; with the last push under way only if `hub_always_push`."""
+    args, strategy = trainer.args, trainer.args.hub_strategy
+    if not trainer.is_world_process_zero() or strategy == HubStrategy.END:
+        return
+    if not args.hub_always_push and _is_pushing(trainer):
+        return
+    trainer.callback_handler.on_push_begin(args, trainer.state, trainer.control)
+    message = _message_of(trainer)
+    pushes = [_start_hub_push(trainer, checkpoint, "", message)]
+    if strategy in (HubStrategy.CHECKPOINT, HubStrategy.ALL_CHECKPOINTS):
+        folder = _FOLDER_OF_LAST if strategy == HubStrategy.CHECKPOINT else checkpoint.name
+        pushes.append(_start_hub_push(trainer, checkpoint, folder, f"{message}, checkpoint", state=True))
+    _note_pushes(trainer, pushes)
+
+
+def push_saved(
+    trainer: Trainer,
+    message: str | None,
+    told: Mapping[str, Any],
+    *,
+    blocking: bool,
+    token: str | None,
+    revision: str | None,
+) -> "PushReport | Future[PushReport]":
+    """Push what `save_model` has put into the output folder, with the card that the Trainer makes of what it is `told`.
+
+    What is under way is waited for. Raises what `push` raises, or its future does.
+    """
+    folder = Path(trainer.args.output_dir)
+    card = _trainer_card(trainer, folder, told)
+    trainer._finish_current_push()
+    push = _start_hub_push(trainer, folder, "", message, card=card, token=token, revision=revision)
+    if blocking:
+        return push.result()
+    _note_pushes(trainer, [push])
+    return push.future
+
+
+def _trainer_card(trainer: Trainer, saved: Path, told: Mapping[str, Any]) -> str | None:
+    """The text of the card; it is made in a folder of its own, as the one that was saved is part of a checkpoint."""
+    tags = told.get("tags") or ()
+    tags = [*([tags] if isinstance(tags, str) else tags), *(getattr(trainer.model, "model_tags", None) or ())]
+    name = told.get("model_name") or (trainer.args.hub_model_id or saved.absolute().name).split("/")[-1]
+    given = {**told, "model_name": name, **({"tags": list(dict.fromkeys(tags))} if tags else {})}
+    before = LocalStore(saved).read(_CARD) if LocalStore(saved).stat(_CARD) else None
+
+    def make_card(place: Path) -> None:
+        if before is not None:
+            LocalStore(place).write(_CARD, before)
+        output_dir, trainer.args.output_dir = trainer.args.output_dir, str(place)
+        try:
+            trainer.create_model_card(**given)
+        finally:
+            trainer.args.output_dir = output_dir
+
+    made = files_made_by(make_card).get(_CARD)
+    return None if made is None else made.decode()
+
+
+def _start_hub_push(
+    trainer: Trainer,
+    checkpoint: Path,
+    folder: str,
+    message: str | None,
+    *,
+    token: str | None = None,
+    revision: str | None = None,
+    **more: Any,
+) -> PendingPush:
+    args = trainer.args
+    config = trainer.ft_ckpt.config
+    place = HubPlace(trainer.hub_model_id, revision or args.hub_revision or "main", folder)
+    options = PushOptions(token=token or args.hub_token, base_id=config.base_id, message=message, **more)
+    return begin_push(checkpoint, place.url, options)
+
+
+def _message_of(trainer: Trainer) -> str:
+    """What the Trainer calls such a commit."""
+    if trainer.args.save_strategy == SaveStrategy.STEPS:
+        return f"Training in progress, step {trainer.state.global_step}"
+    return f"Training in progress, epoch {int(trainer.state.epoch)}"
+
+
+def _note_pushes(trainer: Trainer, pushes: list[PendingPush]) -> None:
+    """Let the Trainer know what is under way: it waits for that at the end of training."""
+    jobs = [push.future for push in pushes]
+    if _is_pushing(trainer):
+        trainer.push_in_progress.jobs.extend(jobs)
+    else:
+        trainer.push_in_progress = PushInProgress(jobs)
+
+
+def _is_pushing(trainer: Trainer) -> bool:
+    return trainer.push_in_progress is not None and not trainer.push_in_progress.is_done()

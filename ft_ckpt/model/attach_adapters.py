@@ -20,11 +20,10 @@ from ft_ckpt.distributed.tensors import ModelTensors
 from ft_ckpt.errors import BaseMismatchError, CheckpointError, CorruptError, LoadError, listing, shown
 from ft_ckpt.formats.dtypes import dtype_name, dtype_of
 from ft_ckpt.formats.registry import format_named
-from ft_ckpt.model.adapters import BASE_STEPS, PREFIX, adapter_parts, base_sources, is_peft_model
-from ft_ckpt.model.added_rows import embedding_of
+from ft_ckpt.model.adapters import BASE_STEPS, PREFIX, adapter_parts, base_sources, embedding_of, is_peft_model
 from ft_ckpt.model.base_model import differing_tensors, irreproducible, is_floating, keeps_base
 from ft_ckpt.model.entries import Entry
-from ft_ckpt.model.open_weights import beside_weights, read_tensors, weight_names
+from ft_ckpt.model.load_weights import beside_weights, read_tensors, weight_names
 from ft_ckpt.model.pretrained import companions_here, model_class
 from ft_ckpt.model.selection import View
 from ft_ckpt.model.settings import adapter_settings

@@ -18,7 +18,7 @@ from torch import nn
 from ft_ckpt.checkpoint.manifest import PartRecord
 from ft_ckpt.distributed.agreement import Values
 from ft_ckpt.distributed.ranks import Ranks
-from ft_ckpt.distributed.samples import elements_at, sample_elements
+from ft_ckpt.distributed.replicas import elements_at, sample_elements
 from ft_ckpt.distributed.source import Source
 from ft_ckpt.distributed.tensors import ModelTensors
 from ft_ckpt.distributed.wrappers import unwrap, walk_modules

@@ -1,5 +1,6 @@
-"""Plans of what is stored: a part for each folder that something can load, an entry for each tensor in its files."""
+"""The plan of stored tensors: parts (folders that something can load) and their entries; which adapters are merged."""
 
+import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -8,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ft_ckpt.distributed.source import Source
+from ft_ckpt.errors import ConfigError
 from ft_ckpt.formats.dtypes import dtype_name
 
 MODEL_FILE = "model"
@@ -96,3 +98,28 @@ def main_dtype(part: Part) -> str:
             size = max(1, torch.Size(entry.shape).numel())
             weight[dtype_name(entry.dtype)] = weight.get(dtype_name(entry.dtype), 0) + size
     return max(weight, key=lambda name: weight[name]) if weight else "float32"
+
+
+Merged = bool | str | Iterable[str] | Mapping[str, float]
+
+
+@dataclass(frozen=True)
+class MergeChoice:
+    """Which adapters are merged: those that are active, or `adapters`; each times its weight where there are any."""
+
+    adapters: tuple[str, ...] = ()
+    weights: tuple[float, ...] = ()
+
+
+def merge_choice(merged: Merged) -> MergeChoice | None:
+    """The adapters that `merged` names: True for those that are active, False for none, a mapping with weights.
+
+    Raises ConfigError for names that come twice and weights that are no numbers.
+    """
+    if isinstance(merged, bool):
+        return MergeChoice() if merged else None
+    weights = tuple(float(one) for one in merged.values()) if isinstance(merged, Mapping) else ()
+    names = (merged,) if isinstance(merged, str) else tuple(merged)
+    if not names or len(set(names)) < len(names) or not all(map(math.isfinite, weights)):
+        raise ConfigError(f"merged={merged!r}: expected True, names of adapters, each once, or a weight for each name")
+    return MergeChoice(names, weights)

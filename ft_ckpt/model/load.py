@@ -13,28 +13,26 @@ from torch import nn
 from ft_ckpt.checkpoint.catalog import why_no_checkpoint
 from ft_ckpt.checkpoint.manifest import PartRecord
 from ft_ckpt.checkpoint.open_checkpoint import OpenCheckpoint, checkpoint_around, open_checkpoint
-from ft_ckpt.distributed.read_shards import readers_here
+from ft_ckpt.distributed.fill import readers_here
 from ft_ckpt.distributed.tensors import ModelTensors
 from ft_ckpt.errors import CheckpointError, CorruptError, LoadError, NotACheckpointError, listing, shown
-from ft_ckpt.formats.memory_file import MemoryFile
 from ft_ckpt.formats.registry import format_named
+from ft_ckpt.formats.tensor_file import MemoryFile
 from ft_ckpt.messages import printable
 from ft_ckpt.model.attach_adapters import attach_adapters, base_of
 from ft_ckpt.model.load_weights import (
     LoadReport,
-    fill_module,
-    put_tensors,
-    refuse_differences,
-    share_again,
-    summary_of,
-)
-from ft_ckpt.model.open_weights import (
     Weights,
     beside_weights,
     extra_beside,
     fetching_weights,
+    fill_module,
     open_weights,
+    put_tensors,
     read_weights,
+    refuse_differences,
+    share_again,
+    summary_of,
     weight_names,
 )
 from ft_ckpt.model.plain_module import build_module

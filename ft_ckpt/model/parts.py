@@ -10,8 +10,7 @@ from ft_ckpt.distributed.source import Source
 from ft_ckpt.errors import IncompleteError, NotAnAdapterError, SelectionError, listing
 from ft_ckpt.model.adapters import adapter_parts, base_view, check_complete, has_adapters, missing_trainable
 from ft_ckpt.model.base_model import irreproducible, refuse_merged
-from ft_ckpt.model.entries import Part
-from ft_ckpt.model.merge_choice import MergeChoice
+from ft_ckpt.model.entries import MergeChoice, Part
 from ft_ckpt.model.selection import View, model_part, module_at, view_of
 
 Attribute = str | Sequence[str] | None
@@ -64,7 +63,7 @@ def parts_of(
     if attribute is None or isinstance(attribute, str):
         whole = view_of(model, found, attribute or "", extra)
         if merged is not None:
-            from ft_ckpt.model.merge_adapters import merged_part  # here: it needs PEFT, which is slow to import
+            from ft_ckpt.model.merge import merged_part  # here: it needs PEFT, which is slow to import
 
             return _refuse_missing([merged_part(whole, "", dtype, merged)], [whole], adapter_only)
         return _refuse_missing(_parts_of_view(whole, attribute or "", "", adapter_only, dtype), [whole], adapter_only)

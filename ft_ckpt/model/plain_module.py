@@ -17,8 +17,8 @@ from torch import nn
 from ft_ckpt.distributed.wrappers import is_engine_attribute, is_engine_code, layout_of, unwrap, user_class
 from ft_ckpt.errors import LoadError, SelectionError, listing
 from ft_ckpt.formats.dtypes import dtype_name, dtype_of
+from ft_ckpt.formats.pytree import decode_value, encode_value, imported_module
 from ft_ckpt.messages import warn
-from ft_ckpt.model.json_values import decode_value, encode_value, imported_module
 from ft_ckpt.model.settings import MODULE_NAME
 
 DESCRIPTION_FORMAT = 1  # raised when an older reader could misread a newer description

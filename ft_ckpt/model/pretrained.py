@@ -18,12 +18,12 @@ from ft_ckpt.distributed.wrappers import unwrap
 from ft_ckpt.errors import LoadError, listing
 from ft_ckpt.formats.dtypes import dtype_of
 from ft_ckpt.model.conversion import converted_entries, stored_as_in_memory
-from ft_ckpt.model.open_weights import beside_weights, weight_names
+from ft_ckpt.model.load_weights import beside_weights, weight_names
 from ft_ckpt.model.selection import is_pretrained, made_by_class
 from ft_ckpt.model.settings import absurd_counts
-from ft_ckpt.storage.local_copy import local_folder
 from ft_ckpt.storage.local_store import LocalStore
 from ft_ckpt.storage.place import Place
+from ft_ckpt.storage.scratch import local_folder
 from ft_ckpt.storage.store import Store, read_text
 
 _PARAMETERS_A_TENSOR = 16  # a stored tensor may be cut into several, and each be made more than once

@@ -15,7 +15,7 @@ from ft_ckpt.distributed.source import Source
 from ft_ckpt.distributed.wrappers import unwrap, walk_modules
 from ft_ckpt.errors import IncompleteError, SelectionError, UnknownAttributeError, listing
 from ft_ckpt.formats.dtypes import dtype_name, dtype_of
-from ft_ckpt.formats.pytree_json import dump_object
+from ft_ckpt.formats.pytree import dump_object
 from ft_ckpt.model.conversion import cast_entries, converted_entries, kept_in_float32
 from ft_ckpt.model.entries import Entry, Part, main_dtype, unchanged_entry
 

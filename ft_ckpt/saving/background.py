@@ -1,4 +1,4 @@
-"""Saves that are finished while training goes on: which ones can be, their snapshot, and what becomes of them.
+"""Background saves: their snapshot, the thread that writes it, and their errors.
 
 The ranks meet in the foreground, where all is chosen and what must be is copied. The rest of the way, from the files
 laid out to the commit, is that of any save, from the copies, in a thread; its agreements have keys of their own in the
@@ -6,35 +6,388 @@ store, and no collective runs in it: what ranks hold is written by each of them.
 writer, what that does not hold comes to it in the foreground.
 """
 
+import atexit
+import threading
 import time
-from collections.abc import Callable
-from concurrent.futures import Future
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import Future, wait
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import partial, wraps
 from itertools import count
+from operator import attrgetter
 from pathlib import Path
+from threading import Event
+from typing import Any, ParamSpec, TypeVar
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
 
-from ft_ckpt.config import SaverConfig
+from ft_ckpt.config import SaverConfig, parse_size
+from ft_ckpt.devices import Moment, copy_to_host, is_accelerator, pinned_memory, record_moment
 from ft_ckpt.distributed.agreement import Values
-from ft_ckpt.distributed.gather import gather_tensors
+from ft_ckpt.distributed.gather import gather_tensors, moves_to
 from ft_ckpt.distributed.ranks import Ranks, current_ranks, try_action
+from ft_ckpt.distributed.sharding import ReplicatedSharding
+from ft_ckpt.distributed.source import Source
+from ft_ckpt.distributed.wrappers import optimizer_parameter
+from ft_ckpt.formats.registry import format_named
+from ft_ckpt.messages import warn
 from ft_ckpt.model.conversion import load_conversion_table
-from ft_ckpt.saving import replicas
-from ft_ckpt.saving.copy_plan import CopyPlan, plan_copies, with_copies
+from ft_ckpt.model.entries import Entry, Group
+from ft_ckpt.saving import files, replicas
 from ft_ckpt.saving.execute import SaveReport, accept_differences, compares_replicas, run_save
-from ft_ckpt.saving.follow_up import AfterSave
-from ft_ckpt.saving.move_tensors import SharedFolders
-from ft_ckpt.saving.plan import SavePlan, plan_save
-from ft_ckpt.saving.priority import yield_to_training
-from ft_ckpt.saving.request import SaveRequest
-from ft_ckpt.saving.snapshot import Snapshot, ids_changed_by_steps
-from ft_ckpt.saving.worker import Worker
+from ft_ckpt.saving.follow_up import AfterSave, yield_to_training
+from ft_ckpt.saving.plan import SavePlan, SaveRequest, plan_save
+from ft_ckpt.saving.write import SharedFolders
 from ft_ckpt.schedule import History, after_commit
+from ft_ckpt.storage.digests import chunk_of_rank
+from ft_ckpt.storage.store import SharedStore
 from ft_ckpt.training.items import optimizers_among, run_items
 from ft_ckpt.training.run import TrainingRun
+
+P = ParamSpec("P")
+T = TypeVar("T")
+_ALIGNMENT = 64
+_DEVICE = attrgetter("device")
+Copies = Mapping[int, Tensor]  # by the keys of the live tensors
+
+
+def as_in_training(method: Callable[P, T]) -> Callable[P, T]:
+    """The method outside of `torch.inference_mode`: what it makes lives on, and training changes it."""
+
+    @wraps(method)
+    def call_outside(*args: P.args, **kwargs: P.kwargs) -> T:
+        if not torch.is_inference_mode_enabled():
+            return method(*args, **kwargs)
+        with torch.inference_mode(False), torch.no_grad():
+            return method(*args, **kwargs)
+
+    return call_outside
+
+
+class Snapshot:
+    """The copies of one moment; one moment at a time."""
+
+    def __init__(self) -> None:
+        self.waited_seconds = 0.0  # by optimizers, over all snapshots
+        self._now, self._late = _CopyMemory(), _CopyMemory()
+        self._copied: Copies = {}
+        self._left: Copies = {}
+        self._ready: dict[torch.device, Moment] = {}  # of each accelerator, after which its tensors may be read
+        self._done = Event()
+        self._done.set()
+        self._hooks: dict[int, tuple[Any, Any]] = {}  # id -> (optimizer, which keeps the id its own; handle)
+
+    def watch_optimizers(self, optimizers: Iterable[Any]) -> None:
+        """Let the next step of each optimizer wait for the copies."""
+        for optimizer in optimizers:
+            if id(optimizer) not in self._hooks:
+                self._hooks[id(optimizer)] = (optimizer, optimizer.register_step_pre_hook(self._wait_for_copies))
+
+    def begin_copies(self, now: Copies, late: Copies) -> None:
+        """Copy `now`; `late` is copied by `finish_copies`, and watched optimizers do not step before that."""
+        self._copied = _copy_by_device(self._now, now, {})
+        self._left = late
+        devices = {*map(_DEVICE, late.values())}
+        self._ready = {device: record_moment(device) for device in devices if is_accelerator(device)}
+        self._done.clear()
+
+    def finish_copies(self) -> Copies:
+        """Copy what is left, and let optimizers step, whatever happens here. From any thread; all copies by name."""
+        try:
+            return {**self._copied, **_copy_by_device(self._late, self._left, self._ready)}
+        finally:
+            self.drop_copies()
+
+    def drop_copies(self) -> None:
+        """Nobody will call `finish_copies`: let optimizers step."""
+        self._copied, self._left = {}, {}
+        self._done.set()
+
+    def close(self) -> None:
+        """Take the hooks off, and give the memory back."""
+        for _, handle in self._hooks.values():
+            handle.remove()
+        self._hooks.clear()
+        self._now, self._late = _CopyMemory(), _CopyMemory()
+
+    def _wait_for_copies(self, *_: Any) -> None:
+        if not self._done.is_set():
+            begun = time.monotonic()
+            self._done.wait()
+            self.waited_seconds += time.monotonic() - begun
+
+
+def ids_changed_by_steps(optimizers: Mapping[Any, Iterable[Tensor]]) -> frozenset[int]:
+    """The ids of all tensors that the steps of these optimizers change: their own, and those given for each."""
+    owned: set[int] = set()
+    for optimizer, further in optimizers.items():
+        owned.update(map(id, further))
+        owned.update(id(p) for group in optimizer.param_groups for p in group["params"])
+        states = [state for key, state in optimizer.state.items() if isinstance(key, Tensor)]
+        owned.update(id(value) for state in states for value in state.values() if isinstance(value, Tensor))
+    return frozenset(owned)
+
+
+def copies_size(tensors: Iterable[Tensor]) -> int:
+    """Bytes of host memory that copies of `tensors` take."""
+    return sum(_aligned_size(tensor.nbytes) for tensor in tensors)
+
+
+class _CopyMemory:
+    """Memory that grows to the largest snapshot and is used again; pinned where an accelerator copies into it."""
+
+    def __init__(self) -> None:
+        self._memory = torch.empty(0, dtype=torch.uint8)
+        self._shapes: list[Any] = []
+        self._places: list[Tensor] = []
+
+    def places_for(self, tensors: Iterable[Tensor]) -> list[Tensor]:
+        """Room for a copy of each tensor."""
+        tensors = list(tensors)
+        shapes: list[Any] = [(tensor.dtype, tensor.shape) for tensor in tensors]
+        if shapes == self._shapes:  # as in most saves of a run
+            return self._places
+        needed = copies_size(tensors)
+        if self._memory.numel() < needed:
+            self._memory, self._places = torch.empty(0, dtype=torch.uint8), []  # the old goes before the larger comes
+            self._memory = _host_memory(needed, tensors)
+        self._shapes, self._places, at = shapes, [], 0
+        for tensor in tensors:
+            self._places.append(self._memory[at : at + tensor.nbytes].view(tensor.dtype).view(tensor.shape))
+            at += _aligned_size(tensor.nbytes)
+        return self._places
+
+
+@torch.no_grad()
+def _copy_by_device(room: _CopyMemory, live: Copies, ready: Mapping[torch.device, Moment]) -> dict[int, Tensor]:
+    copies = dict(zip(live, room.places_for(live.values()), strict=True))
+    by_device: dict[torch.device, list[tuple[Tensor, Tensor]]] = {}
+    for name, tensor in live.items():
+        by_device.setdefault(tensor.device, []).append((copies[name], tensor))
+    for device, pairs in by_device.items():
+        if is_accelerator(device):
+            copy_to_host(pairs, ready.get(device) or record_moment(device))
+        else:  # one call: between two a thread that trains keeps Python to itself for milliseconds
+            torch._foreach_copy_([one for one, _ in pairs], [other for _, other in pairs])
+    return copies
+
+
+def _host_memory(size_bytes: int, tensors: Iterable[Tensor]) -> Tensor:
+    device = next((tensor.device for tensor in tensors if is_accelerator(tensor.device)), None)
+    return torch.empty(size_bytes, dtype=torch.uint8) if device is None else pinned_memory(size_bytes, device)
+
+
+def _aligned_size(size: int) -> int:
+    return size + -size % _ALIGNMENT
+
+
+@dataclass(frozen=True)
+class CopyPlan:
+    """The tensors that a save in the background copies, by key."""
+
+    now: Mapping[int, Tensor]
+    late: Mapping[int, Tensor]  # tensors that nothing but the next optimizer step changes
+    size_bytes: int  # of host memory
+    needs_gather: bool  # tensors have to move between ranks while files are written, which a thread cannot do
+    gathers: tuple[tuple[int, tuple[Source, ...]], ...] = ()  # tensors that move before that, by the rank that writes
+
+    def can_wait(self, config: SaverConfig) -> bool:
+        """Whether the save can be left to a thread."""
+        fits = config.snapshot_bytes is None or self.size_bytes <= parse_size(config.snapshot_bytes)
+        return fits and not self.needs_gather
+
+
+def plan_copies(
+    plan: SavePlan, request: SaveRequest, ranks: Ranks, config: SaverConfig, owned: frozenset[int]
+) -> CopyPlan:
+    """The copies that `plan` needs on this rank.
+
+    `owned` are the ids of the tensors that nothing but the steps of watched optimizers changes.
+    """
+    has_one_writer = ranks.size > 1 and not isinstance(request.target.folder, SharedStore)  # each file
+    gathers: dict[int, tuple[Source, ...]] = {}
+    if has_one_writer:
+        by_writer = _by_writer(plan, ranks, config)
+        gathers = {to: tuple(one for one in some if _has_to_come(one, to)) for to, some in by_writer.items()}
+        written = [one for one in by_writer.get(ranks.rank, ()) if not _has_to_come(one, ranks.rank)]
+    else:
+        written = [*_written_here(plan, ranks)]
+    sources = {source.key: source for source in written}
+    held = {key: local for key, source in sources.items() if (local := source.local) is not None}
+    late = {key for key in held if not request.state_dict_given and _is_late(sources[key], owned)}
+    blocks = request.state_dict_given if has_one_writer else _needs_gather(plan, request, ranks, config)
+    return CopyPlan(
+        now={key: local for key, local in held.items() if key not in late},
+        late={key: held[key] for key in held if key in late},
+        size_bytes=copies_size(held.values()) + sum(one.size_bytes for one in gathers.get(ranks.rank, ())),
+        needs_gather=blocks,
+        gathers=tuple((to, some) for to, some in gathers.items() if some),
+    )
+
+
+def with_copies(plan: SavePlan, held: Mapping[int, Tensor], copies: CopyPlan) -> SavePlan:
+    """The plan with the tensors `held`, by key, in place of live ones; gathered tensors are whole on their writers."""
+    gathered = {source.key for _, some in copies.gathers for source in some}
+    groups: dict[Group, Group] = {}
+
+    def copied(source: Source) -> Source:
+        whole = replace(source, sharding=ReplicatedSharding(source.shape)) if source.key in gathered else source
+        return whole.holding(held.get(source.key))
+
+    def renewed(entry: Entry) -> Entry:
+        group = entry.group
+        if group is not None and group not in groups:
+            groups[group] = replace(group, sources=tuple(map(copied, group.sources)))
+        source = None if entry.source is None else copied(entry.source)
+        return entry._replace(source=source, group=None if group is None else groups[group])
+
+    parts = [replace(one.part, entries=tuple(map(renewed, one.part.entries))) for one in plan.plans]
+    plans = tuple(replace(one, part=part) for one, part in zip(plan.plans, parts, strict=True))
+    ties = tuple((copied(one), copied(other)) for one, other in plan.ties_to_check)
+    return replace(plan, plans=plans, ties_to_check=ties)
+
+
+def _is_late(source: Source, owned: frozenset[int]) -> bool:
+    known = source.engine in ("plain", "fsdp1", "fsdp2", "zero3", "zero")
+    return known and id(optimizer_parameter(source.live)) in owned
+
+
+def _needs_gather(plan: SavePlan, request: SaveRequest, ranks: Ranks, config: SaverConfig) -> bool:
+    """Whether some tensor has to move between ranks."""
+    sources = [source for one in plan.plans for entry in one.part.entries for source in entry.sources]
+    if any(source.sharding.is_opaque for source in sources):
+        return True
+    if ranks.size == 1:
+        return False
+    plain = all(format_named(one.format).is_plain for one in plan.plans) and config.compression is None
+    if not plain or config.each_rank_writes == "off" or config.nonfinite == "raise" or request.state_dict_given:
+        return True
+    if any(source.sharding.is_sharded for pair in plan.ties_to_check for source in pair):
+        return True
+    return any(
+        entry.group is not None or (entry.source is not None and entry.source.sharding.is_sharded and cuts is None)
+        for share in files.divide_files(plan.plans, ranks.size)
+        for entry, cuts, spec in zip(share.entries, share.cuts, share.file.layout.specs, strict=True)
+        if spec.size_bytes
+    )
+
+
+def _by_writer(plan: SavePlan, ranks: Ranks, config: SaverConfig) -> dict[int, list[Source]]:
+    """The tensors that come into the files of each rank, once each, where a file has one writer."""
+    planned = [file for one in plan.plans for file in one.files]
+    size = 1 if config.each_rank_writes == "off" else ranks.size
+    writers = dict(zip((file.path for file in planned), files.assign_writers(planned, size), strict=True))
+    found: dict[int, dict[int, Source]] = {0: {source.key: source for pair in plan.ties_to_check for source in pair}}
+    for one in plan.plans:
+        entries = {entry.name: entry for entry in one.part.entries}
+        for file in one.files:
+            sources = (source for spec in file.layout.specs for source in entries[spec.name].sources)
+            found.setdefault(writers[file.path], {}).update({source.key: source for source in sources})
+    return {to: list(sources.values()) for to, sources in found.items()}
+
+
+def _has_to_come(source: Source, to: int) -> bool:
+    """Whether the rank `to` has not all of the tensor."""
+    return source.sharding.is_opaque or moves_to(source, to)
+
+
+def _written_here(plan: SavePlan, ranks: Ranks) -> Iterator[Source]:
+    """The tensors of which this rank writes something."""
+    if ranks.size == 1:
+        yield from _all_sources(plan)
+        return
+    yield from (source for pair in plan.ties_to_check for source in pair)
+    for share in files.divide_files(plan.plans, ranks.size):
+        for entry, cuts in zip(share.entries, share.cuts, strict=True):
+            mine = ranks.leads if cuts is None else any(chunk_of_rank(cut, ranks.rank) for cut in cuts)
+            yield from entry.sources if mine else ()
+
+
+def _all_sources(plan: SavePlan) -> Iterator[Source]:
+    yield from (source for pair in plan.ties_to_check for source in pair)
+    yield from (source for one in plan.plans for entry in one.part.entries for source in entry.sources)
+
+
+_LAG_SECONDS = 0.001  # in which the caller goes on, that would else wait for its turn of Python
+
+
+class Worker:
+    """A thread for each job, one job in flight."""
+
+    def __init__(self) -> None:
+        self._thread: threading.Thread | None = None
+        self._future: Future[Any] | None = None
+        _OPEN.add(self)
+
+    def start_job(self, job: Callable[[], Any]) -> "Future[Any]":
+        """Begin `job`; the one before it must have been settled."""
+        future = self._future = Future()
+        self._thread = threading.Thread(target=_run_job, args=(job, future), name="ft_ckpt-save")
+        self._thread.start()
+        return future
+
+    def finish_at_once(self, result: Any) -> "Future[Any]":
+        """As `start`, of a job that was done at once."""
+        future = self._future = Future()
+        future.set_result(result)
+        return future
+
+    @property
+    def is_owing(self) -> bool:
+        """Whether a job was begun whose outcome nobody has asked for."""
+        return self._future is not None
+
+    @property
+    def is_done(self) -> bool:
+        """Whether there is nothing to wait for."""
+        return self._future is None or self._future.done()
+
+    def take_result(self) -> Any:
+        """Wait for the job, and give its result or raise its error, once; None when nothing is owed."""
+        if self._future is None:
+            return None
+        wait([self._future])
+        future, self._future = self._future, None
+        return future.result()
+
+    def join(self) -> None:
+        """Wait for the thread; in a forked child, which has no such thread, return at once."""
+        if self._thread is not None:
+            self._thread.join()
+
+    def unread_error(self) -> BaseException | None:
+        """The error that nobody has been told of."""
+        return self._future.exception() if self._future is not None and self._future.done() else None
+
+
+_OPEN: WeakSet[Worker] = WeakSet()
+
+
+def _run_job(job: Callable[[], Any], future: "Future[Any]") -> None:
+    time.sleep(_LAG_SECONDS)
+    try:
+        future.set_result(job())
+    except BaseException as error:  # noqa: BLE001 - raised where somebody asks for the outcome
+        future.set_exception(error)
+
+
+def _join_workers() -> None:
+    for worker in list(_OPEN):
+        worker.join()
+
+
+def _warn_of_unread_errors() -> None:
+    for worker in list(_OPEN):
+        if (error := worker.unread_error()) is not None:
+            warn(f"a save in the background failed, and the program ended without asking: {error}", stacklevel=1)
+
+
+# Jobs may use thread pools, which take no more work once the interpreter begins to end: they are waited for before.
+getattr(threading, "_register_atexit", atexit.register)(_join_workers)
+atexit.register(_warn_of_unread_errors)
+
 
 _channels = count(1)  # alike on all ranks: one is taken where all of them are
 

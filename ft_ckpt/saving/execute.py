@@ -1,4 +1,4 @@
-"""One save, from the request to the commit: the road out, the same for every caller.
+"""One save from the request to the commit: the steps that every caller takes.
 
 Three steps, each ended by an agreement of all ranks: choose and check (nothing moves), move and write, commit.
 """
@@ -19,25 +19,22 @@ from ft_ckpt.config import SaverConfig, human_size
 from ft_ckpt.distributed.agreement import Values
 from ft_ckpt.distributed.ranks import Ranks
 from ft_ckpt.errors import NoSpaceError, RanksDisagreeError, explained
-from ft_ckpt.files.objects import compress_file
 from ft_ckpt.formats.registry import format_named
-from ft_ckpt.formats.shard_files import link_second_names
+from ft_ckpt.formats.safetensors_file import link_second_names
 from ft_ckpt.messages import LOG, warn
+from ft_ckpt.model.objects import compress_file
 from ft_ckpt.model.parts import kind_of
 from ft_ckpt.saving import replicas
-from ft_ckpt.saving.build_manifest import BaseSamples, manifest_of
 from ft_ckpt.saving.files import check_written_files
-from ft_ckpt.saving.move_tensors import SaveJob, SharedFolders, write_tensors, written_files
-from ft_ckpt.saving.plan import SavePlan, plan_save
-from ft_ckpt.saving.request import SaveRequest
+from ft_ckpt.saving.plan import BaseSamples, SavePlan, SaveRequest, manifest_of, plan_save
 from ft_ckpt.saving.reuse_frozen import Offer
-from ft_ckpt.saving.stage import StagedSave, prepare_stage
+from ft_ckpt.saving.write import SaveJob, SharedFolders, StagedSave, prepare_stage, write_tensors, written_files
 from ft_ckpt.storage.digests import FileRecord, read_record
-from ft_ckpt.storage.local_copy import local_folder
 from ft_ckpt.storage.place import Place, open_place
+from ft_ckpt.storage.scratch import local_folder
 from ft_ckpt.storage.store import SharedStore, Store
 from ft_ckpt.training.items import name_differing_tensors
-from ft_ckpt.transfer.pushes import PendingPush
+from ft_ckpt.transfer.push import PendingPush
 
 
 @dataclass(frozen=True)

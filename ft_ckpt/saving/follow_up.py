@@ -1,11 +1,16 @@
-"""What follows a committed save: older checkpoints go, its upload and a push begin, the script's functions are called.
+"""The steps after a commit: retention, upload, push, callbacks; the priority of background threads.
 
 All of it is done where the save was finished, in its thread for one in the background, and in this order. Nothing of it
 fails a save: the checkpoint is there.
 """
 
+import ctypes
+import os
+import platform
+import sys
+import threading
 from collections.abc import Callable, Iterable
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 
@@ -13,12 +18,31 @@ from ft_ckpt.checkpoint.run_places import RunPlaces
 from ft_ckpt.config import SaverConfig
 from ft_ckpt.messages import warn
 from ft_ckpt.saving.execute import SaveReport
-from ft_ckpt.saving.priority import yield_to_training
 from ft_ckpt.storage.place import Place
-from ft_ckpt.transfer.places import begin_push
-from ft_ckpt.transfer.pushes import PendingPush, wait_for_pushes, warn_of_unpushed
-from ft_ckpt.transfer.reports import PushOptions
-from ft_ckpt.transfer.uploads import RunUploads, UploadTerms
+from ft_ckpt.transfer.outgoing import PushOptions
+from ft_ckpt.transfer.push import PendingPush, begin_push, wait_for_pushes, warn_of_unpushed
+from ft_ckpt.transfer.sync import RunUploads, UploadTerms
+
+_NICE = 10  # a tenth of what a thread of training gets while both want the same processor
+_IOPRIO_SET = {"x86_64": 251, "aarch64": 30, "riscv64": 30, "ppc64le": 273, "s390x": 282}  # number of the system call
+_THREAD, _BEST_EFFORT, _LAST = 1, 2 << 13, 7  # not the idle class: it gets nothing as long as anybody wants the disk
+
+
+def yield_to_training(low_io: bool) -> None:
+    """Lower the priority of the calling thread for the rest of its life; threads that it starts have it too.
+
+    With `low_io` its reads and writes come last as well, where the disk's scheduler looks at that. Nothing happens
+    where the system has no priorities for threads, or forbids it.
+    """
+    if not sys.platform.startswith("linux"):
+        return  # elsewhere it would be that of the whole process
+    thread = threading.get_native_id()
+    with suppress(OSError):
+        os.setpriority(os.PRIO_PROCESS, thread, max(os.getpriority(os.PRIO_PROCESS, thread), _NICE))
+    if low_io and platform.machine() in _IOPRIO_SET:
+        number = ctypes.c_long(_IOPRIO_SET[platform.machine()])
+        ctypes.CDLL(None).syscall(number, _THREAD, thread, _BEST_EFFORT | _LAST)
+
 
 SaveHook = Callable[[SaveReport], object]  # a script's own function
 AfterSave = Callable[[SaveReport], SaveReport]

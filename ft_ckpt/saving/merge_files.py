@@ -1,35 +1,184 @@
-"""Merges stored adapters into a stored base, layer by layer, into one plain model; neither is ever whole in memory.
+"""Merged saves: stored or live adapters merged into their base, layer by layer.
 
 The base is a model on its mapped files, PEFT puts the adapters onto it, and the rest is the road of any merged save.
 """
 
+import copy
+import json
+import os
 import re
 import time
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack, closing
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, closing, suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from ft_ckpt.checkpoint.open_checkpoint import hold_open
+from huggingface_hub import snapshot_download
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+from torch import nn
+
+from ft_ckpt.checkpoint.manifest import BaseRecord, Manifest, PartRecord
+from ft_ckpt.checkpoint.open_checkpoint import OpenCheckpoint, checkpoint_around, hold_open, open_checkpoint
 from ft_ckpt.config import make_config
-from ft_ckpt.distributed.ranks import Ranks
-from ft_ckpt.errors import LoadError, listing
-from ft_ckpt.files.convert import ConvertReport, open_source
-from ft_ckpt.files.convert_options import ConvertOptions, check_apart, convert_options
-from ft_ckpt.files.folder import JoinedFile, WeightsFolder, weight_files
+from ft_ckpt.distributed.ranks import Ranks, try_action
+from ft_ckpt.distributed.wrappers import unwrap
+from ft_ckpt.errors import ConfigError, CorruptError, LoadError, SelectionError, listing
 from ft_ckpt.formats.detect import open_tensor_file
-from ft_ckpt.formats.layout import TensorFile
+from ft_ckpt.formats.layout import TensorFile, TensorRecord
 from ft_ckpt.formats.registry import checkpoint_format_of
 from ft_ckpt.model.attach_adapters import attach_adapters
-from ft_ckpt.model.file_model import FileModel, dequantised_model, is_quantised_folder, model_on_files
-from ft_ckpt.saving.check_logits import live_logits
+from ft_ckpt.model.convert import ConvertOptions, ConvertReport, check_apart, convert_options, open_source
+from ft_ckpt.model.entries import MergeChoice, Merged, merge_choice
+from ft_ckpt.model.folder import JoinedFile, WeightsFolder, join_weight_files, weight_files
+from ft_ckpt.model.quantised import (
+    FileModel,
+    QuantisedBase,
+    dequantised_model,
+    has_quantised_base,
+    is_quantised_folder,
+    model_on_files,
+)
 from ft_ckpt.saving.execute import run_save
-from ft_ckpt.saving.move_tensors import SharedFolders
-from ft_ckpt.saving.request import SaveRequest, request_of
-from ft_ckpt.saving.stored_adapters import StoredAdapters, choose_merge, find_adapters, find_base
-from ft_ckpt.storage.local_copy import local_folder
+from ft_ckpt.saving.plan import SaveRequest, live_logits, request_of
+from ft_ckpt.saving.write import SharedFolders
+from ft_ckpt.storage.local_store import temporary_store
 from ft_ckpt.storage.place import Place, open_place, source_access
-from ft_ckpt.storage.store import Store, read_range
+from ft_ckpt.storage.proofs import prove_sources
+from ft_ckpt.storage.scratch import local_folder
+from ft_ckpt.storage.store import Store, read_range, read_text
+
+_CONFIG = "adapter_config.json"
+
+
+@dataclass(frozen=True)
+class StoredAdapters:
+    """Adapters of one base that lie in one folder."""
+
+    held: OpenCheckpoint
+    records: tuple[PartRecord, ...]  # of those that are chosen
+
+    @property
+    def base_place(self) -> Place:
+        """Where their base is, if it lies beside them, in the same checkpoint."""
+        first = self.records[0]
+        return Place(self.held.origin, first.path.removesuffix(f"adapters/{first.adapter}").rstrip("/"))
+
+    @property
+    def has_base(self) -> bool:
+        """Whether their base lies beside them."""
+        return self.base_place.folder.stat("config.json") is not None
+
+
+def find_adapters(place: Place, names: Sequence[str] | None, stack: ExitStack) -> StoredAdapters:
+    """The adapters `names` at `place`, or those that were active, held open until the stack ends.
+
+    Raises LoadError where there are none, SelectionError for names that are not there and where a choice is left.
+    """
+    found = checkpoint_around(place)
+    if found is not None:
+        held = stack.enter_context(open_checkpoint(Place(found[0])))
+        known = tuple(_own_records(held.manifest, found[1]))
+    else:
+        known = tuple(_foreign_records(place.folder))
+        held = OpenCheckpoint(place.folder, place.folder, Manifest(known, (), "adapter", ""), "")
+    if not known:
+        raise LoadError(f"{place}: no adapter in it (no {_CONFIG}); give the folder of one")
+    return StoredAdapters(held, _chosen_records(place, known, names))
+
+
+def choose_merge(stored: StoredAdapters, weights: Sequence[float] | None) -> MergeChoice | None:
+    """What to merge: the stored adapters, by their weights if they have any. Raises ConfigError for their number."""
+    names = [str(record.adapter) for record in stored.records]
+    if weights is None:
+        return merge_choice(names)
+    if len(weights) != len(names):
+        raise SelectionError(f"weights={list(weights)}: expected a number for each of {', '.join(names)}")
+    return merge_choice(dict(zip(names, weights, strict=True)))
+
+
+def find_base(stored: StoredAdapters, given: Any) -> Place:
+    """The folder of the base: `given`, the one beside the adapters, or the one they name.
+
+    Raises LoadError if there is none, and if the adapters name several.
+    """
+    if given is not None:
+        return open_place(given) if (found := _base_folder(given, None)) is None else found
+    if stored.has_base:
+        return stored.base_place
+    bases = {str(record.adapter): record.base or BaseRecord(None, None, "float32", "", {}) for record in stored.records}
+    samples = [dict(base.fingerprint) for base in bases.values()]
+    are_one = bool(samples[0]) and all(found == samples[0] for found in samples)
+    if len({(base.id, base.revision) for base in bases.values()}) > 1 and not are_one:
+        wrong = [f"adapter {name!r}: on {base.id!r} (revision {base.revision})" for name, base in bases.items()]
+        raise LoadError(f"{listing(wrong)}; expected one base; merge them one by one, or name the base with base=")
+    record, base = stored.records[0], bases[str(stored.records[0].adapter)]
+    named = _adapter_settings(Place(stored.held.store, record.path).folder).get("base_model_name_or_path")
+    for name in filter(None, dict.fromkeys((base.id, named))):
+        if (folder := _base_folder(str(name), base.revision)) is not None:
+            return folder
+    raise LoadError(
+        f"adapter {record.adapter!r}: its base {base.id or named!r} is no folder here, nor in the Hub's cache; name "
+        "its folder with base="
+    )
+
+
+def _base_folder(name: str | os.PathLike[str] | Place, revision: str | None) -> Place | None:
+    """A folder of this machine, or of the Hub's cache on it."""
+    place = open_place(name)
+    if place.is_folder:
+        return place
+    with suppress(LocalEntryNotFoundError, HFValidationError, HfHubHTTPError, ValueError):
+        return open_place(snapshot_download(str(name), revision=revision, local_files_only=True))
+    return None
+
+
+def _own_records(manifest: Manifest, below: str) -> Iterator[PartRecord]:
+    for record in manifest.parts:
+        if record.kind == "adapter" and (not below or record.path == below or record.path.startswith(f"{below}/")):
+            yield record
+
+
+def _foreign_records(store: Store) -> Iterator[PartRecord]:
+    """The adapters in a folder of PEFT's: "default" in it, others in folders of their names."""
+    if store.stat(_CONFIG) is not None:
+        yield _foreign_record(store, "", "default")
+    for name in sorted(folder.name for folder in store.list_folder().folders):
+        if store.stat(f"{name}/{_CONFIG}") is not None:
+            yield _foreign_record(store.within(name), name, name)
+
+
+def _foreign_record(store: Store, path: str, name: str) -> PartRecord:
+    files, _ = weight_files(store, "adapter")
+    if not files:
+        raise CorruptError(f"{store.url}: {_CONFIG} without weights (adapter_model.safetensors); use another copy")
+    settings, file = _adapter_settings(store), f"{path}/{files[0]}".lstrip("/")
+    with closing(join_weight_files(store, files)) as opened:
+        tensors = tuple(TensorRecord(one.name, one.shape, one.dtype, file, 0, 0) for one in opened.specs.values())
+    base = BaseRecord(settings.get("base_model_name_or_path"), settings.get("revision"), "float32", "", {})
+    facts = PartRecord(name, path, "adapter", checkpoint_format_of(files[0]).name, "PeftModel", tensors)
+    return replace(facts, adapter=name, active=name == "default", base=base)
+
+
+def _adapter_settings(store: Store) -> dict[str, Any]:
+    try:
+        found = json.loads(read_text(store, _CONFIG))
+    except ValueError as error:
+        raise CorruptError(f"{store.where(_CONFIG)}: cannot be read ({error}); use another copy") from error
+    return found if isinstance(found, dict) else {}
+
+
+def _chosen_records(path: Place, known: Sequence[PartRecord], names: Sequence[str] | None) -> tuple[PartRecord, ...]:
+    by_name = {str(record.adapter): record for record in known}
+    if names is None:
+        active = [record for record in known if record.active] or list(known)
+        if len(active) > 1 and not any(record.active for record in known):
+            raise SelectionError(f"{path}: holds the adapters {', '.join(by_name)}, none of them active; name some")
+        return tuple(active)
+    if unknown := [name for name in names if name not in by_name]:
+        raise SelectionError(f"adapter {', '.join(unknown)}: not in {path}, which has {', '.join(by_name)}")
+    return tuple(by_name[name] for name in names)
+
 
 _TOKENIZER = re.compile(
     r"tokenizer|special_tokens|added_tokens|vocab\.|merges\.txt|spiece|chat_template|processor_config"
@@ -155,3 +304,96 @@ def _companion_files(opened: TensorFile, stored: StoredAdapters) -> dict[str, by
 def _read_companion(store: Store, name: str) -> bytes:
     with closing(store.open(name)) as file:
         return read_range(file, 0, file.size_bytes)
+
+
+def onto_plain_base(
+    model: nn.Module, base: str | Path | None, *, dequantize: bool, in_memory: bool, stack: ExitStack
+) -> nn.Module:
+    """The adapters of `model` on the model in the folder `base`, or on what the quantised weights stand for.
+
+    Without a `base` it is the one that the adapters name. It lasts until the stack ends; `in_memory` it can run. Each
+    rank makes its own, and the live model is not changed. Raises LoadError where there is no base, BaseMismatchError
+    for one that this was not quantised from, CorruptError for a damaged one, SelectionError for a model that is cut
+    over ranks.
+    """
+    live = QuantisedBase(model)
+    stored = _store_adapters(unwrap(model), stack)
+    if dequantize:
+        plain = live.dequantised(in_memory=in_memory)
+    else:
+        found = find_base(stored, base)
+        place = stack.enter_context(hold_open(found))
+        plain = base_on_files(place, found, dequantize=False, in_memory=in_memory).model
+        live.refuse_other(plain, str(found))
+        prove_sources()  # here: another thread or rank may commit
+    made: Any = attach_adapters(plain, stored.held, stored.records, check_base=not dequantize)[0]
+    inside = made.get_base_model()
+    inside.config, inside.name_or_path = live.plain_config(), live.module.name_or_path
+    inside.generation_config = copy.deepcopy(getattr(live.module, "generation_config", None))
+    return made  # type: ignore[no-any-return]  # PEFT is not typed
+
+
+def _store_adapters(model: Any, stack: ExitStack) -> StoredAdapters:
+    """All adapters of the model, stored in a scratch folder by this process alone, whatever group it is in."""
+    target, config = Place(stack.enter_context(temporary_store()), "adapters"), make_config(None, {})
+    own: dict[str, Any] = {"adapter_only": True, "step": None, "metrics": {}, "tokenizer": None}
+    request: SaveRequest = request_of(config, model, target, **own)
+    run_save(request, None, Ranks(0, 1, channel="quiet"), config, time.monotonic(), None, SharedFolders())
+    return find_adapters(target, list(model.peft_config), stack)
+
+
+@dataclass(frozen=True)
+class MergeRequest:
+    """What a save was asked to merge, into what, and what to check it by."""
+
+    merged: Merged = False
+    base: str | Path | None = None
+    dequantize: bool = False
+    check: str | Mapping[str, Any] | None = None
+
+
+def ask_merged(
+    model: nn.Module, asked: MergeRequest, others: Mapping[str, Any], stack: ExitStack
+) -> Callable[[], dict[str, Any]]:
+    """Fields of a save's request: the model, what to merge, and what to check it by, computed here and now.
+
+    What is made for it lasts until the stack ends. Call on every rank; what is wrong is raised by the function that
+    comes back. `others` are what else the save was told, by name.
+    """
+
+    def made() -> dict[str, Any]:
+        choice, merges = merge_choice(asked.merged), model
+        if choice is not None:
+            _refuse_beside(asked.merged, others)
+        if is_plain_merge(model, asked):
+            # here: it needs PEFT, which is slow to import
+
+            runs = asked.check is not None
+            merges = onto_plain_base(model, asked.base, dequantize=asked.dequantize, in_memory=runs, stack=stack)
+        elif asked.base is not None or asked.dequantize:
+            raise ConfigError("base= and dequantize= are for merging adapters on a quantised base; leave them out")
+        check = None if asked.check is None else live_logits(merges, asked.check)
+        return {"model": merges, "merged": choice, "check": check}
+
+    fields, error = try_action(made)
+
+    def give() -> dict[str, Any]:
+        if error is not None:
+            raise error
+        found: dict[str, Any] = fields
+        return found
+
+    return give
+
+
+def is_plain_merge(model: nn.Module, asked: MergeRequest) -> bool:
+    """Whether adapters on a quantised base are to be merged, into ordinary weights that are not the live ones."""
+    return asked.merged is not False and has_quantised_base(model)
+
+
+def _refuse_beside(merged: Merged, others: Mapping[str, Any]) -> None:
+    if given := [name for name, value in others.items() if value is not None and value is not False]:
+        raise ConfigError(
+            f"merged={merged!r} and {', '.join(given)}: a merged model is the whole model without adapters; leave one "
+            "of them out"
+        )

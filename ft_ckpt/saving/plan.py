@@ -1,27 +1,333 @@
-"""The plan of a save: which tensors go into which files, and the files beside them."""
+"""The plan of a save: request, parts, files, sidecar files, manifest."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from datetime import datetime, timezone
+from functools import cache, partial
+from importlib import metadata
+from pathlib import Path, PurePosixPath
 from typing import Any
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
+from ft_ckpt._version import __version__
+from ft_ckpt.checkpoint.manifest import BaseRecord, Manifest, PartRecord
 from ft_ckpt.config import SaverConfig
 from ft_ckpt.distributed.ranks import Ranks
-from ft_ckpt.distributed.samples import sample_elements
+from ft_ckpt.distributed.replicas import sample_elements
 from ft_ckpt.distributed.source import Source
 from ft_ckpt.distributed.tensors import ModelTensors, engine_names, from_state_dict
+from ft_ckpt.distributed.wrappers import unwrap, user_class
+from ft_ckpt.errors import ConfigError, IncompleteError
 from ft_ckpt.formats.registry import format_named
-from ft_ckpt.model.base_model import refuse_merged
-from ft_ckpt.model.parts import parts_of
+from ft_ckpt.model import companions as companions
+from ft_ckpt.model.base_model import base_identity, common_dtype, refuse_merged
+from ft_ckpt.model.entries import MergeChoice, Part, lossy_casts, main_dtype, shared_between
+from ft_ckpt.model.parts import Attribute, parts_of
+from ft_ckpt.model.plain_module import module_text
 from ft_ckpt.model.selection import without_own_layouts
+from ft_ckpt.model.settings import EXTRA_FILE, MODULE_NAME
 from ft_ckpt.saving import replicas, reuse_frozen
-from ft_ckpt.saving.companions import Companions, companions_of
 from ft_ckpt.saving.files import PartPlan, plan_part
-from ft_ckpt.saving.request import SaveRequest
-from ft_ckpt.training.capture import Captured
+from ft_ckpt.storage.digests import FileRecord
+from ft_ckpt.storage.local_store import LocalStore
+from ft_ckpt.storage.place import Place
+from ft_ckpt.storage.scratch import files_made_by
+from ft_ckpt.storage.store import FREE, Access, is_inside
 from ft_ckpt.training.items import model_sources
-from ft_ckpt.training.state import state_part
+from ft_ckpt.training.state import DOCUMENT_NAME, FOLDER, Captured, Document, state_part
+
+BaseSamples = Mapping[str, Mapping[str, Mapping[str, float]]]  # part -> tensor -> flat index -> element
+_LIBRARIES = ("torch", "transformers", "peft", "accelerate", "safetensors")
+
+
+def manifest_of(
+    plans: Sequence[PartPlan],
+    files: Iterable[FileRecord],
+    samples: Sequence[BaseSamples],
+    *,
+    compressed: bool,
+    bases: Mapping[str, BaseRecord],
+    classes: Mapping[str, str],
+    notes: Sequence[str],
+    **facts: Any,
+) -> Manifest:
+    """The manifest of these plans and `files`.
+
+    `samples` are each rank's of the bases of adapters; `bases` their records, and `classes` the names of the classes
+    that are saved, by the names of the parts; `notes` are beside those of the parts, `facts` further fields of the
+    manifest.
+    """
+    parts = [one.part for one in plans]
+    return Manifest(
+        parts=tuple(
+            _part_record(one, _base_with_fingerprint(name, bases, samples), classes[name], compressed)
+            for one in plans
+            for name in [one.part.name]
+        ),
+        files=tuple(files),
+        created=datetime.now(timezone.utc).isoformat(),
+        versions=library_versions(),
+        shared=shared_between(parts),
+        notes=tuple(dict.fromkeys([*(note for part in parts for note in part.notes), *notes])),
+        **facts,
+    )
+
+
+def _part_record(one: PartPlan, base: BaseRecord | None, class_name: str, compressed: bool) -> PartRecord:
+    part = one.part
+    tensors = (record for file in one.files for record in file.records())
+    trainable = tuple(e.name for e in part.entries if e.source is not None and e.source.trainable)
+    return PartRecord(
+        name=part.name,
+        path=part.path,
+        kind=part.kind,
+        format=one.format,
+        class_name=class_name,
+        tensors=tuple(replace(record, start=0, end=0) if compressed else record for record in tensors),
+        ties=part.ties,
+        trainable=trainable,
+        adapter=part.adapter,
+        active=part.active,
+        base=base,
+        casts=lossy_casts(part),
+    )
+
+
+def base_record(part: Part, fingerprint: Mapping[str, Any]) -> BaseRecord:
+    """What an adapter part was trained on."""
+    identity, revision, digest = base_identity(part.module, str(part.adapter))
+    return BaseRecord(identity, revision, common_dtype(part.base.values()), digest, fingerprint)
+
+
+def _base_with_fingerprint(
+    name: str, bases: Mapping[str, BaseRecord], samples: Sequence[BaseSamples]
+) -> BaseRecord | None:
+    """The base of an adapter with its fingerprint: each rank's samples put together; None for other parts."""
+    if name not in bases:
+        return None
+    merged: dict[str, dict[str, float]] = {}
+    for own in samples:
+        for tensor, values in own.get(name, {}).items():
+            merged.setdefault(tensor, {}).update(values)
+    return replace(bases[name], fingerprint=merged)
+
+
+@cache  # reading a package's metadata takes milliseconds
+def library_versions() -> dict[str, str]:
+    """The versions of ft_ckpt and of the libraries that decide what is saved."""
+    return {"ft_ckpt": __version__, **{name: metadata.version(name) for name in _LIBRARIES}}
+
+
+_ROWS, _LENGTH, _SEED = 2, 16, 0  # of a batch that is made here
+# By how much outputs may differ, as a fraction of their size (Euclidean norms): merged weights are rounded once to
+# their type, and the live model rounds the base's product and the adapter's apart.
+_BOUNDS = {torch.float64: 1e-4, torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 1e-1}
+
+
+@dataclass(frozen=True, eq=False)
+class LogitsCheck:
+    """What the live model gives for a batch: on rank 0; the others take part in computing it."""
+
+    batch: Mapping[str, Any]
+    logits: Tensor  # on the host, in float32
+    kind: type  # the class to load with
+    dtype: torch.dtype  # in which the live model computes
+
+    def compare(self, folder: Path) -> str:
+        """Load `folder` with transformers and compare; a note that says how near it came.
+
+        Raises IncompleteError when it is further off than the bound of its type.
+        """
+        cls: Any = self.kind
+        loaded = cls.from_pretrained(folder, dtype="auto", local_files_only=True).eval()
+        found = _logits_of(loaded, self.batch)
+        bound = max(_BOUNDS.get(self.dtype, 1e-1), _BOUNDS.get(loaded.dtype, 1e-1))
+        off = float((found - self.logits).norm() / self.logits.norm().clamp_min(1e-30))
+        note = (
+            f"logits of {found.shape[0]} x {found.shape[1]} tokens differ by {off:.2g} of their size, bound {bound:g}"
+        )
+        if not off <= bound:
+            raise IncompleteError(f"{note}: the merged model is not the live one; nothing is committed")
+        return note
+
+
+def live_logits(model: nn.Module, check: str | Mapping[str, Any]) -> LogitsCheck:
+    """What `model` gives now for a batch: a given one, or token ids made here for "logits". Call on every rank.
+
+    The model is in eval mode meanwhile. Raises ConfigError for another `check`, and where no batch can be made.
+    """
+    inside: Any = unwrap(model)
+    base = inside.get_base_model() if hasattr(inside, "get_base_model") else inside
+    batch = _made_batch(base) if check == "logits" else check
+    if not isinstance(batch, Mapping):
+        raise ConfigError(f'check={check!r}: expected "logits", or a batch as a mapping, such as a tokenizer gives')
+    device = next((p.device for p in model.parameters()), torch.device("cpu"))
+    held = {name: value.to(device) if isinstance(value, Tensor) else value for name, value in batch.items()}
+    with _in_eval_mode(model):
+        logits = _logits_of(model, held)
+    host = {name: value.cpu() if isinstance(value, Tensor) else value for name, value in held.items()}
+    return LogitsCheck(host, logits, user_class(type(base)), base.dtype)
+
+
+@torch.no_grad()
+def _logits_of(model: Any, batch: Mapping[str, Any]) -> Tensor:
+    found = model(**batch)
+    logits: Tensor = found["logits"] if "logits" in found else found[0]
+    return logits.detach().float().cpu()
+
+
+def _made_batch(model: Any) -> dict[str, Tensor]:
+    config: Any = getattr(model, "config", None)
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    words = getattr(text, "vocab_size", None)
+    if not isinstance(words, int) or getattr(model, "main_input_name", "") != "input_ids":
+        raise ConfigError(f'check="logits": no batch can be made for {type(model).__name__}; give one, check={{...}}')
+    ids = torch.randint(words, (_ROWS, _LENGTH), generator=torch.Generator().manual_seed(_SEED))
+    batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    return {**batch, "decoder_input_ids": ids} if getattr(config, "is_encoder_decoder", False) else batch
+
+
+@contextmanager
+def _in_eval_mode(model: nn.Module) -> Iterator[None]:
+    modes = [(module, module.training) for module in model.modules()]
+    try:
+        model.eval()
+        yield
+    finally:
+        for module, mode in modes:
+            module.training = mode
+
+
+@dataclass(frozen=True, eq=False)
+class SaveRequest:
+    """One call of `save`, its defaults filled in."""
+
+    model: nn.Module
+    target: Place
+    dtype: str
+    chat_template_name: str | None
+    format: str
+    max_shard_bytes: int
+    tokenizer: Any
+    adapter_only: bool
+    step: int | None
+    metrics: Mapping[str, float]
+    base_id: str | None = None
+    attribute: Attribute = None
+    state_dict: Mapping[str, Tensor] | None = None
+    state_dict_given: bool = False
+    captured: Captured | None = None  # the tensors and, for a run, its state; None: to be captured when it is planned
+    run_id: str | None = None
+    protect: tuple[Place, ...] = ()  # checkpoints not to be deleted for want of room
+    extra_files: Mapping[str, str | bytes] = field(default_factory=dict)  # the caller's own, by path in the checkpoint
+    apart: replicas.Differences | None = None  # replicas that differ between ranks; None: not compared yet
+    made_from: tuple[str, ...] = ()  # names of what the weights were computed from
+    access: Access = FREE  # who may read the checkpoint at most, where it is made of other files
+    merged: MergeChoice | None = None  # the adapters that are merged into the base
+    check: LogitsCheck | None = None  # what the folder must compute before it is committed
+
+
+def request_of(config: SaverConfig, model: nn.Module, target: Place, **given: Any) -> SaveRequest:
+    """The request for `model`, with what `config` says where the call did not."""
+    own: dict[str, Any] = {"dtype": config.dtype, "format": config.format, "base_id": config.base_id}
+    own |= {"chat_template_name": config.chat_template_name, "max_shard_bytes": config.max_shard_bytes}
+    return SaveRequest(model, target, **own, **given)
+
+
+@dataclass(frozen=True, eq=False)
+class Companions:
+    """What a checkpoint says beside its tensors, on rank 0: taken at one moment, whatever becomes of the model."""
+
+    files: Mapping[str, bytes] = field(default_factory=dict)  # by path in the checkpoint
+    bases: Mapping[str, BaseRecord] = field(default_factory=dict)  # of adapters, by the names of their parts
+    classes: Mapping[str, str] = field(default_factory=dict)  # of what the parts are of
+    document: Document = field(default_factory=dict)  # of a run
+
+    def contents(self) -> dict[str, bytes]:
+        """All files by path. The text of the document is made now: nothing changes it any more."""
+        text = json.dumps(self.document, separators=(",", ":")).encode()
+        return {**self.files, **({f"{FOLDER}/{DOCUMENT_NAME}": text} if self.document else {})}
+
+
+def companions_of(request: SaveRequest, plans: Sequence[PartPlan], document: Document, ranks: Ranks) -> Companions:
+    """The files beside the tensors, from the live objects as they are now; empty on ranks other than 0.
+
+    `document` is that of a run's state. Raises CompanionError when tokenizer, config and model do not fit, ConfigError
+    for extra files out of the folder.
+    """
+    if not ranks.leads:
+        return Companions()
+    extras = _encode_extra_files(request.extra_files, {file.path for one in plans for file in one.files})
+    described = [one.part for one in plans if one.part.kind in ("model", "adapter")]
+    for part in described:
+        check_companions(part.module, request.tokenizer, request.chat_template_name)
+    parts = [one.part for one in plans if one.part.kind != "state"]
+    files: dict[str, bytes] = {}
+    for part in parts:
+        made = files_made_by(partial(_write_companions, part=part, request=request))
+        files |= {_path_in(part, name): content for name, content in made.items()}
+    tokens = _tokenizer_files(described, request.tokenizer)
+    return Companions(
+        {**files, **tokens, **_files_of_plans(plans), **extras},
+        {part.name: base_record(part, {}) for part in parts if part.kind == "adapter"},
+        {one.part.name: _class_name(one.part.module) for one in plans},
+        document,
+    )
+
+
+def _class_name(module: nn.Module | None) -> str:
+    return "" if module is None else user_class(type(module)).__name__
+
+
+def check_companions(module: nn.Module, tokenizer: Any, chat_template_name: str | None) -> None:
+    """Raise CompanionError when the tokenizer, or the generation settings it is to give, misfit the module."""
+    if hasattr(module, "config") and tokenizer is not None:
+        companions.check_tokenizer(module, tokenizer)
+    if chat_template_name is not None:
+        companions.generation_config(module, tokenizer, chat_template_name)
+
+
+def _write_companions(folder: Path, part: Part, request: SaveRequest) -> None:
+    if part.kind == "model":
+        generation = companions.generation_config(part.module, request.tokenizer, request.chat_template_name)
+        companions.write_model(folder, part.module, dtype=main_dtype(part), generation=generation)
+    elif part.kind == "adapter":
+        how: dict[str, Any] = {"base": base_record(part, {}), "beside": part.beside, "base_id": request.base_id}
+        companions.write_adapter(folder, part.module, str(part.adapter), **how)
+    else:
+        text = module_text(part.module, {entry.name: entry.shape for entry in part.entries})
+        LocalStore(folder).write(MODULE_NAME, text.encode())
+
+
+def _tokenizer_files(parts: Sequence[Part], tokenizer: Any) -> dict[str, bytes]:
+    """Those of the tokenizer, for each part; made once."""
+    if tokenizer is None or not parts:
+        return {}
+    made = files_made_by(lambda folder: companions.write_tokenizer(folder, tokenizer))
+    return {_path_in(part, name): content for part in parts for name, content in made.items()}
+
+
+def _files_of_plans(plans: Sequence[PartPlan]) -> dict[str, bytes]:
+    extra = {_path_in(one.part, EXTRA_FILE): one.part.extra for one in plans}
+    texts = {**extra, **{one.index_path: one.index for one in plans}}
+    return {path: text.encode() for path, text in texts.items() if text is not None}
+
+
+def _path_in(part: Part, name: str) -> str:
+    return PurePosixPath(part.path, name).as_posix()
+
+
+def _encode_extra_files(files: Mapping[str, str | bytes], weights: set[str]) -> dict[str, bytes]:
+    outside = [path for path in files if not is_inside(path)]
+    if outside:
+        raise ConfigError(f"extra_files: {', '.join(outside)}: expected plain paths inside the checkpoint")
+    if taken := sorted(weights & files.keys()):
+        raise ConfigError(f"extra_files: {', '.join(taken)}: the weights have this name; choose another")
+    return {path: content.encode() if isinstance(content, str) else bytes(content) for path, content in files.items()}
 
 
 @dataclass(frozen=True, eq=False)

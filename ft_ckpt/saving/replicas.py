@@ -1,4 +1,4 @@
-"""What several ranks hold of one tensor is compared, not believed to be the same: by one digest for each such part.
+"""Compares the replicas of each tensor during a save by their digests.
 
 The digest is of all bits, so it is a proof. Where ranks have come apart (LocalSGD, statistics of batches, parameters
 that a wrapper was told to ignore, replicas of shards) the tensor of the first rank is the checkpoint's, of one that all
@@ -25,7 +25,7 @@ from ft_ckpt.distributed.tensors import of_rank_0
 from ft_ckpt.errors import RanksDisagreeError, listing
 from ft_ckpt.model.entries import Entry, Part
 from ft_ckpt.saving.files import PartPlan
-from ft_ckpt.training.rank_descriptions import settings_by_rank
+from ft_ckpt.training.state import settings_by_rank
 
 # Tensor, as a run names it -> the ranks whose own is not the first rank's: where theirs lies (see `place_of`), None if
 # they have nothing.

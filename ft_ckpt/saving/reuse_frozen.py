@@ -1,4 +1,4 @@
-"""Frozen tensors are written once: the next checkpoint links to the files that an earlier one beside it has of them.
+"""Reuses the files of frozen tensors: the next checkpoint links to those of an earlier one.
 
 Tensors that are not trained go into files of their own. Before such a file is written, each rank digests the bytes that
 it would write to it; where an earlier checkpoint has a file with that digest, this file becomes its second name. So the
@@ -11,17 +11,16 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from ft_ckpt.checkpoint.earlier import EarlierCheckpoint, earlier_checkpoints, take_earlier
+from ft_ckpt.checkpoint.open_checkpoint import EarlierCheckpoint, earlier_checkpoints, take_earlier
 from ft_ckpt.checkpoint.staging import Staging
 from ft_ckpt.distributed.agreement import Values
 from ft_ckpt.distributed.ranks import Ranks
 from ft_ckpt.distributed.source import Source
 from ft_ckpt.errors import CorruptError, TargetError
-from ft_ckpt.formats.write_files import FilePlan
+from ft_ckpt.formats.file_io import FilePlan
 from ft_ckpt.model.entries import Part
-from ft_ckpt.saving import write_shards
-from ft_ckpt.saving.files import PartPlan
-from ft_ckpt.saving.write_shards import Share
+from ft_ckpt.saving import files
+from ft_ckpt.saving.files import PartPlan, Share
 from ft_ckpt.storage.digests import FileRecord, joined_digest, whole_digest
 from ft_ckpt.storage.store import Store, etag_of
 
@@ -58,7 +57,7 @@ def frozen_names(part: Part, still: frozenset[int], mode: str) -> frozenset[str]
 def frozen_shares(plans: Iterable[PartPlan], world_size: int) -> list[Share]:
     """The planned files that hold frozen tensors alone, and who writes what of them."""
     chosen = [replace(plan, files=tuple(file for file in plan.files if _is_frozen(file, plan))) for plan in plans]
-    return write_shards.divide_files([plan for plan in chosen if plan.files], world_size)
+    return files.divide_files([plan for plan in chosen if plan.files], world_size)
 
 
 def link_candidates(shares: Sequence[Share], staging: Staging, ranks: Ranks, gathers: bool) -> dict[str, Offer]:
@@ -94,7 +93,7 @@ def equal_files(
     for share in shares:
         offer = offers.get(share.file.path)
         if offer is not None:
-            mine[share.file.path] = write_shards.digest_own_bytes(
+            mine[share.file.path] = files.digest_own_bytes(
                 share.for_rank_0() if offer.ranks == 1 else share, ranks, bucket_bytes
             )
 

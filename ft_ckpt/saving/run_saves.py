@@ -1,4 +1,4 @@
-"""The saves of a run: when the schedule asks for one, at the end, and when the script does."""
+"""The saves of a run: scheduled ones, the last one, and those that the script asks for."""
 
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -14,20 +14,18 @@ from ft_ckpt.distributed.ranks import Ranks, current_ranks, try_action
 from ft_ckpt.errors import CheckpointError, ConfigError, TargetError
 from ft_ckpt.messages import warn
 from ft_ckpt.model.parts import is_adapter_run
-from ft_ckpt.save_log import LoggedSave, append_save
-from ft_ckpt.saving.background import BackgroundSaver, PendingSave
-from ft_ckpt.saving.build_manifest import library_versions
+from ft_ckpt.saving.background import BackgroundSaver, PendingSave, as_in_training
 from ft_ckpt.saving.execute import SaveReport, report_differences
 from ft_ckpt.saving.follow_up import AfterSave, FollowUp
+from ft_ckpt.saving.plan import library_versions, request_of
 from ft_ckpt.saving.replicas import describe_differences, differing_settings
-from ft_ckpt.saving.request import request_of
-from ft_ckpt.saving.snapshot import as_in_training
+from ft_ckpt.schedule import LoggedSave, append_save
 from ft_ckpt.storage.place import Place, open_place
 from ft_ckpt.training.items import model_sources
+from ft_ckpt.training.resume import refuse_replacing
 from ft_ckpt.training.run import TrainingRun
 from ft_ckpt.training.signals import exit_code
-from ft_ckpt.training.starting import refuse_replacing
-from ft_ckpt.transfer.uploads import LONGEST_EXIT_SECONDS, UploadTerms
+from ft_ckpt.transfer.sync import LONGEST_EXIT_SECONDS, UploadTerms
 
 T = TypeVar("T")
 _SAVES_WITHOUT_METRIC = 3  # before it is said that none came

@@ -1,4 +1,4 @@
-"""Digests of files, whether one rank wrote them from front to back or several ranks wrote parts of them.
+"""Digests of files that one rank or several ranks wrote.
 
 The parts of each rank, in file order, have one digest; how the file was cut is told by a `Cut` for each run of chunks,
 and what no cut covers is rank 0's. So a file has as many digests as writers, and is checked in one pass.

@@ -14,9 +14,8 @@ from threading import Lock
 
 from ft_ckpt.errors import IncompleteError, NameTakenError, explained
 from ft_ckpt.storage import local_disk
-from ft_ckpt.storage.access import FREE, Access
-from ft_ckpt.storage.buffers import ALIGNMENT, address_of
-from ft_ckpt.storage.store import Stored
+from ft_ckpt.storage.read_ahead import ALIGNMENT, address_of
+from ft_ckpt.storage.store import FREE, Access, Stored
 
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 _NOT_DIRECT = {errno.EINVAL, errno.EOPNOTSUPP, errno.EACCES}  # a file system without it, or a file only to be read

@@ -8,12 +8,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from threading import Lock
 
-from ft_ckpt.storage.buffers import available_bytes
 from ft_ckpt.storage.digests import FileRecord, RunningDigest, digest_of_open
 from ft_ckpt.storage.local_file import LocalFile, MappedBytes
 from ft_ckpt.storage.local_store import LocalStore
-from ft_ckpt.storage.read_ahead import LEAST_WHOLE_BYTES, is_cached, read_whole
-from ft_ckpt.storage.source_proof import SourceFolder
+from ft_ckpt.storage.proofs import SourceFolder
+from ft_ckpt.storage.read_ahead import LEAST_WHOLE_BYTES, available_bytes, is_cached, read_whole
 from ft_ckpt.storage.store import Readable
 
 _STEP_BYTES = 32 << 20  # digested between two looks at whether the program is to end

@@ -1,4 +1,4 @@
-"""Durable operations on a local file system, each safe to interrupt at any call. Knows folders, not checkpoints."""
+"""Durable operations on a local file system, each safe to interrupt at any call."""
 
 import contextlib
 import ctypes
@@ -8,14 +8,14 @@ import os
 import re
 import shutil
 import stat
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path, PurePath
 from typing import BinaryIO
 
 from ft_ckpt.errors import ConfigError, CorruptError, TargetError
 from ft_ckpt.messages import warn
-from ft_ckpt.storage.access import FREE, Access, file_access, folder_access
-from ft_ckpt.storage.store import Stored
+from ft_ckpt.storage import locks
+from ft_ckpt.storage.store import FREE, Access, Stored, file_access, folder_access
 
 # The calls that change the disk, each by one name, so that a test can stop the process at every one of them.
 mkdir = os.mkdir
@@ -395,3 +395,43 @@ def holds_mount(folder: Path) -> bool:
     escaped = re.sub(r"[\\ \t\n]", lambda found: f"\\{ord(found[0]):03o}", str(folder))
     points = (line.split(" ")[4] for line in table.splitlines())
     return any(point == escaped or point.startswith(f"{escaped}/") for point in points)
+
+
+PREFIX = ".ft_ckpt-"  # of every hidden name of ours inside of a checkpoint
+DRAFTS = ".ft_ckpt-file-"  # in the names of folders that a file is made in
+ABANDONED_SECONDS = 24 * 3600  # after which what another machine made, where we cannot ask for its owner, is nobody's
+
+
+def make_locked_folder(place: Callable[[str], Path], mode: int = 0o777) -> Path:
+    """Make a new folder whose lock this process holds; `place` says where, from the name of its owner."""
+    while True:
+        folder = place(locks.new_owner())
+        mkdir(folder, mode)
+        if locks.hold_lock(folder) is not False:  # else another took it for a dead one's in that instant
+            return folder
+
+
+def clear_drafts(folder: Path) -> None:
+    """Delete folders that a file was made in anywhere in `folder`, which is the caller's alone. Raises TargetError."""
+    for path in list(walk_tree(folder)):
+        if DRAFTS in path.name and is_folder(path):
+            delete_folder(path)
+
+
+@contextlib.contextmanager
+def locked_folder(parent: Path, start: str, mode: int = 0o777) -> Iterator[Path]:
+    """Yield a new folder in `parent` whose name begins with `start`, and delete it after the block.
+
+    It is locked for as long: folders of the same kind whose processes were killed are deleted first.
+    """
+    for name in list_names(parent):
+        if name.startswith(start) and re.fullmatch(locks.OWNER, name[len(start) :]):
+            with locks.claim_leftover(parent / name, name, ABANDONED_SECONDS) as gone:
+                if gone:
+                    rmtree(parent / name)
+    folder = make_locked_folder(lambda owner: parent / f"{start}{owner}", mode)
+    try:
+        yield folder
+    finally:
+        rmtree(folder)
+        locks.release_lock(folder)

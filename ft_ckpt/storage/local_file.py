@@ -1,4 +1,4 @@
-"""Files of this machine that are open for reading, by ranges or mapped, and never those bytes that came later.
+"""Open local files: ranges and mappings, with an error when the file changes while it is open.
 
 A file that is deleted or replaced by rename stays whole here, since it is held by its descriptor. One that is cut
 short or written to in place is noticed before its bytes are handed out: size and time of change are compared each

@@ -9,21 +9,13 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from ft_ckpt.errors import (
-    ConfigError,
-    MissingError,
-    UnreadableError,
-    damaged_input,
-    explained,
-)
+from ft_ckpt.errors import ConfigError, MissingError, UnreadableError, damaged_input, explained
 from ft_ckpt.storage import local_disk
-from ft_ckpt.storage.access import FREE, Access
-from ft_ckpt.storage.buffers import BLOCK_BYTES
 from ft_ckpt.storage.direct_io import LocalWriting, allocate_file, create_file
+from ft_ckpt.storage.local_disk import PREFIX, locked_folder
 from ft_ckpt.storage.local_file import open_local_file
-from ft_ckpt.storage.paths import is_name
-from ft_ckpt.storage.placing import PREFIX, locked_folder
-from ft_ckpt.storage.store import Folder, FolderListing, Readable, Store, Stored, checked_name
+from ft_ckpt.storage.read_ahead import BLOCK_BYTES
+from ft_ckpt.storage.store import FREE, Access, Folder, FolderListing, Readable, Store, Stored, checked_name, is_name
 
 _DRAFT = ".draft"
 _ABSENT = (errno.ENOENT, errno.ENOTDIR)

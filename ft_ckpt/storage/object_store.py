@@ -1,32 +1,295 @@
-"""The prefix of a bucket as a store, by obstore: S3, Google, Azure, and what speaks their languages. Knows no disks.
+"""Buckets through obstore (S3, Google, Azure and compatible ones) as stores: client, uploads, errors.
 
 An object appears when its last byte is there: in one request, or as a multipart upload that is completed at its end.
 Readers ask for the version that they opened, so that an object which is written over becomes an error.
 """
 
-from collections.abc import Iterable
-from contextlib import suppress
+import errno
+import os
+import re
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from typing import Any
+from datetime import timedelta
+from typing import Any, NoReturn, TypeVar
 
 import obstore
 from obstore import exceptions
+from obstore.store import MemoryStore, from_url
 
-from ft_ckpt.errors import CorruptError, MissingError, TargetError, UnreadableError
-from ft_ckpt.storage.object_client import make_client
-from ft_ckpt.storage.object_errors import (
-    ABSENT,
-    TAKEN,
-    changed_object,
-    missing_object,
-    reading_object,
-    refuse_missing_bucket,
-    taken_name,
-    until_whole,
-    writing_object,
+from ft_ckpt.errors import (
+    CheckpointError,
+    ConfigError,
+    CorruptError,
+    IncompleteError,
+    MissingError,
+    NameTakenError,
+    TargetError,
+    UnreadableError,
 )
-from ft_ckpt.storage.object_upload import RemoteWriting
+from ft_ckpt.messages import clean_causes
 from ft_ckpt.storage.store import Folder, FolderListing, Store, Stored, checked_name
+
+ABSENT = (FileNotFoundError, exceptions.NotFoundError)
+TAKEN = (FileExistsError, exceptions.AlreadyExistsError)
+_REFUSED = ("401", "403")  # begin the reasons of stores that do not take the credentials
+_CLIENT = (exceptions.BaseError, OSError, ValueError)
+_NO_BUCKET = ("NoSuchBucket", "ContainerNotFound")  # as the stores say it
+_CUT_OFF = ("response body error", "invalid list response", "invalid DeleteObjects response")  # as the client says it
+_T = TypeVar("_T")
+
+
+@contextmanager
+def reading_object(where: str) -> Iterator[None]:
+    """Errors of the block come out as MissingError, CorruptError (another version), ConfigError or UnreadableError."""
+    try:
+        yield
+    except CheckpointError:
+        raise
+    except _CLIENT as error:
+        clean_causes(error)
+        refuse_missing_bucket(where, error)
+        if isinstance(error, ABSENT):
+            raise missing_object(where) from error
+        if isinstance(error, exceptions.PreconditionError):
+            raise changed_object(where) from error
+        _refuse_bad_name(where, error)
+        reason = client_reason(error)
+        advice = "use credentials that may read there" if reason.startswith(_REFUSED) else "try again"
+        raise UnreadableError(f"{where}: cannot be read ({reason}); {advice}") from error
+
+
+@contextmanager
+def writing_object(where: str) -> Iterator[None]:
+    """Errors of the block come out as ConfigError or TargetError."""
+    try:
+        yield
+    except CheckpointError:
+        raise
+    except _CLIENT as error:
+        clean_causes(error)
+        refuse_missing_bucket(where, error)
+        _refuse_bad_name(where, error)
+        reason = client_reason(error)
+        raise TargetError(f"{where}: cannot be written ({reason}); mend that or choose another place") from error
+
+
+def missing_object(where: str) -> MissingError:
+    """The error for an object that is not there."""
+    found = MissingError(f"{where}: no such object")
+    found.errno = errno.ENOENT
+    return found
+
+
+def changed_object(where: str) -> CorruptError:
+    """The error for an object that is no longer the one that was opened."""
+    return CorruptError(f"{where}: written over while it was read; read it again")
+
+
+def taken_name(where: str) -> NameTakenError:
+    """The error for an object that was to be made new."""
+    return NameTakenError(f"{where}: is there already; nothing was written")
+
+
+def client_reason(error: BaseException) -> str:
+    """What the client says: status, code and message of the store, or its own first line; the rest is its insides."""
+    text = str(error)
+    status, code = re.search(r"status code: (\d+ [A-Za-z ]+)", text), re.search(r"<Code>(.*?)</Code>", text)
+    if status is None:
+        first = re.sub(r".* - (?=HTTP error|Received)", "", text.split("\n", 1)[0])
+        return f"{type(error).__name__}: {first[:300]}"
+    message = re.search(r"<Message>(.*?)</Message>", text, re.DOTALL)
+    said = ", ".join(found[1].strip() for found in (status, code) if found is not None)
+    return f"{said}: {message[1][:300]}" if message is not None else said
+
+
+def until_whole(ask: Callable[[], _T], tries: int = 3) -> _T:
+    """What `ask` gives; it is asked again where an answer was cut off, which the client does not do by itself."""
+    try:
+        return ask()
+    except exceptions.BaseError as error:
+        if tries == 1 or not any(said in str(error) for said in _CUT_OFF):
+            raise
+    return until_whole(ask, tries - 1)
+
+
+def refuse_missing_bucket(where: str, error: BaseException) -> None:
+    """Raise ConfigError where it is the bucket that is not there: the client says the same of an object."""
+    if any(code in str(error) for code in _NO_BUCKET):
+        raise ConfigError(f"{where}: there is no such bucket; make it, or mend its name") from error
+
+
+def _refuse_bad_name(where: str, error: BaseException) -> None:
+    if isinstance(error, exceptions.InvalidPathError) or "Could not parse path" in str(error):
+        raise ConfigError(f"{where}: no name that an object can have ({client_reason(error)})") from error
+
+
+_VARIABLES = {"s3": "AWS", "s3a": "AWS", "gs": "GOOGLE"}  # what those of a scheme begin with; all others are Azure's
+_CLIENT_SETTINGS = ("allow_http", "allow_invalid_certificates", "connect_timeout", "proxy_url", "timeout", "user_agent")
+_TIMEOUT = "3m"  # of one request, by the client's own clock: a part of an upload may take minutes on a slow line
+_RETRIES = {"retry_timeout": timedelta(minutes=30)}  # ten tries; some of them may have got no answer in their time
+
+
+def make_client(url: str, **options: Any) -> Any:
+    """The client of the bucket `url`; `options` are those of `obstore.store.from_url`. Raises ConfigError.
+
+    memory://NAME is a store in the memory of this process.
+    """
+    try:
+        if url.startswith("memory://"):
+            return MemoryStore(**options)
+        return from_url(url, **client_options(url, **options))
+    except (exceptions.BaseError, ValueError, TypeError) as error:
+        clean_causes(error)
+        raise ConfigError(f"{url}: no object store that can be used ({client_reason(error)})") from error
+
+
+def client_options(url: str, **options: Any) -> dict[str, Any]:
+    """Our defaults, below what variables say, below `options`: the client takes each kind from one place only."""
+    start = _VARIABLES.get(url.partition("://")[0].lower(), "AZURE")
+    found = {name: os.environ.get(f"{start}_{name.upper()}") for name in _CLIENT_SETTINGS}
+    said = {name: value for name, value in found.items() if value is not None}
+    client = {"timeout": _TIMEOUT, **said, **options.get("client_options", {})}
+    signed = {"unsigned_payload": True} if start == "AWS" and _uses_tls(options) else {}
+    return {
+        **signed,
+        **options,
+        "client_options": client,
+        "retry_config": {**_RETRIES, **options.get("retry_config", {})},
+    }
+
+
+def _uses_tls(options: dict[str, Any]) -> bool:
+    """Whether the line itself keeps what is sent whole, so that signing each body, too, would be work for nothing."""
+    config = {**options, **options.get("config", {})}
+    names = ("aws_endpoint_url", "aws_endpoint", "endpoint_url", "endpoint")
+    given = [config[name] for name in names if name in config]
+    given += [
+        os.environ[name] for name in ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT") if name in os.environ
+    ]
+    return not any(str(endpoint).startswith("http:") for endpoint in given)
+
+
+_PART_BYTES, _MOST_PARTS = 16 << 20, 10_000  # of an upload; S3 takes no more parts than that
+_STREAMS = 4  # parts of one upload that are under way at once
+
+
+def size_of_parts(size_bytes: int) -> int:
+    """The bytes of each part of the upload of an object, which is one request."""
+    return max(_PART_BYTES, -(-size_bytes // _MOST_PARTS))
+
+
+@dataclass
+class RemoteWriting:
+    """An upload under way: a thread takes the bytes in their order and sends them."""
+
+    store: "ObjectStore"
+    name: str
+    size_bytes: int
+    _ahead: dict[int, bytes] = field(default_factory=dict)  # beyond a gap
+    _ready: deque[bytes] = field(default_factory=deque)
+    _arrived: int = 0  # bytes without a gap
+    _waiting: int = 0  # of them those that are not yet sent
+    _over: bool = False
+    _dropped: bool = False
+    _error: BaseException | None = None
+    _etag: str | None = None  # of what was sent, as the store has answered
+    _change: threading.Condition = field(default_factory=threading.Condition)
+    _thread: threading.Thread | None = None
+
+    def __post_init__(self) -> None:
+        self.part_bytes = size_of_parts(self.size_bytes)
+        self._thread = threading.Thread(target=self._upload, name="ft_ckpt-upload", daemon=True)
+        self._thread.start()
+
+    def write(self, offset: int, memory: memoryview) -> None:
+        """Hand bytes over, see `Writable.write`; waits while a part is waiting to be sent."""
+        if offset + len(memory) > self.size_bytes:
+            raise IncompleteError(f"{self.name}: bytes up to {offset + len(memory)}, expected {self.size_bytes}")
+        with self._change:
+            if not len(memory):
+                return
+            self._ahead[offset] = bytes(memory)
+            while (piece := self._ahead.pop(self._arrived, None)) is not None:
+                self._ready.append(piece)
+                self._arrived, self._waiting = self._arrived + len(piece), self._waiting + len(piece)
+            self._change.notify_all()
+            self._change.wait_for(lambda: self._waiting < self.part_bytes or self._error is not None)
+            self._raise_failure()
+
+    def finish(self) -> Stored:
+        """Complete the upload, see `Writable.finish`."""
+        if self._arrived != self.size_bytes:
+            missing = f"{self.name}: {self._arrived} of {self.size_bytes} bytes arrived; nothing is kept"
+            self.abandon()
+            raise IncompleteError(missing)
+        self._end()
+        self._raise_failure()
+        found = self.store.stat(self.name)
+        if found is None or found.size_bytes != self.size_bytes or self._etag not in (None, found.etag):
+            where = self.store.where(self.name)
+            raise CorruptError(f"{where}: not whole after its upload, or written over by another; save again")
+        return found
+
+    def abandon(self) -> None:
+        """Abort the upload, see `Writable.abandon`."""
+        self._dropped = True
+        self._end()
+
+    def _end(self) -> None:
+        with self._change:
+            self._over = True
+            self._change.notify_all()
+        if self._thread is not None:
+            self._thread.join()
+
+    def _raise_failure(self) -> None:
+        if self._error is not None:
+            with writing_object(self.store.where(self.name)):
+                raise self._error
+
+    def _upload(self) -> None:
+        try:
+            if not self.size_bytes and self._next_piece() is None:  # no stream of no bytes
+                obstore.put(self.store.client, self.store.key(self.name), b"", use_multipart=False)
+                return
+            done = obstore.put(
+                self.store.client,
+                self.store.key(self.name),
+                self._pieces(),
+                use_multipart=True,
+                chunk_size=self.part_bytes,
+                max_concurrency=_STREAMS,
+            )
+            self._etag = done["e_tag"] or None  # Ceph's gateway says none
+        except BaseException as error:  # noqa: BLE001 - raised by the next write, or by finish
+            with self._change:
+                self._error = None if self._dropped else error
+                self._change.notify_all()
+
+    def _pieces(self) -> Iterator[bytes]:
+        while (piece := self._next_piece()) is not None:
+            yield piece
+
+    def _next_piece(self) -> bytes | None:
+        with self._change:
+            self._change.wait_for(lambda: self._ready or self._over)
+            if self._dropped:
+                _abort()
+            if not self._ready:
+                return None
+            piece = self._ready.popleft()
+            self._waiting -= len(piece)
+            self._change.notify_all()
+            return piece
+
+
+def _abort() -> NoReturn:
+    """End the iterator of an upload by an error: the client then takes back what it has sent."""
+    raise InterruptedError("the upload is dropped")
+
 
 _FIRST_BYTES = 256 << 10  # that come with the opening of an object: a request takes as long as a megabyte
 _MADE_UP = "~"  # begins the version of an object that the store gives none

@@ -1,22 +1,149 @@
-"""Objects that take their places whole, on a disk or in a bucket; files of libraries that know nothing but paths."""
+"""Scratch files for libraries that need a path, files that appear whole or not at all, progress bars."""
 
 import os
 import shutil
+import sys
 import tempfile
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, closing, contextmanager, suppress
-from pathlib import Path
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, suppress
+from dataclasses import replace
+from pathlib import Path, PurePosixPath
 from typing import BinaryIO, cast
 
-from ft_ckpt.errors import ConfigError, TargetError, explained
+from ft_ckpt.errors import ConfigError, CorruptError, TargetError, explained, listing
+from ft_ckpt.messages import printable, printable_lines
 from ft_ckpt.storage import local_disk
-from ft_ckpt.storage.access import FREE, Access
-from ft_ckpt.storage.local_copy import copy_object
+from ft_ckpt.storage.kept_store import KeptFile
+from ft_ckpt.storage.local_disk import DRAFTS, list_entries, locked_folder
+from ft_ckpt.storage.local_file import LocalFile, open_local_file
 from ft_ckpt.storage.local_store import LocalStore, temporary_store
 from ft_ckpt.storage.place import Place, open_place
-from ft_ckpt.storage.placing import DRAFTS, locked_folder
-from ft_ckpt.storage.source_proof import prove_sources
-from ft_ckpt.storage.store import Store
+from ft_ckpt.storage.proofs import SourceFolder, prove_sources
+from ft_ckpt.storage.read_ahead import ByteRun, read_ahead
+from ft_ckpt.storage.store import FREE, Access, Readable, Store, Stored, read_range
+from ft_ckpt.storage.writer import Region
+
+SMALL_COPY_BYTES = 8 << 20  # objects up to it are written in one call
+
+
+def _pass_over(_content: memoryview) -> None:
+    pass
+
+
+def copy_object(
+    file: Readable, store: Store, name: str, watch: Callable[[memoryview], None] = _pass_over
+) -> Stored | None:
+    """Write all of an open object into `store`, durably, under `name`; what is there then, unless it is small.
+
+    Raises what reading and writing do. `watch` sees all bytes in their order, before they are written. Between folders
+    of this machine nobody may read the copy who may not read the file.
+    """
+    source = file.inner if isinstance(file, KeptFile) else file
+    if isinstance(store, LocalStore) and isinstance(source, LocalFile):
+        store = replace(store, access=store.access & source.access)
+    if file.size_bytes <= SMALL_COPY_BYTES:
+        content = read_range(file, 0, file.size_bytes)
+        watch(memoryview(content))
+        store.write(name, content)
+        return None
+    writing, at = store.create(name, file.size_bytes), 0
+    try:
+        for part in read_ahead([ByteRun(name, file, 0, file.size_bytes)]):
+            watch(part.content)
+            writing.write(at, part.content)
+            at += part.size_bytes
+        return writing.finish()
+    except BaseException:
+        writing.abandon()
+        raise
+
+
+def local_version(file: Readable) -> LocalFile:
+    """An open object as a file of this machine: itself, or a copy that is deleted when nothing uses it any more."""
+    file = file.inner if isinstance(file, KeptFile) else file
+    if isinstance(file, LocalFile):
+        return file
+    name = PurePosixPath(file.name).name
+    with ExitStack() as stack:
+        room = stack.enter_context(temporary_store())
+        copy_object(file, room, name)
+        copy = open_local_file(room.path(name), name)
+        weakref.finalize(copy, stack.pop_all().close)
+    return copy
+
+
+def leads_out(folder: Store, name: str) -> bool:
+    """True if a link on the way to `name` leads out of `folder`, and not into the blobs of the Hub's cache."""
+    here, real = PurePosixPath(folder.identity), PurePosixPath(folder.within(name).identity)
+    roots = [here, here.parent.parent / "blobs"] if here.parent.name == "snapshots" else [here]
+    return not any(real.is_relative_to(root) for root in roots)
+
+
+def check_files_inside(folder: Store, names: Iterable[str] | None = None) -> None:
+    """Raise CorruptError listing `names` (None: everything in `folder`) that are not regular files inside of it.
+
+    Links inside of the folder are followed. Names that are not there are passed over.
+    """
+    if not isinstance(folder, LocalStore):
+        return
+    top, is_all = folder.folder, names is None
+    if names is None:
+        found = (Path(at, name) for at, folders, files in os.walk(top) for name in (*folders, *files))
+        names = [path.relative_to(top).as_posix() for path in found if path.is_symlink() or not path.is_dir()]
+    odd = [
+        name
+        for name in names
+        if os.path.lexists(top / name)
+        and (leads_out(folder, name) or not ((top / name).is_file() or (is_all and (top / name).is_dir())))
+    ]
+    if odd:
+        raise CorruptError(f"{top}: {listing(odd, ', ')}: expected regular files inside of the folder")
+
+
+def check_prefix_inside(folder: Store, prefix: str) -> None:
+    """As `check_files_inside`, for the files whose names begin with `prefix`."""
+    if isinstance(folder, LocalStore):
+        above, _, begin = prefix.rpartition("/")
+        names = (entry.name for entry in list_entries(folder.folder / above) if entry.name.startswith(begin))
+        check_files_inside(folder, [f"{above}/{name}".lstrip("/") for name in names])
+
+
+def _is_any(_name: str) -> bool:
+    return True
+
+
+@contextmanager
+def local_folder(place: Place, wanted: Callable[[str], bool] = _is_any) -> Iterator[Path]:
+    """The path of a folder on this machine while the block runs: its own, or of a copy of the `wanted` objects in it.
+
+    The wanted files of a checkpoint count as read, see `source_proof`. What the block raises names the place and not
+    the copy.
+    """
+    store = place.folder
+    if isinstance(store, SourceFolder) and store.proof is not None:
+        for each in store.list():
+            if wanted(each.name):
+                store.open(each.name).close()
+    if isinstance(store, LocalStore):
+        yield store.folder
+        return
+    with temporary_store() as room:
+        copy = room.within(place.last_step)
+        for each in store.list():
+            if wanted(each.name):
+                with closing(store.open(each.name)) as file:
+                    copy_object(file, copy, each.name)
+        try:
+            yield copy.folder
+        except Exception as error:
+            error.args = tuple(_renamed(text, copy.url, str(place)) for text in error.args)
+            raise
+
+
+def _renamed(text: object, before: str, after: str) -> object:
+    return printable_lines(text).replace(printable(before), printable(after)) if isinstance(text, str) else text
+
 
 _MEMORY, _PLENTY_BYTES = "/dev/shm", 1 << 30  # noqa: S108 - a folder of its own is made in it
 _NAME_BYTES = 150  # of a target's name in that of a hidden folder; 255 are allowed
@@ -131,3 +258,36 @@ def _draft_folder(target: Path) -> AbstractContextManager[Path]:
     """A hidden folder beside `target`, see `locked_folder`."""
     start = os.fsencode(target.name)[:_NAME_BYTES].decode("utf-8", "ignore")
     return locked_folder(target.parent, f".{start}{DRAFTS}", 0o700)
+
+
+_WORTH_SHOWING_BYTES = 64 << 20
+
+
+@contextmanager
+def track_progress(
+    total_bytes: int, label: str, leads: bool
+) -> Iterator[Callable[[Iterable[Region]], Iterator[Region]]]:
+    """Yield a function that passes regions on unchanged and shows their bytes in one bar on rank 0's terminal."""
+    with track_bytes(total_bytes if leads else 0, label) as advance:
+
+        def track_regions(regions: Iterable[Region]) -> Iterator[Region]:
+            for region in regions:
+                yield region
+                advance(region.size_bytes)
+
+        yield track_regions
+
+
+@contextmanager
+def track_bytes(total_bytes: int, label: str) -> Iterator[Callable[[int], None]]:
+    """Yield a function that takes the bytes which have come, and shows them in a bar where that is worth it."""
+    if total_bytes < _WORTH_SHOWING_BYTES or not sys.stderr.isatty():
+        yield lambda _size_bytes: None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
+
+    columns = (TextColumn("{task.description}", markup=False), BarColumn(), DownloadColumn(), TransferSpeedColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task(printable(label), total=total_bytes)
+        yield lambda size_bytes: bar.advance(task, size_bytes)

@@ -1,20 +1,44 @@
-"""The interface to the places that hold bytes: a local folder, or a prefix in an object store.
+"""The interfaces of a store: a local folder or the prefix of a bucket; access rights of new files.
 
 A store holds objects under names: relative paths with forward slashes, see `paths.is_inside`. Folders exist as far as
 names have slashes. All errors are ours: ConfigError for a name that the store cannot have, MissingError, CorruptError
 or UnreadableError while reading, TargetError, NoSpaceError or NameTakenError while writing.
 """
 
+import re
 from collections.abc import Callable, Iterable
 from contextlib import closing
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from ft_ckpt.errors import ConfigError, CorruptError, damaged_input
-from ft_ckpt.storage.paths import is_inside
 
 if TYPE_CHECKING:
     from ft_ckpt.storage.local_file import MappedBytes
+
+import stat
+from dataclasses import replace
+
+
+def is_name(path: object) -> bool:
+    """True for a relative path in its plainest form (no "..", ".", empty step or NUL) that can be a name.
+
+    Surrogates from dc80 to dcff stand for the bytes of a name that is not UTF-8, other ones for nothing.
+    """
+    if not isinstance(path, str) or re.search("[\0\ud800-\udc7f\udd00-\udfff]", path):
+        return False
+    return not {"", ".", ".."} & set(path.split("/"))
+
+
+def is_inside(path: object) -> bool:
+    """Whether a file may name `path`: a name that means the same on every system, so without a backslash."""
+    return is_name(path) and "\\" not in str(path)
+
+
+def is_utf8(text: str) -> bool:
+    """True when `text` survives UTF-8: it has no lone halves of surrogate pairs."""
+    return text.isascii() or not any("\ud800" <= letter <= "\udfff" for letter in text)
+
 
 MOST_TEXT_BYTES = 256 << 20  # of a config, an index or another document that is read whole
 
@@ -218,3 +242,52 @@ def read_range(file: Readable, start: int, size_bytes: int) -> bytes:
     memory = bytearray(max(0, min(size_bytes, file.size_bytes - start)))
     file.read_into(memoryview(memory), start)
     return bytes(memory)
+
+
+@dataclass(frozen=True)
+class Access:
+    """The most that the permission bits of new files and folders may be; the umask takes more of them away.
+
+    The bits for the group are about `group`: in another one they go no further than those for everybody.
+    """
+
+    file_bits: int = 0o777
+    folder_bits: int = 0o777
+    group: int | None = None  # None: whatever the group
+
+    def __and__(self, other: "Access") -> "Access":
+        """The access to what is made of both."""
+        group = other.group if self.group is None else self.group
+        one, two = self.in_group(group), other.in_group(group)
+        return Access(one.file_bits & two.file_bits, one.folder_bits & two.folder_bits, group)
+
+    def in_group(self, group: int | None) -> "Access":
+        """The same in another group."""
+        if self.group in (None, group):
+            return self
+        return Access(_for_anyone(self.file_bits), _for_anyone(self.folder_bits), group)
+
+    @property
+    def for_file(self) -> "Access":
+        """The same for a file that leaves the folder: only those may read it who may enter that."""
+        inside = sum(0o7 << shift for shift in (0, 3, 6) if self.folder_bits >> shift & 1)
+        return replace(self, file_bits=self.file_bits & inside | stat.S_IRUSR)
+
+
+FREE = Access()  # the umask alone decides
+
+
+def file_access(mode: int, group: int) -> Access:
+    """The access to a file; its owner may always read it."""
+    return Access(mode & 0o777 | stat.S_IRUSR, 0o777, group)
+
+
+def folder_access(mode: int, group: int) -> Access:
+    """The access to a folder, whatever files are in it."""
+    return Access(0o777, mode & 0o777, group)
+
+
+def _for_anyone(bits: int) -> int:
+    """The bits where group and others are other people: what both may do."""
+    both = bits >> 3 & bits & 0o7
+    return bits & ~0o077 | both << 3 | both

@@ -1,4 +1,4 @@
-"""Fills new objects of a store with regions of memory: one thread copies, several write behind it, and two hash.
+"""Writes memory regions into new objects: one thread copies, several write, two digest.
 
 For few bytes one thread does it all: starting others takes longer.
 
@@ -18,9 +18,25 @@ from typing import Any, TypeVar
 
 import xxhash
 
-from ft_ckpt.storage.buffers import ALIGNMENT, Block, address_of, new_block
+from ft_ckpt.storage.read_ahead import ALIGNMENT, BLOCK_BYTES, Block, address_of, new_block
 from ft_ckpt.storage.store import Stored, Writable
-from ft_ckpt.storage.write_tuning import WriteTuning
+
+
+@dataclass(frozen=True)
+class WriteTuning:
+    """One way to write: `threads` writers of blocks of `block_bytes`."""
+
+    threads: int = 4
+    block_bytes: int = BLOCK_BYTES
+    direct_bytes: int | None = BLOCK_BYTES  # files from this size on go past the page cache; None: none does
+
+
+def tuning_for(threads: int | None = None, direct: str = "auto", block_bytes: int = BLOCK_BYTES) -> WriteTuning:
+    """The way to write that these settings ask for: None and "auto" are the defaults, "on" is for small files, too."""
+    usual = WriteTuning()
+    least = {"auto": usual.direct_bytes, "on": 0, "off": None}[direct]
+    return WriteTuning(threads or usual.threads, block_bytes, least)
+
 
 T = TypeVar("T")
 _FEW_BYTES, _SMALL_BLOCK_BYTES = 32 << 20, 2 << 20

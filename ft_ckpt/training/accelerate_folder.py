@@ -1,4 +1,4 @@
-"""Opens a folder that `accelerator.save_state` wrote as a point to resume from; its pickles are read, never run.
+"""Opens a folder of `accelerator.save_state` as a resume point; its pickles are decoded, never run.
 
 Such a folder has numbers where ours has names: the third optimizer, its seventh parameter. So the document has what
 was read under the folder's own numbers ("foreign"), and `accelerate_run` says what they are in the run at hand.
@@ -17,21 +17,17 @@ from typing import Any
 from ft_ckpt.checkpoint.manifest import MANIFEST_NAME, Manifest, PartRecord
 from ft_ckpt.checkpoint.open_checkpoint import OpenCheckpoint
 from ft_ckpt.errors import CheckpointError, LoadError, SelectionError, damaged_input, listing
-from ft_ckpt.files.folder import JoinedFile, join_weight_files, weight_files
 from ft_ckpt.formats.layout import TensorFile, TensorRecord
-from ft_ckpt.formats.memory_file import MemoryFile
-from ft_ckpt.formats.raw_file import RawFile
-from ft_ckpt.formats.torch_file import compare_sums, join_places, strided_tensor
-from ft_ckpt.formats.torch_pickle import TensorPlace
-from ft_ckpt.formats.torch_values import load_torch_values
-from ft_ckpt.model.json_values import encode_value
+from ft_ckpt.formats.pytree import encode_value
+from ft_ckpt.formats.tensor_file import MemoryFile, RawFile
+from ft_ckpt.formats.torch_file import TensorPlace, compare_sums, join_places, load_torch_values, strided_tensor
+from ft_ckpt.model.folder import JoinedFile, join_weight_files, weight_files
 from ft_ckpt.storage.digests import FileRecord
 from ft_ckpt.storage.local_store import LocalStore
 from ft_ckpt.training import rng
 from ft_ckpt.training.data_position import place_beginning_in
-from ft_ckpt.training.parameter_groups import settings_of
-from ft_ckpt.training.state import DOCUMENT_VERSION, FOLDER, Document, flatten_tree
-from ft_ckpt.training.state_files import ResumePoint, StoredTensors
+from ft_ckpt.training.optimizers import settings_of
+from ft_ckpt.training.state import DOCUMENT_VERSION, FOLDER, Document, ResumePoint, StoredTensors, flatten_tree
 
 ACCELERATE = "accelerate"
 MARKER = "random_states_0.pkl"  # that every such folder has, and no other

@@ -1,4 +1,4 @@
-"""Fits a folder of Accelerate's `save_state` to the run at hand: its numbers become the names of the run's objects.
+"""Matches the numbered objects of an `accelerator.save_state` folder with the items of a run.
 
 Models, optimizers, schedulers and registered objects are known by the order in which they were prepared, parameters of
 an optimizer by their order in its groups, since the folder has nothing else; shapes are compared.
@@ -15,9 +15,9 @@ from ft_ckpt.checkpoint.manifest import Manifest
 from ft_ckpt.distributed.source import Source
 from ft_ckpt.errors import CheckpointError, LoadError, listing
 from ft_ckpt.formats.layout import TensorFile, TensorRecord
-from ft_ckpt.formats.renamed_file import RenamedFile
+from ft_ckpt.formats.tensor_file import RenamedFile
 from ft_ckpt.training import optimizers
-from ft_ckpt.training.feeds import describe_data
+from ft_ckpt.training.data_position import describe_data
 from ft_ckpt.training.items import (
     Item,
     Key,
@@ -27,10 +27,9 @@ from ft_ckpt.training.items import (
     optimizers_among,
     tied_names,
 )
-from ft_ckpt.training.optimizer_protocol import Description
+from ft_ckpt.training.optimizers import Description
 from ft_ckpt.training.resume import Restored
-from ft_ckpt.training.state import FOLDER, Document, flatten_tree
-from ft_ckpt.training.state_files import ResumePoint, StoredTensors
+from ft_ckpt.training.state import FOLDER, Document, ResumePoint, StoredTensors, flatten_tree
 
 _LISTS = {"model": "_models", "optimizer": "_optimizers", "scheduler": "_schedulers", "custom": "_custom_objects"}
 _KINDS = {

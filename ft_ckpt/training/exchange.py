@@ -1,4 +1,4 @@
-"""Dataclasses between ranks: what each puts into a meeting, and what comes out of it.
+"""Dataclasses as messages between ranks.
 
 Who needs what of the others decides how: `hear_leader` where rank 0's is everybody's, `decide_together` where all need
 what follows from all, `tell_leader` where rank 0 alone needs each of them. No rank gets what it does not need.
@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from typing import Any, ClassVar, Protocol, TypeVar
 
-from ft_ckpt.checkpoint.typed_json import reader_of
+from ft_ckpt.checkpoint.manifest import reader_of
 from ft_ckpt.distributed.agreement import Values
 from ft_ckpt.distributed.ranks import Ranks
 

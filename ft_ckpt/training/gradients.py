@@ -1,4 +1,4 @@
-"""Gradients of a step that is not complete yet: what gradient accumulation has summed up so far on this rank."""
+"""Pending gradients: what gradient accumulation has summed up on this rank since the last step."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any

@@ -1,4 +1,4 @@
-"""The objects that a run consists of, each an **item** with a name of its own, and the tensors of its models.
+"""The items of a run: named objects (models, optimizers, loaders, ...) and the tensors of its models.
 
 Names are chosen so that nothing is told by them: a tensor is known by its model's item and its name in that model, and
 what names a state uses itself no object can have.
@@ -9,10 +9,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import xxhash
-from torch import nn
+from torch import Tensor, nn
 
-from ft_ckpt.distributed.added_state import refuse_one_way_state
 from ft_ckpt.distributed.agreement import rank_numbers
+from ft_ckpt.distributed.module_state import refuse_one_way_state
 from ft_ckpt.distributed.ranks import Ranks
 from ft_ckpt.distributed.source import Source
 from ft_ckpt.distributed.tensors import ModelTensors
@@ -21,7 +21,7 @@ from ft_ckpt.errors import ConfigError, LoadError, RanksDisagreeError, Selection
 from ft_ckpt.training import optimizers
 from ft_ckpt.training.exchange import decide_together
 from ft_ckpt.training.optimizer_kinds import kind_of_optimizer, run_counters
-from ft_ckpt.training.optimizer_protocol import OptimizerKind
+from ft_ckpt.training.optimizers import OptimizerKind
 
 ENGINE = "engine"  # the item of what an engine counts by itself
 EXTRA_STATE = "extra state"  # the item of what a model's modules list beside parameters and buffers
@@ -332,3 +332,52 @@ def _item_kind(name: str, value: Any) -> str:
     raise SelectionError(
         f"{name}: a {type(value).__name__} has no state_dict() and load_state_dict(); give it both, or leave it out"
     )
+
+
+_SCORES = ("ipt", "exp_avg_ipt", "exp_avg_unc")
+
+
+@dataclass(frozen=True, eq=False)
+class RankAllocation:
+    """The scores of a PEFT model's allocator of ranks, and the ranks that it has given, as an object with state."""
+
+    tuner: Any
+
+    def state_dict(self) -> dict[str, Any]:
+        """Those of this moment; scores by the names of the parameters."""
+        allocator = self.tuner.rankallocator
+        scores = {kind: dict(getattr(allocator, kind)) for kind in _SCORES}
+        return {**scores, "rank_pattern": allocator.peft_config.rank_pattern}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Give them back, each score to the device of its parameter."""
+        allocator, homes = self.tuner.rankallocator, dict(self.tuner.model.named_parameters())
+        for kind in _SCORES:
+            scores: Mapping[str, Tensor] = state[kind]
+            setattr(allocator, kind, {name: score.to(homes[name].device) for name, score in scores.items()})
+        allocator.peft_config.rank_pattern = state["rank_pattern"]
+
+
+def with_extra_state(model: nn.Module, items: Sequence[Item], walked: Mapping[str, ModelTensors]) -> list[Item]:
+    """`items`, one for each model whose modules list more than parameters and buffers, and AdaLoRA's allocators.
+
+    `walked` are the tensors of the models by item, see `walk_models`.
+    """
+    models = [("", model), *((item.name, item.value) for item in items if item.kind == "model")]
+    allocations = enumerate(rank_allocations(model))
+    return [
+        *items,
+        *(Item(f"{EXTRA_STATE}: AdaLoRA's ranks {number}", "object", one) for number, one in allocations),
+        *(
+            Item(f"{EXTRA_STATE} of {name}" if name else EXTRA_STATE, "object", ExtraState(one))
+            for name, one in models
+            if walked[name].added()
+        ),
+    ]
+
+
+def rank_allocations(model: nn.Module) -> list[RankAllocation]:
+    """Those of a model, or of its own attributes, that AdaLoRA trains."""
+    inside = unwrap(model)
+    tuners = (getattr(unwrap(one), "base_model", None) for one in (inside, *inside.children()))
+    return [RankAllocation(one) for one in tuners if getattr(one, "rankallocator", None) is not None]

@@ -1,10 +1,9 @@
-"""Every kind of optimizer that is known, a line each: the first that serves an optimizer answers for it."""
+"""The list of known kinds of optimizers."""
 
 from typing import Any
 
-from ft_ckpt.training.optimizer_protocol import OptimizerKind
-from ft_ckpt.training.optimizers import PlainOptimizers, unwrap_optimizer
-from ft_ckpt.training.zero_kind import ZeroOptimizers
+from ft_ckpt.training.optimizers import OptimizerKind, PlainOptimizers, unwrap_optimizer
+from ft_ckpt.training.zero_optimizer import ZeroOptimizers
 
 OPTIMIZER_KINDS: list[OptimizerKind] = [ZeroOptimizers(), PlainOptimizers()]
 

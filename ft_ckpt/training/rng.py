@@ -1,4 +1,4 @@
-"""The state of random number generators, the global ones of this process and single ones: taken, and put back.
+"""The state of random number generators: the global ones and registered ones.
 
 Python's `random`, NumPy's legacy global generator, torch's CPU generator and the accelerator's. A process that shares
 the machine with other ranks has the generator of its current device; a process alone has those of all its devices.

@@ -1,31 +1,44 @@
-"""The run that a saver serves: its objects, how far it is, what it needs to go on, and when it saves next."""
+"""The run of a saver: its registered items, its progress, its saved state and its restoration."""
 
+import random
+import reprlib
 import time
 import uuid
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 from torch import nn
 
 from ft_ckpt import schedule
 from ft_ckpt.config import SaverConfig
-from ft_ckpt.distributed import broadcast
+from ft_ckpt.distributed import fill
 from ft_ckpt.distributed.ranks import Ranks, current_ranks
 from ft_ckpt.distributed.source import Source
-from ft_ckpt.errors import ConfigError, LoadError, RanksDisagreeError, damaged_input, listing
+from ft_ckpt.distributed.tensors import engine_names
+from ft_ckpt.distributed.wrappers import unwrap, user_class
+from ft_ckpt.errors import (
+    CheckpointError,
+    ConfigError,
+    CorruptError,
+    LoadError,
+    RanksDisagreeError,
+    SelectionError,
+    damaged_input,
+    listing,
+)
 from ft_ckpt.messages import warn
 from ft_ckpt.model.base_model import BaseWatch
 from ft_ckpt.schedule import Every
 from ft_ckpt.storage.place import Place
-from ft_ckpt.training import capture as capturing
-from ft_ckpt.training import rank_state, resume, state
+from ft_ckpt.training import gradients as accumulation
+from ft_ckpt.training import resume, rng, state
+from ft_ckpt.training import state as capturing
 from ft_ckpt.training.accelerate_run import LiveRun, fit_point
-from ft_ckpt.training.capture import Captured, Objects
+from ft_ckpt.training.data_position import DataPositions, check_position
 from ft_ckpt.training.exchange import decide_together, hear_leader
-from ft_ckpt.training.extra_state import with_extra_state
-from ft_ckpt.training.feeds import DataPositions
-from ft_ckpt.training.gradient_flags import changed_flags
 from ft_ckpt.training.gradients import StepWatch
 from ft_ckpt.training.items import (
     Item,
@@ -39,14 +52,224 @@ from ft_ckpt.training.items import (
     refuse_unsaveable,
     run_items,
     walk_models,
+    with_extra_state,
 )
-from ft_ckpt.training.polling import ClockPoll
-from ft_ckpt.training.rank_state import OnRank
-from ft_ckpt.training.resume import Damage, RankOutcomes, RestoreReport, RestoreStake, merge_outcomes
-from ft_ckpt.training.run_progress import Progress
-from ft_ckpt.training.run_settings import fingerprint_differences, run_fingerprint
-from ft_ckpt.training.state import Document
-from ft_ckpt.training.state_files import ResumePoint
+from ft_ckpt.training.resume import (
+    Damage,
+    RankOutcomes,
+    Restored,
+    RestoreReport,
+    RestoreStake,
+    Unread,
+    Wanted,
+    merge_outcomes,
+    open_agreed,
+)
+from ft_ckpt.training.state import Captured, Document, Objects, ResumePoint, StoredTensors, changed_flags, tree_of_rank
+from ft_ckpt.training.triggers import ClockPoll
+
+_GRADIENTS, _RANDOM, _FEED, _STEPS, _SYNC = "gradients", "rng", "loader", "accumulation", "sync"
+
+
+@dataclass(frozen=True, eq=False)
+class OnRank:
+    """Where the state of this rank is: `models` and all `items` of the run."""
+
+    accelerator: Any
+    models: Mapping[str, nn.Module]
+    feeds: DataPositions
+    steps: StepWatch
+    items: Sequence[Item]
+
+    @property
+    def is_synced(self) -> bool:
+        """Whether Accelerate, if it counts, says that no step is under way."""
+        return bool(getattr(self.accelerator, "sync_gradients", True))
+
+
+def capture_rank_state(of: OnRank) -> dict[str, Any]:
+    """The state of this rank, as trees by name. Raises SelectionError where gradients are kept out of reach."""
+    own: dict[str, Any] = {_RANDOM: rng.capture_generators()}
+    own |= {f"{_FEED}-{index}": state for index, state in enumerate(of.feeds.state_dicts())}
+    if hasattr(of.accelerator, "step"):
+        own[_STEPS], own[_SYNC] = int(of.accelerator.step), of.is_synced
+    kinds = [] if of.is_synced else optimizers_among(of.items)
+    if keeping := [kind.keeps_gradients for _, kind, optimizer in kinds if kind.is_accumulating(optimizer)]:
+        raise SelectionError(f"gradients: {keeping[0]} keeps them to itself; save when the optimizer has stepped")
+    if not of.is_synced or of.steps.is_pending(of.models.values):
+        own[_GRADIENTS] = {name: accumulation.pending_gradients(model) for name, model in of.models.items()}
+    return own
+
+
+def read_rank_state(document: Document, stored: StoredTensors, ranks: Ranks) -> tuple[dict[str, Any], list[Restored]]:
+    """What this rank goes on with, by name, without gradients; and what of it cannot be restored. Overwrites nothing.
+
+    On another number of ranks the places in the data are those of rank 0, which tell what all ranks have seen.
+    """
+    saved, trees, odd = len(document["ranks"]), {}, []
+    stand_in = min(ranks.rank, saved - 1)
+    names = [*document["ranks"][stand_in]]
+    feeds = [name for name in names if name.startswith(f"{_FEED}-")]
+    for name in (*feeds, *({_RANDOM, _STEPS, _SYNC} & {*names})):
+        item = "data" if name in feeds else _RANDOM if name == _RANDOM else _GRADIENTS
+        try:
+            tree = tree_of_rank(document, stored, 0 if name in feeds and saved != ranks.size else stand_in, name)
+            if problems := _tree_problems(name, tree):
+                odd.append(Restored(item, "failed", listing(problems)))
+            trees[name] = tree
+        except CorruptError as error:
+            odd.append(Unread(item, "failed", str(error)))
+    if {*feeds} != {f"{_FEED}-{number}" for number in range(len(feeds))}:
+        odd.append(Restored("data", "failed", f"places of {listing(feeds, ', ')}"))
+    if _RANDOM not in names:
+        odd.append(Restored(_RANDOM, "failed", "not in the checkpoint"))
+    if any(_GRADIENTS in there for there in document["ranks"]) and (saved != ranks.size or _GRADIENTS not in names):
+        detail = f"saved in the middle of gradient accumulation by {saved} rank(s), resumed on {ranks.size}"
+        odd.append(Restored(_GRADIENTS, "failed", detail))
+    return trees, odd
+
+
+def _tree_problems(name: str, tree: Any) -> list[str]:
+    """What is wrong with an object of `capture_rank_state`. Raises CorruptError for a place in the data."""
+    if name == _RANDOM:
+        return rng.generator_problems(tree)
+    if name == _SYNC:
+        return [] if type(tree) is bool else [f"{_SYNC} is {reprlib.repr(tree)}"]
+    if name == _STEPS:
+        return [] if type(tree) is int and 0 <= tree < 1 << 63 else [f"{_STEPS} is {reprlib.repr(tree)}"]
+    check_position(tree)
+    return []
+
+
+def restore_rank_state(
+    to: OnRank, document: Document, stored: StoredTensors, ranks: Ranks, trees: Mapping[str, Any]
+) -> tuple[DataPositions, tuple[str, ...], list[Restored]]:
+    """Give this rank what `read_rank_state` has read: the feeds, notes, and what became of each.
+
+    Random numbers come last, since anything before may draw some. Gradients that the checkpoint lacks are dropped.
+    """
+    saved, notes, outcomes = len(document["ranks"]), [], []
+    own = document["ranks"][min(ranks.rank, saved - 1)]
+    feeds = DataPositions([trees[name] for index in range(len(trees)) if (name := f"{_FEED}-{index}") in trees])
+    if f"{_FEED}-0" in trees:
+        outcomes.append(Restored("data", "restored"))
+    if _STEPS in trees and to.accelerator is not None:
+        to.accelerator.step = trees[_STEPS]
+        to.accelerator.gradient_state._set_sync_gradients(trees.get(_SYNC, _GRADIENTS not in own))
+    for model in to.models.values():
+        accumulation.drop_gradients(model)
+    if any(_GRADIENTS in names for names in document["ranks"]):
+        outcomes.append(
+            _put_back_gradients(to.models, tree_of_rank(document, stored, ranks.rank, _GRADIENTS), saved, ranks)
+        )
+    problems = rng.restore_generators(trees[_RANDOM])
+    outcomes.append(Restored(_RANDOM, "failed" if problems else "restored", "; ".join(problems)))
+    if saved != ranks.size:
+        notes.append(
+            f"saved by {saved} rank(s), resumed on {ranks.size}: weights and optimizer are the same; ranks 0 to "
+            f"{min(saved, ranks.size) - 1} go on with their random numbers, further ones with new ones"
+        )
+    if ranks.rank >= saved:
+        _reseed_new_rank(ranks.rank)
+    return feeds, tuple(notes), outcomes
+
+
+def _put_back_gradients(models: Mapping[str, nn.Module], gradients: Any, saved: int, ranks: Ranks) -> Restored:
+    if saved != ranks.size or gradients is None:
+        detail = f"saved in the middle of gradient accumulation by {saved} rank(s), resumed on {ranks.size}"
+        return Restored(_GRADIENTS, "failed", detail)
+    try:
+        for name, model in models.items():
+            accumulation.restore_gradients(model, gradients.get(name, {}))
+    except (CheckpointError, RuntimeError) as error:
+        return Restored(_GRADIENTS, "failed", str(error))
+    return Restored(_GRADIENTS, "restored")
+
+
+def _reseed_new_rank(rank: int) -> None:
+    """New random numbers for a rank that was not there: from those it was lent, moved apart by its number."""
+    import numpy as np
+    import torch
+
+    seed = (int(torch.randint(2**62, ()).item()) ^ (rank * 0x9E3779B97F4A7C15)) % 2**63
+    torch.manual_seed(seed)
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+
+
+@dataclass(frozen=True)
+class Progress:
+    """How far a run is, and what it was resumed from."""
+
+    step: int = 0
+    """Steps of the optimizer that are done."""
+    epoch: int = 0
+    """Passes over the data that are done, as `remaining` counts them for the loader it was first asked for."""
+    batch: int = 0
+    """Batches of this rank that are done in the current pass of that loader."""
+    samples: int = 0
+    """Samples of that loader that all ranks together have been given since the run began."""
+    resumed_from: Path | str | None = None
+    """The checkpoint, its URL where it is in a bucket; None when the run began afresh."""
+    report: RestoreReport = field(default_factory=RestoreReport)
+    """The outcome of the resume; without items when the run began afresh."""
+
+
+Fingerprint = dict[str, Any]
+
+
+def run_fingerprint(
+    model: nn.Module,
+    found: Collection[Source],
+    objects: Mapping[str, Any],
+    loaders: Sequence[Any],
+    accelerator: Any,
+    world_size: int,
+    versions: Mapping[str, str],
+) -> Fingerprint:
+    """The facts of this run, as plain values under dotted names; `objects` are those whose class matters."""
+    facts: Fingerprint = {
+        "world size": world_size,
+        "engine": engine_names(found),
+        "model": user_class(type(unwrap(model))).__name__,
+        "parameters": sum(one.numel for one in {s.key: s for s in found}.values()),
+        "gradient accumulation": getattr(accelerator, "gradient_accumulation_steps", None),
+        "mixed precision": getattr(accelerator, "mixed_precision", None),
+    }
+    for name, value in objects.items():
+        facts[name] = type(_unwrap_accelerate(value)).__name__
+    for index, loader in enumerate(loaders):
+        facts |= {f"loader {index}: {name}": value for name, value in _loader_settings(loader).items()}
+    facts |= {f"version of {name}": version for name, version in versions.items()}
+    return {name: value for name, value in facts.items() if value is not None}
+
+
+def fingerprint_differences(saved: Fingerprint, now: Fingerprint) -> tuple[str, ...]:
+    """A sentence for each fact that both know and that is not the same."""
+    return tuple(
+        f"{name}: {saved[name]!r} when it was saved, {now[name]!r} now"
+        for name in saved
+        if name in now and saved[name] != now[name]
+    )
+
+
+def _unwrap_accelerate(value: Any) -> Any:
+    for attribute in ("optimizer", "scheduler"):
+        if type(value).__module__.startswith("accelerate.") and hasattr(value, attribute):
+            return _unwrap_accelerate(getattr(value, attribute))
+    return value
+
+
+def _loader_settings(loader: Any) -> dict[str, Any]:
+    batch = getattr(loader, "total_batch_size", None) or getattr(loader, "batch_size", None)
+    return {"batch size": batch, "samples": _count_samples(getattr(loader, "dataset", None))}
+
+
+def _count_samples(dataset: Any) -> int | None:
+    try:
+        return len(dataset)
+    except (TypeError, NotImplementedError, AttributeError):
+        return None
 
 
 @dataclass(frozen=True)
@@ -127,7 +350,7 @@ class TrainingRun:
 
         def current_objects() -> Objects:
             items = self._watch_steps()
-            return Objects(self.model, items, rank_state.capture_rank_state(self._on_rank(items)))
+            return Objects(self.model, items, capture_rank_state(self._on_rank(items)))
 
         captured = capturing.capture_run(current_objects, ranks)
         signed = object_signatures(self.accelerator, self.registered, lambda: captured.found)
@@ -308,7 +531,7 @@ class TrainingRun:
         found = known_sources(models, items)
         fitted = fit_point(point, LiveRun(self.accelerator, self.model, items, found, ranks.rank, ranks.size))
         held, document, stored, items = point.checkpoint, fitted.point.document, fitted.point.tensors, fitted.items
-        trees, unread = rank_state.read_rank_state(document, stored, ranks)
+        trees, unread = read_rank_state(document, stored, ranks)
         odd = [*fitted.outcomes, *unread]  # of one item the first counts: a folder's own names its file
         odd += resume.find_misfits(items, found, document, stored, ranks.rank)
         odd += resume.compare_adapters(self.model, self.config.attribute, held, stored)
@@ -326,7 +549,7 @@ class TrainingRun:
         given_up = {one.name for one in told.items}
         items = [item for item in items if item.name not in given_up]
         way = point.way_to_read(self.config.fan_out)
-        fill_all = broadcast.choose_filler(way, ranks, self.config.bucket_bytes)
+        fill_all = fill.choose_filler(way, ranks, self.config.bucket_bytes)
         outcomes = [] if "weights" in given_up else [resume.restore_weights(found, document, stored, fill_all)]
         outcomes += [one for one in base if one.status == "restored"]
         for _, kind, optimizer in optimizers_among(items):
@@ -346,7 +569,7 @@ class TrainingRun:
             apart, lost = resume.restore_apart(items, found, document, stored, ranks)
             outcomes += apart
             on_rank = self._on_rank(items)
-            self.feeds, notes, more = rank_state.restore_rank_state(on_rank, document, stored, ranks, trees)
+            self.feeds, notes, more = restore_rank_state(on_rank, document, stored, ranks, trees)
             progress = document["progress"]
             self.step, self.run_id, self.resumed_from = progress["step"], document["run_id"], Place(held.origin)
             self._ancestors, self._let_go = set(document.get("ancestors", ())), set(document.get("let_go", ()))
@@ -398,3 +621,25 @@ def _refuse_unknown(
         raise ConfigError(
             f"resume(allow=...): {listing(unknown, ', ')}: no item; there are {listing(sorted(known), ', ', 20)}"
         )
+
+
+def resume_run(
+    run: TrainingRun, wanted: Wanted, ranks: Ranks, allow: Iterable[str] | bool, versions: Mapping[str, str]
+) -> None:
+    """Put `run` back to where the checkpoint that is wanted was made; leave it as it is for a fresh start. Collective.
+
+    What a run has been trained to in this process is not put at stake: digests are compared before any of it is
+    overwritten. Else that is done while the files are read, which are read once then. `allow` and errors as for
+    `CheckpointSaver.resume`.
+    """
+    allowed = allow if isinstance(allow, bool) else frozenset([allow] if isinstance(allow, str) else allow)
+    while True:
+        with ExitStack() as stack:
+            point, branch = open_agreed(wanted, ranks, stack)
+            if point is None:
+                return
+            damage = run.restore_state(point, ranks, allowed, versions)
+            if not damage.problems:
+                run.branch_off(branch)
+                return
+        wanted = wanted.without(point, damage.problems)

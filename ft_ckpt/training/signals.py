@@ -1,4 +1,4 @@
-"""Signals that ask a process to end: the first is remembered until the step is over, the second ends it at once."""
+"""Signals that end a process: the first is remembered until the step ends, the second ends it at once."""
 
 import _thread
 import ctypes

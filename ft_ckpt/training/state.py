@@ -1,41 +1,129 @@
-"""What a run needs beside its weights to go on as if it had not stopped: the state of its objects, gathered by name.
+"""The training state of a run as entries and a JSON document, and the checks of a document that is read.
 
 What is alike on all ranks (optimizer moments, schedulers) is stored once; what each
 rank has of its own (random numbers, place in the data, an object that differs) once for each rank. All tensors become
 entries of one more part of the checkpoint, and go the way weights go; the rest is one JSON document.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass, field, fields, replace
+from functools import cached_property, partial
 from typing import Any
 
 import torch
 import xxhash
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from ft_ckpt.checkpoint.manifest import Manifest, reader_of
+from ft_ckpt.checkpoint.open_checkpoint import OpenCheckpoint
 from ft_ckpt.distributed.agreement import Values, runs_of, values_of_runs
-from ft_ckpt.distributed.ranks import Ranks
+from ft_ckpt.distributed.fill import WantedTensor, fill_tensor
+from ft_ckpt.distributed.ranks import Ranks, try_action
+from ft_ckpt.distributed.replicas import own_name
 from ft_ckpt.distributed.sharding import OwnedSharding
 from ft_ckpt.distributed.source import Source, held_source
-from ft_ckpt.distributed.tensors import source_of_tensor
-from ft_ckpt.distributed.wrappers import is_distributed
+from ft_ckpt.distributed.tensors import ModelTensors, source_of_tensor
+from ft_ckpt.distributed.wrappers import by_engine, is_distributed, layouts_of
+from ft_ckpt.errors import CheckpointError, CorruptError, LoadError, SelectionError, damaged_input, listing, shown
 from ft_ckpt.formats import safetensors
 from ft_ckpt.formats.dtypes import dtype_name, dtype_of
-from ft_ckpt.formats.pytree import PLAIN, Leaf, flatten
-from ft_ckpt.formats.pytree_json import encode_node
+from ft_ckpt.formats.layout import Spec, TensorFile, checked_sizes
+from ft_ckpt.formats.pytree import (
+    PLAIN,
+    Leaf,
+    decode_node,
+    decode_value,
+    encode_node,
+    flatten,
+    leaf_numbers,
+    load_object,
+    unflatten,
+)
+from ft_ckpt.formats.registry import format_named
+from ft_ckpt.formats.tensor_file import ListedFile
 from ft_ckpt.model.entries import Entry, Part, unchanged_entry
+from ft_ckpt.schedule import begin_history
+from ft_ckpt.storage.frozen_view import ListedStore
+from ft_ckpt.storage.proofs import FileProof, share_proofs
+from ft_ckpt.storage.store import Store
 from ft_ckpt.training.items import (
     Item,
     Key,
     check_same_items,
+    known_sources,
     labelled_sources,
     model_sources,
     name_differing_tensors,
     optimizers_among,
     tied_names,
+    walk_models,
+    with_extra_state,
 )
-from ft_ckpt.training.rank_descriptions import merge_descriptions
+from ft_ckpt.training.optimizers import Description
+
+
+def merge_descriptions(descriptions: Sequence[Description]) -> Description:
+    """One description: a rank that holds nothing of a parameter (FSDP1) may have no state for it.
+
+    Settings of groups and numbers that a rank has otherwise than rank 0 are under "own", by the rank.
+    """
+    if all(one is descriptions[0] for one in descriptions):
+        return descriptions[0]
+    apart = [rank for rank, one in enumerate(descriptions) if one.get("beside") != descriptions[0].get("beside")]
+    if apart:
+        raise SelectionError(
+            f"{descriptions[0]['class']}: its state beside that of the parameters differs on rank {apart[0]} from rank "
+            "0's: it cannot be kept; make it the same, or save without the optimizer's state"
+        )
+    state: dict[str, dict[str, Any]] = {}
+    for rank, one in enumerate(descriptions):
+        for name, entries in one["state"].items():
+            known = state.setdefault(name, {})
+            known.update({k: {**v, "rank": rank} if rank else v for k, v in entries.items() if k not in known})
+    together = {**descriptions[0], "state": state}
+    own = {str(rank): values for rank, one in enumerate(descriptions) if (values := _values_of_rank(one, together))}
+    return {**together, **({"own": own} if own else {})}
+
+
+def description_of_rank(description: Description, rank: int) -> Description:
+    """The merged description, with the settings and numbers that `rank` had of its own."""
+    own = description.get("own", {}).get(str(rank))
+    if own is None:
+        return description
+    groups = [
+        {**group, "values": {**group["values"], **own["groups"].get(str(number), {})}}
+        for number, group in enumerate(description["groups"])
+    ]
+    state = {name: {**entries, **own["state"].get(name, {})} for name, entries in description["state"].items()}
+    return {**description, "groups": groups, "state": state}
+
+
+def settings_by_rank(description: Description) -> dict[str, list[int]]:
+    """What of a merged description some ranks have of their own, in words, and these ranks."""
+    found: dict[str, list[int]] = {}
+    for rank, own in description.get("own", {}).items():
+        names = [f"{key} of group {number}" for number, values in own["groups"].items() for key in values]
+        names += [f"{name}: {key}" for name, entries in own["state"].items() for key in entries]
+        for name in names:
+            found.setdefault(name, []).append(int(rank))
+    return found
+
+
+def _values_of_rank(one: Description, together: Description) -> Description:
+    """The settings and numbers of one rank that are not those of the ranks `together`; {} for none."""
+    groups, state = {}, {}
+    for number, (group, known) in enumerate(zip(one["groups"], together["groups"], strict=False)):
+        odd = {key: value for key, value in group["values"].items() if value != known["values"].get(key)}
+        groups.update({str(number): odd} if odd else {})
+    for name, entries in one["state"].items():
+        plain = {key: entry for key, entry in entries.items() if "dtype" not in entry}
+        odd = {k: entry for k, entry in plain.items() if entry["value"] != together["state"][name][k].get("value")}
+        state.update({name: odd} if odd else {})
+    return {"groups": groups, "state": state} if groups or state else {}
+
 
 FOLDER, FILE, DOCUMENT_NAME = "state", "training", "training.json"
 DOCUMENT_VERSION = 1
@@ -281,3 +369,422 @@ def _prefixed_entries(prefix: str, tensors: Mapping[str, Source]) -> list[Entry]
 
 def _entry_of(source: Source) -> Entry:
     return unchanged_entry(source.name, source)
+
+
+FLAGS = "requires_grad"  # their key in the document of a state
+_TRAINED, _FROZEN = "trained", "frozen"
+
+
+def gradient_flags(found: Mapping[Key, Source]) -> Document:
+    """The labels of parameters that want a gradient, or of those that want none, whichever are fewer."""
+    flags = _flags_by_label(found)
+    trained, frozen = [[label for label, one in flags.items() if one is flag] for flag in (True, False)]
+    return {_TRAINED: trained} if len(trained) < len(frozen) else {_FROZEN: frozen}
+
+
+def check_flags(told: Mapping[str, Any] | None) -> None:
+    """Raise CorruptError for what `gradient_flags` did not give; None is of an earlier version."""
+    if told is not None and [*told] not in ([_TRAINED], [_FROZEN]):
+        raise CorruptError(f"{listing(sorted(told), ', ') or 'nothing'}, expected {_TRAINED!r} or {_FROZEN!r}")
+
+
+def changed_flags(document: Document, found: Mapping[Key, Source]) -> list[str]:
+    """In words, what wants a gradient now and did not when the state of `document` was saved, and the reverse.
+
+    Nothing is said of states of earlier versions, which did not tell.
+    """
+    told: Document | None = document.get(FLAGS)
+    if told is None:
+        return []
+    listed = frozenset(told[_TRAINED] if _TRAINED in told else told[_FROZEN])
+    changed: dict[bool, list[str]] = {True: [], False: []}
+    for label, flag in _flags_by_label(found).items():
+        if ((label in listed) is (_TRAINED in told)) is not flag:
+            changed[flag].append(label)
+    words = {
+        False: f"{_TRAINED} when it was saved, {_FROZEN} now",
+        True: f"{_FROZEN} when it was saved, {_TRAINED} now",
+    }
+    return [f"{listing(labels, ', ')}: {words[flag]} (requires_grad)" for flag, labels in changed.items() if labels]
+
+
+def _flags_by_label(found: Mapping[Key, Source]) -> dict[str, bool]:
+    """What the parameters themselves say, whatever an optimizer has trained."""
+    parameters = {f"{item}: {name}" if item else name: one for (item, name), one in found.items() if one.is_parameter}
+    layouts = layouts_of(by_engine(one.live for one in parameters.values()))
+    return {label: layout.trainable for label, layout in zip(parameters, layouts, strict=True)}
+
+
+_MASTER = "master"
+_BAD = (CheckpointError, ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
+_Stored = tuple[tuple[int, ...] | None, str | None]  # shape and dtype of a tensor; None: as the model's
+
+
+@dataclass(frozen=True)
+class _KnownDocument:
+    """The fields of the document. Those with a default are not in the documents of all versions."""
+
+    version: int
+    weights: Mapping[str, tuple[str, ...]]
+    items: Mapping[str, Mapping[str, Any]]
+    ranks: tuple[Mapping[str, Mapping[str, Any]], ...]
+    progress: Mapping[str, int]
+    history: Mapping[str, Any]
+    run_id: str
+    fingerprint: Mapping[str, Any]
+    keep: Mapping[str, Any] | None = None
+    ancestors: tuple[str, ...] = ()
+    signatures: Mapping[str, str] = field(default_factory=dict)
+    requires_grad: Mapping[str, tuple[str, ...]] | None = None
+    apart: Mapping[str, Mapping[str, str | None]] = field(default_factory=dict)
+    let_go: tuple[str, ...] = ()
+
+
+def read_document(store: Store, manifest: Manifest) -> Document:
+    """The JSON half of the training state of the checkpoint in `store`: the fields that are known.
+
+    Raises CorruptError when it cannot be read, naming every value that is of another type or out of range, and every
+    tensor of the state that it does not refer to.
+    """
+    file = store.where(f"{FOLDER}/{DOCUMENT_NAME}")
+    with damaged_input(f"{file}; resume from another checkpoint"):
+        document: Document = json.loads(store.read(f"{FOLDER}/{DOCUMENT_NAME}"), parse_constant=_refuse_constant)
+        version = document["version"]
+        if type(version) is int and version > DOCUMENT_VERSION:
+            raise CorruptError(
+                f"{file}: training state version {version}, this ft_ckpt reads up to {DOCUMENT_VERSION}; upgrade"
+            )
+        known: _KnownDocument = reader_of(_KnownDocument)(document)
+        if problems := list(_problems(known, manifest)):
+            raise CorruptError(f"{file}: {listing(problems)}; resume from another checkpoint")
+    return {one.name: document[one.name] for one in fields(known) if one.name in document}
+
+
+def _refuse_constant(name: str) -> Any:
+    raise CorruptError(f"{name} is no JSON")
+
+
+def _problems(known: _KnownDocument, manifest: Manifest) -> Iterator[str]:
+    """What is wrong with values whose type is right."""
+    if known.version < 1:
+        yield f"version: {known.version}"
+    if not known.ranks:
+        yield "ranks: none"
+    counts = {name: known.progress.get(name) for name in ("step", "epoch", "batch", "samples")}
+    yield from (f"progress.{name}: {count}" for name, count in counts.items() if count is None or count < 0)
+    for name, value, told in (
+        ("progress.step", counts["step"], manifest.step),
+        ("run_id", known.run_id, manifest.run_id),
+    ):
+        if told not in (None, value):
+            yield f"{name}: {value!r}, expected {told!r} as in the manifest"
+    yield from _tried("history", lambda: begin_history(0, 0, 0.0, known.history))
+    yield from _tried(FLAGS, lambda: check_flags(known.requires_grad))
+    described = {name: entry["optimizer"] for name, entry in known.items.items() if "optimizer" in entry}
+    for name, one in described.items():
+        yield from _tried(f"items.{name}", lambda: _check_optimizer(one, len(known.ranks)))  # noqa: B023 - called at once
+    yield from _tried("tensors", lambda: _check_tensors(known, manifest))
+
+
+def _tried(where: str, check: Callable[[], object]) -> Iterator[str]:
+    try:
+        check()
+    except _BAD as error:
+        yield f"{where}: {error if isinstance(error, CheckpointError) else shown(error)}"
+
+
+@dataclass(frozen=True)
+class _Group:
+    params: tuple[str, ...]
+    values: Mapping[str, Mapping[str, Any]]
+
+
+_read_settings = reader_of(Mapping[str, Mapping[str, Any]])
+_read_entries = reader_of(Mapping[str, Mapping[str, Mapping[str, Any]]])
+_read_names = reader_of(Mapping[str, str])
+
+
+def _check_optimizer(described: Any, ranks: int) -> None:
+    """Raise what a description raises that is none."""
+    if type(described) is not dict or type(described["class"]) is not str or type(described["groups"]) is not list:
+        raise CorruptError("no optimizer's state")
+    for group in described["groups"]:
+        found = reader_of(_Group)(group if type(group) is dict else {})
+        _check_settings(found.values)
+    _check_entries(described["state"], ranks)
+    for dtype in _read_names(described.get("masters", {})).values():
+        dtype_of(dtype)
+    for value in reader_of(Mapping[str, Any])(described.get("scaler", {})).values():
+        decode_value(value)
+    if "beside" in described:
+        beside = _read_names(described["beside"])
+        torch.device(beside["device"])
+        load_object(beside["text"])
+    own = reader_of(Mapping[str, Mapping[str, Mapping[str, Any]]])(described.get("own", {}))
+    for rank, values in own.items():
+        groups = values["groups"]
+        if not _is_below(rank, ranks) or not all(_is_below(number, len(described["groups"])) for number in groups):
+            raise CorruptError(f"own: rank {rank}")
+        for settings in groups.values():
+            _check_settings(_read_settings(settings))
+        _check_entries(values["state"], ranks)
+
+
+def _is_below(number: str, most: int) -> bool:
+    return number.isdecimal() and int(number) < most
+
+
+def _check_settings(settings: Mapping[str, Mapping[str, Any]]) -> None:
+    for setting in settings.values():
+        decode_value(setting["value"])
+        if "tensor" in setting:
+            torch.tensor(decode_value(setting["value"]), dtype=dtype_of(setting["tensor"]))
+
+
+def _check_entries(state: Any, ranks: int) -> None:
+    for entries in _read_entries(state).values():
+        for key, entry in entries.items():
+            if "dtype" not in entry:
+                decode_value(entry["value"])
+                continue
+            dtype_of(entry["dtype"])
+            checked_sizes(entry["shape"])
+            if type(entry["host"]) is not bool or not _is_below(str(entry.get("rank", 0)), ranks):
+                raise CorruptError(f"{key}: {dict(entry)}")
+
+
+def _check_tensors(known: _KnownDocument, manifest: Manifest) -> None:
+    """Raise CorruptError where the document refers to no tensor, or to another one than there is; or none to one."""
+    specs = {(part.path, one.name): (one.shape, one.dtype) for part in manifest.parts for one in part.tensors}
+    problems = [
+        f"weights.{name}: {list(place)} is no tensor" for name, place in known.weights.items() if place not in specs
+    ]
+    wanted = dict(_referred_tensors(known))
+    stored = {name: spec for (part, name), spec in specs.items() if part == FOLDER}
+    models = tuple(f"{name}/" for name, entry in known.items.items() if entry.get("model") is True)
+    for name, (shape, dtype) in wanted.items():
+        found = stored.get(name)
+        if found is None or shape not in (None, found[0]) or dtype not in (None, found[1]):
+            told = "not there" if found is None else f"{found[1]} {list(found[0])}"
+            problems.append(f"{name}: {told}, expected {dtype or 'a tensor'} {list(shape or ())}")
+    problems += [
+        f"{name}: nothing refers to it" for name in stored if name not in wanted and not name.startswith(models)
+    ]
+    if problems:
+        raise CorruptError(listing(problems))
+
+
+def _referred_tensors(known: _KnownDocument) -> Iterator[tuple[str, _Stored]]:
+    """The tensors of the state's part that the document refers to, by name; those of models are not listed."""
+    yield from ((place[-1], (None, None)) for place in known.weights.values() if place[:1] == (FOLDER,))
+    for name, odd in known.apart.items():
+        yield from ((own_name(name, int(rank)), (None, None)) for rank in odd)
+    for item, entry in known.items.items():
+        if "optimizer" in entry:
+            described = entry["optimizer"]
+            for name, entries in described["state"].items():
+                tensors = ((key, one) for key, one in entries.items() if "dtype" in one)
+                yield from ((f"{item}/{name}/{key}", (tuple(one["shape"]), one["dtype"])) for key, one in tensors)
+            for name, dtype in described.get("masters", {}).items():
+                yield f"{item}/{name}/{_MASTER}", (None, dtype)
+        elif entry.get("model") is not True:
+            yield from _tensors_of_tree(item, entry)
+    for rank, trees in enumerate(known.ranks):
+        for name, entry in trees.items():
+            yield from _tensors_of_tree(f"rank-{rank}/{name}", entry)
+
+
+def _tensors_of_tree(name: str, entry: Mapping[str, Any]) -> Iterator[tuple[str, _Stored]]:
+    """Raises CorruptError for a tree that no object could have been, or that has not as many tensors as it says."""
+    numbers = sorted({*leaf_numbers(decode_node(entry["tree"]))})
+    if numbers != list(range(len(numbers))) or (type(entry["tensors"]), entry["tensors"]) != (int, len(numbers)):
+        raise CorruptError(f"{name}: tensors {numbers}, expected {entry['tensors']!r:.40} from 0 on")
+    yield from ((f"{name}/{number}", (None, None)) for number in numbers)
+
+
+class StoredTensors:
+    """The tensor files of one checkpoint, opened when first needed; tensors by the folder of their part and name."""
+
+    def __init__(
+        self,
+        held: OpenCheckpoint,
+        remote: Callable[[str], TensorFile] | None = None,
+        proofs: Sequence[FileProof] = (),
+    ) -> None:
+        """`remote` gives the tensors of the part in a folder, where another rank reads them for this one; `proofs` are
+        the comparisons of whole files that are due.
+        """
+        self._held, self._remote, parts = held, remote, held.manifest.parts
+        self.late_files, self.proofs = [proof.record for proof in proofs], proofs
+        kinds = {part.kind for part in parts}
+        self.is_remote = remote is not None
+        self.is_adapter = "adapter" in kinds and "model" not in kinds  # the base is elsewhere
+        self._formats = {part.path: part.format for part in parts}
+        self._files = {(part.path, tensor.name): tensor.file for part in parts for tensor in part.tensors}
+        self._open: dict[str, TensorFile] = {}
+
+    def take_share(self, number: int, count: int) -> None:
+        """Leave comparisons to other ranks, of which there are `count` with this one, the `number`th."""
+        self.proofs = share_proofs(self.proofs, number, count)
+
+    def file_of(self, part: str, name: str) -> TensorFile:
+        """The file that holds the tensor `name` of the part in folder `part`. Raises LoadError when none does."""
+        place = self._files.get((part, name))
+        if place is None:
+            raise LoadError(f"{name}: not among the tensors of the checkpoint {self._held.location}")
+        if place not in self._open:
+            self._open[place] = self._remote(part) if self._remote else self._listed_file(part, place)
+        return self._open[place]
+
+    def _listed_file(self, part: str, place: str) -> ListedFile:
+        """The file at `place`, of tensors of the part in folder `part`."""
+
+        def open_file() -> TensorFile:
+            return format_named(self._formats[part]).open_file(self._held.store.open(place))
+
+        proof = next((one for one in self.proofs if one.record.path == place), None)
+        return ListedFile(self._held.store.where(place), self._specs[place], open_file, proof)
+
+    @cached_property
+    def _specs(self) -> dict[str, dict[str, Spec]]:
+        """What the manifest says of the tensors in each file, in its order."""
+        found: dict[str, dict[str, Spec]] = {}
+        for tensor in (tensor for part in self._held.manifest.parts for tensor in part.tensors):
+            found.setdefault(tensor.file, {})[tensor.name] = Spec(tensor.name, tensor.shape, tensor.dtype)
+        return found
+
+    def state_names(self, prefix: str) -> frozenset[str]:
+        """Names of the training state's tensors that begin with `prefix`, without it."""
+        return frozenset(n[len(prefix) :] for part, n in self._files if part == FOLDER and n.startswith(prefix))
+
+    def read(self, part: str, name: str, start: int, stop: int) -> Tensor:
+        """Flat elements [start, stop) of a tensor, on the host."""
+        return self.file_of(part, name).read(name, start, stop)
+
+    def state_tensor(self, name: str) -> Tensor:
+        """The tensor `name` of the training state, whole, on the host."""
+        file = self.file_of(FOLDER, name)
+        return file.read(name).view(file.specs[name].shape)
+
+    def close(self) -> None:
+        """Let go of the files."""
+        for file in self._open.values():
+            file.close()
+
+
+@dataclass(frozen=True, eq=False)
+class ResumePoint:
+    """An open checkpoint to resume from, in which each thing is read once: manifest, document of the state, tensors."""
+
+    checkpoint: OpenCheckpoint
+    document: Document
+    tensors: StoredTensors
+    served: str = ""  # ranks that rank 0 reads the tensors for, in words
+    is_proved_late: bool = False  # digests of its files, on any rank, are compared while these are read
+
+    def way_to_read(self, fan_out: str) -> str:
+        """The way that `choose_filler` takes for what SaverConfig.fan_out says."""
+        if self.served:
+            return "broadcast"
+        return "small" if fan_out == "auto" and isinstance(self.checkpoint.store, ListedStore) else fan_out
+
+
+def open_resume_point(held: OpenCheckpoint, stack: ExitStack, proofs: Sequence[FileProof] = ()) -> ResumePoint:
+    """What there is to resume from in an open checkpoint, until the stack ends; `proofs` of its files are still due.
+
+    Raises CorruptError.
+    """
+    tensors = StoredTensors(held, proofs=proofs)
+    stack.callback(tensors.close)
+    return ResumePoint(held, read_document(held.store, held.manifest), tensors)
+
+
+def entries_of_rank(document: Document, rank: int) -> Document:
+    """What the document has of this rank alone; nothing for a rank that was not there."""
+    ranks: list[Document] = document["ranks"]
+    return ranks[rank] if rank < len(ranks) else {}
+
+
+def tree_of_rank(document: Document, stored: StoredTensors, rank: int, name: str) -> Any:
+    """The object `name` that the rank stored for itself; None when there is none."""
+    entry = entries_of_rank(document, rank).get(name)
+    return None if entry is None else tree_of(entry, f"rank-{rank}/{name}", stored)
+
+
+def tree_of(entry: Document, prefix: str, stored: StoredTensors, like: Any = None) -> Any:
+    """The object that `entry` describes. Tensors that `like` has cut over the ranks are made and read in its way."""
+    cut = _cut_tensors(like)
+
+    def make_tensor(index: int) -> Any:
+        name = f"{prefix}/{index}"
+        if index not in cut:
+            return stored.state_tensor(name)
+        fresh = torch.empty_like(cut[index])
+        made = source_of(name, fresh)
+        fill_tensor(WantedTensor(made, made.local, stored.file_of(FOLDER, name), name))
+        return fresh
+
+    def make_array(index: int) -> Any:
+        return stored.state_tensor(f"{prefix}/{index}").numpy()
+
+    return unflatten(decode_node(entry["tree"]), make_tensor, make_array)
+
+
+def _cut_tensors(like: Any) -> dict[int, Tensor]:
+    """The distributed tensors in the state of an object as it is now, by their place in its tree."""
+    if like is None:
+        return {}
+    with suppress(SelectionError):  # what it holds before it is loaded may be of any kind
+        tensors = tree_tensors(like.state_dict())
+        return {index: tensor for index, tensor in enumerate(tensors) if is_distributed(tensor)}
+    return {}
+
+
+@dataclass(frozen=True, eq=False)
+class Objects:
+    """What a run consists of: the model that is saved, the items with a state, and this rank's own trees."""
+
+    model: nn.Module
+    items: Sequence[Item]
+    own: Mapping[str, Any]
+
+
+@dataclass(frozen=True, eq=False)
+class Captured:
+    """What a save has found: the tensors of the saved model and, for a run, those of all its models and its state."""
+
+    tensors: ModelTensors
+    found: Mapping[Key, Source] = field(default_factory=dict)  # of the models of a run
+    state: TrainingState | None = None
+    error: BaseException | None = None  # why there is no state; raised when the save is planned, so that all ranks meet
+
+    @property
+    def document(self) -> Document:
+        """All of the state that is no tensor."""
+        return {} if self.state is None else self.state.document
+
+
+def capture_run(objects: Callable[[], Objects], ranks: Ranks) -> Captured:
+    """The state of the run that consists of `objects`. Collective. Moves nothing.
+
+    Raises SelectionError naming state that cannot be saved, RanksDisagreeError naming objects that differ. An error
+    that one rank alone may meet afterwards is kept in the result.
+    """
+
+    def look() -> tuple[Sequence[Item], dict[str, ModelTensors], dict[Key, Source], LocalState]:
+        run = objects()
+        models = walk_models(run.model, run.items)
+        items = with_extra_state(run.model, run.items, models)
+        found = known_sources(models, items)
+        return items, models, found, local_state(items, found, run.own, digest=ranks.size > 1)
+
+    looked, error = try_action(look)
+    if looked is None:
+        ranks.agree("save_state()", error=error)
+    assert looked is not None, "the agreement has raised the error"
+    items, models, found, local = looked
+    every = exchange_facts(local, items, ranks, found)
+    state, error = try_action(partial(assemble_state, local, every, items, found, ranks.rank))
+    if state is not None:
+        state.document[FLAGS] = gradient_flags(found)
+    return Captured(models[""], found, state, error)

@@ -1,4 +1,4 @@
-"""The state of DeepSpeed's ZeRO optimizers (stages 1, 2 and 3), by the names of the parameters, and back.
+"""The state of DeepSpeed's ZeRO optimizers (stages 1 to 3) by parameter name, and its restoration.
 
 ZeRO trains flat float32 partitions, one or more on each rank, with pieces of many parameters one after the other. The
 functions here are those of `optimizers`: what they describe has each parameter's own shape, whoever holds which run
@@ -17,12 +17,52 @@ from ft_ckpt.distributed.source import Source, held_source
 from ft_ckpt.distributed.zero import Partition, Slot, changed_with_steps, zero_partitions
 from ft_ckpt.errors import LoadError, SelectionError, listing
 from ft_ckpt.formats.dtypes import dtype_name, dtype_of
-from ft_ckpt.model.json_values import decode_value, encode_value
+from ft_ckpt.formats.pytree import decode_value, encode_value
 from ft_ckpt.training import optimizers
-from ft_ckpt.training.optimizer_protocol import Description
-from ft_ckpt.training.optimizers import unwrap_optimizer
-from ft_ckpt.training.parameter_groups import match_groups, set_groups
-from ft_ckpt.training.zero_engine import restore_scaler, scaler_numbers
+from ft_ckpt.training.optimizers import Description, OptimizerKind, match_groups, set_groups, unwrap_optimizer
+
+_COUNTERS = ("global_steps", "global_samples", "micro_steps", "skipped_steps")
+_SCALER = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
+
+
+@dataclass(frozen=True, eq=False)
+class EngineCounters:
+    """What a DeepSpeed engine counts: steps, skipped ones, samples of all ranks, micro-batches and their number."""
+
+    engine: Any
+
+    def state_dict(self) -> dict[str, int]:
+        """The counts by name."""
+        counts = {name: int(getattr(self.engine, name)) for name in _COUNTERS}
+        return {**counts, "accumulation": int(self.engine.gradient_accumulation_steps())}
+
+    def load_state_dict(self, state: Mapping[str, int]) -> None:
+        """Let the engine count on from these."""
+        for name in _COUNTERS:
+            setattr(self.engine, name, state[name])
+        # micro-batches are recounted when as many make a step no longer
+        steps, rest = divmod(state["micro_steps"], state["accumulation"])
+        self.engine.micro_steps = steps * self.engine.gradient_accumulation_steps() + rest
+
+
+def scaler_numbers(optimizer: Any) -> dict[str, Any]:
+    """What changes of its dynamic loss scaler, which there is in half precision only: DeepSpeed's own, or torch's."""
+    scaler, torch_scaler = getattr(optimizer, "loss_scaler", None), optimizer.torch_autocast_gradscaler
+    if torch_scaler is not None:
+        return {key: encode_value(value) for key, value in torch_scaler.state_dict().items()}
+    return {key: encode_value(getattr(scaler, key)) for key in _SCALER} if getattr(scaler, "dynamic", False) else {}
+
+
+def restore_scaler(optimizer: Any, stored: Mapping[str, Any]) -> None:
+    """Let the loss scaler go on from the numbers that `scaler_numbers` gave, if they are of one of its kind."""
+    values = {key: decode_value(value) for key, value in stored.items()}
+    if set(values) == set(scaler_numbers(optimizer)):  # else float16 has come or gone, or the other scaler
+        if optimizer.torch_autocast_gradscaler is not None:
+            optimizer.torch_autocast_gradscaler.load_state_dict(values)
+            return
+        for key, value in values.items():
+            setattr(optimizer.loss_scaler, key, value)
+
 
 MASTER = "master"  # the key of the float32 weights that ZeRO trains beside half-precision ones
 
@@ -336,3 +376,24 @@ def _read_run(place: Slot, key: str, dtype: torch.dtype, into: Tensor, fills: _F
     read = torch.empty(source.local.shape, dtype=dtype)
     fills[0](replace(source, dtype=dtype).holding(read))
     source.local.copy_(read)
+
+
+class ZeroOptimizers(OptimizerKind):
+    """Those that DeepSpeed partitions; `zero_optimizer` does what is asked."""
+
+    keeps_gradients = "DeepSpeed"
+
+    serves = staticmethod(is_zero)
+    describe = staticmethod(describe_zero)
+    tensors = staticmethod(zero_tensors)
+    check = staticmethod(check_zero)
+    restore = staticmethod(restore_zero)
+    hooked_optimizer = staticmethod(hooked_optimizer)
+    is_accumulating = staticmethod(is_accumulating)
+    adopt_weights = staticmethod(adopt_weights)
+    refresh_weights = staticmethod(refresh_weights)
+
+    def run_counters(self, accelerator: Any) -> Any:
+        """Those of the engine that Accelerate has made."""
+        wrapped = getattr(accelerator, "deepspeed_engine_wrapped", None)
+        return None if wrapped is None else EngineCounters(wrapped.engine)

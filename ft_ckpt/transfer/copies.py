@@ -1,4 +1,4 @@
-"""Copies committed checkpoints between any two places, each a local folder or in a bucket: whole, or not at all.
+"""Copies a committed checkpoint between two places: whole, or not at all.
 
 Each byte is read once and compared by digest as it goes; the manifest comes last. What a checkpoint beside the new one
 has already is taken over there, and objects of one service are copied by the service.
@@ -14,18 +14,21 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ft_ckpt.checkpoint.catalog import load_manifest, verify
-from ft_ckpt.checkpoint.earlier import EarlierCheckpoint, earlier_checkpoints, take_earlier
 from ft_ckpt.checkpoint.manifest import MANIFEST_NAME, Manifest
-from ft_ckpt.checkpoint.open_checkpoint import OpenCheckpoint, open_checkpoint
+from ft_ckpt.checkpoint.open_checkpoint import (
+    EarlierCheckpoint,
+    OpenCheckpoint,
+    earlier_checkpoints,
+    open_checkpoint,
+    take_earlier,
+)
 from ft_ckpt.checkpoint.staging import Staging, open_staging_at, settle_staging_at
 from ft_ckpt.errors import CheckpointError, CorruptError, ManifestError, NameTakenError, NoSpaceError, TargetError
-from ft_ckpt.storage.access import Access
 from ft_ckpt.storage.digests import FileRecord, RunningDigest, digest_of_bytes, digest_of_open
-from ft_ckpt.storage.local_copy import SMALL_COPY_BYTES, copy_object
 from ft_ckpt.storage.local_store import LocalStore, files_access
 from ft_ckpt.storage.place import Place, open_place, source_access
-from ft_ckpt.storage.progress import track_bytes
-from ft_ckpt.storage.store import Store, etag_of
+from ft_ckpt.storage.scratch import SMALL_COPY_BYTES, copy_object, track_bytes
+from ft_ckpt.storage.store import Access, Store, etag_of
 
 _SMALL_AT_ONCE = 8  # small files under way; of large ones several parts are
 _EARLIER = 8  # newest checkpoints at the destination that files are taken over from

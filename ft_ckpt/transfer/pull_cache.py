@@ -16,10 +16,10 @@ from ft_ckpt.checkpoint.manifest import Manifest
 from ft_ckpt.checkpoint.open_checkpoint import OpenCheckpoint
 from ft_ckpt.config import parse_size
 from ft_ckpt.errors import CheckpointError, NameTakenError
-from ft_ckpt.storage import owners
+from ft_ckpt.storage import locks
+from ft_ckpt.storage.local_disk import PREFIX
 from ft_ckpt.storage.local_store import LocalStore
 from ft_ckpt.storage.place import Place
-from ft_ckpt.storage.placing import PREFIX
 from ft_ckpt.transfer.copies import CopyReport, content_identity, content_key, copy_open, is_there
 
 _FOLDER, _SIZE = "FT_CKPT_CACHE", "FT_CKPT_CACHE_SIZE"  # variables that say where it is, and how large it may become
@@ -85,7 +85,7 @@ def _sole_puller(cache: LocalStore, name: str) -> Iterator[None]:
     while True:
         with suppress(NameTakenError):
             cache.write(lock, b"", create_only=True)
-        with owners.holding_lock(cache.path(lock)) as mine:
+        with locks.holding_lock(cache.path(lock)) as mine:
             if mine is not False:
                 yield
                 return

@@ -71,8 +71,8 @@ def transfer(_setting: Setting, direction: str, way: str, size_bytes: int) -> li
 
 
 def _ours_up(folder: str, memory: mmap.mmap) -> Callable[[], Any]:
-    from ft_ckpt.storage.buffers import BLOCK_BYTES
-    from ft_ckpt.storage.open_store import open_store
+    from ft_ckpt.storage.place import open_store
+    from ft_ckpt.storage.read_ahead import BLOCK_BYTES
 
     store, view = open_store(folder), memoryview(memory)
 
@@ -86,7 +86,7 @@ def _ours_up(folder: str, memory: mmap.mmap) -> Callable[[], Any]:
 
 
 def _ours_down(folder: str, memory: mmap.mmap) -> Callable[[], Any]:
-    from ft_ckpt.storage.open_store import open_store
+    from ft_ckpt.storage.place import open_store
     from ft_ckpt.storage.read_ahead import read_into
 
     store, view = open_store(folder), memoryview(memory)
@@ -95,7 +95,7 @@ def _ours_down(folder: str, memory: mmap.mmap) -> Callable[[], Any]:
 
 def _client(folder: str) -> tuple[Any, str]:
     """A bare client with the same settings, and the object's name in its bucket."""
-    from ft_ckpt.storage.open_store import open_store
+    from ft_ckpt.storage.place import open_store
 
     store: Any = open_store(folder)
     return store.client, store.key(_NAME)

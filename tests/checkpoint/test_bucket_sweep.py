@@ -8,22 +8,19 @@ from faults import save_with_state
 from faulty_stores import CountingStore
 from watched_stores import Stopped, Watch, all_interleavings, stopping_at
 
-from ft_ckpt.checkpoint import marks
-from ft_ckpt.checkpoint.bucket_removal import drop_from_bucket, strip_in_bucket
+from ft_ckpt.checkpoint import guards
+from ft_ckpt.checkpoint.bucket_delete import drop_from_bucket, strip_in_bucket
 from ft_ckpt.checkpoint.catalog import discover, verify
-from ft_ckpt.checkpoint.leases import hold_lease
+from ft_ckpt.checkpoint.guards import LEASE, SAVING, TOMBSTONE, hold_lease, pin, pin_reason, put_mark, read_mark, unpin
 from ft_ckpt.checkpoint.manifest import MANIFEST_NAME
-from ft_ckpt.checkpoint.marks import LEASE, SAVING, TOMBSTONE, put_mark, read_mark
 from ft_ckpt.checkpoint.open_checkpoint import open_checkpoint
-from ft_ckpt.checkpoint.pins import pin, pin_reason, unpin
 from ft_ckpt.checkpoint.prune import PruneReport, make_room, prune_run, recover_all, survey_run
 from ft_ckpt.checkpoint.staging import open_object_staging
 from ft_ckpt.errors import NotACheckpointError, TargetError, UnreadableError
 from ft_ckpt.retention import Keep
 from ft_ckpt.storage.local_store import LocalStore
 from ft_ckpt.storage.object_store import ObjectStore
-from ft_ckpt.storage.open_store import open_store
-from ft_ckpt.storage.place import Place
+from ft_ckpt.storage.place import Place, open_store
 
 KEEP = Keep(last=2, state=Keep(last=1))  # of four drops two and strips one
 TEN_MINUTES, DAY = 601, 24 * 3600 + 1  # and a second
@@ -304,7 +301,7 @@ def test_a_reader_is_stopped_at_each_request(template):
 
 @pytest.fixture
 def no_pause(monkeypatch):
-    monkeypatch.setattr(marks, "_POLL_SECONDS", 0.0)
+    monkeypatch.setattr(guards, "_POLL_SECONDS", 0.0)
 
 
 def raced(template, *actors, check):
@@ -442,8 +439,8 @@ def test_a_removal_gives_way_to_what_came_after_the_plan(bucket):
 
 def test_a_removal_that_takes_too_long_gives_way(bucket, monkeypatch):
     """Others take its tombstone for a dead one's after ten minutes."""
-    clock = iter([0.0, marks.STALE_SECONDS / 2 + 1])
-    monkeypatch.setattr("ft_ckpt.checkpoint.bucket_removal.time.monotonic", lambda: next(clock))
+    clock = iter([0.0, guards.STALE_SECONDS / 2 + 1])
+    monkeypatch.setattr("ft_ckpt.checkpoint.bucket_delete.time.monotonic", lambda: next(clock))
     assert "too slowly" in drop_from_bucket(bucket.within("checkpoint-1")).why[0]
     monkeypatch.undo()
     assert (steps(bucket), marks_in(bucket)) == ([1, 2, 3, 4], [])
@@ -451,7 +448,7 @@ def test_a_removal_that_takes_too_long_gives_way(bucket, monkeypatch):
 
 def test_who_waits_for_a_removal_waits_a_minute(bucket, monkeypatch, no_pause):
     """A sweep was killed while it looked: the checkpoint is there, and can be opened ten minutes later."""
-    monkeypatch.setattr(marks, "_PATIENCE_SECONDS", 0.0)
+    monkeypatch.setattr(guards, "_PATIENCE_SECONDS", 0.0)
     place = Place(bucket, "checkpoint-1")
     put_mark(place.folder, f"{TOMBSTONE}-of-a-dead-one")
     for act in (lambda: open_checkpoint(place).__enter__(), lambda: pin(place)):
@@ -498,7 +495,7 @@ def test_a_lease_is_renewed_and_dead_after_ten_minutes_of_the_stores_clock(bucke
         assert prune_run(later(bucket, 540), Keep(last=3)).dropped == ()
         assert prune_run(later(bucket), Keep(last=3)).dropped == (f"{bucket.url}/checkpoint-1",)
     with monkeypatch.context() as patch:
-        patch.setattr(marks, "BEAT_SECONDS", 0.01)
+        patch.setattr(guards, "BEAT_SECONDS", 0.01)
         with hold_lease(Place(bucket, "checkpoint-2")) as name:
             first = bucket.stat(f"checkpoint-2/{name}")
             while bucket.stat(f"checkpoint-2/{name}").version == first.version:

@@ -16,11 +16,18 @@ import pytest
 from faults import contents, dies_at, in_child, make_checkpoint, save, stop_at
 
 from ft_ckpt.checkpoint.catalog import latest, read_manifest, verify
-from ft_ckpt.checkpoint.commit import check_target, commit_stage, discard_stage, open_stage, place_files
+from ft_ckpt.checkpoint.commit import (
+    check_target,
+    commit_stage,
+    discard_stage,
+    open_stage,
+    place_files,
+    recover_target,
+    uncommit,
+)
 from ft_ckpt.checkpoint.manifest import MANIFEST_NAME
-from ft_ckpt.checkpoint.recovery import recover_target, uncommit
 from ft_ckpt.errors import CorruptError, ManifestError, NoSpaceError, TargetError
-from ft_ckpt.storage import local_disk, owners
+from ft_ckpt.storage import local_disk, locks
 from ft_ckpt.storage.digests import FileRecord
 from ft_ckpt.storage.place import open_place
 from ft_ckpt.storage.scratch import scratch_file
@@ -701,9 +708,7 @@ def test_a_link_named_like_a_leftover_leads_nowhere(tmp_path):
 
 def dead_owner(machine=None):
     """An owner of this machine whose process is gone."""
-    return re.sub(
-        r"-[0-9a-f]{8}-\d+-", f"-{machine or owners.new_owner().split('-')[-3]}-999999999-", owners.new_owner()
-    )
+    return re.sub(r"-[0-9a-f]{8}-\d+-", f"-{machine or locks.new_owner().split('-')[-3]}-999999999-", locks.new_owner())
 
 
 @pytest.mark.parametrize("act", [overwrite, overwrite_from_inside])

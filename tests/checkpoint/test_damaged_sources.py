@@ -31,7 +31,7 @@ from ft_ckpt.checkpoint.catalog import read_manifest
 from ft_ckpt.checkpoint.manifest import MANIFEST_NAME
 from ft_ckpt.cli import app
 from ft_ckpt.errors import CheckpointError, CorruptError
-from ft_ckpt.storage import source_proof
+from ft_ckpt.storage import proofs
 
 LORA = LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM")
 
@@ -319,7 +319,7 @@ def test_a_flipped_bit_goes_nowhere(made, tmp_path, monkeypatch, bits):
     draw, trials = random.Random(chosen_seed()), all_trials(made)
     draw.shuffle(trials)
     chosen = trials if bits else [*sample_of(trials)]
-    small, finds, refused = source_proof.SMALL_BYTES, [], 0
+    small, finds, refused = proofs.SMALL_BYTES, [], 0
 
     @cache
     def true_outcome(kind: str, reader: str) -> Any:
@@ -327,7 +327,7 @@ def test_a_flipped_bit_goes_nowhere(made, tmp_path, monkeypatch, bits):
 
     for trial in chosen * max(1, bits):
         path, reader = made / trial.kind / "damaged", READERS[trial.reader][1]
-        monkeypatch.setattr(source_proof, "SMALL_BYTES", 0 if trial.is_large else small)
+        monkeypatch.setattr(proofs, "SMALL_BYTES", 0 if trial.is_large else small)
         with flipped(path / trial.file, draw) as bit:
             try:
                 found = outcome(reader, path, tmp_path / "out")
@@ -367,7 +367,7 @@ def test_a_flipped_bit_in_a_bucket(made, tmp_path, monkeypatch, s3, is_large):
         for name in sorted(names):
             for given, is_whole in ((whole, True), (dataclasses.replace(whole, content=bytes(content)), False)):
                 objects[key] = given
-                monkeypatch.setattr(source_proof, "SMALL_BYTES", 0 if is_large else 1 << 20)
+                monkeypatch.setattr(proofs, "SMALL_BYTES", 0 if is_large else 1 << 20)
                 found = outcome(readers[name], f"s3://bucket/{kind}/damaged", tmp_path / "out")
                 assert (found is not None) == is_whole, (kind, file, name, bit)
         objects[key] = whole

@@ -11,19 +11,27 @@ import time
 import pytest
 from faults import contents, dies_at, in_child, save
 
-from ft_ckpt.checkpoint import leases, pins
+from ft_ckpt.checkpoint import guards
 from ft_ckpt.checkpoint.catalog import verify
-from ft_ckpt.checkpoint.leases import hold_lease, lease_reasons
+from ft_ckpt.checkpoint.guards import (
+    SAVING,
+    hold_lease,
+    lease_reasons,
+    may_live,
+    pin,
+    pin_reason,
+    put_mark,
+    read_mark,
+    unpin,
+)
 from ft_ckpt.checkpoint.manifest import MANIFEST_NAME
-from ft_ckpt.checkpoint.marks import SAVING, may_live, put_mark, read_mark
-from ft_ckpt.checkpoint.pins import pin, pin_reason, unpin
 from ft_ckpt.errors import NoSpaceError, NotACheckpointError, TargetError
-from ft_ckpt.storage import local_disk, owners
+from ft_ckpt.storage import local_disk, locks
 from ft_ckpt.storage.local_store import LocalStore
 
 HOLD = """
 import sys, time
-from ft_ckpt.checkpoint.leases import hold_lease
+from ft_ckpt.checkpoint.guards import hold_lease
 with hold_lease(sys.argv[1]):
     print("held", flush=True)
     time.sleep(600)
@@ -57,8 +65,8 @@ def test_pin_and_unpin(checkpoint, monkeypatch):
     assert pin_reason(checkpoint) is None
     pin(checkpoint, "the paper's é")
     assert pin_reason(checkpoint) == "pinned by ann: the paper's é"
-    assert json.loads((checkpoint / pins.PIN).read_text())["time"].endswith("+00:00")
-    assert hidden(checkpoint) == [pins.PIN]
+    assert json.loads((checkpoint / guards.PIN).read_text())["time"].endswith("+00:00")
+    assert hidden(checkpoint) == [guards.PIN]
     assert verify(checkpoint).ok
     pin(checkpoint)
     assert pin_reason(checkpoint) == "pinned by ann"
@@ -67,7 +75,7 @@ def test_pin_and_unpin(checkpoint, monkeypatch):
 
 
 def test_a_pin_that_is_cut_short_is_a_pin(checkpoint):
-    (checkpoint / pins.PIN).write_text('{"reas')
+    (checkpoint / guards.PIN).write_text('{"reas')
     assert pin_reason(checkpoint) == "pinned"
 
 
@@ -102,7 +110,7 @@ def test_pinning_is_all_or_nothing(checkpoint):
         call += 1
     assert call > 2
     assert pin_reason(checkpoint).endswith(": why")
-    assert hidden(checkpoint) == [pins.PIN]  # what a dead one drafted is no more
+    assert hidden(checkpoint) == [guards.PIN]  # what a dead one drafted is no more
 
 
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO, errno.EROFS, errno.EMFILE])
@@ -159,7 +167,7 @@ def test_a_stopped_holder_holds(checkpoint, holder):
 @pytest.mark.parametrize("change", [{"machine": "another"}, {"machine": None}])
 def test_holders_whose_locks_are_not_seen(checkpoint, monkeypatch, change):
     """Of another machine, or on a file system without locks: what counts is when it was last heard of."""
-    monkeypatch.setattr(owners, "lock_descriptor", lambda handle: False)
+    monkeypatch.setattr(locks, "lock_descriptor", lambda handle: False)
     with hold_lease(checkpoint):
         rewrite(checkpoint, **change)
         assert len(lease_reasons(checkpoint)) == 1
@@ -177,7 +185,7 @@ def test_a_lease_goes_where_its_checkpoint_goes(checkpoint, tmp_path):
 
 
 def test_the_holder_is_heard_of(checkpoint, monkeypatch):
-    monkeypatch.setattr(leases, "BEAT_SECONDS", 0.01)
+    monkeypatch.setattr(guards, "BEAT_SECONDS", 0.01)
     with hold_lease(checkpoint):
         age(checkpoint, 1e6)
         old = time.time() - 1e5

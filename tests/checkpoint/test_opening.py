@@ -27,13 +27,12 @@ from transformers import GPTNeoConfig, GPTNeoForCausalLM
 import ft_ckpt
 from ft_ckpt import CheckpointSaver
 from ft_ckpt.checkpoint.catalog import read_manifest
-from ft_ckpt.checkpoint.leases import lease_reasons
+from ft_ckpt.checkpoint.guards import lease_reasons
 from ft_ckpt.checkpoint.manifest import MANIFEST_NAME, manifest_to_json
 from ft_ckpt.checkpoint.open_checkpoint import open_checkpoint
 from ft_ckpt.cli import main
 from ft_ckpt.errors import CheckpointError, CorruptError, LoadError, NoSpaceError
-from ft_ckpt.files import convert, diff
-from ft_ckpt.model import load
+from ft_ckpt.model import convert, diff, load
 from ft_ckpt.storage import local_disk
 from ft_ckpt.training.run import TrainingRun
 

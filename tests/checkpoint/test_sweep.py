@@ -26,10 +26,8 @@ from faults import (
 from ft_ckpt.checkpoint.catalog import discover, read_manifest, verify
 from ft_ckpt.checkpoint.commit import commit_stage, open_stage
 from ft_ckpt.checkpoint.delete import without_state
-from ft_ckpt.checkpoint.leases import hold_lease
+from ft_ckpt.checkpoint.guards import TOMBSTONE, hold_lease, pin, unpin
 from ft_ckpt.checkpoint.manifest import MANIFEST_NAME, PartRecord
-from ft_ckpt.checkpoint.marks import TOMBSTONE
-from ft_ckpt.checkpoint.pins import pin, unpin
 from ft_ckpt.checkpoint.prune import PruneReport, make_room, prune_run, recover_all, survey_run
 from ft_ckpt.errors import NotACheckpointError
 from ft_ckpt.retention import Keep
@@ -40,7 +38,7 @@ READER = """
 import sys
 from pathlib import Path
 from ft_ckpt.checkpoint.catalog import verify
-from ft_ckpt.checkpoint.leases import hold_lease
+from ft_ckpt.checkpoint.guards import hold_lease
 with hold_lease(sys.argv[1]):
     assert verify(sys.argv[1]).ok
     print("reading", flush=True)
@@ -462,7 +460,7 @@ def test_two_sweeps_do_not_meet(run):
 def test_one_that_disappears_is_no_error(run, monkeypatch):
     """Somebody deletes by hand while the sweep looks, or after it has."""
     monkeypatch.setattr(
-        "ft_ckpt.checkpoint.run_folder.deletion_guards",
+        "ft_ckpt.checkpoint.prune.deletion_guards",
         lambda path: shutil.rmtree(path.with_name("checkpoint-9"), True) or (),
     )
     assert prune_run(run, Keep(last=1)).problems == ()

@@ -15,8 +15,8 @@ from launch import run_python
 
 from ft_ckpt.checkpoint.catalog import discover
 from ft_ckpt.checkpoint.commit import commit_stage, open_stage
+from ft_ckpt.checkpoint.guards import pin_reason
 from ft_ckpt.checkpoint.manifest import manifest_to_json
-from ft_ckpt.checkpoint.pins import pin_reason
 
 RUN = "import sys; from ft_ckpt.cli import main; main()"
 DPO = ("rewards/chosen", "rewards/rejected", "rewards/accuracies", "rewards/margins", "logps/chosen", "logps/rejected")

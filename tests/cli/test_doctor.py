@@ -19,10 +19,9 @@ from ft_ckpt.checkpoint.commit import check_target
 from ft_ckpt.checkpoint.manifest import MANIFEST_NAME
 from ft_ckpt.cli import main
 from ft_ckpt.errors import NoSpaceError, TargetError
-from ft_ckpt.storage import folder_trials, local_disk, store_trials
-from ft_ckpt.storage.folder_trials import MountedFrom, mount_of, try_folder
+from ft_ckpt.storage import local_disk, trials
 from ft_ckpt.storage.local_store import LocalStore
-from ft_ckpt.storage.store_trials import try_store
+from ft_ckpt.storage.trials import MountedFrom, mount_of, try_folder, try_store
 
 CAN_MOUNT = os.geteuid() == 0 and os.path.exists("/dev/fuse") and shutil.which("bindfs")  # noqa: PTH110
 needs_fuse = pytest.mark.skipif(not CAN_MOUNT, reason="bindfs and the right to mount")
@@ -55,8 +54,8 @@ def as_mount(monkeypatch, kind, source="x"):
     """All folders are taken for such a mount."""
     found = MountedFrom("/mnt/x", kind, source)
     with monkeypatch.context() as patch:
-        patch.setattr(folder_trials, "mount_of", lambda _: found)
-        patch.setattr(folder_trials, "_FOUND_FIT", set())
+        patch.setattr(trials, "mount_of", lambda _: found)
+        patch.setattr(trials, "_FOUND_FIT", set())
         yield
 
 
@@ -180,9 +179,9 @@ def test_a_measurement_that_finds_no_room_leaves_nothing(monkeypatch, tmp_path):
         room.folder.mkdir()
         raise NoSpaceError("full")
 
-    monkeypatch.setattr(store_trials, "_write_large", make_folder_only)
+    monkeypatch.setattr(trials, "_write_large", make_folder_only)
     with pytest.raises(NoSpaceError):
-        store_trials.measure_speed(LocalStore(tmp_path), 1 << 20)
+        trials.measure_speed(LocalStore(tmp_path), 1 << 20)
     assert list(tmp_path.iterdir()) == []
 
 

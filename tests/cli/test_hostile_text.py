@@ -28,7 +28,7 @@ from seeds import chosen_seed
 
 import ft_ckpt
 from ft_ckpt import CheckpointSaver, Keep
-from ft_ckpt.checkpoint import pins
+from ft_ckpt.checkpoint import guards
 from ft_ckpt.cli import main
 
 NAME_MARK = "\x1b]0;own\x07\x7f\u202e\r\nforged: ok\udc9b?sig=S3CRET"
@@ -68,7 +68,7 @@ def made(tmp_path_factory) -> Path:
         saver.step()
         saver.save_state(metrics={"loss": loss})
     CheckpointSaver().save(models.build("lora"), folder / ADAPTER, adapter_only=True)
-    pins.pin(folder / RUN, "kept")
+    guards.pin(folder / RUN, "kept")
     (folder / RUN / ".ft_ckpt-lease-x-1-00000000").write_text('{"host": "x", "pid": 1, "machine": null}')
     models.build("qwen3").save_pretrained(folder / "base")
     return folder

@@ -6,7 +6,7 @@ from test_cli import ft_ckpt as command
 
 import ft_ckpt
 from ft_ckpt import CheckpointSaver, Every, Keep, SaverConfig, closure
-from ft_ckpt.checkpoint import pins
+from ft_ckpt.checkpoint import guards
 from ft_ckpt.checkpoint.catalog import discover
 from ft_ckpt.closure import checkpoint_closure
 from ft_ckpt.config import parse_size
@@ -26,8 +26,8 @@ TAKERS = {
     "convert from": lambda url: ft_ckpt.convert(url, "out"),
     "convert to": lambda url: ft_ckpt.convert("in", url),
     "list": discover,
-    "pin": pins.pin,
-    "unpin": pins.unpin,
+    "pin": guards.pin,
+    "unpin": guards.unpin,
 }
 
 

@@ -9,7 +9,7 @@ from faults import save
 from test_cli import ft_ckpt, ft_ckpt_alone
 
 from ft_ckpt.cli.plan import PlannedRun, best_steps, human_time, interval_rows, total_overhead
-from ft_ckpt.intervals import expected_overhead
+from ft_ckpt.schedule import expected_overhead
 
 JOB = PlannedRun(
     step_seconds=1.2,

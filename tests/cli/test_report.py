@@ -17,11 +17,10 @@ import ft_ckpt
 from ft_ckpt import CheckpointSaver, Every, Keep
 from ft_ckpt.checkpoint.catalog import read_manifest
 from ft_ckpt.cli import app
-from ft_ckpt.cli.report import write_report
-from ft_ckpt.cli.report_facts import gather_facts
+from ft_ckpt.cli.report import gather_facts, write_report
 from ft_ckpt.errors import CheckpointError, ConfigError, NotACheckpointError, TargetError
 from ft_ckpt.storage.local_store import LocalStore
-from ft_ckpt.training.run_document import read_document
+from ft_ckpt.training.state import read_document
 
 STEPS = 18
 
@@ -138,7 +137,7 @@ def test_what_is_damaged_is_named_and_the_rest_shown(run, tmp_path):
 @pytest.mark.parametrize("wrong", [{"keep": {"last": 2}}, {"history": {"saves": [3]}}, {"keep": {"odd": 1}}])
 def test_a_state_that_says_what_it_cannot_is_an_error_of_ours(run, wrong, monkeypatch):
     known = read_document(LocalStore(run / "checkpoint-18"), read_manifest(run / "checkpoint-18"))
-    monkeypatch.setattr("ft_ckpt.cli.report_facts.read_document", lambda *_: known | wrong)
+    monkeypatch.setattr("ft_ckpt.cli.report.read_document", lambda *_: known | wrong)
     with pytest.raises(CheckpointError):
         gather_facts(run, (), comparisons=0)
 

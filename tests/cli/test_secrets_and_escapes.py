@@ -24,8 +24,8 @@ import ft_ckpt
 from ft_ckpt import CheckpointSaver, SaverConfig
 from ft_ckpt.checkpoint.catalog import read_manifest
 from ft_ckpt.errors import CheckpointError, ConfigError
-from ft_ckpt.storage.progress import track_bytes
-from ft_ckpt.transfer.reports import PushOptions
+from ft_ckpt.storage.scratch import track_bytes
+from ft_ckpt.transfer.outgoing import PushOptions
 
 WITH_KEYS = {
     "s3://AKIA:S3CRET@bucket/run": "AWS_SECRET_ACCESS_KEY",

@@ -4,9 +4,9 @@ import pytest
 import typer
 from faults import save, save_with_state
 
-from ft_ckpt.checkpoint import verify_file
-from ft_ckpt.checkpoint.verify_file import verify_listed
-from ft_ckpt.cli import report, verify
+from ft_ckpt.checkpoint import verify
+from ft_ckpt.checkpoint.verify import verify_listed
+from ft_ckpt.cli import prune, report
 from ft_ckpt.errors import NotACheckpointError, UnreadableError
 from ft_ckpt.storage.local_store import LocalStore
 from ft_ckpt.storage.place import open_place
@@ -21,7 +21,7 @@ class Words:
 
 def verified(path, **options):
     with pytest.raises(typer.Exit) as done:
-        verify.verify_command(Words(path), **options)
+        prune.verify_command(Words(path), **options)
     return done.value.exit_code
 
 
@@ -49,15 +49,15 @@ def test_a_file_that_no_manifest_lists_is_judged_by_its_header(tmp_path, capsys)
 def test_one_folder_that_is_closed_hides_no_other(tmp_path, capsys, monkeypatch):
     for step in (1, 2):
         save_with_state(tmp_path / f"checkpoint-{step}", step)
-    seen, compared = LocalStore.stat, verify.catalog.verify
+    seen, compared = LocalStore.stat, prune.catalog.verify
 
     def refuse(folder):
         if folder.name == "checkpoint-1":
             raise UnreadableError(f"{folder}: cannot be read (Permission denied)")
 
     monkeypatch.setattr(LocalStore, "stat", lambda store, name: refuse(store.folder) or seen(store, name))
-    monkeypatch.setattr(verify.catalog, "verify", lambda at, **how: refuse(at.folder.folder) or compared(at, **how))
-    monkeypatch.setattr(verify.catalog, "discover", lambda place: [])
+    monkeypatch.setattr(prune.catalog, "verify", lambda at, **how: refuse(at.folder.folder) or compared(at, **how))
+    monkeypatch.setattr(prune.catalog, "discover", lambda place: [])
     assert verified(tmp_path) == 1
     printed = capsys.readouterr().out
     assert "Permission denied" in printed
@@ -72,7 +72,7 @@ def test_a_report_is_of_a_run(tmp_path):
 
 def test_files_know_the_checkpoint_that_lists_them(tmp_path):
     save(tmp_path / "checkpoint", step=1)
-    found = verify_file.listing_manifest(open_place(tmp_path / "checkpoint" / "config.json"))
+    found = verify.listing_manifest(open_place(tmp_path / "checkpoint" / "config.json"))
     assert found is not None
     assert (found[0].where("x"), found[2].path) == (str(tmp_path / "checkpoint" / "x"), "config.json")
-    assert verify_file.listing_manifest(open_place(tmp_path / "nothing.json")) is None
+    assert verify.listing_manifest(open_place(tmp_path / "nothing.json")) is None

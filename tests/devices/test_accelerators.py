@@ -97,7 +97,7 @@ def test_a_fork_has_no_part_in_registered_memory():
     """Else its pages would be copied at the next write, and the device would go on with those that nobody sees."""
     code = """
 import gc, os
-from ft_ckpt.devices.pinned import pinned_memory
+from ft_ckpt.devices import pinned_memory
 module, given_back = torch.get_device_module("sealed"), []
 type(module).cudaHostUnregister = lambda _, address: given_back.append(address)
 memory = pinned_memory(20_000_064, device).fill_(1)

@@ -8,14 +8,14 @@ from datetime import timedelta
 import pytest
 from torch.distributed import HashStore
 
-from ft_ckpt.distributed import answering_store
-from ft_ckpt.distributed.answering_store import AnsweringStore
+from ft_ckpt.distributed import agreement
+from ft_ckpt.distributed.agreement import AnsweringStore
 from ft_ckpt.errors import RankError
 
 
 @pytest.fixture(autouse=True)
 def _in_haste(monkeypatch):
-    monkeypatch.setattr(answering_store, "_LEAST_SECONDS", 0.1)
+    monkeypatch.setattr(agreement, "_LEAST_SECONDS", 0.1)
 
 
 class LostStore(HashStore):

@@ -17,16 +17,15 @@ from opened import raw_file
 from safetensors.torch import save_file
 
 import ft_ckpt
-from ft_ckpt.distributed import read_shards
-from ft_ckpt.distributed.read_shards import WantedTensor, fill_all
+from ft_ckpt.distributed import fill
+from ft_ckpt.distributed.fill import WantedTensor, fill_all
 from ft_ckpt.distributed.sharding import Box, ReplicatedSharding
 from ft_ckpt.distributed.source import Source
 from ft_ckpt.errors import CorruptError, LoadError
-from ft_ckpt.formats import raw_file as raw_files
-from ft_ckpt.formats import safetensors_file
-from ft_ckpt.formats.hdf5 import hdf5_file
-from ft_ckpt.formats.read_files import read_onto
-from ft_ckpt.model.open_weights import fetching_weights
+from ft_ckpt.formats import hdf5, safetensors_file
+from ft_ckpt.formats import tensor_file as raw_files
+from ft_ckpt.formats.file_io import read_onto
+from ft_ckpt.model.load_weights import fetching_weights
 from ft_ckpt.storage import read_ahead
 from ft_ckpt.storage.local_store import LocalStore
 
@@ -104,7 +103,7 @@ def stored(tensors, kind, folder):
     """The open file of `kind` with these tensors."""
     if kind == "h5":
         ft_ckpt.save(tensors, folder / "x.h5")
-        return hdf5_file.open_hdf5(raw_file(folder / "x.h5"))
+        return hdf5.open_hdf5(raw_file(folder / "x.h5"))
     save_file(tensors, folder / "x.safetensors")
     file = safetensors_file.open_safetensors(raw_file(folder / "x.safetensors"))
     return Converted(file) if kind == "converted" else file
@@ -121,8 +120,8 @@ def stored(tensors, kind, folder):
 def test_any_blocks_of_any_tensors(asked, kind, least, stage, direct):
     full = {f"t{n}": values(shape, dtype, n) for n, (shape, dtype, *_) in enumerate(asked)}
     with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryDirectory() as folder:
-        patch.setattr(read_shards, "_LEAST_RUN_BYTES", least)
-        patch.setattr(read_shards, "_STAGE_BYTES", stage)
+        patch.setattr(fill, "_LEAST_RUN_BYTES", least)
+        patch.setattr(fill, "_STAGE_BYTES", stage)
         file = stored(full, kind, Path(folder))
         wanted = []
         for name, (_, _, view, block, gaps) in zip(full, asked, strict=True):

@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 from places import WORKERS, python_path
 from torch.distributed import HashStore
 
-from ft_ckpt.distributed import flat_sharding, read_shards, sharding
+from ft_ckpt.distributed import fill, sharding
+from ft_ckpt.distributed.fill import WantedTensor
 from ft_ckpt.distributed.ranks import Ranks
-from ft_ckpt.distributed.read_shards import WantedTensor
-from ft_ckpt.saving import write_shards
+from ft_ckpt.saving import files
 from ft_ckpt.storage.digests import rank_parts
 from ft_ckpt.storage.read_ahead import ByteRun
 
@@ -25,12 +25,12 @@ worlds = st.sampled_from([2, 8, 1001, 1024]) | st.integers(2, 1024)
 
 
 def shared(values, way, world, rank):
-    (share,) = write_shards.divide_files([planned(values, way, world, rank)], world)
+    (share,) = files.divide_files([planned(values, way, world, rank)], world)
     return share
 
 
 def spans(share, ranks):
-    regions = write_shards._own_regions(share, ranks, 1 << 20)
+    regions = files._own_regions(share, ranks, 1 << 20)
     return [(region.start, region.start + region.size_bytes) for region in regions]
 
 
@@ -49,15 +49,14 @@ def joined(spans):
 def test_every_byte_has_one_writer(shapes, way, world, block_bytes):
     values = {f"t{number}": torch.zeros(shape) for number, shape in enumerate(shapes)}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(write_shards, "BLOCK_BYTES", block_bytes)
+        patch.setattr(files, "BLOCK_BYTES", block_bytes)
         first = shared(values, way, world, 0)
         owners = {owner for _, _, owner in rank_parts(first.actual_cuts, first.file.layout.size_bytes)}
         looks = {0, 1, world // 2, world - 1, min(owners), max(owners)}
         found = {rank: shared(values, way, world, rank) for rank in looks}
         written = {
             rank: [
-                (region.start, region.start + region.size_bytes)
-                for region in write_shards._own_regions(share, ranks, 1 << 20)
+                (region.start, region.start + region.size_bytes) for region in files._own_regions(share, ranks, 1 << 20)
             ]
             for rank, share in found.items()
             for ranks in [Ranks(rank, world, HashStore())]
@@ -78,7 +77,7 @@ def test_the_manifest_does_not_grow_with_the_ranks(way):
     for world in (2, 64, 1024):
         share = shared(values, way, world, 0)
         assert len(share.actual_cuts) == len(values)
-        record = write_shards.file_record(share, ["0" * 32] * world)
+        record = files.file_record(share, ["0" * 32] * world)
         sizes[world] = len(json.dumps(record.cuts)) + len(record.digest)
     assert max(sizes.values()) < sizes[2] * 1.1
     assert max(sizes.values()) < 100 * len(values)
@@ -89,7 +88,7 @@ def test_the_manifest_does_not_grow_with_the_ranks(way):
 def test_planning_takes_steps_by_tensors_and_ranks(way, world, monkeypatch):
     """A rank is asked for its box of a tensor once or twice, and no element is looked at."""
     steps, values = [], llama_1b()
-    for module, name in ((sharding, "_cut_box"), (flat_sharding, "_run_in_shard")):
+    for module, name in ((sharding, "_cut_box"), (sharding, "_run_in_shard")):
         real = getattr(module, name)
         counted = lambda *given, real=real: steps.append(1) or real(*given)  # noqa: E731
         monkeypatch.setattr(module, name, counted)
@@ -117,12 +116,12 @@ def test_a_rank_reads_the_bytes_that_it_holds(way, world, monkeypatch):
     values = {f"t{number}": torch.zeros(shape) for number, shape in enumerate(shapes)}
     read = []
     for rank in range(world):
-        monkeypatch.setattr(read_shards, "global_rank", lambda rank=rank: rank)
+        monkeypatch.setattr(fill, "global_rank", lambda rank=rank: rank)
         share = shared(values, way, world, rank)
         file, sources = PlannedFile(share.file.layout), [entry.source for entry in share.entries]
         wanted = [WantedTensor(source, source.local, file, source.name) for source in sources]
-        read_shards.check_all(wanted)
-        runs = [run for one in wanted for box in one.in_boxes() for run in read_shards._landings_of_box(box)]
+        fill.check_all(wanted)
+        runs = [run for one in wanted for box in one.in_boxes() for run in fill._landings_of_box(box)]
         assert len(runs) <= len(values)
         held = sum(source.local.nbytes for source in sources if source.local is not None)
         assert sum(run.size_bytes for run in runs) == held

@@ -7,8 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ft_ckpt.distributed.mesh_cutting import cutting_of
-from ft_ckpt.distributed.sharding import Mesh, MeshSharding
+from ft_ckpt.distributed.sharding import Mesh, MeshSharding, cutting_of
 
 
 def pieces(shape, grid, dims, factors) -> dict[tuple[int, ...], torch.Tensor] | None:

@@ -12,9 +12,17 @@ from hypothesis import strategies as st
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset
 
-from ft_ckpt.distributed.flat_sharding import FlatSharding, PartRunsSharding
-from ft_ckpt.distributed.grid_runs import MOST_RUNS
-from ft_ckpt.distributed.sharding import Box, Mesh, MeshSharding, OpaqueSharding, OwnedSharding, ReplicatedSharding
+from ft_ckpt.distributed.sharding import (
+    MOST_RUNS,
+    Box,
+    FlatSharding,
+    Mesh,
+    MeshSharding,
+    OpaqueSharding,
+    OwnedSharding,
+    PartRunsSharding,
+    ReplicatedSharding,
+)
 from ft_ckpt.distributed.source import box_memories
 from ft_ckpt.storage.digests import Cut, chunk_of_rank, cut_chunks
 

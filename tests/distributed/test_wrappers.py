@@ -7,12 +7,12 @@ from torch import Tensor, nn
 import ft_ckpt
 from ft_ckpt import CheckpointSaver
 from ft_ckpt.distributed import wrappers
-from ft_ckpt.distributed.added_state import added_state
 from ft_ckpt.distributed.gather import full_state_dict, gather_tensors
+from ft_ckpt.distributed.module_state import added_state
 from ft_ckpt.distributed.ranks import current_ranks
 from ft_ckpt.distributed.sharding import ReplicatedSharding
 from ft_ckpt.distributed.tensors import ModelTensors
-from ft_ckpt.distributed.wrapper_protocol import TensorLayout, Wrapper
+from ft_ckpt.distributed.wrapper import TensorLayout, Wrapper
 from ft_ckpt.errors import SelectionError
 
 

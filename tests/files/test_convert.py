@@ -22,13 +22,11 @@ from transformers import AutoModelForCausalLM
 
 import ft_ckpt
 from ft_ckpt import CheckpointSaver
-from ft_ckpt.cli import convert as cli_convert
+from ft_ckpt.cli import files as cli_convert
 from ft_ckpt.errors import ConfigError, CorruptError, LoadError, SelectionError, TargetError
-from ft_ckpt.files import convert as convert_room
-from ft_ckpt.files import convert_output
-from ft_ckpt.files.convert import convert, open_source
-from ft_ckpt.files.rename import read_map, rename_tensors
 from ft_ckpt.formats.safetensors import NAMES
+from ft_ckpt.model import convert as convert_room
+from ft_ckpt.model.convert import convert, open_source, read_map, rename_tensors
 
 FILES = {"safetensors": "x.safetensors", "dual": "x.safetensors", "h5": "x.h5", "torch": "x.pt"}
 
@@ -87,7 +85,7 @@ def test_any_tensors_survive_any_road(tmp_path_factory, kinds, names, formats, s
     path = folder / "0.pt"
     torch.save(tensors, path)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("ft_ckpt.files.rename.SLICE_BYTES", slice_bytes)
+        patch.setattr("ft_ckpt.model.convert.SLICE_BYTES", slice_bytes)
         for step, kind in enumerate(formats, 1):
             source, path = path, folder / f"{step}{Path(FILES[kind]).suffix}"
             convert(source, path, format=kind, verify=True)
@@ -314,7 +312,7 @@ def test_a_folder_whose_name_is_no_utf_8(tmp_path, llama):
 
 LIMITED = """
 import resource, sys
-from ft_ckpt.files.convert import convert
+from ft_ckpt.model.convert import convert
 from ft_ckpt.errors import TargetError
 source, target, format, limit = sys.argv[1:]
 resource.setrlimit(resource.RLIMIT_FSIZE, (int(limit),) * 2)
@@ -372,7 +370,7 @@ def test_the_command_says_what_it_did(tmp_path, command):
 def test_a_file_is_shown_as_a_tree_without_reading_it(tmp_path, capsys, monkeypatch):
     shared = torch.ones(5)
     torch.save({"m": {"l.0": torch.ones(2, 3), "l.1": {"w": shared}}, "tied": shared, "n": 1}, tmp_path / "x.pt")
-    monkeypatch.setattr("ft_ckpt.formats.span_file.SpanFile.read", None)
+    monkeypatch.setattr("ft_ckpt.formats.tensor_file.SpanFile.read", None)
     cli_convert.show_file(tmp_path / "x.pt", as_json=False)
     lines = [line.split() for line in capsys.readouterr().out.splitlines()]
     assert lines[0][1:] == ["2", "tensors,", "44", "B"]
@@ -390,7 +388,7 @@ def test_verify_finds_what_went_wrong_on_the_way(tmp_path, monkeypatch, target):
     save_file({"a": torch.zeros(1000), "b": torch.ones(1000)}, tmp_path / "x.safetensors")
 
     def write(plans, store, progress):
-        records = convert_output.write_outputs(plans, store, progress)
+        records = convert_room.write_outputs(plans, store, progress)
         path = store.path(records[0].path)
         content = bytearray(path.read_bytes())
         content[-1] ^= 1
@@ -448,7 +446,7 @@ def test_killed_at_any_moment_nothing_is_half_done(tmp_path, target):
 
 MEMORY = """
 import sys
-from ft_ckpt.files.convert import convert
+from ft_ckpt.model.convert import convert
 def peak(): return int(open("/proc/self/status").read().split("VmHWM:")[1].split()[0]) / 1024
 convert(sys.argv[1], sys.argv[1] + ".warm.pt", map={"big": "b"})  # what is imported on the way
 before = peak()

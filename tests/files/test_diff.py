@@ -18,10 +18,10 @@ from safetensors.torch import save_file
 
 import ft_ckpt
 from ft_ckpt import CheckpointSaver
-from ft_ckpt.files import diff as room
-from ft_ckpt.files.convert import open_source
-from ft_ckpt.files.diff import by_layer, compare_files, layer_of
 from ft_ckpt.formats.safetensors import NAMES
+from ft_ckpt.model import diff as room
+from ft_ckpt.model.convert import open_source
+from ft_ckpt.model.diff import by_layer, compare_files, layer_of
 
 RUN = "import sys; from ft_ckpt.cli import main; main()"
 
@@ -204,8 +204,8 @@ def test_memory_is_that_of_slices(tmp_path):
 import resource, sys
 from contextlib import closing
 from pathlib import Path
-from ft_ckpt.files.convert import open_source
-from ft_ckpt.files.diff import compare_files
+from ft_ckpt.model.convert import open_source
+from ft_ckpt.model.diff import compare_files
 one, other = map(Path, sys.argv[1:])
 with closing(open_source(one)) as one, closing(open_source(other)) as other:
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

@@ -25,10 +25,9 @@ from ft_ckpt.errors import (
     SelectionError,
     TargetError,
 )
-from ft_ckpt.files.convert import convert
-from ft_ckpt.files.objects import load, save
-from ft_ckpt.formats import pytree, pytree_json, torch_objects
-from ft_ckpt.formats.hdf5 import cerebras_write
+from ft_ckpt.formats import cerebras, pytree, torch_file
+from ft_ckpt.model.convert import convert
+from ft_ckpt.model.objects import load, save
 from ft_ckpt.storage import local_disk
 
 pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf")  # torch, whenever it makes a complex32
@@ -79,7 +78,7 @@ TEXTS = st.one_of(
     st.text(st.characters(exclude_categories=())), st.sampled_from(["a", "a.b", "b", "", ".", "a/b", "0"])
 )
 KEYS = st.one_of(TEXTS, st.integers(), st.tuples(TEXTS, st.integers()))
-DTYPES = sorted(cerebras_write.DTYPES)
+DTYPES = sorted(cerebras.DTYPES)
 ARRAYS = hnp.arrays(
     st.one_of(
         hnp.scalar_dtypes(), hnp.unicode_string_dtypes(max_len=5), hnp.byte_string_dtypes(max_len=5),
@@ -231,7 +230,7 @@ def test_named_tuples_of_unknown_classes_keep_name_and_fields():
     node = pytree.Node(
         "namedtuple", ("no.such.module", "Outer.Pair", ("left", "right")), (), (pytree.Node("value", 1),) * 2
     )
-    found = pytree.unflatten(pytree_json.decode_node(json.loads(json.dumps(pytree_json.encode_node(node)))), None, None)
+    found = pytree.unflatten(pytree.decode_node(json.loads(json.dumps(pytree.encode_node(node)))), None, None)
     assert (type(found).__name__, found.left, found._fields) == ("Pair", 1, ("left", "right"))
 
 
@@ -239,7 +238,7 @@ def test_named_tuples_of_unknown_classes_keep_name_and_fields():
                                   '["dict", null, [[1]]]', '["dtype", "load"]', '["namedtuple", 5]'])  # fmt: skip
 def test_damaged_trees_are_refused(text):
     with pytest.raises(CorruptError):
-        pytree.unflatten(pytree_json.decode_node(json.loads(text)), None, None)
+        pytree.unflatten(pytree.decode_node(json.loads(text)), None, None)
 
 
 def test_a_file_for_the_owner_alone_stays_so(tmp_path):
@@ -298,8 +297,8 @@ class Disk:
 
 
 def on(monkeypatch, **disk):
-    real = torch_objects._CountingStream
-    monkeypatch.setattr(torch_objects, "_CountingStream", lambda stream: real(Disk(stream, **disk)))
+    real = torch_file._CountingStream
+    monkeypatch.setattr(torch_file, "_CountingStream", lambda stream: real(Disk(stream, **disk)))
 
 
 def test_torch_files_are_whole_whatever_is_taken_at_a_time(monkeypatch, tmp_path):
@@ -348,7 +347,7 @@ def test_what_is_no_file_is_refused_at_once(suffix, tmp_path):
 )
 def test_leaves_have_numbers_from_zero_on(text):
     with pytest.raises(CorruptError, match="where a number"):
-        pytree_json.decode_node(json.loads(text))
+        pytree.decode_node(json.loads(text))
 
 
 @pytest.mark.parametrize("kind", ["h5", "dual", "safetensors", "torch"])

@@ -24,8 +24,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, MistralConfig, Mistra
 
 from ft_ckpt import CheckpointSaver, average, merge
 from ft_ckpt.errors import CheckpointError, LoadError
-from ft_ckpt.files.convert import open_source
-from ft_ckpt.files.diff import compare_files
+from ft_ckpt.model.convert import open_source
+from ft_ckpt.model.diff import compare_files
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 SMALL = {"num_hidden_layers": 1, "hidden_size": 16, "intermediate_size": 12, "num_key_value_heads": 2}

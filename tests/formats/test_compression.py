@@ -15,11 +15,11 @@ from seeds import chosen_seed
 from test_hdf5 import FUZZ
 
 from ft_ckpt.errors import ConfigError, CorruptError
-from ft_ckpt.files.lazy_tensor import LazyTensor
-from ft_ckpt.files.objects import load, save
-from ft_ckpt.formats.hdf5 import cerebras_write, chunks, hdf5_file
-from ft_ckpt.formats.hdf5 import filters as hdf5_filters
+from ft_ckpt.formats import cerebras, hdf5, hdf5_compressed
+from ft_ckpt.formats import hdf5_compressed as hdf5_filters
 from ft_ckpt.formats.layout import ITEM_BYTES
+from ft_ckpt.model.lazy_tensor import LazyTensor
+from ft_ckpt.model.objects import load, save
 
 hdf5plugin = pytest.importorskip("hdf5plugin")
 CODECS = [(method, shuffle) for method in hdf5_filters.METHODS for shuffle in hdf5_filters.SHUFFLES]
@@ -43,10 +43,10 @@ def same(found, wanted):
 
 @every_codec
 def test_every_type_comes_back(compression, shuffle, tmp_path):
-    obj = {dtype: bits(dtype, 700, 23) for dtype in cerebras_write.DTYPES if hasattr(torch, dtype)}
+    obj = {dtype: bits(dtype, 700, 23) for dtype in cerebras.DTYPES if hasattr(torch, dtype)}
     save(obj, tmp_path / "x.h5", compression=compression, shuffle=shuffle)
     found = load(tmp_path / "x.h5", verify=True)
-    file = hdf5_file.open_hdf5(raw_file(tmp_path / "x.h5"))
+    file = hdf5.open_hdf5(raw_file(tmp_path / "x.h5"))
     assert set(file.readers) == set(obj)
     same(found, obj)
 
@@ -72,7 +72,7 @@ def test_the_hdf5_library_reads_equal_values(shape, compression, shuffle, tmp_pa
 
 def test_trees_of_many_levels(tmp_path, monkeypatch):
     """64 chunks are a node, 4096 two levels."""
-    monkeypatch.setattr(chunks, "CHUNK_BYTES", 64)
+    monkeypatch.setattr(hdf5_compressed, "CHUNK_BYTES", 64)
     obj = {"long": torch.arange(40_001), "cut": torch.arange(3 * 1000 * 7).view(3, 1000, 7)}
     save(obj, tmp_path / "x.h5", compression="lz4")
     with h5py.File(tmp_path / "x.h5") as file:
@@ -81,7 +81,7 @@ def test_trees_of_many_levels(tmp_path, monkeypatch):
             assert np.array_equal(file[name][()], tensor.numpy())
             corners = [file[name].id.get_chunk_info(number).chunk_offset for number in (0, 1, 64, 65)]
             assert corners == [
-                chunks.ChunkGrid.for_shape(tensor.shape, 8).chunk_corner(number) for number in (0, 1, 64, 65)
+                hdf5_compressed.ChunkGrid.for_shape(tensor.shape, 8).chunk_corner(number) for number in (0, 1, 64, 65)
             ]
 
 
@@ -115,7 +115,9 @@ def test_a_slice_reads_only_its_chunks(span, tmp_path, monkeypatch):
     values = torch.arange(4000 * 1000).view(4000, 1000)
     save({"x": values}, tmp_path / "x.h5", compression="lz4")
     found, decoded = load(tmp_path / "x.h5")["x"], []
-    monkeypatch.setattr(chunks, "decode_chunk", lambda *args: decoded.append(1) or hdf5_filters.decode_chunk(*args))
+    monkeypatch.setattr(
+        hdf5_compressed, "decode_chunk", lambda *args: decoded.append(1) or hdf5_filters.decode_chunk(*args)
+    )
     assert torch.equal(found[slice(*span)], values[slice(*span)])
     assert len(decoded) <= (span[1] - span[0]) // 131 + 2
     assert isinstance(found, LazyTensor)
@@ -176,7 +178,7 @@ def test_rewritten_by_the_hdf5_library_it_is_still_read(compression, shuffle, tm
 
 def test_a_damaged_chunk_is_named(tmp_path):
     save({"x": torch.arange(99_999)}, tmp_path / "x.h5", compression="zstd")
-    index = hdf5_file.open_hdf5(raw_file(tmp_path / "x.h5")).index
+    index = hdf5.open_hdf5(raw_file(tmp_path / "x.h5")).index
     with (tmp_path / "x.h5").open("r+b") as file:
         file.seek(index.start("x") + 100)
         file.write(b"damage")
@@ -196,7 +198,7 @@ def test_mutated_files_give_right_values_or_an_error(compression, shuffle, tmp_p
 LIMITED = """
 import resource, sys, torch
 from ft_ckpt.errors import NoSpaceError
-from ft_ckpt.files.objects import save
+from ft_ckpt.model.objects import save
 resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv[2]), int(sys.argv[2])))
 torch.manual_seed(0)
 try:

@@ -16,8 +16,8 @@ from safetensors.torch import load_file
 
 import ft_ckpt
 from ft_ckpt.errors import CheckpointError, CorruptError, LoadError
-from ft_ckpt.files.convert import convert
 from ft_ckpt.formats import dcp
+from ft_ckpt.model.convert import convert
 from ft_ckpt.storage.place import open_place
 
 CASES = ("fsdp2/llama", "tensor_parallel/llama")

@@ -14,10 +14,10 @@ from test_cerebras import read_by_their_rules
 from transformers import AutoModel, BertConfig, BertModel, GPT2Config, GPT2Model, LlamaConfig, LlamaForCausalLM
 
 from ft_ckpt.errors import CorruptError, SelectionError
-from ft_ckpt.files.objects import load, save
 from ft_ckpt.formats import dual
 from ft_ckpt.formats.layout import Spec
 from ft_ckpt.formats.safetensors import HELPER
+from ft_ckpt.model.objects import load, save
 
 SMALL = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4, "vocab_size": 64}
 

@@ -13,7 +13,7 @@ from library_files import numbered
 
 import ft_ckpt
 from ft_ckpt.errors import CorruptError
-from ft_ckpt.files.convert import open_source
+from ft_ckpt.model.convert import open_source
 
 GOLDEN = library_files.FOLDER
 NONE = torch.empty(0, 2, dtype=torch.float16)

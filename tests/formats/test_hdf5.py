@@ -20,11 +20,10 @@ from opened import raw_file
 from seeds import chosen_seed
 
 from ft_ckpt.errors import CorruptError, SelectionError
-from ft_ckpt.files.objects import load, save
-from ft_ckpt.formats.hdf5 import cerebras_write, hdf5_file, hdf5_layout, probe
-from ft_ckpt.formats.hdf5.lookup3 import lookup3
-from ft_ckpt.formats.hdf5.metadata import TYPES, Dataset, hdf5_header
+from ft_ckpt.formats import cerebras, hdf5, hdf5_layout, hdf5_probe
+from ft_ckpt.formats.hdf5_metadata import TYPES, Dataset, hdf5_header, lookup3
 from ft_ckpt.formats.layout import Spec
+from ft_ckpt.model.objects import load, save
 
 TOOLS = pytest.mark.skipif(shutil.which("h5dump") is None, reason="hdf5-tools are not installed")
 
@@ -51,10 +50,10 @@ def test_large_tensors_lie_on_pages_and_small_ones_behind_them():
 
 def test_the_layout_tells_the_library_where_the_bytes_are(tmp_path):
     save(state(), tmp_path / "x.h5")
-    index = hdf5_file.open_hdf5(raw_file(tmp_path / "x.h5")).index
+    index = hdf5.open_hdf5(raw_file(tmp_path / "x.h5")).index
     with h5py.File(tmp_path / "x.h5") as file:
         for name, spec in index.specs.items():
-            data = file["/".join(cerebras_write.dataset_path(name))]
+            data = file["/".join(cerebras.dataset_path(name))]
             assert data.shape == spec.shape
             assert data.id.get_offset() == (index.start(name) if spec.size_bytes else None)
 
@@ -64,7 +63,7 @@ def test_metadata_comes_back(tmp_path):
     (tmp_path / "x.h5").write_bytes(
         layout.header + bytes(layout.trailer_start - len(layout.header)) + layout.trailer({})
     )
-    assert hdf5_file.open_hdf5(raw_file(tmp_path / "x.h5")).index.metadata == {"format": "pt"}
+    assert hdf5.open_hdf5(raw_file(tmp_path / "x.h5")).index.metadata == {"format": "pt"}
 
 
 def test_types_that_are_not_known_are_refused():
@@ -124,7 +123,7 @@ def test_changed_by_another_program(tmp_path):
 def test_damaged_values_are_found_by_their_digest(tmp_path):
     save(state(), tmp_path / "x.h5")
     content = bytearray((tmp_path / "x.h5").read_bytes())
-    content[hdf5_file.open_hdf5(raw_file(tmp_path / "x.h5")).index.start("steps")] ^= 1
+    content[hdf5.open_hdf5(raw_file(tmp_path / "x.h5")).index.start("steps")] ^= 1
     (tmp_path / "x.h5").write_bytes(content)
     with pytest.raises(CorruptError, match="steps is damaged"):
         load(tmp_path / "x.h5", verify=True)["steps"].clone()
@@ -290,8 +289,8 @@ def test_as_many_threads_as_a_large_machine_has_ask_for_no_memory(tmp_path, monk
 
 def test_many_small_datasets_are_read_within_the_memory_of_a_small_file(tmp_path, monkeypatch):
     """Each takes a hundred times its bytes while it is open."""
-    monkeypatch.setattr(probe, "__file__", str(tmp_path / "probe.py"))
-    text = Path(hdf5_file.__file__).with_name("probe.py").read_text()
+    monkeypatch.setattr(hdf5_probe, "__file__", str(tmp_path / "probe.py"))
+    text = Path(hdf5.__file__).with_name("probe.py").read_text()
     (tmp_path / "probe.py").write_text(
         text.replace("(512 << 20, ", "(64 << 20, ").replace("EXPANSION = 16", "EXPANSION = 1")
     )
@@ -303,7 +302,7 @@ def test_many_small_datasets_are_read_within_the_memory_of_a_small_file(tmp_path
 
 def test_a_filter_that_prints_what_it_thinks_of_a_damaged_chunk(tmp_path, monkeypatch):
     """Found by mutation: that was taken for the length of an answer, which was then waited for."""
-    monkeypatch.setattr(probe, "_SILENT_SECONDS", 5)
+    monkeypatch.setattr(hdf5_probe, "_SILENT_SECONDS", 5)
     with h5py.File(tmp_path / "x.h5", "w") as file:
         place = file.create_dataset("x", data=np.arange(1000) % 7, chunks=(1000,), **hdf5plugin.LZ4())
         first = place.id.get_chunk_info(0).byte_offset
@@ -318,7 +317,7 @@ FUZZ = """
 import random, sys
 import torch
 from ft_ckpt.errors import CheckpointError
-from ft_ckpt.files.objects import load
+from ft_ckpt.model.objects import load
 from contract_format import equal
 
 source, target, seed, count, moved = *sys.argv[1:3], *map(int, sys.argv[3:])

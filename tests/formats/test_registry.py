@@ -19,8 +19,7 @@ from ft_ckpt.formats import registry
 from ft_ckpt.formats.detect import detect_format
 from ft_ckpt.formats.layout import Layout
 from ft_ckpt.formats.registry import TensorFormat, format_named, register_format, tensor_formats
-from ft_ckpt.formats.tensor_file import IndexedFile
-from ft_ckpt.formats.tensor_index import TensorIndex
+from ft_ckpt.formats.tensor_file import IndexedFile, TensorIndex
 
 MAGIC = b"tiny"
 

@@ -12,10 +12,9 @@ from hypothesis import strategies as st
 import ft_ckpt
 from ft_ckpt import cli
 from ft_ckpt.errors import CheckpointError, ConfigError, CorruptError, LoadError, SelectionError
-from ft_ckpt.files.convert import convert, open_source
-from ft_ckpt.files.shard_rules import assign_shards, read_shard_rules
 from ft_ckpt.formats import tensorflow
 from ft_ckpt.formats.layout import ITEM_BYTES, Spec
+from ft_ckpt.model.convert import assign_shards, convert, open_source, read_shard_rules
 from ft_ckpt.storage.place import open_place
 
 DTYPES = sorted(tensorflow.DTYPES)

@@ -17,12 +17,12 @@ from opened import raw_file
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ft_ckpt.errors import CheckpointError, ConfigError, CorruptError, LoadError, SelectionError
-from ft_ckpt.files.convert import convert
-from ft_ckpt.files.objects import load
 from ft_ckpt.formats import torch_file
 from ft_ckpt.formats.layout import ITEM_BYTES, Spec
-from ft_ckpt.formats.torch_pickle import TensorPlace, named_leaves
-from ft_ckpt.formats.torch_pickle import load_torch_zip as stored_in
+from ft_ckpt.formats.torch_file import TensorPlace, named_leaves
+from ft_ckpt.formats.torch_file import load_torch_zip as stored_in
+from ft_ckpt.model.convert import convert
+from ft_ckpt.model.objects import load
 
 DTYPES = sorted(ITEM_BYTES)
 shapes = st.lists(st.integers(0, 4), max_size=4).map(tuple)

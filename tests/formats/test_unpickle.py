@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from ft_ckpt.errors import CorruptError, LoadError
-from ft_ckpt.formats import torch_pickle
-from ft_ckpt.formats.hdf5.cerebras_read import _LEGACY_TREE
-from ft_ckpt.formats.pickled_objects import unpickle_plain
+from ft_ckpt.formats import torch_file
+from ft_ckpt.formats.cerebras import _LEGACY_TREE
+from ft_ckpt.formats.pickles import unpickle_plain
 
 
 @pytest.mark.parametrize("protocol", [2, 3, 4])
@@ -58,11 +58,11 @@ def test_each_reader_has_a_table_of_its_own():
     """What stands for a type in torch's files is no value, and the leaves of other files may not name an object."""
     for value in (torch.float16, np.float32(1), torch.nn.Linear):
         data = pickle.dumps(value, 2)
-        assert torch_pickle.load_torch_pickle(data, "file") is not value
+        assert torch_file.load_torch_pickle(data, "file") is not value
     with pytest.raises(CorruptError, match=r"names torch\.nn\.modules\.linear\.Linear"):
         unpickle_plain(data)
     with pytest.raises(LoadError, match=r"posix\.getcwd"):
-        torch_pickle.load_torch_pickle(pickle.dumps(os.getcwd, 2), "file")
+        torch_file.load_torch_pickle(pickle.dumps(os.getcwd, 2), "file")
 
 
 def _nested(first, step, times=40):
@@ -95,7 +95,7 @@ LONG = b"\x80\x04](" + b"K\x01" * 50_000 + b"eq\x00"
 )  # fmt: skip
 def test_a_few_bytes_cannot_ask_for_much(data):
     """Each would take hours, or all memory."""
-    for read in (unpickle_plain, lambda data: torch_pickle.load_torch_pickle(data, "file")):
+    for read in (unpickle_plain, lambda data: torch_file.load_torch_pickle(data, "file")):
         with pytest.raises(CorruptError):
             read(data[1])
 

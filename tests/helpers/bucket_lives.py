@@ -15,8 +15,7 @@ from places import python_path
 from s3_server import BUCKET, FAST, S3, Asked, Fault
 
 from ft_ckpt import verify
-from ft_ckpt.storage.open_store import open_store
-from ft_ckpt.storage.place import Place
+from ft_ckpt.storage.place import Place, open_store
 
 BUCKET_RUN, PREFIX = f"s3://{BUCKET}/run", "run/"
 _CONTEXT = multiprocessing.get_context("forkserver")  # its processes are forked from one that has used no client

@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 
 from ft_ckpt.storage.local_store import LocalStore
-from ft_ckpt.storage.open_store import open_store
-from ft_ckpt.storage.place import Place
+from ft_ckpt.storage.place import Place, open_store
 from ft_ckpt.storage.store import Store
 
 

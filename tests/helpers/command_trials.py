@@ -23,10 +23,9 @@ from places import WORKERS, python_path
 from s3_server import BUCKET, S3, Asked, Fault
 
 from ft_ckpt import verify
-from ft_ckpt.checkpoint import marks
-from ft_ckpt.checkpoint.leases import hold_lease
+from ft_ckpt.checkpoint import guards
+from ft_ckpt.checkpoint.guards import LEASE, hold_lease
 from ft_ckpt.checkpoint.manifest import MANIFEST_NAME
-from ft_ckpt.checkpoint.marks import LEASE
 from ft_ckpt.checkpoint.open_checkpoint import open_checkpoint
 from ft_ckpt.errors import CheckpointError, NotACheckpointError
 from ft_ckpt.storage.local_store import temporary_store
@@ -227,7 +226,10 @@ class CommandTrials:
             if old == new and old is not None and not unit.startswith(IN_BUCKET):
                 continue
             try:
-                with patch.object(marks, "_PATIENCE_SECONDS", 0.0), open_checkpoint(self._location(unit, root)) as held:
+                with (
+                    patch.object(guards, "_PATIENCE_SECONDS", 0.0),
+                    open_checkpoint(self._location(unit, root)) as held,
+                ):
                     seen: Files | None = {file.path: held.store.read(file.path) for file in held.manifest.files}
             except NotACheckpointError:
                 seen = None

@@ -8,14 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from ft_ckpt.errors import (
-    CheckpointError,
-    ConfigError,
-    CorruptError,
-    IncompleteError,
-    MissingError,
-    NameTakenError,
-)
+from ft_ckpt.errors import CheckpointError, ConfigError, CorruptError, IncompleteError, MissingError, NameTakenError
 from ft_ckpt.storage.store import Store
 
 ODD_NAMES = ["sp ace.txt", "ünïcode/ß.bin", "per%20cent", "plus+and&more=1", ".hidden", "[x]*?"]

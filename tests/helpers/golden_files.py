@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from places import TESTS
 
-from ft_ckpt.files.objects import save
+from ft_ckpt.model.objects import save
 
 HERE = TESTS / "golden"
 

@@ -7,8 +7,7 @@ from functools import cache
 import torch
 from torch import Tensor, nn
 
-from ft_ckpt.distributed.flat_sharding import FlatSharding
-from ft_ckpt.distributed.sharding import Mesh, MeshSharding, ReplicatedSharding, Sharding
+from ft_ckpt.distributed.sharding import FlatSharding, Mesh, MeshSharding, ReplicatedSharding, Sharding
 from ft_ckpt.distributed.source import Source
 from ft_ckpt.model.entries import Entry, Part
 from ft_ckpt.saving.files import PartPlan, plan_part

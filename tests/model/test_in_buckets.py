@@ -21,7 +21,7 @@ from ft_ckpt import CheckpointSaver
 from ft_ckpt.checkpoint.catalog import verify
 from ft_ckpt.checkpoint.open_checkpoint import open_checkpoint
 from ft_ckpt.errors import BaseMismatchError, ConfigError, CorruptError, LoadError, NotACheckpointError, TargetError
-from ft_ckpt.files.convert import open_source
+from ft_ckpt.model.convert import open_source
 from ft_ckpt.storage.object_store import RemoteObject
 from ft_ckpt.storage.place import Place
 

@@ -18,7 +18,7 @@ from torch import nn
 from ft_ckpt import CheckpointSaver, Every, Keep, SaveReport, latest, verify
 from ft_ckpt.checkpoint import commit
 from ft_ckpt.errors import CheckpointError, ConfigError, NoSpaceError
-from ft_ckpt.saving import move_tensors, snapshot
+from ft_ckpt.saving import background, write
 from ft_ckpt.saving.background import PendingSave
 
 TWO = [
@@ -117,14 +117,14 @@ def test_five_hundred_checkpoints_are_one_step_each(tmp_path):
 @pytest.fixture
 def held(monkeypatch):
     """Copies that are not made before save() returns wait for this."""
-    go, real = threading.Event(), snapshot._copy_by_device
+    go, real = threading.Event(), background._copy_by_device
 
     def copy(*arguments):
         if threading.current_thread() is not threading.main_thread():
             assert go.wait(30)
         return real(*arguments)
 
-    monkeypatch.setattr(snapshot, "_copy_by_device", copy)
+    monkeypatch.setattr(background, "_copy_by_device", copy)
     return go
 
 
@@ -169,14 +169,14 @@ def test_optimizers_are_given_back(tmp_path):
 @pytest.fixture
 def failing(monkeypatch):
     """While this is set, no file can be written."""
-    broken, real = threading.Event(), move_tensors.write_file
+    broken, real = threading.Event(), write.write_file
 
-    def write(*arguments):
+    def write_or_fail(*arguments):
         if broken.is_set():
             raise NoSpaceError("model.safetensors: no space left")
         return real(*arguments)
 
-    monkeypatch.setattr(move_tensors, "write_file", write)
+    monkeypatch.setattr(write, "write_file", write_or_fail)
     return broken
 
 

@@ -9,9 +9,9 @@ import torch
 from held import planned
 from training import begin, go_on
 
-from ft_ckpt.saving.write_shards import assign_writers
+from ft_ckpt.saving.files import assign_writers
 from ft_ckpt.storage import read_ahead
-from ft_ckpt.storage.object_upload import size_of_parts
+from ft_ckpt.storage.object_store import size_of_parts
 from ft_ckpt.storage.read_ahead import ByteRun
 
 RANKS, SHARD_BYTES = 1024, 50_000_000_000  # as max_shard_size is unless told otherwise

@@ -10,19 +10,19 @@ import torch
 from faults import contents
 
 from ft_ckpt import CheckpointSaver, load_model, verify
-from ft_ckpt.saving import snapshot
+from ft_ckpt.saving import background
 
 
 @pytest.fixture
 def held(monkeypatch):
     """The thread of a save begins when this is set."""
-    go, real = threading.Event(), snapshot.Snapshot.finish_copies
+    go, real = threading.Event(), background.Snapshot.finish_copies
 
     def finish(self):
         assert go.wait(30)
         return real(self)
 
-    monkeypatch.setattr(snapshot.Snapshot, "finish_copies", finish)
+    monkeypatch.setattr(background.Snapshot, "finish_copies", finish)
     return go
 
 

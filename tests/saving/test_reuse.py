@@ -13,11 +13,11 @@ from launch import run_cases
 from transformers import AutoModelForCausalLM
 
 from ft_ckpt import CheckpointSaver, Every, Keep, SaverConfig, load_model, verify
-from ft_ckpt.checkpoint import free_space
+from ft_ckpt.checkpoint import prune
 from ft_ckpt.checkpoint.catalog import discover, read_manifest
 from ft_ckpt.checkpoint.delete import delete_checkpoint
 from ft_ckpt.errors import NoSpaceError
-from ft_ckpt.saving import move_tensors, reuse_frozen
+from ft_ckpt.saving import reuse_frozen, write
 
 WRAPPED = ("ddp", "fsdp2", "fsdp1", "zero3")  # stage 3 comes last, as in test_zero_optimizer.py
 CASES = ["one_rank_changed", "other_writers", *(f"{one}/{how}" for one in WRAPPED for how in ("gathered", "direct"))]
@@ -351,22 +351,22 @@ def test_a_given_state_dict_is_written(model, tmp_path):
 
 def test_links_need_no_room(model, tmp_path, monkeypatch):
     needed = []
-    monkeypatch.setattr(free_space, "ensure_space", lambda target, size, *_, **__: needed.append(size))
+    monkeypatch.setattr(prune, "ensure_space", lambda target, size, *_, **__: needed.append(size))
     twice(model, tmp_path)
     assert needed[0] - needed[1] > 6_000_000
 
 
 def test_a_frozen_file_that_changed_needs_room_at_the_next_try(model, tmp_path, monkeypatch):
     """The disk fills up while the changed file is written: the next try knows that it is no link."""
-    needed, real = [], move_tensors.write_file
+    needed, real = [], write.write_file
 
     def full_once(*given):
         if len(needed) == 2:
             raise NoSpaceError("full")
         return real(*given)
 
-    monkeypatch.setattr(free_space, "ensure_space", lambda target, size, *_, **__: needed.append(size))
-    monkeypatch.setattr(move_tensors, "write_file", full_once)
+    monkeypatch.setattr(prune, "ensure_space", lambda target, size, *_, **__: needed.append(size))
+    monkeypatch.setattr(write, "write_file", full_once)
     path = twice(model, tmp_path, write_in_place, when_full="wait")
     assert needed[0] - needed[1] > 6_000_000
     assert needed[2] == needed[0]

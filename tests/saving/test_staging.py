@@ -16,12 +16,12 @@ from s3_server import FAST, Fault, running_s3
 from training import QUIET, learn, prepared
 
 from ft_ckpt import CheckpointSaver, Keep, latest, verify
-from ft_ckpt.checkpoint import commit, free_space
+from ft_ckpt.checkpoint import commit, prune
 from ft_ckpt.checkpoint.catalog import list_checkpoints
-from ft_ckpt.checkpoint.pins import pin
+from ft_ckpt.checkpoint.guards import pin
 from ft_ckpt.errors import ConfigError, CorruptError, NameTakenError, NoSpaceError, NotACheckpointError, TargetError
 from ft_ckpt.storage.place import open_place
-from ft_ckpt.training import rehearsal
+from ft_ckpt.training import triggers
 
 LAST = 5
 DOWN = {"status": 503, "code": "SlowDown", "times": 1_000_000}
@@ -234,7 +234,7 @@ def test_what_is_sent_although_the_rules_drop_it_goes_from_the_bucket(s3, tmp_pa
 
 
 def test_a_full_disk_makes_room_by_uploads(s3, tmp_path, monkeypatch):
-    monkeypatch.setattr(free_space, "POLL_SECONDS", 0.02)
+    monkeypatch.setattr(prune, "POLL_SECONDS", 0.02)
     real, waits = commit.check_target, []
 
     def has_room_for_two(target, needed_bytes):
@@ -287,8 +287,8 @@ def test_a_bucket_that_is_gone_for_a_while_gets_what_it_missed(s3, tmp_path):
 
 
 def test_a_rehearsal_stays_on_its_disk(s3, tmp_path, monkeypatch):
-    told = rehearsal.Rehearsal(str(tmp_path / "rehearsed"), str(tmp_path / "record"), steps=2)
-    monkeypatch.setenv(rehearsal.VARIABLE, told.to_json())
+    told = triggers.Rehearsal(str(tmp_path / "rehearsed"), str(tmp_path / "record"), steps=2)
+    monkeypatch.setenv(triggers.VARIABLE, told.to_json())
     assert CheckpointSaver(None, BUCKET_RUN, staging=tmp_path / "nvme").directory == tmp_path / "rehearsed"
     assert not (tmp_path / "nvme").exists()
 

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ft_ckpt.errors import LoadError
-from ft_ckpt.save_log import LoggedSave, append_save, finish_last, log_from_json, log_to_json
+from ft_ckpt.schedule import LoggedSave, append_save, finish_last, log_from_json, log_to_json
 
 ENTRIES = st.builds(
     LoggedSave,

@@ -10,17 +10,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ft_ckpt.errors import ConfigError, LoadError
-from ft_ckpt.intervals import bounded_interval, expected_overhead, optimal_interval, parse_seconds
 from ft_ckpt.schedule import (
     Every,
     History,
     after_save,
     after_step,
     begin_history,
+    bounded_interval,
+    expected_overhead,
     interval_seconds,
     needs_poll,
     next_poll,
+    optimal_interval,
     own_reason,
+    parse_seconds,
     shared_reason,
 )
 

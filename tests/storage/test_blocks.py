@@ -14,9 +14,8 @@ from hypothesis import strategies as st
 
 from ft_ckpt.errors import CorruptError
 from ft_ckpt.storage import read_ahead as blocks
-from ft_ckpt.storage.buffers import ALIGNMENT
 from ft_ckpt.storage.local_file import open_local_file
-from ft_ckpt.storage.read_ahead import ByteRun, read_ahead
+from ft_ckpt.storage.read_ahead import ALIGNMENT, ByteRun, read_ahead
 
 SIZE = (3 << 20) + 4097
 BLOCK = 1 << 20

@@ -7,11 +7,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ft_ckpt.formats.read_files import read_runs
+from ft_ckpt.formats.file_io import read_runs
 from ft_ckpt.storage.digests import Cut, FileRecord, RunningDigest, owned_parts, rank_parts
-from ft_ckpt.storage.file_proof import FileProof, compare_digests, read_late, share_proofs
 from ft_ckpt.storage.local_file import open_local_file
 from ft_ckpt.storage.local_store import LocalStore
+from ft_ckpt.storage.proofs import FileProof, compare_digests, read_late, share_proofs
 from ft_ckpt.storage.read_ahead import ByteRun
 
 

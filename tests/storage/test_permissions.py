@@ -24,8 +24,7 @@ from typer.testing import CliRunner
 
 import ft_ckpt
 from ft_ckpt import CheckpointSaver, Keep
-from ft_ckpt.checkpoint.leases import hold_lease
-from ft_ckpt.checkpoint.pins import pin
+from ft_ckpt.checkpoint.guards import hold_lease, pin
 from ft_ckpt.checkpoint.prune import prune_run
 from ft_ckpt.cli import app
 from ft_ckpt.errors import NameTakenError

@@ -5,7 +5,7 @@ from contract_store import put
 from s3_server import BUCKET, FAST, Fault
 
 from ft_ckpt.errors import ConfigError, CorruptError, NameTakenError, TargetError, UnreadableError
-from ft_ckpt.storage.open_store import open_store
+from ft_ckpt.storage.place import open_store
 
 MANY = 99
 CALLS = {
@@ -146,7 +146,7 @@ def test_pages_of_a_listing_and_deletions_of_more_than_a_thousand(s3, store):
 
 
 def test_settings_of_the_client_come_from_the_caller_from_variables_and_from_us(monkeypatch):
-    from ft_ckpt.storage.object_client import client_options
+    from ft_ckpt.storage.object_store import client_options
 
     monkeypatch.delenv("AWS_ENDPOINT_URL", raising=False)
     ours = client_options("s3://bucket")

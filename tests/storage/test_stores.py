@@ -13,10 +13,8 @@ from s3_server import BUCKET
 from ft_ckpt.errors import ConfigError, CorruptError, NoSpaceError, TargetError, UnreadableError
 from ft_ckpt.storage import local_disk
 from ft_ckpt.storage.local_store import LocalStore
-from ft_ckpt.storage.open_store import open_store
-from ft_ckpt.storage.paths import is_inside
-from ft_ckpt.storage.place import open_place
-from ft_ckpt.storage.store import SharedStore
+from ft_ckpt.storage.place import open_place, open_store
+from ft_ckpt.storage.store import SharedStore, is_inside
 
 
 class TestLocalStore(StoreContract):

@@ -20,13 +20,12 @@ from torch import nn
 import ft_ckpt
 from ft_ckpt import CheckpointSaver
 from ft_ckpt.errors import IncompleteError, NoSpaceError, TargetError
+from ft_ckpt.formats.file_io import FilePlan, write_file
 from ft_ckpt.formats.layout import Layout, Spec
-from ft_ckpt.formats.write_files import FilePlan, write_file
 from ft_ckpt.storage import direct_io, local_disk
-from ft_ckpt.storage.buffers import BLOCK_BYTES
 from ft_ckpt.storage.local_store import LocalStore
-from ft_ckpt.storage.write_tuning import WriteTuning, tuning_for
-from ft_ckpt.storage.writer import Region, Writer, region_of
+from ft_ckpt.storage.read_ahead import BLOCK_BYTES
+from ft_ckpt.storage.writer import Region, Writer, WriteTuning, region_of, tuning_for
 
 
 def plan(sizes, header=b"head", gap=0, trailer=b""):

@@ -11,8 +11,8 @@ from places import TESTS
 
 from ft_ckpt.cli.check import Finding, MetricRow, _compare_steps, _verdict_text
 from ft_ckpt.errors import ConfigError
-from ft_ckpt.training import rehearsal
-from ft_ckpt.training.rehearsal import Recorder, Rehearsal, Step, read_steps
+from ft_ckpt.training import triggers
+from ft_ckpt.training.triggers import Recorder, Rehearsal, Step, read_steps
 
 SCRIPT = TESTS / "scripts" / "rehearsed.py"
 
@@ -131,15 +131,15 @@ def test_a_launcher_is_put_before_the_script(tmp_path):
 
 
 def test_without_the_variable_there_is_no_rehearsal(monkeypatch):
-    monkeypatch.delenv(rehearsal.VARIABLE, raising=False)
-    assert rehearsal.start_recorder() is None
+    monkeypatch.delenv(triggers.VARIABLE, raising=False)
+    assert triggers.start_recorder() is None
 
 
 @pytest.mark.parametrize("text", ["{", "[]", '{"steps": 3}'])
 def test_a_variable_that_nobody_can_read(monkeypatch, text):
-    monkeypatch.setenv(rehearsal.VARIABLE, text)
+    monkeypatch.setenv(triggers.VARIABLE, text)
     with pytest.raises(ConfigError, match="unset it"):
-        rehearsal.start_recorder()
+        triggers.start_recorder()
 
 
 @pytest.fixture
@@ -166,7 +166,7 @@ def test_a_step_that_is_saved_is_not_saved_again_and_other_ranks_write_nothing(t
     assert saved == []
     with pytest.raises(SystemExit):
         Recorder(told).record_step(3, {}, True, False, saved.append)
-    assert saved == [tmp_path / "checkpoints" / rehearsal.END]
+    assert saved == [tmp_path / "checkpoints" / triggers.END]
     assert read_steps(tmp_path / "steps.jsonl") == []
 
 

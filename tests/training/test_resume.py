@@ -26,7 +26,7 @@ from ft_ckpt.errors import (
     UnreadableError,
 )
 from ft_ckpt.storage.local_store import LocalStore
-from ft_ckpt.training import state_files
+from ft_ckpt.training import state
 
 SHAPES = {
     "shuffled": {},
@@ -132,7 +132,7 @@ def test_each_thing_is_read_once(tmp_path, monkeypatch, mode):
     with CheckpointSaver(run.accelerator, tmp_path, every=Every(steps=2, signals=()), **QUIET) as saver:
         train(run, saver, 4)
     read = []
-    looked = ((catalog, "manifest_from_json"), (open_checkpoint, "parse_manifest"), (state_files, "read_document"))
+    looked = ((catalog, "manifest_from_json"), (open_checkpoint, "parse_manifest"), (state, "read_document"))
     for module, name in looked:
         real = getattr(module, name)
         monkeypatch.setattr(module, name, lambda *given, real=real, name=name: (read.append(name), real(*given))[1])

@@ -18,7 +18,7 @@ from training import QUIET, prepared, train
 from ft_ckpt import CheckpointSaver
 from ft_ckpt.errors import CheckpointError, ConfigError
 
-GONE = object()  # the value is left out
+GONE = "gone"  # the value is left out
 WRONG: list[Any] = [GONE, None, True, -1, 2.5, 10**30, float("nan"), "3", [], {}]
 DOCUMENT = "state/training.json"
 FLAGS = ("warm", "at_end", "sync")

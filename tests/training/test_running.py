@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from training import QUIET, network, prepared, rows, train
 
 from ft_ckpt import CheckpointSaver, Every, Keep
-from ft_ckpt.checkpoint import commit, free_space
+from ft_ckpt.checkpoint import commit, prune
 from ft_ckpt.checkpoint.catalog import read_manifest
 from ft_ckpt.errors import ConfigError, NoSpaceError, TargetError
 
@@ -103,7 +103,7 @@ def disk(monkeypatch):
             raise NoSpaceError(f"{target}: full")
 
     monkeypatch.setattr(commit, "check_target", check)
-    monkeypatch.setattr(free_space, "POLL_SECONDS", 0.05)
+    monkeypatch.setattr(prune, "POLL_SECONDS", 0.05)
     return state
 
 
@@ -157,7 +157,7 @@ def test_a_disk_filled_while_it_is_written_to(tmp_path, monkeypatch):
         return real(file)
 
     monkeypatch.setattr(DurableFile, "finish", finish)
-    monkeypatch.setattr(free_space, "POLL_SECONDS", 0.01)
+    monkeypatch.setattr(prune, "POLL_SECONDS", 0.01)
     run = prepared()
     CheckpointSaver(run.accelerator, tmp_path, when_full="wait").save_state()
     assert (folders(tmp_path), failures) == (["checkpoint-0"], [])

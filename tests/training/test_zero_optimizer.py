@@ -7,7 +7,7 @@ import torch
 from launch import run_cases
 
 from ft_ckpt.training import zero_optimizer
-from ft_ckpt.training.zero_engine import EngineCounters
+from ft_ckpt.training.zero_optimizer import EngineCounters
 
 # Stage 3 comes last: from its first engine on, DeepSpeed adds the bias of linear layers in another way.
 TWO = [

@@ -15,8 +15,7 @@ from test_copies import FROZEN, save_large
 
 from ft_ckpt import CheckpointSaver, open_place, pull, push, verify
 from ft_ckpt.checkpoint.catalog import read_manifest
-from ft_ckpt.checkpoint.leases import hold_lease
-from ft_ckpt.checkpoint.pins import pin
+from ft_ckpt.checkpoint.guards import hold_lease, pin
 from ft_ckpt.cli import main
 from ft_ckpt.errors import ConfigError, CorruptError, NameTakenError, NotACheckpointError
 from ft_ckpt.storage.local_store import LocalStore
@@ -145,10 +144,10 @@ def test_of_several_that_pull_the_same_one_fetches(stored, cache, monkeypatch):
 
 
 def test_what_is_in_a_bucket_goes_to_the_hub_through_the_cache(stored, cache, monkeypatch):
-    from ft_ckpt.transfer import hub_push
+    from ft_ckpt.transfer import hub
 
     seen = []
-    monkeypatch.setattr(hub_push, "send_checkpoint", lambda held, *_: seen.append(held.path))
+    monkeypatch.setattr(hub, "send_checkpoint", lambda held, *_: seen.append(held.path))
     push(Place(stored, "checkpoint-1"), "user/name")
     assert seen[0].parent == cache
 

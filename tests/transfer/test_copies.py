@@ -13,9 +13,8 @@ from watched_stores import Stopped, Watch, stopping_at
 
 from ft_ckpt import copy, verify
 from ft_ckpt.checkpoint.catalog import load_manifest
-from ft_ckpt.checkpoint.leases import hold_lease
+from ft_ckpt.checkpoint.guards import hold_lease, pin
 from ft_ckpt.checkpoint.manifest import MANIFEST_NAME
-from ft_ckpt.checkpoint.pins import pin
 from ft_ckpt.checkpoint.staging import open_staging
 from ft_ckpt.errors import CheckpointError, CorruptError, NameTakenError, NoSpaceError, NotACheckpointError
 from ft_ckpt.storage import local_disk

@@ -53,7 +53,7 @@ def server(shim):
 
 @pytest.fixture(scope="module")
 def server_of_all(shim):
-    found = CommandServer(shim, "models", "hub_server", "ft_ckpt.saving.merge_files", "ft_ckpt.transfer.hub_pull")
+    found = CommandServer(shim, "models", "hub_server", "ft_ckpt.saving.merge_files", "ft_ckpt.transfer.hub")
     yield found
     found.close()
 

@@ -24,7 +24,7 @@ from transformers import AutoModelForCausalLM
 import ft_ckpt
 from ft_ckpt import CheckpointSaver, pull, push
 from ft_ckpt.checkpoint.catalog import read_manifest
-from ft_ckpt.checkpoint.leases import lease_reasons
+from ft_ckpt.checkpoint.guards import lease_reasons
 from ft_ckpt.errors import (
     ConfigError,
     CorruptError,
@@ -34,15 +34,15 @@ from ft_ckpt.errors import (
     TargetError,
     UnreadableError,
 )
-from ft_ckpt.transfer import hub_push
-from ft_ckpt.transfer.hub_place import HubPlace, parse_place
+from ft_ckpt.transfer import hub as hub_module
+from ft_ckpt.transfer.hub import HubPlace, parse_place
 
 METRICS = {"eval_loss": 2.0, "eval_accuracy": 0.5, "eval_runtime": 3.0, "learning_rate": 0.1}
 
 
 @pytest.fixture
 def hub(monkeypatch):
-    monkeypatch.setattr(hub_push, "_PAUSE_SECONDS", 0.01)
+    monkeypatch.setattr(hub_module, "_PAUSE_SECONDS", 0.01)
     monkeypatch.setattr(_http, "time", SimpleNamespace(sleep=lambda _: time.sleep(0.01)))  # the library's own retries
     with serving_hub(part_bytes=20_000) as server, using_hub(server):
         yield server
@@ -237,7 +237,7 @@ def test_a_push_outlives_what_passes(hub, made, fault):
 
 def test_commits_of_others_meanwhile_are_built_on(hub, made, monkeypatch):
     hub.put("user/model", {"README.md": b"# old\n"})
-    real, seen = hub_push._look_at_head, []
+    real, seen = hub_module._look_at_head, []
 
     def look(api, place, options):
         head = real(api, place, options)
@@ -246,7 +246,7 @@ def test_commits_of_others_meanwhile_are_built_on(hub, made, monkeypatch):
         seen.append(head)
         return head
 
-    monkeypatch.setattr(hub_push, "_look_at_head", look)
+    monkeypatch.setattr(hub_module, "_look_at_head", look)
     push(made / "full", "user/model")
     assert len(seen) == 2
     assert b"# newer" in hub.files("user/model")["README.md"]

@@ -12,9 +12,8 @@ from test_copies import FROZEN, files_of, save_large
 from ft_ckpt import latest, sync, verify
 from ft_ckpt.checkpoint.catalog import list_checkpoints, read_manifest
 from ft_ckpt.checkpoint.delete import delete_checkpoint, delete_state
-from ft_ckpt.checkpoint.leases import hold_lease
+from ft_ckpt.checkpoint.guards import hold_lease, pin
 from ft_ckpt.checkpoint.manifest import MANIFEST_NAME
-from ft_ckpt.checkpoint.pins import pin
 from ft_ckpt.errors import CheckpointError, ConfigError, NotACheckpointError
 from ft_ckpt.storage.local_store import LocalStore
 from ft_ckpt.storage.place import Place

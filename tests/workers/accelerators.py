@@ -21,11 +21,10 @@ from compare import files, raw
 from torch import nn
 
 import ft_ckpt
-from ft_ckpt import CheckpointSaver, load_model, verify
-from ft_ckpt.devices import pinned
+from ft_ckpt import CheckpointSaver, devices, load_model, verify
 from ft_ckpt.errors import IncompleteError
-from ft_ckpt.formats import read_files
-from ft_ckpt.saving import snapshot
+from ft_ckpt.formats import file_io
+from ft_ckpt.saving import background as background_module
 from ft_ckpt.saving.background import PendingSave
 from ft_ckpt.storage.read_ahead import read_ahead
 
@@ -192,20 +191,20 @@ def background_before_the_copy(folder: Path) -> None:
 def exact_memory(folder: Path) -> None:
     """A large snapshot takes what it needs, pinned, and gives it back when the saver is closed."""
     given_back: list[int] = []
-    drop = pinned.RegisteredBlock.__del__
+    drop = devices.RegisteredBlock.__del__
 
-    def note_and_drop(block: pinned.RegisteredBlock) -> None:
+    def note_and_drop(block: devices.RegisteredBlock) -> None:
         given_back.append(len(block))
         drop(block)
 
     model, _, saver = run_of(Large(), folder, background=True)
-    with replaced(pinned.RegisteredBlock, __del__=note_and_drop), saver:
+    with replaced(devices.RegisteredBlock, __del__=note_and_drop), saver:
         saver.save(model, folder / "saved").result(60)
         rooms = (saver._pending.snapshot._now, saver._pending.snapshot._late)
         room = max(rooms, key=lambda one: one._memory.numel())
         size = room._memory.numel()
         assert room._memory.is_pinned()
-        assert size == snapshot.copies_size(room._places) < 1.01 * 4 * LARGE
+        assert size == background_module.copies_size(room._places) < 1.01 * 4 * LARGE
         del rooms, room
         saver.close()
         offers = hasattr(torch.get_device_module(device()), "cudart")
@@ -235,7 +234,7 @@ def resume(folder: Path) -> None:
 
 def small_blocks() -> Any:
     """So many of them that each is filled several times."""
-    return replaced(read_files, read_ahead=partial(read_ahead, block_bytes=1 << 20))
+    return replaced(file_io, read_ahead=partial(read_ahead, block_bytes=1 << 20))
 
 
 @harness.named

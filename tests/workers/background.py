@@ -22,9 +22,8 @@ from wrappers import WRAPPERS, Live
 from ft_ckpt import CheckpointSaver, verify
 from ft_ckpt.distributed.ranks import Ranks
 from ft_ckpt.errors import CheckpointError, NoSpaceError
-from ft_ckpt.saving import move_tensors, snapshot
-from ft_ckpt.saving.background import PendingSave
-from ft_ckpt.saving.snapshot import Snapshot
+from ft_ckpt.saving import background, write
+from ft_ckpt.saving.background import PendingSave, Snapshot
 from ft_ckpt.storage.direct_io import LocalWriting
 
 SHORT = {"enter_timeout_seconds": 60, "on_difference": "ignore", "io_threads": 2, "background": True}
@@ -60,7 +59,7 @@ def as_late_as_can_be(moved: threading.Event) -> Iterator[dict[bool, int]]:
 
     Gives the bytes of numbers that are copied (True: in a thread).
     """
-    copy, hold, copied = snapshot._copy_by_device, Snapshot._wait_for_copies, {True: 0, False: 0}
+    copy, hold, copied = background._copy_by_device, Snapshot._wait_for_copies, {True: 0, False: 0}
 
     def late(room: Any, live: Any, ready: Any) -> Any:
         in_thread = threading.current_thread() is not threading.main_thread()
@@ -74,11 +73,11 @@ def as_late_as_can_be(moved: threading.Event) -> Iterator[dict[bool, int]]:
         moved.set()
         hold(*given)
 
-    snapshot._copy_by_device, Snapshot._wait_for_copies = late, asked
+    background._copy_by_device, Snapshot._wait_for_copies = late, asked
     try:
         yield copied
     finally:
-        snapshot._copy_by_device, Snapshot._wait_for_copies = copy, hold
+        background._copy_by_device, Snapshot._wait_for_copies = copy, hold
 
 
 def same_moment(wrapper: str, folder: Path) -> None:
@@ -239,7 +238,7 @@ def gathered(folder: Path) -> None:
 def not_shared(folder: Path) -> None:
     """Rank 1 does not see rank 0's files."""
     live, saver = begun("fsdp2", folder)
-    with saver, unseen_files(move_tensors._PROBE) if harness.RANK else nullcontext():
+    with saver, unseen_files(write._PROBE) if harness.RANK else nullcontext():
         done_at_once(saver, live, folder / "saved")
     assert verify(folder / "saved").ok
     dist.barrier()

@@ -28,16 +28,14 @@ from torch.distributed import TCPStore
 
 from ft_ckpt import CheckpointSaver, SaverConfig
 from ft_ckpt.distributed.ranks import Ranks, current_ranks
-from ft_ckpt.saving import execute, move_tensors
-from ft_ckpt.saving.plan import plan_save
-from ft_ckpt.saving.request import SaveRequest, request_of
-from ft_ckpt.saving.stage import StagedSave
+from ft_ckpt.saving import execute, write
+from ft_ckpt.saving.plan import SaveRequest, plan_save, request_of
+from ft_ckpt.saving.write import StagedSave
 from ft_ckpt.storage.local_store import LocalStore
 from ft_ckpt.storage.place import Place
-from ft_ckpt.training import choosing, rng, serve_files, state
+from ft_ckpt.training import resume, rng, state
 from ft_ckpt.training.exchange import decide_together, hear_leader
-from ft_ckpt.training.resume import RankOutcomes, Restored, merge_outcomes
-from ft_ckpt.training.serve_files import CheckpointFacts
+from ft_ckpt.training.resume import CheckpointFacts, RankOutcomes, Restored, merge_outcomes
 from ft_ckpt.training.state import LocalState
 
 PHASES = ("first save", "second save", "resume")
@@ -124,18 +122,18 @@ def live_meetings(folder: Path, own: tuple[SaveRequest, LocalState, StagedSave],
     tree = state.flatten_tree(rng.capture_generators(), "rng", False)[0]
     local = replace(local, facts={**local.facts, "own": {"rng": tree}})
     if phase == "resume":
-        choice = choosing._Choice("must", CheckpointFacts(str(folder), "x" * 32, (1, 2, 3)), None)
-        hear_leader(ranks, "resume()", choosing._Choice, choice)
-        sight, kinds = serve_files._Sight(True, True), (serve_files._Sight, serve_files._Views)
-        views, _ = decide_together(ranks, "opening", sight, serve_files._who_sees_it, kinds)
-        assert views == serve_files._Views("", ((0, ranks.size - 1),)), views
+        choice = resume._Choice("must", CheckpointFacts(str(folder), "x" * 32, (1, 2, 3)), None)
+        hear_leader(ranks, "resume()", resume._Choice, choice)
+        sight, kinds = resume._Sight(True, True), (resume._Sight, resume._Views)
+        views, _ = decide_together(ranks, "opening", sight, resume._who_sees_it, kinds)
+        assert views == resume._Views("", ((0, ranks.size - 1),)), views
         outcomes = RankOutcomes(tuple(Restored(f"item {number}", "restored") for number in range(8)), 0)
         decide_together(ranks, "the end", outcomes, merge_outcomes, (RankOutcomes, RankOutcomes))
         return
     assert len(state.exchange_facts(local, [], ranks, {}).trees) == ranks.size
     if phase == "first save":
-        assert move_tensors.all_ranks_see(LocalStore(folder), ranks)
-    execute._agree_on_plan(request, staged, ranks, SaverConfig(), move_tensors.SharedFolders(), None)
+        assert write.all_ranks_see(LocalStore(folder), ranks)
+    execute._agree_on_plan(request, staged, ranks, SaverConfig(), write.SharedFolders(), None)
     written = {"full": False, "digests": ["0" * 32] * 20}
     assert len(ranks.agree("commit", written, decide=lambda _: None).values) == ranks.size * ranks.leads
 

@@ -22,7 +22,7 @@ from ft_ckpt import CheckpointSaver, latest, verify
 from ft_ckpt.checkpoint.catalog import read_manifest
 from ft_ckpt.distributed import gather
 from ft_ckpt.errors import NoSpaceError, RankError
-from ft_ckpt.saving import move_tensors, write_shards
+from ft_ckpt.saving import files, write
 from ft_ckpt.storage import writer
 from ft_ckpt.storage.local_store import LocalStore
 
@@ -38,11 +38,11 @@ def live_model(wrapper: str, model: str) -> Live:
 
 def same_files(wrapper: str, model: str, folder: Path, **settings: Any) -> None:
     """Tensors as small as these come to rank 0 where they are no rows, or are written in runs of any length."""
-    ways = {"usual": write_shards.LEAST_RUN_BYTES, **({"in_runs": 1} if "tensor" in wrapper else {})}
+    ways = {"usual": files.LEAST_RUN_BYTES, **({"in_runs": 1} if "tensor" in wrapper else {})}
     for place, least in ways.items():
-        write_shards.LEAST_RUN_BYTES, usual = least, write_shards.LEAST_RUN_BYTES
+        files.LEAST_RUN_BYTES, usual = least, files.LEAST_RUN_BYTES
         same_files_of_a_run(wrapper, model, folder / place, **settings)
-        write_shards.LEAST_RUN_BYTES = usual
+        files.LEAST_RUN_BYTES = usual
 
 
 def same_files_of_a_run(wrapper: str, model: str, folder: Path, **settings: Any) -> None:
@@ -85,7 +85,7 @@ def not_shared(folder: Path) -> None:
     """Rank 1 does not see rank 0's files: rank 0 writes everything."""
     live = live_model("fsdp2", "qwen3")
     saver = CheckpointSaver(live.accelerator, folder, each_rank_writes="on", **SHORT)
-    with unseen_files(move_tensors._PROBE) if harness.RANK else nullcontext():
+    with unseen_files(write._PROBE) if harness.RANK else nullcontext():
         saver.save(live.model, folder / "saved")
     assert verify(folder / "saved").ok
     assert not any(file.cuts for file in read_manifest(folder / "saved").files)
@@ -122,11 +122,11 @@ def full_disk(wrapper: str, model: str, rank: int, each: str, folder: Path) -> N
 @harness.named
 def shared_out(folder: Path) -> None:
     """Replicated parameters, cut in smaller blocks than usual: the other rank stops as well."""
-    write_shards.BLOCK_BYTES, usual = 4096, write_shards.BLOCK_BYTES
+    files.BLOCK_BYTES, usual = 4096, files.BLOCK_BYTES
     try:
         full_disk("ddp", "wide", 0, "on", folder)
     finally:
-        write_shards.BLOCK_BYTES = usual
+        files.BLOCK_BYTES = usual
 
 
 @harness.named

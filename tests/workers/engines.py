@@ -20,7 +20,7 @@ from wrappers import gathered_by_layer
 from ft_ckpt import CheckpointSaver
 from ft_ckpt.distributed.gather import are_equal, full_state_dict, gather_tensors, stream_chunks
 from ft_ckpt.distributed.ranks import current_ranks
-from ft_ckpt.distributed.samples import sample_elements
+from ft_ckpt.distributed.replicas import sample_elements
 from ft_ckpt.distributed.tensors import ModelTensors
 from ft_ckpt.errors import IncompleteError, RankError, RanksDisagreeError
 

@@ -16,7 +16,7 @@ from resume import TOLD, live_model, optimizer_state, same, train
 from wrappers import Live, truth
 
 from ft_ckpt import CheckpointSaver
-from ft_ckpt.distributed import broadcast, read_shards
+from ft_ckpt.distributed import fill
 from ft_ckpt.errors import LoadError, RankError
 from ft_ckpt.storage import read_ahead as reading
 from ft_ckpt.training import resume, run
@@ -57,7 +57,7 @@ def same_as_read(wrapper: str, model: str, folder: Path) -> None:
 
 def count_common(asked: list[str]) -> None:
     """Note the tensors this process reads from here on."""
-    for room in (read_shards, broadcast):
+    for room in (fill, fill):
         real = reading.read_ahead
 
         def noted(runs: Any, *options: Any, real: Any = real) -> Any:
@@ -81,7 +81,7 @@ def cut_short(folder: Path) -> None:
                     raise OSError(5, "the disk is gone")
                 yield part
 
-        broadcast.read_ahead = broken
+        fill.read_ahead = broken
     fresh = live_model("ddp", "llama", seed=1)
     with saver_of(fresh, folder, fan_out="broadcast") as saver:
         progress = saver.resume("must", allow=True)
@@ -96,8 +96,8 @@ def another_model(folder: Path) -> None:
     left("ddp", "llama", folder)
     fresh = live_model("ddp", "llama", seed=1)
     if harness.RANK == 1:
-        real = broadcast.check_all
-        broadcast.check_all = lambda wanted: real([replace(one, name="nowhere") for one in wanted])
+        real = fill.check_all
+        fill.check_all = lambda wanted: real([replace(one, name="nowhere") for one in wanted])
     with saver_of(fresh, folder, fan_out="broadcast") as saver, pytest.raises(LoadError, match="nowhere: not in the"):
         saver.resume("must")
 
@@ -122,11 +122,11 @@ def no_memory(folder: Path) -> None:
     """One rank has no memory for its bucket: nobody enters the broadcast."""
     left("ddp", "llama", folder)
     fresh = live_model("ddp", "llama", seed=1)
-    real = broadcast.wire_device
-    broadcast.wire_device = lambda: real() if harness.RANK == 0 else 1 / 0
+    real = fill.wire_device
+    fill.wire_device = lambda: real() if harness.RANK == 0 else 1 / 0
     with saver_of(fresh, folder, fan_out="broadcast") as saver, pytest.raises(LoadError, match="division by zero"):
         saver.resume("must")
-    broadcast.wire_device = real
+    fill.wire_device = real
     goes_on(fresh, folder)
 
 
@@ -158,7 +158,7 @@ def case(name: str, folder: Path) -> None:
         _, wrapper, model = name.split("/")
         same_as_read(wrapper, model, folder)
     finally:
-        for room in (read_shards, broadcast):
+        for room in (fill, fill):
             room.read_ahead = reading.read_ahead
 
 

@@ -30,7 +30,7 @@ from torch import distributed, nn
 import ft_ckpt
 from ft_ckpt import CheckpointSaver, Keep
 from ft_ckpt.checkpoint.catalog import read_manifest, verify
-from ft_ckpt.checkpoint.pins import pin, pin_reason
+from ft_ckpt.checkpoint.guards import pin, pin_reason
 from ft_ckpt.checkpoint.prune import prune_run
 from ft_ckpt.errors import CheckpointError, TargetError
 

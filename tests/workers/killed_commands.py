@@ -32,11 +32,11 @@ from ft_ckpt.checkpoint.manifest import PartRecord
 from ft_ckpt.checkpoint.prune import prune_run
 from ft_ckpt.checkpoint.staging import open_staging
 from ft_ckpt.errors import CheckpointError, TargetError
-from ft_ckpt.storage import local_copy, local_disk, object_upload
+from ft_ckpt.storage import local_disk, object_store, scratch
 from ft_ckpt.transfer import copies
 
 STOP = 9997  # as faulty.c has it
-LOADED = ("obstore", "ft_ckpt.files.average", "ft_ckpt.transfer.sync_run", "ft_ckpt.transfer.bucket_places")
+LOADED = ("obstore", "ft_ckpt.model.average", "ft_ckpt.transfer.sync", "ft_ckpt.transfer.buckets")
 LARGE_BYTES = 40 << 10  # of a file that is not copied in one call
 _shim = ctypes.CDLL(None)
 Action = Callable[[Path, str], object]  # given a folder of its own, and the folder or URL to write to
@@ -246,7 +246,7 @@ if __name__ == "__main__":
         importlib.import_module(module)
     _shim.faulty_count.restype = ctypes.c_long
     local_disk.fsync = lambda _: None  # no power is cut here: spare the disk
-    copies.SMALL_COPY_BYTES = local_copy.SMALL_COPY_BYTES = copies._WORTH_LOOKING_BYTES = LARGE_BYTES // 2
-    object_upload._PART_BYTES = 5 << 20
+    copies.SMALL_COPY_BYTES = scratch.SMALL_COPY_BYTES = copies._WORTH_LOOKING_BYTES = LARGE_BYTES // 2
+    object_store._PART_BYTES = 5 << 20
     print("ready", flush=True)
     serve()

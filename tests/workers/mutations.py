@@ -23,16 +23,15 @@ import torch
 from ft_ckpt import load, save
 from ft_ckpt.checkpoint.manifest import Manifest, PartRecord
 from ft_ckpt.errors import CheckpointError
-from ft_ckpt.files.convert import open_source
-from ft_ckpt.formats import pickled_objects, tensor_index
+from ft_ckpt.formats import pickles as pickles_module
+from ft_ckpt.formats import tensor_file
 from ft_ckpt.formats.layout import TensorRecord
-from ft_ckpt.formats.pytree import unflatten
-from ft_ckpt.formats.pytree_json import decode_node
+from ft_ckpt.formats.pytree import decode_node, unflatten
+from ft_ckpt.model.convert import open_source
 from ft_ckpt.model.plain_module import build_module, describe_module
 from ft_ckpt.schedule import History
 from ft_ckpt.storage.local_store import LocalStore
-from ft_ckpt.training.run_document import read_document
-from ft_ckpt.training.state import DOCUMENT_NAME, FOLDER
+from ft_ckpt.training.state import DOCUMENT_NAME, FOLDER, read_document
 
 LIBRARIES = Path(__file__).parents[1] / "golden/libraries"
 STEP_SECONDS = 10
@@ -173,12 +172,12 @@ def crafted_index(folder):
     """A file of ours whose index is odd and has the right digest."""
     save(nested(), folder / "x.h5", compression="zstd")
     content = (folder / "x.h5").read_bytes()
-    _, data_start, start, *_ = struct.unpack(tensor_index._FOOTER, content[-64:-8])
+    _, data_start, start, *_ = struct.unpack(tensor_file._FOOTER, content[-64:-8])
     text = json.loads(content[start:-64])
 
     def attempt(dice):
         index = json.dumps(odd(text, dice)).encode()
-        end = tensor_index.index_footer(index, data_start, start, start + len(index) + 64)
+        end = tensor_file.index_footer(index, data_start, start, start + len(index) + 64)
         (folder / "x.h5").unlink()
         (folder / "x.h5").write_bytes(content[:start] + index + end)
         both(folder / "x.h5")
@@ -188,7 +187,7 @@ def crafted_index(folder):
 
 def crafted_chunks(folder):
     """Compressed chunks that are damaged and have the right checksum, for the filters themselves."""
-    from ft_ckpt.formats.hdf5.filters import Codec, decode_chunk, encode_chunk
+    from ft_ckpt.formats.hdf5_compressed import Codec, decode_chunk, encode_chunk
 
     data = np.random.default_rng(0).integers(0, 9, 1 << 14, np.uint8).tobytes() + bytes(1 << 14)
     codecs = [
@@ -323,8 +322,7 @@ def grow(tree):
 
 
 def trees(folder):
-    from ft_ckpt.formats.pytree import flatten
-    from ft_ckpt.formats.pytree_json import encode_node
+    from ft_ckpt.formats.pytree import encode_node, flatten
 
     whole = encode_node(flatten(nested(), ["float32", "bfloat16", "int16"])[0])
 
@@ -348,7 +346,7 @@ def pickles(folder):
     data = [pickle.dumps(value, protocol) for value in values for protocol in (0, 2, 4)]
 
     def attempt(dice):
-        pickled_objects.unpickle_plain(mutated(dice.choice(data), dice))
+        pickles_module.unpickle_plain(mutated(dice.choice(data), dice))
 
     return attempt
 

@@ -12,17 +12,16 @@ from accelerators import LARGE, Large, assert_same_files, device, replaced, run_
 from compare import raw
 
 import ft_ckpt
-from ft_ckpt import load_model
-from ft_ckpt.devices import accelerators, copies, pinned
-from ft_ckpt.formats import read_files
-from ft_ckpt.saving import snapshot
+from ft_ckpt import devices, load_model
+from ft_ckpt.formats import file_io
+from ft_ckpt.saving import background
 
 
 @harness.named
 def without_streams(folder: Path) -> None:
     """A backend that is not torch's accelerator: copies block."""
     with ExitStack() as stack:
-        for place in (accelerators, copies, pinned, read_files):
+        for place in (devices, devices, devices, file_io):
             stack.enter_context(replaced(place, has_streams=lambda _: False))
         before = sealed_device.count_late_copies()
         rounds(folder)
@@ -66,7 +65,7 @@ def without_registration(folder: Path) -> None:
     module = torch.get_device_module(device())
     with replaced(type(module), cudaHostRegister=lambda *_: 2):
         rounds(folder / "refused")
-    with replaced(pinned, _runtime_of=lambda _: None):
+    with replaced(devices, _runtime_of=lambda _: None):
         rounds(folder / "absent")
 
         def refuse(*given: Any, pin_memory: bool = False, **asked: Any) -> torch.Tensor:
@@ -75,7 +74,7 @@ def without_registration(folder: Path) -> None:
             return torch.empty(*given, **asked)
 
         before = sealed_device.count_late_copies()
-        with replaced(pinned, torch=SimpleNamespace(**{**vars(torch), "empty": refuse})):
+        with replaced(devices, torch=SimpleNamespace(**{**vars(torch), "empty": refuse})):
             rounds(folder / "unpinned")
         assert sealed_device.count_late_copies() == before
 
@@ -100,7 +99,7 @@ def rounds(folder: Path) -> None:
 def nobody_waits(folder: Path) -> None:
     """The tests' device shows what the lines that wait are for: without them poison is saved."""
     model = Large().to(device())
-    with replaced(copies.Moment, await_done=lambda _: None):
+    with replaced(devices.Moment, await_done=lambda _: None):
         ft_ckpt.save({"table": model.table.detach()}, folder / "table.h5")
     assert raw(ft_ckpt.load(folder / "table.h5")["table"].values()) != raw(model.table.detach().cpu())
 
@@ -110,7 +109,7 @@ def nobody_keeps_blocks(folder: Path) -> None:
     """Likewise: blocks that are filled again too soon bring other tensors' bytes."""
     table = torch.randn(LARGE, generator=torch.Generator().manual_seed(2))
     ft_ckpt.save({"table": table}, folder / "table.h5")
-    with replaced(copies.PinnedBlocks, await_block=lambda *_: None), small_blocks():
+    with replaced(devices.PinnedBlocks, await_block=lambda *_: None), small_blocks():
         found = ft_ckpt.load(folder / "table.h5", map_location=device())
     assert raw(found["table"].cpu()) != raw(table)
 
@@ -119,7 +118,7 @@ def nobody_keeps_blocks(folder: Path) -> None:
 def nobody_marks_the_moment(folder: Path) -> None:
     """Likewise: a stream that does not begin after the moment of the call copies what was there before it."""
     model, _, saver = run_of(Large(), folder, background=True)
-    with replaced(snapshot, record_moment=lambda where: copies.Moment(where, None)), saver:
+    with replaced(background, record_moment=lambda where: devices.Moment(where, None)), saver:
         with torch.no_grad():
             model.table += 1
         saver.save_state(path=folder / "wrong").result(60)

@@ -22,7 +22,7 @@ from wrappers import WRAPPERS, Live, truth
 
 import ft_ckpt
 from ft_ckpt import CheckpointSaver
-from ft_ckpt.distributed import read_shards
+from ft_ckpt.distributed import fill
 from ft_ckpt.distributed.gather import gather_tensors
 from ft_ckpt.distributed.ranks import current_ranks
 from ft_ckpt.errors import CorruptError, LoadError
@@ -133,17 +133,17 @@ def unread(wrapper: str, model: str, folder: Path) -> None:
             train(live, saver, step, 1)
             saver.save_state()
             found.append(truth(live))
-    fresh, real, calls = live_model(wrapper, model, seed=1), read_shards.read_runs, iter([1])
+    fresh, real, calls = live_model(wrapper, model, seed=1), fill.read_runs, iter([1])
 
     def broken(*given: Any) -> int:
         if harness.RANK and next(calls, None):
             raise CorruptError("model.safetensors: cannot be read at byte 7 (Input/output error)")
         return real(*given)
 
-    read_shards.read_runs = broken
+    fill.read_runs = broken
     with saver_of(fresh, run) as saver:
         progress = saver.resume("auto")
-    read_shards.read_runs = real
+    fill.read_runs = real
     assert (progress.step, progress.report.problems) == (1, ()), progress
     same(found[0], truth(fresh))
 

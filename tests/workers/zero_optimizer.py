@@ -25,7 +25,7 @@ from ft_ckpt.distributed.source import Source, box_memories
 from ft_ckpt.distributed.tensors import ModelTensors
 from ft_ckpt.errors import LoadError, SelectionError
 from ft_ckpt.training import optimizers, zero_optimizer
-from ft_ckpt.training.zero_engine import EngineCounters
+from ft_ckpt.training.zero_optimizer import EngineCounters
 
 SETTINGS: dict[str, dict[str, Any]] = {
     "bf16": {"bf16": {"enabled": True}},

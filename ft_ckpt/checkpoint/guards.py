@@ -1,0 +1,383 @@
+"""Guards of a checkpoint folder: marks (objects that stand for locks in a bucket), pins, leases, the mark of a save.
+
+Whoever is about to do something with a checkpoint in a bucket puts a mark first and lists the folder after it, so that
+of two at least one sees the other's. A removal gives way: it takes its tombstone back when it sees a pin, a lease, a
+save, or another removal. All others wait until the removal that they see is over, and then look at what is there.
+
+A mark counts while it was put within ten minutes, by the clock of the store: when it was listed last, one's own was
+just put. On the machine of its process it counts no longer than the process lives. Pins count always.
+"""
+
+import contextlib
+import getpass
+import json
+import os
+import secrets
+import socket
+import threading
+import time
+import uuid
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass, field
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+from ft_ckpt.checkpoint.catalog import load_manifest
+from ft_ckpt.checkpoint.manifest import MANIFEST_NAME
+from ft_ckpt.errors import (
+    CheckpointError,
+    MissingError,
+    NameTakenError,
+    NotACheckpointError,
+    TargetError,
+    UnreadableError,
+)
+from ft_ckpt.storage import locks
+from ft_ckpt.storage.local_disk import PREFIX
+from ft_ckpt.storage.local_store import LocalStore
+from ft_ckpt.storage.place import Place, open_place
+from ft_ckpt.storage.store import Store, Stored, read_text
+
+PIN = f"{PREFIX}pin"
+LEASE = f"{PREFIX}lease-"  # begins the names of leases
+SAVING = f"{PREFIX}saving"  # of a save to a bucket that is under way
+TOMBSTONE = f"{PREFIX}dropped"  # what is being deleted; in a bucket, begins the names of such lists
+CLOCK = f"{PREFIX}clock-"  # begins the names of objects that are put to learn the time
+PROBE = f"{PREFIX}probe-"  # begins the names of objects that are put to try a bucket
+BEAT_SECONDS, STALE_SECONDS = 60.0, 600.0
+_MARK_LIMIT_BYTES = 64 << 10
+_POLL_SECONDS, _PATIENCE_SECONDS = 0.2, 60.0  # of those who wait for a removal, which is over in a few requests
+
+
+def read_mark(store: Store, name: str) -> dict[str, Any]:
+    """The JSON object in a mark; empty when it was cut short, as it may be when its writer died."""
+    try:
+        found = json.loads(read_text(store, name, _MARK_LIMIT_BYTES))
+    except (CheckpointError, RecursionError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def mark_holder(store: Store, name: str) -> str:
+    """The process that put a mark, in words."""
+    found = read_mark(store, name)
+    return f"process {found.get('pid')} on {found.get('host')}" if found else name.removeprefix(LEASE)
+
+
+def put_mark(store: Store, name: str, *, create_only: bool = False, **facts: Any) -> None:
+    """Put a mark that tells its process, and `facts`. Raises TargetError."""
+    store.write(name, json.dumps({**locks.process_facts(), **facts}).encode(), create_only=create_only)
+
+
+def store_time(store: Store) -> float:
+    """The time of a store by its own clock, in unix seconds: that of an object put there. Raises TargetError."""
+    clock = own_mark(CLOCK)
+    put_mark(store, clock)
+    try:
+        found = store.stat(clock)
+    finally:
+        store.delete([clock])
+    if found is None:
+        raise UnreadableError(f"{store.where(clock)}: put there, and not there; the store is used by no other tool?")
+    return found.modified
+
+
+def own_mark(kind: str) -> str:
+    """A new name for a mark of this process, which begins with `kind`."""
+    return kind + locks.new_owner()
+
+
+def is_mark(name: str) -> bool:
+    """Whether an object directly in a checkpoint's folder is a mark."""
+    return name.startswith(PREFIX) and "/" not in name
+
+
+def may_live(store: Store, mark: Stored, now: float) -> bool:
+    """Whether the process of a mark may live; `now` is in unix seconds, by the clock of the store."""
+    return mark.modified > now - STALE_SECONDS and not locks.is_gone(read_mark(store, mark.name))
+
+
+def living_marks(store: Store, listed: Iterable[Stored], kind: str, now: float) -> list[str]:
+    """The names of the marks of one `kind` whose processes may live."""
+    return [each.name for each in listed if each.name.startswith(kind) and may_live(store, each, now)]
+
+
+def settled_list(store: Store, own: str | None) -> list[Stored]:
+    """All objects of a checkpoint in a bucket, when no removal is under way that may not have seen the mark `own`.
+
+    `own` was just put there; without one, nothing is waited for. Raises UnreadableError after a minute.
+    """
+    until = time.monotonic() + _PATIENCE_SECONDS
+    while True:
+        listed = store.list()
+        now = next((each.modified for each in listed if each.name == own), None)
+        busy = [] if now is None else living_marks(store, listed, TOMBSTONE, now)
+        if not busy:
+            return listed
+        if time.monotonic() > until:
+            raise UnreadableError(f"{store.url}: being deleted, in whole or in part ({busy[0]}); try again in a while")
+        time.sleep(_POLL_SECONDS)
+
+
+@contextlib.contextmanager
+def lease_in_bucket(store: Store) -> Iterator[str | None]:
+    """Put a lease on the checkpoint in `store`, again each minute, and delete it after the block; yields its name.
+
+    None where nothing can be written: whoever reads there has no say in what is deleted.
+    """
+    name = own_mark(LEASE)
+    try:
+        put_mark(store, name)
+    except CheckpointError:
+        yield None
+        return
+    over = threading.Event()
+    beats = threading.Thread(target=_renew_mark, args=(store, name, over), name="ft_ckpt-lease", daemon=True)
+    beats.start()
+    try:
+        yield name
+    finally:
+        over.set()
+        beats.join()
+        with contextlib.suppress(CheckpointError):  # it will be dead in ten minutes
+            store.delete([name])
+
+
+def _renew_mark(store: Store, name: str, over: threading.Event) -> None:
+    while not over.wait(BEAT_SECONDS):
+        with contextlib.suppress(CheckpointError):
+            put_mark(store, name)
+
+
+def pin(path: str | os.PathLike[str] | Place, reason: str = "") -> None:
+    """Keep the checkpoint `path` whatever any rule says, durably; `reason` is shown by `ls` and `prune`.
+
+    Raises NotACheckpointError when nothing is committed there; TargetError or NoSpaceError when it cannot be
+    written, and no pin is left. In a bucket UnreadableError when it cannot be told whether it is being deleted.
+    """
+    store = open_place(path).folder
+    _check_committed(store)
+    made = datetime.now(timezone.utc).isoformat(timespec="seconds")
+    store.write(PIN, json.dumps({"reason": reason, "time": made, "user": _user_name()}).encode())
+    try:
+        if not isinstance(store, LocalStore):
+            settled_list(store, PIN)
+        _check_committed(store)
+    except NotACheckpointError:  # deleted meanwhile: whoever did may not have seen the pin
+        store.delete([PIN])
+        raise
+
+
+def unpin(path: str | os.PathLike[str] | Place) -> bool:
+    """Take the pin out of `path`, durably; False when there was none. Raises TargetError."""
+    store = open_place(path).folder
+    if store.stat(PIN) is None:
+        return False
+    store.delete([PIN])
+    return True
+
+
+def pin_reason(path: str | os.PathLike[str] | Place) -> str | None:
+    """The user and the reason of the pin of checkpoint `path`, in words; None when it is not pinned."""
+    store = open_place(path).folder
+    if store.stat(PIN) is None:
+        return None
+    found = read_mark(store, PIN)
+    who = f" by {found['user']}" if found.get("user") else ""
+    why = f": {found['reason']}" if found.get("reason") else ""
+    return f"pinned{who}{why}"
+
+
+def _check_committed(store: Store) -> None:
+    if store.stat(MANIFEST_NAME) is None:
+        raise NotACheckpointError(f"{store.url}: no {MANIFEST_NAME} in it; pin a checkpoint that `ft-ckpt ls` lists")
+
+
+def _user_name() -> str:
+    try:
+        return getpass.getuser()
+    except (KeyError, OSError):  # no entry in the password file, as in many containers
+        return f"uid {os.getuid()}"
+
+
+@contextlib.contextmanager
+def hold_lease(path: str | os.PathLike[str] | Place) -> Iterator[str | None]:
+    """Keep the checkpoint `path` from being deleted while the block runs; read its manifest inside, once.
+
+    Nothing happens when it is no checkpoint of ours or its folder cannot be written, as nothing can be deleted there.
+    In a bucket it has to be a checkpoint; the lease's name comes out, with which it is listed, see `settled_list`.
+    """
+    store = open_place(path).folder
+    if not isinstance(store, LocalStore):
+        with lease_in_bucket(store) as name:
+            yield name
+        return
+    held = _take_lease(store.folder)
+    if held is None:
+        yield None
+        return
+    file, handle = held
+    over = threading.Event()
+    beats = threading.Thread(target=_renew_lease, args=(handle, over), name="ft_ckpt-lease", daemon=True)
+    beats.start()
+    try:
+        yield None
+    finally:
+        over.set()
+        beats.join()
+        os.close(handle)
+        with contextlib.suppress(OSError):
+            file.unlink(missing_ok=True)
+
+
+def lease_reasons(path: str | os.PathLike[str]) -> tuple[str, ...]:
+    """A line for each living process that holds a lease on `path`."""
+    return tuple(f"in use by {_lease_holder(file)}" for file in _lease_files(Path(path)) if _is_held(file))
+
+
+def _take_lease(path: Path) -> tuple[Path, int] | None:
+    """The file of a new lease and its handle, which carries the lock wherever a save moves the file to."""
+    file = path / f"{LEASE}{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(4)}"
+    try:
+        if not (path / MANIFEST_NAME).is_file():
+            return None
+        for old in _lease_files(path):
+            if not _is_held(old):
+                old.unlink(missing_ok=True)
+        handle = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+    except OSError:
+        return None
+    told = {
+        "host": socket.gethostname(),
+        "pid": os.getpid(),
+        "machine": locks.machine_id() if locks.lock_descriptor(handle) else None,
+    }
+    with contextlib.suppress(OSError):  # on a full disk it says nothing, and goes by its time
+        os.write(handle, json.dumps(told).encode())
+    return file, handle
+
+
+def _renew_lease(handle: int, over: threading.Event) -> None:
+    while not over.wait(BEAT_SECONDS):
+        with contextlib.suppress(OSError):
+            os.utime(handle)
+
+
+def _lease_files(path: Path) -> list[Path]:
+    try:
+        return sorted(file for file in path.iterdir() if file.name.startswith(LEASE))
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+
+
+def _lease_holder(file: Path) -> str:
+    return mark_holder(LocalStore(file.parent), file.name)
+
+
+def _is_held(file: Path) -> bool:
+    return not locks.has_ended(file, read_mark(LocalStore(file.parent), file.name).get("machine"), STALE_SECONDS)
+
+
+def clear_spent_mark(store: Store) -> bool:
+    """Delete the mark of a save that was killed when it had committed the checkpoint in `store`; whether there was one.
+
+    What cannot be read or deleted now stays.
+    """
+    with suppress(CheckpointError):
+        token = read_mark(store, SAVING).get("token")
+        if token is not None and load_manifest(store).token == token:
+            store.delete([SAVING])
+            return True
+    return False
+
+
+@dataclass(eq=False)
+class SaveMark:
+    """The mark of one save in the folder `store`, held until `release`."""
+
+    store: Store
+    run_id: str | None
+    token: str = field(default_factory=lambda: uuid.uuid4().hex)
+    cleared: bool = False  # all that is in the folder is of this save, or of the dead ones that it took over
+    _over: threading.Event = field(default_factory=threading.Event)
+    _beats: threading.Thread | None = None
+
+    @property
+    def is_held(self) -> bool:
+        """Whether it was taken and not released."""
+        return self._beats is not None and not self._over.is_set()
+
+    @property
+    def is_ours(self) -> bool:
+        """Whether no other save has taken the folder over. Raises UnreadableError where that cannot be told now."""
+        try:
+            return self.token.encode() in self.store.read(SAVING)
+        except MissingError:
+            return False
+
+    def take(self) -> None:
+        """Put the mark, in the place of a dead save's if there is one. Raises TargetError while another lives."""
+        try:
+            put_mark(self.store, SAVING, create_only=True, **self._facts)
+        except NameTakenError:
+            if not self.is_ours:  # else the answer was lost
+                self._take_over()
+        self._beats = threading.Thread(target=self._renew, name="ft_ckpt-saving", daemon=True)
+        self._beats.start()
+
+    def declare_clear(self) -> None:
+        """Say, for those who find the mark when this process is dead, that the folder held nothing before."""
+        if not self.cleared:
+            self.cleared = True
+            put_mark(self.store, SAVING, **self._facts)
+
+    def check(self) -> None:
+        """Raise TargetError when another save has taken the folder over."""
+        if not self.is_ours:
+            raise TargetError(
+                f"{self.store.url}: taken over by {mark_holder(self.store, SAVING)}, which took this save for dead; "
+                "nothing was committed"
+            )
+
+    def release(self) -> None:
+        """Take the mark away, if it is ours still; after `stop`."""
+        self.stop()
+        with suppress(CheckpointError):  # else it is dead in ten minutes
+            if self.is_ours:
+                self.store.delete([SAVING])
+
+    def stop(self) -> None:
+        """Renew it no more."""
+        self._over.set()
+        if self._beats is not None:
+            self._beats.join()
+
+    @property
+    def _facts(self) -> dict[str, Any]:
+        return {"run_id": self.run_id, "token": self.token, "cleared": self.cleared}
+
+    def _take_over(self) -> None:
+        found = read_mark(self.store, SAVING)
+        is_own = self.run_id is not None and found.get("run_id") == self.run_id
+        if not is_own and self._is_alive():
+            raise TargetError(
+                f"{self.store.url}: {mark_holder(self.store, SAVING)} is saving there, or was killed less than ten "
+                "minutes ago; use another name, or try again then"
+            )
+        self.cleared = bool(found.get("cleared"))
+        put_mark(self.store, SAVING, **self._facts)
+        self.check()
+
+    def _is_alive(self) -> bool:
+        """Whether the process of the mark that is there may live, by the clock of the store."""
+        now, mark = store_time(self.store), self.store.stat(SAVING)
+        return mark is not None and may_live(self.store, mark, now)
+
+    def _renew(self) -> None:
+        while not self._over.wait(BEAT_SECONDS):
+            with suppress(CheckpointError):
+                if not self.is_ours:
+                    return
+                put_mark(self.store, SAVING, **self._facts)

@@ -1,0 +1,105 @@
+"""Verifies one file, or a folder of another program, by itself: headers, indexes, configs, the manifest around it."""
+
+import dataclasses
+import json
+from collections.abc import Iterator
+from contextlib import closing
+from itertools import islice
+from typing import Any
+
+from ft_ckpt.checkpoint.catalog import VerifyReport, load_manifest
+from ft_ckpt.checkpoint.checks import small_problems
+from ft_ckpt.checkpoint.manifest import MANIFEST_NAME, Manifest
+from ft_ckpt.errors import CheckpointError, CorruptError, LoadError, listing
+from ft_ckpt.formats.safetensors import read_header
+from ft_ckpt.storage.digests import FileRecord
+from ft_ckpt.storage.place import Place
+from ft_ckpt.storage.store import Store, is_inside
+
+
+def listing_manifest(place: Place) -> tuple[Store, Manifest, FileRecord] | None:
+    """The checkpoint that lists the file at `place`: its store, its manifest, the record. None where none does.
+
+    Raises ManifestError for a manifest that is damaged.
+    """
+    for store, name in islice(place.folders_around(), 1, None):
+        if store.stat(MANIFEST_NAME) is not None:
+            manifest = load_manifest(store)
+            record = {record.path: record for record in manifest.files}.get(name)
+            if record is not None:
+                return store, manifest, record
+    return None
+
+
+def verify_listed(place: Place) -> VerifyReport | None:
+    """Compare size and digest of the file at `place`; None where no manifest lists it. Raises ManifestError."""
+    found = listing_manifest(place) if place.is_object else None
+    if found is None:
+        return None
+    store, manifest, record = found
+    alone = dataclasses.replace(manifest, files=(record,))
+    problems = tuple(small_problems(store, alone, record.size_bytes + 1))
+    return VerifyReport(place.location, not problems, problems, 1, record.size_bytes)
+
+
+_INDEX = ".safetensors.index.json"
+
+
+def verify_foreign(place: Place) -> VerifyReport:
+    """Check the safetensors files at `place`, a file or a folder of them, as far as they say what they should hold.
+
+    Of each file the header, of each index that its tensors are where it says, of each JSON file that it is JSON.
+    Values cannot be checked: nobody recorded their digests. Raises LoadError where there is no such file.
+    """
+    store, names = (place.store, [place.name]) if place.is_object else (place.folder, None)
+    names = names or [each.name for each in store.list()]
+    weights = [name for name in names if name.endswith(".safetensors")]
+    if not weights and not any(name.endswith(_INDEX) for name in names):
+        found = f"no {MANIFEST_NAME} and no safetensors files in it"
+        raise LoadError(f"{place}: {found}; `ft-ckpt show` reads other formats")
+    told = {name: _names_or_reason(store, name) for name in weights}
+    held = {name: found for name, found in told.items() if isinstance(found, set)}
+    problems = [f"{name}: {found}" for name, found in told.items() if isinstance(found, str)]
+    for name in names:
+        if name.endswith(".json"):
+            problems += _document_problems(store, name, held)
+    size = sum(each.size_bytes for name in weights if (each := store.stat(name)) is not None)
+    return VerifyReport(place.location, not problems, tuple(problems), len(weights), size)
+
+
+def _names_or_reason(store: Store, name: str) -> set[str] | str:
+    try:
+        with closing(store.open(name)) as file:
+            return set(read_header(file))
+    except CorruptError as error:
+        return str(error)
+
+
+def _document_problems(store: Store, name: str, held: dict[str, set[str]]) -> Iterator[str]:
+    try:
+        found = json.loads(store.read(name).decode("utf-8"))
+    except (CheckpointError, ValueError, RecursionError) as error:
+        yield f"{name}: not JSON ({error})"
+        return
+    if name.endswith(_INDEX):
+        yield from _index_file_problems(store, name, found, held)
+
+
+def _index_file_problems(store: Store, index: str, found: Any, held: dict[str, set[str]]) -> Iterator[str]:
+    """Check that an index sends each tensor to a file beside it that has it."""
+    where = found.get("weight_map") if isinstance(found, dict) else None
+    if not isinstance(where, dict):
+        yield f"{index}: no weight_map in it"
+        return
+    folder = index.rpartition("/")[0]
+    shards = {str(file): f"{folder}/{file}" if folder else str(file) for file in where.values()}
+    lost = sorted(shard for shard, name in shards.items() if not is_inside(shard) or store.stat(name) is None)
+    if lost:
+        yield f"{index}: shards missing: {listing(lost, ', ')}"
+    tensors = {shard: held[name] for shard, name in shards.items() if shard not in lost and name in held}
+    wrong = sorted(name for name, shard in where.items() if name not in tensors.get(str(shard), where))
+    if wrong:
+        yield f"{index}: not in the shards it sends them to: {listing(wrong, ', ')}"
+    stray = sorted(name for names in tensors.values() for name in names if name not in where)
+    if stray:
+        yield f"{index}: in its shards, not in it: {listing(stray, ', ')}"

@@ -1,0 +1,233 @@
+"""The interface of a wrapper or engine, with the answers of a plain module.
+
+A new kind is a subclass in a file of its own, which answers what is different about it, and a line in `wrappers`.
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import repeat
+from operator import attrgetter
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from ft_ckpt.distributed.ranks import global_rank
+from ft_ckpt.distributed.sharding import ReplicatedSharding, Sharding
+from ft_ckpt.errors import SelectionError
+
+
+class TensorLayout(NamedTuple):
+    """What an engine knows of one tensor."""
+
+    shape: tuple[int, ...]  # of the full tensor
+    dtype: torch.dtype
+    trainable: bool
+    is_parameter: bool
+    engine: str
+    sharding: Sharding
+
+
+def shaped_as_box(local: Tensor, sharding: Sharding) -> Tensor:
+    """This rank's part of a tensor in the shape of its box, where the view splits a dimension of the tensor."""
+    boxes = sharding.local_boxes(global_rank())
+    return local if not boxes or tuple(local.shape) == boxes[0].sizes else local.view(boxes[0].sizes)
+
+
+class PendingGradient(Protocol):
+    """A gradient that an engine keeps for itself until the step is complete."""
+
+    def read(self) -> Tensor | None:
+        """The gradient as far as it is summed up; None for none."""
+        ...
+
+    def write(self, gradient: Tensor | None) -> None:
+        """Put one in its place, or none."""
+        ...
+
+
+class Wrapper:
+    """One kind of wrapper module, or of tensors that an engine has laid out."""
+
+    child_key: str | None = None  # the name under which its modules keep the module they wrap
+    packages: tuple[str, ...] = ()  # beginnings of the names of modules with its code, from which it hooks modules
+    function_packages: tuple[str, ...] = ()  # likewise, from which it puts functions on the user's modules
+    attributes: tuple[str, ...] = ()  # that it sets on the user's modules
+    attribute_prefixes: tuple[str, ...] = ()
+    layout_facts: tuple[
+        str, ...
+    ] = ()  # attributes that decide `layout_of`, beside whether it is a parameter; (): unknown
+    hides_gradients: str | None = None  # its name for people, where accumulated gradients cannot be read under it
+    shows_runs = False  # whether optimizers see this rank's elements alone, as an ordinary tensor
+
+    def wraps(self, module: nn.Module) -> bool:
+        """Whether `module` is a wrapper of this kind, with the module it wraps under `child_key`."""
+        return False
+
+    def keeps_weights(self, module: nn.Module) -> bool:
+        """Whether `module` has weights beside the model's, which overwrite these at the next step of the optimizer."""
+        return False
+
+    def hides_tensors(self, module: nn.Module) -> bool:
+        """Whether tensors below `module` are kept where a walk over its modules does not see them."""
+        return False
+
+    def tensors_of_modules(self, modules: Sequence[nn.Module]) -> Mapping[tuple[int, str], Any]:
+        """(id of a module, name) -> what stands for the parameter that the module had under that name.
+
+        `modules` are those of a model, wrappers included.
+        """
+        return {}
+
+    def describes(self, tensor: Any) -> bool:
+        """Whether a parameter, buffer or what stands for one is laid out by this engine."""
+        return False
+
+    def layout_of(self, tensor: Any) -> TensorLayout:
+        """The layout of a tensor that it `describes`. Moves nothing."""
+        raise self._unanswered()
+
+    def layouts_of(self, tensors: Sequence[Any]) -> list[TensorLayout]:
+        """As `layout_of` of each; tensors with the same `layout_facts` share one."""
+        if not self.layout_facts:
+            return [*map(self.layout_of, tensors)]
+        ask, known, found = attrgetter(*self.layout_facts), dict[Any, TensorLayout](), []
+        for tensor, is_parameter in zip(tensors, map(isinstance, tensors, repeat(nn.Parameter)), strict=True):
+            try:
+                facts = ask(tensor), is_parameter
+            except AttributeError:  # it lacks one
+                found.append(self.layout_of(tensor))
+                continue
+            if facts not in known:
+                known[facts] = self.layout_of(tensor)
+            found.append(known[facts])
+        return found
+
+    def local_part(self, tensor: Any) -> Tensor | None:
+        """This rank's elements of a tensor that it `describes`, without gradient; None for none. Moves nothing."""
+        raise self._unanswered()
+
+    def has_data(self, tensor: Any) -> bool:
+        """Whether this rank's elements of a tensor that it `describes` are anywhere, if it has any."""
+        local = self.local_part(tensor)
+        return local is None or local.device.type != "meta"
+
+    def full_tensor(self, tensor: Any) -> Tensor:
+        """The full tensor, for opaque shardings. Collective."""
+        raise self._unanswered()
+
+    def optimizer_parameter(self, tensor: Any) -> Any:
+        """The object that optimizers are given for a tensor that it `describes`."""
+        return tensor
+
+    def state_run(self, tensor: Any, state: Tensor | None) -> tuple[Sharding, Tensor | None]:
+        """The layout of optimizer state of the shape of a tensor that `shows_runs`, and this rank's elements of it."""
+        raise self._unanswered()
+
+    def reshard_modules(self, modules: Sequence[nn.Module]) -> None:
+        """Put the shards of those of `modules` that it has cut back in place, so that they can be read."""
+
+    def broadcast_buffers(self, module: nn.Module) -> Iterable[Tensor]:
+        """Buffers that the wrapper `module` will send from rank 0 to all before the next forward."""
+        return ()
+
+    def user_class(self, cls: type) -> type:
+        """The class as the user wrote it, where the engine has given its modules another."""
+        return cls
+
+    def pending_gradients(self, modules: Sequence[nn.Module]) -> Mapping[str, PendingGradient]:
+        """Gradients that the engine keeps for itself, by raw parameter name; `modules` are a model and all below it."""
+        return {}
+
+    def drop_gradients(self, module: nn.Module) -> None:
+        """Leave no gradient where the engine keeps those of `module` itself."""
+
+    def _unanswered(self) -> SelectionError:
+        return SelectionError(f"{type(self).__name__}: describes a tensor without its elements; please report it")
+
+
+class PlainTensors(Wrapper):
+    """Ordinary tensors; on ordinary modules, which Accelerate may have put hooks on."""
+
+    layout_facts = ("shape", "dtype", "requires_grad")
+    attributes = ("forward",)
+    attribute_prefixes = ("_hf_hook", "_old_forward")
+
+    def describes(self, tensor: Any) -> bool:
+        """Any tensor that no engine has laid out."""
+        return True
+
+    def layout_of(self, tensor: Any) -> TensorLayout:
+        """The whole tensor on every rank."""
+        shape, is_parameter = tuple(tensor.shape), isinstance(tensor, nn.Parameter)
+        sharding = ReplicatedSharding(shape)
+        return TensorLayout(shape, tensor.dtype, bool(tensor.requires_grad), is_parameter, "plain", sharding)
+
+    def local_part(self, tensor: Any) -> Tensor | None:
+        """The tensor itself."""
+        return tensor.detach()  # type: ignore[no-any-return]  # a Tensor
+
+
+class DataParallelWrapper(Wrapper):
+    """DistributedDataParallel and DataParallel: the model as it is, under "module"."""
+
+    child_key = "module"
+    attribute_prefixes = ("_ddp_",)
+
+    def wraps(self, module: nn.Module) -> bool:
+        """Whether it is one of torch's two."""
+        return isinstance(module, nn.parallel.DistributedDataParallel | nn.DataParallel)
+
+    def broadcast_buffers(self, module: nn.Module) -> Iterable[Tensor]:
+        """Those of DDP, unless it was told not to."""
+        if isinstance(module, nn.parallel.DistributedDataParallel) and module.will_sync_module_buffers():  # type: ignore[no-untyped-call]
+            yield from module.modules_buffers
+
+
+class CompiledWrapper(Wrapper):
+    """What torch.compile() returns; `module.compile()` wraps nothing."""
+
+    child_key = "_orig_mod"
+    attributes = ("_is_torch_compile", "_compile_kwargs")  # the second is of Lightning, where that was imported
+
+    def wraps(self, module: nn.Module) -> bool:
+        """Whether it is torch's OptimizedModule."""
+        return isinstance(module, torch._dynamo.OptimizedModule)
+
+
+class CheckpointedActivations(Wrapper):
+    """Activation checkpointing by a wrapper around each layer."""
+
+    child_key = "_checkpoint_wrapped_module"
+
+    def wraps(self, module: nn.Module) -> bool:
+        """Whether it is torch's ActivationWrapper."""
+        from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import ActivationWrapper
+
+        return isinstance(module, ActivationWrapper)
+
+
+_READ = "_ft_ckpt_read"
+
+
+class StandInTensors(PlainTensors):
+    """Parameters made by `stand_in_parameter`."""
+
+    def describes(self, tensor: Any) -> bool:
+        """Whether the tensor stands for another."""
+        return hasattr(tensor, _READ)
+
+    def local_part(self, tensor: Any) -> Tensor | None:
+        """The tensor that it stands for, computed anew."""
+        read: Callable[[], Tensor] = getattr(tensor, _READ)
+        return read()
+
+    def has_data(self, tensor: Any) -> bool:
+        """Always, once it is asked for."""
+        return True
+
+
+def stand_in_parameter(shape: tuple[int, ...], dtype: torch.dtype, read: Callable[[], Tensor]) -> nn.Parameter:
+    """A parameter of one element's memory that stands for what `read` gives, a tensor of that shape and type."""
+    parameter = nn.Parameter(torch.zeros((), dtype=dtype).expand(shape), requires_grad=False)
+    setattr(parameter, _READ, read)
+    return parameter

@@ -1,0 +1,480 @@
+"""Reads and writes Cerebras checkpoints (HDF5): the object tree and its leaves, formats 0.4 and 0.5.
+
+Nothing in the file is run: the pickled tree of 0.4 and its objects go through `pickled_objects`, and what that does not
+know stays opaque. Links to other files, unfinished files and unknown kinds of leaves are refused.
+"""
+
+import json
+import math
+import pickle
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+from urllib.parse import quote
+
+import numpy as np
+
+from ft_ckpt.errors import CorruptError, SelectionError
+from ft_ckpt.formats.hdf5_metadata import Attribute, Dataset
+from ft_ckpt.formats.layout import ITEM_BYTES, Spec
+from ft_ckpt.formats.pickles import OpaqueObject, Sealed, unpickle_plain
+from ft_ckpt.formats.pytree import MAPPINGS, MOST_LEVELS, Node
+from ft_ckpt.messages import printable
+
+MOST_FILL_BYTES = 1 << 40  # of a constant tensor that has no bytes in the file
+_KINDS = {
+    "dict": "dict", "OrderedDict": "odict", "list": "list", "tuple": "tuple", "set": "set", "deque": "deque",
+    "defaultdict": "defaultdict",
+}  # fmt: skip
+
+
+class FoundDataset(Protocol):
+    """A dataset as the walk through the file finds it."""
+
+    path: str
+    shape: tuple[int, ...] | None
+    dtype: np.dtype[Any]
+    attributes: Mapping[str, Any]
+
+    def read_value(self) -> Any:
+        """All of it, as numpy has it."""
+
+
+@dataclass(frozen=True)
+class StoredLeaf:
+    """A leaf: the dataset it is in, or the number it is full of; `dtype` is torch's name, None for numpy arrays."""
+
+    name: str
+    dtype: str | None
+    dataset: FoundDataset | None = None
+    shape: tuple[int, ...] = ()
+    fill: float | bool | None = None
+
+
+@dataclass
+class CerebrasReader:
+    """Reads one checkpoint; `attributes` are its root's and `find` gives a dataset by path, or raises CorruptError."""
+
+    attributes: Mapping[str, Any]
+    find: Callable[[str], FoundDataset]
+    leaves: list[StoredLeaf] = field(default_factory=list)
+    nodes: dict[str, Node] = field(default_factory=dict)
+
+    def read_tree(self) -> Node:
+        """The tree; its leaves are in `leaves`. Raises CorruptError for what cannot be read safely or completely."""
+        try:
+            version = float(self.attributes["__version__"])
+            if version >= 0.5:
+                return self._read_current()
+            if version == 0.4:
+                return self._read_legacy()
+        except (KeyError, TypeError, ValueError, IndexError, AttributeError, RecursionError) as error:
+            raise CorruptError(f"not a whole Cerebras checkpoint: {error!r}; use another copy of the file") from error
+        raise CorruptError(f"a Cerebras checkpoint of format {version}; 0.4 and from 0.5 on can be read")
+
+    def _read_current(self) -> Node:
+        if not self.attributes.get("__SUCCESS__", False):
+            raise CorruptError("the checkpoint was never finished (no __SUCCESS__); use an older one")
+        return self._read_node(_tree_spec(json.loads(self.attributes["__spec__"])), (), self._read_leaf)
+
+    def _read_node(self, spec: Any, path: tuple[str, ...], leaf: Callable[[str], Node]) -> Node:
+        if len(path) > MOST_LEVELS:
+            raise CorruptError(f"{printable('.'.join(path))[:60]}: over {MOST_LEVELS} levels deep")
+        if spec["type"] is None:
+            return leaf(".".join(path))
+        kind = _KINDS.get(str(spec["type"]).rpartition(".")[2])
+        if kind is None:
+            raise CorruptError(f"{'.'.join(path) or 'the object'}: a container of type {spec['type']!r}")
+        context, children = spec["context"], spec["children_spec"]
+        detail: Any
+        names: Any
+        keys: Any
+        context = json.loads(context) if isinstance(context, str) else context
+        detail, names, keys = None, range(len(children)), []
+        if kind == "defaultdict":
+            detail, keys = context["default_factory_name"], context["dict_context"]
+            if len(children) > 2:  # the format names children by factory and keys: there are two
+                raise CorruptError(f"{'.'.join(path)}: a defaultdict of {len(children)}, which the format loses")
+            names = (f"<class '{detail}'>", str(keys))[: len(children)]
+        elif kind in ("dict", "odict"):
+            names = keys = context
+        nodes = tuple(
+            self._read_node(child, (*path, str(name)), leaf)
+            for name, child in zip(names, children, strict=True)
+        )  # fmt: skip
+        return Node(kind, detail, tuple(Node("value", _plain_key(key)) for key in keys), nodes)
+
+    def _read_leaf(self, name: str) -> Node:
+        if name not in self.nodes:
+            outer = json.loads(self.attributes[f"{name}.__metadata__"])
+            if outer["__objects__"] != [name]:
+                raise CorruptError(f"{name}: a link to another checkpoint; load that one, or save this one whole")
+            self.nodes[name] = self._leaf_node(name, outer[f"{name}.__metadata__"])
+        return self.nodes[name]
+
+    def _leaf_node(self, name: str, known: Mapping[str, Any]) -> Node:
+        path = known.get("key", name)
+        kind = known.get("__TYPE__") or self.find(path).attributes.get("__TYPE__")
+        if kind == "TorchTensorSerializer" and known.get("__TORCH__", True):
+            return self._tensor_leaf(name, known, self.find(path))
+        if kind in ("TorchTensorSerializer", "NumpyArraySerializer"):
+            return self._array_leaf(name, self.find(path), known.get("ft_array"))
+        if kind == "ScalarSerializer":
+            return Node("value", _check_type(known["scalar_value"], (bool, int, float)))
+        if kind == "StringSerializer":
+            return Node("value", _check_type(known["string_value"], (str,)))
+        if kind == "NoneSerializer":
+            return Node("value", None)
+        if kind == "ObjectSerializer":
+            return _unpickle_leaf(name, np.asarray(self.find(path).attributes["__BYTES__"]).tobytes())
+        if kind == "LinkedObject":
+            target = str(known["key"])
+            if target == name or target not in self.nodes:
+                raise CorruptError(f"{name}: linked to {target}, which does not come before it")
+            return self.nodes[target]
+        if kind == "DeferredFullTensor":
+            return self._constant_leaf(name, known)
+        raise CorruptError(f"{name}: a leaf of type {kind!r}, which leads outside the file or is unknown")
+
+    def _tensor_leaf(self, name: str, known: Mapping[str, Any], dataset: FoundDataset) -> Node:
+        label = str(next(iter(dataset.attributes.get("dtypes", known["dtypes"]))))
+        dtype = str(dataset.attributes.get("ft_dtype", known.get("ft_dtype", label.removeprefix("torch."))))
+        return self._add_leaf(StoredLeaf(name, dtype, dataset))
+
+    def _array_leaf(self, name: str, dataset: FoundDataset, exact: str | None) -> Node:
+        described, shape = json.loads(exact) if exact else (None, ())
+        node = self._add_leaf(StoredLeaf(name, None, dataset))
+        return Node("array", (node.value, described, tuple(shape)))
+
+    def _constant_leaf(self, name: str, known: Mapping[str, Any]) -> Node:
+        shape, dtype = tuple(int(size) for size in known["shape"]), str(known["dtype"]).removeprefix("torch.")
+        if math.prod(shape) * ITEM_BYTES[dtype] > MOST_FILL_BYTES or min(shape, default=0) < 0:
+            raise CorruptError(f"{name}: a constant tensor of {shape}")
+        return self._add_leaf(StoredLeaf(name, dtype, None, shape, known.get("fill_value") or 0))
+
+    def _add_leaf(self, leaf: StoredLeaf) -> Node:
+        self.leaves.append(leaf)
+        return Node("tensor", len(self.leaves) - 1)
+
+    def _read_legacy(self) -> Node:
+        spec = unpickle_plain(bytes.fromhex(self.attributes["__spec__"]), _LEGACY_TREE)
+        if not isinstance(spec, _LegacySpec):
+            raise CorruptError("the tree of the checkpoint is of no known type")
+        return self._read_node(spec, (), self._legacy_leaf)
+
+    def _legacy_leaf(self, name: str) -> Node:
+        dataset = self.find(quote(name, safe=""))
+        kind, known = str(dataset.attributes["__H5_TYPE__"]), dataset.attributes
+        if kind == "TorchTensorH5Type":
+            return self._add_leaf(
+                StoredLeaf(name, "bfloat16" if known.get("is_bfloat16") else dataset.dtype.name, dataset)
+            )
+        if kind == "NumpyArrayH5Type":
+            return self._array_leaf(name, dataset, None)
+        if kind == "ScalarH5Type":
+            return Node("value", np.asarray(dataset.read_value()).item())
+        if kind == "StringH5Type":
+            return Node("value", _check_type(known["string_value"], (str,)))
+        if kind == "NoneH5Type":
+            return Node("value", None)
+        if kind == "ObjectH5Type":
+            return _unpickle_leaf(name, bytes.fromhex(known["object_value"]))
+        raise CorruptError(f"{name}: a leaf of type {kind!r}, which leads outside the file or is unknown")
+
+
+class _LegacySpec(metaclass=Sealed):
+    """Stands for torch's TreeSpec in the pickled tree of format 0.4."""
+
+    type: Any = None
+    context: Any = None
+    children_specs: Any = ()
+
+    def __getitem__(self, name: str) -> Any:
+        if name == "context":
+            return list(self.context) if isinstance(self.context, (list, tuple)) else self.context
+        return list(self.children_specs) if name == "children_spec" else self.type
+
+
+_LEGACY_TREE: dict[str, Any] = {
+    "torch.utils._pytree.TreeSpec": _LegacySpec,
+    "torch.utils._pytree.LeafSpec": _LegacySpec,
+    "dill._dill._load_type": str,
+    "collections.OrderedDict": "OrderedDict",
+}
+
+
+def _tree_spec(spec: Any) -> Any:
+    """The second half of a `__spec__`: what torch itself writes for a tree."""
+    protocol, node = json.loads(spec[1])
+    if protocol != 1:
+        raise CorruptError(f"a tree of protocol {protocol!r}; 1 is known")
+    return node
+
+
+def _plain_key(key: Any) -> Any:
+    return _check_type(key, (str, int, bool, float, type(None)))
+
+
+def _check_type(value: Any, types: tuple[type, ...]) -> Any:
+    if type(value) not in types:
+        raise CorruptError(f"{value!r} found where {' or '.join(kind.__name__ for kind in types)} should be")
+    return value
+
+
+def _unpickle_leaf(name: str, data: bytes) -> Node:
+    try:
+        return Node("value", unpickle_plain(data))
+    except CorruptError:
+        return Node("value", OpaqueObject(name, data))
+
+
+VERSION = 0.5
+INDEX = "__ft_index__"
+GROUP = "__ft__"  # datasets whose names HDF5 would take for paths
+LONGEST_NAME_BYTES = 30_000
+RTFX = {
+    "bool": 1, "int16": 3, "int32": 4, "int64": 5, "uint8": 6, "uint16": 7, "uint32": 8, "uint64": 9, "float16": 10,
+    "float32": 11, "float64": 12, "bfloat16": 15,
+}  # fmt: skip
+STORED = {  # torch's type: (type in the file, label), where other readers need another type than ours
+    "bfloat16": ("i2", "bfloat16"),
+    "complex32": ("u4", "uint32"),
+    **dict.fromkeys(("float8_e5m2", "float8_e4m3fn", "float8_e8m0fnu", "float8_e4m3fnuz"), ("u1", "uint8")),
+    **dict.fromkeys(("float8_e5m2fnuz", "float4_e2m1fn_x2"), ("u1", "uint8")),
+}
+NATIVE = {"bfloat16": ("bf16", "float32"), "float8_e5m2": ("e5m2", "float32")}  # shown as numbers by every reader
+_PLAIN = {
+    "bool": "bool", "int8": "i1", "int16": "i2", "int32": "i4", "int64": "i8", "uint8": "u1", "uint16": "u2",
+    "uint32": "u4", "uint64": "u8", "float16": "f2", "float32": "f4", "float64": "f8", "complex64": "c8",
+    "complex128": "c16",
+}  # fmt: skip
+DTYPES = (*_PLAIN, *STORED)  # every type of tensor that can be kept
+_LEAF: dict[str, Any] = {"type": None, "context": None, "children_spec": []}
+_TORCH_TREES = {
+    "dict": "builtins.dict", "odict": "collections.OrderedDict", "list": "builtins.list", "tuple": "builtins.tuple",
+    "set": "builtins.set", "deque": "collections.deque",
+}  # fmt: skip
+_NEAREST = {"counter": "dict", "defaultdict": "dict", "namedtuple": "tuple", "size": "tuple", "frozenset": "set"}
+_UNSAFE = str.maketrans({"\0": "\u2400", **{chr(code): "\ufffd" for code in range(0xD800, 0xE000)}})
+
+
+@dataclass(frozen=True)
+class Content:
+    """The checkpoint without its tensors' bytes: the root's attributes, a name for each leaf, and the datasets.
+
+    The first datasets are those of the leaves, in order, their places not yet known.
+    """
+
+    attributes: Mapping[str, Attribute]
+    names: Sequence[str]
+    datasets: Sequence[Dataset]
+
+
+def describe_checkpoint(
+    root: Node, leaves: Sequence[Spec], arrays: Iterable[int] = (), native_floats: bool = False
+) -> Content:
+    """The content for the object `root`; `leaves` give shape and type by index, those in `arrays` are numpy's.
+
+    Raises SelectionError for a name that is too long.
+    """
+    walk = _walk_object(root)
+    writer = _LeafDescriber(leaves, frozenset(arrays), native_floats)
+    attributes: dict[str, Attribute] = {
+        "__version__": VERSION,
+        "__spec__": json.dumps([None, json.dumps([1, walk.tree])]),
+        "__SUCCESS__": True,  # an unfinished file has no superblock, or is a temporary file
+    }
+    for name, node in walk.leaves.items():
+        attributes[f"{name}.__metadata__"] = _wrap_metadata(name, writer.describe_leaf(name, node))
+    objects = list(writer.objects.values())
+    return Content(attributes, writer.names, [writer.datasets[index] for index in range(len(leaves))] + objects)
+
+
+def leaf_names(root: Node, count: int) -> list[str]:
+    """The names alone, of `count` leaves, without describing them. Raises as `describe_checkpoint` does."""
+    names = [""] * count
+    for name, node in _walk_object(root).leaves.items():
+        if node.kind != "value":
+            names[_leaf_index(node)] = names[_leaf_index(node)] or name
+    return names
+
+
+def _walk_object(root: Node) -> "_TreeWalk":
+    try:
+        return _TreeWalk().walk_tree(root)
+    except _CollisionError:
+        return _TreeWalk(escape=True).walk_tree(root)
+
+
+def _leaf_index(node: Node) -> int:
+    """The number of the leaf of a tensor's or array's node."""
+    index: int = node.value if node.kind == "tensor" else node.value[0]
+    return index
+
+
+class _CollisionError(Exception):
+    pass
+
+
+@dataclass
+class _TreeWalk:
+    """Leaves by their dotted names, and the tree as torch writes its tree specifications."""
+
+    escape: bool = False  # dots in keys, so that no two paths give one name
+    leaves: dict[str, Node] = field(default_factory=dict)
+    tree: dict[str, Any] = field(default_factory=dict)
+
+    def walk_tree(self, root: Node) -> "_TreeWalk":
+        """Walk it all. Raises _CollisionError when two leaves have one name, which escaping prevents."""
+        self.tree = self._walk_node(root, "", "")
+        return self
+
+    def _walk_node(self, node: Node, prefix: str, name: str) -> dict[str, Any]:
+        kind = _NEAREST.get(node.kind, node.kind)
+        if kind not in _TORCH_TREES:
+            if name in self.leaves:
+                raise _CollisionError
+            if len(name.encode()) > LONGEST_NAME_BYTES:
+                raise SelectionError(
+                    f"{printable(name)[:60]}...: a name of {len(name.encode())} bytes; HDF5 takes "
+                    f"{LONGEST_NAME_BYTES}, shorten the keys"
+                )
+            self.leaves[name] = node
+            return _LEAF
+        keys: list[Any] = list(range(len(node.children)))
+        context: Any = None
+        if node.kind in MAPPINGS:
+            context = keys = list(self._child_keys(node.keys))
+        pairs = zip(keys, node.children, strict=True)
+        children = [self._walk_node(child, f"{prefix}{key}.", f"{prefix}{key}") for key, child in pairs]
+        return {"type": _TORCH_TREES[kind], "context": json.dumps(context), "children_spec": children}
+
+    def _child_keys(self, keys: Iterable[Node]) -> Iterator[Any]:
+        used: set[str] = set()
+        for node in keys:
+            key: Any = node.value if node.kind == "value" else _text_key(node)
+            if type(key) not in (str, int, bool, float, type(None)):
+                key = str(key)
+            if type(key) is str:
+                key = key.translate(_UNSAFE)
+                key = key.replace("%", "%25").replace(".", "%2E") if self.escape else key
+            elif self.escape and "." in str(key):
+                key = str(key).replace(".", "%2E")
+            while str(key) in used:
+                key = f"{key}~"
+            used.add(str(key))
+            yield key
+
+
+def _text_key(node: Node) -> str:
+    parts = [_text_key(child) if child.kind != "value" else repr(child.value) for child in node.children]
+    return f"({', '.join(parts)})"
+
+
+@dataclass
+class _LeafDescriber:
+    """Makes the description of each leaf, and the datasets that it needs."""
+
+    leaves: Sequence[Spec]
+    arrays: frozenset[int]
+    native_floats: bool
+    datasets: dict[int, Dataset] = field(default_factory=dict)
+    objects: dict[str, Dataset] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.names = [""] * len(self.leaves)
+
+    def describe_leaf(self, name: str, node: Node) -> dict[str, Any]:
+        """The metadata of one leaf."""
+        if node.kind == "value":
+            return self._describe_value(name, node.value)
+        index = _leaf_index(node)
+        if index in self.datasets:
+            return {"__TYPE__": "LinkedObject", "key": self.names[index], "__LINKED__": True, "__NONE__": True}
+        self.names[index] = name
+        spec = self.leaves[index]
+        known = self._describe_array(spec, node) if index in self.arrays else self._describe_tensor(spec)
+        kind = _PLAIN.get(spec.dtype) or self._stored_type(spec.dtype)[0]
+        self.datasets[index] = Dataset(_leaf_path(name), kind, spec.shape, _as_attributes(known, spec.shape))
+        return known | _path_metadata(name)
+
+    def _stored_type(self, dtype: str) -> tuple[str, str]:
+        return (NATIVE.get(dtype) if self.native_floats else None) or STORED[dtype]
+
+    def _describe_tensor(self, spec: Spec) -> dict[str, Any]:
+        label = spec.dtype if spec.dtype in _PLAIN else self._stored_type(spec.dtype)[1]
+        known = {
+            "__TYPE__": "TorchTensorSerializer",
+            "__NUMPY__": True,
+            "__TORCH__": True,
+            "shapes": [list(spec.shape)],
+            "dtypes": [f"torch.{label}"],
+            "rtfx_dtypes": [RTFX.get(label, 0)],
+            "compressed": False,
+        }
+        return known if label == spec.dtype else known | {"ft_dtype": spec.dtype}
+
+    def _describe_array(self, spec: Spec, node: Node) -> dict[str, Any]:
+        known = {"__TYPE__": "NumpyArraySerializer", "__NUMPY__": True, "is_bfloat16": False, "compressed": False}
+        return known if node.kind == "blob" else known | {"ft_array": json.dumps(node.value[1:])}
+
+    def _describe_value(self, name: str, value: Any) -> dict[str, Any]:
+        if isinstance(value, np.generic):
+            value = value.item() if value.dtype.kind in "biuf" and value.dtype.itemsize <= 8 else str(value)
+        if value is None:
+            return {"__TYPE__": "NoneSerializer", "__NONE__": True}
+        if isinstance(value, int) and abs(value) >= 1 << 4096:
+            value = hex(value)  # json's readers have a limit on digits
+        if isinstance(value, (bool, int, float)):
+            return {"__TYPE__": "ScalarSerializer", "scalar_value": value, "__NONE__": True}
+        if isinstance(value, str):
+            return {"__TYPE__": "StringSerializer", "string_value": value, "__NONE__": True}
+        data = pickle.dumps(value, protocol=4)  # bytes, complex, torch's dtype and device: nothing that runs
+        known: dict[str, Attribute] = {"__BYTES__": data, "__TYPE__": "ObjectSerializer"}
+        self.objects[name] = Dataset(_leaf_path(name), "f4", None, known)
+        return {"__TYPE__": "ObjectSerializer", "__BYTES__": True} | _path_metadata(name)
+
+
+def stored_type(dtype: str, native_floats: bool = False) -> str:
+    """The type in the file of torch's `dtype`."""
+    native = NATIVE.get(dtype) if native_floats else None
+    return _PLAIN.get(dtype) or (native or STORED[dtype])[0]
+
+
+def dataset_path(name: str) -> tuple[str, ...]:
+    """The path of a leaf's dataset, given the leaf's name in the index."""
+    return _leaf_path(name.translate(_UNSAFE))
+
+
+def _leaf_path(name: str) -> tuple[str, ...]:
+    """The path of a leaf's dataset: its own name, unless HDF5 would read that as a path."""
+    if "/" in name or name in ("", ".", "..", INDEX, GROUP):
+        return (GROUP, "=" + quote(name, safe=""))
+    return (name,)
+
+
+def _path_metadata(name: str) -> dict[str, str]:
+    path = _leaf_path(name)
+    return {} if len(path) == 1 else {"key": "/".join(path)}
+
+
+def _as_attributes(known: Mapping[str, Any], shape: tuple[int, ...]) -> dict[str, Attribute]:
+    """The same facts on the dataset itself, where the format's tools look first."""
+    attributes: dict[str, Attribute] = {}
+    for name, value in known.items():
+        if name == "shapes":
+            attributes[name] = np.array([shape], np.int64).reshape(1, len(shape))
+        elif name == "rtfx_dtypes":
+            attributes[name] = np.array(value, np.int64)
+        else:
+            attributes[name] = tuple(value) if isinstance(value, list) else value
+    return attributes
+
+
+def _wrap_metadata(name: str, known: Mapping[str, Any]) -> str:
+    tree = {"type": "builtins.dict", "context": json.dumps([name]), "children_spec": [_LEAF]}
+    return json.dumps({
+        "__spec__": [None, json.dumps([1, tree])],
+        "__objects__": [name],
+        f"{name}.__metadata__": known,
+    })  # fmt: skip

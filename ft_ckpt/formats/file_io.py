@@ -1,0 +1,225 @@
+"""Reads many tensors of a file in parallel, ahead of use, and writes new tensor files."""
+
+import ctypes
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Protocol
+
+import torch
+import xxhash
+from torch import Tensor
+
+from ft_ckpt.devices import PinnedBlocks, has_streams
+from ft_ckpt.errors import IncompleteError
+from ft_ckpt.formats.layout import Layout, TensorFile, TensorRecord
+from ft_ckpt.storage.digests import FileRecord, whole_digest
+from ft_ckpt.storage.kept_store import KeptFile
+from ft_ckpt.storage.proofs import FileProof, PassingDigest
+from ft_ckpt.storage.read_ahead import ByteRun, read_ahead
+from ft_ckpt.storage.store import Store
+from ft_ckpt.storage.writer import DurableFile, Region, Writer, region_of
+
+THREADS = 4
+
+
+class Landing(Protocol):
+    """Takes the bytes of a run, in order and in pieces of any size."""
+
+    def put(self, data: Tensor) -> None:
+        """The next bytes, one dimension of uint8, which may be overwritten after this."""
+        ...
+
+
+@dataclass(eq=False)
+class StraightLanding:
+    """Copies the next bytes into the memory of the tensor itself, from byte `at` on."""
+
+    local: Tensor  # contiguous
+    at: int = 0
+
+    def put(self, data: Tensor, *, lasts: bool = False) -> None:
+        """Copy the next bytes into their place; only ask its device for that, if they last until that has done so."""
+        end = self.at + data.numel()
+        if self.local.device.type == "cpu" and data.device.type == "cpu":
+            copy_bytes(self.local, self.at, data)
+        else:
+            flat = self.local.as_strided((self.local.numel(),), (1,))  # one element may have any stride
+            flat.view(torch.uint8)[self.at : end].copy_(data, non_blocking=lasts)
+        self.at = end
+
+
+def read_runs(
+    landings: Mapping[ByteRun, Landing],
+    threads: int = THREADS,
+    direct: str = "auto",
+    due: Mapping[int, FileProof] | None = None,
+) -> int:
+    """Read all runs in the order of their bytes and hand each to its landing. Returns their bytes.
+
+    What lands on accelerators goes through pinned blocks, and is there for all of their streams when this returns. Of
+    files with digests that are `due`, by `id`, all that these are made of is read too, and they are taken on the way.
+    """
+    order = {id(file): place for place, file in enumerate(run.file for run in landings)}
+    runs = sorted(landings, key=lambda run: (order[id(run.file)], run.start))
+    places = {one.local.device for one in landings.values() if isinstance(one, StraightLanding)}
+    devices = frozenset(filter(has_streams, places))
+    keeper = PinnedBlocks(devices) if devices else None
+    left = [run for run in runs if devices or not _put_kept(run, landings[run])]
+    passing = {file: PassingDigest(proof) for file, proof in (due or {}).items()}
+    for part in read_ahead(_with_parts(left, due or {}), threads, direct, keeper=keeper):
+        landing, data = landings.get(part.run), bytes_at(part.address, part.size_bytes)
+        if (digest := passing.get(id(part.run.file))) is not None:
+            digest.take(part.start, part.content)
+        if isinstance(landing, StraightLanding):
+            landing.put(data, lasts=landing.local.device in devices)
+        elif landing is not None:
+            landing.put(data)
+    for digest in passing.values():
+        digest.conclude()
+    return sum(run.size_bytes for run in runs)
+
+
+def _with_parts(runs: Iterable[ByteRun], due: Mapping[int, FileProof]) -> Iterator[ByteRun]:
+    """The runs, which are in the order of their bytes, and what they leave out of the parts that proofs are made of."""
+    for key, some in groupby(runs, key=lambda run: id(run.file)):
+        if key not in due:
+            yield from some
+            continue
+        waiting, read = deque(some), 0  # what comes next, and up to where all that was wanted is read
+        file = waiting[0].file
+        for at, stop, _ in due[key].parts:
+            while (at := max(at, read)) < stop:
+                if waiting and waiting[0].start <= at:
+                    yield waiting[0]
+                    run = waiting.popleft()
+                    read = max(read, run.start + run.size_bytes)
+                else:
+                    read = min(stop, waiting[0].start) if waiting else stop
+                    yield ByteRun("", file, at, read - at)
+        yield from waiting
+
+
+def _put_kept(run: ByteRun, landing: Landing) -> bool:
+    """Hand a run to its landing straight from memory; False where it has to be read."""
+    view = run.file.view(run.start, run.size_bytes) if isinstance(run.file, KeptFile) else None
+    if view is not None:
+        landing.put(torch.frombuffer(view, dtype=torch.uint8))
+        run.file.check()  # what is mapped may have been written to meanwhile
+    return view is not None
+
+
+class DeviceTensors:
+    """New tensors of a device that are read straight into its memory, a block at a time."""
+
+    def __init__(self, file: TensorFile, device: torch.device) -> None:
+        self._file, self._device = file, device
+        self._landings: dict[ByteRun, Landing] = {}
+
+    def new_tensor(self, name: str) -> Tensor:
+        """The tensor `name` of the file; without its values until `read_all` has returned."""
+        spec, run = self._file.specs[name], whole_run(self._file, name)
+        if run is None:
+            return self._file.read(name).view(spec.shape).to(self._device)
+        tensor = torch.empty(spec.shape, dtype=getattr(torch, spec.dtype), device=self._device)
+        if run.size_bytes:
+            self._landings[run] = StraightLanding(tensor)
+        return tensor
+
+    def read_all(self, threads: int = THREADS) -> None:
+        """Give all tensors their values. Raises CorruptError when the file is too short or has changed."""
+        read_runs(self._landings, threads)
+
+
+def read_onto(file: TensorFile, device: torch.device) -> dict[str, Tensor]:
+    """All tensors of `file` by name in new memory of `device`, read straight into it."""
+    coming = DeviceTensors(file, device)
+    tensors = {name: coming.new_tensor(name) for name in file.specs}
+    coming.read_all()
+    return tensors
+
+
+def whole_run(file: TensorFile, name: str) -> ByteRun | None:
+    """The byte range of the tensor in its file; None when it has to be read through its format."""
+    ask = getattr(file, "runs", None)
+    runs = None if ask is None or getattr(file, "verify", False) else ask(name)
+    return runs[0] if runs is not None and len(runs) == 1 else None
+
+
+def bytes_at(address: int, size_bytes: int) -> Tensor:
+    """Memory seen as a tensor; it does not keep the memory."""
+    return torch.frombuffer((ctypes.c_char * size_bytes).from_address(address), dtype=torch.uint8)
+
+
+def copy_bytes(to: Tensor, at: int, data: Tensor) -> None:
+    """Copy bytes into the host memory of `to`: not as torch does it, whose threads wait for each other by spinning."""
+    ctypes.memmove(to.data_ptr() + at, data.data_ptr(), data.numel())
+    torch.autograd.graph.increment_version(to)
+
+
+@dataclass(frozen=True)
+class FilePlan:
+    """One weight file to be: where it goes, relative to the checkpoint, and its layout."""
+
+    path: str
+    layout: Layout
+
+    def records(self) -> list[TensorRecord]:
+        """A record of each tensor and its place."""
+        return [
+            TensorRecord(spec.name, spec.shape, spec.dtype, self.path, start, start + spec.size_bytes)
+            for spec, start in zip(self.layout.specs, self.layout.starts, strict=True)
+        ]
+
+
+def write_file(plan: FilePlan, regions: Iterable[Region], store: Store, writer: Writer) -> FileRecord:
+    """Write the planned file from `regions`: the bytes of its tensors, in the order of the layout.
+
+    Raises IncompleteError when a region is not the one the layout expects next, NoSpaceError when the disk is full.
+    """
+    layout, feed = plan.layout, iter(regions)
+    with writer.fill(store.create(plan.path, layout.size_bytes)) as file:
+        file.put_region(region_of(0, layout.header))
+        end = _fill_tensors(file, layout, feed)
+        file.put_zeros(end, layout.size_bytes)
+        for extra in feed:
+            raise IncompleteError(
+                f"{plan.path}: {_describe_region(extra)} came after the last planned tensor; nothing is kept"
+            )
+        digest = file.finish()
+    etag = None if file.stored is None else file.stored.etag
+    return FileRecord(plan.path, layout.size_bytes, whole_digest(digest), etag=etag)
+
+
+def _fill_tensors(file: DurableFile, layout: Layout, feed: Iterator[Region]) -> int:
+    """Put the tensors and the trailer of a file; returns where they end."""
+    digests = {spec.name: xxhash.xxh3_128() for spec in layout.specs} if layout.trailer is not None else {}
+    end = len(layout.header)
+    for spec, start in zip(layout.specs, layout.starts, strict=True):
+        file.put_zeros(end, start)
+        end = start + spec.size_bytes
+        for region in _next_regions(spec.name, start, end, feed):
+            file.put_region(region, digests.get(spec.name))
+    if layout.trailer is None or layout.trailer_start is None:
+        return end
+    file.put_zeros(end, layout.trailer_start)
+    file.await_digests()
+    trailer = layout.trailer({name: digest.digest() for name, digest in digests.items()})
+    file.put_region(region_of(layout.trailer_start, trailer))
+    return layout.trailer_start + len(trailer)
+
+
+def _next_regions(name: str, start: int, end: int, feed: Iterator[Region]) -> Iterator[Region]:
+    """The regions of one tensor. Raises IncompleteError when others come."""
+    while start < end:
+        region = next(feed, None)
+        if region is None or region.start != start or region.size_bytes > end - start:
+            found = "nothing" if region is None else _describe_region(region)
+            raise IncompleteError(f"{name}: {end - start} bytes missing when {found} came; nothing is kept")
+        yield region
+        start += region.size_bytes
+
+
+def _describe_region(region: Region) -> str:
+    return f"{region.size_bytes} bytes for byte {region.start} of the file"

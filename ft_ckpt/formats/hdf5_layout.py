@@ -1,0 +1,117 @@
+"""Lays out HDF5 files that can be mapped: all metadata first, then the tensors, then an index with their digests.
+
+    superblock and metadata | to a page | large tensors, each on a page | small ones, each on 64 bytes | index
+
+The file is at the same time a Cerebras checkpoint of format 0.5, and any HDF5 tool lists it. The index is a dataset of
+bytes that ends the file: JSON (metadata, tree of the object, and of each tensor type, shape, place and xxh3-128
+digest) and a footer of 64 bytes. Our reader asks the HDF5 library only when there is no index, or when the footer
+says that another program has moved things since.
+"""
+
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+
+from ft_ckpt.errors import SelectionError, listing
+from ft_ckpt.formats import cerebras
+from ft_ckpt.formats import hdf5_metadata as hdf5_bytes
+from ft_ckpt.formats.layout import Layout, Spec
+from ft_ckpt.formats.pytree import Node
+from ft_ckpt.formats.tensor_file import (
+    FOOTER_BYTES,
+    MAP_BYTES,
+    Row,
+    TensorIndex,
+    flat_tree,
+    index_footer,
+    index_text,
+    is_flat,
+    with_digests,
+)
+
+_SMALL_STEP = 64
+
+
+def lay_out_hdf5(
+    specs: Sequence[Spec], metadata: Mapping[str, str], ties: Mapping[str, str] = MappingProxyType({})
+) -> Layout:
+    """The layout of a file that holds `specs` as one flat dict, and the tied ones under each of their names.
+
+    `ties`: alias to kept name; with any, there is no place for `metadata`. Raises SelectionError naming dtypes the
+    format cannot keep.
+    """
+    foreign = [f"{spec.name}: {spec.dtype}" for spec in specs if spec.dtype not in cerebras.DTYPES]
+    if foreign:
+        raise SelectionError(f"{listing(foreign, ', ')}: HDF5 files keep no such type here; convert it")
+    if not ties:
+        return _hdf5_layout(specs, cerebras.describe_checkpoint(flat_tree(specs), specs), None, dict(metadata))
+    places = {spec.name: place for place, spec in enumerate(specs)}
+    places |= {name: places[kept] for name, kept in ties.items()}
+    keys = tuple(Node("value", name) for name in places)
+    root = Node("dict", None, keys, tuple(Node("tensor", place) for place in places.values()))
+    return lay_out_hdf5_tree(root, specs, ())[0]
+
+
+def lay_out_hdf5_tree(
+    root: Node, leaves: Sequence[Spec], arrays: Sequence[int], native_floats: bool = False
+) -> tuple[Layout, Sequence[str]]:
+    """The layout of a file that holds the object `root`, and the name of each leaf in it."""
+    content = cerebras.describe_checkpoint(root, leaves, arrays, native_floats)
+    specs = [Spec(name, leaf.shape, leaf.dtype) for name, leaf in zip(content.names, leaves, strict=True)]
+    return _hdf5_layout(specs, content, None if is_flat(root, content.names) else root, {}), content.names
+
+
+def index_rows(specs: Sequence[Spec], order: Sequence[int], starts: Sequence[int], digest: str) -> dict[str, Row]:
+    """The rows of `specs`, in file order, all with one `digest`."""
+    return {
+        specs[leaf].name: [specs[leaf].dtype, specs[leaf].shape, start, digest, leaf]
+        for leaf, start in zip(order, starts, strict=True)
+    }
+
+
+def place_tensors(specs: Sequence[Spec], start: int = 0) -> tuple[list[int], list[int], int]:
+    """The order of `specs` in the file as indexes, their starts in that order, and the end of the last."""
+    large = [index for index, spec in enumerate(specs) if spec.size_bytes >= MAP_BYTES]
+    small = [index for index, spec in enumerate(specs) if spec.size_bytes < MAP_BYTES]
+    starts, at = [], start
+    for step, group in ((hdf5_bytes.PAGE_BYTES, large), (_SMALL_STEP, small)):
+        for index in group:
+            at += -at % step
+            starts.append(at)
+            at += specs[index].size_bytes
+    return large + small, starts, at
+
+
+def _hdf5_layout(
+    specs: Sequence[Spec], content: cerebras.Content, root: Node | None, metadata: Mapping[str, str]
+) -> Layout:
+    order, starts, end = place_tensors(specs)
+    index = TensorIndex(index_rows(specs, order, starts, "0" * 32), root, metadata)
+    index_start = end + -end % _SMALL_STEP
+    index_bytes = len(index_text(index)) + FOOTER_BYTES
+    datasets = placed_datasets(content.datasets, dict(zip(order, starts, strict=True)))
+    datasets.append(index_dataset(index_bytes, index_start))
+    header = hdf5_bytes.hdf5_header(datasets, content.attributes, index_start + index_bytes)
+    data_start, size_bytes = len(header), len(header) + index_start + index_bytes
+
+    def make_trailer(digests: Mapping[str, bytes]) -> bytes:
+        text = index_text(with_digests(index, digests))
+        return text + index_footer(text, data_start, data_start + index_start, size_bytes)
+
+    ordered = tuple(specs[leaf] for leaf in order)
+    return Layout(header, ordered, tuple(data_start + start for start in starts), size_bytes,
+                  data_start + index_start, make_trailer)  # fmt: skip
+
+
+def placed_datasets(datasets: Sequence[hdf5_bytes.Dataset], starts: Mapping[int, int]) -> list[hdf5_bytes.Dataset]:
+    """`datasets` with the places of their bytes; those without bytes have none."""
+    return [
+        hdf5_bytes.Dataset(item.path, item.type, item.shape, item.attributes, starts[number])
+        if number in starts and item.size_bytes
+        else item
+        for number, item in enumerate(datasets)
+    ]
+
+
+def index_dataset(size_bytes: int, start: int) -> hdf5_bytes.Dataset:
+    """The dataset that holds the index."""
+    return hdf5_bytes.Dataset((cerebras.INDEX,), "u1", (size_bytes,), {}, start)

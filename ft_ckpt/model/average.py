@@ -1,0 +1,380 @@
+"""Averages checkpoints, weighted or not, a slice of each at a time.
+
+Elements are added up in float32 (float64 ones in float64) and rounded once. Source: Wortsman et al., "Model soups",
+2022, arXiv:2203.05482; Izmailov et al., "Averaging weights leads to wider optima", 2018, arXiv:1803.05407.
+"""
+
+import dataclasses
+import json
+import math
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, closing
+from datetime import datetime, timezone
+from functools import reduce
+from operator import and_
+from pathlib import Path
+from typing import Any
+
+import torch
+import xxhash
+from torch import Tensor
+
+from ft_ckpt.checkpoint.catalog import damage_of, list_readable
+from ft_ckpt.checkpoint.manifest import Manifest
+from ft_ckpt.checkpoint.open_checkpoint import hold_open
+from ft_ckpt.errors import ConfigError, LoadError, SelectionError, listing
+from ft_ckpt.formats.dtypes import dtype_of
+from ft_ckpt.formats.layout import Spec, TensorFile
+from ft_ckpt.model.convert import (
+    FLOAT_DTYPES,
+    ConvertOptions,
+    ConvertReport,
+    check_apart,
+    convert_options,
+    open_source,
+    spec_differences,
+    write_converted,
+)
+from ft_ckpt.model.folder import WeightsFolder
+from ft_ckpt.model.settings import adapter_settings, differing_settings, is_irreproducible, quantisation_of
+from ft_ckpt.storage.place import Place, open_place, source_access
+
+_WIDE = {torch.float64: torch.float64, torch.complex128: torch.complex128}  # summed up in themselves
+_NARROW = ("float16", "float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz")
+_NO_MEAN = ("float8_e8m0fnu", "float4_e2m1fn_x2")  # scales that are powers of two; two numbers in a byte
+
+
+def average(
+    sources: Sequence[str | Path | Place],
+    dst: str | Path | Place,
+    *,
+    weights: Sequence[float] | None = None,
+    last: int | None = None,
+    format: str | None = None,  # noqa: A002
+    dtype: str | None = None,
+    max_shard_size: int | str | None = None,
+    verify: bool = False,
+    overwrite: bool = False,
+    progress: bool = True,
+) -> ConvertReport:
+    """Write the average of the checkpoints `sources` to `dst`, a folder or file; all or nothing, durably.
+
+    `sources` are two or more checkpoints, folders or files of the same tensors; or one run's folder with `last`:
+    that many of its newest valid checkpoints. `weights`: a number for each source, else all count alike; their sum
+    is made 1. Floating-point tensors are averaged in float32 and rounded once to their type, or to `dtype`. Tensors of
+    other types must be equal in all sources, else the last source's is taken and the report names it; indices of an
+    adapter that differ are refused. A tied name stands for the tensor that it is tied to; if files have different ties,
+    tensors that are not tied in all of them are stored separately. Companions (config, tokenizer) are the last
+    source's. Folders are refused if their settings differ in what changes the output, if their tokenizers give one id
+    to different tokens, if their ties differ, or if they are quantised. A state of training is not averaged. Adapters
+    are averaged factor by factor, and must be of one base. The manifest says what the average was made from: `latest`
+    and `best` pass it over, and no rule of a run deletes it. Sources are compared with their digests while they are
+    read. Further arguments are those of `convert`.
+
+    Raises ConfigError for counts and weights that cannot be, SelectionError naming tensors that differ in name, shape,
+    type or ties, or have no mean, LoadError naming settings and bases that differ; for files as `convert` does.
+    """
+    places = _chosen_places([open_place(source) for source in sources], last)
+    shares = normalized_weights(weights, len(places))
+    options = convert_options(
+        dst, format=format, dtype=dtype, max_shard_size=max_shard_size, verify=verify, progress=progress,
+        note=_average_note(places, shares, weights is None), made_from=tuple(place.last_step for place in places),
+        overwrite=overwrite,
+    )  # fmt: skip
+    check_apart(places, options)
+    with ExitStack() as stack:
+        held = [stack.enter_context(hold_open(place)) for place in places]
+        opened = [stack.enter_context(closing(open_source(*pair))) for pair in zip(held, places, strict=True)]
+        access = reduce(and_, (source_access(*pair, options.target) for pair in zip(held, places, strict=True)))
+        options = dataclasses.replace(options, access=access)
+        averaged = _averaged_source(opened, shares, options)
+        report = write_converted(averaged, held[-1], options)
+    return dataclasses.replace(report, notes=(*report.notes, *_notes_of(averaged)))
+
+
+def normalized_weights(weights: Sequence[float] | None, count: int) -> list[float]:
+    """Weights that add up to 1. Raises ConfigError unless there is a finite number for each, of a sum that is not 0."""
+    if count < 2:
+        raise ConfigError(
+            f"{_counted(count, 'source')} given: an average is of two or more; give more, or last= and a run"
+        )
+    given = [1.0] * count if weights is None else _finite_numbers(weights)
+    total = sum(given)
+    shares = [weight / total for weight in given] if total else []
+    if len(shares) != count or not all(map(math.isfinite, [*shares, total])):
+        raise ConfigError(f"weights={weights!r}: expected {count} finite numbers whose sum is not 0")
+    return shares
+
+
+def _finite_numbers(weights: Any) -> list[float]:
+    """The weights as floats; empty unless all are finite numbers."""
+    try:
+        found = [math.nan if isinstance(weight, str) else float(weight) for weight in weights]
+    except (TypeError, ValueError, OverflowError, RuntimeError):  # the last from a tensor of several elements
+        return []
+    return found if all(map(math.isfinite, found)) else []
+
+
+def parse_weights(text: str | None) -> list[float] | None:
+    """Numbers with commas between them. Raises ConfigError for anything else."""
+    try:
+        return None if text is None else [float(number) for number in text.split(",")]
+    except ValueError:
+        raise ConfigError(f"weights={text!r}: expected numbers with commas between them, as in '1,2,1'") from None
+
+
+class AveragedFile:
+    """Files of the same tensors as one file of their averages.
+
+    In each file, a name stands for the tensor that it is tied to; names that are tied in all files are tied here.
+    Averages have the dtype of the sources, or `dtype`; `casts` counts the changes of dtype. `untied` describes names
+    that are tied in some files only. After reading, `unequal` has the names of tensors without a mean that differ (an
+    error for adapters, where they are indices), `beyond` those of tensors with averages that their dtype cannot hold.
+    """
+
+    def __init__(
+        self,
+        files: Sequence[TensorFile],
+        shares: Sequence[float],
+        names: Sequence[str],
+        dtype: str | None = None,
+        *,
+        is_adapter: bool = False,
+    ) -> None:
+        stored, self.notes = _stored_names(files, names)
+        tables = [
+            {name: (file.specs[kept].shape, file.specs[kept].dtype) for name, kept in table.items()}
+            for file, table in zip(files, stored, strict=True)
+        ]
+        pairs = zip(names, tables, strict=True)
+        wrong = [f"{source}: {what}" for source, table in pairs for what in spec_differences(tables[0], table)]
+        if wrong:
+            raise SelectionError(f"{listing(wrong)}: not as in {names[0]}; average checkpoints of one model")
+        if packed := [f"{name}: {kind}" for name, (_, kind) in tables[-1].items() if kind in _NO_MEAN]:
+            raise SelectionError(f"{listing(packed)}: no mean of this dtype; dequantise the models first")
+        self.files, self.shares, self.is_adapter = list(files), list(shares), is_adapter
+        groups: dict[tuple[str, ...], list[str]] = {}  # names by their stored tensor in each file
+        for name in stored[-1]:  # the stored names come first
+            groups.setdefault(tuple(table[name] for table in stored), []).append(name)
+        self.sources = {known[0]: tensors for tensors, known in groups.items()}
+        self.ties = {name: known[0] for known in groups.values() for name in known[1:]}
+        self.untied = [
+            f"{' and '.join(tied)}: one tensor in {source}, not in all sources"
+            for at, source in enumerate(names)
+            for tied in _names_by_tensor({known: tensors[at] for known, tensors in self.sources.items()}).values()
+            if len(tied) > 1
+        ]
+        found = {name: Spec(name, *tables[-1][name]) for name in self.sources}
+        self.specs = {n: s._replace(dtype=dtype) if dtype and s.dtype in FLOAT_DTYPES else s for n, s in found.items()}
+        changed = [(found[name].dtype, spec.dtype) for name, spec in self.specs.items()]
+        self.casts = dict(Counter(f"{before}->{after}" for before, after in changed if before != after))
+        self.metadata: dict[str, str] = dict(getattr(files[-1], "metadata", {}))
+        self.skipped = tuple(dict.fromkeys(what for file in files for what in getattr(file, "skipped", ())))
+        self.unequal: set[str] = set()
+        self.beyond: set[str] = set()
+
+    def read(self, name: str, start: int = 0, stop: int | None = None) -> Tensor:
+        """Flat elements [start, stop) of the average of tensor `name`: 1-D, on the CPU, in the type its spec says."""
+        stored = zip(self.files, self.sources[name], strict=True)
+        parts = (file.read(kept, start, stop) for file, kept in stored)
+        first = next(parts)
+        if not (first.is_floating_point() or first.is_complex()):
+            return self._last_of(name, first, parts)
+        wide = _WIDE.get(first.dtype, torch.complex64 if first.is_complex() else torch.float32)
+        total = first.to(wide) * self.shares[0]
+        for share, part in zip(self.shares[1:], parts, strict=True):
+            total.add_(part.to(wide), alpha=share)
+        dtype = dtype_of(self.specs[name].dtype)
+        if self.specs[name].dtype in _NARROW and bool((total.abs() > torch.finfo(dtype).max).any()):
+            self.beyond.add(name)
+        return total.to(dtype)
+
+    def _last_of(self, name: str, first: Tensor, parts: Iterator[Tensor]) -> Tensor:
+        found = first
+        for part in parts:
+            if not torch.equal(part, found):
+                self.unequal.add(name)
+            found = part
+        if self.is_adapter and name in self.unequal and self.specs[name].numel > 1:  # one element is a counter
+            raise SelectionError(f"{name}: indices that differ between the sources; their values have no average")
+        return found
+
+    def close(self) -> None:
+        """Do nothing: the caller closes the files."""
+
+
+def _names_by_tensor(stored: Mapping[str, str]) -> dict[str, list[str]]:
+    found: dict[str, list[str]] = {}
+    for name, kept in stored.items():
+        found.setdefault(kept, []).append(name)
+    return found
+
+
+def _stored_names(files: Sequence[TensorFile], names: Sequence[str]) -> tuple[list[dict[str, str]], list[str]]:
+    """For each file the stored tensor of each name, stored names first; and notes.
+
+    transformers stores a tied tensor under one name and does not record the others. So a name that a file lacks is
+    taken to be tied there as it is in all files that have it.
+    """
+    stored = [{**{name: name for name in file.specs}, **getattr(file, "ties", {})} for file in files]
+    groups, notes = [_names_by_tensor(table) for table in stored], []
+    for name in dict.fromkeys(name for table in stored for name in table):
+        having = [group[table[name]] for group, table in zip(groups, stored, strict=True) if name in table]
+        tied = set.intersection(*map(set, having)) - {name} if len(having) < len(files) else set()
+        for source, table in zip(names, stored, strict=True):
+            if tied and name not in table and (kept := min(tied & table.keys(), default=None)):
+                table[name] = table[kept]
+                notes.append(f"{name}: not stored in {source}; taken to be tied to {kept}, as in the other sources")
+    return stored, notes
+
+
+def _chosen_places(sources: list[Place], last: int | None) -> list[Place]:
+    if last is None:
+        return sources
+    if len(sources) != 1 or last < 2:
+        found = _counted(len(sources), "source")
+        raise ConfigError(f"last={last} with {found}: expected one run's folder, and 2 or more")
+    known = [info for info in list_readable(sources[0]).found if not info.manifest.made_from]
+    if not known:
+        raise ConfigError(
+            f"{sources[0]}: no checkpoints of a run in it, {last} are wanted; give the folder that a run saves to, or "
+            "the checkpoints themselves without last="
+        )
+    of_run = [info for info in known if info.manifest.run_id == known[-1].manifest.run_id]
+    # The weights that a run ends with are those of its last checkpoint once more: they do not count twice.
+    moments = [info for info in of_run if not info.manifest.export] or of_run
+    places = [info.place for info in reversed(moments)]
+    whole: list[Place] = []
+    for place in places:
+        if len(whole) == last:
+            break
+        whole += [] if damage_of(place) else [place]
+    if len(whole) < last:
+        found = _counted(len(whole), "valid checkpoint")
+        raise ConfigError(f"{sources[0]}: {found} of its newest run, {last} are wanted; give a smaller last=")
+    return whole[::-1]
+
+
+def _averaged_source(opened: Sequence[TensorFile], shares: Sequence[float], options: ConvertOptions) -> TensorFile:
+    """One source for a conversion: of folders a folder with the same parts, else a file."""
+    names = options.made_from
+    folders = [one for one in opened if isinstance(one, WeightsFolder)]
+    _refuse_quantised(opened, names)
+    if len(folders) < len(opened):
+        return AveragedFile(opened, shares, names, options.dtype)
+    kinds = [[(part.path, part.kind) for part in folder.parts] for folder in folders]
+    if odd := [name for name, found in zip(names, kinds, strict=True) if found != kinds[0]]:
+        raise SelectionError(f"{listing(odd)}: other parts than {names[0]}; average checkpoints of one model")
+    last, parts, wrong, untied = folders[-1], [], list[str](), _differing_shares(folders, names)
+    for at, part in enumerate(last.parts):
+        is_adapter = part.kind == "adapter"
+        same = [folder.parts[at].file for folder in folders]
+        file = AveragedFile(same, shares, names, options.dtype, is_adapter=is_adapter)
+        untied += file.untied
+        wrong += _differing_settings(folders, at, names)
+        if is_adapter:
+            unfit, notes = _differing_bases(folders, at, names)
+            wrong, file.notes = wrong + unfit, file.notes + notes
+        parts.append(dataclasses.replace(part, file=file))
+    told = f"{listing(untied + wrong)}; only models of one config, or adapters of one base, have an average"
+    if untied:
+        # Folders are never untied: `tie_word_embeddings` changes more than the names, as T5 scales its outputs by it.
+        raise SelectionError(told)
+    if wrong:
+        raise LoadError(told)
+    return WeightsFolder(last.place, last.origin, parts, _averaged_manifest(last.manifest, names))
+
+
+def _notes_of(source: TensorFile) -> Iterator[str]:
+    """Notes for the report, after the tensors were read."""
+    files = _averaged_files(source)
+    yield from dict.fromkeys(note for file in files for note in (*file.notes, *file.untied))
+    if unequal := sorted(name for file in files for name in file.unequal):
+        yield f"{listing(unequal, ', ')}: no floating-point numbers, and not equal; the last source's were taken"
+    if beyond := sorted(name for file in files for name in file.beyond):
+        yield f"{listing(beyond, ', ')}: averages beyond the range of their dtype"
+
+
+def _averaged_files(source: TensorFile) -> list["AveragedFile"]:
+    parts = [part.file for part in source.parts] if isinstance(source, WeightsFolder) else [source]
+    return [file for file in parts if isinstance(file, AveragedFile)]
+
+
+def _averaged_manifest(last: Manifest | None, names: Sequence[str]) -> Manifest | None:
+    """The last source's, without what it says of one moment of a run."""
+    if last is None:
+        return None
+    created = datetime.now(timezone.utc).isoformat()
+    return dataclasses.replace(
+        last, created=created, step=None, metrics={}, rankings={}, run_id=None, number=None, notes=(),
+        export=True, made_from=tuple(names),
+    )  # fmt: skip
+
+
+def _differing_shares(folders: Sequence[WeightsFolder], names: Sequence[str]) -> list[str]:
+    """Sources whose parts share other tensors with each other than those of the first source."""
+    known = [folder.manifest.shared if folder.manifest is not None else () for folder in folders]
+    shared = [{frozenset(group) for group in groups} for groups in known]
+    return [
+        f"{name}: its parts share other tensors"
+        for name, found in zip(names, shared, strict=True)
+        if found != shared[0]
+    ]
+
+
+def _differing_settings(folders: Sequence[WeightsFolder], at: int, names: Sequence[str]) -> list[str]:
+    """Settings of part `at` that differ from the first source's and change the output."""
+    kind, path = folders[0].parts[at].kind, folders[0].parts[at].path
+    stores = [Place(folder.store, path).folder for folder in folders]
+    return [
+        f"{Path(name, path)}: {field} is {found}, {expected} in {names[0]}"
+        for name, store in zip(names[1:], stores[1:], strict=True)
+        for field, expected, found in differing_settings(stores[0], store, kind)
+    ]
+
+
+def _refuse_quantised(opened: Sequence[TensorFile], names: Sequence[str]) -> None:
+    """Raise SelectionError for quantised models: codes and scales have no mean of their own."""
+    pairs = ((name, one) for name, one in zip(names, opened, strict=True) if isinstance(one, WeightsFolder))
+    stores = [(Path(name, part.path), Place(one.store, part.path).folder) for name, one in pairs for part in one.parts]
+    if found := [f"{name}: {field}" for name, store in stores if (field := quantisation_of(store))]:
+        raise SelectionError(f"{listing(found)}: quantised weights have no average; dequantise the models first")
+
+
+def _differing_bases(folders: Sequence[WeightsFolder], at: int, names: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Adapters `at` whose base is not that of the first source, and notes.
+
+    Bases are compared by their sampled elements if all sources have them, else by name and revision.
+    """
+    facts, wrong = [], []
+    records = [folder.parts[at].record for folder in folders]
+    bases = [record.base if record is not None else None for record in records]
+    are_sampled = all(base is not None and base.fingerprint for base in bases)
+    for name, folder, base in zip(names, folders, bases, strict=True):
+        settings = adapter_settings(Place(folder.store, folder.parts[at].path).folder)
+        if is_irreproducible(settings) and all(part.kind == "adapter" for part in folder.parts):
+            wrong.append(f"{name}: its initialisation changed the base, which cannot be repeated and is not stored")
+        if base is not None and are_sampled:
+            facts.append(f"one with samples {_short_digest(base.fingerprint)}")
+        else:
+            named = (base.id if base is not None else None) or settings.get("base_model_name_or_path") or "not named"
+            revision = (base.revision if base is not None else None) or settings.get("revision") or "main"
+            facts.append(f"{named} (revision {revision})")
+    others = zip(names[1:], facts[1:], strict=True)
+    wrong += [f"{name}: base is {fact}, {facts[0]} in {names[0]}" for name, fact in others if fact != facts[0]]
+    unnamed = facts[0].startswith("not named")
+    return wrong, ["the adapters do not name their base; it was not compared"] if unnamed else []
+
+
+def _counted(count: int, what: str) -> str:
+    return f"{count} {what}{'' if count == 1 else 's'}"
+
+
+def _short_digest(value: object) -> str:
+    return xxhash.xxh3_64_hexdigest(json.dumps(value, sort_keys=True).encode())
+
+
+def _average_note(places: Sequence[Place], shares: Sequence[float], plain: bool) -> str:
+    named = zip((place.last_step for place in places), shares, strict=True)
+    return f"the average of {', '.join(name if plain else f'{name} ({share:.4g})' for name, share in named)}"

@@ -1,0 +1,364 @@
+"""Writes the files beside the weights: config, generation config, tokenizer, chat template, custom code, model card.
+
+The files are those `save_pretrained` writes. Everything here runs on rank 0 alone while parameters may be sharded, so
+no tensor is read; and training goes on with the same objects, so fields are set on copies.
+"""
+
+import copy
+import json
+import sys
+from collections.abc import Iterator
+from contextlib import closing
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub import ModelCard, ModelCardData
+from torch import nn
+from transformers import GenerationConfig, PreTrainedTokenizerBase
+from transformers.dynamic_module_utils import custom_object_save, get_relative_import_files
+
+from ft_ckpt.checkpoint.catalog import is_hub_name
+from ft_ckpt.checkpoint.manifest import BaseRecord
+from ft_ckpt.distributed.wrappers import unwrap, user_class
+from ft_ckpt.errors import CompanionError
+from ft_ckpt.messages import warn
+from ft_ckpt.model.adapters import embedding_of, is_peft_model
+from ft_ckpt.model.plain_module import global_shape
+from ft_ckpt.storage.local_store import LocalStore
+from ft_ckpt.storage.place import open_place
+from ft_ckpt.storage.scratch import copy_object
+
+_CARD = """---
+{head}library_name: peft
+tags:
+{tags}
+---
+
+# Model Card
+
+Adapter trained on top of {base}.
+
+### Framework versions
+
+- PEFT {version}
+"""
+
+
+@lru_cache(maxsize=1)  # compiling its template takes longer than writing an adapter
+def blank_card() -> str:
+    """The model card that PEFT begins with where there is none."""
+    return str(ModelCard.from_template(ModelCardData()))
+
+
+def name_base(file: Path, base_id: str | None) -> None:
+    """Let a card name the base by `base_id`, or not at all if it has a path, which the Hub refuses."""
+    card = ModelCard.load(file)
+    named = card.data.base_model
+    if base_id is None and (not named or is_hub_name(named)):
+        return
+    card.data.base_model = base_id
+    tags = [tag for tag in card.data.tags or () if not tag.startswith("base_model:")]
+    card.data.tags = sorted(tags + ([f"base_model:adapter:{base_id}"] if base_id else []))
+    card.save(file)
+
+
+def injected_card(config: Any) -> str:
+    """The card that PEFT would write for a PeftModel, for adapters that were injected into a model."""
+    import peft  # here, since it is slow to import, and there are adapters only where it has been
+
+    base = config.base_model_name_or_path
+    base = base if base and is_hub_name(base) else None
+    kind = str(getattr(config.peft_type, "value", config.peft_type)).lower()
+    tags = [kind, "transformers"] + ([f"base_model:adapter:{base}"] if base else [])
+    return _CARD.format(
+        head=f"base_model: {json.dumps(base)}\n" if base else "",  # a JSON string is a YAML string
+        tags="\n".join(f"- {json.dumps(tag)}" for tag in sorted(tags)),
+        base=f"`{base}`" if base else "a model that is not on the Hub",
+        version=peft.__version__,
+    )
+
+
+_OLMO_EOS = ("<|im_end|>", "<|endoftext|>")
+_MODES = ("do_sample", "num_beams", "return_dict_in_generate", "use_cache")  # other fields are valid under these
+_PACKED_DTYPES = (torch.int8, torch.uint8, torch.int16, torch.int32, torch.float8_e4m3fn, torch.float8_e5m2)
+
+
+def generation_config(model: nn.Module, tokenizer: Any, chat_template_name: str | None) -> Any:
+    """The GenerationConfig to save, or None when the model cannot generate; the live one is left alone.
+
+    `chat_template_name` None: a copy of the live one without the fields that would make it invalid. One with "olmo"
+    in it: no BOS, two EOS ids, <|im_end|> and <|endoftext|>. Any other: EOS and BOS of the tokenizer. Raises
+    CompanionError when a token is not in the vocabulary, or its id is past the embedding rows.
+    """
+    live = getattr(model, "generation_config", None)
+    if live is None or not hasattr(model, "can_generate") or not model.can_generate():  # type: ignore[operator]
+        return None  # a wrapper around the model that does may have been given one, too
+    if chat_template_name is None:
+        return _repaired_settings(_with_config_fields(live, model.config))
+    text = _text_tokenizer(tokenizer)
+    if text is None:
+        raise CompanionError(f"chat_template_name {chat_template_name!r} takes its tokens from a tokenizer; pass one")
+    if "olmo" in chat_template_name:
+        ids: dict[str, Any] = {"eos_token_id": [_token_id(model, text, token) for token in _OLMO_EOS]}
+    else:
+        ids = {f"{kind}_token_id": _special_id(model, text, kind) for kind in ("eos", "bos")}
+    return GenerationConfig(temperature=None, top_p=None, **ids)
+
+
+def check_tokenizer(model: nn.Module, tokenizer: Any) -> None:
+    """Raise CompanionError when the tokenizer has more tokens than the model has input embedding rows.
+
+    More rows than tokens is padding, and fine.
+    """
+    text, rows = _text_tokenizer(tokenizer), _embedding_rows(model)
+    if text is not None and rows is not None and len(text) > rows:
+        raise CompanionError(
+            f"tokenizer: {len(text)} tokens, the model has {rows} embedding rows; call model.resize_token_embeddings("
+            f"{len(text)}) before training, or pass the tokenizer the model was trained with"
+        )
+
+
+def write_model(folder: Path, model: Any, *, dtype: str, generation: Any = None) -> None:
+    """Write configs and code of a Hugging Face model into `folder`, which exists.
+
+    `dtype`: torch's name of what the weights file holds, e.g. "bfloat16". `generation` comes from `generation_config`.
+    Raises CompanionError when the config does not pass its own checks.
+    """
+    config = _saved_config(model, dtype)
+    _write_code(folder, model, config)
+    try:
+        config.save_pretrained(str(folder))
+    except Exception as error:
+        raise CompanionError(f"config.json: {type(config).__name__} refuses to be saved: {error}") from error
+    if generation is not None:  # not its save_pretrained, which would refuse a published config that nobody changed
+        generation.to_json_file(folder / "generation_config.json", keys_to_pop=["compile_config"])
+
+
+def write_adapter(
+    folder: Path,
+    model: Any,
+    adapter: str,
+    *,
+    base: BaseRecord,
+    beside: bool = False,
+    base_id: str | None = None,
+) -> None:
+    """Write `adapter_config.json` and a model card for one adapter into `folder`, which exists.
+
+    `model`: a PeftModel, or a model with adapters injected into it; `peft_config` lists them. `beside`: its base is
+    saved with it, as the making of the adapter left it: loading must not decompose that once more. `base_id`: what the
+    base is called on the Hub, where it was loaded from elsewhere; the card never names a path of this machine.
+    """
+    import peft  # here, since it is slow to import, and there are adapters only where it has been
+
+    config = copy.copy(model.peft_config[adapter])  # shallow: a copied set may be listed in another order
+    config.inference_mode = True
+    if isinstance(ranks := getattr(config, "rank_pattern", None), dict):  # as PEFT writes those that AdaLoRA has found
+        config.rank_pattern = {name.removesuffix(f".{adapter}"): kept for name, kept in ranks.items()}
+    if beside and isinstance(getattr(config, "init_lora_weights", None), str):
+        config.init_lora_weights = True
+    if base_id is not None:
+        config.base_model_name_or_path, config.revision = base_id, None
+    elif base.id is not None:
+        config.base_model_name_or_path = config.base_model_name_or_path or base.id
+        config.revision = config.revision or base.revision
+    mapping = _auto_mapping(model) if config.task_type is None else None
+    config.save_pretrained(str(folder), auto_mapping_dict=mapping)
+    card = blank_card() if isinstance(model, peft.PeftModel) else injected_card(config)
+    LocalStore(folder).write("README.md", card.encode())
+    if isinstance(model, peft.PeftModel):
+        model.create_or_update_model_card(str(folder))
+        name_base(folder / "README.md", base_id)
+
+
+# Generation config
+
+
+def _with_config_fields(live: Any, config: Any) -> Any:
+    """A copy of `live`, with generation settings that were made on the model config, where they cannot be saved."""
+    generation = copy.deepcopy(live)
+    for name, value in _misplaced_settings(config).items():
+        if getattr(generation, name, None) is None:
+            setattr(generation, name, value)
+    return generation
+
+
+def _misplaced_settings(config: Any) -> dict[str, Any]:
+    parameters: dict[str, Any] = getattr(config, "_get_generation_parameters", dict)()
+    return parameters
+
+
+def _repaired_settings(generation: Any) -> Any:
+    """The same, or a new one of all fields that are valid together; one as published is kept as it is."""
+    if getattr(generation, "_original_object_hash", None) == hash(generation) or _is_valid(generation):
+        return generation
+    repaired = type(generation)()
+    defaults = dict(vars(repaired))
+    fields = dict(vars(generation))
+    for name in sorted(fields, key=lambda name: name not in _MODES):
+        setattr(repaired, name, fields[name])
+        if not _is_valid(repaired):
+            delattr(repaired, name)
+            vars(repaired).update({name: defaults[name]} if name in defaults else {})
+    return repaired
+
+
+def _is_valid(generation: Any) -> bool:
+    try:
+        generation.validate(strict=True)
+    except (ValueError, TypeError):
+        return False
+    return True
+
+
+# Tokenizer
+
+
+def _text_tokenizer(tokenizer: Any) -> Any:
+    """The tokenizer itself, also when it sits in a processor; None where what was given is for pictures or sound."""
+    text = getattr(tokenizer, "tokenizer", tokenizer)
+    return text if hasattr(text, "convert_tokens_to_ids") else None
+
+
+def _special_id(model: nn.Module, tokenizer: Any, kind: str) -> int | None:
+    token = getattr(tokenizer, f"{kind}_token")
+    return None if token is None else _token_id(model, tokenizer, str(token))
+
+
+def _token_id(model: nn.Module, tokenizer: Any, token: str) -> int:
+    found = tokenizer.convert_tokens_to_ids(token)
+    unknown = found == tokenizer.unk_token_id and token != str(tokenizer.unk_token)
+    if found is None or unknown:
+        raise CompanionError(
+            f"tokenizer: {token!r} is not in the vocabulary (id {found}), expected it as a stop token; add it to the "
+            "tokenizer before training, or use another chat_template_name"
+        )
+    rows = _embedding_rows(model)
+    if rows is not None and found >= rows:
+        raise CompanionError(
+            f"tokenizer: {token!r} has id {found}, the model has {rows} embedding rows; call "
+            "model.resize_token_embeddings(len(tokenizer)) before training"
+        )
+    return int(found)
+
+
+def _embedding_rows(model: nn.Module) -> int | None:
+    """Rows of the input embedding, from its declared size or global shape; None when the model has none."""
+    embedding = embedding_of(model)
+    rows = getattr(embedding, "num_embeddings", None)
+    if isinstance(rows, int):
+        return rows
+    weight = getattr(embedding, "weight", None)
+    if isinstance(weight, torch.Tensor) and len(global_shape(weight)) == 2:  # a picture's is a convolution
+        return global_shape(weight)[0]
+    return getattr(_decoder_config(model), "vocab_size", None)
+
+
+def _decoder_config(model: Any) -> Any:
+    try:
+        return model.config.get_text_config(decoder=True)
+    except (AttributeError, ValueError):  # no config, or several texts in it
+        return None
+
+
+def write_tokenizer(folder: Path, tokenizer: Any) -> None:
+    """Write a tokenizer or processor into `folder`, which exists."""
+    if not isinstance(tokenizer, PreTrainedTokenizerBase):
+        tokenizer = copy.deepcopy(tokenizer)  # a processor signs its tokenizer when it is saved
+    tokenizer.save_pretrained(str(folder))
+
+
+# Model config and code
+
+
+def _saved_config(model: Any, dtype: str) -> Any:
+    config = copy.deepcopy(model.config)
+    for name in _misplaced_settings(config):
+        vars(config).pop(name, None)
+    if not is_quantised(model, config):
+        for name in ("quantization_config", "_pre_quantization_dtype"):
+            vars(config).pop(name, None)
+    cast = dtype != str(model.dtype).removeprefix("torch.")
+    for part in _nested_configs(config):
+        part._name_or_path = ""  # written for nested configs, and a path of this machine
+        part.dtype = dtype if cast and part.dtype is not None else part.dtype
+    config.dtype = dtype
+    config.architectures = [user_class(type(model)).__name__]
+    return config
+
+
+def _nested_configs(config: Any) -> Iterator[Any]:
+    for name in getattr(config, "sub_configs", ()):
+        part = getattr(config, name, None)
+        if hasattr(part, "sub_configs"):
+            yield part
+            yield from _nested_configs(part)
+
+
+def is_quantised(model: nn.Module, config: Any) -> bool:
+    """Whether the weights are still packed: a merged or dequantised model often keeps a config that says so."""
+    settings = getattr(config, "quantization_config", None)
+    if settings is None:
+        return False
+    method = settings.get("quant_method") if isinstance(settings, dict) else settings.quant_method
+    flagged = bool(getattr(model, "hf_quantizer", None) or getattr(model, "is_quantized", False))
+    if flagged and "bitsandbytes" not in str(getattr(method, "value", method)):
+        return True  # some methods hide packed weights in tensor subclasses that report the original dtype
+    return any(_is_packed(module) for module in model.modules())
+
+
+def _is_packed(module: nn.Module) -> bool:
+    """4-bit and 8-bit layers by name, because FSDP may store their weights as any dtype; others by a packed dtype."""
+    if {base.__name__ for base in type(module).__mro__} & {"Linear4bit", "Linear8bitLt"}:
+        return True
+    tensors = [*module._parameters.values(), *module._buffers.values()]
+    return any(tensor is not None and tensor.ndim > 1 and tensor.dtype in _PACKED_DTYPES for tensor in tensors)
+
+
+def _write_code(folder: Path, model: nn.Module, config: Any) -> None:
+    """Copy the files that define a custom model, and point `config.auto_map` at them. Nothing is executed."""
+    cls = user_class(type(model))
+    if getattr(cls, "_auto_class", None) is None:
+        return
+    source = getattr(sys.modules[cls.__module__], "__file__", None)
+    if cls.__module__ == "__main__" or source is None:
+        warn(
+            f"{cls.__name__}: its code is in {cls.__module__} and cannot be saved with the model; move the class to a "
+            "file of its own",
+            stacklevel=2,
+        )
+        return
+    # a bare instance of the written class stands in: FSDP2's class lives in a file of torch
+    custom_object_save(object.__new__(cls), str(folder), config=config)
+    auto_map = getattr(config, "auto_map", None)
+    if auto_map:
+        config.auto_map = {
+            name: _localised_entry(entry, folder, Path(source).parent) for name, entry in auto_map.items()
+        }
+
+
+def _localised_entry(entry: Any, folder: Path, source: Path) -> Any:
+    """An `auto_map` entry without "repo--", its file copied; left as it is when the code is not on this machine."""
+    if isinstance(entry, (list, tuple)):
+        return [_localised_entry(item, folder, source) for item in entry]
+    if not isinstance(entry, str):
+        return entry
+    local = entry.rpartition("--")[2]
+    file = source / (local.split(".")[0] + ".py")
+    if not open_place(file).is_object:
+        return entry
+    for needed in (file, *map(Path, get_relative_import_files(file))):
+        with closing(open_place(needed).open()) as code:
+            copy_object(code, LocalStore(folder), needed.name)
+    return local
+
+
+# Adapters
+
+
+def _auto_mapping(model: Any) -> dict[str, str]:
+    base = model.get_base_model() if is_peft_model(model) else model
+    cls = user_class(type(unwrap(base)))
+    return {"base_model_class": cls.__name__, "parent_library": cls.__module__}

@@ -1,0 +1,752 @@
+"""Converts weights between formats slice by slice; options, renaming and sharding of the output."""
+
+import dataclasses
+import json
+import os
+import re
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+from dataclasses import dataclass, replace
+from datetime import datetime, timezone
+from fnmatch import fnmatchcase
+from itertools import groupby
+from pathlib import Path, PurePath, PurePosixPath
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ft_ckpt._version import __version__
+from ft_ckpt.checkpoint import commit
+from ft_ckpt.checkpoint.guards import is_mark
+from ft_ckpt.checkpoint.manifest import BaseRecord, Manifest, PartRecord
+from ft_ckpt.checkpoint.open_checkpoint import hold_open
+from ft_ckpt.checkpoint.staging import Staging, open_staging_at
+from ft_ckpt.config import canonical_dtype, parse_size
+from ft_ckpt.errors import (
+    ConfigError,
+    CorruptError,
+    LoadError,
+    SelectionError,
+    TargetError,
+    damaged_input,
+    explained,
+    listing,
+)
+from ft_ckpt.formats import detect
+from ft_ckpt.formats.file_io import FilePlan, write_file
+from ft_ckpt.formats.layout import Layout, Spec, TensorFile
+from ft_ckpt.formats.registry import DEFAULT_FORMAT, FolderLibrary, TensorFormat, format_named, written_formats
+from ft_ckpt.formats.safetensors_file import link_second_names, shard_index, split_into_files
+from ft_ckpt.formats.torch_file import TorchArchive
+from ft_ckpt.model import folder
+from ft_ckpt.storage.digests import FileRecord, read_record
+from ft_ckpt.storage.local_store import LocalStore
+from ft_ckpt.storage.place import Place, open_place, source_access
+from ft_ckpt.storage.proofs import prove_sources
+from ft_ckpt.storage.read_ahead import ByteRun, read_ahead
+from ft_ckpt.storage.scratch import copy_object, replaced_object, scratch_folder, track_progress
+from ft_ckpt.storage.store import FREE, Access, Store, read_text
+from ft_ckpt.storage.writer import Region, Writer, region_of
+
+ShardRule = tuple[str, str]  # a pattern of names, as the shell has them for files, and the shard of those that fit it
+_SHARD = re.compile(r"\w[\w.-]*")
+
+
+def read_shard_rules(source: str | Path | None) -> tuple[ShardRule, ...]:
+    """The rules in a file of lines "pattern shard" (# begins a comment). Raises ConfigError when it is none."""
+    if source is None:
+        return ()
+    place = open_place(source)
+    text = read_text(place.store, place.name)
+    lines = [line.split() for line in text.splitlines() if line.strip() and not line.lstrip().startswith("#")]
+    wrong = [" ".join(line) for line in lines if len(line) != 2 or not _SHARD.fullmatch(line[1])]
+    if wrong or not lines:
+        raise ConfigError(
+            f"{source}: {listing(wrong) or 'no rule'}: expected a pattern and the name of a shard, of letters, digits, "
+            "'.', '_' and '-', in each line"
+        )
+    return tuple((line[0], line[1]) for line in lines)
+
+
+def assign_shards(specs: Sequence[Spec], rules: Sequence[ShardRule]) -> dict[str, list[Spec]]:
+    """The tensors of each shard: each goes by the first rule that its name fits.
+
+    Raises SelectionError naming tensors that fit none, and rules that no tensor goes by.
+    """
+    shards: dict[str, list[Spec]] = {shard: [] for _, shard in rules}
+    used, lost = set(), []
+    for spec in specs:
+        rule = next((rule for rule in rules if fnmatchcase(spec.name, rule[0])), None)
+        if rule is None:
+            lost.append(f"{spec.name}: in no shard")
+            continue
+        used.add(rule)
+        shards[rule[1]].append(spec)
+    idle = [f"{pattern} {shard}: a rule for no tensor" for pattern, shard in rules if (pattern, shard) not in used]
+    if lost or idle:
+        raise SelectionError(f"{listing(lost + idle)}; end the rules with '* NAME' for all that is left")
+    return shards
+
+
+@dataclass(frozen=True)
+class ConvertOptions:
+    """What a conversion is asked for."""
+
+    path: Path | str  # as it was given
+    target: Place  # the same without links
+    format: TensorFormat
+    to_folder: bool
+    dtype: str | None  # of floating-point tensors; None: as they are
+    names: Mapping[str, str]  # new by old
+    max_shard_bytes: int
+    verify: bool
+    progress: bool
+    note: str  # of the manifest: where the weights are from
+    shards: Sequence[ShardRule] = ()  # by which names are given to checkpoints of their own
+    made_from: tuple[str, ...] = ()  # names of the checkpoints they were computed from, if they were
+    access: Access = FREE  # who may read the result at most: who may read all that it is made of
+    overwrite: bool = False  # delete a checkpoint that is in the way in a bucket, before the new one is whole
+
+
+def convert_options(
+    dst: str | Path | Place,
+    *,
+    format: str | None,  # noqa: A002
+    dtype: str | None,
+    max_shard_size: int | str | None,
+    verify: bool,
+    progress: bool,
+    note: str,
+    names: Mapping[str, str] | None = None,
+    shards: str | Path | None = None,
+    made_from: tuple[str, ...] = (),
+    to_folder: bool = False,
+    overwrite: bool = False,
+) -> ConvertOptions:
+    """What is asked of a conversion, as `convert` takes it, made sense of. Raises ConfigError or TargetError."""
+    place = open_place(dst)
+    target = open_place(place.folder.identity) if isinstance(place.store, LocalStore) else place
+    name = target.last_step
+    given = None if format is None else _known_format(format)
+    names_folder = to_folder or place.is_folder or str(dst).endswith("/") or not PurePath(name).suffix
+    to_folder = names_folder or (given is not None and given.library is not None)
+    known = given or (format_named(DEFAULT_FORMAT) if to_folder else detect.format_by_suffix(str(target)))
+    if place.is_object and to_folder:
+        raise TargetError(f"{target}: a file, expected a folder for {known.name}; choose another path")
+    if not to_folder and max_shard_size is not None:
+        raise ConfigError(f"max_shard_size={max_shard_size!r}: {name} is one file; give a folder to have several")
+    if shards is not None and (known.library is None or known.library.write_shards is None):
+        raise ConfigError(f"shards={str(shards)!r}: format {known.name!r} has no shards by name; leave it out")
+    most = parse_size(max_shard_size or "50GB")
+    return ConvertOptions(
+        place.location,
+        target,
+        known,
+        to_folder,
+        canonical_dtype(dtype),
+        names or {},
+        most,
+        verify,
+        progress,
+        note,
+        read_shard_rules(shards),
+        made_from,
+        overwrite=overwrite,
+    )
+
+
+def check_apart(sources: Sequence[Place], options: ConvertOptions) -> None:
+    """Raise ConfigError if the folder to be written lies in one that is read."""
+    for source in sources:
+        here = PurePosixPath(source.folder.identity)
+        inside = PurePosixPath(options.target.folder.identity).is_relative_to(here)
+        if options.to_folder and inside and source.is_folder:
+            raise ConfigError(f"{options.target}: in the folder that is to be read; choose a path outside of it")
+
+
+def _known_format(name: str) -> TensorFormat:
+    names = [known.name for known in written_formats()]
+    if name not in names:
+        raise ConfigError(f"format={name!r}: expected one of {', '.join(names)}")
+    return format_named(name)
+
+
+SLICE_BYTES = 4 << 20  # small, since what several threads free stays with their heaps
+DTYPES = ("float64", "float32", "bfloat16", "float16")
+FLOAT_DTYPES = (*DTYPES, "float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz", "float8_e8m0fnu")
+Names = Mapping[str, str]
+
+
+def read_map(source: str | Path | Names | None) -> dict[str, str]:
+    """Old names and new ones: a mapping, or a file of JSON or of lines "old new" (# begins a comment).
+
+    A name may end in *, for every name that begins so. Raises ConfigError when it is none of this.
+    """
+    given = {} if source is None else source
+    pairs = list(given.items()) if isinstance(given, Mapping) else _parse_map(open_place(given))
+    wrong = [f"{old!r}" for old, new in pairs if old.endswith("*") != new.endswith("*")]
+    twice = sorted({f"{old!r}" for old, _ in pairs if [one for one, _ in pairs].count(old) > 1})
+    if wrong or twice:
+        raise ConfigError(
+            f"{listing(wrong + twice, ', ')}: expected each old name once, and * at the end of both or none"
+        )
+    return dict(pairs)
+
+
+def _parse_map(path: Place) -> list[tuple[str, str]]:
+    text = read_text(path.store, path.name)
+    if text.lstrip().startswith("{"):
+        try:
+            return [(str(old), str(new)) for old, new in json.loads(text, object_pairs_hook=list)]
+        except ValueError as error:
+            raise ConfigError(f"{path}: not JSON ({error}); expected old names and new ones") from error
+    lines = [line.split() for line in text.splitlines() if line.strip() and not line.lstrip().startswith("#")]
+    if bad := [" ".join(line) for line in lines if len(line) != 2]:
+        raise ConfigError(f"{path}: {listing(bad)}: expected an old name and a new one in each line")
+    return [(line[0], line[1]) for line in lines]
+
+
+def check_used(table: Names, names: Iterable[str], source: str) -> None:
+    """Raise SelectionError for old names that none of `names` is, or begins with."""
+    there = list(names)
+    prefixes = [old for old in table if old.endswith("*") and any(name.startswith(old[:-1]) for name in there)]
+    if unknown := sorted(table.keys() - {*there, *prefixes}):
+        raise SelectionError(
+            f"{listing(unknown, ', ')}: to be renamed, but not in {source}; `ft-ckpt show` lists names"
+        )
+
+
+def rename_tensors(names: Iterable[str], table: Names) -> dict[str, str]:
+    """New names by old. An exact rule goes before one with *, a longer one before a shorter.
+
+    Raises SelectionError naming tensors that would come to have one name.
+    """
+    prefixes = sorted((old for old in table if old.endswith("*")), key=len, reverse=True)
+    new = {}
+    for name in names:
+        rule = next((old for old in prefixes if name.startswith(old[:-1])), None)
+        if name in table or rule is None:
+            new[name] = table.get(name, name)
+        else:
+            new[name] = table[rule][:-1] + name[len(rule) - 1 :]
+    taken: dict[str, str] = {}
+    both = [f"{name} and {taken[now]} -> {now}" for name, now in new.items() if taken.setdefault(now, name) != name]
+    if both:
+        raise SelectionError(f"{listing(both)}: two tensors would have one name; rename one of them differently")
+    return new
+
+
+class TranslatedFile:
+    """`file` with its tensors renamed by `names` (see `read_map`) and its floats in `dtype`, None: as they are."""
+
+    def __init__(self, file: TensorFile, names: Names, dtype: str | None) -> None:
+        if dtype is not None and dtype not in DTYPES:
+            raise ConfigError(f"dtype={dtype!r}: expected one of {', '.join(DTYPES)}")
+        ties: Names = getattr(file, "ties", {})
+        new = rename_tensors([*file.specs, *ties], names)
+        self.file, self.old = file, {new[name]: name for name in file.specs}
+        self.specs = {
+            new[name]: Spec(new[name], spec.shape, dtype if dtype and spec.dtype in FLOAT_DTYPES else spec.dtype)
+            for name, spec in file.specs.items()
+        }
+        self.ties = {new[name]: new[kept] for name, kept in ties.items()}
+        self.metadata: dict[str, str] = dict(getattr(file, "metadata", {}))
+        self.skipped: tuple[str, ...] = tuple(getattr(file, "skipped", ()))
+        self.overflown: set[str] = set()  # with values that became infinite
+
+    def runs(self, name: str) -> list[ByteRun] | None:
+        """The byte ranges of a tensor, unless it is cast."""
+        old = self.old[name]
+        return tensor_runs(self.file, old) if self.file.specs[old].dtype == self.specs[name].dtype else None
+
+    @property
+    def casts(self) -> dict[str, int]:
+        """ "float32->bfloat16": number of tensors, those that the file itself has cast included."""
+        found: dict[str, int] = dict(getattr(self.file, "casts", {}))
+        for name, spec in self.specs.items():
+            before = self.file.specs[self.old[name]].dtype
+            if before != spec.dtype:
+                found[f"{before}->{spec.dtype}"] = found.get(f"{before}->{spec.dtype}", 0) + 1
+        return found
+
+    def read(self, name: str, start: int = 0, stop: int | None = None) -> Tensor:
+        """Flat elements [start, stop) of the tensor with the new name `name`: 1-D, on the CPU, in its new type."""
+        data = self.file.read(self.old[name], start, stop)
+        wanted = getattr(torch, self.specs[name].dtype)
+        if data.dtype == wanted:
+            return data.contiguous()
+        cast = data.to(wanted)
+        if wanted == torch.float16 and bool((cast.isinf() & data.to(torch.float64).isfinite()).any()):
+            self.overflown.add(name)
+        return cast
+
+    def close(self) -> None:
+        """Let go of the file."""
+        self.file.close()
+
+
+class UntiedFile:
+    """`file` with every name of a tied tensor as a tensor of its own, for formats that know no ties."""
+
+    def __init__(self, file: TensorFile) -> None:
+        ties: Names = getattr(file, "ties", {})
+        self.file = file
+        self.old = {**{name: name for name in file.specs}, **ties}
+        self.specs = {name: Spec(name, file.specs[old].shape, file.specs[old].dtype) for name, old in self.old.items()}
+        self.metadata: dict[str, str] = dict(getattr(file, "metadata", {}))
+
+    def read(self, name: str, start: int = 0, stop: int | None = None) -> Tensor:
+        """Flat elements [start, stop) of tensor `name`."""
+        return self.file.read(self.old[name], start, stop)
+
+    def close(self) -> None:
+        """Let go of the file."""
+        self.file.close()
+
+
+def tensor_runs(file: TensorFile, name: str) -> list[ByteRun] | None:
+    """The byte ranges of a tensor; None when they do not lie in a file as they are."""
+    ask = getattr(file, "runs", None)
+    found: list[ByteRun] | None = None if ask is None else ask(name)
+    return found and [replace(run, name=name) for run in found]
+
+
+def read_slices(file: TensorFile, specs: list[Spec]) -> Iterator[tuple[Spec, Tensor]]:
+    """Every tensor of `specs` in order, as slices of at most SLICE_BYTES."""
+    for spec in specs:
+        count = spec.numel
+        step = SLICE_BYTES * count // max(spec.size_bytes, 1) or 1
+        for low in range(0, count, step):
+            yield spec, file.read(spec.name, low, min(low + step, count))
+
+
+def check_copy(wanted: TensorFile, found: TensorFile, source: str) -> None:
+    """Raise CorruptError naming every tensor of `found` that is not, bit for bit, what `wanted` has; slice by slice."""
+    wrong = copy_differences(wanted, found)
+    for name, spec in wanted.specs.items():
+        if name in found.specs and found.specs[name] == spec and not _equal_bytes(wanted, found, spec):
+            wrong.append(f"{name}: other values")
+    if wrong:
+        raise CorruptError(
+            f"{source}: {listing(wrong)}: not what was to be written; nothing is kept. Is the disk sound?"
+        )
+
+
+def copy_differences(wanted: TensorFile, found: TensorFile) -> list[str]:
+    """The differences in names, shapes and types, ties included."""
+    return spec_differences(_all_specs(wanted), _all_specs(found))
+
+
+def spec_differences(ours: Mapping[str, object], theirs: Mapping[str, object]) -> list[str]:
+    """A line for each name that is missing, unexpected, or has another shape and dtype in `theirs`."""
+    wrong = [f"{name}: missing" for name in ours if name not in theirs]
+    wrong += [f"{name}: unexpected" for name in theirs if name not in ours]
+    wrong += [f"{n}: {theirs[n]}, expected {ours[n]}" for n in ours if n in theirs and theirs[n] != ours[n]]
+    return wrong
+
+
+def _all_specs(file: TensorFile) -> dict[str, tuple[tuple[int, ...], str]]:
+    found = {name: (spec.shape, spec.dtype) for name, spec in file.specs.items()}
+    return found | {name: found[kept] for name, kept in getattr(file, "ties", {}).items()}
+
+
+def _equal_bytes(wanted: TensorFile, found: TensorFile, spec: Spec) -> bool:
+    pairs = zip(read_slices(wanted, [spec]), read_slices(found, [spec]), strict=True)
+    return all(torch.equal(one.view(torch.uint8), other.view(torch.uint8)) for (_, one), (_, other) in pairs)
+
+
+@dataclass(frozen=True)
+class Output:
+    """One weight file to be: how it is written, and where its tensors will be."""
+
+    plan: FilePlan
+    inner: FilePlan  # the same with one record for each tensor
+    file: TensorFile
+    archive: TorchArchive | None = None
+
+    def regions(self) -> Iterator[Region]:
+        """The file's bytes in order."""
+        found = _read_regions(self.file, self.inner.layout)
+        return found if self.archive is None else _archive_regions(self.archive, found)
+
+
+def plan_output(known: TensorFormat, path: str, file: TensorFile) -> Output:
+    """The file `path` of format `known` that will hold what `file` holds.
+
+    Raises SelectionError naming tensors of types that the format cannot keep.
+    """
+    specs, ties = list(file.specs.values()), dict(getattr(file, "ties", {}))
+    metadata = {"format": "pt", **getattr(file, "metadata", {})}  # transformers refuses files that do not say it
+    if known.lay_out_archive is not None:
+        archive = known.lay_out_archive(specs, metadata, ties)
+        inner = Layout(b"", archive.specs, archive.starts, archive.layout.size_bytes)
+        return Output(FilePlan(path, archive.layout), FilePlan(path, inner), file, archive)
+    plan = FilePlan(path, known.lay_out_file(specs, metadata, ties))
+    return Output(plan, plan, file)
+
+
+def _read_regions(file: TensorFile, layout: Layout) -> Iterator[Region]:
+    """Tensors whose bytes are taken as they are come in blocks, all others a slice at a time."""
+    starts = {spec.name: start for spec, start in zip(layout.specs, layout.starts, strict=True)}
+    stored = {spec.name: tensor_runs(file, spec.name) for spec in layout.specs}
+
+    def place(name: str, address: int, size_bytes: int, keeper: Any) -> Region:
+        starts[name] += size_bytes
+        return Region(starts[name] - size_bytes, address, size_bytes, keeper)
+
+    for plain, some in groupby(layout.specs, lambda spec: stored[spec.name] is not None):
+        if plain:
+            for part in read_ahead(run for spec in some for run in stored[spec.name] or ()):
+                yield place(part.run.name, part.address, part.size_bytes, part)
+        else:
+            for spec, data in _prefetch_items(read_slices(file, list(some))):
+                yield place(spec.name, data.data_ptr(), data.nbytes, data)
+
+
+def _prefetch_items(items: Iterable[Any]) -> Iterator[Any]:
+    """`items`, the next of which is being made while one is in use: reading and writing overlap."""
+    feed, end = iter(items), object()
+    with ThreadPoolExecutor(1, "ft_ckpt-read") as reader:
+        coming = reader.submit(next, feed, end)
+        while (item := coming.result()) is not end:
+            coming = reader.submit(next, feed, end)
+            yield item
+
+
+def _archive_regions(archive: TorchArchive, chunks: Iterator[Region]) -> Iterator[Region]:
+    def places() -> Iterator[tuple[int, int]]:
+        for region in chunks:  # which stays alive here until the next is asked for
+            yield region.address, region.size_bytes
+
+    at = 0
+    for part in archive.weave_bytes(places()):
+        region = region_of(at, part) if isinstance(part, bytes) else Region(at, *part)
+        if region.size_bytes:
+            yield region
+        at += region.size_bytes
+
+
+def write_outputs(outputs: list[Output], store: Store, progress: bool) -> list[FileRecord]:
+    """Write `outputs` into `store`, durably, with a bar if `progress` and on a terminal.
+
+    Raises CorruptError where they were made of damaged checkpoints; then the last one is not finished.
+    """
+    total = sum(one.plan.layout.size_bytes for one in outputs)
+
+    def regions_of(one: Output) -> Iterator[Region]:
+        yield from track(one.regions())
+        if one is outputs[-1]:  # before a file is finished: in a bucket it takes its place then
+            prove_sources()
+
+    with Writer() as writer, track_progress(total, "converting", progress) as track:
+        return [write_file(one.plan, regions_of(one), store, writer) for one in outputs]
+
+
+_ROOM_BYTES = 16 << 20  # for companions, in the look at free space
+
+
+@dataclass(frozen=True)
+class ConvertReport:
+    """A finished conversion: `bytes` of all weight files, `tensors` with a tied one counted once."""
+
+    path: Path | str  # or the URL
+    format: str
+    bytes: int
+    tensors: int
+    seconds: float
+    casts: Mapping[str, int]  # "float32->bfloat16": number of tensors
+    skipped: tuple[str, ...]  # "name: what it is" of what is no tensor
+    notes: tuple[str, ...]
+
+
+def convert(
+    src: str | Path | Place,
+    dst: str | Path | Place,
+    *,
+    format: str | None = None,  # noqa: A002
+    dtype: str | None = None,
+    map: str | Path | Mapping[str, str] | None = None,  # noqa: A002
+    verify: bool = False,
+    max_shard_size: int | str | None = None,
+    shards: str | Path | None = None,
+    overwrite: bool = False,
+    progress: bool = True,
+) -> ConvertReport:
+    """Write the tensors of `src` to `dst` in another format; either everything arrives, durably, or nothing changes.
+
+    `src` is a file (HDF5, safetensors, torch, Keras, flax, Lightning), a Hugging Face folder, a checkpoint of ours or a
+    folder of torch's distributed checkpoint, DeepSpeed, TensorFlow or orbax. `dst` is a file whose suffix names the
+    format, or a folder, which gets the companions of a source folder and a manifest. `format`: the name of one. `dtype`
+    casts floating-point tensors, `map` renames (old names to new ones, with * at the end of both for all that begin so,
+    or a file of these), `verify` compares the result bit for bit with the source, `max_shard_size` (bytes or "5GB")
+    splits the weights of a folder. `shards`, a file of lines "pattern shard", gives each tensor to a checkpoint of
+    TensorFlow by the first pattern that its name fits. At most a few slices are held, or one tensor where it is not
+    stored in row-major order. All of them may be URLs: what is written to a bucket is streamed there. A checkpoint that
+    is there cannot be replaced in one step: that is refused, or with `overwrite` it is deleted first. A checkpoint of
+    ours is held open: a save that replaces it meanwhile changes nothing, and none deletes it. It is compared with its
+    digests while it is read; nothing is written of a damaged one.
+
+    Raises ConfigError, SelectionError for names and types that cannot be, LoadError or CorruptError for the source,
+    TargetError or NoSpaceError for the target.
+    """
+    source = open_place(src)
+    note = f"converted from {os.fsencode(source.last_step).decode(errors='replace')}"  # a name may be no UTF-8
+    names = read_map(map)
+    options = convert_options(
+        dst, format=format, dtype=dtype, names=names, max_shard_size=max_shard_size, verify=verify, progress=progress,
+        note=note, shards=shards, overwrite=overwrite,
+    )  # fmt: skip
+    check_apart([source], options)
+    with hold_open(source) as place, closing(open_source(place, source)) as opened:
+        check_used(names, [*opened.specs, *getattr(opened, "ties", {})], str(source))
+        options = dataclasses.replace(options, access=source_access(place, source, options.target))
+        return write_converted(opened, place, options)
+
+
+def write_converted(opened: TensorFile, place: Place, options: ConvertOptions) -> ConvertReport:
+    """Write the tensors of `opened`, and the companions in the folder `place`, as `options` ask.
+
+    Raises LoadError for a source that has other things than tensors only.
+    """
+    begun, skipped = time.monotonic(), getattr(opened, "skipped", ())
+    if skipped and not opened.specs:
+        raise LoadError(f"{place.last_step}: no tensors in it, only {listing(list(skipped))}")
+    with explained(options.target):
+        if options.format.library is not None:
+            written = _convert_by_library(opened, place, options, options.format.library)
+        else:
+            written = (_convert_to_folder if options.to_folder else _convert_to_file)(opened, place, options)
+    return dataclasses.replace(written, path=options.path, seconds=time.monotonic() - begun)
+
+
+def open_source(path: str | Path | Place, origin: Place | None = None) -> TensorFile:
+    """The tensors at `path`, whatever wrote them; bytes are copied, so a file that shrinks ends in an error.
+
+    `origin` is where they were found, when `path` is a place where they are held open.
+    """
+    place = open_place(path)
+    with damaged_input(place):
+        return detect.open_tensor_file(place.open()) if place.is_object else folder.open_folder(place, origin)
+
+
+def _convert_to_file(opened: TensorFile, _source: Place, options: ConvertOptions) -> ConvertReport:
+    file, target = TranslatedFile(opened, options.names, options.dtype), options.target
+    one = plan_output(options.format, target.name, file)
+    _check_room(target.store, one.plan.layout.size_bytes)
+    with replaced_object(target, options.access.for_file) as stage:
+        (record,) = write_outputs([one], stage.store, options.progress)
+        if options.verify:
+            with closing(open_source(stage)) as found:
+                check_copy(file, found, target.last_step)
+    return _conversion_report(options, [file], record.size_bytes, ())
+
+
+def _staging_with_room(options: ConvertOptions, size_bytes: int) -> Staging:
+    """A staging for the target, where there is room for weights of `size_bytes` with what goes along."""
+    store = options.target.folder
+    _check_room(store, size_bytes + _ROOM_BYTES)
+    if store.parent is None:
+        raise ConfigError(f"{options.target}: a whole bucket, or disk; name a folder in it")
+    return open_staging_at(options.target, overwrite=options.overwrite, access=options.access)
+
+
+def _check_room(store: Store, size_bytes: int) -> None:
+    """Refuse a folder on a disk that has no room, see `commit.check_target`; buckets have no end."""
+    if isinstance(store, LocalStore):
+        commit.check_target(store.folder, size_bytes)
+
+
+def _convert_by_library(
+    opened: TensorFile, source: Place, options: ConvertOptions, library: FolderLibrary
+) -> ConvertReport:
+    file = TranslatedFile(opened, options.names, options.dtype)
+    whole = UntiedFile(file)  # these formats know no ties
+    specs = list(whole.specs.values())
+    library.check_types(specs)
+    groups = assign_shards(specs, options.shards) if options.shards else {}
+    staging = _staging_with_room(options, sum(spec.size_bytes for spec in specs))
+    try:
+        with scratch_folder(staging.store) as stage:
+            if library.write_shards is not None and groups:
+                library.write_shards(stage, groups, whole.read)
+            else:
+                library.write_folder(stage, specs, whole.read)
+            if options.verify:
+                with closing(library.open_folder(open_place(stage))) as found:
+                    check_copy(whole, found, options.target.last_step)
+            files = _file_records(open_place(stage).folder, ())
+        part = PartRecord("", "", "model", options.format.name, "", (), casts=file.casts)
+        staging.commit(_converted_manifest(opened, source, [part], files, options))
+    finally:
+        staging.discard()
+    notes = (f"{len(file.ties)} tied names stored as tensors of their own",) if file.ties else ()
+    return _conversion_report(options, [file], sum(file.size_bytes for file in files), notes)
+
+
+# A folder
+
+
+@dataclass(frozen=True)
+class _ConvertedPart:
+    """One part of a folder and the files it becomes; `index` is the text of their index, None with one file."""
+
+    part: folder.FolderPart
+    file: TranslatedFile
+    outputs: tuple[Output, ...]
+    index_path: str
+    index: str | None
+
+    def part_record(self, kind: str) -> PartRecord:
+        """The part in the manifest."""
+        tensors = tuple(record for one in self.outputs for record in one.inner.records())
+        groups: dict[str, list[str]] = {}
+        for name, kept in self.file.ties.items():
+            groups.setdefault(kept, [kept]).append(name)
+        known = self.part.record
+        if known is None:
+            return PartRecord(
+                "", self.part.path, self.part.kind, kind, "", tensors, tuple(map(tuple, groups.values())),
+                casts=self.file.casts,
+            )  # fmt: skip
+        new = {old: name for name, old in self.file.old.items()}
+        return dataclasses.replace(
+            known,
+            format=kind,
+            tensors=tensors,
+            ties=tuple(map(tuple, groups.values())),
+            trainable=tuple(new[name] for name in known.trainable if name in new),
+            casts={**known.casts, **self.file.casts},
+        )
+
+
+def _convert_to_folder(opened: TensorFile, source: Place, options: ConvertOptions) -> ConvertReport:
+    is_folder = isinstance(opened, folder.WeightsFolder)
+    parts = opened.parts if isinstance(opened, folder.WeightsFolder) else (folder.FolderPart("", "model", opened),)
+    plans = [_plan_converted(part, options) for part in parts]
+    outputs = [one for plan in plans for one in plan.outputs]
+    kept, left = opened.companions() if isinstance(opened, folder.WeightsFolder) else ([], [])
+    size = sum(one.plan.layout.size_bytes for one in outputs)
+    staging = _staging_with_room(options, size + sum(each.size_bytes for each in kept))
+    store = staging.store
+    try:
+        _copy_companions(source.folder, [each.name for each in kept], store, options.dtype)
+        written = write_outputs(outputs, store, options.progress)
+        for plan in plans:
+            if plan.index is not None:
+                store.write(plan.index_path, plan.index.encode())
+            if options.verify:
+                with closing(folder.join_weight_files(store, [one.plan.path for one in plan.outputs])) as found:
+                    check_copy(plan.file, found, options.target.last_step)
+        written += link_second_names(options.format, written, store)
+        parts_written = [plan.part_record(options.format.name) for plan in plans]
+        staging.commit(_converted_manifest(opened, source, parts_written, _file_records(store, written), options))
+    finally:
+        staging.discard()
+    notes = (f"{listing(left, ', ')}: not taken along",) if is_folder and left else ()
+    return _conversion_report(options, [plan.file for plan in plans], size, notes)
+
+
+def _plan_converted(part: folder.FolderPart, options: ConvertOptions) -> _ConvertedPart:
+    file = TranslatedFile(part.file, options.names, options.dtype)
+    stem = "adapter_model" if part.kind == "adapter" else options.format.model_stem
+    ending, place = options.format.suffixes[0], f"{part.path}/" if part.path else ""
+    index_path = f"{place}{stem}{ending}.index.json"
+    shards = {f"{stem}{ending}": list(file.specs)}
+    if part.kind != "adapter":  # PEFT reads one file only
+        shards = split_into_files(file.specs, stem, ending, options.max_shard_bytes)
+    outputs = tuple(plan_output(options.format, place + name, _Shard(file, names)) for name, names in shards.items())
+    if len(shards) == 1:
+        return _ConvertedPart(part, file, outputs, index_path, None)
+    total = {"total_size": sum(spec.size_bytes for spec in file.specs.values())}
+    return _ConvertedPart(part, file, outputs, index_path, shard_index(shards, total, file.ties))
+
+
+class _Shard:
+    """Some tensors of a file."""
+
+    def __init__(self, file: TranslatedFile, names: Sequence[str]) -> None:
+        self.specs: Mapping[str, Spec] = {name: file.specs[name] for name in names}
+        self.ties = {name: kept for name, kept in file.ties.items() if kept in self.specs}
+        self.metadata = file.metadata
+        self.read, self.runs, self.close = file.read, file.runs, file.close
+
+
+def _copy_companions(source: Store, names: Sequence[str], store: Store, dtype: str | None) -> None:
+    for name in names:
+        with closing(source.open(name)) as file:
+            copy_object(file, store, name)
+        if dtype is not None and PurePosixPath(name).name == "config.json":
+            _set_dtype(store, name, dtype)
+
+
+def _set_dtype(store: Store, name: str, dtype: str) -> None:
+    """Write the weights' new type into a config: readers go by it."""
+    try:
+        found = json.loads(read_text(store, name))
+    except ValueError:
+        return
+    if isinstance(found, dict) and found.keys() & {"dtype", "torch_dtype"}:
+        found |= {key: dtype for key in ("dtype", "torch_dtype") if key in found}
+        store.write(name, (json.dumps(found, indent=2) + "\n").encode())
+
+
+def _file_records(store: Store, written: Sequence[FileRecord]) -> tuple[FileRecord, ...]:
+    """All files of the stage; those not among `written` are read for their digests."""
+    known = {record.path for record in written}
+    others = (each.name for each in store.list() if each.name not in known and not is_mark(each.name))
+    return (*written, *(read_record(store, name) for name in others))
+
+
+def _converted_manifest(
+    opened: TensorFile,
+    source: Place,
+    parts: Sequence[PartRecord],
+    files: tuple[FileRecord, ...],
+    options: ConvertOptions,
+) -> Manifest:
+    """A checkpoint of ours keeps what its manifest says; anything else gets one."""
+    known = opened.manifest if isinstance(opened, folder.WeightsFolder) else None
+    if known is not None:
+        notes = (*known.notes, options.note)
+        return dataclasses.replace(known, parts=tuple(parts), files=files, notes=notes, number=None)
+    named = tuple(_describe_part(part, source) for part in parts)
+    kind = "adapter" if all(part.kind == "adapter" for part in named) else "full"
+    created = datetime.now(timezone.utc).isoformat()
+    versions = {"ft_ckpt": __version__}
+    return Manifest(
+        named, files, kind, created, versions=versions, notes=(options.note,), made_from=options.made_from,
+        export=bool(options.made_from),
+    )  # fmt: skip
+
+
+def _describe_part(part: PartRecord, source: Place) -> PartRecord:
+    """A part of a folder that is not ours, with what its configs say of it."""
+    name = "adapter_config.json" if part.kind == "adapter" else "config.json"
+    try:
+        config: Any = json.loads(read_text(source.folder, name))
+    except (OSError, ValueError):
+        return part
+    if part.kind == "adapter":
+        base = BaseRecord(config.get("base_model_name_or_path"), config.get("revision"), "float32", "", {})
+        return dataclasses.replace(
+            part, name="default", adapter="default", active=True, class_name="PeftModel", base=base
+        )
+    return dataclasses.replace(part, class_name=str((config.get("architectures") or [""])[0]))
+
+
+def _conversion_report(
+    options: ConvertOptions, files: list[TranslatedFile], size: int, notes: tuple[str, ...]
+) -> ConvertReport:
+    casts: dict[str, int] = {}
+    for file in files:
+        for key, count in file.casts.items():
+            casts[key] = casts.get(key, 0) + count
+    beyond = sorted(name for file in files for name in file.overflown)
+    if beyond:
+        notes = (*notes, f"{listing(beyond, ', ')}: values beyond what {options.dtype} can hold have become infinite")
+    skipped = tuple(what for file in files for what in file.skipped)
+    tensors = sum(len(file.specs) for file in files)
+    return ConvertReport(options.path, options.format.name, size, tensors, 0.0, casts, skipped, notes)

@@ -1,0 +1,175 @@
+"""Compares the tensors of two files or folders, A and B: by tensor and by layer, a slice at a time."""
+
+import math
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ft_ckpt.formats.layout import Spec, TensorFile
+from ft_ckpt.model.convert import SLICE_BYTES, UntiedFile
+from ft_ckpt.model.folder import WeightsFolder
+from ft_ckpt.model.settings import differing_settings
+from ft_ckpt.storage.place import Place
+
+_SLICE = SLICE_BYTES // 8  # elements: they are compared in float64
+_PACKED = "float4_e2m1fn_x2"  # two numbers in a byte, which torch converts to nothing else
+
+
+@dataclass(frozen=True)
+class Sums:
+    """Over the elements whose difference is a finite number, in float64."""
+
+    elements: int = 0  # all of them; of a complex number there are two
+    total: float = 0.0  # of |B - A|
+    squares: float = 0.0  # of (B - A)²
+    norm: float = 0.0  # of A²
+    largest: float = 0.0  # of |B - A|
+    unbounded: int = 0  # elements where it is not finite, and the two are not the same infinity or both no number
+
+    def __add__(self, other: "Sums") -> "Sums":
+        return Sums(
+            self.elements + other.elements,
+            self.total + other.total,
+            self.squares + other.squares,
+            self.norm + other.norm,
+            max(self.largest, other.largest),
+            self.unbounded + other.unbounded,
+        )
+
+
+@dataclass(frozen=True)
+class Difference:
+    """One tensor of A and B, or one layer of several.
+
+    `status` is "equal" (bit for bit; in value where the types differ), "changed", "shape", "only in A", "only in B";
+    of a layer "equal" or "changed".
+    """
+
+    name: str
+    status: str
+    before: Spec | None = None  # in A; None for a layer
+    after: Spec | None = None
+    sums: Sums = Sums()
+    tensors: int = 1
+    changed: int = 0  # tensors that are not equal
+
+    @property
+    def mean(self) -> float:
+        """Mean of |B - A|."""
+        return self.sums.total / self.sums.elements if self.sums.elements else 0.0
+
+    @property
+    def relative(self) -> float:
+        """Norm of B - A over the norm of A; infinite where A is zero, or the two cannot be subtracted."""
+        if self.status not in ("equal", "changed") or self.sums.unbounded or (self.sums.squares and not self.sums.norm):
+            return math.inf
+        return math.sqrt(self.sums.squares / self.sums.norm) if self.sums.norm else 0.0
+
+
+def compare_files(one: TensorFile, other: TensorFile) -> list[Difference]:
+    """Every tensor of A (`one`) and B (`other`), what changed most first; at most a few slices are in memory.
+
+    A name stands for the tensor that it is tied to. A pair of tensors is compared once, under the first name that both
+    files have; a name in one file only is left out if its tensor is compared under another name.
+    """
+    first, second = UntiedFile(one), UntiedFile(other)
+    names: dict[tuple[str, str], str] = {}
+    for name in first.old:
+        if name in second.old:
+            names.setdefault((first.old[name], second.old[name]), name)
+    alone: dict[tuple[int, str], str] = {}
+    for side, file in enumerate((first, second)):
+        compared = {pair[side] for pair in names}
+        for name, stored in file.old.items():
+            if stored not in compared:
+                alone.setdefault((side, stored), name)
+    return _most_changed_first(_tensor_difference(first, second, name) for name in (*names.values(), *alone.values()))
+
+
+def compare_settings(one: TensorFile, other: TensorFile) -> list[tuple[str, str, str]]:
+    """(name, in A, in B) of the settings that differ and change the output; empty unless both are folders.
+
+    Raises CorruptError for a file of settings that cannot be parsed.
+    """
+    if not isinstance(one, WeightsFolder) or not isinstance(other, WeightsFolder):
+        return []
+    places = {(part.path, part.kind): Place(other.store, part.path).folder for part in other.parts}
+    return [
+        (f"{part.path}/{name}".lstrip("/"), before, after)
+        for part in one.parts
+        if (part.path, part.kind) in places
+        for name, before, after in differing_settings(
+            Place(one.store, part.path).folder, places[part.path, part.kind], part.kind
+        )
+    ]
+
+
+def by_layer(found: Iterable[Difference]) -> list[Difference]:
+    """The same by layer, as in "model.layers.3", or by module where layers have no numbers."""
+    layers: dict[str, list[Difference]] = {}
+    for each in found:
+        layers.setdefault(layer_of(each.name), []).append(each)
+    return _most_changed_first(_layer_difference(layer, members) for layer, members in layers.items())
+
+
+def layer_of(name: str) -> str:
+    """The layer of the tensor `name`: up to the first number in it, or all but its last step."""
+    numbered = re.match(r"(?:[^.]+\.)*?\d+(?=\.)", name)
+    return numbered[0] if numbered else name.rpartition(".")[0] or name
+
+
+def _most_changed_first(found: Iterable[Difference]) -> list[Difference]:
+    return sorted(found, key=lambda each: (each.status == "equal", -each.relative))
+
+
+def _tensor_difference(first: UntiedFile, second: UntiedFile, name: str) -> Difference:
+    before, after = first.specs.get(name), second.specs.get(name)
+    if before is None or after is None or before.shape != after.shape:
+        status = "only in B" if before is None else "only in A" if after is None else "shape"
+        return Difference(name, status, before, after, changed=1)
+    equal, sums = True, Sums()
+    for low in range(0, before.numel, _SLICE):
+        high = min(low + _SLICE, before.numel)
+        same, more = _compare_slices(first.read(name, low, high), second.read(name, low, high))
+        equal, sums = equal and same, sums + more
+    return Difference(name, "equal" if equal else "changed", before, after, sums, changed=int(not equal))
+
+
+def _layer_difference(layer: str, members: Sequence[Difference]) -> Difference:
+    changed = sum(each.changed for each in members)
+    sums = sum((each.sums for each in members), Sums())
+    return Difference(layer, "changed" if changed else "equal", sums=sums, tensors=len(members), changed=changed)
+
+
+def _compare_slices(one: Tensor, other: Tensor) -> tuple[bool, Sums]:
+    """True when two slices are equal, and the sums over them."""
+    alike = one.dtype == other.dtype
+    equal = alike and torch.equal(_byte_view(one), _byte_view(other))
+    if any(str(data.dtype).endswith(_PACKED) for data in (one, other)):
+        same = _byte_view(one) == _byte_view(other) if alike else torch.zeros(one.numel(), dtype=torch.bool)
+        return equal, Sums(one.numel(), unbounded=int((~same).sum()))
+    is_complex = one.is_complex() or other.is_complex()
+    before = _float64_values(one, is_complex)
+    norm = float(before.nan_to_num(0.0, 0.0, 0.0).square().sum())
+    if equal:
+        return True, Sums(before.numel(), norm=norm)
+    after = _float64_values(other, is_complex)
+    same = (before == after) | (before.isnan() & after.isnan())
+    change = torch.where(same, 0.0, after - before).abs()
+    bounded = change.isfinite()
+    change = torch.where(bounded, change, 0.0)
+    sums = Sums(before.numel(), float(change.sum()), float(change.square().sum()), norm, float(change.max()))
+    return not alike and bool(same.all()), sums + Sums(unbounded=int((~bounded).sum()))
+
+
+def _byte_view(data: Tensor) -> Tensor:
+    return data.contiguous().view(torch.uint8)
+
+
+def _float64_values(data: Tensor, is_complex: bool) -> Tensor:
+    if is_complex:
+        return torch.view_as_real(data.to(torch.complex128)).flatten()
+    return data.to(torch.float64)

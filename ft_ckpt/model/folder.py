@@ -1,0 +1,243 @@
+"""Opens folders of weights as one file of tensors: of Hugging Face, sharded or not, and checkpoints of ours."""
+
+import json
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from ft_ckpt.checkpoint.catalog import load_manifest
+from ft_ckpt.checkpoint.manifest import MANIFEST_NAME, Manifest, PartRecord
+from ft_ckpt.errors import CorruptError, LoadError, UnreadableError, damaged_input, listing
+from ft_ckpt.formats import dcp, deepspeed, detect, jax, lightning, tensorflow
+from ft_ckpt.formats.layout import Spec, TensorFile
+from ft_ckpt.formats.registry import format_named, tensor_formats
+from ft_ckpt.storage.place import Place
+from ft_ckpt.storage.read_ahead import ByteRun
+from ft_ckpt.storage.scratch import check_files_inside, leads_out
+from ft_ckpt.storage.store import Store, Stored, is_inside, read_text
+
+_STEMS = {"model": ("model", "pytorch_model"), "adapter": ("adapter_model",)}
+# Files that hold weights or a training state in some format; what else is in a folder goes along with its weights.
+_BULK = re.compile(
+    r"\.(safetensors|bin|h5|hdf5|mdl|pt|pth|ckpt|msgpack|onnx|onnx_data|gguf|keras|distcp|npz|npy|index)$"
+)
+
+
+class JoinedFile:
+    """Several files as one, each with a prefix for its names."""
+
+    def __init__(self, files: Sequence[tuple[str, TensorFile]], source: str) -> None:
+        self.files = [file for _, file in files]
+        self.places: dict[str, tuple[TensorFile, str]] = {}
+        self.specs: dict[str, Spec] = {}
+        self.ties: dict[str, str] = {}
+        self.metadata: dict[str, str] = {}
+        self.skipped: list[str] = []
+        twice = []
+        for prefix, file in files:
+            for name, spec in file.specs.items():
+                full = prefix + name
+                twice += [full] if full in self.specs else []
+                self.specs[full] = Spec(full, spec.shape, spec.dtype)
+                self.places[full] = (file, name)
+            self.ties |= {prefix + name: prefix + kept for name, kept in getattr(file, "ties", {}).items()}
+            self.skipped += [prefix + what for what in getattr(file, "skipped", ())]
+            self.metadata |= getattr(file, "metadata", {})
+        if twice:
+            raise LoadError(f"{source}: {listing(twice, ', ')}: in several of its files; expected each tensor once")
+
+    def read(self, name: str, start: int = 0, stop: int | None = None) -> Tensor:
+        """Flat elements [start, stop) of tensor `name`: 1-D, on the CPU."""
+        file, inner = self.places[name]
+        return file.read(inner, start, stop)
+
+    def runs(self, name: str) -> list[ByteRun] | None:
+        """The byte ranges of tensor `name`; None when they do not lie in a file as they are."""
+        file, inner = self.places[name]
+        ask = getattr(file, "runs", None)
+        return None if ask is None else ask(inner)
+
+    def close(self) -> None:
+        """Close every file."""
+        for file in self.files:
+            file.close()
+
+
+@dataclass(frozen=True, eq=False)
+class FolderPart:
+    """One loadable thing in a folder: where, what, and its weights as one file."""
+
+    path: str  # relative to the folder, "" for the folder itself
+    kind: str  # "model" | "adapter" | "module"
+    file: TensorFile
+    record: PartRecord | None = None  # of a checkpoint of ours
+
+    @property
+    def prefix(self) -> str:
+        """The prefix of its tensors' names, which sets them apart from those of other parts."""
+        return f"{self.path.replace('/', '.')}." if self.path else ""
+
+
+class WeightsFolder(JoinedFile):
+    """A folder with config and weights; `parts` are what can be loaded from it."""
+
+    def __init__(
+        self, place: Place, origin: Place, parts: Sequence[FolderPart], manifest: Manifest | None = None
+    ) -> None:
+        super().__init__([(part.prefix, part.file) for part in parts], place.last_step)
+        self.place, self.store, self.parts, self.manifest = place, place.folder, tuple(parts), manifest
+        self.origin = origin  # where it was found: `place` may be of links to its open files
+
+    def companions(self) -> tuple[list[Stored], list[str]]:
+        """Files that belong to the weights whatever their format, and files of bulk that are no part of them."""
+        kept: list[Stored] = []
+        left: list[str] = []
+        there, weights = self.store.list(), self._weights()
+        versions = {each.version for each in there if each.name in weights}  # a dual file goes by two names
+        for each in there:
+            name = each.name
+            hidden = any(step.startswith(".") for step in name.split("/"))
+            if hidden or name == MANIFEST_NAME or each.version in versions:
+                continue
+            if leads_out(self.origin.folder, name):
+                left.append(f"{name!a} (a link out of the folder)")
+                continue
+            if self.manifest is not None and all(record.path != name for record in self.manifest.files):
+                continue
+            bulk = _BULK.search(name) or name.endswith(".index.json") or name.startswith(self._state_folders())
+            if bulk:
+                left.append(name)
+            else:
+                kept.append(each)
+        return kept, left
+
+    def _state_folders(self) -> tuple[str, ...]:
+        """Where states of training lie: they belong to a moment of a run, not to its weights."""
+        parts = self.manifest.parts if self.manifest is not None else ()
+        return tuple(f"{part.path}/" for part in parts if part.kind == "state")
+
+    def _weights(self) -> set[str]:
+        found = set()
+        for part in self.parts:
+            names, index = weight_files(Place(self.store, part.path).folder, part.kind)
+            found |= {f"{part.path}/{name}".lstrip("/") for name in (*names, *([index] if index else []))}
+        return found
+
+
+def open_folder(place: Place, origin: Place | None = None) -> TensorFile:
+    """The tensors in a folder (or under the prefix of a TensorFlow checkpoint), whatever wrote it.
+
+    `origin` is where it was found, when `place` is a folder of links to its files.
+
+    Raises LoadError when there are none; CorruptError when files are missing or do not fit together.
+    """
+    with damaged_input(place):
+        return _open_any_folder(place, origin or place)
+
+
+def _open_any_folder(place: Place, origin: Place) -> TensorFile:
+    store = place.folder
+    if tensorflow.bundle_prefixes(place) and not any(weight_files(store, kind)[0] for kind in _STEMS):
+        return tensorflow.open_tensorflow(place)
+    if not store.list_folder().exists:
+        raise LoadError(f"{place}: no such file or folder")
+    if store.stat(MANIFEST_NAME) is not None:
+        return _open_own_checkpoint(place, origin)
+    parts = list(_huggingface_parts(store))
+    if parts:
+        return WeightsFolder(place, origin, parts)
+    if store.stat(dcp.METADATA) is not None:
+        check_files_inside(store, [lightning.META])
+        opened = dcp.open_dcp(place)
+        return lightning.module_weights(opened) if store.stat(lightning.META) is not None else opened
+    if deepspeed.deepspeed_folder(place) is not None:
+        return deepspeed.open_deepspeed(place)
+    tree = jax.orbax_folder(place)
+    if tree is not None:
+        return jax.open_orbax(tree)
+    expected = ", ".join(f"*{ending}" for ending in _endings())
+    raise LoadError(
+        f"{place}: no weights found; expected {expected}, a {MANIFEST_NAME}, or a folder of "
+        "torch.distributed.checkpoint, DeepSpeed, TensorFlow or orbax"
+    )
+
+
+def _open_own_checkpoint(place: Place, origin: Place) -> TensorFile:
+    manifest = load_manifest(place.folder)
+    for known in map(format_named, sorted({part.format for part in manifest.parts})):
+        if known.library is not None:
+            return known.library.open_folder(place)
+    parts = []
+    for record in (record for record in manifest.parts if record.kind != "state"):
+        names = sorted({tensor.file for tensor in record.tensors})
+        file = join_weight_files(place.folder, names)
+        file.ties |= {other: group[0] for group in record.ties for other in group[1:] if group[0] in file.specs}
+        parts.append(FolderPart(record.path, record.kind, file, record))
+    return WeightsFolder(place, origin, parts, manifest)
+
+
+def _huggingface_parts(store: Store) -> Iterator[FolderPart]:
+    for kind in _STEMS:
+        names, index = weight_files(store, kind)
+        if names:
+            if index is not None:
+                _check_shard_index(store, index, names)
+            yield FolderPart("", kind, join_weight_files(store, names))
+
+
+def join_weight_files(store: Store, names: Iterable[str]) -> JoinedFile:
+    """Weight files in `store` as one. Raises CorruptError naming those that are missing."""
+    names = list(names)
+    missing = [name for name in names if not is_inside(name) or store.stat(name) is None]
+    if missing:
+        raise CorruptError(
+            f"{store.url}: {listing(missing, ', ')}: missing; the folder is incomplete, use another copy"
+        )
+    return JoinedFile([("", detect.open_tensor_file(store.open(name))) for name in names], store.url)
+
+
+def _endings() -> list[str]:
+    """The endings of weight files, in the order in which readers choose."""
+    return list(dict.fromkeys(known.suffixes[0] for known in tensor_formats() if known.suffixes))
+
+
+def _weight_file_names(kind: str) -> Iterator[str]:
+    """What a file of weights may be called, in the order in which readers choose."""
+    for known in (known for known in tensor_formats() if known.suffixes):
+        stems = _STEMS["adapter"] if kind == "adapter" else (*_STEMS["model"], known.model_stem, *known.other_stems)
+        yield from (f"{stem}{known.suffixes[0]}" for stem in dict.fromkeys(stems))
+
+
+def weight_files(store: Store, kind: str) -> tuple[list[str], str | None]:
+    """The weight files in `store` that a reader would choose, and their index if there are shards."""
+    there = {each.name for each in store.list_folder().objects}
+    for name in _weight_file_names(kind):
+        if name in there:
+            return [name], None
+        if f"{name}.index.json" in there:
+            return sorted(set(_read_weight_map(store, f"{name}.index.json").values())), f"{name}.index.json"
+    if kind == "adapter":
+        return [], None
+    return sorted(n for n in there if n.endswith(".safetensors") and not n.startswith("adapter_model")), None
+
+
+def _read_weight_map(store: Store, index: str) -> Mapping[str, str]:
+    try:
+        found: Any = json.loads(read_text(store, index))["weight_map"]
+        return {str(name): str(file) for name, file in found.items()}
+    except UnreadableError:
+        raise
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise CorruptError(f"{index}: not an index of shards ({error!r}); use another copy") from error
+
+
+def _check_shard_index(store: Store, index: str, names: Sequence[str]) -> None:
+    """Raise CorruptError when shards lack tensors that the index says they have."""
+    there = join_weight_files(store, names)
+    lost = [name for name in _read_weight_map(store, index) if name not in there.specs and name not in there.ties]
+    there.close()
+    if lost:
+        raise CorruptError(f"{index}: {listing(lost, ', ')}: in no shard; the folder is incomplete, use another copy")

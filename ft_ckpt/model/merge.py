@@ -1,0 +1,473 @@
+"""Merges adapters into their base: one layer at a time, on a copy, by PEFT's own merge.
+
+A merged layer is a conversion group (`entries.Group`): its sources are the base's tensors and the adapters', its
+products the tensors of the plain layer, computed in float32 and rounded once to the type that is stored.
+"""
+
+import copy
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import peft
+import torch
+from peft.tuners.trainable_tokens.layer import TrainableTokensLayer
+from peft.tuners.tuners_utils import BaseTunerLayer
+from peft.utils.other import AuxiliaryTrainingWrapper, ModulesToSaveWrapper
+from torch import Tensor, nn
+
+from ft_ckpt.distributed.source import Source
+from ft_ckpt.distributed.wrappers import is_engine_attribute, unwrap, user_class, walk_modules
+from ft_ckpt.errors import IncompleteError, NotAnAdapterError, SelectionError, listing
+from ft_ckpt.model.adapters import active_adapters, base_path, base_sources, base_view, has_adapters
+from ft_ckpt.model.base_model import refuse_merged
+from ft_ckpt.model.companions import is_quantised
+from ft_ckpt.model.entries import Entry, Group, MergeChoice, Part
+from ft_ckpt.model.selection import View, model_part
+
+_TORCH_FIELDS = frozenset(vars(nn.Module()))
+Owned = Callable[[nn.Module], Mapping[str, Tensor]]  # the tensors to be put in place of a module's own, by name
+
+
+def copy_layer(module: nn.Module, owned: Owned, made: dict[int, nn.Module] | None = None) -> nn.Module:
+    """A copy of `module` and of all modules that it refers to, in eval mode, with the tensors that `owned` gives.
+
+    Tensors that it does not give are shared, on the host. `made` are the copies by id of the original: a module that is
+    met twice is copied once.
+    """
+    made = {} if made is None else made
+    module = unwrap(module)
+    if id(module) in made:
+        return made[id(module)]
+    twin: nn.Module = object.__new__(user_class(type(module)))
+    nn.Module.__init__(twin)
+    made[id(module)] = twin
+    given = owned(module)
+    for name, value in vars(module).items():
+        if name not in _TORCH_FIELDS and name not in given and not _is_patched(module, name, value):
+            vars(twin)[name] = _copy_value(value, owned, made)
+    for name, child in module._modules.items():
+        twin._modules[name] = None if child is None else copy_layer(child, owned, made)
+    for name in dict.fromkeys([*module._parameters, *(name for name in given if name not in module._buffers)]):
+        twin._parameters[name] = _as_parameter(given.get(name, module._parameters.get(name)))
+    for name, buffer in module._buffers.items():
+        twin._buffers[name] = given[name] if name in given else None if buffer is None else _on_host(buffer)
+    return twin.eval()
+
+
+def _is_patched(module: nn.Module, name: str, value: Any) -> bool:
+    """Whether the attribute is a wrapper's, or a method put over the class's own."""
+    return is_engine_attribute(name, value) or getattr(value, "__self__", None) is module
+
+
+def _copy_value(value: Any, owned: Owned, made: dict[int, nn.Module]) -> Any:
+    if isinstance(value, nn.Module):
+        return copy_layer(value, owned, made)
+    if isinstance(value, Tensor):
+        return _on_host(value)
+    if isinstance(value, dict):
+        copied = copy.copy(value)
+        copied.update({key: _copy_value(one, owned, made) for key, one in value.items()})
+        return copied
+    if type(value) in (list, tuple, set):
+        return type(value)(_copy_value(one, owned, made) for one in value)
+    return value
+
+
+def _as_parameter(tensor: Tensor | None) -> nn.Parameter | None:
+    if tensor is None or (isinstance(tensor, nn.Parameter) and tensor.is_meta):
+        return tensor  # one that stands for another keeps its identity
+    return nn.Parameter(_on_host(tensor), requires_grad=False)
+
+
+def _on_host(tensor: Tensor) -> Tensor:
+    found = tensor.detach()
+    return found if found.device.type in ("cpu", "meta") else found.cpu()
+
+
+def wide_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The type to compute in: at least float32 for floating-point numbers, others as they are."""
+    is_number = dtype.is_floating_point or dtype.is_complex
+    return torch.promote_types(dtype, torch.float32) if is_number else dtype
+
+
+_PEFT = str(Path(peft.__file__).parent)
+
+
+@dataclass(frozen=True, eq=False)
+class AdaptedLayer:
+    """A layer with adapters on it, without its tensors."""
+
+    path: str  # in the model with adapters
+    base_path: str  # in the model without
+    twin: nn.Module  # a copy of it whose tensors are on the meta device
+    holders: Mapping[int, Tensor]  # these, by key
+    shares: Mapping[str, float | None]  # of the adapters that are merged into it; None: as PEFT merges them, in order
+    base: Mapping[str, Source]  # its own tensors, by name below `base_path`
+    sources: tuple[Source, ...]  # what merging needs, once each
+
+
+def adapted_layers(view: View, names: Sequence[str], choice: MergeChoice) -> list[AdaptedLayer]:
+    """The outermost layers of the model in `view` into which some of the adapters `names` are to be merged."""
+    modules: dict[str, nn.Module] = {}
+    for path, _, module in walk_modules(view.module):
+        modules[path] = unwrap(module)  # what is wrapped goes by the same path as what wraps it
+    own: dict[int, dict[str, Source]] = {}
+    for name, info in view.sources.items():
+        path, _, last = name.rpartition(".")
+        if path in modules:  # what state dicts list beside has a place of its own
+            own.setdefault(id(modules[path]), {})[last] = info
+    base, found = dict(base_sources(view)), []
+    weights = dict(zip(names, choice.weights, strict=True)) if choice.weights else {}
+    others = set(view.module.peft_config) - set(names)
+    for path in _outermost_layers(modules):
+        chosen = _adapters_on(modules[path], names if choice.adapters else None)
+        if shares := {name: weights.get(name) for name in chosen}:
+            used, start = _Holders(own, others), base_path(view, path)
+            twin = copy_layer(modules[path], used.of_module)
+            here = {n.removeprefix(f"{start}."): info for n, info in base.items() if n.startswith(f"{start}.")}
+            if isinstance(twin, ModulesToSaveWrapper) and not weights:  # what is replaced need not be there
+                used.drop(here.values())
+            found.append(AdaptedLayer(path, start, twin, used.made, shares, here, tuple(used.sources.values())))
+    return found
+
+
+class _Holders:
+    """Gives the modules of a layer tensors on the meta device, and notes which ones it needs."""
+
+    def __init__(self, own: Mapping[int, Mapping[str, Source]], others: set[str]) -> None:
+        self.own, self.others = own, others  # by id of the module; names of adapters that are left out
+        self.made: dict[int, Tensor] = {}
+        self.sources: dict[int, Source] = {}
+
+    def of_module(self, module: nn.Module) -> dict[str, Tensor]:
+        """What stands for the tensors of a module, by name."""
+        found = self.own.get(id(module), {})
+        for info in found.values():
+            if self.others.isdisjoint(info.name.split(".")):
+                self.sources.setdefault(info.key, info)
+        return {name: self.made.setdefault(info.key, _holder_for(info)) for name, info in found.items()}
+
+    def drop(self, infos: Any) -> None:
+        """These are not needed."""
+        for info in infos:
+            self.sources.pop(info.key, None)
+
+
+def _holder_for(info: Source) -> Tensor:
+    empty = torch.empty(info.shape, dtype=wide_dtype(info.dtype), device="meta")
+    return nn.Parameter(empty, requires_grad=False) if info.is_parameter else empty
+
+
+def _outermost_layers(modules: Mapping[str, nn.Module]) -> Iterator[str]:
+    above = "\0"
+    for path, module in modules.items():
+        if not path.startswith(above) and isinstance(module, (BaseTunerLayer, AuxiliaryTrainingWrapper)):
+            above = f"{path}."
+            yield path
+
+
+def _nested_layers(layer: Any) -> list[Any]:
+    """A layer of PEFT's and those directly below it, as one layer may have several methods on it."""
+    chain = [layer]
+    while isinstance(inner := getattr(chain[-1], "base_layer", None), BaseTunerLayer):
+        chain.append(inner)
+    return chain
+
+
+def _adapters_on(layer: Any, names: Sequence[str] | None) -> list[str]:
+    """Those of `names` that are on the layer; with None those that are active there."""
+    found: dict[str, None] = {}
+    for one in _nested_layers(layer):
+        there = one._get_available_adapters()
+        found |= dict.fromkeys(name for name in (one.active_adapters if names is None else names) if name in there)
+    return list(found)
+
+
+# Refusals
+
+
+def refuse_quantised(base: Any) -> None:
+    """Raise SelectionError for a base whose weights are quantised."""
+    if getattr(base, "config", None) is not None and is_quantised(base, base.config):
+        raise SelectionError(
+            f"{type(base).__name__}: its weights are quantised, and merging would quantise them once more; merge into "
+            "the model that was quantised: save with adapter_only=True, then ft_ckpt.merge(adapter, out, base=...)"
+        )
+
+
+def refuse_unmergeable(view: View, names: Sequence[str], layers: Sequence[AdaptedLayer]) -> None:
+    """Raise SelectionError naming everything that keeps the adapters `names` from being merged."""
+    problems = [f"adapter {name}: {why}" for name in names if (why := _why_not(view.module.peft_config[name]))]
+    problems += [f"{layer.path}: {why}" for layer in layers if (why := _why_layer_not(layer))]
+    problems = problems or _unused_tensors(view, names, layers)
+    if problems:
+        raise SelectionError(
+            f"{listing(problems)}: cannot be merged; keep it an adapter (adapter_only=True), which ft_ckpt.load_model "
+            "and PEFT put onto the base"
+        )
+
+
+def _why_not(config: Any) -> str | None:
+    method = str(getattr(config.peft_type, "value", config.peft_type))
+    if config.is_prompt_learning or config.is_adaption_prompt:
+        return f"{method} acts on inputs, not on weights"
+    if getattr(config, "layer_replication", None):
+        return "layer_replication has one weight stand for several layers"
+    return None
+
+
+def _why_layer_not(layer: AdaptedLayer) -> str | None:
+    for one in _nested_layers(layer.twin):
+        if one.disable_adapters:
+            return "its adapters are switched off (call enable_adapter_layers())"
+        if isinstance(one, BaseTunerLayer) and type(one).merge is BaseTunerLayer.merge:
+            return f"PEFT has no merge for {type(one).__module__.split('.')[-2]} ({type(one).__name__})"
+    if isinstance(layer.twin, AuxiliaryTrainingWrapper) and len(layer.shares) > 1 and None in layer.shares.values():
+        names = ", ".join(layer.shares)
+        return f"trained by several adapters ({names}), of which one alone can replace it; give each a weight"
+    try:
+        made = merge_layer(layer, {})
+    except Exception as error:  # noqa: BLE001 - whatever PEFT raises is its answer
+        return f"{type(error).__name__}: {error}" if _is_refusal(error) else None
+    shapes = {name: tuple(tensor.shape) for name, tensor in made.items()}
+    wrong = [f"{n} is {shapes.get(n)}, not {one.shape}" for n, one in layer.base.items() if shapes.get(n) != one.shape]
+    return f"once merged, {listing(wrong, ', ')}" if wrong else None
+
+
+def _is_refusal(error: Exception) -> bool:
+    """Whether PEFT raised it, not torch for want of data."""
+    last = traceback.extract_tb(error.__traceback__)[-1]
+    return last.filename.startswith(_PEFT) and str(last.line).startswith("raise")
+
+
+def _unused_tensors(view: View, names: Sequence[str], layers: Sequence[AdaptedLayer]) -> list[str]:
+    """Tensors of the adapters `names` that no layer takes in."""
+    used = {source.key for layer in layers for source in layer.sources}
+    used |= {info.key for layer in layers for info in layer.base.values()}
+    used |= {info.key for _, info in base_sources(view)}
+    others = set(view.module.peft_config) - set(names)
+    own = [name for name in view.sources if others.isdisjoint(name.split("."))]
+    return [f"{name}: no layer takes it in" for name in own if view.sources[name].key not in used]
+
+
+# Merging
+
+
+def merge_layer(layer: AdaptedLayer, tensors: Mapping[int, Tensor]) -> dict[str, Tensor]:
+    """The tensors of the plain layer, by name below it, at least float32. What is given, by key, may be overwritten.
+
+    What is not given is on the meta device. With weights, each adapter is merged by itself, and the differences from
+    the base are added up.
+    """
+    wide = {key: tensor.to(wide_dtype(tensor.dtype)) for key, tensor in tensors.items()}
+    if None in layer.shares.values():
+        return _merge_copy(layer, wide, list(layer.shares))
+    own = {name: wide.get(info.key, layer.holders[info.key]) for name, info in layer.base.items()}
+    total = {name: tensor.clone() for name, tensor in own.items()}
+    for adapter, share in layer.shares.items():
+        fresh = {key: tensor.clone() for key, tensor in wide.items()}
+        merged = _merge_copy(layer, fresh, [adapter])
+        for name in (name for name, tensor in own.items() if tensor.is_floating_point()):
+            total[name] += (merged[name] - own[name]) * (share or 0.0)
+    return total
+
+
+def _merge_copy(layer: AdaptedLayer, tensors: Mapping[int, Tensor], adapters: list[str]) -> dict[str, Tensor]:
+    filled = {id(holder): tensors[key] for key, holder in layer.holders.items() if key in tensors}
+
+    def fill(module: nn.Module) -> dict[str, Tensor]:
+        own = {**module._parameters, **module._buffers}
+        return {name: filled[id(holder)] for name, holder in own.items() if id(holder) in filled}
+
+    with torch.no_grad():
+        merged = _told_to_merge(copy_layer(layer.twin, fill), adapters)
+    return {
+        **dict(merged.named_parameters(remove_duplicate=False)),
+        **dict(merged.named_buffers(remove_duplicate=False)),
+    }
+
+
+def _told_to_merge(twin: Any, adapters: list[str]) -> nn.Module:
+    """The plain layer, once PEFT has merged `adapters` into it."""
+    if isinstance(twin, ModulesToSaveWrapper):
+        twin._active_adapter = adapters[0]
+    if hasattr(twin, "unload_and_optionally_merge_module"):
+        merged: nn.Module = twin.unload_and_optionally_merge_module(
+            merge=True, safe_merge=False, adapter_names=adapters
+        )
+        return merged
+    for one in reversed(_nested_layers(twin)):
+        one.merge(safe_merge=False, adapter_names=adapters)
+    plain: nn.Module = twin.get_base_layer()
+    return plain
+
+
+_new_keys = count(1 << 40)  # of tensors that are yet to be computed: above those of all inventories
+
+
+@dataclass(frozen=True, eq=False)
+class _BasePlan:
+    """The base as it will be, and how its tensors come about that are not there yet, by their new keys."""
+
+    view: View
+    made: dict[int, tuple[AdaptedLayer, str]] = field(default_factory=dict)  # the layer, and the tensor's name in it
+    moved: dict[int, Source] = field(default_factory=dict)  # the tensor that it is
+    notes: tuple[str, ...] = ()
+
+
+def merged_part(view: View, path: str, dtype: str, choice: MergeChoice) -> Part:
+    """The part for the base of `view` with its adapters merged into it, as the live model computes with them.
+
+    A tied tensor that an adapter changes in one of its places is stored once for each place. Raises NotAnAdapterError
+    where there are no adapters, SelectionError naming all that cannot be merged.
+    """
+    if not has_adapters(view.module):
+        raise NotAnAdapterError(
+            f"merged: {type(view.module).__name__} has no PEFT adapter; leave merged= out to save it as it is"
+        )
+    refuse_merged(view.module)
+    refuse_quantised(base_view(view).module)
+    names = _chosen_adapters(view, choice)
+    layers = adapted_layers(view, names, choice)
+    refuse_unmergeable(view, names, layers)
+    plan = _plan_base(base_view(view), layers)
+    part = model_part(plan.view, "", path, dtype)
+    entries = _merged_entries(part.entries, plan)
+    used = {source.key for entry in entries for source in entry.sources}
+    passed = tuple(source for source in view.sources.values() if source.key not in used)
+    left = [name for name in view.module.peft_config if name not in names]
+    notes = [f"adapter {', '.join(names)}: merged into {len(layers)} layers"]
+    notes += [f"adapter {', '.join(left)}: not merged, left out"] if left else []
+    return replace(part, entries=entries, passed=passed, notes=(*part.notes, *notes, *plan.notes))
+
+
+def _chosen_adapters(view: View, choice: MergeChoice) -> list[str]:
+    known = list(view.module.peft_config)
+    names = list(choice.adapters) or active_adapters(view.module)
+    if unknown := [name for name in names if name not in known]:
+        raise SelectionError(f"adapter {', '.join(unknown)}: not on the model, which has {', '.join(known)}")
+    if not names:
+        raise SelectionError(f"merged: none of the adapters {', '.join(known)} is active; call set_adapter() first")
+    return names
+
+
+def _plan_base(base: View, layers: Sequence[AdaptedLayer]) -> _BasePlan:
+    """The base with new keys for tensors that are to be computed, and for those that were tied to them."""
+    places = {f"{layer.base_path}.{name}": (layer, name) for layer in layers for name in layer.base}
+    plan, sources, split = _BasePlan(base), dict(base.sources), []
+    tied: dict[int, list[str]] = {}
+    for name, info in base.sources.items():
+        tied.setdefault(info.key, []).append(name)
+    for names in (some for some in tied.values() if any(name in places for name in some)):
+        kinds = {_kind_of_merge(places.get(name)) for name in names}
+        shared = next(_new_keys) if len(kinds) == 1 and None not in kinds else None
+        for name in names:
+            key = next(_new_keys) if shared is None else shared
+            sources[name] = replace(base.sources[name], key=key)
+            if name in places:
+                plan.made[key] = places[name]
+            else:
+                plan.moved[key] = base.sources[name]
+        split += [] if shared is not None or len(names) == 1 else [names]
+    notes = tuple(f"{', '.join(names)}: tied, merged otherwise in each place, stored once each" for names in split)
+    module = _untied_model(base.module) if split else base.module
+    return replace(plan, view=View(module, sources, base.extra), notes=notes)
+
+
+def _kind_of_merge(place: tuple[AdaptedLayer, str] | None) -> Any:
+    """Equal for tensors that merging leaves equal, if they were; None where nothing says so."""
+    if place is None or not isinstance(place[0].twin, (AuxiliaryTrainingWrapper, TrainableTokensLayer)):
+        return place and (id(place[0]), place[1])
+    layer, name = place
+    return type(layer.twin), name, frozenset(source.key for source in layer.sources), tuple(layer.shares.items())
+
+
+def _untied_model(module: Any) -> Any:
+    """The model with a config that ties no embeddings; the live one keeps its own."""
+    untied: Any = object.__new__(user_class(type(module)))
+    untied.__dict__ = {**vars(module), "config": copy.deepcopy(module.config)}
+    for config in _all_configs(untied.config):
+        if getattr(config, "tie_word_embeddings", False):
+            config.tie_word_embeddings = False
+    return untied
+
+
+def _all_configs(config: Any) -> Iterator[Any]:
+    yield config
+    for name in getattr(config, "sub_configs", ()):
+        if (inner := getattr(config, name, None)) is not None:
+            yield from _all_configs(inner)
+
+
+def _merged_entries(entries: Sequence[Entry], plan: _BasePlan) -> tuple[Entry, ...]:
+    """The entries, those of computed tensors with the groups that compute them."""
+    units: dict[Any, list[Entry]] = {}
+    for entry in entries:
+        if (unit := _unit_of(entry, plan)) is not None:
+            units.setdefault(unit, []).append(entry)
+    groups = {unit: _merging_group(some, plan) for unit, some in units.items()}
+    return tuple(_with_group(entry, plan, groups.get(_unit_of(entry, plan))) for entry in entries)
+
+
+def _unit_of(entry: Entry, plan: _BasePlan) -> Any:
+    """What computes the entry: a conversion, a layer, or nothing."""
+    if entry.group is not None:
+        is_touched = any(source.key in plan.made or source.key in plan.moved for source in entry.group.sources)
+        return entry.group if is_touched else None
+    return plan.made[entry.source.key][0] if entry.source is not None and entry.source.key in plan.made else None
+
+
+def _with_group(entry: Entry, plan: _BasePlan, group: Group | None) -> Entry:
+    if group is not None:
+        return entry._replace(source=None, group=group)
+    if entry.source is not None and entry.source.key in plan.moved:
+        return entry._replace(source=plan.moved[entry.source.key])
+    return entry
+
+
+def _merging_group(entries: Sequence[Entry], plan: _BasePlan) -> Group:
+    """The group of `entries` that come from one conversion, or from one layer, with merging put before it."""
+    inner, dtypes = entries[0].group, {entry.name: entry.dtype for entry in entries}
+    wanted = [source for source in (inner.sources if inner else (e.source for e in entries)) if source is not None]
+    layers = {id(made[0]): made[0] for source in wanted if (made := plan.made.get(source.key)) is not None}
+    plain = [plan.moved.get(source.key, source) for source in wanted if source.key not in plan.made]
+    sources = {one.key: one for one in (*plain, *(one for layer in layers.values() for one in layer.sources))}
+
+    def merge(full: dict[str, Tensor]) -> dict[str, Tensor]:
+        held = {key: full.pop(source.name) for key, source in sources.items()}
+        merged = {
+            place: merge_layer(layer, {source.key: held[source.key] for source in layer.sources})
+            for place, layer in layers.items()
+        }
+        given = {}
+        for source in wanted:
+            if source.key in plan.made:
+                layer, name = plan.made[source.key]
+                given[source.name] = merged[id(layer)][name]
+            else:
+                given[source.name] = held[plan.moved.get(source.key, source).key]
+        held.clear()
+        merged.clear()
+        stored = inner.convert(given) if inner else {e.name: given[e.source.name] for e in entries if e.source}
+        return {name: _rounded(name, stored.pop(name), dtype) for name, dtype in dtypes.items()}
+
+    return Group(tuple(sources.values()), merge)
+
+
+def _rounded(name: str, merged: Tensor, dtype: torch.dtype) -> Tensor:
+    """The tensor in the type that is stored. Raises IncompleteError for NaN and infinity."""
+    rounded = merged.detach().to(dtype).contiguous()
+    if rounded.device.type == "meta":
+        raise IncompleteError(f"{name}: merging needs a tensor that is not there; nothing is committed")
+    # No NaN and no infinity leaves a sum finite, which takes a tenth of a look; float16 may overflow as it is rounded.
+    probe = rounded if dtype == torch.float16 else merged.detach().sum()
+    if not bool(torch.isfinite(probe).all()) and not bool(torch.isfinite(rounded).all()):
+        raise IncompleteError(
+            f"{name}: merging gives NaN, infinity or what {dtype} cannot hold; nothing is committed. Is the adapter "
+            "sound?"
+        )
+    return rounded

@@ -1,0 +1,260 @@
+"""`save` and `load`: any state in one file, used like torch.save and torch.load."""
+
+import gc
+from collections.abc import Iterable, Iterator
+from contextlib import closing, contextmanager
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+import torch
+
+from ft_ckpt.checkpoint.manifest import MANIFEST_NAME
+from ft_ckpt.checkpoint.verify import listing_manifest
+from ft_ckpt.devices import host_pieces, is_accelerator
+from ft_ckpt.errors import ConfigError, CorruptError, damaged_input, explained
+from ft_ckpt.formats import cerebras, hdf5_compressed
+from ft_ckpt.formats.detect import detect_format, format_by_suffix
+from ft_ckpt.formats.file_io import DeviceTensors, FilePlan, write_file
+from ft_ckpt.formats.hdf5_compressed import Codec
+from ft_ckpt.formats.layout import Layout, Spec
+from ft_ckpt.formats.pytree import Leaf, flatten, unflatten
+from ft_ckpt.formats.registry import TensorFormat, format_named, tensor_formats
+from ft_ckpt.formats.tensor_file import IndexedFile, RawFile
+from ft_ckpt.model.lazy_tensor import LazyTensor, lazy_tensor
+from ft_ckpt.storage.digests import digest_of_open
+from ft_ckpt.storage.local_store import LocalStore
+from ft_ckpt.storage.place import Place, open_place
+from ft_ckpt.storage.read_ahead import BLOCK_BYTES
+from ft_ckpt.storage.scratch import object_target, replaced_object, scratch_file, spool_file
+from ft_ckpt.storage.store import Readable
+from ft_ckpt.storage.writer import Region, Writer, region_of
+
+
+def save(
+    obj: Any,
+    path: str | Path | Place,
+    format: str | None = None,  # noqa: A002
+    *,
+    native_floats: bool = False,
+    compression: str | None = None,
+    shuffle: str | None = "bit",
+) -> None:
+    """Save `obj` into the file `path`, or the object at a URL, whole and durable, or raise and leave what was there.
+
+    `obj` is any nesting of dicts, lists, tuples, numbers, strings, bytes, numpy arrays and tensors.
+    `format` is "h5", "dual", "safetensors" or "torch"; without it the suffix of `path` decides. `native_floats` gives
+    bfloat16 in HDF5 files a type whose values every reader shows. `compression` ("zstd", "lz4", "blosc2" or "gzip",
+    HDF5 files only) takes less room and more time, and about twice the room while it is at work; `shuffle` ("bit",
+    "byte" or None) puts like bits or bytes side by side before; with gzip it is bytes. Raises SelectionError naming the
+    place inside `obj` of what cannot be
+    kept, ConfigError for settings that are not known, TargetError where `path` cannot be written, NoSpaceError when the
+    disk is full.
+    """
+    target = object_target(path)
+    known = format_by_suffix(str(target)) if format is None else _object_format(format)
+    codec = _compression_codec(known, compression, shuffle)
+    with _no_collection():
+        plan = None if codec is not None else _plan_object(obj, known, native_floats)
+    with explained(target):
+        if known.save_object is not None:
+            with scratch_file(target) as file:
+                known.save_object(obj, file)
+            return
+        with replaced_object(target) as stage:
+            if codec is not None:
+                _save_compressed(obj, stage, native_floats, codec)
+            elif plan is not None:
+                _write_plan(stage, plan[0], _object_regions(*plan))
+
+
+def compress_file(place: Place, compression: str, shuffle: str | None = "bit") -> None:
+    """Replace an HDF5 file of ours by one that holds the same, compressed. Raises what `save` raises."""
+    known = format_by_suffix(str(place)).name
+    save(load(place, format=known), place, known, compression=compression, shuffle=shuffle)
+
+
+def load(
+    path: str | Path | Place,
+    map_location: str | torch.device | None = None,
+    format: str | None = None,  # noqa: A002
+    *,
+    mapped: bool = True,
+    verify: bool = False,
+) -> Any:
+    """The object in the file `path`. Without `map_location` its tensors are read when they are first used.
+
+    `map_location` gives plain tensors on that device; on the CPU large ones are mapped. `mapped=False` copies values
+    where they would be mapped. `verify` compares digests: of HDF5 files of ours for every tensor that is
+    read, of other files at once, as the manifest beside the file has them, or the checksums in a torch file. `format`
+    is found from the content. Raises
+    CorruptError for a file that is damaged, incomplete or would run code, FileNotFoundError where there is none,
+    ConfigError where there is nothing to verify it with, or for a device that is not here.
+    """
+    place = open_place(path)
+    _refuse_device(map_location)
+    with _no_collection(), damaged_input(place.last_step):
+        raw = RawFile(place.open())
+        known = detect_format(raw) if format is None else _object_format(format)
+        if known.load_object is not None:
+            with closing(raw):
+                return known.load_object(raw, map_location, mapped, verify)
+        file = known.open_file(raw.file, mapped or map_location is not None, verify)
+        if verify and not file.has_digests:
+            _check_listed(raw.file, place)
+        if map_location is None:
+            return _restore_object(file, None)
+        device = torch.device(map_location)
+        if not (file.readers or is_accelerator(device) or (mapped and file.raw.can_map)):
+            file.raw.read_in()  # by several threads, into memory nothing has touched
+        return _restore_object(file, device)
+
+
+def _refuse_device(map_location: str | torch.device | None) -> None:
+    """Raise ConfigError for a device that torch does not have here: no file is to blame for that."""
+    try:
+        if map_location is not None:
+            torch.empty(0, device=torch.device(map_location))
+    except (AssertionError, RuntimeError, TypeError) as error:
+        reason = str(error).splitlines()[0]
+        raise ConfigError(f"map_location={map_location!r}: {reason}; give a device of this machine") from error
+
+
+def _check_listed(source: Readable, place: Place) -> None:
+    """Compare a file that has no digests with the manifest beside it. Raises ConfigError where none lists it."""
+    called, found = place.last_step, listing_manifest(place)
+    if found is not None:
+        if digest_of_open(source, found[2]) != found[2].digest:
+            raise CorruptError(f"{called} is damaged (its digest differs); use another copy of the file")
+        return
+    raise ConfigError(
+        f"verify=True: {called} has no digests, and no {MANIFEST_NAME} beside it lists it; leave verify out, or "
+        "save it as HDF5, which has them"
+    )
+
+
+def _object_format(name: str) -> TensorFormat:
+    """The format called `name`. Raises ConfigError when there is none that holds objects."""
+    names = [known.name for known in tensor_formats() if known.serves_objects]
+    if name not in names:
+        raise ConfigError(f"format {name!r}: one of {', '.join(names)} is expected")
+    return format_named(name)
+
+
+def _compression_codec(known: TensorFormat, compression: str | None, shuffle: str | None) -> Codec | None:
+    if compression is None:
+        return None
+    if not known.compressions:
+        raise ConfigError(f"compression {compression!r}: only for HDF5 files, this one is {known.name!r}; leave it out")
+    return Codec(compression, shuffle)
+
+
+def _plan_object(obj: Any, known: TensorFormat, native_floats: bool) -> tuple[Layout, dict[str, Leaf]] | None:
+    """The layout of the file and its leaves by name; None where a library lays it out as it writes."""
+    if known.check_object is not None:
+        known.check_object(obj)
+    if known.lay_out_object is None:
+        return None
+    root, leaves = flatten(obj, known.object_dtypes)
+    specs = [Spec("", leaf.shape, leaf.dtype) for leaf in leaves]
+    arrays = [index for index, leaf in enumerate(leaves) if leaf.is_array]
+    layout, names = known.lay_out_object(root, specs, arrays, native_floats)
+    return layout, dict(zip(names, leaves, strict=True))
+
+
+def _write_plan(stage: Place, layout: Layout, regions: Iterable[Region]) -> None:
+    with Writer(local_bytes=layout.size_bytes if isinstance(stage.store, LocalStore) else None) as writer:
+        write_file(FilePlan(stage.name, layout), regions, stage.store, writer)
+
+
+def _object_regions(layout: Layout, leaves: dict[str, Leaf]) -> Iterator[Region]:
+    for spec, start in zip(layout.specs, layout.starts, strict=True):
+        yield from _leaf_regions(start, spec, leaves[spec.name])
+
+
+def _leaf_regions(start: int, spec: Spec, leaf: Leaf) -> Iterator[Region]:
+    if spec.size_bytes and isinstance(leaf.data, torch.Tensor) and is_accelerator(leaf.data.device):
+        for piece in host_pieces(_plain_values(leaf.data).reshape(-1)):
+            yield Region(start, piece.data_ptr(), piece.nbytes, piece)
+            start += piece.nbytes
+    elif spec.size_bytes:
+        address, keeper = _leaf_memory(leaf)
+        yield Region(start, address, spec.size_bytes, keeper)
+
+
+def _save_compressed(obj: Any, stage: Place, native_floats: bool, codec: Codec) -> None:
+    """Compress into a file without a name, beside the target where that is a file, then write the target from it."""
+    root, leaves = flatten(obj, cerebras.DTYPES)
+    specs = [Spec("", leaf.shape, leaf.dtype) for leaf in leaves]
+    arrays = [index for index, leaf in enumerate(leaves) if leaf.is_array]
+    room = stage.store.folder if isinstance(stage.store, LocalStore) else None
+    with spool_file(room) as spool:
+        packed = hdf5_compressed.compress_leaves(specs, lambda number: _leaf_memory(leaves[number]), codec, spool)
+        layout, names = hdf5_compressed.lay_out_compressed(root, specs, arrays, native_floats, packed)
+        by_name = {name: (packed.get(number), leaves[number]) for number, name in enumerate(names)}
+        _write_plan(stage, layout, _packed_regions(layout, by_name, spool))
+
+
+def _packed_regions(
+    layout: Layout, leaves: dict[str, tuple[hdf5_compressed.PackedTensor | None, Leaf]], spool: BinaryIO
+) -> Iterator[Region]:
+    for spec, at in zip(layout.specs, layout.starts, strict=True):
+        packed, leaf = leaves[spec.name]
+        if packed is None:
+            yield from _leaf_regions(at, spec, leaf)
+            continue
+        spool.seek(packed.start)
+        for start in range(0, spec.size_bytes, BLOCK_BYTES):
+            yield region_of(at + start, spool.read(min(BLOCK_BYTES, spec.size_bytes - start)))
+
+
+def _leaf_memory(leaf: Leaf) -> tuple[int, Any]:
+    """The address of the values of `leaf`, one after the other, and the object that owns the memory."""
+    if leaf.is_array:
+        array = np.ascontiguousarray(leaf.data)
+        return array.ctypes.data, array
+    source = leaf.data
+    fresh = isinstance(source, LazyTensor) and not source.is_loaded
+    tensor = source.values() if isinstance(source, LazyTensor) else source
+    tensor = _plain_values(tensor).cpu().contiguous()
+    if fresh:
+        source.release()  # converting a large file must not hold it all
+    return tensor.data_ptr(), tensor
+
+
+def _plain_values(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().resolve_conj().resolve_neg()
+
+
+def _restore_object(file: IndexedFile, device: torch.device | None) -> Any:
+    index, tensors = file.index, {}
+    coming = None if device is None or not is_accelerator(device) else DeviceTensors(file, device)
+
+    def tensor(number: int) -> Any:
+        if number not in tensors:
+            name = index.names[number]
+            dtype, shape, *_ = index.rows[name]
+            lazy = lazy_tensor(file, name, shape, dtype)
+            tensors[number] = (
+                coming.new_tensor(name) if coming else lazy if device is None else lazy.values().to(device)
+            )
+        return tensors[number]
+
+    if index.root is None and device is None:
+        return {name: lazy_tensor(file, name, index.rows[name][1], index.rows[name][0]) for name in index.names}
+    found = unflatten(index.tree, tensor, file.read_array)
+    if coming is not None:
+        coming.read_all()
+    return found
+
+
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    """No garbage collection: its walks through 20,000 new tensors take longer than making them, and find nothing."""
+    collecting = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collecting:
+            gc.enable()

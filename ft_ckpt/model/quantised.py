@@ -1,0 +1,293 @@
+"""Quantised bases of adapters: their dequantised weights, and a check that the model stays as it was.
+
+Of bitsandbytes' 4-bit and 8-bit layers. The live layers are read, and never dequantised in place.
+"""
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModel, GenerationConfig
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
+
+from ft_ckpt.distributed.tensors import ModelTensors
+from ft_ckpt.distributed.wrapper import stand_in_parameter
+from ft_ckpt.distributed.wrappers import unwrap, user_class, walk_modules
+from ft_ckpt.errors import BaseMismatchError, LoadError, SelectionError, listing
+from ft_ckpt.formats.dtypes import dtype_of
+from ft_ckpt.formats.layout import Spec, TensorFile
+from ft_ckpt.model.adapters import base_view, has_adapters
+from ft_ckpt.model.companions import is_quantised
+from ft_ckpt.model.plain_module import put_at, tensor_at
+from ft_ckpt.model.pretrained import model_class, without_memory
+from ft_ckpt.model.selection import View
+from ft_ckpt.storage.local_store import LocalStore
+
+_KINDS = ("Params4bit", "Int8Params")
+_COMPARED = 8  # layers, spread over the model
+_ALIKE = 0.99  # of a layer's codes: other kernels round some the other way; a fine-tuned model has many others
+
+
+def has_quantised_base(model: nn.Module) -> bool:
+    """Whether the model has adapters on weights that are quantised."""
+    inside: Any = unwrap(model)
+    if not has_adapters(inside):
+        return False
+    base = inside.get_base_model() if hasattr(inside, "get_base_model") else inside
+    return getattr(base, "config", None) is not None and is_quantised(base, base.config)
+
+
+class QuantisedBase:
+    """The live base of a model's adapters: its quantised layers by the names that their weights have in the base."""
+
+    def __init__(self, model: nn.Module) -> None:
+        """Raises SelectionError for a model that this rank does not hold whole, and for other ways to quantise."""
+        sources = ModelTensors(model).sources()
+        held = {source.name: source.sharding for source in sources.values()}
+        cut = [name for name, sharding in held.items() if sharding.is_sharded or not sharding.is_replicated]
+        view = View(unwrap(model), sources)
+        modules = {path: unwrap(module) for path, _, module in walk_modules(view.module)}
+        base = base_view(view)
+        self.module: Any = base.module
+        known = {name: source for name, source in base.sources.items() if not source.is_added}
+        self.tensors: dict[str, Tensor] = {name: source.live for name, source in known.items()}
+        places = {name: modules[source.name.rpartition(".")[0]] for name, source in known.items()}
+        self.layers = {n: places[n] for n, tensor in self.tensors.items() if type(tensor).__name__ in _KINDS}
+        if cut or not self.layers:
+            why = f"{listing(cut, ', ')}: cut over ranks" if cut else "quantised by another library than bitsandbytes"
+            raise SelectionError(
+                f"{type(self.module).__name__}: {why}, so its adapters are not merged here; save with "
+                "adapter_only=True, then ft_ckpt.merge(adapter, out, base=...)"
+            )
+
+    def plain_config(self) -> Any:
+        """The live model's config without what says that it is quantised."""
+        config = copy.deepcopy(self.module.config)
+        vars(config).pop("quantization_config", None)
+        return config
+
+    def dequantised(self, *, in_memory: bool) -> nn.Module:
+        """A model of its own with what the weights stand for: computed when they are read, or now if `in_memory`."""
+        with without_memory():
+            made: Any = user_class(type(self.module))(self.plain_config())
+        held: dict[int, Any] = {}  # what is tied stays so
+        for name, tensor in self.tensors.items():
+            empty = tensor_at(made, name)
+            if empty is not None and id(tensor) not in held:
+                held[id(tensor)] = self._plain_tensor(name, tuple(empty.shape), in_memory)
+            if empty is not None:
+                put_at(made, name, held[id(tensor)])
+        return made.eval()  # type: ignore[no-any-return]  # a class of transformers
+
+    def _plain_tensor(self, name: str, shape: tuple[int, ...], in_memory: bool) -> Tensor:
+        live, dtype = self.tensors[name], self.module.dtype
+        if name in self.layers and not in_memory:
+            return stand_in_parameter(shape, dtype, partial(_dequantised_weight, self.layers[name], dtype))
+        full = (
+            _dequantised_weight(self.layers[name], dtype) if name in self.layers else live.detach().to("cpu", copy=True)
+        )
+        return nn.Parameter(full, requires_grad=False) if isinstance(live, nn.Parameter) else full
+
+    def refuse_other(self, plain: nn.Module, place: str) -> None:
+        """Raise BaseMismatchError naming layers that are not what quantising those of `plain` gives; some are compared.
+
+        `place` is where `plain` comes from.
+        """
+        known = ModelTensors(plain).sources()
+        names = list(self.layers)
+        chosen = names[:: max(1, len(names) // _COMPARED)]
+        wrong = []
+        for name in chosen:
+            full = known[name].local if name in known else None
+            if full is None or not _is_quantised_from(self.layers[name], full):
+                wrong.append(name)
+        if wrong:
+            raise BaseMismatchError(
+                f"{listing(wrong, ', ')}: {len(wrong)} of {len(chosen)} layers that were compared are not those of "
+                f"{place}, quantised; give the model that this one was quantised from with base=, or merge into what "
+                "its weights stand for, with the errors of quantising, with dequantize=True"
+            )
+
+
+@torch.no_grad()
+def _dequantised_weight(layer: Any, dtype: torch.dtype) -> Tensor:
+    from bitsandbytes import functional
+
+    weight = layer.weight
+    if type(weight).__name__ == "Params4bit":
+        full = functional.dequantize_4bit(weight.data, weight.quant_state)
+    else:
+        full = functional.int8_vectorwise_dequant(weight.data, _scales_of(layer).to(weight.device))
+    return full.to("cpu", dtype)
+
+
+@torch.no_grad()
+def _is_quantised_from(layer: Any, full: Tensor) -> bool:
+    """Whether quantising `full` as the layer was gives its codes, nearly all of them."""
+    from bitsandbytes import functional
+
+    weight = layer.weight
+    if type(weight).__name__ == "Params4bit":
+        state = weight.quant_state
+        if tuple(full.shape) != tuple(state.shape):
+            return False
+        given = full.to(weight.device, state.dtype)
+        codes = functional.quantize_4bit(given, blocksize=state.blocksize, quant_type=state.quant_type)[0]
+        return _share_alike(_halves(weight.data), _halves(codes)) >= _ALIKE
+    if tuple(full.shape) != tuple(weight.shape):
+        return False
+    codes = functional.int8_vectorwise_quant(full.to(weight.device, torch.float16))[0]
+    return _share_alike(weight.data, codes) >= _ALIKE
+
+
+def _halves(packed: Tensor) -> Tensor:
+    """The codes, two of which are in a byte."""
+    flat = packed.view(torch.uint8).flatten()
+    return torch.cat([flat >> 4, flat & 15])
+
+
+def _share_alike(one: Tensor, other: Tensor) -> float:
+    return float((one == other).float().mean())
+
+
+def _scales_of(layer: Any) -> Tensor:
+    found = getattr(layer.weight, "SCB", None)
+    scales: Tensor = layer.state.SCB if found is None else found
+    return scales
+
+
+@dataclass(frozen=True, eq=False)
+class FileModel:
+    """A model in eval mode, and what of its files it has no place for."""
+
+    model: Any
+    left: tuple[str, ...]
+
+
+def model_on_files(folder: Path, file: TensorFile, *, in_memory: bool = False) -> FileModel:
+    """The model of the config in `folder` on the tensors of `file`, under the names that transformers reads them by.
+
+    What transformers keeps otherwise in memory, as experts that are fused, is computed whenever it is read; with
+    `in_memory` once, so that the model can run. Raises LoadError for a class that transformers does not have, and
+    naming tensors that are missing or of another shape.
+    """
+    config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+    name = str((getattr(config, "architectures", None) or [""])[0])
+    cls = model_class(name)
+    if cls is None or getattr(config, "auto_map", None):
+        raise LoadError(
+            f"{folder}: {name!r} is no model class of transformers; load it with its own code and PEFT, and save it "
+            "with CheckpointSaver.save(merged=True)"
+        )
+    with without_memory():
+        model = cls(config)
+    places, left = _find_places(model, file)
+    problems = [wrong for place in places for wrong in _fill_place(model, place, file, in_memory)]
+    _tie_missing(model)
+    lost = [name for name, tensor in model.state_dict().items() if tensor.is_meta]
+    problems += [f"{name}: not in the files" for name in lost]
+    if problems:
+        raise LoadError(f"{folder}: {listing(problems)}: its files do not fit {name}; use another copy")
+    if model.can_generate() and LocalStore(folder).stat("generation_config.json") is not None:
+        model.generation_config = GenerationConfig.from_pretrained(folder)
+    model.name_or_path = str(folder)
+    return FileModel(model.eval().requires_grad_(False), tuple(left))
+
+
+def dequantised_model(folder: Path) -> FileModel:
+    """The quantised model in `folder` with ordinary weights, in memory. Raises LoadError where it cannot be had."""
+    config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+    cls = model_class(str((getattr(config, "architectures", None) or [""])[0])) or AutoModel
+    try:
+        model = cls.from_pretrained(folder, dtype="auto", local_files_only=True).dequantize()
+    except (ImportError, NotImplementedError, ValueError, RuntimeError) as error:
+        raise LoadError(
+            f"{folder}: cannot be dequantised: {error}; name the model it was made of with base="
+        ) from error
+    vars(model.config).pop("quantization_config", None)
+    vars(model).pop("_weight_conversions", None)  # those of the quantiser, which cannot be reverted
+    return FileModel(model.eval().requires_grad_(False), ())
+
+
+def is_quantised_folder(folder: Path) -> bool:
+    """Whether its config says that its weights are quantised."""
+    return getattr(AutoConfig.from_pretrained(folder, trust_remote_code=False), "quantization_config", None) is not None
+
+
+@dataclass(frozen=True, eq=False)
+class _FileOrigin:
+    """Stored tensors that become a tensor of the model, or several together."""
+
+    target: str  # the first of the model's names
+    stored: tuple[tuple[str, str], ...]  # (pattern of the converter, name in the file)
+    converter: WeightConverter | None  # None: it is the one stored tensor as it is
+
+    def convert(self, model: Any, read: Callable[[str], Tensor]) -> dict[str, Tensor]:
+        """The model's tensors by name, from what `read` gives for the stored ones."""
+        if self.converter is None:
+            return {self.target: read(self.stored[0][1])}
+        one = copy.deepcopy(self.converter)
+        for pattern, name in self.stored:
+            one.add_tensor(self.target, name, pattern, read(name))
+        found = one.convert(self.target, model=model, config=model.config)
+        return {name: value[0] if isinstance(value, list) else value for name, value in found.items()}
+
+
+def _find_places(model: Any, file: TensorFile) -> tuple[list[_FileOrigin], list[str]]:
+    """Where the tensors of `file` go in the model, as transformers renames and converts them; and the rest's names."""
+    transforms = get_model_conversion_mapping(model)
+    renamings = [one for one in transforms if isinstance(one, WeightRenaming)]
+    converters = [one for one in transforms if isinstance(one, WeightConverter)]
+    by_pattern = {pattern: one for one in converters for pattern in one.source_patterns}
+    own, prefix = model.state_dict(), model.base_model_prefix
+    places: dict[str, list[tuple[str, str]]] = {}
+    left = []
+    for name in sorted(file.specs, key=dot_natural_key):
+        target, pattern = rename_source_key(name, renamings, converters, prefix, own)
+        if target not in own and name in own:  # as transformers does: it should not have been renamed
+            target, pattern = rename_source_key(name, [], [], prefix, own)
+        if target in own:
+            places.setdefault(target, []).append((pattern or "", name))
+        else:
+            left.append(name)
+    model._weight_conversions = [one for one in transforms if one.was_used()]  # what saving reverts
+    found = [_FileOrigin(target, tuple(some), by_pattern.get(some[0][0])) for target, some in places.items()]
+    return found, left
+
+
+def _fill_place(model: Any, place: _FileOrigin, file: TensorFile, in_memory: bool) -> list[str]:
+    """Put mapped tensors, or stand-ins for computed ones, into the model; what does not fit."""
+
+    def read_target(target: str) -> Tensor:
+        return place.convert(model, lambda name: file.read(name).view(file.specs[name].shape))[target]
+
+    wrong = []
+    for target, empty in place.convert(model, lambda name: _empty_like(file.specs[name])).items():
+        live, shape = tensor_at(model, target), tuple(empty.shape)
+        if live is None or tuple(live.shape) != shape:
+            wrong.append(f"{target}: {shape} in the files, expected {None if live is None else tuple(live.shape)}")
+        elif place.converter is not None and not in_memory:
+            put_at(model, target, stand_in_parameter(shape, empty.dtype, partial(read_target, target)))
+        else:
+            held = read_target(target)
+            put_at(model, target, nn.Parameter(held, requires_grad=False) if isinstance(live, nn.Parameter) else held)
+    return wrong
+
+
+def _empty_like(spec: Spec) -> Tensor:
+    return torch.empty(spec.shape, dtype=dtype_of(spec.dtype), device="meta")
+
+
+def _tie_missing(model: Any) -> None:
+    """Tie what the class declares tied and the files hold once."""
+    for alias, main in (getattr(model, "all_tied_weights_keys", None) or {}).items():
+        here, there = tensor_at(model, alias), tensor_at(model, main)
+        for name, tensor, other in ((alias, here, there), (main, there, here)):
+            if tensor is not None and tensor.is_meta and other is not None and not other.is_meta:
+                put_at(model, name, other)

@@ -1,0 +1,334 @@
+"""Writes the tensors of a save into its files: by every rank, by one rank per file, or by rank 0 after a gather.
+
+Every rank writes what it holds into each file where all see one disk; where they see one bucket, each file has a rank
+that its tensors come to; else rank 0 writes all.
+"""
+
+import uuid
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
+from itertools import groupby
+from operator import itemgetter
+from pathlib import Path
+from typing import Any
+
+from ft_ckpt.checkpoint import prune, staging
+from ft_ckpt.checkpoint.manifest import reader_of
+from ft_ckpt.checkpoint.staging import Staging, stage_store
+from ft_ckpt.config import SaverConfig
+from ft_ckpt.distributed.agreement import Values
+from ft_ckpt.distributed.gather import are_equal
+from ft_ckpt.distributed.ranks import Ranks, try_action
+from ft_ckpt.distributed.source import Source
+from ft_ckpt.errors import CorruptError, IncompleteError
+from ft_ckpt.formats.file_io import FilePlan, write_file
+from ft_ckpt.formats.registry import format_named
+from ft_ckpt.saving import files, reuse_frozen
+from ft_ckpt.saving.files import FiniteCheck, GatherWay, PartPlan, file_turns
+from ft_ckpt.saving.plan import SavePlan, SaveRequest
+from ft_ckpt.saving.reuse_frozen import Offer
+from ft_ckpt.storage.digests import FileRecord, record_of
+from ft_ckpt.storage.local_store import LocalStore
+from ft_ckpt.storage.scratch import track_progress
+from ft_ckpt.storage.store import SharedStore, Store
+from ft_ckpt.storage.writer import Region, Writer, WriteTuning, tuning_for
+
+_MANIFEST_BYTES = 16 << 20  # room for what is not known yet in the look at free space
+
+
+@dataclass(frozen=True, eq=False)
+class StagedSave:
+    """A planned save, and on rank 0 the staging that has everything but the weights."""
+
+    plan: SavePlan
+    staging: Staging | None = None
+    files: tuple[FileRecord, ...] = ()  # that are there
+    offers: Mapping[str, Offer] = field(default_factory=dict)  # frozen files that may be there already
+
+
+def prepare_stage(
+    request: SaveRequest, plan: SavePlan, ranks: Ranks, config: SaverConfig, tries: int, changed: frozenset[str]
+) -> StagedSave:
+    """On rank 0 open a staging and write everything but weights into it.
+
+    Frozen files of earlier checkpoints are in it, too, but for those that are known to have `changed`.
+    """
+    if not ranks.leads:
+        return StagedSave(plan)
+    contents = sorted(plan.companions.contents().items())
+    opened = staging.open_staging_at(
+        request.target,
+        saver_tuning(config).direct_bytes,
+        run_id=request.run_id,
+        overwrite=config.overwrite,
+        access=request.access,
+    )
+    try:
+        offers = _find_offers(request, plan.plans, ranks, config, opened, changed)
+        files = [file for one in plan.plans for file in one.files]
+        total = sum(file.layout.size_bytes for file in files if file.path not in offers)
+        prune.ensure_space(
+            request.target,
+            total + sum(len(content) for _, content in contents) + _MANIFEST_BYTES,
+            config,
+            step=request.step,
+            run_id=request.run_id,
+            protect=request.protect,
+            tries=tries,
+        )
+        for path, content in contents:
+            opened.store.write(path, content)
+        return StagedSave(plan, opened, tuple(record_of(path, content) for path, content in contents), offers)
+    except BaseException:
+        opened.discard()
+        raise
+
+
+def saver_tuning(config: SaverConfig) -> WriteTuning:
+    """How files are written, as the settings say."""
+    return tuning_for(config.io_threads, config.direct_io, config.io_block_bytes)
+
+
+def _find_offers(
+    request: SaveRequest,
+    plans: Sequence[PartPlan],
+    ranks: Ranks,
+    config: SaverConfig,
+    opened: Staging,
+    changed: frozenset[str],
+) -> dict[str, Offer]:
+    if request.state_dict_given or config.reuse_frozen == "off" or config.nonfinite == "raise":  # looks at all numbers
+        return {}
+    shares = [share for share in reuse_frozen.frozen_shares(plans, ranks.size) if share.file.path not in changed]
+    return reuse_frozen.link_candidates(shares, opened, ranks, config.each_rank_writes != "on")
+
+
+_PROBE = ".ft_ckpt-probe"
+
+
+class SharedFolders:
+    """Cache of which folders are visible to every rank; cleared after a failed save."""
+
+    def __init__(self) -> None:
+        self._known: dict[str, bool] = {}
+
+    def is_seen_by_all(self, folder: Store, ranks: Ranks, probed: Store | None = None) -> bool:
+        """Whether all ranks see what rank 0 makes in `folder`; the probe goes there, or to `probed` below it.
+
+        Collective.
+        """
+        if folder.url not in self._known:
+            self._known[folder.url] = ranks.size == 1 or all_ranks_see(probed or folder, ranks)
+        return self._known[folder.url]
+
+    def forget(self) -> None:
+        """Ask anew."""
+        self._known.clear()
+
+
+@dataclass(eq=False)
+class SaveJob:
+    """A save that all ranks have agreed to."""
+
+    request: SaveRequest
+    plan: SavePlan
+    staging: Staging | None  # on rank 0
+    stage: str | None  # the folder that all ranks write into; None where ranks cannot write one file together
+    offers: Mapping[str, Offer]  # of rank 0: frozen files that may be there already, by path
+    state_dict: bool  # whether rank 0 was given one
+    ranks: Ranks
+    config: SaverConfig
+    shared: SharedFolders
+    companions: tuple[FileRecord, ...] = ()  # on rank 0: the files in the stage that hold no tensors
+    taken: dict[str, str] = field(default_factory=dict)  # digests of the frozen files that are there, by path
+    linked: list[FileRecord] = field(default_factory=list)  # on rank 0: their records
+    shares: list[files.Share] | None = None  # who writes which bytes; None: each file has one writer
+
+    @property
+    def unlinked_plans(self) -> tuple[PartPlan, ...]:
+        """The files that are to be written."""
+        return reuse_frozen.without_linked(self.plan.plans, self.taken)
+
+
+def write_tensors(job: SaveJob) -> dict[str, Any]:
+    """Move and write the tensors. Collective. The records or digests of this rank's bytes, as JSON.
+
+    Raises IncompleteError for tensors that the model's config ties and that differ.
+    """
+    untied = [pair for pair in job.plan.ties_to_check if not are_equal(*pair, job.ranks, job.config.bucket_bytes)]
+    job.linked = _link_frozen_files(job)
+    job.shares = _divide_between_ranks(job)
+    if job.shares is None:
+        return {"files": [asdict(record) for record in _write_whole_files(job, untied)]}
+    return {"digests": _write_on_all_ranks(job, job.shares, untied)}
+
+
+def written_files(job: SaveJob, written: Values) -> list[FileRecord]:
+    """On rank 0: the records of all files, from what `write_tensors` gave on each rank."""
+    if job.shares is not None:
+        parts = zip(*(value["digests"] for value in written), strict=True)
+        records = [files.file_record(share, digests) for share, digests in zip(job.shares, parts, strict=True)]
+    else:
+        read = reader_of(FileRecord)
+        known = {file["path"]: read(file) for value in written for file in value.get("files", ())}
+        records = [known[file.path] for one in job.unlinked_plans for file in one.files]
+    return [*job.linked, *records]
+
+
+def _link_frozen_files(job: SaveJob) -> list[FileRecord]:
+    """Find the frozen files that are there already, and on rank 0 put them in place; their records. Collective."""
+    offers, staging = job.offers, job.staging
+    if not offers:
+        return []
+    shares = reuse_frozen.frozen_shares(job.plan.plans, job.ranks.size)
+    job.taken.update(reuse_frozen.equal_files(shares, offers, job.ranks, job.config.bucket_bytes))
+    return [] if staging is None else reuse_frozen.place_equal_files(shares, job.taken, staging.store)
+
+
+def _write_whole_files(job: SaveJob, untied: list[tuple[Source, Source]]) -> list[FileRecord]:
+    """Each file is written by one rank, to which its tensors come; the records of this rank's files.
+
+    Raises IncompleteError for numbers that are none, if asked to.
+    """
+    ranks, config, writers = job.ranks, job.config, _choose_writers(job)
+    files = [(one, file) for one in job.unlinked_plans for file in one.files]
+    mine = [file for _, file in files if writers[file.path] == ranks.rank]
+    check = FiniteCheck() if config.nonfinite == "raise" else None
+    way = GatherWay(job.ranks, config.bucket_bytes, check=check)
+    store = job.request.target.folder if job.staging is None else job.staging.store
+    if ranks.leads:
+        _refuse_untied(untied)
+    regions = _regions_here(files, writers, way)
+    total = sum(file.layout.size_bytes for file in mine)
+    few = total if isinstance(store, LocalStore) else None
+    with Writer(saver_tuning(config), few) as writer, track_progress(total, "saving", ranks.shows) as track:
+        written = list(_write_own_files(mine, regions, partial(_write_tracked, track, store, writer)))
+    if check is not None:
+        check.raise_if_found()
+    return written
+
+
+def _choose_writers(job: SaveJob) -> dict[str, int]:
+    """The rank that writes each file, by path: rank 0 all, or where all see one bucket and it pays each some."""
+    config, target = job.config, job.request.target
+    planned = [file for one in job.plan.plans for file in one.files]
+    size = sum(file.layout.size_bytes for file in planned)
+    alone = config.each_rank_writes == "off" or isinstance(target.folder, SharedStore)
+    alone = alone or (config.each_rank_writes == "auto" and size < files.LEAST_BYTES)
+    alone = alone or job.state_dict
+    writers = dict(zip((f.path for f in planned), files.assign_writers(planned, job.ranks.size), strict=True))
+    if alone or not any(writers.values()) or not job.shared.is_seen_by_all(target.beside, job.ranks):
+        return dict.fromkeys(writers, 0)
+    return writers
+
+
+def _regions_here(
+    files: Sequence[tuple[PartPlan, FilePlan]], writers: Mapping[str, int], way: GatherWay
+) -> Iterator[tuple[str, Region]]:
+    """The regions of the files that this rank writes, with their paths; between them it brings others what they need.
+
+    Writers take turns, a bucket each, so that all of them are busy.
+    """
+
+    def turns_to(rank: int) -> Iterator[tuple[str, Iterator[Region]]]:
+        for one, file in files:
+            if writers[file.path] == rank:
+                yield from ((file.path, turn) for turn in file_turns(one, file, replace(way, to=rank)))
+
+    queues = [turns_to(rank) for rank in sorted({writers[file.path] for _, file in files})]
+    while queues:
+        for queue in tuple(queues):
+            path, turn = next(queue, ("", None))
+            if turn is None:
+                queues.remove(queue)
+            else:
+                yield from ((path, region) for region in turn)
+
+
+def _write_own_files(
+    mine: Sequence[FilePlan],
+    regions: Iterator[tuple[str, Region]],
+    write: Callable[[FilePlan, Iterator[Region]], FileRecord],
+) -> Iterator[FileRecord]:
+    """Write files from the regions that come for one after the other; all regions are asked for."""
+    groups = groupby(regions, key=itemgetter(0))
+    path, group = next(groups, ("", None))
+    for file in mine:
+        if group is None or path != file.path:  # it holds no bytes of tensors
+            yield write(file, iter(()))
+            continue
+        yield write(file, (region for _, region in group))
+        path, group = next(groups, ("", None))
+
+
+def _write_tracked(
+    track: Callable[[Iterator[Region]], Iterator[Region]],
+    store: Store,
+    writer: Writer,
+    file: FilePlan,
+    regions: Iterator[Region],
+) -> FileRecord:
+    return write_file(file, track(regions), store, writer)
+
+
+def _divide_between_ranks(job: SaveJob) -> list[files.Share] | None:
+    """Who writes what of every file, if that pays and all see the stage; None: each file has one writer. Collective."""
+    config = job.config
+    plain = all(format_named(one.format).is_plain for one in job.plan.plans) and config.compression is None
+    if job.ranks.size == 1 or config.each_rank_writes == "off" or not plain or config.nonfinite == "raise":
+        return None
+    stage = job.stage
+    if stage is None or job.state_dict:
+        return None
+    shares = files.divide_files(job.unlinked_plans, job.ranks.size)
+    if config.each_rank_writes == "auto" and not files.is_worth_sharing(shares):
+        return None
+    probed = LocalStore(Path(stage))
+    return shares if job.shared.is_seen_by_all(LocalStore(probed.folder.parent), job.ranks, probed=probed) else None
+
+
+def all_ranks_see(store: Store, ranks: Ranks) -> bool:
+    """Whether all ranks see what rank 0 makes in `store`: each looks for a word it leaves there. Collective.
+
+    Raises the error of rank 0, if it cannot write there, on all ranks.
+    """
+    token = uuid.uuid4().hex
+    name = f"{_PROBE}-{token}"
+    _, error = try_action(lambda: store.write(name, token.encode()) if ranks.leads else None)
+    probe = ranks.agree("the files of save()", {"folder": store.url, "name": name, "token": token}, error).told
+    there = LocalStore(Path(probe["folder"])) if isinstance(store, LocalStore) else store
+    sees = {"sees": _has_probe(there, probe["name"], probe["token"])}
+    all_see = ranks.agree("the look at the files of save()", sees, decide=lambda values: all(v["sees"] for v in values))
+    if ranks.leads:
+        store.delete([name])
+    return bool(all_see.told)
+
+
+def _has_probe(store: Store, name: str, token: str) -> bool:
+    try:
+        return store.read(name) == token.encode()
+    except CorruptError:  # it is not there, or something else is
+        return False
+
+
+def _write_on_all_ranks(job: SaveJob, shares: list[files.Share], untied: list[tuple[Source, Source]]) -> list[str]:
+    """Every rank writes the bytes it holds; the digests of this rank's, one for each file."""
+    config, ranks, tuning = job.config, job.ranks, saver_tuning(job.config)
+    store = stage_store(Path(str(job.stage)), tuning.direct_bytes)
+    _refuse_untied(untied)
+    if ranks.leads:  # it takes the room for all files before it writes a byte
+        for share in shares:
+            store.allocate(share.file.path, share.file.layout.size_bytes)
+    with Writer(tuning) as writer:
+        given = job.ranks, writer, config.bucket_bytes
+        return [files.write_own_bytes(share, store, *given) for share in shares]
+
+
+def _refuse_untied(pairs: list[tuple[Source, Source]]) -> None:
+    if pairs:
+        names = ", ".join(f"{one.name} and {other.name}" for one, other in pairs)
+        raise IncompleteError(
+            f"{names}: the model's config ties them, but their values differ; call model.tie_weights(), or set "
+            "config.tie_word_embeddings=False to keep both"
+        )

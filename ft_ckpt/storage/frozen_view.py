@@ -1,0 +1,219 @@
+"""A read-only view of a store as it was listed: later versions of an object are errors."""
+
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import closing
+from dataclasses import dataclass, field, replace
+from threading import Lock
+from typing import Any, NoReturn, cast
+
+from ft_ckpt.errors import CorruptError, MissingError, TargetError
+from ft_ckpt.storage.local_file import Watch
+from ft_ckpt.storage.local_store import LocalStore
+from ft_ckpt.storage.proofs import SourceProof
+from ft_ckpt.storage.store import Folder, FolderListing, Readable, Store, Stored, checked_name, read_range
+
+
+@dataclass
+class Asked:
+    """How often ranges of objects were asked for; about, where several threads do."""
+
+    count: int = 0
+
+
+@dataclass(eq=False)
+class _CountedObject:
+    """An open object whose reads are counted."""
+
+    inner: Readable
+    asked: Asked
+    watch: Watch | None = None
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.inner, name)
+
+    def read_into(self, memory: memoryview, start: int = 0) -> None:
+        """Read one range, see `Readable.read_into`."""
+        self.asked.count += 1
+        self.inner.read_into(memory, start)
+        if self.watch is not None:
+            self.watch(start, memory, None)
+
+
+@dataclass(frozen=True)
+class ListedStore:
+    """The objects of `inner` that are `listed`, by name, in the versions listed; nothing can be written.
+
+    What is far away is opened once, however often it is asked for: nothing is held that a reader's `close` releases.
+    """
+
+    inner: Store
+    listed: Mapping[str, Stored]
+    opened: dict[str, _CountedObject] = field(
+        default_factory=dict, compare=False, repr=False
+    )  # by what people call them
+    asked: Asked = field(default_factory=Asked, compare=False)
+    proof: SourceProof | None = None  # compares what is read
+
+    @property
+    def url(self) -> str:
+        """The place itself."""
+        return self.inner.url
+
+    @property
+    def identity(self) -> str:
+        """That of the place itself."""
+        return self.inner.identity
+
+    @property
+    def parent(self) -> None:
+        """None: what lies around it was not listed."""
+
+    def within(self, folder: str) -> "ListedStore":
+        """The listed objects below `folder`."""
+        begin = f"{folder}/"
+        below = {name.removeprefix(begin): each for name, each in self.listed.items() if name.startswith(begin)}
+        named = {name: replace(each, name=name) for name, each in below.items()}
+        return ListedStore(self.inner.within(folder), named, self.opened, self.asked, self.proof)
+
+    def where(self, name: str) -> str:
+        """An object as people write it."""
+        return self.inner.where(name)
+
+    def read(self, name: str, start: int = 0, stop: int | None = None) -> bytes:
+        """Bytes [start, stop) of an object, see `Store.read`."""
+        with closing(self.open(name)) as file:
+            stop = file.size_bytes if stop is None else stop
+            memory = bytearray(max(0, stop - start))
+            file.read_into(memoryview(memory), start)
+        return bytes(memory)
+
+    def open(self, name: str) -> Readable:
+        """Open an object. Raises CorruptError when it is no longer the one that was listed, or small and damaged."""
+        known = self.stat(name)
+        if known is None:
+            raise MissingError(f"{self.where(name)}: no such object")
+        watch = None if self.proof is None else self.proof.watch_file(self.where(name))
+        if (held := self.opened.get(self.where(name))) is not None:
+            held.watch = watch
+            return cast("Readable", held)
+        file = self.inner.open(name)
+        if file.version != known.version:
+            file.close()
+            raise CorruptError(f"{self.where(name)}: written over while it was read; read it again")
+        if file.can_map:
+            return file
+        counted = self.opened[self.where(name)] = _CountedObject(file, self.asked, watch)
+        return cast("Readable", counted)
+
+    def list(self, prefix: str = "") -> list[Stored]:
+        """All objects in the folder `prefix` and below it."""
+        return sorted(self._below(prefix), key=lambda each: each.name)
+
+    def list_folder(self, prefix: str = "") -> FolderListing:
+        """The folders and objects directly in the folder `prefix`."""
+        begin, objects, folders = f"{prefix}/" if prefix else "", [], dict[str, Folder]()
+        for each in self.list(prefix):
+            step, _, deeper = each.name.removeprefix(begin).partition("/")
+            if deeper:
+                folders[step] = Folder(step, self.inner.within(begin + step).identity)
+            else:
+                objects.append(each)
+        return FolderListing(bool(folders or objects), tuple(folders.values()), tuple(objects))
+
+    def stat(self, name: str) -> Stored | None:
+        """The object; None when there was none."""
+        return self.listed.get(checked_name(name))
+
+    def write(self, name: str, data: bytes, *, create_only: bool = False) -> None:
+        """Refuse."""
+        self._refuse(name)
+
+    def create(self, name: str, size_bytes: int) -> NoReturn:
+        """Refuse."""
+        self._refuse(name)
+
+    def copy(self, name: str, other: str, source: Store | None = None) -> bool:
+        """Refuse."""
+        self._refuse(other)
+
+    def delete(self, names: Iterable[str]) -> None:
+        """Refuse."""
+        self._refuse(", ".join(names))
+
+    def free_bytes(self) -> int | None:
+        """None can be written."""
+        return 0
+
+    def _below(self, folder: str) -> Iterator[Stored]:
+        begin = f"{folder}/" if folder else ""
+        return (each for name, each in self.listed.items() if name.startswith(begin))
+
+    def _refuse(self, name: str) -> NoReturn:
+        raise TargetError(f"{self.where(name)}: cannot be written, the store is open for reading; open it anew")
+
+
+def hold_listed(store: Store) -> Store:
+    """`store` as it is listed now, so that no more is asked of it than bytes; a local one itself."""
+    return store if isinstance(store, LocalStore) else ListedStore(store, {each.name: each for each in store.list()})
+
+
+_BLOCK_BYTES, _MOST_BLOCKS = 256 << 10, 16  # a request to a bucket takes as long as a megabyte
+
+
+@dataclass(eq=False)
+class CachedObject:
+    """The open object `inner`; larger ranges than a block are read as they are asked for."""
+
+    inner: Readable
+    can_map = False
+    _blocks: dict[int, bytes] = field(default_factory=dict)  # by number, those used last at the end
+    _lock: Lock = field(default_factory=Lock)
+
+    def __post_init__(self) -> None:
+        self.name, self.size_bytes, self.version = self.inner.name, self.inner.size_bytes, self.inner.version
+
+    @property
+    def where(self) -> str:
+        """As people write it."""
+        return self.inner.where
+
+    @property
+    def watch(self) -> Watch | None:
+        """What is told of the bytes that are read."""
+        watch: Watch | None = getattr(self.inner, "watch", None)
+        return watch
+
+    def read_into(self, memory: memoryview, start: int = 0) -> None:
+        """Fill `memory` from `start` on, see `Readable.read_into`."""
+        end = start + len(memory)
+        if len(memory) > _BLOCK_BYTES or end > self.size_bytes:
+            self.inner.read_into(memory, start)
+            return
+        for number in range(start // _BLOCK_BYTES, -(-end // _BLOCK_BYTES)):
+            first = number * _BLOCK_BYTES
+            low, high = max(start, first), min(end, first + _BLOCK_BYTES)
+            memory[low - start : high - start] = self._block(number)[low - first : high - first]
+
+    def map(self) -> None:
+        """None: what is kept are pieces."""
+        return
+
+    def check(self) -> None:
+        """Raise CorruptError when the object has changed."""
+        self.inner.check()
+
+    def close(self) -> None:
+        """Release the object."""
+        self._blocks.clear()
+        self.inner.close()
+
+    def _block(self, number: int) -> bytes:
+        with self._lock:
+            found = self._blocks.pop(number, None)
+        if found is None:
+            found = read_range(self.inner, number * _BLOCK_BYTES, _BLOCK_BYTES)
+        with self._lock:
+            self._blocks[number] = found
+            if len(self._blocks) > _MOST_BLOCKS:
+                del self._blocks[next(iter(self._blocks))]
+        return found

@@ -1,0 +1,270 @@
+"""Digests that are compared while files are read, and before each commit of what was made of them.
+
+A file has a digest of what each rank wrote of it, and one of these. So whoever reads takes the digests of some writers'
+parts, best of those that it reads anyway, and these are compared when all are in. Who reads most of a file compares all
+of it as well, and tells only what is wrong: what one machine has of a file in its page cache may be damaged where that
+of others is not. Bytes have gone to their places by then: whoever reads so asks for the outcome, and throws away what
+was made of a damaged file.
+"""
+
+import sys
+import threading
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing, contextmanager
+from dataclasses import dataclass
+from functools import cached_property, partial
+from os import cpu_count
+
+from ft_ckpt.errors import CheckpointError, CorruptError, damaged_input, listing
+from ft_ckpt.storage.digests import (
+    SMALL_BYTES,
+    FileRecord,
+    digest_problem,
+    file_digest,
+    new_digest,
+    owned_parts,
+    unread_problem,
+)
+from ft_ckpt.storage.local_file import LocalFile, Watch
+from ft_ckpt.storage.local_store import LocalStore
+from ft_ckpt.storage.read_ahead import ByteRun, read_ahead
+from ft_ckpt.storage.store import Readable, Store, read_range
+
+_AHEAD_BYTES = 16 << 20  # smaller files are read in one go
+_GAP_BYTES = 64 << 10  # between two reads, as padding between tensors: read here rather than all of the rest again
+_NO_PART = sys.maxsize, sys.maxsize, -1
+
+
+@dataclass(frozen=True)
+class PartDigests:
+    """The digests, hexadecimal, of what the ranks `first`, `first` + 1, ... wrote of the file `path`."""
+
+    path: str
+    first: int
+    digests: tuple[str, ...]
+
+
+@dataclass(eq=False)
+class FileProof:
+    """The digests of what the ranks `owners` wrote of a file; due until they were taken."""
+
+    record: FileRecord
+    open_file: Callable[[], Readable]
+    owners: range
+    found: PartDigests | None = None
+    failure: str | None = None  # what is wrong with the file, as far as it shows here
+    is_wide: bool = False  # all of the file is compared here, whoever else does
+
+    @property
+    def is_due(self) -> bool:
+        """Whether the digests are still to be taken."""
+        return self.found is None and self.failure is None
+
+    @property
+    def taken(self) -> range:
+        """The ranks of whose parts digests are taken here."""
+        return range(self.record.ranks) if self.is_wide else self.owners
+
+    def widen_for(self, wanted_bytes: int) -> None:
+        """Compare all of the file, if so many of its bytes are to be read here that the others cost little."""
+        self.is_wide = self.is_wide or wanted_bytes * 4 > self.record.size_bytes * 3
+
+    @property
+    def parts(self) -> Iterator[tuple[int, int, int]]:
+        """What is to be read for it, in the order of the file: first byte, the one behind the last, who wrote it."""
+        return owned_parts(self.record.cuts, self.record.size_bytes, self.taken)
+
+    @cached_property
+    def passing(self) -> "PassingDigest":
+        """Its digests, taken from what is read of the file by others."""
+        return PassingDigest(self)
+
+    def read_now(self) -> None:
+        """Read what did not pass by, if the digests are still due."""
+        if not (self.is_due and self.taken):
+            return
+        try:
+            self.take_rest()
+        except CorruptError as error:
+            self.failure = unread_problem(self.record.path, error)
+
+    def take_rest(self) -> None:
+        """Read what did not pass by. Raises CorruptError for a file of another size, and as reading does."""
+        with closing(self.open_file()) as file:
+            self.passing.take_from(file)
+        self.passing.conclude()
+
+
+class PassingDigest:
+    """Takes the digests of a proof from bytes that come by in the order of the file, in any thread."""
+
+    def __init__(self, proof: FileProof) -> None:
+        self.proof, self.parts = proof, proof.parts
+        self.states = {owner: new_digest() for owner in proof.taken}
+        self.at, self.stop, self.owner = next(self.parts, _NO_PART)
+        self._lock = threading.RLock()  # reading a gap brings its bytes here
+
+    def take(self, start: int, content: memoryview, file: Readable | None = None) -> None:
+        """Bytes of the file from `start` on; those that come again, or that others compare, are passed over.
+
+        So are bytes ahead of those that are next, but for a small gap, which is read from the `file` where that is
+        given.
+        """
+        with self._lock:
+            if file is not None and self.at < start <= self.at + _GAP_BYTES:
+                self._take(self.at, memoryview(read_range(file, self.at, start - self.at)))
+            if start <= self.at:
+                self._take(start, content)
+
+    def _take(self, start: int, content: memoryview) -> None:
+        end = start + len(content)
+        while self.at < end:
+            high = min(end, self.stop)
+            self.states[self.owner].update(content[self.at - start : high - start])
+            self.at = high
+            if high == self.stop:
+                self.at, self.stop, self.owner = next(self.parts, _NO_PART)
+
+    def take_from(self, file: Readable) -> None:
+        """All bytes that have not come by, read for it. Raises CorruptError for another size, and as reading does."""
+        proof, size_bytes = self.proof, self.proof.record.size_bytes
+        if file.size_bytes != size_bytes:
+            raise CorruptError(f"{file.size_bytes:,} bytes, expected {size_bytes:,}")
+        if size_bytes < _AHEAD_BYTES:
+            at = min(self.at, size_bytes)
+            self.take(at, memoryview(read_range(file, at, size_bytes - at)))
+            return
+        rest = [(max(low, self.at), high) for low, high, _ in proof.parts if high > self.at]
+        for part in read_ahead(ByteRun("", file, low, high - low) for low, high in rest):
+            self.take(part.start, part.content)
+
+    def conclude(self) -> None:
+        """All bytes have come by."""
+        proof, record = self.proof, self.proof.record
+        digests = {owner: state.hexdigest() for owner, state in self.states.items()}
+        proof.found = PartDigests(record.path, proof.owners.start, tuple(digests[owner] for owner in proof.owners))
+        if proof.is_wide:
+            proof.failure = digest_problem(record, file_digest([*digests.values()]))
+
+
+def share_proofs(proofs: Collection[FileProof], number: int, count: int) -> list[FileProof]:
+    """Those of whole files that the `number`th of `count` ranks makes, cut down to the parts that it makes.
+
+    Of a file that at least as many ranks wrote, each has the parts of neighbours: on the same ranks, its own. Others
+    are dealt out, the largest first, and some ranks have nothing to compare of them but what they read most of.
+    """
+    mine, dealt = [], 0
+    for proof in sorted(proofs, key=lambda one: (-one.record.size_bytes, one.record.path)):
+        writers = proof.record.ranks
+        owners = range(number * writers // count, (number + 1) * writers // count)
+        if writers < count:
+            place = (number - dealt) % count
+            owners, dealt = range(place, place + 1) if place < writers else range(0), dealt + writers
+        mine.append(FileProof(proof.record, proof.open_file, owners))
+    return mine
+
+
+def read_late(proofs: Collection[FileProof]) -> tuple[tuple[PartDigests, ...], tuple[str, ...]]:
+    """The digests of all proofs, and what is wrong with files here; those due are read for it, several at once."""
+    with ThreadPoolExecutor(min(8, cpu_count() or 1)) as pool:  # hashing and reading both let other threads run
+        list(pool.map(FileProof.read_now, proofs))
+    found = tuple(proof.found for proof in proofs if proof.found is not None)
+    return found, tuple(proof.failure for proof in proofs if proof.failure is not None)
+
+
+def compare_digests(
+    records: Collection[FileRecord], found: Sequence[PartDigests], failures: Sequence[str]
+) -> list[str]:
+    """What is wrong with files, a line each: the `failures` of ranks, and digests that are not their records'."""
+    digests: dict[str, dict[int, str]] = {}
+    for part in found:
+        digests.setdefault(part.path, {}).update(enumerate(part.digests, part.first))
+    problems = [*failures]
+    for record in records:
+        known = [digest for _, digest in sorted(digests.get(record.path, {}).items())]
+        if len(known) == record.ranks:
+            problems += filter(None, [digest_problem(record, file_digest(known))])
+        elif not any(failure.startswith(f"{record.path}: ") for failure in failures):
+            problems.append(f"{record.path}: not all of it was compared; please report it")
+    return list(dict.fromkeys(problems))  # what several ranks have found is said once
+
+
+_OPEN = threading.local()  # its `proofs`: of the checkpoints that this thread holds open
+
+
+class SourceProof:
+    """The comparisons of the `files` of a checkpoint, which lie in `store`; due for each file that is opened."""
+
+    def __init__(self, store: Store, files: Iterable[FileRecord]) -> None:
+        self.url = store.url
+        self._files = {
+            store.where(file.path): FileProof(file, partial(store.open, file.path), range(file.ranks), is_wide=True)
+            for file in files
+        }
+        self._opened: dict[str, FileProof] = {}
+
+    def watch_file(self, where: str) -> Watch | None:
+        """What is to be told of the bytes that are read of the file `where`; None for one that is compared already.
+
+        Raises CorruptError when a small file is damaged, and as reading it does.
+        """
+        proof = self._files.get(where)
+        if proof is None:
+            return None
+        if proof.is_due and proof.record.size_bytes < SMALL_BYTES:
+            with damaged_input(where):
+                proof.take_rest()
+        self._opened[where] = proof
+        if proof.failure is not None:
+            raise CorruptError(f"{where.removesuffix(proof.record.path)}{proof.failure}; use another checkpoint")
+        return proof.passing.take if proof.is_due else None
+
+    def problems(self) -> list[str]:
+        """What is wrong with the opened files, a line each; what was not read of them is read now."""
+        return [f"{self.url}: {failure}" for failure in read_late([*self._opened.values()])[1]]
+
+
+@dataclass(frozen=True)
+class SourceFolder(LocalStore):
+    """A folder of a checkpoint whose files are compared while they are read, where there is a `proof`."""
+
+    proof: SourceProof | None = None
+
+    def open(self, name: str) -> Readable:
+        """Open a file, see `Store.open`. Raises CorruptError when a small one is damaged."""
+        file = super().open(name)
+        if self.proof is not None and isinstance(file, LocalFile):
+            file.watch = self.proof.watch_file(self.where(name))
+        return file
+
+
+@contextmanager
+def proving(proof: SourceProof) -> Iterator[None]:
+    """Let commits of this thread compare the files of an open checkpoint while the block runs, and do so at its end.
+
+    Raises CorruptError for damage, and in place of an error of a library that has read damaged files.
+    """
+    found: list[SourceProof] = vars(_OPEN).setdefault("proofs", [])
+    found.append(proof)
+    try:
+        yield
+    except CheckpointError:
+        raise
+    except Exception as error:
+        _refuse_damaged([proof], error)
+        raise
+    else:
+        _refuse_damaged([proof])
+    finally:
+        found.remove(proof)
+
+
+def prove_sources() -> None:
+    """Compare what this thread has opened of the checkpoints that it holds open. Raises CorruptError for damage."""
+    _refuse_damaged(vars(_OPEN).get("proofs", ()))
+
+
+def _refuse_damaged(proofs: Iterable[SourceProof], cause: Exception | None = None) -> None:
+    if problems := [problem for proof in proofs for problem in proof.problems()]:
+        raise CorruptError(f"{listing(problems)}; use another checkpoint") from cause

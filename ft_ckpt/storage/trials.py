@@ -1,0 +1,401 @@
+"""Tests what a folder or bucket supports: by its mount, and by trying operations in a hidden folder."""
+
+import contextlib
+import fcntl
+import mmap
+import os
+import re
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from ft_ckpt.errors import CheckpointError, CorruptError, NameTakenError, TargetError, explained, listing, reason_of
+from ft_ckpt.messages import warn
+from ft_ckpt.storage import local_disk
+from ft_ckpt.storage.local_disk import PREFIX
+from ft_ckpt.storage.local_store import LocalStore, temporary_store
+from ft_ckpt.storage.locks import new_owner
+from ft_ckpt.storage.read_ahead import ALIGNMENT, BLOCK_BYTES, ByteRun, new_block, read_ahead
+from ft_ckpt.storage.store import Store
+
+_FOUND_FIT: set["MountedFrom"] = set()  # mounts that this process has tried
+# Buckets that are mounted as folders: what is written goes up later, in any order, and a rename is many copies.
+_BUCKET_MOUNTS = re.compile(
+    r"s3fs|mountpoint-s3|mount-s3|gcsfuse|goofys|geesefs|rclone|blobfuse2?|ossfs|cosfs|obsfs|catfs|yas3fs|s3ql"
+)
+NEEDED = {"writing a file in blocks", "rename a file over another"}  # without these nothing can be saved to a folder
+_PROVEN = {"bcachefs", "btrfs", "ext2", "ext3", "ext4", "f2fs", "overlay", "ramfs", "tmpfs", "xfs", "zfs"}
+
+
+@dataclass(frozen=True)
+class MountedFrom:
+    """What a folder is mounted from, as the system says it."""
+
+    point: str
+    kind: str  # "ext4", "nfs4", "fuse.s3fs", ...
+    source: str
+
+    @property
+    def is_bucket(self) -> bool:
+        """Whether it is a bucket that is mounted as a folder."""
+        names = (self.kind.removeprefix("fuse."), self.source.partition(":")[0])
+        return self.kind.startswith("fuse") and any(_BUCKET_MOUNTS.fullmatch(name) for name in names)
+
+    @property
+    def is_proven(self) -> bool:
+        """Whether it is a file system of this machine that can do all that saves need."""
+        return self.kind in _PROVEN
+
+    @property
+    def warning(self) -> str:
+        """Why a bucket that is mounted as a folder is no place for checkpoints, and what is."""
+        return (
+            f"{self.point}: a bucket, mounted by {self.kind}: files go up later and in any order, so the newest "
+            "checkpoint may be incomplete after a kill; give its URL (s3://...) instead"
+        )
+
+
+@dataclass(frozen=True)
+class Ability:
+    """One thing that was tried."""
+
+    name: str
+    works: bool
+    detail: str  # what was seen, or what the system said
+
+
+def mount_of(folder: Path) -> MountedFrom | None:
+    """What `folder`, or the nearest that exists around it, is mounted from; None where the system does not say."""
+    try:
+        table = Path("/proc/self/mountinfo").read_text(encoding="utf-8", errors="surrogateescape")
+    except OSError:
+        return None
+    path, best = os.path.realpath(folder), None
+    for line in table.splitlines():
+        head, _, tail = line.partition(" - ")
+        point, told = _unescaped(head.split(" ")[4]), tail.split(" ")
+        inside = path == point or path.startswith(point.rstrip("/") + "/")
+        if inside and (best is None or len(point) >= len(best.point)):  # of two at one point the later is on top
+            best = MountedFrom(point, told[0], _unescaped(told[1]))
+    return best
+
+
+def try_folder(folder: Path) -> tuple[Ability, ...]:
+    """Try in a new hidden folder in `folder` what saves rely on. Raises TargetError where nothing can be written."""
+    with explained(folder), temporary_store(folder, f"{PREFIX}doctor-") as room:
+        (room.folder / "file").write_bytes(b"0" * ALIGNMENT)
+        return tuple(_tried(name, trial, room.folder) for name, trial in TRIALS.items())
+
+
+def refuse_unfit(folder: Path) -> None:
+    """Look once at what `folder` is mounted from, and try it where that is no file system of this machine.
+
+    Warns of a bucket that is mounted as a folder. Raises TargetError where nothing can be saved.
+    """
+    mount = mount_of(folder)
+    if mount is not None and not mount.is_proven and mount not in _FOUND_FIT:
+        wrong = [each for each in try_folder(folder) if each.name in NEEDED and not each.works]
+        if wrong:
+            advice = "give its URL (s3://...) instead" if mount.is_bucket else "choose another path"
+            told = listing([f"{each.name}: {each.detail}" for each in wrong])
+            raise TargetError(
+                f"{folder}: {mount.kind} from {mount.source} cannot do what a save needs ({told}); {advice}"
+            )
+        _FOUND_FIT.add(mount)
+        if mount.is_bucket:
+            warn(mount.warning, stacklevel=4)
+
+
+def is_on_bucket(folder: Path) -> bool:
+    """Whether `folder` is in a bucket that is mounted as a folder."""
+    mount = mount_of(folder)
+    return mount is not None and mount.is_bucket
+
+
+def _tried(name: str, trial: Callable[[Path], str], room: Path) -> Ability:
+    try:
+        wrong = trial(room)
+    except OSError as error:
+        return Ability(name, works=False, detail=reason_of(error))
+    return Ability(name, works=not wrong, detail=wrong)
+
+
+def _unescaped(text: str) -> str:
+    return re.sub(r"\\([0-7]{3})", lambda found: chr(int(found[1], 8)), text)
+
+
+# Each does one thing in a folder of its own and says what came out wrong; "" for nothing.
+
+
+def _write_blocks(room: Path) -> str:
+    writing, block = LocalStore(room).create("blocks", 2 * ALIGNMENT), new_block(2 * ALIGNMENT)
+    try:
+        with memoryview(block) as content, content[:ALIGNMENT] as first, content[ALIGNMENT:] as second:
+            writing.write(ALIGNMENT, second)
+            writing.write(0, first)
+        writing.finish()
+    except BaseException:
+        writing.abandon()
+        raise
+    return ""
+
+
+def _rename_files(room: Path) -> str:
+    (room / "new").write_bytes(b"new")
+    (room / "old").write_bytes(b"old")
+    local_disk.move(room / "new", room / "old")
+    return "" if (room / "old").read_bytes() == b"new" else "the old file stayed"
+
+
+def _rename_folders(room: Path) -> str:
+    (room / "stage" / "below").mkdir(parents=True)
+    (room / "stage" / "below" / "file").write_bytes(b"1")
+    local_disk.move(room / "stage", room / "placed")
+    return "" if (room / "placed" / "below" / "file").read_bytes() == b"1" else "not all of it came along"
+
+
+def _swap_two_folders(room: Path) -> str:
+    for name in ("one", "other"):
+        (room / name).mkdir()
+        (room / name / name).write_bytes(b"")
+    local_disk.exchange_folders(room / "one", room / "other")
+    return "" if (room / "one" / "other").exists() else "nothing changed"
+
+
+def _hard_links(room: Path) -> str:
+    os.link(room / "file", room / "link")
+    return "" if (room / "link").samefile(room / "file") else "the link is another file"
+
+
+def _symbolic_links(room: Path) -> str:
+    (room / "symbolic").symlink_to("file")
+    return "" if (room / "symbolic").samefile(room / "file") else "the link leads elsewhere"
+
+
+def _permissions(room: Path) -> str:
+    local_disk.chmod(room / "file", 0o600)
+    found = local_disk.permission_bits(room / "file")
+    return "" if found == 0o600 else f"a file that is for its owner alone has {found:o}"
+
+
+def _sync_file(room: Path) -> str:
+    with (room / "file").open("rb") as file:
+        local_disk.fsync(file.fileno())
+    return ""
+
+
+def _sync_folder(room: Path) -> str:
+    with local_disk.folder_handle(room) as handle:
+        local_disk.fsync(handle)
+    return ""
+
+
+def _write_in_place(room: Path) -> str:
+    for at in (b"1", b"2"):
+        descriptor = os.open(room / "file", os.O_WRONLY | os.O_CLOEXEC)
+        try:
+            os.pwrite(descriptor, at * 8, int(at) * 1000)
+        finally:
+            os.close(descriptor)
+    content = (room / "file").read_bytes()
+    return "" if content[1000:1008] + content[2000:2008] == b"1" * 8 + b"2" * 8 else "other bytes were read back"
+
+
+def _write_past_cache(room: Path) -> str:
+    block = new_block(ALIGNMENT)
+    descriptor = os.open(room / "direct", os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | getattr(os, "O_DIRECT", 0), 0o600)
+    try:
+        os.pwrite(descriptor, block, 0)
+    finally:
+        os.close(descriptor)
+        block.close()
+    return ""
+
+
+def _lock_files(room: Path) -> str:
+    with (room / "file").open("rb") as one, (room / "file").open("rb") as other:
+        fcntl.flock(one, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        with contextlib.suppress(BlockingIOError):
+            fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return "two have the same lock"
+    return ""
+
+
+def _map_files(room: Path) -> str:
+    with (room / "file").open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapped:
+        return "" if len(mapped) == (room / "file").stat().st_size else "its length differs"
+
+
+def _create_new_only(room: Path) -> str:
+    with contextlib.suppress(FileExistsError):
+        os.close(os.open(room / "file", os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC))
+        return "a file that is there was created anew"
+    return ""
+
+
+def _case_of_names(room: Path) -> str:
+    return "File and file are one" if (room / "FILE").exists() else ""
+
+
+TRIALS: dict[str, Callable[[Path], str]] = {
+    "writing a file in blocks": _write_blocks,
+    "rename a file over another": _rename_files,
+    "rename a folder": _rename_folders,
+    "exchange two folders": _swap_two_folders,
+    "hard links": _hard_links,
+    "symbolic links": _symbolic_links,
+    "permissions": _permissions,
+    "sync of files": _sync_file,
+    "sync of folders": _sync_folder,
+    "writing in place": _write_in_place,
+    "writing past the page cache": _write_past_cache,
+    "locks": _lock_files,
+    "mapping": _map_files,
+    "creating what is new only": _create_new_only,
+    "names in upper and lower case": _case_of_names,
+}
+
+
+_MULTIPART_BYTES = 20 << 20  # more than one part of an upload
+_SMALL_FILES, _SMALL_BYTES, _LOOKS = 20, 4096, 10
+
+
+@dataclass(frozen=True)
+class StoreSpeed:
+    """How fast a store is, for one process."""
+
+    write_bytes_per_second: float
+    read_bytes_per_second: float
+    small_files_per_second: float
+    seconds_per_look: float
+
+
+def try_store(store: Store) -> tuple[Ability, ...]:
+    """Try what saves rely on, under a new hidden name in `store`, which is empty again afterwards.
+
+    Raises TargetError or UnreadableError where nothing can be written or read there.
+    """
+    with _hidden_room(store) as room:
+        room.write("object", b"0123456789")
+        return tuple(_tried_there(name, trial, room) for name, trial in STORE_TRIALS.items())
+
+
+def measure_speed(store: Store, size_bytes: int) -> StoreSpeed:
+    """Write and read an object of `size_bytes` and some small ones under a new hidden name. Raises what these do."""
+    with _hidden_room(store) as room:
+        writing = _seconds_of(lambda: _write_large(room, size_bytes))
+        reading = _seconds_of(lambda: _read_large(room))
+        small = _seconds_of(lambda: _write_small(room))
+        looks = statistics.median(_seconds_of(lambda: room.stat("small-0")) for _ in range(_LOOKS))
+    return StoreSpeed(size_bytes / writing, size_bytes / reading, _SMALL_FILES / small, looks)
+
+
+@contextmanager
+def _hidden_room(store: Store) -> Iterator[Store]:
+    """A new hidden folder in `store`, which is gone after the block."""
+    name = f"{PREFIX}doctor-{new_owner()}"
+    room = store.within(name)
+    try:
+        yield room
+    finally:
+        if isinstance(room, LocalStore):
+            room.delete_all()  # the folder too, of which nothing may have been written
+        else:
+            room.delete([each.name for each in room.list()])
+
+
+def _tried_there(name: str, trial: Callable[[Store], str], room: Store) -> Ability:
+    try:
+        wrong = trial(room)
+    except CheckpointError as error:
+        return Ability(name, works=False, detail=str(error))
+    return Ability(name, works=not wrong, detail=wrong)
+
+
+def _create_once(room: Store) -> str:
+    room.write("once", b"first", create_only=True)
+    with suppress(NameTakenError):
+        room.write("once", b"second", create_only=True)
+        return "the condition is ignored: a second writer replaced the first"
+    return "" if room.read("once") == b"first" else "refused, and replaced nevertheless"
+
+
+def _refuse_changed(room: Store) -> str:
+    room.write("changed", b"before")
+    with closing(room.open("changed")) as opened:
+        room.write("changed", b"behind")
+        content = bytearray(6)
+        with suppress(CorruptError):
+            opened.read_into(memoryview(content))
+    return "an object that was written over is read on" if content == b"behind" else ""
+
+
+def _read_ranges(room: Store) -> str:
+    return "" if room.read("object", 3, 7) == b"3456" else "other bytes came"
+
+
+def _write_in_parts(room: Store) -> str:
+    _write_large(room, _MULTIPART_BYTES)
+    found = room.stat("large")
+    return "" if found is not None and found.size_bytes == _MULTIPART_BYTES else "not whole afterwards"
+
+
+def _copy_there(room: Store) -> str:
+    if not room.copy("object", "copied"):
+        return "refused"
+    return "" if room.read("copied") == b"0123456789" else "other bytes came"
+
+
+def _list_written(room: Store) -> str:
+    room.write("below/one", b"1")
+    return "" if "below/one" in {each.name for each in room.list()} else "what was written is not listed"
+
+
+def _see_clock(room: Store) -> str:
+    found = room.stat("object")
+    late = 0.0 if found is None else abs(found.modified - time.time())
+    return "" if late < 60 else f"{late:.0f} s apart from this machine's"
+
+
+STORE_TRIALS: dict[str, Callable[[Store], str]] = {
+    "creating what is new only": _create_once,
+    "noticing what was written over": _refuse_changed,
+    "reading ranges": _read_ranges,
+    "writing in parts": _write_in_parts,
+    "copies by the service": _copy_there,
+    "listing at once": _list_written,
+    "the clock": _see_clock,
+}
+
+
+def _write_large(room: Store, size_bytes: int) -> None:
+    block, writing = new_block(), room.create("large", size_bytes)
+    try:
+        with memoryview(block) as content:
+            for at in range(0, size_bytes, BLOCK_BYTES):
+                with content[: min(BLOCK_BYTES, size_bytes - at)] as part:
+                    writing.write(at, part)
+        writing.finish()
+    except BaseException:
+        writing.abandon()
+        raise
+
+
+def _write_small(room: Store) -> None:
+    for at in range(_SMALL_FILES):
+        room.write(f"small-{at}", b"1" * _SMALL_BYTES)
+
+
+def _read_large(room: Store) -> None:
+    with closing(room.open("large")) as file:
+        for _ in read_ahead([ByteRun("large", file, 0, file.size_bytes)], 4, direct="on"):
+            pass
+
+
+def _seconds_of(action: Callable[[], object]) -> float:
+    begun = time.perf_counter()
+    action()
+    return max(1e-9, time.perf_counter() - begun)

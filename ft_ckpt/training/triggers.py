@@ -1,0 +1,191 @@
+"""Triggers of saves while a run goes on: clocks and signals, agreed on by all ranks.
+
+A rank that is alone has nobody to meet, and looks after every step.
+"""
+
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import xxhash
+
+from ft_ckpt import schedule
+from ft_ckpt.distributed.ranks import Ranks
+from ft_ckpt.errors import ConfigError, MissingError, NameTakenError
+from ft_ckpt.schedule import Every, History
+from ft_ckpt.storage.local_store import LocalStore
+from ft_ckpt.training.exchange import decide_together
+from ft_ckpt.training.signals import SignalWatch
+
+
+@dataclass(frozen=True)
+class _Poll:
+    reason: str | None  # to save now
+    signal: str | None  # that has come
+    next_step: int  # after which to meet again
+    goes_on: bool
+
+
+class ClockPoll:
+    """The meetings of one run that decide by the clock and by signals, for all ranks at once."""
+
+    def __init__(self, every: Every | None) -> None:
+        self._every = every
+        self._watch = SignalWatch(every.signals if every is not None else ())
+        self._goes_on = True  # until rank 0 says otherwise: what asks for it may be in its environment alone
+        self._next_step = 1
+        self._meeting_seconds = 1.0  # what a meeting of all ranks costs: the least that was measured
+
+    def resume_at(self, step: int) -> None:
+        """Meet after the next step: the run stands at `step` on all ranks."""
+        self._next_step = step + 1
+
+    def reason_to_save(self, history: History, step: int, ranks: Ranks) -> str | None:
+        """Why to save now, the same on every rank; None for no reason, or when it is not time to meet."""
+        if self._every is None or not self._goes_on or (ranks.size > 1 and step < self._next_step):
+            return None
+        begun, signal = time.monotonic(), self._watch.received
+        wanted = schedule.shared_reason(self._every, history, begun, time.time(), signal)
+        next_step = schedule.next_poll(history, step, self._meeting_seconds)
+        poll = _Poll(wanted, signal, next_step, schedule.needs_poll(self._every))
+        told, _ = decide_together(ranks, "saver.step()", poll, _first_signal, (_Poll, _Poll))
+        self._meeting_seconds = min(self._meeting_seconds, time.monotonic() - begun)
+        self._next_step, self._goes_on = told.next_step, told.goes_on
+        return told.signal or told.reason
+
+    @property
+    def is_signalled(self) -> bool:
+        """Whether this rank has heard a signal to save and end."""
+        return self._watch.received is not None
+
+    def close(self) -> None:
+        """Give signals back to whoever had them."""
+        self._watch.close()
+
+
+def _first_signal(polls: Sequence[_Poll]) -> _Poll:
+    """Rank 0's word, and the signal of any rank."""
+    return replace(polls[0], signal=next((poll.signal for poll in polls if poll.signal), None))
+
+
+VARIABLE = "FT_CKPT_REHEARSAL"
+END = "rehearsal-end"  # folder of the checkpoint after the last step
+
+
+@dataclass(frozen=True)
+class Rehearsal:
+    """What a script is to do. It ends with exit code 0 on all ranks, after a checkpoint."""
+
+    directory: str  # for checkpoints, instead of the saver's own
+    record: str  # file to which rank 0 adds a line of JSON for each step
+    steps: int  # the script ends after this one, with a checkpoint called END
+    stop: int | None = None  # the script ends after this one, with a checkpoint to resume from
+
+    def to_json(self) -> str:
+        """The text that the variable holds."""
+        return json.dumps(asdict(self))
+
+
+@dataclass(frozen=True)
+class Step:
+    """One step of a rehearsal, as it was written down: numbers as exact hexadecimal text, such as "0x1.8p+1"."""
+
+    number: int
+    metrics: Mapping[str, str]
+    batches: str | None  # digest of what `saver.remaining` gave since the step before; None when it gave nothing
+
+
+class Recorder:
+    """The side of a rehearsal that is in the script's process: looks at batches and steps, and ends the script."""
+
+    def __init__(self, told: Rehearsal) -> None:
+        self.directory = told.directory
+        self._told = told
+        self._batches: Any = None
+        with suppress(NameTakenError):  # a file without lines: there was a saver, and it was never stepped
+            _store_of(Path(told.record)).write(Path(told.record).name, b"", create_only=True)
+
+    def watch_batches(self, batches: Iterable[Any]) -> Iterator[Any]:
+        """The same batches; what is in them goes into the digest of the step."""
+        for batch in batches:
+            self._batches = self._batches or xxhash.xxh3_128()
+            _digest_value(self._batches, batch)
+            yield batch
+
+    def record_step(
+        self,
+        number: int,
+        metrics: Mapping[str, Any],
+        is_saved: bool,
+        leads: bool,
+        save: Callable[[Path | None], object],
+    ) -> None:
+        """Write the step down; after the last one save, and end the process (SystemExit). On every rank."""
+        if leads:
+            digest = None if self._batches is None else self._batches.hexdigest()
+            exact = {name: float(value).hex() for name, value in metrics.items()}
+            record, line = Path(self._told.record), json.dumps(asdict(Step(number, exact, digest))) + "\n"
+            store = _store_of(record)
+            store.write(record.name, store.read(record.name) + line.encode())
+        self._batches = None
+        if number >= self._told.steps:
+            save(Path(self._told.directory) / END)
+        elif self._told.stop is None or number < self._told.stop:
+            return
+        elif not is_saved:
+            save(None)
+        sys.exit(0)
+
+
+def start_recorder() -> Recorder | None:
+    """The rehearsal that this process is part of, if any. Raises ConfigError when the variable cannot be read."""
+    text = os.environ.get(VARIABLE)
+    if not text:
+        return None
+    try:
+        return Recorder(Rehearsal(**json.loads(text)))
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"{VARIABLE}={text!r}: {error}; only `ft-ckpt check-resume` sets it, unset it") from error
+
+
+def read_steps(record: Path) -> list[Step] | None:
+    """The steps that a script has taken; None when it made no saver."""
+    try:
+        text = _store_of(record).read(record.name).decode()
+    except MissingError:
+        return None
+    return [Step(**json.loads(line)) for line in text.splitlines()]
+
+
+def _store_of(record: Path) -> LocalStore:
+    """The folder of the record, which is there, and whose files are of no use after the rehearsal."""
+    return LocalStore(record.parent, syncs=False)
+
+
+def _digest_value(digest: Any, value: Any) -> None:
+    """Add the contents of a batch: tensors and arrays byte by byte, in mappings and sequences, other objects by class
+    and, where that says what they are, by value.
+    """
+    if isinstance(value, Mapping):
+        for key, item in value.items():
+            digest.update(repr(key).encode())
+            _digest_value(digest, item)
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            _digest_value(digest, item)
+    elif hasattr(value, "detach"):
+        import torch  # not above: the command that reads what was written has no need of it
+
+        local = value.to_local() if hasattr(value, "to_local") else value
+        digest.update(f"{value.dtype} {tuple(value.shape)}".encode())
+        digest.update(local.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+    elif hasattr(value, "tobytes"):
+        digest.update(value.tobytes())
+    else:
+        digest.update((repr(value) if isinstance(value, (str, bytes, int, float)) else type(value).__name__).encode())

@@ -1,0 +1,71 @@
+"""Push to and pull from buckets."""
+
+from dataclasses import fields
+from pathlib import Path
+
+from ft_ckpt.checkpoint.manifest import MANIFEST_NAME
+from ft_ckpt.checkpoint.open_checkpoint import OpenCheckpoint, open_checkpoint
+from ft_ckpt.errors import ConfigError, listing
+from ft_ckpt.storage.local_store import LocalStore
+from ft_ckpt.storage.place import Place
+from ft_ckpt.transfer.copies import CopyReport, copy_open, destination_place
+from ft_ckpt.transfer.outgoing import PullReport, PushOptions, PushReport, weights_manifest
+from ft_ckpt.transfer.pull_cache import pull_cached
+
+_MEANT_HERE = {"state", "quiet"}
+
+
+def destination_url(destination: str | Place, options: PushOptions) -> str:
+    """The URL that is pushed to. Raises ConfigError for options that only repositories have."""
+    plain = PushOptions()
+    odd = [one.name for one in fields(options) if getattr(options, one.name) != getattr(plain, one.name)]
+    if wrong := [name for name in odd if name not in _MEANT_HERE]:
+        raise ConfigError(f"{destination}: {listing(wrong, ', ')}: of repositories on the Hub; leave it out here")
+    return str(destination)
+
+
+def send_checkpoint(held: OpenCheckpoint, destination: str | Place, options: PushOptions) -> PushReport:
+    """Push an open checkpoint, see `places.push`."""
+    destination_url(destination, options)
+    goal = destination_place(destination, Place(held.origin))
+    manifest = held.manifest if options.state else weights_manifest(held.manifest)
+    return push_report(held, goal, copy_open(held, goal, manifest, overwrite=False, shown=not options.quiet))
+
+
+def push_report(held: OpenCheckpoint, goal: Place, report: CopyReport) -> PushReport:
+    """What a copy of an open checkpoint to `goal` came to, as the report of a push."""
+    left_out = sorted({file.path for file in held.manifest.files} - set(report.files))
+    return PushReport(
+        path=held.location,
+        url=str(goal),
+        repo_id="",
+        oid=held.identity,
+        commit_url=goal.folder.where(MANIFEST_NAME),
+        is_new=report.is_new,
+        files=report.files,
+        deleted=(),
+        bytes=report.bytes,
+        seconds=report.seconds,
+        notes=(f"{listing(left_out, ', ')}: left out",) if left_out else (),
+    )
+
+
+def fetch_checkpoint(source: str | Place, folder: Path | None, *, token: str | None, overwrite: bool) -> PullReport:
+    """Fetch the checkpoint `source` into `folder`, or into the cache, see `places.pull`."""
+    if token is not None:
+        raise ConfigError(f"{source}: token: of the Hub; a bucket's keys come from its tools' variables, or open_place")
+    with open_checkpoint(source, compares=False) as held:
+        if folder is None:
+            report = pull_cached(held, held.manifest)
+        else:
+            goal = Place(LocalStore(folder))
+            report = copy_open(held, goal, held.manifest, overwrite=overwrite, renews=True)
+    return PullReport(
+        path=Path(report.path),
+        url=str(report.source),
+        oid=held.identity,
+        verified=True,
+        files=report.files,
+        bytes=report.bytes,
+        seconds=report.seconds,
+    )

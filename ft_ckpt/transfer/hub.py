@@ -1,0 +1,545 @@
+"""The Hugging Face Hub: URLs, push, pull, model card, errors."""
+
+import copy
+import json
+import math
+import re
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing, contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+from urllib.parse import unquote
+
+import yaml
+from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi, RepoCard
+from huggingface_hub.errors import (
+    HfHubHTTPError,
+    HFValidationError,
+    OfflineModeIsEnabled,
+    RepositoryNotFoundError,
+    RevisionNotFoundError,
+)
+from huggingface_hub.utils import (  # type: ignore[attr-defined]  # in its __init__, not in its __all__
+    are_progress_bars_disabled,
+    disable_progress_bars,
+    enable_progress_bars,
+    validate_repo_id,
+)
+
+from ft_ckpt._version import __version__
+from ft_ckpt.checkpoint.catalog import is_hub_name, load_manifest
+from ft_ckpt.checkpoint.checks import checkpoint_problems, is_misleading
+from ft_ckpt.checkpoint.commit import place_files
+from ft_ckpt.checkpoint.manifest import MANIFEST_NAME, Manifest, PartRecord, manifest_from_json
+from ft_ckpt.checkpoint.open_checkpoint import OpenCheckpoint
+from ft_ckpt.checkpoint.staging import LocalStaging, open_staging
+from ft_ckpt.errors import (
+    CheckpointError,
+    ConfigError,
+    CorruptError,
+    ManifestError,
+    MissingError,
+    NameTakenError,
+    TargetError,
+    UnreadableError,
+    listing,
+)
+from ft_ckpt.messages import LOG, clean_causes
+from ft_ckpt.storage.digests import read_record
+from ft_ckpt.storage.local_store import LocalStore
+from ft_ckpt.storage.place import open_place, refuse_secrets
+from ft_ckpt.storage.scratch import copy_object, files_made_by
+from ft_ckpt.storage.store import Store
+from ft_ckpt.transfer.outgoing import (
+    CARD_NAME,
+    OutgoingFiles,
+    PullReport,
+    PushOptions,
+    PushReport,
+    outgoing_files,
+    refuse_damaged,
+)
+
+MAIN = "main"
+HTTP_ERROR: Any = HfHubHTTPError.__bases__[0]  # the client's own, which is another package's in each version
+HUB_ERRORS: tuple[Any, ...] = (HTTP_ERROR, OSError, ValueError, RuntimeError)
+_URL = re.compile(r"hf://(?:models/)?([^/@]+/[^/@]+)(?:@(refs/[^/]+/[^/]+|[^/]+))?(?:/(.+?))?/?")
+_OTHERS = ("buckets", "collections", "datasets", "kernels", "spaces")
+
+
+@dataclass(frozen=True)
+class HubPlace:
+    """A folder of a model repository, in one of its revisions."""
+
+    repo_id: str
+    revision: str = MAIN
+    folder: str = ""
+
+    @property
+    def url(self) -> str:
+        """The place as it is written."""
+        revision = "" if self.revision == MAIN else f"@{self.revision}"
+        return f"hf://{self.repo_id}{revision}{self.folder and '/'}{self.folder}"
+
+    def path_of(self, name: str) -> str:
+        """The path in the repository of what is called `name` here."""
+        return f"{self.folder}/{name}" if self.folder else name
+
+    def names_below(self, paths: list[str]) -> list[str]:
+        """Of `paths` in the repository those in this folder, relative to it."""
+        start = f"{self.folder}/" if self.folder else ""
+        return [path[len(start) :] for path in paths if path.startswith(start)]
+
+
+def parse_place(text: str, revision: str | None = None) -> HubPlace:
+    """The place that "user/name", "name" or "hf://user/name[@revision][/folder]" means.
+
+    Raises ConfigError for what is no name of a model repository, for a token in it, and for two different revisions.
+    """
+    refuse_secrets(text, "HF_TOKEN, `hf auth login` or token=")
+    match = _URL.fullmatch(text)
+    repo_id, told, folder = (match[1], match[2], match[3]) if match else (text, None, None)
+    told = None if told is None else unquote(told)
+    if "://" in repo_id or repo_id.split("/")[0] in _OTHERS:
+        raise ConfigError(f"{text}: no model repository; expected hf://user/name, with @revision or a folder if needed")
+    try:
+        validate_repo_id(repo_id)
+    except HFValidationError as error:
+        raise ConfigError(f"{text}: no name of a model repository ({error}); expected user/name") from error
+    if told is not None and revision is not None and told != revision:
+        raise ConfigError(f"{text} and revision={revision!r}: two revisions; leave one out")
+    return HubPlace(repo_id, told or revision or MAIN, folder or "")
+
+
+def make_api(token: str | None = None, endpoint: str | None = None) -> HfApi:
+    """The client of the Hub, or of what HF_ENDPOINT or `endpoint` names instead."""
+    return HfApi(endpoint=endpoint, token=token, library_name="ft_ckpt", library_version=__version__)
+
+
+@contextmanager
+def hub_errors(where: str, *, writing: bool) -> Iterator[None]:
+    """Errors of the Hub come out as TargetError while writing, else as MissingError or UnreadableError."""
+    try:
+        yield
+    except CheckpointError:
+        raise
+    except HUB_ERRORS as error:
+        clean_causes(error)
+        raise _as_ours(where, error, writing) from error
+
+
+@contextmanager
+def progress_bars(*, shown: bool) -> Iterator[None]:
+    """Leave the client's progress bars as they are, or keep them away while the block runs."""
+    if shown or are_progress_bars_disabled():
+        yield
+        return
+    disable_progress_bars()
+    try:
+        yield
+    finally:
+        enable_progress_bars()
+
+
+def hub_status(error: BaseException | None) -> int | None:
+    """The status that the Hub answered with, where that is at the bottom of an error."""
+    while error is not None:
+        status = getattr(getattr(error, "response", None), "status_code", None)
+        if status is not None:
+            return int(status)
+        error = error.__cause__ or error.__context__
+    return None
+
+
+def _as_ours(where: str, error: BaseException, writing: bool) -> CheckpointError:
+    told = f"{where}: {'not pushed' if writing else 'not read'} ({_hub_reason(error)}); {_advice(error)}"
+    if isinstance(error, (RepositoryNotFoundError, RevisionNotFoundError)) and not writing:
+        return MissingError(told)
+    return TargetError(told) if writing else UnreadableError(told)
+
+
+def _hub_reason(error: BaseException) -> str:
+    """What the client says, in one line of bounded length, and what it had from below."""
+    words = " ".join(f"{type(error).__name__}: {error}".split())
+    cause = error.__cause__
+    below = "" if cause is None or hub_status(error) is None else f"; {' '.join(str(cause).split())}"
+    return f"{words}{below}"[:400].rstrip(".")
+
+
+def _advice(error: BaseException) -> str:
+    status = hub_status(error)
+    if isinstance(error, OfflineModeIsEnabled):
+        return "HF_HUB_OFFLINE is set; unset it"
+    if status in (401, 403, 404):
+        return "look at the name, log in with `hf auth login` or give a token that may do this"
+    return "try again"
+
+
+_BLANK = "---\n{{}}\n---\n\n# {name}\n\nThe weights of {what}.\n"
+_DATASET = {"name": "evaluation data of the run", "type": "unknown"}
+_EVALUATED = ("eval", "test", "val")
+_NO_RESULTS = ("_runtime", "_per_second", "_time", "_steps", "_samples", "_epoch")
+_TASKS = {  # by the end of a model's class, or the task type of an adapter
+    **dict.fromkeys(("ForCausalLM", "LMHeadModel", "CAUSAL_LM"), "text-generation"),
+    **dict.fromkeys(("ForSequenceClassification", "SEQ_CLS"), "text-classification"),
+    **dict.fromkeys(("ForTokenClassification", "TOKEN_CLS"), "token-classification"),
+    **dict.fromkeys(("ForQuestionAnswering", "QUESTION_ANS"), "question-answering"),
+    "ForMaskedLM": "fill-mask",
+    "ForImageClassification": "image-classification",
+    "ForImageTextToText": "image-text-to-text",
+    "ForSpeechSeq2Seq": "automatic-speech-recognition",
+}
+
+
+@dataclass(frozen=True)
+class CardFacts:
+    """What the metadata of a card should say."""
+
+    name: str  # of the repository
+    library: str | None
+    base_id: str | None
+    relation: str | None
+    task: str | None
+    tags: tuple[str, ...]
+    metrics: Mapping[str, float]
+
+
+def card_facts(name: str, manifest: Manifest, base_id: str | None, adapter_config: Mapping[str, Any]) -> CardFacts:
+    """What is known of a checkpoint for the card of the repository `name`."""
+    main = _main_part(manifest)
+    kind = None if main is None else main.kind
+    relation = "adapter" if kind == "adapter" else "merge" if len(manifest.made_from) > 1 else "finetune"
+    tags = (f"base_model:{relation}:{base_id}",) if base_id else ()
+    library = {"adapter": "peft", "model": "transformers"}.get(str(kind))
+    metrics = {name: value for name, value in manifest.metrics.items() if _is_result(name, value, manifest)}
+    task = _task_of(main, adapter_config)
+    return CardFacts(name, library, base_id, relation if base_id else None, task, tags, metrics)
+
+
+def blank_text(name: str, manifest: Manifest) -> str:
+    """A short card, for a repository and a checkpoint that have none."""
+    what = "a model" if manifest.step is None else f"a model after step {manifest.step:,}"
+    return _BLANK.format(name=name, what=what)
+
+
+def updated_card(text: str, facts: CardFacts) -> tuple[str, list[str]]:
+    """The card with its metadata as they should be, byte for byte as it was if they are; and what to know of it."""
+    try:
+        card = RepoCard(text)
+    except (ValueError, yaml.YAMLError) as error:
+        return text, [f"README.md: its metadata cannot be read ({' '.join(str(error).split())}), so it stays as it is"]
+    data: Any = card.data  # its methods are not typed
+    before, notes = data.to_dict(), []
+    for key, value in _fields_of(facts):
+        data[key] = value
+    tags = data.get("tags") or []
+    tags = [tag for tag in ([tags] if isinstance(tags, str) else tags) if not _is_of_other_base(str(tag), facts)]
+    data["tags"] = list(dict.fromkeys([*tags, *facts.tags])) or None
+    if isinstance(data.get("base_model"), str) and not is_hub_name(data["base_model"]):
+        data["base_model"] = None  # a path of this machine
+    if facts.task is not None:
+        data["pipeline_tag"] = data.get("pipeline_tag") or facts.task
+    if facts.metrics and facts.task is None:
+        notes.append("README.md: metrics are not in it, since the task of the model is not known")
+    elif facts.metrics:
+        found = _with_results(data.get("model-index"), facts)
+        notes += [] if found else ["README.md: its model-index is not as the Hub has it, so metrics are not in it"]
+        data["model-index"] = found or data.get("model-index")
+    return (text if data.to_dict() == before else str(card)), notes
+
+
+def _fields_of(facts: CardFacts) -> Iterator[tuple[str, str]]:
+    found = {"library_name": facts.library, "base_model": facts.base_id, "base_model_relation": facts.relation}
+    yield from ((key, value) for key, value in found.items() if value is not None)
+
+
+def _is_of_other_base(tag: str, facts: CardFacts) -> bool:
+    """Whether a tag names another base than the facts, or a path of this machine."""
+    if not tag.startswith("base_model:") or tag in facts.tags:
+        return False
+    return facts.base_id is not None or not is_hub_name(tag.split(":")[-1])
+
+
+def _with_results(index: Any, facts: CardFacts) -> list[Any] | None:
+    """The model index with the results of this checkpoint in place of an older one's; None for one that is none."""
+    index = copy.deepcopy(index) if index else [{"name": facts.name, "results": []}]
+    try:
+        results = [one for one in index[0]["results"] if one["dataset"].get("name") != _DATASET["name"]]
+    except (AttributeError, IndexError, KeyError, TypeError):
+        return None
+    metrics = [{"type": _short_name(name), "name": name, "value": value} for name, value in facts.metrics.items()]
+    index[0]["results"] = [*results, {"task": {"type": facts.task}, "dataset": dict(_DATASET), "metrics": metrics}]
+    return list(index)
+
+
+def _short_name(name: str) -> str:
+    """The name of a metric without what it was measured on."""
+    for start in _EVALUATED:
+        for mark in "_/":
+            name = name.removeprefix(f"{start}{mark}")
+    return name
+
+
+def _is_result(name: str, value: float, manifest: Manifest) -> bool:
+    """Whether a number says how good the model is, not how it was trained or how long that took."""
+    is_told = name in manifest.rankings or name.startswith(_EVALUATED)
+    return is_told and math.isfinite(value) and not name.endswith(_NO_RESULTS)
+
+
+def _main_part(manifest: Manifest) -> PartRecord | None:
+    """The part that readers of the folder itself load."""
+    parts = [part for part in manifest.parts if part.kind != "state"]
+    return next((part for part in parts if part.path == ""), parts[0] if parts else None)
+
+
+def _task_of(part: PartRecord | None, adapter_config: Mapping[str, Any]) -> str | None:
+    told = [] if part is None else [part.class_name]
+    told += [str(adapter_config.get("task_type"))]
+    told += [str((adapter_config.get("auto_mapping") or {}).get("base_model_class"))]
+    return next((task for end, task in _TASKS.items() for name in told if name.endswith(end)), None)
+
+
+_ARRIVING = ".arriving"  # in the stage: what the library has fetched, beside notes of its own
+_FILES_AT_ONCE = 8
+
+
+def fetch_checkpoint(source: str, folder: Path | None, *, token: str | None, overwrite: bool) -> PullReport:
+    """Fetch what `source` holds into `folder`, see `places.pull`."""
+    begun, place = time.monotonic(), parse_place(source)
+    if folder is None:
+        raise ConfigError(f"{source}: no folder to pull it into; the cache is for buckets, the Hub has one of its own")
+    _refuse_taken(folder, overwrite)
+    with hub_errors(place.url, writing=False):
+        api = make_api(token)
+        info = api.model_info(place.repo_id, revision=place.revision)
+        oid, paths = str(info.sha), [one.rfilename for one in info.siblings or ()]
+        names = [name for name in place.names_below(paths) if not _is_hidden_name(name)]
+        if not names:
+            raise MissingError(f"{place.url}: nothing in it; look at the name of the folder")
+        with _staging_for(folder) as staging:
+            _download_files(api, place, oid, names, staging.store)
+            size = sum(each.size_bytes for each in staging.store.list())
+            manifest = _put_in_place(staging, place) if MANIFEST_NAME in names else None
+            if manifest is None:
+                _refuse_taken(folder, overwrite=False)
+                place_files(staging.stage, folder)
+    seconds = time.monotonic() - begun
+    return PullReport(folder, place.url, oid, manifest is not None, tuple(names), size, seconds)
+
+
+def read_remote(api: HfApi, repo_id: str, path: str, oid: str) -> bytes:
+    """The content of one small file of a commit."""
+    return files_made_by(partial(_download_file, api, repo_id, path, oid))[path]
+
+
+def _refuse_taken(folder: Path, overwrite: bool) -> None:
+    place = open_place(folder)
+    found = None if place.is_object else place.folder.list_folder()
+    if found is None or (not overwrite and (found.folders or found.objects)):
+        raise NameTakenError(f"{folder}: is there already; give another folder, or overwrite=True (--force)")
+
+
+def _is_hidden_name(name: str) -> bool:
+    return any(step.startswith(".") for step in name.split("/"))
+
+
+@contextmanager
+def _staging_for(folder: Path) -> Iterator[LocalStaging]:
+    """A hidden folder to fill, which is gone afterwards unless it was put in place."""
+    staging = open_staging(folder)
+    try:
+        yield staging
+    finally:
+        staging.discard()
+
+
+def _download_files(api: HfApi, place: HubPlace, oid: str, names: Sequence[str], store: LocalStore) -> None:
+    """Put the files into `store`, all of one commit."""
+    arriving = store.within(_ARRIVING)
+    with ThreadPoolExecutor(_FILES_AT_ONCE) as pool:
+        paths = map(place.path_of, names)
+        list(pool.map(lambda path: _download_file(api, place.repo_id, path, oid, arriving.folder), paths))
+    _take_over(arriving, list(map(place.path_of, names)), store, names)
+    arriving.delete_all()
+
+
+def _download_file(api: HfApi, repo_id: str, path: str, oid: str, folder: Path) -> None:
+    api.hf_hub_download(repo_id, path, revision=oid, local_dir=folder)
+
+
+def _take_over(source: Store, names: Sequence[str], store: Store, others: Sequence[str]) -> None:
+    """Give the files `names` the names `others` in `store`, too; without links they are copied."""
+    for name, other in zip(names, others, strict=True):
+        if not store.copy(name, other, source):
+            with closing(source.open(name)) as file:
+                copy_object(file, store, other)
+
+
+def _put_in_place(staging: LocalStaging, place: HubPlace) -> Manifest:
+    """Compare what was fetched with its manifest, and commit it; files beside it, such as the card, become part of it.
+
+    Raises CorruptError when it differs, ManifestError when the manifest cannot be used.
+    """
+    store = staging.store
+    manifest = load_manifest(store)
+    if problems := list(checkpoint_problems(store, manifest, deep=True)):
+        raise CorruptError(f"{place.url}: {listing(problems)}; nothing was put in place, pull another revision")
+    store.delete([MANIFEST_NAME])
+    listed = {file.path for file in manifest.files}
+    others = [read_record(store, each.name) for each in store.list() if each.name not in listed]
+    manifest = replace(manifest, files=(*manifest.files, *others), number=None)
+    staging.commit(manifest)
+    return manifest
+
+
+_MOST_TRIES = 4
+_PAUSE_SECONDS = 1.0
+_PATHS_AT_ONCE = 500  # the Hub answers for a thousand at most
+
+
+@dataclass(frozen=True)
+class _Head:
+    """What a repository has when it is looked at."""
+
+    oid: str
+    names: frozenset[str]  # of all files
+    card: str | None
+    manifest: Manifest | None  # of the checkpoint that was pushed to the same folder before
+    notes: tuple[str, ...] = ()
+
+
+def destination_url(destination: str, options: PushOptions) -> str:
+    """The URL of the place that is pushed to. Raises ConfigError."""
+    refuse_secrets(options.base_id or "", "HF_TOKEN")
+    return parse_place(destination, options.revision).url
+
+
+def send_checkpoint(held: OpenCheckpoint, destination: str, options: PushOptions) -> PushReport:
+    """Push an open checkpoint, see `places.push`."""
+    begun = time.monotonic()
+    place = parse_place(destination, options.revision)
+    refuse_damaged(held)
+    outgoing = outgoing_files(held, state=options.state, base_id=options.base_id)
+    with hub_errors(place.url, writing=True), progress_bars(shown=not options.quiet):
+        api = make_api(options.token)
+        if "/" not in place.repo_id:
+            place = replace(place, repo_id=f"{api.whoami()['name']}/{place.repo_id}")
+        tries = 0
+        while True:
+            tries += 1
+            try:
+                report = _commit_once(api, place, held.path, outgoing, options)
+                break
+            except HUB_ERRORS as error:
+                if tries == _MOST_TRIES or not _is_worth_another_look(error):
+                    raise
+            time.sleep(_PAUSE_SECONDS)
+    report = replace(report, seconds=time.monotonic() - begun)
+    LOG.info("pushed %s to %s%s", held.path.name, report.url, "" if report.is_new else ", where all of it was")
+    return report
+
+
+def _commit_once(api: HfApi, place: HubPlace, path: Path, outgoing: OutgoingFiles, options: PushOptions) -> PushReport:
+    """Look at the repository, and make the one commit that brings it up to date."""
+    head = _look_at_head(api, place, options)
+    files, notes = _with_card(place, outgoing, options, head)
+    stale = _stale_names(place, head, files, outgoing.manifest)
+    adding = [CommitOperationAdd(place.path_of(name), file) for name, file in files.items()]
+    deleting = [CommitOperationDelete(place.path_of(name)) for name in stale]
+    step = outgoing.manifest.step
+    told = f"Push {path.name}" + ("" if step is None else f", step {step}")
+    commit = api.create_commit(
+        place.repo_id,
+        [*adding, *deleting],
+        commit_message=options.message or told,
+        revision=place.revision,
+        parent_commit=head.oid,
+    )
+    sizes = {one.path_in_repo: one.upload_info.size for one in adding}
+    _check_arrived(api, place, commit.oid, sizes)
+    return PushReport(
+        path=path,
+        url=place.url,
+        repo_id=place.repo_id,
+        oid=commit.oid,
+        commit_url=commit.commit_url,
+        is_new=commit.oid != head.oid,
+        files=tuple(sorted(sizes)),
+        deleted=tuple(place.path_of(name) for name in stale),
+        bytes=sum(sizes.values()),
+        seconds=0.0,
+        notes=(*outgoing.notes, *notes, *head.notes),
+    )
+
+
+def _look_at_head(api: HfApi, place: HubPlace, options: PushOptions) -> _Head:
+    """What is there; the repository and the branch are made if they are not. Raises TargetError for a public one."""
+    try:
+        info = api.model_info(place.repo_id, revision=place.revision)
+    except (RepositoryNotFoundError, RevisionNotFoundError) as error:
+        if isinstance(error, RepositoryNotFoundError):
+            api.create_repo(place.repo_id, private=options.private, exist_ok=True)
+        if place.revision != MAIN:
+            api.create_branch(place.repo_id, branch=place.revision, exist_ok=True)
+        info = api.model_info(place.repo_id, revision=place.revision)
+    if options.private and info.private is False:
+        raise TargetError(f"{place.url}: public, and private=True was asked for; make it private, nothing was pushed")
+    names = frozenset(one.rfilename for one in info.siblings or ())
+    card = _remote_text(api, place, info.sha, CARD_NAME, names)
+    text = _remote_text(api, place, info.sha, MANIFEST_NAME, names)
+    try:
+        manifest = None if text is None else manifest_from_json(text, place.path_of(MANIFEST_NAME))
+    except ManifestError as error:
+        return _Head(str(info.sha), names, card, None, (f"an older checkpoint's manifest was replaced: {error}",))
+    return _Head(str(info.sha), names, card, manifest)
+
+
+def _remote_text(api: HfApi, place: HubPlace, oid: Any, name: str, names: frozenset[str]) -> str | None:
+    path = place.path_of(name)
+    return read_remote(api, place.repo_id, path, str(oid)).decode("utf-8", "replace") if path in names else None
+
+
+def _with_card(
+    place: HubPlace, outgoing: OutgoingFiles, options: PushOptions, head: _Head
+) -> tuple[dict[str, Path | bytes], list[str]]:
+    """The files with the card that the repository should have; in a folder of it a card is a file like others."""
+    files = dict(outgoing.files)
+    if place.folder:
+        return files, []
+    name, own = place.repo_id.split("/")[-1], outgoing.content(CARD_NAME).decode("utf-8", "replace")
+    text = options.card or head.card or own or blank_text(name, outgoing.manifest)
+    adapter = json.loads(outgoing.content("adapter_config.json") or b"{}")
+    facts = card_facts(name, outgoing.manifest, outgoing.base_id, adapter)
+    text, notes = updated_card(text, facts)
+    files[CARD_NAME] = text.encode("utf-8")
+    return files, notes
+
+
+def _stale_names(place: HubPlace, head: _Head, files: Iterable[str], manifest: Manifest) -> list[str]:
+    """Files of older checkpoints that readers would mix up with this one's, or that nobody would miss."""
+    sent, older = set(files), {file.path for file in head.manifest.files} if head.manifest else set()
+    beside = [name for name in place.names_below(sorted(head.names)) if name not in sent]
+    return [name for name in beside if name in older or is_misleading(name, manifest)]
+
+
+def _check_arrived(api: HfApi, place: HubPlace, oid: str, sizes: dict[str, int]) -> None:
+    """Compare the commit with what was sent: a .gitignore there leaves files out without a word."""
+    paths = list(sizes)
+    found: dict[str, int] = {}
+    for at in range(0, len(paths), _PATHS_AT_ONCE):
+        infos = api.get_paths_info(place.repo_id, paths[at : at + _PATHS_AT_ONCE], revision=oid)
+        found |= {info.path: getattr(info, "size", -1) for info in infos}
+    if absent := [path for path in paths if found.get(path) != sizes[path]]:
+        raise TargetError(
+            f"{place.url}: {listing(absent, ', ')} not in the commit {oid[:8]} as sent; look for a .gitignore there"
+        )
+
+
+def _is_worth_another_look(error: BaseException) -> bool:
+    """Whether others have committed meanwhile, or the Hub was not well: it may have made the commit nevertheless."""
+    status = hub_status(error)
+    return isinstance(error, HTTP_ERROR) if status is None else status in (409, 412) or status >= 500

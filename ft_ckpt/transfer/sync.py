@@ -1,0 +1,476 @@
+"""Copies the checkpoints of a run that another place lacks, newest first; uploads of staged runs.
+
+So the checkpoint that matters most is safe first, however soon it ends; the run may go on writing meanwhile.
+"""
+
+import os
+import threading
+import time
+from collections.abc import Callable, Collection, Mapping
+from concurrent.futures import Future
+from contextlib import suppress
+from dataclasses import dataclass, field
+
+from ft_ckpt.checkpoint.catalog import (
+    CheckpointInfo,
+    Listing,
+    list_checkpoints,
+    load_manifest,
+    verify,
+    why_no_checkpoint,
+)
+from ft_ckpt.checkpoint.delete import set_aside, without_state
+from ft_ckpt.checkpoint.manifest import Manifest
+from ft_ckpt.checkpoint.open_checkpoint import open_checkpoint
+from ft_ckpt.checkpoint.prune import PruneReport, prune_after_save, recover_all, remove_checkpoints
+from ft_ckpt.checkpoint.staging import settle_staging_at
+from ft_ckpt.errors import (
+    CheckpointError,
+    ConfigError,
+    CorruptError,
+    NameTakenError,
+    NotACheckpointError,
+    TargetError,
+    UnreadableError,
+    listing,
+)
+from ft_ckpt.messages import LOG, warn
+from ft_ckpt.retention import Keep
+from ft_ckpt.storage.local_store import LocalStore, folder_of, make_like
+from ft_ckpt.storage.place import Place, location_name, open_place
+from ft_ckpt.transfer.buckets import push_report
+from ft_ckpt.transfer.copies import CopyReport, content_identity, copy_open, is_there
+from ft_ckpt.transfer.outgoing import PushReport
+from ft_ckpt.transfer.push import PendingPush, PushQueue
+
+
+@dataclass(frozen=True)
+class SyncReport:
+    """What `sync` did, or would do in a dry run; checkpoints go by their names in the folder of the run."""
+
+    missing: tuple[str, ...]
+    """Checkpoints that the destination lacked, newest first; one with a newer save of the same step is lacking."""
+    present: tuple[str, ...]
+    """Those that it had already."""
+    copied: tuple[CopyReport, ...]
+    """What became of the missing ones; none in a dry run."""
+    dropped: tuple[str, ...]
+    """Deleted at the destination, as they are no longer at the source."""
+    stripped: tuple[str, ...]
+    """Deprived of their training state at the destination, as they are at the source."""
+    kept: Mapping[str, tuple[str, ...]]
+    """What was to be deleted and stays, with the reasons: a pin, a lease."""
+    problems: tuple[str, ...]
+    """What was not copied or deleted, and why."""
+
+    @property
+    def sent_bytes(self) -> int:
+        """Bytes that were read here and written there."""
+        return sum(report.sent_bytes for report in self.copied)
+
+
+@dataclass
+class _SyncPlan:
+    """What has to be done, by the names of checkpoints."""
+
+    copy: list[CheckpointInfo] = field(default_factory=list)
+    present: list[CheckpointInfo] = field(default_factory=list)
+    strip: list[str] = field(default_factory=list)
+    drop: list[str] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
+
+
+def sync(
+    source: str | os.PathLike[str] | Place,
+    destination: str | os.PathLike[str] | Place,
+    *,
+    delete: bool = False,
+    dry_run: bool = False,
+) -> SyncReport:
+    """Copy the checkpoints of the run `source` that `destination` lacks, newest first; both are paths or URLs.
+
+    Each goes as `copy` says: compared by digest, visible when it is whole, and files that another checkpoint there has
+    are not sent again. A checkpoint of the same run that was saved anew under its name is replaced; one of another run
+    never is, and is a problem. The run may go on: what is being copied is leased.
+
+    Nothing is deleted unless `delete` is True: then checkpoints of the same runs that are no longer at the source, and
+    training states that they have no longer, go at the destination, too; weights saved beside a run's checkpoints
+    stay, and so does what is pinned or in use. Nothing goes where anything else went wrong.
+
+    Raises NotACheckpointError when `source` has no checkpoints, ConfigError when it is one, UnreadableError when one of
+    both cannot be looked through. What a single checkpoint meets is among the report's `problems`.
+    """
+    start, goal = open_place(source), open_place(destination)
+    here = list_checkpoints(start)
+    _refuse_no_run(start, here)
+    plan = _plan_sync(here, list_checkpoints(goal), goal, delete=delete)
+    missing, present = _synced_names(plan.copy), _synced_names(plan.present)
+    if dry_run:
+        return SyncReport(missing, present, (), tuple(plan.drop), tuple(plan.strip), {}, tuple(plan.problems))
+    make_like(goal.folder, start.folder)
+    copied = _copy_missing(plan, goal)
+    _settle_present(plan, goal)
+    removed = PruneReport() if plan.problems or not delete else _delete_there(plan, goal)
+    return SyncReport(
+        missing,
+        present,
+        tuple(copied),
+        tuple(map(location_name, removed.dropped)),
+        tuple(map(location_name, removed.stripped)),
+        {location_name(path): why for path, why in removed.kept.items()},
+        (*plan.problems, *removed.problems),
+    )
+
+
+def _synced_names(infos: list[CheckpointInfo]) -> tuple[str, ...]:
+    return tuple(info.name for info in infos)
+
+
+def _refuse_no_run(start: Place, here: Listing) -> None:
+    if any(info.store.identity == start.folder.identity for info in here.found):
+        raise ConfigError(f"{start}: a checkpoint, expected the folder of a run; `ft-ckpt cp` copies one")
+    if not (here.found or here.damaged or here.unreadable):
+        raise NotACheckpointError(why_no_checkpoint(start.folder))
+
+
+def _plan_sync(here: Listing, there: Listing, goal: Place, *, delete: bool) -> _SyncPlan:
+    """Compare two listings."""
+    plan = _SyncPlan(problems=[f"{error}; not copied" for error in (*here.damaged.values(), *here.unreadable.values())])
+    known, names = {info.name: info for info in there.found}, {info.name for info in here.found}
+    unread = {location_name(path): error for path, error in there.unreadable.items()}
+    plan.problems += [f"{error}; not replaced" for name, error in unread.items() if name in names]
+    for info in reversed([info for info in here.found if info.name not in unread]):
+        _plan_one(plan, info, known.get(info.name), goal, delete=delete)
+    if delete:
+        # A run's export lies wherever somebody has put it: only checkpoints of the run tell that this is its place.
+        runs = {info.manifest.run_id for info in here.found if not info.manifest.export} - {None}
+        extra = [info for info in there.found if info.name not in names and not info.manifest.export]
+        plan.drop += [info.name for info in extra if info.manifest.run_id in runs]
+    return plan
+
+
+def _plan_one(
+    plan: _SyncPlan, info: CheckpointInfo, found: CheckpointInfo | None, goal: Place, *, delete: bool
+) -> None:
+    """Decide about one checkpoint at the source; `found` is what has its name at the destination."""
+    if found is None or _is_newer_save(found.manifest, info.manifest):
+        plan.copy.append(info)
+    elif content_identity(found.manifest) == content_identity(info.manifest):
+        (plan.present if is_there(_place_in(goal, info.name), info.manifest) else plan.copy).append(info)
+    elif content_identity(without_state(found.manifest)) == content_identity(info.manifest):
+        plan.present.append(info)
+        plan.strip += [info.name] if delete else []
+    else:
+        plan.problems.append(
+            f"{found.path}: another checkpoint than {info.path} (run {found.manifest.run_id}, saved "
+            f"{found.manifest.created}); not replaced, give another destination"
+        )
+
+
+def _is_newer_save(found: Manifest, manifest: Manifest) -> bool:
+    """Whether the same run has saved the checkpoint anew since."""
+    return manifest.run_id is not None and manifest.run_id == found.run_id and manifest.created > found.created
+
+
+def _copy_missing(plan: _SyncPlan, goal: Place) -> list[CopyReport]:
+    """Copy what is missing; the plan gets the problems. A place that fails ends it, one bad checkpoint does not."""
+    done = []
+    for info in plan.copy:
+        found = _copy_or_error(info, _place_in(goal, info.name))
+        if isinstance(found, CopyReport):
+            done.append(found)
+        elif not isinstance(found, NotACheckpointError):  # deleted by its run meanwhile
+            plan.problems.append(f"{info.path}: not copied: {found}")
+            if isinstance(found, OSError) and not isinstance(found, NameTakenError):
+                break
+    return done
+
+
+def _copy_or_error(info: CheckpointInfo, goal: Place) -> CopyReport | Exception:
+    try:
+        with open_checkpoint(info.place, compares=False) as held:
+            return copy_open(held, goal, held.manifest, overwrite=True)
+    except (CheckpointError, OSError) as error:
+        return error
+
+
+def _settle_present(plan: _SyncPlan, goal: Place) -> None:
+    """Clear what an earlier sync has left at the destination that was killed after its last commit."""
+    if not isinstance(goal.store, LocalStore):
+        recover_all(goal)  # from one listing
+        return
+    for info in plan.present:
+        settle_staging_at(_place_in(goal, info.name))
+
+
+def _delete_there(plan: _SyncPlan, goal: Place) -> PruneReport:
+    """Delete and strip what the plan says, unless it is guarded."""
+    drop, strip = ([_place_in(goal, name).location for name in names] for names in (plan.drop, plan.strip))
+    return remove_checkpoints(goal, drop, strip)
+
+
+def _place_in(goal: Place, name: str) -> Place:
+    return Place(goal.folder, name)
+
+
+LONGEST_EXIT_SECONDS = 600.0  # that a process which has to end waits for uploads
+_GIVING_UP_SECONDS = 10.0  # for an upload to notice that it is given up
+
+
+@dataclass(frozen=True)
+class UploadTerms:
+    """Whose checkpoints are uploaded, and what becomes of older ones."""
+
+    run_id: str
+    own_ids: Collection[str]  # runs whose checkpoints of the same name are replaced
+    keep: Keep | None = None
+    protect: tuple[Place, ...] = ()
+
+
+@dataclass
+class _Round:
+    """One look through the staging folder, from the newest checkpoint down; by the digests of what they hold."""
+
+    terms: UploadTerms
+    seen: set[str] = field(default_factory=set)
+    there: set[str] = field(default_factory=set)  # those that are in the bucket
+    problems: dict[str, Exception] = field(default_factory=dict)  # by name
+    damaged: dict[str, Exception] = field(default_factory=dict)  # likewise, of those that were set aside
+    ended_by: Exception | None = None  # what would befall the others, too
+
+
+class RunUploads:
+    """The uploads of one run, on the rank that leads."""
+
+    def __init__(self, staging: Place, bucket: Place, give_way: Callable[[], object]) -> None:
+        self.staging, self.bucket = staging, bucket
+        self.give_way = give_way  # called first in each thread
+        self.sweeping = threading.Lock()  # held by who deletes in the staging folder, so that none gives way to another
+        self.problems: dict[str, Exception] = {}  # of the last round
+        self._queue = PushQueue(self._end_with_process)
+        self._change = threading.Lock()
+        self._waiting: list[PendingPush] = []
+        self._terms: UploadTerms | None = None
+        self._known_there: set[str] = set()  # what rounds have found in the bucket, to name what is missing
+        self._is_queued = False  # a round will begin, that finds all there is
+        self._has_told = False  # what is left, since a round was asked for
+        self._is_over = threading.Event()
+
+    def takes(self, checkpoint: Place) -> bool:
+        """Whether a checkpoint lies in the staging folder."""
+        return checkpoint.beside.identity == self.staging.folder.identity
+
+    def begin_upload(self, checkpoint: Place, terms: UploadTerms) -> PendingPush:
+        """Upload a checkpoint of the staging folder when its turn comes.
+
+        The handle raises NotACheckpointError when `terms.keep` has deleted it before that.
+        """
+        push = PendingPush(checkpoint.location, self._goal(checkpoint.last_step).folder.url, Future())
+        with self._change:
+            self._waiting = [*(each for each in self._waiting if not each.done), push]
+        self.begin_round(terms)
+        return push
+
+    def begin_round(self, terms: UploadTerms) -> None:
+        """Upload all that the bucket lacks."""
+        with self._change:
+            self._terms, self._has_told = terms, False
+            if self._is_queued:
+                return
+            self._is_queued = True
+        self._queue.begin("ft_ckpt-uploads", self._do_round)
+
+    def finish(self, seconds: float | None = None) -> str:
+        """Wait until all is uploaded, at most so long; what failed is tried once more. What is left, in words, or "".
+
+        After `seconds` the upload under way is broken off.
+        """
+        until = None if seconds is None else time.monotonic() + seconds
+        try:
+            self._wait_until(until)
+            if self.problems and self._terms is not None and not self._is_over.is_set():
+                self.begin_round(self._terms)
+                self._wait_until(until)
+        except BaseException:  # who interrupts this wants to leave
+            self._is_over.set()
+            self.warn_of_left()
+            raise
+        self._has_told = True
+        return self._describe_left()
+
+    def warn_of_left(self) -> None:
+        """Name what is not uploaded now, unless `finish` has done so."""
+        if not self._has_told and (left := self._describe_left()):
+            warn(left, stacklevel=3)
+
+    def _describe_left(self) -> str:
+        """What is not uploaded, or not known to be, and where it is; "" when nothing is left."""
+        waiting = [_pushed_name(push) for push in self._waiting if not push.done]
+        if not (waiting or self.problems) and self._queue.join(0):
+            return ""
+        told = _describe_problems(self.problems) or f"{listing(waiting, ', ') or 'something'}: not uploaded yet"
+        return f"{self.bucket}: {told}; kept in {self.staging}, from where the next start uploads it"
+
+    def _goal(self, name: str) -> Place:
+        return Place(self.bucket.folder, name)
+
+    def _wait_until(self, until: float | None) -> None:
+        """Wait for the thread; when time is up, break off what it does."""
+        if not self._queue.join(0):
+            LOG.info("waiting until all of %s is uploaded to %s", self.staging, self.bucket)
+        if not self._queue.join(None if until is None else max(0.0, until - time.monotonic())):
+            self._is_over.set()
+            self._queue.join(_GIVING_UP_SECONDS)
+
+    def _end_with_process(self) -> None:
+        """Before the process ends: wait for a while, as after a signal."""
+        if not self._is_over.is_set() and not self._queue.join(0) and (left := self.finish(LONGEST_EXIT_SECONDS)):
+            warn(left, stacklevel=2)
+
+    def _do_round(self) -> None:
+        """In a thread."""
+        self.give_way()
+        with self._change:
+            asked = [push for push in self._waiting if not push.done]
+            self._is_queued, terms = False, self._terms
+        if terms is None:
+            return
+        one = _Round(terms)
+        try:
+            self._heed_end()
+            unread = list_checkpoints(self.staging).unreadable
+            one.problems.update((location_name(path), error) for path, error in unread.items())
+            while one.ended_by is None and (infos := self._listed_without(one.seen)):
+                self._bring_one(infos[0], one)
+        except Exception as error:  # noqa: BLE001 - told by the handles, and a thread has nobody else to tell
+            one.ended_by = error
+        self._known_there |= one.there
+        self.problems = self._problems_after(one)
+        try:
+            if self.problems and not self._is_over.is_set():
+                told = _describe_problems(self.problems)
+                warn(f"{self.bucket}: {told}; kept in {self.staging}, and tried again with the next save", stacklevel=2)
+        finally:
+            self._settle_rest(asked, one)
+
+    def _problems_after(self, one: _Round) -> dict[str, Exception]:
+        """Why what the round has not brought is not there, by name, newest first."""
+        if one.ended_by is None:
+            return one.problems
+        with suppress(CheckpointError, OSError):
+            missing = self._listed_without(self._known_there)
+            return {info.name: one.problems.get(info.name, one.ended_by) for info in missing}
+        return {self.staging.last_step: one.ended_by}
+
+    def _listed_without(self, known: Collection[str]) -> list[CheckpointInfo]:
+        """The checkpoints that are here at this moment, newest first, but for those that are `known`."""
+        infos = reversed(list_checkpoints(self.staging).found)
+        return [info for info in infos if content_identity(info.manifest) not in known]
+
+    def _bring_one(self, info: CheckpointInfo, one: _Round) -> None:
+        """Upload a checkpoint if the bucket lacks it, and make room on both sides."""
+        identity, goal = content_identity(info.manifest), self._goal(info.name)
+        one.seen.add(identity)
+        try:
+            report = self._upload_missing(info, goal, one.terms)
+        except NotACheckpointError:  # deleted meanwhile, as the rules say
+            return
+        except (CheckpointError, OSError) as error:
+            if isinstance(error, CorruptError) and self._set_aside(info, error):
+                one.damaged[info.name] = error
+                return
+            one.problems[info.name] = error
+            is_of_this = not isinstance(error, OSError) or isinstance(error, NameTakenError)
+            one.ended_by = None if is_of_this else error
+            return
+        one.there.add(identity)
+        terms = one.terms
+        if report is not None:
+            self._settle(info, report)
+            if report.is_new:
+                prune_after_save(self.bucket, terms.keep, terms.run_id, terms.protect)
+        with self.sweeping:
+            rest = tuple(each.place for each in self._listed_without(one.there))
+            prune_after_save(self.staging, Keep(last=1), terms.run_id, rest)
+
+    def _set_aside(self, info: CheckpointInfo, error: CorruptError) -> bool:
+        """Give a checkpoint that is damaged here a hidden name; False where it is whole, or must stay for now."""
+        with suppress(CheckpointError, OSError):
+            if not isinstance(error, UnreadableError) and not verify(info.place).ok:
+                with self.sweeping:
+                    aside = set_aside(folder_of(info.store), info.manifest)
+                if aside is not None:
+                    told = f"{info.path}: damaged and not uploaded ({error}); set aside as {aside}, delete it by hand"
+                    warn(told, stacklevel=2)
+                    return True
+        return False
+
+    def _upload_missing(self, info: CheckpointInfo, goal: Place, terms: UploadTerms) -> PushReport | None:
+        """Upload, unless the bucket has it; None where it has a later save, or this one with or without its state."""
+        found = _manifest_in(goal)
+        if found is not None and _is_superseded(found, info.manifest, terms):
+            return None
+        if found is not None and not _is_own_save(found, info.manifest, terms):
+            raise NameTakenError(
+                f"{goal}: of another run, {str(found.run_id)[:6]}; not replaced, use another directory for this run"
+            )
+        with open_checkpoint(info.place, compares=False) as held:
+            report = copy_open(held, goal, held.manifest, overwrite=found is not None, shown=False, heed=self._heed_end)
+            return push_report(held, goal, report)
+
+    def _heed_end(self) -> None:
+        if self._is_over.is_set():
+            raise TargetError(f"{self.bucket}: broken off, as the process ends")
+
+    def _settle(self, info: CheckpointInfo, report: PushReport) -> None:
+        for push in self._waiting:
+            if _pushed_name(push) == info.name and not push.done:
+                push.future.set_result(report)
+
+    def _settle_rest(self, asked: list[PendingPush], one: _Round) -> None:
+        """Say of what was waiting when the round began, and has not come, why not."""
+        for push in asked:
+            if not push.done:
+                gone = NotACheckpointError(f"{push.path}: deleted here, as `keep` says, before it was uploaded")
+                found = {**one.problems, **one.damaged}.get(_pushed_name(push))
+                push.future.set_exception(found or one.ended_by or gone)
+
+
+def _describe_problems(problems: Mapping[str, Exception]) -> str:
+    whys = dict.fromkeys(str(error) for error in problems.values())
+    names = {why: [name for name, error in problems.items() if str(error) == why] for why in whys}
+    return listing([f"{listing(names[why], ', ')}: not uploaded: {why}" for why in whys])
+
+
+def _pushed_name(push: PendingPush) -> str:
+    return location_name(push.path)
+
+
+def _manifest_in(goal: Place) -> Manifest | None:
+    """The manifest of a checkpoint in the bucket, if there is one. Raises what says that this cannot be told."""
+    try:
+        return load_manifest(goal.folder)
+    except NotACheckpointError:
+        return None
+
+
+def _is_own_save(found: Manifest, manifest: Manifest, terms: UploadTerms) -> bool:
+    """Whether what was `found` in the bucket is of the run of a checkpoint here, or of one that this went back in."""
+    return _is_same_save(found, manifest) or (
+        found.run_id is not None and found.run_id in {manifest.run_id, *terms.own_ids}
+    )
+
+
+def _is_superseded(found: Manifest, manifest: Manifest, terms: UploadTerms) -> bool:
+    """Whether what was `found` of the run in the bucket is a later save, or the same with or without its state."""
+    if _is_same_save(found, manifest) or not _is_own_save(found, manifest, terms):
+        return False
+    if _is_same_save(found, without_state(manifest)) or _is_same_save(without_state(found), manifest):
+        return True
+    if found.run_id == manifest.run_id:  # clocks of two machines may differ: with equal times the one here counts
+        return found.created > manifest.created
+    return manifest.run_id != terms.run_id  # left by a run that this one went back in
+
+
+def _is_same_save(one: Manifest, other: Manifest) -> bool:
+    return content_identity(one) == content_identity(other)
