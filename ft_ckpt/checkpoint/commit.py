@@ -9,7 +9,7 @@ is then put in place in one of three ways:
                                 first; the new files come in, the new manifest last
 
 The third serves folders that cannot be moved (a mount point, the working directory), file systems without exchange,
-mounted buckets, and folders of foreign files. What is left to do afterwards is read off the disk, see `recovery`.
+mounted buckets, and folders of foreign files. What is left to do afterwards is read off the disk, see `recover_target`.
 
 So at every instant the old or the new checkpoint is whole, and files that were never ours stay.
 """
@@ -53,7 +53,7 @@ LEFTOVER = re.compile(rf"\.(?:(?P<target>.+)\.)?ft_ckpt-(?P<what>stage|old)-(?P<
 def recover_target(target: Path) -> tuple[str, ...]:
     """Undo or finish interrupted saves to `target`; returns a line for each.
 
-    A leftover is left alone while its owner lives, see `owners`. What another machine left is settled at once when it
+    A leftover is left alone while its owner lives, see `locks`. What another machine left is settled at once when it
     was being put in place, and an unsealed stage after a day: `target` must have no other writer. Leftovers beside it
     go too when nobody can be at work on them any more. What cannot be settled is warned of, unless it stands in the
     way of what was there before: then TargetError or UnreadableError.

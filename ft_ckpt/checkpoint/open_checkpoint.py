@@ -109,7 +109,7 @@ class OpenCheckpoint:
 def open_checkpoint(place: str | os.PathLike[str] | Place, *, compares: bool = True) -> Iterator[OpenCheckpoint]:
     """The checkpoint at `place`, its files open while the block runs, and leased so that nothing deletes it.
 
-    What is read in its `store` is compared with the digests in its manifest, see `source_proof`: small files when they
+    What is read in its `store` is compared with the digests in its manifest, see `proofs`: small files when they
     are opened, all others by each commit and at the end of the block. Without `compares` that is left to the caller.
 
     A file that is missing is not in its `store`. Raises NotACheckpointError or ManifestError as `load_manifest` does,

@@ -95,7 +95,7 @@ def open_run_folder(root: Place) -> RunFolder:
 
 @dataclass(frozen=True)
 class LocalRun:
-    """A folder of a disk: renames and locks, see `delete` and `recovery`."""
+    """A folder of a disk: renames and locks, see `delete` and `commit`."""
 
     root: Path
 
@@ -146,7 +146,7 @@ class LocalRun:
 
 @dataclass
 class BucketRun:
-    """The prefix of a bucket, see `bucket_removal` and `marks`; all is told by one listing of it."""
+    """The prefix of a bucket, see `bucket_delete` and `guards`; all is told by one listing of it."""
 
     root: Store
     now: float = 0.0  # by the clock of the store, as far as it is known: at least this
@@ -170,11 +170,11 @@ class BucketRun:
         return [self._settling(name, listed) for name in sorted(marked) if not name.startswith(".")]
 
     def drop(self, location: Path | str) -> Removal:
-        """See `bucket_removal`."""
+        """See `bucket_delete`."""
         return drop_from_bucket(self._folder(location))
 
     def strip(self, location: Path | str) -> Removal:
-        """See `bucket_removal`."""
+        """See `bucket_delete`."""
         return strip_in_bucket(self._folder(location))
 
     def is_valid(self, info: CheckpointInfo) -> bool:
@@ -318,7 +318,7 @@ def remove_checkpoints(root: Place, drop: Iterable[Path | str], strip: Iterable[
 
 
 def recover_all(root: str | os.PathLike[str] | Place) -> tuple[str, ...]:
-    """Undo or finish the saves into `root` whose process died (see `recovery`, `bucket_removal`); a line for each.
+    """Undo or finish the saves into `root` whose process died (see `commit`, `bucket_delete`); a line for each.
 
     For the one who writes there, before it does: nobody else may be saving into `root`. Raises TargetError.
     """

@@ -123,7 +123,7 @@ def open_run_places(
     """The folders of a run, each tried: in a bucket by a real write, of the rank that `leads`.
 
     Raises ConfigError for settings that cannot work there, a staging folder that is of another run, and what
-    `probe.check_directory` raises.
+    `check_directory` raises.
     """
     if directory is None:
         if config.staging is not None:

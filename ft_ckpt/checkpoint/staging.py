@@ -46,7 +46,7 @@ class Staging(Protocol):
     def commit(self, manifest: Manifest) -> None:
         """Make the files the checkpoint, durably, or change nothing; raises as `commit.commit_stage` does.
 
-        Raises CorruptError where they were made of damaged checkpoints, see `source_proof`.
+        Raises CorruptError where they were made of damaged checkpoints, see `proofs`.
         """
         ...
 

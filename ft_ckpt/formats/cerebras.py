@@ -1,6 +1,6 @@
 """Reads and writes Cerebras checkpoints (HDF5): the object tree and its leaves, formats 0.4 and 0.5.
 
-Nothing in the file is run: the pickled tree of 0.4 and its objects go through `pickled_objects`, and what that does not
+Nothing in the file is run: the pickled tree of 0.4 and its objects go through `pickles`, and what that does not
 know stays opaque. Links to other files, unfinished files and unknown kinds of leaves are refused.
 """
 

@@ -3,8 +3,8 @@
 One interpreter for all of them, Python's own without the instructions that no checkpoint needs. Whatever name a pickle
 refers to is looked up in a table of its reader, and what stands there is ours: plain containers, functions that make
 values, stand-ins that note what they were given. Nothing is imported. What an instruction may copy or hash is paid
-from an allowance that grows with the pickle, since a few hundred bytes can describe 2**40 places. `torch_pickle` has
-the table of torch's files, `pickled_objects` that of single objects.
+from an allowance that grows with the pickle, since a few hundred bytes can describe 2**40 places. `torch_file` has
+the table of torch's files.
 """
 
 import io

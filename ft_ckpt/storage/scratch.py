@@ -117,7 +117,7 @@ def _is_any(_name: str) -> bool:
 def local_folder(place: Place, wanted: Callable[[str], bool] = _is_any) -> Iterator[Path]:
     """The path of a folder on this machine while the block runs: its own, or of a copy of the `wanted` objects in it.
 
-    The wanted files of a checkpoint count as read, see `source_proof`. What the block raises names the place and not
+    The wanted files of a checkpoint count as read, see `proofs`. What the block raises names the place and not
     the copy.
     """
     store = place.folder

@@ -1,6 +1,6 @@
 """The interfaces of a store: a local folder or the prefix of a bucket; access rights of new files.
 
-A store holds objects under names: relative paths with forward slashes, see `paths.is_inside`. Folders exist as far as
+A store holds objects under names: relative paths with forward slashes, see `is_inside`. Folders exist as far as
 names have slashes. All errors are ours: ConfigError for a name that the store cannot have, MissingError, CorruptError
 or UnreadableError while reading, TargetError, NoSpaceError or NameTakenError while writing.
 """

@@ -31,7 +31,7 @@ def hear_leader(
 ) -> T:
     """Meet at `what` with each rank's `value`, a `kind`; rank 0's, on every rank. Collective.
 
-    It travels as JSON; its fields are what `typed_json.reader_of` reads. None is for a rank that has an `error`. The
+    It travels as JSON; its fields are what `manifest.reader_of` reads. None is for a rank that has an `error`. The
     fields named in `same` must be equal everywhere. Raises what `Ranks.agree` does.
     """
     if ranks.size == 1 and value is not None and error is None:

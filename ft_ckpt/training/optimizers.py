@@ -1,6 +1,6 @@
 """The state of torch optimizers by parameter name, and its restoration.
 
-`describe_optimizer` lists what this rank has, of which `rank_descriptions` makes one description of all ranks;
+`describe_optimizer` lists what this rank has, of which `state` makes one description of all ranks;
 `optimizer_tensors` gives the tensors as sources, cut over the ranks like the parameters they belong to;
 `restore_optimizer` makes the state anew, whatever order, number of ranks or wrapper it was saved under. Nothing is
 moved here.

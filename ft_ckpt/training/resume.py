@@ -978,7 +978,7 @@ def open_agreed(wanted: Wanted, ranks: Ranks, stack: ExitStack) -> tuple[ResumeP
     """The checkpoint that rank 0 chooses, open on every rank as long as the stack; and the name of the run that begins
     there, if it is another. Collective.
 
-    Raises what `starting.open_chosen` does, RankError when another rank failed.
+    Raises what `open_chosen` does, RankError when another rank failed.
     """
     point: ResumePoint | None
     chosen, error = ranks.attempt(lambda: _choose_and_open(wanted, stack) if ranks.leads else None)

@@ -25,7 +25,7 @@ def destination_url(destination: str | Place, options: PushOptions) -> str:
 
 
 def send_checkpoint(held: OpenCheckpoint, destination: str | Place, options: PushOptions) -> PushReport:
-    """Push an open checkpoint, see `places.push`."""
+    """Push an open checkpoint, see `push.push`."""
     destination_url(destination, options)
     goal = destination_place(destination, Place(held.origin))
     manifest = held.manifest if options.state else weights_manifest(held.manifest)
@@ -51,7 +51,7 @@ def push_report(held: OpenCheckpoint, goal: Place, report: CopyReport) -> PushRe
 
 
 def fetch_checkpoint(source: str | Place, folder: Path | None, *, token: str | None, overwrite: bool) -> PullReport:
-    """Fetch the checkpoint `source` into `folder`, or into the cache, see `places.pull`."""
+    """Fetch the checkpoint `source` into `folder`, or into the cache, see `push.pull`."""
     if token is not None:
         raise ConfigError(f"{source}: token: of the Hub; a bucket's keys come from its tools' variables, or open_place")
     with open_checkpoint(source, compares=False) as held:

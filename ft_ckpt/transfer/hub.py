@@ -308,7 +308,7 @@ _FILES_AT_ONCE = 8
 
 
 def fetch_checkpoint(source: str, folder: Path | None, *, token: str | None, overwrite: bool) -> PullReport:
-    """Fetch what `source` holds into `folder`, see `places.pull`."""
+    """Fetch what `source` holds into `folder`, see `push.pull`."""
     begun, place = time.monotonic(), parse_place(source)
     if folder is None:
         raise ConfigError(f"{source}: no folder to pull it into; the cache is for buckets, the Hub has one of its own")
@@ -419,7 +419,7 @@ def destination_url(destination: str, options: PushOptions) -> str:
 
 
 def send_checkpoint(held: OpenCheckpoint, destination: str, options: PushOptions) -> PushReport:
-    """Push an open checkpoint, see `places.push`."""
+    """Push an open checkpoint, see `push.push`."""
     begun = time.monotonic()
     place = parse_place(destination, options.revision)
     refuse_damaged(held)
