@@ -69,7 +69,7 @@ class WantedTensor:
 def fill_all(wanted: Iterable[WantedTensor], threads: int = THREADS, direct: str = "auto") -> int:
     """Overwrite this rank's elements of each tensor with those of the stored one; their bytes.
 
-    Beside the tensors it needs `threads` + 2 blocks of memory. `direct`: as in `read_ahead.read_ahead`. Digests of files
+    Beside the tensors it needs `threads` + 2 blocks of memory. `direct`: as in `read_ahead`. Digests of files
     that are due are taken on the way; whoever calls this asks for the outcome. Raises LoadError naming everything that
     is missing or of another shape or dtype, before anything is read; CorruptError when a file is too short or has
     changed.

@@ -350,7 +350,7 @@ def fake_load(path):
 
 
 def test_why_pickles_are_not_read_by_torch(tmp_path):
-    """Under fake tensors torch finds places, too. When it passes all of this, the reader in `torch_file` is no longer needed."""
+    """Under fake tensors torch finds places, too. Our reader can go when it passes all of this."""
     path = tmp_path / "x.pt"
     torch.save({"w": torch.ones(10)}, path, _use_new_zipfile_serialization=False)
     assert fake_load(path)["w"].untyped_storage()._checkpoint_offset is None  # a file of torch before 1.6
