@@ -25,7 +25,6 @@ from torch import Tensor
 
 from ft_ckpt.config import SaverConfig, parse_size
 from ft_ckpt.devices import Moment, copy_to_host, is_accelerator, pinned_memory, record_moment
-from ft_ckpt.distributed.agreement import Values
 from ft_ckpt.distributed.gather import gather_tensors, moves_to
 from ft_ckpt.distributed.ranks import Ranks, current_ranks, try_action
 from ft_ckpt.distributed.sharding import ReplicatedSharding
@@ -35,11 +34,11 @@ from ft_ckpt.formats.registry import format_named
 from ft_ckpt.messages import warn
 from ft_ckpt.model.conversion import load_conversion_table
 from ft_ckpt.model.entries import Entry, Group
-from ft_ckpt.saving import files, replicas
-from ft_ckpt.saving.execute import SaveReport, accept_differences, compares_replicas, run_save
+from ft_ckpt.saving import files
+from ft_ckpt.saving.execute import SaveReport, agree_on_plan, run_save
 from ft_ckpt.saving.follow_up import AfterSave, yield_to_training
 from ft_ckpt.saving.plan import SavePlan, SaveRequest, plan_save
-from ft_ckpt.saving.write import SharedFolders
+from ft_ckpt.saving.write import SharedFolders, StagedSave
 from ft_ckpt.schedule import History, after_commit
 from ft_ckpt.storage.digests import chunk_of_rank
 from ft_ckpt.storage.store import SharedStore
@@ -441,10 +440,7 @@ class BackgroundSaver:
         request, error = try_action(make)
         if config.background:
             return self._start_in_background(request, error, ranks, config, begun, then)
-        plan: SavePlan | None = None
-        if request is not None:
-            plan, error = ranks.attempt(partial(plan_save, request, ranks, config))
-        return self._save_now(request, error, ranks, config, begun, plan, then)
+        return then(run_save(request, error, ranks, config, begun, None, self._shared))
 
     def _start_in_background(
         self,
@@ -462,7 +458,7 @@ class BackgroundSaver:
         request, plan, copies = self._agree_on_snapshot(request, error, ranks, config)
         self._looks = 0
         if copies is None or not self._shared.is_seen_by_all(request.target.beside, ranks):
-            report = self._save_now(request, None, ranks, config, begun, plan, then)
+            report = then(run_save(request, None, ranks, config, begun, plan, self._shared))
             return PendingSave(report.path, self._worker.finish_at_once(report))
         _, error = try_action(lambda: self.snapshot.begin_copies(copies.now, copies.late))
         try:
@@ -478,7 +474,7 @@ class BackgroundSaver:
                 held, trouble = try_action(self.snapshot.finish_copies)
                 yield_to_training(low_io=config.io_priority == "low")  # after the copies: the optimizer waits for them
                 copied = with_copies(plan, {**(held or {}), **gathered}, copies)
-                return self._save_now(request, error or trouble, ranks, config, begun, copied, then)
+                return then(run_save(request, error or trouble, ranks, config, begun, copied, self._shared))
 
             return PendingSave(request.target.location, self._worker.start_job(finish))
         except BaseException:
@@ -506,26 +502,16 @@ class BackgroundSaver:
         """The request with the replicas that differ, its plan, and the copies; None where it must be finished now."""
         plan: SavePlan | None = None
         copies: CopyPlan | None = None
-        digests: dict[str, replicas.ReplicaDigest] = {}
         if request is not None:
             made, error = try_action(partial(self._plan_snapshot, request, ranks, config))
             plan, copies = made or (None, None)
-        compares = plan is not None and compares_replicas(request, ranks)
-        if plan is not None and compares:
-            held = replicas.replicated_tensors(plan.plans)
-            some, error = try_action(partial(replicas.digest_replicas, held, ranks.rank))
-            digests = some or {}
-        can, target = copies is not None and copies.can_wait(config), str(request.target) if request else ""
-        facts = {"path": target, "can_wait": can, "replicas": replicas.digests_by_place(digests)}
-        terms = ranks.agree("save() in the background", facts, error, same=("path",), decide=_terms_of_snapshot).told
-        assert request is not None, "the agreement has raised the error"
+        staged = None if plan is None else StagedSave(plan)
+        fits = copies is not None and copies.can_wait(config)
+        agreed = agree_on_plan("save() in the background", request, staged, error, ranks, config, fits=fits)
         assert plan is not None, "the agreement has raised the error"
-        if compares:
-            apart = {} if terms["replicas_alike"] else replicas.differing_replicas(digests, ranks)
-            request = accept_differences(request, apart, ranks, config)
-            if apart:  # to be laid out anew
-                return self._agree_on_snapshot(request, None, ranks, config)
-        return request, plan, copies if terms["can_wait"] else None
+        if agreed.replicas_differ:
+            return self._agree_on_snapshot(agreed.request, None, ranks, config)
+        return agreed.request, plan, copies if agreed.fits else None
 
     def _plan_snapshot(self, request: SaveRequest, ranks: Ranks, config: SaverConfig) -> tuple[SavePlan, CopyPlan]:
         """The plan and its copies; the optimizers that copies may wait for are watched from here on."""
@@ -533,19 +519,6 @@ class BackgroundSaver:
         self.snapshot.watch_optimizers(steppers)
         plan = plan_save(request, ranks, config)
         return plan, plan_copies(plan, request, ranks, config, ids_changed_by_steps(steppers))
-
-    def _save_now(
-        self,
-        request: SaveRequest | None,
-        error: BaseException | None,
-        ranks: Ranks,
-        config: SaverConfig,
-        begun: float,
-        plan: SavePlan | None,
-        then: AfterSave,
-    ) -> SaveReport:
-        report = run_save(None if error else request, error, ranks, config, begun, plan, self._shared)
-        return then(report)
 
     def wait_for_save(self) -> SaveReport | None:
         """Wait for the save in flight and give its report, or raise what it raised; None when there is none."""
@@ -578,11 +551,6 @@ class BackgroundSaver:
             self.wait_for_save()
         finally:
             self.snapshot.close()
-
-
-def _terms_of_snapshot(facts: Values) -> dict[str, bool]:
-    alike = replicas.are_alike(one["replicas"] for one in facts)
-    return {"can_wait": all(one["can_wait"] for one in facts), "replicas_alike": alike}
 
 
 def _hooked_optimizers(of: TrainingRun) -> dict[torch.optim.Optimizer, list[Tensor]]:

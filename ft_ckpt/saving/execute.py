@@ -1,6 +1,6 @@
-"""One save from the request to the commit: the steps that every caller takes.
+"""One save from the request to the commit, in steps that every caller takes: plan and stage, agree, write, commit.
 
-Three steps, each ended by an agreement of all ranks: choose and check (nothing moves), move and write, commit.
+All ranks agree before a tensor moves and at the commit. A background save plans and agrees once more in the call.
 """
 
 import time
@@ -14,7 +14,6 @@ from typing import Any
 import xxhash
 
 from ft_ckpt.checkpoint.checks import stored_bytes
-from ft_ckpt.checkpoint.staging import Staging
 from ft_ckpt.config import SaverConfig, human_size
 from ft_ckpt.distributed.agreement import Values
 from ft_ckpt.distributed.ranks import Ranks
@@ -32,41 +31,57 @@ from ft_ckpt.saving.write import SaveJob, SharedFolders, StagedSave, prepare_sta
 from ft_ckpt.storage.digests import FileRecord, read_record
 from ft_ckpt.storage.place import Place, open_place
 from ft_ckpt.storage.scratch import local_folder
-from ft_ckpt.storage.store import SharedStore, Store
+from ft_ckpt.storage.store import Store
 from ft_ckpt.training.items import name_differing_tensors
 from ft_ckpt.transfer.push import PendingPush
 
 
 @dataclass(frozen=True)
 class SaveReport:
-    """A finished save: its folder, its size and the saver's decisions. The same on every rank, but what sends it."""
+    """A finished save: its folder, its size and the saver's decisions.
+
+    Identical on every rank except `push` and `upload`, which only rank 0 has.
+    """
 
     path: Path | str
     """The committed folder; its URL where it is in a bucket."""
     kind: str
     """ "full", "adapter", "attribute" or "state"."""
     bytes: int
-    """Size of all files, in bytes; one that goes by two names counts once."""
+    """Total size of the files, in bytes; hard links are counted once."""
     tensors: int
     """Number of stored tensors."""
     seconds: float
-    """From the call to the commit, synced."""
+    """From the call to the durable commit."""
     casts: Mapping[str, int]
     """Number of tensors for each cast, such as "float32->bfloat16"."""
     notes: tuple[str, ...]
-    """What the saver decided and a reader should know."""
+    """Decisions of the saver that affect a reader of the checkpoint."""
     step: int | None
-    """The step that it is of."""
+    """Training step of this checkpoint."""
     push: PendingPush | None = None
-    """The push to the Hub that was asked for with the save; on rank 0 alone."""
+    """The push to the Hub that the save requested; on rank 0 alone."""
     upload: PendingPush | None = None
-    """Its way from the staging folder to the bucket, if it takes that; on rank 0 alone."""
+    """The upload from the staging folder to the bucket, if there is one; on rank 0 alone."""
     target: Place | None = field(default=None, repr=False, compare=False)
 
     @property
     def place(self) -> Place:
-        """The committed folder as functions of ft_ckpt take it, with the client of its bucket."""
+        """The committed folder with the client of its bucket, as other functions of ft_ckpt take it."""
         return open_place(self.path) if self.target is None else self.target
+
+
+@dataclass(frozen=True, eq=False)
+class AgreedSave:
+    """The result of the exchange that precedes every write; identical on all ranks except `request` and `samples`."""
+
+    request: SaveRequest  # with the replicas that differ, if they were compared
+    replicas_differ: bool  # the plan must be made anew, to store the values of all ranks
+    fits: bool  # on every rank
+    state_dict: bool  # whether rank 0 was given one
+    stage: str | None  # the folder that all ranks can write into
+    offers: Mapping[str, Offer]  # frozen files that may exist already, by path
+    samples: tuple[BaseSamples, ...]  # of each rank; on rank 0 alone
 
 
 def run_save(
@@ -78,7 +93,7 @@ def run_save(
     plan: SavePlan | None,
     shared: SharedFolders,
 ) -> SaveReport:
-    """Carry out `request`, or pass on to the other ranks the `error` that there is instead. Collective.
+    """Carry out `request`, or report the `error` that took its place to the other ranks. Collective.
 
     `begun` is the time of the call, by `time.monotonic`; `plan` the plan made before, if there is one; `shared` caches
     which folders all ranks see. Raises what `CheckpointSaver.save` says.
@@ -86,17 +101,21 @@ def run_save(
     changed: frozenset[str] = frozenset()  # frozen files that no earlier checkpoint has, as earlier tries found
     tries = 0
     while True:
-        staged: StagedSave | None = None
+        staged, error = _plan_and_stage(request, plan, error, ranks, config, tries, changed)
         try:
-            if request is not None:
-                stage = partial(_plan_and_stage, request, plan, ranks, config, tries, changed)
-                staged, error = ranks.attempt(explained(request.target)(stage))
             # Everything that can be refused is refused here, before a tensor moves: later, ranks depend on each other.
-            job, samples, apart = _agree_on_plan(request, staged, ranks, config, shared, error)
-            if apart is not None:  # to be laid out anew
-                request, plan = accept_differences(job.request, apart, ranks, config), None
+            agreed = agree_on_plan("save()", request, staged, error, ranks, config)
+            assert staged is not None, "the agreement has raised the error"
+            request = agreed.request
+            if agreed.replicas_differ:
+                plan = None
                 continue
-            report = _write_and_commit(job, samples, begun)
+            job = SaveJob(
+                request, staged.plan, staged.staging, agreed.stage, agreed.offers, agreed.state_dict, ranks, config,
+                shared, staged.files,
+            )  # fmt: skip
+            written, error = _write_on_rank(job)
+            report = _commit_on_all(job, agreed.samples, written, error, begun)
         except BaseException:
             shared.forget()
             raise
@@ -106,20 +125,75 @@ def run_save(
         if report is not None:
             return report
         # Other programs have filled the disk meanwhile, and the settings say to try again.
+        plan, error = staged.plan, None
         changed, tries = changed | (job.offers.keys() - job.taken), tries + 1
 
 
-def accept_differences(
-    request: SaveRequest, apart: replicas.Differences, ranks: Ranks, config: SaverConfig
-) -> SaveRequest:
-    """The request that knows what ranks have come apart in. Raises RanksDisagreeError where that is refused."""
-    if apart:
-        report_differences(replicas.describe_differences(apart), str(request.target), ranks, config)
-    return replace(request, apart=apart)
+def _plan_and_stage(
+    request: SaveRequest | None,
+    plan: SavePlan | None,
+    error: BaseException | None,
+    ranks: Ranks,
+    config: SaverConfig,
+    tries: int,
+    changed: frozenset[str],
+) -> tuple[StagedSave | None, BaseException | None]:
+    """Plan the save unless it is planned, and open the stage on rank 0; or the error, which is agreed on next."""
+    if request is None or error is not None:
+        return None, error
+
+    def stage() -> StagedSave:
+        return prepare_stage(request, plan or plan_save(request, ranks, config), ranks, config, tries, changed)
+
+    staged, error = ranks.attempt(explained(request.target)(stage))
+    return staged, error
+
+
+def agree_on_plan(
+    what: str,
+    request: SaveRequest | None,
+    staged: StagedSave | None,
+    error: BaseException | None,
+    ranks: Ranks,
+    config: SaverConfig,
+    *,
+    fits: bool = True,
+) -> AgreedSave:
+    """Compare the plans and the replicas of all ranks in the exchange `what`; `fits` is true where it is on all ranks.
+
+    Raises the `error` of any rank, RanksDisagreeError naming tensors, or replicas where the settings refuse these.
+    """
+    compares = ranks.size > 1 and request is not None and request.apart is None and not request.state_dict_given
+    digests: dict[str, replicas.ReplicaDigest] = {}
+    if staged is not None and compares:
+        replicated = replicas.replicated_tensors(staged.plan.plans)
+        made, error = ranks.attempt(partial(replicas.digest_replicas, replicated, ranks.rank))
+        digests = made or {}
+    facts = {} if request is None or staged is None or error else _describe_save(request, staged, digests)
+    agreed = ranks.agree(what, {**facts, "fits": fits}, error, same=("path", "kind", "step"), decide=_terms_of)
+    assert request is not None, "the agreement has raised the error"
+    assert staged is not None, "the agreement has raised the error"
+    terms = agreed.told
+    if not terms["alike"]:
+        name_differing_tensors(ranks, "the tensors of save()", facts["tensors"], lambda: _tensor_names(staged.plan))
+    if compares and not terms["state_dict"]:  # a state dict is given on rank 0 alone
+        differing = replicas.differing_replicas(digests, terms["differing_places"], ranks)
+        if differing:
+            report_differences(replicas.describe_differences(differing), str(request.target), ranks, config)
+        request = replace(request, apart=differing)
+    return AgreedSave(
+        request,
+        replicas_differ=compares and bool(request.apart),
+        fits=terms["fits"],
+        state_dict=terms["state_dict"],
+        stage=terms["stage"],
+        offers={path: Offer(count, tuple(found)) for path, (count, found) in terms["offers"].items()},
+        samples=tuple(value["samples"] for value in agreed.values),
+    )
 
 
 def report_differences(found: str, saved: str, ranks: Ranks, config: SaverConfig) -> None:
-    """Refuse what ranks were `found` to have otherwise than others, or warn of it in what is `saved`, as configured.
+    """Refuse the differences between ranks that were `found`, or warn of them in what is `saved`, as configured.
 
     Raises RanksDisagreeError.
     """
@@ -127,48 +201,6 @@ def report_differences(found: str, saved: str, ranks: Ranks, config: SaverConfig
         replicas.refuse_replica_differences(found)
     if config.on_difference == "warn" and ranks.shows:
         warn(f"{saved}: {found}, which is stored", stacklevel=5)
-
-
-def _plan_and_stage(
-    request: SaveRequest, plan: SavePlan | None, ranks: Ranks, config: SaverConfig, tries: int, changed: frozenset[str]
-) -> StagedSave:
-    return prepare_stage(request, plan or plan_save(request, ranks, config), ranks, config, tries, changed)
-
-
-def _agree_on_plan(
-    request: SaveRequest | None,
-    staged: StagedSave | None,
-    ranks: Ranks,
-    config: SaverConfig,
-    shared: SharedFolders,
-    error: BaseException | None,
-) -> tuple[SaveJob, tuple[BaseSamples, ...], replicas.Differences | None]:
-    """Compare the plans of all ranks: the job, on rank 0 every rank's samples, and replicas that differ, if any do.
-
-    Raises RanksDisagreeError naming tensors.
-    """
-    compares = compares_replicas(request, ranks)
-    digests: dict[str, replicas.ReplicaDigest] = {}
-    if staged is not None and compares:
-        held = replicas.replicated_tensors(staged.plan.plans)
-        made, error = ranks.attempt(partial(replicas.digest_replicas, held, ranks.rank))
-        digests = made or {}
-    facts = {} if request is None or staged is None or error else _describe_save(request, staged, digests)
-    agreed = ranks.agree("save()", facts, error, same=("path", "kind", "step"), decide=_terms_of)
-    assert request is not None, "the agreement has raised the error"
-    assert staged is not None, "the agreement has raised the error"
-    terms = agreed.told
-    if not terms["alike"]:
-        name_differing_tensors(ranks, "the tensors of save()", facts["tensors"], lambda: _tensor_names(staged.plan))
-    apart: replicas.Differences | None = None
-    if compares and not terms["state_dict"] and not terms["replicas_alike"]:  # a state dict is given on rank 0 alone
-        apart = replicas.differing_replicas(digests, ranks) or None
-    offers = {path: Offer(count, tuple(digests)) for path, (count, digests) in terms["offers"].items()}
-    job = SaveJob(
-        request, staged.plan, staged.staging, terms["stage"], offers, terms["state_dict"], ranks, config, shared
-    )
-    job.companions = staged.files
-    return job, tuple(value["samples"] for value in agreed.values), apart
 
 
 def _describe_save(
@@ -183,18 +215,23 @@ def _describe_save(
         "tensors": xxhash.xxh3_64_hexdigest(names.encode()),  # names, shapes and dtypes in all files
         "state_dict": request.state_dict_given,
         "samples": staged.plan.samples,
-        "stage": _shared_stage(staged.staging),
+        "stage": staged.shared_url,
         "offers": {path: [offer.ranks, offer.digests] for path, offer in staged.offers.items()},
         "replicas": replicas.digests_by_place(digests),
     }
 
 
 def _terms_of(facts: Values) -> dict[str, Any]:
-    _refuse_lonely_dicts(facts)
+    given = [str(rank) for rank, one in enumerate(facts) if one["state_dict"]]
+    if given and not facts[0]["state_dict"]:  # the others would leave rank 0 waiting for their tensors
+        raise RanksDisagreeError(
+            f"state_dict= was given on rank(s) {', '.join(given)} and not on rank 0, which writes it; give it on rank 0"
+        )
     return {
         **{key: facts[0][key] for key in ("stage", "offers", "state_dict")},
+        "fits": all(one["fits"] for one in facts),
         "alike": all(one["tensors"] == facts[0]["tensors"] for one in facts),
-        "replicas_alike": replicas.are_alike(one["replicas"] for one in facts),
+        "differing_places": replicas.differing_places(one["replicas"] for one in facts),
     }
 
 
@@ -202,35 +239,26 @@ def _tensor_names(plan: SavePlan) -> tuple[str, ...]:
     return tuple(f"{one.part.path}/{e.name}".lstrip("/") for one in plan.plans for e in one.part.entries)
 
 
-def compares_replicas(request: SaveRequest | None, ranks: Ranks) -> bool:
-    """Whether what all ranks hold has yet to be compared for this request."""
-    return ranks.size > 1 and request is not None and request.apart is None and not request.state_dict_given
+def _write_on_rank(job: SaveJob) -> tuple[dict[str, Any] | None, BaseException | None]:
+    """Write the tensors: the records of what this rank wrote, or its error, which is agreed on at the commit."""
+    if job.state_dict and not job.ranks.leads:  # a gather that made the dict leaves other ranks with {} or None
+        return {}, None
+    written, error = job.ranks.attempt(explained(job.request.target)(partial(write_tensors, job)))
+    return written, error
 
 
-def _shared_stage(staging: Staging | None) -> str | None:
-    """The folder in which ranks may write files together, if there is one."""
-    return staging.store.url if staging is not None and isinstance(staging.store, SharedStore) else None
-
-
-def _refuse_lonely_dicts(facts: Values) -> None:
-    """Rank 0 writes: a state dict that others were handed and it was not leaves it waiting for tensors."""
-    given = [str(rank) for rank, one in enumerate(facts) if one["state_dict"]]
-    if given and not facts[0]["state_dict"]:
-        raise RanksDisagreeError(
-            f"state_dict= was given on rank(s) {', '.join(given)} and not on rank 0, which writes it; give it on rank 0"
-        )
-
-
-def _write_and_commit(job: SaveJob, samples: tuple[BaseSamples, ...], begun: float) -> SaveReport | None:
-    """Write the files, compare them with the model, commit: the report, or None where the disk is full. Collective.
+def _commit_on_all(
+    job: SaveJob,
+    samples: tuple[BaseSamples, ...],
+    written: dict[str, Any] | None,
+    error: BaseException | None,
+    begun: float,
+) -> SaveReport | None:
+    """Compare the written files with the model and commit: the report, or None where the disk is full. Collective.
 
     A full disk is an error unless the settings say to make room and try again.
     """
     request, ranks, retries = job.request, job.ranks, job.config.when_full != "raise"
-    written: dict[str, Any] | None = {}
-    error: BaseException | None = None
-    if ranks.leads or not job.state_dict:  # a gather that made the dict leaves other ranks with {} or None
-        written, error = ranks.attempt(explained(request.target)(partial(write_tensors, job)))
     is_full = retries and isinstance(error, NoSpaceError)
 
     def commit(values: Values) -> dict[str, Any] | None:
@@ -265,6 +293,7 @@ def _commit_files(job: SaveJob, files: list[FileRecord], samples: tuple[BaseSamp
     request, plan, staging = job.request, job.plan, job.staging
     assert staging is not None, "rank 0 has the staging"
     store, compression = staging.store, job.config.compression
+    has_state = request.captured is not None and request.captured.state is not None
     settings = replicas.differing_settings({} if request.captured is None else request.captured.document)
     for one in plan.plans:
         paths = {file.path for file in one.files}
@@ -291,7 +320,7 @@ def _commit_files(job: SaveJob, files: list[FileRecord], samples: tuple[BaseSamp
         world={"size": job.ranks.size, "engine": plan.engine},
         run_id=request.run_id,
         rankings=job.config.rankings,
-        export=bool(request.made_from) or (request.run_id is not None and not _has_state(request)),
+        export=bool(request.made_from) or (request.run_id is not None and not has_state),
         made_from=request.made_from,
     )
     size_bytes = stored_bytes(store, manifest)
@@ -306,11 +335,7 @@ def _commit_files(job: SaveJob, files: list[FileRecord], samples: tuple[BaseSamp
     }
 
 
-def _has_state(request: SaveRequest) -> bool:
-    return request.captured is not None and request.captured.state is not None
-
-
 def _compress_in_place(file: FileRecord, store: Store, compression: str) -> FileRecord:
-    """The file's record once it is compressed in place: sizes are known only afterwards, so this is a second pass."""
+    """Compress the file; sizes are known only afterwards, so this is a second pass. Return its new record."""
     compress_file(Place(store, file.path), compression)
     return read_record(store, file.path)

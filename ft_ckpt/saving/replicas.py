@@ -7,7 +7,6 @@ have whole rank 0's, and is written by that rank alone; a run keeps those of the
 
 import ctypes
 import json
-from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import astuple, dataclass, replace
 from typing import Any
@@ -40,7 +39,7 @@ class ReplicaDigest:
 
     place: str  # as `place_of` says
     bits: str  # hexadecimal; "" where it has nothing, though others have
-    speaks: bool  # whether it is this rank's that is stored
+    is_stored: bool  # whether this rank writes it
 
 
 def replicated_tensors(plans: Iterable[PartPlan]) -> dict[str, Source]:
@@ -81,23 +80,26 @@ def digests_by_place(made: Mapping[str, ReplicaDigest]) -> dict[str, str]:
     return {place: xxhash.xxh3_128_hexdigest(repr(some).encode()) for place, some in places.items()}
 
 
-def are_alike(parts: Iterable[Mapping[str, str]]) -> bool:
-    """Whether ranks that have something at one place have the same, from what each has `digests_by_place`."""
-    seen: dict[str, str] = {}
-    return all(seen.setdefault(place, digest) == digest for one in parts for place, digest in one.items())
+def differing_places(digests: Iterable[Mapping[str, str]]) -> list[str]:
+    """The places at which ranks do not all hold the same, from the `digests_by_place` of each."""
+    seen: dict[str, set[str]] = {}
+    for rank_digests in digests:
+        for place, digest in rank_digests.items():
+            seen.setdefault(place, set()).add(digest)
+    return sorted(place for place, found in seen.items() if len(found) > 1)
 
 
-def differing_replicas(made: Mapping[str, ReplicaDigest], ranks: Ranks) -> Differences:
-    """The tensors that ranks have otherwise than the first of them, from the digests `made` on each. Collective.
+def differing_replicas(digests: Mapping[str, ReplicaDigest], places: Sequence[str], ranks: Ranks) -> Differences:
+    """The tensors at `places` that differ from the first rank that stores them, from each rank's `digests`.
 
-    Of ranks that have the same at a place one speaks for all.
+    Collective unless `places` is empty.
     """
-    voices = {place: f"{digest} {_speaks_for(made, place)}" for place, digest in digests_by_place(made).items()}
-    speakers = ranks.agree("the look at what ranks hold", {"voices": voices}, decide=_choose_speakers).told
-    own = {name: [*astuple(digest)] for name, digest in made.items()} if ranks.rank in speakers else {}
-    mine = {"voices": voices, "digests": own}
-    found = ranks.agree("the comparison of what ranks hold", mine, decide=_find_differences).told
-    return {name: {int(rank): place for rank, place in odd.items()} for name, odd in found.items()}
+    if not places:
+        return {}
+    differ = frozenset(places)
+    own = {name: [*astuple(digest)] for name, digest in digests.items() if digest.place in differ}
+    found = ranks.agree("the comparison of replicas", {"digests": own}, decide=_find_differences).told
+    return {name: {int(rank): place for rank, place in differing.items()} for name, differing in found.items()}
 
 
 def differing_settings(document: Mapping[str, Any]) -> Differences:
@@ -192,41 +194,17 @@ def _of_first_rank(entry: Entry, odd: frozenset[int]) -> Entry:
     return entry._replace(source=of_rank_0(entry.source))
 
 
-def _speaks_for(made: Mapping[str, ReplicaDigest], place: str) -> str:
-    """For which of the tensors at a place it is this rank's that is stored."""
-    names = [name for name, one in made.items() if one.place == place and one.speaks]
-    return xxhash.xxh3_64_hexdigest(repr(names).encode())
-
-
-def _ranks_by_voice(answers: Values) -> dict[tuple[str, str], list[int]]:
-    """The ranks that have the same at a place, in rank order."""
-    found: dict[tuple[str, str], list[int]] = {}
-    for rank, answer in enumerate(answers):
-        for voice in answer["voices"].items():
-            found.setdefault(voice, []).append(rank)
-    return found
-
-
-def _choose_speakers(answers: Values) -> list[int]:
-    """The first rank of those that have the same at a place where others have otherwise."""
-    groups = _ranks_by_voice(answers)
-    several = Counter(place for place, _ in groups)
-    return sorted({found[0] for (place, _), found in groups.items() if several[place] > 1})
-
-
 def _find_differences(answers: Values) -> dict[str, dict[str, str | None]]:
+    copies: dict[tuple[str, str], list[tuple[int, ReplicaDigest]]] = {}  # tensor and place -> its copies by rank
+    for rank, answer in enumerate(answers):
+        for name, fields in answer["digests"].items():
+            digest = ReplicaDigest(*fields)
+            copies.setdefault((name, digest.place), []).append((rank, digest))
     found: dict[str, dict[int, str | None]] = {}
-    had: dict[tuple[str, str], list[tuple[ReplicaDigest, list[int]]]] = {}  # tensor and place -> what ranks have there
-    for (place, _), group in sorted(_ranks_by_voice(answers).items(), key=lambda item: item[1][0]):
-        for name, fields in answers[group[0]]["digests"].items():
-            one = ReplicaDigest(*fields)
-            if one.place == place:
-                had.setdefault((name, place), []).append((one, group))
-    for (name, _), some in had.items():
-        first = next((one for one, _ in some if one.speaks), some[0][0])
-        for one, group in some:
-            odd = group if one.bits != first.bits else ()
-            found.setdefault(name, {}).update(dict.fromkeys(odd, one.place if one.bits else None))
+    for (name, place), held in copies.items():
+        stored = next((digest for _, digest in held if digest.is_stored), held[0][1])
+        odd = {rank: place if digest.bits else None for rank, digest in held if digest.bits != stored.bits}
+        found.setdefault(name, {}).update(odd)
     return {name: {str(rank): odd[rank] for rank in sorted(odd)} for name, odd in found.items() if odd}
 
 

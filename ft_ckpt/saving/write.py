@@ -46,6 +46,11 @@ class StagedSave:
     files: tuple[FileRecord, ...] = ()  # that are there
     offers: Mapping[str, Offer] = field(default_factory=dict)  # frozen files that may be there already
 
+    @property
+    def shared_url(self) -> str | None:
+        """The folder in which ranks may write files together, if there is one."""
+        return self.staging.store.url if self.staging and isinstance(self.staging.store, SharedStore) else None
+
 
 def prepare_stage(
     request: SaveRequest, plan: SavePlan, ranks: Ranks, config: SaverConfig, tries: int, changed: frozenset[str]

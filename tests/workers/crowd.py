@@ -133,7 +133,7 @@ def live_meetings(folder: Path, own: tuple[SaveRequest, LocalState, StagedSave],
     assert len(state.exchange_facts(local, [], ranks, {}).trees) == ranks.size
     if phase == "first save":
         assert write.all_ranks_see(LocalStore(folder), ranks)
-    execute._agree_on_plan(request, staged, ranks, SaverConfig(), write.SharedFolders(), None)
+    execute.agree_on_plan("save()", request, staged, None, ranks, SaverConfig())
     written = {"full": False, "digests": ["0" * 32] * 20}
     assert len(ranks.agree("commit", written, decide=lambda _: None).values) == ranks.size * ranks.leads
 
