@@ -144,7 +144,7 @@ class Listing:
 def list_checkpoints(root: str | os.PathLike[str] | Place) -> Listing:
     """The committed checkpoints in `root` and directly below it, as `discover` has them, and what is wrong with others.
 
-    Raises UnreadableError when `root` itself cannot be looked through.
+    Raises UnreadableError when `root` itself cannot be listed.
     """
     store = open_place(root).folder
     folders = visible_folders(store.list_folder())
@@ -169,7 +169,7 @@ def discover(root: str | os.PathLike[str] | Place) -> list[CheckpointInfo]:
     Runs come in the order of their newest checkpoints, those of one run by step, before them those without one in the
     order they were saved in. Hidden folders and those without a manifest are left out;
     so are those whose manifest is damaged or cannot be read just now, with a warning that names them. Raises
-    UnreadableError when `root` itself cannot be looked through.
+    UnreadableError when `root` itself cannot be listed.
     """
     listed = list_checkpoints(root)
     listed.warn_left_out()

@@ -12,7 +12,6 @@ from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from functools import partial
 from pathlib import Path
-from typing import Protocol
 
 from ft_ckpt.checkpoint import catalog, commit
 from ft_ckpt.checkpoint.bucket_delete import drop_from_bucket, mark_guards, settle_in_bucket, strip_in_bucket
@@ -42,101 +41,52 @@ from ft_ckpt.storage.local_store import LocalStore, folder_of
 from ft_ckpt.storage.place import Place, location_name, open_place
 from ft_ckpt.storage.store import Store, Stored
 
-Step = tuple[Path | str, Callable[[], Removal]]  # one removal: where, and what does it
+Step = tuple[Path | str, Callable[[], Removal]]  # one removal: location and action
 _STAGE = re.compile(r"\.(?P<target>.+)\.ft_ckpt-stage-.+-\d+-[0-9a-f]{8}", re.DOTALL)
-_PROVED: dict[str, bytes] = {}  # the checkpoints in buckets that were found valid, as they were listed
-
-
-class RunFolder(Protocol):
-    """What keeping and deleting checkpoints asks of the folder of a run. Checkpoints are named by their location."""
-
-    def look(self) -> Place:
-        """The folder to list and read the checkpoints in, as it is now."""
-        ...
-
-    def sole_sweep(self) -> AbstractContextManager[bool]:
-        """Keep other sweeps off while the block runs; False when one is at work."""
-        ...
-
-    def unfinished(self) -> list[Step]:
-        """What others have begun to delete, and what has to be done about it."""
-        ...
-
-    def drop(self, location: Path | str) -> Removal:
-        """Delete a checkpoint, unless something guards it; raises as `delete.delete_checkpoint` does."""
-        ...
-
-    def strip(self, location: Path | str) -> Removal:
-        """Delete the training state of a checkpoint, unless something guards it; raises likewise."""
-        ...
-
-    def is_valid(self, info: CheckpointInfo) -> bool:
-        """Whether it passes `verify(deep=False)`; raises what `damage_of` does."""
-        ...
-
-    def guards(self, checkpoint: Store) -> tuple[str, ...]:
-        """The reasons, read from its folder, why a checkpoint that was listed must not be deleted now."""
-        ...
-
-    def releasable(self, checkpoint: Store, names: Iterable[str]) -> int:
-        """Bytes that deleting these files of a checkpoint frees."""
-        ...
-
-    def recover(self) -> tuple[str, ...]:
-        """Undo or finish the saves whose process died; a line for each."""
-        ...
-
-
-def open_run_folder(root: Place) -> RunFolder:
-    """The folder of a run at `root`."""
-    store = root.folder
-    return LocalRun(store.folder) if isinstance(store, LocalStore) else BucketRun(store)
+_VALID_IN_BUCKETS: dict[str, bytes] = {}  # store identity -> digest of the listing that was verified
 
 
 @dataclass(frozen=True)
 class LocalRun:
-    """A folder of a disk: renames and locks, see `delete` and `commit`."""
+    """The folder of a run on a disk: renames and locks, see `delete` and `commit`."""
 
     root: Path
 
-    def look(self) -> Place:
-        """The folder itself."""
+    def snapshot(self) -> Place:
         return Place(LocalStore(self.root))
 
     @contextlib.contextmanager
-    def sole_sweep(self) -> Iterator[bool]:
-        """Lock the folder against a second pruning, which could bring a checkpoint back."""
-        with locks.holding_lock(self.root.resolve(strict=True)) as mine:
-            yield mine is not False  # without locks on folders, such as NFS, there must be one that prunes
+    def exclusive_sweep(self) -> Iterator[bool]:
+        """Lock the folder against a second pruning, which could bring a checkpoint back; False when one is running.
+
+        On file systems without folder locks, such as NFS, only one process may prune.
+        """
+        with locks.holding_lock(self.root.resolve(strict=True)) as acquired:
+            yield acquired is not False
 
     def unfinished(self) -> list[Step]:
-        """Tombstones."""
+        """The deletions that were interrupted, by their tombstones."""
         return [(path, partial(finish_deletion, path)) for path in unfinished_deletions(self.root)]
 
     def drop(self, location: Path | str) -> Removal:
-        """See `delete`."""
         return delete_checkpoint(Path(location))
 
     def strip(self, location: Path | str) -> Removal:
-        """See `delete`."""
         return delete_state(Path(location))
 
     def is_valid(self, info: CheckpointInfo) -> bool:
-        """Ask the catalog."""
         return not damage_of(info.place)
 
     def guards(self, checkpoint: Store) -> tuple[str, ...]:
-        """Pins, leases, and stages beside it."""
         return deletion_guards(folder_of(checkpoint))
 
     def releasable(self, checkpoint: Store, names: Iterable[str]) -> int:
-        """Those of files with no other name."""
         return releasable_bytes(folder_of(checkpoint), names)
 
     def recover(self) -> tuple[str, ...]:
-        """Settle stages and sidelines; the run's own folder comes first, as what is below it may be in a stage."""
-        named = (_STAGE.fullmatch(path.name) for path in folder_entries(self.root))
-        targets = sorted({match["target"] for match in named if match})
+        """Settle stages and sidelines. The run's own folder comes first: what is below it may be in a stage."""
+        stages = (_STAGE.fullmatch(path.name) for path in folder_entries(self.root))
+        targets = sorted({stage["target"] for stage in stages if stage})
         return tuple(
             line
             for target in (self.root, *(self.root / name for name in targets))
@@ -146,21 +96,20 @@ class LocalRun:
 
 @dataclass
 class BucketRun:
-    """The prefix of a bucket, see `bucket_delete` and `guards`; all is told by one listing of it."""
+    """The folder of a run in a bucket, see `bucket_delete` and `guards`; each decision comes from one listing."""
 
     root: Store
-    now: float = 0.0  # by the clock of the store, as far as it is known: at least this
+    now: float = 0.0  # time of the store's clock: a lower bound
 
-    def look(self) -> Place:
-        """The objects as they are listed now."""
+    def snapshot(self) -> Place:
         return Place(ListedStore(self.root, self._list_all()))
 
-    def sole_sweep(self) -> AbstractContextManager[bool]:
-        """Nothing: each removal gives way to another's."""
+    def exclusive_sweep(self) -> AbstractContextManager[bool]:
+        """No lock: each removal gives way to other sweeps on its own."""
         return contextlib.nullcontext(True)
 
     def unfinished(self) -> list[Step]:
-        """All folders with marks: some may be of processes that are dead."""
+        """All folders with marks: their processes may be dead. Stale clock and probe objects are deleted here."""
         self.now = store_time(self.root)
         listed = self._list_all()
         passing = [each for each in listed.values() if each.name.startswith((CLOCK, PROBE))]
@@ -170,33 +119,29 @@ class BucketRun:
         return [self._settling(name, listed) for name in sorted(marked) if not name.startswith(".")]
 
     def drop(self, location: Path | str) -> Removal:
-        """See `bucket_delete`."""
-        return drop_from_bucket(self._folder(location))
+        return drop_from_bucket(self.root.within(location_name(location)))
 
     def strip(self, location: Path | str) -> Removal:
-        """See `bucket_delete`."""
-        return strip_in_bucket(self._folder(location))
+        return strip_in_bucket(self.root.within(location_name(location)))
 
     def is_valid(self, info: CheckpointInfo) -> bool:
-        """Ask the catalog; once found valid, a checkpoint is so while its objects have the versions that were seen."""
+        """Verified once: a valid checkpoint stays valid while its objects keep the versions that were verified."""
         objects = [each for each in info.store.list() if not is_mark(each.name)]
-        seen = hashlib.blake2b(repr(objects).encode(), digest_size=16).digest()
-        if _PROVED.get(info.store.identity) != seen:
+        versions = hashlib.blake2b(repr(objects).encode(), digest_size=16).digest()
+        if _VALID_IN_BUCKETS.get(info.store.identity) != versions:
             if damage_of(info.place):
                 return False
-            _PROVED[info.store.identity] = seen
+            _VALID_IN_BUCKETS[info.store.identity] = versions
         return True
 
     def guards(self, checkpoint: Store) -> tuple[str, ...]:
-        """Marks."""
         return mark_guards(checkpoint, {each.name: each for each in checkpoint.list()}, self.now)
 
     def releasable(self, checkpoint: Store, names: Iterable[str]) -> int:
-        """All: an object has one name."""
         return sum(found.size_bytes for name in names if (found := checkpoint.stat(name)) is not None)
 
     def recover(self) -> tuple[str, ...]:
-        """Delete what is left of saves, and finish removals. Failures are warned of: nothing there is in the way."""
+        """Delete what is left of dead saves, and finish removals. A failure is a warning: leftovers block no save."""
         done = []
         try:
             for location, step in self.unfinished():
@@ -205,31 +150,37 @@ class BucketRun:
                     what = "finished its removal" if removal.dropped else "removed what was left of a save"
                     done.append(f"{location_name(location)}: {what}")
         except CheckpointError as error:
-            warn(f"{self.root.url}: what dead saves may have left there stays for now ({error})", stacklevel=3)
+            warn(f"{self.root.url}: leftovers of dead saves were not removed ({error})", stacklevel=3)
         return tuple(done)
 
     def _list_all(self) -> dict[str, Stored]:
-        found = {each.name: each for each in self.root.list()}
-        self.now = max([self.now, *(each.modified for each in found.values())])
-        return found
+        listed = {each.name: each for each in self.root.list()}
+        self.now = max([self.now, *(each.modified for each in listed.values())])
+        return listed
 
     def _settling(self, name: str, listed: Mapping[str, Stored]) -> Step:
         store, inside = self.root.within(name), ListedStore(self.root, listed).within(name).listed
         return store.url, lambda: settle_in_bucket(store, inside, self.now) or Removal(store.url)
 
-    def _folder(self, location: Path | str) -> Store:
-        return self.root.within(location_name(location))
+
+RunFolder = LocalRun | BucketRun  # checkpoints in it are named by their location
+
+
+def open_run_folder(root: Place) -> RunFolder:
+    """The folder of a run at `root`."""
+    store = root.folder
+    return LocalRun(store.folder) if isinstance(store, LocalStore) else BucketRun(store)
 
 
 @dataclass(frozen=True)
 class PruneReport:
-    """The outcome of pruning, or of its dry run: `kept` with the reasons; failures are tried again next time."""
+    """The outcome of pruning, or of its dry run. The next sweep retries failed deletions."""
 
-    kept: Mapping[Path | str, tuple[str, ...]] = field(default_factory=dict)
+    kept: Mapping[Path | str, tuple[str, ...]] = field(default_factory=dict)  # with the reasons
     dropped: tuple[Path | str, ...] = ()
     stripped: tuple[Path | str, ...] = ()  # kept without their training state
     freed_bytes: int = 0
-    left: tuple[Path | str, ...] = ()  # files of others in the folders of dropped checkpoints, which stay
+    left: tuple[Path | str, ...] = ()  # unlisted files in the folders of dropped checkpoints, which stay
     problems: tuple[str, ...] = ()
 
 
@@ -238,9 +189,9 @@ def survey_run(
 ) -> list[HeldCheckpoint]:
     """The checkpoints in the folder `root` of a run, oldest first; links and `root` itself are left out.
 
-    Guarded are those in `protect`, pinned or leased ones, those that a link in `root` leads to, and those that a save
-    is about to replace. Raises UnreadableError when a manifest, or `root`, cannot be read just now: rules that see only
-    some of them could let the wrong ones go.
+    Guarded: checkpoints in `protect`, pinned or leased ones, targets of links in `root`, and those that a save is about
+    to replace. Raises UnreadableError when a manifest, or `root`, cannot be read now: rules that see only some
+    checkpoints could delete the wrong ones.
     """
     return _survey(open_run_folder(open_place(root)), protect)
 
@@ -255,9 +206,9 @@ def prune_run(
 ) -> PruneReport:
     """Delete the checkpoints in `root` that `keep` does not ask for (see `retention.plan_pruning`).
 
-    With `run_id` other runs' checkpoints stay, without it each run is judged by itself; exports, averages and folders
-    without our manifest always stay. What the disk refuses is in the report's `problems` and nothing is raised for it;
-    so is another sweep of the same folder, which is not waited for.
+    With `run_id` other runs' checkpoints stay; without it the rules apply to each run separately. Exports, averages and
+    folders without a manifest always stay. Failed deletions are reported in `problems`, not raised; so is a concurrent
+    sweep of the same folder, which is not waited for.
     """
     return _run_plan(open_place(root), lambda run: plan_pruning(_survey(run, protect), keep, run_id), dry_run=dry_run)
 
@@ -269,7 +220,7 @@ def prune_after_save(
     protect: tuple[Path | Place, ...],
     newest_path: Path | Place | None = None,
 ) -> None:
-    """Prune a run after a save; failures are warned of and never end the run."""
+    """Prune a run after a save; failures are warnings and never end the run."""
     if root is None or keep is None:
         return
     try:
@@ -289,9 +240,9 @@ def make_room(
     run_id: str | None = None,
     protect: Iterable[str | os.PathLike[str] | Place] = (),
 ) -> PruneReport:
-    """Delete, ahead of the save of `step`, the checkpoints that `keep` would not ask for after it.
+    """Delete, before the save of `step`, the checkpoints that `keep` will not ask for after it.
 
-    The newest valid ones of today stay nevertheless: the new one is not there yet. Reports as `prune_run` does.
+    The newest valid ones of today stay, because the new one is not committed yet. Reports as `prune_run` does.
     """
 
     def as_if_saved(run: RunFolder) -> PrunePlan:
@@ -299,7 +250,10 @@ def make_room(
         vital = newest_valid(each for each in held if run_id is None or each.run_id == run_id)
         if not vital:
             return plan_pruning(held, keep, run_id)
-        held = [_with_guard(each, vital.get(each.path)) for each in held]
+        held = [
+            dataclasses.replace(each, guards=(*each.guards, vital[each.path])) if each.path in vital else each
+            for each in held
+        ]
         now = datetime.now(timezone.utc).timestamp()
         number = 1 + max((each.number for each in held), default=0)
         coming = HeldCheckpoint(path="\0", step=step, created=now, has_state=True, run_id=run_id, number=number)
@@ -320,36 +274,36 @@ def remove_checkpoints(root: Place, drop: Iterable[Path | str], strip: Iterable[
 def recover_all(root: str | os.PathLike[str] | Place) -> tuple[str, ...]:
     """Undo or finish the saves into `root` whose process died (see `commit`, `bucket_delete`); a line for each.
 
-    For the one who writes there, before it does: nobody else may be saving into `root`. Raises TargetError.
+    For the process that is about to save there: no other process may be saving into `root`. Raises TargetError.
     """
     return open_run_folder(open_place(root)).recover()
 
 
 def _survey(run: RunFolder, protect: Iterable[str | os.PathLike[str] | Place]) -> list[HeldCheckpoint]:
-    root = run.look()
+    root = run.snapshot()
     links = {each.identity: each.name for each in root.folder.list_folder().folders if each.is_link}
-    asked = {open_place(path).folder.identity for path in protect}
+    protected = {open_place(path).folder.identity for path in protect}
     listed = catalog.list_checkpoints(root)
     listed.require_readable()
-    found = (info for info in listed.found if info.store != root.folder and info.name not in links.values())
-    return [held for info in found if (held := _held_checkpoint(run, info, links, asked)) is not None]
+    infos = (info for info in listed.found if info.store != root.folder and info.name not in links.values())
+    return [held for info in infos if (held := _held_checkpoint(run, info, links, protected)) is not None]
 
 
 def _held_checkpoint(
-    run: RunFolder, info: catalog.CheckpointInfo, links: Mapping[str, str], asked: set[str]
+    run: RunFolder, info: catalog.CheckpointInfo, links: Mapping[str, str], protected: set[str]
 ) -> HeldCheckpoint | None:
+    """The checkpoint with its guards; `links`: link name by store identity. None if it was deleted meanwhile."""
     manifest, store = info.manifest, info.store
-    real = store.identity
     try:
         valid = run.is_valid(info)
     except UnreadableError:
-        raise  # not known to be invalid
+        raise  # unreadable now is not invalid
     except CheckpointError:
-        if store.stat(MANIFEST_NAME) is None:  # deleted since it was discovered
+        if store.stat(MANIFEST_NAME) is None:  # deleted since it was listed
             return None
         valid = False
-    why = [f"linked from {links[real]}"] if real in links else []
-    why += ["protected by the caller"] if real in asked else []
+    guards = [f"linked from {links[store.identity]}"] if store.identity in links else []
+    guards += ["protected by the caller"] if store.identity in protected else []
     kinds = {part.kind for part in manifest.parts}
     return HeldCheckpoint(
         path=info.path,
@@ -357,7 +311,7 @@ def _held_checkpoint(
         created=_created_seconds(store, manifest.created),
         number=manifest.number or 0,
         metrics=manifest.metrics,
-        guards=(*why, *run.guards(store)),
+        guards=(*guards, *run.guards(store)),
         valid=valid,
         has_state=STATE in kinds,
         has_weights=kinds != {STATE},
@@ -366,12 +320,8 @@ def _held_checkpoint(
     )
 
 
-def _with_guard(each: HeldCheckpoint, why: str | None) -> HeldCheckpoint:
-    return each if why is None else dataclasses.replace(each, guards=(*each.guards, why))
-
-
 def _created_seconds(store: Store, created: str) -> float:
-    """Unix time of an ISO 8601 text, UTC where it names no zone; of the manifest's last change when it is none."""
+    """Unix time of an ISO 8601 text (UTC if it has no zone); of the manifest's last change if `created` is invalid."""
     try:
         then = datetime.fromisoformat(created.replace("Z", "+00:00"))
         return (then.astimezone(timezone.utc) if then.tzinfo else then.replace(tzinfo=timezone.utc)).timestamp()
@@ -380,21 +330,21 @@ def _created_seconds(store: Store, created: str) -> float:
         return 0.0 if found is None else found.modified
 
 
-def _run_plan(root: Place, planned: Callable[[RunFolder], PrunePlan], *, dry_run: bool = False) -> PruneReport:
+def _run_plan(root: Place, make_plan: Callable[[RunFolder], PrunePlan], *, dry_run: bool = False) -> PruneReport:
     run = open_run_folder(root)
     try:
         if dry_run:
-            return _dry_report(run, planned(run))
-        with run.sole_sweep() as alone:
+            return _dry_report(run, make_plan(run))
+        with run.exclusive_sweep() as alone:
             if not alone:
                 return PruneReport(problems=(f"{root}: another sweep is at work there; nothing was deleted",))
             done = [_try_step(*step) for step in run.unfinished()]
-            what = planned(run)
-            done += [_try_step(path, partial(run.drop, path)) for path in what.drop]
-            done += [_try_step(path, partial(run.strip, path)) for path in what.strip]
+            plan = make_plan(run)
+            done += [_try_step(path, partial(run.drop, path)) for path in plan.drop]
+            done += [_try_step(path, partial(run.strip, path)) for path in plan.strip]
     except (CheckpointError, OSError) as error:
-        return PruneReport(problems=(f"{root}: cannot be looked through ({error}); nothing was deleted",))
-    report = _prune_report(what, done)
+        return PruneReport(problems=(f"{root}: cannot be listed ({error}); nothing was deleted",))
+    report = _prune_report(plan, done)
     for path in report.dropped:
         LOG.info("deleted %s", location_name(path))
     for path in report.stripped:
@@ -406,13 +356,13 @@ def _try_step(path: Path | str, step: Callable[[], Removal]) -> Removal | str:
     try:
         return step()
     except (CheckpointError, OSError) as error:
-        return f"{path}: not deleted, or not all of it ({error}); the next sweep goes on"
+        return f"{path}: not deleted completely ({error}); the next sweep continues"
 
 
-def _prune_report(what: PrunePlan, done: list[Removal | str]) -> PruneReport:
+def _prune_report(plan: PrunePlan, done: list[Removal | str]) -> PruneReport:
     removals = [each for each in done if isinstance(each, Removal)]
     return PruneReport(
-        kept={**what.keep, **{each.path: each.why for each in removals if each.why}},
+        kept={**plan.keep, **{each.path: each.why for each in removals if each.why}},
         dropped=tuple(each.path for each in removals if each.dropped),
         stripped=tuple(each.path for each in removals if each.stripped),
         freed_bytes=sum(each.freed_bytes for each in removals),
@@ -421,14 +371,14 @@ def _prune_report(what: PrunePlan, done: list[Removal | str]) -> PruneReport:
     )
 
 
-def _dry_report(run: RunFolder, what: PrunePlan) -> PruneReport:
-    at = {info.path: info for info in catalog.list_checkpoints(run.look()).found}
-    doomed = [at[path].store for path in what.drop if path in at]
+def _dry_report(run: RunFolder, plan: PrunePlan) -> PruneReport:
+    at = {info.path: info for info in catalog.list_checkpoints(run.snapshot()).found}
+    doomed = [at[path].store for path in plan.drop if path in at]
     sizes = [run.releasable(store, manifest_files(store, MANIFEST_NAME)) for store in doomed]
-    for info in (at[path] for path in what.strip if path in at):
+    for info in (at[path] for path in plan.strip if path in at):
         rest = {file.path for file in without_state(info.manifest).files}
         sizes.append(run.releasable(info.store, {file.path for file in info.manifest.files} - rest))
-    return PruneReport(what.keep, what.drop, what.strip, sum(sizes))
+    return PruneReport(plan.keep, plan.drop, plan.strip, sum(sizes))
 
 
 POLL_SECONDS = 10.0
@@ -446,8 +396,8 @@ def ensure_space(
 ) -> None:
     """Return when `target` can be written and its disk has `needed_bytes`; at once where there is no limit.
 
-    `tries` is how often a save has filled the disk all the same. Raises NoSpaceError when there is no room and
-    `config.when_full` has no more to offer, TargetError when the place cannot be written.
+    `tries`: how often this save has filled the disk already. Raises NoSpaceError when there is no room and
+    `config.when_full` allows nothing more, TargetError when `target` cannot be written.
     """
     if target.folder.free_bytes() is None:
         return
@@ -466,13 +416,13 @@ def ensure_space(
     if config.keep is not None and tries < 2:
         make_room(path.parent, config.keep, step, run_id=run_id, protect=protect)
     elif tries:
-        raise NoSpaceError(f"{target}: its disk was full {tries} times; make room and save again")
+        raise NoSpaceError(f"{target}: the disk was full {tries} times; make room and save again")
     commit.check_target(path, needed_bytes)
 
 
 def _wait_for_space(target: Path, needed_bytes: int, tries: int) -> None:
     while True:
-        if tries:  # there seemed to be room, and there was not
+        if tries:  # an earlier check found room, and the save filled the disk
             time.sleep(POLL_SECONDS)
         try:
             commit.check_target(target, needed_bytes)

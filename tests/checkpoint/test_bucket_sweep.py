@@ -167,7 +167,7 @@ def test_an_empty_run_and_one_that_cannot_be_read(bucket):
             raise UnreadableError(f"{where}: refused")
 
     problem = prune_run(Place(Watch(refuse).store(bucket)), Keep(last=1)).problems[0]
-    assert "cannot be looked through" in problem
+    assert "cannot be listed" in problem
     assert steps(bucket) == [1, 2, 3, 4]
 
 
@@ -574,7 +574,7 @@ def test_a_sweep_gives_way_to_a_save_that_takes_over(template):
 
 def test_what_cannot_be_swept_is_warned_of(bucket):
     """Nobody who resumes has to write there first."""
-    with pytest.warns(UserWarning, match="dead saves may have left"):
+    with pytest.warns(UserWarning, match="leftovers of dead saves were not removed"):
         assert recover_all(Place(Watch(refuses_writes).store(bucket))) == ()
 
 

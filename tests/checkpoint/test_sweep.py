@@ -242,7 +242,7 @@ def test_room_is_made_for_the_one_to_come(run):
 
 def test_an_empty_or_absent_run(tmp_path):
     assert prune_run(tmp_path, Keep(last=1)) == PruneReport()
-    assert "absent: cannot be looked through" in prune_run(tmp_path / "absent", Keep(last=1)).problems[0]
+    assert "absent: cannot be listed" in prune_run(tmp_path / "absent", Keep(last=1)).problems[0]
 
 
 # Stopped anywhere
