@@ -175,7 +175,7 @@ def test_extra_state_of_a_quantised_model_is_refused(tmp_path):
     model.config.quantization_config = {"quant_method": "bitsandbytes", "load_in_4bit": True}
     model.model.packed = type("Linear4bit", (nn.Linear,), {})(4, 4)  # it is told by its layers
     CheckpointSaver().save(model, tmp_path / "out")
-    with pytest.raises(errors.LoadError, match=r"layers\.1\.more\._extra_state: state of a quantised model"):
+    with pytest.raises(errors.LoadError, match=r"layers\.1\.more\._extra_state: non-tensor state of a quantised model"):
         ft_ckpt.load_model(tmp_path / "out")
 
 
