@@ -8,7 +8,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from ft_ckpt.errors import ConfigError, listing
+from ft_ckpt.errors import ConfigError, Rule, check_settings, is_number, listing
 from ft_ckpt.formats.registry import DEFAULT_FORMAT, tensor_formats
 from ft_ckpt.messages import without_secrets
 from ft_ckpt.retention import Keep
@@ -93,9 +93,7 @@ class SaverConfig:
     def __post_init__(self) -> None:
         for name, meant in (("dtype", canonical_dtype), ("every", every_of), ("keep", keep_of)):
             object.__setattr__(self, name, meant(getattr(self, name)))
-        problems = [problem for rule in _RULES for problem in rule(self)]
-        if problems:
-            raise ConfigError("; ".join(problems))
+        check_settings(self, _rules_of(self))
 
     @property
     def max_shard_bytes(self) -> int:
@@ -184,37 +182,20 @@ def canonical_dtype(dtype: Any) -> Any:
 
 def every_of(every: Any) -> Any:
     """An `Every`, where a number stands for one of so many steps; anything else as it is."""
-    return Every(steps=every) if _is_count(every) else every
+    return Every(steps=every) if isinstance(every, int) and not isinstance(every, bool) else every
 
 
 def keep_of(keep: Any) -> Any:
     """A `Keep`, where a number stands for the newest so many; anything else as it is."""
-    return Keep(last=keep) if _is_count(keep) else keep
+    return Keep(last=keep) if isinstance(keep, int) and not isinstance(keep, bool) else keep
 
 
-def _is_count(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
-def _dtype_rule(config: SaverConfig) -> list[str]:
-    return [] if config.dtype in _DTYPES else [f"dtype={config.dtype!r}: expected one of {', '.join(_DTYPES)}"]
-
-
-def _size_rule(config: SaverConfig) -> list[str]:
-    problems = []
-    for name in ("max_shard_size", "snapshot_bytes"):
-        value = getattr(config, name)
-        try:
-            if value is not None and parse_size(value) <= 0:
-                problems.append(f"{name}={value!r}: must be larger than 0")
-        except ConfigError as error:
-            problems.append(f"{name}: {error}")
-    return problems
-
-
-def _choice_rule(config: SaverConfig) -> list[str]:
+def _rules_of(config: SaverConfig) -> list[Rule]:
+    formats = tensor_formats()
+    methods = {method: known.name for known in formats for method in known.compressions}
     choices = {
-        "format": tuple(known.name for known in tensor_formats() if known.serves_checkpoints),
+        "dtype": _DTYPES,
+        "format": tuple(known.name for known in formats if known.serves_checkpoints),
         "nonfinite": ("save", "raise"),
         "direct_io": ("auto", "on", "off"),
         "io_priority": ("normal", "low"),
@@ -225,74 +206,46 @@ def _choice_rule(config: SaverConfig) -> list[str]:
         "when_full": ("raise", "prune", "wait"),
         "on_difference": ("warn", "raise", "ignore"),
     }
+    compressions = ", ".join(f"{method} with format={name!r}" for method, name in methods.items())
+    size = "a size above 0, in bytes or such as '5GB' or '5GiB'"
     return [
-        f"{name}={getattr(config, name)!r}: expected one of {', '.join(allowed)}"
-        for name, allowed in choices.items()
-        if getattr(config, name) not in allowed
+        ("every", lambda every: isinstance(every, Every | None), "Every(...), a number or None"),
+        ("keep", lambda keep: isinstance(keep, Keep | None), "Keep(...), a number or None"),
+        *((field, allowed.__contains__, f"one of {', '.join(allowed)}") for field, allowed in choices.items()),
+        (
+            "compression",
+            lambda method: method is None or methods.get(method) == config.format,
+            f"{compressions}, or None",
+        ),
+        ("max_shard_size", _is_size, size),
+        ("snapshot_bytes", lambda limit: limit is None or _is_size(limit), f"{size}, or None"),
+        ("bucket_bytes", lambda size: is_number(size, 1 << 16), "at least 65536"),
+        ("enter_timeout_seconds", lambda seconds: is_number(seconds, 0.1), "at least 0.1"),
+        ("io_threads", lambda count: count is None or is_number(count, 1), "at least 1, or None"),
+        (
+            "io_block_bytes",
+            lambda size: is_number(size, 1 << 16) and size % 4096 == 0,
+            "a multiple of 4096 (for unbuffered writes), at least 65536",
+        ),
+        ("name_template", _is_template, "{step} or {epoch}, no other field and no slash"),
+        ("staging", _is_local_folder, "a folder of this machine, or None"),
+        ("base_id", lambda name: without_secrets(name or "") == (name or ""), "no key, password or token"),
     ]
 
 
-def _bounds_rule(config: SaverConfig) -> list[str]:
-    least = {"bucket_bytes": 1 << 16, "enter_timeout_seconds": 0.1, "io_threads": 1, "io_block_bytes": 1 << 16}
-    problems = [
-        f"{name}={getattr(config, name)!r}: must be at least {bound}"
-        for name, bound in least.items()
-        if getattr(config, name) is not None and not getattr(config, name) >= bound
-    ]
-    if config.io_block_bytes % 4096:
-        problems.append(f"io_block_bytes={config.io_block_bytes}: must be a multiple of 4096, as unbuffered writes are")
-    return problems
+def _is_size(value: Any) -> bool:
+    with suppress(ConfigError):
+        return parse_size(value) > 0
+    return False
 
 
-def _template_rule(config: SaverConfig) -> list[str]:
-    with suppress(ValueError, LookupError, AttributeError):  # what `format` makes of it
-        names = {config.name_template.format(step=step, epoch=step) for step in (1, 2)}
-        if len(names) == 2 and "/" not in config.name_template:
-            return []
-    return [f"name_template={config.name_template!r}: must contain {{step}} or {{epoch}}, no other field and no slash"]
+def _is_template(template: str) -> bool:
+    with suppress(ValueError, LookupError, AttributeError):  # raised by `format`
+        names = {template.format(step=step, epoch=step) for step in (1, 2)}
+        return len(names) == 2 and "/" not in template
+    return False
 
 
-def _compression_rule(config: SaverConfig) -> list[str]:
-    methods = {method: known.name for known in tensor_formats() for method in known.compressions}
-    if config.compression is None:
-        return []
-    if config.compression not in methods:
-        return [f"compression={config.compression!r}: expected {', '.join(methods)} or None"]
-    if config.format != methods[config.compression]:
-        only = f"only format={methods[config.compression]!r} is compressed"
-        return [f"compression={config.compression!r} and format={config.format!r}: {only}"]
-    return []
-
-
-def _class_rule(config: SaverConfig) -> list[str]:
-    wanted = {"every": Every, "keep": Keep}
-    return [
-        f"{name}={getattr(config, name)!r}: expected {kind.__name__}(...), a number or None"
-        for name, kind in wanted.items()
-        if not isinstance(getattr(config, name), kind | None)
-    ]
-
-
-def _staging_rule(config: SaverConfig) -> list[str]:
-    staging = config.staging
-    if staging is None or (isinstance(staging, (str, os.PathLike)) and os.fspath(staging) and not is_url(staging)):
-        return []
-    return [f"staging={str(staging)!r}: expected a folder of this machine, or None"]
-
-
-def _secret_rule(config: SaverConfig) -> list[str]:
-    name = config.base_id or ""
-    return [] if without_secrets(name) == name else [f"base_id={name!r}: has a key, password or token; leave it out"]
-
-
-_RULES = (
-    _class_rule,
-    _compression_rule,
-    _dtype_rule,
-    _size_rule,
-    _choice_rule,
-    _bounds_rule,
-    _template_rule,
-    _staging_rule,
-    _secret_rule,
-)
+def _is_local_folder(staging: Any) -> bool:
+    is_path = isinstance(staging, (str, os.PathLike)) and bool(os.fspath(staging))
+    return staging is None or (is_path and not is_url(staging))

@@ -26,10 +26,13 @@ secrets, whatever was quoted in it, see `messages.printable`.
 """
 
 import errno
+import math
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from numbers import Integral, Real
 from types import TracebackType
+from typing import Any, TypeAlias
 
 from ft_ckpt.messages import clean_causes, printable
 
@@ -129,6 +132,25 @@ def listing(items: list[str], separator: str = "; ", most: int = 8) -> str:
     """The first `most` of `items` in one line, with the number left out: every message lists problems this way."""
     shown = separator.join(items[:most])
     return shown if len(items) <= most else f"{shown}{separator}and {len(items) - most} more"
+
+
+Rule: TypeAlias = tuple[str, Callable[[Any], bool], str]  # field, predicate, the expected value in words
+
+
+def check_settings(settings: object, rules: Iterable[Rule]) -> None:
+    """Raise ConfigError naming every field of `settings` whose value does not satisfy the predicate of its rule."""
+    values = [(field, getattr(settings, field), is_valid, words) for field, is_valid, words in rules]
+    problems = [
+        f"{field}={value!r}: expected {words}" for field, value, is_valid, words in values if not is_valid(value)
+    ]
+    if problems:
+        raise ConfigError("; ".join(problems))
+
+
+def is_number(value: Any, least: float = -math.inf, most: float = math.inf, *, whole: bool = False) -> bool:
+    """Whether `value` is a real number in [least, most], an integer if `whole`; a bool is none."""
+    kind: Any = Integral if whole else Real
+    return isinstance(value, kind) and not isinstance(value, bool) and least <= value <= most
 
 
 @contextmanager

@@ -7,11 +7,12 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import TypeAlias, TypeVar
 
-from ft_ckpt.errors import ConfigError, listing
+from ft_ckpt.errors import Rule, check_settings, is_number
 
 _T = TypeVar("_T")
 Best: TypeAlias = tuple[str, str] | tuple[str, str, int]  # metric, "min" or "max", how many (1)
 _PERIODS = {"hourly": "%Y-%m-%d %Hh", "daily": "%Y-%m-%d", "weekly": "week %G-%V"}
+_COUNTS = ("last", "every_steps", *_PERIODS)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,7 +24,7 @@ class Keep:
     the newest of each of the last n hours, days or weeks (UTC, ISO weeks) that have one. `state`: rules of its own for
     the training state; a checkpoint that only the outer rules keep loses its state.
 
-    Raises ConfigError naming every rule that cannot be meant.
+    Raises ConfigError naming every invalid rule.
     """
 
     last: int | None = None
@@ -35,20 +36,16 @@ class Keep:
     state: "Keep | None" = None
 
     def __post_init__(self) -> None:
-        wrong = [
-            f"{name}={value!r}: expected a whole number from 1"
-            for name, value in self._count_rules
-            if not _is_whole_count(value)
-        ]
-        wrong += [
-            f"best={best!r}: expected (metric, 'min' or 'max') and perhaps how many"
-            for best in self._best_rules
-            if not _is_best_rule(best)
-        ]
-        if self.state is not None and self.state.state is not None:
-            wrong.append("state.state: rules for the state of the state; leave it out")
-        if wrong:
-            raise ConfigError(listing(wrong))
+        counts: list[Rule] = [(name, _is_count, "a whole number from 1") for name in _COUNTS]
+        best = "(metric, 'min' or 'max') and perhaps how many"
+        check_settings(
+            self,
+            [
+                *counts,
+                ("best", lambda _: all(map(_is_best_rule, self._best_rules)), best),
+                ("state", lambda rules: rules is None or rules.state is None, "rules without a state of their own"),
+            ],
+        )
 
     @property
     def rankings(self) -> tuple[tuple[str, str, int], ...]:
@@ -58,12 +55,7 @@ class Keep:
     @property
     def has_rules(self) -> bool:
         """Whether anything about weights is asked for; without, all of them stay."""
-        return bool(self._best_rules) or any(value is not None for _, value in self._count_rules)
-
-    @property
-    def _count_rules(self) -> list[tuple[str, int | None]]:
-        names = ("last", "every_steps", *_PERIODS)
-        return [(name, getattr(self, name)) for name in names]
+        return bool(self._best_rules) or any(getattr(self, name) is not None for name in _COUNTS)
 
     @property
     def _best_rules(self) -> list[Best]:
@@ -208,11 +200,11 @@ def _period_name(each: HeldCheckpoint, pattern: str) -> str:
     return datetime.fromtimestamp(each.created, timezone.utc).strftime(pattern)
 
 
-def _is_whole_count(value: object) -> bool:
-    return value is None or (isinstance(value, int) and not isinstance(value, bool) and value >= 1)
+def _is_count(value: object) -> bool:
+    return value is None or is_number(value, 1, whole=True)
 
 
 def _is_best_rule(best: object) -> bool:
     if not isinstance(best, Sequence) or len(best) not in (2, 3) or not isinstance(best[0], str):
         return False
-    return best[1] in ("min", "max") and (len(best) == 2 or (best[2] is not None and _is_whole_count(best[2])))
+    return best[1] in ("min", "max") and all(is_number(count, 1, whole=True) for count in best[2:])

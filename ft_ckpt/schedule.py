@@ -10,11 +10,12 @@ import os
 import re
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, fields, replace
 from datetime import datetime, timedelta
 from typing import Any
 
-from ft_ckpt.errors import ConfigError, LoadError
+from ft_ckpt.errors import ConfigError, LoadError, Rule, check_settings, is_number
 
 _UNITS = {
     **dict.fromkeys(("", "s", "sec", "second", "seconds"), 1),
@@ -185,9 +186,7 @@ class Every:
     """Fraction of the time that saving for `mtbf` may take, in (0, 1]; other reasons are saved for as asked."""
 
     def __post_init__(self) -> None:
-        problems = [problem for rule in _RULES for problem in rule(self)]
-        if problems:
-            raise ConfigError("; ".join(problems))
+        check_settings(self, _RULES)
 
     @classmethod
     def optimal(cls, mtbf: float | timedelta | str, max_overhead: float = 0.05, **others: Any) -> "Every":
@@ -402,72 +401,55 @@ def _slurm_end(text: str | None) -> float | None:
     return float(text) if text and text.isdecimal() else None
 
 
-def _number_rule(every: Every) -> list[str]:
-    return [
-        f"{name}={value!r}: expected {expected}"
-        for name, (kind, least, most, expected) in _NUMBERS.items()
-        if not (_is_within(value := getattr(every, name), kind, least, most) or value is getattr(Every, name))
-    ]
+def _is_duration(value: Any) -> bool:
+    with suppress(ConfigError):
+        return value is None or parse_seconds(value) > 0
+    return False
 
 
-def _is_within(value: Any, kind: type, least: float, most: float = math.inf) -> bool:
-    kinds = (int,) if kind is int else (int, float)
-    return isinstance(value, kinds) and not isinstance(value, bool) and least <= value <= most
+def _is_best(value: Any) -> bool:
+    return value is None or (isinstance(value, (tuple, list)) and len(value) == 2 and value[1] in ("min", "max"))
 
 
-def _mtbf_rule(every: Every) -> list[str]:
-    try:
-        _ = every.mtbf is None or parse_seconds(every.mtbf)
-    except ConfigError as error:
-        return [f"mtbf: {error}"]
-    return []
+def _is_deadline(value: Any) -> bool:
+    with suppress(ValueError):
+        return value in (None, "auto") or is_number(_unix_seconds(value), 0, sys.float_info.max)
+    return False
 
 
-def _best_rule(every: Every) -> list[str]:
-    best = every.best
-    if best is None or (isinstance(best, (tuple, list)) and len(best) == 2 and best[1] in ("min", "max")):
-        return []
-    return [f'best={best!r}: expected the name of a metric and "min" or "max"']
+def _number_rule(
+    field: str, words: str, least: float, most: float = math.inf, *, whole: bool = False, optional: bool = True
+) -> Rule:
+    return field, lambda value: (optional and value is None) or is_number(value, least, most, whole=whole), words
 
 
-def _signal_rule(every: Every) -> list[str]:
-    if not isinstance(every.signals, (tuple, list)):
-        return [f"signals={every.signals!r}: expected a tuple of names"]
-    return [f"signals: {name!r}: expected {', '.join(SIGNALS)}" for name in every.signals if name not in SIGNALS]
-
-
-def _deadline_rule(every: Every) -> list[str]:
-    try:
-        good = every.deadline in (None, "auto") or _is_within(
-            _unix_seconds(every.deadline), float, 0, sys.float_info.max
-        )
-    except ValueError:
-        good = False
-    return [] if good else [f'deadline={every.deadline!r}: expected "auto", unix seconds, a datetime or ISO 8601 text']
+_ABOVE_ZERO = math.ulp(0.0)
+_RULES: tuple[Rule, ...] = (
+    _number_rule("steps", "a whole number above 0", 1, whole=True),
+    _number_rule("epochs", "a whole number above 0", 1, whole=True),
+    _number_rule("minutes", "a number above 0", _ABOVE_ZERO),
+    _number_rule("exit_code", "0 to 255", 0, 255, whole=True),
+    _number_rule("deadline_margin_minutes", "0 or more", 0),
+    _number_rule("max_overhead", "a number above 0, at most 1", _ABOVE_ZERO, 1, optional=False),
+    ("best", _is_best, 'the name of a metric and "min" or "max"'),
+    (
+        "signals",
+        lambda names: isinstance(names, (tuple, list)) and all(name in SIGNALS for name in names),
+        f"a tuple of {', '.join(SIGNALS)}",
+    ),
+    ("deadline", _is_deadline, '"auto", unix seconds, a datetime or ISO 8601 text'),
+    ("mtbf", _is_duration, "a duration: seconds, or text such as '90s', '24h', '7d'"),
+)
 
 
 def _kept_problems(kept: Mapping[str, Any]) -> list[str]:
     problems = [f"{name} is missing" for name in _KEPT if name not in kept]
     for name in ("saved_epochs", "step_seconds", "save_seconds", "run_seconds", "failures"):
         value = kept.get(name, 0)
-        optional = name in ("step_seconds", "save_seconds")
-        if not (
-            _is_within(value, int if name in ("saved_epochs", "failures") else float, 0) or (optional and value is None)
-        ):
+        is_unmeasured = value is None and name in ("step_seconds", "save_seconds")
+        if not is_unmeasured and not is_number(value, 0, whole=name in ("saved_epochs", "failures")):
             problems.append(f"{name} is {value!r}, expected a number")
     best = kept.get("best", {})
-    if not (isinstance(best, Mapping) and all(_is_within(value, float, -math.inf) for value in best.values())):
+    if not isinstance(best, Mapping) or not all(map(is_number, best.values())):
         problems.append(f"best is {best!r}, expected a number for each name")
     return problems
-
-
-_ABOVE_ZERO = math.ulp(0.0)
-_NUMBERS = {  # type, least, most, in words; a default is good, too
-    "steps": (int, 1, math.inf, "a whole number above 0"),
-    "epochs": (int, 1, math.inf, "a whole number above 0"),
-    "minutes": (float, _ABOVE_ZERO, math.inf, "a number above 0"),
-    "exit_code": (int, 0, 255, "0 to 255"),
-    "deadline_margin_minutes": (float, 0, math.inf, "0 or more"),
-    "max_overhead": (float, _ABOVE_ZERO, 1, "a number above 0, at most 1"),
-}
-_RULES = (_number_rule, _best_rule, _signal_rule, _deadline_rule, _mtbf_rule)

@@ -11,15 +11,15 @@ from ft_ckpt.errors import CheckpointError, ConfigError, RanksDisagreeError, Tar
     ("settings", "words"),
     [
         ({"dtype": "fp7"}, "dtype='fp7': expected one of as_is, config, float64"),
-        ({"max_shard_size": "5 bananas"}, "'5 bananas' is not a size"),
-        ({"max_shard_size": 0}, "max_shard_size=0: must be larger than 0"),
+        ({"max_shard_size": "5 bananas"}, "max_shard_size='5 bananas': expected a size above 0"),
+        ({"max_shard_size": 0}, "max_shard_size=0: expected a size above 0"),
         ({"nonfinite": "ignore"}, "nonfinite='ignore': expected one of save, raise"),
-        ({"bucket_bytes": 3}, "bucket_bytes=3: must be at least"),
-        ({"io_threads": 0}, "io_threads=0: must be at least 1"),
-        ({"name_template": "latest"}, "must contain {step} or {epoch}"),
+        ({"bucket_bytes": 3}, "bucket_bytes=3: expected at least"),
+        ({"io_threads": 0}, "io_threads=0: expected at least 1"),
+        ({"name_template": "latest"}, "expected {step} or {epoch}"),
         ({"name_template": "{step}-{loss}"}, "no other field"),
         ({"name_template": "runs/{step}"}, "no slash"),
-        ({"name_template": "{step"}, "must contain {step} or {epoch}"),
+        ({"name_template": "{step"}, "expected {step} or {epoch}"),
     ],
 )
 def test_bad_settings(settings, words):
