@@ -45,7 +45,6 @@ LEASE = f"{PREFIX}lease-"  # begins the names of leases
 SAVING = f"{PREFIX}saving"  # of a save to a bucket that is under way
 TOMBSTONE = f"{PREFIX}dropped"  # what is being deleted; in a bucket, begins the names of such lists
 CLOCK = f"{PREFIX}clock-"  # begins the names of objects that are put to learn the time
-PROBE = f"{PREFIX}probe-"  # begins the names of objects that are put to try a bucket
 BEAT_SECONDS, STALE_SECONDS = 60.0, 600.0
 _MARK_LIMIT_BYTES = 64 << 10
 _POLL_SECONDS, _PATIENCE_SECONDS = 0.2, 60.0  # of those who wait for a removal, which is over in a few requests

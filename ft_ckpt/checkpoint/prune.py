@@ -29,7 +29,7 @@ from ft_ckpt.checkpoint.delete import (
     unfinished_deletions,
     without_state,
 )
-from ft_ckpt.checkpoint.guards import CLOCK, PROBE, is_mark, may_live, store_time
+from ft_ckpt.checkpoint.guards import CLOCK, is_mark, may_live, store_time
 from ft_ckpt.checkpoint.manifest import MANIFEST_NAME
 from ft_ckpt.config import SaverConfig
 from ft_ckpt.errors import CheckpointError, NoSpaceError, UnreadableError
@@ -40,6 +40,7 @@ from ft_ckpt.storage.frozen_view import ListedStore
 from ft_ckpt.storage.local_store import LocalStore, folder_of
 from ft_ckpt.storage.place import Place, location_name, open_place
 from ft_ckpt.storage.store import Store, Stored
+from ft_ckpt.storage.trials import TRIAL
 
 Step = tuple[Path | str, Callable[[], Removal]]  # one removal: location and action
 _STAGE = re.compile(r"\.(?P<target>.+)\.ft_ckpt-stage-.+-\d+-[0-9a-f]{8}", re.DOTALL)
@@ -109,10 +110,10 @@ class BucketRun:
         return contextlib.nullcontext(True)
 
     def unfinished(self) -> list[Step]:
-        """All folders with marks: their processes may be dead. Stale clock and probe objects are deleted here."""
+        """All folders with marks: their processes may be dead. Stale clock and trial objects are deleted here."""
         self.now = store_time(self.root)
         listed = self._list_all()
-        passing = [each for each in listed.values() if each.name.startswith((CLOCK, PROBE))]
+        passing = [each for each in listed.values() if each.name.startswith((CLOCK, TRIAL))]
         if spent := [each.name for each in passing if not may_live(self.root, each, self.now)]:
             self.root.delete(spent)
         marked = {name.partition("/")[0] for name in listed if is_mark(name.partition("/")[2])}

@@ -1,22 +1,21 @@
 """The directory of a run and its local staging directory, each tested before the first save."""
 
 import os
-import uuid
 from collections.abc import Callable
 from dataclasses import dataclass
 
 from ft_ckpt.checkpoint import commit
 from ft_ckpt.checkpoint.catalog import list_checkpoints
-from ft_ckpt.checkpoint.guards import PROBE
 from ft_ckpt.config import SaverConfig
-from ft_ckpt.errors import CheckpointError, ConfigError, CorruptError, NameTakenError, TargetError
+from ft_ckpt.errors import CheckpointError, ConfigError, NameTakenError, TargetError, listing
 from ft_ckpt.messages import warn
 from ft_ckpt.storage.local_disk import PREFIX
 from ft_ckpt.storage.local_store import LocalStore, folder_of
 from ft_ckpt.storage.place import Place, open_place
 from ft_ckpt.storage.store import Store
+from ft_ckpt.storage.trials import IF_NEW, try_place
 
-_PROBE, _OTHER = b"of a run that begins to save here", b"of nobody: the store was asked not to replace what is there"
+_QUICK_TRIALS = {IF_NEW, "reading ranges", "listing at once"}
 
 
 def check_directory(directory: Place, config: SaverConfig, *, leads: bool) -> None:
@@ -38,56 +37,33 @@ def check_directory(directory: Place, config: SaverConfig, *, leads: bool) -> No
 
 
 def try_bucket(store: Store) -> None:
-    """Write an object into the bucket twice, read it, list it and delete it; warns of a store that ignores conditions.
+    """Write an object into the bucket twice, read it, list it and delete it; warns if the store ignores conditions.
 
-    Raises ConfigError for a bucket that is not there, TargetError, which says whether it refuses these credentials or
-    takes no writes.
+    Raises ConfigError if there is no such bucket, TargetError if it refuses the credentials or takes no writes.
     """
-    name = f"{PROBE}{uuid.uuid4().hex}"
     try:
-        store.write(name, _PROBE, create_only=True)
-    except ConfigError:  # there is no such bucket, which it says
+        abilities = try_place(store, _QUICK_TRIALS)
+    except ConfigError:
         raise
     except CheckpointError as error:
         raise TargetError(f"{store.url}: {_why_unwritable(store)} ({error})") from error
-    try:
-        _try_object(store, name)
-    except (CheckpointError, OSError) as error:
-        raise TargetError(f"{store.url}: can be written, but not read, listed or deleted in ({error})") from error
-
-
-def _try_object(store: Store, name: str) -> None:
-    try:
-        has_conditions = not _creates(store, name)
-        found, listed = store.read(name), [each.name for each in store.list_folder().objects]
-        if found != (_PROBE if has_conditions else _OTHER) or name not in listed:
-            raise CorruptError(f"{store.where(name)}: was written, and is not there as it was written")
-    finally:
-        store.delete([name])
-    if not has_conditions:
+    failed = [f"{each.name}: {each.detail}" for each in abilities if not each.works and each.name != IF_NEW]
+    if failed:
+        raise TargetError(f"{store.url}: can be written, but not read or listed ({listing(failed)})")
+    if not all(each.works for each in abilities):
         warn(
             f"{store.url}: the store replaces objects although it is asked not to: two runs that save one step would "
             "mix their files; let one run at a time save there",
-            stacklevel=6,
+            stacklevel=5,
         )
 
 
-def _creates(store: Store, name: str) -> bool:
-    """Whether the store makes an object anew that is there."""
-    try:
-        store.write(name, _OTHER, create_only=True)
-    except NameTakenError:
-        return False
-    return True
-
-
 def _why_unwritable(store: Store) -> str:
-    """In words, why an object could not be written: what the store says when it is asked for a list."""
     try:
         store.list_folder()
     except (CheckpointError, OSError):
         return "cannot be used with these credentials, endpoint and region; mend them"
-    return "can be read, and not written; use credentials that may write there"
+    return "can be read, and not written; use credentials that may write there"  # or delete
 
 
 _CLAIM = f"{PREFIX}staging"  # in a staging folder: the bucket that it is for

@@ -1,4 +1,4 @@
-"""`ft-ckpt doctor PATH|URL`: what a place can do, how fast it is, and what saves will do there."""
+"""`ft-ckpt doctor PATH|URL`: what a place supports, how fast it is, and what saves do instead."""
 
 import dataclasses
 from collections.abc import Iterator
@@ -15,18 +15,17 @@ from ft_ckpt.errors import CheckpointError, TargetError
 from ft_ckpt.storage.local_store import LocalStore
 from ft_ckpt.storage.place import open_place
 from ft_ckpt.storage.trials import (
-    NEEDED,
+    BUCKET_NEEDS,
+    FOLDER_NEEDS,
     Ability,
     MountedFrom,
     StoreSpeed,
     measure_speed,
     mount_of,
-    try_folder,
-    try_store,
+    try_place,
 )
 
-_NEEDED_THERE = {"creating what is new only", "reading ranges", "writing in parts", "listing at once"}  # in a bucket
-_INSTEAD = {  # what ft_ckpt does where this does not work
+_INSTEAD = {  # what ft_ckpt does where an ability is missing
     "rename a folder": "files are moved into place one by one, the manifest last",
     "exchange two folders": "an overwritten checkpoint is put aside file by file; a crash is undone by the next save",
     "hard links": "files that do not change are written anew with each checkpoint",
@@ -47,10 +46,10 @@ _Size = Annotated[str, typer.Option(help='What is written and read for the speed
 
 @dataclass(frozen=True)
 class PlaceReport:
-    """What was found out about a place."""
+    """The result of examining a place."""
 
     place: str
-    mount: MountedFrom | None  # what it is mounted from, on this machine
+    mount: MountedFrom | None  # None for a bucket
     free_bytes: int | None
     abilities: tuple[Ability, ...]
     speed: StoreSpeed | None  # None where it could not be measured
@@ -58,7 +57,7 @@ class PlaceReport:
     @property
     def dangers(self) -> tuple[str, ...]:
         """Why saves are not safe there."""
-        needed = NEEDED | (_NEEDED_THERE if self.mount is None else set())
+        needed = FOLDER_NEEDS | (BUCKET_NEEDS if self.mount is None else set())
         found = [f"{each.name}: {each.detail}" for each in self.abilities if not each.works and each.name in needed]
         return (*((self.mount.warning,) if self.mount is not None and self.mount.is_bucket else ()), *found)
 
@@ -78,17 +77,14 @@ def doctor_command(context: typer.Context, size: _Size = "64MB", as_json: JsonOp
 
 
 def examine_place(location: str, size_bytes: int) -> PlaceReport:
-    """Look at a place. Raises TargetError where it is no folder, or nothing can be written there."""
+    """Try a folder or bucket. Raises TargetError if there is no such folder, or nothing can be written there."""
     place = open_place(location)
     store = place.folder
-    if isinstance(store, LocalStore):
-        if not place.is_folder:
-            raise TargetError(f"{place}: no such folder; make it first")
-        abilities, mount = try_folder(store.folder), mount_of(store.folder)
-    else:
-        abilities, mount = try_store(store), None
-    speed = None
-    with suppress(CheckpointError):  # what cannot be written is among the abilities
+    if isinstance(store, LocalStore) and not place.is_folder:
+        raise TargetError(f"{place}: no such folder; make it first")
+    mount = mount_of(store.folder) if isinstance(store, LocalStore) else None
+    abilities, speed = try_place(store), None
+    with suppress(CheckpointError):  # the abilities say why
         speed = measure_speed(store, size_bytes)
     return PlaceReport(str(place), mount, store.free_bytes(), abilities, speed)
 

@@ -1,16 +1,16 @@
 """Tests what a folder or bucket supports: by its mount, and by trying operations in a hidden folder."""
 
-import contextlib
 import fcntl
 import mmap
 import os
 import re
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from ft_ckpt.errors import CheckpointError, CorruptError, NameTakenError, TargetError, explained, listing, reason_of
 from ft_ckpt.messages import warn
@@ -21,18 +21,19 @@ from ft_ckpt.storage.locks import new_owner
 from ft_ckpt.storage.read_ahead import ALIGNMENT, BLOCK_BYTES, ByteRun, new_block, read_ahead
 from ft_ckpt.storage.store import Store
 
-_FOUND_FIT: set["MountedFrom"] = set()  # mounts that this process has tried
+_TRIED_MOUNTS: set["MountedFrom"] = set()  # mounts that this process has tried
 # Buckets that are mounted as folders: what is written goes up later, in any order, and a rename is many copies.
 _BUCKET_MOUNTS = re.compile(
     r"s3fs|mountpoint-s3|mount-s3|gcsfuse|goofys|geesefs|rclone|blobfuse2?|ossfs|cosfs|obsfs|catfs|yas3fs|s3ql"
 )
-NEEDED = {"writing a file in blocks", "rename a file over another"}  # without these nothing can be saved to a folder
-_PROVEN = {"bcachefs", "btrfs", "ext2", "ext3", "ext4", "f2fs", "overlay", "ramfs", "tmpfs", "xfs", "zfs"}
+_LOCAL_FILE_SYSTEMS = {"bcachefs", "btrfs", "ext2", "ext3", "ext4", "f2fs", "overlay", "ramfs", "tmpfs", "xfs", "zfs"}
+TRIAL = f"{PREFIX}probe-"  # prefix of the hidden folders that trials are made in
+_FILE, _CONTENT = "file", b"written by a trial, to be deleted" * 128  # in each of them
 
 
 @dataclass(frozen=True)
 class MountedFrom:
-    """What a folder is mounted from, as the system says it."""
+    """The file system that a folder is on."""
 
     point: str
     kind: str  # "ext4", "nfs4", "fuse.s3fs", ...
@@ -45,13 +46,8 @@ class MountedFrom:
         return self.kind.startswith("fuse") and any(_BUCKET_MOUNTS.fullmatch(name) for name in names)
 
     @property
-    def is_proven(self) -> bool:
-        """Whether it is a file system of this machine that can do all that saves need."""
-        return self.kind in _PROVEN
-
-    @property
     def warning(self) -> str:
-        """Why a bucket that is mounted as a folder is no place for checkpoints, and what is."""
+        """Why checkpoints should not be saved to a mounted bucket, and the alternative."""
         return (
             f"{self.point}: a bucket, mounted by {self.kind}: files go up later and in any order, so the newest "
             "checkpoint may be incomplete after a kill; give its URL (s3://...) instead"
@@ -60,15 +56,25 @@ class MountedFrom:
 
 @dataclass(frozen=True)
 class Ability:
-    """One thing that was tried."""
+    """The outcome of one trial."""
 
     name: str
     works: bool
-    detail: str  # what was seen, or what the system said
+    detail: str  # what was observed, or the error of the system
+
+
+@dataclass(frozen=True)
+class StoreSpeed:
+    """How fast a store is, for one process."""
+
+    write_bytes_per_second: float
+    read_bytes_per_second: float
+    small_files_per_second: float
+    seconds_per_look: float
 
 
 def mount_of(folder: Path) -> MountedFrom | None:
-    """What `folder`, or the nearest that exists around it, is mounted from; None where the system does not say."""
+    """The file system of `folder`, which need not exist yet; None where the system does not say."""
     try:
         table = Path("/proc/self/mountinfo").read_text(encoding="utf-8", errors="surrogateescape")
     except OSError:
@@ -76,37 +82,52 @@ def mount_of(folder: Path) -> MountedFrom | None:
     path, best = os.path.realpath(folder), None
     for line in table.splitlines():
         head, _, tail = line.partition(" - ")
-        point, told = _unescaped(head.split(" ")[4]), tail.split(" ")
+        point, (kind, source) = _unescaped(head.split(" ")[4]), tail.split(" ")[:2]
         inside = path == point or path.startswith(point.rstrip("/") + "/")
         if inside and (best is None or len(point) >= len(best.point)):  # of two at one point the later is on top
-            best = MountedFrom(point, told[0], _unescaped(told[1]))
+            best = MountedFrom(point, kind, _unescaped(source))
     return best
 
 
-def try_folder(folder: Path) -> tuple[Ability, ...]:
-    """Try in a new hidden folder in `folder` what saves rely on. Raises TargetError where nothing can be written."""
-    with explained(folder), temporary_store(folder, f"{PREFIX}doctor-") as room:
-        (room.folder / "file").write_bytes(b"0" * ALIGNMENT)
-        return tuple(_tried(name, trial, room.folder) for name, trial in TRIALS.items())
+def try_place(store: Store, names: Collection[str] | None = None) -> tuple[Ability, ...]:
+    """Try what saves rely on, or the trials `names` of it, in a new hidden folder in `store`.
+
+    Raises TargetError, UnreadableError or ConfigError where nothing can be written, or it cannot be deleted again.
+    """
+    trials: Mapping[str, Callable[[Any], str]] = FOLDER_TRIALS if isinstance(store, LocalStore) else BUCKET_TRIALS
+    with _trial_folder(store) as room:
+        place = room.folder if isinstance(room, LocalStore) else room
+        return tuple(_tried(name, trial, place) for name, trial in trials.items() if names is None or name in names)
+
+
+def measure_speed(store: Store, size_bytes: int) -> StoreSpeed:
+    """Write and read an object of `size_bytes` and some small ones in a new hidden folder. Raises as `try_place`."""
+    with _trial_folder(store) as room:
+        writing = _seconds_of(lambda: _write_large(room, size_bytes))
+        reading = _seconds_of(lambda: _read_large(room))
+        small = _seconds_of(lambda: _write_small(room))
+        looks = statistics.median(_seconds_of(lambda: room.stat("small-0")) for _ in range(_LOOKS))
+    return StoreSpeed(size_bytes / writing, size_bytes / reading, _SMALL_FILES / small, looks)
 
 
 def refuse_unfit(folder: Path) -> None:
-    """Look once at what `folder` is mounted from, and try it where that is no file system of this machine.
+    """Try a file system that is not known to support all that saves need, once in this process.
 
     Warns of a bucket that is mounted as a folder. Raises TargetError where nothing can be saved.
     """
     mount = mount_of(folder)
-    if mount is not None and not mount.is_proven and mount not in _FOUND_FIT:
-        wrong = [each for each in try_folder(folder) if each.name in NEEDED and not each.works]
-        if wrong:
-            advice = "give its URL (s3://...) instead" if mount.is_bucket else "choose another path"
-            told = listing([f"{each.name}: {each.detail}" for each in wrong])
-            raise TargetError(
-                f"{folder}: {mount.kind} from {mount.source} cannot do what a save needs ({told}); {advice}"
-            )
-        _FOUND_FIT.add(mount)
-        if mount.is_bucket:
-            warn(mount.warning, stacklevel=4)
+    if mount is None or mount.kind in _LOCAL_FILE_SYSTEMS or mount in _TRIED_MOUNTS:
+        return
+    failed = [each for each in try_place(LocalStore(folder), FOLDER_NEEDS) if not each.works]
+    if failed:
+        advice = "give its URL (s3://...) instead" if mount.is_bucket else "choose another path"
+        details = listing([f"{each.name}: {each.detail}" for each in failed])
+        raise TargetError(
+            f"{folder}: {mount.kind} from {mount.source} cannot do what a save needs ({details}); {advice}"
+        )
+    _TRIED_MOUNTS.add(mount)
+    if mount.is_bucket:
+        warn(mount.warning, stacklevel=4)
 
 
 def is_on_bucket(folder: Path) -> bool:
@@ -115,11 +136,29 @@ def is_on_bucket(folder: Path) -> bool:
     return mount is not None and mount.is_bucket
 
 
-def _tried(name: str, trial: Callable[[Path], str], room: Path) -> Ability:
+@contextmanager
+def _trial_folder(store: Store) -> Iterator[Store]:
+    """A new hidden folder in `store` with one file, deleted after the block."""
+    if isinstance(store, LocalStore):
+        with explained(store.folder), temporary_store(store.folder, TRIAL) as local:
+            (local.folder / _FILE).write_bytes(_CONTENT)
+            yield local
+        return
+    room = store.within(f"{TRIAL}{new_owner()}")
+    room.write(_FILE, _CONTENT, create_only=True)
     try:
-        wrong = trial(room)
+        yield room
+    finally:
+        room.delete([each.name for each in room.list()])
+
+
+def _tried(name: str, trial: Callable[[Any], str], place: Path | Store) -> Ability:
+    try:
+        wrong = trial(place)
+    except CheckpointError as error:
+        wrong = str(error)
     except OSError as error:
-        return Ability(name, works=False, detail=reason_of(error))
+        wrong = reason_of(error)
     return Ability(name, works=not wrong, detail=wrong)
 
 
@@ -127,7 +166,7 @@ def _unescaped(text: str) -> str:
     return re.sub(r"\\([0-7]{3})", lambda found: chr(int(found[1], 8)), text)
 
 
-# Each does one thing in a folder of its own and says what came out wrong; "" for nothing.
+# Trials. Each returns what went wrong, "" for nothing. They share one hidden folder with a file `_FILE` in it.
 
 
 def _write_blocks(room: Path) -> str:
@@ -218,7 +257,7 @@ def _write_past_cache(room: Path) -> str:
 def _lock_files(room: Path) -> str:
     with (room / "file").open("rb") as one, (room / "file").open("rb") as other:
         fcntl.flock(one, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        with contextlib.suppress(BlockingIOError):
+        with suppress(BlockingIOError):
             fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
             return "two have the same lock"
     return ""
@@ -230,7 +269,7 @@ def _map_files(room: Path) -> str:
 
 
 def _create_new_only(room: Path) -> str:
-    with contextlib.suppress(FileExistsError):
+    with suppress(FileExistsError):
         os.close(os.open(room / "file", os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC))
         return "a file that is there was created anew"
     return ""
@@ -240,7 +279,8 @@ def _case_of_names(room: Path) -> str:
     return "File and file are one" if (room / "FILE").exists() else ""
 
 
-TRIALS: dict[str, Callable[[Path], str]] = {
+FOLDER_NEEDS = {"writing a file in blocks", "rename a file over another"}  # nothing can be saved without these
+FOLDER_TRIALS: dict[str, Callable[[Path], str]] = {
     "writing a file in blocks": _write_blocks,
     "rename a file over another": _rename_files,
     "rename a folder": _rename_folders,
@@ -263,64 +303,11 @@ _MULTIPART_BYTES = 20 << 20  # more than one part of an upload
 _SMALL_FILES, _SMALL_BYTES, _LOOKS = 20, 4096, 10
 
 
-@dataclass(frozen=True)
-class StoreSpeed:
-    """How fast a store is, for one process."""
-
-    write_bytes_per_second: float
-    read_bytes_per_second: float
-    small_files_per_second: float
-    seconds_per_look: float
-
-
-def try_store(store: Store) -> tuple[Ability, ...]:
-    """Try what saves rely on, under a new hidden name in `store`, which is empty again afterwards.
-
-    Raises TargetError or UnreadableError where nothing can be written or read there.
-    """
-    with _hidden_room(store) as room:
-        room.write("object", b"0123456789")
-        return tuple(_tried_there(name, trial, room) for name, trial in STORE_TRIALS.items())
-
-
-def measure_speed(store: Store, size_bytes: int) -> StoreSpeed:
-    """Write and read an object of `size_bytes` and some small ones under a new hidden name. Raises what these do."""
-    with _hidden_room(store) as room:
-        writing = _seconds_of(lambda: _write_large(room, size_bytes))
-        reading = _seconds_of(lambda: _read_large(room))
-        small = _seconds_of(lambda: _write_small(room))
-        looks = statistics.median(_seconds_of(lambda: room.stat("small-0")) for _ in range(_LOOKS))
-    return StoreSpeed(size_bytes / writing, size_bytes / reading, _SMALL_FILES / small, looks)
-
-
-@contextmanager
-def _hidden_room(store: Store) -> Iterator[Store]:
-    """A new hidden folder in `store`, which is gone after the block."""
-    name = f"{PREFIX}doctor-{new_owner()}"
-    room = store.within(name)
-    try:
-        yield room
-    finally:
-        if isinstance(room, LocalStore):
-            room.delete_all()  # the folder too, of which nothing may have been written
-        else:
-            room.delete([each.name for each in room.list()])
-
-
-def _tried_there(name: str, trial: Callable[[Store], str], room: Store) -> Ability:
-    try:
-        wrong = trial(room)
-    except CheckpointError as error:
-        return Ability(name, works=False, detail=str(error))
-    return Ability(name, works=not wrong, detail=wrong)
-
-
 def _create_once(room: Store) -> str:
-    room.write("once", b"first", create_only=True)
     with suppress(NameTakenError):
-        room.write("once", b"second", create_only=True)
+        room.write(_FILE, _CONTENT, create_only=True)
         return "the condition is ignored: a second writer replaced the first"
-    return "" if room.read("once") == b"first" else "refused, and replaced nevertheless"
+    return ""
 
 
 def _refuse_changed(room: Store) -> str:
@@ -334,7 +321,7 @@ def _refuse_changed(room: Store) -> str:
 
 
 def _read_ranges(room: Store) -> str:
-    return "" if room.read("object", 3, 7) == b"3456" else "other bytes came"
+    return "" if room.read(_FILE, 3, 7) == _CONTENT[3:7] else "other bytes came"
 
 
 def _write_in_parts(room: Store) -> str:
@@ -344,24 +331,25 @@ def _write_in_parts(room: Store) -> str:
 
 
 def _copy_there(room: Store) -> str:
-    if not room.copy("object", "copied"):
+    if not room.copy(_FILE, "copied"):
         return "refused"
-    return "" if room.read("copied") == b"0123456789" else "other bytes came"
+    return "" if room.read("copied") == _CONTENT else "other bytes came"
 
 
 def _list_written(room: Store) -> str:
-    room.write("below/one", b"1")
-    return "" if "below/one" in {each.name for each in room.list()} else "what was written is not listed"
+    return "" if _FILE in {each.name for each in room.list()} else "what was written is not listed"
 
 
 def _see_clock(room: Store) -> str:
-    found = room.stat("object")
-    late = 0.0 if found is None else abs(found.modified - time.time())
-    return "" if late < 60 else f"{late:.0f} s apart from this machine's"
+    found = room.stat(_FILE)
+    offset = 0.0 if found is None else abs(found.modified - time.time())
+    return "" if offset < 60 else f"{offset:.0f} s apart from this machine's"
 
 
-STORE_TRIALS: dict[str, Callable[[Store], str]] = {
-    "creating what is new only": _create_once,
+IF_NEW = "creating what is new only"
+BUCKET_NEEDS = {IF_NEW, "reading ranges", "writing in parts", "listing at once"}  # saves are not safe without these
+BUCKET_TRIALS: dict[str, Callable[[Store], str]] = {
+    IF_NEW: _create_once,
     "noticing what was written over": _refuse_changed,
     "reading ranges": _read_ranges,
     "writing in parts": _write_in_parts,

@@ -21,7 +21,7 @@ from ft_ckpt.cli import main
 from ft_ckpt.errors import NoSpaceError, TargetError
 from ft_ckpt.storage import local_disk, trials
 from ft_ckpt.storage.local_store import LocalStore
-from ft_ckpt.storage.trials import MountedFrom, mount_of, try_folder, try_store
+from ft_ckpt.storage.trials import MountedFrom, mount_of, try_place
 
 CAN_MOUNT = os.geteuid() == 0 and os.path.exists("/dev/fuse") and shutil.which("bindfs")  # noqa: PTH110
 needs_fuse = pytest.mark.skipif(not CAN_MOUNT, reason="bindfs and the right to mount")
@@ -55,7 +55,7 @@ def as_mount(monkeypatch, kind, source="x"):
     found = MountedFrom("/mnt/x", kind, source)
     with monkeypatch.context() as patch:
         patch.setattr(trials, "mount_of", lambda _: found)
-        patch.setattr(trials, "_FOUND_FIT", set())
+        patch.setattr(trials, "_TRIED_MOUNTS", set())
         yield
 
 
@@ -169,22 +169,21 @@ def test_a_bucket_can_do_all_and_one_without_conditions_is_not_safe(monkeypatch,
         def write(self, name, data, *, create_only=False):
             self.inner.write(name, data)
 
-    found = try_store(Careless(bucket))
+    found = try_place(Careless(bucket))
     assert [each.name for each in found if not each.works] == ["creating what is new only"]
     assert "a second writer replaced the first" in next(each.detail for each in found if not each.works)
 
 
 def test_a_measurement_that_finds_no_room_leaves_nothing(monkeypatch, tmp_path):
-    def make_folder_only(room, size_bytes):
-        room.folder.mkdir()
+    def refuse(room, size_bytes):
         raise NoSpaceError("full")
 
-    monkeypatch.setattr(trials, "_write_large", make_folder_only)
+    monkeypatch.setattr(trials, "_write_large", refuse)
     with pytest.raises(NoSpaceError):
         trials.measure_speed(LocalStore(tmp_path), 1 << 20)
     assert list(tmp_path.iterdir()) == []
 
 
 def test_trials_leave_nothing(tmp_path):
-    assert all(works(try_folder(tmp_path)).values())
+    assert all(works(try_place(LocalStore(tmp_path))).values())
     assert list(tmp_path.iterdir()) == []
