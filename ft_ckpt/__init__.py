@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from ft_ckpt.saving.merge_files import merge
     from ft_ckpt.schedule import Every
     from ft_ckpt.storage.place import Place, open_place
-    from ft_ckpt.training.resume import RestoreReport
+    from ft_ckpt.training.restore import RestoreReport
     from ft_ckpt.transfer.copies import CopyReport, copy
     from ft_ckpt.transfer.outgoing import PullReport, PushReport
     from ft_ckpt.transfer.push import PendingPush, pull, push
@@ -77,7 +77,7 @@ _HOME = {
     "Progress": "ft_ckpt.saver",
     "PullReport": "ft_ckpt.transfer.outgoing",
     "PushReport": "ft_ckpt.transfer.outgoing",
-    "RestoreReport": "ft_ckpt.training.resume",
+    "RestoreReport": "ft_ckpt.training.restore",
     "SaveReport": "ft_ckpt.saver",
     "SaverConfig": "ft_ckpt.config",
     "SyncReport": "ft_ckpt.transfer.sync",

@@ -25,9 +25,10 @@ from ft_ckpt.saving.plan import check_companions, library_versions, request_of
 from ft_ckpt.saving.run_saves import RunSaves
 from ft_ckpt.storage.place import Place
 from ft_ckpt.training import triggers
+from ft_ckpt.training.choose import Wanted, parse_mode
 from ft_ckpt.training.data_position import DataPosition
-from ft_ckpt.training.resume import Wanted, parse_mode
-from ft_ckpt.training.run import Progress, TrainingRun, resume_run
+from ft_ckpt.training.resume import resume_run
+from ft_ckpt.training.run import Progress, TrainingRun
 from ft_ckpt.transfer.push import push_goal
 
 __all__ = ["CheckpointSaver", "Progress", "SaveReport"]
@@ -184,7 +185,7 @@ class CheckpointSaver:
         `every` wants at the end of a pass are made there if the loader could not tell which batch is the last; at the
         end of all `epochs` the run is saved, if `every` saves it at all and its last step was not.
         """
-        self._run.stake.refuse_half_restored()
+        self._run.refuse_half_restored()
         feed = self.place_in(loader, replay)
         self._epochs = epochs or self._epochs
         is_done = epochs is not None and feed.epoch >= epochs and self._run.resumed_from is not None

@@ -28,10 +28,9 @@ from ft_ckpt.retention import Keep
 from ft_ckpt.storage.local_store import LocalStore
 from ft_ckpt.storage.place import open_place
 from ft_ckpt.storage.scratch import files_below, files_made_by
-from ft_ckpt.training import resume
-from ft_ckpt.training.exchange import hear_leader
+from ft_ckpt.training.choose import checkpoint_facts, has_training_state, open_to_all
 from ft_ckpt.training.items import known_sources, walk_models
-from ft_ckpt.training.resume import CheckpointFacts, checkpoint_facts, open_to_all
+from ft_ckpt.training.restore import restore_weights
 from ft_ckpt.training.state import ResumePoint, open_resume_point
 from ft_ckpt.transfer.hub import HubPlace
 from ft_ckpt.transfer.outgoing import PushOptions, PushReport
@@ -142,7 +141,7 @@ def _what_is_wrong(path: Path, deep: bool) -> tuple[str, ...]:
 
 def has_our_state(path: Path) -> bool:
     """Whether the checkpoint has a training state of ours."""
-    return _has_file(path, MANIFEST_NAME) and resume.has_training_state(read_manifest(path))
+    return _has_file(path, MANIFEST_NAME) and has_training_state(read_manifest(path))
 
 
 def load_best_weights(model: nn.Module, path: Path, deep: bool, ranks: Ranks) -> None:
@@ -158,10 +157,10 @@ def load_best_weights(model: nn.Module, path: Path, deep: bool, ranks: Ranks) ->
 
 def _load_best(model: nn.Module, path: Path, deep: bool, ranks: Ranks, stack: ExitStack) -> None:
     point, error = try_action(lambda: _open_best(path, deep, stack) if ranks.leads else None)
-    mine = CheckpointFacts("", "", ()) if point is None else checkpoint_facts(point.checkpoint)
-    found = hear_leader(ranks, "opening the best model", CheckpointFacts, mine, error)
-    here = open_to_all(point, found, open_place, ranks, stack, deep)
-    outcome = resume.restore_weights(known_sources(walk_models(model, []), []), here.document, here.tensors)
+    mine = {} if point is None else checkpoint_facts(point.checkpoint)
+    facts = ranks.agree("opening the best model", mine, error).told
+    point = open_to_all(point, facts, open_place, ranks, stack, deep)
+    outcome = restore_weights(known_sources(walk_models(model, []), []), point)
     if outcome.status != "restored":
         raise LoadError(f"{path}: the best model was not loaded: {outcome.detail}")
 

@@ -21,8 +21,8 @@ from ft_ckpt.saving.plan import library_versions, request_of
 from ft_ckpt.saving.replicas import describe_differences, differing_settings
 from ft_ckpt.schedule import LoggedSave, append_save
 from ft_ckpt.storage.place import Place, open_place
+from ft_ckpt.training.choose import refuse_replacing
 from ft_ckpt.training.items import model_sources
-from ft_ckpt.training.resume import refuse_replacing
 from ft_ckpt.training.run import TrainingRun
 from ft_ckpt.training.signals import exit_code
 from ft_ckpt.transfer.sync import LONGEST_EXIT_SECONDS, UploadTerms
@@ -148,7 +148,7 @@ class RunSaves:
         """The folder to save to. Raises ConfigError when none is known, TargetError for one that must stay."""
         if self.is_closed:
             raise CheckpointError("this saver is closed; make a new one to save again")
-        self.run.stake.refuse_half_restored()
+        self.run.refuse_half_restored()
         if path is not None:
             target = open_place(path, **self.run.config.client_options)
         elif self.places.target is None or step is None:

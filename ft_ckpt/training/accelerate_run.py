@@ -9,7 +9,6 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from torch import nn
 
 from ft_ckpt.checkpoint.manifest import Manifest
 from ft_ckpt.distributed.source import Source
@@ -20,7 +19,6 @@ from ft_ckpt.training import optimizers
 from ft_ckpt.training.data_position import describe_data
 from ft_ckpt.training.items import (
     Item,
-    Key,
     bare_identity,
     labelled_sources,
     model_sources,
@@ -28,7 +26,7 @@ from ft_ckpt.training.items import (
     tied_names,
 )
 from ft_ckpt.training.optimizers import Description
-from ft_ckpt.training.resume import Restored
+from ft_ckpt.training.restore import LiveRun, Restored
 from ft_ckpt.training.state import FOLDER, Document, ResumePoint, StoredTensors, flatten_tree
 
 _LISTS = {"model": "_models", "optimizer": "_optimizers", "scheduler": "_schedulers", "custom": "_custom_objects"}
@@ -43,45 +41,28 @@ _NO_PLACE = (
 )
 
 
-@dataclass(frozen=True, eq=False)
-class LiveRun:
-    """The run that a folder is fitted to."""
+def fit_point(
+    point: ResumePoint, live: LiveRun
+) -> tuple[ResumePoint, list[Item], tuple[Restored, ...], tuple[str, ...]]:
+    """`point` under the names of the run; the items to restore; outcomes known before that; and notes for the report.
 
-    accelerator: Any
-    model: nn.Module
-    items: Sequence[Item]
-    found: Mapping[Key, Source]
-    rank: int
-    size: int
-
-
-@dataclass(frozen=True, eq=False)
-class FittedPoint:
-    """A point to resume from, what is known of items before they are restored, and what a reader should know."""
-
-    point: ResumePoint
-    items: list[Item]  # what is to be restored
-    outcomes: tuple[Restored, ...] = ()
-    notes: tuple[str, ...] = ()
-
-
-def fit_point(point: ResumePoint, run: LiveRun) -> FittedPoint:
-    """`point` in the names of the run. One of our own checkpoints is it already."""
+    One of our own checkpoints has these names already.
+    """
     if "foreign" not in point.document:
-        return FittedPoint(point, list(run.items))
-    fit = _Fitting(point.document["foreign"], run, _names_in_order(run, point.document["foreign"]))
+        return point, list(live.items), (), ()
+    fit = _Fitting(point.document["foreign"], live, _names_in_order(live, point.document["foreign"]))
     fit.fit_models(point.tensors)
     fit.fit_optimizers()
     fit.fit_objects()
     ranks = fit.fit_data(point.document["ranks"])
     fit.judge_rank(point)
-    step, notes = _steps_done(fit.foreign, run.accelerator, len(ranks))
+    step, notes = _steps_done(fit.foreign, live.accelerator, len(ranks))
     document = {**point.document, "weights": fit.weights, "items": fit.entries, "ranks": ranks}
     document["progress"] = {**document["progress"], "step": step}
     renamed = replace(point, document=document, tensors=_renamed_tensors(point, fit.names))
-    judged = {one.name for one in fit.outcomes}
-    items = [item for item in (*run.items, *fit.loaders) if item.name not in judged]
-    return FittedPoint(renamed, items, tuple(fit.outcomes), (*notes, *fit.notes))
+    judged = {outcome.name for outcome in fit.outcomes}
+    items = [item for item in (*live.items, *fit.loaders) if item.name not in judged]
+    return renamed, items, tuple(fit.outcomes), (*notes, *fit.notes)
 
 
 @dataclass
@@ -168,9 +149,9 @@ class _Fitting:
             return "absent", _NO_PLACE
         if not getattr(loader, "use_stateful_dataloader", False):
             return "failed", "the folder has the state of a stateful loader; make this one stateful, too"
-        if saved == self.run.size:
+        if saved == self.run.ranks.size:
             return None
-        return "failed", f"saved by {saved} rank(s), {self.run.size} here; resume on as many"
+        return "failed", f"saved by {saved} rank(s), {self.run.ranks.size} here; resume on as many"
 
     def _take_tree(self, name: str, key: str) -> None:
         """The object that the folder has as `key`, for the item `name`."""
@@ -179,7 +160,7 @@ class _Fitting:
 
     def judge_rank(self, point: ResumePoint) -> None:
         """Say what of this rank's own is not there: random numbers, and gradients that waited for a step."""
-        unread = self.foreign["failed"].get(f"random_{self.run.rank}")
+        unread = self.foreign["failed"].get(f"random_{self.run.ranks.rank}")
         if unread is not None:
             self.outcomes.append(Restored("rng", "failed", unread))
         steps = getattr(self.run.accelerator, "gradient_accumulation_steps", 1)

@@ -4,8 +4,7 @@ import random
 import reprlib
 import time
 import uuid
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,6 @@ from torch import nn
 
 from ft_ckpt import schedule
 from ft_ckpt.config import SaverConfig
-from ft_ckpt.distributed import fill
 from ft_ckpt.distributed.ranks import Ranks, current_ranks
 from ft_ckpt.distributed.source import Source
 from ft_ckpt.distributed.tensors import engine_names
@@ -24,26 +22,22 @@ from ft_ckpt.errors import (
     ConfigError,
     CorruptError,
     LoadError,
-    RanksDisagreeError,
     SelectionError,
-    damaged_input,
     listing,
 )
 from ft_ckpt.messages import warn
 from ft_ckpt.model.base_model import BaseWatch
 from ft_ckpt.schedule import Every
 from ft_ckpt.storage.place import Place
+from ft_ckpt.storage.store import Store
 from ft_ckpt.training import gradients as accumulation
-from ft_ckpt.training import resume, rng, state
+from ft_ckpt.training import rng, state
 from ft_ckpt.training import state as capturing
-from ft_ckpt.training.accelerate_run import LiveRun, fit_point
 from ft_ckpt.training.data_position import DataPositions, check_position
-from ft_ckpt.training.exchange import decide_together, hear_leader
 from ft_ckpt.training.gradients import StepWatch
 from ft_ckpt.training.items import (
     Item,
     Key,
-    items_in_saved_order,
     known_sources,
     main_model,
     object_signatures,
@@ -54,18 +48,8 @@ from ft_ckpt.training.items import (
     walk_models,
     with_extra_state,
 )
-from ft_ckpt.training.resume import (
-    Damage,
-    RankOutcomes,
-    Restored,
-    RestoreReport,
-    RestoreStake,
-    Unread,
-    Wanted,
-    merge_outcomes,
-    open_agreed,
-)
-from ft_ckpt.training.state import Captured, Document, Objects, ResumePoint, StoredTensors, changed_flags, tree_of_rank
+from ft_ckpt.training.restore import Restored, RestoreReport, Unread
+from ft_ckpt.training.state import Captured, Document, Objects, StoredTensors, tree_of_rank
 from ft_ckpt.training.triggers import ClockPoll
 
 _GRADIENTS, _RANDOM, _FEED, _STEPS, _SYNC = "gradients", "rng", "loader", "accumulation", "sync"
@@ -272,11 +256,6 @@ def _count_samples(dataset: Any) -> int | None:
         return None
 
 
-@dataclass(frozen=True)
-class _Metrics:
-    metrics: Mapping[str, float]
-
-
 class TrainingRun:
     """What one training run consists of. All methods that take `ranks` are collective."""
 
@@ -292,11 +271,11 @@ class TrainingRun:
         self.history = schedule.begin_history(0, 0, time.monotonic())
         self.poll, self.steps, self.base = ClockPoll(config.every), StepWatch(), BaseWatch(config.attribute)
         self.has_begun = False  # a step was done
-        self.stake = RestoreStake()
+        self.overwritten: frozenset[str] = frozenset()  # items and weights that failed resumes have overwritten
         self._is_unfinished = False  # after the last batch gradients waited for a step
         self.last_metrics: dict[str, float] = {}  # of the last step
         self._ancestors: set[str] = set()  # runs that this one went back in
-        self._let_go: set[str] = set()  # items that resumes of this run were allowed to do without
+        self._left_out: set[str] = set()  # items that resumes of this run left out, as `allow` let them
         self._saves, self._absent = 0, set(config.rankings)  # saves made, and metrics that never came
 
     def register(self, objects: Mapping[str, Any]) -> None:
@@ -350,7 +329,7 @@ class TrainingRun:
 
         def current_objects() -> Objects:
             items = self._watch_steps()
-            return Objects(self.model, items, capture_rank_state(self._on_rank(items)))
+            return Objects(self.model, items, capture_rank_state(self.on_rank(items)))
 
         captured = capturing.capture_run(current_objects, ranks)
         signed = object_signatures(self.accelerator, self.registered, lambda: captured.found)
@@ -361,50 +340,54 @@ class TrainingRun:
                 "keep": None if self.config.keep is None else asdict(self.config.keep),
                 "run_id": self.run_id,
                 "ancestors": sorted(self._ancestors),
-                "let_go": sorted(self._let_go),
-                "fingerprint": self._current_fingerprint(captured.found, ranks, versions),
+                "let_go": sorted(self._left_out),
+                "fingerprint": self.current_fingerprint(captured.found, ranks, versions),
                 "signatures": signed,
             }
         )
         return captured
 
-    def restore_state(
-        self, point: ResumePoint, ranks: Ranks, allow: Iterable[str] | bool, versions: Mapping[str, str]
-    ) -> Damage:
-        """Put the whole run back to where `point` was made; what is in `allow` may fail (True: everything).
-
-        Where files of `point` are found damaged, which the answer tells, another one is to be taken: the run is half
-        restored then, as it is when this raises.
-        """
-        path = point.checkpoint.location
-        allowed = None if allow is True else frozenset(() if isinstance(allow, bool) else allow)
-        report, error = ranks.attempt(lambda: self._put_back(point, ranks, allowed, versions))
-        if isinstance(report, Damage):
-            return report
-        mine = None if report is None else RankOutcomes(report.items, report.requests)
-        kinds = (RankOutcomes, RankOutcomes)
-        told, _ = decide_together(ranks, "resume()", mine, merge_outcomes, kinds, error)
-        final: RestoreReport = replace(report, items=told.items, requests=told.requests)
-        if refused := _refused(final.items, allowed):
-            how = "the model may be partly overwritten" if self.stake.names else "nothing was overwritten"
+    def refuse_half_restored(self) -> None:
+        """Raise LoadError if the last resume failed after it had overwritten parts of the run."""
+        if self.overwritten:
             raise LoadError(
-                f"{path}: {listing(refused)}. Pass the same objects as the saved run, or resume(allow=[names]) to go "
-                f"on without; {how}"
+                "the last resume() failed when parts of the model were overwritten already: resume another checkpoint, "
+                "or build model, optimizer and saver anew"
             )
-        self._let_go |= {item.name for item in final.items if item.status != "restored"}
-        for _, kind, optimizer in optimizers_among(run_items(self.accelerator, self.registered)):
-            kind.refresh_weights(optimizer)
-        self.report = final
-        self.stake.clear()
-        self._settle_differences(final)
-        return Damage()
+
+    def note_overwritten(self, document: Document, where: Path | str) -> None:
+        """Record what a resume of `where` is about to overwrite.
+
+        Raises LoadError if the checkpoint lacks what failed resumes have overwritten, which would stay so.
+        """
+        stored = frozenset(document["weights"]) | document["items"].keys()
+        if missing := self.overwritten - stored:
+            raise LoadError(
+                f"{where}: has no {listing(sorted(missing), ', ')}, which a resume that failed has overwritten; build "
+                "model, optimizer and saver anew, then resume it"
+            )
+        self.overwritten |= stored
+
+    def restore_progress(self, document: Document, origin: Store) -> None:
+        """Take over step, run id and history from the checkpoint at `origin`."""
+        progress = document["progress"]
+        self.step, self.run_id, self.resumed_from = progress["step"], document["run_id"], Place(origin)
+        self._ancestors, self._left_out = set(document.get("ancestors", ())), set(document.get("let_go", ()))
+        self.history = schedule.begin_history(self.step, progress["epoch"], time.monotonic(), document["history"])
+        self._is_unfinished = False
+        self.poll.resume_at(self.step)
+
+    def note_resumed(self, report: RestoreReport) -> None:
+        """The resume of `report` has succeeded on all ranks."""
+        self._left_out |= {item.name for item in report.items if item.status != "restored"}
+        self.report, self.overwritten = report, frozenset()
 
     def agree_on_metrics(self, metrics: Mapping[str, float], ranks: Ranks) -> dict[str, float]:
         """The metrics that count where one decides when to save: rank 0's, since each rank may have its own loss."""
         every = self.config.every
-        if every is None or every.best is None or every.best[0] not in metrics:
+        if ranks.size == 1 or every is None or every.best is None or every.best[0] not in metrics:
             return dict(metrics)
-        return dict(hear_leader(ranks, "saver.step()", _Metrics, _Metrics(dict(metrics))).metrics)
+        return dict(ranks.agree("saver.step()", metrics).told)
 
     def reason_to_save(self, metrics: Mapping[str, float], ranks: Ranks) -> str | None:
         """Why to save now, the same on every rank if the `metrics` are; None for no reason."""
@@ -416,7 +399,7 @@ class TrainingRun:
 
     def is_batch_done(self) -> bool:
         """Whether the batch that is over, on this rank as on all, completed a step. Raises LoadError, see above."""
-        self.stake.refuse_half_restored()
+        self.refuse_half_restored()
         self._watch_steps()
         self._is_unfinished = self.steps.is_unfinished(lambda: self._models_by_item().values())
         return self.is_between_steps
@@ -507,7 +490,8 @@ class TrainingRun:
         items = run_items(self.accelerator, self.registered)
         return {"": self.model, **{item.name: item.value for item in items if item.kind == "model"}}
 
-    def _on_rank(self, items: Sequence[Item]) -> OnRank:
+    def on_rank(self, items: Sequence[Item]) -> OnRank:
+        """The objects of this rank whose state each rank stores for itself."""
         return OnRank(self.accelerator, self._models_by_item(), self.feeds, self.steps, items)
 
     def _epochs_done(self) -> int:
@@ -515,131 +499,10 @@ class TrainingRun:
         of = (self.config.every.epochs if self.config.every is not None else None) or 1
         return of * self.feeds.passes_done(of)
 
-    def _current_fingerprint(self, found: Mapping[Key, Source], ranks: Ranks, versions: Mapping[str, str]) -> Document:
+    def current_fingerprint(self, found: Mapping[Key, Source], ranks: Ranks, versions: Mapping[str, str]) -> Document:
+        """The `run_fingerprint` of the run as it is now; `found` are the tensors of its models."""
         items = run_items(self.accelerator, self.registered)
         objects = {item.name: item.value for item in items}
         prepared = list(getattr(self.accelerator, "_dataloaders", ()))
         loaders = prepared or [feed.loader for feed in self.feeds.known_positions]
         return run_fingerprint(self.model, found.values(), objects, loaders, self.accelerator, ranks.size, versions)
-
-    def _put_back(
-        self, point: ResumePoint, ranks: Ranks, allowed: frozenset[str] | None, versions: Mapping[str, str]
-    ) -> RestoreReport | Damage:
-        items = items_in_saved_order(self.accelerator, self.registered, point.document.get("signatures", {}))
-        models = walk_models(self.model, items)
-        items = with_extra_state(self.model, items, models)
-        found = known_sources(models, items)
-        fitted = fit_point(point, LiveRun(self.accelerator, self.model, items, found, ranks.rank, ranks.size))
-        held, document, stored, items = point.checkpoint, fitted.point.document, fitted.point.tensors, fitted.items
-        trees, unread = read_rank_state(document, stored, ranks)
-        odd = [*fitted.outcomes, *unread]  # of one item the first counts: a folder's own names its file
-        odd += resume.find_misfits(items, found, document, stored, ranks.rank)
-        odd += resume.compare_adapters(self.model, self.config.attribute, held, stored)
-        base = resume.compare_base(self.model, self.config.attribute, document, held, ranks.rank)
-        odd += [one for one in base if one.status != "restored"]
-        told, _ = decide_together(
-            ranks, "checking the state of resume()", RankOutcomes(tuple(odd), 0), merge_outcomes, (RankOutcomes,) * 2
-        )
-        if allowed is not None:
-            _refuse_unknown(allowed, items, document, told.items)
-        if _refused(told.items, allowed):
-            damage = resume.find_damage(fitted.point, odd, ranks)
-            return damage if damage.problems else RestoreReport(held.location, tuple(odd))
-        self.stake.put_names(document, held.location)
-        given_up = {one.name for one in told.items}
-        items = [item for item in items if item.name not in given_up]
-        way = point.way_to_read(self.config.fan_out)
-        fill_all = fill.choose_filler(way, ranks, self.config.bucket_bytes)
-        outcomes = [] if "weights" in given_up else [resume.restore_weights(found, document, stored, fill_all)]
-        outcomes += [one for one in base if one.status == "restored"]
-        for _, kind, optimizer in optimizers_among(items):
-            kind.adopt_weights(optimizer)
-        filled = [item for item in items if item.kind != "object"]
-        outcomes += resume.restore_items(filled, found, document, stored, ranks.rank, fill_all)
-        try:
-            damage = resume.find_damage(fitted.point, outcomes, ranks)
-        except RanksDisagreeError as error:
-            return resume.report_of_failed(held.location, outcomes, error)
-        if damage.problems:  # before objects are given anything of it
-            return damage
-        others = [item for item in items if item.kind == "object"]
-        outcomes += resume.restore_items(others, found, document, stored, ranks.rank, fill_all)
-        self._is_unfinished = False
-        with damaged_input(f"{held.location}: its training state"):
-            apart, lost = resume.restore_apart(items, found, document, stored, ranks)
-            outcomes += apart
-            on_rank = self._on_rank(items)
-            self.feeds, notes, more = restore_rank_state(on_rank, document, stored, ranks, trees)
-            progress = document["progress"]
-            self.step, self.run_id, self.resumed_from = progress["step"], document["run_id"], Place(held.origin)
-            self._ancestors, self._let_go = set(document.get("ancestors", ())), set(document.get("let_go", ()))
-            now = time.monotonic()
-            self.history = schedule.begin_history(self.step, progress["epoch"], now, document["history"])
-        if point.served:
-            notes = (*notes, f"rank(s) {point.served} do not see the checkpoint: rank 0 has read it for them")
-        notes = (*fitted.notes, *notes)
-        self.poll.resume_at(self.step)
-        changed = fingerprint_differences(document["fingerprint"], self._current_fingerprint(found, ranks, versions))
-        changed += (*changed_flags(document, found), *lost)
-        outcomes = [*odd, *outcomes, *more]
-        return RestoreReport(held.location, tuple(outcomes), changed, notes, held.requests)
-
-    def _settle_differences(self, report: RestoreReport) -> None:
-        told = [*report.differences, *report.notes]
-        if report.differences and self.config.on_difference == "raise":
-            raise LoadError(
-                f"{report.path}: {listing(list(report.differences))}; start with the same settings, or "
-                "on_difference='warn' to go on"
-            )
-        if told and self.config.on_difference == "warn":
-            warn(f"{report.path}: {listing(told)}", stacklevel=4)
-
-
-_NO_ITEMS = (
-    "adapter settings",
-    "base",
-    "data",
-    "gradients",
-    "replicas",
-    "rng",
-)  # what resumes report beside the objects of a run
-
-
-def _refused(outcomes: Iterable[resume.Restored], allowed: frozenset[str] | None) -> list[str]:
-    """A line for each item that was not restored and has to be; `allowed` None: none has to be."""
-    problems = RestoreReport(items=tuple(outcomes)).problems
-    return [line for line in problems if allowed is not None and line.split(":")[0] not in allowed]
-
-
-def _refuse_unknown(
-    allowed: frozenset[str], items: Iterable[Item], document: Document, outcomes: Iterable[resume.Restored]
-) -> None:
-    """Raise ConfigError for names that are no item of this run, of the checkpoint, or of those let go before."""
-    known = {*_NO_ITEMS, *document["items"], *document.get("let_go", ()), *(item.name for item in items)}
-    known |= {one.name for one in outcomes} - {"weights"}
-    if unknown := sorted(repr(name) for name in allowed - known):
-        raise ConfigError(
-            f"resume(allow=...): {listing(unknown, ', ')}: no item; there are {listing(sorted(known), ', ', 20)}"
-        )
-
-
-def resume_run(
-    run: TrainingRun, wanted: Wanted, ranks: Ranks, allow: Iterable[str] | bool, versions: Mapping[str, str]
-) -> None:
-    """Put `run` back to where the checkpoint that is wanted was made; leave it as it is for a fresh start. Collective.
-
-    What a run has been trained to in this process is not put at stake: digests are compared before any of it is
-    overwritten. Else that is done while the files are read, which are read once then. `allow` and errors as for
-    `CheckpointSaver.resume`.
-    """
-    allowed = allow if isinstance(allow, bool) else frozenset([allow] if isinstance(allow, str) else allow)
-    while True:
-        with ExitStack() as stack:
-            point, branch = open_agreed(wanted, ranks, stack)
-            if point is None:
-                return
-            damage = run.restore_state(point, ranks, allowed, versions)
-            if not damage.problems:
-                run.branch_off(branch)
-                return
-        wanted = wanted.without(point, damage.problems)

@@ -147,7 +147,7 @@ def test_what_resume_does_not_understand(tmp_path):
             ConfigError, match="expected 'auto', 'must', 'never', a checkpoint's name, its path or its URL"
         ):
             saver_of(tmp_path).resume(wrong)
-    with pytest.raises(NotACheckpointError, match=r"checkpoint-9: is not there; .* has checkpoint-1. Expected 'auto'"):
+    with pytest.raises(NotACheckpointError, match=r"checkpoint-9: not found; .* has checkpoint-1. Expected 'auto'"):
         saver_of(tmp_path).resume("checkpoint-9")
 
 

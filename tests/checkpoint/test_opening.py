@@ -34,7 +34,7 @@ from ft_ckpt.cli import main
 from ft_ckpt.errors import CheckpointError, CorruptError, LoadError, NoSpaceError
 from ft_ckpt.model import convert, diff, load
 from ft_ckpt.storage import local_disk
-from ft_ckpt.training.run import TrainingRun
+from ft_ckpt.training import resume
 
 SEED = chosen_seed()
 
@@ -102,13 +102,13 @@ def test_what_is_resumed_is_what_was_compared(tmp_path, monkeypatch):
         return one
 
     saver(1).save_state(path=tmp_path / "last")
-    real = TrainingRun.restore_state
+    real = resume.restore_run
 
     def overwritten_before(*asked):
         saver(2).save_state(path=tmp_path / "last")
         return real(*asked)
 
-    monkeypatch.setattr(TrainingRun, "restore_state", overwritten_before)
+    monkeypatch.setattr(resume, "restore_run", overwritten_before)
     fresh = saver(3)
     fresh.resume("must")
     assert {p.flatten()[0].item() for p in fresh._run.model.parameters()} == {1.0}

@@ -33,9 +33,8 @@ from ft_ckpt.saving.plan import SaveRequest, plan_save, request_of
 from ft_ckpt.saving.write import StagedSave
 from ft_ckpt.storage.local_store import LocalStore
 from ft_ckpt.storage.place import Place
-from ft_ckpt.training import resume, rng, state
-from ft_ckpt.training.exchange import decide_together, hear_leader
-from ft_ckpt.training.resume import CheckpointFacts, RankOutcomes, Restored, merge_outcomes
+from ft_ckpt.training import choose, rng, state
+from ft_ckpt.training.restore import Restored, agree_on_outcomes
 from ft_ckpt.training.state import LocalState
 
 PHASES = ("first save", "second save", "resume")
@@ -122,13 +121,11 @@ def live_meetings(folder: Path, own: tuple[SaveRequest, LocalState, StagedSave],
     tree = state.flatten_tree(rng.capture_generators(), "rng", False)[0]
     local = replace(local, facts={**local.facts, "own": {"rng": tree}})
     if phase == "resume":
-        choice = resume._Choice("must", CheckpointFacts(str(folder), "x" * 32, (1, 2, 3)), None)
-        hear_leader(ranks, "resume()", resume._Choice, choice)
-        sight, kinds = resume._Sight(True, True), (resume._Sight, resume._Views)
-        views, _ = decide_together(ranks, "opening", sight, resume._who_sees_it, kinds)
-        assert views == resume._Views("", ((0, ranks.size - 1),)), views
-        outcomes = RankOutcomes(tuple(Restored(f"item {number}", "restored") for number in range(8)), 0)
-        decide_together(ranks, "the end", outcomes, merge_outcomes, (RankOutcomes, RankOutcomes))
+        facts = {"path": str(folder), "identity": "x" * 32, "place": [1, 2, 3]}
+        ranks.agree("resume()", {"mode": "must", "facts": facts, "branch": None, "late": False}, same=("mode",))
+        views = ranks.agree("opening", {"sees": True, "shares": True}, decide=choose._merge_views).told
+        assert views == {"served": "", "sharers": [[0, ranks.size - 1]]}, views
+        agree_on_outcomes(ranks, "the end", [Restored(f"item {number}", "restored") for number in range(8)])
         return
     assert len(state.exchange_facts(local, [], ranks, {}).trees) == ranks.size
     if phase == "first save":

@@ -19,7 +19,7 @@ from ft_ckpt import CheckpointSaver
 from ft_ckpt.distributed import fill
 from ft_ckpt.errors import LoadError, RankError
 from ft_ckpt.storage import read_ahead as reading
-from ft_ckpt.training import resume, run
+from ft_ckpt.training import restore, resume
 
 BUCKET = 1 << 16  # the least there is: many buckets even for a tiny model
 
@@ -107,13 +107,13 @@ def gone_before_reading(folder: Path) -> None:
     """One rank fails before it reads anything: the others are told of it, not left to their time-out."""
     left("ddp", "llama", folder)
     fresh = live_model("ddp", "llama", seed=1)
-    real = run.items_in_saved_order
+    real = resume.items_in_saved_order
     if harness.RANK == 1:
-        run.items_in_saved_order = lambda *_: 1 / 0
+        resume.items_in_saved_order = lambda *_: 1 / 0
     kind, words = (RankError, "rank 1.*division by zero") if harness.RANK == 0 else (ZeroDivisionError, "division")
     with saver_of(fresh, folder, fan_out="broadcast") as saver, pytest.raises(kind, match=words):
         saver.resume("must")
-    run.items_in_saved_order = real
+    resume.items_in_saved_order = real
     goes_on(fresh, folder)
 
 
@@ -137,7 +137,7 @@ def fewer_readings(folder: Path) -> None:
     fresh = live_model("ddp", "llama", seed=1)
     real = resume.restore_weights
     if harness.RANK == 1:
-        resume.restore_weights = lambda *_: resume.Restored("weights", "failed", "not of this model")
+        resume.restore_weights = lambda *_: restore.Restored("weights", "failed", "not of this model")
     with saver_of(fresh, folder, fan_out="broadcast") as saver, pytest.raises(LoadError, match="weights: failed"):
         saver.resume("must")
     resume.restore_weights = real

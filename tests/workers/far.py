@@ -22,7 +22,7 @@ from wrappers import truth
 
 from ft_ckpt import verify
 from ft_ckpt.errors import CheckpointError, CorruptError, RankError
-from ft_ckpt.training import resume, run
+from ft_ckpt.training import choose, resume
 
 HERE = Path("/proc/self/cwd")
 
@@ -110,17 +110,17 @@ def unreadable(folder: Path) -> None:
     with saver_of(live, HERE) as keeper:
         train(live, keeper, 0, 2)
         keeper.save_state()
-    real = resume._answer_requests
+    real = choose._answer_requests
     if harness.RANK == 0:
         broken = lambda part, name, start, stop: 1 / 0  # noqa: E731
-        resume._answer_requests = lambda store, word, read, done: real(store, word, broken, done)
+        choose._answer_requests = lambda store, serving_id, read, done: real(store, serving_id, broken, done)
     begun = time.monotonic()
     with (
         saver_of(live, HERE) as keeper,
         pytest.raises(CheckpointError, match=r"rank 0, which reads .*division by zero"),
     ):
         keeper.resume("must")
-    resume._answer_requests = real
+    choose._answer_requests = real
     assert time.monotonic() - begun < 20
     with saver_of(live, HERE) as keeper:
         assert keeper.resume("must").step == 2
@@ -133,13 +133,13 @@ def leader_fails(folder: Path) -> None:
     with saver_of(live, HERE) as keeper:
         train(live, keeper, 0, 2)
         keeper.save_state()
-    real = run.restore_rank_state
+    real = resume.restore_rank_state
     kind = RankError if harness.RANK else CorruptError
     if harness.RANK == 0:
-        run.restore_rank_state = lambda *_: 1 / 0
+        resume.restore_rank_state = lambda *_: 1 / 0
     with saver_of(live, HERE) as keeper, pytest.raises(kind, match="division by zero"):
         keeper.resume("must")
-    run.restore_rank_state = real
+    resume.restore_rank_state = real
     dist.barrier()
     with saver_of(live, HERE) as keeper:
         assert keeper.resume("must").step == 2

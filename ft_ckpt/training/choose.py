@@ -1,0 +1,570 @@
+"""Choose the checkpoint of a resume on rank 0, and open it on every rank.
+
+Rank 0 serves tensors over torch's key-value store to ranks that do not see the checkpoint.
+"""
+
+import ctypes
+import json
+import os
+import threading
+import uuid
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, field, replace
+from datetime import timedelta
+from functools import partial
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ft_ckpt.checkpoint.catalog import (
+    CheckpointInfo,
+    Listing,
+    in_run_order,
+    list_checkpoints,
+    list_readable,
+    load_manifest,
+)
+from ft_ckpt.checkpoint.checks import look_again, may_pass
+from ft_ckpt.checkpoint.manifest import MANIFEST_NAME, Manifest, manifest_from_json, manifest_to_json
+from ft_ckpt.checkpoint.open_checkpoint import OpenCheckpoint, open_checkpoint
+from ft_ckpt.checkpoint.prune import recover_all
+from ft_ckpt.checkpoint.run_places import RunPlaces
+from ft_ckpt.distributed.agreement import Values, rank_numbers
+from ft_ckpt.distributed.ranks import Ranks, beside_thread, current_ranks, try_action
+from ft_ckpt.errors import (
+    CheckpointError,
+    ConfigError,
+    CorruptError,
+    ManifestError,
+    NotACheckpointError,
+    RankError,
+    TargetError,
+    UnreadableError,
+    damaged_input,
+    listing,
+)
+from ft_ckpt.formats.dtypes import dtype_of
+from ft_ckpt.formats.layout import ITEM_BYTES, Spec, TensorFile
+from ft_ckpt.messages import LOG, warn
+from ft_ckpt.storage.digests import PassingProblem
+from ft_ckpt.storage.local_store import LocalStore
+from ft_ckpt.storage.place import Place, open_place
+from ft_ckpt.training.accelerate_folder import find_accelerate_folder, is_foreign, open_accelerate_folder
+from ft_ckpt.training.state import Document, ResumePoint, StoredTensors, open_resume_point
+from ft_ckpt.transfer.copies import content_identity
+
+MODES = ("auto", "must", "never")
+_AUTO = ("latest", "newest", "last", "True", "true")
+
+
+def parse_mode(checkpoint: Any) -> str | Place:
+    """The argument of `resume` as one of MODES, or the name, path, URL or place of a checkpoint. Raises ConfigError."""
+    if checkpoint is None or checkpoint is True or checkpoint in _AUTO:
+        if checkpoint is not None:
+            LOG.info("resume(%r) is resume('auto'): the newest checkpoint, or a fresh start", checkpoint)
+        return "auto"
+    if checkpoint is False:
+        return "never"
+    if isinstance(checkpoint, Place):
+        return checkpoint
+    if isinstance(checkpoint, (str, Path)) and str(checkpoint):
+        return str(checkpoint)
+    raise ConfigError(
+        f"resume({checkpoint!r}): expected {', '.join(map(repr, MODES))}, a checkpoint's name, its path or its URL"
+    )
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """The checkpoint to resume from: a `mode` of `parse_mode`, looked up in the run's own folders."""
+
+    mode: str | Place
+    places: RunPlaces
+    options: Mapping[str, Any] = field(default_factory=dict)  # client options for URLs
+    deep: bool = True  # compare all digests
+    late: bool = False  # compare digests of tensor files while reading them into the run, not before
+    damage: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # found while reading, by checkpoint place
+
+    @property
+    def is_named(self) -> bool:
+        """True if the user named one checkpoint (name, path, URL or place)."""
+        return self.mode not in MODES
+
+    @property
+    def place(self) -> Place:
+        """The named checkpoint: the run's own of that name, else a path. A name with a separator is a path."""
+        if isinstance(self.mode, Place):
+            return self.mode
+        if self.places.directory is None or os.sep in self.mode:
+            return self.open_path(self.mode)
+        own = [Place(each.folder, self.mode) for each in reversed(self.places.folders)]
+        return next((each for each in (*own, open_place(self.mode)) if _folder_exists(each)), own[-1])
+
+    def without(self, point: ResumePoint, damage: tuple[str, ...]) -> "Wanted":
+        """A copy that skips the checkpoint of `point`, which was found damaged while it was read."""
+        return replace(self, damage={**self.damage, _place_key(Place(point.checkpoint.origin)): damage})
+
+    def open_path(self, path: str) -> Place:
+        """The place at a path or URL. Reuses the client of the run's directory for places below it."""
+        for known in (self.mode, self.places.directory):
+            if isinstance(known, Place) and f"{path}/".startswith(f"{known.folder.url}/"):
+                below = path[len(known.folder.url) + 1 :]
+                return Place(known.folder, below) if below else known
+        return open_place(path, **self.options)
+
+
+def open_chosen(wanted: Wanted, infos: Sequence[CheckpointInfo], stack: ExitStack) -> ResumePoint | None:
+    """Open the checkpoint to resume from until `stack` closes; None to start afresh. `infos` are the run's checkpoints.
+
+    The files compared with the manifest stay open and are the ones read later. Of several copies of a checkpoint, the
+    first whole one from the end of `infos` is taken.
+
+    Modes: "never"; "auto", the newest whole resumable checkpoint, None if there is no checkpoint at all; "must", the
+    newest or an error; otherwise the named checkpoint. Raises NotACheckpointError if there is none, CorruptError if
+    none is whole, or naming the damaged files of the named checkpoint and the newest whole one.
+    """
+    # After a damaged checkpoint an older one takes its place: it must overwrite the same tensors.
+    same_tensors = len({_overwritten_names(info.manifest) for info in resumable(infos)}) < 2
+    mode, wanted = wanted.mode, replace(wanted, late=wanted.late and same_tensors)
+    if mode == "never":
+        return None
+    foreign = accelerate_folder_at(wanted.place) if wanted.is_named else None
+    if foreign is not None:
+        return open_accelerate_folder(foreign, stack)
+    known = _grouped_copies(resumable(reversed(infos)))
+    candidates = [_copies_of(_named_checkpoint(wanted, infos), known)] if wanted.is_named else known
+    for number, copies in enumerate(candidates):
+        point, problems = _open_one_of(copies, wanted, stack)
+        if point is not None:
+            return point
+        if mode != "auto" or may_pass(problems):
+            early, left = replace(wanted, late=False), candidates[number + 1 :]
+            older = next((one[0] for one in left if _open_one_of(one, early, stack)[0]), None)
+            advice = f"the newest whole one is {older}" if older else "there is no older one that is whole"
+            kind = UnreadableError if may_pass(problems) else CorruptError
+            raise kind(f"{listing(problems)}; {advice}{_overwritten_advice(wanted)}")
+        warn(f"{listing(problems)}; damaged, trying an older one", stacklevel=2)
+    if candidates:
+        raise CorruptError(
+            f"{wanted.places.directory}: none of its {len(candidates)} checkpoints is whole (the warnings say why); "
+            f"resume('never') begins afresh, in a folder of its own{_overwritten_advice(wanted)}"
+        )
+    if mode == "must":
+        raise NotACheckpointError(
+            f"{wanted.places.directory}: no checkpoint with training state in it; use resume('auto') to begin"
+        )
+    return None
+
+
+def _overwritten_names(manifest: Manifest) -> frozenset[tuple[str, str]]:
+    stored = ((part, tensor.name) for part in manifest.parts for tensor in part.tensors)
+    return frozenset((part.path, name) for part, name in stored if part.kind != "state" or name.startswith("weights/"))
+
+
+def _overwritten_advice(wanted: Wanted) -> str:
+    return "; the model was partly overwritten before this was found: build it anew" if wanted.damage else ""
+
+
+def _place_key(place: Place) -> str:
+    """The absolute URL: equal for all spellings of a place."""
+    return place.absolute.folder.url
+
+
+def resumable(infos: Iterable[CheckpointInfo]) -> list[CheckpointInfo]:
+    """The checkpoints with training state."""
+    return [info for info in infos if has_training_state(info.manifest)]
+
+
+def accelerate_folder_at(place: Place) -> Path | None:
+    """The local folder at `place` if Accelerate's `save_state` wrote it, else None."""
+    store = place.folder
+    return find_accelerate_folder(store.folder) if isinstance(store, LocalStore) else None
+
+
+def _grouped_copies(infos: Iterable[CheckpointInfo]) -> list[list[Place]]:
+    """The places of checkpoints in order, copies of one checkpoint grouped."""
+    found: dict[str, list[Place]] = {}
+    for info in infos:
+        found.setdefault(content_identity(info.manifest), []).append(Place(info.store))
+    return list(found.values())
+
+
+def _copies_of(named: Place, known: Iterable[list[Place]]) -> list[Place]:
+    """The checkpoint `named`, then its copies among `known`."""
+    beside = next((copies for copies in known if any(one.folder == named.folder for one in copies)), [])
+    return [named, *(one for one in beside if one.folder != named.folder)]
+
+
+def _named_checkpoint(wanted: Wanted, infos: Sequence[CheckpointInfo]) -> Place:
+    """The named checkpoint. Raises NotACheckpointError if it does not exist or has no training state."""
+    named = wanted.place
+    if not _folder_exists(named):
+        there = list(dict.fromkeys(info.name for info in infos))
+        raise NotACheckpointError(
+            f"{named}: not found; {wanted.places.directory} has {listing(there, ', ') or 'none'}. Expected 'auto', "
+            "'must', 'never', the name of one of these, or a path"
+        )
+    if not has_training_state(load_manifest(named.folder)):
+        raise NotACheckpointError(f"{named}: holds weights and no training state; ft_ckpt.load_model reads them")
+    return named
+
+
+def _folder_exists(place: Place) -> bool:
+    return place.folder.list_folder().exists
+
+
+def _open_one_of(copies: Sequence[Place], wanted: Wanted, stack: ExitStack) -> tuple[ResumePoint | None, list[str]]:
+    """Open the first whole copy of a checkpoint until `stack` closes; or None and the problems.
+
+    If the system could not read a copy just now, which may be whole, only the problems of that copy are returned.
+    """
+    problems: list[str] = []
+    for place in copies:
+        point, found = look_again(lambda: _open_whole(place, wanted, stack), lambda tried: may_pass(tried[1]))  # noqa: B023 - called at once
+        if point is not None:
+            if problems:
+                warn(f"{listing(problems)}; damaged, taking its copy {place}", stacklevel=2)
+            return point, []
+        kind = PassingProblem if may_pass(found) else str
+        problems.append(kind(f"{place}: {listing(list(found))}"))
+    return None, [one for one in problems if isinstance(one, PassingProblem)] or problems
+
+
+def _open_whole(place: Place, wanted: Wanted, stack: ExitStack) -> tuple[ResumePoint | None, tuple[str, ...]]:
+    """Open the checkpoint at `place` until `stack` closes; or None and its problems."""
+    if known := wanted.damage.get(_place_key(place)):
+        return None, known
+    with ExitStack() as trial:
+        try:
+            held = trial.enter_context(open_checkpoint(place, compares=False))
+            proofs = held.late_proofs() if wanted.deep and wanted.late else []
+            late = {proof.record.path for proof in proofs}
+            found = held.find_problems(wanted.deep, keep=held.tensor_files, late=late)
+            if not found:
+                point = open_resume_point(held, trial, proofs)
+                stack.push(trial.pop_all())
+                return point, ()
+        except UnreadableError as error:
+            return None, (PassingProblem(error),)
+        except (ManifestError, CorruptError, OSError) as error:
+            return None, (str(error),)
+    return None, found
+
+
+def has_training_state(manifest: Manifest) -> bool:
+    return any(part.kind == "state" for part in manifest.parts)
+
+
+def branch_run_id(wanted: Wanted, chosen: OpenCheckpoint, infos: Sequence[CheckpointInfo]) -> str | None:
+    """A new run id if the user named `chosen` and its run has later checkpoints, else None.
+
+    `infos` are the checkpoints in the run's directory.
+    """
+    if not wanted.is_named:
+        return None
+    beside, manifest = Place(chosen.origin).beside, chosen.manifest
+    if is_foreign(manifest):
+        return uuid.uuid4().hex
+    is_own = any(beside.url == each.absolute.folder.url for each in wanted.places.folders)
+    all_beside = infos if is_own else list_readable(Place(beside)).found
+    steps = [one.manifest.step or 0 for one in resumable(all_beside) if one.manifest.run_id == manifest.run_id]
+    return uuid.uuid4().hex if any(step > (manifest.step or 0) for step in steps) else None
+
+
+def warn_of_others(directory: Place, infos: Sequence[CheckpointInfo], mode: str | Place) -> None:
+    """Warn if the checkpoints `infos` of `directory` belong to other runs than the one that starts or continues."""
+    newest: dict[str | None, str] = {}
+    for info in resumable(infos):
+        newest[info.manifest.run_id] = info.name
+    runs = [f"{str(run_id)[:6]} (to {name})" for run_id, name in newest.items()]
+    if mode == "never" and runs:
+        warn(
+            f"{directory}: holds another run, {listing(runs, ', ')}; its checkpoints are not replaced: use another "
+            "directory, or delete them",
+            stacklevel=4,
+        )
+    elif mode in MODES and len(runs) > 1:
+        warn(
+            f"{directory}: holds {len(runs)} runs, oldest first {listing(runs, ', ')}; the newest goes on. Use a "
+            "directory for each",
+            stacklevel=4,
+        )
+
+
+def refuse_replacing(target: Place, has_state: bool, own_ids: Collection[str] | None) -> None:
+    """Raise TargetError if `target` holds a checkpoint that the save must not replace.
+
+    A save without training state does not replace a checkpoint with it. With `own_ids`, the ids of a run, a save does
+    not replace a checkpoint of another run. Raises UnreadableError if the manifest cannot be read just now.
+    """
+    try:
+        manifest = load_manifest(target.folder)
+    except ManifestError:
+        return  # nothing committed, or damaged
+    if has_training_state(manifest) and not has_state:
+        raise TargetError(
+            f"{target}: holds training state, which a save of weights alone would delete; save to another path"
+        )
+    if own_ids is not None and manifest.run_id is not None and manifest.run_id not in own_ids:
+        raise TargetError(
+            f"{target}: of another run, {manifest.run_id[:6]}, which got to this step before; use another directory, "
+            "resume that run, or delete its checkpoints"
+        )
+
+
+_LANE = "serving"
+_DONE, _FAILED = b"+", b"-"  # last byte of an answer
+_PIECE_BYTES = 4 << 20  # per answer: torch's store takes at most 8 MiB, and rank 0's host keeps it until it is read
+_AHEAD = 2  # unread answers per rank
+_WAIT = timedelta(seconds=0.5)  # between checks that the other side is alive
+
+Read = Callable[[str, str, int, int], Tensor]  # part folder, tensor, flat elements [start, stop) -> host tensor
+
+
+def checkpoint_facts(held: OpenCheckpoint) -> Document:
+    """The facts by which other ranks recognize the checkpoint: path, identity, and the manifest's place on its disk.
+
+    The place (inode, size, mtime) is the same on all machines that share a disk, and another for a copy.
+    """
+    place = [] if is_foreign(held.manifest) else _manifest_place(held)
+    return {"path": str(held.location), "identity": held.identity, "place": place}
+
+
+def open_to_all(
+    point: ResumePoint | None,
+    facts: Document,
+    open_path: Callable[[str], Place],
+    ranks: Ranks,
+    stack: ExitStack,
+    deep: bool,
+    late: bool = False,
+) -> ResumePoint:
+    """Open rank 0's checkpoint, `point` there, on every rank until `stack` closes. Collective.
+
+    A rank opens the checkpoint itself if it finds the files of rank 0's `facts` at the same path or URL, or a whole
+    copy (`deep`: by its digests); `open_path` resolves these. For other ranks rank 0 reads, in a thread. `late`:
+    digests are compared while reading; ranks that see the same files share this.
+    """
+    place = open_path(facts["path"])
+    local: ResumePoint | None
+    local, _ = try_action(lambda: point or _open_copy(facts, place, stack, deep, late))
+    mine = {"sees": local is not None, "shares": local is not None and bool(local.tensors.proofs)}
+    views = ranks.agree("opening the checkpoint of resume()", mine, decide=_merge_views).told
+    sharers = [rank for first, last in views["sharers"] for rank in range(first, last + 1)]
+    if local is not None and ranks.rank in sharers:
+        local.tensors.take_share(sharers.index(ranks.rank), len(sharers))
+    served: str = views["served"]
+    if not served:
+        assert local is not None, "every rank sees it"
+        return local
+    contents, error = try_action(lambda: {} if point is None else _contents_to_send(point))
+    contents = ranks.agree("sending the checkpoint of resume()", contents, error).told
+    if point is not None:
+        again = _open_again(point, stack)  # open files belong to one thread
+        stack.enter_context(serve_reads(contents["serving_id"], again.read, ranks))
+    if local is None:
+        return _remote_checkpoint(facts, place, contents, ranks, served)
+    return replace(local, served=served)
+
+
+def _merge_views(answers: Values) -> Document:
+    """The ranks that do not see the checkpoint, as text, and those that share its comparison, as [first, last] runs."""
+    served = rank_numbers([rank for rank, answer in enumerate(answers) if not answer["sees"]])
+    runs = [(shares, [*run]) for shares, run in groupby(range(len(answers)), lambda rank: answers[rank]["shares"])]
+    return {"served": served, "sharers": [[run[0], run[-1]] for shares, run in runs if shares]}
+
+
+@contextmanager
+def serve_reads(serving_id: str, read: Read, ranks: Ranks) -> Iterator[None]:
+    """On rank 0: answer requests of other ranks for tensors in a thread, which calls `read`, during the block."""
+    store = current_ranks(ranks.timeout_seconds, _LANE).store
+    with beside_thread("ft_ckpt-serve", partial(_answer_requests, store, serving_id, read)):
+        yield
+
+
+@dataclass(eq=False)
+class RemoteFile:
+    """The tensors of a part that rank 0 reads for this rank; a `TensorFile`."""
+
+    part: str  # folder
+    specs: Mapping[str, Spec]
+    serving_id: str
+    ranks: Ranks
+    store: Any = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.store = current_ranks(self.ranks.timeout_seconds, _LANE).store
+
+    def read(self, name: str, start: int = 0, stop: int | None = None) -> Tensor:
+        """Flat elements [start, stop) of the tensor. Raises RankError if rank 0 cannot read them or has died."""
+        spec = self.specs[name]
+        item = ITEM_BYTES[spec.dtype]
+        stop = spec.size_bytes // item if stop is None else stop
+        data = torch.empty((stop - start) * item, dtype=torch.uint8)
+        pending: deque[tuple[str, int, int]] = deque()
+        step = max(1, _PIECE_BYTES // item)
+        for low in range(start, stop, step):
+            high = min(low + step, stop)
+            key = self._send_request([self.part, name, low, high])
+            pending.append((key, (low - start) * item, (high - start) * item))
+            if len(pending) == _AHEAD:
+                self._receive_answer(*pending.popleft(), data)
+        while pending:
+            self._receive_answer(*pending.popleft(), data)
+        return data.view(dtype_of(spec.dtype))
+
+    def close(self) -> None:
+        """Nothing to close."""
+
+    def _send_request(self, request: list[Any]) -> str:
+        number = self.store.add(_store_key(self.serving_id, "asked"), 1)
+        self.store.set(_store_key(self.serving_id, f"ask/{number}"), json.dumps(request))
+        return _store_key(self.serving_id, f"answer/{number}")
+
+    def _receive_answer(self, key: str, start: int, stop: int, data: Tensor) -> None:
+        while not _wait_for_key(self.store, key):
+            self.ranks.check_peers()
+        answer = self.store.get(key)
+        self.store.delete_key(key)
+        if len(answer) != stop - start + 1 or answer[-1:] != _DONE:
+            raise RankError(f"rank 0, which reads the checkpoint for this rank: {answer[:-1].decode(errors='replace')}")
+        ctypes.memmove(data.data_ptr() + start, answer, stop - start)
+
+
+def _open_copy(facts: Document, place: Place, stack: ExitStack, deep: bool, late: bool) -> ResumePoint | None:
+    """The checkpoint as this rank sees it; None if it is another one or a damaged copy."""
+    if accelerate_folder_at(place) is not None:
+        foreign = open_accelerate_folder(Path(facts["path"]), stack)
+        return foreign if checkpoint_facts(foreign.checkpoint) == facts else None
+    with ExitStack() as trial:
+        local = trial.enter_context(open_checkpoint(place, compares=False))
+        is_rank_0s = _manifest_place(local) == facts["place"]
+        if local.identity == facts["identity"] and (is_rank_0s or not local.find_problems(deep)):
+            point = open_resume_point(local, trial, local.late_proofs() if is_rank_0s and late else ())
+            stack.push(trial.pop_all())
+            return point
+    return None
+
+
+def _open_again(point: ResumePoint, stack: ExitStack) -> StoredTensors:
+    """The tensors of `point` in newly opened files."""
+    if is_foreign(point.checkpoint.manifest):
+        return open_accelerate_folder(point.checkpoint.path, stack).tensors
+    again = StoredTensors(point.checkpoint)
+    stack.callback(again.close)
+    return again
+
+
+def _manifest_place(held: OpenCheckpoint) -> list[int]:
+    """Inode, size and mtime of the manifest; empty for a bucket, which is the same on all machines."""
+    if not isinstance(held.origin, LocalStore):
+        return []
+    with damaged_input(held.path):
+        status = (held.path / MANIFEST_NAME).stat()
+    return [status.st_ino, status.st_size, status.st_mtime_ns]
+
+
+def _contents_to_send(point: ResumePoint) -> Document:
+    """Everything but the tensors, and the id under which rank 0 serves these."""
+    manifest = manifest_to_json(point.checkpoint.manifest)
+    return {"serving_id": uuid.uuid4().hex, "manifest": manifest, "document": point.document}
+
+
+def _remote_checkpoint(facts: Document, place: Place, contents: Document, ranks: Ranks, served: str) -> ResumePoint:
+    """The checkpoint on a rank that does not see it: `contents` of rank 0, and tensors that rank 0 reads."""
+    manifest = manifest_from_json(contents["manifest"], facts["path"])
+    files: dict[str, TensorFile] = {}
+    for part in manifest.parts:
+        specs = {tensor.name: Spec(tensor.name, tensor.shape, tensor.dtype) for tensor in part.tensors}
+        files[part.path] = RemoteFile(part.path, specs, contents["serving_id"], ranks)
+    held = OpenCheckpoint(place.folder, place.folder, manifest, facts["identity"])
+    return ResumePoint(held, contents["document"], StoredTensors(held, files.__getitem__), served)
+
+
+def _answer_requests(store: Any, serving_id: str, read: Read, done: threading.Event) -> None:
+    number = 1
+    while not done.is_set():
+        key = _store_key(serving_id, f"ask/{number}")
+        if not _wait_for_key(store, key):
+            continue
+        request = json.loads(store.get(key))
+        data, error = try_action(lambda: read(*request))  # noqa: B023 - called at once
+        store.set(_store_key(serving_id, f"answer/{number}"), _encode_failure(error) if error else _encode_answer(data))
+        store.delete_key(key)
+        number += 1
+
+
+def _encode_answer(data: Tensor) -> bytes:
+    return data.contiguous().view(-1).view(torch.uint8).numpy().tobytes() + _DONE
+
+
+def _encode_failure(error: BaseException) -> bytes:
+    return (str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}").encode() + _FAILED
+
+
+def _wait_for_key(store: Any, key: str) -> bool:
+    with suppress(RuntimeError):  # DistStoreError: timeout
+        store.wait([key], _WAIT)
+        return True
+    return False
+
+
+def _store_key(serving_id: str, name: str) -> str:
+    return f"ft_ckpt/{_LANE}/{serving_id}/{name}"
+
+
+def choose_checkpoint(wanted: Wanted, ranks: Ranks, stack: ExitStack) -> tuple[ResumePoint | None, str | None]:
+    """Choose a checkpoint on rank 0 and open it on every rank until `stack` closes; None to start afresh. Collective.
+
+    Also returns the id of the new run if the resume branches off, see `branch_run_id`. Raises what `open_chosen`
+    raises, RankError if another rank failed.
+    """
+    chosen, error = ranks.attempt(lambda: _choose_and_open(wanted, stack) if ranks.leads else None)
+    point, choice = chosen or (None, {"facts": None, "branch": None, "late": False})
+    choice = ranks.agree("resume()", {"mode": str(wanted.mode), **choice}, error, same=("mode",)).told
+    if choice["facts"] is None:
+        return None, None
+    if ranks.size > 1:
+        point = open_to_all(point, choice["facts"], wanted.open_path, ranks, stack, wanted.deep, choice["late"])
+    assert point is not None, "rank 0 has it open"
+    return replace(point, is_proved_late=choice["late"]), choice["branch"]
+
+
+def _choose_and_open(wanted: Wanted, stack: ExitStack) -> tuple[ResumePoint, Document] | None:
+    listings: list[Listing] = []
+    for folder in wanted.places.folders:
+        recover_all(folder)  # leftovers of killed saves
+        listings.append(_list_for(wanted, folder))
+    infos = [info for listed in listings for info in listed.found]
+    if wanted.places.directory is not None:
+        infos = in_run_order(infos)
+        warn_of_others(wanted.places.directory, infos, wanted.mode)
+    point = open_chosen(wanted, infos, stack)
+    if point is None:
+        if wanted.mode == "auto":
+            _refuse_damaged(listings)
+        return None
+    branch = branch_run_id(wanted, point.checkpoint, infos)
+    return point, {"facts": checkpoint_facts(point.checkpoint), "branch": branch, "late": bool(point.tensors.proofs)}
+
+
+def _list_for(wanted: Wanted, folder: Place) -> Listing:
+    """The checkpoints in a folder of the run. The newest can be found only if all manifests are readable."""
+    if wanted.mode in ("auto", "must"):
+        return list_readable(folder)
+    listed = list_checkpoints(folder)
+    listed.warn_left_out()
+    return listed
+
+
+def _refuse_damaged(listings: Iterable[Listing]) -> None:
+    """Raise ManifestError for damaged manifests: they may belong to this run, which must not start afresh then."""
+    for listed in listings:
+        if listed.damaged:
+            problems = listing([str(error) for error in listed.damaged.values()])
+            raise ManifestError(f"{problems}; there is nothing else to resume from: move it away to begin afresh")

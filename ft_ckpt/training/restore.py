@@ -1,0 +1,370 @@
+"""Restore the items of a run from an open checkpoint: model weights, optimizers, objects, replicas that differ.
+
+Each function reports per item (`Restored`) and raises only on errors that concern all of them. Each rank reads the
+elements it holds: the number of ranks and their wrappers may differ from those of the saved run.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from ft_ckpt.distributed.agreement import Values
+from ft_ckpt.distributed.fill import Filler, WantedTensor, check_all, each_reads, fill_tensor
+from ft_ckpt.distributed.ranks import Ranks
+from ft_ckpt.distributed.replicas import WEIGHTS, own_name, own_part, place_of
+from ft_ckpt.distributed.source import Source
+from ft_ckpt.errors import CheckpointError, CorruptError, LoadError, UnreadableError, listing
+from ft_ckpt.model.base_model import differences_of_base
+from ft_ckpt.model.selection import module_at
+from ft_ckpt.model.settings import adapter_settings, differences_of_live
+from ft_ckpt.storage.digests import PassingProblem
+from ft_ckpt.storage.place import Place
+from ft_ckpt.storage.proofs import PartDigests, compare_digests, read_late
+from ft_ckpt.training.items import (
+    ENGINE,
+    ExtraState,
+    Item,
+    Key,
+    labelled_sources,
+    model_sources,
+    optimizers_among,
+    tied_names,
+)
+from ft_ckpt.training.state import (
+    FOLDER,
+    Document,
+    ResumePoint,
+    StoredTensors,
+    description_of_rank,
+    entries_of_rank,
+    tree_of,
+)
+
+
+@dataclass(frozen=True)
+class Restored:
+    """The outcome of one item: `status` is "restored", "absent" (on one side) or "failed"; `detail` says why."""
+
+    name: str
+    status: str
+    detail: str = ""
+
+
+class Unread(Restored):
+    """An item that could not be read from its file."""
+
+
+@dataclass(frozen=True)
+class RestoreReport:
+    """The outcome of a resume, item by item, and how the run differs from the one that saved."""
+
+    path: Path | str | None = None
+    """The checkpoint; None when nothing was resumed and the run began afresh."""
+    items: tuple[Restored, ...] = ()
+    """Each with its `name`, `status` ("restored", "absent" on one side, or "failed") and a `detail` that says why."""
+    differences: tuple[str, ...] = ()
+    """Settings in which this run differs from the one that saved."""
+    notes: tuple[str, ...] = ()
+    """What the resume decided and a reader should know."""
+    requests: int = 0
+    """Range requests of all ranks to a bucket; 0 for a checkpoint on a disk."""
+
+    @property
+    def problems(self) -> tuple[str, ...]:
+        """A line for each item that was not restored."""
+        return tuple(f"{item.name}: {item.status}: {item.detail}" for item in self.items if item.status != "restored")
+
+
+@dataclass(frozen=True, eq=False)
+class LiveRun:
+    """The run to restore: its items, and `found`, the tensors of its models."""
+
+    accelerator: Any
+    model: nn.Module
+    items: Sequence[Item]
+    found: Mapping[Key, Source]
+    ranks: Ranks
+
+
+def agree_on_outcomes(
+    ranks: Ranks, what: str, outcomes: Sequence[Restored], requests: int = 0, error: BaseException | None = None
+) -> tuple[tuple[Restored, ...], int]:
+    """One outcome per item, the first failure of any rank or else a success, and the sum of `requests`. Collective.
+
+    `error` is this rank's own, as for `Ranks.agree`.
+    """
+    mine = {"items": [asdict(item) for item in outcomes], "requests": requests}
+    merged = ranks.agree(what, mine, error, decide=_merge_outcomes).told
+    return tuple(Restored(**item) for item in merged["items"]), merged["requests"]
+
+
+def _merge_outcomes(values: Values) -> Document:
+    merged: dict[str, Document] = {}
+    for rank, value in enumerate(values):
+        for item in value["items"]:
+            known = merged.get(item["name"])
+            if known is None or known["status"] == "restored" != item["status"]:
+                where = f"on rank {rank}: " if rank and item["status"] != "restored" else ""
+                merged[item["name"]] = {**item, "detail": where + item["detail"]}
+    return {"items": [*merged.values()], "requests": sum(value["requests"] for value in values)}
+
+
+def restore_weights(found: Mapping[Key, Source], point: ResumePoint, fill_all: Filler = each_reads) -> Restored:
+    """Fill every saved tensor of the model in place, each rank its elements.
+
+    Every tensor of the model must be stored, except the frozen base of an adapter's checkpoint.
+    """
+    weights, stored, known = point.document["weights"], point.tensors, model_sources(found)
+    unknown = [name for name in weights if name not in known]
+    if unknown:
+        return Restored("weights", "failed", f"{listing(unknown, ', ')}: in the checkpoint, not in the model")
+
+    def wanted_tensors() -> list[WantedTensor]:
+        by_key = {known[name].key: (known[name], *place) for name, place in reversed(weights.items())}  # tied: once
+        places = reversed(by_key.values())
+        return [WantedTensor(source, source.local, stored.file_of(part, name), name) for source, part, name in places]
+
+    missing = [name for name, source in known.items() if name not in weights and not _is_elsewhere(source, stored)]
+    if missing:
+        return Restored("weights", "failed", f"{listing(missing, ', ')}: in the model, not in the checkpoint")
+    return _try_restore("weights", lambda: fill_all("weights", wanted_tensors))
+
+
+def _is_elsewhere(source: Source, stored: StoredTensors) -> bool:
+    """Whether the checkpoint stores a tensor outside its weights, or an adapter's checkpoint leaves it to the base."""
+    return source.is_added or (stored.is_adapter and source.is_parameter and not source.trainable)
+
+
+def find_misfits(live: LiveRun, point: ResumePoint) -> list[Restored]:
+    """The items that cannot be restored, as far as that can be told without a `load_state_dict`. Changes nothing."""
+
+    def only_check(_what: str, collect: Callable[[], list[WantedTensor]]) -> None:
+        check_all(collect())
+
+    stored_items = point.document["items"]
+    outcomes = [restore_weights(live.found, point, only_check)]
+    for item in live.items:
+        if item.name in stored_items:
+            entry, source = stored_items[item.name], _StoredItem(item.name, point.tensors, only_check)
+            outcomes.append(_try_restore(item.name, lambda: _check_item(item, entry, live, source)))  # noqa: B023
+        elif not _is_dispensable(item, point.document):
+            outcomes.append(Restored(item.name, "absent", "not in the checkpoint"))
+    known = {ENGINE, *(item.name for item in live.items)}
+    outcomes += [
+        Restored(name, "absent", "in the checkpoint, not in this run") for name in stored_items if name not in known
+    ]
+    return [item for item in outcomes if item.status != "restored"]
+
+
+def _check_item(item: Item, entry: Document, live: LiveRun, stored: "_StoredItem") -> None:
+    """Raise LoadError if the stored state is of another kind of item, or does not fit a model or optimizer."""
+    key = item.kind if item.kind in ("optimizer", "model") else "tree"
+    if key not in entry:
+        raise LoadError(f"another kind of object in the checkpoint, expected the state of this {item.kind}")
+    if item.kind == "optimizer":
+        ((_, kind, optimizer),) = optimizers_among([item])
+        description = description_of_rank(entry["optimizer"], live.ranks.rank)
+        kind.check(optimizer, description, labelled_sources(live.found))
+    elif item.kind == "model":
+        _restore_item(item, entry, live.found, stored)
+
+
+def _is_dispensable(item: Item, document: Document) -> bool:
+    """Whether the checkpoint of a run with `item` may lack it."""
+    if item.name == ENGINE:
+        return True  # DeepSpeed's counters start anew in a run that another engine saved
+    # an earlier version stored the extra state with the weights
+    return isinstance(item.value, ExtraState) and item.value.state_dict().keys() <= document["weights"].keys()
+
+
+def compare_base(live: LiveRun, attribute: str | None, point: ResumePoint) -> list[Restored]:
+    """Compare the base of the run's adapters, if the checkpoint is without it, with the base they were trained on."""
+    parts, weights = point.checkpoint.manifest.parts, point.document["weights"]
+    compared, problems = differences_of_base(live.model, parts, weights, live.ranks.rank, attribute)
+    if problems:
+        detail = f"not the base that the adapters were trained on ({listing(problems)})"
+        return [Restored("base", "failed", detail)]
+    return [Restored("base", "restored", f"not in the checkpoint; {compared} tensors compared")] if compared else []
+
+
+def compare_adapters(live: LiveRun, attribute: str | None, point: ResumePoint) -> list[Restored]:
+    """A failed item if the settings of the run's adapters would change what the stored tensors compute.
+
+    A rank that does not see the checkpoint compares nothing: rank 0's outcome holds for all.
+    """
+    if point.tensors.is_remote:
+        return []
+    held = point.checkpoint
+    configs: Mapping[str, Any] = getattr(module_at(live.model, attribute or ""), "peft_config", None) or {}
+    records = [record for record in held.manifest.parts if record.kind == "adapter" and record.adapter in configs]
+
+    def compare() -> None:
+        stores = [(str(record.adapter), Place(held.store, record.path).folder) for record in records]
+        problems = [
+            f"{name}: {field} is {found}, {expected} in the checkpoint"
+            for name, store in stores
+            for field, expected, found in differences_of_live(adapter_settings(store), configs[name])
+        ]
+        if problems:
+            raise LoadError(f"{listing(problems)}; make the adapter with the settings of the saved run")
+
+    outcome = _try_restore("adapter settings", compare)
+    return [outcome] if outcome.status == "failed" else []
+
+
+def restore_items(
+    items: Sequence[Item], live: LiveRun, point: ResumePoint, fill_all: Filler = each_reads
+) -> list[Restored]:
+    """Restore each of `items` that the checkpoint has."""
+    document, rank, outcomes = point.document, live.ranks.rank, []
+    of_rank = entries_of_rank(document, rank)
+    for item in items:
+        if item.name not in document["items"]:
+            continue
+        entry = of_rank.get(item.name) or document["items"][item.name]
+        if item.kind == "optimizer":
+            entry = {**entry, "optimizer": description_of_rank(entry["optimizer"], rank)}
+        prefix = f"rank-{rank}/{item.name}" if item.name in of_rank else item.name
+        differs = any(item.name in trees for trees in document["ranks"])  # then each rank reads its own
+        stored = _StoredItem(prefix, point.tensors, each_reads if differs else fill_all)
+        outcomes.append(_try_restore(item.name, lambda: _restore_item(item, entry, live.found, stored)))  # noqa: B023 - called at once
+    return outcomes
+
+
+def find_damage(point: ResumePoint, outcomes: Sequence[Restored], ranks: Ranks) -> tuple[str, ...]:
+    """The problems of files whose digests were due while ranks read them, the same on all ranks. Collective then.
+
+    Files that no rank has read are read for it. A file from which one of `outcomes` could not be read is damaged too.
+    """
+    if not point.is_proved_late:
+        return ()
+
+    def compare_all(values: Values) -> list[tuple[str, bool]]:
+        failures = [failure for value in values for failure in _decode_problems(value["failures"])]
+        found = [PartDigests(**part) for value in values for part in value["digests"]]
+        return _encode_problems(compare_digests(point.tensors.late_files, found, failures))
+
+    digests, failures = read_late(point.tensors.proofs)
+    if not failures:
+        unread = [item.detail for item in outcomes if isinstance(item, Unread)]
+        failures = tuple(type(detail)(f"{detail} (on rank {ranks.rank})") for detail in unread)
+    mine = {"digests": [asdict(part) for part in digests], "failures": _encode_problems(failures)}
+    return _decode_problems(ranks.agree("comparing the checkpoint of resume()", mine, decide=compare_all).told)
+
+
+def _encode_problems(problems: Sequence[str]) -> list[tuple[str, bool]]:
+    """Each problem with whether the system could not read the file just now."""
+    return [(str(problem), isinstance(problem, PassingProblem)) for problem in problems]
+
+
+def _decode_problems(encoded: Sequence[tuple[str, bool]]) -> tuple[str, ...]:
+    return tuple(PassingProblem(text) if passes else text for text, passes in encoded)
+
+
+def restore_replicas(live: LiveRun, point: ResumePoint) -> tuple[list[Restored], list[str]]:
+    """Give each rank its own values of replicas that differed between ranks. Collective.
+
+    Also returns a warning naming those left at rank 0's values, to which all were restored before: the number of ranks
+    is another, or ranks now hold other parts.
+    """
+    differing: dict[str, dict[str, str | None]] = point.document.get("apart", {})
+    if not differing:
+        return [], []
+    ranks, sources = live.ranks, _tensors_by_name(live, point.document)
+    rank, same_size = str(ranks.rank), ranks.size == len(point.document["ranks"])
+    mine = [
+        name
+        for name, places in differing.items()
+        if same_size and rank in places and name in sources and _is_own(sources[name], places[rank], ranks.rank)
+    ]
+    left = [name for name, places in differing.items() if (rank in places or not same_size) and name not in mine]
+    lost = ranks.agree("replicas that differ between ranks", {"left": left}, decide=_all_left).told
+    notes = [f"{listing(lost, ', ')}: not the same on all ranks that saved, rank 0's on all now"] if lost else []
+
+    def wanted_tensors() -> list[WantedTensor]:
+        parts = {own_name(name, ranks.rank): own_part(sources[name], ranks.rank) for name in mine}
+        files = {name: point.tensors.file_of(FOLDER, name) for name in parts}
+        return [WantedTensor(part, part.local, files[name], name) for name, part in parts.items()]
+
+    if len(lost) == len(differing):
+        return [], notes
+    return [_try_restore("replicas", lambda: each_reads("replicas", wanted_tensors))], notes
+
+
+def _all_left(values: Values) -> list[str]:
+    """The names that any rank has left, as the report shows them."""
+    return list(dict.fromkeys(name.removeprefix(f"{WEIGHTS}/") for value in values for name in value["left"]))
+
+
+def _is_own(source: Source, place: str | None, rank: int) -> bool:
+    """Whether `rank` holds the part at `place` of a replicated tensor in the model's own memory."""
+    return source.sharding.is_replicated and not source.is_added and place_of(source.sharding, rank) == place
+
+
+def _tensors_by_name(live: LiveRun, document: Document) -> dict[str, Source]:
+    """The tensors of a run by the names of `replicas`."""
+    sources = {f"{item or WEIGHTS}/{name}": source for (item, name), source in live.found.items()}
+    for item, kind, optimizer in optimizers_among(live.items):
+        if item.name in document["items"]:
+            state = kind.tensors(optimizer, document["items"][item.name]["optimizer"], labelled_sources(live.found))
+            sources |= {f"{item.name}/{name}": source for name, source in state.items()}
+    return sources
+
+
+def _try_restore(name: str, action: Callable[[], Any]) -> Restored:
+    try:
+        detail = action()
+    except CorruptError as error:
+        kind = PassingProblem if isinstance(error, UnreadableError) else str
+        return Unread(name, "failed", kind(error))
+    except Exception as error:  # noqa: BLE001 - every item is tried, and all failures are reported together
+        text = str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
+        return Restored(name, "failed", text)
+    return Restored(name, "restored", detail or "")
+
+
+@dataclass(frozen=True)
+class _StoredItem:
+    """The stored tensors of one item."""
+
+    prefix: str
+    tensors: StoredTensors
+    fill_all: Filler
+
+    def wanted_by(self, source: Source, name: str) -> WantedTensor:
+        stored_name = f"{self.prefix}/{name}"
+        return WantedTensor(source, source.local, self.tensors.file_of(FOLDER, stored_name), stored_name)
+
+
+def _restore_item(item: Item, entry: Document, found: Mapping[Key, Source], stored: _StoredItem) -> str:
+    notes: list[str] = []
+    if item.kind == "optimizer":
+
+        def wanted_state() -> list[WantedTensor]:
+            sources: list[Source] = []
+            ((_, kind, optimizer),) = optimizers_among([item])
+            labels = labelled_sources(found)
+            fill_now = lambda source: fill_tensor(stored.wanted_by(source, source.name))  # noqa: E731
+            notes.extend(kind.restore(optimizer, entry["optimizer"], labels, fill_now, sources.append))
+            return [stored.wanted_by(source, source.name) for source in sources]
+
+        stored.fill_all(item.name, wanted_state)
+    elif item.kind == "model":
+        stored.fill_all(item.name, lambda: _wanted_of_model(model_sources(found, item.name), stored))
+    else:
+        item.value.load_state_dict(tree_of(entry, stored.prefix, stored.tensors, item.value))
+    return "; ".join(notes)
+
+
+def _wanted_of_model(own: Mapping[str, Source], stored: _StoredItem) -> list[WantedTensor]:
+    """Every tensor of a further model, tied ones under their stored name. Raises LoadError naming what differs."""
+    names = stored.tensors.state_names(f"{stored.prefix}/")
+    groups = {next((name for name in group if name in names), group[0]): group for group in tied_names(own)}
+    problems = [f"{name}: in the model, not in the checkpoint" for name in groups if name not in names]
+    problems += [f"{name}: in the checkpoint, not in the model" for name in sorted(names) if name not in own]
+    if problems:
+        raise LoadError(listing(problems))
+    return [stored.wanted_by(own[name], name) for name in groups]
