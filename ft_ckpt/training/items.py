@@ -6,12 +6,12 @@ what names a state uses itself no object can have.
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NoReturn
 
 import xxhash
 from torch import Tensor, nn
 
-from ft_ckpt.distributed.agreement import rank_numbers
+from ft_ckpt.distributed.agreement import Values, rank_numbers
 from ft_ckpt.distributed.module_state import refuse_one_way_state
 from ft_ckpt.distributed.ranks import Ranks
 from ft_ckpt.distributed.source import Source
@@ -19,7 +19,6 @@ from ft_ckpt.distributed.tensors import ModelTensors
 from ft_ckpt.distributed.wrappers import unwrap, user_class
 from ft_ckpt.errors import ConfigError, LoadError, RanksDisagreeError, SelectionError, listing
 from ft_ckpt.training import optimizers
-from ft_ckpt.training.exchange import decide_together
 from ft_ckpt.training.optimizer_kinds import kind_of_optimizer, run_counters
 from ft_ckpt.training.optimizers import OptimizerKind
 
@@ -150,50 +149,38 @@ def check_same_items(everyone: Sequence[Mapping[str, str]]) -> None:
         )
 
 
-@dataclass(frozen=True)
-class _NamedTensors:
-    digest: str
-    names: tuple[str, ...]
-
-
-@dataclass(frozen=True)
-class _FirstRanks:
-    ranks: tuple[int, ...]
-
-
 def name_differing_tensors(ranks: Ranks, what: str, digest: str, names_of: Callable[[], Iterable[str]]) -> None:
-    """Raise RanksDisagreeError naming tensors that not all ranks have, whose `digest` differs. Collective.
+    """Raise RanksDisagreeError naming the tensors that not all ranks have; `digest` is of this rank's. Collective.
 
-    One of the ranks with each digest tells what `names_of` gives.
+    Only the first rank with each digest sends its names.
     """
-    mine, kinds = _NamedTensors(digest, ()), (_NamedTensors, _FirstRanks)
-    first, _ = decide_together(ranks, what, mine, _first_by_digest, kinds)
-    mine = replace(mine, names=tuple(names_of()) if ranks.rank in first.ranks else ())
-    decide_together(ranks, f"{what}, by name", mine, _refuse_differing, kinds)
+    first = ranks.agree(what, {"digest": digest}, decide=_first_by_digest).told
+    names = [*names_of()] if ranks.rank in first else []
+    ranks.agree(f"{what}, by name", {"digest": digest, "names": names}, decide=_refuse_differing)
 
 
-def _first_by_digest(answers: Sequence[_NamedTensors]) -> _FirstRanks:
+def _first_by_digest(values: Values) -> list[int]:
     first: dict[str, int] = {}
-    return _FirstRanks(tuple(r for r, one in enumerate(answers) if first.setdefault(one.digest, r) == r))
+    return [rank for rank, value in enumerate(values) if first.setdefault(value["digest"], rank) == rank]
 
 
-def _refuse_differing(answers: Sequence[_NamedTensors]) -> _FirstRanks:
+def _refuse_differing(values: Values) -> NoReturn:
     groups: dict[str, list[int]] = {}
-    for rank, answer in enumerate(answers):
-        groups.setdefault(answer.digest, []).append(rank)
+    for rank, value in enumerate(values):
+        groups.setdefault(value["digest"], []).append(rank)
     owners: dict[str, list[int]] = {}
     for group in groups.values():
-        for name in answers[group[0]].names:
+        for name in values[group[0]]["names"]:
             owners.setdefault(name, []).extend(group)
-    stages: dict[tuple[int, ...], list[str]] = {}  # as those of a pipeline: the ranks, and what they alone have
-    for name, has in owners.items():
-        if len(has) < len(answers):
-            stages.setdefault(tuple(has), []).append(name)
-    lonely = [f"{listing(names, ', ')} on rank(s) {rank_numbers([*has])} alone" for has, names in stages.items()]
-    told = listing(lonely) if lonely else "tensors: of another shape or dtype, or in another order, on some ranks"
+    stages: dict[tuple[int, ...], list[str]] = {}  # as in a pipeline: tensors by the ranks that alone hold them
+    for name, holders in owners.items():
+        if len(holders) < len(values):
+            stages.setdefault(tuple(holders), []).append(name)
+    partial = [f"{listing(names, ', ')} on rank(s) {rank_numbers([*held])} alone" for held, names in stages.items()]
+    problem = listing(partial) if partial else "tensors: of another shape or dtype, or in another order, on some ranks"
     raise RanksDisagreeError(
-        f"{told}; every rank has to hold or share all tensors of the model: one whose layers are spread over the ranks "
-        "(pipeline parallelism) is saved by the library that spread it"
+        f"{problem}; every rank has to hold or share all tensors of the model: one whose layers are spread over the "
+        "ranks (pipeline parallelism) is saved by the library that spread it"
     )
 
 
